@@ -1,1 +1,1 @@
-"""The paper's claims, each as an experiment."""
+"""Experiments on the paper's claims."""

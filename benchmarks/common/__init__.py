@@ -1,1 +1,1 @@
-"""What several benchmarks share: nets, photos, results, server processes."""
+"""Shared by several benchmarks: nets, photos, results, server processes."""

@@ -1,18 +1,17 @@
-"""Dense evaluation in torch as fast as we know to write it: what the engine is compared with, on CPUs and GPUs.
+"""The fastest dense evaluation in torch that we know: the engine's competitor on CPUs and GPUs.
 
-The convolutions run once over the whole image; every bin of the pyramid is one stride-1 max pool for all windows, each
-pool made of a smaller one (`export.dense.pyramid`); the bins of each window are gathered, channels last, and meet fc1,
-fc2 and fc3 as three matrix products. Other exact forms were slower: milliseconds of pyramid and fc1 alone, model A,
-float32, two views, torch 2.13 on 2 AVX-512 cores that were not idle (2026-11-20; the least of four, channels first and
-last):
+The convolutions run once over the whole image. Every bin of the pyramid is one stride-1 max pool for all windows; each
+pool is computed from a smaller one (`export.dense.pyramid`). The bins of each window are gathered, channels last, and
+multiplied by fc1, fc2 and fc3 as three matrix products. Other exact forms were slower: milliseconds of pyramid and fc1
+alone, model A, float32, two views, torch 2.13 on 2 AVX-512 cores that were not idle (2026-11-20; minimum of four,
+channels first and last):
 
     view       gathered, oneDNN's product   dilated convolutions   gathered, 1x1 convolution   gathered, F.linear (MKL)
     256x341    35, 44                       183, 192               178, 179                    81, 86
     384x512    253, 271                     430, 434               381, 407                    523, 542
     480x640    562, 606                     740, 771               657, 693                    1109, 1176
 
-It is right: `tests/benchmarks/test_engine.py` compares it with `training.net.dense_reference`, window by window, in
-float64.
+`tests/benchmarks/test_engine.py` compares it with `training.net.dense_reference`, window by window, in float64.
 """
 
 import warnings
@@ -30,13 +29,13 @@ from prelunet.training.net.network import Layer, PreluNet, activate
 
 
 class DenseNet(nn.Module):
-    """A net over whole images: pixels in, the mean score of all windows out.
+    """A net over whole images: from pixels to the mean score of all windows.
 
-    net: gives the weights; where dtype and layout allow, they are the same memory;
+    net: source of the weights, whose memory is shared where dtype and layout allow it;
     mean: float (3,), R, G, B, subtracted in float32 (float64 for dtype float64) before pixels become `dtype`;
     dtype: of the arithmetic, except mean, softmax and average; channels_last: layout of the feature maps;
-    onednn: matrix products by oneDNN instead of by MKL, which takes twice as long in float32 on CPUs that are not
-    Intel's; for float32 on a CPU only.
+    onednn: use oneDNN's matrix products instead of MKL's, which take twice as long in float32 on CPUs other than
+    Intel's; only for float32 on a CPU.
     """
 
     def __init__(
@@ -49,7 +48,7 @@ class DenseNet(nn.Module):
         onednn: bool = False,
     ) -> None:
         super().__init__()
-        assert mean.shape == (3,), f"a mean per channel, not {mean.shape}"
+        assert mean.shape == (3,), f"mean must have one value per channel, not shape {mean.shape}"
         self.architecture = net.architecture
         self.dtype = dtype
         self.layout = torch.channels_last if channels_last else torch.contiguous_format
@@ -60,7 +59,7 @@ class DenseNet(nn.Module):
 
     @torch.inference_mode()
     def scores(self, images: np.ndarray) -> np.ndarray:
-        """Return the scores, (N, K), of images of one size, uint8 (N, H, W, 3), wherever the net lies."""
+        """Return the scores, (N, K), of images of one size, uint8 (N, H, W, 3), on the net's device."""
         scores: np.ndarray = self(torch.from_numpy(images).to(self.mean.device)).cpu().numpy()
         return scores
 
@@ -75,12 +74,12 @@ class DenseNet(nn.Module):
         logits = self.head(windows.flatten(0, 2)).to(self.mean.dtype)
         return logits.softmax(1).reshape(images.shape[0], -1, logits.shape[1]).mean(1)
 
-    @torch.compiler.disable  # of 63 slices it would make 63 kernels, and minutes of compilation; one copy does it
+    @torch.compiler.disable  # 63 slices would become 63 kernels and take minutes to compile; one copy is enough
     def pyramid(self, feature_map: Tensor) -> Tensor:
         """Return every window's bins, (N, rows, columns, bins·C), of a feature map (N, C, h, w).
 
-        In whichever way is fastest where it runs: torch pools channels last in a fifteenth of the time, and two cells
-        apart in two thirds of what all cells between take; OpenVINO takes 15 times as long for cells apart.
+        Uses the fastest form of each runtime: torch pools channels last in a fifteenth of the time, and two dilated
+        cells in two thirds of the time of a full kernel; OpenVINO takes 15 times as long for dilated cells.
         """
         window = self.architecture.window
         bins = pyramid_bins(window, self.architecture.spp_levels)
@@ -140,14 +139,14 @@ class _Product(nn.Module):
         return F.linear(rows, self.weight, self.bias)
 
 
-@torch.compiler.disable  # it would take MKL's product, at half the speed
+@torch.compiler.disable  # the compiler would use MKL's product, at half the speed
 def _onednn_product(rows: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
     product: Tensor = torch.ops.mkldnn._linear_pointwise(rows, weight, bias, "none", [], "")
     return product
 
 
 class _Activation(nn.Module):
-    """The activation of a layer; channels are axis 1."""
+    """The activation of a layer; axis 1 holds the channels."""
 
     def __init__(self, architecture: Architecture, layer: Layer, dtype: torch.dtype) -> None:
         super().__init__()
@@ -169,11 +168,11 @@ def _fixed(values: Tensor) -> nn.Parameter:
 
 
 def export_plain(net: DenseNet, path: Path) -> None:
-    """Write the net as ONNX as one would without this project: float (N, 3, H, W) in, dynamic sizes, no masks."""
+    """Export the net to ONNX as one would without this project: input float (N, 3, H, W), dynamic sizes, no masks."""
     side = net.architecture.crop + 3 * net.architecture.trunk_stride
     pixels = torch.zeros(2, 3, side, side + net.architecture.trunk_stride)
     names = {"input_names": ["images"], "output_names": ["scores"]}
     axes = {"images": {0: "N", 2: "H", 3: "W"}, "scores": {0: "N"}}
     with warnings.catch_warnings(), torch.inference_mode():
-        warnings.simplefilter("ignore")  # that this exporter is the older one: it needs no further package
+        warnings.simplefilter("ignore")  # it says that this exporter is the older one, which needs no further package
         torch.onnx.export(net, (pixels,), str(path), dynamo=False, opset_version=18, dynamic_axes=axes, **names)

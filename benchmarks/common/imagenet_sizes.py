@@ -1,16 +1,16 @@
-"""Sizes of photos as ImageNet has them: a stated distribution, so that its figures can be made again without the data.
+"""Photo sizes like ImageNet's: a fixed distribution, so that results are reproducible without the data.
 
-An assumption, not a count: about half of the images are 500x375 or 375x500, a fifth are 500 long with another common
-shorter side, a tenth have other round sizes, and the rest are 500 long with any shorter side from 281 to 499, or of any
-size. It stands for the mix of shapes that a run over ILSVRC's validation images meets, in which no two rare shapes are
-equal; the shares of single sizes should not be quoted.
+This is an assumption, not a count: about half of the images are 500x375 or 375x500, a fifth have a longer side of 500
+and another common shorter side, a tenth have other round sizes, and the rest have a longer side of 500 and any shorter
+side from 281 to 499, or any size. It imitates the mix of shapes in ILSVRC's validation images, in which rare shapes
+hardly repeat. Do not quote the shares of single sizes.
 """
 
 from collections.abc import Sequence
 
 import numpy as np
 
-# (height, width): share of all images. Landscape first, its portrait after it.
+# (height, width): share of all images. Each landscape size is followed by its portrait size.
 COMMON: dict[tuple[int, int], float] = {
     (375, 500): 0.39,
     (500, 375): 0.12,
@@ -31,14 +31,14 @@ COMMON: dict[tuple[int, int], float] = {
     (225, 300): 0.01,
     (300, 400): 0.01,
 }
-LONG_500 = 0.12  # the longer side 500, the shorter one anything; two of three are landscape
-# The rest, 0.05: both sides anything, log-uniform.
+LONG_500 = 0.12  # longer side 500, any shorter side; two of three are landscape
+# The rest, 0.05: both sides arbitrary, log-uniform.
 SHORTEST_OF_500, SHORTEST, LONGEST = 281, 160, 1600  # pixels
 LONGEST_RATIO = 3
 
 
 def draw(count: int, seed: int = 0) -> list[tuple[int, int]]:
-    """Return the sizes of that many images, (height, width) in pixels; the same seed gives the same."""
+    """Return `count` image sizes, (height, width) in pixels; equal seeds give equal sizes."""
     rng = np.random.default_rng(seed)
     common: Sequence[tuple[int, int]] = list(COMMON)
     shares = [*COMMON.values(), LONG_500, 1 - sum(COMMON.values()) - LONG_500]

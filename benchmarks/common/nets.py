@@ -1,4 +1,4 @@
-"""The nets of the benchmarks: random weights whose scores tell mistakes, and their files for every competitor."""
+"""The nets of the benchmarks: random weights whose scores reveal errors, and their files for every competitor."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -28,19 +28,19 @@ def write_files(name: str, folder: Path) -> None:
     checkpoint = Checkpoint(net, class_entries(CLASSES), MEAN, discriminating_tensors(net, CLASSES))
     write_checkpoint(folder / "net.safetensors", checkpoint)
     export_plain(DenseNet(network_from_checkpoint(checkpoint), checkpoint.mean), folder / "plain.onnx")
-    del checkpoint  # exporting reads it anew, and model C has 1.3 GB
+    del checkpoint  # exporting reads it again, and model C has 1.3 GB
     export_checkpoint(folder / "net.safetensors", folder / "ours.onnx")
 
 
 def class_entries(classes: int) -> tuple[ClassEntry, ...]:
-    """Return that many classes."""
+    """Return `classes` class entries."""
     return tuple(ClassEntry(f"n{index:08d}", f"class {index}") for index in range(classes))
 
 
 def discriminating_tensors(net: Architecture, classes: int, seed: int = 0) -> Mapping[str, npt.NDArray[np.float32]]:
-    """Draw the parameters of a net that does not say the same of every image.
+    """Draw the parameters of a net whose scores differ between images.
 
-    Weights do not change the speed, but an untrained net gives every class 1/K, and forgives a wrong bias or slope.
+    The weights do not affect the speed, but an untrained net gives every class 1/K, which hides a wrong bias or slope.
     This one has biases up to ±0.5, slopes from 0 to 0.5, and logits of standard deviation 3 on a golden image.
     """
     rng = np.random.default_rng(seed)

@@ -1,4 +1,4 @@
-"""The pictures of the benchmarks: pixels that everybody can make, in sizes that photos have; or a folder's photos."""
+"""The pictures of the benchmarks: reproducible synthetic pixels in photo sizes, or the photos of a folder."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,9 +10,9 @@ from prelunet.evaluator.contract import golden_image
 from prelunet.evaluator.errors import ImageError
 from prelunet.evaluator.imaging.decode import decode_rgb
 
-# Height and width of photos as ImageNet has them: half of them 4:3 at 500 pixels, others with odd sides.
+# Height and width of photos like ImageNet's: half of them 4:3 at 500 pixels, others with odd sides.
 SIZES = ((375, 500), (500, 375), (333, 500), (500, 334), (427, 640), (371, 487), (500, 500), (768, 1024), (281, 500))
-MAX_PHOTOS = 12  # of a folder: enough for mixed sizes
+MAX_PHOTOS = 12  # limit for a folder: enough for mixed sizes
 
 
 @dataclass(frozen=True)
@@ -28,7 +28,7 @@ class Photo:
 
 
 def load_photos(folder: Path | None) -> list[Photo]:
-    """Return the made pictures, or up to twelve of a folder, evenly over its files in the order of their names."""
+    """Return the synthetic pictures, or up to twelve photos of a folder, evenly spaced over its sorted files."""
     if folder is None:
         return [Photo(f"made {height}x{width}", golden_image(height, width)) for height, width in SIZES]
     files = sorted(path for path in folder.rglob("*") if path.is_file())
@@ -38,7 +38,7 @@ def load_photos(folder: Path | None) -> list[Photo]:
         try:
             photos.append(Photo(path.name, decode_rgb(path.read_bytes())))
         except ImageError as error:
-            print(f"{path.name}: left out, {error}")
+            print(f"{path.name}: skipped: {error}")
     if not photos:
-        raise SystemExit(f"--data {folder}: no picture in it")
+        raise SystemExit(f"--data {folder}: no readable picture found")
     return photos

@@ -1,8 +1,8 @@
-"""Results of a long benchmark: each case is written as soon as it is measured, and is not measured twice.
+"""Results of a long benchmark: each case is written as soon as it is measured, and never measured twice.
 
 The file: {"part", "runs": [circumstances of each call], "cases": [{"run", "settings", "seconds", "result"}]}. A case is
-known by its settings and by what could change its result: device, tiny or not, versions of all packages, and a digest
-of the code that is measured. One that failed, or that was measured under other circumstances, is measured again.
+identified by its settings and by everything that could change its result: device, tiny or not, package versions, and a
+digest of the measured code. A case that failed, or was measured under other circumstances, is measured again.
 """
 
 import hashlib
@@ -29,25 +29,25 @@ IDENTITY = ("device", "tiny", "gpu", "versions", "source")
 
 
 def read_results(path: Path) -> dict[str, Any]:
-    """Return the contents of a result file; an empty one where there is none."""
+    """Return the contents of a result file, or empty results if there is none."""
     if not path.exists():
         return {"part": None, "runs": [], "cases": []}
     try:
         data: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
-        known = isinstance(data["cases"], list) and isinstance(data["runs"], list) and "part" in data
+        valid = isinstance(data["cases"], list) and isinstance(data["runs"], list) and "part" in data
     except (ValueError, KeyError, TypeError) as error:
-        raise SystemExit(f"{path}: no result file ({type(error).__name__}: {error}). Move it away") from error
-    if not known:
-        raise SystemExit(f"{path}: no result file. Move it away")
+        raise SystemExit(f"{path}: not a result file ({type(error).__name__}: {error}). Move it away") from error
+    if not valid:
+        raise SystemExit(f"{path}: not a result file. Move it away")
     return data
 
 
 @dataclass
 class Results:
-    """The file that is being written.
+    """The result file of the current call.
 
-    circumstances: of this call; limit: seconds after which no further case is begun; watch: gives clocks and power,
-    which are noted after each case.
+    circumstances: of this call; limit: seconds after which no further case starts; watch: returns clocks and power,
+    which are recorded after each case.
     """
 
     path: Path
@@ -55,7 +55,7 @@ class Results:
     circumstances: dict[str, Any]
     limit: float
     watch: Callable[[], Mapping[str, Any]] = dict
-    skipped: list[Mapping[str, Any]] = field(default_factory=list)  # settings for which there was no time
+    skipped: list[Mapping[str, Any]] = field(default_factory=list)  # settings of cases for which no time was left
     failed: list[Mapping[str, Any]] = field(default_factory=list)
 
     def __post_init__(self) -> None:
@@ -63,15 +63,15 @@ class Results:
         self.data = read_results(self.path)
         self.path.parent.mkdir(parents=True, exist_ok=True)
         if not os.access(self.path.parent, os.W_OK):
-            raise SystemExit(f"{self.path.parent}: cannot be written. Choose another --output")
+            raise SystemExit(f"{self.path.parent}: not writable. Choose another --output")
         if self.data["part"] not in {None, self.part}:
-            raise SystemExit(f"{self.path} holds results of part {self.data['part']}; give another --output")
+            raise SystemExit(f"{self.path} holds results of part {self.data['part']}. Choose another --output")
         self.data["part"] = self.part
         self._run: int | None = None
 
     @property
     def elapsed(self) -> float:
-        """Return the seconds since the part began."""
+        """Return the seconds since the part started."""
         return time.monotonic() - self.begun
 
     def find(self, settings: Mapping[str, Any]) -> dict[str, Any] | None:
@@ -84,15 +84,15 @@ class Results:
     def measure(
         self, settings: Mapping[str, Any], work: Callable[[], Mapping[str, Any]], seconds: float
     ) -> dict[str, Any] | None:
-        """Return the result of a case: the one in the file, or what `work` finds, which is then written.
+        """Return the result of a case: from the file, or from `work`, whose result is then written.
 
-        seconds: how long it will take at most, as far as one can tell; where that is not left, it is not begun, and the
-        result is None. Memory that does not suffice is a result too; any other failure is written as an error.
+        seconds: estimated maximum duration; if less time is left, the case is skipped and the result is None. Running
+        out of memory is a result too; any other failure is written as an error.
         """
-        settings = json.loads(json.dumps(settings))  # as they will be read
-        if (known := self.find(settings)) is not None:
+        settings = json.loads(json.dumps(settings))  # as they are read back
+        if (stored := self.find(settings)) is not None:
             print(f"  kept      {_short(settings)}")
-            return known
+            return stored
         if self.elapsed + seconds > self.limit:
             self.skipped.append(settings)
             print(f"  no time   {_short(settings)} (about {seconds:.0f} s)")
@@ -105,7 +105,7 @@ class Results:
         if "error" in result:
             self.failed.append(settings)
             if is_device_lost(result["error"]):
-                raise SystemExit("CUDA gives nothing but errors after this one: call the same part again to go on")
+                raise SystemExit("the CUDA device is lost after this error: run the same command again to resume")
         return result
 
     def _write(self, settings: Mapping[str, Any], seconds: float, result: Mapping[str, Any]) -> None:
@@ -124,7 +124,7 @@ class Results:
 
 
 def _guarded(work: Callable[[], Mapping[str, Any]]) -> dict[str, Any]:
-    """Call, and turn what goes wrong into a result: the runtimes' own exceptions have no common base."""
+    """Run a case and turn exceptions into results: the runtimes' own exceptions have no common base."""
     try:
         return _plain(work())
     except Exception as error:
@@ -135,7 +135,7 @@ def _guarded(work: Callable[[], Mapping[str, Any]]) -> dict[str, Any]:
 
 
 def _plain(value: Any) -> Any:
-    """Return data as it will be read; numbers that JSON does not know as texts, `nan` and `inf`."""
+    """Return data as JSON stores it; numbers unknown to JSON become the texts `nan` and `inf`."""
     if isinstance(value, Mapping):
         return {key: _plain(one) for key, one in value.items()}
     if isinstance(value, list | tuple):
@@ -144,22 +144,22 @@ def _plain(value: Any) -> Any:
 
 
 def _short(values: Mapping[str, Any]) -> str:
-    """Return the plain values on one line; lists and objects are for the file."""
+    """Format scalar values on one line; lists and objects are only in the file."""
     plain = {key: value for key, value in values.items() if not isinstance(value, list | dict)}
     return " ".join(
         f"{key}={value:.4g}" if isinstance(value, float) else f"{key}={value}" for key, value in plain.items()
     )
 
 
-# What a result file says of itself and of the machine that made it.
+# Circumstances in a result file: command, machine and versions.
 
 
 ROOT = Path(__file__).resolve().parents[2]
-_WIDE = ("avx2", "avx512f", "avx512_vnni", "avx512_bf16", "amx_bf16", "amx_int8")  # what arithmetic can profit from
+_WIDE = ("avx2", "avx512f", "avx512_vnni", "avx512_bf16", "amx_bf16", "amx_int8")  # instruction sets
 
 
 def header(script: str, words: Sequence[str], packages: Sequence[str]) -> dict[str, Any]:
-    """Return date, command, machine and versions of the packages that can change a number, of those that are there."""
+    """Return date, command, machine, and versions of those packages that are installed."""
     installed = {found.name: found.version for found in importlib.metadata.distributions()}
     versions = {name: installed[name] for name in packages if name in installed}
     return {
@@ -171,19 +171,19 @@ def header(script: str, words: Sequence[str], packages: Sequence[str]) -> dict[s
 
 
 def module_of(script: str) -> str:
-    """Return the name by which a benchmark's file is run from the checkout: `benchmarks.engine.run`."""
+    """Return the module name of a benchmark's file, such as `benchmarks.engine.run`."""
     return ".".join(Path(script).resolve().relative_to(ROOT).with_suffix("").parts)
 
 
 def environment() -> dict[str, str]:
-    """Return the environment of a process that imports this checkout, whether it is installed or not."""
+    """Return an environment in which a process imports this checkout, installed or not."""
     inherited = os.environ.get("PYTHONPATH")
-    places = [str(ROOT / "src"), str(ROOT), *([inherited] if inherited else [])]
-    return {**os.environ, "PYTHONPATH": os.pathsep.join(places)}
+    paths = [str(ROOT / "src"), str(ROOT), *([inherited] if inherited else [])]
+    return {**os.environ, "PYTHONPATH": os.pathsep.join(paths)}
 
 
 def write_result(output: Path | None, result: Mapping[str, Any], tables: str = "") -> None:
-    """Write a result as JSON and, if there are any, its tables beside it in Markdown; nothing without a path."""
+    """Write a result as JSON, and its tables beside it as Markdown; output: None writes nothing."""
     if output is None:
         return
     write_atomically(output, (json.dumps(result, indent=1) + "\n").encode())
@@ -192,7 +192,7 @@ def write_result(output: Path | None, result: Mapping[str, Any], tables: str = "
 
 
 def machine() -> dict[str, Any]:
-    """Return processor, cores, its wide instructions, memory and platform."""
+    """Return CPU, cores, vector instruction sets, memory and platform."""
     return {
         "cpu": cpu(),
         "cores": cores(),
@@ -203,13 +203,13 @@ def machine() -> dict[str, Any]:
 
 
 def cpu() -> str:
-    """Return the processor's name as the kernel gives it."""
+    """Return the name of the CPU as the kernel reports it."""
     return cpuinfo_value("model name") or platform.processor()
 
 
 @cache
 def digest_of(*paths: str) -> str:
-    """Return a digest of files, and of all Python files of folders, of this checkout."""
+    """Return a digest of files of this checkout; of folders all Python files count."""
     digest = hashlib.sha256()
     for path in paths:
         for file in sorted((ROOT / path).rglob("*.py")) if (ROOT / path).is_dir() else [ROOT / path]:
@@ -218,22 +218,22 @@ def digest_of(*paths: str) -> str:
 
 
 def resident_mb() -> int:
-    """Return the memory that this process has now, in MB."""
+    """Return the resident memory of this process in MB."""
     lines = Path("/proc/self/status").read_text(encoding="utf-8").splitlines()
     return next(int(line.split()[1]) for line in lines if line.startswith("VmRSS:")) // 1024
 
 
-# Rows → a Markdown table.
+# Markdown tables
 
 
 def markdown(header: Sequence[str], rows: Iterable[Sequence[Any]]) -> str:
-    """Return a table; values are written as `cell` does."""
+    """Return a Markdown table; `cell` formats the values."""
     lines = [header, ["---"] * len(header), *(list(map(cell, row)) for row in rows)]
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
 
 def cell(value: Any) -> str:
-    """Return a value as a reader wants it: three digits, – for nothing, yes or no, 2x256x341 for a list."""
+    """Format a value: three digits, – for None, yes or no, 2x256x341 for a list."""
     if value is None:
         return "–"
     if isinstance(value, bool):
@@ -248,7 +248,7 @@ def cell(value: Any) -> str:
 
 
 def shuffled(names: Iterable[str], number: int) -> list[str]:
-    """Return the order of round `number`: another one each round, so that nobody always follows the same one."""
+    """Return the order of round `number`; it differs by round, so that no one always follows the same other."""
     order = list(names)
     random.Random(number).shuffle(order)
     return order

@@ -1,7 +1,7 @@
-"""What all parts of `gpu.py` stand on: nets and their model files, sessions with any options, clocks, and the peak.
+"""Shared by all parts of `benchmarks.gpu.run`: nets, model files, sessions with any options, clocks, and peak rates.
 
-Imports torch, onnx, onnxruntime, numpy and Pillow and nothing else: the machine with the GPU has no more, and the
-project is not installed there.
+Imports only torch, onnx, onnxruntime, numpy and Pillow: the GPU machine has nothing else, and the project is not
+installed there.
 """
 
 import os
@@ -34,11 +34,11 @@ from prelunet.evaluator.errors import EnvironmentFault
 from prelunet.export.dense.build import build_contract, build_model
 from prelunet.training.net.network import PreluNet, load_tensors
 
-CROP = 224  # pixels, of the nets that are measured; all lengths in this benchmark are told for it
-# What a model file depends on.
+CROP = 224  # pixels, of the measured nets; all lengths in this benchmark refer to it
+# Files that determine the contents of a model file.
 MAKE_FILES = ("export", "evaluator/contract.py", "evaluator/architectures.py", "training/net/initialization.py",
               "benchmarks/common/nets.py")  # fmt: skip
-PEAK_SIDE = 8192  # of the matrices whose product gives the peak
+PEAK_SIDE = 8192  # side of the matrices whose product defines the peak
 SMI = "driver_version,clocks.sm,clocks.mem,power.draw,power.limit,temperature.gpu,pstate,memory.used"
 
 # Stand-ins for --tiny: a crop of 28 pixels, an eighth of the real one. E keeps its 2x2 convolutions.
@@ -61,10 +61,10 @@ Timing = dict[str, float | int]
 
 @dataclass
 class Rig:
-    """One device, and nets to run on it.
+    """A device and the nets that run on it.
 
-    device: `cuda` or `cpu`; tiny: small nets and pictures, a few repeats; files: folder for model files, which are
-    kept, since a model C takes a while to write.
+    device: `cuda` or `cpu`; tiny: small nets and pictures, few repeats; files: folder for model files, which are kept,
+    since a model C takes a while to write.
     """
 
     device: str
@@ -75,7 +75,7 @@ class Rig:
 
     @property
     def on_gpu(self) -> bool:
-        """Say whether this is not a rehearsal on a CPU."""
+        """Return whether the device is a GPU; a CPU is only for rehearsals."""
         return self.device == "cuda"
 
     @property
@@ -85,15 +85,15 @@ class Rig:
 
     @property
     def precisions(self) -> tuple[str, ...]:
-        """Return in what a model can be computed on this device."""
+        """Return the precisions of this device."""
         return ("fp16", "tf32", "fp32") if self.on_gpu else ("fp16", "fp32")
 
     def px(self, length: int) -> int:
-        """Return a length that is told for crops of 224 pixels, in pixels of the nets that are run."""
+        """Scale a length for crops of 224 pixels to the crop of the nets in use."""
         return -(-length * TINY.crop // CROP) if self.tiny else length
 
     def reduced(self, count: int, at_most: int = 2) -> int:
-        """Return a count, or `at_most` in a rehearsal."""
+        """Return `count`, limited to `at_most` in a rehearsal."""
         return min(count, at_most) if self.tiny else count
 
     def net(self, name: str) -> Architecture:
@@ -103,7 +103,7 @@ class Rig:
         return TINY_E if name == "E" else TINY
 
     def tensors(self, name: str) -> Mapping[str, np.ndarray]:
-        """Return the weights of `nets.discriminating_tensors`; the last net's are kept (C: 1.3 GB)."""
+        """Return the weights of `nets.discriminating_tensors`; those of the last net are cached (C: 1.3 GB)."""
         if self._drawn is None or self._drawn[0] != name:
             self._drawn = None
             self._drawn = (name, discriminating_tensors(self.net(name), self.classes))
@@ -116,13 +116,13 @@ class Rig:
         return net.to(self.device).eval()
 
     def contract(self, name: str, precision: str = "fp32", canvas: Canvas = "ragged") -> ModelContract:
-        """Return what a model file of a net states; precision: `fp32` (also for tf32) or `fp16`."""
+        """Return the contract of a net's model file; precision: `fp32` (also for tf32) or `fp16`."""
         classes = class_entries(self.classes)
         half: FilePrecision = "fp16" if precision == "fp16" else "fp32"
         return build_contract(self.net(name), classes, canvas, half, checkpoint_sha256="0" * 64)
 
     def model_file(self, name: str, precision: str = "fp32", canvas: Canvas = "ragged") -> Path:
-        """Return the path of a net's model file, which is written unless it is there."""
+        """Return the path of a net's model file; it is written if it does not exist."""
         contract = self.contract(name, precision, canvas)
         kind, source = "tiny-" if self.tiny else "", digest_of(*MAKE_FILES)
         path = self.files / f"{kind}{name}-{contract.precision}-{canvas}-{source}.onnx"
@@ -136,29 +136,29 @@ class Rig:
 
     def session(self, name: str, precision: str = "fp32", canvas: Canvas = "ragged") -> Session:
         """Open a net as `validate` does."""
-        asked = precision if self.on_gpu else None  # a CPU computes a file in one precision only
+        requested = precision if self.on_gpu else None  # a CPU computes a file in one precision only
         return open_with_placement(
-            self.model_file(name, precision, canvas), Placement(self.device, asked), preallocate=self.on_gpu
+            self.model_file(name, precision, canvas), Placement(self.device, requested), preallocate=self.on_gpu
         )
 
     def flop(self, name: str, sizes: Sequence[tuple[int, int]]) -> int:
-        """Return the floating point operations of images of these sizes: two for each multiply-add."""
+        """Return the floating-point operations of images of these sizes: two per multiply-add."""
         net = self.net(name).to_json()
         counts = {size: multiply_adds(net, *size, self.classes) for size in set(sizes)}
         return 2 * sum(counts[size] for size in sizes)
 
     def share_of_peak(self, tflops: float, precision: str) -> float | None:
-        """Return which part of the matrix product's rate this is, 0 to 1."""
+        """Return the share of the matrix product's rate, 0 to 1."""
         peak = self.peaks.get(precision)
         return None if not peak else round(tflops / peak, 4)
 
     def wait(self) -> None:
-        """Wait until the GPU has done all that torch has asked of it."""
+        """Wait until the GPU has finished all of torch's work."""
         if self.on_gpu:
             torch.cuda.synchronize()
 
     def timed(self, call: Callable[[], Any], *, seconds: float = 0.6, min_calls: int = 3, warm: int = 2) -> Timing:
-        """Call again and again for about that long, at least `min_calls` times; return milliseconds of one call."""
+        """Repeat a call for about `seconds`, at least `min_calls` times; return the milliseconds of one call."""
         for _ in range(self.reduced(warm, 1)):
             call()
         self.wait()
@@ -173,16 +173,16 @@ class Rig:
         return {"ms": statistics.median(took), **spread, "calls": len(took)}
 
     def used_memory_gb(self) -> float | None:
-        """Return the memory of the GPU that is taken, by whomever."""
+        """Return the used memory of the GPU in GB, by all processes; None on a CPU."""
         if not self.on_gpu:
             return None
         free, total = torch.cuda.mem_get_info()
         return round((total - free) / 1e9, 2)
 
     def measure_peaks(self) -> dict[str, float]:
-        """Measure square matrix products of 8192 in torch, TFLOP/s by precision; random numbers, as nets have them.
+        """Measure 8192x8192 matrix products in torch; return TFLOP/s by precision.
 
-        Zeros would run 10 % faster, since the chip then takes less power.
+        The numbers are random, as in nets: zeros would run 10 % faster, since the chip then draws less power.
         """
         side = 256 if self.tiny or not self.on_gpu else PEAK_SIDE
         kinds = {"fp16": (torch.float16, False), "bf16": (torch.bfloat16, False), "tf32": (torch.float32, True)}
@@ -197,28 +197,28 @@ class Rig:
         torch.backends.cuda.matmul.allow_tf32 = before
         self.peaks = peaks
         if self.on_gpu:
-            torch.cuda.empty_cache()  # else its matrices would count as memory of what comes next
+            torch.cuda.empty_cache()  # otherwise its matrices would count as memory of the next case
         return peaks
 
 
 def check_provider(rig: Rig) -> None:
-    """Open a small net and run it; SystemExit when what comes up is not the device that was asked for."""
+    """Open a small net and run it; raises SystemExit if it does not run on the requested device."""
     small = Rig(rig.device, tiny=True, files=rig.files)
     try:
         session = small.session("A", "fp16")
         image = np.zeros((1, TINY.crop, TINY.crop, 3), np.uint8)
-        session.run(image, np.array([image.shape[1:3]], np.int64))  # cuDNN is looked for only here
-    except Exception as error:  # the runtime's own classes have no common base
-        raise SystemExit(f"--device {rig.device} did not come up: {error}") from error
+        session.run(image, np.array([image.shape[1:3]], np.int64))  # cuDNN is loaded only here
+    except Exception as error:  # the runtime's own exceptions have no common base
+        raise SystemExit(f"--device {rig.device}: unavailable: {error}") from error
     expected = CUDA if rig.on_gpu else CPU
     if session.circumstances.provider != expected:
-        raise SystemExit(f"--device {rig.device}: {session.circumstances.provider} came up instead of {expected}")
+        raise SystemExit(f"--device {rig.device}: {session.circumstances.provider} was opened instead of {expected}")
 
 
 def raw_session(rig: Rig, path: Path, changes: Mapping[str, str] | None = None) -> Any:
-    """Open a model file in onnxruntime itself, on the rig's device, with other options of the CUDA provider.
+    """Open a model file directly in onnxruntime, on the rig's device.
 
-    On a CPU, which has none of them, they are left out.
+    changes: options of the CUDA provider that differ from ours; ignored on a CPU.
     """
     runtime = import_runtime()
     options = runtime.SessionOptions()
@@ -230,17 +230,17 @@ def raw_session(rig: Rig, path: Path, changes: Mapping[str, str] | None = None) 
     provider = (CUDA, {**cuda_options(), **(changes or {})}) if rig.on_gpu else CPU
     session = runtime.InferenceSession(os.fspath(path), options, providers=[provider], enable_fallback=0)
     if session.get_providers()[0] != (CUDA if rig.on_gpu else CPU):
-        raise EnvironmentFault(f"{session.get_providers()[0]} came up for {path.name}")
+        raise EnvironmentFault(f"{path.name}: the session runs on {session.get_providers()[0]}")
     return session
 
 
 def provider_options(rig: Rig, session: Any) -> dict[str, str]:
-    """Return the options that the provider of a raw session says it has."""
+    """Return the options that the provider of a raw session reports."""
     return dict(session.get_provider_options()[CUDA if rig.on_gpu else CPU])
 
 
 def circumstances(rig: Rig, command: Sequence[str], source: str) -> dict[str, Any]:
-    """Return everything that a number of this benchmark depends on; source: digest of the code that measures."""
+    """Return everything the results depend on; source: digest of the measured code."""
     runtime = import_runtime()
     return {
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
@@ -277,27 +277,27 @@ def _versions(runtime: ModuleType) -> dict[str, str | None]:
 
 
 def watch(rig: Rig) -> dict[str, str]:
-    """Return driver, clocks, power and temperature as nvidia-smi tells them; nothing where there is none."""
+    """Return driver, clocks, power and temperature from nvidia-smi; empty if unavailable."""
     program = shutil.which("nvidia-smi")
     if not rig.on_gpu or program is None:
         return {}
     command = [program, f"--query-gpu={SMI}", "--format=csv,noheader"]
     try:
-        found = subprocess.run(command, capture_output=True, text=True, timeout=20, check=False)
-    except (OSError, subprocess.TimeoutExpired):  # what was measured is worth more than the clocks
+        process = subprocess.run(command, capture_output=True, text=True, timeout=20, check=False)
+    except (OSError, subprocess.TimeoutExpired):  # the clocks are not worth losing a measurement
         return {}
-    line = found.stdout.strip().splitlines()[:1]
+    line = process.stdout.strip().splitlines()[:1]
     return dict(zip(SMI.split(","), (value.strip() for value in line[0].split(",")), strict=False)) if line else {}
 
 
 def print_runtime() -> None:
-    """Print which onnxruntime this is, before anything can fail."""
+    """Print package and providers of onnxruntime, before anything can fail."""
     runtime = import_runtime()
     name = getattr(runtime, "package_name", "onnxruntime of unknown origin")
     print(f"onnxruntime.package_name {name}, providers {runtime.get_available_providers()}", flush=True)
 
 
 def print_circumstances(now: Mapping[str, Any]) -> None:
-    """Print what is measured with."""
+    """Print versions, device and clocks."""
     print(", ".join(f"{name} {version}" for name, version in now["versions"].items()))
     print(f"{now['gpu'] or now['machine']['cpu']}, {now['first'] or 'no nvidia-smi'}", flush=True)

@@ -1,1 +1,1 @@
-"""Dense evaluation on a CPU, beside its alternatives."""
+"""Dense evaluation on a CPU, compared with its alternatives."""

@@ -1,8 +1,8 @@
-"""Who computes the same scores: each competitor as a function from a decoded image to its scores.
+"""The competitors: each is a function from a decoded image to its scores.
 
-All get uint8 pixels and include what `make_views` does (resizing once per scale, mirroring), run a scale's plain and
-mirrored view as one batch, use the same number of threads and average alike. torch is imported by those who need it
-only, so that the memory of the others is theirs.
+All receive uint8 pixels, include the work of `make_views` (resizing once per scale, mirroring), run the plain and the
+mirrored view of a scale as one batch, use the same number of threads, and average alike. Only competitors that need
+torch import it, so that it does not count as memory of the others.
 """
 
 import os
@@ -34,21 +34,21 @@ CompetitorPrecision = Literal["fp32", "bf16"]
 Scores = npt.NDArray[np.floating[Any]]
 ScoreFunction = Callable[[UInt8Array, EvaluationProtocol], Scores]
 
-# How far the scores of a right competitor may be from those of torch eager, as a part of the largest one: an untrained
-# net has only small scores. On models A and C float32 in another order gave 1e-5, and bf16, which keeps 8 bits, 4e-2;
-# a wrong head is off by about 1.
+# Tolerated deviation of a competitor's scores from those of torch eager, relative to the largest score, since an
+# untrained net has only small scores. On models A and C float32 in another order gave 1e-5, and bf16, which keeps
+# 8 bits, 4e-2; a wrong head is off by about 1.
 TOLERANCES: Mapping[CompetitorPrecision, float] = {"fp32": 1e-4, "bf16": 0.1}
 
 
-class NotAvailable(Exception):  # noqa: N818 - no error: it becomes a row of the table
-    """This environment or machine cannot run a competitor; the text says why."""
+class NotAvailable(Exception):  # noqa: N818 - not an error: it becomes a row of the table
+    """This environment or machine cannot run a competitor; the text states the reason."""
 
 
 @dataclass
 class BenchmarkNet:
-    """One net in its files, in `folder`, and what several competitors share of it in memory.
+    """The files of one net in `folder`, and what competitors share in memory.
 
-    checkpoint: `net.safetensors`; plain: `plain.onnx`, `dense_torch.export_plain`; ours: `ours.onnx`,
+    checkpoint: `net.safetensors`; plain: `plain.onnx`, by `dense_torch.export_plain`; ours: `ours.onnx`, by
     `export.dense.export.export_checkpoint`. threads: of every competitor.
     """
 
@@ -72,7 +72,7 @@ class BenchmarkNet:
         return self.folder / "ours.onnx"
 
     def session(self, device: Device, precision: CompetitorPrecision) -> Session:
-        """Return the session on our file; two competitors share it, since each would take 2.6 GB for model C."""
+        """Return the session on our file; two competitors share it, since each session takes 2.6 GB for model C."""
         if (device, precision) not in self._sessions:
             self._sessions[device, precision] = open_session(
                 self.ours, device, precision=precision, threads=self.threads
@@ -80,7 +80,7 @@ class BenchmarkNet:
         return self._sessions[device, precision]
 
     def close_sessions(self) -> None:
-        """Give the memory of the sessions back."""
+        """Release the memory of the sessions."""
         self._sessions.clear()
 
     @cached_property
@@ -106,10 +106,10 @@ class BenchmarkNet:
 
 @dataclass(frozen=True)
 class OpenedCompetitor:
-    """A competitor that is ready.
+    """A competitor that is ready to run.
 
-    settings: what it runs with, as it says itself where it can; sample: of one that is too slow to be run whole,
-    from image, protocol and a number of crops to the seconds that all crops of the image would take.
+    settings: its settings, reported by itself where possible; sample: for a competitor that is too slow for whole
+    images, a function of image, protocol and number of crops that returns the seconds for all crops of the image.
     """
 
     answer: ScoreFunction
@@ -121,8 +121,8 @@ class OpenedCompetitor:
 class Competitor:
     """One way to compute the scores.
 
-    ours: this project's; open: raises NotAvailable; alone_as: another one that takes the same memory and time to get
-    ready, because it is the same net in the same runtime.
+    ours: whether it is this project's; open: raises NotAvailable; alone_as: another competitor with equal memory and
+    start time, because it is the same net in the same runtime.
     """
 
     name: str
@@ -133,10 +133,10 @@ class Competitor:
 
 
 def in_pairs(run: Callable[[UInt8Array], Scores]) -> ScoreFunction:
-    """Make an answer of a function from a batch, uint8 (N, H, W, 3), to scores (N, K): each scale is one batch."""
+    """Build a score function from a batch function, uint8 (N, H, W, 3) to scores (N, K); each scale is one batch."""
 
     def answer(image: UInt8Array, protocol: EvaluationProtocol) -> Scores:
-        assert protocol.kind == "dense", f"the competitors know no protocol of kind {protocol.kind}"
+        assert protocol.kind == "dense", f"the competitors support only dense protocols, not {protocol.kind}"
         views = make_views(image, protocol)
         batches = [np.stack([v.image for v in views if v.view.scale == scale]) for scale in protocol.scales]
         scores: Scores = np.mean([run(batch).mean(axis=0, dtype=np.float64) for batch in batches], axis=0)
@@ -159,9 +159,9 @@ def _eager(case: BenchmarkNet) -> OpenedCompetitor:
 def _compiled(case: BenchmarkNet) -> OpenedCompetitor:
     import torch
 
-    # Sizes change from image to image. Freezing lays weights out for oneDNN once, in float32 too.
+    # Sizes vary between images. Freezing converts weights to oneDNN's layout once, also in float32.
     options = {"freezing": True}
-    os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(case.folder / "inductor")  # what an earlier call compiled is not used
+    os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(case.folder / "inductor")  # so that nothing compiled earlier is reused
     net = torch.compile(case.net, dynamic=True, options=options)
 
     def run(images: UInt8Array) -> Scores:
@@ -174,7 +174,7 @@ def _compiled(case: BenchmarkNet) -> OpenedCompetitor:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             run(np.zeros((2, side + 40, side + 70, 3), np.uint8))
-    except RuntimeError as error:  # no C++ compiler, above all
+    except RuntimeError as error:  # mostly a missing C++ compiler
         raise NotAvailable(f"torch.compile: {str(error).strip().splitlines()[0]}") from error
     facts = {"dynamic": True, **options, "compiled": "all but the gathering of bins and the three products"}
     return OpenedCompetitor(in_pairs(run), {**_torch_settings(), **facts})
@@ -183,7 +183,7 @@ def _compiled(case: BenchmarkNet) -> OpenedCompetitor:
 def _channels_last(precision: CompetitorPrecision) -> Callable[[BenchmarkNet], OpenedCompetitor]:
     def open_(case: BenchmarkNet) -> OpenedCompetitor:
         if precision == "bf16" and not supports_bf16():
-            raise NotAvailable("this CPU has no bfloat16 instructions, and torch imitates them ten times as slowly")
+            raise NotAvailable("this CPU has no bfloat16 instructions, and torch's emulation is ten times slower")
         net = case.dense_net(precision=precision, channels_last=True)
         return OpenedCompetitor(in_pairs(net.scores), {**_torch_settings(), "layout": "channels_last"})
 
@@ -224,21 +224,21 @@ def _onnxruntime(case: BenchmarkNet) -> OpenedCompetitor:
 
 
 def _openvino(precision: CompetitorPrecision) -> Callable[[BenchmarkNet], OpenedCompetitor]:
-    """Return what opens the plain export in OpenVINO."""
+    """Return a function that opens the plain export in OpenVINO."""
 
     def open_(case: BenchmarkNet) -> OpenedCompetitor:
         try:
             import openvino
         except ImportError as error:
             raise NotAvailable(f"openvino cannot be imported ({error})") from error
-        asked = {
+        requested = {
             "INFERENCE_PRECISION_HINT": openvino_runtime.HINTS[precision],
             "PERFORMANCE_HINT": "LATENCY",
             "INFERENCE_NUM_THREADS": case.threads,
         }
         try:
             openvino_runtime.check_processor(precision)
-            compiled = openvino.Core().compile_model(case.plain, "CPU", asked)
+            compiled = openvino.Core().compile_model(case.plain, "CPU", requested)
             openvino_runtime.check_precision(compiled, precision)
         except EnvironmentFault as error:
             raise NotAvailable(str(error)) from error
@@ -248,15 +248,15 @@ def _openvino(precision: CompetitorPrecision) -> Callable[[BenchmarkNet], Opened
             scores: Scores = request.infer({"images": _channels_first(images)}, share_inputs=True)["scores"].copy()
             return scores
 
-        said = {key: str(compiled.get_property(key)) for key in (*asked, "NUM_STREAMS", "ENABLE_CPU_PINNING")}
+        reported = {key: str(compiled.get_property(key)) for key in (*requested, "NUM_STREAMS", "ENABLE_CPU_PINNING")}
         facts = {"openvino": openvino.__version__, "file": "plain export", "convolutions": precision}
-        return OpenedCompetitor(in_pairs(run), {**facts, **said})
+        return OpenedCompetitor(in_pairs(run), {**facts, **reported})
 
     return open_
 
 
 def _bare(device: Device, precision: CompetitorPrecision) -> Callable[[BenchmarkNet], OpenedCompetitor]:
-    """Return what calls the runtime on our file once a scale, without what `_ours` does around it."""
+    """Return a competitor that calls the runtime on our file once per scale, without the work of `_ours` around it."""
 
     def open_(case: BenchmarkNet) -> OpenedCompetitor:
         session, settings = _session(case, device, precision)
@@ -270,7 +270,7 @@ def _bare(device: Device, precision: CompetitorPrecision) -> Callable[[Benchmark
 
 
 def _ours(device: Device, precision: CompetitorPrecision) -> Callable[[BenchmarkNet], OpenedCompetitor]:
-    """Return what answers as `prelunet classify` does: views, batches, canvases, averages."""
+    """Return a competitor that works as `prelunet classify`: views, batches, canvases, averages."""
 
     def open_(case: BenchmarkNet) -> OpenedCompetitor:
         session, settings = _session(case, device, precision)
@@ -292,7 +292,7 @@ def _channels_first(images: UInt8Array) -> npt.NDArray[np.float32]:
     return np.ascontiguousarray(images.transpose(0, 3, 1, 2), np.float32)
 
 
-REFERENCE = "torch eager"  # what scores are compared with; a test holds it against training.net.dense_reference
+REFERENCE = "torch eager"  # reference of all scores; a test compares it with training.net.dense_reference
 COMPETITORS: Mapping[str, Competitor] = {
     competitor.name: competitor
     for competitor in (

@@ -1,1 +1,1 @@
-"""The same on a GPU, in resumable parts."""
+"""Dense evaluation and training on a GPU, in resumable parts."""

@@ -1,11 +1,11 @@
-"""Of part `sweep`: one CUDA graph for each canvas, replayed in turn, against plain runs.
+"""Part of `sweep`: one CUDA graph per canvas, replayed in turn, compared with plain runs.
 
-A replay asks no convolution for its plan, so that changing the shape should cost nothing. The danger to look for: in
-one session a later capture replaces the plans that an earlier graph was captured from, and all graphs share the
-arena's scratch memory. Hence the inputs are changed before every replay and its outputs compared with a plain run of
-another session. A Concat of more than 32 inputs, such as that of the 63 bins, is a danger of its own: the upload of its
-table of addresses would be captured with a buffer of the host that is used for other things later, hence the files in
-which it is split. The graphs belong to the thread that captured them, and nothing else may use CUDA during a capture.
+A replay needs no convolution plans, so that a change of shape should cost nothing. There are two dangers. In one
+session a later capture replaces the plans that an earlier graph was captured from, and all graphs share the arena's
+scratch memory; hence the inputs change before every replay, and its outputs are compared with a plain run of another
+session. A Concat of more than 32 inputs, such as that of the 63 bins, uploads a table of addresses; the capture would
+keep a host buffer that is reused later, hence the files in which the Concat is split. Graphs belong to the thread that
+captured them, and nothing else may use CUDA during a capture.
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -20,7 +20,7 @@ from benchmarks.common.rig import Rig, raw_session
 from prelunet.evaluator.contract import INPUTS, OUTPUTS
 from prelunet.evaluator.engine.runtimes.onnx import import_runtime
 
-# Images, height, width. A single crop is where the launches of a hundred kernels cost most.
+# Images, height, width. Launching a hundred kernels costs most for a single crop.
 SHAPES = ((1, 224, 224), (2, 256, 352), (2, 352, 256), (2, 384, 512), (2, 480, 640))
 CAPTURES_ON = 3  # the run in which onnxruntime captures a graph
 ROUNDS = 6
@@ -31,16 +31,16 @@ Shape = tuple[int, int, int]
 def cases(
     rig: Rig, net: str, *, split: bool
 ) -> Iterator[tuple[dict[str, Any], Callable[[], Mapping[str, Any]], float]]:
-    """Yield the case of a net: settings, work and seconds. A rehearsal runs without graphs, which a CPU has not.
+    """Yield the case of a net: settings, work and seconds. A rehearsal on a CPU runs without graphs.
 
-    split: make the Concat of 63 bins of smaller ones, which need no table of addresses from the host.
+    split: build the Concat of 63 bins from smaller ones, which need no table of addresses from the host.
     """
     settings = {"what": "graphs", "net": net, "precision": "fp16", "concat": "split" if split else "whole"}
     yield settings, lambda: _measure(rig, net, split=split), 40
 
 
 class FixedBindings:
-    """A session with one binding for each shape, at addresses that never change."""
+    """A session with one binding per shape, at fixed addresses."""
 
     def __init__(self, rig: Rig, net: str, path: Path, shapes: list[Shape], *, graphs: bool) -> None:
         runtime = import_runtime()
@@ -70,16 +70,16 @@ class FixedBindings:
                 self.run(number - 1)
 
     def fill(self, index: int, seed: int) -> None:
-        """Put other pixels into the inputs of a shape."""
+        """Overwrite the inputs of a shape with other pixels."""
         self.inputs[index][0].update_inplace(batch(self.shapes[index], seed)[0])
 
     def run(self, index: int) -> None:
-        """Run a shape on what its inputs hold."""
+        """Run a shape on its current inputs."""
         self.session.run_with_iobinding(self.bindings[index], self.options[index])
 
 
 def batch(shape: Shape, seed: int) -> tuple[np.ndarray, np.ndarray]:
-    """Return images and sizes of noise that fills its canvases."""
+    """Return images of noise that fill their canvases, and their sizes."""
     rows, height, width = shape
     images = np.random.default_rng((seed, *shape)).integers(0, 256, (rows, height, width, 3), np.uint8)
     return images, np.tile(np.array([height, width], np.int64), (rows, 1))
@@ -105,7 +105,7 @@ def _measure(rig: Rig, net: str, *, split: bool) -> dict[str, Any]:
     result: dict[str, Any] = {
         "graphs": rig.on_gpu,
         "replays_compared": len(deviations),
-        "largest_deviation": float(np.max(deviations)),  # which does not pass over NaN
+        "largest_deviation": float(np.max(deviations)),  # np.max propagates NaN
         "plain_memory_gb": None if before is None else between - before,
         "graphs_memory_gb": None if before is None else after - between,
     }
@@ -118,7 +118,7 @@ def _measure(rig: Rig, net: str, *, split: bool) -> dict[str, Any]:
             for index in range(len(shapes)):
                 one.run(index)
 
-        result[f"{name}_repeated_ms"] = sum(repeated)  # of one call of each shape
+        result[f"{name}_repeated_ms"] = sum(repeated)  # sum over one call of each shape
         result[f"{name}_alternating_ms"] = rig.timed(round_robin, seconds=0.2)["ms"]
         result[f"{name}_each_ms"] = [round(ms, 3) for ms in repeated]
     if split:
@@ -127,7 +127,7 @@ def _measure(rig: Rig, net: str, *, split: bool) -> dict[str, Any]:
 
 
 def _deviations(rig: Rig, plain: FixedBindings, captured: FixedBindings) -> list[float]:
-    """Replay the shapes in turn on new pixels; return by how much scores and window scores are off from a plain run."""
+    """Replay the shapes in turn on new pixels; return the deviations of scores and window scores from a plain run."""
     found = []
     for turn in range(1, 1 + rig.reduced(ROUNDS)):
         for index in range(len(plain.shapes)):
@@ -140,22 +140,22 @@ def _deviations(rig: Rig, plain: FixedBindings, captured: FixedBindings) -> list
     return found
 
 
-# Of part `sweep`: model files with one thing changed in the graph, which leaves every score as it is.
+# Model files with one change in the graph that leaves every score unchanged.
 
 
-CONCAT_INPUTS = 32  # up to as many onnxruntime hands their addresses to the kernel; more are uploaded from the host
+CONCAT_INPUTS = 32  # onnxruntime passes up to 32 addresses to the kernel directly and uploads more from the host
 
 
 def with_padded_conv1(path: Path, channels: int) -> Path:
-    """Write a copy of a file in which zeros are appended to the image's channels and to conv1's weight."""
+    """Write a copy of a file with zeros appended to the image's channels and to conv1's weight."""
     model = onnx.load(str(path))
     graph = model.graph
     place, conv = next((index, node) for index, node in enumerate(graph.node) if node.op_type == "Conv")
     weight = next(tensor for tensor in graph.initializer if tensor.name == conv.input[1])
     values = numpy_helper.to_array(weight)
-    more = channels - values.shape[1]
-    weight.CopyFrom(numpy_helper.from_array(np.pad(values, ((0, 0), (0, more), (0, 0), (0, 0))), weight.name))
-    pads = numpy_helper.from_array(np.array([0, 0, 0, 0, 0, more, 0, 0], np.int64), "conv1.pads")
+    extra = channels - values.shape[1]
+    weight.CopyFrom(numpy_helper.from_array(np.pad(values, ((0, 0), (0, extra), (0, 0), (0, 0))), weight.name))
+    pads = numpy_helper.from_array(np.array([0, 0, 0, 0, 0, extra, 0, 0], np.int64), "conv1.pads")
     graph.initializer.append(pads)
     graph.node.insert(place, helper.make_node("Pad", [conv.input[0], pads.name], ["conv1.padded"], name="conv1.padded"))
     conv.input[0] = "conv1.padded"
@@ -163,9 +163,9 @@ def with_padded_conv1(path: Path, channels: int) -> Path:
 
 
 def with_split_concats(path: Path, limit: int = CONCAT_INPUTS) -> Path:
-    """Write a copy of a file in which no Concat has more than `limit` inputs: larger ones are made of several.
+    """Write a copy of a file in which every Concat with more than `limit` inputs is split into several.
 
-    A larger one uploads a table of addresses from the host in every run, whose place a CUDA graph would keep.
+    A larger one uploads a table of addresses from the host in every run, and a CUDA graph would keep its address.
     """
     model = onnx.load(str(path))
     nodes = []

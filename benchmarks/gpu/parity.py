@@ -1,7 +1,7 @@
-"""Part `parity`: how far every kind of file is from the float64 torch net, window by window, on this device.
+"""Part `parity`: deviation of every kind of file from the float64 torch net, window by window, on this device.
 
 The oracle is `training.net.dense_reference.dense_windows` in float64, on the same GPU for speed. Every image is run
-alone and, in a ragged file, together with all others on one canvas full of rubbish, which must change nothing.
+alone and, in ragged files, together with all others on one canvas filled with garbage, which must change nothing.
 """
 
 from collections.abc import Mapping
@@ -21,17 +21,17 @@ NETS = ("A", "C", "E")
 CANVASES = ("ragged", "exact")
 # Height and width for a crop of 224: one window, odd sides, both orientations, and the three scales of a 4:3 photo.
 SIZES = ((224, 224), (231, 301), (367, 225), (256, 341), (384, 512), (480, 640))
-ORACLE_SECONDS, CASE_SECONDS = 60, 25  # at most, with the writing of the files
+ORACLE_SECONDS, CASE_SECONDS = 60, 25  # upper limits, including writing the files
 
 Windows = list[tuple[np.ndarray, np.ndarray]]  # scores and logits of each image, float64 (rows, columns, K)
 
 
 def plan(rig: Rig) -> list[str]:
-    """Return what would be measured, a line each."""
+    """Describe what would be measured, one line per item."""
     return [
         f"{len(_all_settings(rig))} files: {', '.join(NETS)} x {', '.join(CANVASES)} x {', '.join(rig.precisions)}",
         f"{len(SIZES)} images each ({', '.join(f'{h}x{w}' for h, w in SIZES)}), alone and together",
-        "about 3 minutes, most of them for writing the files",
+        "about 3 minutes, mostly for writing the files",
     ]
 
 
@@ -68,7 +68,7 @@ def _oracle(rig: Rig, name: str, images: list[np.ndarray]) -> Windows:
 
 
 def _compare(session: Session, images: list[np.ndarray], oracle: Windows) -> dict[str, Any]:
-    """Run the images alone and together; return the largest deviations of any of them."""
+    """Run the images alone and together; return the largest deviations over all images."""
     alone = [session.run(image[None], np.array([image.shape[:2]], np.int64)) for image in images]
     rows: dict[str, list[dict[str, float]]] = {
         "alone": [_deviation(outputs, 0, *windows) for outputs, windows in zip(alone, oracle, strict=True)]
@@ -83,7 +83,7 @@ def _compare(session: Session, images: list[np.ndarray], oracle: Windows) -> dic
         rows["together"] = [_deviation(outputs, row, *windows) for row, windows in enumerate(oracle)]
         result["together_from_alone"] = max(_apart(outputs, row, alone[row]) for row in range(len(images)))
     for case, found in rows.items():
-        # numpy's maximum, since that of Python may pass over NaN
+        # np.max propagates NaN, which Python's max may drop
         result |= {
             f"{case}_{key}": float(np.max([row[key] for row in found])) for key in ("scores", "logits", "windows")
         }
@@ -101,13 +101,13 @@ def _compare(session: Session, images: list[np.ndarray], oracle: Windows) -> dic
 def _deviation(outputs: Outputs, row: int, scores: np.ndarray, logits: np.ndarray) -> dict[str, float]:
     """Compare one image with the oracle: mean scores, mean logits (as a share of the largest), every window's scores.
 
-    Outside of the grid there should be zeros. Raises ValueError for another grid than the oracle's.
+    Outside the grid there must be zeros. Raises ValueError if the grid differs from the oracle's.
     """
     mean_scores, mean_logits = (array.mean(axis=(0, 1)) for array in (scores, logits))
     window_scores = outputs.window_scores[row]
     padded = np.zeros(window_scores.shape)
     if tuple(outputs.windows[row]) != scores.shape[:2]:
-        raise ValueError(f"a grid of {outputs.windows[row].tolist()} windows where the oracle sees {scores.shape[:2]}")
+        raise ValueError(f"a grid of {outputs.windows[row].tolist()} windows, but the oracle has {scores.shape[:2]}")
     padded[: scores.shape[0], : scores.shape[1]] = scores
     return {
         "scores": float(np.abs(outputs.scores[row] - mean_scores).max()),
@@ -118,7 +118,7 @@ def _deviation(outputs: Outputs, row: int, scores: np.ndarray, logits: np.ndarra
 
 
 def _apart(outputs: Outputs, row: int, alone: Outputs) -> float:
-    """Return by how much an image's windows and scores differ between the shared canvas and its own."""
+    """Return the largest difference of an image's windows and scores between the shared canvas and its own."""
     rows, columns = alone.window_scores.shape[1:3]
     windows = np.abs(outputs.window_scores[row, :rows, :columns] - alone.window_scores[0]).max()
     return float(max(windows, np.abs(outputs.scores[row] - alone.scores[0]).max()))

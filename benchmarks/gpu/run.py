@@ -1,20 +1,20 @@
-"""Everything that is to be known of the engine on a GPU, in parts of less than eight minutes each.
+"""Measure the engine on a GPU, in parts of less than eight minutes each.
 
     python -m benchmarks.gpu.run --part parity|sweep|throughput|torch|training [--output FILE]
-    python -m benchmarks.gpu.run --part table          the Markdown tables of all results
-    python -m benchmarks.gpu.run --part table --output docs/gpu.md     the same, written between the marks of that file
-    python -m benchmarks.gpu.run --plan                what each part would measure, and about how long it takes
-    python -m benchmarks.gpu.run --part sweep --device cpu --tiny    a rehearsal in seconds, marked as such in the file
+    python -m benchmarks.gpu.run --part table          print the Markdown tables of all results
+    python -m benchmarks.gpu.run --part table --output docs/gpu.md     write them between the marks of that file
+    python -m benchmarks.gpu.run --plan                print what each part measures, and about how long it takes
+    python -m benchmarks.gpu.run --part sweep --device cpu --tiny    rehearse in seconds; the file is marked as tiny
 
-Runs from a checkout, without network, with torch, onnx, onnxruntime-gpu, numpy and Pillow and nothing else. Each case
-is written to benchmarks/results/gpu-PART.json (or --output) at once; the same command goes on where it was stopped and
-measures nothing twice. With `--device cuda` (the default) nothing runs on a CPU in silence: where the CUDA provider
-does not come up, the script says why and ends.
+Runs from a checkout, without network, with only torch, onnx, onnxruntime-gpu, numpy and Pillow; where the project is
+not installed, set PYTHONPATH=src. Each case is written to benchmarks/results/gpu-PART.json (or --output) at once. The
+same command resumes an interrupted part and measures nothing twice. With `--device cuda` (the default) nothing silently
+runs on a CPU: if the CUDA provider is unavailable, the script prints the reason and exits.
 
-- parity:     deviation from the float64 oracle, of every kind of file, alone and in ragged company
+- parity:     deviation of every kind of file from the float64 oracle, alone and on a shared ragged canvas
 - sweep:      provider options, batch sizes, changes of shape, masks, uploads, CUDA graphs
-- throughput: images/s of whole protocols through the engine, without and with decoding, and the time for 50,000 images
-- torch:      eager and compiled torch on the same canvases and on mixed shapes, beside the engine
+- throughput: images/s of whole protocols through the engine, with and without decoding, and the time for 50,000 images
+- torch:      eager and compiled torch on the same canvases and on mixed shapes, compared with the engine
 - training:   images/s of training steps
 """
 
@@ -29,7 +29,7 @@ from types import ModuleType
 from benchmarks.common.results import ROOT, Results, read_results
 from benchmarks.gpu.table import PARTS, goals, table, write_into
 
-# What a result depends on, besides the versions: all this, and the modules of its part.
+# Sources that a result depends on, besides the versions: these, and the modules of its part.
 MEASURED = ("evaluator", "export", "training", "benchmarks/common/rig.py", "benchmarks/common/nets.py")
 MODULES = {
     "parity": ("gpu/parity",),
@@ -37,14 +37,14 @@ MODULES = {
     "throughput": ("gpu/throughput", "common/imagenet_sizes"),
     "torch": ("gpu/torch_compared", "common/dense_torch", "gpu/sweep", "gpu/throughput", "common/imagenet_sizes"),
     "training": ("gpu/training_step",),
-}  # the first one measures
-WITHOUT_RUNTIME = ("torch", "training")  # what they measure is torch; the engine is only measured beside it
+}  # the first module of each part measures
+WITHOUT_RUNTIME = ("torch", "training")  # they measure torch; the engine is optional
 RESULTS = ROOT / "benchmarks" / "results"
 LIMIT = 450  # seconds
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Measure a part; return 1 when a case failed, 3 when there was no time for all."""
+    """Measure a part; return 0, or 1 if a case failed, or 3 if the time limit left some out."""
     words = list(sys.argv[1:] if arguments is None else arguments)
     options = _options(words)
     if options.plan:
@@ -61,20 +61,20 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _options(words: Sequence[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--part", choices=(*PARTS, "table"))
-    parser.add_argument("--plan", action="store_true", help="measure nothing; tell what would be measured")
-    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
-    parser.add_argument("--tiny", action="store_true", help="small nets and pictures, a few repeats: a rehearsal")
-    parser.add_argument("--output", type=Path, help="file of this part; default: gpu-PART.json in --results")
+    parser.add_argument("--part", choices=(*PARTS, "table"), help="part to measure, or table to print the results")
+    parser.add_argument("--plan", action="store_true", help="only print what would be measured")
+    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda", help="cpu needs --tiny")
+    parser.add_argument("--tiny", action="store_true", help="rehearsal with small nets and pictures and few repeats")
+    parser.add_argument("--output", type=Path, help="result file of this part; default: gpu-PART.json in --results")
     parser.add_argument("--results", type=Path, default=RESULTS, help="folder of the result files")
     parser.add_argument("--files", type=Path, default=Path(tempfile.gettempdir()) / "prelunet-benchmarks",
-                        help="where model files are kept between the parts (about 8 GB)")  # fmt: skip
-    parser.add_argument("--limit", type=float, default=LIMIT, help="seconds after which no new case is begun")
+                        help="folder that keeps the model files between parts (about 8 GB)")  # fmt: skip
+    parser.add_argument("--limit", type=float, default=LIMIT, help="seconds after which no new case starts")
     options = parser.parse_args(words)
     if options.part is None and not options.plan:
-        parser.error("give a --part, or --plan")
+        parser.error("choose a --part, or --plan")
     if options.device == "cpu" and not (options.tiny or options.plan or options.part == "table"):
-        parser.error("--device cpu is a rehearsal: it needs --tiny, since the real nets would take hours")
+        parser.error("--device cpu is only for rehearsals: add --tiny, since the real nets would take hours")
     return options
 
 
@@ -99,7 +99,7 @@ def _measure(options: argparse.Namespace, words: Sequence[str]) -> int:
     rig = Rig(options.device, options.tiny, options.files)
     _check_torch(rig.device)
     output = options.output or options.results / f"gpu-{options.part}{'-tiny' if options.tiny else ''}.json"
-    read_results(output)  # if it is damaged, better now than when the first case has been measured
+    read_results(output)  # so that a damaged file is noticed before the first case is measured
     sources = (f"benchmarks/{module}.py" for module in MODULES[options.part])
     now = circumstances(rig, words, digest_of(*MEASURED, *sources))
     print_circumstances(now)
@@ -119,27 +119,27 @@ def _check_torch(device: str) -> None:
 
     if device == "cuda" and not torch.cuda.is_available():
         raise SystemExit(
-            f"--device cuda did not come up: torch {torch.__version__} finds no GPU. "
-            "A rehearsal without one: --device cpu --tiny"
+            f"--device cuda: unavailable: torch {torch.__version__} finds no GPU. "
+            "To rehearse without one: --device cpu --tiny"
         )
     major = str(torch.version.cuda).partition(".")[0]
     theirs = str(getattr(import_runtime(), "cuda_version", "")).partition(".")[0]
     if device == "cuda" and theirs and major != theirs:
         raise SystemExit(
-            f"torch is for CUDA {major} and onnxruntime for CUDA {theirs}: in one process one of them would get the "
-            "other's cuDNN. Install both for the same"
+            f"torch is built for CUDA {major} and onnxruntime for CUDA {theirs}: in one process one of them would load "
+            "the other's cuDNN. Install both for the same CUDA version"
         )
 
 
 def _end(results: Results, options: argparse.Namespace) -> int:
-    """Tell goals and what is missing."""
+    """Print the goals and the missing cases; return the exit code."""
     print(f"{results.path}: {len(results.data['cases'])} cases, {results.elapsed:.0f} s")
     for line in goals(results.path.parent, {options.part: results.path}):
         print(line)
     for settings in results.failed:
         print(f"failed: {settings}")
     if results.skipped:
-        print(f"no time for {len(results.skipped)} cases: the same command goes on with them")
+        print(f"no time for {len(results.skipped)} cases: run the same command again to resume")
     return 1 if results.failed else 3 if results.skipped else 0
 
 

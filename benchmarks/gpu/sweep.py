@@ -1,6 +1,6 @@
-"""Part `sweep`: what each option of the CUDA provider, each batch size and each change of shape costs.
+"""Part `sweep`: the cost of each option of the CUDA provider, each batch size and each change of shape.
 
-Sessions are opened in onnxruntime itself, with our options and one thing changed; inputs lie on the device already and
+Sessions are opened directly in onnxruntime, with our options and one change. Inputs are on the device already and
 outputs stay there, so that only the graph is timed.
 """
 
@@ -21,15 +21,15 @@ from benchmarks.gpu.graphs import with_padded_conv1
 from prelunet.evaluator.contract import INPUTS, OUTPUTS
 from prelunet.evaluator.engine.runtimes.onnx import import_runtime
 
-NETS = ("C", "A")  # C first: its goals are the ones that count
+NETS = ("C", "A")  # C first: the goals are about it
 CANVAS = (384, 512)
-BATCH = 8  # images, for options
-# Six shapes of two images each, as mirrored pairs of different photos have them.
+BATCH = 8  # images, for the sets of options
+# Six shapes of two images each, like mirrored pairs of different photos.
 SHAPES = ((256, 352), (352, 256), (256, 384), (384, 512), (512, 384), (384, 576))
 TURNS = 24  # calls with a change of shape before each; a multiple of the number of shapes
 LADDER = (1, 2, 4, 8, 16, 32, 64)
 LADDER_CANVASES = ((224, 224), (256, 352), (480, 640))
-MAX_PIXELS = 16 * 480 * 640  # of a batch of the ladder
+MAX_PIXELS = 16 * 480 * 640  # limit of a batch in `batch` cases
 SEARCHES = ("HEURISTIC", "EXHAUSTIVE", "DEFAULT")
 CONV1_CHANNELS = (3, 4, 8)
 THREAD_RUNS = 8
@@ -39,7 +39,7 @@ PlannedCase = tuple[dict[str, Any], Callable[[], Mapping[str, Any]], float]
 
 
 def plan(rig: Rig) -> list[str]:
-    """Return what would be measured, a line each."""
+    """Describe what would be measured, one line per item."""
     options = [settings for net in NETS for settings in _option_settings(rig, net)]
     return [
         f"{len(options)} sets of options ({', '.join(NETS)}): search, NHWC, fused bias, precision; each with repeated "
@@ -51,7 +51,7 @@ def plan(rig: Rig) -> list[str]:
 
 
 def run(rig: Rig, results: Results) -> None:
-    """Measure all cases. CUDA graphs come last: what goes wrong in a capture can end the process."""
+    """Measure all cases. CUDA graphs come last: a failing capture can end the process."""
     nets = NETS[: rig.reduced(len(NETS), 1)]
     for net in nets:
         for settings, work, seconds in _cases(rig, net):
@@ -77,7 +77,7 @@ def _cases(rig: Rig, net: str) -> Iterator[PlannedCase]:
 
 
 def _option_settings(rig: Rig, net: str) -> list[dict[str, Any]]:
-    """Return the sets of options: all of NHWC and fused bias, the slow search only with ours, one set on a CPU."""
+    """Return the sets of options: all of NHWC x fused bias; the slow search only with our options; one set on a CPU."""
     if not rig.on_gpu:
         return [_setting(net, precision, "none", 0, 0) for precision in rig.precisions]
     both = [(nhwc, bias) for nhwc in (1, 0) for bias in (1, 0)]
@@ -99,14 +99,14 @@ class BoundSession:
         self._value = import_runtime().OrtValue
 
     def upload(self, shape: Shape, seed: int = 0) -> list[Any]:
-        """Put a batch of noise on the device, all of whose images fill their canvases."""
+        """Upload a batch of noise whose images fill their canvases."""
         rows, height, width = shape
         images = np.random.default_rng(seed).integers(0, 256, (rows, height, width, 3), np.uint8)
         sizes = np.tile(np.array([height, width], np.int64), (rows, 1))
         return [self._value.ortvalue_from_numpy(array, self.rig.device, 0) for array in (images, sizes)]
 
     def run(self, values: list[Any]) -> list[Any]:
-        """Run an uploaded batch; returns the outputs, which stay on the device."""
+        """Run an uploaded batch; return the outputs, which stay on the device."""
         binding = self.session.io_binding()
         for name, value in zip(INPUTS, values, strict=True):
             binding.bind_ortvalue_input(name, value)
@@ -117,7 +117,7 @@ class BoundSession:
 
 
 def _options(rig: Rig, settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Time one set of options: a full batch, six shapes each for itself, and the same shapes in turn."""
+    """Time one set of options: a full batch, six shapes separately, and the same shapes in turn."""
     changes = {
         "cudnn_conv_algo_search": settings["search"],
         "prefer_nhwc": str(settings["nhwc"]),
@@ -132,7 +132,7 @@ def _options(rig: Rig, settings: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _rate(rig: Rig, bound: BoundSession, net: str, shape: Shape, precision: str) -> dict[str, Any]:
-    """Time one shape again and again."""
+    """Time one shape repeatedly."""
     values = bound.upload(shape)
     timing: Timing = rig.timed(lambda: bound.run(values))
     rows, height, width = shape
@@ -150,8 +150,7 @@ def _rate(rig: Rig, bound: BoundSession, net: str, shape: Shape, precision: str)
 def _changes_of_shape(rig: Rig, bound: BoundSession) -> dict[str, Any]:
     """Time pairs of images of six shapes: each repeated, then two and all six in turn.
 
-    switch_ms: by how much a call takes longer when the one before it had another shape. It is what
-    `evaluator.engine.memory.GPU_SWITCH_SECONDS` assumes.
+    switch_ms: extra time of a call after one of another shape; `evaluator.engine.memory.GPU_SWITCH_SECONDS` assumes it.
     """
     batches = [bound.upload((2, rig.px(height), rig.px(width)), seed) for seed, (height, width) in enumerate(SHAPES)]
     repeated = [rig.timed(lambda values=values: bound.run(values), seconds=0.05)["ms"] for values in batches]
@@ -160,7 +159,7 @@ def _changes_of_shape(rig: Rig, bound: BoundSession) -> dict[str, Any]:
         turns = rig.reduced(TURNS, count)
         order = iter(list(islice(cycle(batches[:count]), turns + count)))
         for _ in range(count):
-            bound.run(next(order))  # a first round, so that no shape is new
+            bound.run(next(order))  # warm-up round, so that no shape is new
         took = [
             rig.timed(lambda order=order: bound.run(next(order)), seconds=0, min_calls=1, warm=0)["ms"]
             for _ in range(turns)
@@ -171,7 +170,7 @@ def _changes_of_shape(rig: Rig, bound: BoundSession) -> dict[str, Any]:
 
 
 def _ladder(rig: Rig, net: str, height: int, width: int) -> dict[str, Any]:
-    """Time rising batches on one canvas."""
+    """Time batches of increasing size on one canvas."""
     bound = BoundSession(rig, raw_session(rig, rig.model_file(net, "fp16")))
     size = (rig.px(height), rig.px(width))
     steps = [rows for rows in LADDER[: rig.reduced(len(LADDER))] if rows * height * width <= MAX_PIXELS]
@@ -182,7 +181,7 @@ def _ladder(rig: Rig, net: str, height: int, width: int) -> dict[str, Any]:
 
 
 def _masks(rig: Rig, net: str) -> dict[str, Any]:
-    """Time the same batch in a ragged and in an exact file, in turn: what the masks cost."""
+    """Time the same batch in a ragged and an exact file, in turn: the cost of the masks."""
     bound = {
         canvas: BoundSession(rig, raw_session(rig, rig.model_file(net, "fp16", canvas)))
         for canvas in ("ragged", "exact")
@@ -199,9 +198,9 @@ def _masks(rig: Rig, net: str) -> dict[str, Any]:
 
 
 def _conv1(rig: Rig, net: str, channels: int) -> dict[str, Any]:
-    """Time a file whose image and conv1 have been given channels of zeros, as tensor cores like them.
+    """Time a file whose image and conv1 are padded with channels of zeros, which suits tensor cores.
 
-    off: how far its scores are from those of the file as it is.
+    off: deviation of its scores from those of the unmodified file.
     """
     shape = (rig.reduced(BATCH), rig.px(CANVAS[0]), rig.px(CANVAS[1]))
     path = rig.model_file(net, "fp16")
@@ -218,10 +217,10 @@ def _conv1(rig: Rig, net: str, channels: int) -> dict[str, Any]:
 
 
 def _threads(rig: Rig, net: str) -> dict[str, Any]:
-    """Run a batch again and again, in one thread and in a fresh one each time; tell what the GPU's memory grows by.
+    """Run a batch repeatedly, in one thread and in a new thread each time; return the growth of the GPU's memory.
 
-    The provider keeps handles and scratch memory for each thread: a pipeline that computed in threads of its own would
-    fill the GPU (onnxruntime issue 29351). The first run is not counted.
+    The provider keeps handles and scratch memory for each thread, so that a pipeline that computes in new threads would
+    fill the GPU (onnxruntime issue 29351). The first run does not count.
     """
     shape = (rig.reduced(BATCH), rig.px(CANVAS[0]), rig.px(CANVAS[1]))
     runs = rig.reduced(THREAD_RUNS)

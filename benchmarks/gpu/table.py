@@ -1,6 +1,6 @@
-"""Part `table`: what the result files of `gpu.py` say, as Markdown for docs/gpu.md, and whether the goals are met.
+"""Part `table`: the result files of `benchmarks.gpu.run` as Markdown for docs/gpu.md, with a verdict on each goal.
 
-Of each case the newest result counts. What no file holds is told as "not measured".
+The newest result of each case counts. Missing results appear as "not measured".
 """
 
 from collections.abc import Mapping, Sequence
@@ -14,15 +14,15 @@ PARTS = ("parity", "sweep", "throughput", "torch", "training")
 BEGIN, END = "<!-- results of benchmarks/gpu/run.py -->", "<!-- end of results -->"
 NOT_MEASURED = "not measured"
 SHARE, TIMES, MINUTES = 0.60, 1.3, 8.0  # the goals, for model C at multi-scale
-# Eager torch on mixed shapes: all that the engine is compared with. What is too slow to end is measured, too.
+# Eager torch on mixed shapes: what the engine is compared with. A run that was too slow to finish counts as measured.
 EAGER = {("eager", "pairs"), ("eager", "groups")}
 EAGER_OF = {"C": {*EAGER, ("eager-benchmark", "pairs")}, "A": EAGER}
 
-MeasuredCase = dict[str, Any]  # settings and result in one, with the run's circumstances under "run"
+MeasuredCase = dict[str, Any]  # settings and result merged, with the run's circumstances under "run"
 
 
 def cases(folder: Path, part: str, path: Path | None = None) -> list[MeasuredCase]:
-    """Return the newest result of each case of a part; none of a case that failed when it was measured last."""
+    """Return the newest result of each case of a part, without cases whose newest measurement failed."""
     data = read_results(path or folder / f"gpu-{part}.json")
     newest: dict[str, MeasuredCase] = {}
     for case in sorted(data["cases"], key=lambda case: case["run"]):
@@ -30,13 +30,13 @@ def cases(folder: Path, part: str, path: Path | None = None) -> list[MeasuredCas
     return [case for case in newest.values() if "error" not in case]
 
 
-def goals(folder: Path, given: Mapping[str, Path] | None = None) -> list[str]:
-    """Return a line for each goal: met, not met or not measured. given: other places of a part's file."""
-    given = given or {}
-    found = {part: cases(folder, part, given.get(part)) for part in PARTS}
+def goals(folder: Path, files: Mapping[str, Path] | None = None) -> list[str]:
+    """Return a line for each goal: met, not met or not measured. files: result files of parts outside `folder`."""
+    files = files or {}
+    found = {part: cases(folder, part, files.get(part)) for part in PARTS}
     tiny = any(case["run"]["tiny"] for of_part in found.values() for case in of_part)
     if tiny:
-        return ["a rehearsal, by which no goal is judged"]
+        return ["a rehearsal: goals are not judged"]
     return [
         _parity_goal(found["parity"]),
         _share_goal(found["throughput"]),
@@ -93,7 +93,7 @@ def _minutes_goal(found: Sequence[MeasuredCase]) -> str:
 
 
 def _constants(found: Sequence[MeasuredCase]) -> list[str]:
-    """Return what `evaluator.engine.memory` assumes of a GPU, and what was measured with the engine's options."""
+    """Compare the constants of `evaluator.engine.memory` with the measurements under the engine's options."""
     ours = _chosen(found, what="options", net="C", search="HEURISTIC", nhwc=1)
     ours = [case for case in ours if "tflops" in case and case["fuse_bias"] == (case["precision"] != "fp32")]
     fp16 = _chosen(ours, precision="fp16")
@@ -119,16 +119,16 @@ def table(folder: Path) -> str:
 
 
 def write_into(document: Path, text: str) -> None:
-    """Replace what stands between the two marks of a document. SystemExit where they are not there."""
+    """Replace the text between the two marks of a document; raises SystemExit if a mark is missing."""
     whole = document.read_text(encoding="utf-8")
     if whole.count(BEGIN) != 1 or whole.count(END) != 1:
-        raise SystemExit(f"{document}: the marks {BEGIN} and {END} should stand there once each")
+        raise SystemExit(f"{document}: the marks {BEGIN} and {END} must occur exactly once each")
     before, rest = whole.split(BEGIN)
     document.write_text(f"{before}{BEGIN}\n{text}\n{END}{rest.split(END)[1]}", encoding="utf-8")
 
 
 def _circumstances(found: Mapping[str, Sequence[MeasuredCase]]) -> str:
-    """Return a line for each machine and set of versions that a result comes from."""
+    """Return a line for each machine and set of versions of the results."""
     lines = []
     for part, of_part in found.items():
         for run in {run["date"]: run for run in (case["run"] for case in of_part)}.values():
@@ -143,7 +143,7 @@ def _circumstances(found: Mapping[str, Sequence[MeasuredCase]]) -> str:
 
 
 def _markdown(found: Sequence[MeasuredCase], what: str, columns: Sequence[str]) -> str:
-    """Return a table of the cases of a kind; a column is written `title: key`, or `key`; `%` behind it is a share."""
+    """Return a table of the cases of a kind. Columns: `title: key` or `key`; a trailing `%` formats a share."""
     rows = [case for case in found if case["what"] == what]
     if not rows:
         return NOT_MEASURED

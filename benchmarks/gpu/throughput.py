@@ -1,11 +1,11 @@
 """Part `throughput`: images per second of whole protocols through the engine, on pictures of ImageNet's sizes.
 
-`views`: images that are decoded and resized already, through the pipeline of `validate`: planning, packing, upload,
-compute, averages. `jpegs`: the same from JPEG files in memory, with 16 threads that decode and resize; all that
-`validate` does but for writing the run folder. The sizes are those of `imagenet_sizes.draw`.
+`views`: images that are already decoded and resized go through the pipeline of `validate`: planning, packing, upload,
+compute, averages. `jpegs`: the same from JPEG files in memory, with 16 threads that decode and resize: everything
+`validate` does except writing the run folder. The sizes are those of `imagenet_sizes.draw`.
 
-Useful operations are those of the views' own pixels, padding not counted, so that `share_of_peak` is what a user gets;
-`computed_share_of_peak` is what the GPU does.
+Useful operations are those of the views' own pixels, without padding: `share_of_peak` is what a user gets,
+`computed_share_of_peak` what the GPU does.
 """
 
 import io
@@ -40,11 +40,11 @@ IMAGES = 1024  # a chunk on a GPU
 IMAGENET = 50_000
 THREADS = 16
 QUALITY = 95  # of the JPEGs; most of ImageNet's are about 100 kB
-PICTURES = IMAGES  # different JPEGs, repeated
+PICTURES = IMAGES  # number of different JPEGs, which are repeated
 REPEATS = 3
-SECONDS = 12  # after which no repeat is begun
+SECONDS = 12  # no repeat starts after this time
 
-# Net, precision, protocol (for a crop of 224), images, how many of them together (0: as `validate` does).
+# Net, precision, protocol (for a crop of 224), images, images per portion (0: as in `validate`).
 VIEWS = (
     ("C", "fp16", "multi-scale", IMAGES, 0),
     ("C", "fp16", "multi-scale", IMAGES, 256),
@@ -70,19 +70,19 @@ Size = tuple[int, int]  # height, width
 
 
 def plan(rig: Rig) -> list[str]:
-    """Return what would be measured, a line each."""
+    """Describe what would be measured, one line per item."""
     return [
         f"{len(VIEWS)} combinations of net, protocol and precision, {rig.reduced(IMAGES, 4)} images each, as views "
         "in memory: A, B, C; dense-256, dense-384, multi-scale; fp16, and C multi-scale in tf32 and fp32; two portion "
         "sizes",
-        f"{len(JPEGS)} times from JPEGs in memory, with {THREADS} threads",
+        f"{len(JPEGS)} combinations from JPEGs in memory, with {THREADS} threads",
         "about 6 minutes",
         *(f"planned: {line}" for net in ("C", "A") for line in _planned(rig, net)),
     ]
 
 
 def _planned(rig: Rig, net: str) -> Iterator[str]:
-    """Tell, for an fp16 file, how a chunk's views would be laid on canvases; it takes no GPU to know that."""
+    """Describe how the views of a chunk would be packed on canvases for an fp16 file; needs no GPU."""
     contract = rig.contract(net, "fp16")
     rules, sizes = gpu_rules(contract, None), draw(IMAGES)
     for name in ("dense-256", "multi-scale"):
@@ -101,7 +101,7 @@ def _planned(rig: Rig, net: str) -> Iterator[str]:
 
 
 def protocol_of(rig: Rig, name: str, contract: ModelContract) -> EvaluationProtocol:
-    """Return a protocol by its name for nets with a crop of 224."""
+    """Build a protocol from its name for nets with a crop of 224."""
     if name.startswith("dense-"):
         name = f"dense-{rig.px(int(name.removeprefix('dense-')))}"
     return build_protocol(name, contract)
@@ -113,7 +113,7 @@ def view_shapes(sizes: Sequence[Size], protocol: EvaluationProtocol) -> list[Siz
 
 
 def run(rig: Rig, results: Results) -> None:
-    """Measure all cases; the one that the goals are about first, without decoding and with it."""
+    """Measure all cases, first those of the goals, without and with decoding."""
     for what, (net, precision, protocol, images, together) in _order(rig):
         if precision not in rig.precisions:
             continue
@@ -130,23 +130,23 @@ def _order(rig: Rig) -> Iterator[tuple[str, tuple[str, str, str, int, int]]]:
 
 
 class Work:
-    """A session, a protocol, and how `validate` would cut the images. sizes: of the images, before resizing."""
+    """A session, a protocol, and the portions of `validate`. sizes: of the images, before resizing."""
 
     def __init__(self, rig: Rig, settings: Settings, sizes: Sequence[Size]) -> None:
         self.rig, self.settings, self.sizes = rig, settings, sizes
         self.memory_before = rig.used_memory_gb()
         self.session: Session = rig.session(settings["net"], settings["precision"])
         self.protocol: EvaluationProtocol = protocol_of(rig, settings["protocol"], self.session.contract)
-        if not rig.on_gpu:  # a rehearsal should meet the same kinds of canvases
+        if not rig.on_gpu:  # so that a rehearsal has the same kinds of canvases
             self.session.rules = gpu_rules(self.session.contract, None)
         info = build_run_info(self.session, "model.onnx", describe_dataset(dataset_of(sizes, [b"none"])), self.protocol)
-        assert info.batching is not None, "a run that computes says how"
+        assert info.batching is not None, "a computed run has batching information"
         self.batching: Batching = info.batching
         self.together = settings["together"] or self.batching.images_together
         self.chunk = max(info.chunk, self.together)
 
     def result(self, seconds: float, first: float, timer: StageTimer) -> dict[str, Any]:
-        """Tell images per second, shares of the peak, batches, and the time for ImageNet's validation images."""
+        """Return images per second, shares of the peak, batches, and the time for ImageNet's validation images."""
         totals, images = timer.totals(), len(self.sizes)
         canvases = [(size[1], size[2]) for size, count in timer.canvases().items() for _ in range(size[0] * count)]
         net, precision = self.settings["net"], self.settings["precision"]
@@ -177,7 +177,7 @@ class Work:
 
 
 def _views(rig: Rig, settings: Settings) -> dict[str, Any]:
-    """Run views that are there already, several times; the first time is told apart, since its shapes are new."""
+    """Run views in memory several times; the first pass is reported separately, since its shapes are new."""
     work = Work(rig, settings, draw(settings["images"]))
     views = resized_noise(work.sizes, work.protocol)
     numbers = [Sample(str(index), 0, 1) for index in range(len(views))]
@@ -191,7 +191,7 @@ def _views(rig: Rig, settings: Settings) -> dict[str, Any]:
                 _average(work.protocol, [portion.results[index] for index in range(len(portion.results))])
         passes.append((time.perf_counter() - begun, timer))
     in_order = sorted(passes[1:], key=lambda one: one[0])
-    seconds, of_it = in_order[(len(in_order) - 1) // 2]  # one pass, so that its stages are those of its seconds
+    seconds, of_it = in_order[(len(in_order) - 1) // 2]  # one pass, so that stages and seconds belong together
     return work.result(seconds, passes[0][0], of_it)
 
 
@@ -202,12 +202,12 @@ def _average(protocol: EvaluationProtocol, results: Sequence[Any]) -> None:
 
 
 def resized_noise(sizes: Sequence[Size], protocol: EvaluationProtocol) -> list[list[ViewImage]]:
-    """Return the views of images of these sizes, each image another place of one large picture of noise."""
+    """Return the views of images of these sizes, each cut from another place of one large picture of noise."""
     cap, scales = protocol.long_side_cap, protocol.scales
     shapes = [{scale: resized_size(*size, scale, cap) for scale in scales} for size in sizes]
-    most = [max(shape[axis] for of_image in shapes for shape in of_image.values()) for axis in (0, 1)]
+    largest = [max(shape[axis] for of_image in shapes for shape in of_image.values()) for axis in (0, 1)]
     rng = np.random.default_rng(0)
-    noise = rng.integers(0, 256, (most[0] + 1024, most[1] + 1024, 3), np.uint8)
+    noise = rng.integers(0, 256, (largest[0] + 1024, largest[1] + 1024, 3), np.uint8)
     views = []
     for of_image in shapes:
         top, left = (int(place) for place in rng.integers(0, 1024, 2))
@@ -233,13 +233,13 @@ class InMemoryReader:
 
 
 def dataset_of(sizes: Sequence[Size], files: Sequence[bytes]) -> Dataset:
-    """Return a dataset of that many images, whose bytes are these files again and again."""
+    """Return a dataset of `len(sizes)` images whose contents cycle through these files."""
     samples = [Sample(f"{index:06}", 0, len(files[index % len(files)])) for index in range(len(sizes))]
     return Dataset(Path("imagenet-sizes"), ("n00000000",), samples, InMemoryReader(files))
 
 
 def _jpegs(rig: Rig, settings: Settings) -> dict[str, Any]:
-    """Evaluate JPEGs in memory; the different ones once before, so that no shape is new."""
+    """Evaluate JPEGs in memory, after one pass over the different ones, so that no shape is new."""
     different = draw(rig.reduced(PICTURES, 3))
     with ThreadPoolExecutor(THREADS) as pool:
         files = list(pool.map(_jpeg, different, range(len(different))))
@@ -258,7 +258,7 @@ def _jpegs(rig: Rig, settings: Settings) -> dict[str, Any]:
 
 
 def _jpeg(size: tuple[int, int], seed: int) -> bytes:
-    """Return a JPEG that costs to decode what a photo of that size costs: smooth shapes with a little grain."""
+    """Return a JPEG as expensive to decode as a photo of this size: smooth shapes with a little grain."""
     height, width = size
     rng = np.random.default_rng(seed)
     coarse = Image.fromarray(rng.integers(0, 256, (max(2, height // 24), max(2, width // 24), 3), np.uint8))

@@ -1,10 +1,10 @@
-"""Part `torch`: the engine beside eager and compiled torch, in half precision with channels last.
+"""Part `torch`: the engine compared with eager and compiled torch, in half precision with channels last.
 
-`canvas`: one shape again and again, pixels on the GPU already: how good the kernels are. `mixed`: photos of ImageNet's
-sizes at the scales of `multi-scale`, pixels in the host's memory, as somebody would write it well in torch: exact
-shapes, in pairs (a view and its mirror image) or in groups of equal shapes, uploaded from page-locked memory without
-waiting, and all scores read back once; beside it the engine's pipeline with its canvases. Of three
-passes the faster one of the last two counts, in which no shape is new; the first is told too.
+`canvas`: one shape repeatedly, pixels already on the GPU: the quality of the kernels. `mixed`: photos of ImageNet's
+sizes at the scales of `multi-scale`, pixels in host memory, written as good torch code: exact shapes, in pairs (a view
+and its mirror image) or in groups of equal shapes, uploaded asynchronously from page-locked memory, and all scores read
+back once; compared with the engine's pipeline and its canvases. Of three passes the faster of the last two counts, in
+which no shape is new; the first is reported too.
 """
 
 import time
@@ -30,46 +30,46 @@ from prelunet.evaluator.validation.pipeline import Pipeline
 from prelunet.evaluator.validation.timing import StageTimer
 
 NETS = ("C", "A")
-CANVASES = ((8, 384, 512), (8, 256, 352), (4, 480, 640))  # images, height, width; the first is the one in a rehearsal
+CANVASES = ((8, 384, 512), (8, 256, 352), (4, 480, 640))  # images, height, width; a rehearsal uses the first
 IMAGES = 48
-MAX_PIXELS = 16 * 384 * 512  # of a group of equal shapes
-SLOWEST = 150  # seconds, after which the three passes are given up
+MAX_PIXELS = 16 * 384 * 512  # limit for a group of equal shapes
+SLOWEST = 150  # seconds after which the three passes are abandoned
 
 Settings = dict[str, Any]
 
 
 class TooSlow(Exception):  # noqa: N818 - a result rather than a fault
-    """A pass that would take minutes, with how far it came."""
+    """A pass would take minutes; the text states how far it got."""
 
 
 def plan(rig: Rig) -> list[str]:
-    """Return what would be measured, a line each."""
+    """Describe what would be measured, one line per item."""
     found = [settings for settings, _ in _all_settings(rig)]
     return [
-        f"{sum(s['what'] == 'canvas' for s in found)} times one canvas: engine, eager, eager with "
+        f"{sum(s['what'] == 'canvas' for s in found)} cases of one canvas: engine, eager, eager with "
         "cudnn.benchmark, compiled; A and C",
-        f"{sum(s['what'] == 'mixed' for s in found)} times {rig.reduced(IMAGES)} photos of mixed shapes, multi-scale",
-        "about 7 minutes, most of them for cudnn.benchmark and the compiler",
+        f"{sum(s['what'] == 'mixed' for s in found)} cases of {rig.reduced(IMAGES)} photos of mixed shapes, multi-scale",
+        "about 7 minutes, mostly for cudnn.benchmark and the compiler",
     ]
 
 
 def run(rig: Rig, results: Results) -> None:
-    """Measure all cases; where the engine's provider does not come up, torch alone."""
+    """Measure all cases; if the engine's provider is unavailable, torch alone."""
     engine = True
     try:
         check_provider(rig)
     except SystemExit as reason:
         engine = False
-        print(f"the engine is left out: {reason}")
+        print(f"skipping the engine: {reason}")
     for settings, seconds in _all_settings(rig):
         if settings["competitor"] == "engine" and not engine:
             continue
         work = _canvas if settings["what"] == "canvas" else _mixed
-        results.measure(settings, partial(_tidied, rig, partial(work, rig, settings)), seconds)
+        results.measure(settings, partial(_with_clean_state, rig, partial(work, rig, settings)), seconds)
 
 
 def _all_settings(rig: Rig) -> Iterator[tuple[Settings, float]]:
-    """Yield settings and seconds, what takes longest last."""
+    """Yield settings and seconds, the slowest cases last."""
     for net in NETS[: rig.reduced(len(NETS), 1)]:
         for way, competitor in (("pipeline", "engine"), ("pairs", "eager"), ("groups", "eager")):
             yield {"what": "mixed", "net": net, "competitor": competitor, "way": way}, 30
@@ -84,8 +84,8 @@ def _all_settings(rig: Rig) -> Iterator[tuple[Settings, float]]:
         yield {"what": "canvas", "net": net, "competitor": "compiled", "canvas": list(canvas)}, 80
 
 
-def _tidied(rig: Rig, work: Callable[[], dict[str, Any]]) -> dict[str, Any]:
-    """Work, and leave torch as it was."""
+def _with_clean_state(rig: Rig, work: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+    """Run a case and restore torch's state."""
     try:
         return work()
     finally:
@@ -96,12 +96,12 @@ def _tidied(rig: Rig, work: Callable[[], dict[str, Any]]) -> dict[str, Any]:
 
 
 def _net(rig: Rig, settings: Settings) -> Any:
-    """Return the net of a competitor: uint8 tensor (N, H, W, 3) on the device → scores."""
+    """Return the net of a competitor, from a uint8 tensor (N, H, W, 3) on the device to scores."""
     net = DenseNet(rig.torch_net(settings["net"]), MEAN, dtype=torch.float16, channels_last=True).to(rig.device).eval()
     torch.backends.cudnn.benchmark = settings["competitor"] == "eager-benchmark"
     if settings["competitor"] != "compiled":
         return net
-    backend = "inductor" if rig.on_gpu else "eager"  # in a rehearsal nothing is compiled, which would take a minute
+    backend = "inductor" if rig.on_gpu else "eager"  # a rehearsal compiles nothing, as that takes a minute
     return torch.compile(net, dynamic=settings["what"] == "mixed", backend=backend)
 
 
@@ -134,7 +134,7 @@ def _canvas(rig: Rig, settings: Settings) -> dict[str, Any]:
 
 
 def _off(rig: Rig, settings: Settings, images: np.ndarray, scores: np.ndarray) -> float:
-    """Return by how much scores are off from torch in float32, without TF32."""
+    """Return the largest deviation of scores from torch in float32 without TF32."""
     before = torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32
     torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = False
     try:
@@ -184,7 +184,7 @@ def _engine_pass(work: Work, views: Sequence[list[ViewImage]]) -> float:
 
 
 def _batches(views: Sequence[list[ViewImage]], way: str) -> list[np.ndarray]:
-    """Return the views as arrays (N, H, W, 3) of exact shapes: mirrored pairs in order, or all of a shape together."""
+    """Return the views as arrays (N, H, W, 3) of exact shapes: mirrored pairs in order, or grouped by shape."""
     if way == "pairs":
         pairs = (of_image[first : first + 2] for of_image in views for first in range(0, len(of_image), 2))
         return [np.stack([view.image for view in pair]) for pair in pairs]
@@ -193,22 +193,22 @@ def _batches(views: Sequence[list[ViewImage]], way: str) -> list[np.ndarray]:
         groups.setdefault(view.image.shape, []).append(view.image)
     batches = []
     for (height, width, _), images in groups.items():
-        most = max(1, MAX_PIXELS // (height * width))
-        batches += [np.stack(images[start : start + most]) for start in range(0, len(images), most)]
+        limit = max(1, MAX_PIXELS // (height * width))
+        batches += [np.stack(images[start : start + limit]) for start in range(0, len(images), limit)]
     return batches
 
 
 @torch.inference_mode()
 def _torch_pass(rig: Rig, net: Any, batches: Sequence[np.ndarray], end: float) -> float:
-    """Return the seconds in which torch takes the batches from the host and gives their scores back.
+    """Return the seconds for uploading and computing the batches and reading the scores back.
 
-    end: on the clock of perf_counter; raises TooSlow then.
+    end: on the clock of perf_counter; raises TooSlow after it.
     """
     begun, scores = time.perf_counter(), []
     for index, images in enumerate(batches):
         pixels = torch.from_numpy(images)
         scores.append(net((pixels.pin_memory() if rig.on_gpu else pixels).to(rig.device, non_blocking=True)))
         if (now := time.perf_counter()) > end:
-            raise TooSlow(f"given up after {index + 1} of {len(batches)} batches of a pass, in {now - begun:.0f} s")
+            raise TooSlow(f"abandoned after {index + 1} of {len(batches)} batches of a pass, in {now - begun:.0f} s")
     torch.cat(scores).cpu()
     return time.perf_counter() - begun

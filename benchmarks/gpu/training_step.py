@@ -1,7 +1,7 @@
-"""Part `training`: images per second of training steps as `training.loop.trainer` takes them, at 224 pixels.
+"""Part `training`: images per second of training steps as in `training.loop.trainer`, at 224 pixels.
 
-One step: mean subtracted, dropout drawn, forward, cross entropy, backward, the loss read, SGD with momentum in our
-parameter groups. The images are on the device already; loading them is measured by loading.py.
+One step: subtract the mean, draw dropout, forward, cross entropy, backward, read the loss, SGD with momentum in our
+parameter groups. The images are already on the device; benchmarks/training/loading.py measures loading.
 """
 
 import time
@@ -27,15 +27,15 @@ NETS = ("A", "C")
 PRECISIONS = ("bf16", "tf32", "fp32")
 BATCHES = (32, 64, 128, 256, 512)
 COMPILED_BATCHES = (128, 256)  # torch.compile takes a minute for each
-RATE, MOMENTUM, DECAY, DROPOUT = 1e-4, 0.9, 5e-4, 0.5  # a low rate: the weights are not those of a training
+RATE, MOMENTUM, DECAY, DROPOUT = 1e-4, 0.9, 5e-4, 0.5  # a low rate: the weights are random
 STEPS, WARM = 6, 2
-SECONDS = 6  # after which no further step is measured
+SECONDS = 6  # no further step is measured after this time
 
 Settings = Mapping[str, Any]
 
 
 def plan(rig: Rig) -> list[str]:
-    """Return what would be measured, a line each."""
+    """Describe what would be measured, one line per item."""
     return [
         f"{len(_all_settings(rig))} kinds of steps: {', '.join(NETS)} x {', '.join(PRECISIONS)} x channels_last or not "
         f"x batches of {', '.join(map(str, BATCHES))}, and some compiled",
@@ -44,7 +44,7 @@ def plan(rig: Rig) -> list[str]:
 
 
 def run(rig: Rig, results: Results) -> None:
-    """Measure all cases; larger batches come only where the smaller ones fitted."""
+    """Measure all cases; larger batches only if the smaller ones fit into memory."""
     full: set[tuple[Any, ...]] = set()
     for settings in _all_settings(rig):
         kind = (settings["net"], settings["precision"], settings["channels_last"], settings["compile"])
@@ -74,7 +74,7 @@ def _all_settings(rig: Rig) -> list[dict[str, Any]]:
 
 
 def _measure(rig: Rig, settings: Settings) -> dict[str, Any]:
-    """Time steps of one kind."""
+    """Time the steps of one case."""
     batch, precision = settings["batch"], settings["precision"]
     net = rig.torch_net(settings["net"]).train()
     options = StepOptions("bf16" if precision == "bf16" else "fp32", settings["channels_last"], settings["compile"])
@@ -102,7 +102,7 @@ def _measure(rig: Rig, settings: Settings) -> dict[str, Any]:
 
 
 def _timed(rig: Rig, step: Any, settings: Settings) -> dict[str, Any]:
-    """Take steps on the clock; operations are counted as three forward passes."""
+    """Time steps; operations count as three forward passes."""
     if rig.on_gpu:
         torch.cuda.reset_peak_memory_stats()
     for _ in range(rig.reduced(WARM, 1)):

@@ -1,7 +1,7 @@
-"""Of part `sweep`: how fast pixels reach the GPU, and whether they do so while it computes.
+"""Part of `sweep`: how fast pixels reach the GPU, and whether uploads overlap with computing.
 
-A batch is uploaded from ordinary memory, from pinned memory by torch (the fastest there is), and by the engine's own
-`Session.stage`; then batches are staged and computed one after the other, and with the staging in a thread of its own.
+A batch is uploaded from pageable memory, from pinned memory by torch (the fastest way), and by the engine's
+`Session.stage`. Then batches are staged and computed one after the other, and with staging in a separate thread.
 """
 
 import time
@@ -54,7 +54,7 @@ def _batch(rig: Rig, seed: int) -> Batch:
 
 
 def _stage_and_compute(rig: Rig, session: Session, batches: list[Batch]) -> dict[str, float]:
-    """Time the two in turn, each for itself: who stages without computing may wait for a free buffer for ever."""
+    """Time staging and computing in turn: staging without computing may wait forever for a free buffer."""
     took: dict[str, list[float]] = {"stage_ms": [], "compute_ms": []}
     for index in range(rig.reduced(2 * ROUNDS)):
         begun = time.perf_counter()
@@ -67,9 +67,9 @@ def _stage_and_compute(rig: Rig, session: Session, batches: list[Batch]) -> dict
 
 
 def _overlap(rig: Rig, session: Session, batches: list[Batch], stage_ms: float, compute_ms: float) -> dict[str, float]:
-    """Time a row of batches one after the other, and with the next one staged meanwhile.
+    """Time batches one after the other, and with the next one staged meanwhile.
 
-    hidden: which part of the shorter of the two no longer shows, 0 to 1.
+    hidden: share of the shorter of the two that overlaps, 0 to 1.
     """
     rounds = rig.reduced(ROUNDS)
 
@@ -79,11 +79,11 @@ def _overlap(rig: Rig, session: Session, batches: list[Batch], stage_ms: float, 
 
     def at_once() -> None:
         with ThreadPoolExecutor(1) as pool:
-            coming = pool.submit(session.stage, *batches[0])
+            pending = pool.submit(session.stage, *batches[0])
             for index in range(rounds):
-                staged = coming.result()
-                if index + 1 < rounds:  # none is left behind uncomputed, with a buffer that others wait for
-                    coming = pool.submit(session.stage, *batches[(index + 1) % len(batches)])
+                staged = pending.result()
+                if index + 1 < rounds:  # no batch stays staged and keeps a buffer that others wait for
+                    pending = pool.submit(session.stage, *batches[(index + 1) % len(batches)])
                 session.compute(staged)
 
     found = {}

@@ -74,8 +74,8 @@ def cases(bed: ServerTestBed) -> Iterator[Case]:
     streams = bed.reduced(STREAMS, 3)
     yield Case(
         "overload, streams",
-        f"with a queue of {ROOM} views, {streams} streams and as many evaluations of {IN_A_STREAM} images each wait for "
-        "space: no image is refused, and the queue never exceeds its limit by more than a quarter",
+        f"with a queue of {ROOM} views, {streams} streams and as many evaluations of {IN_A_STREAM} images each wait "
+        "for space: no image is refused, and the queue never exceeds its limit by more than a quarter",
         {"room": ROOM, "streams": streams, "in_a_stream": IN_A_STREAM},
         10,
         lambda: asyncio.run(_streams(bed, streams)),

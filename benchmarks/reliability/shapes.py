@@ -33,7 +33,7 @@ def cases(bed: ServerTestBed) -> Iterator[Case]:
     for rules in ("cpu", "gpu"):
         yield Case(
             f"mixed shapes share batches, rules of a {rules.upper()}",
-            f"{CLIENTS} clients with pictures of {len(ALTERNATING)} alternating shapes: the mean batch has more than one view",
+            f"{CLIENTS} clients with pictures of {len(ALTERNATING)} alternating shapes: mean batch above one view",
             {"rules": rules, "calls": calls},
             calls / 100 + 15,
             lambda rules=rules: asyncio.run(_shared(bed, rules, calls)),

@@ -1,1 +1,1 @@
-"""Reports of a dataset the size of ImageNet's."""
+"""Reports on a dataset of ImageNet's size."""

@@ -1,1 +1,1 @@
-"""The server beside its engine and beside other servers."""
+"""The server compared with its engine and with other servers."""

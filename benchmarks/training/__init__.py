@@ -1,1 +1,1 @@
-"""The training step, its input and several processes."""
+"""The training step, the loader and parallel training."""

@@ -171,7 +171,7 @@ def test_parity_sees_what_is_off(tmp_path: Path, fault: str) -> None:
         logits *= 1.001
     elif fault == "another grid":
         oracle[1] = (scores[:-1], logits[:-1])
-        with pytest.raises(ValueError, match="windows where the oracle sees"):
+        with pytest.raises(ValueError, match="windows, but the oracle has"):
             parity._compare(session, images, oracle)
         return
     assert parity._compare(session, images, oracle)["passed"] == (fault == "no fault")
@@ -296,14 +296,14 @@ def test_the_rehearsal_of_throughput_counts_what_its_views_cost(rehearsals: Rehe
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="here a GPU would come up")
 def test_a_part_for_cuda_is_refused_where_there_is_no_gpu(tmp_path: Path) -> None:
-    with pytest.raises(SystemExit, match=r"--device cuda did not come up: torch .* finds no GPU"):
+    with pytest.raises(SystemExit, match=r"--device cuda: unavailable: torch .* finds no GPU"):
         gpu.main(["--part", "training", "--results", str(tmp_path)])
     assert not list(tmp_path.iterdir())
 
 
 @pytest.mark.skipif("CUDAExecutionProvider" in onnxruntime.get_available_providers(), reason="here it may come up")
 def test_an_onnxruntime_without_cuda_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(SystemExit, match=r"--device cuda did not come up: .* has no CUDA support"):
+    with pytest.raises(SystemExit, match=r"--device cuda: unavailable: .* has no CUDA support"):
         check_provider(Rig("cuda", tiny=True, files=tmp_path))
 
 
@@ -348,7 +348,7 @@ def test_a_case_is_measured_once_for_its_versions_and_code(tmp_path: Path) -> No
 @pytest.mark.parametrize("held", ["", "{", "{}", "[]", '{"part": "sweep", "runs": 1, "cases": []}', "\x00"])
 def test_a_damaged_result_file_is_named_before_anything_is_measured(tmp_path: Path, held: str) -> None:
     (tmp_path / "gpu-sweep.json").write_text(held)
-    with pytest.raises(SystemExit, match=r"gpu-sweep\.json: no result file.*Move it away"):
+    with pytest.raises(SystemExit, match=r"gpu-sweep\.json: not a result file.*Move it away"):
         _results(tmp_path)
 
 

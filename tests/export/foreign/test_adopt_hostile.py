@@ -288,7 +288,10 @@ def test_a_large_batch_of_small_images_is_none_of_these(tmp_path: Path) -> None:
             "states a crop of 30",
         ),
         ({"golden": [{"height": CROP, "width": CROP, "scores": [10**400] * CLASSES, "logits": [0] * CLASSES}]}, "malf"),
-        ({"architecture": {"name": "n", "activation": "unknown", "multiply_adds": 10**400}}, "multiply_adds should be at most"),
+        (
+            {"architecture": {"name": "n", "activation": "unknown", "multiply_adds": 10**400}},
+            "multiply_adds should be at most",
+        ),
     ],
 )
 def test_an_adopted_file_that_was_changed_by_hand_is_refused_with_the_mend(

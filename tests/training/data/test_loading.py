@@ -186,7 +186,8 @@ def test_a_dataset_that_is_gone_ends_the_training_with_what_to_do(tmp_path: Path
     image_cache = ImageCache(open_splits(root).train, {}, memory=0)
     shutil.rmtree(root / "train")
     with pytest.raises(
-        DatasetError, match=rf"and {MAX_SUBSTITUTES} other images were readable .* none of them is now \(.*no longer exists"
+        DatasetError,
+        match=rf"and {MAX_SUBSTITUTES} other images were readable .* none of them is now \(.*no longer exists",
     ):
         next(training_batches(image_cache, RECIPE, 0, workers=workers))
 
