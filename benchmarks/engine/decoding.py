@@ -1,15 +1,15 @@
-"""Decoding and resizing side by side: milliseconds per photo, and how far the pixels and the scores are from ours.
+"""Compare ways of decoding and resizing: milliseconds per photo, and deviations of pixels and scores from ours.
 
     python -m benchmarks.engine.decoding --data DIR [--model MODEL.onnx] --output benchmarks/results/decoding.json
 
-DIR holds photos; without it they are made pictures (photos.py). Two kinds of JPEG are made of them: 500x375 at quality
-95, as most of ImageNet, and 4000x3000 at quality 92, as a camera writes. Larger photos are shrunk and cut, smaller ones
-continued by their mirror images, so that the detail stays as fine as it was.
+DIR holds photos; without --data synthetic pictures are used (photos.py). Two kinds of JPEG are made from them: 500x375
+at quality 95, like most of ImageNet, and 4000x3000 at quality 92, like a camera's. Larger photos are shrunk and
+cropped, smaller ones are extended by their mirror images, so that the detail stays as fine as it was.
 
-The ways differ from ours, `decode_image` and `resize_to_scales`, in one thing each; decoders other than Pillow are
-measured where they are installed (none belongs to this project). Deviations are grey levels of 0-255 after resizing.
-With a model: the largest deviation of a score at the model's own scales, and how many photos get another class.
-Times of one thread are what it computes (time.thread_time), those of several (in brackets) what a clock says.
+Each way differs in one respect from ours, which is `decode_image` and `resize_to_scales`. Decoders other than Pillow
+are measured if installed (none is a dependency of this project). Deviations are grey levels of 0-255 after resizing.
+With --model: the largest deviation of a score at the model's own scales, and the number of photos with another class.
+Times of one thread are CPU times (time.thread_time), those of several threads (in brackets) wall-clock times.
 """
 
 import argparse
@@ -44,9 +44,9 @@ Way = Callable[[bytes, Sequence[int]], dict[int, Pixels]]  # a JPEG and scales â
 BILINEAR = Image.Resampling.BILINEAR
 KINDS = {"500x375": (375, 500, 95), "4000x3000": (3000, 4000, 92)}  # height, width, JPEG quality
 SCALES = {"dense-256": (256,), "multi-scale": (256, 384, 480)}
-NEEDS = {"dense-256": 2500, "multi-scale": 50_000 / 480}  # photos/s: A on a large GPU, about; C in 8 minutes
+NEEDS = {"dense-256": 2500, "multi-scale": 50_000 / 480}  # photos/s: A on a large GPU, roughly; C in 8 minutes
 DECODERS = {"simplejpeg": "simplejpeg", "imagecodecs": "imagecodecs", "cv2": "opencv-python-headless"}
-MIN_SIDE = 250  # smaller photos are left out: continued to 500x375 they would repeat too often
+MIN_SIDE = 250  # pixels; smaller photos would repeat too often at 500x375
 
 
 def main() -> None:
@@ -54,7 +54,7 @@ def main() -> None:
     options = _options()
     sources = [photo.pixels for photo in load_photos(options.data) if min(photo.pixels.shape[:2]) >= MIN_SIDE]
     if not sources:
-        raise SystemExit(f"--data {options.data}: no photo with sides of {MIN_SIDE} pixels or more")
+        raise SystemExit(f"--data {options.data}: no photo whose sides have at least {MIN_SIDE} pixels")
     ways = _ways()
     results: dict[str, Any] = {}
     for kind, (height, width, quality) in KINDS.items():
@@ -75,19 +75,19 @@ def main() -> None:
 
 def _options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--data", type=Path, help="a folder with photos")
-    parser.add_argument("--model", type=Path, help="a trained model, for the effect on scores")
-    parser.add_argument("--photos", type=int, default=12, help="of 500x375")
-    parser.add_argument("--large-photos", type=int, default=4, help="of 4000x3000")
-    parser.add_argument("--repeats", type=int, default=15)
-    parser.add_argument("--large-repeats", type=int, default=3)
-    parser.add_argument("--threads", type=int, default=2, help="0 leaves it out, where the machine has other work too")
+    parser.add_argument("--data", type=Path, help="folder of photos; default: synthetic pictures")
+    parser.add_argument("--model", type=Path, help="trained model, to measure the effect on scores")
+    parser.add_argument("--photos", type=int, default=12, help="number of photos of 500x375")
+    parser.add_argument("--large-photos", type=int, default=4, help="number of photos of 4000x3000")
+    parser.add_argument("--repeats", type=int, default=15, help="repeats of the small photos")
+    parser.add_argument("--large-repeats", type=int, default=3, help="repeats of the large photos")
+    parser.add_argument("--threads", type=int, default=2, help="for multithreaded times; 0 skips them")
     parser.add_argument("--output", type=Path, help="JSON file to write; a table is written beside it")
     return parser.parse_args()
 
 
 def _jpeg(photo: Pixels, height: int, width: int, quality: int) -> bytes:
-    """Encode a photo at a size; see the head of this file."""
+    """Encode a photo as a JPEG of a size, shrunk and cropped or extended as the module describes."""
     factor = min(1.0, max(height / photo.shape[0], width / photo.shape[1]))
     image = Image.fromarray(photo).resize(
         (max(1, round(photo.shape[1] * factor)), max(1, round(photo.shape[0] * factor))), Image.Resampling.LANCZOS
@@ -141,25 +141,25 @@ def _columns_rows(image: Image.Image, scale: int) -> tuple[int, int]:
 
 
 def _copying(data: bytes, scales: Sequence[int]) -> dict[int, Pixels]:
-    """Do as this project did at first: convert what is RGB already, and one image for each scale."""
-    image_size(data)  # the checks before
+    """Work as this project did at first: convert images that are already RGB, and build one image per scale."""
+    image_size(data)  # the checks before decoding
     image = np.array(Image.open(io.BytesIO(data)).convert("RGB"))
     return {scale: _to_scales(image, (scale,))[scale] for scale in scales}
 
 
 def _cascade(data: bytes, scales: Sequence[int]) -> dict[int, Pixels]:
-    """Make the largest scale from all pixels, the others from it."""
-    whole = decode_image(data)
-    largest = _to_scales(whole, (max(scales),))[max(scales)]
+    """Resize all pixels to the largest scale, and that to the others."""
+    image = decode_image(data)
+    largest = _to_scales(image, (max(scales),))[max(scales)]
     small = Image.fromarray(largest)
     others = {
-        scale: np.array(small.resize(_columns_rows(whole, scale), BILINEAR)) for scale in scales if scale < max(scales)
+        scale: np.array(small.resize(_columns_rows(image, scale), BILINEAR)) for scale in scales if scale < max(scales)
     }
     return {max(scales): largest} | others
 
 
 def _draft(data: bytes, scales: Sequence[int], gap: int) -> dict[int, Pixels]:
-    """Let the JPEG decoder shrink by 2, 4 or 8, to no less than `gap` times the largest scale."""
+    """Let the JPEG decoder shrink by 2, 4 or 8, to at least `gap` times the largest scale."""
     image = Image.open(io.BytesIO(data))
     sizes = {scale: _columns_rows(image, scale) for scale in scales}
     _, box = image.draft("RGB", tuple(gap * side for side in sizes[max(scales)]))
@@ -169,7 +169,7 @@ def _draft(data: bytes, scales: Sequence[int], gap: int) -> dict[int, Pixels]:
 
 
 def _reduced(data: bytes, scales: Sequence[int], gap: int) -> dict[int, Pixels]:
-    """Let Pillow average blocks of pixels first, to no less than `gap` times the scale."""
+    """Let Pillow average blocks of pixels first, to at least `gap` times the scale."""
     image = decode_image(data)
     return {scale: np.array(image.resize(_columns_rows(image, scale), BILINEAR, reducing_gap=gap)) for scale in scales}
 
@@ -183,13 +183,13 @@ def _opencv_resized(cv2: ModuleType, data: bytes, scales: Sequence[int]) -> dict
     resized = {}
     for scale in scales:
         rows, columns = resized_size(*image.shape[:2], scale)
-        method = cv2.INTER_AREA if rows < image.shape[0] else cv2.INTER_LINEAR  # its bilinear one never widens
+        method = cv2.INTER_AREA if rows < image.shape[0] else cv2.INTER_LINEAR  # INTER_LINEAR never widens
         resized[scale] = cv2.resize(image, (columns, rows), interpolation=method)
     return resized
 
 
 def _milliseconds(work: Callable[[], object], clock: Callable[[], float] = time.thread_time) -> float:
-    """Time something; by default what this thread computes, so that what else runs on the machine counts little."""
+    """Return the milliseconds of a call; by default CPU time of this thread, so that other load matters little."""
     start = clock()
     work()
     return 1000 * (clock() - start)
@@ -225,7 +225,7 @@ def _stages(data: bytes, repeats: int) -> dict[str, float]:
 
 
 def _compare(ways: dict[str, Way], jpegs: Sequence[bytes], repeats: int, threads: int) -> dict[str, dict[str, Any]]:
-    """Run all ways in turn, in one thread and in several; the comparison of pixels before warms up."""
+    """Run all ways in turn, in one thread and in several; the comparison of pixels before is the warm-up."""
     rows: dict[str, dict[str, Any]] = {name: _deviation(ways["ours"], way, jpegs) for name, way in ways.items()}
     with ThreadPoolExecutor(max(threads, 1)) as pool:
         for protocol, scales in SCALES.items():
@@ -248,7 +248,7 @@ def _compare(ways: dict[str, Way], jpegs: Sequence[bytes], repeats: int, threads
 
 
 def _deviation(ours: Way, way: Way, jpegs: Sequence[bytes]) -> dict[str, Any]:
-    """Return the largest and the mean deviation over photos and scales, and the share of values that deviate."""
+    """Return the largest and the mean deviation over photos and scales, and the share of deviating values."""
     largest, means, shares = 0, [], []
     for data in jpegs:
         expected, actual = ours(data, SCALES["multi-scale"]), way(data, SCALES["multi-scale"])
@@ -265,7 +265,7 @@ def _deviation(ours: Way, way: Way, jpegs: Sequence[bytes]) -> dict[str, Any]:
 
 
 def _scores(ways: dict[str, Way], jpegs: Sequence[bytes], model: Path) -> dict[str, dict[str, Any]]:
-    """Classify the photos at the model's own scales in each way; compare the scores with ours."""
+    """Classify the photos at the model's own scales in each way and compare the scores with ours."""
     session = open_session(model, "cpu")
     protocol = build_protocol("multi-scale", session.contract)
     scores: dict[str, Pixels] = {}
@@ -310,7 +310,7 @@ def _report(options: argparse.Namespace, sources: Sequence[Pixels], results: dic
 
 
 def _table(kind: str, result: dict[str, Any]) -> str:
-    """Return Markdown: the ways, and the stages of ours."""
+    """Return the ways, and the stages of ours, as Markdown tables."""
     title = (
         f"{kind}, {result['photos']} photos of {result['kilobytes']} kB on average; milliseconds per photo "
         "(in brackets: in several threads at once, where measured)"

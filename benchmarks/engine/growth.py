@@ -1,19 +1,18 @@
 """How cost grows: with the image's area and elongation, with scales and classes, and with the size of the dataset.
 
-    python -m benchmarks.engine.growth [--output benchmarks/results/growth.json]     measures what is not in the file
-    yet python -m benchmarks.engine.growth --draw docs/performance      measures nothing: draws the file and prints its
-    tables
+    python -m benchmarks.engine.growth [--output benchmarks/results/growth.json]   measure what the file lacks
+    python -m benchmarks.engine.growth --draw docs/performance                     draw the file and print its tables
 
-Model A with random weights and, for the dataset, the demo's net; every engine that the CPU has, in turn. Each point is
-written as soon as it is measured, and the same command goes on where it was stopped (results.py). Alone on two cores
-all parts take about twelve minutes.
+Uses model A with random weights and, for the dataset, the demo net, with every engine of the CPU in turn. Each point is
+written as soon as it is measured, and the same command resumes an interrupted one (results.py). On two otherwise idle
+cores all parts take about twelve minutes.
 
 - area:       one view and its mirror image of a 4:3 photo, from 224 pixels to 1024
 - elongation: shorter side 256, from square to 1:4
-- scales:     1, 2, 3 and 6 of them
-- memory:     `validate` of photos of 12 million pixels, half of them 1:4, beside what it foretells; each point alone
-- classes:    10 to 21,841 (all of ImageNet), each point alone in a process
-- dataset:    `validate` of 100 to 10,000 small images, each alone; 50,000 too with --most-images 50000
+- scales:     1, 2, 3 and 6 scales
+- memory:     `validate` of photos of 12 million pixels, half of them 1:4, with its own estimate; one process per point
+- classes:    10 to 21,841 (all of ImageNet); one process per point
+- dataset:    `validate` of 100 to 10,000 small images, with --most-images 50000 also 50,000; one process per point
 """
 
 import argparse
@@ -54,13 +53,13 @@ NET = "A"
 PHOTO = (375, 500)  # height and width of about half of ImageNet's photos
 AREA_SCALES = (224, 256, 320, 384, 480, 640, 1024)
 LARGE_PHOTOS = ((3000, 4000), (1732, 6928))
-MEMORY_SCALES = ((224, 8), (384, 4), (640, 2))  # and how many of each photo: enough to fill a batch
+MEMORY_SCALES = ((224, 8), (384, 4), (640, 2))  # scale, copies of each photo: enough to fill a batch
 ELONGATED_SCALE, ELONGATIONS = 256, (1.0, 1.5, 2.0, 3.0, 4.0)
 SCALES = ((256,), (256, 384), (256, 384, 480), (224, 256, 300, 360, 448, 560))  # multi-scale's, spp-net's
 CLASSES_SCALE, CLASSES = 384, (10, 100, 1_000, 10_000, 21_841)
 IMAGES = (100, 1_000, 10_000, 50_000)
-DATASET_PROTOCOL = "multi-scale"  # hundreds of shapes: what a runtime keeps of each would show
-MIN_ROUNDS, MAX_ROUNDS, ROUND_SECONDS = 2, 7, 5.0  # rounds of all engines on a point: until that long, or MOST
+DATASET_PROTOCOL = "multi-scale"  # hundreds of shapes: memory that a runtime keeps for each would show
+MIN_ROUNDS, MAX_ROUNDS, ROUND_SECONDS = 2, 7, 5.0  # rounds of all engines on a point, and a time limit
 
 Json = dict[str, Any]
 
@@ -86,7 +85,7 @@ ENGINES: Mapping[str, Engine] = {
 
 @dataclass
 class Nets(Rig):
-    """Model files of any number of classes. count: 0 for the rig's own."""
+    """Model files with any number of classes. count: 0 for the rig's default."""
 
     count: int = 0
 
@@ -98,7 +97,7 @@ class Nets(Rig):
 
 @dataclass
 class GrowthBench:
-    """What the parts share. engines: those that came up; folder: of model files."""
+    """State shared by the parts. engines: the available ones; folder: of model files."""
 
     tiny: bool
     folder: Path
@@ -106,17 +105,17 @@ class GrowthBench:
     most_images: int
     _sessions: dict[str, Session] = field(default_factory=dict)
 
-    def some(self, values: Sequence[Any]) -> Sequence[Any]:
-        """Return the values at which a part measures: all, or in a rehearsal the first and the last."""
+    def sampled(self, values: Sequence[Any]) -> Sequence[Any]:
+        """Return the values to measure: all, or in a rehearsal the first and the last."""
         return (values[0], values[-1]) if self.tiny else values
 
     def nets(self, classes: int = 0, *, demo: bool = False) -> Nets:
-        """Return model files of a number of classes; demo: of the demo's net."""
+        """Return model files with a number of classes; demo: of the demo net."""
         return Nets("cpu", self.tiny or demo, self.folder / str(classes), count=classes)
 
     @property
     def sessions(self) -> Mapping[str, Session]:
-        """Return a session of each engine on model A; they stay open together."""
+        """Return a session of each engine on model A; all stay open together."""
         if not self._sessions:
             path = self.nets().model_file(NET)
             self._sessions = {
@@ -126,13 +125,13 @@ class GrowthBench:
         return self._sessions
 
     def close(self) -> None:
-        """Give the memory of the sessions back before memory is measured."""
+        """Release the memory of the sessions before memory is measured."""
         self._sessions = {}
 
 
 @dataclass(frozen=True)
 class Point:
-    """One measurement. seconds: how long it may take, as far as one can tell."""
+    """One measurement. seconds: estimated duration."""
 
     settings: Mapping[str, Any]
     work: Callable[[], Json]
@@ -140,7 +139,7 @@ class Point:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Measure, or draw; return 1 when a point failed, 3 when there was no time for all."""
+    """Measure, or draw; return 0, or 1 if a point failed, or 3 if the time limit left some out."""
     words = list(sys.argv[1:] if arguments is None else arguments)
     options = _options(words)
     if options.draw:
@@ -161,27 +160,27 @@ def main(arguments: Sequence[str] | None = None) -> int:
             for point in PARTS[part](bench):
                 results.measure({"part": part, **point.settings}, point.work, point.seconds)
     if results.skipped:
-        print(f"no time for {len(results.skipped)} points: the same command goes on with them")
+        print(f"no time for {len(results.skipped)} points: run the same command again to resume")
     return 1 if results.failed else 3 if results.skipped else 0
 
 
 def _options(words: Sequence[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--parts", nargs="+", choices=list(PARTS), default=list(PARTS), metavar="PART",
-                        help=f"some of: {', '.join(PARTS)}")  # fmt: skip
+                        help=f"parts to measure, of: {', '.join(PARTS)}")  # fmt: skip
     parser.add_argument("--engines", nargs="+", choices=list(ENGINES), default=list(ENGINES), metavar="ENGINE",
-                        help=f"some of: {', '.join(map(repr, ENGINES))}")  # fmt: skip
-    parser.add_argument("--output", type=Path, default=OUTPUT, help="JSON file of all parts")
-    parser.add_argument("--draw", type=Path, metavar="DIR", help="draw the file into a folder and print its tables")
-    parser.add_argument("--tiny", action="store_true", help="the demo's net and small pictures: a rehearsal in seconds")
+                        help=f"engines, of: {', '.join(map(repr, ENGINES))}")  # fmt: skip
+    parser.add_argument("--output", type=Path, default=OUTPUT, help="JSON file of the results")
+    parser.add_argument("--draw", type=Path, metavar="DIR", help="draw into DIR and print the tables")
+    parser.add_argument("--tiny", action="store_true", help="rehearsal in seconds with the demo net, small pictures")
     parser.add_argument("--most-images", type=int, default=IMAGES[-2],
-                        help=f"of the largest dataset; {IMAGES[-1]:,} take minutes more")  # fmt: skip
-    parser.add_argument("--limit", type=float, default=900, help="seconds after which no new point is begun")
+                        help=f"size of the largest dataset; {IMAGES[-1]:,} takes minutes longer")  # fmt: skip
+    parser.add_argument("--limit", type=float, default=900, help="seconds after which no new point starts")
     return parser.parse_args(words)
 
 
 def _engines(folder: Path, names: Sequence[str]) -> tuple[list[Engine], Json]:
-    """Return the engines that come up here, and what each of these names says of itself, or why it does not."""
+    """Return the engines available here, and for each name its circumstances or why it is unavailable."""
     path = Nets("cpu", tiny=True, files=folder).model_file(NET)
     engines: list[Engine] = []
     found: Json = {}
@@ -199,27 +198,27 @@ def _engines(folder: Path, names: Sequence[str]) -> tuple[list[Engine], Json]:
 
 def area(bench: GrowthBench) -> Iterator[Point]:
     """Pairs of mirrored views of one photo at growing scales."""
-    for scale in bench.some(AREA_SCALES):
+    for scale in bench.sampled(AREA_SCALES):
         yield _timed(bench, {"scale": scale}, (scale,), PHOTO, seconds=scale**2 / 16_000)
 
 
 def elongation(bench: GrowthBench) -> Iterator[Point]:
-    """Pairs of one scale and growing length."""
-    for times in bench.some(ELONGATIONS):
+    """Pairs of mirrored views of one scale and growing length."""
+    for times in bench.sampled(ELONGATIONS):
         photo = (ELONGATED_SCALE, round(ELONGATED_SCALE * times))
         yield _timed(bench, {"times": times}, (ELONGATED_SCALE,), photo)
 
 
 def scales(bench: GrowthBench) -> Iterator[Point]:
-    """One photo at more and more scales."""
-    for several in bench.some(SCALES):
+    """One photo at an increasing number of scales."""
+    for several in bench.sampled(SCALES):
         yield _timed(bench, {"scales": list(several)}, several, PHOTO)
 
 
 def _timed(
     bench: GrowthBench, settings: Json, of_scales: Sequence[int], photo: tuple[int, int], seconds: float = 40
 ) -> Point:
-    """Time the engines in turn on a photo; all lengths as for crops of 224 pixels."""
+    """Time the engines in turn on a photo; lengths refer to crops of 224 pixels."""
 
     def work() -> Json:
         nets = bench.nets()
@@ -240,17 +239,17 @@ def _timed(
 def interleave(
     answers: Mapping[str, Callable[[], np.ndarray]], tiny: bool
 ) -> tuple[dict[str, list[float]], dict[str, float]]:
-    """Call each once untimed, then all in turn, each round in another order.
+    """Call each function once untimed, then all in turn, each round in another order.
 
-    Returns seconds of each call, and the `deviation` of each one's scores from the first one's. RuntimeError where that
-    is more than rounding explains.
+    Returns the seconds of each call, and the `deviation` of each function's scores from those of the first. Raises
+    RuntimeError if rounding cannot explain a deviation.
     """
     scores = {name: answer() for name, answer in answers.items()}
     expected = next(iter(scores.values()))
     deviations = {name: deviation(found, expected) for name, found in scores.items()}
     for name, off in deviations.items():
         if not within(off, ENGINES[name].precision):
-            raise RuntimeError(f"{name}: scores are off by {off:.1e} of the largest that {next(iter(scores))} gives")
+            raise RuntimeError(f"{name}: scores deviate from those of {next(iter(scores))} by {off:.1e} of the largest")
     taken: dict[str, list[float]] = {name: [] for name in answers}
     begun = time.perf_counter()
     for number in range(MIN_ROUNDS if tiny else MAX_ROUNDS):
@@ -262,7 +261,7 @@ def interleave(
 
 
 def _amount(nets: Nets, sizes: Sequence[tuple[int, int]]) -> Json:
-    """Return how much is to be computed for views of these sizes. GFLOP: two for each multiply-add."""
+    """Return the amount of work for views of these sizes. GFLOP: two per multiply-add."""
     net = nets.net(NET)
     windows, shapes = windows_of(net, sizes), parameter_shapes(net, nets.classes)
     of_window = sum(math.prod(shapes[f"{layer}.weight"]) for layer in ("fc1", "fc2", "fc3"))
@@ -276,25 +275,25 @@ def _amount(nets: Nets, sizes: Sequence[tuple[int, int]]) -> Json:
 
 
 def memory(bench: GrowthBench) -> Iterator[Point]:
-    """Each engine alone, validating large photos at growing scales."""
-    for scale, each in bench.some(MEMORY_SCALES):
+    """Each engine in its own process, validating large photos at growing scales."""
+    for scale, copies in bench.sampled(MEMORY_SCALES):
         for engine in bench.engines:
-            yield _large_photos(bench, engine, scale, each)
+            yield _large_photos(bench, engine, scale, copies)
 
 
-def _large_photos(bench: GrowthBench, engine: Engine, scale: int, each: int) -> Point:
+def _large_photos(bench: GrowthBench, engine: Engine, scale: int, copies: int) -> Point:
     def work() -> Json:
         nets = bench.nets()
         sizes = [(nets.px(height), nets.px(width)) for height, width in LARGE_PHOTOS]
         task = {"task": "validate", "protocol": f"dense-{nets.px(scale)}", "data": str(photos(bench.folder, sizes))}
-        task |= {"model": str(nets.model_file(NET)), "images": each * len(sizes)}
+        task |= {"model": str(nets.model_file(NET)), "images": copies * len(sizes)}
         return run_engine_isolated(engine, task)
 
     return Point({"scale": scale, "engine": engine.name}, work, seconds=scale**2 / 5000)
 
 
 def photos(folder: Path, sizes: Sequence[tuple[int, int]]) -> Path:
-    """Return a folder with a JPEG of each size, each a class, which are made unless they are there."""
+    """Return a folder with one JPEG per size, each a class; missing files are written."""
     dataset = folder / "photos"
     for number, (height, width) in enumerate(sizes):
         file = dataset / f"n{number:08}" / "photo.jpg"
@@ -305,8 +304,8 @@ def photos(folder: Path, sizes: Sequence[tuple[int, int]]) -> Path:
 
 
 def classes(bench: GrowthBench) -> Iterator[Point]:
-    """Each engine alone, on nets of growing numbers of classes; a file is thrown away before the next is made."""
-    for count in bench.some(CLASSES):
+    """Each engine in its own process, on nets with growing numbers of classes; one model file exists at a time."""
+    for count in bench.sampled(CLASSES):
         for engine in bench.engines:
             yield _of_classes(bench, engine, count)
         for file in (bench.folder / str(count)).glob("*.onnx"):
@@ -329,7 +328,7 @@ def _of_classes(bench: GrowthBench, engine: Engine, count: int) -> Point:
 
 
 def dataset(bench: GrowthBench) -> Iterator[Point]:
-    """Validate with each engine alone; the largest dataset with the first one only."""
+    """Validate with each engine in its own process; the largest dataset with the first engine only."""
     for images in IMAGES:
         for engine in bench.engines if images < IMAGES[-1] else bench.engines[:1]:
             if images <= bench.most_images:
@@ -346,7 +345,7 @@ def _validation(bench: GrowthBench, engine: Engine, images: int) -> Point:
 
 
 def run_engine_isolated(engine: Engine, task: Mapping[str, Any]) -> Json:
-    """Return what isolated.py says of a task on an engine."""
+    """Run a task of isolated.py on an engine and return its result."""
     return run_isolated({**task, "device": engine.device, "precision": engine.precision})
 
 

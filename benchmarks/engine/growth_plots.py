@@ -1,4 +1,4 @@
-"""The plots and tables of growth.py: pure functions of its result file. The plots are SVG, as the report's charts."""
+"""Plots and tables of growth.py: pure functions of its result file. The plots are SVG, like the report's charts."""
 
 import statistics
 from collections.abc import Callable, Mapping, Sequence
@@ -13,11 +13,11 @@ from prelunet.evaluator.reporting.html import draw_svg
 Json = dict[str, Any]
 Row = dict[str, Any]
 
-COLOURS = ["var(--accent)", "#c2571a", "#2b2f36", "var(--second)"]  # differ in lightness too
+COLOURS = ["var(--accent)", "#c2571a", "#2b2f36", "var(--second)"]  # they differ in lightness too
 
 
 def points_of(data: Json, part: str) -> list[Row]:
-    """Return settings and result of each point of a part that was measured; of the same settings the last one."""
+    """Return settings and result of each measured point of a part; of equal settings the last one."""
     points: dict[str, Row] = {}
     for case in data["cases"]:
         if case["settings"]["part"] == part and "error" not in case["result"]:
@@ -26,7 +26,7 @@ def points_of(data: Json, part: str) -> list[Row]:
 
 
 def draw(data: Json, folder: Path) -> None:
-    """Draw `growth-NAME.svg` of every plot for which there are points."""
+    """Draw `growth-NAME.svg` for every plot that has points."""
     folder.mkdir(parents=True, exist_ok=True)
     for name, (rows, x, y) in _plots(data).items():
         if rows:
@@ -34,7 +34,7 @@ def draw(data: Json, folder: Path) -> None:
 
 
 def _plots(data: Json) -> dict[str, tuple[list[Row], str, str]]:
-    """Return rows and titles of each plot; x is drawn in logarithms where it spans more than two powers of ten."""
+    """Return rows and axis titles of each plot; x is logarithmic if it spans more than two powers of ten."""
     seconds = "seconds for a view and its mirror image"
     area, elongation, memory = (points_of(data, part) for part in ("area", "elongation", "memory"))
     classes, dataset = points_of(data, "classes"), points_of(data, "dataset")
@@ -63,7 +63,7 @@ def _plots(data: Json) -> dict[str, tuple[list[Row], str, str]]:
 
 
 def medians(point: Row) -> dict[str, float]:
-    """Return the median of each engine's seconds at a point where engines were measured in turn."""
+    """Return each engine's median seconds at a point where engines were measured in turn."""
     return {name: statistics.median(taken) for name, taken in point["seconds"].items()}
 
 
@@ -72,7 +72,7 @@ def _row(x: float, y: float, series: str, kind: str = "measured") -> Row:
 
 
 def _lines(rows: Sequence[Row], x_title: str, y_title: str) -> Json:
-    """Return a specification with a line for each series and kind, in the light colours of the report, on white."""
+    """Return a specification with a line for each series and kind, in the report's light colors on white."""
     places = sorted({row["x"] for row in rows})
     logarithmic = places[-1] > 100 * places[0]
     x = {"field": "x", "type": "quantitative", "title": x_title, "axis": {"grid": False, "format": ",~r"}}
@@ -94,7 +94,7 @@ def _lines(rows: Sequence[Row], x_title: str, y_title: str) -> Json:
 
 
 def tables(data: Json) -> str:
-    """Return what the numbers were measured with, and a table of each part that was measured, in Markdown."""
+    """Return the circumstances of the runs and a table of each measured part, as Markdown."""
     blocks = [_circumstances(data["runs"][index]) for index in sorted({case["run"] for case in data["cases"]})]
     for part, columns in _COLUMNS.items():
         points = sorted(points_of(data, part), key=lambda point: point.get("engine", ""))
@@ -110,8 +110,8 @@ def tables(data: Json) -> str:
 
 def _circumstances(run: Json) -> str:
     versions = ", ".join(f"{name} {version}" for name, version in run["versions"].items())
-    rehearsal = " **A rehearsal with a tiny net: no number means anything.**" if run["tiny"] else ""
-    missing = "".join(f" {name}: {said}." for name, said in run["engines"].items() if isinstance(said, str))
+    rehearsal = " **A rehearsal with a tiny net: the numbers mean nothing.**" if run["tiny"] else ""
+    missing = "".join(f" {name}: {reason}." for name, reason in run["engines"].items() if isinstance(reason, str))
     where = f"{run['machine']['cores']} cores of {run['machine']['cpu']}"
     return f"Measured {run['date']} on {where} with {versions}: `{run['command']}`.{missing}{rehearsal}"
 

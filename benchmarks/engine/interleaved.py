@@ -1,4 +1,4 @@
-"""Competitors in turn on the same images, in one process: a slow minute of the machine meets all of them."""
+"""Run competitors in turn on the same images in one process, so that a slow minute of the machine affects all."""
 
 import math
 import time
@@ -24,15 +24,15 @@ from prelunet.evaluator.architectures import Architecture, multiply_adds
 from prelunet.evaluator.imaging.resize import resized_size
 from prelunet.evaluator.protocols import EvaluationProtocol
 
-SAMPLED_CROPS = 16  # of the naive competitor, in images that have more: one of its batches
+SAMPLED_CROPS = 16  # limit for the naive competitor on one image: one of its batches
 
 
 @dataclass(frozen=True)
 class PhotoTimings:
-    """One image, answered once by each competitor of a group.
+    """One image, classified once by each competitor of a group.
 
     gflop: of its dense evaluation, two per multiply-add; seconds, deviations: by competitor, the latter as `deviation`
-    from the reference's scores; crops: how many the naive competitor has of it, where it took part.
+    from the reference's scores; crops: the naive competitor's number of crops, if it took part.
     """
 
     photo: Photo
@@ -42,58 +42,59 @@ class PhotoTimings:
     crops: int | None
 
     def to_json(self) -> dict[str, Any]:
-        """Return the visit as plain data."""
+        """Return the timings as plain data."""
         seconds = {name: round(value, 4) for name, value in self.seconds.items()}
         return {**self.photo.to_json(), "gflop": round(self.gflop, 2), "crops": self.crops, "seconds": seconds}
 
 
 class Reference:
-    """The scores that others are compared with, computed once for each picture and protocol."""
+    """The reference scores, computed once for each picture and protocol."""
 
     def __init__(self, answer: ScoreFunction) -> None:
         self._answer = answer
-        self._known: dict[tuple[str, str], Scores] = {}
+        self._scores: dict[tuple[str, str], Scores] = {}
 
     def scores(self, photo: Photo, protocol: EvaluationProtocol) -> Scores:
-        """Return the scores of a picture."""
+        """Return the reference scores of a picture."""
         key = (photo.name, protocol.name)
-        if key not in self._known:
-            self._known[key] = self._answer(photo.pixels, protocol)
-        return self._known[key]
+        if key not in self._scores:
+            self._scores[key] = self._answer(photo.pixels, protocol)
+        return self._scores[key]
 
-    def learn(self, scores: Scores, photo: Photo, protocol: EvaluationProtocol) -> None:
-        """Keep the scores of a picture, unless they are known."""
-        self._known.setdefault((photo.name, protocol.name), scores)
+    def store(self, scores: Scores, photo: Photo, protocol: EvaluationProtocol) -> None:
+        """Store the scores of a picture, unless they are already stored."""
+        self._scores.setdefault((photo.name, protocol.name), scores)
 
     def deviation(self, name: str, found: Scores, photo: Photo, protocol: EvaluationProtocol) -> float:
-        """Return how far a competitor's scores are off; SystemExit beyond the tolerance of its precision.
+        """Return the deviation of a competitor's scores; raises SystemExit beyond the tolerance of its precision.
 
-        The naive competitor has no tolerance: its crops see other borders. Its net is the reference's own.
+        The naive competitor has no tolerance: its crops see other borders. Its net is that of the reference.
         """
         off = deviation(found, self.scores(photo, protocol))
         if name != "naive" and not within(off, COMPETITORS[name].precision):
             raise SystemExit(
-                f"{name}: wrong scores on {photo.name}: off by {off:.1e} of the largest that {REFERENCE} gives, more "
-                "than rounding can explain. Its speed would mean nothing"
+                f"{name}: wrong scores on {photo.name}: they deviate from those of {REFERENCE} by {off:.1e} of "
+                "the largest, more than rounding explains. Its speed would mean nothing"
             )
         return off
 
 
 def deviation(found: Scores, expected: Scores) -> float:
-    """Return the largest difference of a score, as a part of the largest score expected."""
+    """Return the largest difference of a score, relative to the largest expected score."""
     return float(np.abs(found - expected).max() / expected.max())
 
 
 def within(off: float, precision: CompetitorPrecision) -> bool:
-    """Say whether rounding explains a deviation; NaN is never within."""
+    """Return whether rounding explains a deviation; NaN is never within."""
     return off <= TOLERANCES[precision]
 
 
 @dataclass(frozen=True)
 class StopRule:
-    """How long to measure. images: at least and at most so many; seconds: begin no image that would end after them.
+    """When to stop measuring.
 
-    patience: seconds within which not even the least number of images is left out.
+    min_images, max_images: limits; seconds: start no image beyond the minimum that would end later; patience: time
+    limit in seconds for the minimum itself.
     """
 
     min_images: int
@@ -102,7 +103,7 @@ class StopRule:
     patience: float = math.inf
 
     def reached(self, images: int, seconds: float) -> bool:
-        """Say whether to stop after so many images and seconds."""
+        """Return whether to stop after this many images and seconds."""
         if not images:
             return False
         end = seconds * (images + 1) / images  # of one more
@@ -112,7 +113,7 @@ class StopRule:
 def warm_up(
     opened: Mapping[str, OpenedCompetitor], photo: Photo, protocol: EvaluationProtocol, reference: Reference
 ) -> None:
-    """Let each competitor answer once, untimed, and stop at wrong scores."""
+    """Run each competitor once, untimed; raises SystemExit for wrong scores."""
     for name, competitor in opened.items():
         if competitor.sample is None:
             reference.deviation(name, competitor.answer(photo.pixels, protocol), photo, protocol)
@@ -126,20 +127,20 @@ def measure(
     limits: StopRule,
     reference: Reference,
 ) -> list[PhotoTimings]:
-    """Visit picture after picture, each in an order of its own.
+    """Time all competitors on picture after picture, in an order shuffled for each picture.
 
-    Raises SystemExit when a competitor's scores are wrong.
+    Raises SystemExit if a competitor's scores are wrong.
     """
-    visits: list[PhotoTimings] = []
+    timings: list[PhotoTimings] = []
     begun = time.perf_counter()
-    while not limits.reached(len(visits), time.perf_counter() - begun):
-        photo = photos[len(visits) % len(photos)]
-        visits.append(_visit(opened, photo, protocol, net, len(visits), reference))
+    while not limits.reached(len(timings), time.perf_counter() - begun):
+        photo = photos[len(timings) % len(photos)]
+        timings.append(_time_photo(opened, photo, protocol, net, len(timings), reference))
         print(f"    {photo.name}: {time.perf_counter() - begun:.1f} s since the first", flush=True)
-    return visits
+    return timings
 
 
-def _visit(
+def _time_photo(
     opened: Mapping[str, OpenedCompetitor],
     photo: Photo,
     protocol: EvaluationProtocol,
@@ -154,7 +155,7 @@ def _visit(
     for name in shuffled(opened, number):
         competitor = opened[name]
         if competitor.sample is not None:
-            if number > 0:  # too slow for more than one picture
+            if number > 0:  # the competitor is too slow for more than one picture
                 continue
             crops = windows_of(net, sizes)
             if crops > SAMPLED_CROPS:
@@ -162,20 +163,20 @@ def _visit(
                 continue
         seconds[name], scores[name] = timed(lambda answer=competitor.answer: answer(photo.pixels, protocol))
     if REFERENCE in scores:
-        reference.learn(scores[REFERENCE], photo, protocol)
+        reference.store(scores[REFERENCE], photo, protocol)
     deviations = {name: reference.deviation(name, found, photo, protocol) for name, found in scores.items()}
     return PhotoTimings(photo, gflop_of(net, sizes, CLASSES), seconds, deviations, crops)
 
 
 def timed(answer: Callable[[], Scores]) -> tuple[float, Scores]:
-    """Return the seconds that an answer takes, and the answer."""
+    """Return the seconds of a call, and its scores."""
     start = time.perf_counter()
     scores = answer()
     return time.perf_counter() - start, scores
 
 
 def windows_of(net: Architecture, sizes: Iterable[tuple[int, int]]) -> int:
-    """Return how many windows views of these heights and widths have together."""
+    """Return the total number of windows of views of these heights and widths."""
     grids = [[net.feature_map_side(side) - net.window + 1 for side in size] for size in sizes]
     return sum(rows * columns for rows, columns in grids)
 

@@ -1,10 +1,10 @@
-"""One thing in a process of its own, so that its memory and its start are its own.
+"""Run one task in its own process, to measure its memory and start time.
 
     python -m benchmarks.engine.isolated '{"task": "competitor" or "classify" or "validate", ...}'
 
-prints one line of JSON; `run_isolated` calls it for run.py and growth.py. Memory is in MB, as the kernel tells it:
-`loading` is the peak until the model is open, `settled` what it takes then, `peak` that of the work which follows.
-What a task needs is imported by it, so that one without torch does not pay for torch.
+prints one line of JSON; `run_isolated` calls it for run.py and growth.py. Memory is in MB as the kernel reports it:
+`loading` is the peak until the model is open, `settled` the memory then, `peak` the peak of the work that follows.
+Each task imports what it needs, so that tasks without torch do not pay for it.
 """
 
 import json
@@ -17,7 +17,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-BEGUN = time.perf_counter()  # before the other imports, which are part of getting ready
+BEGUN = time.perf_counter()  # before the other imports, which count as start time
 
 if TYPE_CHECKING:
     from prelunet.evaluator.datasets.dataset import Dataset, Reader, Sample
@@ -27,25 +27,25 @@ Json = dict[str, Any]
 
 
 def run_isolated(task: Mapping[str, Any]) -> Json:
-    """Return what a task tells; RuntimeError with the end of what it complains of."""
-    from benchmarks.common.results import environment  # not at the top: its imports are not part of getting ready
+    """Run a task and return its result; raises RuntimeError with the end of its stderr."""
+    from benchmarks.common.results import environment  # not at the top: its imports must not count as start time
 
     command = [sys.executable, "-m", "benchmarks.engine.isolated", json.dumps(task)]
     done = subprocess.run(command, capture_output=True, text=True, env=environment(), check=False)
     if done.returncode:
-        raise RuntimeError(f"failed alone: {done.stderr.strip()[-500:]}")
+        raise RuntimeError(f"failed in its own process: {done.stderr.strip()[-500:]}")
     found: Json = json.loads(done.stdout.splitlines()[-1])
     return found
 
 
 def main() -> None:
-    """Do what the argument says and print what it took."""
+    """Run the task of the argument and print its result."""
     task = json.loads(sys.argv[1])
     print(json.dumps({"competitor": competitor, "classify": classify, "validate": validate}[task["task"]](task)))
 
 
 def competitor(task: Mapping[str, Any]) -> Json:
-    """Open a competitor and show it one image at one scale, plain and mirrored.
+    """Open a competitor and run it on one image at one scale, plain and mirrored.
 
     task: name, folder and threads of its `BenchmarkNet`, height, width, scale.
     """
@@ -64,7 +64,7 @@ def competitor(task: Mapping[str, Any]) -> Json:
 
 
 def classify(task: Mapping[str, Any]) -> Json:
-    """Classify one image several times, and again with its windows.
+    """Classify one image several times, and once with its window scores.
 
     task: model, device, precision, protocol, height, width, calls.
     """
@@ -92,7 +92,7 @@ def classify(task: Mapping[str, Any]) -> Json:
 
 
 def validate(task: Mapping[str, Any]) -> Json:
-    """Validate images into a run folder that is thrown away, and tell what had been foretold of its memory.
+    """Validate images into a temporary run folder, and return the memory estimate beside the measurement.
 
     task: model, device, precision, protocol, data, images.
     """
@@ -112,7 +112,7 @@ def validate(task: Mapping[str, Any]) -> Json:
         run = run_validation([session], dataset, info, Path(folder) / "run")
         seconds = time.perf_counter() - begun
         written = sum(file.stat().st_size for file in run.folder.iterdir())
-    foretold_bytes = {
+    estimated_bytes = {
         "loading": need.base + need.loading,
         "settled": need.base + need.weights,
         "peak": replace(need, loading=0).total,
@@ -121,7 +121,7 @@ def validate(task: Mapping[str, Any]) -> Json:
         **loaded,
         "seconds": round(seconds, 3),
         "peak_mb": _peak_mb(),
-        **{f"foretold_{key}_mb": round(value / 2**20) for key, value in foretold_bytes.items()},
+        **{f"foretold_{key}_mb": round(value / 2**20) for key, value in estimated_bytes.items()},
         "list_bytes_an_image": round(_list_bytes(dataset.samples) / task["images"]),
         "written_bytes_an_image": round(written / task["images"]),
         "refused": sum(line.refused is not None for line in run.predictions),
@@ -135,7 +135,7 @@ def _load(task: Mapping[str, Any]) -> "tuple[Session, Json]":
 
     session = open_with_placement(Path(task["model"]), Placement(task["device"], task["precision"]))
     loaded = {"loading_mb": _peak_mb(), "settled_mb": resident_mb()}
-    Path("/proc/self/clear_refs").write_text("5", encoding="ascii")  # the peak is counted from here on: proc(5)
+    Path("/proc/self/clear_refs").write_text("5", encoding="ascii")  # resets the peak: proc(5)
     return session, loaded
 
 
@@ -146,7 +146,7 @@ def _peak_mb() -> int:
 
 
 def _list_bytes(samples: "Sequence[Sample]") -> int:
-    """Return what a list of samples takes with their names; labels are few and shared."""
+    """Return the bytes of a list of samples with their names; labels are few and shared."""
     each = (sys.getsizeof(sample) + sys.getsizeof(sample.file) + sys.getsizeof(sample.size) for sample in samples)
     return sys.getsizeof(samples) + sum(each)
 
@@ -163,20 +163,20 @@ class _Copies:
 
 
 def repeated(dataset: "Dataset", images: int) -> "Dataset":
-    """Return a dataset of so many images: copies of the given ones under other names, or an even choice of them.
+    """Return a dataset of `images` images: copies of the samples under other names, or an even selection of them.
 
-    images: a multiple of the given ones, or fewer: each size has the same mix of shapes.
+    images: a multiple of the number of samples, or less, so that every size has the same mix of shapes.
     """
     from prelunet.evaluator.datasets import Sample, select
 
-    given = len(dataset.samples)
-    if images < given:
+    count = len(dataset.samples)
+    if images < count:
         dataset = select(dataset, limit=images, classes=())
-    elif images % given:
-        raise SystemExit(f"{images} images are no multiple of {given}, so the mix of shapes would change")
+    elif images % count:
+        raise SystemExit(f"{images} images are not a multiple of {count}, so the mix of shapes would change")
     samples = [
         Sample(f"{copy:04}/{sample.file}", sample.label, sample.size)
-        for copy in range(max(1, images // given))
+        for copy in range(max(1, images // count))
         for sample in dataset.samples
     ]
     return replace(dataset, samples=samples, reader=_Copies(dataset.reader), spec=None)

@@ -1,6 +1,6 @@
-"""The naive competitor: every window's pixels cropped out of the resized image and classified, in torch, float32.
+"""The naive competitor: crops every window out of the resized image and classifies the crops, in torch float32.
 
-Its scores differ from dense ones by nature: at its border a crop sees zeros where a window sees its neighbours.
+Its scores differ from dense ones by nature: at its border a crop sees zeros where a window sees its neighbors.
 """
 
 import time
@@ -28,7 +28,7 @@ def classify_every_crop(net: DenseNet, image: UInt8Array, protocol: EvaluationPr
 
 
 def seconds_of_sample(net: DenseNet, image: UInt8Array, protocol: EvaluationProtocol, crops: int) -> float:
-    """Return the seconds that all crops of an image would take, from a random sample of `crops` of them."""
+    """Estimate the seconds for all crops of an image from a random sample of `crops` of them."""
     start = time.perf_counter()
     views = make_views(image, protocol)
     corners = _corners(net, views)
@@ -39,7 +39,7 @@ def seconds_of_sample(net: DenseNet, image: UInt8Array, protocol: EvaluationProt
 
 
 def _corners(net: DenseNet, views: Sequence[ViewImage]) -> list[Corner]:
-    """Return where each window's crop lies: the trunk's stride apart, the last ones moved inside."""
+    """Return the corner of each window's crop: spaced by the trunk's stride, the last ones moved inside the image."""
     crop, stride = net.architecture.crop, net.architecture.trunk_stride
     corners = []
     for index, view in enumerate(views):

@@ -1,10 +1,10 @@
-"""What lower precision does to a trained net: the same images in each, compared image by image with float32.
+"""The effect of lower precision on a trained net: the same images in each, compared image by image with float32.
 
     python -m benchmarks.engine.precision --model MODEL.onnx --data DIR [--fp16 MODEL16.onnx] \\
         --output benchmarks/results/precision.json
 
-Every run is what `prelunet validate` makes, every comparison what `prelunet compare` tells. float32 in onnxruntime is
-the baseline; OpenVINO's float32, its bfloat16 where the CPU has it, and a file exported in float16 stand against it.
+Every run is one of `prelunet validate`, every comparison one of `prelunet compare`. The baseline is float32 in
+onnxruntime. OpenVINO's float32, its bfloat16 if the CPU supports it, and a file exported in float16 are compared to it.
 """
 
 import argparse
@@ -53,22 +53,22 @@ def _options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", type=Path, required=True, help="a trained net, exported in float32")
     parser.add_argument("--fp16", type=Path, help="the same net, exported with --precision fp16")
-    parser.add_argument("--data", type=Path, required=True)
-    parser.add_argument("--protocol", default="multi-scale")
-    parser.add_argument("--limit", type=int, help="only so many images")
+    parser.add_argument("--data", type=Path, required=True, help="dataset to validate")
+    parser.add_argument("--protocol", default="multi-scale", help="default: multi-scale")
+    parser.add_argument("--limit", type=int, help="maximum number of images")
     parser.add_argument("--output", type=Path, help="JSON file to write")
     return parser.parse_args()
 
 
 def _runs(options: argparse.Namespace, folder: Path) -> Iterator[tuple[str, Run | str]]:
-    """Yield the run of each precision, or why it cannot be had here."""
-    wanted = [
+    """Yield the run of each precision, or why it is unavailable here."""
+    requested = [
         ("onnxruntime fp32", options.model, Placement("cpu")),
         ("OpenVINO fp32", options.model, Placement("openvino")),
         ("OpenVINO bf16", options.model, Placement("openvino", "bf16")),
         *([("onnxruntime fp16", options.fp16, Placement("cpu"))] if options.fp16 else []),
     ]
-    for name, path, placement in wanted:
+    for name, path, placement in requested:
         try:
             session = open_with_placement(path, placement)
         except EnvironmentFault as error:

@@ -1,13 +1,12 @@
-"""Dense evaluation side by side on the CPU: this project's engine against every other way that we know.
+"""Compare dense evaluation on the CPU: this project's engine and every other way that we know.
 
     python -m benchmarks.engine.run --output benchmarks/results/engine-cpu.json
 
-Same weights, same pictures, same number of threads; competitors interleaved in one process (interleaved.py), their
-scores compared: whose are wrong stops the benchmark. Who they are and what they run with: competitors.py. For each
-net, first every competitor alone in a process of its own (memory, seconds until it is ready), then all of one precision
-in turn, protocol by protocol, then those of the other. The result is written after each of these steps, as JSON and,
-beside it, as Markdown; a new call starts anew. The pictures are made by a formula in sizes of photos, or are those of
---data.
+All competitors (competitors.py) have the same weights, pictures and number of threads, and take turns in one process
+(interleaved.py). Wrong scores stop the benchmark. For each net, every competitor first runs in its own process (memory,
+start time). Then all of one precision take turns, protocol by protocol, then those of the other. The result is written
+after each of these steps as JSON and, beside it, as Markdown; a new call starts from scratch. The pictures are
+synthetic in photo sizes, or come from --data.
 """
 
 import argparse
@@ -59,7 +58,7 @@ def main() -> None:
     }
     for name in options.nets:
         with tempfile.TemporaryDirectory(prefix="prelunet-bench-") as folder:
-            _log(begun, f"{name}: making its files")
+            _log(begun, f"{name}: writing its files")
             write_files(name, Path(folder))
             result["files"][name] = sha256_of(Path(folder) / "ours.onnx")
             _net(options, name, BenchmarkNet(Path(folder), options.threads), photos, result, begun)
@@ -70,23 +69,23 @@ def main() -> None:
 
 def _options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--nets", nargs="+", default=["A", "C"])
-    parser.add_argument("--protocols", nargs="+", default=["dense-256", "multi-scale"], help="of kind dense")
-    parser.add_argument("--data", type=Path, help="folder of photos, instead of pictures that a formula makes")
+    parser.add_argument("--nets", nargs="+", default=["A", "C"], help="architectures")
+    parser.add_argument("--protocols", nargs="+", default=["dense-256", "multi-scale"], help="dense protocols")
+    parser.add_argument("--data", type=Path, help="folder of photos; default: synthetic pictures")
     parser.add_argument("--images", type=int, nargs=2, default=(3, 9), metavar=("LEAST", "MOST"),
-                        help="per net, protocol and precision")  # fmt: skip
+                        help="images per net, protocol and precision")  # fmt: skip
     parser.add_argument("--seconds", type=float, default=40,
-                        help="per net, protocol and precision, for more than the least images")  # fmt: skip
+                        help="time limit per net, protocol and precision, beyond the LEAST images")  # fmt: skip
     parser.add_argument(
         "--patience",
         type=float,
         default=180,
-        help="seconds within which the least images are made; on a slow machine fewer are, one always",
+        help="time limit in seconds for the LEAST images; at least one is always measured",
     )
-    parser.add_argument("--threads", type=int, default=cores(), help="of every competitor")
+    parser.add_argument("--threads", type=int, default=cores(), help="threads of every competitor")
     parser.add_argument("--only", nargs="+", choices=list(COMPETITORS), metavar="COMPETITOR", default=list(COMPETITORS),
-                        help=f"{REFERENCE} always takes part: " + "; ".join(COMPETITORS))  # fmt: skip
-    parser.add_argument("--output", type=Path, help="JSON file to write; the tables go to the same name with .md")
+                        help=f"{REFERENCE} always takes part; also: " + "; ".join(COMPETITORS))  # fmt: skip
+    parser.add_argument("--output", type=Path, help="JSON file to write; tables are written beside it as .md")
     return parser.parse_args()
 
 
@@ -141,18 +140,18 @@ def _protocols(case: BenchmarkNet, names: Sequence[str]) -> list[EvaluationProto
     for protocol in protocols:
         if protocol.kind != "dense":
             raise SystemExit(
-                f"--protocols {protocol.name}: the competitors evaluate densely, as dense-S or multi-scale"
+                f"--protocols {protocol.name}: the competitors support only dense protocols: dense-S or multi-scale"
             )
     return protocols
 
 
 def _alone(case: BenchmarkNet, names: Sequence[str], photo: Photo, scale: int) -> dict[str, Json]:
-    """Return what each competitor takes alone in a process of its own, by name; see isolated.py."""
+    """Return memory and start time of each competitor in its own process, by name; see isolated.py."""
     stand_ins = {name: COMPETITORS[name].alone_as or name for name in names}
     height, width = photo.pixels.shape[:2]
     task = {"task": "competitor", "folder": str(case.folder), "threads": case.threads}
     found: dict[str, Json] = {}
-    with progress("each alone", len(set(stand_ins.values())), "competitors") as advance:
+    with progress("isolated", len(set(stand_ins.values())), "competitors") as advance:
         for name in dict.fromkeys(stand_ins.values()):
             try:
                 found[name] = run_isolated({**task, "name": name, "height": height, "width": width, "scale": scale})
@@ -163,7 +162,7 @@ def _alone(case: BenchmarkNet, names: Sequence[str], photo: Photo, scale: int) -
 
 
 def _open(case: BenchmarkNet, names: Sequence[str], alone: Mapping[str, Json]) -> dict[str, OpenedCompetitor]:
-    """Open all competitors that came up alone."""
+    """Open all competitors that were available in their own process."""
     opened: dict[str, OpenedCompetitor] = {}
     with progress("opening", len(names), "competitors") as advance:
         for name in names:
@@ -171,7 +170,7 @@ def _open(case: BenchmarkNet, names: Sequence[str], alone: Mapping[str, Json]) -
                 try:
                     opened[name] = COMPETITORS[name].open(case)
                 except NotAvailable as error:
-                    raise SystemExit(f"{name}: came up alone, but not beside the others: {error}") from error
+                    raise SystemExit(f"{name}: available alone, but not beside the others: {error}") from error
             advance(note=f"{name}, {resident_mb()} MB")
     return opened
 

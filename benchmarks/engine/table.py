@@ -1,4 +1,4 @@
-"""From visits to rows, tables and verdicts. Pure functions."""
+"""Rows, tables and verdicts from the timings. Pure functions."""
 
 import math
 import statistics
@@ -17,26 +17,25 @@ HEADER = (
     *("peak MB", "ready s", "scores off by"),
 )
 NOTES = (
-    "Pictures are those named, of a formula in the sizes of photos unless --data gave some: what they show does not "
-    "change the speed. Resizing and mirroring are part of every competitor's time, decoding of none. All of one "
-    "precision take turns on each picture, in an order that is shuffled for each; the other precision follows on the "
-    "same pictures, since all at once would take 20 GB for model C. *images/s*: pictures over their seconds. *x "
-    "naive*: as many times the naive way's GFLOP/s. *x fastest*: times as fast as the fastest competitor of the same "
-    "precision that is not ours: the median over pictures of the ratio on the same one, ± its standard error. "
-    "*GFLOP/s*: two per multiply-add of the dense evaluation, median over pictures, then the lowest and the highest. "
-    "*peak MB*, *ready s*: the competitor alone in a new process; imports, loading and compiling, then one picture at"
-    " the largest scale. *scores off by*: the largest difference from torch eager, as a part of the largest score. "
-    "*openvino, our file*: bare calls of the runtime, on the compiled model that *ours* uses: how far these two are "
-    "apart is what planning costs, and noise."
+    "The pictures are synthetic in photo sizes, unless --data names others; their contents do not affect the speed. "
+    "Every competitor's time includes resizing and mirroring, but not decoding. All competitors of one precision take "
+    "turns on each picture, in an order shuffled for each; the other precision follows on the same pictures, since all "
+    "together would take 20 GB for model C. *images/s*: pictures divided by seconds. *x naive*: GFLOP/s relative to "
+    "naive. *x fastest*: speed relative to the fastest competitor of the same precision that is not ours: median over "
+    "pictures of the ratio on the same picture, ± its standard error. *GFLOP/s*: two per multiply-add of the dense "
+    "evaluation, median over pictures, then the lowest and the highest. *peak MB*, *ready s*: the competitor alone in "
+    "a new process; imports, loading, compiling, one picture at the largest scale. *scores off by*: largest "
+    "difference from torch eager, relative to the largest score. *openvino, our file*: bare runtime calls on the "
+    "compiled model that *ours* uses; the difference between the two is the cost of planning, and noise."
 )
-ENOUGH = 0.95  # of the fastest competitor's speed
+ENOUGH = 0.95  # goal: share of the fastest competitor's speed
 TIMES_NAIVE = 10
 
 
 def rows_of(visits: Sequence[PhotoTimings], alone: Mapping[str, Mapping[str, Any]]) -> list[Row]:
     """Return a row per competitor, in the order of COMPETITORS.
 
-    alone: by competitor, what isolated.py says, or {"not_available": why}; who is not in it was not chosen.
+    alone: result of isolated.py by competitor, or {"not_available": reason}; a missing competitor was not chosen.
     """
     names = {name for visit in visits for name in visit.seconds}
     fastest = {
@@ -50,11 +49,11 @@ def rows_of(visits: Sequence[PhotoTimings], alone: Mapping[str, Mapping[str, Any
     rows = []
     for name, competitor in COMPETITORS.items():
         row: Row = {"competitor": name, "precision": competitor.precision, "ours": competitor.ours}
-        known = dict(alone.get(name, {"not_available": "not chosen"}))
+        isolated = dict(alone.get(name, {"not_available": "not chosen"}))
         if name in names:
-            row |= _measured(visits, name, fastest[competitor.precision]) | known
+            row |= _measured(visits, name, fastest[competitor.precision]) | isolated
         else:
-            row |= {"not_available": "not measured yet"} | known
+            row |= {"not_available": "not measured yet"} | isolated
         rows.append(row)
     return rows
 
@@ -88,9 +87,9 @@ def _rates(visits: Sequence[PhotoTimings], name: str) -> list[float]:
 
 
 def _ratio(visits: Sequence[PhotoTimings], other: str, name: str) -> Row | None:
-    """Return how many times as fast as another competitor one is, from the visits that both took part in.
+    """Return the speed relative to another competitor, from the pictures that both classified.
 
-    error: standard error of the median, as if ratios were spread normally; None for a single one.
+    error: standard error of the median, assuming normal ratios; None for a single one.
     """
     ratios = [v.seconds[other] / v.seconds[name] for v in visits if other in v.seconds and name in v.seconds]
     if not ratios:
@@ -108,9 +107,9 @@ def _significant(value: float, digits: int = 4) -> float:
 
 
 def goals_of(results: Sequence[Mapping[str, Any]]) -> list[Goal]:
-    """Return what the project wants to hold, and whether it does, for each net and protocol that was measured.
+    """Return the project's goals and whether they are met, for each measured net and protocol.
 
-    sure: whether the limit is farther away than two standard errors.
+    sure: whether the distance to the limit exceeds two standard errors.
     """
     goals: list[Goal] = []
     for result in results:
@@ -155,7 +154,7 @@ def _verdict(goal: Goal) -> str:
     if "sure" not in goal:
         return words
     spread = "" if goal["error"] is None else f" ± {goal['error']:g}"
-    close = "" if goal["sure"] else ", too close or too few to be sure"
+    close = "" if goal["sure"] else ", not significant"
     return f"{words}{spread} (pictures: {goal['pictures']}){close}"
 
 
@@ -185,7 +184,7 @@ def _cells(row: Row) -> tuple[Any, ...]:
 
 
 def _asides(rows: Sequence[Row]) -> list[str]:
-    """Return what the table cannot hold: the naive sample, and who was not there."""
+    """Return the notes below the table: the naive sample, and unavailable competitors."""
     lines = []
     for row in rows:
         if crops := row.get("crops"):

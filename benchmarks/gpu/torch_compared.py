@@ -48,7 +48,7 @@ def plan(rig: Rig) -> list[str]:
     return [
         f"{sum(s['what'] == 'canvas' for s in found)} cases of one canvas: engine, eager, eager with "
         "cudnn.benchmark, compiled; A and C",
-        f"{sum(s['what'] == 'mixed' for s in found)} cases of {rig.reduced(IMAGES)} photos of mixed shapes, multi-scale",
+        f"{sum(s['what'] == 'mixed' for s in found)} cases of {rig.reduced(IMAGES)} mixed-shape photos, multi-scale",
         "about 7 minutes, mostly for cudnn.benchmark and the compiler",
     ]
 

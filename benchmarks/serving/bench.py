@@ -1,4 +1,4 @@
-"""What the parts of run.py share: the processes, a contender's turn, and what is told of it."""
+"""Shared by the parts of run.py: the processes, a contender's turn, and its summary."""
 
 import json
 import math
@@ -19,15 +19,15 @@ from benchmarks.serving.worker import Worker
 from prelunet.evaluator.errors import EnvironmentFault
 from prelunet.evaluator.protocols import EvaluationProtocol
 
-PROCESSES = 2  # of clients: one alone would be a third of what the demo's model takes
-TOLERANCE = 1e-4  # of a score: another order of the same sums, and six digits where a score travels as text
+PROCESSES = 2  # of clients: one alone would take a third of the time of the demo model
+TOLERANCE = 1e-4  # of a score: another order of summation, and six digits where scores are sent as text
 Json = dict[str, Any]
-Contender = Callable[[int, int], "TurnResult"]  # from the number of calls and of the round to what came of them
+Contender = Callable[[int, int], "TurnResult"]  # (number of calls, number of the round) → result
 
 
 @dataclass(frozen=True)
 class Pictures:
-    """Encoded pictures in a folder, and which of them, by their place, a case shows."""
+    """Encoded pictures in a folder, and the indices of those that a case uses."""
 
     folder: Path
     mixed: tuple[int, ...]
@@ -37,7 +37,7 @@ class Pictures:
 
 @dataclass(frozen=True)
 class TurnResult:
-    """One contender's turn. Times in seconds; cpu, client_cpu: processor time of all calls together."""
+    """One contender's turn. Times in seconds; cpu, client_cpu: total CPU time of all calls."""
 
     calls: int
     seconds: float
@@ -49,9 +49,9 @@ class TurnResult:
 
 @dataclass
 class ServingBench:
-    """The processes, started when they are first needed.
+    """The processes, started on first use.
 
-    now: what the result file says of this run; servers are told in it, and peers that are not there.
+    now: circumstances of this run in the result file; servers, and peers that are unavailable, are added to it.
     """
 
     rig: Rig
@@ -73,7 +73,7 @@ class ServingBench:
             worker.close()
 
     def stop(self) -> None:
-        """End servers and engines; clients live on."""
+        """Stop servers and engines; clients keep running."""
         for server in self._servers.values():
             server.stop()
         self._servers.clear()
@@ -85,12 +85,12 @@ class ServingBench:
         return self.rig.model_file(net)
 
     def ours(self, net: str, *, null: bool = False) -> Server:
-        """Return our server of a net; null: that computes nothing."""
+        """Return our server of a net; null: one that computes nothing."""
         start = partial(start_ours, {net: self.model(net)}, self.threads, null=null)
         return self._server(f"prelunet {net}{', null' * null}", start, [net])
 
     def peers(self, net: str, protocols: Mapping[str, EvaluationProtocol]) -> dict[str, Server]:
-        """Return the peers that are there, each with a model for each protocol, by name of the model."""
+        """Return the available peers, each with a model for each protocol, by name of the model."""
         specs = {
             name: Spec(self.model(net), p.scales[0], p.crop, p.mirror, self.threads, null=name == "null")
             for name, p in protocols.items()
@@ -101,7 +101,7 @@ class ServingBench:
             if name in self.now["not_measured"]:
                 continue
             if python is None:
-                self.now["not_measured"][name] = f"no --{name}-python was given"
+                self.now["not_measured"][name] = f"--{name}-python is not set"
                 continue
             try:
                 found[name] = self._server(name, partial(start, python.absolute(), specs), list(specs))
@@ -127,12 +127,12 @@ class ServingBench:
         return self._servers[name]
 
     def engine(self, net: str) -> Worker:
-        """Return the engine in process, on a net."""
-        given = {"model": str(self.model(net)), "threads": self.threads, "folder": str(self.pictures.folder)}
-        return self._worker(f"engine {net}", "benchmarks.serving.engine", json.dumps(given))
+        """Return the engine process of a net."""
+        settings = {"model": str(self.model(net)), "threads": self.threads, "folder": str(self.pictures.folder)}
+        return self._worker(f"engine {net}", "benchmarks.serving.engine", json.dumps(settings))
 
     def clients(self) -> list[Worker]:
-        """Return the processes of clients."""
+        """Return the client processes."""
         return [
             self._worker(f"clients {number}", "benchmarks.serving.load", str(self.pictures.folder))
             for number in range(PROCESSES)
@@ -146,7 +146,7 @@ class ServingBench:
 
 @dataclass(frozen=True)
 class LoadTarget:
-    """How a server is asked. model: its name there; clients: calls in flight; rate: calls a second, or None."""
+    """How a server is called. model: its name there; clients: calls in flight; rate: calls per second, or None."""
 
     server: Server
     api: str
@@ -157,13 +157,13 @@ class LoadTarget:
     rate: float | None = None
 
     def best(self, client: Worker) -> list[Any]:
-        """Return the best classes of each picture, as the server tells them."""
+        """Return the best classes of each picture from the server."""
         client.send({"best": self._load(clients=1, calls=0, first=0, begin_at=0.0), "images": self.images})
         best: list[Any] = client.receive()["best"]
         return best
 
     def run_turn(self, workers: Sequence[Worker], calls: int, number: int) -> TurnResult:
-        """Make so many calls, spread over the processes of clients."""
+        """Make `calls` calls, spread over the client processes."""
         workers = workers[: self.clients]
         share = math.ceil(calls / len(workers))
         cpu, begin_at = self.server.cpu_seconds(), time.monotonic() + 0.1
@@ -177,36 +177,36 @@ class LoadTarget:
                 seed=number * PROCESSES + place,
             )
             worker.send({"load": load, "images": self.images})
-        told = [worker.receive() for worker in workers]
+        results = [worker.receive() for worker in workers]
         return TurnResult(
             share * len(workers),
-            max(one["ended"] for one in told) - begin_at,
+            max(one["ended"] for one in results) - begin_at,
             self.server.cpu_seconds() - cpu,
-            sum(one["cpu_seconds"] for one in told),
-            tuple(latency for one in told for latency in one["latencies"]),
-            tuple(error for one in told for error in one["errors"]),
+            sum(one["cpu_seconds"] for one in results),
+            tuple(latency for one in results for latency in one["latencies"]),
+            tuple(error for one in results for error in one["errors"]),
         )
 
-    def _load(self, **more: Any) -> Json:
-        return {"address": self.server.address, "api": self.api, "model": self.model, "protocol": self.protocol, **more}
+    def _load(self, **call: Any) -> Json:
+        return {"address": self.server.address, "api": self.api, "model": self.model, "protocol": self.protocol, **call}
 
 
 def in_process(engine: Worker, way: str, protocol: str, images: Sequence[int], calls: int, _number: int) -> TurnResult:
-    """Let the engine classify so many pictures."""
+    """Let the engine classify `calls` pictures."""
     engine.send({"way": way, "protocol": protocol, "images": images, "calls": calls})
-    told = engine.receive()
-    return TurnResult(calls, told["seconds"], told["cpu_seconds"])
+    result = engine.receive()
+    return TurnResult(calls, result["seconds"], result["cpu_seconds"])
 
 
 def best_in_process(engine: Worker, protocol: str, images: Sequence[int]) -> list[Any]:
-    """Return the best classes of each picture, as the engine tells them."""
+    """Return the best classes of each picture from the engine."""
     engine.send({"best": protocol, "images": images})
     best: list[Any] = engine.receive()["best"]
     return best
 
 
 def check_answers(name: str, found: Sequence[Any], expected: Sequence[Any]) -> float:
-    """Return how far scores are off; SystemExit when classes differ, or scores by more than rounding explains."""
+    """Return the largest deviation of a score; raises SystemExit if classes differ, or scores beyond rounding."""
     classes = [[index for index, _ in best] for best in found]
     off = math.inf
     if classes == [[index for index, _ in best] for best in expected]:
@@ -214,15 +214,15 @@ def check_answers(name: str, found: Sequence[Any], expected: Sequence[Any]) -> f
         off = float(np.abs(scores - right).max())
     if not off <= TOLERANCE:  # NaN is never within
         raise SystemExit(
-            f"{name}: answers that the engine does not give (off by {off:.1e}). Its speed would mean nothing"
+            f"{name}: its answers differ from the engine's (off by {off:.1e}). Its speed would mean nothing"
         )
     return off
 
 
 def interleave(contenders: Mapping[str, Contender], calls: int, rounds: int) -> Json:
-    """Let all take turns, each round in an order of its own; the result of each by name.
+    """Let all take turns, in an order shuffled for each round; return the summary of each by name.
 
-    A contender whose calls fail is told with the first error, and its numbers mean nothing.
+    If calls of a contender fail, its summary has the first error, and its numbers mean nothing.
     """
     turns: dict[str, list[TurnResult]] = {name: [] for name in contenders}
     for number in range(rounds):
@@ -232,7 +232,7 @@ def interleave(contenders: Mapping[str, Contender], calls: int, rounds: int) -> 
 
 
 def summary(turns: Sequence[TurnResult]) -> Json:
-    """Return what a result file says of one contender. ms: of a call; percentiles are of the calls of all rounds."""
+    """Summarize one contender for the result file. ms: per call; percentiles are over the calls of all rounds."""
     calls = sum(turn.calls for turn in turns)
     latencies = sorted(latency for turn in turns for latency in turn.latencies)
     errors = [error for turn in turns for error in turn.errors]
@@ -248,7 +248,7 @@ def summary(turns: Sequence[TurnResult]) -> Json:
 
 
 def percentile(values: Sequence[float], share: float) -> float:
-    """Return the smallest of sorted values that so many percent do not exceed."""
+    """Return the smallest of the sorted values that `share` percent do not exceed."""
     return values[max(0, math.ceil(len(values) * share / 100) - 1)]
 
 
@@ -257,6 +257,6 @@ def _significant(value: float) -> float:
 
 
 def calls_for(seconds: float, turn: TurnResult, clients: int, minimum: int) -> int:
-    """Return how many calls take about so long, after one visit: whole rounds of all clients, at least so many."""
+    """Return the calls that take about `seconds`, judged by one turn: a multiple of `clients`, at least `minimum`."""
     wanted = max(minimum, seconds * turn.calls / turn.seconds)
     return math.ceil(wanted / clients) * clients

@@ -1,4 +1,4 @@
-"""The three parts of run.py: who takes part in each case, and what each of them is asked for."""
+"""The three parts of run.py: the contenders of each case and their calls."""
 
 import statistics
 from collections.abc import Mapping, Sequence
@@ -24,14 +24,14 @@ from prelunet.evaluator.protocols import EvaluationProtocol, build_protocol
 
 OUR_APIS = ("Classify", "ClassifyStream", "OIP")
 SERVED = (("A", "center"), ("demo", "multi-scale"))  # net and protocol of the first part
-NET = "demo"  # of the others: small, so that they end in time and what is around it shows
-PEER_PROTOCOLS = {"center": "center", "dense": "dense-64"}  # a peer's model: what it does
+NET = "demo"  # of the other parts: small, so that they end in time and the server's own cost shows
+PEER_PROTOCOLS = {"center": "center", "dense": "dense-64"}  # name of a peer's model → its protocol
 NULL_PROTOCOL = "center"
 PICTURES = ("equal", "mixed")
 CLIENTS = (1, 4, 16)
-SHARE = 0.7  # of the slowest server's throughput: how often calls come at random moments
+SHARE = 0.7  # rate of calls at random moments, as a share of the slowest server's throughput
 
-# Seconds of one turn, rounds, and the least calls of a turn.
+# Seconds of one turn, rounds, and the minimum number of calls of a turn.
 SERVED_TURN = {"A": (10.0, 5, 32), "demo": (3.0, 7, 64)}
 PEER_TURN, OPEN_TURN = (1.5, 3, 48), (4.0, 2, 48)
 OVERHEAD_CALLS, OVERHEAD_ROUNDS = 200, 3
@@ -39,7 +39,7 @@ TINY_CALLS = 8
 
 
 def throughput(bench: ServingBench, results: Results) -> None:
-    """Measure our server with 16 clients beside the engine in process."""
+    """Compare our server with 16 clients to the engine in process."""
     for net, protocol in SERVED[-1:] if bench.rig.tiny else SERVED:
         settings = {"part": "throughput", "net": net, "protocol": protocol, "clients": IN_FLIGHT, "pictures": "mixed"}
         seconds, rounds, _ = SERVED_TURN[net]
@@ -60,7 +60,7 @@ def _served(bench: ServingBench, net: str, protocol: str) -> Json:
 
 
 def peers(bench: ServingBench, results: Results) -> None:
-    """Measure three servers of the same model file, asked alike."""
+    """Measure three servers of the same model file under the same load."""
     given = [name for name in STARTERS if bench.pythons[name] is not None]
     for name, protocol in PEER_PROTOCOLS.items():
         for pictures in PICTURES[-1:] if bench.rig.tiny else PICTURES:
@@ -93,12 +93,12 @@ def _beside_peers(bench: ServingBench, name: str, pictures: str, clients: int, r
     else:
         seconds, rounds, minimum = OPEN_TURN
         turn = (TINY_CALLS, 1) if bench.rig.tiny else (max(minimum, round(seconds * rate)), rounds)
-    told = {} if rate is None else {"calls_per_second": round(rate, 2)}
-    return {**_result(contenders, *turn), "off": off, **told}
+    rates = {} if rate is None else {"calls_per_second": round(rate, 2)}
+    return {**_result(contenders, *turn), "off": off, **rates}
 
 
 def overhead(bench: ServingBench, results: Results) -> None:
-    """Measure calls, one after the other, to models that compute nothing."""
+    """Measure sequential calls to models that compute nothing."""
     given = [name for name in STARTERS if bench.pythons[name] is not None]
     results.measure({"part": "overhead", "peers": given}, partial(_overhead, bench), 60)
 
@@ -133,7 +133,7 @@ def _check(bench: ServingBench, targets: Mapping[str, LoadTarget], expected: Seq
 def _turn(
     bench: ServingBench, contenders: Mapping[str, Contender], lengths: tuple[float, int, int], clients: int
 ) -> tuple[int, int]:
-    """Let each have an untimed turn; return calls of a turn and rounds, told from the slowest."""
+    """Give each contender an untimed turn; return calls per turn and rounds, judged by the slowest."""
     if bench.rig.tiny:
         return TINY_CALLS, 1
     seconds, rounds, minimum = lengths
@@ -143,5 +143,5 @@ def _turn(
 
 
 def _result(contenders: Mapping[str, Contender], calls: int, rounds: int) -> Json:
-    """Return what the result file holds of a case."""
+    """Run a case and return its entry of the result file."""
     return {"calls_of_a_turn": calls, "rounds": rounds, "contenders": interleave(contenders, calls, rounds)}

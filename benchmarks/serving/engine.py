@@ -1,10 +1,10 @@
-"""The engine in a process of its own, without a server: what run.py holds the server against.
+"""The engine in its own process, without a server: the baseline of run.py.
 
-    python -m benchmarks.serving.engine '{"model": ..., "threads": ..., "folder": ...}'      then a question per line
+    python -m benchmarks.serving.engine '{"model": ..., "threads": ..., "folder": ...}'      then one question per line
 
-Both ways have the same pictures, encoded in memory, and 16 of them in flight, as the server with 16 clients has:
+Both ways use the same pictures, encoded in memory, with 16 of them in flight, like the server with 16 clients:
 
-- validate:         the pipeline of `prelunet validate` in portions of 8: one is decoded while one is computed
+- validate:         the pipeline of `prelunet validate` in portions of 8: one is decoded while another is computed
 - classify_images:  16 images decoded in threads, then computed, then the next 16
 """
 
@@ -30,7 +30,7 @@ TOP = 5
 
 
 class InMemoryReader:
-    """Pictures under numbers, as a dataset's reader gives them; beyond the last they begin again."""
+    """A dataset reader of pictures by number; numbers beyond the last start again."""
 
     def __init__(self, images: Sequence[bytes]) -> None:
         self._images = images
@@ -40,7 +40,7 @@ class InMemoryReader:
         return self._images[int(file) % len(self._images)]
 
     def dataset(self, count: int) -> Dataset:
-        """Return so many pictures as a dataset."""
+        """Return `count` pictures as a dataset."""
         samples = [Sample(f"{number:06}", 0, len(self.read(str(number)))) for number in range(count)]
         return Dataset(Path("memory"), ("n00000000",), samples, self)
 
@@ -55,7 +55,7 @@ def by_validate(session: Session, images: Sequence[bytes], protocol: EvaluationP
 def by_classify_images(
     session: Session, images: Sequence[bytes], protocol: EvaluationProtocol, count: int, pool: ThreadPoolExecutor
 ) -> None:
-    """Decode 16 images, classify them, and so on."""
+    """Decode and classify 16 images at a time."""
     for start in range(0, count, IN_FLIGHT):
         some = (images[number % len(images)] for number in range(start, min(count, start + IN_FLIGHT)))
         for classified in classify_images(session, list(pool.map(decode_image, some)), protocol):
@@ -64,13 +64,13 @@ def by_classify_images(
 
 def main() -> None:
     """Answer questions: {"way", "protocol", "images", "calls"}, or {"best": protocol, "images"}."""
-    given = json.loads(sys.argv[1])
-    session = open_session(Path(given["model"]), "cpu", threads=given["threads"])
-    there = [file.read_bytes() for file in sorted(Path(given["folder"]).iterdir())]
-    pool = ThreadPoolExecutor(given["threads"])
+    settings = json.loads(sys.argv[1])
+    session = open_session(Path(settings["model"]), "cpu", threads=settings["threads"])
+    encoded = [file.read_bytes() for file in sorted(Path(settings["folder"]).iterdir())]
+    pool = ThreadPoolExecutor(settings["threads"])
 
     def answer(question: Json) -> Json:
-        images = [there[index] for index in question["images"]]
+        images = [encoded[index] for index in question["images"]]
         if "best" in question:
             protocol = build_protocol(question["best"], session.contract)
             answers = classify_images(session, [decode_image(image) for image in images], protocol)

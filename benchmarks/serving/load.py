@@ -1,9 +1,9 @@
-"""Clients of one process: so many calls in flight, or calls at random moments, with the latency of each.
+"""The clients of one process: a fixed number of calls in flight, or calls at random moments, with latencies.
 
-    python -m benchmarks.serving.load FOLDER      pictures; then a question per line, see `Workload`
+    python -m benchmarks.serving.load FOLDER      folder of pictures; then one question per line, see `Workload`
 
-Plain generated stubs, in one event loop, as a program with many calls would have it. Each client has a connection of
-its own and asks again when it has its answer; over `ClassifyStream` all clients of the process share one stream.
+Uses plain generated stubs in one event loop, like a program with many calls. Each client has its own connection and
+calls again after its answer; over `ClassifyStream` all clients of the process share one stream.
 """
 
 import asyncio
@@ -28,7 +28,7 @@ from prelunet.evaluator.pb.prelunet.v1 import prelunet_pb2_grpc as pb_grpc
 TOP = 5
 CALL_SECONDS = 120.0  # deadline of every call
 CHANNEL = (
-    ("grpc.use_local_subchannel_pool", 1),  # else all clients of a process would share a connection
+    ("grpc.use_local_subchannel_pool", 1),  # otherwise all clients of a process would share a connection
     ("grpc.max_receive_message_length", -1),
 )
 
@@ -38,11 +38,11 @@ Json = dict[str, Any]
 
 @dataclass(frozen=True)
 class Workload:
-    """What to do.
+    """The calls of one process.
 
-    api: of APIS; model, protocol: asked for, the latter by our APIs and by OIP of ours; clients: of this process;
+    api: one of APIS; model, protocol: of the requests (peers have one protocol per model); clients: of this process;
     calls: of this process; first: index of its first picture; begin_at: on the clock of time.monotonic();
-    rate: calls a second at random moments (Poisson), of this process, None for one after the other.
+    rate: calls per second at random moments (Poisson) of this process, None for closed-loop clients.
     """
 
     address: str
@@ -59,7 +59,7 @@ class Workload:
 
 @dataclass
 class CallResults:
-    """What came of them. Times are those of time.monotonic(); latencies in seconds, in the order of the ends."""
+    """Results of the calls. Times are those of time.monotonic(); latencies in seconds, in order of completion."""
 
     latencies: list[float]
     ended: float
@@ -67,7 +67,7 @@ class CallResults:
 
 
 class Unary:
-    """One connection with calls of one image."""
+    """Calls of one image each, over one connection."""
 
     def __init__(self, load: Workload, images: Sequence[bytes]) -> None:
         self._channel = grpc.aio.insecure_channel(load.address, options=CHANNEL)
@@ -75,11 +75,11 @@ class Unary:
         self._method = self.method(self._channel)
 
     async def __call__(self, index: int) -> Best:
-        """Ask for a picture, and return its best classes."""
+        """Classify a picture and return its best classes."""
         return self.best(await self._method(self._requests[index % len(self._requests)], timeout=CALL_SECONDS))
 
     async def close(self) -> None:
-        """End the connection."""
+        """Close the connection."""
         await self._channel.close()
 
     def request(self, load: Workload, image: bytes) -> Any:
@@ -87,16 +87,16 @@ class Unary:
         return pb.ClassifyRequest(image=image, model=load.model, protocol=load.protocol, top_k=TOP)
 
     def method(self, channel: grpc.aio.Channel) -> Any:
-        """Return what takes requests."""
+        """Return the callable that sends requests."""
         return pb_grpc.PreluNetServiceStub(channel).Classify
 
     def best(self, response: Any) -> Best:
-        """Return what a response says."""
+        """Return the best classes of a response."""
         return [(one.class_index, one.score) for one in response.predictions]
 
 
 class Oip(Unary):
-    """The Open Inference Protocol as our server speaks it."""
+    """The Open Inference Protocol of our server."""
 
     def request(self, load: Workload, image: bytes) -> Any:
         """Return the request for a picture."""
@@ -106,11 +106,11 @@ class Oip(Unary):
         return request
 
     def method(self, channel: grpc.aio.Channel) -> Any:
-        """Return what takes requests."""
+        """Return the callable that sends requests."""
         return oip_grpc.GRPCInferenceServiceStub(channel).ModelInfer
 
     def best(self, response: Any) -> Best:
-        """Return what a response says: strings as 0.826453:504:coffee mug, each behind its length."""
+        """Return the best classes of a response: length-prefixed strings such as 0.826453:504:coffee mug."""
         data, found = response.raw_output_contents[0], []
         while data:
             (length,) = struct.unpack_from("<I", data)
@@ -121,14 +121,14 @@ class Oip(Unary):
 
 
 class OipOfPeer(Oip):
-    """The Open Inference Protocol as the peers' models speak it."""
+    """The Open Inference Protocol of the peers' models."""
 
     def request(self, load: Workload, image: bytes) -> Any:
         """Return the request for a picture."""
         return _infer_request(load, image, [1, 1])
 
     def best(self, response: Any) -> Best:
-        """Return what a response says."""
+        """Return the best classes of a response."""
         contents = response.raw_output_contents
         raw = {tensor.name: data for tensor, data in zip(response.outputs, contents, strict=True)}
         indices, scores = (np.frombuffer(raw[name], kind) for name, kind in (("class_index", "<i4"), ("score", "<f4")))
@@ -136,14 +136,14 @@ class OipOfPeer(Oip):
 
 
 class Live(Unary):
-    """ServerLive of the Open Inference Protocol: a call that asks for nothing."""
+    """ServerLive of the Open Inference Protocol: an empty call."""
 
     def request(self, load: Workload, image: bytes) -> Any:  # noqa: ARG002
         """Return an empty request."""
         return oip.ServerLiveRequest()
 
     def method(self, channel: grpc.aio.Channel) -> Any:
-        """Return what takes requests."""
+        """Return the callable that sends requests."""
         return oip_grpc.GRPCInferenceServiceStub(channel).ServerLive
 
     def best(self, response: Any) -> Best:  # noqa: ARG002
@@ -167,16 +167,16 @@ class Stream:
             pb.ClassifyRequest(image=image, model=load.model, protocol=load.protocol, top_k=TOP) for image in images
         ]
         self._call = pb_grpc.PreluNetServiceStub(self._channel).ClassifyStream(timeout=CALL_SECONDS)
-        self._asked: dict[str, asyncio.Future[Best]] = {}
+        self._pending: dict[str, asyncio.Future[Best]] = {}
         self._sent = 0
         self._turn = asyncio.Lock()  # one message at a time
         self._reading = asyncio.create_task(self._read())
 
     async def __call__(self, index: int) -> Best:
-        """Ask for a picture, and return its best classes."""
+        """Classify a picture and return its best classes."""
         self._sent += 1
         name = str(self._sent)
-        answer = self._asked[name] = asyncio.get_running_loop().create_future()
+        answer = self._pending[name] = asyncio.get_running_loop().create_future()
         request = pb.ClassifyStreamRequest(id=name, request=self._requests[index % len(self._requests)])
         async with self._turn:
             await self._call.write(request)
@@ -185,17 +185,17 @@ class Stream:
     async def _read(self) -> None:
         try:
             async for response in self._call:
-                answer = self._asked.pop(response.id)
+                answer = self._pending.pop(response.id)
                 if response.HasField("error"):
                     answer.set_exception(RuntimeError(response.error.message))
                 else:
                     answer.set_result([(one.class_index, one.score) for one in response.response.predictions])
         except grpc.RpcError as error:
-            for answer in self._asked.values():
+            for answer in self._pending.values():
                 answer.set_exception(error)
 
     async def close(self) -> None:
-        """End the stream and the connection."""
+        """Close the stream and the connection."""
         await self._call.done_writing()
         await self._reading
         await self._channel.close()
@@ -211,7 +211,7 @@ APIS: dict[str, Callable[[Workload, Sequence[bytes]], Any]] = {
 
 
 async def run(load: Workload, images: Sequence[bytes]) -> CallResults:
-    """Make the calls of a load; a call that fails is counted, and its client goes on."""
+    """Make the calls of a workload; failed calls are counted, and their clients continue."""
     opened = [APIS[load.api](load, images) for _ in range(1 if load.api == "ClassifyStream" else load.clients)]
     calls = CallResults([], load.begin_at, [])
     try:
@@ -233,13 +233,13 @@ async def run(load: Workload, images: Sequence[bytes]) -> CallResults:
 
 
 async def _closed_loop_client(load: Workload, ask: Any, numbers: Any, calls: CallResults) -> None:
-    """Be one client of a closed loop; all of a process share the numbers of the calls to be made."""
+    """Run one closed-loop client; all clients of a process share the iterator of call numbers."""
     for number in numbers:
         await _ask(ask, load.first + number, time.monotonic(), calls)
 
 
 async def _open_loop(load: Workload, opened: Sequence[Any], calls: CallResults) -> None:
-    """Make calls at random moments, whether or not others are answered; late ones count from when they were due."""
+    """Make calls at random moments regardless of answers; latencies count from the due time."""
     assert load.rate is not None
     chance, due = random.Random(load.seed), load.begin_at
     async with asyncio.TaskGroup() as group:
@@ -264,7 +264,7 @@ async def _sleep_until(moment: float) -> None:
 
 
 async def best_of_all(load: Workload, images: Sequence[bytes]) -> list[Best]:
-    """Ask for each picture once, one after the other."""
+    """Classify each picture once, one after the other."""
     ask = APIS[load.api](load, images)
     try:
         return [await ask(index) for index in range(len(images))]

@@ -1,4 +1,4 @@
-"""`prelunet` with sessions that answer zeros at once: what is left of a call is the server's own."""
+"""`prelunet` with sessions that return zeros at once, to measure the server's own cost of a call."""
 
 from typing import Any
 
@@ -9,7 +9,7 @@ from prelunet.evaluator.engine.session import Outputs, Session
 
 
 def answer_zeros(session: Session, staged: Any) -> Outputs:
-    """Answer a staged batch without computing anything."""
+    """Return zeros for a staged batch without computing anything."""
     images, sizes = staged["images"], staged["sizes"]
     nothing = np.zeros((len(images), len(session.contract.classes)), np.float32)
     windows = np.array([session.contract.window_grid(*map(int, size)) for size in sizes], np.int64)

@@ -1,9 +1,9 @@
-"""A classifier as one writes it for Triton or MLServer: Pillow, threads that decode, onnxruntime.
+"""A classifier as one writes it for Triton or MLServer: Pillow, decoding threads, onnxruntime.
 
-Runs in the peers' own environments, which hold onnxruntime, numpy and Pillow and nothing of this project; run.py
-copies it there. It decodes, resizes, crops and averages as `prelunet` does, on the same model file; images of equal
-shape share a batch. `spec.json` beside it: model (path), scale, crop (None for the whole image), mirror, threads (of a
-run), decoders (threads that decode), at_once (runs at the same time), top, null (answer without running the model).
+Runs in the peers' own environments, which have onnxruntime, numpy and Pillow but nothing of this project; peers.py
+copies it there. It decodes, resizes, crops and averages like `prelunet`, on the same model file; images of equal shape
+share a batch. `spec.json` beside it: model (path), scale, crop (None for the whole image), mirror, threads (per run),
+decoders (decoding threads), at_once (concurrent runs), top, null (answer without running the model).
 """
 
 import io
@@ -18,11 +18,11 @@ import numpy as np
 import onnxruntime
 from PIL import Image
 
-LONG_SIDE_CAP = 4  # shorter sides; the pictures of the benchmark are less elongated, so none is ever cut
+LONG_SIDE_CAP = 4  # times the shorter side; the pictures of the benchmark are less elongated
 
 
 class Classifier:
-    """Answers several encoded images at once."""
+    """Classifies several encoded images at once."""
 
     def __init__(self, folder: Path) -> None:
         self.spec: dict[str, Any] = json.loads((folder / "spec.json").read_text(encoding="utf-8"))
@@ -44,7 +44,7 @@ class Classifier:
     def _view(self, image: bytes) -> np.ndarray:
         picture = Image.open(io.BytesIO(image)).convert("RGB")
         scale, short = self.spec["scale"], min(picture.size)
-        assert max(picture.size) <= LONG_SIDE_CAP * short, "of so long an image prelunet would show a part"
+        assert max(picture.size) <= LONG_SIDE_CAP * short, "prelunet would crop so elongated an image"
         size = [(2 * side * scale + short) // (2 * short) for side in picture.size]
         pixels = np.asarray(picture.resize(size, Image.Resampling.BILINEAR))
         if crop := self.spec["crop"]:
@@ -63,7 +63,7 @@ class Classifier:
         return scores
 
     def _run(self, batch: np.ndarray) -> np.ndarray:
-        """Return the scores of one shape; a mirrored half of the batch doubles it."""
+        """Return the scores of images of one shape; mirrored copies double the batch."""
         mirror = self.spec["mirror"]
         images = np.concatenate([batch, batch[:, :, ::-1]]) if mirror else batch
         sizes = np.array([images.shape[1:3]] * len(images), np.int64)

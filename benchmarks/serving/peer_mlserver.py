@@ -1,4 +1,4 @@
-"""The runtime of MLServer: a class that its model-settings.json names. It answers whole batches of requests."""
+"""The MLServer runtime named in model-settings.json; answers whole batches of requests."""
 
 import asyncio
 from pathlib import Path
@@ -9,16 +9,16 @@ from peer_classifier import Classifier
 
 
 class Runtime(MLModel):
-    """What MLServer asks for; `predict` gets the requests that its adaptive batcher put together."""
+    """The interface of MLServer; `predict` receives the requests that its adaptive batcher combined."""
 
     async def load(self) -> bool:
         """Open the model."""
         self._classifier = Classifier(Path(self.settings.parameters.uri))
-        self._turn = asyncio.Semaphore(self._classifier.spec["at_once"])  # more batches would only share the cores
+        self._turn = asyncio.Semaphore(self._classifier.spec["at_once"])  # more would only share the cores
         return True
 
     async def predict(self, payload: InferenceRequest) -> InferenceResponse:
-        """Answer a batch of images, in a thread so that the event loop reads what comes meanwhile."""
+        """Classify a batch of images in a thread, so that the event loop keeps reading requests."""
         images = list(payload.inputs[0].data.root)
         async with self._turn:
             indices, scores = await asyncio.to_thread(self._classifier.classify, images)

@@ -1,4 +1,4 @@
-"""The model of Triton's Python backend: `model.py` of a model repository. It answers whole batches of requests."""
+"""`model.py` of a model repository for Triton's Python backend; answers whole batches of requests."""
 
 from pathlib import Path
 
@@ -7,7 +7,7 @@ from peer_classifier import Classifier
 
 
 class TritonPythonModel:
-    """What Triton asks for; `execute` gets the requests that its dynamic batcher put together."""
+    """The interface of Triton; `execute` receives the requests that its dynamic batcher combined."""
 
     def initialize(self, args):
         """Open the model."""

@@ -1,7 +1,7 @@
-"""The servers that run.py compares, each started as the process that an engineer would start.
+"""The servers that run.py compares, each started as an engineer would start it.
 
-Ours is `prelunet serve` of this checkout. Triton and MLServer live in environments of their own, given by their Python,
-because their packages contradict ours:
+Ours is `prelunet serve` of this checkout. Triton and MLServer need their own environments, because their packages
+conflict with ours; options name the Python of each:
 
     python3.11 -m venv triton && triton/bin/pip install nvidia-pytriton==0.7.0 onnxruntime pillow
     python3.11 -m venv mlserver && mlserver/bin/pip install mlserver==1.7.1 onnxruntime pillow
@@ -31,17 +31,17 @@ from prelunet.evaluator.pb.inference import inference_pb2_grpc as pb_grpc
 
 HERE = Path(__file__).parent
 START_SECONDS, STOP_SECONDS = 120.0, 20.0
-TOP = 5  # classes that every server tells of an image
-BATCH = 8  # images that a peer puts together at most: of 16 clients' images two batches can run at once
-MLSERVER_WAIT = 0.002  # seconds that MLServer waits for company, as ours does at most; it needs more than 0
+TOP = 5  # classes that every server returns for an image
+BATCH = 8  # maximum batch of a peer: the images of 16 clients allow two batches at once
+MLSERVER_WAIT = 0.002  # seconds that MLServer waits to fill a batch, our own maximum; must be more than 0
 
-# Asked of a peer's Python: where its packages are, and which.
+# Run by a peer's Python: where its packages are, and which.
 _PACKAGES = ("nvidia-pytriton", "mlserver", "onnxruntime", "pillow", "numpy", "grpcio", "protobuf")
 _QUESTION = f"""
 import importlib.metadata, json, platform, sys, sysconfig
-there = {{one.name.lower(): one.version for one in importlib.metadata.distributions()}}
+installed = {{one.name.lower(): one.version for one in importlib.metadata.distributions()}}
 print(json.dumps({{"folder": sysconfig.get_path("purelib"), "python": platform.python_version(),
-                  "packages": {{name: there[name] for name in {_PACKAGES!r} if name in there}}}}))
+                  "packages": {{name: installed[name] for name in {_PACKAGES!r} if name in installed}}}}))
 """
 
 Json = dict[str, Any]
@@ -49,9 +49,9 @@ Json = dict[str, Any]
 
 @dataclass(frozen=True)
 class Spec:
-    """One model of a peer, as peer_classifier.py reads it; None of crop: the whole image; cores: all that it may use.
+    """One model of a peer, as peer_classifier.py reads it. crop: None for the whole image; cores: those it may use.
 
-    A batch runs on one thread, and as many batches at once as there are cores: on the demo's net that gave Triton twice
+    A batch runs on one thread, and as many batches at once as there are cores. On the demo net this gave Triton twice
     the throughput of one batch on all cores, whose threads wait for each other more than they compute.
     """
 
@@ -63,7 +63,7 @@ class Spec:
     null: bool = False
 
     def write(self, folder: Path, instances: int = 1) -> None:
-        """Write it beside the code that reads it; instances: that share the cores."""
+        """Write spec.json beside the code that reads it. instances: number that share the cores."""
         folder.mkdir(parents=True)
         shutil.copy(HERE / "peer_classifier.py", folder)
         spec = {"model": str(self.model), "scale": self.scale, "crop": self.crop, "mirror": self.mirror}
@@ -73,41 +73,41 @@ class Spec:
 
 
 class Server:
-    """A process that answers at an address until `stop`.
+    """A server process that runs until `stop`.
 
-    settings: what it runs with, for the result file.
+    settings: its settings, for the result file.
     """
 
     def __init__(
-        self, name: str, command: Sequence[str], settings: Mapping[str, Any], folder: Path, port: int, **more: Any
+        self, name: str, command: Sequence[str], settings: Mapping[str, Any], folder: Path, port: int, **process: Any
     ) -> None:
         self.name = name
         self.settings = dict(settings)
         self.address = f"127.0.0.1:{port}"
         self._log = folder / f"{name.split(maxsplit=1)[0]}.log"
         with self._log.open("w") as log:
-            self._process = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT, **more)
+            self._process = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT, **process)
 
     def wait(self, models: Sequence[str]) -> None:
-        """Return when it is ready to answer for these models; EnvironmentFault with the end of its log."""
+        """Wait until it is ready for these models; raises EnvironmentFault with the end of its log."""
         limit = time.monotonic() + START_SECONDS
         with grpc.insecure_channel(self.address) as channel:
             stub = pb_grpc.GRPCInferenceServiceStub(channel)
             while not all(_is_ready(stub, model) for model in models):
                 if self._process.poll() is not None or time.monotonic() > limit:
-                    said = self._log.read_text(errors="replace").strip()[-800:]
+                    log = self._log.read_text(errors="replace").strip()[-800:]
                     self.stop()
-                    raise EnvironmentFault(f"{self.name} did not start: {said}")
+                    raise EnvironmentFault(f"{self.name} did not start: {log}")
                 time.sleep(0.1)
-            said = stub.ServerMetadata(pb.ServerMetadataRequest(), timeout=5)
-        self.settings["server"] = f"{said.name} {said.version}"
+            metadata = stub.ServerMetadata(pb.ServerMetadataRequest(), timeout=5)
+        self.settings["server"] = f"{metadata.name} {metadata.version}"
 
     def cpu_seconds(self) -> float:
-        """Return the processor time that it has taken, its child processes included."""
+        """Return its CPU time in seconds, including child processes."""
         return sum(map(_cpu_seconds, _tree(self._process.pid)))
 
     def stop(self) -> None:
-        """End it."""
+        """Stop the process."""
         if self._process.poll() is None:
             self._process.send_signal(signal.SIGTERM)
             try:
@@ -125,7 +125,7 @@ def _is_ready(stub: Any, model: str) -> bool:
 
 
 def _tree(pid: int) -> list[int]:
-    """Return a process and all that it has started, directly or not."""
+    """Return the ids of a process and all its descendants."""
     try:
         children = [
             int(child)
@@ -138,7 +138,7 @@ def _tree(pid: int) -> list[int]:
 
 
 def _cpu_seconds(pid: int) -> float:
-    """Return user and system time of a process, its threads included; 0 when it is gone."""
+    """Return user and system time of a process with its threads; 0 if it is gone."""
     try:
         fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     except OSError:
@@ -147,7 +147,7 @@ def _cpu_seconds(pid: int) -> float:
 
 
 def free_port() -> int:
-    """Return a port that nobody listens on."""
+    """Return an unused port."""
     with socket.socket() as one:
         one.bind(("127.0.0.1", 0))
         port: int = one.getsockname()[1]
@@ -155,7 +155,7 @@ def free_port() -> int:
 
 
 def start_ours(models: Mapping[str, Path], threads: int, folder: Path, *, null: bool = False) -> Server:
-    """Start `prelunet serve` of this checkout; null: with sessions that answer zeros (null.py)."""
+    """Start `prelunet serve` of this checkout; null: with sessions that return zeros (null.py)."""
     port = free_port()
     options = ["--port", str(port), "--device", "cpu", "--threads", str(threads), "--lame-duck", "0"]
     for name, file in models.items():
@@ -167,13 +167,13 @@ def start_ours(models: Mapping[str, Path], threads: int, folder: Path, *, null: 
 
 
 def start_triton(python: Path, models: Mapping[str, Spec], folder: Path) -> Server:
-    """Start Triton with its Python backend and dynamic batching; python: of an environment with nvidia-pytriton."""
-    there = _ask(python, "nvidia-pytriton")
-    packages = Path(there["folder"])
+    """Start Triton with its Python backend and dynamic batching; python: from an environment with nvidia-pytriton."""
+    found = _inspect(python, "nvidia-pytriton")
+    packages = Path(found["folder"])
     parts = packages / "pytriton" / "tritonserver"
     backend, repository = folder / "backends" / "python", folder / "models"
     shutil.copytree(parts / "backends" / "python", backend)
-    minor = there["python"].rpartition(".")[0]
+    minor = found["python"].rpartition(".")[0]
     shutil.copy(parts / "python_backend_stubs" / minor / "triton_python_backend_stub", backend)
     for name, spec in models.items():
         version = repository / name / "1"
@@ -187,8 +187,8 @@ def start_triton(python: Path, models: Mapping[str, Spec], folder: Path) -> Serv
     environment = _environment(python)
     environment["LD_LIBRARY_PATH"] = str(packages / "nvidia_pytriton.libs")
     settings = {
-        **there["packages"],
-        "python": there["python"],
+        **found["packages"],
+        "python": found["python"],
         "backend": "python, onnxruntime inside",
         "dynamic_batching": f"on, max_batch_size {BATCH}, no queue delay",
         "instances": next(iter(models.values())).cores,
@@ -210,8 +210,8 @@ def _triton_config(name: str, instances: int) -> str:
 
 
 def start_mlserver(python: Path, models: Mapping[str, Spec], folder: Path) -> Server:
-    """Start MLServer with a runtime of ours and adaptive batching; python: of an environment that has it."""
-    there = _ask(python, "mlserver")
+    """Start MLServer with our runtime and adaptive batching; python: from an environment with mlserver."""
+    found = _inspect(python, "mlserver")
     port = free_port()
     common = {"host": "127.0.0.1", "grpc_port": port, "http_port": free_port(), "metrics_port": free_port()}
     server = {**common, "parallel_workers": 0, "debug": False, "grpc_max_message_length": 64 * 2**20}
@@ -228,8 +228,8 @@ def start_mlserver(python: Path, models: Mapping[str, Spec], folder: Path) -> Se
         }
         (folder / name / "model-settings.json").write_text(json.dumps(model), encoding="utf-8")
     settings = {
-        **there["packages"],
-        "python": there["python"],
+        **found["packages"],
+        "python": found["python"],
         "runtime": "a class of ours, onnxruntime inside",
         "adaptive batching": f"on, max_batch_size {BATCH}, max_batch_time {MLSERVER_WAIT}",
         "parallel_workers": 0,
@@ -241,7 +241,7 @@ def start_mlserver(python: Path, models: Mapping[str, Spec], folder: Path) -> Se
 
 
 def _environment(python: Path) -> dict[str, str]:
-    """Return an environment in which a peer finds its own packages and none of ours."""
+    """Return an environment in which a peer finds only its own packages."""
     ours = {"PYTHONPATH", "PYTHONHOME", "VIRTUAL_ENV"}
     environment = {key: value for key, value in os.environ.items() if key not in ours}
     environment["PATH"] = os.pathsep.join([str(python.parent), environment.get("PATH", "")])
@@ -249,19 +249,19 @@ def _environment(python: Path) -> dict[str, str]:
     return environment
 
 
-def _ask(python: Path, package: str) -> Json:
-    """Return what a peer's environment holds; EnvironmentFault where it has not what it needs."""
+def _inspect(python: Path, package: str) -> Json:
+    """Return folder, version and packages of a peer's environment; raises EnvironmentFault if a package is missing."""
     try:
-        said = subprocess.run(
+        output = subprocess.run(
             [str(python), "-c", _QUESTION], capture_output=True, text=True, check=True, env=_environment(python)
         ).stdout
     except (OSError, subprocess.CalledProcessError) as error:
-        raise EnvironmentFault(f"{python.name} of its environment does not run ({type(error).__name__})") from error
-    there: Json = json.loads(said)
-    missing = {package, "onnxruntime", "pillow"} - set(there["packages"])
+        raise EnvironmentFault(f"the {python.name} of its environment does not run ({type(error).__name__})") from error
+    found: Json = json.loads(output)
+    missing = {package, "onnxruntime", "pillow"} - set(found["packages"])
     if missing:
         raise EnvironmentFault(f"its environment has no {', '.join(sorted(missing))}: install it with pip")
-    return there
+    return found
 
 
 Starter = Callable[[Path, Mapping[str, Spec], Path], Server]

@@ -1,18 +1,18 @@
-"""The server beside its own engine, and beside Triton and MLServer on the same model file.
+"""Compare the server with its own engine, and with Triton and MLServer on the same model file.
 
     python -m benchmarks.serving.run --triton-python triton/bin/python --mlserver-python mlserver/bin/python \\
-        [--output benchmarks/results/serving.json]      measures what is not in the file yet
+        [--output benchmarks/results/serving.json]      measure what is not in the file yet
 
-How to make the two environments: peers.py. A peer that is not given, or does not start, is told as not
-measured. Servers, engine and clients are processes of their own on this machine; whoever is compared takes turns in
-rounds, in an order that is shuffled for each. Every answer is compared with the engine's before anything is timed. Each
-case is written as soon as it is measured (results.py), the tables go beside it. Alone on two cores all parts take about
-13 minutes.
+peers.py explains how to create the two environments. A peer without its option, or that does not start, is reported as
+not measured. Servers, engine and clients are separate processes on this machine; contenders take turns in rounds, in an
+order shuffled for each round. All answers are compared with the engine's before anything is timed. Each case is written
+as soon as it is measured (results.py), with the tables beside it. On two otherwise idle cores all parts take about 13
+minutes.
 
-- throughput: images/s of `prelunet serve` with 16 clients beside the engine in process, model A and the demo's
-- peers:      images/s, median and 99th percentile of the latency of three servers; 1, 4 and 16 clients that ask again
-              when they are answered, and calls at random moments
-- overhead:   one call after the other to a model that computes nothing
+- throughput: images/s of `prelunet serve` with 16 clients, compared to the engine in process; model A and the demo net
+- peers:      images/s, median and 99th percentile of the latency of three servers; 1, 4 and 16 closed-loop clients, and
+              calls at random moments
+- overhead:   sequential calls to a model that computes nothing
 """
 
 import argparse
@@ -43,11 +43,11 @@ MEASURED = ("evaluator", "benchmarks/serving/run.py", "benchmarks/serving/bench.
 PARTS = {"throughput": throughput, "peers": peers, "overhead": overhead}
 OUTPUT = ROOT / "benchmarks" / "results" / "serving.json"
 LIMIT = 900  # seconds
-QUALITY = 90  # of the pictures as JPEG
+QUALITY = 90  # JPEG quality of the pictures
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Measure; return 1 when a case failed, 3 when there was no time for all."""
+    """Measure; return 0, or 1 if a case failed, or 3 if the time limit left some out."""
     words = list(sys.argv[1:] if arguments is None else arguments)
     options = _options(words)
     begun = time.monotonic()
@@ -77,28 +77,29 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _options(words: Sequence[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--parts", nargs="+", choices=list(PARTS), default=list(PARTS), metavar="PART")
-    parser.add_argument("--tiny", action="store_true", help="a small net, few calls, one round: a rehearsal")
+    parser.add_argument("--parts", nargs="+", choices=list(PARTS), default=list(PARTS), metavar="PART",
+                        help=f"parts to measure, of: {', '.join(PARTS)}")  # fmt: skip
+    parser.add_argument("--tiny", action="store_true", help="rehearsal with a small net, few calls and one round")
     for name in STARTERS:
-        parser.add_argument(f"--{name}-python", type=Path, help=f"Python of an environment that has {name}")
-    parser.add_argument("--data", type=Path, help="folder of photos, instead of pictures that a formula makes")
-    parser.add_argument("--threads", type=int, default=cores(), help="of every engine, and that decode")
-    parser.add_argument("--limit", type=float, default=LIMIT, help="seconds after which no new case is begun")
-    parser.add_argument("--output", type=Path, default=OUTPUT)
+        parser.add_argument(f"--{name}-python", type=Path, help=f"Python of an environment with {name} (peers.py)")
+    parser.add_argument("--data", type=Path, help="folder of photos; default: synthetic pictures")
+    parser.add_argument("--threads", type=int, default=cores(), help="threads of every engine and of its decoding")
+    parser.add_argument("--limit", type=float, default=LIMIT, help="seconds after which no new case starts")
+    parser.add_argument("--output", type=Path, default=OUTPUT, help="JSON file to write; tables are written beside it")
     return parser.parse_args(words)
 
 
 def _without_places(words: Sequence[str]) -> list[str]:
-    """Return the command line as it would be elsewhere: where this machine has its environments helps nobody."""
-    told = list(words)
+    """Return the command line with the paths of the environments replaced by generic ones."""
+    generic = list(words)
     for option in (f"--{name}-python" for name in STARTERS):
-        if option in told:
-            told[told.index(option) + 1] = f"{option[2:-7]}/bin/python"
-    return told
+        if option in generic:
+            generic[generic.index(option) + 1] = f"{option[2:-7]}/bin/python"
+    return generic
 
 
 def _pictures(folder: Path, data: Path | None) -> Pictures:
-    """Write the pictures as JPEG: the photos, which are of mixed sizes, and one that is as small as can be."""
+    """Write the pictures as JPEG: the photos of mixed sizes, and a minimal one of 32x32."""
     folder.mkdir()
     photos = load_photos(data)
     for number, pixels in enumerate([*(photo.pixels for photo in photos), golden_image(32, 32)]):
@@ -109,14 +110,14 @@ def _pictures(folder: Path, data: Path | None) -> Pictures:
 
 
 def _end(results: Results, seconds: float) -> int:
-    """Tell goals and what is missing."""
+    """Print the goals and the missing cases; return the exit code."""
     print(f"{results.path}: {len(results.data['cases'])} cases, {seconds:.0f} s")
     for goal in goals_of(results.data):
         print(goal)
     for settings in results.failed:
         print(f"failed: {settings}")
     if results.skipped:
-        print(f"no time for {len(results.skipped)} cases: the same command goes on with them")
+        print(f"no time for {len(results.skipped)} cases: run the same command again to resume")
     return 1 if results.failed else 3 if results.skipped else 0
 
 

@@ -1,4 +1,4 @@
-"""From the cases of run.py to tables and verdicts. Pure functions."""
+"""Tables and verdicts from the cases of run.py. Pure functions."""
 
 import math
 import statistics
@@ -9,12 +9,12 @@ from benchmarks.common.results import markdown
 from benchmarks.serving.engine import WAYS
 
 NOTES = (
-    "All contenders of a table take turns in rounds, in an order that is shuffled for each; every turn is the same "
+    "All contenders of a table take turns in rounds, in an order shuffled for each round; every turn makes the same "
     "calls on the same pictures. *images/s*: median over rounds, then the lowest and the highest; from the first call "
-    "until the last answer, decoding included. *ratio*: median over rounds of the ratio in the same round, ± its "
-    "standard error. *ms*: of all calls of all rounds, as the client sees them; *p99*: 99 % are not slower. *CPU ms*: "
-    "processor time of a call, of the server's (or engine's) processes and of the clients', which share the cores. "
-    "*off by*: the largest difference of a score from the engine in process; classes were the same, in the same order."
+    "to the last answer, including decoding. *ratio*: median over rounds of the ratio in one round, ± its standard "
+    "error. *ms*: of all calls of all rounds, measured by the client; *p99*: 99th percentile. *CPU ms*: CPU time per "
+    "call, of the server's (or engine's) processes and of the clients', which share the cores. *off by*: the largest "
+    "difference of a score from the engine in process; classes and their order were the same."
 )
 GOALS = {("A", "center"): 0.95, ("demo", "multi-scale"): 0.8}  # of the engine's throughput, server with 16 clients
 GOAL_API = "Classify"
@@ -26,7 +26,7 @@ _HEADER = ("images/s", "lowest to highest", "ratio", "p50 ms", "p99 ms", "CPU ms
 
 def tables(data: Json) -> str:
     """Return the whole result in Markdown."""
-    lines = ["# The server beside its engine and beside other servers", ""]
+    lines = ["# The server compared with its engine and with other servers", ""]
     for run in data["runs"]:
         lines += [_circumstances(run), ""]
     lines += [NOTES, ""]
@@ -46,7 +46,7 @@ def tables(data: Json) -> str:
 def _circumstances(run: Json) -> str:
     machine = run["machine"]
     versions = ", ".join(f"{name} {version}" for name, version in run["versions"].items())
-    rehearsal = "A rehearsal, whose numbers mean nothing. " if run["tiny"] else ""
+    rehearsal = "A rehearsal: the numbers mean nothing. " if run["tiny"] else ""
     return (
         f"{rehearsal}{run['date']}, {machine['cpu']}, {run['threads']} threads, {machine['memory_gb']} GB "
         f"({', '.join(machine['instructions'])}); {versions}. Command: `{run['command']}`."
@@ -61,7 +61,7 @@ def _servers(run: Json) -> Iterator[str]:
 
 
 def _cases(cases: Sequence[Json], **settings: Any) -> list[Json]:
-    """Return the cases that were measured and have these settings."""
+    """Return the measured cases with these settings."""
     return [
         case
         for case in cases
@@ -82,7 +82,7 @@ def _ratio_text(rates: Sequence[float], others: Sequence[float]) -> str:
 
 
 def fastest_way(contenders: Json) -> str:
-    """Return which way in process is the faster."""
+    """Return the faster way in process."""
     return max(WAYS, key=lambda way: statistics.median(contenders[way]["rates"]))
 
 
@@ -114,7 +114,7 @@ def _throughput(cases: Sequence[Json]) -> list[str]:
         contenders = result["contenders"]
         way = fastest_way(contenders)
         lines += [
-            f"## {settings['net']}, {settings['protocol']}: beside the engine in process",
+            f"## {settings['net']}, {settings['protocol']}: compared with the engine in process",
             "",
             f"{settings['clients']} clients, photos of mixed sizes; {_turns(result)}. *ratio*: to {way} in process.",
             "",
@@ -139,7 +139,7 @@ def _closed(cases: Sequence[Json]) -> list[str]:
             f"## {settings['net']}, {settings['protocol']}, {settings['pictures']} pictures: {clients} "
             f"client{'s' * (clients > 1)}",
             "",
-            f"Each client asks again when it is answered; {_turns(result)}. *ratio*: to {OURS}, Classify.",
+            f"Each client calls again after its answer; {_turns(result)}. *ratio*: to {OURS}, Classify.",
             "",
             markdown(
                 ("", *_HEADER),
@@ -158,7 +158,7 @@ def _open(cases: Sequence[Json]) -> list[str]:
             f"## {settings['net']}, {settings['protocol']}, {settings['pictures']} pictures: "
             f"{result['calls_per_second']:g} calls/s at random moments",
             "",
-            f"70 % of what the slowest server manages with {settings['clients']} clients; the same moments for all; "
+            f"70 % of the slowest server's throughput with {settings['clients']} clients; the same moments for all; "
             f"{_turns(result)}.",
             "",
             markdown(
@@ -177,8 +177,8 @@ def _overhead(cases: Sequence[Json]) -> list[str]:
         lines += [
             "## Calls to a model that computes nothing",
             "",
-            "One after the other, with a picture of 32x32 pixels that every server decodes and resizes; "
-            f"{_turns(result)}. *x*: as many times the milliseconds of our Classify.",
+            "Sequential calls with a picture of 32x32 pixels that every server decodes and resizes; "
+            f"{_turns(result)}. *x*: relative to our Classify.",
             "",
             markdown(
                 ("", "p50 ms", "p99 ms", "x p50", "x p99", "CPU ms"),
@@ -205,7 +205,7 @@ def _latency_row(name: str, one: Json, other: Json) -> tuple[Any, ...]:
 
 
 def goals_of(data: Json) -> list[str]:
-    """Return a verdict for each goal that was measured; a rehearsal has none."""
+    """Return a verdict for each measured goal; rehearsals have none."""
     lines = []
     for case in _cases(data["cases"], part="throughput"):
         if data["runs"][case["run"]]["tiny"]:
@@ -215,10 +215,10 @@ def goals_of(data: Json) -> list[str]:
         way = fastest_way(contenders)
         found, error = ratio(contenders[GOAL_API]["rates"], contenders[way]["rates"])
         spread = "" if error is None else f" ± {error:.2g}"
-        sure = "" if error is not None and abs(found - goal) > 2 * error else ", too close or too few to be sure"
+        sure = "" if error is not None and abs(found - goal) > 2 * error else ", not significant"
         lines.append(
             f"- {'met' if found >= goal else 'NOT met'}: {settings['net']}, {settings['protocol']}: {GOAL_API} with "
             f"{settings['clients']} clients at least {goal} of the faster way in process ({way}); measured "
             f"{found:.3f}{spread}{sure}"
         )
-    return lines or ["- none was measured"]
+    return lines or ["- none measured"]

@@ -1,4 +1,4 @@
-"""A process that is asked over its standard input and answers over its standard output, a line of JSON each."""
+"""A process that reads questions from stdin and writes answers to stdout, one JSON line each."""
 
 import json
 import subprocess
@@ -12,7 +12,7 @@ Json = dict[str, Any]
 
 
 class Worker:
-    """A module that is run with one argument, started with one argument, kept until `close`."""
+    """A process that runs a module with one argument until `close`."""
 
     def __init__(self, module: str, argument: str) -> None:
         self._process = subprocess.Popen(
@@ -22,17 +22,17 @@ class Worker:
         )  # fmt: skip
 
     def send(self, question: Mapping[str, Any]) -> None:
-        """Send a question; its answer is the next that `told` returns."""
+        """Send a question; `receive` returns its answer."""
         assert self._process.stdin is not None
         self._process.stdin.write(json.dumps(question) + "\n")
         self._process.stdin.flush()
 
     def receive(self) -> Json:
-        """Return the answer; RuntimeError when the process has ended, or says that it failed."""
+        """Return the next answer; raises RuntimeError if the process has ended or reports an error."""
         assert self._process.stdout is not None
         line = self._process.stdout.readline()
         if not line:
-            raise RuntimeError(f"{self._process.args} ended with {self._process.wait()}")
+            raise RuntimeError(f"{self._process.args} exited with {self._process.wait()}")
         answer: Json = json.loads(line)
         if "error" in answer:
             raise RuntimeError(answer["error"])
@@ -48,10 +48,10 @@ class Worker:
 
 
 def answer_questions(answer: Callable[[Json], Json]) -> None:
-    """Answer until the standard input ends; what goes wrong is told, and the next question is answered."""
+    """Answer questions until stdin ends; an exception becomes an error answer, and the next question follows."""
     for line in sys.stdin:
         try:
-            said = answer(json.loads(line))
+            reply = answer(json.loads(line))
         except Exception as error:
-            said = {"error": f"{type(error).__name__}: {error}"}
-        print(json.dumps(said), flush=True)
+            reply = {"error": f"{type(error).__name__}: {error}"}
+        print(json.dumps(reply), flush=True)

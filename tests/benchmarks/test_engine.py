@@ -217,7 +217,7 @@ def test_the_reference_answers_each_picture_and_protocol_once() -> None:
     other = replace(PROTOCOL, name="other")
     found = [reference.scores(PHOTO, protocol)[0] for protocol in (PROTOCOL, other, PROTOCOL, other)]
     assert found == [1, 2, 1, 2]
-    reference.learn(np.array([9.0]), Photo("another", PHOTO.pixels), PROTOCOL)
+    reference.store(np.array([9.0]), Photo("another", PHOTO.pixels), PROTOCOL)
     assert reference.scores(Photo("another", PHOTO.pixels), PROTOCOL)[0] == 9
 
 

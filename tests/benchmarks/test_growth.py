@@ -208,7 +208,7 @@ def test_a_smaller_dataset_is_chosen_evenly_and_an_uneven_repetition_refused() -
         "0000/1/0.png",
         "0000/2/0.png",
     ]
-    with pytest.raises(SystemExit, match="no multiple of 6"):
+    with pytest.raises(SystemExit, match="not a multiple of 6"):
         repeated(small_dataset(), 20)
 
 
@@ -223,7 +223,7 @@ def test_large_photos_are_made_once_with_a_class_each(tmp_path: Path) -> None:
 
 
 def test_what_fails_alone_says_why(tmp_path: Path) -> None:
-    with pytest.raises(RuntimeError, match=r"failed alone: (?s:.*)no\.onnx"):
+    with pytest.raises(RuntimeError, match=r"failed in its own process: (?s:.*)no\.onnx"):
         run_isolated({"task": "validate", "model": str(tmp_path / "no.onnx"), "device": "cpu", "precision": "fp32"})
 
 
