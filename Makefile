@@ -1,11 +1,11 @@
-# make demo          train, export, verify, serve, classify, validate and report on the embedded images
-# make demo DATA=DIR the same on a folder with train/ and val/ class folders
-# make test          the whole test suite, in three processes, as many tests wait; LARGE=1 adds model C, ARGS='-k oracle' goes to
-#                    pytest, PROCESSES=0 runs it in one
-# make test-browser  opens the report in Chromium, laptop and phone; `make test` does so too where there is one
-# make check-install  a clean environment without torch and onnx serves, validates, reports
-# make check-placement  without a GPU: every node of the model files is placed on CUDA, without copies inside
-# make stats         lines, functions, modules with one importer and circles of imports
+# make demo             train, export, verify, serve, classify, validate and report on the embedded images
+# make demo DATA=DIR    the same on a folder with train/ and val/ class folders
+# make test             run all tests in three processes, as many tests wait; LARGE=1 adds model C, ARGS='-k oracle' is
+#                       passed to pytest, PROCESSES=0 uses a single process
+# make test-browser     open the report in Chromium as laptop and phone; `make test` does so too if it is installed
+# make check-install    check that a clean environment without torch and onnx serves, validates and reports
+# make check-placement  check without a GPU that every node of the model files is placed on CUDA, without copies
+# make stats            print lines, functions, modules with one importer and import cycles
 # make lint lint-proto format proto bench pins clean
 
 PYTHON ?= python3
@@ -32,7 +32,7 @@ lint: .venv/with-dev
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 
-# buf's rules over proto/; the first time npm brings buf into .buf.
+# Lint proto/ with buf; the first run installs it into .buf with npm.
 lint-proto: .buf/node_modules/.bin/buf
 	.buf/node_modules/.bin/buf lint proto
 
@@ -62,7 +62,7 @@ pins: .venv/with-dev
 	(sed '/^[^#]/,$$d' constraints.txt; $(BIN)/pip freeze --all --exclude-editable --exclude pip | sed 's/+cpu$$//') > constraints.new
 	mv constraints.new constraints.txt
 
-# `with-train` is what the demo needs, `with-dev` adds the tools; both live in one environment.
+# `with-train` is what the demo needs, `with-dev` adds the tools; both use the same environment.
 .venv/with-%: pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv .venv
 	$(BIN)/pip install --quiet --editable '.[cpu,$*]'

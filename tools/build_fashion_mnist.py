@@ -2,14 +2,14 @@
 
     python tools/build_fashion_mnist.py /usr/share/datasets/fashion-mnist
 
-A balanced part of Fashion-MNIST (Xiao, Rasul, Vollgraf 2017; MIT licence): per class the first 600 pictures of the
-training file as `train/` and the first 200 of the t10k file as `val/`, each cropped to its content, the bounding box of
-all pixels above 0, so that sizes and shapes vary as they do in photographs: trousers are tall, shoes are wide.
+A balanced part of Fashion-MNIST (Xiao, Rasul, Vollgraf 2017; MIT license): per class the first 600 pictures of the
+training file as `train/` and the first 200 of the t10k file as `val/`. Each is cropped to its content, the bounding box
+of all pixels above 0, so that sizes and shapes vary as in photographs: trousers are tall, shoes are wide.
 
-With --all it takes every picture of the package, 60,000 and 10,000, for experiments (benchmarks/claims/activations.py).
+--all takes every picture of the package, 60,000 and 10,000, for experiments (benchmarks/claims/activations.py).
 
-The bytes depend on this file, the package and zlib alone: fixed dates, sorted names, PNGs written here (an image
-library brings its own compressor, whose output changes with its version). With zlib 1.2.13 the archive's sha256 is
+The bytes depend only on this file, the package and zlib: fixed dates, sorted names, PNGs written here (an image library
+has its own compressor, whose output changes with its version). With zlib 1.2.13 the archive's sha256 is
     ba705ce7a12f27962d7d0cbdbd2b62691c4b34850e1b974210022db0b2e2a1dc
 """
 
@@ -50,7 +50,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description="Build the embedded dataset from Debian's dataset-fashion-mnist.")
     parser.add_argument("package", type=Path, help="folder of the *-ubyte.gz files")
     parser.add_argument("-o", "--output", type=Path, default=Path("training/data/fashion_mnist.zip"))
-    parser.add_argument("--all", action="store_true", help="all pictures instead of some; needs -o")
+    parser.add_argument("--all", action="store_true", help="take all pictures; needs -o")
     options = parser.parse_args()
     if options.all and options.output == parser.get_default("output"):
         parser.error("--all would replace the embedded dataset: choose another file with -o")
@@ -63,9 +63,9 @@ def main() -> None:
 
 
 def archive_files(package: Path, *, every: bool = False) -> Iterator[tuple[str, bytes]]:
-    """Yield name and bytes of every picture of the archive; the number in the name is the place in the package.
+    """Yield name and bytes of every picture of the archive; the number in the name is its index in the package.
 
-    every: all pictures of the package instead of the first ones of each class.
+    every: take all pictures of the package instead of the first ones of each class.
     """
     for split, (source, per_class) in SPLITS.items():
         images = read_idx(package / f"{source}-images-idx3-ubyte.gz")
@@ -86,13 +86,13 @@ def read_idx(path: Path) -> npt.NDArray[np.uint8]:
 
 
 def crop_to_content(image: Grey) -> Grey:
-    """Cut an image to the smallest rectangle that holds all pixels above CONTENT_ABOVE."""
+    """Crop an image to the smallest rectangle that contains all pixels above CONTENT_ABOVE."""
     rows, columns = (np.flatnonzero((image > CONTENT_ABOVE).any(axis=axis)) for axis in (1, 0))
     return image[rows[0] : rows[-1] + 1, columns[0] : columns[-1] + 1]
 
 
 def encode_png(image: Grey) -> bytes:
-    """Encode an 8-bit grey PNG, with the one row filter of the standard's first three that makes it smallest."""
+    """Encode an 8-bit gray PNG with whichever of the row filters None, Sub and Up gives the smallest file."""
     left = np.pad(image, ((0, 0), (1, 0)))[:, :-1]
     above = np.pad(image, ((1, 0), (0, 0)))[:-1]
     filtered = (image, image - left, image - above)  # None, Sub, Up (PNG specification, section 9); modulo 256

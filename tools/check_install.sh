@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
-# A clean environment with the extra `cpu` alone has no torch, no onnx and no ray. It verifies, serves, classifies,
-# validates whole and in shards, merges, compares, combines and reports, and says of the rest which extra brings it;
-# `openvino` added to it works, too. Files of a user's own that are named like our folders do not get in the way.
+# Test the wheel in a clean environment with only the extra `cpu`, that is, without torch, onnx and ray. verify, serve,
+# classify, validate (also in shards), merge, compare, ensemble and report must work; other verbs must name the missing
+# extra. Adding `openvino` must work too. A user's own files named like our folders must not interfere.
 # The models come from .venv, which can export.
 #   tools/check_install.sh [PYTHON]
 set -euo pipefail
@@ -15,7 +15,7 @@ trap '[ -z "$server" ] || kill "$server" 2>/dev/null; rm -rf "$work"' EXIT
 PIP_CONSTRAINT=$root/constraints.txt "$work/venv/bin/pip" install --quiet --disable-pip-version-check "$root[cpu]"
 
 .venv/bin/python - "$work" <<'PY'
-"""Lay out seven validation pictures of each embedded class (70: two chunks, so that there are two shards)."""
+"""Extract seven validation pictures of each embedded class (70 images: two chunks, hence two shards)."""
 import sys
 import zipfile
 from pathlib import Path
@@ -29,12 +29,12 @@ with zipfile.ZipFile("training/data/fashion_mnist.zip") as archive:
             archive.extract(picture, work / "data")
 (work / "classes.txt").write_text("\n".join(classes) + "\n")
 PY
-for seed in 0 1; do # untrained, and so two different nets
+for seed in 0 1; do # untrained: two different nets
   .venv/bin/prelunet init --arch demo --classes "$work/classes.txt" --seed $seed -o "$work/net$seed.safetensors"
   .venv/bin/prelunet export "$work/net$seed.safetensors" -o "$work/net$seed.onnx"
 done
 
-cd "$work" # so that nothing is imported from the checkout
+cd "$work" # import nothing from the checkout
 export PATH=$work/venv/bin:$PATH
 for name in evaluator export training; do
   if python -c "import $name" 2>/dev/null; then
@@ -54,13 +54,13 @@ mkdir training
 echo "raise ImportError('a file of the user')" | tee evaluator.py export.py >training/__init__.py
 export PYTHONPATH=.
 
-# Runs a command that must exit 5 and name the extra that it lacks.
+# Run a command that must exit with 5 and name the missing extra.
 lacks_extra() {
   local extra=$1 code=0
   shift
   "$@" 2>lacks.log || code=$?
   if [ $code != 5 ] || ! grep -qF "pip install '.[$extra]'" lacks.log; then
-    echo "$*: exit $code, but 5 and the extra $extra were expected:" >&2
+    echo "$*: exit code $code; expected 5 and a hint at the extra $extra:" >&2
     cat lacks.log >&2
     return 1
   fi

@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
-# Checks without a GPU that every node of the model files is placed on CUDA, with no copies inside: the CUDA build of
-# onnxruntime loads them on stand-ins for the CUDA libraries, which accept every kernel and run none (docs/gpu.md).
-# Makes .venv-gpu the first time, 0.5 GB of which 250 MB are downloaded; takes `cc` or brings a C compiler along.
+# Check without a GPU that every node of the model files is placed on CUDA, without copies in between: the CUDA build of
+# onnxruntime loads them with stubs of the CUDA libraries, which accept every kernel and run none (docs/gpu.md).
+# The first run creates .venv-gpu, 0.5 GB, of which 250 MB are downloaded; it uses `cc` or installs a C compiler.
 #   tools/check_placement.sh [PYTHON] [--nets ACE] [--whole]
 set -euo pipefail
 cd "$(dirname "$0")/.."
@@ -11,7 +11,7 @@ shift $(($# > 0))
 stubs=$(mktemp -d)
 trap 'rm -rf "$stubs"' EXIT
 
-# The CUDA build of the runtime in the version of the CPU build, with which it cannot share an environment.
+# The CUDA build of onnxruntime in the version of the CPU build; the two cannot share an environment.
 packages="onnxruntime-gpu==$(sed -n 's/^onnxruntime==//p' constraints.txt) pyelftools==0.33"
 if [ -z "${CC:-}" ] && ! command -v cc >/dev/null; then
   packages+=" ziglang==0.17.0" # a C compiler from the package index, 100 MB

@@ -1,49 +1,49 @@
 #!/usr/bin/env bash
-# The main job from end to end; every step prints the command that a user would type.
-#   tools/demo.sh        on the embedded Fashion-MNIST pictures
-#   tools/demo.sh DIR    on DIR/train/CLASS/* and DIR/val/CLASS/*
+# The main workflow from end to end; every step prints the command that a user would type.
+#   tools/demo.sh        with the embedded Fashion-MNIST pictures
+#   tools/demo.sh DIR    with DIR/train/CLASS/* and DIR/val/CLASS/*
 set -euo pipefail
 out=demo/clothes
 
-# An interrupted demo goes on where it stopped; a finished one starts anew, whatever version made it.
-anew() { [ ! -e "$1/finished" ] || rm -rf "$1"; mkdir -p "$1"; }
+# Resume an interrupted demo; start a finished one from scratch, whatever version wrote it.
+prepare() { [ ! -e "$1/finished" ] || rm -rf "$1"; mkdir -p "$1"; }
 bold='' plain=''
 if [ -t 1 ] && [ -z "${NO_COLOR:-}" ]; then bold=$'\033[1m' plain=$'\033[0m'; fi
 step() { printf '\n%s== %s%s\n' "$bold" "$1" "$plain"; }
-say() { printf '$ %s\n' "$*"; "$@"; }
+run() { printf '$ %s\n' "$*"; "$@"; }
 
 if [ $# -gt 0 ]; then
   data=$1
   if [ ! -d "$data/train" ] || [ ! -d "$data/val" ]; then
-    echo "make demo DATA=$data: no folders train/ and val/ with one folder per class in there" >&2
+    echo "make demo DATA=$data: expected train/ and val/ with one folder per class" >&2
     exit 2
   fi
   out=demo/$(basename "$(realpath "$data")")
-  anew "$out"
+  prepare "$out"
   train_options=(--recipe small --data "$data" --crop auto)
   picture=$(find -L "$data/val" -type f -name '[!.]*' | LC_ALL=C sort | awk 'NR == 1')
 else
   data=training/data/fashion_mnist.zip
-  anew "$out"
+  prepare "$out"
   python -c "import zipfile; zipfile.ZipFile('$data').extractall('$out/pictures')"
   train_options=(--recipe demo)
-  picture=$out/shelf.png # a boot, trousers and a bag side by side, so that there is something to find
+  picture=$out/shelf.png # a boot, trousers and a bag side by side, for the heatmap
   boots=("$out"/pictures/val/ankle-boot/*.png) trousers=("$out"/pictures/val/trouser/*.png)
   bags=("$out"/pictures/val/bag/*.png)
   python tools/make_shelf.py "$picture" "${boots[5]}" "${trousers[5]}" "${bags[5]}"
 fi
 
 step "1. Train the small PReLU-net (checkpoint: $out/train/last.safetensors)"
-say prelunet train "${train_options[@]}" --out "$out/train"
+run prelunet train "${train_options[@]}" --out "$out/train"
 
-step "2. What did it learn? Slopes per layer, beside the paper's"
-say prelunet inspect "$out/train/last.safetensors"
+step "2. Inspect the learned slopes per layer, beside the paper's"
+run prelunet inspect "$out/train/last.safetensors"
 
-step "3. Export it to one ONNX file with the dense head inside, checked against torch ($out/model.onnx)"
-say prelunet export "$out/train/last.safetensors" -o "$out/model.onnx" --force
+step "3. Export it to one ONNX file that includes the dense head, checked against torch ($out/model.onnx)"
+run prelunet export "$out/train/last.safetensors" -o "$out/model.onnx" --force
 
-step "4. Certify the file on this machine with its golden images"
-say prelunet verify "$out/model.onnx"
+step "4. Verify the file on this machine with its golden images"
+run prelunet verify "$out/model.onnx"
 
 step "5. Serve it over gRPC"
 echo "\$ prelunet serve --model demo=$out/model.onnx --port 0 --lame-duck 0 &"
@@ -59,20 +59,20 @@ for _ in $(seq 100); do
 done
 cat "$out/server.log"
 
-step "6. Classify a picture through the server; where each class is seen: $out/heatmap.png"
-say prelunet classify "$picture" --server "$address" --heatmap "$out/heatmap.png"
+step "6. Classify a picture through the server; the heatmap shows where each class is seen: $out/heatmap.png"
+run prelunet classify "$picture" --server "$address" --heatmap "$out/heatmap.png"
 
-step "7. Evaluate on the validation pictures: one central crop, as most tools do"
-say prelunet validate --model "$out/model.onnx" --data "$data" --protocol center --run "$out/center"
+step "7. Evaluate on the validation pictures with one central crop, as most tools do"
+run prelunet validate --model "$out/model.onnx" --data "$data" --protocol center --run "$out/center"
 
-step "8. The same as the paper tests: whole pictures, three scales, mirrored too, every window"
-say prelunet validate --model "$out/model.onnx" --data "$data" --protocol multi-scale --run "$out/multi-scale"
+step "8. Evaluate as in the paper: whole pictures, three scales, mirrored too, every window"
+run prelunet validate --model "$out/model.onnx" --data "$data" --protocol multi-scale --run "$out/multi-scale"
 
-step "9. Per-class error reports"
-say prelunet report "$out/center" --data "$data"
-say prelunet report "$out/multi-scale" --data "$data"
+step "9. Write per-class error reports"
+run prelunet report "$out/center" --data "$data"
+run prelunet report "$out/multi-scale" --data "$data"
 
-step "10. Stop the server; it finishes what is in flight and exits 0"
+step "10. Stop the server; it finishes the calls in flight and exits with 0"
 echo "\$ kill -TERM $server"
 trap - EXIT
 kill -TERM $server

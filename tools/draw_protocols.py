@@ -1,8 +1,8 @@
-"""Draw docs/images/protocols.svg: which crops and windows of an image the protocols see.
+"""Draw docs/images/protocols.svg: the crops and windows that each protocol evaluates.
 
 Run from the repository root:  python tools/draw_protocols.py
 
-The places come from the evaluator itself, at the sizes of models A, B and C and an image of ImageNet's usual shape.
+The positions come from the evaluator itself, for models A, B and C and an image of ImageNet's usual shape.
 """
 
 from collections.abc import Sequence
@@ -25,24 +25,24 @@ text { font: 12px sans-serif; fill: #333 } .title { font-weight: bold; font-size
 .seen { fill: #d9480f; fill-opacity: 0.1; stroke: #d9480f; stroke-width: 1.2 } .centres { fill: #b02a08 }
 </style>"""
 
-Place = tuple[int, int]  # row and column, in pixels of the resized image, where a crop or a window begins
+Place = tuple[int, int]  # row and column of the origin of a crop or window, in pixels of the resized image
 
 
 def windows(scale: int) -> list[list[Place]]:
-    """Return where each window of the grid begins: stride pixels from its neighbours."""
+    """Return the origin of each window of the grid, spaced by the stride."""
     rows, columns = CONTRACT.window_grid(*resized_size(*IMAGE, scale))
     stride = CONTRACT.trunk_stride
     return [[(row * stride, column * stride) for column in range(columns)] for row in range(rows)]
 
 
 def nine(scale: int) -> list[Place]:
-    """Return where the windows of spp-18 begin."""
+    """Return the origins of the windows of spp-18."""
     grid = windows(scale)
     return [grid[row][column] for row in nine_places(len(grid)) for column in nine_places(len(grid[0]))]
 
 
 def crops(kind: str, scale: int) -> list[Place]:
-    """Return where the crops of a protocol begin."""
+    """Return the origins of the crops of a protocol."""
     parts = PARTS["ten-crop" if kind == "ten-crop" else "center"]
     return [crop_origin(*resized_size(*IMAGE, scale), part, CONTRACT.crop) for part in parts]
 
@@ -50,7 +50,7 @@ def crops(kind: str, scale: int) -> list[Place]:
 def panel(place: int, scale: int, *, squares: Sequence[Place], dots: Sequence[Place], title: str, text: str) -> str:
     """Draw the image at a scale, filling a panel.
 
-    place: of the panel, row by row; squares: crops and windows to outline; dots: windows whose centre is marked.
+    place: index of the panel, row by row; squares: crops and windows to outline; dots: windows to mark by their center.
     """
     height, width = resized_size(*IMAGE, scale)
     unit, side = PANEL / width, CONTRACT.crop
@@ -79,7 +79,7 @@ def panel(place: int, scale: int, *, squares: Sequence[Place], dots: Sequence[Pl
 
 
 def dense_panel(place: int, scale: int) -> str:
-    """Draw all windows at a scale: the centre of each, and the outlines of the first and the last."""
+    """Draw all windows at a scale: the center of each, and the outlines of the first and the last."""
     all_windows = [window for row in windows(scale) for window in row]
     ends = [all_windows[0], all_windows[-1]]
     text = f"{len(all_windows)} windows, and mirrored too"

@@ -1,6 +1,6 @@
 #!/bin/sh
-# Write evaluator/pb/ from proto/. The path proto/ is mapped to prelunet/evaluator/pb/, so that the generated modules
-# import each other as prelunet.evaluator.pb.…; they are committed, so that only a change of the contract needs grpcio-tools.
+# Generate evaluator/pb/ from proto/. The path proto/ is mapped to prelunet/evaluator/pb/, so that the generated modules
+# import each other as prelunet.evaluator.pb.…. They are committed: only a change of proto/ needs grpcio-tools.
 set -eu
 cd "$(dirname "$0")/.."
 exec "${PYTHON:-python}" -m grpc_tools.protoc \

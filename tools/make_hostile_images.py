@@ -1,9 +1,9 @@
-"""Write tests/data/hostile/: small image files that a careless decoder crashes on, hangs on or gets wrong.
+"""Write tests/data/hostile/: small image files on which a careless decoder crashes, hangs or errs.
 
     python tools/make_hostile_images.py
 
-The files are committed; this script says how they came to be and makes the same bytes again with the same Pillow.
-What is expected of each stands in tests/imaging/test_decode.py.
+The files are committed; this script documents their origin and reproduces them with the same version of Pillow.
+tests/imaging/test_decode.py has the expected result for each.
 """
 
 import io
@@ -22,7 +22,7 @@ PNG_SIGNATURE = b"\x89PNG\r\n\x1a\n"
 
 
 def main() -> None:
-    """Write all files and say how large they are."""
+    """Write all files and print their sizes."""
     HOSTILE.mkdir(parents=True, exist_ok=True)
     files = {**plain_oddities(), **colour_oddities(), **cut_files(), **bombs(), **no_images()}
     for name, data in sorted(files.items()):
@@ -31,13 +31,13 @@ def main() -> None:
 
 
 def picture() -> npt.NDArray[np.uint8]:
-    """Return smooth slopes, other in each channel, without symmetry: uint8 (HEIGHT, WIDTH, 3)."""
+    """Return smooth, asymmetric gradients that differ by channel: uint8 (HEIGHT, WIDTH, 3)."""
     row, column = np.mgrid[:HEIGHT, :WIDTH]
     return np.stack([row * 10, column * 6, 255 - row * 4 - column * 3], axis=2).astype(np.uint8)
 
 
 def encode(image: Image.Image, kind: str, **options: Any) -> bytes:
-    """Return the file that Pillow writes."""
+    """Encode an image with Pillow."""
     buffer = io.BytesIO()
     image.save(buffer, kind, **options)
     return buffer.getvalue()
@@ -49,19 +49,19 @@ def chunk(kind: bytes, data: bytes) -> bytes:
 
 
 def png(width: int, height: int, depth: int, colour: int, rows: bytes, extra: bytes = b"") -> bytes:
-    """Return a PNG with this header, whatever the rows are. colour: 0 grey, 2 RGB, 3 palette, 4 grey + alpha."""
+    """Return a PNG with this header and arbitrary rows. colour: 0 grey, 2 RGB, 3 palette, 4 grey + alpha."""
     header = struct.pack(">IIBBBBB", width, height, depth, colour, 0, 0, 0)
     body = extra + chunk(b"IDAT", zlib.compress(rows, 9))
     return PNG_SIGNATURE + chunk(b"IHDR", header) + body + chunk(b"IEND", b"")
 
 
 def plain_oddities() -> dict[str, bytes]:
-    """Return images that are fine, but of a size, name or build that surprises."""
+    """Return valid images of unusual size, name or structure."""
     image = Image.fromarray(picture())
     frames = [image, Image.new("RGB", image.size, (255, 0, 0)), Image.new("RGB", image.size, (0, 0, 255))]
     long = Image.fromarray((np.arange(20000) % 251).astype(np.uint8)[None, :])
     exif = Image.Exif()
-    exif[274] = 6  # orientation: to be turned by 90 degrees
+    exif[274] = 6  # orientation: rotate by 90 degrees
     return {
         "one-pixel.png": encode(Image.new("RGB", (1, 1), (200, 100, 50)), "PNG"),
         "one-row-20000-columns.png": encode(long, "PNG"),
@@ -112,7 +112,7 @@ def colour_oddities() -> dict[str, bytes]:
 
 
 def cut_files() -> dict[str, bytes]:
-    """Return images that end too early, at places where decoders behave differently."""
+    """Return truncated images, cut at places where decoders behave differently."""
     jpeg = encode(Image.fromarray(picture()), "JPEG", quality=95)
     scan = jpeg.index(b"\xff\xda")
     whole_png = encode(Image.fromarray(picture()), "PNG")
@@ -134,7 +134,7 @@ def cut_files() -> dict[str, bytes]:
 
 
 def bombs() -> dict[str, bytes]:
-    """Return small files that ask for much memory or time."""
+    """Return small files that need much memory or time to decode."""
     some_rows = zlib.compress(bytes(60_000), 9)
     jpeg = encode(Image.fromarray(picture()), "JPEG", quality=95, progressive=True)
     last_scan = jpeg[jpeg.rindex(b"\xff\xda") : -2]
@@ -143,7 +143,7 @@ def bombs() -> dict[str, bytes]:
     grey = b"".join(b"\0" + bytes(WIDTH) for _ in range(HEIGHT))
     frames = [Image.new("RGB", (8, 8), (9, 9, 9)), Image.new("RGB", (8, 8), (99, 9, 9))]
     webp = bytearray(encode(frames[0], "WEBP", save_all=True, append_images=frames[1:], lossless=True))
-    webp[24:30] = b"\x70\x23\x00\x70\x23\x00"  # canvas of 9073 x 9073: over our limit, not over Pillow's
+    webp[24:30] = b"\x70\x23\x00\x70\x23\x00"  # canvas of 9073 x 9073: above our limit, below Pillow's
     return {
         "bomb-header.png": PNG_SIGNATURE
         + chunk(b"IHDR", struct.pack(">IIBBBBB", 100_000, 100_000, 8, 2, 0, 0, 0))
@@ -190,7 +190,7 @@ def huge_tile() -> bytes:
 
 
 def no_images() -> dict[str, bytes]:
-    """Return files that are no images, or of a kind that is not let near its decoder."""
+    """Return files that are not images, or whose format is never passed to a decoder."""
     return {
         "empty.jpg": b"",
         "text.jpg": b"This is no image.\n" * 20,

@@ -1,4 +1,4 @@
-"""Put pictures side by side on black, as things on a shelf: something to look at with many windows.
+"""Put pictures side by side on black, like things on a shelf: an image with many windows.
 
 python tools/make_shelf.py OUT.png PICTURE PICTURE ...
 """
@@ -12,7 +12,7 @@ HEIGHT, GAP = 56, 8  # pixels
 
 
 def main(output: Path, pictures: list[Path]) -> None:
-    """Enlarge each picture so that its longer side is HEIGHT, and centre them in a row."""
+    """Enlarge each picture so that its longer side is HEIGHT, and center them in a row."""
     things = []
     for path in pictures:
         with Image.open(path) as picture:

@@ -1,7 +1,7 @@
 """Print the size and the structure of the project: `make stats`.
 
-Lines of each room; functions per 1,000 lines; product modules with exactly one importer; circles of imports. Generated
-code (evaluator/pb) does not count.
+Lines per folder, functions per 1,000 lines, product modules with exactly one importer, import cycles. Generated code
+(evaluator/pb) does not count.
 """
 
 import ast
@@ -13,7 +13,7 @@ PRODUCT = ("evaluator", "export", "training")
 
 
 def main() -> None:
-    """Print all of it."""
+    """Print the statistics."""
     listed = subprocess.run(["git", "ls-files", "*.py"], capture_output=True, text=True, check=True).stdout.split()
     files = [Path(name) for name in listed if not name.startswith("evaluator/pb/") and not Path(name).is_symlink()]
     trees = {file: ast.parse(file.read_text(encoding="utf-8")) for file in files}
@@ -38,7 +38,7 @@ def main() -> None:
     alone = [name for name, by in importers.items() if len(by) == 1]
     print(f"modules with exactly one importer: {len(alone)}")
     circles = _circles(imports)
-    print(f"circles of imports: {len(circles)}", *(" <-> ".join(sorted(circle)) for circle in circles), sep="\n  ")
+    print(f"import cycles: {len(circles)}", *(" <-> ".join(sorted(circle)) for circle in circles), sep="\n  ")
 
 
 def _name(file: Path) -> str:
@@ -46,7 +46,7 @@ def _name(file: Path) -> str:
 
 
 def _imports(tree: ast.Module, modules: set[str]) -> set[str]:
-    """Return the modules of the project that a module imports, wherever it does."""
+    """Return the project modules that a module imports, at any level."""
     found: set[str] = set()
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):

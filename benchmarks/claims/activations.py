@@ -3,13 +3,13 @@
     python tools/build_fashion_mnist.py /usr/share/datasets/fashion-mnist --all -o FASHION.zip
     python -m benchmarks.claims.activations --data FASHION.zip --runs DIR --output benchmarks/results/activations.json
 
-The demo's net is trained on all of Fashion-MNIST with each activation and several seeds: the same steps, rates and
-dropout; with the same seed also the same order of images, the same views and, but for the factor 1/(1 + a²) of Eq. 15,
-the same initial weights. The errors are of the central crop of the 10,000 test images at the end of each training.
+The demo net is trained on all of Fashion-MNIST with each activation and several seeds. Steps, rates and dropout are the
+same. Equal seeds also give the same order of images, the same views and, except for the factor 1/(1 + a²) of Eq. 15,
+the same initial weights. Errors are those of the central crop on the 10,000 test images at the end of each training.
 
-Differences are B - A in points, paired by seed: their mean and the 95 % interval of Student's t over the seeds, which
-is about trainings, not about these test images. A training that was stopped goes on in DIR; a finished one is not
-repeated.
+Differences are B - A in percentage points, paired by seed: the mean and the 95 % interval of Student's t over the
+seeds, which describes the variation of trainings, not of test images. Interrupted trainings resume in DIR; finished
+ones are not repeated.
 """
 
 import argparse
@@ -30,7 +30,7 @@ ORDER: tuple[Activation, ...] = ("relu", "lrelu", "prelu-shared", "prelu")
 PAIRS: tuple[tuple[Activation, Activation], ...] = (
     ("relu", "lrelu"), ("relu", "prelu-shared"), ("relu", "prelu"), ("prelu-shared", "prelu"),
 )  # fmt: skip
-PAPER = {  # Table 2: top-1 on ImageNet, ten views, model E; of leaky ReLU it tells no number
+PAPER = {  # Table 2: top-1 on ImageNet, ten views, model E; it has no number for leaky ReLU
     ("relu", "prelu-shared"): 32.71 - 33.82,
     ("relu", "prelu"): 32.64 - 33.82,
     ("prelu-shared", "prelu"): 32.64 - 32.71,
@@ -43,7 +43,7 @@ def main() -> None:
     options = _options()
     recipe = _recipe(options.epochs)
     errors: dict[str, list[float]] = {activation: [] for activation in ORDER}
-    for seed in range(options.seeds):  # all activations of a seed first, so that a stopped experiment has whole pairs
+    for seed in range(options.seeds):  # by seed, so that an interrupted experiment has whole pairs
         for activation in ORDER:
             folder = options.runs / f"{activation}-{seed}"
             execution = Execution(device="cpu", cache=options.runs / "cache")
@@ -64,20 +64,20 @@ def main() -> None:
 
 def _options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--data", type=Path, required=True, help="all of Fashion-MNIST, made as above")
+    parser.add_argument("--data", type=Path, required=True, help="all of Fashion-MNIST, built as above")
     parser.add_argument("--runs", type=Path, required=True, help="folder for the trainings")
-    parser.add_argument("--seeds", type=int, default=3)
-    parser.add_argument("--epochs", type=float, default=3)
+    parser.add_argument("--seeds", type=int, default=3, help="trainings per activation, at least 2")
+    parser.add_argument("--epochs", type=float, default=3, help="length of each training")
     parser.add_argument("--output", type=Path, help="JSON file to write; a table is written beside it")
     options = parser.parse_args()
     if options.seeds < 2:
-        parser.error("--seeds should be at least 2: one training has no interval")
+        parser.error("--seeds must be at least 2: one training has no interval")
     options.runs.mkdir(parents=True, exist_ok=True)
     return options
 
 
 def _recipe(epochs: float) -> Recipe:
-    """Return the demo's recipe at another length, measured once at the end."""
+    """Return the demo recipe with another length, evaluated once at the end."""
     return replace(read_recipe("demo"), steps=None, epochs=epochs, evaluate_every=10**6, save_every=500)
 
 

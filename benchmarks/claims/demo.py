@@ -1,11 +1,11 @@
-"""Does dense multi-scale testing beat one crop, and do slopes fall with depth? The recipe demo, with several seeds.
+"""Does dense multi-scale testing beat one crop, and do slopes decrease with depth? Recipe demo with several seeds.
 
     python -m benchmarks.claims.demo --runs DIR --output benchmarks/results/demo-seeds.json
 
-Each training is `prelunet train --recipe demo --seed N`, each net is exported and validated as `prelunet validate`
-does, with `center` and `multi-scale` (PReLU-nets, Tables 4 to 6; Table 1 for the slopes). `center` shows 23 pixels,
-which is outside the scales of the training (20 to 22), so its distance to `multi-scale` is not the gain over one crop.
-Intervals are Student's over the seeds. A training that was stopped goes on in DIR; a finished one is not repeated.
+Each training is `prelunet train --recipe demo --seed N`. Each net is exported and validated as by `prelunet validate`
+with `center` and `multi-scale` (PReLU-nets, Tables 4 to 6; Table 1 for the slopes). `center` uses scale 23, outside the
+training scales (20 to 22), so its distance to `multi-scale` is not the gain over one crop. Intervals are Student's t
+over the seeds. Interrupted trainings resume in DIR; finished ones are not repeated.
 """
 
 import argparse
@@ -63,16 +63,16 @@ def main() -> None:
 def _options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--runs", type=Path, required=True, help="folder for the trainings, 5 minutes each on 2 cores")
-    parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--seeds", type=int, default=3, help="number of trainings, at least 2")
     parser.add_argument("--output", type=Path, help="JSON file to write; a table is written beside it")
     options = parser.parse_args()
     if options.seeds < 2:
-        parser.error("--seeds should be at least 2: one training has no interval")
+        parser.error("--seeds must be at least 2: one training has no interval")
     return options
 
 
 def _one(folder: Path, seed: int) -> Json:
-    """Train with a seed, and tell errors and slopes of the net."""
+    """Train with a seed; return errors and slopes of the net."""
     training = train(replace(read_recipe("demo"), seed=seed), None, folder, execution=Execution(device="cpu"))
     model = folder / "model.onnx"
     if not model.exists():
@@ -88,7 +88,7 @@ def _one(folder: Path, seed: int) -> Json:
 
 
 def _error(model: Path, name: str, folder: Path) -> float:
-    """Return the top-1 error in percent; a finished run in the folder is taken as it is."""
+    """Return the top-1 error in percent; a finished run in the folder is reused."""
     session = open_session(model, "cpu")
     dataset = open_from_spec(DatasetSpec(embedded_dataset_path()), session.contract.classes)
     info = build_run_info(session, model.name, describe_dataset(dataset), build_protocol(name, session.contract))

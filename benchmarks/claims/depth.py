@@ -1,24 +1,24 @@
-"""Does a net of 30 layers learn? The paper's initialisation against Xavier's, on real pictures.
+"""Does a net of 30 layers learn? The paper's initialization compared with Xavier's, on real pictures.
 
     python -m benchmarks.claims.depth --runs RUNS --output benchmarks/results/thirty-layers.json \\
         --plot docs/images/thirty-layers.svg
 
-The claim (PReLU-nets, section 2.2 and Fig. 3): a net of 27 convolutions and 3 fully connected layers converges when its
-convolutions begin by Eq. 14, and stalls when they begin by Xavier's rule, because responses then halve at every ReLU.
+The claim (PReLU-nets, section 2.2 and Fig. 3): a net of 27 convolutions and 3 fully connected layers converges if its
+convolutions are initialized by Eq. 14, and stalls with Xavier's rule, because responses then halve at every ReLU.
 
 Net: `demo30`, the paper's 30-layer net in miniature (its 1 + 4 + 22 convolutions, most of them 2x2), on the embedded
-part of Fashion-MNIST. Everything but the rule of the convolutions is the same: fc1, fc2, fc3 begin with the paper's
-0.01, 0.01, 0.001, and the rate does not fall. A seed decides weights, order, views and dropout; the numbers of Eq. 14
-are Gaussian and Xavier's uniform, as in the paper. The paper's figure is of ReLU; PReLU stands beside it.
-So a stall here comes from the rule and these deviations together: with deviations by Xavier's rule in the fc layers too
-(0.0386, 0.0625, 0.0625) every ReLU net learned, in a trial whose result file is not committed yet.
-A rate can be too low for one rule and too high for the other, so that the ReLU nets are tried at two: the lower one
-was chosen by looking at Eq. 14, and the higher one, the paper's 0.01, is near or beyond what that can bear here.
+part of Fashion-MNIST. Only the rule of the convolutions differs: fc1, fc2, fc3 start with the paper's deviations 0.01,
+0.01, 0.001, and the rate is constant. A seed determines weights, order, views and dropout; the weights of Eq. 14 are
+Gaussian and Xavier's uniform, as in the paper. The paper's figure is for ReLU; PReLU is measured too.
+A stall here comes from the rule and these deviations together: with Xavier's deviations in the fc layers too (0.0386,
+0.0625, 0.0625) every ReLU net learned, in a trial whose result file is not committed yet.
+A rate can be too low for one rule and too high for the other, so the ReLU nets are trained at two rates: the lower one
+was chosen for Eq. 14, and the higher one, the paper's 0.01, is near or beyond the limit of Eq. 14 here.
 
-What counts is the loss over the last tenth of the run, beside ln 10, what one gets for saying 10 % to every class: a
-net has *stalled* within 1 % of that, and has *learned* below. It has *diverged* if a number was no longer finite; its
-error is that of guessing then. Intervals: Student's t over seeds, 95 %. Each training is kept in RUNS: the same command
-goes on where it was stopped.
+The criterion is the loss over the last tenth of the run, relative to ln 10, the loss of predicting 10 % for every
+class. A net has *stalled* within 1 % of it, and has *learned* below. It has *diverged* if a number became non-finite;
+its error then counts as that of guessing. Intervals: Student's t over seeds, 95 %. Trainings are kept in RUNS: the same
+command resumes an interrupted one.
 """
 
 import argparse
@@ -46,15 +46,15 @@ from prelunet.training.recipe import Recipe
 from prelunet.training.run_state.run_folder import METRICS_FILE
 
 RATE, HIGHER_RATE = 0.005, 0.01
-CLASSES, GUESSING = 10, 90.0  # percent: the error of one who always says the same class
-STALLED = 0.01  # of the loss of guessing
+CLASSES, GUESSING = 10, 90.0  # percent: the error of always predicting the same class
+STALLED = 0.01  # relative distance to the loss of guessing
 OUTCOMES = ("learned", "stalled", "diverged")
 TITLES = {"relu": "ReLU", "prelu": "PReLU", "fan-out": "Eq. 14", "xavier": "Xavier"}
 
 
 @dataclass(frozen=True)
 class Arm:
-    """One way to begin, tried with several seeds."""
+    """One initialization, trained with several seeds."""
 
     activation: Activation
     init: Rule
@@ -67,7 +67,7 @@ class Arm:
         return f"{TITLES[self.activation]}, {TITLES[self.init]}{faster}"
 
     def recipe(self, steps: int, seed: int) -> Recipe:
-        """Return what is trained; evaluated 12 times."""
+        """Return the recipe of a training, evaluated 12 times."""
         return Recipe(
             architecture="demo30",
             activation=self.activation,
@@ -97,17 +97,17 @@ ARMS = (
 def main() -> None:
     """Train all nets, print the table, write the result and the plot."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--runs", type=Path, required=True, help="folder for the trainings, which are resumed there")
-    parser.add_argument("--seeds", type=int, default=3, help="nets of each kind, at least 2")
-    parser.add_argument("--steps", type=int, default=1500, help="of each training")
+    parser.add_argument("--runs", type=Path, required=True, help="folder for the trainings; interrupted ones resume")
+    parser.add_argument("--seeds", type=int, default=3, help="number of nets per arm, at least 2")
+    parser.add_argument("--steps", type=int, default=1500, help="steps of each training")
     parser.add_argument("--output", type=Path, help="JSON file to write")
     parser.add_argument("--plot", type=Path, help="SVG file to draw")
     options = parser.parse_args()
     if options.seeds < 2:
-        parser.error("--seeds should be at least 2: one net has no interval")
+        parser.error("--seeds must be at least 2: one net has no interval")
     nets = [
         trained(arm, options.steps, seed, options.runs)
-        for seed in range(options.seeds)  # seeds outside: a run that is cut short has something of every arm
+        for seed in range(options.seeds)  # outer loop over seeds: an interrupted run covers every arm
         for arm in ARMS
     ]
     summary = [summarise(arm, [net for net in nets if net["title"] == arm.title]) for arm in ARMS]
@@ -126,7 +126,7 @@ def main() -> None:
 
 
 def trained(arm: Arm, steps: int, seed: int, runs: Path) -> dict[str, Any]:
-    """Train one net, or take it from an earlier call, and return its curves."""
+    """Train one net, or reuse it from an earlier call, and return its curves."""
     folder = runs / f"{arm.activation}-{arm.init}-{arm.rate:g}-{seed}"
     begun = time.monotonic()
     try:
@@ -135,11 +135,11 @@ def trained(arm: Arm, steps: int, seed: int, runs: Path) -> dict[str, Any]:
     except DivergenceError as error:
         print(error, file=sys.stderr)
         diverged = True
-    log = folder / METRICS_FILE  # not there where it diverged before its first line
+    log = folder / METRICS_FILE  # missing if the training diverged before its first line
     lines = [json.loads(line) for line in log.read_text(encoding="utf-8").splitlines()] if log.exists() else []
     errors = [[line["step"], line["top1_error"]] for line in lines if "top1_error" in line]
     losses = [[line["step"], round(line["loss"], 4)] for line in lines if "loss" in line]
-    if diverged:  # whatever it said last, it can say nothing now
+    if diverged:  # whatever its last error was, it only guesses now
         errors.append([losses[-1][0] if losses else 0, GUESSING])
     last = [loss for step, loss in losses if step > 0.9 * steps]
     part = math.nan if diverged else float(np.mean(last)) / math.log(CLASSES)
@@ -180,7 +180,7 @@ def _cells(row: dict[str, Any]) -> list[str]:
 
 
 def draw(nets: list[dict[str, Any]]) -> bytes:
-    """Return the SVG: the error on val/ over the steps, a line for each net, as Fig. 3 of the paper."""
+    """Return the SVG: the error on val/ over the steps, a line for each net, like Fig. 3 of the paper."""
     rows = [
         {
             "net": f"{net['title']} {net['seed']}",

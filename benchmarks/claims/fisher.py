@@ -1,26 +1,26 @@
-"""How far is the Fisher matrix of a two-layer net from a diagonal one: ReLU against PReLU.
+"""How far is the Fisher matrix of a two-layer net from diagonal? ReLU compared with PReLU.
 
     python -m benchmarks.claims.fisher --output benchmarks/results/fisher.json --plot docs/images/fisher.svg
 
-The claim, from the analysis of PReLU by He et al. 2015: it pushes the off-diagonal blocks of the Fisher information
-matrix closer to zero, so that plain gradient descent goes more nearly the way of the natural gradient. The reason:
-these blocks grow with the means of the units' outputs, which the negative side brings nearer to 0.
+The claim, from the analysis of PReLU by He et al. 2015: PReLU pushes the off-diagonal blocks of the Fisher information
+matrix closer to zero, so that plain gradient descent is closer to the natural gradient. The reason: these blocks grow
+with the means of the units' outputs, which the negative side brings closer to 0.
 
-Nets: 8x8 grey pixels of the embedded Fashion-MNIST → 20 units → 10 classes, in pairs that begin with the same draws and
-see the same batches; deviations of the first weights by Eq. 10 in its exact form for a first layer, of the second by
-Eq. 15. The matrix is taken over the weights and biases, which both nets of a pair have (not over slopes), in float64:
+Nets: 8x8 gray pixels of the embedded Fashion-MNIST → 20 units → 10 classes, in pairs with the same random draws and
+batches. The deviation of the first weights follows Eq. 10 in its exact form for a first layer, that of the second
+Eq. 15. The matrix covers the weights and biases, which both nets of a pair have (not the slopes), in float64:
     F = mean over images of the sum over classes c of p(c|image)·g_c·g_cᵀ,   g_c the gradient of log p(c|image),
-with labels from the net's own distribution, summed over exactly rather than drawn. Statistics, each smaller if F is
-nearer to a diagonal matrix:
+with labels from the net's own distribution, summed exactly instead of sampled. Statistics, each smaller if F is closer
+to diagonal:
     off_diagonal    ||F − diag F||² / ||F||²
-    between_layers  the same of the two blocks between the layers alone, 2·||F₁₂||² / ||F||²
-    correlation_…   root of the mean of F_ij²/(F_ii·F_jj) over the pairs i ≠ j of parameters of the first layer, of the
-        second, and of one of each. Unlike the two above they stay the same when parameters are merely scaled, and tell
-        which blocks it is that change.
-And of the reason:
-    mean_output     root of the mean over units of (mean/standard deviation)² of a unit's output
-Parameters whose F_ii is 0 (of dead units) belong to no pair. Intervals: Student's t over the pairs' differences, 95 %
-for each row on its own.
+    between_layers  the same for only the two blocks between the layers, 2·||F₁₂||² / ||F||²
+    correlation_…   root mean of F_ij²/(F_ii·F_jj) over the pairs i ≠ j of parameters of the first layer, of the second,
+        and of one of each. Unlike the two above they are invariant to scaling of parameters, and show which blocks
+        change.
+And for the reason:
+    mean_output     root mean over units of (mean/standard deviation)² of a unit's output
+Parameters with F_ii = 0 (dead units) belong to no pair. Intervals: Student's t over the differences of pairs, 95 % for
+each row separately.
 """
 
 import argparse
@@ -63,7 +63,7 @@ BATCH, RATE, MOMENTUM = 64, 0.02, 0.9
 
 @dataclass(frozen=True)
 class Images:
-    """inputs: float64 (N, SIDE²), of mean 0 per pixel and variance 1 over all of them; labels: int64 (N,)."""
+    """inputs: float64 (N, SIDE²), mean 0 per pixel and variance 1 over all pixels; labels: int64 (N,)."""
 
     inputs: Float64Array
     labels: npt.NDArray[np.int64]
@@ -83,9 +83,9 @@ class TwoLayers:
 def main() -> None:
     """Measure all pairs, print the table, write the result and the plot."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--seeds", type=int, default=12, help="pairs of nets")
-    parser.add_argument("--images", type=int, default=1000, help="images of val/ over which F is averaged")
-    parser.add_argument("--steps", type=int, default=600, help="of training")
+    parser.add_argument("--seeds", type=int, default=12, help="number of pairs of nets")
+    parser.add_argument("--images", type=int, default=1000, help="number of images of val/ over which F is averaged")
+    parser.add_argument("--steps", type=int, default=600, help="steps of training")
     parser.add_argument("--output", type=Path, help="JSON file to write")
     parser.add_argument("--plot", type=Path, help="SVG file to draw")
     options = parser.parse_args()
@@ -110,7 +110,7 @@ def main() -> None:
 
 
 def read_images(split: str, limit: int | None) -> Images:
-    """Return images of the embedded dataset, squeezed to SIDE x SIDE grey pixels; each split by its own mean."""
+    """Return images of the embedded dataset, resized to SIDE x SIDE gray pixels; each split has its own mean."""
     dataset = select(open_dataset(embedded_dataset_path(), split=split), limit=limit, classes=())
     pixels = []
     for sample in dataset.samples:
@@ -122,7 +122,7 @@ def read_images(split: str, limit: int | None) -> Images:
 
 
 def measure_pair(seed: int, train: Images, val: Images, steps: int) -> list[dict[str, Any]]:
-    """Return what was measured in both nets of a pair, before and after training."""
+    """Return the measurements of both nets of a pair, before and after training."""
     rows = []
     for activation in ACTIVATIONS:
         net = initial_net(seed, activation)
@@ -134,7 +134,7 @@ def measure_pair(seed: int, train: Images, val: Images, steps: int) -> list[dict
 
 
 def initial_net(seed: int, activation: Activation) -> TwoLayers:
-    """Draw a net; another activation changes nothing but the slopes and the scale of W2 (PReLU-nets, Eq. 15)."""
+    """Draw a net; the activation changes only the slopes and the scale of W2 (PReLU-nets, Eq. 15)."""
     random = np.random.default_rng(seed)
     slope = initial_slope(activation)
     return TwoLayers(
@@ -167,7 +167,7 @@ def measured(net: TwoLayers, images: Images) -> dict[str, Any]:
     """Return the statistics of a net, its mean slope, and its top-1 error in percent on the images."""
     _, hidden, probabilities = forward(net, images.inputs)
     fisher = fisher_matrix(net, images.inputs)
-    ratio = hidden.mean(axis=0) / np.maximum(hidden.std(axis=0), 1e-12)  # a dead unit's mean is 0, too
+    ratio = hidden.mean(axis=0) / np.maximum(hidden.std(axis=0), 1e-12)  # the mean of a dead unit is 0 too
     error = 100 * float((probabilities.argmax(axis=1) != images.labels).mean())
     return {
         **{name: round(value, 6) for name, value in statistics_of(fisher, net.w1.size + net.b1.size).items()},
@@ -187,7 +187,7 @@ def forward(net: TwoLayers, inputs: Float64Array) -> tuple[Float64Array, Float64
 
 
 def fisher_matrix(net: TwoLayers, inputs: Float64Array) -> Float64Array:
-    """Return F over (W1, b1, W2, b2), each flattened row by row, as the head of this file defines it.
+    """Return F over (W1, b1, W2, b2), each flattened row by row, as defined in the module docstring.
 
     The gradient of log p(c) with respect to the logits is e_c − p, and Σ p_c (e_c − p)(e_c − p)ᵀ = diag p − p·pᵀ, which
     is A·Aᵀ with column c of A equal to √p_c·(e_c − p): one row of gradients for each image and class.
@@ -202,7 +202,7 @@ def fisher_matrix(net: TwoLayers, inputs: Float64Array) -> Float64Array:
 
 
 def statistics_of(fisher: Float64Array, first: int) -> dict[str, float]:
-    """Return the statistics of the head of this file; first: how many parameters the first layer has."""
+    """Return the statistics described in the module docstring. first: number of parameters of the first layer."""
     squares = fisher**2
     diagonal = np.diag(fisher)
     mass = squares.sum()
@@ -219,13 +219,13 @@ def statistics_of(fisher: Float64Array, first: int) -> dict[str, float]:
 
 
 def _root_mean_off_diagonal(squares: Float64Array) -> float:
-    """Return the root mean of squared correlations but for those of a parameter with itself, which are 1."""
+    """Return the root mean of squared correlations, without those of a parameter with itself, which are 1."""
     size = len(squares)
     return float(np.sqrt((squares.sum() - size) / (size * (size - 1))))
 
 
 def compare(nets: list[dict[str, Any]], stage: str, statistic: str) -> dict[str, Any]:
-    """Return the means of a statistic and the paired difference PReLU − ReLU with its interval and what it says."""
+    """Return the means of a statistic, and the paired difference PReLU − ReLU with its interval and verdict."""
     relu, prelu = (
         np.array([net[statistic] for net in nets if (net["activation"], net["stage"]) == (activation, stage)])
         for activation in ACTIVATIONS

@@ -1,4 +1,4 @@
-"""What the experiments about the paper's claims say of trainings with several seeds."""
+"""Confidence intervals over trainings with several seeds."""
 
 import numpy as np
 import numpy.typing as npt
@@ -8,7 +8,7 @@ CONFIDENCE = 0.95
 
 
 def interval_of_mean(values: npt.ArrayLike) -> tuple[float, float]:
-    """Return Student's interval of the mean of independent values, at least two."""
+    """Return the Student's t interval of the mean of at least two independent values."""
     found = np.asarray(values, dtype=float)
     half = stats.t.ppf((1 + CONFIDENCE) / 2, len(found) - 1) * found.std(ddof=1) / len(found) ** 0.5
     return float(found.mean() - half), float(found.mean() + half)

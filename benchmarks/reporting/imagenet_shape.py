@@ -1,16 +1,16 @@
-"""Runs of ImageNet's shape from a stated random process: 50,000 images of 1,000 classes, 50 of each, stored scores.
+"""Generate runs of ImageNet's shape: 50,000 images of 1,000 classes, 50 each, with stored scores.
 
     python -m benchmarks.reporting.imagenet_shape OUT [--runs 3] [--seed 0]
 
-writes OUT/1, OUT/2, ... as `prelunet validate` would: several "models" on the same images with one protocol. No model
-runs. The process, so that the figures can be made again:
+writes OUT/1, OUT/2, ... like `prelunet validate`: several "models" on the same images with one protocol. No model
+runs. The random process:
 
 - Class k has a difficulty d_k, uniform in 0..1; the first 113 classes (as many as the paper's Fig. 6 has without
-  error) have none and never fail; the last 5 are hopeless: their images look like those of another class.
+  error) have none and are never wrong; the last 5 are hopeless: their images look like another class.
 - Image i has an ease e_i, normal. Model m sees the truth with a logit of 10 + 2·e_i + n − 6·d_k, n normal (its own).
 - Each class has 8 rivals, the same for all models, with logits of 4 + normal; all other classes get normal logits.
-- Every 997th image has all scores equal (tied), every 10,007th is refused.
-- A view's rank of the truth is that of the same scores with fresh noise on the truth's logit.
+- Every 997th image has equal scores for all classes, every 10,007th is refused.
+- A view's rank of the truth uses the same scores with new noise on the truth's logit.
 """
 
 import argparse
@@ -39,9 +39,9 @@ PROTOCOL = EvaluationProtocol("multi-scale", "dense", (256, 384, 480), mirror=Tr
 def main() -> None:
     """Write the runs."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("out", type=Path)
-    parser.add_argument("--runs", type=int, default=3)
-    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("out", type=Path, help="folder for the runs")
+    parser.add_argument("--runs", type=int, default=3, help="number of runs")
+    parser.add_argument("--seed", type=int, default=0, help="random seed")
     options = parser.parse_args()
     for number in range(1, options.runs + 1):
         write(options.out / str(number), options.seed, number)
@@ -49,7 +49,7 @@ def main() -> None:
 
 
 def write(folder: Path, seed: int, number: int) -> None:
-    """Write the run of one model. number: of the model, from 1."""
+    """Write the run of one model. number: the model's, from 1."""
     samples = [
         Sample(f"n{label:08}/ILSVRC2012_val_{label * PER_CLASS + index + 1:08}.JPEG", label, 100_000 + index)
         for label in range(CLASSES)
@@ -82,7 +82,7 @@ def write(folder: Path, seed: int, number: int) -> None:
 
 
 def _chunks(seed: int, number: int, images: int) -> Iterator[tuple[int, Float32Array, npt.NDArray[np.int64]]]:
-    """Yield first image, scores float32 (chunk, classes) and view ranks (chunk, views) of each chunk."""
+    """Yield the first image, scores float32 (chunk, classes) and view ranks (chunk, views) of each chunk."""
     shared, own = np.random.default_rng(seed), np.random.default_rng((seed, number))
     difficulty = shared.random(CLASSES)
     difficulty[:PERFECT] = -2

@@ -1,9 +1,9 @@
-"""Report, compare and ensemble on runs of ImageNet's shape (50,000 x 1000): seconds, memory, size of the pages.
+"""Measure report, compare and ensemble on runs of ImageNet's shape (50,000 x 1000): time, memory, page size.
 
     python -m benchmarks.reporting.run --output benchmarks/results/reporting-imagenet-shape.json
 
-Makes three runs (see imagenet_shape.py), then calls each verb `--repeats` times in turn, as a process of its own, and
-writes medians and peaks. The limits of the project: 20 s, 1 GB, pages of 8 MB.
+Generates three runs (imagenet_shape.py), then runs each verb `--repeats` times in turn in its own process, and writes
+medians and peaks. The project's limits: 20 s, 1 GB, pages of 8 MB.
 """
 
 import argparse
@@ -30,8 +30,8 @@ LIMITS = {"seconds": 20, "memory_mb": 1000, "page_mb": 8}
 def main() -> None:
     """Measure and write the result."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--repeats", type=int, default=3)
-    parser.add_argument("--output", type=Path)
+    parser.add_argument("--repeats", type=int, default=3, help="repeats of each verb")
+    parser.add_argument("--output", type=Path, help="JSON file to write")
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as place:
         folder = Path(place)
@@ -62,7 +62,7 @@ def main() -> None:
 
 
 def _measure(arguments: list[str]) -> tuple[float, int]:
-    """Run a verb; returns seconds and the peak of its memory in MB."""
+    """Run a verb; return its seconds and peak memory in MB."""
     start = time.perf_counter()
     with subprocess.Popen(
         [sys.executable, "-c", "from prelunet.evaluator.cli import main; main()", *arguments],
@@ -88,7 +88,7 @@ def _row(name: str, measured: list[tuple[float, int]], page: Path | None) -> dic
 
 
 def _report(rows: list[dict[str, Any]], output: Path | None) -> None:
-    """Print the table and write the JSON file; exit 1 when a limit is broken."""
+    """Print the table and write the JSON file; exit 1 if a limit is exceeded."""
     print(f"runs of 50,000 x 1000, {cpu()}")
     print(f"{'':24}{'median s':>10}{'peak MB':>10}{'page MB':>10}")
     for row in rows:
@@ -104,15 +104,15 @@ def _report(rows: list[dict[str, Any]], output: Path | None) -> None:
     if output:
         output.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
         print(f"written: {output}")
-    broken = [
+    exceeded = [
         row["verb"]
         for row in rows
         if row["median"] > LIMITS["seconds"]
         or row["peak_memory_mb"] > LIMITS["memory_mb"]
         or (row["page_mb"] or 0) > LIMITS["page_mb"]
     ]
-    if broken:
-        raise SystemExit(f"beyond the limits: {', '.join(broken)}")
+    if exceeded:
+        raise SystemExit(f"limits exceeded: {', '.join(exceeded)}")
 
 
 if __name__ == "__main__":

@@ -1,16 +1,15 @@
-"""Training images a second and core: our loader beside the one that everybody writes first, on the same files.
+"""Training images per second and core: our loader compared with a straightforward one, on the same files.
 
     python -m benchmarks.training.loading --data DIR --output benchmarks/results/loading.json
 
-DIR holds photos; JPEGs are taken as they are, other kinds are saved as JPEGs of quality 95 before. Without it they are
-made pictures (golden_image of evaluator.contract) in ImageNet's mix of sizes (imagenet_sizes.py).
+DIR holds photos; JPEGs are used unchanged, other formats are first saved as JPEGs of quality 95. Without --data the
+pictures are synthetic (golden_image of evaluator.contract) in ImageNet's mix of sizes (imagenet_sizes.py).
 
 `plain` is `Image.open(file).convert("RGB")`, a resize of the whole image to a scale from 256 to 512, a random crop of
-224, half of them mirrored. `ours` is the training's own path, with the same scales, crops and mirrors. Alone: both
-take each photo in turn in one process, in an order that changes; what counts is the time that the thread computes
-(time.thread_time), so that what else runs on the machine counts little. Loaders: whole batches by worker processes,
-torch's DataLoader with `plain` against `training_batches`, in turn; what counts is what a clock says, so that it wants
-a quiet machine.
+224, half of them mirrored. `ours` is the training's own path with the same scales, crops and mirroring. Alone: both
+take turns on each photo in one process, in a shuffled order; CPU time of the thread counts (time.thread_time), so that
+other load matters little. Loaders: worker processes build whole batches, torch's DataLoader with `plain` and
+`training_batches` in turn; wall-clock time counts, so that the machine should be idle.
 """
 
 import argparse
@@ -38,7 +37,7 @@ from prelunet.training.data.image_cache import TRAINING_LONG_SIDE_CAP, ImageCach
 from prelunet.training.data.loader import training_batches
 from prelunet.training.recipe import Recipe
 
-QUALITY = 95  # of JPEGs that are made here, about that of ImageNet's
+QUALITY = 95  # of JPEGs written here, about that of ImageNet's
 RECIPE = Recipe(
     architecture="A", crop=224, scales=(256, 512), batch=32, steps=1, rate=0.01, evaluate_every=1, save_every=1
 )
@@ -50,7 +49,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name) / "train"
         files = _prepare(options.data, folder / "photos", options.photos)
-        (folder / "none").mkdir()  # a second class, which a training set has
+        (folder / "none").mkdir()  # a training set needs a second class
         Image.new("RGB", (256, 256)).save(folder / "none" / "black.jpg")
         result = {
             **header(__file__, _words(options), ("prelunet", "numpy", "pillow", "torch")),
@@ -65,13 +64,13 @@ def main() -> None:
 
 def _options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--data", type=Path, help="a folder with photos")
+    parser.add_argument("--data", type=Path, help="folder of photos; default: synthetic pictures")
     parser.add_argument(
-        "--photos", type=int, default=24, help="at most; evenly over the files, in order of their names"
+        "--photos", type=int, default=24, help="maximum number of photos, evenly spaced over the sorted files"
     )
-    parser.add_argument("--repeats", type=int, default=20, help="of each photo, alone")
-    parser.add_argument("--batches", type=int, default=12, help="of 32, of each loader in each of 5 turns")
-    parser.add_argument("--workers", type=int, default=2, help="processes of each loader; 0 leaves the loaders out")
+    parser.add_argument("--repeats", type=int, default=20, help="repeats of each photo in the single-process part")
+    parser.add_argument("--batches", type=int, default=12, help="batches of 32 per loader in each of 5 turns")
+    parser.add_argument("--workers", type=int, default=2, help="processes of each loader; 0 skips the loaders")
     parser.add_argument("--output", type=Path, help="JSON file to write; a table is written beside it")
     return parser.parse_args()
 
@@ -84,7 +83,7 @@ def _words(options: argparse.Namespace) -> list[str]:
 
 
 def _prepare(data: Path | None, folder: Path, limit: int) -> list[Path]:
-    """Write the JPEGs that are measured into a folder and return them."""
+    """Write the JPEGs to measure into a folder and return their paths."""
     folder.mkdir(parents=True)
     if data is None:
         for number, (height, width) in enumerate(draw(limit)):
@@ -94,7 +93,7 @@ def _prepare(data: Path | None, folder: Path, limit: int) -> list[Path]:
         path for path in data.rglob("*") if path.suffix.lower() in {".jpg", ".jpeg", ".png", ".tif", ".tiff"}
     )
     if not found:
-        raise SystemExit(f"--data {data}: no photo in it")
+        raise SystemExit(f"--data {data}: no photo found")
     for number in range(min(limit, len(found))):
         path = found[number * len(found) // min(limit, len(found))]
         target = folder / f"{number:03}.jpg"
@@ -116,7 +115,7 @@ def _described(files: Sequence[Path], data: Path | None) -> dict[str, Any]:
 
 
 def plain(path: Path, epoch: int, index: int) -> np.ndarray:
-    """Make a view as one does by hand."""
+    """Build a training view in the straightforward way."""
     image = Image.open(path).convert("RGB")
     random = random_stream(RECIPE.seed, VIEW, epoch, index)
     scale = int(random.integers(*RECIPE.scales, endpoint=True))
@@ -130,7 +129,7 @@ def plain(path: Path, epoch: int, index: int) -> np.ndarray:
 
 
 def ours(path: Path, epoch: int, index: int) -> np.ndarray:
-    """Make a view as the training does."""
+    """Build a training view as the training does."""
     return np.ascontiguousarray(training_view(decode_image(path.read_bytes()), RECIPE, epoch, index))
 
 
@@ -138,7 +137,7 @@ WAYS: dict[str, Callable[[Path, int, int], np.ndarray]] = {"plain": plain, "ours
 
 
 def _alone(files: Sequence[Path], repeats: int) -> dict[str, Any]:
-    """Take each photo in turn; compare times photo by photo, and pixels."""
+    """Run both ways in turn on each photo; compare times and pixels."""
     taken: dict[str, list[float]] = {name: [] for name in WAYS}
     largest, differing, values = 0, 0, 0
     for index, path in enumerate(files):
@@ -169,7 +168,7 @@ def _alone(files: Sequence[Path], repeats: int) -> dict[str, Any]:
 
 
 class HandWrittenDataset(Dataset[Any]):
-    """The dataset that one writes by hand: one view an item."""
+    """The straightforward dataset: one view per item."""
 
     def __init__(self, image_cache: ImageCache, batches: int) -> None:
         root = image_cache.dataset.location / "train"
@@ -188,7 +187,7 @@ class HandWrittenDataset(Dataset[Any]):
 
 
 def _loaders(root: Path, batches: int, workers: int) -> dict[str, Any]:
-    """Let both loaders make the same batches in turn; the first batch, for which the processes start, is left out."""
+    """Let both loaders build the same batches in turn; the first batch, which starts the processes, is not timed."""
     image_cache = ImageCache(open_dataset(root, split="train"), {}, memory=0)
     recipe = replace(RECIPE, steps=batches)
 
@@ -199,10 +198,10 @@ def _loaders(root: Path, batches: int, workers: int) -> dict[str, Any]:
     rates: dict[str, list[float]] = {name: [] for name in loaders}
     for turn in range(5):
         for name in shuffled(loaders, turn):
-            made = iter(loaders[name]())
-            next(made)
+            batches_left = iter(loaders[name]())
+            next(batches_left)
             begun = time.perf_counter()
-            count = sum(1 for _ in made)
+            count = sum(1 for _ in batches_left)
             rates[name].append(count * RECIPE.batch / (time.perf_counter() - begun))
     ratios = [mine / theirs for mine, theirs in zip(rates["ours"], rates["plain"], strict=True)]
     return {
@@ -225,17 +224,17 @@ def _tables(result: dict[str, Any]) -> str:
         )
     low, high = alone["speedup_of_pairs"]["quartiles"]
     pixels = alone["pixels"]
-    return f"""# Loading, beside the loader that everybody writes first
+    return f"""# Loading, compared with a straightforward loader
 
 {result["date"]}, {result["machine"]["cpu"]}, {result["machine"]["cores"]} cores: `{result["command"]}`
 
 {photos["count"]} {photos["origin"]}, {photos["kilobytes"]} kB on average.
-Crops of {RECIPE.crop}, scales {RECIPE.scales[0]} to {RECIPE.scales[1]}; images a second (alone: and core)
+Crops of {RECIPE.crop}, scales {RECIPE.scales[0]} to {RECIPE.scales[1]}; images per second (one process: and core)
 
 {markdown(["", "plain", "ours", "ours ÷ plain"], rows)}
 
-View by view, alone: half of the ratios lie from {low} to {high}. Pixels differ by {pixels["largest_difference"]} levels
-at most, {100 * pixels["share_that_differs"]:.2g} % of them at all.
+One process, view by view: the middle half of the ratios lies between {low} and {high}. Pixels differ by at most
+{pixels["largest_difference"]} levels, and {100 * pixels["share_that_differs"]:.2g} % of them differ.
 """
 
 

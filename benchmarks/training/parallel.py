@@ -1,10 +1,10 @@
-"""Training in parallel: bytes and seconds of a step, data parallel (ddp) beside the paper's scheme (hybrid).
+"""Parallel training: bytes and seconds of a step, data parallel (ddp) and the paper's scheme (hybrid).
 
     python -m benchmarks.training.parallel --output benchmarks/results/parallel.json
 
-Starts 1, 2 and 4 gloo processes of one thread with torchrun, in turn, `--rounds` times: about 4 minutes on two cores.
-Bytes are counted by the code that sends them, by formula, and by the loopback interface. What it says of A, B, C on 4
-and 8 GPUs is a MODEL (parallel_model.py), beside the paper's 3.8x and 6.0x.
+Starts 1, 2 and 4 single-threaded gloo processes with torchrun, in turn, `--rounds` times: about 4 minutes on two
+cores. Bytes are counted by the sending code, by formula, and by the loopback interface. The figures for A, B, C on 4
+and 8 GPUs are a MODEL (parallel_model.py), beside the paper's 3.8x and 6.0x.
 """
 
 import argparse
@@ -23,15 +23,15 @@ from benchmarks.training.parallel_model import PAPER, costs, model, sent_bytes
 from benchmarks.training.parallel_steps import BATCH, CLASSES, PURPOSES, small_a
 
 CONTENDERS = (("ddp", 1), ("ddp", 2), ("hybrid", 2), ("ddp", 4), ("hybrid", 4))
-SAME_LOSS = 1e-4  # relative: float32 sums in another order, over some steps
+SAME_LOSS = 1e-4  # relative: float32 sums in another order, over several steps
 
 
 def main() -> None:
     """Measure, compare and write."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--steps", type=int, default=12, help="of each process in each round")
-    parser.add_argument("--output", type=Path)
+    parser.add_argument("--rounds", type=int, default=5, help="rounds over all contenders")
+    parser.add_argument("--steps", type=int, default=12, help="steps per process and round")
+    parser.add_argument("--output", type=Path, help="JSON file to write; tables are written beside it")
     options = parser.parse_args()
     found = _measure_all(options.rounds, options.steps)
     words = ["--rounds", str(options.rounds), "--steps", str(options.steps)]
@@ -49,20 +49,20 @@ def main() -> None:
 
 
 def _measure_all(rounds: int, steps: int) -> dict[tuple[str, int], list[dict[str, Any]]]:
-    """Run all contenders in rounds, in an order that is shuffled for each, and check that all train alike."""
+    """Run all contenders in rounds, in an order shuffled for each, and check that their losses agree."""
     found: dict[tuple[str, int], list[dict[str, Any]]] = {contender: [] for contender in CONTENDERS}
     shuffle = random.Random(0)
     for number in range(1, rounds + 1):
         for kind, size in shuffle.sample(CONTENDERS, len(CONTENDERS)):
             one = _torchrun(kind, size, steps)
             found[kind, size].append(one)
-            print(f"round {number}: {_who(size, kind)}: {statistics.median(one['seconds']):.3f} s a step", flush=True)
+            print(f"round {number}: {_who(size, kind)}: {statistics.median(one['seconds']):.3f} s per step", flush=True)
     expected = found[CONTENDERS[0]][0]["losses"]
     for contender, results in found.items():
         for one in results:
             off = max(abs(a / b - 1) for a, b in zip(one["losses"], expected, strict=True))
             if not off <= SAME_LOSS:
-                raise SystemExit(f"{contender} has other losses than one process: off by {off:.1e}")
+                raise SystemExit(f"{contender}: the losses differ from those of one process by {off:.1e}")
     return found
 
 
@@ -107,19 +107,19 @@ def tables(result: dict[str, Any]) -> str:
     versions = ", ".join(f"{name} {version}" for name, version in result["versions"].items())
     return "\n".join(
         [
-            "# Training in parallel: ddp beside hybrid",
+            "# Parallel training: ddp and hybrid",
             "",
             f"{result['date']}, {machine['cpu']}, {machine['cores']} cores, load {result['load_at_the_end'][0]:.1f} at "
             f"the end; {versions}. Command: `{result['command']}`.",
             "",
-            "## Measured: gloo processes of one thread on this machine",
+            "## Measured: single-threaded gloo processes on this machine",
             "",
             f"{net['name']}: A with an eighth of its channels and fc units, crop {small_a().crop}; {net['classes']} "
-            f"classes, batch {net['batch']} in all; {net['trunk_parameters']:,} parameters in the trunk, "
-            f"{net['head_parameters']:,} in the head. All had the same losses. *MB*: sent in a step by all processes "
-            "together; *loopback*: the least of all rounds, with headers and whatever else uses that interface. "
-            "*s*: median over rounds of the median step, then the least and the most. More processes than cores only "
-            "show what sharing costs.",
+            f"classes, total batch {net['batch']}; {net['trunk_parameters']:,} parameters in the trunk, "
+            f"{net['head_parameters']:,} in the head. All had the same losses. *MB*: sent per step by all processes "
+            "together; *loopback*: minimum of all rounds, including headers and other traffic of that interface. "
+            "*s*: median over rounds of the median step, then minimum and maximum. More processes than cores only "
+            "show the cost of sharing.",
             "",
             _measured(result["measured"], machine["cores"]),
             "",
@@ -165,11 +165,11 @@ def _model_notes(data: dict[str, Any]) -> str:
         for one in data["hardware"]
     )
     return (
-        f"Batch {data['batch']} in all, as in the paper; every GPU computes at one rate and sends and receives at one "
-        "bandwidth; images are there, updates cost nothing, no kernel loses by its smaller batch. *hidden*: gradients "
-        "are sent behind backward as long as that lasts; *not*: after it. *Amdahl*: hybrid if sending took no time, "
-        "since the head runs on one GPU. Where the paper's speed-up lies below, what the model leaves out was more "
-        "than what it counts.\n\n" + assumed
+        f"Total batch {data['batch']}, as in the paper; every GPU computes at one rate and sends and receives at one "
+        "bandwidth; loading and updates cost nothing, and smaller batches cost no efficiency. *hidden*: gradients "
+        "are sent during backward as long as that lasts; *not*: after it. *Amdahl*: hybrid with free communication, "
+        "since the head runs on one GPU. Where the paper's speed-up is lower, the costs that the model omits were "
+        "larger than those it counts.\n\n" + assumed
     )
 
 

@@ -1,7 +1,7 @@
-"""What a step of training on many GPUs sends, by formula, and how long it takes, by a MODEL. Pure functions.
+"""Bytes of a training step on several GPUs, by formula, and its duration, by a MODEL. Pure functions.
 
-Bytes follow from the architecture alone. Times are modelled, not measured: a GPU of one rate, a network of one
-bandwidth, nothing else. Rates and bandwidths are stated with each.
+The bytes follow from the architecture alone. The times are modeled, not measured: GPUs of one rate, a network of one
+bandwidth, nothing else. Rates and bandwidths are stated with each result.
 """
 
 import math
@@ -12,14 +12,14 @@ from prelunet.evaluator.architectures import Architecture, architecture, multipl
 from prelunet.training.net.network import HEAD
 
 CLASSES, BATCH = 1000, 128
-BACKWARD = 2  # times the forward's arithmetic: gradients of the input, and of the weights
+BACKWARD = 2  # arithmetic relative to forward: gradients of the input and of the weights
 NETS, SIZES = ("A", "B", "C"), (4, 8)
 PAPER = {4: 3.8, 8: 6.0}  # section 4 "Multi-GPU implementation": A and B on four K20, C on eight K40
 
 
 @dataclass(frozen=True)
 class Hardware:
-    """rate: FLOP/s of one GPU in a step; bandwidth: bytes/s that it sends and receives at once; why: their sources."""
+    """rate: FLOP/s of one GPU in a step; bandwidth: bytes/s in each direction at once; why: the sources of both."""
 
     name: str
     rate: float
@@ -30,7 +30,7 @@ class Hardware:
 
 @dataclass(frozen=True)
 class Costs:
-    """Of a net and a batch: parameters, values of features, and multiply-adds of the forward, trunk and head apart."""
+    """Of a net and a batch: parameters and forward multiply-adds of trunk and head, and number of feature values."""
 
     trunk_parameters: int
     head_parameters: int
@@ -40,7 +40,7 @@ class Costs:
 
 
 def costs(net: Architecture, classes: int, batch: int) -> Costs:
-    """Count."""
+    """Return the costs of a net with `classes` classes at a batch size."""
     sizes = {name: math.prod(shape) for name, shape in parameter_shapes(net, classes).items()}
     head = {name: size for name, size in sizes.items() if name.split(".")[0] in HEAD}
     head_adds = sum(size for name, size in head.items() if name.endswith(".weight"))
@@ -57,19 +57,19 @@ def costs(net: Architecture, classes: int, batch: int) -> Costs:
 def sent_bytes(kind: str, size: int, of: Costs, batch: int, feature_bytes: int = 4) -> dict[str, float]:
     """Return the bytes that all processes together send in a step, by purpose.
 
-    An all-reduce by a ring sends 2·(size−1) times its tensor; the loss and the wish to stop are two values more.
+    An all-reduce by a ring sends 2·(size−1) times its tensor; the loss and the stop request are two more values.
     """
     values = of.trunk_parameters + (of.head_parameters if kind == "ddp" else 0) + 2
     sums = 2.0 * (size - 1) * 4 * values
     if kind != "hybrid":
         return {"gradients": sums}
-    others = 1 - (batch // size) / batch  # of the rows are in other processes than the first
+    others = 1 - (batch // size) / batch  # share of the rows that are not in the first process
     features = others * of.features * feature_bytes
     return {"gradients": sums, "features": features, "feature gradients": features, "labels": others * batch * 8}
 
 
 def hardware() -> tuple[Hardware, ...]:
-    """Return what is modelled."""
+    """Return the modeled hardware."""
     a = costs(architecture("A"), CLASSES, BATCH)
     flops = 2 * (1 + BACKWARD) * (a.trunk_multiply_adds + a.head_multiply_adds)
     k20 = flops / (2.6 * PAPER[4])
@@ -83,7 +83,7 @@ def hardware() -> tuple[Hardware, ...]:
 
 
 def model() -> dict[str, Any]:
-    """Return the modelled speed-ups of A, B, C on 4 and 8 GPUs at the paper's batch, and all that they assume."""
+    """Return the modeled speed-ups of A, B, C on 4 and 8 GPUs at the paper's batch, and their assumptions."""
     rows = [
         _modelled(name, size, one)
         for one in hardware()
@@ -97,9 +97,9 @@ def model() -> dict[str, Any]:
 def _modelled(name: str, size: int, on: Hardware) -> dict[str, Any]:
     """Return the times of one step on one GPU and on `size`, in seconds, and what Amdahl's law allows.
 
-    Gradients are sent behind backward as far as it lasts ("hidden"), or after it ("not hidden"). Features and their
-    gradients pass the first GPU's link one after the other, and nothing is computed meanwhile. Updates of the weights
-    are left out.
+    Gradients are sent during backward as long as it lasts ("hidden"), or after it ("not hidden"). Features and their
+    gradients pass the first GPU's link one after the other, and nothing is computed meanwhile. Weight updates are
+    omitted.
     """
     of = costs(architecture(name), CLASSES, BATCH)
     trunk, head = (2 * (1 + BACKWARD) * adds / on.rate for adds in (of.trunk_multiply_adds, of.head_multiply_adds))

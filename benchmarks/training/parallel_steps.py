@@ -1,5 +1,4 @@
-"""Steps of one process of benchmarks/training/parallel.py, which starts it with torchrun; the first writes what was
-measured.
+"""One process of benchmarks.training.parallel, which starts it with torchrun; the first process writes the results.
 
 torchrun --nproc-per-node 2 -m benchmarks.training.parallel_steps hybrid --steps 10 --output FILE
 """
@@ -21,7 +20,7 @@ from prelunet.training.net.initialization import initial_tensors
 from prelunet.training.net.network import PreluNet, load_tensors, parameter_groups
 
 CLASSES, BATCH = 100, 32
-WARM = 2  # steps before
+WARM = 2  # untimed steps
 PURPOSES = ("gradients", "features", "feature gradients", "labels")
 
 
@@ -35,7 +34,7 @@ def small_a() -> Architecture:
 def main() -> None:
     """Train on random images, and write seconds, losses and bytes."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("kind")
+    parser.add_argument("kind", help="ddp or hybrid")
     parser.add_argument("--steps", type=int, required=True)
     parser.add_argument("--output", type=Path, required=True)
     options = parser.parse_args()
@@ -47,7 +46,7 @@ def main() -> None:
 
 
 def measure(kind: Any, group: ProcessGroup, steps: int) -> dict[str, Any]:
-    """Return the seconds and the loss of each step, the bytes that all processes sent in one, and what passed `lo`."""
+    """Return seconds and loss of each step, the bytes that all processes sent in one step, and those through `lo`."""
     net = PreluNet(small_a(), CLASSES)
     load_tensors(net, initial_tensors(small_a(), CLASSES, seed=0))
     parallel = build_parallel(kind, net, group, StepOptions(channels_last=True))
@@ -78,7 +77,7 @@ def measure(kind: Any, group: ProcessGroup, steps: int) -> dict[str, Any]:
 
 
 def _loopback_bytes() -> int:
-    """Return what the loopback interface has carried since the machine began, of whatever program."""
+    """Return the bytes that the loopback interface has carried since boot, of all programs."""
     lines = Path("/proc/self/net/dev").read_text(encoding="utf-8").splitlines()
     return next(int(line.split(":")[1].split()[0]) for line in lines if line.strip().startswith("lo:"))
 

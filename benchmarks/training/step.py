@@ -1,15 +1,15 @@
-"""What our training step costs beside a minimal loop in torch, written by hand, on the same net and images.
+"""The cost of our training step compared with a minimal hand-written torch loop, on the same net and images.
 
     python -m benchmarks.training.step --output benchmarks/results/training-step-cpu.json
 
-The loop has nothing that a training needs beside its arithmetic: modules of torch.nn, cross entropy, SGD with momentum,
-no decay of slopes, dropout of torch. Ours is `Trainer._step`: mean, dropout by (seed, step, row), gradients, the check
-that the loss is finite, the update, the counts. Both see one made batch, over and over; loading is measured by
-loading.py. Before that they take a step from the same weights without dropout, whose losses must agree.
+The loop has only the arithmetic of training: modules of torch.nn, cross entropy, SGD with momentum, no weight decay of
+slopes, torch's dropout. Ours is `Trainer._step`: mean, dropout by (seed, step, row), gradients, the check that the loss
+is finite, the update, the counts. Both repeat one synthetic batch; loading.py measures loading. First, the losses of
+both from the same weights without dropout must agree.
 
-Both are timed with channels in either order in memory (`--channels-last` and `--no-channels-last` of `train`), and the
-faster one of each counts. The steps are taken in turn, in random order within each round; a ratio is the median over
-rounds, its interval the 2.5 % and 97.5 % quantiles of medians of resampled rounds. Goal: 1.05.
+Both are timed with either channel order in memory (`--channels-last` and `--no-channels-last` of `train`), and the
+faster of each counts. Steps take turns in random order within each round. The ratio is the median over rounds, its
+interval the 2.5 % and 97.5 % quantiles of medians of resampled rounds. Goal: 1.05.
 """
 
 import argparse
@@ -35,16 +35,16 @@ from prelunet.training.loop.trainer import SINGLE_PROCESS, Execution, Trainer
 from prelunet.training.recipe import Recipe, read_recipe
 
 GOAL = 1.05
-AGREE = 1e-4  # of the first loss: the order of sums differs, and nothing else
+AGREE = 1e-4  # relative to the first loss: only the order of summation differs
 OURS, HAND = ("ours", "ours, channels last"), ("hand-written", "hand-written, channels last")
-WARM = 3  # rounds that are not counted
-DRAWS = 2000  # resamplings of the rounds
-RATE = 1e-6  # one batch of noise, over and over: with their own rates A and E diverge, which ends the training
+WARM = 3  # untimed rounds
+DRAWS = 2000  # number of resamplings of the rounds
+RATE = 1e-6  # one batch of noise, repeated: at their own rates A and E diverge, which ends the training
 
 
 @dataclass(frozen=True)
 class StepCase:
-    """A net and a batch. rounds: of steps, each of every way once."""
+    """A net and a batch. rounds: each runs every way once."""
 
     recipe: Recipe
     rounds: int
@@ -56,7 +56,7 @@ def main() -> None:
     torch.set_num_threads(cores())
     cases = [_case(text) for text in options.case]
     results = []
-    with tempfile.TemporaryDirectory() as cache:  # E and A look at the embedded images alike, which takes a while
+    with tempfile.TemporaryDirectory() as cache:  # E and A share the statistics of the images
         for case in cases:
             results.append(_measure(case, Path(cache)))
             print(_row_text(results[-1]), flush=True)
@@ -67,11 +67,11 @@ def main() -> None:
 
 def _options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    usual = ["demo:64:60", "E:8:16", "A:2:40"]
-    parser.add_argument("--case", action="append", metavar="RECIPE:BATCH:ROUNDS", help=f"else {', '.join(usual)}")
+    defaults = ["demo:64:60", "E:8:16", "A:2:40"]
+    parser.add_argument("--case", action="append", metavar="RECIPE:BATCH:ROUNDS", help=f"default: {' '.join(defaults)}")
     parser.add_argument("--output", type=Path, help="JSON file to write; a table is written beside it")
     options = parser.parse_args()
-    options.case = options.case or usual
+    options.case = options.case or defaults
     return options
 
 
@@ -82,7 +82,7 @@ def _case(text: str) -> StepCase:
 
 
 def _measure(case: StepCase, cache: Path) -> dict[str, Any]:
-    """Time all ways of a case in turn. cache: where what is known of the images is kept."""
+    """Time all ways of a case in turn. cache: folder for the statistics of the images."""
     recipe, random = case.recipe, np.random.default_rng(0)
     with tempfile.TemporaryDirectory() as folder:
         splits = open_splits(embedded_dataset_path())
@@ -134,7 +134,7 @@ def _ours(trainer: Trainer, batch: Batch) -> Callable[[], object]:
 
 
 def _by_hand(trainer: Trainer, batch: Batch, *, channels_last: bool) -> Callable[[], object]:
-    """Return a step of the loop that one would write in an hour."""
+    """Return a step of the hand-written loop."""
     recipe = trainer.recipe
     net = HandWritten(recipe.build_architecture(), len(trainer.splits.classes), recipe.dropout)
     if channels_last:
@@ -160,7 +160,7 @@ def _by_hand(trainer: Trainer, batch: Batch, *, channels_last: bool) -> Callable
 
 
 class HandWritten(nn.Module):
-    """A net of the paper in modules of torch.nn; its activation is a PReLU for each channel."""
+    """A net of the paper in modules of torch.nn, with PReLU per channel."""
 
     def __init__(self, architecture: Architecture, classes: int, dropout: float) -> None:
         super().__init__()
@@ -190,13 +190,13 @@ class HandWritten(nn.Module):
 
     @torch.no_grad()
     def copy(self, net: nn.Module) -> None:
-        """Take the parameters of our net, which come in the same order."""
+        """Copy the parameters of our net, which have the same order."""
         for mine, theirs in zip(self.parameters(), net.parameters(), strict=True):
             mine.copy_(theirs)
 
 
 def _first_losses(trainer: Trainer, batch: Batch) -> dict[str, float]:
-    """Return the loss of the same weights in both nets, without dropout; SystemExit where they differ."""
+    """Return the loss of both nets with equal weights and no dropout; raises SystemExit if they differ."""
     images, labels = trainer._input(batch), torch.from_numpy(batch.labels)
     net = HandWritten(trainer.recipe.build_architecture(), len(trainer.splits.classes), 0.0)
     net.copy(trainer.net)
@@ -230,7 +230,7 @@ def _table(result: dict[str, Any]) -> str:
     table = markdown(("net", "batch", "crop", *(f"{name}, ms" for name in (*OURS, *HAND)), "ratio"), rows)
     machine = result["machine"]
     return (
-        "# A training step beside a minimal loop\n\n"
+        "# A training step compared with a minimal loop\n\n"
         f"{result['date']}, {machine['cpu']}, {machine['cores']} cores, torch {result['versions']['torch']}: "
         f"`{result['command']}`\n\n{table}\n\n"
         f"Ratio: the faster of ours to the faster loop, median over rounds and 95 % interval; goal {result['goal']}.\n"

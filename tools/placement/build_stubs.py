@@ -1,7 +1,7 @@
-"""Compile stand-ins for the CUDA libraries, with which ONNX Runtime's CUDA provider loads where there is no GPU.
+"""Compile stubs of the CUDA libraries, with which ONNX Runtime's CUDA provider loads without a GPU.
 
-Which libraries, functions and symbol versions it needs is read from the installed provider itself; what those of
-stubs.c leave open returns 0. Runs in .venv-gpu (pyelftools) and calls the C compiler `cc`, or $CC.
+The required libraries, functions and symbol versions are read from the installed provider; functions that stubs.c does
+not define return 0. Runs in .venv-gpu (pyelftools) and calls the C compiler `cc`, or $CC.
 """
 
 import argparse
@@ -17,11 +17,11 @@ from elftools.elf.elffile import ELFFile
 HERE = Path(__file__).resolve().parent
 PROVIDER = "onnxruntime/capi/libonnxruntime_providers_cuda.so"
 CUDA_LIBRARY = re.compile(r"lib(cu\w*)\.so\.\d+")
-DRIVER = "libcuda.so.1"  # the one CUDA library whose symbols have no version
+DRIVER = "libcuda.so.1"  # the only CUDA library whose symbols have no version
 
 
 def needed_functions(provider: Path) -> dict[str, list[str]]:
-    """Return CUDA library → names of the functions that the provider takes from it; none for one it only links."""
+    """Return CUDA library → names of the functions that the provider imports; empty if it only links the library."""
     with provider.open("rb") as file:
         elf = ELFFile(file)
         needed = [
@@ -46,13 +46,13 @@ def needed_functions(provider: Path) -> dict[str, list[str]]:
 
 
 def cudnn_functions(provider: Path) -> list[str]:
-    """Return the cuDNN functions that the provider names; it looks them up in libcudnn.so.9 when they are called."""
+    """Return the cuDNN functions that the provider names; it looks them up in libcudnn.so.9 at run time."""
     names = re.findall(rb"\0(cudnn[A-Z]\w+)(?=\0)", provider.read_bytes())
     return sorted({name.decode() for name in names})
 
 
 def build(library: str, functions: list[str], folder: Path) -> None:
-    """Compile one library: what stubs.c holds of it, and `return 0` for every other function."""
+    """Compile one library: its functions in stubs.c, and `return 0` for every other one."""
     macro = library.split(".", maxsplit=1)[0].upper()
     written, rest, versions = folder / f"{macro}.o", folder / f"{macro}.c", folder / f"{macro}.map"
     _compile("-c", f"-D{macro}", HERE / "stubs.c", "-o", written)
@@ -71,16 +71,16 @@ def _compile(*arguments: str | Path) -> None:
 
 
 def main() -> None:
-    """Build every library into the folder given."""
+    """Build every library into the folder."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("folder", type=Path)
+    parser.add_argument("folder", type=Path, help="folder for the libraries")
     folder = parser.parse_args().folder
     folder.mkdir(parents=True, exist_ok=True)
     provider = Path(str(distribution("onnxruntime-gpu").locate_file(PROVIDER)))
     libraries = needed_functions(provider) | {"libcudnn.so.9": cudnn_functions(provider)}
     for library, functions in libraries.items():
         build(library, functions, folder)
-    print(f"{len(libraries)} stand-ins for CUDA libraries, {sum(map(len, libraries.values()))} functions, in {folder}")
+    print(f"{len(libraries)} stubs of CUDA libraries, {sum(map(len, libraries.values()))} functions, in {folder}")
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
-"""What the placement check loads: models of every kind that `prelunet export` writes, and two graphs with a fault.
+"""The models of the placement check: every kind that `prelunet export` writes, and two graphs with a fault.
 
-Weights do not matter to placement, so they are one number repeated. The trunk has its real widths.
+Weights do not affect placement, so they are one number repeated. The trunk has its real widths.
 """
 
 from collections.abc import Iterator
@@ -17,7 +17,7 @@ from prelunet.export.dense.build import build_contract, build_model
 from prelunet.export.onnx_graph import IR_VERSION, OPSET
 
 CLASSES = 1000
-NARROW = 64  # neurons of fc1 and fc2, which are most of a file and change no more than the size of a product
+NARROW = 64  # neurons of fc1 and fc2, which make up most of a file but only change the size of a product
 WEIGHT = np.float32(0.01)
 
 
@@ -35,7 +35,7 @@ class Variant:
 
 
 def variants(nets: str) -> Iterator[Variant]:
-    """Yield what is checked of each net: every precision, canvas and mean."""
+    """Yield every variant of each net: precision, canvas and mean."""
     choices = product(nets, get_args(FilePrecision), get_args(Canvas), get_args(MeanKind))
     return (Variant(*choice) for choice in choices)
 

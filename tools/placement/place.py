@@ -1,11 +1,11 @@
-"""Load one model file with the project's own CUDA code on the stand-ins of build_stubs.py, and say what became of it.
+"""Load one model file with the project's CUDA code on the stubs of build_stubs.py, and record the result.
 
     LD_LIBRARY_PATH=STUBS PYTHONPATH=ROOT/src python place.py MODEL FOLDER [--run]
 
-Runs in .venv-gpu, which has onnxruntime-gpu and neither torch nor onnx. Writes FOLDER/final.onnx, the graph as it would
-run, without its weights, and FOLDER/placed.json: either the reason of a refusal, or the provider's options and how many
-nodes each provider got. With --run, batches of several shapes go through the project's binding, and what they ask of
-CUDA is counted; their numbers mean nothing.
+Runs in .venv-gpu, which has onnxruntime-gpu but neither torch nor onnx. Writes FOLDER/final.onnx, the final graph
+without its weights, and FOLDER/placed.json: either the reason of a refusal, or the provider's options and the number of
+nodes of each provider. With --run, batches of several shapes run through the project's binding and their CUDA calls are
+counted; their results are meaningless.
 """
 
 import argparse
@@ -32,7 +32,7 @@ KINDS = ("host to host", "host to device", "device to host", "device to device")
 
 
 class RecordedSession(onnxruntime.InferenceSession):
-    """The runtime's session, which also records where nodes are placed and writes the final graph."""
+    """A runtime session that also records the placement of nodes and writes the final graph."""
 
     folder: Path
     opened: "RecordedSession"
@@ -40,7 +40,7 @@ class RecordedSession(onnxruntime.InferenceSession):
     def __init__(self, path: str, options: Any, **rest: Any):
         options.add_session_config_entry("session.record_ep_graph_assignment_info", "1")
         options.optimized_model_filepath = os.fspath(self.folder / "final.onnx")
-        weights = self.folder / "weights"  # of the final graph: 1.3 GB that nobody reads
+        weights = self.folder / "weights"  # weights of the final graph: 1.3 GB that nobody reads
         if not weights.is_symlink():
             weights.symlink_to(os.devnull)
         options.add_session_config_entry("session.optimized_model_external_initializers_file_name", weights.name)
@@ -49,7 +49,7 @@ class RecordedSession(onnxruntime.InferenceSession):
         RecordedSession.opened = self
 
     def nodes_by_provider(self) -> dict[str, int]:
-        """Return how many nodes each provider was given, before copies are inserted between them."""
+        """Return the number of nodes of each provider, before copies are inserted between them."""
         found: Counter[str] = Counter()
         for part in self.get_provider_graph_assignment_info():
             found[part.ep_name] += len(part.get_nodes())
@@ -57,7 +57,7 @@ class RecordedSession(onnxruntime.InferenceSession):
 
 
 def make_batch(contract: ModelContract, count: int, height: int, width: int) -> Batch:
-    """Make a batch of grey canvases; where the model allows it, one image leaves some of its canvas free."""
+    """Build a batch of gray canvases; if the model allows it, one image leaves part of its canvas free."""
     sizes = np.tile(np.array([height, width]), (count, 1))
     if contract.canvas == "ragged":
         sizes[-1] = contract.crop
@@ -65,17 +65,17 @@ def make_batch(contract: ModelContract, count: int, height: int, width: int) -> 
 
 
 def check_shapes(contract: ModelContract, batch: Batch, outputs: Sequence[Any]) -> None:
-    """Compare the shapes of all outputs with those of the contract."""
+    """Check the shapes of all outputs against the contract."""
     *small, fetch_window_scores = outputs
     count, height, width = batch[0].shape[:3]
     classes = len(contract.classes)
     expected = [(count, classes), (count, classes), (count, 2), (count, *contract.window_grid(height, width), classes)]
     found = [value.shape for value in (*small, fetch_window_scores())]
-    assert found == expected, f"{found} for {expected}"
+    assert found == expected, f"output shapes {found}, expected {expected}"
 
 
 def run_batches(model: OnnxRuntimeModel) -> list[dict[str, Any]]:
-    """Run batches of alternating shapes as `Session` does; return each shape, and what its run asked of CUDA.
+    """Run batches of alternating shapes like `Session`; return for each shape the CUDA calls of its run.
 
     First one by one, which is counted, then with uploads ahead in another thread.
     """
@@ -90,10 +90,10 @@ def run_batches(model: OnnxRuntimeModel) -> list[dict[str, Any]]:
         staged = model.stage(*batch)
         before = [*copies, kernels.value]
         outputs = model.compute(staged)
-        asked = [after - earlier for after, earlier in zip([*copies, kernels.value], before, strict=True)]
+        counts = [after - earlier for after, earlier in zip([*copies, kernels.value], before, strict=True)]
         check_shapes(contract, batch, outputs)
         name = "x".join(map(str, shape))
-        records.append({"shape": name, "kernels": asked[-1], "copies": dict(zip(KINDS, asked[:4], strict=True))})
+        records.append({"shape": name, "kernels": counts[-1], "copies": dict(zip(KINDS, counts[:4], strict=True))})
     with ThreadPoolExecutor(1) as uploader:
         uploads = [uploader.submit(model.stage, *batch) for batch in batches * 3]
         for batch, upload in zip(batches * 3, uploads, strict=True):
@@ -104,9 +104,9 @@ def run_batches(model: OnnxRuntimeModel) -> list[dict[str, Any]]:
 def main() -> None:
     """Place one file."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("model", type=Path)
-    parser.add_argument("folder", type=Path)
-    parser.add_argument("--run", action="store_true")
+    parser.add_argument("model", type=Path, help="model file")
+    parser.add_argument("folder", type=Path, help="folder for final.onnx and placed.json")
+    parser.add_argument("--run", action="store_true", help="also run batches")
     arguments = parser.parse_args()
     RecordedSession.folder = arguments.folder
     onnxruntime.InferenceSession = RecordedSession

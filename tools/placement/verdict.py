@@ -1,4 +1,4 @@
-"""What the placement check demands of a model's final graph: a pure function of what place.py wrote."""
+"""The requirements of the placement check on a model's final graph: a pure function of the output of place.py."""
 
 import re
 from collections.abc import Mapping
@@ -10,14 +10,14 @@ from onnx import GraphProto
 CUDA = "CUDAExecutionProvider"
 NHWC = "com.ms.internal.nhwc"  # the domain of kernels that have the channel last
 LAYOUT_BOUND = ("Conv", "MaxPool")
-# What may be transposed: masks, which have one channel, and the mean image, once for each batch.
+# Tensors that may be transposed: masks, which have one channel, and the mean image, once per batch.
 CHEAP = re.compile(r".*\.mask(\.fp16)?|mean\.warped")
 OUTPUTS = 4
 
 
 @dataclass(frozen=True)
 class Verdict:
-    """What was found of one file. faults: why it fails, empty where it passes; the rest is for the table."""
+    """The result for one file. faults: why it fails, empty if it passes; the rest is for the table."""
 
     faults: tuple[str, ...]
     nodes: int = 0
@@ -28,11 +28,10 @@ class Verdict:
 
 
 def judge(placed: Mapping[str, Any], graph: GraphProto) -> Verdict:
-    """Say whether a file runs wholly on CUDA.
+    """Judge whether a file runs entirely on CUDA.
 
-    placed: what place.py wrote of it; graph: the final one. Faults are a node on another provider, a copy between host
-    and GPU, and, where the channel was asked to be last, a convolution or pool that has it first or a transposed
-    activation.
+    placed: output of place.py; graph: the final graph. Faults are a node on another provider, a copy between host and
+    GPU, and, if NHWC was requested, a convolution or pool with the channel first or a transposed activation.
     """
     if "refused" in placed:
         return Verdict((f"refused: {placed['refused']}",))
