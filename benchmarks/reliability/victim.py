@@ -1,7 +1,7 @@
 """A client process that calls until it is killed: python -m benchmarks.reliability.victim HOST:PORT KIND PICTURE
 
-KIND: classify (one call after the other), stream (ClassifyStream without end), evaluate (Evaluate without end). Says
-"calling" on stdout once its first message is on its way.
+KIND: classify (one call after the other), stream (an endless ClassifyStream), evaluate (an endless Evaluate). Prints
+"calling" when it sends its first message.
 """
 
 import sys
@@ -14,7 +14,7 @@ import grpc
 from prelunet.evaluator.pb.prelunet.v1 import prelunet_pb2 as pb
 from prelunet.evaluator.pb.prelunet.v1 import prelunet_pb2_grpc as pb_grpc
 
-PAUSE = 0.005  # seconds from one image of a stream to the next
+PAUSE = 0.005  # seconds between two images of a stream
 
 
 def main() -> None:

@@ -167,7 +167,7 @@ def test_wrong_scores_are_no_measurement(name: str, value: float, right: bool) -
     if right:
         interleave(answers, tiny=True)
     else:
-        with pytest.raises(RuntimeError, match=f"{name}: scores are off"):
+        with pytest.raises(RuntimeError, match=f"{name}: scores deviate"):
             interleave(answers, tiny=True)
 
 

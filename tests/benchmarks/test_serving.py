@@ -1,5 +1,6 @@
 """benchmarks/serving/run.py: what it counts, what it refuses to count, and a rehearsal without the peers."""
 
+import ast
 import asyncio
 import io
 import json
@@ -20,6 +21,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
+from benchmarks.common.results import ROOT
 from benchmarks.common.rig import Rig
 from benchmarks.serving import run as serving
 from benchmarks.serving.bench import (
@@ -216,6 +218,15 @@ def test_the_peers_classifier_gives_the_engines_answers(protocol: str, exported:
     found = [list(zip(*row, strict=True)) for row in zip(indices.tolist(), scores.tolist(), strict=True)]
     expected = classify_images(net.session, [decode_image(image) for image in IMAGES], how)
     check_answers(protocol, found, [one.top(5) for one in expected])
+
+
+@pytest.mark.parametrize("name", ["peer_classifier.py", "peer_mlserver.py", "peer_triton.py"])
+def test_a_file_that_is_copied_to_a_peer_imports_nothing_of_this_project(name: str) -> None:
+    tree = ast.parse((ROOT / "benchmarks" / "serving" / name).read_text(encoding="utf-8"))
+    imported = [node.module or "" for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)]
+    imported += [alias.name for node in ast.walk(tree) if isinstance(node, ast.Import) for alias in node.names]
+    assert imported
+    assert not [module for module in imported if module.split(".")[0] in {"benchmarks", "prelunet"}]
 
 
 def test_a_peers_null_model_decodes_and_answers_zeros(exported: Any, tmp_path: Path) -> None:
