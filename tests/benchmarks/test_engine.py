@@ -340,7 +340,7 @@ def test_photos_of_a_folder_are_taken_evenly_and_others_are_told(
     assert len(photos) == 11  # of twelve files, and the first is none
     assert photos[-1].name > "25.png"
     assert len({photo.pixels.shape for photo in photos}) == len(photos)
-    assert "0.txt: left out" in capsys.readouterr().out
+    assert "0.txt: skipped" in capsys.readouterr().out
     with pytest.raises(SystemExit, match="no readable picture found"):
         load_photos(tmp_path / "nothing")
 

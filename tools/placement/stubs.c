@@ -25,9 +25,9 @@ static int HANDLE; /* what every opaque handle points to */
 #ifdef LIBCUDART
 
 static const size_t MEMORY = (size_t)80 << 30;  /* of the card we claim to be */
-static const size_t WEIGHTS = (size_t)16 << 20; /* uploads beyond it are weights, which nobody reads back */
+static const size_t WEIGHTS = (size_t)16 << 20; /* larger uploads are weights, which are never read back */
 
-/* What the provider asked for so far; place.py reads them. */
+/* Counters of the calls so far; place.py reads them. */
 long stub_copies[5]; /* by cudaMemcpyKind: host-host, host-device, device-host, device-device, either */
 long stub_kernels;
 
