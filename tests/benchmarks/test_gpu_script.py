@@ -310,7 +310,7 @@ def test_an_onnxruntime_without_cuda_is_refused(tmp_path: Path) -> None:
 def test_the_cpu_is_for_rehearsals_only(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         gpu.main(["--part", "sweep", "--device", "cpu"])
-    assert "needs --tiny" in capsys.readouterr().err
+    assert "add --tiny" in capsys.readouterr().err
 
 
 def test_the_plan_tells_of_every_part_and_measures_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -399,7 +399,7 @@ def test_a_broken_cuda_context_ends_the_part(tmp_path: Path) -> None:
     def fail() -> dict[str, Any]:
         raise RuntimeError("CUDA error: an illegal memory access was encountered")
 
-    with pytest.raises(SystemExit, match="call the same part again"):
+    with pytest.raises(SystemExit, match="run the same command again"):
         _results(tmp_path).measure({"net": "A"}, fail, 1)
     assert "illegal" in read_results(tmp_path / "gpu-sweep.json")["cases"][0]["result"]["error"]
 
