@@ -1,4 +1,4 @@
-"""What is peculiar to asyncio; what both clients do alike is in test_retries.py and test_client_streams.py."""
+"""What is peculiar to asyncio; what both clients do alike is in test_retries.py and test_streams.py."""
 
 import asyncio
 import gc

@@ -1,6 +1,6 @@
 """The exported file against the oracle of reference.py: the contract's numbers.
 
-That these comparisons can fail is proved in test_mistakes.py, which makes one mistake at a time.
+That these comparisons can fail is proved in test_deliberate_mistakes.py, which makes one mistake at a time.
 """
 
 from pathlib import Path

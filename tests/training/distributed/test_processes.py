@@ -179,7 +179,7 @@ def test_fine_tuning_runs_under_torchrun(data: Path, tmp_path: Path, recipe_file
     scripts = sysconfig.get_path("scripts")
     environment = {
         **os.environ, "PATH": f"{scripts}{os.pathsep}{os.environ['PATH']}", "OMP_NUM_THREADS": "1",
-        "PYTHONPATH": str(Path(__file__).parents[3]),
+        "PYTHONPATH": str(Path(__file__).parents[3] / "src"),
     }  # fmt: skip
     command = [f"{scripts}/torchrun", "--standalone", "--nproc-per-node", "1", "--no-python", "prelunet", *arguments]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120, env=environment, check=False)
