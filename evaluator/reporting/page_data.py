@@ -91,10 +91,10 @@ def _confusions_by_class(predictions: Iterable[Prediction], classes: int) -> lis
 
 
 def _images(images: Sequence[Prediction]) -> list[Any]:
-    """Return the images of a class: common prefix and suffix of their names, the parts between, ranks, answers, scores.
+    """Return the images of a class: common prefix and suffix of their names, the parts between, ranks and so on.
 
-    answers, scores: concatenated over the images, `width` entries each; reasons: of the refused images, which come
-    last and have no rank.
+    width: answers listed per image; answers, scores: concatenated over the images, `width` entries each; reasons: of
+    the refused images, which come last and have no rank; capped: indices of capped images among the evaluated ones.
     """
     beginning, end, middles = split_affixes([image.file for image in images])
     seen = [image for image in images if image.refused is None]

@@ -201,7 +201,7 @@ class Pipeline:
         with self._lock:
             self._closed = True
             for session_queue in self._session_queues:
-                session_queue.ready.clear()  # `stage` may be waiting for a free slot
+                session_queue.ready.clear()  # `_wait_for_slot` may be waiting
             self._notify_all()
         self._pool.shutdown(cancel_futures=True)
         for thread in self._threads:

@@ -43,7 +43,7 @@ def test_an_example_of_the_page_runs(
     printed = capsys.readouterr().out
     assert re.search(r"class \d|demo|\[[\d.]+, [\d.]+\]", printed), printed
     if "photos" in example:
-        assert re.search(r"bad.png:? .*no image", printed), printed
+        assert re.search(r"bad.png:? .*not a readable image", printed), printed
 
 
 def test_the_page_tells_the_defaults_of_the_rule_of_retries() -> None:

@@ -260,7 +260,7 @@ def test_a_heat_map_is_a_png_beside_the_answer(files: Path, capsys: pytest.Captu
         (["--server", "host:1", "--device", "cpu"], "a server chooses them when it starts"),
         (["--model", "m.onnx", "--name", "m"], "leave them out with --model"),
         (["other.png", "--model", "m.onnx", "--heatmap", "map.png"], "draws one image, not 2"),
-        (["--model", "m.onnx", "--top", "7"], "1 to 6 classes"),
+        (["--model", "m.onnx", "--top", "7"], "must be 1 to 6"),
         (["--model", "m.onnx", "--protocol", "dense-9"], "takes scales from 28"),
     ],
 )

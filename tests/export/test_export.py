@@ -153,7 +153,7 @@ def test_the_verb_verify_exits_6_when_a_score_is_off(
     )
     assert run(["verify", str(wrong), "--device", "cpu"]) == 6
     assert "CPUExecutionProvider, fp32 (" in (told := capsys.readouterr().err)
-    assert "golden images are off by more than 1e-05 (scores) or 0.0001 of the largest (logits)" in told
+    assert "golden images deviate by more than 1e-05 (scores) or 0.0001 of the largest (logits)" in told
 
 
 def test_a_file_without_golden_images_cannot_be_verified_and_says_how_to_get_them(
@@ -212,11 +212,11 @@ def test_a_model_without_one_of_the_keys_is_refused_naming_it(
         ({"architecture": {"name": "\x1b]0;title\x07", "activation": "prelu"}}, "without control characters"),
         ({"classes": lambda classes: [{**classes[0], "name": "a\nb"}, *classes[1:]]}, "without control characters"),
         ({"crop": -5}, "malformed"),
-        ({"crop": 5}, "no window of 7"),
-        ({"window": 0}, "no window of 0"),
+        ({"crop": 5}, "does not give a window of 7"),
+        ({"window": 0}, "does not give a window of 0"),
         ({"trunk": [[3, 0, 1]]}, "a trunk of valid layers"),
         ({"trunk": []}, "a trunk of valid layers"),
-        ({"trunk": [[3, 1, 1]]}, "no window"),
+        ({"trunk": [[3, 1, 1]]}, "does not give a window"),
         ({"spp_levels": [3, 9]}, "spp_levels"),
         ({"max_side": 10**12}, "max_side"),
         ({"max_side": 20}, "max_side"),

@@ -258,5 +258,5 @@ def test_no_file_but_an_image_of_the_dataset_gets_onto_the_page(tmp_path: Path, 
     fingerprint = open_dataset(data, split="val", class_names=[entry["wnid"] for entry in CLASSES]).fingerprint
     lines = [evaluated(".n01/private.png", 0, [2, 0], 2)]
     folder = write_run(tmp_path / "run", lines, fingerprint=fingerprint, data=os.fspath(data))
-    with pytest.raises(RunFolderError, match=r"'\.n01/private\.png' is no image of its dataset.*--fresh"):
+    with pytest.raises(RunFolderError, match=r"'\.n01/private\.png' is not in its dataset.*--fresh"):
         build_gallery(read_run(folder), data if given else None)

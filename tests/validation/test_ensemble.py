@@ -371,7 +371,7 @@ def test_the_verb_prints_the_errors_of_every_number_of_models(
         assert f"  {100 * error_count.top5_wrong / error_count.images:.2f} [" in line
     assert "m1.onnx" in lines[4]
     assert "0.2857" in lines[4]
-    assert "flatter" in told.err
+    assert "makes them look too good" in told.err
     assert prelunet([*command, "--json"]) == 0
     data = json.loads(capsys.readouterr().out)
     assert [entry["models"] for entry in data["first"]] == [1, 2, 3]

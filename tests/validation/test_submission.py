@@ -273,7 +273,7 @@ def test_the_verb_writes_checks_and_says_so(tmp_path: Path, out: Path, capsys: p
     told = capsys.readouterr()
     assert "OK, 40 lines of 5 devkit ids" in told.out
     assert "1 images were refused and have the line '1 2 3 4 5'" in told.err
-    assert "100,000 images, this run 40" in told.err
+    assert "100,000 images, this run has 40" in told.err
     assert out.read_text().splitlines() == expected_lines(random_scores(0, IMAGES), refused=[2])
     assert prelunet(["submission", "--check", str(out), "--images", "40"]) == 0
     assert "OK, 40 lines" in capsys.readouterr().out

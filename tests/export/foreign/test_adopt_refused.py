@@ -81,7 +81,7 @@ BAD_NETS: dict[str, tuple[Build, dict[str, Any], dict[str, Any], type[PreluNetEr
     "sigmoid": (sigmoid, {}, {}, UsageError, "as after a sigmoid"),
     "logits as softmax": (features, {}, {"kind": "softmax"}, UsageError, "not probabilities (sums"),
     "softmax as logits": (softmax_end, {}, {"kind": "logits"}, UsageError, "are probabilities (sums"),
-    "bad name": (features, {}, {"name": "a\x1bb"}, UsageError, "without control characters. Change --name"),
+    "bad name": (features, {}, {"name": "a\x1bb"}, UsageError, "lone surrogates. Change --name"),
     "does not run": (of_two, {"batch": 1}, {}, ContractError, "onnxruntime cannot"),
 }
 

@@ -136,7 +136,9 @@ def test_refused_images_are_counted_with_their_reasons_and_an_evaluation_of_noth
     bad = [pb.LabelledImage(file=name, data=data, label=2) for name, data in (("b", b""), ("a", b"text"))]
     report = report_from_message(report_of(stub.Evaluate(stream(*bad))))
     assert (report["images"], report["evaluated"], report["refused"]) == (2, 0, 2)
-    assert [(each["file"], each["reason"][:8]) for each in report["refusals"]] == [("a", "no image"), ("b", "no image")]
+    assert [(each["file"], each["reason"][:20]) for each in report["refusals"]] == [
+        ("a", "not a readable image"), ("b", "no image: the file i")
+    ]  # fmt: skip
     assert (report["top1_error"], report["top1_interval"]) == (None, [0, 100])
     assert (report["calibration"], report["macro"]["top1_error"], report["ranks"]["median"]) == (None, None, None)
     jsonschema.validate(report, SCHEMA)

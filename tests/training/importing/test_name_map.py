@@ -40,7 +40,7 @@ def test_a_pattern_stands_for_whole_names(lines: dict[str, str], name: str, new:
         ("map.toml", "a = ", "Invalid value"),
         ("map.toml", "", "it is empty"),
         ("map.toml", "a = " + "[" * 3000, "map.toml"),
-        ("map.json", '{"a": "b", "a": "c"}', "stands twice"),
+        ("map.json", '{"a": "b", "a": "c"}', "occurs more than once"),
         ("map.json", '["a"]', "should be an object"),
         ("map.json", b"\xff\xfe", "utf-8"),
         ("map.txt", "a = b", r"should end in \.toml or \.json"),

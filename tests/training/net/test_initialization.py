@@ -303,8 +303,8 @@ def test_init_replaces_an_existing_file_only_when_forced(tmp_path: Path, capsys:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--arch", "D"], f"There are: {', '.join(ARCHITECTURES)}"),
-        (["--activation", "elu"], "There are: prelu, prelu-shared, relu, lrelu"),
+        (["--arch", "D"], f"Valid architectures: {', '.join(ARCHITECTURES)}"),
+        (["--activation", "elu"], "Valid activations: prelu, prelu-shared, relu, lrelu"),
         (["--crop", "9"], "too small for 3x3 bins"),
         (["--crop", "4097"], "4096"),
         (["--crop", "9" * 27], "4096"),
