@@ -4,7 +4,7 @@ A recipe contains every number of a run. It is stored in the run folder and in e
 """
 
 import tomllib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import MISSING, asdict, dataclass, fields, replace
 from importlib import resources
 from pathlib import Path
@@ -299,38 +299,3 @@ def fit_to_crop(recipe: Recipe, crop: int) -> Recipe:
 def automatic_crop(median_shorter_side: float, stride: int) -> int:
     """Return 7/8 of the median shorter side (as 224 of 256 in the paper), rounded half up to a multiple of `stride`."""
     return max(1, int(median_shorter_side * 7 / 8 / stride + 0.5)) * stride
-
-
-# Learning-rate schedule
-
-
-def rate_at(recipe: Recipe, step: int, drops: int = 0) -> float:
-    """Return the learning rate of a step, counted from 0.
-
-    drops: number of plateaus so far (`count_plateaus`), used by the rate_policy `plateau` only. The paper divides the
-    rate by ten twice, "when the error plateaus" (PReLU-nets, section 4). The policy `at` drops it at fixed steps.
-    """
-    if recipe.rate_policy == "at":
-        drops = sum(step >= part * recipe.total_steps for part in recipe.rate_drops)
-    return recipe.rate * recipe.rate_factor ** min(drops, _max_drops(recipe))
-
-
-def _max_drops(recipe: Recipe) -> int:
-    return recipe.most_drops if recipe.rate_policy == "plateau" else len(recipe.rate_drops)
-
-
-def count_plateaus(errors: Sequence[float], patience: int) -> int:
-    """Count the plateaus of the error on val/, given all evaluations in order.
-
-    A plateau is `patience` consecutive evaluations none of which is below the lowest one before them. After a plateau,
-    counting restarts with the next evaluation.
-    """
-    plateaus, lowest, waited = 0, float("inf"), 0
-    for error in errors:
-        if error < lowest:
-            lowest, waited = error, 0
-        else:
-            waited += 1
-        if waited == patience:
-            plateaus, lowest, waited = plateaus + 1, float("inf"), 0
-    return plateaus

@@ -28,7 +28,7 @@ Json = dict[str, Any]
 
 def run_isolated(task: Mapping[str, Any]) -> Json:
     """Run a task and return its result; raises RuntimeError with the end of its stderr."""
-    from benchmarks.common.results import environment  # not at the top: its imports must not count as start time
+    from benchmarks.common.results import environment
 
     command = [sys.executable, "-m", "benchmarks.engine.isolated", json.dumps(task)]
     done = subprocess.run(command, capture_output=True, text=True, env=environment(), check=False)

@@ -18,12 +18,7 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
-from benchmarks.common.results import (
-    ROOT,
-    Results,
-    digest_of,
-    header,
-)
+from benchmarks.common.results import ROOT, Results, digest_of, header
 from benchmarks.reliability import bad_clients, deadlines, draining, faults, memory, overload, shapes, soak
 from benchmarks.reliability.cases import Case, ServerTestBed
 from benchmarks.reliability.fuzz import fuzzing

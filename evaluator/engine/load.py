@@ -27,12 +27,7 @@ from prelunet.evaluator.engine.runtimes.base import LoadedModel, error_summary
 from prelunet.evaluator.engine.runtimes.onnx_metadata import read_precision
 from prelunet.evaluator.engine.session import Circumstances, Device, Placement, Precision, Session
 from prelunet.evaluator.engine.verify import deviation, tolerance_of
-from prelunet.evaluator.errors import (
-    ContractError,
-    EnvironmentFault,
-    PreluNetError,
-    UsageError,
-)
+from prelunet.evaluator.errors import ContractError, EnvironmentFault, PreluNetError, UsageError
 from prelunet.evaluator.files import sha256_of
 from prelunet.evaluator.json_checks import differences, format_differences
 

@@ -21,8 +21,8 @@ from prelunet.evaluator.reporting.compare import (
 from prelunet.evaluator.reporting.compare_charts import change_of, difference_chart
 from prelunet.evaluator.reporting.gallery import Gallery, build_galleries, choose_mistakes
 from prelunet.evaluator.reporting.html import json_bytes, render_html
-from prelunet.evaluator.reporting.page import REPORT_FOLDER
 from prelunet.evaluator.reporting.report import describe_protocol, short_provider
+from prelunet.evaluator.reporting.report_page import REPORT_FOLDER
 from prelunet.evaluator.reporting.statistics import NO_MACRO_INTERVAL
 from prelunet.evaluator.validation.run import Run, read_run
 

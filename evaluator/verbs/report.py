@@ -6,8 +6,8 @@ from typing import Annotated
 import typer
 
 from prelunet.evaluator.reporting.html import json_bytes
-from prelunet.evaluator.reporting.page import WrittenReport, write_report
 from prelunet.evaluator.reporting.report import Report, error_with_interval, headline
+from prelunet.evaluator.reporting.report_page import WrittenReport, write_report
 from prelunet.evaluator.reporting.statistics import NO_MACRO_INTERVAL, TOPS
 from prelunet.evaluator.reporting.tables import worst_classes
 from prelunet.evaluator.terminal import echo

@@ -8,16 +8,8 @@ from pathlib import Path
 import pytest
 
 from prelunet.evaluator.errors import UsageError
-from prelunet.training.recipe import (
-    Recipe,
-    automatic_crop,
-    count_plateaus,
-    fit_to_crop,
-    rate_at,
-    read_recipe,
-    recipe_from_values,
-    recipe_names,
-)
+from prelunet.training.recipe import Recipe, automatic_crop, fit_to_crop, read_recipe, recipe_from_values, recipe_names
+from prelunet.training.schedule import count_plateaus, rate_at
 
 SMALL = read_recipe("small")
 

@@ -34,10 +34,11 @@ from prelunet.training.loop.tracking import RunLogs
 from prelunet.training.loop.unreadable_images import UnreadableImages
 from prelunet.training.net.dense_reference import subtract_mean
 from prelunet.training.net.network import PreluNet, load_tensors, parameter_groups
-from prelunet.training.recipe import Recipe, count_plateaus, rate_at
+from prelunet.training.recipe import Recipe
 from prelunet.training.run_state.checkpoint_manager import CheckpointManager, is_kept
 from prelunet.training.run_state.metrics_log import ErrorRates, count_errors, error_rates
 from prelunet.training.run_state.resume_state import momentum_of
+from prelunet.training.schedule import count_plateaus, rate_at
 
 LOG_EVERY = 20  # steps
 EVALUATION_BATCH = 256  # crops at once, over all processes

@@ -16,7 +16,7 @@ from PIL import Image
 from playwright.sync_api import Browser, sync_playwright
 
 from prelunet.evaluator.datasets import open_dataset
-from prelunet.evaluator.reporting.page import write_report
+from prelunet.evaluator.reporting.report_page import write_report
 from tests.helpers.run_folders import evaluated, refused, write_run
 from tests.reporting.browser.browsing import HOSTILE, LAPTOP, MonitoredPage, imagenet_shape
 
