@@ -70,12 +70,12 @@ def _need(path: Path, session: Session) -> int:
 
 
 def _line(finding: Finding) -> str:
-    return f"- {finding.name}: {finding.told}. {finding.mend}"
+    return f"- {finding.name}: {finding.message}. {finding.fix}"
 
 
 def _print(findings: list[Finding]) -> None:
     table = Table("", "", "", show_header=False)
     for finding in findings:
-        fix = f"\n→ {finding.mend}" if finding.mend else ""
-        table.add_row(finding.state, finding.name, escape_unprintable(finding.told + fix, newlines=True))
+        fix = f"\n→ {finding.fix}" if finding.fix else ""
+        table.add_row(finding.state, finding.name, escape_unprintable(finding.message + fix, newlines=True))
     Console(markup=False, highlight=False).print(table)

@@ -52,19 +52,19 @@ PROBE_MODEL = b64decode(
 class Finding:
     """The result of one check.
 
-    told: what was found; state: `note` means that it works, but could work better; mend: how to fix it, empty if there
-    is nothing to fix; facts: the findings for programs. The field names are keys of the JSON output.
+    message: what was found; state: `note` means that it works, but could work better; fix: how to fix it, empty if
+    there is nothing to fix; facts: the findings for programs.
     """
 
     name: str
-    told: str
+    message: str
     state: State = "ok"
-    mend: str = ""
+    fix: str = ""
     facts: Mapping[str, Any] = field(default_factory=dict)
 
     def to_json(self) -> dict[str, Any]:
-        """Return the finding as plain data."""
-        return asdict(self)
+        """Return the finding as plain data; two keys keep the names that programs may already read."""
+        return {"name": self.name, "told": self.message, "state": self.state, "mend": self.fix, "facts": self.facts}
 
 
 def check_machine(host: str, port: int) -> Iterator[Finding]:
@@ -93,12 +93,12 @@ def _version(package: str) -> str:
 def _runtime() -> Finding:
     """Check that exactly one onnxruntime is installed; two overwrite each other's files."""
     found = {name: version for name in _DISTRIBUTIONS if (version := _version(name)) != "not installed"}
-    told = ", ".join(f"{name} {version}" for name, version in found.items()) or "none"
+    message = ", ".join(f"{name} {version}" for name, version in found.items()) or "none"
     try:
         onnx.import_runtime()
     except PreluNetError as error:
-        return Finding("onnxruntime", told, "wrong", str(error), found)
-    return Finding("onnxruntime", told, facts=found)
+        return Finding("onnxruntime", message, "wrong", str(error), found)
+    return Finding("onnxruntime", message, facts=found)
 
 
 def _devices() -> Iterator[Finding]:
@@ -120,8 +120,8 @@ def _cpu(path: Path) -> Finding:
 
 def _openvino(path: Path) -> Finding:
     if _version("openvino") == "not installed":
-        told = "openvino is not installed; it is faster on a CPU"
-        return Finding("device openvino", told, "note", install_hint("openvino"), {"precisions": []})
+        message = "openvino is not installed; it is faster on a CPU"
+        return Finding("device openvino", message, "note", install_hint("openvino"), {"precisions": []})
     failures: dict[openvino.CpuPrecision, str] = {
         precision: _failure(partial(openvino.load, path, precision), precision) for precision in openvino.HINTS
     }
@@ -129,9 +129,11 @@ def _openvino(path: Path) -> Finding:
     facts = {"precisions": precisions, "version": _version("openvino")}
     if "fp32" not in precisions:
         return Finding("device openvino", "does not compute", "wrong", failures["fp32"], facts)
-    told = f"computes in {' and '.join(precisions)}"
+    message = f"computes in {' and '.join(precisions)}"
     return Finding(
-        "device openvino", told if "bf16" in precisions else f"{told}; this CPU does not support bf16", facts=facts
+        "device openvino",
+        message if "bf16" in precisions else f"{message}; this CPU does not support bf16",
+        facts=facts,
     )
 
 
@@ -144,11 +146,11 @@ def _cuda(path: Path) -> Finding:
         has_cuda = False
     facts: dict[str, Any] = {"visible": gpus, "names": []}
     if not gpus:
-        told = "no GPU is visible" + ("; this onnxruntime could use one" if has_cuda else "")
-        return Finding("device cuda", told, facts=facts)
+        message = "no GPU is visible" + ("; this onnxruntime could use one" if has_cuda else "")
+        return Finding("device cuda", message, facts=facts)
     if not has_cuda:
-        told = f"{gpus} GPUs are visible, but this onnxruntime does not support CUDA"
-        return Finding("device cuda", told, "note", f"in a fresh environment: {install_hint('gpu')}", facts)
+        message = f"{gpus} GPUs are visible, but this onnxruntime does not support CUDA"
+        return Finding("device cuda", message, "note", f"in a fresh environment: {install_hint('gpu')}", facts)
     failures = []
     for gpu in range(gpus):
         if failure := _failure(partial(_on_gpu, path, gpu, facts["names"]), "tf32"):
@@ -184,8 +186,8 @@ def _failure(load: Callable[[], LoadedModel], precision: str) -> str:
 
 def _processor() -> Finding:
     present, usable = os.cpu_count() or 1, cores()
-    told = f"{usable} of {present} cores are usable" if usable < present else f"{present} cores"
-    return Finding("processor", told, facts={"cores": present, "usable": usable})
+    message = f"{usable} of {present} cores are usable" if usable < present else f"{present} cores"
+    return Finding("processor", message, facts={"cores": present, "usable": usable})
 
 
 def _memory() -> Finding:
@@ -197,12 +199,12 @@ def _open_files(connections: int) -> Finding:
     """Compare the open-file limit with the needs of a server, which raises the soft limit by itself."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     facts = {"soft": soft, "hard": hard}
-    told = f"{soft}, can be raised {'without limit' if hard == resource.RLIM_INFINITY else f'to {hard}'}"
+    message = f"{soft}, can be raised {'without limit' if hard == resource.RLIM_INFINITY else f'to {hard}'}"
     if hard != resource.RLIM_INFINITY and hard < connections + RESERVED_FILES:
         available = hard - RESERVED_FILES  # below 1, `serve` does not start
         smaller = f", or serve with --max-connections {available} instead of {connections}" if available > 0 else ""
-        return Finding("open files", told, "note", f"raise it (ulimit -Hn){smaller}", facts)
-    return Finding("open files", told, facts=facts)
+        return Finding("open files", message, "note", f"raise it (ulimit -Hn){smaller}", facts)
+    return Finding("open files", message, facts=facts)
 
 
 def _port(host: str, port: int) -> Finding:
@@ -236,18 +238,18 @@ def check_model(path: Path, placement: Placement, estimate_memory: Callable[[Ses
         "deviations": [{**asdict(each), "passed": each.passed} for each in deviations],
         "memory": need,
     }
-    told = f"{path}: {session.contract.name} on {session.circumstances}; serving it takes up to {format_bytes(need)}"
+    message = f"{path}: {session.contract.name} on {session.circumstances}; serving it takes up to {format_bytes(need)}"
     if not deviations:
-        return Finding("model", f"{told}; it has no golden images, so it was not checked", "note", _VERIFY, facts)
+        return Finding("model", f"{message}; it has no golden images, so it was not checked", "note", _VERIFY, facts)
     worst = max(each.scores for each in deviations)
     if not all(each.passed for each in deviations):
         fix = f"do not use this device or runtime version with this model; for details: {_VERIFY}"
-        return Finding("model", f"{told}; its golden images are off by {worst:.1e}", "wrong", fix, facts)
-    told += f"; golden images off by {worst:.1e}"
+        return Finding("model", f"{message}; its golden images are off by {worst:.1e}", "wrong", fix, facts)
+    message += f"; golden images off by {worst:.1e}"
     if need > available:
         fix = f"this machine has {format_bytes(available)}: give --memory-limit"
-        return Finding("model", told, "note", fix, facts)
-    return Finding("model", told, facts=facts)
+        return Finding("model", message, "note", fix, facts)
+    return Finding("model", message, facts=facts)
 
 
 def _deviations(session: Session) -> Iterator[Deviation]:
@@ -277,15 +279,15 @@ def check_server(address: str, timeout: float) -> Iterator[Finding]:
                 status = check(health_pb2.HealthCheckRequest(), timeout=timeout).status
                 seconds.append(time.perf_counter() - begun)
         except grpc.RpcError as error:
-            told = f"{address}: {error.code().name}: {error.details()}"
-            yield Finding("server", told, "wrong", "is it running there? prelunet serve --model NAME=MODEL.onnx")
+            message = f"{address}: {error.code().name}: {error.details()}"
+            yield Finding("server", message, "wrong", "is it running there? prelunet serve --model NAME=MODEL.onnx")
             return
     name, trip = health_pb2.HealthCheckResponse.ServingStatus.Name(status), statistics.median(seconds[1:])
-    told, facts = f"{address}: {name}, a round trip takes {1000 * trip:.2f} ms", {"health": name, "seconds": trip}
+    message, facts = f"{address}: {name}, a round trip takes {1000 * trip:.2f} ms", {"health": name, "seconds": trip}
     if name != "SERVING":
-        yield Finding("server", told, "wrong", "it is loading its models or stopping; see its log", facts)
+        yield Finding("server", message, "wrong", "it is loading its models or stopping; see its log", facts)
         return
-    yield Finding("server", told, facts=facts)
+    yield Finding("server", message, facts=facts)
     try:
         with Client(address, timeout=timeout, retries=RetryPolicy.none()) as client:
             models = client.models()

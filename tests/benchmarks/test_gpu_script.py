@@ -515,8 +515,8 @@ def test_docs_hold_the_table_of_the_committed_results(tmp_path: Path) -> None:
     copy = tmp_path / "gpu.md"
     copy.write_text(docs.read_text(encoding="utf-8"), encoding="utf-8")
     write_into(copy, table(ROOT / "benchmarks" / "results"))
-    mend = "run: python -m benchmarks.gpu.run --part table --output docs/gpu.md"
-    assert copy.read_text(encoding="utf-8") == docs.read_text(encoding="utf-8"), mend
+    command = "run: python -m benchmarks.gpu.run --part table --output docs/gpu.md"
+    assert copy.read_text(encoding="utf-8") == docs.read_text(encoding="utf-8"), command
 
 
 def test_a_document_without_the_marks_is_left_alone(tmp_path: Path) -> None:

@@ -34,7 +34,7 @@ def test_what_grpc_takes_as_it_is_meant_is_an_address(address: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("address", "mend"),
+    ("address", "fix"),
     [
         ("http://host:50052", r"must not contain http://; write host:50052$"),
         ("https://host:50052/v1", r"must not contain https://; write host:50052$"),
@@ -55,9 +55,9 @@ def test_what_grpc_takes_as_it_is_meant_is_an_address(address: str) -> None:
     ],
 )
 def test_an_address_that_would_be_misunderstood_is_refused_with_how_to_write_it(
-    client_of, address: str, mend: str
+    client_of, address: str, fix: str
 ) -> None:
-    with pytest.raises(UsageError, match=mend):
+    with pytest.raises(UsageError, match=fix):
         client_of(address)
 
 

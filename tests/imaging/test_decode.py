@@ -156,7 +156,7 @@ def test_refused_file_says_why_and_names_no_path(name: str) -> None:
     with pytest.raises(ImageError, match=re.escape(REFUSED[name])) as refusal:
         decode_rgb((DATA / name).read_bytes())
     assert not re.search(r"/|object at|\n", str(refusal.value))
-    assert re.search(r"\. (Get|Send|Convert|Save)|; convert", str(refusal.value)), "says how to mend it"
+    assert re.search(r"\. (Get|Send|Convert|Save)|; convert", str(refusal.value)), "says how to fix it"
 
 
 def test_transparent_colour_of_a_gif_becomes_white_and_the_others_stay() -> None:

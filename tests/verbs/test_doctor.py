@@ -1,4 +1,4 @@
-"""`prelunet doctor`: what is right is said to be right, and each thing that is wrong is found with its mend."""
+"""`prelunet doctor`: what is right is said to be right, and each thing that is wrong is found with its fix."""
 
 import json
 import resource
@@ -105,7 +105,7 @@ def test_a_device_that_computes_wrongly_is_found(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(onnx_runtime.OnnxRuntimeModel, "compute", slightly_off)
     finding = found("device cpu")
     assert finding.state == "wrong"
-    assert "off by 2.0e-05" in finding.mend
+    assert "off by 2.0e-05" in finding.fix
 
 
 def test_a_damaged_onnxruntime_is_found_and_everything_else_looked_at(
@@ -147,8 +147,8 @@ def test_gpus_are_tried_one_by_one(
     monkeypatch.setattr(onnx_runtime, "has_cuda_provider", lambda: knows)
     monkeypatch.setattr(onnx_runtime, "load_on_cuda", on_gpu)
     finding = found("device cuda")
-    assert (finding.state, told in finding.told) == (state, True), finding
-    assert failure in finding.mend
+    assert (finding.state, told in finding.message) == (state, True), finding
+    assert failure in finding.fix
 
 
 @pytest.mark.parametrize(("works", "told"), [(("fp32", "bf16"), "fp32 and bf16"), (("fp32",), "does not support bf16")])
@@ -160,16 +160,16 @@ def test_openvino_tells_its_precisions(monkeypatch: pytest.MonkeyPatch, works: t
 
     monkeypatch.setattr(openvino, "load", load)
     finding = found("device openvino")
-    assert (finding.state, told in finding.told) == ("ok", True)
+    assert (finding.state, told in finding.message) == ("ok", True)
 
 
 def test_a_limit_of_open_files_below_the_connections_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(resource, "getrlimit", lambda _kind: (256, 1024))
     finding = found("open files")
     assert finding.state == "note"
-    assert "--max-connections 768 instead of 4096" in finding.mend, "a server needs files beside those of connections"
+    assert "--max-connections 768 instead of 4096" in finding.fix, "a server needs files beside those of connections"
     monkeypatch.setattr(resource, "getrlimit", lambda _kind: (256, 256))
-    assert found("open files").mend == "raise it (ulimit -Hn)", "with no connection at all a server does not start"
+    assert found("open files").fix == "raise it (ulimit -Hn)", "with no connection at all a server does not start"
     monkeypatch.setattr(resource, "getrlimit", lambda _kind: (256, 4096 + 255))
     assert found("open files").state == "note"
     monkeypatch.setattr(resource, "getrlimit", lambda _kind: (256, 4096 + 256))

@@ -189,7 +189,7 @@ def test_what_is_no_model_is_the_files_fault(tmp_path: Path, exported: dict[str,
 
 
 @pytest.mark.parametrize(
-    ("device", "precision", "mend"),
+    ("device", "precision", "fix"),
     [
         ("cpu", "bf16", "bf16 needs --device openvino"),
         ("cpu", "tf32", "tf32 needs --device cuda"),
@@ -199,9 +199,9 @@ def test_what_is_no_model_is_the_files_fault(tmp_path: Path, exported: dict[str,
     ],
 )
 def test_a_precision_that_a_device_does_not_have_is_refused_with_what_has_it(
-    exported: dict[str, ExportedNet], device: Any, precision: Any, mend: str
+    exported: dict[str, ExportedNet], device: Any, precision: Any, fix: str
 ) -> None:
-    with pytest.raises(UsageError, match=rf"--precision {precision}: .*stores fp32, which --device {device}.*{mend}"):
+    with pytest.raises(UsageError, match=rf"--precision {precision}: .*stores fp32, which --device {device}.*{fix}"):
         open_session(exported["demo-image"].path, device, precision=precision)
 
 

@@ -178,11 +178,11 @@ def test_a_folder_is_refused_with_the_checkpoints_that_are_in_it(tmp_path: Path,
     for name in there:
         (tmp_path / name).touch()
     (tmp_path / "step-0000003.safetensors").touch()
-    mend = " or ".join(str(tmp_path / name) for name in there) or "the path of a checkpoint"
+    fix = " or ".join(str(tmp_path / name) for name in there) or "the path of a checkpoint"
     for read in (sha256_of_checkpoint, lambda path: begin(path, classes(0))):
         with pytest.raises(UsageError) as refused:
             read(tmp_path)
-        assert str(refused.value) == f"{tmp_path}: a folder, not a checkpoint. Give {mend}"
+        assert str(refused.value) == f"{tmp_path}: a folder, not a checkpoint. Give {fix}"
 
 
 def test_the_sha256_of_a_start_is_that_of_its_bytes(path: Path) -> None:
