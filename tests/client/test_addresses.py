@@ -112,7 +112,7 @@ def speak_http_1(connection: socket.socket) -> None:
     [
         (lambda _: None, "the connection was closed"),  # as a server does that has all its connections
         (close_in_a_call, "the connection was closed before the answer, perhaps because the server is stopping"),
-        (reset_in_a_call, "the server closed the connection, perhaps because it is stopping"),
+        (reset_in_a_call, "the connection was closed by the server, perhaps because it is stopping"),
         (send_away_in_a_call, "the server ended the connection before the answer"),
         (speak_http_1, "the program that listens there is not a gRPC server"),
     ],
