@@ -295,7 +295,7 @@ async def _resets(server: ServerProcess, count: int) -> tuple[bool, Json]:
 async def _hasty(server: ServerProcess) -> tuple[int, int]:
     """Return how many calls a client started, and how many of them were refused."""
     async with connection(server.address) as there:
-        await there.wait_until(SETTINGS)
+        await there.until(SETTINGS)
         there.send(frame(SETTINGS, flags=ACK))  # before that, gRPC takes only a few calls
         sent, end = 0, time.monotonic() + RESETS
         while time.monotonic() < end:
