@@ -108,6 +108,18 @@ class Results:
                 raise SystemExit("the CUDA device is lost after this error: run the same command again to resume")
         return result
 
+    def finish(self, lines: Iterable[str] = ()) -> int:
+        """Print `lines`, the failed and the missing cases; return the exit code.
+
+        0: all cases are measured, 1: one failed, 3: the time limit left some out.
+        """
+        print(f"{self.path}: {len(self.data['cases'])} cases, {self.elapsed:.0f} s", *lines, sep="\n")
+        for settings in self.failed:
+            print(f"failed: {settings}")
+        if self.skipped:
+            print(f"no time for {len(self.skipped)} cases: run the same command again to resume")
+        return 1 if self.failed else 3 if self.skipped else 0
+
     def _write(self, settings: Mapping[str, Any], seconds: float, result: Mapping[str, Any]) -> None:
         if self._run is None:
             self._run = len(self.data["runs"])

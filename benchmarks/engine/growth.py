@@ -159,9 +159,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 bench.close()
             for point in PARTS[part](bench):
                 results.measure({"part": part, **point.settings}, point.work, point.seconds)
-    if results.skipped:
-        print(f"no time for {len(results.skipped)} points: run the same command again to resume")
-    return 1 if results.failed else 3 if results.skipped else 0
+    return results.finish()
 
 
 def _options(words: Sequence[str]) -> argparse.Namespace:

@@ -109,7 +109,7 @@ def _measure(options: argparse.Namespace, words: Sequence[str]) -> int:
     print("matrix products of torch, TFLOP/s: " + ", ".join(f"{name} {rate}" for name, rate in rig.peaks.items()))
     results = Results(output, options.part, now, options.limit, lambda: watch(rig))
     _module_of(options.part).run(rig, results)
-    return _end(results, options)
+    return results.finish(goals(results.path.parent, {options.part: results.path}))
 
 
 def _check_torch(device: str) -> None:
@@ -129,18 +129,6 @@ def _check_torch(device: str) -> None:
             f"torch is built for CUDA {major} and onnxruntime for CUDA {theirs}: in one process one of them would load "
             "the other's cuDNN. Install both for the same CUDA version"
         )
-
-
-def _end(results: Results, options: argparse.Namespace) -> int:
-    """Print the goals and the missing cases; return the exit code."""
-    print(f"{results.path}: {len(results.data['cases'])} cases, {results.elapsed:.0f} s")
-    for line in goals(results.path.parent, {options.part: results.path}):
-        print(line)
-    for settings in results.failed:
-        print(f"failed: {settings}")
-    if results.skipped:
-        print(f"no time for {len(results.skipped)} cases: run the same command again to resume")
-    return 1 if results.failed else 3 if results.skipped else 0
 
 
 if __name__ == "__main__":

@@ -14,7 +14,6 @@ Exit codes: 0 every claim held, 1 a claim failed or could not be tested, 3 the t
 
 import argparse
 import sys
-import time
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
@@ -22,7 +21,7 @@ from benchmarks.common.results import ROOT, Results, digest_of, header
 from benchmarks.reliability import bad_clients, deadlines, draining, faults, memory, overload, shapes, soak
 from benchmarks.reliability.cases import Case, ServerTestBed
 from benchmarks.reliability.fuzz import fuzzing
-from benchmarks.reliability.table import filled, latest, not_held, summary, table
+from benchmarks.reliability.table import filled, not_held, summary, table
 
 PACKAGES = ("prelunet", "onnxruntime", "openvino", "numpy", "pillow", "grpcio", "protobuf")  # that can change a result
 MEASURED = (
@@ -48,7 +47,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run the cases that are not in the file yet."""
     words = list(sys.argv[1:] if arguments is None else arguments)
     options = _options(words)
-    begun = time.monotonic()
     now = {
         **header(__file__, _without_paths(words), PACKAGES),
         "device": "cpu",
@@ -67,7 +65,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         page = options.page.read_text(encoding="utf-8")
         options.page.write_text(filled(page, summary(results.data, GROUPS)), encoding="utf-8")
     print(text)
-    return _end(results, time.monotonic() - begun)
+    broken = not_held(results.data)
+    code = results.finish(f"NOT held: {name}: {why}" for name, why in broken)
+    return 1 if broken else code
 
 
 def _options(words: Sequence[str]) -> argparse.Namespace:
@@ -97,17 +97,6 @@ def _without_paths(words: Sequence[str]) -> list[str]:
 
 def _run_case(group: str, case: Case) -> dict[str, object]:
     return {"group": group, "claim": case.claim, **case.work()}
-
-
-def _end(results: Results, seconds: float) -> int:
-    """Print the claims that did not hold and the cases that were left out; return the exit code."""
-    broken = not_held(results.data)
-    print(f"{results.path}: {len(latest(results.data))} cases, {seconds:.0f} s")
-    for name, why in broken:
-        print(f"NOT held: {name}: {why}")
-    if results.skipped:
-        print(f"no time for {len(results.skipped)} cases: run the same command again to resume")
-    return 1 if broken or results.failed else 3 if results.skipped else 0
 
 
 if __name__ == "__main__":

@@ -19,7 +19,6 @@ import argparse
 import io
 import sys
 import tempfile
-import time
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -50,7 +49,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Measure; return 0, or 1 if a case failed, or 3 if the time limit left some out."""
     words = list(sys.argv[1:] if arguments is None else arguments)
     options = _options(words)
-    begun = time.monotonic()
     now = {
         **header(__file__, _without_places(words), PACKAGES),
         "device": "cpu",
@@ -72,7 +70,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     text = tables(results.data)
     options.output.with_suffix(".md").write_text(text, encoding="utf-8")
     print(text)
-    return _end(results, time.monotonic() - begun)
+    return results.finish(goals_of(results.data))
 
 
 def _options(words: Sequence[str]) -> argparse.Namespace:
@@ -107,18 +105,6 @@ def _pictures(folder: Path, data: Path | None) -> Pictures:
         Image.fromarray(pixels).save(encoded, "JPEG", quality=QUALITY)
         (folder / f"{number:03}.jpg").write_bytes(encoded.getvalue())
     return Pictures(folder, mixed=tuple(range(len(photos))), equal=(0,), smallest=(len(photos),))
-
-
-def _end(results: Results, seconds: float) -> int:
-    """Print the goals and the missing cases; return the exit code."""
-    print(f"{results.path}: {len(results.data['cases'])} cases, {seconds:.0f} s")
-    for goal in goals_of(results.data):
-        print(goal)
-    for settings in results.failed:
-        print(f"failed: {settings}")
-    if results.skipped:
-        print(f"no time for {len(results.skipped)} cases: run the same command again to resume")
-    return 1 if results.failed else 3 if results.skipped else 0
 
 
 if __name__ == "__main__":
