@@ -26,7 +26,7 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
-Grey = npt.NDArray[np.uint8]  # (rows, columns)
+GrayImage = npt.NDArray[np.uint8]  # (rows, columns)
 
 CLASSES = (  # folder names in the order of the labels, 0 to 9; the names are those of the dataset's README
     "t-shirt",
@@ -41,7 +41,7 @@ CLASSES = (  # folder names in the order of the labels, 0 to 9; the names are th
     "ankle-boot",
 )
 SPLITS = {"train": ("train", 600), "val": ("t10k", 200)}  # folder: (file of the package, pictures per class)
-CONTENT_ABOVE = 0  # grey level; the background is exactly 0
+CONTENT_ABOVE = 0  # gray level; the background is exactly 0
 ZIP_DATE = (2017, 8, 25, 0, 0, 0)  # any fixed date: this is the dataset's
 
 
@@ -85,13 +85,13 @@ def read_idx(path: Path) -> npt.NDArray[np.uint8]:
     return np.frombuffer(data, np.uint8, offset=4 + 4 * axes).reshape(shape)
 
 
-def crop_to_content(image: Grey) -> Grey:
+def crop_to_content(image: GrayImage) -> GrayImage:
     """Crop an image to the smallest rectangle that contains all pixels above CONTENT_ABOVE."""
     rows, columns = (np.flatnonzero((image > CONTENT_ABOVE).any(axis=axis)) for axis in (1, 0))
     return image[rows[0] : rows[-1] + 1, columns[0] : columns[-1] + 1]
 
 
-def encode_png(image: Grey) -> bytes:
+def encode_png(image: GrayImage) -> bytes:
     """Encode an 8-bit gray PNG with whichever of the row filters None, Sub and Up gives the smallest file."""
     left = np.pad(image, ((0, 0), (1, 0)))[:, :-1]
     above = np.pad(image, ((1, 0), (0, 0)))[:-1]

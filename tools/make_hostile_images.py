@@ -24,7 +24,7 @@ PNG_SIGNATURE = b"\x89PNG\r\n\x1a\n"
 def main() -> None:
     """Write all files and print their sizes."""
     HOSTILE.mkdir(parents=True, exist_ok=True)
-    files = {**plain_oddities(), **colour_oddities(), **cut_files(), **bombs(), **no_images()}
+    files = {**plain_oddities(), **color_oddities(), **cut_files(), **bombs(), **no_images()}
     for name, data in sorted(files.items()):
         (HOSTILE / name).write_bytes(data)
         print(f"{len(data):6} {name}")
@@ -48,9 +48,9 @@ def chunk(kind: bytes, data: bytes) -> bytes:
     return struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data))
 
 
-def png(width: int, height: int, depth: int, colour: int, rows: bytes, extra: bytes = b"") -> bytes:
-    """Return a PNG with this header and arbitrary rows. colour: 0 grey, 2 RGB, 3 palette, 4 grey + alpha."""
-    header = struct.pack(">IIBBBBB", width, height, depth, colour, 0, 0, 0)
+def png(width: int, height: int, depth: int, color: int, rows: bytes, extra: bytes = b"") -> bytes:
+    """Return a PNG with this header and arbitrary rows. color: 0 gray, 2 RGB, 3 palette, 4 gray + alpha."""
+    header = struct.pack(">IIBBBBB", width, height, depth, color, 0, 0, 0)
     body = extra + chunk(b"IDAT", zlib.compress(rows, 9))
     return PNG_SIGNATURE + chunk(b"IHDR", header) + body + chunk(b"IEND", b"")
 
@@ -79,10 +79,10 @@ def plain_oddities() -> dict[str, bytes]:
     }
 
 
-def colour_oddities() -> dict[str, bytes]:
+def color_oddities() -> dict[str, bytes]:
     """Return images whose pixels are not 8-bit RGB."""
     image = Image.fromarray(picture())
-    grey16 = (np.arange(HEIGHT * WIDTH) * 73 % 65536).astype(np.uint16).reshape(HEIGHT, WIDTH)
+    gray16 = (np.arange(HEIGHT * WIDTH) * 73 % 65536).astype(np.uint16).reshape(HEIGHT, WIDTH)
     alpha = Image.fromarray(picture()[:, ::-1, 1].copy())
     rgba = image.copy()
     rgba.putalpha(alpha)
@@ -102,9 +102,9 @@ def colour_oddities() -> dict[str, bytes]:
         "rgba.png": encode(rgba, "PNG"),
         "rgba.webp": encode(rgba, "WEBP", lossless=True, exact=True),
         "grey-alpha.png": encode(rgba.convert("LA"), "PNG"),
-        "grey-16-bit.png": encode(Image.fromarray(grey16), "PNG"),
-        "grey-16-bit.tif": encode(Image.fromarray(grey16), "TIFF"),
-        "grey-16-bit.ppm": encode(Image.fromarray(grey16.astype(np.int32)), "PPM"),
+        "grey-16-bit.png": encode(Image.fromarray(gray16), "PNG"),
+        "grey-16-bit.tif": encode(Image.fromarray(gray16), "TIFF"),
+        "grey-16-bit.ppm": encode(Image.fromarray(gray16.astype(np.int32)), "PPM"),
         "one-bit.png": png(WIDTH, HEIGHT, 1, 0, bits),
         "float.tif": encode(Image.fromarray(picture()[:, :, 0].astype(np.float32)), "TIFF"),
         "grey-32-bit.tif": encode(Image.fromarray(picture()[:, :, 0].astype(np.int32) * 1_000_000), "TIFF"),
@@ -140,7 +140,7 @@ def bombs() -> dict[str, bytes]:
     last_scan = jpeg[jpeg.rindex(b"\xff\xda") : -2]
     text = b"Comment\0\0" + zlib.compress(bytes(8_000_000), 9)  # 8 MB of text in 8 KB
     profile = b"icc\0\0" + zlib.compress(bytes(8_000_000), 9)
-    grey = b"".join(b"\0" + bytes(WIDTH) for _ in range(HEIGHT))
+    gray = b"".join(b"\0" + bytes(WIDTH) for _ in range(HEIGHT))
     frames = [Image.new("RGB", (8, 8), (9, 9, 9)), Image.new("RGB", (8, 8), (99, 9, 9))]
     webp = bytearray(encode(frames[0], "WEBP", save_all=True, append_images=frames[1:], lossless=True))
     webp[24:30] = b"\x70\x23\x00\x70\x23\x00"  # canvas of 9073 x 9073: above our limit, below Pillow's
@@ -161,8 +161,8 @@ def bombs() -> dict[str, bytes]:
         + struct.pack("<IHHI", 54, 0, 0, 54)
         + struct.pack("<IiiHHIIiiII", 40, 50_000, 50_000, 1, 24, 0, 0, 0, 0, 0, 0),
         "bomb-size.ppm": b"P6 90000 90000 255\n" + bytes(64),
-        "bomb-text.png": png(WIDTH, HEIGHT, 8, 0, grey, chunk(b"zTXt", text)),
-        "bomb-profile.png": png(WIDTH, HEIGHT, 8, 0, grey, chunk(b"iCCP", profile)),
+        "bomb-text.png": png(WIDTH, HEIGHT, 8, 0, gray, chunk(b"zTXt", text)),
+        "bomb-profile.png": png(WIDTH, HEIGHT, 8, 0, gray, chunk(b"iCCP", profile)),
         "bomb-scans.jpg": jpeg[:-2] + last_scan * 150 + jpeg[-2:],
         "bomb-tile.tif": huge_tile(),
     }

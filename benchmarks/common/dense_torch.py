@@ -69,8 +69,8 @@ class DenseNet(nn.Module):
         The scores are float32, or float64 for dtype float64.
         """
         pixels = images.permute(0, 3, 1, 2) if images.dtype == torch.uint8 else images
-        centred = (pixels - self.mean).to(self.dtype).contiguous(memory_format=self.layout)
-        windows = self.pyramid(self.trunk(centred))
+        centered = (pixels - self.mean).to(self.dtype).contiguous(memory_format=self.layout)
+        windows = self.pyramid(self.trunk(centered))
         logits = self.head(windows.flatten(0, 2)).to(self.mean.dtype)
         return logits.softmax(1).reshape(images.shape[0], -1, logits.shape[1]).mean(1)
 
@@ -174,5 +174,5 @@ def export_plain(net: DenseNet, path: Path) -> None:
     names = {"input_names": ["images"], "output_names": ["scores"]}
     axes = {"images": {0: "N", 2: "H", 3: "W"}, "scores": {0: "N"}}
     with warnings.catch_warnings(), torch.inference_mode():
-        warnings.simplefilter("ignore")  # it says that this exporter is the older one, which needs no further package
+        warnings.simplefilter("ignore")  # this exporter is deprecated, but it needs no further package
         torch.onnx.export(net, (pixels,), str(path), dynamo=False, opset_version=18, dynamic_axes=axes, **names)

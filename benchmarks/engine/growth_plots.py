@@ -13,7 +13,7 @@ from prelunet.evaluator.reporting.html import draw_svg
 Json = dict[str, Any]
 Row = dict[str, Any]
 
-COLOURS = ["var(--accent)", "#c2571a", "#2b2f36", "var(--second)"]  # they differ in lightness too
+COLORS = ["var(--accent)", "#c2571a", "#2b2f36", "var(--second)"]  # they differ in lightness too
 
 
 def points_of(data: Json, part: str) -> list[Row]:
@@ -38,7 +38,7 @@ def _plots(data: Json) -> dict[str, tuple[list[Row], str, str]]:
     seconds = "seconds for a view and its mirror image"
     area, elongation, memory = (points_of(data, part) for part in ("area", "elongation", "memory"))
     classes, dataset = points_of(data, "classes"), points_of(data, "dataset")
-    kinds = {"measured": "peak_mb", "foretold at most": "foretold_peak_mb"}
+    kinds = {"measured": "peak_mb", "estimated maximum": "foretold_peak_mb"}
     return {
         "area": (
             [_row(p["pixels"] / 2e6, each, name) for p in area for name, each in medians(p).items()],
@@ -80,7 +80,7 @@ def _lines(rows: Sequence[Row], x_title: str, y_title: str) -> Json:
     if logarithmic:
         x["axis"] |= {"values": places, "format": ",d"}
     series, kinds = (list(dict.fromkeys(row[key] for row in rows)) for key in ("series", "kind"))
-    colour = {"field": "series", "type": "nominal", "scale": {"domain": series, "range": COLOURS[: len(series)]}}
+    color = {"field": "series", "type": "nominal", "scale": {"domain": series, "range": COLORS[: len(series)]}}
     dash = {"field": "kind", "type": "nominal", "scale": {"domain": kinds, "range": [[1, 0], [4, 3]]}}
     dash["legend"] = {"symbolType": "stroke", "symbolStrokeWidth": 2, "symbolSize": 300} if len(kinds) > 1 else None
     y = {"field": "y", "type": "quantitative", "title": y_title, "scale": {"zero": True}, "axis": {"domain": False}}
@@ -88,7 +88,7 @@ def _lines(rows: Sequence[Row], x_title: str, y_title: str) -> Json:
         list(rows),
         height=240,
         mark={"type": "line", "strokeWidth": 2, "point": {"size": 40}},
-        encoding={"x": x, "y": y, "color": colour, "strokeDash": dash},
+        encoding={"x": x, "y": y, "color": color, "strokeDash": dash},
     )
     return {**spec, "width": 560, "autosize": "pad", "padding": 12}
 
@@ -129,7 +129,7 @@ def _share(point: Row) -> str:
     return f"{100 * point['head_gflop'] / point['gflop']:.0f} %"
 
 
-def _foretold(key: str) -> Callable[[Row], str]:
+def _estimated(key: str) -> Callable[[Row], str]:
     return lambda point: f"{point[f'{key}_mb']:,} / {point[f'foretold_{key}_mb']:,}"
 
 
@@ -149,9 +149,9 @@ _COLUMNS: Mapping[str, Mapping[str, Callable[[Row], Any]]] = {
     "memory": {
         "engine": itemgetter("engine"),
         "scale": itemgetter("scale"),
-        "loading MB, measured / foretold": _foretold("loading"),
-        "loaded": _foretold("settled"),
-        "peak after loading": _foretold("peak"),
+        "loading MB, measured / estimated": _estimated("loading"),
+        "loaded": _estimated("settled"),
+        "peak after loading": _estimated("peak"),
     },
     "classes": {
         "engine": itemgetter("engine"),
@@ -168,7 +168,7 @@ _COLUMNS: Mapping[str, Mapping[str, Callable[[Row], Any]]] = {
         "images": lambda point: f"{point['images']:,}",
         "s": itemgetter("seconds"),
         "ms per image": lambda point: 1000 * point["seconds"] / point["images"],
-        "peak after loading MB, measured / foretold": _foretold("peak"),
+        "peak after loading MB, measured / estimated": _estimated("peak"),
         "list of samples, bytes per image": itemgetter("list_bytes_an_image"),
         "written, bytes per image": itemgetter("written_bytes_an_image"),
     },

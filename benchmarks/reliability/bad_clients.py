@@ -112,7 +112,7 @@ async def _beside(
     before, beside = percentiles(alone), percentiles(meanwhile)
     return verdict(
         {
-            "treated_as_they_should_be": right,
+            "treated_correctly": right,
             "no_good_call_failed": not good.failures,
             "good_calls_meanwhile": len(meanwhile) > 0,
             "latency_bounded": beside.get("p50_ms", 0) <= SLOWER * before["p50_ms"] + 1000 * extra_seconds,
@@ -221,13 +221,13 @@ async def _stalled(bed: ServerTestBed, count: int) -> Json:
         {
             "all_places_taken": full and len(refused) == 1 and refused[0].startswith("RESOURCE_EXHAUSTED"),
             "all_places_free_again": free and stayed,
-            "each_told_that_its_time_is_over": expired == places,
+            "each_timed_out": expired == places,
             "good_calls_afterwards": not good.failures and len(good.latencies) == GOOD_AFTERWARDS,
             "nothing_left": not metrics.in_flight() and not more_files,
             "no_error_in_the_log": not ended.errors,
         },
         calls=places,
-        told_that_their_time_is_over=expired,
+        timed_out=expired,
         refused_meanwhile=len(refused),
         failures=good.failures[:5],
         left=metrics.in_flight(),
@@ -264,7 +264,7 @@ async def _floods(server: ServerProcess, count: int) -> tuple[bool, Json]:
     """Let clients flood with pings and reconnect as soon as they are closed."""
     floods = [flood for some in await asyncio.gather(*(_flooder(server) for _ in range(count))) for flood in some]
     calmed = sum(was_calmed for was_calmed, _ in floods)
-    numbers = {"clients": count, "connections": len(floods), "told_to_calm_down": calmed}
+    numbers = {"clients": count, "connections": len(floods), "closed_with_enhance_your_calm": calmed}
     return calmed == len(floods), {**numbers, "pings_sent": sum(sent for _, sent in floods)}
 
 

@@ -25,7 +25,7 @@ from benchmarks.reliability.fault_injection import GPU_PIXELS, MARK, write_contr
 from benchmarks.reliability.pictures import marked_picture
 
 DECODING = 0.3  # seconds until all waiting images are decoded and can share a batch
-NEIGHBOURS = 15
+NEIGHBORS = 15
 ROUNDS = 5
 EXIT = 5  # exit code after the loss of the device
 # fault → status of the image that triggers it; None: every image is answered
@@ -79,13 +79,13 @@ async def _split(bed: ServerTestBed, fault: str, expected: str | None, rounds: i
         failures = sum(metrics("batch_failures_total", model=NAME, reason=reason) for reason in ("error", "memory"))
     return verdict(
         {
-            "neighbours_answered_right": wrong == 0,
-            "the_one_told": set(found) == {expected or "OK"},
+            "neighbors_answered_correctly": wrong == 0,
+            "expected_status": set(found) == {expected or "OK"},
             "a_shared_batch_failed": failures > rounds or fault == "nan",
             "healthy_afterwards": state == "good",
             "nothing_left": not metrics.in_flight(),
         },
-        neighbours=rounds * (NEIGHBOURS + 1),
+        neighbours=rounds * (NEIGHBORS + 1),
         neighbours_failed=wrong,
         status_of_the_one=sorted(set(found)),
         failed_batches=failures,
@@ -109,7 +109,7 @@ async def _together(
     write_control(control, hold=True)
     calls = [asyncio.create_task(scores_or_status(images[0]))]
     await wait_until(lambda: server.metrics()("batch_views_count", model=NAME) > before)
-    images_of_batch = [*(images[number % len(images)] for number in range(1, NEIGHBOURS + 1)), marked_picture(MARK)]
+    images_of_batch = [*(images[number % len(images)] for number in range(1, NEIGHBORS + 1)), marked_picture(MARK)]
     calls += [asyncio.create_task(scores_or_status(image)) for image in images_of_batch]
     await wait_until(lambda: server.metrics()("waiting_images", model=NAME) == len(calls))
     await asyncio.sleep(DECODING)
@@ -134,8 +134,8 @@ async def _lost(bed: ServerTestBed, fault: str) -> Json:
         ended = await asyncio.to_thread(server.wait)
     return verdict(
         {
-            "health_says_so": (first, then) == (SERVING, NOT_SERVING),
-            "calls_are_told": set(statuses) <= {"UNAVAILABLE", "OK"} and "UNAVAILABLE" in statuses,
+            "health_reports_it": (first, then) == (SERVING, NOT_SERVING),
+            "calls_get_unavailable": set(statuses) <= {"UNAVAILABLE", "OK"} and "UNAVAILABLE" in statuses,
             "exit_code": ended.code == EXIT,
         },
         exit_code=ended.code,

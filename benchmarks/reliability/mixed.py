@@ -46,8 +46,8 @@ class Mix:
         larger = [encoded(pixels(*shape, self.seed), "JPEG") for shape in LARGER]
         self.good = [*(picture.data for picture in good_pictures(self.seed)), *larger]
         self.bad = [picture.data for picture in hostile_pictures()]
-        grey = np.random.default_rng(self.seed).integers(0, 256, (50, 70), dtype=np.uint8)
-        self.good.append(encoded(Image.fromarray(grey), "PNG"))
+        gray = np.random.default_rng(self.seed).integers(0, 256, (50, 70), dtype=np.uint8)
+        self.good.append(encoded(Image.fromarray(gray), "PNG"))
 
     async def call(self, channel: grpc.aio.Channel, kind: str | None = None) -> None:
         """Make one call; kind: None draws one."""

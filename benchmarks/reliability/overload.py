@@ -106,8 +106,8 @@ async def _overload(bed: ServerTestBed, waiting: int, more: int, bound: str, pro
         {
             "exactly_the_surplus": len(refused) == more,
             "the_others_answered": _answered(replies) == waiting,
-            "another_client_let_in": _answered(second) == fit and len(others_refused) == others - fit,
-            "each_says_when_to_come_again": all(
+            "another_client_admitted": _answered(second) == fit and len(others_refused) == others - fit,
+            "each_has_a_retry_delay": all(
                 reply.overloaded and reply.retry_after for reply in [*refused, *others_refused]
             ),
             "before_any_answer": before_any_answer,

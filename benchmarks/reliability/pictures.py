@@ -68,8 +68,8 @@ def made_pictures() -> tuple[Picture, ...]:
 
 
 def _made() -> Mapping[str, bytes]:
-    colour = Image.fromarray(pixels(34, 45, 3))
-    alpha = colour.convert("RGBA")
+    color = Image.fromarray(pixels(34, 45, 3))
+    alpha = color.convert("RGBA")
     deep = Image.fromarray(pixels(34, 45, 4)[..., 0].astype(np.uint16) * 257)
     exif = Image.Exif()
     exif[0x0112] = 6
@@ -79,33 +79,33 @@ def _made() -> Mapping[str, bytes]:
         return encoded(first, form, save_all=True, append_images=others, **options)
 
     return {
-        "jpeg": encoded(colour, "JPEG"),
-        "jpeg progressive": encoded(colour, "JPEG", progressive=True, quality=95, subsampling=0),
-        "jpeg restart markers, exif": encoded(colour, "JPEG", restart_marker_blocks=1, exif=exif),
-        "jpeg grey": encoded(colour.convert("L"), "JPEG"),
-        "jpeg cmyk": encoded(colour.convert("CMYK"), "JPEG"),
+        "jpeg": encoded(color, "JPEG"),
+        "jpeg progressive": encoded(color, "JPEG", progressive=True, quality=95, subsampling=0),
+        "jpeg restart markers, exif": encoded(color, "JPEG", restart_marker_blocks=1, exif=exif),
+        "jpeg gray": encoded(color.convert("L"), "JPEG"),
+        "jpeg cmyk": encoded(color.convert("CMYK"), "JPEG"),
         "mpo": animated("MPO"),
-        "png": encoded(colour, "PNG"),
+        "png": encoded(color, "PNG"),
         "png exif": encoded(alpha, "PNG", exif=exif),
-        "png palette": encoded(colour.quantize(31), "PNG"),
-        "png one bit": encoded(colour.convert("1"), "PNG"),
+        "png palette": encoded(color.quantize(31), "PNG"),
+        "png one bit": encoded(color.convert("1"), "PNG"),
         "png deep": encoded(deep, "PNG"),
         "apng": animated("PNG"),
-        "gif": encoded(colour, "GIF"),
+        "gif": encoded(color, "GIF"),
         "gif interlaced, animated": animated("GIF", interlace=1),
-        "webp": encoded(colour, "WEBP", quality=70),
+        "webp": encoded(color, "WEBP", quality=70),
         "webp lossless": encoded(alpha, "WEBP", lossless=True, exif=exif),
         "webp animated": animated("WEBP"),
-        "tiff": encoded(colour, "TIFF"),
-        **{f"tiff {name}": encoded(colour, "TIFF", compression=name)
+        "tiff": encoded(color, "TIFF"),
+        **{f"tiff {name}": encoded(color, "TIFF", compression=name)
            for name in ("tiff_lzw", "tiff_deflate", "packbits", "jpeg", "tiff_adobe_deflate")},
-        "tiff group4": encoded(colour.convert("1"), "TIFF", compression="group4"),
+        "tiff group4": encoded(color.convert("1"), "TIFF", compression="group4"),
         "tiff deep": encoded(deep, "TIFF"),
         "tiff pages": animated("TIFF"),
-        "bmp": encoded(colour, "BMP"),
-        "bmp palette": encoded(colour.quantize(15), "BMP"),
-        "ppm": encoded(colour, "PPM"),
+        "bmp": encoded(color, "BMP"),
+        "bmp palette": encoded(color.quantize(15), "BMP"),
+        "ppm": encoded(color, "PPM"),
         "ico": encoded(alpha, "ICO", sizes=[(32, 32)]),
-        "tga": encoded(colour, "TGA", compression="tga_rle"),
-        "jpeg 2000": encoded(colour, "JPEG2000"),
+        "tga": encoded(color, "TGA", compression="tga_rle"),
+        "jpeg 2000": encoded(color, "JPEG2000"),
     }  # fmt: skip

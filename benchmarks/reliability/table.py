@@ -28,14 +28,14 @@ _HEADLINE_NUMBERS: Mapping[str, tuple[tuple[str, str, Callable[[Iterable[float]]
     "overload": (
         ("refusals", "refused", sum),
         ("slowest refusal, ms", "refusals.max_ms", max),
-        ("calls of second clients let in", "second_client_answered", sum),
+        ("calls of second clients admitted", "second_client_answered", sum),
     ),
     "deadlines": (("views computed too late", "late_views", sum), ("views dropped", "dropped_views", sum)),
     "shapes": (
         ("smallest mean batch, views", "mean_batch", min),
         ("worst first call, times a later one", "worst_ratio", max),
     ),
-    "faults": (("neighbours", "neighbours", sum), ("neighbours that failed", "neighbours_failed", sum)),
+    "faults": (("neighbors", "neighbours", sum), ("neighbors that failed", "neighbours_failed", sum)),
     "drain": (
         ("calls lost", "lost_calls", sum),
         ("calls in lame-duck windows", "calls_in_windows", sum),

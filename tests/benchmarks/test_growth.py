@@ -233,7 +233,7 @@ def test_every_plot_is_drawn_on_white_with_titles_units_and_the_engines_names(tm
     words = {
         "growth-area": ("pixels of one view (millions)", "seconds for a view"),
         "growth-elongation": ("longer side / shorter side",),
-        "growth-memory": ("peak after loading (GB)", "measured", "foretold at most"),
+        "growth-memory": ("peak after loading (GB)", "measured", "estimated maximum"),
         "growth-classes": ("21,841",),
         "growth-dataset": ("10,100", "peak after loading (MB)"),
     }

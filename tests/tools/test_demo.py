@@ -14,7 +14,7 @@ SCRIPT = Path(__file__).parents[2] / "tools" / "demo.sh"
     ("terminal", "no_color", "bold"),
     [(True, None, True), (True, "", True), (True, "1", False), (False, None, False)],  # empty: https://no-color.org
 )
-def test_headings_are_bold_on_a_terminal_alone_and_not_where_no_color_is_set(
+def test_headings_are_bold_only_on_a_terminal_without_no_color(
     tmp_path: Path, terminal: bool, no_color: str | None, bold: bool
 ) -> None:
     for split in ("train", "val"):

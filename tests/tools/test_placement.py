@@ -42,7 +42,7 @@ def placed(nhwc: str = "1", **changes: Any) -> dict[str, Any]:
     return {"nodes": {"CUDAExecutionProvider": 3}, "options": {"prefer_nhwc": nhwc}, "runs": [run], **changes}
 
 
-def test_graph_that_lies_wholly_on_cuda_passes_and_is_counted(verdict: ModuleType) -> None:
+def test_graph_that_lies_entirely_on_cuda_passes_and_is_counted(verdict: ModuleType) -> None:
     found = verdict.judge(placed(), graph(node("Transpose", "mean.warped")))
     assert found == verdict.Verdict((), nodes=4, convolutions=1, transposes=2, kernels=139, uploads=1)
 
@@ -57,24 +57,24 @@ def test_graph_that_lies_wholly_on_cuda_passes_and_is_counted(verdict: ModuleTyp
         (node("Transpose", "conv3_1.masked"), "an activation is transposed: conv3_1.masked"),
     ],
 )
-def test_each_fault_of_a_final_graph_is_told_with_its_place(verdict: ModuleType, extra: NodeProto, fault: str) -> None:
+def test_each_fault_of_a_graph_is_reported_with_its_place(verdict: ModuleType, extra: NodeProto, fault: str) -> None:
     assert verdict.judge(placed(), graph(extra)).faults == (fault,)
 
 
-def test_channel_first_is_no_fault_where_it_was_asked_for(verdict: ModuleType) -> None:
+def test_channel_first_is_no_fault_if_it_was_requested(verdict: ModuleType) -> None:
     assert verdict.judge(placed(nhwc="0"), graph(node("Conv", "conv1"), node("Transpose", "images"))).faults == ()
 
 
-def test_nodes_on_another_provider_are_told(verdict: ModuleType) -> None:
+def test_nodes_on_another_provider_are_reported(verdict: ModuleType) -> None:
     nodes = {"CUDAExecutionProvider": 180, "CPUExecutionProvider": 2}
     assert verdict.judge(placed(nodes=nodes), graph()).faults == ("2 nodes on CPUExecutionProvider",)
 
 
-def test_refused_file_is_told_with_the_reason(verdict: ModuleType) -> None:
+def test_refused_file_is_reported_with_the_reason(verdict: ModuleType) -> None:
     assert verdict.judge({"refused": "no kernel"}, GraphProto()).faults == ("refused: no kernel",)
 
 
-def test_more_copies_to_the_host_than_outputs_are_told(verdict: ModuleType) -> None:
+def test_more_copies_to_the_host_than_outputs_are_reported(verdict: ModuleType) -> None:
     run = placed()["runs"][0]
     run["copies"]["device to host"] = 5
     assert verdict.judge(placed(runs=[run]), graph()).faults == ("2x250x341: 5 copies to the host for 4 outputs",)

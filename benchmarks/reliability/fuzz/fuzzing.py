@@ -122,7 +122,7 @@ async def fuzz(seed: int, numbers: Sequence[int], serve: Callable[[], ServerProc
             tally.foreign += len(ended.foreign)
     return verdict(
         {
-            "no_status_that_no_caller_can_bring_about": not tally.wrong,
+            "no_forbidden_status": not tally.wrong,
             "no_crash": not tally.crashes,
             "healthy_afterwards": state == "good",
             "nothing_left": not remaining,
