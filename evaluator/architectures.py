@@ -36,7 +36,7 @@ def feature_map_side(trunk: Iterable[TrunkLayer], side: int) -> int:
 
 
 def trunk_stride(trunk: Iterable[TrunkLayer]) -> int:
-    """Return the distance in pixels between two neighbouring cells of the feature map."""
+    """Return the distance in pixels between two neighboring cells of the feature map."""
     return math.prod(layer.stride for layer in trunk)
 
 

@@ -13,9 +13,9 @@ from functools import cached_property
 from typing import Any, Literal, get_args
 
 import numpy as np
-import numpy.typing as npt
 
 from prelunet.evaluator.architectures import TrunkLayer, feature_map_side, trunk_stride
+from prelunet.evaluator.arrays import UInt8Array
 from prelunet.evaluator.errors import ContractError
 from prelunet.evaluator.json_checks import check_plain, parse_json
 
@@ -99,7 +99,7 @@ class ModelContract:
 
     @property
     def trunk_stride(self) -> int:
-        """Return the distance in pixels between two neighbouring cells of the feature map."""
+        """Return the distance in pixels between two neighboring cells of the feature map."""
         return trunk_stride(self.trunk)
 
     @property
@@ -316,7 +316,7 @@ def golden_sizes(crop: int) -> tuple[tuple[int, int], ...]:
     return ((crop, crop), (crop + crop // 7, crop + crop // 2 + 1), (crop + crop // 3 + 2, crop + 5))
 
 
-def golden_image(height: int, width: int) -> npt.NDArray[np.uint8]:
+def golden_image(height: int, width: int) -> UInt8Array:
     """Create a golden image, uint8 (height, width, 3), with integer arithmetic only, so that any language can.
 
     pixel(row, column, channel) = triangle((5 + 2c)·row + (3 + 4c)·column + 90c + (row·column) // 23), where
@@ -326,5 +326,5 @@ def golden_image(height: int, width: int) -> npt.NDArray[np.uint8]:
     column = np.arange(width, dtype=np.int64)[None, :, None]
     channel = np.arange(3, dtype=np.int64)[None, None, :]
     t = (5 + 2 * channel) * row + (3 + 4 * channel) * column + 90 * channel + (row * column) // 23
-    image: npt.NDArray[np.uint8] = np.abs(t % 510 - 255).astype(np.uint8)
+    image: UInt8Array = np.abs(t % 510 - 255).astype(np.uint8)
     return image

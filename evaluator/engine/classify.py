@@ -19,10 +19,9 @@ from itertools import islice
 from typing import Any, Protocol
 
 import numpy as np
-import numpy.typing as npt
 
 from prelunet.evaluator.answer import Answer, AveragedView, ClassScore
-from prelunet.evaluator.arrays import Float32Array, UInt8Array
+from prelunet.evaluator.arrays import Float32Array, Int64Array, UInt8Array
 from prelunet.evaluator.contract import ModelContract
 from prelunet.evaluator.engine.batching import Batch, BatchPlan, BatchRules, plan_batches
 from prelunet.evaluator.engine.scores import (
@@ -52,11 +51,11 @@ class EvaluationSession(Protocol):
     circumstances: Circumstances
     rules: BatchRules
 
-    def run(self, images: npt.NDArray[np.uint8], sizes: npt.NDArray[np.int64]) -> Outputs:
+    def run(self, images: UInt8Array, sizes: Int64Array) -> Outputs:
         """Run N canvases; see `Session.run`."""
         ...
 
-    def stage(self, images: npt.NDArray[np.uint8], sizes: npt.NDArray[np.int64]) -> Any:
+    def stage(self, images: UInt8Array, sizes: Int64Array) -> Any:
         """Copy N canvases to the device; see `Session.stage`."""
         ...
 
@@ -189,7 +188,7 @@ class PackedBatch:
     """Arguments of `Session.stage` for one batch. packed_views: the view of each row; blank rows follow them."""
 
     images: UInt8Array
-    sizes: npt.NDArray[np.int64]
+    sizes: Int64Array
     packed_views: tuple[PackedView, ...]
 
 

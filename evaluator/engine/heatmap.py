@@ -8,7 +8,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
-import numpy.typing as npt
 from PIL import Image, ImageDraw, ImageFont
 
 from prelunet.evaluator.arrays import Float64Array, UInt8Array
@@ -21,7 +20,7 @@ from prelunet.evaluator.protocols import EvaluationProtocol
 UNCAPPED = 2**31  # as a cap: no image is that elongated
 
 
-def window_centres(contract: ModelContract, count: int) -> Float64Array:
+def window_centers(contract: ModelContract, count: int) -> Float64Array:
     """Return the centers of `count` neighboring windows along one axis, in pixels of the view, float64 (count,).
 
     The center of a pixel is its index. A layer of kernel k, stride s and pad p computes its cell i from the inputs
@@ -88,17 +87,17 @@ def _view_maps(
         seen = ((point + 1) * full[axis] > begin) & (point * full[axis] < end)
         if axis == 1 and view.view.mirrored:
             positions = shown[axis] - 1 - positions
-        of_axis = _linear_weights(positions, window_centres(contract, view.window_scores.shape[axis]))
+        of_axis = _linear_weights(positions, window_centers(contract, view.window_scores.shape[axis]))
         weights.append(np.where(seen[:, None], of_axis, np.nan))
     scores = view.window_scores[:, :, list(classes)].astype(np.float64)
     return np.asarray(np.einsum("hr,rck,wc->khw", weights[0], scores, weights[1], optimize=True))
 
 
-def _linear_weights(positions: Float64Array, centres: Float64Array) -> Float64Array:
+def _linear_weights(positions: Float64Array, centers: Float64Array) -> Float64Array:
     """Return the weight of each center at each position in linear interpolation, (positions, centers)."""
-    weights = np.empty((len(positions), len(centres)))
-    for index, unit in enumerate(np.eye(len(centres))):
-        weights[:, index] = np.interp(positions, centres, unit)
+    weights = np.empty((len(positions), len(centers)))
+    for index, unit in enumerate(np.eye(len(centers))):
+        weights[:, index] = np.interp(positions, centers, unit)
     return weights
 
 
@@ -125,7 +124,7 @@ INK, PAPER = (20, 20, 20), (255, 255, 255)
 
 # The color map "inferno" of matplotlib (CC0) at nine points. Its lightness rises evenly from black to pale yellow, so
 # equal steps of score look equal, also in gray print and to color-blind readers.
-_COLOURS = np.array(
+_COLORS = np.array(
     [(0, 0, 4), (31, 12, 72), (85, 15, 109), (136, 34, 106), (186, 54, 85),
      (227, 89, 51), (249, 140, 10), (249, 201, 50), (252, 255, 164)],
     np.float64,
@@ -141,10 +140,10 @@ class Panel:
     detail: str
 
 
-def apply_colour_map(values: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
+def apply_color_map(values: Float64Array) -> Float64Array:
     """Map values in 0..1, of any shape, to RGB colors in 0..255 along a new last axis."""
-    places = np.linspace(0, 1, len(_COLOURS))
-    return np.stack([np.interp(values, places, _COLOURS[:, channel]) for channel in range(3)], axis=-1)
+    places = np.linspace(0, 1, len(_COLORS))
+    return np.stack([np.interp(values, places, _COLORS[:, channel]) for channel in range(3)], axis=-1)
 
 
 def draw_heat_maps(
@@ -191,12 +190,12 @@ def _panel_size(height: int, width: int) -> tuple[int, int]:
     return max(SHORT_SIDE, round(height * factor)), max(SHORT_SIDE, round(width * factor))
 
 
-def _blend_map(picture: UInt8Array, of_class: npt.NDArray[np.float64], brightest: float) -> UInt8Array:
+def _blend_map(picture: UInt8Array, of_class: Float64Array, brightest: float) -> UInt8Array:
     """Blend the colors of one map with the gray image; `brightest` is the value of the last color."""
-    grey = (picture.astype(np.float64) @ (0.299, 0.587, 0.114))[:, :, None]  # luma of ITU-R BT.601
+    gray = (picture.astype(np.float64) @ (0.299, 0.587, 0.114))[:, :, None]  # luma of ITU-R BT.601
     seen = ~np.isnan(of_class)
-    coloured = apply_colour_map(np.where(seen, of_class, 0) / (brightest or 1))
-    blended = np.where(seen[:, :, None], (1 - OPACITY) * grey + OPACITY * coloured, (1 - UNSEEN) * grey + UNSEEN * 255)
+    colored = apply_color_map(np.where(seen, of_class, 0) / (brightest or 1))
+    blended = np.where(seen[:, :, None], (1 - OPACITY) * gray + OPACITY * colored, (1 - UNSEEN) * gray + UNSEEN * 255)
     return np.asarray(np.round(blended), np.uint8)
 
 
@@ -217,7 +216,7 @@ def _sheet(panels: Sequence[Panel], legend: str, columns: int) -> UInt8Array:
         draw.text((left, top + LINE), _truncate_text(panel.detail, cell_width - MARGIN, draw, font), INK, font)
         sheet.paste(Image.fromarray(panel.picture), (left, top + 2 * LINE))
     top = size[1] - MARGIN - LINE
-    strip = OPACITY * apply_colour_map(np.tile(np.linspace(0, 1, 120), (LINE - 4, 1))) + (1 - OPACITY) * 128
+    strip = OPACITY * apply_color_map(np.tile(np.linspace(0, 1, 120), (LINE - 4, 1))) + (1 - OPACITY) * 128
     sheet.paste(Image.fromarray(np.asarray(np.round(strip), np.uint8)), (MARGIN + 20, top))
     draw.text((MARGIN, top - 1), "0", INK, font)
     draw.text((MARGIN + 148, top - 1), legend, INK, font)

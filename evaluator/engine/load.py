@@ -204,7 +204,7 @@ def _versions(packages: Mapping[str, str]) -> dict[str, str]:
 def self_check(session: Session, name: str) -> None:
     """Run one canvas of the smallest size, and on a GPU in float32 compare its scores with those stated in the file.
 
-    A provider may round products to TF32 although it was told not to. name: of the model, for errors.
+    A provider may round products to TF32 although that is disabled. name: of the model, for errors.
     Raises EnvironmentFault when the model does not run, or when its scores deviate by more than float32 allows.
     """
     contract = session.contract

@@ -11,9 +11,8 @@ from functools import cached_property
 from typing import Any, Literal
 
 import numpy as np
-import numpy.typing as npt
 
-from prelunet.evaluator.arrays import Float32Array
+from prelunet.evaluator.arrays import Float32Array, Int64Array, UInt8Array
 from prelunet.evaluator.contract import ModelContract
 from prelunet.evaluator.engine.batching import BatchRules
 from prelunet.evaluator.engine.runtimes import onnx
@@ -36,7 +35,7 @@ class Outputs:
 
     scores: Float32Array
     logits: Float32Array
-    windows: npt.NDArray[np.int64]
+    windows: Int64Array
     fetch_window_scores: Callable[[], Float32Array]
 
     @cached_property
@@ -110,11 +109,11 @@ class Session:
         self.rules = rules
         self.model_bytes = model_bytes
 
-    def run(self, images: npt.NDArray[np.uint8], sizes: npt.NDArray[np.int64]) -> Outputs:
+    def run(self, images: UInt8Array, sizes: Int64Array) -> Outputs:
         """Stage and compute N canvases in one call, for callers that have nothing else to do meanwhile."""
         return self.compute(self.stage(images, sizes))
 
-    def stage(self, images: npt.NDArray[np.uint8], sizes: npt.NDArray[np.int64]) -> Any:
+    def stage(self, images: UInt8Array, sizes: Int64Array) -> Any:
         """Copy N canvases, uint8 (N, H, W, 3) RGB, to the device, for `compute`. Any thread may call this.
 
         Image i fills the first sizes[i] = (height, width) pixels of its canvas. Pixels outside it are ignored.
@@ -160,7 +159,7 @@ class Session:
             ) from error
 
 
-def check_canvas(contract: ModelContract, images: npt.NDArray[np.uint8], sizes: npt.NDArray[np.int64]) -> None:
+def check_canvas(contract: ModelContract, images: UInt8Array, sizes: Int64Array) -> None:
     """Check the shapes that the graph cannot check itself; see `Session.stage`."""
     if images.dtype != np.uint8 or images.ndim != 4 or images.shape[3] != 3 or 0 in images.shape:
         raise UsageError(f"images should be uint8 (N, H, W, 3), not {images.dtype} {images.shape}")

@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 import numpy.typing as npt
 
+from prelunet.evaluator.arrays import Int64Array, UInt8Array
 from prelunet.evaluator.contract import GoldenImage, ModelContract, golden_image
 from prelunet.evaluator.engine.session import Outputs, Session
 from prelunet.evaluator.errors import ContractError
@@ -139,7 +140,7 @@ def output_row(case: str, index: int) -> int:
     return index if case == "together" else 0
 
 
-def run_cases(session: Session, images: Sequence[npt.NDArray[np.uint8]]) -> list[tuple[str, Outputs, int]]:
+def run_cases(session: Session, images: Sequence[UInt8Array]) -> list[tuple[str, Outputs, int]]:
     """Run each image alone and, in a ragged file, all on one canvas; return (case, outputs, image index)."""
     cases = []
     for index, image in enumerate(images):
@@ -152,8 +153,8 @@ def run_cases(session: Session, images: Sequence[npt.NDArray[np.uint8]]) -> list
 
 
 def garbage_canvas(
-    contract: ModelContract, images: Sequence[npt.NDArray[np.uint8]], fill: int = 77
-) -> tuple[npt.NDArray[np.uint8], npt.NDArray[np.int64]]:
+    contract: ModelContract, images: Sequence[UInt8Array], fill: int = 77
+) -> tuple[UInt8Array, Int64Array]:
     """Put images on one canvas, slightly larger than needed, filled with `fill` outside them."""
     height, width = (max(image.shape[axis] for image in images) + contract.trunk_stride + 3 for axis in (0, 1))
     return pack(images, height, width, fill=fill)

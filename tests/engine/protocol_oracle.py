@@ -14,7 +14,7 @@ from PIL import Image
 
 from tests.helpers import reference
 
-CORNERS_AND_CENTRE = ("top-left", "top-right", "bottom-left", "bottom-right", "center")
+CORNERS_AND_CENTER = ("top-left", "top-right", "bottom-left", "bottom-right", "center")
 
 
 @dataclass(frozen=True)
@@ -100,7 +100,7 @@ def softmax(logits: np.ndarray) -> np.ndarray:
 
 
 def resized(image: np.ndarray, scale: int, cap: int = 4, filter_: Image.Resampling = Image.Resampling.BILINEAR):
-    """Resize the whole image, then cut the centre out of what is longer than `cap` scales."""
+    """Resize the whole image, then cut the center out of what is longer than `cap` scales."""
     short = min(image.shape[:2])
     height, width = (floor(Fraction(side * scale, short) + Fraction(1, 2)) for side in image.shape[:2])
     whole = np.asarray(Image.fromarray(image).resize((width, height), filter_))

@@ -119,7 +119,7 @@ def test_a_net_of_few_channels_takes_what_its_front_does() -> None:
         trunk=(TrunkLayer(16, 16, 0),),
         spp_levels=(1,),
     )
-    # bytes a pixel: as they came and channels first; float32 of three channels as such, mean, centred, masked
+    # bytes a pixel: as they came and channels first; float32 of three channels as such, mean, centered, masked
     expected = WORKSPACE_BYTES + BUFFER_COPIES["cpu"] * 5 * 300 * 400 * (2 * 3 + 4 * 3 * 4)
     assert batch_bytes(narrow, 5, 300, 400) == batch_bytes_bound(narrow, 5 * 300 * 400, 5 * 5 * 12) == expected
 

@@ -290,7 +290,7 @@ def test_on_a_line_no_plan_costs_less_where_each_canvas_needs_one_batch(
 
 
 @given(LINE, st.booleans(), SWITCHES)
-def test_on_a_line_no_plan_of_neighbouring_lengths_costs_less(line: dict[int, int], upright: bool, switch: int) -> None:
+def test_on_a_line_no_plan_of_neighboring_lengths_costs_less(line: dict[int, int], upright: bool, switch: int) -> None:
     images = Counter({((8 * k, 24) if upright else (24, 8 * k)): count for k, count in line.items()})
     planned = plan(list(images.elements()), 8, switch, 60, 9_000)
     assert cost(planned, switch) <= least(intervals(sorted(images)), images, switch, 60, 9_000)
@@ -312,10 +312,10 @@ def test_plans_of_any_seven_shapes_cost_at_most_a_tenth_more_than_the_least() ->
 @pytest.mark.parametrize(
     ("images", "switch"),
     [
-        ({(8, 8): 1, (32, 16): 1, (16, 24): 5, (64, 72): 5}, 8_000),  # neighbours by height
-        ({(16, 40): 7, (32, 96): 4, (56, 80): 2, (72, 24): 7, (72, 64): 7}, 30_000),  # neighbours by width
-        ({(64, 96): 4, (80, 32): 7, (8, 72): 1, (8, 40): 5, (64, 40): 1}, 8_000),  # neighbours of one orientation
-        ({(24, 24): 1, (64, 88): 5, (48, 72): 9, (32, 40): 1}, 8_000),  # a shape that left its neighbours
+        ({(8, 8): 1, (32, 16): 1, (16, 24): 5, (64, 72): 5}, 8_000),  # neighbors by height
+        ({(16, 40): 7, (32, 96): 4, (56, 80): 2, (72, 24): 7, (72, 64): 7}, 30_000),  # neighbors by width
+        ({(64, 96): 4, (80, 32): 7, (8, 72): 1, (8, 40): 5, (64, 40): 1}, 8_000),  # neighbors of one orientation
+        ({(24, 24): 1, (64, 88): 5, (48, 72): 9, (32, 40): 1}, 8_000),  # a shape that left its neighbors
         ({(56, 64): 2, (8, 80): 6, (80, 32): 7, (88, 80): 8, (8, 8): 5}, 30_000),  # one that went to a new canvas
     ],
 )

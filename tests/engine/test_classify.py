@@ -204,18 +204,18 @@ def test_classify_json_holds_the_scores_the_protocol_and_the_circumstances(
 
 def test_a_bad_image_is_named_and_the_others_are_answered(files: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert run(["classify", "bad.jpg", "good.png", "missing.png", "--model", "m.onnx"]) == 2
-    told = capsys.readouterr()
-    assert told.out.startswith("good.png\n")
-    assert "bad.jpg: not a readable image" in told.err
-    assert "missing.png: cannot be read" in told.err
-    assert "2 of 3 images could not be classified" in told.err
+    printed = capsys.readouterr()
+    assert printed.out.startswith("good.png\n")
+    assert "bad.jpg: not a readable image" in printed.err
+    assert "missing.png: cannot be read" in printed.err
+    assert "2 of 3 images could not be classified" in printed.err
 
 
 def test_one_bad_image_is_one_message(files: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert run(["classify", "bad.jpg", "--model", "m.onnx"]) == 2
-    told = capsys.readouterr()
-    assert told.out == ""
-    assert told.err.count("prelunet:") == 1
+    printed = capsys.readouterr()
+    assert printed.out == ""
+    assert printed.err.count("prelunet:") == 1
 
 
 def test_an_image_can_come_through_stdin(

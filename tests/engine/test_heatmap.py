@@ -10,7 +10,7 @@ from PIL import Image
 from prelunet.evaluator.architectures import architecture
 from prelunet.evaluator.contract import ModelContract, default_scales
 from prelunet.evaluator.engine.classify import Classification, ViewResult, classify_images
-from prelunet.evaluator.engine.heatmap import apply_colour_map, draw_heat_maps, heat_maps, png_bytes, window_centres
+from prelunet.evaluator.engine.heatmap import apply_color_map, draw_heat_maps, heat_maps, png_bytes, window_centers
 from prelunet.evaluator.protocols import EvaluationProtocol, View, build_protocol
 from tests.helpers.fakes import FakeSession, fake_contract
 
@@ -24,9 +24,9 @@ def build_contract(name: str) -> ModelContract:
 
 
 @pytest.mark.parametrize("name", ["A", "E", "demo"])
-def test_a_window_is_centred_on_the_mean_of_its_cells_receptive_fields(name: str) -> None:
+def test_a_window_is_centered_on_the_mean_of_its_cells_receptive_fields(name: str) -> None:
     contract = build_contract(name)
-    centres = []
+    centers = []
     for first_cell in range(4):
         middles = []
         for cell in range(first_cell, first_cell + contract.window):
@@ -34,12 +34,12 @@ def test_a_window_is_centred_on_the_mean_of_its_cells_receptive_fields(name: str
             for layer in reversed(contract.trunk):
                 low, high = layer.stride * low - layer.pad, layer.stride * high - layer.pad + layer.kernel - 1
             middles.append((low + high) / 2)
-        centres.append(sum(middles) / len(middles))
-    np.testing.assert_allclose(window_centres(contract, 4), centres)
+        centers.append(sum(middles) / len(middles))
+    np.testing.assert_allclose(window_centers(contract, 4), centers)
 
 
 def test_the_first_window_of_model_a_lies_at_pixel_111_and_the_next_16_further() -> None:
-    np.testing.assert_array_equal(window_centres(build_contract("A"), 3), [111, 127, 143])
+    np.testing.assert_array_equal(window_centers(build_contract("A"), 3), [111, 127, 143])
 
 
 def view_with(scores: np.ndarray, scale: int, size: tuple[int, int], *, mirrored: bool = False) -> ViewResult:
@@ -56,27 +56,27 @@ def classified(*views: ViewResult) -> Classification:
     return Classification(views[0].scores, views, "softmax")
 
 
-# 48x64 pixels at scale 48 are 12x16 cells: 6x10 windows, centred at 13 + 4·i (start 1.5, 3 cells of 4 px to the middle)
+# 48x64 pixels at scale 48 are 12x16 cells, so 6x10 windows, centered at 13.5 + 4·i (start 1.5, 3 cells of 4 px further)
 PROTOCOL = EvaluationProtocol("dense-48", "dense", (48,), mirror=True)
 
 
-def test_centres_of_demo_windows_are_where_the_next_tests_expect_them() -> None:
-    np.testing.assert_array_equal(window_centres(CONTRACT, 3), [13.5, 17.5, 21.5])
+def test_centers_of_demo_windows_are_where_the_next_tests_expect_them() -> None:
+    np.testing.assert_array_equal(window_centers(CONTRACT, 3), [13.5, 17.5, 21.5])
 
 
-def test_a_map_is_highest_at_the_centre_of_the_one_window_that_sees_the_class() -> None:
+def test_a_map_is_highest_at_the_center_of_the_one_window_that_sees_the_class() -> None:
     scores = np.zeros((6, 10))
     scores[2, 7] = 1  # at row 21.5, column 41.5 of the view
     (heat,) = heat_maps(classified(view_with(scores, 48, (48, 64))), [1], (48, 64), (48, 64), CONTRACT, PROTOCOL)
     row, column = np.unravel_index(np.argmax(heat), heat.shape)
     assert (int(row), int(column)) in {(r, c) for r in (21, 22) for c in (41, 42)}
-    # Four pixels around a centre that lies between them: each is half a pixel of four from it, in both directions.
+    # Four pixels around a center that lies between them: each is half a pixel of four from it, in both directions.
     np.testing.assert_allclose(heat[21:23, 41:43], (1 - 0.5 / 4) ** 2)
     assert heat[17, 41] == 0 or heat[17, 41] < 0.1
     assert heat[13, 30] == 0
 
 
-def test_between_centres_a_map_is_interpolated_and_beyond_them_it_stays() -> None:
+def test_between_centers_a_map_is_interpolated_and_beyond_them_it_stays() -> None:
     scores = np.random.default_rng(2).random((6, 10))
     (heat,) = heat_maps(classified(view_with(scores, 48, (48, 64))), [1], (48, 64), (48, 64), CONTRACT, PROTOCOL)
     for row, column in [(20, 33), (0, 0), (47, 63), (30, 2), (14, 25)]:
@@ -98,7 +98,7 @@ def test_a_mirrored_view_is_flipped_back() -> None:
     size = (48, 64)
     mirrored = view_with(scores, 48, size, mirrored=True)
     (heat,) = heat_maps(classified(mirrored), [1], size, size, CONTRACT, PROTOCOL)
-    # The mirrored view's own map, read from right to left: its windows are centred half a pixel off the plain one's.
+    # The mirrored view's own map, read from right to left: its windows are centered half a pixel off the plain one's.
     (unflipped,) = heat_maps(
         classified(replace(mirrored, view=View(48, mirrored=False))), [1], size, size, CONTRACT, PROTOCOL
     )
@@ -205,7 +205,7 @@ def test_a_map_of_spp_18_shows_all_windows_that_were_classified_and_not_only_the
 
 
 def between_windows(of_windows: np.ndarray, y: float, x: float) -> np.ndarray:
-    """Interpolate between the windows around a pixel; their centres are 13.5, 17.5, … (see above)."""
+    """Interpolate between the windows around a pixel; their centers are 13.5, 17.5, … (see above)."""
     rows, columns = of_windows.shape[:2]
     y, x = np.clip((y - 13.5) / 4, 0, rows - 1), np.clip((x - 13.5) / 4, 0, columns - 1)
     total = np.zeros(of_windows.shape[2])
@@ -215,10 +215,10 @@ def between_windows(of_windows: np.ndarray, y: float, x: float) -> np.ndarray:
     return total
 
 
-def test_colours_rise_evenly_in_lightness() -> None:
-    luma = apply_colour_map(np.linspace(0, 1, 50)) @ (0.2126, 0.7152, 0.0722)
+def test_colors_rise_evenly_in_lightness() -> None:
+    luma = apply_color_map(np.linspace(0, 1, 50)) @ (0.2126, 0.7152, 0.0722)
     assert (np.diff(luma) > 0).all()
-    assert apply_colour_map(np.zeros((2, 3))).shape == (2, 3, 3)
+    assert apply_color_map(np.zeros((2, 3))).shape == (2, 3, 3)
 
 
 @pytest.mark.parametrize("size", [(28, 31), (1, 1), (1, 20000), (700, 90), (3000, 4000)])

@@ -60,8 +60,7 @@ def test_the_resnet_scales_of_model_c_cost_3450_giga() -> None:
 
 def test_views_and_windows_are_those_of_the_papers() -> None:
     costs = by_name(protocol_costs(paper_contract(), *IMAGENET))
-    told = {name: (cost.views, cost.windows) for name, cost in costs.items()}
-    assert told == {
+    assert {name: (cost.views, cost.windows) for name, cost in costs.items()} == {
         "center": (1, 1),
         "ten-crop": (10, 10),
         "dense-256": (2, 2 * 24),
@@ -89,7 +88,7 @@ def test_an_elongated_image_is_counted_as_it_is_cut() -> None:
 
 
 @pytest.mark.parametrize(("stated", "ten"), [(4_089_184_256, 40_891_842_560), (None, None)])
-def test_an_adopted_net_tells_its_own_cost_or_none(stated: int | None, ten: int | None) -> None:
+def test_an_adopted_net_states_its_own_cost_or_none(stated: int | None, ten: int | None) -> None:
     plain = {"name": "resnet50", "activation": "relu", **({"multiply_adds": stated} if stated else {})}
     adopted = replace(paper_contract(), architecture=plain, max_side=224, default_scales=(224,))
     costs = by_name(protocol_costs(adopted, *IMAGENET))
@@ -127,7 +126,7 @@ def test_a_malformed_architecture_is_the_files_fault(change: dict[str, object]) 
         (40_000, "0.04 M"),
     ],
 )
-def test_multiply_adds_are_told_as_the_tables_of_the_paper_would(count: int, text: str) -> None:
+def test_multiply_adds_are_printed_as_in_the_tables_of_the_paper(count: int, text: str) -> None:
     assert in_units(count) == text
 
 
@@ -146,14 +145,14 @@ def test_the_verb_lists_every_protocol_for_the_papers_sizes(capsys: pytest.Captu
     assert "The cost depends on the net; to show it: prelunet protocols --model" in printed
 
 
-def test_the_verb_tells_a_models_own_scales_and_cost(
+def test_the_verb_prints_a_models_own_scales_and_cost(
     exported: dict[str, ExportedNet], capsys: pytest.CaptureFixture[str]
 ) -> None:
     model = exported["demo-image"]
     assert run(["protocols", "--model", str(model.path), "--image", "28x40", "--json"]) == 0
-    told = json.loads(capsys.readouterr().out)
-    assert (told["model"], told["crop"], told["image"]) == ("demo.onnx", 28, {"height": 28, "width": 40})
-    costs = {cost["name"]: cost for cost in told["protocols"]}
+    document = json.loads(capsys.readouterr().out)
+    assert (document["model"], document["crop"], document["image"]) == ("demo.onnx", 28, {"height": 28, "width": 40})
+    costs = {cost["name"]: cost for cost in document["protocols"]}
     assert costs["multi-scale"]["scales"] == [32, 48, 60]
     plain = dict(model.session.contract.architecture)
     views = [multiply_adds(plain, *size, 23) for size in ((32, 46), (48, 69), (60, 86))]
@@ -165,13 +164,13 @@ def test_the_verb_tells_a_models_own_scales_and_cost(
     assert "cannot do" not in printed
 
 
-def test_the_documentation_tells_the_costs_that_are_counted() -> None:
+def test_the_documentation_states_the_counted_costs() -> None:
     text = " ".join((ROOT / "docs" / "protocols.md").read_text(encoding="utf-8").split())
     costs = by_name(protocol_costs(build_contract("A"), *IMAGENET))
     center, *others = (in_units(costs[name].multiply_adds) for name in ("center", "ten-crop", "multi-scale", "spp-18"))
     names = zip(others, ("ten-crop", "multi-scale", "spp-18"), strict=True)
-    told = [f"{center} multiply-adds for `center`", *(f"{cost} for `{name}`" for cost, name in names)]
-    assert [part for part in told if part not in text] == []
+    stated = [f"{center} multiply-adds for `center`", *(f"{cost} for `{name}`" for cost, name in names)]
+    assert [part for part in stated if part not in text] == []
 
 
 def test_the_drawing_of_the_documentation_is_the_one_that_its_script_makes(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,6 +1,7 @@
 """Each protocol against protocol_oracle.py, with exported nets; and proof that the comparison can fail."""
 
 from collections.abc import Callable, Sequence
+from copy import copy
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -17,14 +18,14 @@ from prelunet.evaluator.imaging import resize, views
 from prelunet.evaluator.protocols import EvaluationProtocol, ProtocolOverrides, build_protocol
 from tests.conftest import ExportedNet
 from tests.engine import protocol_oracle
-from tests.engine.protocol_oracle import CORNERS_AND_CENTRE, Oracle, OracleView, average, softmax
+from tests.engine.protocol_oracle import CORNERS_AND_CENTER, Oracle, OracleView, average, softmax
 from tests.helpers.discriminating_nets import noise
 from tests.helpers.fakes import FakeSession
 
 TOLERANCE = 1e-5  # float32 through the net; 3e-6 was measured on dense scores
 
 # Landscape, portrait, square, beyond 1:4 both ways, smaller than the crop. Odd and even remainders beside the crop, odd
-# and even numbers of windows. Sides of the elongated ones let Pillow's box begin at a whole pixel: elsewhere a grey
+# and even numbers of windows. Sides of the elongated ones let Pillow's box begin at a whole pixel: elsewhere a gray
 # level may round the other way (test_resize.py), which is no matter of protocols.
 SHAPES = [(45, 66), (91, 52), (40, 40), (20, 160), (130, 13), (9, 11)]
 IMAGES = [noise(height, width, seed=place) for place, (height, width) in enumerate(SHAPES)]
@@ -35,7 +36,7 @@ RESNET = (28, 32, 48, 60, 80)
 
 @dataclass(frozen=True)
 class Case:
-    """A protocol as it is asked for, and the same told to the oracle."""
+    """A protocol as requested, and the same as a call of the oracle."""
 
     name: str
     evaluate: Callable[[Oracle, np.ndarray], list[OracleView]]
@@ -56,7 +57,7 @@ def nine(*scales: int, mirror: bool = True) -> Callable[[Oracle, np.ndarray], li
 
 
 def ten(*scales: int, mirror: bool = True) -> Callable[[Oracle, np.ndarray], list[OracleView]]:
-    return lambda oracle, image: oracle.crops(image, scales, CORNERS_AND_CENTRE, mirror)
+    return lambda oracle, image: oracle.crops(image, scales, CORNERS_AND_CENTER, mirror)
 
 
 def one(*scales: int, mirror: bool = False) -> Callable[[Oracle, np.ndarray], list[OracleView]]:
@@ -103,10 +104,9 @@ def oracle_of(exported: ExportedNet) -> Oracle:
 
 def with_shared_canvases(session: Session) -> Session:
     """Return the same session, treated as on a GPU: views of different shapes share ragged canvases."""
-    rules = gpu_rules(session.contract, None)
-    return Session(
-        session._loaded, session.contract, session.model_sha256, session.circumstances, session.placement, rules=rules
-    )
+    shared = copy(session)
+    shared.rules = gpu_rules(session.contract, None)
+    return shared
 
 
 def assert_equals_oracle(
@@ -163,9 +163,8 @@ def test_protocols_of_model_e_equal_the_oracle(exported: dict[str, ExportedNet],
 def test_an_adopted_nets_filter_is_used(
     exported: dict[str, ExportedNet], oracle: Oracle, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    session = exported["demo-image"].session
-    contract = replace(session.contract, interpolation="bicubic")
-    bicubic = Session(session._loaded, contract, "", session.circumstances, session.placement, rules=session.rules)
+    bicubic = copy(exported["demo-image"].session)
+    bicubic.contract = replace(bicubic.contract, interpolation="bicubic")
     plain = protocol_oracle.resized
     monkeypatch.setattr(
         protocol_oracle, "resized", lambda image, scale: plain(image, scale, filter_=Image.Resampling.BICUBIC)
@@ -198,7 +197,7 @@ def rows_and_columns_swapped(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(views, "crop_origin", lambda h, w, part, crop: right(h, w, swapped.get(part, part), crop))
 
 
-def centre_rounded_up(patch: pytest.MonkeyPatch) -> None:
+def center_rounded_up(patch: pytest.MonkeyPatch) -> None:
     right = views.crop_origin
 
     def wrong(height: int, width: int, part: Any, crop: int) -> tuple[int, int]:
@@ -269,8 +268,8 @@ def capped_at_the_beginning(patch: pytest.MonkeyPatch) -> None:
     [
         (corners_swapped, "ten-crop", {}),
         (rows_and_columns_swapped, "ten-crop", {}),
-        (centre_rounded_up, "center", {}),
-        (centre_rounded_up, "ten-crop", {}),
+        (center_rounded_up, "center", {}),
+        (center_rounded_up, "ten-crop", {}),
         (mirrored_before_it_is_cropped, "ten-crop", {}),
         (not_mirrored, "ten-crop", {}),
         (not_mirrored, "multi-scale", {}),

@@ -77,7 +77,7 @@ def test_the_nine_are_the_first_the_earlier_middle_and_the_last_of_each_axis(cou
         ((4, 7), [(0, 0), (0, 3), (0, 6), (1, 0), (1, 3), (1, 6), (3, 0), (3, 3), (3, 6)]),
     ],
 )
-def test_nine_windows_average_the_corners_the_sides_middles_and_the_centre(
+def test_nine_windows_average_the_corners_the_sides_middles_and_the_center(
     grid: tuple[int, int], chosen: list[tuple[int, int]]
 ) -> None:
     logits = np.random.default_rng(1).normal(0, 5, (*grid, 4))

@@ -260,13 +260,12 @@ def test_a_limit_of_the_gpus_memory_is_refused_where_the_model_runs_on_a_cpu(use
 def test_a_batch_without_memory_is_the_machines_fault_and_names_the_limit_that_would_help(
     use, model: Path, device: Device, option: str
 ) -> None:
-    use(FakeRuntime(CUDA))
-    opened = open_session(model, device)
-
     def fails(*_: Any) -> None:
         raise runtime_error("Fail", "CUDA failure 2: out of memory")
 
-    opened._loaded.compute = fails  # type: ignore[method-assign]
+    runtime = use(FakeRuntime(CUDA))
+    opened = open_session(model, device)
+    runtime.on_run = FakeBinding.computes = staticmethod(fails)
     with pytest.raises(EnvironmentFault, match=rf"too little memory for a batch \(CUDA failure 2.*{option}"):
         opened.run(canvas(), sizes())
 
@@ -285,7 +284,7 @@ def test_a_batch_without_memory_is_the_machines_fault_and_names_the_limit_that_w
         "CUBLAS failure 3: CUBLAS_STATUS_ALLOC_FAILED",
     ],
 )
-def test_the_ways_in_which_runtimes_say_that_memory_lacks_are_known(text: str) -> None:
+def test_every_out_of_memory_message_of_the_runtimes_is_recognized(text: str) -> None:
     assert is_out_of_memory(RuntimeError(f"[E] {text}"))
     assert is_out_of_memory(MemoryError())
     assert not is_out_of_memory(RuntimeError("an illegal memory access was encountered"))
@@ -400,7 +399,7 @@ def test_what_only_the_gpu_cannot_load_is_the_machines_fault_there_and_the_files
         open_session(model, "cpu")
 
 
-def test_a_file_that_is_not_there_is_told_before_anything_is_loaded(use, tmp_path: Path) -> None:
+def test_a_missing_file_is_refused_before_anything_is_loaded(use, tmp_path: Path) -> None:
     runtime = use(FakeRuntime(CUDA))
     with pytest.raises(UsageError, match=r"none\.onnx: cannot be read \(No such file"):
         open_session(tmp_path / "none.onnx", "auto")

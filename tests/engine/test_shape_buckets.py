@@ -10,9 +10,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from prelunet.evaluator.engine.batching import BatchRules, plan_batches
-from prelunet.evaluator.engine.classify import classify_images, plan_views
-from prelunet.evaluator.engine.shape_buckets import ASPECT_RATIOS, ShapeBuckets, build_shape_buckets
+from prelunet.evaluator.engine.batching import BatchPlan, BatchRules, plan_batches
+from prelunet.evaluator.engine.classify import classify_images, plan_views, run_batch
+from prelunet.evaluator.engine.shape_buckets import ASPECT_RATIOS, build_shape_buckets
 from prelunet.evaluator.imaging.views import make_views
 from prelunet.evaluator.protocols import build_protocol
 from prelunet.evaluator.serving.scheduling.warm_up import MAX_BATCH_PIXELS, serving_rules, shape_buckets_of, warm_up
@@ -35,15 +35,15 @@ def max_rows(height: int, width: int) -> int:
     return max(1, min(RULES.max_windows // windows, RULES.max_pixels // (height * width)))
 
 
-def planned(shapes: Sequence[tuple[int, int]], shape_buckets: ShapeBuckets | None = BUCKETS) -> Any:
-    return plan_batches(shapes, grid, RULES, max_side=2048, shape_buckets=shape_buckets)
+def planned(shapes: Sequence[tuple[int, int]]) -> BatchPlan:
+    return plan_batches(shapes, grid, RULES, max_side=2048, shape_buckets=BUCKETS)
 
 
 BATCH_SHAPES = set(BUCKETS.batch_shapes(max_rows))
 
 
 @given(SHAPES)
-def test_every_batch_is_a_rung_that_was_warmed_unless_an_image_alone_is_off_the_ladder(
+def test_every_batch_has_a_warmed_shape_unless_its_image_fits_no_bucket(
     shapes: list[tuple[int, int]],
 ) -> None:
     for batch in planned(shapes).batches:
@@ -89,26 +89,21 @@ def test_a_canvas_is_the_smallest_that_holds_the_image() -> None:
         assert BUCKETS.canvas(height, width) == expected
 
 
-def test_rows_are_rounded_up_to_a_rung_and_never_by_more_than_half() -> None:
+def test_rows_are_rounded_up_to_a_bucket_and_never_by_more_than_half() -> None:
     assert BUCKETS.rows == (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256)
     for rows in range(1, 257):
         above, below = BUCKETS.round_up_rows(rows), BUCKETS.round_down_rows(rows)
-        assert above == min(rung for rung in BUCKETS.rows if rung >= rows)
-        assert below == max(rung for rung in BUCKETS.rows if rung <= rows)
+        assert above == min(bucket for bucket in BUCKETS.rows if bucket >= rows)
+        assert below == max(bucket for bucket in BUCKETS.rows if bucket <= rows)
         assert above < 1.5 * rows
 
 
-def test_rungs_come_with_the_most_pixels_first_and_each_once() -> None:
+def test_batch_shapes_come_with_the_most_pixels_first_and_each_once() -> None:
     batch_shapes = BUCKETS.batch_shapes(max_rows)
-    pixels = [math.prod(rung) for rung in batch_shapes]
+    pixels = [math.prod(shape) for shape in batch_shapes]
     assert pixels == sorted(pixels, reverse=True)
     assert len(batch_shapes) == len(BATCH_SHAPES) > 1000
     assert all(rows <= max_rows(height, width) for rows, height, width in batch_shapes)
-
-
-def test_without_a_ladder_the_plan_is_as_before() -> None:
-    shapes = [(256, 341), (256, 352), (341, 256), (480, 640)] * 3
-    assert planned(shapes, None) == plan_batches(shapes, grid, RULES, max_side=2048)
 
 
 class RecordingSession(FakeSession):
@@ -126,15 +121,15 @@ def on_a_gpu(kind: type[FakeSession] = FakeSession, **changes: Any) -> FakeSessi
     return session
 
 
-def test_warming_up_runs_every_rung_once_and_counts_up_to_their_number() -> None:
+def test_warming_up_runs_every_batch_shape_once_and_reports_progress() -> None:
     session = on_a_gpu(RecordingSession)
     session.rules = replace(session.rules, max_pixels=40_000)
     shape_buckets = shape_buckets_of(session)
     assert shape_buckets is not None
-    told: list[tuple[int, int]] = []
-    count = warm_up(session, shape_buckets, lambda done, of: told.append((done, of)))
+    reported: list[tuple[int, int]] = []
+    count = warm_up(session, shape_buckets, lambda done, of: reported.append((done, of)))
     assert len(set(session.calls)) == len(session.calls) == count > 100
-    assert told == [(done, count) for done in range(1, count + 1)]
+    assert reported == [(done, count) for done in range(1, count + 1)]
     assert session.calls[0] == max(session.calls, key=math.prod)
 
 
@@ -151,14 +146,12 @@ def test_what_a_server_gets_to_compute_was_warmed_before() -> None:
     assert seen <= set(recorder.calls)
 
 
-def test_scores_do_not_depend_on_the_ladder() -> None:
+def test_scores_do_not_depend_on_the_shape_buckets() -> None:
     session = on_a_gpu()
     random = np.random.default_rng(6)
     protocol = build_protocol("dense-32", session.contract)
     images = [random.integers(0, 256, (*sides, 3), np.uint8) for sides in [(40, 61), (90, 31), (50, 50)]]
     views = [view for image in images for view in make_views(image, protocol)]
-    from prelunet.evaluator.engine.classify import run_batch
-
     results: dict[int, Any] = {}
     for batch in plan_views(session, views, shape_buckets_of(session)).batches:
         results.update(run_batch(session, batch, views))
@@ -167,12 +160,12 @@ def test_scores_do_not_depend_on_the_ladder() -> None:
         np.testing.assert_array_equal(results[index].scores, view.scores)  # the fake computes each image by itself
 
 
-def test_a_cpu_has_no_ladder() -> None:
+def test_a_cpu_has_no_shape_buckets() -> None:
     assert shape_buckets_of(FakeSession()) is None
     assert serving_rules(FakeSession()) == FakeSession().rules
 
 
-def test_on_the_ladder_of_a_file_for_exact_canvases_is_its_crop_alone() -> None:
+def test_the_only_bucket_of_a_file_for_exact_canvases_is_its_crop() -> None:
     session = on_a_gpu(canvas="exact")
     shape_buckets = shape_buckets_of(session)
     assert shape_buckets is not None

@@ -5,9 +5,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
-import numpy as np
 import numpy.typing as npt
 
+from prelunet.evaluator.arrays import Int64Array, UInt8Array
 from prelunet.evaluator.contract import rewrite_hint
 from prelunet.evaluator.errors import ContractError, EnvironmentFault
 
@@ -62,7 +62,7 @@ class LoadedModel(Protocol):
     scores_shape: Sequence[Any]
     packages: Mapping[str, str]
 
-    def stage(self, images: npt.NDArray[np.uint8], sizes: npt.NDArray[np.int64]) -> Any:
+    def stage(self, images: UInt8Array, sizes: Int64Array) -> Any:
         """Copy a batch to the device. Any thread may call this, also while another batch is computed."""
         ...
 

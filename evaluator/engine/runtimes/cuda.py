@@ -13,8 +13,8 @@ from types import ModuleType
 from typing import Any, Literal
 
 import numpy as np
-import numpy.typing as npt
 
+from prelunet.evaluator.arrays import Int64Array, UInt8Array
 from prelunet.evaluator.contract import OUTPUTS
 from prelunet.evaluator.errors import EnvironmentFault
 
@@ -58,7 +58,7 @@ class GpuMemory:
 class Slot:
     """Reusable memory for one batch of canvases: page-locked on the host, and as much on the GPU. Grows on demand."""
 
-    pinned: npt.NDArray[np.uint8] = field(default_factory=lambda: np.empty(0, np.uint8))
+    pinned: UInt8Array = field(default_factory=lambda: np.empty(0, np.uint8))
     on_gpu: GpuMemory = field(default_factory=GpuMemory)
 
 
@@ -71,7 +71,7 @@ class UploadedBatch:
 
     slot: Slot
     shape: tuple[int, ...]
-    sizes: npt.NDArray[np.int64]
+    sizes: Int64Array
     free: Callable[[], Any] = lambda: None
 
 
@@ -98,7 +98,7 @@ class CudaBinding:
         for _ in range(SLOTS):
             self._slots.put(Slot())
 
-    def stage(self, images: npt.NDArray[np.uint8], sizes: npt.NDArray[np.int64]) -> UploadedBatch:
+    def stage(self, images: UInt8Array, sizes: Int64Array) -> UploadedBatch:
         """Upload a batch and return when it is on the GPU. Blocks while all SLOTS are taken."""
         slot = self._slots.get()
         batch = UploadedBatch(slot, images.shape, sizes)
@@ -194,7 +194,7 @@ class CudaRuntime:
         weakref.finalize(memory, self._library.cudaFree, address)
         return memory
 
-    def allocate_pinned(self, size: int) -> npt.NDArray[np.uint8]:
+    def allocate_pinned(self, size: int) -> UInt8Array:
         """Allocate `size` bytes of page-locked memory; they are freed with the array and all its views."""
         address = ctypes.c_void_p()
         self.set_device()
@@ -203,7 +203,7 @@ class CudaRuntime:
         weakref.finalize(buffer, self._library.cudaFreeHost, address)
         return np.frombuffer(memoryview(buffer), np.uint8)
 
-    def upload(self, source: npt.NDArray[np.uint8], target: GpuMemory) -> None:
+    def upload(self, source: UInt8Array, target: GpuMemory) -> None:
         """Copy bytes to the GPU and wait for the copy, without holding the interpreter lock."""
         self.set_device()
         self._call(

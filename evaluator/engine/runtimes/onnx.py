@@ -10,9 +10,9 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-import numpy as np
 import numpy.typing as npt
 
+from prelunet.evaluator.arrays import Int64Array, UInt8Array
 from prelunet.evaluator.contract import OUTPUTS
 from prelunet.evaluator.engine.runtimes.base import Array, error_summary, is_out_of_memory, load_error
 from prelunet.evaluator.engine.runtimes.cuda import CudaBinding, CudaRuntime, GpuPrecision, cuda_options
@@ -44,7 +44,7 @@ class OnnxRuntimeModel:
         self._session = session
         self._binding = CudaBinding(runtime, session, cuda, self.scores_shape[-1]) if cuda else None
 
-    def stage(self, images: npt.NDArray[np.uint8], sizes: npt.NDArray[np.int64]) -> Any:
+    def stage(self, images: UInt8Array, sizes: Int64Array) -> Any:
         """Copy a batch to the device. Any thread may call this, also while another batch is computed."""
         return self._binding.stage(images, sizes) if self._binding else {"images": images, "sizes": sizes}
 
@@ -157,7 +157,7 @@ class RawOnnxModel:
         options = _options(runtime)
         options.intra_op_num_threads = threads
         with self._errors("load"):
-            self._session = runtime.InferenceSession(os.fspath(path), options, providers=["CPUExecutionProvider"])
+            self._session = runtime.InferenceSession(os.fspath(path), options, providers=[CPU])
 
     def run(self, feeds: Mapping[str, npt.NDArray[Any]], output: str) -> npt.NDArray[Any]:
         """Return one output, by name, for these inputs."""

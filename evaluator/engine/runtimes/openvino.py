@@ -15,8 +15,8 @@ from types import ModuleType
 from typing import Any, Literal
 
 import numpy as np
-import numpy.typing as npt
 
+from prelunet.evaluator.arrays import Int64Array, UInt8Array
 from prelunet.evaluator.contract import OUTPUTS
 from prelunet.evaluator.engine.runtimes.base import load_error
 from prelunet.evaluator.errors import ContractError, EnvironmentFault, install_hint
@@ -45,7 +45,7 @@ class OpenVinoModel:
         self.packages: Mapping[str, str] = {"openvino": str(runtime.__version__).partition("-")[0]}
         self._request = compiled.create_infer_request()
 
-    def stage(self, images: npt.NDArray[np.uint8], sizes: npt.NDArray[np.int64]) -> dict[str, Any]:
+    def stage(self, images: UInt8Array, sizes: Int64Array) -> dict[str, Any]:
         """Return the batch unchanged: it is on the device already."""
         return {"images": np.ascontiguousarray(images), "sizes": sizes}
 

@@ -1,5 +1,6 @@
 """Fakes of onnxruntime, its CUDA provider and a GPU: they record calls, and answer as a test prescribes."""
 
+from collections.abc import Callable
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
@@ -26,8 +27,8 @@ class SessionOptions:
 class FakeRuntime(ModuleType):
     """The interface of onnxruntime. offers: the providers it lists; comes_up: what really runs when CUDA is requested.
 
-    fails: provider → error of its loading. Records `loads`, (options, providers) of each load, and `events`, the order
-    of the calls.
+    fails: provider → error of its loading; on_run: called at the start of every run. Records `loads`, (options,
+    providers) of each load, and `events`, the order of the calls.
     """
 
     __version__ = "9.8.7"
@@ -54,6 +55,7 @@ class FakeRuntime(ModuleType):
         self._contract = contract or fake_contract()
         self.loads: list[tuple[SessionOptions, list[Any]]] = []
         self.events: list[str] = []
+        self.on_run: Callable[[], object] = lambda: None
 
     def get_available_providers(self) -> list[str]:
         return self._offers
@@ -61,6 +63,7 @@ class FakeRuntime(ModuleType):
     def _run(self, provider: str) -> Any:
         def run(names: Any, feeds: Any) -> list[Any]:
             self.events.append("run")
+            self.on_run()
             return [names, feeds, provider, None]
 
         return run

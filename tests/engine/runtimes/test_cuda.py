@@ -155,9 +155,16 @@ def library(monkeypatch: pytest.MonkeyPatch) -> FakeCudart:
     return found
 
 
-def bound() -> CudaBinding:
+def bound(session: FakeInferenceSession | None = None) -> CudaBinding:
     runtime: Any = SimpleNamespace(OrtValue=FakeOrtValue, cuda_version="13.0")
-    return CudaBinding(runtime, FakeInferenceSession(), CudaRuntime(runtime, 1), CLASSES)
+    return CudaBinding(runtime, session or FakeInferenceSession(), CudaRuntime(runtime, 1), CLASSES)
+
+
+def stage_in_thread(binding: CudaBinding) -> threading.Thread:
+    """Stage a batch in a daemon thread, which lives on as long as no slot is free."""
+    staging = threading.Thread(target=lambda: binding.stage(*batch(1, 4, 4, seed=9)), daemon=True)
+    staging.start()
+    return staging
 
 
 def batch(rows: int, height: int, width: int, seed: int) -> tuple[np.ndarray, np.ndarray]:
@@ -199,20 +206,20 @@ def test_no_more_than_three_batches_are_on_the_gpu_and_the_next_waits_for_one_to
 ) -> None:
     binding = bound()
     staged = [binding.stage(*batch(1, 4, 4, seed=seed)) for seed in range(SLOTS)]
-    fourth = threading.Thread(target=lambda: staged.append(binding.stage(*batch(1, 4, 4, seed=9))))
-    fourth.start()
+    fourth = stage_in_thread(binding)
     fourth.join(0.3)
-    assert fourth.is_alive(), "a fourth batch should wait for room"
+    assert fourth.is_alive(), "a fourth batch should wait for a slot"
     binding.compute(staged[0])
     fourth.join(30)
-    assert len(staged) == SLOTS + 1
+    assert not fourth.is_alive()
 
 
 def test_a_batch_that_is_never_computed_gives_its_room_back(library: FakeCudart) -> None:
     binding = bound()
-    for seed in range(3 * SLOTS):
-        assert binding._slots.qsize() == SLOTS, "the next would wait for ever"
-        binding.stage(*batch(1, 4, 4, seed=seed))
+    for _ in range(3 * SLOTS):
+        staging = stage_in_thread(binding)
+        staging.join(30)
+        assert not staging.is_alive(), "no slot is free"
         gc.collect()
 
 
@@ -239,8 +246,8 @@ def test_a_slot_grows_by_powers_of_two_so_that_it_seldom_does(library: FakeCudar
 
 def test_one_thread_computes_whoever_calls(library: FakeCudart) -> None:
     """onnxruntime issue 29351: run from fresh threads, the arena of a session grows and grows."""
-    binding = bound()
-    session: Any = binding._session
+    session = FakeInferenceSession()
+    binding = bound(session)
     for seed in range(3):
         caller = threading.Thread(target=binding.compute, args=(binding.stage(*batch(1, 4, 4, seed=seed)),))
         caller.start()
@@ -260,8 +267,8 @@ def test_one_thread_computes_whoever_calls(library: FakeCudart) -> None:
 def test_a_batch_keeps_its_room_until_the_gpu_is_done_though_its_caller_is_interrupted(
     library: FakeCudart,
 ) -> None:
-    binding = bound()
-    session: Any = binding._session
+    session: Any = FakeInferenceSession()
+    binding = bound(session)
     entered, gate, run = threading.Event(), threading.Event(), session.run_with_iobinding
     interrupted = threading.Event()
 
@@ -290,10 +297,14 @@ def test_a_batch_keeps_its_room_until_the_gpu_is_done_though_its_caller_is_inter
     finally:
         interrupter.join(30)
         signal.signal(signal.SIGINT, before)
-    assert binding._slots.qsize() == SLOTS - 1, "the GPU still reads the batch"
+    others = [binding.stage(*batch(1, 4, 4, seed=seed)) for seed in range(SLOTS - 1)]
+    one_more = stage_in_thread(binding)
+    one_more.join(0.3)
+    assert one_more.is_alive(), "the GPU still reads the first batch"
     gate.set()
-    binding._worker.submit(lambda: None).result(30)  # behind the batch
-    assert binding._slots.qsize() == SLOTS
+    one_more.join(30)
+    assert not one_more.is_alive()
+    assert len(others) == SLOTS - 1
 
 
 def test_a_batch_that_could_not_be_uploaded_is_an_error_with_cudas_words_and_gives_its_room_back(
@@ -306,9 +317,9 @@ def test_a_batch_that_could_not_be_uploaded_is_an_error_with_cudas_words_and_giv
     for _ in range(2 * SLOTS):
         with pytest.raises(
             EnvironmentFault, match=r"cudaMemcpyAsync failed on GPU 1 \(719: words of status 719\)"
-        ) as told:
+        ) as failed:
             binding.stage(*batch(1, 4, 4, seed=0))
-        kept.append(told.value)  # with its traceback, as a Future keeps it
+        kept.append(failed.value)  # with its traceback, as a Future keeps it
 
 
 def test_a_slot_without_memory_is_tried_anew_with_the_next_batch(library: FakeCudart) -> None:
@@ -317,15 +328,15 @@ def test_a_slot_without_memory_is_tried_anew_with_the_next_batch(library: FakeCu
     small, large = batch(1, 4, 4, seed=1), batch(1, 20, 20, seed=2)
     binding.compute(binding.stage(*small))
     for _ in range(2 * SLOTS):
-        with pytest.raises(EnvironmentFault, match=r"cudaMalloc failed on GPU 1 \(2: ") as told:
+        with pytest.raises(EnvironmentFault, match=r"cudaMalloc failed on GPU 1 \(2: ") as failed:
             binding.stage(*large)
-        del told
+        del failed
         np.testing.assert_array_equal(binding.compute(binding.stage(*small))[3](), small[0])
 
 
 def test_a_batch_whose_computation_fails_gives_its_room_back(library: FakeCudart) -> None:
-    binding = bound()
-    session: Any = binding._session
+    session: Any = FakeInferenceSession()
+    binding = bound(session)
 
     def fails(_binding: FakeIoBinding) -> None:
         raise RuntimeError("an error of the runtime")
@@ -338,7 +349,7 @@ def test_a_batch_whose_computation_fails_gives_its_room_back(library: FakeCudart
             binding.compute(staged[-1])
 
 
-def test_a_missing_libcudart_is_told_by_its_name(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_libcudart_is_reported_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
     def missing(name: str) -> None:
         raise OSError(f"{name}: cannot open")
 

@@ -68,12 +68,12 @@ print(megabytes() - before)
 """
 
 
-@pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="reads memory as Linux tells it")
+@pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="reads memory from Linux")
 def test_memory_does_not_grow_with_the_number_of_shapes(exported: dict[str, ExportedNet]) -> None:
     command = [sys.executable, "-c", MANY_SHAPES, str(exported["demo-image"].path)]
-    told = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    growth = subprocess.run(command, capture_output=True, text=True, check=True).stdout
     # 217 MB with the runtime's own cache of code; without it 15 to 19, for canvases that grow by a third.
-    assert float(told) < 40, f"200 further shapes took {told} MB"
+    assert float(growth) < 40, f"200 further shapes took {growth} MB"
 
 
 def test_images_of_different_sizes_share_a_canvas(exported: dict[str, ExportedNet]) -> None:
@@ -165,7 +165,7 @@ def test_layers_without_arithmetic_do_not_decide_the_precision() -> None:
     openvino_runtime.check_precision(FakeCompiledModel(("Convolution", "f32"), ("Reorder", "bf16")), "fp32")
 
 
-def test_a_missing_openvino_is_told_with_the_extra_that_brings_it(
+def test_a_missing_openvino_is_reported_with_the_extra_to_install(
     exported: dict[str, ExportedNet], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(sys.modules, "openvino", None)

@@ -46,14 +46,14 @@ def test_a_runtime_that_two_distributions_overwrote_is_said_to_be_damaged(
         open_session(model, "cpu")
 
 
-def test_a_missing_runtime_is_told_with_the_extras_that_bring_it(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_runtime_is_reported_with_the_extra_to_install(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "onnxruntime", None)  # which makes its import fail
     with pytest.raises(EnvironmentFault, match=r"onnxruntime cannot be imported .*\[cpu\]"):
         open_session(model, "cpu")
 
 
 def test_the_runtime_leaves_nothing_in_the_users_home(exported: dict[str, ExportedNet], tmp_path: Path) -> None:
-    """onnxruntime 1.31 keeps a device id and a store of events there, to upload them, unless it is told not to."""
+    """onnxruntime 1.31 keeps a device id and a store of events there, to upload them, unless that is disabled."""
     environment = {key: value for key, value in os.environ.items() if key != "ORT_DISABLE_TELEMETRY"}
     code = (
         "from pathlib import Path; from prelunet.evaluator.engine.load import open_session; "
