@@ -86,7 +86,7 @@ def ensemble(
     for run in runs:
         check_scores(run)
     samples = [Sample(line.file, line.label, 0) for line in runs[0].predictions]
-    with open_run(folder, ensemble_info(infos, _normalised(checked)), samples, fresh=fresh) as writer:
+    with open_run(folder, ensemble_info(infos, _normalized(checked)), samples, fresh=fresh) as writer:
         log_start(writer, infos[0].images, folders, report)
         member_errors, cumulative_errors = _average(runs, checked, writer)
     return Ensemble(read_run(folder), member_errors, cumulative_errors)
@@ -132,7 +132,7 @@ def _checked_weights(members: int, weights: Sequence[float] | None) -> list[floa
     return checked
 
 
-def _normalised(weights: Sequence[float]) -> list[float]:
+def _normalized(weights: Sequence[float]) -> list[float]:
     total = sum(weights)
     return [weight / total for weight in weights]
 
@@ -220,7 +220,7 @@ def _average(
             rows = [read_rows(run, block.start, block.stop) for run in runs]
             for number in range(1, len(runs) + 1):
                 # NaN rows of refused images stay NaN.
-                scores = weighted_mean(rows[:number], _normalised(weights[:number]))
+                scores = weighted_mean(rows[:number], _normalized(weights[:number]))
                 ranks[number - 1, block] = ranks_of(scores, np.maximum(labels[block], 0))
             if start >= writer.done:
                 writer.append(_lines(runs, block, scores, ranks[-1, block]), scores)

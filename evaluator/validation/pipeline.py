@@ -1,6 +1,6 @@
-"""Evaluate images on one or several sessions, with all stages running concurrently.
+"""Evaluate images on one or several sessions, reading, decoding, packing and computing concurrently.
 
-A chunk is split into portions: images that are prepared, planned and computed together.
+A chunk is split into portions: images that are prepared, packed into batches and computed together.
 
     read, decode, resize     thread pool             one image at a time
     plan, pack, upload       one thread per session  one portion at a time; its batches depend only on its images
@@ -193,7 +193,7 @@ class Pipeline:
         self._threads = [
             threading.Thread(target=self._guarded, args=(work, session_queue), name=f"{name}-{number}")
             for number, session_queue in enumerate(self._session_queues)
-            for name, work in (("stage", self._stage_portions), ("compute", self._compute_batches))
+            for name, work in (("pack", self._pack_portions), ("compute", self._compute_batches))
         ]
 
     def close(self) -> None:
@@ -259,10 +259,10 @@ class Pipeline:
 
     # The thread that packs for a session
 
-    def _stage_portions(self, session_queue: _SessionQueue) -> None:
+    def _pack_portions(self, session_queue: _SessionQueue) -> None:
         while (portion := self._next_portion()) is not None:
             try:
-                self._stage_portion(session_queue, portion)
+                self._pack_portion(session_queue, portion)
             except BaseException as error:  # re-raised in the caller
                 self._fail(portion, error)
             with self._lock:
@@ -277,7 +277,7 @@ class Pipeline:
             self._portions_changed.wait_for(lambda: self._closed or self._waiting or self._started >= self._stop_at)
             return self._waiting.popleft() if self._waiting and not self._closed else None
 
-    def _stage_portion(self, session_queue: _SessionQueue, portion: Portion) -> None:
+    def _pack_portion(self, session_queue: _SessionQueue, portion: Portion) -> None:
         prepared = [future.result() for future in portion.prepared]
         portion.prepared.clear()  # the futures also hold the pixels
         portion.views = [images if isinstance(images, ImageError) else len(images) for images in prepared]

@@ -160,9 +160,7 @@ class Predictions(Sequence[Prediction]):
             range(first, stop),
             files[:-1],
             self._label[span],
-            zip(
-                *[answers] * self._answers, strict=True
-            ),  # groups of consecutive answers: all arguments are one iterator
+            zip(*[answers] * self._answers, strict=True),  # of one iterator: consecutive answers are grouped
             self._rank[span],
             zip(*[view_ranks] * self._views, strict=True) if self._views else repeat((), stop - first),
             self._capped[span],

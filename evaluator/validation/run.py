@@ -158,7 +158,7 @@ class Run:
     folder: Path | None = None
 
     @property
-    def labelled(self) -> bool:
+    def has_labels(self) -> bool:
         """Return whether any true class is known, so that errors can be counted."""
         return any(prediction.label != UNLABELLED for prediction in self.predictions)
 

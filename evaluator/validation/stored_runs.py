@@ -119,8 +119,7 @@ def _same_best(rows: Float32Array, lines: Sequence[Prediction]) -> BoolArray:
     return same
 
 
-# Shared by merged runs and ensembles, which are derived from the folders of other runs.
-
+# Used by merged runs and ensembles, which are derived from the folders of other runs.
 
 _SOURCE_ONLY_KEYS = {"event", "date", "done"}  # fields of a source's start event that a derived run does not copy
 

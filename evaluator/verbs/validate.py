@@ -159,8 +159,8 @@ def _report_result(finished: Run, run: Path, *, as_json: bool) -> None:
             f"{run / 'predictions.jsonl'} lists them with the reasons"
         )
     numbers: dict[str, Any] = {"images": images, "evaluated": images - refused, "refused": refused}
-    if finished.info.shard is not None or not finished.labelled:
-        done = "evaluated" if finished.labelled else "classified; without labels there are no errors"
+    if finished.info.shard is not None or not finished.has_labels:
+        done = "evaluated" if finished.has_labels else "classified; without labels there are no errors"
         echo(
             json.dumps({"run": str(run), **numbers}) if as_json else f"{images - refused:,} of {images:,} images {done}"
         )

@@ -240,7 +240,7 @@ def test_images_are_taken_without_labels_only_when_asked(layout: Callable[[Path]
     assert sorted(dataset.read(sample) for sample in dataset.samples) == sorted(DATA.values())
     assert {sample.label for sample in dataset.samples} == {-1}
     run = validated(FakeSession(CONTRACT), dataset, CENTER, tmp_path / "run")
-    assert not run.labelled
+    assert not run.has_labels
     assert find_dataset(tmp_path / "run") == dataset.spec
 
 

@@ -79,7 +79,9 @@ BAD_RUNS: list[tuple[tuple[str, ...], Any, str]] = [
 
 
 @pytest.mark.parametrize(("path", "value", "fault"), BAD_RUNS)
-def test_nonsense_in_run_json_is_refused_by_name(tmp_path: Path, path: tuple[str, ...], value: Any, fault: str) -> None:
+def test_a_wrong_value_in_run_json_names_its_field(
+    tmp_path: Path, path: tuple[str, ...], value: Any, fault: str
+) -> None:
     write_run(tmp_path, LINES)
     run = json.loads((tmp_path / "run.json").read_text())
     changed_run(*path, value=value)(run)
@@ -123,7 +125,7 @@ def write_lines(folder: Path, lines: list[str]) -> None:
 
 
 @pytest.mark.parametrize(("change", "fault"), BAD_LINES)
-def test_nonsense_in_a_line_is_refused_with_its_number(tmp_path: Path, change: dict[str, Any], fault: str) -> None:
+def test_a_wrong_value_in_a_line_names_its_number(tmp_path: Path, change: dict[str, Any], fault: str) -> None:
     write_run(tmp_path, LINES)
     write_lines(tmp_path, [json.dumps(line) for line in (LINES[0], {**LINES[1], **change}, *LINES[2:])])
     with pytest.raises(
@@ -143,7 +145,7 @@ def test_compare_refuses_a_run_with_a_damaged_line_as_report_does(
         assert f"{folders[place]}/predictions.jsonl: line 2 is damaged (rank 1 of class 0" in capsys.readouterr().err
 
 
-def test_scores_that_tie_in_the_order_of_the_classes_are_believed(tmp_path: Path) -> None:
+def test_tied_scores_in_the_order_of_the_classes_are_accepted(tmp_path: Path) -> None:
     line = evaluated("n01/a.png", 6, [], 7)
     line["top"] = [[index, 1 / 7] for index in range(5)]
     assert read_run(write_run(tmp_path, [line])).predictions[0].rank == 7
@@ -165,7 +167,7 @@ def test_the_only_view_has_the_rank_of_the_image(tmp_path: Path, rank: int, fine
 
 @pytest.mark.parametrize("kind", ["loop", "folder", "pipe"])
 @pytest.mark.parametrize("name", ["predictions.jsonl", "run.json"])
-def test_what_is_no_file_is_not_taken_for_a_run_without_lines(tmp_path: Path, kind: str, name: str) -> None:
+def test_what_is_not_a_file_is_not_read_as_a_run_without_lines(tmp_path: Path, kind: str, name: str) -> None:
     write_run(tmp_path, LINES)
     path = tmp_path / name
     path.unlink()
@@ -182,7 +184,7 @@ def test_what_is_no_file_is_not_taken_for_a_run_without_lines(tmp_path: Path, ki
 
 
 @pytest.mark.parametrize("value", [5, None, ["a"], True])
-def test_a_reason_of_a_refusal_that_is_no_text_is_refused(tmp_path: Path, value: Any) -> None:
+def test_a_refusal_whose_reason_is_not_text_is_refused(tmp_path: Path, value: Any) -> None:
     write_run(tmp_path, [*LINES[:3], {**LINES[3], "refused": value}])
     with pytest.raises(RunFolderError, match=r"line 4 is damaged .*refused should be text"):
         read_run(tmp_path)
@@ -191,7 +193,7 @@ def test_a_reason_of_a_refusal_that_is_no_text_is_refused(tmp_path: Path, value:
 @pytest.mark.parametrize(
     "line", ["[]", '"refused"', "5", "null", "{}", DEEP, "\udcff", "1" * 5000, "{" + '"a":{' * 90_000]
 )
-def test_a_line_that_is_no_prediction_at_all_is_refused_with_its_number(tmp_path: Path, line: str) -> None:
+def test_a_line_that_is_not_a_prediction_is_refused_with_its_number(tmp_path: Path, line: str) -> None:
     write_run(tmp_path, LINES)
     text = "\n".join([json.dumps(LINES[0]), line, json.dumps(LINES[2])])
     (tmp_path / "predictions.jsonl").write_bytes(text.encode("utf-8", errors="surrogateescape"))
@@ -200,7 +202,7 @@ def test_a_line_that_is_no_prediction_at_all_is_refused_with_its_number(tmp_path
 
 
 @pytest.mark.parametrize(("order", "number"), [((3, 2, 1, 0), 2), ((0, 1, 1, 2), 3), ((0, 1, 2, 3, 0), 5)])
-def test_lines_out_of_order_or_doubled_are_refused(tmp_path: Path, order: tuple[int, ...], number: int) -> None:
+def test_lines_out_of_order_or_repeated_are_refused(tmp_path: Path, order: tuple[int, ...], number: int) -> None:
     write_run(tmp_path, LINES)
     write_lines(tmp_path, [json.dumps(LINES[index]) for index in order])
     with pytest.raises(RunFolderError, match=rf"line {number} is damaged .*should not follow.*Restore"):
@@ -241,7 +243,7 @@ def test_the_program_exits_2_with_one_message_for_any_damaged_file(
         "5",
     ],
 )
-def test_a_damaged_log_says_nothing_of_the_dataset_and_stops_no_report(tmp_path: Path, line: str) -> None:
+def test_a_damaged_log_is_ignored_and_stops_no_report(tmp_path: Path, line: str) -> None:
     write_run(tmp_path, LINES)
     (tmp_path / "log.jsonl").write_text(line + "\n")
     assert find_dataset(tmp_path) is None
@@ -249,7 +251,7 @@ def test_a_damaged_log_says_nothing_of_the_dataset_and_stops_no_report(tmp_path:
 
 
 @pytest.mark.parametrize("given", [True, False])
-def test_no_file_but_an_image_of_the_dataset_gets_onto_the_page(tmp_path: Path, given: bool) -> None:
+def test_only_images_of_the_dataset_get_onto_the_page(tmp_path: Path, given: bool) -> None:
     data = tmp_path / "data"
     pixels = np.random.default_rng(0).integers(0, 256, (20, 31, 3), dtype=np.uint8)
     for path in (data / "n01" / "a.png", data / ".n01" / "private.png"):  # hidden, so not an image of the dataset

@@ -112,7 +112,7 @@ def test_the_result_for_every_number_of_models_is_that_of_the_first_ones(members
     )  # otherwise the order would not matter
 
 
-def test_an_ensemble_is_a_run_that_says_of_what_it_was_made(members: list[Path], tmp_path: Path) -> None:
+def test_an_ensemble_is_a_run_that_records_its_members(members: list[Path], tmp_path: Path) -> None:
     ensemble(members, tmp_path / "e", weights=[2, 1, 1])
     info = read_run(tmp_path / "e").info
     text = "".join(f"{sha} {weight}\n" for sha, weight in zip(SHAS, ("0.5", "0.25", "0.25"), strict=True))
@@ -131,7 +131,7 @@ def test_an_ensemble_is_a_run_that_says_of_what_it_was_made(members: list[Path],
     check_scores(read_run(tmp_path / "e"))  # they agree with its lines
 
 
-def test_circumstances_that_differ_are_all_told(small: list[Path], tmp_path: Path) -> None:
+def test_circumstances_that_differ_are_all_recorded(small: list[Path], tmp_path: Path) -> None:
     changed_info(small[1], "circumstances", value={"provider": "G", "precision": "fp16", "versions": {"cuda": "13"}})
     changed_info(small[1], "model", "activation", value="relu")
     info = ensemble(small, tmp_path / "e").run.info
@@ -180,7 +180,7 @@ def test_runs_with_other_scales_have_another_protocol(small: list[Path], tmp_pat
         ensemble(small, tmp_path / "e")
 
 
-def test_a_shard_is_to_be_merged_first(small: list[Path], tmp_path: Path) -> None:
+def test_a_shard_must_be_merged_first(small: list[Path], tmp_path: Path) -> None:
     changed_info(small[1], "shard", value={"number": 1, "of": 2})
     with pytest.raises(RunFolderError, match=r"m1: shard 1 of 2, not a complete run.*prelunet merge"):
         ensemble(small, tmp_path / "e")
@@ -203,7 +203,7 @@ def test_lines_of_other_images_are_refused_whatever_the_fingerprints_say(tmp_pat
         ensemble(folders, tmp_path / "e")
 
 
-def test_nan_scores_an_unfinished_run_and_a_damaged_line_are_refused_by_name(small: list[Path], tmp_path: Path) -> None:
+def test_nan_scores_an_unfinished_run_and_a_damaged_line_are_refused_by_file(small: list[Path], tmp_path: Path) -> None:
     scores = np.load(small[1] / "scores.f32.npy")
     spoilt = scores.copy()
     spoilt[7, 3] = np.nan
@@ -238,15 +238,13 @@ def test_nan_scores_an_unfinished_run_and_a_damaged_line_are_refused_by_name(sma
         ([1e-9, 1, 1], "factor of a million"),
     ],
 )
-def test_weights_that_cannot_be_are_refused(
-    small: list[Path], tmp_path: Path, weights: list[float], fault: str
-) -> None:
+def test_invalid_weights_are_refused(small: list[Path], tmp_path: Path, weights: list[float], fault: str) -> None:
     with pytest.raises(UsageError, match=fault):
         ensemble(small, tmp_path / "e", weights=weights)
 
 
 @pytest.mark.parametrize("number", [0, 1])
-def test_fewer_than_two_runs_are_no_ensemble(small: list[Path], tmp_path: Path, number: int) -> None:
+def test_an_ensemble_of_fewer_than_two_runs_is_refused(small: list[Path], tmp_path: Path, number: int) -> None:
     with pytest.raises(UsageError, match="at least two runs"):
         ensemble(small[:number], tmp_path / "e")
 
@@ -304,7 +302,7 @@ def test_images_without_labels_are_averaged_and_no_error_is_counted(tmp_path: Pa
     folders = [member(tmp_path, number, images=20, labels=[None] * 20) for number in range(3)]
     found = ensemble(folders, tmp_path / "e")
     assert (found.member_errors, found.cumulative_errors) == ((), ())
-    assert not found.run.labelled
+    assert not found.run.has_labels
     expected = plain_average([1, 1, 1], 20)
     assert [line.top[0][0] for line in found.run.predictions if line.refused is None] == [
         best_first(row)[0] for row in expected if not np.isnan(row[0])
@@ -321,7 +319,7 @@ def test_images_without_labels_among_others_count_for_no_error(tmp_path: Path) -
     assert found.cumulative_errors[1] == ErrorCount(7, *wrong)
 
 
-def test_an_ensemble_of_ensembles_is_one_too(small: list[Path], tmp_path: Path) -> None:
+def test_an_ensemble_of_ensembles_is_an_ensemble_too(small: list[Path], tmp_path: Path) -> None:
     ensemble(small[:2], tmp_path / "two")
     found = ensemble([tmp_path / "two", small[2]], tmp_path / "e", weights=[2, 1])
     assert found.run.info.model["architecture"] == "A+B+C"
@@ -350,7 +348,7 @@ def test_an_ensemble_of_long_names_can_be_read_again(small: list[Path], tmp_path
     assert len(info.model["architecture"]) == len(info.circumstances["provider"]) == 1000
 
 
-def test_the_ensemble_knows_where_its_images_lie(tmp_path: Path) -> None:
+def test_the_ensemble_records_where_its_images_are(tmp_path: Path) -> None:
     folders = [member(tmp_path, 0, images=20), member(tmp_path, 1, images=20, data="/data/val")]
     ensemble(folders, tmp_path / "e")
     assert find_dataset(tmp_path / "e") == DatasetSpec(Path("/data/val"))
@@ -383,7 +381,7 @@ def test_the_verb_prints_the_errors_of_every_number_of_models(
 @pytest.mark.parametrize(
     "weights", ["", "1,2", "1,,1", "a,b,c", "1;1;1", "1,1,-1", "1e3,1,1", "nan,1,1", "١,1,1", "0,1,1"]
 )
-def test_the_verb_refuses_weights_that_are_none(
+def test_the_verb_refuses_invalid_weights(
     small: list[Path], tmp_path: Path, capsys: pytest.CaptureFixture[str], weights: str
 ) -> None:
     assert prelunet(["ensemble", *map(str, small), "--run", str(tmp_path / "e"), f"--weights={weights}"]) == 2

@@ -85,7 +85,7 @@ def check_log(folder: Path, torn: int = 0) -> None:
             assert entry["done"] >= done
 
 
-def test_killed_at_twenty_random_moments_a_run_goes_on_and_ends_in_the_same_bytes(
+def test_killed_at_twenty_random_moments_a_run_resumes_and_ends_in_the_same_bytes(
     children: ForkServer, data: Path, tmp_path: Path, whole: dict[int, dict[str, bytes]]
 ) -> None:
     moments = random.Random(7)
@@ -106,7 +106,7 @@ def test_killed_at_twenty_random_moments_a_run_goes_on_and_ends_in_the_same_byte
     check_log(folder)
 
 
-def test_killed_at_any_step_of_writing_and_again_while_going_on_a_run_ends_in_the_same_bytes(
+def test_killed_at_any_step_of_writing_and_again_while_resuming_a_run_ends_in_the_same_bytes(
     children: ForkServer, data: Path, tmp_path: Path, whole: dict[int, dict[str, bytes]]
 ) -> None:
     again = random.Random(11)
@@ -121,7 +121,7 @@ def test_killed_at_any_step_of_writing_and_again_while_going_on_a_run_ends_in_th
     assert step > 3 * 4 + 4, "three chunks are twelve steps, and more come before"
 
 
-def test_killed_while_an_old_run_is_deleted_the_same_command_starts_anew(
+def test_killed_while_an_old_run_is_deleted_the_same_command_starts_over(
     children: ForkServer, data: Path, tmp_path: Path, whole: dict[int, dict[str, bytes]]
 ) -> None:
     folder = tmp_path / "run"
@@ -139,7 +139,7 @@ def test_killed_while_an_old_run_is_deleted_the_same_command_starts_anew(
         assert (folder / "report" / "report.json").exists() == (step == 1 and step % 2 == 1)
 
 
-def test_the_program_killed_at_random_moments_goes_on_and_ends_in_the_same_bytes(
+def test_the_program_killed_at_random_moments_resumes_and_ends_in_the_same_bytes(
     exported: dict[str, ExportedNet], tmp_path: Path
 ) -> None:
     model = exported["demo-image"]

@@ -95,7 +95,7 @@ def test_shards_of_more_images_than_are_copied_at_a_time_are_merged(
     assert contents(tmp_path / "merged") == whole
 
 
-def test_shards_that_hold_nothing_are_not_missed(dataset: Dataset, tmp_path: Path) -> None:
+def test_empty_shards_are_not_missing(dataset: Dataset, tmp_path: Path) -> None:
     # 61 images are 2 chunks of 40: of 5 shards only 3 and 5 have images, and validate refuses to create the others.
     folders = [make(dataset, tmp_path / str(number), (number, 5), chunk=40) for number in (5, 3)]
     merge(folders, tmp_path / "merged")
@@ -104,7 +104,7 @@ def test_shards_that_hold_nothing_are_not_missed(dataset: Dataset, tmp_path: Pat
         merge(folders[:1], tmp_path / "other")
 
 
-def test_the_merged_run_knows_where_its_images_lie(dataset: Dataset, three: list[Path], tmp_path: Path) -> None:
+def test_the_merged_run_records_where_its_images_are(dataset: Dataset, three: list[Path], tmp_path: Path) -> None:
     merge(three, tmp_path / "merged")
     assert find_dataset(tmp_path / "merged") == DatasetSpec(dataset.location.resolve())
 
@@ -137,7 +137,7 @@ def test_a_merge_that_was_killed_is_no_run_until_the_same_command_has_finished_i
     assert (f"resuming after {appended * CHUNK} of 61" if appended else ": new") in said[0]
 
 
-def test_merging_again_changes_nothing_and_says_so(three: list[Path], tmp_path: Path) -> None:
+def test_merging_again_changes_nothing_and_reports_that(three: list[Path], tmp_path: Path) -> None:
     merge(three, tmp_path / "merged")
     before = {name: (tmp_path / "merged" / name).stat().st_mtime_ns for name in (*RESULT, "log.jsonl")}
     said: list[str] = []
@@ -146,7 +146,7 @@ def test_merging_again_changes_nothing_and_says_so(three: list[Path], tmp_path: 
     assert "already finished" in said[0]
 
 
-def test_a_finished_merge_that_was_changed_since_is_not_taken_for_the_shards(three: list[Path], tmp_path: Path) -> None:
+def test_a_finished_merge_that_was_changed_since_is_refused(three: list[Path], tmp_path: Path) -> None:
     merge(three, tmp_path / "merged")
     scores = np.load(tmp_path / "merged" / "scores.f32.npy")
     scores[40, 2] = np.nextafter(scores[40, 2], np.float32(1))  # one bit
@@ -155,7 +155,7 @@ def test_a_finished_merge_that_was_changed_since_is_not_taken_for_the_shards(thr
         merge(three, tmp_path / "merged")
 
 
-def test_a_shard_that_is_missing_is_named_with_the_command_that_makes_it(shards: list[Path], tmp_path: Path) -> None:
+def test_a_missing_shard_is_named_with_the_command_that_creates_it(shards: list[Path], tmp_path: Path) -> None:
     with pytest.raises(RunFolderError) as caught:
         merge([shards[2], shards[0]], tmp_path / "merged")
     told = str(caught.value)
@@ -191,7 +191,7 @@ def test_the_shards_that_are_missing_are_counted_however_many_there_are(
 
 
 @pytest.mark.parametrize("of", [1_000_000, 10**12, 10**30])
-def test_more_shards_than_there_can_be_are_refused(shards: list[Path], tmp_path: Path, of: int) -> None:
+def test_too_many_shards_are_refused(shards: list[Path], tmp_path: Path, of: int) -> None:
     changed_info(shards[0], "shard", value={"number": 1, "of": of})
     with pytest.raises(RunFolderError, match=r"run\.json: damaged \(of should be a whole number from 1 to 999999"):
         merge(shards, tmp_path / "merged")
@@ -244,7 +244,7 @@ def test_shards_may_differ_in_the_names_of_the_same_model_and_data(
     assert contents(tmp_path / "merged") == whole
 
 
-def test_a_whole_run_is_no_shard(dataset: Dataset, shards: list[Path], tmp_path: Path) -> None:
+def test_a_complete_run_is_refused_as_a_shard(dataset: Dataset, shards: list[Path], tmp_path: Path) -> None:
     with pytest.raises(RunFolderError, match=r"whole: a complete run, not a shard.*--shard NUMBER/OF"):
         merge([*shards, make(dataset, tmp_path / "whole", None)], tmp_path / "merged")
 
@@ -301,7 +301,7 @@ def test_an_unfinished_or_damaged_shard_is_refused_before_anything_is_written(
     assert not (tmp_path / "merged").exists()
 
 
-def test_another_run_is_not_overwritten_unless_asked_for(
+def test_another_run_is_not_overwritten_without_fresh(
     dataset: Dataset, whole: dict[str, bytes], shards: list[Path], tmp_path: Path
 ) -> None:
     other = make(dataset, tmp_path / "other", None, seed=1)

@@ -174,9 +174,7 @@ def test_two_portions_of_pixels_for_each_session_are_in_memory_and_no_more(
 
 
 @pytest.mark.parametrize("sessions", [1, 2])
-def test_three_portions_for_each_session_are_begun_before_the_first_of_them_is_written(
-    dataset: Dataset, sessions: int
-) -> None:
+def test_three_portions_per_session_are_started_before_the_first_is_written(dataset: Dataset, sessions: int) -> None:
     reading = RecordingReader(dataset)
     read_ahead = replace(dataset, reader=reading)
     chunks = chunks_of(dataset.samples, 4)
@@ -266,7 +264,7 @@ def test_each_session_is_computed_on_by_one_thread_of_its_own(dataset: Dataset) 
     assert threading.main_thread() not in threads
 
 
-def test_a_session_that_is_busy_gets_no_portion_which_another_can_take(dataset: Dataset) -> None:
+def test_a_portion_does_not_wait_for_a_busy_session_while_another_is_free(dataset: Dataset) -> None:
     gate = threading.Event()
 
     class Busy(FakeSession):

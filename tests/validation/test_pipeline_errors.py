@@ -17,7 +17,8 @@ import pytest
 from prelunet.evaluator.datasets.dataset import Dataset
 from prelunet.evaluator.engine.session import Outputs
 from prelunet.evaluator.errors import ContractError, DatasetError, UsageError
-from prelunet.evaluator.validation.pipeline import Pipeline, evaluate_chunks
+from prelunet.evaluator.validation.pipeline import evaluate_chunks
+from prelunet.evaluator.validation.timing import Stage, StageTimer
 from tests.helpers.fakes import FakeSession, fake_contract
 from tests.validation.pipeline_data import (
     CENTER,
@@ -41,7 +42,7 @@ _no_thread_is_left = pytest.fixture(autouse=True)(no_thread_is_left)
 
 
 @pytest.mark.parametrize("sessions", [1, 2])
-def test_an_error_of_reading_comes_behind_the_portions_before_it(dataset: Dataset, sessions: int) -> None:
+def test_a_read_error_comes_after_the_portions_before_it(dataset: Dataset, sessions: int) -> None:
     def vanished(file: str) -> None:
         if file.endswith("022.png"):
             raise DatasetError("planted: the disk is gone")
@@ -54,7 +55,7 @@ def test_an_error_of_reading_comes_behind_the_portions_before_it(dataset: Datase
 
 @pytest.mark.parametrize("error", [RuntimeError("planted"), KeyboardInterrupt("planted"), MemoryError("planted")])
 @pytest.mark.parametrize("where", ["stage", "compute"])
-def test_an_error_of_the_session_comes_behind_the_portions_before_it(
+def test_an_error_of_the_session_comes_after_the_portions_before_it(
     dataset: Dataset, where: str, error: BaseException
 ) -> None:
     session = FakeSession()
@@ -76,7 +77,7 @@ def test_a_view_that_the_session_refuses_is_an_error_and_not_a_hang(dataset: Dat
     assert count_until_error(results, UsageError, "larger than this model's 60 pixels") == 0
 
 
-def test_the_first_of_several_errors_in_the_order_of_the_images_is_told(dataset: Dataset) -> None:
+def test_of_several_errors_the_first_in_the_order_of_the_images_is_raised(dataset: Dataset) -> None:
     later = threading.Event()
 
     def failing(file: str) -> None:
@@ -93,7 +94,7 @@ def test_the_first_of_several_errors_in_the_order_of_the_images_is_told(dataset:
     assert count_until_error(results, DatasetError, "earlier") == 1
 
 
-def test_nothing_behind_an_error_is_computed_any_more_while_the_portions_before_it_are(dataset: Dataset) -> None:
+def test_after_an_error_only_the_portions_before_it_are_computed(dataset: Dataset) -> None:
     gate = threading.Event()
 
     def failing(file: str) -> None:
@@ -113,7 +114,7 @@ def test_nothing_behind_an_error_is_computed_any_more_while_the_portions_before_
     assert len(sessions[0].calls) + len(sessions[1].calls) == 1
 
 
-def test_scores_that_are_no_numbers_name_the_file(dataset: Dataset) -> None:
+def test_nan_scores_are_an_error_that_names_the_image(dataset: Dataset) -> None:
     class Broken(FakeSession):
         def compute(self, staged: Any) -> Outputs:
             outputs = super().compute(staged)
@@ -125,7 +126,7 @@ def test_scores_that_are_no_numbers_name_the_file(dataset: Dataset) -> None:
     assert count_until_error(results, ContractError, r"015\.png: .*not finite") == 1
 
 
-def test_a_session_with_little_room_ends_too_when_all_of_it_is_taken(dataset: Dataset) -> None:
+def test_a_session_whose_slots_are_all_taken_still_ends(dataset: Dataset) -> None:
     """Like a GPU session, whose `stage` waits until a batch is computed or dropped; this one has two slots."""
     slots, stuck = threading.Semaphore(2), threading.Event()
 
@@ -156,7 +157,7 @@ def test_a_session_with_little_room_ends_too_when_all_of_it_is_taken(dataset: Da
 
 
 @pytest.mark.parametrize("taken", [0, 1, 3])
-def test_a_generator_that_is_closed_computes_no_more(dataset: Dataset, taken: int) -> None:
+def test_a_closed_generator_computes_no_more(dataset: Dataset, taken: int) -> None:
     session = FakeSession()
     results = evaluate_chunks([session], dataset, TWO_SCALES, chunks_of(dataset.samples, 5), 5, 2)
     for _ in range(taken):
@@ -168,7 +169,7 @@ def test_a_generator_that_is_closed_computes_no_more(dataset: Dataset, taken: in
     assert taken or not calls
 
 
-def test_ctrl_c_ends_everything_though_the_session_and_the_threads_are_busy(dataset: Dataset) -> None:
+def test_ctrl_c_ends_everything_while_the_session_and_the_threads_are_busy(dataset: Dataset) -> None:
     busy = threading.Event()
 
     class Busy(FakeSession):
@@ -196,13 +197,13 @@ def test_a_consumer_that_fails_leaves_no_thread(dataset: Dataset) -> None:
             raise ZeroDivisionError
 
 
-def test_no_chunks_are_no_work(dataset: Dataset) -> None:
+def test_no_chunks_give_no_results(dataset: Dataset) -> None:
     assert list(evaluate_chunks([FakeSession()], dataset, CENTER, [], 5, 2)) == []
 
 
 @pytest.mark.parametrize("sessions", [1, 2])
 @pytest.mark.parametrize("image", [0, 12, 31])
-def test_a_machine_without_another_thread_is_told_and_not_waited_for(
+def test_a_thread_that_cannot_be_started_is_an_error_and_not_a_hang(
     dataset: Dataset, sessions: int, image: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The caller submits images of the first portions to the pool; the packing threads submit later ones."""
@@ -219,18 +220,16 @@ def test_a_machine_without_another_thread_is_told_and_not_waited_for(
     assert count_until_error(results, RuntimeError, "new thread") == image // 5
 
 
-@pytest.mark.parametrize("where", ["stage", "compute"])
-def test_a_thread_that_fails_between_two_portions_is_told_and_not_waited_for(
-    dataset: Dataset, where: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    methods = {"stage": "_next_portion", "compute": "_next_batch"}
-    working, calls = getattr(Pipeline, methods[where]), count()
+def test_a_thread_that_fails_between_two_batches_is_an_error_and_not_a_hang(dataset: Dataset) -> None:
+    class FailingTimer(StageTimer):
+        waits = 0
 
-    def failing(pipeline: Pipeline, *arguments: Any) -> Any:
-        if next(calls) == 2:
-            raise MemoryError("planted")
-        return working(pipeline, *arguments)
+        def add(self, stage: Stage, seconds: float) -> None:
+            self.waits += stage == "wait"
+            if self.waits == 3:
+                raise MemoryError("planted")
+            super().add(stage, seconds)
 
-    monkeypatch.setattr(Pipeline, methods[where], failing)
-    results = evaluate_chunks([FakeSession()], dataset, CENTER, chunks_of(dataset.samples, 5), 5, 2)
+    chunks = chunks_of(dataset.samples, 5)
+    results = evaluate_chunks([FakeSession()], dataset, CENTER, chunks, 5, 2, timer=FailingTimer())
     assert count_until_error(results, MemoryError, "planted") <= 2

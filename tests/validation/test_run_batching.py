@@ -46,6 +46,6 @@ def test_a_memory_limit_makes_the_portions_smaller_on_a_cpu() -> None:
         {"images_together": 4, **BatchRules().to_json(), "canvas_step": 0},
     ],
 )
-def test_batching_that_cannot_be_is_refused(data: Any) -> None:
+def test_invalid_batching_is_refused(data: Any) -> None:
     with pytest.raises(ValueError, match=r"batching|images_together|rules|canvas_step"):
         batching_from_json(data)

@@ -84,7 +84,7 @@ def test_the_scores_file_has_the_header_that_numpy_writes(tmp_path: Path) -> Non
     assert (tmp_path / "saved.npy").read_bytes() == scores_header(*SCORES.shape) + SCORES.tobytes()
 
 
-def test_a_run_folder_holds_no_date_and_no_path(folder: Path) -> None:
+def test_the_results_contain_no_date_and_no_path(folder: Path) -> None:
     write(folder)
     text = b"".join(contents(folder).values())
     assert str(folder.parent).encode() not in text
@@ -94,7 +94,7 @@ def test_a_run_folder_holds_no_date_and_no_path(folder: Path) -> None:
 @pytest.mark.parametrize("done", [0, CHUNK, 2 * CHUNK])
 @pytest.mark.parametrize("tail", [b"", b'{"file": "n0000', b"\0" * 50, b"{}\n"])
 @pytest.mark.parametrize("rows", [0, 1, 3.5, 4])
-def test_whatever_a_crash_left_behind_the_last_chunk_is_cut_off(
+def test_whatever_a_crash_leaves_after_the_last_complete_chunk_is_truncated(
     folder: Path, done: int, tail: bytes, rows: float
 ) -> None:
     write(folder, images=done)
@@ -108,7 +108,7 @@ def test_whatever_a_crash_left_behind_the_last_chunk_is_cut_off(
 
 
 @pytest.mark.parametrize("missing", ["predictions.jsonl", "scores.f32.npy"])
-def test_a_run_that_lost_a_file_begins_with_its_first_chunk(folder: Path, missing: str) -> None:
+def test_a_run_that_lost_a_file_starts_again_with_its_first_chunk(folder: Path, missing: str) -> None:
     write(folder, images=CHUNK)
     (folder / missing).unlink()
     assert write(folder) == 0
@@ -116,7 +116,7 @@ def test_a_run_that_lost_a_file_begins_with_its_first_chunk(folder: Path, missin
     assert contents(folder) == contents(folder.parent / "undisturbed")
 
 
-def test_a_line_that_is_not_its_samples_is_done_again_with_its_chunk(folder: Path) -> None:
+def test_the_chunk_of_a_line_that_does_not_match_its_sample_is_repeated(folder: Path) -> None:
     write(folder)
     before = contents(folder)
     lines = folder / "predictions.jsonl"
@@ -132,7 +132,7 @@ def test_a_finished_run_is_not_touched_when_it_is_opened_again(folder: Path) -> 
     assert {name: (folder / name).stat().st_mtime_ns for name in RESULT} == before
 
 
-def test_the_leftovers_of_a_start_that_was_killed_are_no_obstacle(folder: Path) -> None:
+def test_leftovers_of_a_killed_start_do_not_prevent_a_new_one(folder: Path) -> None:
     folder.mkdir(parents=True)
     (folder / "log.jsonl").touch()
     (folder / ".run.json.0a1b2c3d.tmp").write_text("{")
@@ -185,7 +185,7 @@ def test_many_differences_are_counted_and_not_all_listed() -> None:
     ]
 
 
-def test_fresh_starts_anew_and_deletes_only_the_files_of_a_run(folder: Path) -> None:
+def test_fresh_starts_over_and_deletes_only_the_files_of_a_run(folder: Path) -> None:
     write(folder)
     (folder / "report").mkdir()
     (folder / "report" / "report.json").write_text("old")
@@ -203,7 +203,7 @@ def test_fresh_starts_anew_and_deletes_only_the_files_of_a_run(folder: Path) -> 
 
 @pytest.mark.parametrize("fresh", [False, True])
 @pytest.mark.parametrize("name", ["thesis.tex", "run.json", "log.jsonl", "scores.f32.npy", ".hidden"])
-def test_a_folder_of_somebody_else_is_left_alone_even_with_fresh(tmp_path: Path, name: str, fresh: bool) -> None:
+def test_a_folder_with_other_files_is_left_alone_even_with_fresh(tmp_path: Path, name: str, fresh: bool) -> None:
     (tmp_path / name).write_text("not yours")
     with pytest.raises(RunFolderError, match=r"not empty \(.*\) and not a run.*--run"):
         write(tmp_path, fresh=fresh)
@@ -213,7 +213,7 @@ def test_a_folder_of_somebody_else_is_left_alone_even_with_fresh(tmp_path: Path,
 
 @pytest.mark.parametrize("content", ['{"mine": 1}', "[]", '{"version": 2, "model": 1}', '"version model protocol"'])
 @pytest.mark.parametrize("fresh", [False, True])
-def test_a_run_json_of_somebody_else_beside_predictions_of_his_own_is_left_alone(
+def test_another_programs_run_json_and_its_other_files_are_left_alone(
     tmp_path: Path, content: str, fresh: bool
 ) -> None:
     files = {"run.json": content, "predictions.jsonl": "mine\n", "log.jsonl": "mine too\n", "scores.f32.npy": "mine"}
@@ -241,7 +241,7 @@ def test_a_finished_run_on_a_read_only_disk_is_opened_and_nothing_is_written(
     assert {path: path.stat().st_mtime_ns for path in (folder, *folder.iterdir())} == before
 
 
-def test_names_that_steer_a_terminal_are_written_out_so_that_the_run_can_be_read(folder: Path) -> None:
+def test_control_characters_in_names_are_escaped_so_that_the_run_can_be_read(folder: Path) -> None:
     dataset = replace(open_images(folder.parent / "v\x1b]0;al\udcff"), layout="class folders")
     described = describe_dataset(dataset)
     assert described["name"] == r"v\x1b]0;al\udcff"
@@ -301,7 +301,7 @@ def test_the_scores_of_a_chunk_are_on_the_disk_before_its_lines_are_written(
     assert synced == [(scores, 0), (lines, CHUNK), (scores, CHUNK), (lines, 2 * CHUNK)]
 
 
-def test_on_a_full_disk_the_last_whole_chunk_stays_and_the_run_goes_on_from_there(folder: Path) -> None:
+def test_on_a_full_disk_the_last_complete_chunk_stays_and_the_run_resumes_there(folder: Path) -> None:
     write(folder, images=CHUNK)
     room = (folder / "predictions.jsonl").stat().st_size + 100  # part of the next chunk's first line
     with largest_file(room), pytest.raises(EnvironmentFault, match=r"predictions\.jsonl: cannot .*4 of 10 images are"):
@@ -321,13 +321,13 @@ def test_a_full_disk_at_the_start_leaves_nothing_that_prevents_the_next_start(fo
 # Reading
 
 
-def test_an_unfinished_run_is_not_read_and_the_mend_is_told(folder: Path) -> None:
+def test_an_unfinished_run_is_refused_with_the_fix(folder: Path) -> None:
     write(folder, images=CHUNK)
     with pytest.raises(RunFolderError, match=r"4 of 10 images are done.*run the same command to resume"):
         read_run(folder)
 
 
-def test_a_folder_without_a_run_is_refused_with_the_command_that_makes_one(tmp_path: Path) -> None:
+def test_a_folder_without_a_run_is_refused_with_the_command_that_creates_one(tmp_path: Path) -> None:
     with pytest.raises(RunFolderError, match=r"no run\.json in this folder.*prelunet validate"):
         read_run(tmp_path)
 

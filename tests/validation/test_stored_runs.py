@@ -43,14 +43,14 @@ def test_runs_of_any_number_of_classes_are_read(tmp_path: Path, classes: int) ->
     np.testing.assert_array_equal(read_rows(run, 0, 30), scores)
 
 
-def test_half_precision_and_the_smallest_scores_are_no_damage(tmp_path: Path) -> None:
+def test_half_precision_and_the_smallest_scores_are_accepted(tmp_path: Path) -> None:
     scores = np.zeros((3, 7), np.float32)
     scores[:, 2] = 1.0004883  # half precision can exceed 1 by this much
     scores[:, 5] = 1e-45  # the smallest positive float32
     check_scores(read_run(write_scored_run(tmp_path / "run", scores, [2, 5, 0])))
 
 
-def test_a_score_whose_shortest_decimal_gives_its_neighbour_by_way_of_float64_is_no_damage(tmp_path: Path) -> None:
+def test_a_score_whose_decimal_rounds_to_its_neighbor_by_way_of_float64_is_accepted(tmp_path: Path) -> None:
     score = np.nextafter(np.float32(7.038531e-26), np.float32(0))
     assert str(score) == "7.038531e-26"
     assert np.float32(float(str(score))) != score
@@ -143,7 +143,7 @@ def test_a_damaged_score_is_named_with_its_row_and_image(
         (', "refused": "truncated"}', ', "refused": ""}', None),
     ],
 )
-def test_a_line_that_tells_another_rank_than_the_scores_is_seen(
+def test_a_line_with_another_rank_than_the_scores_is_detected(
     folder: Path, there: str, instead: str, fault: str | None
 ) -> None:
     lines = folder / "predictions.jsonl"

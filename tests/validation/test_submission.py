@@ -21,10 +21,10 @@ IDS = {CLASSES[index]["wnid"]: number for index, number in enumerate((7, 1000, 3
 FILES = [f"{'ba'[index % 2]}{index % 3}/ILSVRC2012_test_{index * 37 % IMAGES + 1:08}.JPEG" for index in range(IMAGES)]
 
 
-def scored_run(folder: Path, *, refused: Sequence[int] = (), labelled: bool = False, seed: int = 0) -> Path:
+def scored_run(folder: Path, *, refused: Sequence[int] = (), labeled: bool = False, seed: int = 0) -> Path:
     """Write a run of images whose base names sort differently from their paths."""
     order = sorted(range(IMAGES), key=lambda index: FILES[index])
-    labels = [index % 7 if labelled else None for index in range(IMAGES)]
+    labels = [index % 7 if labeled else None for index in range(IMAGES)]
     return write_scored_run(
         folder,
         random_scores(seed, IMAGES),
@@ -50,10 +50,10 @@ def out(tmp_path: Path) -> Path:
     return tmp_path / "submission.txt"
 
 
-@pytest.mark.parametrize("labelled", [False, True])
-def test_each_image_has_its_five_ids_in_the_order_of_the_file_names(tmp_path: Path, out: Path, labelled: bool) -> None:
+@pytest.mark.parametrize("labeled", [False, True])
+def test_each_image_has_its_five_ids_in_the_order_of_the_file_names(tmp_path: Path, out: Path, labeled: bool) -> None:
     assert sorted(FILES) != sorted(FILES, key=lambda file: file.split("/")[1])
-    run = read_run(scored_run(tmp_path / "run", labelled=labelled))
+    run = read_run(scored_run(tmp_path / "run", labeled=labeled))
     assert write_submission(run, IDS, out) == 0
     assert out.read_bytes() == "".join(line + "\n" for line in expected_lines(random_scores(0, IMAGES))).encode()
     assert check_submission(out, IMAGES) == IMAGES
@@ -66,7 +66,7 @@ def test_an_ensemble_is_submitted_like_a_run(tmp_path: Path, out: Path) -> None:
     assert out.read_text().splitlines() == expected_lines(np.load(tmp_path / "e" / "scores.f32.npy"))
 
 
-def test_a_refused_image_stops_the_submission_unless_a_placeholder_is_asked_for(tmp_path: Path, out: Path) -> None:
+def test_a_refused_image_stops_the_submission_unless_placeholders_are_allowed(tmp_path: Path, out: Path) -> None:
     run = read_run(scored_run(tmp_path / "run", refused=[5, 30]))
     with pytest.raises(RunFolderError, match=r"2 images were refused \(.*: truncated\).*--allow-refused"):
         write_submission(run, IDS, out)
@@ -83,7 +83,7 @@ def test_images_of_the_same_name_in_two_folders_are_refused(tmp_path: Path, out:
     assert not out.exists()
 
 
-def test_a_class_without_a_devkit_id_is_refused_by_its_wnid(tmp_path: Path, out: Path) -> None:
+def test_a_class_without_a_devkit_id_is_refused_with_its_wnid(tmp_path: Path, out: Path) -> None:
     run = read_run(scored_run(tmp_path / "run"))
     for unknown in (CLASSES[:1], CLASSES[2:]):
         known = {
@@ -94,7 +94,7 @@ def test_a_class_without_a_devkit_id_is_refused_by_its_wnid(tmp_path: Path, out:
     assert not out.exists()
 
 
-def test_a_model_of_four_classes_has_no_five_guesses(tmp_path: Path, out: Path) -> None:
+def test_a_model_of_four_classes_is_refused(tmp_path: Path, out: Path) -> None:
     folder = write_scored_run(tmp_path / "run", np.full((3, 4), 0.25, np.float32), [None] * 3, classes=CLASSES[:4])
     with pytest.raises(UsageError, match="has 4 classes, but a line needs 5"):
         write_submission(read_run(folder), IDS, out)
@@ -112,7 +112,7 @@ def test_a_part_of_the_dataset_is_no_submission(tmp_path: Path, out: Path) -> No
 
 
 @pytest.mark.parametrize(("strange", "fault"), [(1001, "id 1001, but"), (0, "id 0, but"), (3, "same id, 3")])
-def test_ids_out_of_range_or_doubled_are_refused_by_their_file_and_an_old_file_stays(
+def test_ids_out_of_range_or_duplicate_are_refused_with_their_file_and_an_old_file_stays(
     tmp_path: Path, out: Path, strange: int, fault: str
 ) -> None:
     run = read_run(scored_run(tmp_path / "run"))
@@ -154,7 +154,7 @@ def test_nothing_is_written_into_a_run(
     assert not list(tmp_path.rglob("submission.txt"))
 
 
-def test_the_devkit_is_not_written_over(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_devkit_is_not_overwritten(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     folder, kit = scored_run(tmp_path / "run"), tmp_path / "kit"
     table = mapping(kit / "data")
     before = table.read_bytes()
@@ -172,7 +172,7 @@ def test_only_a_regular_file_is_checked(tmp_path: Path, kind: str) -> None:
         check_submission(path)
 
 
-def test_a_line_without_end_is_not_read_to_its_end(out: Path) -> None:
+def test_an_endless_line_is_not_read_to_its_end(out: Path) -> None:
     out.write_bytes(GOOD + b"1" * 200_000 + b"\n" + GOOD * 3)
     with pytest.raises(
         CheckFailed, match=r"(?s)line 2: has no newline.*not read: line 2 has more than 65,536"
@@ -208,14 +208,14 @@ FAULTS: list[tuple[bytes, str]] = [
 
 
 @pytest.mark.parametrize(("line", "fault"), FAULTS)
-def test_a_faulty_line_is_named_with_its_number_and_the_mend(out: Path, line: bytes, fault: str) -> None:
+def test_a_faulty_line_is_reported_with_its_number_and_the_fix(out: Path, line: bytes, fault: str) -> None:
     out.write_bytes(GOOD + line + GOOD)
     with pytest.raises(CheckFailed, match=fault) as caught:
         check_submission(out)
     assert str(caught.value).count("\n") == 1  # the other lines are valid
 
 
-def test_a_last_line_that_was_cut_off_is_named(out: Path) -> None:
+def test_a_truncated_last_line_is_reported(out: Path) -> None:
     for cut in (GOOD[:-1], GOOD[:-2], b"1"):
         with pytest.raises(CheckFailed, match="line 3: has no newline"):
             check_submission_of(out, GOOD + GOOD + cut)
@@ -226,12 +226,12 @@ def check_submission_of(path: Path, content: bytes, images: int | None = None) -
     return check_submission(path, images)
 
 
-def test_the_limits_are_inside(out: Path) -> None:
+def test_the_largest_and_smallest_ids_are_valid(out: Path) -> None:
     assert check_submission_of(out, b"1 1000 999 500 10\n" * 3) == 3
     assert check_submission_of(out, b"1000 999 998 997 996\n", 1) == 1
 
 
-def test_the_number_of_lines_is_that_of_the_images(out: Path) -> None:
+def test_another_number_of_lines_than_images_is_reported(out: Path) -> None:
     with pytest.raises(CheckFailed, match="3 lines for 4 images"):
         check_submission_of(out, GOOD * 3, 4)
     with pytest.raises(CheckFailed, match="3 lines for 2 images"):
@@ -240,7 +240,7 @@ def test_the_number_of_lines_is_that_of_the_images(out: Path) -> None:
         check_submission_of(out, b"")
 
 
-def test_of_many_faults_the_first_are_told_and_how_many_more_there_are(out: Path) -> None:
+def test_of_many_faults_the_first_are_listed_and_the_others_counted(out: Path) -> None:
     with pytest.raises(CheckFailed) as caught:
         check_submission_of(out, GOOD + b"1 1 2 3 4\n" * 20)
     told = str(caught.value)
@@ -250,7 +250,7 @@ def test_of_many_faults_the_first_are_told_and_how_many_more_there_are(out: Path
     assert "... and 15 more" in told
 
 
-def test_a_file_that_is_not_there_cannot_be_checked(tmp_path: Path) -> None:
+def test_a_missing_file_cannot_be_checked(tmp_path: Path) -> None:
     for path in (tmp_path / "none", tmp_path):
         with pytest.raises(UsageError, match="cannot be read"):
             check_submission(path)
@@ -264,7 +264,7 @@ def mapping(folder: Path) -> Path:
     return path
 
 
-def test_the_verb_writes_checks_and_says_so(tmp_path: Path, out: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_verb_writes_and_checks_a_submission(tmp_path: Path, out: Path, capsys: pytest.CaptureFixture[str]) -> None:
     folder = scored_run(tmp_path / "run", refused=[2])
     command = ["submission", str(folder), "-o", str(out), "--devkit", str(mapping(tmp_path))]
     assert prelunet(command) == 2
@@ -301,7 +301,7 @@ def test_the_verb_refuses_options_that_do_not_go_together(
     assert "--check" in capsys.readouterr().err
 
 
-def test_the_devkits_own_table_tells_the_ids_of_the_classes(tmp_path: Path, out: Path) -> None:
+def test_the_ids_of_the_classes_are_read_from_the_devkits_own_table(tmp_path: Path, out: Path) -> None:
     from scipy.io import savemat
 
     fields = [("ILSVRC2012_ID", "O"), ("WNID", "O"), ("words", "O"), ("num_children", "O")]
@@ -316,7 +316,7 @@ def test_the_devkits_own_table_tells_the_ids_of_the_classes(tmp_path: Path, out:
         assert out.read_text().splitlines() == expected_lines(random_scores(0, IMAGES))
 
 
-def test_a_devkit_that_is_none_is_refused(tmp_path: Path, out: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_invalid_devkit_is_refused(tmp_path: Path, out: Path, capsys: pytest.CaptureFixture[str]) -> None:
     folder = scored_run(tmp_path / "run")
     (tmp_path / "empty").mkdir()
     (tmp_path / "meta.mat").write_bytes(b"no matlab")

@@ -25,7 +25,7 @@ def dataset(tmp_path_factory: pytest.TempPathFactory) -> Dataset:
 _no_thread_is_left = pytest.fixture(autouse=True)(no_thread_is_left)
 
 
-def test_stages_and_counts_tell_what_was_done(dataset: Dataset) -> None:
+def test_stages_and_counts_are_those_of_the_work_done(dataset: Dataset) -> None:
     class Slow(FakeSession):
         def compute(self, staged: Any) -> Outputs:
             time.sleep(0.01)
@@ -51,7 +51,7 @@ def test_stages_and_counts_tell_what_was_done(dataset: Dataset) -> None:
     assert totals.seconds["write"] == 0
 
 
-def test_a_tally_since_another_is_what_was_done_between_them() -> None:
+def test_totals_since_others_are_the_work_done_between_them() -> None:
     timer = StageTimer()
     timer.add("decode", 1.0)
     timer.batch_packed((2, 30, 40), [(30, 40)], changed=True)
@@ -67,7 +67,7 @@ def test_a_tally_since_another_is_what_was_done_between_them() -> None:
     }  # fmt: skip
 
 
-def test_time_is_counted_of_a_block_that_fails_too_and_threads_add_up() -> None:
+def test_the_time_of_a_failing_block_counts_and_threads_add_up() -> None:
     timer = StageTimer()
 
     def work() -> None:

@@ -77,7 +77,7 @@ def executed(folder: Path) -> list[object]:
     return [line["index"] for line in log_of(folder) if line["event"] == "chunk"]
 
 
-def test_a_run_says_of_every_image_what_the_model_says_of_it_alone(dataset: Dataset, tmp_path: Path) -> None:
+def test_every_line_of_a_run_is_what_the_model_predicts_for_the_image_alone(dataset: Dataset, tmp_path: Path) -> None:
     session = FakeSession()
     found = validated(session, dataset, MULTI_SCALE, tmp_path / "run")
     scores = np.load(tmp_path / "run" / "scores.f32.npy")
@@ -96,7 +96,7 @@ def test_a_run_says_of_every_image_what_the_model_says_of_it_alone(dataset: Data
         assert list(prediction.view_ranks) == alone.view_ranks(sample.label)
 
 
-def test_a_refused_image_is_recorded_with_the_reason_and_its_neighbours_are_evaluated(
+def test_a_refused_image_is_recorded_with_the_reason_and_the_others_are_evaluated(
     undisturbed: dict[str, bytes],
 ) -> None:
     lines = [json.loads(line) for line in undisturbed["predictions.jsonl"].splitlines()]
@@ -106,7 +106,7 @@ def test_a_refused_image_is_recorded_with_the_reason_and_its_neighbours_are_eval
     assert len(lines) == IMAGES
 
 
-def test_the_log_tells_the_start_the_place_of_the_data_and_each_chunk(dataset: Dataset, tmp_path: Path) -> None:
+def test_the_log_records_the_start_the_place_of_the_data_and_each_chunk(dataset: Dataset, tmp_path: Path) -> None:
     validated(FakeSession(), dataset, CENTER, tmp_path)
     start, *chunks = log_of(tmp_path)
     assert (start["event"], start["done"], start["device"]) == ("start", 0, "CPUExecutionProvider")
@@ -118,7 +118,7 @@ def test_the_log_tells_the_start_the_place_of_the_data_and_each_chunk(dataset: D
     assert {"compute", "write"} <= set(chunks[0]["stages"])
 
 
-def test_a_finished_run_is_said_to_be_finished_and_nothing_is_done(dataset: Dataset, tmp_path: Path) -> None:
+def test_a_finished_run_is_reported_as_finished_and_nothing_is_done(dataset: Dataset, tmp_path: Path) -> None:
     validated(FakeSession(), dataset, CENTER, tmp_path)
     before, log, said, session = contents(tmp_path), log_of(tmp_path), [], FakeSession()
     validated(session, dataset, CENTER, tmp_path, report=said.append)
@@ -141,7 +141,7 @@ class FailingSession(FakeSession):
         return super().compute(staged)
 
 
-def test_ctrl_c_keeps_whole_chunks_and_the_same_command_goes_on(
+def test_ctrl_c_keeps_complete_chunks_and_the_same_command_resumes(
     dataset: Dataset, tmp_path: Path, undisturbed: dict[str, bytes]
 ) -> None:
     session = FailingSession(
@@ -186,7 +186,7 @@ def test_a_chunk_in_parts_gives_the_same_lines_and_scores(
         assert (tmp_path / name).read_bytes() == undisturbed[name]
 
 
-def test_a_line_of_the_log_that_a_crash_tore_does_not_swallow_the_next(dataset: Dataset, tmp_path: Path) -> None:
+def test_a_torn_line_of_the_log_does_not_swallow_the_next(dataset: Dataset, tmp_path: Path) -> None:
     with pytest.raises(Interrupted):
         validated(FailingSession(1, KeyboardInterrupt()), dataset, CENTER, tmp_path)
     (tmp_path / "log.jsonl").write_text('{"event": "chu')
@@ -235,7 +235,7 @@ def test_another_model_in_the_folder_is_refused_and_fresh_replaces_it(
 @settings(max_examples=12, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(st.floats(0, 1), st.floats(0, 1))
 @example(1.0, 1.0)  # already complete: nothing is done, so nothing is logged
-def test_cut_anywhere_a_run_ends_in_the_same_bytes_and_whole_chunks_are_not_done_again(
+def test_truncated_anywhere_a_run_ends_in_the_same_bytes_and_complete_chunks_are_not_repeated(
     dataset: Dataset, tmp_path: Path, undisturbed: dict[str, bytes], lines_kept: float, scores_kept: float
 ) -> None:
     folder = tmp_path / "cut"
@@ -271,7 +271,7 @@ def command(data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Call
     return call
 
 
-def test_the_last_line_tells_the_errors_with_their_intervals_and_counts(
+def test_the_last_line_has_the_errors_with_their_intervals_and_counts(
     command: Callable[..., int], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert command(protocol="multi-scale") == 0
@@ -300,7 +300,7 @@ def test_json_holds_the_same_numbers(command: Callable[..., int], capsys: pytest
     assert numbers["top1_interval"][0] < numbers["top1_error"] < numbers["top1_interval"][1]
 
 
-def test_where_every_image_is_refused_no_error_is_told(
+def test_a_run_in_which_every_image_is_refused_has_no_error_rate(
     command: Callable[..., int], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     images = tmp_path / "images"
@@ -310,7 +310,7 @@ def test_where_every_image_is_refused_no_error_is_told(
     assert "no error can be computed, 0 of 1 images" in capsys.readouterr().out
 
 
-def test_another_protocol_in_the_folder_exits_2_and_fresh_starts_anew(
+def test_another_protocol_in_the_folder_exits_2_and_fresh_starts_over(
     command: Callable[..., int], capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert command() == 0

@@ -213,7 +213,7 @@ def test_killed_workers_are_replaced_and_each_image_is_counted_once(
     assert capfd.readouterr().out == "", "stdout is for the result"
 
 
-def test_images_that_no_worker_survives_end_the_run_which_the_same_command_goes_on_with(
+def test_images_that_no_worker_survives_end_the_run_which_the_same_command_resumes(
     on_cluster: Validate, tmp_path: Path, local: dict[str, bytes], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("prelunet.evaluator.validation.ray_cluster.Worker", CrashingWorker)
@@ -229,7 +229,7 @@ def test_images_that_no_worker_survives_end_the_run_which_the_same_command_goes_
     assert contents(tmp_path / "run") == local
 
 
-def test_workers_that_cannot_be_started_are_not_started_for_ever(
+def test_workers_that_die_at_start_are_not_restarted_forever(
     on_cluster: Validate, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("prelunet.evaluator.validation.ray_cluster.Worker", WorkerCrashingAtStart)
@@ -239,9 +239,7 @@ def test_workers_that_cannot_be_started_are_not_started_for_ever(
         on_cluster()
 
 
-def test_a_mistake_of_ours_on_a_worker_is_told_with_its_place(
-    on_cluster: Validate, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_bug_in_a_worker_is_raised_with_its_traceback(on_cluster: Validate, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("prelunet.evaluator.validation.ray_cluster.Worker", BuggyWorker)
     with pytest.raises(ZeroDivisionError, match=r"ray_workers\.py"):
         on_cluster()
@@ -273,7 +271,7 @@ def test_ctrl_c_and_sigterm_end_the_workers_and_keep_what_is_done(
     assert contents(tmp_path / "run") == local
 
 
-def test_a_handler_of_sigterm_that_is_not_pythons_is_no_obstacle(
+def test_a_sigterm_handler_not_installed_by_python_is_accepted(
     on_cluster: Validate, tmp_path: Path, local: dict[str, bytes], monkeypatch: pytest.MonkeyPatch, on_sigterm: Any
 ) -> None:
     monkeypatch.setattr("prelunet.evaluator.validation.ray_cluster.signal.getsignal", lambda _: None)
@@ -281,14 +279,14 @@ def test_a_handler_of_sigterm_that_is_not_pythons_is_no_obstacle(
     assert contents(tmp_path / "run") == local
 
 
-def test_what_our_caller_prints_meanwhile_reaches_stdout(
+def test_what_the_caller_prints_during_a_run_reaches_stdout(
     on_cluster: Validate, capsys: pytest.CaptureFixture[str]
 ) -> None:
     said = on_cluster(on_report=print)
     assert capsys.readouterr().out.splitlines() == said
 
 
-def test_an_image_that_is_gone_stops_the_run_with_its_name_and_the_machine(
+def test_a_missing_image_stops_the_run_with_its_name_and_the_machine(
     on_cluster: Validate, data: Path, session: Session, tmp_path: Path
 ) -> None:
     folder = shutil.copytree(data, tmp_path / "val")
@@ -299,7 +297,7 @@ def test_an_image_that_is_gone_stops_the_run_with_its_name_and_the_machine(
         on_cluster(dataset=listed)
 
 
-def test_a_run_whose_driver_is_killed_at_random_moments_goes_on_and_ends_in_the_same_bytes(
+def test_a_run_whose_driver_is_killed_at_random_moments_resumes_and_ends_in_the_same_bytes(
     head: RayHead, model: Path, data: Path, tmp_path: Path, local: dict[str, bytes]
 ) -> None:
     moments, kills = random.Random(17), 0

@@ -119,7 +119,7 @@ def test_chunks_come_in_their_order_and_no_worker_runs_far_ahead_of_a_slow_one()
 
 
 @pytest.mark.parametrize("losses", [MAX_ATTEMPTS - 1, MAX_ATTEMPTS])
-def test_a_chunk_is_given_up_with_the_third_worker_that_it_takes(losses: int) -> None:
+def test_a_chunk_is_given_up_with_the_third_worker_lost_on_it(losses: int) -> None:
     ray = ScriptedRay(lost=lambda pending: pending.chunk == 0 and ray.begun.count(0) <= losses)
     said: list[str] = []
     if losses < MAX_ATTEMPTS:
@@ -142,7 +142,7 @@ def test_starts_are_given_up_with_the_third_loss_for_each_worker(losses: int) ->
         assert len(ray.actors) == 2 + losses - 1
 
 
-def test_starts_that_fail_now_and_then_do_not_add_up_to_an_end() -> None:
+def test_occasional_failed_starts_do_not_end_a_run() -> None:
     """One of three workers starts, finishes a chunk and is lost with the next: a long run on an unreliable cluster."""
 
     def lost(pending: PendingAnswer) -> bool:
@@ -153,7 +153,7 @@ def test_starts_that_fail_now_and_then_do_not_add_up_to_an_end() -> None:
     assert len(ray.actors) > 20
 
 
-def test_a_worker_that_is_lost_while_it_could_take_more_is_given_nothing() -> None:
+def test_a_lost_worker_with_free_slots_gets_no_more_chunks() -> None:
     """The first chunk is lost when only it is pending, because no chunk beyond MAX_CHUNKS_AHEAD was started."""
     ray = ScriptedRay(
         order=lambda pending: (pending.chunk == 0, pending.serial),
@@ -166,7 +166,7 @@ def test_a_worker_that_is_lost_while_it_could_take_more_is_given_nothing() -> No
     assert [worker.alive for worker in ray.actors] == [False, True]
 
 
-def test_after_a_silence_it_is_said_which_images_and_which_worker_are_waited_for() -> None:
+def test_a_stall_is_reported_with_the_images_and_the_worker() -> None:
     ray = ScriptedRay(silences=[1, 5, 0, 1])  # before the starts of both workers, the first chunk, the second
     said: list[str] = []
     assert ray.pool(2, 9, said) == list(range(9))
@@ -190,14 +190,14 @@ def test_after_a_silence_it_is_said_which_images_and_which_worker_are_waited_for
         ([{"CPU": 6.0, "GPU": 4.0}, {"memory": 5.0}], 0, True, (4, 1)),
     ],
 )
-def test_as_many_workers_are_asked_for_as_the_machines_have_room_for(
+def test_as_many_workers_are_requested_as_fit_on_the_machines(
     machines: list[dict[str, float]], cpus: int, gpu: bool, expected: tuple[int, int]
 ) -> None:
     assert worker_capacity(machines, cpus, gpu=gpu) == expected
 
 
 @pytest.mark.parametrize(("machines", "cpus", "gpu"), [([{"CPU": 2.0}], 3, False), ([{"CPU": 8.0}], 0, True)])
-def test_a_cluster_without_room_for_a_worker_is_told_so(machines: list[dict[str, float]], cpus: int, gpu: bool) -> None:
+def test_a_cluster_too_small_for_a_worker_is_an_error(machines: list[dict[str, float]], cpus: int, gpu: bool) -> None:
     with pytest.raises(EnvironmentFault, match=r"none of the cluster's 1 machines has .* CPUs"):
         worker_capacity(machines, cpus, gpu=gpu)
 
@@ -207,7 +207,7 @@ def evaluated_on(address: str, session: Session, model: Path, dataset: Dataset) 
     next(evaluate([dataset.samples[:1]]))
 
 
-def test_without_ray_it_is_said_how_to_bring_it(
+def test_without_ray_the_error_shows_how_to_install_it(
     session: Session, model: Path, dataset: Dataset, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(sys.modules, "ray", None)
@@ -216,7 +216,7 @@ def test_without_ray_it_is_said_how_to_bring_it(
 
 
 @pytest.mark.parametrize("address", ["127.0.0.1:1", "[::1]:1"])
-def test_an_address_where_nobody_listens_is_told_with_what_to_give(
+def test_an_address_where_nothing_listens_is_an_error_with_the_fix(
     session: Session, model: Path, dataset: Dataset, address: str
 ) -> None:
     with pytest.raises(
@@ -249,17 +249,17 @@ NO_ADDRESSES = [
 
 
 @pytest.mark.parametrize("address", NO_ADDRESSES)
-def test_what_is_no_address_is_refused_with_what_to_give(address: str) -> None:
+def test_an_invalid_address_is_refused_with_the_fix(address: str) -> None:
     with pytest.raises(UsageError, match=r"--ray '.*': not the address .* HOST:PORT .* auto .* local"):
         Cluster(address)
 
 
 @pytest.mark.parametrize("address", ["auto", "local", "head:6379", "a-b.c_d:1", "10.0.0.1:65535", "[fe80::1]:6379"])
-def test_an_address_is_taken_as_it_is_given(address: str) -> None:
+def test_a_valid_address_is_kept(address: str) -> None:
     assert Cluster(address).address == address
 
 
-def test_what_is_no_address_is_refused_before_a_run_folder_is_made(
+def test_an_invalid_address_is_refused_before_a_run_folder_is_created(
     model: Path, data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     folder = tmp_path / "run"

@@ -49,7 +49,7 @@ def starting(monkeypatch: pytest.MonkeyPatch, on_sigterm: Any) -> Iterator[Calla
     assert signal.alarm(0) == 0, "an alarm goes off in what comes after"
 
 
-def test_before_ray_starts_it_is_said(starting: Any) -> None:
+def test_the_start_of_ray_is_reported_before_it(starting: Any) -> None:
     assert starting(lambda: None) == ["Ray: starting a cluster on this machine"]
 
 
@@ -57,7 +57,7 @@ def fail() -> None:
     raise Exception("The current node timed out during startup.")
 
 
-def test_a_start_that_fails_with_a_bare_exception_is_a_fault_of_the_machine_with_its_mend(starting: Any) -> None:
+def test_a_start_that_fails_with_a_bare_exception_is_an_environment_fault_with_the_fix(starting: Any) -> None:
     with pytest.raises(
         EnvironmentFault, match=r"--ray local: .*\(The current node timed out .*\).* try again; .*/tmp/ray"
     ):
@@ -69,7 +69,7 @@ def test_sigterm_while_ray_starts_is_an_interruption(starting: Any) -> None:
         starting(lambda: os.kill(os.getpid(), signal.SIGTERM))
 
 
-def test_sigterm_while_ray_starts_keeps_what_is_done_and_says_how_to_go_on(
+def test_sigterm_while_ray_starts_keeps_what_is_done_and_shows_how_to_resume(
     starting: Any, session: Session, model: Path, dataset: Dataset, tmp_path: Path
 ) -> None:
     def chunk_evaluator(_chunks: Sequence[Sequence[Sample]]) -> Generator[ChunkResult, None, None]:
@@ -87,7 +87,7 @@ def try_for_ever() -> None:
             time.sleep(60)
 
 
-def test_a_start_that_hangs_is_given_up(starting: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_start_that_hangs_times_out(starting: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("prelunet.evaluator.validation.ray_cluster.JOIN_TIMEOUT", 1)
     with pytest.raises(EnvironmentFault, match=r"--ray local: cannot join or start a cluster \(no answer for 1 s\)"):
         starting(try_for_ever)

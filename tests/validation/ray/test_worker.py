@@ -41,7 +41,7 @@ def job(session: Session, model: Path, dataset: Dataset) -> Job:
     )
 
 
-def test_a_worker_gives_of_a_chunk_what_the_driver_would_and_is_told_only_its_samples(
+def test_a_worker_evaluates_a_chunk_as_the_driver_would_and_receives_only_its_samples(
     job: Job, session: Session, dataset: Dataset
 ) -> None:
     worker = Worker(pickle.loads(pickle.dumps(job)))
@@ -54,7 +54,7 @@ def test_a_worker_gives_of_a_chunk_what_the_driver_would_and_is_told_only_its_sa
     np.testing.assert_array_equal(found[1], expected[1])
 
 
-def test_two_threads_of_a_worker_run_the_session_one_after_the_other(
+def test_two_threads_of_a_worker_use_the_session_one_after_the_other(
     job: Job, session: Session, dataset: Dataset, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Each run waits in vain for a second concurrent one."""
@@ -78,7 +78,7 @@ def test_two_threads_of_a_worker_run_the_session_one_after_the_other(
     assert met == []
 
 
-def test_a_worker_without_the_model_file_says_so(job: Job) -> None:
+def test_a_worker_without_the_model_file_is_an_error(job: Job) -> None:
     error = Worker(replace(job, model=Path("/nowhere/m.onnx"))).start()
     assert isinstance(error, UsageError)
     assert re.match(r"worker on .* cannot start: /nowhere/m\.onnx: .*\nEvery machine needs", str(error))
@@ -103,7 +103,7 @@ def test_a_worker_with_other_images_is_refused(job: Job) -> None:
     assert re.search(r"worker on .* cannot start: .*\.png differs from the driver's image", str(error))
 
 
-def test_scores_that_are_no_numbers_arrive_as_the_model_files_fault(
+def test_nan_scores_arrive_as_a_fault_of_the_model_file(
     job: Job, dataset: Dataset, model: Path, tmp_path: Path
 ) -> None:
     graph = onnx.load(model)
