@@ -24,7 +24,7 @@ from prelunet.evaluator.validation.run import build_run_info, describe_dataset
 from prelunet.evaluator.validation.validate import validate
 from prelunet.export.dense.export import export_checkpoint
 from prelunet.training.data.splits import embedded_dataset_path
-from prelunet.training.inspection.describe_file import summarise_slopes
+from prelunet.training.inspection.describe_file import summarize_slopes
 from prelunet.training.inspection.slope_trend import slope_trend
 from prelunet.training.loop.train import train
 from prelunet.training.loop.trainer import Execution
@@ -77,7 +77,7 @@ def _one(folder: Path, seed: int) -> Json:
     model = folder / "model.onnx"
     if not model.exists():
         export_checkpoint(training.checkpoint, model)
-    slopes = summarise_slopes(read_checkpoint(training.checkpoint).tensors)
+    slopes = summarize_slopes(read_checkpoint(training.checkpoint).tensors)
     trend = slope_trend({entry["layer"]: entry["mean"] for entry in slopes})
     assert trend is not None
     return {

@@ -32,7 +32,7 @@ from prelunet.export.dense.half_precision import (
     precision_warnings,
     rounding_losses,
 )
-from prelunet.training.inspection.describe_file import summarise_slopes
+from prelunet.training.inspection.describe_file import summarize_slopes
 from prelunet.training.net.checkpoints import Checkpoint, read_checkpoint
 from prelunet.training.net.dense_reference import dense_windows
 from prelunet.training.net.network import network_from_checkpoint
@@ -123,7 +123,7 @@ def _contract(
         "recipe": checkpoint.recipe,
         "dataset": checkpoint.dataset,
         "metrics": checkpoint.metrics,
-        "slopes": summarise_slopes(checkpoint.tensors),
+        "slopes": summarize_slopes(checkpoint.tensors),
     }
     golden = [
         golden_answer(height, width, *(array.mean(axis=(0, 1)) for array in arrays))

@@ -1,4 +1,4 @@
-"""Recipes are read as they stand, or refused with what is wrong."""
+"""Recipes are read without conversions, or refused with the reason."""
 
 import os
 from dataclasses import fields, replace
@@ -14,19 +14,19 @@ from prelunet.training.schedule import count_plateaus, rate_at
 SMALL = read_recipe("small")
 
 
-def test_every_recipe_that_comes_with_prelunet_can_be_read() -> None:
+def test_every_built_in_recipe_can_be_read() -> None:
     assert "demo" in recipe_names()
     for name in recipe_names():
         assert isinstance(read_recipe(name), Recipe)
 
 
-def test_a_recipe_survives_the_way_through_json() -> None:
+def test_a_recipe_round_trips_through_json() -> None:
     for name in recipe_names():
         recipe = read_recipe(name)
         assert recipe_from_values(recipe.to_json(), "run") == recipe
 
 
-def test_each_recipe_begins_with_its_command_and_what_to_expect() -> None:
+def test_each_recipe_starts_with_its_command_time_and_result() -> None:
     for name in recipe_names():
         lines = (
             (resources.files("prelunet.training") / "recipes" / f"{name}.toml").read_text(encoding="utf-8").splitlines()
@@ -39,7 +39,7 @@ def test_each_recipe_begins_with_its_command_and_what_to_expect() -> None:
 
 
 @pytest.mark.parametrize("name", ["A", "B", "C"])
-def test_the_recipes_of_the_large_nets_are_the_papers(name: str) -> None:
+def test_the_recipes_of_the_large_nets_follow_the_paper(name: str) -> None:
     recipe = read_recipe(name)  # PReLU-nets, section 4 "Training"
     assert (recipe.crop, recipe.scales, recipe.mirror, recipe.mean) == (224, (256, 512), True, "image")
     assert (recipe.batch, recipe.momentum, recipe.weight_decay, recipe.dropout) == (128, 0.9, 0.0005, 0.5)
@@ -67,12 +67,12 @@ def test_a_file_is_read_by_its_path(tmp_path: Path) -> None:
     recipe = read_recipe(str(path))
     assert recipe.rate == 1.0
     assert isinstance(recipe.rate, float)
-    assert recipe.dropout == 0.5  # the paper's, where the file is silent
+    assert recipe.dropout == 0.5  # the paper's, by default
     assert recipe.weight_decay == 5e-4
     assert recipe.scales == (12, 15)
 
 
-def test_an_unknown_recipe_is_refused_with_the_known_ones() -> None:
+def test_an_unknown_recipe_is_refused_with_the_valid_names() -> None:
     with pytest.raises(UsageError, match=r"no recipe 'dmeo'.*demo"):
         read_recipe("dmeo")
 
@@ -82,27 +82,27 @@ def test_a_missing_file_is_refused_by_name() -> None:
         read_recipe("nowhere.toml")
 
 
-def test_a_file_that_is_no_toml_is_refused(tmp_path: Path) -> None:
+def test_invalid_toml_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "broken.toml"
     path.write_text("rate = = 3")
     with pytest.raises(UsageError, match="invalid TOML"):
         read_recipe(str(path))
 
 
-def test_a_file_nested_beyond_all_measure_is_refused(tmp_path: Path) -> None:
+def test_deeply_nested_toml_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "deep.toml"
     path.write_text("scales = " + "[" * 100_000)
     with pytest.raises(UsageError, match="invalid TOML"):
         read_recipe(str(path))
 
 
-def test_a_pipe_is_refused_and_not_waited_for(tmp_path: Path) -> None:
+def test_a_pipe_is_refused_without_waiting(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "mine.toml")
     with pytest.raises(UsageError, match=r"mine\.toml: not a regular file"):
         read_recipe(str(tmp_path / "mine.toml"))
 
 
-HEXADECIMAL = "0x1" + 5000 * "0"  # which Python reads, but does not write out in decimal
+HEXADECIMAL = "0x1" + 5000 * "0"  # Python parses it, but does not print it in decimal
 
 
 @pytest.mark.parametrize(
@@ -121,7 +121,7 @@ HEXADECIMAL = "0x1" + 5000 * "0"  # which Python reads, but does not write out i
         ),
     ],
 )
-def test_a_number_beyond_all_measure_is_refused(tmp_path: Path, line: str, message: str) -> None:
+def test_a_number_with_too_many_digits_is_refused(tmp_path: Path, line: str, message: str) -> None:
     key = line.partition("=")[0]
     small = (resources.files("prelunet.training") / "recipes" / "small.toml").read_text(encoding="utf-8").splitlines()
     (tmp_path / "mine.toml").write_text("\n".join([*(other for other in small if not other.startswith(key)), line]))
@@ -129,18 +129,18 @@ def test_a_number_beyond_all_measure_is_refused(tmp_path: Path, line: str, messa
         read_recipe(str(tmp_path / "mine.toml"))
 
 
-def test_numbers_at_their_limits_can_be_meant() -> None:
+def test_numbers_at_their_limits_are_accepted() -> None:
     assert recipe_from_values({**SMALL.to_json(), "rate": 10**12, "weight_decay": 1e12}, "x").rate == 1e12
     assert recipe_from_values({**SMALL.to_json(), "seed": 2**1000 - 1}, "x").seed == 2**1000 - 1
 
 
-def test_the_largest_images_that_are_meant_can_be_trained_on() -> None:
+def test_the_largest_supported_scales_are_accepted() -> None:
     assert replace(SMALL, crop=4096, scales=(4096, 4096)).build_architecture().crop == 4096
     with pytest.raises(UsageError, match=r"scales 4097 to 4097 should be at most 4096"):
         replace(SMALL, crop=4097, scales=(4097, 4097))
 
 
-def test_a_misspelt_key_is_refused_with_all_valid_ones() -> None:
+def test_a_misspelled_key_is_refused_with_all_valid_ones() -> None:
     with pytest.raises(UsageError, match="unknown recipe key learning_rate") as caught:
         recipe_from_values({**SMALL.to_json(), "learning_rate": 0.1}, "x.toml")
     for field in fields(Recipe):
@@ -209,31 +209,29 @@ def test_missing_keys_are_named() -> None:
         ("save_every", 10**10, "at most 1000000000"),
     ],
 )
-def test_a_value_that_cannot_be_meant_is_refused(key: str, value: object, message: str) -> None:
+def test_a_value_out_of_range_is_refused(key: str, value: object, message: str) -> None:
     with pytest.raises(UsageError, match=message):
         recipe_from_values({**SMALL.to_json(), key: value}, "x.toml")
 
 
-def test_the_rate_falls_after_each_stated_part_of_the_run() -> None:
+def test_the_rate_drops_after_each_stated_fraction_of_the_run() -> None:
     recipe = replace(SMALL, steps=10, rate=0.5, rate_drops=(0.35, 0.8), rate_factor=0.1)
     rates = [rate_at(recipe, step) for step in range(10)]
     assert rates == pytest.approx([0.5] * 4 + [0.05] * 4 + [0.005] * 2, rel=1e-12)
 
 
-def test_the_error_stalls_when_so_many_measurements_bring_no_lower_one() -> None:
+def test_a_plateau_is_patience_evaluations_without_a_lower_error() -> None:
     assert count_plateaus([], 2) == 0
     assert count_plateaus([9, 8, 7, 6], 2) == 0
     assert count_plateaus([9, 8, 8.5], 2) == 0
-    assert count_plateaus([9, 8, 8.5, 8], 2) == 1  # the same is not lower
-    assert count_plateaus([9, 8, 8.5, 7.9, 8], 2) == 0  # between them came a lower one
-    assert (
-        count_plateaus([9, 8, 8.5, 9, 10, 11, 12], 2) == 2
-    )  # after a drop 10 counts as the first, and 11 and 12 stall
+    assert count_plateaus([9, 8, 8.5, 8], 2) == 1  # an equal error is not lower
+    assert count_plateaus([9, 8, 8.5, 7.9, 8], 2) == 0  # interrupted by a lower one
+    assert count_plateaus([9, 8, 8.5, 9, 10, 11, 12], 2) == 2  # counting restarts with 10
     assert count_plateaus([9, 8, 8.5, 9, 10, 11], 2) == 1
     assert count_plateaus([5, 5, 5, 5], 1) == 2
 
 
-def test_on_a_plateau_the_rate_falls_as_often_as_the_error_stalled_but_no_more_than_stated() -> None:
+def test_each_plateau_drops_the_rate_up_to_most_drops() -> None:
     recipe = replace(SMALL, rate_policy="plateau", rate_drops=(), rate=0.5, rate_factor=0.1, most_drops=2)
     assert [rate_at(recipe, 7, drops) for drops in range(4)] == pytest.approx([0.5, 0.05, 0.005, 0.005])
 
@@ -252,13 +250,13 @@ def test_the_automatic_crop_is_seven_eighths_rounded_to_the_stride(median: float
     assert automatic_crop(median, stride) == crop
 
 
-def test_another_crop_takes_scales_batch_and_rate_with_it_but_not_the_steps() -> None:
+def test_another_crop_changes_scales_batch_and_rate_but_not_the_steps() -> None:
     recipe = replace(SMALL, crop=28, scales=(28, 36), batch=64, rate=0.01)
     fitted = fit_to_crop(recipe, 56)
     assert fitted == replace(recipe, crop=56, scales=(56, 72), batch=32, rate=0.005)
 
 
-def test_a_recipe_in_epochs_measures_as_often_in_each_with_another_crop() -> None:
+def test_a_recipe_in_epochs_evaluates_as_often_per_epoch_with_another_crop() -> None:
     recipe = replace(
         SMALL, crop=28, scales=(28, 36), batch=64, rate=0.01, steps=None, epochs=3.0, evaluate_every=100, keep_every=50
     )

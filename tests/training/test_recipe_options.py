@@ -1,4 +1,4 @@
-"""Every key of a recipe is an option of `prelunet train`, and says what the recipe would have said."""
+"""Every key of a recipe is an option of `prelunet train`."""
 
 import re
 from dataclasses import fields, replace
@@ -13,7 +13,7 @@ from prelunet.training.verbs.recipe_options import override_keys
 
 SMALL = read_recipe("small")
 
-# key → what stands on the command line, and what it means; none of them is the recipe's own value
+# key → text on the command line, and its value; none is the value in the recipe
 VALUES: dict[str, tuple[Any, Any]] = {
     "architecture": ("E", "E"),
     "crop": ("224", 224),
@@ -48,7 +48,7 @@ VALUES: dict[str, tuple[Any, Any]] = {
     "max_refused": ("0.5", 0.5),
     "seed": ("5", 5),
 }
-COMPANY = {  # keys without which a value makes no sense
+REQUIRED_WITH = {  # other keys that a value requires
     "architecture": {"crop": "224", "scales": "256,256"},
     "crop": {"scales": "230,310"},
     "rate_policy": {"rate_drops": ""},
@@ -56,16 +56,16 @@ COMPANY = {  # keys without which a value makes no sense
 
 
 @pytest.mark.parametrize("name", [key.name for key in fields(Recipe)])
-def test_each_key_can_be_given_instead_of_the_recipes_own(name: str) -> None:
+def test_each_key_can_be_overridden(name: str) -> None:
     given, meant = VALUES[name]
-    company = COMPANY.get(name, {})
-    recipe = override_keys(SMALL, {name: given, **company})
+    others = REQUIRED_WITH.get(name, {})
+    recipe = override_keys(SMALL, {name: given, **others})
     assert getattr(recipe, name) == meant != getattr(SMALL, name)
-    untouched = {key.name for key in fields(Recipe)} - {name, *company, "steps", "epochs"}
+    untouched = {key.name for key in fields(Recipe)} - {name, *others, "steps", "epochs"}
     assert all(getattr(recipe, key) == getattr(SMALL, key) for key in untouched)
 
 
-def test_a_length_in_epochs_takes_the_place_of_one_in_steps_and_the_other_way_round() -> None:
+def test_a_length_in_epochs_replaces_one_in_steps_and_vice_versa() -> None:
     recipe = override_keys(SMALL, {"epochs": "3"})
     assert (recipe.epochs, recipe.steps) == (3.0, None)
     assert override_keys(recipe, {"steps": "4"}) == replace(SMALL, steps=4)
@@ -84,19 +84,19 @@ def test_a_length_in_epochs_takes_the_place_of_one_in_steps_and_the_other_way_ro
         ("init", "he", "unknown init 'he'; choose one of fan-out"),
     ],
 )
-def test_a_value_that_cannot_be_meant_is_refused_by_the_name_of_its_option(key: str, text: str, message: str) -> None:
+def test_an_invalid_value_is_refused_with_the_name_of_its_option(key: str, text: str, message: str) -> None:
     with pytest.raises(UsageError, match=re.escape(message)):
         override_keys(SMALL, {key: text})
 
 
-def test_the_help_tells_every_key_with_its_meaning(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_help_describes_every_key(capsys: pytest.CaptureFixture[str]) -> None:
     assert run_program(["train", "--help"]) == 0
-    told = " ".join(capsys.readouterr().out.split())
+    out = " ".join(capsys.readouterr().out.split())
     for key in fields(Recipe):
         flag = key.name.replace("_", "-")
-        assert f"--{flag} " in told
-    assert "--mirror / --no-mirror" in told
-    assert "Momentum of stochastic gradient descent. [default: 0.9]" in told
+        assert f"--{flag} " in out
+    assert "--mirror / --no-mirror" in out
+    assert "Momentum of stochastic gradient descent. [default: 0.9]" in out
 
 
 def test_an_option_that_does_not_exist_is_refused(capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,4 +1,4 @@
-"""What a training counts, and what `prelunet train` makes of it."""
+"""Error rates, metrics.jsonl, and `prelunet train`."""
 
 import json
 import re
@@ -36,7 +36,7 @@ def test_errors_are_percent_of_all_images_not_means_of_batches() -> None:
     assert str(replace(errors, top1_error=15.8, top5_error=0.45)) == "top-1 error 15.80 % top-5 error 0.45 %"
 
 
-def test_a_log_loses_later_lines_and_a_torn_one_but_is_refused_when_damaged_inside(tmp_path: Path) -> None:
+def test_truncating_a_log_removes_later_and_incomplete_lines_but_refuses_damaged_ones(tmp_path: Path) -> None:
     log = MetricsLog(tmp_path / "metrics.jsonl")
     lines = [
         '{"step": 5, "loss": 1}\n',
@@ -51,7 +51,7 @@ def test_a_log_loses_later_lines_and_a_torn_one_but_is_refused_when_damaged_insi
     assert log.path.read_text() == "".join(lines[:2])
     log.truncate_after(5, evaluated=False)
     assert log.path.read_text() == lines[0]
-    log.path.write_text(lines[0] + lines[2].removesuffix("\n"))  # cut off between a line and its end
+    log.path.write_text(lines[0] + lines[2].removesuffix("\n"))  # truncated before the newline
     log.truncate_after(6, evaluated=True)
     assert log.path.read_text() == lines[0]
     log.path.write_text("{broken\n" + lines[0])
@@ -98,7 +98,7 @@ def test_the_automatic_crop_follows_the_images(data: Path, tmp_path: Path, recip
     assert recipe["seed"] == 0
 
 
-def test_another_crop_leaves_what_is_given_beside_it(
+def test_another_crop_does_not_change_keys_given_as_options(
     data: Path, tmp_path: Path, recipe_file: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     out = tmp_path / "run"
@@ -109,7 +109,7 @@ def test_another_crop_leaves_what_is_given_beside_it(
     assert "crop 24, scales 24 to 32, batch 3, rate 0.003" in capsys.readouterr().err
 
 
-def test_the_automatic_crop_is_of_the_stride_of_the_net_that_is_given(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_automatic_crop_is_a_multiple_of_the_stride_of_the_requested_net(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(train_verb, "median_shorter_side", lambda _: 250.0)
     with pytest.raises(UsageError, match="unknown architecture 'Z'"):
         train_verb._requested_recipe("small", "auto", {"architecture": "Z"}, None)
@@ -119,7 +119,7 @@ def test_the_automatic_crop_is_of_the_stride_of_the_net_that_is_given(monkeypatc
 
 
 @pytest.mark.parametrize("crop", [None, "56"])
-def test_a_rate_that_follows_val_drops_the_recipes_own_places(crop: str | None) -> None:
+def test_the_plateau_policy_removes_the_rate_drops_of_the_recipe(crop: str | None) -> None:
     recipe = train_verb._requested_recipe("small", crop, {"rate_policy": "plateau"}, None)
     assert (recipe.rate_policy, recipe.rate_drops) == ("plateau", ())
     assert (recipe.patience, recipe.most_drops) == (4, 2)  # which the recipe leaves to the paper's
@@ -128,7 +128,7 @@ def test_a_rate_that_follows_val_drops_the_recipes_own_places(crop: str | None) 
     assert train_verb._requested_recipe("small", crop, {"rate_policy": "at"}, None).rate_drops == (0.4, 0.6, 0.75, 0.88)
 
 
-def test_places_that_are_given_beside_a_rate_that_follows_val_are_refused() -> None:
+def test_rate_drops_with_the_plateau_policy_are_refused() -> None:
     keys = {"rate_policy": "plateau", "rate_drops": "0.5"}
     for name, given in (("small", keys), ("A", {"rate_drops": "0.5"})):
         with pytest.raises(UsageError, match=r"rate_drops \[0\.5\] apply to .* remove them .*--rate-drops"):
@@ -147,7 +147,7 @@ def test_places_that_are_given_beside_a_rate_that_follows_val_are_refused() -> N
         (["--recipe", "demo", "--steps", "3", "--epochs", "2"], 2, "exclude each other"),
     ],
 )
-def test_bad_options_are_refused_with_what_would_be_right(
+def test_invalid_options_are_refused_with_advice(
     tmp_path: Path, capfd: pytest.CaptureFixture[str], arguments: list[str], code: int, message: str
 ) -> None:
     assert run_program(["train", *arguments, "--out", str(tmp_path / "run")]) == code
@@ -161,7 +161,7 @@ def test_out_may_not_be_a_file(data: Path, tmp_path: Path) -> None:
         train(RECIPE, data, tmp_path / "run")
 
 
-def test_nothing_is_written_for_data_that_cannot_be_trained_on(data: Path, tmp_path: Path) -> None:
+def test_nothing_is_written_if_the_data_cannot_be_used(data: Path, tmp_path: Path) -> None:
     with pytest.raises(DatasetError):
         train(RECIPE, data / "train", tmp_path / "run")
     assert not (tmp_path / "run").exists()

@@ -1,4 +1,4 @@
-"""Small folders of real image files to train on."""
+"""Small folders of image files to train on."""
 
 import json
 from pathlib import Path
@@ -22,11 +22,11 @@ RECIPE = Recipe(
     save_every=3,
     seed=3,
 )
-SIZES = [(14, 14), (13, 21), (30, 12), (9, 40), (17, 16)]  # height, width; one is far wider than 4:1
+SIZES = [(14, 14), (13, 21), (30, 12), (9, 40), (17, 16)]  # height, width; one is wider than 4:1
 
 
 def write_image(path: Path, seed: int, size: tuple[int, int], tint: int) -> None:
-    """Write noise around a grey level, the same for the same arguments."""
+    """Write noise around a color; equal arguments give equal files."""
     noise = np.random.default_rng(seed).integers(0, 80, (*size, 3))
     pixels = noise + np.array([tint, tint // 2, 160 - tint])
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -46,5 +46,5 @@ def make_dataset(
 
 
 def lines_of(folder: Path) -> list[dict[str, Any]]:
-    """Return what a training has logged."""
+    """Return the lines of metrics.jsonl."""
     return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]

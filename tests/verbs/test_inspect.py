@@ -15,7 +15,7 @@ from prelunet.evaluator.architectures import Activation, architecture
 from prelunet.evaluator.cli import run
 from prelunet.evaluator.errors import CheckpointError, ContractError, UsageError
 from prelunet.evaluator.files import sha256_of
-from prelunet.training.inspection.describe_file import PAPER_SLOPES, add_paper_slopes, inspect_file, summarise_slopes
+from prelunet.training.inspection.describe_file import PAPER_SLOPES, add_paper_slopes, inspect_file, summarize_slopes
 from prelunet.training.net.checkpoints import write_checkpoint
 from tests.helpers.tiny_nets import mean_image, tiny_checkpoint
 
@@ -29,7 +29,7 @@ def test_slopes_are_summarised_layer_by_layer() -> None:
         "conv1.slope": np.array([-0.5, 0.0, 1.0, 1.5], np.float32),
         "fc1.slope": np.array([0.25], np.float32),
     }
-    assert summarise_slopes(tensors) == [
+    assert summarize_slopes(tensors) == [
         {
             "layer": "conv1",
             "channels": 4,
@@ -41,7 +41,7 @@ def test_slopes_are_summarised_layer_by_layer() -> None:
         },
         {"layer": "fc1", "channels": 1, "mean": 0.25, "min": 0.25, "max": 0.25, "below_zero": 0, "above_one": 0},
     ]
-    assert summarise_slopes({"conv1.weight": tensors["conv1.weight"]}) == []
+    assert summarize_slopes({"conv1.weight": tensors["conv1.weight"]}) == []
 
 
 def untrained_slopes(name: str, activation: Activation) -> dict[str, np.ndarray]:
@@ -52,14 +52,14 @@ def untrained_slopes(name: str, activation: Activation) -> dict[str, np.ndarray]
 
 @pytest.mark.parametrize(("activation", "conv1", "fc2"), [("prelu-shared", 0.681, 0.031), ("prelu", 0.596, 0.075)])
 def test_slopes_of_model_e_stand_beside_table_1(activation: Activation, conv1: float, fc2: float) -> None:
-    slopes = add_paper_slopes(summarise_slopes(untrained_slopes("E", activation)), activation)
+    slopes = add_paper_slopes(summarize_slopes(untrained_slopes("E", activation)), activation)
     assert [entry["layer"] for entry in slopes] == list(PAPER_SLOPES)
     assert (slopes[0]["paper"], slopes[-1]["paper"]) == (conv1, fc2)
 
 
 @pytest.mark.parametrize("name", ["A", "E30", "demo"])
 def test_slopes_of_another_net_stand_beside_nothing_even_where_names_agree(name: str) -> None:
-    slopes = add_paper_slopes(summarise_slopes(untrained_slopes(name, "prelu")), "prelu")
+    slopes = add_paper_slopes(summarize_slopes(untrained_slopes(name, "prelu")), "prelu")
     assert {entry["paper"] for entry in slopes} == {None}
 
 

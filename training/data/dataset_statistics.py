@@ -68,7 +68,7 @@ class PixelSums:
         """Return the number of images in the sums."""
         return self.seen - len(self.refused)
 
-    def compute_statistics(self) -> DatasetStatistics:
+    def statistics(self) -> DatasetStatistics:
         """Return the statistics; the sums must contain an image."""
         count = self.used * self.pixels.shape[0] * self.pixels.shape[1]
         sums = [int(total) for total in self.pixels.sum(axis=(0, 1))]
@@ -107,7 +107,7 @@ def compute_statistics(
     except DatasetError:
         statistics_file.forget()  # otherwise images repaired without a change of length would stay refused
         raise
-    return sums.compute_statistics()
+    return sums.statistics()
 
 
 def is_still_valid(statistics: DatasetStatistics, dataset: Dataset) -> bool:

@@ -31,9 +31,7 @@ Rest = TypeVar("Rest")
 PREFETCH_FACTOR = 2  # items per process that are finished or in progress
 SHARED_MEMORY = "/dev/shm"  # noqa: S108 - where torch passes tensors between processes
 _POLL_SECONDS = 0.5  # between checks that the consumer is alive
-_GRACE_SECONDS = (
-    2.0  # for an orderly exit: a worker that exits while it holds a lock of torch's queues leaves it locked
-)
+_GRACE_SECONDS = 2.0  # for an orderly exit, in which a worker releases the locks of torch's queues
 
 
 def map_in_processes(

@@ -28,9 +28,7 @@ from prelunet.evaluator.machine import supports_bf16
 
 Value = TypeVar("Value")
 
-TIMEOUT = timedelta(
-    hours=2
-)  # covers work of the first process alone (statistics of all images), and unresponsive machines
+TIMEOUT = timedelta(hours=2)  # for what only the first process does (statistics of all images), and slow machines
 _TORCHRUN_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
 
 

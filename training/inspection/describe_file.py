@@ -49,7 +49,7 @@ def inspect_file(path: Path) -> dict[str, Any]:
     """Return a description of the file as plain data; its type is detected from the content, not from the name.
 
     Common keys: kind (`checkpoint` or `model`), file, sha256, architecture, classes, parameters, slope_parameters,
-    multiply_adds (one crop), window, trunk_stride, mean, recipe, dataset, metrics, slopes (`summarise_slopes`, each
+    multiply_adds (one crop), window, trunk_stride, mean, recipe, dataset, metrics, slopes (`summarize_slopes`, each
     with `paper`: the value of Table 1 or null), slope_trend (`SlopeTrend`, or null without slopes). A model also has
     precision, canvas, default_scales, min_side, max_side, checkpoint_sha256, golden_images. An adopted net has kind
     `adopted`, crop, interpolation, precision and `adopted` (its preprocessing), and none of the keys specific to our
@@ -73,14 +73,14 @@ def inspect_file(path: Path) -> dict[str, Any]:
 
 
 def _slope_summary(entry: Mapping[str, Any]) -> dict[str, Any]:
-    """Return one recorded summary; raises ValueError if it does not have the form of `summarise_slopes`."""
+    """Return one recorded summary; raises ValueError if it does not have the form of `summarize_slopes`."""
     require_str(entry["layer"], "layer")
     if not all(type(entry[key]) in {int, float} for key in _SLOPE_KEYS[1:]):
         raise ValueError(f"the slopes of {entry['layer']} should be numbers")
     return {key: entry[key] for key in _SLOPE_KEYS}
 
 
-def summarise_slopes(tensors: Mapping[str, npt.NDArray[np.floating]]) -> list[dict[str, Any]]:
+def summarize_slopes(tensors: Mapping[str, npt.NDArray[np.floating]]) -> list[dict[str, Any]]:
     """Summarize the learned slopes of each layer, in the order of `tensors`; other tensors are ignored.
 
     Each entry: layer, channels (1 for a shared slope), mean, min, max, and the number of slopes below_zero (the
@@ -131,7 +131,7 @@ def _inspect_checkpoint(path: Path) -> dict[str, Any]:
         "recipe": checkpoint.recipe,
         "dataset": checkpoint.dataset,
         "metrics": checkpoint.metrics,
-        **_slopes_and_trend(summarise_slopes(checkpoint.tensors), checkpoint.architecture.activation),
+        **_slopes_and_trend(summarize_slopes(checkpoint.tensors), checkpoint.architecture.activation),
     }
 
 

@@ -8,9 +8,7 @@ from contextlib import contextmanager
 from types import FrameType
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
-DEBOUNCE_SECONDS = (
-    2.0  # a scheduler that stops a job signals torchrun and each process, and torchrun signals them again
-)
+DEBOUNCE_SECONDS = 2.0  # a scheduler signals torchrun and each process, and torchrun signals the processes again
 
 
 class StopSignals:

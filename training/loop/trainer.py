@@ -221,7 +221,7 @@ class Trainer:
 
     def _factors(self) -> DropoutFactors:
         """Return the dropout factors of the next step."""
-        recipe, step, width = self.recipe, self.progress.step, self.recipe.build_architecture().hidden
+        recipe, step, width = self.recipe, self.progress.step, self.net.architecture.hidden
         if not recipe.dropout:
             return None
         return lambda rows: dropout_factors(recipe.seed, step, rows, width, recipe.dropout)

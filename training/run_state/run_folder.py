@@ -27,14 +27,7 @@ RUN_VERSION = 1
 TRAINING_FILE, STATE_FILE, METRICS_FILE = "training.json", "state.pt", "metrics.jsonl"
 LAST_FILE, BEST_FILE = "last.safetensors", "best.safetensors"
 DIAGNOSIS_FILE, EVENTS_FOLDER, KEPT_FILES = "diagnosis.jsonl", "tensorboard", "step-*.safetensors"
-FILES = (
-    STATE_FILE,
-    LAST_FILE,
-    BEST_FILE,
-    METRICS_FILE,
-    DIAGNOSIS_FILE,
-    TRAINING_FILE,
-)  # the last one marks a run folder
+FILES = (STATE_FILE, LAST_FILE, BEST_FILE, METRICS_FILE, DIAGNOSIS_FILE)  # beside training.json, which marks the folder
 
 
 @contextmanager
@@ -51,7 +44,7 @@ def open_run_folder(folder: Path, description: dict[str, Any], *, fresh: bool) -
     """
     create_folder(folder, "--out")
     with locked_folder(folder, "--out"):
-        remove_leftovers(folder, (*FILES, KEPT_FILES))
+        remove_leftovers(folder, (TRAINING_FILE, *FILES, KEPT_FILES))
         requested = {"version": RUN_VERSION, **description}
         if not (folder / TRAINING_FILE).exists():
             _check_unused(folder)
@@ -69,7 +62,7 @@ def open_run_folder(folder: Path, description: dict[str, Any], *, fresh: bool) -
 
 def _has_begun(folder: Path) -> bool:
     """Return whether the folder contains more of a run than its description."""
-    return any((folder / name).exists() for name in FILES if name != TRAINING_FILE)
+    return any((folder / name).exists() for name in FILES)
 
 
 def checkpoint_file_name(step: int) -> str:
@@ -78,14 +71,13 @@ def checkpoint_file_name(step: int) -> str:
 
 
 def _remove(folder: Path) -> None:
-    """Remove the files of a run, except its description."""
+    """Remove the files of a run, except its description, which is replaced atomically."""
     for kept in folder.glob(KEPT_FILES):
         kept.unlink()
     if (folder / EVENTS_FOLDER).is_dir():
         shutil.rmtree(folder / EVENTS_FOLDER)
     for name in FILES:
-        if name != TRAINING_FILE:  # marks the folder as a run folder, and is replaced atomically
-            (folder / name).unlink(missing_ok=True)
+        (folder / name).unlink(missing_ok=True)
 
 
 def _compare(folder: Path, requested: dict[str, Any]) -> None:

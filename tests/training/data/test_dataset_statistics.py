@@ -1,4 +1,4 @@
-"""The survey of a training set against plain numpy; what is kept of it is used, continued, or measured anew."""
+"""Statistics of a dataset, compared with plain numpy; cached ones are used, resumed or recomputed."""
 
 import json
 import os
@@ -34,19 +34,19 @@ def dataset(folder: Path) -> Dataset:
 
 @pytest.fixture
 def decoded(monkeypatch: pytest.MonkeyPatch) -> list[bytes]:
-    """The images that are looked at."""
-    looked: list[bytes] = []
+    """Record the files that are decoded."""
+    files: list[bytes] = []
 
-    def noting(data: bytes) -> Image.Image:
-        looked.append(data)
+    def recording(data: bytes) -> Image.Image:
+        files.append(data)
         return Image.fromarray(decode_rgb(data))
 
-    monkeypatch.setattr(dataset_statistics, "decode_image", noting)
-    return looked
+    monkeypatch.setattr(dataset_statistics, "decode_image", recording)
+    return files
 
 
 def slow_central_view(image: np.ndarray, scale: int, crop: int) -> np.ndarray:
-    """Oracle for an image below 4:1, in Pillow alone."""
+    """Oracle for an image below 4:1, with Pillow only."""
     height, width = image.shape[:2]
     short = min(height, width)
     size = [int(side * scale / short + 0.5) for side in (width, height)]
@@ -61,17 +61,17 @@ def slow_views(dataset: Dataset) -> np.ndarray:
 
 
 def assert_equal(found: DatasetStatistics, expected: DatasetStatistics) -> None:
-    """To the last bit: all sums are whole numbers."""
+    """Compare bit for bit: all sums are integers."""
     assert found.refused == expected.refused
     for name in ("mean_image", "mean_channels", "axes"):
         np.testing.assert_array_equal(getattr(found, name), getattr(expected, name), strict=True)
 
 
-# What it finds
+# Statistics
 
 
 def test_means_and_axes_are_those_of_the_central_views(dataset: Dataset) -> None:
-    narrow = [sample for sample in dataset.samples if "003.png" not in sample.file]  # the oracle knows no cap at 4:1
+    narrow = [sample for sample in dataset.samples if "003.png" not in sample.file]  # the oracle has no cap at 4:1
     part = replace(dataset, samples=narrow)
     views = slow_views(part)
     found = compute_statistics(part, "train/", scale=14, crop=12, workers=2)
@@ -83,12 +83,12 @@ def test_means_and_axes_are_those_of_the_central_views(dataset: Dataset) -> None
     np.testing.assert_allclose(found.axes.astype(np.float64) @ found.axes.T, covariance, rtol=1e-6, atol=1e-3)
 
 
-def test_the_survey_does_not_hang_on_the_number_of_threads(dataset: Dataset) -> None:
+def test_the_statistics_do_not_depend_on_the_number_of_threads(dataset: Dataset) -> None:
     plain = compute_statistics(dataset, "train/", scale=14, crop=12, workers=1)
     assert_equal(compute_statistics(dataset, "train/", scale=14, crop=12, workers=4), plain)
 
 
-def test_an_image_that_cannot_be_decoded_is_named_and_left_out(tmp_path: Path) -> None:
+def test_an_image_that_cannot_be_decoded_is_named_and_skipped(tmp_path: Path) -> None:
     root = make_dataset(tmp_path)
     whole = (root / "train/dog/002.png").read_bytes()
     (root / "train/dog/002.png").write_bytes(whole[: len(whole) // 2])
@@ -103,39 +103,39 @@ def test_an_image_that_cannot_be_decoded_is_named_and_left_out(tmp_path: Path) -
     assert "dog/002.png" not in {sample.file for sample in image_cache.samples}
 
 
-@pytest.mark.parametrize(("split", "spoiled"), [("train", 3), ("train", 21), ("val", 1)])
+@pytest.mark.parametrize(("split", "undecodable"), [("train", 3), ("train", 21), ("val", 1)])
 def test_a_split_with_more_than_a_tenth_of_unreadable_images_is_refused(
-    tmp_path: Path, split: str, spoiled: int
+    tmp_path: Path, split: str, undecodable: int
 ) -> None:
     root = make_dataset(tmp_path / "data")
-    for path in sorted((root / split).rglob("*.png"))[:spoiled]:
+    for path in sorted((root / split).rglob("*.png"))[:undecodable]:
         path.write_bytes(b"not an image")
     splits = open_splits(root)
     dataset = {"train": splits.train, "val": splits.val}[split]
-    with pytest.raises(DatasetError, match=rf"{spoiled} of \d+ images in {split}/ cannot be decoded") as caught:
+    with pytest.raises(DatasetError, match=rf"{undecodable} of \d+ images in {split}/ cannot be decoded") as caught:
         compute_statistics(dataset, f"{split}/", scale=14, crop=12, cache=tmp_path / "cache")
     assert "big-cat/000.png" in str(caught.value)
-    assert kept(tmp_path / "cache") == []  # once they are mended they must not stay refused
+    assert cached_files(tmp_path / "cache") == []  # repaired images must not stay refused
 
 
-# What is kept of it
+# The cache
 
 
-def kept(cache: Path) -> list[Path]:
+def cached_files(cache: Path) -> list[Path]:
     return sorted((cache / "surveys").iterdir())
 
 
-def test_a_survey_is_made_once_for_a_dataset_scale_and_crop(
+def test_statistics_are_computed_once_per_dataset_scale_and_crop(
     dataset: Dataset, tmp_path: Path, decoded: list[bytes]
 ) -> None:
     expected = compute_statistics(dataset, "train/", scale=14, crop=12)
-    for scale, crop, looks in ((14, 12, 21), (14, 12, 0), (15, 12, 21), (14, 11, 21), (14, 12, 0)):
+    for scale, crop, expected_count in ((14, 12, 21), (14, 12, 0), (15, 12, 21), (14, 11, 21), (14, 12, 0)):
         decoded.clear()
         found = compute_statistics(dataset, "train/", scale=scale, crop=crop, cache=tmp_path / "new/cache")
-        assert len(decoded) == looks
+        assert len(decoded) == expected_count
         if (scale, crop) == (14, 12):
             assert_equal(found, expected)
-    assert len(kept(tmp_path / "new/cache")) == 3
+    assert len(cached_files(tmp_path / "new/cache")) == 3
     decoded.clear()
     assert_equal(
         compute_statistics(dataset, "train/", scale=14, crop=12, cache=tmp_path / "new/cache", fresh=True), expected
@@ -143,16 +143,16 @@ def test_a_survey_is_made_once_for_a_dataset_scale_and_crop(
     assert len(decoded) == 21
 
 
-def test_another_dataset_has_a_survey_of_its_own(tmp_path: Path) -> None:
+def test_another_dataset_has_its_own_statistics(tmp_path: Path) -> None:
     root = make_dataset(tmp_path / "data")
     first = compute_statistics(open_splits(root).train, "train/", scale=14, crop=12, cache=tmp_path)
     write_image(root / "train/dog/new.png", 77, (20, 20), 200)
     second = compute_statistics(open_splits(root).train, "train/", scale=14, crop=12, cache=tmp_path)
     assert not np.array_equal(first.mean_image, second.mean_image)
-    assert len(kept(tmp_path)) == 2
+    assert len(cached_files(tmp_path)) == 2
 
 
-def test_refused_images_are_kept_with_their_reasons(tmp_path: Path) -> None:
+def test_refused_images_are_cached_with_their_reasons(tmp_path: Path) -> None:
     root = make_dataset(tmp_path / "data")
     (root / "train/dog/002.png").write_bytes(b"?")
     dataset = open_splits(root).train
@@ -162,7 +162,7 @@ def test_refused_images_are_kept_with_their_reasons(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("stopped_at", [1, 8, 20])
-def test_an_interrupted_survey_goes_on_where_it_was_saved(
+def test_an_interrupted_pass_resumes_where_it_was_saved(
     dataset: Dataset, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, decoded: list[bytes], stopped_at: int
 ) -> None:
     expected = compute_statistics(dataset, "train/", scale=14, crop=12)
@@ -196,9 +196,9 @@ DAMAGES: dict[str, Callable[[bytes], bytes]] = {
 
 
 @pytest.mark.parametrize("way", DAMAGES)
-def test_a_damaged_file_is_told_and_measured_anew(dataset: Dataset, tmp_path: Path, way: str) -> None:
+def test_a_damaged_cache_file_is_reported_and_recomputed(dataset: Dataset, tmp_path: Path, way: str) -> None:
     expected = compute_statistics(dataset, "train/", scale=14, crop=12, cache=tmp_path)
-    (path,) = kept(tmp_path)
+    (path,) = cached_files(tmp_path)
     data = path.read_bytes()
     path.write_bytes(DAMAGES[way](data))
     assert path.read_bytes() != data
@@ -208,10 +208,10 @@ def test_a_damaged_file_is_told_and_measured_anew(dataset: Dataset, tmp_path: Pa
     assert "are recomputed" in said[0]
     said.clear()
     assert_equal(compute_statistics(dataset, "train/", scale=14, crop=12, cache=tmp_path, report=said.append), expected)
-    assert said == []  # it is whole again
+    assert said == []  # the file was rewritten
 
 
-def test_images_that_became_rubbish_of_the_same_length_are_noticed_though_a_survey_is_kept(tmp_path: Path) -> None:
+def test_images_overwritten_with_garbage_of_the_same_length_invalidate_cached_statistics(tmp_path: Path) -> None:
     root, cache = make_dataset(tmp_path / "data"), tmp_path / "cache"
     before = open_splits(root)
     initial_state(RECIPE, before, None, cache, lambda _text: None)
@@ -225,7 +225,9 @@ def test_images_that_became_rubbish_of_the_same_length_are_noticed_though_a_surv
     assert said == ["train/: images have changed since their statistics were cached; recomputing"]
 
 
-def test_a_folder_that_cannot_be_written_is_told_and_stops_nothing(dataset: Dataset, tmp_path: Path) -> None:
+def test_a_cache_folder_that_cannot_be_written_is_reported_and_does_not_stop_the_run(
+    dataset: Dataset, tmp_path: Path
+) -> None:
     (tmp_path / "file").write_text("in the way")
     said: list[str] = []
     found = compute_statistics(dataset, "train/", scale=14, crop=12, cache=tmp_path / "file", report=said.append)
@@ -235,7 +237,7 @@ def test_a_folder_that_cannot_be_written_is_told_and_stops_nothing(dataset: Data
     assert "PRELUNET_CACHE" in said[0]
 
 
-def test_where_surveys_are_kept_follows_the_environment() -> None:
+def test_the_cache_folder_follows_the_environment() -> None:
     home, caches = {"HOME": "/h"}, {"HOME": "/h", "XDG_CACHE_HOME": "/x"}
     assert cache_folder(home) == Path("/h/.cache/prelunet")
     assert cache_folder(caches) == Path("/x/prelunet")
@@ -259,7 +261,7 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path / "cache"
 
 
-def test_stats_prints_what_was_found_and_keeps_it_for_the_training(
+def test_stats_prints_the_statistics_and_caches_them_for_training(
     folder: Path, cache: Path, capsys: pytest.CaptureFixture[str], decoded: list[bytes]
 ) -> None:
     code, out, _ = run("stats", "--data", folder, "--crop", 12, "--json", capsys=capsys)
@@ -283,7 +285,7 @@ def test_stats_prints_what_was_found_and_keeps_it_for_the_training(
     assert decoded == []
 
 
-def test_stats_keeps_what_it_finds_in_val_for_the_training_and_forgets_it_when_asked_to(
+def test_stats_caches_the_statistics_of_val_and_fresh_recomputes_them(
     tmp_path: Path, cache: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     root = make_dataset(tmp_path / "data", val=4)
@@ -303,7 +305,7 @@ def test_stats_keeps_what_it_finds_in_val_for_the_training_and_forgets_it_when_a
     assert compute_statistics(val, "val/", scale=14, crop=12, cache=cache).refused == {}
 
 
-def test_stats_of_a_training_set_without_val_says_that_it_looked_at_nothing_else(
+def test_stats_of_a_training_set_without_val_reports_that_only_train_is_measured(
     folder: Path, cache: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     code, out, err = run("stats", "--data", folder / "train", "--crop", 12, "--json", capsys=capsys)
@@ -320,7 +322,7 @@ def test_stats_of_a_training_set_without_val_says_that_it_looked_at_nothing_else
         (("--crop", 0), 2, "--crop"),
     ],
 )
-def test_numbers_that_do_not_fit_are_refused(
+def test_inconsistent_numbers_are_refused(
     folder: Path, cache: Path, capsys: pytest.CaptureFixture[str], words: tuple[object, ...], code: int, text: str
 ) -> None:
     found, _, err = run("stats", "--data", folder, *words, capsys=capsys)

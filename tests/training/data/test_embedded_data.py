@@ -1,4 +1,4 @@
-"""The dataset that comes with prelunet is what its documentation says."""
+"""The embedded dataset is as documented."""
 
 import hashlib
 import re
@@ -15,7 +15,7 @@ from prelunet.evaluator.imaging.decode import decode_rgb
 from prelunet.training.data.splits import embedded_dataset_path, open_splits
 
 ROOT = Path(__file__).parents[3]
-LICENCE_FILES = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["license-files"]
+LICENSE_FILES = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["license-files"]
 CLASSES = ["ankle-boot", "bag", "coat", "dress", "pullover", "sandal", "shirt", "sneaker", "t-shirt", "trouser"]
 
 
@@ -31,7 +31,7 @@ def test_every_class_has_600_training_and_200_validation_images() -> None:
     assert counts == {(split, name): count for split, count in (("train", 600), ("val", 200)) for name in CLASSES}
 
 
-def test_no_picture_occurs_twice_so_that_nothing_is_measured_on_what_was_learned() -> None:
+def test_no_image_occurs_twice_so_val_is_disjoint_from_train() -> None:
     digests = {hashlib.sha256(repr(image.shape).encode() + image.tobytes()).digest() for image in images().values()}
     assert len(digests) == len(images()) == 8000
 
@@ -49,7 +49,7 @@ def test_sizes_and_shapes_vary_as_in_photographs() -> None:
     assert min(aspects) < 0.3
     assert max(aspects) > 5
     assert max(max(size) for size in sizes) == 28
-    assert max(sizes.values()) < len(images()) / 10  # no size is the rule
+    assert max(sizes.values()) < len(images()) / 10  # no size dominates
 
 
 @pytest.mark.parametrize(("name", "tall"), [("trouser", True), ("sneaker", False)])
@@ -78,6 +78,6 @@ def test_class_names_are_the_folder_names_in_plain_words() -> None:
     assert (len(splits.train.samples), len(splits.val.samples)) == (6000, 2000)
 
 
-@pytest.mark.parametrize("name", LICENCE_FILES)
-def test_every_licence_file_of_the_package_has_a_copyright_line(name: str) -> None:
+@pytest.mark.parametrize("name", LICENSE_FILES)
+def test_every_license_file_of_the_package_has_a_copyright_line(name: str) -> None:
     assert re.search(r"^ *Copyright ", (ROOT / name).read_text(encoding="utf-8"), re.MULTILINE)

@@ -1,4 +1,4 @@
-"""Batches are the same whoever makes them; what breaks on the way is named; no worker outlives its reader."""
+"""Batches do not depend on workers; unreadable images are named; no worker outlives its consumer."""
 
 import multiprocessing
 import os
@@ -49,10 +49,10 @@ def assert_equal(batch: Batch, expected: Batch) -> None:
     assert batch.unreadable == expected.unreadable
 
 
-# What a batch is
+# Batches
 
 
-def test_a_batch_has_views_labels_and_shifts_of_its_places(image_cache: ImageCache) -> None:
+def test_a_batch_has_the_views_labels_and_shifts_of_its_keys(image_cache: ImageCache) -> None:
     batch = build_batch(image_cache, COLORFUL, 7, axes=AXES)
     assert batch.shift is not None
     places = view_keys_of_step(COLORFUL, 7, len(image_cache))
@@ -63,16 +63,14 @@ def test_a_batch_has_views_labels_and_shifts_of_its_places(image_cache: ImageCac
         np.testing.assert_array_equal(batch.shift[row], color_shift(COLORFUL, AXES, epoch, index))
         assert image_cache.dataset.classes[batch.labels[row]] == sample.file.split("/")[0]
     assert batch.unreadable == ()
-    assert build_batch(image_cache, RECIPE, 7, axes=AXES).shift is None  # the recipe has no colour change
+    assert build_batch(image_cache, RECIPE, 7, axes=AXES).shift is None  # the recipe has no color augmentation
 
 
 @pytest.mark.parametrize(
     ("first", "workers", "memory"),
     [(0, 0, 0), (0, 1, 2**30), (5, 3, 2**30), (0, 1, 0), (7, 3, 0), (11, 2, 0)],  # memory 0: processes decode
 )
-def test_batches_are_the_same_bit_for_bit_whoever_makes_them_and_wherever_they_begin(
-    folder: Path, first: int, workers: int, memory: int
-) -> None:
+def test_batches_do_not_depend_on_workers_or_first_step(folder: Path, first: int, workers: int, memory: int) -> None:
     dataset = open_splits(folder).train
     plain = [build_batch(ImageCache(dataset, {}), COLORFUL, step, axes=AXES) for step in range(COLORFUL.total_steps)]
     batches = list(training_batches(ImageCache(dataset, {}, memory), COLORFUL, first, axes=AXES, workers=workers))
@@ -94,7 +92,7 @@ def test_the_rows_of_a_process_are_those_of_the_global_batch(folder: Path, rows:
         assert_equal(batch, Batch(whole.images[part], whole.labels[part], whole.shift[part]))
 
 
-def test_batches_come_out_of_archives_too(folder: Path, tmp_path: Path) -> None:
+def test_batches_are_the_same_from_archives(folder: Path, tmp_path: Path) -> None:
     expected = list(training_batches(ImageCache(open_splits(folder).train, {}), RECIPE, 9, workers=0))
     for kind in ("tar", "zip"):
         path = Path(shutil.make_archive(str(tmp_path / "data"), kind, folder))
@@ -104,7 +102,7 @@ def test_batches_come_out_of_archives_too(folder: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("memory", [0, 2**30])
-def test_evaluation_shows_every_image_once_in_dataset_order(folder: Path, memory: int) -> None:
+def test_evaluation_yields_every_image_once_in_dataset_order(folder: Path, memory: int) -> None:
     image_cache = ImageCache(open_splits(folder).val, {}, memory)
     batches = list(evaluation_batches(image_cache, RECIPE, size=4, workers=2))
     assert [len(batch.labels) for batch in batches] == [4, 4, 1]
@@ -116,9 +114,7 @@ def test_evaluation_shows_every_image_once_in_dataset_order(folder: Path, memory
 
 @pytest.mark.parametrize("size", [1, 2, 4])
 @pytest.mark.parametrize("ranks", [1, 2, 4])
-def test_processes_that_evaluate_together_see_each_image_once_in_equally_many_batches(
-    folder: Path, size: int, ranks: int
-) -> None:
+def test_processes_share_an_evaluation_in_equally_many_batches(folder: Path, size: int, ranks: int) -> None:
     image_cache = ImageCache(open_splits(folder).val, {})
     of_ranks = [
         list(evaluation_batches(image_cache, RECIPE, size, part=(rank, ranks), workers=0)) for rank in range(ranks)
@@ -130,50 +126,50 @@ def test_processes_that_evaluate_together_see_each_image_once_in_equally_many_ba
     np.testing.assert_array_equal(np.concatenate(found), expected)
 
 
-# Images that break
+# Unreadable images
 
 
 @pytest.fixture
 def broken(tmp_path: Path) -> tuple[ImageCache, ImageCache]:
-    """All pictures, and the same without three files that broke after the dataset was opened."""
+    """Return all images cached, and the same dataset with three files that became unreadable after it was opened."""
     root = make_dataset(tmp_path)
-    whole, spoiled = open_splits(root).train, open_splits(root).train
-    sound = ImageCache(whole, {})
-    for index in range(len(sound)):
-        sound.image(index)  # kept
+    whole, changed = open_splits(root).train, open_splits(root).train
+    intact = ImageCache(whole, {})
+    for index in range(len(intact)):
+        intact.image(index)  # caches it
     (root / "train/dog/001.png").unlink()
     data = (root / "train/ox/002.png").read_bytes()
     (root / "train/ox/002.png").write_bytes(data[: len(data) // 2])  # another length
     data = (root / "train/big-cat/003.png").read_bytes()
     (root / "train/big-cat/003.png").write_bytes(data[:40] + bytes(len(data) - 40))  # the same length
-    return sound, ImageCache(spoiled, {}, memory=0)
+    return intact, ImageCache(changed, {}, memory=0)
 
 
 BROKEN = {"dog/001.png": "no longer exists", "ox/002.png": "when the dataset was opened", "big-cat/003.png": "damaged"}
 
 
 @pytest.mark.parametrize("workers", [0, 2])
-def test_an_image_that_breaks_is_named_and_another_takes_its_place(
+def test_an_image_that_becomes_unreadable_is_named_and_substituted(
     broken: tuple[ImageCache, ImageCache], workers: int
 ) -> None:
-    sound, spoiled = broken
+    intact, changed = broken
     named = 0
-    for step, batch in enumerate(training_batches(spoiled, COLORFUL, 0, axes=AXES, workers=workers)):
-        expected = build_batch(sound, COLORFUL, step, axes=AXES)
+    for step, batch in enumerate(training_batches(changed, COLORFUL, 0, axes=AXES, workers=workers)):
+        expected = build_batch(intact, COLORFUL, step, axes=AXES)
         assert batch.shift is not None
         assert expected.shift is not None
         unreadable = []
-        for row, (epoch, place) in enumerate(view_keys_of_step(COLORFUL, step, len(sound))):
+        for row, (epoch, place) in enumerate(view_keys_of_step(COLORFUL, step, len(intact))):
             index = place
-            if (file := sound.samples[index].file) in BROKEN:
+            if (file := intact.samples[index].file) in BROKEN:
                 unreadable.append(file)
                 random = random_stream(COLORFUL.seed, SUBSTITUTE, epoch, place)
-                drawn = [int(other) for other in random.integers(len(sound), size=MAX_SUBSTITUTES)]
-                index = next(other for other in drawn if sound.samples[other].file not in BROKEN)
-            view = training_view(sound.image(index), COLORFUL, epoch, index)
+                drawn = [int(other) for other in random.integers(len(intact), size=MAX_SUBSTITUTES)]
+                index = next(other for other in drawn if intact.samples[other].file not in BROKEN)
+            view = training_view(intact.image(index), COLORFUL, epoch, index)
             np.testing.assert_array_equal(batch.images[row], view)
             np.testing.assert_array_equal(batch.shift[row], color_shift(COLORFUL, AXES, epoch, index))
-            assert batch.labels[row] == sound.samples[index].label
+            assert batch.labels[row] == intact.samples[index].label
         assert [file for file, _ in batch.unreadable] == unreadable
         assert all(BROKEN[file] in reason for file, reason in batch.unreadable)
         named += len(unreadable)
@@ -181,7 +177,7 @@ def test_an_image_that_breaks_is_named_and_another_takes_its_place(
 
 
 @pytest.mark.parametrize("workers", [0, 2])
-def test_a_dataset_that_is_gone_ends_the_training_with_what_to_do(tmp_path: Path, workers: int) -> None:
+def test_a_dataset_that_has_disappeared_stops_training_with_advice(tmp_path: Path, workers: int) -> None:
     root = make_dataset(tmp_path)
     image_cache = ImageCache(open_splits(root).train, {}, memory=0)
     shutil.rmtree(root / "train")
@@ -193,7 +189,7 @@ def test_a_dataset_that_is_gone_ends_the_training_with_what_to_do(tmp_path: Path
 
 
 @pytest.mark.parametrize("workers", [0, 2])
-def test_the_evaluation_leaves_broken_images_out_and_names_them(tmp_path: Path, workers: int) -> None:
+def test_evaluation_skips_and_names_unreadable_images(tmp_path: Path, workers: int) -> None:
     root = make_dataset(tmp_path)
     image_cache = ImageCache(open_splits(root).val, {}, memory=0)
     (root / "val/dog/001.png").unlink()
@@ -215,12 +211,10 @@ def doubled(item: int) -> tuple[np.ndarray, int]:
     return np.full(3, item, np.uint8), 2 * item
 
 
-@pytest.mark.parametrize("room", [None, 10])  # 10 bytes of shared memory are too few: through pipes
-def test_arrays_and_what_lies_beside_them_come_in_the_order_of_the_items(
-    monkeypatch: pytest.MonkeyPatch, room: int | None
-) -> None:
-    if room is not None:
-        monkeypatch.setattr(worker_processes, "_free_shared_memory", lambda: room)
+@pytest.mark.parametrize("free", [None, 10])  # 10 bytes of shared memory do not suffice: through pipes
+def test_results_come_in_the_order_of_the_items(monkeypatch: pytest.MonkeyPatch, free: int | None) -> None:
+    if free is not None:
+        monkeypatch.setattr(worker_processes, "_free_shared_memory", lambda: free)
     found = list(map_in_processes(doubled, range(30), 3, 3))
     assert [rest for _, rest in found] == [2 * item for item in range(30)]
     for item, (array, _) in enumerate(found):
@@ -229,7 +223,7 @@ def test_arrays_and_what_lies_beside_them_come_in_the_order_of_the_items(
 
 
 @pytest.mark.parametrize(("local_processes", "shared"), [(1, True), (2, True), (3, False)])
-def test_the_processes_of_a_training_share_the_shared_memory_of_their_machine(
+def test_the_processes_of_a_run_divide_the_shared_memory_of_their_machine(
     folder: Path, monkeypatch: pytest.MonkeyPatch, local_processes: int, shared: bool
 ) -> None:
     enough = (
@@ -242,13 +236,13 @@ def test_the_processes_of_a_training_share_the_shared_memory_of_their_machine(
         next(training_batches(train, RECIPE, 0, workers=1, local_processes=local_processes)),
         next(evaluation_batches(val, RECIPE, RECIPE.batch, workers=1, local_processes=local_processes)),
     ):
-        assert isinstance(batch.images.base, torch.Tensor) is shared  # else it came through a pipe
+        assert isinstance(batch.images.base, torch.Tensor) is shared  # otherwise it came through a pipe
 
 
 @pytest.mark.parametrize(
     ("workers", "local_processes", "expected"), [(None, 1, 7), (None, 2, 3), (None, 9, 1), (5, 2, 5)]
 )
-def test_the_processes_of_a_training_share_the_cores_of_their_machine_unless_told_how_many(
+def test_the_processes_of_a_run_divide_the_cores_of_their_machine_by_default(
     folder: Path, monkeypatch: pytest.MonkeyPatch, workers: int | None, local_processes: int, expected: int
 ) -> None:
     started: list[int] = []
@@ -265,7 +259,7 @@ def test_the_processes_of_a_training_share_the_cores_of_their_machine_unless_tol
     assert started == [expected] * 2
 
 
-def test_items_are_asked_for_ahead_but_never_all_at_once() -> None:
+def test_items_are_requested_ahead_but_not_all_at_once() -> None:
     asked: list[int] = []
 
     def items() -> Any:
@@ -285,9 +279,7 @@ def test_items_are_asked_for_ahead_but_never_all_at_once() -> None:
         (lambda: OSError(5, "Input/output error", "a/b.jpg"), EnvironmentFault("a/b.jpg: the device failed to read")),
     ],
 )
-def test_an_error_in_a_worker_reaches_the_reader_in_its_own_words(
-    raised: Callable[[], Exception], expected: Exception
-) -> None:
+def test_an_error_in_a_worker_is_raised_unchanged(raised: Callable[[], Exception], expected: Exception) -> None:
     def fail(item: int) -> tuple[np.ndarray, int]:
         raise raised()
 
@@ -297,7 +289,7 @@ def test_an_error_in_a_worker_reaches_the_reader_in_its_own_words(
     assert "Traceback" not in str(caught.value)
 
 
-def test_a_worker_that_dies_is_told_with_what_to_do() -> None:
+def test_a_worker_that_dies_is_reported_with_advice() -> None:
     def die(item: int) -> tuple[np.ndarray, int]:
         os.kill(os.getpid(), signal.SIGKILL)
         return doubled(item)
@@ -306,7 +298,7 @@ def test_a_worker_that_dies_is_told_with_what_to_do() -> None:
         next(map_in_processes(die, range(3), 1, 3))
 
 
-def test_workers_are_deaf_to_the_signals_that_stop_a_training() -> None:
+def test_workers_ignore_the_signals_that_stop_training() -> None:
     def ask(item: int) -> tuple[np.ndarray, int]:
         for number in (signal.SIGINT, signal.SIGTERM):
             os.kill(os.getpid(), number)
@@ -317,7 +309,7 @@ def test_workers_are_deaf_to_the_signals_that_stop_a_training() -> None:
     assert signal.getsignal(signal.SIGCHLD) is handler
 
 
-def test_workers_end_with_their_reader_when_it_stops_early() -> None:
+def test_workers_exit_when_their_consumer_stops_early() -> None:
     def whose(item: int) -> tuple[np.ndarray, int]:
         return np.zeros(3, np.uint8), os.getpid()
 
@@ -333,14 +325,14 @@ def more_than_a_pipe_holds(item: int) -> tuple[np.ndarray, int]:
 
 
 def read_and_wait(connection: Connection) -> None:
-    worker_processes._free_shared_memory = lambda: 0  # through pipes, where a worker waits until somebody reads
+    worker_processes._free_shared_memory = lambda: 0  # through pipes, where a worker blocks until it is read
     results = map_in_processes(more_than_a_pipe_holds, range(100), 2, 1_000_000)
     connection.send({next(results)[1] for _ in range(2)})
     signal.pause()
 
 
-def test_workers_end_when_their_reader_is_killed() -> None:
-    context = multiprocessing.get_context("fork")  # a program of its own would first import torch
+def test_workers_exit_when_their_consumer_is_killed() -> None:
+    context = multiprocessing.get_context("fork")  # a new program would import torch first
     mine, theirs = context.Pipe()
     reader = context.Process(target=read_and_wait, args=(theirs,))
     reader.start()
@@ -351,11 +343,11 @@ def test_workers_end_when_their_reader_is_killed() -> None:
     assert all_gone(workers, seconds=20)
 
 
-FOREVER = 60  # seconds that a worker is stuck; whoever waits for it waits as long, who does not for a few seconds
+FOREVER = 60  # seconds for which a worker is blocked; longer than any timeout below
 
 
 def read_the_first() -> tuple[Any, set[int]]:
-    """Return an iterator, and its two workers, which are stuck in what comes after its first item."""
+    """Return an iterator and its two workers, which are blocked after the first item."""
     stuck = multiprocessing.get_context("fork").SimpleQueue()
 
     def function(item: int) -> tuple[np.ndarray, int]:
@@ -369,7 +361,7 @@ def read_the_first() -> tuple[Any, set[int]]:
     return results, {stuck.get() for _ in range(2)}
 
 
-def test_workers_that_are_stuck_end_within_seconds_when_their_reader_stops_early() -> None:
+def test_blocked_workers_exit_within_seconds_when_their_consumer_stops_early() -> None:
     results, workers = read_the_first()
     begun = time.monotonic()
     results.close()
@@ -381,12 +373,12 @@ LEAVE = """
 import sys
 sys.path.insert(0, {tests!r})
 from tests.training.data.test_loading import read_the_first
-results, workers = read_the_first()  # which nobody closes
+results, workers = read_the_first()  # never closed
 print(*workers, flush=True)
 """
 
 
-def test_a_program_ends_within_seconds_though_its_workers_are_stuck() -> None:
+def test_a_program_exits_within_seconds_even_if_its_workers_are_blocked() -> None:
     script = LEAVE.format(tests=str(Path(__file__).parents[3]))
     with subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, text=True) as program:
         assert program.stdout is not None
@@ -395,12 +387,12 @@ def test_a_program_ends_within_seconds_though_its_workers_are_stuck() -> None:
         try:
             assert program.wait(20) == 0
         finally:
-            program.kill()  # or a failure would wait for it
+            program.kill()  # otherwise a failure would wait for it
     assert all_gone(workers, seconds=0)
 
 
 def all_gone(workers: set[int], seconds: float) -> bool:
-    """Whether no such process runs any more before so many seconds are over."""
+    """Return whether all these processes exit within this time."""
     end = time.monotonic() + seconds
     while any(map(runs, workers)):
         if time.monotonic() > end:

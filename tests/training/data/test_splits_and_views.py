@@ -31,7 +31,7 @@ def image_cache(folder: Path) -> ImageCache:
 
 
 def ramp(height: int, width: int) -> np.ndarray:
-    """An image in which every pixel says where it is: red grows to the right, green downwards."""
+    """Return an image whose pixels encode their position: red increases to the right, green downward."""
     image = np.zeros((height, width, 3), np.uint8)
     image[..., 0] = np.arange(width) % 256
     image[..., 1] = (np.arange(height) % 256)[:, None]
@@ -41,7 +41,7 @@ def ramp(height: int, width: int) -> np.ndarray:
 # Views
 
 
-def test_a_view_depends_on_seed_epoch_and_image_and_on_nothing_else() -> None:
+def test_a_view_depends_on_seed_epoch_and_image() -> None:
     image = np.random.default_rng(0).integers(0, 256, (40, 50, 3), dtype=np.uint8)
     view = training_view(image, RECIPE, epoch=2, index=5)
     np.testing.assert_array_equal(view, training_view(image, RECIPE, epoch=2, index=5))
@@ -49,12 +49,12 @@ def test_a_view_depends_on_seed_epoch_and_image_and_on_nothing_else() -> None:
         assert not np.array_equal(view, training_view(image, recipe, epoch, index))
 
 
-def test_the_streams_of_one_seed_differ_even_where_numbers_are_zero() -> None:
+def test_the_streams_of_one_seed_differ_even_with_trailing_zeros() -> None:
     keys = [(3, 0, 1, 0), (3, 1, 0, 0), (3, 0, 0, 1), (0, 3, 0, 0), (3, 0, 0, 0)]
     assert len({int(random_stream(*key).integers(2**62)) for key in keys}) == len(keys)
 
 
-@pytest.mark.parametrize("size", [(40, 50), (61, 33), (13, 900), (200, 14)])  # beyond 1:64 as well
+@pytest.mark.parametrize("size", [(40, 50), (61, 33), (13, 900), (200, 14)])  # also beyond 1:64
 def test_a_view_is_a_crop_of_the_whole_resized_image(size: tuple[int, int]) -> None:
     image = np.random.default_rng(1).integers(0, 256, (*size, 3), dtype=np.uint8)
     for epoch in range(20):
@@ -75,18 +75,18 @@ def test_half_of_the_views_are_mirrored_and_crops_reach_every_corner() -> None:
     recipe = replace(RECIPE, scales=(16, 16))
     views = [training_view(ramp(16, 20), recipe, epoch, 0) for epoch in range(1000)]
     mirrored = [int(view[0, 0, 0]) > int(view[0, -1, 0]) for view in views]
-    assert 430 < sum(mirrored) < 570  # 4.4 standard deviations of a fair coin
+    assert 430 < sum(mirrored) < 570  # 4.4 standard deviations
     left = Counter(int(view[..., 0].min()) for view in views)
     top = Counter(int(view[..., 1].min()) for view in views)
-    assert set(left) == set(range(9))  # 20 − 12 + 1 places
+    assert set(left) == set(range(9))  # 20 − 12 + 1 positions
     assert set(top) == set(range(5))
     assert min(left.values()) > 1000 / 9 / 2
 
 
-def test_all_scales_of_the_range_occur_alike() -> None:
+def test_all_scales_of_the_range_are_equally_frequent() -> None:
     recipe = replace(RECIPE, scales=(12, 15), mirror=False)
     image = ramp(60, 60)
-    # At scale S neighbours differ by 60/S grey levels, so 11 steps tell the scale.
+    # At scale S adjacent pixels differ by 60/S levels, so 11 steps reveal the scale.
     spans = [training_view(image, recipe, epoch, 0)[5, :, 0] for epoch in range(400)]
     scales = Counter(round(60 * 11 / (int(span[-1]) - int(span[0]))) for span in spans)
     assert set(scales) == {12, 13, 14, 15}
@@ -100,7 +100,7 @@ def test_without_mirroring_no_view_is_mirrored() -> None:
 
 
 @pytest.mark.parametrize("size", [(5, 28), (28, 5), (1, 300), (300, 1), (1, 1), (2, 1000)])
-def test_images_of_any_shape_give_a_whole_crop(size: tuple[int, int]) -> None:
+def test_images_of_any_shape_give_a_full_crop(size: tuple[int, int]) -> None:
     for epoch in range(5):
         view = training_view(ramp(*size), RECIPE, epoch, 0)
         assert view.shape == (12, 12, 3)
@@ -108,14 +108,14 @@ def test_images_of_any_shape_give_a_whole_crop(size: tuple[int, int]) -> None:
 
 def test_crops_of_a_wide_image_reach_beyond_the_evaluations_cap() -> None:
     image = np.zeros((10, 100, 3), np.uint8)
-    image[:, 95:] = 255  # the centre of 4:1 ends at column 70
+    image[:, 95:] = 255  # the central 4:1 part ends at column 70
     assert any(training_view(image, RECIPE, epoch, 0).max() > 0 for epoch in range(200))
 
 
 # Order
 
 
-def test_each_image_comes_once_in_an_epoch_and_epochs_follow_without_a_gap() -> None:
+def test_each_image_occurs_once_per_epoch_and_epochs_follow_without_a_gap() -> None:
     images, recipe = 21, replace(RECIPE, batch=5, steps=100)
     places = [place for step in range(42) for place in view_keys_of_step(recipe, step, images)]  # 210 = 10 epochs
     assert Counter(places) == {(epoch, index): 1 for epoch in range(10) for index in range(images)}
@@ -126,7 +126,7 @@ def test_epochs_have_different_orders() -> None:
     assert len({tuple(epoch_order(0, epoch, 21)) for epoch in range(5)}) == 5
 
 
-def test_items_are_worked_on_ahead_but_never_all_at_once() -> None:
+def test_threads_work_ahead_but_not_on_all_items_at_once() -> None:
     started: list[int] = []
     lock = threading.Lock()
 
@@ -144,7 +144,7 @@ def test_items_are_worked_on_ahead_but_never_all_at_once() -> None:
 # Memory
 
 
-def test_decoded_images_are_kept_up_to_the_bound_and_no_further(folder: Path) -> None:
+def test_decoded_images_are_cached_up_to_the_limit(folder: Path) -> None:
     dataset = open_splits(folder).train
     image_cache = ImageCache(dataset, {}, memory=5000)
     first = [image_cache.image(index) for index in range(len(image_cache))]
@@ -157,11 +157,11 @@ def test_decoded_images_are_kept_up_to_the_bound_and_no_further(folder: Path) ->
 
 
 @pytest.mark.parametrize(("memory", "fit"), [(0, False), (2**30, True)])
-def test_whether_all_images_fit_is_told_from_the_sizes_of_their_files(folder: Path, memory: int, fit: bool) -> None:
+def test_file_sizes_decide_whether_all_images_fit_in_memory(folder: Path, memory: int, fit: bool) -> None:
     assert ImageCache(open_splits(folder).train, {}, memory).fits_in_memory is fit
 
 
-def test_an_image_that_breaks_after_the_survey_is_an_error(tmp_path: Path) -> None:
+def test_an_image_that_becomes_unreadable_raises_an_error(tmp_path: Path) -> None:
     root = make_dataset(tmp_path)
     image_cache = ImageCache(open_splits(root).train, {})
     broken = root / "train/big-cat/000.png"
@@ -176,7 +176,7 @@ def test_an_image_that_breaks_after_the_survey_is_an_error(tmp_path: Path) -> No
 # Splits
 
 
-def test_val_labels_are_places_in_the_training_classes(tmp_path: Path) -> None:
+def test_val_labels_index_the_training_classes(tmp_path: Path) -> None:
     root = make_dataset(tmp_path)
     for path in (root / "val/big-cat").iterdir():
         path.unlink()
@@ -187,14 +187,14 @@ def test_val_labels_are_places_in_the_training_classes(tmp_path: Path) -> None:
     assert splits.val.fingerprint == open_dataset(root, split="val", class_names=splits.train.classes).fingerprint
 
 
-def test_a_class_of_val_that_train_lacks_is_refused_by_name(tmp_path: Path) -> None:
+def test_a_class_of_val_that_is_missing_from_train_is_refused_by_name(tmp_path: Path) -> None:
     root = make_dataset(tmp_path)
     write_image(root / "val/zebra/1.png", 0, (20, 20), 0)
     with pytest.raises(DatasetError, match="1 classes that train/ does not have: zebra"):
         open_splits(root)
 
 
-def test_a_folder_without_train_and_val_is_refused_with_what_to_do(tmp_path: Path) -> None:
+def test_a_folder_without_train_and_val_is_refused_with_advice(tmp_path: Path) -> None:
     root = make_dataset(tmp_path) / "train"
     with pytest.raises(DatasetError, match="no folders 'train' and 'val' here") as caught:
         open_splits(root)
@@ -202,7 +202,7 @@ def test_a_folder_without_train_and_val_is_refused_with_what_to_do(tmp_path: Pat
 
 
 @pytest.mark.parametrize("missing", ["train", "val"])
-def test_a_folder_with_one_of_the_two_only_is_refused(tmp_path: Path, missing: str) -> None:
+def test_a_folder_with_only_one_of_the_splits_is_refused(tmp_path: Path, missing: str) -> None:
     root = make_dataset(tmp_path)
     (root / missing).rename(root / "other")
     with pytest.raises(DatasetError, match=f"'{missing}'"):
@@ -239,7 +239,7 @@ def test_a_path_that_does_not_exist_is_refused() -> None:
 
 
 def write_shards(folder: Path, root: Path, split: str, name: str, label: Callable[[str], tuple[str, bytes]]) -> None:
-    """Pack the images of class folders into three shards; label: class → suffix and bytes of what lies beside each."""
+    """Pack the images of class folders into three shards. label: class → suffix and content of the label file."""
     files = sorted((root / split).rglob("*.png"))
     for number in range(3):
         members: dict[str, bytes] = {}
@@ -272,11 +272,11 @@ def test_shards_train_as_class_folders_do(folder: Path, tmp_path: Path, way: str
     for found, plain in ((splits.train, expected.train), (splits.val, expected.val)):
         images = Counter((plain.read(sample), sample.label) for sample in plain.samples)
         assert Counter((found.read(sample), sample.label) for sample in found.samples) == images
-    again = open_dataset(tmp_path, split="val", class_names=classes)  # as `validate` opens it for the trained net
+    again = open_dataset(tmp_path, split="val", class_names=classes)  # as `validate` opens it
     assert again.fingerprint == splits.val.fingerprint
 
 
-def test_numbers_are_classes_in_the_order_of_numbers_and_val_may_lack_some(tmp_path: Path) -> None:
+def test_numeric_labels_sort_as_numbers_and_val_may_miss_some(tmp_path: Path) -> None:
     root = make_dataset(tmp_path / "plain", train=1, val=1, classes=tuple(map(str, range(12))))
     numbered = lambda name: (".cls", name.encode())  # noqa: E731
     write_shards(tmp_path / "train", root, "train", "a", numbered)
@@ -300,7 +300,7 @@ def test_numbers_are_classes_in_the_order_of_numbers_and_val_may_lack_some(tmp_p
         (lambda name: (".cls", b"0"), r"only one class \(0\)"),
     ],
 )
-def test_labels_that_are_no_class_list_are_refused(
+def test_inconsistent_shard_labels_are_refused(
     folder: Path, tmp_path: Path, label: Callable[[str], tuple[str, bytes]], said: str
 ) -> None:
     for split in ("train", "val"):
@@ -309,7 +309,7 @@ def test_labels_that_are_no_class_list_are_refused(
         open_splits(tmp_path)
 
 
-def test_shards_of_one_kind_are_no_two_splits(folder: Path, tmp_path: Path) -> None:
+def test_shards_without_a_split_in_their_names_are_refused(folder: Path, tmp_path: Path) -> None:
     write_shards(tmp_path, folder, "train", "pets", LABELS["names"][0])
     with pytest.raises(DatasetError, match=r"\(or webdataset shards\)"):
         open_splits(tmp_path)
@@ -318,8 +318,8 @@ def test_shards_of_one_kind_are_no_two_splits(folder: Path, tmp_path: Path) -> N
 def test_the_median_shorter_side_is_read_from_headers(tmp_path: Path) -> None:
     root = make_dataset(tmp_path)
     data = (root / "train/ox/000.png").read_bytes()
-    (root / "train/ox/000.png").write_bytes(data[:60])  # the header is whole, the pixels are not
-    (root / "train/ox/001.png").write_bytes(b"?")  # nothing at all: left out
+    (root / "train/ox/000.png").write_bytes(data[:60])  # an intact header without pixels
+    (root / "train/ox/001.png").write_bytes(b"?")  # no header: skipped
     sides = sorted([14, 13, 12, 9, 16, 14, 13] * 3)
     sides.remove(13)
     assert median_shorter_side(open_splits(root).train) == np.median(sides)

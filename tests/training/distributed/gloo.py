@@ -13,7 +13,7 @@ from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
 from typing import Any
 
-# Its server imports torch once, and each process is forked from it: seconds less, and no thread of pytest's is copied.
+# Its server imports torch once, and each process is forked from it: saves seconds, and copies none of pytest's threads.
 CONTEXT = multiprocessing.get_context("forkserver")
 CONTEXT.set_forkserver_preload(
     ["torch._dynamo", "prelunet.training.distributed.base", "prelunet.training.distributed.hybrid"]
@@ -32,8 +32,8 @@ class ProcessResult:
 def run_in_processes(size: int, function: Callable[..., Any], *arguments: Any, seconds: float = 60) -> list[Any]:
     """Return what `function(*arguments)` returns in each of `size` processes, by rank.
 
-    Each finds torchrun's variables in its environment. Fails with the tracebacks of all processes that did not end well
-    within that time.
+    Each has torchrun's variables in its environment. Fails with the tracebacks of all processes that did not exit
+    normally within this time.
     """
     ended = run_to_the_end(size, function, *arguments, seconds=seconds)
     bad = [
@@ -48,7 +48,7 @@ def run_in_processes(size: int, function: Callable[..., Any], *arguments: Any, s
 def run_to_the_end(
     size: int, function: Callable[..., Any], *arguments: Any, seconds: float = 60
 ) -> list[ProcessResult]:
-    """Do the same, but return how each process ended; what still runs after that time is killed (exit code None)."""
+    """Do the same, but return how each process ended; those still running in the end are killed (exit code None)."""
     port = free_port()
     started: list[tuple[BaseProcess, Connection]] = []
     for rank in range(size):
@@ -68,7 +68,7 @@ def run_to_the_end(
 
 
 def free_port() -> int:
-    """Return a port that nobody listens at."""
+    """Return an unused port."""
     with socket.socket() as one:
         one.bind(("127.0.0.1", 0))
         return int(one.getsockname()[1])
@@ -77,7 +77,7 @@ def free_port() -> int:
 def _ended(process: BaseProcess, ours: Connection, deadline: float) -> ProcessResult:
     value, error = None, None
     if wait([ours], max(0, deadline - time.monotonic())):
-        with contextlib.suppress(EOFError):  # it died without a word
+        with contextlib.suppress(EOFError):  # it died without sending anything
             value, error = pickle.loads(ours.recv_bytes())
     process.join(max(0, deadline - time.monotonic()))
     return ProcessResult(value, error, process.exitcode)
@@ -95,10 +95,10 @@ def _work(
         "WORLD_SIZE": str(size),
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": str(port),
-        "GLOO_SOCKET_IFNAME": "lo",  # the machine's own name need not be known anywhere
+        "GLOO_SOCKET_IFNAME": "lo",  # the host name may not resolve
     }
     try:
-        answer = pickle.dumps((function(*arguments), None))
+        result = pickle.dumps((function(*arguments), None))
     except BaseException:
-        answer = pickle.dumps((None, traceback.format_exc()))
-    theirs.send_bytes(answer)
+        result = pickle.dumps((None, traceback.format_exc()))
+    theirs.send_bytes(result)

@@ -1,6 +1,4 @@
-"""What the processes of tests/training/distributed/test_parallel.py do, and the plain training that they are compared
-with.
-"""
+"""The work of the processes in test_parallel.py, and plain training to compare it with."""
 
 import os
 import signal
@@ -32,7 +30,7 @@ SMALL = Architecture(
 )
 CLASSES = 5
 FEATURES = 14 * 7  # bins, channels
-BUCKET = 1570  # bytes: conv2 fills one, conv1 is in another, and fc1.weight is larger than any
+BUCKET = 1570  # bytes: conv2 fills one bucket, conv1 is in another, and fc1.weight exceeds the capacity
 CURVE_STEPS, CURVE_BATCH = 20, 7
 PLAIN = StepOptions()
 Arrays = dict[str, np.ndarray]
@@ -48,7 +46,7 @@ class Case:
 
 
 def cases_for(size: int) -> list[Case]:
-    """Return the steps that such a group takes: batches that fit, that do not, that leave a process without any."""
+    """Return the steps of such a group: batches that divide evenly, unevenly, and that leave a process without rows."""
     plain = [Case(kind, batch) for kind in ("ddp", "hybrid") for batch in (8, 5, size - 1)]
     others = [
         StepOptions(accumulate=2),
@@ -60,7 +58,7 @@ def cases_for(size: int) -> list[Case]:
 
 
 def net_of(seed: int) -> PreluNet:
-    """Make a net whose responses are neither all dead nor all alive."""
+    """Build a net with positive and negative responses."""
     rng = np.random.default_rng(seed)
     ranges = {"weight": (-0.3, 0.3), "bias": (-0.5, 0.5), "slope": (-0.3, 1.2)}
     net = PreluNet(SMALL, CLASSES)
@@ -79,7 +77,7 @@ def batch_of(seed: int, rows: int) -> tuple[Tensor, Tensor]:
 
 
 def factors_of(seed: int, batch: int, rows: range) -> tuple[np.ndarray, np.ndarray]:
-    """Drop half of the units, the same of a row whoever asks."""
+    """Drop half of the units; those of a row do not depend on the process."""
     drawn = np.random.default_rng(1000 + seed).integers(0, 2, (2, batch, SMALL.hidden)) * np.float32(2)
     return drawn[0, rows.start : rows.stop].astype(np.float32), drawn[1, rows.start : rows.stop].astype(np.float32)
 
@@ -90,7 +88,7 @@ def dropout(seed: int, batch: int) -> DropoutFactors:
 
 
 def plain_step(net: PreluNet, seed: int, batch: int, precision: TrainingPrecision = "fp32") -> float:
-    """Leave the gradients of a batch's mean loss in the net, as anybody would write it."""
+    """Compute the gradients of a batch's mean loss into the net, without any of our code for steps."""
     images, labels = batch_of(seed, batch)
     of_fc1, of_fc2 = factors_of(seed, batch, range(batch))
     with torch.autocast("cpu", torch.bfloat16, enabled=precision == "bf16"):
@@ -111,20 +109,20 @@ def parallel_step(parallel: ParallelNet, seed: int, batch: int, **more: Any) -> 
 
 
 def gradients_of(net: PreluNet) -> Arrays:
-    """Return the gradients of the parameters that are here."""
+    """Return the gradients of the net's parameters."""
     return {name: parameter.grad.numpy().copy() for name, parameter in net.named_parameters()}
 
 
 def sgd(net: PreluNet) -> torch.optim.SGD:
-    """Return the optimizer of all these trainings."""
+    """Return the optimizer of all comparisons."""
     return torch.optim.SGD(parameter_groups(net, 5e-4), lr=0.01, momentum=0.9)
 
 
-# What follows runs in each process.
+# The following functions run in each process.
 
 
 def take_all_steps(compiled: bool) -> dict[str, Any]:
-    """Do everything that is compared: the start of a process costs more than all of it."""
+    """Compute everything that is compared, since starting a process takes longer."""
     GradientBuckets.capacity = BUCKET
     with open_process_group("cpu") as group:
         found: dict[str, Any] = {"sums": group.total(group.rank, 0.5), "any": group.any(group.rank == 1)}
@@ -141,7 +139,7 @@ def take_all_steps(compiled: bool) -> dict[str, Any]:
         if compiled:
             torch.compile = partial(
                 torch.compile, backend="aot_eager"
-            )  # as inductor, but needs no compiler and no minute
+            )  # as inductor, but without a C++ compiler and a minute of compilation
             parallel = _parallel("hybrid", group, StepOptions(compile=True))
             found["compiled"] = parallel_step(parallel, 2, 5).loss, gradients_of(parallel.net)
     return found
@@ -152,7 +150,7 @@ def _parallel(kind: ParallelMode, group: ProcessGroup, options: StepOptions = PL
 
 
 def _one_case(case: Case, group: ProcessGroup) -> dict[str, Any]:
-    """Take two steps, so that nothing of the first may stay, and tell of the second."""
+    """Take two steps and return the result of the second, on which the first must have no effect."""
     parallel = _parallel(case.kind, group, case.options)
     parallel_step(parallel, 1, case.batch + 2)
     step = parallel_step(parallel, 2, case.batch)
@@ -171,7 +169,7 @@ def _curve(kind: ParallelMode, group: ProcessGroup) -> dict[str, Any]:
 
 
 def _logits(kind: ParallelMode, group: ProcessGroup) -> np.ndarray:
-    """Ask for as many rows as this process has predecessors: the first has none."""
+    """Classify as many rows as this process's rank: the first has none."""
     parallel = _parallel(kind, group)
     return parallel.logits(batch_of(100 + group.rank, group.rank)[0]).numpy()
 
@@ -183,7 +181,7 @@ def _stops(kind: ParallelMode, group: ProcessGroup) -> list[bool]:
 
 
 def _not_finite(kind: ParallelMode, group: ProcessGroup) -> list[float]:
-    """Have one pixel of the last process's rows be NaN."""
+    """Return the losses of a step with a NaN in the last process's rows, and of the next step."""
     parallel = _parallel(kind, group)
     images, labels = batch_of(1, 6)
     images[-1, 1, 2, 3] = torch.nan
@@ -193,13 +191,13 @@ def _not_finite(kind: ParallelMode, group: ProcessGroup) -> list[float]:
 
 
 def _early(kind: ParallelMode, group: ProcessGroup) -> int:
-    """Return how many gradients backward still owed when the first bucket was sent."""
+    """Return how many gradients backward had not computed yet when the first bucket was sent."""
     parallel = _parallel(kind, group)
-    owed: list[int] = []
+    missing: list[int] = []
     all_reduce = ProcessGroup.all_reduce
 
     def watched(self: ProcessGroup, tensor: Tensor, purpose: str) -> Any:
-        owed.append(sum(bucket.missing for bucket in parallel.buckets.buckets))
+        missing.append(sum(bucket.missing for bucket in parallel.buckets.buckets))
         return all_reduce(self, tensor, purpose)
 
     ProcessGroup.all_reduce = watched
@@ -207,16 +205,16 @@ def _early(kind: ParallelMode, group: ProcessGroup) -> int:
         parallel_step(parallel, 1, 8)
     finally:
         ProcessGroup.all_reduce = all_reduce
-    return owed[0]
+    return missing[0]
 
 
 def train_until_one_is_killed(kind: ParallelMode, victim: int) -> tuple[str, float]:
-    """Return what the others are told, and when (time.time())."""
+    """Return the error of the surviving processes, and its time (time.time())."""
     GradientBuckets.capacity = BUCKET
     try:
         with open_process_group("cpu") as group:
             parallel = _parallel(kind, group)
-            if group.rank == victim:  # in the middle of backward, when some buckets are on their way
+            if group.rank == victim:  # in the middle of backward, while some buckets are being sent
                 hook = parallel.net.get_parameter("conv2.weight").register_post_accumulate_grad_hook
                 steps = iter(range(3))
                 hook(lambda _: None if next(steps, None) is not None else os.kill(os.getpid(), signal.SIGKILL))
@@ -224,18 +222,18 @@ def train_until_one_is_killed(kind: ParallelMode, victim: int) -> tuple[str, flo
                 parallel_step(parallel, number, 8)
     except EnvironmentFault as error:
         return str(error), time.time()
-    raise AssertionError("nobody died")
+    raise AssertionError("no process died")
 
 
 def train_until_one_gives_up(kind: ParallelMode) -> str:
-    """Return what each is told when the last process meets an error of its own."""
+    """Return the error of each process when the last one fails by itself."""
     try:
         with open_process_group("cpu") as group:
             parallel = _parallel(kind, group)
             for number in range(1000):
                 if number == 3 and group.rank == group.size - 1:
-                    raise ValueError("a mistake of my own")
+                    raise ValueError("my own error")
                 parallel_step(parallel, number, 8)
     except (EnvironmentFault, ValueError) as error:
         return f"{type(error).__name__}: {error}"
-    raise AssertionError("nobody gave up")
+    raise AssertionError("no process failed")

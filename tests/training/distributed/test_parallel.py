@@ -24,19 +24,19 @@ KINDS_OF_MANY = ("ddp", "hybrid")
 SIZES = (2, 4)
 CPU = torch.device("cpu")
 
-# Sums of float32 in another order differ by some units of its last place, 6e-8, of their largest term; gradients pass
+# Float32 sums in another order differ by a few units in the last place, 6e-8, of their largest term; gradients pass
 # about ten layers. In float64 both would agree to 1e-14.
 SUMS = 1e-5
 
 
 @pytest.fixture(scope="module")
 def everything() -> dict[int, list[dict[str, Any]]]:
-    """Give what every process found, by size of the group and rank."""
+    """Return the results of every process, by group size and rank."""
     return {size: run_in_processes(size, work.take_all_steps, size == 2, seconds=200) for size in SIZES}
 
 
 def assert_gradients(found: work.Arrays, expected: work.Arrays, tolerance: float, what: Any) -> None:
-    """Compare each tensor with a tolerance of its own largest value."""
+    """Compare each tensor with a tolerance relative to its largest value."""
     for name, gradient in found.items():
         off = np.abs(gradient - expected[name]).max() / np.abs(expected[name]).max()
         assert off <= tolerance, f"{what}: {name} is off by {off:.1e} of its largest value"
@@ -44,7 +44,7 @@ def assert_gradients(found: work.Arrays, expected: work.Arrays, tolerance: float
 
 @pytest.fixture(scope="module")
 def plain() -> dict[tuple[int, str], tuple[float, work.Arrays]]:
-    """Give loss and gradients in one process, for every batch and precision of `cases_for`."""
+    """Return loss and gradients of one process, for every batch and precision of `cases_for`."""
     found = {}
     for batch, precision in {(one.batch, one.options.precision) for size in SIZES for one in work.cases_for(size)}:
         net = work.net_of(0)
@@ -56,7 +56,7 @@ def plain() -> dict[tuple[int, str], tuple[float, work.Arrays]]:
 @pytest.mark.parametrize("size", SIZES)
 def test_every_process_has_the_gradients_of_one_process_with_the_whole_batch(everything, plain, size: int) -> None:
     for case in work.cases_for(size):
-        # a sum in bf16 is off by 4e-3 of its value for each rounding; a wrong scale or a lost row by far more
+        # Each rounding to bf16 changes a sum by up to 0.4 %; a wrong scale or a lost row changes it far more
         tolerance = 0.02 if case.options.precision == "bf16" else SUMS
         loss, gradients = plain[case.batch, case.options.precision]
         for rank, found in enumerate(everything[size]):
@@ -65,7 +65,7 @@ def test_every_process_has_the_gradients_of_one_process_with_the_whole_batch(eve
             assert_gradients(one["gradients"], gradients, tolerance, (case, rank))
 
 
-def test_compiled_nets_have_these_gradients_too(everything, plain) -> None:
+def test_compiled_nets_have_the_same_gradients(everything, plain) -> None:
     for rank, found in enumerate(everything[2]):
         loss, gradients = found["compiled"]
         assert loss == pytest.approx(plain[5, "fp32"][0], rel=SUMS)
@@ -73,7 +73,7 @@ def test_compiled_nets_have_these_gradients_too(everything, plain) -> None:
 
 
 @pytest.mark.parametrize("size", SIZES)
-def test_in_hybrid_training_the_fully_connected_layers_are_in_the_first_process_alone(everything, size: int) -> None:
+def test_in_hybrid_training_only_the_first_process_has_the_fully_connected_layers(everything, size: int) -> None:
     names = {name for name, _ in work.net_of(0).named_parameters()}
     trunk = {name for name in names if name.split(".")[0] not in HEAD}
     assert len(trunk) == 6
@@ -94,7 +94,7 @@ def test_twenty_steps_with_dropout_have_the_losses_and_the_weights_of_one_proces
     for step in range(work.CURVE_STEPS):
         losses.append(work.plain_step(net, step, work.CURVE_BATCH))
         optimizer.step()
-    assert max(losses) / min(losses) > 1.5, "a curve that hardly moves shows nothing"
+    assert max(losses) / min(losses) > 1.5, "a flat curve would show nothing"
     weights = {name: parameter.detach().numpy() for name, parameter in net.named_parameters()}
     for rank, found in enumerate(everything[size]):
         curve = found[kind]["curve"]
@@ -104,27 +104,27 @@ def test_twenty_steps_with_dropout_have_the_losses_and_the_weights_of_one_proces
 
 @pytest.mark.parametrize("kind", KINDS_OF_MANY)
 @pytest.mark.parametrize("size", SIZES)
-def test_logits_of_own_rows_are_the_nets_and_a_process_may_have_none(everything, size: int, kind: str) -> None:
+def test_each_process_gets_the_logits_of_its_own_rows_and_may_have_none(everything, size: int, kind: str) -> None:
     net = work.net_of(0)
     for rank, found in enumerate(everything[size]):
         with torch.no_grad():
             expected = net(work.batch_of(100 + rank, max(rank, 1))[0])[:rank]
         assert found[kind]["logits"].shape == (rank, work.CLASSES)
-        # of values about 1: other groupings of rows may take other routines
+        # Values about 1; other numbers of rows may use other routines
         np.testing.assert_allclose(found[kind]["logits"], expected.numpy(), rtol=SUMS, atol=1e-6)
 
 
 @pytest.mark.parametrize("kind", KINDS_OF_MANY)
 @pytest.mark.parametrize("size", SIZES)
-def test_when_one_process_wants_to_stop_all_know_in_the_same_step_and_only_in_it(
-    everything, size: int, kind: str
-) -> None:
+def test_a_stop_request_of_one_process_reaches_all_in_the_same_step_only(everything, size: int, kind: str) -> None:
     assert [found[kind]["stops"] for found in everything[size]] == [[False, True, False]] * size
 
 
 @pytest.mark.parametrize("kind", KINDS_OF_MANY)
 @pytest.mark.parametrize("size", SIZES)
-def test_a_loss_that_is_not_finite_is_seen_by_all_and_leaves_nothing_behind(everything, size: int, kind: str) -> None:
+def test_a_non_finite_loss_reaches_all_processes_and_does_not_affect_the_next_step(
+    everything, size: int, kind: str
+) -> None:
     plain = work.plain_step(work.net_of(0), 1, 6)
     for found in everything[size]:
         not_finite, next_one = found[kind]["losses with NaN"]
@@ -133,17 +133,17 @@ def test_a_loss_that_is_not_finite_is_seen_by_all_and_leaves_nothing_behind(ever
 
 
 @pytest.mark.parametrize("kind", KINDS_OF_MANY)
-def test_gradients_are_sent_while_backward_still_goes_on(everything, kind: str) -> None:
+def test_gradients_are_sent_while_backward_is_running(everything, kind: str) -> None:
     assert all(found[kind]["missing at first"] > 0 for found in everything[2])
 
 
 @pytest.mark.parametrize("size", SIZES)
-def test_the_bytes_that_are_counted_are_those_of_the_formula(everything, size: int) -> None:
+def test_counted_bytes_equal_the_formula(everything, size: int) -> None:
     parameters = {name: parameter.numel() for name, parameter in work.net_of(0).named_parameters()}
     trunk = sum(count for name, count in parameters.items() if name.split(".")[0] not in HEAD)
     rows = [len(one) for one in split_evenly(range(8), size)]
     for rank, found in enumerate(everything[size]):
-        # two values more: the loss, and the wish to stop; integer division for each bucket loses less than one byte
+        # Two more values: the loss and the stop request; integer division loses less than a byte per bucket
         sums = {"ddp": sum(parameters.values()) + 2, "hybrid": trunk + 2}
         for kind, values in sums.items():
             traffic = dict(found["cases"][Case(kind, 8)]["traffic"])
@@ -159,15 +159,15 @@ def test_the_bytes_that_are_counted_are_those_of_the_formula(everything, size: i
 
 @pytest.mark.parametrize("kind", KINDS_OF_MANY)
 @pytest.mark.parametrize("size", SIZES)
-def test_the_benchmarks_formula_gives_the_bytes_that_are_counted(everything, size: int, kind: str) -> None:
+def test_the_formula_of_the_benchmark_gives_the_counted_bytes(everything, size: int, kind: str) -> None:
     for batch in (8, 5):
         counted = [found["cases"][Case(kind, batch)]["traffic"] for found in everything[size]]
         for purpose, expected in sent_bytes(kind, size, costs(work.SMALL, work.CLASSES, batch), batch).items():
-            # of each bucket's bytes a fraction is cut off
+            # The bytes of each bucket are rounded down
             assert sum(one.get(purpose, 0) for one in counted) == pytest.approx(expected, abs=10 * size), purpose
 
 
-def test_totals_and_flags_are_those_of_all_processes(everything) -> None:
+def test_totals_and_flags_cover_all_processes(everything) -> None:
     for size in SIZES:
         for found in everything[size]:
             assert found["sums"] == [sum(range(size)), size / 2]
@@ -175,22 +175,22 @@ def test_totals_and_flags_are_those_of_all_processes(everything) -> None:
 
 
 @pytest.mark.parametrize(("kind", "victim"), [("ddp", 0), ("hybrid", 3)])
-def test_when_a_process_is_killed_the_others_say_so_and_how_to_go_on_within_seconds(kind: str, victim: int) -> None:
+def test_when_a_process_is_killed_the_others_report_it_within_seconds_with_advice(kind: str, victim: int) -> None:
     begun = time.time()
     ended = run_to_the_end(4, work.train_until_one_is_killed, kind, victim, seconds=60)
     assert ended.pop(victim).exit_code == -9
     for one in ended:
-        assert (one.error, one.exit_code) == (None, 0), "no process hangs, and none dies with it"
+        assert (one.error, one.exit_code) == (None, 0), "no process hangs or dies"
         text, when = one.value
         assert "has died" in text
         assert "run the same command again" in text
-        assert "/" not in text, "no place in another project's source"
-        assert when - begun < 30, "far less than the patience of open_process_group"
+        assert "/" not in text, "no path of torch's source"
+        assert when - begun < 30, "far less than TIMEOUT"
 
 
-def test_a_process_with_an_error_of_its_own_raises_it_and_the_others_that_it_is_gone() -> None:
+def test_a_process_raises_its_own_error_and_the_others_report_its_death() -> None:
     first, second = run_in_processes(2, work.train_until_one_gives_up, "hybrid", seconds=60)
-    assert second == "ValueError: a mistake of my own"
+    assert second == "ValueError: my own error"
     assert first.startswith("EnvironmentFault: a process of this run has died")
 
 
@@ -200,7 +200,7 @@ def test_torchruns_processes_find_each_other(tmp_path: Path) -> None:
         "import os\n"
         "from prelunet.training.distributed.process_group import open_process_group\n"
         "with open_process_group('cpu') as group:\n"
-        "    os.write(1, f'{group.size} {group.total(group.rank + 1)}\\n'.encode())\n"  # whole, whoever else writes
+        "    os.write(1, f'{group.size} {group.total(group.rank + 1)}\\n'.encode())\n"  # one write per line
     )
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(script)]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(Path(__file__).parents[3] / "src")}
@@ -220,7 +220,7 @@ def alone(monkeypatch: pytest.MonkeyPatch) -> Iterator[ProcessGroup]:
 @pytest.mark.parametrize(
     "options", [StepOptions(), StepOptions(accumulate=2), StepOptions(accumulate=5), StepOptions(channels_last=True)]
 )
-def test_one_process_alone_has_the_gradients_of_a_plain_step_whatever_kind_is_asked_for(
+def test_a_single_process_has_the_gradients_of_a_plain_step_in_either_mode(
     alone: ProcessGroup, plain, options: StepOptions
 ) -> None:
     for kind in PARALLEL_MODES:
@@ -233,14 +233,14 @@ def test_one_process_alone_has_the_gradients_of_a_plain_step_whatever_kind_is_as
         assert not parallel.traffic
 
 
-def test_one_process_alone_is_the_sum_of_itself(alone: ProcessGroup) -> None:
+def test_totals_of_a_single_process_are_its_own_values(alone: ProcessGroup) -> None:
     assert (alone.rank, alone.size, alone.is_first, alone.device) == (0, 1, True, CPU)
     assert alone.total(2, 0.5) == [2.0, 0.5]
     assert (alone.any(True), alone.any(False)) == (True, False)
     alone.wait()
 
 
-def test_dropout_is_drawn_once_a_step_however_many_parts_it_has(alone: ProcessGroup) -> None:
+def test_dropout_is_drawn_once_per_step_with_any_number_of_micro_batches(alone: ProcessGroup) -> None:
     images, labels = work.batch_of(3, 6)
     drawn: list[range] = []
 
@@ -253,7 +253,7 @@ def test_dropout_is_drawn_once_a_step_however_many_parts_it_has(alone: ProcessGr
 
 
 @pytest.mark.parametrize("last", [False, True])
-def test_images_have_their_channels_where_the_option_says_wherever_they_came_with_them(
+def test_the_memory_format_follows_the_option_not_the_input(
     alone: ProcessGroup, monkeypatch: pytest.MonkeyPatch, last: bool
 ) -> None:
     seen: list[torch.Tensor] = []
@@ -267,7 +267,7 @@ def test_images_have_their_channels_where_the_option_says_wherever_they_came_wit
     assert [one.is_contiguous() for one in seen] == [not last, not last]
 
 
-def test_without_dropout_the_gradients_are_those_of_evaluation(alone: ProcessGroup) -> None:
+def test_without_dropout_gradients_equal_those_of_the_plain_net(alone: ProcessGroup) -> None:
     images, labels = work.batch_of(3, 4)
     net = work.net_of(0)
     torch.nn.functional.cross_entropy(net(images), labels).backward()
@@ -277,7 +277,7 @@ def test_without_dropout_the_gradients_are_those_of_evaluation(alone: ProcessGro
 
 
 @pytest.mark.parametrize(("rows", "parts"), [(0, 3), (3, 4), (5, 2), (5, 4), (128, 8), (7, 1)])
-def test_parts_of_a_batch_cover_it_in_order_and_are_as_equal_as_can_be(rows: int, parts: int) -> None:
+def test_parts_of_a_batch_cover_it_in_order_with_sizes_that_differ_by_at_most_one(rows: int, parts: int) -> None:
     found = split_evenly(range(10, 10 + rows), parts)
     assert [row for part in found for row in part] == list(range(10, 10 + rows))
     assert len(found) == parts
@@ -292,13 +292,13 @@ def test_a_batch_with_fewer_rows_than_processes_or_parts_is_refused() -> None:
         check_batch(7, ProcessGroup(0, 4, CPU), StepOptions(accumulate=2))
 
 
-def test_a_kind_that_does_not_exist_is_refused() -> None:
+def test_an_unknown_parallel_mode_is_refused() -> None:
     with pytest.raises(UsageError, match=r"'model'\. Choose one of ddp, hybrid"):
         build_parallel("model", work.net_of(0), ProcessGroup(0, 1, CPU))
 
 
 @pytest.mark.parametrize(
-    ("environment", "told"),
+    ("environment", "message"),
     [
         ({"RANK": "0"}, "has RANK, but not WORLD_SIZE"),
         (
@@ -315,18 +315,20 @@ def test_a_kind_that_does_not_exist_is_refused() -> None:
         ({"RANK": "0", "WORLD_SIZE": "2", "MASTER_PORT": "70000"}, "MASTER_PORT 70000 .* 1 to 65535"),
     ],
 )
-def test_a_half_set_environment_is_refused(monkeypatch: pytest.MonkeyPatch, environment, told: str) -> None:
-    half = told.startswith(("has RANK", "not LOCAL_RANK"))
+def test_an_incomplete_or_invalid_torchrun_environment_is_refused(
+    monkeypatch: pytest.MonkeyPatch, environment, message: str
+) -> None:
+    half = message.startswith(("has RANK", "not LOCAL_RANK"))
     rest = {} if half else {"LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}
     for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
         monkeypatch.delenv(name, raising=False)
     for name, value in {**rest, **environment}.items():
         monkeypatch.setenv(name, value)
-    with pytest.raises(UsageError, match=told), open_process_group("cpu"):
+    with pytest.raises(UsageError, match=message), open_process_group("cpu"):
         pass
 
 
-def test_devices_that_are_not_there_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unavailable_devices_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("RANK", raising=False)
     monkeypatch.delenv("WORLD_SIZE", raising=False)
     with (

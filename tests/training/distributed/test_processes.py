@@ -1,4 +1,4 @@
-"""Trainings in several processes, each started as torchrun starts it: the same net, signals, a death."""
+"""Training in several processes, started as torchrun starts them: the same net, signals, a killed process."""
 
 import json
 import os
@@ -41,10 +41,10 @@ sys.exit(run({arguments!r}))
 
 
 def start_processes(
-    size: int, arguments: list[str], port: int, *, more_of_last: list[str] | None = None
+    size: int, arguments: list[str], port: int, *, extra_of_last: list[str] | None = None
 ) -> list["subprocess.Popen[str]"]:
-    """Start the processes of a training; the last one may have further arguments."""
-    lists = [arguments] * (size - 1) + [arguments + (more_of_last or [])]
+    """Start the processes of a run; the last one may have extra arguments."""
+    lists = [arguments] * (size - 1) + [arguments + (extra_of_last or [])]
     scripts = [WORK.format(tests=str(Path(__file__).parents[3]), arguments=own) for own in lists]
     base = {
         **os.environ, "WORLD_SIZE": str(size), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port),
@@ -73,9 +73,7 @@ def arguments_for(data: Path, recipe: Path, folder: Path, *more: str) -> list[st
 
 
 @pytest.mark.parametrize("kind", ["ddp", "hybrid"])
-def test_two_processes_end_with_the_net_and_the_errors_of_one(
-    data: Path, tmp_path: Path, recipe_file: Path, kind: str
-) -> None:
+def test_two_processes_train_the_same_net_as_one(data: Path, tmp_path: Path, recipe_file: Path, kind: str) -> None:
     one, two = tmp_path / "one", tmp_path / "two"
     assert run(arguments_for(data, recipe_file, one)) == 0
     processes = start_processes(2, arguments_for(data, recipe_file, two, "--parallel", kind), free_port())
@@ -83,40 +81,39 @@ def test_two_processes_end_with_the_net_and_the_errors_of_one(
     assert [process.returncode for process in processes] == [0, 0], texts
     expected, found = read_checkpoint(one / "last.safetensors"), read_checkpoint(two / "last.safetensors")
     for name, tensor in expected.tensors.items():
-        # Float32 sums in another order, carried on through 40 steps
+        # Float32 sums in another order, accumulated over 40 steps
         np.testing.assert_allclose(found.tensors[name], tensor, rtol=0, atol=1e-4 * np.abs(tensor).max(), err_msg=name)
     assert [line for line in lines_of(two) if "top1_error" in line] == [
         line for line in lines_of(one) if "top1_error" in line
     ]
-    assert texts[1][0] == ""  # the first process alone talks
+    assert texts[1][0] == ""  # only the first process reports
     assert "top-1 error" in texts[0][0]
 
 
-def test_sigterm_to_one_of_two_stops_both_between_the_same_steps_and_one_process_goes_on(
+def test_sigterm_to_one_process_stops_both_after_the_same_step_and_a_single_process_resumes(
     data: Path, tmp_path: Path, recipe_file: Path
 ) -> None:
-    folder, undisturbed = tmp_path / "run", tmp_path / "undisturbed"
+    folder, uninterrupted = tmp_path / "run", tmp_path / "uninterrupted"
     processes = start_processes(2, arguments_for(data, recipe_file, folder, "--steps", "4000"), free_port())
     wait_for_step(folder, 20, processes)
     processes[1].send_signal(signal.SIGTERM)
     texts = [process.communicate(timeout=60) for process in processes]
     assert [process.returncode for process in processes] == [4, 4], texts
     assert "interrupted after step" in texts[0][1]
-    assert "interrupted" not in texts[1][1]  # one of them says it
+    assert "interrupted" not in texts[1][1]  # only the first process reports it
     assert "prelunet:" not in texts[1][1]
     stopped = torch.load(folder / "state.pt", weights_only=True)["step"]
-    assert run(arguments_for(data, recipe_file, undisturbed, "--steps", str(stopped + 3))) == 0
+    assert run(arguments_for(data, recipe_file, uninterrupted, "--steps", str(stopped + 3))) == 0
     change_length(folder, stopped + 3)
     assert run(arguments_for(data, recipe_file, folder, "--steps", str(stopped + 3))) == 0
-    expected = read_checkpoint(undisturbed / "last.safetensors").tensors
+    expected = read_checkpoint(uninterrupted / "last.safetensors").tensors
     for name, tensor in read_checkpoint(folder / "last.safetensors").tensors.items():
-        limit = (
-            0.02 * np.abs(expected[name]).max()
-        )  # rounding grows over hundreds of steps; a lost momentum is far more
+        # Rounding errors grow over hundreds of steps; without its momentum the net would differ far more
+        limit = 0.02 * np.abs(expected[name]).max()
         np.testing.assert_allclose(tensor, expected[name], rtol=0, atol=limit, err_msg=name)
 
 
-def test_a_process_that_is_killed_ends_the_others_with_what_to_do_and_a_state_to_go_on_from(
+def test_when_a_process_is_killed_the_other_exits_with_advice_and_a_state_to_resume_from(
     data: Path, tmp_path: Path, recipe_file: Path
 ) -> None:
     folder = tmp_path / "run"
@@ -140,11 +137,11 @@ def wait_for_step(folder: Path, step: int, processes: list["subprocess.Popen[str
         if (folder / "metrics.jsonl").exists() and lines_of(folder)[-1]["step"] > step:
             return
         time.sleep(0.05)
-    pytest.fail("the processes take no steps")
+    pytest.fail("the processes did not reach the step")
 
 
 def change_length(folder: Path, steps: int) -> None:
-    """Write another number of steps into a run's description; its rate has not fallen yet."""
+    """Write another number of steps into a run's description; its rate has not dropped yet."""
     path = folder / "training.json"
     description = json.loads(path.read_text())
     assert description["recipe"]["steps"] == 4000
@@ -152,11 +149,9 @@ def change_length(folder: Path, steps: int) -> None:
     path.write_text(json.dumps(description))
 
 
-def test_processes_that_were_asked_for_different_things_train_nothing(
-    data: Path, tmp_path: Path, recipe_file: Path
-) -> None:
+def test_processes_started_with_different_commands_do_not_train(data: Path, tmp_path: Path, recipe_file: Path) -> None:
     arguments = arguments_for(data, recipe_file, tmp_path / "run")
-    processes = start_processes(2, arguments, free_port(), more_of_last=["--rate", "0.5"])
+    processes = start_processes(2, arguments, free_port(), extra_of_last=["--rate", "0.5"])
     texts = [process.communicate(timeout=60) for process in processes]
     assert [process.returncode for process in processes] == [2, 2], texts
     assert all("recipe.rate: 0.003 in process 0, 0.5 in process 1" in text for _, text in texts)
@@ -187,10 +182,10 @@ def test_fine_tuning_runs_under_torchrun(data: Path, tmp_path: Path, recipe_file
     assert json.loads((second / "training.json").read_text())["start"] == sha256_of(start)
 
 
-def test_torchrun_takes_no_option_of_train_for_its_own(capsys: pytest.CaptureFixture[str]) -> None:
+def test_torchrun_passes_on_every_option_of_train(capsys: pytest.CaptureFixture[str]) -> None:
     assert run(["train", "--help"]) == 0
     options = re.findall(r"(?:^ | /) (--[a-z-]+)", capsys.readouterr().out, re.MULTILINE)
     assert {"--from", "--rate", "--fresh", "--no-tensorboard"} < set(options)
-    for option in options:  # it looks for abbreviations of its own options after the program's name, too
+    for option in options:  # it also parses abbreviations of its own options after the program's name
         parsed = get_args_parser().parse_args(["--no-python", "prelunet", "train", option])
         assert parsed.training_script_args == ["train", option]

@@ -1,4 +1,4 @@
-"""Import: a net of others says as a checkpoint what it said before; whatever does not fit is refused, all at once."""
+"""Import: a third-party net gives the same logits as a checkpoint; all mismatches are reported at once."""
 
 import json
 from pathlib import Path
@@ -23,21 +23,21 @@ from tests.helpers.tiny_nets import CLASSES, TINY
 
 
 def pixels(count: int = 2, side: int = TINY.crop) -> np.ndarray:
-    """Return RGB images without any symmetry, uint8 (N, H, W, 3); black and white among them."""
+    """Return asymmetric RGB images, uint8 (N, H, W, 3), that contain 0 and 255."""
     images = np.random.default_rng(1).integers(0, 256, (count, side, side, 3), dtype=np.uint8)
     images[0, :5, :, 1] = 0
     images[1, :, -4:] = 255
     return images
 
 
-def said_by(imported: Checkpoint, images: np.ndarray) -> np.ndarray:
+def logits_of(imported: Checkpoint, images: np.ndarray) -> np.ndarray:
     """Return the logits of a checkpoint, as training and export compute them."""
     with torch.inference_mode():
         centred = torch.from_numpy(images.astype(np.float32) - imported.mean).permute(0, 3, 1, 2)
         return network_from_checkpoint(imported)(centred).numpy()
 
 
-def said_by_foreign(net: ForeignNet, prepared: np.ndarray) -> np.ndarray:
+def logits_of_foreign(net: ForeignNet, prepared: np.ndarray) -> np.ndarray:
     with torch.inference_mode():
         return net(torch.from_numpy(prepared.astype(np.float32)).permute(0, 3, 1, 2)).numpy()
 
@@ -47,22 +47,22 @@ def file(tmp_path: Path) -> Path:
     return tmp_path / "net.pt"
 
 
-# What the imported net says
+# Logits of the imported net
 
 
-def test_a_net_with_names_of_its_own_says_the_same_after_the_import_by_order(file: Path) -> None:
+def test_a_net_with_other_names_gives_the_same_logits_after_import_by_order(file: Path) -> None:
     foreign = ForeignNet()
     torch.save(foreign.state_dict(), file)
     imported = tiny_import(file)
     assert imported.assignment.method == "by order"
     assert imported.assignment.source["conv2.slope"] == "features.4.weight"
-    expected = said_by_foreign(foreign, pixels() - np.array([123, 117, 104], np.float32))
-    np.testing.assert_array_equal(said_by(imported.checkpoint, pixels()), expected)  # the same float32 operations
+    expected = logits_of_foreign(foreign, pixels() - np.array([123, 117, 104], np.float32))
+    np.testing.assert_array_equal(logits_of(imported.checkpoint, pixels()), expected)  # the same float32 operations
 
 
 @pytest.mark.parametrize("channels", ["rgb", "bgr"])
 @pytest.mark.parametrize("pixel_range", [1, 255])
-def test_mean_std_range_and_order_of_channels_go_into_the_mean_and_conv1(
+def test_mean_std_range_and_channel_order_are_folded_into_the_mean_and_conv1(
     file: Path, channels: Any, pixel_range: int
 ) -> None:
     foreign = ForeignNet()
@@ -71,16 +71,16 @@ def test_mean_std_range_and_order_of_channels_go_into_the_mean_and_conv1(
     given = ",".join(map(str, mean)), ",".join(map(str, std))
     preprocessing, image = parse_preprocessing(*given, pixel_range, channels, TINY.crop)
     imported = import_net(file, TINY, ENTRIES, preprocessing, mean=image)
-    assert foreign.features[0].padding == (1, 1)  # else the borders would not be tried
+    assert foreign.features[0].padding == (1, 1)  # so that the borders are tested
     ordered = pixels()[..., ::-1] if channels == "bgr" else pixels()
-    expected = said_by_foreign(foreign, (ordered / 255 * pixel_range - mean) / std)
+    expected = logits_of_foreign(foreign, (ordered / 255 * pixel_range - mean) / std)
     # float32: the factors are multiplied in another order, and a dozen sums of up to 56 terms follow
-    np.testing.assert_allclose(said_by(imported.checkpoint, pixels()), expected, rtol=1e-5, atol=2e-5)
-    assert np.ptp(expected, axis=0).min() > 0.01  # the images are told apart, so that something was compared
+    np.testing.assert_allclose(logits_of(imported.checkpoint, pixels()), expected, rtol=1e-5, atol=2e-5)
+    assert np.ptp(expected, axis=0).min() > 0.01  # the logits depend on the image
 
 
 @pytest.mark.parametrize("channels_first", [False, True])
-def test_a_mean_image_of_blue_green_red_is_turned_to_red_green_blue(file: Path, channels_first: bool) -> None:
+def test_a_bgr_mean_image_is_converted_to_rgb(file: Path, channels_first: bool) -> None:
     foreign = ForeignNet()
     torch.save(foreign.state_dict(), file)
     mean = np.random.default_rng(2).uniform(60, 190, (24, 24, 3))
@@ -88,11 +88,11 @@ def test_a_mean_image_of_blue_green_red_is_turned_to_red_green_blue(file: Path, 
     preprocessing, image = parse_preprocessing(str(file.with_name("mean.npy")), "1", 255, "bgr", 24)
     imported = import_net(file, TINY, ENTRIES, preprocessing, mean=image)
     assert imported.checkpoint.mean.shape == (24, 24, 3)
-    expected = said_by_foreign(foreign, pixels()[..., ::-1] - mean)
-    np.testing.assert_allclose(said_by(imported.checkpoint, pixels()), expected, rtol=1e-5, atol=1e-5 * 255)
+    expected = logits_of_foreign(foreign, pixels()[..., ::-1] - mean)
+    np.testing.assert_allclose(logits_of(imported.checkpoint, pixels()), expected, rtol=1e-5, atol=1e-5 * 255)
 
 
-def test_weights_that_already_see_our_pixels_are_taken_bit_by_bit(file: Path) -> None:
+def test_weights_for_rgb_bytes_are_imported_unchanged(file: Path) -> None:
     tensors = our_names()
     torch.save(tensors, file)
     found = tiny_import(file).checkpoint
@@ -110,7 +110,9 @@ def test_weights_that_already_see_our_pixels_are_taken_bit_by_bit(file: Path) ->
         (torch.float64, "14 tensors of float64 were rounded to float32", 0.0),
     ],
 )
-def test_other_types_become_float32_and_that_is_said(file: Path, kind: torch.dtype, remark: str, error: float) -> None:
+def test_other_types_are_converted_to_float32_with_a_remark(
+    file: Path, kind: torch.dtype, remark: str, error: float
+) -> None:
     tensors = our_names()
     torch.save({name: tensor.to(kind) for name, tensor in tensors.items()}, file)
     imported = tiny_import(file)
@@ -120,16 +122,16 @@ def test_other_types_become_float32_and_that_is_said(file: Path, kind: torch.dty
         np.testing.assert_allclose(imported.checkpoint.tensors[name], tensor.numpy(), rtol=0, atol=error)
 
 
-def test_types_are_counted_each(file: Path) -> None:
+def test_converted_tensors_are_counted_by_type(file: Path) -> None:
     tensors = {name: tensor.half() if "conv" in name else tensor for name, tensor in our_names().items()}
     torch.save(tensors, file)
     assert tiny_import(file).remarks == ("6 tensors of float16 were converted to float32",)
 
 
-# How names are given
+# Names
 
 
-def test_a_map_of_exact_names_and_patterns_gives_every_tensor_its_name(tmp_path: Path) -> None:
+def test_a_map_of_exact_names_and_patterns_assigns_every_tensor(tmp_path: Path) -> None:
     foreign = ForeignNet()
     path = tmp_path / "net.safetensors"
     safetensors.torch.save_file({**foreign.state_dict(), "n_averaged": torch.tensor(7)}, path)
@@ -140,9 +142,9 @@ def test_a_map_of_exact_names_and_patterns_gives_every_tensor_its_name(tmp_path:
     )
     with pytest.raises(CheckpointError) as refused:
         tiny_import(path, name_map=read_name_map(tmp_path / "map.toml"))
-    told = str(refused.value)
-    assert "unexpected classifier.first.weight [6, 56] (classifier.0.weight in the file)" in told
-    assert "missing fc1.weight [6, 56]" in told
+    message = str(refused.value)
+    assert "unexpected classifier.first.weight [6, 56] (classifier.0.weight in the file)" in message
+    assert "missing fc1.weight [6, 56]" in message
     lines = {
         "features.0.*": "conv1.*",
         "features.1.weight": "conv1.slope",
@@ -156,11 +158,11 @@ def test_a_map_of_exact_names_and_patterns_gives_every_tensor_its_name(tmp_path:
     imported = tiny_import(path, name_map=read_name_map(tmp_path / "map.json"))
     assert imported.assignment.method == "by the map"
     assert "omitted by the map: n_averaged" in imported.remarks
-    expected = said_by_foreign(foreign, pixels() - np.array([123, 117, 104], np.float32))
-    np.testing.assert_array_equal(said_by(imported.checkpoint, pixels()), expected)
+    expected = logits_of_foreign(foreign, pixels() - np.array([123, 117, 104], np.float32))
+    np.testing.assert_array_equal(logits_of(imported.checkpoint, pixels()), expected)
 
 
-def test_a_line_without_a_tensor_and_two_tensors_of_one_name_are_faults(file: Path) -> None:
+def test_unused_lines_and_duplicate_results_of_a_map_are_faults(file: Path) -> None:
     tensors = our_names()
     tensors["copy.bias"] = torch.zeros(6)
     torch.save(tensors, file)
@@ -172,9 +174,12 @@ def test_a_line_without_a_tensor_and_two_tensors_of_one_name_are_faults(file: Pa
     ]
 
 
-def test_names_that_are_partly_ours_are_never_assigned_by_order(file: Path) -> None:
+def test_partly_matching_names_are_not_assigned_by_order(file: Path) -> None:
     names = list(our_names())
-    turned = {"conv1.bias": "conv1.slope", "conv1.slope": "other"}  # of one shape: by order, nobody would notice
+    turned = {
+        "conv1.bias": "conv1.slope",
+        "conv1.slope": "other",
+    }  # equal shapes: by order, the mistake would go unnoticed
     torch.save({turned.get(name, name): tensor for name, tensor in our_names().items()}, file)
     assert [turned.get(name, name) for name in names].count("conv1.slope") == 1
     with pytest.raises(
@@ -183,7 +188,7 @@ def test_names_that_are_partly_ours_are_never_assigned_by_order(file: Path) -> N
         tiny_import(file)
 
 
-def test_a_bias_that_comes_where_slopes_are_due_is_not_assigned_by_order(file: Path) -> None:
+def test_a_bias_in_the_position_of_slopes_is_not_assigned_by_order(file: Path) -> None:
     tensors = ForeignNet().state_dict()
     order = list(tensors)
     first, second = order.index("features.0.bias"), order.index("features.1.weight")
@@ -194,14 +199,14 @@ def test_a_bias_that_comes_where_slopes_are_due_is_not_assigned_by_order(file: P
 
 
 def test_safetensors_with_other_names_is_not_assigned_by_order(tmp_path: Path) -> None:
-    names = {name: f"{place:03}" for place, name in enumerate(our_names())}  # whose sorted order would even be right
+    names = {name: f"{place:03}" for place, name in enumerate(our_names())}  # their sorted order would even be right
     path = tmp_path / "net.safetensors"
     safetensors.torch.save_file({names[name]: tensor for name, tensor in our_names().items()}, path)
     with pytest.raises(CheckpointError, match=r"stores its tensors sorted, not in the order of the layers.*--map"):
         tiny_import(path)
 
 
-# What does not fit
+# Mismatches
 
 
 def test_missing_unexpected_and_misshaped_tensors_are_all_listed_at_once(file: Path) -> None:
@@ -211,7 +216,7 @@ def test_missing_unexpected_and_misshaped_tensors_are_all_listed_at_once(file: P
     tensors["fc3.weight"], tensors["conv2.weight"] = torch.zeros(7, 6), tensors["conv2.weight"].permute(2, 3, 1, 0)
     tensors["fc2.bias"], tensors["fc1.bias"] = torch.zeros(6, dtype=torch.int64), torch.zeros(6).to_sparse()
     tensors["conv1.slope"] = torch.zeros(5, device="meta")
-    tensors["fc3.bias"] = torch.zeros(1).expand(10**13)  # which no memory holds
+    tensors["fc3.bias"] = torch.zeros(1).expand(10**13)  # more than any memory
     torch.save(tensors, file)
     with pytest.raises(CheckpointError) as refused:
         tiny_import(file)
@@ -239,7 +244,7 @@ def test_a_nested_tensor_is_refused_by_its_name(file: Path) -> None:
 
 
 @pytest.mark.parametrize("names", ["foreign", "ours", "by the map"])
-def test_another_number_of_classes_is_told_at_once_whatever_the_names(file: Path, names: str) -> None:
+def test_a_different_number_of_classes_is_the_reported_cause_with_any_names(file: Path, names: str) -> None:
     foreign, ours = ForeignNet(classes=5).state_dict(), our_names(classes=5)
     table = None
     if names == "by the map":  # which leaves one tensor out
@@ -257,7 +262,7 @@ def test_another_number_of_classes_is_told_at_once_whatever_the_names(file: Path
     ]
 
 
-def test_not_everything_fits_where_more_than_the_number_of_classes_is_amiss(file: Path) -> None:
+def test_a_different_number_of_classes_is_not_the_only_cause_if_other_tensors_mismatch(file: Path) -> None:
     tensors = ForeignNet(classes=5).state_dict()
     torch.save({**tensors, "features.0.bias": torch.zeros(5, dtype=torch.int64)}, file)
     begin = "nor does the number of classes: 5 in the file, 3 in --classes. "
@@ -273,7 +278,7 @@ def test_not_everything_fits_where_more_than_the_number_of_classes_is_amiss(file
         tiny_import(file)
 
 
-def test_what_is_wrong_stands_before_the_lists_and_a_table_is_not_offered_for_another_net(file: Path) -> None:
+def test_the_cause_precedes_the_list_and_no_map_is_suggested_for_another_net(file: Path) -> None:
     torch.save(ForeignNet(architecture("demo"), 5).state_dict(), file)
     with pytest.raises(CheckpointError) as refused:
         import_net(file, architecture("A"), ENTRIES, PLAIN)
@@ -287,7 +292,7 @@ def test_what_is_wrong_stands_before_the_lists_and_a_table_is_not_offered_for_an
     assert len(lines) == len(missing) + 26
 
 
-def test_names_that_are_all_ours_are_not_sent_to_a_table(file: Path) -> None:
+def test_no_map_is_suggested_if_all_names_match(file: Path) -> None:
     torch.save({**our_names(), "fc2.bias": torch.zeros(6, dtype=torch.int64)}, file)
     with pytest.raises(CheckpointError, match="The names match; save the net again") as refused:
         tiny_import(file)
@@ -311,7 +316,7 @@ def test_slopes_of_another_kind_are_refused_and_the_right_option_is_named(
         import_net(file, architecture("demo", activation=asked), ENTRIES, PLAIN)
 
 
-def test_one_slope_per_layer_may_have_no_axis(file: Path) -> None:
+def test_a_shared_slope_may_be_a_scalar(file: Path) -> None:
     tensors = ForeignNet(slopes="shared").state_dict()
     torch.save({name: t.reshape(()) if t.shape == (1,) else t for name, t in tensors.items()}, file)
     found = tiny_import(file, "prelu-shared").checkpoint.tensors
@@ -319,7 +324,7 @@ def test_one_slope_per_layer_may_have_no_axis(file: Path) -> None:
     np.testing.assert_array_equal(found["conv2.slope"], tensors["features.4.weight"].numpy())
 
 
-def test_every_tensor_with_numbers_that_are_not_finite_is_named(file: Path) -> None:
+def test_every_tensor_with_non_finite_values_is_named(file: Path) -> None:
     tensors: dict[str, Tensor] = {name: tensor.clone() for name, tensor in ForeignNet().state_dict().items()}
     tensors["features.3.bias"][2] = float("nan")
     tensors["classifier.4.weight"] = tensors["classifier.4.weight"].double()
@@ -350,7 +355,7 @@ def test_a_std_that_makes_weights_infinite_is_refused(file: Path) -> None:
         ("nan", "1", 1, "finite numbers"),
     ],
 )
-def test_a_mean_that_does_not_go_with_the_range_is_refused(mean: str, std: str, pixel_range: int, fault: str) -> None:
+def test_a_mean_inconsistent_with_the_range_is_refused(mean: str, std: str, pixel_range: int, fault: str) -> None:
     with pytest.raises(UsageError, match=fault):
         parse_preprocessing(mean, std, pixel_range, "rgb", 24)
 
@@ -370,7 +375,7 @@ def save_array(path: Path, array: Any) -> None:
         (np.full((24, 24, 3), np.nan), "finite numbers"),
     ],
 )
-def test_what_is_no_mean_image_is_refused(tmp_path: Path, array: Any, fault: str) -> None:
+def test_an_invalid_mean_image_is_refused(tmp_path: Path, array: Any, fault: str) -> None:
     save_array(tmp_path / "mean.npy", array)
     with pytest.raises(UsageError, match=fault):
         parse_preprocessing(str(tmp_path / "mean.npy"), "1", 1, "rgb", 24)
@@ -390,7 +395,7 @@ def test_a_damaged_mean_image_is_refused(tmp_path: Path, content: bytes) -> None
 # The verb
 
 
-def test_the_verb_writes_a_checkpoint_lists_the_assignment_and_says_how_to_go_on(
+def test_the_verb_writes_a_checkpoint_and_prints_the_assignment_and_the_next_steps(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     torch.save({"state_dict": ForeignNet(architecture("demo"), 4).half().state_dict()}, tmp_path / "net.pt")
@@ -414,7 +419,7 @@ def test_the_verb_writes_a_checkpoint_lists_the_assignment_and_says_how_to_go_on
     assert run(["inspect", str(output)]) == 0
 
 
-def test_the_verb_leaves_nothing_behind_when_it_refuses(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_verb_writes_nothing_if_it_fails(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     torch.save(our_names(), tmp_path / "net.pt")
     output = tmp_path / "out.safetensors"
     command = ["import", str(tmp_path / "net.pt"), "-o", str(output), "--arch", "demo", "--classes", "3"]

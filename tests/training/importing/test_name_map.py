@@ -1,4 +1,4 @@
-"""Name maps: what a line stands for, and what is no map."""
+"""Name maps: the meaning of a line, and invalid maps."""
 
 from pathlib import Path
 
@@ -12,20 +12,20 @@ from prelunet.training.importing.name_map import NameMap, read_name_map
     ("lines", "name", "new"),
     [
         ({"a.*": "b.*"}, "a.x", "b.x"),
-        ({"a.*": "b.*"}, "a.x.y", "a.x.y"),  # a star ends at the dot
+        ({"a.*": "b.*"}, "a.x.y", "a.x.y"),  # `*` does not match a dot
         ({"a.**": "b.**"}, "a.x.y", "b.x.y"),
         ({"**": "net.**"}, "a.x.y", "net.a.x.y"),
         ({"block*.conv*.*": "conv*_*.*"}, "block12.conv3.bias", "conv12_3.bias"),
-        ({"a*c": "x*"}, "abc.d", "abc.d"),  # the whole name or none of it
+        ({"a*c": "x*"}, "abc.d", "abc.d"),  # patterns match whole names
         ({"a.x": "exact", "a.*": "b.*"}, "a.x", "exact"),
         ({"a.*": "b.*", "a.x": "exact"}, "a.x", "exact"),
         ({"a.*": "first.*", "*.x": "second.*"}, "a.x", "first.x"),
-        ({"a.b*": "x*"}, "aXbc", "aXbc"),  # no regular expression
+        ({"a.b*": "x*"}, "aXbc", "aXbc"),  # not a regular expression
         ({"*.b": "*.c"}, "aXb", "aXb"),
         ({"a.*": "a.*"}, r"a.\1", r"a.\1"),
     ],
 )
-def test_a_pattern_stands_for_whole_names(lines: dict[str, str], name: str, new: str) -> None:
+def test_a_pattern_matches_whole_names(lines: dict[str, str], name: str, new: str) -> None:
     assert NameMap(lines).rename([name]).source == {new: name}
 
 
@@ -46,7 +46,7 @@ def test_a_pattern_stands_for_whole_names(lines: dict[str, str], name: str, new:
         ("map.txt", "a = b", r"should end in \.toml or \.json"),
     ],
 )
-def test_what_is_no_map_is_refused_with_the_fault(tmp_path: Path, name: str, content: str | bytes, fault: str) -> None:
+def test_an_invalid_map_is_refused_with_the_fault(tmp_path: Path, name: str, content: str | bytes, fault: str) -> None:
     (tmp_path / name).write_bytes(content if isinstance(content, bytes) else content.encode())
     with pytest.raises(UsageError, match=rf"(?s){fault}.*A name map is a table of lines"):
         read_name_map(tmp_path / name)

@@ -1,4 +1,4 @@
-"""State dicts of others: found in whatever a training script wrote; what only code could read is refused."""
+"""State dicts are found in files of training scripts; files that need code to be read are refused."""
 
 import os
 import pickle
@@ -37,21 +37,24 @@ def test_a_state_dict_is_found_where_training_scripts_put_it(file: Path, keys: l
 
 
 @pytest.mark.parametrize("prefix", ["module.", "_orig_mod.", "module._orig_mod.", "_orig_mod.module."])
-def test_the_prefixes_of_ddp_and_compile_are_taken_off_and_named(file: Path, prefix: str) -> None:
+def test_the_prefixes_of_ddp_and_compile_are_removed_with_a_remark(file: Path, prefix: str) -> None:
     torch.save({prefix + name: tensor for name, tensor in our_names().items()}, file)
     imported = tiny_import(file)
     assert imported.assignment.method == "by name"
-    told = " ".join(imported.remarks)
-    assert ("DistributedDataParallel" in told, "torch.compile" in told) == ("module." in prefix, "_orig" in prefix)
+    remarks = " ".join(imported.remarks)
+    assert ("DistributedDataParallel" in remarks, "torch.compile" in remarks) == (
+        "module." in prefix,
+        "_orig" in prefix,
+    )
 
 
-def test_a_part_of_a_net_that_is_called_module_keeps_its_name(file: Path) -> None:
+def test_a_submodule_named_module_keeps_its_name(file: Path) -> None:
     torch.save({f"module.{name}" if "fc" in name else name: tensor for name, tensor in our_names().items()}, file)
     with pytest.raises(CheckpointError, match=r"unexpected module\.fc3\.bias \[3\]"):
         tiny_import(file)
 
 
-def test_a_tensor_that_is_there_with_and_without_a_prefix_is_refused(file: Path) -> None:
+def test_a_tensor_with_and_without_a_prefix_is_refused(file: Path) -> None:
     torch.save({**our_names(), "_orig_mod.fc3.bias": torch.ones(CLASSES)}, file)
     with pytest.raises(CheckpointError, match=r"twice, with and without '_orig_mod\.'"):
         tiny_import(file)
@@ -67,7 +70,7 @@ def test_a_safetensors_file_is_read_by_name(tmp_path: Path) -> None:
 
 @dataclass
 class Evil:
-    """A pickle that makes a file when it is loaded as pickles are."""
+    """An object whose pickle creates a folder when it is unpickled."""
 
     target: Path
 
@@ -78,7 +81,7 @@ class Evil:
 @pytest.mark.parametrize("old_format", [False, True])
 def test_code_in_a_pickle_is_refused_and_never_run(file: Path, old_format: bool) -> None:
     target = file.with_name("pwned")
-    pickle.loads(pickle.dumps(Evil(target)))  # it does run where pickles are trusted
+    pickle.loads(pickle.dumps(Evil(target)))  # plain unpickling runs it
     target.rmdir()
     torch.save({**our_names(), "extra": Evil(target)}, file, _use_new_zipfile_serialization=not old_format)
     with pytest.raises(CheckpointError, match=r"(posix|nt|os)\.mkdir.*nothing was run.*torch\.save\(net\.state_dict"):
@@ -86,14 +89,14 @@ def test_code_in_a_pickle_is_refused_and_never_run(file: Path, old_format: bool)
     assert not target.exists()
 
 
-def test_a_whole_module_is_refused_with_the_way_to_save_its_tensors(file: Path) -> None:
+def test_a_pickled_module_is_refused_with_advice(file: Path) -> None:
     torch.save(nn.Linear(2, 3), file)
     with pytest.raises(CheckpointError, match=r"more than tensors: torch\.nn\.modules\.linear\.Linear\."):
         tiny_import(file)
 
 
 def test_a_torchscript_program_is_refused(file: Path) -> None:
-    with zipfile.ZipFile(file, "w") as archive:  # what tells one is constants.pkl; torch.jit would take seconds to load
+    with zipfile.ZipFile(file, "w") as archive:  # recognized by constants.pkl; torch.jit takes seconds to load
         for name, content in (("data.pkl", b"\x80\x02."), ("constants.pkl", b"\x80\x02)."), ("version", b"3\n")):
             archive.writestr(f"net/{name}", content)
     with pytest.raises(CheckpointError, match="a TorchScript program, not a state dict"):
@@ -101,7 +104,7 @@ def test_a_torchscript_program_is_refused(file: Path) -> None:
 
 
 @pytest.mark.parametrize("kind", ["pt", "old pt", "safetensors"])
-def test_a_file_that_was_cut_or_damaged_is_refused(file: Path, kind: str) -> None:
+def test_a_truncated_or_damaged_file_is_refused(file: Path, kind: str) -> None:
     if kind == "safetensors":
         safetensors.torch.save_file(our_names(), file)
     else:
@@ -109,16 +112,16 @@ def test_a_file_that_was_cut_or_damaged_is_refused(file: Path, kind: str) -> Non
     data = file.read_bytes()
     for length in [0, 1, 8, 9, 40, *range(500, len(data), 1999), len(data) - 1]:
         file.write_bytes(data[:length])
-        with pytest.raises(CheckpointError, match=r"net\.pt: (damaged|neither|holds|no state dict)"):
+        with pytest.raises(CheckpointError, match=r"net\.pt: (damaged|neither|no state dict)"):
             tiny_import(file)
-    spoilt = bytearray(data)
-    spoilt[60:700] = np.random.default_rng(0).bytes(640)
-    file.write_bytes(bytes(spoilt))
+    damaged = bytearray(data)
+    damaged[60:700] = np.random.default_rng(0).bytes(640)
+    file.write_bytes(bytes(damaged))
     with pytest.raises(CheckpointError):
         tiny_import(file)
 
 
-def test_files_of_other_kinds_are_refused(file: Path) -> None:
+def test_files_of_other_formats_are_refused(file: Path) -> None:
     for content in (b"", b"\x89HDF\r\n\x1a\n" * 9, b"\x08\x09\x12\x07pytorch", b"weights"):
         file.write_bytes(content)
         with pytest.raises(CheckpointError, match=r"neither a torch\.save file .* prelunet adopt"):
@@ -128,14 +131,14 @@ def test_files_of_other_kinds_are_refused(file: Path) -> None:
             tiny_import(path)
 
 
-def test_a_checkpoint_of_ours_is_not_imported_again(file: Path) -> None:
+def test_a_prelunet_checkpoint_is_not_imported(file: Path) -> None:
     torch.save(our_names(), file)
     write_checkpoint(file.with_name("ours"), tiny_import(file).checkpoint)
     with pytest.raises(CheckpointError, match="already a prelunet checkpoint, so there is nothing to import"):
         tiny_import(file.with_name("ours"))
 
 
-def test_a_pickle_that_holds_itself_ends(file: Path) -> None:
+def test_a_pickle_that_contains_itself_is_refused(file: Path) -> None:
     endless: dict[str, Any] = {}
     endless["model"] = endless
     torch.save(endless, file)
@@ -152,7 +155,7 @@ def test_a_pickle_that_holds_itself_ends(file: Path) -> None:
         ({"a": torch.zeros(2), "epoch": 3, 7: torch.zeros(2)}, "contains more than tensors: 'epoch', 7"),
     ],
 )
-def test_what_holds_no_state_dict_or_more_than_one_is_refused(file: Path, content: Any, fault: str) -> None:
+def test_a_file_without_exactly_one_state_dict_is_refused(file: Path, content: Any, fault: str) -> None:
     torch.save(content, file)
     with pytest.raises(CheckpointError, match=fault):
         tiny_import(file)

@@ -1,4 +1,4 @@
-"""A training that diverges names the first thing in the net that is no longer finite."""
+"""The first non-finite value in a net that diverges is named."""
 
 from collections.abc import Mapping
 from dataclasses import replace
@@ -18,7 +18,7 @@ NAN, INFINITY = float("nan"), float("inf")
 
 
 def net_with(changes: Mapping[str, Any] | None = None) -> PreluNet:
-    """Return TINY in float32, with responses of order 1 but for what the changed tensors do."""
+    """Return TINY in float32, with responses of order 1 before the changes."""
     checkpoint = tiny_checkpoint()
     tensors = {**checkpoint.tensors, "conv1.weight": checkpoint.tensors["conv1.weight"] / 1000}
     for name, value in (changes or {}).items():
@@ -32,27 +32,27 @@ def some_images(count: int = 4) -> tuple[Tensor, Tensor]:
     return torch.from_numpy(images), torch.from_numpy(random.integers(0, CLASSES, count))
 
 
-def spoilt(net: PreluNet, name: str, value: float) -> PreluNet:
+def with_value(net: PreluNet, name: str, value: float) -> PreluNet:
     with torch.no_grad():
         net.get_parameter(name).view(-1)[1] = value
     return net
 
 
-def test_a_net_that_is_finite_throughout_is_said_to_be_so() -> None:
+def test_a_finite_net_is_reported_as_finite() -> None:
     assert (
         find_non_finite(net_with(), *some_images()) == "no layer: without dropout all values of this batch are finite"
     )
 
 
-def test_a_process_without_images_of_its_own_looks_at_the_parameters_alone() -> None:
+def test_without_images_only_the_parameters_are_checked() -> None:
     none = tuple(values[:0] for values in some_images())
     assert find_non_finite(net_with(), *none).startswith("no layer")
-    net = spoilt(net_with(), "fc1.slope", NAN)
+    net = with_value(net_with(), "fc1.slope", NAN)
     assert find_non_finite(net, *none) == "fc1.slope: the parameter is not finite"
 
 
 @pytest.mark.parametrize("value", [NAN, INFINITY, -INFINITY])
-def test_a_pixel_that_is_no_number_is_named_before_all_that_it_spoils(value: float) -> None:
+def test_a_non_finite_pixel_is_named_before_its_consequences(value: float) -> None:
     images, labels = some_images()
     images[2, 1, 7, 3] = value
     assert find_non_finite(net_with(), images, labels) == "the images: a pixel is not finite"
@@ -60,12 +60,14 @@ def test_a_pixel_that_is_no_number_is_named_before_all_that_it_spoils(value: flo
 
 @pytest.mark.parametrize("name", ["conv2.weight", "conv1.slope", "fc2.bias"])
 @pytest.mark.parametrize("value", [NAN, INFINITY])
-def test_a_parameter_is_named(name: str, value: float) -> None:
-    assert find_non_finite(spoilt(net_with(), name, value), *some_images()) == f"{name}: the parameter is not finite"
+def test_a_non_finite_parameter_is_named(name: str, value: float) -> None:
+    assert (
+        find_non_finite(with_value(net_with(), name, value), *some_images()) == f"{name}: the parameter is not finite"
+    )
 
 
-def test_of_several_parameters_the_first_layer_is_named() -> None:
-    net = spoilt(spoilt(net_with(), "fc1.weight", NAN), "conv2.bias", NAN)
+def test_of_several_non_finite_parameters_that_of_the_first_layer_is_named() -> None:
+    net = with_value(with_value(net_with(), "fc1.weight", NAN), "conv2.bias", NAN)
     assert find_non_finite(net, *some_images()) == "conv2.bias: the parameter is not finite"
 
 
@@ -73,7 +75,7 @@ def test_of_several_parameters_the_first_layer_is_named() -> None:
     ("changes", "layer"),
     [
         ({"conv1.weight": 3e38}, "conv1"),
-        ({"conv2.weight": 3e38, "fc1.weight": 3e38}, "conv2"),  # whose infinity runs on through fc1
+        ({"conv2.weight": 3e38, "fc1.weight": 3e38}, "conv2"),  # its infinity propagates through fc1
         ({"fc2.weight": 3e38}, "fc2"),
         ({"fc2.bias": 5.0, "fc3.weight": 3e38}, "fc3"),
     ],
@@ -83,28 +85,28 @@ def test_the_first_layer_whose_response_overflows_is_named(changes: dict[str, fl
 
 
 @pytest.mark.parametrize("place", [0, 3])
-def test_the_first_layer_is_named_whatever_part_of_the_batch_it_is_in(
+def test_the_first_layer_is_named_wherever_in_the_batch_it_overflows(
     monkeypatch: pytest.MonkeyPatch, place: int
 ) -> None:
     monkeypatch.setattr(
         prelunet.training.inspection.layer_statistics, "PIXELS_PER_BATCH", TINY.crop**2
     )  # one image at a time
     images, labels = some_images()
-    images[:, 0], images[place, 0] = 0.0, 1.0  # one image alone reaches conv1's infinity
-    net = net_with({"fc2.weight": 3e38})  # at which every image fails
+    images[:, 0], images[place, 0] = 0.0, 1.0  # only one image overflows in conv1
+    net = net_with({"fc2.weight": 3e38})  # where every image overflows
     with torch.no_grad():
         net.get_parameter("conv1.weight")[:, 0] = 3e38
     assert find_non_finite(net, images, labels) == "conv1: its response is not finite"
 
 
-def test_a_loss_that_overflows_between_finite_logits_is_told() -> None:
+def test_a_loss_that_overflows_with_finite_logits_is_reported() -> None:
     images, labels = some_images()
     net = net_with({"fc3.weight": 0.0, "fc3.bias": np.array([3e38, -3e38, 0.0])})
     assert find_non_finite(net, images, torch.ones_like(labels)) == "the loss is not finite, though the logits are"
 
 
-def test_a_gradient_that_overflows_on_its_way_back_is_named_at_the_layer_where_it_does() -> None:
-    # Forwards 1e-15, 1e15 and 1e25 stay finite; backwards the last two meet first, at fc1.
+def test_a_gradient_that_overflows_is_named_by_the_layer_where_it_does() -> None:
+    # Forward, 1e-15, 1e15 and 1e25 stay finite; backward, the last two multiply first, at fc1.
     random = np.random.default_rng(0)
     net = net_with(
         {
@@ -115,19 +117,19 @@ def test_a_gradient_that_overflows_on_its_way_back_is_named_at_the_layer_where_i
         }
     )
     images, _ = some_images()
-    labels = net(images).argmin(dim=1)  # all of them wrong: softmax minus the truth is 1 and -1
+    labels = net(images).argmin(dim=1)  # all wrong: softmax minus the truth is 1 and -1
     assert find_non_finite(net, images, labels) == "fc1: the gradient of its response is not finite"
 
 
-def test_a_gradient_of_weights_that_overflows_is_named() -> None:
-    # Each of the four images adds 2e38 to fc3's gradient; nothing else comes near the end of float32, 3.4e38.
+def test_a_weight_gradient_that_overflows_is_named() -> None:
+    # Each of the four images adds 2e38 to fc3's gradient; nothing else comes near the limit of float32, 3.4e38.
     bias = np.array([50.0, 0.0, 0.0])
     net = net_with({"fc2.weight": 0.0, "fc2.bias": 2e38, "fc3.weight": 0.0, "fc3.bias": bias})
     images, labels = some_images()
     assert find_non_finite(net, images, torch.full_like(labels, 2)) == "fc3.weight: its gradient is not finite"
 
 
-def test_looking_leaves_no_gradient_and_no_observer() -> None:
+def test_the_search_leaves_no_gradient_and_no_hook() -> None:
     net = net_with()
     state = torch.get_rng_state()
     find_non_finite(net, *some_images())

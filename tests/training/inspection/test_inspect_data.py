@@ -1,4 +1,4 @@
-"""`prelunet inspect --data` and `inspect RUN`: what images do inside a checkpoint, and the slopes with depth."""
+"""`prelunet inspect --data` and `inspect RUN`: measurements of layers on images, and the trend of slopes with depth."""
 
 import json
 from collections.abc import Callable
@@ -37,22 +37,22 @@ SVG = "{http://www.w3.org/2000/svg}"
 
 @pytest.fixture
 def net(tmp_path: Path) -> Path:
-    """Write TINY with weights under which softmax still tells classes apart, and its mean image."""
+    """Write TINY with a mean image, and weights small enough for scores between 0 and 1."""
     checkpoint = tiny_checkpoint(mean=mean_image())
     tensors = {**checkpoint.tensors, "conv1.weight": checkpoint.tensors["conv1.weight"] / 1000}
     write_checkpoint(tmp_path / "net", replace(checkpoint, tensors=tensors))
     return tmp_path / "net"
 
 
-def told(arguments: list[str | Path], capsys: pytest.CaptureFixture[str], *, exit_code: int = 0) -> str:
-    """Call the command; return what it prints, or the error if it should fail."""
+def output_of(arguments: list[str | Path], capsys: pytest.CaptureFixture[str], *, exit_code: int = 0) -> str:
+    """Run the command; return its output, or its error if it should fail."""
     assert run(list(map(str, arguments))) == exit_code
     captured = capsys.readouterr()
     return " ".join((captured.out if exit_code == 0 else captured.err).split())
 
 
 def plain_measurement(net: Path, data: Path, files: list[int]) -> list[dict[str, object]]:
-    """Measure some files of a dataset, made into views by the protocol `center`."""
+    """Measure some files of a dataset on the views of the protocol `center`."""
     checkpoint = read_checkpoint(net)
     dataset = open_dataset(data, split="val", class_names=WNIDS)
     samples = [dataset.samples[number] for number in files]
@@ -73,7 +73,7 @@ def test_layers_are_measured_on_central_views_spread_over_val(
     assert [layer["layer"] for layer in found["layers"]] == ["conv1", "conv2", "fc1", "fc2", "fc3"]
 
 
-def test_a_person_reads_the_measured_layers_below_the_slopes(
+def test_the_measured_layers_are_printed_as_a_table(
     net: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     data = make_dataset(tmp_path / "data", val=2, classes=WNIDS)
@@ -84,12 +84,14 @@ def test_a_person_reads_the_measured_layers_below_the_slopes(
     spread = [f"{layer[key]:.4g}" for key in ("mean", "variance", "gradient_variance")]
     assert row.split() == ["conv2", *spread, f"{100 * layer['never_positive']:.1f}", "%", f"{layer['slope']:.3f}"]
     assert "only the negative side" in " ".join(captured.out.split())
-    assert "asked for" not in captured.err  # nobody said how many
+    assert "requested" not in captured.err  # --images was not given
     assert run(["inspect", str(net), "--data", str(data), "--images", "7"]) == 0
     assert "has fewer than the 7 images requested" in capsys.readouterr().err
 
 
-def test_channels_that_a_relu_has_lost_are_called_dead(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_channels_that_are_never_positive_are_called_dead_with_relu(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     checkpoint = tiny_checkpoint("relu")
     tensors = {**checkpoint.tensors, "fc1.bias": np.array([1e6, -1e6, -1e6, 1e6, 1e6, 1e6], np.float32)}
     write_checkpoint(tmp_path / "net", replace(checkpoint, tensors=tensors))
@@ -114,7 +116,7 @@ def test_an_image_that_cannot_be_decoded_is_left_out_and_named(
     assert f"skipped: {WNIDS[1]}/000.png" in captured.err
     for path in data.glob("val/*/*.png"):
         path.write_bytes(b"no image")
-    assert "0 of 6 images can be decoded" in told(["inspect", net, "--data", data], capsys, exit_code=2)
+    assert "0 of 6 images can be decoded" in output_of(["inspect", net, "--data", data], capsys, exit_code=2)
 
 
 def test_the_plot_shows_every_layer(net: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -122,10 +124,10 @@ def test_the_plot_shows_every_layer(net: Path, tmp_path: Path, capsys: pytest.Ca
     for name in ("once.svg", "again.svg"):
         assert run(["inspect", str(net), "--data", str(data), "--plot", str(tmp_path / name), "--json"]) == 0
         captured = capsys.readouterr()
-        assert captured.err.splitlines()[-1] == f"plot: {tmp_path / name}"  # above it the progress
-        json.loads(captured.out)  # which the plot's name does not disturb
+        assert captured.err.splitlines()[-1] == f"plot: {tmp_path / name}"  # after the progress
+        json.loads(captured.out)  # the plot's name is not on stdout
     assert (tmp_path / "once.svg").read_bytes() == (tmp_path / "again.svg").read_bytes()
-    assert b"var(" not in (tmp_path / "once.svg").read_bytes()  # a file of its own has no style sheet
+    assert b"var(" not in (tmp_path / "once.svg").read_bytes()  # a standalone file has no style sheet
     texts = ["".join(text.itertext()) for text in ElementTree.parse(tmp_path / "once.svg").iter(f"{SVG}text")]
     for title in ("response", "gradient", "slope", "never positive"):
         assert any(title in text for text in texts), title
@@ -205,7 +207,7 @@ def with_a_folder_of_no_training(exported: "dict[str, ExportedNet]", tmp_path: P
         with_a_plot_without_a_suffix,
     ],
 )  # fmt: skip
-def test_what_cannot_be_measured_is_refused_with_the_reason(
+def test_invalid_requests_are_refused_with_the_reason(
     net: Path,
     exported: "dict[str, ExportedNet]",
     tmp_path: Path,
@@ -214,21 +216,23 @@ def test_what_cannot_be_measured_is_refused_with_the_reason(
 ) -> None:
     arguments, reason = case(exported, tmp_path)
     before = sorted(tmp_path.iterdir())
-    assert reason in told(["inspect", *arguments], capsys, exit_code=2)
+    assert reason in output_of(["inspect", *arguments], capsys, exit_code=2)
     assert sorted(tmp_path.iterdir()) == before
 
 
-def test_a_plot_of_another_kind_is_refused_before_any_work_and_what_lies_there_stays(
+def test_a_plot_of_another_format_is_refused_before_any_work_and_an_existing_file_is_kept(
     net: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    (tmp_path / "plot.png").write_bytes(b"a picture")
-    for file in (net, tmp_path / "missing"):  # which is not even looked for
-        message = told(["inspect", file, "--data", "nowhere", "--plot", tmp_path / "plot.png"], capsys, exit_code=2)
+    (tmp_path / "plot.png").write_bytes(b"an image")
+    for file in (net, tmp_path / "missing"):  # the file is not opened
+        message = output_of(
+            ["inspect", file, "--data", "nowhere", "--plot", tmp_path / "plot.png"], capsys, exit_code=2
+        )
         assert "plots are written as SVG" in message
-    assert (tmp_path / "plot.png").read_bytes() == b"a picture"
+    assert (tmp_path / "plot.png").read_bytes() == b"an image"
 
 
-# The history of a training
+# The history of a run
 
 
 def history(folder: Path) -> Path:
@@ -246,10 +250,10 @@ def history(folder: Path) -> Path:
     return folder
 
 
-def test_a_history_is_told_from_its_first_to_its_last_measurement(
+def test_a_history_is_printed_from_its_first_to_its_last_measurement(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    out = told(["inspect", history(tmp_path)], capsys)
+    out = output_of(["inspect", history(tmp_path)], capsys)
     assert "3 measurements, step 10 → step 30" in out
     assert "conv1 2 → 0.5 0.001 0.0 % 0.350 → 0.550" in out
     assert "fc3 1 not finite – –" in out
@@ -266,10 +270,10 @@ def test_a_history_is_drawn_with_a_line_for_each_layer(tmp_path: Path, capsys: p
     texts = ["".join(text.itertext()) for text in tree.iter(f"{SVG}text")]
     assert [texts.count(name) for name in ("conv1", "fc1", "fc3")] == [1, 1, 1]  # one legend for all panels
     lines = [line for line in tree.iter(f"{SVG}path") if line.get("aria-roledescription") == "line mark"]
-    assert len(lines) == 3 + 2 + 2 + 2  # fc3 has a response alone: its gradient is not finite
+    assert len(lines) == 3 + 2 + 2 + 2  # fc3 has only a response: its gradient is not finite
 
 
-def test_a_history_is_told_as_json(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_history_is_printed_as_json(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert run(["inspect", str(history(tmp_path)), "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
     assert found["kind"] == "history"
@@ -303,11 +307,11 @@ def test_the_trend_is_the_rank_correlation_of_slope_and_depth(values: list[float
         ([0.3, 0.31], "larger with depth (rank correlation +1.00, range 0.010)"),
     ],
 )
-def test_the_trend_is_told_whatever_it_is(values: list[float], words: str) -> None:
+def test_the_trend_is_described_in_words(values: list[float], words: str) -> None:
     assert str(slope_trend({f"conv{number}": value for number, value in enumerate(values)})).startswith(words)
 
 
-def test_slopes_that_have_hardly_moved_from_a_quarter_are_alike_whatever_their_order() -> None:
+def test_slopes_that_have_hardly_changed_are_alike_in_any_order() -> None:
     trend = slope_trend({f"conv{number}": 0.249995 + number * 1e-6 for number in range(4)})  # as after 12 steps
     assert trend is not None
     assert (trend.range, trend.rank_correlation) == (3e-6, None)
@@ -322,8 +326,8 @@ def test_a_net_without_slopes_has_no_trend(tmp_path: Path) -> None:
     assert slope_trend({"conv1": 0.3}) is None
 
 
-def test_the_trend_stands_beside_that_of_the_paper(net: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    out = told(["inspect", net], capsys)
+def test_the_trend_is_printed_beside_that_of_the_paper(net: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out = output_of(["inspect", net], capsys)
     assert f"Slopes of this net: {inspect_file(net)['slope_trend']['text']}." in out
     # Table 1, channel-wise: conv1 0.596; the mean of the twelve others is 2.379 / 12.
     assert (

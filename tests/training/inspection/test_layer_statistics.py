@@ -1,4 +1,4 @@
-"""What is measured inside a net, against the same net taken apart image by image; and the log over a training."""
+"""Measurements of layers, compared with the net written out image by image; and their log over a run."""
 
 import json
 from collections.abc import Callable
@@ -27,7 +27,7 @@ ROUNDING = {"rel": 1e-9, "abs": 1e-12}  # float64 on both sides: only the order 
 
 
 def some_images(count: int = 7, seed: int = 3) -> tuple[Tensor, Tensor]:
-    """Return crops (N, 3, 24, 24) of levels around 0 whose channels have different means, and labels."""
+    """Return crops (N, 3, 24, 24) with values around 0, channels with different means, and labels."""
     random = np.random.default_rng(seed)
     images = random.uniform(-120, 130, (count, 3, TINY.crop, TINY.crop)) + np.array([-30, 5, 60])[:, None, None]
     return torch.from_numpy(images), torch.from_numpy(random.integers(0, CLASSES, count))
@@ -35,7 +35,7 @@ def some_images(count: int = 7, seed: int = 3) -> tuple[Tensor, Tensor]:
 
 def float64_net(activation: Activation = "prelu", **changes: np.ndarray) -> PreluNet:
     checkpoint = tiny_checkpoint(activation)
-    # A thousandth of TINY's first weights: logits of a few, where softmax still tells the classes apart.
+    # A thousandth of TINY's first weights: with small logits, softmax does not saturate.
     tensors = {**checkpoint.tensors, "conv1.weight": checkpoint.tensors["conv1.weight"] / 1000}
     tensors |= {name: value.astype(np.float32) for name, value in changes.items()}
     return network_from_checkpoint(replace(checkpoint, tensors=tensors)).double()
@@ -43,11 +43,11 @@ def float64_net(activation: Activation = "prelu", **changes: np.ndarray) -> Prel
 
 def plain_responses(net: PreluNet, image: Tensor, label: Tensor) -> dict[str, tuple[np.ndarray, np.ndarray]]:
     """Return response and gradient of each layer for one image (3, 24, 24): TINY written out, with its own autograd."""
-    values, told = dict(net.named_parameters()), {}
+    values, recorded = dict(net.named_parameters()), {}
 
     def activated(name: str, response: Tensor) -> Tensor:
         response.retain_grad()
-        told[name] = response
+        recorded[name] = response
         slope = values.get(f"{name}.slope")
         negative = {"relu": 0.0, "lrelu": 0.01}.get(net.architecture.activation)
         a = torch.full((1,), negative, dtype=torch.float64) if slope is None else slope
@@ -61,20 +61,20 @@ def plain_responses(net: PreluNet, image: Tensor, label: Tensor) -> dict[str, tu
         hidden = activated(name, values[f"{name}.weight"] @ hidden + values[f"{name}.bias"])
     logits = values["fc3.weight"] @ hidden + values["fc3.bias"]
     logits.retain_grad()
-    told["fc3"] = logits
+    recorded["fc3"] = logits
     (torch.logsumexp(logits, 0) - logits[label]).backward()
     net.zero_grad()
-    return {name: (response.detach().numpy(), response.grad.numpy()) for name, response in told.items()}
+    return {name: (response.detach().numpy(), response.grad.numpy()) for name, response in recorded.items()}
 
 
 @pytest.mark.parametrize("activation", ACTIVATIONS)
-def test_what_is_measured_equals_the_net_taken_apart_image_by_image(activation: Activation) -> None:
+def test_measurements_equal_those_of_the_net_written_out_image_by_image(activation: Activation) -> None:
     net, (images, labels) = float64_net(activation), some_images()
     alone = [plain_responses(net, image, label) for image, label in zip(images, labels, strict=True)]
     found = measure_layers(net, images, labels)
     assert [layer.layer for layer in found] == LAYERS
     for layer in found:
-        responses, gradients = (np.stack([told[layer.layer][which] for told in alone]) for which in (0, 1))
+        responses, gradients = (np.stack([recorded[layer.layer][which] for recorded in alone]) for which in (0, 1))
         assert layer.mean == pytest.approx(responses.mean(), **ROUNDING)
         assert layer.variance == pytest.approx(responses.var(), **ROUNDING)
         assert layer.gradient_variance == pytest.approx(gradients.var(), **ROUNDING)
@@ -94,7 +94,7 @@ def test_the_gradient_of_the_logits_is_softmax_minus_the_truth() -> None:
     assert measure_layers(net, images, labels)[-1].gradient_variance == pytest.approx(expected.var(), **ROUNDING)
 
 
-def test_batches_of_any_size_give_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_measurements_do_not_depend_on_the_batch_size(monkeypatch: pytest.MonkeyPatch) -> None:
     net, (images, labels) = float64_net(), some_images(count=7)
     whole = measure_layers(net, images, labels)
     shown: list[int] = []
@@ -116,18 +116,18 @@ def test_a_channel_counts_as_never_positive_only_if_it_is_so_everywhere(activati
     images, labels = some_images(count=4)
     images[:, 2] = 0.0
     assert measure_layers(net, images, labels)[0].never_positive == pytest.approx(4 / 5)
-    images[3, 2, 10, 12] = 51.0  # under the centre of a kernel: even rows and columns
+    images[3, 2, 10, 12] = 51.0  # under the center of a kernel: even rows and columns
     assert measure_layers(net, images, labels)[0].never_positive == pytest.approx(3 / 5)
 
 
 @pytest.mark.parametrize("training_mode", [True, False])
-def test_measuring_leaves_net_gradients_and_random_numbers_alone(training_mode: bool) -> None:
+def test_measuring_does_not_change_net_gradients_or_random_state(training_mode: bool) -> None:
     net, (images, labels) = float64_net(), some_images()
     net.train(training_mode)
-    told: list[str] = []
+    called: list[str] = []
 
     def response_hook(name: str, response: Tensor) -> None:
-        told.append(name)
+        called.append(name)
 
     net.response_hook = response_hook
     gradient = torch.ones_like(net.get_parameter("fc1.weight"))
@@ -135,7 +135,7 @@ def test_measuring_leaves_net_gradients_and_random_numbers_alone(training_mode: 
     before = {name: value.clone() for name, value in net.state_dict().items()}
     random = torch.get_rng_state()
     measure_layers(net, images, labels)
-    assert (net.training, net.response_hook, told) == (training_mode, response_hook, [])
+    assert (net.training, net.response_hook, called) == (training_mode, response_hook, [])
     assert torch.equal(torch.get_rng_state(), random)
     assert not images.requires_grad
     for name, value in net.named_parameters():
@@ -147,7 +147,7 @@ def test_measuring_leaves_net_gradients_and_random_numbers_alone(training_mode: 
             assert value.grad is None
 
 
-def test_frozen_parameters_and_no_grad_around_change_nothing() -> None:
+def test_frozen_parameters_and_an_enclosing_no_grad_do_not_matter() -> None:
     net, (images, labels) = float64_net(), some_images()
     expected = measure_layers(net, images, labels)
     net.requires_grad_(False)
@@ -155,7 +155,7 @@ def test_frozen_parameters_and_no_grad_around_change_nothing() -> None:
         assert measure_layers(net, images, labels) == expected
 
 
-def test_the_observer_is_given_back_when_the_net_fails() -> None:
+def test_the_hook_is_restored_if_the_net_fails() -> None:
     net, (images, labels) = float64_net(), some_images()
     with pytest.raises(AssertionError, match="not one crop"):
         measure_layers(net, torch.cat([images, images], dim=2), labels)
@@ -163,9 +163,7 @@ def test_the_observer_is_given_back_when_the_net_fails() -> None:
 
 
 @pytest.mark.parametrize(("count", "expected"), [(4, [0, 2, 5, 8]), (11, list(range(11))), (300, list(range(11)))])
-def test_a_training_is_diagnosed_on_views_spread_over_all_classes(
-    tmp_path: Path, count: int, expected: list[int]
-) -> None:
+def test_layers_are_measured_on_views_spread_over_all_classes(tmp_path: Path, count: int, expected: list[int]) -> None:
     dataset = open_dataset(make_dataset(tmp_path, val=4), split="val")
     image_cache = ImageCache(dataset, {"ox/003.png": "broken"})  # 11 of 12 are usable
     views = sample_views(image_cache, 14, 12, count)
@@ -176,7 +174,7 @@ def test_a_training_is_diagnosed_on_views_spread_over_all_classes(
 
 
 @pytest.mark.parametrize("gone", [False, True])
-def test_an_image_that_breaks_during_a_training_is_left_out_of_the_diagnosis(tmp_path: Path, gone: bool) -> None:
+def test_unreadable_images_are_skipped_in_the_measurement(tmp_path: Path, gone: bool) -> None:
     dataset = open_dataset(make_dataset(tmp_path, val=1), split="val")
     broken = tmp_path / "val" / dataset.samples[1].file
     if gone:
@@ -196,7 +194,7 @@ def lines_of(path: Path) -> list[int]:
     return [json.loads(line)["step"] for line in path.read_text().splitlines()]
 
 
-def test_a_layer_is_written_with_six_digits_and_null_for_what_is_no_number() -> None:
+def test_a_layer_is_written_with_six_digits_and_null_for_non_finite_numbers() -> None:
     odd = layer(mean=1 / 3, variance=float("inf"), gradient_variance=float("nan"), never_positive=None)
     assert odd.to_json() == {
         "layer": "conv1",
@@ -210,7 +208,7 @@ def test_a_layer_is_written_with_six_digits_and_null_for_what_is_no_number() -> 
     assert std(odd.to_json(), "variance") is None
 
 
-def test_the_log_gives_back_what_was_written(tmp_path: Path) -> None:
+def test_the_log_is_read_as_it_was_written(tmp_path: Path) -> None:
     log = LayerLog(tmp_path / "diagnosis.jsonl")
     for step in (5, 10):
         log.write(step, [layer(variance=float(step)), layer("fc3", never_positive=None, slope=None)])
@@ -223,17 +221,15 @@ def test_the_log_gives_back_what_was_written(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("evaluated", "kept"), [(True, [5, 10]), (False, [5])])
-def test_resuming_takes_back_the_lines_that_will_be_written_again(
-    tmp_path: Path, evaluated: bool, kept: list[int]
-) -> None:
+def test_resuming_removes_the_lines_that_will_be_repeated(tmp_path: Path, evaluated: bool, kept: list[int]) -> None:
     path = tmp_path / "diagnosis.jsonl"
     log = LayerLog(path)
-    log.truncate_after(10, evaluated=evaluated)  # nothing there yet
+    log.truncate_after(10, evaluated=evaluated)  # no file yet
     assert not path.exists()
     for step in (5, 10, 15):
         log.write(step, [layer()])
     with path.open("a") as file:
-        file.write('{"step": 20, "lay')  # torn by the crash
+        file.write('{"step": 20, "lay')  # truncated by a crash
     log.truncate_after(10, evaluated=evaluated)
     assert lines_of(path) == kept
     log.write(15, [layer()])
@@ -271,7 +267,7 @@ def test_a_damaged_history_is_refused_with_the_line(tmp_path: Path, change: Call
         read_layer_log(tmp_path)
 
 
-def test_a_folder_without_a_history_says_how_to_get_one(tmp_path: Path) -> None:
+def test_a_folder_without_a_history_is_refused_with_advice(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="train --diagnose"):
         read_layer_log(tmp_path)
     (tmp_path / "diagnosis.jsonl").write_text("")

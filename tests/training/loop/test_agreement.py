@@ -1,4 +1,4 @@
-"""What is found before a training begins: processes that were asked for different things, and what is seldom meant."""
+"""Checks before training starts: different commands, run folders inside the dataset, likely mistakes."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -18,21 +18,21 @@ SINGLE_PROCESS = ProcessGroup(0, 1, torch.device("cpu"))
 
 
 class FakeProcessGroup(ProcessGroup):
-    """The second of three processes, and what all of them say."""
+    """The second of three processes. others: the values of the first and the third."""
 
-    said: tuple[Any, ...] = ()
+    others: tuple[Any, ...] = ()
 
     def all_gather(self, value: Any) -> list[Any]:
-        return [self.said[0], value, self.said[1]]
+        return [self.others[0], value, self.others[1]]
 
 
-def fake_group(*said: Any) -> FakeProcessGroup:
+def fake_group(*others: Any) -> FakeProcessGroup:
     group = FakeProcessGroup(1, 3, torch.device("cpu"))
-    object.__setattr__(group, "said", said)
+    object.__setattr__(group, "others", others)
     return group
 
 
-def test_processes_that_were_asked_for_different_things_are_refused_with_the_difference() -> None:
+def test_processes_started_with_different_commands_are_refused_with_the_difference() -> None:
     same = {"recipe": {"rate": 0.01, "batch": 8}, "parallel": None}
     require_same_command(fake_group(same, same), same)
     require_same_command(SINGLE_PROCESS, same)
@@ -40,7 +40,7 @@ def test_processes_that_were_asked_for_different_things_are_refused_with_the_dif
     with pytest.raises(UsageError, match=r"recipe\.rate: 0\.01 in process 0, 0\.02 in process 2") as caught:
         require_same_command(fake_group(same, other), same)
     assert "parallel: None in process 0, ddp in process 2" in str(caught.value)
-    with pytest.raises(UsageError, match=r"0\.02 in process 1"):  # each process says it, also the one that differs
+    with pytest.raises(UsageError, match=r"0\.02 in process 1"):  # each process reports it, also the one that differs
         require_same_command(fake_group(same, same), other)
 
 
@@ -60,21 +60,21 @@ def splits(tmp_path: Path) -> Splits:
     return open_splits(make_dataset(tmp_path / "data", classes=("0", "7", "12")))
 
 
-def words(splits: Splits, precision: Any = "fp32") -> list[str]:
+def messages(splits: Splits, precision: Any = "fp32") -> list[str]:
     return list(setup.setup_messages(replace(RECIPE, precision=precision), splits, SINGLE_PROCESS, None))
 
 
-def test_imitated_bf16_is_told(splits: Splits, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_emulated_bf16_is_reported(splits: Splits, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(setup, "device_supports_bf16", lambda _device: False)
-    assert words(splits, "bf16")[0] == "training on cpu, bf16"
-    assert "this cpu does not support bfloat16" in words(splits, "bf16")[-1]
-    assert len(words(splits)) == 2  # fp32 needs none
+    assert messages(splits, "bf16")[0] == "training on cpu, bf16"
+    assert "this cpu does not support bfloat16" in messages(splits, "bf16")[-1]
+    assert len(messages(splits)) == 2  # nothing more for fp32
     monkeypatch.setattr(setup, "device_supports_bf16", lambda _device: True)
-    assert len(words(splits, "bf16")) == 2
+    assert len(messages(splits, "bf16")) == 2
 
 
-def test_shards_that_give_their_classes_numbers_for_names_are_told(splits: Splits) -> None:
+def test_shards_with_numbers_as_class_names_are_reported(splits: Splits) -> None:
     shards = replace(splits, train=replace(splits.train, layout="webdataset shards"))
-    assert "the shards name the classes 0 to 7" in words(shards)[-1]
+    assert "the shards name the classes 0 to 7" in messages(shards)[-1]
     named = replace(shards, train=replace(shards.train, classes=("0", "n01440764")))
-    assert len(words(named)) == 2
+    assert len(messages(named)) == 2

@@ -1,4 +1,4 @@
-"""Fine-tuning: what a training keeps of the checkpoint that it begins with, and what it draws anew."""
+"""Fine-tuning: what a run takes from its initial checkpoint, and what it reinitializes."""
 
 import hashlib
 from dataclasses import replace
@@ -32,7 +32,7 @@ def classes(*numbers: int) -> tuple[ClassEntry, ...]:
     return tuple(ClassEntry(f"n{number:08}", f"other name {number}") for number in numbers)
 
 
-def begin(
+def load(
     path: Path, entries: tuple[ClassEntry, ...], net: Architecture = TINY, mean_shape: tuple[int, ...] = (3,)
 ) -> InitialWeights:
     return load_pretrained(path, net, entries, 9, INITIALIZATION, mean_shape)
@@ -47,18 +47,18 @@ def logits(net: Architecture, tensors: dict[str, np.ndarray], count: int) -> np.
 
 
 def test_the_same_classes_keep_every_tensor(path: Path) -> None:
-    there = tiny_checkpoint()
-    found = begin(path, classes(0, 1, 2))
-    assert found.tensors.keys() == there.tensors.keys()
-    for name, tensor in there.tensors.items():
+    expected = tiny_checkpoint()
+    found = load(path, classes(0, 1, 2))
+    assert found.tensors.keys() == expected.tensors.keys()
+    for name, tensor in expected.tensors.items():
         np.testing.assert_array_equal(found.tensors[name], tensor, strict=True)
-    np.testing.assert_array_equal(found.mean, there.mean, strict=True)
+    np.testing.assert_array_equal(found.mean, expected.mean, strict=True)
     assert found.remarks == (f"initial weights from {path}, with the same 3 classes",)
 
 
-def test_classes_in_another_order_keep_what_the_net_says_of_each(path: Path) -> None:
-    order = (2, 0, 1)  # its own inverse it is not, so that rows sent the wrong way are seen
-    found = begin(path, classes(*order))
+def test_classes_in_another_order_keep_their_logits(path: Path) -> None:
+    order = (2, 0, 1)  # not its own inverse, so that the inverse permutation would fail
+    found = load(path, classes(*order))
     before = logits(TINY, dict(tiny_checkpoint().tensors), CLASSES)
     np.testing.assert_array_equal(logits(TINY, found.tensors, CLASSES), before[:, order])
     assert "the same 3 classes in another order" in found.remarks[0]
@@ -67,10 +67,10 @@ def test_classes_in_another_order_keep_what_the_net_says_of_each(path: Path) -> 
 @pytest.mark.parametrize(
     ("numbers", "shared"), [((7, 8, 9), 0), ((0, 1), 2), ((0, 1, 2, 3), 3), ((0, 1, 7), 2), ((5, 2, 4, 6, 7), 1)]
 )
-def test_other_classes_get_a_last_layer_as_a_new_net_has_it_and_the_rest_stays(
+def test_other_classes_reinitialize_the_last_layer_and_keep_the_rest(
     path: Path, numbers: tuple[int, ...], shared: int
 ) -> None:
-    found = begin(path, classes(*numbers))
+    found = load(path, classes(*numbers))
     drawn = initial_tensors(TINY, len(numbers), 9, INITIALIZATION)
     for name, tensor in found.tensors.items():
         expected = drawn[name] if name in LAST_LAYER else tiny_checkpoint().tensors[name]
@@ -85,7 +85,7 @@ def test_the_seed_and_the_deviation_decide_the_new_last_layer(path: Path) -> Non
         return load_pretrained(path, TINY, classes(7, 8), seed, initialization, (3,)).tensors["fc3.weight"]
 
     assert not np.array_equal(drawn(1, 0.01), drawn(2, 0.01))
-    # 2: both are rounded to float32 after the multiplication
+    # Two epsilons: both are rounded to float32 after the multiplication
     np.testing.assert_allclose(drawn(1, 0.02), 2 * drawn(1, 0.01), rtol=2 * float(np.finfo(np.float32).eps))
 
 
@@ -103,38 +103,38 @@ def conv2(**changes: Any) -> Architecture:
         (replace(TINY, hidden=7), "hidden: 6 in the checkpoint, 7 in the recipe"),
         (replace(TINY, spp_levels=(3, 2, 1)), "spp_levels: [3, 1, 2] in the checkpoint, [3, 2, 1] in the recipe"),
         (conv2(channels=3), "trunk.2.channels: 4 in the checkpoint, 3 in the recipe"),
-        (conv2(pad=0), "trunk.2.pad: 1 in the checkpoint, 0 in the recipe"),  # of the same shapes
+        (conv2(pad=0), "trunk.2.pad: 1 in the checkpoint, 0 in the recipe"),  # with the same shapes
         (replace(TINY, trunk=TINY.trunk[:2], spp_levels=(2,)), "trunk.length: 3 in the checkpoint, 2 in the recipe"),
     ],
 )
 def test_another_architecture_is_refused_with_the_difference(path: Path, net: Architecture, difference: str) -> None:
     with pytest.raises(UsageError) as refused:
-        begin(path, classes(0, 1, 2), net)
+        load(path, classes(0, 1, 2), net)
     assert f"  {difference}" in str(refused.value).splitlines()
     assert str(path) in str(refused.value)
 
 
-def test_a_net_of_another_name_is_refused_in_one_line_with_both_names(path: Path) -> None:
+def test_a_net_with_another_name_is_refused_in_one_line_with_both_names(path: Path) -> None:
     with pytest.raises(UsageError) as refused:
-        begin(path, classes(0, 1, 2), architecture("E", activation="relu", crop=224))
+        load(path, classes(0, 1, 2), architecture("E", activation="relu", crop=224))
     (line,) = str(refused.value).splitlines()
     assert f"{path}: the checkpoint's architecture (tiny, prelu) differs from the recipe's (E, relu). Use " in line
 
 
-def test_another_crop_keeps_every_tensor_since_the_pyramid_gives_as_many_bins(path: Path) -> None:
+def test_another_crop_keeps_every_tensor_since_the_number_of_bins_is_the_same(path: Path) -> None:
     wider = replace(TINY, crop=40, name="renamed")
     assert wider.window != TINY.window
-    found = begin(path, classes(0, 1, 2), wider)
+    found = load(path, classes(0, 1, 2), wider)
     np.testing.assert_array_equal(found.tensors["fc1.weight"], tiny_checkpoint().tensors["fc1.weight"])
     assert np.isfinite(logits(wider, found.tensors, CLASSES)).all()
 
 
-def test_three_numbers_become_an_image_where_the_training_keeps_one(path: Path) -> None:
-    found = begin(path, classes(0, 1, 2), mean_shape=(24, 24, 3))
+def test_a_channel_mean_is_expanded_to_a_mean_image(path: Path) -> None:
+    found = load(path, classes(0, 1, 2), mean_shape=(24, 24, 3))
     assert found.mean.shape == (24, 24, 3)
     assert found.mean.dtype == np.float32
     assert (found.mean == tiny_checkpoint().mean).all()
-    assert found.mean.flags.writeable  # an array of its own, not one row seen many times
+    assert found.mean.flags.writeable  # a copy, not a broadcast view
     assert len(found.remarks) == 1
 
 
@@ -146,44 +146,44 @@ def with_mean_image(path: Path) -> Checkpoint:
 
 def test_a_mean_image_of_the_same_crop_is_kept(path: Path) -> None:
     checkpoint = with_mean_image(path)
-    found = begin(path, classes(0, 1, 2), mean_shape=(24, 24, 3))
+    found = load(path, classes(0, 1, 2), mean_shape=(24, 24, 3))
     np.testing.assert_array_equal(found.mean, checkpoint.mean, strict=True)
     assert len(found.remarks) == 1
 
 
 @pytest.mark.parametrize(("crop", "shape"), [(24, (3,)), (40, (3,)), (40, (40, 40, 3))])
-def test_a_mean_image_that_does_not_fit_gives_the_means_of_its_channels_and_that_is_said(
+def test_a_mean_image_that_does_not_fit_is_replaced_by_its_channel_means_with_a_remark(
     path: Path, crop: int, shape: tuple[int, ...]
 ) -> None:
     checkpoint = with_mean_image(path)
-    found = begin(path, classes(0, 1, 2), replace(TINY, crop=crop), shape)
+    found = load(path, classes(0, 1, 2), replace(TINY, crop=crop), shape)
     assert found.mean.shape == shape
     by_hand = [sum(float(v) for v in checkpoint.mean[..., channel].flat) / 24**2 for channel in range(3)]
-    # of numbers near 120 in float32
+    # Float32 values near 120
     np.testing.assert_allclose(found.mean, np.broadcast_to(by_hand, shape), rtol=1e-6)
     assert found.remarks[1].startswith("the mean image of 24x24 pixels does not fit")
     assert f"{by_hand[0]:.2f}" in found.remarks[1]
 
 
-def test_what_is_no_checkpoint_is_refused(tmp_path: Path) -> None:
+def test_a_file_that_is_not_a_checkpoint_is_refused(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="cannot be read"):
-        begin(tmp_path / "nowhere", classes(0))
+        load(tmp_path / "nowhere", classes(0))
     (tmp_path / "net").write_bytes(b"PK\x03\x04 not ours at all")
     with pytest.raises(CheckpointError, match="not a checkpoint"):
-        begin(tmp_path / "net", classes(0))
+        load(tmp_path / "net", classes(0))
 
 
 @pytest.mark.parametrize("there", [("last.safetensors", "best.safetensors"), ("best.safetensors",), ()])
-def test_a_folder_is_refused_with_the_checkpoints_that_are_in_it(tmp_path: Path, there: tuple[str, ...]) -> None:
+def test_a_folder_is_refused_with_the_names_of_its_checkpoints(tmp_path: Path, there: tuple[str, ...]) -> None:
     for name in there:
         (tmp_path / name).touch()
     (tmp_path / "step-0000003.safetensors").touch()
     fix = " or ".join(str(tmp_path / name) for name in there) or "the path of a checkpoint"
-    for read in (sha256_of_checkpoint, lambda path: begin(path, classes(0))):
+    for read in (sha256_of_checkpoint, lambda path: load(path, classes(0))):
         with pytest.raises(UsageError) as refused:
             read(tmp_path)
         assert str(refused.value) == f"{tmp_path}: a folder, not a checkpoint. Give {fix}"
 
 
-def test_the_sha256_of_a_start_is_that_of_its_bytes(path: Path) -> None:
+def test_the_sha256_of_a_checkpoint_is_that_of_its_bytes(path: Path) -> None:
     assert sha256_of_checkpoint(path) == hashlib.sha256(path.read_bytes()).hexdigest()

@@ -1,4 +1,4 @@
-"""What somebody who trains for weeks relies on: plateaus, kept checkpoints, broken images, logs, other beginnings."""
+"""Long runs: plateaus, kept checkpoints, unreadable images, logs, fine-tuning."""
 
 import json
 import os
@@ -44,10 +44,10 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_dataset(tmp_path_factory.mktemp("data"))
 
 
-# The recipe's keys reach the training
+# Keys of the recipe
 
 
-def test_the_rate_falls_when_the_measured_error_stalls(
+def test_the_rate_drops_when_the_error_on_val_stalls(
     data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     recipe = replace(
@@ -68,22 +68,22 @@ def test_the_rate_falls_when_the_measured_error_stalls(
     rates = []
     step = Trainer._step
 
-    def noted(self: Trainer, *arguments: Any) -> bool:
+    def recording(self: Trainer, *arguments: Any) -> bool:
         stop = step(self, *arguments)
         rates.append(self.optimizer.param_groups[0]["lr"])
         return stop
 
     monkeypatch.setattr(Trainer, "_evaluate", measured)
-    monkeypatch.setattr(Trainer, "_step", noted)
+    monkeypatch.setattr(Trainer, "_step", recording)
     train(recipe, data, tmp_path / "run")
-    # 40, 40, 45 stall after step 4; the second stall, after step 7, changes nothing: most_drops is 1
+    # A plateau ends after step 4 (40, 45); the second, after step 7, has no effect: most_drops is 1
     assert rates == [recipe.rate] * 4 + [recipe.rate * 0.5] * 4
     assert read_checkpoint(tmp_path / "run/best.safetensors").metrics == {
         "step": 5, "top1_error": 39, "top5_error": 0.0
     }  # fmt: skip
 
 
-def test_checkpoints_are_kept_every_so_many_steps(data: Path, tmp_path: Path) -> None:
+def test_checkpoints_are_kept_every_keep_every_steps(data: Path, tmp_path: Path) -> None:
     train(replace(RECIPE, keep_every=4, save_every=100), data, tmp_path / "run")
     kept = sorted(path.name for path in (tmp_path / "run").glob("step-*"))
     assert kept == ["step-0000004.safetensors", "step-0000008.safetensors", "step-0000012.safetensors"]
@@ -94,7 +94,7 @@ def test_checkpoints_are_kept_every_so_many_steps(data: Path, tmp_path: Path) ->
     assert not list((tmp_path / "run").glob("step-*"))
 
 
-def test_the_first_weights_the_mean_and_the_length_are_the_recipes(data: Path, tmp_path: Path) -> None:
+def test_the_recipe_determines_initial_weights_mean_and_length(data: Path, tmp_path: Path) -> None:
     recipe = replace(
         RECIPE,
         steps=None,
@@ -108,17 +108,17 @@ def test_the_first_weights_the_mean_and_the_length_are_the_recipes(data: Path, t
     train(recipe, data, tmp_path / "run")
     checkpoint = read_checkpoint(tmp_path / "run/last.safetensors")
     assert checkpoint.metrics is not None
-    assert checkpoint.metrics["step"] == 3  # 0.8·21 images in batches of 5: 3.4
+    assert checkpoint.metrics["step"] == 3  # 0.8·21 images in batches of 5 are 3.4 steps
     np.testing.assert_array_equal(
         checkpoint.mean, compute_statistics(open_splits(data).train, "train/", scale=14, crop=12).mean_channels
     )
     expected = initial_tensors(recipe.build_architecture(), 3, recipe.seed, recipe.initialization())
     for name, tensor in checkpoint.tensors.items():
-        np.testing.assert_allclose(tensor, expected[name], rtol=0, atol=1e-9)  # what rate 1e-12 can move
+        np.testing.assert_allclose(tensor, expected[name], rtol=0, atol=1e-9)  # more than rate 1e-12 can change
     assert checkpoint.recipe == recipe.to_json()
 
 
-def test_the_colour_change_is_added_to_every_pixel_after_the_mean(data: Path, tmp_path: Path) -> None:
+def test_the_color_shift_is_added_to_every_pixel_after_the_mean(data: Path, tmp_path: Path) -> None:
     (tmp_path / "run").mkdir()
     trainer = Trainer(RECIPE, open_splits(data), tmp_path / "run")
     images = np.random.default_rng(0).integers(0, 256, (2, 12, 12, 3), dtype=np.uint8)
@@ -128,7 +128,7 @@ def test_the_colour_change_is_added_to_every_pixel_after_the_mean(data: Path, tm
     torch.testing.assert_close(shifted - plain, torch.from_numpy(shift)[:, :, None, None].expand_as(plain))
 
 
-def test_precision_accumulation_and_layout_change_the_sums_only(data: Path, tmp_path: Path) -> None:
+def test_precision_accumulation_and_memory_format_affect_rounding_only(data: Path, tmp_path: Path) -> None:
     recipe = replace(RECIPE, steps=5, dropout=0.5)
     losses = {}
     for name, other in {
@@ -169,51 +169,51 @@ train(COLORFUL, Path({data!r}), Path({folder!r}), execution=loop.Execution(worke
 COLORFUL = replace(RECIPE, color=0.1, dropout=0.5, steps=14, save_every=7, evaluate_every=14)
 
 
-def test_with_workers_and_colour_a_run_killed_in_the_middle_ends_as_an_undisturbed_one_bit_for_bit(
+def test_with_workers_and_color_a_killed_run_resumes_bit_for_bit(
     data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(prelunet.training.loop.trainer, "ImageCache", partial(ImageCache, memory=0))
-    undisturbed, folder = tmp_path / "undisturbed", tmp_path / "run"
-    train(COLORFUL, data, undisturbed, execution=Execution(workers=3))
+    uninterrupted, folder = tmp_path / "uninterrupted", tmp_path / "run"
+    train(COLORFUL, data, uninterrupted, execution=Execution(workers=3))
     script = KILLED.format(tests=str(Path(__file__).parents[3]), when=8, data=str(data), folder=str(folder))
     killed = subprocess.run([sys.executable, "-c", script], check=False, capture_output=True, text=True)
     assert killed.returncode == -signal.SIGKILL, killed.stderr
     assert torch.load(folder / "state.pt", weights_only=True)["step"] == 7
     train(COLORFUL, data, folder, execution=Execution(workers=1))
     for name in ("last.safetensors", "best.safetensors"):
-        assert (folder / name).read_bytes() == (undisturbed / name).read_bytes()
+        assert (folder / name).read_bytes() == (uninterrupted / name).read_bytes()
     without = tmp_path / "without"
     train(replace(COLORFUL, color=0.0), data, without, execution=Execution(workers=0))
-    assert (without / "last.safetensors").read_bytes() != (undisturbed / "last.safetensors").read_bytes()
+    assert (without / "last.safetensors").read_bytes() != (uninterrupted / "last.safetensors").read_bytes()
 
 
-# Images that break on the way
+# Images that become unreadable
 
 
-def test_an_image_that_breaks_is_replaced_named_and_counted_and_the_training_goes_on(tmp_path: Path) -> None:
+def test_an_image_that_becomes_unreadable_is_substituted_named_and_counted(tmp_path: Path) -> None:
     root = make_dataset(tmp_path / "data")
     (tmp_path / "run").mkdir()
-    said: list[str] = []
-    trainer = Trainer(replace(RECIPE, steps=6), open_splits(root), tmp_path / "run", report=said.append)
+    messages: list[str] = []
+    trainer = Trainer(replace(RECIPE, steps=6), open_splits(root), tmp_path / "run", report=messages.append)
     broken = root / "train/dog/001.png"
-    broken.write_bytes(b"x" * broken.stat().st_size)  # as long as before: nobody can tell from the outside
+    broken.write_bytes(b"x" * broken.stat().st_size)  # the same length, so the fingerprint is unchanged
     trainer.run()
-    assert len(said) == 1  # once, however often it is met
-    assert said[0].startswith(
+    assert len(messages) == 1  # once, although it is due several times
+    assert messages[0].startswith(
         "train/: 1 images have become unreadable; each is substituted by another image of train/:\n"
     )
-    assert "\n  dog/001.png: " in said[0]
+    assert "\n  dog/001.png: " in messages[0]
     assert set(trainer.progress.unreadable) == {"dog/001.png"}
     again = Trainer(replace(RECIPE, steps=6), open_splits(root), tmp_path / "run")
-    told = list(again.status_messages())
-    assert told[0] == "train/: 1 images became unreadable earlier in this run and were substituted:"
-    assert told[1].startswith("  dog/001.png: ")
+    status = list(again.status_messages())
+    assert status[0] == "train/: 1 images became unreadable earlier in this run and were substituted:"
+    assert status[1].startswith("  dog/001.png: ")
 
 
-def test_too_many_broken_images_end_the_training_with_the_state_saved(tmp_path: Path) -> None:
+def test_too_many_unreadable_images_stop_training_with_the_state_saved(tmp_path: Path) -> None:
     root = make_dataset(tmp_path / "data")
     (tmp_path / "run").mkdir()
-    recipe = replace(RECIPE, steps=6, max_refused=0.04)  # of 21 images: none
+    recipe = replace(RECIPE, steps=6, max_refused=0.04)  # none of 21 images
     trainer = Trainer(recipe, open_splits(root), tmp_path / "run")
     broken = root / "train/dog/001.png"
     whole = broken.read_bytes()
@@ -224,23 +224,23 @@ def test_too_many_broken_images_end_the_training_with_the_state_saved(tmp_path: 
         trainer.run()
     assert torch.load(tmp_path / "run/state.pt", weights_only=True)["step"] > 0
     broken.write_bytes(whole)
-    Trainer(recipe, open_splits(root), tmp_path / "run").run()  # mended, it goes on
+    Trainer(recipe, open_splits(root), tmp_path / "run").run()  # the repaired image is accepted
 
 
-def test_images_of_val_that_break_are_left_out_of_the_errors_and_counted(tmp_path: Path) -> None:
+def test_unreadable_images_of_val_are_skipped_and_counted(tmp_path: Path) -> None:
     root = make_dataset(tmp_path / "data")
     (tmp_path / "run").mkdir()
-    recipe, said = replace(RECIPE, steps=2, max_refused=0.12), list[str]()
-    trainer = Trainer(recipe, open_splits(root), tmp_path / "run", report=said.append)
+    recipe, messages = replace(RECIPE, steps=2, max_refused=0.12), list[str]()
+    trainer = Trainer(recipe, open_splits(root), tmp_path / "run", report=messages.append)
     (root / "val/ox/002.png").unlink()
     trainer.run()
-    assert said[0].startswith("val/: 1 images have become unreadable; they are skipped:\n  ox/002.png: ")
+    assert messages[0].startswith("val/: 1 images have become unreadable; they are skipped:\n  ox/002.png: ")
     assert [(line["evaluated"], line["refused"]) for line in lines_of(tmp_path / "run") if "evaluated" in line] == [
         (8, 1)
     ]
 
 
-def test_too_many_broken_images_of_val_end_the_training_before_an_error_is_told(tmp_path: Path) -> None:
+def test_too_many_unreadable_images_of_val_stop_training_before_an_error_is_logged(tmp_path: Path) -> None:
     root = make_dataset(tmp_path / "data")
     (tmp_path / "run").mkdir()
     trainer = Trainer(replace(RECIPE, steps=2), open_splits(root), tmp_path / "run")
@@ -254,14 +254,14 @@ def test_too_many_broken_images_of_val_end_the_training_before_an_error_is_told(
     )
 
 
-def test_images_of_val_that_stay_broken_are_named_once_and_those_that_are_mended_count_again(
+def test_unreadable_images_of_val_are_named_once_and_count_again_when_repaired(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     root = make_dataset(tmp_path / "data")
     (tmp_path / "run").mkdir()
-    said: list[str] = []
+    messages: list[str] = []
     recipe = replace(RECIPE, steps=3, evaluate_every=1, max_refused=1.0)
-    trainer = Trainer(recipe, open_splits(root), tmp_path / "run", report=said.append)
+    trainer = Trainer(recipe, open_splits(root), tmp_path / "run", report=messages.append)
     monkeypatch.setattr(trainer.val_images, "_memory", 0)
     monkeypatch.setattr(trainer.val_images, "_free_bytes", 0)  # so that each evaluation reads the files
     files = {path: path.read_bytes() for path in (root / "val").rglob("*.png")}
@@ -277,13 +277,13 @@ def test_images_of_val_that_stay_broken_are_named_once_and_those_that_are_mended
 
     monkeypatch.setattr(Trainer, "_step", stepped)
     trainer.run()
-    assert len(said) == 1
-    assert said[0].startswith("val/: 2 images have become unreadable")
+    assert len(messages) == 1
+    assert messages[0].startswith("val/: 2 images have become unreadable")
     refused = [line["refused"] for line in lines_of(tmp_path / "run") if "refused" in line]
     assert refused == [2, 2, 1]
 
 
-def test_a_val_without_any_image_left_ends_the_training_even_if_all_may_break(tmp_path: Path) -> None:
+def test_a_val_without_readable_images_stops_training_with_any_max_refused(tmp_path: Path) -> None:
     root = make_dataset(tmp_path / "data")
     (tmp_path / "run").mkdir()
     trainer = Trainer(replace(RECIPE, steps=2, max_refused=1.0), open_splits(root), tmp_path / "run")
@@ -293,62 +293,62 @@ def test_a_val_without_any_image_left_ends_the_training_even_if_all_may_break(tm
         trainer.run()
 
 
-# Signals at moments that are not the usual one
+# Signals and writes
 
 
-def test_a_signal_while_a_state_is_saved_stops_there_and_saves_nothing_twice(
+def test_a_signal_during_a_save_stops_after_it_without_saving_twice(
     data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     written: list[int] = []
     write = CheckpointManager.write
 
-    def noted(self: CheckpointManager, net: Any, momentum: Any, progress: Any) -> None:
+    def recording(self: CheckpointManager, net: Any, momentum: Any, progress: Any) -> None:
         write(self, net, momentum, progress)
         written.append(progress.step)
         if progress.step == 6:
             os.kill(os.getpid(), signal.SIGTERM)
 
-    monkeypatch.setattr(CheckpointManager, "write", noted)
+    monkeypatch.setattr(CheckpointManager, "write", recording)
     with pytest.raises(Interrupted, match="interrupted after step 6 of 12"):
         train(replace(RECIPE, evaluate_every=12), data, tmp_path / "run")
     assert written == [0, 3, 6]
 
 
-def test_a_signal_while_the_last_state_is_saved_does_not_call_a_finished_run_interrupted(
+def test_a_signal_during_the_last_save_does_not_interrupt_a_finished_run(
     data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     write = CheckpointManager.write
 
-    def noted(self: CheckpointManager, net: Any, momentum: Any, progress: Any) -> None:
+    def recording(self: CheckpointManager, net: Any, momentum: Any, progress: Any) -> None:
         write(self, net, momentum, progress)
         if progress.step == 4:
             os.kill(os.getpid(), signal.SIGTERM)
 
-    monkeypatch.setattr(CheckpointManager, "write", noted)
+    monkeypatch.setattr(CheckpointManager, "write", recording)
     assert train(replace(RECIPE, steps=4), data, tmp_path / "run").errors.step == 4
 
 
-def test_no_process_goes_on_or_leaves_before_the_first_one_has_written(
+def test_no_process_continues_or_exits_before_the_first_has_written(
     data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    happened: list[str] = []
+    calls: list[str] = []
     write, wait = CheckpointManager.write, ProcessGroup.wait
 
     def written(self: CheckpointManager, *arguments: Any) -> None:
         write(self, *arguments)
-        happened.append("written")
+        calls.append("write")
 
-    def met(self: ProcessGroup) -> None:
+    def waited(self: ProcessGroup) -> None:
         wait(self)
-        happened.append("met")
+        calls.append("wait")
 
     monkeypatch.setattr(CheckpointManager, "write", written)
-    monkeypatch.setattr(ProcessGroup, "wait", met)
+    monkeypatch.setattr(ProcessGroup, "wait", waited)
     train(replace(RECIPE, steps=2, save_every=1, evaluate_every=2), data, tmp_path / "run")
-    assert happened == ["written", "met"] * 3  # at the beginning, after the first step and after the last
+    assert calls == ["write", "wait"] * 3  # at the start, after the first step and after the last
 
 
-def test_too_little_memory_for_a_state_is_no_damage(
+def test_insufficient_memory_for_a_state_is_not_reported_as_damage(
     data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     train(replace(RECIPE, steps=1), data, tmp_path / "run")
@@ -361,11 +361,11 @@ def test_too_little_memory_for_a_state_is_no_damage(
         train(replace(RECIPE, steps=1), data, tmp_path / "run")
 
 
-# Nothing is lost before a new run begins
+# Starting over
 
 
 @pytest.mark.parametrize("trouble", ["start", "images"])
-def test_what_keeps_a_fresh_run_from_beginning_leaves_the_old_one_whole(tmp_path: Path, trouble: str) -> None:
+def test_a_fresh_run_that_fails_to_start_keeps_the_earlier_run(tmp_path: Path, trouble: str) -> None:
     root, folder = make_dataset(tmp_path / "data"), tmp_path / "run"
     train(replace(RECIPE, steps=3), root, folder)
     before = {path.name: path.read_bytes() for path in folder.iterdir()}
@@ -381,24 +381,24 @@ def test_what_keeps_a_fresh_run_from_beginning_leaves_the_old_one_whole(tmp_path
     assert {path.name: path.read_bytes() for path in folder.iterdir()} == before
 
 
-def test_a_fresh_run_may_begin_with_the_checkpoint_that_it_replaces(data: Path, tmp_path: Path) -> None:
+def test_a_fresh_run_may_start_from_the_checkpoint_that_it_replaces(data: Path, tmp_path: Path) -> None:
     folder = tmp_path / "run"
     train(replace(RECIPE, steps=3), data, folder)
     before = read_checkpoint(folder / "last.safetensors")
     train(replace(RECIPE, steps=1, rate=1e-12), data, folder, start=folder / "last.safetensors", fresh=True)
     after = read_checkpoint(folder / "last.safetensors")
     for name, tensor in before.tensors.items():
-        np.testing.assert_allclose(after.tensors[name], tensor, rtol=0, atol=1e-9)  # what rate 1e-12 can move
+        np.testing.assert_allclose(after.tensors[name], tensor, rtol=0, atol=1e-9)  # more than rate 1e-12 can change
 
 
-def test_a_run_that_never_began_claims_nothing(data: Path, tmp_path: Path) -> None:
+def test_a_run_that_fails_to_start_does_not_claim_the_folder(data: Path, tmp_path: Path) -> None:
     (tmp_path / "x.safetensors").write_bytes(b"nonsense")
     with pytest.raises(CheckpointError):
         train(RECIPE, data, tmp_path / "run", start=tmp_path / "x.safetensors")
     train(replace(RECIPE, steps=1, batch=3), data, tmp_path / "run")
 
 
-def test_a_run_whose_state_is_gone_is_not_begun_anew_unasked(data: Path, tmp_path: Path) -> None:
+def test_a_run_without_its_state_is_refused_instead_of_restarted(data: Path, tmp_path: Path) -> None:
     train(replace(RECIPE, steps=1), data, tmp_path / "run")
     (tmp_path / "run/state.pt").unlink()
     with pytest.raises(RunFolderError, match=r"state\.pt is missing.*--fresh"):
@@ -408,20 +408,20 @@ def test_a_run_whose_state_is_gone_is_not_begun_anew_unasked(data: Path, tmp_pat
 # Logs
 
 
-def test_events_that_cannot_be_written_are_given_up_and_said_and_the_training_goes_on(
-    data: Path, tmp_path: Path
-) -> None:
+def test_training_continues_without_events_if_they_cannot_be_written(data: Path, tmp_path: Path) -> None:
     (tmp_path / "run").mkdir()
     (tmp_path / "run/tensorboard").write_text("a file in the place of the folder")
-    said: list[str] = []
-    trainer = Trainer(RECIPE, open_splits(data), tmp_path / "run", execution=Execution(events=True), report=said.append)
+    messages: list[str] = []
+    trainer = Trainer(
+        RECIPE, open_splits(data), tmp_path / "run", execution=Execution(events=True), report=messages.append
+    )
     trainer.run()
-    (text,) = said
+    (text,) = messages
     assert "TensorBoard events can no longer be written" in text
     assert read_checkpoint(tmp_path / "run/last.safetensors").metrics is not None
 
 
-def test_a_diagnosis_and_events_are_written_at_every_evaluation_and_cut_where_a_run_resumes(
+def test_layers_and_events_are_logged_at_every_evaluation_and_truncated_on_resume(
     data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
@@ -433,7 +433,7 @@ def test_a_diagnosis_and_events_are_written_at_every_evaluation_and_cut_where_a_
 
     with monkeypatch.context() as patch:
         patch.setattr("prelunet.training.run_state.checkpoint_manager.write_state", _after(2, fails))
-        with pytest.raises(OSError, match="No space"):  # step 10 is measured and written down, but never saved
+        with pytest.raises(OSError, match="No space"):  # step 10 is evaluated and logged, but not saved
             train(replace(RECIPE, save_every=100), data, folder, execution=execution)
     assert [entry["step"] for entry in read_layer_log(folder)] == [5, 10]
     assert torch.load(folder / "state.pt", weights_only=True)["step"] == 5
@@ -451,21 +451,21 @@ def test_a_diagnosis_and_events_are_written_at_every_evaluation_and_cut_where_a_
 
 
 def _after(calls: int, action: Any) -> Any:
-    """Return a stand-in for write_state that works that often and then does something else."""
+    """Return a replacement for write_state that works for `calls` calls and then calls `action`."""
     from prelunet.training.run_state.resume_state import write_state
 
     left = iter(range(calls))
     return lambda *arguments: write_state(*arguments) if next(left, None) is not None else action()
 
 
-def test_a_diagnosis_changes_nothing_of_what_is_learned(data: Path, tmp_path: Path) -> None:
+def test_logging_layers_does_not_affect_training(data: Path, tmp_path: Path) -> None:
     for name, diagnose in (("with", True), ("without", False)):
         train(RECIPE, data, tmp_path / name, execution=Execution(diagnose=diagnose))
     assert (tmp_path / "with/last.safetensors").read_bytes() == (tmp_path / "without/last.safetensors").read_bytes()
     assert not (tmp_path / "without/diagnosis.jsonl").exists()
 
 
-def test_a_training_that_diverges_names_the_layer(data: Path, tmp_path: Path) -> None:
+def test_divergence_names_the_layer(data: Path, tmp_path: Path) -> None:
     (tmp_path / "run").mkdir()
     trainer = Trainer(RECIPE, open_splits(data), tmp_path / "run")
     trainer.net.get_submodule("conv2_2").weight.data[3, 1] = float("inf")
@@ -473,28 +473,28 @@ def test_a_training_that_diverges_names_the_layer(data: Path, tmp_path: Path) ->
         trainer.run()
 
 
-# Other beginnings
+# Fine-tuning
 
 
-def test_a_training_begins_with_a_checkpoint_whose_other_classes_get_a_new_last_layer(
-    data: Path, tmp_path: Path
-) -> None:
+def test_fine_tuning_on_other_classes_reinitializes_the_last_layer(data: Path, tmp_path: Path) -> None:
     train(replace(RECIPE, steps=3), data, tmp_path / "first")
     start = tmp_path / "first/last.safetensors"
     other = make_dataset(tmp_path / "other", classes=("big-cat", "emu"))
-    status_messages: list[str] = []
-    train(replace(RECIPE, steps=1, rate=1e-12), other, tmp_path / "second", start=start, report=status_messages.append)
+    messages: list[str] = []
+    train(replace(RECIPE, steps=1, rate=1e-12), other, tmp_path / "second", start=start, report=messages.append)
     before, after = read_checkpoint(start), read_checkpoint(tmp_path / "second/last.safetensors")
     assert [entry.wnid for entry in after.classes] == ["big-cat", "emu"]
     for name, tensor in before.tensors.items():
         if not name.startswith("fc3"):
-            np.testing.assert_allclose(after.tensors[name], tensor, rtol=0, atol=1e-9)  # what rate 1e-12 can move
+            np.testing.assert_allclose(
+                after.tensors[name], tensor, rtol=0, atol=1e-9
+            )  # more than rate 1e-12 can change
     np.testing.assert_array_equal(after.mean, before.mean)
-    assert any("fc3, which is reinitialized: 1 of the 2 classes" in text for text in status_messages)
+    assert any("fc3, which is reinitialized: 1 of the 2 classes" in text for text in messages)
     assert json.loads((tmp_path / "second/training.json").read_text())["start"] == sha256_of(start)
 
 
-def test_another_start_is_another_training(data: Path, tmp_path: Path) -> None:
+def test_another_initial_checkpoint_is_another_run(data: Path, tmp_path: Path) -> None:
     train(replace(RECIPE, steps=3), data, tmp_path / "first")
     train(replace(RECIPE, steps=1), data, tmp_path / "run")
     with pytest.raises(RunFolderError, match="start"):

@@ -1,4 +1,4 @@
-"""A run ends where it should, whatever stops it on the way."""
+"""A run ends with the same net even if it is interrupted."""
 
 import errno
 import json
@@ -28,7 +28,7 @@ from prelunet.training.net.network import network_from_checkpoint, tensors_of
 from tests.training.training_folders import RECIPE, make_dataset
 
 FILES = ("last.safetensors", "best.safetensors", "training.json")
-BEGINNING = ["training on cpu, fp32", "crop 12, scales 12 to 16, batch 5, rate 0.003"]  # what every run says first
+SETUP_MESSAGES = ["training on cpu, fp32", "crop 12, scales 12 to 16, batch 5, rate 0.003"]
 
 
 @pytest.fixture(scope="module")
@@ -37,31 +37,31 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def undisturbed(data: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A run folder that nothing ever stopped."""
-    folder = tmp_path_factory.mktemp("undisturbed") / "run"
+def uninterrupted(data: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return the folder of an uninterrupted run."""
+    folder = tmp_path_factory.mktemp("uninterrupted") / "run"
     train(RECIPE, data, folder)
     return folder
 
 
 def metrics(folder: Path) -> list[dict[str, Any]]:
-    """Read metrics.jsonl without what depends on the machine's speed."""
+    """Read metrics.jsonl without the throughput, which depends on the machine."""
     lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     return [{key: value for key, value in line.items() if key != "images_per_second"} for line in lines]
 
 
 def assert_equal_runs(folder: Path, expected: Path) -> None:
-    """Two runs have the same checkpoints byte for byte, and measured the same."""
+    """Check that two runs have the same checkpoints, byte for byte, and the same metrics."""
     for name in FILES:
         assert (folder / name).read_bytes() == (expected / name).read_bytes(), name
     assert metrics(folder) == metrics(expected)
 
 
-# A whole run
+# A complete run
 
 
-def test_a_run_leaves_checkpoints_metrics_and_what_it_was(undisturbed: Path, data: Path) -> None:
-    checkpoint = read_checkpoint(undisturbed / "last.safetensors")
+def test_a_run_writes_checkpoints_metrics_and_its_description(uninterrupted: Path, data: Path) -> None:
+    checkpoint = read_checkpoint(uninterrupted / "last.safetensors")
     splits = open_splits(data)
     assert checkpoint.recipe == RECIPE.to_json()
     assert checkpoint.dataset == {"fingerprint": splits.train.fingerprint, "images": 21}
@@ -71,28 +71,28 @@ def test_a_run_leaves_checkpoints_metrics_and_what_it_was(undisturbed: Path, dat
     np.testing.assert_array_equal(
         checkpoint.mean, compute_statistics(splits.train, "train/", scale=14, crop=12).mean_image
     )
-    measured = [line for line in metrics(undisturbed) if "top1_error" in line]
+    measured = [line for line in metrics(uninterrupted) if "top1_error" in line]
     assert [line["step"] for line in measured] == [5, 10, 12]
     assert measured[-1]["top1_error"] == checkpoint.metrics["top1_error"]
     assert (measured[-1]["evaluated"], measured[-1]["refused"]) == (9, 0)
-    best = read_checkpoint(undisturbed / "best.safetensors").metrics
+    best = read_checkpoint(uninterrupted / "best.safetensors").metrics
     assert best is not None
     assert best["top1_error"] == min(line["top1_error"] for line in measured)
 
 
 def test_the_same_recipe_gives_the_same_run_and_another_seed_another(
-    undisturbed: Path, data: Path, tmp_path: Path
+    uninterrupted: Path, data: Path, tmp_path: Path
 ) -> None:
     train(RECIPE, data, tmp_path / "same")
-    assert_equal_runs(tmp_path / "same", undisturbed)
+    assert_equal_runs(tmp_path / "same", uninterrupted)
     train(replace(RECIPE, seed=4), data, tmp_path / "other")
-    assert metrics(tmp_path / "other") != metrics(undisturbed)
+    assert metrics(tmp_path / "other") != metrics(uninterrupted)
 
 
-def test_the_net_learns_colours_and_the_stated_error_is_that_of_the_checkpoint(data: Path, tmp_path: Path) -> None:
+def test_the_net_learns_colors_and_the_reported_error_is_that_of_the_checkpoint(data: Path, tmp_path: Path) -> None:
     recipe = replace(RECIPE, steps=60, dropout=0.0, evaluate_every=60, save_every=60)
     result = train(recipe, data, tmp_path / "run")
-    assert result.errors.top1_error == 0  # the classes differ in colour; 67 is chance
+    assert result.errors.top1_error == 0  # the classes differ in color; chance is 67
     losses = [line["loss"] for line in metrics(tmp_path / "run") if "loss" in line]
     assert losses[-1] < 0.1 < losses[0]
     checkpoint = read_checkpoint(result.checkpoint)
@@ -105,8 +105,8 @@ def test_the_net_learns_colours_and_the_stated_error_is_that_of_the_checkpoint(d
         assert int(logits.argmax()) == sample.label
 
 
-def test_slopes_are_not_decayed_and_weights_are(data: Path, tmp_path: Path) -> None:
-    recipe = replace(RECIPE, steps=1, rate=1e-12, weight_decay=1e11, momentum=0.0)  # a step of decay and nothing else
+def test_weights_are_decayed_and_slopes_are_not(data: Path, tmp_path: Path) -> None:
+    recipe = replace(RECIPE, steps=1, rate=1e-12, weight_decay=1e11, momentum=0.0)  # a step of decay only
     (tmp_path / "run").mkdir()
     trainer = Trainer(recipe, open_splits(data), tmp_path / "run")
     before = {name: tensor.clone() for name, tensor in trainer.net.state_dict().items()}
@@ -150,14 +150,14 @@ train(RECIPE, Path({data!r}), Path({folder!r}))
 @pytest.mark.parametrize(
     ("place", "when"),
     [
-        ("_step", 8),  # between two saved states: steps 7 and 8 are done again
-        ("write_checkpoint", 4),  # state.pt is of step 6, last.safetensors of step 5
+        ("_step", 8),  # between two saved states: step 7 is repeated
+        ("write_checkpoint", 4),  # state.pt belongs to step 6, last.safetensors to step 5
         ("_evaluate", 3),  # at the very end
-        ("write_state", 1),  # before anything was saved
+        ("write_state", 1),  # before anything is saved
     ],
 )
-def test_a_run_that_was_killed_ends_as_an_undisturbed_one_bit_for_bit(
-    undisturbed: Path, data: Path, tmp_path: Path, place: str, when: int
+def test_a_killed_run_resumes_bit_for_bit(
+    uninterrupted: Path, data: Path, tmp_path: Path, place: str, when: int
 ) -> None:
     folder = tmp_path / "run"
     script = KILL.format(
@@ -167,7 +167,7 @@ def test_a_run_that_was_killed_ends_as_an_undisturbed_one_bit_for_bit(
     assert killed.returncode == 9, killed.stderr
     assert not _is_finished(folder)
     train(RECIPE, data, folder)
-    assert_equal_runs(folder, undisturbed)
+    assert_equal_runs(folder, uninterrupted)
 
 
 def _is_finished(folder: Path) -> bool:
@@ -176,11 +176,11 @@ def _is_finished(folder: Path) -> bool:
 
 
 class _Killed(BaseException):
-    """Ends a run at once, as if the machine had stopped."""
+    """Stop a run immediately, as if the machine had crashed."""
 
 
 @pytest.mark.parametrize("call", [2, 3])  # after state.pt of step 5: before last.safetensors, before best.safetensors
-def test_checkpoints_that_a_crash_left_behind_the_state_are_brought_to_it_at_the_next_start(
+def test_checkpoints_older_than_the_state_after_a_crash_are_repaired_at_the_next_start(
     data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: int
 ) -> None:
     calls, folder = 0, tmp_path / "run"
@@ -208,7 +208,7 @@ def test_checkpoints_that_a_crash_left_behind_the_state_are_brought_to_it_at_the
 
 
 def stop_at(monkeypatch: pytest.MonkeyPatch, method: str, call: int, action: Callable[[], None]) -> None:
-    """Let `action` happen at the beginning of the given call of a Trainer's method."""
+    """Call `action` at the start of the given call of a Trainer's method."""
     original, calls = getattr(Trainer, method), 0
 
     def stopping(self: Trainer, *arguments: Any) -> Any:
@@ -230,8 +230,8 @@ def stop_at(monkeypatch: pytest.MonkeyPatch, method: str, call: int, action: Cal
         (signal.SIGINT, "_save", 1, 3),
     ],
 )
-def test_a_signal_saves_whole_steps_and_the_same_command_goes_on(  # noqa: PLR0917 - a table
-    undisturbed: Path,
+def test_a_signal_saves_after_a_whole_step_and_the_same_command_resumes(  # noqa: PLR0917 - a table
+    uninterrupted: Path,
     data: Path,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
@@ -248,51 +248,51 @@ def test_a_signal_saves_whole_steps_and_the_same_command_goes_on(  # noqa: PLR09
                 train(RECIPE, data, tmp_path / "run")
     finally:
         signal.signal(signal.SIGTERM, before)
-    news: list[str] = []
-    train(RECIPE, data, tmp_path / "run", report=news.append)
-    assert news == [*BEGINNING, f"{tmp_path / 'run'}: resuming after step {step} of 12"]
-    assert_equal_runs(tmp_path / "run", undisturbed)
+    messages: list[str] = []
+    train(RECIPE, data, tmp_path / "run", report=messages.append)
+    assert messages == [*SETUP_MESSAGES, f"{tmp_path / 'run'}: resuming after step {step} of 12"]
+    assert_equal_runs(tmp_path / "run", uninterrupted)
 
 
-def test_a_signal_inside_a_block_is_noted_and_raised_after_it_unless_somebody_has_looked() -> None:
-    done = False
+def test_a_signal_inside_the_block_is_recorded_and_raised_at_its_end() -> None:
+    recorded = False
     with pytest.raises(KeyboardInterrupt), deferred_signals() as signals:  # noqa: PT012
         os.kill(os.getpid(), signal.SIGINT)
-        done = signals.received
-    assert done
+        recorded = signals.received
+    assert recorded
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
 
 
-def test_the_same_wish_by_two_signals_at_once_is_one_wish() -> None:
+def test_two_signals_at_once_count_as_one_request() -> None:
     with pytest.raises(KeyboardInterrupt), deferred_signals():  # noqa: PT012
         os.kill(os.getpid(), signal.SIGTERM)  # from a scheduler
-        os.kill(os.getpid(), signal.SIGTERM)  # from torchrun, which the scheduler has told as well
+        os.kill(os.getpid(), signal.SIGTERM)  # from torchrun, which the scheduler signaled too
         saved = True
     assert saved
 
 
-def test_a_second_signal_that_comes_later_does_not_wait(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_later_second_signal_interrupts_immediately(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(interrupts, "DEBOUNCE_SECONDS", -1.0)
     with pytest.raises(KeyboardInterrupt), deferred_signals():  # noqa: PT012
         os.kill(os.getpid(), signal.SIGTERM)
         os.kill(os.getpid(), signal.SIGINT)
-        pytest.fail("the second signal was only noted")
+        pytest.fail("the second signal was only recorded")
 
 
-def test_a_finished_run_says_so_and_is_left_as_it_is(undisturbed: Path, data: Path) -> None:
-    before = {path: path.stat().st_mtime_ns for path in undisturbed.iterdir() if path.name != "metrics.jsonl"}
-    news: list[str] = []
-    result = train(RECIPE, data, undisturbed, report=news.append)
-    assert news == [*BEGINNING, f"{undisturbed}: all 12 steps are complete; to start over, use --fresh"]
+def test_a_finished_run_is_reported_and_left_unchanged(uninterrupted: Path, data: Path) -> None:
+    before = {path: path.stat().st_mtime_ns for path in uninterrupted.iterdir() if path.name != "metrics.jsonl"}
+    messages: list[str] = []
+    result = train(RECIPE, data, uninterrupted, report=messages.append)
+    assert messages == [*SETUP_MESSAGES, f"{uninterrupted}: all 12 steps are complete; to start over, use --fresh"]
     assert {path: path.stat().st_mtime_ns for path in before} == before
     assert result.errors.step == 12
 
 
-# What can go wrong in between
+# Faults during a run
 
 
-def test_another_recipe_is_refused_with_the_difference_and_fresh_begins_anew(
-    undisturbed: Path, data: Path, tmp_path: Path
+def test_another_recipe_is_refused_with_the_difference_and_fresh_starts_over(
+    uninterrupted: Path, data: Path, tmp_path: Path
 ) -> None:
     folder = tmp_path / "run"
     train(replace(RECIPE, steps=2, rate=0.5e-3), data, folder)
@@ -303,11 +303,11 @@ def test_another_recipe_is_refused_with_the_difference_and_fresh_begins_anew(
     assert "recipe.steps: 2 in the folder, 12 now" in str(caught.value)
     assert "--fresh" in str(caught.value)
     train(RECIPE, data, folder, fresh=True)
-    assert_equal_runs(folder, undisturbed)
+    assert_equal_runs(folder, uninterrupted)
     assert (folder / "notes.txt").read_text() == "mine"
 
 
-def test_a_training_that_diverges_stops_and_keeps_the_last_good_state(data: Path, tmp_path: Path) -> None:
+def test_divergence_stops_training_and_keeps_the_last_good_state(data: Path, tmp_path: Path) -> None:
     recipe = replace(RECIPE, rate=1e6, save_every=1)
     with pytest.raises(UsageError, match=r"diverged: after step \d+ .*Lower `rate`"):
         train(recipe, data, tmp_path / "run")
@@ -315,7 +315,7 @@ def test_a_training_that_diverges_stops_and_keeps_the_last_good_state(data: Path
     assert all(bool(torch.isfinite(tensor).all()) for tensor in state["net"].values())
 
 
-def test_a_net_whose_answers_are_no_numbers_is_never_measured_as_right(data: Path, tmp_path: Path) -> None:
+def test_non_finite_logits_are_divergence_not_correct_answers(data: Path, tmp_path: Path) -> None:
     (tmp_path / "run").mkdir()
     trainer = Trainer(RECIPE, open_splits(data), tmp_path / "run")
     trainer.net.get_submodule("fc3").bias.data[1] = float("nan")
@@ -325,8 +325,8 @@ def test_a_net_whose_answers_are_no_numbers_is_never_measured_as_right(data: Pat
         trainer._save()
 
 
-def test_a_full_disk_keeps_the_last_good_files_and_the_same_command_goes_on(
-    undisturbed: Path, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_a_full_disk_keeps_the_last_good_files_and_the_same_command_resumes(
+    uninterrupted: Path, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder, real, saves = tmp_path / "run", os.fsync, 0
 
@@ -344,18 +344,18 @@ def test_a_full_disk_keeps_the_last_good_files_and_the_same_command_goes_on(
     assert [path.name for path in folder.iterdir() if path.name.startswith(".")] == []
     read_checkpoint(folder / "last.safetensors")
     train(RECIPE, data, folder)
-    assert_equal_runs(folder, undisturbed)
+    assert_equal_runs(folder, uninterrupted)
 
 
-def test_unreadable_images_are_named_counted_and_left_out(tmp_path: Path) -> None:
+def test_undecodable_images_are_named_counted_and_skipped(tmp_path: Path) -> None:
     root = make_dataset(tmp_path / "data")
     (root / "train/dog/001.png").write_bytes(b"no image")
-    news: list[str] = []
+    messages: list[str] = []
     short = replace(RECIPE, steps=5)
-    train(short, root, tmp_path / "run", report=news.append)
-    assert news[:2] == BEGINNING
-    assert news[2] == "train/: 1 images cannot be decoded and are skipped:"
-    assert news[3].startswith("  dog/001.png: ")
+    train(short, root, tmp_path / "run", report=messages.append)
+    assert messages[:2] == SETUP_MESSAGES
+    assert messages[2] == "train/: 1 images cannot be decoded and are skipped:"
+    assert messages[3].startswith("  dog/001.png: ")
     again: list[str] = []
     train(short, root, tmp_path / "run", report=again.append)
-    assert again[:4] == news[:4]
+    assert again[:4] == messages[:4]

@@ -1,4 +1,4 @@
-"""Checkpoints: what is written is read again, and nothing else is."""
+"""Checkpoints are read as they were written; any other file is refused."""
 
 import errno
 import json
@@ -32,7 +32,7 @@ def assert_same(actual: Checkpoint, expected: Checkpoint) -> None:
 
 
 @pytest.mark.parametrize("activation", ACTIVATIONS)
-def test_what_is_written_is_read_again(tmp_path: Path, activation: Activation) -> None:
+def test_a_checkpoint_is_read_as_it_was_written(tmp_path: Path, activation: Activation) -> None:
     checkpoint = tiny_checkpoint(
         activation,
         recipe={"name": "demo", "steps": 2000, "rates": [0.02, 0.002]},
@@ -43,14 +43,14 @@ def test_what_is_written_is_read_again(tmp_path: Path, activation: Activation) -
     assert_same(read_checkpoint(tmp_path / "net"), checkpoint)
 
 
-def test_a_mean_image_is_read_again(tmp_path: Path) -> None:
+def test_a_mean_image_is_read_as_it_was_written(tmp_path: Path) -> None:
     checkpoint = tiny_checkpoint(mean=mean_image())
     write_checkpoint(tmp_path / "net", checkpoint)
     assert_same(read_checkpoint(tmp_path / "net"), checkpoint)
     assert safetensors.numpy.load_file(tmp_path / "net")["mean"].shape == (24, 24, 3)
 
 
-def test_the_file_is_what_the_contract_says(tmp_path: Path) -> None:
+def test_the_file_follows_the_contract(tmp_path: Path) -> None:
     checkpoint = tiny_checkpoint()
     write_checkpoint(tmp_path / "net", checkpoint)
     with safetensors.safe_open(tmp_path / "net", "numpy") as file:
@@ -69,7 +69,7 @@ def test_the_file_is_what_the_contract_says(tmp_path: Path) -> None:
     }
 
 
-def test_the_same_checkpoint_gives_the_same_bytes_whatever_the_order_of_its_parts(tmp_path: Path) -> None:
+def test_equal_checkpoints_give_equal_bytes_in_any_order_of_their_parts(tmp_path: Path) -> None:
     checkpoint = tiny_checkpoint(recipe={"name": "demo", "steps": 2000, "seed": 1, "batch": 64})
     assert checkpoint.recipe is not None
     turned = replace(
@@ -100,7 +100,7 @@ def test_tensors_can_be_changed_after_loading_without_changing_the_file(tmp_path
     assert sha256_of(tmp_path / "net") == before
 
 
-def test_a_checkpoint_cut_anywhere_is_refused(tmp_path: Path) -> None:
+def test_a_checkpoint_truncated_anywhere_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "net.safetensors"
     write_checkpoint(path, tiny_checkpoint())
     data = path.read_bytes()
@@ -110,7 +110,7 @@ def test_a_checkpoint_cut_anywhere_is_refused(tmp_path: Path) -> None:
             read_checkpoint(path)
 
 
-def test_a_checkpoint_cut_in_half_is_called_an_interrupted_copy(tmp_path: Path) -> None:
+def test_a_truncated_checkpoint_is_reported_as_an_interrupted_copy(tmp_path: Path) -> None:
     path = tmp_path / "net.safetensors"
     write_checkpoint(path, tiny_checkpoint(mean=mean_image()))
     data = path.read_bytes()
@@ -128,7 +128,7 @@ def test_a_missing_file_and_a_folder_are_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("read", [read_checkpoint, read_state_dict])
-def test_a_pipe_is_refused_and_not_waited_for(tmp_path: Path, read: Callable[[Path], object]) -> None:
+def test_a_pipe_is_refused_without_waiting(tmp_path: Path, read: Callable[[Path], object]) -> None:
     os.mkfifo(tmp_path / "net.safetensors")
     with pytest.raises(UsageError, match=r"net\.safetensors: not a regular file"):
         read(tmp_path / "net.safetensors")
@@ -140,7 +140,7 @@ def test_a_file_of_another_format_is_refused(tmp_path: Path) -> None:
         read_checkpoint(tmp_path / "net.pt")
 
 
-def test_a_safetensors_file_of_others_is_refused(tmp_path: Path) -> None:
+def test_a_safetensors_file_without_our_metadata_is_refused(tmp_path: Path) -> None:
     for metadata in (None, {"format": "pt"}):
         safetensors.numpy.save_file({"conv1.weight": np.zeros(3, np.float32)}, tmp_path / "net", metadata)
         with pytest.raises(CheckpointError, match="not a prelunet checkpoint"):
@@ -152,7 +152,7 @@ def rewrite(
     tensors: Callable[[dict[str, Any]], Any] = lambda _: None,
     metadata: Callable[[dict[str, str]], Any] = lambda _: None,
 ) -> None:
-    """Write a good checkpoint again with the library's own writer after changes."""
+    """Write a valid checkpoint, changed, with the library's own writer."""
     write_checkpoint(path, tiny_checkpoint())
     with safetensors.safe_open(path, "numpy") as file:
         texts = file.metadata()
@@ -194,15 +194,15 @@ def test_tensors_that_do_not_fit_the_architecture_are_listed(
 
 
 @pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
-def test_a_value_that_is_not_finite_is_refused_on_both_ways(tmp_path: Path, value: float) -> None:
-    def spoil(tensors: dict[str, Any]) -> None:
+def test_a_non_finite_value_is_neither_read_nor_written(tmp_path: Path, value: float) -> None:
+    def make_non_finite(tensors: dict[str, Any]) -> None:
         tensors["fc2.weight"][2, 3] = value
 
-    rewrite(tmp_path / "net", tensors=spoil)
+    rewrite(tmp_path / "net", tensors=make_non_finite)
     with pytest.raises(CheckpointError, match=r"fc2\.weight contains values that are not finite"):
         read_checkpoint(tmp_path / "net")
     diverged = tiny_checkpoint()
-    spoil(dict(diverged.tensors))
+    make_non_finite(dict(diverged.tensors))
     with pytest.raises(CheckpointError, match="training has diverged"):
         write_checkpoint(tmp_path / "other", diverged)
     assert not (tmp_path / "other").exists()
@@ -320,7 +320,7 @@ CONV = {"kind": "conv", "name": "conv1", "channels": 5, "kernel": 3, "stride": 2
         (changed_architecture(hidden=7), r"fc2.weight is \[6, 6\], should be \[7, 7\]"),
     ],
 )
-def test_metadata_that_is_not_ours_is_refused_with_the_key(
+def test_invalid_metadata_is_refused_with_the_key(
     tmp_path: Path, change: Callable[[dict[str, str]], Any], message: str
 ) -> None:
     rewrite(tmp_path / "net", metadata=change)
@@ -329,12 +329,12 @@ def test_metadata_that_is_not_ours_is_refused_with_the_key(
 
 
 @pytest.mark.parametrize("scales", [[24, 24], [24, 4096], [30, 36]])
-def test_scales_from_the_crop_on_are_read(tmp_path: Path, scales: list[int]) -> None:
+def test_scales_from_the_crop_to_the_limit_are_read(tmp_path: Path, scales: list[int]) -> None:
     write_checkpoint(tmp_path / "net", tiny_checkpoint(recipe={"scales": scales}))
     assert read_checkpoint(tmp_path / "net").recipe == {"scales": scales}
 
 
-def test_a_mean_may_be_as_dark_and_as_bright_as_pixels(tmp_path: Path) -> None:
+def test_a_mean_may_have_the_range_of_pixels(tmp_path: Path) -> None:
     for mean in ([0, 0, 0], [255, 254.99998, 0.1]):
         write_checkpoint(tmp_path / "net", tiny_checkpoint(mean=np.array(mean, np.float32)))
         np.testing.assert_array_equal(read_checkpoint(tmp_path / "net").mean, np.array(mean, np.float32), strict=True)
@@ -357,7 +357,7 @@ def test_a_checkpoint_that_could_not_be_read_again_is_not_written(tmp_path: Path
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_full_disk_leaves_the_last_checkpoint_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_full_disk_keeps_the_last_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "net"
     write_checkpoint(path, tiny_checkpoint(metrics={"step": 1}))
 

@@ -35,7 +35,7 @@ SHAPE = (48, 20, 3, 5)  # of a kernel that takes 20 channels to 48, and is not e
 
 
 @pytest.mark.parametrize(("channels", "std"), [(64, 0.059), (128, 0.042), (256, 0.029), (512, 0.021)])
-def test_deviations_for_relu_are_those_that_the_paper_gives_for_vgg_b(channels: int, std: float) -> None:
+def test_deviations_for_relu_are_those_of_the_paper_for_vgg_b(channels: int, std: float) -> None:
     variance = Initialization("fan-out").convolution_variance((channels, 7, 3, 3), slope=0.0)
     assert round(variance**0.5, 3) == std
 
@@ -66,7 +66,7 @@ def test_the_three_rules_agree_where_fan_in_is_fan_out(rule: Rule) -> None:
 
 
 @pytest.mark.parametrize("slope", [0.0, 0.25])
-def test_xavier_and_gaussian_know_nothing_of_the_slope(slope: float) -> None:
+def test_xavier_and_gaussian_do_not_depend_on_the_slope(slope: float) -> None:
     assert Initialization("xavier").convolution_variance(SHAPE, slope, first=True) == 1 / 300
     assert Initialization("gaussian", std=0.03).convolution_variance(SHAPE, slope) == pytest.approx(9e-4, rel=1e-12)
 
@@ -116,29 +116,29 @@ def test_drawn_weights_have_the_deviation_and_the_distribution_of_their_rule(
     tensors = initial_tensors(net, 300, seed=4, initialization=initialization)
     for layer, std in drawn_by_hand(net, initialization).items():
         weights = tensors[f"{layer}.weight"].astype(np.float64)
-        # the deviation of n draws is off by 1/sqrt(2n), their mean by 1/sqrt(n): five times that is never seen
+        # The deviation of n draws has a standard error of 1/sqrt(2n), their mean of 1/sqrt(n); five standard errors
         assert weights.std() == pytest.approx(std, rel=5 / (2 * weights.size) ** 0.5), layer
         assert abs(weights.mean()) < 5 * std / weights.size**0.5, layer
         if rule == "xavier" and layer.startswith("conv"):
             assert np.abs(weights).max() == pytest.approx(3**0.5 * std, rel=10 / weights.size), layer  # the edge
             assert np.abs(weights).max() <= 3**0.5 * std * (1 + 1e-6), layer
-        else:  # of a normal distribution 4.55 % lie beyond two deviations
+        else:  # 4.55 % of a normal distribution lie beyond two deviations
             assert (np.abs(weights) > 2 * std).mean() == pytest.approx(0.0455, abs=5 * (0.0455 / weights.size) ** 0.5)
 
 
-def test_unless_told_otherwise_weights_are_numpys_normal_numbers_times_the_deviation_of_equation_14() -> None:
+def test_by_default_weights_are_numpy_normals_times_the_deviation_of_equation_14() -> None:
     assert Initialization() == Initialization("fan-out", 0.01, "half", (0.01, 0.01, 0.001))
     net = architecture("demo")
     stds, tensors = drawn_by_hand(net, Initialization()), initial_tensors(net, 10, seed=3)
     for index, (name, tensor) in enumerate(tensors.items()):
         layer, kind = name.split(".")
-        if kind == "weight":  # the bytes: trainings and nets of earlier versions hang on them
+        if kind == "weight":  # exact bytes: runs and nets of earlier versions depend on them
             numbers = np.random.default_rng((3, index)).standard_normal(tensor.shape, dtype=np.float32)
             np.testing.assert_array_equal(tensor, numbers * np.float32(stds[layer]), err_msg=name)
 
 
 @pytest.mark.parametrize("other", ["relu", "lrelu", "prelu-shared"])
-def test_nets_of_one_seed_that_differ_in_their_activation_begin_with_the_same_numbers(other: Activation) -> None:
+def test_nets_that_differ_only_in_activation_start_from_the_same_random_numbers(other: Activation) -> None:
     tensors = initial_tensors(architecture("demo"), 10, seed=3)
     others = initial_tensors(architecture("demo", activation=other), 10, seed=3)
     factor = math.sqrt((1 + initial_slope("prelu") ** 2) / (1 + initial_slope(other) ** 2))  # Eq. 15
@@ -168,7 +168,7 @@ def test_nets_of_one_seed_that_differ_in_their_activation_begin_with_the_same_nu
         (lambda: Initialization(fc_stds=(0.01, 0.01)), r"\[0.01, 0.01\]: should be three numbers"),  # type: ignore[arg-type]
     ],
 )
-def test_an_initialisation_without_sense_cannot_exist(build: Callable[[], Initialization], message: str) -> None:
+def test_an_invalid_initialization_cannot_exist(build: Callable[[], Initialization], message: str) -> None:
     with pytest.raises(UsageError, match=message):
         build()
 
@@ -194,7 +194,7 @@ def test_biases_start_at_0_and_slopes_at_a_quarter(activation: Activation) -> No
 
 
 @pytest.mark.parametrize("rule", RULES)
-def test_every_tensor_and_every_seed_has_its_own_numbers(rule: Rule) -> None:
+def test_every_tensor_and_every_seed_has_its_own_random_numbers(rule: Rule) -> None:
     net = architecture("demo")
     first, again, other = (initial_tensors(net, 10, seed, Initialization(rule)) for seed in (0, 0, 1))
     weights = [name for name in first if name.endswith(".weight")]
@@ -205,7 +205,7 @@ def test_every_tensor_and_every_seed_has_its_own_numbers(rule: Rule) -> None:
     assert len(heads) == len(weights)
 
 
-def test_another_number_of_classes_leaves_the_other_layers_alone() -> None:
+def test_another_number_of_classes_does_not_change_the_other_layers() -> None:
     net = architecture("demo")
     few, many = initial_tensors(net, 10, seed=0), initial_tensors(net, 11, seed=0)
     for name in few:
@@ -222,7 +222,7 @@ def test_a_number_of_classes_gives_wnids_that_sort_in_order() -> None:
 @pytest.mark.parametrize(
     "names", [["great white shark", "tench"], ["n00000002\tgreat white shark", "n00000001\ttench"]]
 )
-def test_a_class_list_is_read_by_init_as_by_adopt(tmp_path: Path, names: list[str]) -> None:
+def test_init_reads_class_lists_as_adopt_does(tmp_path: Path, names: list[str]) -> None:
     path = tmp_path / "classes.txt"
     path.write_text("\n".join(names))
     entries = parse_classes(str(path))
@@ -234,7 +234,7 @@ def test_a_class_list_is_read_by_init_as_by_adopt(tmp_path: Path, names: list[st
 
 
 @pytest.mark.parametrize("text", ["0", "100001", "9" * 5000])
-def test_a_number_of_classes_without_sense_is_refused(text: str) -> None:
+def test_a_number_of_classes_out_of_range_is_refused(text: str) -> None:
     with pytest.raises(UsageError, match="from 1 to 100000"):
         parse_classes(text)
 
@@ -248,7 +248,9 @@ def test_classes_that_are_neither_number_nor_file_are_refused(text: str) -> None
 INIT = ["init", "--arch", "demo", "--classes", "3"]
 
 
-def test_init_writes_an_untrained_checkpoint_and_says_what(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_init_writes_an_untrained_checkpoint_and_prints_its_size(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     path = tmp_path / "net.safetensors"
     assert run([*INIT, "--activation", "prelu-shared", "--crop", "36", "--seed", "7", "-o", str(path)]) == 0
     checkpoint = read_checkpoint(path)
@@ -273,7 +275,7 @@ def test_init_writes_an_untrained_checkpoint_and_says_what(tmp_path: Path, capsy
         (["--init", "gaussian", "--init-std", "0.03"], Initialization("gaussian", std=0.03)),
     ],
 )
-def test_init_draws_the_weights_by_the_rule_that_is_asked_for(
+def test_init_draws_the_weights_by_the_requested_rule(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], arguments: list[str], initialization: Initialization
 ) -> None:
     path = tmp_path / "net.safetensors"
@@ -316,7 +318,7 @@ def test_init_replaces_an_existing_file_only_when_forced(tmp_path: Path, capsys:
         (["--classes", "none.txt"], "neither a number nor an existing file"),
     ],
 )
-def test_init_refuses_what_it_cannot_build_and_writes_nothing(
+def test_init_refuses_invalid_options_and_writes_nothing(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], arguments: list[str], message: str
 ) -> None:
     assert run([*INIT, *arguments, "-o", str(tmp_path / "net.safetensors")]) == 2
@@ -324,7 +326,7 @@ def test_init_refuses_what_it_cannot_build_and_writes_nothing(
     assert list(tmp_path.iterdir()) == []
 
 
-def test_init_tells_of_a_missing_folder_before_it_draws_weights(
+def test_init_reports_a_missing_folder_before_drawing_weights(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(

@@ -1,4 +1,4 @@
-"""The torch net and its dense evaluation, against loops that follow the definitions word by word."""
+"""The torch net and its dense evaluation, compared with loops that follow the definitions literally."""
 
 from dataclasses import replace
 
@@ -22,7 +22,7 @@ from prelunet.training.net.dense_reference import dense_windows, subtract_mean
 from prelunet.training.net.network import PreluNet, load_tensors, network_from_checkpoint, parameter_groups, tensors_of
 from tests.helpers.tiny_nets import CLASSES, TINY, mean_image, tiny_checkpoint
 
-ROUNDING = {"rtol": 0, "atol": 1e-12}  # float64 on both sides: only the order of sums of order 1 to 100 differs
+ROUNDING = {"rtol": 0, "atol": 1e-12}  # both in float64: only the order of sums of order 1 to 100 differs
 
 
 def float64_net(checkpoint: Checkpoint) -> PreluNet:
@@ -102,7 +102,7 @@ def test_the_trunk_equals_a_plain_convolution_of_an_oblong_image(activation: Act
     image = np.random.default_rng(0).uniform(-1, 1, (3, 13, 22))
     actual = float64_net(checkpoint).trunk(torch.from_numpy(image)[None])[0]
     expected = plain_trunk(checkpoint, image)
-    assert (expected < 0).any() == (activation != "relu"), "no negative value shows no slope"
+    assert (expected < 0).any() == (activation != "relu"), "slopes need negative values"
     np.testing.assert_allclose(actual.detach(), expected, **ROUNDING)
 
 
@@ -120,7 +120,7 @@ def test_three_bins_over_14_cells_are_0_to_5_4_to_10_9_to_14() -> None:
     net = PreluNet(replace(TINY, spp_levels=(3,)), CLASSES)
     rows = torch.arange(14.0)[:, None].expand(1, 1, 14, 14)
     assert net.pyramid(rows).reshape(3, 3)[:, 0].tolist() == [4, 9, 13]  # the largest row of a bin is its last
-    assert net.pyramid(-rows).reshape(3, 3)[:, 0].tolist() == [0, -4, -9]  # and of all-negative cells its first
+    assert net.pyramid(-rows).reshape(3, 3)[:, 0].tolist() == [0, -4, -9]  # and the first for negative cells
 
 
 def test_features_are_ordered_by_level_channel_row_column() -> None:
@@ -137,7 +137,7 @@ def test_the_head_equals_plain_sums(activation: Activation) -> None:
     np.testing.assert_allclose(logits.detach(), plain_head(checkpoint, features), **ROUNDING)
 
 
-def test_factors_of_dropout_multiply_what_comes_out_of_the_activations_of_fc1_and_fc2() -> None:
+def test_dropout_factors_multiply_the_activations_of_fc1_and_fc2() -> None:
     checkpoint = tiny_checkpoint()
     net, random = float64_net(checkpoint), np.random.default_rng(5)
     features = torch.from_numpy(random.uniform(-1, 1, (2, 56)))
@@ -151,7 +151,7 @@ def test_factors_of_dropout_multiply_what_comes_out_of_the_activations_of_fc1_an
     assert not torch.allclose(net.head(features), expected, rtol=0.1)
 
 
-def test_an_observer_is_told_every_layers_response_before_its_activation() -> None:
+def test_the_hook_receives_every_response_before_its_activation() -> None:
     checkpoint = tiny_checkpoint()
     net, seen = float64_net(checkpoint), dict[str, torch.Tensor]()
     images = torch.from_numpy(np.random.default_rng(3).uniform(-1, 1, (2, 3, 24, 24)))
@@ -186,7 +186,7 @@ def test_a_crop_gives_the_logits_of_its_one_window() -> None:
         np.testing.assert_allclose(actual, plain_head(checkpoint, features), **ROUNDING)
 
 
-def test_a_batch_that_is_no_crop_is_our_own_mistake() -> None:
+def test_images_larger_than_a_crop_fail_an_assertion() -> None:
     with pytest.raises(AssertionError, match="not one crop"):
         PreluNet(TINY, CLASSES)(torch.zeros(1, 3, 28, 24))
 
@@ -219,7 +219,7 @@ def test_slopes_learn() -> None:
         assert parameter.grad.abs().max() > 0, name
 
 
-def test_tensors_go_into_a_net_and_out_again_unchanged() -> None:
+def test_tensors_pass_through_a_net_unchanged() -> None:
     checkpoint = tiny_checkpoint()
     net = PreluNet(checkpoint.architecture, CLASSES)
     load_tensors(net, checkpoint.tensors)
@@ -236,7 +236,7 @@ def test_loading_a_net_copies_no_weight() -> None:
         assert parameter.data_ptr() == checkpoint.tensors[name].ctypes.data, name
 
 
-def test_training_a_net_that_was_filled_from_a_checkpoint_leaves_the_checkpoint_alone() -> None:
+def test_training_a_loaded_net_does_not_change_the_checkpoint() -> None:
     checkpoint = tiny_checkpoint()
     net = PreluNet(checkpoint.architecture, CLASSES)
     load_tensors(net, checkpoint.tensors)
@@ -259,7 +259,7 @@ def test_dense_scores_equal_each_window_cut_out_and_classified_alone(size: tuple
         np.testing.assert_allclose(scores[row, column], exponentials / exponentials.sum(), rtol=0, atol=1e-10)
 
 
-def test_dense_evaluation_in_pieces_gives_the_same_as_in_one(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_dense_evaluation_does_not_depend_on_the_batches_of_windows(monkeypatch: pytest.MonkeyPatch) -> None:
     checkpoint = tiny_checkpoint()
     net, image = float64_net(checkpoint), golden_image(45, 60)
     whole = dense_windows(net, image, checkpoint.mean)
@@ -286,7 +286,7 @@ def test_a_mirrored_view_and_a_read_only_image_can_be_evaluated() -> None:
     assert (expected != dense_windows(net, image, np.zeros(3, np.float32))[1]).all()
 
 
-def test_a_net_in_training_mode_is_not_evaluated() -> None:
+def test_a_net_in_training_mode_fails_an_assertion() -> None:
     with pytest.raises(AssertionError, match=r"eval\(\)"):
         dense_windows(PreluNet(TINY, CLASSES), golden_image(24, 24), np.zeros(3, np.float32))
 
@@ -306,7 +306,7 @@ def test_a_mean_image_of_the_same_size_is_subtracted_pixel_by_pixel() -> None:
 
 
 @pytest.mark.parametrize("size", [(31, 57), (24, 49)])
-def test_a_mean_image_is_warped_between_half_pixel_centres(size: tuple[int, int]) -> None:
+def test_a_mean_image_is_warped_with_half_pixel_centers(size: tuple[int, int]) -> None:
     mean = mean_image().astype(np.float64)
     black = torch.zeros(1, *size, 3, dtype=torch.uint8)
     warped = -subtract_mean(black, mean)[0].numpy().transpose(1, 2, 0)
@@ -318,5 +318,5 @@ def test_a_mean_image_is_warped_between_half_pixel_centres(size: tuple[int, int]
         bottom, right = min(top + 1, 23), min(left + 1, 23)
         upper = mean[top, left] * (1 - x + left) + mean[top, right] * (x - left)
         lower = mean[bottom, left] * (1 - x + left) + mean[bottom, right] * (x - left)
-        # torch may compute the places in float32 steps: 1e-5 of a pixel times slopes up to 130 grey levels
+        # torch may compute the places in float32 steps: 1e-5 of a pixel times slopes up to 130 levels
         np.testing.assert_allclose(warped[row, column], upper * (1 - y + top) + lower * (y - top), rtol=0, atol=1e-3)

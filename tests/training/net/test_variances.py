@@ -1,18 +1,18 @@
-"""What an initialisation is for: responses and gradients keep their size through 30 layers (PReLU-nets, section 2.2).
+"""The initialization preserves the size of responses and gradients through 30 layers (PReLU-nets, section 2.2).
 
-The nets here are convolutions on circular maps, so that every cell has all of its k²·c inputs and k²·d outputs, as the
-paper's derivation has it; the zeros around a real map make both smaller, whatever the initialisation. Widths alternate
-between 32 and 64, so that fan-in and fan-out differ by a factor 2 in every layer.
+The nets here are convolutions on circular maps, so that every cell has all of its k²·c inputs and k²·d outputs, as in
+the paper's derivation; zero padding would reduce both. Widths alternate between 32 and 64, so that fan-in and fan-out
+differ by a factor of 2 in every layer.
 
-What is expected of a layer. Given its input, its mean squared response is n_in·Var·mean(x²) on the average over its
-weights, and since a draw and its negative are equally likely, the activation lets the part ½(1 + a²) of it pass: the
-factor from layer to layer is ½(1 + a²)·n_in·Var, exactly; for gradients, backwards, it is ½(1 + a²)·n_out·Var (Eq. 9
-and 13). Single nets scatter around that, and more with every layer, so means over 20 nets are compared. Within:
+Expected values: given its input, the mean squared response of a layer is n_in·Var·mean(x²) on average over its weights.
+Since a draw and its negative are equally likely, the activation passes the fraction ½(1 + a²) of it. So the factor from
+layer to layer is exactly ½(1 + a²)·n_in·Var; for gradients, backward, it is ½(1 + a²)·n_out·Var (Eq. 9 and 13). Single
+nets scatter around that, and more with every layer, so means over 20 nets are compared. Tolerances:
 
-- ONE_LAYER: the factor of one layer has a standard error of at most 9 %; four of them
-- ALL_LAYERS: the geometric mean of 29 such factors, 1.2 %; three of them, less than a forgotten slope of 0.25 makes
-- DEEP: the product of 29 factors is distributed about like a log-normal, single nets from 0.01 to 10, and the mean of
-  20 nets scatters by 40 %, more downwards than upwards; a factor 3, where Xavier's 2^-29 is 5·10^8
+- ONE_LAYER: the factor of one layer has a standard error of at most 9 %; four standard errors
+- ALL_LAYERS: the geometric mean of 29 such factors, 1.2 %; three standard errors, less than omitting a slope of 0.25
+- DEEP: the product of 29 factors is approximately log-normal, single nets range from 0.01 to 10, and the mean of 20
+  nets scatters by 40 %, more downward than upward; a factor of 3, whereas Xavier's 2^-29 is a factor of 5·10^8
 """
 
 from dataclasses import dataclass
@@ -50,16 +50,16 @@ class MeanSquares:
     gradients: np.ndarray  # of the last layer: noise of size 1
 
     def factors(self, kind: str) -> np.ndarray:
-        """Return by which factor each layer multiplies the mean square on its way: (29,), means over nets.
+        """Return the factor by which each layer multiplies the mean square: (29,), means over nets.
 
-        forward: layers 2 to 30, of what layers 1 to 29 gave; backward: layers 2 to 30, of what they give to 1 to 29.
+        forward: layers 2 to 30, relative to layers 1 to 29; backward: layers 1 to 29, relative to layers 2 to 30.
         """
         if kind == "forward":
             return np.asarray((self.responses[:, 1:] / self.responses[:, :-1]).mean(0))
         return np.asarray((self.gradients[:, :-1] / self.gradients[:, 1:]).mean(0))
 
     def product(self, kind: str) -> float:
-        """Return by which factor all 29 layers together multiply it, the mean over nets."""
+        """Return the factor by which all 29 layers together multiply it, the mean over nets."""
         if kind == "forward":
             return float((self.responses[:, -1] / self.responses[:, 0]).mean())
         return float((self.gradients[:, 0] / self.gradients[:, -1]).mean())
@@ -103,17 +103,17 @@ N_IN, N_OUT = (9 * np.array(widths, dtype=float) for widths in (WIDTHS[:-1], WID
 
 
 @pytest.mark.parametrize("slope", [0.0, 0.25, 1.0])
-def test_fan_in_keeps_the_variance_of_responses_over_thirty_layers(slope: float) -> None:
+def test_fan_in_preserves_the_variance_of_responses_over_thirty_layers(slope: float) -> None:
     assert_factors(sizes(Initialization("fan-in"), slope), "forward", np.ones(29))
 
 
 @pytest.mark.parametrize("slope", [0.0, 0.25, 1.0])
-def test_fan_out_keeps_the_variance_of_gradients_over_thirty_layers(slope: float) -> None:
+def test_fan_out_preserves_the_variance_of_gradients_over_thirty_layers(slope: float) -> None:
     assert_factors(sizes(Initialization("fan-out"), slope), "backward", np.ones(29))
 
 
 def test_either_rule_scales_the_other_direction_only_by_the_widths_of_first_and_last_layer() -> None:
-    # "If we initialise by Eq. 14, the forward product is a ratio of widths, not a diminishing number" (section 2.2)
+    # Section 2.2: initialized by Eq. 14, the forward product is a ratio of widths and does not diminish
     assert_factors(sizes(Initialization("fan-in"), 0.0), "backward", N_OUT / N_IN)
     assert_factors(sizes(Initialization("fan-out"), 0.0), "forward", N_IN / N_OUT)
     assert (N_OUT / N_IN).prod() == 2  # 64 of the last layer ÷ 32 of the first
@@ -125,13 +125,13 @@ def test_the_average_rule_lies_between_the_two() -> None:
     assert_factors(measured, "backward", 2 * N_OUT / (N_IN + N_OUT))
 
 
-def test_xaviers_responses_and_gradients_shrink_by_half_in_every_layer() -> None:
+def test_xavier_halves_responses_and_gradients_in_every_layer() -> None:
     measured = sizes(Initialization("xavier"), 0.0)
     assert_factors(measured, "forward", np.full(29, 0.5))  # 2^-29 in all
     assert_factors(measured, "backward", 0.5 * N_OUT / N_IN)
 
 
-def test_a_fixed_deviation_multiplies_gradients_by_what_the_paper_says() -> None:
+def test_a_fixed_deviation_scales_gradients_as_the_paper_states() -> None:
     # section 2.2: 0.01 instead of Eq. 14's deviation σ shrinks the gradient's deviation by σ / 0.01 in each layer
     sigma = (2 / N_OUT) ** 0.5
     assert_factors(sizes(Initialization("gaussian", std=0.01), 0.0), "backward", (0.01 / sigma) ** 2)
@@ -139,8 +139,8 @@ def test_a_fixed_deviation_multiplies_gradients_by_what_the_paper_says() -> None
 
 @pytest.mark.parametrize("slope", [0.0, 0.25])
 @pytest.mark.parametrize("first_layer", ["exact", "half"])
-def test_an_exact_first_layer_answers_with_the_variance_of_the_image(first_layer: FirstLayer, slope: float) -> None:
+def test_an_exact_first_layer_preserves_the_variance_of_the_image(first_layer: FirstLayer, slope: float) -> None:
     measured = sizes(Initialization("fan-in", first_layer=first_layer), slope, depth=1)
     expected = 1 if first_layer == "exact" else 2 / (1 + slope**2)
-    # 20 nets of 32 random filters on 32 cells: 4 % standard error; three of them
+    # 20 nets with 32 random filters on 32 cells: a standard error of 4 %, times three
     assert (measured.responses[:, 0] / measured.image).mean() == pytest.approx(expected, rel=0.12)

@@ -1,4 +1,4 @@
-"""What is refused as state.pt: bytes that are not what was written, and contents that no training can have come to."""
+"""Invalid state.pt: damaged bytes, and content that no run can produce."""
 
 import shutil
 import warnings
@@ -42,12 +42,12 @@ def first_of(key: str, change: Callable[[torch.Tensor], torch.Tensor]) -> Callab
 
 
 def measured(**change: Any) -> Callable[[ResumeState], ResumeState]:
-    """Return a change of the second measurement of two."""
+    """Return a change of the second of two evaluations."""
     return lambda state: {**state, "measured": [state["measured"][0], {**state["measured"][1], **change}]}
 
 
 def refused_all(split: str) -> Callable[[ResumeState], ResumeState]:
-    """Return a change that leaves no image of a split of `make_dataset`."""
+    """Return a change that refuses all images of a split of `make_dataset`."""
     files = {f"{name}/{number:03}.png": "x" for name in ("big-cat", "dog", "ox") for number in range(7)}
     return lambda state: {**state, "refused": {**state["refused"], split: files}}
 
@@ -56,11 +56,11 @@ def with_nan(value: torch.Tensor) -> torch.Tensor:
     return torch.where(torch.arange(value.numel()).view(value.shape) == 1, torch.nan, value)
 
 
-SENSELESS: dict[str, Callable[[ResumeState], Any]] = {
+IMPOSSIBLE: dict[str, Callable[[ResumeState], Any]] = {
     "a bare tensor": lambda _: torch.zeros(3),
     "a list": lambda state: [state],
     **{
-        f"a measurement with {change}": measured(**change)
+        f"an evaluation with {change}": measured(**change)
         for change in (
             {"top1_error": "50"},
             {"top5_error": None},
@@ -69,7 +69,7 @@ SENSELESS: dict[str, Callable[[ResumeState], Any]] = {
             {"top1_error": 101.0},
             {"top5_error": -1.0},
             {"top1_error": 1.0, "top5_error": 2.0},
-            {"step": 1},  # as the one before
+            {"step": 1},  # that of the first one
             {"step": 3},
             {"step": "2"},
         )
@@ -78,9 +78,9 @@ SENSELESS: dict[str, Callable[[ResumeState], Any]] = {
     "a loss of text": lambda state: {**state, "loss": ["1", 1]},
     "a loss of -1 steps": lambda state: {**state, "loss": [0.5, -1]},
     "a loss of too many steps": lambda state: {**state, "loss": [0.5, 3]},
-    "no image to learn from": refused_all("train"),
-    "no image to measure on": refused_all("val"),
-    "a reason that is no text": lambda state: {**state, "lost": {"dog/001.png": 5}},
+    "no training image": refused_all("train"),
+    "no validation image": refused_all("val"),
+    "a reason that is not text": lambda state: {**state, "lost": {"dog/001.png": 5}},
     "more steps than the recipe's": lambda state: {**state, "step": 3},
     "no momentum": lambda state: {**state, "momentum": {}},
     "momentum of one tensor": lambda state: {**state, "momentum": dict(list(state["momentum"].items())[:1])},
@@ -106,19 +106,19 @@ SENSELESS: dict[str, Callable[[ResumeState], Any]] = {
 
 
 def refused_untouched(data: Path, folder: Path) -> None:
-    """Check that a run is refused for its state, with no warning beside it, and that no file is changed."""
+    """Check that a run is refused because of its state, without warnings, and that no file changes."""
     before = {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
-    with warnings.catch_warnings(record=True) as told:
+    with warnings.catch_warnings(record=True) as recorded:
         warnings.simplefilter("always")
         with pytest.raises(RunFolderError, match=r"state\.pt: damaged"):
             train(FINISHED, data, folder)
-    assert not told
+    assert not recorded
     assert {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()} == before
 
 
-@pytest.mark.filterwarnings("ignore:.*(S|s)parse|.*nested")  # of making them
-@pytest.mark.parametrize("change", SENSELESS.values(), ids=SENSELESS)
-def test_a_senseless_state_is_refused_and_nothing_is_overwritten(
+@pytest.mark.filterwarnings("ignore:.*(S|s)parse|.*nested")  # from creating them
+@pytest.mark.parametrize("change", IMPOSSIBLE.values(), ids=IMPOSSIBLE)
+def test_an_impossible_state_is_refused_and_nothing_is_overwritten(
     data: Path, finished: Path, tmp_path: Path, change: Callable[[ResumeState], Any]
 ) -> None:
     folder = shutil.copytree(finished, tmp_path / "run")
@@ -134,11 +134,11 @@ def test_a_state_with_damaged_bytes_in_a_tensor_is_refused_and_nothing_is_overwr
         largest = max(file.infolist(), key=lambda record: record.file_size)
     with (folder / "state.pt").open("r+b") as file:
         file.seek(largest.header_offset + 2000)
-        file.write(b"\x3f" * 4000)  # finite numbers: only the CRC shows them
+        file.write(b"\x3f" * 4000)  # finite numbers, detected only by the CRC
     refused_untouched(data, folder)
 
 
-def test_a_state_has_its_checksums_although_torch_was_told_to_leave_them_out(data: Path, tmp_path: Path) -> None:
+def test_a_state_has_checksums_even_if_they_are_turned_off_in_torch(data: Path, tmp_path: Path) -> None:
     torch.serialization.set_crc32_options(False)
     try:
         train(FINISHED, data, tmp_path / "run")

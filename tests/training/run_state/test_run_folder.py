@@ -1,4 +1,4 @@
-"""The folder of a training: whose it is, and what is refused there."""
+"""The run folder: which run may use it, and what is refused."""
 
 import os
 import re
@@ -35,7 +35,7 @@ def test_another_dataset_is_refused_with_the_difference(data: Path, tmp_path: Pa
 
 
 @pytest.mark.parametrize("change", [{"steps": 2}, {"evaluate_every": 4}, {"precision": "bf16"}, {"rate_drops": ()}])
-def test_another_recipe_is_refused_without_a_word_of_the_images(
+def test_another_recipe_is_refused_without_mentioning_the_images(
     data: Path, tmp_path: Path, change: dict[str, Any]
 ) -> None:
     folder, short = tmp_path / "run", replace(RECIPE, steps=1)
@@ -43,11 +43,11 @@ def test_another_recipe_is_refused_without_a_word_of_the_images(
     with pytest.raises(RunFolderError, match=f"contains another run:\n  recipe.{next(iter(change))}: ") as refused:
         train(replace(short, **change, save_every=7), data, folder)
     assert "fingerprint" not in str(refused.value)
-    assert "save_every" not in str(refused.value)  # it alone would have been no reason
+    assert "save_every" not in str(refused.value)  # not a reason by itself
 
 
 def stopped_after_seven_steps(recipe: Recipe, data: Path, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Train, and stop as Ctrl-C does."""
+    """Train, and interrupt the run with SIGINT."""
     step = Trainer._step
 
     def stopping(self: Trainer, *arguments: Any) -> bool:
@@ -62,42 +62,42 @@ def stopped_after_seven_steps(recipe: Recipe, data: Path, folder: Path, monkeypa
 
 
 @pytest.fixture(scope="module")
-def undisturbed(data: Path, tmp_path_factory: pytest.TempPathFactory) -> Checkpoint:
-    """The last checkpoint of a run that nothing stopped."""
-    return read_checkpoint(train(RECIPE, data, tmp_path_factory.mktemp("undisturbed") / "run").checkpoint)
+def uninterrupted(data: Path, tmp_path_factory: pytest.TempPathFactory) -> Checkpoint:
+    """Return the last checkpoint of an uninterrupted run."""
+    return read_checkpoint(train(RECIPE, data, tmp_path_factory.mktemp("uninterrupted") / "run").checkpoint)
 
 
-def test_a_run_goes_on_with_other_times_of_saving_and_ends_with_the_same_net(
-    undisturbed: Checkpoint, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_a_run_resumed_with_other_save_intervals_ends_with_the_same_net(
+    uninterrupted: Checkpoint, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder, other = tmp_path / "run", replace(RECIPE, save_every=2, keep_every=4)
     stopped_after_seven_steps(RECIPE, data, folder, monkeypatch)
     description = (folder / "training.json").read_bytes()
     found = read_checkpoint(train(other, data, folder).checkpoint)
-    for name, tensor in undisturbed.tensors.items():
+    for name, tensor in uninterrupted.tensors.items():
         np.testing.assert_array_equal(found.tensors[name], tensor, strict=True)
-    np.testing.assert_array_equal(found.mean, undisturbed.mean, strict=True)
-    assert (found.metrics, found.dataset) == (undisturbed.metrics, undisturbed.dataset)
+    np.testing.assert_array_equal(found.mean, uninterrupted.mean, strict=True)
+    assert (found.metrics, found.dataset) == (uninterrupted.metrics, uninterrupted.dataset)
     assert found.recipe == other.to_json()
     assert {path.name for path in folder.glob("step-*")} == {"step-0000008.safetensors", "step-0000012.safetensors"}
-    assert (folder / "training.json").read_bytes() == description  # what the run began with
+    assert (folder / "training.json").read_bytes() == description  # the recipe at the start
 
 
 @pytest.mark.parametrize("change", [{"accumulate": 3}, {"channels_last": False}])
-def test_a_run_goes_on_with_sums_in_another_order(
-    undisturbed: Checkpoint, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, change: dict[str, Any]
+def test_a_run_can_be_resumed_with_sums_in_another_order(
+    uninterrupted: Checkpoint, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, change: dict[str, Any]
 ) -> None:
-    folder, news = tmp_path / "run", list[str]()
+    folder, messages = tmp_path / "run", list[str]()
     stopped_after_seven_steps(RECIPE, data, folder, monkeypatch)
     recipe = replace(RECIPE, **change, save_every=4)
-    found = read_checkpoint(train(recipe, data, folder, report=news.append).checkpoint)
-    assert f"{folder}: resuming after step 7 of 12" in news
-    for name, tensor in undisturbed.tensors.items():
-        # Float32 sums in another order, carried on through five steps
+    found = read_checkpoint(train(recipe, data, folder, report=messages.append).checkpoint)
+    assert f"{folder}: resuming after step 7 of 12" in messages
+    for name, tensor in uninterrupted.tensors.items():
+        # Float32 sums in another order, accumulated over five steps
         np.testing.assert_allclose(found.tensors[name], tensor, rtol=0, atol=1e-5 * np.abs(tensor).max(), err_msg=name)
 
 
-def test_a_finished_run_is_left_as_it_is_whatever_the_times_of_saving(data: Path, tmp_path: Path) -> None:
+def test_a_finished_run_is_left_unchanged_with_other_execution_keys(data: Path, tmp_path: Path) -> None:
     folder, short = tmp_path / "run", replace(RECIPE, steps=1)
     train(short, data, folder)
     before = {path: path.read_bytes() for path in folder.iterdir()}
@@ -105,7 +105,7 @@ def test_a_finished_run_is_left_as_it_is_whatever_the_times_of_saving(data: Path
     assert {path: path.read_bytes() for path in folder.iterdir()} == before
 
 
-def test_the_same_dataset_in_another_place_is_the_same(data: Path, tmp_path: Path) -> None:
+def test_the_location_of_a_dataset_does_not_matter(data: Path, tmp_path: Path) -> None:
     short = replace(RECIPE, steps=1)
     train(short, data, tmp_path / "run")
     train(short, make_dataset(tmp_path / "copy"), tmp_path / "run")
@@ -123,7 +123,7 @@ def test_a_damaged_run_folder_is_refused(data: Path, tmp_path: Path, name: str) 
 
 @pytest.mark.parametrize("content", [b"[" * 100_000, b"null", b'{"version": NaN}', b"\xff", b'{"a":' * 900, b"PK"])
 @pytest.mark.parametrize("name", ["training.json", "metrics.jsonl", "state.pt"])
-def test_whatever_stands_in_a_file_of_the_run_it_is_refused_in_our_own_words(
+def test_any_damaged_file_of_a_run_is_refused_with_advice(
     data: Path, tmp_path: Path, name: str, content: bytes
 ) -> None:
     folder, short = tmp_path / "run", replace(RECIPE, steps=1)
@@ -150,7 +150,7 @@ def test_whatever_stands_in_a_file_of_the_run_it_is_refused_in_our_own_words(
         {"momentum": {"conv1_1.weight": torch.zeros(2)}},
     ],
 )
-def test_a_state_that_cannot_be_meant_is_refused(data: Path, tmp_path: Path, change: dict[str, Any]) -> None:
+def test_an_invalid_state_is_refused(data: Path, tmp_path: Path, change: dict[str, Any]) -> None:
     folder, short = tmp_path / "run", replace(RECIPE, steps=1)
     train(short, data, folder)
     state = torch.load(folder / "state.pt", weights_only=True)
@@ -162,7 +162,7 @@ def test_a_state_that_cannot_be_meant_is_refused(data: Path, tmp_path: Path, cha
         train(short, data, folder)
 
 
-def test_a_folder_in_which_another_process_trains_is_left_alone(data: Path, tmp_path: Path) -> None:
+def test_a_folder_in_use_by_another_process_is_left_unchanged(data: Path, tmp_path: Path) -> None:
     folder, short = tmp_path / "run", replace(RECIPE, steps=1)
     train(short, data, folder)
     before = {path: path.read_bytes() for path in folder.iterdir()}
@@ -172,21 +172,20 @@ def test_a_folder_in_which_another_process_trains_is_left_alone(data: Path, tmp_
     assert {path: path.read_bytes() for path in folder.iterdir()} == before
 
 
-def test_a_folder_is_held_while_it_is_trained_in(data: Path, tmp_path: Path) -> None:
+def test_a_folder_is_locked_during_training(data: Path, tmp_path: Path) -> None:
     folder, refused = tmp_path / "run", []
 
-    def second(_news: str) -> None:
+    def second(_message: str) -> None:
         with pytest.raises(RunFolderError, match="another process is writing this run"):
             train(RECIPE, data, folder)
         refused.append(True)
 
     train(replace(RECIPE, steps=1), data, folder)
     train(replace(RECIPE, steps=1), data, folder, report=second)
-    assert refused  # once for each thing that is announced
-    assert all(refused)
+    assert refused  # once per message
 
 
-def test_what_a_killed_training_left_half_written_is_removed_at_the_next_start(data: Path, tmp_path: Path) -> None:
+def test_half_written_files_of_a_killed_run_are_removed_at_the_next_start(data: Path, tmp_path: Path) -> None:
     folder, short = tmp_path / "run", replace(RECIPE, steps=1)
     train(short, data, folder)
     files = sorted(folder.iterdir())
@@ -200,7 +199,7 @@ def test_what_a_killed_training_left_half_written_is_removed_at_the_next_start(d
 
 @pytest.mark.parametrize("fresh", [False, True])
 @pytest.mark.parametrize("name", ["last.safetensors", "run.json", "mine.txt"])
-def test_a_folder_that_holds_anything_but_a_training_is_left_alone(
+def test_a_folder_with_other_files_is_refused_and_left_unchanged(
     data: Path, tmp_path: Path, name: str, fresh: bool
 ) -> None:
     (tmp_path / name).write_bytes(b"precious")
@@ -210,7 +209,7 @@ def test_a_folder_that_holds_anything_but_a_training_is_left_alone(
     assert (tmp_path / name).read_bytes() == b"precious"
 
 
-def test_a_run_among_the_class_folders_is_refused_before_it_leaves_anything_there(data: Path) -> None:
+def test_a_run_among_the_class_folders_is_refused_before_writing_anything(data: Path) -> None:
     with pytest.raises(UsageError, match="would count as a class"):
         train(RECIPE, data, data / "train" / "run")
     assert not (data / "train" / "run").exists()
