@@ -10,14 +10,14 @@ import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any, Literal, get_args
-
-import numpy as np
+from typing import TYPE_CHECKING, Any, Literal, get_args
 
 from prelunet.evaluator.architectures import TrunkLayer, feature_map_side, trunk_stride
-from prelunet.evaluator.arrays import UInt8Array
 from prelunet.evaluator.errors import ContractError
 from prelunet.evaluator.json_checks import check_plain, parse_json
+
+if TYPE_CHECKING:
+    from prelunet.evaluator.arrays import UInt8Array
 
 CONTRACT_VERSION = 1
 PREFIX = "prelunet."
@@ -316,12 +316,14 @@ def golden_sizes(crop: int) -> tuple[tuple[int, int], ...]:
     return ((crop, crop), (crop + crop // 7, crop + crop // 2 + 1), (crop + crop // 3 + 2, crop + 5))
 
 
-def golden_image(height: int, width: int) -> UInt8Array:
+def golden_image(height: int, width: int) -> "UInt8Array":
     """Create a golden image, uint8 (height, width, 3), with integer arithmetic only, so that any language can.
 
     pixel(row, column, channel) = triangle((5 + 2c)·row + (3 + 4c)·column + 90c + (row·column) // 23), where
     triangle(t) = |t mod 510 − 255|: smooth slopes, in different directions per channel, no symmetry, all of 0..255.
     """
+    import numpy as np  # here, so that a client can read a model's classes without numpy
+
     row = np.arange(height, dtype=np.int64)[:, None, None]
     column = np.arange(width, dtype=np.int64)[None, :, None]
     channel = np.arange(3, dtype=np.int64)[None, None, :]

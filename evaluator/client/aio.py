@@ -3,7 +3,7 @@
 import asyncio
 from collections.abc import AsyncGenerator, AsyncIterable, Callable, Iterable, Sequence
 from functools import partial
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any, Self
 
 import grpc
 import grpc.aio
@@ -20,7 +20,7 @@ from prelunet.evaluator.client.messages import (
     classify_request,
     evaluate_start,
     is_serving,
-    is_unreachable,
+    is_unanswered,
     served_model_from_message,
 )
 from prelunet.evaluator.client.streams import (
@@ -31,11 +31,13 @@ from prelunet.evaluator.client.streams import (
     Result,
     StreamEnd,
 )
-from prelunet.evaluator.datasets.dataset import Dataset
 from prelunet.evaluator.errors import Interrupted, PreluNetError, UsageError
 from prelunet.evaluator.pb.prelunet.v1 import prelunet_pb2 as pb
 from prelunet.evaluator.pb.prelunet.v1 import prelunet_pb2_grpc as pb_grpc
 from prelunet.evaluator.rpc.convert import answer_from_message
+
+if TYPE_CHECKING:
+    from prelunet.evaluator.datasets.dataset import Dataset
 
 _MAX_INLINE_PREDICTIONS = 50  # reading an answer of 1000 classes takes 20 ms, too long for an event loop
 
@@ -175,7 +177,7 @@ class AsyncClient:
 
     async def evaluate(  # noqa: PLR0913 - one argument per option
         self,
-        dataset: Dataset,
+        dataset: "Dataset",
         *,
         model: str | None = None,
         protocol: str = "",
@@ -230,7 +232,7 @@ class AsyncClient:
         try:
             return is_serving(await self._health.Check(HEALTH, **options))
         except grpc.RpcError as failed:
-            if is_unreachable(failed):
+            if is_unanswered(failed):
                 return False
             raise call.failure_of(failed).error from failed
         except asyncio.CancelledError:

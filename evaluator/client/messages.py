@@ -2,18 +2,20 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import grpc
 from grpc_health.v1 import health_pb2
 
 from prelunet.evaluator.client.calls import Call
 from prelunet.evaluator.contract import ClassEntry
-from prelunet.evaluator.datasets.dataset import Dataset, Sample
 from prelunet.evaluator.errors import DatasetError, ImageError, UsageError
 from prelunet.evaluator.pb.prelunet.v1 import prelunet_pb2 as pb
 from prelunet.evaluator.rpc.convert import report_from_message, to_plain
 from prelunet.evaluator.rpc.status import MAX_MESSAGE_BYTES
+
+if TYPE_CHECKING:
+    from prelunet.evaluator.datasets.dataset import Dataset, Sample
 
 
 @dataclass(frozen=True)
@@ -89,7 +91,7 @@ class EvaluationResponses:
 
 
 HEALTH = health_pb2.HealthCheckRequest()  # of the whole server
-_UNREACHABLE = (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED)
+_UNANSWERED = (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED)
 
 
 def is_serving(response: health_pb2.HealthCheckResponse) -> bool:
@@ -97,9 +99,9 @@ def is_serving(response: health_pb2.HealthCheckResponse) -> bool:
     return bool(response.status == health_pb2.HealthCheckResponse.SERVING)
 
 
-def is_unreachable(failed: grpc.RpcError) -> bool:
+def is_unanswered(failed: grpc.RpcError) -> bool:
     """Whether a health check failed because no server answered."""
-    return failed.code() in _UNREACHABLE
+    return failed.code() in _UNANSWERED
 
 
 # Requests.
@@ -144,7 +146,7 @@ def stream_request(number: int, request: pb.ClassifyRequest) -> pb.ClassifyStrea
 
 
 def evaluate_start(
-    dataset: Dataset,
+    dataset: "Dataset",
     *,
     model: str | None,
     protocol: str,
@@ -164,7 +166,7 @@ def evaluate_start(
     return pb.EvaluateRequest(start=start)
 
 
-def labelled_image(dataset: Dataset, sample: Sample) -> pb.EvaluateRequest:
+def labelled_image(dataset: "Dataset", sample: "Sample") -> pb.EvaluateRequest:
     """Read one image. Its class is sent by wnid, because the server's class indices apply."""
     if not 0 <= sample.label < len(dataset.classes):
         raise DatasetError(f"{sample.file}: its class is unknown; an evaluation needs the true class of every image")

@@ -15,16 +15,18 @@ import time
 from collections.abc import AsyncIterable, AsyncIterator, Callable, Coroutine, Iterable
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import Any, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import grpc
 import grpc.aio
 
 from prelunet.evaluator.client.calls import Attempts, Call, ClientSettings
 from prelunet.evaluator.client.messages import labelled_image, stream_request
-from prelunet.evaluator.datasets.dataset import Dataset
 from prelunet.evaluator.errors import DeadlinePassed, ImageError, PreluNetError, UsageError
 from prelunet.evaluator.pb.prelunet.v1 import prelunet_pb2 as pb
+
+if TYPE_CHECKING:
+    from prelunet.evaluator.datasets.dataset import Dataset
 
 MAX_PENDING = 32  # images; the server also stops reading a stream at this number of unanswered images
 
@@ -301,7 +303,7 @@ class AsyncLabelledImages:
     has been requested.
     """
 
-    def __init__(self, dataset: Dataset, start: pb.EvaluateRequest) -> None:
+    def __init__(self, dataset: "Dataset", start: pb.EvaluateRequest) -> None:
         self.begun = False
         self._dataset = dataset
         self._start = start
@@ -314,10 +316,8 @@ class AsyncLabelledImages:
         try:
             for sample in self._dataset.samples:
                 yield await asyncio.to_thread(labelled_image, self._dataset, sample)
-        except (
-            Exception
-        ) as error:  # raise_local_error raises it in the caller's task; the end of the stream ends the call
-            self._error = error
+        except Exception as error:
+            self._error = error  # raise_local_error raises it in the caller's task; ending the stream ends the call
 
     def raise_local_error(self) -> None:
         """Raise the error of this side, if there is one."""

@@ -4,7 +4,7 @@ import threading
 import time
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from functools import partial
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any, Self
 
 import grpc
 from grpc_health.v1 import health_pb2_grpc
@@ -20,16 +20,18 @@ from prelunet.evaluator.client.messages import (
     classify_request,
     evaluate_start,
     is_serving,
-    is_unreachable,
+    is_unanswered,
     labelled_image,
     served_model_from_message,
 )
 from prelunet.evaluator.client.streams import MAX_PENDING, PendingImages, Result
-from prelunet.evaluator.datasets.dataset import Dataset
 from prelunet.evaluator.errors import PreluNetError
 from prelunet.evaluator.pb.prelunet.v1 import prelunet_pb2 as pb
 from prelunet.evaluator.pb.prelunet.v1 import prelunet_pb2_grpc as pb_grpc
 from prelunet.evaluator.rpc.convert import answer_from_message
+
+if TYPE_CHECKING:
+    from prelunet.evaluator.datasets.dataset import Dataset
 
 
 class Client:
@@ -168,7 +170,7 @@ class Client:
 
     def evaluate(  # noqa: PLR0913 - one argument per option
         self,
-        dataset: Dataset,
+        dataset: "Dataset",
         *,
         model: str | None = None,
         protocol: str = "",
@@ -223,7 +225,7 @@ class Client:
         try:
             return is_serving(self._health.Check(HEALTH, **call.begin()))
         except grpc.RpcError as failed:
-            if is_unreachable(failed):
+            if is_unanswered(failed):
                 return False
             raise call.failure_of(failed).error from failed
 
@@ -358,7 +360,7 @@ class LabelledImages:
     image has been requested.
     """
 
-    def __init__(self, dataset: Dataset, start: pb.EvaluateRequest) -> None:
+    def __init__(self, dataset: "Dataset", start: pb.EvaluateRequest) -> None:
         self.begun = False
         self._dataset = dataset
         self._start = start
@@ -370,10 +372,8 @@ class LabelledImages:
         try:
             for sample in self._dataset.samples:
                 yield labelled_image(self._dataset, sample)
-        except (
-            Exception
-        ) as error:  # raise_local_error raises it in the caller's thread; ending the stream ends the call
-            self._error = error
+        except Exception as error:
+            self._error = error  # raise_local_error raises it in the caller's thread; ending the stream ends the call
 
     def raise_local_error(self) -> None:
         """Raise the error of this side, if there is one."""

@@ -4,7 +4,6 @@ The client of a prelunet server is here: `from prelunet import Client`. It is lo
 """
 
 import importlib
-import importlib.metadata
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -17,7 +16,9 @@ __all__ = ["AsyncClient", "Client", "__version__"]
 
 def __getattr__(name: str) -> object:
     if name == "__version__":
-        return importlib.metadata.version("prelunet")
+        from importlib.metadata import version  # here, because it takes longer to load than the rest of this package
+
+        return version("prelunet")
     if name in __all__:
         return getattr(importlib.import_module("prelunet.evaluator.client"), name)
     raise AttributeError(f"module 'prelunet' has no attribute {name!r}")

@@ -355,14 +355,20 @@ def test_details_of_a_status_that_are_not_ours_are_left_alone(details: bytes) ->
     assert type(caught.value) is EnvironmentFault
 
 
-def test_the_client_loads_nothing_of_the_server() -> None:
-    program = (
-        "import prelunet.evaluator.client, sys; "
-        "assert 'prelunet.evaluator.client.sync' in sys.modules; "
-        "print(*sorted(name for name in sys.modules if name.startswith('prelunet.evaluator.serv')))"
-    )
+def test_importing_the_client_loads_only_what_it_needs_and_changes_nothing_process_wide() -> None:
+    program = """if True:
+        import sys, warnings
+        before = warnings.filters[:]
+        from prelunet import AsyncClient, Client
+        assert {"grpc", "asyncio"} <= sys.modules.keys()
+        assert not sys.modules.keys() & {"numpy", "PIL", "torch", "onnx", "onnxruntime", "msgspec"}
+        # grpc may add filters for its own modules
+        assert [each for each in warnings.filters if each not in before and "grpc" not in str(each)] == []
+        print(*{name.split(".")[2] for name in sys.modules if name.startswith("prelunet.evaluator.")})
+    """
     result = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
-    assert result.stdout.split() == []
+    allowed = {"answer", "architectures", "client", "contract", "errors", "json_checks", "pb", "rpc"}
+    assert set(result.stdout.split()) == allowed
 
 
 def test_an_error_that_was_handled_keeps_nothing_alive() -> None:
