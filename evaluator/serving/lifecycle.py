@@ -34,6 +34,8 @@ CLOSE_TIMEOUT = 10.0
 SIGNAL_DEBOUNCE = 0.5  # seconds: `timeout` and some init programs signal both the process and its group
 LOST_GRACE = 5.0  # seconds to send answers when the device is lost: there will be no others
 
+log = logging.getLogger(__name__)
+
 
 class ShutdownEvents:
     """A queue of the events that shut down a server. Created in the event loop."""
@@ -147,9 +149,6 @@ async def _close_in_time(models: Models) -> bool:
     except TimeoutError:
         return False
     return True
-
-
-log = logging.getLogger(__name__)
 
 
 async def serve(options: ServeOptions, report: Callable[[str], None]) -> ServeResult:

@@ -56,11 +56,11 @@ RESERVED_FILES = 256  # open files of a server besides connections: libraries, m
 
 @dataclass(frozen=True)
 class QueueOptions:
-    """Limits on waiting work, and how long a batch waits to fill.
+    """Limits on unanswered images, and how long a batch waits to fill.
 
-    max_views, max_bytes: views and encoded bytes of all unanswered images of one model; more are refused, but an empty
-    queue admits any image; ready_views, ready_bytes: decoded ahead of the device, over all models; batch_wait: seconds
-    that a ready view waits at most for others that are being decoded.
+    max_views, max_bytes: views and encoded bytes of all unanswered images of one model; more are refused, but an image
+    alone is always admitted; ready_views, ready_bytes: decoded ahead of the device, over all models; batch_wait:
+    seconds that a ready view waits at most for others that are being decoded.
     """
 
     max_views: int = 1024

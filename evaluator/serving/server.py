@@ -6,7 +6,7 @@ nothing slow on the event loop's thread.
 
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Sequence
-from typing import Any, TypeAlias, cast
+from typing import Any, cast
 
 import grpc
 import grpc.aio
@@ -22,10 +22,9 @@ from prelunet.evaluator.serving.api.interceptor import OUR_METHODS, PROBES, Call
 from prelunet.evaluator.serving.api.prelunet import SERVICE, PreluNetServicer
 from prelunet.evaluator.serving.models import Models
 from prelunet.evaluator.serving.network import channel_options, explain_bind_error, host_port
+from prelunet.evaluator.serving.observability.call_context import Context
 from prelunet.evaluator.serving.observability.metrics import Metrics
 from prelunet.evaluator.serving.options import ServerLimits
-
-Context: TypeAlias = "grpc.aio.ServicerContext[Any, Any]"
 
 SERVICES = (SERVICE, inference.SERVICE)  # health reports each by name
 _FOREVER = 1e6  # seconds; `Server.stop` has its own timeout

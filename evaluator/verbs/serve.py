@@ -53,11 +53,12 @@ def serve(
         int,
         typer.Option(
             min=1,
-            help="Limit of queued views per model; requests beyond it are refused. An image alone is always accepted.",
+            help="Maximum number of unanswered views per model; more are refused. An image alone is always accepted.",
         ),
     ] = QueueOptions.max_views,
     queue_bytes: Annotated[
-        int, typer.Option(min=1, help="Limit of queued encoded bytes per model; requests beyond it are refused.")
+        int,
+        typer.Option(min=1, help="Maximum bytes of unanswered encoded images per model; more are refused."),
     ] = QueueOptions.max_bytes,
     batch_wait: Annotated[
         float,

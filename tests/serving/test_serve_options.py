@@ -21,6 +21,12 @@ MODEL = ("--model", "demo=demo.onnx")
 Served = Callable[..., ServeOptions]
 
 
+@pytest.fixture(autouse=True)
+def _logging_of_the_tests(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Leave this process's logging as it is: the verb would replace all handlers of the root logger."""
+    monkeypatch.setattr(serve_verb, "configure_logging", lambda *_: None)
+
+
 @pytest.fixture
 def served(monkeypatch: pytest.MonkeyPatch) -> Served:
     """Return a function that runs the verb and returns its options, without serving."""
@@ -35,7 +41,6 @@ def served(monkeypatch: pytest.MonkeyPatch) -> Served:
         return seen.pop()
 
     monkeypatch.setattr(serve_verb, "serve_until_stopped", serve)
-    monkeypatch.setattr(serve_verb, "configure_logging", lambda *_: None)
     monkeypatch.setattr(serve_verb, "require_files", lambda _: None)
     return options_of
 
@@ -245,7 +250,6 @@ def test_how_a_server_ended_is_the_exit_code(
 
         monkeypatch.setattr(serve_verb, "serve_until_stopped", serve)
 
-    monkeypatch.setattr(serve_verb, "configure_logging", lambda *_: None)
     monkeypatch.setattr(serve_verb, "require_files", lambda _: None)
     ending(ServeResult())
     assert run(["serve", *MODEL]) == 0

@@ -6,13 +6,13 @@ while it writes to a watcher, so a client that does not read would keep the serv
 
 import asyncio
 from collections.abc import AsyncIterator, Iterable
-from typing import Any, TypeAlias
+from typing import Any
 
 import grpc
-import grpc.aio
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-Context: TypeAlias = "grpc.aio.ServicerContext[Any, Any]"
+from prelunet.evaluator.serving.observability.call_context import Context
+
 Response = health_pb2.HealthCheckResponse
 
 

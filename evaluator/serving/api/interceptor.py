@@ -15,14 +15,19 @@ from google.protobuf.message import DecodeError
 
 from prelunet.evaluator.errors import DeadlinePassed, Overloaded, UsageError
 from prelunet.evaluator.rpc.status import reason_for, status_of
-from prelunet.evaluator.serving.observability.call_context import REQUEST_ID, Call, request_id_from, set_current
+from prelunet.evaluator.serving.observability.call_context import (
+    REQUEST_ID,
+    Call,
+    Context,
+    request_id_from,
+    set_current,
+)
 from prelunet.evaluator.serving.observability.logs import log_call, log_incident
 from prelunet.evaluator.serving.observability.metrics import Metrics
 from prelunet.evaluator.serving.options import ServerLimits
 
 Handler: TypeAlias = "grpc.RpcMethodHandler[Any, Any]"
 MaybeHandler: TypeAlias = "grpc.RpcMethodHandler[Any, Any] | None"
-Context: TypeAlias = "grpc.aio.ServicerContext[Any, Any]"
 
 OUR_METHODS = ("/prelunet.v1.", "/inference.")  # prefixes of the methods that we implement
 # Liveness and readiness probes. They are exempt from the limit: a prober without an answer might kill a busy server.

@@ -11,10 +11,11 @@ from typing import Any, TypeAlias
 import grpc.aio
 
 from prelunet.evaluator.errors import DeadlinePassed
-from prelunet.evaluator.serving.observability import call_context
 
 REQUEST_ID = "x-request-id"  # metadata key, of requests and responses
 _REQUEST_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")  # no characters with a meaning in logs or terminals
+
+Context: TypeAlias = "grpc.aio.ServicerContext[Any, Any]"
 
 
 @dataclass
@@ -95,9 +96,6 @@ def request_id_from(metadata: Iterable[tuple[str, str | bytes]]) -> str:
     return secrets.token_hex(8)
 
 
-# The caller and its deadline
-
-
 @dataclass(frozen=True)
 class Caller:
     """The caller of a request.
@@ -126,13 +124,10 @@ class Caller:
             raise DeadlinePassed("the call's deadline has passed, so the image was not computed. Use a longer deadline")
 
 
-Context: TypeAlias = "grpc.aio.ServicerContext[Any, Any]"
-
-
 def caller_of(context: Context) -> Caller:
     """Return the caller of the current call, with its deadline and request id."""
     remaining = context.time_remaining()
-    call = call_context.current()
+    call = current()
     return Caller(
         client=context.peer(),
         deadline=None if remaining is None else time.monotonic() + remaining,

@@ -40,10 +40,19 @@ def log_incident(error: BaseException) -> str:
 
 def log_call(call: call_context.Call, seconds: float) -> None:
     """Log a call that has ended. seconds: its duration."""
-    fields: dict[str, Any] = {"peer": call.peer, "status": call.status, "seconds": round(seconds, 6)}
-    fields |= {"id": call.id, "model": ",".join(sorted(call.models)), "images": call.images, "failed": call.failed}
-    fields |= {"views": call.views, "bytes": call.bytes}
-    fields |= {"reason": call.reason, "error": call.error}
+    fields = {
+        "peer": call.peer,
+        "status": call.status,
+        "seconds": round(seconds, 6),
+        "id": call.id,
+        "model": ",".join(sorted(call.models)),
+        "images": call.images,
+        "failed": call.failed,
+        "views": call.views,
+        "bytes": call.bytes,
+        "reason": call.reason,
+        "error": call.error,
+    }
     log.info("call ended", extra={"fields": {key: value for key, value in fields.items() if value}})
 
 

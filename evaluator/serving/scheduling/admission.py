@@ -1,4 +1,4 @@
-"""Admission control for one model: limits on waiting work, and when to retry. Only for the event loop's thread."""
+"""Admission control for one model: limits on unanswered images, and when to retry. Only for the event loop's thread."""
 
 import asyncio
 import random
@@ -18,7 +18,7 @@ _DECAY_VIEWS = 256  # views over which the average decays
 
 
 class ThroughputEstimate:
-    """Average time per answered view, measured while anything waits.
+    """Average time per answered view, measured while any image is unanswered.
 
     It covers everything that delays answers: decoding, the device, and other models on the same device.
     clock: returns seconds.
@@ -31,7 +31,7 @@ class ThroughputEstimate:
         self._views = 0.0
 
     def begin(self) -> None:
-        """Start measuring: the queue is no longer empty."""
+        """Start measuring: the first image is admitted."""
         self._since = self._clock()
 
     def record_departure(self, answered: int) -> None:
@@ -78,12 +78,12 @@ def with_reserve(limit: int) -> int:
 
 
 class AdmissionController:
-    """Counts the images that wait for one model, and admits no more than the limits allow.
+    """Counts the unanswered images of one model, waiting or being computed, and admits no more than the limits allow.
 
-    When a limit is reached, a client with nothing waiting, or with less than its share (the limit divided by the number
-    of clients), is still admitted, up to 1.25 times the limit. Otherwise the first client to send a thousand images
-    would lock all others out, before fair queueing has any effect. Streams wait for admission in order: nobody takes
-    the room that the first of them waits for, except by this rule.
+    When a limit is reached, a client without an admitted image, or with less than its share (the limit divided by the
+    number of clients), is still admitted, up to 1.25 times the limit. Otherwise the first client to send a thousand
+    images would lock all others out, before fair queueing has any effect. Streams wait for admission in order: nobody
+    takes the room that the first of them waits for, except by this rule.
     """
 
     def __init__(self, model: str, queue: QueueOptions, metrics: ModelMetrics) -> None:
@@ -114,8 +114,8 @@ class AdmissionController:
     def admit_or_refuse(self, size: int, views: int, client: str = "", images: int = 1) -> Iterator[None]:
         """Admit images for as long as the block runs. size, views: totals over these images; size in bytes.
 
-        Raises Overloaded, with the time after which to retry, when a limit is reached. An empty queue admits a request
-        of any size.
+        Raises Overloaded, with the time after which to retry, when a limit is reached. If no image is unanswered, a
+        request of any size is admitted.
         """
         ticket = _Ticket(client, size, views, images)
         if (reason := self._refusal_reason(ticket, first_in_line=not self._waiters)) is not None:
@@ -210,8 +210,8 @@ class AdmissionController:
         # Jitter: otherwise all callers refused now would retry at the same time.
         wait = min(max(wait * random.uniform(0.5, 1.5), MIN_RETRY_AFTER), MAX_RETRY_AFTER)  # noqa: S311 - no secret
         return Overloaded(
-            f"{self._all.views} views ({self._all.bytes} bytes) are already waiting for model '{self._model}'; the "
-            f"limit is {limit} {reason}. Try again in {wait:.2g} s",
+            f"model '{self._model}' already has {self._all.views} unanswered views ({self._all.bytes} bytes); "
+            f"the limit is {limit} {reason}. Try again in {wait:.2g} s",
             retry_after=wait,
         )
 

@@ -11,7 +11,7 @@ from prelunet.evaluator.errors import DeviceLost
 from prelunet.evaluator.machine import cores
 from prelunet.evaluator.serving.observability.metrics import ModelMetrics
 from prelunet.evaluator.serving.options import QueueOptions
-from prelunet.evaluator.serving.scheduling.executor import ComputeThread
+from prelunet.evaluator.serving.scheduling.executor import BatchExecutor
 from prelunet.evaluator.serving.scheduling.queue import DeviceQueue, build_ready_views
 from prelunet.evaluator.serving.scheduling.request import Outcome, Request, as_reported, deliver
 
@@ -34,7 +34,7 @@ class ServedDevice:
         self._answer_pool = ThreadPoolExecutor(cores(), thread_name_prefix=f"answer-{name}")
         self._heatmap_pool = ThreadPoolExecutor(cores(), thread_name_prefix=f"draw-{name}")
         self._decode_pool = DecodePool(self.device_queue, name)
-        self._compute = ComputeThread(
+        self._compute = BatchExecutor(
             self.device_queue, self._answer, on_lost, name, stage_ahead=name.startswith("cuda")
         )
 

@@ -1,8 +1,9 @@
-"""The compute thread of a device, which runs batches of all its models.
+"""Batches of all models of a device: formed from waiting views, run, and, if they fail, run again in halves.
 
-It takes the next model in fair order, plans batches of that model's views with `engine.batching`, runs the batch that
-holds the first view, and starts over, so that views that have arrived meanwhile can join the next batch. On a GPU a
-second thread packs and uploads the next batch during a computation, but only a full one: no later view could join it.
+The compute thread takes the next model in fair order, plans batches of that model's views with `engine.batching`, runs
+the batch that holds the first view, and starts over, so that views that have arrived meanwhile can join the next batch.
+On a GPU a second thread packs and uploads the next batch during a computation, but only a full one: no later view could
+join it.
 
 A failed batch is run again in halves, down to single views, so that one bad image, or too little memory for the whole
 batch, does not fail the others. A device that fails on every input is lost, and so is one that hangs
@@ -42,7 +43,7 @@ class _FormedBatch:
     staged: Any = None
 
 
-class ComputeThread:
+class BatchExecutor:
     """Runs the views queued for a device, on sessions that no other thread may run.
 
     on_complete: called with the requests whose views are all computed; on_lost: called once, when the device is lost;

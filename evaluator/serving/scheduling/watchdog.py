@@ -21,8 +21,6 @@ MIN_TIMEOUT = 60.0  # seconds: the machine may swap, or another process may use 
 FIRST_BATCH_TIMEOUT = 600.0  # seconds, while the model's speed is unknown: it may be a large net on a slow core
 CHECK_INTERVAL = 1.0  # seconds
 
-OnHang = Callable[[DeviceLost, Sequence[ReadyView]], object]
-
 
 @dataclass(eq=False)
 class _Batch:
@@ -40,7 +38,7 @@ class Watchdog:
     on_hang: called with the error and the views of a batch that hangs, in the watchdog's own thread.
     """
 
-    def __init__(self, on_hang: OnHang) -> None:
+    def __init__(self, on_hang: Callable[[DeviceLost, Sequence[ReadyView]], object]) -> None:
         self._on_hang = on_hang
         self._lock = threading.Lock()
         self._batches: list[_Batch] = []

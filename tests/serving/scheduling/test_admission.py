@@ -73,7 +73,7 @@ def test_a_refusal_reaches_the_client_as_resource_exhausted() -> None:
         first = pool.submit(stub.Classify, call, timeout=30)
         asyncio.run(until(lambda: session.entered))
         with pytest.raises(
-            grpc.RpcError, match=r"1 views .* already waiting for model 'fake'; the limit is 1 views"
+            grpc.RpcError, match=r"'fake' already has 1 unanswered views .*; the limit is 1 views"
         ) as no:
             stub.Classify(call, timeout=30)
         session.release_all()

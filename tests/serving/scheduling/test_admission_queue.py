@@ -27,7 +27,7 @@ def test_images_beyond_the_bytes_that_may_wait_are_refused_but_one_alone_never()
     with admission.admit_or_refuse(5000, 2):
         assert metrics.registry.get_sample_value("prelunet_waiting_bytes", {"model": "fake"}) == 5000
         with (
-            pytest.raises(Overloaded, match=r"2 views \(5000 bytes\) are already waiting"),
+            pytest.raises(Overloaded, match=r"2 unanswered views \(5000 bytes\)"),
             admission.admit_or_refuse(1, 1),
         ):
             pass
@@ -35,7 +35,7 @@ def test_images_beyond_the_bytes_that_may_wait_are_refused_but_one_alone_never()
         pass
     with (
         admission.admit_or_refuse(600, 1),
-        pytest.raises(Overloaded, match=r"1 views \(600 bytes\)"),
+        pytest.raises(Overloaded, match=r"1 unanswered views \(600 bytes\)"),
         admission.admit_or_refuse(401, 1),
     ):
         pass
@@ -48,7 +48,7 @@ def test_an_image_of_more_views_than_may_wait_is_let_in_where_nothing_waits() ->
     admission, _ = build_admission(max_views=3)
     with (
         admission.admit_or_refuse(1, 60),
-        pytest.raises(Overloaded, match=r"60 views \(1 bytes\)"),
+        pytest.raises(Overloaded, match=r"60 unanswered views \(1 bytes\)"),
         admission.admit_or_refuse(1, 1),
     ):
         pass
