@@ -92,35 +92,36 @@ class GRPCInferenceServiceServicer:
     """
 
     def ServerLive(self, request, context):
-        """Tells whether the server answers at all: true.
+        """Reports whether the server is alive: always true.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def ServerReady(self, request, context):
-        """Tells whether the server takes new work: false from the moment that it is told to stop, or lost its device.
+        """Reports whether the server accepts new work: false once it is stopping or has lost its device.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def ModelReady(self, request, context):
-        """Tells whether a model takes new work: false for one that is not served, and for all where the server is not ready.
+        """Reports whether a model accepts new work: false for one that is not served, and for all if the server is not
+        ready.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def ServerMetadata(self, request, context):
-        """Tells name and version of the server, and the extensions of the protocol that it has.
+        """Returns name and version of the server, and the extensions of the protocol that it supports.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def ModelMetadata(self, request, context):
-        """Tells inputs and outputs of a model.
+        """Describes the inputs and outputs of a model.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -134,29 +135,30 @@ class GRPCInferenceServiceServicer:
         raise NotImplementedError('Method not implemented!')
 
     def ModelStreamInfer(self, request_iterator, context):
-        """Does so for any number of requests. Answers come in the order of the requests, exactly one for each; a request that
-        fails has an error in its answer and the stream goes on. The server reads no further while 32 are unanswered.
+        """Does the same for any number of requests. Answers are sent in the order of the requests, exactly one for each; a
+        request that fails has an error in its answer and the stream continues. The server reads no further while 32
+        requests are unanswered.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def ModelConfig(self, request, context):
-        """Triton's model configuration: what a load generator needs to know of a model.
+        """Returns the model configuration in Triton's form, which load generators use.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def ModelStatistics(self, request, context):
-        """Triton's statistics: what one model, or each of them, has done since the server started.
+        """Returns Triton's statistics of one model, or of each, since the server started.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def RepositoryIndex(self, request, context):
-        """Names the models that are served, in the order of the command line.
+        """Lists the served models, in the order of the command line.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

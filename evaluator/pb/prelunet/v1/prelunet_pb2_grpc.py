@@ -26,7 +26,7 @@ if _version_not_supported:
 
 
 class PreluNetServiceStub:
-    """Classifies images the way PReLU-nets are tested: dense, multi-scale, mirrored, all windows averaged.
+    """Classifies images the way PReLU-nets are tested: dense, multi-scale, mirrored, averaged over all windows.
     """
 
     def __init__(self, channel):
@@ -63,46 +63,46 @@ class PreluNetServiceStub:
 
 
 class PreluNetServiceServicer:
-    """Classifies images the way PReLU-nets are tested: dense, multi-scale, mirrored, all windows averaged.
+    """Classifies images the way PReLU-nets are tested: dense, multi-scale, mirrored, averaged over all windows.
     """
 
     def Classify(self, request, context):
-        """Classifies one image. Calls that wait together share batches; the answer is the one the image gets alone.
+        """Classifies one image. Concurrent calls share batches; each gets the answer that it would get alone.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def ClassifyStream(self, request_iterator, context):
-        """Classifies many images in one call. Answers come as they are ready, in any order, each with the id of its request; an
-        image that fails has an error of its own and the stream goes on. The server reads no further while 32 requests of a
-        stream are unanswered, so that a caller can send without counting; it should read answers while it sends. The deadline
-        of the call is that of each image.
+        """Classifies many images in one call. Answers are sent as they become ready, in any order, each with the id of its
+        request; an image that fails gets its own error and the stream continues. The server reads no further while 32
+        requests of a stream are unanswered, so a client can send without counting; it should read answers while it
+        sends. The deadline of the call is that of each image.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Evaluate(self, request_iterator, context):
-        """Evaluates a labelled dataset: the client sends `start` once, then its images in any order, and gets the report that
-        `prelunet validate` and `prelunet report` give for the same images. Images are classified as they come and are not
-        kept; the server reads no faster than it classifies, and where a `Classify` would be told to try again later, an image
-        waits. An image that is refused is counted, not an error. While it goes on, the server sends `progress` at most once a
-        second, and none where it takes less; the last message is `report`.
+        """Evaluates a labeled dataset: the client sends `start` once, then the images in any order, and receives the same
+        report as from `prelunet validate` and `prelunet report`. Images are classified as they arrive and are not kept;
+        the server reads no faster than it classifies, and where a `Classify` would be refused as overloaded, an image
+        waits. A refused image is counted and is not an error of the call. During the evaluation the server sends
+        `progress` at most once a second, and none if the evaluation is shorter; the last message is `report`.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def ListModels(self, request, context):
-        """Names the models that are served, in the order of the command line. All of them are ready.
+        """Lists the served models, in the order of the command line. All of them are ready.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def GetModel(self, request, context):
-        """Tells what one model says of itself and what runs it.
+        """Describes one model and the device that runs it.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -145,7 +145,7 @@ def add_PreluNetServiceServicer_to_server(servicer, server):
 
  # This class is part of an EXPERIMENTAL API.
 class PreluNetService:
-    """Classifies images the way PReLU-nets are tested: dense, multi-scale, mirrored, all windows averaged.
+    """Classifies images the way PReLU-nets are tested: dense, multi-scale, mirrored, averaged over all windows.
     """
 
     @staticmethod
