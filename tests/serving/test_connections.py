@@ -80,7 +80,7 @@ async def succeeds(channel: grpc.aio.Channel) -> bool:
 
 
 @async_test
-async def test_one_connection_too_many_is_closed_and_has_its_turn_when_another_has_left() -> None:
+async def test_a_connection_above_the_limit_is_closed_until_another_has_left() -> None:
     async with listening(max_connections=2) as address, new_channel(address) as first, new_channel(address) as second:
         await check(first)
         await check(second)
@@ -96,20 +96,20 @@ async def test_one_connection_too_many_is_closed_and_has_its_turn_when_another_h
 
 @pytest.mark.parametrize("greeting", [b"", PREFACE[:16], PREFACE], ids=["silence", "half a preface", "no settings"])
 @async_test
-async def test_a_connection_that_does_not_get_to_the_point_is_closed(greeting: bytes) -> None:
+async def test_a_connection_that_does_not_start_http2_is_closed(greeting: bytes) -> None:
     async with listening(handshake_timeout=SHORT) as address, connection(address, greeting) as slow:
         await asyncio.wait_for(slow.closed.wait(), 20)
 
 
 @async_test
-async def test_a_client_that_is_gone_without_a_word_is_noticed() -> None:
+async def test_a_client_that_disappeared_is_detected() -> None:
     async with listening(keepalive=SHORT, keepalive_timeout=SHORT) as address, connection(address) as gone:
         await gone.until(PING)
         await asyncio.wait_for(gone.closed.wait(), 20)
 
 
 @async_test
-async def test_a_client_that_answers_pings_stays_for_as_long_as_it_likes() -> None:
+async def test_a_client_that_answers_pings_stays_connected() -> None:
     async with listening(keepalive=SHORT, keepalive_timeout=20) as address, connection(address) as idle:
         for times in range(1, 5):
             await idle.until(PING, times=times)
@@ -125,7 +125,7 @@ async def answered(client: Connection) -> None:
 
 
 @async_test
-async def test_pings_at_the_usual_pace_are_answered_also_without_a_call() -> None:
+async def test_pings_at_the_usual_rate_are_answered_without_calls_too() -> None:
     async with listening(min_ping_interval=SHORT / 2) as address, connection(address) as client:
         for number in range(8):
             client.send(frame(PING, b"%08d" % number))
@@ -150,7 +150,7 @@ def test_clients_may_ping_every_ten_seconds() -> None:
 
 
 @async_test
-async def test_calls_beyond_the_streams_of_a_connection_wait_for_their_turn() -> None:
+async def test_calls_above_max_streams_wait_in_the_client() -> None:
     async with listening(max_streams=2) as address, new_channel(address) as channel:
         watch = health_pb2_grpc.HealthStub(channel).Watch
         open_ = [watch(health_pb2.HealthCheckRequest()) for _ in range(2)]
@@ -173,7 +173,7 @@ async def test_every_call_of_a_burst_on_one_connection_is_answered(max_streams: 
 
 
 @async_test
-async def test_calls_that_are_reset_at_once_are_refused_beyond_a_bound_and_others_are_served() -> None:
+async def test_calls_that_are_reset_at_once_are_refused_above_a_limit_and_others_are_served() -> None:
     """Otherwise a client could fill the server's memory with them (CVE-2023-44487)."""
     async with listening(max_streams=4) as address, connection(address) as hasty, new_channel(address) as other:
         await hasty.until(SETTINGS)
@@ -186,7 +186,7 @@ async def test_calls_that_are_reset_at_once_are_refused_beyond_a_bound_and_other
 
 
 @async_test
-async def test_headers_up_to_the_limit_always_pass_and_beyond_it_never() -> None:
+async def test_headers_up_to_the_limit_are_always_accepted_and_larger_ones_never() -> None:
     """By default gRPC rejects at random between a soft and a hard limit, which is 5/4 of the soft one."""
     async with listening(max_metadata=2**15) as address, new_channel(address) as channel:
         for _ in range(20):
@@ -196,7 +196,7 @@ async def test_headers_up_to_the_limit_always_pass_and_beyond_it_never() -> None
 
 
 @async_test
-async def test_an_old_connection_is_ended_and_its_client_goes_on_with_a_new_one() -> None:
+async def test_an_old_connection_is_ended_and_its_client_continues_on_a_new_one() -> None:
     async with (
         listening(max_connection_age=SHORT, connection_age_grace=20.0) as address,
         connection(address) as old,
@@ -210,14 +210,14 @@ async def test_an_old_connection_is_ended_and_its_client_goes_on_with_a_new_one(
 
 
 @async_test
-async def test_connections_have_no_age_unless_it_is_asked_for() -> None:
+async def test_connections_have_no_maximum_age_by_default() -> None:
     async with listening() as address, connection(address) as client:
         await client.until(SETTINGS)
         await asyncio.sleep(SHORT)
         assert client.error is None
 
 
-def test_addresses_that_only_this_machine_reaches_are_known() -> None:
+def test_loopback_and_wildcard_addresses_are_recognized() -> None:
     assert all(map(is_loopback, ("127.0.0.1", "127.8.9.1", "::1", "localhost")))
     assert not any(map(is_loopback, ("0.0.0.0", "::", "10.0.0.1", "example.org", "")))
     assert all(map(is_wildcard, ("::", "::0", "0:0:0:0:0:0:0:0")))
@@ -236,7 +236,7 @@ def test_addresses_that_only_this_machine_reaches_are_known() -> None:
         (resource.RLIM_INFINITY, resource.RLIM_INFINITY, 4096, resource.RLIM_INFINITY, 4096),
     ],
 )
-def test_the_limit_of_open_files_is_raised_as_far_as_it_goes(
+def test_the_open_file_limit_is_raised_as_far_as_possible(
     monkeypatch: pytest.MonkeyPatch, soft: int, hard: int, requested: int, expected_soft: int, expected: int
 ) -> None:
     rlimits = [(soft, hard)]
@@ -255,7 +255,7 @@ def serving_with_files(monkeypatch: pytest.MonkeyPatch, open_files: int) -> Serv
 
 
 @async_test
-async def test_no_more_connections_are_taken_than_there_are_open_files_for_and_that_is_told(
+async def test_the_open_file_limit_caps_the_connections_with_a_warning(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     line: asyncio.Future[str] = asyncio.get_running_loop().create_future()
@@ -272,7 +272,7 @@ async def test_no_more_connections_are_taken_than_there_are_open_files_for_and_t
 
 
 @pytest.mark.parametrize("open_files", [256, 20])
-def test_a_process_without_open_files_for_any_connection_is_refused_with_a_mend(
+def test_a_server_without_open_files_for_connections_does_not_start(
     monkeypatch: pytest.MonkeyPatch, open_files: int
 ) -> None:
     options = serving_with_files(monkeypatch, open_files)
@@ -281,7 +281,7 @@ def test_a_process_without_open_files_for_any_connection_is_refused_with_a_mend(
 
 
 @async_test
-async def test_a_compressed_message_is_refused_instead_of_unpacked() -> None:
+async def test_a_compressed_message_is_refused_and_not_decompressed() -> None:
     """GRPC decompresses a message of any size before it checks the limit."""
     async with listening() as address, new_channel(address) as channel:
         request = health_pb2.HealthCheckRequest(service="x" * 2_000_000)  # 2 kB on the wire
@@ -293,7 +293,7 @@ async def test_a_compressed_message_is_refused_instead_of_unpacked() -> None:
         assert await check(channel)
 
 
-def test_why_a_port_cannot_be_had_is_told() -> None:
+def test_an_unavailable_port_is_explained() -> None:
     with socket.socket() as other:
         other.bind(("127.0.0.1", 0))
         other.listen()

@@ -115,7 +115,7 @@ async def until_closed(channel: grpc.aio.Channel) -> None:
 
 
 @async_test
-async def test_after_a_signal_health_says_no_at_once_and_new_calls_and_connections_still_work() -> None:
+async def test_after_a_signal_health_is_not_serving_at_once_and_new_calls_and_connections_still_work() -> None:
     async with draining_server(FakeSession()) as stop, new_channel(stop.address) as channel:
         inference = inference_grpc.GRPCInferenceServiceStub(channel)
         assert {await health_of(channel, name) for name in ("", *SERVICES)} == {SERVING}
@@ -153,7 +153,7 @@ async def test_a_second_signal_closes_the_port_and_calls_in_flight_get_their_ans
 
 
 @async_test
-async def test_a_signal_that_is_sent_twice_is_one(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_two_signals_at_once_count_as_one(monkeypatch: pytest.MonkeyPatch) -> None:
     events = ShutdownEvents()
     events.install_signal_handlers()
     os.kill(os.getpid(), signal.SIGTERM)
@@ -166,14 +166,14 @@ async def test_a_signal_that_is_sent_twice_is_one(monkeypatch: pytest.MonkeyPatc
 
 
 @async_test
-async def test_the_lame_duck_window_ends_by_itself() -> None:
+async def test_the_lame_duck_period_ends_by_itself() -> None:
     async with draining_server(FakeSession(), lame_duck=0.05) as stop:
         stop.signal()
         assert await stop.ended == ServeResult()
 
 
 @async_test
-async def test_calls_that_do_not_end_within_the_grace_period_are_cut_off_and_counted() -> None:
+async def test_calls_that_exceed_the_grace_period_are_cut_off_and_counted() -> None:
     session = GatedSession()
     async with draining_server(session, lame_duck=0, grace=0.2) as stop, new_channel(stop.address) as channel:
         calls = [asyncio.create_task(classify(channel)) for _ in range(3)]
@@ -186,7 +186,7 @@ async def test_calls_that_do_not_end_within_the_grace_period_are_cut_off_and_cou
 
 
 @async_test
-async def test_a_third_signal_cuts_off_what_is_in_flight() -> None:
+async def test_a_third_signal_cuts_off_calls_in_flight() -> None:
     session = GatedSession()
     async with draining_server(session) as stop, new_channel(stop.address) as channel:
         call = asyncio.create_task(classify(channel))
@@ -220,7 +220,7 @@ def reason_of(error: grpc.aio.AioRpcError) -> type[Exception]:
 
 @pytest.mark.parametrize("stubborn", [False, True], ids=["refused once", "however often they are refused"])
 @async_test
-async def test_of_callers_that_call_without_a_pause_nobody_is_cancelled(stubborn: bool) -> None:
+async def test_no_call_of_clients_that_call_without_a_pause_is_cancelled(stubborn: bool) -> None:
     async with draining_server(FakeSession(), lame_duck=0.05) as stop, AsyncExitStack() as stack:
 
         def ends(error: grpc.aio.AioRpcError) -> bool:
@@ -241,7 +241,7 @@ async def test_of_callers_that_call_without_a_pause_nobody_is_cancelled(stubborn
 
 
 @async_test
-async def test_while_new_calls_are_refused_those_in_flight_go_on_and_probes_and_health_are_answered(
+async def test_while_new_calls_are_refused_calls_in_flight_continue_and_probes_and_health_are_answered(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(server_module, "CONNECTION_LINGER", 0.5)
@@ -275,7 +275,7 @@ async def test_while_new_calls_are_refused_those_in_flight_go_on_and_probes_and_
 
 
 @async_test
-async def test_a_signal_ends_the_moment_of_refusals_too(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_signal_ends_the_refusal_period_too(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(server_module, "REFUSAL_PERIOD", LONG)
     session = GatedSession()
     async with draining_server(session, lame_duck=0) as stop, new_channel(stop.address) as channel:
@@ -290,7 +290,7 @@ async def test_a_signal_ends_the_moment_of_refusals_too(monkeypatch: pytest.Monk
 
 
 @async_test
-async def test_a_call_whose_message_is_still_on_its_way_is_waited_for() -> None:
+async def test_a_call_whose_message_is_still_arriving_is_awaited() -> None:
     message = pb.ClassifyRequest(image=IMAGE, protocol="center").SerializeToString()
     body = b"\0" + struct.pack(">I", len(message)) + message
     async with draining_server(FakeSession(), lame_duck=0) as stop, connection(stop.address) as client:
@@ -305,7 +305,7 @@ async def test_a_call_whose_message_is_still_on_its_way_is_waited_for() -> None:
 
 
 @async_test
-async def test_everybody_who_watches_health_is_told_also_after_another_has_left() -> None:
+async def test_all_health_watchers_are_notified_even_after_one_has_left() -> None:
     async with draining_server(FakeSession()) as stop, new_channel(stop.address) as channel:
         watch = health_pb2_grpc.HealthStub(channel).Watch
         first, second, named = (watch(health_pb2.HealthCheckRequest(service=name)) for name in ("", "", SERVICES[0]))
@@ -321,7 +321,7 @@ async def test_everybody_who_watches_health_is_told_also_after_another_has_left(
 
 
 @async_test
-async def test_a_service_that_is_not_there_has_no_health() -> None:
+async def test_the_health_of_an_unknown_service_is_not_found() -> None:
     async with draining_server(FakeSession(), lame_duck=0) as stop, new_channel(stop.address) as channel:
         assert (await rpc_error(health_of(channel, "nobody"))).code() == grpc.StatusCode.NOT_FOUND
         watched = health_pb2_grpc.HealthStub(channel).Watch(health_pb2.HealthCheckRequest(service="nobody"))
@@ -331,7 +331,7 @@ async def test_a_service_that_is_not_there_has_no_health() -> None:
 
 
 @async_test
-async def test_who_watches_health_and_reads_nothing_holds_up_nobody() -> None:
+async def test_a_health_watcher_that_does_not_read_delays_no_other() -> None:
     no_room = PREFACE + frame(SETTINGS, struct.pack(">HI", INITIAL_WINDOW_SIZE, 0))
     async with (
         draining_server(FakeSession(), grace=0.5) as stop,
@@ -351,7 +351,7 @@ async def test_who_watches_health_and_reads_nothing_holds_up_nobody() -> None:
 
 
 @async_test
-async def test_an_open_reflection_stream_does_not_hold_up_the_end() -> None:
+async def test_an_open_reflection_stream_does_not_delay_the_shutdown() -> None:
     async with draining_server(FakeSession(), lame_duck=0) as stop, new_channel(stop.address) as channel:
         stream = reflection_pb2_grpc.ServerReflectionStub(channel).ServerReflectionInfo()
         for _ in range(2):
@@ -370,7 +370,7 @@ class Lost(FakeSession):
 
 
 @async_test
-async def test_a_lost_device_ends_the_server_without_a_window_and_calls_are_told_unavailable() -> None:
+async def test_a_lost_device_ends_the_server_without_a_lame_duck_period_and_calls_get_unavailable() -> None:
     async with draining_server(Lost()) as stop, new_channel(stop.address) as channel:
         error = await rpc_error(classify(channel))
         assert error.code() == grpc.StatusCode.UNAVAILABLE
@@ -381,7 +381,7 @@ async def test_a_lost_device_ends_the_server_without_a_window_and_calls_are_told
 
 
 @async_test
-async def test_a_device_that_is_lost_in_the_window_ends_it() -> None:
+async def test_a_device_lost_in_the_lame_duck_period_ends_it() -> None:
     async with draining_server(FakeSession()) as stop:
         stop.signal()
         await until(lambda: not stop.server.serving)
@@ -390,7 +390,7 @@ async def test_a_device_that_is_lost_in_the_window_ends_it() -> None:
 
 
 @async_test
-async def test_a_device_that_is_lost_while_calls_end_is_told_to_them(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_device_lost_in_the_grace_period_fails_the_calls_in_flight(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(server_module, "CONNECTION_LINGER", 0.5)
 
     class LostLate(GatedSession):
@@ -413,7 +413,7 @@ async def test_a_device_that_is_lost_while_calls_end_is_told_to_them(monkeypatch
 
 
 @async_test
-async def test_a_device_that_hangs_is_left_behind(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_hanging_device_does_not_prevent_the_shutdown(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(lifecycle, "CLOSE_TIMEOUT", 0.2)
     session = GatedSession()
     async with draining_server(session, lame_duck=0, grace=0.1) as stop, new_channel(stop.address) as channel:
@@ -425,7 +425,7 @@ async def test_a_device_that_hangs_is_left_behind(monkeypatch: pytest.MonkeyPatc
 
 
 @async_test
-async def test_a_device_that_hangs_is_noticed_without_a_signal_and_callers_are_told(
+async def test_a_hanging_device_ends_the_server_without_a_signal_and_fails_its_calls(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(server_module, "CONNECTION_LINGER", 0.5)
@@ -442,7 +442,7 @@ async def test_a_device_that_hangs_is_noticed_without_a_signal_and_callers_are_t
 
 
 @async_test
-async def test_while_models_are_loaded_health_says_no_and_calls_are_told_to_come_again(
+async def test_while_models_load_health_is_not_serving_and_calls_are_refused(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     loading, ports = GatedSession(), []
@@ -483,7 +483,7 @@ async def test_while_models_are_loaded_health_says_no_and_calls_are_told_to_come
 
 
 @async_test
-async def test_a_signal_while_models_are_loaded_ends_the_server_before_it_answers(
+async def test_a_signal_while_models_load_ends_the_server_before_it_serves(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     opened: list[str] = []

@@ -102,7 +102,7 @@ def begin_evaluation(channel: grpc.Channel, sender: Sender) -> grpc.Call:
     return call
 
 
-def test_the_start_line_says_address_models_provider_precision_and_versions(model: Path) -> None:
+def test_the_start_line_has_address_models_provider_precision_and_versions(model: Path) -> None:
     with serving(model, "--model", f"second={model}", "--lame-duck", "0") as (process, line, address):
         for part in (r"telling \(demo, 23 classes", r"second \(", "CPUExecutionProvider", "fp32", "onnxruntime \\d"):
             assert re.search(part, line), line
@@ -152,7 +152,7 @@ class Load:
             thread.join()
 
 
-def test_sigterm_under_load_loses_no_call_neither_before_nor_in_the_window_nor_in_flight_after_it(model: Path) -> None:
+def test_sigterm_under_load_loses_no_call(model: Path) -> None:
     with serving(model, "--lame-duck", "60") as (process, _, address), grpc.insecure_channel(address) as channel:
         sender, watched = Sender(), health_pb2_grpc.HealthStub(channel).Watch(health_pb2.HealthCheckRequest())
         assert next(watched).status == SERVING
@@ -178,7 +178,7 @@ def test_sigterm_under_load_loses_no_call_neither_before_nor_in_the_window_nor_i
         assert "Traceback" not in log
 
 
-def test_a_server_whose_words_nobody_reads_serves_and_keeps_its_exit_codes(model: Path) -> None:
+def test_a_server_with_closed_output_streams_serves_and_keeps_its_exit_codes(model: Path) -> None:
     """The reader of a pipe may end before the server: `serve | head -1` in a script, a log collector that crashed."""
     with serving(model, "--lame-duck", "0", program=[sys.executable, "-c", LOSING]) as (process, _, address):
         assert process.stdout is not None
@@ -205,7 +205,7 @@ def test_a_server_whose_words_nobody_reads_serves_and_keeps_its_exit_codes(model
     assert deaf.returncode == 0
 
 
-def test_a_lost_device_exits_5_after_the_calls_were_told(model: Path) -> None:
+def test_a_lost_device_exits_5_after_its_calls_have_failed(model: Path) -> None:
     losing = [sys.executable, "-c", LOSING]
     with serving(model, program=losing) as (process, _, address), Client(address, retries=RetryPolicy.none()) as client:
         assert client.classify(png(40, 57)).predictions
@@ -218,7 +218,7 @@ def test_a_lost_device_exits_5_after_the_calls_were_told(model: Path) -> None:
         assert output == ""
 
 
-def test_a_device_that_hangs_exits_5_though_its_thread_never_ends(model: Path) -> None:
+def test_a_hanging_device_exits_5_although_its_thread_never_ends(model: Path) -> None:
     hanging = [sys.executable, "-c", HANGING]
     with (
         serving(model, program=hanging) as (process, _, address),
@@ -231,7 +231,7 @@ def test_a_device_that_hangs_exits_5_though_its_thread_never_ends(model: Path) -
         assert "CPUExecutionProvider has been computing one batch for" in log.splitlines()[-1]
 
 
-def test_metrics_are_told_on_their_port_until_the_end(model: Path) -> None:
+def test_metrics_are_served_on_their_own_port(model: Path) -> None:
     with (
         serving(model, "--metrics-port", "0", "--lame-duck", "0") as (process, line, address),
         Client(address) as client,
@@ -247,7 +247,7 @@ def test_metrics_are_told_on_their_port_until_the_end(model: Path) -> None:
         assert process.wait(20) == 0
 
 
-def test_log_lines_are_json_where_that_is_asked_for(model: Path) -> None:
+def test_log_lines_are_json_if_requested(model: Path) -> None:
     with serving(model, "--log-format", "json", "--lame-duck", "0", "--host", "0.0.0.0") as (process, _, _):
         process.send_signal(signal.SIGTERM)
         _, log = process.communicate(timeout=20)
@@ -263,14 +263,14 @@ def test_log_lines_are_json_where_that_is_asked_for(model: Path) -> None:
     assert lines[-1]["unfinished"] == 0
 
 
-def test_more_memory_than_the_limit_is_refused_before_anybody_is_served(model: Path) -> None:
+def test_a_server_that_needs_more_memory_than_the_limit_does_not_start(model: Path) -> None:
     result = run("--model", f"x={model}", "--port", "0", "--device", "cpu", "--memory-limit", "200M")
     assert result.returncode == 2
     assert re.search(r"--memory-limit 200M: serving takes up to \S+ .*--queue-bytes", result.stderr)
     assert result.stdout == ""
 
 
-def test_a_call_that_does_not_end_is_cut_off_after_the_grace_period(model: Path) -> None:
+def test_a_call_that_exceeds_the_grace_period_is_cut_off(model: Path) -> None:
     with (
         serving(model, "--grace", "0.3", "--lame-duck", "0") as (process, _, address),
         grpc.insecure_channel(address) as channel,
@@ -285,7 +285,7 @@ def test_a_call_that_does_not_end_is_cut_off_after_the_grace_period(model: Path)
         sender.end()
 
 
-def test_a_port_in_use_exits_5_and_the_first_server_serves_on(model: Path) -> None:
+def test_a_port_in_use_exits_5_and_the_first_server_keeps_serving(model: Path) -> None:
     with serving(model) as (_, _, address), Client(address) as client:
         port = address.rpartition(":")[2]
         second = run("--model", f"x={model}", "--port", port)
@@ -309,7 +309,7 @@ def test_a_model_file_that_cannot_be_served_exits_3_and_names_it(tmp_path: Path)
     assert "Traceback" not in result.stderr
 
 
-def test_the_limits_of_images_and_of_waiting_are_those_of_the_options(model: Path) -> None:
+def test_the_options_limit_the_size_of_images(model: Path) -> None:
     image = png(40, 57)
     small = ["--max-image-bytes", str(len(image)), "--max-image-pixels", str(40 * 57)]
     with serving(model, *small) as (_, _, address), Client(address) as client:

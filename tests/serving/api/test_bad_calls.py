@@ -100,13 +100,13 @@ def check(call: Call, channel: grpc.Channel, expected: str) -> None:
 
 @pytest.mark.parametrize("name", MATRIX)
 @pytest.mark.usefixtures("works_afterwards")
-def test_the_22_calls_get_the_status_of_the_page_and_the_next_call_works(channel, name: str) -> None:
+def test_the_22_calls_get_the_documented_status_and_the_next_call_works(channel, name: str) -> None:
     check(MATRIX[name], channel, BESIDE_OTHERS[name][0])
 
 
 @pytest.mark.parametrize("name", MORE_OVER_OIP)
 @pytest.mark.usefixtures("works_afterwards")
-def test_a_bad_call_over_the_open_inference_protocol_gets_the_status_of_the_page_and_the_next_call_works(
+def test_a_bad_call_of_the_open_inference_protocol_gets_the_documented_status_and_the_next_call_works(
     channel, name: str
 ) -> None:
     check(MORE_OVER_OIP[name], channel, OVER_OIP[name][0])
@@ -114,20 +114,20 @@ def test_a_bad_call_over_the_open_inference_protocol_gets_the_status_of_the_page
 
 @pytest.mark.parametrize("name", OVER_PRELUNET)
 @pytest.mark.usefixtures("works_afterwards")
-def test_a_bad_call_over_our_protocol_gets_the_status_of_the_page_and_the_next_call_works(channel, name: str) -> None:
+def test_a_bad_call_of_our_protocol_gets_the_documented_status_and_the_next_call_works(channel, name: str) -> None:
     check(OVER_PRELUNET[name], channel, OVER_OURS[name][0])
 
 
 @pytest.mark.parametrize("what", IMAGES)
 @pytest.mark.parametrize("column", ["Open Inference Protocol", "prelunet.v1"])
 @pytest.mark.usefixtures("works_afterwards")
-def test_an_odd_image_gets_the_status_of_the_page_and_the_next_call_works(channel, what: str, column: str) -> None:
+def test_an_odd_image_gets_the_documented_status_and_the_next_call_works(channel, what: str, column: str) -> None:
     file, *statuses = IMAGES[what]
     call = of_image((DATA / file).read_bytes())[column]
     check(call, channel, statuses[["Open Inference Protocol", "prelunet.v1"].index(column)])
 
 
-def test_every_other_hostile_file_is_answered_or_refused_by_both_protocols_as_decoding_has_it(channel) -> None:
+def test_both_protocols_accept_and_refuse_the_other_hostile_files_as_decoding_does(channel) -> None:
     listed = {row[0] for row in IMAGES.values()}
     for name in sorted({*ACCEPTED, *REFUSED} - listed):
         for column, call in of_image((DATA / name).read_bytes()).items():
@@ -136,7 +136,7 @@ def test_every_other_hostile_file_is_answered_or_refused_by_both_protocols_as_de
             assert REFUSED.get(name, "") in text
 
 
-def test_the_page_tells_of_all_calls_and_of_no_others() -> None:
+def test_the_page_lists_exactly_these_calls() -> None:
     assert list(BESIDE_OTHERS) == list(MATRIX)
     assert len(MATRIX) == 22
     assert list(OVER_OIP) == list(MORE_OVER_OIP)
@@ -168,7 +168,7 @@ PLANTED: dict[str, Exception | None] = {
 
 
 @pytest.mark.parametrize("fault", PLANTED)
-def test_a_planted_fault_gets_its_status_over_both_protocols_and_the_next_call_works(caplog, fault: str) -> None:
+def test_a_planted_fault_gets_its_status_in_both_protocols_and_the_next_call_works(caplog, fault: str) -> None:
     def calls(width: int) -> dict[str, Call]:
         image, options = png(40, width), {"protocol": "dense-40", "mirror": False}
         return {"OIP": infer(images=[image], values=options), "prelunet.v1": classify(image=image, **options)}
@@ -183,7 +183,7 @@ def test_a_planted_fault_gets_its_status_over_both_protocols_and_the_next_call_w
             assert outcome_of(calls(55)[name], channel) == ("OK", "")
 
 
-def test_bytes_that_are_no_message_end_a_stream_of_both_protocols_as_the_callers_fault(channel) -> None:
+def test_malformed_bytes_end_a_stream_of_both_protocols_with_invalid_argument(channel) -> None:
     for method in (INFER.replace("ModelInfer", "ModelStreamInfer"), CLASSIFY + "Stream"):
         rubbish = channel.stream_stream(method)(iter([RUBBISH]), timeout=60)
         outcome, text = outcome_of(lambda _, rubbish=rubbish: list(rubbish), channel)
@@ -194,7 +194,7 @@ def test_bytes_that_are_no_message_end_a_stream_of_both_protocols_as_the_callers
 
 
 @pytest.mark.parametrize("place", [0, 1, 3])
-def test_the_error_of_one_bad_image_names_its_place_among_the_others(channel, place: int) -> None:
+def test_the_error_of_one_bad_image_names_its_index(channel, place: int) -> None:
     images = [IMAGE] * 4
     images[place] = (DATA / "cut-in-scan.jpg").read_bytes()
     outcome, text = outcome_of(
@@ -206,7 +206,7 @@ def test_the_error_of_one_bad_image_names_its_place_among_the_others(channel, pl
     )
 
 
-def test_health_answers_while_many_send_messages_of_very_many_parts(channel) -> None:
+def test_health_is_answered_while_many_messages_with_too_many_parts_arrive(channel) -> None:
     scales = pb.ClassifyRequest(image=IMAGE, model="six", scales=[100] * 2**23).SerializeToString()
     inputs = b"\x2a\x00" * 2**22  # empty ones
     check_health = health_pb2_grpc.HealthStub(channel).Check

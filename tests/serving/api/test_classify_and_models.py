@@ -118,7 +118,7 @@ def test_the_answer_is_that_of_the_model_file(stub, model: str, protocol: str) -
         ({"protocol": "dense-37", "mirror": True}, (37,), True),
     ],
 )
-def test_scales_and_mirroring_may_be_the_callers_own(stub, changes: dict, scales: tuple, mirror: bool) -> None:
+def test_the_caller_may_choose_scales_and_mirroring(stub, changes: dict, scales: tuple, mirror: bool) -> None:
     session, data = FakeSession(), png(40, 57, seed=1)
     own = ProtocolOverrides(tuple(changes.get("scales", ())) or None, changes.get("mirror"))
     protocol = build_protocol(changes.get("protocol", "multi-scale"), session.contract, own)
@@ -132,7 +132,7 @@ def test_scales_and_mirroring_may_be_the_callers_own(stub, changes: dict, scales
     np.testing.assert_allclose([p.score for p in answer.predictions], [score for _, score in best], rtol=1e-6)
 
 
-def test_timings_tell_where_the_time_went_and_their_parts_are_within_the_total(stub) -> None:
+def test_the_parts_of_the_timings_are_within_the_total(stub) -> None:
     timings = stub.Classify(request(protocol="dense-37")).timings
     parts = (timings.queue_seconds, timings.decode_seconds, timings.compute_seconds)
     assert all(part > 0 for part in parts)
@@ -237,14 +237,16 @@ def test_a_hostile_image_gets_an_answer_or_invalid_argument_and_the_next_call_wo
     ],
     ids=lambda value: str(value)[:30],
 )
-def test_a_bad_call_says_what_is_wrong_and_the_next_call_works(stub, changes: dict, code: str, text: str) -> None:
+def test_a_bad_call_gets_an_error_that_explains_it_and_the_next_call_works(
+    stub, changes: dict, code: str, text: str
+) -> None:
     status, details = failure(stub.Classify, request(**changes))
     assert (status.name, text in details) == (code, True), details
     assert len(stub.Classify(request(top_k=6)).predictions) == 6
 
 
 @pytest.mark.parametrize("method", ["Classify", "GetModel", "Evaluate"])
-def test_bytes_that_are_no_message_are_the_callers_fault_and_the_next_call_works(channel, stub, method: str) -> None:
+def test_malformed_bytes_are_an_invalid_argument_and_the_next_call_works(channel, stub, method: str) -> None:
     path, rubbish = f"/{SERVICE}/{method}", b"\xff\xff\xff\xff\x01"
     if method == "Evaluate":
         status, details = failure(channel.stream_unary(path), iter([rubbish]))
@@ -261,14 +263,14 @@ def test_top_k_defaults_to_five_or_to_all_classes(stub) -> None:
     assert len(stub.Classify(request(model="three")).predictions) == 3
 
 
-def test_a_message_beyond_the_limit_is_refused_and_the_next_call_works(stub) -> None:
+def test_a_message_above_the_limit_is_refused_and_the_next_call_works(stub) -> None:
     status, details = failure(stub.Classify, request(image=b"x" * (64 * 2**20)))
     assert status == grpc.StatusCode.RESOURCE_EXHAUSTED
     assert "67108864" in details
     assert stub.Classify(request()).predictions
 
 
-def test_a_server_with_as_many_calls_as_it_takes_refuses_more_and_still_says_that_it_lives() -> None:
+def test_a_server_at_its_limit_of_calls_refuses_more_but_answers_probes() -> None:
     session = GatedSession()
     with (
         running_server(server_limits=ServerLimits(max_calls=2), fake=session) as server,
@@ -306,7 +308,7 @@ def test_models_are_listed_and_described(stub) -> None:
     assert failure(stub.GetModel, pb.GetModelRequest(name="nine"))[0] == grpc.StatusCode.NOT_FOUND
 
 
-def test_health_says_serving_for_the_server_and_for_the_service_and_not_found_for_others(channel) -> None:
+def test_health_is_serving_for_server_and_service_and_not_found_for_others(channel) -> None:
     check = health_pb2_grpc.HealthStub(channel).Check
     for service in ("", SERVICE):
         status = check(health_pb2.HealthCheckRequest(service=service)).status
@@ -338,7 +340,7 @@ class BrokenSession(FakeSession):
 
 
 @pytest.mark.parametrize(("width", "code"), [(99, "INTERNAL"), (77, "FAILED_PRECONDITION")])
-def test_a_fault_of_ours_is_told_by_an_id_that_is_in_the_log_and_by_no_path(caplog, width: int, code: str) -> None:
+def test_an_internal_error_has_only_an_id_that_is_in_the_log(caplog, width: int, code: str) -> None:
     with running_server(broken=BrokenSession()) as server, grpc.insecure_channel(server.address) as channel:
         stub = pb_grpc.PreluNetServiceStub(channel)
         bad = pb.ClassifyRequest(image=png(40, width), protocol="dense-40")
@@ -352,7 +354,7 @@ def test_a_fault_of_ours_is_told_by_an_id_that_is_in_the_log_and_by_no_path(capl
         assert stub.Classify(pb.ClassifyRequest(image=png(40, 55), protocol="dense-40")).predictions
 
 
-def test_nothing_long_runs_on_the_event_loops_own_thread(monkeypatch) -> None:
+def test_no_slow_work_runs_on_the_event_loops_thread(monkeypatch) -> None:
     session, threads = FakeSession(), defaultdict(set)
 
     def record(owner, name: str) -> None:
@@ -461,7 +463,7 @@ def test_model_options_are_names_and_files() -> None:
         ([], "no model to serve"),
     ],
 )
-def test_a_model_option_that_is_none_is_refused(options: list[str], text: str) -> None:
+def test_an_invalid_model_option_is_refused(options: list[str], text: str) -> None:
     with pytest.raises(UsageError, match=text):
         parse_models(options)
 

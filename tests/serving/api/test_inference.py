@@ -71,7 +71,7 @@ def test_shape_n_and_shape_n_1_mean_the_same(stub) -> None:
     same(scores_in(column), scores_in(flat))
 
 
-def test_typed_contents_are_answered_by_typed_contents_and_raw_ones_by_raw_ones(stub) -> None:
+def test_typed_requests_get_typed_answers_and_raw_requests_raw_ones(stub) -> None:
     typed = image_input([3], contents=pb.InferTensorContents(bytes_contents=IMAGES))
     for outputs in ([], [scores_output(classification=2)]):
         of_raw = stub.ModelInfer(infer_request(IMAGES, outputs=outputs), timeout=60)
@@ -110,7 +110,7 @@ def test_parameters_choose_the_protocol(stub, values: dict, protocol: str, chang
     )
 
 
-def test_the_parameter_apply_exif_decides_whether_the_cameras_note_is_obeyed(stub) -> None:
+def test_the_parameter_apply_exif_applies_the_exif_orientation(stub) -> None:
     image = (HOSTILE / "exif-rotated.png").read_bytes()
     plain, turned = [
         scores_in(
@@ -127,7 +127,7 @@ def test_the_parameter_apply_exif_decides_whether_the_cameras_note_is_obeyed(stu
 
 
 @pytest.mark.parametrize("top", [1, 4, 6])
-def test_classification_gives_the_best_classes_as_triton_writes_them(stub, top: int) -> None:
+def test_classification_returns_the_best_classes_in_tritons_format(stub, top: int) -> None:
     answer = stub.ModelInfer(infer_request(IMAGES, outputs=[scores_output(classification=top)]), timeout=60)
     assert list(answer.outputs[0].shape) == [3, top]
     texts, scores = texts_in(answer), alone(IMAGES, "center")
@@ -141,13 +141,13 @@ def test_classification_gives_the_best_classes_as_triton_writes_them(stub, top: 
         assert all(len(score.partition(".")[2]) == 6 for score, *_ in fields)
 
 
-def test_the_answer_names_model_version_and_the_requests_id(stub) -> None:
+def test_the_answer_has_model_version_and_request_id(stub) -> None:
     answer = stub.ModelInfer(infer_request(id="photo 7", model_version="1"), timeout=60)
     assert (answer.model_name, answer.model_version, answer.id) == ("six", "1", "photo 7")
     assert stub.ModelInfer(infer_request(), timeout=60).id == ""
 
 
-def test_large_messages_and_long_answers_are_made_in_threads(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_large_messages_are_parsed_and_long_answers_built_in_threads(monkeypatch: pytest.MonkeyPatch) -> None:
     """Parsing 32 MB takes 50 ms, which should not delay other callers."""
     threads: dict[tuple[str, bool], int] = {}
 
@@ -172,7 +172,7 @@ def test_large_messages_and_long_answers_are_made_in_threads(monkeypatch: pytest
     assert len(threads) == 4
 
 
-def test_64_images_are_taken(stub) -> None:
+def test_64_images_are_accepted(stub) -> None:
     images = [png(28 + n % 5, 30, seed=n) for n in range(64)]
     same(scores_in(stub.ModelInfer(infer_request(images), timeout=60)), alone(images, "center"))
 
@@ -199,7 +199,7 @@ class HeldSession(FakeSession):
         return super().compute(staged)
 
 
-def test_a_request_of_many_images_is_let_in_whole_or_not_at_all() -> None:
+def test_a_request_with_many_images_is_admitted_entirely_or_not_at_all() -> None:
     session = HeldSession()
     queue = QueueOptions(max_views=3)
     with running_server(queue=queue, six=session) as server, grpc.insecure_channel(server.address) as channel:
@@ -229,7 +229,7 @@ class Referable:
 
 
 @pytest.mark.parametrize("streamed", [False, True])
-def test_a_request_whose_answer_waits_is_kept_once_as_its_images(streamed: bool) -> None:
+def test_an_unanswered_request_is_held_only_as_its_images(streamed: bool) -> None:
     """The message holds a second copy of them."""
     session = HeldSession()
     context = SimpleNamespace(time_remaining=lambda: None, peer=lambda: "me")
@@ -279,7 +279,7 @@ def test_the_bytes_of_all_images_of_a_request_count_together() -> None:
         assert first.result()
 
 
-def test_what_has_not_begun_when_the_timeout_is_over_is_never_computed() -> None:
+def test_an_image_not_started_before_its_timeout_is_never_computed() -> None:
     session = HeldSession()
     with running_server(six=session) as server, grpc.insecure_channel(server.address) as channel:
         stub = pb_grpc.GRPCInferenceServiceStub(channel)
@@ -292,7 +292,7 @@ def test_what_has_not_begun_when_the_timeout_is_over_is_never_computed() -> None
     assert len(session.calls) == 1
 
 
-def test_the_methods_that_triton_has_and_we_have_not_say_why(channel) -> None:
+def test_unsupported_methods_of_triton_explain_why(channel) -> None:
     assert len(UNIMPLEMENTED_METHODS) == 10
     for name, text in UNIMPLEMENTED_METHODS.items():
         with pytest.raises(grpc.RpcError) as refused:
@@ -300,7 +300,7 @@ def test_the_methods_that_triton_has_and_we_have_not_say_why(channel) -> None:
         assert (refused.value.code(), refused.value.details()) == (grpc.StatusCode.UNIMPLEMENTED, text)
 
 
-def test_metadata_and_configuration_tell_the_same_of_a_model(stub) -> None:
+def test_metadata_and_configuration_of_a_model_agree(stub) -> None:
     metadata = stub.ModelMetadata(pb.ModelMetadataRequest(name="three", version="1"), timeout=60)
     config = stub.ModelConfig(pb.ModelConfigRequest(name="three"), timeout=60).config
     assert (metadata.name, list(metadata.versions), metadata.platform) == ("three", ["1"], "prelunet_onnx")
@@ -333,7 +333,7 @@ def test_the_server_is_live_and_ready_and_lists_its_models(stub) -> None:
     ]
 
 
-def test_a_server_that_takes_no_new_work_and_its_models_are_not_ready_but_live() -> None:
+def test_a_server_that_accepts_no_new_work_is_live_but_not_ready() -> None:
     state = {"ready": True}
     with running_server(six=FakeSession()) as server:
         servicer = InferenceServicer(server.models, lambda: state["ready"])
@@ -389,7 +389,7 @@ def test_statistics_count_every_image_once() -> None:
         assert [model.name for model in every] == ["six", "three"]
 
 
-def test_a_stream_answers_in_the_order_of_its_requests_and_goes_on_after_an_error(stub) -> None:
+def test_a_stream_answers_in_order_and_continues_after_an_error(stub) -> None:
     requests = [infer_request([image], id=str(place)) for place, image in enumerate(IMAGES * 20)]
     requests[7].raw_input_contents[0] = raw([b"no image"])
     requests[9].model_name = "nine"
@@ -406,7 +406,7 @@ def test_a_stream_answers_in_the_order_of_its_requests_and_goes_on_after_an_erro
             assert answer.infer_response.parameters["triton_final_response"].bool_param
 
 
-def test_what_waits_of_a_stream_is_dropped_when_its_caller_leaves() -> None:
+def test_waiting_requests_of_a_stream_are_dropped_when_its_caller_leaves() -> None:
     session = HeldSession()
     with running_server(six=session) as server, grpc.insecure_channel(server.address) as channel:
         stub = pb_grpc.GRPCInferenceServiceStub(channel)

@@ -69,7 +69,7 @@ def same(actual: Any, expected: np.ndarray) -> None:
 
 
 @needs_triton
-def test_every_message_and_method_of_ours_is_as_the_client_has_it(results) -> None:
+def test_our_messages_and_methods_are_those_of_tritonclient(results) -> None:
     theirs = results["protocol"]
     ours: dict[str, Any] = {}
     for descriptor in pb.DESCRIPTOR.message_types_by_name.values():
@@ -114,7 +114,7 @@ def test_tritonclient_gets_the_best_classes(results, scores, client: str) -> Non
 
 
 @needs_triton
-def test_tritonclient_gets_answers_over_callbacks_and_over_a_stream(results, scores) -> None:
+def test_tritonclient_gets_answers_with_callbacks_and_streams(results, scores) -> None:
     assert results["sync"]["async errors"] == []
     *good, bad = results["sync"]["stream"]
     assert [name for name, *_ in good] == ["0", "1", "2"]
@@ -123,7 +123,7 @@ def test_tritonclient_gets_answers_over_callbacks_and_over_a_stream(results, sco
 
 
 @needs_triton
-def test_tritonclient_of_asyncio_gets_the_scores_of_the_model(results, scores) -> None:
+def test_tritonclients_asyncio_client_gets_the_scores_of_the_model(results, scores) -> None:
     assert results["aio"]["ready"] == [True, True]
     same(results["aio"]["scores"], scores)
     same([row for row, _ in results["aio"]["stream"]], scores)
@@ -143,13 +143,13 @@ def test_tritonclient_of_asyncio_gets_the_scores_of_the_model(results, scores) -
         ("no time", "DEADLINE_EXCEEDED", ""),
     ],
 )
-def test_tritonclient_is_told_what_was_wrong(results, call: str, status: str, text: str) -> None:
+def test_tritonclient_gets_errors_that_explain(results, call: str, status: str, text: str) -> None:
     code, message = results["sync"][call]
     assert (code, text in message) == (f"StatusCode.{status}", True), message
 
 
 @needs_triton
-def test_tritonclient_is_told_of_server_and_models(results) -> None:
+def test_tritonclient_gets_descriptions_of_server_and_models(results) -> None:
     of_server = results["sync"]["of server"]
     assert (of_server["live"], of_server["ready"], of_server["model ready"]) == (True, True, [True, False, False])
     assert of_server["server"]["name"] == "prelunet"
@@ -170,7 +170,7 @@ def test_tritonclient_is_told_of_server_and_models(results) -> None:
 
 
 @needs_triton
-def test_our_client_and_tritonclient_live_in_one_process() -> None:
+def test_our_client_and_tritonclient_can_be_imported_together() -> None:
     program = [sys.executable, "-c", "import prelunet.evaluator.client, tritonclient.grpc, tritonclient.grpc.aio"]
     done = subprocess.run(program, capture_output=True, text=True, timeout=120, check=False)
     assert done.returncode == 0, done.stderr
@@ -194,7 +194,7 @@ def quickstart(tmp_path: Path) -> Iterator[tuple[Path, str]]:
 
 
 @needs_triton
-def test_every_example_of_the_page_runs_after_the_first(quickstart: tuple[Path, str]) -> None:
+def test_every_example_of_the_page_runs(quickstart: tuple[Path, str]) -> None:
     folder, address = quickstart
     first, *others = [example.replace("127.0.0.1:50051", address) for example in examples("python")]
 
@@ -217,7 +217,7 @@ def test_every_example_of_the_page_runs_after_the_first(quickstart: tuple[Path, 
 
 
 @needs_buf
-def test_the_commands_of_the_page_with_buf_run(quickstart: tuple[Path, str]) -> None:
+def test_the_buf_commands_of_the_page_run(quickstart: tuple[Path, str]) -> None:
     folder, address = quickstart
     (commands,) = [block for block in examples("sh") if "buf curl" in block]
     commands = re.sub(r"\bbuf curl", f"{BUF} curl", commands.replace("127.0.0.1:50051", address))
@@ -255,5 +255,5 @@ def test_buf_curl_classifies_over_both_protocols_by_reflection(server: RunningSe
 
 
 @needs_buf
-def test_the_proto_files_keep_the_rules_of_buf() -> None:
+def test_the_proto_files_pass_buf_lint() -> None:
     assert buf("lint", str(ROOT / "proto")) == ""

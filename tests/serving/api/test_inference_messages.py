@@ -49,14 +49,14 @@ def test_statistics_are_in_nanoseconds_and_each_in_its_field() -> None:
     }
 
 
-def test_a_caller_has_the_time_of_the_call_or_of_the_request_whichever_is_shorter() -> None:
+def test_the_deadline_is_that_of_the_call_or_of_the_request_whichever_is_earlier() -> None:
     for call, seconds, left in [(None, 5, 5), (9, 5, 5), (2, 5, 2)]:
         caller = Caller("me", None if call is None else time.monotonic() + call, "id").with_timeout(seconds)
         assert left - 1 < caller.remaining() <= left
         assert (caller.client, caller.request_id) == ("me", "id")
 
 
-def test_answers_in_order_wait_for_the_first_and_read_no_further_than_they_may() -> None:
+def test_answers_in_order_wait_for_the_first_and_reading_stops_at_the_limit() -> None:
     async def scenario() -> None:
         read, begun = [], []
         events = [asyncio.Event() for _ in range(9)]
@@ -84,7 +84,7 @@ def test_answers_in_order_wait_for_the_first_and_read_no_further_than_they_may()
     asyncio.run(scenario())
 
 
-def test_answers_in_order_are_all_given_before_an_error_of_reading_and_dropped_when_nobody_wants_them() -> None:
+def test_answers_in_order_precede_an_error_of_reading_and_are_cancelled_on_close() -> None:
     async def scenario() -> None:
         cancelled = []
 
@@ -151,7 +151,7 @@ def test_answers_in_order_are_all_given_before_an_error_of_reading_and_dropped_w
     ],
     ids=lambda value: str(value)[:40],
 )
-def test_a_wrong_request_is_told_what_is_wrong_with_it(changes: dict, text: str) -> None:
+def test_an_invalid_request_is_explained(changes: dict, text: str) -> None:
     with pytest.raises((UsageError, ImageError)) as refused:
         parse_request(infer_request(**changes), fake_contract())
     assert text in str(refused.value)
@@ -168,7 +168,7 @@ def test_a_wrong_request_is_told_what_is_wrong_with_it(changes: dict, text: str)
     ],
     ids=["input", "datatype", "output", "parameter", "parameter that is not offered"],
 )
-def test_a_long_text_of_a_caller_leaves_room_for_what_is_wrong_with_it(changes: dict) -> None:
+def test_long_text_from_a_caller_is_truncated_in_the_error(changes: dict) -> None:
     with pytest.raises(UsageError) as refused:
         parse_request(infer_request(**changes), fake_contract())
     assert "nnn…'" in str(refused.value)
@@ -176,7 +176,7 @@ def test_a_long_text_of_a_caller_leaves_room_for_what_is_wrong_with_it(changes: 
 
 
 @given(st.lists(st.binary(max_size=300), min_size=1, max_size=64))
-def test_raw_contents_are_taken_apart_as_they_were_put_together(images: list[bytes]) -> None:
+def test_raw_contents_are_split_into_their_images(images: list[bytes]) -> None:
     assert parse_request(infer_request(images), fake_contract()).images == tuple(images)
 
 
@@ -187,7 +187,7 @@ MESSAGE = infer_request(
 
 @settings(max_examples=500, deadline=None)
 @given(st.lists(st.tuples(st.integers(0, len(MESSAGE)), st.integers(0, 3), st.binary(max_size=3)), max_size=6))
-def test_a_damaged_message_is_a_request_or_the_callers_fault(damages: list[tuple[int, int, bytes]]) -> None:
+def test_a_damaged_message_is_parsed_or_refused_with_a_usage_error(damages: list[tuple[int, int, bytes]]) -> None:
     data = bytearray(MESSAGE)
     for place, removed, put in damages:
         data[place : place + removed] = put
@@ -209,7 +209,7 @@ def test_a_parameter_without_a_value_is_refused() -> None:
         parse_request(request, fake_contract())
 
 
-def test_unsigned_numbers_are_taken_as_numbers() -> None:
+def test_unsigned_parameters_are_accepted_as_integers() -> None:
     request = infer_request(outputs=[scores_output()])
     request.parameters["timeout"].uint64_param = 2_500_000
     request.outputs[0].parameters["classification"].uint64_param = 2

@@ -130,7 +130,7 @@ def failure(call, *arguments, **options) -> grpc.RpcError:
 
 
 @pytest.mark.parametrize("kind", [*ERROR_STATUSES, PreluNetError, RuntimeError], ids=lambda kind: kind.__name__)
-def test_an_error_becomes_its_status_whether_the_method_answers_once_or_often(kind: type[Exception]) -> None:
+def test_an_error_becomes_its_status_in_unary_and_streaming_methods(kind: type[Exception]) -> None:
     with served() as server:
         server.toy.planted["bad"] = kind("planted")
         statuses = [
@@ -146,7 +146,7 @@ def test_an_error_becomes_its_status_whether_the_method_answers_once_or_often(ki
             eventually(lambda method=method: server.ended(expected, method) == 1)
 
 
-def test_a_status_that_a_method_sets_by_itself_stands() -> None:
+def test_a_status_set_by_a_method_is_kept() -> None:
     with served() as server:
         status = failure(server.stub.ListModels, pb.ListModelsRequest())
         assert (status.code().name, status.details()) == ("PERMISSION_DENIED", "the servicer's own")
@@ -155,7 +155,7 @@ def test_a_status_that_a_method_sets_by_itself_stands() -> None:
         eventually(lambda: server.ended("DATA_LOSS", f"{SERVICE}/GetModel") == 1)
 
 
-def test_a_method_may_give_its_answers_or_send_them_itself() -> None:
+def test_a_streaming_method_may_yield_its_answers_or_write_them() -> None:
     with served() as server:
         streamed = [pb.ClassifyStreamRequest(id=name, request=request(name)) for name in ("a", "b")]
         assert [each.response.model.name for each in server.stub.ClassifyStream(iter(streamed))] == ["a", "b"]
@@ -164,7 +164,7 @@ def test_a_method_may_give_its_answers_or_send_them_itself() -> None:
 
 @pytest.mark.parametrize("leaves", [True, False], ids=["left", "out of time"])
 @pytest.mark.parametrize("streamed", [True, False])
-def test_a_caller_who_goes_away_leaves_a_status_and_no_error_in_the_log(caplog, leaves: bool, streamed: bool) -> None:
+def test_a_caller_that_leaves_or_times_out_is_counted_and_logs_no_error(caplog, leaves: bool, streamed: bool) -> None:
     caplog.set_level(logging.INFO)
     with served() as server:
         timeout = 60 if leaves else 1
@@ -185,7 +185,7 @@ def test_a_caller_who_goes_away_leaves_a_status_and_no_error_in_the_log(caplog, 
 
 
 @pytest.mark.parametrize("gone", [asyncio.CancelledError(), grpc.aio.InternalError("the write failed")], ids=repr)
-def test_a_generator_is_closed_before_the_call_of_a_reader_who_has_left_ends(gone: BaseException) -> None:
+def test_the_generator_of_answers_is_closed_before_an_abandoned_call_ends(gone: BaseException) -> None:
     closed = []
 
     async def answers(_request: bytes, _context: object) -> AsyncIterator[bytes]:
@@ -235,14 +235,14 @@ def test_a_generator_is_closed_before_the_call_of_a_reader_who_has_left_ends(gon
         (10, 0.3, "CANCELLED"),
     ],
 )
-def test_whether_a_caller_gave_up_or_ran_out_of_time_is_told_from_the_time_that_is_left(
+def test_the_remaining_time_distinguishes_a_cancelled_call_from_an_expired_one(
     elapsed: float, remaining: float | None, status: str
 ) -> None:
     call = Call(CLASSIFY, "id", begun=time.monotonic() - elapsed)
     assert _disconnect_status(call, SimpleNamespace(time_remaining=lambda: remaining)) == status
 
 
-def test_calls_beyond_the_limit_are_refused_at_once_and_exactly_those() -> None:
+def test_exactly_the_calls_above_the_limit_are_refused() -> None:
     with served(limit=4) as server, ThreadPoolExecutor(7) as pool:
         calls = [pool.submit(server.stub.Classify, request("wait"), timeout=30) for _ in range(7)]
         eventually(lambda: sum(call.done() for call in calls) == 3)  # no other call ends before the gate opens
@@ -260,7 +260,7 @@ def test_calls_beyond_the_limit_are_refused_at_once_and_exactly_those() -> None:
         assert server.value("prelunet_refusals_total", model="", reason="calls") == 3
 
 
-def test_a_call_too_many_is_refused_before_its_message_is_read() -> None:
+def test_a_call_above_the_limit_is_refused_before_its_message_is_read() -> None:
     with served(limit=1) as server:
         first = server.stub.Classify.future(request("wait"))
         eventually(lambda: server.toy.waiting == 1)
@@ -282,7 +282,7 @@ def test_a_call_too_many_is_refused_before_its_message_is_read() -> None:
         assert first.result(30).model.name == "wait"
 
 
-def test_a_call_is_in_flight_from_before_its_message_has_come_until_its_caller_has_left() -> None:
+def test_a_call_is_in_flight_before_its_message_arrives_and_until_its_caller_leaves() -> None:
     with served() as server:
         sent = threading.Event()
 
@@ -299,7 +299,7 @@ def test_a_call_is_in_flight_from_before_its_message_has_come_until_its_caller_h
         assert server.ended("CANCELLED") == 1
 
 
-def test_a_message_above_the_limit_and_one_that_is_none_end_their_call_and_no_other() -> None:
+def test_a_message_that_is_too_large_or_malformed_ends_only_its_own_call() -> None:
     with served() as server:
         too_large = failure(server.stub.Classify, pb.ClassifyRequest(image=bytes(5 * 2**20)))  # gRPC's own limit: 4 MiB
         assert too_large.code() == grpc.StatusCode.RESOURCE_EXHAUSTED
@@ -310,7 +310,7 @@ def test_a_message_above_the_limit_and_one_that_is_none_end_their_call_and_no_ot
 
 
 @pytest.mark.parametrize(("scales", "decoded"), [(8000, True), (40_000, False)])
-def test_a_message_of_very_many_parts_is_refused_before_it_is_decoded(scales: int, decoded: bool) -> None:
+def test_a_message_with_too_many_parts_is_refused_before_it_is_decoded(scales: int, decoded: bool) -> None:
     data = pb.ClassifyRequest(scales=[100] * scales).SerializeToString()
     sizes: list[int] = []
 
@@ -330,7 +330,7 @@ def test_a_message_of_very_many_parts_is_refused_before_it_is_decoded(scales: in
     assert bool(context.refusals) is not decoded
 
 
-def test_a_caller_who_leaves_before_the_message_is_not_taken_for_one_who_sent_none() -> None:
+def test_a_caller_that_leaves_before_its_message_counts_as_cancelled() -> None:
     """Reading ends first; gRPC cancels the call in a later iteration of the event loop."""
 
     async def classify(_request: bytes, _context: object) -> bytes:
@@ -350,7 +350,7 @@ def test_a_caller_who_leaves_before_the_message_is_not_taken_for_one_who_sent_no
     asyncio.run(scenario())
 
 
-def test_nobody_but_its_method_keeps_a_message() -> None:
+def test_only_the_method_holds_a_message() -> None:
     """It may have 64 MB, and wait for seconds."""
     kept = []
 
@@ -400,7 +400,7 @@ class FakeContext:
 
 
 @pytest.mark.parametrize("method", ["Check", "Watch"])
-def test_rubbish_for_health_is_the_callers_fault_and_leaves_nothing_in_the_log(caplog, method: str) -> None:
+def test_a_malformed_health_request_is_an_invalid_argument_and_logs_nothing(caplog, method: str) -> None:
     with served() as server:
         path = f"/grpc.health.v1.Health/{method}"
         call = server.channel.unary_unary(path) if method == "Check" else server.channel.unary_stream(path)
@@ -408,7 +408,7 @@ def test_rubbish_for_health_is_the_callers_fault_and_leaves_nothing_in_the_log(c
     assert caplog.records == []
 
 
-def test_methods_that_there_are_not_share_one_label() -> None:
+def test_unknown_methods_share_one_label() -> None:
     with served() as server:
         paths = [f"/{SERVICE}/Nothing{number}" for number in range(20)]
         paths += [f"/nobody.v{number}/Nothing" for number in range(20)]
@@ -433,14 +433,14 @@ def test_methods_that_there_are_not_share_one_label() -> None:
         assert methods == {"unknown"}
 
 
-def test_a_path_that_is_no_text_is_refused_and_the_next_call_works() -> None:
+def test_a_path_that_is_not_text_is_refused_and_the_next_call_works() -> None:
     with served() as server:
         for path in (b"/\xff\xfe/Nothing", b"/prelunet.v1.PreluNetService/\x80"):
             failure(server.channel.unary_unary(path), b"")
             assert server.stub.Classify(request("next")).model.name == "next"
 
 
-def test_metrics_count_calls_by_method_and_status_and_their_seconds_and_leave_health_out() -> None:
+def test_metrics_count_calls_by_method_and_status_without_health() -> None:
     with served() as server:
         server.toy.planted["bad"] = ImageError("planted")
         for name in ("a", "b", "bad"):
@@ -463,7 +463,7 @@ def test_metrics_count_calls_by_method_and_status_and_their_seconds_and_leave_he
         assert counted == 4
 
 
-def test_every_call_has_one_line_in_the_log_that_says_how_it_ended(caplog) -> None:
+def test_every_call_has_one_log_line_with_its_status(caplog) -> None:
     caplog.set_level(logging.INFO)
     sent = [pb.ClassifyStreamRequest(id=name, request=request(name)) for name in ("a", "b")]
     with served() as server:
@@ -507,7 +507,7 @@ def held() -> Iterator[Callable[[], Iterator[bytes]]]:
         done.set()
 
 
-def test_a_call_whose_message_never_comes_ends_and_gives_its_place_back() -> None:
+def test_a_call_whose_message_never_arrives_ends() -> None:
     with served(limit=1, message_timeout=0.2) as server, held() as nothing:
         silent = server.channel.stream_unary(f"/{CLASSIFY}").future(nothing(), timeout=60)
         assert silent.code() == grpc.StatusCode.DEADLINE_EXCEEDED
@@ -546,7 +546,7 @@ def ends_for_want_of_a_message(stream: Any, server: RunningServer, stub: pb_grpc
 
 
 @pytest.mark.parametrize("method", STREAMS)
-def test_a_stream_whose_first_message_never_comes_ends_and_gives_its_place_back(method: str) -> None:
+def test_a_stream_whose_first_message_never_arrives_ends(method: str) -> None:
     with served_stream(method, FakeSession(), message_timeout=1.0) as (stream, server, stub):
         assert failure(stub.ListModels, pb.ListModelsRequest()).code() == grpc.StatusCode.RESOURCE_EXHAUSTED
         text = ends_for_want_of_a_message(stream, server, stub)
@@ -570,7 +570,7 @@ def messages_of(method: str) -> list[bytes]:
 
 
 @pytest.mark.parametrize("method", STREAMS)
-def test_a_stream_that_is_idle_after_its_answers_ends_but_not_while_one_is_awaited(method: str) -> None:
+def test_an_idle_stream_ends_but_not_while_an_answer_is_pending(method: str) -> None:
     session = GatedSession()
     with served_stream(method, session, messages_of(method), stream_idle_timeout=0.5) as (stream, server, stub):
         assert session.entered.wait(30)
@@ -584,7 +584,7 @@ def test_a_stream_that_is_idle_after_its_answers_ends_but_not_while_one_is_await
 
 
 @pytest.mark.parametrize("last", ["idle", "reads no further"])
-def test_the_time_for_a_message_counts_only_while_the_server_waits_and_none_is_in_progress(last: str) -> None:
+def test_the_message_timeout_runs_only_while_the_server_waits_and_no_message_is_in_progress(last: str) -> None:
     """The clock advances only when the test moves it."""
     clock = 0.0
 
@@ -641,7 +641,7 @@ def test_the_time_for_a_message_counts_only_while_the_server_waits_and_none_is_i
     asyncio.run(scenario())
 
 
-def test_the_time_in_which_a_message_comes_is_not_that_in_which_it_is_answered() -> None:
+def test_the_message_timeout_does_not_limit_the_time_to_answer() -> None:
     with served(message_timeout=0.2) as server:
         slow = server.stub.Classify.future(request("wait"), timeout=60)
         eventually(lambda: server.toy.waiting == 1)
@@ -650,7 +650,7 @@ def test_the_time_in_which_a_message_comes_is_not_that_in_which_it_is_answered()
         assert slow.result(30).model.name == "wait"
 
 
-def test_a_call_that_sends_half_a_message_ends_and_gives_its_place_back() -> None:
+def test_a_call_that_sends_half_a_message_ends() -> None:
     half = bytes([0]) + (100).to_bytes(4, "big") + request("half").SerializeToString()
 
     async def scenario(address: str, count: Callable[[], float]) -> None:
@@ -665,7 +665,7 @@ def test_a_call_that_sends_half_a_message_ends_and_gives_its_place_back() -> Non
 
 
 @pytest.mark.parametrize("method", [CLASSIFY, f"{SERVICE}/GetModel"])
-def test_a_call_that_ends_without_a_message_is_told_so(method: str) -> None:
+def test_a_call_without_a_message_is_an_invalid_argument(method: str) -> None:
     with served(limit=1) as server:
         empty = server.channel.stream_unary(f"/{method}").future(iter(()), timeout=30)
         assert (empty.code(), "this call has no message" in empty.details()) == (grpc.StatusCode.INVALID_ARGUMENT, True)
@@ -674,7 +674,7 @@ def test_a_call_that_ends_without_a_message_is_told_so(method: str) -> None:
         assert server.ended("INVALID_ARGUMENT", method) == 1
 
 
-def test_of_a_call_of_one_message_the_first_is_answered_and_no_other_is_read() -> None:
+def test_only_the_first_message_of_a_unary_call_is_read() -> None:
     with served(limit=1) as server:
         sent = [request("first").SerializeToString(), b"\xff\xff", *[bytes(2**20)] * 20]
         call = server.channel.stream_unary(f"/{CLASSIFY}").future(iter(sent), timeout=30)
@@ -684,7 +684,7 @@ def test_of_a_call_of_one_message_the_first_is_answered_and_no_other_is_read() -
         assert server.stub.Classify(request("next"), timeout=30).model.name == "next"
 
 
-def test_a_connection_whose_calls_never_send_anything_leaves_places_to_others() -> None:
+def test_silent_calls_of_one_connection_do_not_lock_out_others() -> None:
     limits = ServerLimits(max_calls=4, max_streams=2)
     with (
         running_server(server_limits=limits, fake=FakeSession()) as server,
@@ -700,11 +700,11 @@ def test_a_connection_whose_calls_never_send_anything_leaves_places_to_others() 
             call.cancel()
 
 
-def test_by_default_no_connection_can_have_more_than_half_of_the_places() -> None:
+def test_by_default_a_connection_has_at_most_half_of_the_calls_in_flight() -> None:
     assert 2 * ServerLimits.max_streams <= ServerLimits.max_calls
 
 
-def test_probes_take_no_other_calls_place() -> None:
+def test_probes_do_not_count_as_calls_in_flight() -> None:
     calls = CallsInFlight(1)
 
     async def scenario() -> None:

@@ -56,7 +56,7 @@ GOOD: dict[str, Message] = {
 
 
 @pytest.mark.parametrize("name", GOOD)
-def test_the_bound_is_the_number_of_parts_and_not_one_less(name: str) -> None:
+def test_a_message_exceeds_every_limit_below_its_number_of_parts(name: str) -> None:
     message = GOOD[name]
     data, count = message.SerializeToString(), parts_in(message)
     assert not exceeds_part_limit(data, message.DESCRIPTOR, count)
@@ -96,14 +96,14 @@ def test_many_parts_of_any_kind_are_counted(name: str) -> None:
     assert exceeds_part_limit(data, kind.DESCRIPTOR, 1000)
 
 
-def test_fields_of_other_proto_files_are_counted_by_what_they_are() -> None:
+def test_unknown_fields_of_fixed_size_are_counted() -> None:
     """Field number 2047, seven times with 4 bytes and seven times with 8."""
     data = b"\xfd\x7fabcd" * 7 + b"\xf9\x7fabcdefgh" * 7
     pb.ClassifyRequest.FromString(data)
     assert [exceeds_part_limit(data, pb.ClassifyRequest.DESCRIPTOR, limit) for limit in (13, 14)] == [True, False]
 
 
-def test_bytes_of_an_unknown_group_hide_nothing_that_comes_behind_it() -> None:
+def test_bytes_of_an_unknown_group_do_not_hide_later_fields() -> None:
     """Bytes inside the group look like a field `inputs` that extends far beyond it."""
     looks_longer = b"\x2a\x03" + b"\x12\xff\x7f"  # 3 bytes of field 5 that declare a field of 16383 bytes
     data = b"\xfb\x7f" + looks_longer + b"\xfc\x7f" + b"\x2a\x00" * 2000
@@ -122,13 +122,13 @@ def test_bytes_of_an_unknown_group_hide_nothing_that_comes_behind_it() -> None:
     ],
     ids=["a number without end", "another", "a length beyond all", "a tag alone", "a length alone"],
 )
-def test_bytes_that_are_no_message_are_told_by_decoding(data: bytes) -> None:
+def test_malformed_bytes_are_left_to_decoding(data: bytes) -> None:
     exceeds_part_limit(data, INFER, 1000)  # ends soon, with any result
     with pytest.raises(DecodeError):
         oip.ModelInferRequest.FromString(data)
 
 
-def test_whatever_decodes_into_many_inputs_is_counted_as_many() -> None:
+def test_every_message_that_decodes_into_many_inputs_exceeds_the_limit() -> None:
     """Random bytes of valid tags and lengths, before many inputs."""
     chance = random.Random(0)
     pieces = [

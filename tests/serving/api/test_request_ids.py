@@ -91,39 +91,39 @@ BAD = ["", " ", "x" * 129, "a b", "a/b", "a=b", 'a"b', "a,b", "a%0ab", "a{b}"]
 
 
 @pytest.mark.parametrize("given", GOOD, ids=lambda given: given[:20])
-def test_an_id_that_the_caller_gives_is_told_back_and_reaches_the_queue(stub, toy, given: str) -> None:
+def test_the_callers_request_id_is_returned_and_reaches_the_queue(stub, toy, given: str) -> None:
     _, call = stub.Classify.with_call(pb.ClassifyRequest(), metadata=((REQUEST_ID, given),))
     assert request_id_in(call.initial_metadata()) == given
     assert toy.callers[-1].request_id == given
 
 
 @pytest.mark.parametrize("given", BAD, ids=lambda given: ascii(given)[:20])
-def test_an_id_that_might_mean_something_to_a_log_is_ignored_and_a_new_one_made(stub, toy, given: str) -> None:
+def test_an_unsafe_request_id_is_replaced(stub, toy, given: str) -> None:
     _, call = stub.Classify.with_call(pb.ClassifyRequest(), metadata=((REQUEST_ID, given),))
     assert re.fullmatch("[0-9a-f]{16}", request_id_in(call.initial_metadata()))
     assert toy.callers[-1].request_id == request_id_in(call.initial_metadata())
 
 
 @pytest.mark.parametrize("given", ["a\nb", "a\x85b", "ü", "a\u2028b", b"bytes"], ids=ascii)
-def test_an_id_that_no_client_library_would_send_is_ignored_too(given: str | bytes) -> None:
+def test_a_request_id_that_no_client_library_would_send_is_replaced_too(given: str | bytes) -> None:
     assert re.fullmatch("[0-9a-f]{16}", request_id_from([("other", "x"), (REQUEST_ID, given)]))
 
 
-def test_calls_without_an_id_get_one_each_and_of_two_the_first_counts(stub) -> None:
+def test_calls_without_a_request_id_get_a_new_one_each_and_of_two_the_first_counts(stub) -> None:
     created = {request_id_in(stub.Classify.with_call(pb.ClassifyRequest())[1].initial_metadata()) for _ in range(20)}
     assert len(created) == 20
     _, call = stub.Classify.with_call(pb.ClassifyRequest(), metadata=((REQUEST_ID, "one"), (REQUEST_ID, "two")))
     assert request_id_in(call.initial_metadata()) == "one"
 
 
-def test_an_error_tells_the_id_behind_its_status(stub, toy) -> None:
+def test_an_error_has_the_request_id_in_its_trailing_metadata(stub, toy) -> None:
     toy.planted = [ImageError("planted")]
     with pytest.raises(grpc.RpcError) as caught:
         stub.Classify(pb.ClassifyRequest(), metadata=((REQUEST_ID, "mine"),))
     assert request_id_in(caught.value.trailing_metadata()) == "mine"
 
 
-def test_a_stream_tells_the_id_before_its_first_answer_or_behind_its_error(stub, toy) -> None:
+def test_a_stream_has_the_request_id_before_its_first_answer_or_after_its_error(stub, toy) -> None:
     sent = [pb.ClassifyStreamRequest(id="a"), pb.ClassifyStreamRequest(id="b")]
     stream = stub.ClassifyStream(iter(sent), metadata=((REQUEST_ID, "mine"),))
     assert request_id_in(stream.initial_metadata()) == "mine"
@@ -139,7 +139,7 @@ def test_a_stream_tells_the_id_before_its_first_answer_or_behind_its_error(stub,
     assert request_id_in(stream.trailing_metadata()) == "failing"
 
 
-def test_a_refused_call_can_be_tried_again_by_grpc_itself(address: str, toy: Toy) -> None:
+def test_grpc_itself_can_retry_a_refused_call(address: str, toy: Toy) -> None:
     """gRPC does not retry a call once it has received initial metadata, so an error should not send it."""
     policy = {
         "maxAttempts": 3,
@@ -172,7 +172,7 @@ def test_the_caller_is_the_connection_with_its_deadline_and_id(address: str, toy
     assert len({caller.request_id for caller in callers}) == 4
 
 
-def test_the_queue_is_told_of_every_image_who_asks_until_when_and_under_which_id() -> None:
+def test_every_image_reaches_the_queue_with_its_client_deadline_and_request_id() -> None:
     callers: list[Caller] = []
     image = png(40, 57)
     request = pb.ClassifyRequest(image=image, protocol="center")
@@ -204,7 +204,7 @@ def test_the_queue_is_told_of_every_image_who_asks_until_when_and_under_which_id
     assert callers[1].deadline == callers[2].deadline, "the deadline of a stream is that of each image"
 
 
-def test_every_line_that_is_logged_for_a_call_has_its_id_and_method(stub, calls) -> None:
+def test_every_log_line_of_a_call_has_its_request_id_and_method(stub, calls) -> None:
     lines: list[dict] = []
 
     class Kept(logging.Handler):
@@ -227,6 +227,6 @@ def test_every_line_that_is_logged_for_a_call_has_its_id_and_method(stub, calls)
     assert {line["method"] for line in lines} == {"prelunet.v1.PreluNetService/Classify"}
 
 
-def test_outside_of_a_call_there_is_no_call_and_nothing_to_note() -> None:
+def test_outside_of_calls_there_is_no_current_call() -> None:
     record_views("nobody", 1)
     assert current() is None

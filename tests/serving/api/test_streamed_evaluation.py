@@ -72,7 +72,7 @@ def test_the_report_over_the_wire_equals_that_of_validate_on_the_same_folder(exp
     assert json_bytes(report) == json_bytes(expected), "the keys should be in the same order too"
 
 
-def test_images_may_come_in_any_order_and_with_either_kind_of_label() -> None:
+def test_images_may_arrive_in_any_order_with_either_kind_of_label() -> None:
     session = FakeSession()
     images = [pb.LabelledImage(file=f"{n}.png", data=png(31 + n, 40, seed=n), label=n % 6) for n in range(9)]
     by_wnid = [pb.LabelledImage(file=i.file, data=i.data, wnid=f"n{i.label:08}") for i in reversed(images)]
@@ -125,14 +125,16 @@ def stub():
         ([*stream(pb.LabelledImage(file="x\0y", label=1))], "INVALID_ARGUMENT", "not contain a NUL character"),
     ],
 )
-def test_a_bad_evaluation_says_what_is_wrong_and_the_next_one_works(stub, requests, code: str, text: str) -> None:
+def test_a_bad_evaluation_gets_an_error_that_explains_it_and_the_next_one_works(
+    stub, requests, code: str, text: str
+) -> None:
     with pytest.raises(grpc.RpcError, match=text) as caught:
         report_of(stub.Evaluate(iter(requests), timeout=30))
     assert caught.value.code().name == code
     assert report_of(stub.Evaluate(stream(GOOD))).evaluated == 1
 
 
-def test_refused_images_are_counted_with_their_reasons_and_an_evaluation_of_nothing_else_has_no_error(stub) -> None:
+def test_refused_images_are_listed_with_reasons_and_alone_have_no_error_rate(stub) -> None:
     bad = [pb.LabelledImage(file=name, data=data, label=2) for name, data in (("b", b""), ("a", b"text"))]
     report = report_from_message(report_of(stub.Evaluate(stream(*bad))))
     assert (report["images"], report["evaluated"], report["refused"]) == (2, 0, 2)
@@ -144,7 +146,7 @@ def test_refused_images_are_counted_with_their_reasons_and_an_evaluation_of_noth
     jsonschema.validate(report, SCHEMA)
 
 
-def test_two_evaluations_at_once_do_not_mix(stub) -> None:
+def test_concurrent_evaluations_do_not_mix(stub) -> None:
     streams = [[pb.LabelledImage(file=f"{n}", data=png(40, 50 + n, n), label=m) for n in range(20)] for m in (1, 4)]
     alone = [report_of(stub.Evaluate(stream(*images))) for images in streams]
     with ThreadPoolExecutor(2) as pool:
@@ -195,7 +197,7 @@ def test_the_server_reads_no_faster_than_it_classifies(monkeypatch: pytest.Monke
     assert MAX_IN_FLIGHT // 2 < most_ahead <= MAX_IN_FLIGHT
 
 
-def test_an_error_of_the_client_s_iterator_ends_the_evaluation() -> None:
+def test_an_error_of_the_iterator_of_images_ends_the_evaluation() -> None:
     def failing() -> Iterator[LabelledImage]:
         yield from labelled(1)
         raise DatasetError("b: the label is missing")
@@ -239,7 +241,7 @@ def test_progress_has_no_error_before_an_image_was_evaluated(monkeypatch: pytest
     assert (message.images, message.refused, message.HasField("top1_error")) == (1, 1, False)
 
 
-def test_progress_is_told_at_most_once_a_second_and_a_short_evaluation_tells_none(
+def test_progress_is_reported_at_most_once_a_second_and_not_in_a_short_evaluation(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     clock = count(step=0.3)  # seconds; each reading of the clock is 0.3 s after the last
@@ -253,7 +255,7 @@ def test_progress_is_told_at_most_once_a_second_and_a_short_evaluation_tells_non
     assert reports == []
 
 
-def test_a_client_that_reads_no_progress_holds_up_one_image_and_not_the_others(
+def test_a_client_that_reads_no_progress_delays_only_one_image(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(evaluation, "PROGRESS_INTERVAL", 0)
@@ -283,7 +285,7 @@ def test_a_client_that_reads_no_progress_holds_up_one_image_and_not_the_others(
     assert report["evaluated"] == 3 * MAX_IN_FLIGHT
 
 
-def test_a_client_gets_progress_on_the_way_and_the_report_at_the_end(stub, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_client_gets_progress_and_then_the_report(stub, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(evaluation, "PROGRESS_INTERVAL", 0)
     images = [pb.LabelledImage(file=f"{n}", data=png(40, 50 + n, n), label=1) for n in range(20)]
     responses = list(stub.Evaluate(stream(*images)))
@@ -293,7 +295,7 @@ def test_a_client_gets_progress_on_the_way_and_the_report_at_the_end(stub, monke
     assert all(response.progress.seconds > 0 for response in responses[:-1])
 
 
-def test_an_evaluation_waits_at_the_door_where_a_call_of_its_own_is_refused() -> None:
+def test_an_evaluation_waits_for_admission_when_a_separate_call_is_refused() -> None:
     images = [pb.LabelledImage(file=f"{n}", data=png(40, 50 + n, n), label=1) for n in range(40)]
     session = GatedSession()
     with (
@@ -314,7 +316,7 @@ def test_an_evaluation_waits_at_the_door_where_a_call_of_its_own_is_refused() ->
 
 
 @pytest.mark.parametrize("images", [3, 4])
-def test_an_evaluation_of_more_images_than_one_may_have_is_refused(images: int) -> None:
+def test_an_evaluation_with_too_many_images_is_refused(images: int) -> None:
     with classifier_of(FakeSession()) as classifier:
         protocol = build_protocol("center", classifier.session.contract)
         evaluation_ = evaluate(classifier, protocol, "few", one_by_one(labelled(images)), max_images=3)
@@ -326,7 +328,7 @@ def test_an_evaluation_of_more_images_than_one_may_have_is_refused(images: int) 
         assert classifier._admission.images == 0
 
 
-def test_an_evaluation_that_its_client_leaves_is_not_computed() -> None:
+def test_an_abandoned_evaluation_is_not_computed() -> None:
     session = GatedSession()
     images = [pb.LabelledImage(file=f"{n}", data=png(40, 57, n), label=1) for n in range(5)]
     with running_server(fake=session) as server, grpc.insecure_channel(server.address) as channel:
@@ -343,14 +345,14 @@ def test_an_evaluation_that_its_client_leaves_is_not_computed() -> None:
     assert {shape[1] for shape in session.calls} == {29, 43}, "41, the evaluation's scale, should not be computed"
 
 
-def test_an_evaluation_with_a_message_above_the_limit_fails_instead_of_reporting_on_the_rest(stub) -> None:
+def test_an_evaluation_with_a_message_above_the_limit_fails(stub) -> None:
     huge = pb.LabelledImage(file="b", data=bytes(65 * 2**20), label=1)
     with pytest.raises(grpc.RpcError, match="larger than max") as caught:
         list(stub.Evaluate(stream(GOOD, huge), timeout=60))
     assert caught.value.code() == grpc.StatusCode.RESOURCE_EXHAUSTED
 
 
-def test_the_message_has_the_fields_of_the_published_schema_in_their_order() -> None:
+def test_the_report_message_has_the_fields_of_the_schema_in_order() -> None:
     def fields(message: Descriptor) -> list:
         return [(field.name, inner(field.message_type)) for field in message.fields]
 
@@ -371,7 +373,7 @@ def test_the_message_has_the_fields_of_the_published_schema_in_their_order() -> 
     assert fields(pb.Report.DESCRIPTOR) == properties(SCHEMA)
 
 
-def test_a_report_survives_the_way_there_and_back_with_its_nulls_and_all_its_digits() -> None:
+def test_a_report_survives_conversion_to_a_message_and_back_exactly() -> None:
     contract = fake_contract(classes=4)
     same = tuple(ClassEntry(entry.wnid, "crane") for entry in contract.classes[:2])
     session = FakeSession(replace(contract, classes=(*same, *contract.classes[2:])))
@@ -399,7 +401,7 @@ def test_a_report_survives_the_way_there_and_back_with_its_nulls_and_all_its_dig
     [("{:06}", "no image", MAX_LISTED_REFUSALS), ("{:06}" + "ü" * 1018, "x" * 51, 2**20 // (6 + 2 * 1018 + 51))],
     ids=["many", "long"],
 )
-def test_a_message_lists_the_first_refused_images_and_counts_all(name: str, reason: str, listed: int) -> None:
+def test_a_report_message_lists_the_first_refused_images_and_counts_all(name: str, reason: str, listed: int) -> None:
     """A report with a million refusals, or with long names, would exceed every client's message limit."""
     protocol = build_protocol("center", fake_contract())
     predictions = [Prediction(name.format(n), 1, refused=reason) for n in range(3 * MAX_LISTED_REFUSALS)]

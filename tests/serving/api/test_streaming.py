@@ -86,7 +86,7 @@ async def settled() -> None:
         await asyncio.sleep(0)
 
 
-def test_answers_come_as_they_are_ready_and_not_in_the_order_of_the_requests() -> None:
+def test_answers_are_sent_when_ready_and_not_in_the_order_of_the_requests() -> None:
     async def scenario() -> list[str]:
         answerer, reader = Answerer(waits=True), Reader()
         stream = asyncio.create_task(
@@ -103,7 +103,7 @@ def test_answers_come_as_they_are_ready_and_not_in_the_order_of_the_requests() -
 
 
 @pytest.mark.parametrize("stuck", ["classifying", "reading"])
-def test_no_more_is_read_while_as_many_as_a_stream_may_hold_are_unanswered(stuck: str) -> None:
+def test_reading_stops_at_the_limit_of_unanswered_requests(stuck: str) -> None:
     pulled = 0
 
     def pulling() -> Iterator[pb.ClassifyStreamRequest]:
@@ -143,11 +143,11 @@ def test_no_more_is_read_while_as_many_as_a_stream_may_hold_are_unanswered(stuck
     ],
     ids=str,
 )
-def test_a_request_takes_places_by_the_size_of_its_answer(fields: dict, slots: int) -> None:
+def test_a_request_takes_slots_by_the_size_of_its_answer(fields: dict, slots: int) -> None:
     assert slots_for(pb.ClassifyRequest(**fields)) == slots
 
 
-def test_no_more_than_four_heat_maps_are_made_while_nobody_reads_them_and_what_follows_waits_its_turn() -> None:
+def test_at_most_four_unread_heat_maps_are_drawn_and_later_requests_wait() -> None:
     """Otherwise a stream would hold 32 of them in memory, which no limit of the queue counts."""
     maps = [f"{n}" for n in range(9)]
     requests = [
@@ -167,7 +167,7 @@ def test_no_more_than_four_heat_maps_are_made_while_nobody_reads_them_and_what_f
     asyncio.run(scenario())
 
 
-def test_the_places_of_a_heat_map_are_free_for_as_many_small_answers_once_it_is_sent() -> None:
+def test_the_slots_of_a_heat_map_serve_as_many_small_answers_once_it_is_sent() -> None:
     small = [f"{n:02}" for n in range(2 * STREAM_SLOTS)]
     requests = [
         pb.ClassifyStreamRequest(id="map", request=pb.ClassifyRequest(model="map", heatmap=True)),
@@ -190,7 +190,7 @@ def test_the_places_of_a_heat_map_are_free_for_as_many_small_answers_once_it_is_
     asyncio.run(scenario())
 
 
-def test_no_more_is_read_while_a_request_waits_before_the_door() -> None:
+def test_reading_stops_while_a_request_waits_for_admission() -> None:
     """Otherwise a stream would hold STREAM_SLOTS images outside the queue, which no limit of the queue counts."""
 
     async def scenario() -> None:
@@ -213,7 +213,7 @@ def test_no_more_is_read_while_a_request_waits_before_the_door() -> None:
     asyncio.run(scenario())
 
 
-def test_a_request_is_not_kept_while_its_answer_waits_or_is_made() -> None:
+def test_a_request_is_not_held_while_its_answer_is_pending() -> None:
     class Asked:
         """A request that allows weak references."""
 
@@ -253,7 +253,7 @@ def test_a_request_is_not_kept_while_its_answer_waits_or_is_made() -> None:
     asyncio.run(scenario())
 
 
-def test_an_image_that_fails_has_an_error_of_its_own_and_the_stream_goes_on(caplog) -> None:
+def test_a_failed_image_gets_its_own_error_and_the_stream_continues(caplog) -> None:
     failures = {"b": ImageError("no image"), "c": RuntimeError("/secret/broken"), "d": Overloaded("full", 2.5)}
 
     async def classify(request: pb.ClassifyRequest, _inside: Callable[[], None]) -> pb.ClassifyResponse:
@@ -283,7 +283,7 @@ def test_an_image_that_fails_has_an_error_of_its_own_and_the_stream_goes_on(capl
         (["a", "a", "z"], "id 'a' is already in use by a request that has no answer yet"),
     ],
 )
-def test_a_request_that_cannot_be_told_from_others_gets_an_error_without_an_id(ids: list[str], text: str) -> None:
+def test_a_request_with_an_invalid_id_gets_an_error_without_an_id(ids: list[str], text: str) -> None:
     async def scenario() -> None:
         answerer, reader = Answerer(waits=True), Reader()
         stream = asyncio.create_task(classify_stream(answerer.classify, one_by_one(numbered(*ids)), reader.send))
@@ -300,13 +300,13 @@ def test_a_request_that_cannot_be_told_from_others_gets_an_error_without_an_id(i
     asyncio.run(scenario())
 
 
-def test_an_id_of_the_greatest_length_is_taken() -> None:
+def test_an_id_of_the_maximum_length_is_accepted() -> None:
     reader = Reader()
     asyncio.run(classify_stream(Answerer().classify, one_by_one(numbered("ü" * MAX_ID_LENGTH)), reader.send))
     assert [(len(answer.id), answer.HasField("response")) for answer in reader.answers] == [(MAX_ID_LENGTH, True)]
 
 
-def test_an_id_may_be_used_again_as_soon_as_its_answer_is_there() -> None:
+def test_an_id_may_be_reused_as_soon_as_its_answer_has_arrived() -> None:
     async def scenario() -> None:
         requests: asyncio.Queue[pb.ClassifyStreamRequest | None] = asyncio.Queue()
         answers: list[pb.ClassifyStreamResponse] = []
@@ -328,7 +328,7 @@ def test_an_id_may_be_used_again_as_soon_as_its_answer_is_there() -> None:
 
 
 @pytest.mark.parametrize("end", ["bad request", "reader gone", "cancelled"])
-def test_the_end_of_a_stream_cancels_all_that_is_unanswered(end: str) -> None:
+def test_the_end_of_a_stream_cancels_all_unanswered_requests(end: str) -> None:
     async def scenario() -> None:
         answerer, bad = Answerer(waits=True), asyncio.Event()
 
@@ -381,7 +381,7 @@ def without_timings(response: pb.ClassifyResponse) -> pb.ClassifyResponse:
     return response
 
 
-def test_every_answer_of_a_stream_is_that_of_a_call_of_its_own(stub) -> None:
+def test_every_answer_of_a_stream_equals_that_of_a_separate_call(stub) -> None:
     all_changes = [
         {},
         {"heatmap": True},
@@ -414,7 +414,7 @@ def test_every_answer_of_a_stream_is_that_of_a_call_of_its_own(stub) -> None:
     ],
     ids=lambda changes: str(changes)[:30],
 )
-def test_an_error_in_a_stream_says_what_a_call_of_its_own_would_have_said(stub, changes: dict) -> None:
+def test_an_error_in_a_stream_equals_that_of_a_separate_call(stub, changes: dict) -> None:
     good = pb.ClassifyRequest(image=IMAGE, model="six", protocol="center")
     bad = pb.ClassifyRequest(**{"image": IMAGE, "model": "six", **changes})
     with pytest.raises(grpc.RpcError) as alone:
@@ -426,7 +426,7 @@ def test_an_error_in_a_stream_says_what_a_call_of_its_own_would_have_said(stub, 
     assert error.reason == reason_for(error_from(alone.value, ""))
 
 
-def test_an_image_too_many_waits_before_the_door_and_all_are_answered_in_their_turn() -> None:
+def test_an_image_above_the_limit_waits_for_admission_and_all_are_answered() -> None:
     session, sent = GatedSession(), queue.SimpleQueue()
     with (
         running_server(queue=QueueOptions(max_views=2), fake=session) as server,
@@ -453,7 +453,7 @@ def test_an_image_too_many_waits_before_the_door_and_all_are_answered_in_their_t
         assert server.metric("prelunet_refusals_total", model="fake", reason="views") == 1, "of the separate call"
 
 
-def test_a_stream_that_its_client_leaves_while_an_image_waits_before_the_door_leaves_nothing_there() -> None:
+def test_an_abandoned_stream_leaves_nothing_waiting_for_admission() -> None:
     session = GatedSession()
     with (
         running_server(queue=QueueOptions(max_views=2), fake=session) as server,
@@ -469,7 +469,7 @@ def test_a_stream_that_its_client_leaves_while_an_image_waits_before_the_door_le
         assert stub.Classify(pb.ClassifyRequest(image=IMAGE, protocol="center")).predictions
 
 
-def test_bytes_that_are_no_message_end_a_stream_and_the_next_call_works(channel, stub) -> None:
+def test_malformed_bytes_end_a_stream_and_the_next_call_works(channel, stub) -> None:
     call = channel.stream_stream(f"/{pb.DESCRIPTOR.services_by_name['PreluNetService'].full_name}/ClassifyStream")
     with pytest.raises(grpc.RpcError, match="cannot be decoded as a message of this method") as caught:
         list(call(iter([b"\xff\xff\xff\xff\x01"]), timeout=30))
@@ -479,7 +479,7 @@ def test_bytes_that_are_no_message_end_a_stream_and_the_next_call_works(channel,
 
 
 @pytest.mark.parametrize("leaves", [True, False], ids=["left", "out of time"])
-def test_a_stream_that_a_client_leaves_or_whose_time_is_over_is_not_computed(leaves: bool) -> None:
+def test_an_abandoned_or_expired_stream_is_not_computed(leaves: bool) -> None:
     session, sent = GatedSession(), queue.SimpleQueue()
     with running_server(fake=session) as server, grpc.insecure_channel(server.address) as channel:
         stub = pb_grpc.PreluNetServiceStub(channel)
@@ -504,7 +504,7 @@ def test_a_stream_that_a_client_leaves_or_whose_time_is_over_is_not_computed(lea
     assert {shape[1] for shape in session.calls} == {29, 43}, "41, the stream's scale, should not be computed"
 
 
-def test_a_client_that_sends_faster_than_the_server_classifies_is_held_up() -> None:
+def test_a_client_that_sends_faster_than_the_server_classifies_is_slowed_down() -> None:
     session, pulled = GatedSession(), 0
     image = png(600, 700)  # 1.3 MB
     assert len(image) > 2**20
@@ -527,7 +527,7 @@ def test_a_client_that_sends_faster_than_the_server_classifies_is_held_up() -> N
         assert len(list(stream)) == pulled == 4 * STREAM_SLOTS
 
 
-def test_a_client_that_reads_no_answers_is_held_up_itself_and_nobody_else() -> None:
+def test_a_client_that_reads_no_answers_slows_down_only_itself() -> None:
     """Its answers, of a thousand classes each, fill gRPC's buffers; then no further request of it is read."""
     requests = [pb.ClassifyRequest(image=IMAGE, model="many", protocol="center", top_k=1000)] * (5 * STREAM_SLOTS)
     with (

@@ -84,7 +84,7 @@ def pairs(line: str) -> dict[str, str]:
 
 
 @pytest.mark.parametrize("nasty", NASTY, ids=ascii)
-def test_a_callers_text_forges_neither_a_line_nor_a_field_of_text(nasty: str) -> None:
+def test_text_from_a_caller_forges_no_line_or_field_of_text_logs(nasty: str) -> None:
     call = Call("prelunet.v1.PreluNetService/Classify", "id-1", peer=nasty, status="INTERNAL", error=nasty)
     with written("text") as stream:
         log_call(call, 0.5)
@@ -98,7 +98,7 @@ def test_a_callers_text_forges_neither_a_line_nor_a_field_of_text(nasty: str) ->
 
 
 @pytest.mark.parametrize("nasty", NASTY, ids=ascii)
-def test_a_callers_text_forges_neither_a_line_nor_a_field_of_json_and_arrives_whole(nasty: str) -> None:
+def test_text_from_a_caller_forges_no_line_or_field_of_json_logs_and_is_preserved(nasty: str) -> None:
     call = Call("prelunet.v1.PreluNetService/Classify", "id-1", peer=nasty, status="INTERNAL", error=nasty)
     with written("json") as stream:
         log_call(call, 0.5)
@@ -118,7 +118,7 @@ def test_a_callers_text_forges_neither_a_line_nor_a_field_of_json_and_arrives_wh
 
 @pytest.mark.parametrize("form", ["text", "json"])
 @pytest.mark.parametrize("nasty", [*NASTY, "m" * 5000], ids=lambda nasty: ascii(nasty)[:30])
-def test_a_method_that_a_caller_thought_of_is_one_field_of_bounded_length(nasty: str, form: str) -> None:
+def test_an_invented_method_name_is_one_field_of_bounded_length(nasty: str, form: str) -> None:
     call = Call(f"nobody/{nasty}", "id-1", peer="p", status="UNIMPLEMENTED")
 
     def during_the_call() -> str:
@@ -159,14 +159,14 @@ def test_the_traceback_of_an_incident_has_its_id_and_stays_within_its_record(for
         assert any("test_logs.py" in line for line in output)
 
 
-def test_a_mistake_of_the_caller_is_no_incident() -> None:
+def test_an_error_of_the_caller_is_not_logged_as_an_incident() -> None:
     with written("text") as stream:
         log_incident(ImageError("no image"))
     assert stream.getvalue() == ""
 
 
 @pytest.mark.parametrize("form", ["text", "json"])
-def test_long_texts_are_cut(form: str) -> None:
+def test_long_texts_are_truncated(form: str) -> None:
     call = Call("m", "id", status="OK", error="e" * 100_000)
     with written(form) as stream:
         log_call(call, 0.5)
@@ -183,7 +183,7 @@ def test_long_texts_are_cut(form: str) -> None:
     )
 
 
-def test_the_line_of_a_call_says_what_was_asked_and_how_it_ended() -> None:
+def test_the_log_line_of_a_call_has_its_request_and_status() -> None:
     call = Call("prelunet.v1.PreluNetService/ClassifyStream", "id-1", peer="ipv4:127.0.0.1:5", status="OK", bytes=812)
 
     def during_the_call() -> dict:
@@ -230,7 +230,7 @@ warnings.warn("first line\\nsecond line")
 @pytest.mark.parametrize(
     ("form", "level", "expected"), [("text", "INFO", ["ours, info"]), ("json", "DEBUG", ["ours, debug", "ours, info"])]
 )
-def test_a_process_logs_our_lines_from_its_level_on_and_those_of_libraries_but_pillow_from_warning_on(
+def test_our_loggers_have_the_given_level_and_libraries_except_pillow_log_from_warning(
     form: str, level: str, expected: list[str]
 ) -> None:
     program = PROGRAM.format(form=form, level=level)
@@ -271,13 +271,13 @@ asyncio.run(main())
 """
 
 
-def test_a_port_without_open_files_is_told_once_and_other_mistakes_of_the_loop_beside_it() -> None:
+def test_accept_errors_are_logged_once_and_other_errors_of_the_event_loop_always() -> None:
     result = subprocess.run([sys.executable, "-c", WITHOUT_FILES], capture_output=True, text=True, check=True)
     assert result.stderr.count("socket.accept() out of system resource") == 1, result.stderr
     assert result.stderr.count("something else") == 3, result.stderr
 
 
-def test_a_port_that_is_still_without_open_files_is_told_of_each_minute(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_repeated_accept_errors_are_logged_once_a_minute(monkeypatch: pytest.MonkeyPatch) -> None:
     now = [5.0]
     monkeypatch.setattr(logs.time, "monotonic", lambda: now[0])
     sparingly = logs.AcceptErrorFilter()
@@ -289,7 +289,7 @@ def test_a_port_that_is_still_without_open_files_is_told_of_each_minute(monkeypa
     assert heard == [True, False, False, True, False, False, True]
 
 
-def test_whoever_does_not_read_the_log_holds_up_nobody_and_is_told_how_many_lines_are_missing() -> None:
+def test_a_log_that_is_not_read_blocks_nothing_and_counts_the_dropped_lines() -> None:
     reading, writing = os.pipe()
     handler = StderrHandler(writing)
     handler.setFormatter(FORMATTERS["json"]())
@@ -319,7 +319,7 @@ def test_whoever_does_not_read_the_log_holds_up_nobody_and_is_told_how_many_line
     assert received[-1] == "read again"
 
 
-def test_a_log_that_nobody_can_read_any_more_stops_nothing() -> None:
+def test_a_log_without_a_reader_blocks_nothing() -> None:
     reading, writing = os.pipe()
     os.close(reading)
     handler = StderrHandler(writing)
@@ -331,7 +331,7 @@ def test_a_log_that_nobody_can_read_any_more_stops_nothing() -> None:
     os.close(writing)
 
 
-def test_a_process_whose_log_is_not_read_ends_all_the_same() -> None:
+def test_a_process_whose_log_is_not_read_still_exits() -> None:
     program = (
         "import logging; from prelunet.evaluator.serving.observability.logs import configure_logging\n"
         "configure_logging()\n"

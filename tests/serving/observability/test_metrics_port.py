@@ -43,7 +43,7 @@ async def answer_to(request: bytes, port: MetricsServer, host: str = "127.0.0.1"
 
 
 @async_test
-async def test_a_scrape_gives_what_is_counted() -> None:
+async def test_a_scrape_returns_the_metrics() -> None:
     metrics = Metrics()
     metrics.of_model("flowers", FakeSession()).refused("views")  # type: ignore[arg-type]
     async with running_metrics_server(metrics) as port:
@@ -71,7 +71,7 @@ async def test_a_scrape_gives_what_is_counted() -> None:
     ],
 )
 @async_test
-async def test_there_is_nothing_but_the_metrics(request_: bytes, status: int) -> None:
+async def test_other_paths_and_methods_are_refused(request_: bytes, status: int) -> None:
     async with running_metrics_server(Metrics()) as port:
         assert (await answer_to(request_, port))[0] == status
 
@@ -90,7 +90,7 @@ async def test_a_client_that_sends_too_much_or_too_slowly_is_cut_off() -> None:
 
 
 @async_test
-async def test_of_too_many_clients_that_ask_for_nothing_whole_the_oldest_makes_room_for_a_scrape() -> None:
+async def test_at_the_connection_limit_the_oldest_incomplete_request_makes_room() -> None:
     async with running_metrics_server(Metrics(), request_timeout=600) as port:
         number = int(port.address.rpartition(":")[2])
         slow = []
@@ -112,7 +112,7 @@ async def test_of_too_many_clients_that_ask_for_nothing_whole_the_oldest_makes_r
 
 
 @async_test
-async def test_of_too_many_clients_that_do_not_take_their_answer_the_oldest_makes_room(
+async def test_at_the_connection_limit_the_oldest_unread_response_makes_room(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(metrics_http, "MAX_CONNECTIONS", 2)
@@ -132,7 +132,7 @@ async def test_of_too_many_clients_that_do_not_take_their_answer_the_oldest_make
 
 
 @async_test
-async def test_nothing_is_kept_of_an_answer_that_is_not_taken_in_time() -> None:
+async def test_an_unread_response_is_freed_after_the_timeout() -> None:
     transports = []
 
     def much() -> bytes:
@@ -150,7 +150,7 @@ async def test_nothing_is_kept_of_an_answer_that_is_not_taken_in_time() -> None:
 
 
 @async_test
-async def test_nobody_whose_request_is_whole_makes_room_for_another() -> None:
+async def test_a_request_being_answered_does_not_make_room_for_another() -> None:
     go_on = threading.Event()
 
     def slowly() -> bytes:
@@ -170,7 +170,7 @@ async def test_nobody_whose_request_is_whole_makes_room_for_another() -> None:
 
 @pytest.mark.skipif(not socket.has_dualstack_ipv6(), reason="this machine has no IPv6")
 @async_test
-async def test_all_addresses_are_those_of_ipv4_as_well() -> None:
+async def test_the_ipv6_wildcard_listens_on_ipv4_too() -> None:
     port = MetricsServer(Metrics().text)
     await port.open("::", 0)
     assert port.address.startswith("[::]:")
@@ -183,7 +183,7 @@ async def test_all_addresses_are_those_of_ipv4_as_well() -> None:
 
 
 @async_test
-async def test_a_scrape_that_is_being_answered_when_the_port_closes_gets_its_answer() -> None:
+async def test_a_scrape_in_progress_when_the_port_closes_gets_its_response() -> None:
     entered, go_on = threading.Event(), threading.Event()
 
     def slowly() -> bytes:
@@ -203,7 +203,7 @@ async def test_a_scrape_that_is_being_answered_when_the_port_closes_gets_its_ans
 
 
 @async_test
-async def test_a_scrape_that_does_not_end_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_closing_does_not_wait_for_a_scrape_that_hangs(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(metrics_http, "CLOSE_TIMEOUT", 0.05)
     entered, go_on = threading.Event(), threading.Event()
 
@@ -224,7 +224,7 @@ async def test_a_scrape_that_does_not_end_is_not_waited_for(monkeypatch: pytest.
 
 
 @async_test
-async def test_who_is_still_there_at_the_end_is_cut_off_and_nothing_is_left_or_logged(
+async def test_closing_aborts_open_connections_and_logs_nothing(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     async with running_metrics_server(Metrics()) as port:
@@ -241,7 +241,7 @@ async def test_who_is_still_there_at_the_end_is_cut_off_and_nothing_is_left_or_l
 
 
 @async_test
-async def test_a_port_in_use_is_told_with_a_mend() -> None:
+async def test_a_metrics_port_in_use_is_reported_with_a_fix() -> None:
     async with running_metrics_server(Metrics()) as port:
         number = int(port.address.rpartition(":")[2])
         with pytest.raises(EnvironmentFault, match=rf"for metrics: port {number} is in use\. .* --metrics-port"):

@@ -32,7 +32,7 @@ CENTER = build_protocol("center", fake_contract())
 
 
 @pytest.mark.parametrize("surplus", [0, 1, 7])
-def test_of_q_and_k_calls_exactly_k_are_refused_at_once_and_the_others_are_answered(surplus: int) -> None:
+def test_exactly_the_calls_above_the_limit_are_refused_at_once_and_the_others_are_answered(surplus: int) -> None:
     session = SteppedSession()
 
     async def scenario() -> None:
@@ -81,7 +81,7 @@ def test_a_refusal_reaches_the_client_as_resource_exhausted() -> None:
     assert no.value.code() == grpc.StatusCode.RESOURCE_EXHAUSTED
 
 
-def test_a_view_that_would_take_gigabytes_is_refused_by_its_size_before_it_is_made() -> None:
+def test_a_view_that_would_take_gigabytes_is_refused_before_it_is_created() -> None:
     contract = fake_contract(max_side=16384)
 
     async def scenario() -> None:
@@ -102,14 +102,14 @@ def test_a_view_that_would_take_gigabytes_is_refused_by_its_size_before_it_is_ma
     asyncio.run(scenario())
 
 
-def test_a_model_whose_scales_are_large_is_served_at_its_own_scales() -> None:
+def test_a_model_with_large_default_scales_is_served_at_these_scales() -> None:
     contract = fake_contract(default_scales=(800, 900), max_side=4096)
     with serve_models(large=FakeSession(contract)) as models:
         models.get("large")._check_size(200, 2000, build_protocol("multi-scale", contract))
 
 
 @pytest.mark.parametrize("heatmap", [False, True])
-def test_an_answer_says_where_its_time_went(heatmap: bool) -> None:
+def test_an_answer_has_the_timings_of_its_stages(heatmap: bool) -> None:
     session = SteppedSession(rules=BatchRules(max_pixels=2 * 37 * 53))
     protocol = build_protocol("dense-37-40-43", session.contract)
 
@@ -142,7 +142,7 @@ def test_an_answer_says_where_its_time_went(heatmap: bool) -> None:
 
 
 @pytest.mark.parametrize("provider", ["CPUExecutionProvider", "CUDAExecutionProvider"])
-def test_whoever_leaves_whenever_nothing_of_them_is_left_and_every_view_is_computed_or_dropped(provider: str) -> None:
+def test_requests_cancelled_at_any_time_leave_nothing_and_every_view_is_computed_or_dropped(provider: str) -> None:
     """Callers arrive, cancel and pass their deadline at random, some with invalid images."""
     rules = BatchRules(canvas_step=4, max_pixels=9 * 40 * 60, switch_pixels=10**4)
     sessions = {
@@ -195,7 +195,7 @@ def test_whoever_leaves_whenever_nothing_of_them_is_left_and_every_view_is_compu
     assert left == []
 
 
-def test_an_image_that_is_none_fails_before_its_views_take_room() -> None:
+def test_bytes_that_are_not_an_image_fail_and_are_counted() -> None:
     async def scenario() -> None:
         with serve_models(fake=FakeSession()) as models:
             with pytest.raises(ImageError):
@@ -207,14 +207,14 @@ def test_an_image_that_is_none_fails_before_its_views_take_room() -> None:
     asyncio.run(scenario())
 
 
-def test_a_mirrored_protocol_costs_a_client_twice_the_turns_of_a_plain_one() -> None:
+def test_a_mirrored_protocol_costs_twice_as_much_as_a_plain_one() -> None:
     plain = replace(build_protocol("dense-33-41", fake_contract()), mirror=False)
     assert views_and_pixels(plain) == (2, 33 * 33 + 41 * 41)
     assert views_and_pixels(replace(plain, mirror=True)) == (4, 2 * (33 * 33 + 41 * 41))
     assert views_and_pixels(build_protocol("ten-crop", fake_contract())) == (10, 10 * 28 * 28)
 
 
-def test_clients_take_turns_at_decoding_by_what_their_files_cost_and_not_by_their_number() -> None:
+def test_decoding_is_shared_among_clients_by_the_cost_of_their_files() -> None:
     """By its bytes and its view's pixels, a file of 30 kB costs fourteen times as much as one of 2 kB."""
     session = FakeSession()
     model = ScheduledModel("fake", session, Metrics().of_model("fake", session), lambda *_: [])

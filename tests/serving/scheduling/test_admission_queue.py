@@ -22,7 +22,7 @@ def build_admission(**queue: int) -> tuple[AdmissionController, Metrics]:
     return AdmissionController("fake", QueueOptions(**queue), metrics.of_model("fake", FakeSession())), metrics
 
 
-def test_images_beyond_the_bytes_that_may_wait_are_refused_but_one_alone_never() -> None:
+def test_images_beyond_the_limit_of_bytes_are_refused_but_not_an_image_alone() -> None:
     admission, metrics = build_admission(max_bytes=1000)
     with admission.admit_or_refuse(5000, 2):
         assert metrics.registry.get_sample_value("prelunet_waiting_bytes", {"model": "fake"}) == 5000
@@ -44,7 +44,7 @@ def test_images_beyond_the_bytes_that_may_wait_are_refused_but_one_alone_never()
     assert refusals == 2
 
 
-def test_an_image_of_more_views_than_may_wait_is_let_in_where_nothing_waits() -> None:
+def test_an_image_with_more_views_than_the_limit_is_admitted_alone() -> None:
     admission, _ = build_admission(max_views=3)
     with (
         admission.admit_or_refuse(1, 60),
@@ -66,7 +66,7 @@ def enter(admission: AdmissionController, stack: ExitStack, client: str, images:
     return images
 
 
-def test_a_client_that_fills_the_door_keeps_no_other_out() -> None:
+def test_a_client_that_reaches_the_limit_does_not_lock_out_others() -> None:
     admission, _ = build_admission(max_views=40)
     with ExitStack() as stack:
         assert enter(admission, stack, "greedy", 100) == 40
@@ -79,7 +79,7 @@ def test_a_client_that_fills_the_door_keeps_no_other_out() -> None:
         assert enter(admission, stack, "small", 100) == 40, "clients that have left are forgotten"
 
 
-def test_among_many_clients_the_share_that_still_gets_in_is_that_of_each() -> None:
+def test_a_new_client_gets_its_share_among_many() -> None:
     admission, _ = build_admission(max_views=40)
     with ExitStack() as stack:
         for client in range(8):
@@ -88,7 +88,7 @@ def test_among_many_clients_the_share_that_still_gets_in_is_that_of_each() -> No
         assert enter(admission, stack, "ninth", 100) == 4, "a ninth of 40"
 
 
-def test_who_waits_at_the_door_is_let_in_one_by_one_as_others_leave_and_no_refusal_is_counted() -> None:
+def test_waiting_requests_are_admitted_in_order_as_others_leave_and_not_counted_as_refused() -> None:
     async def scenario() -> None:
         admission, metrics = build_admission(max_views=4)
         inside: list[int] = []
@@ -119,7 +119,7 @@ def test_who_waits_at_the_door_is_let_in_one_by_one_as_others_leave_and_no_refus
 
 
 @pytest.mark.parametrize("error", [ImageError("x"), asyncio.CancelledError(), KeyboardInterrupt()])
-def test_a_place_is_given_back_whatever_becomes_of_the_image(error: BaseException) -> None:
+def test_a_request_leaves_admission_whatever_its_error(error: BaseException) -> None:
     admission, _ = build_admission()
     with pytest.raises(type(error)), admission.admit_or_refuse(10, 3):
         raise error
@@ -185,7 +185,7 @@ def with_driver(scenario: Callable[[AdmissionDriver], Awaitable[None]], **queue:
     asyncio.run(run())
 
 
-def test_one_client_that_waits_outside_does_not_hold_up_another() -> None:
+def test_a_waiting_client_does_not_block_another() -> None:
     async def scenario(driver: AdmissionDriver) -> None:
         await driver.come("a0", "a1", "a2", "a3", "a4", "b0", "b1")
         assert driver.inside == ["a0", "a1", "a2", "a3", "b0"], "b uses the reserve"
@@ -195,7 +195,7 @@ def test_one_client_that_waits_outside_does_not_hold_up_another() -> None:
     with_driver(scenario, max_views=4)
 
 
-def test_of_one_client_nobody_overtakes_who_came_first_even_where_only_the_later_one_has_room() -> None:
+def test_requests_of_one_client_are_admitted_in_order_even_if_only_a_later_one_fits() -> None:
     async def scenario(driver: AdmissionDriver) -> None:
         await driver.come("a0", views=8)
         await driver.come("a1", views=5)
@@ -207,7 +207,7 @@ def test_of_one_client_nobody_overtakes_who_came_first_even_where_only_the_later
     with_driver(scenario, max_views=10)
 
 
-def test_a_call_that_does_not_wait_takes_no_room_for_which_somebody_stands_in_line() -> None:
+def test_a_call_that_does_not_wait_does_not_take_the_room_of_a_waiting_request() -> None:
     async def scenario(driver: AdmissionDriver) -> None:
         await driver.come("a0", views=9)
         await driver.come("b0", views=5)
@@ -223,7 +223,7 @@ def test_a_call_that_does_not_wait_takes_no_room_for_which_somebody_stands_in_li
     with_driver(scenario, max_views=20)
 
 
-def test_who_has_its_share_takes_no_room_for_which_somebody_else_stands_in_line() -> None:
+def test_a_client_with_its_share_does_not_take_the_room_of_a_waiting_request() -> None:
     async def scenario(driver: AdmissionDriver) -> None:
         await driver.come("a0", "b0", "a1", views=9)
         await driver.come("b1", views=2)
@@ -234,7 +234,7 @@ def test_who_has_its_share_takes_no_room_for_which_somebody_else_stands_in_line(
     with_driver(scenario, max_views=20)
 
 
-def test_large_images_get_in_one_after_the_other_though_small_ones_of_many_others_come_without_end() -> None:
+def test_large_images_are_admitted_despite_an_endless_series_of_small_ones() -> None:
     """In a plain queue a1 would wait forever: each of the others repeatedly has less than its share."""
 
     async def scenario(driver: AdmissionDriver) -> None:
@@ -255,7 +255,7 @@ def test_large_images_get_in_one_after_the_other_though_small_ones_of_many_other
     with_driver(scenario, max_views=100)
 
 
-def test_who_stood_behind_one_that_went_away_is_let_in() -> None:
+def test_a_request_behind_a_cancelled_one_is_admitted() -> None:
     async def scenario(driver: AdmissionDriver) -> None:
         await driver.come("a0", views=6)
         await driver.come("a1", views=9)
@@ -269,7 +269,7 @@ def test_who_stood_behind_one_that_went_away_is_let_in() -> None:
 
 
 @pytest.mark.parametrize("first", ["let in", "cancelled"])
-def test_one_that_is_let_in_and_cancelled_at_the_same_moment_leaves_its_place_to_the_next(first: str) -> None:
+def test_a_request_admitted_and_cancelled_at_the_same_moment_makes_room_for_the_next(first: str) -> None:
     async def scenario(driver: AdmissionDriver) -> None:
         inside = driver.admission.admit_or_refuse(10, 1, "a")
         inside.__enter__()
@@ -288,7 +288,7 @@ def test_one_that_is_let_in_and_cancelled_at_the_same_moment_leaves_its_place_to
     with_driver(scenario, max_views=1)
 
 
-def test_images_that_come_together_are_counted_one_by_one() -> None:
+def test_images_of_one_request_are_counted_individually() -> None:
     admission, metrics = build_admission(max_views=40)
     with admission.admit_or_refuse(1000, 20, "a", images=10), admission.admit_or_refuse(10, 2, "a"):
         assert metrics.registry.get_sample_value("prelunet_waiting_images", {"model": "fake"}) == admission.images == 11
@@ -354,9 +354,7 @@ STEPS = st.lists(
 
 @settings(max_examples=150, deadline=None)
 @given(STEPS, st.integers(1, 20))
-def test_who_is_let_in_refused_or_waits_is_what_plain_lists_say(
-    steps: list[tuple[str, str, int, int, int]], max_views: int
-) -> None:
+def test_admission_decides_as_plain_lists_do(steps: list[tuple[str, str, int, int, int]], max_views: int) -> None:
     async def scenario(driver: AdmissionDriver) -> None:
         admission, plain, calls = driver.admission, ReferenceAdmission(max_views, 200), dict[str, ExitStack]()
         for number, (step, client, views, size, chosen) in enumerate(steps):

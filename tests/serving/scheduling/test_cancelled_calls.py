@@ -42,7 +42,7 @@ from tests.serving.serving_harness import eventually, png
 
 
 @pytest.mark.parametrize("rules", [BatchRules(), GPU_RULES], ids=["cpu", "gpu"])
-def test_what_is_cancelled_while_it_waits_is_never_computed(rules: BatchRules) -> None:
+def test_a_request_cancelled_while_waiting_is_never_computed(rules: BatchRules) -> None:
     session = SteppedSession(rules=rules)
 
     async def scenario() -> None:
@@ -64,7 +64,7 @@ def test_what_is_cancelled_while_it_waits_is_never_computed(rules: BatchRules) -
     assert len(session.calls) == 2
 
 
-def test_what_is_cancelled_before_or_while_it_is_decoded_is_never_computed() -> None:
+def test_a_request_cancelled_before_or_during_decoding_is_never_computed() -> None:
     held = png(32, 41, 2) + b"end"
 
     async def scenario() -> None:
@@ -92,7 +92,7 @@ def test_what_is_cancelled_before_or_while_it_is_decoded_is_never_computed() -> 
     run_scenario(scenario)
 
 
-def test_cancelling_what_is_being_computed_disturbs_nobody() -> None:
+def test_cancelling_a_request_being_computed_does_not_affect_others() -> None:
     session = SteppedSession()
 
     async def scenario() -> None:
@@ -111,7 +111,7 @@ def test_cancelling_what_is_being_computed_disturbs_nobody() -> None:
     run_scenario(scenario)
 
 
-def test_a_caller_whose_time_is_over_is_told_at_once_and_nothing_of_it_is_computed() -> None:
+def test_a_request_past_its_deadline_fails_at_once_and_is_not_computed() -> None:
     session = SteppedSession()
 
     async def scenario() -> None:
@@ -129,7 +129,7 @@ def test_a_caller_whose_time_is_over_is_told_at_once_and_nothing_of_it_is_comput
     assert session.calls == [(1, 28, 28, 3)]
 
 
-def test_a_view_with_far_less_time_than_its_batch_takes_is_not_run_and_later_ones_are_tried_again() -> None:
+def test_a_view_with_far_less_time_than_its_batch_takes_is_not_run_but_later_ones_are() -> None:
     session = FakeSession()
 
     async def scenario() -> None:
@@ -158,7 +158,7 @@ def test_a_view_with_far_less_time_than_its_batch_takes_is_not_run_and_later_one
         ([(100, 90.0)] * 5 + [(100, 1.0)] * 8, 100, 1.0),
     ],
 )
-def test_a_batch_is_expected_to_take_its_share_of_a_larger_one_and_no_less_than_a_smaller(
+def test_a_batch_is_expected_to_take_its_share_of_a_larger_one_and_at_least_as_long_as_a_smaller_one(
     batches: list[tuple[int, float]], pixels: int, expected: float
 ) -> None:
     batch_times = BatchTimes()
@@ -167,7 +167,7 @@ def test_a_batch_is_expected_to_take_its_share_of_a_larger_one_and_no_less_than_
     assert batch_times.expected(pixels) == expected
 
 
-def test_the_speed_is_told_in_one_thread_while_another_measures_and_a_third_doubts() -> None:
+def test_batch_times_may_be_used_in_several_threads() -> None:
     batch_times, failed, ended = BatchTimes(), list[Exception](), threading.Event()
 
     def again(work: Callable[[], object]) -> None:
@@ -194,7 +194,7 @@ def test_the_speed_is_told_in_one_thread_while_another_measures_and_a_third_doub
     assert {*estimates} <= {0.0, 1.0}
 
 
-def test_who_runs_out_of_time_while_it_waits_for_memory_to_be_decoded_in_holds_no_thread_any_more() -> None:
+def test_a_request_whose_deadline_passes_while_it_waits_for_decoding_memory_frees_its_thread() -> None:
     async def scenario() -> None:
         with serve_models(fake=FakeSession()) as models:
             classifier, device_queue = models.get(""), models.get("")._device_queue
@@ -215,7 +215,7 @@ def test_who_runs_out_of_time_while_it_waits_for_memory_to_be_decoded_in_holds_n
     run_scenario(scenario)
 
 
-def test_a_staged_batch_runs_without_those_who_left_meanwhile() -> None:
+def test_a_staged_batch_runs_without_requests_cancelled_meanwhile() -> None:
     session = SteppedSession(provider="CUDAExecutionProvider", rules=replace(GPU_RULES, max_pixels=3 * 32 * 44))
 
     async def scenario() -> None:
@@ -238,7 +238,7 @@ def test_a_staged_batch_runs_without_those_who_left_meanwhile() -> None:
     assert session.calls[1][0] == 3, "the planned shape stays, because a new one costs time on a GPU"
 
 
-def test_a_view_that_is_computed_though_its_caller_has_left_is_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_view_computed_although_its_caller_has_left_is_counted(monkeypatch: pytest.MonkeyPatch) -> None:
     """This counter is 0 in all other tests; here the views of a cancelled call are computed deliberately."""
     session = SteppedSession(provider="CUDAExecutionProvider", rules=replace(GPU_RULES, max_pixels=3 * 32 * 44))
     begin = DeviceQueue.begin
@@ -259,7 +259,7 @@ def test_a_view_that_is_computed_though_its_caller_has_left_is_counted(monkeypat
     run_scenario(scenario)
 
 
-def test_who_leaves_while_a_batch_is_planned_is_not_in_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_request_that_ends_while_a_batch_is_planned_is_not_in_it(monkeypatch: pytest.MonkeyPatch) -> None:
     session, plan_views = SteppedSession(), executor.plan_views
 
     async def scenario() -> None:
@@ -287,7 +287,7 @@ def test_who_leaves_while_a_batch_is_planned_is_not_in_it(monkeypatch: pytest.Mo
     assert session.calls == [(1, 28, 28, 3), (2, 32, 41, 3)]
 
 
-def test_who_ran_out_of_time_is_left_out_also_where_no_timer_has_said_so() -> None:
+def test_an_expired_request_is_dropped_even_if_its_timer_has_not_fired() -> None:
     """As when the event loop is blocked."""
     model = ScheduledModel("fake", FakeSession(), Metrics().of_model("fake", FakeSession()), lambda *_: [])
 
@@ -318,7 +318,7 @@ def test_who_ran_out_of_time_is_left_out_also_where_no_timer_has_said_so() -> No
     run_scenario(scenario)
 
 
-def test_closing_a_model_finishes_what_waits_and_lets_nothing_more_in() -> None:
+def test_closing_a_model_finishes_waiting_requests_and_refuses_new_ones() -> None:
     session = SteppedSession()
 
     async def scenario() -> None:
@@ -338,7 +338,7 @@ def test_closing_a_model_finishes_what_waits_and_lets_nothing_more_in() -> None:
     run_scenario(scenario)
 
 
-def test_closing_everything_finishes_what_waits() -> None:
+def test_closing_all_models_finishes_waiting_requests() -> None:
     session = SteppedSession()
 
     async def scenario() -> None:

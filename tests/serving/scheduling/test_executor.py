@@ -71,7 +71,7 @@ def test_on_a_cpu_views_of_equal_shape_share_a_batch() -> None:
     assert session.calls == [(1, 28, 28, 3), (2, 32, 41, 3), (1, 48, 61, 3)]
 
 
-def test_a_batch_runs_on_the_canvas_that_was_planned_for_it_among_all_that_waits() -> None:
+def test_a_batch_runs_on_the_canvas_planned_among_all_waiting_views() -> None:
     """Eight small views wait before eight large ones: planned alone they would get a smaller canvas.
 
     That would cost a GPU new plans twice.
@@ -93,7 +93,7 @@ def test_a_batch_runs_on_the_canvas_that_was_planned_for_it_among_all_that_waits
 
 
 @pytest.mark.parametrize("large", ["many images", "one image of many views"])
-def test_a_large_client_delays_another_ones_small_image_by_one_batch_at_most(large: str) -> None:
+def test_a_large_client_delays_the_small_image_of_another_by_at_most_one_batch(large: str) -> None:
     session = SteppedSession(rules=BatchRules(max_pixels=4 * 32 * 41))
 
     async def scenario() -> None:
@@ -151,7 +151,7 @@ def test_models_of_one_device_take_turns_and_share_one_thread() -> None:
     assert [thread.name for thread in threads] == ["compute-cpu"]
 
 
-def test_a_batch_that_could_grow_waits_for_an_image_that_is_being_decoded() -> None:
+def test_a_batch_that_could_grow_waits_for_an_image_being_decoded() -> None:
     session = FakeSession()
     late = png(32, 41, 2) + b"end"
 
@@ -177,7 +177,7 @@ def test_a_batch_that_could_grow_waits_for_an_image_that_is_being_decoded() -> N
         ("the batch is full", QueueOptions(batch_wait=60), BatchRules(max_pixels=32 * 41)),
     ],
 )
-def test_a_batch_waits_no_longer_for_what_is_being_decoded_when(
+def test_a_batch_does_not_wait_for_an_image_being_decoded_if(
     why: str, options: QueueOptions, rules: BatchRules
 ) -> None:
     late = png(32, 41, 2) + b"end"
@@ -220,7 +220,7 @@ def test_a_batch_does_not_wait_while_another_model_could_compute() -> None:
     run_scenario(scenario)
 
 
-def test_a_batch_does_not_wait_where_nothing_is_being_decoded() -> None:
+def test_a_batch_does_not_wait_if_nothing_is_being_decoded() -> None:
     async def scenario() -> None:
         with serve_models(QueueOptions(batch_wait=3600), fake=FakeSession()) as models:
             await start_classify(models, png(32, 41, 1), dense_protocol(32))
@@ -228,7 +228,7 @@ def test_a_batch_does_not_wait_where_nothing_is_being_decoded() -> None:
     run_scenario(scenario)
 
 
-def test_no_more_is_decoded_than_there_is_room_for_and_a_newcomer_has_room_all_the_same() -> None:
+def test_decoding_stops_at_the_limit_of_ready_views_but_a_new_client_still_has_room() -> None:
     session = SteppedSession()
 
     async def scenario() -> None:
@@ -249,7 +249,7 @@ def test_no_more_is_decoded_than_there_is_room_for_and_a_newcomer_has_room_all_t
     run_scenario(scenario)
 
 
-def test_no_more_bytes_are_decoded_than_there_is_room_for_but_one_image_always() -> None:
+def test_decoding_stops_at_the_limit_of_ready_bytes_but_one_image_is_always_decoded() -> None:
     session = SteppedSession()
 
     async def scenario() -> None:
@@ -274,7 +274,7 @@ def test_no_more_bytes_are_decoded_than_there_is_room_for_but_one_image_always()
         (build_protocol("ten-crop", fake_contract()), 3 * 5 * 28 * 28),
     ],
 )
-def test_the_room_that_is_kept_for_an_image_is_what_its_views_take_if_it_is_square(
+def test_the_room_reserved_for_an_image_is_that_of_its_views_if_it_is_square(
     protocol: EvaluationProtocol, size: int
 ) -> None:
     session = SteppedSession()
@@ -295,7 +295,7 @@ def test_the_room_that_is_kept_for_an_image_is_what_its_views_take_if_it_is_squa
     run_scenario(scenario)
 
 
-def test_a_heat_map_that_takes_long_holds_up_no_other_answer(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_slow_heat_maps_do_not_delay_other_answers(monkeypatch: pytest.MonkeyPatch) -> None:
     drawing, go_on = threading.Event(), threading.Event()
 
     def slow(*_arguments: object) -> bytes:

@@ -45,7 +45,7 @@ def fails_with_magic(images: np.ndarray) -> None:
         raise RuntimeError("planted")
 
 
-def test_one_bad_image_fails_alone_and_its_neighbours_are_answered() -> None:
+def test_one_bad_image_fails_alone_and_the_others_of_its_batch_are_answered() -> None:
     session = SteppedSession(fail=fails_with_magic)
 
     async def scenario() -> None:
@@ -69,7 +69,7 @@ def test_one_bad_image_fails_alone_and_its_neighbours_are_answered() -> None:
     run_scenario(scenario)
 
 
-def test_the_other_views_of_a_request_that_failed_are_not_computed() -> None:
+def test_the_other_views_of_a_failed_request_are_not_computed() -> None:
     session = SteppedSession(fail=fails_with_magic)
 
     async def scenario() -> None:
@@ -87,7 +87,7 @@ def test_the_other_views_of_a_request_that_failed_are_not_computed() -> None:
 
 
 @pytest.mark.parametrize("rules", [BatchRules(), GPU_RULES], ids=["cpu", "gpu"])
-def test_too_little_memory_for_a_batch_splits_it_and_all_are_answered(rules: BatchRules) -> None:
+def test_a_batch_too_large_for_the_memory_is_split_and_all_requests_are_answered(rules: BatchRules) -> None:
     def out_of_memory(images: np.ndarray) -> None:
         if len(images) > 2:
             raise OutOfMemory("planted")
@@ -108,7 +108,7 @@ def test_too_little_memory_for_a_batch_splits_it_and_all_are_answered(rules: Bat
     assert max(shape[0] for shape in session.calls) == 2
 
 
-def test_a_view_that_alone_is_too_large_for_the_memory_is_told_so_and_the_device_is_not_lost() -> None:
+def test_a_view_too_large_for_the_memory_fails_and_the_device_is_not_lost() -> None:
     def out_of_memory(images: np.ndarray) -> None:
         if images.shape[1] > 40:
             raise OutOfMemory("planted")
@@ -124,7 +124,7 @@ def test_a_view_that_alone_is_too_large_for_the_memory_is_told_so_and_the_device
 
 
 @pytest.mark.parametrize("error", [DeviceLost("planted"), RuntimeError("planted")], ids=["known", "found by probing"])
-def test_a_lost_device_fails_all_that_waits_and_comes_and_is_told_once(error: Exception) -> None:
+def test_a_lost_device_fails_all_waiting_and_later_requests_and_is_reported_once(error: Exception) -> None:
     def broken(images: np.ndarray) -> None:
         if lost.is_set():
             raise error
@@ -160,7 +160,7 @@ def test_a_lost_device_fails_all_that_waits_and_comes_and_is_told_once(error: Ex
     assert session.calls == []
 
 
-def test_an_image_that_is_decoded_while_the_device_is_lost_fails_too() -> None:
+def test_an_image_being_decoded_when_the_device_is_lost_fails_too() -> None:
     late = png(32, 41, 2) + b"end"
 
     def lost_at_first(_images: np.ndarray) -> None:
@@ -186,7 +186,7 @@ def test_an_image_that_is_decoded_while_the_device_is_lost_fails_too() -> None:
     run_scenario(scenario)
 
 
-def test_an_error_outside_of_the_session_fails_one_request_and_the_thread_lives_on(
+def test_an_error_outside_of_the_session_fails_one_request_and_the_thread_continues(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     async def scenario() -> None:
@@ -205,7 +205,7 @@ def test_an_error_outside_of_the_session_fails_one_request_and_the_thread_lives_
     run_scenario(scenario)
 
 
-def test_what_cannot_be_staged_ahead_is_computed_all_the_same() -> None:
+def test_a_batch_that_cannot_be_staged_ahead_is_computed_anyway() -> None:
     class Failing(SteppedSession):
         def stage(self, images, sizes):
             if threading.current_thread().name.startswith("stage"):
@@ -228,7 +228,7 @@ def test_what_cannot_be_staged_ahead_is_computed_all_the_same() -> None:
 @pytest.mark.parametrize(
     ("error", "failures"), [(RuntimeError("planted"), {"error": 2}), (OutOfMemory("planted"), {"memory": 2})]
 )
-def test_window_scores_that_cannot_be_fetched_fail_the_request_that_wants_them_and_no_other(
+def test_window_scores_that_cannot_be_fetched_fail_only_the_request_that_needs_them(
     error: Exception, failures: dict[str, int]
 ) -> None:
     class NoWindows(SteppedSession):
@@ -261,7 +261,7 @@ def test_window_scores_that_cannot_be_fetched_fail_the_request_that_wants_them_a
 
 
 @pytest.mark.parametrize("staged", [False, True])
-def test_the_canvases_of_a_batch_that_failed_are_gone_before_less_is_tried(staged: bool) -> None:
+def test_the_canvases_of_a_failed_batch_are_freed_before_it_is_retried(staged: bool) -> None:
     """Including staged ones and those in the frames of the error."""
     canvases: list[weakref.ref[np.ndarray]] = []
     alive: list[int] = []
@@ -299,7 +299,7 @@ def test_the_canvases_of_a_batch_that_failed_are_gone_before_less_is_tried(stage
     assert max(alive) == 0
 
 
-def test_views_of_which_nothing_can_be_made_fail_their_request_and_the_thread_that_decodes_lives_on(
+def test_an_error_after_decoding_fails_one_request_and_the_decoding_thread_continues(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     def planted(*_arguments: object) -> tuple[int, int]:

@@ -62,7 +62,7 @@ STEPS = st.lists(
 
 @settings(max_examples=200, deadline=None)
 @given(STEPS)
-def test_the_order_is_that_of_a_plain_list_that_forgets_nobody(steps: list[tuple[str, str, str, int]]) -> None:
+def test_the_order_is_that_of_a_plain_list_that_keeps_all_flows(steps: list[tuple[str, str, str, int]]) -> None:
     queue, oracle = FairQueue[str](), Oracle()
     for number, (step, model, client, cost) in enumerate(steps):
         if step == "p":
@@ -88,9 +88,7 @@ def drained(queue: FairQueue[str]) -> Iterator[str]:
 
 @settings(max_examples=100, deadline=None)
 @given(st.lists(st.tuples(st.sampled_from("xyz"), st.integers(1, 9)), min_size=1, max_size=40), st.integers(0, 10))
-def test_the_order_that_is_foretold_is_the_order_in_which_items_are_served(
-    items: list[tuple[str, int]], served: int
-) -> None:
+def test_in_order_predicts_the_order_of_service(items: list[tuple[str, int]], served: int) -> None:
     queue = FairQueue[str]()
     for number, (client, cost) in enumerate(items):
         queue.put(f"{number}", "A", client, cost)
@@ -104,7 +102,7 @@ def test_the_order_that_is_foretold_is_the_order_in_which_items_are_served(
 
 @settings(max_examples=100, deadline=None)
 @given(st.lists(st.tuples(st.integers(1, 9), st.integers(1, 9), st.integers(1, 9)), min_size=5, max_size=60))
-def test_clients_who_wait_all_the_time_get_the_same_to_within_their_largest_items(
+def test_clients_that_always_wait_get_equal_service_to_within_their_largest_items(
     costs: list[tuple[int, int, int]],
 ) -> None:
     queue, cost_of = FairQueue[str](), {}
@@ -123,7 +121,7 @@ def test_clients_who_wait_all_the_time_get_the_same_to_within_their_largest_item
 
 
 @pytest.mark.parametrize("served", [0, 1, 7, 500])
-def test_a_newcomer_waits_for_one_item_of_each_other_client_at_most(served: int) -> None:
+def test_a_new_client_waits_for_at_most_one_item_of_each_other_client(served: int) -> None:
     queue = FairQueue[str]()
     for number in range(1000):
         queue.put(f"many{number}", "A", "many", 5)
@@ -151,7 +149,7 @@ def test_models_take_turns_whatever_their_numbers_of_clients() -> None:
     assert Counter(first) == {"busy": 10, "quiet": 10}
 
 
-def test_new_clients_without_end_do_not_starve_who_waits() -> None:
+def test_an_endless_series_of_new_clients_does_not_starve_a_waiting_one() -> None:
     queue = FairQueue[str]()
     queue.put("first of old", "A", "old", 100)
     queue.put("second of old", "A", "old", 100)
@@ -175,7 +173,7 @@ def test_new_clients_without_end_do_not_starve_who_waits() -> None:
         raise AssertionError("the second item was never served")
 
 
-def test_a_client_that_asks_again_as_soon_as_it_is_answered_gets_its_share_and_no_more() -> None:
+def test_a_client_that_sends_again_as_soon_as_it_is_answered_gets_only_its_share() -> None:
     queue = FairQueue[str]()
     for number in range(100):
         queue.put(f"patient{number}", "A", "patient", 1)
@@ -191,7 +189,7 @@ def test_a_client_that_asks_again_as_soon_as_it_is_answered_gets_its_share_and_n
     assert abs(had["eager"] - had["patient"]) <= 7
 
 
-def test_nothing_is_kept_of_clients_who_have_nothing_waiting() -> None:
+def test_no_state_is_kept_of_clients_without_waiting_items() -> None:
     queue = FairQueue[str]()
     largest = 0
     for number in range(20_000):  # one always waits, so that the queue is never empty

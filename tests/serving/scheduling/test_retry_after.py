@@ -10,7 +10,7 @@ from prelunet.evaluator.serving.scheduling.admission import ThroughputEstimate
 from tests.serving.scheduling.test_admission_queue import build_admission
 
 
-def test_of_those_who_are_refused_together_not_all_are_told_the_same_time() -> None:
+def test_requests_refused_together_get_different_retry_delays() -> None:
     admission, _ = build_admission(max_views=1)
     delays = set()
     with admission.admit_or_refuse(1, 1):
@@ -37,7 +37,7 @@ class Clock:
         return self.now
 
 
-def test_the_pace_is_that_of_answers_while_something_waits() -> None:
+def test_the_throughput_is_that_of_answers_while_images_are_unanswered() -> None:
     clock = Clock()
     throughput = ThroughputEstimate(clock)
     assert throughput.seconds(10) is None
@@ -55,7 +55,7 @@ def test_the_pace_is_that_of_answers_while_something_waits() -> None:
     assert throughput.seconds(4) == pytest.approx(4 * (1.5 * 2 * 254 / 256 + 6) / (2 * 254 / 256 + 2))
 
 
-def test_the_pace_of_long_ago_is_forgotten() -> None:
+def test_old_measurements_of_the_throughput_are_forgotten() -> None:
     clock = Clock()
     throughput = ThroughputEstimate(clock)
     throughput.begin()
@@ -75,7 +75,7 @@ def test_the_pace_of_long_ago_is_forgotten() -> None:
         (1000.0, admission_module.MAX_RETRY_AFTER),
     ],
 )
-def test_who_is_refused_is_told_when_those_who_wait_will_be_through(
+def test_the_retry_delay_is_the_expected_time_of_the_unanswered_views(
     seconds: float | None, expected: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(random, "uniform", lambda low, high: (low + high) / 2)

@@ -34,7 +34,7 @@ from tests.serving.scheduling.scheduler_harness import (
 from tests.serving.serving_harness import png
 
 
-def test_beside_a_gpu_a_full_batch_is_staged_while_another_is_computed_and_no_other_is() -> None:
+def test_on_a_gpu_only_a_full_batch_is_staged_while_another_is_computed() -> None:
     staged: list[int] = []
 
     class Staging(SteppedSession):
@@ -62,7 +62,7 @@ def test_beside_a_gpu_a_full_batch_is_staged_while_another_is_computed_and_no_ot
     assert {thread.name for thread in session.computing} == {"compute-cuda-0"}
 
 
-def test_enough_views_for_a_batch_of_which_no_batch_is_full_are_not_staged_ahead(
+def test_enough_views_of_different_shapes_for_no_full_batch_are_not_staged_ahead(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     threads, full_checks, is_full = [], [], executor._is_full
@@ -105,16 +105,14 @@ def test_enough_views_for_a_batch_of_which_no_batch_is_full_are_not_staged_ahead
         ([Batch((0, 1), 32, 44, 2), Batch((2, 3), 32, 44, 2)], True),  # cut into two of the same size
     ],
 )
-def test_a_batch_is_full_where_one_more_view_would_not_fit_or_goes_into_another(
-    batches: list[Batch], full: bool
-) -> None:
+def test_a_batch_is_full_if_one_more_view_would_not_fit_or_would_join_another(batches: list[Batch], full: bool) -> None:
     rules = replace(GPU_RULES, max_pixels=5 * 32 * 44 + 1)
     session = FakeSession(provider="CUDAExecutionProvider", rules=rules)
     model = ScheduledModel("fake", session, Metrics().of_model("fake", session), lambda *_: [])
     assert executor._is_full(BatchPlan(tuple(batches), 1), model) == full
 
 
-def test_batches_of_a_gpu_keep_to_what_has_run_before_the_server_was_ready(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_on_a_gpu_only_batch_shapes_of_the_warm_up_run(monkeypatch: pytest.MonkeyPatch) -> None:
     class Quick(FakeSession):
         def compute(self, staged):
             self.calls.append(staged[0].shape)
@@ -144,7 +142,7 @@ def test_batches_of_a_gpu_keep_to_what_has_run_before_the_server_was_ready(monke
     assert set(session.calls) <= warm
 
 
-def test_a_device_that_is_lost_is_told_once_also_where_the_next_batch_is_staged_already() -> None:
+def test_a_lost_device_is_reported_once_even_if_the_next_batch_is_staged() -> None:
     def lost(_images: np.ndarray) -> None:
         raise DeviceLost("planted")
 

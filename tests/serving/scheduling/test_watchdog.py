@@ -70,7 +70,7 @@ def hang_timeout(watching: Watchdog, reported: list[DeviceLost], of: ScheduledMo
     raise AssertionError("the batch is never reported")
 
 
-def test_a_batch_may_take_twenty_times_the_longest_of_its_model_in_proportion_where_it_is_larger(clock: Clock) -> None:
+def test_a_batch_may_take_twenty_times_the_longest_of_its_model_in_proportion_to_its_size(clock: Clock) -> None:
     reported: list[DeviceLost] = []
     watching, model, other = Watchdog(lambda error, _: reported.append(error)), served_model(), served_model("other")
 
@@ -92,7 +92,7 @@ def test_a_batch_may_take_twenty_times_the_longest_of_its_model_in_proportion_wh
     assert hang_timeout(watching, reported, other, 100) == FIRST_BATCH_TIMEOUT
 
 
-def test_an_hour_in_which_the_process_stood_still_makes_nobody_more_patient(clock: Clock) -> None:
+def test_an_hour_of_suspension_does_not_raise_the_timeout(clock: Clock) -> None:
     reported: list[DeviceLost] = []
     watching, model = Watchdog(lambda error, _: reported.append(error)), served_model()
     with watching.watch_batch(model, [], 100):
@@ -100,7 +100,7 @@ def test_an_hour_in_which_the_process_stood_still_makes_nobody_more_patient(cloc
     assert hang_timeout(watching, reported, model, 100) == MIN_TIMEOUT
 
 
-def test_a_batch_that_hangs_is_told_once_with_its_views_and_others_are_left_alone(clock: Clock) -> None:
+def test_a_hanging_batch_is_reported_once_with_its_views_and_no_other_is(clock: Clock) -> None:
     reported: list[tuple[DeviceLost, Any]] = []
     watching, model = Watchdog(lambda *arguments: reported.append(arguments)), served_model()
     hung, late = [object()], [object()]
@@ -114,7 +114,7 @@ def test_a_batch_that_hangs_is_told_once_with_its_views_and_others_are_left_alon
     assert "CPUExecutionProvider has been computing one batch for 601 s" in str(error)
 
 
-def test_a_process_that_stood_still_has_not_waited(clock: Clock) -> None:
+def test_time_in_which_the_process_was_suspended_does_not_count(clock: Clock) -> None:
     reported: list[DeviceLost] = []
     watching, looks = Watchdog(lambda error, _: reported.append(error)), 0
 
@@ -143,7 +143,7 @@ def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("impatient")
-def test_a_device_that_hangs_fails_all_that_waits_and_comes_and_is_told_once() -> None:
+def test_a_hanging_device_fails_all_waiting_and_later_requests_and_is_reported_once() -> None:
     reported: list[DeviceLost] = []
     session = SteppedSession()
 
@@ -169,9 +169,7 @@ def test_a_device_that_hangs_fails_all_that_waits_and_comes_and_is_told_once() -
 
 @pytest.mark.usefixtures("impatient")
 @pytest.mark.parametrize("hung", ["stage", "compute"])
-def test_beside_a_gpu_what_is_staged_fails_too_whichever_thread_hangs(
-    hung: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_on_a_gpu_a_staged_batch_fails_too_whichever_thread_hangs(hung: str, monkeypatch: pytest.MonkeyPatch) -> None:
     release = threading.Event()
 
     class Hanging(SteppedSession):
