@@ -96,6 +96,9 @@ class LazyVerbs(typer.core.TyperGroup):
     def invoke(self, ctx: Any) -> Any:
         """Run the verb. Map what the parser would swallow (Ctrl-C, a closed pipe) to our own exit codes."""
         try:
+            from prelunet.evaluator.imaging.decode import silence_decoders  # here: `--help` needs no Pillow
+
+            silence_decoders()
             return super().invoke(ctx)
         except KeyboardInterrupt:
             raise Interrupted("interrupted; finished work is kept, and the same command resumes") from None

@@ -1,8 +1,8 @@
 """Decode image files to RGB pixels. The bytes are untrusted.
 
 Rules of this module: only the formats below are accepted (some of Pillow's decoders start programs); limits are checked
-before memory is allocated; any fault in the bytes raises an ImageError that names no path; no global state changes
-after import, so any number of threads may decode.
+before memory is allocated; any fault in the bytes raises an ImageError that names no path; no global state changes, so
+any number of threads may decode. Only `silence_decoders` changes the process; programs call it, importing does not.
 """
 
 import ctypes
@@ -46,22 +46,6 @@ _PLUGINS = (
 FORMATS = tuple(plugin.format for plugin in _PLUGINS if plugin.format != "MPO")
 SUFFIXES = (".jpg", ".jpeg", ".png", ".gif", ".webp", ".bmp", ".tif", ".tiff", ".ppm")  # in any case
 
-
-# Pillow warns of odd metadata, which users cannot fix. Set once here, because catch_warnings is not thread-safe.
-warnings.filterwarnings("ignore", module=r"PIL\.")
-
-
-def _silence_libtiff() -> None:
-    """Keep libtiff from writing to stderr, between log lines: our own error states the fault."""
-    library = ctypes.CDLL(PIL._imaging.__file__)
-    for name in ("TIFFSetErrorHandler", "TIFFSetWarningHandler"):
-        if (setter := getattr(library, name, None)) is not None:  # missing in a Pillow without libtiff
-            setter.argtypes, setter.restype = [ctypes.c_void_p], ctypes.c_void_p
-            setter(None)
-
-
-_silence_libtiff()
-
 # A JPEG of 1 MB can hold 10,000 scans of 64 Mpixel that take 0.03 s each to decode; encoders write about ten.
 _MAX_SCANS = 100
 _MARKER = re.compile(rb"\xff[^\x00\x01\xd0-\xd7\xff]")  # a marker with a segment, or the end marker; ITU-T T.81, B.1.1
@@ -80,9 +64,22 @@ _EXIF_TRANSPOSE = {
     8: Image.Transpose.ROTATE_90,
 }
 
-
 _MAX_BYTES_PER_PIXEL = 28 + 4  # WebP with transparency, and a rotated copy; see `decode_bytes`
 MAX_DECODE_BYTES = _MAX_BYTES_PER_PIXEL * DecodeLimits.max_pixels
+
+
+def silence_decoders() -> None:
+    """Keep Pillow's warnings and libtiff's messages from stderr, where they would come between log lines.
+
+    Pillow warns of odd metadata, which users cannot fix; libtiff repeats what our own error states. Changes the whole
+    process and those forked from it: each program calls it once, before it decodes.
+    """
+    warnings.filterwarnings("ignore", module=r"PIL\.")  # not catch_warnings, which is not thread-safe
+    library = ctypes.CDLL(PIL._imaging.__file__)
+    for name in ("TIFFSetErrorHandler", "TIFFSetWarningHandler"):
+        if (setter := getattr(library, name, None)) is not None:  # missing in a Pillow without libtiff
+            setter.argtypes, setter.restype = [ctypes.c_void_p], ctypes.c_void_p
+            setter(None)
 
 
 def decode_rgb(data: bytes, limits: DecodeLimits = DecodeLimits(), *, apply_exif: bool = False) -> UInt8Array:
@@ -209,7 +206,7 @@ def _check_pixels(width: int, height: int, limits: DecodeLimits) -> None:
 def _webp_canvas(data: bytes) -> tuple[int, int]:
     """Return width and height of an extended WebP file, (0, 0) for anything else.
 
-    Pillow handles plain WebP files, whose sides are limited to 16383 pixels.  Source: RFC 9649, section 2.7.
+    Pillow handles plain WebP files, whose sides are limited to 16383 pixels. Source: RFC 9649, section 2.7.
     """
     if data[:4] != b"RIFF" or data[8:16] != b"WEBPVP8X" or len(data) < 30:
         return 0, 0
@@ -233,7 +230,7 @@ def _count_scans(data: bytes) -> int:
 def _to_rgb(image: Image.Image) -> Image.Image:
     """Convert any Pillow mode to RGB by the rules of `decode_rgb`."""
     if image.mode.startswith("I"):
-        return _wide_grey_to_rgb(image)
+        return _wide_gray_to_rgb(image)
     if image.mode in {"F", "LAB"}:  # floating-point pixels have no standard range, Pillow's LAB no standard white
         raise ImageError("floating-point and CIELAB pixels are refused. Convert the image to 8-bit RGB")
     if image.has_transparency_data:
@@ -246,15 +243,15 @@ def _to_rgb(image: Image.Image) -> Image.Image:
     return image if image.mode == "RGB" else image.convert("RGB")  # convert would copy an RGB image
 
 
-def _wide_grey_to_rgb(image: Image.Image) -> Image.Image:
+def _wide_gray_to_rgb(image: Image.Image) -> Image.Image:
     """Keep the upper 8 of 16 bits; Pillow's own conversion would clip everything above 255 to white."""
     values = np.asarray(image)
     if isinstance(image, TiffImagePlugin.TiffImageFile) and image.tag_v2.get(_BITS_PER_SAMPLE) == (12,):
         raise ImageError("12-bit grayscale is refused. Convert the image to 8 or 16 bits")
     if values.min() < 0 or values.max() > 65535:
         raise ImageError("grayscale values beyond 16 bits or below 0 are refused. Convert the image to 8 or 16 bits")
-    grey = (values >> 8).astype(np.uint8)
+    gray = (values >> 8).astype(np.uint8)
     transparent = image.info.get("transparency")
     if isinstance(transparent, int):
-        grey[values == transparent] = 255
-    return Image.fromarray(grey).convert("RGB")
+        gray[values == transparent] = 255
+    return Image.fromarray(gray).convert("RGB")

@@ -16,6 +16,7 @@ from prometheus_client import ProcessCollector
 from prelunet.evaluator.engine.memory import format_bytes
 from prelunet.evaluator.engine.session import Session
 from prelunet.evaluator.errors import DeviceLost, EnvironmentFault, Interrupted
+from prelunet.evaluator.imaging.decode import silence_decoders
 from prelunet.evaluator.imaging.decode_memory import decode_semaphore
 from prelunet.evaluator.machine import machine_memory
 from prelunet.evaluator.serving.classifier import Classifier
@@ -161,6 +162,7 @@ async def serve(options: ServeOptions, report: Callable[[str], None]) -> ServeRe
     limits = _cap_connections(options.limits)
     events, metrics = ShutdownEvents(), Metrics()
     events.install_signal_handlers()
+    silence_decoders()
     ProcessCollector(registry=metrics.registry)  # memory, CPU time and open files of this process
     server, metrics_server = Server(options.host, options.port, limits, metrics), MetricsServer(metrics.text)
     _warn_if_exposed(options)

@@ -32,6 +32,7 @@ from prelunet.evaluator.engine.classify import EvaluationSession
 from prelunet.evaluator.engine.load import open_with_placement
 from prelunet.evaluator.engine.session import Outputs, Placement, Session
 from prelunet.evaluator.errors import DatasetError, EnvironmentFault, PreluNetError, UsageError, install_hint
+from prelunet.evaluator.imaging.decode import silence_decoders
 from prelunet.evaluator.json_checks import differences, format_differences
 from prelunet.evaluator.protocols import EvaluationProtocol
 from prelunet.evaluator.validation.pipeline import ChunkResult, evaluate_chunks
@@ -162,6 +163,7 @@ class Worker:
     def start(self) -> str | PreluNetError:
         """Open the model and check that this machine matches the driver. Return a description of this worker."""
         job = self._job
+        silence_decoders()
         try:
             if job.folder.is_dir():
                 os.chdir(job.folder)

@@ -9,6 +9,7 @@ import pickle
 import re
 import subprocess
 import sys
+import textwrap
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -29,7 +30,7 @@ DATA = Path(__file__).parents[1] / "data" / "hostile"
 HOSTILE = sorted(DATA.iterdir())
 assert HOSTILE, f"{DATA} is empty"
 
-# pytest reverts the warnings filter that evaluator.imaging.decode sets on import.
+# Only programs silence Pillow's warnings, with `silence_decoders`.
 pytestmark = pytest.mark.filterwarnings(r"ignore::Warning:PIL\.")
 
 HEIGHT, WIDTH = 24, 37
@@ -279,7 +280,8 @@ def test_hostile_files_need_little_memory_and_say_nothing_on_stderr() -> None:
     program = f"""
 import json, pathlib, resource
 from prelunet.evaluator.errors import ImageError
-from prelunet.evaluator.imaging.decode import decode_rgb
+from prelunet.evaluator.imaging.decode import decode_rgb, silence_decoders
+silence_decoders()
 # 8 MB of text or profile in two files, and the decoders' own tables; the bombs claim 200 MB to 30 GB.
 used = int(pathlib.Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
 resource.setrlimit(resource.RLIMIT_AS, (used + 100_000_000,) * 2)
@@ -392,14 +394,18 @@ def test_a_machine_out_of_memory_is_not_the_images_fault(monkeypatch: pytest.Mon
         decode_rgb(b"any")
 
 
-def test_a_broken_tiff_leaves_nothing_on_stderr() -> None:
-    """Libtiff would write its own lines there, in the middle of a server's log."""
-    script = """if True:
-        import io
-        from PIL import Image
-        from prelunet.evaluator.errors import ImageError
-        from prelunet.evaluator.imaging.decode import decode_rgb
+BROKEN_TIFFS = """if True:
+    import io, os, sys, warnings
+    import numpy
+    from PIL import Image, TiffImagePlugin
 
+    filters = list(warnings.filters)
+    import prelunet.evaluator.imaging.decode_memory, prelunet.evaluator.imaging.views, prelunet.evaluator.imaging.canvas
+    from prelunet.evaluator.errors import ImageError
+    from prelunet.evaluator.imaging.decode import decode_rgb, silence_decoders
+    assert warnings.filters == filters
+
+    def count_refused():
         whole = io.BytesIO()
         Image.effect_noise((60, 40), 80).convert("RGB").save(whole, "TIFF", compression="tiff_lzw")
         good, refused = whole.getvalue(), 0
@@ -408,8 +414,38 @@ def test_a_broken_tiff_leaves_nothing_on_stderr() -> None:
                 decode_rgb(good[:place] + b"\\xff" * 40 + good[place + 40:])
             except ImageError:
                 refused += 1
-        print(refused)
+        assert refused > 50
+"""
+
+
+def stderr_of(program: str) -> str:
+    return subprocess.run(
+        [sys.executable, "-c", BROKEN_TIFFS + textwrap.indent(textwrap.dedent(program), "    ")],
+        capture_output=True, text=True, check=True,
+    ).stderr  # fmt: skip
+
+
+def test_importing_the_package_changes_nothing_in_the_process() -> None:
+    noise = stderr_of("count_refused()")
+    assert "UserWarning: Tag data larger than file" in noise, "Pillow still warns"
+    assert "TIFF directory is missing" in noise, "libtiff still writes its own lines"
+
+
+def test_broken_tiffs_leave_nothing_on_stderr_of_a_silenced_process_and_of_those_forked_from_it() -> None:
+    """Libtiff would write its own lines there, in the middle of a server's log."""
+    program = """
+        silence_decoders()
+        count_refused()
+        sys.exit(os.waitpid(pid, 0)[1] if (pid := os.fork()) else count_refused())
     """
-    ended = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
-    assert int(ended.stdout) > 50
-    assert ended.stderr == ""
+    assert stderr_of(program) == ""
+
+
+def test_every_verb_silences_the_decoders() -> None:
+    program = """
+        from prelunet.evaluator import cli
+        assert cli.run(["report", "nowhere"]) == 2
+        count_refused()
+    """
+    (line,) = stderr_of(program).splitlines()
+    assert line.startswith("prelunet: nowhere")
