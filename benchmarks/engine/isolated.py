@@ -103,7 +103,7 @@ def validate(task: Mapping[str, Any]) -> Json:
     from prelunet.evaluator.verbs.options import estimate_run_memory
 
     session, loaded = _load(task)
-    dataset = repeated(open_dataset(Path(task["data"]), split="val", class_names=None), task["images"])
+    dataset = repeated(open_dataset(Path(task["data"]), split="val", wnids=None), task["images"])
     protocol = build_protocol(task["protocol"], session.contract)
     info = build_run_info(session, Path(task["model"]).name, describe_dataset(dataset), protocol)
     need = estimate_run_memory(session, protocol, info.chunk, dataset.samples)

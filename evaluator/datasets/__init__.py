@@ -1,4 +1,4 @@
-"""A folder or an archive of images as labelled samples."""
+"""A folder or an archive of images as labeled samples."""
 
 from prelunet.evaluator.datasets.dataset import Dataset, DatasetSpec, Reader, Sample
 from prelunet.evaluator.datasets.open import open_dataset, open_from_spec, open_images

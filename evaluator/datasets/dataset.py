@@ -48,7 +48,7 @@ class DatasetSpec:
 
 @dataclass(frozen=True)
 class Dataset:
-    """An ordered, labelled list of images.
+    """An ordered, labeled list of images.
 
     location: the folder or archive; classes: the wnids (class folder names) in label order;
     samples: sorted by file name, which is the order of every run;

@@ -25,7 +25,7 @@ def open_from_spec(spec: DatasetSpec, classes: Sequence[ClassEntry]) -> Dataset:
     dataset = open_dataset(
         spec.path,
         split="val",
-        class_names=[entry.wnid for entry in classes],
+        wnids=[entry.wnid for entry in classes],
         names=[entry.name for entry in classes],
         labels=spec.labels,
         no_labels=spec.no_labels,
@@ -36,14 +36,14 @@ def open_from_spec(spec: DatasetSpec, classes: Sequence[ClassEntry]) -> Dataset:
 def open_images(path: Path, classes: Sequence[ClassEntry]) -> Dataset:
     """Open images without labels. Where there are several sets, open `val`. Raises as `open_dataset` does."""
     wnids, names = [entry.wnid for entry in classes], [entry.name for entry in classes]
-    return open_dataset(path, split="val", class_names=wnids, names=names, no_labels=True, any_split=False)
+    return open_dataset(path, split="val", wnids=wnids, names=names, no_labels=True, any_split=False)
 
 
 def open_dataset(
     path: Path,
     *,
     split: str,
-    class_names: Sequence[str] | None = None,
+    wnids: Sequence[str] | None = None,
     names: Sequence[str] = (),
     labels: Path | None = None,
     no_labels: bool = False,
@@ -52,10 +52,10 @@ def open_dataset(
     """Open a folder, .tar, .tar.gz or .zip of images in any layout of docs/datasets.md.
 
     split: `train` or `val`; a folder of that name at the top, or inside a single top folder, is entered.
-    class_names: the model's wnids, in label order. None (a training set) accepts only class folders, in sorted order,
-    and webdataset shards. names: the model's class names, in the same order. labels: a label list or devkit; None
-    searches in and next to the dataset where labels are needed. no_labels: ignore labels, as for a test set;
-    any_split: with no_labels, require that only one set exists, instead of choosing `split`.
+    wnids: of the model's classes, in label order; None (a training set) accepts only class folders, in sorted order,
+    and webdataset shards. names: of these classes, in the same order. labels: a label list or devkit; None searches in
+    and next to the dataset where labels are needed. no_labels: ignore labels, as for a test set; any_split: with
+    no_labels, require that only one set exists, instead of choosing `split`.
     The samples are all files with an image suffix, at any depth, sorted by name. Hidden files, `__MACOSX` and other
     files are skipped.
     Raises UsageError when `path` or `labels` does not exist. Raises DatasetError when something cannot be read, the
@@ -64,12 +64,12 @@ def open_dataset(
     if labels is not None and no_labels:
         raise UsageError("--labels and --no-labels cannot be combined. Remove one of them")
     source = _open_source(path)
-    if class_names is None:
+    if wnids is None:
         found, classes = label_training_images(
             list_images(source, path, _find_class_folders(source, path, split)), split
         )
     else:
-        classes = tuple(class_names)
+        classes = tuple(wnids)
         model = ClassList(classes, tuple(names))
         subfolder = _find_image_folder(source, path, split, model, any_split=no_labels and any_split)
         found = label_images(list_images(source, path, subfolder), split, model, labels, no_labels=no_labels)

@@ -160,7 +160,7 @@ def benchmark(
     Raises DatasetError when there are no images, or none can be read, otherwise as `evaluate_chunks`.
     """
     if not dataset.samples:
-        raise DatasetError(f"{dataset.location}: holds no images, so there is nothing to measure")
+        raise DatasetError(f"{dataset.location}: contains no images, so there is nothing to measure")
 
     def one_pass(title: str, portions: Sequence[Sequence[Sample]], timer: StageTimer) -> tuple[float, int]:
         """Evaluate images; return the seconds, and the number of refused images."""

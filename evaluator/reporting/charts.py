@@ -10,7 +10,7 @@ TOP1, TOP5 = "top-1", "top-5"
 
 Spec = dict[str, Any]
 
-_COLOURS = {"domain": [TOP1, TOP5], "range": ["var(--accent)", "var(--second)"]}
+_COLORS = {"domain": [TOP1, TOP5], "range": ["var(--accent)", "var(--second)"]}
 _FONT = "Inter, system-ui, -apple-system, 'Segoe UI', Roboto, 'Helvetica Neue', sans-serif"
 _CONFIG = {
     "background": "transparent",
@@ -47,8 +47,6 @@ _TOOLTIP = [
     {"field": "top5", "title": "top-5 error"},
     {"field": "images", "title": "images"},
 ]
-
-
 _BIN_TOOLTIP = [
     {"field": "confidence", "title": "mean confidence"},
     {"field": "accuracy", "title": "accuracy"},
@@ -210,13 +208,13 @@ def _named_classes(classes: list[dict[str, Any]]) -> Spec:
     y = class_axis([entry["index"] for entry in worst_first])
     y["scale"] = {"paddingInner": 0.45, "paddingOuter": 0.3}
     offset = {"field": "metric", "sort": [TOP1, TOP5]}
-    colour = {"field": "metric", "type": "nominal", "scale": _COLOURS}
+    color = {"field": "metric", "type": "nominal", "scale": _COLORS}
     x = {"type": "quantitative", "title": "error (percent), with 95 % interval", "axis": {"tickCount": 6}}
     return chart_spec(
         values,
         params=[{"name": "names", "value": names}],
         height=round(26 * (len(classes) + 0.15)),  # 26 pixels per class; with a step, vega-lite would warn
-        encoding={"y": y, "yOffset": offset, "color": colour, "tooltip": _TOOLTIP},
+        encoding={"y": y, "yOffset": offset, "color": color, "tooltip": _TOOLTIP},
         layer=[
             {
                 "mark": {"type": "rule", "strokeWidth": 5, "opacity": 0.22, "strokeCap": "round"},
@@ -256,7 +254,7 @@ def _sorted_curves(classes: list[dict[str, Any]], report: dict[str, Any]) -> Spe
         values,
         params=[{"name": "labels", "value": labels}],
         height=340,
-        encoding={"color": {"field": "metric", "type": "nominal", "scale": _COLOURS, "legend": legend}},
+        encoding={"color": {"field": "metric", "type": "nominal", "scale": _COLORS, "legend": legend}},
         layer=[
             {
                 "mark": {"type": "area", "opacity": 0.13, "clip": True, "interpolate": "step"},

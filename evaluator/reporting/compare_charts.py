@@ -9,7 +9,7 @@ from prelunet.evaluator.reporting.html import signed
 
 ROW = 24  # pixels per named class
 CHANGES = ("improved", "unchanged", "worse")
-_COLOURS = ("var(--accent)", "var(--second)", "var(--worse)")
+_COLORS = ("var(--accent)", "var(--second)", "var(--worse)")
 _SIGNED = "format(datum.value, datum.value ? '+~f' : '~f')"
 _TOOLTIP = [
     {"field": "name", "title": "class"},
@@ -63,16 +63,16 @@ def _title(key: str) -> list[str]:
     return [f"top-{key.removeprefix('top')} error, B − A (points)", "B is better left of 0"]
 
 
-def _colour() -> Spec:
+def _color() -> Spec:
     """Return the color encoding of the change. The page's class counts use the same colors, so there is no legend."""
-    return {"field": "change", "type": "nominal", "scale": {"domain": CHANGES, "range": _COLOURS}, "legend": None}
+    return {"field": "change", "type": "nominal", "scale": {"domain": CHANGES, "range": _COLORS}, "legend": None}
 
 
 def _named_classes(values: list[dict[str, Any]], key: str) -> Spec:
     """Return a row per class, most improved first; the axis identifies classes by index: names may not be unique."""
     y = class_axis([row["index"] for row in values])
     x = {"type": "quantitative", "title": _title(key), "axis": {"tickCount": 6, "labelExpr": _SIGNED}}
-    rest = {"y": y, "color": _colour(), "tooltip": _TOOLTIP}
+    rest = {"y": y, "color": _color(), "tooltip": _TOOLTIP}
     return chart_spec(
         values,
         params=[{"name": "names", "value": {str(row["index"]): row["name"] for row in values}}],
@@ -114,7 +114,7 @@ def _sorted_curve(values: list[dict[str, Any]], key: str) -> Spec:
         height=300,
         layer=[
             {
-                "mark": {"type": "area", "opacity": 0.16, "clip": True, "interpolate": "step", "color": _COLOURS[1]},
+                "mark": {"type": "area", "opacity": 0.16, "clip": True, "interpolate": "step", "color": _COLORS[1]},
                 "encoding": {"x": x, "y": {"field": "low", **y}, "y2": {"field": "high"}},
             },
             {
@@ -123,7 +123,7 @@ def _sorted_curve(values: list[dict[str, Any]], key: str) -> Spec:
                     "x": x,
                     "y": {"field": "difference", **y},
                     "y2": {"datum": 0},
-                    "color": _colour(),
+                    "color": _color(),
                 },
             },
             _zero("y"),
@@ -133,7 +133,7 @@ def _sorted_curve(values: list[dict[str, Any]], key: str) -> Spec:
                 "encoding": {
                     "x": x,
                     "y": {"field": "difference", **y},
-                    "color": _colour(),
+                    "color": _color(),
                     "opacity": opacity,
                     "tooltip": _TOOLTIP,
                 },

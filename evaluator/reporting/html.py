@@ -6,7 +6,6 @@ security policy of each page blocks all loads.
 
 import json
 import re
-from collections.abc import Mapping
 from functools import cache
 from importlib import resources
 from typing import TYPE_CHECKING, Any
@@ -79,12 +78,6 @@ def _own_wnid(entry: dict[str, Any]) -> str:
     return "" if wnid == name else str(entry["wnid"])
 
 
-# Charts as SVG files, in the report's light colors.
-
-
-_VARIABLE = re.compile(r"var\((--[a-z-]+)\)")
-
-
 def draw_svg(spec: Spec) -> bytes:
     """Return the SVG of a Vega-Lite specification from `chart_spec`; the same specification gives the same bytes.
 
@@ -92,24 +85,12 @@ def draw_svg(spec: Spec) -> bytes:
     """
     import vl_convert  # here: slow to import, and --help does not need it
 
-    config = {**spec.get("config", {}), "background": "white"}
-    svg: str = vl_convert.vegalite_to_svg(_coloured({**spec, "config": config}), vl_version=VEGA_LITE)
-    return (svg + "\n").encode()
-
-
-def _coloured(spec: Any) -> Any:
-    """Replace the CSS variables in all strings of a specification."""
     css = _asset("report.css")
     light = dict(re.findall(r"(--[a-z-]+):\s*([^;]+);", css[css.index("{") : css.index("}")]))
-
-    def coloured(value: Any) -> Any:
-        if isinstance(value, Mapping):
-            return {key: coloured(one) for key, one in value.items()}
-        if isinstance(value, list | tuple):
-            return [coloured(one) for one in value]
-        return _VARIABLE.sub(lambda found: light[found[1]], value) if isinstance(value, str) else value
-
-    return coloured(spec)
+    text = json.dumps({**spec, "config": {**spec.get("config", {}), "background": "white"}})
+    text = re.sub(r"var\((--[a-z-]+)\)", lambda found: light[found[1]], text)
+    svg: str = vl_convert.vegalite_to_svg(json.loads(text), vl_version=VEGA_LITE)
+    return (svg + "\n").encode()
 
 
 # Formatting shared by pages, charts and the terminal.

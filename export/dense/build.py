@@ -167,10 +167,10 @@ def _warped_mean(graph: GraphBuilder, mean: Float32Array, positions: dict[str, s
     weights = {}
     for axis in ("rows", "columns"):
         position = graph.node("Cast", [positions[axis]], f"mean.{axis}.position", to=TensorProto.FLOAT)
-        centre = graph.node("Add", [position, half], f"mean.{axis}.centre")
+        center = graph.node("Add", [position, half], f"mean.{axis}.centre")
         side_length = graph.node("Cast", [sides[axis]], f"mean.{axis}.own_side", to=TensorProto.FLOAT)
         ratio = graph.node("Div", [length, side_length], f"mean.{axis}.ratio")  # (N, 1)
-        scaled = graph.node("Mul", [centre, ratio], f"mean.{axis}.scaled")  # (N, H)
+        scaled = graph.node("Mul", [center, ratio], f"mean.{axis}.scaled")  # (N, H)
         shifted = graph.node("Sub", [scaled, half], f"mean.{axis}.shifted")
         clipped = graph.node("Clip", [shifted, zero, last], f"mean.{axis}.clipped")
         column = graph.unsqueeze(clipped, f"mean.{axis}.source", 2)

@@ -55,7 +55,7 @@ def test_two_classes_may_have_one_name_when_their_wnids_differ_and_a_wnid_alone_
 
 
 @pytest.mark.parametrize(
-    ("content", "told"),
+    ("content", "message"),
     [
         (b"", "line 1 is empty"),
         (b"a\n\nb\n", "line 2 is empty"),
@@ -74,16 +74,16 @@ def test_two_classes_may_have_one_name_when_their_wnids_differ_and_a_wnid_alone_
         (b"caf\xe9\n", "not UTF-8 text"),
     ],
 )
-def test_what_is_no_class_list_is_refused_with_the_place(content: bytes, told: str, tmp_path: Path) -> None:
+def test_a_malformed_class_list_is_refused_with_the_place(content: bytes, message: str, tmp_path: Path) -> None:
     path = tmp_path / "classes"
     path.write_bytes(content)
     with pytest.raises(UsageError) as refused:
         read_class_list(path)
-    assert told in str(refused.value)
+    assert message in str(refused.value)
     assert str(path) in str(refused.value)
 
 
-def test_a_class_list_that_is_not_there_or_is_a_folder_is_told(tmp_path: Path) -> None:
+def test_a_class_list_that_is_missing_or_a_folder_is_refused(tmp_path: Path) -> None:
     for path in (tmp_path / "none", tmp_path):
         with pytest.raises((UsageError, EnvironmentFault), match=str(path)):
             read_class_list(path)

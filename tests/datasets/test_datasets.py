@@ -130,7 +130,7 @@ def test_class_named_like_a_split_stays_a_class(pack: Pack, tmp_path: Path) -> N
 
 
 @packed
-def test_other_split_is_never_taken_for_the_one_asked_for(pack: Pack, tmp_path: Path) -> None:
+def test_another_split_is_never_used_instead_of_the_requested_one(pack: Pack, tmp_path: Path) -> None:
     path = pack(tmp_path, within("train", TRAIN) | {"val/flat.png": b"in no class"})
     with pytest.raises(DatasetError, match="class folders in 'train' but none in 'val'"):
         open_dataset(path, split="val")
@@ -139,7 +139,7 @@ def test_other_split_is_never_taken_for_the_one_asked_for(pack: Pack, tmp_path: 
 @packed
 def test_labels_follow_the_class_list_of_the_model(pack: Pack, tmp_path: Path) -> None:
     model = ("owl", "bee", "cat", "ant")
-    dataset = open_dataset(pack(tmp_path, VAL), split="val", class_names=model)
+    dataset = open_dataset(pack(tmp_path, VAL), split="val", wnids=model)
     assert dataset.classes == model
     assert [(sample.file, sample.label) for sample in dataset.samples] == [
         ("ant/2020/deep/x.webp", 3),
@@ -154,7 +154,7 @@ def test_labels_follow_the_class_list_of_the_model(pack: Pack, tmp_path: Path) -
 def test_folders_that_the_model_does_not_know_are_named(pack: Pack, tmp_path: Path) -> None:
     path = pack(tmp_path, VAL | {f"new{number}/a.png": b"a" for number in range(6)})
     with pytest.raises(DatasetError) as refusal:
-        open_dataset(path, split="val", class_names=["owl", "bee", "cat", "ant"])
+        open_dataset(path, split="val", wnids=["owl", "bee", "cat", "ant"])
     assert "6 of 9 class folders are not among the model's 4 classes: new0, new1, new2, new3, new4, …" in str(
         refusal.value
     )
@@ -226,7 +226,9 @@ def test_name_that_is_not_utf8_is_refused_in_printable_words(tmp_path: Path) -> 
     str(refusal.value).encode()
 
 
-def test_unreadable_folder_and_failing_disk_are_told_apart(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unreadable_folder_and_failing_disk_give_different_errors(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     root = as_folder(tmp_path, VAL)
 
     def failing(number: int) -> Callable[[Path], None]:
@@ -371,7 +373,7 @@ def test_tar_with_a_damaged_header_is_refused_and_never_a_smaller_dataset(tmp_pa
         open_dataset(tmp_path / "data.tar", split="val")
 
 
-def test_tar_whose_member_has_a_negative_size_does_not_go_in_circles(tmp_path: Path) -> None:
+def test_tar_whose_member_has_a_negative_size_does_not_loop(tmp_path: Path) -> None:
     data = bytearray(as_tar(tmp_path, {"cat/a.png": b"", "owl/b.png": b""}).read_bytes())
     header = data[512:1024]
     header[124:136] = (-512).to_bytes(12, "big", signed=True)  # the size field in base 256

@@ -203,7 +203,7 @@ def test_images_of_a_run_are_found_again_for_its_report(
     assert build_gallery(run, given.path) == gallery
 
 
-def test_the_miniature_holds_odd_files_that_decode() -> None:
+def test_the_tiny_dataset_contains_odd_files_that_decode() -> None:
     kinds: set[str] = set()
     for name, data in DATA.items():
         if name != name_of(BAD):
@@ -213,28 +213,30 @@ def test_the_miniature_holds_odd_files_that_decode() -> None:
     assert kinds == {"RGB JPEG", "L JPEG", "CMYK JPEG", "RGB PNG"}
 
 
-def test_what_was_found_is_said(tmp_path: Path) -> None:
-    def said(layout: Callable[[Path], DatasetSpec]) -> str:
+def test_remarks_describe_what_was_found(tmp_path: Path) -> None:
+    def remarks(layout: Callable[[Path], DatasetSpec]) -> str:
         (tmp_path / layout.__name__).mkdir()
         return "\n".join(opened(layout(tmp_path / layout.__name__)).remarks)
 
-    lacking = said(class_folders)
+    few_folders = remarks(class_folders)
     assert (
         f"no folders for 2 of the model's 12 classes ({WNIDS[4]}, {WNIDS[11]}); class indices are still those"
-        in lacking
+        in few_folders
     )
-    assert "matched to the model's classes by class names" in said(folders_named_by_class)
-    beside = said(flat_with_a_devkit_beside)
+    assert "matched to the model's classes by class names" in remarks(folders_named_by_class)
+    beside = remarks(flat_with_a_devkit_beside)
     assert "ILSVRC2012_devkit_t12/data/ILSVRC2012_validation_ground_truth.txt, ids mapped by" in beside
     assert "meta.mat" in beside
-    assert "val.txt, read as class indices, counted from 0 (found 0 to 10)" in said(tar_gz_with_a_list_beside)
-    assert "labels.csv, read as wnids" in said(zip_with_a_list_inside)
-    assert "line i is the label of the i-th name in sorted order" in said(flat_with_positions)
-    assert "3 shards, imagenet-val-000.tar to imagenet-val-002.tar" in said(shards)
+    assert "val.txt, read as class indices, counted from 0 (found 0 to 10)" in remarks(tar_gz_with_a_list_beside)
+    assert "labels.csv, read as wnids" in remarks(zip_with_a_list_inside)
+    assert "line i is the label of the i-th name in sorted order" in remarks(flat_with_positions)
+    assert "3 shards, imagenet-val-000.tar to imagenet-val-002.tar" in remarks(shards)
 
 
 @pytest.mark.parametrize("layout", [flat_with_positions, one_shard, shards, class_folders])
-def test_images_are_taken_without_labels_only_when_asked(layout: Callable[[Path], DatasetSpec], tmp_path: Path) -> None:
+def test_images_are_opened_without_labels_only_on_request(
+    layout: Callable[[Path], DatasetSpec], tmp_path: Path
+) -> None:
     dataset = opened(DatasetSpec(layout(tmp_path).path, no_labels=True))
     assert dataset.layout == "unlabelled"
     assert sorted(dataset.read(sample) for sample in dataset.samples) == sorted(DATA.values())
@@ -256,7 +258,7 @@ def test_images_are_taken_without_labels_only_when_asked(layout: Callable[[Path]
         {"classes": [3]},
     ],
 )
-def test_a_damaged_log_says_nothing_of_the_dataset(tmp_path: Path, damage: dict[str, Any]) -> None:
+def test_a_damaged_log_does_not_locate_the_dataset(tmp_path: Path, damage: dict[str, Any]) -> None:
     whole = {"event": "start", "dataset": "/data", "labels": None, "no_labels": False, "limit": None, "classes": []}
     (tmp_path / "log.jsonl").write_text(json.dumps(whole) + "\n")
     assert find_dataset(tmp_path) == DatasetSpec(Path("/data"))
@@ -264,7 +266,7 @@ def test_a_damaged_log_says_nothing_of_the_dataset(tmp_path: Path, damage: dict[
     assert find_dataset(tmp_path) is None
 
 
-def test_a_log_with_classes_that_the_model_lacks_stops_no_report(tmp_path: Path) -> None:
+def test_a_log_with_classes_unknown_to_the_model_does_not_prevent_a_report(tmp_path: Path) -> None:
     dataset = opened(class_folders(tmp_path))
     run = validated(FakeSession(CONTRACT), dataset, CENTER, tmp_path / "run")
     (tmp_path / "run" / "log.jsonl").write_text(

@@ -25,7 +25,7 @@ MANY = 20_000
 
 
 @pytest.mark.parametrize("mode", ["w:gz", "w:bz2", "w:xz"])
-def test_a_compressed_tar_is_the_same_dataset_and_says_where_it_was_unpacked(mode: str, tmp_path: Path) -> None:
+def test_a_compressed_tar_is_the_same_dataset_and_a_remark_names_the_unpacked_copy(mode: str, tmp_path: Path) -> None:
     path = write_tar(tmp_path / "val.tar.z", FOLDERS, mode)
     dataset = open_from_spec(DatasetSpec(path), CLASSES)
     plain = open_from_spec(DatasetSpec(write_folder(tmp_path / "val", FOLDERS)), CLASSES)
@@ -34,8 +34,8 @@ def test_a_compressed_tar_is_the_same_dataset_and_says_where_it_was_unpacked(mod
     digest = hashlib.sha256(path.read_bytes()).hexdigest()
     assert unpacked_path(path) == tmp_path / f"val.tar.z.{digest[:12]}.unpacked.tar"
     copy = unpacked_path(path)
-    said = f"{path}: compressed, so it was unpacked to {copy} ({copy.stat().st_size:,} bytes)"
-    assert said in dataset.remarks[0]
+    remark = f"{path}: compressed, so it was unpacked to {copy} ({copy.stat().st_size:,} bytes)"
+    assert remark in dataset.remarks[0]
     path.unlink()
     assert all(dataset.read(sample) == FOLDERS[sample.file] for sample in dataset.samples)
 
@@ -140,7 +140,7 @@ def _counting(read: list[int]) -> Callable[[IO[bytes], Path], bytes]:
     return piece
 
 
-def test_what_a_killed_unpacking_left_is_removed_when_nobody_writes_it_any_more(tmp_path: Path) -> None:
+def test_leftovers_of_a_killed_process_are_removed_when_they_are_stale(tmp_path: Path) -> None:
     path = write_tar(tmp_path / "val.tar.gz", FOLDERS, "w:gz")
     rests = [tmp_path / f".val.tar.gz.{digit * 12}.unpacked.tar.0123abcd.tmp" for digit in "0af"]
     foreign = tmp_path / ".train.tar.gz.000000000000.unpacked.tar.0123abcd.tmp"
@@ -152,7 +152,7 @@ def test_what_a_killed_unpacking_left_is_removed_when_nobody_writes_it_any_more(
     assert [rest.exists() for rest in (*rests, foreign)] == [True, False, False, True]
 
 
-def test_a_copy_that_was_damaged_says_to_delete_it(tmp_path: Path) -> None:
+def test_the_error_for_a_damaged_copy_advises_deleting_it(tmp_path: Path) -> None:
     path = write_tar(tmp_path / "val.tar.gz", FOLDERS, "w:gz")
     open_from_spec(DatasetSpec(path), CLASSES)
     os.truncate(unpacked_path(path), 5000)
@@ -183,7 +183,7 @@ def test_damaged_and_foreign_compressed_files_are_refused_and_leave_nothing(tmp_
         open_from_spec(DatasetSpec(tmp_path / "cut"), CLASSES)
 
 
-def test_a_full_disk_while_unpacking_is_told_as_such(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_full_disk_while_unpacking_is_reported_as_such(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = write_tar(tmp_path / "val.tar.gz", FOLDERS, "w:gz")
 
     def full(_descriptor: int) -> None:
@@ -195,13 +195,13 @@ def test_a_full_disk_while_unpacking_is_told_as_such(tmp_path: Path, monkeypatch
     assert not unpacked_path(path).exists()
 
 
-def test_listing_an_archive_holds_less_than_300_bytes_an_image(tmp_path: Path) -> None:
+def test_listing_an_archive_takes_less_than_300_bytes_per_image(tmp_path: Path) -> None:
     path = tmp_path / "many.tar"
     with tarfile.open(path, "w", format=tarfile.USTAR_FORMAT) as archive:
         for number in range(MANY):
             archive.addfile(tarfile.TarInfo(f"{WNIDS[number % 12]}/ILSVRC2012_val_{number * 7919 % MANY:08}.JPEG"))
     tracemalloc.start()
-    dataset = open_dataset(path, split="val", class_names=WNIDS)
+    dataset = open_dataset(path, split="val", wnids=WNIDS)
     held, peak = tracemalloc.get_traced_memory()
     tracemalloc.stop()
     assert len(dataset.samples) == MANY
@@ -209,7 +209,7 @@ def test_listing_an_archive_holds_less_than_300_bytes_an_image(tmp_path: Path) -
     assert peak < 450 * MANY
 
 
-def test_members_are_found_by_name_however_they_came() -> None:
+def test_members_are_found_by_name_in_whatever_order_they_were_added() -> None:
     table = ArchiveIndex()
     expected = {}
     for number in (5, 3, 9, 1, 7):
@@ -244,7 +244,7 @@ def test_a_text_that_cannot_be_read_in_place_is_left_out_of_a_zip(kind: str, tmp
     assert len(open_from_spec(DatasetSpec(path), CLASSES).samples) == len(DATA)
 
 
-def test_notes_beside_images_in_class_folders_make_no_shard(tmp_path: Path) -> None:
+def test_json_files_beside_images_in_class_folders_do_not_make_a_shard(tmp_path: Path) -> None:
     notes = {name.replace(".JPEG", ".json"): b'{"author": "x"}' for name in FOLDERS}
     dataset = open_from_spec(DatasetSpec(write_tar(tmp_path / "val.tar", FOLDERS | notes)), CLASSES)
     assert (dataset.layout, len(dataset.samples)) == ("class folders", len(DATA))

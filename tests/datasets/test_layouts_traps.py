@@ -65,7 +65,7 @@ def labels_of(dataset: Dataset) -> list[int]:
 
 
 @pytest.mark.parametrize("header", ["index,filename,label", "INDEX,filename,Label", ",filename,label"])
-def test_the_number_of_the_row_is_not_taken_for_the_label(few: Path, tmp_path: Path, header: str) -> None:
+def test_the_row_number_is_not_read_as_the_label(few: Path, tmp_path: Path, header: str) -> None:
     rows = [f"{row},{name},{(row + 5) % 12}" for row, name in enumerate(FEW)]
     dataset = opened(few, table(tmp_path, header, *rows))
     assert labels_of(dataset) == [(row + 5) % 12 for row in range(9)]
@@ -80,7 +80,7 @@ def test_a_lone_index_is_the_label(few: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("header", "said"),
+    ("header", "message"),
     [
         ("filename,class,label", "line 1: the columns 'class' and 'label' could both hold the labels. Remove all"),
         ("filename,Wnid,class_id", "the columns 'Wnid' and 'class_id' could both hold the labels"),
@@ -93,15 +93,13 @@ def test_a_lone_index_is_the_label(few: Path, tmp_path: Path) -> None:
         ("picture,label,x", r"line 1 looks like a header.* one of file, .*path for names, and one of class, .*label"),
     ],
 )
-def test_a_header_that_does_not_say_which_columns_are_meant_is_refused(
-    few: Path, tmp_path: Path, header: str, said: str
-) -> None:
-    assert re.search(said, refusal(few, table(tmp_path, header, *(f"{name},3,4" for name in FEW))))
+def test_an_ambiguous_header_is_refused(few: Path, tmp_path: Path, header: str, message: str) -> None:
+    assert re.search(message, refusal(few, table(tmp_path, header, *(f"{name},3,4" for name in FEW))))
 
 
-def test_a_header_of_unknown_words_is_told_by_the_names_below_it(few: Path, tmp_path: Path) -> None:
-    said = refusal(few, table(tmp_path, "img,klass", *(f"{name},3" for name in FEW)))
-    assert "t.csv: line 1 looks like a header (img, klass)" in said
+def test_a_header_of_unknown_words_is_recognized_by_the_names_below_it(few: Path, tmp_path: Path) -> None:
+    message = refusal(few, table(tmp_path, "img,klass", *(f"{name},3" for name in FEW)))
+    assert "t.csv: line 1 looks like a header (img, klass)" in message
     assert len(opened(few, table(tmp_path, *(f"{name[0]},3" for name in FEW))).samples) == 9
 
 
@@ -110,20 +108,20 @@ def test_a_header_of_unknown_words_is_told_by_the_names_below_it(few: Path, tmp_
 
 def test_the_odd_label_among_many_is_the_one_that_is_named(few: Path, tmp_path: Path) -> None:
     rows = [f"{name} {row}" for row, name in enumerate(FEW)]
-    said = refusal(few, table(tmp_path, *rows[:6], "g.png dragon", *rows[7:], name="t.txt"))
-    assert "t.txt: line 7: 'dragon' is not an integer, but the 8 others are class indices" in said
+    message = refusal(few, table(tmp_path, *rows[:6], "g.png dragon", *rows[7:], name="t.txt"))
+    assert "t.txt: line 7: 'dragon' is not an integer, but the 8 others are class indices" in message
     rows = [f"{name} {WNIDS[row]}" for row, name in enumerate(FEW)]
-    said = refusal(few, table(tmp_path, *rows[:6], "g.png 4", *rows[7:], name="t.txt"))
-    assert "t.txt: line 7: the label '4' is not" in said
+    message = refusal(few, table(tmp_path, *rows[:6], "g.png 4", *rows[7:], name="t.txt"))
+    assert "t.txt: line 7: the label '4' is not" in message
 
 
-def test_numbers_without_the_first_and_the_last_class_are_a_question(few: Path, tmp_path: Path) -> None:
+def test_numbers_without_the_first_and_the_last_class_are_refused(few: Path, tmp_path: Path) -> None:
     rows = [f"{name} {row + 1}" for row, name in enumerate(FEW)]
     assert "the labels are numbers 1 to 9, and none of them is 0" in refusal(few, table(tmp_path, *rows), TEN)
     assert labels_of(opened(few, table(tmp_path, *rows[:-1], "i.png 2"), TEN))[-1] == 2  # two classes have no images
     assert parse_class_selection("1,2,3,4,5,6,7,8,9", TEN) == tuple(entry.wnid for entry in TEN[1:])
-    said = refusal(write_tar(tmp_path / "s.tar", shard_of([1, 2, 3])), classes=TEN[:4])
-    assert "the labels are numbers 1 to 3, and none of them is 0" in said
+    message = refusal(write_tar(tmp_path / "s.tar", shard_of([1, 2, 3])), classes=TEN[:4])
+    assert "the labels are numbers 1 to 3, and none of them is 0" in message
 
 
 def shard_of(labels: Sequence[int]) -> dict[str, bytes]:
@@ -169,7 +167,7 @@ def test_a_list_in_an_archive_that_is_far_too_large_is_not_read(
     assert f"{path}: labels.csv: more than 4,096 bytes" in refusal(path)
 
 
-def test_a_label_in_a_shard_has_no_megabytes(tmp_path: Path) -> None:
+def test_a_label_in_a_shard_that_is_far_too_large_is_refused(tmp_path: Path) -> None:
     huge = {".cls": b"3" + b" " * 65_535, ".json": b'{"label": 3}' + b" " * (1024**2 - 12)}
     for suffix, data in huge.items():
         files = shard_files(range(1, 5), as_cls if suffix == ".cls" else as_json)
@@ -179,7 +177,7 @@ def test_a_label_in_a_shard_has_no_megabytes(tmp_path: Path) -> None:
         assert f"{path}: 000002{suffix}: more than {len(data):,} bytes" in refusal(path)
 
 
-def test_names_in_messages_are_short_and_have_no_power_over_a_terminal() -> None:
+def test_names_in_messages_are_short_and_escaped() -> None:
     assert format_names(["a\x1b[2Jb", "c\nd", "é", "x" * 81, "\udcff\u202e"]) == (
         "a\\x1b[2Jb, c\\x0ad, é, " + "x" * 79 + "…, \\udcff\\u202e"
     )
@@ -211,27 +209,27 @@ def test_a_damaged_bit_in_meta_mat_never_stops_the_process(tmp_path: Path) -> No
 
 
 @pytest.mark.parametrize(
-    ("program", "said"),
+    ("program", "message"),
     [
         ("import os, signal; os.kill(os.getpid(), signal.SIGSEGV)", "the reader crashed; the file is damaged"),
         ("raise OverflowError('far too long')", "OverflowError: far too long"),
         ("import time; time.sleep(60)", "not read within 0 seconds"),
     ],
 )
-def test_a_reader_of_meta_mat_that_fails_is_told_as_a_damaged_file(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, program: str, said: str
+def test_a_failing_reader_of_meta_mat_is_reported_as_a_damaged_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, program: str, message: str
 ) -> None:
     path = write_devkit(tmp_path / "kit") / "data" / "meta.mat"
     (tmp_path / "reader.py").write_text(program)
     monkeypatch.setattr("prelunet.evaluator.datasets.labels.read_meta_mat.__file__", str(tmp_path / "reader.py"))
     if "sleep" in program:
         monkeypatch.setattr("prelunet.evaluator.datasets.labels.read_meta_mat._TIMEOUT", 0.3)
-    with pytest.raises(DatasetError, match=rf"{path}: .* \({said}\)\. Copy the file from the devkit again"):
+    with pytest.raises(DatasetError, match=rf"{path}: .* \({message}\)\. Copy the file from the devkit again"):
         read_devkit_ids(path)
 
 
 @pytest.mark.parametrize(
-    ("number", "children", "said"),
+    ("number", "children", "message"),
     [
         (1.4, 0, "row 1, 'n00000005', has the id 1.4, not a positive integer"),
         (-3, 0, "has the id -3, not a positive"),
@@ -241,13 +239,11 @@ def test_a_reader_of_meta_mat_that_fails_is_told_as_a_damaged_file(
         (1, 0.5, "has 0.5 children"),
     ],
 )
-def test_ids_in_meta_mat_are_whole_numbers_from_one_on(
-    tmp_path: Path, number: float, children: float, said: str
-) -> None:
+def test_ids_in_meta_mat_are_positive_integers(tmp_path: Path, number: float, children: float, message: str) -> None:
     rows = [(number, WNIDS[0], children), (2, WNIDS[1], 0)]
     synsets = np.array(rows, [(key, "O") for key in ("ILSVRC2012_ID", "WNID", "num_children")])
     scipy.io.savemat(tmp_path / "meta.mat", {"synsets": synsets})
-    with pytest.raises(DatasetError, match=said):
+    with pytest.raises(DatasetError, match=message):
         read_devkit_ids(tmp_path / "meta.mat")
 
 
@@ -273,11 +269,12 @@ def test_a_text_mapping_whose_lines_are_of_two_kinds_is_refused(tmp_path: Path) 
 def test_a_test_set_beside_the_devkit_is_not_paired_with_its_ground_truth(tmp_path: Path) -> None:
     write_devkit(tmp_path / "ILSVRC2012_devkit_t12")
     test = write_folder(tmp_path / "test", {name.replace("_val_", "_test_"): data for name, data in DATA.items()})
-    said = refusal(test)
+    message = refusal(test)
     assert (
-        f"{GROUND_TRUTH}: the ground truth of validation images, but ILSVRC2012_test_00000001.JPEG is named as" in said
+        f"{GROUND_TRUTH}: the ground truth of validation images, but ILSVRC2012_test_00000001.JPEG is named as"
+        in message
     )
-    assert "--no-labels" in said
+    assert "--no-labels" in message
     assert "is named as a test image" in refusal(test, tmp_path / "ILSVRC2012_devkit_t12")
 
 
@@ -354,14 +351,14 @@ def test_a_link_that_leads_to_itself_is_named(tmp_path: Path) -> None:
     assert f"{data}/around: a link that points to itself; remove it" in refusal(data)
 
 
-def test_names_with_accents_written_another_way_are_matched_and_this_is_said(tmp_path: Path) -> None:
+def test_names_with_differently_encoded_accents_are_matched_with_a_remark(tmp_path: Path) -> None:
     plain, composed, decomposed = "a.png", "été.png", unicodedata.normalize("NFD", "été.png")
     data = write_folder(tmp_path / "lone" / "images", {plain: b"a", decomposed: b"b"})
     dataset = opened(data, table(tmp_path, f"{plain},3", f"{composed},5"))
     assert {sample.file: sample.label for sample in dataset.samples} == {plain: 3, decomposed: 5}
     assert any("compared in Unicode form NFC" in remark for remark in dataset.remarks)
-    said = opened(data, table(tmp_path, f"{plain},3", f"{decomposed},5"))
-    assert not any("NFC" in remark for remark in said.remarks)
+    same = opened(data, table(tmp_path, f"{plain},3", f"{decomposed},5"))
+    assert not any("NFC" in remark for remark in same.remarks)
     (data / composed).write_bytes(b"c")
     twice = table(tmp_path, f"{plain},3", f"{composed},5", f"{decomposed},6")
     assert {sample.file: sample.label for sample in opened(data, twice).samples}[composed] == 5
@@ -370,7 +367,7 @@ def test_names_with_accents_written_another_way_are_matched_and_this_is_said(tmp
     assert "several images match the name été.png. Rename one" in refusal(data, table(tmp_path, f"{other},3"))
 
 
-def test_folders_whose_accents_are_written_another_way_are_the_classes(tmp_path: Path) -> None:
+def test_folders_with_differently_encoded_accents_are_the_classes(tmp_path: Path) -> None:
     classes = [ClassEntry(name, name) for name in ("cote", "côte", "été")]
     names = [unicodedata.normalize("NFD", entry.wnid) for entry in classes]
     dataset = opened(write_folder(tmp_path / "val", {f"{name}/a.png": b"a" for name in names}), classes=classes)
@@ -393,14 +390,14 @@ def test_names_that_are_too_long_and_folders_that_are_closed_are_no_labels(tmp_p
 # Truncated shards
 
 
-def test_a_shard_cut_anywhere_says_where(tmp_path: Path) -> None:
+def test_the_error_for_a_truncated_shard_gives_the_position(tmp_path: Path) -> None:
     data = write_tar(tmp_path / "s" / "a-000.tar", shard_files(range(1, 9), as_cls)).read_bytes()
     end = max(place for place, byte in enumerate(data) if byte) // 512 * 512 + 512
     for cut in (300, 512, 700, 1100, 2048, end - 600, end):
         (tmp_path / "s" / "a-000.tar").write_bytes(data[:cut])
-        said = refusal(tmp_path / "s")
-        place = re.search(r"a-000\.tar: damaged or truncated at byte (\d+)\. Get a fresh copy of the archive", said)
-        assert place is not None, said
+        message = refusal(tmp_path / "s")
+        place = re.search(r"a-000\.tar: damaged or truncated at byte (\d+)\. Get a fresh copy of the archive", message)
+        assert place is not None, message
         assert int(place[1]) <= cut
     (tmp_path / "s" / "a-000.tar").write_bytes(b"text" * 300)
     assert "Get a fresh copy, or pass a folder or an archive of images" in refusal(tmp_path / "s")

@@ -49,7 +49,7 @@ def test_classes_keep_their_labels_and_the_limit_counts_among_them() -> None:
     assert part.spec == DatasetSpec(Path("data"), limit=3, classes=(WNIDS[7], WNIDS[2]))
 
 
-def test_all_of_a_dataset_is_no_selection_and_a_limit_beyond_it_is_said() -> None:
+def test_a_whole_dataset_is_no_selection_and_a_limit_beyond_it_gives_a_remark() -> None:
     whole = dataset()
     assert select(whole, limit=None, classes=()) == whole
     part = select(whole, limit=101, classes=())
@@ -57,7 +57,7 @@ def test_all_of_a_dataset_is_no_selection_and_a_limit_beyond_it_is_said() -> Non
     assert part.remarks == ("found", "--limit 101: there are only 100 images; all of them are used")
 
 
-def test_classes_without_images_are_said_and_refused_where_no_image_is_left() -> None:
+def test_classes_without_images_give_a_remark_and_an_error_when_no_image_is_left() -> None:
     part = select(dataset(), limit=None, classes=(WNIDS[0], WNIDS[11]))
     assert part.remarks[-1] == f"no images of 1 of the 2 selected classes: {WNIDS[11]}"
     with pytest.raises(DatasetError, match=rf"no images of the selected classes \({WNIDS[10]}, {WNIDS[11]}\)"):
@@ -66,7 +66,7 @@ def test_classes_without_images_are_said_and_refused_where_no_image_is_left() ->
         select(dataset(), limit=None, classes=(WNIDS[0], "n99999999"))
 
 
-def test_different_selections_have_different_words() -> None:
+def test_different_selections_have_different_descriptions() -> None:
     names = ("a", "b", "a, b", "c", "a b", *(f"d{i}" for i in range(8)))
     whole = Dataset(Path("data"), names, [Sample(f"{i:03}", i % 13, i) for i in range(100)], _UnreadableReader())
     words: dict[str | None, list[int]] = {}
@@ -78,7 +78,7 @@ def test_different_selections_have_different_words() -> None:
     assert len(words) > 700
 
 
-def test_the_order_of_the_classes_makes_no_other_selection() -> None:
+def test_the_order_of_the_classes_does_not_change_the_selection() -> None:
     for count in (2, 12):
         words = {
             select(dataset(labels=12), limit=None, classes=chosen).selection
@@ -97,20 +97,20 @@ def test_the_order_of_the_classes_makes_no_other_selection() -> None:
         (f"Maillot,{WNIDS[1]}", (1, 7)),
     ],
 )
-def test_classes_are_asked_for_by_wnid_index_or_name(text: str, expected: tuple[int, ...], tmp_path: Path) -> None:
+def test_classes_are_selected_by_wnid_index_or_name(text: str, expected: tuple[int, ...], tmp_path: Path) -> None:
     assert parse_class_selection(text, CLASSES) == tuple(WNIDS[index] for index in expected)
     (tmp_path / "classes.txt").write_text("".join(f"{word.strip()}\n" for word in text.split(",")))
     assert parse_class_selection(str(tmp_path / "classes.txt"), CLASSES) == tuple(WNIDS[index] for index in expected)
 
 
-def test_a_file_of_classes_may_say_more_on_each_line(tmp_path: Path) -> None:
+def test_lines_of_a_file_of_classes_may_have_more_words(tmp_path: Path) -> None:
     (tmp_path / "synsets.txt").write_text(f"{WNIDS[3]} crane, a bird\n\n{WNIDS[0]}\tfish\n")
     assert parse_class_selection(str(tmp_path / "synsets.txt"), CLASSES) == (WNIDS[0], WNIDS[3])
     (tmp_path / "synsets.txt").write_text(f"{WNIDS[3]}\nmaillot, tank suit\n")
     assert parse_class_selection(str(tmp_path / "synsets.txt"), CLASSES) == (WNIDS[3], WNIDS[7])
 
 
-def test_what_is_no_class_is_refused_with_its_place(tmp_path: Path) -> None:
+def test_unknown_classes_are_refused_with_their_place(tmp_path: Path) -> None:
     with pytest.raises(DatasetError, match="--classes: the label 'n99' is not one of the model's 12 classes"):
         parse_class_selection(f"{WNIDS[0]},n99", CLASSES)
     with pytest.raises(DatasetError, match=f"'crane' could be {WNIDS[1]} .crane. and {WNIDS[3]}"):
@@ -128,5 +128,5 @@ def test_what_is_no_class_is_refused_with_its_place(tmp_path: Path) -> None:
             parse_class_selection(nothing, CLASSES)
 
 
-def test_one_class_may_be_asked_for_by_its_index_alone() -> None:
+def test_a_single_class_may_be_selected_by_its_index() -> None:
     assert parse_class_selection("3", [ClassEntry(f"n{i:08}", f"class {i}") for i in range(6)]) == ("n00000003",)

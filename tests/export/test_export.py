@@ -28,7 +28,7 @@ from tests.helpers.discriminating_nets import noise
 from tests.helpers.fakes import fake_contract
 
 
-def test_the_file_says_all_that_the_contract_lists(exported: dict[str, ExportedNet]) -> None:
+def test_the_file_records_all_that_the_contract_lists(exported: dict[str, ExportedNet]) -> None:
     model = onnx.load(exported["demo-image"].path)
     metadata = {p.key: json.loads(p.value) for p in model.metadata_props}
     listed = Path(__file__).parents[2] / "docs" / "contract.md"
@@ -119,7 +119,7 @@ def test_no_operator_is_used_that_leaves_the_gpu(exported: dict[str, ExportedNet
     assert {tuple(node.input) for node in nodes if node.op_type == "Shape"} == {("images",)}
 
 
-def test_golden_images_are_made_by_the_stated_formula_from_whole_numbers_alone() -> None:
+def test_golden_images_follow_the_stated_formula_in_integers() -> None:
     image = golden_image(31, 45)
     for row, column, channel in [(0, 0, 0), (3, 7, 1), (30, 44, 2), (17, 29, 0)]:
         t = (5 + 2 * channel) * row + (3 + 4 * channel) * column + 90 * channel + row * column // 23
@@ -142,9 +142,9 @@ def test_the_verb_verify_exits_6_when_a_score_is_off(
     exported: dict[str, ExportedNet], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert run(["verify", str(exported["demo-image"].path), "--device", "cpu", "--json"]) == 0
-    told = json.loads(capsys.readouterr().out)
-    assert told["passed"] is True
-    assert told["tolerance"] == {"scores": 1e-5, "logits": 1e-4}
+    output = json.loads(capsys.readouterr().out)
+    assert output["passed"] is True
+    assert output["tolerance"] == {"scores": 1e-5, "logits": 1e-4}
     assert run(["verify", str(exported["demo-image"].path), "--device", "cpu"]) == 0
     last = capsys.readouterr().out.splitlines()[-1]
     assert re.search(r"verified on CPUExecutionProvider, fp32 \(.*\): deviation at most 1e-05 \(scores\)", last)
@@ -152,20 +152,20 @@ def test_the_verb_verify_exits_6_when_a_score_is_off(
         exported, tmp_path, golden=lambda golden: [{**g, "scores": g["scores"][::-1]} for g in golden]
     )
     assert run(["verify", str(wrong), "--device", "cpu"]) == 6
-    assert "CPUExecutionProvider, fp32 (" in (told := capsys.readouterr().err)
-    assert "golden images deviate by more than 1e-05 (scores) or 0.0001 of the largest (logits)" in told
+    assert "CPUExecutionProvider, fp32 (" in (output := capsys.readouterr().err)
+    assert "golden images deviate by more than 1e-05 (scores) or 0.0001 of the largest (logits)" in output
 
 
-def test_a_file_without_golden_images_cannot_be_verified_and_says_how_to_get_them(
+def test_a_file_without_golden_images_cannot_be_verified_and_the_error_gives_the_command(
     exported: dict[str, ExportedNet], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     without = with_metadata(exported, tmp_path, golden=[])
     with pytest.raises(ContractError, match=r"no golden images.*prelunet export"):
         verify(open_session(without, "cpu"))
     assert run(["verify", str(without), "--device", "cpu"]) == 3
-    told = capsys.readouterr()
-    assert "no golden images" in told.err
-    assert "verified" not in told.out
+    output = capsys.readouterr()
+    assert "no golden images" in output.err
+    assert "verified" not in output.out
 
 
 def with_metadata(exported: dict[str, ExportedNet], folder: Path, drop: str = "", **changes: object) -> Path:
@@ -284,7 +284,7 @@ def test_a_foreign_onnx_model_is_refused(tmp_path: Path) -> None:
         open_session(tmp_path / "foreign.onnx", "cpu")
 
 
-def test_asking_for_cuda_where_it_does_not_come_up_is_an_error_and_never_a_cpu_run(
+def test_requesting_cuda_where_it_is_unavailable_is_an_error_and_never_a_cpu_run(
     exported: dict[str, ExportedNet],
 ) -> None:
     with pytest.raises(EnvironmentFault, match=r"--device cuda"):
@@ -327,7 +327,7 @@ def test_export_refuses_half_a_checkpoint_and_leaves_no_file(
     assert [path.name for path in tmp_path.iterdir()] == ["half.safetensors"]
 
 
-def test_export_to_a_folder_that_does_not_exist_says_so(
+def test_export_to_a_folder_that_does_not_exist_is_refused(
     exported: dict[str, ExportedNet], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     arguments = ["export", str(exported["demo-image"].checkpoint_path), "-o", str(tmp_path / "none" / "out.onnx")]

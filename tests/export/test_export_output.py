@@ -44,7 +44,9 @@ def test_a_path_that_is_no_text_is_refused(checkpoint: Path, tmp_path: Path, out
         export_checkpoint(checkpoint, tmp_path / output)
 
 
-def test_the_program_says_so_and_exits_2(checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_verb_refuses_such_a_path_in_one_line_and_exits_2(
+    checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert run(["export", str(checkpoint), "-o", str(tmp_path / "\udcff.onnx")]) == 2
     assert capsys.readouterr().err.count("\n") == 1
 

@@ -142,8 +142,8 @@ def test_a_mask_is_cast_once_per_level_and_shared(demo: Callable[..., Path]) -> 
 def test_a_half_file_differs_from_a_single_one_in_precision_alone(demo: Callable[..., Path]) -> None:
     half, single = onnx.load(demo()), onnx.load(demo("ragged", "fp32"))
     assert (half.graph.input, half.graph.output) == (single.graph.input, single.graph.output)
-    said, said_single = ({p.key: p.value for p in model.metadata_props} for model in (half, single))
-    assert said == {**said_single, "prelunet.precision": '"fp16"'}
+    half_metadata, single_metadata = ({p.key: p.value for p in model.metadata_props} for model in (half, single))
+    assert half_metadata == {**single_metadata, "prelunet.precision": '"fp16"'}
     added = {node.name for node in half.graph.node} - {node.name for node in single.graph.node}
     assert added == {"images.fp16", *(f"{level}.mask.fp16" for level in ("images", "pool1", "pool2")), "fc3.fp32"}
     assert {node.name for node in single.graph.node} < {node.name for node in half.graph.node}
@@ -277,9 +277,9 @@ def test_a_parameter_beyond_half_is_refused_by_name_before_the_work_and_leaves_n
     )  # the smallest that rounds to infinity, the largest that does not
     write_checkpoint(tmp_path / "net", with_tensors(checkpoint, conv2__weight=weight))
     assert run(["export", str(tmp_path / "net"), "-o", str(tmp_path / "m.onnx"), "--precision", "fp16"]) == 2
-    told = capsys.readouterr().err
-    assert "1 of the 80 numbers in conv2.weight exceed 65504" in told
-    assert "--precision fp32" in told
+    output = capsys.readouterr().err
+    assert "1 of the 80 numbers in conv2.weight exceed 65504" in output
+    assert "--precision fp32" in output
     assert [path.name for path in tmp_path.iterdir()] == ["net"]
 
 
@@ -329,7 +329,7 @@ def largest_in_torch(checkpoint: Checkpoint, image: np.ndarray) -> dict[str, flo
     return {name: max(float(y.abs().max()) for y in values) for name, values in found.items()}
 
 
-def test_the_magnitudes_told_are_the_largest_numbers_of_each_layer(tmp_path: Path) -> None:
+def test_the_reported_magnitudes_are_the_largest_numbers_of_each_layer(tmp_path: Path) -> None:
     checkpoint = tiny_checkpoint()
     path, found = half_file(tmp_path, checkpoint, "exact")
     contract = session_on(path).contract
@@ -347,7 +347,7 @@ def test_the_magnitudes_told_are_the_largest_numbers_of_each_layer(tmp_path: Pat
     assert found.magnitudes["conv1"] == pytest.approx(expected["conv1"], rel=2e-3)  # the largest come from hard edges
 
 
-def test_what_lies_beside_an_image_is_measured_too(tmp_path: Path) -> None:
+def test_the_padding_next_to_an_image_is_measured_too(tmp_path: Path) -> None:
     """Constant features k, and a convolution of (2, -1, 0) in its middle column: k inside, -k and k along the borders.
 
     In the first row below the image it meets the image's last row with its 2, and nothing else: 2k.
@@ -391,7 +391,7 @@ def test_an_image_beside_white_padding_gets_its_scores_where_numbers_beside_it_a
     np.testing.assert_allclose(beside.scores, alone.scores, rtol=0, atol=1e-6)
 
 
-def test_numbers_too_small_for_half_are_told(tmp_path: Path) -> None:
+def test_numbers_too_small_for_half_give_a_warning(tmp_path: Path) -> None:
     checkpoint = tiny_checkpoint()
     small = with_tensors(checkpoint, fc3__weight=checkpoint.tensors["fc3.weight"] * np.float32(1e-6))
     losses = rounding_losses(small.tensors)
@@ -420,7 +420,7 @@ def test_a_layer_beyond_half_is_refused_also_where_infinity_has_become_nan(large
         check_magnitudes({"conv1": 65504.0, "conv2": largest, "conv3": float("nan")})
 
 
-def test_a_layer_near_the_end_of_half_is_told_with_its_number() -> None:
+def test_a_layer_near_the_maximum_of_half_gives_a_warning_with_its_number() -> None:
     magnitudes = {"conv1": 8188.0, "conv2": 8188.5, "fc1": 65504.0}
     assert [text.split(":")[0] for text in precision_warnings({}, magnitudes)] == ["conv2", "fc1"]
     assert "8.19e+03" in precision_warnings({}, magnitudes)[0]
@@ -440,8 +440,8 @@ def test_range_images_hold_the_hardest_edges_in_all_channels_and_are_always_the_
     assert len({image.tobytes() for image in images}) == len(images) == 2 + 5 + 5
     checks = [image for image in images if all(np.array_equal(np.roll(image, 1, axis), 255 - image) for axis in (0, 1))]
     assert len(checks) == 1  # every pixel differs from its neighbors; coarser grains do not
-    coloured = [image for image in images if (image[..., 0] != image[..., 1]).any()]
-    assert len(coloured) == 5
+    colored = [image for image in images if (image[..., 0] != image[..., 1]).any()]
+    assert len(colored) == 5
     assert all(np.array_equal(one, other) for one, other in zip(images, range_images(28), strict=True))
 
 
@@ -507,12 +507,12 @@ def test_verify_holds_a_half_file_to_the_tolerance_of_half_precision(
     assert all(d.passed for d in deviations)
     assert max(d.scores for d in deviations) > tolerance_of("fp32").scores
     assert run(["verify", str(demo()), "--device", "cpu", "--json"]) == 0
-    told = json.loads(capsys.readouterr().out)
-    assert told["circumstances"]["precision"] == "fp32", "the provider drops the casts between layers"
-    assert {row["precision"] for row in told["deviations"]} == {"fp16"}
+    output = json.loads(capsys.readouterr().out)
+    assert output["circumstances"]["precision"] == "fp32", "the provider drops the casts between layers"
+    assert {row["precision"] for row in output["deviations"]} == {"fp16"}
 
 
-def test_export_refuses_a_half_file_that_is_off_and_says_which_precision_to_try(
+def test_export_refuses_a_half_file_that_deviates_and_names_the_precision_to_try(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("prelunet.export.dense.build.fc1_channel_last", lambda weight, _architecture: weight.T)
@@ -524,29 +524,29 @@ def test_export_refuses_a_half_file_that_is_off_and_says_which_precision_to_try(
 # The verb.
 
 
-def test_the_verb_tells_precision_size_and_the_largest_number(
+def test_the_verb_prints_precision_size_and_the_largest_activation(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     write_checkpoint(tmp_path / "net", tiny_checkpoint())
     output = tmp_path / "m.onnx"
     assert run(["export", str(tmp_path / "net"), "-o", str(output), "--precision", "fp16"]) == 0
-    told = capsys.readouterr()
-    assert f"{output.stat().st_size / 1e6:.1f} MB, fp16, canvas ragged" in told.out
-    assert "the float16 maximum is 65504" in told.out
-    assert told.err == ""
+    printed = capsys.readouterr()
+    assert f"{output.stat().st_size / 1e6:.1f} MB, fp16, canvas ragged" in printed.out
+    assert "the float16 maximum is 65504" in printed.out
+    assert printed.err == ""
     assert run(["inspect", str(output), "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["precision"] == "fp16"
 
 
-def test_the_verb_tells_warnings_beside_the_result(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_verb_prints_warnings_with_the_result(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     write_checkpoint(tmp_path / "net", ring_checkpoint(10000))
     assert run(["export", str(tmp_path / "net"), "-o", str(tmp_path / "m.onnx"), "--precision", "fp16"]) == 0
-    told = capsys.readouterr()
-    assert "largest activation: 2e+04 (conv2)" in told.out
-    assert "warning: conv2: reaches 2e+04" in told.err
+    output = capsys.readouterr()
+    assert "largest activation: 2e+04 (conv2)" in output.out
+    assert "warning: conv2: reaches 2e+04" in output.err
 
 
-def test_a_single_file_tells_nothing_of_half(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_single_precision_file_does_not_mention_float16(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     write_checkpoint(tmp_path / "net", tiny_checkpoint())
     assert run(["export", str(tmp_path / "net"), "-o", str(tmp_path / "m.onnx")]) == 0
     assert "float16" not in capsys.readouterr().out
@@ -554,7 +554,7 @@ def test_a_single_file_tells_nothing_of_half(tmp_path: Path, capsys: pytest.Capt
     assert not (tmp_path / "n.onnx").exists()
 
 
-def test_probes_measure_a_model_without_changing_what_it_says(demo: Callable[..., Path], tmp_path: Path) -> None:
+def test_probes_measure_a_model_without_changing_its_scores(demo: Callable[..., Path], tmp_path: Path) -> None:
     model, net = onnx.load(demo()), architecture("demo")
     add_probes(model, net)
     onnx.save(model, tmp_path / "probed.onnx")

@@ -142,7 +142,7 @@ def run_order(data: str, folder: str, copies: int, *, fresh: bool = False, model
     """Validate a folder of images, each `copies` times, with a fake session, or with a model on a Ray cluster."""
     session: Any = open_session(Path(model), "cpu", threads=1) if model else FakeSession()
     classes = [entry.wnid for entry in session.contract.classes]
-    dataset = repeated(open_dataset(Path(data), split="val", class_names=classes), copies)
+    dataset = repeated(open_dataset(Path(data), split="val", wnids=classes), copies)
     protocol = build_protocol("dense-32" if model else "center", session.contract)
     info = build_run_info(session, "m.onnx", describe_dataset(dataset), protocol)
     chunk_evaluator = evaluate_on_ray(Cluster(address, cpus=1), session, Path(model), dataset, info) if model else None

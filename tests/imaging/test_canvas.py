@@ -16,7 +16,7 @@ def test_every_image_lies_in_the_upper_left_corner_of_its_canvas() -> None:
     assert sizes.tolist() == [[5, 9], [7, 2], [1, 1]]
     for place, image in zip(canvas, images, strict=True):
         np.testing.assert_array_equal(place[: image.shape[0], : image.shape[1]], image)
-        assert place.sum(dtype=np.int64) == image.sum(dtype=np.int64), "what lies outside is 0"
+        assert place.sum(dtype=np.int64) == image.sum(dtype=np.int64), "everything outside is 0"
 
 
 def test_mirrored_image_is_packed_though_its_memory_runs_backwards() -> None:

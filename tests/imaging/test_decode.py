@@ -40,7 +40,7 @@ ALPHA = PICTURE[:, ::-1, 1]
 LONG = np.repeat((np.arange(20000) % 251).astype(np.uint8)[None, :, None], 3, axis=2)
 
 
-def grey(values: npt.NDArray[np.integer]) -> UInt8Array:
+def gray(values: npt.NDArray[np.integer]) -> UInt8Array:
     return np.repeat(values.astype(np.uint8)[:, :, None], 3, axis=2)
 
 
@@ -62,20 +62,20 @@ def from_cmyk() -> UInt8Array:
     return np.round((255 - PICTURE) * (255 - black) / 255).astype(np.uint8)
 
 
-def three_colours(*colours: tuple[int, int, int]) -> UInt8Array:
-    return np.array(colours, dtype=np.uint8)[(ROW + COLUMN) % 3]
+def three_colors(*colors: tuple[int, int, int]) -> UInt8Array:
+    return np.array(colors, dtype=np.uint8)[(ROW + COLUMN) % 3]
 
 
 def bits() -> UInt8Array:
     rows = np.array([[0xA5, 0x0F, 0xF0, row, 0x80] for row in range(HEIGHT)], dtype=np.uint8)
-    return grey(np.unpackbits(rows, axis=1)[:, :WIDTH] * 255)
+    return gray(np.unpackbits(rows, axis=1)[:, :WIDTH] * 255)
 
 
-GREY_16 = np.arange(HEIGHT * WIDTH).reshape(HEIGHT, WIDTH) * 73 % 65536 >> 8
+GRAY_16 = np.arange(HEIGHT * WIDTH).reshape(HEIGHT, WIDTH) * 73 % 65536 >> 8
 RED, GREEN, BLUE = (200, 20, 20), (20, 200, 20), (20, 20, 200)
 
 # file: (what it should show, largest difference). Lossless files: none. JPEG at quality 95 keeps these smooth slopes to
-# within 12 (chroma at half size); a GIF holds 256 colours here of which each is within 16 of the true one.
+# within 12 (chroma at half size); a GIF holds 256 colors here of which each is within 16 of the true one.
 ACCEPTED: dict[str, tuple[UInt8Array, int]] = {
     "one-pixel.png": (np.array([[[200, 100, 50]]], dtype=np.uint8), 0),
     "one-row-20000-columns.png": (LONG, 0),
@@ -90,17 +90,17 @@ ACCEPTED: dict[str, tuple[UInt8Array, int]] = {
     "two-pictures.mpo.jpg": (PICTURE, 12),
     "progressive.jpg": (PICTURE, 12),
     "lzw.tif": (PICTURE, 0),
-    "grey.jpg": (grey(luma(PICTURE)), 12),
+    "grey.jpg": (gray(luma(PICTURE)), 12),
     "cmyk-adobe.jpg": (from_cmyk(), 12),
     "cmyk.tif": (from_cmyk(), 0),
-    "palette.png": (three_colours(RED, GREEN, BLUE), 0),
-    "palette-alpha.png": (three_colours((255, 255, 255), (137, 227, 137), BLUE), 0),  # alpha 0, 128, 255
+    "palette.png": (three_colors(RED, GREEN, BLUE), 0),
+    "palette-alpha.png": (three_colors((255, 255, 255), (137, 227, 137), BLUE), 0),  # alpha 0, 128, 255
     "rgba.png": (on_white(PICTURE, ALPHA), 0),
     "rgba.webp": (on_white(PICTURE, ALPHA), 0),
-    "grey-alpha.png": (on_white(grey(luma(PICTURE)), ALPHA), 0),
-    "grey-16-bit.png": (grey(GREY_16), 0),
-    "grey-16-bit.tif": (grey(GREY_16), 0),
-    "grey-16-bit.ppm": (grey(GREY_16), 0),
+    "grey-alpha.png": (on_white(gray(luma(PICTURE)), ALPHA), 0),
+    "grey-16-bit.png": (gray(GRAY_16), 0),
+    "grey-16-bit.tif": (gray(GRAY_16), 0),
+    "grey-16-bit.ppm": (gray(GRAY_16), 0),
     "one-bit.png": (bits(), 0),
 }
 
@@ -153,14 +153,14 @@ def test_accepted_file_gives_the_promised_pixels(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_refused_file_says_why_and_names_no_path(name: str) -> None:
+def test_refused_file_gives_a_reason_and_names_no_path(name: str) -> None:
     with pytest.raises(ImageError, match=re.escape(REFUSED[name])) as refusal:
         decode_rgb((DATA / name).read_bytes())
     assert not re.search(r"/|object at|\n", str(refusal.value))
     assert re.search(r"\. (Get|Send|Convert|Save)|; convert", str(refusal.value)), "says how to fix it"
 
 
-def test_transparent_colour_of_a_gif_becomes_white_and_the_others_stay() -> None:
+def test_transparent_color_of_a_gif_becomes_white_and_the_others_stay() -> None:
     data = (DATA / "palette-transparent.gif").read_bytes()
     image = Image.open(io.BytesIO(data))
     indices, palette = np.asarray(image), np.array(image.getpalette(), dtype=np.uint8).reshape(-1, 3)
@@ -177,14 +177,14 @@ def test_alpha_is_rounded_exactly_for_every_value_and_alpha() -> None:
     )
 
 
-def test_16_bit_grey_with_a_transparent_value_has_white_there() -> None:
+def test_16_bit_gray_with_a_transparent_value_has_white_there() -> None:
     values = np.array([[0, 300, 65535], [300, 12800, 301]], dtype=np.uint16)
     data = encoded(Image.fromarray(values), "PNG", transparency=300)
-    np.testing.assert_array_equal(decode_rgb(data), grey(np.array([[0, 255, 255], [255, 50, 1]])))
+    np.testing.assert_array_equal(decode_rgb(data), gray(np.array([[0, 255, 255], [255, 50, 1]])))
 
 
 @pytest.mark.parametrize("orientation", range(1, 9))
-def test_exif_orientation_is_applied_only_when_asked(orientation: int) -> None:
+def test_exif_orientation_is_applied_only_on_request(orientation: int) -> None:
     exif = Image.Exif()
     exif[274] = orientation
     data = encoded(Image.fromarray(PICTURE), "PNG", exif=exif)
@@ -246,7 +246,7 @@ def test_size_is_read_without_the_pixels_and_refused_over_the_limit() -> None:
             image_size((DATA / name).read_bytes())
 
 
-def test_film_appended_to_a_jpeg_does_not_count_as_scans() -> None:
+def test_video_appended_to_a_jpeg_does_not_count_as_scans() -> None:
     data = (DATA / "progressive.jpg").read_bytes()
     np.testing.assert_array_equal(decode_rgb(data + b"\xff\xda\x00\x02" * 500), decode_rgb(data))
 
@@ -276,7 +276,7 @@ def test_threads_decode_as_one_thread_does() -> None:
         assert list(threads.map(outcome, HOSTILE * 4)) == alone * 4
 
 
-def test_hostile_files_need_little_memory_and_say_nothing_on_stderr() -> None:
+def test_hostile_files_need_little_memory_and_leave_nothing_on_stderr() -> None:
     program = f"""
 import json, pathlib, resource
 from prelunet.evaluator.errors import ImageError
@@ -285,20 +285,20 @@ silence_decoders()
 # 8 MB of text or profile in two files, and the decoders' own tables; the bombs claim 200 MB to 30 GB.
 used = int(pathlib.Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
 resource.setrlimit(resource.RLIMIT_AS, (used + 100_000_000,) * 2)
-said = {{}}
+refusals = {{}}
 for file in sorted(pathlib.Path({str(DATA)!r}).iterdir()):
     for apply_exif in (True, False):
         try:
             decode_rgb(file.read_bytes(), apply_exif=apply_exif)
         except ImageError as error:
-            said[file.name] = str(error)
-print(json.dumps(said))
+            refusals[file.name] = str(error)
+print(json.dumps(refusals))
 """
     done = subprocess.run([sys.executable, "-W", "always", "-c", program], capture_output=True, text=True, check=True)
     assert done.stderr == ""
-    said = json.loads(done.stdout)
-    assert said.keys() == REFUSED.keys()
-    for name, message in said.items():
+    refusals = json.loads(done.stdout)
+    assert refusals.keys() == REFUSED.keys()
+    for name, message in refusals.items():
         assert REFUSED[name] in message, name
 
 

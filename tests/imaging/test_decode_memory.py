@@ -21,7 +21,7 @@ def encoded(kind: str, mode: str, **options: object) -> bytes:
     return file.getvalue()
 
 
-def asked(data: bytes, *, apply_exif: bool = False) -> int:
+def reserved_by(data: bytes, *, apply_exif: bool = False) -> int:
     found: list[int] = []
     decode_image(data, apply_exif=apply_exif, reserve=found.append)
     (size,) = found
@@ -49,65 +49,66 @@ MEASURED = [
 
 
 @pytest.mark.parametrize(("kind", "mode", "options", "measured"), MEASURED)
-def test_an_image_asks_for_what_it_takes(kind: str, mode: str, options: dict[str, object], measured: int) -> None:
-    for_12_mpixel = asked(encoded(kind, mode, **options)) / (40 * 30) * 12
+def test_an_image_reserves_the_memory_that_it_takes(
+    kind: str, mode: str, options: dict[str, object], measured: int
+) -> None:
+    for_12_mpixel = reserved_by(encoded(kind, mode, **options)) / (40 * 30) * 12
     assert measured <= for_12_mpixel <= 2 * measured + 12
 
 
-def test_a_rotated_copy_is_asked_for_and_nothing_asks_for_more_than_the_largest() -> None:
+def test_a_rotated_copy_is_reserved_and_no_image_reserves_more_than_the_maximum() -> None:
     data = encoded("WEBP", "RGBA")
-    assert asked(data, apply_exif=True) == asked(data) + 4 * 40 * 30
-    assert asked(data, apply_exif=True) * DecodeLimits.max_pixels == MAX_DECODE_BYTES * 40 * 30
+    assert reserved_by(data, apply_exif=True) == reserved_by(data) + 4 * 40 * 30
+    assert reserved_by(data, apply_exif=True) * DecodeLimits.max_pixels == MAX_DECODE_BYTES * 40 * 30
 
 
-def test_the_largest_jpeg_that_is_accepted_has_room() -> None:
-    assert asked(encoded("JPEG", "RGB")) * DecodeLimits.max_pixels <= DECODE_BYTES * 40 * 30
+def test_the_largest_accepted_jpeg_fits() -> None:
+    assert reserved_by(encoded("JPEG", "RGB")) * DecodeLimits.max_pixels <= DECODE_BYTES * 40 * 30
 
 
-def test_no_pixel_is_decoded_before_there_is_room() -> None:
+def test_no_pixel_is_decoded_before_memory_is_reserved() -> None:
     whole = encoded("PNG", "RGB")
-    told: list[int] = []
+    reserved: list[int] = []
     with pytest.raises(ImageError):
-        decode_image(whole[: len(whole) // 2], reserve=told.append)
-    assert told, "the header is whole"
-    assert decode_bytes(Image.open(io.BytesIO(whole))) == told[0]
+        decode_image(whole[: len(whole) // 2], reserve=reserved.append)
+    assert reserved == [decode_bytes(Image.open(io.BytesIO(whole)))], "the header is whole"
 
 
 def waits(semaphore: ByteSemaphore, size: int) -> tuple[threading.Thread, threading.Event]:
     """Reserve bytes in a thread; the event is set once they are reserved."""
-    given = threading.Event()
+    reserved = threading.Event()
 
     def ask() -> None:
         with semaphore.reservation() as reserve:
             reserve(size)
-            given.set()
+            reserved.set()
 
     thread = threading.Thread(target=ask, daemon=True)
     thread.start()
-    return thread, given
+    return thread, reserved
 
 
 @pytest.mark.parametrize("size", [41, 1000])
-def test_who_finds_no_room_waits_until_it_is_given_back(size: int) -> None:
+def test_an_image_that_does_not_fit_waits_until_memory_is_released(size: int) -> None:
     semaphore = ByteSemaphore(100)
     with semaphore.reservation() as reserve:
         reserve(60)
-        thread, given = waits(semaphore, size)
-        assert not given.wait(0.05)
-    assert given.wait(30)
+        thread, reserved = waits(semaphore, size)
+        assert not reserved.wait(0.05)
+    assert reserved.wait(30)
     thread.join(30)
 
 
-def test_who_finds_room_does_not_wait() -> None:
+def test_an_image_that_fits_does_not_wait() -> None:
     semaphore = ByteSemaphore(100)
     with semaphore.reservation() as reserve:
         reserve(60)
-        thread, given = waits(semaphore, 40)
-        assert given.wait(30)
+        thread, reserved = waits(semaphore, 40)
+        assert reserved.wait(30)
         thread.join(30)
 
 
-def test_room_is_given_back_after_an_error_and_by_who_asked_for_none() -> None:
+def test_memory_is_released_after_an_error_and_nothing_is_held_without_a_reservation() -> None:
     semaphore = ByteSemaphore(100)
     with pytest.raises(ImageError), semaphore.reservation() as reserve:
         decode_image(encoded("PNG", "RGB")[:60], reserve=lambda _size: reserve(1000))
@@ -117,7 +118,7 @@ def test_room_is_given_back_after_an_error_and_by_who_asked_for_none() -> None:
         reserve(1000)
 
 
-def test_many_threads_never_have_more_than_the_room_unless_one_is_alone() -> None:
+def test_many_threads_never_exceed_the_capacity_unless_one_is_alone() -> None:
     semaphore, lock, having = ByteSemaphore(100), threading.Lock(), list[int]()
     seen: list[list[int]] = []
 
@@ -136,7 +137,7 @@ def test_many_threads_never_have_more_than_the_room_unless_one_is_alone() -> Non
     assert having == []
 
 
-def test_who_came_first_has_room_first_also_where_only_a_later_one_would_fit() -> None:
+def test_the_first_in_the_queue_is_served_first_although_only_a_later_one_would_fit() -> None:
     semaphore = ByteSemaphore(100)
     with semaphore.reservation() as reserve:
         reserve(60)
@@ -153,7 +154,7 @@ def test_who_came_first_has_room_first_also_where_only_a_later_one_would_fit() -
 
 
 @pytest.mark.parametrize("left", [0.05, -1.0])
-def test_who_has_a_deadline_gives_up_with_it_and_the_next_one_has_its_turn(left: float) -> None:
+def test_a_wait_ends_at_its_deadline_and_the_next_in_the_queue_is_served(left: float) -> None:
     semaphore = ByteSemaphore(100)
     with semaphore.reservation() as reserve:
         reserve(60)
@@ -162,15 +163,15 @@ def test_who_has_a_deadline_gives_up_with_it_and_the_next_one_has_its_turn(left:
             semaphore.reservation(time.monotonic() + left) as late_reserve,
         ):
             late_reserve(90)
-        thread, given = waits(semaphore, 40)
-        assert given.wait(30)
+        thread, reserved = waits(semaphore, 40)
+        assert reserved.wait(30)
         thread.join(30)
     with semaphore.reservation(time.monotonic() - 1) as reserve:
         reserve(100)  # who does not have to wait is not late
     assert (semaphore._used, len(semaphore._waiters)) == (0, 0)
 
 
-def test_one_that_gives_up_at_the_head_of_the_line_lets_the_next_go_on() -> None:
+def test_a_wait_that_ends_at_the_head_of_the_queue_lets_the_next_one_through() -> None:
     semaphore = ByteSemaphore(100)
     with semaphore.reservation() as reserve:
         reserve(60)
@@ -186,8 +187,8 @@ def test_one_that_gives_up_at_the_head_of_the_line_lets_the_next_go_on() -> None
         first = threading.Thread(target=ask, daemon=True)
         first.start()
         eventually(lambda: len(semaphore._waiters) == 1 or bool(late))
-        second, given = waits(semaphore, 40)
-        assert given.wait(30), "long before the first place is given back"
+        second, reserved = waits(semaphore, 40)
+        assert reserved.wait(30), "long before the first place is given back"
         first.join(30)
         second.join(30)
         assert late == [DeadlinePassed]

@@ -13,7 +13,7 @@ from prelunet.evaluator.arrays import Float64Array, UInt8Array
 from prelunet.evaluator.contract import Interpolation, golden_image
 from prelunet.evaluator.imaging.resize import resize_part, resize_shorter_side, resize_to_scales, resized_size
 
-# Pillow rounds after the columns and again after the rows, half a grey level each.
+# Pillow rounds after the columns and again after the rows, half a gray level each.
 TOLERANCE = 1.0 + 1e-3
 
 
@@ -26,7 +26,7 @@ def triangle(distance: float) -> float:
 
 
 def cubic(distance: float) -> float:
-    """Keys's kernel with a = -1/2, which Pillow's BICUBIC is said to be."""
+    """Keys's kernel with a = -1/2, which Pillow's BICUBIC uses."""
     if distance < 1:
         return 1.5 * distance**3 - 2.5 * distance**2 + 1
     return -0.5 * distance**3 + 2.5 * distance**2 - 4 * distance + 2 if distance < 2 else 0.0
@@ -92,7 +92,7 @@ def test_bicubic_equals_a_plain_cubic_filter(height: int, width: int, scale: int
     image = 80 + noise(height, width) // 3  # so that it shoots over neither end, where Pillow cuts
     resized, _ = resize_shorter_side(image, scale, interpolation="bicubic")
     expected = plain_resize(image, scale, 4, "bicubic")
-    # Half a grey level from the rows; half from the columns, which the rows' weights (some < 0) make at most 0.7.
+    # Half a gray level from the rows; half from the columns, which the rows' weights (some < 0) make at most 0.7.
     assert np.abs(resized - expected).max() <= 1.2
     assert np.abs(resize_shorter_side(image, scale)[0] - expected).max() > 1.2
 
@@ -113,9 +113,7 @@ def test_image_at_its_own_scale_is_unchanged() -> None:
 
 @pytest.mark.parametrize("interpolation", ["bilinear", "bicubic"])
 @pytest.mark.parametrize(("height", "width"), [(40, 61), (61, 40), (33, 33)])
-def test_every_scale_is_made_from_all_pixels_of_the_image(
-    height: int, width: int, interpolation: Interpolation
-) -> None:
+def test_every_scale_is_resized_from_the_original_image(height: int, width: int, interpolation: Interpolation) -> None:
     image = noise(height, width)
     image.flags.writeable = False
     scales = (12, 48, 29, 33)  # smaller, larger, in no order
@@ -153,7 +151,7 @@ def test_a_scale_is_the_same_alone_and_beside_others_where_some_are_capped() -> 
     ],
 )
 @pytest.mark.parametrize("interpolation", ["bilinear", "bicubic"])
-def test_capped_image_is_the_centre_of_the_whole_resized_image(
+def test_capped_image_is_the_center_of_the_whole_resized_image(
     height: int, width: int, scale: int, cap: int, interpolation: Interpolation
 ) -> None:
     image = noise(height, width)
@@ -171,9 +169,9 @@ def test_capped_image_is_the_centre_of_the_whole_resized_image(
         assert np.abs(resized - plain_resize(image, scale, cap)).max() <= TOLERANCE
 
 
-def test_a_capped_image_knows_all_that_bicubic_sees_beyond_the_cut() -> None:
+def test_a_capped_image_includes_all_that_bicubic_reaches_beyond_the_cut() -> None:
     image = np.full((300, 6000, 3), 128, np.uint8)  # 30 pixels become one; kept are columns 2400 to 3600
-    image[:, 2355:2370] = 255  # 1.5 to 2 pixels from the centre of the first one kept: the end of the kernel, below 0
+    image[:, 2355:2370] = 255  # 1.5 to 2 pixels from the center of the first one kept: the end of the kernel, below 0
     resized, _ = resize_shorter_side(image, 10, 4, "bicubic")
     expected = plain_resize(image, 10, 4, "bicubic")
     assert expected[0, 0, 0] < 126.5
@@ -217,7 +215,7 @@ def test_a_training_crop_of_a_photo_equals_the_crop_of_the_whole_resized_photo(
 
 def test_a_part_reads_pixels_beyond_its_edge_as_the_whole_image_does() -> None:
     image = np.zeros((40, 60, 3), np.uint8)
-    image[:, 30:] = 255  # 4 source columns to one: the filter of column 7, centred at 30, sees both sides
+    image[:, 30:] = 255  # 4 source columns to one: the filter of column 7, centerd at 30, sees both sides
     part = resize_part(image, 10, (0, 7), (10, 1))
     np.testing.assert_array_equal(part, resize_shorter_side(image, 10)[0][:, 7:8])
     assert 0 < part[0, 0, 0] < 255
@@ -226,18 +224,18 @@ def test_a_part_reads_pixels_beyond_its_edge_as_the_whole_image_does() -> None:
 def test_a_part_far_along_a_very_long_image_is_in_its_place() -> None:
     image = np.resize(noise(1, 251), (1, 3_000_001, 3))
     part = resize_part(image, 28, (3, 70_000_000), (5, 28), cap=2**24)
-    columns = slice(2_500_000 - 2, 2_500_000 + 3)  # 28 columns show source column 2,500,000 and parts of its neighbours
+    columns = slice(2_500_000 - 2, 2_500_000 + 3)  # 28 columns show source column 2,500,000 and parts of its neighbors
     weights = kernel_weights(5, 5 * 28, 2 * 28, 28)
     expected = weights @ image[0, columns].astype(np.float64)
     assert np.abs(part - expected[None]).max() <= TOLERANCE
 
 
 @pytest.mark.parametrize(("long", "scale"), [(20_000, 256), (3_000_001, 28), (20_000_001, 12)])
-def test_extreme_shapes_stay_small_and_show_their_true_centre(long: int, scale: int) -> None:
+def test_extreme_shapes_stay_small_and_show_their_true_center(long: int, scale: int) -> None:
     image = np.resize(noise(1, 251), (1, long, 3))  # repeated to this length
     kept = 4 * scale
     first = (long * scale - kept) // 2
-    around = slice(first // scale - 3, first // scale + 9)  # the source pixels that the centre shows, and some more
+    around = slice(first // scale - 3, first // scale + 9)  # the source pixels that the center shows, and some more
     weights = kernel_weights(12, 12 * scale, first - (first // scale - 3) * scale, kept)
     expected = weights @ image[0, around].astype(np.float64)
     for turned in (False, True):

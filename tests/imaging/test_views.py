@@ -59,7 +59,7 @@ def test_center_shows_the_crop_at_the_rounded_down_middle(shape: tuple[int, int]
 
 
 @pytest.mark.parametrize(("height", "width"), [(33, 54), (71, 28), (30, 31)])
-def test_ten_crop_shows_the_corners_of_the_whole_image_and_the_centre_each_mirrored_too(
+def test_ten_crop_shows_the_corners_of_the_whole_image_and_the_center_each_mirrored_too(
     height: int, width: int
 ) -> None:
     image = np.random.default_rng(6).integers(0, 256, (height, width, 3), dtype=np.uint8)
@@ -93,7 +93,7 @@ def test_crop_larger_than_the_image_is_refused() -> None:
         center_crop(np.zeros((27, 40, 3), dtype=np.uint8), 28)
 
 
-def test_cap_of_the_protocol_holds_and_is_told() -> None:
+def test_cap_of_the_protocol_holds_and_is_recorded() -> None:
     image = np.random.default_rng(5).integers(0, 256, (9, 100, 3), dtype=np.uint8)
     views = make_views(image, EvaluationProtocol("narrow", "dense", (30, 12), mirror=True, long_side_cap=3))
     assert [view.image.shape for view in views] == [(30, 90, 3), (30, 90, 3), (12, 36, 3), (12, 36, 3)]

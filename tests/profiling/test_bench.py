@@ -70,10 +70,10 @@ def test_all_images_are_counted_once_and_so_is_what_they_cost(dataset: Dataset) 
 
 
 def test_a_limit_and_the_seconds_bound_the_number_of_images(dataset: Dataset) -> None:
-    said: list[str] = []
-    few = benchmark([FakeSession()], dataset, TWO_SCALES, 2, images=6, seconds=0.1, report=said.append)
+    messages: list[str] = []
+    few = benchmark([FakeSession()], dataset, TWO_SCALES, 2, images=6, seconds=0.1, report=messages.append)
     assert (few.images, few.totals.images, few.images_together) == (6, 6, 2)
-    assert said[0].startswith("measuring 6 of 25 images")
+    assert messages[0].startswith("measuring 6 of 25 images")
     hurried = benchmark([FakeSession()], dataset, TWO_SCALES, 64, seconds=1e-9)
     assert hurried.images == 1
     patient = benchmark([FakeSession()], dataset, TWO_SCALES, 64, seconds=3600)
@@ -92,7 +92,7 @@ def test_the_images_are_spread_evenly_over_the_dataset(dataset: Dataset) -> None
     assert read[-10:-5] == ["00.png", "05.png", "10.png", "15.png", "20.png"]
 
 
-def test_afterwards_the_same_batches_are_computed_alone_and_nothing_else_at_the_same_time(dataset: Dataset) -> None:
+def test_afterwards_the_same_batches_are_computed_with_nothing_else_running(dataset: Dataset) -> None:
     class Watching(FakeSession):
         def __init__(self) -> None:
             super().__init__()
@@ -117,7 +117,7 @@ def test_afterwards_the_same_batches_are_computed_alone_and_nothing_else_at_the_
 
 
 @pytest.mark.parametrize(("enough", "portions"), [(0.1, [0]), (1.0, [0]), (1.1, [0, 5]), (4.0, [0, 5, 2, 7]), (99, 8)])
-def test_computing_alone_ends_when_there_is_enough_of_it_and_is_spread_over_all(
+def test_isolated_computing_ends_when_it_suffices_and_is_spread_over_all_portions(
     dataset: Dataset, enough: float, portions: list[int] | int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Eight portions of an image each, of which a session computes two scales in half a second each."""
@@ -150,13 +150,13 @@ def test_the_warm_up_counts_for_nothing_and_every_session_takes_part(dataset: Da
 
 
 def test_a_dataset_without_images_or_without_one_that_can_be_read_is_refused(dataset: Dataset) -> None:
-    with pytest.raises(DatasetError, match="holds no images"):
+    with pytest.raises(DatasetError, match="contains no images"):
         benchmark([FakeSession()], replace(dataset, samples=[]), TWO_SCALES, 64)
     with pytest.raises(DatasetError, match="none of 1 images can be read"):
         benchmark([FakeSession()], replace(dataset, samples=dataset.samples[BAD : BAD + 1]), TWO_SCALES, 64)
 
 
-def test_an_adopted_net_that_does_not_tell_its_cost_has_no_gflops(dataset: Dataset) -> None:
+def test_an_adopted_net_of_unknown_cost_has_no_gflops(dataset: Dataset) -> None:
     session = FakeSession(fake_contract(architecture={"name": "resnet", "activation": "unknown"}))
     measured = benchmark([session], dataset, TWO_SCALES, 64, images=3, seconds=0.01)
     assert measured.multiply_adds is None
@@ -164,7 +164,7 @@ def test_an_adopted_net_that_does_not_tell_its_cost_has_no_gflops(dataset: Datas
     assert measured.to_json()["gflops"] is None
 
 
-def test_the_peak_of_memory_is_told_in_bytes_and_stays_when_memory_is_given_back() -> None:
+def test_the_peak_of_memory_is_in_bytes_and_stays_when_memory_is_released() -> None:
     """In a process of its own: the peak of this one is that of all tests before."""
     code = """
 from prelunet.evaluator.profiling.profile import peak_memory
@@ -172,8 +172,8 @@ before, held = peak_memory(), bytearray(b"x") * 2**27
 del held
 print(before, peak_memory())
 """
-    told = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True, timeout=60)
-    before, after = map(int, told.stdout.split())
+    done = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True, timeout=60)
+    before, after = map(int, done.stdout.split())
     assert 2**24 < before < 2**29
     assert 0.9 * 2**27 < after - before < 1.5 * 2**27  # other memory may have come or gone
 
@@ -202,9 +202,9 @@ def test_rates_and_shares_are_of_the_threads_that_do_it() -> None:
     assert measured.pure_compute == 12.8
     assert measured.wall_by_compute == pytest.approx(20 / 12.8)
     assert measured.slowed == pytest.approx(1.25)
-    told = {stage["stage"]: stage for stage in measured.to_json()["stages"]}
-    assert told["decode"] == {"stage": "decode", "threads": 4, "seconds": 10.0, "ms_per_image": 250.0, "share": 0.25}
-    assert told["wait"]["threads"] == 2
+    stages = {stage["stage"]: stage for stage in measured.to_json()["stages"]}
+    assert stages["decode"] == {"stage": "decode", "threads": 4, "seconds": 10.0, "ms_per_image": 250.0, "share": 0.25}
+    assert stages["wait"]["threads"] == 2
     assert measured.to_json()["padding"] == 0.1
 
 
@@ -244,7 +244,7 @@ def test_what_bounds_the_rate_is_what_is_busy_while_the_session_waits(
         ({"compute": 0.9, "alone": 0.9, "seconds": 0.99}, "short", "too short to judge: 0.99 s"),
     ],
 )
-def test_what_others_or_a_short_time_spoiled_is_not_judged(spent: dict[str, float], cause: str, words: str) -> None:
+def test_a_disturbed_or_short_measurement_is_not_judged(spent: dict[str, float], cause: str, words: str) -> None:
     assert find_bottleneck(measurement(**spent)) == cause
     assert words in describe_bottleneck(measurement(**spent))
     if cause in {"disturbed", "short"}:
@@ -336,20 +336,20 @@ def command(data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Call
     return call
 
 
-def test_the_table_has_every_stage_and_says_what_was_measured(
+def test_the_table_has_every_stage_and_states_what_was_measured(
     command: Callable[..., int], capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     assert command("--limit", "25", "--threads", "2") == 0
-    told = capsys.readouterr()
-    lines = told.out.splitlines()
+    output = capsys.readouterr()
+    lines = output.out.splitlines()
     assert lines[0].split() == ["stage", "threads", "seconds", "ms/image", "share", "of", "time"]
     assert [line.split()[0] for line in lines[1:9]] == [stage for stage in STAGES if stage != "write"]
     assert lines[1].split()[1] == "2"
-    assert "25 images, 1 of them refused, 96 views, dense-29-36, in portions of 7 (64 in a run)" in told.out
-    for said in ("images/s", "GFLOP/s", "padding 0.0%", "peak memory of this process", "estimated maximum"):
-        assert said in told.out
-    assert re.search(r"wall time / compute time in isolation \d+\.\d+ \((\d+) of \1 batches repeated\)", told.out)
-    assert "measuring 25 of 25 images" in told.err
+    assert "25 images, 1 of them refused, 96 views, dense-29-36, in portions of 7 (64 in a run)" in output.out
+    for part in ("images/s", "GFLOP/s", "padding 0.0%", "peak memory of this process", "estimated maximum"):
+        assert part in output.out
+    assert re.search(r"wall time / compute time in isolation \d+\.\d+ \((\d+) of \1 batches repeated\)", output.out)
+    assert "measuring 25 of 25 images" in output.err
     assert sorted(path.name for path in tmp_path.iterdir()) == ["m.onnx"], "nothing is written unless asked for"
 
 
@@ -357,14 +357,14 @@ def test_json_on_stdout_and_in_the_file_holds_the_measurement_and_its_circumstan
     command: Callable[..., int], capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     assert command("--limit", "9", "--json", "-o", str(tmp_path / "bench.json")) == 0
-    told = json.loads(capsys.readouterr().out)
-    assert told == json.loads((tmp_path / "bench.json").read_text())
-    assert (told["images"], told["protocol"]["scales"], told["dataset"]["images"]) == (9, [29, 36], IMAGES)
-    assert told["circumstances"]["provider"] == "CPUExecutionProvider"
-    assert told["memory_foretold"] > 0
-    assert told["memory_peak"] > 0
-    assert isinstance(told["bound"], str)
-    assert isinstance(told["advice"], list)
+    output = json.loads(capsys.readouterr().out)
+    assert output == json.loads((tmp_path / "bench.json").read_text())
+    assert (output["images"], output["protocol"]["scales"], output["dataset"]["images"]) == (9, [29, 36], IMAGES)
+    assert output["circumstances"]["provider"] == "CPUExecutionProvider"
+    assert output["memory_foretold"] > 0
+    assert output["memory_peak"] > 0
+    assert isinstance(output["bound"], str)
+    assert isinstance(output["advice"], list)
 
 
 def test_a_folder_without_images_exits_2(
@@ -375,7 +375,7 @@ def test_a_folder_without_images_exits_2(
     assert "empty" in capsys.readouterr().err
 
 
-def test_of_a_folder_with_train_and_val_it_takes_val_as_validate_does(
+def test_of_a_folder_with_train_and_val_it_opens_val_as_validate_does(
     command: Callable[..., int], data: Path, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     for name in ("train", "val"):
@@ -386,16 +386,16 @@ def test_of_a_folder_with_train_and_val_it_takes_val_as_validate_does(
 
 
 @pytest.mark.parametrize("output", ["missing/bench.json", "."])
-def test_a_file_that_cannot_be_written_is_told_before_anything_is_measured(
+def test_a_file_that_cannot_be_written_is_refused_before_anything_is_measured(
     command: Callable[..., int], capsys: pytest.CaptureFixture[str], tmp_path: Path, output: str
 ) -> None:
     assert command("--limit", "5", "-o", str(tmp_path / output)) == 2
-    said = capsys.readouterr()
-    assert "choose another path" in said.err.lower()
-    assert (said.out, "measuring" in said.err) == ("", False)
+    printed = capsys.readouterr()
+    assert "choose another path" in printed.err.lower()
+    assert (printed.out, "measuring" in printed.err) == ("", False)
 
 
-def test_interrupted_it_says_that_nothing_is_kept(
+def test_an_interrupt_reports_that_nothing_was_saved(
     command: Callable[..., int], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def interrupt(*_: Any, **__: Any) -> None:

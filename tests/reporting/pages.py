@@ -1,5 +1,6 @@
 """Parses HTML pages for tests."""
 
+import re
 from html.parser import HTMLParser
 
 
@@ -32,3 +33,17 @@ class Elements(HTMLParser):
 
     def named(self, tag: str) -> list[dict[str, str | None]]:
         return [attributes for name, attributes in self.elements if name == tag]
+
+
+def check_self_contained(page: Elements, links: str) -> None:
+    """Check that a page allows and contains no address outside itself. links: the allowed ones, besides `data:`."""
+    (policy,) = [m["content"] or "" for m in page.named("meta") if m.get("http-equiv") == "Content-Security-Policy"]
+    assert policy.startswith("default-src 'none';")
+    assert "http" not in policy
+    assert "eval" not in policy
+    assert not {"iframe", "object", "embed", "base", "form"} & {tag for tag, _ in page.elements}
+    for tag, attributes in page.elements:
+        for name in ("src", "href", "srcset", "action", "poster", "background"):
+            address = attributes.get(name)
+            if address is not None:
+                assert re.match(rf"data:|{links}", address), (tag, name, address[:80])

@@ -116,7 +116,7 @@ def test_each_class_has_its_difference_and_is_improved_unchanged_or_worse(tmp_pa
     assert counts == [1, 0, 1]  # classes without common images are none of the three
 
 
-def test_flipped_images_carry_both_answers_and_say_by_which_error_they_flipped(tmp_path: Path) -> None:
+def test_flipped_images_have_both_answers_and_the_errors_by_which_they_flipped(tmp_path: Path) -> None:
     flips = compared(tmp_path, A_LINES, B_LINES)["flips"]
     assert [(flip["file"], flip["top1"], flip["top5"]) for flip in flips] == [
         ("n01/a.jpg", "worse", None),
@@ -236,7 +236,7 @@ def test_as_many_wrong_in_each_alone_is_a_tie_though_images_flipped(tmp_path: Pa
     assert len(tie["flips"]) == 2
 
 
-def test_runs_without_a_common_image_have_no_difference_to_tell(tmp_path: Path) -> None:
+def test_runs_without_a_common_image_have_no_difference(tmp_path: Path) -> None:
     a = [evaluated("n01/a.jpg", 0, [0], 1), refused("n02/a.jpg", 1)]
     b = [refused("n01/a.jpg", 0), evaluated("n02/a.jpg", 1, [2, 1], 2)]
     comparison = compared(tmp_path, a, b)
@@ -278,7 +278,7 @@ def test_csv_has_the_same_numbers_as_the_comparison(tmp_path: Path) -> None:
             assert row[f"{key}_stands"] == ("yes" if entry[key]["stands"] else "no")
 
 
-def test_model_and_protocol_may_differ_and_are_told(tmp_path: Path) -> None:
+def test_model_and_protocol_may_differ_and_are_recorded(tmp_path: Path) -> None:
     a = write_run(tmp_path / "a", A_LINES)
     b = write_run(tmp_path / "b", B_LINES)
     run = json.loads((b / "run.json").read_text())
@@ -296,7 +296,7 @@ def test_model_and_protocol_may_differ_and_are_told(tmp_path: Path) -> None:
         ({"classes": [*CLASSES, {"wnid": "n99", "name": "new"}]}, ("7 and 8 classes",)),
     ],
 )
-def test_runs_that_cannot_be_paired_are_refused_and_told_apart(
+def test_runs_that_cannot_be_paired_are_refused_with_the_difference(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], changes: dict[str, Any], parts: Sequence[str]
 ) -> None:
     a = write_run(tmp_path / "a", A_LINES)
@@ -339,7 +339,7 @@ def test_a_run_whose_images_are_not_those_of_its_fingerprint_is_called_damaged(t
             compare_runs(a, swapped)
 
 
-def test_verb_writes_three_files_named_after_the_baseline_and_says_who_is_better(
+def test_verb_writes_three_files_named_after_the_baseline_and_prints_which_run_is_better(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     labels = labels_of(200)
@@ -374,7 +374,7 @@ def test_help_needs_neither_templates_nor_charts() -> None:
     assert done.stderr.strip() == "[0, 0]set()"
 
 
-def test_verb_writes_where_it_is_told_and_prints_the_comparison_as_json(
+def test_verb_writes_to_the_given_folder_and_prints_the_comparison_as_json(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     a, b = write_run(tmp_path / "a", A_LINES), write_run(tmp_path / "b", B_LINES)
@@ -384,7 +384,7 @@ def test_verb_writes_where_it_is_told_and_prints_the_comparison_as_json(
     assert not (b / "report").exists()
 
 
-def test_what_b_alone_refused_is_counted_and_its_difference_takes_it_for_wrong(tmp_path: Path) -> None:
+def test_images_that_only_b_refused_are_counted_and_count_as_wrong_in_one_difference(tmp_path: Path) -> None:
     labels = labels_of(150)
     a_lines, b_lines = random_run(3, labels, 0.6), random_run(9, labels, 0.6)
     comparison = compared(tmp_path, a_lines, b_lines)

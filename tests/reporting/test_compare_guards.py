@@ -72,9 +72,7 @@ def test_b_does_not_pass_by_refusing_images(
     assert ("worse than A" in message) == (code == 6)
 
 
-def test_fail_if_worse_does_not_pass_when_nothing_can_be_told(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_fail_if_worse_does_not_pass_without_common_images(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     a = write_run(tmp_path / "a", [refused("a.jpg", 0)])
     assert cli.run(["compare", str(a), str(a), "--fail-if-worse", "5"]) == 6
     captured = capsys.readouterr()

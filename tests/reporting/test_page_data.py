@@ -75,7 +75,7 @@ def images_of(data: dict[str, Any], label: int) -> list[dict[str, Any]]:
     return images
 
 
-def test_every_image_stands_with_its_class_whole_and_mistakes_come_first(tmp_path: Path) -> None:
+def test_every_image_is_listed_completely_under_its_class_mistakes_first(tmp_path: Path) -> None:
     run = run_of(tmp_path, random_lines(300, seed=1))
     data = data_of(run)
     for label in range(COUNT):
@@ -174,10 +174,10 @@ def size_of(address: str) -> tuple[int, int]:
     return Image.open(io.BytesIO(base64.b64decode(address.partition(",")[2]))).size
 
 
-def test_tiles_keep_to_their_budget_and_stand_with_their_image(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_tiles_keep_to_their_budget_and_belong_to_their_image(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     lines = [line for line in random_lines(160, seed=5) if "refused" not in line]
     data = photographs(tmp_path / "data", lines)
-    fingerprint = open_dataset(data, split="val", class_names=[entry["wnid"] for entry in CLASSES]).fingerprint
+    fingerprint = open_dataset(data, split="val", wnids=[entry["wnid"] for entry in CLASSES]).fingerprint
     run = run_of(tmp_path / "run", lines, fingerprint=fingerprint)
     free = build_gallery(run, data)
     large = {mistake.prediction.file for mistake in free.mistakes}
@@ -203,7 +203,7 @@ def test_tiles_keep_to_their_budget_and_stand_with_their_image(tmp_path: Path, m
 def test_tiles_are_smaller_than_the_pictures_of_the_gallery(tmp_path: Path) -> None:
     lines = [evaluated(f"n01/{number:03}.JPEG", 0, [2, 0], 2, first=0.9 - number / 100) for number in range(5)]
     data = photographs(tmp_path / "data", lines)
-    fingerprint = open_dataset(data, split="val", class_names=[entry["wnid"] for entry in CLASSES]).fingerprint
+    fingerprint = open_dataset(data, split="val", wnids=[entry["wnid"] for entry in CLASSES]).fingerprint
     gallery = build_gallery(run_of(tmp_path / "run", lines, fingerprint=fingerprint), data)
     assert [size_of(mistake.thumbnail or "") for mistake in gallery.mistakes] == [(150, 90)] * 3
     assert [size_of(tile) for tile in gallery.tiles.values()] == [(TILE, 67)] * 2

@@ -79,7 +79,7 @@ def test_interval_of_a_published_example() -> None:
     assert tuple(round(bound / 100, 4) for bound in interval) == (-0.1186, -0.0046)
 
 
-def test_interval_equals_one_made_from_single_images() -> None:
+def test_interval_equals_one_computed_from_single_images() -> None:
     draw = random.Random(1)
     cases = [*tables(5), *(tuple(draw.choice([0, draw.randint(0, 60)]) for _ in range(4)) for _ in range(200))]
     for counts in cases:
@@ -103,7 +103,7 @@ def test_interval_holds_the_difference_has_a_width_and_stays_within_100_points()
         assert low < high
 
 
-def test_interval_holds_the_truth_about_as_often_as_it_says() -> None:
+def test_interval_has_about_its_nominal_coverage() -> None:
     """The exact coverage over all tables of 16 images, for true errors from equal to very different."""
     images = 16
     found = {counts: difference_interval(*counts) for counts in tables(images)}

@@ -152,7 +152,7 @@ def test_report_equals_a_slow_count_line_by_line(tmp_path: Path, seed: int) -> N
     assert sum(entry["refused"] for entry in report["classes"]) == report["refused"] > 0
 
 
-def test_what_a_class_tells_of_its_scores_ranks_and_views_is_counted_over_its_own_images(tmp_path: Path) -> None:
+def test_scores_ranks_and_views_of_a_class_are_counted_over_its_own_images(tmp_path: Path) -> None:
     lines = random_lines(2, 300)
     report = report_of(tmp_path, lines)
     for entry in report["classes"]:
@@ -212,7 +212,7 @@ def test_macro_errors_weigh_every_class_alike(tmp_path: Path) -> None:
         assert again[f"{key}_interval"] == list(interval)
 
 
-def test_where_a_class_has_one_image_report_and_summary_say_why_the_mean_has_no_interval(
+def test_where_a_class_has_one_image_report_and_summary_state_why_the_mean_has_no_interval(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     two_each = write_run(tmp_path / "two", [*LINES, evaluated("n04/b.jpg", 3, [3, 1, 2, 0, 4], 1)])
@@ -351,7 +351,7 @@ def test_report_carries_the_suspicion_about_the_labels(tmp_path: Path) -> None:
         ({"averaging": "logit"}, "scales 256,384 mirrored, logits averaged"),
     ],
 )
-def test_a_protocol_is_told_in_a_few_words(changes: dict[str, Any], words: str) -> None:
+def test_a_protocol_has_a_short_description(changes: dict[str, Any], words: str) -> None:
     assert describe_protocol({**MULTI_SCALE, **changes}) == words
 
 
@@ -429,7 +429,7 @@ def test_csv_has_the_same_numbers_as_the_report(tmp_path: Path) -> None:
             assert (float(row[key]) if row[key] else None) == entry[key]
 
 
-def test_an_error_is_told_with_its_interval() -> None:
+def test_an_error_is_shown_with_its_interval() -> None:
     errors = {"top1_error": 12.3456, "top1_interval": [10.04, 14.96], "top5_error": 0.0, "top5_interval": [0.0, 3.7]}
     assert error_with_interval(errors, 1) == "12.35 [10.0, 15.0]"
     assert error_with_interval(errors, 5, 2, unit=" %") == "0.00 % [0.00, 3.70]"
@@ -442,17 +442,17 @@ def test_a_file_name_that_is_no_text_still_gives_valid_files(tmp_path: Path) -> 
     assert len(list(csv.reader(io.StringIO(classes_csv(report).decode())))) == 2
 
 
-def test_the_verb_writes_elsewhere_and_says_that_the_page_has_no_pictures(
+def test_the_verb_writes_to_another_folder_and_reports_that_the_page_has_no_pictures(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     folder, out = write_run(tmp_path / "run", LINES), tmp_path / "a" / "b"
     for options in ([], ["--json"]):
         assert cli.run(["report", str(folder), "--out", str(out), *options]) == 0
-        told = capsys.readouterr()
+        output = capsys.readouterr()
         assert re.search(
-            r"note: .*report\.html has no pictures\. The run does not record the location.*--data DIR\n", told.err
+            r"note: .*report\.html has no pictures\. The run does not record the location.*--data DIR\n", output.err
         )
-        assert "no pictures" not in told.out
+        assert "no pictures" not in output.out
     assert sorted(path.name for path in out.iterdir()) == ["classes.csv", "report.html", "report.json"]
     assert not (folder / "report").exists()
     (tmp_path / "file").touch()
@@ -465,9 +465,9 @@ def test_the_verb_writes_elsewhere_and_says_that_the_page_has_no_pictures(
 def test_names_of_a_run_do_not_steer_the_terminal(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     folder = write_run(tmp_path / "run\x1b]0;", [evaluated("a\x1b[31m.png", 0, [1], 2)])
     assert cli.run(["report", str(folder)]) == 0
-    told = capsys.readouterr()
-    assert "\x1b" not in told.out + told.err
-    assert r"run\x1b]0;" in told.out
+    output = capsys.readouterr()
+    assert "\x1b" not in output.out + output.err
+    assert r"run\x1b]0;" in output.out
 
 
 def test_headline_carries_the_circumstances(tmp_path: Path) -> None:
@@ -524,7 +524,7 @@ def test_a_run_with_every_image_refused_is_still_reported(tmp_path: Path, capsys
     assert "2 of 2 images were refused" in (folder / "report" / "report.html").read_text()
 
 
-def test_missing_unfinished_and_damaged_runs_are_told_apart_and_nothing_is_written(
+def test_missing_unfinished_and_damaged_runs_have_different_errors_and_nothing_is_written(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     unfinished = write_run(tmp_path / "unfinished", LINES, images=9)

@@ -102,7 +102,7 @@ def outcomes(plus: int, minus: int, total: int) -> list[int]:
 
 
 @pytest.mark.parametrize("with_minus", [True, False])
-def test_macro_interval_equals_drawing_images_anew_one_by_one(with_minus: bool) -> None:
+def test_macro_interval_equals_resampling_images_one_by_one(with_minus: bool) -> None:
     table = [(plus, minus if with_minus else 0, total) for plus, minus, total in TABLE]
     classes = [outcomes(*counts) for counts in table if counts[2]]
     draw = random.Random(5)
@@ -135,7 +135,7 @@ def test_macro_interval_equals_the_percentile_bootstrap_of_scipy(seed: int) -> N
     assert macro_interval(*zip(*table, strict=True)) == pytest.approx((low, high), abs=0.06 * (high - low))
 
 
-def test_macro_interval_knows_no_order_of_classes_and_ignores_those_without_images() -> None:
+def test_macro_interval_does_not_depend_on_the_order_of_classes_or_on_classes_without_images() -> None:
     shuffled = [TABLE[place] for place in (6, 2, 5, 0, 3, 4)]
     expected = macro_interval(*zip(*TABLE, strict=True))
     assert macro_interval(*zip(*shuffled, strict=True)) == expected
@@ -159,7 +159,7 @@ def test_where_a_class_has_one_image_the_mean_over_classes_has_no_interval(total
     assert macro_interval([1] * len(totals), [0] * len(totals), totals) is None
 
 
-def test_a_thousand_classes_are_surer_than_one() -> None:
+def test_the_interval_over_a_thousand_classes_equals_the_normal_approximation() -> None:
     """50 images per class, 10 wrong: the normal approximation, 1.96·sqrt(p(1-p)/n), is accurate there."""
     half = 100 * 1.959964 * math.sqrt(0.2 * 0.8 / 50_000)
     low, high = macro_interval([10] * 1000, [0] * 1000, [50] * 1000)
@@ -221,7 +221,7 @@ def test_a_score_that_half_precision_lifts_above_one_counts_as_one() -> None:
 
 @settings(deadline=None)
 @given(st.integers(1, 1200).flatmap(lambda k: st.tuples(st.just(k), st.lists(st.integers(1, k), max_size=30))))
-def test_ranks_are_told_by_mean_median_and_in_steps_that_end_at_the_number_of_classes(
+def test_ranks_are_summarized_by_mean_median_and_steps_that_end_at_the_number_of_classes(
     drawn: tuple[int, list[int]],
 ) -> None:
     classes, ranks = drawn

@@ -36,7 +36,7 @@ def write_dataset(folder: Path) -> Dataset:
         Image.fromarray(rng.integers(0, 256, (*size, 3), np.uint8)).save(path)
         if index in BAD:
             path.write_bytes(b"no image")
-    return open_dataset(folder, split="val", class_names=CLASSES)
+    return open_dataset(folder, split="val", wnids=CLASSES)
 
 
 def no_thread_is_left() -> Iterator[None]:

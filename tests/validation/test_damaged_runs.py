@@ -257,7 +257,7 @@ def test_only_images_of_the_dataset_get_onto_the_page(tmp_path: Path, given: boo
     for path in (data / "n01" / "a.png", data / ".n01" / "private.png"):  # hidden, so not an image of the dataset
         path.parent.mkdir(parents=True)
         Image.fromarray(pixels).save(path)
-    fingerprint = open_dataset(data, split="val", class_names=[entry["wnid"] for entry in CLASSES]).fingerprint
+    fingerprint = open_dataset(data, split="val", wnids=[entry["wnid"] for entry in CLASSES]).fingerprint
     lines = [evaluated(".n01/private.png", 0, [2, 0], 2)]
     folder = write_run(tmp_path / "run", lines, fingerprint=fingerprint, data=os.fspath(data))
     with pytest.raises(RunFolderError, match=r"'\.n01/private\.png' is not in its dataset.*--fresh"):

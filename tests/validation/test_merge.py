@@ -44,7 +44,7 @@ def dataset(tmp_path_factory: pytest.TempPathFactory) -> Dataset:
             path.write_bytes(b"no image")
         else:
             Image.fromarray(rng.integers(0, 256, (30 + index % 5, 41, 3), np.uint8)).save(path)
-    return open_dataset(folder, split="val", class_names=CLASSES)
+    return open_dataset(folder, split="val", wnids=CLASSES)
 
 
 def make(dataset: Dataset, folder: Path, shard: tuple[int, int] | None, *, seed: int = 0, chunk: int = CHUNK) -> Path:

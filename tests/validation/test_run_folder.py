@@ -253,7 +253,7 @@ def test_control_characters_in_names_are_escaped_so_that_the_run_can_be_read(fol
 def open_images(place: Path) -> Dataset:
     (place / "n00000001").mkdir(parents=True)
     Image.new("RGB", (3, 4)).save(place / "n00000001" / "a.png")
-    return open_dataset(place, split="val", class_names=[entry.wnid for entry in SESSION.contract.classes])
+    return open_dataset(place, split="val", wnids=[entry.wnid for entry in SESSION.contract.classes])
 
 
 def test_a_file_in_the_place_of_the_folder_is_refused(tmp_path: Path) -> None:

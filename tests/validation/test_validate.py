@@ -55,7 +55,7 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def dataset(data: Path) -> Dataset:
-    return open_dataset(data, split="val", class_names=CLASSES)
+    return open_dataset(data, split="val", wnids=CLASSES)
 
 
 @pytest.fixture(scope="module")
@@ -354,7 +354,7 @@ def test_an_exported_model_validates_like_image_by_image(
     wnids = [entry.wnid for entry in session.contract.classes]
     for index in (0, 2):
         shutil.copytree(data / CLASSES[index], tmp_path / "val" / wnids[index])
-    few = open_dataset(tmp_path, split="val", class_names=wnids)
+    few = open_dataset(tmp_path, split="val", wnids=wnids)
     protocol = build_protocol("dense-30", session.contract)
     found = validated(session, few, protocol, tmp_path / "run")
     scores = np.load(tmp_path / "run" / "scores.f32.npy")

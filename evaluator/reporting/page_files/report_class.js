@@ -15,7 +15,7 @@ function startClassView(order) {
       dialog.close();
       return;
     }
-    dialog.replaceChildren(...classContent(classes[index], neighbours(index, order())));
+    dialog.replaceChildren(...classContent(classes[index], neighbors(index, order())));
     if (!dialog.open) dialog.showModal();
     dialog.scrollTop = 0;
     dialog.querySelector("h2").focus({ preventScroll: true });
@@ -46,7 +46,7 @@ function startClassView(order) {
 }
 
 /** Return the classes before and after this one in the table, or by index if the table does not show this one. */
-function neighbours(index, shown) {
+function neighbors(index, shown) {
   const order = shown.includes(index) ? shown : classes.map((entry) => entry.index);
   const place = order.indexOf(index);
   return { previous: order[place - 1], next: order[place + 1], place: place + 1, of: order.length };

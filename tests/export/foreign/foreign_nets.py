@@ -246,7 +246,6 @@ def adopted(
     folder: Path, path: Path, preprocessing: Preprocessing = RGB, **options: Any
 ) -> tuple[Session, AdoptResult]:
     output = folder / "adopted.onnx"
-    said = AdoptOptions(preprocessing, **{"crop": CROP, **options})
-    result = adopt(path, output, write_classes(folder), said)
+    result = adopt(path, output, write_classes(folder), AdoptOptions(preprocessing, **{"crop": CROP, **options}))
     onnx.checker.check_model(output, full_check=True)
     return open_session(output, "cpu"), result

@@ -206,7 +206,7 @@ def test_half_precision_has_its_own_tolerance_and_it_is_not_boundless(tmp_path: 
         assert [d.passed for d in verify(with_contract(session, contract))] == [passed]
 
 
-def test_the_file_has_no_trace_of_what_made_the_net_and_the_same_bytes_each_time(tmp_path: Path) -> None:
+def test_the_file_has_no_trace_of_the_exporter_and_the_same_bytes_each_time(tmp_path: Path) -> None:
     path = net(tmp_path, ours, input_name="images")
     model = onnx.load(path)
     branch = model.graph.node[-1].attribute[0].g
@@ -311,7 +311,7 @@ def test_an_adopted_net_is_classified_validated_reported_and_served(
     numbers = ["--mean", ",".join(map(str, MEAN)), "--std", ",".join(map(str, STD))]
     command = ["adopt", str(path), "--crop", str(CROP), *numbers, "--classes", str(classes), "-o", str(model)]
     assert run(command) == 0
-    said = capsys.readouterr().out
+    output = capsys.readouterr().out
     for words in (
         "'x': NCHW",
         "R (x - 0.485) / 0.229",
@@ -319,7 +319,7 @@ def test_an_adopted_net_is_classified_validated_reported_and_served(
         "net together",
         "18 runs agree",
     ):
-        assert words in said
+        assert words in output
     assert run(command) == 2
     assert "already exists" in capsys.readouterr().err
     assert run([*command, "--force", "--name", "ours"]) == 0
@@ -359,16 +359,16 @@ def test_a_path_that_is_no_utf8_is_refused_by_its_text(tmp_path: Path, capsys: p
     assert capsys.readouterr().err.count("cannot be encoded as utf-8") == 2
 
 
-def test_inspect_tells_what_is_known_of_an_adopted_net_and_nothing_more(
+def test_inspect_prints_what_is_known_of_an_adopted_net_and_nothing_more(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     adopted(tmp_path, net(tmp_path))
     model = str(tmp_path / "adopted.onnx")
     assert run(["inspect", model, "--json"]) == 0
-    told = json.loads(capsys.readouterr().out)
-    assert (told["kind"], told["crop"], told["interpolation"]) == ("adopted", CROP, "bilinear")
-    assert told["adopted"]["mean"] == list(MEAN)
-    assert len(told["classes"]) == CLASSES
-    assert "slopes" not in told
+    output = json.loads(capsys.readouterr().out)
+    assert (output["kind"], output["crop"], output["interpolation"]) == ("adopted", CROP, "bilinear")
+    assert output["adopted"]["mean"] == list(MEAN)
+    assert len(output["classes"]) == CLASSES
+    assert "slopes" not in output
     assert run(["inspect", model]) == 0
     assert f"{CROP}x{CROP} px only" in capsys.readouterr().out

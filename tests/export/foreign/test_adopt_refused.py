@@ -88,13 +88,13 @@ BAD_NETS: dict[str, tuple[Build, dict[str, Any], dict[str, Any], type[PreluNetEr
 
 @pytest.mark.parametrize("name", BAD_NETS)
 def test_what_is_no_classifier_of_one_image_size_is_refused_and_an_old_file_stays(name: str, tmp_path: Path) -> None:
-    build, written, options, error, told = BAD_NETS[name]
+    build, written, options, error, message = BAD_NETS[name]
     path = net(tmp_path, build, **written)
     output = tmp_path / "adopted.onnx"
     output.write_bytes(b"old")
     with pytest.raises(error) as refused:
         adopted(tmp_path, path, **options)
-    assert told in str(refused.value)
+    assert message in str(refused.value)
     assert output.read_bytes() == b"old"
     assert sorted(file.name for file in tmp_path.iterdir()) == ["adopted.onnx", "classes.txt", "net.onnx"]
 
@@ -123,24 +123,40 @@ def three_gigabytes(model: onnx.ModelProto) -> None:
     model.graph.initializer.append(tensor)
 
 
+def declares(**kinds: int) -> Callable[[onnx.ModelProto], None]:
+    def change(model: onnx.ModelProto) -> None:
+        for place, kind in kinds.items():
+            if place == "initializer":
+                model.graph.initializer[0].data_type = kind
+            else:
+                getattr(model.graph, place)[0].type.tensor_type.elem_type = kind
+
+    return change
+
+
 @pytest.mark.parametrize(
-    ("change", "told"),
+    ("change", "message"),
     [
         (two_inputs, r"inputs 'x', 'mask', but a classifier takes one"),
         (a_sequence, r"output 'all' is a sequence, not a tensor"),
         (without_shape, r"input 'x' has no declared shape"),
         (unknown_operator, r"onnxruntime cannot load this net .*Frobnicate"),
         (three_gigabytes, r"3\.22 GB of weights, but one ONNX file can hold less than 2\.13 GB"),
+        (declares(initializer=99), r"weights 'c0' have an unknown type \(99\)"),
+        (declares(input=99), r"input 'x' is of an unknown type \(99\), not FLOAT"),
+        (declares(output=99), r"output 'v12' is of an unknown type \(99\), not FLOAT"),
+        (declares(input=TensorProto.DOUBLE), r"is DOUBLE, not .* Convert the net to single or half precision"),
+        (declares(input=TensorProto.BFLOAT16), r"is BFLOAT16, not .* Convert the net to single or half precision"),
     ],
 )
 def test_a_file_that_declares_what_no_classifier_has_is_refused(
-    change: Callable[[onnx.ModelProto], None], told: str, tmp_path: Path
+    change: Callable[[onnx.ModelProto], None], message: str, tmp_path: Path
 ) -> None:
     path = net(tmp_path)
     model = onnx.load(path)
     change(model)
     onnx.save(model, path)
-    with pytest.raises(ContractError, match=told):
+    with pytest.raises(ContractError, match=message):
         adopted(tmp_path, path)
 
 
@@ -154,16 +170,16 @@ def test_bytes_that_are_no_onnx_are_refused(content: bytes, tmp_path: Path) -> N
 
 def test_a_class_list_of_another_length_is_refused_with_a_hint_for_a_background_class(tmp_path: Path) -> None:
     path = net(tmp_path)
-    for count, told in (
+    for count, message in (
         (CLASSES - 1, "lists 6 classes, but .* has 7. Nets with 1001"),
         (9, "lists 9 classes, .* has 7$"),
     ):
-        with pytest.raises(UsageError, match=told):
+        with pytest.raises(UsageError, match=message):
             adopt(path, tmp_path / "o.onnx", write_classes(tmp_path, count), AdoptOptions(RGB))
     assert not (tmp_path / "o.onnx").exists()
 
 
-def test_a_graph_that_does_not_do_what_was_said_never_becomes_a_file(
+def test_a_graph_that_deviates_from_the_net_never_becomes_a_file(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = net(tmp_path)
@@ -177,7 +193,7 @@ def test_a_graph_that_does_not_do_what_was_said_never_becomes_a_file(
 
 
 @pytest.mark.parametrize(
-    ("numbers", "told"),
+    ("numbers", "message"),
     [
         ({"mean": (123.7, 116.8, 103.9), "std": (58.4, 57.1, 57.4)}, "pixels range from 0 to 1.*add --range 255"),
         ({"mean": MEAN, "std": STD, "pixel_range": 255}, "almost 0.*omit --range 255"),
@@ -187,8 +203,8 @@ def test_a_graph_that_does_not_do_what_was_said_never_becomes_a_file(
         ({"mean": MEAN, "std": STD, "pixel_range": 127}, "should be 1 or 255"),
     ],
 )
-def test_preprocessing_that_contradicts_itself_is_refused(numbers: dict[str, Any], told: str) -> None:
-    with pytest.raises(UsageError, match=told):
+def test_preprocessing_that_contradicts_itself_is_refused(numbers: dict[str, Any], message: str) -> None:
+    with pytest.raises(UsageError, match=message):
         Preprocessing(**numbers)
 
 

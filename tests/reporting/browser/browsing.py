@@ -2,7 +2,9 @@
 
 import importlib.util
 import re
+from collections.abc import Callable, Mapping, Sequence
 from types import ModuleType
+from typing import Any
 
 from playwright.sync_api import ConsoleMessage, Page, Request
 
@@ -51,10 +53,35 @@ def names_of(page: Page) -> list[str]:
     )
 
 
+def check_sorting(
+    page: Page, classes: Sequence[Mapping[str, Any]], keys: Mapping[str, Callable[[Mapping[str, Any]], Any]]
+) -> None:
+    """Check that the button of each column sorts the table both ways, and that rows without a number stay last.
+
+    keys: column → what it shows of a class; the column of names, which every table has, is not sorted.
+    """
+    columns = page.eval_on_selector_all("th[data-key]", "(heads) => heads.map((head) => head.dataset.key)")
+    assert set(columns) == {*keys, "name"}
+    for column, key in keys.items():
+        head = page.locator(f"th[data-key={column}]")
+        seen = set()
+        for _ in range(2):
+            head.get_by_role("button").click()
+            order = head.get_attribute("aria-sort") or ""
+            sign = 1 if order == "ascending" else -1
+            numbered = [entry for entry in classes if key(entry) is not None]
+            expected = sorted(numbered, key=lambda entry: (sign * key(entry), entry["index"]))
+            expected += [entry for entry in classes if key(entry) is None]
+            assert names_of(page) == [entry["name"] for entry in expected], (column, order)
+            seen.add(order)
+        assert seen == {"ascending", "descending"}
+        assert page.locator("th[aria-sort]").count() == 1
+
+
 def brightness(page: Page, selector: str) -> int:
     """Return red + green + blue of an element's background."""
-    colour = page.evaluate("(selector) => getComputedStyle(document.querySelector(selector)).backgroundColor", selector)
-    return sum(map(int, re.findall(r"\d+", colour)))
+    color = page.evaluate("(selector) => getComputedStyle(document.querySelector(selector)).backgroundColor", selector)
+    return sum(map(int, re.findall(r"\d+", color)))
 
 
 def imagenet_shape(per_class: int) -> ModuleType:

@@ -91,7 +91,7 @@ def few(tmp_path_factory: pytest.TempPathFactory) -> Path:
         wrong = number % 4 == 0
         answers = [(label + 1) % 3, label] if wrong else [label, (label + 1) % 3]
         lines.append(evaluated(f"{wnid}/{path.name}", label, answers, 1 + wrong, first=0.5 + number / 30))
-    dataset = open_dataset(folder / "data", split="val", class_names=[f"n0{index}" for index in range(1, 8)])
+    dataset = open_dataset(folder / "data", split="val", wnids=[f"n0{index}" for index in range(1, 8)])
     write_run(folder / "run", lines, fingerprint=dataset.fingerprint, data=str(folder / "data"))
     return html_of(folder / "run")
 

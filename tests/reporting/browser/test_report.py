@@ -5,7 +5,7 @@ Skipped where there is no Chromium; `make test-browser` fails there instead.
 
 import json
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +15,7 @@ from playwright.sync_api import expect
 from prelunet.evaluator.reporting.report import Report
 from prelunet.evaluator.validation.predictions import Prediction
 from prelunet.evaluator.validation.run import read_run
-from tests.reporting.browser.browsing import HOSTILE, LAPTOP, PHONE, MonitoredPage, brightness, names_of
+from tests.reporting.browser.browsing import HOSTILE, LAPTOP, PHONE, MonitoredPage, brightness, check_sorting, names_of
 
 pytestmark = pytest.mark.browser
 
@@ -30,7 +30,7 @@ RUNS = ("many", "few", "ensemble", "hostile")
 
 @pytest.mark.parametrize("run", RUNS)
 @pytest.mark.parametrize("size", [LAPTOP, PHONE])
-def test_a_report_fits_its_window_asks_for_nothing_and_complains_of_nothing(
+def test_a_report_fits_its_window_without_requests_or_console_messages(
     run: str, size: tuple[int, int], visit: Callable[..., MonitoredPage], request: pytest.FixtureRequest
 ) -> None:
     watched = visit(request.getfixturevalue(run), size=size, color_scheme="light")
@@ -67,7 +67,7 @@ def test_search_finds_a_class_by_its_name_its_wnid_and_its_index(
     assert len(names_of(page)) == 1000
 
 
-KEYS: dict[str, Callable[[dict[str, Any]], Any]] = {
+KEYS: dict[str, Callable[[Mapping[str, Any]], Any]] = {
     "index": lambda entry: entry["index"],
     "evaluated": lambda entry: entry["evaluated"],
     "error1": lambda entry: entry["top1_error"],
@@ -83,24 +83,7 @@ KEYS: dict[str, Callable[[dict[str, Any]], Any]] = {
 def test_every_column_sorts_both_ways_and_what_has_no_number_stays_last(
     many: Path, visit: Callable[..., MonitoredPage]
 ) -> None:
-    page = visit(many).page
-    classes = report_of(many)["classes"]
-    columns = page.eval_on_selector_all("th[data-key]", "(heads) => heads.map((head) => head.dataset.key)")
-    assert set(columns) == {*KEYS, "name"}
-    for column, key in KEYS.items():
-        cell = page.locator(f"th[data-key={column}]")
-        seen = set()
-        for _ in range(2):
-            cell.get_by_role("button").click()
-            order = cell.get_attribute("aria-sort") or ""
-            sign = 1 if order == "ascending" else -1
-            numbered = [entry for entry in classes if key(entry) is not None]
-            expected = sorted(numbered, key=lambda entry: (sign * key(entry), entry["index"]))
-            expected += [entry for entry in classes if key(entry) is None]
-            assert names_of(page) == [entry["name"] for entry in expected], (column, order)
-            seen.add(order)
-        assert seen == {"ascending", "descending"}
-        assert page.locator("th[aria-sort]").count() == 1
+    check_sorting(visit(many).page, report_of(many)["classes"], KEYS)
 
 
 def test_names_sort_as_people_count(many: Path, visit: Callable[..., MonitoredPage]) -> None:
@@ -201,7 +184,7 @@ def test_a_class_opens_from_the_worst_the_confusions_and_the_mistakes(
         expect(page.locator("#class-view")).to_be_hidden()
 
 
-def test_an_address_opens_its_class_and_neighbours_follow_the_table(
+def test_an_address_opens_its_class_and_neighbors_follow_the_table(
     many: Path, visit: Callable[..., MonitoredPage]
 ) -> None:
     page = visit(many, "#class-300").page
@@ -249,7 +232,7 @@ def test_the_keyboard_alone_finds_and_opens_a_class(many: Path, visit: Callable[
     assert page.evaluate(focused) == "class 77"
 
 
-def told_of(prediction: Prediction, names: Sequence[str]) -> str:
+def row_text(prediction: Prediction, names: Sequence[str]) -> str:
     """Return the expected text of an image's row."""
     answers = " · ".join(f"{names[index]} {score:.3f}" for index, score in prediction.top)
     return f"{prediction.file}|rank {prediction.rank:,}|{answers}"
@@ -274,8 +257,8 @@ def test_a_class_shows_all_its_images_mistakes_first_and_both_its_confusions(
         wrong = sorted((p for p in seen if p.rank > 1), key=lambda p: -p.top[0][1])
         right = sorted((p for p in seen if p.rank == 1), key=lambda p: p.top[0][1])
         parts = "(row) => ['.file', '.number', '.answers'].map((part) => row.querySelector(part).textContent).join('|')"
-        told = dialog.locator(".shots li").evaluate_all(f"(rows) => rows.map({parts})")
-        assert told == [told_of(prediction, names) for prediction in (*wrong, *right)]
+        shown = dialog.locator(".shots li").evaluate_all(f"(rows) => rows.map({parts})")
+        assert shown == [row_text(prediction, names) for prediction in (*wrong, *right)]
         for prediction in own:
             if prediction.refused is not None:
                 expect(dialog.locator(".refused-files")).to_contain_text(prediction.file)
@@ -321,7 +304,7 @@ def test_the_views_of_a_class_fit_a_phone(many: Path, visit: Callable[..., Monit
     ]
 
 
-def test_mistakes_with_pictures_stand_as_tiles_and_those_of_the_gallery_are_the_same_ones(
+def test_mistakes_with_pictures_are_shown_as_tiles_identical_to_those_of_the_gallery(
     few: Path, visit: Callable[..., MonitoredPage]
 ) -> None:
     page = visit(few, "#class-0").page
@@ -368,7 +351,7 @@ def test_without_scripts_the_figures_and_every_class_can_be_read(
     expect(page.locator("#calibration")).to_contain_text(f"{report['calibration']['expected_error']:.2f} %")
 
 
-def test_who_wants_no_motion_gets_none(few: Path, visit: Callable[..., MonitoredPage]) -> None:
+def test_reduced_motion_is_respected(few: Path, visit: Callable[..., MonitoredPage]) -> None:
     for motion, still in (("reduce", True), ("no-preference", False)):
         page = visit(few, "#class-0", reduced_motion=motion).page
         expect(page.locator("#class-view")).to_be_visible()

@@ -60,7 +60,7 @@ def test_the_report_over_the_wire_equals_that_of_validate_on_the_same_folder(exp
     answers = classify_images(net.session, [decode_rgb(image) for image in images], protocol)
     best = {image: wnids[answer.top(1)[0][0]] for image, answer in zip(images, answers, strict=True)}
     folder = class_folders(tmp_path / "photos", wnids, best)
-    dataset = open_dataset(folder, split="val", class_names=wnids)
+    dataset = open_dataset(folder, split="val", wnids=wnids)
     run = validated(net.session, dataset, protocol, tmp_path / "run", file=net.path.name)
     expected = build_report(run)
     expected["dataset"]["layout"] = "stream"  # a stream has no folders

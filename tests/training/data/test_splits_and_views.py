@@ -184,7 +184,7 @@ def test_val_labels_index_the_training_classes(tmp_path: Path) -> None:
     splits = open_splits(root)
     assert {sample.file.split("/")[0]: sample.label for sample in splits.val.samples} == {"dog": 1, "ox": 2}
     assert splits.val.classes == splits.train.classes == ("big-cat", "dog", "ox")
-    assert splits.val.fingerprint == open_dataset(root, split="val", class_names=splits.train.classes).fingerprint
+    assert splits.val.fingerprint == open_dataset(root, split="val", wnids=splits.train.classes).fingerprint
 
 
 def test_a_class_of_val_that_is_missing_from_train_is_refused_by_name(tmp_path: Path) -> None:
@@ -272,7 +272,7 @@ def test_shards_train_as_class_folders_do(folder: Path, tmp_path: Path, way: str
     for found, plain in ((splits.train, expected.train), (splits.val, expected.val)):
         images = Counter((plain.read(sample), sample.label) for sample in plain.samples)
         assert Counter((found.read(sample), sample.label) for sample in found.samples) == images
-    again = open_dataset(tmp_path, split="val", class_names=classes)  # as `validate` opens it
+    again = open_dataset(tmp_path, split="val", wnids=classes)  # as `validate` opens it
     assert again.fingerprint == splits.val.fingerprint
 
 

@@ -54,7 +54,7 @@ def output_of(arguments: list[str | Path], capsys: pytest.CaptureFixture[str], *
 def plain_measurement(net: Path, data: Path, files: list[int]) -> list[dict[str, object]]:
     """Measure some files of a dataset on the views of the protocol `center`."""
     checkpoint = read_checkpoint(net)
-    dataset = open_dataset(data, split="val", class_names=WNIDS)
+    dataset = open_dataset(data, split="val", wnids=WNIDS)
     samples = [dataset.samples[number] for number in files]
     views = [make_views(decode_image(dataset.read(sample)), CENTER)[0].image for sample in samples]
     crops = subtract_mean(torch.from_numpy(np.stack(views)), checkpoint.mean)

@@ -25,4 +25,4 @@ def info_of(session: Session, dataset: Dataset) -> RunInfo:
 
 
 def opened(session: Session, data: Path) -> Dataset:
-    return repeated(open_dataset(data, split="val", class_names=[c.wnid for c in session.contract.classes]), COPIES)
+    return repeated(open_dataset(data, split="val", wnids=[c.wnid for c in session.contract.classes]), COPIES)
