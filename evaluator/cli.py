@@ -47,13 +47,13 @@ class Verb:
 
 VERBS: dict[str, Verb] = {  # in the usual order of use
     "init": Verb("Write an initialized, untrained checkpoint."),
-    "import": Verb("Convert weights trained elsewhere, in one of our architectures, to a checkpoint."),
+    "import": Verb("Convert weights trained elsewhere to a checkpoint."),
     "train": Verb("Train a net from a recipe; the same command resumes."),
     "stats": Verb("Measure the mean and the color variation of a training set."),
     "inspect": Verb("Describe a checkpoint or a model file."),
-    "export": Verb("Export a checkpoint to one ONNX file, including the dense head."),
-    "adopt": Verb("Wrap a foreign fixed-size ONNX classifier into a model file."),
-    "verify": Verb("Check a model on this machine with its golden images."),
+    "export": Verb("Export a checkpoint to an ONNX model file."),
+    "adopt": Verb("Wrap another ONNX classifier into a model file."),
+    "verify": Verb("Check a model on this machine with its golden images.", "prelunet.evaluator.verbs.verify:verify"),
     "protocols": Verb("List the evaluation protocols and their costs.", "prelunet.evaluator.verbs.protocols:protocols"),
     "classify": Verb(
         "Classify images with a model file or through a server.", "prelunet.evaluator.verbs.classify:classify"
@@ -72,7 +72,7 @@ VERBS: dict[str, Verb] = {  # in the usual order of use
     "compare": Verb("Compare two runs, class by class.", "prelunet.evaluator.verbs.compare:compare"),
     "bench": Verb("Measure where an evaluation spends its time.", "prelunet.evaluator.verbs.bench:bench"),
     "serve": Verb("Serve models over gRPC.", "prelunet.evaluator.verbs.serve:serve", configurable=True),
-    "doctor": Verb("Check what this machine can run, and what to fix.", "prelunet.evaluator.verbs.doctor:doctor"),
+    "doctor": Verb("Check this machine and its setup.", "prelunet.evaluator.verbs.doctor:doctor"),
 }
 
 
@@ -198,7 +198,7 @@ def run(arguments: list[str] | None = None) -> int:
 def _fail(error: PreluNetError) -> int:
     if not str(error):  # another process of the same job reports it
         return error_status(error).exit_code
-    with contextlib.suppress(OSError, AttributeError):  # stderr is closed or absent; the exit code still tells
+    with contextlib.suppress(OSError, AttributeError):  # stderr is closed or absent; the exit code remains
         sys.stderr.write(escape_unprintable(f"prelunet: {error}\n", newlines=True))
         sys.stderr.flush()
     return error_status(error).exit_code

@@ -173,7 +173,7 @@ _PATH_ERRNOS = {
     errno.ENOENT: "no such file or folder; give an existing path",
     errno.EISDIR: "is a folder, but should be a file; move it away, or give another path",
     errno.ENOTDIR: "a part of the path is a file, but should be a folder; move it away, or give another path",
-    errno.EEXIST: "exists already; move it away, or give another path",
+    errno.EEXIST: "already exists; move it away, or give another path",
     errno.ELOOP: "is a link that leads back to itself; remove it, or give another path",
     errno.ENAMETOOLONG: "the name is too long for the file system; give a shorter one",
 }

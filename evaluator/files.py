@@ -83,6 +83,12 @@ def require_writable(path: Path) -> Path:
     return target
 
 
+def require_new(path: Path, *, force: bool) -> None:
+    """Raise UsageError if a verb's output file cannot be written, or already exists without `--force`."""
+    if require_writable(path).exists() and not force:
+        raise UsageError(f"{path}: already exists. Choose another name, or replace it with --force")
+
+
 def create_folder(folder: Path, option: str) -> None:
     """Create a folder and its missing parents; UsageError if a file is in the way.
 

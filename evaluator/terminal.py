@@ -1,10 +1,10 @@
-"""Terminal output: escaping of untrusted text, which must not control the terminal or forge lines, and progress."""
+"""Terminal output: escaping of untrusted text, which must not control the terminal or forge lines; tables; progress."""
 
 import re
 import sys
 import time
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Protocol
 
@@ -28,13 +28,29 @@ def echo(text: str, *, err: bool = False, end: str = "\n") -> None:
     typer.echo(escape_unprintable(text, newlines=True) + end, err=err, nl=False)
 
 
+def report(text: str) -> None:
+    """Print a message to stderr, so that stdout holds only the result."""
+    echo(text, err=True)
+
+
+def table_lines(rows: Sequence[Sequence[str]], right_aligned: Collection[str]) -> list[str]:
+    """Return the lines of a table. The first row holds the headers; right_aligned: those of numbers."""
+    headers, widths = rows[0], [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return [
+        "  ".join(
+            cell.rjust(width) if header in right_aligned else cell.ljust(width)
+            for cell, header, width in zip(row, headers, widths, strict=True)
+        ).rstrip()
+        for row in rows
+    ]
+
+
 def _escaped(match: re.Match[str]) -> str:
     code = ord(match[0])
     return f"\\x{code:02x}" if code < 0x100 else f"\\u{code:04x}"
 
 
 # Progress of long work on stderr: rate and remaining time; plain lines if stderr is not a terminal.
-
 
 LINE_INTERVAL = 10.0  # seconds between two plain lines
 RATE_WINDOW = 60.0  # seconds over which the rate is averaged, but at least MIN_SAMPLES samples

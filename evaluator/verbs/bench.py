@@ -1,6 +1,7 @@
 """`prelunet bench`: where an evaluation spends its time, and what to change."""
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -16,7 +17,7 @@ from prelunet.evaluator.machine import cores, supports_bf16
 from prelunet.evaluator.profiling.bottleneck import ExecutionSettings, advice, describe_bottleneck
 from prelunet.evaluator.profiling.profile import Measurement, benchmark
 from prelunet.evaluator.protocols import EvaluationProtocol
-from prelunet.evaluator.terminal import echo
+from prelunet.evaluator.terminal import echo, report, table_lines
 from prelunet.evaluator.validation.run import build_run_info, describe_dataset
 from prelunet.evaluator.validation.timing import STAGES
 from prelunet.evaluator.verbs.options import (
@@ -70,7 +71,7 @@ def bench(
     sessions = open_sessions(model, placement, gpus)
     session = sessions[0]
     evaluation_protocol = protocol_from_options(protocol, session.contract, scales=scales, flip=flip)
-    echo(f"{model.name}: {session.contract.name} on {session.circumstances}", err=True)
+    report(f"{model.name}: {session.contract.name} on {session.circumstances}")
     dataset = open_images(data, session.contract.classes)
     info = build_run_info(session, model.name, describe_dataset(dataset), evaluation_protocol, memory=placement.memory)
     assert info.batching is not None
@@ -78,7 +79,7 @@ def bench(
     try:
         measured = benchmark(
             sessions, dataset, evaluation_protocol, info.batching.images_together,
-            threads=threads, images=limit, seconds=seconds, report=lambda text: echo(text, err=True),
+            threads=threads, images=limit, seconds=seconds, report=report,
         )  # fmt: skip
     except KeyboardInterrupt:
         raise Interrupted("interrupted; the measurement is incomplete, and nothing was saved") from None
@@ -142,16 +143,10 @@ def _lines(measured: Measurement, need: MemoryEstimate, result: dict[str, Any]) 
 
 def _table(measured: Measurement) -> list[str]:
     """Return the lines of the table of stages. The share is of the time of the threads that run the stage."""
-    rows = [HEADERS]
+    rows: list[Sequence[str]] = [HEADERS]
     for stage in STAGES:
         if stage != "write":  # bench writes nothing
             seconds = measured.totals.seconds[stage]
             numbers = f"{seconds:.2f}", f"{1000 * seconds / measured.images:.2f}", f"{measured.share(stage):.1%}"
             rows.append((stage, str(measured.threads_of(stage)), *numbers))
-    widths = [max(len(row[place]) for row in rows) for place in range(len(HEADERS))]
-    return [
-        "  ".join(
-            [row[0].ljust(widths[0]), *(cell.rjust(width) for cell, width in zip(row[1:], widths[1:], strict=True))]
-        )
-        for row in rows
-    ]
+    return table_lines(rows, right_aligned=HEADERS[1:])

@@ -23,7 +23,7 @@ from prelunet.evaluator.imaging.decode import decode_image
 from prelunet.evaluator.imaging.limits import DecodeLimits
 from prelunet.evaluator.machine import machine_memory
 from prelunet.evaluator.protocols import EvaluationProtocol
-from prelunet.evaluator.terminal import echo
+from prelunet.evaluator.terminal import echo, report
 from prelunet.evaluator.verbs.options import OptionalModelOption, PrecisionOption, ProtocolOption, protocol_from_options
 
 DEFAULT_TIMEOUT = 60.0  # seconds
@@ -41,12 +41,13 @@ def classify(
     ] = None,
     protocol: ProtocolOption = None,
     top: Annotated[
-        int | None, typer.Option(min=1, help="Number of classes to print (default: 5, or all if there are fewer).")
+        int | None, typer.Option(min=1, help="Number of classes to print.", show_default="5, or all if fewer")
     ] = None,
     device: Annotated[
         Device | None,
         typer.Option(
-            help="Device that runs the model file: cpu, openvino, cuda, or auto (default): CUDA if available, else cpu."
+            help="Device that runs the model file: cpu, openvino, cuda, or auto: CUDA if available, else cpu.",
+            show_default="auto",
         ),
     ] = None,
     precision: PrecisionOption = None,
@@ -54,7 +55,7 @@ def classify(
     exif: Annotated[bool, typer.Option("--exif", help="Apply EXIF orientation.")] = False,
     timeout: Annotated[
         float | None,
-        typer.Option(min=0.001, help=f"Timeout of a server's answer in seconds (default: {DEFAULT_TIMEOUT:g})."),
+        typer.Option(min=0.001, help="Timeout of a server's answer, in seconds.", show_default=f"{DEFAULT_TIMEOUT:g}"),
     ] = None,
     as_json: Annotated[
         bool, typer.Option("--json", help="Print one JSON object per line, one for each image.")
@@ -68,7 +69,7 @@ def classify(
             if name is not None or timeout is not None:
                 raise UsageError("--name and --timeout require --server; leave them out with --model")
             session = open_session(model, device or "auto", precision=precision)
-            echo(f"{model.name}: {session.contract.name} on {session.circumstances}", err=True)
+            report(f"{model.name}: {session.contract.name} on {session.circumstances}")
             evaluation_protocol = protocol_from_options(protocol, session.contract, exif=exif)
             number = resolve_top_k(top, len(session.contract.classes))
             classify_image = _local_classifier(
@@ -106,11 +107,11 @@ def _classify_all(images: Sequence[str], classify_image: ClassifyImage, heatmap:
             echo(json.dumps({"file": file, **answer.to_json()}) if as_json else _lines(file, answer))
             if heatmap is not None:
                 write_atomically(heatmap, answer.heatmap)
-                echo(f"heat maps: {heatmap}", err=True)
+                report(f"heat maps: {heatmap}")
             continue
         if len(images) == 1:
             raise failure
-        echo(f"prelunet: {failure}", err=True)
+        report(f"prelunet: {failure}")
         failed += 1
     if failed:
         raise ImageError(f"{failed} of {len(images)} images could not be classified; the reasons are above")

@@ -11,7 +11,7 @@ from prelunet.evaluator.reporting.compare import METRICS, Comparison, format_p_v
 from prelunet.evaluator.reporting.compare_page import WrittenComparison, protocol_remark, write_comparison
 from prelunet.evaluator.reporting.html import json_bytes, signed
 from prelunet.evaluator.reporting.report import describe_protocol, short_provider
-from prelunet.evaluator.terminal import echo
+from prelunet.evaluator.terminal import echo, report
 
 Metric = Literal["top1", "top5", "both"]
 
@@ -21,13 +21,13 @@ def compare(
     b: Annotated[Path, typer.Argument(help="Folder of the run to compare with it, on the same dataset.")],
     out: Annotated[
         Path | None,
-        typer.Option(help="Folder for compare.json, .csv and .html. Default: B/report/compared-with-NAME-OF-A."),
+        typer.Option(help="Folder for compare.json, .csv and .html.", show_default="B/report/compared-with-NAME-OF-A"),
     ] = None,
     data: Annotated[
         Path | None,
         typer.Option(
-            help="Folder or archive of the images, to show those whose result changed. Default: where the runs found "
-            "them."
+            help="Folder or archive of the images, to show those whose result changed.",
+            show_default="where the runs found them",
         ),
     ] = None,
     fail_if_worse: Annotated[
@@ -50,7 +50,10 @@ def compare(
     written = write_comparison(a, b, out=out, data=data)
     echo(json_bytes(written.comparison).decode("ascii") if as_json else summary(written), end="")
     if refused := written.comparison["refused_by_b_only"]:
-        echo(_refusals(refused), err=True)
+        report(
+            f"warning: B refused {refused:,} image{'s' if refused > 1 else ''} that A evaluated. Both errors leave "
+            "them out; --fail-if-worse also counts them as wrong in B"
+        )
     if fail_if_worse is not None:
         check_not_worse(written.comparison, fail_if_worse, metric)
 
@@ -81,13 +84,6 @@ def _regression(comparison: Comparison, key: str, points: float) -> str | None:
             f"({comparison['refused_by_b_only']:,}) as wrong in B; {found['difference']:+g} without them"
         )
     return None
-
-
-def _refusals(images: int) -> str:
-    return (
-        f"warning: B refused {images:,} image{'s' if images > 1 else ''} that A evaluated. Both errors leave them out; "
-        "--fail-if-worse also counts them as wrong in B"
-    )
 
 
 def summary(written: WrittenComparison) -> str:

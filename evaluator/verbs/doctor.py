@@ -41,7 +41,7 @@ def doctor(
 ) -> None:
     """Check what this machine can run and whether it is set up correctly; also check --model and --server.
 
-    Exits 6 if something is wrong, and says how to fix it.
+    Exits 6 if something is wrong, and prints how to fix it.
     """
     if server is not None:
         from prelunet.evaluator.client.channel import checked_address
@@ -62,7 +62,7 @@ def doctor(
         count = f"{len(wrong)} of {len(findings)} findings {'is' if len(wrong) == 1 else 'are'} wrong:"
         if as_json:
             raise CheckFailed("\n".join([count, *map(_line, wrong)]))
-        raise CheckFailed(f"{count} {', '.join(finding.name for finding in wrong)}. The table says how to fix them")
+        raise CheckFailed(f"{count} {', '.join(finding.name for finding in wrong)}. The table shows how to fix this")
 
 
 def _need(path: Path, session: Session) -> int:

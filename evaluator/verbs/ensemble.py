@@ -11,7 +11,7 @@ import typer
 from prelunet.evaluator.errors import UsageError
 from prelunet.evaluator.reporting.report import error_with_interval
 from prelunet.evaluator.reporting.statistics import error_percent, wilson_interval
-from prelunet.evaluator.terminal import echo
+from prelunet.evaluator.terminal import echo, report
 from prelunet.evaluator.validation.ensemble import Ensemble, ErrorCount
 from prelunet.evaluator.validation.ensemble import ensemble as average_runs
 
@@ -24,7 +24,7 @@ def ensemble(
     ],
     run: Annotated[Path, typer.Option(help="Folder of the ensemble: created, or resumed if it holds this ensemble.")],
     weights: Annotated[
-        str | None, typer.Option(help="Weight of each run, in order, e.g. 2,1,1. Default: equal weights.")
+        str | None, typer.Option(help="Weight of each run, in order, e.g. 2,1,1.", show_default="equal weights")
     ] = None,
     fresh: Annotated[bool, typer.Option("--fresh", help="Delete the existing run and start over.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print the result as JSON.")] = False,
@@ -38,20 +38,16 @@ def ensemble(
         run,
         weights=None if weights is None else _numbers(weights),
         fresh=fresh,
-        report=lambda text: echo(text, err=True),
+        report=report,
     )
     echo(json.dumps(_to_json(averaged, run)) if as_json else "\n".join(_table(averaged)))
     if averaged.cumulative_errors:
-        echo(
-            "note: choosing the order or the weights by these errors makes them look too good; choose on other images",
-            err=True,
+        report(
+            "note: choosing the order or the weights by these errors makes them look too good; choose on other images"
         )
-        echo(f"per-class report: prelunet report {run}", err=True)
+        report(f"per-class report: prelunet report {run}")
     else:
-        echo(
-            f"the images have no labels; to write a submission: prelunet submission {run} -o FILE --devkit DIR",
-            err=True,
-        )
+        report(f"the images have no labels; to write a submission: prelunet submission {run} -o FILE --devkit DIR")
 
 
 def _numbers(text: str) -> list[float]:

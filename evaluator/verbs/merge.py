@@ -5,7 +5,7 @@ from typing import Annotated
 
 import typer
 
-from prelunet.evaluator.terminal import echo
+from prelunet.evaluator.terminal import echo, report
 from prelunet.evaluator.validation.merge import merge as join_shards
 
 
@@ -22,6 +22,6 @@ def merge(
 
     The merged run equals the run of a single machine, byte for byte.
     """
-    merged = join_shards(shards, run, fresh=fresh, report=lambda text: echo(text, err=True))
+    merged = join_shards(shards, run, fresh=fresh, report=report)
     echo(f"{run}: {len(shards)} shards, {len(merged.predictions):,} images; none missing or duplicated")
-    echo(f"per-class report: prelunet report {run}", err=True)
+    report(f"per-class report: prelunet report {run}")

@@ -31,7 +31,7 @@ from prelunet.evaluator.protocols import (
     build_protocol,
     default_protocol_name,
 )
-from prelunet.evaluator.terminal import echo
+from prelunet.evaluator.terminal import report
 from prelunet.evaluator.validation.pipeline import decoding_threads
 
 _MODEL_HELP = "Model file written by `prelunet export`."
@@ -42,7 +42,8 @@ ProtocolOption = Annotated[
     str | None,
     typer.Option(
         help="Evaluation protocol: center, ten-crop, multi-scale, spp-18, spp-net, resnet or dense-S (e.g. "
-        "dense-256); `prelunet protocols` describes them. Default: multi-scale, or center for an adopted net."
+        "dense-256); `prelunet protocols` describes them.",
+        show_default="multi-scale; center for an adopted net",
     ),
 ]
 ScalesOption = Annotated[
@@ -50,14 +51,19 @@ ScalesOption = Annotated[
 ]
 FlipOption = Annotated[
     bool | None,
-    typer.Option("--flip/--no-flip", help="Add a mirrored copy of every view, or not. Default: set by the protocol."),
+    typer.Option(
+        "--flip/--no-flip", help="Add a mirrored copy of every view, or not.", show_default="set by the protocol"
+    ),
 ]
 AveragingOption = Annotated[
-    Averaging | None, typer.Option(help="Average the softmax scores of the windows (default) or their logits.")
+    Averaging | None,
+    typer.Option(help="Average the softmax scores of the windows or their logits.", show_default="softmax"),
 ]
 WeightsOption = Annotated[
     Weighting | None,
-    typer.Option(help="Give equal weight to each scale (default) or to each window of every view (default of spp-18)."),
+    typer.Option(
+        help="Give equal weight to each scale or to each window of every view.", show_default="scale; view for spp-18"
+    ),
 ]
 
 DeviceOption = Annotated[
@@ -71,7 +77,8 @@ PrecisionOption = Annotated[
     Precision | None,
     typer.Option(
         help="Precision of the computation: bf16 (openvino), tf32 (cuda), fp32, or fp16 (cuda, for a file exported in "
-        "fp16). Default: the file's precision if the device supports it, else fp32."
+        "fp16).",
+        show_default="the file's if the device supports it, else fp32",
     ),
 ]
 GpusOption = Annotated[
@@ -84,8 +91,8 @@ MemoryOption = Annotated[
     str | None,
     typer.Option(
         "--memory-limit",
-        help="Limit of this process's main memory, e.g. 4G or 900M; a single very large image may exceed it. Default: "
-        "no limit, tuned for speed.",
+        help="Limit of this process's main memory, e.g. 4G or 900M; a single very large image may exceed it.",
+        show_default="no limit, tuned for speed",
         metavar="SIZE",
     ),
 ]
@@ -93,8 +100,8 @@ GpuMemoryOption = Annotated[
     str | None,
     typer.Option(
         "--gpu-memory-limit",
-        help="With cuda: limit of the memory for weights and batches on each GPU, e.g. 6G. Default: the free memory, "
-        "tuned for speed.",
+        help="With cuda: limit of the memory for weights and batches on each GPU, e.g. 6G.",
+        show_default="the free memory, tuned for speed",
         metavar="SIZE",
     ),
 ]
@@ -169,15 +176,13 @@ def estimate_run_memory(
 def report_memory(need: MemoryEstimate, *, gpu: bool = False) -> None:
     """Print the estimated peak memory, and a warning if the machine has less."""
     decode_capacity = decode_semaphore(gpu=gpu).capacity
-    echo(f"memory: at most {need}", err=True)
-    echo(
+    report(f"memory: at most {need}")
+    report(
         f"memory: an image that needs more than {format_bytes(decode_capacity)} to decode (docs/performance.md) is "
-        f"decoded alone and takes up to {format_bytes(MAX_DECODE_BYTES - decode_capacity)} more",
-        err=True,
+        f"decoded alone and takes up to {format_bytes(MAX_DECODE_BYTES - decode_capacity)} more"
     )
     if need.total > (available := machine_memory()):
-        echo(
+        report(
             f"warning: this machine has only {format_bytes(available)}, too little for images as elongated as the "
-            "protocol allows. Give --memory-limit or smaller --scales",
-            err=True,
+            "protocol allows. Give --memory-limit or smaller --scales"
         )

@@ -3,6 +3,7 @@
 import json
 import re
 from collections.abc import Sequence
+from itertools import compress
 from pathlib import Path
 from typing import Annotated
 
@@ -11,12 +12,11 @@ import typer
 from prelunet.evaluator.contract import ModelContract, default_scales
 from prelunet.evaluator.engine.protocol_costs import ProtocolCost, paper_contract, protocol_costs
 from prelunet.evaluator.errors import UsageError
-from prelunet.evaluator.terminal import echo
+from prelunet.evaluator.terminal import echo, table_lines
 
 UNKNOWN = "?"
 HEADERS = ("protocol", "kind", "scales", "views", "windows", "multiply-adds", "x center", "from")
-COSTS = {"multiply-adds", "x center"}
-RIGHT_ALIGNED = {"views", "windows", *COSTS}
+COSTS = ("multiply-adds", "x center")
 
 
 def protocols(
@@ -72,15 +72,8 @@ def _size(text: str) -> tuple[int, int]:
 def table(costs: Sequence[ProtocolCost], *, with_cost: bool) -> list[str]:
     """Return the lines of a table of the supported protocols. with_cost: include the total multiply-adds."""
     rows = [HEADERS, *(_row(cost) for cost in costs if cost.refusal is None)]
-    shown = [place for place, header in enumerate(HEADERS) if with_cost or header not in COSTS]
-    widths = [max(len(row[place]) for row in rows) for place in range(len(HEADERS))]
-    return [
-        "  ".join(
-            row[place].rjust(widths[place]) if HEADERS[place] in RIGHT_ALIGNED else row[place].ljust(widths[place])
-            for place in shown
-        ).rstrip()
-        for row in rows
-    ]
+    shown = [with_cost or header not in COSTS for header in HEADERS]
+    return table_lines([list(compress(row, shown)) for row in rows], right_aligned=("views", "windows", *COSTS))
 
 
 def _row(cost: ProtocolCost) -> tuple[str, ...]:

@@ -17,10 +17,12 @@ WORST_PRINTED = 5
 
 def report(
     run: Annotated[Path, typer.Argument(help="Folder of a finished run, written by `prelunet validate --run`.")],
-    out: Annotated[Path | None, typer.Option(help="Folder for the three files. Default: RUN/report.")] = None,
+    out: Annotated[Path | None, typer.Option(help="Folder for the three files.", show_default="RUN/report")] = None,
     data: Annotated[
         Path | None,
-        typer.Option(help="Folder or archive of the run's images, for the gallery. Default: where the run found them."),
+        typer.Option(
+            help="Folder or archive of the run's images, for the gallery.", show_default="where the run found them"
+        ),
     ] = None,
     as_json: Annotated[
         bool, typer.Option("--json", help="Print report.json to stdout instead of the summary.")

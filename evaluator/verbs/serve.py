@@ -1,4 +1,4 @@
-"""The verb `prelunet serve`."""
+"""`prelunet serve`: serve models over gRPC."""
 
 import asyncio
 import contextlib
@@ -53,12 +53,12 @@ def serve(
         int,
         typer.Option(
             min=1,
-            help="Maximum number of unanswered views per model; more are refused. An image alone is always accepted.",
+            help="Limit of unanswered views per model: calls beyond it are refused, and streams wait. An image alone "
+            "is always accepted; clients below their share may exceed the limit by a quarter.",
         ),
     ] = QueueOptions.max_views,
     queue_bytes: Annotated[
-        int,
-        typer.Option(min=1, help="Maximum bytes of unanswered encoded images per model; more are refused."),
+        int, typer.Option(min=1, help="Limit of the encoded bytes of unanswered images per model, applied the same way.")
     ] = QueueOptions.max_bytes,
     batch_wait: Annotated[
         float,
@@ -71,7 +71,12 @@ def serve(
         int, typer.Option(min=1, help="Maximum size of a decoded image, in pixels (height x width).")
     ] = DecodeLimits.max_pixels,
     max_calls: Annotated[
-        int, typer.Option(min=1, help="Maximum number of calls in flight, over all clients; more are refused.")
+        int,
+        typer.Option(
+            min=1,
+            help="Maximum number of calls in flight, over all clients, not counting health checks and reflection; more "
+            "are refused.",
+        ),
     ] = ServerLimits.max_calls,
     max_connections: Annotated[
         int, typer.Option(min=1, max=1_000_000, help="Maximum number of open connections; more are closed at once.")
@@ -102,7 +107,8 @@ def serve(
             min=1,
             max=_DAY,
             help="Maximum age of a connection, in seconds; the client then reconnects, which lets load balancers move "
-            "it. Default: no limit.",
+            "it.",
+            show_default="no limit",
         ),
     ] = None,
     lame_duck: Annotated[
@@ -110,18 +116,26 @@ def serve(
         typer.Option(
             min=0,
             max=3600,
-            help="Seconds after SIGTERM during which new calls are still accepted; health checks already fail.",
+            help="Seconds after SIGTERM or Ctrl-C during which new calls are still accepted, while health checks "
+            "report NOT_SERVING.",
         ),
     ] = ServeOptions.lame_duck,
     grace: Annotated[
-        float, typer.Option(min=0, max=_DAY, help="Grace period after that for calls in flight, in seconds.")
+        float,
+        typer.Option(
+            min=0,
+            max=_DAY,
+            help="Seconds after the lame-duck period that calls in flight have to finish, while new ones are refused; "
+            "then they are cut off.",
+        ),
     ] = ServeOptions.grace,
     metrics_port: Annotated[
         int | None,
         typer.Option(
             min=0,
             max=65535,
-            help="Port for Prometheus metrics over HTTP, on --host; 0 picks a free port. Default: no metrics.",
+            help="Port for Prometheus metrics over HTTP, on --host; 0 picks a free port.",
+            show_default="no metrics",
         ),
     ] = None,
     log_format: Annotated[Literal["text", "json"], typer.Option(help="Format of the log lines on stderr.")] = "text",

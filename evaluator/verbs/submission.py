@@ -7,7 +7,7 @@ import typer
 
 from prelunet.evaluator.datasets.labels.imagenet_devkit import read_devkit_ids
 from prelunet.evaluator.errors import UsageError
-from prelunet.evaluator.terminal import echo
+from prelunet.evaluator.terminal import echo, report
 from prelunet.evaluator.validation.run import read_run
 from prelunet.evaluator.validation.submission import (
     GUESSES,
@@ -58,14 +58,13 @@ def submission(
     ids = read_devkit_ids(devkit, [entry.wnid for entry in finished.info.classes])
     refused = write_submission(finished, ids, out, ids_from=devkit, allow_refused=allow_refused)
     if refused:
-        echo(
+        report(
             f"warning: {refused:,} images were refused and have the line '{' '.join(map(str, PLACEHOLDER))}'; "
-            f"{run / 'predictions.jsonl'} lists them with the reasons",
-            err=True,
+            f"{run / 'predictions.jsonl'} lists them with the reasons"
         )
     count = len(finished.predictions)
     if count != TEST_IMAGES:
-        echo(f"note: the test set of ILSVRC2012 has {TEST_IMAGES:,} images, this run has {count:,}", err=True)
+        report(f"note: the test set of ILSVRC2012 has {TEST_IMAGES:,} images, this run has {count:,}")
     echo(_success_line(out, count))
 
 

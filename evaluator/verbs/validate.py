@@ -14,7 +14,7 @@ from prelunet.evaluator.engine.load import open_sessions
 from prelunet.evaluator.errors import UsageError
 from prelunet.evaluator.reporting.report import Report, build_report, error_with_interval
 from prelunet.evaluator.reporting.statistics import TOPS
-from prelunet.evaluator.terminal import echo
+from prelunet.evaluator.terminal import echo, report
 from prelunet.evaluator.validation.ray_cluster import MAX_CHUNKS_IN_FLIGHT, Cluster, evaluate_on_ray
 from prelunet.evaluator.validation.run import Run, RunInfo, build_run_info, describe_dataset
 from prelunet.evaluator.validation.validate import validate as evaluate_dataset
@@ -115,7 +115,7 @@ def validate(
         protocol, session.contract, scales=scales, flip=flip, averaging=averaging, weights=weights, exif=exif
     )
     several = f", on {len(sessions)} GPUs" if len(sessions) > 1 else ""
-    _report(f"{model.name}: {session.contract.name} on {session.circumstances}{several}")
+    report(f"{model.name}: {session.contract.name} on {session.circumstances}{several}")
     chosen = parse_class_selection(classes, entries) if classes is not None else ()
     dataset = open_from_spec(DatasetSpec(data, labels, no_labels, limit, chosen), entries)
     info = build_run_info(
@@ -127,9 +127,9 @@ def validate(
         session, evaluation_protocol, info.chunk, dataset.samples, sessions=len(sessions), pipelines=pipelines
     )
     report_memory(need, gpu=session.circumstances.on_gpu)
-    chunk_evaluator = evaluate_on_ray(cluster, session, model, dataset, info, _report) if cluster is not None else None
+    chunk_evaluator = evaluate_on_ray(cluster, session, model, dataset, info, report) if cluster is not None else None
     finished = evaluate_dataset(
-        sessions, dataset, info, run, fresh=fresh, threads=threads, chunk_evaluator=chunk_evaluator, report=_report
+        sessions, dataset, info, run, fresh=fresh, threads=threads, chunk_evaluator=chunk_evaluator, report=report
     )
     _report_result(finished, run, as_json=as_json)
 
@@ -140,21 +140,21 @@ def _report_dataset(dataset: Dataset, classes: tuple[ClassEntry, ...], info: Run
     if any(sample.label != UNLABELLED for sample in dataset.samples):
         present = len({sample.label for sample in dataset.samples})
         contents += f" of {present:,} of the model's {len(classes):,} classes"
-    _report(f"{dataset.location}: {contents} ({dataset.layout})")
+    report(f"{dataset.location}: {contents} ({dataset.layout})")
     for remark in dataset.remarks:
-        _report(remark)
+        report(remark)
     if dataset.selection is not None:
-        _report(f"selection: {dataset.selection}")
+        report(f"selection: {dataset.selection}")
     if info.shard is not None and info.images:  # an empty one is refused by `evaluate_dataset`
         first, end = info.span
-        _report(f"shard {info.shard[0]}/{info.shard[1]}: images {first + 1:,} to {end:,} in order of name")
+        report(f"shard {info.shard[0]}/{info.shard[1]}: images {first + 1:,} to {end:,} in order of name")
 
 
 def _report_result(finished: Run, run: Path, *, as_json: bool) -> None:
     """Print the errors; for a shard or for images without labels, print what was evaluated and the next command."""
     images, refused = len(finished.predictions), sum(line.refused is not None for line in finished.predictions)
     if refused:
-        _report(
+        report(
             f"warning: {refused:,} of {images:,} images were refused and not evaluated; "
             f"{run / 'predictions.jsonl'} lists them with the reasons"
         )
@@ -165,14 +165,14 @@ def _report_result(finished: Run, run: Path, *, as_json: bool) -> None:
             json.dumps({"run": str(run), **numbers}) if as_json else f"{images - refused:,} of {images:,} images {done}"
         )
         merge = f"when all {finished.info.shard[1]} shards are done: prelunet merge" if finished.info.shard else None
-        _report(merge or f"for the ILSVRC server: prelunet submission {run}")
+        report(merge or f"for the ILSVRC server: prelunet submission {run}")
         return
-    report = build_report(finished)
-    if report["suspicion"]:
-        _report(f"warning: {report['suspicion']}")
-    numbers = {key: report[key] for key in JSON_FIELDS}
-    echo(json.dumps({"run": str(run), **numbers}) if as_json else result_line(report))
-    _report(f"per-class report: prelunet report {run}")
+    result = build_report(finished)
+    if result["suspicion"]:
+        report(f"warning: {result['suspicion']}")
+    numbers = {key: result[key] for key in JSON_FIELDS}
+    echo(json.dumps({"run": str(run), **numbers}) if as_json else result_line(result))
+    report(f"per-class report: prelunet report {run}")
 
 
 def _shard(text: str) -> tuple[int, int]:
@@ -183,19 +183,14 @@ def _shard(text: str) -> tuple[int, int]:
     return int(found[1]), int(found[2])
 
 
-def result_line(report: Report) -> str:
+def result_line(result: Report) -> str:
     """Return the result in one line: model, protocol, and the errors with their intervals."""
-    protocol = report["protocol"]
+    protocol = result["protocol"]
     words = {"mirrored": protocol["mirror"], "logits averaged": protocol["averaging"] == "logit"}
-    what = ", ".join([report["model"]["architecture"], protocol["name"], *(word for word in words if words[word])])
-    only = report["dataset"]["selection"]
-    counts = f"{report['evaluated']:,} of {report['images']:,} images" + (f" (only {only})" if only else "")
-    if not report["evaluated"]:
+    what = ", ".join([result["model"]["architecture"], protocol["name"], *(word for word in words if words[word])])
+    only = result["dataset"]["selection"]
+    counts = f"{result['evaluated']:,} of {result['images']:,} images" + (f" (only {only})" if only else "")
+    if not result["evaluated"]:
         return f"{what}: no error can be computed, {counts}"
-    errors = " ".join(f"top-{k} {error_with_interval(report, k)}" for k in TOPS)
+    errors = " ".join(f"top-{k} {error_with_interval(result, k)}" for k in TOPS)
     return f"{what}: {errors} %, {counts}"
-
-
-def _report(text: str) -> None:
-    """Print a message to stderr; stdout holds only the result."""
-    echo(text, err=True)

@@ -1,4 +1,4 @@
-"""`prelunet adopt`."""
+"""`prelunet adopt`: wrap another ONNX classifier into a model file."""
 
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 import typer
 
 from prelunet.evaluator.contract import Interpolation
-from prelunet.evaluator.errors import UsageError
+from prelunet.evaluator.files import require_new
 from prelunet.evaluator.terminal import echo
 
 if TYPE_CHECKING:
@@ -26,7 +26,7 @@ def adopt(
     crop: Annotated[
         int | None,
         typer.Option(
-            min=1, max=4096, help="Side of the net's input images in pixels. Default: from the input's shape."
+            min=1, max=4096, help="Side of the net's input images, in pixels.", show_default="from the input's shape"
         ),
     ] = None,
     mean: Annotated[
@@ -38,14 +38,15 @@ def adopt(
         typer.Option(help="Standard deviation per channel, by which the difference is divided.", metavar="S,S,S"),
     ] = None,
     pixel_range: Annotated[
-        str, typer.Option("--range", help="Largest pixel value when the mean is subtracted: 1 or 255.", metavar="1|255")
+        Literal["1", "255"], typer.Option("--range", help="Largest pixel value when the mean is subtracted.")
     ] = "1",
     channels: Annotated[Literal["rgb", "bgr"], typer.Option(help="Channel order of the net's input.")] = "rgb",
     interpolation: Annotated[
         Interpolation, typer.Option(help="Resize filter used in the net's training.")
     ] = "bilinear",
     layout: Annotated[
-        Literal["NCHW", "NHWC"] | None, typer.Option(help="Axes of the net's input. Default: from the input's shape.")
+        Literal["NCHW", "NHWC"] | None,
+        typer.Option(help="Axes of the net's input.", show_default="from the input's shape"),
     ] = None,
     net_output: Annotated[str | None, typer.Option(help="Output with the scores, if the net has several.")] = None,
     kind: Annotated[
@@ -53,7 +54,7 @@ def adopt(
         typer.Option(help="Type of the net's output; auto: detected by running the net."),
     ] = "auto",
     name: Annotated[
-        str | None, typer.Option(help="Name of the architecture in reports. Default: the file name.")
+        str | None, typer.Option(help="Name of the architecture in reports.", show_default="the file name")
     ] = None,
     force: Annotated[bool, typer.Option("--force", help="Replace an existing file.")] = False,
 ) -> None:
@@ -65,23 +66,16 @@ def adopt(
     from prelunet.export.foreign.adopt import adopt as adopt_net
     from prelunet.training.importing.preprocessing import Preprocessing, parse_channel_values
 
-    if output.exists() and not force:
-        raise UsageError(f"{output}: already exists. Choose another name, or replace it with --force")
+    require_new(output, force=force)
     preprocessing = Preprocessing(
         mean=None if mean is None else parse_channel_values(mean, "--mean"),
         std=None if std is None else parse_channel_values(std, "--std"),
-        pixel_range=_pixel_range(pixel_range),
+        pixel_range=int(pixel_range),
         channels=channels,
         interpolation=interpolation,
     )
     options = AdoptOptions(preprocessing, crop, layout, net_output, kind, name)
     _report(output, adopt_net(net, output, classes, options), preprocessing)
-
-
-def _pixel_range(value: str) -> int:
-    if value not in {"1", "255"}:
-        raise UsageError(f"--range {value}: must be 1 or 255, the largest pixel value")
-    return int(value)
 
 
 def _report(output: Path, adopted: "AdoptResult", preprocessing: object) -> None:

@@ -1,4 +1,4 @@
-"""`prelunet export`."""
+"""`prelunet export`: write a checkpoint as a model file."""
 
 from pathlib import Path
 from typing import Annotated
@@ -6,8 +6,8 @@ from typing import Annotated
 import typer
 
 from prelunet.evaluator.contract import Canvas, FilePrecision
-from prelunet.evaluator.errors import UsageError
-from prelunet.evaluator.terminal import echo
+from prelunet.evaluator.files import require_new
+from prelunet.evaluator.terminal import echo, report
 
 
 def export(
@@ -33,8 +33,7 @@ def export(
     from prelunet.export.dense.export import export_checkpoint
     from prelunet.export.dense.half_precision import FLOAT16_MAX, largest_magnitude
 
-    if output.exists() and not force:
-        raise UsageError(f"{output}: already exists. Choose another name, or replace it with --force")
+    require_new(output, force=force)
     result = export_checkpoint(checkpoint, output, canvas, precision)
     worst = max(result.deviations, key=lambda d: d.scores)
     echo(
@@ -46,4 +45,4 @@ def export(
         layer, largest = largest_magnitude(result.magnitudes)
         echo(f"largest activation: {largest:.4g} ({layer}); the float16 maximum is {FLOAT16_MAX:g}")
     for warning in result.warnings:
-        echo(f"warning: {warning}", err=True)
+        report(f"warning: {warning}")

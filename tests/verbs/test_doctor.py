@@ -264,7 +264,7 @@ def test_people_read_what_is_wrong_once(capsys: pytest.CaptureFixture[str]) -> N
         address = f"127.0.0.1:{taken.getsockname()[1]}"
     assert run(["doctor", "--server", address, "--port", "0"]) == 6
     said = capsys.readouterr()
-    assert said.err == "prelunet: 1 of 10 findings is wrong: server. The table says how to fix them\n"
+    assert said.err == "prelunet: 1 of 10 findings is wrong: server. The table shows how to fix this\n"
     assert "is it running there?" in " ".join(said.out.split())
 
 

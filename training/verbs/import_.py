@@ -7,8 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Literal, cast
 import typer
 
 from prelunet.evaluator.architectures import ACTIVATIONS, ARCHITECTURES, MAX_SIDE, Activation, architecture
-from prelunet.evaluator.errors import UsageError
-from prelunet.evaluator.files import require_writable
+from prelunet.evaluator.files import require_new
 from prelunet.evaluator.terminal import echo
 from prelunet.training.net.checkpoints import size_summary
 from prelunet.training.net.initialization import parse_classes
@@ -53,7 +52,9 @@ def import_(
     activation: Annotated[str, typer.Option(help=f"Activation: {', '.join(ACTIVATIONS)}.")] = "prelu",
     crop: Annotated[
         int | None,
-        typer.Option(min=1, max=MAX_SIDE, help="Side of a training crop, in pixels.  [default: the architecture's]"),
+        typer.Option(
+            min=1, max=MAX_SIDE, help="Side of a training crop, in pixels.", show_default="the architecture's"
+        ),
     ] = None,
     name_map: Annotated[
         Path | None,
@@ -76,8 +77,7 @@ def import_(
 
     net = architecture(arch, activation=cast(Activation, activation), crop=crop)  # raises for unknown names
     entries = parse_classes(classes)
-    if require_writable(output).exists() and not force:
-        raise UsageError(f"{output}: exists already. Choose another name, or replace it with --force")
+    require_new(output, force=force)
     preprocessing, mean_image = parse_preprocessing(mean, std, int(pixel_range), channels, net.crop)
     table = None if name_map is None else read_name_map(name_map)
     imported = import_net(file, net, entries, preprocessing, mean=mean_image, name_map=table)

@@ -9,7 +9,7 @@ import typer
 
 from prelunet.evaluator.architectures import ACTIVATIONS, ARCHITECTURES, MAX_SIDE, Activation, architecture
 from prelunet.evaluator.errors import UsageError
-from prelunet.evaluator.files import require_writable
+from prelunet.evaluator.files import require_new
 from prelunet.evaluator.terminal import echo
 from prelunet.training.net.checkpoints import size_summary
 from prelunet.training.net.initialization import (
@@ -40,7 +40,9 @@ def init(
     seed: Annotated[int, typer.Option(min=0, help="Random seed; the same seed gives the same bytes.")] = 0,
     crop: Annotated[
         int | None,
-        typer.Option(min=1, max=MAX_SIDE, help="Side of a training crop, in pixels.  [default: the architecture's]"),
+        typer.Option(
+            min=1, max=MAX_SIDE, help="Side of a training crop, in pixels.", show_default="the architecture's"
+        ),
     ] = None,
     rule: Annotated[
         str,
@@ -53,7 +55,7 @@ def init(
     ] = "fan-out",
     std: Annotated[
         float | None,
-        typer.Option("--init-std", help="Standard deviation of the weights for --init gaussian.  [default: 0.01]"),
+        typer.Option("--init-std", help="Standard deviation of the weights for --init gaussian.", show_default="0.01"),
     ] = None,
     first_layer: Annotated[
         str,
@@ -71,8 +73,7 @@ def init(
     net = architecture(arch, activation=cast(Activation, activation), crop=crop)  # raises for unknown names
     initialization = _initialization(rule, std, first_layer)
     entries = parse_classes(classes)
-    if require_writable(output).exists() and not force:
-        raise UsageError(f"{output}: exists already. Choose another name, or replace it with --force")
+    require_new(output, force=force)
     tensors = initial_tensors(net, len(entries), seed, initialization)
     checkpoint = Checkpoint(net, entries, np.array(CHANNEL_MEAN, dtype=np.float32), tensors)
     write_checkpoint(output, checkpoint)

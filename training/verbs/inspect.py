@@ -11,7 +11,7 @@ from rich.console import Console
 from prelunet.evaluator.datasets import DatasetSpec
 from prelunet.evaluator.errors import UsageError
 from prelunet.evaluator.files import require_writable, write_atomically
-from prelunet.evaluator.terminal import echo
+from prelunet.evaluator.terminal import echo, report
 from prelunet.training.inspection.describe_file import inspect_file, print_inspection
 from prelunet.training.inspection.layer_log import DEFAULT_IMAGES, read_layer_log
 
@@ -37,7 +37,8 @@ def inspect(
         typer.Option(
             min=2,
             max=4096,
-            help=f"Number of images to measure, spread evenly over --data.  [default: {DEFAULT_IMAGES}]",
+            help="Number of images to measure, spread evenly over --data.",
+            show_default=str(DEFAULT_IMAGES),
             metavar="N",
         ),
     ] = None,
@@ -87,20 +88,17 @@ def _show_responses(file: Path, data: DatasetSpec, images: int | None, plot: Pat
 
     measured = measure_checkpoint(read_checkpoint(file), data, images or DEFAULT_IMAGES)
     for name, reason in measured.refused.items():
-        echo(f"skipped: {name}: {reason}", err=True)
+        report(f"skipped: {name}: {reason}")
     if images is not None and measured.images + len(measured.refused) < images:
-        echo(f"{data.path}: has fewer than the {images} images requested, so all of them are used", err=True)
+        report(f"{data.path}: has fewer than the {images} images requested, so all of them are used")
     layers = [layer.to_json() for layer in measured.layers]
-    _show(
-        {**inspection, "images": measured.images, "refused": measured.refused, "layers": layers}
-        if as_json
-        else inspection,
-        as_json=as_json,
-    )
-    if not as_json:
+    if as_json:
+        _show({**inspection, "images": measured.images, "refused": measured.refused, "layers": layers}, as_json=True)
+    else:
         from prelunet.training.inspection.tables import print_responses
 
         console = Console()
+        print_inspection(inspection, console)
         console.print()
         print_responses(layers, measured.images, inspection["architecture"]["activation"], console)
     if plot is not None:
@@ -131,4 +129,4 @@ def _show_history(folder: Path, data: Path | None, plot: Path | None, *, as_json
 
 def _write_plot(plot: Path, svg: bytes) -> None:
     write_atomically(plot, svg)
-    echo(f"plot: {plot}", err=True)  # stdout may be JSON
+    report(f"plot: {plot}")

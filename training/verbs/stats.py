@@ -15,7 +15,7 @@ from prelunet.evaluator.contract import center_scale
 from prelunet.evaluator.datasets.dataset import Dataset
 from prelunet.evaluator.datasets.open import open_dataset
 from prelunet.evaluator.errors import DatasetError, UsageError
-from prelunet.evaluator.terminal import echo
+from prelunet.evaluator.terminal import echo, report
 from prelunet.training.data.dataset_statistics import DatasetStatistics, cache_folder, compute_statistics
 from prelunet.training.data.splits import open_splits
 
@@ -31,7 +31,12 @@ def stats(
     crop: Annotated[int, typer.Option(min=1, max=MAX_SIDE, help="Side of the central crop, in pixels.")] = 224,
     scale: Annotated[
         int | None,
-        typer.Option(min=1, max=MAX_SIDE, help="Shorter side before cropping.  [default: crop·256/224, as in `train`]"),
+        typer.Option(
+            min=1,
+            max=MAX_SIDE,
+            help="Shorter side before cropping, in pixels.",
+            show_default="crop·256/224, as in `train`",
+        ),
     ] = None,
     fresh: Annotated[bool, typer.Option("--fresh", help="Read all images again and ignore cached statistics.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
@@ -46,9 +51,7 @@ def stats(
         raise UsageError(f"--scale {scale}: smaller than the crop of {crop} pixels. Give a scale of {crop} or more")
     train, val = _open(data)
     cache = cache_folder(os.environ)
-    measure = partial(
-        compute_statistics, scale=scale, crop=crop, cache=cache, fresh=fresh, report=partial(echo, err=True)
-    )
+    measure = partial(compute_statistics, scale=scale, crop=crop, cache=cache, fresh=fresh, report=report)
     statistics = measure(train, "train/")
     of_val = None if val is None else _images(val, measure(val, "val/"))
     if as_json:
@@ -63,7 +66,7 @@ def _open(data: Path) -> tuple[Dataset, Dataset | None]:
         splits = open_splits(data)
     except DatasetError as error:
         train = open_dataset(data, split="train")
-        echo(f"only the training images are measured: {error}", err=True)
+        report(f"only the training images are measured: {error}")
         return train, None
     return splits.train, splits.val
 

@@ -12,7 +12,7 @@ import typer
 from prelunet.evaluator.architectures import architecture
 from prelunet.evaluator.datasets.open import open_dataset
 from prelunet.evaluator.errors import UsageError
-from prelunet.evaluator.terminal import echo
+from prelunet.evaluator.terminal import echo, report
 from prelunet.training.data.splits import embedded_dataset_path, median_shorter_side
 from prelunet.training.recipe import Recipe, automatic_crop, fit_to_crop, read_recipe, recipe_names
 from prelunet.training.verbs.recipe_options import override_keys, with_recipe_options
@@ -31,7 +31,8 @@ def _train(
     data: Annotated[
         Path | None,
         typer.Option(
-            help="Folder, .tar or .zip that contains train/ and val/.  [default: the embedded dataset]",
+            help="Folder, .tar or .zip that contains train/ and val/.",
+            show_default="the embedded dataset",
             metavar="DIR|ARCHIVE",
         ),
     ] = None,
@@ -52,13 +53,14 @@ def _train(
         ),
     ] = None,
     device: Annotated[
-        str | None, typer.Option(help="cpu or cuda.  [default: cuda if available]", metavar="DEVICE")
+        str | None, typer.Option(help="cpu or cuda.", show_default="cuda if available", metavar="DEVICE")
     ] = None,
     parallel: Annotated[
         str | None,
         typer.Option(
             help="How several processes (torchrun) share the work: ddp, or hybrid, the paper's scheme, with the fc "
-            "layers in one process.  [default: ddp]",
+            "layers in one process.",
+            show_default="ddp",
             metavar="ddp|hybrid",
         ),
     ] = None,
@@ -66,8 +68,8 @@ def _train(
         int | None,
         typer.Option(
             min=0,
-            help="Decoding workers per training process.  [default: number of cores - 1, at most "
-            "16, divided among the processes of a machine]",
+            help="Decoding workers per training process; 0 decodes in the process itself.",
+            show_default="number of cores - 1, at most 16, divided among the processes of a machine",
         ),
     ] = None,
     diagnose: Annotated[
@@ -98,11 +100,10 @@ def _train(
         start=start,
         fresh=fresh,
         execution=Execution(device, kind, workers, diagnose, tensorboard, cache_folder(os.environ)),
-        report=lambda text: echo(text, err=True),
+        report=report,
     )
     if training.is_first:
-        # On stderr, so that the errors are the last line of stdout.
-        echo(_summary(training), err=True)
+        report(_summary(training))
         echo(str(training.errors))
 
 

@@ -414,7 +414,7 @@ def test_the_verb_writes_a_checkpoint_and_prints_the_assignment_and_the_next_ste
     assert out[-2:] == [f"  prelunet inspect {output}", f"  prelunet export {output} -o {tmp_path / 'net.onnx'}"]
     assert read_checkpoint(output).architecture == architecture("demo")
     assert run([*command, *options]) == 2
-    assert "exists already" in capsys.readouterr().err
+    assert "already exists" in capsys.readouterr().err
     assert run([*command, *options, "--force"]) == 0
     assert run(["inspect", str(output)]) == 0
 

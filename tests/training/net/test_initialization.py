@@ -296,7 +296,7 @@ def test_init_replaces_an_existing_file_only_when_forced(tmp_path: Path, capsys:
     path = tmp_path / "net.safetensors"
     path.write_bytes(b"weeks of work")
     assert run([*INIT, "-o", str(path)]) == 2
-    assert "exists already" in capsys.readouterr().err
+    assert "already exists" in capsys.readouterr().err
     assert path.read_bytes() == b"weeks of work"
     assert run([*INIT, "-o", str(path), "--force"]) == 0
     assert read_checkpoint(path).architecture.name == "demo"
