@@ -1,7 +1,7 @@
-"""A process that has everything imported and forks one child for each order: lives that are cheap enough to be killed.
+"""A process that has everything imported and forks one child for each order, so that many children can be killed.
 
-An order is a line of JSON on stdin; the answers on stdout are the child's process id and, when it is dead, its exit
-code (-9 after kill -9). Started by `ForkServer`; what a child does is `run_order`.
+An order is a line of JSON on stdin; the answers on stdout are the child's process id and, when it has ended, its exit
+code (-9 after kill -9). Started by `ForkServer`; a child calls `run_order`.
 """
 
 import contextlib
@@ -22,7 +22,6 @@ from prelunet.evaluator.engine.load import open_session
 from prelunet.evaluator.protocols import build_protocol
 from prelunet.evaluator.validation.ray_cluster import Cluster, evaluate_on_ray
 from prelunet.evaluator.validation.run import build_run_info, describe_dataset
-from prelunet.evaluator.validation.writer import RunWriter
 from tests.helpers.fakes import FakeSession, repeated, validated
 
 TESTS = str(Path(__file__).parents[2])
@@ -47,7 +46,7 @@ class ForkServer:
         return int(self._answer())
 
     def kill_after(self, seconds: float, **order: Any) -> int:
-        """Let a child live so long, kill it with SIGKILL, and return its exit code: -9, or 0 if it was faster."""
+        """Kill a child with SIGKILL after some seconds; return its exit code: -9, or 0 if it was faster."""
         child = self.begin(**order)
         time.sleep(seconds)
         with contextlib.suppress(ProcessLookupError):
@@ -55,14 +54,16 @@ class ForkServer:
         return self.end()
 
     def kill_at_step(self, step: int, **order: Any) -> int:
-        """Let a child die at a step that changes a file (0: at none); return its exit code, 0 if it had fewer."""
+        """Kill a child at a step that changes a file (0: at none); return its exit code: -9, or 0 if it had fewer."""
         self.begin(dies_at=step, **order)
-        return self.end()
+        code = self.end()
+        assert code in {0, -signal.SIGKILL}, "the child failed before it could be killed"
+        return code
 
     def _answer(self) -> str:
         assert self._process.stdout is not None
         answer = self._process.stdout.readline()
-        assert answer, "the nursery is dead"
+        assert answer, "the fork server has died"
         return answer
 
 
@@ -106,9 +107,10 @@ def _run_child(order: dict[str, Any]) -> None:
 
 
 def arm_kill(number: int) -> None:
-    """Die by SIGKILL at the so-manieth step that changes a file, counted from 1; 0: never.
+    """Kill this process at step `number` of those that change a file, counted from 1; 0: never.
 
-    Steps are the calls of KILL_POINTS, before which it dies, and each write to a run's files, of which half is done.
+    Steps are the calls of KILL_POINTS, before which it dies, and each write to a file opened for appending, half of
+    which is written.
     """
     left = number
 
@@ -125,15 +127,19 @@ def arm_kill(number: int) -> None:
 
         return call
 
-    write = RunWriter._write
+    class TornFile(io.FileIO):
+        def write(self, data: Any) -> int:
+            if is_time():
+                super().write(data[: len(data) // 2])
+                os.kill(os.getpid(), signal.SIGKILL)
+            return super().write(data)
 
-    def torn(self: RunWriter, file: io.FileIO, data: bytes, **options: Any) -> None:
-        if is_time():
-            file.write(data[: len(data) // 2])
-            os.kill(os.getpid(), signal.SIGKILL)
-        write(self, file, data, **options)
+    open_plainly = Path.open
 
-    RunWriter._write = torn  # type: ignore[method-assign]
+    def open_torn(path: Path, mode: str = "r", *arguments: Any, **options: Any) -> Any:
+        return TornFile(path, mode) if mode == "ab" else open_plainly(path, mode, *arguments, **options)
+
+    Path.open = open_torn  # type: ignore[method-assign]
     for name in KILL_POINTS:
         setattr(os, name, deadly(getattr(os, name)))
 
