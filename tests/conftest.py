@@ -1,4 +1,4 @@
-"""What several test files share: exported telling nets, made once a session."""
+"""Fixtures of several test files: exported discriminating nets, created once a session."""
 
 import fcntl
 import os
@@ -24,13 +24,13 @@ from tests.helpers.discriminating_nets import discriminating_checkpoint
 
 @pytest.fixture(scope="session", autouse=True)
 def _cache(tmp_path_factory: pytest.TempPathFactory) -> None:
-    """Keep what programs remember of datasets out of the home folder of whoever runs the tests."""
+    """Keep the cached statistics of datasets out of the home folder of whoever runs the tests."""
     os.environ["PRELUNET_CACHE"] = str(tmp_path_factory.mktemp("cache"))
 
 
 @dataclass(frozen=True)
 class ExportedNet:
-    """A telling checkpoint, its model file, and a CPU session on it."""
+    """A discriminating checkpoint, its model file, and a CPU session on it."""
 
     name: str
     checkpoint: Checkpoint
@@ -40,14 +40,14 @@ class ExportedNet:
 
     @cached_property
     def tensors(self) -> dict[str, np.ndarray]:
-        """Return the checkpoint's tensors in float64, which takes an oracle seconds for a large net at each call."""
+        """Return the checkpoint's tensors in float64; for a large net the conversion takes seconds."""
         return {name: tensor.astype(np.float64) for name, tensor in self.checkpoint.tensors.items()}
 
 
 def export_discriminating(
     name: str, mean: str, folder: Path, *, activation: Activation = "prelu", canvas: Canvas = "ragged"
 ) -> ExportedNet:
-    """Make, write, export and load a telling checkpoint."""
+    """Create, write, export and load a discriminating checkpoint."""
     path = folder / f"{name}.safetensors"
     write_checkpoint(path, discriminating_checkpoint(name, mean=mean, activation=activation))
     export_checkpoint(path, path.with_suffix(".onnx"), canvas)
@@ -55,7 +55,7 @@ def export_discriminating(
 
 
 def _loaded(name: str, folder: Path) -> ExportedNet:
-    """Load what `export_discriminating` has written."""
+    """Load the files that `export_discriminating` wrote."""
     path = folder / f"{name}.safetensors"
     model = path.with_suffix(".onnx")
     return ExportedNet(name, read_checkpoint(path), path, model, open_session(model, "cpu"))
@@ -69,9 +69,9 @@ def with_contract(session: Session, contract: ModelContract) -> Session:
 
 
 class _ExportedNets(dict[str, ExportedNet]):
-    """Exports a net when a test first asks for it.
+    """Exports a net at its first use.
 
-    folder: of all processes that run tests, so that a net is exported by one of them.
+    folder: shared by all processes that run tests, so that only one of them exports a net.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -100,21 +100,21 @@ class _ExportedNets(dict[str, ExportedNet]):
 
 @pytest.fixture(scope="session")
 def exported(tmp_path_factory: pytest.TempPathFactory) -> dict[str, ExportedNet]:
-    """Give exported nets by name: `A-channel`, `E-image`, `demo-relu`, `demo-exact`, ..."""
+    """Return exported nets by name: `A-channel`, `E-image`, `demo-relu`, `demo-exact`, ..."""
     own = tmp_path_factory.getbasetemp()
     return _ExportedNets((own.parent if "PYTEST_XDIST_WORKER" in os.environ else own) / "exported")
 
 
 @pytest.fixture(autouse=True, scope="session")
 def _ctrl_c() -> Iterator[None]:
-    """Let SIGINT do what it does at a terminal, also for the processes that tests start: nohup and & ignore it."""
+    """Handle SIGINT as at a terminal, also in processes that tests start: under nohup and & it is ignored."""
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     yield
     signal.signal(signal.SIGINT, before)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Skip what this machine or call cannot do, and say why."""
+    """Skip the tests of model C unless they are requested."""
     if not os.environ.get("LARGE"):
         for item in items:
             if item.get_closest_marker("large"):
@@ -123,7 +123,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.hookimpl(wrapper=True)
 def pytest_report_to_serializable() -> Generator[None, Any, Any]:
-    """Escape what is no UTF-8 in reports, as some tests log it: the processes that run tests could not send it."""
+    """Escape invalid UTF-8 in reports, which some tests log: the processes that run tests could not send it."""
     return _escaped((yield))
 
 

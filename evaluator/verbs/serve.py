@@ -58,7 +58,8 @@ def serve(
         ),
     ] = QueueOptions.max_views,
     queue_bytes: Annotated[
-        int, typer.Option(min=1, help="Limit of the encoded bytes of unanswered images per model, applied the same way.")
+        int,
+        typer.Option(min=1, help="Limit of the encoded bytes of unanswered images per model, applied the same way."),
     ] = QueueOptions.max_bytes,
     batch_wait: Annotated[
         float,

@@ -1,4 +1,4 @@
-"""One answer, whichever way it comes: from a model file or through a server."""
+"""A model file and a server give the same answer."""
 
 import io
 import json
@@ -33,7 +33,7 @@ def test_classify_prints_the_same_bytes_through_a_server_as_with_the_model_file_
         with running_server(demo=net.session) as server:
             assert run(["classify", *pictures, "--server", server.address, "--json", *options]) == 0
         served = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
-        assert all(line.pop("timings")["batches"] > 0 for line in served), "a server says where the time went"
+        assert all(line.pop("timings")["batches"] > 0 for line in served), "a server adds timings"
         assert "".join(json.dumps(line) + "\n" for line in served) == from_file
         lines = [json.loads(line) for line in from_file.splitlines()]
         assert [line["capped"] for line in lines] == [False, False, True]
@@ -54,8 +54,8 @@ def test_the_heat_maps_are_the_same_through_a_server_as_with_the_model_file(
     np.testing.assert_array_equal(drawn[0], drawn[1])
 
 
-def rotated_jpeg() -> bytes:
-    """Return a picture with the note that it should be turned by 90 degrees (EXIF orientation 6)."""
+def rotated_png() -> bytes:
+    """Return a picture with EXIF orientation 6: to be rotated by 90 degrees."""
     image = Image.fromarray(noise(40, 90, seed=3))
     exif = Image.Exif()
     exif[274] = 6
@@ -64,11 +64,11 @@ def rotated_jpeg() -> bytes:
     return buffer.getvalue()
 
 
-def test_the_cameras_note_on_rotation_is_obeyed_only_if_asked_both_ways(
+def test_exif_orientation_is_applied_only_on_request_by_model_file_and_server(
     exported: dict[str, ExportedNet], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     net, picture, upright = exported["demo-image"], tmp_path / "rotated.png", tmp_path / "upright.png"
-    picture.write_bytes(rotated_jpeg())
+    picture.write_bytes(rotated_png())
     Image.fromarray(np.rot90(noise(40, 90, seed=3), k=-1).copy()).save(upright)
 
     def scores(file: Path, *options: str) -> list[float]:
@@ -93,9 +93,9 @@ def test_an_answer_survives_json() -> None:
     assert len(answer.predictions) == 4
 
 
-@pytest.mark.parametrize(("asked", "told"), [(None, 5), (1, 1), (6, 6)])
-def test_five_classes_are_told_unless_another_number_is_asked_for(asked: int | None, told: int) -> None:
-    assert resolve_top_k(asked, 6) == told
+@pytest.mark.parametrize(("top", "number"), [(None, 5), (1, 1), (6, 6)])
+def test_the_default_is_five_classes(top: int | None, number: int) -> None:
+    assert resolve_top_k(top, 6) == number
 
 
 @pytest.mark.parametrize("asked", [0, -1, 7])

@@ -112,7 +112,7 @@ def test_the_30_layer_form_of_model_e_has_27_convolutions() -> None:
 
 @pytest.mark.parametrize("name", ARCHITECTURES)
 @pytest.mark.parametrize("activation", ["prelu", "lrelu"])
-def test_json_gives_the_same_architecture_again(name: str, activation: Activation) -> None:
+def test_an_architecture_survives_json(name: str, activation: Activation) -> None:
     net = architecture(name, activation=activation)
     assert architecture_from_json(json.loads(json.dumps(net.to_json()))) == net
 
@@ -123,18 +123,18 @@ def test_a_crop_too_small_for_the_pyramid_is_refused_with_the_sizes() -> None:
         architecture("demo", crop=11)
 
 
-def test_an_unknown_architecture_is_refused_with_the_list_of_those_there_are() -> None:
+def test_an_unknown_architecture_is_refused_with_the_list_of_valid_ones() -> None:
     with pytest.raises(UsageError, match=r"unknown architecture 'D'\. Valid architectures: A, B, C, E, E30, demo"):
         architecture("D")
 
 
-def test_an_unknown_activation_is_refused_with_the_list_of_those_there_are() -> None:
+def test_an_unknown_activation_is_refused_with_the_list_of_valid_ones() -> None:
     with pytest.raises(UsageError, match=r"unknown activation 'elu'\. Valid .*: prelu, prelu-shared, relu, lrelu"):
         replace(TINY, activation="elu")  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("crop", [0, -28, 4097, 10**7, 10**27, 28.5, 28.0, True, "28", None, float("nan")])
-def test_a_crop_that_cannot_be_meant_is_refused_on_both_ways(crop: Any) -> None:
+def test_an_invalid_crop_is_refused_by_name_and_from_json(crop: Any) -> None:
     with pytest.raises(UsageError, match=r"crop \(pixels\) should be a whole number from 1 to 4096"):
         architecture_from_json({**TINY.to_json(), "crop": crop})
     if crop is not None:
@@ -169,6 +169,6 @@ def test_a_crop_that_cannot_be_meant_is_refused_on_both_ways(crop: Any) -> None:
         ),
     ],
 )
-def test_an_architecture_whose_values_have_another_type_or_no_sense_is_refused(change: dict[str, Any]) -> None:
+def test_an_architecture_with_values_of_another_type_or_out_of_range_is_refused(change: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match="should"):
         architecture_from_json({**TINY.to_json(), **change})

@@ -1,4 +1,4 @@
-"""The error table: every error has its row, and the documents tell the same."""
+"""The error table: every error has its row, and the documentation agrees."""
 
 import errno
 import re
@@ -34,7 +34,7 @@ def test_every_error_has_a_row_in_the_table(kind: type[PreluNetError]) -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_every_status_is_one_that_grpc_knows(kind: type[PreluNetError]) -> None:
+def test_every_status_exists_in_grpc(kind: type[PreluNetError]) -> None:
     assert ERROR_STATUSES[kind].grpc_status in grpc.StatusCode.__members__
 
 
@@ -53,21 +53,21 @@ def test_a_subclass_of_an_error_gets_the_row_of_its_parent() -> None:
     assert error_status(Finer("x")) == ERROR_STATUSES[errors.ImageError]
 
 
-def test_what_is_not_ours_is_internal() -> None:
+def test_any_other_exception_is_internal() -> None:
     assert error_status(ZeroDivisionError()) == INTERNAL
     assert INTERNAL.exit_code == 1
 
 
 @pytest.mark.parametrize("code", [errno.EISDIR, errno.ENOTDIR, errno.EEXIST, errno.ELOOP, errno.ENAMETOOLONG])
-def test_a_path_that_is_not_what_it_should_be_is_told_with_a_mend(code: int) -> None:
-    told = from_os_error(OSError(code, "Odd", "runs/a"))
-    assert isinstance(told, UsageError)
-    assert str(told).startswith("runs/a: ")
-    assert "; " in str(told)
-    assert "give" in str(told)
+def test_a_wrong_path_is_reported_with_its_fix(code: int) -> None:
+    reported = from_os_error(OSError(code, "Odd", "runs/a"))
+    assert isinstance(reported, UsageError)
+    assert str(reported).startswith("runs/a: ")
+    assert "; " in str(reported)
+    assert "give" in str(reported)
 
 
-def test_a_full_disk_is_the_machines_fault_and_a_missing_file_the_users() -> None:
+def test_a_full_disk_is_an_environment_fault_and_a_missing_file_a_usage_error() -> None:
     full = from_os_error(OSError(errno.ENOSPC, "No space left on device", "runs/a"))
     assert isinstance(full, EnvironmentFault)
     assert "runs/a" in str(full)

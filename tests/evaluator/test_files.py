@@ -1,4 +1,4 @@
-"""Files appear whole or not at all."""
+"""Files appear complete or not at all."""
 
 import errno
 import os
@@ -31,7 +31,7 @@ def test_a_file_is_replaced_and_nothing_else_is_left(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == [path]
 
 
-def test_the_old_file_is_seen_until_the_new_one_is_whole(tmp_path: Path) -> None:
+def test_the_old_file_is_visible_until_the_new_one_is_complete(tmp_path: Path) -> None:
     path = tmp_path / "run.json"
     path.write_bytes(b"old")
     with open_atomically(path) as file:
@@ -57,7 +57,7 @@ def test_a_block_that_fails_leaves_the_old_file_and_nothing_else(tmp_path: Path,
     assert list(tmp_path.iterdir()) == [path]
 
 
-def test_a_full_disk_is_told_with_the_name_of_the_file_and_leaves_the_old_one(
+def test_a_full_disk_is_reported_with_the_file_and_leaves_the_old_one(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = tmp_path / "run.json"
@@ -79,7 +79,7 @@ def test_an_error_that_names_another_file_keeps_its_name(tmp_path: Path) -> None
 
 
 @pytest.mark.parametrize("inside", [False, True])
-def test_a_file_in_the_place_of_a_folder_is_told_with_the_option(tmp_path: Path, inside: bool) -> None:
+def test_a_file_in_the_place_of_a_folder_is_reported_with_the_option(tmp_path: Path, inside: bool) -> None:
     (tmp_path / "file").touch()
     folder = tmp_path / "file" / "inner" if inside else tmp_path / "file"
     with pytest.raises(UsageError, match=rf"{folder}: there is a file in the place of a folder.*another .* --out"):
@@ -101,7 +101,7 @@ def test_a_folder_or_a_device_is_not_replaced(tmp_path: Path) -> None:
     assert Path(os.devnull).is_char_device()
 
 
-def test_what_could_be_read_without_end_is_refused_before_it_is_opened(
+def test_pipes_sockets_and_devices_are_refused_before_they_are_opened(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)  # a socket's name is at most 107 bytes
@@ -114,7 +114,7 @@ def test_what_could_be_read_without_end_is_refused_before_it_is_opened(
                 sha256_of(path)
 
 
-def test_plain_files_pass_and_what_opening_would_refuse_anyway(tmp_path: Path) -> None:
+def test_regular_files_pass_and_so_do_paths_that_opening_refuses(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     (tmp_path / "link").symlink_to("file")
     (tmp_path / "loop").symlink_to("loop")
@@ -129,14 +129,14 @@ def test_a_link_keeps_pointing_to_the_file_that_is_written(tmp_path: Path) -> No
     assert (tmp_path / "step-100").read_bytes() == b"weights"
 
 
-def test_others_may_read_the_file_as_the_umask_says(tmp_path: Path) -> None:
+def test_the_umask_decides_who_may_read_the_file(tmp_path: Path) -> None:
     plain, atomic = tmp_path / "plain", tmp_path / "atomic"
     plain.write_bytes(b"")
     write_atomically(atomic, b"")
     assert stat.S_IMODE(atomic.stat().st_mode) == stat.S_IMODE(plain.stat().st_mode)
 
 
-def test_on_a_read_only_file_system_the_message_names_the_file_that_was_asked_for(
+def test_on_a_read_only_file_system_the_error_names_the_requested_file(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def read_only(path: Path, *_: object, **__: object) -> None:
@@ -165,7 +165,7 @@ with locked_folder(Path(sys.argv[1]), "--out"):
 """
 
 
-def test_a_folder_is_held_by_one_process_and_given_back_when_that_is_killed(tmp_path: Path) -> None:
+def test_a_folder_is_locked_by_one_process_and_released_when_it_is_killed(tmp_path: Path) -> None:
     holder = subprocess.Popen([sys.executable, "-c", HOLD, str(tmp_path)], stdout=subprocess.PIPE, text=True)
     try:
         assert holder.stdout is not None
@@ -183,7 +183,7 @@ def test_a_folder_is_held_by_one_process_and_given_back_when_that_is_killed(tmp_
     assert list(tmp_path.iterdir()) == []  # the lock leaves no file
 
 
-def test_where_there_are_no_locks_another_file_system_is_asked_for(
+def test_on_a_file_system_without_locks_the_error_asks_for_another(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def no_locks(_descriptor: int, _operation: int) -> None:

@@ -1,4 +1,4 @@
-"""Plain data of others is taken as it is meant, or not at all."""
+"""JSON from outside is parsed strictly and checked."""
 
 import json
 from typing import Any
@@ -43,12 +43,12 @@ def test_json_reads_back_as_it_was_written(value: Any) -> None:
         ("{} {}", "Extra data"),
     ],
 )
-def test_what_is_no_json_is_refused(data: str | bytes, fault: str) -> None:
+def test_invalid_json_is_refused(data: str | bytes, fault: str) -> None:
     with pytest.raises(ValueError, match=fault):
         parse_json(data)
 
 
-def test_data_of_any_shape_is_neither_deep_nor_unprintable() -> None:
+def test_deep_nesting_and_lone_surrogates_are_refused() -> None:
     check_plain(nested(MAX_DEPTH - 1))
     check_plain({"😀": ["é"]})
     with pytest.raises(ValueError, match="nested too deeply"):
@@ -58,7 +58,7 @@ def test_data_of_any_shape_is_neither_deep_nor_unprintable() -> None:
             check_plain(value)
 
 
-def test_true_is_no_number_and_a_number_no_truth() -> None:
+def test_a_bool_is_not_a_number_and_a_number_not_a_bool() -> None:
     for value in (True, 1.0, "1", None, [1]):
         with pytest.raises(ValueError, match="step should be a whole number from 0 to 9, not "):
             require_int(value, "step", 0, 9)
@@ -69,7 +69,7 @@ def test_true_is_no_number_and_a_number_no_truth() -> None:
     assert require_bool(False, "capped") is False
 
 
-def test_a_value_beyond_all_measure_is_not_printed_whole() -> None:
+def test_a_huge_value_is_abbreviated_in_the_error() -> None:
     for value in (10**5000, "x" * 5000, nested(900)):
         with pytest.raises(ValueError, match="not ") as caught:
             require_int(value, "step", 0, 9)
@@ -77,7 +77,7 @@ def test_a_value_beyond_all_measure_is_not_printed_whole() -> None:
     assert require_str("x" * 5000, "name") == "x" * 5000
 
 
-def test_an_object_has_just_the_keys_that_are_asked_for() -> None:
+def test_an_object_has_exactly_the_required_keys() -> None:
     assert require_keys({"a": 1, "b": 2}, "it", {"b", "a"}) == {"a": 1, "b": 2}
     with pytest.raises(ValueError, match="it lacks 'b', has an unknown key 'c'"):
         require_keys({"a": 1, "c": 2}, "it", {"a", "b"})

@@ -1,4 +1,4 @@
-"""What a process may have of its machine, where control groups of either version limit it and where none does."""
+"""The memory and cores that a process can use, with and without control groups of either version."""
 
 import os
 from pathlib import Path
@@ -31,8 +31,8 @@ def test_the_lowest_limit_of_a_group_and_those_above_it_counts(tmp_path: Path) -
     assert machine(tmp_path, "0::/other\n", {}) > 7000, "another group's limit"
 
 
-def test_the_limit_of_a_container_stands_at_the_root_of_what_it_sees(tmp_path: Path) -> None:
-    limits = {"sys/fs/cgroup/memory.max": "8000\n", "sys/memory.max": "1\n"}  # the latter is no group's
+def test_in_a_container_the_limit_is_at_the_root_of_the_tree(tmp_path: Path) -> None:
+    limits = {"sys/fs/cgroup/memory.max": "8000\n", "sys/memory.max": "1\n"}  # the latter belongs to no group
     assert machine(tmp_path, "0::/../../pod\n", limits) == 8000
 
 
@@ -58,7 +58,7 @@ def cores_under(root: Path, groups: str, limits: dict[str, str]) -> int:
 
 
 @pytest.mark.usefixtures("twelve")
-def test_a_process_has_the_cores_that_it_is_allowed_on(tmp_path: Path) -> None:
+def test_a_process_has_the_cores_of_its_affinity_mask(tmp_path: Path) -> None:
     assert cores(tmp_path) == 12
     assert cores_under(tmp_path, "0::/\n", {"sys/fs/cgroup/cpu.max": "max 100000\n"}) == 12
 
@@ -68,26 +68,26 @@ def test_a_process_has_the_cores_that_it_is_allowed_on(tmp_path: Path) -> None:
     ("quota", "found"),
     [("300000 100000", 3), ("150000 100000", 2), ("1000 100000", 1), ("0 100000", 1), ("2000000 100000", 12)],
 )
-def test_a_share_of_time_is_so_many_cores_rounded_up_and_at_least_one(tmp_path: Path, quota: str, found: int) -> None:
+def test_a_cpu_quota_is_rounded_up_to_cores_and_at_least_one(tmp_path: Path, quota: str, found: int) -> None:
     assert cores_under(tmp_path, "0::/a\n", {"sys/fs/cgroup/a/cpu.max": f"{quota}\n"}) == found
 
 
 @pytest.mark.usefixtures("twelve")
-def test_the_least_share_of_a_group_and_those_above_it_counts(tmp_path: Path) -> None:
+def test_the_lowest_quota_of_a_group_and_those_above_it_counts(tmp_path: Path) -> None:
     limits = {"sys/fs/cgroup/a/cpu.max": "500000 100000\n", "sys/fs/cgroup/a/b/cpu.max": "800000 100000\n"}
     assert cores_under(tmp_path, "0::/a/b\n", limits) == 5
     assert cores_under(tmp_path, "0::/other\n", {}) == 12
 
 
 @pytest.mark.usefixtures("twelve")
-def test_shares_of_version_1_are_read(tmp_path: Path) -> None:
+def test_quotas_of_version_1_are_read(tmp_path: Path) -> None:
     folder = "sys/fs/cgroup/cpu/x"
     limits = {f"{folder}/cpu.cfs_quota_us": "400000\n", f"{folder}/cpu.cfs_period_us": "100000\n"}
     assert cores_under(tmp_path, "3:memory:/x\n4:cpu,cpuacct:/x\n", limits) == 4
     assert cores_under(tmp_path, "4:cpu:/x\n", {f"{folder}/cpu.cfs_quota_us": "-1\n"}) == 12
 
 
-def test_where_nobody_tells_of_allowed_cores_all_count(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_an_affinity_mask_all_cores_count(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delattr(os, "sched_getaffinity", raising=False)
     monkeypatch.setattr(os, "cpu_count", lambda: 6)
     assert cores(tmp_path) == 6

@@ -29,7 +29,7 @@ def test_default_scales_are_the_papers_at_a_crop_of_224_and_in_proportion_elsewh
     assert default_scales(76) == (87, 130, 163)
 
 
-def test_default_scales_lie_in_the_trained_range_as_the_papers_do_in_theirs() -> None:
+def test_default_scales_lie_in_the_trained_range_as_in_the_paper() -> None:
     assert default_scales(224, trained=(256, 512)) == (256, 384, 480)
     assert default_scales(28, trained=(28, 36)) == (28, 32, 35)
     assert default_scales(28, trained=(32, 32)) == (32,)
@@ -97,13 +97,13 @@ def test_the_scales_at_a_crop_of_224_are_those_of_the_papers(
     assert (protocol.name, protocol.kind, protocol.weights, protocol.crop) == (name, kind, weights, None)
 
 
-def test_the_scales_of_another_crop_are_in_proportion_halves_upwards(exported: dict[str, ExportedNet]) -> None:
+def test_the_scales_of_another_crop_are_in_proportion_and_halves_round_up(exported: dict[str, ExportedNet]) -> None:
     contract = exported["demo-image"].session.contract
     assert build_protocol("spp-net", contract).scales == (28, 32, 38, 45, 56, 70)
     assert build_protocol("resnet", contract).scales == (28, 32, 48, 60, 80)
 
 
-def test_changes_replace_what_a_protocol_has_and_other_scales_its_name() -> None:
+def test_overrides_replace_a_protocols_values_and_other_scales_its_name() -> None:
     contract = paper_contract()
     overrides = ProtocolOverrides(scales=(300, 240), mirror=False, averaging="logit", weights="view", apply_exif=True)
     for name, changed in (("resnet", "dense-300-240"), ("spp-18", "spp-18-300-240"), ("ten-crop", "ten-crop-300-240")):
@@ -117,13 +117,13 @@ def test_changes_replace_what_a_protocol_has_and_other_scales_its_name() -> None
     )
 
 
-def test_scales_in_the_name_and_beside_it_are_refused() -> None:
+def test_scales_both_in_the_name_and_separately_are_refused() -> None:
     with pytest.raises(UsageError, match="dense-256 already names its scales"):
         build_protocol("dense-256", paper_contract(), ProtocolOverrides(scales=(384,)))
 
 
 @pytest.mark.parametrize("name", ["center-223", "ten-crop-256-223", "center-3585", "ten-crop-99999"])
-def test_a_scale_into_which_the_crop_does_not_fit_or_is_lost_is_refused(name: str) -> None:
+def test_a_scale_too_small_or_too_large_for_the_crop_is_refused(name: str) -> None:
     with pytest.raises(UsageError, match=r"crops of 224 pixels need scales from 224 to 3584"):
         build_protocol(name, paper_contract())
 
@@ -132,14 +132,14 @@ def test_the_smallest_and_the_largest_scale_of_a_crop_are_possible() -> None:
     assert build_protocol("ten-crop-224-3584", paper_contract()).scales == (224, 3584)
 
 
-def test_more_scales_than_a_request_should_ask_for_are_refused() -> None:
+def test_too_many_scales_are_refused() -> None:
     many = [str(scale) for scale in range(224, 257)]
     assert len(build_protocol("dense-" + "-".join(many[:32]), paper_contract()).scales) == 32
     with pytest.raises(UsageError, match="a protocol with 33 scales: give at most 32"):
         build_protocol("dense-" + "-".join(many), paper_contract())
 
 
-def test_a_net_of_fixed_size_does_crops_and_refuses_the_rest_with_the_reason() -> None:
+def test_a_net_of_fixed_size_supports_crops_and_refuses_the_rest_with_the_reason() -> None:
     fixed = replace(paper_contract(), max_side=224, default_scales=(224,))
     assert default_protocol_name(fixed) == "center"
     assert default_protocol_name(paper_contract()) == "multi-scale"
@@ -150,7 +150,7 @@ def test_a_net_of_fixed_size_does_crops_and_refuses_the_rest_with_the_reason() -
             build_protocol(name, fixed)
 
 
-def test_an_adopted_nets_filter_goes_into_its_protocols() -> None:
+def test_an_adopted_nets_resize_filter_becomes_part_of_its_protocols() -> None:
     contract = replace(paper_contract(), interpolation="bicubic")
     assert {build_protocol(name, contract).interpolation for name in ("center", "resnet")} == {"bicubic"}
 
@@ -186,7 +186,7 @@ def test_a_protocol_and_its_views_survive_json(name: str) -> None:
     ],
     ids=str,
 )
-def test_data_that_is_no_protocol_is_refused_with_the_reason(change: dict[str, object], text: str) -> None:
+def test_invalid_protocol_data_is_refused_with_the_reason(change: dict[str, object], text: str) -> None:
     plain = {**build_protocol("ten-crop", paper_contract()).to_json(), **change}
     with pytest.raises(UsageError, match=text):
         protocol_from_json(plain)
@@ -201,13 +201,13 @@ def test_data_that_is_no_protocol_is_refused_with_the_reason(change: dict[str, o
     ],
     ids=str,
 )
-def test_data_that_is_no_view_is_refused_with_the_reason(change: dict[str, object], text: str) -> None:
+def test_invalid_view_data_is_refused_with_the_reason(change: dict[str, object], text: str) -> None:
     with pytest.raises(ValueError, match=text):
         view_from_json({**View(256, True, "nine").to_json(), **change})
 
 
 @pytest.mark.parametrize("scales", ["256,", "256;384", "0", "-256", "256, 384", "1e3", "", "٣٣", "100000"])
-def test_an_option_of_scales_that_is_no_list_is_refused(scales: str) -> None:
+def test_an_invalid_scales_option_is_refused(scales: str) -> None:
     with pytest.raises(UsageError, match=r"e\.g\. --scales 256,384"):
         protocol_from_options("multi-scale", paper_contract(), scales=scales)
 
@@ -239,7 +239,7 @@ def test_a_wrong_protocol_cannot_exist(scales: tuple[int, ...]) -> None:
     ],
 )
 @pytest.mark.parametrize("by_scales", [False, True])
-def test_the_options_of_a_protocol_ask_for_that_protocol(
+def test_the_options_of_a_protocol_select_that_protocol(
     name: str, overrides: ProtocolOverrides, by_scales: bool
 ) -> None:
     contract = fake_contract()

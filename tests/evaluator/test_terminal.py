@@ -1,4 +1,4 @@
-"""Progress tells the pace of late and the time that is left at that pace."""
+"""Progress shows the recent rate and the remaining time at that rate."""
 
 import io
 
@@ -25,18 +25,18 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     return made
 
 
-def told(capsys: pytest.CaptureFixture[str]) -> str:
+def last_line(capsys: pytest.CaptureFixture[str]) -> str:
     """Return the last plain line."""
     return capsys.readouterr().err.splitlines()[-1]
 
 
-def test_what_an_earlier_call_did_counts_for_the_total_and_not_for_the_rate(
+def test_work_of_an_earlier_call_counts_for_the_total_but_not_for_the_rate(
     clock: Clock, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with progress("validate", 1000, "images", done=400) as advance:
         clock.now += 10
         advance(50, "loss 0.31")
-    assert told(capsys) == "validate: 450/1000 images 5.0 images/s, 0:01:50 left loss 0.31"
+    assert last_line(capsys) == "validate: 450/1000 images 5.0 images/s, 0:01:50 left loss 0.31"
 
 
 def test_the_rate_is_that_of_the_last_minute(clock: Clock, capsys: pytest.CaptureFixture[str]) -> None:
@@ -45,35 +45,37 @@ def test_the_rate_is_that_of_the_last_minute(clock: Clock, capsys: pytest.Captur
             for _ in range(100):
                 clock.now += 1
                 advance(pace)
-    assert "5000/100000 images 40.0 images/s, 0:39:35 left" in told(capsys)
+    assert "5000/100000 images 40.0 images/s, 0:39:35 left" in last_line(capsys)
 
 
-def test_of_long_steps_the_last_ten_count(clock: Clock, capsys: pytest.CaptureFixture[str]) -> None:
+def test_of_long_steps_the_rate_covers_the_last_ten(clock: Clock, capsys: pytest.CaptureFixture[str]) -> None:
     with progress("validate", 10_000, "images") as advance:
         for seconds in (32, 64):
             for _ in range(9):
                 clock.now += seconds
                 advance(64)
-        assert told(capsys).startswith("validate: 1152/10000 images 1.0 images/s")
+        assert last_line(capsys).startswith("validate: 1152/10000 images 1.0 images/s")
 
 
-def test_many_small_steps_count_like_few_large_ones(clock: Clock, capsys: pytest.CaptureFixture[str]) -> None:
+def test_many_small_steps_give_the_rate_of_few_large_ones(clock: Clock, capsys: pytest.CaptureFixture[str]) -> None:
     with progress("training", 20_000, "steps") as advance:
         for _ in range(20_000):
             clock.now += 0.005
             advance()
-    assert told(capsys) == "training: 20000/20000 steps 200.0 steps/s, 0:00:00 left"
+    assert last_line(capsys) == "training: 20000/20000 steps 200.0 steps/s, 0:00:00 left"
 
 
 class Terminal(io.StringIO):
-    """What stderr is where a person sits before it."""
+    """A stderr that is a terminal."""
 
     def isatty(self) -> bool:
         return True
 
 
 @pytest.mark.parametrize("terminal", [False, True])
-def test_a_path_is_shown_as_it_is_and_steers_nothing(monkeypatch: pytest.MonkeyPatch, terminal: bool) -> None:
+def test_a_path_is_shown_verbatim_and_cannot_control_the_terminal(
+    monkeypatch: pytest.MonkeyPatch, terminal: bool
+) -> None:
     stderr = Terminal() if terminal else io.StringIO()
     monkeypatch.setattr("sys.stderr", stderr)
     with progress("check a[/nope]\x1b]0;b\x07[red]c", 3, "images") as advance:
@@ -83,7 +85,9 @@ def test_a_path_is_shown_as_it_is_and_steers_nothing(monkeypatch: pytest.MonkeyP
     assert "\x1b]0;" not in stderr.getvalue()
 
 
-def test_lines_come_every_ten_seconds_and_at_the_end(clock: Clock, capsys: pytest.CaptureFixture[str]) -> None:
+def test_plain_lines_are_printed_every_ten_seconds_and_at_the_end(
+    clock: Clock, capsys: pytest.CaptureFixture[str]
+) -> None:
     with progress("validate", 100, "images") as advance:
         for _ in range(100):
             clock.now += 0.25

@@ -1,7 +1,7 @@
-"""Checkpoints that show every mistake, and images to show them on.
+"""Checkpoints on which every mistake shows, and images for them.
 
-An untrained net says 1/K of everything and forgives a wrong bin or bias. These have biases up to ±0.5, slopes from −0.3
-to 1.2, logits of standard deviation 3, and, where asked, a mean image without any symmetry.
+An untrained net scores each class about 1/K and hides a wrong bin or bias. These have biases up to ±0.5, slopes from
+−0.3 to 1.2, logits of standard deviation 3, and, on request, a mean image without any symmetry.
 """
 
 from dataclasses import replace
@@ -20,7 +20,7 @@ CHANNEL_MEAN = np.array([123.68, 116.78, 103.94], np.float32)
 def discriminating_checkpoint(
     name: str, *, classes: int = 23, mean: str = "channel", activation: Activation = "prelu", seed: int = 3
 ) -> Checkpoint:
-    """Make a telling checkpoint of an architecture."""
+    """Return a discriminating checkpoint of an architecture."""
     net = architecture(name, activation=activation)
     rng = np.random.default_rng(seed)
     tensors = dict(initial_tensors(net, classes, seed))
@@ -30,7 +30,7 @@ def discriminating_checkpoint(
         elif key.endswith(".slope"):
             tensors[key] = rng.uniform(-0.3, 1.2, tensor.shape).astype(np.float32)
     mean_values = CHANNEL_MEAN if mean == "channel" else asymmetric_mean(net)
-    # fc3 is scaled on a small piece of noise, so that one window is enough to know the logits' spread.
+    # fc3 is scaled on a small piece of noise, so one window is enough to measure the logits' spread.
     logits = reference.evaluate(name, tensors, mean_values, noise(net.crop, net.crop, seed), activation).window_logits
     tensors["fc3.weight"] = (tensors["fc3.weight"] * (3 / logits.std())).astype(np.float32)
     entries = tuple(ClassEntry(f"n{i:08d}", f"thing {i}") for i in range(classes))
@@ -38,14 +38,14 @@ def discriminating_checkpoint(
 
 
 def asymmetric_mean(net: Architecture) -> np.ndarray:
-    """Make a mean image (crop, crop, 3) that differs under every flip, transposition and change of channels."""
+    """Return a mean image (crop, crop, 3) that differs under every flip, transposition and change of channels."""
     y, x = np.mgrid[0 : net.crop, 0 : net.crop] / net.crop
     planes = [90 + 60 * y + 25 * x * x, 140 - 50 * x + 30 * y * x, 70 + 80 * np.sin(2 * y + 3 * x)]
     return np.stack(planes, axis=-1).astype(np.float32)
 
 
 def noise(height: int, width: int, seed: int) -> np.ndarray:
-    """Make an image of smooth noise, uint8 (height, width, 3), different in every place, direction and channel."""
+    """Return an image of smooth noise, uint8 (height, width, 3), different in every place, direction and channel."""
     rng = np.random.default_rng(seed)
     coarse = rng.integers(0, 256, (height // 9 + 2, width // 7 + 2, 3))
     large = coarse.repeat(9, axis=0).repeat(7, axis=1)[:height, :width]

@@ -1,4 +1,4 @@
-"""A model without a runtime: the interface of `Session` over arithmetic so plain that a test can repeat it."""
+"""A model without a runtime: the interface of `Session` over arithmetic simple enough for a test to repeat."""
 
 import hashlib
 from dataclasses import replace
@@ -123,6 +123,6 @@ class _Copies:
 
 
 def repeated(dataset: Dataset, times: int) -> Dataset:
-    """Return a dataset that has each image so many times (fewer than ten), under names that still rise."""
+    """Return a dataset that has each image several times (fewer than ten), under names in ascending order."""
     samples = [replace(sample, file=f"{copy}/{sample.file}") for copy in range(times) for sample in dataset.samples]
     return replace(dataset, samples=samples, reader=_Copies(dataset.reader))

@@ -1,7 +1,7 @@
 """The slow, plain oracle: a PReLU-net evaluated window by window in float64.
 
-It imports nothing of ours and knows the nets from the paper alone; a checkpoint's tensors are all it is given. Every
-window is cropped from the feature map, pooled with torch's own `adaptive_max_pool2d`, and classified alone.
+It imports nothing from prelunet and defines the nets from the paper alone; its only input is a checkpoint's tensors.
+Every window is cropped from the feature map, pooled with torch's own `adaptive_max_pool2d`, and classified alone.
 """
 
 from collections.abc import Mapping
@@ -37,7 +37,7 @@ LRELU_SLOPE = 0.01
 
 @dataclass(frozen=True)
 class OracleScores:
-    """What the oracle says of one image, float64: one row of classes per window."""
+    """The oracle's result for one image, float64: one row of classes per window."""
 
     window_scores: np.ndarray  # (rows, columns, K)
     window_logits: np.ndarray
@@ -56,7 +56,7 @@ def evaluate(
 ) -> OracleScores:
     """Classify every window of an image, uint8 (H, W, 3)."""
     with torch.no_grad():
-        x = _centred(image, mean)
+        x = _subtract_mean(image, mean)
         for name, stride, pad in TRUNKS[net]:
             if name.startswith("pool"):
                 x = F.max_pool2d(x, 3 if name == "pool3" else 2, stride)
@@ -66,7 +66,7 @@ def evaluate(
         return _classify_windows(net, tensors, x, activation)
 
 
-def _centred(image: np.ndarray, mean: np.ndarray) -> torch.Tensor:
+def _subtract_mean(image: np.ndarray, mean: np.ndarray) -> torch.Tensor:
     """Subtract the channel mean, or the mean image warped to the image's size."""
     x = _tensor(image).permute(2, 0, 1)[None]
     if mean.ndim == 1:

@@ -40,10 +40,10 @@ def evaluated(
     view_ranks: Sequence[int] = (),
     classes: int = len(CLASSES),
 ) -> dict[str, Any]:
-    """Return a line of predictions.jsonl of a model of so many classes.
+    """Return a line of predictions.jsonl.
 
-    answers: the best ones as far as it matters; others follow up to five, the truth at its rank. first: score of the
-    best answer; view_ranks: one per view, default `rank`.
+    answers: the best classes, as far as they matter; others follow up to five, with the label at its rank; first: score
+    of the best class; view_ranks: one per view, default `rank`; classes: number of the model's classes.
     """
     answers, others = list(answers), (index for index in range(classes) if index not in {label, *answers})
     while len(answers) < min(5, classes):

@@ -1,4 +1,4 @@
-"""A net small enough for loops in Python, in which no two sizes are alike: a swapped axis fails."""
+"""A net small enough for loops in Python, in which no two sizes are equal, so that a swapped axis fails."""
 
 from dataclasses import replace
 from typing import Any
@@ -21,7 +21,7 @@ CLASSES = 3
 
 
 def tiny_checkpoint(activation: Activation = "prelu", **changes: Any) -> Checkpoint:
-    """Make a checkpoint of TINY: random weights, biases up to ±0.5, slopes from −0.3 to 1.2."""
+    """Return a checkpoint of TINY: random weights, biases up to ±0.5, slopes from −0.3 to 1.2."""
     net = replace(TINY, activation=activation)
     rng = np.random.default_rng(5)
     ranges = {"weight": (-0.3, 0.3), "bias": (-0.5, 0.5), "slope": (-0.3, 1.2)}

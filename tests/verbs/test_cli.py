@@ -1,4 +1,4 @@
-"""The program as a user meets it."""
+"""The command line: help, exit codes, and what is printed where."""
 
 import json
 import os
@@ -6,12 +6,12 @@ import re
 import subprocess
 import sys
 import tomllib
+from collections.abc import Callable
 from importlib import metadata
 from pathlib import Path
 
 import pytest
 
-from prelunet.evaluator import cli
 from prelunet.evaluator.cli import VERBS, run
 from prelunet.evaluator.errors import EnvironmentFault
 from prelunet.evaluator.terminal import echo, escape_unprintable
@@ -37,7 +37,7 @@ def test_help_lists_every_verb_and_imports_none_of_them(capsys: pytest.CaptureFi
 
 
 @pytest.mark.parametrize("verb", VERBS)
-def test_every_verb_explains_itself(verb: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_every_verb_has_help(verb: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert run([verb, "--help"]) == 0
     out = capsys.readouterr().out
     assert f"prelunet {verb}" in out
@@ -49,7 +49,7 @@ def test_every_entry_point_is_a_verb_and_every_verb_without_target_an_entry_poin
     assert project["entry-points"]["prelunet.verbs"].keys() == {name for name, verb in VERBS.items() if not verb.target}
 
 
-def test_a_misspelt_verb_is_refused_with_exit_code_2(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_misspelled_verb_is_refused_with_exit_code_2(capsys: pytest.CaptureFixture[str]) -> None:
     assert run(["valdate"]) == 2
     assert "valdate" in capsys.readouterr().err
 
@@ -59,89 +59,81 @@ def test_the_version_is_that_of_the_package(capsys: pytest.CaptureFixture[str]) 
     assert capsys.readouterr().out == f"prelunet {metadata.version('prelunet')}\n"
 
 
-def test_a_verb_whose_extra_is_missing_names_the_extra(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    def missing(_name: str) -> object:
-        raise ModuleNotFoundError("No module named 'torch'", name="torch")
+FailWith = Callable[[BaseException], None]
 
-    monkeypatch.setattr(cli, "_function_of", missing)
-    assert run(["train"]) == 5
+
+@pytest.fixture
+def fail_with(monkeypatch: pytest.MonkeyPatch) -> FailWith:
+    """Return a function that makes the verb `report` raise an error."""
+
+    def replace_verb(error: BaseException) -> None:
+        def verb() -> None:
+            raise error
+
+        monkeypatch.setattr("prelunet.evaluator.verbs.report.report", verb)
+
+    return replace_verb
+
+
+def test_a_verb_whose_extra_is_missing_names_the_extra(fail_with: FailWith, capsys: pytest.CaptureFixture[str]) -> None:
+    fail_with(ModuleNotFoundError("No module named 'torch'", name="torch"))
+    assert run(["report"]) == 5
     assert "pip install '.[train]'" in capsys.readouterr().err
 
 
-def test_a_mistake_of_ours_is_not_dressed_up_as_the_users(monkeypatch: pytest.MonkeyPatch) -> None:
-    def broken(_name: str) -> object:
-        raise ZeroDivisionError
-
-    monkeypatch.setattr(cli, "_function_of", broken)
+def test_a_bug_is_not_reported_as_a_user_error(fail_with: FailWith) -> None:
+    fail_with(ZeroDivisionError())
     with pytest.raises(ZeroDivisionError):
-        run(["train"])
+        run(["report"])
 
 
-def test_an_error_becomes_one_line_and_its_exit_code(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    def fails(_name: str) -> object:
-        raise EnvironmentFault("the disk is full")
-
-    monkeypatch.setattr(cli, "_function_of", fails)
+def test_an_error_becomes_one_line_and_its_exit_code(fail_with: FailWith, capsys: pytest.CaptureFixture[str]) -> None:
+    fail_with(EnvironmentFault("the disk is full"))
     assert run(["report"]) == 5
     assert capsys.readouterr().err == "prelunet: the disk is full\n"
 
 
-STEERING = "a\x1b]0;title\x07b\x9b31m\u2028\u202ec\udcff\x7f\rd"
-WRITTEN_OUT = r"a\x1b]0;title\x07b\x9b31m\u2028\u202ec\udcff\x7f\x0dd"
+CONTROLLING = "a\x1b]0;title\x07b\x9b31m\u2028\u202ec\udcff\x7f\rd"
+ESCAPED = r"a\x1b]0;title\x07b\x9b31m\u2028\u202ec\udcff\x7f\x0dd"
 
 
-def test_what_would_steer_the_terminal_is_written_out_and_our_own_lines_stay(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+def test_control_characters_are_escaped_and_our_own_newlines_kept(
+    fail_with: FailWith, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    def fails(_name: str) -> object:
-        raise EnvironmentFault(f"{STEERING}\nin two lines, naïve 鯛")
-
-    monkeypatch.setattr(cli, "_function_of", fails)
+    fail_with(EnvironmentFault(f"{CONTROLLING}\nin two lines, naïve 鯛"))
     assert run(["report"]) == 5
-    assert capsys.readouterr().err == f"prelunet: {WRITTEN_OUT}\nin two lines, naïve 鯛\n"
-    echo(f"{STEERING}\n", end="")
-    assert capsys.readouterr().out == f"{WRITTEN_OUT}\n"
+    assert capsys.readouterr().err == f"prelunet: {ESCAPED}\nin two lines, naïve 鯛\n"
+    echo(f"{CONTROLLING}\n", end="")
+    assert capsys.readouterr().out == f"{ESCAPED}\n"
     assert escape_unprintable("a\nb\tc") == r"a\x0ab\x09c"
 
 
-def test_the_parsers_own_complaints_do_not_steer_the_terminal_either(capsys: pytest.CaptureFixture[str]) -> None:
-    assert run(["report", "run", STEERING]) == 2
+def test_the_parsers_errors_are_escaped_too(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["report", "run", CONTROLLING]) == 2
     assert not set(capsys.readouterr().err) & set("\x1b\x9b\u2028\u202e\x07")
 
 
-def test_every_verb_prints_through_say() -> None:
+def test_every_verb_prints_through_echo() -> None:
     verbs = [path for layer in ("evaluator", "training", "export") for path in (ROOT / layer / "verbs").glob("*.py")]
     assert len(verbs) > len(VERBS)
     assert [path.name for path in verbs if re.search(r"typer\.echo|(?<![.\w])print\(", path.read_text())] == []
 
 
-def test_memory_that_is_used_up_is_the_machines_fault(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    def greedy(_name: str) -> object:
-        raise MemoryError
-
-    monkeypatch.setattr(cli, "_function_of", greedy)
-    assert run(["merge"]) == 5
+def test_running_out_of_memory_is_an_environment_fault(fail_with: FailWith, capsys: pytest.CaptureFixture[str]) -> None:
+    fail_with(MemoryError())
+    assert run(["report"]) == 5
     assert "out of memory" in capsys.readouterr().err
 
 
-def test_an_interrupt_says_that_the_same_command_goes_on(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+def test_after_an_interrupt_the_message_says_that_the_same_command_resumes(
+    fail_with: FailWith, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    def interrupted(_name: str) -> object:
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(cli, "_function_of", interrupted)
-    assert run(["validate"]) == 4
+    fail_with(KeyboardInterrupt())
+    assert run(["report"]) == 4
     assert "same command" in capsys.readouterr().err
 
 
-def test_a_reader_that_goes_away_ends_the_program_quietly(exported: dict[str, ExportedNet]) -> None:
+def test_a_closed_pipe_ends_the_program_quietly(exported: dict[str, ExportedNet]) -> None:
     images = [str(ROOT / "tests" / "data" / "hostile" / "grey-16-bit.png"), "-"]
     command = ["classify", "--model", str(exported["demo-image"].path), "--device", "cpu", "--json", *images]
     code = "import sys; from prelunet.evaluator.cli import main; main(sys.argv[1:])"
@@ -152,15 +144,15 @@ def test_a_reader_that_goes_away_ends_the_program_quietly(exported: dict[str, Ex
         assert process.stdout is not None
         assert process.stderr is not None
         assert json.loads(process.stdout.readline())["file"] == images[0]
-        process.stdout.close()  # as `| head -1` does; the second image, which it waits for, comes only now
+        process.stdout.close()  # as `| head -1` does; the second image, for which it waits, arrives only now
         process.stdin.write(Path(images[0]).read_bytes())
         process.stdin.close()
-        told = process.stderr.read().decode()
-        assert process.wait(60) == 0, told
-    assert re.fullmatch(r"demo\.onnx: .*\n", told), "beside what it said at the start nothing should be said"
+        err = process.stderr.read().decode()
+        assert process.wait(60) == 0, err
+    assert re.fullmatch(r"demo\.onnx: .*\n", err), "nothing but the message at the start"
 
 
-def test_no_file_of_the_evaluator_mentions_torch_or_onnx_in_an_import() -> None:
+def test_no_module_of_the_evaluator_imports_torch_or_onnx() -> None:
     imports = re.compile(r"^\s*(?:from|import)\s+(torch|onnx|safetensors)\b", re.MULTILINE)
     files = sorted((ROOT / "evaluator").rglob("*.py"))
     assert files
@@ -168,7 +160,7 @@ def test_no_file_of_the_evaluator_mentions_torch_or_onnx_in_an_import() -> None:
 
 
 @pytest.mark.parametrize("option", ["--server", "--name", "--protocol"])
-def test_an_option_that_is_no_utf8_is_refused_by_its_text(option: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_option_that_is_not_utf8_is_refused_with_its_text(option: str, capsys: pytest.CaptureFixture[str]) -> None:
     options = {"--server": "127.0.0.1:1", option: "\udcff"}
     picture = str(ROOT / "tests" / "data" / "hostile" / "grey-16-bit.png")
     assert run(["classify", picture, *(word for pair in options.items() for word in pair)]) == 2

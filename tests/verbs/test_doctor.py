@@ -1,4 +1,4 @@
-"""`prelunet doctor`: what is right is said to be right, and each thing that is wrong is found with its fix."""
+"""`prelunet doctor` passes a correct setup, and finds each fault and how to fix it."""
 
 import json
 import resource
@@ -28,21 +28,21 @@ from tests.serving.serving_harness import run_in_thread, running_server
 
 
 def doctor(capsys: pytest.CaptureFixture[str], *options: str) -> tuple[int, dict[str, dict[str, Any]], str]:
-    """Return the exit code, the findings by name, and what was said on stderr."""
+    """Return the exit code, the findings by name, and stderr."""
     code = run(["doctor", "--json", *options])
-    said = capsys.readouterr()
-    told = json.loads(said.out)
-    assert told["passed"] is (code == 0)
-    return code, {finding["name"]: finding for finding in told["findings"]}, said.err
+    printed = capsys.readouterr()
+    result = json.loads(printed.out)
+    assert result["passed"] is (code == 0)
+    return code, {finding["name"]: finding for finding in result["findings"]}, printed.err
 
 
 def found(name: str) -> Finding:
     return next(finding for finding in check_machine("127.0.0.1", 0) if finding.name == name)
 
 
-def test_a_machine_that_is_set_up_right_passes(capsys: pytest.CaptureFixture[str]) -> None:
-    code, findings, said = doctor(capsys, "--port", "0")
-    assert (code, said) == (0, "")
+def test_a_machine_that_is_set_up_correctly_passes(capsys: pytest.CaptureFixture[str]) -> None:
+    code, findings, err = doctor(capsys, "--port", "0")
+    assert (code, err) == (0, "")
     assert {name for name, finding in findings.items() if finding["state"] == "wrong"} == set()
     assert findings["device cpu"]["facts"] == {"precisions": ["fp32"]}
     assert findings["versions"]["facts"]["numpy"] == np.__version__
@@ -51,15 +51,15 @@ def test_a_machine_that_is_set_up_right_passes(capsys: pytest.CaptureFixture[str
     assert findings["processor"]["facts"]["usable"] >= 1
 
 
-def test_people_get_a_table(capsys: pytest.CaptureFixture[str]) -> None:
+def test_without_json_the_findings_are_a_table(capsys: pytest.CaptureFixture[str]) -> None:
     assert run(["doctor", "--port", "0"]) == 0
     out = capsys.readouterr().out
     for part in ("device cpu", "computes in fp32", "onnxruntime", "open files"):
         assert part in out
 
 
-def trial_model() -> onnx.ModelProto:
-    """Write the trial model anew."""
+def probe_model() -> onnx.ModelProto:
+    """Build the probe model again."""
     weights = np.zeros((2, 3, 1, 1), np.float32)
     weights[0, :, 0, 0] = [1 / 64, 0, -1 / 64]
     weights[1, :, 0, 0] = [0, 1 / 64, 0]
@@ -89,9 +89,9 @@ def trial_model() -> onnx.ModelProto:
     return helper.make_model(graph, opset_imports=[helper.make_opsetid("", 18)], ir_version=10)
 
 
-def test_the_trial_model_is_the_one_that_its_comment_tells_of() -> None:
-    onnx.checker.check_model(trial_model(), full_check=True)
-    assert onnx.load_from_string(PROBE_MODEL) == trial_model()
+def test_the_probe_model_is_the_one_that_its_comment_describes() -> None:
+    onnx.checker.check_model(probe_model(), full_check=True)
+    assert onnx.load_from_string(PROBE_MODEL) == probe_model()
 
 
 def test_a_device_that_computes_wrongly_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -108,23 +108,23 @@ def test_a_device_that_computes_wrongly_is_found(monkeypatch: pytest.MonkeyPatch
     assert "off by 2.0e-05" in finding.fix
 
 
-def test_a_damaged_onnxruntime_is_found_and_everything_else_looked_at(
+def test_a_damaged_onnxruntime_is_found_and_the_other_checks_still_run(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def broken() -> Any:
         raise EnvironmentFault("onnxruntime and onnxruntime-gpu are both installed. Keep one")
 
     monkeypatch.setattr(onnx_runtime, "import_runtime", broken)
-    code, findings, said = doctor(capsys, "--port", "0")
+    code, findings, err = doctor(capsys, "--port", "0")
     assert code == 6
     assert {name for name, finding in findings.items() if finding["state"] == "wrong"} == {"onnxruntime", "device cpu"}
-    assert "2 of 9 findings are wrong:" in said
-    assert "- onnxruntime: " in said
-    assert "Keep one" in said
+    assert "2 of 9 findings are wrong:" in err
+    assert "- onnxruntime: " in err
+    assert "Keep one" in err
 
 
 @pytest.mark.parametrize(
-    ("gpus", "knows", "failure", "state", "told"),
+    ("gpus", "has_cuda", "failure", "state", "message"),
     [
         (0, False, "", "ok", "no GPU is visible"),
         (0, True, "", "ok", "could use one"),
@@ -134,7 +134,7 @@ def test_a_damaged_onnxruntime_is_found_and_everything_else_looked_at(
     ],
 )
 def test_gpus_are_tried_one_by_one(
-    monkeypatch: pytest.MonkeyPatch, gpus: int, knows: bool, failure: str, state: str, told: str
+    monkeypatch: pytest.MonkeyPatch, gpus: int, has_cuda: bool, failure: str, state: str, message: str
 ) -> None:
     def on_gpu(path: Path, *, gpu: int) -> tuple[Any, int]:
         if failure:
@@ -144,15 +144,17 @@ def test_gpus_are_tried_one_by_one(
         return loaded, 0
 
     monkeypatch.setattr(doctor_checks, "visible_gpus", lambda: gpus)
-    monkeypatch.setattr(onnx_runtime, "has_cuda_provider", lambda: knows)
+    monkeypatch.setattr(onnx_runtime, "has_cuda_provider", lambda: has_cuda)
     monkeypatch.setattr(onnx_runtime, "load_on_cuda", on_gpu)
     finding = found("device cuda")
-    assert (finding.state, told in finding.message) == (state, True), finding
+    assert (finding.state, message in finding.message) == (state, True), finding
     assert failure in finding.fix
 
 
-@pytest.mark.parametrize(("works", "told"), [(("fp32", "bf16"), "fp32 and bf16"), (("fp32",), "does not support bf16")])
-def test_openvino_tells_its_precisions(monkeypatch: pytest.MonkeyPatch, works: tuple[str, ...], told: str) -> None:
+@pytest.mark.parametrize(
+    ("works", "message"), [(("fp32", "bf16"), "fp32 and bf16"), (("fp32",), "does not support bf16")]
+)
+def test_openvinos_precisions_are_found(monkeypatch: pytest.MonkeyPatch, works: tuple[str, ...], message: str) -> None:
     def load(path: Path, precision: str) -> Any:
         if precision not in works:
             raise EnvironmentFault("computes in f32 instead")
@@ -160,10 +162,10 @@ def test_openvino_tells_its_precisions(monkeypatch: pytest.MonkeyPatch, works: t
 
     monkeypatch.setattr(openvino, "load", load)
     finding = found("device openvino")
-    assert (finding.state, told in finding.message) == ("ok", True)
+    assert (finding.state, message in finding.message) == ("ok", True)
 
 
-def test_a_limit_of_open_files_below_the_connections_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_open_file_limit_below_the_connections_is_noted(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(resource, "getrlimit", lambda _kind: (256, 1024))
     finding = found("open files")
     assert finding.state == "note"
@@ -178,7 +180,7 @@ def test_a_limit_of_open_files_below_the_connections_is_told(monkeypatch: pytest
     assert found("open files").state == "ok"
 
 
-def test_a_port_that_somebody_has_is_told(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_port_in_use_is_noted(capsys: pytest.CaptureFixture[str]) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
         code, findings, _ = doctor(capsys, "--port", str(port))
@@ -188,7 +190,7 @@ def test_a_port_that_somebody_has_is_told(capsys: pytest.CaptureFixture[str]) ->
     assert doctor(capsys, "--port", str(port))[1]["port"]["state"] == "ok"
 
 
-def test_a_good_model_is_told_with_its_golden_images_and_the_memory_of_serving_it(
+def test_a_good_model_is_checked_with_its_golden_images_and_its_memory_for_serving_estimated(
     exported: dict[str, ExportedNet], capsys: pytest.CaptureFixture[str]
 ) -> None:
     path = exported["demo-image"].path
@@ -207,21 +209,21 @@ def test_a_model_whose_scores_are_off_is_found(
     scores = (first.scores[0] + 1e-3, *first.scores[1:])
     wrong = replace(model.session.contract, golden=(*others, replace(first, scores=scores)))
     monkeypatch.setattr(doctor_checks, "open_with_placement", lambda *_, **__: with_contract(model.session, wrong))
-    code, findings, said = doctor(capsys, "--model", str(model.path), "--port", "0")
+    code, findings, err = doctor(capsys, "--model", str(model.path), "--port", "0")
     assert (code, findings["model"]["state"]) == (6, "wrong")
-    assert "golden images are off by 1.0e-03" in said
-    assert "do not use this device" in said
+    assert "golden images are off by 1.0e-03" in err
+    assert "do not use this device" in err
 
 
-def test_a_file_that_is_no_model_is_found(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_file_that_is_not_a_model_is_found(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     text = tmp_path / "text.onnx"
     text.write_text("no model")
-    code, findings, said = doctor(capsys, "--model", str(text), "--device", "cpu", "--port", "0")
+    code, findings, err = doctor(capsys, "--model", str(text), "--device", "cpu", "--port", "0")
     assert (code, findings["model"]["state"]) == (6, "wrong")
-    assert "not an ONNX model" in said
+    assert "not an ONNX model" in err
 
 
-def test_a_running_server_is_asked_for_health_models_and_time(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_running_servers_health_models_and_round_trip_are_reported(capsys: pytest.CaptureFixture[str]) -> None:
     with running_server(six=FakeSession(), seven=FakeSession(seed=1)) as server:
         code, findings, _ = doctor(capsys, "--server", server.address, "--port", "0")
     assert code == 0
@@ -242,35 +244,35 @@ def test_a_server_that_does_not_serve_is_found(capsys: pytest.CaptureFixture[str
         await server.stop(0)
 
     with run_in_thread(loading) as (address, _):
-        code, findings, said = doctor(capsys, "--server", address, "--port", "0")
+        code, findings, err = doctor(capsys, "--server", address, "--port", "0")
     assert (code, findings["server"]["facts"]["health"]) == (6, "NOT_SERVING")
-    assert "loading its models" in said
+    assert "loading its models" in err
     assert "served models" not in findings
 
 
 @pytest.mark.parametrize(
-    ("address", "told"), [("localhost", "needs a port"), ("http://a:1", "must not contain http://; write a:1")]
+    ("address", "message"), [("localhost", "needs a port"), ("http://a:1", "must not contain http://; write a:1")]
 )
-def test_an_address_that_is_none_is_told_before_anything_is_looked_at(
-    capsys: pytest.CaptureFixture[str], address: str, told: str
+def test_an_invalid_address_is_refused_before_any_check(
+    capsys: pytest.CaptureFixture[str], address: str, message: str
 ) -> None:
     assert run(["doctor", "--server", address]) == 2
-    said = capsys.readouterr()
-    assert (said.out, told in said.err) == ("", True), said
+    printed = capsys.readouterr()
+    assert (printed.out, message in printed.err) == ("", True), printed
 
 
-def test_people_read_what_is_wrong_once(capsys: pytest.CaptureFixture[str]) -> None:
+def test_with_the_table_each_fault_is_printed_once(capsys: pytest.CaptureFixture[str]) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         address = f"127.0.0.1:{taken.getsockname()[1]}"
     assert run(["doctor", "--server", address, "--port", "0"]) == 6
-    said = capsys.readouterr()
-    assert said.err == "prelunet: 1 of 10 findings is wrong: server. The table shows how to fix this\n"
-    assert "is it running there?" in " ".join(said.out.split())
+    printed = capsys.readouterr()
+    assert printed.err == "prelunet: 1 of 10 findings is wrong: server. The table shows how to fix this\n"
+    assert "is it running there?" in " ".join(printed.out.split())
 
 
-def test_a_server_that_is_not_there_is_found(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_missing_server_is_found(capsys: pytest.CaptureFixture[str]) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         address = f"127.0.0.1:{taken.getsockname()[1]}"
-    code, findings, said = doctor(capsys, "--server", address, "--port", "0")
+    code, findings, err = doctor(capsys, "--server", address, "--port", "0")
     assert (code, findings["server"]["state"]) == (6, "wrong")
-    assert f"{address}: UNAVAILABLE" in said
+    assert f"{address}: UNAVAILABLE" in err

@@ -1,4 +1,4 @@
-"""`prelunet inspect`: what a file says of itself, and its slopes beside the paper's."""
+"""`prelunet inspect` describes a file, and shows its slopes beside the paper's."""
 
 import json
 import subprocess
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from tests.conftest import ExportedNet
 
 
-def test_slopes_are_summarised_layer_by_layer() -> None:
+def test_slopes_are_summarized_layer_by_layer() -> None:
     tensors = {
         "conv1.weight": np.full((3, 1, 1, 1), 9, np.float32),
         "conv1.slope": np.array([-0.5, 0.0, 1.0, 1.5], np.float32),
@@ -51,41 +51,43 @@ def untrained_slopes(name: str, activation: Activation) -> dict[str, np.ndarray]
 
 
 @pytest.mark.parametrize(("activation", "conv1", "fc2"), [("prelu-shared", 0.681, 0.031), ("prelu", 0.596, 0.075)])
-def test_slopes_of_model_e_stand_beside_table_1(activation: Activation, conv1: float, fc2: float) -> None:
+def test_slopes_of_model_e_are_shown_beside_table_1(activation: Activation, conv1: float, fc2: float) -> None:
     slopes = add_paper_slopes(summarize_slopes(untrained_slopes("E", activation)), activation)
     assert [entry["layer"] for entry in slopes] == list(PAPER_SLOPES)
     assert (slopes[0]["paper"], slopes[-1]["paper"]) == (conv1, fc2)
 
 
 @pytest.mark.parametrize("name", ["A", "E30", "demo"])
-def test_slopes_of_another_net_stand_beside_nothing_even_where_names_agree(name: str) -> None:
+def test_slopes_of_another_net_are_not_compared_even_if_the_names_agree(name: str) -> None:
     slopes = add_paper_slopes(summarize_slopes(untrained_slopes(name, "prelu")), "prelu")
     assert {entry["paper"] for entry in slopes} == {None}
 
 
-def test_a_checkpoint_is_told_as_json(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_checkpoint_is_described_as_json(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "net.onnx"  # the content decides, not the name
     checkpoint = tiny_checkpoint(
         mean=mean_image(), recipe={"name": "demo"}, dataset={"images": 6000}, metrics={"top1_error": 18.25}
     )
     write_checkpoint(path, checkpoint)
     assert run(["inspect", str(path), "--json"]) == 0
-    told = json.loads(capsys.readouterr().out)
-    assert told["kind"] == "checkpoint"
-    assert told["file"] == "net.onnx"
-    assert told["sha256"] == sha256_of(path)
-    assert told["architecture"] == checkpoint.architecture.to_json()
-    assert told["classes"][1] == {"wnid": "n00000001", "name": "thing 1"}
-    assert told["parameters"] == sum(tensor.size for tensor in checkpoint.tensors.values())
-    assert told["slope_parameters"] == 5 + 4 + 6 + 6
-    assert told["mean"]["kind"] == "image"
-    np.testing.assert_allclose(told["mean"]["channels"], mean_image().mean(axis=(0, 1)), atol=1e-3)  # four digits
-    assert (told["recipe"], told["dataset"]) == ({"name": "demo"}, {"images": 6000})
-    assert told["metrics"] == {"top1_error": 18.25}
-    assert [entry["layer"] for entry in told["slopes"]] == ["conv1", "conv2", "fc1", "fc2"]
+    described = json.loads(capsys.readouterr().out)
+    assert described["kind"] == "checkpoint"
+    assert described["file"] == "net.onnx"
+    assert described["sha256"] == sha256_of(path)
+    assert described["architecture"] == checkpoint.architecture.to_json()
+    assert described["classes"][1] == {"wnid": "n00000001", "name": "thing 1"}
+    assert described["parameters"] == sum(tensor.size for tensor in checkpoint.tensors.values())
+    assert described["slope_parameters"] == 5 + 4 + 6 + 6
+    assert described["mean"]["kind"] == "image"
+    np.testing.assert_allclose(described["mean"]["channels"], mean_image().mean(axis=(0, 1)), atol=1e-3)  # four digits
+    assert (described["recipe"], described["dataset"]) == ({"name": "demo"}, {"images": 6000})
+    assert described["metrics"] == {"top1_error": 18.25}
+    assert [entry["layer"] for entry in described["slopes"]] == ["conv1", "conv2", "fc1", "fc2"]
 
 
-def test_a_person_reads_the_facts_and_the_flagged_slopes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_without_json_the_facts_and_the_flagged_slopes_are_printed(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     checkpoint = tiny_checkpoint(metrics={"step": 2000, "top1_error": 18.25})
     slopes = {**checkpoint.tensors, "conv1.slope": np.array([-0.5, 0.25, 1.5, 1.25, 0.5], np.float32)}
     write_checkpoint(tmp_path / "net", replace(checkpoint, tensors=slopes))
@@ -98,17 +100,17 @@ def test_a_person_reads_the_facts_and_the_flagged_slopes(tmp_path: Path, capsys:
     (line, *_) = (line for line in out.splitlines() if line.startswith("conv1"))
     assert line.split() == ["conv1", "5", "0.600", "-0.500", "1.500", "1", "!", "2", "!"]
     assert "not monotonic" in out
-    told = " ".join(out.split())
-    assert "Table 1): conv1 0.596, conv2_1 0.321," in told  # of another net, so beside the table, not in it
+    text = " ".join(out.split())
+    assert "Table 1): conv1 0.596, conv2_1 0.321," in text  # of another net, so beside the table, not in it
 
 
-def test_a_net_without_slopes_says_so(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_for_a_net_without_slopes_that_is_stated(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     write_checkpoint(tmp_path / "net", tiny_checkpoint("lrelu"))
     assert run(["inspect", str(tmp_path / "net")]) == 0
     assert "No slopes: lrelu learns none." in capsys.readouterr().out
 
 
-def test_names_from_the_file_cannot_steer_the_terminal(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_names_in_the_file_cannot_control_the_terminal(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     checkpoint = tiny_checkpoint()
     classes = (replace(checkpoint.classes[0], name="\x1b[2Jowl [bold]loud[/]"), *checkpoint.classes[1:])
     write_checkpoint(tmp_path / "net", replace(checkpoint, classes=classes))
@@ -118,7 +120,7 @@ def test_names_from_the_file_cannot_steer_the_terminal(tmp_path: Path, capsys: p
     assert "owl [bold]loud[/]" in " ".join(out.split())
 
 
-def test_a_model_says_the_same_as_the_checkpoint_it_came_from(exported: "dict[str, ExportedNet]") -> None:
+def test_a_model_is_described_like_the_checkpoint_it_was_exported_from(exported: "dict[str, ExportedNet]") -> None:
     made = exported["demo-channel"]
     model, checkpoint = inspect_file(made.path), inspect_file(made.checkpoint_path)
     assert (model["kind"], model["checkpoint_sha256"]) == ("model", checkpoint["sha256"])
@@ -141,7 +143,7 @@ SLOPE_KEYS = ("layer", "channels", "mean", "min", "max", "below_zero", "above_on
         ),
     ],
 )
-def test_a_model_whose_training_is_told_in_nonsense_is_refused(
+def test_a_model_with_malformed_training_metadata_is_refused(
     exported: "dict[str, ExportedNet]", tmp_path: Path, training: dict[str, object], fault: str
 ) -> None:
     model = onnx.load(exported["demo-channel"].path)
@@ -184,7 +186,7 @@ def test_a_missing_file_is_refused_with_its_name(tmp_path: Path) -> None:
         inspect_file(tmp_path / "nowhere")
 
 
-def test_halves_are_refused_as_what_they_were(tmp_path: Path, exported: "dict[str, ExportedNet]") -> None:
+def test_truncated_files_are_refused_by_their_kind(tmp_path: Path, exported: "dict[str, ExportedNet]") -> None:
     made, half = exported["demo-channel"], tmp_path / "half"
     for path, error in ((made.path, ContractError), (made.checkpoint_path, CheckpointError)):
         data = path.read_bytes()

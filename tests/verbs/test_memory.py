@@ -1,4 +1,4 @@
-"""What verbs say of memory before the work begins."""
+"""The memory that verbs estimate and print before the work begins."""
 
 import pytest
 
@@ -15,28 +15,28 @@ from tests.conftest import ExportedNet
 from tests.helpers.fakes import FakeSession
 
 
-def test_a_run_within_its_limit_is_told_with_what_it_takes(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_estimate_of_a_run_within_its_limit_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
     session = FakeSession()
     protocol = build_protocol("multi-scale", session.contract)
     need = estimate_run_memory(session, protocol, 64)  # type: ignore[arg-type]
     assert need == estimate_memory(session.contract, protocol, 64, None)
     report_memory(need)
-    said = capsys.readouterr()
-    assert said.out == "", "the answer's channel stays free"
-    assert said.err.splitlines()[0] == f"memory: at most {need}"
-    assert "needs more than 320M to decode" in said.err.splitlines()[1]
+    printed = capsys.readouterr()
+    assert printed.out == "", "stdout holds only the result"
+    assert printed.err.splitlines()[0] == f"memory: at most {need}"
+    assert "needs more than 320M to decode" in printed.err.splitlines()[1]
     report_memory(need, gpu=True)
     assert "needs more than 1.00G to decode" in capsys.readouterr().err
 
 
-def test_a_limit_below_what_a_run_takes_is_refused_before_it_begins() -> None:
+def test_a_limit_below_the_estimate_is_refused_before_the_run_begins() -> None:
     session = FakeSession()
     session.placement = Placement("cpu", memory=100 * 2**20)
     with pytest.raises(UsageError, match=r"--memory-limit 100M: protocol multi-scale takes up to"):
         estimate_run_memory(session, build_protocol("multi-scale", session.contract), 64)  # type: ignore[arg-type]
 
 
-def test_a_limit_below_what_loading_takes_is_refused_before_the_file_is_loaded(
+def test_a_limit_too_small_for_loading_is_refused_before_the_file_is_loaded(
     exported: dict[str, ExportedNet], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = exported["demo-channel"].path
@@ -45,7 +45,7 @@ def test_a_limit_below_what_loading_takes_is_refused_before_the_file_is_loaded(
         open_with_placement(path, Placement("cpu", memory=2**27))
 
 
-def test_a_machine_with_less_than_that_is_warned_of(
+def test_a_machine_with_less_memory_than_the_estimate_causes_a_warning(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     session = FakeSession()
@@ -70,7 +70,7 @@ def test_the_samples_and_the_largest_file_are_counted() -> None:
     )
 
 
-def test_beside_gpus_main_memory_is_foretold_and_limited_too() -> None:
+def test_with_gpus_main_memory_is_estimated_and_limited_too() -> None:
     session = FakeSession(provider="CUDAExecutionProvider")
     protocol = build_protocol("multi-scale", session.contract)
     need = estimate_run_memory(session, protocol, 1024, sessions=2)  # type: ignore[arg-type]

@@ -1,4 +1,4 @@
-"""`prelunet validate` on layouts and parts of datasets: what it says, and what it leaves to do."""
+"""`prelunet validate` on layouts and parts of datasets: what it prints, and which command it suggests next."""
 
 import json
 import re
@@ -31,28 +31,28 @@ SESSION = FakeSession(replace(fake_contract(), classes=CLASSES))
 
 @pytest.fixture
 def command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., int]:
-    """Give the command line with a model behind `open_sessions`."""
+    """Return a function that runs the verb with a fake model."""
     monkeypatch.setattr("prelunet.evaluator.verbs.validate.open_sessions", lambda *_: [SESSION])
 
-    def call(data: Path, *more: str, folder: str = "run") -> int:
+    def call(data: Path, *extra: str, folder: str = "run") -> int:
         options = ["--model", "m.onnx", "--data", str(data), "--run", str(tmp_path / folder), "--protocol", "center"]
-        return run(["validate", *options, *more])
+        return run(["validate", *options, *extra])
 
     return call
 
 
-def test_layout_labels_and_selection_are_said_before_the_work(
+def test_layout_labels_and_selection_are_printed_first(
     command: Callable[..., int], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     devkit, data = write_devkit(tmp_path / "kit"), write_tar(tmp_path / "val.tar", DATA)
     chosen = ",".join(WNIDS[:4])
     assert command(data, "--labels", str(devkit), "--limit", "5", "--classes", chosen) == 0
-    told = capsys.readouterr()
-    assert f"{data}: 5 images of " in told.err
-    assert "of the model's 12 classes (flat, devkit labels)" in told.err
-    assert "ids mapped by" in told.err
-    assert f"selection: classes {', '.join(WNIDS[:4])}, of these 5 images spread evenly" in told.err
-    assert re.search(r"top-1 \d+\.\d\d \[.*\] top-5 .* %, \d of 5 images \(only classes n0.* evenly\)\n$", told.out)
+    printed = capsys.readouterr()
+    assert f"{data}: 5 images of " in printed.err
+    assert "of the model's 12 classes (flat, devkit labels)" in printed.err
+    assert "ids mapped by" in printed.err
+    assert f"selection: classes {', '.join(WNIDS[:4])}, of these 5 images spread evenly" in printed.err
+    assert re.search(r"top-1 \d+\.\d\d \[.*\] top-5 .* %, \d of 5 images \(only classes n0.* evenly\)\n$", printed.out)
     assert json.loads((tmp_path / "run" / "run.json").read_text())["dataset"]["selection"].startswith("classes n0")
 
 
@@ -67,7 +67,7 @@ def test_another_selection_in_the_folder_is_refused_with_both(
     )
 
 
-def test_shards_say_their_images_and_are_the_parts_of_the_whole(
+def test_shards_print_their_images_and_are_the_parts_of_the_whole(
     command: Callable[..., int], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     files = {f"{WNIDS[number % 12]}/{number:03}.jpg": list(DATA.values())[number % 5] for number in range(80)}
@@ -77,11 +77,11 @@ def test_shards_say_their_images_and_are_the_parts_of_the_whole(
     capsys.readouterr()
     for number, part in ((1, whole[:64]), (2, whole[64:])):
         assert command(data, "--shard", f"{number}/2", folder=f"part{number}") == 0
-        told = capsys.readouterr()
+        printed = capsys.readouterr()
         first, end = (1, 64) if number == 1 else (65, 80)
-        assert f"shard {number}/2: images {first} to {end} in order of name" in told.err
-        assert told.out == f"{len(part)} of {len(part)} images evaluated\n"
-        assert "when all 2 shards are done: prelunet merge" in told.err
+        assert f"shard {number}/2: images {first} to {end} in order of name" in printed.err
+        assert printed.out == f"{len(part)} of {len(part)} images evaluated\n"
+        assert "when all 2 shards are done: prelunet merge" in printed.err
         assert list(read_run(tmp_path / f"part{number}").predictions) == list(part)
     assert command(data, "--shard", "3/3", "--json", folder="part3") == 0
     assert json.loads(capsys.readouterr().out) == {
@@ -90,7 +90,7 @@ def test_shards_say_their_images_and_are_the_parts_of_the_whole(
 
 
 @pytest.mark.parametrize("shard", ["0/2", "3/2", "2", "a/b", "1/0", "-1/2", "1/2/3", "01/2"])
-def test_a_shard_that_is_none_is_a_usage_error(
+def test_an_invalid_shard_is_a_usage_error(
     command: Callable[..., int], tmp_path: Path, shard: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert command(tmp_path, f"--shard={shard}") == 2
@@ -104,11 +104,11 @@ def test_a_test_set_is_classified_only_with_no_labels_and_points_to_submission(
     assert command(data) == 2
     assert "use --no-labels" in capsys.readouterr().err
     assert command(data, "--no-labels") == 0
-    told = capsys.readouterr()
-    assert f"{data}: 30 images (unlabelled)" in told.err
-    assert told.out == "29 of 30 images classified; without labels there are no errors\n"
-    assert "warning: 1 of 30 images were refused" in told.err
-    assert f"prelunet submission {tmp_path / 'run'}" in told.err
+    printed = capsys.readouterr()
+    assert f"{data}: 30 images (unlabelled)" in printed.err
+    assert printed.out == "29 of 30 images classified; without labels there are no errors\n"
+    assert "warning: 1 of 30 images were refused" in printed.err
+    assert f"prelunet submission {tmp_path / 'run'}" in printed.err
     assert command(data, "--no-labels", "--json") == 0
     assert json.loads(capsys.readouterr().out)["evaluated"] == 29
 
@@ -125,7 +125,7 @@ def test_bad_labels_are_refused_before_the_model_runs(
     assert not (tmp_path / "run").exists()
 
 
-def test_an_error_of_guessing_over_many_classes_is_told_with_its_suspicion(
+def test_an_error_rate_of_guessing_is_printed_with_a_suspicion(
     command: Callable[..., int], tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     classes = tuple(ClassEntry(f"n{index:08}", f"class {index}") for index in range(200))
@@ -139,9 +139,9 @@ def test_an_error_of_guessing_over_many_classes_is_told_with_its_suspicion(
         labels.write_text("".join(f"{name} {(answers.get(name, 0) + shift) % 200}\n" for name in DATA))
         capsys.readouterr()
         assert command(data, "--labels", str(labels), folder=f"run{shift}") == 0
-        told = capsys.readouterr()
-        assert ("may be in a different order than the model's classes" in told.err) == bool(shift)
-        assert f"top-1 {100 * shift:.2f}" in told.out
+        printed = capsys.readouterr()
+        assert ("may be in a different order than the model's classes" in printed.err) == bool(shift)
+        assert f"top-1 {100 * shift:.2f}" in printed.out
 
 
 def test_a_real_model_validates_a_flat_layout_like_class_folders(
@@ -154,10 +154,10 @@ def test_a_real_model_validates_a_flat_layout_like_class_folders(
     flat = write_tar(tmp_path / "flat.tar.gz", DATA, "w:gz")
     labels = write_list(tmp_path / "l.txt", lambda name, _label: f"{name} {wnids[label_of[name]]}")
     lines, scores = [], []
-    for number, (data, more) in enumerate(((folders, []), (flat, ["--labels", str(labels)]))):
+    for number, (data, extra) in enumerate(((folders, []), (flat, ["--labels", str(labels)]))):
         folder = tmp_path / f"run{number}"
         options = ["--model", str(model.path), "--data", str(data), "--run", str(folder), "--protocol", "center"]
-        assert run(["validate", *options, "--device", "cpu", *more]) == 0
+        assert run(["validate", *options, "--device", "cpu", *extra]) == 0
         lines.append(capsys.readouterr().out)
         order = np.argsort([line.file.rpartition("/")[2] for line in read_run(folder).predictions])
         scores.append(np.load(folder / "scores.f32.npy")[order])
