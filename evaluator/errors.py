@@ -4,7 +4,7 @@
     ├── UsageError            an invalid option, path or class list
     │   └── DivergenceError   training values that are no longer finite
     ├── ImageError            bytes that are not an image, or an image beyond the limits
-    ├── DatasetError          a folder or archive that is not a labelled dataset
+    ├── DatasetError          a folder or archive that is not a labeled dataset
     ├── RunFolderError        a run folder of another model, dataset or protocol, or a damaged one
     ├── ModelNotFound         a model name that the server does not serve
     ├── ContractError         an ONNX file that is not a model file, is damaged or too new
@@ -42,7 +42,7 @@ class ImageError(PreluNetError):
 
 
 class DatasetError(PreluNetError):
-    """A folder or archive is not a labelled dataset, or does not fit the model's classes."""
+    """A folder or archive is not a labeled dataset, or does not fit the model's classes."""
 
 
 class RunFolderError(PreluNetError):
