@@ -59,7 +59,7 @@ def serve(
     ] = QueueOptions.max_views,
     queue_bytes: Annotated[
         int,
-        typer.Option(min=1, help="Limit of the encoded bytes of unanswered images per model, applied the same way."),
+        typer.Option(min=1, help="The same limit for the encoded bytes of unanswered images per model."),
     ] = QueueOptions.max_bytes,
     batch_wait: Annotated[
         float,
