@@ -7,7 +7,7 @@ gives no value: conv1 pads 3 (224 → 112 requires it), pools round down, and mo
 
 import math
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass, replace
 from typing import Any, ClassVar, Literal, get_args
 
@@ -87,6 +87,8 @@ class Architecture:
             require_int(self.crop, "crop (pixels)", 1, MAX_SIDE)
         except ValueError as error:
             raise UsageError(f"architecture {self.name}: {error}") from error
+        if not self.convs:
+            raise UsageError(f"architecture {self.name}: the trunk has no convolution")
         names = [layer.name for layer in self.trunk]
         if len(set(names)) < len(names) or not all(_LAYER_NAME.fullmatch(name) for name in names):
             raise UsageError(f"architecture {self.name}: layers need unique names such as conv2_1, pool2")
@@ -141,10 +143,7 @@ class Architecture:
 
 
 def architecture_from_json(data: Any) -> Architecture:
-    """Create an architecture from the output of `Architecture.to_json`.
-
-    Raises ValueError, TypeError or UsageError for other data.
-    """
+    """Create an architecture from the output of `Architecture.to_json`; raises ValueError for other data."""
     fields = require_object(data, "an architecture")
     trunk = tuple(_layer_from_json(layer) for layer in require_list(fields.get("trunk"), "trunk"))
     levels = tuple(
@@ -156,7 +155,10 @@ def architecture_from_json(data: Any) -> Architecture:
     require_str(fields.get("name"), "name")
     require_str(fields.get("activation", "prelu"), "activation")
     require_int(fields.get("hidden"), "hidden", 1)
-    return Architecture(**{**fields, "trunk": trunk, "spp_levels": levels})
+    try:
+        return Architecture(**{**fields, "trunk": trunk, "spp_levels": levels})
+    except (TypeError, UsageError) as error:  # TypeError: an unknown or missing key
+        raise ValueError(str(error)) from error
 
 
 def _layer_from_json(data: Any) -> Conv | Pool:
@@ -167,7 +169,34 @@ def _layer_from_json(data: Any) -> Conv | Pool:
             require_str(value, "name of a layer")
         else:
             require_int(value, f"{key} of a layer", 0 if key == "pad" else 1, MAX_SIDE)
-    return Conv(**fields) if kind == "conv" else Pool(**fields)
+    try:
+        return Conv(**fields) if kind == "conv" else Pool(**fields)
+    except TypeError as error:  # an unknown or missing key
+        raise ValueError(str(error)) from error
+
+
+@dataclass(frozen=True)
+class OpaqueNet:
+    """A net whose layers are unknown, such as an adopted one. multiply_adds: of one crop, None if unknown."""
+
+    name: str
+    activation: str
+    multiply_adds: int | None = None
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the net as plain data for model files."""
+        return {key: value for key, value in asdict(self).items() if value is not None}
+
+
+def net_from_json(data: Any) -> Architecture | OpaqueNet:
+    """Create a net from its `to_json`, an `OpaqueNet` from data without a trunk; raises ValueError for other data."""
+    fields = require_object(data, "an architecture")
+    if "trunk" in fields:
+        return architecture_from_json(fields)
+    name, activation, count = (fields.get(key) for key in ("name", "activation", "multiply_adds"))
+    if not isinstance(name, str) or not isinstance(activation, str):
+        raise ValueError("the architecture should have a name and an activation")
+    return OpaqueNet(name, activation, None if count is None else require_int(count, "multiply_adds", 1))
 
 
 def parameter_shapes(architecture: Architecture, classes: int) -> dict[str, tuple[int, ...]]:
@@ -264,33 +293,16 @@ def architecture(name: str, *, activation: Activation = "prelu", crop: int | Non
     return replace(base, activation=activation, crop=base.crop if crop is None else crop)
 
 
-# The cost of a net, from its architecture's data alone (`prelunet.architecture` in docs/contract.md).
-
-
-def multiply_adds(architecture: Mapping[str, Any], height: int, width: int, classes: int) -> int:
+def multiply_adds(net: Architecture, height: int, width: int, classes: int) -> int:
     """Return the multiply-adds for one image: convolutions once, fc layers for every window.
 
-    architecture: output of `Architecture.to_json`; height, width: in pixels. For one crop this is the "complexity" of
-    Table 3. Raises ValueError for data that does not describe such a net.
+    height, width: in pixels. For one crop this is the "complexity" of Table 3.
     """
-    layers = [require_object(layer, "a layer") for layer in require_list(architecture.get("trunk"), "trunk")]
-    trunk = [_size_of(layer) for layer in layers]
-    window = feature_map_side(trunk, require_int(architecture.get("crop"), "crop", 1))
-    hidden = require_int(architecture.get("hidden"), "hidden", 1)
-    levels = require_list(architecture.get("spp_levels"), "spp_levels")
-    bins = sum(require_int(level, "a level of the pyramid", 1) ** 2 for level in levels)
     total, channels = 0, 3
-    for layer, size in zip(layers, trunk, strict=True):
+    for layer, size in zip(net.trunk, net.layers, strict=True):
         height, width = size.output_side(height), size.output_side(width)
-        if require_choice(layer.get("kind"), "kind of a layer", ("conv", "pool")) == "conv":
-            filters = require_int(layer.get("channels"), "channels of a layer", 1)
-            total += size.kernel**2 * channels * filters * height * width
-            channels = filters
-    windows = max(0, height - window + 1) * max(0, width - window + 1)
-    return total + windows * (bins * channels * hidden + hidden * hidden + hidden * classes)
-
-
-def _size_of(layer: Mapping[str, Any]) -> TrunkLayer:
-    """Return the geometry of a layer; pools have no pad in their data."""
-    kernel, stride = (require_int(layer.get(key), f"{key} of a layer", 1) for key in ("kernel", "stride"))
-    return TrunkLayer(kernel, stride, require_int(layer.get("pad", 0), "pad of a layer", 0))
+        if isinstance(layer, Conv):
+            total += layer.kernel**2 * channels * layer.channels * height * width
+            channels = layer.channels
+    windows = max(0, height - net.window + 1) * max(0, width - net.window + 1)
+    return total + windows * (net.bins * channels * net.hidden + net.hidden**2 + net.hidden * classes)

@@ -12,7 +12,14 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
-from prelunet.evaluator.architectures import TrunkLayer, feature_map_side, trunk_stride
+from prelunet.evaluator.architectures import (
+    Architecture,
+    OpaqueNet,
+    TrunkLayer,
+    feature_map_side,
+    net_from_json,
+    trunk_stride,
+)
 from prelunet.evaluator.errors import ContractError
 from prelunet.evaluator.json_checks import check_plain, parse_json
 
@@ -67,7 +74,7 @@ class GoldenImage:
 class ModelContract:
     """The metadata of a model file, in the units of docs/contract.md (sides in pixels)."""
 
-    architecture: Mapping[str, Any]  # at least "name" and "activation"
+    architecture: Architecture | OpaqueNet
     classes: tuple[ClassEntry, ...]
     mean_kind: MeanKind
     trunk: tuple[TrunkLayer, ...]
@@ -95,7 +102,7 @@ class ModelContract:
     @property
     def name(self) -> str:
         """Return the architecture's name, as in the paper: A, B, C, E, ..."""
-        return str(self.architecture["name"])
+        return self.architecture.name
 
     @property
     def trunk_stride(self) -> int:
@@ -132,7 +139,7 @@ class ModelContract:
         """Return the metadata of the file: key to JSON text, keys sorted, deterministic."""
         values: dict[str, Any] = {
             "contract_version": CONTRACT_VERSION,
-            "architecture": dict(self.architecture),
+            "architecture": self.architecture.to_json(),
             "classes": [entry.to_json() for entry in self.classes],
             "mean_kind": self.mean_kind,
             "trunk": [[layer.kernel, layer.stride, layer.pad] for layer in self.trunk],
@@ -166,18 +173,14 @@ def _contradictions(contract: ModelContract) -> Iterator[tuple[bool, str]]:
     if not all(type(number) is int for number in integers):
         yield True, "sides, scales, levels and layers should be whole numbers"
         return
-    named = all(isinstance(contract.architecture.get(key), str) for key in ("name", "activation"))
-    if not named:
-        yield True, "the architecture should have a name and an activation"
-        return
     texts = [contract.name, *(text for entry in contract.classes for text in (entry.wnid, entry.name))]
     for text in texts:
         if not isinstance(text, str) or len(text) > MAX_NAME_LENGTH or _FORBIDDEN_CHARACTERS.search(text):
             limits = f"up to {MAX_NAME_LENGTH} characters, without control characters and lone surrogates"
             yield True, f"{text!a:.60} is not a valid name: names should be text of {limits}"
             break
-    count = contract.architecture.get("multiply_adds")
-    yield type(count) is int and count > MAX_MULTIPLY_ADDS, f"multiply_adds should be at most {MAX_MULTIPLY_ADDS}"
+    count = contract.architecture.multiply_adds if isinstance(contract.architecture, OpaqueNet) else None
+    yield count is not None and count > MAX_MULTIPLY_ADDS, f"multiply_adds should be at most {MAX_MULTIPLY_ADDS}"
     yield not wnids or len(set(wnids)) < len(wnids), "there should be classes, with different wnids"
     sane = all(layer.kernel >= 1 and layer.stride >= 1 and 0 <= layer.pad < layer.kernel for layer in contract.trunk)
     if not contract.trunk or not sane or not 1 <= crop <= contract.max_side <= MAX_CANVAS_SIDE:
@@ -224,7 +227,7 @@ def contract_from_metadata(metadata: Mapping[str, str], where: str) -> ModelCont
         )
     try:
         contract = ModelContract(
-            architecture=read.value("architecture", dict),
+            architecture=net_from_json(read.value("architecture", dict)),
             classes=tuple(ClassEntry(c["wnid"], c["name"]) for c in read.value("classes", list)),
             mean_kind=read.choice("mean_kind", ("channel", "image")),
             trunk=tuple(TrunkLayer(*layer) for layer in read.value("trunk", list)),

@@ -143,7 +143,7 @@ class Rig:
 
     def flop(self, name: str, sizes: Sequence[tuple[int, int]]) -> int:
         """Return the floating-point operations of images of these sizes: two per multiply-add."""
-        net = self.net(name).to_json()
+        net = self.net(name)
         counts = {size: multiply_adds(net, *size, self.classes) for size in set(sizes)}
         return 2 * sum(counts[size] for size in sizes)
 

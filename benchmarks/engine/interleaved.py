@@ -183,5 +183,4 @@ def windows_of(net: Architecture, sizes: Iterable[tuple[int, int]]) -> int:
 
 def gflop_of(net: Architecture, sizes: Iterable[tuple[int, int]], classes: int) -> float:
     """Return the operations of views of these heights and widths, two per multiply-add."""
-    data = net.to_json()
-    return sum(2 * multiply_adds(data, *size, classes) for size in sizes) / 1e9
+    return sum(2 * multiply_adds(net, *size, classes) for size in sizes) / 1e9

@@ -115,7 +115,7 @@ def _timed(rig: Rig, step: Any, settings: Settings) -> dict[str, Any]:
         rig.wait()
         took.append(time.perf_counter() - begun)
     seconds, side = float(np.median(took)), rig.px(CROP)
-    macs = multiply_adds(rig.net(settings["net"]).to_json(), side, side, rig.classes)
+    macs = multiply_adds(rig.net(settings["net"]), side, side, rig.classes)
     tflops = 3 * 2 * macs * settings["batch"] / seconds / 1e12
     return {
         "ms": 1e3 * seconds,

@@ -44,7 +44,7 @@ def costs(net: Architecture, classes: int, batch: int) -> Costs:
     sizes = {name: math.prod(shape) for name, shape in parameter_shapes(net, classes).items()}
     head = {name: size for name, size in sizes.items() if name.split(".")[0] in HEAD}
     head_adds = sum(size for name, size in head.items() if name.endswith(".weight"))
-    all_adds = multiply_adds(net.to_json(), net.crop, net.crop, classes)
+    all_adds = multiply_adds(net, net.crop, net.crop, classes)
     return Costs(
         trunk_parameters=sum(sizes.values()) - sum(head.values()),
         head_parameters=sum(head.values()),

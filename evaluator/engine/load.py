@@ -21,7 +21,7 @@ from prelunet.evaluator.contract import (
     golden_image,
     rewrite_hint,
 )
-from prelunet.evaluator.engine.memory import Runtime, cpu_rules, gpu_rules, require_loadable
+from prelunet.evaluator.engine.memory import cpu_rules, gpu_rules, require_loadable
 from prelunet.evaluator.engine.runtimes import onnx, openvino
 from prelunet.evaluator.engine.runtimes.base import LoadedModel, error_summary
 from prelunet.evaluator.engine.runtimes.onnx_metadata import read_precision
@@ -114,20 +114,19 @@ def _open(path: Path, placement: Placement, digest: str, *, preallocate: bool) -
     device, file_bytes = placement.device, path.stat().st_size
     if device != "cuda" and placement.gpu_memory is not None:
         raise UsageError(f"--gpu-memory-limit: the model runs on a CPU (--device {device}). See --memory-limit")
-    runtime: Runtime = "openvino" if device == "openvino" else "cuda" if device == "cuda" else "cpu"
     if stated := read_precision(path):  # refuse the impossible before a gigabyte is loaded
         _compute_precision(device, stated, placement.precision, path)
         if placement.memory is not None:
-            require_loadable(file_bytes, stated, placement.memory, runtime)
+            require_loadable(file_bytes, stated, placement.memory, device)
     loaded, arena = _load(path, placement)
     contract = contract_from_metadata(loaded.metadata, str(path))
     _check_interface(loaded, contract, path)
     precision = _compute_precision(device, contract.precision, placement.precision, path)
     circumstances = Circumstances(loaded.provider, precision, _versions(loaded.packages))
     if device == "cuda":
-        rules = gpu_rules(contract, arena, file_bytes=file_bytes, precision=precision)
+        rules = gpu_rules(contract, arena, file_bytes, precision=precision)
     else:
-        rules = cpu_rules(contract, placement.memory, file_bytes=file_bytes, runtime=runtime, precision=precision)
+        rules = cpu_rules(contract, placement.memory, file_bytes, device=device, precision=precision)
     session = Session(loaded, contract, digest, circumstances, placement, rules=rules, model_bytes=file_bytes)
     if device == "cuda" or preallocate:
         self_check(session, path.name)  # on a GPU, a successful load does not even prove that cuDNN is installed

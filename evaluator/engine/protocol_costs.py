@@ -4,12 +4,11 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-from prelunet.evaluator.architectures import TrunkLayer, multiply_adds
-from prelunet.evaluator.contract import ClassEntry, ModelContract, default_scales, rewrite_hint
+from prelunet.evaluator.architectures import OpaqueNet, TrunkLayer, multiply_adds
+from prelunet.evaluator.contract import ClassEntry, ModelContract, default_scales
 from prelunet.evaluator.engine.scores import nine_places
-from prelunet.evaluator.errors import ContractError, UsageError
+from prelunet.evaluator.errors import UsageError
 from prelunet.evaluator.imaging.resize import resized_size
-from prelunet.evaluator.json_checks import require_int
 from prelunet.evaluator.protocols import PROTOCOL_NAMES, EvaluationProtocol, ProtocolKind, View, build_protocol
 
 SOURCES: Mapping[str, str] = {  # keys: PROTOCOL_NAMES
@@ -52,7 +51,7 @@ def paper_contract() -> ModelContract:
     """Return a contract with the sizes that models A, B and C share, for use without a model file."""
     halving = TrunkLayer(kernel=2, stride=2, pad=0)
     return ModelContract(
-        architecture={"name": "A, B, C", "activation": "prelu"},  # no trunk: the models differ in its channels
+        architecture=OpaqueNet("A, B, C", "prelu"),  # the models differ in their channels
         classes=(ClassEntry("any", "any"),),
         mean_kind="image",
         trunk=(TrunkLayer(kernel=7, stride=2, pad=3), halving, halving, halving),  # 3x3 convolutions keep the size
@@ -70,7 +69,7 @@ def paper_contract() -> ModelContract:
 def protocol_costs(contract: ModelContract, height: int, width: int) -> list[ProtocolCost]:
     """Return the cost of each protocol for an image of height x width pixels, `center` first.
 
-    `dense-S` is listed once per default scale of the model. Raises ContractError for a malformed architecture.
+    `dense-S` is listed once per default scale of the model.
     """
     costs: list[ProtocolCost] = []
     for entry in PROTOCOL_NAMES:
@@ -117,14 +116,6 @@ def _windows_averaged(view: View, grid: tuple[int, int]) -> int:
 
 
 def multiply_adds_of_view(contract: ModelContract, height: int, width: int) -> int | None:
-    """Return the multiply-adds of one view, from the trunk or as an adopted file states them for its crop."""
-    architecture = contract.architecture
-    try:
-        if "trunk" in architecture:
-            return multiply_adds(architecture, height, width, len(contract.classes))
-        stated = architecture.get("multiply_adds")
-        return None if stated is None else require_int(stated, "multiply_adds", 1)
-    except (ValueError, ZeroDivisionError) as error:
-        raise ContractError(
-            f"'prelunet.architecture' of this model file is malformed ({error}). {rewrite_hint('MODEL.onnx')}"
-        ) from error
+    """Return the multiply-adds of one view, from the layers or as an adopted file states them for its crop."""
+    net = contract.architecture
+    return net.multiply_adds if isinstance(net, OpaqueNet) else multiply_adds(net, height, width, len(contract.classes))

@@ -2,14 +2,7 @@
 
 from collections.abc import Sequence
 
-from prelunet.evaluator.engine.memory import (
-    MemoryEstimate,
-    Runtime,
-    Workload,
-    estimate_memory,
-    format_bytes,
-    image_bytes,
-)
+from prelunet.evaluator.engine.memory import MemoryEstimate, estimate_memory, format_bytes, image_bytes
 from prelunet.evaluator.engine.session import Session
 from prelunet.evaluator.errors import UsageError
 from prelunet.evaluator.imaging.decode import MAX_DECODE_BYTES
@@ -34,8 +27,11 @@ def serving_memory(sessions: Sequence[Session], options: ServeOptions) -> Memory
     large for the decoding memory (`max_decode_memory`).
     Raises UsageError if the total is more than `--memory-limit`.
     """
-    needs = [_model_memory(session) for session in sessions]
+    limit = options.placement.memory
     protocols = [build_protocol(default_protocol_name(session.contract), session.contract) for session in sessions]
+    needs = [
+        estimate_memory(session, protocol, 1, limit) for session, protocol in zip(sessions, protocols, strict=True)
+    ]
     queue = options.queue
     before, loading = 0, 0
     for need in needs:  # models are loaded one after the other
@@ -54,7 +50,6 @@ def serving_memory(sessions: Sequence[Session], options: ServeOptions) -> Memory
         results=sum(8 * with_reserve(queue.max_views) * len(session.contract.classes) for session in sessions),
         listed=0,
     )
-    limit = options.placement.memory
     if limit is not None and total.total > limit:
         raise UsageError(
             f"--memory-limit {format_bytes(limit)}: serving takes up to {total}. Give {format_bytes(total.total)} or "
@@ -66,15 +61,3 @@ def serving_memory(sessions: Sequence[Session], options: ServeOptions) -> Memory
 def max_decode_memory(limits: DecodeLimits) -> int:
     """Return the bytes of main memory that decoding the largest image within these limits takes."""
     return MAX_DECODE_BYTES * limits.max_pixels // DecodeLimits.max_pixels
-
-
-def _model_memory(session: Session) -> MemoryEstimate:
-    """Return the memory estimate of one model; `serving_memory` does not use its images, results and listed."""
-    contract, placement = session.contract, session.placement
-    on_gpu = placement.device == "cuda"
-    runtime: Runtime = "cuda" if on_gpu else "openvino" if placement.device == "openvino" else "cpu"
-    workload = Workload(
-        runtime, session.circumstances.precision, session.model_bytes, session.rules if on_gpu else None
-    )
-    protocol = build_protocol(default_protocol_name(contract), contract)
-    return estimate_memory(contract, protocol, 1, placement.memory, workload)

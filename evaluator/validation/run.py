@@ -129,7 +129,7 @@ def build_run_info(
         "file": sanitize_name(model_file),
         "sha256": session.model_sha256,
         "architecture": contract.name,
-        "activation": sanitize_name(contract.architecture["activation"]),
+        "activation": sanitize_name(contract.architecture.activation),
     }
     gpu = session.circumstances.on_gpu
     chunk = GPU_CHUNK if gpu else CHUNK

@@ -146,7 +146,7 @@ def _local_classifier(
     def classify_image(data: bytes) -> Answer:
         image = decode_image(data, apply_exif=protocol.apply_exif)
         if session.placement.device != "cuda":  # a GPU's runtime reports its own memory
-            require_view_fits(session.contract, protocol, (image.height, image.width), machine_memory())
+            require_view_fits(session, protocol, (image.height, image.width), machine_memory())
         (classified,) = classify_images(session, [image], protocol, keep_windows=heatmap)
         picture = b""
         if heatmap:

@@ -11,8 +11,6 @@ from prelunet.evaluator.contract import ModelContract
 from prelunet.evaluator.datasets.dataset import Sample
 from prelunet.evaluator.engine.memory import (
     MemoryEstimate,
-    Runtime,
-    Workload,
     estimate_memory,
     format_bytes,
     parse_memory,
@@ -154,23 +152,16 @@ def estimate_run_memory(
     process; pipelines: number of pipelines that each session serves.
     Raises UsageError if the estimate exceeds `--memory-limit`.
     """
-    contract, placement = session.contract, session.placement
-    on_gpu = session.circumstances.on_gpu
-    runtime: Runtime = "cuda" if on_gpu else "openvino" if placement.device == "openvino" else "cpu"
-    readers = pipelines * decoding_threads(placement.threads)
-    workload = Workload(
-        runtime,
-        session.circumstances.precision,
-        session.model_bytes,
-        session.rules if on_gpu else None,
-        sessions=sessions,
-        pipelines=pipelines,
-        images=len(samples),
-        encoded=readers * max((sample.size for sample in samples), default=0),
-    )
-    if placement.memory is None:
-        return estimate_memory(contract, protocol, chunk, None, workload)
-    return require_fits(contract, protocol, chunk, placement.memory, workload)
+    readers = pipelines * decoding_threads(session.placement.threads)
+    workload = {
+        "sessions": sessions,
+        "pipelines": pipelines,
+        "images": len(samples),
+        "encoded": readers * max((sample.size for sample in samples), default=0),
+    }
+    if (limit := session.placement.memory) is None:
+        return estimate_memory(session, protocol, chunk, None, **workload)
+    return require_fits(session, protocol, chunk, limit, **workload)
 
 
 def report_memory(need: MemoryEstimate, *, gpu: bool = False) -> None:

@@ -73,7 +73,7 @@ def build_contract(
     """
     scales = default_scales(architecture.crop, trained_scales)
     return ModelContract(
-        architecture=architecture.to_json(),
+        architecture=architecture,
         classes=tuple(classes),
         mean_kind=mean_kind,
         trunk=architecture.layers,

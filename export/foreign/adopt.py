@@ -11,7 +11,7 @@ from typing import BinaryIO, Literal
 import numpy as np
 from onnx import ModelProto
 
-from prelunet.evaluator.architectures import TrunkLayer
+from prelunet.evaluator.architectures import OpaqueNet, TrunkLayer
 from prelunet.evaluator.arrays import Float64Array, UInt8Array
 from prelunet.evaluator.contract import ClassEntry, ModelContract, golden_image
 from prelunet.evaluator.datasets.labels.class_file import read_class_list
@@ -244,11 +244,7 @@ def _contract(
     tensors = {"input": interface.input, "layout": interface.layout, "output": interface.output}
     try:
         contract = ModelContract(
-            architecture={
-                "name": path.stem if options.name is None else options.name,
-                "activation": "unknown",
-                **({} if count is None else {"multiply_adds": count}),
-            },
+            architecture=OpaqueNet(path.stem if options.name is None else options.name, "unknown", count),
             classes=classes,
             mean_kind="channel",
             trunk=(TrunkLayer(kernel=crop, stride=crop, pad=0),),

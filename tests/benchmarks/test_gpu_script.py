@@ -283,7 +283,7 @@ def test_the_rehearsal_of_throughput_counts_what_its_views_cost(rehearsals: Rehe
     chosen = [case for case in cases if case["settings"]["what"] == "views"]
     sizes = imagenet_sizes.draw(4)
     views = [resized_size(*size, scale) for size in sizes for scale in (32, 48, 60) for _mirrored in range(2)]
-    flop = sum(2 * multiply_adds(architecture("demo").to_json(), *view, 10) for view in views)
+    flop = sum(2 * multiply_adds(architecture("demo"), *view, 10) for view in views)
     for case in chosen:
         result = case["result"]
         assert case["settings"]["protocol"] == "multi-scale"

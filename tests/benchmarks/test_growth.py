@@ -142,7 +142,7 @@ def test_head_operations_are_those_of_the_fully_connected_layers_in_every_window
     layers = (9 + 4 + 1) * 96 * 256 + 256 * 256 + 256 * 17
     assert amount["windows"] == 2 * windows
     assert amount["head_gflop"] == pytest.approx(4 * windows * layers / 1e9, abs=1e-4)
-    whole = 4 * multiply_adds(nets.net("A").to_json(), *sides, 17) / 1e9
+    whole = 4 * multiply_adds(nets.net("A"), *sides, 17) / 1e9
     assert amount["gflop"] == pytest.approx(whole, abs=1e-4)
     assert amount["gflop"] > amount["head_gflop"]
 

@@ -7,20 +7,13 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from prelunet.evaluator.architectures import architecture
-from prelunet.evaluator.contract import ModelContract, default_scales
 from prelunet.evaluator.engine.classify import Classification, ViewResult, classify_images
 from prelunet.evaluator.engine.heatmap import apply_color_map, draw_heat_maps, heat_maps, png_bytes, window_centers
 from prelunet.evaluator.protocols import EvaluationProtocol, View, build_protocol
+from tests.engine.contracts import build_contract
 from tests.helpers.fakes import FakeSession, fake_contract
 
 CONTRACT = fake_contract()
-
-
-def build_contract(name: str) -> ModelContract:
-    net = architecture(name)
-    scales = default_scales(net.crop)
-    return replace(CONTRACT, trunk=net.layers, window=net.window, crop=net.crop, default_scales=scales)
 
 
 @pytest.mark.parametrize("name", ["A", "E", "demo"])

@@ -10,9 +10,11 @@ from prelunet.evaluator.architectures import (
     ARCHITECTURES,
     Activation,
     Architecture,
+    OpaqueNet,
     architecture,
     architecture_from_json,
     multiply_adds,
+    net_from_json,
     parameter_shapes,
 )
 from prelunet.evaluator.errors import UsageError
@@ -38,7 +40,7 @@ def test_parameters_of_the_large_models_are_those_of_the_paper(name: str, millio
 
 @pytest.mark.parametrize(("name", "tens_of_billions"), [("A", 1.906), ("B", 2.322), ("C", 5.346)])
 def test_multiply_adds_of_one_crop_are_the_complexity_of_table_3(name: str, tens_of_billions: float) -> None:
-    assert round(multiply_adds(architecture(name).to_json(), 224, 224, 1000) / 1e10, 3) == tens_of_billions
+    assert round(multiply_adds(architecture(name), 224, 224, 1000) / 1e10, 3) == tens_of_billions
 
 
 @pytest.mark.parametrize(("name", "slopes"), [("A", 14_688), ("B", 15_968), ("C", 20_576)])
@@ -85,7 +87,7 @@ def test_multiply_adds_of_a_larger_image_count_every_window() -> None:
     # by hand: conv1 3·3·3·5 at 14x20; pool 7x10; conv2 2·2·5·4 at 8x11; 2x5 windows of 14·4 features
     assert TINY.bins == 14
     expected = 135 * 14 * 20 + 80 * 8 * 11 + 2 * 5 * (56 * 6 + 6 * 6 + 6 * 3)
-    assert multiply_adds(TINY.to_json(), 28, 40, 3) == expected
+    assert multiply_adds(TINY, 28, 40, 3) == expected
 
 
 def test_shared_slopes_add_13_parameters_to_model_e() -> None:
@@ -135,7 +137,7 @@ def test_an_unknown_activation_is_refused_with_the_list_of_valid_ones() -> None:
 
 @pytest.mark.parametrize("crop", [0, -28, 4097, 10**7, 10**27, 28.5, 28.0, True, "28", None, float("nan")])
 def test_an_invalid_crop_is_refused_by_name_and_from_json(crop: Any) -> None:
-    with pytest.raises(UsageError, match=r"crop \(pixels\) should be a whole number from 1 to 4096"):
+    with pytest.raises(ValueError, match=r"crop \(pixels\) should be a whole number from 1 to 4096"):
         architecture_from_json({**TINY.to_json(), "crop": crop})
     if crop is not None:
         with pytest.raises(UsageError, match=r"crop \(pixels\) should be a whole number from 1 to 4096"):
@@ -172,3 +174,41 @@ def test_an_invalid_crop_is_refused_by_name_and_from_json(crop: Any) -> None:
 def test_an_architecture_with_values_of_another_type_or_out_of_range_is_refused(change: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match="should"):
         architecture_from_json({**TINY.to_json(), **change})
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"trunk": [{"kind": "conv", "name": "conv1", "kernel": 3}]}, "channels"),
+        ({"trunk": [{"kind": "conv", "name": "conv1", "kernel": 3, "channels": 5, "groups": 2}]}, "groups"),
+        ({"trunk": [{"kind": "pool", "name": "pool1", "kernel": 2, "stride": 2}]}, "has no convolution"),
+        ({"width": 3}, "width"),
+        ({"activation": "elu"}, "unknown activation 'elu'"),
+        ({"crop": 3}, "too small for"),
+    ],
+)
+def test_data_of_no_possible_architecture_is_a_value_error_that_names_the_fault(
+    change: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(ValueError, match=message):
+        architecture_from_json({**TINY.to_json(), **change})
+
+
+@pytest.mark.parametrize("net", [TINY, OpaqueNet("resnet50", "relu", 4_089_184_256), OpaqueNet("x", "unknown")])
+def test_a_net_with_or_without_layers_is_read_from_its_json(net: Architecture | OpaqueNet) -> None:
+    assert net_from_json(json.loads(json.dumps(net.to_json()))) == net
+
+
+@pytest.mark.parametrize(
+    ("data", "message"),
+    [
+        ({}, "name and an activation"),
+        ({"name": "a", "activation": 1}, "name and an activation"),
+        ({"name": "a", "activation": "relu", "multiply_adds": 0}, "multiply_adds should be a whole number"),
+        ({"name": "a", "activation": "relu", "trunk": None}, "trunk should be a list"),
+        ([], "should be an object"),
+    ],
+)
+def test_data_of_no_net_is_refused(data: Any, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        net_from_json(data)

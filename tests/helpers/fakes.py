@@ -23,7 +23,7 @@ def fake_contract(classes: int = 6, **changes: Any) -> ModelContract:
     """Return a contract with the trunk of `demo`: crop 28, stride 4, windows of 7x7 cells."""
     demo = architecture("demo")
     contract = ModelContract(
-        architecture=demo.to_json(),
+        architecture=demo,
         classes=tuple(ClassEntry(f"n{index:08}", f"class {index}") for index in range(classes)),
         mean_kind="channel",
         trunk=demo.layers,

@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from prelunet.evaluator.architectures import multiply_adds
+from prelunet.evaluator.architectures import OpaqueNet, architecture, multiply_adds
 from prelunet.evaluator.cli import run
 from prelunet.evaluator.datasets.dataset import Dataset, DatasetSpec
 from prelunet.evaluator.datasets.open import open_from_spec
@@ -59,10 +59,11 @@ def test_all_images_are_counted_once_and_so_is_what_they_cost(dataset: Dataset) 
         if index != BAD
         for view in make_views(decode_rgb(dataset.read(sample)), TWO_SCALES)
     ]
-    architecture = fake_contract().architecture
     assert (measured.images, measured.refused) == (IMAGES, 1)
     assert (measured.totals.images, measured.totals.views) == (IMAGES, len(views))
-    assert measured.multiply_adds == sum(multiply_adds(architecture, *view.image.shape[:2], 6) for view in views)
+    assert measured.multiply_adds == sum(
+        multiply_adds(architecture("demo"), *view.image.shape[:2], 6) for view in views
+    )
     assert measured.totals.padding == 0
     assert len({view.image.shape for view in views}) <= measured.canvases <= measured.totals.batches
     # four portions, as far as there are images
@@ -157,7 +158,7 @@ def test_a_dataset_without_images_or_without_one_that_can_be_read_is_refused(dat
 
 
 def test_an_adopted_net_of_unknown_cost_has_no_gflops(dataset: Dataset) -> None:
-    session = FakeSession(fake_contract(architecture={"name": "resnet", "activation": "unknown"}))
+    session = FakeSession(fake_contract(architecture=OpaqueNet("resnet", "unknown")))
     measured = benchmark([session], dataset, TWO_SCALES, 64, images=3, seconds=0.01)
     assert measured.multiply_adds is None
     assert measured.gflops is None

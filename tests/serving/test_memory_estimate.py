@@ -34,7 +34,7 @@ def test_two_models_take_the_sum_of_their_weights_batches_and_queues() -> None:
         protocol = build_protocol("multi-scale", session.contract)
         alone = serving_memory([session], OPTIONS)  # type: ignore[list-item]
         needs.append(alone)
-        validation = estimate_memory(session.contract, protocol, 1, None)
+        validation = estimate_memory(session, protocol, 1, None)  # type: ignore[arg-type]
         assert (alone.base, alone.decoding, alone.packed) == (validation.base, validation.decoding, validation.packed)
         assert alone.images == 2 * with_reserve(queue.max_bytes) + queue.ready_bytes + cores() * image_bytes(protocol)
     both = serving_memory(sessions, OPTIONS)  # type: ignore[arg-type]

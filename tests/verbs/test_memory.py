@@ -4,7 +4,7 @@ import pytest
 
 from prelunet.evaluator.datasets.dataset import Sample
 from prelunet.evaluator.engine.load import open_with_placement
-from prelunet.evaluator.engine.memory import Workload, estimate_memory
+from prelunet.evaluator.engine.memory import estimate_memory
 from prelunet.evaluator.engine.runtimes import onnx
 from prelunet.evaluator.engine.session import Placement
 from prelunet.evaluator.errors import UsageError
@@ -19,7 +19,7 @@ def test_the_estimate_of_a_run_within_its_limit_is_printed(capsys: pytest.Captur
     session = FakeSession()
     protocol = build_protocol("multi-scale", session.contract)
     need = estimate_run_memory(session, protocol, 64)  # type: ignore[arg-type]
-    assert need == estimate_memory(session.contract, protocol, 64, None)
+    assert need == estimate_memory(session, protocol, 64, None)  # type: ignore[arg-type]
     report_memory(need)
     printed = capsys.readouterr()
     assert printed.out == "", "stdout holds only the result"
@@ -64,19 +64,18 @@ def test_the_samples_and_the_largest_file_are_counted() -> None:
     protocol = build_protocol("multi-scale", session.contract)
     samples = [Sample("a.png", 0, 100), Sample("b.png", 1, 7000), Sample("c.png", 2, 10)]
     one, two = (estimate_run_memory(session, protocol, 64, samples, pipelines=count) for count in (1, 2))  # type: ignore[arg-type]
-    assert one == estimate_memory(session.contract, protocol, 64, None, Workload(images=3, encoded=3 * 7000))
-    assert two == estimate_memory(
-        session.contract, protocol, 64, None, Workload(pipelines=2, images=3, encoded=6 * 7000)
-    )
+    expected = [
+        estimate_memory(session, protocol, 64, None, pipelines=count, images=3, encoded=count * 3 * 7000)  # type: ignore[arg-type]
+        for count in (1, 2)
+    ]
+    assert [one, two] == expected
 
 
 def test_with_gpus_main_memory_is_estimated_and_limited_too() -> None:
     session = FakeSession(provider="CUDAExecutionProvider")
     protocol = build_protocol("multi-scale", session.contract)
     need = estimate_run_memory(session, protocol, 1024, sessions=2)  # type: ignore[arg-type]
-    assert need == estimate_memory(
-        session.contract, protocol, 1024, None, Workload("cuda", "fp32", 0, session.rules, sessions=2)
-    )
+    assert need == estimate_memory(session, protocol, 1024, None, sessions=2)  # type: ignore[arg-type]
     session.placement = Placement("cuda", memory=2**30)
     with pytest.raises(UsageError, match=r"--memory-limit 1\.00G: protocol multi-scale takes up to"):
         estimate_run_memory(session, protocol, 1024)  # type: ignore[arg-type]

@@ -14,13 +14,14 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from prelunet.evaluator.architectures import Architecture, architecture_from_json, multiply_adds, parameter_shapes
+from prelunet.evaluator.architectures import Architecture, OpaqueNet, multiply_adds, parameter_shapes
 from prelunet.evaluator.contract import ClassEntry, rewrite_hint
 from prelunet.evaluator.engine.load import open_session
+from prelunet.evaluator.engine.protocol_costs import multiply_adds_of_view
 from prelunet.evaluator.engine.session import Session
-from prelunet.evaluator.errors import ContractError, UsageError, from_os_error
+from prelunet.evaluator.errors import ContractError, from_os_error
 from prelunet.evaluator.files import require_regular_file, sha256_of
-from prelunet.evaluator.json_checks import require_int, require_object, require_str
+from prelunet.evaluator.json_checks import require_object, require_str
 from prelunet.evaluator.terminal import escape_unprintable
 from prelunet.training.inspection.slope_trend import slope_trend
 
@@ -140,24 +141,24 @@ def _inspect_model(path: Path) -> dict[str, Any]:
     contract = session.contract
     if contract.fixed_size:
         return _inspect_adopted(path, session)
+    net = contract.architecture
+    if isinstance(net, OpaqueNet):
+        raise ContractError(f"{path}: 'prelunet.architecture' lists no layers. {rewrite_hint(str(path))}")
     try:
-        architecture = architecture_from_json(dict(contract.architecture))
         recorded = [_slope_summary(entry) for entry in contract.training.get("slopes") or []]
         for key in ("recipe", "dataset", "metrics"):
             if contract.training.get(key) is not None:
                 require_object(contract.training[key], key)
-        slopes = _slopes_and_trend(recorded, architecture.activation)
-        net = _describe_net(architecture, contract.classes)
-    except (LookupError, TypeError, ValueError, ArithmeticError, AttributeError, UsageError) as error:
+        slopes = _slopes_and_trend(recorded, net.activation)
+    except (LookupError, TypeError, ValueError, ArithmeticError, AttributeError) as error:
         raise ContractError(
-            f"{path}: 'prelunet.architecture' or 'prelunet.training' is malformed ({error!r}). "
-            f"{rewrite_hint(str(path))}"
+            f"{path}: 'prelunet.training' is malformed ({error!r}). {rewrite_hint(str(path))}"
         ) from error
     return {
         "kind": "model",
         "file": path.name,
         "sha256": session.model_sha256,
-        **net,
+        **_describe_net(net, contract.classes),
         "mean": {"kind": contract.mean_kind, "channels": None},  # the mean itself is in the graph
         "precision": contract.precision,
         "canvas": contract.canvas,
@@ -173,21 +174,14 @@ def _inspect_model(path: Path) -> dict[str, Any]:
 
 def _inspect_adopted(path: Path, session: Session) -> dict[str, Any]:
     contract = session.contract
-    count = contract.architecture.get("multiply_adds")
-    try:
-        cost = None if count is None else require_int(count, "multiply_adds", 1)
-    except ValueError as error:
-        raise ContractError(
-            f"{path}: 'prelunet.architecture' is malformed ({error}). {rewrite_hint(str(path))}"
-        ) from error
     return {
         "kind": "adopted",
         "file": path.name,
         "sha256": session.model_sha256,
-        "architecture": dict(contract.architecture),
+        "architecture": contract.architecture.to_json(),
         "classes": [entry.to_json() for entry in contract.classes],
         "crop": contract.crop,
-        "multiply_adds": cost,
+        "multiply_adds": multiply_adds_of_view(contract, contract.crop, contract.crop),
         "interpolation": contract.interpolation,
         "precision": contract.precision,
         "adopted": contract.training.get("adopted"),
@@ -199,13 +193,12 @@ def _inspect_adopted(path: Path, session: Session) -> dict[str, Any]:
 def _describe_net(architecture: Architecture, classes: Sequence[ClassEntry]) -> dict[str, Any]:
     """Return the entries that follow from the architecture and the number of classes."""
     sizes = {name: int(np.prod(shape)) for name, shape in parameter_shapes(architecture, len(classes)).items()}
-    plain = architecture.to_json()
     return {
-        "architecture": plain,
+        "architecture": architecture.to_json(),
         "classes": [entry.to_json() for entry in classes],
         "parameters": sum(sizes.values()),
         "slope_parameters": sum(size for name, size in sizes.items() if name.endswith(".slope")),
-        "multiply_adds": multiply_adds(plain, architecture.crop, architecture.crop, len(classes)),
+        "multiply_adds": multiply_adds(architecture, architecture.crop, architecture.crop, len(classes)),
         "window": architecture.window,
         "trunk_stride": architecture.trunk_stride,
     }

@@ -86,10 +86,7 @@ def read_checkpoint(path: Path) -> Checkpoint:
         with safe_open(path, framework="numpy") as file:
             metadata = _Metadata(path, file.metadata() or {})
             architecture, classes, mean = metadata.architecture(), metadata.classes(), metadata.mean()
-            try:
-                expected = _expected_shapes(architecture, len(classes), mean_image=mean is None)
-            except (LookupError, TypeError, ValueError) as error:
-                raise metadata.malformed("architecture", error) from error
+            expected = _expected_shapes(architecture, len(classes), mean_image=mean is None)
             slices = {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118 - not a mapping
             found = {name: (s.get_dtype(), tuple(s.get_shape())) for name, s in slices.items()}
             _check_names(path, found, expected, "F32")
@@ -243,7 +240,7 @@ class _Metadata:
     def architecture(self) -> Architecture:
         try:
             return architecture_from_json(self.value("architecture"))
-        except (LookupError, TypeError, ValueError, ArithmeticError, AttributeError, UsageError) as error:
+        except ValueError as error:
             raise self.malformed("architecture", error) from error
 
     def classes(self) -> tuple[ClassEntry, ...]:
@@ -296,7 +293,7 @@ def size_summary(checkpoint: Checkpoint, path: Path) -> str:
     """Return a line with the number of parameters and multiply-adds and the file size, for the verbs' output."""
     net = checkpoint.architecture
     parameters = sum(tensor.size for tensor in checkpoint.tensors.values())
-    operations = multiply_adds(net.to_json(), net.crop, net.crop, len(checkpoint.classes))
+    operations = multiply_adds(net, net.crop, net.crop, len(checkpoint.classes))
     return (
         f"{parameters:,} parameters, {operations:.4g} multiply-adds for one {net.crop}x{net.crop} crop, "
         f"{path.stat().st_size / 1e6:,.1f} MB"

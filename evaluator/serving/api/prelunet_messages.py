@@ -84,7 +84,7 @@ def model_message(classifier: Classifier) -> pb.Model:
         name=classifier.name,
         sha256=classifier.session.model_sha256,
         architecture=contract.name,
-        activation=contract.architecture["activation"],
+        activation=contract.architecture.activation,
         classes=[pb.ClassEntry(wnid=entry.wnid, name=entry.name) for entry in contract.classes],
         crop=contract.crop,
         default_scales=contract.default_scales,

@@ -11,6 +11,7 @@ import pytest
 from onnx import TensorProto, helper
 from PIL import Image
 
+from prelunet.evaluator.architectures import OpaqueNet
 from prelunet.evaluator.cli import run
 from prelunet.evaluator.client import Client
 from prelunet.evaluator.contract import golden_image
@@ -161,7 +162,7 @@ def test_the_multiply_adds_are_those_of_one_image_however_the_net_is_written(
     build: Build, batch: int | str, tmp_path: Path
 ) -> None:
     session, _ = adopted(tmp_path, net(tmp_path, build, batch=batch))
-    assert session.contract.architecture["multiply_adds"] == COUNT
+    assert session.contract.architecture.multiply_adds == COUNT
 
 
 def test_the_contract_states_one_window_of_fixed_size_and_how_the_net_was_adopted(tmp_path: Path) -> None:
@@ -173,7 +174,7 @@ def test_the_contract_states_one_window_of_fixed_size_and_how_the_net_was_adopte
     assert (contract.window, contract.spp_levels, contract.default_scales) == (1, (1,), (CROP,))
     assert (contract.canvas, contract.precision, contract.interpolation) == ("exact", "fp32", "bicubic")
     assert contract.window_grid(CROP, CROP) == (1, 1)
-    assert contract.architecture == {"name": "ResNet-tiny", "activation": "unknown", "multiply_adds": COUNT}
+    assert contract.architecture == OpaqueNet("ResNet-tiny", "unknown", COUNT)
     assert contract.classes[6].to_json() == {"wnid": "n00000006", "name": "thing 6"}
     assert contract.training["adopted"] == {
         "input": "x", "layout": "NCHW", "output": "v12", "mean": list(MEAN), "std": list(STD), "range": 1,
@@ -263,7 +264,7 @@ def test_a_net_with_our_own_names_inside_and_with_a_branch_that_reads_weights_fr
     session, _ = adopted(tmp_path, path)
     (result,) = classify_images(session, [decode_rgb(PHOTOS[1])], build_protocol("center", session.contract))
     np.testing.assert_allclose(result.scores, ReferenceNet(path).center(PHOTOS[1]), rtol=0, atol=TOLERANCE)
-    assert "multiply_adds" not in session.contract.architecture, "what a branch multiplies is not counted"
+    assert session.contract.architecture.multiply_adds is None, "what a branch multiplies is not counted"
 
 
 @pytest.mark.parametrize("batch", ["N", 1])
