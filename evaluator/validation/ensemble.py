@@ -30,8 +30,8 @@ from prelunet.evaluator.validation.run import (
     read_run_info,
     require_same_images,
     require_unsharded,
+    sanitize_name,
 )
-from prelunet.evaluator.validation.run_schema import sanitize_name
 from prelunet.evaluator.validation.stored_runs import BLOCK, check_scores, log_start, read_rows, refuse_source_as_target
 from prelunet.evaluator.validation.writer import RunWriter, open_run
 

@@ -6,14 +6,15 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import repeat
 from pathlib import Path
-from typing import Any, BinaryIO, overload
+from typing import Annotated, Any, BinaryIO, overload
+
+from msgspec import Meta, Struct, convert
 
 from prelunet.evaluator.datasets.dataset import UNLABELLED
 from prelunet.evaluator.engine.classify import Classification
 from prelunet.evaluator.engine.scores import shortest_decimal
 from prelunet.evaluator.errors import RunFolderError
-from prelunet.evaluator.json_checks import parse_json, require_bool, require_keys, require_str
-from prelunet.evaluator.validation.run_schema import parse_file, parse_label, parse_rank, parse_top, parse_view_ranks
+from prelunet.evaluator.json_checks import parse_json
 
 TOP_CLASSES = 5  # classes kept per image: the paper's top-5
 _BLOCK = 1024  # images built at a time while iterating
@@ -64,35 +65,80 @@ def build_prediction(file: str, label: int, classified: Classification) -> Predi
     )
 
 
-_REFUSED_KEYS = {"file", "label", "refused"}
-_EVALUATED_KEYS = {"file", "label", "top", "rank", "view_ranks", "capped"}
+_LARGEST_SCORE = 1.001  # a probability plus the rounding error of half precision
+_Index = Annotated[int, Meta(ge=0, lt=2**31)]  # of a class
+_Rank = Annotated[int, Meta(ge=1, lt=2**31)]
+_Score = Annotated[float, Meta(ge=0, le=_LARGEST_SCORE)]
 
 
-def prediction_from_json(data: Any, classes: int, views: int) -> Prediction:
+class _RefusedLine(Struct, forbid_unknown_fields=True):
+    """A line of predictions.jsonl about an image that could not be evaluated."""
+
+    file: str
+    label: _Index | None
+    refused: str
+
+
+class _EvaluatedLine(Struct, forbid_unknown_fields=True):
+    """A line of predictions.jsonl about any other image."""
+
+    file: str
+    label: _Index | None
+    top: tuple[tuple[_Index, _Score], ...]
+    rank: _Rank | None
+    view_ranks: tuple[_Rank, ...]
+    capped: bool
+
+
+def parse_prediction(text: bytes, classes: int, views: int) -> Prediction:
     """Parse one line of a run. classes, views: their numbers in the run.
 
     Strict, because run folders are untrusted. Raises ValueError with the fault.
     """
-    if type(data) is dict and "refused" in data:
-        entry = require_keys(data, "it", _REFUSED_KEYS)
-        return Prediction(
-            file=parse_file(entry["file"]),
-            label=parse_label(entry["label"], classes),
-            refused=require_str(entry["refused"], "refused"),
-        )
-    entry = require_keys(data, "it", _EVALUATED_KEYS)
-    label, top = parse_label(entry["label"], classes), parse_top(entry["top"], classes, min(TOP_CLASSES, classes))
-    if label == UNLABELLED and (entry["rank"] is not None or entry["view_ranks"] != []):
-        raise ValueError("rank and view_ranks need a label")
-    rank = 0 if label == UNLABELLED else parse_rank(entry["rank"], label, top, classes)
-    return Prediction(
-        file=parse_file(entry["file"]),
-        label=label,
-        top=top,
-        rank=rank,
-        view_ranks=() if label == UNLABELLED else parse_view_ranks(entry["view_ranks"], rank, classes, views),
-        capped=require_bool(entry["capped"], "capped"),
-    )
+    data = parse_json(text)
+    refused = type(data) is dict and "refused" in data
+    line = convert(data, _RefusedLine) if refused else convert(data, _EvaluatedLine)
+    if not {"", ".", ".."}.isdisjoint(line.file.split("/")) or "\0" in line.file:
+        raise ValueError(f"file should be a relative name inside the dataset, not {line.file[:100]!r}")
+    label = UNLABELLED if line.label is None else line.label
+    if label >= classes:
+        raise ValueError(f"label should be less than {classes}, not {label}")
+    if isinstance(line, _RefusedLine):
+        return Prediction(line.file, label, refused=line.refused)
+    _check_top(line.top, classes)
+    if (line.rank is None) != (label == UNLABELLED) or (label == UNLABELLED and line.view_ranks):
+        raise ValueError("rank and view_ranks should be given with a label, and only then")
+    prediction = Prediction(line.file, label, line.top, line.rank or 0, line.view_ranks, line.capped)
+    if label != UNLABELLED:
+        _check_ranks(prediction, classes, views)
+    return prediction
+
+
+def _check_top(top: tuple[tuple[int, float], ...], classes: int) -> None:
+    """Check that the best answers are distinct classes of the model, in the order of `top_k`."""
+    number = min(TOP_CLASSES, classes)
+    if len(top) != number:
+        raise ValueError(f"top should have {number} answers, not {len(top)}")
+    order = [(-score, index) for index, score in top]
+    if order != sorted(order):
+        raise ValueError("top should have the best answer first, and of equal scores the lower class index")
+    indices = {index for index, _ in top}
+    if max(indices) >= classes:
+        raise ValueError(f"a class index in top should be less than {classes}, not {max(indices)}")
+    if len(indices) != number:
+        raise ValueError("top should not contain a class twice")
+
+
+def _check_ranks(line: Prediction, classes: int, views: int) -> None:
+    """Check the ranks of the true class: its position in `top` or beyond, and one rank for each view."""
+    if max(line.rank, *line.view_ranks, 0) > classes:
+        raise ValueError(f"rank and view_ranks should be at most {classes}")
+    if any((position == line.rank) != (index == line.label) for position, (index, _) in enumerate(line.top, start=1)):
+        raise ValueError(f"rank {line.rank} of class {line.label} is not its position in top")
+    if len(line.view_ranks) != views:
+        raise ValueError(f"view_ranks should be those of the run's {views} views, not {len(line.view_ranks)}")
+    if views == 1 and line.view_ranks != (line.rank,):
+        raise ValueError(f"view_ranks of the only view should be [{line.rank}], not [{line.view_ranks[0]}]")
 
 
 class Predictions(Sequence[Prediction]):
@@ -114,7 +160,7 @@ class Predictions(Sequence[Prediction]):
         self._refused: dict[int, str] = {}
 
     def append(self, prediction: Prediction) -> None:
-        """Append a line as returned by `prediction_from_json`."""
+        """Append a line as returned by `parse_prediction`."""
         if prediction.refused is not None:
             self._refused[len(self)] = prediction.refused
         top = prediction.top or ((0, 0.0),) * self._answers  # empty for a refused image
@@ -185,7 +231,7 @@ def read_predictions(path: Path, classes: int, views: int) -> Predictions:
     with _opened(path) as lines:
         for number, line in enumerate(lines, start=1):
             try:
-                prediction = prediction_from_json(parse_json(line), classes, views)
+                prediction = parse_prediction(line, classes, views)
                 if prediction.file <= last:
                     raise ValueError(f"{prediction.file[:100]!r} should not follow {last[:100]!r} (sorted names)")
             except ValueError as error:

@@ -4,30 +4,23 @@ import errno
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
-from prelunet.evaluator.contract import ClassEntry, ModelContract
+from msgspec import Meta, Struct, convert
+
+from prelunet.evaluator.contract import CONTROL_CHARACTERS, MAX_NAME_LENGTH, ClassEntry, ModelContract
 from prelunet.evaluator.datasets.dataset import UNLABELLED, Dataset
 from prelunet.evaluator.engine.batching import BatchRules
 from prelunet.evaluator.engine.classify import EvaluationSession
 from prelunet.evaluator.engine.memory import portion_size
 from prelunet.evaluator.errors import RunFolderError, UsageError
-from prelunet.evaluator.json_checks import parse_json, require_int, require_keys, require_list, require_object
+from prelunet.evaluator.json_checks import check_plain, parse_json
 from prelunet.evaluator.protocols import EvaluationProtocol, View, protocol_from_json
 from prelunet.evaluator.terminal import escape_unprintable
 from prelunet.evaluator.validation.predictions import Prediction, read_predictions
-from prelunet.evaluator.validation.run_schema import (
-    check_text,
-    parse_circumstances,
-    parse_classes,
-    parse_dataset,
-    parse_member,
-    parse_model,
-    parse_shard,
-    sanitize_name,
-)
 
 RUN_VERSION = 3
+MAX_SHARDS = 999_999
 CHUNK = 64  # images; the unit of writing, resuming and sharding
 GPU_CHUNK = 1024  # images; enough batches per canvas shape to amortize switching shapes
 RUN_FILE, PREDICTIONS_FILE, SCORES_FILE = "run.json", "predictions.jsonl", "scores.f32.npy"
@@ -47,15 +40,6 @@ class Batching:
     def to_json(self) -> dict[str, int]:
         """Return it as plain data."""
         return {"images_together": self.images_together, **self.rules.to_json()}
-
-
-def batching_from_json(data: Any) -> Batching | None:
-    """Read the output of `Batching.to_json`, or null for a run that computed nothing. Raises ValueError."""
-    if data is None:
-        return None
-    rules = dict(require_object(data, "batching"))
-    images_together = require_int(rules.pop("images_together", None), "images_together", 1)
-    return Batching(images_together, BatchRules.from_json(rules))
 
 
 @dataclass(frozen=True)
@@ -138,6 +122,12 @@ def build_run_info(
     return RunInfo(model, contract.classes, protocol, dataset, circumstances, batching, chunk, shard)
 
 
+def sanitize_name(name: str) -> str:
+    """Make a name acceptable in run.json: escape unprintable characters, and truncate it if it is too long."""
+    shown = escape_unprintable(name)
+    return shown if len(shown) <= MAX_NAME_LENGTH else f"{shown[: MAX_NAME_LENGTH - 3]}..."
+
+
 def describe_dataset(dataset: Dataset) -> dict[str, Any]:
     """Return the description of a dataset for run.json."""
     return {
@@ -202,30 +192,104 @@ def require_same_images(one: Run, other: Run) -> None:
             )
 
 
-_RUN_KEYS = {
-    "version", "model", "classes", "protocol", "dataset", "circumstances", "batching", "chunk", "shard",
-    "views", "members",
-}  # fmt: skip
+_Count = Annotated[int, Meta(ge=1)]
+# Text that cannot control a terminal. An error shows the pattern, so it begins with a comment.
+_CONTROL = CONTROL_CHARACTERS.pattern
+_NO_CONTROL = rf"(?#no control characters)\A(?!(?s:.*){_CONTROL})"
+_NO_FOLDERS = rf"(?#no folders or control characters)\A(?!(?s:.*)({_CONTROL}|/))"
+_Text = Annotated[str, Meta(max_length=MAX_NAME_LENGTH, pattern=_NO_CONTROL)]
+_Name = Annotated[str, Meta(max_length=MAX_NAME_LENGTH, pattern=_NO_FOLDERS)]
+_Sha256 = Annotated[str, Meta(pattern=r"\A[0-9a-f]{64}\Z")]
+
+
+class _Part(Struct, forbid_unknown_fields=True):
+    """A part of run.json, as `RunInfo.to_json` writes it."""
+
+
+class _Model(_Part):
+    file: _Name
+    sha256: _Sha256
+    architecture: _Text
+    activation: _Text
+
+
+class _Class(_Part):
+    wnid: _Text
+    name: _Text
+
+
+class _Protocol(Struct):
+    name: _Text  # `protocol_from_json` checks the other fields
+
+
+class _Dataset(_Part):
+    name: _Name
+    fingerprint: _Sha256
+    images: _Count
+    layout: _Text
+    selection: _Text | None
+
+
+class _Circumstances(_Part):
+    provider: _Text
+    precision: _Text
+    versions: dict[_Text, _Text]
+
+
+class _Shard(_Part):
+    number: _Count
+    of: Annotated[int, Meta(ge=1, le=MAX_SHARDS)]
+
+
+class _Member(_Part):
+    model: _Model
+    weight: Annotated[float, Meta(gt=0, le=1)]
+
+
+class _RunFile(_Part):
+    version: _Count
+    model: _Model
+    classes: Annotated[tuple[_Class, ...], Meta(min_length=1)]
+    protocol: _Protocol
+    dataset: _Dataset
+    circumstances: _Circumstances
+    batching: dict[str, int] | None
+    chunk: _Count
+    shard: _Shard | None
+    views: list[dict[str, Any]]
+    members: tuple[_Member, ...]
 
 
 def run_info_from_json(data: Any) -> RunInfo:
     """Parse run.json. Raises ValueError or UsageError with the fault."""
-    run = require_keys(data, "it", _RUN_KEYS)
+    check_plain(data)
+    run = convert(data, _RunFile)
+    batching = None
+    if run.batching is not None:
+        images_together = run.batching.pop("images_together", 0)
+        if images_together < 1:
+            raise ValueError("batching.images_together should be at least 1")
+        batching = Batching(images_together, BatchRules.from_json(run.batching))
+    if run.shard is not None and run.shard.number > run.shard.of:
+        raise ValueError(f"shard.number should be at most {run.shard.of}, not {run.shard.number}")
     info = RunInfo(
-        model=parse_model(run["model"]),
-        classes=parse_classes(run["classes"]),
-        protocol=protocol_from_json(run["protocol"]),
-        dataset=parse_dataset(run["dataset"]),
-        circumstances=parse_circumstances(run["circumstances"]),
-        batching=batching_from_json(run["batching"]),
-        chunk=require_int(run["chunk"], "chunk", 1),
-        shard=parse_shard(run["shard"]),
-        members=tuple(parse_member(member) for member in require_list(run["members"], "members")),
+        model=data["model"],
+        classes=tuple(ClassEntry(entry.wnid, entry.name) for entry in run.classes),
+        protocol=protocol_from_json(data["protocol"]),
+        dataset=data["dataset"],
+        circumstances=data["circumstances"],
+        batching=batching,
+        chunk=run.chunk,
+        shard=None if run.shard is None else (run.shard.number, run.shard.of),
+        members=tuple(data["members"]),
     )
-    check_text(info.protocol.name, "name of the protocol")
-    if require_list(run["views"], "views") != [view.to_json() for view in info.views]:
+    if run.views != [view.to_json() for view in info.views]:
         raise ValueError("views should be those of the protocol, in its order, or empty for an ensemble")
     return info
+
+
+class _AnyVersion(Struct):
+    version: _Count
 
 
 _KEYS_OF_ANY_VERSION = {"version", "model", "protocol"}
@@ -245,7 +309,7 @@ def read_run_info(folder: Path) -> RunInfo:
     path = folder / RUN_FILE
     try:
         data = parse_json(_bytes_of(path))
-        version = require_int(require_object(data, "it").get("version"), "version", 1)
+        version = convert(data, _AnyVersion).version
         if version == RUN_VERSION:
             return run_info_from_json(data)
     except OSError as error:

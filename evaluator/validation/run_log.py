@@ -4,31 +4,31 @@ The log is only for information and never affects a result. Damaged lines are ig
 """
 
 import os
-from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, Literal
+
+from msgspec import Meta, Struct, convert
 
 from prelunet.evaluator.datasets.dataset import DatasetSpec
-from prelunet.evaluator.json_checks import (
-    parse_json,
-    require_bool,
-    require_int,
-    require_list,
-    require_object,
-    require_str,
-)
+from prelunet.evaluator.json_checks import parse_json
 
 LOG_FILE = "log.jsonl"
-START_EVENTS = STARTED, RESUMED = "start", "resume"  # events that name the dataset
+STARTED, RESUMED = "start", "resume"  # events that name the dataset
+
+
+class _StartEvent(Struct):
+    event: Literal["start", "resume"]
+    dataset: str
+    labels: str | None = None
+    no_labels: bool = False
+    limit: Annotated[int, Meta(ge=1)] | None = None
+    classes: tuple[str, ...] = ()
 
 
 def find_dataset(folder: Path) -> DatasetSpec | None:
     """Return where the dataset was when the run was last started or resumed, None if log.jsonl does not say."""
     entry = last_start_event(folder)
-    try:
-        return None if entry is None else spec_from_log(entry)
-    except ValueError:
-        return None
+    return None if entry is None else _spec_from_log(entry)
 
 
 def spec_to_log(spec: DatasetSpec) -> dict[str, Any]:
@@ -42,22 +42,17 @@ def spec_to_log(spec: DatasetSpec) -> dict[str, Any]:
     }
 
 
-def spec_from_log(entry: Mapping[str, Any]) -> DatasetSpec:
+def _spec_from_log(entry: Any) -> DatasetSpec:
     """Parse the output of `spec_to_log`; missing fields default as in `DatasetSpec`. Raises ValueError."""
-    labels, limit = entry.get("labels"), entry.get("limit")
-    return DatasetSpec(
-        path=_path(entry.get("dataset"), "dataset"),
-        labels=None if labels is None else _path(labels, "labels"),
-        no_labels=require_bool(entry.get("no_labels", False), "no_labels"),
-        limit=None if limit is None else require_int(limit, "limit", 1),
-        classes=tuple(require_str(wnid, "a class") for wnid in require_list(entry.get("classes", []), "classes")),
-    )
+    start = convert(entry, _StartEvent)
+    labels = None if start.labels is None else _path(start.labels)
+    return DatasetSpec(_path(start.dataset), labels, start.no_labels, start.limit, start.classes)
 
 
-def _path(value: Any, what: str) -> Path:
-    if b"\0" in os.fsencode(require_str(value, what)):  # also raises ValueError if it cannot be encoded
-        raise ValueError(f"{what} should be a path")
-    return Path(value)
+def _path(text: str) -> Path:
+    if b"\0" in os.fsencode(text):  # also raises ValueError if it cannot be encoded
+        raise ValueError("a path should not contain a zero byte")
+    return Path(text)
 
 
 def last_start_event(folder: Path) -> dict[str, Any] | None:
@@ -69,9 +64,9 @@ def last_start_event(folder: Path) -> dict[str, Any] | None:
         return None
     for line in reversed(lines):
         try:
-            entry = require_object(parse_json(line), "it")
-            if entry.get("event") in START_EVENTS and _path(entry.get("dataset"), "dataset"):
-                return entry
+            entry: dict[str, Any] = parse_json(line)
+            _spec_from_log(entry)
         except ValueError:
             continue
+        return entry
     return None

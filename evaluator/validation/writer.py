@@ -22,8 +22,8 @@ import numpy.typing as npt
 from prelunet.evaluator.datasets.dataset import Sample
 from prelunet.evaluator.errors import EnvironmentFault, RunFolderError
 from prelunet.evaluator.files import create_folder, leftovers, locked_folder, remove_leftovers, write_atomically
-from prelunet.evaluator.json_checks import differences, format_differences, parse_json
-from prelunet.evaluator.validation.predictions import Prediction, prediction_from_json
+from prelunet.evaluator.json_checks import differences, format_differences
+from prelunet.evaluator.validation.predictions import Prediction, parse_prediction
 from prelunet.evaluator.validation.run import (
     PREDICTIONS_FILE,
     RUN_FILE,
@@ -217,7 +217,7 @@ def _line_ends(path: Path, info: RunInfo, samples: Sequence[Sample]) -> list[int
     with path.open("rb") as lines:
         for line, sample in zip(lines, samples, strict=False):
             try:
-                prediction = prediction_from_json(parse_json(line), classes, views)
+                prediction = parse_prediction(line, classes, views)
             except ValueError:
                 break
             if not line.endswith(b"\n") or (prediction.file, prediction.label) != (sample.file, sample.label):

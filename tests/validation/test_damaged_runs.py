@@ -47,33 +47,39 @@ BAD_RUNS: list[tuple[tuple[str, ...], Any, str]] = [
     *((("dataset", "images"), value, "images") for value in ("4", True, 0, -4, 4.0)),
     (("dataset", "name"), 7, "name"),
     (("model", "architecture"), 7, "architecture"),
-    (("model", "extra"), 7, "unknown key 'extra'"),
+    (("model", "extra"), 7, r"unknown field `extra` - at `\$\.model`"),
     (("circumstances", "versions"), [], "versions"),
-    (("circumstances", "versions"), {"numpy": 2}, "numpy"),
+    (("circumstances", "versions"), {"numpy": 2}, "versions"),
     (("circumstances", "provider"), None, "provider"),
     *((("classes",), value, "class") for value in (None, {}, [], ["n01"], [{"wnid": "n01"}])),
-    (("classes",), [{"wnid": 1, "name": "tench"}] * 7, "wnid should be text, not 1"),
-    (("classes",), [{"wnid": "n01", "name": 2}] * 7, "name should be text, not 2"),
+    (("classes",), [{"wnid": 1, "name": "tench"}] * 7, r"Expected `str`, got `int` - at `\$\.classes\[0\]\.wnid`"),
+    (("classes",), [{"wnid": "n01", "name": 2}] * 7, r"Expected `str`, got `int` - at `\$\.classes\[0\]\.name`"),
     *(
         (("protocol", "scales"), value, "scale")
         for value in (None, [], "256", ["a"], [0], [-5], [256.5], [True], [256, 256])
     ),
-    (("protocol",), None, "not a protocol"),
+    (("protocol",), None, r"Expected `object`, got `null` - at `\$\.protocol`"),
     (("protocol", "kind"), "zz", "kind should be one of dense, spp-18, center, ten-crop"),
     (("protocol", "averaging"), 3, "averaging"),
     (("protocol", "mirror"), 1, "mirror should be true or false, not 1"),
     *(
-        (path, f"x{character}y", "without control characters")
+        (path, f"x{character}y", rf"control characters.* - at `\$\.{path[0]}\.{path[1]}`")
         for path in (("model", "file"), ("dataset", "layout"), ("dataset", "selection"), ("protocol", "name"))
         for character in "\0\n\x1b\x7f\x9b\u2028"
     ),
-    (("circumstances", "versions"), {"nu\nmpy": "2"}, "without control characters"),
-    (("classes",), [{"wnid": "n01", "name": "te\x1b]0;nch"}] * 7, "name should be text of up to 1000"),
-    (("classes",), [{"wnid": "n01", "name": "x" * 1001}] * 7, "name should be text of up to 1000"),
+    (("circumstances", "versions"), {"nu\nmpy": "2"}, "no control characters.*versions"),
+    (("classes",), [{"wnid": "n01", "name": "te\x1b]0;nch"}] * 7, r"no control characters.*\.name"),
+    (("classes",), [{"wnid": "n01", "name": "x" * 1001}] * 7, r"length <= 1000.*\.name"),
     (("model", "architecture"), "\udcff", "half a character"),
-    (("model", "file"), "../m.onnx", "file should be a name without folders"),
-    (("dataset", "name"), "a/val", "name of the dataset should be a name without folders"),
+    (("model", "file"), "../m.onnx", r"no folders.*\$\.model\.file`"),
+    (("dataset", "name"), "a/val", r"no folders.*\$\.dataset\.name`"),
     (("protocol", "crop"), "28", "crop"),
+    *((("batching",), value, "batching|rules of batches") for value in ([], {}, {"images_together": 4})),
+    *((("batching", "images_together"), value, "batching") for value in (0, "4", True)),
+    (("batching", "rows"), 3, "the rules of batches has an unknown key 'rows'"),
+    (("batching", "canvas_step"), 0, "canvas_step"),
+    (("shard",), {"number": 3, "of": 2}, "number should be at most 2"),
+    (("members",), [{"model": {}, "weight": 1}], "members"),
     (("protocol", "long_side_cap"), None, "long_side_cap"),
 ]
 
@@ -94,19 +100,22 @@ BAD_LINES: list[tuple[dict[str, Any], str]] = [
     *(({"rank": value}, "rank") for value in ("a", None, 2.5, 0, -5, 8, 1e300, True, [1])),
     *(({"label": value}, "label") for value in ("a", 1.5, True, -1, 7, {})),
     *(({"capped": value}, "capped") for value in ("yes", None, 1, [1])),
-    *(({"file": value}, "file should be text") for value in (5, None, ["n01/b.png"])),
+    *(({"file": value}, r"Expected `str`, .*\$\.file`") for value in (5, None, ["n01/b.png"])),
     *(
         ({"file": value}, "file should be a relative name inside the dataset")
         for value in ("", "/etc/passwd", "../b.png", "n01/../../b.png", "n01/..", ".", "n01//b.png", "n01/b\0.png")
     ),
     *(({"top": value}, "top") for value in (None, "abc", [], [[0, 0.1]] * 6, [["a", 0.5]], [[7, 0.5]], [[True, 0.5]])),
-    *(({"top": [[0, value]]}, "score") for value in ("0.5", None, -0.5, 2, 1e300, True)),
+    *(
+        ({"top": [[0, value]]}, r"Expected `float`.*\$\.top\[0\]\[1\]`")
+        for value in ("0.5", None, -0.5, 2, 1e300, True)
+    ),
     ({"rank": float("nan")}, "NaN is not a finite number"),
     ({"top": [[0, float("nan")]]}, "NaN is not a finite number"),
     ({"top": [[0, float("inf")]]}, "Infinity is not a finite"),
-    ({"top": [[0]]}, "each answer"),
+    ({"top": [[0]]}, r"`array` of length 2, got 1 - at `\$\.top\[0\]`"),
     *(({"view_ranks": value}, "view_ranks") for value in (None, [], [2], [2] * 5, {"rank": 2})),
-    *(({"view_ranks": [2, 2, 2, value]}, "rank of a view") for value in ("x", 0, 8, True, None, 1.5)),
+    *(({"view_ranks": [2, 2, 2, value]}, "view_ranks") for value in ("x", 0, 8, True, None, 1.5)),
     ({"top": [[2, 0.6], [0, 0.2], [1, 0.1], [3, 0.05]]}, "top should have 5 answers, not 4"),
     ({"top": [[2, 0.6], [0, 0.2], [1, 0.1], [3, 0.05], [4, 0.06]]}, "top should have the best answer first"),
     ({"top": [[0, 0.2], [2, 0.6], [1, 0.1], [3, 0.05], [4, 0.01]], "rank": 1}, "top should have the best answer first"),
@@ -114,9 +123,9 @@ BAD_LINES: list[tuple[dict[str, Any], str]] = [
     ({"top": [[2, 0.6], [0, 0.2], [1, 0.1], [2, 0.05], [4, 0.01]]}, "top should not contain a class twice"),
     *(({"rank": rank}, f"rank {rank} of class 0 is not its position in top") for rank in (1, 3, 5, 6, 7)),
     ({"top": [[2, 0.6], [1, 0.2], [3, 0.1], [4, 0.05], [5, 0.01]]}, "rank 2 of class 0 is not its position in top"),
-    ({"label": None}, "rank and view_ranks need a label"),
-    ({"refused": "and yet it has a rank"}, "unknown key"),
-    ({"certainty": 1}, "unknown key 'certainty'"),
+    ({"label": None}, "rank and view_ranks should be given with a label, and only then"),
+    ({"refused": "and yet it has a rank"}, "unknown field `top`"),
+    ({"certainty": 1}, "unknown field `certainty`"),
 ]
 
 
@@ -186,7 +195,7 @@ def test_what_is_not_a_file_is_not_read_as_a_run_without_lines(tmp_path: Path, k
 @pytest.mark.parametrize("value", [5, None, ["a"], True])
 def test_a_refusal_whose_reason_is_not_text_is_refused(tmp_path: Path, value: Any) -> None:
     write_run(tmp_path, [*LINES[:3], {**LINES[3], "refused": value}])
-    with pytest.raises(RunFolderError, match=r"line 4 is damaged .*refused should be text"):
+    with pytest.raises(RunFolderError, match=r"line 4 is damaged .*Expected `str`, .* at `\$\.refused`"):
         read_run(tmp_path)
 
 

@@ -193,7 +193,7 @@ def test_the_shards_that_are_missing_are_counted_however_many_there_are(
 @pytest.mark.parametrize("of", [1_000_000, 10**12, 10**30])
 def test_too_many_shards_are_refused(shards: list[Path], tmp_path: Path, of: int) -> None:
     changed_info(shards[0], "shard", value={"number": 1, "of": of})
-    with pytest.raises(RunFolderError, match=r"run\.json: damaged \(of should be a whole number from 1 to 999999"):
+    with pytest.raises(RunFolderError, match=r"run\.json: damaged \(Expected `int` <= 999999 - at `\$\.shard\.of`"):
         merge(shards, tmp_path / "merged")
 
 

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from prelunet.evaluator.validation import predictions
-from prelunet.evaluator.validation.predictions import prediction_from_json, read_predictions
+from prelunet.evaluator.validation.predictions import parse_prediction, read_predictions
 
 IMAGES = 2500  # not a multiple of the block size
 
@@ -51,7 +51,7 @@ def write_lines(path: Path, lines: list[dict[str, Any]]) -> Path:
 @pytest.mark.parametrize(("classes", "views"), [(1, 1), (3, 0), (1000, 6), (65_535, 2), (65_536, 2), (100_000, 54)])
 def test_columns_give_back_every_line_as_it_was_read(tmp_path: Path, classes: int, views: int) -> None:
     lines = random_lines(classes, views)
-    expected = [prediction_from_json(line, classes, views) for line in lines]
+    expected = [parse_prediction(json.dumps(line).encode(), classes, views) for line in lines]
     found = read_predictions(write_lines(tmp_path / "predictions.jsonl", lines), classes, views)
     assert len(found) == IMAGES
     assert list(found) == expected

@@ -20,9 +20,9 @@ from prelunet.evaluator.errors import EnvironmentFault, PreluNetError, RunFolder
 from prelunet.evaluator.json_checks import differences
 from prelunet.evaluator.protocols import build_protocol
 from prelunet.evaluator.validation.predictions import Prediction
-from prelunet.evaluator.validation.run import RunInfo, build_run_info, describe_dataset, read_run
+from prelunet.evaluator.validation.run import Batching, RunInfo, build_run_info, describe_dataset, read_run
 from prelunet.evaluator.validation.writer import open_run, scores_header
-from tests.helpers.fakes import FakeSession
+from tests.helpers.fakes import FakeSession, fake_contract
 
 SESSION = FakeSession()
 CLASSES = 6
@@ -374,3 +374,31 @@ def test_a_run_json_that_cannot_be_read_is_refused(folder: Path, change: Any, re
         with pytest.raises(RunFolderError, match=reason):
             attempt(folder)
     assert write(folder, fresh=True) == 0
+
+
+# Batching, which differs on a GPU
+
+
+def test_a_run_on_a_gpu_has_larger_chunks_and_its_rules_survive_the_file(tmp_path: Path) -> None:
+    infos = {}
+    for provider in ("CPUExecutionProvider", "CUDAExecutionProvider"):
+        session = FakeSession(provider=provider)
+        infos[provider] = build_run_info(
+            session, "m.onnx", INFO.dataset, build_protocol("multi-scale", session.contract)
+        )
+        write(tmp_path / provider, info=infos[provider])
+        assert read_run(tmp_path / provider).info == infos[provider]
+        assert infos[provider].batching == Batching(infos[provider].chunk, session.rules)
+    cpu, gpu = infos.values()
+    assert (cpu.chunk, gpu.chunk) == (64, 1024)
+
+
+def test_a_memory_limit_makes_the_portions_smaller_on_a_cpu() -> None:
+    session = FakeSession(fake_contract(max_side=4096))
+    protocol = build_protocol("dense-1000", session.contract)
+    free, limited = (
+        build_run_info(session, "m.onnx", INFO.dataset, protocol, memory=memory) for memory in (None, 3 * 2**29)
+    )
+    assert free.batching is not None
+    assert limited.batching is not None
+    assert 1 < limited.batching.images_together < free.batching.images_together
