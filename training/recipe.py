@@ -3,6 +3,7 @@
 A recipe contains every number of a run. It is stored in the run folder and in every checkpoint.
 """
 
+import operator
 import tomllib
 from collections.abc import Iterator, Mapping
 from dataclasses import MISSING, asdict, dataclass, fields, replace
@@ -28,9 +29,6 @@ RatePolicy = Literal["at", "plateau"]
 MeanKind = Literal["image", "channel"]
 TrainingPrecision = Literal["fp32", "bf16"]
 
-MAX_BATCH = 65_536
-MAX_STEPS = 10**9
-MAX_FACTOR = 1e12  # for rate and weight decay: far beyond any useful value; torch accepts the range of float32
 _MAX_BITS = 1000  # of an integer: 1024 bits overflow a float, and Python prints at most 4300 digits
 CHOICES: dict[str, tuple[str, ...]] = {  # key → valid values
     "architecture": tuple(ARCHITECTURES),
@@ -41,6 +39,27 @@ CHOICES: dict[str, tuple[str, ...]] = {  # key → valid values
     "first_layer": FIRST_LAYERS,
     "precision": get_args(TrainingPrecision),
 }
+_STEPS: dict[str, float] = {"at least": 1, "at most": 10**9}
+LIMITS: dict[str, dict[str, float]] = {  # key → valid range, for errors and --help
+    "batch": {"at least": 1, "at most": 65_536},
+    "rate": {"above": 0, "at most": 1e12},  # far beyond any useful value; torch accepts the range of float32
+    "evaluate_every": _STEPS,
+    "save_every": _STEPS,
+    "steps": _STEPS,
+    "epochs": {"above": 0, "at most": 10**9},
+    "rate_factor": {"above": 0, "at most": 1},
+    "patience": {"at least": 1},
+    "most_drops": {"at least": 0},
+    "momentum": {"at least": 0, "below": 1},
+    "weight_decay": {"at least": 0, "at most": 1e12},
+    "dropout": {"at least": 0, "below": 1},
+    "color": {"at least": 0, "below": 10},
+    "accumulate": {"at least": 1},
+    "keep_every": _STEPS,
+    "max_refused": {"at least": 0, "at most": 1},
+    "seed": {"at least": 0},
+}
+_COMPARISONS = {"at least": operator.ge, "above": operator.gt, "at most": operator.le, "below": operator.lt}
 # Keys that do not affect what is learned, except through the order of sums, so a run may resume with other values.
 # Without evaluate_every: the evaluations determine where the plateau policy lowers the rate, and the best checkpoint.
 EXECUTION_KEYS = ("save_every", "keep_every", "channels_last", "compile", "accumulate")
@@ -101,72 +120,38 @@ class Recipe:
     seed: Annotated[int, "Random seed of weights, image order, views and dropout."] = 0
 
     def __post_init__(self) -> None:
-        faults = [text for broken, text in self._rules() if broken]
-        if faults:
+        if faults := [*self._invalid_values(), *self._contradictions()]:
             raise UsageError(f"invalid recipe: {'; '.join(faults)}. Fix the recipe or the option")
         self.build_architecture()  # raises for crops that leave no window
         self.initialization()  # raises for invalid deviations
 
-    def _rules(self) -> Iterator[tuple[bool, str]]:
+    def _invalid_values(self) -> Iterator[str]:
         for key, choices in CHOICES.items():
+            if (value := getattr(self, key)) not in choices:
+                yield f"unknown {key} '{value}'; choose one of {', '.join(choices)}"
+        for key, limits in LIMITS.items():
             value = getattr(self, key)
-            yield value not in choices, f"unknown {key} '{value}'; choose one of {', '.join(choices)}"
-        yield from self._rules_of_views()
-        yield from self._rules_of_length()
-        yield from self._rules_of_numbers()
+            if value is not None and not all(_COMPARISONS[name](value, limit) for name, limit in limits.items()):
+                yield f"{key} {value} should be {format_limits(limits)}"
 
-    def _rules_of_views(self) -> Iterator[tuple[bool, str]]:
+    def _contradictions(self) -> Iterator[str]:
         low, high = self.scales
-        yield not self.crop <= low <= high, f"scales {low} to {high} should ascend from the crop ({self.crop}) or above"
-        yield high > MAX_SIDE, f"scales {low} to {high} should be at most {MAX_SIDE}"
-        yield not 0 <= self.color < 10, f"color {self.color} should be from 0 to below 10"
-
-    def _rules_of_length(self) -> Iterator[tuple[bool, str]]:
-        counts = [
-            value for value in (self.steps, self.evaluate_every, self.save_every, self.keep_every) if value is not None
-        ]
-        drops = self.rate_drops
-        yield self.steps is None and self.epochs is None, "either steps or epochs is required"
-        yield (
-            self.steps is not None and self.epochs is not None,
-            f"steps {self.steps} and epochs {self.epochs} exclude each other: remove one of them",
-        )
-        yield (
-            not 1 <= min(counts) <= max(counts) <= MAX_STEPS,
-            f"steps, evaluate_every, save_every and keep_every should be at least 1 and at most {MAX_STEPS}",
-        )
-        yield (
-            self.epochs is not None and not 0 < self.epochs <= MAX_STEPS,
-            f"epochs {self.epochs} should be above 0 and at most {MAX_STEPS}",
-        )
-        yield (
-            any(not 0 < part < 1 for part in drops) or list(drops) != sorted(set(drops)),
-            f"rate_drops {list(drops)} should ascend between 0 and 1: they are fractions of the run",
-        )
-        yield (
-            self.rate_policy == "plateau" and bool(drops),
-            f"rate_drops {list(drops)} apply to the rate_policy 'at', not to 'plateau': remove them (the line in the "
-            "file, or the option --rate-drops), or set the rate_policy to 'at'",
-        )
-        yield self.patience < 1, f"patience {self.patience} should be at least 1"
-        yield self.most_drops < 0, f"most_drops {self.most_drops} should not be negative"
-
-    def _rules_of_numbers(self) -> Iterator[tuple[bool, str]]:
-        yield not 1 <= self.batch <= MAX_BATCH, f"batch {self.batch} should be at least 1 and at most {MAX_BATCH}"
-        yield not 0 < self.rate <= MAX_FACTOR, f"rate {self.rate} should be above 0 and at most {MAX_FACTOR:g}"
-        yield not 0 < self.rate_factor <= 1, f"rate_factor {self.rate_factor} should be above 0 and at most 1"
-        yield not 0 <= self.momentum < 1, f"momentum {self.momentum} should be from 0 to below 1"
-        yield (
-            not 0 <= self.weight_decay <= MAX_FACTOR,
-            f"weight_decay {self.weight_decay} should be from 0 to {MAX_FACTOR:g}",
-        )
-        yield not 0 <= self.dropout < 1, f"dropout {self.dropout} should be from 0 to below 1"
-        yield (
-            not 1 <= self.accumulate <= self.batch,
-            f"accumulate {self.accumulate} should be at least 1 and at most the batch, {self.batch}",
-        )
-        yield not 0 <= self.max_refused <= 1, f"max_refused {self.max_refused} should be from 0 to 1"
-        yield self.seed < 0, f"seed {self.seed} should not be negative"
+        if not self.crop <= low <= high <= MAX_SIDE:
+            yield f"scales {low} to {high} should ascend from the crop ({self.crop}) or above to at most {MAX_SIDE}"
+        if self.accumulate > self.batch:
+            yield f"accumulate {self.accumulate} should be at most the batch, {self.batch}"
+        if self.steps is None and self.epochs is None:
+            yield "either steps or epochs is required"
+        if self.steps is not None and self.epochs is not None:
+            yield f"steps {self.steps} and epochs {self.epochs} exclude each other: remove one of them"
+        drops = list(self.rate_drops)
+        if any(not 0 < part < 1 for part in drops) or drops != sorted(set(drops)):
+            yield f"rate_drops {drops} should ascend between 0 and 1: they are fractions of the run"
+        if self.rate_policy == "plateau" and drops:
+            yield (
+                f"rate_drops {drops} apply to the rate_policy 'at', not to 'plateau': remove them (the line in the "
+                "file, or the option --rate-drops), or set the rate_policy to 'at'"
+            )
 
     def in_steps(self, images: int) -> "Recipe":
         """Return the recipe with its length in steps for a training set of `images` images; halves round up."""
@@ -197,6 +182,11 @@ class Recipe:
         """Return the recipe as plain data for the run folder and checkpoints, without unset keys."""
         values = {key: value for key, value in asdict(self).items() if value is not None}
         return {key: list(value) if isinstance(value, tuple) else value for key, value in values.items()}
+
+
+def format_limits(limits: Mapping[str, float]) -> str:
+    """Return an entry of LIMITS in words, as in `above 0 and at most 1`."""
+    return " and ".join(f"{name} {limit:{'g' if type(limit) is float else ''}}" for name, limit in limits.items())
 
 
 def recipe_names() -> list[str]:

@@ -136,7 +136,7 @@ def test_numbers_at_their_limits_are_accepted() -> None:
 
 def test_the_largest_supported_scales_are_accepted() -> None:
     assert replace(SMALL, crop=4096, scales=(4096, 4096)).build_architecture().crop == 4096
-    with pytest.raises(UsageError, match=r"scales 4097 to 4097 should be at most 4096"):
+    with pytest.raises(UsageError, match=r"scales 4097 to 4097 should ascend .* to at most 4096"):
         replace(SMALL, crop=4097, scales=(4097, 4097))
 
 
@@ -175,9 +175,9 @@ def test_missing_keys_are_named() -> None:
         ("momentum", 1.0, "momentum 1.0"),
         ("dropout", 1.0, "dropout 1.0"),
         ("weight_decay", -1.0, "weight_decay -1.0"),
-        ("weight_decay", 1e308, r"weight_decay 1e\+308 should be from 0 to 1e\+12"),
-        ("weight_decay", 1.01e12, r"should be from 0 to 1e\+12"),
-        ("weight_decay", float("nan"), "weight_decay nan should be from 0"),
+        ("weight_decay", 1e308, r"weight_decay 1e\+308 should be at least 0 and at most 1e\+12"),
+        ("weight_decay", 1.01e12, r"at most 1e\+12"),
+        ("weight_decay", float("nan"), "weight_decay nan should be at least 0"),
         ("scales", [36, 28], "scales 36 to 28 should ascend"),
         ("scales", [20, 36], r"should ascend from the crop \(28\)"),
         ("activation", "swish", "unknown activation 'swish'; choose one of prelu, prelu-shared, relu, lrelu"),
@@ -196,11 +196,16 @@ def test_missing_keys_are_named() -> None:
         ("init_std", 0.0, "standard deviation of the weights 0.0"),
         ("fc_stds", [0.01, 0.01], "fc_stds should be a list of 3"),
         ("precision", "fp16", "unknown precision 'fp16'; choose one of fp32, bf16"),
-        ("color", -0.1, "color -0.1 should be from 0"),
-        ("accumulate", 65, "accumulate 65 should be at least 1 and at most the batch, 64"),
+        ("color", -0.1, "color -0.1 should be at least 0 and below 10"),
+        ("accumulate", 0, "accumulate 0 should be at least 1"),
+        ("accumulate", 65, "accumulate 65 should be at most the batch, 64"),
         ("max_refused", 1.5, "max_refused 1.5"),
-        ("keep_every", 0, "keep_every should be at least 1"),
-        ("scales", [28, 1_000_000], "scales 28 to 1000000 should be at most 4096"),
+        ("keep_every", 0, "keep_every 0 should be at least 1"),
+        (
+            "scales",
+            [28, 1_000_000],
+            r"scales 28 to 1000000 should ascend from the crop \(28\) or above to at most 4096",
+        ),
         ("scales", [28, 4097], "at most 4096"),
         ("crop", 0, "a whole number from 1 to 4096, not 0"),
         ("batch", 1_000_000_000, "batch 1000000000 should be at least 1 and at most 65536"),

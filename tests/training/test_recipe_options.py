@@ -96,7 +96,7 @@ def test_the_help_describes_every_key(capsys: pytest.CaptureFixture[str]) -> Non
         flag = key.name.replace("_", "-")
         assert f"--{flag} " in out
     assert "--mirror / --no-mirror" in out
-    assert "Momentum of stochastic gradient descent. [default: 0.9]" in out
+    assert "Momentum of stochastic gradient descent. At least 0 and below 1. [default: 0.9]" in out
 
 
 def test_an_option_that_does_not_exist_is_refused(capsys: pytest.CaptureFixture[str]) -> None:

@@ -10,7 +10,7 @@ from typing import Annotated, Any, get_args, get_origin
 import typer
 
 from prelunet.evaluator.errors import UsageError
-from prelunet.training.recipe import CHOICES, Recipe, check_type
+from prelunet.training.recipe import CHOICES, LIMITS, Recipe, check_type, format_limits
 
 PANEL = "Recipe overrides (defaults are for keys that the recipe omits)"
 
@@ -61,8 +61,9 @@ def _option(name: str) -> Any:
         flag = name.replace("_", "-")
         return Annotated[bool | None, typer.Option(f"--{flag}/--no-{flag}", help=meaning, rich_help_panel=PANEL)]
     choices = f" One of {', '.join(CHOICES[name])}." if name in CHOICES else ""
+    limits = f" {format_limits(LIMITS[name]).capitalize()}." if name in LIMITS else ""
     default = "" if key.default in (MISSING, None) else f"  [default: {_format_value(key.default)}]"
-    option = typer.Option(help=meaning + choices + default, metavar=_metavar(kind), rich_help_panel=PANEL)
+    option = typer.Option(help=meaning + choices + limits + default, metavar=_metavar(kind), rich_help_panel=PANEL)
     return Annotated[str | None, option]
 
 
