@@ -3,7 +3,7 @@
     python -m benchmarks.training.step --output benchmarks/results/training-step-cpu.json
 
 The loop has only the arithmetic of training: modules of torch.nn, cross entropy, SGD with momentum, no weight decay of
-slopes, torch's dropout. Ours is `Trainer._step`: mean, dropout by (seed, step, row), gradients, the check that the loss
+slopes, torch's dropout. Ours is `Trainer.step`: mean, dropout by (seed, step, row), gradients, the check that the loss
 is finite, the update, the counts. Both repeat one synthetic batch; loading.py measures loading. First, the losses of
 both from the same weights without dropout must agree.
 
@@ -30,7 +30,6 @@ from prelunet.evaluator.architectures import Architecture, Pool
 from prelunet.evaluator.machine import cores
 from prelunet.training.data.loader import Batch
 from prelunet.training.data.splits import embedded_dataset_path, open_splits
-from prelunet.training.loop.signals import StopSignals
 from prelunet.training.loop.trainer import SINGLE_PROCESS, Execution, Trainer
 from prelunet.training.recipe import Recipe, read_recipe
 
@@ -129,8 +128,7 @@ def _ratio(ours: np.ndarray, other: np.ndarray, random: np.random.Generator) -> 
 
 
 def _ours(trainer: Trainer, batch: Batch) -> Callable[[], object]:
-    signals = StopSignals()
-    return lambda: trainer._step(batch, signals)
+    return lambda: trainer.step(batch)
 
 
 def _by_hand(trainer: Trainer, batch: Batch, *, channels_last: bool) -> Callable[[], object]:
@@ -197,7 +195,7 @@ class HandWritten(nn.Module):
 
 def _first_losses(trainer: Trainer, batch: Batch) -> dict[str, float]:
     """Return the loss of both nets with equal weights and no dropout; raises SystemExit if they differ."""
-    images, labels = trainer._input(batch), torch.from_numpy(batch.labels)
+    images, labels = trainer.preprocess(batch), torch.from_numpy(batch.labels)
     net = HandWritten(trainer.recipe.build_architecture(), len(trainer.splits.classes), 0.0)
     net.copy(trainer.net)
     with torch.no_grad():

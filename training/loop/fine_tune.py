@@ -3,7 +3,7 @@
 Only the last layer depends on the classes, so it alone is reinitialized if they differ. Does not import torch.
 """
 
-from dataclasses import dataclass
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -14,24 +14,11 @@ from prelunet.evaluator.contract import ClassEntry
 from prelunet.evaluator.errors import UsageError
 from prelunet.evaluator.files import sha256_of
 from prelunet.evaluator.json_checks import differences, format_differences
-from prelunet.training.net.checkpoints import Checkpoint, read_checkpoint
+from prelunet.training.net.checkpoints import read_checkpoint
 from prelunet.training.net.initialization import Initialization, initial_tensors
 from prelunet.training.run_state.run_folder import BEST_FILE, LAST_FILE
 
 LAST_LAYER = ("fc3.weight", "fc3.bias")
-
-
-@dataclass(frozen=True, eq=False)
-class InitialWeights:
-    """The initial weights of a run.
-
-    tensors: float32, names and shapes of `parameter_shapes`; mean: float32, of the requested shape;
-    remarks: messages to the user.
-    """
-
-    tensors: dict[str, Float32Array]
-    mean: Float32Array
-    remarks: tuple[str, ...]
 
 
 def sha256_of_checkpoint(path: Path) -> str:
@@ -47,14 +34,17 @@ def load_pretrained(
     seed: int,
     initialization: Initialization,
     mean_shape: tuple[int, ...],
-) -> InitialWeights:
-    """Read a checkpoint of the same architecture as the initial weights of a run on the same or other classes.
+    *,
+    report: Callable[[str], None] = lambda _text: None,
+) -> tuple[dict[str, Float32Array], Float32Array]:
+    """Read the initial weights and the mean of a run from a checkpoint with the same architecture.
 
     Classes are compared by wnid. The same classes keep all tensors; if their order differs, the rows of fc3 are
     permuted. Otherwise `initial_tensors` draws fc3 with this seed. The crop may differ: the pyramid gives fc1 the same
     number of bins for any window (SPP-net, section 2.3, trains one net at 224 and 180).
 
-    mean_shape: (3,) or (crop, crop, 3).
+    mean_shape: (3,) or (crop, crop, 3); report: receives messages on what is kept. Returns tensors with the names and
+    shapes of `parameter_shapes`, and the mean, all float32.
     Raises UsageError with the differences if the architecture differs, and what `read_checkpoint` raises.
     """
     _refuse_folder(path)
@@ -75,8 +65,8 @@ def load_pretrained(
         source = (
             f"{path}, except fc3, which is reinitialized: {shared} of the {len(new)} classes are among its {len(old)}"
         )
-    mean, mean_remarks = _mean_for(checkpoint, mean_shape)
-    return InitialWeights(tensors, mean, (f"initial weights from {source}", *mean_remarks))
+    report(f"initial weights from {source}")
+    return tensors, _fitting_mean(checkpoint.mean, mean_shape, report)
 
 
 def _refuse_folder(path: Path) -> None:
@@ -99,18 +89,15 @@ def _check_architecture(path: Path, checkpoint: Architecture, recipe: Architectu
         )
 
 
-def _mean_for(checkpoint: Checkpoint, shape: tuple[int, ...]) -> tuple[Float32Array, tuple[str, ...]]:
+def _fitting_mean(mean: Float32Array, shape: tuple[int, ...], report: Callable[[str], None]) -> Float32Array:
     """Return the checkpoint's mean in another shape; its features were learned with it, not with the new images' mean.
 
     A mean image does not fit another crop; its channel means replace it.
     """
-    mean = checkpoint.mean
     if mean.shape == shape:
-        return mean, ()
-    if mean.ndim == 1:
-        return np.broadcast_to(mean, shape).copy(), ()
-    channels = mean.mean(axis=(0, 1), dtype=np.float64).astype(np.float32)
-    side = len(mean)
-    numbers = ", ".join(f"{value:.2f}" for value in channels)
-    remark = f"the mean image of {side}x{side} pixels does not fit the crop; its channel means are used: {numbers}"
-    return np.broadcast_to(channels, shape).copy(), (remark,)
+        return mean
+    if mean.ndim == 3:
+        side, mean = len(mean), mean.mean(axis=(0, 1), dtype=np.float64).astype(np.float32)
+        numbers = ", ".join(f"{value:.2f}" for value in mean)
+        report(f"the mean image of {side}x{side} pixels does not fit the crop; its channel means are used: {numbers}")
+    return np.broadcast_to(mean, shape).copy()

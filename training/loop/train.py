@@ -1,18 +1,22 @@
 """Train a net from start to finish."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from prelunet.evaluator.datasets.layouts import SHARDS
+from prelunet.evaluator.errors import EnvironmentFault, UsageError
+from prelunet.evaluator.json_checks import differences, format_differences
 from prelunet.training.data.splits import Splits, embedded_dataset_path, open_splits
-from prelunet.training.distributed.process_group import open_process_group
+from prelunet.training.distributed.base import ParallelMode
+from prelunet.training.distributed.process_group import ProcessGroup, device_supports_bf16, open_process_group
 from prelunet.training.loop.fine_tune import sha256_of_checkpoint
-from prelunet.training.loop.setup import check_folder_location, lock_run_folder, require_same_command, setup_messages
-from prelunet.training.loop.trainer import Execution, Trainer, discard_report, report_each
+from prelunet.training.loop.trainer import Execution, Trainer
 from prelunet.training.recipe import Recipe
 from prelunet.training.run_state.metrics_log import ErrorRates
-from prelunet.training.run_state.run_folder import LAST_FILE
+from prelunet.training.run_state.run_folder import LAST_FILE, open_run_folder
 
 
 @dataclass(frozen=True)
@@ -38,7 +42,7 @@ def train(
     start: Path | None = None,
     fresh: bool = False,
     execution: Execution = Execution(),
-    report: Callable[[str], None] | None = None,
+    report: Callable[[str], None] = lambda _text: None,
 ) -> TrainingResult:
     """Train a net from a recipe, or resume an interrupted run. A finished run is left unchanged.
 
@@ -55,22 +59,88 @@ def train(
     path = dataset_path or embedded_dataset_path()
     splits = open_splits(path)
     check_folder_location(run_folder, path)
-    requested = describe_run(recipe, splits, start)
+    description = describe_run(recipe, splits, start)
     with open_process_group(execution.device) as group:
-        report = report if report is not None and group.is_first else discard_report
-        require_same_command(group, {**requested, "parallel": execution.parallel, "diagnose": execution.diagnose})
-        with lock_run_folder(group, run_folder, requested, fresh=fresh) as reset_folder:
-            report_each(setup_messages(recipe, splits, group, execution.parallel), report)
+        require_same_command(group, {**description, "parallel": execution.parallel, "diagnose": execution.diagnose})
+        with lock_run_folder(group, run_folder, description, fresh=fresh) as reset_folder:
+            own_report = report if group.is_first else (lambda _text: None)
+            for message in setup_messages(recipe, splits, group, execution.parallel):
+                own_report(message)
             trainer = Trainer(
-                recipe, splits, run_folder, group, execution, start, reset_folder=reset_folder, report=report
+                recipe, splits, run_folder, group, execution, start, reset_folder=reset_folder, report=own_report
             )
-            report_each(trainer.status_messages(), report)
+            for message in trainer.status_messages():
+                own_report(message)
             errors, best = trainer.run()
     return TrainingResult(run_folder / LAST_FILE, path, errors, best, group.is_first)
 
 
-def describe_run(recipe: Recipe, splits: Splits, start: Path | None = None) -> dict[str, Any]:
+def check_folder_location(folder: Path, dataset: Path) -> None:
+    """Raise UsageError for a run folder among the class folders, where it would count as a class."""
+    if folder.resolve().parent in {(dataset / split).resolve() for split in ("train", "val")}:
+        raise UsageError(
+            f"--out {folder}: lies among the class folders of {dataset}, where it would count as a class. Choose a "
+            "folder outside the dataset"
+        )
+
+
+def describe_run(recipe: Recipe, splits: Splits, start: Path | None) -> dict[str, Any]:
     """Return everything that determines the results of a run, as plain data."""
     classes = [entry.to_json() for entry in splits.classes]
     initial = {} if start is None else {"start": sha256_of_checkpoint(start)}
     return {"recipe": recipe.to_json(), "dataset": splits.to_json(), "classes": classes, **initial}
+
+
+def require_same_command(group: ProcessGroup, requested: dict[str, Any]) -> None:
+    """Raise UsageError in every process unless all of them were started with the same command. Collective.
+
+    requested: everything that determines the results, as plain data. Otherwise each process might train on its own
+    images or at its own rate, and their mean gradient would be meaningless.
+    """
+    first, *others = group.all_gather(requested)
+    for rank, other in enumerate(others, start=1):
+        if found := differences(first, other, places=("in process 0", f"in process {rank}")):
+            raise UsageError(
+                f"the processes of this run were started with different commands:\n{format_differences(found)}\n"
+                "Start all of them with the same command, on machines that have the same images"
+            )
+
+
+@contextmanager
+def lock_run_folder(
+    group: ProcessGroup, folder: Path, description: dict[str, Any], *, fresh: bool
+) -> Iterator[Callable[[], None] | None]:
+    """Lock the run folder as `open_run_folder` does: the first process locks it, and the others wait until it has."""
+    if not group.is_first:
+        if group.any(False):
+            raise EnvironmentFault(
+                "the first process of this run failed before training started; its own message states the cause"
+            )
+        yield None
+        return
+    with ExitStack() as stack:
+        try:
+            reset_folder = stack.enter_context(open_run_folder(folder, description, fresh=fresh))
+        except Exception:  # not KeyboardInterrupt: an interrupt should not wait for other processes
+            group.any(True)
+            raise
+        group.any(False)
+        yield reset_folder
+
+
+def setup_messages(recipe: Recipe, splits: Splits, group: ProcessGroup, parallel: ParallelMode | None) -> Iterator[str]:
+    """Yield the first messages: the device, the values that `--crop` may have chosen, and likely mistakes."""
+    if group.size > 1:
+        yield f"training on {group.device.type}, {recipe.precision}, {group.size} processes, {parallel or 'ddp'}"
+    else:
+        unused = "" if parallel is None else f"; one process, so --parallel {parallel} has no effect"
+        yield f"training on {group.device}, {recipe.precision}{unused}"
+    low, high = recipe.scales
+    yield f"crop {recipe.crop}, scales {low} to {high}, batch {recipe.batch}, rate {recipe.rate:.4g}"
+    if recipe.precision == "bf16" and not device_supports_bf16(group.device):
+        yield f"this {group.device.type} does not support bfloat16: torch emulates it, many times slower than fp32"
+    if splits.train.layout.startswith(SHARDS) and all(wnid.isdecimal() for wnid in splits.train.classes):
+        yield (
+            f"the shards name the classes {splits.train.classes[0]} to {splits.train.classes[-1]}: "
+            "validation images with other class names (such as ImageNet's wnids) will not match this net"
+        )

@@ -6,9 +6,10 @@ first process writes the files and reports to the user.
 
 import math
 import time
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import nullcontext
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,28 +17,32 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from prelunet.evaluator.arrays import Float32Array
+from prelunet.evaluator.datasets.dataset import Dataset
 from prelunet.evaluator.engine.scores import ranks_of
 from prelunet.evaluator.errors import DatasetError, DivergenceError, Interrupted
 from prelunet.evaluator.terminal import Advance, progress
 from prelunet.training.data.augmentation import dropout_factors
+from prelunet.training.data.dataset_statistics import DatasetStatistics, compute_statistics, is_still_valid
 from prelunet.training.data.image_cache import ImageCache
 from prelunet.training.data.loader import Batch, evaluation_batches, training_batches
 from prelunet.training.data.splits import Splits
-from prelunet.training.distributed.base import DropoutFactors, ParallelMode, StepOptions, check_batch
+from prelunet.training.distributed.base import ParallelMode, StepOptions, check_batch
 from prelunet.training.distributed.data_parallel import build_parallel
 from prelunet.training.distributed.process_group import ProcessGroup
 from prelunet.training.inspection.layer_log import LayerResponse
 from prelunet.training.inspection.layer_statistics import find_non_finite, measure_layers, sample_views
-from prelunet.training.loop.setup import initial_state
+from prelunet.training.loop.fine_tune import load_pretrained
 from prelunet.training.loop.signals import StopSignals, deferred_signals
 from prelunet.training.loop.tracking import RunLogs
 from prelunet.training.loop.unreadable_images import UnreadableImages
 from prelunet.training.net.dense_reference import subtract_mean
+from prelunet.training.net.initialization import initial_tensors
 from prelunet.training.net.network import PreluNet, load_tensors, parameter_groups
 from prelunet.training.recipe import Recipe
 from prelunet.training.run_state.checkpoint_manager import CheckpointManager, is_kept
 from prelunet.training.run_state.metrics_log import ErrorRates, count_errors, error_rates
-from prelunet.training.run_state.resume_state import momentum_of
+from prelunet.training.run_state.resume_state import TrainingProgress, momentum_of
 from prelunet.training.schedule import count_plateaus, rate_at
 
 LOG_EVERY = 20  # steps
@@ -63,16 +68,6 @@ class Execution:
     cache: Path | None = None
 
 
-def discard_report(_text: str) -> None:
-    """Ignore a message."""
-
-
-def report_each(messages: Iterable[str], report: Callable[[str], None]) -> None:
-    """Report messages one by one."""
-    for message in messages:
-        report(message)
-
-
 class Trainer:
     """A run: net, optimizer, images and progress. A step changes all of them or none."""
 
@@ -86,58 +81,53 @@ class Trainer:
         start: Path | None = None,
         *,
         reset_folder: Callable[[], None] | None = None,
-        report: Callable[[str], None] = discard_report,
+        report: Callable[[str], None] = lambda _text: None,
     ) -> None:
-        """Start or resume a run. reset_folder: removes an earlier run from the folder; None to resume."""
+        """Start or resume a run; files that a crash left at different steps are brought to the same step.
+
+        start: initial checkpoint, None for random weights; reset_folder: removes an earlier run from the folder, None
+        to resume; report: receives messages to the user.
+        """
         self.recipe = recipe.in_steps(len(splits.train.samples))
-        self.splits, self.folder, self.group, self.start = splits, folder, group, start
+        self.splits, self.folder, self.group = splits, folder, group
+        self.signals = StopSignals()
         options = StepOptions(recipe.precision, recipe.channels_last, recipe.compile, recipe.accumulate)
         check_batch(recipe.batch, group, options)
         self.checkpoint_manager = CheckpointManager(folder, recipe, splits)
         self.logs = RunLogs(folder, events=execution.events, diagnose=execution.diagnose, report=report)
-        self.workers, self.cache = execution.workers, execution.cache
-        self.remarks: list[str] = []  # messages to the user before training starts
-        self.reset_folder = reset_folder
+        self.loader_options: dict[str, Any] = {
+            "workers": execution.workers,
+            "pin_memory": group.device.type == "cuda",
+            "local_processes": group.local_processes,
+        }
         self.note = ""  # shown on the progress line
         self.net = PreluNet(recipe.build_architecture(), len(splits.classes))
-        self._start_or_resume(execution.parallel or "ddp", options)
+        if group.is_first and (reset_folder is not None or not self.checkpoint_manager.has_state):
+            tensors, initial = _initial_state(self.recipe, splits, start, execution.cache, report)
+            load_tensors(self.net, tensors)
+            if reset_folder is not None:
+                reset_folder()
+            self.checkpoint_manager.write(self.net, {}, initial)
+        group.wait()
+        state = self.checkpoint_manager.read(self.net)
+        self.progress = state.progress
+        self.parallel = build_parallel(execution.parallel or "ddp", self.net, group, options)  # may remove parameters
+        groups = parameter_groups(self.net, recipe.weight_decay)
+        self.optimizer = torch.optim.SGD(groups, lr=recipe.rate, momentum=recipe.momentum)
+        state.restore(self.net, self.optimizer)
+        # Images that were unreadable may have been repaired in the meantime.
+        self.unreadable_before, self.progress.unreadable = self.progress.unreadable, {}
+        if group.is_first:
+            self.logs.resume(self.progress.step, evaluated=self.progress.is_evaluated)
+            self.checkpoint_manager.repair(self.net, self.progress)
         self.mean = torch.from_numpy(self.progress.mean).to(group.device)
         self.train_images = ImageCache(splits.train, self.progress.refused["train"])
         self.val_images = ImageCache(splits.val, self.progress.refused["val"])
         self.unreadable = UnreadableImages(splits.train, "train/", self.progress.unreadable, report)
         self.unreadable_val = UnreadableImages(splits.val, "val/", {}, report)
 
-    def _start_or_resume(self, kind: ParallelMode, options: StepOptions) -> None:
-        """Restore net, optimizer and progress from the saved state; the first process creates it if there is none.
-
-        Files that a crash left at different steps are brought to the same step.
-        """
-        if self.group.is_first and (self.reset_folder is not None or not self.checkpoint_manager.has_state):
-            self._write_initial_state()
-        self.group.wait()
-        state = self.checkpoint_manager.read(self.net)
-        self.progress = state.progress
-        self.parallel = build_parallel(kind, self.net, self.group, options)  # may remove parameters
-        groups = parameter_groups(self.net, self.recipe.weight_decay)
-        self.optimizer = torch.optim.SGD(groups, lr=self.recipe.rate, momentum=self.recipe.momentum)
-        state.restore(self.net, self.optimizer)
-        # Images that were unreadable may have been repaired in the meantime.
-        self.unreadable_before, self.progress.unreadable = self.progress.unreadable, {}
-        if self.group.is_first:
-            self.logs.resume(self.progress.step, evaluated=self.progress.is_evaluated)
-            self.checkpoint_manager.repair(self.net, self.progress)
-
-    def _write_initial_state(self) -> None:
-        """Save the initial state."""
-        tensors, progress = initial_state(self.recipe, self.splits, self.start, self.cache, self.remarks.append)
-        load_tensors(self.net, tensors)
-        if self.reset_folder is not None:
-            self.reset_folder()
-        self.checkpoint_manager.write(self.net, {}, progress)
-
     def status_messages(self) -> Iterator[str]:
-        """Yield the messages to the user before training starts."""
-        yield from self.remarks
+        """Yield messages on unreadable images, and on the step from which the run resumes."""
         for split, files in self.progress.refused.items():
             if files:
                 yield f"{split}/: {len(files)} images cannot be decoded and are skipped:"
@@ -157,9 +147,9 @@ class Trainer:
         A signal stops the run between two steps, with the state saved.
         """
         try:
-            with deferred_signals() as signals:
-                self._run(signals)
-                signals.received = False  # nothing is left to stop
+            with deferred_signals() as self.signals:
+                self._run()
+                self.signals.received = False  # nothing is left to stop
         except KeyboardInterrupt:
             raise Interrupted(
                 f"{self.folder}: interrupted twice, so stopped immediately; the same command resumes from the last "
@@ -172,66 +162,52 @@ class Trainer:
         assert best is not None
         return last, best
 
-    def _run(self, signals: StopSignals) -> None:
-        steps, first, rows = self.recipe.total_steps, self.progress.step, self.parallel.rows(self.recipe.batch)
-        axes = self.progress.axes
-        batches = training_batches(
-            self.train_images, self.recipe, first, rows=rows, axes=axes, **self._loader_options()
-        )
-        with progress("training", steps, "steps", done=first) if self.group.is_first else _no_progress() as advance:
-            self._evaluate_if_due(signals)  # an earlier process may have stopped just before it
+    def _run(self) -> None:
+        now, recipe = self.progress, self.recipe
+        rows = self.parallel.rows(recipe.batch)
+        batches = training_batches(self.train_images, recipe, now.step, rows=rows, axes=now.axes, **self.loader_options)
+        no_progress: nullcontext[Advance] = nullcontext(lambda _count=1, _note="": None)
+        shown = progress("training", recipe.total_steps, "steps", done=now.step) if self.group.is_first else no_progress
+        with shown as advance:
+            self._evaluate_if_due()  # an earlier process may have stopped just before it
             meter = ThroughputMeter()
             for batch in batches:
-                stop = self._step(batch, signals)
-                meter.images += self.recipe.batch
-                if self.progress.step % LOG_EVERY == 0 or self.progress.step == steps:
+                stop = self.step(batch)
+                meter.images += recipe.batch
+                if now.step % LOG_EVERY == 0 or now.step == recipe.total_steps:
                     self._log_steps(meter)
                 advance(1, self.note)
-                if self._evaluate_if_due(signals):
+                if self._evaluate_if_due():
                     meter = ThroughputMeter()  # exclude the time of the evaluation
                 elif stop:
-                    self._save()
+                    self.save()
                     raise self._interrupted()
-                elif self._save_is_due():
-                    self._save()
-                    self._stop_if_signalled(signals)
+                elif now.step % recipe.save_every == 0 or is_kept(recipe, now.step):
+                    self.save()
+                    self._stop_if_signaled()
 
-    def _step(self, batch: Batch, signals: StopSignals) -> bool:
+    def step(self, batch: Batch) -> bool:
         """Take one step of stochastic gradient descent; return whether any process received a stop signal."""
+        now, recipe = self.progress, self.recipe
+        plateaus = count_plateaus([errors.top1_error for errors in now.evaluations], recipe.patience)
         for group in self.optimizer.param_groups:
-            group["lr"] = self._rate()
-        images, labels = self._input(batch), torch.from_numpy(batch.labels).to(self.group.device)
-        step = self.parallel.gradients(images, labels, self._factors(), self.recipe.batch, stop=signals.received)
-        if not math.isfinite(step.loss):
+            group["lr"] = rate_at(recipe, now.step, plateaus)
+        width = self.net.architecture.hidden
+        dropout = partial(dropout_factors, recipe.seed, now.step, width=width, rate=recipe.dropout)
+        images, labels = self.preprocess(batch), torch.from_numpy(batch.labels).to(self.group.device)
+        result = self.parallel.gradients(
+            images, labels, dropout if recipe.dropout else None, recipe.batch, stop=self.signals.received
+        )
+        if not math.isfinite(result.loss):
             raise self._diverged(find_non_finite(self.net, images, labels) if self.net.has_head else "")
         self.optimizer.step()
-        self.progress.step += 1
-        self.progress.loss_sum += step.loss
-        self.progress.loss_steps += 1
+        now.step += 1
+        now.loss_sum += result.loss
+        now.loss_steps += 1
         self.unreadable.add(batch.unreadable)
-        return step.stop
+        return result.stop
 
-    def _loader_options(self) -> dict[str, Any]:
-        """Return the keyword arguments common to training and evaluation batches."""
-        return {
-            "workers": self.workers,
-            "pin_memory": self.group.device.type == "cuda",
-            "local_processes": self.group.local_processes,
-        }
-
-    def _factors(self) -> DropoutFactors:
-        """Return the dropout factors of the next step."""
-        recipe, step, width = self.recipe, self.progress.step, self.net.architecture.hidden
-        if not recipe.dropout:
-            return None
-        return lambda rows: dropout_factors(recipe.seed, step, rows, width, recipe.dropout)
-
-    def _rate(self) -> float:
-        """Return the learning rate of the next step."""
-        errors = [errors.top1_error for errors in self.progress.evaluations]
-        return rate_at(self.recipe, self.progress.step, count_plateaus(errors, self.recipe.patience))
-
-    def _input(self, batch: Batch) -> Tensor:
+    def preprocess(self, batch: Batch) -> Tensor:
         """Return float32 (N, 3, crop, crop), mean subtracted; channels stay last in memory, twice as fast on a CPU."""
         images = subtract_mean(torch.from_numpy(batch.images).to(self.group.device, non_blocking=True), self.mean)
         if batch.shift is None:
@@ -248,38 +224,41 @@ class Trainer:
             self.logs.write({"step": now.step, "loss": loss, "rate": rate, "images_per_second": round(speed, 1)})
         now.loss_sum, now.loss_steps = 0.0, 0
 
-    def _evaluate_if_due(self, signals: StopSignals) -> bool:
+    def _evaluate_if_due(self) -> bool:
         """Evaluate on val/ and save, every `evaluate_every` steps and at the end; return whether it was due."""
         now, recipe = self.progress, self.recipe
         due = now.step > 0 and (now.step % recipe.evaluate_every == 0 or now.step == recipe.total_steps)
         if not due or now.is_evaluated:
             return False
-        errors, images = self._evaluate(signals)
+        errors, images = self.evaluate()
         now.evaluations.append(errors)
         if self.group.is_first:
             refused = len(self.splits.val.samples) - images
             self.logs.write({**errors.to_json(), "evaluated": images, "refused": refused})
             self.logs.write_layers(now.step, self._measure_layers)
-        self._save()
-        self._stop_if_signalled(signals)
+        self.save()
+        self._stop_if_signaled()
         return True
 
     @torch.inference_mode()
-    def _evaluate(self, signals: StopSignals) -> tuple[ErrorRates, int]:
-        """Return the errors on val/ with the `center` protocol, and the number of images; each process does a part."""
+    def evaluate(self) -> tuple[ErrorRates, int]:
+        """Return the errors on val/ with the `center` protocol, and the number of images; each process does a part.
+
+        Saves and raises Interrupted if any process received a stop signal.
+        """
         counts = np.zeros(3)  # images, wrong at top-1, at top-5
-        size = max(1, EVALUATION_BATCH // self.group.size)
         rank, ranks = self.group.rank, self.group.size
+        size = max(1, EVALUATION_BATCH // ranks)
         self.unreadable_val.reset()
-        for batch in evaluation_batches(
-            self.val_images, self.recipe, size, part=(rank, ranks), **self._loader_options()
-        ):
-            logits = self.parallel.logits(self._input(batch)).cpu().numpy()
+        for batch in evaluation_batches(self.val_images, self.recipe, size, part=(rank, ranks), **self.loader_options):
+            logits = self.parallel.logits(self.preprocess(batch)).cpu().numpy()
             if not np.isfinite(logits).all():  # comparisons with NaN are false, so it would count as correct
                 counts[0] = math.nan  # so that all processes notice
             counts += (len(batch.labels), *count_errors(ranks_of(logits, batch.labels)))
             self.unreadable_val.add(batch.unreadable)
-            self._save_and_stop_if_signalled(signals)
+            if self.group.any(self.signals.received):
+                self.save()
+                raise self._interrupted()
         images, *wrong = self.group.total(*counts)
         if math.isnan(images):
             raise self._diverged("a logit on val/ is not finite")
@@ -295,12 +274,9 @@ class Trainer:
         if not len(views.labels):
             return ()
         labels = torch.from_numpy(views.labels).to(self.group.device)
-        return measure_layers(self.net, self._input(Batch(views.images, views.labels)), labels)
+        return measure_layers(self.net, self.preprocess(Batch(views.images, views.labels)), labels)
 
-    def _save_is_due(self) -> bool:
-        return self.progress.step % self.recipe.save_every == 0 or is_kept(self.recipe, self.progress.step)
-
-    def _save(self) -> None:
+    def save(self) -> None:
         """Save the state and its checkpoints."""
         finite = all(bool(torch.isfinite(parameter).all()) for parameter in self.net.parameters())
         if self.group.any(not finite):
@@ -311,15 +287,9 @@ class Trainer:
         self.group.wait()  # if another process ended now, torchrun would stop the first one in the middle of a write
         self.unreadable.check(self.recipe.max_refused)
 
-    def _save_and_stop_if_signalled(self, signals: StopSignals) -> None:
-        """Save and stop the run if any process received a stop signal."""
-        if self.group.any(signals.received):
-            self._save()
-            raise self._interrupted()
-
-    def _stop_if_signalled(self, signals: StopSignals) -> None:
+    def _stop_if_signaled(self) -> None:
         """Stop the run, which has just been saved, if any process received a stop signal and steps remain."""
-        if self.group.any(signals.received) and self.progress.step < self.recipe.total_steps:
+        if self.group.any(self.signals.received) and self.progress.step < self.recipe.total_steps:
             raise self._interrupted()
 
     def _interrupted(self) -> Interrupted:
@@ -338,9 +308,32 @@ class Trainer:
         )
 
 
-@contextmanager
-def _no_progress() -> Iterator[Advance]:
-    yield lambda _count=1, _note="": None
+def _initial_state(
+    recipe: Recipe, splits: Splits, start: Path | None, cache: Path | None, report: Callable[[str], None]
+) -> tuple[Mapping[str, Float32Array], TrainingProgress]:
+    """Compute the statistics of all images, and draw the initial weights or load them from a checkpoint.
+
+    cache: see `compute_statistics`. Raises DatasetError if too many images cannot be decoded, and what
+    `load_pretrained` raises.
+    """
+    compute = partial(compute_statistics, scale=recipe.evaluation_scale, crop=recipe.crop, cache=cache, report=report)
+
+    def valid_statistics(dataset: Dataset, split: str) -> DatasetStatistics:
+        statistics = compute(dataset, split)
+        if is_still_valid(statistics, dataset):
+            return statistics
+        report(f"{split}: images have changed since their statistics were cached; recomputing")
+        return compute(dataset, split, fresh=True)
+
+    of_train, of_val = valid_statistics(splits.train, "train/"), valid_statistics(splits.val, "val/")
+    mean = of_train.mean_image if recipe.mean == "image" else of_train.mean_channels
+    net, initialization = recipe.build_architecture(), recipe.initialization()
+    if start is None:
+        tensors = initial_tensors(net, len(splits.classes), recipe.seed, initialization)
+    else:
+        classes, shape = splits.classes, mean.shape
+        tensors, mean = load_pretrained(start, net, classes, recipe.seed, initialization, shape, report=report)
+    return tensors, TrainingProgress(mean, of_train.axes, {"train": of_train.refused, "val": of_val.refused})
 
 
 class ThroughputMeter:

@@ -18,7 +18,8 @@ from prelunet.training.data import dataset_statistics
 from prelunet.training.data.dataset_statistics import DatasetStatistics, cache_folder, compute_statistics
 from prelunet.training.data.image_cache import ImageCache
 from prelunet.training.data.splits import open_splits
-from prelunet.training.loop.setup import initial_state
+from prelunet.training.loop.train import train
+from prelunet.training.loop.trainer import Execution
 from tests.training.training_folders import RECIPE, make_dataset, write_image
 
 
@@ -202,39 +203,43 @@ def test_a_damaged_cache_file_is_reported_and_recomputed(dataset: Dataset, tmp_p
     data = path.read_bytes()
     path.write_bytes(DAMAGES[way](data))
     assert path.read_bytes() != data
-    said: list[str] = []
-    assert_equal(compute_statistics(dataset, "train/", scale=14, crop=12, cache=tmp_path, report=said.append), expected)
-    assert f"{path}: damaged (" in said[0]
-    assert "are recomputed" in said[0]
-    said.clear()
-    assert_equal(compute_statistics(dataset, "train/", scale=14, crop=12, cache=tmp_path, report=said.append), expected)
-    assert said == []  # the file was rewritten
+    messages: list[str] = []
+    assert_equal(
+        compute_statistics(dataset, "train/", scale=14, crop=12, cache=tmp_path, report=messages.append), expected
+    )
+    assert f"{path}: damaged (" in messages[0]
+    assert "are recomputed" in messages[0]
+    messages.clear()
+    assert_equal(
+        compute_statistics(dataset, "train/", scale=14, crop=12, cache=tmp_path, report=messages.append), expected
+    )
+    assert messages == []  # the file was rewritten
 
 
 def test_images_overwritten_with_garbage_of_the_same_length_invalidate_cached_statistics(tmp_path: Path) -> None:
     root, cache = make_dataset(tmp_path / "data"), tmp_path / "cache"
     before = open_splits(root)
-    initial_state(RECIPE, before, None, cache, lambda _text: None)
+    for split, dataset in (("train/", before.train), ("val/", before.val)):
+        compute_statistics(dataset, split, scale=14, crop=12, cache=cache)
     for path in (root / "train" / "dog").iterdir():
         path.write_bytes(b"?" * path.stat().st_size)
-    after = open_splits(root)
-    assert after.train.fingerprint == before.train.fingerprint
-    said: list[str] = []
+    assert open_splits(root).train.fingerprint == before.train.fingerprint
+    messages: list[str] = []
     with pytest.raises(DatasetError, match="7 of 21 images in train/ cannot be decoded"):
-        initial_state(RECIPE, after, None, cache, said.append)
-    assert said == ["train/: images have changed since their statistics were cached; recomputing"]
+        train(RECIPE, root, tmp_path / "run", execution=Execution(cache=cache), report=messages.append)
+    assert messages[-1] == "train/: images have changed since their statistics were cached; recomputing"
 
 
 def test_a_cache_folder_that_cannot_be_written_is_reported_and_does_not_stop_the_run(
     dataset: Dataset, tmp_path: Path
 ) -> None:
     (tmp_path / "file").write_text("in the way")
-    said: list[str] = []
-    found = compute_statistics(dataset, "train/", scale=14, crop=12, cache=tmp_path / "file", report=said.append)
+    messages: list[str] = []
+    found = compute_statistics(dataset, "train/", scale=14, crop=12, cache=tmp_path / "file", report=messages.append)
     assert_equal(found, compute_statistics(dataset, "train/", scale=14, crop=12))
-    assert len(said) == 1
-    assert "cannot be cached" in said[0]
-    assert "PRELUNET_CACHE" in said[0]
+    assert len(messages) == 1
+    assert "cannot be cached" in messages[0]
+    assert "PRELUNET_CACHE" in messages[0]
 
 
 def test_the_cache_folder_follows_the_environment() -> None:

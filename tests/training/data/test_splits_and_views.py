@@ -289,7 +289,7 @@ def test_numeric_labels_sort_as_numbers_and_val_may_miss_some(tmp_path: Path) ->
 
 
 @pytest.mark.parametrize(
-    ("label", "said"),
+    ("label", "message"),
     [
         (lambda name: (".cls", b"%d" % (CLASS_NUMBERS[name] + 1)), r"no image of class 0 \(1 such classes\).*from 0"),
         (lambda name: (".cls", b"%d" % (3 * CLASS_NUMBERS[name])), r"no image of class 1 \(4 such classes\)"),
@@ -301,11 +301,11 @@ def test_numeric_labels_sort_as_numbers_and_val_may_miss_some(tmp_path: Path) ->
     ],
 )
 def test_inconsistent_shard_labels_are_refused(
-    folder: Path, tmp_path: Path, label: Callable[[str], tuple[str, bytes]], said: str
+    folder: Path, tmp_path: Path, label: Callable[[str], tuple[str, bytes]], message: str
 ) -> None:
     for split in ("train", "val"):
         write_shards(tmp_path / split, folder, split, "a", label)
-    with pytest.raises(DatasetError, match=said):
+    with pytest.raises(DatasetError, match=message):
         open_splits(tmp_path)
 
 

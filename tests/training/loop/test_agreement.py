@@ -10,8 +10,8 @@ import torch
 from prelunet.evaluator.errors import UsageError
 from prelunet.training.data.splits import Splits, open_splits
 from prelunet.training.distributed.process_group import ProcessGroup
-from prelunet.training.loop import setup
-from prelunet.training.loop.setup import check_folder_location, require_same_command
+from prelunet.training.loop import train
+from prelunet.training.loop.train import check_folder_location, require_same_command
 from tests.training.training_folders import RECIPE, make_dataset
 
 SINGLE_PROCESS = ProcessGroup(0, 1, torch.device("cpu"))
@@ -61,15 +61,15 @@ def splits(tmp_path: Path) -> Splits:
 
 
 def messages(splits: Splits, precision: Any = "fp32") -> list[str]:
-    return list(setup.setup_messages(replace(RECIPE, precision=precision), splits, SINGLE_PROCESS, None))
+    return list(train.setup_messages(replace(RECIPE, precision=precision), splits, SINGLE_PROCESS, None))
 
 
 def test_emulated_bf16_is_reported(splits: Splits, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(setup, "device_supports_bf16", lambda _device: False)
+    monkeypatch.setattr(train, "device_supports_bf16", lambda _device: False)
     assert messages(splits, "bf16")[0] == "training on cpu, bf16"
     assert "this cpu does not support bfloat16" in messages(splits, "bf16")[-1]
     assert len(messages(splits)) == 2  # nothing more for fp32
-    monkeypatch.setattr(setup, "device_supports_bf16", lambda _device: True)
+    monkeypatch.setattr(train, "device_supports_bf16", lambda _device: True)
     assert len(messages(splits, "bf16")) == 2
 
 

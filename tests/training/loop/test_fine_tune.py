@@ -12,7 +12,7 @@ import torch
 from prelunet.evaluator.architectures import Architecture, Conv, architecture
 from prelunet.evaluator.contract import ClassEntry
 from prelunet.evaluator.errors import CheckpointError, UsageError
-from prelunet.training.loop.fine_tune import LAST_LAYER, InitialWeights, load_pretrained, sha256_of_checkpoint
+from prelunet.training.loop.fine_tune import LAST_LAYER, load_pretrained, sha256_of_checkpoint
 from prelunet.training.net.checkpoints import Checkpoint, write_checkpoint
 from prelunet.training.net.initialization import Initialization, initial_tensors
 from prelunet.training.net.network import PreluNet, load_tensors
@@ -34,8 +34,11 @@ def classes(*numbers: int) -> tuple[ClassEntry, ...]:
 
 def load(
     path: Path, entries: tuple[ClassEntry, ...], net: Architecture = TINY, mean_shape: tuple[int, ...] = (3,)
-) -> InitialWeights:
-    return load_pretrained(path, net, entries, 9, INITIALIZATION, mean_shape)
+) -> tuple[dict[str, np.ndarray], np.ndarray, list[str]]:
+    """Return the initial tensors, the mean and the messages."""
+    messages: list[str] = []
+    tensors, mean = load_pretrained(path, net, entries, 9, INITIALIZATION, mean_shape, report=messages.append)
+    return tensors, mean, messages
 
 
 def logits(net: Architecture, tensors: dict[str, np.ndarray], count: int) -> np.ndarray:
@@ -48,20 +51,20 @@ def logits(net: Architecture, tensors: dict[str, np.ndarray], count: int) -> np.
 
 def test_the_same_classes_keep_every_tensor(path: Path) -> None:
     expected = tiny_checkpoint()
-    found = load(path, classes(0, 1, 2))
-    assert found.tensors.keys() == expected.tensors.keys()
+    tensors, mean, messages = load(path, classes(0, 1, 2))
+    assert tensors.keys() == expected.tensors.keys()
     for name, tensor in expected.tensors.items():
-        np.testing.assert_array_equal(found.tensors[name], tensor, strict=True)
-    np.testing.assert_array_equal(found.mean, expected.mean, strict=True)
-    assert found.remarks == (f"initial weights from {path}, with the same 3 classes",)
+        np.testing.assert_array_equal(tensors[name], tensor, strict=True)
+    np.testing.assert_array_equal(mean, expected.mean, strict=True)
+    assert messages == [f"initial weights from {path}, with the same 3 classes"]
 
 
 def test_classes_in_another_order_keep_their_logits(path: Path) -> None:
     order = (2, 0, 1)  # not its own inverse, so that the inverse permutation would fail
-    found = load(path, classes(*order))
+    tensors, _, messages = load(path, classes(*order))
     before = logits(TINY, dict(tiny_checkpoint().tensors), CLASSES)
-    np.testing.assert_array_equal(logits(TINY, found.tensors, CLASSES), before[:, order])
-    assert "the same 3 classes in another order" in found.remarks[0]
+    np.testing.assert_array_equal(logits(TINY, tensors, CLASSES), before[:, order])
+    assert "the same 3 classes in another order" in messages[0]
 
 
 @pytest.mark.parametrize(
@@ -70,19 +73,19 @@ def test_classes_in_another_order_keep_their_logits(path: Path) -> None:
 def test_other_classes_reinitialize_the_last_layer_and_keep_the_rest(
     path: Path, numbers: tuple[int, ...], shared: int
 ) -> None:
-    found = load(path, classes(*numbers))
+    tensors, _, messages = load(path, classes(*numbers))
     drawn = initial_tensors(TINY, len(numbers), 9, INITIALIZATION)
-    for name, tensor in found.tensors.items():
+    for name, tensor in tensors.items():
         expected = drawn[name] if name in LAST_LAYER else tiny_checkpoint().tensors[name]
         np.testing.assert_array_equal(tensor, expected, strict=True)
-    assert f"{shared} of the {len(numbers)} classes are among its 3" in found.remarks[0]
-    assert logits(TINY, found.tensors, len(numbers)).shape == (2, len(numbers))
+    assert f"{shared} of the {len(numbers)} classes are among its 3" in messages[0]
+    assert logits(TINY, tensors, len(numbers)).shape == (2, len(numbers))
 
 
 def test_the_seed_and_the_deviation_decide_the_new_last_layer(path: Path) -> None:
     def drawn(seed: int, std: float) -> np.ndarray:
         initialization = Initialization(fc_stds=(0.01, 0.01, std))
-        return load_pretrained(path, TINY, classes(7, 8), seed, initialization, (3,)).tensors["fc3.weight"]
+        return load_pretrained(path, TINY, classes(7, 8), seed, initialization, (3,))[0]["fc3.weight"]
 
     assert not np.array_equal(drawn(1, 0.01), drawn(2, 0.01))
     # Two epsilons: both are rounded to float32 after the multiplication
@@ -124,18 +127,18 @@ def test_a_net_with_another_name_is_refused_in_one_line_with_both_names(path: Pa
 def test_another_crop_keeps_every_tensor_since_the_number_of_bins_is_the_same(path: Path) -> None:
     wider = replace(TINY, crop=40, name="renamed")
     assert wider.window != TINY.window
-    found = load(path, classes(0, 1, 2), wider)
-    np.testing.assert_array_equal(found.tensors["fc1.weight"], tiny_checkpoint().tensors["fc1.weight"])
-    assert np.isfinite(logits(wider, found.tensors, CLASSES)).all()
+    tensors, _, _ = load(path, classes(0, 1, 2), wider)
+    np.testing.assert_array_equal(tensors["fc1.weight"], tiny_checkpoint().tensors["fc1.weight"])
+    assert np.isfinite(logits(wider, tensors, CLASSES)).all()
 
 
 def test_a_channel_mean_is_expanded_to_a_mean_image(path: Path) -> None:
-    found = load(path, classes(0, 1, 2), mean_shape=(24, 24, 3))
-    assert found.mean.shape == (24, 24, 3)
-    assert found.mean.dtype == np.float32
-    assert (found.mean == tiny_checkpoint().mean).all()
-    assert found.mean.flags.writeable  # a copy, not a broadcast view
-    assert len(found.remarks) == 1
+    _, mean, messages = load(path, classes(0, 1, 2), mean_shape=(24, 24, 3))
+    assert mean.shape == (24, 24, 3)
+    assert mean.dtype == np.float32
+    assert (mean == tiny_checkpoint().mean).all()
+    assert mean.flags.writeable  # a copy, not a broadcast view
+    assert len(messages) == 1
 
 
 def with_mean_image(path: Path) -> Checkpoint:
@@ -146,9 +149,9 @@ def with_mean_image(path: Path) -> Checkpoint:
 
 def test_a_mean_image_of_the_same_crop_is_kept(path: Path) -> None:
     checkpoint = with_mean_image(path)
-    found = load(path, classes(0, 1, 2), mean_shape=(24, 24, 3))
-    np.testing.assert_array_equal(found.mean, checkpoint.mean, strict=True)
-    assert len(found.remarks) == 1
+    _, mean, messages = load(path, classes(0, 1, 2), mean_shape=(24, 24, 3))
+    np.testing.assert_array_equal(mean, checkpoint.mean, strict=True)
+    assert len(messages) == 1
 
 
 @pytest.mark.parametrize(("crop", "shape"), [(24, (3,)), (40, (3,)), (40, (40, 40, 3))])
@@ -156,13 +159,13 @@ def test_a_mean_image_that_does_not_fit_is_replaced_by_its_channel_means_with_a_
     path: Path, crop: int, shape: tuple[int, ...]
 ) -> None:
     checkpoint = with_mean_image(path)
-    found = load(path, classes(0, 1, 2), replace(TINY, crop=crop), shape)
-    assert found.mean.shape == shape
+    _, mean, messages = load(path, classes(0, 1, 2), replace(TINY, crop=crop), shape)
+    assert mean.shape == shape
     by_hand = [sum(float(v) for v in checkpoint.mean[..., channel].flat) / 24**2 for channel in range(3)]
     # Float32 values near 120
-    np.testing.assert_allclose(found.mean, np.broadcast_to(by_hand, shape), rtol=1e-6)
-    assert found.remarks[1].startswith("the mean image of 24x24 pixels does not fit")
-    assert f"{by_hand[0]:.2f}" in found.remarks[1]
+    np.testing.assert_allclose(mean, np.broadcast_to(by_hand, shape), rtol=1e-6)
+    assert messages[1].startswith("the mean image of 24x24 pixels does not fit")
+    assert f"{by_hand[0]:.2f}" in messages[1]
 
 
 def test_a_file_that_is_not_a_checkpoint_is_refused(tmp_path: Path) -> None:

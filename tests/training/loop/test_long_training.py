@@ -66,15 +66,15 @@ def test_the_rate_drops_when_the_error_on_val_stalls(
         return ErrorRates(self.progress.step, next(errors), 0.0), 9
 
     rates = []
-    step = Trainer._step
+    step = Trainer.step
 
     def recording(self: Trainer, *arguments: Any) -> bool:
         stop = step(self, *arguments)
         rates.append(self.optimizer.param_groups[0]["lr"])
         return stop
 
-    monkeypatch.setattr(Trainer, "_evaluate", measured)
-    monkeypatch.setattr(Trainer, "_step", recording)
+    monkeypatch.setattr(Trainer, "evaluate", measured)
+    monkeypatch.setattr(Trainer, "step", recording)
     train(recipe, data, tmp_path / "run")
     # A plateau ends after step 4 (40, 45); the second, after step 7, has no effect: most_drops is 1
     assert rates == [recipe.rate] * 4 + [recipe.rate * 0.5] * 4
@@ -123,8 +123,8 @@ def test_the_color_shift_is_added_to_every_pixel_after_the_mean(data: Path, tmp_
     trainer = Trainer(RECIPE, open_splits(data), tmp_path / "run")
     images = np.random.default_rng(0).integers(0, 256, (2, 12, 12, 3), dtype=np.uint8)
     shift = np.array([[1, -2, 3], [0, 50, -300]], np.float32)
-    plain = trainer._input(Batch(images, np.array([1, 2])))
-    shifted = trainer._input(Batch(images, np.array([1, 2]), shift))
+    plain = trainer.preprocess(Batch(images, np.array([1, 2])))
+    shifted = trainer.preprocess(Batch(images, np.array([1, 2]), shift))
     torch.testing.assert_close(shifted - plain, torch.from_numpy(shift)[:, :, None, None].expand_as(plain))
 
 
@@ -154,7 +154,7 @@ from prelunet.training.loop.train import train
 from tests.training.loop.test_long_training import COLORFUL
 
 loop.ImageCache = partial(loop.ImageCache, memory=0)  # so that worker processes decode
-step, steps = loop.Trainer._step, 0
+step, steps = loop.Trainer.step, 0
 
 def killed(self, *arguments):
     global steps
@@ -163,7 +163,7 @@ def killed(self, *arguments):
         os.kill(os.getpid(), 9)
     return step(self, *arguments)
 
-loop.Trainer._step = killed
+loop.Trainer.step = killed
 train(COLORFUL, Path({data!r}), Path({folder!r}), execution=loop.Execution(workers=2))
 """
 COLORFUL = replace(RECIPE, color=0.1, dropout=0.5, steps=14, save_every=7, evaluate_every=14)
@@ -268,14 +268,14 @@ def test_unreadable_images_of_val_are_named_once_and_count_again_when_repaired(
     first, second = sorted(files)[:2]
     first.unlink()
     second.unlink()
-    step = Trainer._step
+    step = Trainer.step
 
     def stepped(self: Trainer, *arguments: Any) -> bool:
         if self.progress.step == 2:
             second.write_bytes(files[second])
         return step(self, *arguments)
 
-    monkeypatch.setattr(Trainer, "_step", stepped)
+    monkeypatch.setattr(Trainer, "step", stepped)
     trainer.run()
     assert len(messages) == 1
     assert messages[0].startswith("val/: 2 images have become unreadable")

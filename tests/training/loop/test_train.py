@@ -20,7 +20,7 @@ from prelunet.training.data.dataset_statistics import compute_statistics
 from prelunet.training.data.image_cache import ImageCache
 from prelunet.training.data.splits import open_splits
 from prelunet.training.loop import signals as interrupts
-from prelunet.training.loop.signals import StopSignals, deferred_signals
+from prelunet.training.loop.signals import deferred_signals
 from prelunet.training.loop.train import train
 from prelunet.training.loop.trainer import Trainer
 from prelunet.training.net.checkpoints import Checkpoint, read_checkpoint, write_checkpoint
@@ -150,9 +150,9 @@ train(RECIPE, Path({data!r}), Path({folder!r}))
 @pytest.mark.parametrize(
     ("place", "when"),
     [
-        ("_step", 8),  # between two saved states: step 7 is repeated
+        ("step", 8),  # between two saved states: step 7 is repeated
         ("write_checkpoint", 4),  # state.pt belongs to step 6, last.safetensors to step 5
-        ("_evaluate", 3),  # at the very end
+        ("evaluate", 3),  # at the very end
         ("write_state", 1),  # before anything is saved
     ],
 )
@@ -224,10 +224,10 @@ def stop_at(monkeypatch: pytest.MonkeyPatch, method: str, call: int, action: Cal
 @pytest.mark.parametrize(
     ("number", "method", "call", "step"),
     [
-        (signal.SIGINT, "_step", 7, 7),  # the seventh step is finished first
-        (signal.SIGTERM, "_step", 1, 1),
-        (signal.SIGTERM, "_evaluate", 2, 10),
-        (signal.SIGINT, "_save", 1, 3),
+        (signal.SIGINT, "step", 7, 7),  # the seventh step is finished first
+        (signal.SIGTERM, "step", 1, 1),
+        (signal.SIGTERM, "evaluate", 2, 10),
+        (signal.SIGINT, "save", 1, 3),
     ],
 )
 def test_a_signal_saves_after_a_whole_step_and_the_same_command_resumes(  # noqa: PLR0917 - a table
@@ -320,9 +320,9 @@ def test_non_finite_logits_are_divergence_not_correct_answers(data: Path, tmp_pa
     trainer = Trainer(RECIPE, open_splits(data), tmp_path / "run")
     trainer.net.get_submodule("fc3").bias.data[1] = float("nan")
     with pytest.raises(UsageError, match="diverged"):
-        trainer._evaluate(StopSignals())
+        trainer.evaluate()
     with pytest.raises(UsageError, match="diverged"):
-        trainer._save()
+        trainer.save()
 
 
 def test_a_full_disk_keeps_the_last_good_files_and_the_same_command_resumes(

@@ -48,7 +48,7 @@ def test_another_recipe_is_refused_without_mentioning_the_images(
 
 def stopped_after_seven_steps(recipe: Recipe, data: Path, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Train, and interrupt the run with SIGINT."""
-    step = Trainer._step
+    step = Trainer.step
 
     def stopping(self: Trainer, *arguments: Any) -> bool:
         if self.progress.step == 6:
@@ -56,7 +56,7 @@ def stopped_after_seven_steps(recipe: Recipe, data: Path, folder: Path, monkeypa
         return step(self, *arguments)
 
     with monkeypatch.context() as patch:
-        patch.setattr(Trainer, "_step", stopping)
+        patch.setattr(Trainer, "step", stopping)
         with pytest.raises(Interrupted, match="after step 7 of 12"):
             train(recipe, data, folder)
 
