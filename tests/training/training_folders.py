@@ -1,12 +1,16 @@
 """Small folders of image files to train on."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from PIL import Image
 
+from prelunet.evaluator.arrays import Float32Array
+from prelunet.training.data.image_cache import ImageCache
+from prelunet.training.data.loader import Batch, training_batches
 from prelunet.training.recipe import Recipe
 
 # demo's trunk at crop 12 has a 3x3 map: the smallest that its pyramid {3, 2, 1} allows
@@ -43,6 +47,11 @@ def make_dataset(
                 seed = 1000 * place + 100 * (split == "val") + number
                 write_image(root / split / name / f"{number:03}.png", seed, SIZES[number % len(SIZES)], 75 * place)
     return root
+
+
+def build_batch(image_cache: ImageCache, recipe: Recipe, step: int, *, axes: Float32Array | None = None) -> Batch:
+    """Return the batch of one step, counted from 0."""
+    return next(training_batches(image_cache, replace(recipe, steps=step + 1), step, axes=axes, workers=0))
 
 
 def lines_of(folder: Path) -> list[dict[str, Any]]:

@@ -63,18 +63,14 @@ class PixelSums:
         """Return sums of zero images."""
         return cls(np.zeros((crop, crop, 3), np.int64), np.zeros((3, 3), np.int64))
 
-    @property
-    def used(self) -> int:
-        """Return the number of images in the sums."""
-        return self.seen - len(self.refused)
-
     def statistics(self) -> DatasetStatistics:
         """Return the statistics; the sums must contain an image."""
-        count = self.used * self.pixels.shape[0] * self.pixels.shape[1]
+        images = self.seen - len(self.refused)
+        count = images * self.pixels.shape[0] * self.pixels.shape[1]
         sums = [int(total) for total in self.pixels.sum(axis=(0, 1))]
         return DatasetStatistics(
             self.refused,
-            (self.pixels / self.used).astype(np.float32),
+            (self.pixels / images).astype(np.float32),
             np.array([total / count for total in sums], dtype=np.float32),
             color_axes(count, sums, self.products.tolist()),
         )
@@ -102,11 +98,13 @@ def compute_statistics(
     sums = (None if fresh else statistics_file.read()) or PixelSums.empty(crop)
     if sums.seen < len(dataset.samples):
         _add_remaining(sums, dataset, split, scale, workers, lambda: statistics_file.write(sums))
-    try:
-        check_refused(dataset, split, sums.refused)
-    except DatasetError:
-        statistics_file.forget()  # otherwise images repaired without a change of length would stay refused
-        raise
+    if len(sums.refused) > MAX_REFUSED * sums.seen:
+        statistics_file.remove()  # otherwise images repaired without a change of length would stay refused
+        some = "; ".join(f"{file}: {reason}" for file, reason in list(sums.refused.items())[:3])
+        raise DatasetError(
+            f"{dataset.location}: {len(sums.refused)} of {sums.seen} images in {split} cannot be decoded, more than "
+            f"{100 * MAX_REFUSED:.0f} %. Replace or remove them. The first: {some}"
+        )
     return sums.statistics()
 
 
@@ -137,17 +135,6 @@ def cache_folder(environment: Mapping[str, str]) -> Path | None:
         return Path(caches) / "prelunet"
     home = environment.get("HOME")
     return Path(home) / ".cache" / "prelunet" if home else None
-
-
-def check_refused(dataset: Dataset, split: str, refused: Mapping[str, str]) -> None:
-    """Raise DatasetError if more than MAX_REFUSED of a split's images are refused."""
-    images = len(dataset.samples)
-    if len(refused) > MAX_REFUSED * images:
-        some = "; ".join(f"{file}: {reason}" for file, reason in list(refused.items())[:3])
-        raise DatasetError(
-            f"{dataset.location}: {len(refused)} of {images} images in {split} cannot be decoded, more than "
-            f"{100 * MAX_REFUSED:.0f} %. Replace or remove them. The first: {some}"
-        )
 
 
 def _add_remaining(
@@ -206,7 +193,12 @@ class _StatisticsFile:
                     require_int(parse_json(metadata["seen"]), "seen", 0),
                     require_object(parse_json(metadata["refused"]), "refused"),
                 )
-            self._check(sums, metadata["digest"])
+            shapes = {"pixels": (sums.pixels, (self._crop, self._crop, 3)), "products": (sums.products, (3, 3))}
+            for name, (array, shape) in shapes.items():
+                if array.dtype != np.int64 or array.shape != shape:
+                    raise ValueError(f"{name} are {array.dtype} {array.shape}")
+            if sums.seen > self._images or metadata["digest"] != _digest(sums):
+                raise ValueError("the digest does not match")
         except (OSError, SafetensorError, KeyError, ValueError) as error:
             reason = " ".join(str(error).split())[:120]
             self._report(f"{self._path}: damaged ({reason}), so the statistics are recomputed")
@@ -231,19 +223,10 @@ class _StatisticsFile:
             )
             self._path = None
 
-    def forget(self) -> None:
+    def remove(self) -> None:
         """Remove the file if it exists."""
         if self._path is not None:
             self._path.unlink(missing_ok=True)
-
-    def _check(self, sums: PixelSums, digest: str) -> None:
-        """Raise ValueError if these cannot be sums of this split."""
-        shapes = {"pixels": (sums.pixels, (self._crop, self._crop, 3)), "products": (sums.products, (3, 3))}
-        for name, (array, shape) in shapes.items():
-            if array.dtype != np.int64 or array.shape != shape:
-                raise ValueError(f"{name} are {array.dtype} {array.shape}")
-        if sums.seen > self._images or digest != _digest(sums):
-            raise ValueError("the digest does not match")
 
 
 def _digest(sums: PixelSums) -> str:

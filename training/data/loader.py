@@ -5,8 +5,9 @@ training process selects the images of a batch and sends their samples to a work
 all samples, reference counting alone would copy its memory.
 """
 
-from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 import torch
@@ -21,6 +22,7 @@ from prelunet.training.data.worker_processes import map_in_processes
 from prelunet.training.recipe import Recipe
 
 ViewKey = tuple[int | None, int]  # epoch, or None for the view of the evaluation; image index
+Request = list[tuple[ViewKey, Sample]]  # the rows of a batch; with samples, so that a worker needs no list of them
 
 MAX_SUBSTITUTES = 20  # substitutes tried for one row; if all fail, the dataset is gone and not just a few files
 
@@ -64,13 +66,20 @@ def training_batches(
     """
     builder = _BatchBuilder(image_cache, recipe, axes if recipe.color else None)
     assert builder.axes is not None or not recipe.color, "color augmentation requires axes"
-    keys = (_rows_of(recipe, step, len(image_cache), rows) for step in range(first_step, recipe.total_steps))
-    largest = recipe.batch if rows is None else len(rows)
-    for images, metadata in _build(
-        builder, keys, largest, workers, pin_memory=pin_memory, local_processes=local_processes
+    own = range(recipe.batch) if rows is None else rows
+    keys = (
+        [*view_keys_of_step(recipe, step, len(image_cache))[own.start : own.stop]]
+        for step in range(first_step, recipe.total_steps)
+    )
+    for images, (labels, shift, unreadable) in builder.build_ahead(
+        keys, len(own), workers, pin_memory=pin_memory, local_processes=local_processes
     ):
-        builder.substitute_unreadable(images, metadata)
-        yield Batch(images, metadata.labels, metadata.shift, metadata.unreadable)
+        for row in unreadable:
+            key, images[row.index] = builder.substitute(row)
+            labels[row.index] = image_cache.samples[key[1]].label
+            if shift is not None:
+                shift[row.index] = builder.shift([key])
+        yield Batch(images, labels, shift, tuple((row.file, row.reason) for row in unreadable))
 
 
 def evaluation_batches(
@@ -91,73 +100,33 @@ def evaluation_batches(
     """
     builder = _BatchBuilder(image_cache, recipe, None)
     number, processes = part
-    together = size * processes
-    starts = range(0, len(image_cache), together)
-    for images, metadata in _build(
-        builder,
-        (_share(range(start, min(start + together, len(image_cache))), number, processes) for start in starts),
-        size,
-        workers,
-        pin_memory=pin_memory,
-        local_processes=local_processes,
+
+    def keys() -> Iterator[list[ViewKey]]:
+        for start in range(0, len(image_cache), size * processes):
+            images = range(len(image_cache))[start : start + size * processes]
+            first, end = (len(images) * process // processes for process in (number, number + 1))
+            yield [(None, index) for index in images[first:end]]
+
+    for images, (labels, _, unreadable) in builder.build_ahead(
+        keys(), size, workers, pin_memory=pin_memory, local_processes=local_processes
     ):
-        readable = np.setdiff1d(np.arange(len(images)), [row.index for row in metadata.unreadable_rows])
+        readable = np.setdiff1d(np.arange(len(images)), [row.index for row in unreadable])
         yield Batch(
-            images[readable] if metadata.unreadable_rows else images,
-            metadata.labels[readable],
+            images[readable] if unreadable else images,
+            labels[readable],
             None,
-            metadata.unreadable,
+            tuple((row.file, row.reason) for row in unreadable),
         )
-
-
-def build_batch(
-    image_cache: ImageCache, recipe: Recipe, step: int, rows: range | None = None, axes: Float32Array | None = None
-) -> Batch:
-    """Return the batch of one step, counted from 0; see `training_batches`."""
-    shortened = replace(recipe, steps=step + 1, epochs=None)
-    return next(training_batches(image_cache, shortened, step, rows=rows, axes=axes, workers=0))
-
-
-def _rows_of(recipe: Recipe, step: int, images: int, rows: range | None) -> list[ViewKey]:
-    keys: list[ViewKey] = [*view_keys_of_step(recipe, step, images)]
-    return keys if rows is None else keys[rows.start : rows.stop]
-
-
-def _share(images: range, number: int, processes: int) -> list[ViewKey]:
-    """Return the share of one process; the shares differ in length by at most 1."""
-    edges = [len(images) * process // processes for process in (number, number + 1)]
-    return [(None, index) for index in images[edges[0] : edges[1]]]
-
-
-@dataclass(frozen=True)
-class _BatchRequest:
-    """The rows of a batch for a worker to build."""
-
-    keys: list[ViewKey]
-    samples: list[Sample]
 
 
 @dataclass(frozen=True)
 class _UnreadableRow:
-    """A row whose image could not be read."""
+    """A row whose image could not be read; it is empty in the array of images."""
 
     index: int
     key: ViewKey
     file: str
     reason: str
-
-
-@dataclass(frozen=True)
-class _BatchMetadata:
-    """Everything of a batch but its images; rows with unreadable images are still empty."""
-
-    labels: Int64Array
-    shift: Float32Array | None
-    unreadable_rows: list[_UnreadableRow]
-
-    @property
-    def unreadable(self) -> tuple[tuple[str, str], ...]:
-        return tuple((row.file, row.reason) for row in self.unreadable_rows)
 
 
 class _BatchBuilder:
@@ -166,30 +135,45 @@ class _BatchBuilder:
     def __init__(self, image_cache: ImageCache, recipe: Recipe, axes: Float32Array | None) -> None:
         self.image_cache, self.recipe, self.axes = image_cache, recipe, axes
 
-    def request(self, keys: list[ViewKey]) -> _BatchRequest:
-        """Return the request for these rows."""
-        return _BatchRequest(keys, [self.image_cache.samples[index] for _, index in keys])
+    def build_ahead(
+        self,
+        keys: Iterable[list[ViewKey]],
+        largest: int,
+        workers: int | None,
+        *,
+        pin_memory: bool,
+        local_processes: int,
+    ) -> Iterator[tuple[UInt8Array, tuple[Int64Array, Float32Array | None, list[_UnreadableRow]]]]:
+        """Yield images, labels, shift and unreadable rows of each list of keys, in order; largest: its maximum length.
 
-    def from_memory(self, request: _BatchRequest) -> tuple[UInt8Array, _BatchMetadata]:
-        """Build a request from cached images."""
-        return self._make(request, lambda index, _sample: self.image_cache.image(index))
+        Threads build the batches if all images fit into memory, else worker processes do.
+        """
+        count = max(1, DEFAULT_WORKERS // local_processes) if workers is None else workers
+        requests = ([(key, self.image_cache.samples[key[1]]) for key in some] for some in keys)
+        if count and not self.image_cache.fits_in_memory:
+            build, size = partial(self._build, cached=False), 3 * largest * self.recipe.crop**2
+            yield from map_in_processes(
+                build, requests, count, size, pin_memory=pin_memory, local_processes=local_processes
+            )
+            return
+        build = partial(self._build, cached=True)
+        for images, rest in map_in_threads(build, requests, count) if count else map(build, requests):
+            yield (torch.from_numpy(images).pin_memory().numpy() if pin_memory else images), rest
 
-    def from_files(self, request: _BatchRequest) -> tuple[UInt8Array, _BatchMetadata]:
-        """Build a request in a worker process, without caching images or touching the list of all samples."""
-        return self._make(request, lambda _index, sample: self.image_cache.decode(sample))
-
-    def _make(
-        self, request: _BatchRequest, read: Callable[[int, Sample], DecodedImage]
-    ) -> tuple[UInt8Array, _BatchMetadata]:
-        images = np.zeros((len(request.keys), self.recipe.crop, self.recipe.crop, 3), np.uint8)
-        unreadable_rows = []
-        for row, (key, sample) in enumerate(zip(request.keys, request.samples, strict=True)):
+    def _build(
+        self, request: Request, *, cached: bool
+    ) -> tuple[UInt8Array, tuple[Int64Array, Float32Array | None, list[_UnreadableRow]]]:
+        """Build the rows of a request. cached: whether to use the image cache, which worker processes do not share."""
+        images = np.zeros((len(request), self.recipe.crop, self.recipe.crop, 3), np.uint8)
+        unreadable = []
+        for index, (key, sample) in enumerate(request):
             try:
-                images[row] = self._view(read(key[1], sample), key)
+                image = self.image_cache.image(key[1]) if cached else self.image_cache.decode(sample)
+                images[index] = self._view(image, key)
             except UNREADABLE as error:
-                unreadable_rows.append(_UnreadableRow(row, key, sample.file, str(error)))
-        labels = np.array([sample.label for sample in request.samples], dtype=np.int64)
-        return images, _BatchMetadata(labels, self._shift(request.keys), unreadable_rows)
+                unreadable.append(_UnreadableRow(index, key, sample.file, str(error)))
+        labels = np.array([sample.label for _, sample in request], dtype=np.int64)
+        return images, (labels, self.shift([key for key, _ in request]), unreadable)
 
     def _view(self, image: DecodedImage, key: ViewKey) -> UInt8Array:
         epoch, index = key
@@ -197,28 +181,22 @@ class _BatchBuilder:
             return central_view(image, self.recipe.evaluation_scale, self.recipe.crop)
         return training_view(image, self.recipe, epoch, index)
 
-    def _shift(self, keys: list[ViewKey]) -> Float32Array | None:
+    def shift(self, keys: list[ViewKey]) -> Float32Array | None:
+        """Return the color shifts of training views, float32 (len(keys), 3), or None without color augmentation."""
         if self.axes is None:
             return None
         shifts = [color_shift(self.recipe, self.axes, epoch, index) for epoch, index in keys if epoch is not None]
         return np.array(shifts, dtype=np.float32).reshape(-1, 3)
 
-    def substitute_unreadable(self, images: UInt8Array, metadata: _BatchMetadata) -> None:
-        """Fill the empty rows of a training batch with other images; see `training_batches`."""
-        for row in metadata.unreadable_rows:
-            key, image = self._substitute(row)
-            images[row.index] = self._view(image, key)
-            metadata.labels[row.index] = self.image_cache.samples[key[1]].label
-            if metadata.shift is not None:
-                metadata.shift[row.index] = self._shift([key])
-
-    def _substitute(self, row: _UnreadableRow) -> tuple[ViewKey, DecodedImage]:
+    def substitute(self, row: _UnreadableRow) -> tuple[ViewKey, UInt8Array]:
+        """Return key and view of another image for a row of a training batch; see `training_batches`."""
         epoch, index = row.key
         assert epoch is not None, "only training batches get substitutes"
         random = random_stream(self.recipe.seed, SUBSTITUTE, epoch, index)
         for other in random.integers(len(self.image_cache), size=MAX_SUBSTITUTES):
             try:
-                return (epoch, int(other)), self.image_cache.image(int(other))
+                key = epoch, int(other)
+                return key, self._view(self.image_cache.image(int(other)), key)
             except UNREADABLE:
                 continue
         raise DatasetError(
@@ -226,27 +204,3 @@ class _BatchBuilder:
             f"training started, but none of them is now ({row.reason}). Check whether the dataset is still there; the "
             "same command resumes from the last saved state"
         )
-
-
-def _build(
-    builder: _BatchBuilder,
-    keys: Iterable[list[ViewKey]],
-    largest: int,
-    workers: int | None,
-    *,
-    pin_memory: bool,
-    local_processes: int,
-) -> Iterator[tuple[UInt8Array, _BatchMetadata]]:
-    """Yield the images and metadata of each list of keys, in order. largest: maximum length of a list."""
-    count = max(1, DEFAULT_WORKERS // local_processes) if workers is None else workers
-    requests = map(builder.request, keys)
-    if count and not builder.image_cache.fits_in_memory:
-        size = 3 * largest * builder.recipe.crop**2
-        yield from map_in_processes(
-            builder.from_files, requests, count, size, pin_memory=pin_memory, local_processes=local_processes
-        )
-        return
-    for images, metadata in (
-        map_in_threads(builder.from_memory, requests, count) if count else map(builder.from_memory, requests)
-    ):
-        yield (torch.from_numpy(images).pin_memory().numpy() if pin_memory else images), metadata

@@ -1,6 +1,6 @@
 """The splits of a training dataset: `train/` and `val/`."""
 
-from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from importlib import resources
 from pathlib import Path
@@ -67,14 +67,9 @@ def open_splits(path: Path) -> Splits:
             f"{path}: val/ has {len(unknown)} classes that train/ does not have: {', '.join(unknown[:5])}. "
             "Add training images for them, or remove their folders from val/"
         )
-    return Splits(train, _relabel(val, train.classes))
-
-
-def _relabel(dataset: Dataset, classes: tuple[str, ...]) -> Dataset:
-    """Return the dataset with labels that index another, larger list of classes."""
-    index = {wnid: place for place, wnid in enumerate(classes)}
-    samples = [replace(sample, label=index[dataset.classes[sample.label]]) for sample in dataset.samples]
-    return Dataset(dataset.location, classes, samples, dataset.reader)
+    labels = {wnid: label for label, wnid in enumerate(train.classes)}
+    samples = [replace(sample, label=labels[val.classes[sample.label]]) for sample in val.samples]
+    return Splits(train, Dataset(val.location, train.classes, samples, val.reader))
 
 
 def median_shorter_side(dataset: Dataset) -> float:
@@ -82,20 +77,15 @@ def median_shorter_side(dataset: Dataset) -> float:
 
     Raises DatasetError if no image has a readable header.
     """
-    sides = list(_shorter_sides(dataset))
+    sides = []
+    for sample in dataset.samples:
+        with suppress(ImageError):  # `compute_statistics` reports it
+            sides.append(min(image_size(dataset.read(sample))))
     if not sides:
         raise DatasetError(
             f"{dataset.location}: none of {len(dataset.samples)} training images can be read. Restore the images"
         )
     return float(median(sides))
-
-
-def _shorter_sides(dataset: Dataset) -> Iterator[int]:
-    for sample in dataset.samples:
-        try:
-            yield min(image_size(dataset.read(sample)))
-        except ImageError:
-            continue  # `compute_statistics` reports it
 
 
 # The embedded dataset: part of Fashion-MNIST, created by tools/build_fashion_mnist.py

@@ -15,7 +15,6 @@ import threading
 import time
 import warnings
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
 from functools import partial
 from typing import Any, TypeVar
 
@@ -61,9 +60,14 @@ def map_in_processes(
             try:
                 result = next(results, None)
             except RuntimeError as error:
-                if str(error).startswith("DataLoader worker (pid"):
-                    raise _worker_died_error(workers) from error
-                raise
+                if not str(error).startswith("DataLoader worker (pid"):
+                    raise
+                raise EnvironmentFault(
+                    f"one of {workers} image decoding processes has died. The system kills processes when memory runs "
+                    f"out or {SHARED_MEMORY}, through which they pass images, is full. Use fewer processes with "
+                    "--workers, or provide more of either (in Docker: --shm-size 2g). The same command resumes from "
+                    "the last saved state"
+                ) from error
             if result is None:
                 return
             if isinstance(result, PreluNetError):
@@ -79,22 +83,26 @@ def _start_workers(
     work: "_MappedDataset", items: Iterable[Any], workers: int, stop_flag: mmap.mmap, *, pin_memory: bool
 ) -> Iterator[Any]:
     """Start the processes."""
-    # torch's SIGCHLD handler would raise anywhere in the consumer, even while it saves its state.
-    with warnings.catch_warnings(), _preserved_handler(signal.SIGCHLD):
+    handler = signal.getsignal(signal.SIGCHLD)
+    with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "This DataLoader will create")  # more workers than cores
         loader = DataLoader(
             work,
             batch_size=None,
             sampler=items,
             num_workers=workers,
-            collate_fn=_identity,
+            collate_fn=lambda result: result,
             pin_memory=pin_memory,
             prefetch_factor=PREFETCH_FACTOR,
             multiprocessing_context="fork",
             worker_init_fn=partial(_init_worker, os.getpid(), stop_flag),
             generator=torch.Generator(),  # otherwise it would draw from the global one
         )
-        return iter(loader)
+        results = iter(loader)
+    # torch's handler would raise anywhere in the consumer, even while it saves its state.
+    if threading.current_thread() is threading.main_thread():  # other threads cannot set handlers
+        signal.signal(signal.SIGCHLD, handler)
+    return results
 
 
 class _MappedDataset(Dataset[Any]):
@@ -111,10 +119,6 @@ class _MappedDataset(Dataset[Any]):
         except OSError as error:
             return from_os_error(error)
         return (torch.from_numpy(array) if self._shared else array), rest
-
-
-def _identity(result: Any) -> Any:
-    return result
 
 
 def _init_worker(consumer: int, stop_flag: mmap.mmap, _worker: int) -> None:
@@ -135,26 +139,9 @@ def _init_worker(consumer: int, stop_flag: mmap.mmap, _worker: int) -> None:
     threading.Thread(target=watch, daemon=True).start()
 
 
-@contextmanager
-def _preserved_handler(number: int) -> Iterator[None]:
-    """Restore the handler of a signal after the block."""
-    before = signal.getsignal(number)
-    yield
-    if threading.current_thread() is threading.main_thread():  # other threads cannot set handlers
-        signal.signal(number, before)
-
-
 def _free_shared_memory() -> int:
     """Return the free bytes of shared memory, 0 if there is no such file system."""
     try:
         return shutil.disk_usage(SHARED_MEMORY).free
     except OSError:
         return 0
-
-
-def _worker_died_error(workers: int) -> EnvironmentFault:
-    return EnvironmentFault(
-        f"one of {workers} image decoding processes has died. The system kills processes when memory runs out or "
-        f"{SHARED_MEMORY}, through which they pass images, is full. Use fewer processes with --workers, or provide "
-        "more of either (in Docker: --shm-size 2g). The same command resumes from the last saved state"
-    )

@@ -22,10 +22,10 @@ from prelunet.evaluator.imaging.decode import decode_rgb
 from prelunet.training.data import loader, worker_processes
 from prelunet.training.data.augmentation import SUBSTITUTE, color_shift, random_stream, training_view, view_keys_of_step
 from prelunet.training.data.image_cache import ImageCache
-from prelunet.training.data.loader import MAX_SUBSTITUTES, Batch, build_batch, evaluation_batches, training_batches
+from prelunet.training.data.loader import MAX_SUBSTITUTES, Batch, evaluation_batches, training_batches
 from prelunet.training.data.splits import open_splits
 from prelunet.training.data.worker_processes import map_in_processes
-from tests.training.training_folders import RECIPE, make_dataset
+from tests.training.training_folders import RECIPE, build_batch, make_dataset
 
 COLORFUL = replace(RECIPE, color=0.1)
 AXES = np.array([[50, 8, 1], [48, 0, -3], [46, -9, 2]], np.float32)
