@@ -7,12 +7,15 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 
 from prelunet.evaluator.cli import run as run_program
 from prelunet.evaluator.engine.scores import ranks_of
 from prelunet.evaluator.errors import DatasetError, RunFolderError, UsageError
+from prelunet.training.data.splits import open_splits
 from prelunet.training.loop.train import train
-from prelunet.training.run_state.metrics_log import MetricsLog, count_errors, error_rates
+from prelunet.training.loop.trainer import Trainer
+from prelunet.training.run_state.metrics_log import MetricsLog
 from prelunet.training.verbs import train as train_verb
 from tests.training.training_folders import RECIPE, make_dataset, write_image
 
@@ -27,12 +30,19 @@ def test_ranks_count_ties_for_the_lower_index() -> None:
     assert ranks_of(logits, np.array([2, 0, 1, 2])).tolist() == [2, 1, 2, 3]
 
 
-def test_errors_are_percent_of_all_images_not_means_of_batches() -> None:
-    wrong = [count_errors(np.array(ranks)) for ranks in ([1, 1, 1, 1], [6, 2])]
-    assert wrong == [(0, 0), (2, 1)]
-    errors = error_rates(7, 6, 2, 1)
-    assert errors.top1_error == pytest.approx(100 * 2 / 6, abs=1e-4)  # rounded to 4 decimals
-    assert errors.top5_error == pytest.approx(100 / 6, abs=1e-4)
+def test_errors_are_percent_of_all_images_not_means_of_batches(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("prelunet.training.loop.trainer.EVALUATION_BATCH", 4)  # the last batch has one image
+    data = make_dataset(tmp_path / "data", train=1, val=3, classes=tuple("abcdefg"))
+    (tmp_path / "run").mkdir()
+    trainer = Trainer(RECIPE, open_splits(data), tmp_path / "run")
+    with torch.no_grad():
+        for parameter in trainer.net.parameters():
+            parameter.zero_()
+        trainer.net.get_parameter("fc3.bias").copy_(torch.arange(7, 0, -1))  # class a has rank 1, class g rank 7
+    errors, images = trainer.evaluate()
+    assert images == 21
+    assert errors.top1_error == pytest.approx(100 * 6 / 7, abs=1e-4)  # rounded to 4 decimals
+    assert errors.top5_error == pytest.approx(100 * 2 / 7, abs=1e-4)
     assert str(replace(errors, top1_error=15.8, top5_error=0.45)) == "top-1 error 15.80 % top-5 error 0.45 %"
 
 

@@ -4,7 +4,7 @@ Does not import torch, so that a run folder can be inspected without it.
 """
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,10 +15,8 @@ from prelunet.evaluator.json_checks import (
     require_int,
     require_keys,
     require_list,
-    require_object,
     require_str,
 )
-from prelunet.training.run_state.metrics_log import MetricsLog
 from prelunet.training.run_state.run_folder import DIAGNOSIS_FILE
 
 DEFAULT_IMAGES = 256  # on which layers are measured by default
@@ -47,35 +45,10 @@ class LayerResponse:
 
     def to_json(self) -> dict[str, Any]:
         """Return plain data; non-finite numbers become None, since JSON cannot represent them."""
-        return {
-            "layer": self.layer,
-            "mean": _plain(self.mean),
-            "variance": _plain(self.variance),
-            "gradient_variance": _plain(self.gradient_variance),
-            "never_positive": _plain(self.never_positive),
-            "slope": _plain(self.slope),
-        }
+        return {"layer": self.layer, **{key: _plain(getattr(self, key)) for key in RESPONSE_KEYS[1:]}}
 
 
 RESPONSE_KEYS = tuple(LayerResponse.__dataclass_fields__)
-
-
-class LayerLog:
-    """diagnosis.jsonl: the layers at every evaluation, in the order of steps; see `MetricsLog`."""
-
-    def __init__(self, path: Path) -> None:
-        self._log = MetricsLog(path)
-
-    def truncate_after(self, step: int, *, evaluated: bool) -> None:
-        """Remove the lines of evaluations after a resumed state, which will be repeated.
-
-        evaluated: whether the state includes the evaluation at `step`.
-        """
-        self._log.truncate_after(step if evaluated else step - 1, evaluated=True)
-
-    def write(self, step: int, layers: Sequence[LayerResponse]) -> None:
-        """Append the line of one evaluation."""
-        self._log.write({"step": step, "layers": [layer.to_json() for layer in layers]})
 
 
 def read_layer_log(folder: Path) -> list[dict[str, Any]]:
@@ -109,19 +82,15 @@ def read_layer_log(folder: Path) -> list[dict[str, Any]]:
 def _entry(path: Path, number: int, line: bytes) -> dict[str, Any]:
     try:
         entry = require_keys(parse_json(line), "it", {"step", "layers"})
-        layers = [_layer(layer) for layer in require_list(entry["layers"], "layers")]
-        return {"step": require_int(entry["step"], "step", 0), "layers": layers}
+        require_int(entry["step"], "step", 0)
+        for layer in require_list(entry["layers"], "layers"):
+            require_str(require_keys(layer, "a layer", set(RESPONSE_KEYS))["layer"], "layer")
+            for key in RESPONSE_KEYS[1:]:
+                if layer[key] is not None and type(layer[key]) not in {int, float}:
+                    raise ValueError(f"{key} of {layer['layer']!a:.40} should be a number or null")
     except ValueError as error:
         raise UsageError(f"{path}: line {number} is damaged ({error}). Remove that line") from error
-
-
-def _layer(data: Any) -> dict[str, Any]:
-    layer = require_keys(require_object(data, "a layer"), "a layer", set(RESPONSE_KEYS))
-    require_str(layer["layer"], "layer")
-    for key in RESPONSE_KEYS[1:]:
-        if layer[key] is not None and type(layer[key]) not in {int, float}:
-            raise ValueError(f"{key} of {layer['layer']!a:.40} should be a number or null")
-    return layer
+    return entry
 
 
 def _plain(value: float | None) -> float | None:

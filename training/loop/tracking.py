@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from prelunet.evaluator.errors import EnvironmentFault
-from prelunet.training.inspection.layer_log import LayerLog, LayerResponse
+from prelunet.training.inspection.layer_log import LayerResponse
 from prelunet.training.run_state.metrics_log import MetricsLog
 from prelunet.training.run_state.run_folder import DIAGNOSIS_FILE, EVENTS_FOLDER, METRICS_FILE
 
@@ -31,13 +31,16 @@ class RunLogs:
         events cannot be written. Raises EnvironmentFault if events are requested and TensorBoard is not installed.
         """
         self._metrics = MetricsLog(folder / METRICS_FILE)
-        self._layer_log, self._log_layers = LayerLog(folder / DIAGNOSIS_FILE), diagnose
+        self._layer_log, self._log_layers = MetricsLog(folder / DIAGNOSIS_FILE), diagnose
         self._events = _Events(folder / EVENTS_FOLDER, report) if events else None
 
     def resume(self, step: int, *, evaluated: bool) -> None:
-        """Remove the entries of later steps, which will be repeated."""
+        """Remove the entries of later steps, which will be repeated.
+
+        evaluated: whether the state includes the evaluation at `step`, after which layers are logged.
+        """
         self._metrics.truncate_after(step, evaluated=evaluated)
-        self._layer_log.truncate_after(step, evaluated=evaluated)
+        self._layer_log.truncate_after(step if evaluated else step - 1, evaluated=True)
         if self._events is not None:
             self._events.first = step + 1
 
@@ -49,16 +52,12 @@ class RunLogs:
 
     def write_layers(self, step: int, measure: Callable[[], tuple[LayerResponse, ...]]) -> None:
         """Measure the layers and log them, if layer logging is on."""
-        if not self._log_layers:
+        if not self._log_layers or not (layers := measure()):
             return
-        layers = measure()
-        if not layers:
-            return
-        self._layer_log.write(step, layers)
+        self._layer_log.write({"step": step, "layers": [layer.to_json() for layer in layers]})
         if self._events is not None:
-            self._events.write(
-                step, {f"slope/{layer.layer}": layer.slope for layer in layers if layer.slope is not None}
-            )
+            slopes = {f"slope/{layer.layer}": layer.slope for layer in layers if layer.slope is not None}
+            self._events.write(step, slopes)
 
     def close(self) -> None:
         """Close the event file."""

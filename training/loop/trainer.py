@@ -41,8 +41,9 @@ from prelunet.training.net.initialization import initial_tensors
 from prelunet.training.net.network import PreluNet, load_tensors, parameter_groups
 from prelunet.training.recipe import Recipe
 from prelunet.training.run_state.checkpoint_manager import CheckpointManager, is_kept
-from prelunet.training.run_state.metrics_log import ErrorRates, count_errors, error_rates
+from prelunet.training.run_state.metrics_log import ErrorRates
 from prelunet.training.run_state.resume_state import TrainingProgress, momentum_of
+from prelunet.training.run_state.run_folder import STATE_FILE
 from prelunet.training.schedule import count_plateaus, rate_at
 
 LOG_EVERY = 20  # steps
@@ -102,7 +103,7 @@ class Trainer:
         }
         self.note = ""  # shown on the progress line
         self.net = PreluNet(recipe.build_architecture(), len(splits.classes))
-        if group.is_first and (reset_folder is not None or not self.checkpoint_manager.has_state):
+        if group.is_first and (reset_folder is not None or not (folder / STATE_FILE).exists()):
             tensors, initial = _initial_state(self.recipe, splits, start, execution.cache, report)
             load_tensors(self.net, tensors)
             if reset_folder is not None:
@@ -247,14 +248,15 @@ class Trainer:
         Saves and raises Interrupted if any process received a stop signal.
         """
         counts = np.zeros(3)  # images, wrong at top-1, at top-5
-        rank, ranks = self.group.rank, self.group.size
-        size = max(1, EVALUATION_BATCH // ranks)
+        part = self.group.rank, self.group.size
+        size = max(1, EVALUATION_BATCH // self.group.size)
         self.unreadable_val.reset()
-        for batch in evaluation_batches(self.val_images, self.recipe, size, part=(rank, ranks), **self.loader_options):
+        for batch in evaluation_batches(self.val_images, self.recipe, size, part=part, **self.loader_options):
             logits = self.parallel.logits(self.preprocess(batch)).cpu().numpy()
             if not np.isfinite(logits).all():  # comparisons with NaN are false, so it would count as correct
                 counts[0] = math.nan  # so that all processes notice
-            counts += (len(batch.labels), *count_errors(ranks_of(logits, batch.labels)))
+            ranks = ranks_of(logits, batch.labels)
+            counts += (len(ranks), (ranks > 1).sum(), (ranks > 5).sum())
             self.unreadable_val.add(batch.unreadable)
             if self.group.any(self.signals.received):
                 self.save()
@@ -266,7 +268,8 @@ class Trainer:
         self.unreadable_val.check(self.recipe.max_refused)
         if not images:
             raise DatasetError(f"{self.splits.val.location}: no image of val/ is readable any more. Restore the images")
-        return error_rates(self.progress.step, images, *wrong), int(images)
+        top1, top5 = (round(100 * count / images, 4) for count in wrong)
+        return ErrorRates(self.progress.step, top1, top5), int(images)
 
     def _measure_layers(self) -> tuple[LayerResponse, ...]:
         """Measure the layers on images of val/; return () if none of these is readable any more."""

@@ -18,7 +18,7 @@ from prelunet.training.run_state.resume_state import (
     read_state,
     write_state,
 )
-from prelunet.training.run_state.run_folder import BEST_FILE, LAST_FILE, STATE_FILE, checkpoint_file_name
+from prelunet.training.run_state.run_folder import BEST_FILE, KEPT_FILE, LAST_FILE, STATE_FILE
 
 
 class CheckpointManager:
@@ -26,11 +26,6 @@ class CheckpointManager:
 
     def __init__(self, folder: Path, recipe: Recipe, splits: Splits) -> None:
         self.folder, self.recipe, self.splits = folder, recipe, splits
-
-    @property
-    def has_state(self) -> bool:
-        """Return whether the folder has a saved state."""
-        return (self.folder / STATE_FILE).exists()
 
     def read(self, net: PreluNet) -> ResumeState:
         """Read the saved state; raises RunFolderError also for a state that this run cannot have produced."""
@@ -62,7 +57,15 @@ class CheckpointManager:
         """Write the checkpoints that do not match the restored state, as after a crash between the two writes."""
         if progress.step:
             for name, checkpoint in self._checkpoints(net, progress):
-                if not _holds(self.folder / name, checkpoint):
+                try:
+                    stored = read_checkpoint(self.folder / name)
+                except (CheckpointError, UsageError):  # damaged or missing
+                    stored = None
+                if (
+                    stored is None
+                    or stored.metrics != checkpoint.metrics
+                    or not all(np.array_equal(stored.tensors[key], own) for key, own in checkpoint.tensors.items())
+                ):
                     write_checkpoint(self.folder / name, checkpoint)
 
     def _checkpoints(self, net: PreluNet, now: TrainingProgress) -> Iterator[tuple[str, Checkpoint]]:
@@ -81,19 +84,9 @@ class CheckpointManager:
         if now.best is not None and now.best.step == now.step:
             yield BEST_FILE, checkpoint
         if is_kept(self.recipe, now.step):
-            yield checkpoint_file_name(now.step), checkpoint
+            yield KEPT_FILE.format(now.step), checkpoint
 
 
 def is_kept(recipe: Recipe, step: int) -> bool:
     """Return whether the checkpoint of a step is kept permanently."""
     return recipe.keep_every is not None and step % recipe.keep_every == 0
-
-
-def _holds(path: Path, checkpoint: Checkpoint) -> bool:
-    """Return whether the file contains this checkpoint."""
-    try:
-        stored = read_checkpoint(path)
-    except (CheckpointError, UsageError):  # damaged or missing
-        return False
-    same = all(np.array_equal(stored.tensors[name], tensor) for name, tensor in checkpoint.tensors.items())
-    return same and stored.metrics == checkpoint.metrics

@@ -1,12 +1,9 @@
 """The metrics of a run: errors on the validation split, and metrics.jsonl."""
 
 import json
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
-
-import numpy as np
-import numpy.typing as npt
 
 from prelunet.evaluator.errors import RunFolderError
 from prelunet.evaluator.files import write_atomically
@@ -23,20 +20,10 @@ class ErrorRates:
 
     def to_json(self) -> dict[str, Any]:
         """Return plain data for metrics.jsonl and `prelunet.metrics`."""
-        return {"step": self.step, "top1_error": self.top1_error, "top5_error": self.top5_error}
+        return asdict(self)
 
     def __str__(self) -> str:
         return f"top-1 error {self.top1_error:.2f} % top-5 error {self.top5_error:.2f} %"
-
-
-def count_errors(ranks: npt.NDArray[np.int64]) -> tuple[int, int]:
-    """Return the numbers of top-1 and top-5 errors, given the ranks of the labels, counted from 1."""
-    return int((ranks > 1).sum()), int((ranks > 5).sum())
-
-
-def error_rates(step: int, images: float, top1: float, top5: float) -> ErrorRates:
-    """Return the errors in percent, given the numbers of images and of errors."""
-    return ErrorRates(step, round(100 * top1 / images, 4), round(100 * top5 / images, 4))
 
 
 class MetricsLog:

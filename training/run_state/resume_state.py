@@ -107,20 +107,14 @@ def write_state(path: Path, net: PreluNet, momentum: Mapping[str, Tensor], progr
         "measured": [errors.to_json() for errors in progress.evaluations],
     }
     # Via a buffer: writing to a file, torch hides the system's error, so a full disk would look like an internal error.
-    buffer = io.BytesIO()
-    _save(state, buffer)
-    with open_atomically(path) as file:
-        file.write(buffer.getbuffer())
-
-
-def _save(state: dict[str, Any], buffer: io.BytesIO) -> None:
-    """Save with CRCs, which `read_state` checks, even if they are turned off in torch."""
-    before = get_crc32_options()
-    set_crc32_options(True)
+    buffer, crcs = io.BytesIO(), get_crc32_options()
+    set_crc32_options(True)  # `read_state` checks them
     try:
         torch.save(state, buffer)
     finally:
-        set_crc32_options(before)
+        set_crc32_options(crcs)
+    with open_atomically(path) as file:
+        file.write(buffer.getbuffer())
 
 
 def read_state(path: Path, net: PreluNet) -> ResumeState:
@@ -129,7 +123,9 @@ def read_state(path: Path, net: PreluNet) -> ResumeState:
     net: with all its layers. Raises RunFolderError if the file is damaged or belongs to another net.
     """
     try:
-        _check_records(path)
+        with zipfile.ZipFile(path) as file:  # torch does not check CRCs with mmap; takes 1 s per GB and 1 MiB of memory
+            if (name := file.testzip()) is not None:
+                raise ValueError(f"the CRC of {name}")
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # from torch, about files that are rejected below
             # Mapped, so that the processes of a machine share the memory.
@@ -162,13 +158,6 @@ def damaged_state_error(path: Path) -> RunFolderError:
     )
 
 
-def _check_records(path: Path) -> None:
-    """Check the CRC of every record, which torch does not do with mmap; takes 1 s per GB and 1 MiB of memory."""
-    with zipfile.ZipFile(path) as file:
-        if (name := file.testzip()) is not None:
-            raise ValueError(f"the CRC of {name}")
-
-
 def _parse_state(state: dict[str, Any], net: PreluNet) -> ResumeState:
     """Validate the content of the file. Invalid content raises various exceptions, including torch's."""
     shapes = {name: tuple(value.shape) for name, value in net.state_dict().items()}
@@ -177,7 +166,21 @@ def _parse_state(state: dict[str, Any], net: PreluNet) -> ResumeState:
         raise ValueError("tensors of another net")
     for name, value in (*tensors.items(), *momentum.items()):
         _array(value, name, shapes[name])
-    return ResumeState(_parse_progress(state, net.architecture.crop), tensors, momentum)
+    step, crop = require_int(state["step"], "step", 0), net.architecture.crop
+    loss_sum, loss_steps = state["loss"]
+    if type(loss_sum) is not float or not math.isfinite(loss_sum):
+        raise ValueError("the loss is not a finite number")
+    progress = TrainingProgress(
+        mean=_array(state["mean"], "mean", (crop, crop, 3), (3,)),
+        axes=_array(state["axes"], "axes", (3, 3)),
+        refused={split: _parse_reasons(state["refused"][split]) for split in ("train", "val")},
+        unreadable=_parse_reasons(state["lost"]),
+        step=step,
+        loss_sum=loss_sum,
+        loss_steps=require_int(loss_steps, "steps of the loss", 0, step),
+        evaluations=_parse_evaluations(state["measured"], step),
+    )
+    return ResumeState(progress, tensors, momentum)
 
 
 def _array(value: Any, name: str, *shapes: tuple[int, ...]) -> Float32Array:
@@ -189,23 +192,6 @@ def _array(value: Any, name: str, *shapes: tuple[int, ...]) -> Float32Array:
     if array.dtype != np.float32 or array.shape not in shapes or not is_finite(array):
         raise ValueError(f"{name}: {array.dtype} of shape {array.shape}, or not finite")
     return array
-
-
-def _parse_progress(state: dict[str, Any], crop: int) -> TrainingProgress:
-    step = require_int(state["step"], "step", 0)
-    loss_sum, loss_steps = state["loss"]
-    if type(loss_sum) is not float or not math.isfinite(loss_sum):
-        raise ValueError("the loss is not a finite number")
-    return TrainingProgress(
-        mean=_array(state["mean"], "mean", (crop, crop, 3), (3,)),
-        axes=_array(state["axes"], "axes", (3, 3)),
-        refused={split: _parse_reasons(state["refused"][split]) for split in ("train", "val")},
-        unreadable=_parse_reasons(state["lost"]),
-        step=step,
-        loss_sum=loss_sum,
-        loss_steps=require_int(loss_steps, "steps of the loss", 0, step),
-        evaluations=_parse_evaluations(state["measured"], step),
-    )
 
 
 def _parse_reasons(files: Any) -> dict[str, str]:

@@ -26,7 +26,8 @@ from prelunet.training.recipe import EXECUTION_KEYS
 RUN_VERSION = 1
 TRAINING_FILE, STATE_FILE, METRICS_FILE = "training.json", "state.pt", "metrics.jsonl"
 LAST_FILE, BEST_FILE = "last.safetensors", "best.safetensors"
-DIAGNOSIS_FILE, EVENTS_FOLDER, KEPT_FILES = "diagnosis.jsonl", "tensorboard", "step-*.safetensors"
+DIAGNOSIS_FILE, EVENTS_FOLDER = "diagnosis.jsonl", "tensorboard"
+KEPT_FILE, KEPT_FILES = "step-{:07}.safetensors", "step-*.safetensors"  # the name of a step, and a pattern for all
 FILES = (STATE_FILE, LAST_FILE, BEST_FILE, METRICS_FILE, DIAGNOSIS_FILE)  # beside training.json, which marks the folder
 
 
@@ -47,43 +48,38 @@ def open_run_folder(folder: Path, description: dict[str, Any], *, fresh: bool) -
         remove_leftovers(folder, (TRAINING_FILE, *FILES, KEPT_FILES))
         requested = {"version": RUN_VERSION, **description}
         if not (folder / TRAINING_FILE).exists():
-            _check_unused(folder)
-        elif not fresh and _has_begun(folder):
+            if others := sorted(path.name for path in folder.iterdir()):
+                raise RunFolderError(
+                    f"{folder}: not empty ({', '.join(others[:3])}{', ...' if len(others) > 3 else ''}) and not a run "
+                    "folder. Choose an empty or new folder with --out"
+                )
+        elif not fresh and any((folder / name).exists() for name in FILES):
             _compare(folder, requested)
             yield None
             return
 
         def reset_folder() -> None:
-            _remove(folder)
+            for kept in folder.glob(KEPT_FILES):
+                kept.unlink()
+            if (folder / EVENTS_FOLDER).is_dir():
+                shutil.rmtree(folder / EVENTS_FOLDER)
+            for name in FILES:
+                (folder / name).unlink(missing_ok=True)
             write_atomically(folder / TRAINING_FILE, json.dumps(requested, indent=1, sort_keys=True).encode() + b"\n")
 
         yield reset_folder
 
 
-def _has_begun(folder: Path) -> bool:
-    """Return whether the folder contains more of a run than its description."""
-    return any((folder / name).exists() for name in FILES)
-
-
-def checkpoint_file_name(step: int) -> str:
-    """Return the file name of a checkpoint kept by `keep_every`."""
-    return f"step-{step:07}.safetensors"
-
-
-def _remove(folder: Path) -> None:
-    """Remove the files of a run, except its description, which is replaced atomically."""
-    for kept in folder.glob(KEPT_FILES):
-        kept.unlink()
-    if (folder / EVENTS_FOLDER).is_dir():
-        shutil.rmtree(folder / EVENTS_FOLDER)
-    for name in FILES:
-        (folder / name).unlink(missing_ok=True)
-
-
 def _compare(folder: Path, requested: dict[str, Any]) -> None:
     """Raise RunFolderError if the run in the folder differs from the requested one or has no state to resume from."""
+    path = folder / TRAINING_FILE
+    try:
+        description = require_object(parse_json(path.read_bytes()), "it")
+        check_plain(description)
+    except ValueError as error:
+        raise RunFolderError(f"{path}: damaged ({error}). Restore the file, or start over with --fresh") from error
     may_differ = [("recipe", key) for key in EXECUTION_KEYS]
-    if found := differences(_read(folder / TRAINING_FILE), json.loads(json.dumps(requested)), ignored=may_differ):
+    if found := differences(description, json.loads(json.dumps(requested)), ignored=may_differ):
         dataset_differs = any(line.startswith("dataset.") for line in found)
         hint = " (A fingerprint covers names, lengths and labels of a split's images: restore those that changed.)"
         raise RunFolderError(
@@ -95,21 +91,3 @@ def _compare(folder: Path, requested: dict[str, Any]) -> None:
             f"{folder}: {STATE_FILE} is missing, so the run cannot resume. Restore the file from a copy, or start over "
             "with --fresh"
         )
-
-
-def _check_unused(folder: Path) -> None:
-    """Raise RunFolderError unless the folder, which has no description, is empty."""
-    if others := sorted(path.name for path in folder.iterdir()):
-        raise RunFolderError(
-            f"{folder}: not empty ({', '.join(others[:3])}{', ...' if len(others) > 3 else ''}) and not a run folder. "
-            "Choose an empty or new folder with --out"
-        )
-
-
-def _read(path: Path) -> dict[str, Any]:
-    try:
-        description = require_object(parse_json(path.read_bytes()), "it")
-        check_plain(description)
-    except ValueError as error:
-        raise RunFolderError(f"{path}: damaged ({error}). Restore the file, or start over with --fresh") from error
-    return description

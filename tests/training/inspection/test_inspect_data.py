@@ -18,9 +18,10 @@ from prelunet.evaluator.imaging.decode import decode_image
 from prelunet.evaluator.imaging.views import make_views
 from prelunet.evaluator.protocols import EvaluationProtocol
 from prelunet.training.inspection.describe_file import inspect_file
-from prelunet.training.inspection.layer_log import LayerLog, LayerResponse
+from prelunet.training.inspection.layer_log import LayerResponse
 from prelunet.training.inspection.layer_statistics import measure_layers
 from prelunet.training.inspection.slope_trend import slope_trend
+from prelunet.training.loop.tracking import RunLogs
 from prelunet.training.net.checkpoints import read_checkpoint, write_checkpoint
 from prelunet.training.net.dense_reference import subtract_mean
 from prelunet.training.net.network import network_from_checkpoint
@@ -237,16 +238,14 @@ def test_a_plot_of_another_format_is_refused_before_any_work_and_an_existing_fil
 
 def history(folder: Path) -> Path:
     """Write three measurements of three layers, one of which has neither slope nor activation."""
-    log = LayerLog(folder / "diagnosis.jsonl")
+    logs = RunLogs(folder, events=False, diagnose=True, report=pytest.fail)
     for step, spread in ((10, 4.0), (20, 9.0), (30, 0.25)):
-        log.write(
-            step,
-            [
-                LayerResponse("conv1", 0.0, spread, 1e-6, 0.0, 0.25 + step / 100),
-                LayerResponse("fc1", 0.0, 1.0, 1e-4, 0.5, 0.25),
-                LayerResponse("fc3", 0.0, 1.0, float("inf"), None, None),
-            ],
+        layers = (
+            LayerResponse("conv1", 0.0, spread, 1e-6, 0.0, 0.25 + step / 100),
+            LayerResponse("fc1", 0.0, 1.0, 1e-4, 0.5, 0.25),
+            LayerResponse("fc3", 0.0, 1.0, float("inf"), None, None),
         )
+        logs.write_layers(step, lambda layers=layers: layers)
     return folder
 
 

@@ -16,8 +16,9 @@ from prelunet.evaluator.architectures import ACTIVATIONS, Activation
 from prelunet.evaluator.datasets import open_dataset
 from prelunet.evaluator.errors import RunFolderError, UsageError
 from prelunet.training.data.image_cache import ImageCache
-from prelunet.training.inspection.layer_log import LayerLog, LayerResponse, read_layer_log, std
+from prelunet.training.inspection.layer_log import LayerResponse, read_layer_log, std
 from prelunet.training.inspection.layer_statistics import measure_layers, sample_views
+from prelunet.training.loop.tracking import RunLogs
 from prelunet.training.net.network import PreluNet, network_from_checkpoint
 from tests.helpers.tiny_nets import CLASSES, TINY, tiny_checkpoint
 from tests.training.training_folders import make_dataset
@@ -190,6 +191,10 @@ def layer(name: str = "conv1", **changes: float | None) -> LayerResponse:
     return replace(LayerResponse(name, -1.5, 4.0, 1e-9, 0.125, 0.25), **changes)
 
 
+def run_logs(folder: Path) -> RunLogs:
+    return RunLogs(folder, events=False, diagnose=True, report=pytest.fail)
+
+
 def lines_of(path: Path) -> list[int]:
     return [json.loads(line)["step"] for line in path.read_text().splitlines()]
 
@@ -209,9 +214,10 @@ def test_a_layer_is_written_with_six_digits_and_null_for_non_finite_numbers() ->
 
 
 def test_the_log_is_read_as_it_was_written(tmp_path: Path) -> None:
-    log = LayerLog(tmp_path / "diagnosis.jsonl")
+    logs = run_logs(tmp_path)
     for step in (5, 10):
-        log.write(step, [layer(variance=float(step)), layer("fc3", never_positive=None, slope=None)])
+        layers = (layer(variance=float(step)), layer("fc3", never_positive=None, slope=None))
+        logs.write_layers(step, lambda layers=layers: layers)
     with (tmp_path / "diagnosis.jsonl").open("a") as file:
         file.write('{"step": 15, "lay')  # being written
     first, last = read_layer_log(tmp_path)
@@ -222,24 +228,23 @@ def test_the_log_is_read_as_it_was_written(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(("evaluated", "kept"), [(True, [5, 10]), (False, [5])])
 def test_resuming_removes_the_lines_that_will_be_repeated(tmp_path: Path, evaluated: bool, kept: list[int]) -> None:
-    path = tmp_path / "diagnosis.jsonl"
-    log = LayerLog(path)
-    log.truncate_after(10, evaluated=evaluated)  # no file yet
+    path, logs = tmp_path / "diagnosis.jsonl", run_logs(tmp_path)
+    logs.resume(10, evaluated=evaluated)  # no file yet
     assert not path.exists()
     for step in (5, 10, 15):
-        log.write(step, [layer()])
+        logs.write_layers(step, lambda: (layer(),))
     with path.open("a") as file:
         file.write('{"step": 20, "lay')  # truncated by a crash
-    log.truncate_after(10, evaluated=evaluated)
+    logs.resume(10, evaluated=evaluated)
     assert lines_of(path) == kept
-    log.write(15, [layer()])
+    logs.write_layers(15, lambda: (layer(),))
     assert lines_of(path) == [*kept, 15]
 
 
 def test_resuming_at_a_damaged_line_names_it(tmp_path: Path) -> None:
     (tmp_path / "diagnosis.jsonl").write_text('{"step": 5, "layers": []}\nrubbish\n')
     with pytest.raises(RunFolderError, match="line 2 is damaged"):
-        LayerLog(tmp_path / "diagnosis.jsonl").truncate_after(5, evaluated=True)
+        run_logs(tmp_path).resume(5, evaluated=True)
 
 
 def _other_layers(entry: dict) -> None:
