@@ -17,7 +17,7 @@ from prelunet.training.distributed.base import (
 )
 from prelunet.training.distributed.gradient_buckets import GradientBuckets
 from prelunet.training.distributed.process_group import ProcessGroup
-from prelunet.training.net.network import Factors, PreluNet
+from prelunet.training.net.network import PreluNet
 
 
 class DataParallel(ParallelNet):
@@ -31,11 +31,17 @@ class DataParallel(ParallelNet):
         own = self.rows(total)
         loss = torch.zeros((), device=self.group.device)
         dropout = self._dropout_tensors(factors, own)
-        self._reset_gradients()
+        if self.buckets is None:
+            self.net.zero_grad()
+        else:
+            self.buckets.begin()
         for part, rows in enumerate(split_evenly(own, self.options.accumulate), start=1):
             local = slice(rows.start - own.start, rows.stop - own.start)
-            part_loss = self._loss(images[local], labels[local], select_rows(dropout, local), total) if rows else None
-            if part_loss is not None:
+            part_loss = None
+            if rows:
+                with self._autocast():
+                    logits = self._head(self._features(images[local]), select_rows(dropout, local))
+                part_loss = F.cross_entropy(logits.float(), labels[local], reduction="sum") / total
                 loss += part_loss.detach()
             if self.buckets is not None and part == self.options.accumulate:
                 self.buckets.arm(loss, float(stop))
@@ -45,18 +51,6 @@ class DataParallel(ParallelNet):
             return StepResult(float(loss), stop)
         mean_loss, stops = self.buckets.finish()
         return StepResult(mean_loss, stops > 0)
-
-    def _reset_gradients(self) -> None:
-        if self.buckets is None:
-            self.net.zero_grad()
-        else:
-            self.buckets.begin()
-
-    def _loss(self, images: Tensor, labels: Tensor, factors: Factors | None, total: int) -> Tensor:
-        """Return these rows' share of the mean loss."""
-        with self._autocast():
-            logits = self._head(self._features(images), factors)
-        return F.cross_entropy(logits.float(), labels, reduction="sum") / total
 
     @torch.no_grad()
     def logits(self, images: Tensor) -> Tensor:

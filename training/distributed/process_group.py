@@ -17,7 +17,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import timedelta
-from typing import NamedTuple, TypeVar
+from typing import TypeVar
 
 import torch
 import torch.distributed as dist
@@ -142,12 +142,22 @@ def open_process_group(device: str | None = None) -> Iterator[ProcessGroup]:
     Raises UsageError for an unknown device or an incomplete environment; EnvironmentFault if there is no such GPU or
     the processes cannot connect.
     """
-    own = _read_environment(os.environ)
-    group = ProcessGroup(own.rank, own.size, _device(device, own.local_rank), own.local_processes)
-    if group.size == 1:
+    rank, size, local_rank, local_processes = _read_environment(os.environ)
+    group = ProcessGroup(rank, size, _device(device, local_rank), local_processes)
+    if size == 1:
         yield group
         return
-    _join(group)
+    on_gpu = group.device.type == "cuda"
+    try:
+        dist.init_process_group(
+            "cpu:gloo,cuda:nccl" if on_gpu else "gloo", timeout=TIMEOUT, device_id=group.device if on_gpu else None
+        )
+    except RuntimeError as error:
+        address = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
+        raise EnvironmentFault(
+            f"rank {rank} of {size} could not connect to the others at {address}: {_first_sentence(error)}. Start all "
+            "of them with the same torchrun command, at an address that every machine can reach"
+        ) from error
     try:
         yield group
         group.wait()  # before any process closes its connections
@@ -156,36 +166,11 @@ def open_process_group(device: str | None = None) -> Iterator[ProcessGroup]:
         dist.destroy_process_group()
 
 
-def _join(group: ProcessGroup) -> None:
-    on_gpu = group.device.type == "cuda"
-    try:
-        dist.init_process_group(
-            "cpu:gloo,cuda:nccl" if on_gpu else "gloo",
-            timeout=TIMEOUT,
-            device_id=group.device if on_gpu else None,
-        )
-    except RuntimeError as error:
-        address = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
-        raise EnvironmentFault(
-            f"rank {group.rank} of {group.size} could not connect to the others at {address}: "
-            f"{_first_sentence(error)}. Start all of them with the same torchrun command, at an address that every "
-            "machine can reach"
-        ) from error
-
-
-class _TorchrunEnvironment(NamedTuple):
-    """torchrun's variables. local_rank, local_processes: index among, and number of, the processes of this machine."""
-
-    rank: int
-    size: int
-    local_rank: int
-    local_processes: int
-
-
-def _read_environment(environment: Mapping[str, str]) -> _TorchrunEnvironment:
+def _read_environment(environment: Mapping[str, str]) -> tuple[int, int, int, int]:
+    """Return rank, number of processes, and both among the processes of this machine, from torchrun's variables."""
     present = [name for name in _TORCHRUN_VARIABLES if environment.get(name)]
     if "RANK" not in present and "WORLD_SIZE" not in present:
-        return _TorchrunEnvironment(0, 1, 0, 1)
+        return 0, 1, 0, 1
     if len(present) < len(_TORCHRUN_VARIABLES):
         missing = ", ".join(name for name in _TORCHRUN_VARIABLES if name not in present)
         raise UsageError(
@@ -205,7 +190,7 @@ def _read_environment(environment: Mapping[str, str]) -> _TorchrunEnvironment:
         )
     if not 1 <= port <= 65535:
         raise UsageError(f"MASTER_PORT {port} in the environment should be a port, 1 to 65535")
-    return _TorchrunEnvironment(rank, size, local_rank, local_processes)
+    return rank, size, local_rank, local_processes
 
 
 def _device(name: str | None, local_rank: int) -> torch.device:

@@ -66,13 +66,23 @@ def import_net(
     """
     state = read_state_dict(path)
     shapes = parameter_shapes(net, len(classes))
-    tensors = {name: tensor.reshape(1) if _is_scalar(tensor) else tensor for name, tensor in state.tensors.items()}
+    # In some files, a layer's shared slope has no axes.
+    tensors = {
+        name: tensor.reshape(1) if tensor.ndim == 0 and tensor.layout == torch.strided else tensor
+        for name, tensor in state.tensors.items()
+    }
     assignment, left_out = _assign(path, StateDict(tensors, state.ordered), shapes, name_map)
     chosen = {name: tensors[assignment.source[name]] for name in shapes}
     arrays = _as_float32(path, chosen, assignment)
     first = net.convs[0].name + ".weight"
     arrays[first], own_mean = _fold_preprocessing(path, arrays[first], preprocessing, mean)
-    remarks = [*state.remarks, *_conversions(chosen)]
+    kinds = Counter(str(tensor.dtype).removeprefix("torch.") for tensor in chosen.values())
+    remarks = list(state.remarks)
+    for kind, count in kinds.items():
+        if kind != "float32":  # float64 loses digits, shorter types lose nothing
+            remarks.append(
+                f"{count} tensors of {kind} were {'rounded' if kind == 'float64' else 'converted'} to float32"
+            )
     if left_out:
         remarks.append(f"omitted by the map: {', '.join(left_out)}")
     return ImportResult(Checkpoint(net, classes, own_mean, arrays), assignment, tuple(remarks))
@@ -117,11 +127,6 @@ def parse_preprocessing(
         red, green, blue = (float(number) for number in image.mean(axis=(0, 1), dtype=np.float64))
         numbers = (red, green, blue)
     return Preprocessing(numbers, parse_channel_values(std, "--std"), pixel_range, channels), image
-
-
-def _is_scalar(tensor: Tensor) -> bool:
-    """Return whether the tensor has no axes, as in some files the shared slope of a layer."""
-    return tensor.ndim == 0 and tensor.layout == torch.strided
 
 
 def _assign(
@@ -257,16 +262,6 @@ def _as_float32(path: Path, tensors: Mapping[str, Tensor], assignment: Assignmen
             "is damaged. Use an earlier state of the net"
         )
     return arrays
-
-
-def _conversions(tensors: Mapping[str, Tensor]) -> list[str]:
-    """Describe the conversions to float32: float64 loses digits, shorter types lose nothing."""
-    kinds = Counter(str(tensor.dtype).removeprefix("torch.") for tensor in tensors.values())
-    return [
-        f"{count} tensors of {kind} were {'rounded' if kind == 'float64' else 'converted'} to float32"
-        for kind, count in kinds.items()
-        if kind != "float32"
-    ]
 
 
 def _fold_preprocessing(

@@ -73,14 +73,6 @@ def inspect_file(path: Path) -> dict[str, Any]:
     )
 
 
-def _slope_summary(entry: Mapping[str, Any]) -> dict[str, Any]:
-    """Return one recorded summary; raises ValueError if it does not have the form of `summarize_slopes`."""
-    require_str(entry["layer"], "layer")
-    if not all(type(entry[key]) in {int, float} for key in _SLOPE_KEYS[1:]):
-        raise ValueError(f"the slopes of {entry['layer']} should be numbers")
-    return {key: entry[key] for key in _SLOPE_KEYS}
-
-
 def summarize_slopes(tensors: Mapping[str, npt.NDArray[np.floating]]) -> list[dict[str, Any]]:
     """Summarize the learned slopes of each layer, in the order of `tensors`; other tensors are ignored.
 
@@ -145,7 +137,12 @@ def _inspect_model(path: Path) -> dict[str, Any]:
     if isinstance(net, OpaqueNet):
         raise ContractError(f"{path}: 'prelunet.architecture' lists no layers. {rewrite_hint(str(path))}")
     try:
-        recorded = [_slope_summary(entry) for entry in contract.training.get("slopes") or []]
+        recorded = []
+        for entry in contract.training.get("slopes") or []:
+            layer = require_str(entry["layer"], "layer")
+            if not all(type(entry[key]) in {int, float} for key in _SLOPE_KEYS[1:]):
+                raise ValueError(f"the slopes of {layer} should be numbers")
+            recorded.append({key: entry[key] for key in _SLOPE_KEYS})
         for key in ("recipe", "dataset", "metrics"):
             if contract.training.get(key) is not None:
                 require_object(contract.training[key], key)
@@ -218,8 +215,9 @@ def print_inspection(inspection: Mapping[str, Any], console: Console) -> None:
     activation = inspection["architecture"]["activation"]
     if inspection["slopes"]:
         console.print()
-        _print_slopes(inspection["slopes"], console, shared=activation == "prelu-shared")
-        _print_trend(inspection["slope_trend"], console, shared=activation == "prelu-shared")
+        _print_slopes(
+            inspection["slopes"], inspection["slope_trend"], console, column=0 if activation == "prelu-shared" else 1
+        )
     elif activation.startswith("prelu"):
         console.print("\nThis file records no slopes.")
     else:
@@ -272,8 +270,13 @@ def _facts(inspection: Mapping[str, Any]) -> dict[str, str]:
     return facts
 
 
-def _print_slopes(slopes: Sequence[Mapping[str, Any]], console: Console, *, shared: bool) -> None:
-    """Print the slopes layer by layer; layers with slopes outside 0..1 are marked."""
+def _print_slopes(
+    slopes: Sequence[Mapping[str, Any]], trend: Mapping[str, Any] | None, console: Console, *, column: int
+) -> None:
+    """Print the slopes layer by layer, and their trend with depth; layers with slopes outside 0..1 are marked.
+
+    column: of PAPER_SLOPES.
+    """
     table = Table(title="Slopes of the negative side", title_justify="left", box=None, pad_edge=False)
     has_paper = slopes[0]["paper"] is not None
     for header in ("layer", "channels", "mean", *(["paper"] if has_paper else []), "min", "max", "< 0", "> 1"):
@@ -291,27 +294,22 @@ def _print_slopes(slopes: Sequence[Mapping[str, Any]], console: Console, *, shar
     if has_paper:
         console.print("paper: Table 1 of He et al. 2015, model E trained on ImageNet. Every slope starts at 0.25.")
     else:
-        learned = ", ".join(f"{layer} {values[0 if shared else 1]:.3f}" for layer, values in PAPER_SLOPES.items())
+        learned = ", ".join(f"{layer} {values[column]:.3f}" for layer, values in PAPER_SLOPES.items())
         console.print(
             f"For comparison, the slopes of model E trained on ImageNet (He et al. 2015, Table 1): {learned}. It "
             "preserves both signs of edges at conv1 and becomes more nonlinear with depth. Every slope starts at 0.25."
         )
-
-
-def _print_trend(trend: Mapping[str, Any] | None, console: Console, *, shared: bool) -> None:
-    """Print how the slopes depend on depth, and the same for the paper's."""
     if trend is not None:
-        paper = slope_trend({layer: values[0 if shared else 1] for layer, values in PAPER_SLOPES.items()})
+        paper = slope_trend({layer: values[column] for layer, values in PAPER_SLOPES.items()})
         console.print(_cell(f"Slopes of this net: {trend['text']}."))
         console.print(f"Slopes in the paper's Table 1: {paper}.")
 
 
 def _classes_text(classes: Sequence[Mapping[str, str]]) -> str:
-    return f"{len(classes)}: {', '.join(map(_class_text, classes[:4]))}{', …' if len(classes) > 4 else ''}"
-
-
-def _class_text(entry: Mapping[str, str]) -> str:
-    return entry["wnid"] if entry["name"] == entry["wnid"] else f"{entry['wnid']} {entry['name']}"
+    first = ", ".join(
+        entry["wnid"] if entry["name"] == entry["wnid"] else f"{entry['wnid']} {entry['name']}" for entry in classes[:4]
+    )
+    return f"{len(classes)}: {first}{', …' if len(classes) > 4 else ''}"
 
 
 def _data_text(data: Mapping[str, Any]) -> str:

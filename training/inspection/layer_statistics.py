@@ -5,7 +5,6 @@ This module measures both on any net, with its slopes and the channels that woul
 """
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -100,18 +99,12 @@ def responses_and_loss(net: PreluNet, images: Tensor, labels: Tensor) -> tuple[d
 
     With a sum, the gradient with respect to an image's response does not depend on the number of images.
     """
-    with torch.enable_grad(), _recorded_responses(net) as responses:
-        logits = net(images.detach().requires_grad_())  # so that frozen parameters do not cut off the graph
-        return responses, F.cross_entropy(logits, labels, reduction="sum")
-
-
-@contextmanager
-def _recorded_responses(net: PreluNet) -> Iterator[dict[str, Tensor]]:
-    """Record the responses during the block; an existing response hook is suspended."""
     responses: dict[str, Tensor] = {}
     before, net.response_hook = net.response_hook, responses.__setitem__
     try:
-        yield responses
+        with torch.enable_grad():
+            logits = net(images.detach().requires_grad_())  # so that frozen parameters do not cut off the graph
+            return responses, F.cross_entropy(logits, labels, reduction="sum")
     finally:
         net.response_hook = before
 
