@@ -67,7 +67,7 @@ def training_batches(
     builder = _BatchBuilder(image_cache, recipe, axes if recipe.color else None)
     assert builder.axes is not None or not recipe.color, "color augmentation requires axes"
     own = range(recipe.batch) if rows is None else rows
-    keys = (
+    keys: Iterable[list[ViewKey]] = (
         [*view_keys_of_step(recipe, step, len(image_cache))[own.start : own.stop]]
         for step in range(first_step, recipe.total_steps)
     )

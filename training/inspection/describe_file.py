@@ -300,9 +300,9 @@ def _print_slopes(
             "preserves both signs of edges at conv1 and becomes more nonlinear with depth. Every slope starts at 0.25."
         )
     if trend is not None:
-        paper = slope_trend({layer: values[column] for layer, values in PAPER_SLOPES.items()})
+        paper_trend = slope_trend({layer: values[column] for layer, values in PAPER_SLOPES.items()})
         console.print(_cell(f"Slopes of this net: {trend['text']}."))
-        console.print(f"Slopes in the paper's Table 1: {paper}.")
+        console.print(f"Slopes in the paper's Table 1: {paper_trend}.")
 
 
 def _classes_text(classes: Sequence[Mapping[str, str]]) -> str:

@@ -1,22 +1,24 @@
-"""Functions run in several processes that form a gloo group on this machine."""
+"""Functions and programs run in other processes, which may form a gloo group on this machine."""
 
 import contextlib
 import multiprocessing
 import os
 import pickle
 import socket
+import sys
 import time
 import traceback
 from collections.abc import Callable
 from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
+from pathlib import Path
 from typing import Any
 
 # Its server imports torch once, and each process is forked from it: saves seconds, and copies none of pytest's threads.
 CONTEXT = multiprocessing.get_context("forkserver")
 CONTEXT.set_forkserver_preload(
-    ["torch._dynamo", "prelunet.training.distributed.base", "prelunet.training.distributed.hybrid"]
+    ["torch._dynamo", "prelunet.training.distributed.hybrid", "prelunet.training.loop.train"]
 )
 
 
@@ -53,7 +55,7 @@ def run_to_the_end(
     started: list[tuple[BaseProcess, Connection]] = []
     for rank in range(size):
         ours, theirs = CONTEXT.Pipe(duplex=False)
-        process = CONTEXT.Process(target=_work, args=(rank, size, port, theirs, function, arguments), daemon=True)
+        process = CONTEXT.Process(target=_work, args=(rank, size, port, theirs, function, arguments))
         process.start()
         theirs.close()
         started.append((process, ours))
@@ -86,6 +88,67 @@ def _ended(process: BaseProcess, ours: Connection, deadline: float) -> ProcessRe
 def _work(
     rank: int, size: int, port: int, theirs: Connection, function: Callable[..., Any], arguments: tuple[Any, ...]
 ) -> None:
+    _set_up(rank, size, port)
+    try:
+        result = pickle.dumps((function(*arguments), None))
+    except BaseException:
+        result = pickle.dumps((None, traceback.format_exc()))
+    theirs.send_bytes(result)
+
+
+@dataclass(frozen=True)
+class ProgramResult:
+    """How a program ended. code: its exit code, -9 when killed, None if it had to be killed; out, err: its output."""
+
+    code: int | None
+    out: str
+    err: str
+
+
+class Programs:
+    """Runs of `prelunet` in `len(arguments)` processes, each with its own arguments and torchrun's variables."""
+
+    def __init__(self, folder: Path, *arguments: list[str]) -> None:
+        """Start the processes. folder: for files with their output."""
+        port, self.folder = free_port(), folder
+        self.processes = [
+            CONTEXT.Process(
+                target=_run_program, args=(rank, len(arguments), port, dict(os.environ), own, folder), daemon=True
+            )
+            for rank, own in enumerate(arguments)
+        ]
+        for process in self.processes:
+            process.start()
+
+    def results(self, seconds: float) -> list[ProgramResult]:
+        """Wait for the processes; those that run longer are killed."""
+        deadline = time.monotonic() + seconds
+        results = []
+        for rank, process in enumerate(self.processes):
+            process.join(max(0, deadline - time.monotonic()))
+            code = process.exitcode
+            process.kill()
+            process.join()
+            results.append(ProgramResult(code, *((self.folder / f"{rank}.{name}").read_text() for name in OUTPUT)))
+        return results
+
+
+OUTPUT = ("out", "err")
+
+
+def _run_program(
+    rank: int, size: int, port: int, environment: dict[str, str], arguments: list[str], folder: Path
+) -> None:
+    from prelunet.evaluator.cli import run
+
+    os.environ |= environment
+    _set_up(rank, size, port)
+    for descriptor, name in enumerate(OUTPUT, start=1):
+        os.dup2(os.open(folder / f"{rank}.{name}", os.O_CREAT | os.O_WRONLY, 0o600), descriptor)
+    sys.exit(run(arguments))
+
+
+def _set_up(rank: int, size: int, port: int) -> None:
     import torch
 
     torch.set_num_threads(1)  # the processes share few cores
@@ -97,8 +160,3 @@ def _work(
         "MASTER_PORT": str(port),
         "GLOO_SOCKET_IFNAME": "lo",  # the host name may not resolve
     }
-    try:
-        result = pickle.dumps((function(*arguments), None))
-    except BaseException:
-        result = pickle.dumps((None, traceback.format_exc()))
-    theirs.send_bytes(result)

@@ -1,9 +1,5 @@
-import os
-import subprocess
-import sys
 import time
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -192,21 +188,6 @@ def test_a_process_raises_its_own_error_and_the_others_report_its_death() -> Non
     first, second = run_in_processes(2, work.train_until_one_gives_up, "hybrid", seconds=60)
     assert second == "ValueError: my own error"
     assert first.startswith("EnvironmentFault: a process of this run has died")
-
-
-def test_torchruns_processes_find_each_other(tmp_path: Path) -> None:
-    script = tmp_path / "sums.py"
-    script.write_text(
-        "import os\n"
-        "from prelunet.training.distributed.process_group import open_process_group\n"
-        "with open_process_group('cpu') as group:\n"
-        "    os.write(1, f'{group.size} {group.total(group.rank + 1)}\\n'.encode())\n"  # one write per line
-    )
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(script)]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(Path(__file__).parents[3] / "src")}
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120, env=environment, check=False)
-    assert done.returncode == 0, done.stderr
-    assert done.stdout == "2 [3.0]\n" * 2
 
 
 @pytest.fixture

@@ -3,9 +3,7 @@
 import json
 import os
 import re
-import signal
 import subprocess
-import sys
 import sysconfig
 import time
 from dataclasses import replace
@@ -19,44 +17,13 @@ from torch.distributed.run import get_args_parser
 from prelunet.evaluator.cli import run
 from prelunet.evaluator.files import sha256_of
 from prelunet.training.net.checkpoints import read_checkpoint
-from tests.training.distributed.gloo import free_port
+from tests.training.distributed.gloo import Programs
 from tests.training.training_folders import RECIPE, lines_of, make_dataset
 
 
 @pytest.fixture(scope="module")
 def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_dataset(tmp_path_factory.mktemp("data"))
-
-
-WORK = """
-import os, sys, time
-from dataclasses import replace
-from pathlib import Path
-sys.path.insert(0, {tests!r})
-import torch
-torch.set_num_threads(1)
-from prelunet.evaluator.cli import run
-sys.exit(run({arguments!r}))
-"""
-
-
-def start_processes(
-    size: int, arguments: list[str], port: int, *, extra_of_last: list[str] | None = None
-) -> list["subprocess.Popen[str]"]:
-    """Start the processes of a run; the last one may have extra arguments."""
-    lists = [arguments] * (size - 1) + [arguments + (extra_of_last or [])]
-    scripts = [WORK.format(tests=str(Path(__file__).parents[3]), arguments=own) for own in lists]
-    base = {
-        **os.environ, "WORLD_SIZE": str(size), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port),
-        "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1",
-    }  # fmt: skip
-    return [
-        subprocess.Popen(
-            [sys.executable, "-c", scripts[rank]], env={**base, "RANK": str(rank), "LOCAL_RANK": str(rank)},
-            stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
-        )
-        for rank in range(size)
-    ]  # fmt: skip
 
 
 @pytest.fixture
@@ -76,9 +43,8 @@ def arguments_for(data: Path, recipe: Path, folder: Path, *more: str) -> list[st
 def test_two_processes_train_the_same_net_as_one(data: Path, tmp_path: Path, recipe_file: Path, kind: str) -> None:
     one, two = tmp_path / "one", tmp_path / "two"
     assert run(arguments_for(data, recipe_file, one)) == 0
-    processes = start_processes(2, arguments_for(data, recipe_file, two, "--parallel", kind), free_port())
-    texts = [process.communicate(timeout=120) for process in processes]
-    assert [process.returncode for process in processes] == [0, 0], texts
+    results = Programs(tmp_path, *[arguments_for(data, recipe_file, two, "--parallel", kind)] * 2).results(120)
+    assert [result.code for result in results] == [0, 0], results
     expected, found = read_checkpoint(one / "last.safetensors"), read_checkpoint(two / "last.safetensors")
     for name, tensor in expected.tensors.items():
         # Float32 sums in another order, accumulated over 40 steps
@@ -86,22 +52,22 @@ def test_two_processes_train_the_same_net_as_one(data: Path, tmp_path: Path, rec
     assert [line for line in lines_of(two) if "top1_error" in line] == [
         line for line in lines_of(one) if "top1_error" in line
     ]
-    assert texts[1][0] == ""  # only the first process reports
-    assert "top-1 error" in texts[0][0]
+    assert results[1].out == ""  # only the first process reports
+    assert "top-1 error" in results[0].out
 
 
 def test_sigterm_to_one_process_stops_both_after_the_same_step_and_a_single_process_resumes(
     data: Path, tmp_path: Path, recipe_file: Path
 ) -> None:
     folder, uninterrupted = tmp_path / "run", tmp_path / "uninterrupted"
-    processes = start_processes(2, arguments_for(data, recipe_file, folder, "--steps", "4000"), free_port())
-    wait_for_step(folder, 20, processes)
-    processes[1].send_signal(signal.SIGTERM)
-    texts = [process.communicate(timeout=60) for process in processes]
-    assert [process.returncode for process in processes] == [4, 4], texts
-    assert "interrupted after step" in texts[0][1]
-    assert "interrupted" not in texts[1][1]  # only the first process reports it
-    assert "prelunet:" not in texts[1][1]
+    programs = Programs(tmp_path, *[arguments_for(data, recipe_file, folder, "--steps", "4000")] * 2)
+    wait_for_step(folder, 20, programs)
+    programs.processes[1].terminate()
+    first, second = programs.results(60)
+    assert (first.code, second.code) == (4, 4), (first, second)
+    assert "interrupted after step" in first.err
+    assert "interrupted" not in second.err  # only the first process reports it
+    assert "prelunet:" not in second.err
     stopped = torch.load(folder / "state.pt", weights_only=True)["step"]
     assert run(arguments_for(data, recipe_file, uninterrupted, "--steps", str(stopped + 3))) == 0
     change_length(folder, stopped + 3)
@@ -117,23 +83,23 @@ def test_when_a_process_is_killed_the_other_exits_with_advice_and_a_state_to_res
     data: Path, tmp_path: Path, recipe_file: Path
 ) -> None:
     folder = tmp_path / "run"
-    processes = start_processes(2, arguments_for(data, recipe_file, folder, "--steps", "4000"), free_port())
-    wait_for_step(folder, 20, processes)
-    processes[1].kill()
-    texts = [process.communicate(timeout=60) for process in processes]
-    assert processes[0].returncode == 5, texts
-    assert "a process of this run has died" in texts[0][1]
+    programs = Programs(tmp_path, *[arguments_for(data, recipe_file, folder, "--steps", "4000")] * 2)
+    wait_for_step(folder, 20, programs)
+    programs.processes[1].kill()
+    first, _ = programs.results(60)
+    assert first.code == 5, first
+    assert "a process of this run has died" in first.err
     step = torch.load(folder / "state.pt", weights_only=True)["step"]
     assert step >= 20
     assert step % 10 == 0  # save_every
     read_checkpoint(folder / "last.safetensors")
 
 
-def wait_for_step(folder: Path, step: int, processes: list["subprocess.Popen[str]"]) -> None:
+def wait_for_step(folder: Path, step: int, programs: Programs) -> None:
     """Wait until a step has been logged."""
     end = time.monotonic() + 100
     while time.monotonic() < end:
-        assert all(process.poll() is None for process in processes), [process.communicate() for process in processes]
+        assert all(process.is_alive() for process in programs.processes), programs.results(0)
         if (folder / "metrics.jsonl").exists() and lines_of(folder)[-1]["step"] > step:
             return
         time.sleep(0.05)
@@ -151,22 +117,20 @@ def change_length(folder: Path, steps: int) -> None:
 
 def test_processes_started_with_different_commands_do_not_train(data: Path, tmp_path: Path, recipe_file: Path) -> None:
     arguments = arguments_for(data, recipe_file, tmp_path / "run")
-    processes = start_processes(2, arguments, free_port(), extra_of_last=["--rate", "0.5"])
-    texts = [process.communicate(timeout=60) for process in processes]
-    assert [process.returncode for process in processes] == [2, 2], texts
-    assert all("recipe.rate: 0.003 in process 0, 0.5 in process 1" in text for _, text in texts)
+    results = Programs(tmp_path, arguments, [*arguments, "--rate", "0.5"]).results(60)
+    assert [result.code for result in results] == [2, 2], results
+    assert all("recipe.rate: 0.003 in process 0, 0.5 in process 1" in result.err for result in results)
     assert not (tmp_path / "run").exists()
 
 
 def test_more_processes_than_rows_are_refused(data: Path, tmp_path: Path, recipe_file: Path) -> None:
     arguments = arguments_for(data, recipe_file, tmp_path / "run", "--batch", "1")
-    processes = start_processes(2, arguments, free_port())
-    texts = [process.communicate(timeout=60) for process in processes]
-    assert 2 in [process.returncode for process in processes]
-    assert any("a batch of 1 cannot be split into 2 parts" in text for _, text in texts)
+    results = Programs(tmp_path, arguments, arguments).results(60)
+    assert 2 in [result.code for result in results], results
+    assert any("a batch of 1 cannot be split into 2 parts" in result.err for result in results)
 
 
-def test_fine_tuning_runs_under_torchrun(data: Path, tmp_path: Path, recipe_file: Path) -> None:
+def test_two_processes_fine_tune_under_torchrun(data: Path, tmp_path: Path, recipe_file: Path) -> None:
     first, second = tmp_path / "first", tmp_path / "second"
     assert run(arguments_for(data, recipe_file, first, "--steps", "1")) == 0
     start = first / "last.safetensors"
@@ -176,9 +140,11 @@ def test_fine_tuning_runs_under_torchrun(data: Path, tmp_path: Path, recipe_file
         **os.environ, "PATH": f"{scripts}{os.pathsep}{os.environ['PATH']}", "OMP_NUM_THREADS": "1",
         "PYTHONPATH": str(Path(__file__).parents[3] / "src"),
     }  # fmt: skip
-    command = [f"{scripts}/torchrun", "--standalone", "--nproc-per-node", "1", "--no-python", "prelunet", *arguments]
+    command = [f"{scripts}/torchrun", "--standalone", "--nproc-per-node", "2", "--no-python", "prelunet", *arguments]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120, env=environment, check=False)
     assert done.returncode == 0, done.stderr
+    assert "training on cpu, fp32, 2 processes, ddp" in done.stderr
+    assert done.stdout.count("top-1 error") == 1
     assert json.loads((second / "training.json").read_text())["start"] == sha256_of(start)
 
 

@@ -3,8 +3,6 @@
 import json
 import os
 import signal
-import subprocess
-import sys
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -36,6 +34,7 @@ from prelunet.training.net.checkpoints import read_checkpoint
 from prelunet.training.net.initialization import initial_tensors
 from prelunet.training.run_state.checkpoint_manager import CheckpointManager
 from prelunet.training.run_state.metrics_log import ErrorRates
+from tests.training.loop.killed_runs import train_until_killed
 from tests.training.training_folders import RECIPE, lines_of, make_dataset
 
 
@@ -144,28 +143,6 @@ def test_precision_accumulation_and_memory_format_affect_rounding_only(data: Pat
 
 # Exact resume
 
-KILLED = """
-import os, sys
-from functools import partial
-from pathlib import Path
-sys.path.insert(0, {tests!r})
-import prelunet.training.loop.trainer as loop
-from prelunet.training.loop.train import train
-from tests.training.loop.test_long_training import COLORFUL
-
-loop.ImageCache = partial(loop.ImageCache, memory=0)  # so that worker processes decode
-step, steps = loop.Trainer.step, 0
-
-def killed(self, *arguments):
-    global steps
-    steps += 1
-    if steps == {when}:
-        os.kill(os.getpid(), 9)
-    return step(self, *arguments)
-
-loop.Trainer.step = killed
-train(COLORFUL, Path({data!r}), Path({folder!r}), execution=loop.Execution(workers=2))
-"""
 COLORFUL = replace(RECIPE, color=0.1, dropout=0.5, steps=14, save_every=7, evaluate_every=14)
 
 
@@ -175,9 +152,7 @@ def test_with_workers_and_color_a_killed_run_resumes_bit_for_bit(
     monkeypatch.setattr(prelunet.training.loop.trainer, "ImageCache", partial(ImageCache, memory=0))
     uninterrupted, folder = tmp_path / "uninterrupted", tmp_path / "run"
     train(COLORFUL, data, uninterrupted, execution=Execution(workers=3))
-    script = KILLED.format(tests=str(Path(__file__).parents[3]), when=8, data=str(data), folder=str(folder))
-    killed = subprocess.run([sys.executable, "-c", script], check=False, capture_output=True, text=True)
-    assert killed.returncode == -signal.SIGKILL, killed.stderr
+    train_until_killed(COLORFUL, data, folder, "loop.trainer.Trainer.step", 8, workers=2)
     assert torch.load(folder / "state.pt", weights_only=True)["step"] == 7
     train(COLORFUL, data, folder, execution=Execution(workers=1))
     for name in ("last.safetensors", "best.safetensors"):

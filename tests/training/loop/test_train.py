@@ -4,8 +4,6 @@ import errno
 import json
 import os
 import signal
-import subprocess
-import sys
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -25,6 +23,7 @@ from prelunet.training.loop.train import train
 from prelunet.training.loop.trainer import Trainer
 from prelunet.training.net.checkpoints import Checkpoint, read_checkpoint, write_checkpoint
 from prelunet.training.net.network import network_from_checkpoint, tensors_of
+from tests.training.loop.killed_runs import train_until_killed
 from tests.training.training_folders import RECIPE, make_dataset
 
 FILES = ("last.safetensors", "best.safetensors", "training.json")
@@ -119,60 +118,25 @@ def test_weights_are_decayed_and_slopes_are_not(data: Path, tmp_path: Path) -> N
 
 # Resuming
 
-KILL = """
-import os, sys
-import prelunet.training.loop.trainer as loop
-from prelunet.training.loop.train import train
-from pathlib import Path
-sys.path.insert(0, {tests!r})
-from tests.training.training_folders import RECIPE
-
-place, when = {place!r}, {when}
-scope = loop.CheckpointManager.__init__.__globals__
-original = scope[place] if place in scope else getattr(loop.Trainer, place)
-calls = 0
-
-def killed(*arguments, **options):
-    global calls
-    calls += 1
-    if calls == when:
-        os._exit(9)
-    return original(*arguments, **options)
-
-if place in scope:
-    scope[place] = killed
-else:
-    setattr(loop.Trainer, place, killed)
-train(RECIPE, Path({data!r}), Path({folder!r}))
-"""
-
 
 @pytest.mark.parametrize(
-    ("place", "when"),
+    ("function", "call"),
     [
-        ("step", 8),  # between two saved states: step 7 is repeated
-        ("write_checkpoint", 4),  # state.pt belongs to step 6, last.safetensors to step 5
-        ("evaluate", 3),  # at the very end
-        ("write_state", 1),  # before anything is saved
+        ("loop.trainer.Trainer.step", 8),  # between two saved states: step 7 is repeated
+        ("run_state.checkpoint_manager.write_checkpoint", 4),  # state.pt is of step 6, last.safetensors of step 5
+        ("loop.trainer.Trainer.evaluate", 3),  # at the very end
+        ("run_state.checkpoint_manager.write_state", 1),  # before anything is saved
     ],
 )
 def test_a_killed_run_resumes_bit_for_bit(
-    uninterrupted: Path, data: Path, tmp_path: Path, place: str, when: int
+    uninterrupted: Path, data: Path, tmp_path: Path, function: str, call: int
 ) -> None:
     folder = tmp_path / "run"
-    script = KILL.format(
-        tests=str(Path(__file__).parents[3]), place=place, when=when, data=str(data), folder=str(folder)
-    )
-    killed = subprocess.run([sys.executable, "-c", script], check=False, capture_output=True, text=True)
-    assert killed.returncode == 9, killed.stderr
-    assert not _is_finished(folder)
+    train_until_killed(RECIPE, data, folder, function, call)
+    last = folder / "last.safetensors"
+    assert not last.exists() or (read_checkpoint(last).metrics or {}).get("step") != RECIPE.steps
     train(RECIPE, data, folder)
     assert_equal_runs(folder, uninterrupted)
-
-
-def _is_finished(folder: Path) -> bool:
-    path = folder / "last.safetensors"
-    return path.exists() and (read_checkpoint(path).metrics or {}).get("step") == RECIPE.steps
 
 
 class _Killed(BaseException):
