@@ -9,18 +9,18 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from prelunet.evaluator.datasets.dataset import UNLABELLED, Reader
+from prelunet.evaluator.datasets.dataset import UNLABELLED, Dataset, DatasetSpec, Reader, Sample
 from prelunet.evaluator.datasets.labels.class_names import ClassList
 from prelunet.evaluator.datasets.labels.imagenet_devkit import GROUND_TRUTH, labels_of_devkit, wnids_in_names
 from prelunet.evaluator.datasets.labels.label_lists import labels_of_list
-from prelunet.evaluator.datasets.sources.archive import ArchiveSource
+from prelunet.evaluator.datasets.sources.archive import ArchiveReader, ArchiveSource
 from prelunet.evaluator.datasets.sources.base import LabelFile, Source, describe_place, format_names
 from prelunet.evaluator.datasets.sources.folder import FolderSource, label_file
 from prelunet.evaluator.datasets.webdataset import (
+    classes_of_labels,
     is_shard,
-    labels_in_shard,
-    open_shards,
-    open_training_shards,
+    read_labels,
+    read_shards,
     shards_of_split,
 )
 from prelunet.evaluator.errors import DatasetError, UsageError
@@ -37,71 +37,88 @@ class ImageListing:
     subfolder: str
     names: Sequence[str]
     sizes: Sequence[int]
+    reader: Reader
 
     @property
     def place(self) -> str:
         """Return the path of the folder for messages."""
         return describe_place(self.path, self.subfolder)
 
-
-@dataclass(frozen=True)
-class LabelledListing:
-    """Images with their labels. layout, remarks: see `Dataset`; labels_from: `DatasetSpec.labels`."""
-
-    names: Sequence[str]
-    sizes: Sequence[int]
-    labels: Sequence[int]
-    reader: Reader
-    layout: str
-    remarks: Sequence[str] = ()
-    labels_from: Path | None = None
+    def labeled(
+        self,
+        wnids: Sequence[str],
+        labels: Sequence[int],
+        layout: str,
+        remarks: Iterable[str] = (),
+        labels_from: Path | None = None,
+    ) -> Dataset:
+        """Return the dataset of these images. wnids, layout, remarks: see `Dataset`; labels_from: see `DatasetSpec`."""
+        samples = [Sample(*each) for each in zip(self.names, labels, self.sizes, strict=True)]
+        spec = DatasetSpec(self.path, labels_from)
+        return Dataset(self.path, tuple(wnids), samples, self.reader, layout, tuple(remarks), spec=spec)
 
 
 def list_images(source: Source, path: Path, subfolder: str) -> ImageListing:
     """List the images in a folder. Raises DatasetError for a name that can be neither printed nor written to a run."""
     found = sorted(source.images(subfolder))
-    names = [name for name, _ in found]
-    images = ImageListing(source, path, subfolder, names, array("q", (size for _, size in found)))
-    _check_names((*source.folders(subfolder), *names), images.place)
+    names, sizes = [name for name, _ in found], array("q", (size for _, size in found))
+    images = ImageListing(source, path, subfolder, names, sizes, source.reader(subfolder))
+    for name in (*source.folders(subfolder), *names):
+        try:
+            name.encode()
+        except UnicodeEncodeError as error:
+            raise DatasetError(f"{images.place}: the name {name!a} is not valid UTF-8. Rename it") from error
     return images
 
 
-def label_training_images(images: ImageListing, split: str) -> tuple[LabelledListing, tuple[str, ...]]:
-    """Label training images by their class folders in sorted order, or from shards; also return the classes.
+def label_training_images(images: ImageListing, split: str) -> Dataset:
+    """Label training images by their class folders in sorted order, or by the labels in shards.
 
     Raises DatasetError when there are neither class folders nor shards, when a class folder is empty, or when the
-    labels of the shards are inconsistent (`open_training_shards`).
+    labels of the shards are inconsistent (`classes_of_labels`).
     """
     if tars := _tars(images):
-        paths = shards_of_split(tars, split)
-        table, labels, reader, classes = open_training_shards(paths, complete=split == "train")
-        return LabelledListing(table.names, table.sizes, labels, reader, SHARDS, [_span(images, paths)]), classes
-    folders = tuple(images.source.folders(images.subfolder))
+        images, words, found_at, remark = _open_shards(images, shards_of_split(tars, split))
+        wnids = classes_of_labels(found_at, complete=split == "train")
+        index = {word: number for number, word in enumerate(wnids)}
+        return images.labeled(wnids, [index[word] for word in words], SHARDS, [remark])
+    folders = images.source.folders(images.subfolder)
     if not folders:
         raise DatasetError(
             f"{images.place}: no class folders found ({len(images.names)} images outside any folder). "
             "Put the images of each class into a folder named after the class, or use webdataset shards"
         )
-    return _by_folder(images, folders, {folder: index for index, folder in enumerate(folders)}, []), folders
+    return _by_folder(images, {folder: index for index, folder in enumerate(folders)}, folders, [])
 
 
 def label_images(
     images: ImageListing, split: str, classes: ClassList, labels: Path | None, *, no_labels: bool
-) -> LabelledListing:
-    """Detect how images are labeled, and return their labels as a model's class indices. Raises as `open_dataset`."""
-    if (shards := _shards(images, split, classes, labels, no_labels=no_labels)) is not None:
-        return shards
+) -> Dataset:
+    """Detect how images are labeled, and label them with a model's classes. Raises as `open_dataset`."""
+    source, folders, tars = images.source, images.source.folders(images.subfolder), _tars(images)
+    in_class_folders = any(map(classes.contains, folders))  # then the folders are the labels, even in an archive
+    one_shard = isinstance(source, ArchiveSource) and not in_class_folders and is_shard(source, images.subfolder)
+    if labels is not None and (tars or one_shard):
+        raise DatasetError(f"{images.place}: webdataset shards contain their own labels. Remove --labels")
+    remarks = []
+    if tars:
+        images, words, found_at, remark = _open_shards(images, shards_of_split(tars, split), no_labels=no_labels)
+        remarks.append(remark)
     if no_labels:
-        return _found(images, [UNLABELLED] * len(images.names), "unlabelled")
+        return images.labeled(classes.wnids, [UNLABELLED] * len(images.names), "unlabelled", remarks)
+    if isinstance(source, ArchiveSource) and one_shard:
+        words, found_at = read_labels(source, images.subfolder)
+    if tars or one_shard:
+        index, _ = classes.resolve_labels(found_at)
+        return images.labeled(classes.wnids, [index[word] for word in words], SHARDS, remarks)
+    if not images.names and (labels is not None or not folders):
+        raise DatasetError(f"{images.place}: no images found. Pass a folder or an archive that contains images")
     if labels is not None:
         return _by_file(images, resolve_labels_option(labels), classes)
-    folders = images.source.folders(images.subfolder)
     loose = sum("/" not in name for name in images.names)
-    if not loose and folders:
-        return _by_class_folder(images, folders, classes)
-    if loose == len(images.names):
+    if loose and loose == len(images.names):
         return _flat(images, classes)
-    if not any(map(classes.contains, folders)) and classes.folder_numbers(folders, images.place) is None:
+    if loose and not in_class_folders and classes.folder_numbers(folders, images.place) is None:
         raise DatasetError(
             f"{images.place}: {loose:,} images are outside any folder, and {len(images.names) - loose:,} are in "
             f"folders that are not classes of the model ({format_names(folders)}). Pass labels for all images with "
@@ -110,42 +127,30 @@ def label_images(
     return _by_class_folder(images, folders, classes)
 
 
-def _found(
-    images: ImageListing,
-    labels: Sequence[int],
-    layout: str,
-    remarks: Iterable[str] = (),
-    labels_from: Path | None = None,
-) -> LabelledListing:
-    reader = images.source.reader(images.subfolder)
-    return LabelledListing(images.names, images.sizes, labels, reader, layout, tuple(remarks), labels_from)
+def _tars(images: ImageListing) -> list[Path]:
+    """Return the tars in a folder, unless the folder also contains images."""
+    source = images.source
+    if not isinstance(source, FolderSource) or images.names:
+        return []
+    return [
+        source.root / images.subfolder / name for name in source.other_files(images.subfolder) if name.endswith(".tar")
+    ]
 
 
-def _by_class_folder(images: ImageListing, folders: Sequence[str], classes: ClassList) -> LabelledListing:
-    index, remarks = labels_of_folders(folders, classes, images.place)
-    return _by_folder(images, folders, index, remarks)
+def _open_shards(
+    images: ImageListing, paths: Sequence[Path], *, no_labels: bool = False
+) -> tuple[ImageListing, list[str], dict[str, str], str]:
+    """Return the images in the shards of a folder, the label of each, where each label first occurs, and a remark."""
+    table, words, found_at = read_shards(paths, no_labels=no_labels)
+    remark = f"{images.place}: {len(paths):,} shards, {paths[0].name} to {paths[-1].name}"
+    listed = replace(images, names=table.names, sizes=table.sizes, reader=ArchiveReader(tuple(paths), table))
+    return listed, words, found_at, remark
 
 
-def _by_folder(
-    images: ImageListing, folders: Sequence[str], index: Mapping[str, int], remarks: Sequence[str]
-) -> LabelledListing:
-    """Label images by their folders, skipping images outside the folders."""
-    check_not_empty(folders, {name.partition("/")[0] for name in images.names if "/" in name}, images.place)
-    in_folders = [position for position, name in enumerate(images.names) if "/" in name]
-    loose = len(images.names) - len(in_folders)
-    if loose:
-        remarks = [*remarks, f"{images.place}: skipped {loose:,} images that are outside the class folders"]
-        sizes = array("q", (images.sizes[position] for position in in_folders))
-        images = replace(images, names=[images.names[position] for position in in_folders], sizes=sizes)
-    return _found(images, [index[name.partition("/")[0]] for name in images.names], "class folders", remarks)
-
-
-def _flat(images: ImageListing, classes: ClassList) -> LabelledListing:
+def _flat(images: ImageListing, classes: ClassList) -> Dataset:
     """Label images outside any folder: by the wnids in their names, or by the only label file found."""
-    if not images.names:
-        raise DatasetError(f"{images.place}: no images found. Pass a folder or an archive that contains images")
     if (labels := wnids_in_names(images.names, classes)) is not None:
-        return _found(images, labels, "flat, wnids in the names")
+        return images.labeled(classes.wnids, labels, "flat, wnids in the names")
     file = find_label_file(images.source, images.path, images.subfolder)
     if file is None:
         raise DatasetError(
@@ -162,89 +167,45 @@ def _flat(images: ImageListing, classes: ClassList) -> LabelledListing:
         ) from error
 
 
-def _by_file(images: ImageListing, file: LabelFile, classes: ClassList) -> LabelledListing:
+def _by_file(images: ImageListing, file: LabelFile, classes: ClassList) -> Dataset:
     """Label images from a list or from the devkit."""
-    if not images.names:
-        raise DatasetError(f"{images.place}: no images found. Pass a folder or an archive that contains images")
-    remarks, layout = [], "flat" if not any("/" in name for name in images.names) else "folders"
-    if any(map(classes.contains, images.source.folders(images.subfolder))):
-        remarks = [f"{images.place}: some folders are named after classes, but the labels come from {file.path}"]
+    layout = "folders" if any("/" in name for name in images.names) else "flat"
     if file.name == GROUND_TRUTH:
-        labels, label_remarks = labels_of_devkit(file, images.names, classes)
+        labels, remarks = labels_of_devkit(file, images.names, classes)
         layout += ", devkit labels"
     else:
-        labels, label_remarks = labels_of_list(file, images.names, classes, images.subfolder)
+        labels, remarks = labels_of_list(file, images.names, classes, images.subfolder)
         layout += f", labels from {file.path.name}"
+    if any(map(classes.contains, images.source.folders(images.subfolder))):
+        remarks.append(f"{images.place}: some folders are named after classes, but the labels come from {file.path}")
     labels_from = file.path if isinstance(file.source, FolderSource) else None
-    return _found(images, labels, layout, [*label_remarks, *remarks], labels_from)
+    return images.labeled(classes.wnids, labels, layout, remarks, labels_from)
 
 
-def _shards(
-    images: ImageListing, split: str, classes: ClassList, labels: Path | None, *, no_labels: bool
-) -> LabelledListing | None:
-    """Label the images of a webdataset shard or of a folder of shards. Return None for other datasets."""
-    source, subfolder = images.source, images.subfolder
-    tars = _tars(images)
-    in_class_folders = any(map(classes.contains, source.folders(subfolder)))  # then the folders are the labels
-    if not tars and (in_class_folders or not isinstance(source, ArchiveSource) or not is_shard(source, subfolder)):
-        return None
-    if labels is not None:
-        raise DatasetError(f"{images.place}: webdataset shards contain their own labels. Remove --labels")
-    layout = "unlabelled" if no_labels else SHARDS
-    if tars:
-        paths = shards_of_split(tars, split)
-        table, indices, reader = open_shards(paths, classes, no_labels=no_labels)
-        return LabelledListing(table.names, table.sizes, indices, reader, layout, [_span(images, paths)])
-    assert isinstance(source, ArchiveSource), "checked above"
-    indices = [UNLABELLED] * len(images.names) if no_labels else labels_in_shard(source, subfolder, classes)
-    return _found(images, indices, layout)
+def _by_class_folder(images: ImageListing, folders: Sequence[str], classes: ClassList) -> Dataset:
+    """Label images by their folders, which are named by wnid, class index or class name.
 
-
-def _tars(images: ImageListing) -> list[Path]:
-    """Return the tars in a folder, unless the folder also contains images."""
-    source = images.source
-    if not isinstance(source, FolderSource) or images.names:
-        return []
-    return [
-        source.root / images.subfolder / name for name in source.other_files(images.subfolder) if name.endswith(".tar")
-    ]
-
-
-def _span(images: ImageListing, paths: Sequence[Path]) -> str:
-    return f"{images.place}: {len(paths):,} shards, {paths[0].name} to {paths[-1].name}"
-
-
-def _check_names(names: Iterable[str], place: str) -> None:
-    """Refuse names that are not valid Unicode: they can be neither printed nor written to a run."""
-    for name in names:
-        try:
-            name.encode()
-        except UnicodeEncodeError as error:
-            raise DatasetError(f"{place}: the name {name!a} is not valid UTF-8. Rename it") from error
-
-
-# Labels from class folders, which are named by wnid, class index or class name.
-
-
-def labels_of_folders(folders: Sequence[str], classes: ClassList, place: str) -> tuple[dict[str, int], list[str]]:
-    """Return the class index of each class folder, and remarks for the user.
-
-    folders: sorted; place: the folder that contains them, for messages. Raises DatasetError when a folder is not a
-    class of the model, or could be several.
+    Raises DatasetError when a folder is not a class of the model or could be several, and when two folders stand for
+    the same class: in another class list they may be two classes.
     """
-    index, remarks = _match_folders(folders, classes, place)
-    _check_distinct(index, classes, place)
-    found = set(index.values())
-    missing = [wnid for number, wnid in enumerate(classes.wnids) if number not in found]
-    if missing:
+    index, remarks = _match_folders(folders, classes, images.place)
+    folder_of: dict[int, str] = {}
+    for folder, number in index.items():
+        if (first := folder_of.setdefault(number, folder)) != folder:
+            raise DatasetError(
+                f"{images.place}: the folders {format_names([first])} and {format_names([folder])} both stand for the "
+                f"class {classes.wnids[number]}. Merge them, or rename the wrong one"
+            )
+    if missing := [wnid for number, wnid in enumerate(classes.wnids) if number not in folder_of]:
         remarks.append(
-            f"{place}: no folders for {len(missing):,} of the model's {len(classes.wnids):,} classes "
+            f"{images.place}: no folders for {len(missing):,} of the model's {len(classes.wnids):,} classes "
             f"({format_names(missing)}); class indices are still those of the full model"
         )
-    return index, remarks
+    return _by_folder(images, index, classes.wnids, remarks)
 
 
 def _match_folders(folders: Sequence[str], classes: ClassList, place: str) -> tuple[dict[str, int], list[str]]:
+    """Return the class index of each class folder, and remarks for the user."""
     if all(folder in classes.by_wnid for folder in folders):
         return {folder: classes.by_wnid[folder] for folder in folders}, []
     numbers = classes.folder_numbers(folders, place)
@@ -260,29 +221,28 @@ def _match_folders(folders: Sequence[str], classes: ClassList, place: str) -> tu
             f"classes: {format_names(unknown)}. The model's classes start with {format_names(classes.wnids)}. "
             "Rename the folders to the model's wnids, remove them, or pass labels with --labels FILE"
         )
-    resolved = classes.resolve_labels({folder: f"{place}/{folder}" for folder in folders})
-    return dict(resolved.index), [f"{place}: folders matched to the model's classes by {resolved.kind}"]
+    index, kind = classes.resolve_labels({folder: f"{place}/{folder}" for folder in folders})
+    return index, [f"{place}: folders matched to the model's classes by {kind}"]
 
 
-def _check_distinct(index: Mapping[str, int], classes: ClassList, place: str) -> None:
-    """Refuse two folders that stand for the same class: in another class list they may be two classes."""
-    first: dict[int, str] = {}
-    for folder, number in index.items():
-        if number in first:
-            raise DatasetError(
-                f"{place}: the folders {format_names([first[number]])} and {format_names([folder])} both stand for the "
-                f"class {classes.wnids[number]}. Merge them, or rename the wrong one"
-            )
-        first[number] = folder
+def _by_folder(images: ImageListing, index: Mapping[str, int], wnids: Sequence[str], remarks: Sequence[str]) -> Dataset:
+    """Label images by their folders, skipping images outside the folders. index: folder → class index.
 
-
-def check_not_empty(folders: Sequence[str], filled: set[str], place: str) -> None:
-    """Refuse class folders without images: an incomplete copy is likelier than an unused class."""
-    if empty := [name for name in folders if name not in filled]:
+    Raises DatasetError for folders without images: an incomplete copy is likelier than an unused class.
+    """
+    in_folders = [position for position, name in enumerate(images.names) if "/" in name]
+    filled = {images.names[position].partition("/")[0] for position in in_folders}
+    if empty := [folder for folder in index if folder not in filled]:
         raise DatasetError(
-            f"{place}: no images in {len(empty)} of {len(folders)} class folders: {format_names(empty)}. "
+            f"{images.place}: no images in {len(empty)} of {len(index)} class folders: {format_names(empty)}. "
             "Add images, or remove the folders"
         )
+    if loose := len(images.names) - len(in_folders):
+        remarks = [*remarks, f"{images.place}: skipped {loose:,} images that are outside the class folders"]
+        sizes = array("q", (images.sizes[position] for position in in_folders))
+        images = replace(images, names=[images.names[position] for position in in_folders], sizes=sizes)
+    labels = [index[name.partition("/")[0]] for name in images.names]
+    return images.labeled(wnids, labels, "class folders", remarks)
 
 
 # The label file of images without class folders: the one that --labels names, or the only candidate.

@@ -2,10 +2,11 @@
 
 import stat
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from prelunet.evaluator.contract import ClassEntry
-from prelunet.evaluator.datasets.dataset import Dataset, DatasetSpec, Sample
+from prelunet.evaluator.datasets.dataset import Dataset, DatasetSpec
 from prelunet.evaluator.datasets.labels.class_names import ClassList
 from prelunet.evaluator.datasets.layouts import has_label_file, label_images, label_training_images, list_images
 from prelunet.evaluator.datasets.selection import select
@@ -65,23 +66,19 @@ def open_dataset(
         raise UsageError("--labels and --no-labels cannot be combined. Remove one of them")
     source = _open_source(path)
     if wnids is None:
-        found, classes = label_training_images(
-            list_images(source, path, _find_class_folders(source, path, split)), split
-        )
+        dataset = label_training_images(list_images(source, path, _find_class_folders(source, path, split)), split)
     else:
-        classes = tuple(wnids)
-        model = ClassList(classes, tuple(names))
-        subfolder = _find_image_folder(source, path, split, model, any_split=no_labels and any_split)
-        found = label_images(list_images(source, path, subfolder), split, model, labels, no_labels=no_labels)
-    return Dataset(
-        path,
-        classes,
-        [Sample(*each) for each in zip(found.names, found.labels, found.sizes, strict=True)],
-        found.reader,
-        found.layout,
-        (*_unpacked_remark(source, path), *found.remarks),
-        spec=DatasetSpec(path, found.labels_from, no_labels),
-    )
+        classes = ClassList(tuple(wnids), tuple(names))
+        subfolder = _find_image_folder(source, path, split, classes, any_split=no_labels and any_split)
+        dataset = label_images(list_images(source, path, subfolder), split, classes, labels, no_labels=no_labels)
+    remarks = dataset.remarks
+    if isinstance(source, ArchiveSource) and source.path != path:
+        unpacked = (
+            f"{path}: compressed, so it was unpacked to {source.path} ({source.path.stat().st_size:,} bytes). Images "
+            "are read from that file; delete it when the run and its reports are done"
+        )
+        remarks = (unpacked, *remarks)
+    return replace(dataset, remarks=remarks, spec=dataset.spec and replace(dataset.spec, no_labels=no_labels))
 
 
 def _open_source(path: Path) -> Source:
@@ -100,16 +97,6 @@ def _open_source(path: Path) -> Source:
     raise DatasetError(
         f"{path}: neither a folder nor a regular file. Pass a folder of images, or a .tar, .tar.gz or .zip of one"
     )
-
-
-def _unpacked_remark(source: Source, path: Path) -> list[str]:
-    """Return a remark if the archive was unpacked."""
-    if not isinstance(source, ArchiveSource) or source.path == path:
-        return []
-    return [
-        f"{path}: compressed, so it was unpacked to {source.path} ({source.path.stat().st_size:,} bytes). Images are "
-        "read from that file; delete it when the run and its reports are done"
-    ]
 
 
 def _find_image_folder(source: Source, path: Path, split: str, classes: ClassList, *, any_split: bool) -> str:
@@ -141,7 +128,7 @@ def _single_root(source: Source, path: Path, classes: ClassList) -> str:
     subfolders = source.folders("")
     if any(name in _SETS or classes.contains(name) for name in subfolders):
         return ""
-    if any(name.endswith(".tar") for name in source.other_files("")):  # shards
+    if _has_tars(source, ""):  # shards
         return ""
     if len(subfolders) != 1 and not has_label_file(source, path, ""):
         return ""
@@ -158,8 +145,12 @@ def _find_class_folders(source: Source, path: Path, split: str) -> str:
     if split not in top and len(top) == 1 and top[0] not in SPLITS and source.folders(top[0]):
         subfolder = top[0]
     subfolders = source.folders(subfolder)
-    splits = [name for name in {*SPLITS, split} if name in subfolders and _is_set(source, join(subfolder, name))]
     # A folder named `train` or `val` without folders or shards inside is a class.
+    splits = [
+        name
+        for name in {*SPLITS, split}
+        if name in subfolders and (source.folders(join(subfolder, name)) or _has_tars(source, join(subfolder, name)))
+    ]
     if split in splits:
         return join(subfolder, split)
     if splits:
@@ -167,9 +158,8 @@ def _find_class_folders(source: Source, path: Path, split: str) -> str:
     return subfolder
 
 
-def _is_set(source: Source, subfolder: str) -> bool:
-    """Return whether a folder contains class folders or shards."""
-    return bool(source.folders(subfolder)) or any(name.endswith(".tar") for name in source.other_files(subfolder))
+def _has_tars(source: Source, subfolder: str) -> bool:
+    return any(name.endswith(".tar") for name in source.other_files(subfolder))
 
 
 def _missing_split_error(place: str, other: str, split: str) -> DatasetError:

@@ -38,8 +38,8 @@ def parse_class_selection(text: str, classes: Sequence[ClassEntry]) -> tuple[str
         words = {word.strip(): "--classes" for word in text.split(",") if word.strip()}
     if not words:
         raise UsageError(f"--classes {text}: names no class. Use wnids separated by commas, or a file of wnids")
-    chosen = set(class_list.resolve_labels(words, chosen=True).index.values())
-    return tuple(wnid for index, wnid in enumerate(class_list.wnids) if index in chosen)
+    index, _ = class_list.resolve_labels(words, chosen=True)
+    return tuple(class_list.wnids[number] for number in sorted(set(index.values())))
 
 
 def select(dataset: Dataset, *, limit: int | None, classes: Sequence[str]) -> Dataset:

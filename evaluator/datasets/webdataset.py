@@ -9,9 +9,8 @@ from collections.abc import Mapping, Sequence
 from itertools import pairwise
 from pathlib import Path
 
-from prelunet.evaluator.datasets.dataset import UNLABELLED
-from prelunet.evaluator.datasets.labels.class_names import NUMBER, ClassList
-from prelunet.evaluator.datasets.sources.archive import ArchiveReader, ArchiveSource, open_archive
+from prelunet.evaluator.datasets.labels.class_names import NUMBER
+from prelunet.evaluator.datasets.sources.archive import ArchiveSource, open_archive
 from prelunet.evaluator.datasets.sources.archive_index import ArchiveIndex
 from prelunet.evaluator.datasets.sources.base import format_names, join
 from prelunet.evaluator.errors import DatasetError
@@ -47,33 +46,13 @@ def shards_of_split(paths: Sequence[Path], split: str) -> list[Path]:
     return kinds[named[0] if len(kinds) > 1 else next(iter(kinds))]
 
 
-def open_shards(
-    paths: Sequence[Path], classes: ClassList, *, no_labels: bool
-) -> tuple[ArchiveIndex, list[int], ArchiveReader]:
-    """Open the shards of a folder. Return their images as `shard.tar/key.jpg`, their labels, and a reader.
+def classes_of_labels(found_at: Mapping[str, str], *, complete: bool) -> tuple[str, ...]:
+    """Return the classes that the labels of training shards name, in label order.
 
-    Raises DatasetError when a tar is not a shard, an image has no label or a label no image, or a label is not a class.
+    Words become classes in sorted order. Class indices become classes named "0", "1", …. found_at: label → where it
+    first occurs; complete: whether every index from 0 to the highest needs an image, because a net's classes have no
+    gaps. Raises DatasetError for labels of several kinds, gaps, and labels that are not classes.
     """
-    table, words, found_at = _read_shards(paths, no_labels=no_labels)
-    return table, _labels(words, found_at, classes, len(table.names)), ArchiveReader(tuple(paths), table)
-
-
-def open_training_shards(
-    paths: Sequence[Path], *, complete: bool
-) -> tuple[ArchiveIndex, list[int], ArchiveReader, tuple[str, ...]]:
-    """Open shards as `open_shards` does, but with classes that are not known in advance; also return the classes.
-
-    Words become classes in sorted order. Class indices become classes named "0", "1", …. complete: whether every
-    index from 0 to the highest needs an image, because a net's classes have no gaps. Raises DatasetError.
-    """
-    table, words, found_at = _read_shards(paths, no_labels=False)
-    classes = _classes_of(found_at, complete=complete)
-    index = {word: number for number, word in enumerate(classes)}
-    return table, [index[word] for word in words], ArchiveReader(tuple(paths), table), classes
-
-
-def _classes_of(found_at: Mapping[str, str], *, complete: bool) -> tuple[str, ...]:
-    """Return the classes that words name, in label order. found_at: word → where it first occurs."""
     invalid = {
         word: place for word, place in found_at.items() if not word or (NUMBER.fullmatch(word) and int(word) < 0)
     }
@@ -99,8 +78,12 @@ def _classes_of(found_at: Mapping[str, str], *, complete: bool) -> tuple[str, ..
     return tuple(sorted(numbers, key=numbers.__getitem__))
 
 
-def _read_shards(paths: Sequence[Path], *, no_labels: bool) -> tuple[ArchiveIndex, list[str], dict[str, str]]:
-    """Return the images, the label of each, and where each label first occurs."""
+def read_shards(paths: Sequence[Path], *, no_labels: bool) -> tuple[ArchiveIndex, list[str], dict[str, str]]:
+    """Return the images as `shard.tar/key.jpg`, the label of each, and where each label first occurs.
+
+    no_labels: return no labels, and accept tars without labels. Raises DatasetError when a tar is not a shard, or an
+    image has no label or a label no image.
+    """
     table, words, found_at = ArchiveIndex(), list[str](), dict[str, str]()
     with progress("read shards", len(paths), "shards") as advance:
         for volume, path in enumerate(paths):
@@ -111,28 +94,19 @@ def _read_shards(paths: Sequence[Path], *, no_labels: bool) -> tuple[ArchiveInde
                         f"{path}: not a webdataset shard: it has no .cls, and no .json for its first image. Pass an "
                         "archive of images itself as --data, or move it out of the folder of shards"
                     )
-                _read_words(source, "", words, found_at)
+                own_words, places = read_labels(source, "")
+                words += own_words
+                found_at |= {word: place for word, place in places.items() if word not in found_at}
             table.extend(f"{path.name}/", volume, source.members)
             advance()
     return table, words, found_at
 
 
-def labels_in_shard(source: ArchiveSource, subfolder: str, classes: ClassList) -> list[int]:
-    """Return the labels of a single shard's images, in the order of their names. Raises as `open_shards` does."""
-    words, found_at = list[str](), dict[str, str]()
-    _read_words(source, subfolder, words, found_at)
-    return _labels(words, found_at, classes, len(words))
+def read_labels(source: ArchiveSource, subfolder: str) -> tuple[list[str], dict[str, str]]:
+    """Return the label of each image of a shard, in the order of the names, and where each label first occurs.
 
-
-def _labels(words: list[str], found_at: dict[str, str], classes: ClassList, images: int) -> list[int]:
-    if not words:
-        return [UNLABELLED] * images
-    resolved = classes.resolve_labels(found_at)
-    return [resolved.index[word] for word in words]
-
-
-def _read_words(source: ArchiveSource, subfolder: str, words: list[str], found_at: dict[str, str]) -> None:
-    """Append the label of each image of a shard to `words`. found_at: label → where it first occurs."""
+    Raises DatasetError when an image has no label or a label no image.
+    """
     images, labels = source.members.subtree(subfolder).names, source.labels.subtree(subfolder)
     suffix = next(suffix for suffix in _SUFFIXES if any(name.endswith(suffix) for name in labels.names))
     for name, following in pairwise(images):
@@ -144,26 +118,19 @@ def _read_words(source: ArchiveSource, subfolder: str, words: list[str], found_a
             f"{source.path}: no {suffix} for {len(missing):,} of {len(images):,} images: {format_names(missing)}. "
             "Repack the shard with a label for each image"
         )
-    orphans = _without_image(labels.names, images, suffix)
-    if orphans:
+    keys = set(map(_key, images))
+    if orphans := [name for name in labels.names if name.endswith(suffix) and _key(name) not in keys]:
         raise DatasetError(
             f"{source.path}: {len(orphans):,} labels without an image: {format_names(orphans)}. Repack the shard"
         )
+    words, found_at = list[str](), dict[str, str]()
     for name in images:
         file = _key(name) + suffix
         place = f"{source.path}: {file}"
         word = _word(source.read(join(subfolder, file), _SUFFIXES[suffix]), suffix, place)
         found_at.setdefault(word, place)
         words.append(word)
-
-
-def _without_image(labels: Sequence[str], images: Sequence[str], suffix: str) -> list[str]:
-    """Return the labels whose image is missing. Every image is known to have a label."""
-    of_kind = [name for name in labels if name.endswith(suffix)]
-    if len(of_kind) == len(images):
-        return []
-    keys = set(map(_key, images))
-    return [name for name in of_kind if _key(name) not in keys]
+    return words, found_at
 
 
 def _word(data: bytes, suffix: str, place: str) -> str:

@@ -71,7 +71,7 @@ def _from_json(data: Any) -> list[tuple[str, str]]:
         expected = [str(index) for index in range(len(data))]
         if missing := sorted(set(expected) - data.keys(), key=int):
             raise ValueError(f"class index {missing[0]} of {len(data)} classes is missing")
-        return [_class_from_json(data[index], f"class {index}") for index in expected]
+        data = [data[index] for index in expected]
     return [_class_from_json(value, f"class {index}") for index, value in enumerate(require_list(data, "it"))]
 
 

@@ -19,14 +19,6 @@ NO_LABEL = "-1"  # the label in public copies of ImageNet's test set
 
 
 @dataclass(frozen=True)
-class ResolvedLabels:
-    """Labels resolved to class indices. index: class index of each label; kind: the kind of labels, as text."""
-
-    index: Mapping[str, int]
-    kind: str
-
-
-@dataclass(frozen=True)
 class ClassList:
     """A model's classes. names: display names, in the order of the wnids; empty if unknown."""
 
@@ -53,24 +45,24 @@ class ClassList:
 
     def resolve_labels(
         self, words: Mapping[str, str], *, by_position: bool = False, chosen: bool = False
-    ) -> ResolvedLabels:
-        """Return the class index of every label. words: label → where it first occurs, for messages.
+    ) -> tuple[dict[str, int], str]:
+        """Return the class index of every label, and the kind of the labels as text.
 
-        by_position: the labels cover a whole set by position, as a ground truth does, so class indices without a 0 are
-        suspicious; chosen: the words select some classes, so a missing 0 is normal.
-
+        words: label → where it first occurs, for messages; by_position: the labels cover a whole set by position, as a
+        ground truth does, so class indices without a 0 are suspicious; chosen: the words select some classes, so a
+        missing 0 is normal.
         Raises DatasetError for a word that is not a class, for numbers that may count from 1, and for a name shared by
         several classes.
         """
         if all(word in self.by_wnid for word in words):
-            return ResolvedLabels({word: self.by_wnid[word] for word in words}, "wnids")
+            return {word: self.by_wnid[word] for word in words}, "wnids"
         # Numbers are names if every one of them is a name. Next to wnids that are numbers, they are damaged wnids.
         named = all(_normalized(word) in self.by_name for word in words) or any(word in self.by_wnid for word in words)
         odd = [word for word in words if not NUMBER.fullmatch(word)]
         if not named and not odd:
             index = self._indices(words, by_position=by_position, chosen=chosen)
             span = f"{min(index.values())} to {max(index.values())}"
-            return ResolvedLabels(index, f"class indices, counted from 0 (found {span})")
+            return index, f"class indices, counted from 0 (found {span})"
         numbers = len(words) - len(odd)
         if (
             not named
@@ -81,7 +73,7 @@ class ClassList:
                 f"{words[odd[0]]}: {odd[0]!a:.80} is not an integer, but the {numbers} others are class indices. Use "
                 "labels of one kind: class indices or wnids"
             )
-        return ResolvedLabels({word: self._index_by_name(word, place) for word, place in words.items()}, "class names")
+        return {word: self._index_by_name(word, place) for word, place in words.items()}, "class names"
 
     def folder_numbers(self, folders: Sequence[str], place: str) -> dict[str, int] | None:
         """Return the class index of each folder if the folders are numbered from 0, one per class; otherwise None.

@@ -18,7 +18,7 @@ _NAME_HEADERS = {"name", "file", "filename", "file_name", "image", "imageid", "i
 _LABEL_HEADERS = {"label", "wnid", "class", "predictionstring", "synset", "class_id", "index", "target"}
 _ROW_NUMBER = "index"  # pandas writes the row number under this name; others write the class
 _BOX = 5  # words per box in Kaggle's list: wnid and four coordinates
-_LONE_NUMBER = re.compile(r"\s*-?\d+\s*", re.ASCII)
+_NUMBER = re.compile(r"-?\d+", re.ASCII)
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,17 +43,17 @@ def labels_of_list(
     words: dict[str, str] = {}
     for entry in entries:
         words.setdefault(entry.label, f"{file.path}: line {entry.line}")
-    resolved = classes.resolve_labels(words, by_position=entries[0].name is None)
-    remarks = [f"labels from {file.path}, read as {resolved.kind}{columns}"]
+    index, kind = classes.resolve_labels(words, by_position=entries[0].name is None)
+    remarks = [f"labels from {file.path}, read as {kind}{columns}"]
     if entries[0].name is None:
         check_count(len(entries), images, file.path)
         remarks.append(f"{file.path} contains no image names: line i is the label of the i-th name in sorted order")
-        return [resolved.index[entry.label] for entry in entries], remarks
+        return [index[entry.label] for entry in entries], remarks
     key = _key_of_names(entries, images, subfolder, file.path)
     if key.composed:
         remarks.append(f"{file.path}: names are compared in Unicode form NFC, because accents are encoded differently")
     positions = _match(entries, images, key, file.path)
-    return [resolved.index[entries[position].label] for position in positions], remarks
+    return [index[entries[position].label] for position in positions], remarks
 
 
 def check_count(labels: int, images: Sequence[str], path: Path) -> None:
@@ -74,8 +74,14 @@ def read_label_list(file: LabelFile) -> tuple[list[LabelEntry], str]:
     filled = next((line for line in lines if line.strip()), None)
     if filled is None:
         raise DatasetError(f"{file.path}: empty. Use a list with a line `name label` for each image")
-    if _LONE_NUMBER.fullmatch(filled):
-        return [_number(line, number, file.path) for number, line in enumerate(lines, 1) if line.strip()], ""
+    if _NUMBER.fullmatch(filled.strip()):
+        numbers = [LabelEntry(line, None, text.strip()) for line, text in enumerate(lines, 1) if text.strip()]
+        if odd := next((entry for entry in numbers if not _NUMBER.fullmatch(entry.label)), None):
+            raise DatasetError(
+                f"{file.path}: line {odd.line} should be one number, like the first line, not {odd.label!a:.80}. "
+                "Fix the file"
+            )
+        return numbers, ""
     words: dict[str, str] = {}  # keeps one copy of each label in memory
     entries, columns, width, columns_note = list[LabelEntry](), None, 2, ""
     for line, row in _rows(lines, filled, file.path):
@@ -87,7 +93,10 @@ def read_label_list(file: LabelFile) -> tuple[list[LabelEntry], str]:
             columns = 0, 1
         name, label = (row[column].strip() for column in columns) if len(row) == width else ("", "")
         if not name:
-            raise _bad_line(file.path, line, row)
+            raise DatasetError(
+                f"{file.path}: line {line} should be `name label` or `name,label`, not {','.join(row)!a:.80}. "
+                "Fix the line, or name the columns in the first line: name,label"
+            )
         word = _word(label, file.path, line)
         entries.append(LabelEntry(line, name, words.setdefault(word, word)))
     with_suffix = [bool(entry.name) and str(entry.name).lower().endswith(SUFFIXES) for entry in entries]
@@ -96,14 +105,6 @@ def read_label_list(file: LabelFile) -> tuple[list[LabelEntry], str]:
     if not entries:
         raise DatasetError(f"{file.path}: contains only a header. Use a list with a line `name,label` for each image")
     return entries, columns_note
-
-
-def _number(text: str, line: int, path: Path) -> LabelEntry:
-    if not _LONE_NUMBER.fullmatch(text):
-        raise DatasetError(
-            f"{path}: line {line} should be one number, like the first line, not {text!a:.80}. Fix the file"
-        )
-    return LabelEntry(line, None, text.strip())
 
 
 def _rows(lines: list[str], filled: str, path: Path) -> Iterator[tuple[int, list[str]]]:
@@ -175,13 +176,6 @@ def _word(label: str, path: Path, line: int) -> str:
             "one label. Keep the right one"
         )
     return words[0]
-
-
-def _bad_line(path: Path, line: int, row: list[str]) -> DatasetError:
-    return DatasetError(
-        f"{path}: line {line} should be `name label` or `name,label`, not {','.join(row)!a:.80}. "
-        "Fix the line, or name the columns in the first line: name,label"
-    )
 
 
 def _match(entries: list[LabelEntry], images: Sequence[str], key: "_Key", path: Path) -> list[int]:

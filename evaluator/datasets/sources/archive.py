@@ -81,12 +81,6 @@ class ArchiveSource:
         self.members.add("/".join(parts), member)
         self.add_folder(parts[:-1])
 
-    def finish(self) -> "ArchiveSource":
-        """Sort the members, which lookups require. Raises DatasetError when two have the same name."""
-        if twice := self.members.sort() or self.labels.sort():
-            raise DatasetError(f"{self.path}: two members are named {twice}. Repack the folder")
-        return self
-
 
 @dataclass(frozen=True)
 class ArchiveReader:
@@ -139,10 +133,13 @@ def open_archive(path: Path) -> ArchiveSource:
     try:
         with path.open("rb") as file:
             magic = file.read(6)
-            if (method := compression_of(magic)) is None:
-                file.seek(0)
-                return (_list_zip(path, file) if magic[:4] in _ZIP_MAGICS else _list_tar(path, file)).finish()
-        return open_archive(ensure_unpacked(path, method))
+            if method := compression_of(magic):
+                return open_archive(ensure_unpacked(path, method))
+            file.seek(0)
+            source = _list_zip(path, file) if magic[:4] in _ZIP_MAGICS else _list_tar(path, file)
+        if twice := source.members.sort() or source.labels.sort():  # sorted members are required by lookups
+            raise DatasetError(f"{path}: two members are named {twice}. Repack the folder")
+        return source
     except PreluNetError:
         raise
     except OSError as error:

@@ -6,7 +6,6 @@ with the samples of the dataset.
 
 from array import array
 from bisect import bisect_left
-from collections.abc import Iterable
 from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import NamedTuple
@@ -29,17 +28,12 @@ class ArchiveMember(NamedTuple):
     volume: int = 0
 
 
-def _columns() -> "list[array[int]]":
-    """Return an empty column for each field of a member, of 1, 4 or 8 bytes per member."""
-    return [array(code) for code in "qqqbbII"]
-
-
 @dataclass
 class ArchiveIndex:
-    """Names, and one column per field of a member. Call `sort` before any lookup."""
+    """Names, and one column per field of a member, of 1, 4 or 8 bytes per member. Call `sort` before any lookup."""
 
     names: list[str] = field(default_factory=list)
-    columns: "list[array[int]]" = field(default_factory=_columns)
+    columns: "list[array[int]]" = field(default_factory=lambda: [array(code) for code in "qqqbbII"])
 
     def add(self, name: str, member: ArchiveMember) -> None:
         """Append a member."""
@@ -58,7 +52,7 @@ class ArchiveIndex:
         """Sort by name. Return a name that occurs twice, or None."""
         order = sorted(range(len(self.names)), key=self.names.__getitem__)
         self.names = [self.names[position] for position in order]
-        self.columns = [_picked(column, order) for column in self.columns]
+        self.columns = [array(column.typecode, map(column.__getitem__, order)) for column in self.columns]
         return next((name for name, following in pairwise(self.names) if name == following), None)
 
     @property
@@ -80,7 +74,3 @@ class ArchiveIndex:
         if position == len(self.names) or self.names[position] != name:
             return None
         return ArchiveMember(*(column[position] for column in self.columns))
-
-
-def _picked(column: "array[int]", positions: Iterable[int]) -> "array[int]":
-    return array(column.typecode, (column[position] for position in positions))

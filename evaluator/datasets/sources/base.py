@@ -84,8 +84,5 @@ def too_large(place: str, limit: int) -> DatasetError:
 
 def format_names(names: Sequence[str]) -> str:
     """Return the first five names as text, shortened and escaped, because names are untrusted."""
-    return ", ".join(map(_shown, names[:5])) + (", …" if len(names) > 5 else "")
-
-
-def _shown(name: str) -> str:
-    return escape_unprintable(name if len(name) <= _LONGEST_NAME else name[: _LONGEST_NAME - 1] + "…")
+    short = (name if len(name) <= _LONGEST_NAME else name[: _LONGEST_NAME - 1] + "…" for name in names[:5])
+    return ", ".join(map(escape_unprintable, short)) + (", …" if len(names) > 5 else "")

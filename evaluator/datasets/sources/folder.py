@@ -57,9 +57,9 @@ class FolderSource:
         """
         yield from _images(self.root / subfolder, "", follow=True)
 
-    def reader(self, subfolder: str) -> "FolderReader":
+    def reader(self, subfolder: str) -> "FolderSource":
         """Return a reader for the names that `images` yields."""
-        return FolderReader(self.root / subfolder)
+        return FolderSource(self.root / subfolder)
 
     def other_files(self, subfolder: str) -> dict[str, int]:
         """Return name → size in bytes of the tars and possible label files directly in a folder."""
@@ -74,15 +74,18 @@ class FolderSource:
         except OSError as error:
             raise reading_error(error, error.filename or folder) from error
 
-    def read(self, name: str, limit: int) -> bytes:
-        """Return the bytes of one of these files, by its path from the top. Raises DatasetError above `limit` bytes."""
+    def read(self, name: str, limit: int | None = None) -> bytes:
+        """Return the bytes of a file, by its path from the top.
+
+        Raises DatasetError when it is missing, cannot be read or has more than `limit` bytes.
+        """
         path = self.root / name
         try:
             with path.open("rb") as file:
-                data = file.read(limit + 1)
+                data = file.read(-1 if limit is None else limit + 1)
         except OSError as error:
             raise reading_error(error, path) from error
-        if len(data) > limit:
+        if limit is not None and len(data) > limit:
             raise too_large(str(path), limit)
         return data
 
@@ -101,21 +104,6 @@ def _images(folder: Path, prefix: str, *, follow: bool) -> Iterator[tuple[str, i
                 yield prefix + entry.name, status.st_size
     except OSError as error:
         raise reading_error(error, error.filename or folder) from error
-
-
-@dataclass(frozen=True)
-class FolderReader:
-    """Reads files in a folder."""
-
-    root: Path
-
-    def read(self, file: str) -> bytes:
-        """Return the bytes of a file. Raises DatasetError when it is missing or cannot be read."""
-        path = self.root / file
-        try:
-            return path.read_bytes()
-        except OSError as error:
-            raise reading_error(error, path) from error
 
 
 def label_file(path: Path) -> LabelFile:
