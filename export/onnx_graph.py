@@ -5,12 +5,20 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-from onnx import ModelProto, TensorProto, helper, numpy_helper
+from onnx import (
+    GraphProto,
+    ModelProto,
+    NodeProto,
+    OperatorSetIdProto,
+    TensorProto,
+    ValueInfoProto,
+    helper,
+    numpy_helper,
+)
 
 OPSET = 18  # the newest that all our runtimes support; later opsets add nothing that we need
-IR_VERSION = 8  # matches opset 18
+IR_VERSION = 8  # matches opset 18; initializers need not be inputs (since 4), functions exist (since 8)
 
-Array = npt.NDArray[Any]
 _UP_TO_THE_END = np.iinfo(np.int64).max
 
 
@@ -18,31 +26,37 @@ class GraphBuilder:
     """Collects nodes and constants. Methods that add a node return the name of its output."""
 
     def __init__(self) -> None:
-        self._nodes: dict[str, Any] = {}
-        self._constants: dict[str, TensorProto] = {}
+        self._nodes: list[NodeProto] = []
+        self._constants: list[TensorProto] = []
+        self._names: set[str] = set()  # of nodes and constants
 
-    def constant(self, name: str, value: Array) -> str:
+    def constant(self, name: str, value: npt.NDArray[Any]) -> str:
         """Add an initializer and return its name, which must be new."""
-        assert name not in self._constants, name
-        self._constants[name] = numpy_helper.from_array(np.ascontiguousarray(value), name)
+        assert name not in self._names, name
+        self._names.add(name)
+        self._constants.append(numpy_helper.from_array(value, name))
         return name
 
     def integers(self, *values: int) -> str:
         """Return the name of an int64 vector; equal vectors are stored once."""
         name = "int64_" + "_".join(str(v) if v >= 0 else f"m{-v}" for v in values)
-        if name not in self._constants:
-            self.constant(name, np.array(values, np.int64))
-        return name
+        return name if name in self._names else self.constant(name, np.array(values, np.int64))
 
     def node(self, op: str, inputs: Sequence[str], output: str, **attributes: Any) -> str:
         """Add a node that is named after its output."""
-        assert output not in self._nodes, output
-        self._nodes[output] = helper.make_node(op, list(inputs), [output], name=output, **attributes)
+        assert output not in self._names, output
+        self._names.add(output)
+        self._nodes.append(helper.make_node(op, list(inputs), [output], name=output, **attributes))
         return output
 
     def has(self, output: str) -> bool:
         """Return whether the graph has a node with that output."""
-        return output in self._nodes
+        return output in self._names
+
+    def embed(self, net: GraphProto) -> None:
+        """Add the nodes and initializers of another graph, except sparse ones."""
+        self._nodes.extend(net.node)
+        self._constants.extend(net.initializer)
 
     def slice(self, value: str, output: str, *, axis: int, start: int, end: int | None = None, step: int = 1) -> str:
         """Add a Slice along one axis. end: None for all that follow; negative counts from the end."""
@@ -60,19 +74,35 @@ class GraphBuilder:
         """Add an Unsqueeze."""
         return self.node("Unsqueeze", [value, self.integers(*axes)], output)
 
-    def model(
-        self, inputs: Sequence[Any], outputs: Sequence[Any], metadata: dict[str, str], version: str
-    ) -> ModelProto:
-        """Return the finished model with its metadata."""
-        graph = helper.make_graph(
-            list(self._nodes.values()), "prelunet", list(inputs), list(outputs), list(self._constants.values())
-        )
-        model = helper.make_model(
-            graph,
-            opset_imports=[helper.make_opsetid("", OPSET)],
-            ir_version=IR_VERSION,
-            producer_name="prelunet",
-            producer_version=version,
-        )
-        helper.set_model_props(model, metadata)
-        return model
+    def graph(self, name: str, inputs: Sequence[ValueInfoProto], outputs: Sequence[ValueInfoProto]) -> GraphProto:
+        """Return the finished graph."""
+        return helper.make_graph(self._nodes, name, list(inputs), list(outputs), self._constants)
+
+
+def contract_graph(
+    graph: GraphBuilder, classes: int, *, canvas: tuple[str | int, str | int], grid: tuple[str | int, str | int]
+) -> GraphProto:
+    """Return a finished graph with the inputs and outputs of the contract.
+
+    canvas: height and width of the images; grid: rows and columns of windows; each a number or the name of a variable.
+    """
+    info = helper.make_tensor_value_info
+    inputs = [info("images", TensorProto.UINT8, ["N", *canvas, 3]), info("sizes", TensorProto.INT64, ["N", 2])]
+    outputs = [
+        info("scores", TensorProto.FLOAT, ["N", classes]),
+        info("logits", TensorProto.FLOAT, ["N", classes]),
+        info("windows", TensorProto.INT64, ["N", 2]),
+        info("window_scores", TensorProto.FLOAT, ["N", *grid, classes]),
+    ]
+    return graph.graph("prelunet", inputs, outputs)
+
+
+def build_file(
+    graph: GraphProto, metadata: dict[str, str], version: str, opsets: Sequence[OperatorSetIdProto], **rest: Any
+) -> ModelProto:
+    """Return the model of a graph. version: of prelunet; rest: further arguments of `onnx.helper.make_model`."""
+    model = helper.make_model(
+        graph, opset_imports=list(opsets), producer_name="prelunet", producer_version=version, **rest
+    )
+    helper.set_model_props(model, metadata)
+    return model

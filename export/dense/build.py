@@ -18,7 +18,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 import numpy.typing as npt
-from onnx import ModelProto, TensorProto, ValueInfoProto, helper
+from onnx import ModelProto, TensorProto, helper
 
 from prelunet.evaluator.architectures import LRELU_SLOPE, Activation, Architecture, Conv, Pool
 from prelunet.evaluator.arrays import Float32Array
@@ -26,7 +26,7 @@ from prelunet.evaluator.contract import Canvas, ClassEntry, FilePrecision, MeanK
 from prelunet.evaluator.protocols import LONG_SIDE_CAP
 from prelunet.export.dense.half_precision import round_to_half
 from prelunet.export.dense.pyramid import plan_pools, pyramid_bins
-from prelunet.export.onnx_graph import GraphBuilder
+from prelunet.export.onnx_graph import IR_VERSION, OPSET, GraphBuilder, build_file, contract_graph
 
 # Pixels; larger where `multi-scale` needs it. The graph slices its masks from a constant of this length.
 MAX_CANVAS_SIDE = 4096
@@ -111,21 +111,11 @@ def build_model(
     logits = _head(graph, architecture, parameters, feature_map)
     if half:
         logits = graph.node("Cast", [logits], "fc3.fp32", to=TensorProto.FLOAT)
-    _averages(graph, logits, _window_grid(graph, architecture, valid))
-    return graph.model(*_interface(len(contract.classes)), contract.to_metadata(), version)
-
-
-def _interface(classes: int) -> tuple[list[ValueInfoProto], list[ValueInfoProto]]:
-    """Return the inputs and outputs of the contract."""
-    info = helper.make_tensor_value_info
-    inputs = [info("images", TensorProto.UINT8, ["N", "H", "W", 3]), info("sizes", TensorProto.INT64, ["N", 2])]
-    outputs = [
-        info("scores", TensorProto.FLOAT, ["N", classes]),
-        info("logits", TensorProto.FLOAT, ["N", classes]),
-        info("windows", TensorProto.INT64, ["N", 2]),
-        info("window_scores", TensorProto.FLOAT, ["N", "Gh", "Gw", classes]),
-    ]
-    return inputs, outputs
+    # A window is valid if all its cells are inside the image.
+    _averages(graph, logits, _valid_after(graph, valid, "window", architecture.window, 1, 0))
+    finished = contract_graph(graph, len(contract.classes), canvas=("H", "W"), grid=("Gh", "Gw"))
+    opsets = [helper.make_opsetid("", OPSET)]
+    return build_file(finished, contract.to_metadata(), version, opsets, ir_version=IR_VERSION)
 
 
 def _front(graph: GraphBuilder, mean: Float32Array, max_side: int, *, masked: bool) -> tuple[str, ValidCells]:
@@ -158,11 +148,11 @@ def _warped_mean(graph: GraphBuilder, mean: Float32Array, positions: dict[str, s
     """
     side = mean.shape[0]
     planes = graph.constant("mean", mean.transpose(2, 0, 1)[None])
-    half = graph.constant("half", np.array(0.5, np.float32))
-    one = graph.constant("one", np.array(1, np.float32))
-    zero = graph.constant("zero", np.array(0, np.float32))
-    last = graph.constant("mean.last", np.array(side - 1, np.float32))
-    length = graph.constant("mean.side", np.array(side, np.float32))
+    half = graph.constant("half", np.array([0.5], np.float32))
+    one = graph.constant("one", np.array([1], np.float32))
+    zero = graph.constant("zero", np.array([0], np.float32))
+    last = graph.constant("mean.last", np.array([side - 1], np.float32))
+    length = graph.constant("mean.side", np.array([side], np.float32))
     cells = graph.constant("mean.cells", np.arange(side, dtype=np.float32))
     weights = {}
     for axis in ("rows", "columns"):
@@ -271,11 +261,6 @@ def _valid_after(graph: GraphBuilder, valid: ValidCells, layer: str, kernel: int
             assert start >= 0, f"{layer}: a pad of {pad} for a kernel of {kernel}"
             graph.slice(vector, output, axis=1, start=start, step=stride)
     return after
-
-
-def _window_grid(graph: GraphBuilder, architecture: Architecture, valid: ValidCells) -> ValidCells:
-    """Add the valid vectors of the grid of windows: a window is valid if all its cells are inside the image."""
-    return _valid_after(graph, valid, "window", architecture.window, 1, 0)
 
 
 def fc1_channel_last(weight: Parameters, architecture: Architecture) -> Parameters:

@@ -64,7 +64,10 @@ def export_checkpoint(
     UsageError if the net does not fit into fp16 (`export.dense.half_precision`).
     """
     checkpoint = read_checkpoint(path)
-    _check_name(output)
+    try:
+        os.path.realpath(output).encode("utf-8")
+    except UnicodeEncodeError as error:  # onnx and onnxruntime could not open it
+        raise UsageError(f"{os.fspath(output)!a}: the path is not UTF-8. Choose another name or folder") from error
     check_not_input(output, [path])
     with open_atomically(output) as file:  # first, so that an unwritable path is refused before the work
         losses = rounding_losses(checkpoint.tensors) if precision == "fp16" else {}
@@ -73,7 +76,9 @@ def export_checkpoint(
             contract = _contract(checkpoint, sha256_of(path), canvas, precision, windows)
         except ValueError as error:
             raise CheckpointError(f"{path}: cannot be exported: {error}. Rename its classes") from error
-        file.write(_model_bytes(checkpoint, contract))
+        version = importlib.metadata.version("prelunet")
+        model = build_model(checkpoint.architecture, checkpoint.tensors, checkpoint.mean, contract, version)
+        file.write(model.SerializeToString(deterministic=True))
         file.flush()
         written = Path(file.name)
         checker.check_model(written, full_check=True)
@@ -83,14 +88,6 @@ def export_checkpoint(
         if failed := [d for d in deviations if not d.passed]:
             raise CheckFailed(_parity_message(output, failed, precision))
     return ExportResult(deviations, magnitudes, precision_warnings(losses, magnitudes))
-
-
-def _check_name(output: Path) -> None:
-    """Refuse a path that is not valid UTF-8: onnx and onnxruntime could not open it."""
-    try:
-        os.path.realpath(output).encode("utf-8")
-    except UnicodeEncodeError as error:
-        raise UsageError(f"{os.fspath(output)!a}: the path is not UTF-8. Choose another name or folder") from error
 
 
 def _oracle(checkpoint: Checkpoint) -> list[WindowArrays]:
@@ -110,13 +107,14 @@ def _contract(
 ) -> ModelContract:
     """Build the complete contract of the file."""
     architecture = checkpoint.architecture
+    scales = (checkpoint.recipe or {}).get("scales")
     contract = build_contract(
         architecture,
         checkpoint.classes,
         canvas,
         precision,
         mean_kind="channel" if checkpoint.mean.ndim == 1 else "image",
-        trained_scales=_trained_scales(checkpoint),
+        trained_scales=scales and (scales[0], scales[1]),
         checkpoint_sha256=sha256,
     )
     training = {
@@ -130,20 +128,6 @@ def _contract(
         for (height, width), arrays in zip(golden_sizes(architecture.crop), windows, strict=True)
     ]
     return replace(contract, training=training, golden=tuple(golden))
-
-
-def _trained_scales(checkpoint: Checkpoint) -> tuple[int, int] | None:
-    """Return the range of shorter sides in training, if the checkpoint records it."""
-    scales = (checkpoint.recipe or {}).get("scales")
-    return None if scales is None else (scales[0], scales[1])
-
-
-def _model_bytes(checkpoint: Checkpoint, contract: ModelContract) -> bytes:
-    """Build the model; the same checkpoint and versions give the same bytes for any number of threads."""
-    version = importlib.metadata.version("prelunet")
-    model = build_model(checkpoint.architecture, checkpoint.tensors, checkpoint.mean, contract, version)
-    data: bytes = model.SerializeToString(deterministic=True)
-    return data
 
 
 def check_parity(path: Path, windows: list[WindowArrays]) -> list[Deviation]:

@@ -52,18 +52,13 @@ def rounding_losses(tensors: Mapping[str, Float32Array]) -> dict[str, float]:
     """
     losses = {}
     for name, tensor in tensors.items():
-        moved = size = 0.0
-        for rounded, exact in _blocks(_rounded(name, tensor), tensor):
-            moved += float(np.square(rounded - exact).sum())
+        moved, size, flat, half = 0.0, 0.0, tensor.reshape(-1), _rounded(name, tensor).reshape(-1)
+        for start in range(0, tensor.size, _BLOCK):
+            exact = flat[start : start + _BLOCK].astype(np.float64)
+            moved += float(np.square(half[start : start + _BLOCK] - exact).sum())
             size += float(np.square(exact).sum())
         losses[name] = (moved / size) ** 0.5 if size else 0.0
     return losses
-
-
-def _blocks(*tensors: npt.NDArray[np.floating]) -> Iterator[tuple[npt.NDArray[np.float64], ...]]:
-    """Yield corresponding blocks of tensors of equal shape, flat and in float64."""
-    for start in range(0, tensors[0].size, _BLOCK):
-        yield tuple(tensor.reshape(-1)[start : start + _BLOCK].astype(np.float64) for tensor in tensors)
 
 
 def range_images(crop: int) -> list[UInt8Array]:

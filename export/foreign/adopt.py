@@ -3,8 +3,9 @@
 import importlib.metadata
 import os
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import BinaryIO, Literal
 
@@ -109,8 +110,11 @@ def adopt(path: Path, output: Path, classes: Path, options: AdoptOptions) -> Ado
         contract = _contract(path, net, interface, entries, options, references[0])
         opset = opset_of(net)
         prepare_net(net)
-        draft = _Draft(net, interface, options.preprocessing, contract, probabilities, opset)
-        sequential_reason, deviations = _write_checked(file, path, draft, references)
+        build = partial(
+            wrap_net, net, interface, options.preprocessing, contract, probabilities=probabilities,
+            version=importlib.metadata.version("prelunet"),
+        )  # fmt: skip
+        sequential_reason, deviations = _write_checked(file, path, build, opset, references)
     return AdoptResult(contract, interface, opset, probabilities, sequential_reason, tuple(deviations))
 
 
@@ -264,48 +268,23 @@ def _contract(
         raise UsageError(f"{path}: cannot be adopted: {error}. Change --name or the class list") from error
 
 
-@dataclass(frozen=True)
-class _Draft:
-    """The parts of a model file."""
-
-    net: ModelProto
-    interface: NetInterface
-    preprocessing: Preprocessing
-    contract: ModelContract
-    probabilities: bool
-    opset: int
-
-    def data(self, *, one_by_one: bool) -> bytes:
-        """Build the file; the same net and versions give the same bytes."""
-        model = wrap_net(
-            self.net,
-            self.interface,
-            self.preprocessing,
-            self.contract,
-            probabilities=self.probabilities,
-            one_by_one=one_by_one,
-            version=importlib.metadata.version("prelunet"),
-        )
-        data: bytes = model.SerializeToString(deterministic=True)
-        return data
-
-
 def _write_checked(
-    file: BinaryIO, path: Path, draft: _Draft, references: list[_Reference]
+    file: BinaryIO, path: Path, build: Callable[..., ModelProto], opset: int, references: list[_Reference]
 ) -> tuple[str, list[Deviation]]:
     """Write the file so that a batch runs together or, if the net does not support that, one image at a time.
 
+    build: `wrap_net` with all but `one_by_one`; opset: of the net.
     Returns the reason for running one at a time (empty: together) and the deviations. Raises ContractError with the
     reasons if neither reproduces the net's scores.
     """
     reason = ""
     for one_by_one in (False, True):
-        if one_by_one and draft.opset < OLDEST_SCAN:
-            reason += f"; opset {draft.opset} has no loop over images, which needs opset {OLDEST_SCAN}"
+        if one_by_one and opset < OLDEST_SCAN:
+            reason += f"; opset {opset} has no loop over images, which needs opset {OLDEST_SCAN}"
             break
         file.seek(0)
         file.truncate()
-        file.write(draft.data(one_by_one=one_by_one))
+        file.write(build(one_by_one=one_by_one).SerializeToString(deterministic=True))
         file.flush()
         try:
             with np.errstate(all="ignore"):  # NaN and infinity count as deviations
