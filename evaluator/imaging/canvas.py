@@ -25,14 +25,10 @@ def pack(
     for place, size, image in zip(canvas, sizes, images, strict=False):  # the blank ones remain
         size[:] = image.shape[:2]
         assert (size <= (height, width)).all(), f"an image of {size} does not fit a canvas of {height}x{width}"
-        _copy(image, place[: image.shape[0], : image.shape[1]])
+        corner = place[: image.shape[0], : image.shape[1]]
+        if image.strides[1] < 0:  # mirrored: numpy would copy single pixels, four times slower
+            for channel in range(3):
+                corner[..., channel] = image[..., channel]
+        else:
+            corner[...] = image
     return canvas, sizes
-
-
-def _copy(image: UInt8Array, place: UInt8Array) -> None:
-    """Copy an image; mirrored ones channel by channel, because numpy would copy single pixels, four times slower."""
-    if image.strides[1] < 0:
-        for channel in range(3):
-            place[..., channel] = image[..., channel]
-    else:
-        place[...] = image

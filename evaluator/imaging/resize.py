@@ -54,7 +54,13 @@ def resize_to_scales(
     image: uint8 (H, W, 3), which Pillow copies once, or a Pillow RGB image.
     """
     picture = image if isinstance(image, Image.Image) else Image.fromarray(image)
-    return {scale: _resize(picture, scale, cap, interpolation) for scale in scales}
+    resized = {}
+    for scale in scales:
+        full = _uncapped_size(picture.height, picture.width, scale)
+        kept = resized_size(picture.height, picture.width, scale, cap)
+        first = (full[0] - kept[0]) // 2, (full[1] - kept[1]) // 2
+        resized[scale] = _resize_region(picture, full, first, kept, interpolation), kept != full
+    return resized
 
 
 def resize_part(
@@ -76,14 +82,6 @@ def resize_part(
     assert all(0 <= place <= side - count for place, side, count in zip(origin, capped, size, strict=True))
     first = (full[0] - capped[0]) // 2 + origin[0], (full[1] - capped[1]) // 2 + origin[1]
     return _resize_region(picture, full, first, size, "bilinear")
-
-
-def _resize(picture: Image.Image, scale: int, cap: int, interpolation: Interpolation) -> tuple[UInt8Array, bool]:
-    width, height = picture.size
-    full = _uncapped_size(height, width, scale)
-    kept = resized_size(height, width, scale, cap)
-    first = (full[0] - kept[0]) // 2, (full[1] - kept[1]) // 2
-    return _resize_region(picture, full, first, kept, interpolation), kept != full
 
 
 def _resize_region(

@@ -52,8 +52,3 @@ def crop_origin(height: int, width: int, part: ViewPart, crop: int) -> tuple[int
     if part == "center":
         return (height - crop) // 2, (width - crop) // 2
     return (0 if part.startswith("top") else height - crop), (0 if part.endswith("left") else width - crop)
-
-
-def center_crop(image: UInt8Array, crop: int) -> UInt8Array:
-    """Cut the central crop x crop pixels out of uint8 (h, w, 3); see `crop_at`."""
-    return crop_at(image, "center", crop)

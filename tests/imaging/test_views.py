@@ -6,7 +6,7 @@ from PIL import Image
 
 from prelunet.evaluator.errors import UsageError
 from prelunet.evaluator.imaging.resize import resize_shorter_side
-from prelunet.evaluator.imaging.views import center_crop, make_views
+from prelunet.evaluator.imaging.views import crop_at, make_views
 from prelunet.evaluator.protocols import EvaluationProtocol, View
 
 IMAGE = np.random.default_rng(3).integers(0, 256, (41, 67, 3), dtype=np.uint8)
@@ -90,7 +90,7 @@ def test_corners_of_a_capped_image_are_those_of_the_part_that_is_kept() -> None:
 
 def test_crop_larger_than_the_image_is_refused() -> None:
     with pytest.raises(UsageError, match="a crop of 28 pixels does not fit an image of 27x40"):
-        center_crop(np.zeros((27, 40, 3), dtype=np.uint8), 28)
+        crop_at(np.zeros((27, 40, 3), dtype=np.uint8), "center", 28)
 
 
 def test_cap_of_the_protocol_holds_and_is_recorded() -> None:

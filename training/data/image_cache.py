@@ -16,7 +16,7 @@ from prelunet.evaluator.datasets.dataset import Dataset, Sample
 from prelunet.evaluator.errors import DatasetError, ImageError
 from prelunet.evaluator.imaging.decode import decode_image
 from prelunet.evaluator.imaging.resize import DecodedImage, resize_shorter_side
-from prelunet.evaluator.imaging.views import center_crop
+from prelunet.evaluator.imaging.views import crop_at
 from prelunet.evaluator.machine import cores
 
 Item = TypeVar("Item")
@@ -77,7 +77,7 @@ class ImageCache:
 
 def central_view(image: DecodedImage, scale: int, crop: int) -> UInt8Array:
     """Return the view of the `center` protocol: the central crop of the resized image, uint8 (crop, crop, 3)."""
-    return center_crop(resize_shorter_side(image, scale)[0], crop)
+    return crop_at(resize_shorter_side(image, scale)[0], "center", crop)
 
 
 def map_in_threads(function: Callable[[Item], Answer], items: Iterable[Item], workers: int) -> Iterator[Answer]:
