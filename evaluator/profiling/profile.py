@@ -173,7 +173,10 @@ def benchmark(
             return time.perf_counter() - begun, refused
 
     def portions_of(count: int) -> list[list[Sample]]:
-        return _portions(_spread(dataset.samples, count), usually_together, MIN_PORTIONS * len(sessions))
+        """Cut images spread evenly into portions as in a run, or smaller ones if there would be too few portions."""
+        chosen = [dataset.samples[number * len(dataset.samples) // count] for number in range(count)]
+        size = min(usually_together, -(-count // (MIN_PORTIONS * len(sessions))))
+        return [chosen[start : start + size] for start in range(0, count, size)]
 
     limit = len(dataset.samples) if images is None else min(images, len(dataset.samples))
     count, took = _warm_up(
@@ -253,16 +256,6 @@ def _warm_up(one_pass: Callable[[int], float], count: int, limit: int, minimum: 
         if took >= minimum or count == limit:
             return count, took
         count = min(2 * count, limit)
-
-
-def _spread(samples: Sequence[Sample], count: int) -> list[Sample]:
-    return [samples[number * len(samples) // count] for number in range(count)]
-
-
-def _portions(samples: list[Sample], limit: int, minimum: int) -> list[list[Sample]]:
-    """Cut images into portions of `limit`, or smaller ones if there would be fewer than `minimum` portions."""
-    size = min(limit, -(-len(samples) // minimum))
-    return [samples[start : start + size] for start in range(0, len(samples), size)]
 
 
 def _multiply_adds(contract: ModelContract, shapes: dict[tuple[int, int], int]) -> int | None:

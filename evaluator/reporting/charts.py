@@ -237,16 +237,12 @@ def _sorted_curves(classes: list[dict[str, Any]], report: dict[str, Any]) -> Spe
     overall = [{"metric": metric, "error": report[f"{key}_error"]} for key, metric in (("top1", TOP1), ("top5", TOP5))]
     labels = {row["metric"]: f"{row['metric']}, {row['error']:.2f} % over all images (dashed)" for row in overall}
     legend = {"labelExpr": "labels[datum.value]", "labelLimit": 320, "columns": {"expr": "width < 560 ? 1 : 2"}}
-    x = {
-        "field": "place",
-        "type": "quantitative",
-        "scale": {"domain": [1, len(classes)], "nice": False},
-        "title": "classes, from best to worst for each curve",
-        "axis": {"grid": False, "tickCount": 8, "format": ",d"},
-    }
+    x = place_axis(len(classes), "classes, from best to worst for each curve")
+    # The axis ends slightly above the worst error, ignoring intervals.
+    highest = min(100.0, max(5.0, 1.08 * max(row["error"] for row in values)))
     y = {
         "type": "quantitative",
-        "scale": {"domain": [0, _highest_shown(values)], "nice": False},
+        "scale": {"domain": [0, highest], "nice": False},
         "title": "error (percent)",
         "axis": {"tickCount": 6, "domain": False},
     }
@@ -269,23 +265,28 @@ def _sorted_curves(classes: list[dict[str, Any]], report: dict[str, Any]) -> Spe
                 "mark": {"type": "rule", "strokeDash": [3, 4], "opacity": 0.8},
                 "encoding": {"y": {"field": "error", **y}},
             },
-            _class_under_pointer(x, {"field": "error", **y}),
+            class_under_pointer("near", _TOOLTIP, x=x, y={"field": "error", **y}),
         ],
     )
 
 
-def _highest_shown(values: list[dict[str, Any]]) -> float:
-    """Return the end of the axis: slightly above the worst error, ignoring intervals; at most 100."""
-    worst: float = max(row["error"] for row in values)
-    return min(100.0, max(5.0, 1.08 * worst))
-
-
-def _class_under_pointer(x: Spec, y: Spec) -> Spec:
-    """Return the layer that marks the class nearest to the pointer on both curves."""
-    select = {"type": "point", "fields": ["index"], "nearest": True, "on": "pointermove", "clear": "pointerout"}
-    opacity = {"condition": {"param": "near", "empty": False, "value": 1}, "value": 0}
+def place_axis(classes: int, title: str) -> Spec:
+    """Return the x axis of a curve over sorted classes."""
     return {
-        "params": [{"name": "near", "select": select}],
+        "field": "place",
+        "type": "quantitative",
+        "scale": {"domain": [1, classes], "nice": False},
+        "title": title,
+        "axis": {"grid": False, "tickCount": 8, "format": ",d"},
+    }
+
+
+def class_under_pointer(param: str, tooltip: list[dict[str, str]], **encoding: Spec) -> Spec:
+    """Return the layer that marks the class nearest to the pointer. param: name of the selection, unique on a page."""
+    select = {"type": "point", "fields": ["index"], "nearest": True, "on": "pointermove", "clear": "pointerout"}
+    opacity = {"condition": {"param": param, "empty": False, "value": 1}, "value": 0}
+    return {
+        "params": [{"name": param, "select": select}],
         "mark": {"type": "point", "filled": True, "size": 85, "stroke": "var(--paper)", "strokeWidth": 1.5},
-        "encoding": {"x": x, "y": y, "opacity": opacity, "tooltip": _TOOLTIP},
+        "encoding": {**encoding, "opacity": opacity, "tooltip": tooltip},
     }

@@ -202,14 +202,10 @@ def _class_metrics(of_class: Sequence[PairedErrors]) -> list[dict[str, Any]]:
     rows = []
     for count in of_class:
         p = next(adjusted) if count.images else None
-        errors = {f"{side}_error": error_percent(wrong, count.images) for side, wrong in _wrong_of(count)}
+        a_error, b_error = error_percent(count.wrong_a, count.images), error_percent(count.wrong_b, count.images)
         stands = p is not None and p <= SIGNIFICANCE
-        rows.append({**errors, **_pair(count), "adjusted_p": p, "stands": stands})
+        rows.append({"a_error": a_error, "b_error": b_error, **_pair(count), "adjusted_p": p, "stands": stands})
     return rows
-
-
-def _wrong_of(count: PairedErrors) -> tuple[tuple[str, int], tuple[str, int]]:
-    return ("a", count.wrong_a), ("b", count.wrong_b)
 
 
 def _pair(count: PairedErrors) -> dict[str, Any]:

@@ -3,13 +3,22 @@
 from collections.abc import Mapping
 from typing import Any
 
-from prelunet.evaluator.reporting.charts import FEW_CLASSES, Spec, chart_spec, class_axis
+from prelunet.evaluator.reporting.charts import (
+    FEW_CLASSES,
+    Spec,
+    chart_spec,
+    class_axis,
+    class_under_pointer,
+    place_axis,
+)
 from prelunet.evaluator.reporting.compare import Comparison
 from prelunet.evaluator.reporting.html import signed
 
 ROW = 24  # pixels per named class
 CHANGES = ("improved", "unchanged", "worse")
 _COLORS = ("var(--accent)", "var(--second)", "var(--worse)")
+# The page's class counts use the same colors, so there is no legend.
+_COLOR = {"field": "change", "type": "nominal", "scale": {"domain": CHANGES, "range": _COLORS}, "legend": None}
 _SIGNED = "format(datum.value, datum.value ? '+~f' : '~f')"
 _TOOLTIP = [
     {"field": "name", "title": "class"},
@@ -58,21 +67,12 @@ def _row(entry: Mapping[str, Any], key: str, place: int) -> dict[str, Any]:
     }
 
 
-def _title(key: str) -> list[str]:
-    """Return the axis title as two lines; one line would not fit a phone."""
-    return [f"top-{key.removeprefix('top')} error, B − A (points)", "B is better left of 0"]
-
-
-def _color() -> Spec:
-    """Return the color encoding of the change. The page's class counts use the same colors, so there is no legend."""
-    return {"field": "change", "type": "nominal", "scale": {"domain": CHANGES, "range": _COLORS}, "legend": None}
-
-
 def _named_classes(values: list[dict[str, Any]], key: str) -> Spec:
     """Return a row per class, most improved first; the axis identifies classes by index: names may not be unique."""
     y = class_axis([row["index"] for row in values])
-    x = {"type": "quantitative", "title": _title(key), "axis": {"tickCount": 6, "labelExpr": _SIGNED}}
-    rest = {"y": y, "color": _color(), "tooltip": _TOOLTIP}
+    title = [f"top-{key.removeprefix('top')} error, B − A (points)", "B is better left of 0"]  # lines, for a phone
+    x = {"type": "quantitative", "title": title, "axis": {"tickCount": 6, "labelExpr": _SIGNED}}
+    rest = {"y": y, "color": _COLOR, "tooltip": _TOOLTIP}
     return chart_spec(
         values,
         params=[{"name": "names", "value": {str(row["index"]): row["name"] for row in values}}],
@@ -94,21 +94,14 @@ def _named_classes(values: list[dict[str, Any]], key: str) -> Spec:
 def _sorted_curve(values: list[dict[str, Any]], key: str) -> Spec:
     """Return the ascending curve of differences with their intervals as a band; marks the class under the pointer."""
     reach = min(100.0, max(5.0, 1.15 * max(abs(row["difference"]) for row in values)))
-    x = {
-        "field": "place",
-        "type": "quantitative",
-        "scale": {"domain": [1, len(values)], "nice": False},
-        "title": "classes, from most improved to most worsened",
-        "axis": {"grid": False, "tickCount": 8, "format": ",d"},
-    }
+    x = place_axis(len(values), "classes, from most improved to most worsened")
     y = {
         "type": "quantitative",
         "scale": {"domain": [-reach, reach], "nice": False},
         "title": f"top-{key.removeprefix('top')} error, B − A (points)",
         "axis": {"tickCount": 6, "domain": False, "labelExpr": _SIGNED},
     }
-    select = {"type": "point", "fields": ["index"], "nearest": True, "on": "pointermove", "clear": "pointerout"}
-    opacity = {"condition": {"param": f"near_{key}", "empty": False, "value": 1}, "value": 0}
+    difference = {"field": "difference", **y}
     return chart_spec(
         values,
         height=300,
@@ -119,25 +112,10 @@ def _sorted_curve(values: list[dict[str, Any]], key: str) -> Spec:
             },
             {
                 "mark": {"type": "area", "opacity": 0.9, "interpolate": "step"},
-                "encoding": {
-                    "x": x,
-                    "y": {"field": "difference", **y},
-                    "y2": {"datum": 0},
-                    "color": _color(),
-                },
+                "encoding": {"x": x, "y": difference, "y2": {"datum": 0}, "color": _COLOR},
             },
             _zero("y"),
-            {
-                "params": [{"name": f"near_{key}", "select": select}],
-                "mark": {"type": "point", "filled": True, "size": 85, "stroke": "var(--paper)", "strokeWidth": 1.5},
-                "encoding": {
-                    "x": x,
-                    "y": {"field": "difference", **y},
-                    "color": _color(),
-                    "opacity": opacity,
-                    "tooltip": _TOOLTIP,
-                },
-            },
+            class_under_pointer(f"near_{key}", _TOOLTIP, x=x, y=difference, color=_COLOR),
         ],
     )
 

@@ -1,7 +1,7 @@
 """compare.html: one self-contained page, built from compare.json and the flipped images."""
 
 import math
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -31,44 +31,30 @@ MAX_MOVED_CLASSES = 10
 LEFT_OUT_SHOWN = 200
 
 
-@dataclass(frozen=True)
-class FlippedImages:
-    """The images that flipped by top-1, as shown on the page.
+def gather_flips(comparison: Comparison, a: Run, b: Run, data: Path | None) -> dict[str, Gallery]:
+    """Choose the images that flipped by top-1, as the report chooses its mistakes, and load them.
 
-    worse: mistakes of B that A did not make; better: mistakes of A that B did not make.
-    """
-
-    worse: Gallery
-    better: Gallery
-
-
-def gather_flips(comparison: Comparison, a: Run, b: Run, data: Path | None) -> FlippedImages:
-    """Choose the flipped images, as the report chooses its mistakes, and load them.
-
+    Returns `worse`, the mistakes of B that A did not make, and `better`, those of A that B did not make.
     data: folder or archive of the images; None to look where the runs found them, in which case missing images are no
     error. Raises DatasetError if `data` is not the dataset of these runs.
     """
-    got_worse, got_better = (_flipped_files(comparison, direction) for direction in ("worse", "better"))
-    worse, better = build_galleries([_mistakes_among(b, got_worse), _mistakes_among(a, got_better)], data)
-    return FlippedImages(replace(worse, total=len(got_worse)), replace(better, total=len(got_better)))
+    totals: dict[str, int] = {}
+    shown: list[Run] = []
+    for direction, wrong in (("worse", b), ("better", a)):
+        files = {flip["file"] for flip in comparison["flips"] if flip["top1"] == direction}
+        chosen = choose_mistakes([prediction for prediction in wrong.predictions if prediction.file in files])
+        shown.append(replace(wrong, predictions=chosen[:MAX_FLIPPED_PER_DIRECTION]))
+        totals[direction] = len(files)
+    galleries = zip(totals.items(), build_galleries(shown, data), strict=True)
+    return {direction: replace(gallery, total=total) for (direction, total), gallery in galleries}
 
 
-def _flipped_files(comparison: Comparison, direction: str) -> set[str]:
-    return {flip["file"] for flip in comparison["flips"] if flip["top1"] == direction}
-
-
-def _mistakes_among(wrong: Run, files: Collection[str]) -> Run:
-    """Return a run reduced to the mistakes among these images that the page shows."""
-    chosen = choose_mistakes([prediction for prediction in wrong.predictions if prediction.file in files])
-    return replace(wrong, predictions=chosen[:MAX_FLIPPED_PER_DIRECTION])
-
-
-def render_comparison(comparison: Comparison, flipped: FlippedImages) -> bytes:
+def render_comparison(comparison: Comparison, flipped: Mapping[str, Gallery]) -> bytes:
     """Return compare.html; the same comparison and images give the same bytes."""
     sides = {key: comparison[key] for key in ("a", "b")}
     worst_first = sorted(comparison["classes"], key=_worst_first)
     seen = [entry for entry in comparison["classes"] if entry["evaluated"]]
-    shown = {mistake.prediction.file for gallery in (flipped.worse, flipped.better) for mistake in gallery.mistakes}
+    shown = {mistake.prediction.file for gallery in flipped.values() for mistake in gallery.mistakes}
     return render_html(
         "compare.html.j2",
         comparison=comparison,

@@ -74,7 +74,10 @@ def build_gallery(run: Run, data: Path | None) -> Gallery:
 
 def build_galleries(runs: Sequence[Run], data: Path | None) -> list[Gallery]:
     """Build the galleries of runs on the same images; the dataset is opened, listed and fingerprinted once."""
-    galleries = [_without_pictures(run) for run in runs]
+    galleries = [
+        Gallery(tuple(map(Mistake, choose_mistakes(run.predictions))), sum(p.rank > 1 for p in run.predictions))
+        for run in runs
+    ]
     if not any(gallery.mistakes for gallery in galleries):
         return galleries
     dataset = _find_images(runs, data)
@@ -86,18 +89,14 @@ def build_galleries(runs: Sequence[Run], data: Path | None) -> list[Gallery]:
     ]
 
 
-def _without_pictures(run: Run) -> Gallery:
-    mistakes = tuple(map(Mistake, choose_mistakes(run.predictions)))
-    return Gallery(mistakes, sum(p.refused is None and p.rank > 1 for p in run.predictions))
-
-
 def _find_images(runs: Sequence[Run], data: Path | None) -> Dataset | str:
     """Open the images in `data`, or where one of the runs found them; return a message if there are none."""
     specs = [(run, find_dataset(run.folder)) for run in runs if run.folder]
     recorded = [(run, spec) for run, spec in specs if spec is not None]
     if data is not None:
         run, spec = recorded[0] if recorded else (runs[0], None)
-        return _open(run, _relocated(spec, data))
+        labels = spec.labels if spec and spec.labels and spec.labels.exists() else None
+        return _open(run, replace(spec or DatasetSpec(data), path=data, labels=labels))  # the selection stays
     for run, spec in recorded:
         try:
             return _open(run, spec)
@@ -135,14 +134,6 @@ def _most_confident_mistakes(predictions: Sequence[Prediction]) -> Iterator[Pred
     """Yield the mistakes by descending score; ties by name, in which order a run is sorted."""
     wrong = [(-p.top[0][1], number) for number, p in enumerate(predictions) if p.refused is None and p.rank > 1]
     return (predictions[number] for _, number in sorted(wrong))
-
-
-def _relocated(spec: DatasetSpec | None, data: Path) -> DatasetSpec:
-    """Return the spec with the new path of the images; labels and selection stay the same."""
-    if spec is None:
-        return DatasetSpec(data)
-    gone = spec.labels is None or not spec.labels.exists()
-    return replace(spec, path=data, labels=None if gone else spec.labels)
 
 
 def _open(run: Run, spec: DatasetSpec) -> Dataset:

@@ -43,7 +43,7 @@ def _environment() -> "jinja2.Environment":
     environment.policies["json.dumps_kwargs"] = {"separators": (",", ":")}  # keep the order of keys, no spaces
     environment.filters |= {
         "percent": _percent,
-        "count": _count,
+        "count": "{:,}".format,
         "signed": signed,
         "rank": _rank,
         "own_wnid": _own_wnid,
@@ -66,10 +66,6 @@ def _percent(value: float | None, digits: int = 1) -> str:
 def _rank(value: float) -> str:
     """Format a median rank, which may lie halfway between two ranks."""
     return f"{value:,.0f}" if value == int(value) else f"{value:,.1f}"
-
-
-def _count(value: int) -> str:
-    return f"{value:,}"
 
 
 def _own_wnid(entry: dict[str, Any]) -> str:

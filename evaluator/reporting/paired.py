@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
-from prelunet.evaluator.reporting.statistics import CONFIDENCE, DECIMALS, error_percent
+from prelunet.evaluator.reporting.statistics import DECIMALS, error_percent, wilson_bounds
 
 SIGNIFICANCE = 0.05  # level at which a difference is significant
 P_DIGITS = 6  # significant digits of a p-value in a file
@@ -105,8 +105,9 @@ def difference_interval(both: int, only_a: int, only_b: int, neither: int) -> tu
     images = both + only_a + only_b + neither
     if images == 0:
         return (-100.0, 100.0)
-    a, below_a, above_a = _wilson_distances(both + only_a, images)
-    b, below_b, above_b = _wilson_distances(both + only_b, images)
+    a, b = (both + only_a) / images, (both + only_b) / images
+    (low_a, high_a), (low_b, high_b) = wilson_bounds(both + only_a, images), wilson_bounds(both + only_b, images)
+    below_a, above_a, below_b, above_b = a - low_a, high_a - a, b - low_b, high_b - b
     phi = _correlation(both, only_a, only_b, neither)
     low = b - a - math.sqrt(below_b**2 - 2 * phi * below_b * above_a + above_a**2)
     high = b - a + math.sqrt(above_b**2 - 2 * phi * above_b * below_a + below_a**2)
@@ -126,13 +127,3 @@ def _correlation(both: int, only_a: int, only_b: int, neither: int) -> float:
     if together > 0:
         return max(together - images / 2, 0.0) / math.sqrt(product)
     return together / math.sqrt(product)
-
-
-@lru_cache(maxsize=4096)
-def _wilson_distances(errors: int, total: int) -> tuple[float, float, float]:
-    """Return the error (0 to 1) and its distances to the lower and upper Wilson bounds, not rounded."""
-    from scipy import stats
-
-    interval = stats.binomtest(errors, total).proportion_ci(confidence_level=CONFIDENCE, method="wilson")
-    rate = errors / total
-    return rate, rate - float(interval.low), float(interval.high) - rate

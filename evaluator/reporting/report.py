@@ -13,7 +13,6 @@ from typing import Any
 from prelunet.evaluator.protocols import ProtocolKind
 from prelunet.evaluator.reporting.statistics import TOPS, calibration, rank_summary
 from prelunet.evaluator.reporting.tables import (
-    EvaluatedImages,
     class_table,
     confusion_pairs,
     error_fields,
@@ -43,6 +42,7 @@ def build_report(run: Run) -> Report:
     seen = evaluated_images(run.predictions, len(info.views))
     classes = class_table(info.classes, run.predictions, seen)
     errors = error_fields([int((seen.rank > k).sum()) for k in TOPS], len(seen.rank))
+    calibrated = calibration(seen.score, seen.rank == 1)
     return {
         "version": REPORT_VERSION,
         "images": len(run.predictions),
@@ -51,8 +51,8 @@ def build_report(run: Run) -> Report:
         "capped": sum(prediction.capped for prediction in run.predictions),
         **errors,
         "macro": macro_fields(classes),
-        "calibration": _calibration(seen),
-        "ranks": _ranks(seen, len(info.classes)),
+        "calibration": None if calibrated is None else asdict(calibrated),
+        "ranks": asdict(rank_summary(seen.rank, len(info.classes))),
         "views": view_table(info.views, seen),
         "scales": scale_table(info.views, seen),
         "mirrors": mirror_table(info.views, seen),
@@ -68,20 +68,6 @@ def build_report(run: Run) -> Report:
         "suspicion": label_order_suspicion(errors["top1_error"], len(info.classes)),
         "refusals": [{"file": p.file, "reason": p.refused} for p in run.predictions if p.refused is not None],
     }
-
-
-def _calibration(seen: EvaluatedImages) -> dict[str, Any] | None:
-    """Return the calibration of the answers' scores; None without evaluated images."""
-    result = calibration(seen.score, seen.rank == 1)
-    if result is None:
-        return None
-    return {**asdict(result), "bins": [asdict(each) for each in result.bins]}
-
-
-def _ranks(seen: EvaluatedImages, classes: int) -> dict[str, Any]:
-    """Return the summary of the ranks of the true classes."""
-    result = rank_summary(seen.rank, classes)
-    return {**asdict(result), "counts": [asdict(step) for step in result.counts]}
 
 
 def classes_csv(report: Report) -> bytes:

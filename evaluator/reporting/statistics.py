@@ -27,18 +27,22 @@ def error_percent(errors: int, total: int) -> float | None:
 
 
 @lru_cache(maxsize=4096)  # classes of equal size share a few hundred pairs; one interval takes 0.2 ms
-def wilson_interval(errors: int, total: int) -> tuple[float, float]:
-    """Return the Wilson 95 % interval of an error rate: (low, high) in percent, rounded to 4 decimals.
+def wilson_bounds(errors: int, total: int) -> tuple[float, float]:
+    """Return the Wilson 95 % interval of an error rate: (low, high), 0 to 1, not rounded. total: above 0.
 
-    total 0 gives (0, 100). The interval stays within 0..100 and has a width even at 0 errors, where the usual
-    ± interval has none. E. B. Wilson, JASA 22 (1927).
+    The interval stays within 0..1 and has a width even at 0 errors, where the usual ± interval has none.
+    E. B. Wilson, JASA 22 (1927).
     """
-    if total == 0:
-        return (0.0, 100.0)
     from scipy import stats  # here: importing it takes 0.4 s, which servers and validations do not need
 
     interval = stats.binomtest(errors, total).proportion_ci(confidence_level=CONFIDENCE, method="wilson")
-    return (round(100.0 * float(interval.low), DECIMALS), round(100.0 * float(interval.high), DECIMALS))
+    return float(interval.low), float(interval.high)
+
+
+def wilson_interval(errors: int, total: int) -> tuple[float, float]:
+    """Return the Wilson 95 % interval of an error rate in percent, rounded to 4 decimals; (0, 100) if total is 0."""
+    low, high = wilson_bounds(errors, total) if total else (0.0, 1.0)
+    return (round(100.0 * low, DECIMALS), round(100.0 * high, DECIMALS))
 
 
 def macro_error(wrong: Sequence[int], totals: Sequence[int]) -> float | None:
@@ -98,7 +102,7 @@ class Calibration:
 
     confidence: float  # mean score of the answer
     expected_error: float  # expected calibration error
-    bins: tuple[CalibrationBin, ...]
+    bins: list[CalibrationBin]
 
 
 def calibration(scores: npt.ArrayLike, right: npt.ArrayLike) -> Calibration | None:
@@ -117,7 +121,7 @@ def calibration(scores: npt.ArrayLike, right: npt.ArrayLike) -> Calibration | No
     images = np.bincount(of_bin, minlength=BINS)
     summed = np.bincount(of_bin, weights=score, minlength=BINS)
     hits = np.bincount(of_bin, weights=hit, minlength=BINS)
-    bins = tuple(
+    bins = [
         CalibrationBin(
             low=float(edges[place]),
             high=float(edges[place + 1]),
@@ -126,7 +130,7 @@ def calibration(scores: npt.ArrayLike, right: npt.ArrayLike) -> Calibration | No
             accuracy=round(100.0 * float(hits[place]) / int(count), DECIMALS) if count else None,
         )
         for place, count in enumerate(images)
-    )
+    ]
     return Calibration(
         confidence=round(100.0 * float(summed.sum()) / len(score), DECIMALS),
         expected_error=round(100.0 * float(np.abs(hits - summed).sum()) / len(score), DECIMALS),
@@ -150,7 +154,7 @@ class Ranks:
     median: float | None
     mean: float | None
     mean_reciprocal: float | None  # 0..1
-    counts: tuple[RankStep, ...]
+    counts: list[RankStep]
 
 
 def rank_summary(ranks: npt.ArrayLike, classes: int) -> Ranks:
@@ -161,10 +165,10 @@ def rank_summary(ranks: npt.ArrayLike, classes: int) -> Ranks:
     rank = np.asarray(ranks, dtype=np.int64)
     firsts = [first for first in RANK_STEPS if first <= classes]
     lasts = [following - 1 for following in firsts[1:]] + [classes]
-    counts = tuple(
+    counts = [
         RankStep(first, last, int(np.count_nonzero((rank >= first) & (rank <= last))))
         for first, last in zip(firsts, lasts, strict=True)
-    )
+    ]
     if not len(rank):
         return Ranks(None, None, None, counts)
     return Ranks(

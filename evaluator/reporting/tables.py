@@ -123,7 +123,7 @@ def class_table(
     evaluated = np.bincount(seen.label, minlength=count).tolist()
     wrong = list(zip(*(np.bincount(seen.label[seen.rank > k], minlength=count).tolist() for k in TOPS), strict=True))
     scores = np.bincount(seen.label, weights=np.minimum(seen.score, 1.0), minlength=count).tolist()
-    ranks = _split_by_class(seen.rank, seen.label, count)
+    ranks = np.split(seen.rank[np.argsort(seen.label, kind="stable")], np.cumsum(evaluated)[:-1])  # by class
     views = _wrong_by_class_and_view(seen, count)
     confusions = _confusions_by_class(classes, seen)
     return [
@@ -145,12 +145,6 @@ def class_table(
         }
         for index, entry in enumerate(classes)
     ]
-
-
-def _split_by_class(values: Int64Array, label: Int64Array, classes: int) -> list[Int64Array]:
-    """Return the values of the images of each class."""
-    ends = np.cumsum(np.bincount(label, minlength=classes))
-    return np.split(values[np.argsort(label, kind="stable")], ends[:-1])
 
 
 def _wrong_by_class_and_view(seen: EvaluatedImages, classes: int) -> list[list[list[int]]]:

@@ -246,7 +246,7 @@ def test_flipped_images_are_those_of_top_1_most_confident_mistake_first(tmp_path
     classes = many_classes(51)
     comparison = comparison_of(tmp_path, a, b, classes=classes)
     flipped = gather_flips(comparison, *(read_run(tmp_path / name) for name in "ab"), None)
-    for gallery, before, after in ((flipped.worse, a, b), (flipped.better, b, a)):
+    for gallery, before, after in ((flipped["worse"], a, b), (flipped["better"], b, a)):
         turned = [now for was, now in zip(before, after, strict=True) if was["rank"] == 1 and now["rank"] > 1]
         expected: list[str] = []
         taken: list[int] = []
