@@ -24,6 +24,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from onnx import ModelProto, NodeProto, helper, numpy_helper
 
 import prelunet.export.dense.build
 import prelunet.export.dense.export
@@ -39,6 +40,37 @@ from tests.helpers.discriminating_nets import noise
 Patch = Callable[[pytest.MonkeyPatch], None]
 
 
+def change_graph(patch: pytest.MonkeyPatch, change: Callable[[ModelProto], None]) -> None:
+    """Let the export change each model after it is built."""
+    right = prelunet.export.dense.export.build_model
+
+    def wrong(*arguments: Any) -> ModelProto:
+        model = right(*arguments)
+        change(model)
+        return model
+
+    patch.setattr(prelunet.export.dense.export, "build_model", wrong)
+
+
+def change_constant(patch: pytest.MonkeyPatch, name: str, change: Callable[[np.ndarray], np.ndarray]) -> None:
+    def changed(model: ModelProto) -> None:
+        (tensor,) = [tensor for tensor in model.graph.initializer if tensor.name == name]
+        value = np.ascontiguousarray(change(numpy_helper.to_array(tensor)))
+        tensor.CopyFrom(numpy_helper.from_array(value, name))
+
+    change_graph(patch, changed)
+
+
+def insert_before(model: ModelProto, reader: str, name: str, *nodes: NodeProto) -> None:
+    """Insert nodes before the node `reader`, which with all later ones then reads their output instead of `name`."""
+    place = next(place for place, node in enumerate(model.graph.node) if node.name == reader)
+    later = list(model.graph.node)[place:]
+    for node in later:
+        node.input[:] = [nodes[-1].output[0] if read == name else read for read in node.input]
+    del model.graph.node[place:]
+    model.graph.node.extend([*nodes, *later])
+
+
 def bins_rounded_down(patch: pytest.MonkeyPatch) -> None:
     def bins(side: int, count: int) -> list[tuple[int, int]]:
         edges = [i * side // count for i in range(count + 1)]
@@ -48,12 +80,8 @@ def bins_rounded_down(patch: pytest.MonkeyPatch) -> None:
 
 
 def maxima_from_zero(patch: pytest.MonkeyPatch) -> None:
-    right = prelunet.export.dense.build._gathered_pyramid
-
-    def wrong(graph: Any, architecture: Any, feature_map: str) -> str:
-        return right(graph, architecture, graph.node("Relu", [feature_map], "rectified"))
-
-    patch.setattr(prelunet.export.dense.build, "_gathered_pyramid", wrong)
+    rectified = helper.make_node("Relu", ["conv3_2.activation"], ["rectified"])
+    change_graph(patch, lambda model: insert_before(model, "pool_2x2", "conv3_2.activation", rectified))
 
 
 def coarse_level_first(patch: pytest.MonkeyPatch) -> None:
@@ -70,76 +98,47 @@ def channel_order_unchanged(patch: pytest.MonkeyPatch) -> None:
 
 
 def slopes_reversed(patch: pytest.MonkeyPatch) -> None:
-    right = prelunet.export.dense.build._activation
-
-    def wrong(graph: Any, kind: Any, tensors: Any, layer: str, value: str, *, slope_shape: tuple[int, ...]) -> str:
-        flipped = {**tensors, f"{layer}.slope": np.ascontiguousarray(tensors[f"{layer}.slope"][::-1])}
-        chosen = flipped if layer == "fc1" else tensors
-        return right(graph, kind, chosen, layer, value, slope_shape=slope_shape)
-
-    patch.setattr(prelunet.export.dense.build, "_activation", wrong)
+    change_constant(patch, "fc1.slope", lambda slope: slope[..., ::-1])
 
 
 def one_slope_for_all_channels(patch: pytest.MonkeyPatch) -> None:
-    right = prelunet.export.dense.build._activation
-
-    def wrong(graph: Any, kind: Any, tensors: Any, layer: str, value: str, **shape: Any) -> str:
-        mean = {layer + ".slope": np.full_like(tensors[layer + ".slope"], tensors[layer + ".slope"].mean())}
-        return right(graph, kind, {**tensors, **(mean if layer == "conv2_1" else {})}, layer, value, **shape)
-
-    patch.setattr(prelunet.export.dense.build, "_activation", wrong)
+    change_constant(patch, "conv2_1.slope", lambda slope: np.full_like(slope, slope.mean()))
 
 
 def one_mask_missing(patch: pytest.MonkeyPatch) -> None:
-    right = prelunet.export.dense.build._mask
+    def change(model: ModelProto) -> None:
+        (node,) = [node for node in model.graph.node if node.name == "conv2_2.masked"]
+        node.CopyFrom(helper.make_node("Identity", [node.input[0]], list(node.output), name=node.name))
 
-    def wrong(graph: Any, value: str, valid: Any, output: str) -> str:
-        return value if output == "conv2_2.masked" else right(graph, value, valid, output)
-
-    patch.setattr(prelunet.export.dense.build, "_mask", wrong)
+    change_graph(patch, change)
 
 
 def one_bias_missing(patch: pytest.MonkeyPatch) -> None:
-    right = prelunet.export.dense.build._convolution
-
-    def wrong(graph: Any, layer: Any, tensors: Any, value: str) -> str:
-        none = {"conv2_2.bias": np.zeros_like(tensors["conv2_2.bias"])}
-        return right(graph, layer, {**tensors, **none}, value)
-
-    patch.setattr(prelunet.export.dense.build, "_convolution", wrong)
+    change_constant(patch, "conv2_2.bias", np.zeros_like)
 
 
 def mean_mirrored(patch: pytest.MonkeyPatch) -> None:
-    right = prelunet.export.dense.build._warped_mean
-    patch.setattr(prelunet.export.dense.build, "_warped_mean", lambda g, mean, p, s: right(g, mean[:, ::-1], p, s))
+    change_constant(patch, "mean", lambda planes: planes[..., ::-1])
 
 
 def mean_warped_to_the_canvas(patch: pytest.MonkeyPatch) -> None:
-    right = prelunet.export.dense.build._warped_mean
+    def change(model: ModelProto) -> None:
+        model.graph.initializer.append(numpy_helper.from_array(np.array([0], np.int64), "axis"))
+        for axis in ("rows", "columns"):
+            wide = helper.make_node("Unsqueeze", [f"canvas.{axis}", "axis"], [f"{axis}.2d"])
+            insert_before(model, f"mean.{axis}.own_side", f"side.{axis}", wide)
 
-    def wrong(graph: Any, mean: np.ndarray, positions: Any, sides: Any) -> str:
-        whole = {"rows": "canvas.rows", "columns": "canvas.columns"}
-        return right(graph, mean, positions, {axis: graph.unsqueeze(whole[axis], f"{axis}.2d", 0) for axis in sides})
-
-    patch.setattr(prelunet.export.dense.build, "_warped_mean", wrong)
+    change_graph(patch, change)
 
 
 def padding_counted(patch: pytest.MonkeyPatch) -> None:
-    right = prelunet.export.dense.build._averages
+    def change(model: ModelProto) -> None:
+        for name in ("window.valid_rows", "window.valid_columns"):
+            none = helper.make_node("Mul", [name, "zero"], [f"{name}.0"])
+            ones = helper.make_node("Add", [f"{name}.0", "one"], [f"{name}.1"])
+            insert_before(model, f"{name}.4d", name, none, ones)
 
-    def wrong(graph: Any, logits: str, grid: Any) -> None:
-        for vector in (grid.rows, grid.columns):
-            graph.node("Add", [graph.node("Mul", [vector, "zero"], f"{vector}.0"), "one"], f"{vector}.1")
-        ones = type(grid)(grid.layer)
-        patch.setattr(
-            prelunet.export.dense.build.ValidCells, "rows", property(lambda _self: f"{grid.layer}.valid_rows.1")
-        )
-        patch.setattr(
-            prelunet.export.dense.build.ValidCells, "columns", property(lambda _self: f"{grid.layer}.valid_columns.1")
-        )
-        right(graph, logits, ones)
-
-    patch.setattr(prelunet.export.dense.build, "_averages", wrong)
+    change_graph(patch, change)
 
 
 MISTAKES: list[Patch] = [
@@ -161,13 +160,8 @@ def test_the_oracle_catches_slopes_along_the_columns(
     exported: dict[str, ExportedNet], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     """The mutated graph runs only if a map has as many columns as channels: 48 at conv2_1, for 96 px of width."""
-    right, activation = exported["demo-image"], prelunet.export.dense.build._activation
-
-    def wrong(graph: Any, kind: Any, tensors: Any, layer: str, value: str, *, slope_shape: tuple[int, ...]) -> str:
-        shape = (1, 1, -1) if layer == "conv2_1" else slope_shape
-        return activation(graph, kind, tensors, layer, value, slope_shape=shape)
-
-    monkeypatch.setattr(prelunet.export.dense.build, "_activation", wrong)
+    right = exported["demo-image"]
+    change_constant(monkeypatch, "conv2_1.slope", lambda slope: slope.reshape(1, 1, -1))
     monkeypatch.setattr(prelunet.export.dense.export, "check_parity", lambda _path, _windows: [])
     export_checkpoint(right.checkpoint_path, tmp_path / "wrong.onnx")
     image = noise(31, 96, seed=0)

@@ -20,7 +20,7 @@ def checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     def work(*_: object) -> None:
         pytest.fail("the work has begun")
 
-    monkeypatch.setattr(prelunet.export.dense.export, "_oracle", work)
+    monkeypatch.setattr(prelunet.export.dense.export, "network_from_checkpoint", work)
     path = tmp_path / "net.safetensors"
     write_checkpoint(path, tiny_checkpoint())
     return path
@@ -55,7 +55,7 @@ def test_work_that_fails_leaves_no_file(tmp_path: Path, monkeypatch: pytest.Monk
     def fail(*_: object) -> None:
         raise RuntimeError("out of luck")
 
-    monkeypatch.setattr(prelunet.export.dense.export, "_oracle", fail)
+    monkeypatch.setattr(prelunet.export.dense.export, "network_from_checkpoint", fail)
     write_checkpoint(tmp_path / "net", tiny_checkpoint())
     with pytest.raises(RuntimeError, match="out of luck"):
         export_checkpoint(tmp_path / "net", tmp_path / "net.onnx")

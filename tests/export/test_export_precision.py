@@ -268,7 +268,9 @@ def test_every_result_of_half_arithmetic_is_probed(tmp_path: Path, activation: A
 def test_a_parameter_beyond_half_is_refused_by_name_before_the_work_and_leaves_no_file(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr("prelunet.export.dense.export._oracle", lambda _: pytest.fail("the work has begun"))
+    monkeypatch.setattr(
+        "prelunet.export.dense.export.network_from_checkpoint", lambda _: pytest.fail("the work has begun")
+    )
     checkpoint = tiny_checkpoint()
     weight = checkpoint.tensors["conv2.weight"].copy()
     weight[1, 2, 0, 1], weight[0, 0, 0, 0] = (

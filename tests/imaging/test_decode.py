@@ -389,7 +389,7 @@ def test_a_machine_out_of_memory_is_not_the_images_fault(monkeypatch: pytest.Mon
     def no_memory(*_arguments: object, **_options: object) -> None:
         raise MemoryError
 
-    monkeypatch.setattr(decode, "_open", no_memory)
+    monkeypatch.setattr(Image, "open", no_memory)
     with pytest.raises(EnvironmentFault, match="more memory than this machine has left"):
         decode_rgb(b"any")
 

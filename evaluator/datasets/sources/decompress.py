@@ -35,7 +35,7 @@ _PIECE = 1024**2  # bytes
 _DIGITS = 12  # of the sha256: 48 bits are enough for the few archives that share a name
 _SUFFIX = ".unpacked.tar"
 _LARGEST_RATIO = 20  # photographs reach about 1, bitmaps of drawings perhaps 10
-_ALWAYS_ALLOWED = 1024**3  # bytes; small archives, mostly headers and zeros, may compress better
+ALWAYS_ALLOWED = 1024**3  # bytes; small archives, mostly headers and zeros, may compress better
 _STALE_SECONDS = 3600.0  # since the last write to a temporary file; a live process writes continuously
 
 
@@ -79,7 +79,7 @@ def ensure_unpacked(path: Path, method: str) -> Path:
 
 def _unpack(path: Path, method: str, target: Path) -> None:
     size = path.stat().st_size
-    limit = _LARGEST_RATIO * size + _ALWAYS_ALLOWED
+    limit = _LARGEST_RATIO * size + ALWAYS_ALLOWED
     with path.open("rb") as packed, _OPENERS[method](packed) as plain, open_atomically(target) as copy:
         total = -(-size // _PIECE)
         with progress(f"unpack {path.name}", total, "MiB") as advance:
