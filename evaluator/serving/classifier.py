@@ -2,7 +2,6 @@
 
 import asyncio
 from collections.abc import Callable
-from contextlib import AbstractAsyncContextManager, AbstractContextManager
 from dataclasses import replace
 from typing import TypeVar
 
@@ -13,7 +12,7 @@ from prelunet.evaluator.engine.batching import MAX_PIXELS
 from prelunet.evaluator.engine.classify import Classification, average_image, build_answer
 from prelunet.evaluator.engine.heatmap import draw_heat_maps, png_bytes
 from prelunet.evaluator.engine.session import Session
-from prelunet.evaluator.errors import UsageError
+from prelunet.evaluator.errors import DeadlinePassed, UsageError
 from prelunet.evaluator.imaging.decode import decode_image
 from prelunet.evaluator.imaging.decode_memory import decode_semaphore
 from prelunet.evaluator.imaging.limits import DecodeLimits
@@ -31,10 +30,10 @@ Result = TypeVar("Result")
 
 
 class Classifier:
-    """A session on a device, which may have other sessions too.
+    """A session on a device, which may have other sessions too. Callers pass `admission` before they classify.
 
     name: of the model in requests; file: last part of the model file's path; metrics: of this model; limits: on images;
-    queue: limits on waiting work.
+    queue: limits on unanswered images.
     """
 
     def __init__(
@@ -53,20 +52,9 @@ class Classifier:
         self.session = session
         self._device_queue = device.device_queue
         self._limits = limits
-        self._admission = AdmissionController(name, queue, metrics)
+        self.admission = AdmissionController(name, queue, metrics)
         self._decode_semaphore = decode_semaphore(gpu=session.circumstances.on_gpu)
         self._model = ScheduledModel(name, session, metrics, self._views_of)
-
-    def admit_or_refuse(self, size: int, views: int, client: str = "", images: int = 1) -> AbstractContextManager[None]:
-        """Admit images for as long as the block runs. size, views: totals over these images; size in bytes.
-
-        Raises Overloaded, with the time after which to retry, when the limit on views or bytes is reached.
-        """
-        return self._admission.admit_or_refuse(size, views, client, images)
-
-    def admit_or_wait(self, size: int, views: int, client: str = "") -> AbstractAsyncContextManager[None]:
-        """Do the same for one image, but wait instead of raising."""
-        return self._admission.admit_or_wait(size, views, client)
 
     async def answer(
         self, image: bytes, protocol: EvaluationProtocol, top: int, *, heatmap: bool, caller: Caller = Caller()
@@ -109,7 +97,8 @@ class Classifier:
         keep_windows: bool,
         caller: Caller,
     ) -> tuple[Result, Timings]:
-        caller.require_time_left()
+        if (remaining := caller.remaining()) is not None and remaining <= 0:
+            raise DeadlinePassed("the call's deadline has passed, so the image was not computed. Use a longer deadline")
         loop = asyncio.get_running_loop()
         reply: asyncio.Future[tuple[Result, Timings]] = loop.create_future()
         request = Request(

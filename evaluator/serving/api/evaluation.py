@@ -164,7 +164,7 @@ async def _predict(
 ) -> Prediction:
     to_prediction = partial(build_prediction, image.file, image.label)
     try:
-        async with classifier.admit_or_wait(len(image.data), len(protocol.views), caller.client):
+        async with classifier.admission.admit_or_wait(len(image.data), len(protocol.views), caller.client):
             admission.set()
             return await classifier.classify(image.data, protocol, to_prediction, caller=caller)
     except ImageError as error:

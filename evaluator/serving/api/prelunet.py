@@ -40,9 +40,9 @@ class _ParsedRequest:
         size, views = len(self.image), len(self.protocol.views)
         async with AsyncExitStack() as stack:
             if on_admitted is None:
-                stack.enter_context(self.classifier.admit_or_refuse(size, views, caller.client))
+                stack.enter_context(self.classifier.admission.admit_or_refuse(size, views, caller.client))
             else:
-                await stack.enter_async_context(self.classifier.admit_or_wait(size, views, caller.client))
+                await stack.enter_async_context(self.classifier.admission.admit_or_wait(size, views, caller.client))
                 on_admitted()
             answer = await self.classifier.answer(
                 self.image, self.protocol, self.top_k, heatmap=self.heatmap, caller=caller

@@ -10,8 +10,6 @@ from typing import Any, TypeAlias
 
 import grpc.aio
 
-from prelunet.evaluator.errors import DeadlinePassed
-
 REQUEST_ID = "x-request-id"  # metadata key, of requests and responses
 _REQUEST_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")  # no characters with a meaning in logs or terminals
 
@@ -116,12 +114,6 @@ class Caller:
         """Return the same caller with a deadline at most `seconds` from now."""
         deadline = time.monotonic() + seconds
         return replace(self, deadline=deadline if self.deadline is None else min(self.deadline, deadline))
-
-    def require_time_left(self) -> None:
-        """Raise DeadlinePassed after the deadline."""
-        remaining = self.remaining()
-        if remaining is not None and remaining <= 0:
-            raise DeadlinePassed("the call's deadline has passed, so the image was not computed. Use a longer deadline")
 
 
 def caller_of(context: Context) -> Caller:

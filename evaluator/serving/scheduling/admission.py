@@ -59,17 +59,12 @@ class _Ticket:
 
 
 @dataclass
-class _Usage:
+class Usage:
     """Images, views and bytes admitted and not yet answered, in total or of one client."""
 
     images: int = 0
     views: int = 0
     bytes: int = 0
-
-    def count(self, sign: int, ticket: _Ticket) -> None:
-        self.images += sign * ticket.images
-        self.views += sign * ticket.views
-        self.bytes += sign * ticket.size
 
 
 def with_reserve(limit: int) -> int:
@@ -84,6 +79,8 @@ class AdmissionController:
     number of clients), is still admitted, up to 1.25 times the limit. Otherwise the first client to send a thousand
     images would lock all others out, before fair queueing has any effect. Streams wait for admission in order: nobody
     takes the room that the first of them waits for, except by this rule.
+
+    used: by all clients together; waiters: requests waiting for admission, in order of arrival.
     """
 
     def __init__(self, model: str, queue: QueueOptions, metrics: ModelMetrics) -> None:
@@ -91,24 +88,9 @@ class AdmissionController:
         self._queue = queue
         self._metrics = metrics
         self._throughput = ThroughputEstimate()
-        self._all = _Usage()
-        self._clients: dict[str, _Usage] = {}
-        self._waiters: dict[_Ticket, None] = {}  # in order of arrival
-
-    @property
-    def images(self) -> int:
-        """Return the number of admitted images."""
-        return self._all.images
-
-    @property
-    def views(self) -> int:
-        """Return the number of admitted views."""
-        return self._all.views
-
-    @property
-    def bytes(self) -> int:
-        """Return the total size of the admitted encoded images, in bytes."""
-        return self._all.bytes
+        self.used = Usage()
+        self._clients: dict[str, Usage] = {}
+        self.waiters: dict[_Ticket, None] = {}
 
     @contextmanager
     def admit_or_refuse(self, size: int, views: int, client: str = "", images: int = 1) -> Iterator[None]:
@@ -118,7 +100,7 @@ class AdmissionController:
         request of any size is admitted.
         """
         ticket = _Ticket(client, size, views, images)
-        if (reason := self._refusal_reason(ticket, first_in_line=not self._waiters)) is not None:
+        if (reason := self._refusal_reason(ticket, first_in_line=not self.waiters)) is not None:
             raise self._overloaded(reason)
         self._enter(ticket)
         with self._leaving(ticket):
@@ -129,13 +111,13 @@ class AdmissionController:
         """Do the same for one image, but wait instead of raising: for streams, which flow control slows down."""
         admission = asyncio.get_running_loop().create_future()
         ticket = _Ticket(client, size, views, admission=admission)
-        self._waiters[ticket] = None
+        self.waiters[ticket] = None
         self._admit_waiters()
         try:
             await admission
         except BaseException:
-            if ticket in self._waiters:
-                del self._waiters[ticket]
+            if ticket in self.waiters:
+                del self.waiters[ticket]
                 self._admit_waiters()  # those behind it
             else:  # admitted and cancelled at the same moment
                 self._leave(ticket, answered=0)
@@ -146,12 +128,12 @@ class AdmissionController:
     def _admit_waiters(self) -> None:
         """Admit waiting tickets while there is room; those of one client in order of arrival."""
         blocked_clients: set[str] = set()
-        for ticket in list(self._waiters):
+        for ticket in list(self.waiters):
             assert ticket.admission is not None, "a ticket that may be refused does not wait"
             if ticket.client in blocked_clients or ticket.admission.done():  # done: cancelled, about to be removed
                 continue
             if self._refusal_reason(ticket, first_in_line=not blocked_clients) is None:
-                del self._waiters[ticket]
+                del self.waiters[ticket]
                 self._enter(ticket)
                 ticket.admission.set_result(None)
             else:
@@ -162,9 +144,9 @@ class AdmissionController:
 
         first_in_line: no ticket that came earlier is waiting.
         """
-        if not self._all.images:
+        if not self.used.images:
             return None
-        own = self._clients.get(ticket.client, _Usage())
+        own = self._clients.get(ticket.client, Usage())
         clients = len(self._clients) + (ticket.client not in self._clients)
 
         def exceeds(used: int, own_used: int, requested: int, limit: int) -> bool:
@@ -172,16 +154,16 @@ class AdmissionController:
                 return used + requested > with_reserve(limit)
             return not first_in_line or used + requested > limit
 
-        if exceeds(self._all.views, own.views, ticket.views, self._queue.max_views):
+        if exceeds(self.used.views, own.views, ticket.views, self._queue.max_views):
             return "views"
-        if exceeds(self._all.bytes, own.bytes, ticket.size, self._queue.max_bytes):
+        if exceeds(self.used.bytes, own.bytes, ticket.size, self._queue.max_bytes):
             return "bytes"
         return None
 
     def _enter(self, ticket: _Ticket) -> None:
-        if not self._all.images:
+        if not self.used.images:
             self._throughput.begin()
-        self._clients.setdefault(ticket.client, _Usage()).count(1, ticket)
+        self._clients.setdefault(ticket.client, Usage())
         self._count(1, ticket)
 
     @contextmanager
@@ -194,29 +176,30 @@ class AdmissionController:
             self._leave(ticket, answered=answered)
 
     def _leave(self, ticket: _Ticket, *, answered: int) -> None:
-        own = self._clients[ticket.client]
-        own.count(-1, ticket)
-        if not own.images:
-            del self._clients[ticket.client]
         self._count(-1, ticket)
+        if not self._clients[ticket.client].images:
+            del self._clients[ticket.client]
         self._throughput.record_departure(answered)
         self._admit_waiters()
 
     def _overloaded(self, reason: str) -> Overloaded:
         self._metrics.refused(reason)
-        expected = self._throughput.seconds(self._all.views)
+        expected = self._throughput.seconds(self.used.views)
         wait = DEFAULT_RETRY_AFTER if expected is None else expected
         limit = self._queue.max_views if reason == "views" else self._queue.max_bytes
         # Jitter: otherwise all callers refused now would retry at the same time.
         wait = min(max(wait * random.uniform(0.5, 1.5), MIN_RETRY_AFTER), MAX_RETRY_AFTER)  # noqa: S311 - no secret
         return Overloaded(
-            f"model '{self._model}' already has {self._all.views} unanswered views ({self._all.bytes} bytes); "
+            f"model '{self._model}' already has {self.used.views} unanswered views ({self.used.bytes} bytes); "
             f"the limit is {limit} {reason}. Try again in {wait:.2g} s",
             retry_after=wait,
         )
 
     def _count(self, sign: int, ticket: _Ticket) -> None:
-        self._all.count(sign, ticket)
+        for usage in (self.used, self._clients[ticket.client]):
+            usage.images += sign * ticket.images
+            usage.views += sign * ticket.views
+            usage.bytes += sign * ticket.size
         self._metrics.waiting_images.inc(sign * ticket.images)
         self._metrics.waiting_views.inc(sign * ticket.views)
         self._metrics.waiting_bytes.inc(sign * ticket.size)

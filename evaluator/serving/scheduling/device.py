@@ -5,15 +5,13 @@ import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
-from prelunet.evaluator.answer import Timings
 from prelunet.evaluator.engine.session import Placement
 from prelunet.evaluator.errors import DeviceLost
 from prelunet.evaluator.machine import cores
-from prelunet.evaluator.serving.observability.metrics import ModelMetrics
 from prelunet.evaluator.serving.options import QueueOptions
 from prelunet.evaluator.serving.scheduling.executor import BatchExecutor
 from prelunet.evaluator.serving.scheduling.queue import DeviceQueue, build_ready_views
-from prelunet.evaluator.serving.scheduling.request import Outcome, Request, as_reported, deliver
+from prelunet.evaluator.serving.scheduling.request import Request, as_reported, deliver
 
 
 def device_name(placement: Placement) -> str:
@@ -33,10 +31,29 @@ class ServedDevice:
         # behind heat maps, which take a hundred times as long.
         self._answer_pool = ThreadPoolExecutor(cores(), thread_name_prefix=f"answer-{name}")
         self._heatmap_pool = ThreadPoolExecutor(cores(), thread_name_prefix=f"draw-{name}")
-        self._decode_pool = DecodePool(self.device_queue, name)
-        self._compute = BatchExecutor(
+        self._decode_threads = [
+            threading.Thread(target=self._decode, name=f"decode-{name}-{number}", daemon=True)
+            for number in range(cores())
+        ]
+        for thread in self._decode_threads:
+            thread.start()
+        self._executor = BatchExecutor(
             self.device_queue, self._answer, on_lost, name, stage_ahead=name.startswith("cuda")
         )
+
+    def _decode(self) -> None:
+        """Decode and resize queued images, in fair order."""
+        while (request := self.device_queue.next_image()) is not None:
+            try:
+                views = request.model.decode_views(request.image, request.protocol, request.caller.deadline)
+                ready = build_ready_views(request, views)
+                del views
+            except BaseException as error:  # this thread must survive, or callers would wait forever
+                self.device_queue.decode_failed(request, as_reported(request.model, error))
+            else:
+                self.device_queue.decoded(request, ready)
+                del ready  # free the pixels before waiting for the next image
+            del request
 
     def _answer(self, requests: Sequence[Request]) -> None:
         """Build answers in the pools: one task for each request with a heat map, one for all others."""
@@ -47,68 +64,30 @@ class ServedDevice:
                 self._heatmap_pool.submit(self._build_answers, [request])
 
     def _build_answers(self, requests: Sequence[Request]) -> None:
-        deliver([_outcome(request) for request in self.device_queue.finish(requests)])
+        """Average the views of each request, build its answer or error, and deliver all of them together."""
+        finished = self.device_queue.finish(requests)
+        for request in finished:
+            try:
+                start = time.monotonic()
+                answer = request.build_result([result for result in request.results if result is not None])
+                now = time.monotonic()
+                timings, metrics = request.timings(now), request.model.metrics
+                metrics.stage("queue", timings.queue_seconds)
+                metrics.stage("decode", timings.decode_seconds)
+                metrics.stage("compute", timings.compute_seconds)
+                metrics.stage("average", now - start)
+                metrics.request_seconds.observe(timings.total_seconds)
+                metrics.last_answer.set_to_current_time()
+                request.answer = answer, timings
+            except BaseException as error:
+                request.error = as_reported(request.model, error)
+        deliver(finished)
 
     def close(self) -> None:
         """Refuse new requests, finish those that wait, and end all threads."""
         self.device_queue.close()
-        self._decode_pool.join()
-        self._compute.join()
+        for thread in self._decode_threads:
+            thread.join()
+        self._executor.join()
         self._answer_pool.shutdown()
         self._heatmap_pool.shutdown()
-
-
-def _outcome(request: Request) -> Outcome:
-    """Average the views of a request and build its answer; an exception becomes the outcome's error."""
-    try:
-        start = time.monotonic()
-        answer = request.build_result([result for result in request.results if result is not None])
-        now = time.monotonic()
-        timings = request.timings(now)
-        _count(request.model.metrics, timings, now - start)
-    except BaseException as error:
-        return Outcome(request, error=as_reported(request.model, error))
-    return Outcome(request, (answer, timings))
-
-
-def _count(metrics: ModelMetrics, timings: Timings, average: float) -> None:
-    metrics.stage("queue", timings.queue_seconds)
-    metrics.stage("decode", timings.decode_seconds)
-    metrics.stage("compute", timings.compute_seconds)
-    metrics.stage("average", average)
-    metrics.request_seconds.observe(timings.total_seconds)
-    metrics.last_answer.set_to_current_time()
-
-
-# Decoding
-
-
-class DecodePool:
-    """Threads that decode and resize the images queued for a device, in fair order; one per core."""
-
-    def __init__(self, device_queue: DeviceQueue, device: str) -> None:
-        self._device_queue = device_queue
-        self._threads = [
-            threading.Thread(target=self._work, name=f"decode-{device}-{number}", daemon=True)
-            for number in range(cores())
-        ]
-        for thread in self._threads:
-            thread.start()
-
-    def _work(self) -> None:
-        while (request := self._device_queue.next_image()) is not None:
-            try:
-                views = request.model.decode_views(request.image, request.protocol, request.caller.deadline)
-                ready = build_ready_views(request, views)
-                del views
-            except BaseException as error:  # this thread must survive, or callers would wait forever
-                self._device_queue.decode_failed(request, as_reported(request.model, error))
-            else:
-                self._device_queue.decoded(request, ready)
-                del ready  # free the pixels before waiting for the next image
-            del request
-
-    def join(self) -> None:
-        """Wait for all threads to end, after `DeviceQueue.close`."""
-        for thread in self._threads:
-            thread.join()

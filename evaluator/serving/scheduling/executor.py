@@ -11,6 +11,7 @@ batch, does not fail the others. A device that fails on every input is lost, and
 """
 
 import logging
+import math
 import threading
 import time
 import traceback
@@ -92,37 +93,34 @@ class BatchExecutor:
                 views = self._device_queue.next_views()
                 if views is None:
                     return None
-                formed = self._try_form(views)
+                formed = self._form(views)
             return formed
 
-    def _try_form(self, views: Sequence[ReadyView], *, full: bool = False) -> _FormedBatch | None:
+    def _form(self, views: Sequence[ReadyView], *, full: bool = False) -> _FormedBatch | None:
         """Plan batches and take the views of the first one. full: only if no other view could join it.
 
         Returns None if there is no such batch, or if one of its views has left the queue.
         """
-        try:
-            return self._form(views, full=full)
-        except Exception as error:  # this thread must survive, or every later call would wait forever
-            self._device_queue.fail(views[0].request, as_reported(views[0].request.model, error))
-            return None
-
-    def _form(self, views: Sequence[ReadyView], *, full: bool) -> _FormedBatch | None:
         model = views[0].request.model
-        plan = _plan(model, views)
-        batch = plan.batches[0]
-        chosen = [views[index] for index in batch.indices]
-        if full and not _is_full(plan, model):
+        try:
+            plan = _plan(model, views)
+            if full and not is_full(plan, model):
+                return None
+            batch = plan.batches[0]
+            chosen = [views[index] for index in batch.indices]
+            if hopeless := _hopeless(model, batch, chosen):
+                model.batch_times.forget_oldest()
+                self._device_queue.give_up(hopeless)
+                return None
+            return _FormedBatch(model, chosen, _renumbered(batch)) if self._device_queue.take(chosen) else None
+        except Exception as error:  # this thread must survive, or every later call would wait forever
+            self._device_queue.fail(views[0].request, as_reported(model, error))
             return None
-        if hopeless := _hopeless(model, batch, chosen):
-            model.batch_times.forget_oldest()
-            self._device_queue.give_up(hopeless)
-            return None
-        return _FormedBatch(model, chosen, _renumbered(batch)) if self._device_queue.take(chosen) else None
 
     def _stage(self) -> None:
         while (views := self._device_queue.next_full_batch()) is not None:
             with self._forming:
-                if self._staged is None and (formed := self._try_form(views, full=True)) is not None:
+                if self._staged is None and (formed := self._form(views, full=True)) is not None:
                     self._staged = self._pack_and_stage(formed)
                     del formed  # free its pixels before waiting for the next batch
             del views
@@ -161,23 +159,24 @@ class BatchExecutor:
                     break
                 views, packed, staged = wanted, None, None
                 packed = pack_batch(_truncated(formed.batch, len(wanted), model), [view.view for view in wanted])
-            self._count(model, views, packed)
+            canvas = packed.images.shape[:3]
+            pixels = sum(view.pixels for view in views)
+            model.metrics.batch(len(views), pixels, math.prod(canvas), changed=canvas != model.canvas)
+            model.canvas = canvas
             keep_windows = any(view.request.keep_windows for view in views)
-            with self._watchdog.watch_batch(model, views, packed.images[..., 0].size):
-                results = _results(model, packed, staged, keep_windows=keep_windows)
+            with self._watchdog.watch_batch(model, views, math.prod(canvas)):
+                session = model.session
+                results = unpack_results(  # may copy more from the device
+                    packed.packed_views,
+                    session.run(packed.images, packed.sizes) if staged is None else session.compute(staged),
+                    keep_windows=keep_windows,
+                )
         except Exception as error:
             packed = staged = None  # free the memory before a smaller batch is tried
             _forget_frames(error)
             self._failed(model, views, error)
         else:
             self._computed(model, views, packed, results, start)
-
-    def _count(self, model: ScheduledModel, views: Sequence[ReadyView], packed: PackedBatch) -> None:
-        rows, height, width, _ = packed.images.shape
-        canvas = rows, height, width
-        pixels = sum(view.pixels for view in views)
-        model.metrics.batch(len(views), pixels, rows * height * width, changed=canvas != model.canvas)
-        model.canvas = canvas
 
     def _computed(
         self,
@@ -231,7 +230,12 @@ class BatchExecutor:
         elif isinstance(error, UsageError | ContractError) or self._runs_at_all(model, views):
             self._device_queue.fail(views[0].request, error)
         else:
-            self._mark_lost(_lost(model, error), views)
+            lost_device = DeviceLost(
+                f"{model.session.circumstances.provider} fails on every input ({type(error).__name__}: {error}). "
+                "Restart the program; if the error returns, check the device"
+            )
+            lost_device.__cause__ = error
+            self._mark_lost(lost_device, views)
 
     def _runs_at_all(self, model: ScheduledModel, views: Sequence[ReadyView]) -> bool:
         """Return whether the model still runs, on the smallest black canvas."""
@@ -260,7 +264,7 @@ def _plan(model: ScheduledModel, views: Sequence[ReadyView]) -> BatchPlan:
     return plan_views(model.session, [view.view for view in views], model.shape_buckets)
 
 
-def _is_full(plan: BatchPlan, model: ScheduledModel) -> bool:
+def is_full(plan: BatchPlan, model: ScheduledModel) -> bool:
     """Return whether no other view could join the first batch of a plan."""
     first, *others = plan.batches
     another = bool(others) and (others[0].height, others[0].width) == (first.height, first.width)
@@ -285,25 +289,8 @@ def _truncated(batch: Batch, views: int, model: ScheduledModel) -> Batch:
     return replace(batch, indices=tuple(range(views)), rows=rows)
 
 
-def _results(
-    model: ScheduledModel, packed: PackedBatch, staged: Any, *, keep_windows: bool
-) -> Mapping[int, ViewResult]:
-    session = model.session
-    outputs = session.run(packed.images, packed.sizes) if staged is None else session.compute(staged)
-    return unpack_results(packed.packed_views, outputs, keep_windows=keep_windows)  # may copy more from the device
-
-
 def _forget_frames(error: BaseException | None) -> None:
     """Release the locals in the tracebacks of an error, such as canvases; the printed traceback stays the same."""
     while error is not None:
         traceback.clear_frames(error.__traceback__)
         error = error.__cause__ or error.__context__
-
-
-def _lost(model: ScheduledModel, error: Exception) -> DeviceLost:
-    lost = DeviceLost(
-        f"{model.session.circumstances.provider} fails on every input ({type(error).__name__}: {error}). "
-        "Restart the program; if the error returns, check the device"
-    )
-    lost.__cause__ = error
-    return lost

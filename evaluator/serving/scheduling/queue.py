@@ -17,7 +17,7 @@ from prelunet.evaluator.errors import DeadlinePassed, DeviceLost, Interrupted
 from prelunet.evaluator.imaging.views import ViewImage
 from prelunet.evaluator.serving.options import QueueOptions
 from prelunet.evaluator.serving.scheduling.fair_queue import FairQueue
-from prelunet.evaluator.serving.scheduling.request import Outcome, ReadyView, Request, ScheduledModel, deliver
+from prelunet.evaluator.serving.scheduling.request import ReadyView, Request, ScheduledModel, deliver
 
 # Clients that already have ready views may use this share of the limits on ready views. The rest is for other clients,
 # so that their images are decoded during a busy client's batch and not after it.
@@ -257,7 +257,8 @@ class DeviceQueue:
 
     def _fail(self, request: Request, error: BaseException, end_reason: str = "failed") -> None:
         if self._end(request, end_reason):
-            deliver([Outcome(request, error=error)])
+            request.error = error
+            deliver([request])
 
     def _end(self, request: Request, end_reason: str) -> bool:
         """End a request and drop its waiting views; False if it had ended."""
@@ -303,14 +304,11 @@ class DeviceQueue:
 
 def build_ready_views(request: Request, views: Sequence[ViewImage]) -> list[ReadyView]:
     """Return the views of an image as queue entries."""
-    return [_build_ready_view(request, index, view) for index, view in enumerate(views)]
-
-
-def _build_ready_view(request: Request, index: int, view: ViewImage) -> ReadyView:
-    height, width = view.image.shape[:2]
-    canvas = request.model.canvas_of(height, width)
-    rows, columns = request.model.grid(*canvas)
-    share = 2 if request.protocol.mirror else 1
-    return ReadyView(
-        request, index, view, height * width, canvas[0] * canvas[1], rows * columns, view.image.nbytes / share
-    )
+    ready = []
+    for index, view in enumerate(views):
+        height, width = view.image.shape[:2]
+        canvas = request.model.canvas_of(height, width)
+        rows, columns = request.model.grid(*canvas)
+        size = view.image.nbytes / (2 if request.protocol.mirror else 1)
+        ready.append(ReadyView(request, index, view, height * width, canvas[0] * canvas[1], rows * columns, size))
+    return ready

@@ -73,7 +73,7 @@ class ScheduledModel:
     ready_since: float = 0.0
     closed: bool = False
     batch_times: BatchTimes = field(default_factory=BatchTimes)
-    canvas: tuple[int, int, int] | None = None
+    canvas: tuple[int, ...] | None = None
 
     def __post_init__(self) -> None:
         self.grid = lru_cache(4096)(self.session.contract.window_grid)
@@ -113,9 +113,10 @@ def views_and_pixels(protocol: EvaluationProtocol) -> tuple[int, int]:
 class Request:
     """One image to classify, from its arrival to its answer.
 
-    build_result: builds the answer from the results, in any thread; reply: gets the answer or the error, on its loop;
-    image: encoded, emptied when the request ends; ended: time of that, None before; end_reason: answered, failed,
-    expired or cancelled; decode_cost: in view pixels. Times are of time.monotonic().
+    build_result: builds the answer from the results, in any thread; answer, error: its outcome, one of them once it is
+    delivered; reply: gets the outcome, on its loop; image: encoded, emptied when the request ends; ended: time of that,
+    None before; end_reason: answered, failed, expired or cancelled; decode_cost: in view pixels. Times are of
+    time.monotonic().
     """
 
     model: ScheduledModel
@@ -133,6 +134,8 @@ class Request:
     batches: int = 0
     ended: float | None = None
     end_reason: str = ""
+    answer: Any = None
+    error: BaseException | None = None
     queued_views: set["ReadyView"] = field(default_factory=set)  # ready, in no batch yet
     results: list[ViewResult | None] = field(default_factory=list)
     missing: int = 0  # number of views without a result
@@ -178,15 +181,6 @@ class ReadyView:
     bytes: float
 
 
-@dataclass(frozen=True)
-class Outcome:
-    """The outcome of a request: an answer or an error."""
-
-    request: Request
-    answer: Any = None
-    error: BaseException | None = None
-
-
 def as_reported(model: ScheduledModel, error: BaseException) -> BaseException:
     """Return an error as reported to callers: a MemoryError becomes OutOfMemory, because it is not a bug."""
     if not isinstance(error, MemoryError):
@@ -196,21 +190,21 @@ def as_reported(model: ScheduledModel, error: BaseException) -> BaseException:
     return out_of_memory
 
 
-def deliver(outcomes: Iterable[Outcome]) -> None:
-    """Deliver outcomes to their callers, from any thread; each event loop is woken once for all of its outcomes."""
-    by_loop: dict[asyncio.AbstractEventLoop, list[Outcome]] = {}
-    for outcome in outcomes:
-        by_loop.setdefault(outcome.request.reply.get_loop(), []).append(outcome)
-    for loop, own_outcomes in by_loop.items():
+def deliver(requests: Iterable[Request]) -> None:
+    """Deliver outcomes to their callers, from any thread; each event loop is woken once for all of its requests."""
+    by_loop: dict[asyncio.AbstractEventLoop, list[Request]] = {}
+    for request in requests:
+        by_loop.setdefault(request.reply.get_loop(), []).append(request)
+    for loop, own_requests in by_loop.items():
         with contextlib.suppress(RuntimeError):  # the loop is closed, so nobody waits
-            loop.call_soon_threadsafe(_reply, own_outcomes)
+            loop.call_soon_threadsafe(_reply, own_requests)
 
 
-def _reply(outcomes: Iterable[Outcome]) -> None:
-    for outcome in outcomes:
-        if outcome.request.reply.done():  # the caller has left
+def _reply(requests: Iterable[Request]) -> None:
+    for request in requests:
+        if request.reply.done():  # the caller has left
             continue
-        if outcome.error is not None:
-            outcome.request.reply.set_exception(outcome.error)
+        if request.error is not None:
+            request.reply.set_exception(request.error)
         else:
-            outcome.request.reply.set_result(outcome.answer)
+            request.reply.set_result(request.answer)

@@ -79,7 +79,11 @@ class Watchdog:
             for batch in hanging:
                 self._batches.remove(batch)
         for batch in hanging:
-            self._on_hang(self._lost(batch), batch.views)
+            error = DeviceLost(
+                f"{batch.model.session.circumstances.provider} has been computing one batch for {batch.elapsed:.0f} s "
+                "and appears to hang. Restart the program; if the error returns, check the device and its driver"
+            )
+            self._on_hang(error, batch.views)
 
     def _timeout(self, batch: _Batch) -> float:
         """Return the time limit of a batch in seconds."""
@@ -87,9 +91,3 @@ class Watchdog:
             return FIRST_BATCH_TIMEOUT
         seconds, pixels = self._longest[batch.model]
         return max(MIN_TIMEOUT, HANG_FACTOR * seconds * max(1.0, batch.pixels / pixels))
-
-    def _lost(self, batch: _Batch) -> DeviceLost:
-        return DeviceLost(
-            f"{batch.model.session.circumstances.provider} has been computing one batch for {batch.elapsed:.0f} s and "
-            "appears to hang. Restart the program; if the error returns, check the device and its driver"
-        )

@@ -302,14 +302,14 @@ def test_an_evaluation_waits_for_admission_when_a_separate_call_is_refused() -> 
         running_server(queue=QueueOptions(max_views=3), fake=session) as server,
         grpc.insecure_channel(server.address) as channel,
     ):
-        stub, admission = pb_grpc.PreluNetServiceStub(channel), server.models.get("")._admission
+        stub, admission = pb_grpc.PreluNetServiceStub(channel), server.models.get("").admission
         responses = stub.Evaluate(stream(*images))
-        eventually(lambda: len(admission._waiters) == 1)
+        eventually(lambda: len(admission.waiters) == 1)
         assert server.metric("prelunet_waiting_views", model="fake") == 3
         with pytest.raises(grpc.RpcError) as refused:
             stub.Classify(pb.ClassifyRequest(image=images[0].data, protocol="center"))
         assert refused.value.code() == grpc.StatusCode.RESOURCE_EXHAUSTED
-        assert len(admission._waiters) == 1, "no further image should be read meanwhile"
+        assert len(admission.waiters) == 1, "no further image should be read meanwhile"
         session.gate.set()
         assert report_of(responses).evaluated == 40
         assert server.metric("prelunet_refusals_total", model="fake", reason="views") == 1, "of the separate call"
@@ -325,7 +325,7 @@ def test_an_evaluation_with_too_many_images_is_refused(images: int) -> None:
             return
         with pytest.raises(UsageError, match="at most 3 images in one call, and '0003' is above the limit"):
             asyncio.run(evaluation_)
-        assert classifier._admission.images == 0
+        assert classifier.admission.used.images == 0
 
 
 def test_an_abandoned_evaluation_is_not_computed() -> None:

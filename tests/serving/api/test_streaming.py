@@ -432,18 +432,18 @@ def test_an_image_above_the_limit_waits_for_admission_and_all_are_answered() -> 
         running_server(queue=QueueOptions(max_views=2), fake=session) as server,
         grpc.insecure_channel(server.address) as channel,
     ):
-        admission = server.models.get("")._admission
+        admission = server.models.get("").admission
         requests = [pb.ClassifyRequest(image=IMAGE, protocol="center")] * 5
         for request in named(requests):
             sent.put(request)
         stub = pb_grpc.PreluNetServiceStub(channel)
         stream = stub.ClassifyStream(iter(sent.get, None), timeout=60)
-        eventually(lambda: len(admission._waiters) == 1)
+        eventually(lambda: len(admission.waiters) == 1)
         assert server.metric("prelunet_waiting_images", model="fake") == 2
         with pytest.raises(grpc.RpcError, match="the limit is 2 views"):
             stub.Classify(requests[0])
         stub.ListModels(pb.ListModelsRequest())  # time for the server to read more
-        assert (admission.images, len(admission._waiters)) == (2, 1), "of five images; two should not be read yet"
+        assert (admission.used.images, len(admission.waiters)) == (2, 1), "of five images; two should not be read yet"
         session.gate.set()
         sent.put(None)
         answers = list(stream)
@@ -459,12 +459,12 @@ def test_an_abandoned_stream_leaves_nothing_waiting_for_admission() -> None:
         running_server(queue=QueueOptions(max_views=2), fake=session) as server,
         grpc.insecure_channel(server.address) as channel,
     ):
-        admission = server.models.get("")._admission
+        admission = server.models.get("").admission
         stub = pb_grpc.PreluNetServiceStub(channel)
         stream = stub.ClassifyStream(named([pb.ClassifyRequest(image=IMAGE, protocol="center")] * 3), timeout=60)
-        eventually(lambda: len(admission._waiters) == 1)
+        eventually(lambda: len(admission.waiters) == 1)
         stream.cancel()
-        eventually(lambda: (admission.images, len(admission._waiters)) == (0, 0))
+        eventually(lambda: (admission.used.images, len(admission.waiters)) == (0, 0))
         session.gate.set()
         assert stub.Classify(pb.ClassifyRequest(image=IMAGE, protocol="center")).predictions
 

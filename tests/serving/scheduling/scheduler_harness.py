@@ -20,6 +20,7 @@ from prelunet.evaluator.protocols import EvaluationProtocol, build_protocol
 from prelunet.evaluator.serving.models import Models
 from prelunet.evaluator.serving.observability.call_context import Caller
 from prelunet.evaluator.serving.options import ModelFile, QueueOptions
+from prelunet.evaluator.serving.scheduling.admission import Usage
 from tests.helpers.fakes import FakeSession, fake_contract
 from tests.serving.serving_harness import png
 
@@ -88,7 +89,7 @@ def serve_models(
         assert (len(device_queue._encoded), len(device_queue._ready), device_queue._decoding) == (0, 0, 0)
         assert (device_queue._decoding_views, device_queue._decoded_bytes) == (0, 0)
         assert (model.unanswered, model.decoding, model.ready_pixels, model.ready_windows) == (0, 0, 0, 0)
-        assert (classifier._admission.images, classifier._admission.views, classifier._admission.bytes) == (0, 0, 0)
+        assert classifier.admission.used == Usage()
         for gauge in ("images", "views", "bytes"):
             assert metric_value(models, f"waiting_{gauge}", classifier.name) == 0
         assert metric_value(models, "late_views_total", classifier.name) == late
@@ -119,7 +120,7 @@ def start_classify(
     classifier = models.get(model)
 
     async def classify() -> Classification:
-        with classifier.admit_or_refuse(len(image), len(protocol.views)):
+        with classifier.admission.admit_or_refuse(len(image), len(protocol.views)):
             return await classifier.classify(image, protocol, lambda classified: classified, caller=Caller(**caller))
 
     return asyncio.create_task(classify())

@@ -42,7 +42,7 @@ def test_exactly_the_calls_above_the_limit_are_refused_at_once_and_the_others_ar
             async def ask(number: int) -> str:
                 image = png(40, 41 + number, number)
                 try:
-                    with classifier.admit_or_refuse(len(image), 1):
+                    with classifier.admission.admit_or_refuse(len(image), 1):
                         answer = await classifier.answer(image, CENTER, 1, heatmap=False)
                         return answer.predictions[0].name
                 except Overloaded as error:
@@ -166,7 +166,7 @@ def test_requests_cancelled_at_any_time_leave_nothing_and_every_view_is_computed
             assert task is not None
             asyncio.get_running_loop().call_at(in_a_moment, task.cancel)
         try:
-            with models.get(name).admit_or_refuse(len(image), views):
+            with models.get(name).admission.admit_or_refuse(len(image), views):
                 admitted[name] += views
                 await models.get(name).answer(image, protocol, 1, heatmap=chance.random() < 0.1, caller=who)
             became["answered"] += 1

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from prelunet.evaluator.errors import ImageError, Overloaded
 from prelunet.evaluator.serving.observability.metrics import Metrics
 from prelunet.evaluator.serving.options import QueueOptions
-from prelunet.evaluator.serving.scheduling.admission import AdmissionController
+from prelunet.evaluator.serving.scheduling.admission import AdmissionController, Usage
 from tests.helpers.fakes import FakeSession
 from tests.serving.scheduling.scheduler_harness import until
 
@@ -39,7 +39,7 @@ def test_images_beyond_the_limit_of_bytes_are_refused_but_not_an_image_alone() -
         admission.admit_or_refuse(401, 1),
     ):
         pass
-    assert (admission.images, admission.views, admission.bytes) == (0, 0, 0)
+    assert admission.used == Usage()
     refusals = metrics.registry.get_sample_value("prelunet_refusals_total", {"model": "fake", "reason": "bytes"})
     assert refusals == 2
 
@@ -53,7 +53,7 @@ def test_an_image_with_more_views_than_the_limit_is_admitted_alone() -> None:
     ):
         pass
     with admission.admit_or_refuse(1, 2), admission.admit_or_refuse(1, 1):
-        assert admission.views == 3
+        assert admission.used.views == 3
 
 
 def enter(admission: AdmissionController, stack: ExitStack, client: str, images: int, views: int = 1) -> int:
@@ -74,7 +74,7 @@ def test_a_client_that_reaches_the_limit_does_not_lock_out_others() -> None:
         assert enter(admission, stack, "greedy", 1) == 0, "it has more than its share"
         assert enter(admission, stack, "small", 100) == 10 - 3, "1.25 times the limit, and no more"
         assert enter(admission, stack, "another", 1) == 0
-    assert (admission.images, admission.views, admission.bytes) == (0, 0, 0)
+    assert admission.used == Usage()
     with ExitStack() as stack:
         assert enter(admission, stack, "small", 100) == 40, "clients that have left are forgotten"
 
@@ -110,7 +110,7 @@ def test_waiting_requests_are_admitted_in_order_as_others_leave_and_not_counted_
             event.set()
         await asyncio.gather(*tasks, return_exceptions=True)
         assert inside == [0, 1, 3, 4, 5, 6, 7]
-        assert (admission.images, admission.views, admission.bytes) == (0, 0, 0)
+        assert admission.used == Usage()
         assert metrics.registry.get_sample_value("prelunet_refusals_total", {"model": "fake", "reason": "views"}) in {
             None, 0,
         }  # fmt: skip
@@ -123,7 +123,7 @@ def test_a_request_leaves_admission_whatever_its_error(error: BaseException) -> 
     admission, _ = build_admission()
     with pytest.raises(type(error)), admission.admit_or_refuse(10, 3):
         raise error
-    assert (admission.images, admission.views, admission.bytes) == (0, 0, 0)
+    assert admission.used == Usage()
 
 
 async def settled() -> None:
@@ -167,8 +167,8 @@ class AdmissionDriver:
         await self.leave(*self._leave)
         async with asyncio.timeout(10):
             await asyncio.gather(*self._tasks.values(), return_exceptions=True)
-        assert (self.admission.images, self.admission.views, self.admission.bytes) == (0, 0, 0)
-        assert (self.admission._waiters, self.admission._clients) == ({}, {})
+        assert self.admission.used == Usage()
+        assert self.admission.waiters == {}
 
 
 def with_driver(scenario: Callable[[AdmissionDriver], Awaitable[None]], **queue: int) -> None:
@@ -240,7 +240,7 @@ def test_large_images_are_admitted_despite_an_endless_series_of_small_ones() -> 
     async def scenario(driver: AdmissionDriver) -> None:
         others = "bcdef"
         await driver.come(*(f"{client}{number}" for number in range(21) for client in others))
-        assert (driver.admission.images, len(driver.admission._waiters)) == (100, 5)
+        assert (driver.admission.used.images, len(driver.admission.waiters)) == (100, 5)
         await driver.come("a0", "a1", views=20)
         assert driver.inside[100:] == ["a0"]
         for number in range(21, 30):
@@ -276,14 +276,14 @@ def test_a_request_admitted_and_cancelled_at_the_same_moment_makes_room_for_the_
         await driver.come("a1", "a2")
         if first == "let in":
             inside.__exit__(None, None, None)
-            assert len(driver.admission._waiters) == 1, "a1 is admitted, but its task has not resumed yet"
+            assert len(driver.admission.waiters) == 1, "a1 is admitted, but its task has not resumed yet"
             driver.cancel("a1")
         else:
             driver.cancel("a1")
             inside.__exit__(None, None, None)
         await settled()
         assert driver.inside == ["a2"]
-        assert (driver.admission.images, driver.admission._waiters) == (1, {})
+        assert (driver.admission.used.images, driver.admission.waiters) == (1, {})
 
     with_driver(scenario, max_views=1)
 
@@ -291,8 +291,12 @@ def test_a_request_admitted_and_cancelled_at_the_same_moment_makes_room_for_the_
 def test_images_of_one_request_are_counted_individually() -> None:
     admission, metrics = build_admission(max_views=40)
     with admission.admit_or_refuse(1000, 20, "a", images=10), admission.admit_or_refuse(10, 2, "a"):
-        assert metrics.registry.get_sample_value("prelunet_waiting_images", {"model": "fake"}) == admission.images == 11
-    assert metrics.registry.get_sample_value("prelunet_waiting_images", {"model": "fake"}) == admission.images == 0
+        assert (
+            metrics.registry.get_sample_value("prelunet_waiting_images", {"model": "fake"})
+            == admission.used.images
+            == 11
+        )
+    assert metrics.registry.get_sample_value("prelunet_waiting_images", {"model": "fake"}) == admission.used.images == 0
 
 
 @dataclass(frozen=True)
@@ -377,11 +381,9 @@ def test_admission_decides_as_plain_lists_do(steps: list[tuple[str, str, int, in
                 driver.cancel(plain.line.pop(chosen % len(plain.line)).name)
             plain.let_in()
             await settled()
-            assert sorted(ticket.views for ticket in admission._waiters) == sorted(who.views for who in plain.line)
-            assert (admission.images, admission.views, admission.bytes) == (
-                len(plain.inside),
-                sum(who.views for who in plain.inside),
-                sum(who.size for who in plain.inside),
+            assert sorted(ticket.views for ticket in admission.waiters) == sorted(who.views for who in plain.line)
+            assert admission.used == Usage(
+                len(plain.inside), sum(who.views for who in plain.inside), sum(who.size for who in plain.inside)
             )
             assert {who.name for who in plain.inside} <= {*driver.inside, *calls}
             assert not {who.name for who in plain.line} & {*driver.inside}

@@ -65,7 +65,7 @@ def test_on_a_gpu_only_a_full_batch_is_staged_while_another_is_computed() -> Non
 def test_enough_views_of_different_shapes_for_no_full_batch_are_not_staged_ahead(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    threads, full_checks, is_full = [], [], executor._is_full
+    threads, full_checks, is_full = [], [], executor.is_full
 
     class Staging(SteppedSession):
         def stage(self, images, sizes):
@@ -76,7 +76,7 @@ def test_enough_views_of_different_shapes_for_no_full_batch_are_not_staged_ahead
         full_checks.append(is_full(*arguments))
         return full_checks[-1]
 
-    monkeypatch.setattr(executor, "_is_full", watched)
+    monkeypatch.setattr(executor, "is_full", watched)
     session = Staging(
         provider="CUDAExecutionProvider", rules=replace(GPU_RULES, max_pixels=3 * 48 * 64, switch_pixels=1)
     )
@@ -109,7 +109,7 @@ def test_a_batch_is_full_if_one_more_view_would_not_fit_or_would_join_another(ba
     rules = replace(GPU_RULES, max_pixels=5 * 32 * 44 + 1)
     session = FakeSession(provider="CUDAExecutionProvider", rules=rules)
     model = ScheduledModel("fake", session, Metrics().of_model("fake", session), lambda *_: [])
-    assert executor._is_full(BatchPlan(tuple(batches), 1), model) == full
+    assert executor.is_full(BatchPlan(tuple(batches), 1), model) == full
 
 
 def test_on_a_gpu_only_batch_shapes_of_the_warm_up_run(monkeypatch: pytest.MonkeyPatch) -> None:
