@@ -5,7 +5,7 @@ import logging
 import signal
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import TypeAlias
@@ -21,7 +21,7 @@ from prelunet.evaluator.imaging.decode_memory import decode_semaphore
 from prelunet.evaluator.machine import machine_memory
 from prelunet.evaluator.serving.classifier import Classifier
 from prelunet.evaluator.serving.memory import max_decode_memory, serving_memory
-from prelunet.evaluator.serving.models import Models, load_models
+from prelunet.evaluator.serving.models import Models, load_model
 from prelunet.evaluator.serving.network import is_loopback, raise_open_file_limit
 from prelunet.evaluator.serving.observability.metrics import Metrics
 from prelunet.evaluator.serving.observability.metrics_http import MetricsServer
@@ -165,7 +165,12 @@ async def serve(options: ServeOptions, report: Callable[[str], None]) -> ServeRe
     silence_decoders()
     ProcessCollector(registry=metrics.registry)  # memory, CPU time and open files of this process
     server, metrics_server = Server(options.host, options.port, limits, metrics), MetricsServer(metrics.text)
-    _warn_if_exposed(options)
+    if not is_loopback(options.host):
+        log.warning(
+            "listening on %s without TLS or authentication: anyone who can reach this port can use the server, and "
+            "traffic can be read on the way. Put it behind a proxy that provides both",
+            options.host,
+        )
     try:
         if options.metrics_port is not None:
             await metrics_server.open(options.host, options.metrics_port)
@@ -178,9 +183,9 @@ async def serve(options: ServeOptions, report: Callable[[str], None]) -> ServeRe
         models = Models(loaded, options.limits.image, options.queue, metrics, events.post)
         await server.start(models)
         _log_start(server.address, metrics_server.address, models, memory)
-        report(_start_line(server.address, metrics_server.address, models, memory))
+        report(start_line(server.address, metrics_server.address, models, memory))
         ended = await wait_and_shut_down(server, models, events, lame_duck=options.lame_duck, grace=options.grace)
-        _log("stopped", {"unfinished": ended.unfinished, "lost": ended.lost is not None})
+        log.info("stopped", extra={"fields": {"unfinished": ended.unfinished, "lost": ended.lost is not None}})
         return ended
     finally:
         await server.stop(0)
@@ -198,21 +203,12 @@ async def _load(options: ServeOptions, events: ShutdownEvents) -> list[tuple[Mod
             break
         log.info("loading model %s, %d of %d", file.name, number, len(options.models))
         with suppress(Interrupted):  # logged below
-            loaded += await asyncio.to_thread(load_models, [file], options.placement, lambda: bool(events.pending))
+            session = await asyncio.to_thread(load_model, file, options.placement, lambda: bool(events.pending))
+            loaded.append((file, session))
     if events.pending:
         log.info("stopped while loading models")
         return None
     return loaded
-
-
-def _warn_if_exposed(options: ServeOptions) -> None:
-    """Warn if other machines can reach the server."""
-    if not is_loopback(options.host):
-        log.warning(
-            "listening on %s without TLS or authentication: anyone who can reach this port can use the server, and "
-            "traffic can be read on the way. Put it behind a proxy that provides both",
-            options.host,
-        )
 
 
 def _cap_connections(limits: ServerLimits) -> ServerLimits:
@@ -256,16 +252,11 @@ def _estimate_memory(sessions: list[Session], options: ServeOptions) -> int:
     return need.total
 
 
-def _log(message: str, fields: Mapping[str, object]) -> None:
-    """Write a log line with machine-readable fields."""
-    log.info(message, extra={"fields": fields})
-
-
 def _log_start(address: str, metrics: str, models: Models, memory: int) -> None:
     """Log the contents of the start line: one line for each model, one for the server."""
     for model in models.all():
         circumstances = model.session.circumstances
-        fields = {
+        fields: dict[str, object] = {
             "model": model.name,
             "sha256": model.session.model_sha256,
             "architecture": model.session.contract.name,
@@ -274,11 +265,12 @@ def _log_start(address: str, metrics: str, models: Models, memory: int) -> None:
             "precision": circumstances.precision,
             "versions": ", ".join(f"{name} {version}" for name, version in circumstances.versions.items()),
         }
-        _log("ready", fields)
-    _log("serving", {"address": address, "metrics": metrics, "memory": memory, "grpcio": grpc.__version__})
+        log.info("ready", extra={"fields": fields})
+    fields = {"address": address, "metrics": metrics, "memory": memory, "grpcio": grpc.__version__}
+    log.info("serving", extra={"fields": fields})
 
 
-def _start_line(address: str, metrics: str, models: Models, memory: int) -> str:
+def start_line(address: str, metrics: str, models: Models, memory: int) -> str:
     """Return the start line: address, models, provider, precision, versions and memory."""
     served = models.all()
     names = ", ".join(

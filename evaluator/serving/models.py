@@ -17,21 +17,11 @@ from prelunet.evaluator.serving.scheduling.warm_up import serving_rules, shape_b
 log = logging.getLogger(__name__)
 
 
-def _ignore(_: DeviceLost) -> None:
-    """Do nothing. A server stops instead."""
-
-
-def load_models(
-    files: Iterable[ModelFile], placement: Placement, stopped: Callable[[], bool] = lambda: False
-) -> list[tuple[ModelFile, Session]]:
-    """Load all models and run each once, on a GPU with every batch shape of its shape buckets.
+def load_model(file: ModelFile, placement: Placement, stopped: Callable[[], bool] = lambda: False) -> Session:
+    """Load a model and run it once, on a GPU with every batch shape of its shape buckets.
 
     stopped: called between batches; True cancels. Raises Interrupted then, and the errors of `open_with_placement`.
     """
-    return [(file, _loaded(file, placement, stopped)) for file in files]
-
-
-def _loaded(file: ModelFile, placement: Placement, stopped: Callable[[], bool]) -> Session:
     session = open_with_placement(file.path, placement)
     if (shape_buckets := shape_buckets_of(session)) is None:
         self_check(session, file.path.name)
@@ -62,7 +52,7 @@ class Models:
         limits: DecodeLimits,
         queue: QueueOptions = QueueOptions(),
         metrics: Metrics | None = None,
-        on_lost: Callable[[DeviceLost], None] = _ignore,
+        on_lost: Callable[[DeviceLost], object] = lambda _: None,
     ) -> None:
         self.metrics = metrics or Metrics()
         self._devices: dict[str, ServedDevice] = {}

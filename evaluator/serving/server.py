@@ -55,11 +55,15 @@ class Server:
         self._opened = False
         self._server = grpc.aio.server(
             handlers=[self._services],
-            interceptors=[CallInterceptor(self._calls, limits.message_timeout, limits.stream_idle_timeout)],
+            interceptors=[CallInterceptor(self._calls, limits)],
             options=channel_options(limits),
         )
         self._host = host
-        self._port = self._bind(port)
+        try:
+            self._port = self._server.add_insecure_port(host_port(host, port))
+        except RuntimeError as error:  # without the reason, which gRPC only logs
+            reason = explain_bind_error(host, port)
+            raise EnvironmentFault(f"cannot listen on {host_port(host, port)}: {reason}") from error
 
     @property
     def address(self) -> str:
@@ -75,14 +79,6 @@ class Server:
     def calls(self) -> int:
         """Return the number of calls in flight."""
         return self._calls.count
-
-    def _bind(self, port: int) -> int:
-        address = host_port(self._host, port)
-        try:
-            bound = self._server.add_insecure_port(address)
-        except RuntimeError as error:  # without the reason, which gRPC only logs
-            raise EnvironmentFault(f"cannot listen on {address}: {explain_bind_error(self._host, port)}") from error
-        return bound
 
     async def open(self) -> None:
         """Answer on the port during loading: health reports NOT_SERVING, calls to our services get UNAVAILABLE.
@@ -189,15 +185,13 @@ class _Services(grpc.GenericRpcHandler):
             if self._ready:
                 self.refused_count += 1
                 self._refusals.labels("", "stopping").inc()
-            return _refusal_handler(self.refusal_message, self.refusals_released)
+            text = self.refusal_message
+
+            async def refuse(_requests: AsyncIterator[Any], _context: Context) -> AsyncIterator[Any]:
+                await self.refusals_released.wait()
+                raise NotReady(text)
+                yield  # type: ignore[unreachable]  # makes this a stream handler, which can answer any kind of call
+
+            return grpc.stream_stream_rpc_method_handler(refuse)
         candidates = (handler.service(handler_call_details) for handler in self._handlers)
         return next((candidate for candidate in candidates if candidate is not None), None)
-
-
-def _refusal_handler(text: str, refusals_released: asyncio.Event) -> "grpc.RpcMethodHandler[Any, Any]":
-    async def refuse(_requests: AsyncIterator[Any], _context: Context) -> AsyncIterator[Any]:
-        await refusals_released.wait()
-        raise NotReady(text)
-        yield  # type: ignore[unreachable]  # makes this a stream handler, which can answer any kind of call
-
-    return grpc.stream_stream_rpc_method_handler(refuse)

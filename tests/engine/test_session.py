@@ -19,7 +19,7 @@ from prelunet.evaluator.engine.runtimes import onnx as onnx_runtime
 from prelunet.evaluator.engine.runtimes.base import error_summary, is_out_of_memory
 from prelunet.evaluator.engine.session import Device, Placement, Precision
 from prelunet.evaluator.errors import ContractError, EnvironmentFault, UsageError
-from prelunet.evaluator.serving.models import ModelFile, load_models
+from prelunet.evaluator.serving.models import ModelFile, load_model
 from tests.engine.runtimes.fake_runtime import (
     CPU,
     CUDA,
@@ -302,8 +302,8 @@ def test_threads_are_those_of_the_cpu_provider(use, model: Path, threads: int) -
 
 def test_a_served_model_has_the_threads_that_were_asked_for(use, model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     runtime = use(FakeRuntime())
-    ((file, opened),) = load_models([ModelFile("x", model)], Placement("cpu", threads=3))
-    assert (file.name, opened.circumstances.provider) == ("x", CPU)
+    opened = load_model(ModelFile("x", model), Placement("cpu", threads=3))
+    assert opened.circumstances.provider == CPU
     assert runtime.events == [f"load on {CPU}", "run"], "it should have run once before it counts as loaded"
     assert runtime.loads[0][0].intra_op_num_threads == 3
 

@@ -81,7 +81,8 @@ def running_servicer(
     @asynccontextmanager
     async def served() -> AsyncIterator[str]:
         server = grpc.aio.server(
-            interceptors=[CallInterceptor(calls, message_timeout)], options=[("grpc.so_reuseport", 0)]
+            interceptors=[CallInterceptor(calls, ServerLimits(message_timeout=message_timeout))],
+            options=[("grpc.so_reuseport", 0)],
         )
         pb_grpc.add_PreluNetServiceServicer_to_server(servicer, server)
         health_pb2_grpc.add_HealthServicer_to_server(health.aio.HealthServicer(), server)

@@ -1,4 +1,4 @@
-"""Evaluate a labelled dataset that a client streams, with the same results as `prelunet validate`."""
+"""Evaluate a labeled dataset that a client streams, with the same results as `prelunet validate`."""
 
 import asyncio
 import time
@@ -12,6 +12,7 @@ from prelunet.evaluator.datasets.dataset import Dataset, Sample
 from prelunet.evaluator.errors import DatasetError, ImageError, UsageError
 from prelunet.evaluator.protocols import EvaluationProtocol
 from prelunet.evaluator.reporting.report import Report, build_report
+from prelunet.evaluator.serving.api.bounded import bounded
 from prelunet.evaluator.serving.classifier import Classifier
 from prelunet.evaluator.serving.observability import call_context
 from prelunet.evaluator.serving.observability.call_context import Caller
@@ -73,7 +74,13 @@ async def evaluate(
     progress = _ProgressReporter(on_progress)
 
     async def classify(image: LabelledImage, admission: asyncio.Event) -> None:
-        prediction = await _predict(classifier, protocol, image, caller, admission)
+        to_prediction = partial(build_prediction, image.file, image.label)
+        try:
+            async with classifier.admission.admit_or_wait(len(image.data), len(protocol.views), caller.client):
+                admission.set()
+                prediction = await classifier.classify(image.data, protocol, to_prediction, caller=caller)
+        except ImageError as error:
+            prediction = Prediction(image.file, image.label, refused=str(error))
         answers.add(prediction, len(image.data))
         call_context.note_done()
         await progress.count(prediction)
@@ -81,7 +88,7 @@ async def evaluate(
 
     try:
         async with asyncio.TaskGroup() as group:
-            while await slots.acquire() and (image := await anext(images, None)) is not None:
+            async for image in bounded(images, slots):
                 answers.expect(image.file, max_images)
                 admission = asyncio.Event()
                 group.create_task(classify(image, admission))
@@ -157,18 +164,6 @@ class _ProgressReporter:
         error = 100 * self._wrong / evaluated if evaluated else None
         await self._on_progress(EvaluationProgress(self._images, self._refused, error, now - self._begun))
         self._reporting = False
-
-
-async def _predict(
-    classifier: Classifier, protocol: EvaluationProtocol, image: LabelledImage, caller: Caller, admission: asyncio.Event
-) -> Prediction:
-    to_prediction = partial(build_prediction, image.file, image.label)
-    try:
-        async with classifier.admission.admit_or_wait(len(image.data), len(protocol.views), caller.client):
-            admission.set()
-            return await classifier.classify(image.data, protocol, to_prediction, caller=caller)
-    except ImageError as error:
-        return Prediction(image.file, image.label, refused=str(error))
 
 
 class _DiscardedImages:

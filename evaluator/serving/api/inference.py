@@ -11,12 +11,12 @@ import grpc.aio
 from prometheus_client import Gauge, Histogram, Summary
 
 from prelunet.evaluator.arrays import Float32Array
-from prelunet.evaluator.engine.classify import Classification
 from prelunet.evaluator.errors import ImageError, ModelNotFound, UsageError
 from prelunet.evaluator.pb.inference import inference_pb2 as pb
 from prelunet.evaluator.pb.inference import inference_pb2_grpc as pb_grpc
 from prelunet.evaluator.rpc.status import client_message
 from prelunet.evaluator.serving.api import inference_messages as messages
+from prelunet.evaluator.serving.api.bounded import bounded
 from prelunet.evaluator.serving.api.inference_messages import VERSION
 from prelunet.evaluator.serving.api.prelunet import STREAM_SLOTS
 from prelunet.evaluator.serving.classifier import Classifier
@@ -52,18 +52,14 @@ UNIMPLEMENTED_METHODS: Mapping[str, str] = {
 def add_to_server(server: grpc.aio.Server, models: Models, ready: Callable[[], bool]) -> None:
     """Add the Open Inference Protocol to a server. ready: whether it accepts new work, as reported by health."""
     pb_grpc.add_GRPCInferenceServiceServicer_to_server(InferenceServicer(models, ready), server)
-    refusals: dict[str, grpc.RpcMethodHandler[bytes, bytes]] = {
-        name: grpc.unary_unary_rpc_method_handler(_unimplemented_handler(text))
-        for name, text in UNIMPLEMENTED_METHODS.items()
-    }
-    server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(SERVICE, refusals),))
 
-
-def _unimplemented_handler(text: str) -> Callable[[bytes, Context], Awaitable[bytes]]:
-    async def refuse(_request: bytes, context: Context) -> bytes:
+    async def refuse(text: str, _request: bytes, context: Context) -> bytes:
         await context.abort(grpc.StatusCode.UNIMPLEMENTED, text)
 
-    return refuse
+    refusals: dict[str, grpc.RpcMethodHandler[bytes, bytes]] = {
+        name: grpc.unary_unary_rpc_method_handler(partial(refuse, text)) for name, text in UNIMPLEMENTED_METHODS.items()
+    }
+    server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(SERVICE, refusals),))
 
 
 class InferenceServicer(pb_grpc.GRPCInferenceServiceServicer):
@@ -112,7 +108,8 @@ class InferenceServicer(pb_grpc.GRPCInferenceServiceServicer):
 
     async def ModelInfer(self, request: pb.ModelInferRequest, context: Context) -> pb.ModelInferResponse:  # noqa: N802
         """Classify the images of a request."""
-        call_context.record_message_id(request.id)
+        if (call := call_context.current()) is not None:
+            call.id = request.id
         caller = caller_of(context)
         classifier, parsed = await self._parse_request(request)
         del request  # free it while waiting; its images are in `parsed`
@@ -157,7 +154,9 @@ class InferenceServicer(pb_grpc.GRPCInferenceServiceServicer):
         """Return the requested model and the parsed request."""
         classifier = self._model(request.model_name, request.model_version)
         parse = partial(messages.parse_request, request, classifier.session.contract)
-        return classifier, await _run_inline_or_in_thread(parse, in_thread=_has_large_messages())
+        call = call_context.current()
+        in_thread = call is None or call.bytes > _LARGE_MESSAGE
+        return classifier, await _run_inline_or_in_thread(parse, in_thread=in_thread)
 
     async def _infer(
         self, classifier: Classifier, parsed: messages.ParsedRequest, caller: Caller
@@ -176,12 +175,6 @@ class InferenceServicer(pb_grpc.GRPCInferenceServiceServicer):
         )
 
 
-def _has_large_messages() -> bool:
-    """Return whether the current call has sent so many bytes that parsing may take a millisecond."""
-    call = call_context.current()
-    return call is None or call.bytes > _LARGE_MESSAGE
-
-
 async def _run_inline_or_in_thread(function: Callable[[], Result], *, in_thread: bool) -> Result:
     """Call a function, in a thread only if it takes long: handing over to a thread costs 0.1 ms."""
     return await asyncio.to_thread(function) if in_thread else function()
@@ -192,7 +185,9 @@ async def _scores_of(classifier: Classifier, parsed: messages.ParsedRequest, cal
 
     async def classify(index: int) -> Float32Array:
         try:
-            return await classifier.classify(parsed.images[index], parsed.protocol, _class_scores, caller=caller)
+            return await classifier.classify(
+                parsed.images[index], parsed.protocol, lambda classified: classified.scores, caller=caller
+            )
         except ImageError as error:
             raise ImageError(f"{messages.INPUT}[{index}]: {error}") from error
         except UsageError as error:
@@ -204,10 +199,6 @@ async def _scores_of(classifier: Classifier, parsed: messages.ParsedRequest, cal
     except ExceptionGroup as failures:
         raise failures.exceptions[0] from None
     return [task.result() for task in tasks]
-
-
-def _class_scores(classified: Classification) -> Float32Array:
-    return classified.scores
 
 
 # Triton's model statistics, derived from the server's Prometheus metrics.
@@ -267,11 +258,9 @@ async def answer_in_order(
 
     async def read() -> None:
         try:
-            await slots.acquire()
-            async for request in requests:
+            async for request in bounded(requests, slots):
                 answers.put_nowait(asyncio.ensure_future(answer(request)))
                 del request  # free it while waiting for the next
-                await slots.acquire()
         finally:
             answers.put_nowait(None)
 

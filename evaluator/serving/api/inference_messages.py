@@ -254,7 +254,11 @@ def infer_response(
             output.contents.fp32_contents.extend(elements.ravel().tolist())
     else:
         output = response.outputs.add(name=OUTPUT, datatype="BYTES", shape=(len(scores), parsed.top))
-        texts = [text for one in scores for text in _class_texts(one, parsed.top, contract)]
+        texts = [  # in Triton's format: `score:class index:name`
+            f"{score:f}:{index}:{contract.classes[index].name}".encode()
+            for of_image in scores
+            for index, score in top_k(of_image, parsed.top)
+        ]
         if parsed.raw:
             response.raw_output_contents.append(
                 b"".join(len(text).to_bytes(_LENGTH_PREFIX, "little") + text for text in texts)
@@ -262,11 +266,6 @@ def infer_response(
         else:
             output.contents.bytes_contents.extend(texts)
     return response
-
-
-def _class_texts(scores: Float32Array, top: int, contract: ModelContract) -> list[bytes]:
-    """Return the best classes in Triton's format: `score:class index:name`."""
-    return [f"{score:f}:{index}:{contract.classes[index].name}".encode() for index, score in top_k(scores, top)]
 
 
 def streamed(response: pb.ModelInferResponse) -> pb.ModelStreamInferResponse:

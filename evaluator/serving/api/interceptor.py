@@ -27,7 +27,6 @@ from prelunet.evaluator.serving.observability.metrics import Metrics
 from prelunet.evaluator.serving.options import ServerLimits
 
 Handler: TypeAlias = "grpc.RpcMethodHandler[Any, Any]"
-MaybeHandler: TypeAlias = "grpc.RpcMethodHandler[Any, Any] | None"
 
 OUR_METHODS = ("/prelunet.v1.", "/inference.")  # prefixes of the methods that we implement
 # Liveness and readiness probes. They are exempt from the limit: a prober without an answer might kill a busy server.
@@ -53,8 +52,8 @@ class CallsInFlight:
         self._limit = limit
         self._metrics = metrics or Metrics()
 
-    def begin(self, call: Call, *, exempt: bool = False) -> bool:
-        """Return whether a call may proceed. It is then in flight until gRPC ends it, after its answer has been sent.
+    def begin(self, call: Call, *, exempt: bool = False) -> Overloaded | None:
+        """Count a call as in flight, until gRPC ends it after sending its answer; above the limit, return its error.
 
         exempt: always admit the call, and do not count it. `begin` must be called in the task in which gRPC runs the
         call, before its first message is read.
@@ -63,15 +62,17 @@ class CallsInFlight:
         limit, because gRPC itself starts at most `ServerLimits.max_streams` of its calls, by default an eighth of it.
         """
         counted = not exempt and self.count < self._limit
+        task = asyncio.current_task()
+        assert task is not None, "gRPC runs each call in a task"
+        task.add_done_callback(lambda _: self._end(call, counted=counted))
         if counted:
             self.count += 1
             self._metrics.calls_now.inc()
         elif not exempt:
             self._metrics.refusals.labels("", "calls").inc()
-        task = asyncio.current_task()
-        assert task is not None, "gRPC runs each call in a task"
-        task.add_done_callback(lambda _: self._end(call, counted=counted))
-        return counted or exempt
+            text = f"the server already has {self._limit} calls in flight. Try again later"
+            return Overloaded(text, _RETRY_AFTER)
+        return None
 
     def _end(self, call: Call, *, counted: bool) -> None:
         call.status = call.status or "CANCELLED"  # the client left, or its message was too large for gRPC
@@ -84,10 +85,6 @@ class CallsInFlight:
         if counted:
             self._metrics.calls_now.dec()
             self.count -= 1  # last: a server that stops waits for this; earlier, the log line would be lost
-
-    def overloaded_error(self) -> Overloaded:
-        """Return the error for a call above the limit."""
-        return Overloaded(f"the server already has {self._limit} calls in flight. Try again later", _RETRY_AFTER)
 
 
 def _is_known(method: str) -> bool:
@@ -102,43 +99,32 @@ def _is_known(method: str) -> bool:
 class CallInterceptor(grpc.aio.ServerInterceptor):
     """Wraps every method. Calls of health and reflection are not counted or limited."""
 
-    def __init__(
-        self,
-        calls: CallsInFlight,
-        message_timeout: float = ServerLimits.message_timeout,
-        stream_idle_timeout: float = ServerLimits.stream_idle_timeout,
-    ) -> None:
-        """message_timeout, stream_idle_timeout: seconds, see `ServerLimits`."""
+    def __init__(self, calls: CallsInFlight, limits: ServerLimits = ServerLimits()) -> None:
         self._calls = calls
-        self._times = message_timeout, stream_idle_timeout
+        self._limits = limits
 
     async def intercept_service(
         self,
-        continuation: Callable[[grpc.HandlerCallDetails], Awaitable[MaybeHandler]],
+        continuation: Callable[[grpc.HandlerCallDetails], Awaitable["Handler | None"]],
         handler_call_details: grpc.HandlerCallDetails,
-    ) -> MaybeHandler:
+    ) -> "Handler | None":
         """Wrap the called method."""
         handler = await continuation(handler_call_details)
         path = handler_call_details.method
         call = Call(path.removeprefix("/"), request_id_from(handler_call_details.invocation_metadata or ()))
         set_current(call)
         counted = handler is None or path.startswith(OUR_METHODS)
-        if counted and not self._calls.begin(call, exempt=path in PROBES):
-            return _refusal_handler(call, self._calls.overloaded_error())
+        if counted and (overloaded := self._calls.begin(call, exempt=path in PROBES)) is not None:
+
+            async def refuse(_requests: AsyncIterator[bytes], context: Context) -> None:
+                async with _errors_to_status(call, context):
+                    raise overloaded
+
+            return grpc.stream_stream_rpc_method_handler(refuse)  # can answer any kind of call, before its message
         if handler is None:
             call.status = "UNIMPLEMENTED"  # which gRPC answers
             return None
-        return _WrappedMethod(handler, call, *self._times).handler()
-
-
-def _refusal_handler(call: Call, error: Exception) -> Handler:
-    """Return a handler that refuses a call before reading a message; a stream handler can answer any kind of call."""
-
-    async def refuse(_requests: AsyncIterator[bytes], context: Context) -> None:
-        async with _errors_to_status(call, context):
-            raise error
-
-    return grpc.stream_stream_rpc_method_handler(refuse)
+        return WrappedMethod(handler, call, self._limits).handler()
 
 
 # (request is a stream, response is a stream): attribute with the method, and constructor of the handler for gRPC.
@@ -151,18 +137,11 @@ _HANDLER_KINDS = {
 }
 
 
-class _WrappedMethod:
+class WrappedMethod:
     """The method of one call: decodes messages, so that a malformed one gets our status, and converts its errors."""
 
-    def __init__(
-        self,
-        handler: Any,
-        call: Call,
-        message_timeout: float,
-        stream_idle_timeout: float = ServerLimits.stream_idle_timeout,
-    ) -> None:
-        self._message_timeout = message_timeout
-        self._stream_idle_timeout = stream_idle_timeout
+    def __init__(self, handler: Any, call: Call, limits: ServerLimits = ServerLimits()) -> None:
+        self._limits = limits
         kind, self._make = _HANDLER_KINDS[handler.request_streaming, handler.response_streaming]
         self._method = getattr(handler, kind)
         self._handler = handler
@@ -201,16 +180,16 @@ class _WrappedMethod:
         Only one message of a unary call is read; gRPC holds back further ones and drops them when the call ends.
         """
         if self._handler.request_streaming:
-            messages = _Messages(received, self._decode_message, self._message_timeout, self._stream_idle_timeout)
+            messages = _Messages(received, self._decode_message, self._limits)
             self._call.message_done = messages.done
             return messages
         try:
-            async with asyncio.timeout(self._message_timeout):
+            async with asyncio.timeout(self._limits.message_timeout):
                 data = await context.read()  # not `received`, a generator: abandoning it costs time
         except TimeoutError:
             raise DeadlinePassed(
-                f"the message of this call did not arrive within {self._message_timeout:g} s; send all of it when the "
-                "call starts"
+                f"the message of this call did not arrive within {self._limits.message_timeout:g} s; send all of it "
+                "when the call starts"
             ) from None
         if not isinstance(data, bytes):  # end of the stream
             await asyncio.sleep(_CANCEL_DELAY)  # at first, a client that has left looks the same
@@ -246,18 +225,10 @@ class _Messages:
     server does not read, and while the client may be waiting for an answer.
     """
 
-    def __init__(
-        self,
-        received: AsyncIterator[bytes],
-        decode: Callable[[bytes], Any],
-        message_timeout: float,
-        idle_timeout: float,
-    ) -> None:
-        """message_timeout: seconds for the first message; idle_timeout: for later ones, while none is in progress."""
+    def __init__(self, received: AsyncIterator[bytes], decode: Callable[[bytes], Any], limits: ServerLimits) -> None:
         self._received = received
         self._decode = decode
-        self._message_timeout = message_timeout
-        self._idle_timeout = idle_timeout
+        self._limits = limits
         self._begun = False
         self._in_progress = 0
         self._timeout: asyncio.Timeout | None = None  # of the current wait for a message
@@ -266,7 +237,7 @@ class _Messages:
         return self
 
     async def __anext__(self) -> Any:
-        seconds = self._idle_timeout if self._begun else self._message_timeout
+        seconds = self._limits.stream_idle_timeout if self._begun else self._limits.message_timeout
         try:
             async with asyncio.timeout(None if self._in_progress else seconds) as self._timeout:
                 data = await anext(self._received)
@@ -287,7 +258,7 @@ class _Messages:
         """Record that a message is no longer in progress."""
         self._in_progress -= 1
         if self._timeout is not None and not self._in_progress:
-            self._timeout.reschedule(asyncio.get_running_loop().time() + self._idle_timeout)
+            self._timeout.reschedule(asyncio.get_running_loop().time() + self._limits.stream_idle_timeout)
 
 
 @asynccontextmanager
@@ -301,11 +272,12 @@ async def _errors_to_status(call: Call, context: Context) -> AsyncIterator[None]
         call.status = context.code().name
         raise
     except asyncio.CancelledError:
-        call.status = _disconnect_status(call, context)
+        call.status = disconnect_status(call, context)
         raise
     except Exception as error:
-        if _is_disconnect(error):
-            call.status = _disconnect_status(call, context)
+        # Most errors of gRPC only mean that the client is gone; its UsageError is a bug of ours.
+        if isinstance(error, grpc.aio.BaseError) and not isinstance(error, grpc.aio.UsageError):
+            call.status = disconnect_status(call, context)
             raise asyncio.CancelledError from None
         status = status_of(error, log_incident(error))
         call.status, call.reason, call.error = status.code.name, reason_for(error), status.details
@@ -315,12 +287,7 @@ async def _errors_to_status(call: Call, context: Context) -> AsyncIterator[None]
             raise asyncio.CancelledError from None
 
 
-def _is_disconnect(error: Exception) -> bool:
-    """Return whether an error only means that the client is gone; gRPC's UsageError is a bug of ours."""
-    return isinstance(error, grpc.aio.BaseError) and not isinstance(error, grpc.aio.UsageError)
-
-
-def _disconnect_status(call: Call, context: Context) -> str:
+def disconnect_status(call: Call, context: Context) -> str:
     """Return the status of a call whose client no longer waits: cancelled or past its deadline."""
     remaining = context.time_remaining()
     tolerance = _CLOCK_SKEW + _TIMEOUT_ROUNDING * (time.monotonic() - call.begun)

@@ -3,17 +3,16 @@
 import asyncio
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
 from contextlib import AsyncExitStack, aclosing
-from dataclasses import dataclass
 from typing import TypeAlias
 
+from prelunet.evaluator.answer import resolve_top_k
 from prelunet.evaluator.errors import UsageError
 from prelunet.evaluator.pb.prelunet.v1 import prelunet_pb2 as pb
 from prelunet.evaluator.pb.prelunet.v1 import prelunet_pb2_grpc as pb_grpc
-from prelunet.evaluator.protocols import EvaluationProtocol
 from prelunet.evaluator.serving.api import prelunet_messages
+from prelunet.evaluator.serving.api.bounded import bounded
 from prelunet.evaluator.serving.api.evaluation import EvaluationProgress, LabelledImage, evaluate
 from prelunet.evaluator.serving.api.prelunet_messages import call_error
-from prelunet.evaluator.serving.classifier import Classifier
 from prelunet.evaluator.serving.models import Models
 from prelunet.evaluator.serving.observability import call_context
 from prelunet.evaluator.serving.observability.call_context import Caller, Context, caller_of
@@ -23,33 +22,6 @@ from prelunet.evaluator.serving.options import ServerLimits
 SERVICE = pb.DESCRIPTOR.services_by_name["PreluNetService"].full_name
 
 _MAX_INLINE_PREDICTIONS = 100  # converted to a message on the event loop's thread, in 0.2 ms; more in another thread
-
-
-@dataclass(frozen=True)
-class _ParsedRequest:
-    """A validated request. image: encoded; each access to a message's field makes a copy."""
-
-    classifier: Classifier
-    image: bytes
-    protocol: EvaluationProtocol
-    top_k: int
-    heatmap: bool
-
-    async def answer(self, caller: Caller, on_admitted: Callable[[], None] | None) -> pb.ClassifyResponse:
-        """Classify the image. on_admitted: see `PreluNetServicer._classify`."""
-        size, views = len(self.image), len(self.protocol.views)
-        async with AsyncExitStack() as stack:
-            if on_admitted is None:
-                stack.enter_context(self.classifier.admission.admit_or_refuse(size, views, caller.client))
-            else:
-                await stack.enter_async_context(self.classifier.admission.admit_or_wait(size, views, caller.client))
-                on_admitted()
-            answer = await self.classifier.answer(
-                self.image, self.protocol, self.top_k, heatmap=self.heatmap, caller=caller
-            )
-        if self.top_k > _MAX_INLINE_PREDICTIONS:
-            return await asyncio.to_thread(prelunet_messages.classify_response, answer)
-        return prelunet_messages.classify_response(answer)
 
 
 class PreluNetServicer(pb_grpc.PreluNetServiceServicer):
@@ -76,10 +48,24 @@ class PreluNetServicer(pb_grpc.PreluNetServiceServicer):
         classifier = self._models.get(request.model)
         contract = classifier.session.contract
         protocol = prelunet_messages.requested_protocol(request, contract)
-        top_k = prelunet_messages.requested_top_k(request, contract)
+        top_k = resolve_top_k(request.top_k if request.HasField("top_k") else None, len(contract.classes))
+        image, heatmap = request.image, request.heatmap  # `answer` must not hold the message
         call_context.record_views(classifier.name, len(protocol.views))
-        parsed = _ParsedRequest(classifier, request.image, protocol, top_k, request.heatmap)
-        return parsed.answer(caller, on_admitted)
+
+        async def answer() -> pb.ClassifyResponse:
+            size, views = len(image), len(protocol.views)
+            async with AsyncExitStack() as stack:
+                if on_admitted is None:
+                    stack.enter_context(classifier.admission.admit_or_refuse(size, views, caller.client))
+                else:
+                    await stack.enter_async_context(classifier.admission.admit_or_wait(size, views, caller.client))
+                    on_admitted()
+                answer = await classifier.answer(image, protocol, top_k, heatmap=heatmap, caller=caller)
+            if top_k > _MAX_INLINE_PREDICTIONS:
+                return await asyncio.to_thread(prelunet_messages.classify_response, answer)
+            return prelunet_messages.classify_response(answer)
+
+        return answer()
 
     async def ClassifyStream(  # noqa: N802
         self, request_iterator: AsyncIterator[pb.ClassifyStreamRequest], context: Context
@@ -107,7 +93,7 @@ class PreluNetServicer(pb_grpc.PreluNetServiceServicer):
                 yield prelunet_messages.image_of(request, contract)
 
         async def send_progress(progress: EvaluationProgress) -> None:
-            await context.write(pb.EvaluateResponse(progress=prelunet_messages.progress_message(progress)))
+            await context.write(pb.EvaluateResponse(progress=pb.EvaluateProgress(**vars(progress))))
 
         async with aclosing(images()) as labelled:
             report = await evaluate(
@@ -125,7 +111,9 @@ class PreluNetServicer(pb_grpc.PreluNetServiceServicer):
 
     async def ListModels(self, request: pb.ListModelsRequest, context: Context) -> pb.ListModelsResponse:  # noqa: ARG002, N802
         """List the served models."""
-        return pb.ListModelsResponse(models=map(prelunet_messages.model_identity, self._models.all()))
+        return pb.ListModelsResponse(
+            models=[pb.ModelIdentity(name=each.name, sha256=each.session.model_sha256) for each in self._models.all()]
+        )
 
     async def GetModel(self, request: pb.GetModelRequest, context: Context) -> pb.GetModelResponse:  # noqa: ARG002, N802
         """Describe one model."""
@@ -163,15 +151,45 @@ async def classify_stream(classify: ClassifyOne, requests: AsyncIterator[pb.Clas
     the client does not read; never called concurrently. An error of `requests` or `send` ends the stream. Unanswered
     requests are cancelled when the stream ends with an error or is cancelled.
     """
-    stream = _Stream(classify, send)
+    slots = asyncio.Semaphore(STREAM_SLOTS)
+    sending = asyncio.Lock()
+    unanswered: set[str] = set()
+
+    async def answer(
+        request: pb.ClassifyStreamRequest, refusal: UsageError | None, admission: asyncio.Event, taken: int
+    ) -> None:
+        """Answer one request and free its slots. admission: set once the next request may be read."""
+        if refusal is not None:
+            response = pb.ClassifyStreamResponse(error=call_error(refusal, ""))
+        else:
+            id_ = request.id
+            try:
+                classified = classify(request.request, admission.set)
+                del request  # it holds a second copy of the image
+                response = pb.ClassifyStreamResponse(id=id_, response=await classified)
+                call_context.record_answer(failed=False)
+            except Exception as error:
+                call_context.record_answer(failed=True)
+                response = pb.ClassifyStreamResponse(id=id_, error=call_error(error, log_incident(error)))
+        admission.set()
+        async with sending:
+            unanswered.discard(response.id)  # not later: the client may reuse the id once it has the answer
+            await send(response)
+        call_context.note_done()
+        for _ in range(taken):
+            slots.release()
+
     try:
         async with asyncio.TaskGroup() as group:
-            while await stream.free_slots.acquire() and (request := await anext(requests, None)) is not None:
-                slots = slots_for(request.request)
-                for _ in range(1, slots):
-                    await stream.free_slots.acquire()
+            async for request in bounded(requests, slots):
+                taken = slots_for(request.request)
+                for _ in range(1, taken):
+                    await slots.acquire()
+                refusal = _id_error(request.id, unanswered)
+                if refusal is None:
+                    unanswered.add(request.id)
                 admission = asyncio.Event()
-                group.create_task(stream.answer(request, stream.register(request.id), admission, slots))
+                group.create_task(answer(request, refusal, admission, taken))
                 del request  # free it while waiting for the next
                 await admission.wait()
     except ExceptionGroup as failures:  # the first failure has cancelled the rest
@@ -184,49 +202,14 @@ def slots_for(request: pb.ClassifyRequest) -> int:
     return min(STREAM_SLOTS, max(1, classes, _HEATMAP_SLOTS if request.heatmap else 1))
 
 
-class _Stream:
-    """The unanswered requests of one stream. free_slots: each allows one more request, or a part of a large one."""
-
-    def __init__(self, classify: ClassifyOne, send: Send) -> None:
-        self.free_slots = asyncio.Semaphore(STREAM_SLOTS)
-        self._classify = classify
-        self._send = send
-        self._sending = asyncio.Lock()
-        self._unanswered: set[str] = set()
-
-    def register(self, id_: str) -> UsageError | None:
-        """Register the id of a request that has been read; return the error if it is invalid or already in use."""
-        if not 1 <= len(id_) <= MAX_ID_LENGTH:
-            return UsageError(
-                f"a request's `id` should have 1 to {MAX_ID_LENGTH} characters, not {len(id_)}: '{id_[:MAX_ID_LENGTH]}'"
-            )
-        if id_ in self._unanswered:
-            return UsageError(
-                f"id '{id_}' is already in use by a request that has no answer yet; give each its own id until then"
-            )
-        self._unanswered.add(id_)
-        return None
-
-    async def answer(
-        self, request: pb.ClassifyStreamRequest, refusal: UsageError | None, admission: asyncio.Event, slots: int
-    ) -> None:
-        """Answer one request and free its slots. admission: set once the next request may be read."""
-        if refusal is not None:
-            response = pb.ClassifyStreamResponse(error=call_error(refusal, ""))
-        else:
-            id_ = request.id
-            try:
-                answer = self._classify(request.request, admission.set)
-                del request  # it holds a second copy of the image
-                response = pb.ClassifyStreamResponse(id=id_, response=await answer)
-                call_context.record_answer(failed=False)
-            except Exception as error:
-                call_context.record_answer(failed=True)
-                response = pb.ClassifyStreamResponse(id=id_, error=call_error(error, log_incident(error)))
-        admission.set()
-        async with self._sending:
-            self._unanswered.discard(response.id)  # not later: the client may reuse the id once it has the answer
-            await self._send(response)
-        call_context.note_done()
-        for _ in range(slots):
-            self.free_slots.release()
+def _id_error(id_: str, unanswered: set[str]) -> UsageError | None:
+    """Return the error of a request's id if it is invalid or already in use."""
+    if not 1 <= len(id_) <= MAX_ID_LENGTH:
+        return UsageError(
+            f"a request's `id` should have 1 to {MAX_ID_LENGTH} characters, not {len(id_)}: '{id_[:MAX_ID_LENGTH]}'"
+        )
+    if id_ in unanswered:
+        return UsageError(
+            f"id '{id_}' is already in use by a request that has no answer yet; give each its own id until then"
+        )
+    return None

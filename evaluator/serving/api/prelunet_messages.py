@@ -1,21 +1,19 @@
 """Parse and build messages of proto/prelunet/v1. Nothing is computed here."""
 
-from collections.abc import Mapping, Sequence
-from itertools import accumulate, islice
+from itertools import accumulate
 from pathlib import PurePosixPath
 
 from google.protobuf.json_format import ParseDict
 
-from prelunet.evaluator.answer import Answer, resolve_top_k
+from prelunet.evaluator.answer import Answer
 from prelunet.evaluator.contract import MAX_SCALES, ModelContract
-from prelunet.evaluator.engine.session import Circumstances
 from prelunet.evaluator.errors import DatasetError, Overloaded, UsageError
 from prelunet.evaluator.pb.prelunet.v1 import prelunet_pb2 as pb
 from prelunet.evaluator.protocols import EvaluationProtocol, ProtocolOverrides, build_protocol, default_protocol_name
 from prelunet.evaluator.reporting.report import Report
 from prelunet.evaluator.rpc.convert import convert_nested_lists
 from prelunet.evaluator.rpc.status import client_message, code_of, reason_for
-from prelunet.evaluator.serving.api.evaluation import EvaluationProgress, LabelledImage
+from prelunet.evaluator.serving.api.evaluation import LabelledImage
 from prelunet.evaluator.serving.classifier import Classifier
 
 MAX_FILE_NAME = 1024  # characters
@@ -33,11 +31,6 @@ def requested_protocol(request: pb.ClassifyRequest | pb.EvaluateStart, contract:
         apply_exif=request.apply_exif,
     )
     return build_protocol(request.protocol or default_protocol_name(contract), contract, overrides)
-
-
-def requested_top_k(request: pb.ClassifyRequest, contract: ModelContract) -> int:
-    """Return the requested number of predictions; UsageError unless it is 1 to the number of classes."""
-    return resolve_top_k(request.top_k if request.HasField("top_k") else None, len(contract.classes))
 
 
 def classify_response(answer: Answer) -> pb.ClassifyResponse:
@@ -67,16 +60,6 @@ def call_error(error: BaseException, incident: str) -> pb.CallError:
     )
 
 
-def progress_message(progress: EvaluationProgress) -> pb.EvaluateProgress:
-    """Convert the progress of an evaluation to its message."""
-    return pb.EvaluateProgress(**vars(progress))
-
-
-def model_identity(classifier: Classifier) -> pb.ModelIdentity:
-    """Return the name and hash of a served model."""
-    return pb.ModelIdentity(name=classifier.name, sha256=classifier.session.model_sha256)
-
-
 def model_message(classifier: Classifier) -> pb.Model:
     """Describe a served model and the device that runs it."""
     contract = classifier.session.contract
@@ -90,14 +73,9 @@ def model_message(classifier: Classifier) -> pb.Model:
         default_scales=contract.default_scales,
         max_side=contract.max_side,
         canvas=contract.canvas,
-        circumstances=circumstances_message(classifier.session.circumstances),
+        circumstances=ParseDict(classifier.session.circumstances.to_json(), pb.Circumstances()),
         checkpoint_sha256=contract.checkpoint_sha256,
     )
-
-
-def circumstances_message(circumstances: Circumstances) -> pb.Circumstances:
-    """Convert the circumstances of a session to their message."""
-    return ParseDict(circumstances.to_json(), pb.Circumstances())
 
 
 def start_of(request: pb.EvaluateRequest | None) -> pb.EvaluateStart:
@@ -148,14 +126,9 @@ def _label_of(image: pb.LabelledImage, contract: ModelContract) -> int:
 def report_message(report: Report) -> pb.Report:
     """Convert report.json to its message; null becomes an unset field.
 
-    Only the first refused images are listed, at most `MAX_LISTED_REFUSALS`; `refused` counts them all.
+    Only the first refused images are listed, up to the limits above; `refused` counts them all.
     """
-    listed = {**report, "refusals": _first_refusals(report["refusals"])}
+    refusals = report["refusals"][:MAX_LISTED_REFUSALS]
+    sizes = accumulate(len(each["file"].encode()) + len(each["reason"].encode()) for each in refusals)
+    listed = {**report, "refusals": refusals[: sum(size <= _MAX_REFUSALS_BYTES for size in sizes)]}
     return ParseDict(convert_nested_lists(listed, lambda numbers: {"values": numbers}), pb.Report())
-
-
-def _first_refusals(refusals: Sequence[Mapping[str, str]]) -> Sequence[Mapping[str, str]]:
-    """Return the first refusals, up to the limits of a report message."""
-    first = refusals[:MAX_LISTED_REFUSALS]
-    sizes = accumulate(len(text.encode()) for each in first for text in (each["file"], each["reason"]))
-    return first[: sum(size <= _MAX_REFUSALS_BYTES for size in islice(sizes, 1, None, 2))]

@@ -79,13 +79,6 @@ def note_done() -> None:
         call.message_done()
 
 
-def record_message_id(id_: str) -> None:
-    """Record the id in a message."""
-    call = current()
-    if call is not None:
-        call.id = id_
-
-
 def request_id_from(metadata: Iterable[tuple[str, str | bytes]]) -> str:
     """Return the request id in the caller's metadata, or a new one if there is none or it is invalid."""
     requested = next((value for key, value in metadata if key == REQUEST_ID), "")

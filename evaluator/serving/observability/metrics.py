@@ -4,6 +4,8 @@ Each server has one registry. Events of a request are recorded in the `ModelMetr
 know what a request is.
 """
 
+from functools import partial
+
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, Summary, generate_latest
 
 from prelunet.evaluator.engine.session import Session
@@ -17,72 +19,64 @@ class Metrics:
 
     def __init__(self) -> None:
         self.registry = registry = CollectorRegistry()
-        by_model = ("model",)
-        self.calls = Counter(
-            "prelunet_calls", "Calls that ended, by method and status.", ("method", "status"), registry=registry
-        )
-        self.call_seconds = Histogram(
-            "prelunet_call_seconds", "Time from a call's arrival to its end.", ("method",), buckets=_SECONDS,
-            registry=registry,
-        )  # fmt: skip
-        self.calls_now = Gauge("prelunet_calls_now", "Calls in flight.", registry=registry)
-        self.request_seconds = Histogram(
-            "prelunet_request_seconds", "Time from an image's arrival to its answer.", by_model, buckets=_SECONDS,
-            registry=registry,
-        )  # fmt: skip
+        counter, gauge = partial(Counter, registry=registry), partial(Gauge, registry=registry)
+        seconds = partial(Histogram, buckets=_SECONDS, registry=registry)
+        model, by_reason = ("model",), ("model", "reason")
+        self.calls = counter("prelunet_calls", "Calls that ended, by method and status.", ("method", "status"))
+        self.call_seconds = seconds("prelunet_call_seconds", "Time from a call's arrival to its end.", ("method",))
+        self.calls_now = gauge("prelunet_calls_now", "Calls in flight.")
+        self.request_seconds = seconds("prelunet_request_seconds", "Time from an image's arrival to its answer.", model)
         self.failed_seconds = Summary(
-            "prelunet_failed_seconds", "Time from an image's arrival to its error or cancellation.", by_model,
+            "prelunet_failed_seconds",
+            "Time from an image's arrival to its error or cancellation.",
+            model,
             registry=registry,
-        )  # fmt: skip
-        self.last_answer = Gauge(
-            "prelunet_last_answer_timestamp_seconds", "Unix time of the last answered image; 0 before the first.",
-            by_model, registry=registry,
-        )  # fmt: skip
-        self.stage_seconds = Histogram(
-            "prelunet_stage_seconds", "Time of an image in a stage: queue, decode, compute, average.",
-            ("model", "stage"), buckets=_SECONDS, registry=registry,
-        )  # fmt: skip
-        self.waiting_images = Gauge("prelunet_waiting_images", "Unanswered images.", by_model, registry=registry)
-        self.waiting_views = Gauge("prelunet_waiting_views", "Views of unanswered images.", by_model, registry=registry)
-        self.waiting_bytes = Gauge(
-            "prelunet_waiting_bytes", "Encoded bytes of unanswered images.", by_model, registry=registry
         )
-        self.refusals = Counter(
-            "prelunet_refusals", "Refused requests, by reason: views, bytes, calls, stopping.", ("model", "reason"),
-            registry=registry,
-        )  # fmt: skip
+        self.last_answer = gauge(
+            "prelunet_last_answer_timestamp_seconds", "Unix time of the last answered image; 0 before the first.", model
+        )
+        self.stage_seconds = seconds(
+            "prelunet_stage_seconds",
+            "Time of an image in a stage: queue, decode, compute, average.",
+            ("model", "stage"),
+        )
+        self.waiting_images = gauge("prelunet_waiting_images", "Unanswered images.", model)
+        self.waiting_views = gauge("prelunet_waiting_views", "Views of unanswered images.", model)
+        self.waiting_bytes = gauge("prelunet_waiting_bytes", "Encoded bytes of unanswered images.", model)
+        self.refusals = counter(
+            "prelunet_refusals", "Refused requests, by reason: views, bytes, calls, stopping.", by_reason
+        )
         for reason in ("calls", "stopping"):
             self.refusals.labels("", reason)  # see ModelMetrics
-        self.dropped_views = Counter(
-            "prelunet_dropped_views", "Views that were never computed, by reason: expired, cancelled, failed.",
-            ("model", "reason"), registry=registry,
-        )  # fmt: skip
-        self.late_views = Counter(
-            "prelunet_late_views", "Views computed although their caller had left before the batch began; always 0 "
-            "unless there is a bug.", by_model, registry=registry,
-        )  # fmt: skip
+        self.dropped_views = counter(
+            "prelunet_dropped_views",
+            "Views that were never computed, by reason: expired, cancelled, failed.",
+            by_reason,
+        )
+        self.late_views = counter(
+            "prelunet_late_views",
+            "Views computed although their caller had left before the batch began; always 0 unless there is a bug.",
+            model,
+        )
         self.batch_views = Histogram(
-            "prelunet_batch_views", "Views in a batch.", by_model, buckets=_VIEWS, registry=registry
+            "prelunet_batch_views", "Views in a batch.", model, buckets=_VIEWS, registry=registry
         )
-        self.batch_seconds = Histogram(
-            "prelunet_batch_seconds", "Time of a batch on the device.", by_model, buckets=_SECONDS, registry=registry
+        self.batch_seconds = seconds("prelunet_batch_seconds", "Time of a batch on the device.", model)
+        self.view_pixels = counter("prelunet_view_pixels", "Pixels of views in batches.", model)
+        self.canvas_pixels = counter(
+            "prelunet_canvas_pixels", "Pixels of the canvases of batches, with padding.", model
         )
-        self.view_pixels = Counter("prelunet_view_pixels", "Pixels of views in batches.", by_model, registry=registry)
-        self.canvas_pixels = Counter(
-            "prelunet_canvas_pixels", "Pixels of the canvases of batches, with padding.", by_model, registry=registry
+        self.canvas_changes = counter(
+            "prelunet_canvas_changes", "Batches whose shape differs from the one before: new plans on a GPU.", model
         )
-        self.canvas_changes = Counter(
-            "prelunet_canvas_changes", "Batches whose shape differs from the one before: new plans on a GPU.", by_model,
-            registry=registry,
-        )  # fmt: skip
-        self.batch_failures = Counter(
-            "prelunet_batch_failures", "Failed batches, of a single view or split and retried.",
-            ("model", "reason"), registry=registry,
-        )  # fmt: skip
-        self.model_info = Gauge(
-            "prelunet_model_info", "1 for each served model.",
-            ("model", "sha256", "architecture", "provider", "precision"), registry=registry,
-        )  # fmt: skip
+        self.batch_failures = counter(
+            "prelunet_batch_failures", "Failed batches, of a single view or split and retried.", by_reason
+        )
+        self.model_info = gauge(
+            "prelunet_model_info",
+            "1 for each served model.",
+            ("model", "sha256", "architecture", "provider", "precision"),
+        )
 
     def of_model(self, name: str, session: Session) -> "ModelMetrics":
         """Return the metrics of one model; its series exist from the first scrape, at 0."""

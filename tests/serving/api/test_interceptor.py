@@ -24,7 +24,7 @@ from prelunet.evaluator.errors import ERROR_STATUSES, DeadlinePassed, ImageError
 from prelunet.evaluator.pb.prelunet.v1 import prelunet_pb2 as pb
 from prelunet.evaluator.pb.prelunet.v1 import prelunet_pb2_grpc as pb_grpc
 from prelunet.evaluator.rpc.status import error_from
-from prelunet.evaluator.serving.api.interceptor import CallsInFlight, _disconnect_status, _WrappedMethod
+from prelunet.evaluator.serving.api.interceptor import CallsInFlight, WrappedMethod, disconnect_status
 from prelunet.evaluator.serving.observability.call_context import Call, record_views
 from prelunet.evaluator.serving.observability.metrics import Metrics
 from prelunet.evaluator.serving.options import ServerLimits
@@ -215,7 +215,7 @@ def test_the_generator_of_answers_is_closed_before_an_abandoned_call_ends(gone: 
 
     async def scenario() -> Call:
         call = Call(STREAM, "id")
-        watched = _WrappedMethod(grpc.unary_stream_rpc_method_handler(answers), call, message_timeout=30).handler()
+        watched = WrappedMethod(grpc.unary_stream_rpc_method_handler(answers), call).handler()
         with pytest.raises(asyncio.CancelledError):  # which gRPC accepts silently
             await watched.stream_stream(None, Unread())
         assert closed == [True]
@@ -239,7 +239,7 @@ def test_the_remaining_time_distinguishes_a_cancelled_call_from_an_expired_one(
     elapsed: float, remaining: float | None, status: str
 ) -> None:
     call = Call(CLASSIFY, "id", begun=time.monotonic() - elapsed)
-    assert _disconnect_status(call, SimpleNamespace(time_remaining=lambda: remaining)) == status
+    assert disconnect_status(call, SimpleNamespace(time_remaining=lambda: remaining)) == status
 
 
 def test_exactly_the_calls_above_the_limit_are_refused() -> None:
@@ -324,7 +324,7 @@ def test_a_message_with_too_many_parts_is_refused_before_it_is_decoded(scales: i
     context = FakeContext(data)
     handler = grpc.unary_unary_rpc_method_handler(classify, decode)
     call = Call(CLASSIFY, "id")
-    asyncio.run(_WrappedMethod(handler, call, message_timeout=30).handler().stream_unary(None, context))
+    asyncio.run(WrappedMethod(handler, call).handler().stream_unary(None, context))
     assert (len(data) in sizes) == decoded
     assert (call.status, call.bytes) == ("OK" if decoded else "INVALID_ARGUMENT", len(data))
     assert bool(context.refusals) is not decoded
@@ -338,7 +338,7 @@ def test_a_caller_that_leaves_before_its_message_counts_as_cancelled() -> None:
 
     async def scenario() -> None:
         call, context = Call(CLASSIFY, "id"), FakeContext(grpc.aio.EOF)
-        watched = _WrappedMethod(grpc.unary_unary_rpc_method_handler(classify), call, message_timeout=30).handler()
+        watched = WrappedMethod(grpc.unary_unary_rpc_method_handler(classify), call).handler()
         running = asyncio.create_task(watched.stream_unary(None, context))
         for _ in range(20):
             await asyncio.sleep(0)
@@ -368,7 +368,7 @@ def test_only_the_method_holds_a_message() -> None:
         return b"answered"
 
     handler = grpc.unary_unary_rpc_method_handler(classify, Message)
-    watched = _WrappedMethod(handler, Call(CLASSIFY, "id"), message_timeout=30).handler()
+    watched = WrappedMethod(handler, Call(CLASSIFY, "id")).handler()
     asyncio.run(watched.stream_unary(None, FakeContext(b"a message")))
     assert kept == [False]
 
@@ -611,7 +611,7 @@ def test_the_message_timeout_runs_only_while_the_server_waits_and_no_message_is_
             return not context.refusals
 
         handler = grpc.stream_stream_rpc_method_handler(method)
-        watched = _WrappedMethod(handler, call, message_timeout=10, stream_idle_timeout=100).handler()
+        watched = WrappedMethod(handler, call, ServerLimits(message_timeout=10, stream_idle_timeout=100)).handler()
         running = asyncio.create_task(watched.stream_stream(received(), context))
         assert await passes(0)
         assert await passes(9)
@@ -709,9 +709,9 @@ def test_probes_do_not_count_as_calls_in_flight() -> None:
 
     async def scenario() -> None:
         probe, other = Call("p", "1"), Call("o", "2")
-        assert calls.begin(probe, exempt=True)
+        assert calls.begin(probe, exempt=True) is None
         assert calls.count == 0
-        assert calls.begin(other)
+        assert calls.begin(other) is None
         assert calls.count == 1
 
     asyncio.run(scenario())

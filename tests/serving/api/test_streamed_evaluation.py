@@ -28,7 +28,7 @@ from prelunet.evaluator.reporting.report import build_report
 from prelunet.evaluator.rpc.convert import report_from_message
 from prelunet.evaluator.serving.api import evaluation
 from prelunet.evaluator.serving.api.evaluation import MAX_IN_FLIGHT, EvaluationProgress, LabelledImage, evaluate
-from prelunet.evaluator.serving.api.prelunet_messages import MAX_LISTED_REFUSALS, progress_message, report_message
+from prelunet.evaluator.serving.api.prelunet_messages import MAX_LISTED_REFUSALS, report_message
 from prelunet.evaluator.serving.classifier import Classifier
 from prelunet.evaluator.serving.models import Models
 from prelunet.evaluator.serving.options import ModelFile, QueueOptions
@@ -232,13 +232,12 @@ def test_progress_counts_what_the_report_counts(monkeypatch: pytest.MonkeyPatch)
     assert 0 < last.top1_error < 100
 
 
-def test_progress_has_no_error_before_an_image_was_evaluated(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_progress_has_no_error_before_an_image_was_evaluated(stub, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(evaluation, "PROGRESS_INTERVAL", 0)
-    reports: list[EvaluationProgress] = []
-    evaluated([LabelledImage("x", b"no image", 1)], reports)
-    assert [(progress.images, progress.refused, progress.top1_error) for progress in reports] == [(1, 1, None)]
-    message = progress_message(reports[0])
-    assert (message.images, message.refused, message.HasField("top1_error")) == (1, 1, False)
+    first, last = stub.Evaluate(stream(pb.LabelledImage(file="x", data=b"no image", label=1)))
+    progress = first.progress
+    assert (progress.images, progress.refused, progress.HasField("top1_error")) == (1, 1, False)
+    assert last.report.refused == 1
 
 
 def test_progress_is_reported_at_most_once_a_second_and_not_in_a_short_evaluation(

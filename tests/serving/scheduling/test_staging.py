@@ -13,7 +13,7 @@ from prelunet.evaluator.engine.session import Outputs, Placement
 from prelunet.evaluator.errors import DeviceLost
 from prelunet.evaluator.protocols import build_protocol
 from prelunet.evaluator.serving import models as models_module
-from prelunet.evaluator.serving.models import load_models
+from prelunet.evaluator.serving.models import load_model
 from prelunet.evaluator.serving.observability.metrics import Metrics
 from prelunet.evaluator.serving.options import ModelFile
 from prelunet.evaluator.serving.scheduling import executor
@@ -124,7 +124,7 @@ def test_on_a_gpu_only_batch_shapes_of_the_warm_up_run(monkeypatch: pytest.Monke
     session = Quick(provider="CUDAExecutionProvider", rules=rules)
     # Not `preallocate`, which would run validation's largest batch; a server never has one that large.
     monkeypatch.setattr(models_module, "open_with_placement", lambda _path, _placement: session)
-    ((_, loaded),) = load_models([ModelFile("fake", Path("fake.onnx"))], Placement("cuda"))
+    loaded = load_model(ModelFile("fake", Path("fake.onnx")), Placement("cuda"))
     warm = set(session.calls)
     assert len(session.calls) == len(warm) > 100
     assert loaded.rules.max_pixels == 2**23, "smaller batches than those of validation"
