@@ -6,8 +6,9 @@ A protocol is frozen data, stored in every run. Sources: PReLU-nets, section 4 "
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, fields, replace
-from typing import Any, Literal, get_args, get_type_hints
+from typing import Annotated, Any, Literal, get_args, get_type_hints
 
+from prelunet.evaluator.cli_option import CliOption
 from prelunet.evaluator.contract import MAX_SCALES, Interpolation, ModelContract, center_scale
 from prelunet.evaluator.errors import UsageError
 from prelunet.evaluator.json_checks import (
@@ -131,15 +132,38 @@ def view_from_json(data: Any) -> View:
     return View(require_int(plain["scale"], "scale of a view", 1), require_bool(plain["mirrored"], "mirrored"), part)
 
 
+def _parse_scales(text: str | None) -> tuple[int, ...] | None:
+    if text is None:
+        return None
+    if not re.fullmatch(r"[1-9]\d{0,4}(,[1-9]\d{0,4})*", text, re.ASCII):
+        raise UsageError(f"--scales {text}: give shorter sides in pixels, separated by commas, e.g. --scales 256,384")
+    return tuple(map(int, text.split(",")))
+
+
 @dataclass(frozen=True)
 class ProtocolOverrides:
     """A user's changes to a protocol; None keeps the protocol's value."""
 
-    scales: tuple[int, ...] | None = None
-    mirror: bool | None = None
-    averaging: Averaging | None = None
-    weights: Weighting | None = None
-    apply_exif: bool | None = None
+    scales: Annotated[
+        tuple[int, ...] | None,
+        CliOption(
+            "Scales (shorter sides in pixels) that replace the protocol's, e.g. 256,384.",
+            kind=str | None,
+            parse=_parse_scales,
+        ),
+    ] = None
+    mirror: Annotated[
+        bool | None,
+        CliOption("Add a mirrored copy of every view, or not.", flag="flip/--no-flip", default="set by the protocol"),
+    ] = None
+    averaging: Annotated[
+        Averaging | None, CliOption("Average the softmax scores of the windows or their logits.", default="softmax")
+    ] = None
+    weights: Annotated[
+        Weighting | None,
+        CliOption("Give equal weight to each scale or to each window of every view.", default="scale; view for spp-18"),
+    ] = None
+    apply_exif: Annotated[bool | None, CliOption("Apply EXIF orientation.", flag="exif", kind=bool)] = None
 
 
 PROTOCOL_NAMES = ("center", "ten-crop", "multi-scale", "spp-18", "spp-net", "resnet", "dense-S")

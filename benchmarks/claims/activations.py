@@ -22,8 +22,8 @@ import numpy as np
 from benchmarks.claims.intervals import interval_of_mean
 from benchmarks.common.results import header, markdown, write_result
 from prelunet.evaluator.architectures import Activation
+from prelunet.training.loop.execution import Execution
 from prelunet.training.loop.train import train
-from prelunet.training.loop.trainer import Execution
 from prelunet.training.recipe import Recipe, read_recipe
 
 ORDER: tuple[Activation, ...] = ("relu", "lrelu", "prelu-shared", "prelu")

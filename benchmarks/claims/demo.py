@@ -26,8 +26,8 @@ from prelunet.export.dense.export import export_checkpoint
 from prelunet.training.data.splits import embedded_dataset_path
 from prelunet.training.inspection.describe_file import summarize_slopes
 from prelunet.training.inspection.slope_trend import slope_trend
+from prelunet.training.loop.execution import Execution
 from prelunet.training.loop.train import train
-from prelunet.training.loop.trainer import Execution
 from prelunet.training.net.checkpoints import read_checkpoint
 from prelunet.training.recipe import read_recipe
 

@@ -39,8 +39,8 @@ from prelunet.evaluator.errors import DivergenceError
 from prelunet.evaluator.files import write_atomically
 from prelunet.evaluator.reporting.charts import chart_spec
 from prelunet.evaluator.reporting.html import draw_svg
+from prelunet.training.loop.execution import Execution
 from prelunet.training.loop.train import train
-from prelunet.training.loop.trainer import Execution
 from prelunet.training.net.initialization import Rule
 from prelunet.training.recipe import Recipe
 from prelunet.training.run_state.run_folder import METRICS_FILE

@@ -23,7 +23,6 @@ import sys
 import time
 from collections.abc import Callable
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +33,7 @@ from prelunet.evaluator.engine.memory import gpu_rules
 from prelunet.evaluator.engine.session import Outputs, Session
 from prelunet.evaluator.errors import DeviceLost, OutOfMemory
 from prelunet.evaluator.serving import classifier, models
+from prelunet.evaluator.serving.options import ServeOptions
 from prelunet.evaluator.verbs import serve
 
 MARK = 77  # every value of the picture that triggers the fault
@@ -136,7 +136,13 @@ def _main() -> None:
 
     models.open_with_placement = opened  # type: ignore[attr-defined]
     if (message_timeout := control().get("arrival")) is not None:
-        serve.ServerLimits = partial(serve.ServerLimits, message_timeout=message_timeout)  # type: ignore[attr-defined]
+        serve_until_stopped = serve.serve_until_stopped
+
+        def serve_with_timeout(options: ServeOptions, report: Callable[[str], None]) -> Any:
+            limits = replace(options.limits, message_timeout=message_timeout)
+            return serve_until_stopped(replace(options, limits=limits), report)
+
+        serve.serve_until_stopped = serve_with_timeout  # type: ignore[attr-defined]
     classifier.decode_image = _faulty_decoder(classifier.decode_image, control)  # type: ignore[attr-defined]
     main()
 

@@ -30,7 +30,8 @@ from prelunet.evaluator.architectures import Architecture, Pool
 from prelunet.evaluator.machine import cores
 from prelunet.training.data.loader import Batch
 from prelunet.training.data.splits import embedded_dataset_path, open_splits
-from prelunet.training.loop.trainer import SINGLE_PROCESS, Execution, Trainer
+from prelunet.training.loop.execution import Execution
+from prelunet.training.loop.trainer import SINGLE_PROCESS, Trainer
 from prelunet.training.recipe import Recipe, read_recipe
 
 GOAL = 1.05

@@ -5,8 +5,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Protocol
+from typing import Annotated, Protocol
 
+from prelunet.evaluator.cli_option import CliOption
 from prelunet.evaluator.errors import DatasetError, ImageError
 from prelunet.evaluator.imaging.limits import DecodeLimits
 
@@ -34,15 +35,23 @@ class Reader(Protocol):
 class DatasetSpec:
     """Everything needed to open the same dataset again.
 
-    path: folder or archive; labels: file or folder with the labels, None if the dataset itself contains them;
-    no_labels: whether labels are ignored; limit: number of images, spread evenly, None for all;
-    classes: wnids of the selected classes, () for all.
+    labels: None if the dataset itself contains them; limit: None for all images; classes: wnids of the selected
+    classes, () for all.
     """
 
-    path: Path
-    labels: Path | None = None
-    no_labels: bool = False
-    limit: int | None = None
+    path: Annotated[
+        Path,
+        CliOption(
+            "Folder, .tar, .tar.gz or .zip of images: in class folders, flat with labels, or webdataset shards "
+            "(docs/datasets.md). If it contains a `val` folder, that folder is used.",
+            flag="data",
+        ),
+    ]
+    labels: Annotated[
+        Path | None, CliOption("Labels of flat images: a list of `name,label` or `name wnid`, or the ILSVRC devkit.")
+    ] = None
+    no_labels: Annotated[bool, CliOption("Evaluate without labels (a test set), for `prelunet submission`.")] = False
+    limit: Annotated[int | None, CliOption("Evaluate only this many images, evenly spaced.", min=1)] = None
     classes: tuple[str, ...] = ()
 
 

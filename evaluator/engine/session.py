@@ -7,14 +7,16 @@ import logging
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import cached_property
-from typing import Any, Literal
+from functools import cached_property, partial
+from typing import Annotated, Any, Literal
 
 import numpy as np
 
 from prelunet.evaluator.arrays import Float32Array, Int64Array, UInt8Array
+from prelunet.evaluator.cli_option import CliOption
 from prelunet.evaluator.contract import ModelContract
 from prelunet.evaluator.engine.batching import BatchRules
+from prelunet.evaluator.engine.memory import parse_memory
 from prelunet.evaluator.engine.runtimes import onnx
 from prelunet.evaluator.engine.runtimes.base import LoadedModel, error_summary, is_device_lost, is_out_of_memory
 from prelunet.evaluator.errors import DeviceLost, OutOfMemory, UsageError
@@ -70,18 +72,50 @@ class Circumstances:
 class Placement:
     """Where and how a model runs.
 
-    device: `cpu` (onnxruntime), `openvino` (the CPU too), `cuda`, or `auto` (CUDA if available, otherwise `cpu`);
-    precision: to compute in, None for the file's own; threads: on a CPU, 0 for one per core; gpu: index, from 0;
-    memory: limit of the process's main memory in bytes, see `evaluator.engine.memory`, None for the fastest setting;
-    gpu_memory: limit of the runtime's arena on each GPU in bytes, None for the fastest setting that free memory allows.
+    gpu: index, from 0; memory: limit of the process's main memory in bytes, see `evaluator.engine.memory`, None for the
+    fastest setting; gpu_memory: limit of the runtime's arena on each GPU in bytes, None for the fastest setting that
+    free memory allows.
     """
 
-    device: Device = "auto"
-    precision: Precision | None = None
-    threads: int = 0
+    device: Annotated[
+        Device,
+        CliOption(
+            "Device that runs the model: cpu (onnxruntime), openvino (also the CPU, faster), cuda, or auto: CUDA if "
+            "available, else cpu."
+        ),
+    ] = "auto"
+    precision: Annotated[
+        Precision | None,
+        CliOption(
+            "Precision of the computation: bf16 (openvino), tf32 (cuda), fp32, or fp16 (cuda, for a file exported in "
+            "fp16).",
+            default="the file's if the device supports it, else fp32",
+        ),
+    ] = None
+    threads: Annotated[int, CliOption("CPU threads that run the model; 0 uses one per core.", min=0, max=1024)] = 0
     gpu: int = 0
-    memory: int | None = None
-    gpu_memory: int | None = None
+    memory: Annotated[
+        int | None,
+        CliOption(
+            "Limit of this process's main memory, e.g. 4G or 900M; a single very large image may exceed it.",
+            flag="memory-limit",
+            metavar="SIZE",
+            default="no limit, tuned for speed",
+            kind=str | None,
+            parse=parse_memory,
+        ),
+    ] = None
+    gpu_memory: Annotated[
+        int | None,
+        CliOption(
+            "With cuda: limit of the memory for weights and batches on each GPU, e.g. 6G.",
+            flag="gpu-memory-limit",
+            metavar="SIZE",
+            default="the free memory, tuned for speed",
+            kind=str | None,
+            parse=partial(parse_memory, option="--gpu-memory-limit"),
+        ),
+    ] = None
 
 
 class Session:

@@ -1,7 +1,9 @@
 """Limits on the images that are decoded."""
 
 from dataclasses import dataclass
+from typing import Annotated
 
+from prelunet.evaluator.cli_option import CliOption
 from prelunet.evaluator.errors import UsageError
 
 # Pillow itself refuses more: 178,956,970 pixels.
@@ -10,10 +12,14 @@ _PILLOW_MAX_PIXELS = 2 * (1024**3 // 4 // 3)
 
 @dataclass(frozen=True)
 class DecodeLimits:
-    """The largest accepted image. max_bytes: of the encoded file; max_pixels: height times width."""
+    """The largest accepted image."""
 
-    max_bytes: int = 32 * 1024 * 1024
-    max_pixels: int = 64_000_000
+    max_bytes: Annotated[
+        int, CliOption("Maximum size of an encoded image, in bytes.", flag="max-image-bytes", min=1, max=2**29)
+    ] = 32 * 1024 * 1024
+    max_pixels: Annotated[
+        int, CliOption("Maximum size of a decoded image, in pixels (height x width).", flag="max-image-pixels", min=1)
+    ] = 64_000_000
 
     def __post_init__(self) -> None:
         if self.max_bytes < 1 or not 1 <= self.max_pixels <= _PILLOW_MAX_PIXELS:

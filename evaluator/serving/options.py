@@ -1,15 +1,18 @@
-"""The options of a server; `prelunet serve --help` and docs/serving.md document them for users."""
+"""The options of a server. Fields with a `CliOption` are options of `prelunet serve`; see also docs/serving.md."""
 
 import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Annotated
 
+from prelunet.evaluator.cli_option import CliOption
 from prelunet.evaluator.engine.session import Placement
 from prelunet.evaluator.errors import UsageError
 from prelunet.evaluator.imaging.limits import DecodeLimits
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
+_DAY = 86_400.0  # seconds
 
 
 @dataclass(frozen=True)
@@ -20,10 +23,10 @@ class ModelFile:
     path: Path
 
 
-def parse_models(options: Sequence[str]) -> tuple[ModelFile, ...]:
-    """Parse `NAME=MODEL.onnx` options. Raises UsageError for an invalid option or a repeated name."""
+def parse_models(options: Sequence[str] | None) -> tuple[ModelFile, ...]:
+    """Parse `NAME=MODEL.onnx` options. Raises UsageError for none, an invalid option or a repeated name."""
     files = []
-    for option in options:
+    for option in options or ():
         name, separator, path = option.partition("=")
         if not separator or not path or not _NAME.fullmatch(name):
             raise UsageError(
@@ -58,63 +61,134 @@ RESERVED_FILES = 256  # open files of a server besides connections: libraries, m
 class QueueOptions:
     """Limits on unanswered images, and how long a batch waits to fill.
 
-    max_views, max_bytes: views and encoded bytes of all unanswered images of one model; more are refused, but an image
-    alone is always admitted; ready_views, ready_bytes: decoded ahead of the device, over all models; batch_wait:
-    seconds that a ready view waits at most for others that are being decoded.
+    ready_views, ready_bytes: decoded ahead of the device, over all models; batch_wait: in seconds.
     """
 
-    max_views: int = 1024
-    max_bytes: int = 2**28
+    max_views: Annotated[
+        int,
+        CliOption(
+            "Limit of unanswered views per model: calls beyond it are refused, and streams wait. An image alone is "
+            "always accepted; clients below their share may exceed the limit by a quarter.",
+            flag="queue-views",
+            min=1,
+        ),
+    ] = 1024
+    max_bytes: Annotated[
+        int,
+        CliOption(
+            "The same limit for the encoded bytes of unanswered images per model.",
+            flag="queue-bytes",
+            min=1,
+        ),
+    ] = 2**28
     ready_views: int = 512
     ready_bytes: int = 2**27
-    batch_wait: float = 0.002
+    batch_wait: Annotated[
+        float,
+        CliOption("Milliseconds that a view may wait for others still being decoded.", min=0, max=1000, units=1000),
+    ] = 0.002
 
 
 @dataclass(frozen=True)
 class ServerLimits:
     """Limits on clients; times in seconds.
 
-    image: of each encoded image; max_calls: calls in flight, over all clients, without health and reflection;
-    message_timeout: to receive the message of a call, or the first of a stream; stream_idle_timeout: to receive the
-    next message of a stream, while none is in progress; max_connections: open connections; max_streams: calls in flight
-    on one connection; max_metadata: bytes of a call's headers; handshake_timeout: for a new connection to start HTTP/2;
-    keepalive: without data from a client before it is pinged; keepalive_timeout: to answer that ping, or the connection
-    is closed; min_ping_interval: between a client's own pings, or the connection is closed; max_connection_age: before
-    a client must reconnect, with connection_age_grace more for its calls in flight, None for never;
-    max_evaluation_images: of one evaluation, whose predictions stay in memory until its report.
+    message_timeout: to receive the message of a call, or the first of a stream; max_metadata: bytes of a call's
+    headers; keepalive_timeout: to answer a ping, or the connection is closed; min_ping_interval: between a client's own
+    pings, or the connection is closed; connection_age_grace: for calls in flight on a connection that reached its
+    maximum age; max_evaluation_images: of one evaluation, whose predictions stay in memory until its report.
     """
 
     image: DecodeLimits = field(default_factory=DecodeLimits)
-    max_calls: int = 2048
+    max_calls: Annotated[
+        int,
+        CliOption(
+            "Maximum number of calls in flight, over all clients, not counting health checks and reflection; more are "
+            "refused.",
+            min=1,
+        ),
+    ] = 2048
+    max_connections: Annotated[
+        int, CliOption("Maximum number of open connections; more are closed at once.", min=1, max=1_000_000)
+    ] = 4096
+    max_streams: Annotated[
+        int,
+        CliOption("Maximum number of calls in flight per connection; the client holds back more.", min=1, max=100_000),
+    ] = 256
+    handshake_timeout: Annotated[
+        float, CliOption("Time for a new connection to start speaking HTTP/2, in seconds.", min=0.1, max=3600)
+    ] = 20.0
+    stream_idle_timeout: Annotated[
+        float,
+        CliOption(
+            "Time after which an idle stream (no message, no request in progress) is ended, in seconds.",
+            min=0.1,
+            max=_DAY,
+        ),
+    ] = 300.0
+    keepalive: Annotated[float, CliOption("Idle time after which a client is pinged, in seconds.", min=1, max=_DAY)] = (
+        60.0
+    )
+    max_connection_age: Annotated[
+        float | None,
+        CliOption(
+            "Maximum age of a connection, in seconds; the client then reconnects, which lets load balancers move it.",
+            min=1,
+            max=_DAY,
+            default="no limit",
+        ),
+    ] = None
     message_timeout: float = 60.0
-    stream_idle_timeout: float = 300.0
-    max_connections: int = 4096
-    max_streams: int = 256
     max_metadata: int = 2**14
-    handshake_timeout: float = 20.0
-    keepalive: float = 60.0
     keepalive_timeout: float = 20.0
     min_ping_interval: float = 5.0
-    max_connection_age: float | None = None
     connection_age_grace: float = 30.0
     max_evaluation_images: int = 1_000_000
 
 
 @dataclass(frozen=True)
 class ServeOptions:
-    """All options of a server.
+    """All options of a server."""
 
-    port: 0 selects a free one; lame_duck: seconds after a signal during which new calls still work and health reports
-    NOT_SERVING; grace: seconds after that for calls in flight; metrics_port: of the Prometheus metrics over HTTP, None
-    for none, 0 selects a free one.
-    """
-
-    models: tuple[ModelFile, ...]
-    host: str = "127.0.0.1"
-    port: int = 50051
+    models: Annotated[
+        tuple[ModelFile, ...],
+        CliOption(
+            "Model file and the name it is served under; at least one, repeatable.",
+            flag="model",
+            metavar="NAME=MODEL.onnx",
+            kind=list[str] | None,
+            parse=parse_models,
+        ),
+    ]
+    host: Annotated[str, CliOption("Address to listen on; 0.0.0.0 listens on all interfaces.")] = "127.0.0.1"
+    port: Annotated[int, CliOption("Port to listen on; 0 picks a free port.", min=0, max=65535)] = 50051
     placement: Placement = field(default_factory=Placement)
     queue: QueueOptions = field(default_factory=QueueOptions)
     limits: ServerLimits = field(default_factory=ServerLimits)
-    lame_duck: float = 5.0
-    grace: float = 30.0
-    metrics_port: int | None = None
+    lame_duck: Annotated[
+        float,
+        CliOption(
+            "Seconds after SIGTERM or Ctrl-C during which new calls are still accepted, while health checks report "
+            "NOT_SERVING.",
+            min=0,
+            max=3600,
+        ),
+    ] = 5.0
+    grace: Annotated[
+        float,
+        CliOption(
+            "Seconds after the lame-duck period that calls in flight have to finish, while new ones are refused; then "
+            "they are cut off.",
+            min=0,
+            max=_DAY,
+        ),
+    ] = 30.0
+    metrics_port: Annotated[
+        int | None,
+        CliOption(
+            "Port for Prometheus metrics over HTTP, on --host; 0 picks a free port.",
+            min=0,
+            max=65535,
+            default="no metrics",
+        ),
+    ] = None

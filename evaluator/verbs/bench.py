@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -10,34 +11,23 @@ import typer
 from prelunet.evaluator.datasets import Dataset, open_images
 from prelunet.evaluator.engine.load import open_sessions
 from prelunet.evaluator.engine.memory import MemoryEstimate, format_bytes
-from prelunet.evaluator.engine.session import Session
+from prelunet.evaluator.engine.session import Placement, Session
 from prelunet.evaluator.errors import Interrupted
 from prelunet.evaluator.files import require_writable, write_atomically
 from prelunet.evaluator.machine import cores, supports_bf16
 from prelunet.evaluator.profiling.bottleneck import ExecutionSettings, advice, describe_bottleneck
 from prelunet.evaluator.profiling.profile import Measurement, benchmark
-from prelunet.evaluator.protocols import EvaluationProtocol
+from prelunet.evaluator.protocols import EvaluationProtocol, ProtocolOverrides, build_protocol, default_protocol_name
 from prelunet.evaluator.terminal import echo, report, table_lines
 from prelunet.evaluator.validation.run import build_run_info, describe_dataset
 from prelunet.evaluator.validation.timing import STAGES
-from prelunet.evaluator.verbs.options import (
-    DeviceOption,
-    FlipOption,
-    GpuMemoryOption,
-    GpusOption,
-    MemoryOption,
-    ModelOption,
-    PrecisionOption,
-    ProtocolOption,
-    ScalesOption,
-    estimate_run_memory,
-    placement_from_options,
-    protocol_from_options,
-)
+from prelunet.evaluator.verbs.derive import Only, derive_options
+from prelunet.evaluator.verbs.options import GpusOption, ModelOption, ProtocolOption, estimate_run_memory
 
 HEADERS = ("stage", "threads", "seconds", "ms/image", "share of time")
 
 
+@derive_options
 def bench(
     *,
     model: ModelOption,
@@ -45,16 +35,12 @@ def bench(
         Path, typer.Option(help="Folder, .tar, .tar.gz or .zip of images; no labels needed (docs/datasets.md).")
     ],
     protocol: ProtocolOption = None,
-    scales: ScalesOption = None,
-    flip: FlipOption = None,
-    device: DeviceOption = "auto",
-    precision: PrecisionOption = None,
+    overrides: Annotated[ProtocolOverrides, Only("scales", "mirror")],
+    placement: Annotated[Placement, Only("device", "precision", "memory", "gpu_memory")],
     threads: Annotated[
         int, typer.Option(min=0, max=1024, help="Threads for the model and for decoding; 0 uses one per core.")
     ] = 0,
     gpus: GpusOption = 1,
-    memory: MemoryOption = None,
-    gpu_memory: GpuMemoryOption = None,
     limit: Annotated[
         int | None, typer.Option(min=1, help="Measure this many images, evenly spaced, however long they take.")
     ] = None,
@@ -67,10 +53,11 @@ def bench(
     """Measure where `prelunet validate` spends its time with these options, and suggest what to change."""
     if output is not None:
         require_writable(output)
-    placement = placement_from_options(device, precision, threads, memory, gpu_memory)
-    sessions = open_sessions(model, placement, gpus)
+    sessions = open_sessions(model, replace(placement, threads=threads), gpus)
     session = sessions[0]
-    evaluation_protocol = protocol_from_options(protocol, session.contract, scales=scales, flip=flip)
+    evaluation_protocol = build_protocol(
+        protocol or default_protocol_name(session.contract), session.contract, overrides
+    )
     report(f"{model.name}: {session.contract.name} on {session.circumstances}")
     dataset = open_images(data, session.contract.classes)
     info = build_run_info(session, model.name, describe_dataset(dataset), evaluation_protocol, memory=placement.memory)

@@ -16,21 +16,28 @@ from prelunet.evaluator.engine.classify import build_answer, classify_images
 from prelunet.evaluator.engine.heatmap import draw_heat_maps, png_bytes
 from prelunet.evaluator.engine.load import open_session
 from prelunet.evaluator.engine.memory import require_view_fits
-from prelunet.evaluator.engine.session import Device, Session
+from prelunet.evaluator.engine.session import Device, Placement, Session
 from prelunet.evaluator.errors import ImageError, UsageError
 from prelunet.evaluator.files import write_atomically
 from prelunet.evaluator.imaging.decode import decode_image
 from prelunet.evaluator.imaging.limits import DecodeLimits
 from prelunet.evaluator.machine import machine_memory
-from prelunet.evaluator.protocols import EvaluationProtocol
+from prelunet.evaluator.protocols import (
+    EvaluationProtocol,
+    ProtocolOverrides,
+    build_protocol,
+    default_protocol_name,
+)
 from prelunet.evaluator.terminal import echo, report
-from prelunet.evaluator.verbs.options import OptionalModelOption, PrecisionOption, ProtocolOption, protocol_from_options
+from prelunet.evaluator.verbs.derive import Only, derive_options
+from prelunet.evaluator.verbs.options import OptionalModelOption, ProtocolOption
 
 DEFAULT_TIMEOUT = 60.0  # seconds
 
 ClassifyImage = Callable[[bytes], Answer]  # of an encoded image
 
 
+@derive_options
 def classify(
     *,
     images: Annotated[list[str], typer.Argument(help="Image files; - reads one from stdin.", metavar="IMAGE...")],
@@ -50,9 +57,9 @@ def classify(
             show_default="auto",
         ),
     ] = None,
-    precision: PrecisionOption = None,
+    placement: Annotated[Placement, Only("precision")],
     heatmap: Annotated[Path | None, typer.Option(help="PNG file to write: heat maps of the 5 top classes.")] = None,
-    exif: Annotated[bool, typer.Option("--exif", help="Apply EXIF orientation.")] = False,
+    overrides: Annotated[ProtocolOverrides, Only("apply_exif")],
     timeout: Annotated[
         float | None,
         typer.Option(min=0.001, help="Timeout of a server's answer, in seconds.", show_default=f"{DEFAULT_TIMEOUT:g}"),
@@ -68,15 +75,16 @@ def classify(
         if model is not None and server is None:
             if name is not None or timeout is not None:
                 raise UsageError("--name and --timeout require --server; leave them out with --model")
-            session = open_session(model, device or "auto", precision=precision)
+            session = open_session(model, device or "auto", precision=placement.precision)
             report(f"{model.name}: {session.contract.name} on {session.circumstances}")
-            evaluation_protocol = protocol_from_options(protocol, session.contract, exif=exif)
+            name_of_protocol = protocol or default_protocol_name(session.contract)
+            evaluation_protocol = build_protocol(name_of_protocol, session.contract, overrides)
             number = resolve_top_k(top, len(session.contract.classes))
             classify_image = _local_classifier(
                 session, model.stem, evaluation_protocol, number, heatmap=heatmap is not None
             )
         elif server is not None and model is None:
-            if device is not None or precision is not None:
+            if device is not None or placement.precision is not None:
                 raise UsageError("--device and --precision require --model: a server chooses them when it starts")
             from prelunet.evaluator.client import Client, RetryPolicy
 
@@ -88,7 +96,7 @@ def classify(
                 protocol=protocol or "",
                 top_k=top,
                 heatmap=heatmap is not None,
-                apply_exif=exif,
+                apply_exif=bool(overrides.apply_exif),
             )
         else:
             raise UsageError("classify needs either --model MODEL.onnx or --server HOST:PORT")

@@ -16,6 +16,7 @@ import typer
 import typer.core
 
 from prelunet.evaluator.errors import UsageError
+from prelunet.evaluator.terminal import echo
 
 _COMMAND_LINE_ONLY = frozenset({"config", "show_config", "help"})
 # Variables that Kubernetes sets in every pod for a Service whose name begins like ours; not meant for us.
@@ -29,6 +30,13 @@ class ConfigurableCommand(typer.core.TyperCommand):
     def __init__(self, name: str | None, *, context_settings: dict[str, Any] | None = None, **settings: Any) -> None:
         prefix = {"auto_envvar_prefix": f"PRELUNET_{(name or '').upper()}"}
         super().__init__(name, context_settings={**prefix, **(context_settings or {})}, **settings)
+
+    def invoke(self, ctx: typer.Context) -> Any:  # type: ignore[override]
+        """Run the verb; with `--show-config` print its configuration instead."""
+        if not ctx.params["show_config"]:
+            return super().invoke(ctx)
+        echo(show_config(ctx))
+        return None
 
     def parse_args(self, ctx: typer.Context, args: list[str]) -> list[str]:  # type: ignore[override]
         """Parse the arguments; an error about a wrong value names its source."""

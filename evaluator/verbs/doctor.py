@@ -8,27 +8,21 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from prelunet.evaluator.engine.session import Session
+from prelunet.evaluator.engine.session import Placement, Session
 from prelunet.evaluator.errors import CheckFailed
 from prelunet.evaluator.serving.memory import serving_memory
 from prelunet.evaluator.serving.options import ModelFile, ServeOptions
 from prelunet.evaluator.terminal import echo, escape_unprintable
+from prelunet.evaluator.verbs.derive import Only, derive_options
 from prelunet.evaluator.verbs.doctor_checks import Finding, check_machine, check_model, check_server
-from prelunet.evaluator.verbs.options import (
-    DeviceOption,
-    OptionalModelOption,
-    PrecisionOption,
-    ThreadsOption,
-    placement_from_options,
-)
+from prelunet.evaluator.verbs.options import OptionalModelOption
 
 
+@derive_options
 def doctor(
     *,
     model: OptionalModelOption = None,
-    device: DeviceOption = "auto",
-    precision: PrecisionOption = None,
-    threads: ThreadsOption = 0,
+    placement: Annotated[Placement, Only("device", "precision", "threads")],
     server: Annotated[str | None, typer.Option(help="HOST:PORT of a running server to check too.")] = None,
     timeout: Annotated[
         float, typer.Option(min=0.1, max=600, help="Timeout of each request to the server, in seconds.")
@@ -49,7 +43,6 @@ def doctor(
         checked_address(server)
     findings = list(check_machine(host, port))
     if model is not None:
-        placement = placement_from_options(device, precision, threads, None, None)
         findings.append(check_model(model, placement, lambda session: _need(model, session)))
     if server is not None:
         findings += check_server(server, timeout)

@@ -2,6 +2,7 @@
 
 import json
 import re
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -11,28 +12,21 @@ from prelunet.evaluator.contract import ClassEntry
 from prelunet.evaluator.datasets import Dataset, DatasetSpec, open_from_spec, parse_class_selection
 from prelunet.evaluator.datasets.dataset import UNLABELLED
 from prelunet.evaluator.engine.load import open_sessions
+from prelunet.evaluator.engine.session import Placement
 from prelunet.evaluator.errors import UsageError
+from prelunet.evaluator.protocols import ProtocolOverrides, build_protocol, default_protocol_name
 from prelunet.evaluator.reporting.report import Report, build_report, error_with_interval
 from prelunet.evaluator.reporting.statistics import TOPS
 from prelunet.evaluator.terminal import echo, report
 from prelunet.evaluator.validation.ray_cluster import MAX_CHUNKS_IN_FLIGHT, Cluster, evaluate_on_ray
 from prelunet.evaluator.validation.run import Run, RunInfo, build_run_info, describe_dataset
 from prelunet.evaluator.validation.validate import validate as evaluate_dataset
+from prelunet.evaluator.verbs.derive import Only, derive_options
 from prelunet.evaluator.verbs.options import (
-    AveragingOption,
-    DeviceOption,
-    FlipOption,
-    GpuMemoryOption,
     GpusOption,
-    MemoryOption,
     ModelOption,
-    PrecisionOption,
     ProtocolOption,
-    ScalesOption,
-    WeightsOption,
     estimate_run_memory,
-    placement_from_options,
-    protocol_from_options,
     report_memory,
 )
 
@@ -40,25 +34,12 @@ from prelunet.evaluator.verbs.options import (
 JSON_FIELDS = ("images", "evaluated", "refused", "top1_error", "top1_interval", "top5_error", "top5_interval")
 
 
+@derive_options
 def validate(
     *,
     model: ModelOption,
-    data: Annotated[
-        Path,
-        typer.Option(
-            help="Folder, .tar, .tar.gz or .zip of images: in class folders, flat with labels, or webdataset shards "
-            "(docs/datasets.md). If it contains a `val` folder, that folder is used."
-        ),
-    ],
+    data: DatasetSpec,
     run: Annotated[Path, typer.Option(help="Folder of the run: created, or resumed if it holds this run.")],
-    labels: Annotated[
-        Path | None,
-        typer.Option(help="Labels of flat images: a list of `name,label` or `name wnid`, or the ILSVRC devkit."),
-    ] = None,
-    no_labels: Annotated[
-        bool, typer.Option("--no-labels", help="Evaluate without labels (a test set), for `prelunet submission`.")
-    ] = False,
-    limit: Annotated[int | None, typer.Option(min=1, help="Evaluate only this many images, evenly spaced.")] = None,
     classes: Annotated[
         str | None,
         typer.Option(help="Evaluate only these classes: wnids separated by commas, or a file with one per line."),
@@ -68,12 +49,8 @@ def validate(
         typer.Option(help="Evaluate only part I of N, e.g. 2/5; `prelunet merge` joins the parts.", metavar="I/N"),
     ] = None,
     protocol: ProtocolOption = None,
-    scales: ScalesOption = None,
-    flip: FlipOption = None,
-    averaging: AveragingOption = None,
-    weights: WeightsOption = None,
-    device: DeviceOption = "auto",
-    precision: PrecisionOption = None,
+    overrides: ProtocolOverrides,
+    placement: Annotated[Placement, Only("device", "precision", "memory", "gpu_memory")],
     threads: Annotated[
         int,
         typer.Option(
@@ -94,9 +71,6 @@ def validate(
     ray_workers: Annotated[
         int, typer.Option(min=0, max=100_000, help="Number of workers on the cluster; 0 uses as many as fit.")
     ] = 0,
-    memory: MemoryOption = None,
-    gpu_memory: GpuMemoryOption = None,
-    exif: Annotated[bool, typer.Option("--exif", help="Apply EXIF orientation.")] = False,
     fresh: Annotated[bool, typer.Option("--fresh", help="Delete the existing run and start over.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print the result as JSON.")] = False,
 ) -> None:
@@ -107,17 +81,16 @@ def validate(
         raise UsageError("--gpus cannot be used with --ray: each worker has its own GPU. Use --ray-workers instead")
     cluster = Cluster(ray, ray_workers, threads) if ray is not None else None
     part = _shard(shard) if shard is not None else None
-    placement = placement_from_options(device, precision, threads, memory, gpu_memory)
-    sessions = open_sessions(model, placement, gpus)
+    sessions = open_sessions(model, replace(placement, threads=threads), gpus)
     session = sessions[0]
     entries = session.contract.classes
-    evaluation_protocol = protocol_from_options(
-        protocol, session.contract, scales=scales, flip=flip, averaging=averaging, weights=weights, exif=exif
+    evaluation_protocol = build_protocol(
+        protocol or default_protocol_name(session.contract), session.contract, overrides
     )
     several = f", on {len(sessions)} GPUs" if len(sessions) > 1 else ""
     report(f"{model.name}: {session.contract.name} on {session.circumstances}{several}")
     chosen = parse_class_selection(classes, entries) if classes is not None else ()
-    dataset = open_from_spec(DatasetSpec(data, labels, no_labels, limit, chosen), entries)
+    dataset = open_from_spec(replace(data, classes=chosen), entries)
     info = build_run_info(
         session, model.name, describe_dataset(dataset), evaluation_protocol, part, memory=placement.memory
     )

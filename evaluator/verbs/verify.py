@@ -9,26 +9,27 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from prelunet.evaluator.engine.load import open_session
+from prelunet.evaluator.engine.load import open_with_placement
+from prelunet.evaluator.engine.session import Placement
 from prelunet.evaluator.engine.verify import tolerance_of, tolerance_precision
 from prelunet.evaluator.engine.verify import verify as verify_session
 from prelunet.evaluator.errors import CheckFailed
 from prelunet.evaluator.terminal import echo
-from prelunet.evaluator.verbs.options import DeviceOption, PrecisionOption, ThreadsOption
+from prelunet.evaluator.verbs.derive import Only, derive_options
 
 
+@derive_options
 def verify(
+    *,
     model: Annotated[Path, typer.Argument(help="Model file.")],
-    device: DeviceOption = "auto",
-    precision: PrecisionOption = None,
-    threads: ThreadsOption = 0,
+    placement: Annotated[Placement, Only("device", "precision", "threads")],
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
     """Run a model's golden images on this machine and print the deviation from a float64 reference.
 
     Exits 6 if a score deviates by more than the tolerance.
     """
-    session = open_session(model, device, precision=precision, threads=threads)
+    session = open_with_placement(model, placement)
     deviations = verify_session(session)
     passed, tolerance = all(d.passed for d in deviations), tolerance_of(tolerance_precision(session))
     if as_json:

@@ -5,6 +5,7 @@ from dataclasses import replace
 
 import pytest
 
+from prelunet.evaluator.cli import run
 from prelunet.evaluator.contract import default_scales
 from prelunet.evaluator.engine.protocol_costs import paper_contract
 from prelunet.evaluator.errors import UsageError
@@ -18,7 +19,6 @@ from prelunet.evaluator.protocols import (
     protocol_from_json,
     view_from_json,
 )
-from prelunet.evaluator.verbs.options import protocol_from_options
 from tests.conftest import ExportedNet
 from tests.helpers.fakes import fake_contract
 
@@ -207,18 +207,9 @@ def test_invalid_view_data_is_refused_with_the_reason(change: dict[str, object],
 
 
 @pytest.mark.parametrize("scales", ["256,", "256;384", "0", "-256", "256, 384", "1e3", "", "٣٣", "100000"])
-def test_an_invalid_scales_option_is_refused(scales: str) -> None:
-    with pytest.raises(UsageError, match=r"e\.g\. --scales 256,384"):
-        protocol_from_options("multi-scale", paper_contract(), scales=scales)
-
-
-def test_the_options_of_a_verb_become_the_protocol() -> None:
-    asked = protocol_from_options(
-        None, paper_contract(), scales="256,300", flip=False, averaging="logit", weights="view"
-    )
-    assert (asked.name, asked.kind, asked.scales, asked.mirror) == ("dense-256-300", "dense", (256, 300), False)
-    assert (asked.averaging, asked.weights, asked.apply_exif) == ("logit", "view", False)
-    assert protocol_from_options(None, paper_contract()) == build_protocol("multi-scale", paper_contract())
+def test_an_invalid_scales_option_is_refused(scales: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["bench", "--model", "m.onnx", "--data", "d", f"--scales={scales}"]) == 2
+    assert "e.g. --scales 256,384" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("scales", [(), (0,), (32, 32)])

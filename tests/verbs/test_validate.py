@@ -11,6 +11,7 @@ import pytest
 
 from prelunet.evaluator.cli import run
 from prelunet.evaluator.contract import ClassEntry
+from prelunet.evaluator.protocols import build_protocol
 from prelunet.evaluator.validation.run import read_run
 from tests.conftest import ExportedNet
 from tests.helpers.fakes import FakeSession, fake_contract
@@ -54,6 +55,17 @@ def test_layout_labels_and_selection_are_printed_first(
     assert f"selection: classes {', '.join(WNIDS[:4])}, of these 5 images spread evenly" in printed.err
     assert re.search(r"top-1 \d+\.\d\d \[.*\] top-5 .* %, \d of 5 images \(only classes n0.* evenly\)\n$", printed.out)
     assert json.loads((tmp_path / "run" / "run.json").read_text())["dataset"]["selection"].startswith("classes n0")
+
+
+def test_the_options_of_the_protocol_are_those_of_the_run(command: Callable[..., int], tmp_path: Path) -> None:
+    data = write_folder(tmp_path / "val", FOLDERS)
+    options = ["--protocol", "dense-32", "--no-flip", "--averaging", "logit", "--weights", "view", "--exif"]
+    assert command(data, *options) == 0
+    protocol = read_run(tmp_path / "run").info.protocol
+    assert (protocol.name, protocol.scales, protocol.mirror) == ("dense-32", (32,), False)
+    assert (protocol.averaging, protocol.weights, protocol.apply_exif) == ("logit", "view", True)
+    assert command(data, "--protocol", "multi-scale", "--scales", "30,33", folder="two") == 0
+    assert read_run(tmp_path / "two").info.protocol == build_protocol("dense-30-33", SESSION.contract)
 
 
 def test_another_selection_in_the_folder_is_refused_with_both(

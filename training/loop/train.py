@@ -12,8 +12,9 @@ from prelunet.evaluator.json_checks import differences, format_differences
 from prelunet.training.data.splits import Splits, embedded_dataset_path, open_splits
 from prelunet.training.distributed.base import ParallelMode
 from prelunet.training.distributed.process_group import ProcessGroup, device_supports_bf16, open_process_group
+from prelunet.training.loop.execution import Execution
 from prelunet.training.loop.fine_tune import sha256_of_checkpoint
-from prelunet.training.loop.trainer import Execution, Trainer
+from prelunet.training.loop.trainer import Trainer
 from prelunet.training.recipe import Recipe
 from prelunet.training.run_state.metrics_log import ErrorRates
 from prelunet.training.run_state.run_folder import LAST_FILE, open_run_folder

@@ -8,7 +8,6 @@ import math
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import nullcontext
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -27,11 +26,12 @@ from prelunet.training.data.dataset_statistics import DatasetStatistics, compute
 from prelunet.training.data.image_cache import ImageCache
 from prelunet.training.data.loader import Batch, evaluation_batches, training_batches
 from prelunet.training.data.splits import Splits
-from prelunet.training.distributed.base import ParallelMode, StepOptions, check_batch
+from prelunet.training.distributed.base import StepOptions, check_batch
 from prelunet.training.distributed.data_parallel import build_parallel
 from prelunet.training.distributed.process_group import ProcessGroup
 from prelunet.training.inspection.layer_log import LayerResponse
 from prelunet.training.inspection.layer_statistics import find_non_finite, measure_layers, sample_views
+from prelunet.training.loop.execution import Execution
 from prelunet.training.loop.fine_tune import load_pretrained
 from prelunet.training.loop.signals import StopSignals, deferred_signals
 from prelunet.training.loop.tracking import RunLogs
@@ -49,24 +49,6 @@ from prelunet.training.schedule import count_plateaus, rate_at
 LOG_EVERY = 20  # steps
 EVALUATION_BATCH = 256  # crops at once, over all processes
 SINGLE_PROCESS = ProcessGroup(0, 1, torch.device("cpu"))
-
-
-@dataclass(frozen=True)
-class Execution:
-    """How a run is executed; none of this affects what is learned, except through the order of sums.
-
-    device: `cpu`, `cuda`, or None for CUDA if available; parallel: how several processes share the work, None for
-    `ddp`; workers: prefetching workers per process, 0 for none, None for one per core; diagnose: whether to measure
-    the layers at every evaluation; events: whether to write TensorBoard events; cache: folder for image statistics
-    (training/data/dataset_statistics.py), None to keep none.
-    """
-
-    device: str | None = None
-    parallel: ParallelMode | None = None
-    workers: int | None = None
-    diagnose: bool = False
-    events: bool = False
-    cache: Path | None = None
 
 
 class Trainer:

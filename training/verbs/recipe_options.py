@@ -3,13 +3,13 @@
 import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import MISSING, fields, replace
-from functools import wraps
 from types import UnionType
 from typing import Annotated, Any, get_args, get_origin
 
 import typer
 
 from prelunet.evaluator.errors import UsageError
+from prelunet.evaluator.verbs.derive import replace_parameter
 from prelunet.training.recipe import CHOICES, LIMITS, Recipe, check_type, format_limits
 
 PANEL = "Recipe overrides (defaults are for keys that the recipe omits)"
@@ -22,19 +22,13 @@ def with_recipe_options(verb: Callable[..., None], exclude: tuple[str, ...]) -> 
     """
     names = [key.name for key in fields(Recipe) if key.name not in exclude]
 
-    @wraps(verb)
-    def with_options(**values: Any) -> None:
-        keys = {name: values.pop(name) for name in names}
-        verb(**values, keys={name: value for name, value in keys.items() if value is not None})
-
-    own = [value for value in inspect.signature(verb).parameters.values() if value.name != "keys"]
-    added = [
+    options = [
         inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=_option(name))
         for name in names
     ]
-    with_options.__signature__ = inspect.Signature([*own, *added])  # type: ignore[attr-defined]
-    with_options.__annotations__ = {value.name: value.annotation for value in (*own, *added)}
-    return with_options
+    return replace_parameter(
+        verb, "keys", options, lambda keys: {name: value for name, value in keys.items() if value is not None}
+    )
 
 
 def override_keys(recipe: Recipe, keys: Mapping[str, Any]) -> Recipe:

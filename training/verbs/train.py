@@ -5,7 +5,7 @@ import shlex
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, cast
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -13,12 +13,13 @@ from prelunet.evaluator.architectures import architecture
 from prelunet.evaluator.datasets.open import open_dataset
 from prelunet.evaluator.errors import UsageError
 from prelunet.evaluator.terminal import echo, report
+from prelunet.evaluator.verbs.derive import derive_options
 from prelunet.training.data.splits import embedded_dataset_path, median_shorter_side
+from prelunet.training.loop.execution import Execution
 from prelunet.training.recipe import Recipe, automatic_crop, fit_to_crop, read_recipe, recipe_names
 from prelunet.training.verbs.recipe_options import override_keys, with_recipe_options
 
 if TYPE_CHECKING:
-    from prelunet.training.distributed.base import ParallelMode
     from prelunet.training.loop.train import TrainingResult
 
 
@@ -52,30 +53,7 @@ def _train(
             metavar="N|auto",
         ),
     ] = None,
-    device: Annotated[
-        str | None, typer.Option(help="cpu or cuda.", show_default="cuda if available", metavar="DEVICE")
-    ] = None,
-    parallel: Annotated[
-        str | None,
-        typer.Option(
-            help="How several processes (torchrun) share the work: ddp, or hybrid, the paper's scheme, with the fc "
-            "layers in one process.",
-            show_default="ddp",
-            metavar="ddp|hybrid",
-        ),
-    ] = None,
-    workers: Annotated[
-        int | None,
-        typer.Option(
-            min=0,
-            help="Decoding workers per training process; 0 decodes in the process itself.",
-            show_default="number of cores - 1, at most 16, divided among the processes of a machine",
-        ),
-    ] = None,
-    diagnose: Annotated[
-        bool,
-        typer.Option("--diagnose", help="Measure the layers at every evaluation, for prelunet inspect RUN."),
-    ] = False,
+    execution: Execution,
     tensorboard: Annotated[bool, typer.Option(help="Write TensorBoard events to RUN/tensorboard.")] = True,
     fresh: Annotated[bool, typer.Option("--fresh", help="Delete an earlier run in RUN and start over.")] = False,
     keys: Mapping[str, Any],
@@ -88,18 +66,14 @@ def _train(
     """
     from prelunet.training.data.dataset_statistics import cache_folder
     from prelunet.training.loop.train import train as run_training
-    from prelunet.training.loop.trainer import Execution
 
-    if parallel not in {None, "ddp", "hybrid"}:
-        raise UsageError(f"--parallel {parallel}: should be ddp or hybrid")
-    kind = cast("ParallelMode | None", parallel)
     training = run_training(
         _requested_recipe(recipe, crop, keys, data),
         data,
         out,
         start=start,
         fresh=fresh,
-        execution=Execution(device, kind, workers, diagnose, tensorboard, cache_folder(os.environ)),
+        execution=replace(execution, events=tensorboard, cache=cache_folder(os.environ)),
         report=report,
     )
     if training.is_first:
@@ -107,7 +81,7 @@ def _train(
         echo(str(training.errors))
 
 
-train = with_recipe_options(_train, exclude=("crop",))
+train = derive_options(with_recipe_options(_train, exclude=("crop",)))
 
 
 def _requested_recipe(name: str, crop: str | None, keys: Mapping[str, Any], data: Path | None) -> Recipe:

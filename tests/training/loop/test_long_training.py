@@ -28,8 +28,9 @@ from prelunet.training.data.loader import Batch
 from prelunet.training.data.splits import open_splits
 from prelunet.training.distributed.process_group import ProcessGroup
 from prelunet.training.inspection.layer_log import read_layer_log
+from prelunet.training.loop.execution import Execution
 from prelunet.training.loop.train import train
-from prelunet.training.loop.trainer import Execution, Trainer
+from prelunet.training.loop.trainer import Trainer
 from prelunet.training.net.checkpoints import read_checkpoint
 from prelunet.training.net.initialization import initial_tensors
 from prelunet.training.run_state.checkpoint_manager import CheckpointManager

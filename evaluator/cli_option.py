@@ -1,0 +1,26 @@
+"""Command-line options that are declared at the fields of dataclasses; `evaluator/verbs/derive.py` reads them."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+
+@dataclass(frozen=True)
+class CliOption:
+    """How the command line sets a field: `max_calls: Annotated[int, CliOption("Maximum …", min=1)] = 2048`.
+
+    help: for `--help`, with the unit; flag: without its dashes, by default the field's name; for a bool also
+    `flip/--no-flip`; min, max: inclusive range; metavar: placeholder of the value; default: description of a default
+    that is None; units: number of the option's units in one of the field's, e.g. 1000 for milliseconds and seconds;
+    kind, parse: the type of the option, if it differs from the field's, and the function that converts it.
+    """
+
+    help: str
+    flag: str = ""
+    min: float | None = None
+    max: float | None = None
+    metavar: str | None = None
+    default: str = ""
+    units: float = 1
+    kind: Any = None
+    parse: Callable[[Any], Any] | None = None

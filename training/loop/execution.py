@@ -1,0 +1,36 @@
+"""How a training run is executed. Imports no torch, so that `prelunet train --help` does not either."""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Literal
+
+from prelunet.evaluator.cli_option import CliOption
+
+
+@dataclass(frozen=True)
+class Execution:
+    """How a run is executed; none of this affects what is learned, except through the order of sums.
+
+    events: whether to write TensorBoard events; cache: folder for image statistics, None to keep none.
+    """
+
+    device: Annotated[str | None, CliOption("cpu or cuda.", default="cuda if available", metavar="DEVICE")] = None
+    parallel: Annotated[
+        Literal["ddp", "hybrid"] | None,
+        CliOption(
+            "How several processes (torchrun) share the work: ddp, or hybrid, the paper's scheme, with the fc layers "
+            "in one process.",
+            default="ddp",
+        ),
+    ] = None
+    workers: Annotated[
+        int | None,
+        CliOption(
+            "Decoding workers per training process; 0 decodes in the process itself.",
+            min=0,
+            default="number of cores - 1, at most 16, divided among the processes of a machine",
+        ),
+    ] = None
+    diagnose: Annotated[bool, CliOption("Measure the layers at every evaluation, for prelunet inspect RUN.")] = False
+    events: bool = False
+    cache: Path | None = None
