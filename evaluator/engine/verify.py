@@ -2,7 +2,8 @@
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -62,6 +63,10 @@ class Deviation:
         """Return whether both deviations are within tolerance (False for NaN)."""
         tolerance = tolerance_of(self.precision)
         return self.scores <= tolerance.scores and self.logits <= tolerance.logits
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the deviation and the verdict as plain data."""
+        return {**asdict(self), "passed": self.passed}
 
 
 def tolerance_of(precision: str) -> Tolerance:

@@ -10,20 +10,19 @@ import tempfile
 import time
 from base64 import b64decode
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
 
-from prelunet.evaluator.contract import ModelContract, golden_image
 from prelunet.evaluator.engine.load import open_with_placement, visible_gpus
 from prelunet.evaluator.engine.memory import format_bytes
 from prelunet.evaluator.engine.runtimes import onnx, openvino
 from prelunet.evaluator.engine.runtimes.base import LoadedModel
 from prelunet.evaluator.engine.session import Placement, Session
-from prelunet.evaluator.engine.verify import Deviation, deviation, tolerance_of
+from prelunet.evaluator.engine.verify import tolerance_of, verify
 from prelunet.evaluator.errors import PreluNetError, install_hint
 from prelunet.evaluator.machine import cores, machine_memory
 from prelunet.evaluator.serving.options import RESERVED_FILES, ServerLimits
@@ -227,7 +226,7 @@ def check_model(path: Path, placement: Placement, estimate_memory: Callable[[Ses
     """
     try:
         session = open_with_placement(path, placement, preallocate=True)
-        deviations = list(_deviations(session))
+        deviations = verify(session) if session.contract.golden else []
     except PreluNetError as error:
         return Finding("model", f"{path}: cannot be served", "wrong", str(error))
     need, available = estimate_memory(session), machine_memory()
@@ -235,7 +234,7 @@ def check_model(path: Path, placement: Placement, estimate_memory: Callable[[Ses
         "sha256": session.model_sha256,
         "architecture": session.contract.name,
         "circumstances": session.circumstances.to_json(),
-        "deviations": [{**asdict(each), "passed": each.passed} for each in deviations],
+        "deviations": [each.to_json() for each in deviations],
         "memory": need,
     }
     message = f"{path}: {session.contract.name} on {session.circumstances}; serving it takes up to {format_bytes(need)}"
@@ -250,16 +249,6 @@ def check_model(path: Path, placement: Placement, estimate_memory: Callable[[Ses
         fix = f"this machine has {format_bytes(available)}: give --memory-limit"
         return Finding("model", message, "note", fix, facts)
     return Finding("model", message, facts=facts)
-
-
-def _deviations(session: Session) -> Iterator[Deviation]:
-    contract: ModelContract = session.contract
-    precisions = (contract.precision, session.circumstances.precision)
-    coarser = max(precisions, key=lambda precision: tolerance_of(precision).scores)
-    for golden in contract.golden:
-        size = (golden.height, golden.width)
-        outputs = session.run(golden_image(*size)[None], np.array([size], np.int64))
-        yield deviation("alone", size, outputs, 0, golden.scores, golden.logits, precision=coarser)
 
 
 def check_server(address: str, timeout: float) -> Iterator[Finding]:

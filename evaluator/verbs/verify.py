@@ -33,9 +33,9 @@ def verify(
     deviations = verify_session(session)
     passed, tolerance = all(d.passed for d in deviations), tolerance_of(tolerance_precision(session))
     if as_json:
-        rows = [{**asdict(d), "passed": d.passed} for d in deviations]
-        report = {"model": session.model_sha256, "circumstances": session.circumstances.to_json(), "passed": passed}
-        echo(json.dumps({**report, "tolerance": asdict(tolerance), "deviations": rows}))
+        result = {"model": session.model_sha256, "circumstances": session.circumstances.to_json(), "passed": passed}
+        rows = [each.to_json() for each in deviations]
+        echo(json.dumps({**result, "tolerance": asdict(tolerance), "deviations": rows}))
     else:
         table = Table(
             "image", "run", "deviation of scores", "of logits (of largest)", "", title=str(session.circumstances)

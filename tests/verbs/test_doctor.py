@@ -197,7 +197,9 @@ def test_a_good_model_is_checked_with_its_golden_images_and_its_memory_for_servi
     code, findings, _ = doctor(capsys, "--model", str(path), "--device", "cpu", "--port", "0")
     facts = findings["model"]["facts"]
     assert (code, findings["model"]["state"]) == (0, "ok")
-    assert [deviation["passed"] for deviation in facts["deviations"]] == [True] * 3
+    golden = exported["demo-image"].session.contract.golden
+    cases = [(each["case"], each["height"], each["width"], each["passed"]) for each in facts["deviations"]]
+    assert cases == [(case, g.height, g.width, True) for case in ("alone", "together") for g in golden]
     assert facts["memory"] > 2**28, "the queue alone takes as much"
 
 
