@@ -17,6 +17,7 @@ def run(program: str, *flags: str) -> "subprocess.CompletedProcess[str]":
     return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
 
 
+@pytest.mark.skipif(not (ROOT / "evaluator").is_dir(), reason="a source distribution holds these folders only in src")
 @pytest.mark.parametrize("folder", ["evaluator", "export", "training"])
 def test_a_folder_of_the_checkout_cannot_be_imported_beside_the_package(folder: str) -> None:
     done = run(f"import {folder}")

@@ -12,12 +12,14 @@ from pathlib import Path
 
 import pytest
 
+import prelunet
 from prelunet.evaluator.cli import VERBS, run
 from prelunet.evaluator.errors import EnvironmentFault
 from prelunet.evaluator.terminal import echo, escape_unprintable
 from tests.conftest import ExportedNet
 
 ROOT = Path(__file__).parents[2]
+PACKAGE = Path(prelunet.__file__).parent
 
 
 def python(code: str) -> subprocess.CompletedProcess[str]:
@@ -114,7 +116,8 @@ def test_the_parsers_errors_are_escaped_too(capsys: pytest.CaptureFixture[str]) 
 
 
 def test_every_verb_prints_through_echo() -> None:
-    verbs = [path for layer in ("evaluator", "training", "export") for path in (ROOT / layer / "verbs").glob("*.py")]
+    layers = ("evaluator", "training", "export")
+    verbs = [path for layer in layers for path in (PACKAGE / layer / "verbs").glob("*.py")]
     assert len(verbs) > len(VERBS)
     assert [path.name for path in verbs if re.search(r"typer\.echo|(?<![.\w])print\(", path.read_text())] == []
 
@@ -154,7 +157,7 @@ def test_a_closed_pipe_ends_the_program_quietly(exported: dict[str, ExportedNet]
 
 def test_no_module_of_the_evaluator_imports_torch_or_onnx() -> None:
     imports = re.compile(r"^\s*(?:from|import)\s+(torch|onnx|safetensors)\b", re.MULTILINE)
-    files = sorted((ROOT / "evaluator").rglob("*.py"))
+    files = sorted((PACKAGE / "evaluator").rglob("*.py"))
     assert files
     assert [path.name for path in files if imports.search(path.read_text())] == []
 
