@@ -1,7 +1,7 @@
 """Part `training`: images per second of training steps as in `training.loop.trainer`, at 224 pixels.
 
 One step: subtract the mean, draw dropout, forward, cross entropy, backward, read the loss, SGD with momentum in our
-parameter groups. The images are already on the device; benchmarks/training/loading.py measures loading.
+parameter groups. The images are already on the device.
 """
 
 import time

@@ -4,7 +4,7 @@
 
 The loop has only the arithmetic of training: modules of torch.nn, cross entropy, SGD with momentum, no weight decay of
 slopes, torch's dropout. Ours is `Trainer.step`: mean, dropout by (seed, step, row), gradients, the check that the loss
-is finite, the update, the counts. Both repeat one synthetic batch; loading.py measures loading. First, the losses of
+is finite, the update, the counts. Both repeat one synthetic batch. First, the losses of
 both from the same weights without dropout must agree.
 
 Both are timed with either channel order in memory (`--channels-last` and `--no-channels-last` of `train`), and the

@@ -108,7 +108,7 @@ def decode_image(
     may block (`evaluator.imaging.decode_memory`).
 
     Use this before resizing: conversion to an array copies all pixels twice, which takes two fifths of the time of a
-    12-Mpixel photo at one scale (benchmarks/engine/decoding.py) and half of its memory.
+    12-Mpixel photo at one scale (benchmarks/results/decoding.md) and half of its memory.
     """
     with _image_errors(limits):
         image = _open(data, limits)

@@ -27,7 +27,7 @@ def training_view(image: DecodedImage, recipe: Recipe, epoch: int, index: int) -
     """Return the view of image `index` in an epoch: uint8 (crop, crop, 3).
 
     The scale is drawn from the recipe's range, the crop is any crop of the resized image, and half of the views are
-    mirrored. Only the cropped part is resized; benchmarks/training/loading.py measures the saving.
+    mirrored. Only the cropped part is resized; benchmarks/results/loading.md states the saving.
     """
     random = random_stream(recipe.seed, VIEW, epoch, index)
     low, high = recipe.scales
