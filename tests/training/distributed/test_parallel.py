@@ -6,7 +6,6 @@ import numpy as np
 import pytest
 import torch
 
-from benchmarks.training.parallel_model import costs, sent_bytes
 from prelunet.evaluator.errors import EnvironmentFault, UsageError
 from prelunet.training.distributed.base import PARALLEL_MODES, StepOptions, check_batch, split_evenly
 from prelunet.training.distributed.data_parallel import build_parallel
@@ -151,16 +150,6 @@ def test_counted_bytes_equal_the_formula(everything, size: int) -> None:
                 assert traffic == {"features": features, "labels": 8 * rows[rank]}
             else:
                 assert traffic == {}
-
-
-@pytest.mark.parametrize("kind", KINDS_OF_MANY)
-@pytest.mark.parametrize("size", SIZES)
-def test_the_formula_of_the_benchmark_gives_the_counted_bytes(everything, size: int, kind: str) -> None:
-    for batch in (8, 5):
-        counted = [found["cases"][Case(kind, batch)]["traffic"] for found in everything[size]]
-        for purpose, expected in sent_bytes(kind, size, costs(work.SMALL, work.CLASSES, batch), batch).items():
-            # The bytes of each bucket are rounded down
-            assert sum(one.get(purpose, 0) for one in counted) == pytest.approx(expected, abs=10 * size), purpose
 
 
 def test_totals_and_flags_cover_all_processes(everything) -> None:
