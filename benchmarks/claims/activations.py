@@ -19,8 +19,9 @@ from typing import Any, get_args
 
 import numpy as np
 
-from benchmarks.claims.intervals import interval_of_mean
-from benchmarks.common.results import header, markdown, write_result
+from benchmarks.common.intervals import interval_of_mean
+from benchmarks.common.results import circumstances, markdown, write_result
+from benchmarks.common.runner import command_line
 from prelunet.evaluator.architectures import Activation
 from prelunet.training.loop.execution import Execution
 from prelunet.training.loop.train import train
@@ -51,24 +52,22 @@ def main() -> None:
             errors[activation].append(one.errors.top1_error)
             print(f"{activation}, seed {seed}: {one.errors}", flush=True)
     differences = [_difference(errors, first, second) for first, second in PAIRS]
-    words = ["--data", "FASHION.zip", "--runs", "DIR", "--seeds", str(options.seeds), "--epochs", f"{options.epochs:g}"]
     result = {
-        **header(__file__, [*words, "--output", str(options.output)], ("numpy", "torch")),
+        **circumstances(__file__, options, ("prelunet", "numpy", "torch")),
         "recipe": {key: value for key, value in recipe.to_json().items() if key not in {"activation", "seed"}},
         "top1_error": errors,
         "differences": differences,
     }
-    write_result(options.output, result, _table(result))
     print(_table(result))
+    write_result(options.output, result, _table(result))
 
 
 def _options() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = command_line(__doc__)
     parser.add_argument("--data", type=Path, required=True, help="all of Fashion-MNIST, built as above")
     parser.add_argument("--runs", type=Path, required=True, help="folder for the trainings")
     parser.add_argument("--seeds", type=int, default=3, help="trainings per activation, at least 2")
     parser.add_argument("--epochs", type=float, default=3, help="length of each training")
-    parser.add_argument("--output", type=Path, help="JSON file to write; a table is written beside it")
     options = parser.parse_args()
     if options.seeds < 2:
         parser.error("--seeds must be at least 2: one training has no interval")

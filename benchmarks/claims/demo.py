@@ -15,8 +15,9 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.claims.intervals import interval_of_mean
-from benchmarks.common.results import header, markdown, write_result
+from benchmarks.common.intervals import interval_of_mean
+from benchmarks.common.results import circumstances, markdown, write_result
+from benchmarks.common.runner import command_line
 from prelunet.evaluator.datasets import DatasetSpec, open_from_spec
 from prelunet.evaluator.engine.load import open_session
 from prelunet.evaluator.protocols import build_protocol
@@ -48,11 +49,7 @@ def main() -> None:
     }
     columns["multi-scale − center"] = list(np.subtract(columns["multi-scale"], columns["center"]))
     result = {
-        **header(
-            __file__,
-            ["--runs", "DIR", "--seeds", str(options.seeds), "--output", str(options.output)],
-            ("prelunet", "onnxruntime", "torch", "numpy"),
-        ),
+        **circumstances(__file__, options, ("prelunet", "onnxruntime", "torch", "numpy")),
         "seeds": seeds,
         "means": {name: _mean(values) for name, values in columns.items()},
     }
@@ -61,10 +58,9 @@ def main() -> None:
 
 
 def _options() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = command_line(__doc__)
     parser.add_argument("--runs", type=Path, required=True, help="folder for the trainings, 5 minutes each on 2 cores")
     parser.add_argument("--seeds", type=int, default=3, help="number of trainings, at least 2")
-    parser.add_argument("--output", type=Path, help="JSON file to write; a table is written beside it")
     options = parser.parse_args()
     if options.seeds < 2:
         parser.error("--seeds must be at least 2: one training has no interval")

@@ -21,7 +21,6 @@ its error then counts as that of guessing. Intervals: Student's t over seeds, 95
 command resumes an interrupted one.
 """
 
-import argparse
 import json
 import math
 import sys
@@ -32,8 +31,9 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.claims.intervals import interval_of_mean
-from benchmarks.common.results import header, markdown, write_result
+from benchmarks.common.intervals import interval_of_mean
+from benchmarks.common.results import circumstances, markdown, write_result
+from benchmarks.common.runner import command_line
 from prelunet.evaluator.architectures import Activation
 from prelunet.evaluator.errors import DivergenceError
 from prelunet.evaluator.files import write_atomically
@@ -96,11 +96,10 @@ ARMS = (
 
 def main() -> None:
     """Train all nets, print the table, write the result and the plot."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = command_line(__doc__)
     parser.add_argument("--runs", type=Path, required=True, help="folder for the trainings; interrupted ones resume")
     parser.add_argument("--seeds", type=int, default=3, help="number of nets per arm, at least 2")
     parser.add_argument("--steps", type=int, default=1500, help="steps of each training")
-    parser.add_argument("--output", type=Path, help="JSON file to write")
     parser.add_argument("--plot", type=Path, help="SVG file to draw")
     options = parser.parse_args()
     if options.seeds < 2:
@@ -115,7 +114,7 @@ def main() -> None:
     print(table)
     recipe = ARMS[0].recipe(options.steps, 0).to_json()
     result = {
-        **header(__file__, sys.argv[1:], ("prelunet", "torch", "numpy", "scipy", "pillow")),
+        **circumstances(__file__, options, ("prelunet", "torch", "numpy", "scipy", "pillow")),
         "recipe": {key: value for key, value in recipe.items() if key not in {"activation", "init", "rate", "seed"}},
         "summary": summary,
         "nets": nets,

@@ -23,9 +23,7 @@ Parameters with F_ii = 0 (dead units) belong to no pair. Intervals: Student's t 
 each row separately.
 """
 
-import argparse
 import io
-import sys
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -38,8 +36,9 @@ import torch
 import torch.nn.functional as F
 from PIL import Image
 
-from benchmarks.claims.intervals import interval_of_mean
-from benchmarks.common.results import header, markdown, write_result
+from benchmarks.common.intervals import interval_of_mean
+from benchmarks.common.results import circumstances, markdown, write_result
+from benchmarks.common.runner import command_line
 from prelunet.evaluator.architectures import Activation
 from prelunet.evaluator.arrays import Float64Array
 from prelunet.evaluator.datasets import open_dataset, select
@@ -82,11 +81,10 @@ class TwoLayers:
 
 def main() -> None:
     """Measure all pairs, print the table, write the result and the plot."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = command_line(__doc__)
     parser.add_argument("--seeds", type=int, default=12, help="number of pairs of nets")
     parser.add_argument("--images", type=int, default=1000, help="number of images of val/ over which F is averaged")
     parser.add_argument("--steps", type=int, default=600, help="steps of training")
-    parser.add_argument("--output", type=Path, help="JSON file to write")
     parser.add_argument("--plot", type=Path, help="SVG file to draw")
     options = parser.parse_args()
     train, val = read_images("train", None), read_images("val", options.images)
@@ -98,7 +96,7 @@ def main() -> None:
     print(table)
     settings = {"side": SIDE, "hidden": HIDDEN, "classes": CLASSES, "batch": BATCH, "rate": RATE, "momentum": MOMENTUM}
     result = {
-        **header(__file__, sys.argv[1:], ("prelunet", "torch", "numpy", "scipy", "pillow")),
+        **circumstances(__file__, options, ("prelunet", "torch", "numpy", "scipy", "pillow")),
         "cpu_seconds": round(time.process_time(), 1),
         "settings": {**settings, "seeds": options.seeds, "images": options.images, "steps": options.steps},
         "comparisons": comparisons,
@@ -158,7 +156,7 @@ def trained(net: TwoLayers, activation: Activation, images: Images, steps: int, 
         hidden = activate(F.linear(inputs[some], values["w1"], values["b1"]), activation, values.get("slope"))
         loss = F.cross_entropy(F.linear(hidden, values["w2"], values["b2"]), labels[some])
         optimizer.zero_grad()
-        loss.backward()
+        loss.backward()  # type: ignore[no-untyped-call]
         optimizer.step()
     return replace(net, **{name: value.detach().numpy() for name, value in values.items()})
 
@@ -198,7 +196,8 @@ def fisher_matrix(net: TwoLayers, inputs: Float64Array) -> Float64Array:
     weights = [back[..., None] * inputs[:, None, None, :], roots[..., None] * hidden[:, None, None, :]]
     blocks = [weights[0], back, weights[1], roots]
     rows = np.concatenate([block.reshape(len(inputs) * p.shape[1], -1) for block in blocks], axis=1)
-    return rows.T @ rows / len(inputs)
+    matrix: Float64Array = rows.T @ rows / len(inputs)
+    return matrix
 
 
 def statistics_of(fisher: Float64Array, first: int) -> dict[str, float]:

@@ -53,6 +53,7 @@ class DenseNet(nn.Module):
         self.dtype = dtype
         self.layout = torch.channels_last if channels_last else torch.contiguous_format
         exact = torch.float64 if dtype == torch.float64 else torch.float32
+        self.mean: Tensor
         self.register_buffer("mean", torch.as_tensor(mean, dtype=exact).reshape(1, 3, 1, 1))
         self.trunk = nn.Sequential(*self._trunk_of(net))
         self.head = nn.Sequential(*self._head_of(net, onednn=onednn))
@@ -72,9 +73,10 @@ class DenseNet(nn.Module):
         centered = (pixels - self.mean).to(self.dtype).contiguous(memory_format=self.layout)
         windows = self.pyramid(self.trunk(centered))
         logits = self.head(windows.flatten(0, 2)).to(self.mean.dtype)
-        return logits.softmax(1).reshape(images.shape[0], -1, logits.shape[1]).mean(1)
+        scores: Tensor = logits.softmax(1).reshape(images.shape[0], -1, logits.shape[1]).mean(1)
+        return scores
 
-    @torch.compiler.disable  # 63 slices would become 63 kernels and take minutes to compile; one copy is enough
+    @torch.compiler.disable  # type: ignore[untyped-decorator]  # 63 slices would become 63 kernels and take minutes to compile; one copy is enough
     def pyramid(self, feature_map: Tensor) -> Tensor:
         """Return every window's bins, (N, rows, columns, bins·C), of a feature map (N, C, h, w).
 
@@ -86,9 +88,10 @@ class DenseNet(nn.Module):
         pools = {(1, 1): feature_map.contiguous(memory_format=torch.channels_last)}
         exported = torch.onnx.is_in_onnx_export()
         for step in plan_pools({(b.height, b.width) for b in bins}):
-            kernel, dilation = step.kernel, (1, 1)
+            height, width = step.kernel
+            kernel, dilation = (height, width), (1, 1)
             if not exported:
-                kernel, dilation = tuple(min(2, k) for k in step.kernel), tuple(max(1, k - 1) for k in step.kernel)
+                kernel, dilation = (min(2, height), min(2, width)), (max(1, height - 1), max(1, width - 1))
             pools[step.size] = F.max_pool2d(pools[step.base], kernel, stride=1, dilation=dilation)
         last = {size: pool.permute(0, 2, 3, 1) for size, pool in pools.items()}
         parts = []
@@ -135,11 +138,12 @@ class _Product(nn.Module):
 
     def forward(self, rows: Tensor) -> Tensor:
         if self.onednn:
-            return _onednn_product(rows, self.weight, self.bias)
+            product: Tensor = _onednn_product(rows, self.weight, self.bias)
+            return product
         return F.linear(rows, self.weight, self.bias)
 
 
-@torch.compiler.disable  # the compiler would use MKL's product, at half the speed
+@torch.compiler.disable  # type: ignore[untyped-decorator]  # the compiler would use MKL's product, at half the speed
 def _onednn_product(rows: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
     product: Tensor = torch.ops.mkldnn._linear_pointwise(rows, weight, bias, "none", [], "")
     return product
@@ -171,8 +175,8 @@ def export_plain(net: DenseNet, path: Path) -> None:
     """Export the net to ONNX as one would without this project: input float (N, 3, H, W), dynamic sizes, no masks."""
     side = net.architecture.crop + 3 * net.architecture.trunk_stride
     pixels = torch.zeros(2, 3, side, side + net.architecture.trunk_stride)
-    names = {"input_names": ["images"], "output_names": ["scores"]}
     axes = {"images": {0: "N", 2: "H", 3: "W"}, "scores": {0: "N"}}
     with warnings.catch_warnings(), torch.inference_mode():
         warnings.simplefilter("ignore")  # this exporter is deprecated, but it needs no further package
-        torch.onnx.export(net, (pixels,), str(path), dynamo=False, opset_version=18, dynamic_axes=axes, **names)
+        torch.onnx.export(net, (pixels,), str(path), dynamo=False, opset_version=18, dynamic_axes=axes,
+                          input_names=["images"], output_names=["scores"])  # fmt: skip

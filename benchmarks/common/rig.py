@@ -1,36 +1,26 @@
-"""Shared by all parts of `benchmarks.gpu.run`: nets, model files, sessions with any options, clocks, and peak rates.
+"""A device with the nets that run on it: model files, sessions, timing, and peak rates.
 
-Imports only torch, onnx, onnxruntime, numpy and Pillow: the GPU machine has nothing else, and the project is not
+Imports only torch, onnx, onnxruntime, numpy and Pillow: a borrowed GPU machine has nothing else, and the project is not
 installed there.
 """
 
-import os
-import platform
-import shutil
 import statistics
-import subprocess
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from datetime import UTC, datetime
+from functools import partial
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import numpy as np
-import onnx
-import PIL
 import torch
 
 from benchmarks.common.nets import MEAN, class_entries, discriminating_tensors
-from benchmarks.common.results import digest_of, machine
+from benchmarks.common.results import digest_of
 from prelunet.evaluator.architectures import Architecture, Conv, Pool, architecture, multiply_adds
 from prelunet.evaluator.contract import Canvas, FilePrecision, ModelContract
 from prelunet.evaluator.engine.load import open_with_placement
-from prelunet.evaluator.engine.runtimes.cuda import cuda_options
-from prelunet.evaluator.engine.runtimes.onnx import CPU, CUDA, import_runtime
-from prelunet.evaluator.engine.session import Placement, Session
-from prelunet.evaluator.errors import EnvironmentFault
+from prelunet.evaluator.engine.session import Device, Placement, Precision, Session
 from prelunet.export.dense.build import build_contract, build_model
 from prelunet.training.net.network import PreluNet, load_tensors
 
@@ -39,7 +29,6 @@ CROP = 224  # pixels, of the measured nets; all lengths in this benchmark refer 
 MAKE_FILES = ("export", "evaluator/contract.py", "evaluator/architectures.py", "training/net/initialization.py",
               "benchmarks/common/nets.py")  # fmt: skip
 PEAK_SIDE = 8192  # side of the matrices whose product defines the peak
-SMI = "driver_version,clocks.sm,clocks.mem,power.draw,power.limit,temperature.gpu,pstate,memory.used"
 
 # Stand-ins for --tiny: a crop of 28 pixels, an eighth of the real one. E keeps its 2x2 convolutions.
 TINY = architecture("demo")
@@ -67,7 +56,7 @@ class Rig:
     since a model C takes a while to write.
     """
 
-    device: str
+    device: Device
     tiny: bool
     files: Path
     peaks: Mapping[str, float] = field(default_factory=dict)  # TFLOP/s, see `measure_peaks`
@@ -84,7 +73,7 @@ class Rig:
         return 10 if self.tiny else 1000
 
     @property
-    def precisions(self) -> tuple[str, ...]:
+    def precisions(self) -> tuple[Precision, ...]:
         """Return the precisions of this device."""
         return ("fp16", "tf32", "fp32") if self.on_gpu else ("fp16", "fp32")
 
@@ -134,7 +123,7 @@ class Rig:
             new.replace(path)
         return path
 
-    def session(self, name: str, precision: str = "fp32", canvas: Canvas = "ragged") -> Session:
+    def session(self, name: str, precision: Precision = "fp32", canvas: Canvas = "ragged") -> Session:
         """Open a net as `validate` does."""
         requested = precision if self.on_gpu else None  # a CPU computes a file in one precision only
         return open_with_placement(
@@ -192,112 +181,10 @@ class Rig:
         for name, (dtype, tf32) in kinds.items():
             torch.backends.cuda.matmul.allow_tf32 = tf32
             one, other = (torch.randn(side, side, device=self.device).to(dtype) for _ in range(2))
-            timing = self.timed(lambda one=one, other=other: one @ other, seconds=0.5, min_calls=5, warm=5)
+            timing = self.timed(partial(torch.matmul, one, other), seconds=0.5, min_calls=5, warm=5)
             peaks[name] = float(f"{2 * side**3 / timing['ms'] / 1e9:.4g}")
         torch.backends.cuda.matmul.allow_tf32 = before
         self.peaks = peaks
         if self.on_gpu:
             torch.cuda.empty_cache()  # otherwise its matrices would count as memory of the next case
         return peaks
-
-
-def check_provider(rig: Rig) -> None:
-    """Open a small net and run it; raises SystemExit if it does not run on the requested device."""
-    small = Rig(rig.device, tiny=True, files=rig.files)
-    try:
-        session = small.session("A", "fp16")
-        image = np.zeros((1, TINY.crop, TINY.crop, 3), np.uint8)
-        session.run(image, np.array([image.shape[1:3]], np.int64))  # cuDNN is loaded only here
-    except Exception as error:  # the runtime's own exceptions have no common base
-        raise SystemExit(f"--device {rig.device}: unavailable: {error}") from error
-    expected = CUDA if rig.on_gpu else CPU
-    if session.circumstances.provider != expected:
-        raise SystemExit(f"--device {rig.device}: {session.circumstances.provider} was opened instead of {expected}")
-
-
-def raw_session(rig: Rig, path: Path, changes: Mapping[str, str] | None = None) -> Any:
-    """Open a model file directly in onnxruntime, on the rig's device.
-
-    changes: options of the CUDA provider that differ from ours; ignored on a CPU.
-    """
-    runtime = import_runtime()
-    options = runtime.SessionOptions()
-    options.log_severity_level = 4
-    if rig.on_gpu:
-        options.intra_op_num_threads = 1
-        options.enable_mem_pattern = False
-        options.add_session_config_entry("session.disable_cpu_ep_fallback", "1")
-    provider = (CUDA, {**cuda_options(), **(changes or {})}) if rig.on_gpu else CPU
-    session = runtime.InferenceSession(os.fspath(path), options, providers=[provider], enable_fallback=0)
-    if session.get_providers()[0] != (CUDA if rig.on_gpu else CPU):
-        raise EnvironmentFault(f"{path.name}: the session runs on {session.get_providers()[0]}")
-    return session
-
-
-def provider_options(rig: Rig, session: Any) -> dict[str, str]:
-    """Return the options that the provider of a raw session reports."""
-    return dict(session.get_provider_options()[CUDA if rig.on_gpu else CPU])
-
-
-def circumstances(rig: Rig, command: Sequence[str], source: str) -> dict[str, Any]:
-    """Return everything the results depend on; source: digest of the measured code."""
-    runtime = import_runtime()
-    return {
-        "date": datetime.now(UTC).isoformat(timespec="seconds"),
-        "command": "python -m benchmarks.gpu.run " + " ".join(command),
-        "device": rig.device,
-        "tiny": rig.tiny,
-        "gpu": torch.cuda.get_device_name() if rig.on_gpu else None,
-        "gpu_memory_gb": round(torch.cuda.mem_get_info()[1] / 1e9, 1) if rig.on_gpu else None,
-        "machine": machine(),
-        "versions": _versions(runtime),
-        "onnxruntime": {
-            "package_name": getattr(runtime, "package_name", None),
-            "build": runtime.get_build_info() if hasattr(runtime, "get_build_info") else None,
-            "providers": runtime.get_available_providers(),
-        },
-        "provider_options": cuda_options() if rig.on_gpu else {},
-        "source": source,
-        "first": watch(rig),
-    }
-
-
-def _versions(runtime: ModuleType) -> dict[str, str | None]:
-    cudnn = torch.backends.cudnn.version()
-    return {
-        "python": platform.python_version(),
-        "torch": torch.__version__,
-        "cuda": torch.version.cuda,
-        "cudnn": str(cudnn) if cudnn else None,
-        "onnxruntime": runtime.__version__,
-        "onnx": onnx.__version__,
-        "numpy": np.__version__,
-        "pillow": PIL.__version__,
-    }
-
-
-def watch(rig: Rig) -> dict[str, str]:
-    """Return driver, clocks, power and temperature from nvidia-smi; empty if unavailable."""
-    program = shutil.which("nvidia-smi")
-    if not rig.on_gpu or program is None:
-        return {}
-    command = [program, f"--query-gpu={SMI}", "--format=csv,noheader"]
-    try:
-        process = subprocess.run(command, capture_output=True, text=True, timeout=20, check=False)
-    except (OSError, subprocess.TimeoutExpired):  # the clocks are not worth losing a measurement
-        return {}
-    line = process.stdout.strip().splitlines()[:1]
-    return dict(zip(SMI.split(","), (value.strip() for value in line[0].split(",")), strict=False)) if line else {}
-
-
-def print_runtime() -> None:
-    """Print package and providers of onnxruntime, before anything can fail."""
-    runtime = import_runtime()
-    name = getattr(runtime, "package_name", "onnxruntime of unknown origin")
-    print(f"onnxruntime.package_name {name}, providers {runtime.get_available_providers()}", flush=True)
-
-
-def print_circumstances(now: Mapping[str, Any]) -> None:
-    """Print versions, device and clocks."""
-    print(", ".join(f"{name} {version}" for name, version in now["versions"].items()))
-    print(f"{now['gpu'] or now['machine']['cpu']}, {now['first'] or 'no nvidia-smi'}", flush=True)

@@ -1,9 +1,11 @@
-"""Start, watch and stop a `prelunet serve` process of this checkout, and read its metrics."""
+"""Start, watch and stop a server process, ours or another, and read the metrics of ours."""
 
 import json
+import os
 import re
 import select
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -12,15 +14,14 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self
+from typing import Self
 
 from prometheus_client.parser import text_string_to_metric_families
 
-from benchmarks.common.results import environment
+from benchmarks.common.results import environment, resident_mb
 from prelunet.evaluator.engine.memory import parse_memory
 
 PRELUNET = (sys.executable, "-c", "from prelunet.evaluator.cli import main; main()")
-FAULT_INJECTION = (sys.executable, "-m", "benchmarks.reliability.fault_injection")
 START_TIMEOUT = 120.0  # seconds for the start line
 _PILLOW = '"logger": "PIL.'  # in log lines that come from Pillow
 STOP_TIMEOUT = 60.0  # seconds after SIGTERM, in addition to lame-duck and grace periods
@@ -53,46 +54,18 @@ def _level(line: str) -> str | None:
 
 
 class ServerProcess:
-    """A running server; the constructor returns when it is ready. Use it in a `with` block, which kills the process.
+    """A server on loopback. Use it in a `with` block, which kills the process.
 
-    models: name → file; options: of `prelunet serve`; log: file for stderr; control: control file of
-    fault_injection.py, None for the unmodified program. ready_after: seconds until it was ready; promised_mb: the
-    memory limit that its start line states.
+    address: HOST:PORT; log: file for stderr, and for stdout unless that is read.
     """
 
     def __init__(
-        self, models: Mapping[str, Path], *options: str, log: Path, control: Path | None = None, device: str = "cpu"
+        self, command: Sequence[str], log: Path, *, address: str = "", env: Mapping[str, str], read_stdout: bool = False
     ) -> None:
-        program = PRELUNET if control is None else (*FAULT_INJECTION, str(control))
-        named = [word for name, path in models.items() for word in ("--model", f"{name}={path}")]
-        fixed = ("--device", device, "--log-format", "json", "--metrics-port", "0")
-        ports = () if "--port" in options else ("--port", "0")
-        self._log = log
-        begun = time.monotonic()
-        with log.open("wb") as stderr:
-            self.process = subprocess.Popen(
-                [*program, "serve", *named, *fixed, *ports, *options],
-                stdout=subprocess.PIPE, stderr=stderr, env=environment(),
-            )  # fmt: skip
-        try:
-            line = self._start_line()
-        except BaseException:
-            self.kill()
-            raise
-        self.ready_after = time.monotonic() - begun
-        self.address, self._metrics = re.findall(r"\d+\.\d+\.\d+\.\d+:\d+", line)
-        stated = re.search(r"memory at most (\S+)", line)
-        self.promised_mb = (parse_memory(stated[1]) or 0) / 2**20 if stated else 0.0
-
-    def _start_line(self) -> str:
-        stdout = self.process.stdout
-        assert stdout is not None
-        readable, _, _ = select.select([stdout], [], [], START_TIMEOUT)
-        line = stdout.readline().decode() if readable else ""
-        if not line.startswith("serving on "):
-            self.kill()
-            raise RuntimeError(f"the server did not start: {line}{self._log.read_text(encoding='utf-8')[-2000:]}")
-        return line
+        self.address, self._log = address, log
+        with log.open("wb") as file:
+            stdout = subprocess.PIPE if read_stdout else file
+            self.process = subprocess.Popen(command, stdout=stdout, stderr=file, env=env)
 
     def __enter__(self) -> Self:
         return self
@@ -100,10 +73,14 @@ class ServerProcess:
     def __exit__(self, _kind: type[BaseException] | None, _error: object, _trace: TracebackType | None) -> None:
         self.kill()
 
-    @property
-    def alive(self) -> bool:
+    def is_alive(self) -> bool:
         """Return whether the process is still running."""
         return self.process.poll() is None
+
+    @property
+    def log(self) -> str:
+        """Return what the process has written to its log so far."""
+        return self._log.read_text(encoding="utf-8", errors="replace")
 
     def send(self, number: signal.Signals) -> None:
         """Send a signal."""
@@ -111,7 +88,7 @@ class ServerProcess:
 
     def kill(self) -> None:
         """Kill the process if it is still running."""
-        if self.alive:
+        if self.is_alive():
             self.process.kill()
         self.process.wait()
         if self.process.stdout is not None:
@@ -119,26 +96,22 @@ class ServerProcess:
 
     def stop(self, *, timeout: float = STOP_TIMEOUT) -> ProcessExit:
         """Send SIGTERM and wait for the end."""
-        if self.alive:
+        if self.is_alive():
             self.send(signal.SIGTERM)
         return self.wait(timeout=timeout)
 
     def wait(self, *, timeout: float = STOP_TIMEOUT) -> ProcessExit:
         """Wait for the process to end; raises TimeoutExpired."""
         output, _ = self.process.communicate(timeout=timeout)
-        return ProcessExit(
-            self.process.returncode, output.decode(), self._log.read_text(encoding="utf-8", errors="replace")
-        )
-
-    def metrics(self) -> "MetricsSnapshot":
-        """Read its metrics."""
-        with urllib.request.urlopen(f"http://{self._metrics}/metrics", timeout=30) as answer:
-            return MetricsSnapshot(answer.read().decode())
+        return ProcessExit(self.process.returncode, (output or b"").decode(), self.log)
 
     def rss_mb(self) -> float:
         """Return its resident memory in MB."""
-        text = Path(f"/proc/{self.process.pid}/status").read_text(encoding="utf-8")
-        return int(re.search(r"VmRSS:\s+(\d+)", text)[1]) / 1024  # type: ignore[index]
+        return resident_mb(self.process.pid)
+
+    def cpu_seconds(self) -> float:
+        """Return its CPU time in seconds, including child processes."""
+        return sum(map(_cpu_seconds, _tree(self.process.pid)))
 
     def open_files(self) -> int:
         """Return the number of its open file descriptors."""
@@ -149,8 +122,70 @@ class ServerProcess:
         return _entries(f"/proc/{self.process.pid}/task")
 
 
+class PreluNetServer(ServerProcess):
+    """A `prelunet serve` process of this checkout; the constructor returns when it is ready.
+
+    models: name → file; options: of `prelunet serve`; program: what to run instead of `prelunet`. ready_after: seconds
+    until it was ready; promised_mb: the memory limit that its start line states.
+    """
+
+    def __init__(self, models: Mapping[str, Path], *options: str, log: Path, program: Sequence[str] = PRELUNET) -> None:
+        named = [word for name, path in models.items() for word in ("--model", f"{name}={path}")]
+        port = () if "--port" in options else ("--port", "0")
+        begun = time.monotonic()
+        super().__init__([*program, "serve", *named, *port, *options], log, env=environment(), read_stdout=True)
+        stdout = self.process.stdout
+        assert stdout is not None
+        try:
+            readable, _, _ = select.select([stdout], [], [], START_TIMEOUT)
+            line = stdout.readline().decode() if readable else ""
+            if not line.startswith("serving on "):
+                raise RuntimeError(f"the server did not start: {line}{self.log[-2000:]}")
+        except BaseException:
+            self.kill()
+            raise
+        self.ready_after = time.monotonic() - begun
+        self.address, *self._metrics = re.findall(r"\d+\.\d+\.\d+\.\d+:\d+", line)
+        stated = re.search(r"memory at most (\S+)", line)
+        self.promised_mb = (parse_memory(stated[1]) or 0) / 2**20 if stated else 0.0
+
+    def metrics(self) -> "MetricsSnapshot":
+        """Read its metrics; it must run with --metrics-port."""
+        with urllib.request.urlopen(f"http://{self._metrics[0]}/metrics", timeout=30) as answer:
+            return MetricsSnapshot(answer.read().decode())
+
+
+def free_port() -> int:
+    """Return an unused port of loopback."""
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+        port: int = listening.getsockname()[1]
+        return port
+
+
 def _entries(folder: str) -> int:
     return sum(1 for _ in Path(folder).iterdir())
+
+
+def _tree(pid: int) -> list[int]:
+    """Return the ids of a process and all its descendants."""
+    try:
+        children = [
+            int(child)
+            for task in Path(f"/proc/{pid}/task").iterdir()
+            for child in (task / "children").read_text().split()
+        ]
+    except OSError:
+        return [pid]
+    return [pid, *(one for child in children for one in _tree(child))]
+
+
+def _cpu_seconds(pid: int) -> float:
+    """Return user and system time of a process with its threads; 0 if it is gone."""
+    try:
+        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    except OSError:
+        return 0.0
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
 
 class MetricsSnapshot:
@@ -171,21 +206,3 @@ class MetricsSnapshot:
         """Return the gauges of calls in flight and waiting that are not 0; empty when no call is left."""
         names = ("calls_now", "waiting_images", "waiting_views", "waiting_bytes")
         return {name: value for name in names if (value := self(name))}
-
-
-def make_model(folder: Path, classes: int = 10) -> Path:
-    """Write a model file of the demo net with random weights, using `prelunet init` and `export`."""
-    model, checkpoint = folder / "demo.onnx", folder / "demo.safetensors"
-    run_verb("init", "--arch", "demo", "--classes", str(classes), "-o", str(checkpoint))
-    run_verb("export", str(checkpoint), "-o", str(model))
-    return model
-
-
-def run_verb(*words: str, timeout: float = 300, codes: Sequence[int] = (0,)) -> Any:
-    """Run a verb of this checkout; raises RuntimeError unless it exits with one of `codes`."""
-    process = subprocess.run(
-        [*PRELUNET, *words], capture_output=True, text=True, timeout=timeout, check=False, env=environment()
-    )
-    if process.returncode not in codes:
-        raise RuntimeError(f"prelunet {' '.join(words)} exited with {process.returncode}: {process.stderr[-1000:]}")
-    return process

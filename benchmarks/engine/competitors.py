@@ -6,8 +6,9 @@ torch import it, so that it does not count as memory of the others.
 """
 
 import os
+import time
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, partial
 from pathlib import Path
@@ -16,14 +17,14 @@ from typing import TYPE_CHECKING, Any, Literal
 import numpy as np
 import numpy.typing as npt
 
-from prelunet.evaluator.arrays import UInt8Array
+from prelunet.evaluator.arrays import Float64Array, UInt8Array
 from prelunet.evaluator.engine.classify import classify_images
 from prelunet.evaluator.engine.load import open_session
 from prelunet.evaluator.engine.runtimes import openvino as openvino_runtime
 from prelunet.evaluator.engine.runtimes.onnx import import_runtime
 from prelunet.evaluator.engine.session import Device, Session
 from prelunet.evaluator.errors import EnvironmentFault
-from prelunet.evaluator.imaging.views import make_views
+from prelunet.evaluator.imaging.views import ViewImage, make_views
 from prelunet.evaluator.machine import supports_bf16
 from prelunet.evaluator.protocols import EvaluationProtocol
 
@@ -99,7 +100,7 @@ class BenchmarkNet:
         torch.set_num_threads(self.threads)
         checkpoint = read_checkpoint(self.checkpoint)
         dtype = torch.float32 if precision == "fp32" else torch.bfloat16
-        onednn = precision == "fp32" and torch.backends.mkldnn.is_available()
+        onednn = precision == "fp32" and _has_onednn()
         net = network_from_checkpoint(checkpoint)
         return DenseNet(net, checkpoint.mean, dtype=dtype, channels_last=channels_last, onednn=onednn)
 
@@ -145,9 +146,58 @@ def in_pairs(run: Callable[[UInt8Array], Scores]) -> ScoreFunction:
     return answer
 
 
-def _naive(case: BenchmarkNet) -> OpenedCompetitor:
-    from benchmarks.engine.naive import CROPS_AT_ONCE, classify_every_crop, seconds_of_sample
+# The naive competitor crops every window out of the resized image and classifies the crops, in torch float32. Its
+# scores differ from dense ones by nature: at its border a crop sees zeros where a window sees its neighbors.
 
+CROPS_AT_ONCE = 16
+Corner = tuple[int, int, int]  # index of the view, row and column of the crop's upper left pixel
+
+
+def classify_every_crop(net: "DenseNet", image: UInt8Array, protocol: EvaluationProtocol) -> Float64Array:
+    """Return the image's scores, (K,): crops → view → image, each a plain mean."""
+    views = make_views(image, protocol)
+    corners = _corners(net, views)
+    scores = _classify(net, views, corners)
+    owner = np.array([index for index, _, _ in corners])
+    means: Float64Array = np.mean([scores[owner == index].mean(axis=0) for index in range(len(views))], axis=0)
+    return means
+
+
+def seconds_of_sample(net: "DenseNet", image: UInt8Array, protocol: EvaluationProtocol, crops: int) -> float:
+    """Estimate the seconds for all crops of an image from a random sample of `crops` of them."""
+    start = time.perf_counter()
+    views = make_views(image, protocol)
+    corners = _corners(net, views)
+    begun = time.perf_counter()
+    chosen = np.random.default_rng(0).choice(len(corners), min(crops, len(corners)), replace=False)
+    _classify(net, views, [corners[index] for index in sorted(chosen)])
+    return begun - start + (time.perf_counter() - begun) * len(corners) / len(chosen)
+
+
+def _corners(net: "DenseNet", views: Sequence[ViewImage]) -> list[Corner]:
+    """Return the corner of each window's crop: spaced by the trunk's stride, the last ones moved inside the image."""
+    crop, stride = net.architecture.crop, net.architecture.trunk_stride
+    corners = []
+    for index, view in enumerate(views):
+        sides = view.image.shape[:2]
+        counts = [net.architecture.feature_map_side(side) - net.architecture.window + 1 for side in sides]
+        tops, lefts = (
+            [min(stride * i, side - crop) for i in range(count)] for side, count in zip(sides, counts, strict=True)
+        )
+        corners += [(index, top, left) for top in tops for left in lefts]
+    return corners
+
+
+def _classify(net: "DenseNet", views: Sequence[ViewImage], corners: Sequence[Corner]) -> Float64Array:
+    crop, scores = net.architecture.crop, []
+    for start in range(0, len(corners), CROPS_AT_ONCE):
+        some = corners[start : start + CROPS_AT_ONCE]
+        batch = np.stack([views[i].image[top : top + crop, left : left + crop] for i, top, left in some])
+        scores.append(net.scores(batch))
+    return np.concatenate(scores).astype(np.float64)
+
+
+def _naive(case: BenchmarkNet) -> OpenedCompetitor:
     settings = {**_torch_settings(), "crops at once": CROPS_AT_ONCE}
     return OpenedCompetitor(partial(classify_every_crop, case.net), settings, partial(seconds_of_sample, case.net))
 
@@ -160,7 +210,7 @@ def _compiled(case: BenchmarkNet) -> OpenedCompetitor:
     import torch
 
     # Sizes vary between images. Freezing converts weights to oneDNN's layout once, also in float32.
-    options = {"freezing": True}
+    options: dict[str, Any] = {"freezing": True}
     os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(case.folder / "inductor")  # so that nothing compiled earlier is reused
     net = torch.compile(case.net, dynamic=True, options=options)
 
@@ -190,6 +240,12 @@ def _channels_last(precision: CompetitorPrecision) -> Callable[[BenchmarkNet], O
     return open_
 
 
+def _has_onednn() -> bool:
+    import torch
+
+    return bool(torch.backends.mkldnn.is_available())  # type: ignore[no-untyped-call]
+
+
 def _torch_settings() -> dict[str, Any]:
     import torch
 
@@ -197,7 +253,7 @@ def _torch_settings() -> dict[str, Any]:
         "torch": torch.__version__,
         "threads": torch.get_num_threads(),
         "head": "gathered bins, three products",
-        "convolutions and products": "oneDNN" if torch.backends.mkldnn.is_available() else "ATen, BLAS",
+        "convolutions and products": "oneDNN" if _has_onednn() else "ATen, BLAS",
         "layout": "channels first",
     }
 

@@ -4,7 +4,7 @@
     python -m benchmarks.engine.growth --draw docs/performance                     draw the file and print its tables
 
 Uses model A with random weights and, for the dataset, the demo net, with every engine of the CPU in turn. Each point is
-written as soon as it is measured, and the same command resumes an interrupted one (results.py). On two otherwise idle
+written as soon as it is measured, and the same command resumes an interrupted one (runner.py). On two otherwise idle
 cores all parts take about twelve minutes.
 
 - area:       one view and its mirror image of a 4:3 photo, from 224 pixels to 1024
@@ -15,25 +15,25 @@ cores all parts take about twelve minutes.
 - dataset:    `validate` of 100 to 10,000 small images, with --most-images 50000 also 50,000; one process per point
 """
 
-import argparse
 import json
 import math
 import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from PIL import Image
 
-from benchmarks.common.results import ROOT, Results, cpu, digest_of, header, shuffled
+from benchmarks.common.results import RESULTS, circumstances, cpu, digest_of, shuffled
 from benchmarks.common.rig import Rig
+from benchmarks.common.runner import Case, Runner, command_line
 from benchmarks.engine.competitors import CompetitorPrecision
 from benchmarks.engine.growth_plots import draw, tables
-from benchmarks.engine.interleaved import deviation, gflop_of, timed, windows_of, within
+from benchmarks.engine.interleaved import deviation, timed, windows_of, within
 from benchmarks.engine.isolated import run_isolated
 from prelunet.evaluator.architectures import parameter_shapes
 from prelunet.evaluator.contract import golden_image
@@ -48,7 +48,6 @@ from prelunet.training.data.splits import embedded_dataset_path
 PACKAGES = ("prelunet", "onnxruntime", "onnxruntime-gpu", "openvino", "numpy", "pillow")  # that can change a number
 MEASURED = ("evaluator/engine", "evaluator/imaging", "evaluator/validation", "export",
             "benchmarks/engine/growth.py", "benchmarks/engine/isolated.py")  # fmt: skip
-OUTPUT = ROOT / "benchmarks" / "results" / "growth.json"
 NET = "A"
 PHOTO = (375, 500)  # height and width of about half of ImageNet's photos
 AREA_SCALES = (224, 256, 320, 384, 480, 640, 1024)
@@ -129,19 +128,18 @@ class GrowthBench:
         self._sessions = {}
 
 
-@dataclass(frozen=True)
-class Point:
-    """One measurement. seconds: estimated duration."""
-
-    settings: Mapping[str, Any]
-    work: Callable[[], Json]
-    seconds: float = 30
-
-
 def main(arguments: Sequence[str] | None = None) -> int:
     """Measure, or draw; return 0, or 1 if a point failed, or 3 if the time limit left some out."""
     words = list(sys.argv[1:] if arguments is None else arguments)
-    options = _options(words)
+    parser = command_line(__doc__, output=RESULTS / "growth.json", limit=900)
+    parser.add_argument("--parts", nargs="+", choices=list(PARTS), default=list(PARTS), metavar="PART",
+                        help=f"parts to measure, of: {', '.join(PARTS)}")  # fmt: skip
+    parser.add_argument("--engines", nargs="+", choices=list(ENGINES), default=list(ENGINES), metavar="ENGINE",
+                        help=f"engines, of: {', '.join(map(repr, ENGINES))}")  # fmt: skip
+    parser.add_argument("--draw", type=Path, metavar="DIR", help="draw into DIR and print the tables")
+    parser.add_argument("--most-images", type=int, default=IMAGES[-2],
+                        help=f"size of the largest dataset; {IMAGES[-1]:,} takes minutes longer")  # fmt: skip
+    options = parser.parse_args(words)
     if options.draw:
         data = json.loads(options.output.read_text(encoding="utf-8"))
         draw(data, options.draw)
@@ -151,30 +149,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
         engines, found = _engines(Path(folder), options.engines)
         bench = GrowthBench(options.tiny, Path(folder), engines, options.most_images)
         facts = {"device": cpu(), "tiny": options.tiny, "source": digest_of(*MEASURED), "engines": found}
-        circumstances = {**header(__file__, words, PACKAGES), **facts}
-        results = Results(options.output, "growth", circumstances, options.limit)
+        runner = Runner(
+            options.output, "growth", {**circumstances(__file__, options, PACKAGES, words), **facts}, options.limit
+        )
         for part in options.parts:
-            print(f"{part} ({results.elapsed:.0f} s)")
+            print(part)
             if part in ISOLATED_PARTS:
                 bench.close()
-            for point in PARTS[part](bench):
-                results.measure({"part": part, **point.settings}, point.work, point.seconds)
-    return results.finish()
-
-
-def _options(words: Sequence[str]) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--parts", nargs="+", choices=list(PARTS), default=list(PARTS), metavar="PART",
-                        help=f"parts to measure, of: {', '.join(PARTS)}")  # fmt: skip
-    parser.add_argument("--engines", nargs="+", choices=list(ENGINES), default=list(ENGINES), metavar="ENGINE",
-                        help=f"engines, of: {', '.join(map(repr, ENGINES))}")  # fmt: skip
-    parser.add_argument("--output", type=Path, default=OUTPUT, help="JSON file of the results")
-    parser.add_argument("--draw", type=Path, metavar="DIR", help="draw into DIR and print the tables")
-    parser.add_argument("--tiny", action="store_true", help="rehearsal in seconds with the demo net, small pictures")
-    parser.add_argument("--most-images", type=int, default=IMAGES[-2],
-                        help=f"size of the largest dataset; {IMAGES[-1]:,} takes minutes longer")  # fmt: skip
-    parser.add_argument("--limit", type=float, default=900, help="seconds after which no new point starts")
-    return parser.parse_args(words)
+            runner.run(replace(case, settings={"part": part, **case.settings}) for case in PARTS[part](bench))
+    return runner.finish()
 
 
 def _engines(folder: Path, names: Sequence[str]) -> tuple[list[Engine], Json]:
@@ -184,30 +167,29 @@ def _engines(folder: Path, names: Sequence[str]) -> tuple[list[Engine], Json]:
     found: Json = {}
     for engine in (ENGINES[name] for name in names):
         try:
-            found[engine.name] = open_with_placement(
-                path, Placement(engine.device, engine.precision)
-            ).circumstances.to_json()
+            session = open_with_placement(path, Placement(engine.device, engine.precision))
         except EnvironmentFault as error:
             found[engine.name] = f"not measured: {error}"
         else:
+            found[engine.name] = session.circumstances.to_json()
             engines.append(engine)
     return engines, found
 
 
-def area(bench: GrowthBench) -> Iterator[Point]:
+def area(bench: GrowthBench) -> Iterator[Case]:
     """Pairs of mirrored views of one photo at growing scales."""
     for scale in bench.sampled(AREA_SCALES):
         yield _timed(bench, {"scale": scale}, (scale,), PHOTO, seconds=scale**2 / 16_000)
 
 
-def elongation(bench: GrowthBench) -> Iterator[Point]:
+def elongation(bench: GrowthBench) -> Iterator[Case]:
     """Pairs of mirrored views of one scale and growing length."""
     for times in bench.sampled(ELONGATIONS):
         photo = (ELONGATED_SCALE, round(ELONGATED_SCALE * times))
         yield _timed(bench, {"times": times}, (ELONGATED_SCALE,), photo)
 
 
-def scales(bench: GrowthBench) -> Iterator[Point]:
+def scales(bench: GrowthBench) -> Iterator[Case]:
     """One photo at an increasing number of scales."""
     for several in bench.sampled(SCALES):
         yield _timed(bench, {"scales": list(several)}, several, PHOTO)
@@ -215,7 +197,7 @@ def scales(bench: GrowthBench) -> Iterator[Point]:
 
 def _timed(
     bench: GrowthBench, settings: Json, of_scales: Sequence[int], photo: tuple[int, int], seconds: float = 40
-) -> Point:
+) -> Case:
     """Time the engines in turn on a photo; lengths refer to crops of 224 pixels."""
 
     def work() -> Json:
@@ -228,10 +210,11 @@ def _timed(
             for name, session in bench.sessions.items()
         }
         taken, deviations = interleave(answers, bench.tiny)
-        sizes = [resized_size(*image.shape[:2], nets.px(scale)) for scale in of_scales]
+        height, width = image.shape[:2]
+        sizes = [resized_size(height, width, nets.px(scale)) for scale in of_scales]
         return {"seconds": taken, "deviations": deviations, **_amount(nets, [size for size in sizes for _ in "pm"])}
 
-    return Point(settings, work, seconds)
+    return Case(settings, work, seconds)
 
 
 def interleave(
@@ -267,27 +250,31 @@ def _amount(nets: Nets, sizes: Sequence[tuple[int, int]]) -> Json:
         "pixels": sum(height * width for height, width in sizes),
         "views": [list(size) for size in sizes],
         "windows": windows,
-        "gflop": round(gflop_of(net, sizes, nets.classes), 4),
+        "gflop": round(nets.flop(NET, sizes) / 1e9, 4),
         "head_gflop": round(2 * windows * of_window / 1e9, 4),
     }
 
 
-def memory(bench: GrowthBench) -> Iterator[Point]:
+def memory(bench: GrowthBench) -> Iterator[Case]:
     """Each engine in its own process, validating large photos at growing scales."""
     for scale, copies in bench.sampled(MEMORY_SCALES):
         for engine in bench.engines:
             yield _large_photos(bench, engine, scale, copies)
 
 
-def _large_photos(bench: GrowthBench, engine: Engine, scale: int, copies: int) -> Point:
+def _large_photos(bench: GrowthBench, engine: Engine, scale: int, copies: int) -> Case:
     def work() -> Json:
         nets = bench.nets()
         sizes = [(nets.px(height), nets.px(width)) for height, width in LARGE_PHOTOS]
-        task = {"task": "validate", "protocol": f"dense-{nets.px(scale)}", "data": str(photos(bench.folder, sizes))}
-        task |= {"model": str(nets.model_file(NET)), "images": copies * len(sizes)}
+        task: Json = {"task": "validate", "protocol": f"dense-{nets.px(scale)}"}
+        task |= {
+            "data": str(photos(bench.folder, sizes)),
+            "model": str(nets.model_file(NET)),
+            "images": copies * len(sizes),
+        }
         return run_engine_isolated(engine, task)
 
-    return Point({"scale": scale, "engine": engine.name}, work, seconds=scale**2 / 5000)
+    return Case({"scale": scale, "engine": engine.name}, work, seconds=scale**2 / 5000)
 
 
 def photos(folder: Path, sizes: Sequence[tuple[int, int]]) -> Path:
@@ -301,7 +288,7 @@ def photos(folder: Path, sizes: Sequence[tuple[int, int]]) -> Path:
     return dataset
 
 
-def classes(bench: GrowthBench) -> Iterator[Point]:
+def classes(bench: GrowthBench) -> Iterator[Case]:
     """Each engine in its own process, on nets with growing numbers of classes; one model file exists at a time."""
     for count in bench.sampled(CLASSES):
         for engine in bench.engines:
@@ -310,7 +297,7 @@ def classes(bench: GrowthBench) -> Iterator[Point]:
             file.unlink()
 
 
-def _of_classes(bench: GrowthBench, engine: Engine, count: int) -> Point:
+def _of_classes(bench: GrowthBench, engine: Engine, count: int) -> Case:
     def work() -> Json:
         nets = bench.nets(count)
         path, scale = nets.model_file(NET), nets.px(CLASSES_SCALE)
@@ -322,10 +309,10 @@ def _of_classes(bench: GrowthBench, engine: Engine, count: int) -> Point:
         file_mb = round(path.stat().st_size / 2**20, 1)
         return {**found, "seconds": seconds, "file_mb": file_mb, **_amount(nets, [size, size])}
 
-    return Point({"classes": count, "engine": engine.name}, work)
+    return Case({"classes": count, "engine": engine.name}, work)
 
 
-def dataset(bench: GrowthBench) -> Iterator[Point]:
+def dataset(bench: GrowthBench) -> Iterator[Case]:
     """Validate with each engine in its own process; the largest dataset with the first engine only."""
     for images in IMAGES:
         for engine in bench.engines if images < IMAGES[-1] else bench.engines[:1]:
@@ -333,13 +320,13 @@ def dataset(bench: GrowthBench) -> Iterator[Point]:
                 yield _validation(bench, engine, images)
 
 
-def _validation(bench: GrowthBench, engine: Engine, images: int) -> Point:
+def _validation(bench: GrowthBench, engine: Engine, images: int) -> Case:
     def work() -> Json:
         model = str(bench.nets(demo=True).model_file(NET))
         task = {"task": "validate", "protocol": DATASET_PROTOCOL, "data": str(embedded_dataset_path())}
         return run_engine_isolated(engine, {**task, "model": model, "images": images})
 
-    return Point({"images": images, "engine": engine.name}, work, seconds=5 + images / 150)
+    return Case({"images": images, "engine": engine.name}, work, seconds=5 + images / 150)
 
 
 def run_engine_isolated(engine: Engine, task: Mapping[str, Any]) -> Json:
@@ -347,7 +334,7 @@ def run_engine_isolated(engine: Engine, task: Mapping[str, Any]) -> Json:
     return run_isolated({**task, "device": engine.device, "precision": engine.precision})
 
 
-PARTS: Mapping[str, Callable[[GrowthBench], Iterator[Point]]] = {
+PARTS: Mapping[str, Callable[[GrowthBench], Iterator[Case]]] = {
     part.__name__: part for part in (area, elongation, scales, memory, classes, dataset)
 }
 

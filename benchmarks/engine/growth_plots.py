@@ -6,7 +6,7 @@ from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
-from benchmarks.common.results import cell, markdown
+from benchmarks.common.results import cell, described_run, markdown
 from prelunet.evaluator.reporting.charts import chart_spec
 from prelunet.evaluator.reporting.html import draw_svg
 
@@ -75,14 +75,14 @@ def _lines(rows: Sequence[Row], x_title: str, y_title: str) -> Json:
     """Return a specification with a line for each series and kind, in the report's light colors on white."""
     places = sorted({row["x"] for row in rows})
     logarithmic = places[-1] > 100 * places[0]
-    x = {"field": "x", "type": "quantitative", "title": x_title, "axis": {"grid": False, "format": ",~r"}}
-    x["scale"] = {"type": "log", "nice": False} if logarithmic else {"zero": False, "nice": True}
-    if logarithmic:
-        x["axis"] |= {"values": places, "format": ",d"}
+    axis = {"grid": False, **({"values": places, "format": ",d"} if logarithmic else {"format": ",~r"})}
+    scale = {"type": "log", "nice": False} if logarithmic else {"zero": False, "nice": True}
+    x = {"field": "x", "type": "quantitative", "title": x_title, "axis": axis, "scale": scale}
     series, kinds = (list(dict.fromkeys(row[key] for row in rows)) for key in ("series", "kind"))
     color = {"field": "series", "type": "nominal", "scale": {"domain": series, "range": COLORS[: len(series)]}}
-    dash = {"field": "kind", "type": "nominal", "scale": {"domain": kinds, "range": [[1, 0], [4, 3]]}}
-    dash["legend"] = {"symbolType": "stroke", "symbolStrokeWidth": 2, "symbolSize": 300} if len(kinds) > 1 else None
+    legend = {"symbolType": "stroke", "symbolStrokeWidth": 2, "symbolSize": 300} if len(kinds) > 1 else None
+    dashes = {"domain": kinds, "range": [[1, 0], [4, 3]]}
+    dash = {"field": "kind", "type": "nominal", "scale": dashes, "legend": legend}
     y = {"field": "y", "type": "quantitative", "title": y_title, "scale": {"zero": True}, "axis": {"domain": False}}
     spec = chart_spec(
         list(rows),
@@ -95,7 +95,10 @@ def _lines(rows: Sequence[Row], x_title: str, y_title: str) -> Json:
 
 def tables(data: Json) -> str:
     """Return the circumstances of the runs and a table of each measured part, as Markdown."""
-    blocks = [_circumstances(data["runs"][index]) for index in sorted({case["run"] for case in data["cases"]})]
+    blocks = []
+    for run in (data["runs"][index] for index in sorted({case["run"] for case in data["cases"]})):
+        missing = [f" {name}: {reason}." for name, reason in run["engines"].items() if isinstance(reason, str)]
+        blocks.append(described_run(run) + "".join(missing))
     for part, columns in _COLUMNS.items():
         points = sorted(points_of(data, part), key=lambda point: point.get("engine", ""))
         engines = list(points[0]["seconds"]) if points and "engine" not in points[0] else []
@@ -106,14 +109,6 @@ def tables(data: Json) -> str:
         ]
         blocks.append(f"{part}\n\n{markdown(header, rows)}" if rows else f"{part}: not measured")
     return "\n\n".join(blocks)
-
-
-def _circumstances(run: Json) -> str:
-    versions = ", ".join(f"{name} {version}" for name, version in run["versions"].items())
-    rehearsal = " **A rehearsal with a tiny net: the numbers mean nothing.**" if run["tiny"] else ""
-    missing = "".join(f" {name}: {reason}." for name, reason in run["engines"].items() if isinstance(reason, str))
-    where = f"{run['machine']['cores']} cores of {run['machine']['cpu']}"
-    return f"Measured {run['date']} on {where} with {versions}: `{run['command']}`.{missing}{rehearsal}"
 
 
 def _seconds(point: Row, engine: str) -> str:

@@ -4,6 +4,7 @@ import math
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -150,7 +151,8 @@ def _time_photo(
 ) -> PhotoTimings:
     seconds: dict[str, float] = {}
     scores: dict[str, Scores] = {}
-    sizes = [resized_size(*photo.pixels.shape[:2], view.scale, protocol.long_side_cap) for view in protocol.views]
+    height, width = photo.pixels.shape[:2]
+    sizes = [resized_size(height, width, view.scale, protocol.long_side_cap) for view in protocol.views]
     crops = None
     for name in shuffled(opened, number):
         competitor = opened[name]
@@ -161,11 +163,12 @@ def _time_photo(
             if crops > SAMPLED_CROPS:
                 seconds[name] = competitor.sample(photo.pixels, protocol, SAMPLED_CROPS)
                 continue
-        seconds[name], scores[name] = timed(lambda answer=competitor.answer: answer(photo.pixels, protocol))
+        seconds[name], scores[name] = timed(partial(competitor.answer, photo.pixels, protocol))
     if REFERENCE in scores:
         reference.store(scores[REFERENCE], photo, protocol)
     deviations = {name: reference.deviation(name, found, photo, protocol) for name, found in scores.items()}
-    return PhotoTimings(photo, gflop_of(net, sizes, CLASSES), seconds, deviations, crops)
+    gflop = sum(2 * multiply_adds(net, *size, CLASSES) for size in sizes) / 1e9
+    return PhotoTimings(photo, gflop, seconds, deviations, crops)
 
 
 def timed(answer: Callable[[], Scores]) -> tuple[float, Scores]:
@@ -179,8 +182,3 @@ def windows_of(net: Architecture, sizes: Iterable[tuple[int, int]]) -> int:
     """Return the total number of windows of views of these heights and widths."""
     grids = [[net.feature_map_side(side) - net.window + 1 for side in size] for size in sizes]
     return sum(rows * columns for rows, columns in grids)
-
-
-def gflop_of(net: Architecture, sizes: Iterable[tuple[int, int]], classes: int) -> float:
-    """Return the operations of views of these heights and widths, two per multiply-add."""
-    return sum(2 * multiply_adds(net, *size, classes) for size in sizes) / 1e9

@@ -111,7 +111,7 @@ def validate(task: Mapping[str, Any]) -> Json:
         begun = time.perf_counter()
         run = run_validation([session], dataset, info, Path(folder) / "run")
         seconds = time.perf_counter() - begun
-        written = sum(file.stat().st_size for file in run.folder.iterdir())
+        written = sum(file.stat().st_size for file in (Path(folder) / "run").iterdir())
     estimated_bytes = {
         "loading": need.base + need.loading,
         "settled": need.base + need.weights,
@@ -134,7 +134,7 @@ def _load(task: Mapping[str, Any]) -> "tuple[Session, Json]":
     from prelunet.evaluator.engine.session import Placement
 
     session = open_with_placement(Path(task["model"]), Placement(task["device"], task["precision"]))
-    loaded = {"loading_mb": _peak_mb(), "settled_mb": resident_mb()}
+    loaded = {"loading_mb": _peak_mb(), "settled_mb": round(resident_mb())}
     Path("/proc/self/clear_refs").write_text("5", encoding="ascii")  # resets the peak: proc(5)
     return session, loaded
 

@@ -11,7 +11,6 @@ synthetic in photo sizes, or come from --data.
 
 import argparse
 import gc
-import sys
 import tempfile
 import time
 from collections.abc import Mapping, Sequence
@@ -20,7 +19,8 @@ from typing import Any
 
 from benchmarks.common.nets import write_files
 from benchmarks.common.photos import Photo, load_photos
-from benchmarks.common.results import digest_of, header, resident_mb, write_result
+from benchmarks.common.results import circumstances, digest_of, resident_mb, write_result
+from benchmarks.common.runner import command_line
 from benchmarks.engine.competitors import COMPETITORS, REFERENCE, BenchmarkNet, NotAvailable, OpenedCompetitor
 from benchmarks.engine.interleaved import PhotoTimings, Reference, StopRule, measure, warm_up
 from benchmarks.engine.isolated import run_isolated
@@ -47,7 +47,7 @@ def main() -> None:
     begun = time.perf_counter()
     photos = load_photos(options.data)
     result: Json = {
-        **header(__file__, sys.argv[1:], ("prelunet", "onnxruntime", "openvino", "torch", "numpy", "pillow")),
+        **circumstances(__file__, options, ("prelunet", "onnxruntime", "openvino", "torch", "numpy", "pillow")),
         "source": digest_of(*MEASURED),
         "files": {},
         "threads": options.threads,
@@ -68,7 +68,7 @@ def main() -> None:
 
 
 def _options() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = command_line(__doc__)
     parser.add_argument("--nets", nargs="+", default=["A", "C"], help="architectures")
     parser.add_argument("--protocols", nargs="+", default=["dense-256", "multi-scale"], help="dense protocols")
     parser.add_argument("--data", type=Path, help="folder of photos; default: synthetic pictures")
@@ -76,16 +76,11 @@ def _options() -> argparse.Namespace:
                         help="images per net, protocol and precision")  # fmt: skip
     parser.add_argument("--seconds", type=float, default=40,
                         help="time limit per net, protocol and precision, beyond the LEAST images")  # fmt: skip
-    parser.add_argument(
-        "--patience",
-        type=float,
-        default=180,
-        help="time limit in seconds for the LEAST images; at least one is always measured",
-    )
+    parser.add_argument("--patience", type=float, default=180,
+                        help="time limit in seconds for the LEAST images; at least one is always measured")  # fmt: skip
     parser.add_argument("--threads", type=int, default=cores(), help="threads of every competitor")
     parser.add_argument("--only", nargs="+", choices=list(COMPETITORS), metavar="COMPETITOR", default=list(COMPETITORS),
                         help=f"{REFERENCE} always takes part; also: " + "; ".join(COMPETITORS))  # fmt: skip
-    parser.add_argument("--output", type=Path, help="JSON file to write; tables are written beside it as .md")
     return parser.parse_args()
 
 
@@ -112,7 +107,7 @@ def _net(
         warm_up(opened, photos[0], min(protocols, key=lambda protocol: max(protocol.scales)), reference)
         for protocol in protocols:
             _log(begun, f"{name}, {protocol.name}, {precision}: {len(opened)} competitors in turn")
-            limits = StopRule(*options.images, options.seconds, options.patience)
+            limits = StopRule(options.images[0], options.images[1], options.seconds, options.patience)
             visits[protocol.name] += measure(opened, photos, protocol, architecture(name), limits, reference)
             of_net = [_result(name, one, visits[one.name], alone) for one in protocols if visits[one.name]]
             result["process_memory_mb"][name] = round(peak_memory() / 2**20)
@@ -171,7 +166,7 @@ def _open(case: BenchmarkNet, names: Sequence[str], alone: Mapping[str, Json]) -
                     opened[name] = COMPETITORS[name].open(case)
                 except NotAvailable as error:
                     raise SystemExit(f"{name}: available alone, but not beside the others: {error}") from error
-            advance(note=f"{name}, {resident_mb()} MB")
+            advance(note=f"{name}, {resident_mb():.0f} MB")
     return opened
 
 

@@ -1,11 +1,11 @@
 """Rows, tables and verdicts from the timings. Pure functions."""
 
-import math
 import statistics
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from benchmarks.common.results import markdown
+from benchmarks.common.intervals import differs, median_ratio
+from benchmarks.common.results import described_run, markdown, significant
 from benchmarks.engine.competitors import COMPETITORS
 from benchmarks.engine.interleaved import SAMPLED_CROPS, PhotoTimings
 
@@ -64,8 +64,8 @@ def _measured(visits: Sequence[PhotoTimings], name: str, fastest: str | None) ->
     naive = _rates(visits, "naive")
     row: Row = {
         "images": len(seconds),
-        "images_per_second": _significant(len(seconds) / sum(seconds)),
-        "times_naive": _significant(statistics.median(rates) / statistics.median(naive)) if naive else None,
+        "images_per_second": significant(len(seconds) / sum(seconds)),
+        "times_naive": significant(statistics.median(rates) / statistics.median(naive)) if naive else None,
         "times_fastest": None if fastest is None else _ratio(visits, fastest, name),
         "fastest": fastest,
         "gflop_per_second": {
@@ -91,19 +91,15 @@ def _ratio(visits: Sequence[PhotoTimings], other: str, name: str) -> Row | None:
 
     error: standard error of the median, assuming normal ratios; None for a single one.
     """
-    ratios = [v.seconds[other] / v.seconds[name] for v in visits if other in v.seconds and name in v.seconds]
-    if not ratios:
+    both = [visit.seconds for visit in visits if other in visit.seconds and name in visit.seconds]
+    if not both:
         return None
-    error = math.sqrt(math.pi / 2 / len(ratios)) * statistics.stdev(ratios) if len(ratios) > 1 else None
+    median, error = median_ratio([seconds[other] for seconds in both], [seconds[name] for seconds in both])
     return {
-        "median": _significant(statistics.median(ratios)),
-        "error": None if error is None else _significant(error, 2),
-        "pictures": len(ratios),
+        "median": significant(median),
+        "error": None if error is None else significant(error, 2),
+        "pictures": len(both),
     }
-
-
-def _significant(value: float, digits: int = 4) -> float:
-    return float(f"{value:.{digits}g}")
 
 
 def goals_of(results: Sequence[Mapping[str, Any]]) -> list[Goal]:
@@ -119,7 +115,7 @@ def goals_of(results: Sequence[Mapping[str, Any]]) -> list[Goal]:
             if ratio is not None:
                 measured, error = ratio["median"], ratio["error"]
                 text = f"{where}: ours in {precision} at least {ENOUGH} of the fastest {precision} competitor"
-                sure = error is not None and abs(measured - ENOUGH) > 2 * error
+                sure = differs(measured, ENOUGH, error)
                 goals.append({"goal": text, "measured": measured, "met": measured >= ENOUGH, **ratio, "sure": sure})
         times = max(_of_ours(rows, "fp32", "times_naive"), default=None)
         if times is not None and len(result["protocol"]["scales"]) > 1:
@@ -134,14 +130,8 @@ def _of_ours(rows: Sequence[Row], precision: str, key: str) -> list[Any]:
 
 def tables(result: Mapping[str, Any]) -> str:
     """Return the whole result in Markdown."""
-    machine = result["machine"]
-    versions = ", ".join(f"{name} {version}" for name, version in result["versions"].items())
-    lines = [
-        "# Dense evaluation side by side",
-        "",
-        f"{result['date']}, {machine['cpu']}, {result['threads']} threads, {machine['memory_gb']} GB "
-        f"({', '.join(machine['instructions'])}); {versions}. Command: `{result['command']}`. {NOTES}",
-    ]
+    threads = f"Threads of every competitor: {result['threads']}."
+    lines = ["# Dense evaluation side by side", "", f"{described_run(result)} {threads} {NOTES}"]
     for one in result["results"]:
         there = [row for row in one["rows"] if "not_available" not in row]
         lines += ["", f"## {one['net']}, {one['protocol']['name']}", "", _pictures(one), ""]

@@ -8,7 +8,7 @@ keep a host buffer that is reused later, hence the files in which the Concat is 
 captured them, and nothing else may use CUDA during a capture.
 """
 
-from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +16,9 @@ import numpy as np
 import onnx
 from onnx import helper, numpy_helper
 
-from benchmarks.common.rig import Rig, raw_session
+from benchmarks.common.rig import Rig
+from benchmarks.common.runner import Case
+from benchmarks.gpu.device import noise_batch, raw_session
 from prelunet.evaluator.contract import INPUTS, OUTPUTS
 from prelunet.evaluator.engine.runtimes.onnx import import_runtime
 
@@ -28,15 +30,13 @@ ROUNDS = 6
 Shape = tuple[int, int, int]
 
 
-def cases(
-    rig: Rig, net: str, *, split: bool
-) -> Iterator[tuple[dict[str, Any], Callable[[], Mapping[str, Any]], float]]:
-    """Yield the case of a net: settings, work and seconds. A rehearsal on a CPU runs without graphs.
+def graphs_case(rig: Rig, net: str, *, split: bool) -> Case:
+    """Return the case of a net. A rehearsal on a CPU runs without graphs.
 
     split: build the Concat of 63 bins from smaller ones, which need no table of addresses from the host.
     """
     settings = {"what": "graphs", "net": net, "precision": "fp16", "concat": "split" if split else "whole"}
-    yield settings, lambda: _measure(rig, net, split=split), 40
+    return Case(settings, partial(_measure, rig, net, split=split), 40)
 
 
 class FixedBindings:
@@ -50,7 +50,7 @@ class FixedBindings:
         self.inputs, self.outputs, self.bindings, self.options = [], [], [], []
         for number, shape in enumerate(shapes, start=1):
             binding = self.session.io_binding()
-            inputs = [runtime.OrtValue.ortvalue_from_numpy(array, rig.device, 0) for array in batch(shape, 0)]
+            inputs = [runtime.OrtValue.ortvalue_from_numpy(array, rig.device, 0) for array in noise_batch(*shape)]
             outputs = [
                 runtime.OrtValue.ortvalue_from_shape_and_type(list(size), kind, rig.device, 0)
                 for size, kind in _output_shapes(rig, net, shape)
@@ -71,18 +71,11 @@ class FixedBindings:
 
     def fill(self, index: int, seed: int) -> None:
         """Overwrite the inputs of a shape with other pixels."""
-        self.inputs[index][0].update_inplace(batch(self.shapes[index], seed)[0])
+        self.inputs[index][0].update_inplace(noise_batch(*self.shapes[index], seed)[0])
 
     def run(self, index: int) -> None:
         """Run a shape on its current inputs."""
         self.session.run_with_iobinding(self.bindings[index], self.options[index])
-
-
-def batch(shape: Shape, seed: int) -> tuple[np.ndarray, np.ndarray]:
-    """Return images of noise that fill their canvases, and their sizes."""
-    rows, height, width = shape
-    images = np.random.default_rng((seed, *shape)).integers(0, 256, (rows, height, width, 3), np.uint8)
-    return images, np.tile(np.array([height, width], np.int64), (rows, 1))
 
 
 def _output_shapes(rig: Rig, net: str, shape: Shape) -> list[tuple[tuple[int, ...], Any]]:
@@ -106,13 +99,11 @@ def _measure(rig: Rig, net: str, *, split: bool) -> dict[str, Any]:
         "graphs": rig.on_gpu,
         "replays_compared": len(deviations),
         "largest_deviation": float(np.max(deviations)),  # np.max propagates NaN
-        "plain_memory_gb": None if before is None else between - before,
-        "graphs_memory_gb": None if before is None else after - between,
+        "plain_memory_gb": _difference(between, before),
+        "graphs_memory_gb": _difference(after, between),
     }
     for name, one in (("plain", plain), ("graphs", captured)):
-        repeated = [
-            rig.timed(lambda index=index, one=one: one.run(index), seconds=0.1)["ms"] for index in range(len(shapes))
-        ]
+        repeated = [rig.timed(partial(one.run, index), seconds=0.1)["ms"] for index in range(len(shapes))]
 
         def round_robin(one: FixedBindings = one) -> None:
             for index in range(len(shapes)):
@@ -124,6 +115,10 @@ def _measure(rig: Rig, net: str, *, split: bool) -> dict[str, Any]:
     if split:
         changed.unlink()
     return {**result, "shapes": [list(shape) for shape in shapes]}
+
+
+def _difference(after: float | None, before: float | None) -> float | None:
+    return None if after is None or before is None else round(after - before, 2)
 
 
 def _deviations(rig: Rig, plain: FixedBindings, captured: FixedBindings) -> list[float]:

@@ -5,13 +5,14 @@ alone and, in ragged files, together with all others on one canvas filled with g
 """
 
 from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
 import numpy as np
 
 from benchmarks.common.nets import MEAN
-from benchmarks.common.results import Results
 from benchmarks.common.rig import Rig
+from benchmarks.common.runner import Case, Runner
 from prelunet.evaluator.contract import golden_image
 from prelunet.evaluator.engine.session import Outputs, Session
 from prelunet.evaluator.engine.verify import garbage_canvas, tolerance_of, tolerance_precision
@@ -35,25 +36,25 @@ def plan(rig: Rig) -> list[str]:
     ]
 
 
-def run(rig: Rig, results: Results) -> None:
+def run(rig: Rig, runner: Runner) -> None:
     """Measure all cases."""
     images = [golden_image(rig.px(height), rig.px(width)) for height, width in SIZES]
     oracle: dict[str, Windows] = {}
 
-    def case(settings: Mapping[str, str]) -> dict[str, Any]:
+    def compared(settings: Mapping[str, Any]) -> dict[str, Any]:
         name = settings["net"]
         if name not in oracle:
             oracle.clear()  # one net at a time
-            oracle[name] = _oracle(rig, name, images)
+            oracle[name] = oracle_windows(rig, name, images)
         session = rig.session(name, settings["precision"], settings["canvas"])
-        return _compare(session, images, oracle[name])
+        return compare(session, images, oracle[name])
 
     for settings in _all_settings(rig):
         seconds = CASE_SECONDS + (0 if settings["net"] in oracle else ORACLE_SECONDS)
-        results.measure(settings, lambda settings=settings: case(settings), seconds)
+        runner.measure(Case(settings, partial(compared, settings), seconds))
 
 
-def _all_settings(rig: Rig) -> list[dict[str, str]]:
+def _all_settings(rig: Rig) -> list[dict[str, Any]]:
     return [
         {"what": "parity", "net": net, "canvas": canvas, "precision": precision}
         for net in NETS
@@ -62,12 +63,13 @@ def _all_settings(rig: Rig) -> list[dict[str, str]]:
     ]
 
 
-def _oracle(rig: Rig, name: str, images: list[np.ndarray]) -> Windows:
+def oracle_windows(rig: Rig, name: str, images: list[np.ndarray]) -> Windows:
+    """Return scores and logits of every window of each image, computed window by window."""
     net = rig.torch_net(name).double()
     return [dense_windows(net, image, MEAN.astype(np.float64)) for image in images]
 
 
-def _compare(session: Session, images: list[np.ndarray], oracle: Windows) -> dict[str, Any]:
+def compare(session: Session, images: list[np.ndarray], oracle: Windows) -> dict[str, Any]:
     """Run the images alone and together; return the largest deviations over all images."""
     alone = [session.run(image[None], np.array([image.shape[:2]], np.int64)) for image in images]
     rows: dict[str, list[dict[str, float]]] = {

@@ -26,11 +26,15 @@ from importlib import import_module
 from pathlib import Path
 from types import ModuleType
 
-from benchmarks.common.results import ROOT, Results, read_results
+from benchmarks.common.results import RESULTS, circumstances, digest_of, read_results
+from benchmarks.common.runner import Runner, command_line
 from benchmarks.gpu.table import PARTS, goals, table, write_into
 
 # Sources that a result depends on, besides the versions: these, and the modules of its part.
-MEASURED = ("evaluator", "export", "training", "benchmarks/common/rig.py", "benchmarks/common/nets.py")
+MEASURED = (
+    "evaluator", "export", "training",
+    "benchmarks/common/rig.py", "benchmarks/common/nets.py", "benchmarks/gpu/device.py",
+)  # fmt: skip
 MODULES = {
     "parity": ("gpu/parity",),
     "sweep": ("gpu/sweep", "gpu/graphs", "gpu/uploads"),
@@ -39,14 +43,25 @@ MODULES = {
     "training": ("gpu/training_step",),
 }  # the first module of each part measures
 WITHOUT_RUNTIME = ("torch", "training")  # they measure torch; the engine is optional
-RESULTS = ROOT / "benchmarks" / "results"
 LIMIT = 450  # seconds
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Measure a part; return 0, or 1 if a case failed, or 3 if the time limit left some out."""
     words = list(sys.argv[1:] if arguments is None else arguments)
-    options = _options(words)
+    parser = command_line(__doc__, limit=LIMIT)
+    parser.add_argument("--part", choices=(*PARTS, "table"), help="part to measure, or table to print the results")
+    parser.add_argument("--plan", action="store_true", help="only print what would be measured")
+    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda", help="cpu needs --tiny")
+    parser.add_argument("--results", type=Path, default=RESULTS,
+                        help="folder of the result files; default of --output: gpu-PART.json there")  # fmt: skip
+    parser.add_argument("--files", type=Path, default=Path(tempfile.gettempdir()) / "prelunet-benchmarks",
+                        help="folder that keeps the model files between parts (about 8 GB)")  # fmt: skip
+    options = parser.parse_args(words)
+    if options.part is None and not options.plan:
+        parser.error("choose a --part, or --plan")
+    if options.device == "cpu" and not (options.tiny or options.plan or options.part == "table"):
+        parser.error("--device cpu is only for rehearsals: add --tiny, since the real nets would take hours")
     if options.plan:
         _print_plan(options)
         return 0
@@ -57,25 +72,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
             print(table(options.results))
         return 0
     return _measure(options, words)
-
-
-def _options(words: Sequence[str]) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--part", choices=(*PARTS, "table"), help="part to measure, or table to print the results")
-    parser.add_argument("--plan", action="store_true", help="only print what would be measured")
-    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda", help="cpu needs --tiny")
-    parser.add_argument("--tiny", action="store_true", help="rehearsal with small nets and pictures and few repeats")
-    parser.add_argument("--output", type=Path, help="result file of this part; default: gpu-PART.json in --results")
-    parser.add_argument("--results", type=Path, default=RESULTS, help="folder of the result files")
-    parser.add_argument("--files", type=Path, default=Path(tempfile.gettempdir()) / "prelunet-benchmarks",
-                        help="folder that keeps the model files between parts (about 8 GB)")  # fmt: skip
-    parser.add_argument("--limit", type=float, default=LIMIT, help="seconds after which no new case starts")
-    options = parser.parse_args(words)
-    if options.part is None and not options.plan:
-        parser.error("choose a --part, or --plan")
-    if options.device == "cpu" and not (options.tiny or options.plan or options.part == "table"):
-        parser.error("--device cpu is only for rehearsals: add --tiny, since the real nets would take hours")
-    return options
 
 
 def _print_plan(options: argparse.Namespace) -> None:
@@ -92,24 +88,29 @@ def _module_of(part: str) -> ModuleType:
 
 
 def _measure(options: argparse.Namespace, words: Sequence[str]) -> int:
-    from benchmarks.common.results import digest_of
-    from benchmarks.common.rig import Rig, check_provider, circumstances, print_circumstances, print_runtime, watch
+    from benchmarks.common.rig import Rig
+    from benchmarks.gpu.device import check_provider, device_circumstances, watch
+    from prelunet.evaluator.engine.runtimes.onnx import import_runtime
 
-    print_runtime()
+    runtime = import_runtime()
+    name = getattr(runtime, "package_name", "onnxruntime of unknown origin")
+    print(f"onnxruntime.package_name {name}, providers {runtime.get_available_providers()}", flush=True)
     rig = Rig(options.device, options.tiny, options.files)
     _check_torch(rig.device)
     output = options.output or options.results / f"gpu-{options.part}{'-tiny' if options.tiny else ''}.json"
     read_results(output)  # so that a damaged file is noticed before the first case is measured
     sources = (f"benchmarks/{module}.py" for module in MODULES[options.part])
-    now = circumstances(rig, words, digest_of(*MEASURED, *sources))
-    print_circumstances(now)
+    general = circumstances(__file__, options, (), words)
+    now = device_circumstances(rig, general, digest_of(*MEASURED, *sources))
+    print(", ".join(f"{name} {version}" for name, version in now["versions"].items()))
+    print(f"{now['gpu'] or now['machine']['cpu']}, {now['first'] or 'no nvidia-smi'}", flush=True)
     if options.part not in WITHOUT_RUNTIME:
         check_provider(rig)
     now["matmul_tflops"] = rig.measure_peaks()
     print("matrix products of torch, TFLOP/s: " + ", ".join(f"{name} {rate}" for name, rate in rig.peaks.items()))
-    results = Results(output, options.part, now, options.limit, lambda: watch(rig))
-    _module_of(options.part).run(rig, results)
-    return results.finish(goals(results.path.parent, {options.part: results.path}))
+    runner = Runner(output, options.part, now, options.limit, lambda: watch(rig))
+    _module_of(options.part).run(rig, runner)
+    return runner.finish(lines=goals(output.parent, {options.part: output}))
 
 
 def _check_torch(device: str) -> None:

@@ -5,7 +5,7 @@ outputs stay there, so that only the graph is timed.
 """
 
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 from functools import partial
@@ -14,10 +14,11 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.common.results import Results
-from benchmarks.common.rig import Rig, Timing, provider_options, raw_session
-from benchmarks.gpu import graphs, uploads
-from benchmarks.gpu.graphs import with_padded_conv1
+from benchmarks.common.rig import Rig, Timing
+from benchmarks.common.runner import Case, Runner
+from benchmarks.gpu.device import noise_batch, provider_options, raw_session
+from benchmarks.gpu.graphs import graphs_case, with_padded_conv1
+from benchmarks.gpu.uploads import upload_case
 from prelunet.evaluator.contract import INPUTS, OUTPUTS
 from prelunet.evaluator.engine.runtimes.onnx import import_runtime
 
@@ -35,7 +36,6 @@ CONV1_CHANNELS = (3, 4, 8)
 THREAD_RUNS = 8
 
 Shape = tuple[int, int, int]  # images, height, width
-PlannedCase = tuple[dict[str, Any], Callable[[], Mapping[str, Any]], float]
 
 
 def plan(rig: Rig) -> list[str]:
@@ -50,30 +50,27 @@ def plan(rig: Rig) -> list[str]:
     ]
 
 
-def run(rig: Rig, results: Results) -> None:
+def run(rig: Rig, runner: Runner) -> None:
     """Measure all cases. CUDA graphs come last: a failing capture can end the process."""
     nets = NETS[: rig.reduced(len(NETS), 1)]
     for net in nets:
-        for settings, work, seconds in _cases(rig, net):
-            results.measure(settings, work, seconds)
-    for cases in (uploads.cases, partial(graphs.cases, split=True), partial(graphs.cases, split=False)):
-        for net in nets:
-            for settings, work, seconds in cases(rig, net):
-                results.measure(settings, work, seconds)
+        runner.run(_cases(rig, net))
+    runner.run(upload_case(rig, net) for net in nets)
+    runner.run(graphs_case(rig, net, split=split) for split in (True, False) for net in nets)
 
 
-def _cases(rig: Rig, net: str) -> Iterator[PlannedCase]:
+def _cases(rig: Rig, net: str) -> Iterator[Case]:
     for settings in _option_settings(rig, net):
         slow = settings["search"] == "DEFAULT" or settings["precision"] == "fp32"
-        yield settings, lambda settings=settings: _options(rig, settings), 40 if slow else 20
+        yield Case(settings, partial(_options, rig, settings), 40 if slow else 20)
+    of_net = {"net": net, "precision": "fp16"}
     for height, width in LADDER_CANVASES:
-        settings = {"what": "batch", "net": net, "precision": "fp16", "height": height, "width": width}
-        yield settings, lambda size=(height, width): _ladder(rig, net, *size), 20
-    yield {"what": "masks", "net": net, "precision": "fp16"}, lambda: _masks(rig, net), 25
+        settings = {"what": "batch", **of_net, "height": height, "width": width}
+        yield Case(settings, partial(_ladder, rig, net, height, width), 20)
+    yield Case({"what": "masks", **of_net}, partial(_masks, rig, net), 25)
     for channels in CONV1_CHANNELS:
-        settings = {"what": "conv1", "net": net, "precision": "fp16", "channels": channels}
-        yield settings, lambda channels=channels: _conv1(rig, net, channels), 25
-    yield {"what": "threads", "net": net, "precision": "fp16"}, lambda: _threads(rig, net), 30
+        yield Case({"what": "conv1", **of_net, "channels": channels}, partial(_conv1, rig, net, channels), 25)
+    yield Case({"what": "threads", **of_net}, partial(_threads, rig, net), 30)
 
 
 def _option_settings(rig: Rig, net: str) -> list[dict[str, Any]]:
@@ -99,11 +96,8 @@ class BoundSession:
         self._value = import_runtime().OrtValue
 
     def upload(self, shape: Shape, seed: int = 0) -> list[Any]:
-        """Upload a batch of noise whose images fill their canvases."""
-        rows, height, width = shape
-        images = np.random.default_rng(seed).integers(0, 256, (rows, height, width, 3), np.uint8)
-        sizes = np.tile(np.array([height, width], np.int64), (rows, 1))
-        return [self._value.ortvalue_from_numpy(array, self.rig.device, 0) for array in (images, sizes)]
+        """Upload a batch of noise."""
+        return [self._value.ortvalue_from_numpy(array, self.rig.device, 0) for array in noise_batch(*shape, seed)]
 
     def run(self, values: list[Any]) -> list[Any]:
         """Run an uploaded batch; return the outputs, which stay on the device."""
@@ -153,17 +147,14 @@ def _changes_of_shape(rig: Rig, bound: BoundSession) -> dict[str, Any]:
     switch_ms: extra time of a call after one of another shape; `evaluator.engine.memory.GPU_SWITCH_SECONDS` assumes it.
     """
     batches = [bound.upload((2, rig.px(height), rig.px(width)), seed) for seed, (height, width) in enumerate(SHAPES)]
-    repeated = [rig.timed(lambda values=values: bound.run(values), seconds=0.05)["ms"] for values in batches]
+    repeated = [rig.timed(partial(bound.run, values), seconds=0.05)["ms"] for values in batches]
     found: dict[str, Any] = {"repeated_ms": float(np.mean(repeated))}
     for count in (2, len(batches)):
         turns = rig.reduced(TURNS, count)
-        order = iter(list(islice(cycle(batches[:count]), turns + count)))
-        for _ in range(count):
-            bound.run(next(order))  # warm-up round, so that no shape is new
-        took = [
-            rig.timed(lambda order=order: bound.run(next(order)), seconds=0, min_calls=1, warm=0)["ms"]
-            for _ in range(turns)
-        ]
+        order = list(islice(cycle(batches[:count]), turns))
+        for values in order[:count]:
+            bound.run(values)  # warm-up round, so that no shape is new
+        took = [rig.timed(partial(bound.run, values), seconds=0, min_calls=1, warm=0)["ms"] for values in order]
         found[f"alternating_{count}_ms"] = float(np.mean(took))
         found[f"switch_{count}_ms"] = float(np.mean(took) - np.mean(repeated[:count]))
     return found
@@ -191,8 +182,7 @@ def _masks(rig: Rig, net: str) -> dict[str, Any]:
     times: dict[str, list[float]] = {canvas: [] for canvas in bound}
     for _ in range(rig.reduced(5, 1)):
         for canvas, one in bound.items():
-            timing = rig.timed(lambda one=one, canvas=canvas: one.run(values[canvas]), seconds=0.2)
-            times[canvas].append(timing["ms"])
+            times[canvas].append(rig.timed(partial(one.run, values[canvas]), seconds=0.2)["ms"])
     medians = {f"{canvas}_ms": float(np.median(found)) for canvas, found in times.items()}
     return {"shape": list(shape), **medians, "masks_cost": medians["ragged_ms"] / medians["exact_ms"] - 1}
 

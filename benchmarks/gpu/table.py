@@ -71,7 +71,7 @@ def _of_c(found: Sequence[MeasuredCase], what: str) -> MeasuredCase | None:
 
 def _share_goal(found: Sequence[MeasuredCase]) -> str:
     case = _of_c(found, "views")
-    share = case and case.get("share_of_peak")
+    share: float | None = case.get("share_of_peak") if case else None
     goal = f"C multi-scale in fp16, without decoding: at least {SHARE:.0%} of the matrix product's rate"
     return _verdict(goal, 100 * share if share else None, bool(share and share >= SHARE), " %")
 
@@ -87,7 +87,7 @@ def _times_goal(found: Sequence[MeasuredCase], net: str) -> str:
 
 def _minutes_goal(found: Sequence[MeasuredCase]) -> str:
     case = _of_c(found, "jpegs")
-    minutes = case and case.get("minutes_for_imagenet")
+    minutes: float | None = case.get("minutes_for_imagenet") if case else None
     goal = f"50,000 images of C multi-scale, decoding included: at most {MINUTES:g} minutes"
     return _verdict(goal, minutes, bool(minutes and minutes <= MINUTES), " minutes, projected")
 
@@ -131,12 +131,12 @@ def _circumstances(found: Mapping[str, Sequence[MeasuredCase]]) -> str:
     """Return a line for each machine and set of versions of the results."""
     lines = []
     for part, of_part in found.items():
-        for run in {run["date"]: run for run in (case["run"] for case in of_part)}.values():
+        for run in {id(case["run"]): case["run"] for case in of_part}.values():
             versions = ", ".join(f"{name} {version}" for name, version in run["versions"].items() if version)
             peaks = ", ".join(f"{name} {rate:g}" for name, rate in run.get("matmul_tflops", {}).items())
             package, driver = run["onnxruntime"]["package_name"], run["first"].get("driver_version", "unknown")
             lines.append(
-                f"- {part}, {run['date'][:10]}: {run['gpu'] or run['machine']['cpu']}, driver {driver}; {versions} "
+                f"- {part}, {run['date']}: {run['gpu'] or run['machine']['cpu']}, driver {driver}; {versions} "
                 f"({package}); matrix products of 8192 in torch: {peaks} TFLOP/s; `{run['command']}`"
             )
     return "\n".join(lines) or f"Machine, driver and versions: {NOT_MEASURED}."

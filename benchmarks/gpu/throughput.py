@@ -21,8 +21,8 @@ import numpy as np
 from PIL import Image
 
 from benchmarks.common.imagenet_sizes import draw
-from benchmarks.common.results import Results
 from benchmarks.common.rig import Rig
+from benchmarks.common.runner import Case, Runner
 from prelunet.evaluator.contract import ModelContract
 from prelunet.evaluator.datasets.dataset import Dataset, Sample
 from prelunet.evaluator.engine.batching import plan_batches
@@ -112,15 +112,15 @@ def view_shapes(sizes: Sequence[Size], protocol: EvaluationProtocol) -> list[Siz
     return [resized_size(*size, view.scale, protocol.long_side_cap) for size in sizes for view in protocol.views]
 
 
-def run(rig: Rig, results: Results) -> None:
+def run(rig: Rig, runner: Runner) -> None:
     """Measure all cases, first those of the goals, without and with decoding."""
     for what, (net, precision, protocol, images, together) in _order(rig):
         if precision not in rig.precisions:
             continue
-        settings = {"what": what, "net": net, "precision": precision, "protocol": protocol}
+        settings: Settings = {"what": what, "net": net, "precision": precision, "protocol": protocol}
         settings |= {"images": rig.reduced(images, 4), "together": rig.reduced(together)}
         work = partial(_views if what == "views" else _jpegs, rig, settings)
-        results.measure(settings, work, 60 if net == "C" or what == "jpegs" else 35)
+        runner.measure(Case(settings, work, 60 if net == "C" or what == "jpegs" else 35))
 
 
 def _order(rig: Rig) -> Iterator[tuple[str, tuple[str, str, str, int, int]]]:

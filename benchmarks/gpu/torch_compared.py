@@ -19,8 +19,9 @@ import torch
 from benchmarks.common.dense_torch import DenseNet
 from benchmarks.common.imagenet_sizes import draw
 from benchmarks.common.nets import MEAN
-from benchmarks.common.results import Results
-from benchmarks.common.rig import Rig, check_provider, raw_session
+from benchmarks.common.rig import Rig
+from benchmarks.common.runner import Case, Runner
+from benchmarks.gpu.device import check_provider, raw_session
 from benchmarks.gpu.sweep import BoundSession
 from benchmarks.gpu.throughput import THREADS, Work, resized_noise
 from prelunet.evaluator.datasets.dataset import Sample
@@ -53,7 +54,7 @@ def plan(rig: Rig) -> list[str]:
     ]
 
 
-def run(rig: Rig, results: Results) -> None:
+def run(rig: Rig, runner: Runner) -> None:
     """Measure all cases; if the engine's provider is unavailable, torch alone."""
     engine = True
     try:
@@ -65,7 +66,7 @@ def run(rig: Rig, results: Results) -> None:
         if settings["competitor"] == "engine" and not engine:
             continue
         work = _canvas if settings["what"] == "canvas" else _mixed
-        results.measure(settings, partial(_with_clean_state, rig, partial(work, rig, settings)), seconds)
+        runner.measure(Case(settings, partial(_with_clean_state, rig, partial(work, rig, settings)), seconds))
 
 
 def _all_settings(rig: Rig) -> Iterator[tuple[Settings, float]]:

@@ -13,8 +13,8 @@ import numpy as np
 import torch
 
 from benchmarks.common.nets import MEAN
-from benchmarks.common.results import Results
 from benchmarks.common.rig import CROP, Rig
+from benchmarks.common.runner import Case, Runner
 from prelunet.evaluator.architectures import multiply_adds
 from prelunet.training.data.augmentation import dropout_factors
 from prelunet.training.distributed.base import StepOptions
@@ -43,7 +43,7 @@ def plan(rig: Rig) -> list[str]:
     ]
 
 
-def run(rig: Rig, results: Results) -> None:
+def run(rig: Rig, runner: Runner) -> None:
     """Measure all cases; larger batches only if the smaller ones fit into memory."""
     full: set[tuple[Any, ...]] = set()
     for settings in _all_settings(rig):
@@ -51,7 +51,7 @@ def run(rig: Rig, results: Results) -> None:
         if kind in full:
             continue
         seconds = (12 if settings["net"] == "C" else 8) + 60 * settings["compile"]
-        found = results.measure(settings, partial(_measure, rig, settings), seconds)
+        found = runner.measure(Case(settings, partial(_measure, rig, settings), seconds))
         if rig.on_gpu:
             torch.cuda.empty_cache()
         if found and found.get("out_of_memory"):

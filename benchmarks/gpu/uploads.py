@@ -5,14 +5,17 @@ A batch is uploaded from pageable memory, from pinned memory by torch (the faste
 """
 
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import Any
 
 import numpy as np
 import torch
 
 from benchmarks.common.rig import Rig
+from benchmarks.common.runner import Case
+from benchmarks.gpu.device import noise_batch
 from prelunet.evaluator.engine.runtimes.onnx import import_runtime
 from prelunet.evaluator.engine.session import Session
 
@@ -22,18 +25,19 @@ ROUNDS = 12
 Batch = tuple[np.ndarray, np.ndarray]
 
 
-def cases(rig: Rig, net: str) -> Iterator[tuple[dict[str, Any], Callable[[], Mapping[str, Any]], float]]:
-    """Yield the case of a net: settings, work and seconds."""
-    yield {"what": "upload", "net": net, "precision": "fp16"}, lambda: _measure(rig, net), 25
+def upload_case(rig: Rig, net: str) -> Case:
+    """Return the case of a net."""
+    return Case({"what": "upload", "net": net, "precision": "fp16"}, partial(_measure, rig, net), 25)
 
 
 def _measure(rig: Rig, net: str) -> dict[str, Any]:
     session = rig.session(net, "fp16")
-    batches = [_batch(rig, seed) for seed in range(4)]
+    shape = rig.reduced(SHAPE[0]), rig.px(SHAPE[1]), rig.px(SHAPE[2])
+    batches = [noise_batch(*shape, seed) for seed in range(4)]
     megabytes = batches[0][0].nbytes / 1e6
     value = import_runtime().OrtValue
-    uploads = {
-        "pageable": lambda: value.ortvalue_from_numpy(batches[0][0], rig.device, 0),
+    uploads: dict[str, Callable[[], Any]] = {
+        "pageable": lambda: value.ortvalue_from_numpy(batches[0][0], rig.device, 0)
     }
     if rig.on_gpu:
         pinned = torch.from_numpy(batches[0][0]).pin_memory()
@@ -45,12 +49,6 @@ def _measure(rig: Rig, net: str) -> dict[str, Any]:
     result |= _stage_and_compute(rig, session, batches)
     result["stage_gb_per_second"] = megabytes / max(result["stage_ms"], 1e-6)
     return {**result, **_overlap(rig, session, batches, result["stage_ms"], result["compute_ms"])}
-
-
-def _batch(rig: Rig, seed: int) -> Batch:
-    rows, height, width = rig.reduced(SHAPE[0]), rig.px(SHAPE[1]), rig.px(SHAPE[2])
-    images = np.random.default_rng(seed).integers(0, 256, (rows, height, width, 3), np.uint8)
-    return images, np.tile(np.array([height, width], np.int64), (rows, 1))
 
 
 def _stage_and_compute(rig: Rig, session: Session, batches: list[Batch]) -> dict[str, float]:

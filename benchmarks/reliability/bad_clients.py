@@ -3,17 +3,22 @@
 import asyncio
 import random
 import struct
-import subprocess
-import sys
 import time
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from contextlib import AsyncExitStack, suppress
-from pathlib import Path
+from functools import partial
 
-from benchmarks.common.results import environment
-from benchmarks.common.server_process import ServerProcess
-from benchmarks.reliability.cases import NAME, Case, Json, ServerTestBed, verdict
-from benchmarks.reliability.clients import CheckedCall, new_channel, percentiles, wait_until, wait_until_settled
+from benchmarks.common.runner import Case
+from benchmarks.common.server_process import PreluNetServer
+from benchmarks.reliability.cases import NAME, Json, ServerTestBed, claim, verdict
+from benchmarks.reliability.traffic.clients import (
+    CheckedCall,
+    kill_a_client,
+    new_channel,
+    percentiles,
+    wait_until,
+    wait_until_settled,
+)
 from tests.serving.api.raw_http2 import (
     ACK,
     DATA,
@@ -47,7 +52,7 @@ RESETS_MB = 50.0  # memory limit per resetting connection: 512 calls, and what g
 SLOWER = 5.0
 EXTRA_SECONDS = 0.02
 # What the bad clients do; returns whether the server treated them correctly, and numbers.
-Doing = Callable[[ServerProcess], Awaitable[tuple[bool, Json]]]
+Doing = Callable[[PreluNetServer], Awaitable[tuple[bool, Json]]]
 
 
 def cases(bed: ServerTestBed) -> Iterator[Case]:
@@ -66,39 +71,39 @@ def cases(bed: ServerTestBed) -> Iterator[Case]:
         ("idle connections", f"{idle} connections that do nothing", 10, lambda server: _idle(server, idle)),
     )  # fmt: skip
     for name, what, seconds, doing in tried:
-        yield Case(
+        yield claim(
             name,
             f"{what}: valid calls continue meanwhile, and afterwards nothing is left behind",
             {"what": what, "seed": bed.seed},
             seconds + 10,
-            lambda doing=doing: asyncio.run(_beside(bed, bed.serve(*OPTIONS), doing)),
+            partial(_beside, bed, OPTIONS, doing),
         )
     hasty = bed.reduced(4, 1)
-    yield Case(
+    yield claim(
         "rapid resets",
         f"{hasty} connections that keep starting calls and resetting them at once (CVE-2023-44487): most are refused, "
         "memory stays bounded, valid calls are slower but answered, and afterwards nothing is left behind",
         {"connections": hasty, "seconds": RESETS},
         RESETS + 8,
-        lambda: asyncio.run(_beside(bed, bed.serve(), lambda server: _resets(server, hasty), extra_seconds=hasty)),
+        partial(_beside, bed, (), lambda server: _resets(server, hasty), hasty),
     )
     stalled = bed.reduced(20, 3)
-    yield Case(
+    yield claim(
         "messages that never come",
         f"{stalled} connections with {ON_ONE} calls each, a third of them streams, send no message or only the "
         "beginning of one, and so use up --max-calls: the calls time out, valid calls are answered afterwards, and "
         "nothing is left behind",
         {"connections": stalled, "calls": ON_ONE, "arrival": ARRIVAL},
         ARRIVAL + 15,
-        lambda: asyncio.run(_stalled(bed, stalled)),
+        partial(_stalled, bed, stalled),
     )
 
 
 async def _beside(
-    bed: ServerTestBed, serving: ServerProcess, doing: Doing, extra_seconds: float = EXTRA_SECONDS
+    bed: ServerTestBed, options: Sequence[str], doing: Doing, extra_seconds: float = EXTRA_SECONDS
 ) -> Json:
     """Make valid calls alone, then beside bad clients, and check what is left. extra_seconds: see EXTRA_SECONDS."""
-    with serving as server:
+    with bed.serve(*options) as server:
         good = CheckedCall(server.address, bed.pictures[0].data)
         await good.times(20)
         alone = await good.times(bed.reduced(GOOD_CALLS, 20))
@@ -132,7 +137,7 @@ async def _beside(
     )
 
 
-async def _quiet(server: ServerProcess) -> tuple[int, int]:
+async def _quiet(server: PreluNetServer) -> tuple[int, int]:
     """Return the numbers of open files and threads after earlier calls have been cleaned up."""
     before = server.open_files()
     for _ in range(20):
@@ -144,36 +149,21 @@ async def _quiet(server: ServerProcess) -> tuple[int, int]:
 # Killed
 
 
-async def _killed(server: ServerProcess, bed: ServerTestBed, count: int) -> tuple[bool, Json]:
+async def _killed(server: PreluNetServer, bed: ServerTestBed, count: int) -> tuple[bool, Json]:
     """Start client processes and kill each at a random moment during its calls."""
     rng, picture = random.Random(bed.seed), bed.folder / "victim.jpg"
     picture.write_bytes(max((one.data for one in bed.pictures), key=len))
     in_flight = []
     for number in range(count):
         kind = ("classify", "stream", "evaluate")[number % 3]
-        in_flight.append(await _one_killed(server, kind, picture, rng.uniform(0, 0.1)))
+        in_flight.append(await kill_a_client(server.address, kind, picture, rng.uniform(0, 0.1)))
     return all(in_flight), {"killed": count, "with_calls_in_flight": sum(in_flight)}
-
-
-async def _one_killed(server: ServerProcess, kind: str, picture: Path, seconds: float) -> bool:
-    """Start and kill one client; return whether it was calling."""
-    process = await asyncio.create_subprocess_exec(
-        sys.executable, "-m", "benchmarks.reliability.victim", server.address, kind, str(picture),
-        stdout=subprocess.PIPE, env=environment(),
-    )  # fmt: skip
-    assert process.stdout is not None
-    line = await process.stdout.readline()
-    await asyncio.sleep(seconds)
-    alive = process.returncode is None
-    process.kill()
-    await process.communicate()
-    return alive and line.strip() == b"calling"
 
 
 # Raw HTTP/2 connections
 
 
-async def _slow(server: ServerProcess, count: int) -> tuple[bool, Json]:
+async def _slow(server: PreluNetServer, count: int) -> tuple[bool, Json]:
     """Send slowly in three ways; connections that do not complete the handshake in time must be closed."""
     async with AsyncExitStack() as stack:
         hello = [await stack.enter_async_context(connection(server.address, b"")) for _ in range(count // 3)]
@@ -202,7 +192,7 @@ async def _slow(server: ServerProcess, count: int) -> tuple[bool, Json]:
 async def _stalled(bed: ServerTestBed, count: int) -> Json:
     """Use up --max-calls with calls that send no message; the calls must time out though their clients stay."""
     places = count * ON_ONE
-    with bed.serve_with_faults(bed.control(arrival=ARRIVAL), "--max-calls", str(places)) as server:
+    with bed.serve("--max-calls", str(places), control=bed.control(arrival=ARRIVAL)) as server:
         good, files = CheckedCall(server.address, bed.pictures[0].data), server.open_files()
         async with AsyncExitStack() as stack:
             there = [await stack.enter_async_context(connection(server.address)) for _ in range(count)]
@@ -243,7 +233,7 @@ def _begun(number: int) -> bytes:
     return begin + (frame(DATA, b"\0" + struct.pack(">I", 100_000) + b"\xff", stream=stream) if number % 2 else b"")
 
 
-async def _half_open(server: ServerProcess, count: int) -> tuple[bool, Json]:
+async def _half_open(server: PreluNetServer, count: int) -> tuple[bool, Json]:
     """Abandon connections with a started call: they read nothing and answer no ping."""
     patience = KEEPALIVE + 20 + 10
     async with AsyncExitStack() as stack:
@@ -260,7 +250,7 @@ async def _half_open(server: ServerProcess, count: int) -> tuple[bool, Json]:
     return cut == count, {"connections": count, "pinged": pinged, "cut_off": cut, "after_seconds": round(seconds, 1)}
 
 
-async def _floods(server: ServerProcess, count: int) -> tuple[bool, Json]:
+async def _floods(server: PreluNetServer, count: int) -> tuple[bool, Json]:
     """Let clients flood with pings and reconnect as soon as they are closed."""
     floods = [flood for some in await asyncio.gather(*(_flooder(server) for _ in range(count))) for flood in some]
     calmed = sum(was_calmed for was_calmed, _ in floods)
@@ -268,7 +258,7 @@ async def _floods(server: ServerProcess, count: int) -> tuple[bool, Json]:
     return calmed == len(floods), {**numbers, "pings_sent": sum(sent for _, sent in floods)}
 
 
-async def _flooder(server: ServerProcess) -> list[tuple[bool, int]]:
+async def _flooder(server: PreluNetServer) -> list[tuple[bool, int]]:
     """Return for each connection whether it got ENHANCE_YOUR_CALM, and the number of pings sent."""
     floods, end = [], time.monotonic() + FLOOD
     while time.monotonic() < end:
@@ -282,7 +272,7 @@ async def _flooder(server: ServerProcess) -> list[tuple[bool, int]]:
     return floods
 
 
-async def _resets(server: ServerProcess, count: int) -> tuple[bool, Json]:
+async def _resets(server: PreluNetServer, count: int) -> tuple[bool, Json]:
     """Let clients start calls and reset them at once."""
     memory = server.rss_mb()
     counts = await asyncio.gather(*(_hasty(server) for _ in range(count)))
@@ -292,7 +282,7 @@ async def _resets(server: ServerProcess, count: int) -> tuple[bool, Json]:
     return 2 * refused >= calls and grown <= RESETS_MB * count, numbers
 
 
-async def _hasty(server: ServerProcess) -> tuple[int, int]:
+async def _hasty(server: PreluNetServer) -> tuple[int, int]:
     """Return how many calls a client started, and how many of them were refused."""
     async with connection(server.address) as there:
         await there.until(SETTINGS)
@@ -306,7 +296,7 @@ async def _hasty(server: ServerProcess) -> tuple[int, int]:
         return sent, there.count(RST_STREAM)
 
 
-async def _idle(server: ServerProcess, count: int) -> tuple[bool, Json]:
+async def _idle(server: PreluNetServer, count: int) -> tuple[bool, Json]:
     """Open connections and leave them idle."""
     files, memory = server.open_files(), server.rss_mb()
     channels = [new_channel(server.address) for _ in range(count)]

@@ -1,36 +1,41 @@
 """What all cases share: a named claim, its verdict, and a test bed that provides servers and pictures."""
 
+import asyncio
 import itertools
+import sys
 import tempfile
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Coroutine, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
-from benchmarks.common.server_process import ServerProcess, make_model
+from benchmarks.common.rig import Rig
+from benchmarks.common.runner import Case
+from benchmarks.common.server_process import PRELUNET, PreluNetServer
 from benchmarks.reliability.fault_injection import write_control
-from benchmarks.reliability.pictures import Picture, good_pictures
+from benchmarks.reliability.traffic.pictures import Picture, good_pictures
 
 Json = dict[str, Any]
 NAME = "demo"  # of the served model
+FAULT_INJECTION = (sys.executable, "-m", "benchmarks.reliability.fault_injection")
 # Conditions that may fail on a busy machine.
 TIMING_CONDITIONS = frozenset({"at_once", "latency_kept", "latency_bounded", "first_calls_are_not_slow"})
 
 
-@dataclass(frozen=True)
-class Case:
-    """One claim and its test.
+def claim(
+    name: str,
+    sentence: str,
+    settings: Mapping[str, Any],
+    seconds: float,
+    test: Callable[[], Coroutine[Any, Any, Json]],
+) -> Case:
+    """Return the case of a claim.
 
-    name: unique; claim: a sentence that is true or false; settings: what the numbers depend on; seconds: approximate
-    duration; work: runs the test and returns a `verdict`.
+    name: unique; sentence: true or false; settings: what the numbers depend on; seconds: approximate duration; test:
+    returns a `verdict`.
     """
-
-    name: str
-    claim: str
-    settings: Mapping[str, Any]
-    seconds: float
-    work: Callable[[], Mapping[str, Any]]
+    return Case({"case": name, **settings}, lambda: {"claim": sentence, **asyncio.run(test())}, seconds)
 
 
 def verdict(conditions: Mapping[str, bool], **numbers: Any) -> Json:
@@ -66,16 +71,12 @@ class ServerTestBed:
     def model(self) -> Path:
         """Return the model file; the first access writes it."""
         if self.model_file is None:
-            self.model_file = make_model(self.folder)
+            self.model_file = Rig("cpu", tiny=True, files=self.folder).model_file("A")
         return self.model_file
 
     def reduced(self, count: int, at_most: int) -> int:
         """Return `count`, limited to `at_most` in a rehearsal."""
         return min(count, at_most) if self.tiny else count
-
-    def serve(self, *options: str, device: str = "cpu") -> ServerProcess:
-        """Start a server with the model; by default it logs only warnings and errors and has no lame-duck period."""
-        return self._serve(None, options, device)
 
     def control(self, **faults: Any) -> Path:
         """Write a new control file for fault_injection.py and return its path."""
@@ -83,12 +84,14 @@ class ServerTestBed:
         write_control(path, **faults)
         return path
 
-    def serve_with_faults(self, control: Path, *options: str) -> ServerProcess:
-        """Start a server that injects the faults of a control file."""
-        return self._serve(control, options, "cpu")
+    def serve(self, *options: str, device: str = "cpu", control: Path | None = None) -> PreluNetServer:
+        """Start a server with the model; by default it logs only warnings and errors and has no lame-duck period.
 
-    def _serve(self, control: Path | None, options: tuple[str, ...], device: str) -> ServerProcess:
+        control: control file of fault_injection.py; None runs the unmodified program.
+        """
+        program = PRELUNET if control is None else (*FAULT_INJECTION, str(control))
         defaults = {"--log-level": "warning", "--lame-duck": "0"}
         words = [word for name, value in defaults.items() if name not in options for word in (name, value)]
+        words += ["--device", device, "--log-format", "json", "--metrics-port", "0", *options]
         log = self.folder / f"server-{next(self._numbers)}.log"
-        return ServerProcess({NAME: self.model}, *words, *options, log=log, control=control, device=device)
+        return PreluNetServer({NAME: self.model}, *words, log=log, program=program)

@@ -4,15 +4,17 @@ import asyncio
 import random
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import grpc.aio
 
-from benchmarks.common.server_process import ServerProcess
-from benchmarks.reliability.cases import NAME, Case, Json, ServerTestBed, verdict
-from benchmarks.reliability.clients import classify, new_channel, wait_until, wait_until_settled
+from benchmarks.common.runner import Case
+from benchmarks.common.server_process import PreluNetServer
+from benchmarks.reliability.cases import NAME, Json, ServerTestBed, claim, verdict
 from benchmarks.reliability.fault_injection import GPU_PIXELS, write_control
+from benchmarks.reliability.traffic.clients import classify, new_channel, status_of, wait_until, wait_until_settled
 from prelunet.evaluator.pb.prelunet.v1 import prelunet_pb2 as pb
 from prelunet.evaluator.pb.prelunet.v1 import prelunet_pb2_grpc as pb_grpc
 
@@ -26,13 +28,13 @@ def cases(bed: ServerTestBed) -> Iterator[Case]:
     """Yield one case with the batching rules of a CPU and one with those of a GPU, where batches are staged ahead."""
     rounds = bed.reduced(ROUNDS, 2)
     for rules in ("cpu", "gpu"):
-        yield Case(
+        yield claim(
             f"deadlines and cancellation, rules of a {rules.upper()}",
             "calls that expire or are cancelled while waiting are never computed, all others are, and nothing is left "
             "behind",
             {"rounds": rounds, "of_a_kind": OF_A_KIND, "seed": bed.seed, "rules": rules},
             rounds * 1.5 * GONE + (20 if rules == "gpu" else 5),
-            lambda rules=rules: asyncio.run(_deadlines(bed, rounds, rules)),
+            partial(_deadlines, bed, rounds, rules),
         )
 
 
@@ -41,7 +43,7 @@ async def _deadlines(bed: ServerTestBed, rounds: int, rules: str) -> Json:
     control = bed.control(**({"gpu": GPU_PIXELS} if rules == "gpu" else {}))
     dropped = answered = computed = in_time = 0
     statuses: dict[str, int] = {}
-    with bed.serve_with_faults(control, "--threads", "1") as server:
+    with bed.serve("--threads", "1", control=control) as server:
         files = server.open_files()
         for _ in range(rounds):
             plan = _planned(bed, rng)
@@ -99,7 +101,7 @@ def _planned(bed: ServerTestBed, rng: random.Random) -> list[_Call]:
     return [_Call("good", bed.pictures[0].data, "center"), *waiting]
 
 
-async def _round(server: ServerProcess, control: Path, plan: Sequence[_Call], statuses: dict[str, int]) -> bool:
+async def _round(server: PreluNetServer, control: Path, plan: Sequence[_Call], statuses: dict[str, int]) -> bool:
     """Hold one call until the impatient ones behind it are gone; return whether all arrived in time."""
     before = server.metrics()("batch_views_count", model=NAME)
     write_control(control, hold=True)
@@ -123,11 +125,11 @@ async def _make(channel: grpc.aio.Channel, planned: _Call, gone: asyncio.Event) 
     if planned.kind == "stream":
         call = _stream(channel, planned.image, planned.protocol)
     else:
-        options = {"timeout": GONE} if planned.kind == "expires" else {}
+        options: dict[str, Any] = {"timeout": GONE} if planned.kind == "expires" else {}
         call = classify(channel, planned.image, planned.protocol, **options)
     if planned.kind in {"good", "expires"}:
-        return await _status(call)
-    answer = asyncio.create_task(_status(call.read() if planned.kind == "stream" else call))
+        return await status_of(call)
+    answer = asyncio.create_task(status_of(call.read() if planned.kind == "stream" else call))
     await gone.wait()
     call.cancel()
     return await answer
@@ -140,13 +142,3 @@ def _stream(channel: grpc.aio.Channel, image: bytes, protocol: str) -> Any:
             yield pb.ClassifyStreamRequest(id=str(number), request=request)
 
     return pb_grpc.PreluNetServiceStub(channel).ClassifyStream(requests())
-
-
-async def _status(call: Any) -> str:
-    try:
-        await call
-    except grpc.aio.AioRpcError as error:
-        return error.code().name
-    except asyncio.CancelledError:
-        return "CANCELLED"
-    return "OK"

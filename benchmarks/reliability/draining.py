@@ -7,19 +7,20 @@ port closes. Every accepted call is answered, and the exit code is 0.
 import asyncio
 import random
 import signal
-import socket
 import threading
 import time
 from collections.abc import AsyncIterator, Callable, Iterator
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import grpc.aio
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from benchmarks.common.server_process import ProcessExit
-from benchmarks.reliability.cases import Case, Json, ServerTestBed, verdict
-from benchmarks.reliability.clients import CALL_SECONDS, NOT_SERVING, SERVING, classify, new_channel
+from benchmarks.common.runner import Case
+from benchmarks.common.server_process import ProcessExit, free_port
+from benchmarks.reliability.cases import Json, ServerTestBed, claim, verdict
+from benchmarks.reliability.traffic.clients import CALL_SECONDS, NOT_SERVING, SERVING, classify, new_channel
 from prelunet.evaluator.client import Client
 from prelunet.evaluator.errors import NotReady, PreluNetError
 from prelunet.evaluator.pb.prelunet.v1 import prelunet_pb2 as pb
@@ -39,21 +40,21 @@ CALL_TIMEOUT = 120.0  # seconds for a call, including a restart of the server
 def cases(bed: ServerTestBed) -> Iterator[Case]:
     """Yield the two cases."""
     drains, kills = bed.reduced(DRAINS, 1), bed.reduced(KILLS, 1)
-    yield Case(
+    yield claim(
         "drain",
         f"SIGTERM under load at {drains} random moments: health reports NOT_SERVING first, new calls and connections "
         "work in the lame-duck window, then new calls are refused with UNAVAILABLE before the port closes, every "
         "accepted call is answered, exit code 0",
         {"drains": drains, "clients": CLIENTS, "window": WINDOW, "seed": bed.seed},
         drains * 9,
-        lambda: asyncio.run(_drains(bed, drains)),
+        partial(_drains, bed, drains),
     )
-    yield Case(
+    yield claim(
         "kill and restart",
         f"SIGKILL under load and a restart, {kills} times: no call of evaluator.client fails",
         {"kills": kills, "clients": CLIENTS, "seed": bed.seed},
         kills * 8,
-        lambda: _kills(bed, kills),
+        partial(_kills, bed, kills),
     )
 
 
@@ -235,9 +236,9 @@ async def _evaluation(channel: grpc.aio.Channel, bed: ServerTestBed, seconds: fl
 # SIGKILL
 
 
-def _kills(bed: ServerTestBed, count: int) -> Json:
+async def _kills(bed: ServerTestBed, count: int) -> Json:
     rng = random.Random(bed.seed)
-    port = _free_port()
+    port = free_port()
     load = _Load(f"127.0.0.1:{port}", [picture.data for picture in bed.pictures])
     server = bed.serve("--port", str(port))
     begun, back = time.monotonic(), []
@@ -310,9 +311,3 @@ class _Load:
             if thread.ident is not None:
                 thread.join()
         self._client.close()
-
-
-def _free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as listening:
-        port: int = listening.getsockname()[1]
-        return port

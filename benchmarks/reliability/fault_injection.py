@@ -24,15 +24,18 @@ import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import numpy as np
 
 from prelunet.evaluator.cli import main
+from prelunet.evaluator.engine.load import open_with_placement
 from prelunet.evaluator.engine.memory import gpu_rules
 from prelunet.evaluator.engine.session import Outputs, Session
 from prelunet.evaluator.errors import DeviceLost, OutOfMemory
-from prelunet.evaluator.serving import classifier, models
+from prelunet.evaluator.imaging.decode import decode_image
+from prelunet.evaluator.serving import classifier, lifecycle, models
 from prelunet.evaluator.serving.options import ServeOptions
 from prelunet.evaluator.verbs import serve
 
@@ -127,23 +130,26 @@ def write_control(path: Path, **faults: Any) -> None:
 
 def _main() -> None:
     control = ControlFile(Path(sys.argv.pop(1)))
-    open_with_placement = models.open_with_placement
 
     def opened(*arguments: Any, **options: Any) -> Session:
         session = open_with_placement(*arguments, **options)
         FaultySession(session, control)
         return session
 
-    models.open_with_placement = opened  # type: ignore[attr-defined]
+    replaced: list[tuple[ModuleType, str, Any]] = [
+        (models, "open_with_placement", opened),
+        (classifier, "decode_image", _faulty_decoder(decode_image, control)),
+    ]
     if (message_timeout := control().get("arrival")) is not None:
-        serve_until_stopped = serve.serve_until_stopped
 
         def serve_with_timeout(options: ServeOptions, report: Callable[[str], None]) -> Any:
             limits = replace(options.limits, message_timeout=message_timeout)
-            return serve_until_stopped(replace(options, limits=limits), report)
+            return lifecycle.serve(replace(options, limits=limits), report)
 
-        serve.serve_until_stopped = serve_with_timeout  # type: ignore[attr-defined]
-    classifier.decode_image = _faulty_decoder(classifier.decode_image, control)  # type: ignore[attr-defined]
+        replaced.append((serve, "serve_until_stopped", serve_with_timeout))
+    for module, name, replacement in replaced:
+        assert hasattr(module, name), f"{module.__name__} has no {name} any more"
+        setattr(module, name, replacement)
     main()
 
 

@@ -3,14 +3,17 @@
 import asyncio
 import itertools
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 
 import grpc.aio
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from benchmarks.common.server_process import ServerProcess
-from benchmarks.reliability.cases import NAME, Case, Json, ServerTestBed, verdict
-from benchmarks.reliability.clients import (
+from benchmarks.common.runner import Case
+from benchmarks.common.server_process import PreluNetServer
+from benchmarks.reliability.cases import NAME, Json, ServerTestBed, claim, verdict
+from benchmarks.reliability.fault_injection import GPU_PIXELS, MARK, write_control
+from benchmarks.reliability.traffic.clients import (
     NOT_SERVING,
     SERVING,
     CheckedCall,
@@ -18,11 +21,11 @@ from benchmarks.reliability.clients import (
     new_channel,
     same_scores,
     scores_of,
+    status_of,
     wait_until,
     wait_until_settled,
 )
-from benchmarks.reliability.fault_injection import GPU_PIXELS, MARK, write_control
-from benchmarks.reliability.pictures import marked_picture
+from benchmarks.reliability.traffic.pictures import marked_picture
 
 DECODING = 0.3  # seconds until all waiting images are decoded and can share a batch
 NEIGHBORS = 15
@@ -39,21 +42,21 @@ def cases(bed: ServerTestBed) -> Iterator[Case]:
     """Yield a case for each fault."""
     rounds = bed.reduced(ROUNDS, 1)
     for rules, (fault, status) in itertools.product(("cpu", "gpu"), SPLIT.items()):
-        yield Case(
+        yield claim(
             f"fault: {fault}" + ", rules of a GPU" * (rules == "gpu"),
             f"{fault} in a batch: "
             + (f"only the picture that triggers it fails, with {status}" if status else "it is split until it fits"),
             {"fault": fault, "rounds": rounds, "rules": rules},
             rounds + (20 if rules == "gpu" else 5),
-            lambda fault=fault, status=status, rules=rules: asyncio.run(_split(bed, fault, status, rounds, rules)),
+            partial(_split, bed, fault, status, rounds, rules),
         )
     for fault in ("lost", "sticky"):
-        yield Case(
+        yield claim(
             f"fault: {fault}",
             f"{fault} device: health reports NOT_SERVING, calls get UNAVAILABLE, the process exits with {EXIT}",
             {"fault": fault},
             10,
-            lambda fault=fault: asyncio.run(_lost(bed, fault)),
+            partial(_lost, bed, fault),
         )
 
 
@@ -63,7 +66,7 @@ async def _split(bed: ServerTestBed, fault: str, expected: str | None, rounds: i
     control = bed.control(**({"gpu": GPU_PIXELS} if rules == "gpu" else {}))
     found: list[str] = []
     wrong = 0
-    with bed.serve_with_faults(control) as server:
+    with bed.serve(control=control) as server:
         async with new_channel(server.address) as channel:
             right = [scores_of(await classify(channel, image, top_k=10)) for image in images]
             broken = {"rows": ROWS} if expected is None else {"fault": fault}
@@ -95,7 +98,7 @@ async def _split(bed: ServerTestBed, fault: str, expected: str | None, rounds: i
 
 
 async def _together(
-    server: ServerProcess, channel: grpc.aio.Channel, control: Path, broken: Json, images: list[bytes]
+    server: PreluNetServer, channel: grpc.aio.Channel, control: Path, broken: Json, images: list[bytes]
 ) -> tuple[str, list[dict[int, float] | str]]:
     """Classify good pictures and the marked one in one batch; return the marked one's status and the other answers."""
 
@@ -121,14 +124,14 @@ async def _together(
 async def _lost(bed: ServerTestBed, fault: str) -> Json:
     """Lose the device while calls wait, and check how the process ends."""
     control = bed.control()
-    with bed.serve_with_faults(control, "--lame-duck", "30") as server:
+    with bed.serve("--lame-duck", "30", control=control) as server:
         async with new_channel(server.address) as channel:
             await classify(channel, bed.pictures[0].data)
             watch = health_pb2_grpc.HealthStub(channel).Watch(health_pb2.HealthCheckRequest())
             first = (await watch.read()).status
             write_control(control, delay=0.3, fault=fault)  # so that most calls wait when it happens
             images = [marked_picture(MARK), *(picture.data for picture in bed.pictures)]
-            calls = [asyncio.create_task(_status(channel, image)) for image in images]
+            calls = [asyncio.create_task(status_of(classify(channel, image))) for image in images]
             then = (await watch.read()).status
             statuses = await asyncio.gather(*calls)
         ended = await asyncio.to_thread(server.wait)
@@ -141,11 +144,3 @@ async def _lost(bed: ServerTestBed, fault: str) -> Json:
         exit_code=ended.code,
         statuses={status: statuses.count(status) for status in sorted(set(statuses))},
     )
-
-
-async def _status(channel: grpc.aio.Channel, image: bytes) -> str:
-    try:
-        await classify(channel, image)
-    except grpc.aio.AioRpcError as error:
-        return error.code().name
-    return "OK"

@@ -4,13 +4,16 @@ import asyncio
 import itertools
 import statistics
 from collections.abc import Iterator, Sequence
+from functools import partial
+from pathlib import Path
 
 import grpc.aio
 
-from benchmarks.common.server_process import ServerProcess
-from benchmarks.reliability.cases import NAME, Case, Json, ServerTestBed, verdict
-from benchmarks.reliability.clients import new_channel, wait_until_settled
-from benchmarks.reliability.mixed import ROOMY, Mix
+from benchmarks.common.runner import Case
+from benchmarks.common.server_process import PreluNetServer
+from benchmarks.reliability.cases import NAME, Json, ServerTestBed, claim, verdict
+from benchmarks.reliability.traffic.clients import new_channel, wait_until_settled
+from benchmarks.reliability.traffic.mixed import ROOMY, Mix
 
 CALLS = 10_000
 LIMIT = 100.0  # MB of growth from the middle of a run to its end, as in Triton's L0_memory_growth
@@ -25,30 +28,30 @@ def cases(bed: ServerTestBed) -> Iterator[Case]:
     """Yield a case for each device, and the leaking control."""
     calls = bed.reduced(CALLS, 120)
     for device in ("cpu", "openvino"):
-        yield Case(
+        yield claim(
             f"memory, {device}",
             f"{calls} mixed calls: resident memory grows by less than {LIMIT:g} MB from the middle to the end",
             {"device": device, "calls": calls, "seed": bed.seed},
             calls / 150 + 10,
-            lambda device=device: asyncio.run(_memory(bed, bed.serve(*ROOMY, device=device), calls)),
+            partial(_memory, bed, calls, device),
         )
     leak = 100 if bed.tiny else 1
-    yield Case(
+    yield claim(
         "memory, a server that leaks",
         f"the same check detects a server that keeps every picture ({leak} times)",
         {"calls": calls, "seed": bed.seed, "leak": leak},
         calls / 150 + 10,
-        lambda: _caught(asyncio.run(_memory(bed, bed.serve_with_faults(bed.control(leak=leak), *ROOMY), calls))),
+        partial(_caught, bed, calls, leak),
     )
 
 
-async def _memory(bed: ServerTestBed, serving: ServerProcess, calls: int) -> Json:
+async def _memory(bed: ServerTestBed, calls: int, device: str = "cpu", control: Path | None = None) -> Json:
     mix = Mix(bed.seed, NAME)
-    with serving as server:
+    with bed.serve(*ROOMY, device=device, control=control) as server:
         files = server.open_files()
         samples = await _sampled(server, mix, calls)
         metrics, more_files = await wait_until_settled(server, files)
-        alive, promised = server.alive, server.promised_mb
+        alive, promised = server.is_alive(), server.promised_mb
     growth = growth_of(samples)
     return verdict(
         {
@@ -73,7 +76,7 @@ async def _memory(bed: ServerTestBed, serving: ServerProcess, calls: int) -> Jso
     )
 
 
-async def _sampled(server: ServerProcess, mix: Mix, calls: int) -> list[float]:
+async def _sampled(server: PreluNetServer, mix: Mix, calls: int) -> list[float]:
     """Make the calls; return samples of the server's resident memory in MB, evenly spaced over the calls."""
     every = max(1, calls // SAMPLES)
     samples = [server.rss_mb()]
@@ -101,8 +104,9 @@ def growth_of(samples: Sequence[float]) -> float:
     return statistics.median(samples[-width:]) - statistics.median(samples[middle : middle + width])
 
 
-def _caught(result: Json) -> Json:
+async def _caught(bed: ServerTestBed, calls: int, leak: int) -> Json:
     """Return the result of the control: it holds if the memory conditions failed and no others."""
+    result = await _memory(bed, calls, control=bed.control(leak=leak))
     broken = {*result.get("broken", ())}
     caught = "growth_below_the_limit" in broken and broken <= {*MEMORY}
     return {**{key: value for key, value in result.items() if key != "broken"}, "held": caught}

@@ -8,13 +8,16 @@ import asyncio
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import grpc.aio
 
-from benchmarks.common.server_process import ServerProcess
-from benchmarks.reliability.cases import NAME, Case, Json, ServerTestBed, verdict
-from benchmarks.reliability.clients import (
+from benchmarks.common.runner import Case
+from benchmarks.common.server_process import PreluNetServer
+from benchmarks.reliability.cases import NAME, Json, ServerTestBed, claim, verdict
+from benchmarks.reliability.fault_injection import write_control
+from benchmarks.reliability.traffic.clients import (
     CheckedCall,
     classify,
     new_channel,
@@ -22,7 +25,6 @@ from benchmarks.reliability.clients import (
     wait_until,
     wait_until_settled,
 )
-from benchmarks.reliability.fault_injection import write_control
 from prelunet.evaluator.errors import Overloaded
 from prelunet.evaluator.pb.prelunet.v1 import prelunet_pb2 as pb
 from prelunet.evaluator.pb.prelunet.v1 import prelunet_pb2_grpc as pb_grpc
@@ -59,7 +61,7 @@ def cases(bed: ServerTestBed) -> Iterator[Case]:
         for bound, protocol in bounds:
             if bound == "calls" and waiting == 1:  # gRPC counts a call for a while after its answer
                 continue
-            yield Case(
+            yield claim(
                 f"overload, {bound}, {waiting} + {more}, {protocol}",
                 f"with a queue of {waiting} calls ({bound}), {waiting} + {more} calls of one client get exactly {more} "
                 "refusals, at once, "
@@ -67,18 +69,16 @@ def cases(bed: ServerTestBed) -> Iterator[Case]:
                 + "and valid calls keep their latency afterwards",
                 {"bound": bound, "waiting": waiting, "more": more, "protocol": protocol},
                 8,
-                lambda waiting=waiting, more=more, bound=bound, protocol=protocol: asyncio.run(
-                    _overload(bed, waiting, more, bound, protocol)
-                ),
+                partial(_overload, bed, waiting, more, bound, protocol),
             )
     streams = bed.reduced(STREAMS, 3)
-    yield Case(
+    yield claim(
         "overload, streams",
         f"with a queue of {ROOM} views, {streams} streams and as many evaluations of {IN_A_STREAM} images each wait "
         "for space: no image is refused, and the queue never exceeds its limit by more than a quarter",
         {"room": ROOM, "streams": streams, "in_a_stream": IN_A_STREAM},
         10,
-        lambda: asyncio.run(_streams(bed, streams)),
+        partial(_streams, bed, streams),
     )
 
 
@@ -91,7 +91,7 @@ async def _overload(bed: ServerTestBed, waiting: int, more: int, bound: str, pro
     others = 0 if bound == "calls" else fit + SECOND_SURPLUS
     option = "--max-calls" if bound == "calls" else f"--queue-{bound}"
     control = bed.control()
-    with bed.serve_with_faults(control, option, str(room)) as server:
+    with bed.serve(option, str(room), control=control) as server:
         good = CheckedCall(server.address, image, protocol if PROTOCOLS[protocol] <= views else "center")
         count = bed.reduced(GOOD_CALLS, 10)
         await good.times(10)
@@ -153,7 +153,7 @@ async def _streams(bed: ServerTestBed, count: int) -> Json:
     )
 
 
-async def _of_many(server: ServerProcess, image: bytes, number: int) -> int:
+async def _of_many(server: PreluNetServer, image: bytes, number: int) -> int:
     """Send many images over a stream or an evaluation; return how many were answered."""
     requests_of_images = [pb.ClassifyRequest(image=image, protocol="center")] * IN_A_STREAM
     async with new_channel(server.address) as channel:
@@ -181,7 +181,7 @@ def _answered(replies: Sequence[Reply]) -> int:
 class _HeldServer:
     """A server whose device is held while calls arrive. call: image and protocol of each."""
 
-    server: ServerProcess
+    server: PreluNetServer
     control: Path
     call: tuple[bytes, str]
 
@@ -210,7 +210,7 @@ class _HeldServer:
         return calls, refused and inside
 
 
-async def _reply(server: ServerProcess, channel: grpc.aio.Channel, image: bytes, protocol: str) -> Reply:
+async def _reply(server: PreluNetServer, channel: grpc.aio.Channel, image: bytes, protocol: str) -> Reply:
     begun = time.monotonic()
     try:
         await classify(channel, image, protocol)

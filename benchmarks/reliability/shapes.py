@@ -4,14 +4,16 @@ import asyncio
 import itertools
 import statistics
 from collections.abc import Iterator
+from functools import partial
 
 import grpc.aio
 
-from benchmarks.common.server_process import ServerProcess
-from benchmarks.reliability.cases import NAME, Case, Json, ServerTestBed, verdict
-from benchmarks.reliability.clients import CALL_SECONDS, classify, new_channel
+from benchmarks.common.runner import Case
+from benchmarks.common.server_process import PreluNetServer
+from benchmarks.reliability.cases import NAME, Json, ServerTestBed, claim, verdict
 from benchmarks.reliability.fault_injection import GPU_PIXELS
-from benchmarks.reliability.pictures import encoded, pixels
+from benchmarks.reliability.traffic.clients import CALL_SECONDS, classify, new_channel
+from benchmarks.reliability.traffic.pictures import encoded, pixels
 from prelunet.evaluator.pb.prelunet.v1 import prelunet_pb2 as pb
 from prelunet.evaluator.pb.prelunet.v1 import prelunet_pb2_grpc as pb_grpc
 
@@ -31,28 +33,28 @@ def cases(bed: ServerTestBed) -> Iterator[Case]:
     """Yield the cases."""
     calls = bed.reduced(CALLS, 100)
     for rules in ("cpu", "gpu"):
-        yield Case(
+        yield claim(
             f"mixed shapes share batches, rules of a {rules.upper()}",
             f"{CLIENTS} clients with pictures of {len(ALTERNATING)} alternating shapes: mean batch above one view",
             {"rules": rules, "calls": calls},
             calls / 100 + 15,
-            lambda rules=rules: asyncio.run(_shared(bed, rules, calls)),
+            partial(_shared, bed, rules, calls),
         )
     starts = bed.reduced(STARTS, 1)
-    yield Case(
+    yield claim(
         "first call of each shape",
         f"after READY the first call of a shape takes at most {SLOWER:g} times as long as later ones, plus "
         f"{1000 * NOISE:g} ms (CPU)",
         {"starts": starts, "steady": STEADY},
         starts * 12,
-        lambda: asyncio.run(_first_calls(bed, starts)),
+        partial(_first_calls, bed, starts),
     )
 
 
 async def _shared(bed: ServerTestBed, rules: str, calls: int) -> Json:
     images = [encoded(pixels(*shape, number), "JPEG") for number, shape in enumerate(ALTERNATING)]
     faults = {"gpu": GPU_PIXELS} if rules == "gpu" else {}
-    with bed.serve_with_faults(bed.control(**faults)) as server:
+    with bed.serve(control=bed.control(**faults)) as server:
         turns = itertools.islice(itertools.cycle(images), calls)
         failures: list[str] = []
 
@@ -102,7 +104,7 @@ async def _first_calls(bed: ServerTestBed, starts: int) -> Json:
     )
 
 
-async def _of_one_start(server: ServerProcess, start: int) -> list[tuple[str, float, float]]:
+async def _of_one_start(server: PreluNetServer, start: int) -> list[tuple[str, float, float]]:
     """Return for each shape the seconds of the first call and of later ones, as the server reports them."""
     found = []
     shapes = [(shape, protocol) for protocol in FIRST_PROTOCOLS for shape in FIRST_SHAPES]

@@ -3,18 +3,25 @@
 import asyncio
 import random
 import subprocess
-import sys
 import time
 from collections import Counter
 from collections.abc import Awaitable, Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 
 from benchmarks.common.results import environment
-from benchmarks.common.server_process import PRELUNET, ServerProcess
-from benchmarks.reliability.cases import NAME, Case, Json, ServerTestBed, verdict
-from benchmarks.reliability.clients import CheckedCall, new_channel, percentiles, wait_until_settled
+from benchmarks.common.runner import Case
+from benchmarks.common.server_process import PRELUNET, PreluNetServer
+from benchmarks.reliability.cases import NAME, Json, ServerTestBed, claim, verdict
 from benchmarks.reliability.memory import LIMIT, growth_of
-from benchmarks.reliability.mixed import ROOMY, Mix
+from benchmarks.reliability.traffic.clients import (
+    CheckedCall,
+    kill_a_client,
+    new_channel,
+    percentiles,
+    wait_until_settled,
+)
+from benchmarks.reliability.traffic.mixed import ROOMY, Mix
 
 CLIENTS = 8
 PICTURE = "soak.jpg"  # sent by killed clients
@@ -26,13 +33,13 @@ SAMPLE = 0.5  # seconds between two samples of the resident memory
 def cases(bed: ServerTestBed) -> Iterator[Case]:
     """Yield the one case."""
     seconds = min(bed.soak_seconds, 5.0) if bed.tiny else bed.soak_seconds
-    yield Case(
+    yield claim(
         "soak",
         f"{seconds:g} s of a random mix (valid, odd, hostile, impatient, killed clients, streams, evaluations, "
         "doctor): no valid call fails, nothing is left behind",
         {"seconds": seconds, "clients": CLIENTS, "seed": bed.seed},
         seconds + 15,
-        lambda: asyncio.run(_soak(bed, seconds)),
+        partial(_soak, bed, seconds),
     )
 
 
@@ -91,7 +98,7 @@ async def _soak(bed: ServerTestBed, seconds: float) -> Json:
 class _ScenarioContext:
     """The context of a scenario. wrong: failures besides those of the mix."""
 
-    server: ServerProcess
+    server: PreluNetServer
     bed: ServerTestBed
     mix: Mix
     rng: random.Random
@@ -113,16 +120,8 @@ async def _mixed(scene: _ScenarioContext) -> None:
 
 async def _killed(scene: _ScenarioContext) -> None:
     """Start a client process and kill it during its calls."""
-    process = await asyncio.create_subprocess_exec(
-        sys.executable, "-m", "benchmarks.reliability.victim", scene.server.address,
-        scene.rng.choice(("classify", "stream", "evaluate")), str(scene.bed.folder / PICTURE),
-        stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, env=environment(),
-    )  # fmt: skip
-    assert process.stdout is not None
-    await process.stdout.readline()
-    await asyncio.sleep(scene.rng.uniform(0, 0.3))
-    process.kill()
-    await process.communicate()
+    kind = scene.rng.choice(("classify", "stream", "evaluate"))
+    await kill_a_client(scene.server.address, kind, scene.bed.folder / PICTURE, scene.rng.uniform(0, 0.3))
 
 
 async def _doctor(scene: _ScenarioContext) -> None:

@@ -4,27 +4,15 @@ import json
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
-from benchmarks.common.results import cell, markdown
+from benchmarks.common.results import cell, described_run, markdown
 
 _NOT_NUMBERS = (
-    "group",
-    "claim",
-    "held",
-    "broken",
-    "error",
-    "wrong",
-    "failures",
-    "crashes",
-    "log",
-    "left",
-    "ms",
-    "slow",
-    "state",
-)
+    "group", "claim", "held", "broken", "error", "wrong", "failures", "crashes", "log", "left", "ms", "slow", "state",
+)  # fmt: skip
 _MAX_VALUES = 12  # shown values of a list
 BEGIN, END = "<!-- summary: begin -->", "<!-- summary: end -->"  # around the text that `filled` replaces
 # Numbers of each group in the summary: label, key in a case's result (nested keys with a dot), aggregation over cases.
-_HEADLINE_NUMBERS: Mapping[str, tuple[tuple[str, str, Callable[[Iterable[float]], float]], ...]] = {
+_HEADLINE_NUMBERS: Mapping[str, tuple[tuple[str, str, Callable[[list[Any]], Any]], ...]] = {
     "overload": (
         ("refusals", "refused", sum),
         ("slowest refusal, ms", "refusals.max_ms", max),
@@ -57,16 +45,7 @@ def table(data: Mapping[str, Any]) -> str:
         cases = [case for case in latest(data) if case["run"] == number]
         if not cases:
             continue
-        machine = run["machine"]
-        versions = ", ".join(f"{name} {version}" for name, version in run["versions"].items())
-        kind = " A rehearsal: few repeats." if run["tiny"] else ""
-        parts += [
-            f"{run['date']}, {machine['cpu']}, {machine['cores']} cores, {machine['memory_gb']} GB; {versions}. "
-            f"Command: `{run['command']}`.{kind}",
-            "",
-            markdown(("claim", "held", "measured", "seconds"), map(_row, cases)),
-            "",
-        ]
+        parts += [described_run(run), "", markdown(("claim", "held", "measured", "seconds"), map(_row, cases)), ""]
     return "\n".join(parts)
 
 
@@ -78,12 +57,8 @@ def summary(data: Mapping[str, Any], groups: Iterable[str]) -> str:
         held = sum(bool(case["result"].get("held")) for case in cases)
         seconds = round(sum(case["seconds"] for case in cases))
         rows.append((f"`{group}`", f"{held} of {len(cases)}" if cases else "not tried", _facts(group, cases), seconds))
-    run = data["runs"][-1]
-    machine, rehearsal = run["machine"], " A rehearsal: few repeats." if run["tiny"] else ""
-    circumstances = (
-        f"{run['date']}, {machine['cpu']}, {machine['cores']} cores, {machine['memory_gb']} GB; `{run['command']}`."
-    )
-    return f"{circumstances}{rehearsal}\n\n{markdown(('group', 'cases that held', 'of them', 'seconds'), rows)}"
+    columns = ("group", "cases that held", "of them", "seconds")
+    return f"{described_run(data['runs'][-1])}\n\n{markdown(columns, rows)}"
 
 
 def _facts(group: str, cases: Iterable[Mapping[str, Any]]) -> str:

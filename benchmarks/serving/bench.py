@@ -12,9 +12,9 @@ from typing import Any, Self
 
 import numpy as np
 
-from benchmarks.common.results import shuffled
+from benchmarks.common.results import shuffled, significant
 from benchmarks.common.rig import Rig
-from benchmarks.serving.peers import STARTERS, Server, Spec, start_ours
+from benchmarks.serving.peers import STARTERS, Contender, Spec, start_ours
 from benchmarks.serving.worker import Worker
 from prelunet.evaluator.errors import EnvironmentFault
 from prelunet.evaluator.protocols import EvaluationProtocol
@@ -22,7 +22,7 @@ from prelunet.evaluator.protocols import EvaluationProtocol
 PROCESSES = 2  # of clients: one alone would take a third of the time of the demo model
 TOLERANCE = 1e-4  # of a score: another order of summation, and six digits where scores are sent as text
 Json = dict[str, Any]
-Contender = Callable[[int, int], "TurnResult"]  # (number of calls, number of the round) → result
+Turn = Callable[[int, int], "TurnResult"]  # (number of calls, number of the round) → result
 
 
 @dataclass(frozen=True)
@@ -60,7 +60,7 @@ class ServingBench:
     threads: int
     pythons: Mapping[str, Path | None]
     now: Json
-    _servers: dict[str, Server] = field(default_factory=dict)
+    _servers: dict[str, Contender] = field(default_factory=dict)
     _workers: dict[str, Worker] = field(default_factory=dict)
     _started: int = 0
 
@@ -84,18 +84,18 @@ class ServingBench:
         """Return the model file of a net."""
         return self.rig.model_file(net)
 
-    def ours(self, net: str, *, null: bool = False) -> Server:
+    def ours(self, net: str, *, null: bool = False) -> Contender:
         """Return our server of a net; null: one that computes nothing."""
         start = partial(start_ours, {net: self.model(net)}, self.threads, null=null)
         return self._server(f"prelunet {net}{', null' * null}", start, [net])
 
-    def peers(self, net: str, protocols: Mapping[str, EvaluationProtocol]) -> dict[str, Server]:
+    def peers(self, net: str, protocols: Mapping[str, EvaluationProtocol]) -> dict[str, Contender]:
         """Return the available peers, each with a model for each protocol, by name of the model."""
         specs = {
             name: Spec(self.model(net), p.scales[0], p.crop, p.mirror, self.threads, null=name == "null")
             for name, p in protocols.items()
         }
-        found: dict[str, Server] = {}
+        found: dict[str, Contender] = {}
         for name, start in STARTERS.items():
             python = self.pythons[name]
             if name in self.now["not_measured"]:
@@ -109,7 +109,7 @@ class ServingBench:
                 self.now["not_measured"][name] = str(error)
         return found
 
-    def _server(self, name: str, start: Callable[[Path], Server], models: Sequence[str]) -> Server:
+    def _server(self, name: str, start: Callable[[Path], Contender], models: Sequence[str]) -> Contender:
         if name not in self._servers:
             self._started += 1
             folder = self.folder / f"server-{self._started}"
@@ -148,7 +148,7 @@ class ServingBench:
 class LoadTarget:
     """How a server is called. model: its name there; clients: calls in flight; rate: calls per second, or None."""
 
-    server: Server
+    server: Contender
     api: str
     model: str
     protocol: str
@@ -166,7 +166,7 @@ class LoadTarget:
         """Make `calls` calls, spread over the client processes."""
         workers = workers[: self.clients]
         share = math.ceil(calls / len(workers))
-        cpu, begin_at = self.server.cpu_seconds(), time.monotonic() + 0.1
+        cpu, begin_at = self.server.process.cpu_seconds(), time.monotonic() + 0.1
         for place, worker in enumerate(workers):
             load = self._load(
                 clients=self.clients // len(workers),
@@ -181,7 +181,7 @@ class LoadTarget:
         return TurnResult(
             share * len(workers),
             max(one["ended"] for one in results) - begin_at,
-            self.server.cpu_seconds() - cpu,
+            self.server.process.cpu_seconds() - cpu,
             sum(one["cpu_seconds"] for one in results),
             tuple(latency for one in results for latency in one["latencies"]),
             tuple(error for one in results for error in one["errors"]),
@@ -219,7 +219,7 @@ def check_answers(name: str, found: Sequence[Any], expected: Sequence[Any]) -> f
     return off
 
 
-def interleave(contenders: Mapping[str, Contender], calls: int, rounds: int) -> Json:
+def interleave(contenders: Mapping[str, Turn], calls: int, rounds: int) -> Json:
     """Let all take turns, in an order shuffled for each round; return the summary of each by name.
 
     If calls of a contender fail, its summary has the first error, and its numbers mean nothing.
@@ -237,11 +237,11 @@ def summary(turns: Sequence[TurnResult]) -> Json:
     latencies = sorted(latency for turn in turns for latency in turn.latencies)
     errors = [error for turn in turns for error in turn.errors]
     return {
-        "rates": [_significant(turn.calls / turn.seconds) for turn in turns],
+        "rates": [significant(turn.calls / turn.seconds) for turn in turns],
         "calls": calls,
-        "cpu_ms": _significant(1000 * sum(turn.cpu for turn in turns) / calls),
-        "client_cpu_ms": _significant(1000 * sum(turn.client_cpu for turn in turns) / calls),
-        **{f"p{share}_ms": _significant(1000 * percentile(latencies, share)) for share in (50, 99) if latencies},
+        "cpu_ms": significant(1000 * sum(turn.cpu for turn in turns) / calls),
+        "client_cpu_ms": significant(1000 * sum(turn.client_cpu for turn in turns) / calls),
+        **{f"p{share}_ms": significant(1000 * percentile(latencies, share)) for share in (50, 99) if latencies},
         "failed": len(errors),
         **({"first_error": errors[0][:200]} if errors else {}),
     }
@@ -250,10 +250,6 @@ def summary(turns: Sequence[TurnResult]) -> Json:
 def percentile(values: Sequence[float], share: float) -> float:
     """Return the smallest of the sorted values that `share` percent do not exceed."""
     return values[max(0, math.ceil(len(values) * share / 100) - 1)]
-
-
-def _significant(value: float) -> float:
-    return float(f"{value:.4g}")
 
 
 def calls_for(seconds: float, turn: TurnResult, clients: int, minimum: int) -> int:

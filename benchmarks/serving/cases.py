@@ -5,12 +5,12 @@ from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any
 
-from benchmarks.common.results import Results
+from benchmarks.common.runner import Case, Runner
 from benchmarks.serving.bench import (
-    Contender,
     Json,
     LoadTarget,
     ServingBench,
+    Turn,
     best_in_process,
     calls_for,
     check_answers,
@@ -38,13 +38,14 @@ OVERHEAD_CALLS, OVERHEAD_ROUNDS = 200, 3
 TINY_CALLS = 8
 
 
-def throughput(bench: ServingBench, results: Results) -> None:
+def throughput(bench: ServingBench, runner: Runner) -> None:
     """Compare our server with 16 clients to the engine in process."""
     for net, protocol in SERVED[-1:] if bench.rig.tiny else SERVED:
         settings = {"part": "throughput", "net": net, "protocol": protocol, "clients": IN_FLIGHT, "pictures": "mixed"}
         seconds, rounds, _ = SERVED_TURN[net]
         contenders = len(OUR_APIS) + len(WAYS)
-        results.measure(settings, partial(_served, bench, net, protocol), seconds * (rounds + 1) * contenders + 20)
+        duration = seconds * (rounds + 1) * contenders + 20
+        runner.measure(Case(settings, partial(_served, bench, net, protocol), duration))
         bench.stop()
 
 
@@ -53,13 +54,13 @@ def _served(bench: ServingBench, net: str, protocol: str) -> Json:
     server = bench.ours(net)
     ours = {api: LoadTarget(server, api, net, protocol, images, IN_FLIGHT) for api in OUR_APIS}
     off = _check(bench, ours, best_in_process(engine, protocol, images))
-    contenders: dict[str, Contender] = {way: partial(in_process, engine, way, protocol, images) for way in WAYS}
+    contenders: dict[str, Turn] = {way: partial(in_process, engine, way, protocol, images) for way in WAYS}
     contenders |= {api: partial(target.run_turn, bench.clients()) for api, target in ours.items()}
     turn = _turn(bench, contenders, SERVED_TURN[net], IN_FLIGHT)
     return {**_result(contenders, *turn), "off": off}
 
 
-def peers(bench: ServingBench, results: Results) -> None:
+def peers(bench: ServingBench, runner: Runner) -> None:
     """Measure three servers of the same model file under the same load."""
     given = [name for name in STARTERS if bench.pythons[name] is not None]
     for name, protocol in PEER_PROTOCOLS.items():
@@ -70,12 +71,13 @@ def peers(bench: ServingBench, results: Results) -> None:
             for clients in CLIENTS[-1:] if bench.rig.tiny else CLIENTS:
                 settings = {**common, "load": "closed", "clients": clients}
                 seconds, rounds, _ = PEER_TURN
-                found = results.measure(settings, partial(case, clients, None), seconds * (rounds + 2) * 4 + 5)
+                found = runner.measure(Case(settings, partial(case, clients, None), seconds * (rounds + 2) * 4 + 5))
             if found and "contenders" in found:
                 slowest = min(statistics.median(one["rates"]) for one in found["contenders"].values())
                 seconds, rounds, _ = OPEN_TURN
                 settings = {**common, "load": "open", "clients": CLIENTS[-1]}
-                results.measure(settings, partial(case, CLIENTS[-1], SHARE * slowest), seconds * (rounds + 1) * 4 + 5)
+                work = partial(case, CLIENTS[-1], SHARE * slowest)
+                runner.measure(Case(settings, work, seconds * (rounds + 1) * 4 + 5))
 
 
 def _beside_peers(bench: ServingBench, name: str, pictures: str, clients: int, rate: float | None) -> Json:
@@ -97,10 +99,10 @@ def _beside_peers(bench: ServingBench, name: str, pictures: str, clients: int, r
     return {**_result(contenders, *turn), "off": off, **rates}
 
 
-def overhead(bench: ServingBench, results: Results) -> None:
+def overhead(bench: ServingBench, runner: Runner) -> None:
     """Measure sequential calls to models that compute nothing."""
     given = [name for name in STARTERS if bench.pythons[name] is not None]
-    results.measure({"part": "overhead", "peers": given}, partial(_overhead, bench), 60)
+    runner.measure(Case({"part": "overhead", "peers": given}, partial(_overhead, bench), 60))
 
 
 def _overhead(bench: ServingBench) -> Json:
@@ -131,7 +133,7 @@ def _check(bench: ServingBench, targets: Mapping[str, LoadTarget], expected: Seq
 
 
 def _turn(
-    bench: ServingBench, contenders: Mapping[str, Contender], lengths: tuple[float, int, int], clients: int
+    bench: ServingBench, contenders: Mapping[str, Turn], lengths: tuple[float, int, int], clients: int
 ) -> tuple[int, int]:
     """Give each contender an untimed turn; return calls per turn and rounds, judged by the slowest."""
     if bench.rig.tiny:
@@ -142,6 +144,6 @@ def _turn(
     return calls_for(seconds, slowest, clients, minimum), rounds
 
 
-def _result(contenders: Mapping[str, Contender], calls: int, rounds: int) -> Json:
+def _result(contenders: Mapping[str, Turn], calls: int, rounds: int) -> Json:
     """Run a case and return its entry of the result file."""
     return {"calls_of_a_turn": calls, "rounds": rounds, "contenders": interleave(contenders, calls, rounds)}

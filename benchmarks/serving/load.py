@@ -176,7 +176,8 @@ class Stream:
         """Classify a picture and return its best classes."""
         self._sent += 1
         name = str(self._sent)
-        answer = self._pending[name] = asyncio.get_running_loop().create_future()
+        answer: asyncio.Future[Best] = asyncio.get_running_loop().create_future()
+        self._pending[name] = answer
         request = pb.ClassifyStreamRequest(id=name, request=self._requests[index % len(self._requests)])
         async with self._turn:
             await self._call.write(request)
@@ -253,7 +254,8 @@ async def _ask(ask: Any, index: int, since: float, calls: CallResults) -> None:
     try:
         await ask(index)
     except (grpc.RpcError, RuntimeError) as error:
-        calls.errors.append(error.details() if isinstance(error, grpc.aio.AioRpcError) else str(error))
+        details = error.details() if isinstance(error, grpc.aio.AioRpcError) else None
+        calls.errors.append(details or str(error))
     calls.ended = time.monotonic()
     calls.latencies.append(calls.ended - since)
 

@@ -68,4 +68,5 @@ class Classifier:
         images = np.concatenate([batch, batch[:, :, ::-1]]) if mirror else batch
         sizes = np.array([images.shape[1:3]] * len(images), np.int64)
         (scores,) = self._session.run(["scores"], {"images": images, "sizes": sizes})
-        return scores.reshape(1 + mirror, len(batch), -1).mean(axis=0)
+        means: np.ndarray = scores.reshape(1 + mirror, len(batch), -1).mean(axis=0)
+        return means

@@ -8,7 +8,7 @@ from mlserver.types import InferenceRequest, InferenceResponse, ResponseOutput
 from peer_classifier import Classifier
 
 
-class Runtime(MLModel):
+class Runtime(MLModel):  # type: ignore[misc]  # mlserver is only in the peer's environment
     """The interface of MLServer; `predict` receives the requests that its adaptive batcher combined."""
 
     async def load(self) -> bool:

@@ -12,24 +12,24 @@ What they serve is in peer_classifier.py, peer_triton.py and peer_mlserver.py. A
 import json
 import os
 import shutil
-import signal
-import socket
 import subprocess
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import grpc
 
-from benchmarks.common.results import environment
+from benchmarks.common.server_process import PRELUNET, PreluNetServer, ServerProcess, free_port
 from prelunet.evaluator.errors import EnvironmentFault
 from prelunet.evaluator.pb.inference import inference_pb2 as pb
 from prelunet.evaluator.pb.inference import inference_pb2_grpc as pb_grpc
 
 HERE = Path(__file__).parent
+NULL = (sys.executable, "-m", "benchmarks.serving.null")
 START_SECONDS, STOP_SECONDS = 120.0, 20.0
 TOP = 5  # classes that every server returns for an image
 BATCH = 8  # maximum batch of a peer: the images of 16 clients allow two batches at once
@@ -72,21 +72,12 @@ class Spec:
         (folder / "spec.json").write_text(json.dumps(spec), encoding="utf-8")
 
 
-class Server:
-    """A server process that runs until `stop`.
+class Contender:
+    """A running server of a comparison. settings: for the result file."""
 
-    settings: its settings, for the result file.
-    """
-
-    def __init__(
-        self, name: str, command: Sequence[str], settings: Mapping[str, Any], folder: Path, port: int, **process: Any
-    ) -> None:
-        self.name = name
-        self.settings = dict(settings)
-        self.address = f"127.0.0.1:{port}"
-        self._log = folder / f"{name.split(maxsplit=1)[0]}.log"
-        with self._log.open("w") as log:
-            self._process = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT, **process)
+    def __init__(self, name: str, process: ServerProcess, settings: Mapping[str, Any]) -> None:
+        self.name, self.process, self.settings = name, process, dict(settings)
+        self.address = process.address
 
     def wait(self, models: Sequence[str]) -> None:
         """Wait until it is ready for these models; raises EnvironmentFault with the end of its log."""
@@ -94,27 +85,18 @@ class Server:
         with grpc.insecure_channel(self.address) as channel:
             stub = pb_grpc.GRPCInferenceServiceStub(channel)
             while not all(_is_ready(stub, model) for model in models):
-                if self._process.poll() is not None or time.monotonic() > limit:
-                    log = self._log.read_text(errors="replace").strip()[-800:]
+                if not self.process.is_alive() or time.monotonic() > limit:
                     self.stop()
-                    raise EnvironmentFault(f"{self.name} did not start: {log}")
+                    raise EnvironmentFault(f"{self.name} did not start: {self.process.log.strip()[-800:]}")
                 time.sleep(0.1)
             metadata = stub.ServerMetadata(pb.ServerMetadataRequest(), timeout=5)
         self.settings["server"] = f"{metadata.name} {metadata.version}"
 
-    def cpu_seconds(self) -> float:
-        """Return its CPU time in seconds, including child processes."""
-        return sum(map(_cpu_seconds, _tree(self._process.pid)))
-
     def stop(self) -> None:
-        """Stop the process."""
-        if self._process.poll() is None:
-            self._process.send_signal(signal.SIGTERM)
-            try:
-                self._process.wait(STOP_SECONDS)
-            except subprocess.TimeoutExpired:
-                self._process.kill()
-        self._process.wait()
+        """Stop the process, and kill it if it does not end in time."""
+        with suppress(subprocess.TimeoutExpired):
+            self.process.stop(timeout=STOP_SECONDS)
+        self.process.kill()
 
 
 def _is_ready(stub: Any, model: str) -> bool:
@@ -124,49 +106,15 @@ def _is_ready(stub: Any, model: str) -> bool:
         return False
 
 
-def _tree(pid: int) -> list[int]:
-    """Return the ids of a process and all its descendants."""
-    try:
-        children = [
-            int(child)
-            for task in Path(f"/proc/{pid}/task").iterdir()
-            for child in (task / "children").read_text().split()
-        ]
-    except OSError:
-        return [pid]
-    return [pid, *(one for child in children for one in _tree(child))]
-
-
-def _cpu_seconds(pid: int) -> float:
-    """Return user and system time of a process with its threads; 0 if it is gone."""
-    try:
-        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    except OSError:
-        return 0.0
-    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
-
-
-def free_port() -> int:
-    """Return an unused port."""
-    with socket.socket() as one:
-        one.bind(("127.0.0.1", 0))
-        port: int = one.getsockname()[1]
-        return port
-
-
-def start_ours(models: Mapping[str, Path], threads: int, folder: Path, *, null: bool = False) -> Server:
+def start_ours(models: Mapping[str, Path], threads: int, folder: Path, *, null: bool = False) -> Contender:
     """Start `prelunet serve` of this checkout; null: with sessions that return zeros (null.py)."""
-    port = free_port()
-    options = ["--port", str(port), "--device", "cpu", "--threads", str(threads), "--lame-duck", "0"]
-    for name, file in models.items():
-        options += ["--model", f"{name}={file}"]
-    program = ["-m", "benchmarks.serving.null"] if null else ["-c", "from prelunet.evaluator.cli import main; main()"]
+    options = ("--device", "cpu", "--threads", str(threads), "--lame-duck", "0")
+    process = PreluNetServer(models, *options, log=folder / "prelunet.log", program=NULL if null else PRELUNET)
     settings = {"threads": threads, "options": "defaults of prelunet serve, but --lame-duck 0"}
-    name = "prelunet, null" if null else "prelunet"
-    return Server(name, [sys.executable, *program, "serve", *options], settings, folder, port, env=environment())
+    return Contender("prelunet, null" if null else "prelunet", process, settings)
 
 
-def start_triton(python: Path, models: Mapping[str, Spec], folder: Path) -> Server:
+def start_triton(python: Path, models: Mapping[str, Spec], folder: Path) -> Contender:
     """Start Triton with its Python backend and dynamic batching; python: from an environment with nvidia-pytriton."""
     found = _inspect(python, "nvidia-pytriton")
     packages = Path(found["folder"])
@@ -194,7 +142,8 @@ def start_triton(python: Path, models: Mapping[str, Spec], folder: Path) -> Serv
         "instances": next(iter(models.values())).cores,
         "threads of each": 1,
     }
-    return Server("triton", command, settings, folder, port, env=environment)
+    process = ServerProcess(command, folder / "triton.log", address=f"127.0.0.1:{port}", env=environment)
+    return Contender("triton", process, settings)
 
 
 def _triton_config(name: str, instances: int) -> str:
@@ -209,7 +158,7 @@ def _triton_config(name: str, instances: int) -> str:
     )
 
 
-def start_mlserver(python: Path, models: Mapping[str, Spec], folder: Path) -> Server:
+def start_mlserver(python: Path, models: Mapping[str, Spec], folder: Path) -> Contender:
     """Start MLServer with our runtime and adaptive batching; python: from an environment with mlserver."""
     found = _inspect(python, "mlserver")
     port = free_port()
@@ -237,7 +186,9 @@ def start_mlserver(python: Path, models: Mapping[str, Spec], folder: Path) -> Se
         "threads of each": 1,
     }
     command = [str(python.parent / "mlserver"), "start", str(folder)]
-    return Server("mlserver", command, settings, folder, port, env=_environment(python))
+    address = f"127.0.0.1:{port}"
+    process = ServerProcess(command, folder / "mlserver.log", address=address, env=_environment(python))
+    return Contender("mlserver", process, settings)
 
 
 def _environment(python: Path) -> dict[str, str]:
@@ -264,5 +215,5 @@ def _inspect(python: Path, package: str) -> Json:
     return found
 
 
-Starter = Callable[[Path, Mapping[str, Spec], Path], Server]
+Starter = Callable[[Path, Mapping[str, Spec], Path], Contender]
 STARTERS: Mapping[str, Starter] = {"triton": start_triton, "mlserver": start_mlserver}

@@ -15,6 +15,7 @@ class Worker:
     """A process that runs a module with one argument until `close`."""
 
     def __init__(self, module: str, argument: str) -> None:
+        self._module = module
         self._process = subprocess.Popen(
             [sys.executable, "-m", module, argument],
             stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
@@ -32,7 +33,7 @@ class Worker:
         assert self._process.stdout is not None
         line = self._process.stdout.readline()
         if not line:
-            raise RuntimeError(f"{self._process.args} exited with {self._process.wait()}")
+            raise RuntimeError(f"{self._module} exited with {self._process.wait()}")
         answer: Json = json.loads(line)
         if "error" in answer:
             raise RuntimeError(answer["error"])

@@ -12,11 +12,10 @@ faster of each counts. Steps take turns in random order within each round. The r
 interval the 2.5 % and 97.5 % quantiles of medians of resampled rounds. Goal: 1.05.
 """
 
-import argparse
 import tempfile
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +24,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from benchmarks.common.results import header, markdown, write_result
+from benchmarks.common.results import circumstances, markdown, write_result
+from benchmarks.common.runner import command_line
 from prelunet.evaluator.architectures import Architecture, Pool
 from prelunet.evaluator.machine import cores
 from prelunet.training.data.loader import Batch
@@ -34,6 +34,7 @@ from prelunet.training.loop.execution import Execution
 from prelunet.training.loop.trainer import SINGLE_PROCESS, Trainer
 from prelunet.training.recipe import Recipe, read_recipe
 
+CASES = ("demo:64:60", "E:8:16", "A:2:40")
 GOAL = 1.05
 AGREE = 1e-4  # relative to the first loss: only the order of summation differs
 OURS, HAND = ("ours", "ours, channels last"), ("hand-written", "hand-written, channels last")
@@ -42,48 +43,27 @@ DRAWS = 2000  # number of resamplings of the rounds
 RATE = 1e-6  # one batch of noise, repeated: at their own rates A and E diverge, which ends the training
 
 
-@dataclass(frozen=True)
-class StepCase:
-    """A net and a batch. rounds: each runs every way once."""
-
-    recipe: Recipe
-    rounds: int
-
-
 def main() -> None:
     """Measure and write the result."""
-    options = _options()
+    parser = command_line(__doc__)
+    parser.add_argument("--case", action="append", metavar="RECIPE:BATCH:ROUNDS", help=f"default: {' '.join(CASES)}")
+    options = parser.parse_args()
     torch.set_num_threads(cores())
-    cases = [_case(text) for text in options.case]
     results = []
     with tempfile.TemporaryDirectory() as cache:  # E and A share the statistics of the images
-        for case in cases:
-            results.append(_measure(case, Path(cache)))
-            print(_row_text(results[-1]), flush=True)
-    words = [word for text in options.case for word in ("--case", text)] + ["--output", str(options.output)]
-    result = {**header(__file__, words, ("numpy", "torch")), "goal": GOAL, "cases": results}
+        for text in options.case or CASES:
+            name, batch, rounds = text.split(":")
+            recipe = replace(read_recipe(name), batch=int(batch), steps=10**6, epochs=None, color=0.0, rate=RATE)
+            found = _measure(recipe, int(rounds), Path(cache))
+            results.append(found)
+            print(f"{name}, batch {batch}: {found['ms']} ms, ratio {_ratio_text(found)}", flush=True)
+    result = {**circumstances(__file__, options, ("prelunet", "numpy", "torch")), "goal": GOAL, "cases": results}
     write_result(options.output, result, _table(result))
 
 
-def _options() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    defaults = ["demo:64:60", "E:8:16", "A:2:40"]
-    parser.add_argument("--case", action="append", metavar="RECIPE:BATCH:ROUNDS", help=f"default: {' '.join(defaults)}")
-    parser.add_argument("--output", type=Path, help="JSON file to write; a table is written beside it")
-    options = parser.parse_args()
-    options.case = options.case or defaults
-    return options
-
-
-def _case(text: str) -> StepCase:
-    name, batch, rounds = text.split(":")
-    recipe = replace(read_recipe(name), batch=int(batch), steps=10**6, epochs=None, color=0.0, rate=RATE)
-    return StepCase(recipe, int(rounds))
-
-
-def _measure(case: StepCase, cache: Path) -> dict[str, Any]:
-    """Time all ways of a case in turn. cache: folder for the statistics of the images."""
-    recipe, random = case.recipe, np.random.default_rng(0)
+def _measure(recipe: Recipe, rounds: int, cache: Path) -> dict[str, Any]:
+    """Time all ways of a recipe, each once in every round. cache: folder for the statistics of the images."""
+    random = np.random.default_rng(0)
     with tempfile.TemporaryDirectory() as folder:
         splits = open_splits(embedded_dataset_path())
         trainers = []
@@ -100,7 +80,7 @@ def _measure(case: StepCase, cache: Path) -> dict[str, Any]:
         ways[name] = _by_hand(trainers[0], batch, channels_last=name == HAND[1])
     first = _first_losses(trainers[0], batch)
     seconds: dict[str, list[float]] = {name: [] for name in ways}
-    for number in range(WARM + case.rounds):
+    for number in range(WARM + rounds):
         for name in random.permutation(list(ways)):
             begun = time.perf_counter()
             ways[name]()
@@ -112,7 +92,7 @@ def _measure(case: StepCase, cache: Path) -> dict[str, Any]:
         "recipe": recipe.architecture,
         "batch": recipe.batch,
         "crop": recipe.crop,
-        "rounds": case.rounds,
+        "rounds": rounds,
         "ms": {name: round(1e3 * float(np.median(times)), 2) for name, times in seconds.items()},
         "compared": [ours, fastest],
         "ratio": round(ratio, 4),
@@ -125,7 +105,8 @@ def _ratio(ours: np.ndarray, other: np.ndarray, random: np.random.Generator) -> 
     """Return the median ratio of paired times and its 95 % interval."""
     ratios = ours / other
     drawn = np.median(random.choice(ratios, (DRAWS, len(ratios))), axis=1)
-    return float(np.median(ratios)), *(float(value) for value in np.quantile(drawn, (0.025, 0.975)))
+    low, high = np.quantile(drawn, (0.025, 0.975))
+    return float(np.median(ratios)), float(low), float(high)
 
 
 def _ours(trainer: Trainer, batch: Batch) -> Callable[[], object]:
@@ -137,7 +118,7 @@ def _by_hand(trainer: Trainer, batch: Batch, *, channels_last: bool) -> Callable
     recipe = trainer.recipe
     net = HandWritten(recipe.build_architecture(), len(trainer.splits.classes), recipe.dropout)
     if channels_last:
-        net.to(memory_format=torch.channels_last)
+        net.to(memory_format=torch.channels_last)  # type: ignore[call-overload]  # missing in torch's annotations
     net.copy(trainer.net)
     slopes = [value for module in net.modules() if isinstance(module, nn.PReLU) for value in module.parameters()]
     others = [value for value in net.parameters() if not any(value is slope for slope in slopes)]
@@ -151,7 +132,7 @@ def _by_hand(trainer: Trainer, batch: Batch, *, channels_last: bool) -> Callable
         net.train()
         optimizer.zero_grad()
         loss = F.cross_entropy(net(images.float() - mean), labels)
-        loss.backward()
+        loss.backward()  # type: ignore[no-untyped-call]
         optimizer.step()
         return loss.item()
 
@@ -185,7 +166,8 @@ class HandWritten(nn.Module):
     def forward(self, images: Tensor) -> Tensor:
         """Return the logits."""
         maps = self.trunk(images)
-        return self.head(torch.cat([level(maps).flatten(1) for level in self.levels], dim=1))
+        logits: Tensor = self.head(torch.cat([level(maps).flatten(1) for level in self.levels], dim=1))
+        return logits
 
     @torch.no_grad()
     def copy(self, net: nn.Module) -> None:
@@ -207,10 +189,6 @@ def _first_losses(trainer: Trainer, batch: Batch) -> dict[str, float]:
     if abs(found[OURS[0]] - found[HAND[0]]) > AGREE * abs(found[OURS[0]]):
         raise SystemExit(f"the two nets differ: their first losses are {found}. Their times would mean nothing")
     return found
-
-
-def _row_text(found: dict[str, Any]) -> str:
-    return f"{found['recipe']}, batch {found['batch']}: {found['ms']} ms, ratio {_ratio_text(found)}"
 
 
 def _ratio_text(found: dict[str, Any]) -> str:

@@ -11,7 +11,7 @@ from google.protobuf import descriptor_pool, message_factory
 from google.protobuf.message import Message
 
 from benchmarks.reliability.fuzz.mutation import damage_message, damaged_bytes, damaged_picture, odd_wire
-from benchmarks.reliability.pictures import Picture, hostile_pictures, made_pictures
+from benchmarks.reliability.traffic.pictures import Picture, hostile_pictures, made_pictures
 from prelunet.evaluator.pb.inference import inference_pb2 as oip
 from prelunet.evaluator.pb.prelunet.v1 import prelunet_pb2 as pb
 
@@ -46,7 +46,8 @@ def methods() -> tuple[Method, ...]:
     """Return every method of both services."""
     found = []
     for service in SERVICES:
-        for method in descriptor_pool.Default().FindServiceByName(service).methods:
+        pool = descriptor_pool.Default()  # type: ignore[no-untyped-call]
+        for method in pool.FindServiceByName(service).methods:
             request = message_factory.GetMessageClass(method.input_type)
             streams = method.client_streaming, method.server_streaming
             found.append(Method(f"/{service}/{method.name}", request, streams))

@@ -12,16 +12,18 @@ from collections import Counter
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import grpc
 import grpc.aio
 from PIL import Image
 
-from benchmarks.common.server_process import ServerProcess
-from benchmarks.reliability.cases import Case, Json, ServerTestBed, verdict
-from benchmarks.reliability.clients import CheckedCall, new_channel, wait_until_settled
+from benchmarks.common.runner import Case
+from benchmarks.common.server_process import PreluNetServer
+from benchmarks.reliability.cases import Json, ServerTestBed, claim, verdict
 from benchmarks.reliability.fuzz.fuzz_cases import FuzzCase, case_of, method_at
+from benchmarks.reliability.traffic.clients import CheckedCall, new_channel, wait_until_settled
 from prelunet.evaluator.client.streams import StreamEnd
 from prelunet.evaluator.pb.inference import inference_pb2 as oip
 from prelunet.evaluator.pb.prelunet.v1 import prelunet_pb2 as pb
@@ -59,20 +61,20 @@ class FuzzResults:
 def cases(bed: ServerTestBed) -> Iterator[Case]:
     """Yield the two cases."""
     count = bed.reduced(CASES, 600)
-    yield Case(
+    yield claim(
         "fuzz, a server that crashes",
         "the same check detects a server that dies of one picture, and names the case",
         {"seed": bed.seed},
         30,
-        lambda: asyncio.run(_control(bed)),
+        partial(_control, bed),
     )
-    yield Case(
+    yield claim(
         "fuzz",
         f"{count} damaged messages and pictures cause no INTERNAL, no UNKNOWN and no crash, and every call is "
         f"answered within {CALL_TIMEOUT:g} s",
         {"cases": count, "seed": bed.seed},
         count / 250 + 20,
-        lambda: asyncio.run(fuzz(bed.seed, range(count), bed.serve, bed.pictures[0].data)),
+        partial(fuzz, bed.seed, range(count), bed.serve, bed.pictures[0].data),
     )
 
 
@@ -81,7 +83,7 @@ async def _control(bed: ServerTestBed) -> Json:
     deadly = next(number for number in itertools.count(_BESIDE) if _width_in(case_of(bed.seed, number)) == _CRASH_WIDTH)
     control = bed.control(dies_at_width=_CRASH_WIDTH)
     numbers = [*range(_BESIDE // 2), deadly, *range(_BESIDE // 2, _BESIDE)]
-    result = await fuzz(bed.seed, numbers, lambda: bed.serve_with_faults(control), bed.pictures[0].data)
+    result = await fuzz(bed.seed, numbers, partial(bed.serve, control=control), bed.pictures[0].data)
     named = [number for crash in result["crashes"] for _, number, *_ in crash["alone"]]
     numbers_sent = {name: result[name] for name in ("cases", "statuses")}
     return {"held": deadly in named, "deadly_case": deadly, "named": named, **numbers_sent}
@@ -100,7 +102,7 @@ def _width_in(case: FuzzCase) -> int:
     return 0
 
 
-async def fuzz(seed: int, numbers: Sequence[int], serve: Callable[[], ServerProcess], good_image: bytes) -> Json:
+async def fuzz(seed: int, numbers: Sequence[int], serve: Callable[[], PreluNetServer], good_image: bytes) -> Json:
     """Send these cases to a server, restarting it when it dies."""
     tally, left, state, promised = FuzzResults(), iter(numbers), "not checked", 0.0
     remaining: dict[str, float] = {}
@@ -109,7 +111,7 @@ async def fuzz(seed: int, numbers: Sequence[int], serve: Callable[[], ServerProc
         with serve() as server:
             promised = server.promised_mb
             await _send(server, seed, left, tally)
-            if server.alive:
+            if server.is_alive():
                 metrics, _ = await wait_until_settled(server, server.open_files())
                 remaining = metrics.in_flight()
                 state = await CheckedCall(server.address, good_image).state()
@@ -145,7 +147,7 @@ async def fuzz(seed: int, numbers: Sequence[int], serve: Callable[[], ServerProc
     )
 
 
-async def _send(server: ServerProcess, seed: int, numbers: Iterator[int], tally: FuzzResults) -> None:
+async def _send(server: PreluNetServer, seed: int, numbers: Iterator[int], tally: FuzzResults) -> None:
     """Send cases until all are sent or the server is gone."""
     async with _channels(server.address) as channels:
         await asyncio.gather(
@@ -167,9 +169,9 @@ async def _channels(address: str) -> AsyncIterator[Sequence[grpc.aio.Channel]]:
 
 
 async def _work(
-    server: ServerProcess, channel: grpc.aio.Channel, seed: int, numbers: Iterator[int], tally: FuzzResults
+    server: PreluNetServer, channel: grpc.aio.Channel, seed: int, numbers: Iterator[int], tally: FuzzResults
 ) -> None:
-    while server.alive and (number := next(numbers, None)) is not None:
+    while server.is_alive() and (number := next(numbers, None)) is not None:
         case = case_of(seed, number)
         tally.in_flight.add(number)
         begun = time.monotonic()
@@ -177,7 +179,7 @@ async def _work(
         seconds = time.monotonic() - begun
         if status == "UNAVAILABLE":
             await asyncio.sleep(DEAD)
-        if not server.alive:
+        if not server.is_alive():
             return  # its number stays in flight
         tally.in_flight.discard(number)
         if tally.done % SAMPLED == 0:
@@ -201,19 +203,21 @@ async def call_case(channel: grpc.aio.Channel, case: FuzzCase) -> tuple[str, lis
     """Make a call; return its status and those of the single images of a stream."""
     inside: list[str] = []
     if method_at(case.method).streams == (False, False):
+        call: Any = channel.unary_unary(case.method)
         try:
-            await channel.unary_unary(case.method)(case.messages[0], timeout=CALL_TIMEOUT)
+            await call(case.messages[0], timeout=CALL_TIMEOUT)
         except grpc.aio.AioRpcError as error:
             return error.code().name, inside
         return "OK", inside
-    stream = channel.stream_stream(case.method)(_each(case.messages), timeout=CALL_TIMEOUT)
+    start: Any = channel.stream_stream(case.method)
+    stream = start(_each(case.messages), timeout=CALL_TIMEOUT)
     end = StreamEnd(stream)  # grpc.aio reports another status when a server ends a stream early
     try:
         async for response in stream:
             inside += image_status_of(case.method, response)
     except grpc.aio.AioRpcError as failed:
-        error = await end.status(failed)
-        return "OK" if error is None else error.code().name, inside
+        ended = await end.status(failed)
+        return "OK" if ended is None else ended.code().name, inside
     return "OK", inside
 
 
@@ -236,7 +240,7 @@ def _name_of(code: int) -> str:
     return next(status.name for status in grpc.StatusCode if status.value[0] == code)
 
 
-async def _culprits(seed: int, tally: FuzzResults, code: int, serve: Callable[[], ServerProcess]) -> Json:
+async def _culprits(seed: int, tally: FuzzResults, code: int, serve: Callable[[], PreluNetServer]) -> Json:
     """Return how a server died, and which cases in flight kill it on their own, smallest first."""
     suspects, alone = sorted(tally.in_flight), list[Any]()
     tally.in_flight.clear()
@@ -245,13 +249,13 @@ async def _culprits(seed: int, tally: FuzzResults, code: int, serve: Callable[[]
     number: int | None = next(left, None)
     while number is not None:
         with serve() as server:
-            while number is not None and server.alive:
+            while number is not None and server.is_alive():
                 case = case_of(seed, number)
                 async with _channels(server.address) as channels:
                     status, _ = await call_case(channels[0], case)
                 if status == "UNAVAILABLE":
                     await asyncio.sleep(DEAD)
-                if not server.alive:
+                if not server.is_alive():
                     alone.append((sum(map(len, case.messages)), number, case.method, case.what))
                 number = next(left, None)
     return {"code": code, "in_flight": suspects, "alone": sorted(alone)}

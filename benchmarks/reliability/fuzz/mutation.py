@@ -7,7 +7,7 @@ import random
 import struct
 import zlib
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Literal
 
 from google.protobuf.descriptor import FieldDescriptor
 from google.protobuf.message import Message
@@ -59,11 +59,12 @@ def insert(rng: random.Random, data: bytes) -> bytes:
 
 def edit_number(rng: random.Random, data: bytes) -> bytes:
     """Write an extreme number of 1, 2 or 4 bytes in either byte order, mostly near the beginning."""
-    size, order = rng.choice((1, 2, 4)), rng.choice(("little", "big"))
+    size = rng.choice((1, 2, 4))
+    order: Literal["little", "big"] = rng.choice(("little", "big"))
     last = max(1, len(data) - size)
     there = rng.randrange(min(last, 64) if rng.random() < 0.6 else last)
-    number = rng.choice(EXTREMES) % 2 ** (8 * size)
-    return data[:there] + number.to_bytes(size, order) + data[there + size :]  # type: ignore[arg-type]
+    number = rng.choice(EXTREMES) % (1 << 8 * size)
+    return data[:there] + number.to_bytes(size, order) + data[there + size :]
 
 
 def edit_number_by_little(rng: random.Random, data: bytes) -> bytes:
@@ -195,7 +196,7 @@ PARAMETERS = ("protocol", "scales", "mirror", "apply_exif", "timeout", "classifi
 
 
 def _long(field: FieldDescriptor) -> bool:
-    return field.cpp_type == FieldDescriptor.CPPTYPE_STRING
+    return bool(field.cpp_type == FieldDescriptor.CPPTYPE_STRING)
 
 
 def _value(rng: random.Random, field: FieldDescriptor, blobs: Sequence[bytes]) -> Any:

@@ -13,9 +13,9 @@ import time
 from pathlib import Path
 
 from benchmarks.reliability.cases import ServerTestBed
-from benchmarks.reliability.clients import new_channel
 from benchmarks.reliability.fuzz.fuzz_cases import FuzzCase, case_of
 from benchmarks.reliability.fuzz.fuzzing import call_case
+from benchmarks.reliability.traffic.clients import new_channel
 
 
 def main() -> int:
@@ -39,7 +39,7 @@ def main() -> int:
         before = server.rss_mb()
         asyncio.run(_send(server.address, case))
         time.sleep(0.5)  # a dying process is not gone at once
-        if server.alive:
+        if server.is_alive():
             print(f"resident memory from {before:.0f} to {server.rss_mb():.0f} MB")
             return 0
         print(f"the server died: {server.wait()}")

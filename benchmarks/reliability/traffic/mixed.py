@@ -12,8 +12,8 @@ import grpc.aio
 import numpy as np
 from PIL import Image
 
-from benchmarks.reliability.clients import CALL_SECONDS, classify
-from benchmarks.reliability.pictures import encoded, good_pictures, hostile_pictures, pixels
+from benchmarks.reliability.traffic.clients import CALL_SECONDS, classify
+from benchmarks.reliability.traffic.pictures import encoded, good_pictures, hostile_pictures, pixels
 from prelunet.evaluator.pb.inference import inference_pb2 as oip
 from prelunet.evaluator.pb.inference import inference_pb2_grpc as oip_grpc
 from prelunet.evaluator.pb.prelunet.v1 import prelunet_pb2 as pb

@@ -29,7 +29,8 @@ def pixels(height: int, width: int, seed: int) -> np.ndarray:
     rng = np.random.default_rng(seed)
     coarse = rng.integers(0, 256, (height // 8 + 2, width // 8 + 2, 3), dtype=np.uint8)
     large = np.asarray(Image.fromarray(coarse).resize((width, height), Image.Resampling.BICUBIC), np.int16)
-    return np.clip(large + rng.integers(-12, 13, large.shape), 0, 255).astype(np.uint8)
+    noisy: np.ndarray = np.clip(large + rng.integers(-12, 13, large.shape), 0, 255).astype(np.uint8)
+    return noisy
 
 
 def encoded(image: Image.Image | np.ndarray, form: str, **options: Any) -> bytes:

@@ -1,9 +1,12 @@
 """Plain calls for all cases: channels, valid calls with checked answers, and latencies."""
 
 import asyncio
+import subprocess
+import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
@@ -11,7 +14,8 @@ import grpc
 import grpc.aio
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from benchmarks.common.server_process import MetricsSnapshot, ServerProcess
+from benchmarks.common.results import environment
+from benchmarks.common.server_process import MetricsSnapshot, PreluNetServer
 from prelunet.evaluator.pb.prelunet.v1 import prelunet_pb2 as pb
 from prelunet.evaluator.pb.prelunet.v1 import prelunet_pb2_grpc as pb_grpc
 
@@ -41,6 +45,17 @@ def classify(
     """Start a Classify call for one image. fields: further fields of the request."""
     request = pb.ClassifyRequest(image=image, protocol=protocol, **fields)
     return pb_grpc.PreluNetServiceStub(channel).Classify(request, timeout=timeout)
+
+
+async def status_of(call: Any) -> str:
+    """Wait for a call and return the name of its status."""
+    try:
+        await call
+    except grpc.aio.AioRpcError as error:
+        return error.code().name
+    except asyncio.CancelledError:
+        return "CANCELLED"
+    return "OK"
 
 
 def scores_of(response: pb.ClassifyResponse) -> dict[int, float]:
@@ -126,6 +141,21 @@ class BackgroundCalls:
         await self._task
 
 
+async def kill_a_client(address: str, kind: str, picture: Path, seconds: float) -> bool:
+    """Start a client process (victim.py) and kill it after `seconds` of calls; return whether it was calling."""
+    process = await asyncio.create_subprocess_exec(
+        sys.executable, "-m", "benchmarks.reliability.traffic.victim", address, kind, str(picture),
+        stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, env=environment(),
+    )  # fmt: skip
+    assert process.stdout is not None
+    line = await process.stdout.readline()
+    await asyncio.sleep(seconds)
+    alive = process.returncode is None
+    process.kill()
+    await process.communicate()
+    return alive and line.strip() == b"calling"
+
+
 async def wait_until(condition: Callable[[], bool], seconds: float = SETTLING) -> bool:
     """Poll until a condition holds; return whether it did in time."""
     end = time.monotonic() + seconds
@@ -134,7 +164,7 @@ async def wait_until(condition: Callable[[], bool], seconds: float = SETTLING) -
     return reached
 
 
-async def wait_until_settled(server: ServerProcess, files: int) -> tuple[MetricsSnapshot, int]:
+async def wait_until_settled(server: PreluNetServer, files: int) -> tuple[MetricsSnapshot, int]:
     """Wait until no call is in flight and at most `files` files are open; return the metrics and the surplus of files.
 
     After SETTLING seconds the current values are returned: what remains then was leaked.

@@ -1,4 +1,6 @@
-"""A client process that calls until it is killed: python -m benchmarks.reliability.victim HOST:PORT KIND PICTURE
+"""A client process that calls until it is killed.
+
+    python -m benchmarks.reliability.traffic.victim HOST:PORT KIND PICTURE
 
 KIND: classify (one call after the other), stream (an endless ClassifyStream), evaluate (an endless Evaluate). Prints
 "calling" when it sends its first message.

@@ -1,0 +1,50 @@
+"""The committed results of the benchmarks, read by the code of today."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from benchmarks.common.results import ROOT
+from benchmarks.engine import growth_plots
+from benchmarks.engine import table as engine_table
+from benchmarks.gpu import table as gpu_table
+from benchmarks.reliability import table as reliability_table
+from benchmarks.serving import table as serving_table
+
+RESULTS = ROOT / "benchmarks" / "results"
+
+
+@pytest.mark.parametrize(
+    ("name", "tables"),
+    [
+        ("engine-cpu", engine_table.tables),
+        ("engine-cpu-avx2", engine_table.tables),
+        ("engine-cpu-avx2-all", engine_table.tables),
+        ("reliability", reliability_table.table),
+        ("serving", serving_table.tables),
+    ],
+)
+def test_a_committed_table_is_that_of_its_result_file(name: str, tables: Callable[[Any], str]) -> None:
+    data = json.loads((RESULTS / f"{name}.json").read_text(encoding="utf-8"))
+    assert tables(data) == (RESULTS / f"{name}.md").read_text(encoding="utf-8")
+
+
+def test_the_committed_growth_is_tabulated_and_drawn(tmp_path: Path) -> None:
+    data = json.loads((RESULTS / "growth.json").read_text(encoding="utf-8"))
+    assert "not measured" not in growth_plots.tables(data)
+    growth_plots.draw(data, tmp_path)
+    assert {file.name for file in tmp_path.iterdir()} == {
+        file.name for file in (ROOT / "docs" / "performance").glob("growth-*.svg")
+    }
+
+
+def test_docs_hold_the_table_of_the_committed_gpu_results(tmp_path: Path) -> None:
+    docs = ROOT / "docs" / "gpu.md"
+    copy = tmp_path / "gpu.md"
+    copy.write_text(docs.read_text(encoding="utf-8"), encoding="utf-8")
+    gpu_table.write_into(copy, gpu_table.table(RESULTS))
+    command = "run: python -m benchmarks.gpu.run --part table --output docs/gpu.md"
+    assert copy.read_text(encoding="utf-8") == docs.read_text(encoding="utf-8"), command
