@@ -75,7 +75,7 @@ def changed_metrics(rank_a: int, rank_b: int) -> dict[str, str]:
     return {key: "worse" if rank_b > k else "better" for key, k in METRICS.items() if (rank_a > k) != (rank_b > k)}
 
 
-def judgement(metric: Mapping[str, Any]) -> str:
+def judgment(metric: Mapping[str, Any]) -> str:
     """Return the verdict on B by one metric of a comparison."""
     if metric["difference"] is None:
         return "no image was evaluated in both"

@@ -16,7 +16,7 @@ from prelunet.evaluator.reporting.compare import (
     compare_runs,
     comparison_csv,
     format_p_value,
-    judgement,
+    judgment,
 )
 from prelunet.evaluator.reporting.compare_charts import change_of, difference_chart
 from prelunet.evaluator.reporting.gallery import Gallery, build_galleries, choose_mistakes
@@ -64,7 +64,7 @@ def render_comparison(comparison: Comparison, flipped: Mapping[str, Gallery]) ->
         protocols=_described({key: side["protocol"] for key, side in sides.items()}),
         providers={key: short_provider(side["circumstances"]) for key, side in sides.items()},
         metrics={key: f"top-{k}" for key, k in METRICS.items()},
-        judgements={key: judgement(comparison[key]) for key in METRICS},
+        judgments={key: judgment(comparison[key]) for key in METRICS},
         format_p_value=format_p_value,
         no_macro_interval=NO_MACRO_INTERVAL,
         change_of=change_of,

@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 import typer
 
 from prelunet.evaluator.errors import CheckFailed, UsageError
-from prelunet.evaluator.reporting.compare import METRICS, Comparison, format_p_value, judgement
+from prelunet.evaluator.reporting.compare import METRICS, Comparison, format_p_value, judgment
 from prelunet.evaluator.reporting.compare_page import WrittenComparison, protocol_remark, write_comparison
 from prelunet.evaluator.reporting.html import json_bytes, signed
 from prelunet.evaluator.reporting.report import describe_protocol, short_provider
@@ -124,11 +124,11 @@ def _metric(comparison: Comparison, key: str) -> list[str]:
     """Return the lines on one metric: the better run, the difference, its significance, and how many classes moved."""
     found, title = comparison[key], f"top-{METRICS[key]}"
     if found["difference"] is None:
-        return [f"{title}: {judgement(found)}"]
+        return [f"{title}: {judgment(found)}"]
     low, high = found["interval"]
     significant = found["classes_improved_that_stand"] + found["classes_worse_that_stand"]
     return [
-        f"{title}: {judgement(found)}: {signed(found['difference'], minus='-')} points of error, "
+        f"{title}: {judgment(found)}: {signed(found['difference'], minus='-')} points of error, "
         f"95 % interval {signed(low, minus='-')} to {signed(high, minus='-')}",
         f"  images: {found['only_a_wrong']:,} wrong in A only, {found['only_b_wrong']:,} wrong in B only; "
         f"McNemar {format_p_value(found['p'])}",

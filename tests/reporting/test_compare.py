@@ -14,7 +14,7 @@ import pytest
 
 from prelunet.evaluator import cli
 from prelunet.evaluator.errors import RunFolderError
-from prelunet.evaluator.reporting.compare import compare_runs, comparison_csv, format_p_value, judgement
+from prelunet.evaluator.reporting.compare import compare_runs, comparison_csv, format_p_value, judgment
 from prelunet.evaluator.reporting.compare_page import write_comparison
 from prelunet.evaluator.reporting.html import json_bytes
 from prelunet.evaluator.reporting.paired import adjusted_p, difference_interval, mcnemar
@@ -165,7 +165,7 @@ def test_a_comparison_equals_a_slow_count_image_by_image(tmp_path: Path, seed: i
             assert comparison[side][f"{key}_error"] == expected
     assert comparison["top1"]["difference"] < 0  # B is right more often
     assert comparison["top1"]["classes_improved_that_stand"] >= 1
-    assert judgement(comparison["top1"]) == "B is better"
+    assert judgment(comparison["top1"]) == "B is better"
 
 
 def test_the_mean_over_classes_weighs_classes_alike_and_its_interval_is_that_of_the_statistics(tmp_path: Path) -> None:
@@ -221,7 +221,7 @@ def test_a_run_compared_with_itself_shows_no_difference_anywhere(tmp_path: Path)
         assert found["interval"][0] < 0 < found["interval"][1]
         assert found["classes_improved"] == found["classes_worse"] == 0
         assert found["classes_unchanged"] == len({line["label"] for line in lines if "refused" not in line})
-        assert judgement(found) == "no difference"
+        assert judgment(found) == "no difference"
         assert not any(entry[key]["stands"] for entry in comparison["classes"])
     assert comparison["flips"] == []
 
@@ -245,7 +245,7 @@ def test_runs_without_a_common_image_have_no_difference(tmp_path: Path) -> None:
         found = comparison[key]
         assert (found["difference"], found["p"], found["macro_difference"]) == (None, None, None)
         assert found["interval"] == found["macro_interval"] == [-100, 100]
-        assert judgement(found) == "no image was evaluated in both"
+        assert judgment(found) == "no image was evaluated in both"
 
 
 def test_one_class_alone_can_be_compared(tmp_path: Path) -> None:
@@ -406,4 +406,4 @@ def test_p_values_are_shown_without_false_precision() -> None:
 
 def test_a_difference_is_called_better_or_worse_only_where_chance_is_unlikely() -> None:
     cases = {(-1.0, 0.05): "B is better", (1.0, 0.05): "B is worse", (1.0, 0.051): "no significant difference"}
-    assert {case: judgement({"difference": case[0], "p": case[1]}) for case in cases} == cases
+    assert {case: judgment({"difference": case[0], "p": case[1]}) for case in cases} == cases
