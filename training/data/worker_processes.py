@@ -49,7 +49,7 @@ def map_in_processes(
     pipes, which are slower. A PreluNetError of a worker is raised unchanged; EnvironmentFault if a worker has died.
     """
     work = _MappedDataset(
-        function, shared=_free_shared_memory() // local_processes >= (workers * PREFETCH_FACTOR + 2) * size
+        function, shared=free_shared_memory() // local_processes >= (workers * PREFETCH_FACTOR + 2) * size
     )
     stop_flag = mmap.mmap(-1, 1)  # one byte shared with the workers; they exit when it is not 0
     results = _start_workers(work, items, workers, stop_flag, pin_memory=pin_memory)
@@ -139,7 +139,7 @@ def _init_worker(consumer: int, stop_flag: mmap.mmap, _worker: int) -> None:
     threading.Thread(target=watch, daemon=True).start()
 
 
-def _free_shared_memory() -> int:
+def free_shared_memory() -> int:
     """Return the free bytes of shared memory, 0 if there is no such file system."""
     try:
         return shutil.disk_usage(SHARED_MEMORY).free

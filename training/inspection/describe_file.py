@@ -73,6 +73,14 @@ def inspect_file(path: Path) -> dict[str, Any]:
     )
 
 
+def _slope_summary(entry: Mapping[str, Any]) -> dict[str, Any]:
+    """Return one recorded summary; raises ValueError if it does not have the form of `summarize_slopes`."""
+    require_str(entry["layer"], "layer")
+    if not all(type(entry[key]) in {int, float} for key in _SLOPE_KEYS[1:]):
+        raise ValueError(f"the slopes of {entry['layer']} should be numbers")
+    return {key: entry[key] for key in _SLOPE_KEYS}
+
+
 def summarize_slopes(tensors: Mapping[str, npt.NDArray[np.floating]]) -> list[dict[str, Any]]:
     """Summarize the learned slopes of each layer, in the order of `tensors`; other tensors are ignored.
 
@@ -137,12 +145,7 @@ def _inspect_model(path: Path) -> dict[str, Any]:
     if isinstance(net, OpaqueNet):
         raise ContractError(f"{path}: 'prelunet.architecture' lists no layers. {rewrite_hint(str(path))}")
     try:
-        recorded = []
-        for entry in contract.training.get("slopes") or []:
-            layer = require_str(entry["layer"], "layer")
-            if not all(type(entry[key]) in {int, float} for key in _SLOPE_KEYS[1:]):
-                raise ValueError(f"the slopes of {layer} should be numbers")
-            recorded.append({key: entry[key] for key in _SLOPE_KEYS})
+        recorded = [_slope_summary(entry) for entry in contract.training.get("slopes") or []]
         for key in ("recipe", "dataset", "metrics"):
             if contract.training.get(key) is not None:
                 require_object(contract.training[key], key)

@@ -214,7 +214,7 @@ def doubled(item: int) -> tuple[np.ndarray, int]:
 @pytest.mark.parametrize("free", [None, 10])  # 10 bytes of shared memory do not suffice: through pipes
 def test_results_come_in_the_order_of_the_items(monkeypatch: pytest.MonkeyPatch, free: int | None) -> None:
     if free is not None:
-        monkeypatch.setattr(worker_processes, "_free_shared_memory", lambda: free)
+        monkeypatch.setattr(worker_processes, "free_shared_memory", lambda: free)
     found = list(map_in_processes(doubled, range(30), 3, 3))
     assert [rest for _, rest in found] == [2 * item for item in range(30)]
     for item, (array, _) in enumerate(found):
@@ -229,7 +229,7 @@ def test_the_processes_of_a_run_divide_the_shared_memory_of_their_machine(
     enough = (
         (worker_processes.PREFETCH_FACTOR + 2) * 3 * RECIPE.batch * RECIPE.crop**2
     )  # for one process with one worker
-    monkeypatch.setattr(worker_processes, "_free_shared_memory", lambda: 2 * enough)
+    monkeypatch.setattr(worker_processes, "free_shared_memory", lambda: 2 * enough)
     splits = open_splits(folder)
     train, val = ImageCache(splits.train, {}, memory=0), ImageCache(splits.val, {}, memory=0)
     for batch in (
@@ -325,7 +325,7 @@ def more_than_a_pipe_holds(item: int) -> tuple[np.ndarray, int]:
 
 
 def read_and_wait(connection: Connection) -> None:
-    worker_processes._free_shared_memory = lambda: 0  # through pipes, where a worker blocks until it is read
+    worker_processes.free_shared_memory = lambda: 0  # through pipes, where a worker blocks until it is read
     results = map_in_processes(more_than_a_pipe_holds, range(100), 2, 1_000_000)
     connection.send({next(results)[1] for _ in range(2)})
     signal.pause()

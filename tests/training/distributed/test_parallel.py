@@ -10,7 +10,7 @@ from prelunet.evaluator.errors import EnvironmentFault, UsageError
 from prelunet.training.distributed.base import PARALLEL_MODES, StepOptions, check_batch, split_evenly
 from prelunet.training.distributed.data_parallel import build_parallel
 from prelunet.training.distributed.process_group import ProcessGroup, open_process_group
-from prelunet.training.net.network import HEAD
+from prelunet.training.net.network import HEAD, PreluNet
 from tests.training.distributed import parallel_work as work
 from tests.training.distributed.gloo import run_in_processes, run_to_the_end
 from tests.training.distributed.parallel_work import Case
@@ -227,9 +227,9 @@ def test_the_memory_format_follows_the_option_not_the_input(
     alone: ProcessGroup, monkeypatch: pytest.MonkeyPatch, last: bool
 ) -> None:
     seen: list[torch.Tensor] = []
+    trunk = PreluNet.trunk
+    monkeypatch.setattr(PreluNet, "trunk", lambda net, given: seen.append(given) or trunk(net, given))
     parallel = build_parallel("ddp", work.net_of(0), alone, StepOptions(channels_last=last))
-    features = parallel._features
-    monkeypatch.setattr(parallel, "_features", lambda given: seen.append(given) or features(given))
     images, labels = work.batch_of(3, 4)
     for some in (images.contiguous(), images.contiguous(memory_format=torch.channels_last)):
         parallel.gradients(some, labels, None, 4)

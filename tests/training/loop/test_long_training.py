@@ -237,9 +237,9 @@ def test_unreadable_images_of_val_are_named_once_and_count_again_when_repaired(
     (tmp_path / "run").mkdir()
     messages: list[str] = []
     recipe = replace(RECIPE, steps=3, evaluate_every=1, max_refused=1.0)
+    # Without memory for images, each evaluation reads the files
+    monkeypatch.setattr(prelunet.training.loop.trainer, "ImageCache", partial(ImageCache, memory=0))
     trainer = Trainer(recipe, open_splits(root), tmp_path / "run", report=messages.append)
-    monkeypatch.setattr(trainer.val_images, "_memory", 0)
-    monkeypatch.setattr(trainer.val_images, "_free_bytes", 0)  # so that each evaluation reads the files
     files = {path: path.read_bytes() for path in (root / "val").rglob("*.png")}
     first, second = sorted(files)[:2]
     first.unlink()

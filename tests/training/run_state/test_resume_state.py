@@ -56,6 +56,11 @@ def with_nan(value: torch.Tensor) -> torch.Tensor:
     return torch.where(torch.arange(value.numel()).view(value.shape) == 1, torch.nan, value)
 
 
+def replaced(**change: Any) -> Callable[[ResumeState], ResumeState]:
+    """Return a change of whole entries."""
+    return lambda state: {**state, **change}
+
+
 IMPOSSIBLE: dict[str, Callable[[ResumeState], Any]] = {
     "a bare tensor": lambda _: torch.zeros(3),
     "a list": lambda state: [state],
@@ -74,15 +79,25 @@ IMPOSSIBLE: dict[str, Callable[[ResumeState], Any]] = {
             {"step": "2"},
         )
     },
-    "a loss of NaN": lambda state: {**state, "loss": [float("nan"), 1]},
-    "a loss of text": lambda state: {**state, "loss": ["1", 1]},
-    "a loss of -1 steps": lambda state: {**state, "loss": [0.5, -1]},
-    "a loss of too many steps": lambda state: {**state, "loss": [0.5, 3]},
+    "a version that is text": replaced(version="1"),
+    "no tensors": replaced(net={}),
+    "a negative step": replaced(step=-1),
+    "a step that is a bool": replaced(step=True),
+    "more steps than the recipe's": replaced(step=3),
+    "a loss of NaN": replaced(loss=[float("nan"), 1]),
+    "a loss of text": replaced(loss=["1", 1]),
+    "a loss of -1 steps": replaced(loss=[0.5, -1]),
+    "a loss of too many steps": replaced(loss=[0.5, 3]),
+    "a mean of another crop": replaced(mean=torch.zeros(2, 2, 3)),
+    "axes of another shape": replaced(axes=torch.zeros(3)),
+    "no splits": replaced(refused={}),
+    "an evaluation of another form": replaced(measured=[{"a": 1}]),
+    "a number of unreadable images": replaced(lost=3),
     "no training image": refused_all("train"),
     "no validation image": refused_all("val"),
-    "a reason that is not text": lambda state: {**state, "lost": {"dog/001.png": 5}},
-    "more steps than the recipe's": lambda state: {**state, "step": 3},
-    "no momentum": lambda state: {**state, "momentum": {}},
+    "a reason that is not text": replaced(lost={"dog/001.png": 5}),
+    "no momentum": replaced(momentum={}),
+    "momentum of another shape": replaced(momentum={"conv1_1.weight": torch.zeros(2)}),
     "momentum of one tensor": lambda state: {**state, "momentum": dict(list(state["momentum"].items())[:1])},
     "NaN in the mean": lambda state: {**state, "mean": with_nan(state["mean"])},
     "NaN in the axes": lambda state: {**state, "axes": with_nan(state["axes"])},
@@ -124,6 +139,13 @@ def test_an_impossible_state_is_refused_and_nothing_is_overwritten(
     folder = shutil.copytree(finished, tmp_path / "run")
     torch.save(change(torch.load(folder / "state.pt", weights_only=True)), folder / "state.pt")
     refused_untouched(data, folder)
+
+
+def test_a_state_of_a_newer_version_is_refused_with_both_versions(data: Path, finished: Path, tmp_path: Path) -> None:
+    folder = shutil.copytree(finished, tmp_path / "run")
+    torch.save({**torch.load(folder / "state.pt", weights_only=True), "version": 3}, folder / "state.pt")
+    with pytest.raises(RunFolderError, match=r"state\.pt: version 3, but this prelunet reads version 2"):
+        train(FINISHED, data, folder)
 
 
 def test_a_state_with_damaged_bytes_in_a_tensor_is_refused_and_nothing_is_overwritten(

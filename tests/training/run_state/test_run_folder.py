@@ -2,6 +2,7 @@
 
 import os
 import re
+import shutil
 import signal
 from dataclasses import replace
 from pathlib import Path
@@ -9,7 +10,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-import torch
 
 from prelunet.evaluator.errors import Interrupted, RunFolderError, UsageError
 from prelunet.evaluator.files import locked_folder
@@ -25,23 +25,36 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_dataset(tmp_path_factory.mktemp("data"))
 
 
-def test_another_dataset_is_refused_with_the_difference(data: Path, tmp_path: Path) -> None:
-    folder, other = tmp_path / "run", make_dataset(tmp_path / "other", val=4)
-    short = replace(RECIPE, steps=1)
-    train(short, data, folder)
+SHORT = replace(RECIPE, steps=1)
+
+
+@pytest.fixture(scope="module")
+def finished(data: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return the folder of a finished run of one step."""
+    folder = tmp_path_factory.mktemp("finished") / "run"
+    train(SHORT, data, folder)
+    return folder
+
+
+@pytest.fixture
+def folder(finished: Path, tmp_path: Path) -> Path:
+    """Return a copy of the finished run."""
+    return shutil.copytree(finished, tmp_path / "run")
+
+
+def test_another_dataset_is_refused_with_the_difference(folder: Path, tmp_path: Path) -> None:
+    other = make_dataset(tmp_path / "other", val=4)
     with pytest.raises(RunFolderError, match=r"dataset\.val_images: 9 in the folder, 12 now") as refused:
-        train(short, other, folder)
+        train(SHORT, other, folder)
     assert "A fingerprint covers names, lengths and labels" in str(refused.value)
 
 
 @pytest.mark.parametrize("change", [{"steps": 2}, {"evaluate_every": 4}, {"precision": "bf16"}, {"rate_drops": ()}])
 def test_another_recipe_is_refused_without_mentioning_the_images(
-    data: Path, tmp_path: Path, change: dict[str, Any]
+    data: Path, folder: Path, change: dict[str, Any]
 ) -> None:
-    folder, short = tmp_path / "run", replace(RECIPE, steps=1)
-    train(short, data, folder)
     with pytest.raises(RunFolderError, match=f"contains another run:\n  recipe.{next(iter(change))}: ") as refused:
-        train(replace(short, **change, save_every=7), data, folder)
+        train(replace(SHORT, **change, save_every=7), data, folder)
     assert "fingerprint" not in str(refused.value)
     assert "save_every" not in str(refused.value)  # not a reason by itself
 
@@ -97,78 +110,37 @@ def test_a_run_can_be_resumed_with_sums_in_another_order(
         np.testing.assert_allclose(found.tensors[name], tensor, rtol=0, atol=1e-5 * np.abs(tensor).max(), err_msg=name)
 
 
-def test_a_finished_run_is_left_unchanged_with_other_execution_keys(data: Path, tmp_path: Path) -> None:
-    folder, short = tmp_path / "run", replace(RECIPE, steps=1)
-    train(short, data, folder)
+def test_a_finished_run_is_left_unchanged_with_other_execution_keys(data: Path, folder: Path) -> None:
     before = {path: path.read_bytes() for path in folder.iterdir()}
-    train(replace(short, save_every=7, compile=True), data, folder)
+    train(replace(SHORT, save_every=7, compile=True), data, folder)
     assert {path: path.read_bytes() for path in folder.iterdir()} == before
 
 
-def test_the_location_of_a_dataset_does_not_matter(data: Path, tmp_path: Path) -> None:
-    short = replace(RECIPE, steps=1)
-    train(short, data, tmp_path / "run")
-    train(short, make_dataset(tmp_path / "copy"), tmp_path / "run")
+def test_the_location_of_a_dataset_does_not_matter(folder: Path, tmp_path: Path) -> None:
+    train(SHORT, make_dataset(tmp_path / "copy"), folder)
 
 
-@pytest.mark.parametrize("name", ["state.pt", "training.json"])
-def test_a_damaged_run_folder_is_refused(data: Path, tmp_path: Path, name: str) -> None:
-    folder, short = tmp_path / "run", replace(RECIPE, steps=1)
-    train(short, data, folder)
-    path = folder / name
-    path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
-    with pytest.raises(RunFolderError, match=rf"{name}.*--fresh"):
-        train(short, data, folder)
-
-
-@pytest.mark.parametrize("content", [b"[" * 100_000, b"null", b'{"version": NaN}', b"\xff", b'{"a":' * 900, b"PK"])
+@pytest.mark.parametrize(
+    "content", [None, b"[" * 100_000, b"null", b'{"version": NaN}', b"\xff", b'{"a":' * 900, b"PK"]
+)  # None: half of the file
 @pytest.mark.parametrize("name", ["training.json", "metrics.jsonl", "state.pt"])
 def test_any_damaged_file_of_a_run_is_refused_with_advice(
-    data: Path, tmp_path: Path, name: str, content: bytes
+    data: Path, folder: Path, name: str, content: bytes | None
 ) -> None:
-    folder, short = tmp_path / "run", replace(RECIPE, steps=1)
-    train(short, data, folder)
-    (folder / name).write_bytes(content + (b"\n" if name == "metrics.jsonl" else b""))
+    path = folder / name
+    content = path.read_bytes()[: path.stat().st_size // 2] if content is None else content
+    path.write_bytes(content + (b"\n" if name == "metrics.jsonl" else b""))
     with pytest.raises(RunFolderError, match=rf"{name}: .*damaged.*--fresh") as caught:
-        train(short, data, folder)
+        train(SHORT, data, folder)
     assert "torch" not in str(caught.value)
     assert len(str(caught.value)) < 400
 
 
-@pytest.mark.parametrize(
-    "change",
-    [
-        {"version": "1"},
-        {"step": -1},
-        {"step": True},
-        {"mean": torch.zeros(2, 2, 3)},
-        {"refused": {}},
-        {"measured": [{"a": 1}]},
-        {"lost": 3},
-        {"axes": torch.zeros(3)},
-        {"net": {}},
-        {"momentum": {"conv1_1.weight": torch.zeros(2)}},
-    ],
-)
-def test_an_invalid_state_is_refused(data: Path, tmp_path: Path, change: dict[str, Any]) -> None:
-    folder, short = tmp_path / "run", replace(RECIPE, steps=1)
-    train(short, data, folder)
-    state = torch.load(folder / "state.pt", weights_only=True)
-    torch.save({**state, **change}, folder / "state.pt")
-    with pytest.raises(RunFolderError, match=r"state\.pt: damaged"):
-        train(short, data, folder)
-    torch.save({**state, "version": 3}, folder / "state.pt")
-    with pytest.raises(RunFolderError, match=r"state\.pt: version 3, but this prelunet reads version 2"):
-        train(short, data, folder)
-
-
-def test_a_folder_in_use_by_another_process_is_left_unchanged(data: Path, tmp_path: Path) -> None:
-    folder, short = tmp_path / "run", replace(RECIPE, steps=1)
-    train(short, data, folder)
+def test_a_folder_in_use_by_another_process_is_left_unchanged(data: Path, folder: Path) -> None:
     before = {path: path.read_bytes() for path in folder.iterdir()}
     for fresh in (False, True):
         with locked_folder(folder, "--out"), pytest.raises(RunFolderError, match=r"another process.*with --out"):
-            train(short, data, folder, fresh=fresh)
+            train(SHORT, data, folder, fresh=fresh)
     assert {path: path.read_bytes() for path in folder.iterdir()} == before
 
 
@@ -185,15 +157,13 @@ def test_a_folder_is_locked_during_training(data: Path, tmp_path: Path) -> None:
     assert refused  # once per message
 
 
-def test_half_written_files_of_a_killed_run_are_removed_at_the_next_start(data: Path, tmp_path: Path) -> None:
-    folder, short = tmp_path / "run", replace(RECIPE, steps=1)
-    train(short, data, folder)
+def test_half_written_files_of_a_killed_run_are_removed_at_the_next_start(data: Path, folder: Path) -> None:
     files = sorted(folder.iterdir())
     for name in ("state.pt", "last.safetensors", "best.safetensors", "metrics.jsonl", "training.json"):
         (folder / f".{name}.0a1b2c3d.tmp").write_bytes(b"half")
     mine = folder / ".notes.0a1b2c3d.tmp"
     mine.write_text("mine")
-    train(short, data, folder)
+    train(SHORT, data, folder)
     assert sorted(folder.iterdir()) == sorted([*files, mine])
 
 
