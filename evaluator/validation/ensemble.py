@@ -6,7 +6,7 @@ once to float32. The weights are positive and sum to 1. The paper does not say h
 
 import hashlib
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import combinations
 from pathlib import Path
@@ -95,12 +95,13 @@ def ensemble(
 def ensemble_info(infos: Sequence[RunInfo], shares: Sequence[float]) -> RunInfo:
     """Describe the ensemble of these runs. shares: weights that sum to 1."""
     models = [info.model for info in infos]
+    activations = {model["activation"] for model in models}
     return RunInfo(
         model={
             "file": _NAME.format(len(infos)),
             "sha256": ensemble_sha256([model["sha256"] for model in models], shares),
-            "architecture": _joined(model["architecture"] for model in models),
-            "activation": common[0] if len(common := _distinct(m["activation"] for m in models)) == 1 else "mixed",
+            "architecture": sanitize_name("+".join(model["architecture"] for model in models)),
+            "activation": activations.pop() if len(activations) == 1 else "mixed",
         },
         classes=infos[0].classes,
         protocol=infos[0].protocol,
@@ -183,24 +184,17 @@ def _comparisons(one: RunInfo, other: RunInfo) -> Iterable[tuple[str, tuple[dict
 
 
 def _circumstances(members: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Return provider, precision and versions: the common value, or all values joined by +."""
-    names = _distinct(name for member in members for name in member["versions"])
+    """Return provider, precision and versions: the common value, or the distinct values joined by +."""
+
+    def joined(values: Iterable[str]) -> str:
+        return sanitize_name("+".join(dict.fromkeys(values)))
+
+    names = dict.fromkeys(name for member in members for name in member["versions"])
     return {
-        "provider": _joined(_distinct(member["provider"] for member in members)),
-        "precision": _joined(_distinct(member["precision"] for member in members)),
-        "versions": {
-            name: _joined(_distinct(member["versions"].get(name, "none") for member in members)) for name in names
-        },
+        "provider": joined(member["provider"] for member in members),
+        "precision": joined(member["precision"] for member in members),
+        "versions": {name: joined(member["versions"].get(name, "none") for member in members) for name in names},
     }
-
-
-def _joined(names: Iterable[str]) -> str:
-    return sanitize_name("+".join(names))
-
-
-def _distinct(values: Iterable[str]) -> list[str]:
-    """Return the distinct values, in order of first occurrence."""
-    return list(dict.fromkeys(values))
 
 
 def _average(
@@ -223,7 +217,7 @@ def _average(
                 scores = weighted_mean(rows[:number], _normalized(weights[:number]))
                 ranks[number - 1, block] = ranks_of(scores, np.maximum(labels[block], 0))
             if start >= writer.done:
-                writer.append(_lines(runs, block, scores, ranks[-1, block]), scores)
+                writer.append(list(_lines(runs, block, scores, ranks[-1, block])), scores)
             advance(block.stop - block.start)
     if not (labels != UNLABELLED).any():
         return (), ()
@@ -249,23 +243,21 @@ def _count_errors(ranks: Int64Array, counted: BoolArray) -> ErrorCount:
     return ErrorCount(len(counted_ranks), int((counted_ranks > 1).sum()), int((counted_ranks > 5).sum()))
 
 
-def _lines(runs: Sequence[Run], block: slice, scores: Float32Array, ranks: Int64Array) -> list[Prediction]:
-    """Return the lines of some images. scores, ranks: of the ensemble, one row and one rank of the true class each."""
+def _lines(runs: Sequence[Run], block: slice, scores: Float32Array, ranks: Int64Array) -> Iterator[Prediction]:
+    """Yield the lines of some images; an image is refused if a member refused it.
+
+    scores, ranks: of the ensemble, one row and one rank of the true class for each image.
+    """
     names = [f"member {number} ({run.info.model['file']})" for number, run in enumerate(runs, start=1)]
     members = zip(*(run.predictions[block] for run in runs), strict=True)
-    return [_line(lines, names, row, int(rank)) for lines, row, rank in zip(members, scores, ranks, strict=True)]
-
-
-def _line(lines: Sequence[Prediction], names: Sequence[str], scores: Float32Array, rank: int) -> Prediction:
-    """Return the line of one image, refused if a member refused it. lines: of the members; names: of the members."""
-    one = lines[0]
-    for name, line in zip(names, lines, strict=True):
-        if line.refused is not None:
-            return Prediction(one.file, one.label, refused=f"{name}: {line.refused}")
-    return Prediction(
-        file=one.file,
-        label=one.label,
-        top=tuple((index, shortest_decimal(score)) for index, score in top_k(scores, TOP_CLASSES)),
-        rank=0 if one.label == UNLABELLED else rank,
-        capped=any(line.capped for line in lines),
-    )
+    for lines, row, rank in zip(members, scores, ranks.tolist(), strict=True):
+        file, label = lines[0].file, lines[0].label
+        reasons = [
+            f"{name}: {line.refused}" for name, line in zip(names, lines, strict=True) if line.refused is not None
+        ]
+        if reasons:
+            yield Prediction(file, label, refused=reasons[0])
+            continue
+        top = tuple((index, shortest_decimal(score)) for index, score in top_k(row, TOP_CLASSES))
+        known = rank if label != UNLABELLED else 0
+        yield Prediction(file, label, top, known, capped=any(line.capped for line in lines))

@@ -29,11 +29,8 @@ import numpy as np
 import numpy.typing as npt
 
 from prelunet.evaluator.datasets.dataset import Dataset, Sample
-from prelunet.evaluator.engine.batching import Batch
 from prelunet.evaluator.engine.classify import (
-    Classification,
     EvaluationSession,
-    PackedBatch,
     PackedView,
     ViewResult,
     average_image,
@@ -88,14 +85,13 @@ def evaluate_chunks(
     with closing(Pipeline(sessions, portions, prepared, threads, timer)) as pipeline:
         finished = pipeline.finished()
         for chunk in chunks:
-            classified: list[Classification | ImageError] = []
+            lines: list[Prediction] = []
+            scores = np.full((len(chunk), len(sessions[0].contract.classes)), np.nan, np.float32)
             for start in range(0, len(chunk), size):
-                portion = next(finished)
+                portion, end = next(finished), start + size
                 with timer.timed("average"):
-                    classified += _average_portion(protocol, chunk[start : start + size], portion)
-            with timer.timed("average"):
-                result = _chunk_result(chunk, classified, len(sessions[0].contract.classes))
-            yield result
+                    lines += _average_portion(protocol, chunk[start:end], portion, scores[start:end])
+            yield lines, scores
 
 
 def decoding_threads(threads: int) -> int:
@@ -186,7 +182,7 @@ class Pipeline:
         self._thread_error: BaseException | None = None  # of a thread without a portion
         self._waiting: deque[Portion] = deque()  # for a session
         self._in_flight: dict[int, Portion] = {}  # started and not yet taken by the caller
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()
         self._portions_changed = threading.Condition(self._lock)
         self._session_queues = [_SessionQueue(session, threading.Condition(self._lock)) for session in sessions]
         self._pool = ThreadPoolExecutor(decoding_threads(threads), thread_name_prefix="decode")
@@ -241,7 +237,7 @@ class Pipeline:
                 samples = self._portions[portion.number]
                 portion.prepared += [self._pool.submit(self._prepare, sample) for sample in samples]
             except Exception as error:  # "can't start new thread"
-                self._record_failure(portion, error)
+                self._fail(portion, error)
                 return
             self._decoded += 1
             self._waiting.append(portion)
@@ -293,7 +289,10 @@ class Pipeline:
                 packed = pack_batch(batch, views)
             with self._timer.timed("upload"):
                 staged = session_queue.session.stage(packed.images, packed.sizes)
-            self._count_batch(session_queue, batch, packed)
+            canvas = (batch.rows, batch.height, batch.width)
+            shapes = [(view.height, view.width) for view in packed.packed_views]
+            self._timer.batch_packed(canvas, shapes, changed=canvas != session_queue.canvas)
+            session_queue.canvas = canvas
             self._put(session_queue, _ReadyBatch(portion, packed.packed_views, staged, last=number == len(batches)))
 
     def _wait_for_slot(self, session_queue: _SessionQueue, portion: Portion) -> bool:
@@ -303,12 +302,6 @@ class Pipeline:
                 lambda: len(session_queue.ready) < MAX_READY_BATCHES or not self._is_needed(portion)
             )
             return self._is_needed(portion)
-
-    def _count_batch(self, session_queue: _SessionQueue, batch: Batch, packed: PackedBatch) -> None:
-        canvas = (batch.rows, batch.height, batch.width)
-        shapes = [(packed_view.height, packed_view.width) for packed_view in packed.packed_views]
-        self._timer.batch_packed(canvas, shapes, changed=canvas != session_queue.canvas)
-        session_queue.canvas = canvas
 
     def _put(self, session_queue: _SessionQueue, ready: _ReadyBatch | None) -> None:
         with self._lock:
@@ -357,18 +350,12 @@ class Pipeline:
             self._portions_changed.notify_all()
 
     def _fail(self, portion: Portion, error: BaseException) -> None:
+        """Store an error, which the caller receives instead of the portion. Later portions are no longer needed."""
         with self._lock:
-            self._record_failure(portion, error)
-
-    def _record_failure(self, portion: Portion, error: BaseException) -> None:
-        """Store an error, which the caller receives instead of the portion. The caller of this method holds the lock.
-
-        Later portions are no longer needed.
-        """
-        portion.error = portion.error or error
-        portion.done = True
-        self._stop_at = min(self._stop_at, portion.number)
-        self._notify_all()
+            portion.error = portion.error or error
+            portion.done = True
+            self._stop_at = min(self._stop_at, portion.number)
+            self._notify_all()
 
     def _notify_all(self) -> None:
         """Wake all waiting threads. The caller holds the lock."""
@@ -377,32 +364,17 @@ class Pipeline:
 
 
 def _average_portion(
-    protocol: EvaluationProtocol, samples: Sequence[Sample], portion: Portion
-) -> list[Classification | ImageError]:
-    """Average the views of each image of a portion."""
+    protocol: EvaluationProtocol, samples: Sequence[Sample], portion: Portion, scores: npt.NDArray[np.float32]
+) -> Iterator[Prediction]:
+    """Average the views of each image of a portion. Yield its line; set its row of `scores`, unless it was refused."""
     results = iter([portion.results[index] for index in range(len(portion.results))])
-    classified: list[Classification | ImageError] = []
-    for sample, views in zip(samples, portion.views, strict=True):
+    for sample, views, row in zip(samples, portion.views, scores, strict=True):
         if isinstance(views, ImageError):
-            classified.append(views)
+            yield Prediction(sample.file, sample.label, refused=str(views))
             continue
         try:
-            classified.append(average_image(protocol, list(islice(results, views))))
+            classified = average_image(protocol, list(islice(results, views)))
         except ContractError as error:
             raise ContractError(f"{sample.file}: {error}") from error
-    return classified
-
-
-def _chunk_result(
-    chunk: Sequence[Sample], classified: Sequence[Classification | ImageError], classes: int
-) -> ChunkResult:
-    """Return the lines of a chunk and its rows of scores, NaN where refused."""
-    scores = np.full((len(chunk), classes), np.nan, np.float32)
-    predictions = []
-    for row, sample, result in zip(scores, chunk, classified, strict=True):
-        if isinstance(result, ImageError):
-            predictions.append(Prediction(sample.file, sample.label, refused=str(result)))
-        else:
-            row[:] = result.scores
-            predictions.append(build_prediction(sample.file, sample.label, result))
-    return predictions, scores
+        row[:] = classified.scores
+        yield build_prediction(sample.file, sample.label, classified)
