@@ -38,6 +38,7 @@ CONTROL_CHARACTERS = re.compile(r"[\x00-\x1f\x7f-\x9f\u2028\u2029]")  # could co
 _FORBIDDEN_CHARACTERS = re.compile(CONTROL_CHARACTERS.pattern + r"|[\ud800-\udfff]")
 INPUTS = ("images", "sizes")
 OUTPUTS = ("scores", "logits", "windows", "window_scores")
+_KINDS = {int: "a whole number", str: "text", list: "a list", dict: "an object"}  # of JSON, for errors
 
 Canvas = Literal["ragged", "exact"]
 FilePrecision = Literal["fp32", "fp16"]
@@ -216,64 +217,52 @@ def contract_from_metadata(metadata: Mapping[str, str], where: str) -> ModelCont
 
     Raises ContractError if a key is missing or unreadable, or if the file has a newer version.
     """
-    read = _Reader(metadata, where)
-    version = read.value("contract_version", int)
+    file = _Reader(metadata, where)
+    version = file.read("contract_version", int)
     if version < 1:
-        raise ContractError(f"{where}: contract version {version}, but versions start at 1. {read.fix}")
+        raise ContractError(f"{where}: contract version {version}, but versions start at 1. {file.fix}")
     if version > CONTRACT_VERSION:
         raise ContractError(
             f"{where}: contract version {version}, but this prelunet supports versions up to {CONTRACT_VERSION}. "
-            f"Install a newer prelunet. Or keep this one: {rewrite_hint(where)}"
+            f"Install a newer prelunet. Or keep this one: {file.fix}"
         )
     try:
         contract = ModelContract(
-            architecture=net_from_json(read.value("architecture", dict)),
-            classes=tuple(ClassEntry(c["wnid"], c["name"]) for c in read.value("classes", list)),
-            mean_kind=read.choice("mean_kind", ("channel", "image")),
-            trunk=tuple(TrunkLayer(*layer) for layer in read.value("trunk", list)),
-            window=read.value("window", int),
-            spp_levels=tuple(read.value("spp_levels", list)),
-            crop=read.value("crop", int),
-            default_scales=tuple(read.value("default_scales", list)),
-            max_side=read.value("max_side", int),
-            canvas=read.choice("canvas", ("ragged", "exact")),
-            precision=read.choice("precision", ("fp32", "fp16")),
-            checkpoint_sha256=read.value("checkpoint_sha256", str),
-            interpolation=read.choice("interpolation", get_args(Interpolation)),
-            training=read.value("training", dict),
+            architecture=net_from_json(file.read("architecture", dict)),
+            classes=tuple(ClassEntry(c["wnid"], c["name"]) for c in file.read("classes", list)),
+            mean_kind=file.choose("mean_kind", get_args(MeanKind)),
+            trunk=tuple(TrunkLayer(*layer) for layer in file.read("trunk", list)),
+            window=file.read("window", int),
+            spp_levels=tuple(file.read("spp_levels", list)),
+            crop=file.read("crop", int),
+            default_scales=tuple(file.read("default_scales", list)),
+            max_side=file.read("max_side", int),
+            canvas=file.choose("canvas", get_args(Canvas)),
+            precision=file.choose("precision", get_args(FilePrecision)),
+            checkpoint_sha256=file.read("checkpoint_sha256", str),
+            interpolation=file.choose("interpolation", get_args(Interpolation)),
+            training=file.read("training", dict),
             golden=tuple(
                 GoldenImage(g["height"], g["width"], tuple(g["scores"]), tuple(g["logits"]))
-                for g in read.value("golden", list)
+                for g in file.read("golden", list)
             ),
         )
-        _check_derived(contract, read)
+        for key in ("trunk_stride", "min_side", "spp_order", "bin_rule"):  # stated for other readers; we derive them
+            derived = getattr(contract, key)
+            if (stated := file.read(key, type(derived))) != derived:
+                raise ValueError(f"'{PREFIX}{key}' is {stated!a:.40}, but should be {derived!r}")
         return contract
     except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:
-        raise ContractError(f"{where}: the 'prelunet.*' metadata is malformed ({error!r}). {read.fix}") from error
-
-
-def _check_derived(contract: ModelContract, read: "_Reader") -> None:
-    """Check the values that the file states for other readers and that we derive; ValueError if they differ."""
-    derived = {
-        "trunk_stride": contract.trunk_stride,
-        "min_side": contract.min_side,
-        "spp_order": contract.spp_order,
-        "bin_rule": contract.bin_rule,
-    }
-    for key, value in derived.items():
-        if (stated := read.value(key, type(value))) != value:
-            raise ValueError(f"'{PREFIX}{key}' is {stated!a:.40}, but should be {value!r}")
+        raise ContractError(f"{where}: the 'prelunet.*' metadata is malformed ({error!r}). {file.fix}") from error
 
 
 class _Reader:
     """Reads one JSON value per key; raises a ContractError that names the key for every fault."""
 
     def __init__(self, metadata: Mapping[str, str], where: str) -> None:
-        self.metadata = metadata
-        self.where = where
-        self.fix = rewrite_hint(where)
+        self.metadata, self.where, self.fix = metadata, where, rewrite_hint(where)
 
-    def value(self, key: str, kind: type) -> Any:
+    def read(self, key: str, kind: type) -> Any:
         text = self.metadata.get(PREFIX + key)
         if text is None:
             raise ContractError(f"{self.where}: no '{PREFIX}{key}' in the ONNX metadata. {self.fix}")
@@ -283,12 +272,11 @@ class _Reader:
         except ValueError as error:
             raise ContractError(f"{self.where}: '{PREFIX}{key}' is not JSON ({error}). {self.fix}") from error
         if not isinstance(value, kind) or isinstance(value, bool):
-            raise ContractError(f"{self.where}: '{PREFIX}{key}' should be a {kind.__name__}. {self.fix}")
+            raise ContractError(f"{self.where}: '{PREFIX}{key}' should be {_KINDS[kind]}. {self.fix}")
         return value
 
-    def choice(self, key: str, allowed: tuple[str, ...]) -> Any:
-        value = self.value(key, str)
-        if value not in allowed:
+    def choose(self, key: str, allowed: tuple[str, ...]) -> Any:
+        if (value := self.read(key, str)) not in allowed:
             raise ContractError(f"{self.where}: '{PREFIX}{key}' is '{value}', not one of {allowed}. {self.fix}")
         return value
 

@@ -130,8 +130,9 @@ def verify(session: Session) -> list[Deviation]:
             "net: prelunet adopt)"
         )
     deviations, precision = [], tolerance_precision(session)
-    for case, outputs, index in run_cases(session, [golden_image(g.height, g.width) for g in contract.golden]):
-        golden, row = contract.golden[index], output_row(case, index)
+    images = [golden_image(golden.height, golden.width) for golden in contract.golden]
+    for case, outputs, row, index in run_cases(session, images):
+        golden = contract.golden[index]
         size = (golden.height, golden.width)
         measured = deviation(case, size, outputs, row, golden.scores, golden.logits, precision=precision)
         if tuple(outputs.windows[row]) != contract.window_grid(golden.height, golden.width):
@@ -140,20 +141,15 @@ def verify(session: Session) -> list[Deviation]:
     return deviations
 
 
-def output_row(case: str, index: int) -> int:
-    """Return the row of an image in the outputs of a case."""
-    return index if case == "together" else 0
-
-
-def run_cases(session: Session, images: Sequence[UInt8Array]) -> list[tuple[str, Outputs, int]]:
-    """Run each image alone and, in a ragged file, all on one canvas; return (case, outputs, image index)."""
+def run_cases(session: Session, images: Sequence[UInt8Array]) -> list[tuple[str, Outputs, int, int]]:
+    """Run each image alone and, in a ragged file, all on one canvas; return (case, outputs, row, image index)."""
     cases = []
     for index, image in enumerate(images):
         sizes = np.array([image.shape[:2]], np.int64)
-        cases.append(("alone", session.run(image[None], sizes), index))
+        cases.append(("alone", session.run(image[None], sizes), 0, index))
     if session.contract.canvas == "ragged":
         outputs = session.run(*garbage_canvas(session.contract, images))
-        cases += [("together", outputs, index) for index in range(len(images))]
+        cases += [("together", outputs, index, index) for index in range(len(images))]
     return cases
 
 

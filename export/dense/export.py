@@ -18,7 +18,6 @@ from prelunet.evaluator.engine.verify import (
     Deviation,
     deviation,
     golden_answer,
-    output_row,
     run_cases,
     tolerance_of,
     tolerance_precision,
@@ -138,8 +137,8 @@ def check_parity(path: Path, windows: list[WindowArrays]) -> list[Deviation]:
     session = open_session(path, "cpu")
     sizes = golden_sizes(session.contract.crop)
     deviations = []
-    for case, outputs, index in run_cases(session, [golden_image(*size) for size in sizes]):
-        row, (scores, logits) = output_row(case, index), windows[index]
+    for case, outputs, row, index in run_cases(session, [golden_image(*size) for size in sizes]):
+        scores, logits = windows[index]
         mean_scores, mean_logits = (array.mean(axis=(0, 1)) for array in (scores, logits))
         precision = tolerance_precision(session)
         image_deviation = deviation(case, sizes[index], outputs, row, mean_scores, mean_logits, precision=precision)

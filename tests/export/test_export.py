@@ -201,7 +201,7 @@ def test_a_model_without_one_of_the_keys_is_refused_naming_it(
     ("changes", "message"),
     [
         ({"canvas": "round"}, "'round'"),
-        ({"crop": "28"}, "should be a int"),
+        ({"crop": "28"}, "should be a whole number"),
         ({"trunk": [[3, 1]]}, "malformed"),
         ({"contract_version": 0}, "start at 1"),
         ({"min_side": 27}, "min_side' is 27, but should be 28"),
