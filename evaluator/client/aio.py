@@ -1,45 +1,37 @@
 """The asyncio client."""
 
-import asyncio
 from collections.abc import AsyncGenerator, AsyncIterable, Callable, Iterable, Sequence
+from contextlib import aclosing
 from functools import partial
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 import grpc
-import grpc.aio
-from grpc_health.v1 import health_pb2_grpc
+from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from prelunet.evaluator.answer import Answer
+from prelunet.evaluator.client.backends import AsyncBackend, Backend
 from prelunet.evaluator.client.calls import DEFAULT_RETRY_POLICY, Call, ClientSettings, RetryPolicy, Timeout
 from prelunet.evaluator.client.channel import CHANNEL_OPTIONS
 from prelunet.evaluator.client.messages import (
-    HEALTH,
     EvaluationProgress,
-    EvaluationResponses,
+    LabelledImages,
     ServedModel,
     classify_request,
     evaluate_start,
-    is_serving,
-    is_unanswered,
+    progress_from_message,
+    read_answer,
     served_model_from_message,
 )
-from prelunet.evaluator.client.streams import (
-    MAX_PENDING,
-    AsyncExchange,
-    AsyncLabelledImages,
-    PendingImages,
-    Result,
-    StreamEnd,
-)
-from prelunet.evaluator.errors import Interrupted, PreluNetError, UsageError
+from prelunet.evaluator.client.streams import MAX_PENDING, Exchange, PendingImages
+from prelunet.evaluator.errors import PreluNetError, UsageError
 from prelunet.evaluator.pb.prelunet.v1 import prelunet_pb2 as pb
 from prelunet.evaluator.pb.prelunet.v1 import prelunet_pb2_grpc as pb_grpc
-from prelunet.evaluator.rpc.convert import answer_from_message
+from prelunet.evaluator.rpc.convert import report_from_message
 
 if TYPE_CHECKING:
     from prelunet.evaluator.datasets.dataset import Dataset
 
-_MAX_INLINE_PREDICTIONS = 50  # reading an answer of 1000 classes takes 20 ms, too long for an event loop
+_UNANSWERED = (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED)  # a health check without a server
 
 
 class AsyncClient:
@@ -48,12 +40,14 @@ class AsyncClient:
     It belongs to the event loop that runs the block. Cancelling a task also cancels its call on the server.
     """
 
+    _backend: ClassVar[Backend] = AsyncBackend()  # see backends.py
+
     def __init__(
         self, address: str, *, timeout: float | None = 60.0, retries: RetryPolicy = DEFAULT_RETRY_POLICY
     ) -> None:
         self._settings = ClientSettings(address, timeout, retries)
         self._settings.closed = True  # until the block begins: gRPC's channel needs the running loop
-        self._channel: grpc.aio.Channel | None = None
+        self._channel: Any = None
 
     @property
     def address(self) -> str:
@@ -63,7 +57,7 @@ class AsyncClient:
     async def __aenter__(self) -> Self:
         if self._channel is not None:
             raise UsageError("an AsyncClient can be used in only one `async with` block; create a new one")
-        self._channel = grpc.aio.insecure_channel(self.address, options=CHANNEL_OPTIONS)
+        self._channel = self._backend.new_channel(self.address, options=CHANNEL_OPTIONS)
         self._stub: Any = pb_grpc.PreluNetServiceStub(self._channel)
         self._health = health_pb2_grpc.HealthStub(self._channel)
         self._settings.closed = False
@@ -76,7 +70,7 @@ class AsyncClient:
         """Close the connection; calls in flight end with Interrupted."""
         self._settings.closed = True
         if self._channel is not None:
-            await self._channel.close()
+            await self._backend.close(self._channel)
 
     async def classify(  # noqa: PLR0913 - one argument per option
         self,
@@ -92,7 +86,14 @@ class AsyncClient:
         timeout: Timeout = "client",
         request_id: str | None = None,
     ) -> Answer:
-        """Classify one encoded image, as `Client.classify`."""
+        """Classify one encoded image.
+
+        protocol: name, "" for the model's default; scales: shorter sides in pixels, None for the protocol's;
+        mirror: whether to add a mirrored copy of each view, None for the protocol's choice;
+        top_k: 1 to the number of classes, None for 5, or all if there are fewer;
+        heatmap: draw a heat map of each of the top five classes; apply_exif: apply EXIF orientation;
+        timeout: seconds, instead of the client's timeout.
+        """
         request = classify_request(
             image,
             model=model,
@@ -104,7 +105,7 @@ class AsyncClient:
             apply_exif=apply_exif,
         )
         call = Call(self._settings, self._settings.deadline(timeout), request_id)
-        return await _answer_from(await self._unary_call("Classify", request, call))
+        return await read_answer(await self._unary_call("Classify", request, call), self._backend)
 
     def classify_many(  # noqa: PLR0913 - one argument per option
         self,
@@ -135,45 +136,10 @@ class AsyncClient:
             heatmap=heatmap,
             apply_exif=apply_exif,
         )
-        return self._stream(
-            PendingImages(self._settings, request, self._settings.deadline(timeout), request_id, max_pending), images
-        )
-
-    async def _stream(
-        self, pending: PendingImages, images: AsyncIterable[Any] | Iterable[Any]
-    ) -> AsyncGenerator[tuple[Any, Answer | PreluNetError], None]:
-        """Yield the answers; a stream is open while there is something to send or to wait for."""
-        exchange = AsyncExchange(pending)
-        reader = asyncio.create_task(exchange.read_images(images))
-        try:
-            while await exchange.wait_for_work():
-                if results := exchange.take_results():
-                    for result in results:
-                        yield await _to_answer(result)
-                    continue
-                requests, options = exchange.open_stream(), pending.call.begin()
-                stream = self._stub.ClassifyStream(requests, **options)
-                end = StreamEnd(stream)
-                try:
-                    async for response in stream:
-                        for result in exchange.answer_received(_require_message(response, pending.call)):
-                            yield await _to_answer(result)
-                    exchange.stream_ended()
-                except grpc.RpcError as failed:
-                    if (status := await end.status(failed)) is None:
-                        exchange.stream_ended()
-                    else:
-                        exchange.stream_failed(status)
-                except asyncio.CancelledError:
-                    self._raise_unless_cancelled()
-                    raise
-                finally:
-                    stream.cancel()
-            pending.raise_error()
-        finally:
-            exchange.close_stream()
-            reader.cancel()
-            await asyncio.wait({reader})  # leave the caller's iterable before returning
+        deadline = self._settings.deadline(timeout)
+        pending = PendingImages(self._settings, request, deadline, request_id, max_pending)
+        open_stream = partial(self._open_stream, "ClassifyStream", pending.call)
+        return Exchange(pending, self._backend, open_stream).answers(images)
 
     async def evaluate(  # noqa: PLR0913 - one argument per option
         self,
@@ -188,31 +154,36 @@ class AsyncClient:
         timeout: float | None = None,
         request_id: str | None = None,
     ) -> dict[str, Any]:
-        """Send a labelled dataset and return its report, as `Client.evaluate`; images are read in a thread."""
+        """Send a labelled dataset and return its report, the same as that of `prelunet validate` and `report`.
+
+        Unlike theirs, it lists only the first refused images, at most 1000 and 1 MiB of names and reasons.
+        progress: called with the progress about once a second; timeout: seconds for the whole call, None for no limit.
+        The other arguments are those of `classify`. Images are read in a thread. Nothing is retried after the first
+        image has been read. Raises DatasetError for an image that cannot be read.
+        """
         call = Call(self._settings, self._settings.deadline(timeout), request_id)
         start = evaluate_start(
             dataset, model=model, protocol=protocol, scales=scales, mirror=mirror, apply_exif=apply_exif
         )
         while True:
-            options = call.begin()
-            requests, evaluation = AsyncLabelledImages(dataset, start), EvaluationResponses(call, progress)
-            stream = self._stub.Evaluate(requests.messages(), **options)
-            end = StreamEnd(stream)
+            images, report = LabelledImages(dataset, start, self._backend), None
+            responses = self._open_stream("Evaluate", call, images.messages())
             try:
-                async for response in stream:
-                    evaluation.read(_require_message(response, call))
-                status = None
+                async with aclosing(responses):
+                    async for response in responses:
+                        if response.HasField("report"):
+                            report = response.report
+                        elif progress is not None and response.HasField("progress"):
+                            progress(progress_from_message(response.progress))
             except grpc.RpcError as failed:
-                status = await end.status(failed)
-            except asyncio.CancelledError:
-                self._raise_unless_cancelled()
-                raise
-            finally:
-                stream.cancel()
-            requests.raise_local_error()  # takes precedence over the server's error
-            if status is None:
-                return await asyncio.to_thread(evaluation.report)  # 1000 classes take a while
-            await asyncio.sleep(call.pause_after(status, repeatable=not requests.begun))
+                images.raise_error()  # takes precedence over the server's error
+                pause = call.pause_after(failed, repeatable=not images.begun)
+            else:
+                images.raise_error()
+                if report is None:
+                    raise call.invalid_response("the evaluation ended without a report")
+                return await self._backend.run_slow(report_from_message, report)  # 1000 classes take a while
+            await self._backend.sleep(pause)
 
     async def models(self, *, timeout: Timeout = "client", request_id: str | None = None) -> list[ServedModel]:
         """Return the served models, in the server's order."""
@@ -230,51 +201,27 @@ class AsyncClient:
         call = Call(self._settings, self._settings.deadline(timeout), None)
         options = call.begin()
         try:
-            return is_serving(await self._health.Check(HEALTH, **options))
+            response = await self._backend.unary(self._health.Check, health_pb2.HealthCheckRequest(), options)
         except grpc.RpcError as failed:
-            if is_unanswered(failed):
+            if failed.code() in _UNANSWERED:
                 return False
             raise call.failure_of(failed).error from failed
-        except asyncio.CancelledError:
-            self._raise_unless_cancelled()
-            raise
+        return bool(response.status == health_pb2.HealthCheckResponse.SERVING)
 
     async def _unary_call(self, method: str, request: object, call: Call) -> Any:
         """Make a unary call, with retries."""
         while True:
             options = call.begin()  # first: outside a block there is no stub
             try:
-                response = await getattr(self._stub, method)(request, **options)
+                response = await self._backend.unary(getattr(self._stub, method), request, options)
             except grpc.RpcError as failed:
                 pause = call.pause_after(failed)
-            except asyncio.CancelledError:
-                self._raise_unless_cancelled()
-                raise
             else:
                 call.answer_received()
-                return _require_message(response, call)
-            await asyncio.sleep(pause)
+                return response
+            await self._backend.sleep(pause)
 
-    def _raise_unless_cancelled(self) -> None:
-        """Raise Interrupted if gRPC reports "cancelled" but nobody cancelled the task: the client was closed."""
-        task = asyncio.current_task()
-        if task is not None and not task.cancelling():
-            raise Interrupted(f"{self.address}: the client was closed before the answer arrived")
-
-
-def _require_message(response: Any, call: Call) -> Any:
-    """Return the message. It is None if grpc.aio could not parse the bytes, where synchronous gRPC raises an error."""
-    if response is None:
-        raise call.invalid_response("the server there does not send messages of this service")
-    return response
-
-
-async def _answer_from(message: pb.ClassifyResponse) -> Answer:
-    if len(message.predictions) > _MAX_INLINE_PREDICTIONS:
-        return await asyncio.to_thread(answer_from_message, message)
-    return answer_from_message(message)
-
-
-async def _to_answer(result: Result) -> tuple[Any, Answer | PreluNetError]:
-    key, outcome = result
-    return key, await _answer_from(outcome) if isinstance(outcome, pb.ClassifyResponse) else outcome
+    def _open_stream(self, method: str, call: Call, requests: AsyncGenerator[Any, None]) -> AsyncGenerator[Any, None]:
+        """Begin an attempt of a streaming call and return its responses."""
+        options = call.begin()  # first: outside a block there is no stub
+        return self._backend.stream(getattr(self._stub, method), requests, options)

@@ -1,17 +1,15 @@
 """The messages of a client: what it reads and what it sends."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import AsyncGenerator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-import grpc
-from grpc_health.v1 import health_pb2
-
-from prelunet.evaluator.client.calls import Call
+from prelunet.evaluator.answer import Answer
+from prelunet.evaluator.client.backends import Backend
 from prelunet.evaluator.contract import ClassEntry
 from prelunet.evaluator.errors import DatasetError, ImageError, UsageError
 from prelunet.evaluator.pb.prelunet.v1 import prelunet_pb2 as pb
-from prelunet.evaluator.rpc.convert import report_from_message, to_plain
+from prelunet.evaluator.rpc.convert import answer_from_message, to_plain
 from prelunet.evaluator.rpc.status import MAX_MESSAGE_BYTES
 
 if TYPE_CHECKING:
@@ -66,42 +64,20 @@ class EvaluationProgress:
     seconds: float
 
 
-class EvaluationResponses:
-    """The responses of one evaluation. on_progress: called with every EvaluationProgress."""
-
-    def __init__(self, call: Call, on_progress: Callable[[EvaluationProgress], object] | None) -> None:
-        self._call = call
-        self._on_progress = on_progress
-        self._report: pb.Report | None = None
-
-    def read(self, response: pb.EvaluateResponse) -> None:
-        """Read one message."""
-        if response.HasField("report"):
-            self._report = response.report
-        elif self._on_progress is not None and response.HasField("progress"):
-            progress = response.progress
-            top1_error = progress.top1_error if progress.HasField("top1_error") else None
-            self._on_progress(EvaluationProgress(progress.images, progress.refused, top1_error, progress.seconds))
-
-    def report(self) -> dict[str, Any]:
-        """Return the report, which is the last message."""
-        if self._report is None:
-            raise self._call.invalid_response("the evaluation ended without a report")
-        return report_from_message(self._report)
+def progress_from_message(progress: pb.EvaluateProgress) -> EvaluationProgress:
+    """Read a server's report on the progress of an evaluation."""
+    top1_error = progress.top1_error if progress.HasField("top1_error") else None
+    return EvaluationProgress(progress.images, progress.refused, top1_error, progress.seconds)
 
 
-HEALTH = health_pb2.HealthCheckRequest()  # of the whole server
-_UNANSWERED = (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED)
+_MAX_INLINE_PREDICTIONS = 50  # reading an answer of 1000 classes takes 20 ms, too long for an event loop
 
 
-def is_serving(response: health_pb2.HealthCheckResponse) -> bool:
-    """Whether a server reports that it accepts calls."""
-    return bool(response.status == health_pb2.HealthCheckResponse.SERVING)
-
-
-def is_unanswered(failed: grpc.RpcError) -> bool:
-    """Whether a health check failed because no server answered."""
-    return failed.code() in _UNANSWERED
+async def read_answer(message: pb.ClassifyResponse, backend: Backend) -> Answer:
+    """Read the answer for one image."""
+    if len(message.predictions) > _MAX_INLINE_PREDICTIONS:
+        return await backend.run_slow(answer_from_message, message)
+    return answer_from_message(message)
 
 
 # Requests.
@@ -166,7 +142,33 @@ def evaluate_start(
     return pb.EvaluateRequest(start=start)
 
 
-def labelled_image(dataset: "Dataset", sample: "Sample") -> pb.EvaluateRequest:
+class LabelledImages:
+    """The messages of one evaluation. begun: whether an image has been requested."""
+
+    def __init__(self, dataset: "Dataset", start: pb.EvaluateRequest, backend: Backend) -> None:
+        self.begun = False
+        self._dataset = dataset
+        self._start = start
+        self._backend = backend
+        self._error: Exception | None = None
+
+    async def messages(self) -> AsyncGenerator[pb.EvaluateRequest, None]:
+        """Yield the messages in order. An image that cannot be read ends them, and so the call."""
+        yield self._start
+        self.begun = True
+        try:
+            for sample in self._dataset.samples:
+                yield await self._backend.run_slow(_labelled_image, self._dataset, sample)
+        except Exception as error:  # gRPC would only report that something failed here
+            self._error = error
+
+    def raise_error(self) -> None:
+        """Raise what ended the messages too early, if anything."""
+        if self._error is not None:
+            raise self._error
+
+
+def _labelled_image(dataset: "Dataset", sample: "Sample") -> pb.EvaluateRequest:
     """Read one image. Its class is sent by wnid, because the server's class indices apply."""
     if not 0 <= sample.label < len(dataset.classes):
         raise DatasetError(f"{sample.file}: its class is unknown; an evaluation needs the true class of every image")

@@ -1,6 +1,7 @@
-"""The state of one `classify_many`: which images to send, which are unanswered, which to retry.
+"""The stream of `classify_many`.
 
-`PendingImages` neither waits nor sends. `Client` and `AsyncClient` do that, each in its own way, and call:
+`PendingImages` is the state of one `classify_many`: which images to send, which are unanswered, which to retry. It
+neither waits nor sends. `Exchange` does that, and calls:
 
     add, finish                   for each image of the caller's iterable, while there is room, and at its end
     next_request                  for the next request to send, when it is due
@@ -9,24 +10,21 @@
     take_results                  for the results to give to the caller
 """
 
-import asyncio
 import heapq
 import time
-from collections.abc import AsyncIterable, AsyncIterator, Callable, Coroutine, Iterable
-from contextlib import suppress
+from collections.abc import AsyncGenerator, Callable
+from contextlib import aclosing
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import Any, TypeAlias
 
 import grpc
-import grpc.aio
 
+from prelunet.evaluator.answer import Answer
+from prelunet.evaluator.client.backends import Backend
 from prelunet.evaluator.client.calls import Attempts, Call, ClientSettings
-from prelunet.evaluator.client.messages import labelled_image, stream_request
+from prelunet.evaluator.client.messages import read_answer, stream_request
 from prelunet.evaluator.errors import DeadlinePassed, ImageError, PreluNetError, UsageError
 from prelunet.evaluator.pb.prelunet.v1 import prelunet_pb2 as pb
-
-if TYPE_CHECKING:
-    from prelunet.evaluator.datasets.dataset import Dataset
 
 MAX_PENDING = 32  # images; the server also stops reading a stream at this number of unanswered images
 
@@ -202,166 +200,112 @@ class PendingImages:
         heapq.heappush(self._waiting, (due, image.number, image))
 
 
-# The streams of `AsyncClient`: images and requests between tasks, and the final status of a stream.
+class Exchange:
+    """`PendingImages` shared by three threads or tasks: the caller's takes answers, gRPC's sends requests, and a third
+    reads images, because a broken stream may be reopened while the iterable still produces the next image.
 
+    open_stream: makes a call of these requests and yields its responses.
+    """
 
-_CORE_ERROR = "Internal error from Core"  # gRPC's text for a request that it could not send
-_STATUS_TIMEOUT = 1.0  # seconds for the status that follows; it has arrived, or is on its way within this process
-
-
-class AsyncExchange:
-    """`PendingImages` shared by three tasks: the caller's reads results, gRPC's sends, and one reads images."""
-
-    def __init__(self, pending: PendingImages) -> None:
+    def __init__(
+        self,
+        pending: PendingImages,
+        backend: Backend,
+        open_stream: Callable[[AsyncGenerator[Any, None]], AsyncGenerator[Any, None]],
+    ) -> None:
         self._pending = pending
-        self._changed = asyncio.Event()
-        self._stream = 0
+        self._backend = backend
+        self._open_stream = open_stream
+        self._condition = backend.Condition()
+        self._stopped = False
+        self._stream = 0  # the number of the stream that may send requests
 
-    async def read_images(self, images: AsyncIterable[Any] | Iterable[Any]) -> None:
+    async def answers(self, images: Any) -> AsyncGenerator[tuple[Any, Answer | PreluNetError], None]:
+        """Yield the answers; a stream is open while there is something to send or to wait for."""
+        reading = self._backend.start(self._read(images))
+        try:
+            while await self._wait_for_work():
+                if results := self._take_results():
+                    for result in results:
+                        yield await self._to_answer(result)
+                    continue
+                responses = self._open_stream(self._requests(self._stream))
+                try:
+                    async with aclosing(responses):
+                        async for response in responses:
+                            with self._condition:
+                                self._pending.answer_received(response)
+                            for result in self._take_results():
+                                yield await self._to_answer(result)
+                except grpc.RpcError as failed:
+                    with self._condition:
+                        self._close_stream()  # first: further images belong to the next stream
+                        self._pending.stream_failed(failed)
+                else:
+                    with self._condition:
+                        self._close_stream()
+                        self._pending.stream_ended()
+            self._pending.raise_error()
+        finally:
+            self._stopped = True
+            self._close_stream()
+            await self._backend.stop(reading)  # leave the caller's iterable before returning
+
+    async def _read(self, images: Any) -> None:
         """Add images while there is room, until there are no more."""
         error: BaseException | None = None
+        iterator = self._backend.iterate(images)
         try:
-            iterator = aiter(images) if isinstance(images, AsyncIterable) else _in_threads(images)
-            while True:
-                while not self._pending.has_room:
-                    await self._wait(None)
-                self._pending.add(await anext(iterator))
-                self._notify()
+            while await self._has_room():
+                item = await anext(iterator)
+                with self._condition:
+                    self._pending.add(item)
+                    self._condition.notify_all()
         except StopAsyncIteration:
             pass
-        except BaseException as raised:  # raise_error raises it in the caller's task
+        except BaseException as raised:  # raise_error raises it for the caller
             error = raised
-        self._pending.finish(error)
-        self._notify()
+        with self._condition:
+            self._pending.finish(error)
+            self._condition.notify_all()
 
-    async def wait_for_work(self) -> bool:
+    async def _has_room(self) -> bool:
+        """Wait until there is room for an image; False once the caller has stopped."""
+        with self._condition:
+            while not self._pending.has_room and not self._stopped:
+                await self._condition.changed()
+            return not self._stopped
+
+    async def _wait_for_work(self) -> bool:
         """Wait until there is something to send or a result to take; False when all is done."""
-        while (pause := self._pending.seconds_until_work()) != 0.0:
-            await self._wait(pause)
-        return not self._pending.done
+        with self._condition:
+            while (pause := self._pending.seconds_until_work()) != 0.0:
+                await self._condition.changed(pause)
+            return not self._pending.done
 
-    def open_stream(self) -> AsyncIterator[pb.ClassifyStreamRequest]:
-        """Return the requests of a new stream, for gRPC's task; this ends the requests of the previous stream."""
-        self._stream += 1
-        return self._requests(self._stream)
+    async def _requests(self, stream: int) -> AsyncGenerator[pb.ClassifyStreamRequest, None]:
+        """Yield the requests of a stream until there are no more, or the stream is closed."""
+        while (request := await self._next_request(stream)) is not None:
+            yield request
 
-    async def _requests(self, stream: int) -> AsyncIterator[pb.ClassifyStreamRequest]:
-        while self._stream == stream and not self._pending.idle:
-            if (request := self._pending.next_request()) is not None:
-                yield request
-            else:
-                await self._wait(self._pending.seconds_until_due())
+    async def _next_request(self, stream: int) -> pb.ClassifyStreamRequest | None:
+        with self._condition:
+            while self._stream == stream and not self._pending.idle:
+                if (request := self._pending.next_request()) is not None:
+                    return request
+                await self._condition.changed(self._pending.seconds_until_due())
+            return None
 
-    def close_stream(self) -> None:
-        """End the requests of the stream; further images belong to the next one."""
-        self._stream += 1
-        self._notify()
+    def _close_stream(self) -> None:
+        with self._condition:
+            self._stream += 1
+            self._condition.notify_all()
 
-    def stream_ended(self) -> None:
-        """Handle the end of the stream by the server."""
-        self.close_stream()
-        self._pending.stream_ended()
+    def _take_results(self) -> list[Result]:
+        with self._condition:
+            self._condition.notify_all()  # there may be room now
+            return self._pending.take_results()
 
-    def stream_failed(self, failed: grpc.RpcError) -> None:
-        """Handle a broken stream; raise the error if it should not be reopened."""
-        self.close_stream()
-        self._pending.stream_failed(failed)
-
-    def answer_received(self, response: pb.ClassifyStreamResponse) -> list[Result]:
-        """Handle a response and return the results."""
-        self._pending.answer_received(response)
-        return self.take_results()
-
-    def take_results(self) -> list[Result]:
-        """Return and clear the results."""
-        self._notify()  # there may be room now
-        return self._pending.take_results()
-
-    def _notify(self) -> None:
-        """Wake all waiting tasks."""
-        self._changed.set()
-        self._changed = asyncio.Event()
-
-    async def _wait(self, seconds: float | None) -> None:
-        """Wait until something changes, for at most `seconds`."""
-        with suppress(TimeoutError):
-            async with asyncio.timeout(seconds):
-                await self._changed.wait()
-
-
-async def _in_threads(images: Iterable[Any]) -> AsyncIterator[Any]:
-    """Yield the images of an iterable, fetching each in a thread, since that may take a while."""
-    iterator, end = iter(images), object()
-    while (item := await asyncio.to_thread(next, iterator, end)) is not end:
-        yield item
-
-
-class AsyncLabelledImages:
-    """The messages of one evaluation, and the error that occurred while reading images.
-
-    gRPC iterates over them in its own task and would only report that something failed there. begun: whether an image
-    has been requested.
-    """
-
-    def __init__(self, dataset: "Dataset", start: pb.EvaluateRequest) -> None:
-        self.begun = False
-        self._dataset = dataset
-        self._start = start
-        self._error: Exception | None = None
-
-    async def messages(self) -> AsyncIterator[pb.EvaluateRequest]:
-        """Yield the messages in order; images are read in a thread."""
-        yield self._start
-        self.begun = True
-        try:
-            for sample in self._dataset.samples:
-                yield await asyncio.to_thread(labelled_image, self._dataset, sample)
-        except Exception as error:
-            self._error = error  # raise_local_error raises it in the caller's task; ending the stream ends the call
-
-    def raise_local_error(self) -> None:
-        """Raise the error of this side, if there is one."""
-        if self._error is not None:
-            raise self._error
-
-
-class StreamEnd:
-    """How a stream ended.
-
-    If a server ends a stream while a request is being sent, grpc.aio replaces the server's status by its own INTERNAL
-    (grpc/grpc#36066), before or after the former arrives. Both run the done callbacks, so a callback records the
-    server's status.
-    """
-
-    def __init__(self, stream: Any) -> None:
-        self._status: grpc.aio.AioRpcError | None = None
-        self._known = asyncio.Event()
-        stream.add_done_callback(self._note)
-
-    def _note(self, stream: Any) -> None:
-        details = _run_to_completion(stream.details())
-        if self._status is None and details != _CORE_ERROR:
-            code, trailing = _run_to_completion(stream.code()), _run_to_completion(stream.trailing_metadata())
-            self._status = grpc.aio.AioRpcError(code, grpc.aio.Metadata(), trailing, details)
-            self._known.set()
-
-    async def status(self, failed: grpc.RpcError) -> grpc.RpcError | None:
-        """Return the server's status, None if it is OK. failed: what grpc.aio raised."""
-        if failed.details() != _CORE_ERROR:
-            return failed
-        with suppress(TimeoutError):
-            async with asyncio.timeout(_STATUS_TIMEOUT):
-                await self._known.wait()
-        if self._status is None:
-            return failed
-        return None if self._status.code() == grpc.StatusCode.OK else self._status
-
-
-def _run_to_completion(coroutine: Coroutine[Any, Any, Any]) -> Any:
-    """Return the result of a coroutine that does not need to wait."""
-    try:
-        coroutine.send(None)
-    except StopIteration as done:
-        return done.value
-    coroutine.close()
-    raise AssertionError("the stream has ended, so its status is known")
+    async def _to_answer(self, result: Result) -> tuple[Any, Answer | PreluNetError]:
+        key, outcome = result
+        return key, await read_answer(outcome, self._backend) if isinstance(outcome, pb.ClassifyResponse) else outcome

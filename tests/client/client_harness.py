@@ -188,8 +188,11 @@ class AsyncInThread:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._run(self.client.close())
+        self.close()
         self._stop()
+
+    def close(self) -> None:
+        self._run(self.client.close())
 
     def classify(self, *arguments: Any, **options: Any) -> Any:
         return self._run(self.client.classify(*arguments, **options))

@@ -14,10 +14,10 @@ import grpc
 import grpc.aio
 import pytest
 
-import prelunet.evaluator.client.aio
+import prelunet.evaluator.client.messages
 from prelunet.evaluator.client import AsyncClient, Client
+from prelunet.evaluator.client.backends import StreamEnd
 from prelunet.evaluator.client.calls import Attempts
-from prelunet.evaluator.client.streams import StreamEnd
 from prelunet.evaluator.datasets.dataset import Dataset, Sample
 from prelunet.evaluator.errors import ImageError, Overloaded, UsageError
 from prelunet.evaluator.pb.prelunet.v1 import prelunet_pb2 as pb
@@ -197,6 +197,17 @@ def test_images_may_come_from_an_asynchronous_iterable() -> None:
     on_scripted(ScriptedServicer(), use)
 
 
+def test_a_stream_that_nobody_leaves_ends_with_its_loop_in_silence(caplog: pytest.LogCaptureFixture) -> None:
+    kept = []
+
+    async def use(client: AsyncClient) -> None:
+        kept.append(client.classify_many([b"cat"] * 9, max_pending=2))
+        await anext(kept[0])
+
+    on_scripted(ScriptedServicer(), use)
+    assert [record.getMessage() for record in caplog.records if record.name == "asyncio"] == []
+
+
 def test_what_may_take_long_is_done_in_threads(monkeypatch: pytest.MonkeyPatch) -> None:
     where: dict[str, int] = {}
 
@@ -216,13 +227,13 @@ def test_what_may_take_long_is_done_in_threads(monkeypatch: pytest.MonkeyPatch) 
         list(requests)
         yield pb.EvaluateResponse(report=pb.Report(worst=pb.WorstClasses()))
 
-    reading = prelunet.evaluator.client.aio.answer_from_message
+    reading = prelunet.evaluator.client.messages.answer_from_message
 
     def noting(message: pb.ClassifyResponse) -> Any:
         where[f"{len(message.predictions)} predictions"] = threading.get_ident()
         return reading(message)
 
-    monkeypatch.setattr(prelunet.evaluator.client.aio, "answer_from_message", noting)
+    monkeypatch.setattr(prelunet.evaluator.client.messages, "answer_from_message", noting)
 
     async def use(client: AsyncClient) -> None:
         here = threading.get_ident()
@@ -304,7 +315,7 @@ def test_the_server_s_status_is_told_though_grpc_puts_its_own_in_the_place(late:
 
 
 def test_a_status_that_never_comes_is_not_waited_for_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("prelunet.evaluator.client.streams._STATUS_TIMEOUT", 0.01)
+    monkeypatch.setattr("prelunet.evaluator.client.backends._STATUS_TIMEOUT", 0.01)
 
     async def check() -> None:
         stream = Ending()

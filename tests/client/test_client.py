@@ -1,13 +1,18 @@
+import asyncio
 import gc
+import signal
 import socket
 import subprocess
 import sys
+import threading
+import time
 import weakref
 from collections.abc import Callable, Iterator
 from concurrent import futures
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import grpc
 import pytest
@@ -38,7 +43,7 @@ from prelunet.evaluator.imaging.decode import decode_rgb
 from prelunet.evaluator.pb.prelunet.v1 import prelunet_pb2_grpc as pb_grpc
 from prelunet.evaluator.protocols import ProtocolOverrides, build_protocol
 from prelunet.evaluator.rpc.status import MAX_MESSAGE_BYTES, status_of
-from tests.client.client_harness import QUICK, AlternatingServicer, MemoryGrowth, ScriptedServicer, served
+from tests.client.client_harness import QUICK, AlternatingServicer, MemoryGrowth, ScriptedServicer, served, text_of
 from tests.helpers.fakes import FakeSession
 from tests.serving.serving_harness import png, running_server
 
@@ -154,7 +159,7 @@ def test_a_server_s_refusal_is_the_error_it_had(client: Client, arguments: dict,
 def test_an_answer_above_the_client_s_own_limit_is_told_from_an_image_above_the_server_s(monkeypatch) -> None:
     others = tuple(option for option in CHANNEL_OPTIONS if "max_receive" not in option[0])
     monkeypatch.setattr(
-        "prelunet.evaluator.client.sync.CHANNEL_OPTIONS", (*others, ("grpc.max_receive_message_length", 100))
+        "prelunet.evaluator.client.aio.CHANNEL_OPTIONS", (*others, ("grpc.max_receive_message_length", 100))
     )
     with running_server(fake=FakeSession()) as server, Client(server.address) as client:
         with pytest.raises(
@@ -369,6 +374,83 @@ def test_importing_the_client_loads_only_what_it_needs_and_changes_nothing_proce
     result = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
     allowed = {"answer", "architectures", "client", "contract", "errors", "json_checks", "pb", "rpc"}
     assert set(result.stdout.split()) == allowed
+
+
+def test_ctrl_c_leaves_a_call_and_cancels_it_on_the_server() -> None:
+    ended = threading.Event()
+
+    def interrupt(_, context):
+        context.add_callback(ended.set)
+        time.sleep(0.3)  # until the client waits: gRPC may deadlock if a signal comes while it sets up a call
+        signal.pthread_kill(threading.main_thread().ident, signal.SIGINT)
+        ended.wait(30)
+
+    def interrupt_stream(requests, context):
+        next(requests)
+        interrupt(requests, context)
+        yield from ()
+
+    server = ScriptedServicer(interrupt, interrupt_stream, interrupt_stream)
+    with served(server) as address, Client(address, timeout=None) as client:
+        for ask in (
+            lambda: client.classify(b"cat"),
+            lambda: list(client.classify_many([b"cat"])),
+            lambda: client.evaluate(dataset({"a": b"cat"})),
+        ):
+            with pytest.raises(KeyboardInterrupt):
+                ask()
+            assert ended.wait(20)
+            ended.clear()
+
+
+FORKING = """if True:
+    import os, sys
+    from prelunet import Client
+    client = Client(sys.argv[1])
+    print(client.classify(b"parent").predictions[0].name, flush=True)
+    if os.fork() == 0:
+        print(client.classify(b"child, same client").predictions[0].name, flush=True)
+        with Client(sys.argv[1]) as another:
+            print(another.classify(b"child, own client").predictions[0].name, flush=True)
+        os._exit(0)
+    os.wait()
+    print(client.classify(b"parent again").predictions[0].name, flush=True)
+"""
+
+
+def test_a_client_works_in_a_forked_process_and_in_its_parent() -> None:
+    with served(ScriptedServicer()) as address:
+        result = subprocess.run([sys.executable, "-c", FORKING, address], capture_output=True, text=True, check=True)
+    assert result.stdout.splitlines() == ["parent", "child, same client", "child, own client", "parent again"]
+
+
+LEFT_OPEN = """if True:
+    import sys, threading
+    from prelunet import Client
+    def images():
+        yield b"cat"
+        threading.Event().wait()
+    answers = Client(sys.argv[1]).classify_many(images())
+    print(next(answers)[1].predictions[0].name)
+"""
+
+
+def test_a_program_ends_though_it_closes_nothing_and_its_iterable_never_ends() -> None:
+    with served(ScriptedServicer()) as address:
+        result = subprocess.run([sys.executable, "-c", LEFT_OPEN, address], capture_output=True, text=True, check=True)
+    assert (result.stdout, result.stderr) == ("cat\n", "")
+
+
+def test_a_client_works_where_an_event_loop_runs_and_its_stream_outlives_the_loop() -> None:
+    async def first_answer(client: Client) -> Iterator[tuple[object, Any]]:
+        assert text_of(client.classify(b"cat")) == "cat"
+        answers = client.classify_many([b"cat", b"dog", b"fox"], max_pending=1)
+        assert text_of(next(answers)[1]) == "cat"
+        return answers
+
+    with served(ScriptedServicer()) as address, Client(address) as client:
+        answers = asyncio.run(first_answer(client))
+        assert [text_of(answer) for _, answer in answers] == ["dog", "fox"]
 
 
 def test_an_error_that_was_handled_keeps_nothing_alive() -> None:

@@ -437,7 +437,6 @@ def test_a_call_to_a_machine_that_vanished_is_made_again_without_a_deadline(
     arrived, gate = threading.Event(), threading.Event()
     pings = [(name, 200 if "keepalive" in name or "ping_timeout" in name else value) for name, value in CHANNEL_OPTIONS]
     assert sorted(value for name, value in CHANNEL_OPTIONS if (name, value) not in pings) == [10_000, 10_000, 30_000]
-    monkeypatch.setattr("prelunet.evaluator.client.sync.CHANNEL_OPTIONS", pings)
     monkeypatch.setattr("prelunet.evaluator.client.aio.CHANNEL_OPTIONS", pings)
 
     def hold(request, context):

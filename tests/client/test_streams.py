@@ -12,10 +12,10 @@ import grpc
 import pytest
 
 from prelunet.evaluator.client import Client, RetryPolicy
+from prelunet.evaluator.client.backends import BlockingBackend, each
 from prelunet.evaluator.client.calls import ClientSettings
 from prelunet.evaluator.client.messages import classify_request
-from prelunet.evaluator.client.streams import PendingImages
-from prelunet.evaluator.client.sync import Exchange
+from prelunet.evaluator.client.streams import Exchange, PendingImages
 from prelunet.evaluator.errors import (
     DeadlinePassed,
     EnvironmentFault,
@@ -433,15 +433,23 @@ def test_streams_to_a_server_that_is_not_there_count_as_no_attempt_of_their_imag
 
 def test_what_is_taken_while_a_stream_breaks_belongs_to_the_next_stream() -> None:
     settings = ClientSettings("there:1", None, RetryPolicy(initial_backoff=1e-9, max_backoff=1e-9))
-    exchange = Exchange(PendingImages(settings, classify_request, None, None, max_pending=2), PETS[:2])
-    requests = exchange.open_stream()
-    assert next(requests).request.image == b"cat"
-    exchange.stream_failed(Broken())
-    assert exchange.wait_for_work()
-    assert list(requests) == [], "an image was given to a stream that is gone, and would have no answer for ever"
-    again = exchange.open_stream()
-    assert [next(again).request.image for _ in range(2)] == PETS[:2]
-    exchange.stop()
+    pending = PendingImages(settings, classify_request, None, None, max_pending=2)
+    streams = []
+
+    async def open_stream(requests):
+        streams.append(requests)
+        first = await anext(requests)
+        if len(streams) == 1:
+            raise Broken
+        lost = [request async for request in streams[0]]
+        assert lost == [], "an image was given to a stream that is gone, and would have no answer for ever"
+        yield good(first)
+        async for request in requests:
+            yield good(request)
+
+    answers = Exchange(pending, BlockingBackend(), open_stream).answers(PETS[:2])
+    assert outcomes(each(answers)) == [(0, "cat"), (1, "dog")]
+    assert len(streams) == 2
 
 
 def test_the_deadline_of_many_images_covers_them_all(client_of) -> None:
@@ -571,10 +579,7 @@ def test_closing_the_client_ends_what_is_in_flight_and_further_calls_say_so(clie
         with client_of(address) as client:
             call = pool.submit(client.classify, b"cat")
             assert arrived.wait(30)
-            if client_of is Client:
-                client.close()
-            else:
-                client._run(client.client.close())
+            client.close()
             assert type(call.exception(30)) is Interrupted
             assert str(call.exception()) == f"{address}: the client was closed before the answer arrived"
             with pytest.raises(UsageError, match="the client is closed"):
