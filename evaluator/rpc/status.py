@@ -63,7 +63,9 @@ def client_message(error: BaseException, incident: str) -> str:
 
 def reason_for(error: BaseException) -> str:
     """Return the machine-readable reason of an error, such as "IMAGE_ERROR"; empty for internal errors."""
-    return _reason(_table_row(error)) if isinstance(error, PreluNetError) else ""
+    if not isinstance(error, PreluNetError):
+        return ""
+    return _reason(next((kind for kind in type(error).__mro__ if kind in ERROR_STATUSES), PreluNetError))
 
 
 def code_of(error: BaseException) -> grpc.StatusCode:
@@ -96,11 +98,6 @@ _WITHOUT_DETAILS = {
 }
 
 
-def _table_row(error: PreluNetError) -> type[PreluNetError]:
-    """Return the class under which the error table lists this error."""
-    return next((kind for kind in type(error).__mro__ if kind in ERROR_STATUSES), PreluNetError)
-
-
 def _packed(detail: Message) -> AnyMessage:
     packed = AnyMessage()
     packed.Pack(detail)
@@ -117,7 +114,9 @@ def error_from(call: grpc.RpcError, address: str) -> PreluNetError:
             return UsageError(f"{address}: {_RESPONSE_TOO_LARGE} ({text})")
         return ImageError(f"{address}: the message exceeds the server's limit ({text}). Send a smaller image")
     if code == grpc.StatusCode.UNAVAILABLE:
-        return EnvironmentFault(f"{address}: {_explain_unavailable(text)} ({text})")
+        explanations = (explanation for part, explanation in _UNAVAILABLE if part in text)
+        unexplained = "the call was interrupted, or the server cannot be reached; try again"
+        return EnvironmentFault(f"{address}: {next(explanations, unexplained)} ({text})")
     if code in _CLIENT_SIDE:
         kind, explanation = _CLIENT_SIDE[code]
         return kind(f"{address}: {explanation} ({text})")
@@ -160,12 +159,6 @@ _UNAVAILABLE = (
     ("ping timeout", "the server's machine no longer responds; try again"),
     *((beginning, "cannot connect; check the address, and that the machine is up") for beginning in _NO_CONNECTION),
 )
-
-
-def _explain_unavailable(text: str) -> str:
-    """Explain an UNAVAILABLE of gRPC's own. text: its details."""
-    matches = (explanation for part, explanation in _UNAVAILABLE if part in text)
-    return next(matches, "the call was interrupted, or the server cannot be reached; try again")
 
 
 def is_unreachable(call: grpc.RpcError) -> bool:

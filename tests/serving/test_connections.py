@@ -47,7 +47,7 @@ from tests.serving.api.raw_http2 import (
     frame,
     reset_call,
 )
-from tests.serving.scheduling.event_loop import async_test, new_channel, rpc_error
+from tests.serving.event_loop import async_test, new_channel, rpc_error
 
 SHORT = 0.2  # seconds; no test fails if a slow machine takes longer
 
@@ -190,7 +190,7 @@ async def test_calls_that_are_reset_at_once_are_refused_above_a_limit_and_others
 async def test_headers_up_to_the_limit_are_always_accepted_and_larger_ones_never() -> None:
     """By default gRPC rejects at random between a soft and a hard limit, which is 5/4 of the soft one."""
     async with listening(max_metadata=2**15) as address, new_channel(address) as channel:
-        for _ in range(20):
+        for _ in range(5):  # gRPC's default would reject 39 % of the larger ones
             assert await check(channel, metadata=(("x-long", "v" * 30_000),))
             error = await rpc_error(check(channel, metadata=(("x-long", "v" * 36_000),)))
             assert error.code() == grpc.StatusCode.RESOURCE_EXHAUSTED

@@ -45,7 +45,7 @@ from tests.serving.api.raw_http2 import (
     connection,
     frame,
 )
-from tests.serving.scheduling.event_loop import async_test, new_channel, rpc_error, until
+from tests.serving.event_loop import async_test, new_channel, rpc_error, until
 from tests.serving.serving_harness import GatedSession, png
 
 SERVING, NOT_SERVING = (getattr(health_pb2.HealthCheckResponse, name) for name in ("SERVING", "NOT_SERVING"))
@@ -290,7 +290,8 @@ async def test_a_signal_ends_the_refusal_period_too(monkeypatch: pytest.MonkeyPa
 
 
 @async_test
-async def test_a_call_whose_message_is_still_arriving_is_awaited() -> None:
+async def test_a_call_whose_message_is_still_arriving_is_awaited(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(server_module, "CONNECTION_LINGER", 0.5)
     message = pb.ClassifyRequest(image=IMAGE, protocol="center").SerializeToString()
     body = b"\0" + struct.pack(">I", len(message)) + message
     async with draining_server(FakeSession(), lame_duck=0) as stop, connection(stop.address) as client:
@@ -351,7 +352,8 @@ async def test_a_health_watcher_that_does_not_read_delays_no_other() -> None:
 
 
 @async_test
-async def test_an_open_reflection_stream_does_not_delay_the_shutdown() -> None:
+async def test_an_open_reflection_stream_does_not_delay_the_shutdown(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(server_module, "CONNECTION_LINGER", 0.5)
     async with draining_server(FakeSession(), lame_duck=0) as stop, new_channel(stop.address) as channel:
         stream = reflection_pb2_grpc.ServerReflectionStub(channel).ServerReflectionInfo()
         for _ in range(2):

@@ -290,7 +290,7 @@ def test_a_port_in_use_exits_5_and_the_first_server_keeps_serving(model: Path) -
         port = address.rpartition(":")[2]
         second = run("--model", f"x={model}", "--port", port)
         assert second.returncode == 5
-        assert f"cannot listen on 127.0.0.1:{port}" in second.stderr
+        assert f"cannot listen on 127.0.0.1:{port}: port {port} is in use" in second.stderr
         assert "Traceback" not in second.stderr
         assert client.classify(png(40, 57)).model["name"] == "telling"
 

@@ -142,7 +142,7 @@ def configure_logging(form: str = "text", level: str = "INFO") -> None:
     logging.captureWarnings(capture=True)
     # Its messages about broken images are in the errors sent to callers.
     logging.getLogger("PIL").setLevel(logging.CRITICAL)
-    logging.getLogger("grpc._cython.cygrpc").addFilter(_is_not_caused_by_client)
+    logging.getLogger("grpc._cython.cygrpc").addFilter(lambda record: not str(record.msg).startswith(_CAUSED_BY_CLIENT))
     logging.getLogger("asyncio").addFilter(AcceptErrorFilter())
 
 
@@ -163,10 +163,6 @@ _CAUSED_BY_CLIENT = (
     "ExecuteBatchError raised in core",
     "Failed sending error status",
 )
-
-
-def _is_not_caused_by_client(record: logging.LogRecord) -> bool:
-    return not str(record.msg).startswith(_CAUSED_BY_CLIENT)
 
 
 class AcceptErrorFilter:
@@ -198,12 +194,9 @@ def escaped(text: str) -> str:
     """Escape all characters that could end a line, reorder it or control a terminal."""
     if text.isprintable() and "\\" not in text:
         return text
-    return "".join(each if each.isprintable() and each != "\\" else _escape(each) for each in text)
-
-
-def _escape(character: str) -> str:
-    r"""Return a character as Python writes it: \n, \x1b, \u2028."""
-    return character.encode("unicode_escape").decode("ascii")
+    return "".join(
+        each if each.isprintable() and each != "\\" else each.encode("unicode_escape").decode("ascii") for each in text
+    )
 
 
 def _head(record: logging.LogRecord) -> dict[str, str]:

@@ -52,6 +52,7 @@ def table(heading: str) -> dict[str, list[str]]:
     return {first: rest for first, *rest in rows[2:]}
 
 
+EVALUATE = "/prelunet.v1.PreluNetService/Evaluate"
 BESIDE_OTHERS = table("Open Inference Protocol, beside three other servers")
 OVER_OIP = table("Open Inference Protocol, more")
 OVER_OURS = table("prelunet.v1")
@@ -88,14 +89,15 @@ def works_afterwards(channel: grpc.Channel, right_scores: np.ndarray) -> Iterato
     np.testing.assert_allclose(ours.predictions[0].score, right_scores.max(), rtol=1e-6)
 
 
-def check(call: Call, channel: grpc.Channel, expected: str) -> None:
-    """Assert the status of a call, and that an error has a text that reveals nothing internal to the server."""
+def check(call: Call, channel: grpc.Channel, expected: str) -> str:
+    """Assert the status of a call, and that an error has a text that reveals nothing internal; return that text."""
     outcome, text = outcome_of(call, channel)
     assert outcome == expected, text
     assert bool(text) is not expected.startswith("OK"), text
     assert not re.search(r"0x[0-9a-f]{6}|(^|\s)/|Traceback|\.onnx\b(?! *\. *$)", text.replace("NAME=MODEL.onnx", "")), (
         text
     )
+    return text
 
 
 @pytest.mark.parametrize("name", MATRIX)
@@ -131,9 +133,8 @@ def test_both_protocols_accept_and_refuse_the_other_hostile_files_as_decoding_do
     listed = {row[0] for row in IMAGES.values()}
     for name in sorted({*ACCEPTED, *REFUSED} - listed):
         for column, call in of_image((DATA / name).read_bytes()).items():
-            outcome, text = outcome_of(call, channel)
-            assert outcome == ("OK" if name in ACCEPTED else "INVALID_ARGUMENT"), (name, column, text)
-            assert REFUSED.get(name, "") in text
+            text = check(call, channel, "OK" if name in ACCEPTED else "INVALID_ARGUMENT")
+            assert REFUSED.get(name, "") in text, (name, column)
 
 
 def test_the_page_lists_exactly_these_calls() -> None:
@@ -179,14 +180,17 @@ def test_a_planted_fault_gets_its_status_in_both_protocols_and_the_next_call_wor
             with caplog.at_level(logging.ERROR):
                 outcome, text = outcome_of(call, channel)
             assert outcome == FAULTS[fault][0], (name, text)
-            assert not re.search(r"/secret|\.onnx|division|7 GB|NaN", text), text
+            assert not re.search(r"/secret|\.onnx|division|7 GB|NaN|Traceback", text), text
+            incident = re.search(r"id ([0-9a-f]{12})", text)
+            assert incident is not None, text
+            assert incident[1] in caplog.text
             assert outcome_of(calls(55)[name], channel) == ("OK", "")
 
 
 def test_malformed_bytes_end_a_stream_of_both_protocols_with_invalid_argument(channel) -> None:
-    for method in (INFER.replace("ModelInfer", "ModelStreamInfer"), CLASSIFY + "Stream"):
-        rubbish = channel.stream_stream(method)(iter([RUBBISH]), timeout=60)
-        outcome, text = outcome_of(lambda _, rubbish=rubbish: list(rubbish), channel)
+    for method in (INFER.replace("ModelInfer", "ModelStreamInfer"), CLASSIFY + "Stream", EVALUATE):
+        malformed = channel.stream_stream(method)(iter([RUBBISH]), timeout=60)
+        outcome, text = outcome_of(lambda _, malformed=malformed: list(malformed), channel)
         assert (outcome, "cannot be decoded as a message of this method" in text) == ("INVALID_ARGUMENT", True), (
             method,
             text,

@@ -25,7 +25,7 @@ from prelunet.evaluator.serving.options import QueueOptions
 from tests.helpers.fakes import FakeSession, fake_contract
 from tests.serving.api.bad_calls import large_bmp
 from tests.serving.api.inference_calls import IMAGE, image_input, infer_request, raw, scores_in, scores_output, texts_in
-from tests.serving.serving_harness import eventually, png, running_server
+from tests.serving.serving_harness import GatedSession, eventually, png, running_server
 
 HOSTILE = Path(__file__).parents[2] / "data" / "hostile"
 IMAGES = [png(40, 57, seed=1), png(33, 31, seed=2), png(70, 45, seed=3)]
@@ -186,21 +186,8 @@ def test_concurrent_requests_for_two_models_all_get_their_own_scores(stub) -> No
         same(got, expected)
 
 
-class HeldSession(FakeSession):
-    """A fake whose batches wait until they are released."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.entered, self.go_on = threading.Event(), threading.Event()
-
-    def compute(self, staged):
-        self.entered.set()
-        assert self.go_on.wait(60)
-        return super().compute(staged)
-
-
 def test_a_request_with_many_images_is_admitted_entirely_or_not_at_all() -> None:
-    session = HeldSession()
+    session = GatedSession()
     queue = QueueOptions(max_views=3)
     with running_server(queue=queue, six=session) as server, grpc.insecure_channel(server.address) as channel:
         stub = pb_grpc.GRPCInferenceServiceStub(channel)
@@ -212,7 +199,7 @@ def test_a_request_with_many_images_is_admitted_entirely_or_not_at_all() -> None
         second = stub.ModelInfer.future(infer_request(IMAGES[:2]), timeout=60)
         with pytest.raises(grpc.FutureTimeoutError):
             second.result(timeout=0.05)  # it waits: a refusal would have arrived at once
-        session.go_on.set()
+        session.gate.set()
         same(scores_in(first.result()), alone([IMAGE], "center"))
         same(scores_in(second.result()), alone(IMAGES[:2], "center"))
     assert sum(shape[0] for shape in session.calls) == 3, "no view of the refused request was computed"
@@ -231,7 +218,7 @@ class Referable:
 @pytest.mark.parametrize("streamed", [False, True])
 def test_an_unanswered_request_is_held_only_as_its_images(streamed: bool) -> None:
     """The message holds a second copy of them."""
-    session = HeldSession()
+    session = GatedSession()
     context = SimpleNamespace(time_remaining=lambda: None, peer=lambda: "me")
     messages = []
 
@@ -241,7 +228,7 @@ def test_an_unanswered_request_is_held_only_as_its_images(streamed: bool) -> Non
             messages.append(weakref.ref(request))
             yield request
             del request  # the next request is read at once
-        await asyncio.to_thread(session.go_on.wait, 60)
+        await asyncio.to_thread(session.gate.wait, 60)
 
     async def scenario(servicer: InferenceServicer) -> None:
         if streamed:
@@ -256,7 +243,7 @@ def test_an_unanswered_request_is_held_only_as_its_images(streamed: bool) -> Non
         # The second request may not be in the queue yet; its message is freed while its answer is pending.
         kept = [None] * (2 if streamed else 1)
         await asyncio.to_thread(eventually, lambda: [message() for message in messages] == kept)
-        session.go_on.set()
+        session.gate.set()
         assert await answered
 
     with running_server(six=session) as server:
@@ -264,7 +251,7 @@ def test_an_unanswered_request_is_held_only_as_its_images(streamed: bool) -> Non
 
 
 def test_the_bytes_of_all_images_of_a_request_count_together() -> None:
-    session = HeldSession()
+    session = GatedSession()
     queue = QueueOptions(max_bytes=3 * len(IMAGE))
     with running_server(queue=queue, six=session) as server, grpc.insecure_channel(server.address) as channel:
         stub = pb_grpc.GRPCInferenceServiceStub(channel)
@@ -274,20 +261,20 @@ def test_the_bytes_of_all_images_of_a_request_count_together() -> None:
             stub.ModelInfer(infer_request([IMAGE] * 3), timeout=60)
         assert refused.value.code() == grpc.StatusCode.RESOURCE_EXHAUSTED
         second = stub.ModelInfer.future(infer_request([IMAGE] * 2), timeout=60)
-        session.go_on.set()
+        session.gate.set()
         same(scores_in(second.result()), alone([IMAGE] * 2, "center"))
         assert first.result()
 
 
 def test_an_image_not_started_before_its_timeout_is_never_computed() -> None:
-    session = HeldSession()
+    session = GatedSession()
     with running_server(six=session) as server, grpc.insecure_channel(server.address) as channel:
         stub = pb_grpc.GRPCInferenceServiceStub(channel)
         first = stub.ModelInfer.future(infer_request(), timeout=60)
         assert session.entered.wait(60)
         late = stub.ModelInfer.future(infer_request(values={"protocol": "center", "timeout": 20_000}), timeout=60)
         assert late.code() == grpc.StatusCode.DEADLINE_EXCEEDED
-        session.go_on.set()
+        session.gate.set()
         same(scores_in(first.result()), alone([IMAGE], "center"))
     assert len(session.calls) == 1
 
@@ -407,7 +394,7 @@ def test_a_stream_answers_in_order_and_continues_after_an_error(stub) -> None:
 
 
 def test_waiting_requests_of_a_stream_are_dropped_when_its_caller_leaves() -> None:
-    session = HeldSession()
+    session = GatedSession()
     with running_server(six=session) as server, grpc.insecure_channel(server.address) as channel:
         stub = pb_grpc.GRPCInferenceServiceStub(channel)
 
@@ -428,6 +415,6 @@ def test_waiting_requests_of_a_stream_are_dropped_when_its_caller_leaves() -> No
         stream.cancel()
         go_on.set()
         eventually(lambda: waiting() == 0)
-        session.go_on.set()
+        session.gate.set()
         same(scores_in(stub.ModelInfer(infer_request(), timeout=60)), alone([IMAGE], "center"))
     assert [shape[0] for shape in session.calls] == [1, 1]

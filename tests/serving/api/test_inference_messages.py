@@ -16,6 +16,7 @@ from prelunet.evaluator.serving.observability.call_context import Caller
 from prelunet.evaluator.serving.observability.metrics import Metrics
 from tests.helpers.fakes import FakeSession, fake_contract
 from tests.serving.api.inference_calls import IMAGE, image_input, infer_request, parameters, raw, scores_output
+from tests.serving.event_loop import async_test, settled
 
 
 def test_statistics_are_in_nanoseconds_and_each_in_its_field() -> None:
@@ -56,67 +57,62 @@ def test_the_deadline_is_that_of_the_call_or_of_the_request_whichever_is_earlier
         assert (caller.client, caller.request_id) == ("me", "id")
 
 
-def test_answers_in_order_wait_for_the_first_and_reading_stops_at_the_limit() -> None:
-    async def scenario() -> None:
-        read, begun = [], []
-        events = [asyncio.Event() for _ in range(9)]
+@async_test
+async def test_answers_in_order_wait_for_the_first_and_reading_stops_at_the_limit() -> None:
+    read, begun = [], []
+    events = [asyncio.Event() for _ in range(9)]
 
-        async def requests():
-            for number in range(9):
-                read.append(number)
-                yield number
+    async def requests():
+        for number in range(9):
+            read.append(number)
+            yield number
 
-        async def answer(number: int) -> int:
-            begun.append(number)
-            await events[number].wait()
-            return 10 * number
+    async def answer(number: int) -> int:
+        begun.append(number)
+        await events[number].wait()
+        return 10 * number
 
-        answers = answer_in_order(requests(), answer, 4)
-        first = asyncio.ensure_future(anext(answers))
-        for event in events[1:]:
-            event.set()
-        for _ in range(50):  # iterations of the event loop, until everything has settled
-            await asyncio.sleep(0)
-        assert (read, begun, first.done()) == ([0, 1, 2, 3], [0, 1, 2, 3], False)
-        events[0].set()
-        assert [await first, *[number async for number in answers]] == [10 * number for number in range(9)]
-
-    asyncio.run(scenario())
+    answers = answer_in_order(requests(), answer, 4)
+    first = asyncio.ensure_future(anext(answers))
+    for event in events[1:]:
+        event.set()
+    await settled()
+    assert (read, begun, first.done()) == ([0, 1, 2, 3], [0, 1, 2, 3], False)
+    events[0].set()
+    assert [await first, *[number async for number in answers]] == [10 * number for number in range(9)]
 
 
-def test_answers_in_order_precede_an_error_of_reading_and_are_cancelled_on_close() -> None:
-    async def scenario() -> None:
-        cancelled = []
+@async_test
+async def test_answers_in_order_precede_an_error_of_reading_and_are_cancelled_on_close() -> None:
+    cancelled = []
 
-        async def requests():
-            yield 1
-            yield 2
-            raise UsageError("no message")
+    async def requests():
+        yield 1
+        yield 2
+        raise UsageError("no message")
 
-        async def double(number: int) -> int:
-            return 2 * number
+    async def double(number: int) -> int:
+        return 2 * number
 
-        answers = answer_in_order(requests(), double, 4)
-        assert [await anext(answers), await anext(answers)] == [2, 4]
-        with pytest.raises(UsageError, match="no message"):
-            await anext(answers)
+    answers = answer_in_order(requests(), double, 4)
+    assert [await anext(answers), await anext(answers)] == [2, 4]
+    with pytest.raises(UsageError, match="no message"):
+        await anext(answers)
 
-        async def for_ever(number: int) -> int:
-            if number == 1:
-                return 1
-            try:
-                return await asyncio.Future()
-            except asyncio.CancelledError:
-                cancelled.append(number)
-                raise
+    async def for_ever(number: int) -> int:
+        if number == 1:
+            return 1
+        try:
+            return await asyncio.Future()
+        except asyncio.CancelledError:
+            cancelled.append(number)
+            raise
 
-        answers = answer_in_order(requests(), for_ever, 4)
-        assert await anext(answers) == 1
-        await asyncio.sleep(0)
-        await answers.aclose()
-        assert cancelled == [2]
-
-    asyncio.run(scenario())
+    answers = answer_in_order(requests(), for_ever, 4)
+    assert await anext(answers) == 1
+    await asyncio.sleep(0)
+    await answers.aclose()
+    assert cancelled == [2]
 
 
 @pytest.mark.parametrize(

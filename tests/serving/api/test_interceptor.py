@@ -31,7 +31,7 @@ from prelunet.evaluator.serving.options import ServerLimits
 from tests.helpers.fakes import FakeSession
 from tests.serving.api.inference_calls import infer_request
 from tests.serving.api.raw_http2 import DATA, END_HEADERS, HEADERS, call_headers, connection, frame
-from tests.serving.scheduling.event_loop import until
+from tests.serving.event_loop import async_test, until
 from tests.serving.serving_harness import GatedSession, RunningServer, eventually, png, running_server, running_servicer
 
 SERVICE = "prelunet.v1.PreluNetService"
@@ -195,20 +195,8 @@ def test_the_generator_of_answers_is_closed_before_an_abandoned_call_ends(gone: 
             await asyncio.sleep(0)
             closed.append(True)
 
-    class Unread:
+    class Unread(FakeContext):
         """The context of a client that has left."""
-
-        def peer(self) -> str:
-            return "nobody"
-
-        async def read(self) -> bytes:
-            return b"a question"
-
-        def time_remaining(self) -> None:
-            return None
-
-        async def send_initial_metadata(self, _metadata: object) -> None:
-            pass
 
         async def write(self, _answer: bytes) -> None:
             raise gone
@@ -217,7 +205,7 @@ def test_the_generator_of_answers_is_closed_before_an_abandoned_call_ends(gone: 
         call = Call(STREAM, "id")
         watched = WrappedMethod(grpc.unary_stream_rpc_method_handler(answers), call).handler()
         with pytest.raises(asyncio.CancelledError):  # which gRPC accepts silently
-            await watched.stream_stream(None, Unread())
+            await watched.stream_stream(None, Unread(b"a question"))
         assert closed == [True]
         return call
 
@@ -330,24 +318,22 @@ def test_a_message_with_too_many_parts_is_refused_before_it_is_decoded(scales: i
     assert bool(context.refusals) is not decoded
 
 
-def test_a_caller_that_leaves_before_its_message_counts_as_cancelled() -> None:
+@async_test
+async def test_a_caller_that_leaves_before_its_message_counts_as_cancelled() -> None:
     """Reading ends first; gRPC cancels the call in a later iteration of the event loop."""
 
     async def classify(_request: bytes, _context: object) -> bytes:
         return b"answered"
 
-    async def scenario() -> None:
-        call, context = Call(CLASSIFY, "id"), FakeContext(grpc.aio.EOF)
-        watched = WrappedMethod(grpc.unary_unary_rpc_method_handler(classify), call).handler()
-        running = asyncio.create_task(watched.stream_unary(None, context))
-        for _ in range(20):
-            await asyncio.sleep(0)
-        running.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await running
-        assert (call.status, context.refusals) == ("CANCELLED", [])
-
-    asyncio.run(scenario())
+    call, context = Call(CLASSIFY, "id"), FakeContext(grpc.aio.EOF)
+    watched = WrappedMethod(grpc.unary_unary_rpc_method_handler(classify), call).handler()
+    running = asyncio.create_task(watched.stream_unary(None, context))
+    for _ in range(20):
+        await asyncio.sleep(0)
+    running.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await running
+    assert (call.status, context.refusals) == ("CANCELLED", [])
 
 
 def test_only_the_method_holds_a_message() -> None:
@@ -574,7 +560,7 @@ def test_an_idle_stream_ends_but_not_while_an_answer_is_pending(method: str) -> 
     session = GatedSession()
     with served_stream(method, session, messages_of(method), stream_idle_timeout=0.5) as (stream, server, stub):
         assert session.entered.wait(30)
-        time.sleep(1.5)
+        time.sleep(0.8)  # longer than the timeout
         refused = failure(stub.ListModels, pb.ListModelsRequest()).code()
         assert refused == grpc.StatusCode.RESOURCE_EXHAUSTED, "the stream should still be in flight"
         session.gate.set()
@@ -584,61 +570,59 @@ def test_an_idle_stream_ends_but_not_while_an_answer_is_pending(method: str) -> 
 
 
 @pytest.mark.parametrize("last", ["idle", "reads no further"])
-def test_the_message_timeout_runs_only_while_the_server_waits_and_no_message_is_in_progress(last: str) -> None:
+@async_test
+async def test_the_message_timeout_runs_only_while_the_server_waits_and_no_message_is_in_progress(last: str) -> None:
     """The clock advances only when the test moves it."""
     clock = 0.0
 
-    async def scenario() -> None:
-        loop, sent, reads = asyncio.get_running_loop(), asyncio.Queue[bytes](), asyncio.Event()
-        loop.time = lambda: clock  # type: ignore[method-assign]
-        call, context = Call(STREAM, "id"), FakeContext(None)
+    loop, sent, reads = asyncio.get_running_loop(), asyncio.Queue[bytes](), asyncio.Event()
+    loop.time = lambda: clock  # type: ignore[method-assign]
+    call, context = Call(STREAM, "id"), FakeContext(None)
 
-        async def received() -> AsyncIterator[bytes]:
-            while True:
-                yield await sent.get()
+    async def received() -> AsyncIterator[bytes]:
+        while True:
+            yield await sent.get()
 
-        async def method(requests: AsyncIterator[bytes], _context: object) -> AsyncIterator[bytes]:
-            async for _ in requests:
-                await reads.wait()
-            yield b""
+    async def method(requests: AsyncIterator[bytes], _context: object) -> AsyncIterator[bytes]:
+        async for _ in requests:
+            await reads.wait()
+        yield b""
 
-        async def passes(seconds: float) -> bool:
-            """Advance the clock and return whether the stream is still open."""
-            nonlocal clock
-            clock += seconds
-            for _ in range(50):
-                await asyncio.sleep(0)
-            return not context.refusals
+    async def passes(seconds: float) -> bool:
+        """Advance the clock and return whether the stream is still open."""
+        nonlocal clock
+        clock += seconds
+        for _ in range(50):
+            await asyncio.sleep(0)
+        return not context.refusals
 
-        handler = grpc.stream_stream_rpc_method_handler(method)
-        watched = WrappedMethod(handler, call, ServerLimits(message_timeout=10, stream_idle_timeout=100)).handler()
-        running = asyncio.create_task(watched.stream_stream(received(), context))
+    handler = grpc.stream_stream_rpc_method_handler(method)
+    watched = WrappedMethod(handler, call, ServerLimits(message_timeout=10, stream_idle_timeout=100)).handler()
+    running = asyncio.create_task(watched.stream_stream(received(), context))
+    assert await passes(0)
+    assert await passes(9)
+    sent.put_nowait(b"first")
+    reads.set()
+    assert await passes(0)
+    assert await passes(1000), "a message is in progress"
+    call.message_done()
+    assert await passes(99)
+    sent.put_nowait(b"second")
+    assert await passes(0)
+    call.message_done()
+    assert await passes(99)
+    if last == "reads no further":
+        reads.clear()
+        sent.put_nowait(b"third")
         assert await passes(0)
-        assert await passes(9)
-        sent.put_nowait(b"first")
+        call.message_done()
+        assert await passes(1000)
         reads.set()
         assert await passes(0)
-        assert await passes(1000), "a message is in progress"
-        call.message_done()
         assert await passes(99)
-        sent.put_nowait(b"second")
-        assert await passes(0)
-        call.message_done()
-        assert await passes(99)
-        if last == "reads no further":
-            reads.clear()
-            sent.put_nowait(b"third")
-            assert await passes(0)
-            call.message_done()
-            assert await passes(1000)
-            reads.set()
-            assert await passes(0)
-            assert await passes(99)
-        assert not await passes(1.5)
-        assert "no message arrived within 100 s" in context.refusals[0]
-        await running
-
-    asyncio.run(scenario())
+    assert not await passes(1.5)
+    assert "no message arrived within 100 s" in context.refusals[0]
+    await running
 
 
 def test_the_message_timeout_does_not_limit_the_time_to_answer() -> None:
@@ -707,12 +691,11 @@ def test_by_default_a_connection_has_at_most_half_of_the_calls_in_flight() -> No
 def test_probes_do_not_count_as_calls_in_flight() -> None:
     calls = CallsInFlight(1)
 
-    async def scenario() -> None:
-        probe, other = Call("p", "1"), Call("o", "2")
-        assert calls.begin(probe, exempt=True) is None
+    async def two_calls() -> None:
+        assert calls.begin(Call("p", "1"), exempt=True) is None
         assert calls.count == 0
-        assert calls.begin(other) is None
+        assert calls.begin(Call("o", "2")) is None
         assert calls.count == 1
 
-    asyncio.run(scenario())
+    asyncio.run(two_calls())
     assert calls.count == 0

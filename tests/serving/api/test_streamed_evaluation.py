@@ -1,6 +1,6 @@
 import asyncio
 import json
-from collections.abc import AsyncIterator, Iterable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import replace
@@ -35,6 +35,7 @@ from prelunet.evaluator.serving.options import ModelFile, QueueOptions
 from prelunet.evaluator.validation.predictions import Prediction, build_prediction
 from prelunet.evaluator.validation.run import Run, build_run_info
 from tests.helpers.fakes import FakeSession, fake_contract, validated
+from tests.serving.event_loop import one_by_one
 from tests.serving.serving_harness import GatedSession, eventually, png, running_server
 
 SCHEMA = json.loads((Path(__file__).parents[3] / "docs" / "report.schema.json").read_text())
@@ -164,11 +165,6 @@ def classifier_of(session: FakeSession, queue: QueueOptions = QueueOptions()) ->
 
 def labelled(count: int) -> list[LabelledImage]:
     return [LabelledImage(f"{n:04}", png(28, 28 + n, seed=n), 1) for n in range(count)]
-
-
-async def one_by_one(images: Iterable[LabelledImage]) -> AsyncIterator[LabelledImage]:
-    for image in images:
-        yield image
 
 
 def test_the_server_reads_no_faster_than_it_classifies(monkeypatch: pytest.MonkeyPatch) -> None:

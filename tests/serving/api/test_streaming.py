@@ -18,16 +18,12 @@ from prelunet.evaluator.rpc.status import error_from, reason_for
 from prelunet.evaluator.serving.api.prelunet import MAX_ID_LENGTH, STREAM_SLOTS, classify_stream, slots_for
 from prelunet.evaluator.serving.options import QueueOptions
 from tests.helpers.fakes import FakeSession, fake_contract
+from tests.serving.event_loop import async_test, one_by_one, settled
 from tests.serving.serving_harness import GatedSession, eventually, png, running_server
 
 
 def numbered(*ids: str) -> list[pb.ClassifyStreamRequest]:
     return [pb.ClassifyStreamRequest(id=id_, request=pb.ClassifyRequest(model=id_)) for id_ in ids]
-
-
-async def one_by_one(requests: Iterable[pb.ClassifyStreamRequest]) -> AsyncIterator[pb.ClassifyStreamRequest]:
-    for request in requests:
-        yield request
 
 
 class Answerer:
@@ -80,12 +76,6 @@ class Reader:
         return [answer.id for answer in self.answers]
 
 
-async def settled() -> None:
-    """Let every task run until it blocks."""
-    for _ in range(200):
-        await asyncio.sleep(0)
-
-
 def test_answers_are_sent_when_ready_and_not_in_the_order_of_the_requests() -> None:
     async def scenario() -> list[str]:
         answerer, reader = Answerer(waits=True), Reader()
@@ -103,7 +93,8 @@ def test_answers_are_sent_when_ready_and_not_in_the_order_of_the_requests() -> N
 
 
 @pytest.mark.parametrize("stuck", ["classifying", "reading"])
-def test_reading_stops_at_the_limit_of_unanswered_requests(stuck: str) -> None:
+@async_test
+async def test_reading_stops_at_the_limit_of_unanswered_requests(stuck: str) -> None:
     pulled = 0
 
     def pulling() -> Iterator[pb.ClassifyStreamRequest]:
@@ -112,22 +103,19 @@ def test_reading_stops_at_the_limit_of_unanswered_requests(stuck: str) -> None:
             pulled += 1
             yield request
 
-    async def scenario() -> None:
-        answerer, reader = Answerer(waits=stuck == "classifying"), Reader(reads=stuck == "classifying")
-        stream = asyncio.create_task(classify_stream(answerer.classify, one_by_one(pulling()), reader.send))
+    answerer, reader = Answerer(waits=stuck == "classifying"), Reader(reads=stuck == "classifying")
+    stream = asyncio.create_task(classify_stream(answerer.classify, one_by_one(pulling()), reader.send))
+    await settled()
+    assert (pulled, len(answerer.begun), reader.answers) == (STREAM_SLOTS, STREAM_SLOTS, [])
+    if stuck == "classifying":
+        answerer.allow("005")
         await settled()
-        assert (pulled, len(answerer.begun), reader.answers) == (STREAM_SLOTS, STREAM_SLOTS, [])
-        if stuck == "classifying":
-            answerer.allow("005")
-            await settled()
-            assert (pulled, reader.ids()) == (STREAM_SLOTS + 1, ["005"])
-            for number in range(3 * STREAM_SLOTS):
-                answerer.allow(f"{number:03}")
-        reader.reads.set()
-        await stream
-        assert sorted(reader.ids()) == [f"{n:03}" for n in range(3 * STREAM_SLOTS)]
-
-    asyncio.run(scenario())
+        assert (pulled, reader.ids()) == (STREAM_SLOTS + 1, ["005"])
+        for number in range(3 * STREAM_SLOTS):
+            answerer.allow(f"{number:03}")
+    reader.reads.set()
+    await stream
+    assert sorted(reader.ids()) == [f"{n:03}" for n in range(3 * STREAM_SLOTS)]
 
 
 @pytest.mark.parametrize(
@@ -147,7 +135,8 @@ def test_a_request_takes_slots_by_the_size_of_its_answer(fields: dict, slots: in
     assert slots_for(pb.ClassifyRequest(**fields)) == slots
 
 
-def test_at_most_four_unread_heat_maps_are_drawn_and_later_requests_wait() -> None:
+@async_test
+async def test_at_most_four_unread_heat_maps_are_drawn_and_later_requests_wait() -> None:
     """Otherwise a stream would hold 32 of them in memory, which no limit of the queue counts."""
     maps = [f"{n}" for n in range(9)]
     requests = [
@@ -155,65 +144,59 @@ def test_at_most_four_unread_heat_maps_are_drawn_and_later_requests_wait() -> No
         *numbered("small", "too"),
     ]
 
-    async def scenario() -> None:
-        answerer, reader = Answerer(), Reader(reads=False)
-        stream = asyncio.create_task(classify_stream(answerer.classify, one_by_one(requests), reader.send))
-        await settled()
-        assert (answerer.begun, reader.answers) == (maps[:4], [])
-        reader.reads.set()
-        await stream
-        assert (answerer.begun, reader.ids()) == ([*maps, "small", "too"],) * 2
-
-    asyncio.run(scenario())
+    answerer, reader = Answerer(), Reader(reads=False)
+    stream = asyncio.create_task(classify_stream(answerer.classify, one_by_one(requests), reader.send))
+    await settled()
+    assert (answerer.begun, reader.answers) == (maps[:4], [])
+    reader.reads.set()
+    await stream
+    assert (answerer.begun, reader.ids()) == ([*maps, "small", "too"],) * 2
 
 
-def test_the_slots_of_a_heat_map_serve_as_many_small_answers_once_it_is_sent() -> None:
+@async_test
+async def test_the_slots_of_a_heat_map_serve_as_many_small_answers_once_it_is_sent() -> None:
     small = [f"{n:02}" for n in range(2 * STREAM_SLOTS)]
     requests = [
         pb.ClassifyStreamRequest(id="map", request=pb.ClassifyRequest(model="map", heatmap=True)),
         *numbered(*small),
     ]
 
-    async def scenario() -> None:
-        answerer, reader = Answerer(waits=True), Reader()
-        stream = asyncio.create_task(classify_stream(answerer.classify, one_by_one(requests), reader.send))
-        await settled()
-        assert answerer.begun == ["map", *small[: STREAM_SLOTS - 8]]
-        answerer.allow("map")
-        await settled()
-        assert answerer.begun == ["map", *small[:STREAM_SLOTS]]
-        for name in small:
-            answerer.allow(name)
-        await stream
-        assert len(reader.answers) == len(requests)
-
-    asyncio.run(scenario())
+    answerer, reader = Answerer(waits=True), Reader()
+    stream = asyncio.create_task(classify_stream(answerer.classify, one_by_one(requests), reader.send))
+    await settled()
+    assert answerer.begun == ["map", *small[: STREAM_SLOTS - 8]]
+    answerer.allow("map")
+    await settled()
+    assert answerer.begun == ["map", *small[:STREAM_SLOTS]]
+    for name in small:
+        answerer.allow(name)
+    await stream
+    assert len(reader.answers) == len(requests)
 
 
-def test_reading_stops_while_a_request_waits_for_admission() -> None:
+@async_test
+async def test_reading_stops_while_a_request_waits_for_admission() -> None:
     """Otherwise a stream would hold STREAM_SLOTS images outside the queue, which no limit of the queue counts."""
 
-    async def scenario() -> None:
-        answerer, reader = Answerer(waits=True, outside="c"), Reader()
-        stream = asyncio.create_task(
-            classify_stream(answerer.classify, one_by_one(numbered("a", "b", "c", "d")), reader.send)
-        )
-        await settled()
-        assert answerer.begun == ["a", "b", "c"]
-        answerer.allow("a")
-        await settled()
-        assert (answerer.begun, reader.ids()) == (["a", "b", "c"], ["a"]), "admitted requests are answered meanwhile"
-        answerer.allow("c")
-        await settled()
-        assert (answerer.begun[3:], reader.ids()) == (["d"], ["a", "c"])
-        for name in "bd":
-            answerer.allow(name)
-        await stream
-
-    asyncio.run(scenario())
+    answerer, reader = Answerer(waits=True, outside="c"), Reader()
+    stream = asyncio.create_task(
+        classify_stream(answerer.classify, one_by_one(numbered("a", "b", "c", "d")), reader.send)
+    )
+    await settled()
+    assert answerer.begun == ["a", "b", "c"]
+    answerer.allow("a")
+    await settled()
+    assert (answerer.begun, reader.ids()) == (["a", "b", "c"], ["a"]), "admitted requests are answered meanwhile"
+    answerer.allow("c")
+    await settled()
+    assert (answerer.begun[3:], reader.ids()) == (["d"], ["a", "c"])
+    for name in "bd":
+        answerer.allow(name)
+    await stream
 
 
-def test_a_request_is_not_held_while_its_answer_is_pending() -> None:
+@async_test
+async def test_a_request_is_not_held_while_its_answer_is_pending() -> None:
     class Asked:
         """A request that allows weak references."""
 
@@ -221,36 +204,33 @@ def test_a_request_is_not_held_while_its_answer_is_pending() -> None:
 
     kept: list[weakref.ref[object]] = []
 
-    async def scenario() -> None:
-        allowed = asyncio.Event()
+    allowed = asyncio.Event()
 
-        def classify(request: object, on_admitted: Callable[[], None]) -> Awaitable[pb.ClassifyResponse]:
-            kept.append(weakref.ref(request))
+    def classify(request: object, on_admitted: Callable[[], None]) -> Awaitable[pb.ClassifyResponse]:
+        kept.append(weakref.ref(request))
 
-            async def answer() -> pb.ClassifyResponse:
-                on_admitted()
-                await allowed.wait()
-                return pb.ClassifyResponse()
-
-            return answer()
-
-        async def incoming() -> AsyncIterator[Any]:
-            yield SimpleNamespace(id="a", request=Asked())
+        async def answer() -> pb.ClassifyResponse:
+            on_admitted()
             await allowed.wait()
+            return pb.ClassifyResponse()
 
-        reader = Reader(reads=False)
-        stream = asyncio.create_task(classify_stream(classify, incoming(), reader.send))
-        await settled()
-        gc.collect()
-        assert [found() for found in kept] == [None], "while it is answered"
-        allowed.set()
-        await settled()
-        assert reader.waiting == 1
-        reader.reads.set()
-        await stream
-        assert reader.ids() == ["a"]
+        return answer()
 
-    asyncio.run(scenario())
+    async def incoming() -> AsyncIterator[Any]:
+        yield SimpleNamespace(id="a", request=Asked())
+        await allowed.wait()
+
+    reader = Reader(reads=False)
+    stream = asyncio.create_task(classify_stream(classify, incoming(), reader.send))
+    await settled()
+    gc.collect()
+    assert [found() for found in kept] == [None], "while it is answered"
+    allowed.set()
+    await settled()
+    assert reader.waiting == 1
+    reader.reads.set()
+    await stream
+    assert reader.ids() == ["a"]
 
 
 def test_a_failed_image_gets_its_own_error_and_the_stream_continues(caplog) -> None:
@@ -283,21 +263,19 @@ def test_a_failed_image_gets_its_own_error_and_the_stream_continues(caplog) -> N
         (["a", "a", "z"], "id 'a' is already in use by a request that has no answer yet"),
     ],
 )
-def test_a_request_with_an_invalid_id_gets_an_error_without_an_id(ids: list[str], text: str) -> None:
-    async def scenario() -> None:
-        answerer, reader = Answerer(waits=True), Reader()
-        stream = asyncio.create_task(classify_stream(answerer.classify, one_by_one(numbered(*ids)), reader.send))
-        await settled()
-        (refused,) = reader.answers  # without the id: it could be confused with the answer to the other request
-        assert (refused.id, refused.error.code, refused.error.reason) == ("", 3, "USAGE_ERROR")
-        assert text in refused.error.message
-        for id_ in {*ids}:
-            answerer.allow(id_)
-        await stream
-        assert sorted(reader.ids()[1:]) == sorted({*ids} & {"a", "z"})
-        assert all(answer.HasField("response") for answer in reader.answers[1:])
-
-    asyncio.run(scenario())
+@async_test
+async def test_a_request_with_an_invalid_id_gets_an_error_without_an_id(ids: list[str], text: str) -> None:
+    answerer, reader = Answerer(waits=True), Reader()
+    stream = asyncio.create_task(classify_stream(answerer.classify, one_by_one(numbered(*ids)), reader.send))
+    await settled()
+    (refused,) = reader.answers  # without the id: it could be confused with the answer to the other request
+    assert (refused.id, refused.error.code, refused.error.reason) == ("", 3, "USAGE_ERROR")
+    assert text in refused.error.message
+    for id_ in {*ids}:
+        answerer.allow(id_)
+    await stream
+    assert sorted(reader.ids()[1:]) == sorted({*ids} & {"a", "z"})
+    assert all(answer.HasField("response") for answer in reader.answers[1:])
 
 
 def test_an_id_of_the_maximum_length_is_accepted() -> None:
@@ -306,54 +284,50 @@ def test_an_id_of_the_maximum_length_is_accepted() -> None:
     assert [(len(answer.id), answer.HasField("response")) for answer in reader.answers] == [(MAX_ID_LENGTH, True)]
 
 
-def test_an_id_may_be_reused_as_soon_as_its_answer_has_arrived() -> None:
-    async def scenario() -> None:
-        requests: asyncio.Queue[pb.ClassifyStreamRequest | None] = asyncio.Queue()
-        answers: list[pb.ClassifyStreamResponse] = []
+@async_test
+async def test_an_id_may_be_reused_as_soon_as_its_answer_has_arrived() -> None:
+    requests: asyncio.Queue[pb.ClassifyStreamRequest | None] = asyncio.Queue()
+    answers: list[pb.ClassifyStreamResponse] = []
 
-        async def incoming() -> AsyncIterator[pb.ClassifyStreamRequest]:
-            while (request := await requests.get()) is not None:
-                yield request
+    async def incoming() -> AsyncIterator[pb.ClassifyStreamRequest]:
+        while (request := await requests.get()) is not None:
+            yield request
 
-        async def send(response: pb.ClassifyStreamResponse) -> None:
-            answers.append(response)
-            requests.put_nowait(numbered("a")[0] if len(answers) < 5 else None)
-            await settled()  # the client is faster than the server
+    async def send(response: pb.ClassifyStreamResponse) -> None:
+        answers.append(response)
+        requests.put_nowait(numbered("a")[0] if len(answers) < 5 else None)
+        await settled()  # the client is faster than the server
 
-        requests.put_nowait(numbered("a")[0])
-        await classify_stream(Answerer().classify, incoming(), send)
-        assert [(answer.id, answer.HasField("response")) for answer in answers] == [("a", True)] * 5
-
-    asyncio.run(scenario())
+    requests.put_nowait(numbered("a")[0])
+    await classify_stream(Answerer().classify, incoming(), send)
+    assert [(answer.id, answer.HasField("response")) for answer in answers] == [("a", True)] * 5
 
 
 @pytest.mark.parametrize("end", ["bad request", "reader gone", "cancelled"])
-def test_the_end_of_a_stream_cancels_all_unanswered_requests(end: str) -> None:
-    async def scenario() -> None:
-        answerer, bad = Answerer(waits=True), asyncio.Event()
+@async_test
+async def test_the_end_of_a_stream_cancels_all_unanswered_requests(end: str) -> None:
+    answerer, bad = Answerer(waits=True), asyncio.Event()
 
-        async def incoming() -> AsyncIterator[pb.ClassifyStreamRequest]:
-            for request in numbered("a", "b", "c"):
-                yield request
-            await bad.wait()
-            raise ModelNotFound("planted")
+    async def incoming() -> AsyncIterator[pb.ClassifyStreamRequest]:
+        for request in numbered("a", "b", "c"):
+            yield request
+        await bad.wait()
+        raise ModelNotFound("planted")
 
-        async def send(_: pb.ClassifyStreamResponse) -> None:
-            raise ModelNotFound("planted")
+    async def send(_: pb.ClassifyStreamResponse) -> None:
+        raise ModelNotFound("planted")
 
-        stream = asyncio.create_task(classify_stream(answerer.classify, incoming(), send))
-        await settled()
-        if end == "bad request":
-            bad.set()
-        elif end == "reader gone":
-            answerer.allow("a")
-        else:
-            stream.cancel()
-        with pytest.raises(asyncio.CancelledError if end == "cancelled" else ModelNotFound):
-            await stream
-        assert sorted(answerer.cancelled) == (["b", "c"] if end == "reader gone" else ["a", "b", "c"])
-
-    asyncio.run(scenario())
+    stream = asyncio.create_task(classify_stream(answerer.classify, incoming(), send))
+    await settled()
+    if end == "bad request":
+        bad.set()
+    elif end == "reader gone":
+        answerer.allow("a")
+    else:
+        stream.cancel()
+    with pytest.raises(asyncio.CancelledError if end == "cancelled" else ModelNotFound):
+        await stream
+    assert sorted(answerer.cancelled) == (["b", "c"] if end == "reader gone" else ["a", "b", "c"])
 
 
 SMALL = fake_contract(classes=3, default_scales=(31, 44))
@@ -511,7 +485,7 @@ def test_a_client_that_sends_faster_than_the_server_classifies_is_slowed_down() 
 
     def pulling() -> Iterator[pb.ClassifyStreamRequest]:
         nonlocal pulled
-        for request in named([pb.ClassifyRequest(image=image, protocol="center")] * (4 * STREAM_SLOTS)):
+        for request in named([pb.ClassifyRequest(image=image, protocol="center")] * (3 * STREAM_SLOTS)):
             pulled += 1
             yield request
 
@@ -524,7 +498,7 @@ def test_a_client_that_sends_faster_than_the_server_classifies_is_slowed_down() 
         assert server.metric("prelunet_waiting_images", model="fake") == STREAM_SLOTS
         assert pulled < 2 * STREAM_SLOTS, "the rest waits in gRPC's buffers, which should be few"
         session.gate.set()
-        assert len(list(stream)) == pulled == 4 * STREAM_SLOTS
+        assert len(list(stream)) == pulled == 3 * STREAM_SLOTS
 
 
 def test_a_client_that_reads_no_answers_slows_down_only_itself() -> None:

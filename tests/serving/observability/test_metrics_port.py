@@ -4,7 +4,7 @@ import asyncio
 import re
 import socket
 import threading
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
 
@@ -16,13 +16,17 @@ from prelunet.evaluator.serving.observability import metrics_http
 from prelunet.evaluator.serving.observability.metrics import Metrics
 from prelunet.evaluator.serving.observability.metrics_http import MAX_CONNECTIONS, MAX_REQUEST, MetricsServer
 from tests.helpers.fakes import FakeSession
-from tests.serving.scheduling.event_loop import async_test, until
+from tests.serving.event_loop import async_test, until
+
+SCRAPE = b"GET /metrics HTTP/1.1\r\n\r\n"
 
 
 @asynccontextmanager
-async def running_metrics_server(metrics: Metrics, request_timeout: float = 30.0) -> AsyncIterator[MetricsServer]:
-    port = MetricsServer(metrics.text, request_timeout=request_timeout)
-    await port.open("127.0.0.1", 0)
+async def running_metrics_server(
+    text: Callable[[], bytes] = lambda: b"", request_timeout: float = 600.0, host: str = "127.0.0.1"
+) -> AsyncIterator[MetricsServer]:
+    port = MetricsServer(text, request_timeout=request_timeout)
+    await port.open(host, 0)
     try:
         yield port
     finally:
@@ -46,7 +50,7 @@ async def answer_to(request: bytes, port: MetricsServer, host: str = "127.0.0.1"
 async def test_a_scrape_returns_the_metrics() -> None:
     metrics = Metrics()
     metrics.of_model("flowers", FakeSession()).refused("views")  # type: ignore[arg-type]
-    async with running_metrics_server(metrics) as port:
+    async with running_metrics_server(metrics.text) as port:
         status, body = await answer_to(b"GET /metrics HTTP/1.1\r\nHost: x\r\n\r\n", port)
         samples = {
             (sample.name, sample.labels.get("model"), sample.labels.get("reason")): sample.value
@@ -72,13 +76,13 @@ async def test_a_scrape_returns_the_metrics() -> None:
 )
 @async_test
 async def test_other_paths_and_methods_are_refused(request_: bytes, status: int) -> None:
-    async with running_metrics_server(Metrics()) as port:
+    async with running_metrics_server() as port:
         assert (await answer_to(request_, port))[0] == status
 
 
 @async_test
 async def test_a_client_that_sends_too_much_or_too_slowly_is_cut_off() -> None:
-    async with running_metrics_server(Metrics(), request_timeout=0.2) as port:
+    async with running_metrics_server(request_timeout=0.2) as port:
         host, _, number = port.address.rpartition(":")
         for sent in (b"GET /metrics HTTP/1.1\r\n" + b"x" * 2 * MAX_REQUEST, b"GET /met", b""):
             reader, writer = await asyncio.open_connection(host, int(number))
@@ -86,17 +90,17 @@ async def test_a_client_that_sends_too_much_or_too_slowly_is_cut_off() -> None:
             with pytest.raises((ConnectionError, asyncio.IncompleteReadError)):
                 await asyncio.wait_for(reader.readexactly(1), 20)
             writer.close()
-        assert (await answer_to(b"GET /metrics HTTP/1.1\r\n\r\n", port))[0] == 200
+        assert (await answer_to(SCRAPE, port))[0] == 200
 
 
 @async_test
 async def test_at_the_connection_limit_the_oldest_incomplete_request_makes_room() -> None:
-    async with running_metrics_server(Metrics(), request_timeout=600) as port:
+    async with running_metrics_server() as port:
         number = int(port.address.rpartition(":")[2])
         slow = []
         for opened in range(MAX_CONNECTIONS + 3):
             if opened >= MAX_CONNECTIONS:
-                assert (await answer_to(b"GET /metrics HTTP/1.1\r\n\r\n", port))[0] == 200
+                assert (await answer_to(SCRAPE, port))[0] == 200
                 with pytest.raises((ConnectionError, asyncio.IncompleteReadError)):
                     await asyncio.wait_for(slow.pop(0)[0].readexactly(1), 20)
                 await until(lambda: port.connections == MAX_CONNECTIONS - 1)  # the scrape has left
@@ -117,16 +121,14 @@ async def test_at_the_connection_limit_the_oldest_unread_response_makes_room(
 ) -> None:
     monkeypatch.setattr(metrics_http, "MAX_CONNECTIONS", 2)
     texts = [b"x" * 2**24, b"x" * 2**24, b"in time"]  # more than a connection's buffers
-    port = MetricsServer(lambda: texts.pop(0), request_timeout=600)
-    await port.open("127.0.0.1", 0)
-    lazy = []
-    for _ in range(2):
-        lazy.append(socket.create_connection(("127.0.0.1", int(port.address.rpartition(":")[2]))))
-        lazy[-1].sendall(b"GET /metrics HTTP/1.1\r\n\r\n")
-        await until(lambda: sum(port._clients.values()) == len(lazy) == 3 - len(texts))
-    assert await answer_to(b"GET /metrics HTTP/1.1\r\n\r\n", port) == (200, "in time")
-    await until(lambda: port.connections == 1)
-    await port.close()
+    async with running_metrics_server(lambda: texts.pop(0)) as port:
+        lazy = []
+        for _ in range(2):
+            lazy.append(socket.create_connection(("127.0.0.1", int(port.address.rpartition(":")[2]))))
+            lazy[-1].sendall(SCRAPE)
+            await until(lambda: sum(port._clients.values()) == len(lazy) == 3 - len(texts))
+        assert await answer_to(SCRAPE, port) == (200, "in time")
+        await until(lambda: port.connections == 1)
     for client in lazy:
         client.close()
 
@@ -140,13 +142,11 @@ async def test_an_unread_response_is_freed_after_the_timeout() -> None:
         transports[0].set_write_buffer_limits(2**30)  # as with a remainder below the usual limits
         return b"x" * 2**24
 
-    port = MetricsServer(much, request_timeout=0.3)
-    await port.open("127.0.0.1", 0)
-    with socket.create_connection(("127.0.0.1", int(port.address.rpartition(":")[2]))) as client:
-        client.sendall(b"GET /metrics HTTP/1.1\r\n\r\n")
-        await until(lambda: bool(transports) and not port.connections)
-        assert transports[0].get_write_buffer_size() == 0
-    await port.close()
+    async with running_metrics_server(much, request_timeout=0.3) as port:
+        with socket.create_connection(("127.0.0.1", int(port.address.rpartition(":")[2]))) as client:
+            client.sendall(SCRAPE)
+            await until(lambda: bool(transports) and not port.connections)
+            assert transports[0].get_write_buffer_size() == 0
 
 
 @async_test
@@ -157,29 +157,25 @@ async def test_a_request_being_answered_does_not_make_room_for_another() -> None
         assert go_on.wait(30)
         return b"all of it"
 
-    port = MetricsServer(slowly, request_timeout=600)
-    await port.open("127.0.0.1", 0)
-    scrapes = [asyncio.create_task(answer_to(b"GET /metrics HTTP/1.1\r\n\r\n", port)) for _ in range(MAX_CONNECTIONS)]
-    await until(lambda: port._answering == MAX_CONNECTIONS)
-    with pytest.raises((ConnectionError, AssertionError)):  # no answer
-        await answer_to(b"GET /metrics HTTP/1.1\r\n\r\n", port)
-    go_on.set()
-    assert await asyncio.gather(*scrapes) == [(200, "all of it")] * MAX_CONNECTIONS
-    await port.close()
+    async with running_metrics_server(slowly) as port:
+        scrapes = [asyncio.create_task(answer_to(SCRAPE, port)) for _ in range(MAX_CONNECTIONS)]
+        await until(lambda: port._answering == MAX_CONNECTIONS)
+        with pytest.raises((ConnectionError, AssertionError)):  # no answer
+            await answer_to(SCRAPE, port)
+        go_on.set()
+        assert await asyncio.gather(*scrapes) == [(200, "all of it")] * MAX_CONNECTIONS
 
 
 @pytest.mark.skipif(not socket.has_dualstack_ipv6(), reason="this machine has no IPv6")
 @async_test
 async def test_the_ipv6_wildcard_listens_on_ipv4_too() -> None:
-    port = MetricsServer(Metrics().text)
-    await port.open("::", 0)
-    assert port.address.startswith("[::]:")
-    for host in ("127.0.0.1", "::1"):
-        assert (await answer_to(b"GET /metrics HTTP/1.1\r\n\r\n", port, host))[0] == 200
-    number = int(port.address.rpartition(":")[2])
-    with pytest.raises(EnvironmentFault, match=rf"for metrics: port {number} is in use\."):
-        await MetricsServer(Metrics().text).open("::", number)
-    await port.close()
+    async with running_metrics_server(host="::") as port:
+        assert port.address.startswith("[::]:")
+        for host in ("127.0.0.1", "::1"):
+            assert (await answer_to(SCRAPE, port, host))[0] == 200
+        number = int(port.address.rpartition(":")[2])
+        with pytest.raises(EnvironmentFault, match=rf"for metrics: port {number} is in use\."):
+            await MetricsServer(Metrics().text).open("::", number)
 
 
 @async_test
@@ -193,7 +189,7 @@ async def test_a_scrape_in_progress_when_the_port_closes_gets_its_response() -> 
 
     port = MetricsServer(slowly)
     await port.open("127.0.0.1", 0)
-    scrape = asyncio.create_task(answer_to(b"GET /metrics HTTP/1.1\r\n\r\n", port))
+    scrape = asyncio.create_task(answer_to(SCRAPE, port))
     assert await asyncio.to_thread(entered.wait, 30)
     closing = asyncio.create_task(port.close())
     await asyncio.sleep(0)  # it has begun
@@ -214,7 +210,7 @@ async def test_closing_does_not_wait_for_a_scrape_that_hangs(monkeypatch: pytest
 
     port = MetricsServer(hanging, request_timeout=60)
     await port.open("127.0.0.1", 0)
-    scrape = asyncio.create_task(answer_to(b"GET /metrics HTTP/1.1\r\n\r\n", port))
+    scrape = asyncio.create_task(answer_to(SCRAPE, port))
     assert await asyncio.to_thread(entered.wait, 30)
     closing = asyncio.create_task(port.close())
     with pytest.raises((ConnectionError, AssertionError)):  # no answer
@@ -227,7 +223,7 @@ async def test_closing_does_not_wait_for_a_scrape_that_hangs(monkeypatch: pytest
 async def test_closing_aborts_open_connections_and_logs_nothing(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    async with running_metrics_server(Metrics()) as port:
+    async with running_metrics_server() as port:
         host, _, number = port.address.rpartition(":")
         reader, writer = await asyncio.open_connection(host, int(number))
         while not port.connections:
@@ -242,7 +238,7 @@ async def test_closing_aborts_open_connections_and_logs_nothing(
 
 @async_test
 async def test_a_metrics_port_in_use_is_reported_with_a_fix() -> None:
-    async with running_metrics_server(Metrics()) as port:
+    async with running_metrics_server() as port:
         number = int(port.address.rpartition(":")[2])
         with pytest.raises(EnvironmentFault, match=rf"for metrics: port {number} is in use\. .* --metrics-port"):
             await MetricsServer(Metrics().text).open("127.0.0.1", number)

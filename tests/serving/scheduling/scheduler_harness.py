@@ -2,8 +2,7 @@
 
 import asyncio
 import threading
-import time
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -22,6 +21,7 @@ from prelunet.evaluator.serving.observability.call_context import Caller
 from prelunet.evaluator.serving.options import ModelFile, QueueOptions
 from prelunet.evaluator.serving.scheduling.admission import Usage
 from tests.helpers.fakes import FakeSession, fake_contract
+from tests.serving.event_loop import until
 from tests.serving.serving_harness import png
 
 CONTRACT = fake_contract()
@@ -100,14 +100,6 @@ def metric_value(models: Models, what: str, model: str, **labels: str) -> float:
     return models.metrics.registry.get_sample_value(f"prelunet_{what}", {"model": model, **labels}) or 0.0
 
 
-async def until(condition: Callable[[], object]) -> None:
-    """Wait until other threads make a condition true."""
-    deadline = time.monotonic() + TIMEOUT
-    while not condition():
-        assert time.monotonic() < deadline, "the condition did not become true"
-        await asyncio.sleep(0.001)
-
-
 def dense_protocol(*scales: int, mirror: bool = False) -> EvaluationProtocol:
     """Return a protocol with these scales; an image with that shorter side is not resized."""
     return replace(build_protocol(f"dense-{'-'.join(map(str, scales))}", CONTRACT), mirror=mirror)
@@ -149,10 +141,6 @@ async def occupy_device(models: Models, session: SteppedSession, model: str = "f
     task = start_classify(models, png(28, 28, seed=9), dense_protocol(28), model=model)
     await until(lambda: session.entered > entered)
     return task
-
-
-def run_scenario(scenario: Callable[[], Awaitable[None]]) -> None:
-    asyncio.run(asyncio.wait_for(scenario(), 60))
 
 
 class DecodeGate:

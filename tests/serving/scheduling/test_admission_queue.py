@@ -14,7 +14,7 @@ from prelunet.evaluator.serving.observability.metrics import Metrics
 from prelunet.evaluator.serving.options import QueueOptions
 from prelunet.evaluator.serving.scheduling.admission import AdmissionController, Usage
 from tests.helpers.fakes import FakeSession
-from tests.serving.scheduling.scheduler_harness import until
+from tests.serving.event_loop import async_test, settled, until
 
 
 def build_admission(**queue: int) -> tuple[AdmissionController, Metrics]:
@@ -88,34 +88,32 @@ def test_a_new_client_gets_its_share_among_many() -> None:
         assert enter(admission, stack, "ninth", 100) == 4, "a ninth of 40"
 
 
-def test_waiting_requests_are_admitted_in_order_as_others_leave_and_not_counted_as_refused() -> None:
-    async def scenario() -> None:
-        admission, metrics = build_admission(max_views=4)
-        inside: list[int] = []
-        leave = [asyncio.Event() for _ in range(8)]
+@async_test
+async def test_waiting_requests_are_admitted_in_order_as_others_leave_and_not_counted_as_refused() -> None:
+    admission, metrics = build_admission(max_views=4)
+    inside: list[int] = []
+    leave = [asyncio.Event() for _ in range(8)]
 
-        async def hold(number: int) -> None:
-            async with admission.admit_or_wait(10, 2, "one"):
-                inside.append(number)
-                await leave[number].wait()
+    async def hold(number: int) -> None:
+        async with admission.admit_or_wait(10, 2, "one"):
+            inside.append(number)
+            await leave[number].wait()
 
-        tasks = [asyncio.create_task(hold(number)) for number in range(8)]
-        await until(lambda: len(inside) == 2)
-        tasks[2].cancel()
-        await asyncio.sleep(0)
-        leave[1].set()
-        await until(lambda: len(inside) == 3)
-        assert inside == [0, 1, 3], "in order of arrival"
-        for event in leave:
-            event.set()
-        await asyncio.gather(*tasks, return_exceptions=True)
-        assert inside == [0, 1, 3, 4, 5, 6, 7]
-        assert admission.used == Usage()
-        assert metrics.registry.get_sample_value("prelunet_refusals_total", {"model": "fake", "reason": "views"}) in {
-            None, 0,
-        }  # fmt: skip
-
-    asyncio.run(scenario())
+    tasks = [asyncio.create_task(hold(number)) for number in range(8)]
+    await until(lambda: len(inside) == 2)
+    tasks[2].cancel()
+    await asyncio.sleep(0)
+    leave[1].set()
+    await until(lambda: len(inside) == 3)
+    assert inside == [0, 1, 3], "in order of arrival"
+    for event in leave:
+        event.set()
+    await asyncio.gather(*tasks, return_exceptions=True)
+    assert inside == [0, 1, 3, 4, 5, 6, 7]
+    assert admission.used == Usage()
+    assert metrics.registry.get_sample_value("prelunet_refusals_total", {"model": "fake", "reason": "views"}) in {
+        None, 0,
+    }  # fmt: skip
 
 
 @pytest.mark.parametrize("error", [ImageError("x"), asyncio.CancelledError(), KeyboardInterrupt()])
@@ -124,12 +122,6 @@ def test_a_request_leaves_admission_whatever_its_error(error: BaseException) -> 
     with pytest.raises(type(error)), admission.admit_or_refuse(10, 3):
         raise error
     assert admission.used == Usage()
-
-
-async def settled() -> None:
-    """Let every task run as far as it can."""
-    for _ in range(10):
-        await asyncio.sleep(0)
 
 
 class AdmissionDriver:
@@ -148,7 +140,7 @@ class AdmissionDriver:
         for name in names:
             self._leave[name] = asyncio.Event()
             self._tasks[name] = asyncio.create_task(self._hold(name, size, views))
-            await settled()
+            await settled(10)
 
     async def _hold(self, name: str, size: int, views: int) -> None:
         async with self.admission.admit_or_wait(size, views, name[0]):
@@ -158,7 +150,7 @@ class AdmissionDriver:
     async def leave(self, *names: str) -> None:
         for name in names:
             self._leave[name].set()
-        await settled()
+        await settled(10)
 
     def cancel(self, name: str) -> None:
         self._tasks[name].cancel()
@@ -262,7 +254,7 @@ def test_a_request_behind_a_cancelled_one_is_admitted() -> None:
         await driver.come("a2", views=4)
         assert driver.inside == ["a0"]
         driver.cancel("a1")
-        await settled()
+        await settled(10)
         assert driver.inside == ["a0", "a2"]
 
     with_driver(scenario, max_views=10)
@@ -281,7 +273,7 @@ def test_a_request_admitted_and_cancelled_at_the_same_moment_makes_room_for_the_
         else:
             driver.cancel("a1")
             inside.__exit__(None, None, None)
-        await settled()
+        await settled(10)
         assert driver.inside == ["a2"]
         assert (driver.admission.used.images, driver.admission.waiters) == (1, {})
 
@@ -380,7 +372,7 @@ def test_admission_decides_as_plain_lists_do(steps: list[tuple[str, str, int, in
             elif step == "cancel" and plain.line:
                 driver.cancel(plain.line.pop(chosen % len(plain.line)).name)
             plain.let_in()
-            await settled()
+            await settled(10)
             assert sorted(ticket.views for ticket in admission.waiters) == sorted(who.views for who in plain.line)
             assert admission.used == Usage(
                 len(plain.inside), sum(who.views for who in plain.inside), sum(who.size for who in plain.inside)

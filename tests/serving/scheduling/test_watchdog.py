@@ -22,6 +22,7 @@ from prelunet.evaluator.serving.scheduling.watchdog import (
     Watchdog,
 )
 from tests.helpers.fakes import FakeSession
+from tests.serving.event_loop import async_test, until
 from tests.serving.scheduling.scheduler_harness import (
     GPU_RULES,
     SteppedSession,
@@ -29,11 +30,9 @@ from tests.serving.scheduling.scheduler_harness import (
     dense_protocol,
     metric_value,
     occupy_device,
-    run_scenario,
     serve_models,
     start_classify,
 )
-from tests.serving.scheduling.scheduler_harness import until as until_true
 from tests.serving.serving_harness import png
 
 
@@ -143,33 +142,33 @@ def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("impatient")
-def test_a_hanging_device_fails_all_waiting_and_later_requests_and_is_reported_once() -> None:
+@async_test
+async def test_a_hanging_device_fails_all_waiting_and_later_requests_and_is_reported_once() -> None:
     reported: list[DeviceLost] = []
     session = SteppedSession()
 
-    async def scenario() -> None:
-        with serve_models(QueueOptions(ready_views=2), reported.append, fake=session) as models:
-            tasks = [await occupy_device(models, session)]
-            tasks += [
-                start_classify(models, png(32, 41 + seed, seed), dense_protocol(32), client=f"{seed}")
-                for seed in range(5)
-            ]
-            for task in tasks:
-                with pytest.raises(DeviceLost, match="computing one batch"):
-                    await task
+    with serve_models(QueueOptions(ready_views=2), reported.append, fake=session) as models:
+        tasks = [await occupy_device(models, session)]
+        tasks += [
+            start_classify(models, png(32, 41 + seed, seed), dense_protocol(32), client=f"{seed}") for seed in range(5)
+        ]
+        for task in tasks:
             with pytest.raises(DeviceLost, match="computing one batch"):
-                await start_classify(models, png(32, 41), dense_protocol(32))
-            assert metric_value(models, "batch_failures_total", "fake", reason="lost") == 1
-            session.release_all()  # the batch ends after all, without effect
-
-    run_scenario(scenario)
+                await task
+        with pytest.raises(DeviceLost, match="computing one batch"):
+            await start_classify(models, png(32, 41), dense_protocol(32))
+        assert metric_value(models, "batch_failures_total", "fake", reason="lost") == 1
+        session.release_all()  # the batch ends after all, without effect
     assert len(reported) == 1
     assert session.entered == 1
 
 
 @pytest.mark.usefixtures("impatient")
 @pytest.mark.parametrize("hung", ["stage", "compute"])
-def test_on_a_gpu_a_staged_batch_fails_too_whichever_thread_hangs(hung: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@async_test
+async def test_on_a_gpu_a_staged_batch_fails_too_whichever_thread_hangs(
+    hung: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     release = threading.Event()
 
     class Hanging(SteppedSession):
@@ -182,17 +181,14 @@ def test_on_a_gpu_a_staged_batch_fails_too_whichever_thread_hangs(hung: str, mon
     monkeypatch.setattr(watchdog, "FIRST_BATCH_TIMEOUT", 600.0)
     session = Hanging(provider="CUDAExecutionProvider", rules=replace(GPU_RULES, max_pixels=3 * 32 * 44))
 
-    async def scenario() -> None:
-        with serve_models(fake=session) as models:
-            first = await occupy_device(models, session)
-            tasks = [start_classify(models, png(32, 41, seed), dense_protocol(32)) for seed in range(3)]
-            await until_true(lambda: all_decoded(models, 4) or tasks[0].done())
-            for task in tasks if hung == "stage" else (first, *tasks):
-                with pytest.raises(DeviceLost, match="computing one batch"):
-                    await task
-            assert session.entered == 1, "nothing should have to move for that"
-            release.set()
-            session.release_all()
-            await asyncio.gather(first, return_exceptions=True)
-
-    run_scenario(scenario)
+    with serve_models(fake=session) as models:
+        first = await occupy_device(models, session)
+        tasks = [start_classify(models, png(32, 41, seed), dense_protocol(32)) for seed in range(3)]
+        await until(lambda: all_decoded(models, 4) or tasks[0].done())
+        for task in tasks if hung == "stage" else (first, *tasks):
+            with pytest.raises(DeviceLost, match="computing one batch"):
+                await task
+        assert session.entered == 1, "nothing should have to move for that"
+        release.set()
+        session.release_all()
+        await asyncio.gather(first, return_exceptions=True)
