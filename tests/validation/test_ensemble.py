@@ -20,8 +20,8 @@ from prelunet.evaluator.validation.run_log import find_dataset
 from prelunet.evaluator.validation.stored_runs import BLOCK, check_scores, read_rows
 from prelunet.evaluator.validation.writer import RunWriter
 from tests.reporting.scored_runs import CLASSES, best_first, changed_info, random_scores, write_scored_run
+from tests.validation.shared_data import contents
 
-RESULT = ("run.json", "predictions.jsonl", "scores.f32.npy")
 IMAGES = BLOCK + 30
 LABELS = [index * 5 % 7 for index in range(IMAGES)]
 SHAS = ["a1" * 32, "b2" * 32, "c3" * 32]
@@ -51,10 +51,6 @@ def members(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
 def small(tmp_path: Path) -> list[Path]:
     """Write three runs of 20 images, for tests that damage them."""
     return [member(tmp_path, number, images=20) for number in range(3)]
-
-
-def contents(folder: Path) -> dict[str, bytes]:
-    return {name: (folder / name).read_bytes() for name in RESULT}
 
 
 def plain_average(weights: Sequence[float], images: int = IMAGES) -> np.ndarray:

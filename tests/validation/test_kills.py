@@ -10,15 +10,13 @@ from collections.abc import Iterator
 from itertools import count
 from pathlib import Path
 
-import numpy as np
 import pytest
-from PIL import Image
 
 from tests.conftest import ExportedNet
 from tests.helpers.child_processes import ForkServer, fork_server
 from tests.helpers.fakes import fake_contract
+from tests.validation.shared_data import contents, write_images
 
-RESULT = ("run.json", "predictions.jsonl", "scores.f32.npy")
 IMAGES = 150  # two chunks and part of a third
 COPIES = 9  # of the images in a long run, which has 22 chunks
 KILLS = 20
@@ -33,14 +31,9 @@ def children() -> Iterator[ForkServer]:
 
 
 def lay_out(folder: Path, wnids: list[str]) -> Path:
-    """Write 150 small images of 12 sizes into the folders of five classes; one is damaged."""
-    rng = np.random.default_rng(5)
-    for index in range(IMAGES):
-        path = folder / wnids[(0, 1, 2, 3, 5)[index * 5 // IMAGES]] / f"{index:03}.png"
-        path.parent.mkdir(parents=True, exist_ok=True)
-        size = (29 + index % 4 * 9, 30 + index % 3 * 13)
-        Image.fromarray(rng.integers(0, 256, (*size, 3), np.uint8)).save(path)
-    path.write_bytes(b"no image")
+    """Write 150 small images into the folders of five classes; the last one is damaged."""
+    write_images(folder, [wnids[index] for index in (0, 1, 2, 3, 5)], IMAGES)
+    (folder / wnids[5] / "149.png").write_bytes(b"no image")
     return folder
 
 
@@ -58,10 +51,6 @@ def whole(children: ForkServer, data: Path, tmp_path_factory: pytest.TempPathFac
         assert children.end() == 0
         runs[copies] = contents(folder / str(copies))
     return runs
-
-
-def contents(folder: Path) -> dict[str, bytes]:
-    return {name: (folder / name).read_bytes() for name in RESULT}
 
 
 def check_log(folder: Path, torn: int = 0) -> None:

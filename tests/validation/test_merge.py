@@ -24,8 +24,8 @@ from prelunet.evaluator.validation.validate import validate
 from prelunet.evaluator.validation.writer import RunWriter
 from tests.helpers.fakes import FakeSession, fake_contract
 from tests.reporting.scored_runs import changed_info
+from tests.validation.shared_data import RESULT, contents
 
-RESULT = ("run.json", "predictions.jsonl", "scores.f32.npy")
 CLASSES = [entry.wnid for entry in fake_contract().classes]
 PROTOCOL = build_protocol("center", fake_contract())
 IMAGES, CHUNK = 61, 8  # seven full chunks and one of five
@@ -70,10 +70,6 @@ def three(dataset: Dataset, tmp_path_factory: pytest.TempPathFactory) -> list[Pa
 def shards(three: list[Path], tmp_path: Path) -> list[Path]:
     """Return copies of the three shards, for tests that damage them."""
     return [Path(shutil.copytree(path, tmp_path / f"shard-{path.name}")) for path in three]
-
-
-def contents(folder: Path) -> dict[str, bytes]:
-    return {name: (folder / name).read_bytes() for name in RESULT}
 
 
 @pytest.mark.parametrize("of", [1, 2, 3, 7])

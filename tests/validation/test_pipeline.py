@@ -25,7 +25,7 @@ from prelunet.evaluator.validation.pipeline import evaluate_chunks
 from prelunet.evaluator.validation.predictions import Prediction, build_prediction
 from prelunet.evaluator.validation.timing import StageTimer
 from tests.helpers.fakes import FakeSession, fake_contract
-from tests.validation.pipeline_data import (
+from tests.validation.shared_data import (
     BAD,
     CENTER,
     CLASSES,

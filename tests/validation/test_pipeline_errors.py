@@ -20,7 +20,7 @@ from prelunet.evaluator.errors import ContractError, DatasetError, UsageError
 from prelunet.evaluator.validation.pipeline import evaluate_chunks
 from prelunet.evaluator.validation.timing import Stage, StageTimer
 from tests.helpers.fakes import FakeSession, fake_contract
-from tests.validation.pipeline_data import (
+from tests.validation.shared_data import (
     CENTER,
     TWO_SCALES,
     WAIT,

@@ -23,6 +23,7 @@ from prelunet.evaluator.validation.predictions import Prediction
 from prelunet.evaluator.validation.run import Batching, RunInfo, build_run_info, describe_dataset, read_run
 from prelunet.evaluator.validation.writer import open_run, scores_header
 from tests.helpers.fakes import FakeSession, fake_contract
+from tests.validation.shared_data import RESULT, contents
 
 SESSION = FakeSession()
 CLASSES = 6
@@ -37,9 +38,9 @@ INFO = replace(
     ),
     chunk=CHUNK,
 )
+
 SCORES = np.random.default_rng(0).random((IMAGES, CLASSES)).astype(np.float32)
 SCORES[5] = np.nan
-RESULT = ("run.json", "predictions.jsonl", "scores.f32.npy")
 
 
 def prediction(index: int) -> Prediction:
@@ -60,10 +61,6 @@ def write(folder: Path, *, images: int = IMAGES, info: RunInfo = INFO, fresh: bo
             chunk = range(writer.done, min(writer.done + CHUNK, IMAGES))
             writer.append([prediction(index) for index in chunk], SCORES[chunk.start : chunk.stop])
         return before
-
-
-def contents(folder: Path) -> dict[str, bytes]:
-    return {name: (folder / name).read_bytes() for name in RESULT}
 
 
 @pytest.fixture

@@ -14,7 +14,7 @@ from prelunet.evaluator.imaging.views import make_views
 from prelunet.evaluator.validation.pipeline import evaluate_chunks
 from prelunet.evaluator.validation.timing import STAGES, StageTimer
 from tests.helpers.fakes import FakeSession
-from tests.validation.pipeline_data import BAD, IMAGES, SHARED_CANVASES, TWO_SCALES, no_thread_is_left, write_dataset
+from tests.validation.shared_data import BAD, IMAGES, SHARED_CANVASES, TWO_SCALES, no_thread_is_left, write_dataset
 
 
 @pytest.fixture(scope="module")

@@ -11,7 +11,6 @@ import numpy as np
 import pytest
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
-from PIL import Image
 
 from prelunet.evaluator.cli import run
 from prelunet.evaluator.datasets.dataset import Dataset
@@ -28,8 +27,8 @@ from prelunet.evaluator.validation.run import CHUNK, read_run
 from prelunet.evaluator.validation.writer import scores_header
 from tests.conftest import ExportedNet
 from tests.helpers.fakes import FakeSession, fake_contract, validated
+from tests.validation.shared_data import contents, write_images
 
-RESULT = ("run.json", "predictions.jsonl", "scores.f32.npy")
 CLASSES = [entry.wnid for entry in fake_contract().classes]
 CENTER = build_protocol("center", fake_contract())
 MULTI_SCALE = build_protocol("multi-scale", fake_contract())
@@ -39,14 +38,9 @@ BAD = {f"{CLASSES[0]}/007.png": b"no image", f"{CLASSES[3]}/100.png": b"\x89PNG\
 
 @pytest.fixture(scope="module")
 def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Write 150 images of 12 sizes into the folders of five of the model's six classes; two are damaged."""
+    """Write 150 images into the folders of five of the model's six classes; two are damaged."""
     folder = tmp_path_factory.mktemp("data") / "val"
-    rng = np.random.default_rng(5)
-    for index in range(IMAGES):
-        path = folder / CLASSES[(0, 1, 2, 3, 5)[index * 5 // IMAGES]] / f"{index:03}.png"
-        path.parent.mkdir(parents=True, exist_ok=True)
-        size = (29 + index % 4 * 9, 30 + index % 3 * 13)
-        Image.fromarray(rng.integers(0, 256, (*size, 3), np.uint8)).resize((size[1] * 2, size[0] * 2)).save(path)
+    write_images(folder, [CLASSES[index] for index in (0, 1, 2, 3, 5)], IMAGES, enlarged=2)
     for name, damaged in BAD.items():
         assert (folder / name).exists()
         (folder / name).write_bytes(damaged)
@@ -63,10 +57,6 @@ def undisturbed(dataset: Dataset, tmp_path_factory: pytest.TempPathFactory) -> d
     folder = tmp_path_factory.mktemp("runs") / "undisturbed"
     validated(FakeSession(), dataset, CENTER, folder)
     return contents(folder)
-
-
-def contents(folder: Path) -> dict[str, bytes]:
-    return {name: (folder / name).read_bytes() for name in RESULT}
 
 
 def log_of(folder: Path) -> list[dict[str, Any]]:

@@ -31,9 +31,9 @@ from tests.helpers.child_processes import fork_server
 from tests.helpers.fakes import validated
 from tests.validation.ray.cluster_data import CHUNKS, COPIES, TOTAL, cluster_protocol, info_of, opened
 from tests.validation.ray.ray_workers import BuggyWorker, CrashingWorker, WorkerCrashingAtStart
+from tests.validation.shared_data import contents
 
 Validate = Callable[..., list[str]]
-RESULT = ("run.json", "predictions.jsonl", "scores.f32.npy")
 CPUS = 2
 KILLS = 3  # of the driver
 
@@ -111,10 +111,6 @@ def local(session: Session, dataset: Dataset, tmp_path_factory: pytest.TempPathF
     folder = tmp_path_factory.mktemp("runs") / "local"
     validated(session, dataset, cluster_protocol(session), folder)
     return contents(folder)
-
-
-def contents(folder: Path) -> dict[str, bytes]:
-    return {name: (folder / name).read_bytes() for name in RESULT}
 
 
 @pytest.fixture

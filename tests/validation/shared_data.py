@@ -1,4 +1,4 @@
-"""A dataset and helpers for the pipeline tests."""
+"""Images, datasets, results and helpers that several tests of validation use."""
 
 import threading
 import time
@@ -23,20 +23,33 @@ CENTER = build_protocol("center", fake_contract())
 TWO_SCALES = build_protocol("dense-29-36", fake_contract())
 IMAGES, BAD = 53, (7, 30, 31, 32, 52)  # damaged: in portions of one to three images whole portions are
 SHARED_CANVASES = BatchRules(canvas_step=16, max_windows=5000, max_pixels=15_000, switch_pixels=20_000)
+RESULT = ("run.json", "predictions.jsonl", "scores.f32.npy")
 WAIT = 20.0  # seconds; timeout for waiting for another thread
 
 
-def write_dataset(folder: Path) -> Dataset:
-    """Write 53 images of 12 sizes; five are damaged."""
+def write_images(folder: Path, wnids: Sequence[str], images: int, *, enlarged: int = 1) -> Path:
+    """Write noise of 12 sizes, evenly into the folders of the classes. enlarged: repetitions of each pixel per side."""
     rng = np.random.default_rng(5)
-    for index in range(IMAGES):
-        path = folder / CLASSES[(0, 2, 3, 5)[index * 4 // IMAGES]] / f"{index:03}.png"
+    for index in range(images):
+        path = folder / wnids[index * len(wnids) // images] / f"{index:03}.png"
         path.parent.mkdir(parents=True, exist_ok=True)
-        size = (29 + index % 4 * 9, 30 + index % 3 * 13)
-        Image.fromarray(rng.integers(0, 256, (*size, 3), np.uint8)).save(path)
-        if index in BAD:
+        pixels = rng.integers(0, 256, (29 + index % 4 * 9, 30 + index % 3 * 13, 3), np.uint8)
+        Image.fromarray(pixels.repeat(enlarged, axis=0).repeat(enlarged, axis=1)).save(path)
+    return folder
+
+
+def write_dataset(folder: Path) -> Dataset:
+    """Write 53 images into the folders of four classes; five are damaged."""
+    write_images(folder, [CLASSES[index] for index in (0, 2, 3, 5)], IMAGES)
+    for path in folder.rglob("*.png"):
+        if int(path.stem) in BAD:
             path.write_bytes(b"no image")
     return open_dataset(folder, split="val", wnids=CLASSES)
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    """Return the bytes of a run's results."""
+    return {name: (folder / name).read_bytes() for name in RESULT}
 
 
 def no_thread_is_left() -> Iterator[None]:
