@@ -60,10 +60,10 @@ class PreluNetServicer(pb_grpc.PreluNetServiceServicer):
                 else:
                     await stack.enter_async_context(classifier.admission.admit_or_wait(size, views, caller.client))
                     on_admitted()
-                answer = await classifier.answer(image, protocol, top_k, heatmap=heatmap, caller=caller)
+                result = await classifier.answer(image, protocol, top_k, heatmap=heatmap, caller=caller)
             if top_k > _MAX_INLINE_PREDICTIONS:
-                return await asyncio.to_thread(prelunet_messages.classify_response, answer)
-            return prelunet_messages.classify_response(answer)
+                return await asyncio.to_thread(prelunet_messages.classify_response, result)
+            return prelunet_messages.classify_response(result)
 
         return answer()
 
