@@ -1,4 +1,4 @@
-"""For the tests of the clients: a server that does what its script says, and both clients behind one interface."""
+"""A server that follows a script, and both clients behind one interface."""
 
 import asyncio
 import gc
@@ -16,7 +16,7 @@ from typing import Any
 import grpc
 from grpc_health.v1 import health, health_pb2_grpc
 
-from prelunet.evaluator.client import AsyncClient, Client, RetryPolicy
+from prelunet.evaluator.client import AsyncClient, RetryPolicy
 from prelunet.evaluator.errors import ImageError, Overloaded
 from prelunet.evaluator.pb.prelunet.v1 import prelunet_pb2 as pb
 from prelunet.evaluator.pb.prelunet.v1 import prelunet_pb2_grpc as pb_grpc
@@ -37,7 +37,7 @@ class RecordedAttempt:
 
 
 class ScriptedServicer(pb_grpc.PreluNetServiceServicer):
-    """Does with each call what the next step of its script says; calls beyond it are answered well.
+    """Follows its script, one step per call; calls beyond it get a good answer.
 
     A step is an error of ours, a bare status code, a function of (request, context) or None for a good answer. The
     answer names the image's bytes, so that a test can tell which one it belongs to.
@@ -93,13 +93,13 @@ def good(request: pb.ClassifyStreamRequest) -> pb.ClassifyStreamResponse:
 
 def bad(request: pb.ClassifyStreamRequest, error: Exception) -> pb.ClassifyStreamResponse:
     """Return an error as the answer to one image of a stream."""
-    told = pb.CallError(
+    message = pb.CallError(
         code=code_of(error).value[0],
         reason=reason_for(error),
         message=str(error),
         retry_after_seconds=getattr(error, "retry_after", None),
     )
-    return pb.ClassifyStreamResponse(id=request.id, error=told)
+    return pb.ClassifyStreamResponse(id=request.id, error=message)
 
 
 def answers_to(requests: Iterable[pb.ClassifyStreamRequest], _: Any) -> Iterator[pb.ClassifyStreamResponse]:
@@ -135,7 +135,7 @@ class MemoryGrowth:
     blocks = 0
 
     def calls(self, times: int, first: int = 300) -> Iterator[None]:
-        """Ask for so many calls, after the `first` ones in which libraries set up what they keep for good."""
+        """Request `times` calls, after the `first` ones, in which libraries set up what they keep."""
         yield from [None] * first
         gc.collect()
         before = sys.getallocatedblocks()
@@ -146,7 +146,7 @@ class MemoryGrowth:
 
 @contextmanager
 def served(servicer: pb_grpc.PreluNetServiceServicer, port: int = 0) -> Iterator[str]:
-    """Serve with gRPC's plain server; gives its address."""
+    """Serve with gRPC's plain server; yields its address."""
     pool = futures.ThreadPoolExecutor(8)
     server = grpc.server(pool)
     pb_grpc.add_PreluNetServiceServicer_to_server(servicer, server)
@@ -218,9 +218,6 @@ class AsyncInThread:
                 yield result
         finally:
             self._run(results.aclose())
-
-
-BOTH = [Client, AsyncInThread]
 
 
 class Relay:

@@ -1,4 +1,4 @@
-"""Addresses that cannot be, and what a client says of connections that fail: in plain words, and only what is true."""
+"""Invalid addresses, and the errors of connections that fail."""
 
 import socket
 import struct
@@ -12,15 +12,10 @@ import pytest
 from prelunet.evaluator.client import Client, RetryPolicy
 from prelunet.evaluator.client.channel import checked_address
 from prelunet.evaluator.errors import EnvironmentFault, NotReady, UsageError
-from tests.client.client_harness import BOTH, Relay, ScriptedServicer, served, text_of
+from tests.client.client_harness import Relay, ScriptedServicer, served, text_of
 
 SETTINGS = b"\0\0\0\4\0\0\0\0\0"  # an HTTP/2 server's first frame; with it a connection is one
 GOAWAY = b"\0\0\x08\7" + bytes(5) + bytes(8)  # with no further call taken
-
-
-@pytest.fixture(params=BOTH, ids=["Client", "AsyncClient"])
-def client_of(request: pytest.FixtureRequest):
-    return request.param
 
 
 @pytest.mark.parametrize(
@@ -29,7 +24,7 @@ def client_of(request: pytest.FixtureRequest):
      "dns:///prelunet:50051", "dns:prelunet:50051", "ipv4:127.0.0.1:1,127.0.0.1:2", "ipv6:[::1]:1",
      "unix:/run/prelunet.sock", "unix-abstract:prelunet", "xds:///prelunet"],
 )  # fmt: skip
-def test_what_grpc_takes_as_it_is_meant_is_an_address(address: str) -> None:
+def test_an_address_that_grpc_understands_is_accepted(address: str) -> None:
     assert checked_address(address) == address
 
 
@@ -54,7 +49,7 @@ def test_what_grpc_takes_as_it_is_meant_is_an_address(address: str) -> None:
         ("", r"must be host:port, e.g. 127.0.0.1:50051$"),
     ],
 )
-def test_an_address_that_would_be_misunderstood_is_refused_with_how_to_write_it(
+def test_an_address_that_grpc_would_misunderstand_is_refused_with_the_right_spelling(
     client_of, address: str, fix: str
 ) -> None:
     with pytest.raises(UsageError, match=fix):
@@ -117,7 +112,7 @@ def speak_http_1(connection: socket.socket) -> None:
         (speak_http_1, "the program that listens there is not a gRPC server"),
     ],
 )
-def test_a_connection_that_fails_is_told_as_what_it_is(client_of, greet, words: str) -> None:
+def test_the_error_of_a_failed_connection_names_the_cause(client_of, greet, words: str) -> None:
     with (
         listening(greet) as address,
         client_of(address, retries=RetryPolicy.none()) as client,
@@ -128,7 +123,7 @@ def test_a_connection_that_fails_is_told_as_what_it_is(client_of, greet, words: 
     assert caught.value.__cause__.details() in str(caught.value), "gRPC's own words are left out"
 
 
-def test_another_kind_of_server_is_not_waited_for(client_of, caplog) -> None:
+def test_a_server_of_another_kind_is_not_waited_for(client_of, caplog) -> None:
     with (
         listening(speak_http_1) as address,
         client_of(address, retries=RetryPolicy(attempts=2, initial_backoff=0.01, restart_timeout=0.3)) as client,
@@ -138,7 +133,7 @@ def test_another_kind_of_server_is_not_waited_for(client_of, caplog) -> None:
     assert [record for record in caplog.records if "trying again" in record.getMessage()] == []
 
 
-def test_a_name_that_nobody_knows_is_told_as_that(client_of) -> None:
+def test_an_unknown_host_name_is_reported_as_such(client_of) -> None:
     with (
         client_of("nobody.invalid:50051", retries=RetryPolicy.none()) as client,  # RFC 2606: it never is one
         pytest.raises(EnvironmentFault, match="the host name cannot be resolved"),
@@ -146,7 +141,7 @@ def test_a_name_that_nobody_knows_is_told_as_that(client_of) -> None:
         client.classify(b"cat")
 
 
-def test_a_server_that_loads_its_models_says_so_itself(client_of) -> None:
+def test_the_error_of_a_server_that_loads_its_models_is_its_own(client_of) -> None:
     loading = NotReady("the server is loading its models; try again later")
     with (
         served(ScriptedServicer(loading)) as address,
@@ -156,7 +151,7 @@ def test_a_server_that_loads_its_models_says_so_itself(client_of) -> None:
         client.classify(b"cat")
 
 
-def test_a_connection_that_is_cut_in_a_call_is_no_absent_server() -> None:
+def test_a_connection_cut_during_a_call_does_not_count_as_an_absent_server() -> None:
     """It may be the call that brings the server down, so such attempts are counted."""
     arrived, gate = threading.Event(), threading.Event()
 

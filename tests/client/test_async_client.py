@@ -1,4 +1,4 @@
-"""What is peculiar to asyncio; what both clients do alike is in test_retries.py and test_streams.py."""
+"""What only asyncio has; what both clients do is in test_retries.py, test_streams.py and test_evaluations.py."""
 
 import asyncio
 import gc
@@ -66,7 +66,7 @@ def on_scripted(server: Any, use: Callable[[AsyncClient], Awaitable[Any]]) -> An
         return asyncio.run(run(address))
 
 
-def test_a_client_outside_of_its_block_says_so() -> None:
+def test_an_asyncio_client_outside_its_block_is_refused() -> None:
     async def use() -> None:
         client = AsyncClient("127.0.0.1:1")
         for ask in (client.classify(b"cat"), client.models(), client.ready(), client.evaluate(pets())):
@@ -83,7 +83,7 @@ def test_a_client_outside_of_its_block_says_so() -> None:
     asyncio.run(use())
 
 
-def test_a_task_that_is_cancelled_cancels_its_call_on_the_server() -> None:
+def test_cancelling_a_task_cancels_its_call_on_the_server() -> None:
     arrived, ended = threading.Event(), threading.Event()
 
     def hold(request, context):
@@ -115,7 +115,7 @@ def test_a_task_that_is_cancelled_cancels_its_call_on_the_server() -> None:
     on_scripted(ScriptedServicer(hold, hold_stream, hold_stream), use)
 
 
-def test_a_task_that_is_cancelled_is_cancelled_even_while_the_client_is_closed() -> None:
+def test_a_cancelled_task_stays_cancelled_while_the_client_is_closed() -> None:
     arrived, gate = threading.Event(), threading.Event()
 
     def hold(request, context):
@@ -134,7 +134,7 @@ def test_a_task_that_is_cancelled_is_cancelled_even_while_the_client_is_closed()
     on_scripted(ScriptedServicer(hold), use)
 
 
-def test_a_task_that_waits_to_try_again_can_be_cancelled(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_task_that_waits_for_its_next_attempt_can_be_cancelled(monkeypatch: pytest.MonkeyPatch) -> None:
     async def use(client: AsyncClient) -> None:
         waiting, pause = asyncio.Event(), Attempts.pause
         monkeypatch.setattr(Attempts, "pause", lambda self, error, **more: waiting.set() or pause(self, error, **more))
@@ -208,7 +208,7 @@ def test_a_stream_that_nobody_leaves_ends_with_its_loop_in_silence(caplog: pytes
     assert [record.getMessage() for record in caplog.records if record.name == "asyncio"] == []
 
 
-def test_what_may_take_long_is_done_in_threads(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_slow_work_runs_in_threads(monkeypatch: pytest.MonkeyPatch) -> None:
     where: dict[str, int] = {}
 
     def images() -> Iterator[bytes]:
@@ -290,7 +290,7 @@ CORE_ERROR = "Internal error from Core"
 
 
 @pytest.mark.parametrize("late", [False, True], ids=["before", "after"])
-def test_the_server_s_status_is_told_though_grpc_puts_its_own_in_the_place(late: bool) -> None:
+def test_the_status_of_the_server_is_found_although_grpc_replaces_it_by_its_own(late: bool) -> None:
     async def status(code: grpc.StatusCode, details: str) -> grpc.RpcError | None:
         stream = Ending()
         end = StreamEnd(stream)
@@ -314,7 +314,7 @@ def test_the_server_s_status_is_told_though_grpc_puts_its_own_in_the_place(late:
     asyncio.run(check())
 
 
-def test_a_status_that_never_comes_is_not_waited_for_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_wait_for_a_status_that_never_comes_ends(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("prelunet.evaluator.client.backends._STATUS_TIMEOUT", 0.01)
 
     async def check() -> None:
@@ -328,8 +328,8 @@ def test_a_status_that_never_comes_is_not_waited_for_for_ever(monkeypatch: pytes
     asyncio.run(check())
 
 
-def test_a_server_that_ends_a_stream_early_is_heard_every_time() -> None:
-    """grpc.aio tells INTERNAL in about every other case, where a request is under way at that moment."""
+def test_the_error_of_a_server_that_ends_a_stream_early_is_always_raised() -> None:
+    """grpc.aio reports INTERNAL in about half of the cases, when a request is being sent at that moment."""
 
     def refuse(requests, context):
         next(requests)

@@ -81,7 +81,7 @@ def client() -> Iterator[Client]:
         yield client
 
 
-def test_the_client_gives_the_answer_of_the_model_file_to_the_last_digit(client: Client) -> None:
+def test_an_answer_equals_that_of_the_model_file_to_the_last_digit(client: Client) -> None:
     session, data = FakeSession(), png(40, 57, seed=1)
     protocol = build_protocol("multi-scale", session.contract)
     (alone,) = classify_images(session, [decode_rgb(data)], protocol)
@@ -95,7 +95,7 @@ def test_the_client_gives_the_answer_of_the_model_file_to_the_last_digit(client:
     ]
 
 
-def test_scales_and_mirroring_of_the_caller_s_own_replace_those_of_the_protocol(client: Client) -> None:
+def test_requested_scales_and_mirroring_replace_those_of_the_protocol(client: Client) -> None:
     data, contract = png(40, 57, seed=1), FakeSession().contract
     answer = client.classify(data, scales=[31, 44], mirror=False)
     assert (
@@ -107,13 +107,13 @@ def test_scales_and_mirroring_of_the_caller_s_own_replace_those_of_the_protocol(
     assert client.classify(data, mirror=True).views[1].mirrored
 
 
-def test_the_answer_says_where_the_server_s_time_went(client: Client) -> None:
+def test_an_answer_has_the_timings_of_the_server(client: Client) -> None:
     timings = client.classify(png(40, 57)).timings
     assert timings.batches >= 1
     assert 0 < timings.decode_seconds + timings.compute_seconds <= timings.total_seconds
 
 
-def test_many_images_get_the_answers_that_they_get_alone(client: Client) -> None:
+def test_many_images_get_the_same_answers_as_single_ones(client: Client) -> None:
     images = {f"{n}.png": png(40, 41 + n, seed=n) for n in range(40)}
     images["bad.png"] = b"text"
     results = dict(client.classify_many(images.items(), protocol="center", top_k=3))
@@ -150,13 +150,15 @@ def test_the_models_of_a_server_are_described(client: Client) -> None:
     ],
     ids=lambda value: str(value)[:30],
 )
-def test_a_server_s_refusal_is_the_error_it_had(client: Client, arguments: dict, error: type, text: str) -> None:
+def test_a_refusal_of_the_server_is_raised_as_its_own_class(
+    client: Client, arguments: dict, error: type, text: str
+) -> None:
     with pytest.raises(error, match=text):
         client.classify(**{"image": png(40, 57), **arguments})
     assert len(client.classify(png(40, 57), model="fake", protocol="center", top_k=6).predictions) == 6
 
 
-def test_an_answer_above_the_client_s_own_limit_is_told_from_an_image_above_the_server_s(monkeypatch) -> None:
+def test_the_error_of_a_large_message_names_whose_limit_it_exceeds(monkeypatch) -> None:
     others = tuple(option for option in CHANNEL_OPTIONS if "max_receive" not in option[0])
     monkeypatch.setattr(
         "prelunet.evaluator.client.aio.CHANNEL_OPTIONS", (*others, ("grpc.max_receive_message_length", 100))
@@ -171,7 +173,7 @@ def test_an_answer_above_the_client_s_own_limit_is_told_from_an_image_above_the_
             client.classify(b"x" * MAX_MESSAGE_BYTES)
 
 
-def test_a_dataset_with_its_own_order_of_classes_is_evaluated_by_their_names(client: Client) -> None:
+def test_a_dataset_in_another_class_order_is_evaluated_by_wnid(client: Client) -> None:
     report = client.evaluate(dataset({"b": png(40, 57, seed=1), "a": png(33, 61, seed=2), "c": b"text"}))
     assert (report["images"], report["refused"], report["dataset"]["name"]) == (3, 1, "flowers")
     assert [entry["images"] for entry in report["classes"]] == [0, 3, 0, 0, 0, 0]
@@ -201,7 +203,7 @@ def test_a_sample_that_cannot_be_sent_is_named_and_the_next_call_works(
     assert client.evaluate(dataset({"a": png(40, 57)}))["evaluated"] == 1
 
 
-def test_ready_is_what_the_server_s_health_says() -> None:
+def test_ready_follows_the_health_of_the_server() -> None:
     status = health.HealthServicer()
     server = grpc.server(futures.ThreadPoolExecutor(1))
     health_pb2_grpc.add_HealthServicer_to_server(status, server)
@@ -219,7 +221,7 @@ def test_a_prelunet_server_is_ready(client: Client) -> None:
     assert client.ready()
 
 
-def test_ready_is_false_where_nothing_answers_in_time_and_an_error_where_another_server_does() -> None:
+def test_ready_is_false_without_an_answer_and_an_error_for_another_kind_of_server() -> None:
     with socket.create_server(("127.0.0.1", 0)) as silent, Client(f"127.0.0.1:{silent.getsockname()[1]}") as client:
         assert client.ready(timeout=0.2) is False
     with socket.socket() as free:
@@ -234,7 +236,7 @@ def test_ready_is_false_where_nothing_answers_in_time_and_an_error_where_another
     server.stop(None).wait()
 
 
-def test_where_nothing_listens_the_error_names_the_address_and_the_verb() -> None:
+def test_the_error_for_a_closed_port_names_the_address_and_how_to_start_a_server() -> None:
     with socket.socket() as free:  # bound, but nobody accepts
         free.bind(("127.0.0.1", 0))
         address = f"127.0.0.1:{free.getsockname()[1]}"
@@ -245,7 +247,7 @@ def test_where_nothing_listens_the_error_names_the_address_and_the_verb() -> Non
                     ask()
 
 
-def test_a_server_that_does_not_answer_is_a_deadline_passed() -> None:
+def test_a_silent_server_ends_in_deadline_passed() -> None:
     with socket.create_server(("127.0.0.1", 0)) as silent:
         address = f"127.0.0.1:{silent.getsockname()[1]}"
         with (
@@ -255,7 +257,7 @@ def test_a_server_that_does_not_answer_is_a_deadline_passed() -> None:
             client.models()
 
 
-def test_another_kind_of_grpc_server_is_told_from_none() -> None:
+def test_a_grpc_server_of_another_kind_is_not_reported_as_absent() -> None:
     server = grpc.server(futures.ThreadPoolExecutor(1))
     address = f"127.0.0.1:{server.add_insecure_port('127.0.0.1:0')}"
     server.start()
@@ -265,11 +267,11 @@ def test_another_kind_of_grpc_server_is_told_from_none() -> None:
 
 
 @pytest.mark.parametrize("kind", ERROR_STATUSES, ids=lambda kind: kind.__name__)
-def test_every_error_of_the_table_comes_back_as_its_own_class(kind: type[PreluNetError]) -> None:
+def test_every_error_of_the_table_is_raised_as_its_own_class(kind: type[PreluNetError]) -> None:
     assert_comes_back(kind("what, where and how"), kind)
 
 
-def test_a_mistake_of_the_server_comes_back_as_an_internal_error_with_its_id() -> None:
+def test_a_bug_of_the_server_is_raised_as_an_internal_error_with_its_id() -> None:
     error = assert_comes_back(ZeroDivisionError("/secret/path"), PreluNetError)
     assert error_status(error).exit_code == 1
     assert "id 0123456789ab" in str(error)
@@ -284,7 +286,7 @@ def test_a_mistake_of_the_server_comes_back_as_an_internal_error_with_its_id() -
         (grpc.StatusCode.UNKNOWN, EnvironmentFault),
     ],
 )
-def test_a_bare_status_of_grpc_becomes_an_error_of_ours(code: grpc.StatusCode, kind: type[PreluNetError]) -> None:
+def test_a_bare_grpc_status_is_raised_as_one_of_our_errors(code: grpc.StatusCode, kind: type[PreluNetError]) -> None:
     class Bare(pb_grpc.PreluNetServiceServicer):
         def Classify(self, request, context):  # noqa: N802
             context.abort(code, "bare")
@@ -313,7 +315,7 @@ def assert_comes_back(error: Exception, kind: type[PreluNetError]) -> PreluNetEr
     return caught.value
 
 
-def test_the_request_id_of_the_caller_is_sent_and_told_in_its_errors() -> None:
+def test_a_request_id_is_sent_and_ends_the_text_of_errors() -> None:
     server = ScriptedServicer(ImageError("no image"), Overloaded("full", 7), ZeroDivisionError(), None)
     with served(server) as address, Client(address, retries=RetryPolicy.none()) as client:
         for kind, text in [(ImageError, "no image"), (Overloaded, "full"), (PreluNetError, "id 0123456789ab")]:
@@ -327,7 +329,7 @@ def test_the_request_id_of_the_caller_is_sent_and_told_in_its_errors() -> None:
 
 
 @pytest.mark.parametrize("wrong", ["", "x" * 129, "a b", "a\nb", "é", "a/b"])
-def test_a_request_id_that_a_server_would_not_take_is_refused(wrong: str) -> None:
+def test_an_invalid_request_id_is_refused(wrong: str) -> None:
     with Client("127.0.0.1:1") as client, pytest.raises(UsageError, match="request_id is"):
         client.classify(b"cat", request_id=wrong)
 
@@ -346,7 +348,7 @@ def test_a_request_id_that_a_server_would_not_take_is_refused(wrong: str) -> Non
         ).SerializeToString(),
     ],
 )
-def test_details_of_a_status_that_are_not_ours_are_left_alone(details: bytes) -> None:
+def test_foreign_status_details_are_ignored(details: bytes) -> None:
     def fail(request, context):
         context.set_trailing_metadata([("grpc-status-details-bin", details)])
         context.abort(grpc.StatusCode.UNAVAILABLE, "bare")
@@ -435,7 +437,7 @@ LEFT_OPEN = """if True:
 """
 
 
-def test_a_program_ends_though_it_closes_nothing_and_its_iterable_never_ends() -> None:
+def test_a_program_exits_although_it_closes_nothing_and_its_iterable_never_ends() -> None:
     with served(ScriptedServicer()) as address:
         result = subprocess.run([sys.executable, "-c", LEFT_OPEN, address], capture_output=True, text=True, check=True)
     assert (result.stdout, result.stderr) == ("cat\n", "")

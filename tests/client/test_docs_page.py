@@ -46,12 +46,12 @@ def test_an_example_of_the_page_runs(
         assert re.search(r"bad.png:? .*not a readable image", printed), printed
 
 
-def test_the_page_tells_the_defaults_of_the_rule_of_retries() -> None:
+def test_the_page_states_the_defaults_of_the_retry_policy() -> None:
     for field in fields(RetryPolicy):
         assert f"`{field.name}={field.default}`" in PAGE, field.name
 
 
-def test_the_table_has_every_error_that_a_server_can_tell() -> None:
+def test_the_table_has_every_error_that_a_server_can_return() -> None:
     never = {"RunFolderError", "CheckpointError", "CheckFailed", "DivergenceError"}  # of verbs that no server runs
     assert {name for name, _, _ in ROWS} == {kind.__name__ for kind in ERROR_STATUSES} - never | {"PreluNetError"}
 

@@ -1,4 +1,4 @@
-"""`evaluate` of both clients against a scripted server: what is sent, what is told, what is tried again."""
+"""`evaluate` of both clients against a scripted server: what is sent, returned and retried."""
 
 import threading
 from concurrent.futures import ThreadPoolExecutor
@@ -14,15 +14,10 @@ from prelunet.evaluator.datasets.dataset import Dataset, Sample
 from prelunet.evaluator.errors import DatasetError, EnvironmentFault, Interrupted, NotReady, PreluNetError
 from prelunet.evaluator.pb.prelunet.v1 import prelunet_pb2 as pb
 from prelunet.evaluator.rpc.status import status_of
-from tests.client.client_harness import BOTH, QUICK, ScriptedServicer, served
+from tests.client.client_harness import QUICK, ScriptedServicer, served
 
 UNAVAILABLE = grpc.StatusCode.UNAVAILABLE
 CANCELLED = grpc.StatusCode.CANCELLED
-
-
-@pytest.fixture(params=BOTH, ids=["Client", "AsyncClient"])
-def client_of(request: pytest.FixtureRequest):
-    return request.param
 
 
 class Photos:
@@ -61,7 +56,7 @@ def evaluated(requests, _):
     yield report(done)
 
 
-def test_an_evaluation_tells_its_progress_and_returns_the_report(client_of) -> None:
+def test_an_evaluation_reports_its_progress_and_returns_the_report(client_of) -> None:
     steps: list[EvaluationProgress] = []
     server = ScriptedServicer(evaluated, evaluated)
     with served(server) as address, client_of(address) as client:
@@ -94,7 +89,7 @@ def test_an_evaluation_sends_its_options_and_every_image_with_its_class(client_o
 
 
 @pytest.mark.parametrize(("code", "error"), [(UNAVAILABLE, EnvironmentFault), (CANCELLED, Interrupted)])
-def test_an_evaluation_is_tried_again_only_as_long_as_no_image_was_read(client_of, monkeypatch, code, error) -> None:
+def test_an_evaluation_is_retried_only_before_its_first_image_is_read(client_of, monkeypatch, code, error) -> None:
     dataset = photos()
 
     def late(requests, context):
@@ -118,7 +113,7 @@ def test_an_evaluation_is_tried_again_only_as_long_as_no_image_was_read(client_o
     assert dataset.reader.read_ones == []
 
 
-def test_an_evaluation_waits_for_a_server_that_loads_its_models_though_images_were_read(client_of) -> None:
+def test_an_evaluation_waits_for_a_server_that_loads_its_models_even_after_reading_images(client_of) -> None:
     def loading(requests, context):
         list(requests)
         context.abort_with_status(status_of(NotReady("loading"), ""))
@@ -134,7 +129,7 @@ def test_an_evaluation_waits_for_a_server_that_loads_its_models_though_images_we
     assert dataset.reader.read_ones == ["a", "b", "c"] * 3
 
 
-def test_an_image_that_cannot_be_read_is_told_whatever_the_server_says(client_of) -> None:
+def test_an_unreadable_image_is_raised_whatever_the_server_answers(client_of) -> None:
     def tolerant(requests, _):
         yield report(len(list(requests)) - 1)
 
@@ -148,7 +143,7 @@ def test_an_image_that_cannot_be_read_is_told_whatever_the_server_says(client_of
                 client.evaluate(photos("b"))
 
 
-def test_an_evaluation_without_a_report_is_told_as_the_server_s_mistake(client_of) -> None:
+def test_an_evaluation_without_a_report_is_an_error_of_the_server(client_of) -> None:
     with (
         served(ScriptedServicer(lambda requests, _: iter([pb.EvaluateResponse()] * len(list(requests))))) as address,
         client_of(address) as client,
@@ -173,7 +168,7 @@ def test_an_error_of_the_progress_callback_ends_the_call(client_of) -> None:
         assert ended.wait(30)
 
 
-def test_bytes_that_are_no_message_are_told_as_an_error(client_of) -> None:
+def test_a_response_that_is_no_message_is_an_error(client_of) -> None:
     def anything(_, context):
         context.send_initial_metadata(())
         return b"\xff\xff"

@@ -1,4 +1,4 @@
-"""When a client tries again, and when it does not: the rule alone, then both clients against a scripted server."""
+"""What is retried, and when: the policy alone, then both clients against a scripted server."""
 
 import itertools
 import socket
@@ -26,7 +26,7 @@ from prelunet.evaluator.errors import (
     PreluNetError,
     UsageError,
 )
-from tests.client.client_harness import AT_ONCE, BOTH, QUICK, Relay, ScriptedServicer, served, text_of
+from tests.client.client_harness import AT_ONCE, QUICK, Relay, ScriptedServicer, served, text_of
 
 TRANSIENT = EnvironmentFault("gone for a moment")
 UNAVAILABLE = grpc.StatusCode.UNAVAILABLE
@@ -49,7 +49,7 @@ def pauses(of: Attempts, error: PreluNetError = TRANSIENT) -> list[float | None]
     return found
 
 
-def test_the_longest_wait_doubles_up_to_the_most_and_ends_with_the_attempts() -> None:
+def test_the_longest_wait_doubles_up_to_its_maximum_until_the_attempts_are_used_up() -> None:
     assert pauses(attempts(RetryPolicy(attempts=6, initial_backoff=0.5, max_backoff=3))) == [0.5, 1, 2, 3, 3, None]
     assert pauses(attempts(RetryPolicy.none())) == [None]
     assert pauses(attempts(RetryPolicy(attempts=5000, initial_backoff=0.5, max_backoff=1, retry_budget=5000)))[
@@ -57,7 +57,7 @@ def test_the_longest_wait_doubles_up_to_the_most_and_ends_with_the_attempts() ->
     ] == [1, None]
 
 
-def test_a_wait_is_drawn_between_nothing_and_the_longest() -> None:
+def test_a_wait_is_drawn_between_zero_and_the_longest() -> None:
     asked = []
 
     def draw(low: float, high: float) -> float:
@@ -72,13 +72,13 @@ def test_a_wait_is_drawn_between_nothing_and_the_longest() -> None:
     assert len(drawn) > 15, "all clients would come back at one moment"
 
 
-def test_what_an_overloaded_server_asks_to_wait_comes_on_top() -> None:
+def test_the_wait_requested_by_an_overloaded_server_is_added() -> None:
     retries = RetryPolicy(attempts=3, initial_backoff=0.5, max_backoff=3)
     assert pauses(attempts(retries), Overloaded("full", retry_after=7)) == [7.5, 8, None]
     assert pauses(attempts(retries), Overloaded("full")) == [0.5, 1, None]
 
 
-def test_no_attempt_is_begun_that_could_not_begin_before_the_deadline(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_attempt_begins_after_the_deadline(monkeypatch: pytest.MonkeyPatch) -> None:
     now = [100.0]
     monkeypatch.setattr("prelunet.evaluator.client.calls.time.monotonic", lambda: now[0])
     of = attempts(RetryPolicy(attempts=9, initial_backoff=1, max_backoff=9), deadline=103.0)
@@ -91,7 +91,7 @@ def test_no_attempt_is_begun_that_could_not_begin_before_the_deadline(monkeypatc
     assert of.begin() == 0
 
 
-def test_a_client_has_its_reserve_and_one_more_retry_for_so_many_answers() -> None:
+def test_a_client_has_its_retry_budget_and_one_more_retry_for_every_few_answers() -> None:
     retries = RetryPolicy(attempts=100, retry_budget=3, answers_per_retry=4)
     budget = RetryBudget(retries)
     assert len(pauses(attempts(retries, budget=budget))) == 3 + 1
@@ -120,14 +120,9 @@ def test_a_client_has_its_reserve_and_one_more_retry_for_so_many_answers() -> No
         {"restart_timeout": float("nan")},
     ],
 )
-def test_a_rule_that_cannot_be_is_refused(changes: dict) -> None:
+def test_an_invalid_retry_policy_is_refused(changes: dict) -> None:
     with pytest.raises(UsageError, match="must be"):
         replace(RetryPolicy(), **changes)
-
-
-@pytest.fixture(params=BOTH, ids=["Client", "AsyncClient"])
-def client_of(request: pytest.FixtureRequest):
-    return request.param
 
 
 @pytest.mark.parametrize(
@@ -144,7 +139,7 @@ def client_of(request: pytest.FixtureRequest):
     ],
     ids=repr,
 )
-def test_what_may_pass_is_tried_again(client_of, failure) -> None:
+def test_a_transient_error_is_retried(client_of, failure) -> None:
     server = ScriptedServicer(failure, failure, failure)
     with served(server) as address, client_of(address, retries=QUICK) as client:
         assert text_of(client.classify(b"cat")) == "cat"
@@ -168,14 +163,14 @@ def test_what_may_pass_is_tried_again(client_of, failure) -> None:
     ],
     ids=repr,
 )
-def test_what_would_not_pass_is_not_tried_again(client_of, failure) -> None:
+def test_a_permanent_error_is_not_retried(client_of, failure) -> None:
     server = ScriptedServicer(failure)
     with served(server) as address, client_of(address, retries=QUICK) as client, pytest.raises(PreluNetError):
         client.classify(b"cat")
     assert len(server.seen) == 1
 
 
-def test_the_last_error_is_raised_when_the_attempts_are_over(client_of) -> None:
+def test_the_last_error_is_raised_when_the_attempts_are_used_up(client_of) -> None:
     server = ScriptedServicer(UNAVAILABLE, UNAVAILABLE, UNAVAILABLE, AT_ONCE)
     with (
         served(server) as address,
@@ -188,7 +183,7 @@ def test_the_last_error_is_raised_when_the_attempts_are_over(client_of) -> None:
     assert isinstance(caught.value.__cause__, grpc.RpcError)
 
 
-def test_nothing_is_tried_again_without_retries(client_of) -> None:
+def test_nothing_is_retried_without_retries(client_of) -> None:
     server = ScriptedServicer(UNAVAILABLE)
     with (
         served(server) as address,
@@ -199,7 +194,7 @@ def test_nothing_is_tried_again_without_retries(client_of) -> None:
     assert len(server.seen) == 1
 
 
-def test_the_time_that_the_server_asks_for_is_waited_and_the_deadline_covers_all_attempts(client_of) -> None:
+def test_the_requested_wait_is_kept_and_the_deadline_covers_all_attempts(client_of) -> None:
     server = ScriptedServicer(Overloaded("full", retry_after=0.4), Overloaded("full", retry_after=0.2))
     with served(server) as address, client_of(address, retries=QUICK) as client:
         client.classify(b"cat", timeout=8)
@@ -209,7 +204,7 @@ def test_the_time_that_the_server_asks_for_is_waited_and_the_deadline_covers_all
     assert third.remaining <= 8 - 0.6 + 0.3  # gRPC rounds what it sends
 
 
-def test_a_wait_beyond_the_deadline_is_not_begun_and_the_reason_is_told_at_once(client_of) -> None:
+def test_the_error_is_raised_at_once_if_the_wait_would_pass_the_deadline(client_of) -> None:
     server = ScriptedServicer(Overloaded("full", retry_after=60))
     with (
         served(server) as address,
@@ -220,7 +215,7 @@ def test_a_wait_beyond_the_deadline_is_not_begun_and_the_reason_is_told_at_once(
     assert len(server.seen) == 1
 
 
-def test_a_call_has_the_deadline_of_its_client_or_its_own_or_none(client_of) -> None:
+def test_a_call_has_its_own_deadline_or_that_of_its_client_or_none(client_of) -> None:
     server = ScriptedServicer()
     with served(server) as address, client_of(address, timeout=17) as client:
         client.classify(b"cat")
@@ -236,7 +231,7 @@ def test_a_call_has_the_deadline_of_its_client_or_its_own_or_none(client_of) -> 
     assert seen == pytest.approx(wanted, abs=3)  # seconds that a busy machine may take
 
 
-def test_an_answer_that_does_not_come_in_time_is_a_deadline_passed(client_of) -> None:
+def test_an_answer_that_comes_too_late_ends_in_deadline_passed(client_of) -> None:
     gate = threading.Event()
 
     def never(request, context):
@@ -249,7 +244,7 @@ def test_an_answer_that_does_not_come_in_time_is_a_deadline_passed(client_of) ->
 
 
 @pytest.mark.parametrize("timeout", [0, -1, float("nan"), float("inf"), "soon"])
-def test_a_timeout_that_cannot_be_is_refused_before_anything_is_sent(client_of, timeout) -> None:
+def test_an_invalid_timeout_is_refused_before_anything_is_sent(client_of, timeout) -> None:
     server = ScriptedServicer()
     with served(server) as address, client_of(address) as client:
         with pytest.raises(UsageError, match="timeout is"):
@@ -261,7 +256,7 @@ def test_a_timeout_that_cannot_be_is_refused_before_anything_is_sent(client_of, 
     assert server.seen == []
 
 
-def test_calls_that_fail_for_long_stop_being_tried_again_until_answers_come(client_of) -> None:
+def test_calls_that_keep_failing_use_up_the_retry_budget_until_answers_arrive(client_of) -> None:
     retries = replace(QUICK, retry_budget=5, answers_per_retry=2)
     server = ScriptedServicer(*[UNAVAILABLE] * 10)
     with served(server) as address, client_of(address, retries=retries) as client:
@@ -279,7 +274,7 @@ def test_calls_that_fail_for_long_stop_being_tried_again_until_answers_come(clie
             client.classify(b"cat")
 
 
-def test_a_fleet_of_threads_shares_one_reserve() -> None:
+def test_all_threads_share_one_retry_budget() -> None:
     server = ScriptedServicer(*[UNAVAILABLE] * 1000)
     with (
         served(server) as address,
@@ -311,7 +306,7 @@ def free_port() -> int:
         return taken.getsockname()[1]
 
 
-# What is asked, and what comes of it.
+# Calls, and their results.
 ASKED = {
     "classify": lambda client: text_of(client.classify(b"cat")),
     "models": lambda client: [model.name for model in client.models()],
@@ -332,14 +327,14 @@ def test_a_server_that_starts_late_is_waited_for(client_of, method: str, monkeyp
 
 
 @pytest.mark.parametrize("method", ASKED)
-def test_a_server_that_loads_its_models_is_waited_for_without_attempts_and_reserve(client_of, method: str) -> None:
+def test_waiting_for_a_server_that_loads_its_models_costs_neither_attempts_nor_budget(client_of, method: str) -> None:
     server = ScriptedServicer(*[NotReady("the server is loading its models")] * 9)
     with served(server) as address, client_of(address, retries=SHORT) as client:
         assert ASKED[method](client) == WANTED[method]
     assert len(server.seen) >= 10
 
 
-def test_a_server_that_stays_away_is_waited_for_no_longer_than_the_rule_or_the_deadline_says(client_of) -> None:
+def test_an_absent_server_is_waited_for_until_the_restart_timeout_or_the_deadline(client_of) -> None:
     for restart_timeout, timeout in ((0.3, 60), (60, 0.3)):
         with client_of(f"127.0.0.1:{free_port()}", retries=replace(SHORT, restart_timeout=restart_timeout)) as client:
             begun = time.monotonic()
@@ -348,7 +343,7 @@ def test_a_server_that_stays_away_is_waited_for_no_longer_than_the_rule_or_the_d
             assert 0.2 < time.monotonic() - begun < 30
 
 
-def test_that_calls_wait_for_a_server_is_told_once_until_there_is_an_answer(client_of, caplog) -> None:
+def test_waiting_for_a_server_is_logged_once_until_there_is_an_answer(client_of, caplog) -> None:
     loading = [NotReady("the server is loading its models")] * 3
     server = ScriptedServicer(*loading, None, *loading)
     with served(server) as address, client_of(address, retries=SHORT) as client:
@@ -357,11 +352,11 @@ def test_that_calls_wait_for_a_server_is_told_once_until_there_is_an_answer(clie
     server.script.append(NotReady("the server is loading its models"))
     with served(server) as another, client_of(another, retries=QUICK) as client:
         client.classify(b"cat")  # an attempt like any other: nobody waits
-    told = [record.getMessage() for record in caplog.records if record.name.startswith("prelunet.evaluator.client")]
-    assert told == [f"retrying for up to 20 s: {address}: the server is loading its models"] * 2
+    logged = [record.getMessage() for record in caplog.records if record.name.startswith("prelunet.evaluator.client")]
+    assert logged == [f"retrying for up to 20 s: {address}: the server is loading its models"] * 2
 
 
-def test_the_waits_for_an_absent_server_grow_to_the_most_and_fit_into_the_time_left(monkeypatch) -> None:
+def test_the_waits_for_an_absent_server_grow_to_their_maximum_and_fit_into_the_time_left(monkeypatch) -> None:
     now = [100.0]
     monkeypatch.setattr("prelunet.evaluator.client.calls.time.monotonic", lambda: now[0])
 
@@ -392,7 +387,7 @@ def test_the_waits_for_an_absent_server_grow_to_the_most_and_fit_into_the_time_l
     assert attempts(rule).pause(asking, absent=True) == 6
 
 
-def test_an_absence_takes_no_attempt_and_begins_anew_after_any_other_failure_or_an_answer(monkeypatch) -> None:
+def test_an_absence_costs_no_attempt_and_restarts_after_any_other_failure_or_an_answer(monkeypatch) -> None:
     now = [100.0]
     monkeypatch.setattr("prelunet.evaluator.client.calls.time.monotonic", lambda: now[0])
     of = attempts(RetryPolicy(attempts=3, initial_backoff=1, max_backoff=4, restart_timeout=10))
@@ -409,7 +404,7 @@ def test_an_absence_takes_no_attempt_and_begins_anew_after_any_other_failure_or_
     assert of.pause(TRANSIENT, absent=True) == 1
 
 
-def test_a_call_whose_connection_is_reset_is_made_again(client_of) -> None:
+def test_a_call_whose_connection_is_reset_is_retried(client_of) -> None:
     arrived, gate = threading.Event(), threading.Event()
 
     def hold(request, context):
@@ -431,7 +426,7 @@ def test_a_call_whose_connection_is_reset_is_made_again(client_of) -> None:
     assert len(server.seen) == 2
 
 
-def test_a_call_to_a_machine_that_vanished_is_made_again_without_a_deadline(
+def test_a_call_to_a_machine_that_vanished_is_retried_even_without_a_deadline(
     client_of, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     arrived, gate = threading.Event(), threading.Event()
@@ -469,7 +464,7 @@ def test_a_machine_without_a_server_is_an_environment_fault_after_the_attempts(c
             client.classify(b"cat")
 
 
-def test_the_calls_go_round_the_servers_of_a_name_and_on_when_one_stops(client_of) -> None:
+def test_calls_take_turns_among_the_servers_of_a_name_and_continue_when_one_stops(client_of) -> None:
     first, second = ScriptedServicer(), ScriptedServicer()
     with served(first) as one, served(second) as two, client_of(f"ipv4:{one},{two}", retries=QUICK) as client:
         while not (first.seen and second.seen):  # until both are connected

@@ -30,7 +30,6 @@ from prelunet.evaluator.pb.prelunet.v1 import prelunet_pb2 as pb
 from prelunet.evaluator.rpc.status import MAX_MESSAGE_BYTES, status_of
 from tests.client.client_harness import (
     AT_ONCE,
-    BOTH,
     QUICK,
     Relay,
     ScriptedServicer,
@@ -44,11 +43,6 @@ from tests.client.client_harness import (
 
 UNAVAILABLE = grpc.StatusCode.UNAVAILABLE
 PETS = [b"cat", b"dog", b"fox", b"owl", b"rat"]
-
-
-@pytest.fixture(params=BOTH, ids=["Client", "AsyncClient"])
-def client_of(request: pytest.FixtureRequest):
-    return request.param
 
 
 def outcomes(results) -> list[tuple]:
@@ -98,7 +92,7 @@ def test_the_options_go_with_every_image(client_of) -> None:
     assert server.seen[0].metadata["x-request-id"] == "batch:7"
 
 
-def test_an_answer_may_be_larger_than_grpc_takes_by_itself(client_of) -> None:
+def test_an_answer_may_exceed_the_default_limit_of_grpc(client_of) -> None:
     heatmap = b"x" * (5 * 2**20)
     with (
         served(ScriptedServicer(lambda request, _: pb.ClassifyResponse(heatmap=heatmap))) as address,
@@ -114,7 +108,7 @@ def test_no_image_makes_no_call(client_of) -> None:
     assert server.seen == []
 
 
-def test_a_bad_image_has_its_own_error_and_the_stream_goes_on(client_of) -> None:
+def test_a_bad_image_has_its_own_error_and_the_stream_continues(client_of) -> None:
     def some(requests, _):
         errors = {b"dog": ImageError("dog: no image"), b"owl": OutOfMemory("owl: too large"), b"rat": ValueError("x")}
         for request in requests:
@@ -134,7 +128,7 @@ def test_a_bad_image_has_its_own_error_and_the_stream_goes_on(client_of) -> None
     assert len(server.seen) == 1
 
 
-def test_an_image_that_no_message_can_carry_is_refused_here_and_the_others_are_answered(
+def test_an_image_too_large_for_a_message_is_refused_by_the_client_and_the_others_are_answered(
     client_of, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("prelunet.evaluator.client.messages.MAX_MESSAGE_BYTES", 4096 + 5)  # three bytes and the framing
@@ -153,7 +147,9 @@ def test_an_image_that_no_message_can_carry_is_refused_here_and_the_others_are_a
     assert server.seen == [], "there was nothing to send"
 
 
-def test_refused_images_whose_errors_nobody_takes_are_held_back_too(client_of, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_refused_images_count_as_pending_until_their_errors_are_taken(
+    client_of, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("prelunet.evaluator.client.messages.MAX_MESSAGE_BYTES", 4096)
     asked = taken = 0
 
@@ -161,7 +157,7 @@ def test_refused_images_whose_errors_nobody_takes_are_held_back_too(client_of, m
         nonlocal asked
         for _ in range(500):
             asked += 1
-            assert asked <= taken + 2 * 4 + 1  # four that are being told, four more
+            assert asked <= taken + 2 * 4 + 1  # four whose errors are on their way, four more
             yield b"large"
 
     with served(ScriptedServicer()) as address, client_of(address) as client:
@@ -171,7 +167,7 @@ def test_refused_images_whose_errors_nobody_takes_are_held_back_too(client_of, m
     assert taken == 500
 
 
-def test_an_image_that_comes_at_a_bad_moment_is_sent_again_on_the_same_stream(client_of) -> None:
+def test_an_image_that_met_a_transient_error_is_sent_again_on_the_same_stream(client_of) -> None:
     def full(requests, _):
         left = {b"dog": 2, b"fox": 2, b"rat": 99}
         for request in requests:
@@ -187,7 +183,7 @@ def test_an_image_that_comes_at_a_bad_moment_is_sent_again_on_the_same_stream(cl
     assert len(server.seen) == 1
 
 
-def test_images_sent_again_draw_on_the_client_s_reserve(client_of) -> None:
+def test_images_sent_again_use_the_retry_budget(client_of) -> None:
     sent = []
 
     def full(requests, _):
@@ -205,7 +201,7 @@ def test_images_sent_again_draw_on_the_client_s_reserve(client_of) -> None:
 
 
 @pytest.mark.parametrize("code", [UNAVAILABLE, grpc.StatusCode.CANCELLED], ids=["unavailable", "cancelled"])
-def test_a_stream_that_breaks_is_taken_up_again_with_what_is_unanswered(client_of, code: grpc.StatusCode) -> None:
+def test_a_broken_stream_is_reopened_for_the_unanswered_images(client_of, code: grpc.StatusCode) -> None:
     sent: list[list[bytes]] = []
 
     def breaks_after(answers: int):
@@ -229,7 +225,7 @@ def test_a_stream_that_breaks_is_taken_up_again_with_what_is_unanswered(client_o
 
 
 @pytest.mark.parametrize("waits", [True, False], ids=["nothing is sent", "something is sent"])
-def test_a_stream_that_the_server_ends_because_it_is_idle_is_opened_again_at_no_cost(client_of, waits: bool) -> None:
+def test_a_stream_that_the_server_ended_because_it_was_idle_is_reopened_at_no_cost(client_of, waits: bool) -> None:
     ended = threading.Event()
 
     def idle(requests, context):
@@ -250,7 +246,7 @@ def test_a_stream_that_the_server_ends_because_it_is_idle_is_opened_again_at_no_
     assert len(server.seen) == 3
 
 
-def test_an_image_whose_stream_is_always_ended_for_want_of_a_message_gets_the_error(client_of) -> None:
+def test_an_image_whose_stream_always_times_out_gets_the_error(client_of) -> None:
     """As one does that takes longer on its way than a server gives the first message of a stream."""
     server = ScriptedServicer(*[DeadlinePassed("the first message of this stream did not arrive within 60 s")] * 9)
     with served(server) as address, client_of(address, retries=QUICK) as client:
@@ -259,7 +255,7 @@ def test_an_image_whose_stream_is_always_ended_for_want_of_a_message_gets_the_er
     assert len(server.seen) == QUICK.attempts
 
 
-def test_a_stream_that_breaks_without_any_answer_is_given_up_with_its_error(client_of) -> None:
+def test_a_stream_that_breaks_repeatedly_without_an_answer_raises_its_error(client_of) -> None:
     server = ScriptedServicer(*[UNAVAILABLE] * 9)
     with (
         served(server) as address,
@@ -270,7 +266,7 @@ def test_a_stream_that_breaks_without_any_answer_is_given_up_with_its_error(clie
     assert len(server.seen) == 4
 
 
-def test_a_stream_that_breaks_for_good_raises_and_is_not_taken_up_again(client_of) -> None:
+def test_a_stream_that_ends_in_a_permanent_error_raises_it_and_is_not_reopened(client_of) -> None:
     server = ScriptedServicer(UsageError("ids should differ"))
     with (
         served(server) as address,
@@ -281,7 +277,7 @@ def test_a_stream_that_breaks_for_good_raises_and_is_not_taken_up_again(client_o
     assert len(server.seen) == 1
 
 
-def test_an_image_that_breaks_every_stream_gets_an_error_and_the_others_their_answers(client_of) -> None:
+def test_an_image_that_breaks_every_stream_gets_an_error_and_the_others_get_answers(client_of) -> None:
     def poisoned(requests, context):
         crashing = False
         for request in requests:
@@ -302,7 +298,7 @@ def test_an_image_that_breaks_every_stream_gets_an_error_and_the_others_their_an
     assert len(server.seen) == 5
 
 
-def test_a_stream_whose_connection_is_reset_is_taken_up_again(client_of) -> None:
+def test_a_stream_whose_connection_is_reset_is_reopened(client_of) -> None:
     def stall(requests, _):
         yield good(next(requests))
         reset.wait(30)
@@ -322,7 +318,7 @@ def test_a_stream_whose_connection_is_reset_is_taken_up_again(client_of) -> None
     assert sorted(outcomes([first, *rest])) == [(0, "cat"), (1, "dog"), (2, "fox"), (3, "owl"), (4, "rat")]
 
 
-def test_what_the_iterable_raises_is_raised_after_the_answers_to_the_images_before(client_of) -> None:
+def test_an_exception_of_the_iterable_is_raised_after_the_answers_to_the_images_before_it(client_of) -> None:
     def images() -> Iterator[bytes]:
         yield from PETS[:3]
         raise LookupError("no more pets")
@@ -344,7 +340,7 @@ def test_what_the_iterable_raises_is_raised_after_the_answers_to_the_images_befo
     [({"top_k": 0}, "top_k is 0"), ({"max_pending": 0}, "max_pending is 0"), ({"scales": [0]}, "scales has 0"),
      ({"scales": [2**32]}, "scales has"), ({"request_id": "a b"}, "request_id is 'a b'")],
 )  # fmt: skip
-def test_an_option_that_cannot_be_is_refused_at_once(client_of, options: dict, text: str) -> None:
+def test_an_invalid_option_is_refused_at_once(client_of, options: dict, text: str) -> None:
     with served(ScriptedServicer()) as address, client_of(address) as client, pytest.raises(UsageError, match=text):
         client.classify_many(PETS, **options)
 
@@ -358,7 +354,7 @@ def test_an_option_that_cannot_be_is_refused_at_once(client_of, options: dict, t
     ],
     ids=["another id", "no result", "no answer"],
 )
-def test_a_server_that_does_not_keep_to_the_protocol_is_told(client_of, wrong) -> None:
+def test_a_server_that_violates_the_protocol_is_reported(client_of, wrong) -> None:
     with (
         served(ScriptedServicer(wrong)) as address,
         client_of(address) as client,
@@ -367,7 +363,7 @@ def test_a_server_that_does_not_keep_to_the_protocol_is_told(client_of, wrong) -
         list(client.classify_many(PETS))
 
 
-def test_a_stream_that_is_given_up_ends_on_the_server_too_though_its_error_is_kept(client_of) -> None:
+def test_an_abandoned_stream_ends_on_the_server_even_while_its_error_is_kept(client_of) -> None:
     ended = threading.Event()
 
     def wrong(requests, context):
@@ -398,7 +394,7 @@ class Broken(grpc.RpcError):
         return ()
 
 
-def test_what_is_known_is_told_before_a_stream_that_broke_is_taken_up_again() -> None:
+def test_known_results_are_returned_before_a_broken_stream_is_reopened() -> None:
     settings = ClientSettings("there:1", None, RetryPolicy(initial_backoff=10**6, max_backoff=10**6))
     pending = PendingImages(settings, classify_request, None, None, max_pending=3)
     pending.add(b"cat")
@@ -412,7 +408,7 @@ def test_what_is_known_is_told_before_a_stream_that_broke_is_taken_up_again() ->
     assert pending.seconds_until_work() > 1
 
 
-def test_streams_to_a_server_that_is_not_there_count_as_no_attempt_of_their_images() -> None:
+def test_a_stream_to_an_absent_server_is_no_attempt_of_its_images() -> None:
     pending = PendingImages(
         ClientSettings("there:1", None, RetryPolicy(attempts=2, initial_backoff=1e-9, max_backoff=1e-9)),
         classify_request,
@@ -431,7 +427,7 @@ def test_streams_to_a_server_that_is_not_there_count_as_no_attempt_of_their_imag
     assert not pending.idle
 
 
-def test_what_is_taken_while_a_stream_breaks_belongs_to_the_next_stream() -> None:
+def test_an_image_read_while_a_stream_breaks_belongs_to_the_next_stream() -> None:
     settings = ClientSettings("there:1", None, RetryPolicy(initial_backoff=1e-9, max_backoff=1e-9))
     pending = PendingImages(settings, classify_request, None, None, max_pending=2)
     streams = []
@@ -488,7 +484,7 @@ class Image(bytes):
 
 
 @pytest.mark.parametrize("max_pending", [1, 5])
-def test_no_more_images_are_held_than_asked_for(client_of, max_pending: int) -> None:
+def test_no_more_images_are_held_than_max_pending(client_of, max_pending: int) -> None:
     asked, answered, most = 0, 0, 0
 
     def images() -> Iterator[tuple[int, bytes]]:
@@ -504,13 +500,13 @@ def test_no_more_images_are_held_than_asked_for(client_of, max_pending: int) -> 
             answered += 1
             assert text_of(answer) == str(key)
     assert answered == 200
-    assert most <= max_pending + 1  # one is told, but not yet counted here
+    assert most <= max_pending + 1  # one is on its way
     assert Image.most <= 5, "the bytes themselves should not outlive their message"  # made, taken, in threads' hands
     gc.collect()
     assert Image.alive == 0
 
 
-def test_who_takes_no_answers_is_asked_for_no_more_images(client_of) -> None:
+def test_no_more_images_are_read_while_answers_are_not_taken(client_of) -> None:
     asked = []
 
     def images() -> Iterator[bytes]:
@@ -527,7 +523,7 @@ def test_who_takes_no_answers_is_asked_for_no_more_images(client_of) -> None:
     assert len(asked) <= 20 + 8 + 1  # one may have been under way
 
 
-def test_leaving_the_answers_ends_the_call_and_the_threads(client_of) -> None:
+def test_leaving_the_loop_ends_the_call_and_the_threads(client_of) -> None:
     ended = threading.Event()
 
     def watch(requests, context):
@@ -566,7 +562,7 @@ def test_several_threads_share_a_client_for_many_images() -> None:
         assert [call.result(60) for call in calls] == [[(n, f"{name}{n}") for n in range(40)] for name in "abcd"]
 
 
-def test_closing_the_client_ends_what_is_in_flight_and_further_calls_say_so(client_of) -> None:
+def test_closing_the_client_interrupts_calls_in_flight_and_refuses_further_ones(client_of) -> None:
     arrived, gate = threading.Event(), threading.Event()
 
     def hold(request, context):
