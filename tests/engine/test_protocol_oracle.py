@@ -173,7 +173,7 @@ def test_an_adopted_nets_filter_is_used(
     assert_equals_oracle(bicubic, oracle, Case("ten-crop", ten(32)))
 
 
-def test_the_oracle_is_sure_of_something_and_tells_the_images_apart(oracle: Oracle) -> None:
+def test_the_oracle_distinguishes_the_images(oracle: Oracle) -> None:
     answers = [average(oracle.dense(image, (32, 48, 60))) for image in IMAGES]
     assert min(answer.max() * len(answer) for answer in answers) > 1.5  # 1: every class alike
     for place, answer in enumerate(answers):
@@ -305,7 +305,7 @@ def test_a_mistake_is_caught(
 
 
 class GridSession(FakeSession):
-    """A session with the sizes of models A, B and C that says the same of every window."""
+    """A session with the sizes of models A, B and C with the same scores for every window."""
 
     def __init__(self) -> None:
         super().__init__(paper_contract())

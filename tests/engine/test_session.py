@@ -57,22 +57,22 @@ def use(monkeypatch: pytest.MonkeyPatch):
 
 
 @pytest.mark.parametrize("instead", [CPU, OPENVINO])
-def test_asked_for_cuda_another_provider_is_an_error_that_names_both_and_never_a_session(
+def test_when_cuda_is_requested_another_provider_is_an_error_that_names_both_and_never_a_session(
     use, model: Path, instead: str
 ) -> None:
-    runtime = use(FakeRuntime(CUDA, comes_up=instead))
+    runtime = use(FakeRuntime(CUDA, actual=instead))
     with pytest.raises(EnvironmentFault, match=rf"--device cuda: {CUDA} is unavailable.* offers {instead} instead"):
         open_session(model, "cuda")
     assert runtime.events[-2:] == ["preload_dlls", f"load on {CUDA}"], "the CPU should not be tried"
 
 
-def test_asked_for_cuda_a_driver_that_fails_is_an_error_with_the_runtimes_words(use, model: Path) -> None:
+def test_when_cuda_is_requested_a_driver_that_fails_is_an_error_with_the_runtimes_words(use, model: Path) -> None:
     use(FakeRuntime(CUDA, fails={CUDA: runtime_error("EPFail", "CUDA driver\nversion is insufficient")}))
     with pytest.raises(EnvironmentFault, match=r"--device cuda: .*model\.onnx .*CUDA driver version is insufficient"):
         open_session(model, "cuda")
 
 
-def test_asked_for_cuda_a_runtime_that_knows_none_is_an_error_that_names_the_extra(use, model: Path) -> None:
+def test_when_cuda_is_requested_a_runtime_that_knows_none_is_an_error_that_names_the_extra(use, model: Path) -> None:
     runtime = use(FakeRuntime())
     with pytest.raises(EnvironmentFault, match=r"--device cuda: .*has no CUDA support.*\[gpu\]"):
         open_session(model, "cuda")
@@ -81,10 +81,10 @@ def test_asked_for_cuda_a_runtime_that_knows_none_is_an_error_that_names_the_ext
 
 @pytest.mark.parametrize(
     "runtime",
-    [FakeRuntime(CUDA, comes_up=CPU), FakeRuntime(CUDA, fails={CUDA: runtime_error("EPFail")}), FakeRuntime()],
+    [FakeRuntime(CUDA, actual=CPU), FakeRuntime(CUDA, fails={CUDA: runtime_error("EPFail")}), FakeRuntime()],
     ids=["replaced by the CPU", "fails to load", "not listed"],
 )
-def test_auto_without_a_cuda_that_comes_up_is_a_cpu_session_that_says_so(use, model: Path, caplog, runtime) -> None:
+def test_auto_without_a_working_cuda_is_a_cpu_session_with_a_warning(use, model: Path, caplog, runtime) -> None:
     use(runtime)
     opened = open_session(model, "auto")
     assert caplog.text.count("running on the CPU, because CUDA is unavailable: --device cuda") == len(runtime.loads) - 1
@@ -104,7 +104,7 @@ def sizes() -> np.ndarray:
 
 
 @pytest.mark.parametrize("device", ["auto", "cuda"])
-def test_where_cuda_comes_up_it_runs_with_our_options(use, model: Path, device: Device) -> None:
+def test_where_cuda_works_it_runs_with_our_options(use, model: Path, device: Device) -> None:
     runtime = use(FakeRuntime(CUDA))
     opened = open_session(model, device, threads=7)
     assert opened.circumstances.provider == CUDA
@@ -130,15 +130,15 @@ def test_for_many_images_the_largest_batch_is_run_once_after_the_smallest(use, m
     assert largest[1:] == (60, 60, 3), "of the largest scale"
 
 
-@pytest.mark.parametrize("asked", [None, 3 * GIB, 40 * GIB])
+@pytest.mark.parametrize("requested", [None, 3 * GIB, 40 * GIB])
 def test_a_limit_of_the_gpu_and_what_is_free_there_bound_the_arena_and_its_batches(
-    use, model: Path, monkeypatch: pytest.MonkeyPatch, asked: int | None
+    use, model: Path, monkeypatch: pytest.MonkeyPatch, requested: int | None
 ) -> None:
     for free in (2 * GIB, 10 * GIB):
         monkeypatch.setattr(FakeCudaRuntime, "arena_bytes", lambda _, most, free=free: min(most or 2**60, free))
         runtime = use(FakeRuntime(CUDA))
-        opened = open_with_placement(model, Placement("cuda", memory=2**20, gpu_memory=asked))
-        arena = min(asked or 2**60, free)
+        opened = open_with_placement(model, Placement("cuda", memory=2**20, gpu_memory=requested))
+        arena = min(requested or 2**60, free)
         ((_, ((_, settings),)),) = runtime.loads
         assert settings["gpu_mem_limit"] == str(arena)
         assert opened.rules == gpu_rules(fake_contract(), arena, file_bytes=9)
@@ -189,7 +189,7 @@ def golden_answer() -> tuple[np.ndarray, np.ndarray]:
     ],
 )
 @pytest.mark.parametrize("precision", [None, "fp32", "tf32"])
-def test_a_gpu_that_rounds_more_than_float32_is_refused_unless_that_was_asked_for(
+def test_a_gpu_that_rounds_more_than_float32_is_refused_unless_that_was_requested(
     use, model: Path, precision: Precision | None, off: tuple[float, float], refused: bool, caplog
 ) -> None:
     def computes(shape: tuple[int, ...]) -> tuple[np.ndarray, np.ndarray]:
@@ -300,7 +300,7 @@ def test_threads_are_those_of_the_cpu_provider(use, model: Path, threads: int) -
     assert runtime.events == [f"load on {CPU}"], "no library of CUDA should be touched"
 
 
-def test_a_served_model_has_the_threads_that_were_asked_for(use, model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_served_model_has_the_threads_that_were_requested(use, model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     runtime = use(FakeRuntime())
     opened = load_model(ModelFile("x", model), Placement("cpu", threads=3))
     assert opened.circumstances.provider == CPU
@@ -395,7 +395,7 @@ def test_what_only_the_gpu_cannot_load_is_the_machines_fault_there_and_the_files
     use(FakeRuntime(CUDA, fails={CPU: error, CUDA: error}))
     with pytest.raises(EnvironmentFault, match=r"--device cuda: .*model\.onnx could not be loaded on the GPU"):
         open_session(model, "cuda")
-    with pytest.raises(ContractError, match=rf"model\.onnx: could not be loaded \({kind}: what the runtime says\)"):
+    with pytest.raises(ContractError, match=rf"model\.onnx: could not be loaded \({kind}: a message of the runtime\)"):
         open_session(model, "cpu")
 
 

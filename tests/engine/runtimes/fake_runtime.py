@@ -25,7 +25,7 @@ class SessionOptions:
 
 
 class FakeRuntime(ModuleType):
-    """The interface of onnxruntime. offers: the providers it lists; comes_up: what really runs when CUDA is requested.
+    """The interface of onnxruntime. offers: the providers it lists; actual: what really runs when CUDA is requested.
 
     fails: provider → error of its loading; on_run: called at the start of every run. Records `loads`, (options,
     providers) of each load, and `events`, the order of the calls.
@@ -37,7 +37,7 @@ class FakeRuntime(ModuleType):
     def __init__(
         self,
         *offers: str,
-        comes_up: str = CUDA,
+        actual: str = CUDA,
         fails: dict[str, Exception] | None = None,
         inputs: tuple[str, ...] = INPUTS,
         outputs: tuple[str, ...] = OUTPUTS,
@@ -47,7 +47,7 @@ class FakeRuntime(ModuleType):
     ) -> None:
         super().__init__("onnxruntime")
         self._offers = [*offers, CPU]
-        self._comes_up = comes_up
+        self._actual = actual
         self._fails = fails or {}
         self._names = inputs, outputs
         self._classes = classes
@@ -83,7 +83,7 @@ class FakeRuntime(ModuleType):
         self.events.append(f"load on {requested}")
         if requested in self._fails:
             raise self._fails[requested]
-        runs = self._comes_up if requested == CUDA else requested
+        runs = self._actual if requested == CUDA else requested
         inputs, outputs = (
             [SimpleNamespace(name=name, shape=["N", *shape]) for name in names]
             for names, shape in zip(self._names, ((*self._sides, 3), (self._classes,)), strict=True)
@@ -141,6 +141,6 @@ def nothing(_shape: tuple[int, ...]) -> tuple[None, None]:
     return None, None
 
 
-def runtime_error(kind: str, text: str = "what the runtime says") -> Exception:
+def runtime_error(kind: str, text: str = "a message of the runtime") -> Exception:
     """Create an error whose class is named like one of the runtime's."""
     return type(kind, (Exception,), {})(text)

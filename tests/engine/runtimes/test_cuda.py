@@ -234,7 +234,7 @@ def test_page_locked_memory_is_used_again_and_freed_in_the_end(library: FakeCuda
     assert library.live == library.on_gpu == {}
 
 
-def test_a_slot_grows_by_powers_of_two_so_that_it_seldom_does(library: FakeCudart) -> None:
+def test_a_slot_grows_by_powers_of_two_so_that_it_rarely_does(library: FakeCudart) -> None:
     binding = bound()
     sizes = set()
     for width in range(3, 300):
@@ -244,7 +244,7 @@ def test_a_slot_grows_by_powers_of_two_so_that_it_seldom_does(library: FakeCudar
     assert 3 * 3 * 299 <= max(sizes) < 2 * 3 * 3 * 299
 
 
-def test_one_thread_computes_whoever_calls(library: FakeCudart) -> None:
+def test_one_thread_computes_for_all_callers(library: FakeCudart) -> None:
     """onnxruntime issue 29351: run from fresh threads, the arena of a session grows and grows."""
     session = FakeInferenceSession()
     binding = bound(session)

@@ -97,7 +97,7 @@ def test_answers_stay_what_they_were_when_the_session_runs_again(exported: dict[
 
 
 @pytest.mark.skipif(not computes_bf16(), reason="this CPU has no bfloat16 instructions")
-def test_bf16_is_what_runs_where_it_is_asked_for(exported: dict[str, ExportedNet]) -> None:
+def test_bf16_is_what_runs_where_it_is_requested(exported: dict[str, ExportedNet]) -> None:
     path = exported["demo-image"].path
     session, reference = open_session(path, "openvino", precision="bf16"), open_session(path, "openvino")
     assert session.circumstances.precision == "bf16"
@@ -139,7 +139,7 @@ class FakeCompiledModel:
 
 
 @pytest.mark.parametrize(
-    ("asked", "runs"),
+    ("requested", "runs"),
     [
         ("bf16", ["f32", "f32"]),
         ("bf16", ["f32", "bf16"]),  # one layer that was left out is one too many
@@ -149,12 +149,14 @@ class FakeCompiledModel:
         ("fp32", ["f32", "bf16"]),
     ],
 )
-def test_another_precision_than_was_asked_for_is_an_error_that_names_both(asked: Any, runs: list[str]) -> None:
+def test_another_precision_than_the_requested_one_is_an_error_that_names_both(requested: Any, runs: list[str]) -> None:
     compiled = FakeCompiledModel(
         ("Convolution", runs[0]), ("FullyConnected", runs[1]), ("Softmax", "f32"), ("Pooling", "bf16")
     )
-    with pytest.raises(EnvironmentFault, match=rf"--precision {asked}: .*computes in {', '.join(sorted(set(runs)))} "):
-        openvino_runtime.check_precision(compiled, asked)
+    with pytest.raises(
+        EnvironmentFault, match=rf"--precision {requested}: .*computes in {', '.join(sorted(set(runs)))} "
+    ):
+        openvino_runtime.check_precision(compiled, requested)
 
 
 def test_layers_without_arithmetic_do_not_decide_the_precision() -> None:

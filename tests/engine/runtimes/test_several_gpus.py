@@ -50,11 +50,11 @@ def machine(monkeypatch: pytest.MonkeyPatch) -> FakeGpus:
     return found
 
 
-@pytest.mark.parametrize(("asked", "opened"), [(1, [0]), (3, [0, 1, 2]), (0, [0, 1, 2, 3])])
-def test_a_session_is_opened_on_each_gpu(machine: FakeGpus, asked: int, opened: list[int]) -> None:
+@pytest.mark.parametrize(("requested", "opened"), [(1, [0]), (3, [0, 1, 2]), (0, [0, 1, 2, 3])])
+def test_a_session_is_opened_on_each_gpu(machine: FakeGpus, requested: int, opened: list[int]) -> None:
     machine.count = 4
     for device in ("auto", "cuda"):
-        sessions = open_sessions(MODEL, Placement(device, "tf32", gpu_memory=7), asked)
+        sessions = open_sessions(MODEL, Placement(device, "tf32", gpu_memory=7), requested)
         expected = [Placement("cuda", "tf32", gpu=gpu, gpu_memory=7) for gpu in opened]
         assert [session.placement for session in sessions] == expected
 
@@ -87,7 +87,7 @@ def test_cards_of_two_kinds_are_refused_naming_both(machine: FakeGpus) -> None:
         open_sessions(MODEL, Placement("cuda"), 3)
 
 
-def test_a_card_with_less_room_is_refused_with_the_limit_that_would_make_all_alike(machine: FakeGpus) -> None:
+def test_a_card_with_less_room_is_refused_with_the_limit_that_makes_all_identical(machine: FakeGpus) -> None:
     machine.count, machine.rules = 2, {1: BatchRules(max_pixels=4711)}
     with pytest.raises(EnvironmentFault, match=r"(?s)batching\.max_pixels: \d+ GPU 0, 4711 GPU 1.*--gpu-memory-limit"):
         open_sessions(MODEL, Placement("cuda"), 2)
