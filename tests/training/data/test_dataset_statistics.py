@@ -4,6 +4,7 @@ import json
 import os
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -21,6 +22,8 @@ from prelunet.training.data.splits import open_splits
 from prelunet.training.loop.train import train
 from prelunet.training.loop.trainer import Execution
 from tests.training.training_folders import RECIPE, make_dataset, write_image
+
+compute = partial(compute_statistics, split="train/", scale=14, crop=12)
 
 
 @pytest.fixture(scope="module")
@@ -75,7 +78,7 @@ def test_means_and_axes_are_those_of_the_central_views(dataset: Dataset) -> None
     narrow = [sample for sample in dataset.samples if "003.png" not in sample.file]  # the oracle has no cap at 4:1
     part = replace(dataset, samples=narrow)
     views = slow_views(part)
-    found = compute_statistics(part, "train/", scale=14, crop=12, workers=2)
+    found = compute(part, workers=2)
     assert found.refused == {}
     np.testing.assert_array_equal(found.mean_image, views.mean(axis=0).astype(np.float32), strict=True)
     np.testing.assert_array_equal(found.mean_channels, views.mean(axis=(0, 1, 2)).astype(np.float32), strict=True)
@@ -85,8 +88,8 @@ def test_means_and_axes_are_those_of_the_central_views(dataset: Dataset) -> None
 
 
 def test_the_statistics_do_not_depend_on_the_number_of_threads(dataset: Dataset) -> None:
-    plain = compute_statistics(dataset, "train/", scale=14, crop=12, workers=1)
-    assert_equal(compute_statistics(dataset, "train/", scale=14, crop=12, workers=4), plain)
+    plain = compute(dataset, workers=1)
+    assert_equal(compute(dataset, workers=4), plain)
 
 
 def test_an_image_that_cannot_be_decoded_is_named_and_skipped(tmp_path: Path) -> None:
@@ -94,11 +97,11 @@ def test_an_image_that_cannot_be_decoded_is_named_and_skipped(tmp_path: Path) ->
     whole = (root / "train/dog/002.png").read_bytes()
     (root / "train/dog/002.png").write_bytes(whole[: len(whole) // 2])
     dataset = open_splits(root).train
-    found = compute_statistics(dataset, "train/", scale=14, crop=12)
+    found = compute(dataset)
     assert list(found.refused) == ["dog/002.png"]
     assert "truncated" in found.refused["dog/002.png"]
     others = replace(dataset, samples=[sample for sample in dataset.samples if sample.file != "dog/002.png"])
-    assert_equal(replace(found, refused={}), compute_statistics(others, "train/", scale=14, crop=12))
+    assert_equal(replace(found, refused={}), compute(others))
     image_cache = ImageCache(dataset, found.refused)
     assert len(image_cache) == 20
     assert "dog/002.png" not in {sample.file for sample in image_cache.samples}
@@ -129,7 +132,7 @@ def cached_files(cache: Path) -> list[Path]:
 def test_statistics_are_computed_once_per_dataset_scale_and_crop(
     dataset: Dataset, tmp_path: Path, decoded: list[bytes]
 ) -> None:
-    expected = compute_statistics(dataset, "train/", scale=14, crop=12)
+    expected = compute(dataset)
     for scale, crop, expected_count in ((14, 12, 21), (14, 12, 0), (15, 12, 21), (14, 11, 21), (14, 12, 0)):
         decoded.clear()
         found = compute_statistics(dataset, "train/", scale=scale, crop=crop, cache=tmp_path / "new/cache")
@@ -138,17 +141,15 @@ def test_statistics_are_computed_once_per_dataset_scale_and_crop(
             assert_equal(found, expected)
     assert len(cached_files(tmp_path / "new/cache")) == 3
     decoded.clear()
-    assert_equal(
-        compute_statistics(dataset, "train/", scale=14, crop=12, cache=tmp_path / "new/cache", fresh=True), expected
-    )
+    assert_equal(compute(dataset, cache=tmp_path / "new/cache", fresh=True), expected)
     assert len(decoded) == 21
 
 
 def test_another_dataset_has_its_own_statistics(tmp_path: Path) -> None:
     root = make_dataset(tmp_path / "data")
-    first = compute_statistics(open_splits(root).train, "train/", scale=14, crop=12, cache=tmp_path)
+    first = compute(open_splits(root).train, cache=tmp_path)
     write_image(root / "train/dog/new.png", 77, (20, 20), 200)
-    second = compute_statistics(open_splits(root).train, "train/", scale=14, crop=12, cache=tmp_path)
+    second = compute(open_splits(root).train, cache=tmp_path)
     assert not np.array_equal(first.mean_image, second.mean_image)
     assert len(cached_files(tmp_path)) == 2
 
@@ -157,16 +158,16 @@ def test_refused_images_are_cached_with_their_reasons(tmp_path: Path) -> None:
     root = make_dataset(tmp_path / "data")
     (root / "train/dog/002.png").write_bytes(b"?")
     dataset = open_splits(root).train
-    first = compute_statistics(dataset, "train/", scale=14, crop=12, cache=tmp_path)
+    first = compute(dataset, cache=tmp_path)
     assert list(first.refused) == ["dog/002.png"]
-    assert_equal(compute_statistics(dataset, "train/", scale=14, crop=12, cache=tmp_path), first)
+    assert_equal(compute(dataset, cache=tmp_path), first)
 
 
 @pytest.mark.parametrize("stopped_at", [1, 8, 20])
 def test_an_interrupted_pass_resumes_where_it_was_saved(
     dataset: Dataset, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, decoded: list[bytes], stopped_at: int
 ) -> None:
-    expected = compute_statistics(dataset, "train/", scale=14, crop=12)
+    expected = compute(dataset)
     monkeypatch.setattr(dataset_statistics, "SAVE_EVERY", -1.0)  # after each image
     in_order = dataset_statistics.map_in_threads
 
@@ -178,10 +179,10 @@ def test_an_interrupted_pass_resumes_where_it_was_saved(
 
     monkeypatch.setattr(dataset_statistics, "map_in_threads", interrupted)
     with pytest.raises(KeyboardInterrupt):
-        compute_statistics(dataset, "train/", scale=14, crop=12, cache=tmp_path, workers=1)
+        compute(dataset, cache=tmp_path, workers=1)
     monkeypatch.setattr(dataset_statistics, "map_in_threads", in_order)
     decoded.clear()
-    assert_equal(compute_statistics(dataset, "train/", scale=14, crop=12, cache=tmp_path), expected)
+    assert_equal(compute(dataset, cache=tmp_path), expected)
     assert len(decoded) == 21 - stopped_at
 
 
@@ -198,21 +199,17 @@ DAMAGES: dict[str, Callable[[bytes], bytes]] = {
 
 @pytest.mark.parametrize("way", DAMAGES)
 def test_a_damaged_cache_file_is_reported_and_recomputed(dataset: Dataset, tmp_path: Path, way: str) -> None:
-    expected = compute_statistics(dataset, "train/", scale=14, crop=12, cache=tmp_path)
+    expected = compute(dataset, cache=tmp_path)
     (path,) = cached_files(tmp_path)
     data = path.read_bytes()
     path.write_bytes(DAMAGES[way](data))
     assert path.read_bytes() != data
     messages: list[str] = []
-    assert_equal(
-        compute_statistics(dataset, "train/", scale=14, crop=12, cache=tmp_path, report=messages.append), expected
-    )
+    assert_equal(compute(dataset, cache=tmp_path, report=messages.append), expected)
     assert f"{path}: damaged (" in messages[0]
     assert "are recomputed" in messages[0]
     messages.clear()
-    assert_equal(
-        compute_statistics(dataset, "train/", scale=14, crop=12, cache=tmp_path, report=messages.append), expected
-    )
+    assert_equal(compute(dataset, cache=tmp_path, report=messages.append), expected)
     assert messages == []  # the file was rewritten
 
 
@@ -235,8 +232,8 @@ def test_a_cache_folder_that_cannot_be_written_is_reported_and_does_not_stop_the
 ) -> None:
     (tmp_path / "file").write_text("in the way")
     messages: list[str] = []
-    found = compute_statistics(dataset, "train/", scale=14, crop=12, cache=tmp_path / "file", report=messages.append)
-    assert_equal(found, compute_statistics(dataset, "train/", scale=14, crop=12))
+    found = compute(dataset, cache=tmp_path / "file", report=messages.append)
+    assert_equal(found, compute(dataset))
     assert len(messages) == 1
     assert "cannot be cached" in messages[0]
     assert "PRELUNET_CACHE" in messages[0]
@@ -273,7 +270,7 @@ def test_stats_prints_the_statistics_and_caches_them_for_training(
     assert code == 0
     found = json.loads(out)
     dataset = open_splits(folder).train
-    expected = compute_statistics(dataset, "train/", scale=14, crop=12)
+    expected = compute(dataset)
     assert (found["images"], found["refused"], found["scale"], found["crop"]) == (21, {}, 14, 12)
     assert found["fingerprint"] == dataset.fingerprint
     np.testing.assert_allclose(found["mean"], expected.mean_channels, atol=1e-4)  # four digits
@@ -286,7 +283,7 @@ def test_stats_prints_the_statistics_and_caches_them_for_training(
     assert decoded == []
     assert "21 images, 0 refused" in out
     assert f"{'mean':9}" + "".join(f"{value:9.2f}" for value in expected.mean_channels) in out
-    compute_statistics(dataset, "train/", scale=14, crop=12, cache=cache)
+    compute(dataset, cache=cache)
     assert decoded == []
 
 

@@ -166,9 +166,14 @@ def test_with_workers_and_color_a_killed_run_resumes_bit_for_bit(
 # Images that become unreadable
 
 
-def test_an_image_that_becomes_unreadable_is_substituted_named_and_counted(tmp_path: Path) -> None:
-    root = make_dataset(tmp_path / "data")
+@pytest.fixture
+def root(tmp_path: Path) -> Path:
+    """Return a dataset that a test may damage; the folder of the run exists."""
     (tmp_path / "run").mkdir()
+    return make_dataset(tmp_path / "data")
+
+
+def test_an_image_that_becomes_unreadable_is_substituted_named_and_counted(root: Path, tmp_path: Path) -> None:
     messages: list[str] = []
     trainer = Trainer(replace(RECIPE, steps=6), open_splits(root), tmp_path / "run", report=messages.append)
     broken = root / "train/dog/001.png"
@@ -186,9 +191,7 @@ def test_an_image_that_becomes_unreadable_is_substituted_named_and_counted(tmp_p
     assert status[1].startswith("  dog/001.png: ")
 
 
-def test_too_many_unreadable_images_stop_training_with_the_state_saved(tmp_path: Path) -> None:
-    root = make_dataset(tmp_path / "data")
-    (tmp_path / "run").mkdir()
+def test_too_many_unreadable_images_stop_training_with_the_state_saved(root: Path, tmp_path: Path) -> None:
     recipe = replace(RECIPE, steps=6, max_refused=0.04)  # none of 21 images
     trainer = Trainer(recipe, open_splits(root), tmp_path / "run")
     broken = root / "train/dog/001.png"
@@ -203,9 +206,7 @@ def test_too_many_unreadable_images_stop_training_with_the_state_saved(tmp_path:
     Trainer(recipe, open_splits(root), tmp_path / "run").run()  # the repaired image is accepted
 
 
-def test_unreadable_images_of_val_are_skipped_and_counted(tmp_path: Path) -> None:
-    root = make_dataset(tmp_path / "data")
-    (tmp_path / "run").mkdir()
+def test_unreadable_images_of_val_are_skipped_and_counted(root: Path, tmp_path: Path) -> None:
     recipe, messages = replace(RECIPE, steps=2, max_refused=0.12), list[str]()
     trainer = Trainer(recipe, open_splits(root), tmp_path / "run", report=messages.append)
     (root / "val/ox/002.png").unlink()
@@ -216,25 +217,19 @@ def test_unreadable_images_of_val_are_skipped_and_counted(tmp_path: Path) -> Non
     ]
 
 
-def test_too_many_unreadable_images_of_val_stop_training_before_an_error_is_logged(tmp_path: Path) -> None:
-    root = make_dataset(tmp_path / "data")
-    (tmp_path / "run").mkdir()
+def test_too_many_unreadable_images_of_val_stop_training_before_an_error_is_logged(root: Path, tmp_path: Path) -> None:
     trainer = Trainer(replace(RECIPE, steps=2), open_splits(root), tmp_path / "run")
     (root / "val/ox/002.png").unlink()
     with pytest.raises(
         DatasetError, match=r"1 images of val/ became unreadable.*more than max_refused \(10 % of 9\).*ox/002\.png"
     ):
         trainer.run()
-    assert not (tmp_path / "run/metrics.jsonl").exists() or not any(
-        "top1_error" in one for one in lines_of(tmp_path / "run")
-    )
+    assert not any("top1_error" in line for line in lines_of(tmp_path / "run"))
 
 
 def test_unreadable_images_of_val_are_named_once_and_count_again_when_repaired(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    root = make_dataset(tmp_path / "data")
-    (tmp_path / "run").mkdir()
     messages: list[str] = []
     recipe = replace(RECIPE, steps=3, evaluate_every=1, max_refused=1.0)
     # Without memory for images, each evaluation reads the files
@@ -259,9 +254,7 @@ def test_unreadable_images_of_val_are_named_once_and_count_again_when_repaired(
     assert refused == [2, 2, 1]
 
 
-def test_a_val_without_readable_images_stops_training_with_any_max_refused(tmp_path: Path) -> None:
-    root = make_dataset(tmp_path / "data")
-    (tmp_path / "run").mkdir()
+def test_a_val_without_readable_images_stops_training_with_any_max_refused(root: Path, tmp_path: Path) -> None:
     trainer = Trainer(replace(RECIPE, steps=2, max_refused=1.0), open_splits(root), tmp_path / "run")
     for path in (root / "val").rglob("*.png"):
         path.unlink()
