@@ -1,7 +1,18 @@
-"""Parses HTML pages for tests."""
+"""Names and classes for pages, and a parser of the pages."""
 
 import re
 from html.parser import HTMLParser
+
+HOSTILE = [
+    "</script><script>alert(1)</script>",
+    '"><img src=https:example.org/x onerror=alert(1)>',
+    "{{ 7 * 7 }}{% raw %}",
+    "<!-- & ' ` עברית 鯛",
+]
+
+
+def many_classes(count: int) -> list[dict[str, str]]:
+    return [{"wnid": f"n{index:04}", "name": f"class {index}"} for index in range(count)]
 
 
 class Elements(HTMLParser):

@@ -31,15 +31,9 @@ from prelunet.evaluator.reporting.gallery import MAX_PER_CLASS
 from prelunet.evaluator.reporting.html import VEGA_LITE, signed
 from prelunet.evaluator.validation.run import read_run
 from tests.helpers.run_folders import CLASSES, MULTI_SCALE, evaluated, refused, write_run
-from tests.reporting.pages import Elements, check_self_contained
+from tests.reporting.pages import HOSTILE, Elements, check_self_contained, many_classes
 
 WNIDS = [entry["wnid"] for entry in CLASSES]
-HOSTILE = [
-    "</script><script>alert(1)</script>",
-    '"><img src=https:example.org/x onerror=alert(1)>',
-    "{{ 7 * 7 }}{% raw %}",
-    "<!-- & ' ` עברית 鯛",
-]
 
 
 def right(file: str, label: int, classes: int = 7) -> dict[str, Any]:
@@ -68,10 +62,6 @@ def make_images(folder: Path, files: Sequence[str]) -> str:
         pixels = np.random.default_rng(number).integers(0, 256, (31, 20, 3), dtype=np.uint8)
         Image.fromarray(pixels).save(path)
     return open_dataset(folder, split="val", wnids=WNIDS).fingerprint
-
-
-def many_classes(count: int) -> list[dict[str, str]]:
-    return [{"wnid": f"n{index:04}", "name": f"class {index}"} for index in range(count)]
 
 
 def runs_of_classes(count: int, images: int = 4) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:

@@ -29,6 +29,7 @@ from prelunet.evaluator.reporting.report import (
 from prelunet.evaluator.reporting.statistics import TOPS, macro_interval, wilson_interval
 from prelunet.evaluator.validation.run import Run, read_run
 from tests.helpers.run_folders import CLASSES, MULTI_SCALE, VIEWS, evaluated, refused, write_run
+from tests.reporting.pages import many_classes
 
 SCHEMA = json.loads((Path(__file__).parents[2] / "docs" / "report.schema.json").read_text(encoding="utf-8"))
 
@@ -68,10 +69,6 @@ def random_lines(seed: int, count: int, classes: int = 7) -> list[dict[str, Any]
         rank = 1 + order.index(label)
         lines.append(evaluated(f"{number:04}.jpg", label, order[:5], rank, first=first, view_ranks=ranks))
     return lines
-
-
-def many_classes(count: int) -> list[dict[str, str]]:
-    return [{"wnid": f"n{index:04}", "name": f"class {index}"} for index in range(count)]
 
 
 def test_the_published_schema_is_a_schema_and_refuses_what_is_no_report(tmp_path: Path) -> None:

@@ -25,15 +25,9 @@ from prelunet.evaluator.validation.run import read_run
 from prelunet.evaluator.validation.run_log import find_dataset
 from tests.helpers.fakes import FakeSession, fake_contract, validated
 from tests.helpers.run_folders import CLASSES, evaluated, refused, write_run
-from tests.reporting.pages import Elements, check_self_contained
+from tests.reporting.pages import HOSTILE, Elements, check_self_contained, many_classes
 
 WNIDS = [entry["wnid"] for entry in CLASSES]
-HOSTILE = [
-    "</script><script>alert(1)</script>",
-    '"><img src=https:example.org/x onerror=alert(1)>',
-    "{{ 7 * 7 }}{% raw %}",
-    "<!-- & ' ` עברית 鯛",
-]
 
 
 def page_of(folder: Path, lines: list[dict[str, Any]], **rest: Any) -> Elements:
@@ -62,10 +56,6 @@ def mistake(file: str, label: int, wrong: int, first: float = 0.6, classes: int 
 def thumbnail(address: str | None) -> Image.Image:
     assert address is not None
     return Image.open(io.BytesIO(base64.b64decode(address.split(",")[1])))
-
-
-def many_classes(count: int) -> list[dict[str, str]]:
-    return [{"wnid": f"n{index:04}", "name": f"class {index}"} for index in range(count)]
 
 
 def test_page_makes_no_network_requests(tmp_path: Path) -> None:
