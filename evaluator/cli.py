@@ -11,7 +11,6 @@ import io
 import os
 import signal
 import sys
-from collections.abc import Callable
 from dataclasses import dataclass
 from types import FrameType
 from typing import Annotated, Any
@@ -111,30 +110,20 @@ class LazyVerbs(typer.core.TyperGroup):
 
 def _load(name: str) -> Any:
     """Import a verb and turn its function into a command."""
-    function = _function_of(name)
+    verb, parser = VERBS[name], typer.core.TyperCommand
+    if verb.target:
+        module, function_name = verb.target.split(":")
+        function = getattr(importlib.import_module(module), function_name)
+    else:
+        (entry,) = importlib.metadata.entry_points(group="prelunet.verbs", name=name)
+        function = entry.load()
+    if verb.configurable:
+        from prelunet.evaluator.verbs.options.config_file import ConfigurableCommand
+
+        parser = ConfigurableCommand
     app = typer.Typer(add_completion=False, rich_markup_mode=None)
-    app.command(name, cls=_class_of(VERBS[name]), help=function.__doc__)(function)
+    app.command(name, cls=parser, help=function.__doc__)(function)
     return build_command(app)
-
-
-def _class_of(verb: Verb) -> type[typer.core.TyperCommand] | None:
-    """Return the command class that parses a verb's options, None for the default one."""
-    if not verb.configurable:
-        return None
-    from prelunet.evaluator.verbs.config_file import ConfigurableCommand
-
-    return ConfigurableCommand
-
-
-def _function_of(name: str) -> Callable[..., Any]:
-    """Return the function behind a verb."""
-    if target := VERBS[name].target:
-        module, function = target.split(":")
-        imported: Callable[..., Any] = getattr(importlib.import_module(module), function)
-        return imported
-    (entry,) = importlib.metadata.entry_points(group="prelunet.verbs", name=name)
-    loaded: Callable[..., Any] = entry.load()
-    return loaded
 
 
 _app = typer.Typer(cls=LazyVerbs, add_completion=False, no_args_is_help=True, rich_markup_mode=None)

@@ -1,4 +1,4 @@
-"""Command-line options that are declared at the fields of dataclasses; `evaluator/verbs/derive.py` reads them."""
+"""Command-line options that are declared at the fields of dataclasses."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -9,6 +9,7 @@ from typing import Any
 class CliOption:
     """How the command line sets a field: `max_calls: Annotated[int, CliOption("Maximum …", min=1)] = 2048`.
 
+    evaluator/verbs/options/derive.py makes options of them.
     help: for `--help`, with the unit; flag: without its dashes, by default the field's name; for a bool also
     `flip/--no-flip`; min, max: inclusive range; metavar: placeholder of the value; default: description of a default
     that is None; units: number of the option's units in one of the field's, e.g. 1000 for milliseconds and seconds;

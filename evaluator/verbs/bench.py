@@ -21,8 +21,8 @@ from prelunet.evaluator.protocols import EvaluationProtocol, ProtocolOverrides, 
 from prelunet.evaluator.terminal import echo, report, table_lines
 from prelunet.evaluator.validation.run import build_run_info, describe_dataset
 from prelunet.evaluator.validation.timing import STAGES
-from prelunet.evaluator.verbs.derive import Only, derive_options
-from prelunet.evaluator.verbs.options import GpusOption, ModelOption, ProtocolOption, estimate_run_memory
+from prelunet.evaluator.verbs.options.derive import Only, derive_options
+from prelunet.evaluator.verbs.options.shared import GpusOption, ModelOption, ProtocolOption, estimate_run_memory
 
 HEADERS = ("stage", "threads", "seconds", "ms/image", "share of time")
 

@@ -29,8 +29,8 @@ from prelunet.evaluator.protocols import (
     default_protocol_name,
 )
 from prelunet.evaluator.terminal import echo, report
-from prelunet.evaluator.verbs.derive import Only, derive_options
-from prelunet.evaluator.verbs.options import OptionalModelOption, ProtocolOption
+from prelunet.evaluator.verbs.options.derive import Only, derive_options
+from prelunet.evaluator.verbs.options.shared import OptionalModelOption, ProtocolOption
 
 DEFAULT_TIMEOUT = 60.0  # seconds
 

@@ -1,21 +1,19 @@
 """`prelunet doctor`: what this machine can run, and whether it is set up correctly."""
 
 import json
-from pathlib import Path
 from typing import Annotated
 
 import typer
 from rich.console import Console
 from rich.table import Table
 
-from prelunet.evaluator.engine.session import Placement, Session
+from prelunet.evaluator.engine.session import Placement
 from prelunet.evaluator.errors import CheckFailed
-from prelunet.evaluator.serving.memory import serving_memory
-from prelunet.evaluator.serving.options import ModelFile, ServeOptions
+from prelunet.evaluator.serving.options import ServeOptions
 from prelunet.evaluator.terminal import echo, escape_unprintable
-from prelunet.evaluator.verbs.derive import Only, derive_options
 from prelunet.evaluator.verbs.doctor_checks import Finding, check_machine, check_model, check_server
-from prelunet.evaluator.verbs.options import OptionalModelOption
+from prelunet.evaluator.verbs.options.derive import Only, derive_options
+from prelunet.evaluator.verbs.options.shared import OptionalModelOption
 
 
 @derive_options
@@ -43,7 +41,7 @@ def doctor(
         checked_address(server)
     findings = list(check_machine(host, port))
     if model is not None:
-        findings.append(check_model(model, placement, lambda session: _need(model, session)))
+        findings.append(check_model(model, placement))
     if server is not None:
         findings += check_server(server, timeout)
     wrong = [finding for finding in findings if finding.state == "wrong"]
@@ -54,16 +52,9 @@ def doctor(
     if wrong:
         count = f"{len(wrong)} of {len(findings)} findings {'is' if len(wrong) == 1 else 'are'} wrong:"
         if as_json:
-            raise CheckFailed("\n".join([count, *map(_line, wrong)]))
+            lines = [f"- {finding.name}: {finding.message}. {finding.fix}" for finding in wrong]
+            raise CheckFailed("\n".join([count, *lines]))
         raise CheckFailed(f"{count} {', '.join(finding.name for finding in wrong)}. The table shows how to fix this")
-
-
-def _need(path: Path, session: Session) -> int:
-    return serving_memory([session], ServeOptions((ModelFile("model", path),))).total
-
-
-def _line(finding: Finding) -> str:
-    return f"- {finding.name}: {finding.message}. {finding.fix}"
 
 
 def _print(findings: list[Finding]) -> None:

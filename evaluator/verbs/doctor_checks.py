@@ -21,11 +21,12 @@ from prelunet.evaluator.engine.load import open_with_placement, visible_gpus
 from prelunet.evaluator.engine.memory import format_bytes
 from prelunet.evaluator.engine.runtimes import onnx, openvino
 from prelunet.evaluator.engine.runtimes.base import LoadedModel
-from prelunet.evaluator.engine.session import Placement, Session
+from prelunet.evaluator.engine.session import Placement
 from prelunet.evaluator.engine.verify import tolerance_of, verify
 from prelunet.evaluator.errors import PreluNetError, install_hint
 from prelunet.evaluator.machine import cores, machine_memory
-from prelunet.evaluator.serving.options import RESERVED_FILES, ServerLimits
+from prelunet.evaluator.serving.memory import serving_memory
+from prelunet.evaluator.serving.options import RESERVED_FILES, ModelFile, ServeOptions, ServerLimits
 
 State = Literal["ok", "note", "wrong"]
 
@@ -219,17 +220,15 @@ def _port(host: str, port: int) -> Finding:
     return Finding("port", f"{host}:{port} is free", facts=facts)
 
 
-def check_model(path: Path, placement: Placement, estimate_memory: Callable[[Session], int]) -> Finding:
-    """Load a model, run its golden images and estimate the memory for serving it.
-
-    estimate_memory: returns that estimate in bytes.
-    """
+def check_model(path: Path, placement: Placement) -> Finding:
+    """Load a model, run its golden images and estimate the memory for serving it."""
     try:
         session = open_with_placement(path, placement, preallocate=True)
         deviations = verify(session) if session.contract.golden else []
     except PreluNetError as error:
         return Finding("model", f"{path}: cannot be served", "wrong", str(error))
-    need, available = estimate_memory(session), machine_memory()
+    need = serving_memory([session], ServeOptions((ModelFile("model", path),))).total
+    available = machine_memory()
     facts = {
         "sha256": session.model_sha256,
         "architecture": session.contract.name,

@@ -9,7 +9,8 @@ from typing import Annotated
 
 import typer
 
-from prelunet.evaluator.contract import ModelContract, default_scales
+from prelunet.evaluator.contract import default_scales
+from prelunet.evaluator.engine.load import open_session
 from prelunet.evaluator.engine.protocol_costs import ProtocolCost, paper_contract, protocol_costs
 from prelunet.evaluator.errors import UsageError
 from prelunet.evaluator.terminal import echo, table_lines
@@ -28,8 +29,10 @@ def protocols(
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:
     """List the evaluation protocols and the cost of each."""
-    height, width = _size(image)
-    contract = paper_contract() if model is None else _contract_of(model)
+    if not (size := re.fullmatch(r"([1-9]\d{0,4})x([1-9]\d{0,4})", image, re.ASCII)):
+        raise UsageError(f"--image {image}: give height and width in pixels, e.g. --image 375x500")
+    height, width = int(size[1]), int(size[2])
+    contract = paper_contract() if model is None else open_session(model, "cpu").contract
     costs = protocol_costs(contract, height, width)
     if as_json:
         plain = [cost.to_json() for cost in costs]
@@ -55,18 +58,6 @@ def _refusals(costs: Sequence[ProtocolCost]) -> list[str]:
         if cost.refusal is not None:
             names.setdefault(cost.refusal.removeprefix(f"protocol {cost.name}: "), []).append(cost.name)
     return [f"  {', '.join(refused)}: {reason}" for reason, refused in names.items()]
-
-
-def _contract_of(model: Path) -> ModelContract:
-    from prelunet.evaluator.engine.load import open_session
-
-    return open_session(model, "cpu").contract
-
-
-def _size(text: str) -> tuple[int, int]:
-    if not (found := re.fullmatch(r"([1-9]\d{0,4})x([1-9]\d{0,4})", text, re.ASCII)):
-        raise UsageError(f"--image {text}: give height and width in pixels, e.g. --image 375x500")
-    return int(found[1]), int(found[2])
 
 
 def table(costs: Sequence[ProtocolCost], *, with_cost: bool) -> list[str]:

@@ -15,8 +15,8 @@ from prelunet.evaluator.serving.lifecycle import serve as serve_until_stopped
 from prelunet.evaluator.serving.observability.logs import configure_logging, flush
 from prelunet.evaluator.serving.options import ServeOptions, require_files
 from prelunet.evaluator.terminal import echo
-from prelunet.evaluator.verbs.config_file import read_config
-from prelunet.evaluator.verbs.derive import derive_options
+from prelunet.evaluator.verbs.options.config_file import read_config
+from prelunet.evaluator.verbs.options.derive import derive_options
 
 
 @derive_options

@@ -21,8 +21,8 @@ from prelunet.evaluator.terminal import echo, report
 from prelunet.evaluator.validation.ray_cluster import MAX_CHUNKS_IN_FLIGHT, Cluster, evaluate_on_ray
 from prelunet.evaluator.validation.run import Run, RunInfo, build_run_info, describe_dataset
 from prelunet.evaluator.validation.validate import validate as evaluate_dataset
-from prelunet.evaluator.verbs.derive import Only, derive_options
-from prelunet.evaluator.verbs.options import (
+from prelunet.evaluator.verbs.options.derive import Only, derive_options
+from prelunet.evaluator.verbs.options.shared import (
     GpusOption,
     ModelOption,
     ProtocolOption,

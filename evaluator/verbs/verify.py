@@ -15,7 +15,7 @@ from prelunet.evaluator.engine.verify import tolerance_of, tolerance_precision
 from prelunet.evaluator.engine.verify import verify as verify_session
 from prelunet.evaluator.errors import CheckFailed
 from prelunet.evaluator.terminal import echo
-from prelunet.evaluator.verbs.derive import Only, derive_options
+from prelunet.evaluator.verbs.options.derive import Only, derive_options
 
 
 @derive_options

@@ -117,7 +117,7 @@ def test_the_parsers_errors_are_escaped_too(capsys: pytest.CaptureFixture[str]) 
 
 def test_every_verb_prints_through_echo() -> None:
     layers = ("evaluator", "training", "export")
-    verbs = [path for layer in layers for path in (PACKAGE / layer / "verbs").glob("*.py")]
+    verbs = [path for layer in layers for path in (PACKAGE / layer / "verbs").rglob("*.py")]
     assert len(verbs) > len(VERBS)
     assert [path.name for path in verbs if re.search(r"typer\.echo|(?<![.\w])print\(", path.read_text())] == []
 

@@ -10,7 +10,7 @@ import typer
 from typer.testing import CliRunner, Result
 
 from prelunet.evaluator.cli_option import CliOption
-from prelunet.evaluator.verbs.derive import Only, derive_options
+from prelunet.evaluator.verbs.options.derive import Only, derive_options
 
 
 @dataclass(frozen=True)

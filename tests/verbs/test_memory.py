@@ -9,8 +9,8 @@ from prelunet.evaluator.engine.runtimes import onnx
 from prelunet.evaluator.engine.session import Placement
 from prelunet.evaluator.errors import UsageError
 from prelunet.evaluator.protocols import build_protocol
-from prelunet.evaluator.verbs import options as memory_module
-from prelunet.evaluator.verbs.options import estimate_run_memory, report_memory
+from prelunet.evaluator.verbs.options import shared as memory_module
+from prelunet.evaluator.verbs.options.shared import estimate_run_memory, report_memory
 from tests.conftest import ExportedNet
 from tests.helpers.fakes import FakeSession
 

@@ -3,7 +3,7 @@
 import json
 import shlex
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 from rich.console import Console
@@ -66,14 +66,11 @@ def inspect(
     elif plot is not None:
         raise UsageError(f"--plot {plot}: nothing to plot without measurements. Add --data DIR")
     else:
-        _show(inspect_file(file), as_json=as_json)
-
-
-def _show(inspection: dict[str, Any], *, as_json: bool) -> None:
-    if as_json:
-        echo(json.dumps(inspection, indent=2))
-    else:
-        print_inspection(inspection, Console())
+        inspection = inspect_file(file)
+        if as_json:
+            echo(json.dumps(inspection, indent=2))
+        else:
+            print_inspection(inspection, Console())
 
 
 def _show_responses(file: Path, data: DatasetSpec, images: int | None, plot: Path | None, *, as_json: bool) -> None:
@@ -93,7 +90,8 @@ def _show_responses(file: Path, data: DatasetSpec, images: int | None, plot: Pat
         report(f"{data.path}: has fewer than the {images} images requested, so all of them are used")
     layers = [layer.to_json() for layer in measured.layers]
     if as_json:
-        _show({**inspection, "images": measured.images, "refused": measured.refused, "layers": layers}, as_json=True)
+        result = {**inspection, "images": measured.images, "refused": measured.refused, "layers": layers}
+        echo(json.dumps(result, indent=2))
     else:
         from prelunet.training.inspection.tables import print_responses
 

@@ -54,10 +54,21 @@ def stats(
     measure = partial(compute_statistics, scale=scale, crop=crop, cache=cache, fresh=fresh, report=report)
     statistics = measure(train, "train/")
     of_val = None if val is None else _images(val, measure(val, "val/"))
-    if as_json:
-        echo(json.dumps({**_as_data(train, statistics, scale, crop), "val": of_val}, indent=2))
-    else:
-        echo("\n".join(_lines(train, statistics, of_val, scale, crop)))
+    deviation = np.sqrt((statistics.axes.astype(np.float64) ** 2).sum(axis=1))  # axes · axesᵀ is the covariance
+    if not as_json:
+        echo("\n".join(_lines(train, statistics, deviation, of_val, scale, crop)))
+        return
+    result = {
+        "data": str(train.location),
+        **_images(train, statistics),
+        "scale": scale,
+        "crop": crop,
+        "mean": _numbers(statistics.mean_channels),
+        "deviation": _numbers(deviation),
+        "axes": [_numbers(axis) for axis in statistics.axes.T],
+        "val": of_val,
+    }
+    echo(json.dumps(result, indent=2))
 
 
 def _open(data: Path) -> tuple[Dataset, Dataset | None]:
@@ -79,29 +90,27 @@ def _images(dataset: Dataset, statistics: DatasetStatistics) -> dict[str, Any]:
     }
 
 
-def _as_data(dataset: Dataset, statistics: DatasetStatistics, scale: int, crop: int) -> dict[str, Any]:
-    return {
-        "data": str(dataset.location),
-        **_images(dataset, statistics),
-        "scale": scale,
-        "crop": crop,
-        "mean": _numbers(statistics.mean_channels),
-        "deviation": _numbers(_deviation(statistics)),
-        "axes": [_numbers(axis) for axis in statistics.axes.T],
-    }
-
-
 def _lines(
-    dataset: Dataset, statistics: DatasetStatistics, of_val: dict[str, Any] | None, scale: int, crop: int
+    dataset: Dataset,
+    statistics: DatasetStatistics,
+    deviation: Any,
+    of_val: dict[str, Any] | None,
+    scale: int,
+    crop: int,
 ) -> list[str]:
-    rows = {"mean": statistics.mean_channels, "deviation": _deviation(statistics)}
+    """Return the lines for a terminal. deviation: standard deviation of each channel."""
+    rows = {"mean": statistics.mean_channels, "deviation": deviation}
     rows |= {f"axis {number + 1}": axis for number, axis in enumerate(statistics.axes.T)}
     lowest, highest = statistics.mean_image.min(), statistics.mean_image.max()
+    lines_of_val = []
+    if of_val is not None:
+        refused = of_val["refused"]
+        lines_of_val = [f"val/: {of_val['images']:,} images, {len(refused):,} refused", *_reasons(refused)]
     return [
         f"{dataset.location}: {len(dataset.samples):,} images, {len(statistics.refused):,} refused; "
         f"central crops of {crop} pixels, scale {scale}; values 0-255",
         *_reasons(statistics.refused),
-        *([] if of_val is None else _lines_of_val(of_val)),
+        *lines_of_val,
         "",
         f"{'':9}{'red':>9}{'green':>9}{'blue':>9}",
         *(f"{name:9}" + "".join(f"{value:9.2f}" for value in row) for name, row in rows.items()),
@@ -110,18 +119,8 @@ def _lines(
     ]
 
 
-def _lines_of_val(of_val: dict[str, Any]) -> list[str]:
-    refused = of_val["refused"]
-    return [f"val/: {of_val['images']:,} images, {len(refused):,} refused", *_reasons(refused)]
-
-
 def _reasons(refused: Mapping[str, str]) -> list[str]:
     return [f"  {file}: {reason}" for file, reason in refused.items()]
-
-
-def _deviation(statistics: DatasetStatistics) -> Any:
-    """Return the standard deviation of each channel: the axes times their transpose are the covariance."""
-    return np.sqrt((statistics.axes.astype(np.float64) ** 2).sum(axis=1))
 
 
 def _numbers(values: Any) -> list[float]:

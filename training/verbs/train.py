@@ -13,7 +13,7 @@ from prelunet.evaluator.architectures import architecture
 from prelunet.evaluator.datasets.open import open_dataset
 from prelunet.evaluator.errors import UsageError
 from prelunet.evaluator.terminal import echo, report
-from prelunet.evaluator.verbs.derive import derive_options
+from prelunet.evaluator.verbs.options.derive import derive_options
 from prelunet.training.data.splits import embedded_dataset_path, median_shorter_side
 from prelunet.training.loop.execution import Execution
 from prelunet.training.recipe import Recipe, automatic_crop, fit_to_crop, read_recipe, recipe_names

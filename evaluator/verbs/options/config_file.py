@@ -47,7 +47,13 @@ class ConfigurableCommand(typer.core.TyperCommand):
             name = error.param.name if error.param is not None else None
             if name is None or (source := _describe_source(ctx, name)) is None:
                 raise
-            raise UsageError(". ".join([f"{source}: {error.message.rstrip('.')}", *_hint(ctx, name)])) from error
+            text = f"{source}: {error.message.rstrip('.')}"
+            if _SERVICE_LINK_URL.match(os.environ.get(_variable(ctx, name), "")):
+                text += (
+                    ". Kubernetes sets this variable in every pod because of a Service's name: set enableServiceLinks: "
+                    "false in the pod, or rename the Service"
+                )
+            raise UsageError(text) from error
 
 
 def read_config(ctx: typer.Context, path: Path | None) -> Path | None:
@@ -77,7 +83,7 @@ def read_config(ctx: typer.Context, path: Path | None) -> Path | None:
 def options_by_key(ctx: typer.Context) -> Mapping[str, Any]:
     """Return a command's options by their names in a file, in order."""
     options = [option for option in ctx.command.params if option.name not in _COMMAND_LINE_ONLY]
-    return {_key(option): option for option in options}
+    return {str(max(option.opts, key=len).lstrip("-")): option for option in options}
 
 
 def show_config(ctx: typer.Context) -> str:
@@ -90,20 +96,15 @@ def show_config(ctx: typer.Context) -> str:
     return "\n".join(lines)
 
 
-def _key(option: Any) -> str:
-    return str(max(option.opts, key=len).lstrip("-"))
-
-
 def _as_typed(value: Any, option: Any, path: Path, key: str) -> str | list[str]:
     """Return a value of the file as it would be typed, so that file, environment and flags are parsed alike."""
-    several = value if isinstance(value, list) else [value]
-    if isinstance(value, list) and not getattr(option, "multiple", False):
+    several, multiple = value if isinstance(value, list) else [value], getattr(option, "multiple", False)
+    if isinstance(value, list) and not multiple:
         raise UsageError(f"{path}: {key}: expected one value, not a list")
-    for each in several:
-        if not isinstance(each, str | int | float):
-            raise UsageError(f"{path}: {key}: expected a string, a number, true or false, or a list of these")
+    if not all(isinstance(each, str | int | float) for each in several):
+        raise UsageError(f"{path}: {key}: expected a string, a number, true or false, or a list of these")
     typed = [json.dumps(each) if isinstance(each, bool) else str(each) for each in several]
-    return typed if getattr(option, "multiple", False) else typed[0]
+    return typed if multiple else typed[0]
 
 
 def _describe_source(ctx: typer.Context, name: str) -> str | None:
@@ -130,31 +131,20 @@ def _variable(ctx: typer.Context, name: str) -> str:
     return f"{ctx.auto_envvar_prefix}_{name.upper()}"
 
 
-def _hint(ctx: typer.Context, name: str) -> list[str]:
-    """Explain a value that nobody typed: a link that Kubernetes sets for a Service."""
-    if not _SERVICE_LINK_URL.match(os.environ.get(_variable(ctx, name), "")):
-        return []
-    return [
-        "Kubernetes sets this variable in every pod because of a Service's name: set enableServiceLinks: false in the "
-        "pod, or rename the Service"
-    ]
-
-
 def _refuse_unknown_variables(ctx: typer.Context) -> None:
     """Refuse a misspelled variable, which would otherwise be silently ignored."""
     prefix = f"{ctx.auto_envvar_prefix}_"
     names = [str(option.name).upper() for option in ctx.command.params]
-    found = {name.removeprefix(prefix) for name in os.environ if name.startswith(prefix)}
-    unknown = sorted(name for name in found.difference(names) if not _is_kubernetes(name, os.environ[prefix + name]))
-    if unknown:
+    found = {name.removeprefix(prefix): value for name, value in os.environ.items() if name.startswith(prefix)}
+    if unknown := sorted(
+        name
+        for name, value in found.items()
+        if name not in names and not _KUBERNETES.fullmatch(name) and not _SERVICE_LINK_URL.match(value)
+    ):
         raise UsageError(
             f"environment variable {', '.join(prefix + name for name in unknown)}: no such option of this verb. Valid "
             f"names after {prefix}: {', '.join(names)}"
         )
-
-
-def _is_kubernetes(name: str, value: str) -> bool:
-    return bool(_KUBERNETES.fullmatch(name) or _SERVICE_LINK_URL.match(value))
 
 
 def _toml(value: Any) -> str:
