@@ -19,12 +19,12 @@ by itself, beyond the bound (`MAX_DECODE_BYTES`). docs/performance.md compares t
 """
 
 import math
-import re
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from prelunet.evaluator.architectures import Conv, OpaqueNet, multiply_adds
+from prelunet.evaluator.byte_sizes import format_bytes
 from prelunet.evaluator.contract import ModelContract
 from prelunet.evaluator.engine.batching import MAX_PIXELS, MAX_RULE_VALUE, MAX_WINDOWS, BatchRules
 from prelunet.evaluator.errors import UsageError
@@ -62,10 +62,6 @@ GPU_BATCH_BYTES = 6 * 2**30  # unless a limit is lower: about 10 Mpixel of net C
 GPU_SWITCH_SECONDS = 0.020  # time in which the CUDA provider rebuilds the plans of about 20 convolutions
 GPU_FLOPS: Mapping[str, float] = {"fp16": 400e12, "tf32": 200e12, "fp32": 45e12}  # operations/s over a whole net
 GPU_CANVAS_CELLS = 2  # step in cells of the feature map: 32 px for A, B, C, so 256, 384, 480 fit exactly
-
-MAX_MEMORY = 2**60
-_UNITS = "MGT"
-_AMOUNT = re.compile(r"(?P<number>\d{1,15}(?:\.\d{1,6})?)(?P<unit>[MGTmgt])(?:iB|(?P<decimal>B))?", re.ASCII)
 
 
 def batch_bytes(
@@ -340,33 +336,3 @@ def _largest_batch(contract: ModelContract, protocol: EvaluationProtocol, rules:
         max(pixels, min(rules.max_pixels, (rules.max_windows // small_windows + 1) * small_pixels)),
         max(windows, min(rules.max_windows, (rules.max_pixels // pixels + 1) * windows)),
     )
-
-
-def parse_memory(text: str | None, option: str = "--memory-limit") -> int | None:
-    """Parse an amount of memory to bytes: 900M, 6G or 1.5GiB in powers of 1024, 6GB in powers of 1000; None for None.
-
-    Raises UsageError for anything else, so that 6 or 6Gb is not misread. option: named in the error.
-    """
-    if text is None:
-        return None
-    match = _AMOUNT.fullmatch(text)
-    value = 0
-    if match:
-        power = _UNITS.index(match["unit"].upper()) + 2
-        value = int(float(match["number"]) * (1000 if match["decimal"] else 1024) ** power)
-    if not match or not 1 <= value <= MAX_MEMORY:
-        raise UsageError(
-            f"{option} {text}: not an amount of memory. Write it with its unit: 900M, 6G or 1.5GiB in powers of "
-            "1024, 6GB in powers of 1000"
-        )
-    return value
-
-
-def format_bytes(value: int) -> str:
-    """Format an amount of memory to three digits, rounded up, in the units that `parse_memory` reads: 1.17G."""
-    for power, unit in reversed(list(enumerate(_UNITS, 2))):
-        if value >= 1024**power or power == 2:
-            amount = value / 1024**power
-            digits = 2 if amount <= 9.99 else 1 if amount <= 99.9 else 0
-            return f"{math.ceil(amount * 10**digits) / 10**digits:.{digits}f}{unit}"
-    raise AssertionError("unreachable: the smallest unit always applies")

@@ -13,10 +13,10 @@ from typing import Annotated, Any, Literal
 import numpy as np
 
 from prelunet.evaluator.arrays import Float32Array, Int64Array, UInt8Array
+from prelunet.evaluator.byte_sizes import parse_memory
 from prelunet.evaluator.cli_option import CliOption
 from prelunet.evaluator.contract import ModelContract
 from prelunet.evaluator.engine.batching import BatchRules
-from prelunet.evaluator.engine.memory import parse_memory
 from prelunet.evaluator.engine.runtimes import onnx
 from prelunet.evaluator.engine.runtimes.base import LoadedModel, error_summary, is_device_lost, is_out_of_memory
 from prelunet.evaluator.errors import DeviceLost, OutOfMemory, UsageError

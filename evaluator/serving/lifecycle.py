@@ -13,7 +13,7 @@ from typing import TypeAlias
 import grpc
 from prometheus_client import ProcessCollector
 
-from prelunet.evaluator.engine.memory import format_bytes
+from prelunet.evaluator.byte_sizes import format_bytes
 from prelunet.evaluator.engine.session import Session
 from prelunet.evaluator.errors import DeviceLost, EnvironmentFault, Interrupted
 from prelunet.evaluator.imaging.decode import silence_decoders

@@ -2,7 +2,8 @@
 
 from collections.abc import Sequence
 
-from prelunet.evaluator.engine.memory import MemoryEstimate, estimate_memory, format_bytes, image_bytes
+from prelunet.evaluator.byte_sizes import format_bytes
+from prelunet.evaluator.engine.memory import MemoryEstimate, estimate_memory, image_bytes
 from prelunet.evaluator.engine.session import Session
 from prelunet.evaluator.errors import UsageError
 from prelunet.evaluator.imaging.decode import MAX_DECODE_BYTES

@@ -8,9 +8,10 @@ from typing import Annotated, Any
 
 import typer
 
+from prelunet.evaluator.byte_sizes import format_bytes
 from prelunet.evaluator.datasets import Dataset, open_images
 from prelunet.evaluator.engine.load import open_sessions
-from prelunet.evaluator.engine.memory import MemoryEstimate, format_bytes
+from prelunet.evaluator.engine.memory import MemoryEstimate
 from prelunet.evaluator.engine.session import Placement, Session
 from prelunet.evaluator.errors import Interrupted
 from prelunet.evaluator.files import require_writable, write_atomically

@@ -17,8 +17,8 @@ from typing import Any, Literal
 
 import numpy as np
 
+from prelunet.evaluator.byte_sizes import format_bytes
 from prelunet.evaluator.engine.load import open_with_placement, visible_gpus
-from prelunet.evaluator.engine.memory import format_bytes
 from prelunet.evaluator.engine.runtimes import onnx, openvino
 from prelunet.evaluator.engine.runtimes.base import LoadedModel
 from prelunet.evaluator.engine.session import Placement

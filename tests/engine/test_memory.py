@@ -11,10 +11,11 @@ import numpy as np
 import onnx
 import onnxruntime
 import pytest
-from hypothesis import example, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from prelunet.evaluator.architectures import OpaqueNet, architecture
+from prelunet.evaluator.byte_sizes import parse_memory
 from prelunet.evaluator.contract import ModelContract
 from prelunet.evaluator.engine.batching import MAX_PIXELS, MAX_WINDOWS, BatchRules, plan_batches
 from prelunet.evaluator.engine.memory import (
@@ -24,10 +25,8 @@ from prelunet.evaluator.engine.memory import (
     estimate_memory,
     fit_rules,
     flops_per_pixel,
-    format_bytes,
     gpu_rules,
     image_bytes,
-    parse_memory,
     portion_size,
     require_fits,
     require_loadable,
@@ -435,40 +434,3 @@ def test_a_view_that_no_machine_of_that_size_could_hold_is_refused_with_what_it_
     require_view_fits(session, build_protocol("center", A), (100, 900), 1)
     with pytest.raises(UsageError, match="this machine has 6"):
         require_view_fits(session_of(device="openvino"), large, (100, 900), 6 * G)
-
-
-# Amounts.
-
-
-@pytest.mark.parametrize(
-    ("text", "value"),
-    [
-        ("6G", 6 * 2**30),
-        ("500M", 500 * 2**20),
-        ("1.5GiB", 3 * 2**29),
-        ("6GB", 6 * 10**9),
-        ("900MB", 900 * 10**6),
-        ("2T", 2**41),
-        (None, None),
-    ],
-)
-def test_amounts_of_memory_are_read(text: str | None, value: int | None) -> None:
-    assert parse_memory(text) == value
-
-
-@pytest.mark.parametrize(
-    "text",
-    ["", "6", "G", "6gb", "6Gb", "6 G", "-6G", "+6G", "1e3M", "6.G", "0G", "0.0000001M", "9999999T", "6G\n", "٦G"],
-)
-def test_text_that_is_no_amount_of_memory_is_refused(text: str) -> None:
-    with pytest.raises(UsageError, match="with its unit"):
-        parse_memory(text)
-
-
-@given(st.integers(2**20, 2**45))
-@example(int(9.995 * G))
-@example(int(99.95 * G))
-def test_an_amount_is_printed_to_three_digits_and_never_too_low(value: int) -> None:
-    printed = parse_memory(format_bytes(value)) or 0
-    assert value <= printed <= 1.011 * value  # 1.01 after 1.00…1
-    assert len(format_bytes(value)) <= 5

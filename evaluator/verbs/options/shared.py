@@ -6,13 +6,9 @@ from typing import Annotated
 
 import typer
 
+from prelunet.evaluator.byte_sizes import format_bytes
 from prelunet.evaluator.datasets.dataset import Sample
-from prelunet.evaluator.engine.memory import (
-    MemoryEstimate,
-    estimate_memory,
-    format_bytes,
-    require_fits,
-)
+from prelunet.evaluator.engine.memory import MemoryEstimate, estimate_memory, require_fits
 from prelunet.evaluator.engine.session import Session
 from prelunet.evaluator.imaging.decode import MAX_DECODE_BYTES
 from prelunet.evaluator.imaging.decode_memory import decode_semaphore
