@@ -1,5 +1,6 @@
 """The pictures of the benchmarks: reproducible synthetic pixels in photo sizes, or the photos of a folder."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -7,6 +8,7 @@ import numpy as np
 import numpy.typing as npt
 
 from prelunet.evaluator.contract import golden_image
+from prelunet.evaluator.datasets.dataset import Dataset, Sample
 from prelunet.evaluator.errors import ImageError
 from prelunet.evaluator.imaging.decode import decode_rgb
 
@@ -25,6 +27,23 @@ class Photo:
     def to_json(self) -> dict[str, object]:
         """Return name and size as plain data."""
         return {"name": self.name, "height": self.pixels.shape[0], "width": self.pixels.shape[1]}
+
+
+@dataclass(frozen=True)
+class _InMemoryReader:
+    """Reads files by number; numbers beyond the last start again."""
+
+    files: Sequence[bytes]
+
+    def read(self, file: str) -> bytes:
+        """Return the bytes of a file."""
+        return self.files[int(file) % len(self.files)]
+
+
+def dataset_in_memory(files: Sequence[bytes], count: int) -> Dataset:
+    """Return a dataset of `count` images whose contents cycle through these files."""
+    samples = [Sample(f"{number:06}", 0, len(files[number % len(files)])) for number in range(count)]
+    return Dataset(Path("memory"), ("n00000000",), samples, _InMemoryReader(files))
 
 
 def load_photos(folder: Path | None) -> list[Photo]:

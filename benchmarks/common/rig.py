@@ -6,7 +6,8 @@ installed there.
 
 import statistics
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -16,7 +17,7 @@ import numpy as np
 import torch
 
 from benchmarks.common.nets import MEAN, class_entries, discriminating_tensors
-from benchmarks.common.results import digest_of
+from benchmarks.common.results import digest_of, significant
 from prelunet.evaluator.architectures import Architecture, Conv, Pool, architecture, multiply_adds
 from prelunet.evaluator.contract import Canvas, FilePrecision, ModelContract
 from prelunet.evaluator.engine.load import open_with_placement
@@ -46,6 +47,17 @@ TINY_E = Architecture(
 )
 
 Timing = dict[str, float | int]
+
+
+@contextmanager
+def tf32(allowed: bool) -> Iterator[None]:
+    """Allow or forbid TF32 in torch's products and convolutions within the block."""
+    before = torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32
+    torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = allowed
+    try:
+        yield
+    finally:
+        torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32 = before
 
 
 @dataclass
@@ -141,6 +153,12 @@ class Rig:
         peak = self.peaks.get(precision)
         return None if not peak else round(tflops / peak, 4)
 
+    def rates(self, images: int, flop: float, seconds: float, precision: str) -> dict[str, Any]:
+        """Return images per second, TFLOP/s and their share of the peak. flop: of all images together."""
+        tflops = flop / seconds / 1e12
+        share = self.share_of_peak(tflops, precision)
+        return {"images_per_second": images / seconds, "tflops": tflops, "share_of_peak": share}
+
     def wait(self) -> None:
         """Wait until the GPU has finished all of torch's work."""
         if self.on_gpu:
@@ -174,16 +192,13 @@ class Rig:
         The numbers are random, as in nets: zeros would run 10 % faster, since the chip then draws less power.
         """
         side = 256 if self.tiny or not self.on_gpu else PEAK_SIDE
-        kinds = {"fp16": (torch.float16, False), "bf16": (torch.bfloat16, False), "tf32": (torch.float32, True)}
-        kinds["fp32"] = (torch.float32, False)
+        kinds = {"fp16": torch.float16, "bf16": torch.bfloat16, "tf32": torch.float32, "fp32": torch.float32}
         peaks = {}
-        before = torch.backends.cuda.matmul.allow_tf32
-        for name, (dtype, tf32) in kinds.items():
-            torch.backends.cuda.matmul.allow_tf32 = tf32
+        for name, dtype in kinds.items():
             one, other = (torch.randn(side, side, device=self.device).to(dtype) for _ in range(2))
-            timing = self.timed(partial(torch.matmul, one, other), seconds=0.5, min_calls=5, warm=5)
-            peaks[name] = float(f"{2 * side**3 / timing['ms'] / 1e9:.4g}")
-        torch.backends.cuda.matmul.allow_tf32 = before
+            with tf32(name == "tf32"):
+                timing = self.timed(partial(torch.matmul, one, other), seconds=0.5, min_calls=5, warm=5)
+            peaks[name] = significant(2 * side**3 / timing["ms"] / 1e9)
         self.peaks = peaks
         if self.on_gpu:
             torch.cuda.empty_cache()  # otherwise its matrices would count as memory of the next case

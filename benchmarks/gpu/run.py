@@ -38,7 +38,7 @@ MEASURED = (
 MODULES = {
     "parity": ("gpu/parity",),
     "sweep": ("gpu/sweep", "gpu/graphs", "gpu/uploads"),
-    "throughput": ("gpu/throughput", "common/imagenet_sizes"),
+    "throughput": ("gpu/throughput", "common/imagenet_sizes", "common/photos"),
     "torch": ("gpu/torch_compared", "common/dense_torch", "gpu/sweep", "gpu/throughput", "common/imagenet_sizes"),
     "training": ("gpu/training_step",),
 }  # the first module of each part measures

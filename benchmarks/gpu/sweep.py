@@ -130,15 +130,8 @@ def _rate(rig: Rig, bound: BoundSession, net: str, shape: Shape, precision: str)
     values = bound.upload(shape)
     timing: Timing = rig.timed(lambda: bound.run(values))
     rows, height, width = shape
-    tflops = rig.flop(net, [(height, width)] * rows) / timing["ms"] / 1e9
-    return {
-        "shape": list(shape),
-        **timing,
-        "images_per_second": 1e3 * rows / timing["ms"],
-        "tflops": tflops,
-        "share_of_peak": rig.share_of_peak(tflops, precision),
-        "memory_gb": rig.used_memory_gb(),
-    }
+    rates = rig.rates(rows, rig.flop(net, [(height, width)] * rows), timing["ms"] / 1e3, precision)
+    return {"shape": list(shape), **timing, **rates, "memory_gb": rig.used_memory_gb()}
 
 
 def _changes_of_shape(rig: Rig, bound: BoundSession) -> dict[str, Any]:

@@ -14,17 +14,17 @@ from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 from PIL import Image
 
 from benchmarks.common.imagenet_sizes import draw
+from benchmarks.common.photos import dataset_in_memory
 from benchmarks.common.rig import Rig
 from benchmarks.common.runner import Case, Runner
 from prelunet.evaluator.contract import ModelContract
-from prelunet.evaluator.datasets.dataset import Dataset, Sample
+from prelunet.evaluator.datasets.dataset import Sample
 from prelunet.evaluator.engine.batching import plan_batches
 from prelunet.evaluator.engine.classify import average_image
 from prelunet.evaluator.engine.memory import gpu_rules, portion_size
@@ -139,7 +139,8 @@ class Work:
         self.protocol: EvaluationProtocol = protocol_of(rig, settings["protocol"], self.session.contract)
         if not rig.on_gpu:  # so that a rehearsal has the same kinds of canvases
             self.session.rules = gpu_rules(self.session.contract, None)
-        info = build_run_info(self.session, "model.onnx", describe_dataset(dataset_of(sizes, [b"none"])), self.protocol)
+        dataset = dataset_in_memory([b"none"], len(sizes))
+        info = build_run_info(self.session, "model.onnx", describe_dataset(dataset), self.protocol)
         assert info.batching is not None, "a computed run has batching information"
         self.batching: Batching = info.batching
         self.together = settings["together"] or self.batching.images_together
@@ -151,17 +152,16 @@ class Work:
         canvases = [(size[1], size[2]) for size, count in timer.canvases().items() for _ in range(size[0] * count)]
         net, precision = self.settings["net"], self.settings["precision"]
         shapes = view_shapes(self.sizes, self.protocol)
-        useful, computed = (self.rig.flop(net, sizes) / seconds / 1e12 for sizes in (shapes, canvases))
+        useful = self.rig.rates(images, self.rig.flop(net, shapes), seconds, precision)
+        computed = self.rig.rates(images, self.rig.flop(net, canvases), seconds, precision)
         memory = self.rig.used_memory_gb()
         return {
-            "images_per_second": images / seconds,
+            **useful,
             "seconds": seconds,
             "first_seconds": first,
             "minutes_for_imagenet": IMAGENET * seconds / images / 60,
-            "tflop_per_image": useful * seconds / images,
-            "tflops": useful,
-            "share_of_peak": self.rig.share_of_peak(useful, precision),
-            "computed_share_of_peak": self.rig.share_of_peak(computed, precision),
+            "tflop_per_image": useful["tflops"] * seconds / images,
+            "computed_share_of_peak": computed["share_of_peak"],
             "padding": totals.padding,
             "batches": totals.batches,
             "changes_of_shape": totals.canvas_changes,
@@ -221,23 +221,6 @@ def resized_noise(sizes: Sequence[Size], protocol: EvaluationProtocol) -> list[l
     return views
 
 
-class InMemoryReader:
-    """JPEG files, by the number of the image."""
-
-    def __init__(self, files: Sequence[bytes]) -> None:
-        self.files = files
-
-    def read(self, file: str) -> bytes:
-        """Return the bytes of an image."""
-        return self.files[int(file) % len(self.files)]
-
-
-def dataset_of(sizes: Sequence[Size], files: Sequence[bytes]) -> Dataset:
-    """Return a dataset of `len(sizes)` images whose contents cycle through these files."""
-    samples = [Sample(f"{index:06}", 0, len(files[index % len(files)])) for index in range(len(sizes))]
-    return Dataset(Path("imagenet-sizes"), ("n00000000",), samples, InMemoryReader(files))
-
-
 def _jpegs(rig: Rig, settings: Settings) -> dict[str, Any]:
     """Evaluate JPEGs in memory, after one pass over the different ones, so that no shape is new."""
     different = draw(rig.reduced(PICTURES, 3))
@@ -246,7 +229,7 @@ def _jpegs(rig: Rig, settings: Settings) -> dict[str, Any]:
     work = Work(rig, settings, [different[index % len(different)] for index in range(settings["images"])])
     took = []
     for count in (len(different), len(work.sizes)):
-        dataset = dataset_of(work.sizes[:count], files)
+        dataset = dataset_in_memory(files, count)
         chunks = [dataset.samples[start : start + work.chunk] for start in range(0, count, work.chunk)]
         timer, begun = StageTimer(), time.perf_counter()
         evaluated = evaluate_chunks([work.session], dataset, work.protocol, chunks, work.together, THREADS, timer=timer)

@@ -19,7 +19,7 @@ import torch
 from benchmarks.common.dense_torch import DenseNet
 from benchmarks.common.imagenet_sizes import draw
 from benchmarks.common.nets import MEAN
-from benchmarks.common.rig import Rig
+from benchmarks.common.rig import Rig, tf32
 from benchmarks.common.runner import Case, Runner
 from benchmarks.gpu.device import check_provider, raw_session
 from benchmarks.gpu.sweep import BoundSession
@@ -122,12 +122,10 @@ def _canvas(rig: Rig, settings: Settings) -> dict[str, Any]:
         with torch.inference_mode():
             scores = net(pixels).float().cpu().numpy()
             timing = rig.timed(lambda: net(pixels))
-    tflops = rig.flop(settings["net"], [(height, width)] * rows) / timing["ms"] / 1e9
+    flop = rig.flop(settings["net"], [(height, width)] * rows)
     return {
         **timing,
-        "images_per_second": 1e3 * rows / timing["ms"],
-        "tflops": tflops,
-        "share_of_peak": rig.share_of_peak(tflops, "fp16"),
+        **rig.rates(rows, flop, timing["ms"] / 1e3, "fp16"),
         "off": _off(rig, settings, images, scores),
         "seconds_in_all": time.perf_counter() - begun,
         "memory_gb": rig.used_memory_gb(),
@@ -136,12 +134,8 @@ def _canvas(rig: Rig, settings: Settings) -> dict[str, Any]:
 
 def _off(rig: Rig, settings: Settings, images: np.ndarray, scores: np.ndarray) -> float:
     """Return the largest deviation of scores from torch in float32 without TF32."""
-    before = torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32
-    torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = False
-    try:
+    with tf32(allowed=False):
         exact = DenseNet(rig.torch_net(settings["net"]), MEAN).to(rig.device).eval().scores(images)
-    finally:
-        torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32 = before
     return float(np.abs(exact - scores).max())
 
 
@@ -161,13 +155,10 @@ def _mixed(rig: Rig, settings: Settings) -> dict[str, Any]:
         return {"images": len(sizes), "too_slow": str(reason)}
     seconds = min(took[1:])
     shapes = [view.image.shape[:2] for of_image in views for view in of_image]
-    tflops = rig.flop(settings["net"], shapes) / seconds / 1e12
     return {
         "images": len(sizes),
         "different_shapes": len(set(shapes)),
-        "images_per_second": len(sizes) / seconds,
-        "tflops": tflops,
-        "share_of_peak": rig.share_of_peak(tflops, "fp16"),
+        **rig.rates(len(sizes), rig.flop(settings["net"], shapes), seconds, "fp16"),
         "first_seconds": took[0],
         "seconds": seconds,
     }

@@ -13,9 +13,8 @@ import numpy as np
 import torch
 
 from benchmarks.common.nets import MEAN
-from benchmarks.common.rig import CROP, Rig
+from benchmarks.common.rig import CROP, Rig, tf32
 from benchmarks.common.runner import Case, Runner
-from prelunet.evaluator.architectures import multiply_adds
 from prelunet.training.data.augmentation import dropout_factors
 from prelunet.training.distributed.base import StepOptions
 from prelunet.training.distributed.data_parallel import build_parallel
@@ -93,12 +92,8 @@ def _measure(rig: Rig, settings: Settings) -> dict[str, Any]:
         optimizer.step()
         return taken.loss
 
-    before = torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32
-    torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = precision == "tf32"
-    try:
+    with tf32(precision == "tf32"):
         return _timed(rig, step, settings)
-    finally:
-        torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32 = before
 
 
 def _timed(rig: Rig, step: Any, settings: Settings) -> dict[str, Any]:
@@ -115,13 +110,11 @@ def _timed(rig: Rig, step: Any, settings: Settings) -> dict[str, Any]:
         rig.wait()
         took.append(time.perf_counter() - begun)
     seconds, side = float(np.median(took)), rig.px(CROP)
-    macs = multiply_adds(rig.net(settings["net"]), side, side, rig.classes)
-    tflops = 3 * 2 * macs * settings["batch"] / seconds / 1e12
+    batch = settings["batch"]
+    flop = 3 * rig.flop(settings["net"], [(side, side)] * batch)
     return {
         "ms": 1e3 * seconds,
-        "images_per_second": settings["batch"] / seconds,
-        "tflops": tflops,
-        "share_of_peak": rig.share_of_peak(tflops, settings["precision"]),
+        **rig.rates(batch, flop, seconds, settings["precision"]),
         "memory_gb": round(torch.cuda.max_memory_allocated() / 1e9, 2) if rig.on_gpu else None,
         "loss": float(loss),
     }

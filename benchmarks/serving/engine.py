@@ -15,8 +15,8 @@ from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+from benchmarks.common.photos import dataset_in_memory
 from benchmarks.serving.worker import Json, answer_questions
-from prelunet.evaluator.datasets.dataset import Dataset, Sample
 from prelunet.evaluator.engine.classify import classify_images
 from prelunet.evaluator.engine.load import open_session
 from prelunet.evaluator.engine.session import Session
@@ -29,25 +29,9 @@ IN_FLIGHT = 16
 TOP = 5
 
 
-class InMemoryReader:
-    """A dataset reader of pictures by number; numbers beyond the last start again."""
-
-    def __init__(self, images: Sequence[bytes]) -> None:
-        self._images = images
-
-    def read(self, file: str) -> bytes:
-        """Return the bytes of a file."""
-        return self._images[int(file) % len(self._images)]
-
-    def dataset(self, count: int) -> Dataset:
-        """Return `count` pictures as a dataset."""
-        samples = [Sample(f"{number:06}", 0, len(self.read(str(number)))) for number in range(count)]
-        return Dataset(Path("memory"), ("n00000000",), samples, self)
-
-
 def by_validate(session: Session, images: Sequence[bytes], protocol: EvaluationProtocol, count: int) -> None:
     """Run the pipeline of `validate`, up to the lines of its predictions."""
-    dataset = InMemoryReader(images).dataset(count)
+    dataset = dataset_in_memory(images, count)
     for _ in evaluate_chunks([session], dataset, protocol, [dataset.samples], IN_FLIGHT // MAX_DECODED_PORTIONS, 0):
         pass
 
