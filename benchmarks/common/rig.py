@@ -1,7 +1,7 @@
 """A device with the nets that run on it: model files, sessions, timing, and peak rates.
 
-Imports only torch, onnx, onnxruntime, numpy and Pillow: a borrowed GPU machine has nothing else, and the project is not
-installed there.
+Imports only torch, onnx, onnxruntime, numpy, Pillow and msgspec: a borrowed GPU machine has nothing else, and the
+project is not installed there.
 """
 
 import statistics

@@ -6,8 +6,8 @@
     python -m benchmarks.gpu.run --plan                print what each part measures, and about how long it takes
     python -m benchmarks.gpu.run --part sweep --device cpu --tiny    rehearse in seconds; the file is marked as tiny
 
-Runs from a checkout, without network, with only torch, onnx, onnxruntime-gpu, numpy and Pillow; where the project is
-not installed, set PYTHONPATH=src. Each case is written to benchmarks/results/gpu-PART.json (or --output) at once. The
+Runs from a checkout, without network, with only torch, onnx, onnxruntime-gpu, numpy, Pillow and msgspec; where the
+project is not installed, set PYTHONPATH=src. Each case is written to benchmarks/results/gpu-PART.json (or --output) at once. The
 same command resumes an interrupted part and measures nothing twice. With `--device cuda` (the default) nothing silently
 runs on a CPU: if the CUDA provider is unavailable, the script prints the reason and exits.
 

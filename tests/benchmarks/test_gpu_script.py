@@ -23,7 +23,8 @@ from benchmarks.gpu import run as gpu
 from benchmarks.gpu.device import check_provider
 from prelunet.evaluator.contract import golden_image
 
-PACKAGES = ("torch", "onnx", "onnxruntime", "numpy", "pillow")  # of the machine with the GPU, and what they need
+# Of the machine with the GPU; what they need is there too.
+PACKAGES = ("torch", "onnx", "onnxruntime", "numpy", "pillow", "msgspec")
 
 
 def _with_requirements(names: tuple[str, ...]) -> Iterator[str]:
@@ -46,7 +47,7 @@ def _with_requirements(names: tuple[str, ...]) -> Iterator[str]:
 
 @pytest.fixture(scope="module")
 def checkout(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Copy the checkout; its folder `bare` holds links to the five packages and what they need, and nothing else."""
+    """Copy the checkout; its folder `bare` holds links to the six packages and what they need, and nothing else."""
     folder = tmp_path_factory.mktemp("checkout")
     for name in ("src", "evaluator", "export", "training", "benchmarks"):
         shutil.copytree(ROOT / name, folder / name, symlinks=True,
@@ -65,7 +66,7 @@ def checkout(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize("part", gpu.PARTS)
-def test_a_part_runs_from_a_checkout_with_only_the_five_packages(checkout: Path, part: str) -> None:
+def test_a_part_runs_from_a_checkout_with_only_the_six_packages(checkout: Path, part: str) -> None:
     # -S: no site-packages; one thread, as the cores are shared
     command = [sys.executable, "-S", "-m", "benchmarks.gpu.run", "--part", part, "--device", "cpu", "--tiny"]
     command += ["--results", str(checkout), "--files", str(checkout / "files")]
