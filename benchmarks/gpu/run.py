@@ -7,9 +7,9 @@
     python -m benchmarks.gpu.run --part sweep --device cpu --tiny    rehearse in seconds; the file is marked as tiny
 
 Runs from a checkout, without network, with only torch, onnx, onnxruntime-gpu, numpy, Pillow and msgspec; where the
-project is not installed, set PYTHONPATH=src. Each case is written to benchmarks/results/gpu-PART.json (or --output) at once. The
-same command resumes an interrupted part and measures nothing twice. With `--device cuda` (the default) nothing silently
-runs on a CPU: if the CUDA provider is unavailable, the script prints the reason and exits.
+project is not installed, set PYTHONPATH=src. Each case is written to benchmarks/results/gpu-PART.json (or --output) at
+once. The same command resumes an interrupted part and measures nothing twice. With `--device cuda` (the default)
+nothing silently runs on a CPU: if the CUDA provider is unavailable, the script prints the reason and exits.
 
 - parity:     deviation of every kind of file from the float64 oracle, alone and on a shared ragged canvas
 - sweep:      provider options, batch sizes, changes of shape, masks, uploads, CUDA graphs
