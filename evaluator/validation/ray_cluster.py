@@ -2,9 +2,8 @@
 
 The driver distributes chunks. Only the driver writes the run folder, chunk by chunk and in order, so the run equals
 that of a single machine. A worker opens the model file and the dataset by their paths, and must verify that they match
-the driver's before it receives chunks. Ray restarts a lost worker. Its chunks are distributed again, because Ray would
-repeat them only on that worker, which may wait for a lost machine forever. The driver takes one answer for each chunk,
-so that each image counts once.
+the driver's before it receives chunks. The chunks of a lost worker are distributed again, and late answers from it are
+ignored, so that each image counts once.
 """
 
 import hashlib
@@ -42,7 +41,7 @@ from prelunet.evaluator.validation.validate import ChunkEvaluator, WorkersLost
 
 MAX_CHUNKS_IN_FLIGHT = 2  # per worker: the session computes one while threads decode the other
 MAX_CHUNKS_AHEAD = 4  # per worker: chunks that may be started before the oldest one is finished and written
-MAX_ATTEMPTS = 3  # per chunk, and per start of a worker
+MAX_ATTEMPTS = 3  # per chunk, and per worker start
 DEFAULT_CPUS = 4  # per worker, if none are requested and the machines have as many
 PROBE_IMAGES = 8  # images that must be identical on the worker and the driver
 STALL_SECONDS = 30.0  # seconds without an answer before a message says what is pending
@@ -113,10 +112,8 @@ def evaluate_on_ray(
             placement = replace(session.placement, threads=cpus)
             job = Job(Path.cwd(), model, placement, shared, info.protocol, info.batching, _facts(session), probes)
             job_ref = ray.put(job)
-            actor = ray.remote(num_cpus=cpus, num_gpus=int(gpu), max_concurrency=MAX_CHUNKS_IN_FLIGHT, max_restarts=-1)(
-                Worker
-            )
-            yield from WorkerPool(ray, [actor.remote(job_ref) for _ in range(count)], chunks, report).results()
+            actor = ray.remote(num_cpus=cpus, num_gpus=int(gpu), max_concurrency=MAX_CHUNKS_IN_FLIGHT)(Worker)
+            yield from WorkerPool(ray, lambda: actor.remote(job_ref), count, chunks, report).results()
 
     return evaluate
 
@@ -219,38 +216,45 @@ class _LockedSession:
 class WorkerPool:
     """The workers of one evaluation and their chunks in flight.
 
-    ray: the module; workers: actors of `Worker`, which Ray restarts when they are lost.
+    ray: the module; start_actor: starts one more worker; count: number of workers.
     """
 
     def __init__(
-        self, ray: ModuleType, workers: Sequence[Any], chunks: Sequence[Sequence[Sample]], report: Callable[[str], None]
+        self,
+        ray: ModuleType,
+        start_actor: Callable[[], Any],
+        count: int,
+        chunks: Sequence[Sequence[Sample]],
+        report: Callable[[str], None],
     ):
-        self._ray, self._chunks, self._report = ray, chunks, report
-        self._max_ahead = MAX_CHUNKS_AHEAD * len(workers)
+        self._ray, self._start_actor, self._count, self._chunks, self._report = ray, start_actor, count, chunks, report
         self._todo = list(range(len(chunks)))  # a heap of chunk numbers
         self._pending: dict[Any, tuple[Any, int | None]] = {}  # answer → worker and its chunk, or None for its start
         self._idle: list[Any] = []  # workers, once per free slot
-        self._losses: Counter[int] = Counter()  # chunk → number of workers lost with it
+        self._losses: Counter[int | None] = Counter()  # chunk, or None for a start → number of workers lost with it
         self._places: dict[Any, str] = {}  # started worker → its description
         self._stalls = 0  # consecutive waits of STALL_SECONDS without an answer
-        for worker in workers:
-            self._start(worker)
+        for _ in range(count):
+            self._start_worker()
 
     def results(self) -> Iterator[ChunkResult]:
         """Yield the result of each chunk, in order."""
         finished: dict[int, ChunkResult] = {}
         for number in range(len(self._chunks)):
             while number not in finished:
-                while self._idle and self._todo and self._todo[0] < number + self._max_ahead:
-                    chunk, worker = heapq.heappop(self._todo), self._idle.pop(0)
-                    self._pending[worker.evaluate.remote(self._chunks[chunk])] = worker, chunk
+                self._hand_out(number + MAX_CHUNKS_AHEAD * self._count)
                 finished.update(self._next_answer())
             yield finished.pop(number)
 
-    def _start(self, worker: Any) -> None:
-        """Call `Worker.start`, which Ray runs as soon as there is room, and repeats if the worker is lost."""
-        answer = worker.start.options(max_task_retries=MAX_ATTEMPTS - 1).remote()
-        self._pending[answer] = worker, None
+    def _start_worker(self) -> None:
+        worker = self._start_actor()
+        self._pending[worker.start.remote()] = worker, None
+
+    def _hand_out(self, end: int) -> None:
+        """Assign chunks below `end` to workers with a free slot."""
+        while self._idle and self._todo and self._todo[0] < end:
+            number, worker = heapq.heappop(self._todo), self._idle.pop(0)
+            self._pending[worker.evaluate.remote(self._chunks[number])] = worker, number
 
     def _next_answer(self) -> dict[int, ChunkResult]:
         """Wait for an answer. Return it by its chunk's number, or nothing if it is not a result."""
@@ -265,17 +269,17 @@ class WorkerPool:
         except self._ray.exceptions.RayTaskError:
             raise  # a bug; it includes the worker's traceback
         except self._ray.exceptions.RayError as error:
-            self._handle_loss(worker, number, error_line(error))
+            self._replace_worker(worker, number, error_line(error))
             return {}
         if isinstance(answer, PreluNetError):
             raise answer
-        if number is None:
-            self._places[worker] = answer
-            self._idle += [worker] * MAX_CHUNKS_IN_FLIGHT
-            return {}
-        if worker in self._places:  # not lost since
+        if number is not None:
             self._idle.append(worker)
-        return {number: answer}
+            return {number: answer}
+        self._places[worker] = answer
+        self._idle += [worker] * MAX_CHUNKS_IN_FLIGHT
+        self._losses[None] = 0
+        return {}
 
     def _report_stall(self) -> None:
         """Report what is pending after 1, 2, 4, ... times STALL_SECONDS. The worker may be slow, or may hang."""
@@ -287,28 +291,31 @@ class WorkerPool:
             self._report("Ray: the cluster has no room for a worker yet; waiting")
             return
         number, worker = min(waiting, key=lambda pending: pending[0])
-        place = self._places.get(worker, "a lost worker")
         self._report(
             f"Ray: no answer for {self._stalls * STALL_SECONDS:.0f} s; waiting for images {self._images_of(number)} "
-            f"from {place}. If it hangs, kill that process; another worker will repeat its work"
+            f"from {self._places[worker]}. If it hangs, kill that process; another worker will repeat its work"
         )
 
     def _images_of(self, chunk: int) -> str:
         return f"{self._chunks[chunk][0].file} to {self._chunks[chunk][-1].file}"
 
-    def _handle_loss(self, worker: Any, number: int | None, reason: str) -> None:
-        """Requeue a chunk that was lost with its worker. Ray restarts the worker."""
-        if number is None:
-            raise WorkersLost(f"a worker was lost {MAX_ATTEMPTS} times in a row while starting ({reason})")
-        self._losses[number] += 1
-        if self._losses[number] == MAX_ATTEMPTS:
-            images = self._images_of(number)
-            raise WorkersLost(f"{MAX_ATTEMPTS} workers were lost while evaluating images {images} ({reason})")
-        heapq.heappush(self._todo, number)
-        if self._places.pop(worker, None):  # its other chunk may have been lost before
-            self._report(f"Ray: a worker was lost ({reason}); another one repeats its work")
-            self._idle = [other for other in self._idle if other is not worker]
-            self._start(worker)
+    def _replace_worker(self, worker: Any, number: int | None, reason: str) -> None:
+        """Requeue the chunks of a lost worker and start a new one."""
+        in_flight = {number, *(other for owner, other in self._pending.values() if owner is worker)}
+        self._pending = {answer: pending for answer, pending in self._pending.items() if pending[0] is not worker}
+        self._idle = [other for other in self._idle if other is not worker]
+        self._places.pop(worker, None)
+        self._ray.kill(worker)  # it may still run, but be unreachable
+        self._losses.update(in_flight)
+        for chunk in [chunk for chunk in in_flight if chunk is not None]:
+            heapq.heappush(self._todo, chunk)
+            if self._losses[chunk] >= MAX_ATTEMPTS:
+                place = self._images_of(chunk)
+                raise WorkersLost(f"{MAX_ATTEMPTS} workers were lost while evaluating images {place} ({reason})")
+        if self._losses[None] >= MAX_ATTEMPTS * self._count:
+            raise WorkersLost(f"{self._losses[None]} workers in a row were lost while starting ({reason})")
+        self._report(f"Ray: a worker was lost ({reason}); another one repeats its work")
+        self._start_worker()
 
 
 # Join or start a Ray cluster. Ray is imported on demand; the extra `ray` installs it.

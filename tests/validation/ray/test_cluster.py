@@ -230,7 +230,7 @@ def test_workers_that_die_at_start_are_not_restarted_forever(
 ) -> None:
     monkeypatch.setattr("prelunet.evaluator.validation.ray_cluster.Worker", WorkerCrashingAtStart)
     with pytest.raises(
-        EnvironmentFault, match=f"a worker was lost {MAX_ATTEMPTS} times in a row while starting .* 0 of"
+        EnvironmentFault, match=f"{MAX_ATTEMPTS * CPUS} workers in a row were lost while starting .* 0 of"
     ):
         on_cluster()
 
@@ -265,6 +265,21 @@ def test_ctrl_c_and_sigterm_end_the_workers_and_keep_what_is_done(
     assert waited_for(lambda: not head.workers()), "workers outlive the run"
     on_cluster()
     assert contents(tmp_path / "run") == local
+
+
+def test_a_sigterm_handler_not_installed_by_python_is_accepted(
+    on_cluster: Validate, tmp_path: Path, local: dict[str, bytes], monkeypatch: pytest.MonkeyPatch, on_sigterm: Any
+) -> None:
+    monkeypatch.setattr("prelunet.evaluator.validation.ray_cluster.signal.getsignal", lambda _: None)
+    on_cluster()
+    assert contents(tmp_path / "run") == local
+
+
+def test_what_the_caller_prints_during_a_run_reaches_stdout(
+    on_cluster: Validate, capsys: pytest.CaptureFixture[str]
+) -> None:
+    said = on_cluster(on_report=print)
+    assert capsys.readouterr().out.splitlines() == said
 
 
 def test_a_missing_image_stops_the_run_with_its_name_and_the_machine(

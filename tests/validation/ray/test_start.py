@@ -3,7 +3,6 @@
 import os
 import signal
 import sys
-import threading
 import time
 from collections.abc import Callable, Generator, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -104,27 +103,3 @@ def test_outside_the_main_thread_ray_starts_without_signals(monkeypatch: pytest.
 
     with ThreadPoolExecutor(1) as pool:
         assert pool.submit(connect).result() is fake
-
-
-def test_a_sigterm_handler_not_installed_by_python_is_accepted(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "ray", SimpleNamespace(init=lambda **_: None, shutdown=lambda: None))
-    of_python = signal.getsignal
-    monkeypatch.setattr(signal, "getsignal", lambda number: None if number == signal.SIGTERM else of_python(number))
-    with ray_connection("local", lambda _: None):
-        pass
-
-
-def test_output_of_rays_threads_is_dropped_and_that_of_others_reaches_stdout(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    fake = SimpleNamespace(init=lambda **_: None, shutdown=lambda: print("buffered by Ray"))
-    monkeypatch.setitem(sys.modules, "ray", fake)
-    with ray_connection("local", print):
-        for name in ("ray_print_logs", "ours"):
-            thread = threading.Thread(target=print, args=(f"from {name}",), name=name)
-            thread.start()
-            thread.join()
-        print("from the caller")
-    print("after")
-    starting = "Ray: starting a cluster on this machine"
-    assert capsys.readouterr().out.splitlines() == [starting, "from ours", "from the caller", "after"]
