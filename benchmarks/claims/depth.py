@@ -109,7 +109,7 @@ def main() -> None:
         for seed in range(options.seeds)  # outer loop over seeds: an interrupted run covers every arm
         for arm in ARMS
     ]
-    summary = [summarise(arm, [net for net in nets if net["title"] == arm.title]) for arm in ARMS]
+    summary = [summarize(arm, [net for net in nets if net["title"] == arm.title]) for arm in ARMS]
     table = markdown(("net and rule", "error on val/ after training (95 %)", *OUTCOMES), map(_cells, summary))
     print(table)
     recipe = ARMS[0].recipe(options.steps, 0).to_json()
@@ -157,7 +157,7 @@ def trained(arm: Arm, steps: int, seed: int, runs: Path) -> dict[str, Any]:
     }
 
 
-def summarise(arm: Arm, nets: list[dict[str, Any]]) -> dict[str, Any]:
+def summarize(arm: Arm, nets: list[dict[str, Any]]) -> dict[str, Any]:
     """Return the mean of the last errors of an arm with its interval, and how many nets learned and stalled."""
     last = np.array([net["errors"][-1][1] for net in nets])
     low, high = interval_of_mean(last)

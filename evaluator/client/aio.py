@@ -154,7 +154,7 @@ class AsyncClient:
         timeout: float | None = None,
         request_id: str | None = None,
     ) -> dict[str, Any]:
-        """Send a labelled dataset and return its report, the same as that of `prelunet validate` and `report`.
+        """Send a labeled dataset and return its report, the same as that of `prelunet validate` and `report`.
 
         Unlike theirs, it lists only the first refused images, at most 1000 and 1 MiB of names and reasons.
         progress: called with the progress about once a second; timeout: seconds for the whole call, None for no limit.

@@ -122,27 +122,27 @@ def test_another_crop_does_not_change_keys_given_as_options(
 def test_the_automatic_crop_is_a_multiple_of_the_stride_of_the_requested_net(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(train_verb, "median_shorter_side", lambda _: 250.0)
     with pytest.raises(UsageError, match="unknown architecture 'Z'"):
-        train_verb._requested_recipe("small", "auto", {"architecture": "Z"}, None)
+        train_verb.requested_recipe("small", "auto", {"architecture": "Z"}, None)
     # 7/8 of 250 is 218.75: 55 times 4, or 14 times 16
-    assert train_verb._requested_recipe("small", "auto", {}, None).crop == 220
-    assert train_verb._requested_recipe("small", "auto", {"architecture": "A"}, None).crop == 224
+    assert train_verb.requested_recipe("small", "auto", {}, None).crop == 220
+    assert train_verb.requested_recipe("small", "auto", {"architecture": "A"}, None).crop == 224
 
 
 @pytest.mark.parametrize("crop", [None, "56"])
 def test_the_plateau_policy_removes_the_rate_drops_of_the_recipe(crop: str | None) -> None:
-    recipe = train_verb._requested_recipe("small", crop, {"rate_policy": "plateau"}, None)
+    recipe = train_verb.requested_recipe("small", crop, {"rate_policy": "plateau"}, None)
     assert (recipe.rate_policy, recipe.rate_drops) == ("plateau", ())
     assert (recipe.patience, recipe.most_drops) == (4, 2)  # which the recipe leaves to the paper's
-    recipe = train_verb._requested_recipe("A", None, {"rate_policy": "at", "rate_drops": "0.5,0.8"}, None)
+    recipe = train_verb.requested_recipe("A", None, {"rate_policy": "at", "rate_drops": "0.5,0.8"}, None)
     assert (recipe.rate_policy, recipe.rate_drops) == ("at", (0.5, 0.8))
-    assert train_verb._requested_recipe("small", crop, {"rate_policy": "at"}, None).rate_drops == (0.4, 0.6, 0.75, 0.88)
+    assert train_verb.requested_recipe("small", crop, {"rate_policy": "at"}, None).rate_drops == (0.4, 0.6, 0.75, 0.88)
 
 
 def test_rate_drops_with_the_plateau_policy_are_refused() -> None:
     keys = {"rate_policy": "plateau", "rate_drops": "0.5"}
     for name, given in (("small", keys), ("A", {"rate_drops": "0.5"})):
         with pytest.raises(UsageError, match=r"rate_drops \[0\.5\] apply to .* remove them .*--rate-drops"):
-            train_verb._requested_recipe(name, None, given, None)
+            train_verb.requested_recipe(name, None, given, None)
 
 
 @pytest.mark.parametrize(

@@ -68,7 +68,7 @@ def _train(
     from prelunet.training.loop.train import train as run_training
 
     training = run_training(
-        _requested_recipe(recipe, crop, keys, data),
+        requested_recipe(recipe, crop, keys, data),
         data,
         out,
         start=start,
@@ -84,7 +84,7 @@ def _train(
 train = derive_options(with_recipe_options(_train, exclude=("crop",)))
 
 
-def _requested_recipe(name: str, crop: str | None, keys: Mapping[str, Any], data: Path | None) -> Recipe:
+def requested_recipe(name: str, crop: str | None, keys: Mapping[str, Any], data: Path | None) -> Recipe:
     """Return the recipe with the overrides of the command line."""
     recipe = read_recipe(name)
     if crop is None:

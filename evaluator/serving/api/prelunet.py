@@ -95,12 +95,12 @@ class PreluNetServicer(pb_grpc.PreluNetServiceServicer):
         async def send_progress(progress: EvaluationProgress) -> None:
             await context.write(pb.EvaluateResponse(progress=pb.EvaluateProgress(**vars(progress))))
 
-        async with aclosing(images()) as labelled:
+        async with aclosing(images()) as labeled:
             report = await evaluate(
                 classifier,
                 protocol,
                 start.dataset,
-                labelled,
+                labeled,
                 send_progress,
                 caller_of(context),
                 max_images=self._max_evaluation_images,

@@ -92,7 +92,7 @@ def start_of(request: pb.EvaluateRequest | None) -> pb.EvaluateStart:
 
 
 def image_of(request: pb.EvaluateRequest, contract: ModelContract) -> LabelledImage:
-    """Return one labelled image of an evaluation; UsageError or DatasetError if the message is invalid."""
+    """Return one labeled image of an evaluation; UsageError or DatasetError if the message is invalid."""
     if request.WhichOneof("message") != "image":
         raise UsageError("after the first message, `start`, every message of an evaluation should be an `image`")
     image = request.image
