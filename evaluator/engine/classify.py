@@ -3,7 +3,7 @@
     1  decode_image             bytes → Pillow's RGB image                       any thread
     2, 3  make_views            resized to each scale, plain and mirrored        any thread
     4  plan_views, pack_batch   views of all waiting images on few canvases      any thread
-    5  Session.run              (N, H, W, 3), sizes → scores, logits             the one thread that owns the session
+    5  Session.run              (N, H, W, 3), sizes → scores, logits             one thread at a time
     6  average_image            mirrored pair → scale → image                    any thread
     7  top_k                    ties to the lower index                          any thread
 
@@ -140,8 +140,7 @@ def run_views(
 ) -> list[ViewResult]:
     """Run views of any images and protocols in as few batches as memory allows; results keep the order of the views.
 
-    Only the thread that owns the session may call this. `average_image` checks for NaN, not this function: NaN in one
-    image must not fail the others of its batch.
+    `average_image` checks for NaN, not this function: NaN in one image must not fail the others of its batch.
     """
     results: dict[int, ViewResult] = {}
     for batch in plan_views(session, views).batches:
@@ -152,10 +151,7 @@ def run_views(
 def run_batch(
     session: EvaluationSession, batch: Batch, views: Sequence[ViewImage], *, keep_windows: bool = False
 ) -> dict[int, ViewResult]:
-    """Run one batch of the planned views; return the results by view index.
-
-    Only the thread that owns the session may call this.
-    """
+    """Run one batch of the planned views; return the results by view index."""
     packed = pack_batch(batch, views)
     outputs = session.run(packed.images, packed.sizes)
     return unpack_results(packed.packed_views, outputs, keep_windows=keep_windows)

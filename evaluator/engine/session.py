@@ -4,6 +4,7 @@ A session states what really runs it. An unavailable device or precision is an e
 """
 
 import logging
+import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -119,7 +120,7 @@ class Placement:
 
 
 class Session:
-    """A loaded model. Only one thread at a time computes on it.
+    """A loaded model. Threads may share it; it computes for one at a time.
 
     placement: as requested, with the device that was chosen; rules: how batches are planned; model_bytes: of the file.
     """
@@ -136,6 +137,7 @@ class Session:
         model_bytes: int = 0,
     ):
         self._loaded = loaded
+        self._computing = threading.Lock()
         self.placement = placement
         self.contract = contract
         self.model_sha256 = sha256
@@ -159,11 +161,11 @@ class Session:
             return self._loaded.stage(images, sizes)
 
     def compute(self, staged: Any) -> Outputs:
-        """Run staged canvases; only the thread that owns the session may call this.
+        """Run staged canvases, after those of other threads.
 
         Raises OutOfMemory when the device has too little memory, DeviceLost when this process can no longer use it.
         """
-        with self._device_errors():
+        with self._computing, self._device_errors():
             scores, logits, windows, fetch = self._loaded.compute(staged)
 
         def fetch_window_scores() -> Float32Array:

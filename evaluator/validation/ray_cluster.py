@@ -14,7 +14,6 @@ import os
 import re
 import signal
 import socket
-import sys
 import threading
 from collections import Counter
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
@@ -22,15 +21,12 @@ from contextlib import contextmanager, redirect_stdout
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import FrameType, ModuleType
-from typing import Any, TextIO, cast
-
-import numpy as np
-import numpy.typing as npt
+from typing import Any
 
 from prelunet.evaluator.datasets.dataset import Dataset, Sample
 from prelunet.evaluator.engine.classify import EvaluationSession
 from prelunet.evaluator.engine.load import open_with_placement
-from prelunet.evaluator.engine.session import Outputs, Placement, Session
+from prelunet.evaluator.engine.session import Placement, Session
 from prelunet.evaluator.errors import DatasetError, EnvironmentFault, PreluNetError, UsageError, install_hint
 from prelunet.evaluator.imaging.decode import silence_decoders
 from prelunet.evaluator.json_checks import differences, format_differences
@@ -176,7 +172,7 @@ class Worker:
         except PreluNetError as error:
             fix = "Every machine needs the same versions, and the same model and images at the same paths"
             return type(error)(f"worker on {socket.gethostname()} cannot start: {error}\n{fix}")
-        self._session = _LockedSession(session)
+        self._session = session
         return f"process {os.getpid()} on {socket.gethostname()}"
 
     def evaluate(self, chunk: Sequence[Sample]) -> ChunkResult | PreluNetError:
@@ -189,28 +185,6 @@ class Worker:
         except PreluNetError as error:
             return type(error)(f"worker on {socket.gethostname()}: {error}")
         return result
-
-
-class _LockedSession:
-    """A session that several threads can share: a lock serializes `compute`."""
-
-    def __init__(self, session: EvaluationSession):
-        self.contract = session.contract
-        self.model_sha256 = session.model_sha256
-        self.circumstances = session.circumstances
-        self.rules = session.rules
-        self.stage = session.stage
-        self._compute = session.compute
-        self._lock = threading.Lock()
-
-    def run(self, images: npt.NDArray[np.uint8], sizes: npt.NDArray[np.int64]) -> Outputs:
-        """Run N canvases; see `Session.run`."""
-        return self.compute(self.stage(images, sizes))
-
-    def compute(self, staged: Any) -> Outputs:
-        """Run staged canvases; see `Session.compute`."""
-        with self._lock:
-            return self._compute(staged)
 
 
 class WorkerPool:
@@ -339,8 +313,9 @@ def host_and_port(address: str) -> tuple[str, int]:
 def ray_connection(address: str, report: Callable[[str], None]) -> Iterator[ModuleType]:
     """Connect to a cluster and yield Ray's module. On exit, the workers end, and so does a local cluster.
 
-    Ray's own output is suppressed, see `_RayOutputFilter`. Its usage statistics are disabled unless
-    RAY_USAGE_STATS_ENABLED is 1. Its SIGTERM handler, which exits silently, is replaced by the previous one.
+    Meanwhile nothing is written to stdout, which carries our result: Ray prints messages about workers there, and has
+    no option to disable that. Its usage statistics are disabled unless RAY_USAGE_STATS_ENABLED is 1. Its SIGTERM
+    handler, which exits silently, is replaced by the previous one.
     """
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")  # avoids a deprecation warning
@@ -349,13 +324,12 @@ def ray_connection(address: str, report: Callable[[str], None]) -> Iterator[Modu
     except ImportError as error:
         raise EnvironmentFault(f"--ray: ray cannot be imported ({error}). Install it: {install_hint('ray')}") from error
     report("Ray: starting a cluster on this machine" if address == "local" else f"Ray: joining {address}")
-    with redirect_stdout(cast("TextIO", _RayOutputFilter(sys.stdout))):
+    with redirect_stdout(io.StringIO()):
         try:
             _join(ray, address)
             yield ray
         finally:
-            with redirect_stdout(io.StringIO()):  # here the main thread prints output that Ray has buffered
-                ray.shutdown()
+            ray.shutdown()
 
 
 def _join(ray: ModuleType, address: str) -> None:
@@ -402,26 +376,6 @@ def _guarded_signals() -> Iterator[None]:
         for number, handler in before.items():
             if handler is not None:  # None: not installed by Python
                 signal.signal(number, handler)
-
-
-class _RayOutputFilter:
-    """A stream that drops what Ray's own threads write and forwards everything else.
-
-    During an evaluation, one of these threads prints messages about workers to stdout, which carries our result. Ray
-    has no option to disable that. Output of other threads is not affected.
-    """
-
-    def __init__(self, stream: TextIO):
-        self._stream = stream
-
-    def write(self, text: str) -> int:
-        """Write the text, unless it comes from one of Ray's threads."""
-        if threading.current_thread().name.startswith("ray_"):
-            return len(text)
-        return self._stream.write(text)
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._stream, name)
 
 
 def _check_reachable(address: str) -> None:

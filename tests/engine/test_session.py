@@ -4,6 +4,9 @@ test_export.py tests how the real runtime answers damaged files and wrong canvas
 """
 
 import hashlib
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -13,11 +16,12 @@ import onnx
 import pytest
 
 from prelunet.evaluator.contract import INPUTS, OUTPUTS, GoldenImage, ModelContract, golden_image
+from prelunet.evaluator.engine.batching import BatchRules
 from prelunet.evaluator.engine.load import open_session, open_with_placement
 from prelunet.evaluator.engine.memory import gpu_rules
 from prelunet.evaluator.engine.runtimes import onnx as onnx_runtime
 from prelunet.evaluator.engine.runtimes.base import error_summary, is_out_of_memory
-from prelunet.evaluator.engine.session import Device, Placement, Precision
+from prelunet.evaluator.engine.session import Circumstances, Device, Placement, Precision, Session
 from prelunet.evaluator.errors import ContractError, EnvironmentFault, UsageError
 from prelunet.evaluator.serving.models import ModelFile, load_model
 from tests.engine.runtimes.fake_runtime import (
@@ -434,3 +438,23 @@ def test_a_graph_of_one_size_serves_no_model_that_says_it_takes_others(
 )
 def test_the_runtimes_words_are_shown_without_the_place_in_its_source(text: str, shown: str) -> None:
     assert error_summary(RuntimeError(text)) == shown
+
+
+def test_threads_that_share_a_session_compute_one_at_a_time() -> None:
+    """Each batch waits in vain for a second concurrent one."""
+    meeting = threading.Barrier(2, timeout=0.3)
+    met: list[object] = []
+
+    class CrowdedModel:
+        def compute(self, staged: object) -> tuple[object, ...]:
+            with suppress(threading.BrokenBarrierError):
+                met.append(meeting.wait())
+            meeting.reset()
+            return staged, None, None, nothing
+
+    circumstances = Circumstances("CPUExecutionProvider", "fp32", {})
+    loaded: Any = CrowdedModel()
+    session = Session(loaded, fake_contract(), "", circumstances, Placement("cpu"), rules=BatchRules())
+    with ThreadPoolExecutor(2) as pool:
+        assert [outputs.scores for outputs in pool.map(session.compute, "ab")] == ["a", "b"]
+    assert met == []

@@ -275,13 +275,6 @@ def test_a_sigterm_handler_not_installed_by_python_is_accepted(
     assert contents(tmp_path / "run") == local
 
 
-def test_what_the_caller_prints_during_a_run_reaches_stdout(
-    on_cluster: Validate, capsys: pytest.CaptureFixture[str]
-) -> None:
-    said = on_cluster(on_report=print)
-    assert capsys.readouterr().out.splitlines() == said
-
-
 def test_a_missing_image_stops_the_run_with_its_name_and_the_machine(
     on_cluster: Validate, data: Path, session: Session, tmp_path: Path
 ) -> None:

@@ -5,12 +5,8 @@ import os
 import pickle
 import re
 import socket
-import threading
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import onnx
@@ -52,30 +48,6 @@ def test_a_worker_evaluates_a_chunk_as_the_driver_would_and_receives_only_its_sa
     assert not isinstance(found, PreluNetError)
     assert found[0] == expected[0]
     np.testing.assert_array_equal(found[1], expected[1])
-
-
-def test_two_threads_of_a_worker_use_the_session_one_after_the_other(
-    job: Job, session: Session, dataset: Dataset, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Each run waits in vain for a second concurrent one."""
-    meeting = threading.Barrier(2, timeout=0.3)
-    met = []
-    compute = session.compute
-
-    def crowded(staged: Any) -> Any:
-        with suppress(threading.BrokenBarrierError):
-            met.append(meeting.wait())
-        meeting.reset()
-        return compute(staged)
-
-    monkeypatch.setattr(session, "compute", crowded)
-    monkeypatch.setattr("prelunet.evaluator.validation.ray_cluster.open_with_placement", lambda *_, **__: session)
-    worker = Worker(job)
-    assert isinstance(worker.start(), str)
-    with ThreadPoolExecutor(2) as pool:
-        answers = [*pool.map(worker.evaluate, [dataset.samples[:1], dataset.samples[1:2]])]
-    assert not any(isinstance(answer, PreluNetError) for answer in answers)
-    assert met == []
 
 
 def test_a_worker_without_the_model_file_is_an_error(job: Job) -> None:
