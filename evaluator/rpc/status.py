@@ -110,7 +110,7 @@ def error_from(call: grpc.RpcError, address: str) -> PreluNetError:
     if (named := error_for_reason(*_error_info(call), text)) is not None:
         return named
     if code == grpc.StatusCode.RESOURCE_EXHAUSTED and "larger than max" in text:  # gRPC's own words
-        if text.startswith("CLIENT: Received"):  # raised by this client for the server's response
+        if "CLIENT: Received" in text:  # raised by this client for the server's response
             return UsageError(f"{address}: {_RESPONSE_TOO_LARGE} ({text})")
         return ImageError(f"{address}: the message exceeds the server's limit ({text}). Send a smaller image")
     if code == grpc.StatusCode.UNAVAILABLE:
