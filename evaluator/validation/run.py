@@ -134,7 +134,7 @@ def describe_dataset(dataset: Dataset) -> dict[str, Any]:
         "name": sanitize_name(dataset.location.name),
         "fingerprint": dataset.fingerprint,
         "images": len(dataset.samples),
-        "layout": dataset.layout,
+        "layout": sanitize_name(dataset.layout),  # may contain the name of a label file
         "selection": dataset.selection,
     }
 

@@ -239,9 +239,10 @@ def test_a_finished_run_on_a_read_only_disk_is_opened_and_nothing_is_written(
 
 
 def test_control_characters_in_names_are_escaped_so_that_the_run_can_be_read(folder: Path) -> None:
-    dataset = replace(open_images(folder.parent / "v\x1b]0;al\udcff"), layout="class folders")
+    dataset = replace(open_images(folder.parent / "v\x1b]0;al\udcff"), layout="flat, labels from \udce9.txt")
     described = describe_dataset(dataset)
     assert described["name"] == r"v\x1b]0;al\udcff"
+    assert described["layout"] == r"flat, labels from \udce9.txt"
     info = build_run_info(SESSION, "m\n.onnx", {**described, "images": IMAGES}, INFO.protocol)
     write(folder, info=replace(info, chunk=CHUNK))
     assert read_run(folder).info.model["file"] == r"m\x0a.onnx"
