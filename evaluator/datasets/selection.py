@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from prelunet.evaluator.contract import ClassEntry
+from prelunet.evaluator.contract import MAX_NAME_LENGTH, ClassEntry
 from prelunet.evaluator.datasets.dataset import Dataset, Sample
 from prelunet.evaluator.datasets.labels.class_names import ClassList
 from prelunet.evaluator.datasets.sources.base import format_names
@@ -14,6 +14,7 @@ from prelunet.evaluator.datasets.sources.folder import label_file
 from prelunet.evaluator.errors import DatasetError, UsageError
 
 _NAMED = 8  # a selection names up to this many classes, more are described by their number and a digest
+_LONGEST = MAX_NAME_LENGTH // 2  # characters of these names; the whole selection must fit into run.json
 
 
 def parse_class_selection(text: str, classes: Sequence[ClassEntry]) -> tuple[str, ...]:
@@ -84,8 +85,8 @@ def _of_classes(dataset: Dataset, classes: Sequence[str]) -> tuple[list[Sample],
 
 def _describe_classes(classes: Sequence[str]) -> str:
     """Describe a set of classes by a text that no other set has."""
-    plain = all(wnid.isalnum() for wnid in classes)
-    if plain and len(classes) <= _NAMED:
-        return f"classes {', '.join(sorted(classes))}"
+    text = f"classes {', '.join(sorted(classes))}"
+    if all(wnid.isalnum() for wnid in classes) and len(classes) <= _NAMED and len(text) <= _LONGEST:
+        return text
     digest = hashlib.sha256("\n".join(sorted(classes)).encode()).hexdigest()
     return f"{len(classes)} classes, sha256 {digest}"

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from prelunet.evaluator.contract import ClassEntry
+from prelunet.evaluator.contract import MAX_NAME_LENGTH, ClassEntry
 from prelunet.evaluator.datasets import Dataset, DatasetSpec, Sample, parse_class_selection, select
 from prelunet.evaluator.errors import DatasetError, UsageError
 from tests.helpers.tiny_datasets import CLASSES, WNIDS
@@ -76,6 +76,14 @@ def test_different_selections_have_different_descriptions() -> None:
                 part = select(whole, limit=limit, classes=chosen)
                 assert words.setdefault(part.selection, numbers(part)) == numbers(part)
     assert len(words) > 700
+
+
+def test_a_selection_of_long_names_fits_into_run_json() -> None:
+    names = ("a" * 600, "b" * 600)
+    samples = [Sample(f"{i}.png", i % 2, i) for i in range(4)]
+    part = select(Dataset(Path("data"), names, samples, _UnreadableReader()), limit=3, classes=names)
+    assert part.selection is not None
+    assert len(part.selection) <= MAX_NAME_LENGTH
 
 
 def test_the_order_of_the_classes_does_not_change_the_selection() -> None:
