@@ -1,5 +1,6 @@
 """The images of a run: one line of predictions.jsonl each. Build, write and read them, stored in columns."""
 
+import errno
 import os
 from array import array
 from collections.abc import Iterator, Sequence
@@ -228,7 +229,13 @@ def read_predictions(path: Path, classes: int, views: int) -> Predictions:
     if not os.path.lexists(path):
         return predictions
     last = ""
-    with _opened(path) as lines:
+    try:
+        file = open_regular(path)
+    except OSError as error:
+        raise RunFolderError(
+            f"{path}: cannot be read ({error.strerror}). Restore the file, or repeat the run in another folder"
+        ) from error
+    with file as lines:
         for number, line in enumerate(lines, start=1):
             try:
                 prediction = parse_prediction(line, classes, views)
@@ -244,13 +251,8 @@ def read_predictions(path: Path, classes: int, views: int) -> Predictions:
     return predictions
 
 
-def _opened(path: Path) -> BinaryIO:
-    """Open an existing file of a run, which may be a broken link."""
-    try:
-        if path.exists() and not path.is_file():
-            raise RunFolderError(f"{path}: not a regular file. Restore it, or repeat the run in another folder")
-        return path.open("rb")
-    except OSError as error:
-        raise RunFolderError(
-            f"{path}: cannot be read ({error.strerror}). Restore the file, or repeat the run in another folder"
-        ) from error
+def open_regular(path: Path) -> BinaryIO:
+    """Open a file for reading. Raises OSError, also for anything but a file: a pipe would block."""
+    if path.exists() and not path.is_file():
+        raise OSError(errno.EINVAL, "not a regular file", str(path))
+    return path.open("rb")

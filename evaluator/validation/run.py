@@ -1,6 +1,5 @@
 """The run folder: one validation of one model on one dataset with one protocol (docs/contract.md, "Run folder")."""
 
-import errno
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,7 +16,7 @@ from prelunet.evaluator.errors import RunFolderError, UsageError
 from prelunet.evaluator.json_checks import check_plain, parse_json
 from prelunet.evaluator.protocols import EvaluationProtocol, View, protocol_from_json
 from prelunet.evaluator.terminal import escape_unprintable
-from prelunet.evaluator.validation.predictions import Prediction, read_predictions
+from prelunet.evaluator.validation.predictions import Prediction, open_regular, read_predictions
 
 RUN_VERSION = 3
 MAX_SHARDS = 999_999
@@ -330,9 +329,8 @@ def read_run_info(folder: Path) -> RunInfo:
 
 
 def _bytes_of(path: Path) -> bytes:
-    if path.exists() and not path.is_file():
-        raise OSError(errno.EINVAL, "not a regular file", str(path))  # reading a pipe would block
-    return path.read_bytes()
+    with open_regular(path) as file:
+        return file.read()
 
 
 def read_run(folder: Path) -> Run:

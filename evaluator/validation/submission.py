@@ -15,7 +15,7 @@ from prelunet.evaluator.datasets.labels.imagenet_devkit import GROUND_TRUTH, MAP
 from prelunet.evaluator.errors import CheckFailed, RunFolderError, UsageError
 from prelunet.evaluator.files import open_atomically
 from prelunet.evaluator.terminal import escape_unprintable
-from prelunet.evaluator.validation.predictions import Prediction
+from prelunet.evaluator.validation.predictions import Prediction, open_regular
 from prelunet.evaluator.validation.run import Run, is_run_folder, require_unsharded
 
 GUESSES = 5  # per image
@@ -164,15 +164,14 @@ def _base_name(line: Prediction) -> str:
 
 def _lines(path: Path) -> Iterator[bytes]:
     """Yield the lines of a file. For a line that is too long, yield its start; the caller should stop there."""
-    fix = "Pass the path of an existing text file"
-    if path.exists() and not path.is_file():
-        raise UsageError(f"{path}: cannot be read (not a regular file). {fix}")
     try:
-        with path.open("rb") as file:
+        with open_regular(path) as file:
             while line := file.readline(_LONGEST_LINE + 1):
                 yield line
     except OSError as error:
-        raise UsageError(f"{path}: cannot be read ({error.strerror}). {fix}") from error
+        raise UsageError(
+            f"{path}: cannot be read ({error.strerror}). Pass the path of an existing text file"
+        ) from error
 
 
 def _faults_of(line: bytes) -> Iterator[str]:

@@ -23,7 +23,7 @@ from prelunet.evaluator.datasets.dataset import Sample
 from prelunet.evaluator.errors import EnvironmentFault, RunFolderError
 from prelunet.evaluator.files import create_folder, leftovers, locked_folder, remove_leftovers, write_atomically
 from prelunet.evaluator.json_checks import differences, format_differences
-from prelunet.evaluator.validation.predictions import Prediction, parse_prediction
+from prelunet.evaluator.validation.predictions import Prediction, open_regular, parse_prediction
 from prelunet.evaluator.validation.run import (
     PREDICTIONS_FILE,
     RUN_FILE,
@@ -214,7 +214,7 @@ def _line_ends(path: Path, info: RunInfo, samples: Sequence[Sample]) -> list[int
     if not os.path.lexists(path):
         return ends
     end, classes, views = 0, len(info.classes), len(info.views)
-    with path.open("rb") as lines:
+    with open_regular(path) as lines:
         for line, sample in zip(lines, samples, strict=False):
             try:
                 prediction = parse_prediction(line, classes, views)

@@ -113,6 +113,14 @@ def test_a_run_that_lost_a_file_starts_again_with_its_first_chunk(folder: Path, 
     assert contents(folder) == contents(folder.parent / "undisturbed")
 
 
+def test_a_pipe_in_the_place_of_the_lines_is_refused_and_not_waited_for(folder: Path) -> None:
+    write(folder, images=CHUNK)
+    (folder / "predictions.jsonl").unlink()
+    os.mkfifo(folder / "predictions.jsonl")
+    with pytest.raises(OSError, match="not a regular file"):
+        write(folder)
+
+
 def test_the_chunk_of_a_line_that_does_not_match_its_sample_is_repeated(folder: Path) -> None:
     write(folder)
     before = contents(folder)
