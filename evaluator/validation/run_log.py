@@ -27,26 +27,19 @@ class _StartEvent(Struct):
 
 def find_dataset(folder: Path) -> DatasetSpec | None:
     """Return where the dataset was when the run was last started or resumed, None if log.jsonl does not say."""
-    entry = last_start_event(folder)
-    return None if entry is None else _spec_from_log(entry)
-
-
-def spec_to_log(spec: DatasetSpec) -> dict[str, Any]:
-    """Return a dataset's location for log.jsonl, with absolute paths so that it can be opened from anywhere."""
-    return {
-        "dataset": str(spec.path.resolve()),
-        "labels": spec.labels and str(spec.labels.resolve()),
-        "no_labels": spec.no_labels,
-        "limit": spec.limit,
-        "classes": list(spec.classes),
-    }
-
-
-def _spec_from_log(entry: Any) -> DatasetSpec:
-    """Parse the output of `spec_to_log`; missing fields default as in `DatasetSpec`. Raises ValueError."""
-    start = convert(entry, _StartEvent)
-    labels = None if start.labels is None else _path(start.labels)
-    return DatasetSpec(_path(start.dataset), labels, start.no_labels, start.limit, start.classes)
+    try:
+        log = folder / LOG_FILE
+        lines = log.read_text(encoding="utf-8", errors="replace").splitlines() if log.is_file() else []
+    except OSError:
+        return None
+    for line in reversed(lines):
+        try:
+            start = convert(parse_json(line), _StartEvent)
+            labels = None if start.labels is None else _path(start.labels)
+            return DatasetSpec(_path(start.dataset), labels, start.no_labels, start.limit, start.classes)
+        except ValueError:
+            continue
+    return None
 
 
 def _path(text: str) -> Path:
@@ -55,18 +48,12 @@ def _path(text: str) -> Path:
     return Path(text)
 
 
-def last_start_event(folder: Path) -> dict[str, Any] | None:
-    """Return the last start or resume event in log.jsonl that names a dataset, or None."""
-    try:
-        log = folder / LOG_FILE
-        lines = log.read_text(encoding="utf-8", errors="replace").splitlines() if log.is_file() else []
-    except OSError:
-        return None
-    for line in reversed(lines):
-        try:
-            entry: dict[str, Any] = parse_json(line)
-            _spec_from_log(entry)
-        except ValueError:
-            continue
-        return entry
-    return None
+def spec_to_log(spec: DatasetSpec) -> dict[str, Any]:
+    """Return what `find_dataset` reads, with absolute paths so that the dataset can be opened from anywhere."""
+    return {
+        "dataset": str(spec.path.resolve()),
+        "labels": spec.labels and str(spec.labels.resolve()),
+        "no_labels": spec.no_labels,
+        "limit": spec.limit,
+        "classes": list(spec.classes),
+    }

@@ -12,7 +12,7 @@ from prelunet.evaluator.errors import RunFolderError, UsageError
 from prelunet.evaluator.terminal import escape_unprintable, progress
 from prelunet.evaluator.validation.predictions import Prediction
 from prelunet.evaluator.validation.run import SCORES_FILE, Run, RunInfo
-from prelunet.evaluator.validation.run_log import RESUMED, STARTED, last_start_event
+from prelunet.evaluator.validation.run_log import RESUMED, STARTED, find_dataset, spec_to_log
 from prelunet.evaluator.validation.writer import RunWriter, scores_header
 
 BLOCK = 1024  # images read at a time: 4 MB at 1000 classes
@@ -121,8 +121,6 @@ def _same_best(rows: Float32Array, lines: Sequence[Prediction]) -> BoolArray:
 
 # Used by merged runs and ensembles, which are derived from the folders of other runs.
 
-_SOURCE_ONLY_KEYS = {"event", "date", "done"}  # fields of a source's start event that a derived run does not copy
-
 
 def refuse_source_as_target(sources: Sequence[Path], folder: Path) -> None:
     """Refuse to write into a folder that is also read: --fresh would delete it first."""
@@ -141,9 +139,10 @@ def log_start(writer: RunWriter, images: int, sources: Sequence[Path], report: C
         return
     new = writer.done == 0
     report(f"{writer.folder}: {'new' if new else f'resuming after {writer.done} of {images} images'}")
-    start = next((entry for source in sources if (entry := last_start_event(source)) is not None), {})
-    fields = {key: value for key, value in start.items() if key not in _SOURCE_ONLY_KEYS}
+    spec = next((spec for source in sources if (spec := find_dataset(source)) is not None), None)
     writer.log(
         STARTED if new else RESUMED,
-        **{**fields, "done": writer.done, "sources": [str(source.resolve()) for source in sources]},
+        done=writer.done,
+        **({} if spec is None else spec_to_log(spec)),
+        sources=[str(source.resolve()) for source in sources],
     )

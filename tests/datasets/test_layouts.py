@@ -246,26 +246,6 @@ def test_images_are_opened_without_labels_only_on_request(
     assert find_dataset(tmp_path / "run") == dataset.spec
 
 
-@pytest.mark.parametrize(
-    "damage",
-    [
-        {"labels": 5},
-        {"labels": "a\0b"},
-        {"no_labels": 1},
-        {"limit": 0},
-        {"limit": "7"},
-        {"classes": "n1"},
-        {"classes": [3]},
-    ],
-)
-def test_a_damaged_log_does_not_locate_the_dataset(tmp_path: Path, damage: dict[str, Any]) -> None:
-    whole = {"event": "start", "dataset": "/data", "labels": None, "no_labels": False, "limit": None, "classes": []}
-    (tmp_path / "log.jsonl").write_text(json.dumps(whole) + "\n")
-    assert find_dataset(tmp_path) == DatasetSpec(Path("/data"))
-    (tmp_path / "log.jsonl").write_text(json.dumps(whole | damage) + "\n")
-    assert find_dataset(tmp_path) is None
-
-
 def test_a_log_with_classes_unknown_to_the_model_does_not_prevent_a_report(tmp_path: Path) -> None:
     dataset = opened(class_folders(tmp_path))
     run = validated(FakeSession(CONTRACT), dataset, CENTER, tmp_path / "run")

@@ -11,7 +11,7 @@ import pytest
 from PIL import Image
 
 from prelunet.evaluator import cli
-from prelunet.evaluator.datasets import open_dataset
+from prelunet.evaluator.datasets import DatasetSpec, open_dataset
 from prelunet.evaluator.errors import RunFolderError
 from prelunet.evaluator.reporting.gallery import build_gallery
 from prelunet.evaluator.validation.run import read_run
@@ -253,6 +253,18 @@ def test_the_program_exits_2_with_one_message_for_any_damaged_file(
         '{"event": "start", "dataset": "a\\u0000b"}',
         '{"event": [], "dataset": 5}',
         "5",
+        *(
+            f'{{"event": "start", "dataset": "/a", {field}}}'
+            for field in (
+                '"labels": 5',
+                '"labels": "a\\u0000b"',
+                '"no_labels": 1',
+                '"limit": 0',
+                '"limit": "7"',
+                '"classes": "n1"',
+                '"classes": [3]',
+            )
+        ),
     ],
 )
 def test_a_damaged_log_is_ignored_and_stops_no_report(tmp_path: Path, line: str) -> None:
@@ -260,6 +272,17 @@ def test_a_damaged_log_is_ignored_and_stops_no_report(tmp_path: Path, line: str)
     (tmp_path / "log.jsonl").write_text(line + "\n")
     assert find_dataset(tmp_path) is None
     assert build_gallery(read_run(tmp_path), None).missing is not None
+
+
+def test_the_last_undamaged_start_in_the_log_locates_the_dataset(tmp_path: Path) -> None:
+    starts = (
+        {"event": "start", "dataset": "/old"},
+        {"event": "resume", "dataset": "/data", "labels": None, "no_labels": False, "limit": 7, "classes": ["n1"]},
+        {"event": "resume", "dataset": "/new", "limit": "7"},
+        {"event": "chunk", "index": 0},
+    )
+    (tmp_path / "log.jsonl").write_text("".join(json.dumps(start) + "\n" for start in starts))
+    assert find_dataset(tmp_path) == DatasetSpec(Path("/data"), limit=7, classes=("n1",))
 
 
 @pytest.mark.parametrize("given", [True, False])
