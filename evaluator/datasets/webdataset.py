@@ -68,14 +68,15 @@ def classes_of_labels(found_at: Mapping[str, str], *, complete: bool) -> tuple[s
             f"{found_at[word]}: the label {word!a:.80} is not a class index, but other labels are (0, 1, …). "
             "Repack the shards with labels of one kind"
         )
-    missing = sorted(set(range(max(numbers.values()) + 1)) - set(numbers.values()))
-    if complete and missing:
+    indices = sorted(numbers.values())
+    if complete and (missing := indices[-1] + 1 - len(indices)):
+        first = next(index for index, number in enumerate(indices) if index != number)
         raise DatasetError(
-            f"{next(iter(found_at.values()))}: labels from {min(numbers.values())} to {max(numbers.values())} in these "
-            f"shards, but no image of class {missing[0]} ({len(missing):,} such classes). Class indices count from 0 "
-            "without gaps: repack the shards, or add the missing ones"
+            f"{next(iter(found_at.values()))}: labels from {indices[0]} to {indices[-1]} in these shards, but no image "
+            f"of class {first} ({missing:,} such classes). Class indices count from 0 without gaps: repack the shards, "
+            "or add the missing ones"
         )
-    return tuple(sorted(numbers, key=numbers.__getitem__))
+    return tuple(map(str, indices))
 
 
 def read_shards(paths: Sequence[Path], *, no_labels: bool) -> tuple[ArchiveIndex, list[str], dict[str, str]]:

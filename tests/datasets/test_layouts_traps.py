@@ -14,6 +14,7 @@ from prelunet.evaluator.contract import ClassEntry
 from prelunet.evaluator.datasets import Dataset, DatasetSpec, open_from_spec, parse_class_selection
 from prelunet.evaluator.datasets.labels.imagenet_devkit import read_devkit_ids
 from prelunet.evaluator.datasets.sources.base import format_names
+from prelunet.evaluator.datasets.webdataset import classes_of_labels
 from prelunet.evaluator.errors import DatasetError, UsageError
 from tests.helpers.tiny_datasets import (
     CLASSES,
@@ -175,6 +176,12 @@ def test_a_label_in_a_shard_that_is_far_too_large_is_refused(tmp_path: Path) -> 
         assert len(opened(path).samples) == 4
         write_tar(path, files | {f"000002{suffix}": data + b" "})
         assert f"{path}: 000002{suffix}: more than {len(data):,} bytes" in refusal(path)
+
+
+def test_gaps_below_a_very_large_class_index_are_counted_without_listing_them() -> None:
+    found_at = {"1": "a.tar: b.cls", "999999999": "a.tar: c.cls", "0": "a.tar: a.cls"}
+    with pytest.raises(DatasetError, match=r"labels from 0 to 999999999 .* class 2 \(999,999,997 such classes\)"):
+        classes_of_labels(found_at, complete=True)
 
 
 def test_names_in_messages_are_short_and_escaped() -> None:
