@@ -23,10 +23,10 @@ _NUMBER = re.compile(r"-?\d+", re.ASCII)
 
 @dataclass(frozen=True, slots=True)
 class LabelEntry:
-    """One line of a list. name: of the image, None in a list of labels only; label: as written in the list."""
+    """One line of a list. name: of the image, '' in a list of labels only; label: as written in the list."""
 
     line: int
-    name: str | None
+    name: str
     label: str
 
 
@@ -43,9 +43,10 @@ def labels_of_list(
     words: dict[str, str] = {}
     for entry in entries:
         words.setdefault(entry.label, f"{file.path}: line {entry.line}")
-    index, kind = classes.resolve_labels(words, by_position=entries[0].name is None)
+    by_position = not entries[0].name
+    index, kind = classes.resolve_labels(words, by_position=by_position)
     remarks = [f"labels from {file.path}, read as {kind}{columns}"]
-    if entries[0].name is None:
+    if by_position:
         check_count(len(entries), images, file.path)
         remarks.append(f"{file.path} contains no image names: line i is the label of the i-th name in sorted order")
         return [index[entry.label] for entry in entries], remarks
@@ -75,7 +76,7 @@ def read_label_list(file: LabelFile) -> tuple[list[LabelEntry], str]:
     if filled is None:
         raise DatasetError(f"{file.path}: empty. Use a list with a line `name label` for each image")
     if _NUMBER.fullmatch(filled.strip()):
-        numbers = [LabelEntry(line, None, text.strip()) for line, text in enumerate(lines, 1) if text.strip()]
+        numbers = [LabelEntry(line, "", text.strip()) for line, text in enumerate(lines, 1) if text.strip()]
         if odd := next((entry for entry in numbers if not _NUMBER.fullmatch(entry.label)), None):
             raise DatasetError(
                 f"{file.path}: line {odd.line} should be one number, like the first line, not {odd.label!a:.80}. "
@@ -99,9 +100,9 @@ def read_label_list(file: LabelFile) -> tuple[list[LabelEntry], str]:
             )
         word = _word(label, file.path, line)
         entries.append(LabelEntry(line, name, words.setdefault(word, word)))
-    with_suffix = [bool(entry.name) and str(entry.name).lower().endswith(SUFFIXES) for entry in entries]
+    with_suffix = [entry.name.lower().endswith(SUFFIXES) for entry in entries]
     if len(entries) > 1 and not columns_note and not with_suffix[0] and all(with_suffix[1:]):
-        raise _unknown_header(f"{file.path}: line {entries[0].line}", [str(entries[0].name), entries[0].label])
+        raise _unknown_header(f"{file.path}: line {entries[0].line}", [entries[0].name, entries[0].label])
     if not entries:
         raise DatasetError(f"{file.path}: contains only a header. Use a list with a line `name,label` for each image")
     return entries, columns_note
@@ -187,9 +188,9 @@ def _match(entries: list[LabelEntry], images: Sequence[str], key: "_Key", path: 
         raise DatasetError(f"{path}: several images match the name {format_names([twice])}. {fix}")
     entry_of = [-1] * len(images)
     for number, entry in enumerate(entries):
-        position = position_of.get(key(entry.name or ""))
+        position = position_of.get(key(entry.name))
         if position is None:
-            unknown = [e.name or "" for e in entries if key(e.name or "") not in position_of]
+            unknown = [e.name for e in entries if key(e.name) not in position_of]
             raise DatasetError(
                 f"{path}: line {entry.line} is the first of {len(unknown):,} lines that name missing images: "
                 f"{format_names(unknown)}. Restore the images, or remove the lines"
@@ -239,17 +240,18 @@ def _key_of_names(entries: list[LabelEntry], images: Sequence[str], subfolder: s
 
     Some file systems return decomposed accents. If only that keeps names apart, names are compared in form NFC.
     """
+    listed = [entry.name for entry in entries]
     with_folders = [("", False), (f"{subfolder}/", False)] if subfolder else [("", False)]
     for composed in (False, True):
         for (under, base), stem in product([*with_folders, ("", True)], (False, True)):
             key = _Key(under, base, stem, composed)
             image_keys = {key(name) for name in images}
-            if any(key(entry.name or "") in image_keys for entry in entries):
-                unmatched = [entry.name or "" for entry in entries if key(entry.name or "") not in image_keys]
+            if any(key(name) in image_keys for name in listed):
+                unmatched = [name for name in listed if key(name) not in image_keys]
                 nfc_key = replace(key, composed=True)
                 composing_helps = unmatched and {nfc_key(name) for name in images} & set(map(nfc_key, unmatched))
                 return nfc_key if composing_helps else key
     raise DatasetError(
-        f"{path}: names none of the {len(images):,} images (it lists {format_names([e.name or '' for e in entries])}; "
-        f"the images are {format_names(images)}). Pass the list for these images with --labels FILE"
+        f"{path}: names none of the {len(images):,} images (it lists {format_names(listed)}; the images are "
+        f"{format_names(images)}). Pass the list for these images with --labels FILE"
     )

@@ -19,7 +19,7 @@ from typing import BinaryIO
 
 from prelunet.evaluator.datasets.sources.archive_index import ArchiveIndex, ArchiveMember
 from prelunet.evaluator.datasets.sources.base import LABEL_SUFFIXES, too_large
-from prelunet.evaluator.datasets.sources.decompress import compression_of, ensure_unpacked, is_unpacked_copy
+from prelunet.evaluator.datasets.sources.decompress import UNPACKED_SUFFIX, compression_of, ensure_unpacked
 from prelunet.evaluator.datasets.sources.folder import is_image_name, is_visible, reading_error
 from prelunet.evaluator.errors import DatasetError, PreluNetError
 
@@ -260,5 +260,5 @@ def _not_regular_file(path: Path, name: str, command: str) -> DatasetError:
 
 
 def _damaged(path: Path, position: int) -> DatasetError:
-    fix = "Delete this copy to unpack it again, or get" if is_unpacked_copy(path) else "Get"
+    fix = "Delete this copy to unpack it again, or get" if path.name.endswith(UNPACKED_SUFFIX) else "Get"
     return DatasetError(f"{path}: damaged or truncated at byte {position}. {fix} a fresh copy of the archive")

@@ -33,7 +33,7 @@ _OPENERS: dict[str, Callable[[IO[bytes]], IO[bytes]]] = {"gzip": gzip.open, "bzi
 _DAMAGED = (OSError, EOFError, zlib.error, lzma.LZMAError)
 _PIECE = 1024**2  # bytes
 _DIGITS = 12  # of the sha256: 48 bits are enough for the few archives that share a name
-_SUFFIX = ".unpacked.tar"
+UNPACKED_SUFFIX = ".unpacked.tar"
 _LARGEST_RATIO = 20  # photographs reach about 1, bitmaps of drawings perhaps 10
 ALWAYS_ALLOWED = 1024**3  # bytes; small archives, mostly headers and zeros, may compress better
 _STALE_SECONDS = 3600.0  # since the last write to a temporary file; a live process writes continuously
@@ -44,18 +44,13 @@ def compression_of(magic: bytes) -> str | None:
     return next((method for prefix, method in _MAGICS.items() if magic.startswith(prefix)), None)
 
 
-def is_unpacked_copy(path: Path) -> bool:
-    """Return whether a file is named like a copy that this module unpacked."""
-    return path.name.endswith(_SUFFIX)
-
-
 def unpacked_path(path: Path) -> Path:
     """Return the path of the unpacked copy: next to the archive if that folder is writable, else a temporary folder.
 
     Raises EnvironmentFault when another user owns the temporary folder or can write to it.
     """
     folder = path.parent if os.access(path.parent, os.W_OK) else _private_folder()
-    return folder / f"{path.name}.{_sha256(path)[:_DIGITS]}{_SUFFIX}"
+    return folder / f"{path.name}.{_sha256(path)[:_DIGITS]}{UNPACKED_SUFFIX}"
 
 
 def ensure_unpacked(path: Path, method: str) -> Path:
@@ -116,7 +111,7 @@ def _private_folder() -> Path:
 
 def _remove_stale(path: Path, folder: Path) -> None:
     """Remove temporary files left by killed processes that were unpacking this archive or one of the same name."""
-    for leftover in leftovers(folder, [f"{path.name}.{'?' * _DIGITS}{_SUFFIX}"]):
+    for leftover in leftovers(folder, [f"{path.name}.{'?' * _DIGITS}{UNPACKED_SUFFIX}"]):
         with suppress(FileNotFoundError):  # another process removed it first
             if time.time() - leftover.lstat().st_mtime > _STALE_SECONDS:
                 leftover.unlink()
