@@ -86,20 +86,25 @@ def ensemble(
     for run in runs:
         check_scores(run)
     samples = [Sample(line.file, line.label, 0) for line in runs[0].predictions]
-    with open_run(folder, ensemble_info(infos, _normalized(checked)), samples, fresh=fresh) as writer:
+    with open_run(folder, _ensemble_info(infos, _normalized(checked)), samples, fresh=fresh) as writer:
         log_start(writer, infos[0].images, folders, report)
         member_errors, cumulative_errors = _average(runs, checked, writer)
     return Ensemble(read_run(folder), member_errors, cumulative_errors)
 
 
-def ensemble_info(infos: Sequence[RunInfo], shares: Sequence[float]) -> RunInfo:
-    """Describe the ensemble of these runs. shares: weights that sum to 1."""
+def _ensemble_info(infos: Sequence[RunInfo], shares: Sequence[float]) -> RunInfo:
+    """Describe the ensemble of these runs. shares: weights that sum to 1.
+
+    Its identity is the sha256 of a line `SHA256 WEIGHT` for each member, in order. A weight is written with the fewest
+    decimals that parse to the same float64, as in run.json: `0.5`.
+    """
     models = [info.model for info in infos]
+    lines = "".join(f"{model['sha256']} {share!r}\n" for model, share in zip(models, shares, strict=True))
     activations = {model["activation"] for model in models}
     return RunInfo(
         model={
             "file": _NAME.format(len(infos)),
-            "sha256": ensemble_sha256([model["sha256"] for model in models], shares),
+            "sha256": hashlib.sha256(lines.encode("ascii")).hexdigest(),
             "architecture": sanitize_name("+".join(model["architecture"] for model in models)),
             "activation": activations.pop() if len(activations) == 1 else "mixed",
         },
@@ -110,15 +115,6 @@ def ensemble_info(infos: Sequence[RunInfo], shares: Sequence[float]) -> RunInfo:
         chunk=BLOCK,
         members=tuple({"model": dict(model), "weight": share} for model, share in zip(models, shares, strict=True)),
     )
-
-
-def ensemble_sha256(digests: Sequence[str], shares: Sequence[float]) -> str:
-    """Return the identity of an ensemble: the sha256 of a line `SHA256 WEIGHT` for each member, in order.
-
-    A weight is written with the fewest decimals that parse to the same float64, as in run.json: `0.5`.
-    """
-    lines = (f"{digest} {share!r}\n" for digest, share in zip(digests, shares, strict=True))
-    return hashlib.sha256("".join(lines).encode("ascii")).hexdigest()
 
 
 def _checked_weights(members: int, weights: Sequence[float] | None) -> list[float]:
@@ -214,7 +210,7 @@ def _average(
             rows = [read_rows(run, block.start, block.stop) for run in runs]
             for number in range(1, len(runs) + 1):
                 # NaN rows of refused images stay NaN.
-                scores = weighted_mean(rows[:number], _normalized(weights[:number]))
+                scores = _weighted_mean(rows[:number], _normalized(weights[:number]))
                 ranks[number - 1, block] = ranks_of(scores, np.maximum(labels[block], 0))
             if start >= writer.done:
                 writer.append(list(_lines(runs, block, scores, ranks[-1, block])), scores)
@@ -227,7 +223,7 @@ def _average(
     )
 
 
-def weighted_mean(rows: Sequence[Float32Array], shares: Sequence[float]) -> Float32Array:
+def _weighted_mean(rows: Sequence[Float32Array], shares: Sequence[float]) -> Float32Array:
     """Average the members' scores, float32 (images, classes), adding in order in float64; returns float32.
 
     shares: weights that sum to 1.

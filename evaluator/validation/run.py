@@ -7,7 +7,7 @@ from typing import Annotated, Any
 
 from msgspec import Meta, Struct, convert
 
-from prelunet.evaluator.contract import CONTROL_CHARACTERS, MAX_NAME_LENGTH, ClassEntry, ModelContract
+from prelunet.evaluator.contract import CONTROL_CHARACTERS, MAX_NAME_LENGTH, ClassEntry
 from prelunet.evaluator.datasets.dataset import UNLABELLED, Dataset
 from prelunet.evaluator.engine.batching import BatchRules
 from prelunet.evaluator.engine.classify import EvaluationSession
@@ -107,7 +107,7 @@ def build_run_info(
     model_file: last path component; dataset: from `describe_dataset`; memory: limit for the process in bytes
     (`portion_size`), None for the default.
     """
-    contract: ModelContract = session.contract
+    contract = session.contract
     model = {
         "file": sanitize_name(model_file),
         "sha256": session.model_sha256,

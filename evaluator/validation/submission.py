@@ -44,7 +44,11 @@ def write_submission(
     has no devkit id of its own or `path` is in a run folder, CheckFailed when the written file is wrong.
     """
     require_unsharded(run.info, run.where)
-    _refuse_selection(run)
+    if (selection := run.info.dataset["selection"]) is not None:  # the server identifies images by line number
+        raise RunFolderError(
+            f"{run.where}: covers only part of the dataset ({selection}). The server requires every image of the set: "
+            "validate without a selection"
+        )
     _refuse_run_as_target(path)
     ids = _ids_of_classes(run, devkit_ids, ids_from)
     lines = _in_name_order(run)
@@ -90,15 +94,6 @@ def check_submission(path: Path, images: int | None = None) -> int:
     if messages:
         raise CheckFailed("\n  ".join((f"{path}: not a valid submission:", *messages)))
     return count
-
-
-def _refuse_selection(run: Run) -> None:
-    """Refuse a run on part of a dataset: the server identifies images by line number, not by name."""
-    if (selection := run.info.dataset["selection"]) is not None:
-        raise RunFolderError(
-            f"{run.where}: covers only part of the dataset ({selection}). The server requires every image of the set: "
-            "validate without a selection"
-        )
 
 
 def refuse_devkit_as_target(path: Path, devkit: Path) -> None:

@@ -35,7 +35,7 @@ from prelunet.evaluator.validation.run import (
 from prelunet.evaluator.validation.run_log import LOG_FILE
 
 # Reports of a run, deleted when it is started over.
-_REPORTS = ("report.json", "classes.csv", "report.html", "compared-with-*/compare.*")
+_REPORTS = ("report/report.json", "report/classes.csv", "report/report.html", "report/compared-with-*/compare.*")
 _ATOMIC_FILES = (RUN_FILE, PREDICTIONS_FILE, SCORES_FILE)  # written by `write_atomically`
 # Keys of run.json that are only descriptive: a renamed file is the same file, and the fingerprint covers the data.
 DESCRIPTIVE_KEYS = {("model", "file"), ("dataset", "name"), ("dataset", "layout")}
@@ -102,14 +102,16 @@ def open_run(folder: Path, info: RunInfo, samples: Sequence[Sample], *, fresh: b
     create_folder(folder, "--run")
     with locked_folder(folder, "--run"):
         remove_leftovers(folder, _ATOMIC_FILES)
-        if fresh:
-            _delete(folder, LOG_FILE, *_reports(folder), SCORES_FILE)  # first: lines without scores do not count
+        if fresh:  # the scores first: lines without scores do not count
+            reports = [path for name in _REPORTS for path in folder.glob(name)]
+            for path in (folder / LOG_FILE, *reports, folder / SCORES_FILE):
+                path.unlink(missing_ok=True)
         if not fresh and (folder / RUN_FILE).exists():
             _check_same(read_run_info(folder), info, folder)
         else:
             write_atomically(folder / RUN_FILE, (json.dumps(info.to_json(), indent=1) + "\n").encode())
-        if fresh:
-            _delete(folder, PREDICTIONS_FILE)  # last: if killed before this, the folder is still a run
+        if fresh:  # the lines last: if killed before this, the folder is still a run
+            (folder / PREDICTIONS_FILE).unlink(missing_ok=True)
         _end_torn_line(folder / LOG_FILE)
         writer = RunWriter(folder, info, _truncate_to_chunk(folder, info, samples))
         try:
@@ -143,15 +145,6 @@ def _require_run_or_empty(folder: Path) -> None:
             f"{folder}: not empty ({', '.join(others[:3])}{', ...' if len(others) > 3 else ''}) and not a run. "
             "Choose an empty or new folder with --run"
         )
-
-
-def _delete(folder: Path, *names: str) -> None:
-    for name in names:
-        (folder / name).unlink(missing_ok=True)
-
-
-def _reports(folder: Path) -> list[str]:
-    return [str(path.relative_to(folder)) for name in _REPORTS for path in (folder / "report").glob(name)]
 
 
 def _end_torn_line(path: Path) -> None:
