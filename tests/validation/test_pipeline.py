@@ -14,7 +14,7 @@ from PIL import Image
 
 from prelunet.evaluator.datasets.dataset import Dataset, Sample
 from prelunet.evaluator.engine.batching import BatchRules
-from prelunet.evaluator.engine.classify import Classification, ViewResult, average_image, classify_images
+from prelunet.evaluator.engine.classify import Classification, ViewResult, average_image
 from prelunet.evaluator.engine.scores import nine_windows
 from prelunet.evaluator.engine.session import Outputs
 from prelunet.evaluator.errors import ImageError
@@ -106,16 +106,8 @@ def test_the_same_holds_for_crops_and_for_nine_windows(dataset: Dataset, name: s
     np.testing.assert_array_equal(scores, rows)
 
 
-def test_scores_are_those_of_classify_images(dataset: Dataset) -> None:
-    good = [sample for index, sample in enumerate(dataset.samples) if index not in BAD][:12]
-    ((_, scores),) = evaluate_chunks([FakeSession()], dataset, TWO_SCALES, [good], 5, 2)
-    images = [decode_rgb(dataset.read(sample)) for sample in good]
-    together = classify_images(FakeSession(), images, TWO_SCALES)
-    np.testing.assert_array_equal(scores, [result.scores for result in together])
-
-
 def test_blank_rows_are_computed_and_belong_to_no_image(dataset: Dataset) -> None:
-    """Without blank rows, the test above would not cover shared canvases."""
+    """Without blank rows, the tests above would not cover shared canvases."""
     timer, fake = StageTimer(), FakeSession(rules=SHARED_CANVASES)
     ((lines, _),) = evaluate_chunks([fake], dataset, TWO_SCALES, [dataset.samples], 20, 2, timer=timer)
     rows = sum(shape[0] for shape in fake.calls)
