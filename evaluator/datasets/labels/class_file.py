@@ -58,10 +58,7 @@ def _from_lines(content: str) -> list[tuple[str, str]]:
 def _holds_for_all(what: str, by_line: Sequence[bool]) -> bool:
     """Return whether a property holds for every line. Raises ValueError if it holds only for some."""
     if len(set(by_line)) > 1:
-        first, other = ("line 1", f"line {by_line.index(False) + 1}")
-        if not by_line[0]:
-            first, other = f"line {by_line.index(True) + 1}", "line 1"
-        raise ValueError(f"{first} {what}, but {other} does not")
+        raise ValueError(f"line {by_line.index(True) + 1} {what}, but line {by_line.index(False) + 1} does not")
     return by_line[0]
 
 

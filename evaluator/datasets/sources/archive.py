@@ -160,14 +160,16 @@ def _list_tar(path: Path, file: BinaryIO) -> ArchiveSource:
                 raise _damaged(path, end)
             end = archive.offset
             archive.members.clear()  # type: ignore[attr-defined]  # saves about 1 KB per member
-            parts = _parts(path, member.name)
+            parts = _visible_parts(path, member.name)
+            if not parts:
+                continue
             if member.isdir():
-                _add_visible_folder(source, parts)
-            elif _is_image(parts):
+                source.add_folder(parts)
+            elif is_image_name(parts[-1]):
                 if not member.isreg() or member.issparse():
                     raise _not_regular_file(path, member.name, "tar --dereference --hard-dereference -cf")
                 source.add_image(parts, ArchiveMember(member.offset_data, member.size, member.size))
-            elif _is_label_file(parts) and member.isreg() and not member.issparse():
+            elif parts[-1].endswith(LABEL_SUFFIXES) and member.isreg() and not member.issparse():
                 source.labels.add("/".join(parts), ArchiveMember(member.offset_data, member.size, member.size))
         # tarfile treats a damaged or truncated header as the end; a block of zeros marks the real end.
         file.seek(archive.offset)
@@ -198,12 +200,14 @@ def _list_zip(path: Path, file: BinaryIO) -> ArchiveSource:
     archive_size = os.fstat(file.fileno()).st_size
     with zipfile.ZipFile(file) as archive:
         for info in archive.infolist():
-            parts = _parts(path, info.filename)
+            parts = _visible_parts(path, info.filename)
+            if not parts:
+                continue
             if info.is_dir():
-                _add_visible_folder(source, parts)
-            elif _is_image(parts):
+                source.add_folder(parts)
+            elif is_image_name(parts[-1]):
                 source.add_image(parts, _zip_member(path, info, archive_size))
-            elif _is_label_file(parts) and _is_plain(info) and _is_readable(info):
+            elif parts[-1].endswith(LABEL_SUFFIXES) and _is_plain(info) and _is_readable(info):
                 source.labels.add("/".join(parts), _zip_member(path, info, archive_size))
     return source
 
@@ -232,25 +236,12 @@ def _is_readable(info: zipfile.ZipInfo) -> bool:
     return not info.flag_bits & _ENCRYPTED and info.compress_type in {zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED}
 
 
-def _parts(path: Path, name: str) -> tuple[str, ...]:
-    """Split a member's name. Raises DatasetError when it points outside the archive."""
+def _visible_parts(path: Path, name: str) -> tuple[str, ...]:
+    """Split a member's name; () if it is not visible. Raises DatasetError when it points outside the archive."""
     parts = tuple(part for part in name.split("/") if part not in {"", "."})
     if name.startswith("/") or ".." in parts:
         raise DatasetError(f"{path}: the member {name!r} points outside the archive. Repack with relative names")
-    return parts
-
-
-def _is_image(parts: tuple[str, ...]) -> bool:
-    return bool(parts) and is_image_name(parts[-1]) and all(map(is_visible, parts))
-
-
-def _is_label_file(parts: tuple[str, ...]) -> bool:
-    return bool(parts) and parts[-1].endswith(LABEL_SUFFIXES) and all(map(is_visible, parts))
-
-
-def _add_visible_folder(source: ArchiveSource, parts: tuple[str, ...]) -> None:
-    if all(map(is_visible, parts)):
-        source.add_folder(parts)
+    return parts if all(map(is_visible, parts)) else ()
 
 
 def _not_regular_file(path: Path, name: str, command: str) -> DatasetError:
