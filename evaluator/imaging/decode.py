@@ -92,7 +92,7 @@ def decode_rgb(data: bytes, limits: DecodeLimits = DecodeLimits(), *, apply_exif
     Raises ImageError for bytes that are not an image of `FORMATS`, are truncated or damaged, or exceed the limits.
     """
     with _image_errors(limits):
-        return np.array(_decoded(_open(data, limits), apply_exif=apply_exif))
+        return np.array(decode_image(data, limits, apply_exif=apply_exif))
 
 
 def decode_image(
@@ -113,17 +113,10 @@ def decode_image(
     with _image_errors(limits):
         image = _open(data, limits)
         reserve(decode_bytes(image, apply_exif=apply_exif))
-        return _decoded(image, apply_exif=apply_exif)
-
-
-def _decoded(image: ImageFile.ImageFile, *, apply_exif: bool) -> Image.Image:
-    image.load()
-    rgb = _to_rgb(image)
-    if apply_exif:
-        orientation = image.getexif().get(_ORIENTATION, 1)
-        if orientation in _EXIF_TRANSPOSE:
-            rgb = rgb.transpose(_EXIF_TRANSPOSE[orientation])
-    return rgb
+        image.load()
+        rgb = _to_rgb(image)
+        orientation = image.getexif().get(_ORIENTATION) if apply_exif else None
+        return rgb.transpose(_EXIF_TRANSPOSE[orientation]) if orientation in _EXIF_TRANSPOSE else rgb
 
 
 def decode_bytes(image: Image.Image, *, apply_exif: bool = False) -> int:
