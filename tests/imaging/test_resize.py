@@ -215,7 +215,7 @@ def test_a_training_crop_of_a_photo_equals_the_crop_of_the_whole_resized_photo(
 
 def test_a_part_reads_pixels_beyond_its_edge_as_the_whole_image_does() -> None:
     image = np.zeros((40, 60, 3), np.uint8)
-    image[:, 30:] = 255  # 4 source columns to one: the filter of column 7, centerd at 30, sees both sides
+    image[:, 30:] = 255  # 4 source columns to one: the filter of column 7, centered at 30, sees both sides
     part = resize_part(image, 10, (0, 7), (10, 1))
     np.testing.assert_array_equal(part, resize_shorter_side(image, 10)[0][:, 7:8])
     assert 0 < part[0, 0, 0] < 255

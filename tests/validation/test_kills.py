@@ -82,7 +82,7 @@ def test_killed_at_twenty_random_moments_a_run_resumes_and_ends_in_the_same_byte
     folder, kills = next(runs), 0
     while kills < KILLS:
         code = children.kill_after(moments.uniform(0, 0.3), data=data, folder=folder, copies=COPIES)
-        if code == 0:  # it was faster; the kills go on with another
+        if code == 0:  # it finished first; kill another one
             assert contents(folder) == whole[COPIES]
             check_log(folder)
             folder = next(runs)
@@ -125,7 +125,7 @@ def test_killed_while_an_old_run_is_deleted_the_same_command_starts_over(
         found = contents(folder)
         assert found.pop("run.json").replace(b"old.onnx", b"m.onnx") == whole[1]["run.json"]
         assert found.items() <= whole[1].items(), f"killed at step {step}"
-        assert (folder / "report" / "report.json").exists() == (step == 1 and step % 2 == 1)
+        assert (folder / "report" / "report.json").exists() == (step == 1)
 
 
 def test_the_program_killed_at_random_moments_resumes_and_ends_in_the_same_bytes(
@@ -149,7 +149,7 @@ def test_the_program_killed_at_random_moments_resumes_and_ends_in_the_same_bytes
         process.kill()
         if process.wait() == 0:
             assert contents(folder) == whole
-            folder = next(runs)  # it was faster; the kills go on with another
+            folder = next(runs)  # it finished first; kill another one
         else:
             assert process.returncode == -signal.SIGKILL
             kills += 1
