@@ -8,14 +8,13 @@ except for the order of sums.
 """
 
 from abc import ABC, abstractmethod
-from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Literal, TypeAlias, get_args
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from prelunet.evaluator.arrays import Float32Array
 from prelunet.evaluator.errors import UsageError
@@ -55,11 +54,7 @@ class StepResult:
 
 
 class ParallelNet(ABC):
-    """A net trained by a group of processes.
-
-    net: on the group's device, with the parameters of this process; traffic: bytes sent by this process in the last
-    step, by purpose.
-    """
+    """A net trained by a group of processes. net: on the group's device, with the parameters of this process."""
 
     def __init__(self, net: PreluNet, group: ProcessGroup, options: StepOptions) -> None:
         self.group, self.options = group, options
@@ -70,7 +65,6 @@ class ParallelNet(ABC):
         # Two graphs, so that backward yields the head's gradients, most of the net's, before it enters the trunk.
         self._features = torch.compile(net.features) if options.compile else net.features
         self._head = torch.compile(net.head) if options.compile else net.head
-        self.traffic: Counter[str] = Counter()
 
     def rows(self, batch: int) -> range:
         """Return this process's rows of a global batch; may be empty if there are fewer rows than processes."""
@@ -86,10 +80,7 @@ class ParallelNet(ABC):
         """
         own = self.rows(total)
         assert len(images) == len(labels) == len(own), f"{len(images)} images, {len(labels)} labels for rows {own}"
-        before = self.group.bytes_sent.copy()
-        step = self._gradients(self._to_device(images), labels.to(self.group.device), factors, total, stop)
-        self.traffic = self.group.bytes_sent - before
-        return step
+        return self._gradients(self._to_device(images), labels.to(self.group.device), factors, total, stop)
 
     @abstractmethod
     def _gradients(
@@ -99,11 +90,6 @@ class ParallelNet(ABC):
     @abstractmethod
     def logits(self, images: Tensor) -> Tensor:
         """Return the logits, float32 (n, K), of this process's images (as in `gradients`); n may be 0. Collective."""
-
-    @property
-    def shared_parameters(self) -> list[nn.Parameter]:
-        """Return the parameters common to all processes."""
-        return list(self.net.parameters())
 
     def _to_device(self, images: Tensor) -> Tensor:
         layout = torch.channels_last if self.options.channels_last else torch.contiguous_format

@@ -16,6 +16,7 @@ from prelunet.training.distributed.base import (
     split_evenly,
 )
 from prelunet.training.distributed.gradient_buckets import GradientBuckets
+from prelunet.training.distributed.hybrid import HybridParallel
 from prelunet.training.distributed.process_group import ProcessGroup
 from prelunet.training.net.network import PreluNet
 
@@ -25,7 +26,7 @@ class DataParallel(ParallelNet):
 
     def __init__(self, net: PreluNet, group: ProcessGroup, options: StepOptions) -> None:
         super().__init__(net, group, options)
-        self.buckets = None if group.size == 1 else GradientBuckets(self.shared_parameters, group, extra=2)
+        self.buckets = None if group.size == 1 else GradientBuckets(self.net.parameters(), group)
 
     def _gradients(self, images: Tensor, labels: Tensor, factors: DropoutFactors, total: int, stop: bool) -> StepResult:
         own = self.rows(total)
@@ -44,13 +45,10 @@ class DataParallel(ParallelNet):
                 part_loss = F.cross_entropy(logits.float(), labels[local], reduction="sum") / total
                 loss += part_loss.detach()
             if self.buckets is not None and part == self.options.accumulate:
-                self.buckets.arm(loss, float(stop))
+                self.buckets.arm(loss, stop)
             if part_loss is not None:
                 torch.autograd.backward(part_loss)
-        if self.buckets is None:
-            return StepResult(float(loss), stop)
-        mean_loss, stops = self.buckets.finish()
-        return StepResult(mean_loss, stops > 0)
+        return StepResult(float(loss), stop) if self.buckets is None else self.buckets.finish()
 
     @torch.no_grad()
     def logits(self, images: Tensor) -> Tensor:
@@ -73,8 +71,6 @@ def build_parallel(
     """
     if kind not in PARALLEL_MODES:
         raise UsageError(f"unknown parallel mode '{kind}'. Choose one of {', '.join(PARALLEL_MODES)}")
-    from prelunet.training.distributed.hybrid import HybridParallel
-
     if kind == "ddp" or group.size == 1:
         return DataParallel(net, group, options)
     return HybridParallel(net, group, options)

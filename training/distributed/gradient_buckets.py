@@ -12,20 +12,19 @@ from typing import ClassVar
 import torch
 from torch import Tensor, nn
 
+from prelunet.training.distributed.base import StepResult
 from prelunet.training.distributed.process_group import Pending, ProcessGroup
 
 
 class Bucket:
     """Parameters whose gradients are contiguous in memory and sent together.
 
-    flat: the gradients, followed by `extra` additional values.
+    flat: the gradients, followed by two values that only the first bucket uses: the loss and the stop request.
     """
 
-    def __init__(self, parameters: list[nn.Parameter], extra: int) -> None:
+    def __init__(self, parameters: list[nn.Parameter]) -> None:
         self.parameters = parameters
-        count = sum(parameter.numel() for parameter in parameters)
-        self.flat = torch.zeros(count + extra, device=parameters[0].device)
-        self.extra = self.flat[count:]
+        self.flat = torch.zeros(sum(parameter.numel() for parameter in parameters) + 2, device=parameters[0].device)
         self.views: list[Tensor] = []
         offset = 0
         for parameter in parameters:  # with the parameter's strides, so channels-last weights get such gradients
@@ -33,13 +32,6 @@ class Bucket:
             offset += parameter.numel()
         self.missing = 0  # gradients that backward has not computed yet
         self.pending: Pending | None = None
-
-    def clear(self) -> None:
-        """Set all gradients to zero, and make backward accumulate into this bucket."""
-        self.flat.zero_()
-        for parameter, view in zip(self.parameters, self.views, strict=True):
-            parameter.grad = view
-        self.missing, self.pending = len(self.parameters), None
 
 
 class GradientBuckets:
@@ -50,11 +42,10 @@ class GradientBuckets:
 
     capacity: ClassVar[int] = 25 * 2**20  # bytes: enough for full network throughput, small enough to start early (Li)
 
-    def __init__(self, parameters: Iterable[nn.Parameter], group: ProcessGroup, extra: int) -> None:
-        """Assign the parameters to buckets. extra: number of additional values, in the first bucket."""
+    def __init__(self, parameters: Iterable[nn.Parameter], group: ProcessGroup) -> None:
+        """Assign the parameters to buckets."""
         self.group = group
-        contents = _in_buckets(parameters, self.capacity)
-        self.buckets = [Bucket(content, 0 if index else extra) for index, content in enumerate(contents)]
+        self.buckets = [Bucket(content) for content in _in_buckets(parameters, self.capacity)]
         self._armed = False
         self._sent = 0
         for bucket in self.buckets:
@@ -63,20 +54,25 @@ class GradientBuckets:
                 parameter.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
 
     def begin(self) -> None:
-        """Reset for a new step."""
+        """Set all gradients to zero, and make backward accumulate into the buckets."""
         self._armed, self._sent = False, 0
         for bucket in self.buckets:
-            bucket.clear()
+            bucket.flat.zero_()
+            for parameter, view in zip(bucket.parameters, bucket.views, strict=True):
+                parameter.grad = view
+            bucket.missing, bucket.pending = len(bucket.parameters), None
 
-    def arm(self, *extra: Tensor | float) -> None:
-        """From now on, send each bucket as soon as backward has computed all of its gradients."""
-        with torch.no_grad():
-            for index, value in enumerate(extra):
-                self.buckets[0].extra[index] = value
+    def arm(self, loss: Tensor, stop: bool) -> None:
+        """From now on, send each bucket as soon as backward has computed all of its gradients.
+
+        loss: of this process's rows; stop: whether this process requests a stop.
+        """
+        flat = self.buckets[0].flat
+        flat[-2], flat[-1] = loss, float(stop)
         self._armed = True
 
-    def finish(self) -> list[float]:
-        """Send the remaining buckets (a process without rows adds zeros), wait, and return the sums of `extra`."""
+    def finish(self) -> StepResult:
+        """Send the remaining buckets (a process without rows adds zeros), wait, and return the result of the step."""
         for bucket in self.buckets:
             bucket.missing = 0
         self._send_ready()
@@ -84,7 +80,8 @@ class GradientBuckets:
         for bucket in self.buckets:
             assert bucket.pending is not None
             bucket.pending.wait()
-        return [float(value) for value in self.buckets[0].extra.tolist()]
+        loss, stops = self.buckets[0].flat[-2:].tolist()
+        return StepResult(loss, stops > 0)
 
     def _arrived(self, bucket: Bucket, _parameter: Tensor) -> None:
         if self._armed:
@@ -95,7 +92,7 @@ class GradientBuckets:
         """Send complete buckets in order, so that all processes sum the same ones even if others are ready first."""
         while self._sent < len(self.buckets) and self.buckets[self._sent].missing == 0:
             bucket = self.buckets[self._sent]
-            bucket.pending = self.group.all_reduce(bucket.flat, "gradients")
+            bucket.pending = self.group.all_reduce(bucket.flat)
             self._sent += 1
 
 

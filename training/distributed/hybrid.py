@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 
 from prelunet.training.distributed.base import (
     DropoutFactors,
@@ -22,7 +22,8 @@ from prelunet.training.distributed.base import (
 )
 from prelunet.training.distributed.gradient_buckets import GradientBuckets
 from prelunet.training.distributed.process_group import Pending, ProcessGroup
-from prelunet.training.net.network import HEAD, Factors, PreluNet
+from prelunet.training.net.initialization import FC_LAYERS
+from prelunet.training.net.network import Factors, PreluNet
 
 
 class HybridParallel(ParallelNet):
@@ -35,13 +36,9 @@ class HybridParallel(ParallelNet):
         self.width = net.architecture.bins * net.architecture.channels
         # fc1's autocast would round features to this type anyway.
         self.transfer_dtype = torch.bfloat16 if options.precision == "bf16" else torch.float32
-        self.buckets = GradientBuckets(self.shared_parameters, group, extra=2)
+        trunk = [parameter for name, parameter in self.net.named_parameters() if name.split(".")[0] not in FC_LAYERS]
+        self.buckets = GradientBuckets(trunk, group)
         self._pending_sends: list[Pending] = []  # of this step
-
-    @property
-    def shared_parameters(self) -> list[nn.Parameter]:
-        """Return the parameters of the trunk."""
-        return [parameter for name, parameter in self.net.named_parameters() if name.split(".")[0] not in HEAD]
 
     def _gradients(self, images: Tensor, labels: Tensor, factors: DropoutFactors, total: int, stop: bool) -> StepResult:
         self.net.zero_grad()
@@ -61,13 +58,12 @@ class HybridParallel(ParallelNet):
             else:
                 features, gradient = self._without_head(images[local], labels[local])
             if part == self.options.accumulate:
-                self.buckets.arm(loss, float(stop))
+                self.buckets.arm(loss, stop)
             if rows:
                 torch.autograd.backward(features, gradient)
         for pending in self._pending_sends:
             pending.wait()
-        mean_loss, stops = self.buckets.finish()
-        return StepResult(mean_loss, stops > 0)
+        return self.buckets.finish()
 
     def _with_head(
         self, images: Tensor, labels: Tensor, shares: list[range], factors: Factors | None, total: int
@@ -79,8 +75,8 @@ class HybridParallel(ParallelNet):
         """
         counts = [len(rows) for rows in shares]
         all_features, all_labels = self._empty_features(sum(counts)), labels.new_empty(sum(counts))
-        pending_features = self._receive(torch.split(all_features, counts), "features")
-        pending_labels = self._receive(torch.split(all_labels, counts), "labels")
+        pending_features = self._receive(torch.split(all_features, counts))
+        pending_labels = self._receive(torch.split(all_labels, counts))
         features = self._trunk(images)  # overlaps with the transfers
         all_features[: counts[0]], all_labels[: counts[0]] = features.detach(), labels
         pending_features.wait()
@@ -92,16 +88,16 @@ class HybridParallel(ParallelNet):
         torch.autograd.backward(loss)
         assert all_features.grad is not None
         gradients = torch.split(all_features.grad, counts)
-        self._pending_sends.append(self._send(gradients, "feature gradients"))
+        self._pending_sends.append(self._send(gradients))
         return features, gradients[0], loss.detach()
 
     def _without_head(self, images: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
         """Return own features, and the gradient of the loss with respect to them, received from the first process."""
         features = self._trunk(images)
         gradient = self._empty_features(len(images))
-        self._pending_sends.append(self.group.exchange([(features.detach(), 0)], [], "features"))
-        self._pending_sends.append(self.group.exchange([(labels.contiguous(), 0)], [], "labels"))
-        self.group.exchange([], [(gradient, 0)], "feature gradients").wait()
+        self._pending_sends.append(self.group.exchange([(features.detach(), 0)], []))
+        self._pending_sends.append(self.group.exchange([(labels.contiguous(), 0)], []))
+        self.group.exchange([], [(gradient, 0)]).wait()
         return features, gradient
 
     @torch.no_grad()
@@ -112,17 +108,17 @@ class HybridParallel(ParallelNet):
         features = self._trunk(self._to_device(images))
         if not self.group.is_first:
             logits = torch.empty(len(images), self.classes, device=self.group.device)
-            pending = self.group.exchange([(features, 0)], [], "features")
-            self.group.exchange([], [(logits, 0)], "logits").wait()
+            pending = self.group.exchange([(features, 0)], [])
+            self.group.exchange([], [(logits, 0)]).wait()
             pending.wait()
             return logits
         all_features = self._empty_features(sum(counts))
-        pending = self._receive(torch.split(all_features, counts), "features")
+        pending = self._receive(torch.split(all_features, counts))
         all_features[: counts[0]] = features
         pending.wait()
         with self._autocast():
             all_logits = self._head(all_features).float()
-        self._send(torch.split(all_logits, counts), "logits").wait()
+        self._send(torch.split(all_logits, counts)).wait()
         return all_logits[: counts[0]]
 
     def _trunk(self, images: Tensor) -> Tensor:
@@ -134,10 +130,10 @@ class HybridParallel(ParallelNet):
     def _empty_features(self, rows: int) -> Tensor:
         return torch.empty(rows, self.width, dtype=self.transfer_dtype, device=self.group.device)
 
-    def _receive(self, tensors: Sequence[Tensor], purpose: str) -> Pending:
+    def _receive(self, tensors: Sequence[Tensor]) -> Pending:
         """Start receiving each tensor from its process, except the first, which is this process's own."""
-        return self.group.exchange([], list(zip(tensors, range(self.group.size), strict=True))[1:], purpose)
+        return self.group.exchange([], list(zip(tensors, range(self.group.size), strict=True))[1:])
 
-    def _send(self, tensors: Sequence[Tensor], purpose: str) -> Pending:
+    def _send(self, tensors: Sequence[Tensor]) -> Pending:
         """Start sending each tensor to its process, except the first, which is this process's own."""
-        return self.group.exchange(list(zip(tensors, range(self.group.size), strict=True))[1:], [], purpose)
+        return self.group.exchange(list(zip(tensors, range(self.group.size), strict=True))[1:], [])

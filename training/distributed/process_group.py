@@ -12,10 +12,9 @@ between CPUs (`total`, `any`, `wait`) uses gloo there too, and raises.
 import gc
 import os
 import re
-from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from datetime import timedelta
 from typing import TypeVar
 
@@ -36,16 +35,15 @@ _TORCHRUN_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTE
 class ProcessGroup:
     """The processes of a run, as seen by one of them.
 
-    rank: of this process, in [0, size); device: of this process; local_processes: number of processes on this machine;
-    bytes_sent: by this process so far, by purpose. The methods are collective: every process must call them in the same
-    order (`exchange`: every process involved). Each raises EnvironmentFault if another process has died.
+    rank: of this process, in [0, size); device: of this process; local_processes: number of processes on this machine.
+    The methods are collective: every process must call them in the same order (`exchange`: every process involved).
+    Each raises EnvironmentFault if another process has died. `all_reduce` and `exchange` need several processes.
     """
 
     rank: int
     size: int
     device: torch.device
     local_processes: int = 1
-    bytes_sent: Counter[str] = field(default_factory=Counter)
 
     @property
     def is_first(self) -> bool:
@@ -57,7 +55,7 @@ class ProcessGroup:
         if self.size == 1:
             return [float(value) for value in values]
         sums = torch.tensor(values, dtype=torch.float64)
-        self.all_reduce(sums, "control").wait()
+        self.all_reduce(sums).wait()
         return [float(value) for value in sums]
 
     def any(self, flag: bool) -> bool:
@@ -77,31 +75,20 @@ class ProcessGroup:
         """Wait until every process has called this method."""
         self.total(0.0)
 
-    def all_reduce(self, tensor: Tensor, purpose: str) -> "Pending":
-        """Start replacing a tensor by its sum over all processes.
-
-        A ring all-reduce sends 2·(size−1)/size of the tensor from each process.
-        """
-        if self.size == 1:
-            return Pending(self)
-        self.bytes_sent[purpose] += 2 * (self.size - 1) * tensor.nbytes // self.size
+    def all_reduce(self, tensor: Tensor) -> "Pending":
+        """Start replacing a tensor by its sum over all processes."""
         with self.translated_errors():
             work = dist.all_reduce(tensor, async_op=True)
         assert work is not None
         return Pending(self, (work,))
 
-    def exchange(
-        self, sending: Sequence[tuple[Tensor, int]], receiving: Sequence[tuple[Tensor, int]], purpose: str
-    ) -> "Pending":
+    def exchange(self, sending: Sequence[tuple[Tensor, int]], receiving: Sequence[tuple[Tensor, int]]) -> "Pending":
         """Start sending tensors to processes and receiving tensors from them; empty tensors are skipped.
 
         Each item is (contiguous tensor, rank). Two processes must list their common transfers in the same order.
         """
-        sending = [(tensor, rank) for tensor, rank in sending if tensor.numel()]
-        receiving = [(tensor, rank) for tensor, rank in receiving if tensor.numel()]
-        self.bytes_sent[purpose] += sum(tensor.nbytes for tensor, _ in sending)
-        operations = [dist.P2POp(dist.isend, tensor, rank) for tensor, rank in sending]
-        operations += [dist.P2POp(dist.irecv, tensor, rank) for tensor, rank in receiving]
+        operations = [dist.P2POp(dist.isend, tensor, rank) for tensor, rank in sending if tensor.numel()]
+        operations += [dist.P2POp(dist.irecv, tensor, rank) for tensor, rank in receiving if tensor.numel()]
         if not operations:
             return Pending(self)
         with self.translated_errors():

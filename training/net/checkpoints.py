@@ -4,10 +4,11 @@ Does not import torch, so that checkpoints can be read without it. Imports safet
 """
 
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, TypeVar
 
 import numpy as np
 
@@ -23,6 +24,8 @@ from prelunet.evaluator.contract import ClassEntry
 from prelunet.evaluator.errors import CheckpointError, UsageError
 from prelunet.evaluator.files import open_atomically, require_regular_file
 from prelunet.evaluator.json_checks import check_plain, parse_json, require_int, require_keys, require_list, require_str
+
+Parsed = TypeVar("Parsed")
 
 CHECKPOINT_VERSION = 1
 PREFIX = "prelunet."
@@ -85,7 +88,8 @@ def read_checkpoint(path: Path) -> Checkpoint:
     try:
         with safe_open(path, framework="numpy") as file:
             metadata = _Metadata(path, file.metadata() or {})
-            architecture, classes, mean = metadata.architecture(), metadata.classes(), metadata.mean()
+            architecture = metadata.parse("architecture", architecture_from_json)
+            classes, mean = metadata.parse("classes", _parse_classes), metadata.parse("mean", _parse_mean)
             expected = _expected_shapes(architecture, len(classes), mean_image=mean is None)
             slices = {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118 - not a mapping
             found = {name: (s.get_dtype(), tuple(s.get_shape())) for name, s in slices.items()}
@@ -104,9 +108,9 @@ def read_checkpoint(path: Path) -> Checkpoint:
         classes=classes,
         mean=tensors.pop(MEAN_TENSOR) if mean is None else mean,
         tensors=tensors,
-        recipe=metadata.recipe(architecture.crop),
-        dataset=metadata.optional("dataset"),
-        metrics=metadata.optional("metrics"),
+        recipe=metadata.parse("recipe", partial(_parse_recipe, architecture.crop)),
+        dataset=metadata.parse("dataset", _parse_optional),
+        metrics=metadata.parse("metrics", _parse_optional),
     )
 
 
@@ -214,79 +218,63 @@ class _Metadata:
             raise CheckpointError(
                 f"{path}: a safetensors file, but not a prelunet checkpoint (no metadata). {_FIX_HINT}"
             )
-        try:
-            version = require_int(self.value("version"), "a version", 1)
-        except ValueError as error:
-            raise self.malformed("version", error) from error
+        version = self.parse("version", lambda value: require_int(value, "a version", 1))
         if version > CHECKPOINT_VERSION:
             raise CheckpointError(
                 f"{path}: checkpoint version {version}, but this prelunet supports versions up to "
                 f"{CHECKPOINT_VERSION}. Install a newer prelunet"
             )
 
-    def value(self, key: str) -> Any:
+    def parse(self, key: str, parse_value: Callable[[Any], Parsed]) -> Parsed:
+        """Return parse_value(value), which raises ValueError for an invalid value."""
         if PREFIX + key not in self.texts:
             raise CheckpointError(f"{self.path}: no '{PREFIX}{key}' in the metadata. {_FIX_HINT}")
         try:
             value = parse_json(self.texts[PREFIX + key])
             check_plain(value)
+            return parse_value(value)
         except ValueError as error:
-            raise self.malformed(key, error) from error
-        return value
+            raise CheckpointError(f"{self.path}: '{PREFIX}{key}' is malformed ({error}). {_FIX_HINT}") from error
 
-    def malformed(self, key: str, fault: object) -> CheckpointError:
-        return CheckpointError(f"{self.path}: '{PREFIX}{key}' is malformed ({fault}). {_FIX_HINT}")
 
-    def architecture(self) -> Architecture:
-        try:
-            return architecture_from_json(self.value("architecture"))
-        except ValueError as error:
-            raise self.malformed("architecture", error) from error
+def _parse_classes(value: Any) -> tuple[ClassEntry, ...]:
+    entries = [require_keys(entry, "a class", {"wnid", "name"}) for entry in require_list(value, "it")]
+    classes = tuple(ClassEntry(require_str(c["wnid"], "a wnid"), require_str(c["name"], "a name")) for c in entries)
+    if not classes or len({entry.wnid for entry in classes}) != len(classes):
+        raise ValueError("empty, or a duplicate wnid")
+    return classes
 
-    def classes(self) -> tuple[ClassEntry, ...]:
-        try:
-            entries = [
-                require_keys(entry, "a class", {"wnid", "name"}) for entry in require_list(self.value("classes"), "it")
-            ]
-            classes = tuple(
-                ClassEntry(require_str(c["wnid"], "a wnid"), require_str(c["name"], "a name")) for c in entries
-            )
-        except ValueError as error:
-            raise self.malformed("classes", error) from error
-        if not classes or len({entry.wnid for entry in classes}) != len(classes):
-            raise self.malformed("classes", "empty, or a duplicate wnid")
-        return classes
 
-    def mean(self) -> Float32Array | None:
-        """Return the three channel means, or None if the mean is an image."""
-        value = self.value("mean")
-        if value == "image":
-            return None
-        # Check types explicitly: numpy would convert true and "1" to numbers.
-        if (
-            type(value) is not list
-            or len(value) != 3
-            or not all(type(number) in {int, float} and 0 <= number <= MAX_PIXEL for number in value)
-        ):
-            raise self.malformed("mean", f"neither three numbers from 0 to {MAX_PIXEL} nor 'image'")
-        return np.array(value, dtype=np.float32)
+def _parse_mean(value: Any) -> Float32Array | None:
+    """Return the three channel means, or None if the mean is an image."""
+    if value == "image":
+        return None
+    # Check types explicitly: numpy would convert true and "1" to numbers.
+    if (
+        type(value) is not list
+        or len(value) != 3
+        or not all(type(number) in {int, float} and 0 <= number <= MAX_PIXEL for number in value)
+    ):
+        raise ValueError(f"neither three numbers from 0 to {MAX_PIXEL} nor 'image'")
+    return np.array(value, dtype=np.float32)
 
-    def recipe(self, crop: int) -> Mapping[str, Any] | None:
-        """Return the recipe. Only its `scales` are checked: they define `multi-scale` in a model file."""
-        recipe = self.optional("recipe")
-        if recipe is not None and "scales" in recipe:
-            scales = recipe["scales"]
-            if not isinstance(scales, list) or len(scales) != 2 or any(type(scale) is not int for scale in scales):
-                raise self.malformed("recipe", "scales should be two integers, the lowest and the highest")
-            if not crop <= scales[0] <= scales[1] <= MAX_SIDE:
-                raise self.malformed("recipe", f"scales should ascend from the crop ({crop}) to at most {MAX_SIDE}")
-        return recipe
 
-    def optional(self, key: str) -> Mapping[str, Any] | None:
-        value = self.value(key)
-        if value is not None and not isinstance(value, dict):
-            raise self.malformed(key, "neither an object nor null")
-        return value
+def _parse_optional(value: Any) -> dict[str, Any] | None:
+    if value is not None and not isinstance(value, dict):
+        raise ValueError("neither an object nor null")
+    return value
+
+
+def _parse_recipe(crop: int, value: Any) -> dict[str, Any] | None:
+    """Return the recipe. Only its `scales` are checked: they define `multi-scale` in a model file."""
+    recipe = _parse_optional(value)
+    if recipe is not None and "scales" in recipe:
+        scales = recipe["scales"]
+        if not isinstance(scales, list) or len(scales) != 2 or any(type(scale) is not int for scale in scales):
+            raise ValueError("scales should be two integers, the lowest and the highest")
+        if not crop <= scales[0] <= scales[1] <= MAX_SIDE:
+            raise ValueError(f"scales should ascend from the crop ({crop}) to at most {MAX_SIDE}")
+    return recipe
 
 
 def size_summary(checkpoint: Checkpoint, path: Path) -> str:

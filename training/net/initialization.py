@@ -123,27 +123,19 @@ def initial_tensors(
         # The factor 3 counts tensors as if every layer had a weight, a bias and a slope.
         random = np.random.default_rng((seed, 3 * number))
         if layer in fc_stds:
-            tensors[name] = _gaussian(random, shape, fc_stds[layer])
+            std, uniform = fc_stds[layer], False
         else:
-            variance = initialization.convolution_variance(shape, slope, first=number == 0)
-            draw = _uniform if initialization.rule == "xavier" else _gaussian
-            tensors[name] = draw(random, shape, math.sqrt(variance))
+            std = math.sqrt(initialization.convolution_variance(shape, slope, first=number == 0))
+            uniform = initialization.rule == "xavier"
+        if uniform:  # on ±√3·std, which has this standard deviation
+            weights = random.random(shape, dtype=np.float32)
+            weights -= np.float32(0.5)
+            weights *= np.float32(2 * math.sqrt(3) * std)
+        else:
+            weights = random.standard_normal(shape, dtype=np.float32)
+            weights *= np.float32(std)
+        tensors[name] = weights
     return tensors
-
-
-def _gaussian(random: np.random.Generator, shape: tuple[int, ...], std: float) -> Float32Array:
-    """Draw float32 weights from a normal distribution around 0."""
-    weights = random.standard_normal(shape, dtype=np.float32)
-    weights *= np.float32(std)
-    return weights
-
-
-def _uniform(random: np.random.Generator, shape: tuple[int, ...], std: float) -> Float32Array:
-    """Draw float32 weights from the uniform distribution on ±√3·std, which has this standard deviation."""
-    weights = random.random(shape, dtype=np.float32)
-    weights -= np.float32(0.5)
-    weights *= np.float32(2 * math.sqrt(3) * std)
-    return weights
 
 
 def parse_classes(text: str) -> tuple[ClassEntry, ...]:

@@ -14,8 +14,8 @@ from torch import Tensor, nn
 from prelunet.evaluator.architectures import LRELU_SLOPE, Activation, Architecture, Pool, parameter_shapes
 from prelunet.evaluator.arrays import Float32Array
 from prelunet.training.net.checkpoints import Checkpoint
+from prelunet.training.net.initialization import FC_LAYERS
 
-HEAD = ("fc1", "fc2", "fc3")
 Factors: TypeAlias = tuple[Tensor, Tensor]  # dropout factors of the outputs of fc1 and fc2, (N, hidden) each
 
 
@@ -54,11 +54,11 @@ class PreluNet(nn.Module):
     @property
     def has_head(self) -> bool:
         """Return whether this net has its fully connected layers."""
-        return hasattr(self, HEAD[0])
+        return hasattr(self, FC_LAYERS[0])
 
     def drop_head(self) -> None:
         """Remove the fully connected layers; in hybrid training only one process has them."""
-        for name in HEAD:
+        for name in FC_LAYERS:
             delattr(self, name)
 
     def forward(self, images: Tensor, factors: Factors | None = None) -> Tensor:
@@ -103,19 +103,16 @@ class PreluNet(nn.Module):
 
         factors: dropout factors (training/data/augmentation.py); None outside of training.
         """
-        hidden = features
-        for index, name in enumerate(HEAD[:2]):
-            hidden = self._connected(name, hidden)
-            hidden = activate(hidden, self.architecture.activation, self._layer(name).slope)
-            if factors is not None:
-                hidden = hidden * factors[index]
-        return self._connected(HEAD[2], hidden)
-
-    def _connected(self, name: str, values: Tensor) -> Tensor:
-        own = self._layer(name)
-        response = F.linear(values, own.weight, own.bias)
-        self._call_hook(name, response)
-        return response
+        values = features
+        for index, name in enumerate(FC_LAYERS):
+            own = self._layer(name)
+            values = F.linear(values, own.weight, own.bias)
+            self._call_hook(name, values)
+            if name != FC_LAYERS[-1]:
+                values = activate(values, self.architecture.activation, own.slope)
+                if factors is not None:
+                    values = values * factors[index]
+        return values
 
     def _call_hook(self, name: str, response: Tensor) -> None:
         if self.response_hook is not None:

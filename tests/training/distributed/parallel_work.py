@@ -29,7 +29,6 @@ SMALL = Architecture(
     crop=12,
 )
 CLASSES = 5
-FEATURES = 14 * 7  # bins, channels
 BUCKET = 1570  # bytes: conv2 fills one bucket, conv1 is in another, and fc1.weight exceeds the capacity
 CURVE_STEPS, CURVE_BATCH = 20, 7
 PLAIN = StepOptions()
@@ -134,7 +133,7 @@ def take_all_steps(compiled: bool) -> dict[str, Any]:
                 "logits": _logits(kind, group),
                 "stops": _stops(kind, group),
                 "losses with NaN": _not_finite(kind, group),
-                "missing at first": _early(kind, group),
+                **_sent(kind, group),
             }
         if compiled:
             torch.compile = partial(
@@ -154,7 +153,7 @@ def _one_case(case: Case, group: ProcessGroup) -> dict[str, Any]:
     parallel = _parallel(case.kind, group, case.options)
     parallel_step(parallel, 1, case.batch + 2)
     step = parallel_step(parallel, 2, case.batch)
-    return {"loss": step.loss, "gradients": gradients_of(parallel.net), "traffic": dict(parallel.traffic)}
+    return {"loss": step.loss, "gradients": gradients_of(parallel.net)}
 
 
 def _curve(kind: ParallelMode, group: ProcessGroup) -> dict[str, Any]:
@@ -190,22 +189,24 @@ def _not_finite(kind: ParallelMode, group: ProcessGroup) -> list[float]:
     return [parallel.gradients(images[here], labels[here], None, 6).loss, parallel_step(parallel, 1, 6).loss]
 
 
-def _early(kind: ParallelMode, group: ProcessGroup) -> int:
-    """Return how many gradients backward had not computed yet when the first bucket was sent."""
+def _sent(kind: ParallelMode, group: ProcessGroup) -> dict[str, int]:
+    """Return how many gradients a step sends, and how many backward had not computed yet when the first were sent."""
     parallel = _parallel(kind, group)
     missing: list[int] = []
+    sent: list[int] = []
     all_reduce = ProcessGroup.all_reduce
 
-    def watched(self: ProcessGroup, tensor: Tensor, purpose: str) -> Any:
+    def watched(self: ProcessGroup, tensor: Tensor) -> Any:
         missing.append(sum(bucket.missing for bucket in parallel.buckets.buckets))
-        return all_reduce(self, tensor, purpose)
+        sent.append(tensor.numel() - 2)  # beside the gradients, the loss and the stop request
+        return all_reduce(self, tensor)
 
     ProcessGroup.all_reduce = watched
     try:
         parallel_step(parallel, 1, 8)
     finally:
         ProcessGroup.all_reduce = all_reduce
-    return missing[0]
+    return {"sent": sum(sent), "missing at first": missing[0]}
 
 
 def train_until_one_is_killed(kind: ParallelMode, victim: int) -> tuple[str, float]:
