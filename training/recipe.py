@@ -264,26 +264,25 @@ def _format_value(value: Any) -> str:
         return "a value with an integer of thousands of digits"
 
 
-def fit_to_crop(recipe: Recipe, crop: int) -> Recipe:
-    """Return the recipe for another crop, with dependent keys scaled in proportion.
+def changes_for_crop(recipe: Recipe, crop: int, *, keep_batch: bool = False) -> dict[str, Any]:
+    """Return the keys of a recipe that another crop changes, with dependent ones scaled in proportion.
 
-    Scales grow with the crop. The batch shrinks, so that the cost of a step grows with the crop and not with its
-    square. The rate shrinks with the batch (Goyal et al. 2017, "linear scaling rule"). A length in steps is kept. With
-    a smaller batch an epoch has more steps, so a recipe in epochs raises evaluate_every and keep_every to match.
+    Scales grow with the crop. Unless `keep_batch`, the batch shrinks, so that the cost of a step grows with the crop
+    and not with its square. The rate shrinks with the batch (Goyal et al. 2017, "linear scaling rule"). A length in
+    steps is kept. With a smaller batch an epoch has more steps, so a recipe in epochs raises evaluate_every and
+    keep_every to match.
     """
     ratio = crop / recipe.crop
-    low, high = (int(scale * ratio + 0.5) for scale in recipe.scales)
+    changes: dict[str, Any] = {"crop": crop, "scales": tuple(int(scale * ratio + 0.5) for scale in recipe.scales)}
+    if keep_batch:
+        return changes
     batch = max(1, int(recipe.batch / ratio + 0.5))
-    growth = 1.0 if recipe.epochs is None else recipe.batch / batch  # of the steps of an epoch
-    return replace(
-        recipe,
-        crop=crop,
-        scales=(low, high),
-        batch=batch,
-        rate=recipe.rate * batch / recipe.batch,
-        evaluate_every=max(1, int(recipe.evaluate_every * growth + 0.5)),
-        keep_every=None if recipe.keep_every is None else max(1, int(recipe.keep_every * growth + 0.5)),
-    )
+    changes |= {"batch": batch, "rate": recipe.rate * batch / recipe.batch}
+    if recipe.epochs is not None:
+        for key in ("evaluate_every", "keep_every"):
+            if (steps := getattr(recipe, key)) is not None:
+                changes[key] = max(1, int(steps * recipe.batch / batch + 0.5))
+    return changes
 
 
 def automatic_crop(median_shorter_side: float, stride: int) -> int:

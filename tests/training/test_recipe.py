@@ -8,7 +8,14 @@ from pathlib import Path
 import pytest
 
 from prelunet.evaluator.errors import UsageError
-from prelunet.training.recipe import Recipe, automatic_crop, fit_to_crop, read_recipe, recipe_from_values, recipe_names
+from prelunet.training.recipe import (
+    Recipe,
+    automatic_crop,
+    changes_for_crop,
+    read_recipe,
+    recipe_from_values,
+    recipe_names,
+)
 from prelunet.training.schedule import count_plateaus, rate_at
 
 SMALL = read_recipe("small")
@@ -257,23 +264,18 @@ def test_the_automatic_crop_is_seven_eighths_rounded_to_the_stride(median: float
 
 def test_another_crop_changes_scales_batch_and_rate_but_not_the_steps() -> None:
     recipe = replace(SMALL, crop=28, scales=(28, 36), batch=64, rate=0.01)
-    fitted = fit_to_crop(recipe, 56)
-    assert fitted == replace(recipe, crop=56, scales=(56, 72), batch=32, rate=0.005)
+    assert changes_for_crop(recipe, 56) == {"crop": 56, "scales": (56, 72), "batch": 32, "rate": 0.005}
+    assert changes_for_crop(recipe, 56, keep_batch=True) == {"crop": 56, "scales": (56, 72)}
 
 
 def test_a_recipe_in_epochs_evaluates_as_often_per_epoch_with_another_crop() -> None:
     recipe = replace(
-        SMALL, crop=28, scales=(28, 36), batch=64, rate=0.01, steps=None, epochs=3.0, evaluate_every=100, keep_every=50
+        SMALL, crop=28, scales=(28, 36), batch=64, steps=None, epochs=3.0, evaluate_every=100, keep_every=50
     )
-    fitted = fit_to_crop(recipe, 56)
-    expected = replace(recipe, crop=56, scales=(56, 72), batch=32, rate=0.005, evaluate_every=200, keep_every=100)
-    assert fitted == expected
+    changes = changes_for_crop(recipe, 56)
+    assert (changes["batch"], changes["evaluate_every"], changes["keep_every"]) == (32, 200, 100)
+    assert "evaluate_every" not in changes_for_crop(recipe, 56, keep_batch=True)  # an epoch has as many steps as before
 
 
 def test_fitting_a_recipe_to_its_own_crop_changes_nothing() -> None:
-    assert fit_to_crop(SMALL, SMALL.crop) == SMALL
-
-
-def test_a_crop_too_small_for_the_net_is_refused() -> None:
-    with pytest.raises(UsageError, match="too small"):
-        fit_to_crop(SMALL, 8)
+    assert replace(SMALL, **changes_for_crop(SMALL, SMALL.crop)) == SMALL

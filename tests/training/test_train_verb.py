@@ -5,12 +5,10 @@ import re
 from dataclasses import replace
 from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
 
 from prelunet.evaluator.cli import run as run_program
-from prelunet.evaluator.engine.scores import ranks_of
 from prelunet.evaluator.errors import DatasetError, RunFolderError, UsageError
 from prelunet.training.data.splits import open_splits
 from prelunet.training.loop.train import train
@@ -18,16 +16,6 @@ from prelunet.training.loop.trainer import Trainer
 from prelunet.training.run_state.metrics_log import MetricsLog
 from prelunet.training.verbs import train as train_verb
 from tests.training.training_folders import RECIPE, make_dataset, write_image
-
-
-@pytest.fixture(scope="module")
-def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_dataset(tmp_path_factory.mktemp("data"))
-
-
-def test_ranks_count_ties_for_the_lower_index() -> None:
-    logits = np.array([[1.0, 3.0, 2.0], [2.0, 2.0, 1.0], [2.0, 2.0, 1.0], [0.0, 0.0, 0.0]])
-    assert ranks_of(logits, np.array([2, 0, 1, 2])).tolist() == [2, 1, 2, 3]
 
 
 def test_errors_are_percent_of_all_images_not_means_of_batches(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -94,13 +82,12 @@ def test_the_last_line_of_the_verb_is_the_two_errors(
     assert json.loads((out / "training.json").read_text())["recipe"]["steps"] == 2
 
 
-def test_the_automatic_crop_follows_the_images(data: Path, tmp_path: Path, recipe_file: Path) -> None:
-    out = tmp_path / "run"
-    arguments = ["--recipe", str(recipe_file), "--data", str(data), "--out", str(out), "--steps", "1", "--seed", "0"]
+def test_the_automatic_crop_follows_the_images(tmp_path: Path, recipe_file: Path) -> None:
+    large, out = tmp_path / "large", tmp_path / "run"
     for name in ("train", "val"):
         for place in range(9):
-            write_image(data.parent / f"large/{name}/{'ab'[place % 2]}/{place}.png", place, (40, 30), 40 * place % 99)
-    arguments[3] = str(data.parent / "large")
+            write_image(large / name / "ab"[place % 2] / f"{place}.png", place, (40, 30), 40 * place % 99)
+    arguments = ["--recipe", str(recipe_file), "--data", str(large), "--out", str(out), "--steps", "1", "--seed", "0"]
     assert run_program(["train", *arguments, "--crop", "auto"]) == 0
     recipe = json.loads((out / "training.json").read_text())["recipe"]
     # 30·7/8 = 26.25 → 28; everything grew by 28/12
@@ -126,6 +113,13 @@ def test_the_automatic_crop_is_a_multiple_of_the_stride_of_the_requested_net(mon
     # 7/8 of 250 is 218.75: 55 times 4, or 14 times 16
     assert train_verb.requested_recipe("small", "auto", {}, None).crop == 220
     assert train_verb.requested_recipe("small", "auto", {"architecture": "A"}, None).crop == 224
+
+
+def test_a_crop_may_fit_only_the_requested_architecture_or_scales() -> None:
+    recipe = train_verb.requested_recipe("A", "28", {"architecture": "demo"}, None)
+    assert (recipe.architecture, recipe.crop, recipe.scales, recipe.batch) == ("demo", 28, (32, 64), 1024)
+    recipe = train_verb.requested_recipe("small", "4000", {"scales": "4000,4096"}, None)
+    assert (recipe.crop, recipe.scales) == (4000, (4000, 4096))
 
 
 @pytest.mark.parametrize("crop", [None, "56"])

@@ -31,14 +31,15 @@ def with_recipe_options(verb: Callable[..., None], exclude: tuple[str, ...]) -> 
     )
 
 
-def override_keys(recipe: Recipe, keys: Mapping[str, Any]) -> Recipe:
+def override_keys(recipe: Recipe, keys: Mapping[str, Any], **changes: Any) -> Recipe:
     """Return the recipe with keys replaced by the values of options; raises UsageError for an invalid value.
 
-    A key that excludes another one removes it: steps removes epochs, epochs removes steps, and the rate policy
-    `plateau` removes rate_drops.
+    changes: values of keys for which there is no option. A key that excludes another one removes it: steps removes
+    epochs, epochs removes steps, and the rate policy `plateau` removes rate_drops.
     """
     kinds = {key.name: get_args(key.type)[0] for key in fields(Recipe)}
-    values = {name: _value(text, kinds[name], f"--{name.replace('_', '-')}") for name, text in keys.items()}
+    options = {name: _value(text, kinds[name], f"--{name.replace('_', '-')}") for name, text in keys.items()}
+    values = {**changes, **options}
     if "steps" in values and "epochs" not in values:
         values["epochs"] = None
     elif "epochs" in values and "steps" not in values:

@@ -9,14 +9,14 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from prelunet.evaluator.architectures import architecture
+from prelunet.evaluator.architectures import MAX_SIDE, architecture
 from prelunet.evaluator.datasets.open import open_dataset
 from prelunet.evaluator.errors import UsageError
 from prelunet.evaluator.terminal import echo, report
 from prelunet.evaluator.verbs.options.derive import derive_options
 from prelunet.training.data.splits import embedded_dataset_path, median_shorter_side
 from prelunet.training.loop.execution import Execution
-from prelunet.training.recipe import Recipe, automatic_crop, fit_to_crop, read_recipe, recipe_names
+from prelunet.training.recipe import Recipe, automatic_crop, changes_for_crop, read_recipe, recipe_names
 from prelunet.training.verbs.recipe_options import override_keys, with_recipe_options
 
 if TYPE_CHECKING:
@@ -86,14 +86,11 @@ train = derive_options(with_recipe_options(_train, exclude=("crop",)))
 
 def requested_recipe(name: str, crop: str | None, keys: Mapping[str, Any], data: Path | None) -> Recipe:
     """Return the recipe with the overrides of the command line."""
-    recipe = read_recipe(name)
-    if crop is None:
-        return override_keys(recipe, keys)
-    stride = architecture(keys.get("architecture", recipe.architecture)).trunk_stride
-    fitted = fit_to_crop(recipe, _crop_side(crop, stride, data))
-    if "batch" in keys:  # the rate scales with a batch chosen by `--crop`, not with one given by the user
-        fitted = replace(fitted, rate=recipe.rate)
-    return override_keys(fitted, keys)
+    recipe, changes = read_recipe(name), dict[str, Any]()
+    if crop is not None:
+        stride = architecture(keys.get("architecture", recipe.architecture)).trunk_stride
+        changes = changes_for_crop(recipe, _crop_side(crop, stride, data), keep_batch="batch" in keys)
+    return override_keys(recipe, keys, **changes)  # at once: a crop may fit only the requested architecture or scales
 
 
 def _crop_side(text: str, stride: int, data: Path | None) -> int:
@@ -101,8 +98,8 @@ def _crop_side(text: str, stride: int, data: Path | None) -> int:
     if text == "auto":
         images = open_dataset(data or embedded_dataset_path(), split="train")
         return automatic_crop(median_shorter_side(images), stride)
-    if not text.isdecimal() or len(text) > 9 or not 1 <= int(text) <= 4096:  # int() parses at most 4300 digits
-        raise UsageError(f"--crop {text[:40]}: should be a side in pixels, 1 to 4096, or auto")
+    if not text.isdecimal() or len(text) > 9 or not 1 <= int(text) <= MAX_SIDE:  # int() parses at most 4300 digits
+        raise UsageError(f"--crop {text[:40]}: should be a side in pixels, 1 to {MAX_SIDE}, or auto")
     return int(text)
 
 
