@@ -13,8 +13,9 @@ def rate_at(recipe: Recipe, step: int, drops: int = 0) -> float:
     """
     if recipe.rate_policy == "at":
         drops = sum(step >= part * recipe.total_steps for part in recipe.rate_drops)
-    max_drops = recipe.most_drops if recipe.rate_policy == "plateau" else len(recipe.rate_drops)
-    return recipe.rate * recipe.rate_factor ** min(drops, max_drops)
+    else:
+        drops = min(drops, recipe.most_drops)
+    return recipe.rate * recipe.rate_factor**drops
 
 
 def count_plateaus(errors: Sequence[float], patience: int) -> int:

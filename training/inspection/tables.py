@@ -13,8 +13,6 @@ from prelunet.training.inspection.slope_trend import slope_trend
 
 Layers = Sequence[Mapping[str, Any]]
 
-_SPREADS = ("variance", "gradient_variance")
-
 _NEVER_POSITIVE = {
     True: "dead: share of the channels that are 0 for every image and so learn nothing.",
     False: "never > 0: share of the channels that use only the negative side on these images; dead with ReLU.",
@@ -24,9 +22,8 @@ _NEVER_POSITIVE = {
 def print_responses(layers: Layers, images: int, activation: str, console: Console) -> None:
     """Print a measurement, one row per layer."""
     relu = activation == "relu"
-    table = _table(f"Responses before the activation, on {images:,} images")
-    for header in ("mean", "variance", "gradient variance", "dead" if relu else "never > 0", "slope"):
-        table.add_column(header, justify="right")
+    headers = ("mean", "variance", "gradient variance", "dead" if relu else "never > 0", "slope")
+    table = _table(f"Responses before the activation, on {images:,} images", headers)
     for layer in layers:
         spread = [_number(layer[key]) for key in ("mean", "variance", "gradient_variance")]
         table.add_row(_name(layer), *spread, _share(layer["never_positive"]), _slope(layer["slope"]))
@@ -37,18 +34,18 @@ def print_responses(layers: Layers, images: int, activation: str, console: Conso
 
 def print_history(entries: Sequence[Mapping[str, Any]], console: Console) -> None:
     """Print the first and the last measurement of a run side by side, and the slope trends of both."""
+
+    def cells(layer: Mapping[str, Any]) -> list[str]:
+        spread = [_number(std(layer, key)) for key in ("variance", "gradient_variance")]
+        return [*spread, _share(layer["never_positive"]), _slope(layer["slope"])]
+
     first, last = entries[0], entries[-1]
     steps = f"step {first['step']:,} → step {last['step']:,}"
-    table = _table(f"Layers during training: {len(entries)} measurements, {steps}")
-    for header in ("std of response", "std of gradient", "never > 0", "slope"):
-        table.add_column(header, justify="right")
+    headers = ("std of response", "std of gradient", "never > 0", "slope")
+    table = _table(f"Layers during training: {len(entries)} measurements, {steps}", headers)
     for before, after in zip(first["layers"], last["layers"], strict=True):
-        table.add_row(
-            _name(after),
-            *(_from_to(*(_number(std(layer, key)) for layer in (before, after))) for key in _SPREADS),
-            _from_to(_share(before["never_positive"]), _share(after["never_positive"])),
-            _from_to(_slope(before["slope"]), _slope(after["slope"])),
-        )
+        pairs = zip(cells(before), cells(after), strict=True)
+        table.add_row(_name(after), *(old if old == new else f"{old} → {new}" for old, new in pairs))
     console.print(table)
     console.print("never > 0: share of the channels that are above 0 for no image; dead with ReLU.")
     for entry in (first, *entries[1:][-1:]):
@@ -57,9 +54,11 @@ def print_history(entries: Sequence[Mapping[str, Any]], console: Console) -> Non
             console.print(escape(escape_unprintable(f"Slopes at step {entry['step']:,}: {trend}.")))
 
 
-def _table(title: str) -> Table:
+def _table(title: str, headers: Sequence[str]) -> Table:
     table = Table(title=title, title_justify="left", box=None, pad_edge=False)
     table.add_column("layer")
+    for header in headers:
+        table.add_column(header, justify="right")
     return table
 
 
@@ -69,10 +68,6 @@ def _name(layer: Mapping[str, Any]) -> str:
 
 def _number(value: float | None) -> str:
     return "not finite" if value is None else f"{value:.4g}"
-
-
-def _from_to(before: str, after: str) -> str:
-    return before if before == after else f"{before} → {after}"
 
 
 def _share(value: float | None) -> str:

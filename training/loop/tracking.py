@@ -78,41 +78,33 @@ class _Events:
                 "TensorBoard is not installed, so its events cannot be written: pip install tensorboard, or train with "
                 "--no-tensorboard"
             )
-        self.first = 0
+        self.first = 0  # step; the reader hides the events of earlier files from it on
         self._folder, self._report = folder, report
         self._file: BinaryIO | None = None
         self._gave_up = False
 
     def write(self, step: int, values: Mapping[str, float]) -> None:
-        from tensorboard.compat.proto.event_pb2 import Event
+        from tensorboard.compat.proto.event_pb2 import Event, SessionLog
         from tensorboard.compat.proto.summary_pb2 import Summary
-
-        summary = Summary(value=[Summary.Value(tag=title, simple_value=value) for title, value in values.items()])
-        self._add(Event(step=step, summary=summary))
-
-    def _add(self, event: Any) -> None:
         from tensorboard.summary.writer.record_writer import RecordWriter
 
         if self._gave_up:
             return
+        summary = Summary(value=[Summary.Value(tag=title, simple_value=value) for title, value in values.items()])
+        events = [Event(step=step, summary=summary)]
         try:
             if self._file is None:
-                self._begin()
-            event.wall_time = time.time()
-            RecordWriter(self._file).write(event.SerializeToString())
+                self._folder.mkdir(exist_ok=True)
+                name = f"events.out.tfevents.{time.time():.6f}.{os.getpid()}"
+                self._file = (self._folder / name).open("wb", buffering=0)
+                start = Event(step=self.first, session_log=SessionLog(status=SessionLog.START))
+                events = [Event(file_version="brain.Event:2"), start, *events]
+            for event in events:
+                event.wall_time = time.time()
+                RecordWriter(self._file).write(event.SerializeToString())
         except OSError as error:
             self._gave_up = True
             self._report(f"{self._folder}: TensorBoard events can no longer be written ({error.strerror}); continuing")
-
-    def _begin(self) -> None:
-        from tensorboard.compat.proto.event_pb2 import Event, SessionLog
-
-        self._folder.mkdir(exist_ok=True)
-        name = f"events.out.tfevents.{time.time():.6f}.{os.getpid()}"
-        self._file = (self._folder / name).open("wb", buffering=0)
-        self._add(Event(file_version="brain.Event:2"))
-        if self.first:
-            self._add(Event(step=self.first, session_log=SessionLog(status=SessionLog.START)))
 
     def close(self) -> None:
         if self._file is not None:

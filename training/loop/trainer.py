@@ -153,15 +153,15 @@ class Trainer:
         shown = progress("training", recipe.total_steps, "steps", done=now.step) if self.group.is_first else no_progress
         with shown as advance:
             self._evaluate_if_due()  # an earlier process may have stopped just before it
-            meter = ThroughputMeter()
+            first, begun = now.step, time.monotonic()  # of the steps since the last log entry
             for batch in batches:
                 stop = self.step(batch)
-                meter.images += recipe.batch
                 if now.step % LOG_EVERY == 0 or now.step == recipe.total_steps:
-                    self._log_steps(meter)
+                    self._log_steps((now.step - first) * recipe.batch / max(time.monotonic() - begun, 1e-9))
+                    first, begun = now.step, time.monotonic()
                 advance(1, self.note)
                 if self._evaluate_if_due():
-                    meter = ThroughputMeter()  # exclude the time of the evaluation
+                    first, begun = now.step, time.monotonic()  # exclude the time of the evaluation
                 elif stop:
                     self.save()
                     raise self._interrupted()
@@ -197,9 +197,9 @@ class Trainer:
             return images
         return images + torch.from_numpy(batch.shift).to(self.group.device)[:, :, None, None]
 
-    def _log_steps(self, meter: "ThroughputMeter") -> None:
-        """Log the mean loss and the throughput since the last entry, and reset both."""
-        now, speed = self.progress, meter.lap()
+    def _log_steps(self, speed: float) -> None:
+        """Log the mean loss since the last entry, and reset it. speed: images per second."""
+        now = self.progress
         loss = now.loss_sum / now.loss_steps
         self.note = f"loss {loss:.3f}, {speed:,.0f} images/s"
         rate = self.optimizer.param_groups[0]["lr"]
@@ -319,17 +319,3 @@ def _initial_state(
         classes, shape = splits.classes, mean.shape
         tensors, mean = load_pretrained(start, net, classes, recipe.seed, initialization, shape, report=report)
     return tensors, TrainingProgress(mean, of_train.axes, {"train": of_train.refused, "val": of_val.refused})
-
-
-class ThroughputMeter:
-    """Measures throughput in images per second."""
-
-    def __init__(self) -> None:
-        self.images, self.start = 0, time.monotonic()
-
-    def lap(self) -> float:
-        """Return images per second since the last lap, and start the next."""
-        now = time.monotonic()
-        rate = self.images / max(now - self.start, 1e-9)
-        self.images, self.start = 0, now
-        return rate

@@ -33,7 +33,7 @@ class UnreadableImages:
         self._new = {}
         new = {file: reason for file, reason in new.items() if file not in self._reported}
         self._reported |= set(new)
-        if new and group.is_first:
+        if new:
             listed = [f"  {file}: {reason}" for file, reason in list(new.items())[:MAX_LISTED]]
             rest = [f"  … and {len(new) - MAX_LISTED} more"] if len(new) > MAX_LISTED else []
             action = "each is substituted by another image of train/" if self.split == "train/" else "they are skipped"

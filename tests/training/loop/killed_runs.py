@@ -10,8 +10,8 @@ from typing import Any
 from unittest.mock import patch
 
 from prelunet.training.data.image_cache import ImageCache
+from prelunet.training.loop.execution import Execution
 from prelunet.training.loop.train import train
-from prelunet.training.loop.trainer import Execution
 from prelunet.training.recipe import Recipe
 from tests.training.distributed.gloo import run_to_the_end
 

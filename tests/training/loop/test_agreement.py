@@ -12,24 +12,18 @@ from prelunet.training.data.splits import Splits, open_splits
 from prelunet.training.distributed.process_group import ProcessGroup
 from prelunet.training.loop import train
 from prelunet.training.loop.train import check_folder_location, require_same_command
+from prelunet.training.loop.trainer import SINGLE_PROCESS
 from tests.training.training_folders import RECIPE, make_dataset
 
-SINGLE_PROCESS = ProcessGroup(0, 1, torch.device("cpu"))
 
+def fake_group(first: Any, third: Any) -> ProcessGroup:
+    """Return the second of three processes, given the values of the others."""
 
-class FakeProcessGroup(ProcessGroup):
-    """The second of three processes. others: the values of the first and the third."""
+    class FakeProcessGroup(ProcessGroup):
+        def all_gather(self, value: Any) -> list[Any]:
+            return [first, value, third]
 
-    others: tuple[Any, ...] = ()
-
-    def all_gather(self, value: Any) -> list[Any]:
-        return [self.others[0], value, self.others[1]]
-
-
-def fake_group(*others: Any) -> FakeProcessGroup:
-    group = FakeProcessGroup(1, 3, torch.device("cpu"))
-    object.__setattr__(group, "others", others)
-    return group
+    return FakeProcessGroup(1, 3, torch.device("cpu"))
 
 
 def test_processes_started_with_different_commands_are_refused_with_the_difference() -> None:

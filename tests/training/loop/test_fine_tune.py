@@ -1,6 +1,5 @@
 """Fine-tuning: what a run takes from its initial checkpoint, and what it reinitializes."""
 
-import hashlib
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -186,7 +185,3 @@ def test_a_folder_is_refused_with_the_names_of_its_checkpoints(tmp_path: Path, t
         with pytest.raises(UsageError) as refused:
             read(tmp_path)
         assert str(refused.value) == f"{tmp_path}: a folder, not a checkpoint. Give {fix}"
-
-
-def test_the_sha256_of_a_checkpoint_is_that_of_its_bytes(path: Path) -> None:
-    assert sha256_of_checkpoint(path) == hashlib.sha256(path.read_bytes()).hexdigest()

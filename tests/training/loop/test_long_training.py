@@ -3,6 +3,7 @@
 import json
 import os
 import signal
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -35,14 +36,9 @@ from prelunet.training.net.checkpoints import read_checkpoint
 from prelunet.training.net.initialization import initial_tensors
 from prelunet.training.run_state.checkpoint_manager import CheckpointManager
 from prelunet.training.run_state.metrics_log import ErrorRates
+from prelunet.training.run_state.resume_state import TrainingProgress
 from tests.training.loop.killed_runs import train_until_killed
 from tests.training.training_folders import RECIPE, lines_of, make_dataset
-
-
-@pytest.fixture(scope="module")
-def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_dataset(tmp_path_factory.mktemp("data"))
-
 
 # Keys of the recipe
 
@@ -265,19 +261,28 @@ def test_a_val_without_readable_images_stops_training_with_any_max_refused(root:
 # Signals and writes
 
 
+def after_each_write(monkeypatch: pytest.MonkeyPatch, action: Callable[[int], None]) -> None:
+    """Call `action` with the step after each write of the state."""
+    write = CheckpointManager.write
+
+    def written(self: CheckpointManager, net: Any, momentum: Any, progress: TrainingProgress) -> None:
+        write(self, net, momentum, progress)
+        action(progress.step)
+
+    monkeypatch.setattr(CheckpointManager, "write", written)
+
+
 def test_a_signal_during_a_save_stops_after_it_without_saving_twice(
     data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     written: list[int] = []
-    write = CheckpointManager.write
 
-    def recording(self: CheckpointManager, net: Any, momentum: Any, progress: Any) -> None:
-        write(self, net, momentum, progress)
-        written.append(progress.step)
-        if progress.step == 6:
+    def action(step: int) -> None:
+        written.append(step)
+        if step == 6:
             os.kill(os.getpid(), signal.SIGTERM)
 
-    monkeypatch.setattr(CheckpointManager, "write", recording)
+    after_each_write(monkeypatch, action)
     with pytest.raises(Interrupted, match="interrupted after step 6 of 12"):
         train(replace(RECIPE, evaluate_every=12), data, tmp_path / "run")
     assert written == [0, 3, 6]
@@ -286,14 +291,7 @@ def test_a_signal_during_a_save_stops_after_it_without_saving_twice(
 def test_a_signal_during_the_last_save_does_not_interrupt_a_finished_run(
     data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    write = CheckpointManager.write
-
-    def recording(self: CheckpointManager, net: Any, momentum: Any, progress: Any) -> None:
-        write(self, net, momentum, progress)
-        if progress.step == 4:
-            os.kill(os.getpid(), signal.SIGTERM)
-
-    monkeypatch.setattr(CheckpointManager, "write", recording)
+    after_each_write(monkeypatch, lambda step: os.kill(os.getpid(), signal.SIGTERM) if step == 4 else None)
     assert train(replace(RECIPE, steps=4), data, tmp_path / "run").errors.step == 4
 
 
@@ -301,17 +299,13 @@ def test_no_process_continues_or_exits_before_the_first_has_written(
     data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     calls: list[str] = []
-    write, wait = CheckpointManager.write, ProcessGroup.wait
-
-    def written(self: CheckpointManager, *arguments: Any) -> None:
-        write(self, *arguments)
-        calls.append("write")
+    wait = ProcessGroup.wait
 
     def waited(self: ProcessGroup) -> None:
         wait(self)
         calls.append("wait")
 
-    monkeypatch.setattr(CheckpointManager, "write", written)
+    after_each_write(monkeypatch, lambda _step: calls.append("write"))
     monkeypatch.setattr(ProcessGroup, "wait", waited)
     train(replace(RECIPE, steps=2, save_every=1, evaluate_every=2), data, tmp_path / "run")
     assert calls == ["write", "wait"] * 3  # at the start, after the first step and after the last

@@ -1,7 +1,6 @@
 """A run ends with the same net even if it is interrupted."""
 
 import errno
-import json
 import os
 import signal
 from collections.abc import Callable
@@ -17,22 +16,17 @@ from prelunet.evaluator.errors import EnvironmentFault, Interrupted, RunFolderEr
 from prelunet.training.data.dataset_statistics import compute_statistics
 from prelunet.training.data.image_cache import ImageCache
 from prelunet.training.data.splits import open_splits
-from prelunet.training.loop import signals as interrupts
+from prelunet.training.loop import signals
 from prelunet.training.loop.signals import deferred_signals
 from prelunet.training.loop.train import train
 from prelunet.training.loop.trainer import Trainer
 from prelunet.training.net.checkpoints import Checkpoint, read_checkpoint, write_checkpoint
 from prelunet.training.net.network import network_from_checkpoint, tensors_of
 from tests.training.loop.killed_runs import train_until_killed
-from tests.training.training_folders import RECIPE, make_dataset
+from tests.training.training_folders import RECIPE, lines_of, make_dataset
 
 FILES = ("last.safetensors", "best.safetensors", "training.json")
 SETUP_MESSAGES = ["training on cpu, fp32", "crop 12, scales 12 to 16, batch 5, rate 0.003"]
-
-
-@pytest.fixture(scope="module")
-def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_dataset(tmp_path_factory.mktemp("data"))
 
 
 @pytest.fixture(scope="module")
@@ -45,8 +39,7 @@ def uninterrupted(data: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def metrics(folder: Path) -> list[dict[str, Any]]:
     """Read metrics.jsonl without the throughput, which depends on the machine."""
-    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    return [{key: value for key, value in line.items() if key != "images_per_second"} for line in lines]
+    return [{key: value for key, value in line.items() if key != "images_per_second"} for line in lines_of(folder)]
 
 
 def assert_equal_runs(folder: Path, expected: Path) -> None:
@@ -220,9 +213,9 @@ def test_a_signal_saves_after_a_whole_step_and_the_same_command_resumes(  # noqa
 
 def test_a_signal_inside_the_block_is_recorded_and_raised_at_its_end() -> None:
     recorded = False
-    with pytest.raises(KeyboardInterrupt), deferred_signals() as signals:  # noqa: PT012
+    with pytest.raises(KeyboardInterrupt), deferred_signals() as stop:  # noqa: PT012
         os.kill(os.getpid(), signal.SIGINT)
-        recorded = signals.received
+        recorded = stop.received
     assert recorded
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
 
@@ -236,7 +229,7 @@ def test_two_signals_at_once_count_as_one_request() -> None:
 
 
 def test_a_later_second_signal_interrupts_immediately(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(interrupts, "DEBOUNCE_SECONDS", -1.0)
+    monkeypatch.setattr(signals, "DEBOUNCE_SECONDS", -1.0)
     with pytest.raises(KeyboardInterrupt), deferred_signals():  # noqa: PT012
         os.kill(os.getpid(), signal.SIGTERM)
         os.kill(os.getpid(), signal.SIGINT)
