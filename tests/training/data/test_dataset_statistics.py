@@ -19,21 +19,16 @@ from prelunet.training.data import dataset_statistics
 from prelunet.training.data.dataset_statistics import DatasetStatistics, cache_folder, compute_statistics
 from prelunet.training.data.image_cache import ImageCache
 from prelunet.training.data.splits import open_splits
+from prelunet.training.loop.execution import Execution
 from prelunet.training.loop.train import train
-from prelunet.training.loop.trainer import Execution
 from tests.training.training_folders import RECIPE, make_dataset, write_image
 
 compute = partial(compute_statistics, split="train/", scale=14, crop=12)
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_dataset(tmp_path_factory.mktemp("data"))
-
-
 @pytest.fixture
-def dataset(folder: Path) -> Dataset:
-    return open_splits(folder).train
+def dataset(data: Path) -> Dataset:
+    return open_splits(data).train
 
 
 @pytest.fixture
@@ -264,12 +259,12 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def test_stats_prints_the_statistics_and_caches_them_for_training(
-    folder: Path, cache: Path, capsys: pytest.CaptureFixture[str], decoded: list[bytes]
+    data: Path, cache: Path, capsys: pytest.CaptureFixture[str], decoded: list[bytes]
 ) -> None:
-    code, out, _ = run("stats", "--data", folder, "--crop", 12, "--json", capsys=capsys)
+    code, out, _ = run("stats", "--data", data, "--crop", 12, "--json", capsys=capsys)
     assert code == 0
     found = json.loads(out)
-    dataset = open_splits(folder).train
+    dataset = open_splits(data).train
     expected = compute(dataset)
     assert (found["images"], found["refused"], found["scale"], found["crop"]) == (21, {}, 14, 12)
     assert found["fingerprint"] == dataset.fingerprint
@@ -278,7 +273,7 @@ def test_stats_prints_the_statistics_and_caches_them_for_training(
     narrow_too = np.stack([ImageCache(dataset, {}).central_view(index, 14, 12) for index in range(21)])
     np.testing.assert_allclose(found["deviation"], narrow_too.reshape(-1, 3).std(axis=0), atol=1e-3)
     decoded.clear()
-    code, out, _ = run("stats", "--data", folder, "--crop", 12, capsys=capsys)
+    code, out, _ = run("stats", "--data", data, "--crop", 12, capsys=capsys)
     assert code == 0
     assert decoded == []
     assert "21 images, 0 refused" in out
@@ -308,9 +303,9 @@ def test_stats_caches_the_statistics_of_val_and_fresh_recomputes_them(
 
 
 def test_stats_of_a_training_set_without_val_reports_that_only_train_is_measured(
-    folder: Path, cache: Path, capsys: pytest.CaptureFixture[str]
+    data: Path, cache: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    code, out, err = run("stats", "--data", folder / "train", "--crop", 12, "--json", capsys=capsys)
+    code, out, err = run("stats", "--data", data / "train", "--crop", 12, "--json", capsys=capsys)
     assert code == 0
     assert (json.loads(out)["images"], json.loads(out)["val"]) == (21, None)
     assert "only the training images are measured: " in err
@@ -325,8 +320,8 @@ def test_stats_of_a_training_set_without_val_reports_that_only_train_is_measured
     ],
 )
 def test_inconsistent_numbers_are_refused(
-    folder: Path, cache: Path, capsys: pytest.CaptureFixture[str], words: tuple[object, ...], code: int, text: str
+    data: Path, cache: Path, capsys: pytest.CaptureFixture[str], words: tuple[object, ...], code: int, text: str
 ) -> None:
-    found, _, err = run("stats", "--data", folder, *words, capsys=capsys)
+    found, _, err = run("stats", "--data", data, *words, capsys=capsys)
     assert found == code
     assert text in err

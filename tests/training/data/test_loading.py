@@ -31,14 +31,9 @@ COLORFUL = replace(RECIPE, color=0.1)
 AXES = np.array([[50, 8, 1], [48, 0, -3], [46, -9, 2]], np.float32)
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_dataset(tmp_path_factory.mktemp("data"))
-
-
 @pytest.fixture
-def image_cache(folder: Path) -> ImageCache:
-    return ImageCache(open_splits(folder).train, {})
+def image_cache(data: Path) -> ImageCache:
+    return ImageCache(open_splits(data).train, {})
 
 
 def assert_equal(batch: Batch, expected: Batch) -> None:
@@ -70,8 +65,8 @@ def test_a_batch_has_the_views_labels_and_shifts_of_its_keys(image_cache: ImageC
     ("first", "workers", "memory"),
     [(0, 0, 0), (0, 1, 2**30), (5, 3, 2**30), (0, 1, 0), (7, 3, 0), (11, 2, 0)],  # memory 0: processes decode
 )
-def test_batches_do_not_depend_on_workers_or_first_step(folder: Path, first: int, workers: int, memory: int) -> None:
-    dataset = open_splits(folder).train
+def test_batches_do_not_depend_on_workers_or_first_step(data: Path, first: int, workers: int, memory: int) -> None:
+    dataset = open_splits(data).train
     plain = [build_batch(ImageCache(dataset, {}), COLORFUL, step, axes=AXES) for step in range(COLORFUL.total_steps)]
     batches = list(training_batches(ImageCache(dataset, {}, memory), COLORFUL, first, axes=AXES, workers=workers))
     assert len(batches) == COLORFUL.total_steps - first
@@ -81,8 +76,8 @@ def test_batches_do_not_depend_on_workers_or_first_step(folder: Path, first: int
 
 @pytest.mark.parametrize("memory", [0, 2**30])
 @pytest.mark.parametrize("rows", [range(0, 2), range(2, 5), range(4, 4)])
-def test_the_rows_of_a_process_are_those_of_the_global_batch(folder: Path, rows: range, memory: int) -> None:
-    dataset = open_splits(folder).train
+def test_the_rows_of_a_process_are_those_of_the_global_batch(data: Path, rows: range, memory: int) -> None:
+    dataset = open_splits(data).train
     recipe = replace(COLORFUL, steps=2)
     batches = training_batches(ImageCache(dataset, {}, memory), recipe, 0, rows=rows, axes=AXES, workers=1)
     for step, batch in enumerate(batches):
@@ -92,18 +87,18 @@ def test_the_rows_of_a_process_are_those_of_the_global_batch(folder: Path, rows:
         assert_equal(batch, Batch(whole.images[part], whole.labels[part], whole.shift[part]))
 
 
-def test_batches_are_the_same_from_archives(folder: Path, tmp_path: Path) -> None:
-    expected = list(training_batches(ImageCache(open_splits(folder).train, {}), RECIPE, 9, workers=0))
+def test_batches_are_the_same_from_archives(data: Path, tmp_path: Path) -> None:
+    expected = list(training_batches(ImageCache(open_splits(data).train, {}), RECIPE, 9, workers=0))
     for kind in ("tar", "zip"):
-        path = Path(shutil.make_archive(str(tmp_path / "data"), kind, folder))
+        path = Path(shutil.make_archive(str(tmp_path / "data"), kind, data))
         image_cache = ImageCache(open_splits(path).train, {}, memory=0)
         for batch, same in zip(training_batches(image_cache, RECIPE, 9, workers=2), expected, strict=True):
             assert_equal(batch, same)
 
 
 @pytest.mark.parametrize("memory", [0, 2**30])
-def test_evaluation_yields_every_image_once_in_dataset_order(folder: Path, memory: int) -> None:
-    image_cache = ImageCache(open_splits(folder).val, {}, memory)
+def test_evaluation_yields_every_image_once_in_dataset_order(data: Path, memory: int) -> None:
+    image_cache = ImageCache(open_splits(data).val, {}, memory)
     batches = list(evaluation_batches(image_cache, RECIPE, size=4, workers=2))
     assert [len(batch.labels) for batch in batches] == [4, 4, 1]
     images = np.concatenate([batch.images for batch in batches])
@@ -114,8 +109,8 @@ def test_evaluation_yields_every_image_once_in_dataset_order(folder: Path, memor
 
 @pytest.mark.parametrize("size", [1, 2, 4])
 @pytest.mark.parametrize("ranks", [1, 2, 4])
-def test_processes_share_an_evaluation_in_equally_many_batches(folder: Path, size: int, ranks: int) -> None:
-    image_cache = ImageCache(open_splits(folder).val, {})
+def test_processes_share_an_evaluation_in_equally_many_batches(data: Path, size: int, ranks: int) -> None:
+    image_cache = ImageCache(open_splits(data).val, {})
     of_ranks = [
         list(evaluation_batches(image_cache, RECIPE, size, part=(rank, ranks), workers=0)) for rank in range(ranks)
     ]
@@ -224,13 +219,13 @@ def test_results_come_in_the_order_of_the_items(monkeypatch: pytest.MonkeyPatch,
 
 @pytest.mark.parametrize(("local_processes", "shared"), [(1, True), (2, True), (3, False)])
 def test_the_processes_of_a_run_divide_the_shared_memory_of_their_machine(
-    folder: Path, monkeypatch: pytest.MonkeyPatch, local_processes: int, shared: bool
+    data: Path, monkeypatch: pytest.MonkeyPatch, local_processes: int, shared: bool
 ) -> None:
     enough = (
         (worker_processes.PREFETCH_FACTOR + 2) * 3 * RECIPE.batch * RECIPE.crop**2
     )  # for one process with one worker
     monkeypatch.setattr(worker_processes, "free_shared_memory", lambda: 2 * enough)
-    splits = open_splits(folder)
+    splits = open_splits(data)
     train, val = ImageCache(splits.train, {}, memory=0), ImageCache(splits.val, {}, memory=0)
     for batch in (
         next(training_batches(train, RECIPE, 0, workers=1, local_processes=local_processes)),
@@ -243,7 +238,7 @@ def test_the_processes_of_a_run_divide_the_shared_memory_of_their_machine(
     ("workers", "local_processes", "expected"), [(None, 1, 7), (None, 2, 3), (None, 9, 1), (5, 2, 5)]
 )
 def test_the_processes_of_a_run_divide_the_cores_of_their_machine_by_default(
-    folder: Path, monkeypatch: pytest.MonkeyPatch, workers: int | None, local_processes: int, expected: int
+    data: Path, monkeypatch: pytest.MonkeyPatch, workers: int | None, local_processes: int, expected: int
 ) -> None:
     started: list[int] = []
 
@@ -253,7 +248,7 @@ def test_the_processes_of_a_run_divide_the_cores_of_their_machine_by_default(
 
     monkeypatch.setattr(loader, "DEFAULT_WORKERS", 7)
     monkeypatch.setattr(loader, "map_in_processes", noting)
-    image_cache = ImageCache(open_splits(folder).train, {}, memory=0)
+    image_cache = ImageCache(open_splits(data).train, {}, memory=0)
     assert list(training_batches(image_cache, RECIPE, 0, workers=workers, local_processes=local_processes)) == []
     assert list(evaluation_batches(image_cache, RECIPE, 4, workers=workers, local_processes=local_processes)) == []
     assert started == [expected] * 2

@@ -20,16 +20,6 @@ from tests.helpers.tiny_datasets import write_tar
 from tests.training.training_folders import RECIPE, make_dataset, write_image
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_dataset(tmp_path_factory.mktemp("data"))
-
-
-@pytest.fixture
-def image_cache(folder: Path) -> ImageCache:
-    return ImageCache(open_splits(folder).train, {})
-
-
 def ramp(height: int, width: int) -> np.ndarray:
     """Return an image whose pixels encode their position: red increases to the right, green downward."""
     image = np.zeros((height, width, 3), np.uint8)
@@ -144,8 +134,8 @@ def test_threads_work_ahead_but_not_on_all_items_at_once() -> None:
 # Memory
 
 
-def test_decoded_images_are_cached_up_to_the_limit(folder: Path) -> None:
-    dataset = open_splits(folder).train
+def test_decoded_images_are_cached_up_to_the_limit(data: Path) -> None:
+    dataset = open_splits(data).train
     image_cache = ImageCache(dataset, {}, memory=5000)
     first = [image_cache.image(index) for index in range(len(image_cache))]
     again = [image_cache.image(index) for index in range(len(image_cache))]
@@ -157,8 +147,8 @@ def test_decoded_images_are_cached_up_to_the_limit(folder: Path) -> None:
 
 
 @pytest.mark.parametrize(("memory", "fit"), [(0, False), (2**30, True)])
-def test_file_sizes_decide_whether_all_images_fit_in_memory(folder: Path, memory: int, fit: bool) -> None:
-    assert ImageCache(open_splits(folder).train, {}, memory).fits_in_memory is fit
+def test_file_sizes_decide_whether_all_images_fit_in_memory(data: Path, memory: int, fit: bool) -> None:
+    assert ImageCache(open_splits(data).train, {}, memory).fits_in_memory is fit
 
 
 def test_an_image_that_becomes_unreadable_raises_an_error(tmp_path: Path) -> None:
@@ -259,14 +249,14 @@ LABELS: dict[str, tuple[Callable[[str], tuple[str, bytes]], tuple[str, ...]]] = 
 
 @pytest.mark.parametrize("way", LABELS)
 @pytest.mark.parametrize("folders", [True, False])
-def test_shards_train_as_class_folders_do(folder: Path, tmp_path: Path, way: str, folders: bool) -> None:
+def test_shards_train_as_class_folders_do(data: Path, tmp_path: Path, way: str, folders: bool) -> None:
     label, classes = LABELS[way]
     for split in ("train", "val"):
         if folders:
-            write_shards(tmp_path / split, folder, split, "shard", label)
+            write_shards(tmp_path / split, data, split, "shard", label)
         else:
-            write_shards(tmp_path, folder, split, f"pets-{split}", label)
-    splits, expected = open_splits(tmp_path), open_splits(folder)
+            write_shards(tmp_path, data, split, f"pets-{split}", label)
+    splits, expected = open_splits(tmp_path), open_splits(data)
     assert splits.train.classes == splits.val.classes == classes
     assert splits.train.layout == "webdataset shards"
     for found, plain in ((splits.train, expected.train), (splits.val, expected.val)):
@@ -301,16 +291,16 @@ def test_numeric_labels_sort_as_numbers_and_val_may_miss_some(tmp_path: Path) ->
     ],
 )
 def test_inconsistent_shard_labels_are_refused(
-    folder: Path, tmp_path: Path, label: Callable[[str], tuple[str, bytes]], message: str
+    data: Path, tmp_path: Path, label: Callable[[str], tuple[str, bytes]], message: str
 ) -> None:
     for split in ("train", "val"):
-        write_shards(tmp_path / split, folder, split, "a", label)
+        write_shards(tmp_path / split, data, split, "a", label)
     with pytest.raises(DatasetError, match=message):
         open_splits(tmp_path)
 
 
-def test_shards_without_a_split_in_their_names_are_refused(folder: Path, tmp_path: Path) -> None:
-    write_shards(tmp_path, folder, "train", "pets", LABELS["names"][0])
+def test_shards_without_a_split_in_their_names_are_refused(data: Path, tmp_path: Path) -> None:
+    write_shards(tmp_path, data, "train", "pets", LABELS["names"][0])
     with pytest.raises(DatasetError, match=r"\(or webdataset shards\)"):
         open_splits(tmp_path)
 

@@ -18,12 +18,7 @@ from prelunet.evaluator.cli import run
 from prelunet.evaluator.files import sha256_of
 from prelunet.training.net.checkpoints import read_checkpoint
 from tests.training.distributed.gloo import Programs
-from tests.training.training_folders import RECIPE, lines_of, make_dataset
-
-
-@pytest.fixture(scope="module")
-def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_dataset(tmp_path_factory.mktemp("data"))
+from tests.training.training_folders import RECIPE, lines_of
 
 
 @pytest.fixture

@@ -1,7 +1,7 @@
 """`prelunet inspect --data` and `inspect RUN`: measurements of layers on images, and the trend of slopes with depth."""
 
 import json
-from collections.abc import Callable
+import shlex
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -135,90 +135,45 @@ def test_the_plot_shows_every_layer(net: Path, tmp_path: Path, capsys: pytest.Ca
     assert texts.count("conv2") == texts.count("fc3") == 4  # panels
 
 
-def with_model(exported: "dict[str, ExportedNet]", tmp_path: Path) -> tuple[list[str | Path], str]:
-    data = make_dataset(tmp_path / "data", classes=WNIDS)
-    return [exported["demo-channel"].path, "--data", data], "layers cannot be measured in a model file"
-
-
-def with_other_classes(exported: "dict[str, ExportedNet]", tmp_path: Path) -> tuple[list[str | Path], str]:
-    return [tmp_path / "net", "--data", make_dataset(tmp_path / "data")], "not among the model's 3 classes"
-
-
-def with_nothing_in_it(exported: "dict[str, ExportedNet]", tmp_path: Path) -> tuple[list[str | Path], str]:
-    (tmp_path / "data" / "val").mkdir(parents=True)
-    return [tmp_path / "net", "--data", tmp_path / "data"], "no images"
-
-
-def with_nothing_there(exported: "dict[str, ExportedNet]", tmp_path: Path) -> tuple[list[str | Path], str]:
-    return [tmp_path / "net", "--data", tmp_path / "nowhere"], "no such file or folder"
-
-
-def with_one_image(exported: "dict[str, ExportedNet]", tmp_path: Path) -> tuple[list[str | Path], str]:
-    write_image(tmp_path / "data" / WNIDS[2] / "0.png", 0, (30, 40), 9)
-    return [tmp_path / "net", "--data", tmp_path / "data"], "1 of 1 images can be decoded, but a variance needs two"
-
-
-def with_a_plot_of_nothing(exported: "dict[str, ExportedNet]", tmp_path: Path) -> tuple[list[str | Path], str]:
-    return [tmp_path / "net", "--plot", tmp_path / "plot.svg"], "nothing to plot without measurements"
-
-
-def with_a_number_of_nothing(exported: "dict[str, ExportedNet]", tmp_path: Path) -> tuple[list[str | Path], str]:
-    return [tmp_path / "net", "--images", "5"], "--images: needs images"
-
-
-def with_labels_of_nothing(exported: "dict[str, ExportedNet]", tmp_path: Path) -> tuple[list[str | Path], str]:
-    return [tmp_path / "net", "--labels", "labels.txt"], "--labels: needs images"
-
-
-def with_a_plot_that_cannot_be_written(
-    exported: "dict[str, ExportedNet]", tmp_path: Path
-) -> tuple[list[str | Path], str]:
-    data = make_dataset(tmp_path / "data", classes=WNIDS)
-    return [tmp_path / "net", "--data", data, "--plot", tmp_path / "no" / "plot.svg"], "does not exist"
-
-
-def with_a_plot_that_is_no_svg(exported: "dict[str, ExportedNet]", tmp_path: Path) -> tuple[list[str | Path], str]:
-    data = make_dataset(tmp_path / "data", classes=WNIDS)
-    return [tmp_path / "net", "--data", data, "--plot", tmp_path / "layers.pdf"], "Give a name that ends in .svg"
-
-
-def with_a_history_that_is_no_svg(exported: "dict[str, ExportedNet]", tmp_path: Path) -> tuple[list[str | Path], str]:
-    return [history(tmp_path), "--plot", tmp_path / "history.png"], "Give a name that ends in .svg"
-
-
-def with_a_plot_without_a_suffix(exported: "dict[str, ExportedNet]", tmp_path: Path) -> tuple[list[str | Path], str]:
-    return [history(tmp_path), "--plot", tmp_path / "svg"], "Give a name that ends in .svg"
-
-
-def with_data_for_a_folder(exported: "dict[str, ExportedNet]", tmp_path: Path) -> tuple[list[str | Path], str]:
-    data = tmp_path / "my images"
-    return [tmp_path, "--data", data], f"prelunet inspect {tmp_path}/last.safetensors --data '{data}'"
-
-
-def with_a_folder_of_no_training(exported: "dict[str, ExportedNet]", tmp_path: Path) -> tuple[list[str | Path], str]:
-    return [tmp_path], "no diagnosis.jsonl, so"
-
-
 @pytest.mark.parametrize(
-    "case",
+    ("command", "reason"),
     [
-        with_model, with_other_classes, with_nothing_in_it, with_nothing_there, with_one_image, with_a_plot_of_nothing,
-        with_a_number_of_nothing, with_labels_of_nothing, with_a_plot_that_cannot_be_written, with_data_for_a_folder,
-        with_a_folder_of_no_training, with_a_plot_that_is_no_svg, with_a_history_that_is_no_svg,
-        with_a_plot_without_a_suffix,
+        ("net --data other", "not among the model's 3 classes"),
+        ("net --data empty", "no images"),
+        ("net --data nowhere", "no such file or folder"),
+        ("net --data one", "1 of 1 images can be decoded, but a variance needs two"),
+        ("net --plot plot.svg", "nothing to plot without measurements"),
+        ("net --images 5", "--images: needs images"),
+        ("net --labels labels.txt", "--labels: needs images"),
+        ("net --data data --plot no/plot.svg", "does not exist"),
+        ("net --data data --plot layers.pdf", "Give a name that ends in .svg"),
+        ("run --plot history.png", "Give a name that ends in .svg"),
+        ("run --plot svg", "Give a name that ends in .svg"),
+        ("run --data 'my images'", "prelunet inspect run/last.safetensors --data 'my images'"),
+        ("empty", "no diagnosis.jsonl, so"),
     ],
-)  # fmt: skip
+)
+@pytest.mark.usefixtures("net")
 def test_invalid_requests_are_refused_with_the_reason(
-    net: Path,
-    exported: "dict[str, ExportedNet]",
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
-    case: "Callable[[dict[str, ExportedNet], Path], tuple[list[str | Path], str]]",
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], command: str, reason: str
 ) -> None:
-    arguments, reason = case(exported, tmp_path)
-    before = sorted(tmp_path.iterdir())
-    assert reason in output_of(["inspect", *arguments], capsys, exit_code=2)
-    assert sorted(tmp_path.iterdir()) == before
+    make_dataset(tmp_path / "data", train=1, val=1, classes=WNIDS)
+    make_dataset(tmp_path / "other", train=1, val=1)
+    write_image(tmp_path / "one" / WNIDS[2] / "0.png", 0, (30, 40), 9)
+    (tmp_path / "empty/val").mkdir(parents=True)
+    (tmp_path / "run").mkdir()
+    history(tmp_path / "run")
+    monkeypatch.chdir(tmp_path)
+    before = sorted(tmp_path.rglob("*"))
+    assert reason in output_of(["inspect", *shlex.split(command)], capsys, exit_code=2)
+    assert sorted(tmp_path.rglob("*")) == before
+
+
+def test_the_layers_of_a_model_file_are_not_measured(
+    exported: "dict[str, ExportedNet]", data: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    message = output_of(["inspect", exported["demo-channel"].path, "--data", data], capsys, exit_code=2)
+    assert "layers cannot be measured in a model file" in message
 
 
 def test_a_plot_of_another_format_is_refused_before_any_work_and_an_existing_file_is_kept(

@@ -4,6 +4,7 @@ import json
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -247,23 +248,15 @@ def test_resuming_at_a_damaged_line_names_it(tmp_path: Path) -> None:
         run_logs(tmp_path).resume(5, evaluated=True)
 
 
-def _other_layers(entry: dict) -> None:
-    entry["layers"][0]["layer"] = "conv9"
-
-
-def _text_for_a_number(entry: dict) -> None:
-    entry["layers"][0]["variance"] = "large"
-
-
-def _no_step(entry: dict) -> None:
-    del entry["step"]
-
-
 @pytest.mark.parametrize(
     ("change", "fault"),
-    [(_other_layers, "different layers"), (_text_for_a_number, "variance of 'conv1'"), (_no_step, "lacks 'step'")],
+    [
+        (lambda entry: entry["layers"][0].update(layer="conv9"), "different layers"),
+        (lambda entry: entry["layers"][0].update(variance="large"), "variance of 'conv1'"),
+        (lambda entry: entry.pop("step"), "lacks 'step'"),
+    ],
 )
-def test_a_damaged_history_is_refused_with_the_line(tmp_path: Path, change: Callable[[dict], None], fault: str) -> None:
+def test_a_damaged_history_is_refused_with_the_line(tmp_path: Path, change: Callable[[dict], Any], fault: str) -> None:
     good = {"step": 5, "layers": [layer().to_json()]}
     bad = json.loads(json.dumps(good))
     change(bad)

@@ -13,15 +13,10 @@ import torch
 
 from prelunet.evaluator.errors import RunFolderError
 from prelunet.training.loop.train import train
-from tests.training.training_folders import RECIPE, make_dataset
+from tests.training.training_folders import RECIPE
 
 ResumeState = dict[str, Any]
 FINISHED = replace(RECIPE, steps=2, evaluate_every=1)
-
-
-@pytest.fixture(scope="module")
-def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_dataset(tmp_path_factory.mktemp("data"))
 
 
 @pytest.fixture(scope="module")
@@ -29,6 +24,12 @@ def finished(data: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("finished") / "run"
     train(FINISHED, data, folder)
     return folder
+
+
+@pytest.fixture
+def folder(finished: Path, tmp_path: Path) -> Path:
+    """Return a copy of the finished run."""
+    return shutil.copytree(finished, tmp_path / "run")
 
 
 def first_of(key: str, change: Callable[[torch.Tensor], torch.Tensor]) -> Callable[[ResumeState], ResumeState]:
@@ -134,24 +135,19 @@ def refused_untouched(data: Path, folder: Path) -> None:
 @pytest.mark.filterwarnings("ignore:.*(S|s)parse|.*nested")  # from creating them
 @pytest.mark.parametrize("change", IMPOSSIBLE.values(), ids=IMPOSSIBLE)
 def test_an_impossible_state_is_refused_and_nothing_is_overwritten(
-    data: Path, finished: Path, tmp_path: Path, change: Callable[[ResumeState], Any]
+    data: Path, folder: Path, change: Callable[[ResumeState], Any]
 ) -> None:
-    folder = shutil.copytree(finished, tmp_path / "run")
     torch.save(change(torch.load(folder / "state.pt", weights_only=True)), folder / "state.pt")
     refused_untouched(data, folder)
 
 
-def test_a_state_of_a_newer_version_is_refused_with_both_versions(data: Path, finished: Path, tmp_path: Path) -> None:
-    folder = shutil.copytree(finished, tmp_path / "run")
+def test_a_state_of_a_newer_version_is_refused_with_both_versions(data: Path, folder: Path) -> None:
     torch.save({**torch.load(folder / "state.pt", weights_only=True), "version": 3}, folder / "state.pt")
     with pytest.raises(RunFolderError, match=r"state\.pt: version 3, but this prelunet reads version 2"):
         train(FINISHED, data, folder)
 
 
-def test_a_state_with_damaged_bytes_in_a_tensor_is_refused_and_nothing_is_overwritten(
-    data: Path, finished: Path, tmp_path: Path
-) -> None:
-    folder = shutil.copytree(finished, tmp_path / "run")
+def test_a_state_with_damaged_bytes_in_a_tensor_is_refused_and_nothing_is_overwritten(data: Path, folder: Path) -> None:
     with zipfile.ZipFile(folder / "state.pt") as file:
         largest = max(file.infolist(), key=lambda record: record.file_size)
     with (folder / "state.pt").open("r+b") as file:

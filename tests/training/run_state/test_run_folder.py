@@ -19,12 +19,6 @@ from prelunet.training.net.checkpoints import Checkpoint, read_checkpoint
 from prelunet.training.recipe import Recipe
 from tests.training.training_folders import RECIPE, make_dataset
 
-
-@pytest.fixture(scope="module")
-def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_dataset(tmp_path_factory.mktemp("data"))
-
-
 SHORT = replace(RECIPE, steps=1)
 
 
