@@ -75,8 +75,8 @@ class HybridParallel(ParallelNet):
         """
         counts = [len(rows) for rows in shares]
         all_features, all_labels = self._empty_features(sum(counts)), labels.new_empty(sum(counts))
-        pending_features = self._receive(torch.split(all_features, counts))
-        pending_labels = self._receive(torch.split(all_labels, counts))
+        pending_features = self.group.exchange([], self._of_others(torch.split(all_features, counts)))
+        pending_labels = self.group.exchange([], self._of_others(torch.split(all_labels, counts)))
         features = self._trunk(images)  # overlaps with the transfers
         all_features[: counts[0]], all_labels[: counts[0]] = features.detach(), labels
         pending_features.wait()
@@ -88,7 +88,7 @@ class HybridParallel(ParallelNet):
         torch.autograd.backward(loss)
         assert all_features.grad is not None
         gradients = torch.split(all_features.grad, counts)
-        self._pending_sends.append(self._send(gradients))
+        self._pending_sends.append(self.group.exchange(self._of_others(gradients), []))
         return features, gradients[0], loss.detach()
 
     def _without_head(self, images: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
@@ -113,12 +113,12 @@ class HybridParallel(ParallelNet):
             pending.wait()
             return logits
         all_features = self._empty_features(sum(counts))
-        pending = self._receive(torch.split(all_features, counts))
+        pending = self.group.exchange([], self._of_others(torch.split(all_features, counts)))
         all_features[: counts[0]] = features
         pending.wait()
         with self._autocast():
             all_logits = self._head(all_features).float()
-        self._send(torch.split(all_logits, counts)).wait()
+        self.group.exchange(self._of_others(torch.split(all_logits, counts)), []).wait()
         return all_logits[: counts[0]]
 
     def _trunk(self, images: Tensor) -> Tensor:
@@ -130,10 +130,6 @@ class HybridParallel(ParallelNet):
     def _empty_features(self, rows: int) -> Tensor:
         return torch.empty(rows, self.width, dtype=self.transfer_dtype, device=self.group.device)
 
-    def _receive(self, tensors: Sequence[Tensor]) -> Pending:
-        """Start receiving each tensor from its process, except the first, which is this process's own."""
-        return self.group.exchange([], list(zip(tensors, range(self.group.size), strict=True))[1:])
-
-    def _send(self, tensors: Sequence[Tensor]) -> Pending:
-        """Start sending each tensor to its process, except the first, which is this process's own."""
-        return self.group.exchange(list(zip(tensors, range(self.group.size), strict=True))[1:], [])
+    def _of_others(self, tensors: Sequence[Tensor]) -> list[tuple[Tensor, int]]:
+        """Return each process's tensor with its rank, except the first, which is this process's own."""
+        return list(zip(tensors, range(self.group.size), strict=True))[1:]

@@ -1,5 +1,6 @@
 """Long runs: plateaus, kept checkpoints, unreadable images, logs, fine-tuning."""
 
+import errno
 import json
 import os
 import signal
@@ -371,9 +372,19 @@ def test_a_run_without_its_state_is_refused_instead_of_restarted(data: Path, tmp
 # Logs
 
 
-def test_training_continues_without_events_if_they_cannot_be_written(data: Path, tmp_path: Path) -> None:
+def _full_disk(*_: Any) -> None:
+    raise OSError(errno.ENOSPC, "No space left on device")
+
+
+@pytest.mark.parametrize("cause", ["a file in the place of the folder", "a full disk"])
+def test_training_continues_without_events_if_they_cannot_be_written(
+    data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cause: str
+) -> None:
     (tmp_path / "run").mkdir()
-    (tmp_path / "run/tensorboard").write_text("a file in the place of the folder")
+    if cause == "a full disk":
+        monkeypatch.setattr("tensorboard.summary.writer.record_writer.RecordWriter.write", _full_disk)
+    else:
+        (tmp_path / "run/tensorboard").write_text(cause)
     messages: list[str] = []
     trainer = Trainer(
         RECIPE, open_splits(data), tmp_path / "run", execution=Execution(events=True), report=messages.append
@@ -390,12 +401,8 @@ def test_layers_and_events_are_logged_at_every_evaluation_and_truncated_on_resum
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     folder, execution = tmp_path / "run", Execution(diagnose=True, events=True)
-
-    def fails(*_: Any, **__: Any) -> None:
-        raise OSError(28, "No space left on device")
-
     with monkeypatch.context() as patch:
-        patch.setattr("prelunet.training.run_state.checkpoint_manager.write_state", _after(2, fails))
+        patch.setattr("prelunet.training.run_state.checkpoint_manager.write_state", _after(2, _full_disk))
         with pytest.raises(OSError, match="No space"):  # step 10 is evaluated and logged, but not saved
             train(replace(RECIPE, save_every=100), data, folder, execution=execution)
     assert [entry["step"] for entry in read_layer_log(folder)] == [5, 10]
