@@ -15,7 +15,7 @@ from prelunet.training.loop.train import train
 from prelunet.training.loop.trainer import Trainer
 from prelunet.training.run_state.metrics_log import MetricsLog
 from prelunet.training.verbs import train as train_verb
-from tests.training.training_folders import RECIPE, make_dataset, write_image
+from tests.training.training_folders import RECIPE, make_dataset, write_image, write_recipe
 
 
 def test_errors_are_percent_of_all_images_not_means_of_batches(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -63,10 +63,7 @@ def test_truncating_a_log_removes_later_and_incomplete_lines_but_refuses_damaged
 
 @pytest.fixture
 def recipe_file(tmp_path: Path) -> Path:
-    path = tmp_path / "small.toml"
-    lines = [f"{key} = {json.dumps(value)}" for key, value in RECIPE.to_json().items()]
-    path.write_text("\n".join(lines))
-    return path
+    return write_recipe(tmp_path / "small.toml", RECIPE)
 
 
 def test_the_last_line_of_the_verb_is_the_two_errors(

@@ -49,6 +49,12 @@ def make_dataset(
     return root
 
 
+def write_recipe(path: Path, recipe: Recipe) -> Path:
+    """Write a recipe as TOML and return `path`."""
+    path.write_text("\n".join(f"{key} = {json.dumps(value)}" for key, value in recipe.to_json().items()))
+    return path
+
+
 def build_batch(image_cache: ImageCache, recipe: Recipe, step: int, *, axes: Float32Array | None = None) -> Batch:
     """Return the batch of one step, counted from 0."""
     return next(training_batches(image_cache, replace(recipe, steps=step + 1), step, axes=axes, workers=0))

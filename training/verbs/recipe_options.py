@@ -2,7 +2,7 @@
 
 import inspect
 from collections.abc import Callable, Mapping
-from dataclasses import MISSING, fields, replace
+from dataclasses import MISSING, Field, fields, replace
 from types import UnionType
 from typing import Annotated, Any, get_args, get_origin
 
@@ -20,11 +20,10 @@ def with_recipe_options(verb: Callable[..., None], exclude: tuple[str, ...]) -> 
 
     The verb receives the options that the user gave in its parameter `keys`, as text or bool, for `override_keys`.
     """
-    names = [key.name for key in fields(Recipe) if key.name not in exclude]
-
     options = [
-        inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=_option(name))
-        for name in names
+        inspect.Parameter(key.name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=_option(key))
+        for key in fields(Recipe)
+        if key.name not in exclude
     ]
     return replace_parameter(
         verb, "keys", options, lambda keys: {name: value for name, value in keys.items() if value is not None}
@@ -49,14 +48,13 @@ def override_keys(recipe: Recipe, keys: Mapping[str, Any], **changes: Any) -> Re
     return replace(recipe, **values)
 
 
-def _option(name: str) -> Any:
-    (key,) = (key for key in fields(Recipe) if key.name == name)
+def _option(key: Field[Any]) -> Any:
     kind, meaning = get_args(key.type)
     if kind is bool:
-        flag = name.replace("_", "-")
+        flag = key.name.replace("_", "-")
         return Annotated[bool | None, typer.Option(f"--{flag}/--no-{flag}", help=meaning, rich_help_panel=PANEL)]
-    choices = f" One of {', '.join(CHOICES[name])}." if name in CHOICES else ""
-    limits = f" {format_limits(LIMITS[name]).capitalize()}." if name in LIMITS else ""
+    choices = f" One of {', '.join(CHOICES[key.name])}." if key.name in CHOICES else ""
+    limits = f" {format_limits(LIMITS[key.name]).capitalize()}." if key.name in LIMITS else ""
     default = "" if key.default in (MISSING, None) else f"  [default: {_format_value(key.default)}]"
     option = typer.Option(help=meaning + choices + limits + default, metavar=_metavar(kind), rich_help_panel=PANEL)
     return Annotated[str | None, option]

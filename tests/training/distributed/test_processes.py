@@ -18,15 +18,13 @@ from prelunet.evaluator.cli import run
 from prelunet.evaluator.files import sha256_of
 from prelunet.training.net.checkpoints import read_checkpoint
 from tests.training.distributed.gloo import Programs
-from tests.training.training_folders import RECIPE, lines_of
+from tests.training.training_folders import RECIPE, lines_of, write_recipe
 
 
 @pytest.fixture
 def recipe_file(tmp_path: Path) -> Path:
-    path = tmp_path / "small.toml"
-    values = replace(RECIPE, steps=40, evaluate_every=20, save_every=10, rate_drops=()).to_json()
-    path.write_text("\n".join(f"{key} = {json.dumps(value)}" for key, value in values.items()))
-    return path
+    recipe = replace(RECIPE, steps=40, evaluate_every=20, save_every=10, rate_drops=())
+    return write_recipe(tmp_path / "small.toml", recipe)
 
 
 def arguments_for(data: Path, recipe: Path, folder: Path, *more: str) -> list[str]:
