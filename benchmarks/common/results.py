@@ -46,29 +46,32 @@ def circumstances(
         "date": datetime.now(UTC).date().isoformat(),
         "commit": commit(),
         "command": shlex.join(["python", "-m", module, *words]),
-        "machine": machine(),
+        "machine": {
+            "cpu": cpu(),
+            "cores": cores(),
+            "instructions": [name for name in INSTRUCTIONS if name in cpuinfo_value("flags").split()],
+            "memory_gb": round(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 1e9),
+            "platform": platform.machine(),
+        },
         "versions": {"python": platform.python_version(), **versions},
     }
 
 
 def commit() -> str | None:
-    """Return the commit of this checkout, with `-dirty` if files differ from it; None without git."""
+    """Return the commit of this checkout, with `-dirty` if tracked files differ from it; None without git.
+
+    Results and docs do not count: a benchmark writes them, and they change no number of the next one.
+    """
     if (git := shutil.which("git")) is None:
         return None
-    command = [git, "-C", str(ROOT), "describe", "--always", "--dirty", "--exclude=*", "--abbrev=12"]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    return done.stdout.strip() or None
-
-
-def machine() -> dict[str, Any]:
-    """Return CPU, cores, vector instruction sets, memory and platform."""
-    return {
-        "cpu": cpu(),
-        "cores": cores(),
-        "instructions": [name for name in INSTRUCTIONS if name in cpuinfo_value("flags").split()],
-        "memory_gb": round(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 1e9),
-        "platform": platform.machine(),
-    }
+    head, changed = (
+        subprocess.run([git, "-C", str(ROOT), *words], capture_output=True, text=True, check=False).stdout.strip()
+        for words in (
+            ["rev-parse", "--short=12", "HEAD"],
+            ["status", "--porcelain", "--untracked-files=no", "--", ".", ":!benchmarks/results", ":!docs"],
+        )
+    )
+    return f"{head}{'-dirty' * bool(changed)}" or None
 
 
 def cpu() -> str:
@@ -94,6 +97,11 @@ def read_results(path: Path) -> dict[str, Any]:
     if not valid:
         raise SystemExit(f"{path}: not a result file. Move it away")
     return data
+
+
+def latest(data: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+    """Return the newest result of each case of the runner; older ones were measured under other circumstances."""
+    return list({json.dumps(case["settings"], sort_keys=True): case for case in data["cases"]}.values())
 
 
 def write_result(output: Path | None, result: Mapping[str, Any], tables: str = "") -> None:

@@ -18,7 +18,8 @@ from typing import Any
 from benchmarks.common.results import read_results, write_result
 from prelunet.evaluator.engine.runtimes.base import is_device_lost, is_out_of_memory
 
-IDENTITY = ("device", "tiny", "gpu", "versions", "source")  # keys of the circumstances; source: digest of the code
+# Keys of the circumstances; source: digest of the code.
+IDENTITY = ("device", "tiny", "gpu", "versions", "source", "threads", "pictures", "seed")
 
 
 def command_line(

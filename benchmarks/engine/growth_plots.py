@@ -6,7 +6,7 @@ from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
-from benchmarks.common.results import cell, described_run, markdown
+from benchmarks.common.results import cell, described_run, latest, markdown
 from prelunet.evaluator.reporting.charts import chart_spec
 from prelunet.evaluator.reporting.html import draw_svg
 
@@ -17,12 +17,9 @@ COLORS = ["var(--accent)", "#c2571a", "#2b2f36", "var(--second)"]  # they differ
 
 
 def points_of(data: Json, part: str) -> list[Row]:
-    """Return settings and result of each measured point of a part; of equal settings the last one."""
-    points: dict[str, Row] = {}
-    for case in data["cases"]:
-        if case["settings"]["part"] == part and "error" not in case["result"]:
-            points[repr(sorted(case["settings"].items()))] = {**case["settings"], **case["result"]}
-    return list(points.values())
+    """Return settings and newest result of each measured point of a part."""
+    points = ({**case["settings"], **case["result"]} for case in latest(data))
+    return [point for point in points if point["part"] == part and "error" not in point]
 
 
 def draw(data: Json, folder: Path) -> None:

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks.common.results import markdown, read_results
+from benchmarks.common.results import latest, markdown, read_results
 from prelunet.evaluator.engine.memory import GPU_FLOPS, GPU_SWITCH_SECONDS
 
 PARTS = ("parity", "sweep", "throughput", "torch", "training")
@@ -24,10 +24,8 @@ MeasuredCase = dict[str, Any]  # settings and result merged, with the run's circ
 def cases(folder: Path, part: str, path: Path | None = None) -> list[MeasuredCase]:
     """Return the newest result of each case of a part, without cases whose newest measurement failed."""
     data = read_results(path or folder / f"gpu-{part}.json")
-    newest: dict[str, MeasuredCase] = {}
-    for case in sorted(data["cases"], key=lambda case: case["run"]):
-        newest[str(case["settings"])] = {**case["result"], **case["settings"], "run": data["runs"][case["run"]]}
-    return [case for case in newest.values() if "error" not in case]
+    found = ({**case["result"], **case["settings"], "run": data["runs"][case["run"]]} for case in latest(data))
+    return [case for case in found if "error" not in case]
 
 
 def goals(folder: Path, files: Mapping[str, Path] | None = None) -> list[str]:

@@ -54,7 +54,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--page", type=Path, help="Markdown page whose summary of the results is replaced")
     options = parser.parse_args(words)
     limit = options.limit + max(0.0, options.soak_seconds - SOAK)
-    facts = {"device": "cpu", "tiny": options.tiny, "source": digest_of(*MEASURED)}
+    facts = {"device": "cpu", "tiny": options.tiny, "source": digest_of(*MEASURED), "seed": options.seed}
     now = {**circumstances(__file__, options, PACKAGES, words), **facts}
     runner = Runner(options.output, "reliability", now, limit)
     with ServerTestBed(options.seed, tiny=options.tiny, soak_seconds=options.soak_seconds) as bed:

@@ -1,10 +1,9 @@
 """The result file as a table: each claim, whether it held, and the measurements."""
 
-import json
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
-from benchmarks.common.results import cell, described_run, markdown
+from benchmarks.common.results import cell, described_run, latest, markdown
 
 _NOT_NUMBERS = (
     "group", "claim", "held", "broken", "error", "wrong", "failures", "crashes", "log", "left", "ms", "slow", "state",
@@ -57,26 +56,21 @@ def summary(data: Mapping[str, Any], groups: Iterable[str]) -> str:
         held = sum(bool(case["result"].get("held")) for case in cases)
         seconds = round(sum(case["seconds"] for case in cases))
         rows.append((f"`{group}`", f"{held} of {len(cases)}" if cases else "not tried", _facts(group, cases), seconds))
-    columns = ("group", "cases that held", "of them", "seconds")
-    return f"{described_run(data['runs'][-1])}\n\n{markdown(columns, rows)}"
+    runs = [data["runs"][number] for number in sorted({case["run"] for case in latest(data)})]
+    table = markdown(("group", "cases that held", "of them", "seconds"), rows)
+    return "\n\n".join([*map(described_run, runs), table])
 
 
 def _facts(group: str, cases: Iterable[Mapping[str, Any]]) -> str:
     facts = []
-    results = [case["result"] for case in cases]
     for words, path, fold in _HEADLINE_NUMBERS[group]:
-        if values := [value for result in results if (value := _inside(result, path)) is not None]:
+        values: list[Any] = [case["result"] for case in cases]
+        for name in path.split("."):
+            values = [value[name] for value in values if name in value]
+        if values:
             one = fold(values)
             facts.append(f"{words} {', '.join(map(cell, one)) if isinstance(one, list) else cell(one)}")
     return "; ".join(facts)
-
-
-def _inside(result: Mapping[str, Any], path: str) -> Any:
-    """Return the number at a dotted path, None if there is none."""
-    value: Any = result
-    for name in path.split("."):
-        value = value.get(name) if isinstance(value, Mapping) else None
-    return value
 
 
 def filled(page: str, text: str) -> str:
@@ -86,11 +80,6 @@ def filled(page: str, text: str) -> str:
     if not (opened and closed):
         raise SystemExit(f"--page has no place for the summary. Add these two lines: {BEGIN} and {END}")
     return f"{before}{BEGIN}\n{text.strip()}\n{END}{after}"
-
-
-def latest(data: Mapping[str, Any]) -> list[Mapping[str, Any]]:
-    """Return the latest result of each case; older ones may be from other sources."""
-    return list({json.dumps(case["settings"]): case for case in data["cases"]}.values())
 
 
 def _row(case: Mapping[str, Any]) -> tuple[Any, ...]:
@@ -103,21 +92,20 @@ def _row(case: Mapping[str, Any]) -> tuple[Any, ...]:
 
 
 def _numbers(result: Mapping[str, Any]) -> str:
-    return "; ".join(f"{_words(name)} {text}" for name, text in _formatted_numbers(result))
-
-
-def _formatted_numbers(result: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
-    """Yield the text of each number; empty values, and texts for debugging, are only in the file."""
+    """Return the numbers in words; empty values, and texts for debugging, are only in the file."""
+    numbers = []
     for name, value in result.items():
         if name in _NOT_NUMBERS or value in ({}, [], None):
             continue
         if isinstance(value, Mapping):
-            yield name, ", ".join(f"{_words(key)} {cell(one)}" for key, one in value.items())
+            text = ", ".join(f"{_words(key)} {cell(one)}" for key, one in value.items())
         elif isinstance(value, list):
             shown = value if len(value) <= _MAX_VALUES else value[:: -(-len(value) // _MAX_VALUES)]
-            yield name, ", ".join(map(cell, shown))
+            text = ", ".join(map(cell, shown))
         else:
-            yield name, cell(value)
+            text = cell(value)
+        numbers.append(f"{_words(name)} {text}")
+    return "; ".join(numbers)
 
 
 def _words(name: str) -> str:

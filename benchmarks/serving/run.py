@@ -57,6 +57,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "device": "cpu",
         "tiny": options.tiny,
         "threads": options.threads,
+        "pictures": options.data and options.data.name,
         "source": digest_of(*MEASURED),
         "servers": {},
         "not_measured": {},

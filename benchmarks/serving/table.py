@@ -1,11 +1,11 @@
 """Tables and verdicts from the cases of run.py. Pure functions."""
 
 import statistics
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 from benchmarks.common.intervals import differs, median_ratio
-from benchmarks.common.results import described_run, markdown
+from benchmarks.common.results import described_run, latest, markdown
 from benchmarks.serving.engine import WAYS
 
 NOTES = (
@@ -32,10 +32,14 @@ def tables(data: Json) -> str:
     for run in data["runs"]:
         lines += [f"{described_run(run)} Threads of every engine: {run['threads']}.", ""]
     lines += [NOTES, ""]
-    measured = [case for case in data["cases"] if "contenders" in case["result"]]
+    measured = [case for case in latest(data) if "contenders" in case["result"]]
     for case in sorted(measured, key=lambda case: KINDS.index(_kind(case))):
         lines += _section(case)
-    settings = [line for run in data["runs"] for line in _servers(run)]
+    settings = [
+        f"- {name}: " + ", ".join(f"{key} {value}" for key, value in facts.items() if key != "ready after seconds")
+        for run in data["runs"]
+        for name, facts in run["servers"].items()
+    ]
     lines += ["## Settings", "", *dict.fromkeys(settings), ""] if settings else []
     missing = [
         f"- {name}: not measured: {' '.join(why.split())}"
@@ -46,36 +50,9 @@ def tables(data: Json) -> str:
     return "\n".join([*lines, "## Goals", "", *goals_of(data)]) + "\n"
 
 
-def _servers(run: Json) -> Iterator[str]:
-    for name, settings in run["servers"].items():
-        yield f"- {name}: " + ", ".join(
-            f"{key} {value}" for key, value in settings.items() if key != "ready after seconds"
-        )
-
-
 def fastest_way(contenders: Json) -> str:
     """Return the faster way in process."""
     return max(WAYS, key=lambda way: statistics.median(contenders[way]["rates"]))
-
-
-def _row(name: str, one: Json, other: Json, off: float | None) -> tuple[Any, ...]:
-    rates = one["rates"]
-    median, error = median_ratio(rates, other["rates"])
-    return (
-        _name(name, one),
-        float(statistics.median(rates)),
-        f"{min(rates):.3g} to {max(rates):.3g}",
-        f"{median:.2f}" if error is None else f"{median:.2f} ± {error:.2f}",
-        one.get("p50_ms"),
-        one.get("p99_ms"),
-        one["cpu_ms"],
-        one["client_cpu_ms"] or None,
-        off,
-    )
-
-
-def _name(name: str, one: Json) -> str:
-    return f"{name} (failed calls: {one['failed']}, {one.get('first_error')})" if one["failed"] else name
 
 
 def _section(case: Json) -> list[str]:
@@ -105,16 +82,12 @@ def _section(case: Json) -> list[str]:
             f"{turns}. *x*: relative to our Classify."
         )
         other = contenders[f"{OURS}, {GOAL_API}"]
-    if kind in {"throughput", "closed"}:
-        rows = [
-            _row(f"{name}{' in process' * (name in WAYS)}", one, other, off.get(name))
-            for name, one in contenders.items()
-        ]
-        table = markdown(("", *_HEADER), rows)
-    else:
-        rows = [_latency_row(name, one, other) for name, one in contenders.items()]
-        table = markdown(("", *_LATENCY_HEADER), rows)
-    return [f"## {title}", "", text, "", table, ""]
+    row, header = (_rates, _HEADER) if kind in {"throughput", "closed"} else (_latencies, _LATENCY_HEADER)
+    rows = []
+    for name, one in contenders.items():
+        failed = f" (failed calls: {one['failed']}, {one.get('first_error')})" if one["failed"] else ""
+        rows.append((f"{name}{' in process' * (name in WAYS)}{failed}", *row(one, other, off.get(name))))
+    return [f"## {title}", "", text, "", markdown(("", *header), rows), ""]
 
 
 def _kind(case: Json) -> str:
@@ -124,21 +97,23 @@ def _kind(case: Json) -> str:
     return kind
 
 
-def _latency_row(name: str, one: Json, other: Json) -> tuple[Any, ...]:
-    return (
-        _name(name, one),
-        one["p50_ms"],
-        one["p99_ms"],
-        one["p50_ms"] / other["p50_ms"],
-        one["p99_ms"] / other["p99_ms"],
-        one["cpu_ms"],
-    )
+def _rates(one: Json, other: Json, off: float | None) -> tuple[Any, ...]:
+    rates = one["rates"]
+    median, error = median_ratio(rates, other["rates"])
+    ratio = f"{median:.2f}" if error is None else f"{median:.2f} ± {error:.2f}"
+    times = one.get("p50_ms"), one.get("p99_ms"), one["cpu_ms"], one["client_cpu_ms"] or None
+    return float(statistics.median(rates)), f"{min(rates):.3g} to {max(rates):.3g}", ratio, *times, off
+
+
+def _latencies(one: Json, other: Json, _off: float | None) -> tuple[Any, ...]:
+    ratios = (one[key] / other[key] for key in ("p50_ms", "p99_ms"))
+    return one["p50_ms"], one["p99_ms"], *ratios, one["cpu_ms"]
 
 
 def goals_of(data: Json) -> list[str]:
     """Return a verdict for each measured goal; rehearsals have none."""
     lines = []
-    for case in data["cases"]:
+    for case in latest(data):
         if _kind(case) != "throughput" or "contenders" not in case["result"] or data["runs"][case["run"]]["tiny"]:
             continue
         settings, contenders = case["settings"], case["result"]["contenders"]

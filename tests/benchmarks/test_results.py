@@ -1,13 +1,16 @@
-"""The committed results of the benchmarks, read by the code of today."""
+"""How results are stored, and the committed ones, read by the code of today."""
 
 import json
+import subprocess
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from benchmarks.common.results import ROOT
+from benchmarks.common import results
+from benchmarks.common.results import ROOT, latest
+from benchmarks.common.runner import Case, Runner
 from benchmarks.engine import growth_plots
 from benchmarks.engine import table as engine_table
 from benchmarks.gpu import table as gpu_table
@@ -15,6 +18,34 @@ from benchmarks.reliability import table as reliability_table
 from benchmarks.serving import table as serving_table
 
 RESULTS = ROOT / "benchmarks" / "results"
+
+
+def test_a_commit_is_dirty_when_a_source_differs_but_not_when_a_result_does(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(results, "ROOT", tmp_path)
+    source, result = tmp_path / "code.py", tmp_path / "benchmarks" / "results" / "one.json"
+    result.parent.mkdir(parents=True)
+    source.write_text("1")
+    result.write_text("{}")
+    who = ("-c", "user.name=a", "-c", "user.email=a@b")
+    for words in (("init", "-q"), ("add", "."), (*who, "commit", "-q", "-m", "first")):
+        subprocess.run(["git", *words], cwd=tmp_path, check=True)
+    clean = results.commit()
+    assert clean is not None
+    assert len(clean) == 12
+    result.write_text('{"cases": []}')
+    assert results.commit() == clean
+    source.write_text("2")
+    assert results.commit() == f"{clean}-dirty"
+
+
+def test_a_case_is_measured_again_with_other_threads_and_its_newest_result_counts(tmp_path: Path) -> None:
+    for threads in (1, 2, 2, 1):
+        runner = Runner(tmp_path / "result.json", "part", {"threads": threads}, limit=60)
+        assert runner.measure(Case({"net": "A"}, lambda threads=threads: {"took": threads})) == {"took": threads}
+    assert [case["result"] for case in runner.data["cases"]] == [{"took": 1}, {"took": 2}]
+    assert [case["result"] for case in latest(runner.data)] == [{"took": 2}]
 
 
 @pytest.mark.parametrize(
