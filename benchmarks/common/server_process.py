@@ -4,13 +4,13 @@ import json
 import os
 import re
 import select
-import signal
 import socket
 import subprocess
 import sys
 import time
 import urllib.request
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -82,10 +82,6 @@ class ServerProcess:
         """Return what the process has written to its log so far."""
         return self._log.read_text(encoding="utf-8", errors="replace")
 
-    def send(self, number: signal.Signals) -> None:
-        """Send a signal."""
-        self.process.send_signal(number)
-
     def kill(self) -> None:
         """Kill the process if it is still running."""
         if self.is_alive():
@@ -97,7 +93,7 @@ class ServerProcess:
     def stop(self, *, timeout: float = STOP_TIMEOUT) -> ProcessExit:
         """Send SIGTERM and wait for the end."""
         if self.is_alive():
-            self.send(signal.SIGTERM)
+            self.process.terminate()
         return self.wait(timeout=timeout)
 
     def wait(self, *, timeout: float = STOP_TIMEOUT) -> ProcessExit:
@@ -111,15 +107,21 @@ class ServerProcess:
 
     def cpu_seconds(self) -> float:
         """Return its CPU time in seconds, including child processes."""
-        return sum(map(_cpu_seconds, _tree(self.process.pid)))
+        ticks, waiting = 0, [self.process.pid]
+        while waiting:
+            folder = Path(f"/proc/{waiting.pop()}")
+            with suppress(OSError):  # the process may end at any moment
+                ticks += sum(map(int, (folder / "stat").read_text().rpartition(")")[2].split()[11:13]))  # user, system
+                waiting += [int(pid) for task in folder.glob("task/*/children") for pid in task.read_text().split()]
+        return ticks / os.sysconf("SC_CLK_TCK")
 
     def open_files(self) -> int:
         """Return the number of its open file descriptors."""
-        return _entries(f"/proc/{self.process.pid}/fd")
+        return len(list(Path(f"/proc/{self.process.pid}/fd").iterdir()))
 
     def threads(self) -> int:
         """Return the number of its threads."""
-        return _entries(f"/proc/{self.process.pid}/task")
+        return len(list(Path(f"/proc/{self.process.pid}/task").iterdir()))
 
 
 class PreluNetServer(ServerProcess):
@@ -160,32 +162,6 @@ def free_port() -> int:
     with socket.create_server(("127.0.0.1", 0)) as listening:
         port: int = listening.getsockname()[1]
         return port
-
-
-def _entries(folder: str) -> int:
-    return sum(1 for _ in Path(folder).iterdir())
-
-
-def _tree(pid: int) -> list[int]:
-    """Return the ids of a process and all its descendants."""
-    try:
-        children = [
-            int(child)
-            for task in Path(f"/proc/{pid}/task").iterdir()
-            for child in (task / "children").read_text().split()
-        ]
-    except OSError:
-        return [pid]
-    return [pid, *(one for child in children for one in _tree(child))]
-
-
-def _cpu_seconds(pid: int) -> float:
-    """Return user and system time of a process with its threads; 0 if it is gone."""
-    try:
-        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    except OSError:
-        return 0.0
-    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
 
 class MetricsSnapshot:

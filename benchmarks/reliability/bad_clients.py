@@ -37,6 +37,7 @@ from tests.serving.api.raw_http2 import (
 
 CLASSIFY = "/prelunet.v1.PreluNetService/Classify"
 STREAM = "/prelunet.v1.PreluNetService/ClassifyStream"
+BEGINNING = b"\0" + struct.pack(">I", 100_000)  # of a message of 100,000 bytes, uncompressed
 KEEPALIVE = 1  # seconds of silence until the server pings; 20 s later it gives up
 GOOD_AFTERWARDS = 20
 GOOD_CALLS = 200  # baseline, without bad clients
@@ -107,7 +108,11 @@ async def _beside(
         good = CheckedCall(server.address, bed.pictures[0].data)
         await good.times(20)
         alone = await good.times(bed.reduced(GOOD_CALLS, 20))
-        files, threads = await _quiet(server)
+        files = server.open_files()
+        for _ in range(20):  # until earlier calls have been cleaned up
+            await asyncio.sleep(0.1)
+            files = min(files, server.open_files())
+        threads = server.threads()
         first = len(good.latencies)
         async with good.in_background():
             right, numbers = await doing(server)
@@ -137,18 +142,6 @@ async def _beside(
     )
 
 
-async def _quiet(server: PreluNetServer) -> tuple[int, int]:
-    """Return the numbers of open files and threads after earlier calls have been cleaned up."""
-    before = server.open_files()
-    for _ in range(20):
-        await asyncio.sleep(0.1)
-        before = min(before, server.open_files())
-    return before, server.threads()
-
-
-# Killed
-
-
 async def _killed(server: PreluNetServer, bed: ServerTestBed, count: int) -> tuple[bool, Json]:
     """Start client processes and kill each at a random moment during its calls."""
     rng, picture = random.Random(bed.seed), bed.folder / "victim.jpg"
@@ -173,7 +166,7 @@ async def _slow(server: PreluNetServer, count: int) -> tuple[bool, Json]:
         for number, one in enumerate(bodies):
             one.send(begin)
             if number % 2:  # the others send no message at all
-                one.send(frame(DATA, b"\0" + struct.pack(">I", 100_000), stream=1))
+                one.send(frame(DATA, BEGINNING, stream=1))
         end = time.monotonic() + HANDSHAKE + 3
         place, almost = 0, PREFACE[:-2]  # neither the preface nor the headers are ever completed
         while time.monotonic() < end:
@@ -197,7 +190,11 @@ async def _stalled(bed: ServerTestBed, count: int) -> Json:
         async with AsyncExitStack() as stack:
             there = [await stack.enter_async_context(connection(server.address)) for _ in range(count)]
             for one in there:
-                one.send(*(_begun(number) for number in range(ON_ONE)))
+                for number in range(ON_ONE):  # every third is a stream, every second one also starts its message
+                    path = CLASSIFY if number % 3 else STREAM
+                    one.send(frame(HEADERS, call_headers(path), flags=END_HEADERS, stream=2 * number + 1))
+                    if number % 2:
+                        one.send(frame(DATA, BEGINNING + b"\xff", stream=2 * number + 1))
             full = await wait_until(lambda: server.metrics()("calls_now") == places, ARRIVAL)
             await good.times(1)
             refused, good.failures = good.failures, []
@@ -224,13 +221,6 @@ async def _stalled(bed: ServerTestBed, count: int) -> Json:
         more_open_files=more_files,
         log=ended.errors[:5],
     )
-
-
-def _begun(number: int) -> bytes:
-    """Return the frames that start a call; every third is a stream, every second one also starts its message."""
-    stream = 2 * number + 1
-    begin = frame(HEADERS, call_headers(CLASSIFY if number % 3 else STREAM), flags=END_HEADERS, stream=stream)
-    return begin + (frame(DATA, b"\0" + struct.pack(">I", 100_000) + b"\xff", stream=stream) if number % 2 else b"")
 
 
 async def _half_open(server: PreluNetServer, count: int) -> tuple[bool, Json]:

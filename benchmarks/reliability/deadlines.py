@@ -2,6 +2,7 @@
 
 import asyncio
 import random
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -42,12 +43,14 @@ async def _deadlines(bed: ServerTestBed, rounds: int, rules: str) -> Json:
     rng = random.Random(bed.seed)
     control = bed.control(**({"gpu": GPU_PIXELS} if rules == "gpu" else {}))
     dropped = answered = computed = in_time = 0
-    statuses: dict[str, int] = {}
+    statuses: Counter[str] = Counter()
     with bed.serve("--threads", "1", control=control) as server:
         files = server.open_files()
         for _ in range(rounds):
             plan = _planned(bed, rng)
-            in_time += await _round(server, control, plan, statuses)
+            reached, found = await _round(server, control, plan)
+            in_time += reached
+            statuses.update(found)
             dropped += sum(call.views for call in plan if call.kind != "good")
             answered += sum(call.kind == "good" for call in plan)
             computed += sum(call.views for call in plan if call.kind == "good")
@@ -60,12 +63,12 @@ async def _deadlines(bed: ServerTestBed, rounds: int, rules: str) -> Json:
             "no_view_computed_late": metrics("late_views_total", model=NAME) == 0,
             "exactly_those_dropped": lost == dropped,
             "exactly_the_others_computed": views == computed,
-            "the_others_answered": statuses.get("OK") == answered,
+            "the_others_answered": statuses["OK"] == answered,
             "nothing_left": not metrics.in_flight(),
             "no_file_left_open": more_files <= 0,
         },
         calls=sum(statuses.values()),
-        statuses=statuses,
+        statuses=dict(statuses),
         late_views=metrics("late_views_total", model=NAME),
         dropped_views=lost,
         expected_dropped_views=dropped,
@@ -101,8 +104,8 @@ def _planned(bed: ServerTestBed, rng: random.Random) -> list[_Call]:
     return [_Call("good", bed.pictures[0].data, "center"), *waiting]
 
 
-async def _round(server: PreluNetServer, control: Path, plan: Sequence[_Call], statuses: dict[str, int]) -> bool:
-    """Hold one call until the impatient ones behind it are gone; return whether all arrived in time."""
+async def _round(server: PreluNetServer, control: Path, plan: Sequence[_Call]) -> tuple[bool, list[str]]:
+    """Hold one call until the impatient ones behind it are gone; return whether all arrived in time, and statuses."""
     before = server.metrics()("batch_views_count", model=NAME)
     write_control(control, hold=True)
     gone = asyncio.Event()
@@ -115,15 +118,15 @@ async def _round(server: PreluNetServer, control: Path, plan: Sequence[_Call], s
         gone.set()
         in_time &= await wait_until(lambda: server.metrics()("waiting_images", model=NAME) == good)
         write_control(control)
-        for status in await asyncio.gather(*calls):
-            statuses[status] = statuses.get(status, 0) + 1
-    return in_time
+        return in_time, await asyncio.gather(*calls)
 
 
 async def _make(channel: grpc.aio.Channel, planned: _Call, gone: asyncio.Event) -> str:
     """Make a call; one that is not good ends before its turn. gone: set when calls are to be cancelled."""
     if planned.kind == "stream":
-        call = _stream(channel, planned.image, planned.protocol)
+        request = pb.ClassifyRequest(image=planned.image, protocol=planned.protocol)
+        requests = [pb.ClassifyStreamRequest(id=str(number), request=request) for number in range(OF_A_KIND)]
+        call = pb_grpc.PreluNetServiceStub(channel).ClassifyStream(requests)
     else:
         options: dict[str, Any] = {"timeout": GONE} if planned.kind == "expires" else {}
         call = classify(channel, planned.image, planned.protocol, **options)
@@ -133,12 +136,3 @@ async def _make(channel: grpc.aio.Channel, planned: _Call, gone: asyncio.Event) 
     await gone.wait()
     call.cancel()
     return await answer
-
-
-def _stream(channel: grpc.aio.Channel, image: bytes, protocol: str) -> Any:
-    async def requests() -> Any:
-        for number in range(OF_A_KIND):
-            request = pb.ClassifyRequest(image=image, protocol=protocol)
-            yield pb.ClassifyStreamRequest(id=str(number), request=request)
-
-    return pb_grpc.PreluNetServiceStub(channel).ClassifyStream(requests())

@@ -6,12 +6,13 @@ port closes. Every accepted call is answered, and the exit code is 0.
 
 import asyncio
 import random
-import signal
 import threading
 import time
 from collections.abc import AsyncIterator, Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import cycle, islice
 from typing import Any
 
 import grpc.aio
@@ -32,7 +33,7 @@ KILLS = 5
 WINDOW = 1.0  # seconds of lame duck
 CLIENTS = 8
 MAX_LOAD_SECONDS = 0.8  # the signal comes at a random moment of this load
-BURST = 120  # calls just before the window ends; their views fit into the queue
+BURST = 120  # calls just before the window ends: more than can be answered; their views fit into the queue
 BEYOND = 0.7  # seconds by which an evaluation outlasts the window
 CALL_TIMEOUT = 120.0  # seconds for a call, including a restart of the server
 
@@ -154,15 +155,19 @@ async def _drain(bed: ServerTestBed, rng: random.Random) -> _DrainRecord:
             evaluation = asyncio.create_task(_evaluation(channel, bed, WINDOW + BEYOND, seen))
             await asyncio.sleep(0.05)
             seen.signalled = time.monotonic()
-            server.send(signal.SIGTERM)
+            server.process.terminate()
             then = (await watch.read()).status
             if (first, then) == (SERVING, NOT_SERVING):
                 seen.health_after = time.monotonic() - seen.signalled
             await asyncio.sleep(0.2)
-            await _new_connection(server.address, images[0], seen)
+            async with new_channel(server.address) as fresh:
+                outcome = await _call(seen, "new connection", lambda: classify(fresh, images[0]))
+                seen.new_connections += outcome == "answered"
             await asyncio.sleep(max(0.0, seen.signalled + 0.9 * WINDOW - time.monotonic()))
             lister = asyncio.create_task(_list_models(server.address, seen))
-            await _burst(channel, bed, seen)
+            largest = max(images, key=len)
+            burst = (_call(seen, "burst", lambda: classify(channel, largest, "multi-scale")) for _ in range(BURST))
+            await asyncio.gather(*burst)
             await asyncio.gather(*clients, lister, evaluation)
         seen.exit = await asyncio.to_thread(server.wait)
         seen.took = time.monotonic() - seen.signalled
@@ -189,12 +194,6 @@ async def _call(seen: _DrainRecord, who: str, make: Callable[[], Any]) -> str:
     return "answered"
 
 
-async def _new_connection(address: str, image: bytes, seen: _DrainRecord) -> None:
-    async with new_channel(address) as channel:
-        outcome = await _call(seen, "new connection", lambda: classify(channel, image))
-        seen.new_connections += outcome == "answered"
-
-
 async def _list_models(address: str, seen: _DrainRecord) -> None:
     """Repeat a small call without a pause until it is refused, to catch the very first refusal."""
     async with new_channel(address) as channel:
@@ -206,13 +205,6 @@ async def _list_models(address: str, seen: _DrainRecord) -> None:
                 seen.note("ListModels", error)
                 seen.first_refusal = type(error_from(error, address)).__name__
                 return
-
-
-async def _burst(channel: grpc.aio.Channel, bed: ServerTestBed, seen: _DrainRecord) -> None:
-    """Make more calls than can be answered before the window ends."""
-    image = max((picture.data for picture in bed.pictures), key=len)
-    calls = (_call(seen, "burst", lambda: classify(channel, image, "multi-scale")) for _ in range(BURST))
-    await asyncio.gather(*calls)
 
 
 async def _evaluation(channel: grpc.aio.Channel, bed: ServerTestBed, seconds: float, seen: _DrainRecord) -> None:
@@ -237,77 +229,51 @@ async def _evaluation(channel: grpc.aio.Channel, bed: ServerTestBed, seconds: fl
 
 
 async def _kills(bed: ServerTestBed, count: int) -> Json:
-    rng = random.Random(bed.seed)
-    port = free_port()
-    load = _Load(f"127.0.0.1:{port}", [picture.data for picture in bed.pictures])
-    server = bed.serve("--port", str(port))
-    begun, back = time.monotonic(), []
-    try:
-        load.start()
-        for _ in range(count):
-            time.sleep(rng.uniform(0.3, 1.5))
-            server.kill()
-            killed = time.monotonic()
-            server = bed.serve("--port", str(port))
-            load.wait_for_answers(2 * CLIENTS)
-            back.append(time.monotonic() - killed)
-        load.stop()
-        ended = server.stop()
-    finally:
-        server.kill()
-        load.stop()
-    return verdict(
-        {"no_call_failed": not load.failures, "exit_code_0": ended.code == 0, "calls_after_each": load.answers > 0},
-        kills=count,
-        answers=load.answers,
-        failures=load.failures[:10],
-        seconds=round(time.monotonic() - begun, 1),
-        seconds_until_answers_again=[round(one, 1) for one in back],
-        slowest_call_seconds=round(load.slowest, 1),
-    )
+    """Kill and restart the server while threads call with the package's client, which repeats calls cut off."""
+    rng, port = random.Random(bed.seed), free_port()
+    seconds: list[float] = []  # of each answered call
+    failures: list[str] = []
+    back: list[float] = []
+    answered_each, stop = True, threading.Event()
 
-
-class _Load:
-    """Threads that call with the package's client. slowest: seconds of the slowest call."""
-
-    def __init__(self, address: str, images: list[bytes]) -> None:
-        self.answers = 0
-        self.failures: list[str] = []
-        self.slowest = 0.0
-        self._images = images
-        self._lock = threading.Lock()
-        self._stop = threading.Event()
-        self._client = Client(address, timeout=CALL_TIMEOUT)
-        self._threads = [threading.Thread(target=self._run, args=(number,)) for number in range(CLIENTS)]
-
-    def start(self) -> None:
-        """Start calling."""
-        for thread in self._threads:
-            thread.start()
-
-    def _run(self, number: int) -> None:
-        while not self._stop.is_set():
+    def call_until_stopped(image: bytes) -> None:
+        while not stop.is_set():
             begun = time.monotonic()
             try:
-                self._client.classify(self._images[number % len(self._images)], protocol="center")
+                client.classify(image, protocol="center")
             except PreluNetError as error:
-                with self._lock:
-                    self.failures.append(str(error))
+                failures.append(str(error))
                 return
-            with self._lock:
-                self.answers += 1
-                self.slowest = max(self.slowest, time.monotonic() - begun)
+            seconds.append(time.monotonic() - begun)
 
-    def wait_for_answers(self, count: int) -> None:
-        """Wait for `count` more answers, or a failure."""
-        wanted, end = self.answers + count, time.monotonic() + CALL_TIMEOUT
-        while self.answers < wanted and not self.failures and time.monotonic() < end:
-            time.sleep(0.01)
-
-    def stop(self) -> None:
-        """End all calls."""
-        self._stop.set()
-        for thread in self._threads:
-            if thread.ident is not None:
-                thread.join()
-        self._client.close()
+    begun, server = time.monotonic(), bed.serve("--port", str(port))
+    with Client(f"127.0.0.1:{port}", timeout=CALL_TIMEOUT) as client, ThreadPoolExecutor(CLIENTS) as pool:
+        try:
+            images = islice(cycle(picture.data for picture in bed.pictures), CLIENTS)
+            calls = [pool.submit(call_until_stopped, image) for image in images]
+            for _ in range(count):
+                time.sleep(rng.uniform(0.3, 1.5))
+                server.kill()
+                killed = time.monotonic()
+                server = bed.serve("--port", str(port))
+                wanted = len(seconds) + 2 * CLIENTS
+                while len(seconds) < wanted and not failures and time.monotonic() < killed + CALL_TIMEOUT:
+                    time.sleep(0.01)
+                answered_each &= len(seconds) >= wanted
+                back.append(time.monotonic() - killed)
+            stop.set()
+            for call in calls:
+                call.result()
+            ended = server.stop()
+        finally:
+            server.kill()
+            stop.set()
+    return verdict(
+        {"no_call_failed": not failures, "exit_code_0": ended.code == 0, "calls_after_each": answered_each},
+        kills=count,
+        answers=len(seconds),
+        failures=failures[:10],
+        seconds=round(time.monotonic() - begun, 1),
+        seconds_until_answers_again=[round(one, 1) for one in back],
+        slowest_call_seconds=round(max(seconds, default=0.0), 1),
+    )

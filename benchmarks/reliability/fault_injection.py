@@ -101,13 +101,11 @@ class FaultySession:
         if fault == "error" and marked:
             raise RuntimeError("injected error")
         outputs = self._compute(inner)
-        return _without_numbers(outputs, marked) if fault == "nan" and marked else outputs
-
-
-def _without_numbers(outputs: Outputs, marked: list[int]) -> Outputs:
-    scores, logits = np.array(outputs.scores), np.array(outputs.logits)
-    scores[marked] = logits[marked] = np.nan
-    return replace(outputs, scores=scores, logits=logits)
+        if fault != "nan" or not marked:
+            return outputs
+        scores, logits = np.array(outputs.scores), np.array(outputs.logits)
+        scores[marked] = logits[marked] = np.nan
+        return replace(outputs, scores=scores, logits=logits)
 
 
 def _faulty_decoder(decode: Callable[..., Any], control: ControlFile) -> Callable[..., Any]:

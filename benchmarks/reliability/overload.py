@@ -6,10 +6,11 @@ still admitted until the queue holds a quarter more than its limit.
 
 import asyncio
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Coroutine, Iterator
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import grpc.aio
 
@@ -96,17 +97,21 @@ async def _overload(bed: ServerTestBed, waiting: int, more: int, bound: str, pro
         count = bed.reduced(GOOD_CALLS, 10)
         await good.times(10)
         before = percentiles(await good.times(count))
-        held = _HeldServer(server, control, (image, protocol))
-        replies, second, before_any_answer = await held.overload((waiting, more), (fit, others - fit))
+        replies, second, before_any_answer = await _overloaded(
+            server, control, partial(_reply, server, image, protocol), (waiting, more), (fit, others - fit)
+        )
         after = percentiles(await good.times(count))
         metrics, _ = await wait_until_settled(server, server.open_files())
         counted = metrics("refusals_total", reason=bound)
-    refused, others_refused = _refused(replies), _refused(second)
+    refused, others_refused = (
+        [reply for reply in some if reply.status == "RESOURCE_EXHAUSTED"] for some in (replies, second)
+    )
+    answered, others_answered = (sum(reply.status == "OK" for reply in some) for some in (replies, second))
     return verdict(
         {
             "exactly_the_surplus": len(refused) == more,
-            "the_others_answered": _answered(replies) == waiting,
-            "another_client_admitted": _answered(second) == fit and len(others_refused) == others - fit,
+            "the_others_answered": answered == waiting,
+            "another_client_admitted": others_answered == fit and len(others_refused) == others - fit,
             "each_has_a_retry_delay": all(
                 reply.overloaded and reply.retry_after for reply in [*refused, *others_refused]
             ),
@@ -118,8 +123,8 @@ async def _overload(bed: ServerTestBed, waiting: int, more: int, bound: str, pro
             "nothing_left": not metrics.in_flight(),
         },
         refused=len(refused),
-        answered=_answered(replies),
-        second_client_answered=_answered(second),
+        answered=answered,
+        second_client_answered=others_answered,
         second_client_refused=len(others_refused),
         refusals=percentiles([reply.seconds for reply in refused]),
         retry_after_seconds=sorted({reply.retry_after for reply in refused if reply.retry_after is not None})[:5],
@@ -169,48 +174,36 @@ async def _of_many(server: PreluNetServer, image: bytes, number: int) -> int:
         return sum([answer.report.evaluated async for answer in stub.Evaluate(messages) if answer.HasField("report")])
 
 
-def _refused(replies: Sequence[Reply]) -> list[Reply]:
-    return [reply for reply in replies if reply.status == "RESOURCE_EXHAUSTED"]
+async def _overloaded(
+    server: PreluNetServer,
+    control: Path,
+    call: Callable[[grpc.aio.Channel], Coroutine[Any, Any, Reply]],
+    first: tuple[int, int],
+    second: tuple[int, int],
+) -> tuple[list[Reply], list[Reply], bool]:
+    """Hold the device while two clients call, one after the other; each pair: calls to be admitted and refused.
 
+    Returns their replies, and whether the expected numbers were refused and waited while the device was held.
+    """
 
-def _answered(replies: Sequence[Reply]) -> int:
-    return sum(reply.status == "OK" for reply in replies)
-
-
-@dataclass(frozen=True)
-class _HeldServer:
-    """A server whose device is held while calls arrive. call: image and protocol of each."""
-
-    server: PreluNetServer
-    control: Path
-    call: tuple[bytes, str]
-
-    async def overload(self, first: tuple[int, int], second: tuple[int, int]) -> tuple[list[Reply], list[Reply], bool]:
-        """Make the calls of two clients, one client after the other; each pair: calls to be admitted and refused.
-
-        Returns their replies, and whether all refusals came while the device was held.
-        """
-        write_control(self.control, hold=True)
-        async with new_channel(self.server.address) as one, new_channel(self.server.address) as other:
-            calls, in_time = await self._wait(one, first, first[0])
-            second_calls, second_in_time = await self._wait(other, second, first[0] + second[0])
-            write_control(self.control)
-            return await asyncio.gather(*calls), await asyncio.gather(*second_calls), in_time and second_in_time
-
-    async def _wait(
-        self, channel: grpc.aio.Channel, wanted: tuple[int, int], waiting: int
-    ) -> tuple[list["asyncio.Task[Reply]"], bool]:
-        """Start the calls of one client; return them, and whether the expected numbers were refused and wait."""
+    async def started(
+        channel: grpc.aio.Channel, admitted: int, refused: int, waiting: int
+    ) -> tuple[list[asyncio.Task[Reply]], bool]:
         await channel.channel_ready()
-        calls = [asyncio.create_task(_reply(self.server, channel, *self.call)) for _ in range(sum(wanted))]
-        refused = await wait_until(lambda: sum(call.done() for call in calls) >= wanted[1], REFUSAL_TIMEOUT)
-        inside = await wait_until(
-            lambda: self.server.metrics()("waiting_images", model=NAME) == waiting, REFUSAL_TIMEOUT
-        )
-        return calls, refused and inside
+        calls = [asyncio.create_task(call(channel)) for _ in range(admitted + refused)]
+        enough = await wait_until(lambda: sum(one.done() for one in calls) >= refused, REFUSAL_TIMEOUT)
+        inside = await wait_until(lambda: server.metrics()("waiting_images", model=NAME) == waiting, REFUSAL_TIMEOUT)
+        return calls, enough and inside
+
+    write_control(control, hold=True)
+    async with new_channel(server.address) as one, new_channel(server.address) as other:
+        calls, in_time = await started(one, *first, first[0])
+        others, others_in_time = await started(other, *second, first[0] + second[0])
+        write_control(control)
+        return await asyncio.gather(*calls), await asyncio.gather(*others), in_time and others_in_time
 
 
-async def _reply(server: PreluNetServer, channel: grpc.aio.Channel, image: bytes, protocol: str) -> Reply:
+async def _reply(server: PreluNetServer, image: bytes, protocol: str, channel: grpc.aio.Channel) -> Reply:
     begun = time.monotonic()
     try:
         await classify(channel, image, protocol)

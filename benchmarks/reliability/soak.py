@@ -110,14 +110,6 @@ class _ScenarioContext:
             await asyncio.gather(*(self.mix.call(channel, kind) for _ in range(self.rng.randint(1, times))))
 
 
-def _of(kind: str, times: int = BURST) -> Callable[[_ScenarioContext], Awaitable[None]]:
-    return lambda scene: scene.calls(kind, times)
-
-
-async def _mixed(scene: _ScenarioContext) -> None:
-    await scene.calls()
-
-
 async def _killed(scene: _ScenarioContext) -> None:
     """Start a client process and kill it during its calls."""
     kind = scene.rng.choice(("classify", "stream", "evaluate"))
@@ -147,15 +139,15 @@ async def _left_connection(scene: _ScenarioContext) -> None:
 
 # name → share and function
 SCENARIOS: dict[str, tuple[float, Callable[[_ScenarioContext], Awaitable[None]]]] = {
-    "valid": (30, _of("good")),
-    "mixed": (25, _mixed),
-    "odd": (10, _of("odd")),
-    "hostile images": (8, _of("hostile image")),
-    "impatient": (8, _of("impatient")),
-    "cancelled": (6, _of("cancelled")),
-    "streams": (6, _of("stream", 4)),
-    "evaluations": (4, _of("evaluation", 4)),
-    "heat maps": (2, _of("heat map", 2)),
+    "valid": (30, lambda scene: scene.calls("good")),
+    "mixed": (25, lambda scene: scene.calls()),
+    "odd": (10, lambda scene: scene.calls("odd")),
+    "hostile images": (8, lambda scene: scene.calls("hostile image")),
+    "impatient": (8, lambda scene: scene.calls("impatient")),
+    "cancelled": (6, lambda scene: scene.calls("cancelled")),
+    "streams": (6, lambda scene: scene.calls("stream", 4)),
+    "evaluations": (4, lambda scene: scene.calls("evaluation", 4)),
+    "heat maps": (2, lambda scene: scene.calls("heat map", 2)),
     "connection closed under calls": (4, _left_connection),
     "killed client": (2, _killed),
     "doctor": (1, _doctor),

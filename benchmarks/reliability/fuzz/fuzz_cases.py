@@ -11,7 +11,7 @@ from google.protobuf import descriptor_pool, message_factory
 from google.protobuf.message import Message
 
 from benchmarks.reliability.fuzz.mutation import damage_message, damaged_bytes, damaged_picture, odd_wire
-from benchmarks.reliability.traffic.pictures import Picture, hostile_pictures, made_pictures
+from benchmarks.reliability.traffic.pictures import hostile_pictures, made_pictures
 from prelunet.evaluator.pb.inference import inference_pb2 as oip
 from prelunet.evaluator.pb.prelunet.v1 import prelunet_pb2 as pb
 
@@ -62,27 +62,19 @@ def method_at(path: str) -> Method:
 def case_of(seed: int, number: int) -> FuzzCase:
     """Return a case; equal seed and number give equal bytes."""
     rng = random.Random(hashlib.sha256(f"{seed} {number}".encode()).digest())
-    if rng.random() < PICTURES:
-        return _picture_case(rng, number)
-    return _message_case(rng, number)
-
-
-def _picture(rng: random.Random) -> Picture:
-    return rng.choice(hostile_pictures() if rng.random() < HOSTILE else made_pictures())
+    if rng.random() >= PICTURES:
+        return _message_case(rng, number)
+    # A damaged picture in a valid message
+    picture = rng.choice(hostile_pictures() if rng.random() < HOSTILE else made_pictures())
+    damaged = damaged_picture(rng, picture.data, _blobs())
+    path, make = rng.choice(_WITH_PICTURE)
+    return FuzzCase(number, path, tuple(_bytes(message) for message in make(rng, damaged)), f"picture: {picture.what}")
 
 
 @cache
 def _blobs() -> tuple[bytes, ...]:
     """Return small pictures, for splicing and as companions."""
     return tuple(picture.data for picture in made_pictures())
-
-
-def _picture_case(rng: random.Random, number: int) -> FuzzCase:
-    """Put a damaged picture into a valid message."""
-    picture = _picture(rng)
-    damaged = damaged_picture(rng, picture.data, _blobs())
-    path, make = rng.choice(_WITH_PICTURE)
-    return FuzzCase(number, path, tuple(_bytes(message) for message in make(rng, damaged)), f"picture: {picture.what}")
 
 
 def _message_case(rng: random.Random, number: int) -> FuzzCase:
@@ -172,14 +164,13 @@ def _infer(rng: random.Random, image: bytes) -> list[oip.ModelInferRequest]:
     return [request]
 
 
-def _infer_stream(rng: random.Random, image: bytes) -> list[oip.ModelInferRequest]:
-    return [_infer(rng, one)[0] for one in (image, *rng.sample(_blobs(), rng.choice(COMPANIONS)))]
-
-
 _WITH_PICTURE: tuple[tuple[str, Callable[[random.Random, bytes], Sequence[Any]]], ...] = (
     ("/prelunet.v1.PreluNetService/Classify", _classify),
     ("/prelunet.v1.PreluNetService/ClassifyStream", _stream),
     ("/prelunet.v1.PreluNetService/Evaluate", _evaluate),
     ("/inference.GRPCInferenceService/ModelInfer", _infer),
-    ("/inference.GRPCInferenceService/ModelStreamInfer", _infer_stream),
+    (
+        "/inference.GRPCInferenceService/ModelStreamInfer",
+        lambda rng, image: [_infer(rng, one)[0] for one in (image, *rng.sample(_blobs(), rng.choice(COMPANIONS)))],
+    ),
 )

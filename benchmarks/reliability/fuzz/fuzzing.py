@@ -9,7 +9,7 @@ import io
 import itertools
 import time
 from collections import Counter
-from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -184,19 +184,13 @@ async def _work(
         tally.in_flight.discard(number)
         if tally.done % SAMPLED == 0:
             tally.rss_mb.append(round(server.rss_mb()))
-        count_result(tally, number, status, inside, seconds)
-
-
-def count_result(tally: FuzzResults, number: int, status: str, inside: Sequence[str], seconds: float) -> None:
-    """Count the result of a case."""
-    tally.done += 1
-    tally.statuses[status] += 1
-    tally.inside.update(inside)
-    tally.slowest = max(tally.slowest, (seconds, number))
-    bad = [one for one in (status, *inside) if one in FORBIDDEN_STATUSES]
-    if seconds >= CALL_TIMEOUT:
-        bad.append(f"{status} after {seconds:.0f} s")
-    tally.wrong.extend((number, outcome) for outcome in bad)
+        tally.done += 1
+        tally.statuses[status] += 1
+        tally.inside.update(inside)
+        tally.slowest = max(tally.slowest, (seconds, number))
+        tally.wrong += [(number, one) for one in (status, *inside) if one in FORBIDDEN_STATUSES]
+        if seconds >= CALL_TIMEOUT:
+            tally.wrong.append((number, f"{status} after {seconds:.0f} s"))
 
 
 async def call_case(channel: grpc.aio.Channel, case: FuzzCase) -> tuple[str, list[str]]:
@@ -210,7 +204,7 @@ async def call_case(channel: grpc.aio.Channel, case: FuzzCase) -> tuple[str, lis
             return error.code().name, inside
         return "OK", inside
     start: Any = channel.stream_stream(case.method)
-    stream = start(_each(case.messages), timeout=CALL_TIMEOUT)
+    stream = start(case.messages, timeout=CALL_TIMEOUT)
     end = StreamEnd(stream)  # grpc.aio reports another status when a server ends a stream early
     try:
         async for response in stream:
@@ -221,23 +215,15 @@ async def call_case(channel: grpc.aio.Channel, case: FuzzCase) -> tuple[str, lis
     return "OK", inside
 
 
-async def _each(messages: Iterable[bytes]) -> AsyncIterator[bytes]:
-    for message in messages:
-        yield message
-
-
 def image_status_of(method: str, response: bytes) -> list[str]:
     """Return the status of the image in a stream message, if the message has one."""
     if method.endswith("/ClassifyStream"):
-        return [_name_of(pb.ClassifyStreamResponse.FromString(response).error.code)]
+        code = pb.ClassifyStreamResponse.FromString(response).error.code
+        return [next(status.name for status in grpc.StatusCode if status.value[0] == code)]
     if method.endswith("/ModelStreamInfer"):
         text = oip.ModelStreamInferResponse.FromString(response).error_message
         return ["INTERNAL" if text.startswith(_INTERNAL_ERROR_PREFIX) else "refused" if text else "OK"]
     return []
-
-
-def _name_of(code: int) -> str:
-    return next(status.name for status in grpc.StatusCode if status.value[0] == code)
 
 
 async def _culprits(seed: int, tally: FuzzResults, code: int, serve: Callable[[], PreluNetServer]) -> Json:

@@ -4,11 +4,11 @@ import asyncio
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import TracebackType
-from typing import Any, Self
+from typing import Any
 
 import grpc
 import grpc.aio
@@ -30,13 +30,6 @@ def new_channel(address: str) -> grpc.aio.Channel:
     """Return a channel with its own connection."""
     options = [("grpc.use_local_subchannel_pool", 1), ("grpc.max_receive_message_length", -1)]
     return grpc.aio.insecure_channel(address, options=options)
-
-
-async def health_of(channel: grpc.aio.Channel) -> int:
-    """Query the health once."""
-    response = await health_pb2_grpc.HealthStub(channel).Check(health_pb2.HealthCheckRequest(), timeout=CALL_SECONDS)
-    status: int = response.status
-    return status
 
 
 def classify(
@@ -84,8 +77,9 @@ class CheckedCall:
     async def state(self) -> str:
         """Check the health and classify the image once; return "good" or what is wrong."""
         async with new_channel(self.address) as channel:
+            health = health_pb2_grpc.HealthStub(channel).Check(health_pb2.HealthCheckRequest(), timeout=CALL_SECONDS)
             try:
-                if await health_of(channel) != SERVING:
+                if (await health).status != SERVING:
                     return "the health service does not report SERVING"
                 return "good" if (await classify(channel, self.image, self.protocol)).predictions else "no prediction"
             except grpc.aio.AioRpcError as error:
@@ -113,32 +107,23 @@ class CheckedCall:
                 await self.call(channel)
         return self.latencies[before:]
 
-    def in_background(self, pause: float = 0.01) -> "BackgroundCalls":
-        """Return a context manager that repeats the call while its block runs."""
-        return BackgroundCalls(self, pause)
+    @asynccontextmanager
+    async def in_background(self, pause: float = 0.01) -> AsyncIterator[None]:
+        """Repeat the call while the block runs, which must not block the event loop."""
+        stop = asyncio.Event()
 
+        async def repeat() -> None:
+            async with new_channel(self.address) as channel:
+                while not stop.is_set():
+                    await self.call(channel)
+                    await asyncio.sleep(pause)
 
-class BackgroundCalls:
-    """Makes valid calls one after the other while its block runs; the event loop must not block."""
-
-    def __init__(self, good: CheckedCall, pause: float) -> None:
-        self._good = good
-        self._pause = pause
-        self._stop = False
-
-    async def __aenter__(self) -> Self:
-        self._task = asyncio.create_task(self._run())
-        return self
-
-    async def _run(self) -> None:
-        async with new_channel(self._good.address) as channel:
-            while not self._stop:
-                await self._good.call(channel)
-                await asyncio.sleep(self._pause)
-
-    async def __aexit__(self, _kind: type[BaseException] | None, _error: object, _trace: TracebackType | None) -> None:
-        self._stop = True
-        await self._task
+        repeated = asyncio.create_task(repeat())
+        try:
+            yield
+        finally:
+            stop.set()
+            await repeated
 
 
 async def kill_a_client(address: str, kind: str, picture: Path, seconds: float) -> bool:

@@ -3,7 +3,7 @@
 import asyncio
 import random
 from collections import Counter
-from collections.abc import AsyncIterator, Callable, Coroutine
+from collections.abc import Awaitable, Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
@@ -24,7 +24,7 @@ LARGER = ((240, 320), (480, 360), (90, 700))
 IN_A_STREAM = 5
 ROOMY = ("--queue-views", "100000")  # so that the server refuses none of these calls
 SOON = 0.02  # seconds; an impatient caller waits at most this long
-ODD = (  # fields that must be answered with INVALID_ARGUMENT or NOT_FOUND
+ODD: tuple[dict[str, Any], ...] = (  # fields that must be answered with INVALID_ARGUMENT or NOT_FOUND
     {"protocol": "dense-1"}, {"protocol": "nonsense"}, {"top_k": 0}, {"top_k": 2**31 - 1}, {"model": "nobody"},
     {"scales": [28, 28]}, {"scales": [1]}, {"image": b""}, {"image": b"no image"}, {"protocol": "dense-999999"},
 )  # fmt: skip
@@ -72,21 +72,18 @@ class Mix:
         with suppress(grpc.aio.AioRpcError, grpc.aio.UsageError, asyncio.CancelledError):
             await KINDS[kind][1](self, channel)
 
-    def image(self) -> bytes:
-        """Draw a good picture."""
-        return self.rng.choice(self.good)
+    def drawn(self) -> tuple[bytes, str]:
+        """Draw a good picture and a protocol."""
+        return self.rng.choice(self.good), self.rng.choice(PROTOCOLS)
 
-    def protocol(self) -> str:
-        """Draw a protocol."""
-        return self.rng.choice(PROTOCOLS)
-
-    def request(self) -> pb.ClassifyRequest:
-        """Draw a good request."""
-        return pb.ClassifyRequest(image=self.image(), protocol=self.protocol())
-
-
-async def _good(mix: Mix, channel: grpc.aio.Channel) -> None:
-    await classify(channel, mix.image(), mix.protocol())
+    def stream(self, channel: grpc.aio.Channel, *more: pb.ClassifyStreamRequest) -> Any:
+        """Start a ClassifyStream of good requests, and then `more`."""
+        requests = []
+        for number in range(IN_A_STREAM):
+            image, protocol = self.drawn()
+            request = pb.ClassifyRequest(image=image, protocol=protocol)
+            requests.append(pb.ClassifyStreamRequest(id=str(number), request=request))
+        return pb_grpc.PreluNetServiceStub(channel).ClassifyStream([*requests, *more], timeout=CALL_SECONDS)
 
 
 async def _heatmap(mix: Mix, channel: grpc.aio.Channel) -> None:
@@ -95,54 +92,39 @@ async def _heatmap(mix: Mix, channel: grpc.aio.Channel) -> None:
         mix.wrong.append("heatmap: missing from the answer")
 
 
-async def _bad_image(mix: Mix, channel: grpc.aio.Channel) -> None:
-    await classify(channel, mix.rng.choice(mix.bad), "center")
-
-
-async def _odd(mix: Mix, channel: grpc.aio.Channel) -> None:
-    fields: dict[str, Any] = {"image": mix.good[0], **mix.rng.choice(ODD)}
-    await classify(channel, **fields)
-
-
-async def _impatient(mix: Mix, channel: grpc.aio.Channel) -> None:
-    await classify(channel, mix.image(), mix.protocol(), timeout=mix.rng.uniform(0.0005, SOON))
-
-
 async def _cancelled(mix: Mix, channel: grpc.aio.Channel) -> None:
-    call = classify(channel, mix.image(), mix.protocol())
+    call = classify(channel, *mix.drawn())
     asyncio.get_running_loop().call_later(mix.rng.uniform(0, SOON), call.cancel)
     await call
 
 
 async def _infer(mix: Mix, channel: grpc.aio.Channel) -> None:
-    images = [mix.image() for _ in range(mix.rng.randint(1, 3))]
+    images = [mix.rng.choice(mix.good) for _ in range(mix.rng.randint(1, 3))]
     request = oip.ModelInferRequest(model_name=mix.model)
     request.inputs.add(name="images", datatype="BYTES", shape=[len(images)])
     request.raw_input_contents.append(b"".join(len(image).to_bytes(4, "little") + image for image in images))
-    request.parameters["protocol"].string_param = mix.protocol()
+    request.parameters["protocol"].string_param = mix.rng.choice(PROTOCOLS)
     await oip_grpc.GRPCInferenceServiceStub(channel).ModelInfer(request, timeout=CALL_SECONDS)
 
 
 async def _stream(mix: Mix, channel: grpc.aio.Channel) -> None:
-    requests = [pb.ClassifyStreamRequest(id=str(number), request=mix.request()) for number in range(IN_A_STREAM)]
-    requests.append(pb.ClassifyStreamRequest(id="bad", request=pb.ClassifyRequest(image=mix.rng.choice(mix.bad))))
-    answered = 0
-    async for response in pb_grpc.PreluNetServiceStub(channel).ClassifyStream(_each(requests), timeout=CALL_SECONDS):
+    answered, bad = 0, pb.ClassifyRequest(image=mix.rng.choice(mix.bad))
+    async for response in mix.stream(channel, pb.ClassifyStreamRequest(id="bad", request=bad)):
         answered += 1
         if response.HasField("error") and response.id != "bad":
             mix.wrong.append(f"stream: {response.error.message}")
-    if answered != len(requests):
-        mix.wrong.append(f"stream: {answered} answers to {len(requests)} requests")
+    if answered != IN_A_STREAM + 1:
+        mix.wrong.append(f"stream: {answered} answers to {IN_A_STREAM + 1} requests")
 
 
 async def _evaluate(mix: Mix, channel: grpc.aio.Channel) -> None:
-    start = pb.EvaluateRequest(start=pb.EvaluateStart(dataset="mix", protocol=mix.protocol()))
-    images = [
-        pb.EvaluateRequest(image=pb.LabelledImage(file=f"{number}.jpg", data=mix.image(), label=number))
-        for number in range(IN_A_STREAM)
-    ]
+    start = pb.EvaluateStart(dataset="mix", protocol=mix.rng.choice(PROTOCOLS))
+    requests = [pb.EvaluateRequest(start=start)]
+    for number in range(IN_A_STREAM):
+        image = pb.LabelledImage(file=f"{number}.jpg", data=mix.rng.choice(mix.good), label=number)
+        requests.append(pb.EvaluateRequest(image=image))
     report = None
-    async for response in pb_grpc.PreluNetServiceStub(channel).Evaluate(_each([start, *images]), timeout=CALL_SECONDS):
+    async for response in pb_grpc.PreluNetServiceStub(channel).Evaluate(requests, timeout=CALL_SECONDS):
         report = response.report
     if report is None or report.evaluated != IN_A_STREAM:
         mix.wrong.append("evaluate: no report of all images")
@@ -150,32 +132,30 @@ async def _evaluate(mix: Mix, channel: grpc.aio.Channel) -> None:
 
 async def _left_stream(mix: Mix, channel: grpc.aio.Channel) -> None:
     """Send images and cancel without reading."""
-    requests = [pb.ClassifyStreamRequest(id=str(number), request=mix.request()) for number in range(IN_A_STREAM)]
-    stream = pb_grpc.PreluNetServiceStub(channel).ClassifyStream(_each(requests), timeout=CALL_SECONDS)
+    stream = mix.stream(channel)
     await asyncio.sleep(mix.rng.uniform(0, SOON))
     stream.cancel()
 
 
-async def _described(_mix: Mix, channel: grpc.aio.Channel) -> None:
-    await pb_grpc.PreluNetServiceStub(channel).GetModel(pb.GetModelRequest(), timeout=CALL_SECONDS)
-
-
-async def _each(messages: list[Any]) -> AsyncIterator[Any]:
-    for message in messages:
-        yield message
-
-
 # kind → share, function that makes the call, expected statuses
-KINDS: dict[str, tuple[float, Callable[[Mix, grpc.aio.Channel], Coroutine[Any, Any, None]], set[str]]] = {
-    "good": (50, _good, {"OK"}),
+KINDS: dict[str, tuple[float, Callable[[Mix, grpc.aio.Channel], Awaitable[Any]], set[str]]] = {
+    "good": (50, lambda mix, channel: classify(channel, *mix.drawn()), {"OK"}),
     "heat map": (1, _heatmap, {"OK"}),
-    "hostile image": (10, _bad_image, {"OK", *BAD}),
-    "odd": (8, _odd, BAD),
-    "impatient": (8, _impatient, {"OK", "DEADLINE_EXCEEDED"}),
+    "hostile image": (10, lambda mix, channel: classify(channel, mix.rng.choice(mix.bad)), {"OK", *BAD}),
+    "odd": (8, lambda mix, channel: classify(channel, **{"image": mix.good[0], **mix.rng.choice(ODD)}), BAD),
+    "impatient": (
+        8,
+        lambda mix, channel: classify(channel, *mix.drawn(), timeout=mix.rng.uniform(0.0005, SOON)),
+        {"OK", "DEADLINE_EXCEEDED"},
+    ),
     "cancelled": (8, _cancelled, {"OK", "CANCELLED"}),
     "open inference protocol": (8, _infer, {"OK"}),
     "stream": (2, _stream, {"OK"}),
     "stream that is left": (2, _left_stream, {"OK"}),
     "evaluation": (1, _evaluate, {"OK"}),
-    "description": (2, _described, {"OK"}),
+    "description": (
+        2,
+        lambda _, channel: pb_grpc.PreluNetServiceStub(channel).GetModel(pb.GetModelRequest(), timeout=CALL_SECONDS),
+        {"OK"},
+    ),
 }
