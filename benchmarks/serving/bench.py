@@ -80,19 +80,15 @@ class ServingBench:
         for name in [name for name in self._workers if name.startswith("engine")]:
             self._workers.pop(name).close()
 
-    def model(self, net: str) -> Path:
-        """Return the model file of a net."""
-        return self.rig.model_file(net)
-
     def ours(self, net: str, *, null: bool = False) -> Contender:
         """Return our server of a net; null: one that computes nothing."""
-        start = partial(start_ours, {net: self.model(net)}, self.threads, null=null)
+        start = partial(start_ours, {net: self.rig.model_file(net)}, self.threads, null=null)
         return self._server(f"prelunet {net}{', null' * null}", start, [net])
 
     def peers(self, net: str, protocols: Mapping[str, EvaluationProtocol]) -> dict[str, Contender]:
         """Return the available peers, each with a model for each protocol, by name of the model."""
         specs = {
-            name: Spec(self.model(net), p.scales[0], p.crop, p.mirror, self.threads, null=name == "null")
+            name: Spec(self.rig.model_file(net), p.scales[0], p.crop, p.mirror, self.threads, null=name == "null")
             for name, p in protocols.items()
         }
         found: dict[str, Contender] = {}
@@ -128,7 +124,8 @@ class ServingBench:
 
     def engine(self, net: str) -> Worker:
         """Return the engine process of a net."""
-        settings = {"model": str(self.model(net)), "threads": self.threads, "folder": str(self.pictures.folder)}
+        model, folder = self.rig.model_file(net), self.pictures.folder
+        settings = {"model": str(model), "threads": self.threads, "folder": str(folder)}
         return self._worker(f"engine {net}", "benchmarks.serving.engine", json.dumps(settings))
 
     def clients(self) -> list[Worker]:

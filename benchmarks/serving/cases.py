@@ -122,7 +122,7 @@ def _overhead(bench: ServingBench) -> Json:
 
 def _of_peers(bench: ServingBench) -> Mapping[str, EvaluationProtocol]:
     """Return the protocols of the peers' models, by the name of the model."""
-    contract = open_session(bench.model(NET), "cpu").contract
+    contract = open_session(bench.rig.model_file(NET), "cpu").contract
     names = {**PEER_PROTOCOLS, "null": NULL_PROTOCOL}
     return {model: build_protocol(name, contract) for model, name in names.items()}
 

@@ -11,7 +11,6 @@ Both ways use the same pictures, encoded in memory, with 16 of them in flight, l
 import json
 import sys
 import time
-from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -19,31 +18,13 @@ from benchmarks.common.photos import dataset_in_memory
 from benchmarks.serving.worker import Json, answer_questions
 from prelunet.evaluator.engine.classify import classify_images
 from prelunet.evaluator.engine.load import open_session
-from prelunet.evaluator.engine.session import Session
 from prelunet.evaluator.imaging.decode import decode_image
-from prelunet.evaluator.protocols import EvaluationProtocol, build_protocol
+from prelunet.evaluator.protocols import build_protocol
 from prelunet.evaluator.validation.pipeline import MAX_DECODED_PORTIONS, evaluate_chunks
 
 WAYS = ("validate", "classify_images")
 IN_FLIGHT = 16
 TOP = 5
-
-
-def by_validate(session: Session, images: Sequence[bytes], protocol: EvaluationProtocol, count: int) -> None:
-    """Run the pipeline of `validate`, up to the lines of its predictions."""
-    dataset = dataset_in_memory(images, count)
-    for _ in evaluate_chunks([session], dataset, protocol, [dataset.samples], IN_FLIGHT // MAX_DECODED_PORTIONS, 0):
-        pass
-
-
-def by_classify_images(
-    session: Session, images: Sequence[bytes], protocol: EvaluationProtocol, count: int, pool: ThreadPoolExecutor
-) -> None:
-    """Decode and classify 16 images at a time."""
-    for start in range(0, count, IN_FLIGHT):
-        some = (images[number % len(images)] for number in range(start, min(count, start + IN_FLIGHT)))
-        for classified in classify_images(session, list(pool.map(decode_image, some)), protocol):
-            classified.top(TOP)
 
 
 def main() -> None:
@@ -61,10 +42,16 @@ def main() -> None:
             return {"best": [[(index, float(score)) for index, score in one.top(TOP)] for one in answers]}
         protocol = build_protocol(question["protocol"], session.contract)
         begun, cpu = time.perf_counter(), time.process_time()
+        count = question["calls"]
         if question["way"] == WAYS[0]:
-            by_validate(session, images, protocol, question["calls"])
+            dataset, portion = dataset_in_memory(images, count), IN_FLIGHT // MAX_DECODED_PORTIONS
+            for _ in evaluate_chunks([session], dataset, protocol, [dataset.samples], portion, 0):
+                pass
         else:
-            by_classify_images(session, images, protocol, question["calls"], pool)
+            for start in range(0, count, IN_FLIGHT):
+                some = (images[number % len(images)] for number in range(start, min(count, start + IN_FLIGHT)))
+                for classified in classify_images(session, list(pool.map(decode_image, some)), protocol):
+                    classified.top(TOP)
         return {"seconds": time.perf_counter() - begun, "cpu_seconds": time.process_time() - cpu}
 
     answer_questions(answer)

@@ -40,8 +40,8 @@ Json = dict[str, Any]
 class Workload:
     """The calls of one process.
 
-    api: one of APIS; model, protocol: of the requests (peers have one protocol per model); clients: of this process;
-    calls: of this process; first: index of its first picture; begin_at: on the clock of time.monotonic();
+    api: a key of UNARY, or ClassifyStream; model, protocol: of the requests (peers have one protocol per model);
+    clients, calls: of this process; first: index of its first picture; begin_at: on the clock of time.monotonic();
     rate: calls per second at random moments (Poisson) of this process, None for closed-loop clients.
     """
 
@@ -57,105 +57,73 @@ class Workload:
     seed: int = 0
 
 
-@dataclass
-class CallResults:
-    """Results of the calls. Times are those of time.monotonic(); latencies in seconds, in order of completion."""
+def classify_request(load: Workload, image: bytes) -> pb.ClassifyRequest:
+    """Return the request of Classify for a picture."""
+    return pb.ClassifyRequest(image=image, model=load.model, protocol=load.protocol, top_k=TOP)
 
-    latencies: list[float]
-    ended: float
-    errors: list[str]
+
+def oip_request(load: Workload, image: bytes) -> oip.ModelInferRequest:
+    """Return the request of the Open Inference Protocol for a picture; a peer has one protocol per model."""
+    of_peer = load.api == "OIP of a peer"
+    request = oip.ModelInferRequest(model_name=load.model)
+    request.inputs.add(name="images", datatype="BYTES", shape=[1, 1] if of_peer else [1])
+    request.raw_input_contents.append(struct.pack("<I", len(image)) + image)
+    if not of_peer:
+        request.parameters["protocol"].string_param = load.protocol
+        request.outputs.add(name="scores").parameters["classification"].int64_param = TOP
+    return request
+
+
+def best_of_prediction(response: pb.ClassifyResponse) -> Best:
+    """Return the best classes of a response of Classify."""
+    return [(one.class_index, one.score) for one in response.predictions]
+
+
+def best_of_ours(response: oip.ModelInferResponse) -> Best:
+    """Return the best classes of our server's response: length-prefixed strings such as 0.826453:504:coffee mug."""
+    data, found = response.raw_output_contents[0], []
+    while data:
+        (length,) = struct.unpack_from("<I", data)
+        score, index, _ = data[4 : 4 + length].decode().split(":", 2)
+        found.append((int(index), float(score)))
+        data = data[4 + length :]
+    return found
+
+
+def best_of_peer(response: oip.ModelInferResponse) -> Best:
+    """Return the best classes of a peer's response."""
+    raw = {tensor.name: data for tensor, data in zip(response.outputs, response.raw_output_contents, strict=True)}
+    indices, scores = (np.frombuffer(raw[name], kind) for name, kind in (("class_index", "<i4"), ("score", "<f4")))
+    return [(int(index), float(score)) for index, score in zip(indices, scores, strict=True)]
+
+
+# API of one image per call → stub and method, function that builds the request, function that reads the response.
+UNARY: dict[str, tuple[Any, str, Callable[[Workload, bytes], Any], Callable[[Any], Best]]] = {
+    "Classify": (pb_grpc.PreluNetServiceStub, "Classify", classify_request, best_of_prediction),
+    "OIP": (oip_grpc.GRPCInferenceServiceStub, "ModelInfer", oip_request, best_of_ours),
+    "OIP of a peer": (oip_grpc.GRPCInferenceServiceStub, "ModelInfer", oip_request, best_of_peer),
+    "ServerLive": (  # an empty call
+        oip_grpc.GRPCInferenceServiceStub, "ServerLive", lambda _load, _image: oip.ServerLiveRequest(), lambda _: [],
+    ),
+}  # fmt: skip
 
 
 class Unary:
     """Calls of one image each, over one connection."""
 
     def __init__(self, load: Workload, images: Sequence[bytes]) -> None:
+        stub, method, request, self._best = UNARY[load.api]
         self._channel = grpc.aio.insecure_channel(load.address, options=CHANNEL)
-        self._requests = [self.request(load, image) for image in images]
-        self._method = self.method(self._channel)
+        self._requests = [request(load, image) for image in images]
+        self._method = getattr(stub(self._channel), method)
 
     async def __call__(self, index: int) -> Best:
         """Classify a picture and return its best classes."""
-        return self.best(await self._method(self._requests[index % len(self._requests)], timeout=CALL_SECONDS))
+        return self._best(await self._method(self._requests[index % len(self._requests)], timeout=CALL_SECONDS))
 
     async def close(self) -> None:
         """Close the connection."""
         await self._channel.close()
-
-    def request(self, load: Workload, image: bytes) -> Any:
-        """Return the request for a picture."""
-        return pb.ClassifyRequest(image=image, model=load.model, protocol=load.protocol, top_k=TOP)
-
-    def method(self, channel: grpc.aio.Channel) -> Any:
-        """Return the callable that sends requests."""
-        return pb_grpc.PreluNetServiceStub(channel).Classify
-
-    def best(self, response: Any) -> Best:
-        """Return the best classes of a response."""
-        return [(one.class_index, one.score) for one in response.predictions]
-
-
-class Oip(Unary):
-    """The Open Inference Protocol of our server."""
-
-    def request(self, load: Workload, image: bytes) -> Any:
-        """Return the request for a picture."""
-        request = _infer_request(load, image, [1])
-        request.parameters["protocol"].string_param = load.protocol
-        request.outputs.add(name="scores").parameters["classification"].int64_param = TOP
-        return request
-
-    def method(self, channel: grpc.aio.Channel) -> Any:
-        """Return the callable that sends requests."""
-        return oip_grpc.GRPCInferenceServiceStub(channel).ModelInfer
-
-    def best(self, response: Any) -> Best:
-        """Return the best classes of a response: length-prefixed strings such as 0.826453:504:coffee mug."""
-        data, found = response.raw_output_contents[0], []
-        while data:
-            (length,) = struct.unpack_from("<I", data)
-            score, index, _ = data[4 : 4 + length].decode().split(":", 2)
-            found.append((int(index), float(score)))
-            data = data[4 + length :]
-        return found
-
-
-class OipOfPeer(Oip):
-    """The Open Inference Protocol of the peers' models."""
-
-    def request(self, load: Workload, image: bytes) -> Any:
-        """Return the request for a picture."""
-        return _infer_request(load, image, [1, 1])
-
-    def best(self, response: Any) -> Best:
-        """Return the best classes of a response."""
-        contents = response.raw_output_contents
-        raw = {tensor.name: data for tensor, data in zip(response.outputs, contents, strict=True)}
-        indices, scores = (np.frombuffer(raw[name], kind) for name, kind in (("class_index", "<i4"), ("score", "<f4")))
-        return [(int(index), float(score)) for index, score in zip(indices, scores, strict=True)]
-
-
-class Live(Unary):
-    """ServerLive of the Open Inference Protocol: an empty call."""
-
-    def request(self, load: Workload, image: bytes) -> Any:  # noqa: ARG002
-        """Return an empty request."""
-        return oip.ServerLiveRequest()
-
-    def method(self, channel: grpc.aio.Channel) -> Any:
-        """Return the callable that sends requests."""
-        return oip_grpc.GRPCInferenceServiceStub(channel).ServerLive
-
-    def best(self, response: Any) -> Best:  # noqa: ARG002
-        """Return nothing."""
-        return []
-
-
-def _infer_request(load: Workload, image: bytes, shape: Sequence[int]) -> Any:
-    request = oip.ModelInferRequest(model_name=load.model)
-    request.inputs.add(name="images", datatype="BYTES", shape=shape)
-    request.raw_input_contents.append(struct.pack("<I", len(image)) + image)
-    return request
 
 
 class Stream:
@@ -163,9 +131,7 @@ class Stream:
 
     def __init__(self, load: Workload, images: Sequence[bytes]) -> None:
         self._channel = grpc.aio.insecure_channel(load.address, options=CHANNEL)
-        self._requests = [
-            pb.ClassifyRequest(image=image, model=load.model, protocol=load.protocol, top_k=TOP) for image in images
-        ]
+        self._requests = [classify_request(load, image) for image in images]
         self._call = pb_grpc.PreluNetServiceStub(self._channel).ClassifyStream(timeout=CALL_SECONDS)
         self._pending: dict[str, asyncio.Future[Best]] = {}
         self._sent = 0
@@ -190,7 +156,7 @@ class Stream:
                 if response.HasField("error"):
                     answer.set_exception(RuntimeError(response.error.message))
                 else:
-                    answer.set_result([(one.class_index, one.score) for one in response.response.predictions])
+                    answer.set_result(best_of_prediction(response.response))
         except grpc.RpcError as error:
             for answer in self._pending.values():
                 answer.set_exception(error)
@@ -202,62 +168,52 @@ class Stream:
         await self._channel.close()
 
 
-APIS: dict[str, Callable[[Workload, Sequence[bytes]], Any]] = {
-    "Classify": Unary,
-    "ClassifyStream": Stream,
-    "OIP": Oip,
-    "OIP of a peer": OipOfPeer,
-    "ServerLive": Live,
-}
+def opened(load: Workload, images: Sequence[bytes]) -> Unary | Stream:
+    """Connect to the server; call the result with the index of a picture."""
+    return Stream(load, images) if load.api == "ClassifyStream" else Unary(load, images)
 
 
-async def run(load: Workload, images: Sequence[bytes]) -> CallResults:
-    """Make the calls of a workload; failed calls are counted, and their clients continue."""
-    opened = [APIS[load.api](load, images) for _ in range(1 if load.api == "ClassifyStream" else load.clients)]
-    calls = CallResults([], load.begin_at, [])
+async def run(load: Workload, images: Sequence[bytes]) -> Json:
+    """Make the calls of a workload; failed calls are counted, and their clients continue.
+
+    Returns latencies in seconds, in order of completion, the end on the clock of time.monotonic(), and the errors.
+    """
+    connections = [opened(load, images) for _ in range(1 if load.api == "ClassifyStream" else load.clients)]
+    latencies: list[float] = []
+    errors: list[str] = []
+    ended = load.begin_at
+    numbers = iter(range(load.first, load.first + load.calls))  # shared by all clients of the process
+
+    async def call(connection: Unary | Stream, index: int, since: float) -> None:
+        nonlocal ended
+        try:
+            await connection(index)
+        except (grpc.RpcError, RuntimeError) as error:
+            details = error.details() if isinstance(error, grpc.aio.AioRpcError) else None
+            errors.append(details or str(error))
+        ended = time.monotonic()
+        latencies.append(ended - since)
+
+    async def closed_loop_client(connection: Unary | Stream) -> None:
+        for number in numbers:
+            await call(connection, number, time.monotonic())
+
     try:
         await _sleep_until(load.begin_at)
         if load.rate is None:
-            numbers = iter(range(load.calls))
-            await asyncio.gather(
-                *(
-                    _closed_loop_client(load, opened[client % len(opened)], numbers, calls)
-                    for client in range(load.clients)
-                )
-            )
-        else:
-            await _open_loop(load, opened, calls)
+            several = (connections[client % len(connections)] for client in range(load.clients))
+            await asyncio.gather(*map(closed_loop_client, several))
+        else:  # at random moments regardless of answers; latencies count from the due time
+            chance, due = random.Random(load.seed), load.begin_at
+            async with asyncio.TaskGroup() as group:
+                for place, number in enumerate(numbers):
+                    due += chance.expovariate(load.rate)
+                    await _sleep_until(due)
+                    group.create_task(call(connections[place % len(connections)], number, due))
     finally:
-        for one in opened:
-            await one.close()
-    return calls
-
-
-async def _closed_loop_client(load: Workload, ask: Any, numbers: Any, calls: CallResults) -> None:
-    """Run one closed-loop client; all clients of a process share the iterator of call numbers."""
-    for number in numbers:
-        await _ask(ask, load.first + number, time.monotonic(), calls)
-
-
-async def _open_loop(load: Workload, opened: Sequence[Any], calls: CallResults) -> None:
-    """Make calls at random moments regardless of answers; latencies count from the due time."""
-    assert load.rate is not None
-    chance, due = random.Random(load.seed), load.begin_at
-    async with asyncio.TaskGroup() as group:
-        for number in range(load.calls):
-            due += chance.expovariate(load.rate)
-            await _sleep_until(due)
-            group.create_task(_ask(opened[number % len(opened)], load.first + number, due, calls))
-
-
-async def _ask(ask: Any, index: int, since: float, calls: CallResults) -> None:
-    try:
-        await ask(index)
-    except (grpc.RpcError, RuntimeError) as error:
-        details = error.details() if isinstance(error, grpc.aio.AioRpcError) else None
-        calls.errors.append(details or str(error))
-    calls.ended = time.monotonic()
-    calls.latencies.append(calls.ended - since)
+        for connection in connections:
+            await connection.close()
+    return {"latencies": latencies, "ended": ended, "errors": errors}
 
 
 async def _sleep_until(moment: float) -> None:
@@ -267,11 +223,11 @@ async def _sleep_until(moment: float) -> None:
 
 async def best_of_all(load: Workload, images: Sequence[bytes]) -> list[Best]:
     """Classify each picture once, one after the other."""
-    ask = APIS[load.api](load, images)
+    connection = opened(load, images)
     try:
-        return [await ask(index) for index in range(len(images))]
+        return [await connection(index) for index in range(len(images))]
     finally:
-        await ask.close()
+        await connection.close()
 
 
 def main() -> None:
@@ -284,7 +240,7 @@ def main() -> None:
             return {"best": asyncio.run(best_of_all(Workload(**question["best"]), chosen))}
         begun = time.process_time()
         calls = asyncio.run(run(Workload(**question["load"]), chosen))
-        return {**vars(calls), "cpu_seconds": time.process_time() - begun}
+        return {**calls, "cpu_seconds": time.process_time() - begun}
 
     answer_questions(answer)
 

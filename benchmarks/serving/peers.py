@@ -84,7 +84,12 @@ class Contender:
         limit = time.monotonic() + START_SECONDS
         with grpc.insecure_channel(self.address) as channel:
             stub = pb_grpc.GRPCInferenceServiceStub(channel)
-            while not all(_is_ready(stub, model) for model in models):
+            waiting = list(models)
+            while waiting:
+                with suppress(grpc.RpcError):
+                    if stub.ModelReady(pb.ModelReadyRequest(name=waiting[-1]), timeout=5).ready:
+                        waiting.pop()
+                        continue
                 if not self.process.is_alive() or time.monotonic() > limit:
                     self.stop()
                     raise EnvironmentFault(f"{self.name} did not start: {self.process.log.strip()[-800:]}")
@@ -97,13 +102,6 @@ class Contender:
         with suppress(subprocess.TimeoutExpired):
             self.process.stop(timeout=STOP_SECONDS)
         self.process.kill()
-
-
-def _is_ready(stub: Any, model: str) -> bool:
-    try:
-        return bool(stub.ModelReady(pb.ModelReadyRequest(name=model), timeout=5).ready)
-    except grpc.RpcError:
-        return False
 
 
 def start_ours(models: Mapping[str, Path], threads: int, folder: Path, *, null: bool = False) -> Contender:
