@@ -42,18 +42,15 @@ def draw(count: int, seed: int = 0) -> list[tuple[int, int]]:
     rng = np.random.default_rng(seed)
     common: Sequence[tuple[int, int]] = list(COMMON)
     shares = [*COMMON.values(), LONG_500, 1 - sum(COMMON.values()) - LONG_500]
-    return [
-        common[kind] if kind < len(common) else _long_500(rng) if kind == len(common) else _any(rng)
-        for kind in rng.choice(len(shares), size=count, p=shares)
-    ]
-
-
-def _long_500(rng: np.random.Generator) -> tuple[int, int]:
-    short = int(rng.integers(SHORTEST_OF_500, 500))
-    return (short, 500) if rng.random() < 2 / 3 else (500, short)
-
-
-def _any(rng: np.random.Generator) -> tuple[int, int]:
-    short = int(np.exp(rng.uniform(np.log(SHORTEST), np.log(LONGEST))))
-    long = min(LONGEST, int(short * rng.uniform(1, LONGEST_RATIO)))
-    return (short, long) if rng.random() < 2 / 3 else (long, short)
+    sizes = []
+    for kind in rng.choice(len(shares), size=count, p=shares):
+        if kind < len(common):
+            sizes.append(common[kind])
+            continue
+        if kind == len(common):
+            short, long = int(rng.integers(SHORTEST_OF_500, 500)), 500
+        else:
+            short = int(np.exp(rng.uniform(np.log(SHORTEST), np.log(LONGEST))))
+            long = min(LONGEST, int(short * rng.uniform(1, LONGEST_RATIO)))
+        sizes.append((short, long) if rng.random() < 2 / 3 else (long, short))
+    return sizes

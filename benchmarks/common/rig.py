@@ -148,15 +148,10 @@ class Rig:
         counts = {size: multiply_adds(net, *size, self.classes) for size in set(sizes)}
         return 2 * sum(counts[size] for size in sizes)
 
-    def share_of_peak(self, tflops: float, precision: str) -> float | None:
-        """Return the share of the matrix product's rate, 0 to 1."""
-        peak = self.peaks.get(precision)
-        return None if not peak else round(tflops / peak, 4)
-
     def rates(self, images: int, flop: float, seconds: float, precision: str) -> dict[str, Any]:
-        """Return images per second, TFLOP/s and their share of the peak. flop: of all images together."""
-        tflops = flop / seconds / 1e12
-        share = self.share_of_peak(tflops, precision)
+        """Return images per second, TFLOP/s and their share of the peak, 0 to 1. flop: of all images together."""
+        tflops, peak = flop / seconds / 1e12, self.peaks.get(precision)
+        share = round(tflops / peak, 4) if peak else None
         return {"images_per_second": images / seconds, "tflops": tflops, "share_of_peak": share}
 
     def wait(self) -> None:

@@ -10,7 +10,7 @@ import time
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property, partial
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -50,12 +50,12 @@ class BenchmarkNet:
     """The files of one net in `folder`, and what competitors share in memory.
 
     checkpoint: `net.safetensors`; plain: `plain.onnx`, by `dense_torch.export_plain`; ours: `ours.onnx`, by
-    `export.dense.export.export_checkpoint`. threads: of every competitor.
+    `export.dense.export.export_checkpoint`. threads: of every competitor; sessions: open ones on our file.
     """
 
     folder: Path
     threads: int
-    _sessions: dict[tuple[Device, CompetitorPrecision], Session] = field(default_factory=dict)
+    sessions: dict[tuple[Device, CompetitorPrecision], Session] = field(default_factory=dict)
 
     @property
     def checkpoint(self) -> Path:
@@ -74,15 +74,11 @@ class BenchmarkNet:
 
     def session(self, device: Device, precision: CompetitorPrecision) -> Session:
         """Return the session on our file; two competitors share it, since each session takes 2.6 GB for model C."""
-        if (device, precision) not in self._sessions:
-            self._sessions[device, precision] = open_session(
+        if (device, precision) not in self.sessions:
+            self.sessions[device, precision] = open_session(
                 self.ours, device, precision=precision, threads=self.threads
             )
-        return self._sessions[device, precision]
-
-    def close_sessions(self) -> None:
-        """Release the memory of the sessions."""
-        self._sessions.clear()
+        return self.sessions[device, precision]
 
     @cached_property
     def net(self) -> "DenseNet":
@@ -153,25 +149,28 @@ CROPS_AT_ONCE = 16
 Corner = tuple[int, int, int]  # index of the view, row and column of the crop's upper left pixel
 
 
-def classify_every_crop(net: "DenseNet", image: UInt8Array, protocol: EvaluationProtocol) -> Float64Array:
-    """Return the image's scores, (K,): crops → view → image, each a plain mean."""
-    views = make_views(image, protocol)
-    corners = _corners(net, views)
-    scores = _classify(net, views, corners)
-    owner = np.array([index for index, _, _ in corners])
-    means: Float64Array = np.mean([scores[owner == index].mean(axis=0) for index in range(len(views))], axis=0)
-    return means
+def _naive(case: BenchmarkNet) -> OpenedCompetitor:
+    net = case.net
 
+    def answer(image: UInt8Array, protocol: EvaluationProtocol) -> Scores:  # crops → view → image, each a plain mean
+        views = make_views(image, protocol)
+        corners = _corners(net, views)
+        scores = _classify(net, views, corners)
+        owner = np.array([index for index, _, _ in corners])
+        means: Scores = np.mean([scores[owner == index].mean(axis=0) for index in range(len(views))], axis=0)
+        return means
 
-def seconds_of_sample(net: "DenseNet", image: UInt8Array, protocol: EvaluationProtocol, crops: int) -> float:
-    """Estimate the seconds for all crops of an image from a random sample of `crops` of them."""
-    start = time.perf_counter()
-    views = make_views(image, protocol)
-    corners = _corners(net, views)
-    begun = time.perf_counter()
-    chosen = np.random.default_rng(0).choice(len(corners), min(crops, len(corners)), replace=False)
-    _classify(net, views, [corners[index] for index in sorted(chosen)])
-    return begun - start + (time.perf_counter() - begun) * len(corners) / len(chosen)
+    def seconds_of_sample(image: UInt8Array, protocol: EvaluationProtocol, crops: int) -> float:
+        start = time.perf_counter()
+        views = make_views(image, protocol)
+        corners = _corners(net, views)
+        begun = time.perf_counter()
+        chosen = np.random.default_rng(0).choice(len(corners), min(crops, len(corners)), replace=False)
+        _classify(net, views, [corners[index] for index in sorted(chosen)])
+        return begun - start + (time.perf_counter() - begun) * len(corners) / len(chosen)
+
+    settings = {**_torch_settings(), "crops at once": CROPS_AT_ONCE}
+    return OpenedCompetitor(answer, settings, seconds_of_sample)
 
 
 def _corners(net: "DenseNet", views: Sequence[ViewImage]) -> list[Corner]:
@@ -195,11 +194,6 @@ def _classify(net: "DenseNet", views: Sequence[ViewImage], corners: Sequence[Cor
         batch = np.stack([views[i].image[top : top + crop, left : left + crop] for i, top, left in some])
         scores.append(net.scores(batch))
     return np.concatenate(scores).astype(np.float64)
-
-
-def _naive(case: BenchmarkNet) -> OpenedCompetitor:
-    settings = {**_torch_settings(), "crops at once": CROPS_AT_ONCE}
-    return OpenedCompetitor(partial(classify_every_crop, case.net), settings, partial(seconds_of_sample, case.net))
 
 
 def _eager(case: BenchmarkNet) -> OpenedCompetitor:

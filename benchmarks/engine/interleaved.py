@@ -3,7 +3,7 @@
 import math
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -48,30 +48,22 @@ class PhotoTimings:
         return {**self.photo.to_json(), "gflop": round(self.gflop, 2), "crops": self.crops, "seconds": seconds}
 
 
+@dataclass
 class Reference:
-    """The reference scores, computed once for each picture and protocol."""
+    """The reference scores, computed once by `answer`. scores: by the names of picture and protocol."""
 
-    def __init__(self, answer: ScoreFunction) -> None:
-        self._answer = answer
-        self._scores: dict[tuple[str, str], Scores] = {}
-
-    def scores(self, photo: Photo, protocol: EvaluationProtocol) -> Scores:
-        """Return the reference scores of a picture."""
-        key = (photo.name, protocol.name)
-        if key not in self._scores:
-            self._scores[key] = self._answer(photo.pixels, protocol)
-        return self._scores[key]
-
-    def store(self, scores: Scores, photo: Photo, protocol: EvaluationProtocol) -> None:
-        """Store the scores of a picture, unless they are already stored."""
-        self._scores.setdefault((photo.name, protocol.name), scores)
+    answer: ScoreFunction
+    scores: dict[tuple[str, str], Scores] = field(default_factory=dict)
 
     def deviation(self, name: str, found: Scores, photo: Photo, protocol: EvaluationProtocol) -> float:
         """Return the deviation of a competitor's scores; raises SystemExit beyond the tolerance of its precision.
 
         The naive competitor has no tolerance: its crops see other borders. Its net is that of the reference.
         """
-        off = deviation(found, self.scores(photo, protocol))
+        key = photo.name, protocol.name
+        if key not in self.scores:
+            self.scores[key] = self.answer(photo.pixels, protocol)
+        off = deviation(found, self.scores[key])
         if name != "naive" and not within(off, COMPETITORS[name].precision):
             raise SystemExit(
                 f"{name}: wrong scores on {photo.name}: they deviate from those of {REFERENCE} by {off:.1e} of "
@@ -165,7 +157,7 @@ def _time_photo(
                 continue
         seconds[name], scores[name] = timed(partial(competitor.answer, photo.pixels, protocol))
     if REFERENCE in scores:
-        reference.store(scores[REFERENCE], photo, protocol)
+        reference.scores.setdefault((photo.name, protocol.name), scores[REFERENCE])
     deviations = {name: reference.deviation(name, found, photo, protocol) for name, found in scores.items()}
     gflop = sum(2 * multiply_adds(net, *size, CLASSES) for size in sizes) / 1e9
     return PhotoTimings(photo, gflop, seconds, deviations, crops)

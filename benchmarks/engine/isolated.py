@@ -12,7 +12,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 BEGUN = time.perf_counter()  # before the other imports, which count as start time
 
 if TYPE_CHECKING:
-    from prelunet.evaluator.datasets.dataset import Dataset, Reader, Sample
+    from prelunet.evaluator.datasets.dataset import Dataset, Reader
     from prelunet.evaluator.engine.session import Session
 
 Json = dict[str, Any]
@@ -112,6 +112,9 @@ def validate(task: Mapping[str, Any]) -> Json:
         run = run_validation([session], dataset, info, Path(folder) / "run")
         seconds = time.perf_counter() - begun
         written = sum(file.stat().st_size for file in (Path(folder) / "run").iterdir())
+    # of the list of samples with their names; labels are few and shared
+    each = (sys.getsizeof(one) + sys.getsizeof(one.file) + sys.getsizeof(one.size) for one in dataset.samples)
+    list_bytes = sys.getsizeof(dataset.samples) + sum(each)
     estimated_bytes = {
         "loading": need.base + need.loading,
         "settled": need.base + need.weights,
@@ -122,7 +125,7 @@ def validate(task: Mapping[str, Any]) -> Json:
         "seconds": round(seconds, 3),
         "peak_mb": _peak_mb(),
         **{f"foretold_{key}_mb": round(value / 2**20) for key, value in estimated_bytes.items()},
-        "list_bytes_an_image": round(_list_bytes(dataset.samples) / task["images"]),
+        "list_bytes_an_image": round(list_bytes / task["images"]),
         "written_bytes_an_image": round(written / task["images"]),
         "refused": sum(line.refused is not None for line in run.predictions),
     }
@@ -143,12 +146,6 @@ def _peak_mb() -> int:
     from prelunet.evaluator.profiling.profile import peak_memory
 
     return round(peak_memory() / 2**20)
-
-
-def _list_bytes(samples: "Sequence[Sample]") -> int:
-    """Return the bytes of a list of samples with their names; labels are few and shared."""
-    each = (sys.getsizeof(sample) + sys.getsizeof(sample.file) + sys.getsizeof(sample.size) for sample in samples)
-    return sys.getsizeof(samples) + sum(each)
 
 
 @dataclass(frozen=True)

@@ -116,7 +116,7 @@ def _net(
             result["minutes"] = round((time.perf_counter() - begun) / 60, 1)
             write_result(options.output, result, tables(result))
         del opened
-        case.close_sessions()
+        case.sessions.clear()
         gc.collect()
 
 
