@@ -9,6 +9,7 @@ captured them, and nothing else may use CUDA during a capture.
 """
 
 from functools import partial
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -51,9 +52,12 @@ class FixedBindings:
         for number, shape in enumerate(shapes, start=1):
             binding = self.session.io_binding()
             inputs = [runtime.OrtValue.ortvalue_from_numpy(array, rig.device, 0) for array in noise_batch(*shape)]
+            rows, grid = shape[0], rig.contract(net).window_grid(*shape[1:])
+            scores = ((rows, rig.classes), np.float32)
+            windows = (((rows, 2), np.int64), ((rows, *grid, rig.classes), np.float32))
             outputs = [
                 runtime.OrtValue.ortvalue_from_shape_and_type(list(size), kind, rig.device, 0)
-                for size, kind in _output_shapes(rig, net, shape)
+                for size, kind in (scores, scores, *windows)
             ]
             for name, value in zip(INPUTS, inputs, strict=True):
                 binding.bind_ortvalue_input(name, value)
@@ -78,29 +82,31 @@ class FixedBindings:
         self.session.run_with_iobinding(self.bindings[index], self.options[index])
 
 
-def _output_shapes(rig: Rig, net: str, shape: Shape) -> list[tuple[tuple[int, ...], Any]]:
-    rows, height, width = shape
-    grid = rig.contract(net).window_grid(height, width)
-    scores = ((rows, rig.classes), np.float32)
-    return [scores, scores, ((rows, 2), np.int64), ((rows, *grid, rig.classes), np.float32)]
-
-
 def _measure(rig: Rig, net: str, *, split: bool) -> dict[str, Any]:
     shapes = [(rows, rig.px(height), rig.px(width)) for rows, height, width in SHAPES]
     path = rig.model_file(net, "fp16")
-    before = rig.used_memory_gb()
+    memory = [rig.used_memory_gb()]
     plain = FixedBindings(rig, net, path, shapes, graphs=False)
-    between = rig.used_memory_gb()
+    memory.append(rig.used_memory_gb())
     changed = with_split_concats(path) if split else path
     captured = FixedBindings(rig, net, changed, shapes, graphs=rig.on_gpu)
-    after = rig.used_memory_gb()
-    deviations = _deviations(rig, plain, captured)
+    memory.append(rig.used_memory_gb())
+    grown = [None if one is None or two is None else round(two - one, 2) for one, two in pairwise(memory)]
+    deviations = []
+    for turn in range(1, 1 + rig.reduced(ROUNDS)):  # the shapes in turn, on new pixels
+        for index in range(len(shapes)):
+            for one in (plain, captured):
+                one.fill(index, turn)
+                one.run(index)
+            for place in (0, 3):  # scores and window scores
+                pair = [one.outputs[index][place].numpy() for one in (plain, captured)]
+                deviations.append(float(np.abs(pair[0] - pair[1]).max()))
     result: dict[str, Any] = {
         "graphs": rig.on_gpu,
         "replays_compared": len(deviations),
         "largest_deviation": float(np.max(deviations)),  # np.max propagates NaN
-        "plain_memory_gb": _difference(between, before),
-        "graphs_memory_gb": _difference(after, between),
+        "plain_memory_gb": grown[0],
+        "graphs_memory_gb": grown[1],
     }
     for name, one in (("plain", plain), ("graphs", captured)):
         repeated = [rig.timed(partial(one.run, index), seconds=0.1)["ms"] for index in range(len(shapes))]
@@ -115,24 +121,6 @@ def _measure(rig: Rig, net: str, *, split: bool) -> dict[str, Any]:
     if split:
         changed.unlink()
     return {**result, "shapes": [list(shape) for shape in shapes]}
-
-
-def _difference(after: float | None, before: float | None) -> float | None:
-    return None if after is None or before is None else round(after - before, 2)
-
-
-def _deviations(rig: Rig, plain: FixedBindings, captured: FixedBindings) -> list[float]:
-    """Replay the shapes in turn on new pixels; return the deviations of scores and window scores from a plain run."""
-    found = []
-    for turn in range(1, 1 + rig.reduced(ROUNDS)):
-        for index in range(len(plain.shapes)):
-            for one in (plain, captured):
-                one.fill(index, turn)
-                one.run(index)
-            for place in (0, 3):  # scores and window scores
-                pair = [one.outputs[index][place].numpy() for one in (plain, captured)]
-                found.append(float(np.abs(pair[0] - pair[1]).max()))
-    return found
 
 
 # Model files with one change in the graph that leaves every score unchanged.

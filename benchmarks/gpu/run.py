@@ -63,7 +63,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if options.device == "cpu" and not (options.tiny or options.plan or options.part == "table"):
         parser.error("--device cpu is only for rehearsals: add --tiny, since the real nets would take hours")
     if options.plan:
-        _print_plan(options)
+        from benchmarks.common.rig import Rig
+
+        rig = Rig(options.device, options.tiny, options.files)
+        for part in PARTS if options.part in {None, "table"} else (options.part,):
+            print(f"{part}:", *(f"  {line}" for line in _module_of(part).plan(rig)), sep="\n")
         return 0
     if options.part == "table":
         if options.output:
@@ -72,15 +76,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
             print(table(options.results))
         return 0
     return _measure(options, words)
-
-
-def _print_plan(options: argparse.Namespace) -> None:
-    from benchmarks.common.rig import Rig
-
-    rig = Rig(options.device, options.tiny, options.files)
-    for part in PARTS if options.part in {None, "table"} else (options.part,):
-        print(f"{part}:")
-        print("\n".join(f"  {line}" for line in _module_of(part).plan(rig)))
 
 
 def _module_of(part: str) -> ModuleType:

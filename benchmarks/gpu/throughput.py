@@ -114,19 +114,15 @@ def view_shapes(sizes: Sequence[Size], protocol: EvaluationProtocol) -> list[Siz
 
 def run(rig: Rig, runner: Runner) -> None:
     """Measure all cases, first those of the goals, without and with decoding."""
-    for what, (net, precision, protocol, images, together) in _order(rig):
+    order = [("views", VIEWS[0]), *(("jpegs", case) for case in JPEGS[: rig.reduced(len(JPEGS))])]
+    order += [("views", case) for case in (VIEWS[1:3] if rig.tiny else VIEWS[1:])]
+    for what, (net, precision, protocol, images, together) in order:
         if precision not in rig.precisions:
             continue
         settings: Settings = {"what": what, "net": net, "precision": precision, "protocol": protocol}
         settings |= {"images": rig.reduced(images, 4), "together": rig.reduced(together)}
         work = partial(_views if what == "views" else _jpegs, rig, settings)
         runner.measure(Case(settings, work, 60 if net == "C" or what == "jpegs" else 35))
-
-
-def _order(rig: Rig) -> Iterator[tuple[str, tuple[str, str, str, int, int]]]:
-    yield "views", VIEWS[0]
-    yield from (("jpegs", case) for case in JPEGS[: rig.reduced(len(JPEGS))])
-    yield from (("views", case) for case in (VIEWS[1:3] if rig.tiny else VIEWS[1:]))
 
 
 class Work:
@@ -188,17 +184,13 @@ def _views(rig: Rig, settings: Settings) -> dict[str, Any]:
         # The pipeline of `validate`, but with views instead of files.
         with closing(Pipeline([work.session], portions, lambda one: views[int(one.file)], THREADS, timer)) as line:
             for portion in line.finished():
-                _average(work.protocol, [portion.results[index] for index in range(len(portion.results))])
+                in_order = [portion.results[index] for index in range(len(portion.results))]
+                for first in range(0, len(in_order), len(work.protocol.views)):
+                    average_image(work.protocol, in_order[first : first + len(work.protocol.views)])
         passes.append((time.perf_counter() - begun, timer))
-    in_order = sorted(passes[1:], key=lambda one: one[0])
-    seconds, of_it = in_order[(len(in_order) - 1) // 2]  # one pass, so that stages and seconds belong together
+    by_time = sorted(passes[1:], key=lambda one: one[0])
+    seconds, of_it = by_time[(len(by_time) - 1) // 2]  # one pass, so that stages and seconds belong together
     return work.result(seconds, passes[0][0], of_it)
-
-
-def _average(protocol: EvaluationProtocol, results: Sequence[Any]) -> None:
-    views = len(protocol.views)
-    for first in range(0, len(results), views):
-        average_image(protocol, results[first : first + views])
 
 
 def resized_noise(sizes: Sequence[Size], protocol: EvaluationProtocol) -> list[list[ViewImage]]:
