@@ -10,7 +10,7 @@ import time
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -47,38 +47,14 @@ class NotAvailable(Exception):  # noqa: N818 - not an error: it becomes a row of
 
 @dataclass
 class BenchmarkNet:
-    """The files of one net in `folder`, and what competitors share in memory.
+    """The files of one net in `folder` (`nets.write_files`), and what competitors share in memory.
 
-    checkpoint: `net.safetensors`; plain: `plain.onnx`, by `dense_torch.export_plain`; ours: `ours.onnx`, by
-    `export.dense.export.export_checkpoint`. threads: of every competitor; sessions: open ones on our file.
+    threads: of every competitor; sessions: open ones on our file.
     """
 
     folder: Path
     threads: int
     sessions: dict[tuple[Device, CompetitorPrecision], Session] = field(default_factory=dict)
-
-    @property
-    def checkpoint(self) -> Path:
-        """Return the path of the checkpoint."""
-        return self.folder / "net.safetensors"
-
-    @property
-    def plain(self) -> Path:
-        """Return the path of the plain export of the torch net."""
-        return self.folder / "plain.onnx"
-
-    @property
-    def ours(self) -> Path:
-        """Return the path of this project's model file."""
-        return self.folder / "ours.onnx"
-
-    def session(self, device: Device, precision: CompetitorPrecision) -> Session:
-        """Return the session on our file; two competitors share it, since each session takes 2.6 GB for model C."""
-        if (device, precision) not in self.sessions:
-            self.sessions[device, precision] = open_session(
-                self.ours, device, precision=precision, threads=self.threads
-            )
-        return self.sessions[device, precision]
 
     @cached_property
     def net(self) -> "DenseNet":
@@ -94,7 +70,7 @@ class BenchmarkNet:
         from prelunet.training.net.network import network_from_checkpoint
 
         torch.set_num_threads(self.threads)
-        checkpoint = read_checkpoint(self.checkpoint)
+        checkpoint = read_checkpoint(self.folder / "net.safetensors")
         dtype = torch.float32 if precision == "fp32" else torch.bfloat16
         onednn = precision == "fp32" and _has_onednn()
         net = network_from_checkpoint(checkpoint)
@@ -224,14 +200,11 @@ def _compiled(case: BenchmarkNet) -> OpenedCompetitor:
     return OpenedCompetitor(in_pairs(run), {**_torch_settings(), **facts})
 
 
-def _channels_last(precision: CompetitorPrecision) -> Callable[[BenchmarkNet], OpenedCompetitor]:
-    def open_(case: BenchmarkNet) -> OpenedCompetitor:
-        if precision == "bf16" and not supports_bf16():
-            raise NotAvailable("this CPU has no bfloat16 instructions, and torch's emulation is ten times slower")
-        net = case.dense_net(precision=precision, channels_last=True)
-        return OpenedCompetitor(in_pairs(net.scores), {**_torch_settings(), "layout": "channels_last"})
-
-    return open_
+def _channels_last(case: BenchmarkNet, precision: CompetitorPrecision) -> OpenedCompetitor:
+    if precision == "bf16" and not supports_bf16():
+        raise NotAvailable("this CPU has no bfloat16 instructions, and torch's emulation is ten times slower")
+    net = case.dense_net(precision=precision, channels_last=True)
+    return OpenedCompetitor(in_pairs(net.scores), {**_torch_settings(), "layout": "channels_last"})
 
 
 def _has_onednn() -> bool:
@@ -259,7 +232,9 @@ def _onnxruntime(case: BenchmarkNet) -> OpenedCompetitor:
         raise NotAvailable(str(error)) from error
     options = runtime.SessionOptions()
     options.intra_op_num_threads = case.threads
-    session = runtime.InferenceSession(os.fspath(case.plain), options, providers=["CPUExecutionProvider"])
+    session = runtime.InferenceSession(
+        os.fspath(case.folder / "plain.onnx"), options, providers=["CPUExecutionProvider"]
+    )
     run = in_pairs(lambda images: session.run(None, {"images": _channels_first(images)})[0])
     return OpenedCompetitor(
         run,
@@ -273,67 +248,59 @@ def _onnxruntime(case: BenchmarkNet) -> OpenedCompetitor:
     )
 
 
-def _openvino(precision: CompetitorPrecision) -> Callable[[BenchmarkNet], OpenedCompetitor]:
-    """Return a function that opens the plain export in OpenVINO."""
+def _openvino(case: BenchmarkNet, precision: CompetitorPrecision) -> OpenedCompetitor:
+    """Open the plain export in OpenVINO."""
+    try:
+        import openvino
+    except ImportError as error:
+        raise NotAvailable(f"openvino cannot be imported ({error})") from error
+    requested = {
+        "INFERENCE_PRECISION_HINT": openvino_runtime.HINTS[precision],
+        "PERFORMANCE_HINT": "LATENCY",
+        "INFERENCE_NUM_THREADS": case.threads,
+    }
+    try:
+        openvino_runtime.check_processor(precision)
+        compiled = openvino.Core().compile_model(case.folder / "plain.onnx", "CPU", requested)
+        openvino_runtime.check_precision(compiled, precision)
+    except EnvironmentFault as error:
+        raise NotAvailable(str(error)) from error
+    request = compiled.create_infer_request()
 
-    def open_(case: BenchmarkNet) -> OpenedCompetitor:
-        try:
-            import openvino
-        except ImportError as error:
-            raise NotAvailable(f"openvino cannot be imported ({error})") from error
-        requested = {
-            "INFERENCE_PRECISION_HINT": openvino_runtime.HINTS[precision],
-            "PERFORMANCE_HINT": "LATENCY",
-            "INFERENCE_NUM_THREADS": case.threads,
-        }
-        try:
-            openvino_runtime.check_processor(precision)
-            compiled = openvino.Core().compile_model(case.plain, "CPU", requested)
-            openvino_runtime.check_precision(compiled, precision)
-        except EnvironmentFault as error:
-            raise NotAvailable(str(error)) from error
-        request = compiled.create_infer_request()
+    def run(images: UInt8Array) -> Scores:
+        scores: Scores = request.infer({"images": _channels_first(images)}, share_inputs=True)["scores"].copy()
+        return scores
 
-        def run(images: UInt8Array) -> Scores:
-            scores: Scores = request.infer({"images": _channels_first(images)}, share_inputs=True)["scores"].copy()
-            return scores
-
-        reported = {key: str(compiled.get_property(key)) for key in (*requested, "NUM_STREAMS", "ENABLE_CPU_PINNING")}
-        facts = {"openvino": openvino.__version__, "file": "plain export", "convolutions": precision}
-        return OpenedCompetitor(in_pairs(run), {**facts, **reported})
-
-    return open_
+    reported = {key: str(compiled.get_property(key)) for key in (*requested, "NUM_STREAMS", "ENABLE_CPU_PINNING")}
+    facts = {"openvino": openvino.__version__, "file": "plain export", "convolutions": precision}
+    return OpenedCompetitor(in_pairs(run), {**facts, **reported})
 
 
-def _bare(device: Device, precision: CompetitorPrecision) -> Callable[[BenchmarkNet], OpenedCompetitor]:
-    """Return a competitor that calls the runtime on our file once per scale, without the work of `_ours` around it."""
+def _bare(case: BenchmarkNet, device: Device, precision: CompetitorPrecision) -> OpenedCompetitor:
+    """Call the runtime on our file once per scale, without the work of `_ours` around it."""
+    session, settings = _session(case, device, precision)
 
-    def open_(case: BenchmarkNet) -> OpenedCompetitor:
-        session, settings = _session(case, device, precision)
+    def run(images: UInt8Array) -> Scores:
+        return session.run(images, np.array([images.shape[1:3]] * len(images), np.int64)).scores
 
-        def run(images: UInt8Array) -> Scores:
-            return session.run(images, np.array([images.shape[1:3]] * len(images), np.int64)).scores
-
-        return OpenedCompetitor(in_pairs(run), settings)
-
-    return open_
+    return OpenedCompetitor(in_pairs(run), settings)
 
 
-def _ours(device: Device, precision: CompetitorPrecision) -> Callable[[BenchmarkNet], OpenedCompetitor]:
-    """Return a competitor that works as `prelunet classify`: views, batches, canvases, averages."""
-
-    def open_(case: BenchmarkNet) -> OpenedCompetitor:
-        session, settings = _session(case, device, precision)
-        return OpenedCompetitor(lambda image, protocol: classify_images(session, [image], protocol)[0].scores, settings)
-
-    return open_
+def _ours(case: BenchmarkNet, device: Device, precision: CompetitorPrecision) -> OpenedCompetitor:
+    """Work as `prelunet classify`: views, batches, canvases, averages."""
+    session, settings = _session(case, device, precision)
+    return OpenedCompetitor(lambda image, protocol: classify_images(session, [image], protocol)[0].scores, settings)
 
 
 def _session(case: BenchmarkNet, device: Device, precision: CompetitorPrecision) -> tuple[Session, dict[str, Any]]:
-    try:
-        session = case.session(device, precision)
-    except EnvironmentFault as error:
-        raise NotAvailable(str(error)) from error
+    """Return the session on our file; two competitors share it, since each session takes 2.6 GB for model C."""
+    if (device, precision) not in case.sessions:
+        ours = case.folder / "ours.onnx"
+        try:
+            case.sessions[device, precision] = open_session(ours, device, precision=precision, threads=case.threads)
+        except EnvironmentFault as error:
+            raise NotAvailable(str(error)) from error
+    session = case.sessions[device, precision]
     facts = {"threads": case.threads, "rules": session.rules.to_json(), "file": "ours"}
     return session, {**session.circumstances.to_json(), **facts}
 
@@ -349,15 +316,22 @@ COMPETITORS: Mapping[str, Competitor] = {
         Competitor("naive", "fp32", _naive, alone_as=REFERENCE),
         Competitor(REFERENCE, "fp32", _eager),
         Competitor("torch.compile", "fp32", _compiled),
-        Competitor("torch channels_last", "fp32", _channels_last("fp32")),
+        Competitor("torch channels_last", "fp32", partial(_channels_last, precision="fp32")),
         Competitor("onnxruntime, plain export", "fp32", _onnxruntime),
-        Competitor("openvino, plain export", "fp32", _openvino("fp32")),
-        Competitor("openvino, our file", "fp32", _bare("openvino", "fp32"), alone_as="ours, openvino"),
-        Competitor("ours, cpu", "fp32", _ours("cpu", "fp32"), ours=True),
-        Competitor("ours, openvino", "fp32", _ours("openvino", "fp32"), ours=True),
-        Competitor("torch channels_last bf16", "bf16", _channels_last("bf16")),
-        Competitor("openvino, plain export, bf16", "bf16", _openvino("bf16")),
-        Competitor("openvino, our file, bf16", "bf16", _bare("openvino", "bf16"), alone_as="ours, openvino bf16"),
-        Competitor("ours, openvino bf16", "bf16", _ours("openvino", "bf16"), ours=True),
+        Competitor("openvino, plain export", "fp32", partial(_openvino, precision="fp32")),
+        Competitor(
+            "openvino, our file", "fp32", partial(_bare, device="openvino", precision="fp32"), alone_as="ours, openvino"
+        ),
+        Competitor("ours, cpu", "fp32", partial(_ours, device="cpu", precision="fp32"), ours=True),
+        Competitor("ours, openvino", "fp32", partial(_ours, device="openvino", precision="fp32"), ours=True),
+        Competitor("torch channels_last bf16", "bf16", partial(_channels_last, precision="bf16")),
+        Competitor("openvino, plain export, bf16", "bf16", partial(_openvino, precision="bf16")),
+        Competitor(
+            "openvino, our file, bf16",
+            "bf16",
+            partial(_bare, device="openvino", precision="bf16"),
+            alone_as="ours, openvino bf16",
+        ),
+        Competitor("ours, openvino bf16", "bf16", partial(_ours, device="openvino", precision="bf16"), ours=True),
     )
 }

@@ -22,6 +22,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -63,22 +64,10 @@ MIN_ROUNDS, MAX_ROUNDS, ROUND_SECONDS = 2, 7, 5.0  # rounds of all engines on a 
 Json = dict[str, Any]
 
 
-@dataclass(frozen=True)
-class Engine:
-    """One way to run a model on a CPU."""
-
-    name: str
-    device: Device
-    precision: CompetitorPrecision
-
-
-ENGINES: Mapping[str, Engine] = {
-    engine.name: engine
-    for engine in (
-        Engine("onnxruntime fp32", "cpu", "fp32"),
-        Engine("OpenVINO fp32", "openvino", "fp32"),
-        Engine("OpenVINO bf16", "openvino", "bf16"),
-    )
+ENGINES: Mapping[str, tuple[Device, CompetitorPrecision]] = {
+    "onnxruntime fp32": ("cpu", "fp32"),
+    "OpenVINO fp32": ("openvino", "fp32"),
+    "OpenVINO bf16": ("openvino", "bf16"),
 }
 
 
@@ -96,11 +85,11 @@ class Nets(Rig):
 
 @dataclass
 class GrowthBench:
-    """State shared by the parts. engines: the available ones; folder: of model files."""
+    """State shared by the parts. engines: names of the available ones; folder: of model files."""
 
     tiny: bool
     folder: Path
-    engines: Sequence[Engine]
+    engines: Sequence[str]
     most_images: int
     _sessions: dict[str, Session] = field(default_factory=dict)
 
@@ -117,10 +106,7 @@ class GrowthBench:
         """Return a session of each engine on model A; all stay open together."""
         if not self._sessions:
             path = self.nets().model_file(NET)
-            self._sessions = {
-                engine.name: open_with_placement(path, Placement(engine.device, engine.precision))
-                for engine in self.engines
-            }
+            self._sessions = {name: open_with_placement(path, Placement(*ENGINES[name])) for name in self.engines}
         return self._sessions
 
     def close(self) -> None:
@@ -160,61 +146,51 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return runner.finish()
 
 
-def _engines(folder: Path, names: Sequence[str]) -> tuple[list[Engine], Json]:
+def _engines(folder: Path, names: Sequence[str]) -> tuple[list[str], Json]:
     """Return the engines available here, and for each name its circumstances or why it is unavailable."""
     path = Nets("cpu", tiny=True, files=folder).model_file(NET)
-    engines: list[Engine] = []
     found: Json = {}
-    for engine in (ENGINES[name] for name in names):
+    for name in names:
         try:
-            session = open_with_placement(path, Placement(engine.device, engine.precision))
+            found[name] = open_with_placement(path, Placement(*ENGINES[name])).circumstances.to_json()
         except EnvironmentFault as error:
-            found[engine.name] = f"not measured: {error}"
-        else:
-            found[engine.name] = session.circumstances.to_json()
-            engines.append(engine)
-    return engines, found
+            found[name] = f"not measured: {error}"
+    return [name for name in names if not isinstance(found[name], str)], found
 
 
 def area(bench: GrowthBench) -> Iterator[Case]:
     """Pairs of mirrored views of one photo at growing scales."""
     for scale in bench.sampled(AREA_SCALES):
-        yield _timed(bench, {"scale": scale}, (scale,), PHOTO, seconds=scale**2 / 16_000)
+        yield Case({"scale": scale}, partial(_timed, bench, (scale,), PHOTO), scale**2 / 16_000)
 
 
 def elongation(bench: GrowthBench) -> Iterator[Case]:
     """Pairs of mirrored views of one scale and growing length."""
     for times in bench.sampled(ELONGATIONS):
         photo = (ELONGATED_SCALE, round(ELONGATED_SCALE * times))
-        yield _timed(bench, {"times": times}, (ELONGATED_SCALE,), photo)
+        yield Case({"times": times}, partial(_timed, bench, (ELONGATED_SCALE,), photo), 40)
 
 
 def scales(bench: GrowthBench) -> Iterator[Case]:
     """One photo at an increasing number of scales."""
     for several in bench.sampled(SCALES):
-        yield _timed(bench, {"scales": list(several)}, several, PHOTO)
+        yield Case({"scales": list(several)}, partial(_timed, bench, several, PHOTO), 40)
 
 
-def _timed(
-    bench: GrowthBench, settings: Json, of_scales: Sequence[int], photo: tuple[int, int], seconds: float = 40
-) -> Case:
+def _timed(bench: GrowthBench, of_scales: Sequence[int], photo: tuple[int, int]) -> Json:
     """Time the engines in turn on a photo; lengths refer to crops of 224 pixels."""
-
-    def work() -> Json:
-        nets = bench.nets()
-        image = golden_image(*map(nets.px, photo))
-        protocol = build_protocol("dense-" + "-".join(str(nets.px(scale)) for scale in of_scales),
-                                 next(iter(bench.sessions.values())).contract)  # fmt: skip
-        answers = {
-            name: lambda session=session: classify_images(session, [image], protocol)[0].scores
-            for name, session in bench.sessions.items()
-        }
-        taken, deviations = interleave(answers, bench.tiny)
-        height, width = image.shape[:2]
-        sizes = [resized_size(height, width, nets.px(scale)) for scale in of_scales]
-        return {"seconds": taken, "deviations": deviations, **_amount(nets, [size for size in sizes for _ in "pm"])}
-
-    return Case(settings, work, seconds)
+    nets = bench.nets()
+    image = golden_image(*map(nets.px, photo))
+    protocol = build_protocol("dense-" + "-".join(str(nets.px(scale)) for scale in of_scales),
+                             next(iter(bench.sessions.values())).contract)  # fmt: skip
+    answers = {
+        name: lambda session=session: classify_images(session, [image], protocol)[0].scores
+        for name, session in bench.sessions.items()
+    }
+    taken, deviations = interleave(answers, bench.tiny)
+    height, width = image.shape[:2]
+    sizes = [resized_size(height, width, nets.px(scale)) for scale in of_scales]
+    return {"seconds": taken, "deviations": deviations, **_amount(nets, [size for size in sizes for _ in "pm"])}
 
 
 def interleave(
@@ -229,7 +205,7 @@ def interleave(
     expected = next(iter(scores.values()))
     deviations = {name: deviation(found, expected) for name, found in scores.items()}
     for name, off in deviations.items():
-        if not within(off, ENGINES[name].precision):
+        if not within(off, ENGINES[name][1]):
             raise RuntimeError(f"{name}: scores deviate from those of {next(iter(scores))} by {off:.1e} of the largest")
     taken: dict[str, list[float]] = {name: [] for name in answers}
     begun = time.perf_counter()
@@ -259,57 +235,43 @@ def memory(bench: GrowthBench) -> Iterator[Case]:
     """Each engine in its own process, validating large photos at growing scales."""
     for scale, copies in bench.sampled(MEMORY_SCALES):
         for engine in bench.engines:
-            yield _large_photos(bench, engine, scale, copies)
+            work = partial(_large_photos, bench, engine, scale, copies)
+            yield Case({"scale": scale, "engine": engine}, work, scale**2 / 5000)
 
 
-def _large_photos(bench: GrowthBench, engine: Engine, scale: int, copies: int) -> Case:
-    def work() -> Json:
-        nets = bench.nets()
-        sizes = [(nets.px(height), nets.px(width)) for height, width in LARGE_PHOTOS]
-        task: Json = {"task": "validate", "protocol": f"dense-{nets.px(scale)}"}
-        task |= {
-            "data": str(photos(bench.folder, sizes)),
-            "model": str(nets.model_file(NET)),
-            "images": copies * len(sizes),
-        }
-        return run_engine_isolated(engine, task)
-
-    return Case({"scale": scale, "engine": engine.name}, work, seconds=scale**2 / 5000)
-
-
-def photos(folder: Path, sizes: Sequence[tuple[int, int]]) -> Path:
-    """Return a folder with one JPEG per size, each a class; missing files are written."""
-    dataset = folder / "photos"
-    for number, (height, width) in enumerate(sizes):
-        file = dataset / f"n{number:08}" / "photo.jpg"
+def _large_photos(bench: GrowthBench, engine: str, scale: int, copies: int) -> Json:
+    nets, photos = bench.nets(), bench.folder / "photos"
+    for number, (height, width) in enumerate(LARGE_PHOTOS):  # one JPEG for each size, each a class
+        file = photos / f"n{number:08}" / "photo.jpg"
         if not file.exists():
             file.parent.mkdir(parents=True)
-            Image.fromarray(golden_image(height, width)).save(file, quality=92)
-    return dataset
+            Image.fromarray(golden_image(nets.px(height), nets.px(width))).save(file, quality=92)
+    images = copies * len(LARGE_PHOTOS)
+    return run_engine_isolated(
+        engine, "validate", nets.model_file(NET), protocol=f"dense-{nets.px(scale)}", data=str(photos), images=images
+    )
 
 
 def classes(bench: GrowthBench) -> Iterator[Case]:
     """Each engine in its own process, on nets with growing numbers of classes; one model file exists at a time."""
     for count in bench.sampled(CLASSES):
         for engine in bench.engines:
-            yield _of_classes(bench, engine, count)
+            yield Case({"classes": count, "engine": engine}, partial(_of_classes, bench, engine, count))
         for file in (bench.folder / str(count)).glob("*.onnx"):
             file.unlink()
 
 
-def _of_classes(bench: GrowthBench, engine: Engine, count: int) -> Case:
-    def work() -> Json:
-        nets = bench.nets(count)
-        path, scale = nets.model_file(NET), nets.px(CLASSES_SCALE)
-        height, width = map(nets.px, PHOTO)
-        task = {"task": "classify", "protocol": f"dense-{scale}", "height": height, "width": width, "calls": 3}
-        found = run_engine_isolated(engine, {**task, "model": str(path)})
-        size = resized_size(height, width, scale)
-        seconds = found["seconds"][1:]  # the first call is a warm-up
-        file_mb = round(path.stat().st_size / 2**20, 1)
-        return {**found, "seconds": seconds, "file_mb": file_mb, **_amount(nets, [size, size])}
-
-    return Case({"classes": count, "engine": engine.name}, work)
+def _of_classes(bench: GrowthBench, engine: str, count: int) -> Json:
+    nets = bench.nets(count)
+    path, scale = nets.model_file(NET), nets.px(CLASSES_SCALE)
+    height, width = map(nets.px, PHOTO)
+    found = run_engine_isolated(
+        engine, "classify", path, protocol=f"dense-{scale}", height=height, width=width, calls=3
+    )
+    size = resized_size(height, width, scale)
+    seconds = found["seconds"][1:]  # the first call is a warm-up
+    file_mb = round(path.stat().st_size / 2**20, 1)
+    return {**found, "seconds": seconds, "file_mb": file_mb, **_amount(nets, [size, size])}
 
 
 def dataset(bench: GrowthBench) -> Iterator[Case]:
@@ -317,21 +279,20 @@ def dataset(bench: GrowthBench) -> Iterator[Case]:
     for images in IMAGES:
         for engine in bench.engines if images < IMAGES[-1] else bench.engines[:1]:
             if images <= bench.most_images:
-                yield _validation(bench, engine, images)
+                yield Case(
+                    {"images": images, "engine": engine}, partial(_validation, bench, engine, images), 5 + images / 150
+                )
 
 
-def _validation(bench: GrowthBench, engine: Engine, images: int) -> Case:
-    def work() -> Json:
-        model = str(bench.nets(demo=True).model_file(NET))
-        task = {"task": "validate", "protocol": DATASET_PROTOCOL, "data": str(embedded_dataset_path())}
-        return run_engine_isolated(engine, {**task, "model": model, "images": images})
-
-    return Case({"images": images, "engine": engine.name}, work, seconds=5 + images / 150)
+def _validation(bench: GrowthBench, engine: str, images: int) -> Json:
+    model, data = bench.nets(demo=True).model_file(NET), str(embedded_dataset_path())
+    return run_engine_isolated(engine, "validate", model, protocol=DATASET_PROTOCOL, data=data, images=images)
 
 
-def run_engine_isolated(engine: Engine, task: Mapping[str, Any]) -> Json:
+def run_engine_isolated(engine: str, task: str, model: Path, **details: Any) -> Json:
     """Run a task of isolated.py on an engine and return its result."""
-    return run_isolated({**task, "device": engine.device, "precision": engine.precision})
+    device, precision = ENGINES[engine]
+    return run_isolated({"task": task, "model": str(model), "device": device, "precision": precision, **details})
 
 
 PARTS: Mapping[str, Callable[[GrowthBench], Iterator[Case]]] = {

@@ -100,25 +100,13 @@ def tables(data: Json) -> str:
         points = sorted(points_of(data, part), key=lambda point: point.get("engine", ""))
         engines = list(points[0]["seconds"]) if points and "engine" not in points[0] else []
         header = [*columns, *(f"{engine}: s (GFLOP/s)" for engine in engines)]
-        rows = [
-            [*(read(point) for read in columns.values()), *(_seconds(point, engine) for engine in engines)]
-            for point in points
-        ]
+        rows = []
+        for point in points:
+            taken = [medians(point)[engine] for engine in engines]
+            rates = [f"{cell(seconds)} ({point['gflop'] / seconds:.0f})" for seconds in taken]
+            rows.append([*(read(point) for read in columns.values()), *rates])
         blocks.append(f"{part}\n\n{markdown(header, rows)}" if rows else f"{part}: not measured")
     return "\n\n".join(blocks)
-
-
-def _seconds(point: Row, engine: str) -> str:
-    seconds = medians(point)[engine]
-    return f"{cell(seconds)} ({point['gflop'] / seconds:.0f})"
-
-
-def _view(point: Row) -> str:
-    return cell(point["views"][0])
-
-
-def _share(point: Row) -> str:
-    return f"{100 * point['head_gflop'] / point['gflop']:.0f} %"
 
 
 def _estimated(key: str) -> Callable[[Row], str]:
@@ -126,12 +114,16 @@ def _estimated(key: str) -> Callable[[Row], str]:
 
 
 _WORK: Mapping[str, Callable[[Row], Any]] = {
-    "view": _view,
+    "view": lambda point: point["views"][0],
     "windows": lambda point: point["windows"] // 2,
     "GFLOP": itemgetter("gflop"),
 }
 _COLUMNS: Mapping[str, Mapping[str, Callable[[Row], Any]]] = {
-    "area": {"scale": itemgetter("scale"), **_WORK, "of it head": _share},
+    "area": {
+        "scale": itemgetter("scale"),
+        **_WORK,
+        "of it head": lambda point: f"{100 * point['head_gflop'] / point['gflop']:.0f} %",
+    },
     "elongation": {"long / short": itemgetter("times"), **_WORK},
     "scales": {
         "scales": lambda point: ", ".join(map(str, point["scales"])),

@@ -126,41 +126,30 @@ def measure(
     """
     timings: list[PhotoTimings] = []
     begun = time.perf_counter()
-    while not limits.reached(len(timings), time.perf_counter() - begun):
-        photo = photos[len(timings) % len(photos)]
-        timings.append(_time_photo(opened, photo, protocol, net, len(timings), reference))
+    while not limits.reached(number := len(timings), time.perf_counter() - begun):
+        photo = photos[number % len(photos)]
+        height, width = photo.pixels.shape[:2]
+        sizes = [resized_size(height, width, view.scale, protocol.long_side_cap) for view in protocol.views]
+        seconds: dict[str, float] = {}
+        scores: dict[str, Scores] = {}
+        crops = None
+        for name in shuffled(opened, number):
+            competitor = opened[name]
+            if competitor.sample is not None:
+                if number > 0:  # the competitor is too slow for more than one picture
+                    continue
+                crops = windows_of(net, sizes)
+                if crops > SAMPLED_CROPS:
+                    seconds[name] = competitor.sample(photo.pixels, protocol, SAMPLED_CROPS)
+                    continue
+            seconds[name], scores[name] = timed(partial(competitor.answer, photo.pixels, protocol))
+        if REFERENCE in scores:
+            reference.scores.setdefault((photo.name, protocol.name), scores[REFERENCE])
+        deviations = {name: reference.deviation(name, found, photo, protocol) for name, found in scores.items()}
+        gflop = sum(2 * multiply_adds(net, *size, CLASSES) for size in sizes) / 1e9
+        timings.append(PhotoTimings(photo, gflop, seconds, deviations, crops))
         print(f"    {photo.name}: {time.perf_counter() - begun:.1f} s since the first", flush=True)
     return timings
-
-
-def _time_photo(
-    opened: Mapping[str, OpenedCompetitor],
-    photo: Photo,
-    protocol: EvaluationProtocol,
-    net: Architecture,
-    number: int,
-    reference: Reference,
-) -> PhotoTimings:
-    seconds: dict[str, float] = {}
-    scores: dict[str, Scores] = {}
-    height, width = photo.pixels.shape[:2]
-    sizes = [resized_size(height, width, view.scale, protocol.long_side_cap) for view in protocol.views]
-    crops = None
-    for name in shuffled(opened, number):
-        competitor = opened[name]
-        if competitor.sample is not None:
-            if number > 0:  # the competitor is too slow for more than one picture
-                continue
-            crops = windows_of(net, sizes)
-            if crops > SAMPLED_CROPS:
-                seconds[name] = competitor.sample(photo.pixels, protocol, SAMPLED_CROPS)
-                continue
-        seconds[name], scores[name] = timed(partial(competitor.answer, photo.pixels, protocol))
-    if REFERENCE in scores:
-        reference.scores.setdefault((photo.name, protocol.name), scores[REFERENCE])
-    deviations = {name: reference.deviation(name, found, photo, protocol) for name, found in scores.items()}
-    gflop = sum(2 * multiply_adds(net, *size, CLASSES) for size in sizes) / 1e9
-    return PhotoTimings(photo, gflop, seconds, deviations, crops)
 
 
 def timed(answer: Callable[[], Scores]) -> tuple[float, Scores]:

@@ -130,7 +130,7 @@ def _result(name: str, protocol: EvaluationProtocol, visits: Sequence[PhotoTimin
 
 
 def _protocols(case: BenchmarkNet, names: Sequence[str]) -> list[EvaluationProtocol]:
-    contract = open_session(case.ours, "cpu").contract
+    contract = open_session(case.folder / "ours.onnx", "cpu").contract
     protocols = [build_protocol(name, contract) for name in names]
     for protocol in protocols:
         if protocol.kind != "dense":
