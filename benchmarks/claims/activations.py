@@ -25,7 +25,7 @@ from benchmarks.common.runner import command_line
 from prelunet.evaluator.architectures import Activation
 from prelunet.training.loop.execution import Execution
 from prelunet.training.loop.train import train
-from prelunet.training.recipe import Recipe, read_recipe
+from prelunet.training.recipe import read_recipe
 
 ORDER: tuple[Activation, ...] = ("relu", "lrelu", "prelu-shared", "prelu")
 PAIRS: tuple[tuple[Activation, Activation], ...] = (
@@ -42,7 +42,8 @@ assert set(ORDER) == set(get_args(Activation))
 def main() -> None:
     """Train, compare and write the result."""
     options = _options()
-    recipe = _recipe(options.epochs)
+    # The demo recipe with another length, evaluated once at the end.
+    recipe = replace(read_recipe("demo"), steps=None, epochs=options.epochs, evaluate_every=10**6, save_every=500)
     errors: dict[str, list[float]] = {activation: [] for activation in ORDER}
     for seed in range(options.seeds):  # by seed, so that an interrupted experiment has whole pairs
         for activation in ORDER:
@@ -73,11 +74,6 @@ def _options() -> argparse.Namespace:
         parser.error("--seeds must be at least 2: one training has no interval")
     options.runs.mkdir(parents=True, exist_ok=True)
     return options
-
-
-def _recipe(epochs: float) -> Recipe:
-    """Return the demo recipe with another length, evaluated once at the end."""
-    return replace(read_recipe("demo"), steps=None, epochs=epochs, evaluate_every=10**6, save_every=500)
 
 
 def _difference(errors: dict[str, list[float]], first: str, second: str) -> dict[str, Any]:

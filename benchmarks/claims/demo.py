@@ -48,10 +48,14 @@ def main() -> None:
         "slopes above it": [seed["slopes"]["others"] for seed in seeds],
     }
     columns["multi-scale − center"] = list(np.subtract(columns["multi-scale"], columns["center"]))
+    means = {}
+    for name, values in columns.items():
+        low, high = interval_of_mean(values)
+        means[name] = {"mean": round(float(np.mean(values)), 4), "interval": [round(low, 4), round(high, 4)]}
     result = {
         **circumstances(__file__, options, ("prelunet", "onnxruntime", "torch", "numpy")),
         "seeds": seeds,
-        "means": {name: _mean(values) for name, values in columns.items()},
+        "means": means,
     }
     print(_table(result))
     write_result(options.output, result, _table(result))
@@ -91,11 +95,6 @@ def _error(model: Path, name: str, folder: Path) -> float:
     run = validate([session], dataset, info, folder)
     ranks = np.array([line.rank for line in run.predictions if line.refused is None])
     return round(100 * float((ranks > 1).mean()), 3)
-
-
-def _mean(values: list[float]) -> Json:
-    low, high = interval_of_mean(values)
-    return {"mean": round(float(np.mean(values)), 4), "interval": [round(low, 4), round(high, 4)]}
 
 
 def _table(result: Json) -> str:
