@@ -5,7 +5,7 @@
 # make test-browser     open the report in Chromium as laptop and phone; `make test` does so too if it is installed
 # make check-install    check that a clean environment without torch and onnx serves, validates and reports
 # make check-placement  check without a GPU that every node of the model files is placed on CUDA, without copies
-# make stats            print lines, functions, modules with one importer and import cycles
+# make stats            print lines, functions, modules with one importer and the first import cycle
 # make lint lint-proto format proto bench pins clean
 
 PYTHON ?= python3

@@ -35,12 +35,6 @@ def windows(scale: int) -> list[list[Place]]:
     return [[(row * stride, column * stride) for column in range(columns)] for row in range(rows)]
 
 
-def nine(scale: int) -> list[Place]:
-    """Return the origins of the windows of spp-18."""
-    grid = windows(scale)
-    return [grid[row][column] for row in nine_places(len(grid)) for column in nine_places(len(grid[0]))]
-
-
 def crops(kind: str, scale: int) -> list[Place]:
     """Return the origins of the crops of a protocol."""
     parts = PARTS["ten-crop" if kind == "ten-crop" else "center"]
@@ -88,8 +82,10 @@ def dense_panel(place: int, scale: int) -> str:
 
 def nine_panel(place: int, scale: int) -> str:
     """Draw the windows of spp-18 at a scale."""
+    grid = windows(scale)
+    nine = [grid[row][column] for row in nine_places(len(grid)) for column in nine_places(len(grid[0]))]
     text = "9 windows, and mirrored too"
-    return panel(place, scale, squares=nine(scale), dots=nine(scale), title=f"spp-18 at {scale}", text=text)
+    return panel(place, scale, squares=nine, dots=nine, title=f"spp-18 at {scale}", text=text)
 
 
 def draw() -> str:

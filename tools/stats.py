@@ -1,12 +1,13 @@
 """Print the size and the structure of the project: `make stats`.
 
-Lines per folder, functions per 1,000 lines, product modules with exactly one importer, import cycles. Generated code
-(evaluator/pb) does not count.
+Lines per folder, functions per 1,000 lines, product modules with exactly one importer, the first import cycle.
+Generated code (evaluator/pb) does not count.
 """
 
 import ast
 import subprocess
 from collections import Counter, defaultdict
+from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
 PRODUCT = ("evaluator", "export", "training")
@@ -30,19 +31,19 @@ def main() -> None:
     total = sum(lines[file] for file in own)
     inside = sum(functions[room] for room in PRODUCT)
     print(f"product: {total:,} lines in {len(own)} modules, {1000 * inside / total:.0f} functions per 1,000 lines")
-    imports = {_name(file): _imports(trees[file], {_name(other) for other in own}) for file in own}
+    names = {file: "prelunet." + ".".join(file.with_suffix("").parts).removesuffix(".__init__") for file in own}
+    imports = {name: _imports(trees[file], {*names.values()}) - {name} for file, name in names.items()}
     importers: dict[str, set[str]] = defaultdict(set)
     for module, imported in imports.items():
-        for name in imported - {module}:
+        for name in imported:
             importers[name].add(module)
     alone = [name for name, by in importers.items() if len(by) == 1]
     print(f"modules with exactly one importer: {len(alone)}")
-    circles = _circles(imports)
-    print(f"import cycles: {len(circles)}", *(" <-> ".join(sorted(circle)) for circle in circles), sep="\n  ")
-
-
-def _name(file: Path) -> str:
-    return "prelunet." + ".".join(file.with_suffix("").parts).removesuffix(".__init__")
+    try:
+        TopologicalSorter(imports).prepare()
+        print("import cycles: none")
+    except CycleError as error:
+        print("import cycle: " + " <- ".join(error.args[1]))
 
 
 def _imports(tree: ast.Module, modules: set[str]) -> set[str]:
@@ -56,34 +57,6 @@ def _imports(tree: ast.Module, modules: set[str]) -> set[str]:
                 submodule = f"{node.module}.{alias.name}"
                 found.add(submodule if submodule in modules else node.module)
     return found & modules
-
-
-def _circles(imports: dict[str, set[str]]) -> list[set[str]]:
-    """Return the strongly connected groups of more than one module (Tarjan)."""
-    order: dict[str, int] = {}
-    low: dict[str, int] = {}
-    stack: list[str] = []
-    found: list[set[str]] = []
-
-    def visit(module: str) -> None:
-        order[module] = low[module] = len(order)
-        stack.append(module)
-        for other in imports[module]:
-            if other not in order:
-                visit(other)
-                low[module] = min(low[module], low[other])
-            elif other in stack:
-                low[module] = min(low[module], order[other])
-        if low[module] == order[module]:
-            group = set(stack[stack.index(module) :])
-            del stack[stack.index(module) :]
-            if len(group) > 1:
-                found.append(group)
-
-    for module in imports:
-        if module not in order:
-            visit(module)
-    return found
 
 
 if __name__ == "__main__":
