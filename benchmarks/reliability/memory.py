@@ -4,6 +4,7 @@ import asyncio
 import itertools
 import statistics
 from collections.abc import Iterator, Sequence
+from contextlib import AsyncExitStack
 from functools import partial
 from pathlib import Path
 
@@ -81,7 +82,6 @@ async def _sampled(server: PreluNetServer, mix: Mix, calls: int) -> list[float]:
     every = max(1, calls // SAMPLES)
     samples = [server.rss_mb()]
     numbers = iter(range(calls))
-    channels = [new_channel(server.address) for _ in range(CONNECTIONS)]
 
     async def client(channel: grpc.aio.Channel) -> None:
         for number in numbers:
@@ -89,11 +89,9 @@ async def _sampled(server: PreluNetServer, mix: Mix, calls: int) -> list[float]:
             if number % every == 0:
                 samples.append(server.rss_mb())
 
-    try:
+    async with AsyncExitStack() as stack:
+        channels = [await stack.enter_async_context(new_channel(server.address)) for _ in range(CONNECTIONS)]
         await asyncio.gather(*(client(one) for one in itertools.islice(itertools.cycle(channels), CONCURRENCY)))
-    finally:
-        for channel in channels:
-            await channel.close()
     return samples
 
 

@@ -247,9 +247,3 @@ def summary(turns: Sequence[TurnResult]) -> Json:
 def percentile(values: Sequence[float], share: float) -> float:
     """Return the smallest of the sorted values that `share` percent do not exceed."""
     return values[max(0, math.ceil(len(values) * share / 100) - 1)]
-
-
-def calls_for(seconds: float, turn: TurnResult, clients: int, minimum: int) -> int:
-    """Return the calls that take about `seconds`, judged by one turn: a multiple of `clients`, at least `minimum`."""
-    wanted = max(minimum, seconds * turn.calls / turn.seconds)
-    return math.ceil(wanted / clients) * clients

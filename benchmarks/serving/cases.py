@@ -1,5 +1,6 @@
 """The three parts of run.py: the contenders of each case and their calls."""
 
+import math
 import statistics
 from collections.abc import Mapping, Sequence
 from functools import partial
@@ -12,7 +13,6 @@ from benchmarks.serving.bench import (
     ServingBench,
     Turn,
     best_in_process,
-    calls_for,
     check_answers,
     in_process,
     interleave,
@@ -135,13 +135,17 @@ def _check(bench: ServingBench, targets: Mapping[str, LoadTarget], expected: Seq
 def _turn(
     bench: ServingBench, contenders: Mapping[str, Turn], lengths: tuple[float, int, int], clients: int
 ) -> tuple[int, int]:
-    """Give each contender an untimed turn; return calls per turn and rounds, judged by the slowest."""
+    """Give each contender an untimed turn; return calls per turn, judged by the slowest, and rounds.
+
+    lengths: seconds of a turn, rounds, and the minimum number of calls; the calls are a multiple of `clients`.
+    """
     if bench.rig.tiny:
         return TINY_CALLS, 1
     seconds, rounds, minimum = lengths
     warm = max(2 * clients, 4)
     slowest = max((contender(warm, 0) for contender in contenders.values()), key=lambda turn: turn.seconds)
-    return calls_for(seconds, slowest, clients, minimum), rounds
+    wanted = max(minimum, seconds * slowest.calls / slowest.seconds)
+    return math.ceil(wanted / clients) * clients, rounds
 
 
 def _result(contenders: Mapping[str, Turn], calls: int, rounds: int) -> Json:

@@ -9,8 +9,8 @@ import io
 import itertools
 import time
 from collections import Counter
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AsyncExitStack
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -149,23 +149,14 @@ async def fuzz(seed: int, numbers: Sequence[int], serve: Callable[[], PreluNetSe
 
 async def _send(server: PreluNetServer, seed: int, numbers: Iterator[int], tally: FuzzResults) -> None:
     """Send cases until all are sent or the server is gone."""
-    async with _channels(server.address) as channels:
+    async with AsyncExitStack() as stack:
+        channels = [await stack.enter_async_context(new_channel(server.address)) for _ in range(CONNECTIONS)]
         await asyncio.gather(
             *(
                 _work(server, channel, seed, numbers, tally)
                 for channel in itertools.islice(itertools.cycle(channels), CONCURRENCY)
             )
         )
-
-
-@asynccontextmanager
-async def _channels(address: str) -> AsyncIterator[Sequence[grpc.aio.Channel]]:
-    channels = [new_channel(address) for _ in range(CONNECTIONS)]
-    try:
-        yield channels
-    finally:
-        for channel in channels:
-            await channel.close()
 
 
 async def _work(
@@ -237,8 +228,8 @@ async def _culprits(seed: int, tally: FuzzResults, code: int, serve: Callable[[]
         with serve() as server:
             while number is not None and server.is_alive():
                 case = case_of(seed, number)
-                async with _channels(server.address) as channels:
-                    status, _ = await call_case(channels[0], case)
+                async with new_channel(server.address) as channel:
+                    status, _ = await call_case(channel, case)
                 if status == "UNAVAILABLE":
                     await asyncio.sleep(DEAD)
                 if not server.is_alive():
