@@ -12,7 +12,6 @@ seeds, which describes the variation of trainings, not of test images. Interrupt
 ones are not repeated.
 """
 
-import argparse
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, get_args
@@ -21,7 +20,7 @@ import numpy as np
 
 from benchmarks.common.intervals import interval_of_mean
 from benchmarks.common.results import circumstances, markdown, write_result
-from benchmarks.common.runner import command_line
+from benchmarks.common.runner import command_line, several
 from prelunet.evaluator.architectures import Activation
 from prelunet.training.loop.execution import Execution
 from prelunet.training.loop.train import train
@@ -41,7 +40,13 @@ assert set(ORDER) == set(get_args(Activation))
 
 def main() -> None:
     """Train, compare and write the result."""
-    options = _options()
+    parser = command_line(__doc__)
+    parser.add_argument("--data", type=Path, required=True, help="all of Fashion-MNIST, built as above")
+    parser.add_argument("--runs", type=Path, required=True, help="folder for the trainings")
+    parser.add_argument("--seeds", type=several, default=3, help="trainings per activation, at least 2")
+    parser.add_argument("--epochs", type=float, default=3, help="length of each training")
+    options = parser.parse_args()
+    options.runs.mkdir(parents=True, exist_ok=True)
     # The demo recipe with another length, evaluated once at the end.
     recipe = replace(read_recipe("demo"), steps=None, epochs=options.epochs, evaluate_every=10**6, save_every=500)
     errors: dict[str, list[float]] = {activation: [] for activation in ORDER}
@@ -61,19 +66,6 @@ def main() -> None:
     }
     print(_table(result))
     write_result(options.output, result, _table(result))
-
-
-def _options() -> argparse.Namespace:
-    parser = command_line(__doc__)
-    parser.add_argument("--data", type=Path, required=True, help="all of Fashion-MNIST, built as above")
-    parser.add_argument("--runs", type=Path, required=True, help="folder for the trainings")
-    parser.add_argument("--seeds", type=int, default=3, help="trainings per activation, at least 2")
-    parser.add_argument("--epochs", type=float, default=3, help="length of each training")
-    options = parser.parse_args()
-    if options.seeds < 2:
-        parser.error("--seeds must be at least 2: one training has no interval")
-    options.runs.mkdir(parents=True, exist_ok=True)
-    return options
 
 
 def _difference(errors: dict[str, list[float]], first: str, second: str) -> dict[str, Any]:

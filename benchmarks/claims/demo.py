@@ -8,7 +8,6 @@ training scales (20 to 22), so its distance to `multi-scale` is not the gain ove
 over the seeds. Interrupted trainings resume in DIR; finished ones are not repeated.
 """
 
-import argparse
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -17,7 +16,7 @@ import numpy as np
 
 from benchmarks.common.intervals import interval_of_mean
 from benchmarks.common.results import circumstances, markdown, write_result
-from benchmarks.common.runner import command_line
+from benchmarks.common.runner import command_line, several
 from prelunet.evaluator.datasets import DatasetSpec, open_from_spec
 from prelunet.evaluator.engine.load import open_session
 from prelunet.evaluator.protocols import build_protocol
@@ -39,7 +38,10 @@ Json = dict[str, Any]
 
 def main() -> None:
     """Train, export, validate; write the result."""
-    options = _options()
+    parser = command_line(__doc__)
+    parser.add_argument("--runs", type=Path, required=True, help="folder for the trainings, 5 minutes each on 2 cores")
+    parser.add_argument("--seeds", type=several, default=3, help="number of trainings, at least 2")
+    options = parser.parse_args()
     seeds = [_one(options.runs / f"seed-{seed}", seed) for seed in range(options.seeds)]
     columns: dict[str, list[float]] = {
         **{name: [seed["top1_error"][name] for seed in seeds] for name in PROTOCOLS},
@@ -59,16 +61,6 @@ def main() -> None:
     }
     print(_table(result))
     write_result(options.output, result, _table(result))
-
-
-def _options() -> argparse.Namespace:
-    parser = command_line(__doc__)
-    parser.add_argument("--runs", type=Path, required=True, help="folder for the trainings, 5 minutes each on 2 cores")
-    parser.add_argument("--seeds", type=int, default=3, help="number of trainings, at least 2")
-    options = parser.parse_args()
-    if options.seeds < 2:
-        parser.error("--seeds must be at least 2: one training has no interval")
-    return options
 
 
 def _one(folder: Path, seed: int) -> Json:

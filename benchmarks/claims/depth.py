@@ -33,7 +33,7 @@ import numpy as np
 
 from benchmarks.common.intervals import interval_of_mean
 from benchmarks.common.results import circumstances, markdown, write_result
-from benchmarks.common.runner import command_line
+from benchmarks.common.runner import command_line, several
 from prelunet.evaluator.architectures import Activation
 from prelunet.evaluator.errors import DivergenceError
 from prelunet.evaluator.files import write_atomically
@@ -98,12 +98,10 @@ def main() -> None:
     """Train all nets, print the table, write the result and the plot."""
     parser = command_line(__doc__)
     parser.add_argument("--runs", type=Path, required=True, help="folder for the trainings; interrupted ones resume")
-    parser.add_argument("--seeds", type=int, default=3, help="number of nets per arm, at least 2")
+    parser.add_argument("--seeds", type=several, default=3, help="number of nets per arm, at least 2")
     parser.add_argument("--steps", type=int, default=1500, help="steps of each training")
     parser.add_argument("--plot", type=Path, help="SVG file to draw")
     options = parser.parse_args()
-    if options.seeds < 2:
-        parser.error("--seeds must be at least 2: one net has no interval")
     nets = [
         trained(arm, options.steps, seed, options.runs)
         for seed in range(options.seeds)  # outer loop over seeds: an interrupted run covers every arm

@@ -38,7 +38,7 @@ from PIL import Image
 
 from benchmarks.common.intervals import interval_of_mean
 from benchmarks.common.results import circumstances, markdown, write_result
-from benchmarks.common.runner import command_line
+from benchmarks.common.runner import command_line, several
 from prelunet.evaluator.architectures import Activation
 from prelunet.evaluator.arrays import Float64Array
 from prelunet.evaluator.datasets import open_dataset, select
@@ -82,7 +82,7 @@ class TwoLayers:
 def main() -> None:
     """Measure all pairs, print the table, write the result and the plot."""
     parser = command_line(__doc__)
-    parser.add_argument("--seeds", type=int, default=12, help="number of pairs of nets")
+    parser.add_argument("--seeds", type=several, default=12, help="number of pairs of nets, at least 2")
     parser.add_argument("--images", type=int, default=1000, help="number of images of val/ over which F is averaged")
     parser.add_argument("--steps", type=int, default=600, help="steps of training")
     parser.add_argument("--plot", type=Path, help="SVG file to draw")

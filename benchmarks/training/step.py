@@ -16,6 +16,7 @@ import tempfile
 import time
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -75,7 +76,9 @@ def _measure(recipe: Recipe, rounds: int, cache: Path) -> dict[str, Any]:
     classes = len(splits.classes)
     images = random.integers(0, 256, (recipe.batch, recipe.crop, recipe.crop, 3), dtype=np.uint8)
     batch = Batch(images, random.integers(0, classes, recipe.batch))
-    ways = {name: _ours(trainer, batch) for name, trainer in zip(OURS, trainers, strict=True)}
+    ways: dict[str, Callable[[], object]] = {
+        name: partial(trainer.step, batch) for name, trainer in zip(OURS, trainers, strict=True)
+    }
     for name in HAND:
         ways[name] = _by_hand(trainers[0], batch, channels_last=name == HAND[1])
     first = _first_losses(trainers[0], batch)
@@ -87,7 +90,8 @@ def _measure(recipe: Recipe, rounds: int, cache: Path) -> dict[str, Any]:
             if number >= WARM:
                 seconds[name].append(time.perf_counter() - begun)
     ours, fastest = (min(names, key=lambda name: float(np.median(seconds[name]))) for names in (OURS, HAND))
-    ratio, low, high = _ratio(np.array(seconds[ours]), np.array(seconds[fastest]), random)
+    ratios = np.array(seconds[ours]) / np.array(seconds[fastest])
+    low, high = np.quantile(np.median(random.choice(ratios, (DRAWS, rounds)), axis=1), (0.025, 0.975))
     return {
         "recipe": recipe.architecture,
         "batch": recipe.batch,
@@ -95,22 +99,10 @@ def _measure(recipe: Recipe, rounds: int, cache: Path) -> dict[str, Any]:
         "rounds": rounds,
         "ms": {name: round(1e3 * float(np.median(times)), 2) for name, times in seconds.items()},
         "compared": [ours, fastest],
-        "ratio": round(ratio, 4),
-        "interval": [round(low, 4), round(high, 4)],
+        "ratio": round(float(np.median(ratios)), 4),
+        "interval": [round(float(low), 4), round(float(high), 4)],
         "first_loss": first,
     }
-
-
-def _ratio(ours: np.ndarray, other: np.ndarray, random: np.random.Generator) -> tuple[float, float, float]:
-    """Return the median ratio of paired times and its 95 % interval."""
-    ratios = ours / other
-    drawn = np.median(random.choice(ratios, (DRAWS, len(ratios))), axis=1)
-    low, high = np.quantile(drawn, (0.025, 0.975))
-    return float(np.median(ratios)), float(low), float(high)
-
-
-def _ours(trainer: Trainer, batch: Batch) -> Callable[[], object]:
-    return lambda: trainer.step(batch)
 
 
 def _by_hand(trainer: Trainer, batch: Batch, *, channels_last: bool) -> Callable[[], object]:
