@@ -9,15 +9,13 @@ from typing import Any
 import pytest
 
 from benchmarks.common import results
-from benchmarks.common.results import ROOT, latest
+from benchmarks.common.results import RESULTS, ROOT, latest
 from benchmarks.common.runner import Case, Runner
 from benchmarks.engine import growth_plots
 from benchmarks.engine import table as engine_table
 from benchmarks.gpu import table as gpu_table
 from benchmarks.reliability import table as reliability_table
 from benchmarks.serving import table as serving_table
-
-RESULTS = ROOT / "benchmarks" / "results"
 
 
 def test_a_commit_is_dirty_when_a_source_differs_but_not_when_a_result_does(

@@ -83,21 +83,19 @@ def _message_case(rng: random.Random, number: int) -> FuzzCase:
     messages, kinds = [], []
     for message in _good(rng, method):
         kind = rng.choice(("fields", "fields", "bytes", "wire", "random"))
-        messages.append(_damaged_message(rng, message, kind))
         kinds.append(kind)
+        if kind == "random":
+            messages.append(rng.randbytes(rng.choice((0, 1, 2, 10, 100, 1000))))
+        elif kind == "fields":
+            damage_message(rng, message, (*rng.sample(_blobs(), 3), b"", b"\0", rng.randbytes(50)))
+            messages.append(_bytes(message))
+        elif kind == "wire":
+            messages.append(odd_wire(rng, _bytes(message)))
+        else:
+            messages.append(damaged_bytes(rng, _bytes(message), (b"\x0a\x05hello", rng.randbytes(40))))
     if method.streams[0] and rng.random() < 0.2:
         rng.shuffle(messages)
     return FuzzCase(number, method.path, tuple(messages), f"message: {', '.join(kinds)}")
-
-
-def _damaged_message(rng: random.Random, message: Message, kind: str) -> bytes:
-    if kind == "random":
-        return rng.randbytes(rng.choice((0, 1, 2, 10, 100, 1000)))
-    if kind == "fields":
-        damage_message(rng, message, (*rng.sample(_blobs(), 3), b"", b"\0", rng.randbytes(50)))
-        return _bytes(message)
-    data = _bytes(message)
-    return odd_wire(rng, data) if kind == "wire" else damaged_bytes(rng, data, (b"\x0a\x05hello", rng.randbytes(40)))
 
 
 def _bytes(message: Message) -> bytes:

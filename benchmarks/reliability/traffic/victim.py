@@ -8,7 +8,8 @@ KIND: classify (one call after the other), stream (an endless ClassifyStream), e
 
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from itertools import chain, count
 from pathlib import Path
 
 import grpc
@@ -16,7 +17,7 @@ import grpc
 from prelunet.evaluator.pb.prelunet.v1 import prelunet_pb2 as pb
 from prelunet.evaluator.pb.prelunet.v1 import prelunet_pb2_grpc as pb_grpc
 
-PAUSE = 0.005  # seconds between two images of a stream
+PAUSE = 0.005  # seconds between two messages of a stream
 
 
 def main() -> None:
@@ -30,33 +31,23 @@ def main() -> None:
             call = stub.Classify.future(request)
             print("calling", flush=True)
             call.result()
-    if kind == "stream":
-        for _ in stub.ClassifyStream(
-            _announced(pb.ClassifyStreamRequest(id=str(n), request=request) for n in _count())
-        ):
-            pass
-    for _ in stub.Evaluate(_announced(_evaluation(image))):
+    elif kind == "stream":
+        requests = (pb.ClassifyStreamRequest(id=str(number), request=request) for number in count())
+        answers = stub.ClassifyStream(_announced(requests))
+    else:
+        start = pb.EvaluateRequest(start=pb.EvaluateStart(dataset="victim", protocol="multi-scale"))
+        images = (pb.LabelledImage(file=str(number), data=image, label=1) for number in count())
+        messages = (pb.EvaluateRequest(image=one) for one in images)
+        answers = stub.Evaluate(_announced(chain([start], messages)))
+    for _ in answers:
         pass
 
 
-def _count() -> Iterator[int]:
-    number = 0
-    while True:
-        yield number
-        number += 1
-        time.sleep(PAUSE)
-
-
-def _evaluation(image: bytes) -> Iterator[pb.EvaluateRequest]:
-    yield pb.EvaluateRequest(start=pb.EvaluateStart(dataset="victim", protocol="multi-scale"))
-    for number in _count():
-        yield pb.EvaluateRequest(image=pb.LabelledImage(file=str(number), data=image, label=1))
-
-
-def _announced(messages: Iterator[object]) -> Iterator[object]:
+def _announced(messages: Iterable[object]) -> Iterator[object]:
     for message in messages:
         yield message
         print("calling", flush=True)
+        time.sleep(PAUSE)
 
 
 if __name__ == "__main__":
