@@ -108,17 +108,6 @@ class FaultySession:
         return replace(outputs, scores=scores, logits=logits)
 
 
-def _faulty_decoder(decode: Callable[..., Any], control: ControlFile) -> Callable[..., Any]:
-    def decode_faulty(*arguments: Any, **options: Any) -> Any:
-        image, faults = decode(*arguments, **options), control()
-        _kept.extend(np.array(image) for _ in range(faults.get("leak", 0)))
-        if image.width == faults.get("dies_at_width"):
-            os.kill(os.getpid(), signal.SIGKILL)  # like a crash in C, but without a core file
-        return image
-
-    return decode_faulty
-
-
 def write_control(path: Path, **faults: Any) -> None:
     """Replace the contents of the control file; they apply from the next batch."""
     new = path.with_suffix(".new")
@@ -134,9 +123,16 @@ def _main() -> None:
         FaultySession(session, control)
         return session
 
+    def decoded(*arguments: Any, **options: Any) -> Any:
+        image, faults = decode_image(*arguments, **options), control()
+        _kept.extend(np.array(image) for _ in range(faults.get("leak", 0)))
+        if image.width == faults.get("dies_at_width"):
+            os.kill(os.getpid(), signal.SIGKILL)  # like a crash in C, but without a core file
+        return image
+
     replaced: list[tuple[ModuleType, str, Any]] = [
         (models, "open_with_placement", opened),
-        (classifier, "decode_image", _faulty_decoder(decode_image, control)),
+        (classifier, "decode_image", decoded),
     ]
     if (message_timeout := control().get("arrival")) is not None:
 
