@@ -109,7 +109,16 @@ def _net(
             _log(begun, f"{name}, {protocol.name}, {precision}: {len(opened)} competitors in turn")
             limits = StopRule(options.images[0], options.images[1], options.seconds, options.patience)
             visits[protocol.name] += measure(opened, photos, protocol, architecture(name), limits, reference)
-            of_net = [_result(name, one, visits[one.name], alone) for one in protocols if visits[one.name]]
+            of_net = [
+                {
+                    "net": name,
+                    "protocol": one.to_json(),
+                    "visits": [visit.to_json() for visit in visits[one.name]],
+                    "rows": rows_of(visits[one.name], alone),
+                }
+                for one in protocols
+                if visits[one.name]
+            ]
             result["process_memory_mb"][name] = round(peak_memory() / 2**20)
             result["results"] = done + of_net
             result["goals"] = goals_of(result["results"])
@@ -118,15 +127,6 @@ def _net(
         del opened
         case.sessions.clear()
         gc.collect()
-
-
-def _result(name: str, protocol: EvaluationProtocol, visits: Sequence[PhotoTimings], alone: Mapping[str, Json]) -> Json:
-    return {
-        "net": name,
-        "protocol": protocol.to_json(),
-        "visits": [visit.to_json() for visit in visits],
-        "rows": rows_of(visits, alone),
-    }
 
 
 def _protocols(case: BenchmarkNet, names: Sequence[str]) -> list[EvaluationProtocol]:

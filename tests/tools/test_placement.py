@@ -1,5 +1,6 @@
 """What `make check-placement` demands of a final graph; the check itself needs the CUDA build of the runtime."""
 
+import importlib
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -14,17 +15,13 @@ NHWC = "com.ms.internal.nhwc"
 @pytest.fixture
 def verdict(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     monkeypatch.syspath_prepend(PLACEMENT)
-    import verdict
-
-    return verdict
+    return importlib.import_module("verdict")
 
 
 @pytest.fixture
 def model_variants(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     monkeypatch.syspath_prepend(PLACEMENT)
-    import model_variants
-
-    return model_variants
+    return importlib.import_module("model_variants")
 
 
 def node(op: str, source: str, domain: str = "") -> NodeProto:
