@@ -6,7 +6,6 @@ evaluator are found through the entry-point group `prelunet.verbs`, so nothing h
 
 import contextlib
 import importlib
-import importlib.metadata
 import io
 import os
 import signal
@@ -19,6 +18,7 @@ import typer
 import typer.core
 from typer.main import get_command as build_command
 
+import prelunet
 from prelunet.evaluator.errors import (
     EnvironmentFault,
     Interrupted,
@@ -35,43 +35,35 @@ from prelunet.evaluator.terminal import escape_unprintable
 class Verb:
     """A verb before it is imported.
 
-    target: `module:function`, empty for a verb found by its entry point; configurable: its options can also be set in
-    the environment and in a file.
+    entry_point: whether it is found by its entry point; the others are functions in modules of their name in
+    `evaluator.verbs`; configurable: whether its options can also be set in the environment and in a file.
     """
 
     help: str
-    target: str = ""
+    entry_point: bool = False
     configurable: bool = False
 
 
 VERBS: dict[str, Verb] = {  # in the usual order of use
-    "init": Verb("Write an initialized, untrained checkpoint."),
-    "import": Verb("Convert weights trained elsewhere to a checkpoint."),
-    "train": Verb("Train a net from a recipe; the same command resumes."),
-    "stats": Verb("Measure the mean and the color variation of a training set."),
-    "inspect": Verb("Describe a checkpoint or a model file."),
-    "export": Verb("Export a checkpoint to an ONNX model file."),
-    "adopt": Verb("Wrap another ONNX classifier into a model file."),
-    "verify": Verb("Check a model on this machine with its golden images.", "prelunet.evaluator.verbs.verify:verify"),
-    "protocols": Verb("List the evaluation protocols and their costs.", "prelunet.evaluator.verbs.protocols:protocols"),
-    "classify": Verb(
-        "Classify images with a model file or through a server.", "prelunet.evaluator.verbs.classify:classify"
-    ),
-    "validate": Verb(
-        "Evaluate a model on a dataset; the same command resumes.", "prelunet.evaluator.verbs.validate:validate"
-    ),
-    "merge": Verb("Join the shards of a run into one run.", "prelunet.evaluator.verbs.merge:merge"),
-    "ensemble": Verb("Average the scores of several models' runs.", "prelunet.evaluator.verbs.ensemble:ensemble"),
-    "submission": Verb(
-        "Write or check a file for the ILSVRC server.", "prelunet.evaluator.verbs.submission:submission"
-    ),
-    "report": Verb(
-        "Write report.json, classes.csv and report.html of a run.", "prelunet.evaluator.verbs.report:report"
-    ),
-    "compare": Verb("Compare two runs, class by class.", "prelunet.evaluator.verbs.compare:compare"),
-    "bench": Verb("Measure where an evaluation spends its time.", "prelunet.evaluator.verbs.bench:bench"),
-    "serve": Verb("Serve models over gRPC.", "prelunet.evaluator.verbs.serve:serve", configurable=True),
-    "doctor": Verb("Check this machine and its setup.", "prelunet.evaluator.verbs.doctor:doctor"),
+    "init": Verb("Write an initialized, untrained checkpoint.", entry_point=True),
+    "import": Verb("Convert weights trained elsewhere to a checkpoint.", entry_point=True),
+    "train": Verb("Train a net from a recipe; the same command resumes.", entry_point=True),
+    "stats": Verb("Measure the mean and the color variation of a training set.", entry_point=True),
+    "inspect": Verb("Describe a checkpoint or a model file.", entry_point=True),
+    "export": Verb("Export a checkpoint to an ONNX model file.", entry_point=True),
+    "adopt": Verb("Wrap another ONNX classifier into a model file.", entry_point=True),
+    "verify": Verb("Check a model on this machine with its golden images."),
+    "protocols": Verb("List the evaluation protocols and their costs."),
+    "classify": Verb("Classify images with a model file or through a server."),
+    "validate": Verb("Evaluate a model on a dataset; the same command resumes."),
+    "merge": Verb("Join the shards of a run into one run."),
+    "ensemble": Verb("Average the scores of several models' runs."),
+    "submission": Verb("Write or check a file for the ILSVRC server."),
+    "report": Verb("Write report.json, classes.csv and report.html of a run."),
+    "compare": Verb("Compare two runs, class by class."),
+    "bench": Verb("Measure where an evaluation spends its time."),
+    "serve": Verb("Serve models over gRPC.", configurable=True),
+    "doctor": Verb("Check this machine and its setup."),
 }
 
 
@@ -111,12 +103,13 @@ class LazyVerbs(typer.core.TyperGroup):
 def _load(name: str) -> Any:
     """Import a verb and turn its function into a command."""
     verb, parser = VERBS[name], typer.core.TyperCommand
-    if verb.target:
-        module, function_name = verb.target.split(":")
-        function = getattr(importlib.import_module(module), function_name)
-    else:
-        (entry,) = importlib.metadata.entry_points(group="prelunet.verbs", name=name)
+    if verb.entry_point:
+        from importlib.metadata import entry_points  # here: slow to import, and `--help` does not need it
+
+        (entry,) = entry_points(group="prelunet.verbs", name=name)
         function = entry.load()
+    else:
+        function = getattr(importlib.import_module(f"prelunet.evaluator.verbs.{name}"), name)
     if verb.configurable:
         from prelunet.evaluator.verbs.options.config_file import ConfigurableCommand
 
@@ -131,7 +124,7 @@ _app = typer.Typer(cls=LazyVerbs, add_completion=False, no_args_is_help=True, ri
 
 def _print_version(requested: bool) -> None:
     if requested:
-        sys.stdout.write(f"prelunet {importlib.metadata.version('prelunet')}\n")
+        sys.stdout.write(f"prelunet {prelunet.__version__}\n")
         raise typer.Exit
 
 
