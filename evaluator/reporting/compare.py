@@ -31,7 +31,8 @@ def compare_runs(a: Run, b: Run) -> Comparison:
     """
     check_comparable(a, b)
     label = np.fromiter((prediction.label for prediction in a.predictions), np.int64)
-    ranks = _ranks(a), _ranks(b)
+    rank_a, rank_b = (np.fromiter((prediction.rank for prediction in run.predictions), np.int64) for run in (a, b))
+    ranks = rank_a, rank_b  # of the true class of every image, 0 for refused images
     counts = {key: _count(label, ranks, k, len(a.info.classes)) for key, k in METRICS.items()}
     images = [count.images for count in counts["top1"]]
     metrics = {key: _class_metrics(of_class) for key, of_class in counts.items()}
@@ -42,7 +43,7 @@ def compare_runs(a: Run, b: Run) -> Comparison:
         "evaluated": sum(images),
         "a": _side(a, counts, "a"),
         "b": _side(b, counts, "b"),
-        "refused_by_b_only": int(np.count_nonzero((ranks[0] > 0) & (ranks[1] == 0))),
+        "refused_by_b_only": int(np.count_nonzero((rank_a > 0) & (rank_b == 0))),
         **{
             key: _overall(counts[key], metrics[key]) | {"difference_with_refusals": _with_refusals(ranks, k)}
             for key, k in METRICS.items()
@@ -135,11 +136,6 @@ def _first_difference(a: Sequence[str], b: Sequence[str]) -> str:
         return f"{len(a):,} and {len(b):,} classes"
     index = next(index for index, (one, other) in enumerate(zip(a, b, strict=True)) if one != other)
     return f"class {index} is {a[index][:100]!r} in the first, {b[index][:100]!r} in the second"
-
-
-def _ranks(run: Run) -> Int64Array:
-    """Return the rank of the true class of every image, 0 for refused images."""
-    return np.fromiter((prediction.rank for prediction in run.predictions), np.int64)
 
 
 def _count(label: Int64Array, ranks: tuple[Int64Array, Int64Array], k: int, classes: int) -> list[PairedErrors]:

@@ -58,10 +58,7 @@ class PairedErrors:
     def __add__(self, other: "PairedErrors") -> "PairedErrors":
         """Return the sums of the counts."""
         return PairedErrors(
-            self.both + other.both,
-            self.only_a + other.only_a,
-            self.only_b + other.only_b,
-            self.neither + other.neither,
+            self.both + other.both, self.only_a + other.only_a, self.only_b + other.only_b, self.neither + other.neither
         )
 
 

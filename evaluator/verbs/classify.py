@@ -22,12 +22,7 @@ from prelunet.evaluator.files import write_atomically
 from prelunet.evaluator.imaging.decode import decode_image
 from prelunet.evaluator.imaging.limits import DecodeLimits
 from prelunet.evaluator.machine import machine_memory
-from prelunet.evaluator.protocols import (
-    EvaluationProtocol,
-    ProtocolOverrides,
-    build_protocol,
-    default_protocol_name,
-)
+from prelunet.evaluator.protocols import EvaluationProtocol, ProtocolOverrides, build_protocol, default_protocol_name
 from prelunet.evaluator.terminal import echo, report
 from prelunet.evaluator.verbs.options.derive import Only, derive_options
 from prelunet.evaluator.verbs.options.shared import OptionalModelOption, ProtocolOption

@@ -11,7 +11,7 @@ from prelunet.evaluator.engine.session import Placement
 from prelunet.evaluator.errors import CheckFailed
 from prelunet.evaluator.serving.options import ServeOptions
 from prelunet.evaluator.terminal import echo, escape_unprintable
-from prelunet.evaluator.verbs.doctor_checks import Finding, check_machine, check_model, check_server
+from prelunet.evaluator.verbs.doctor_checks import check_machine, check_model, check_server
 from prelunet.evaluator.verbs.options.derive import Only, derive_options
 from prelunet.evaluator.verbs.options.shared import OptionalModelOption
 
@@ -48,18 +48,14 @@ def doctor(
     if as_json:
         echo(json.dumps({"passed": not wrong, "findings": [finding.to_json() for finding in findings]}))
     else:
-        _print(findings)
+        table = Table("", "", "", show_header=False)
+        for finding in findings:
+            fix = f"\n→ {finding.fix}" if finding.fix else ""
+            table.add_row(finding.state, finding.name, escape_unprintable(finding.message + fix, newlines=True))
+        Console(markup=False, highlight=False).print(table)
     if wrong:
         count = f"{len(wrong)} of {len(findings)} findings {'is' if len(wrong) == 1 else 'are'} wrong:"
         if as_json:
             lines = [f"- {finding.name}: {finding.message}. {finding.fix}" for finding in wrong]
             raise CheckFailed("\n".join([count, *lines]))
         raise CheckFailed(f"{count} {', '.join(finding.name for finding in wrong)}. The table shows how to fix this")
-
-
-def _print(findings: list[Finding]) -> None:
-    table = Table("", "", "", show_header=False)
-    for finding in findings:
-        fix = f"\n→ {finding.fix}" if finding.fix else ""
-        table.add_row(finding.state, finding.name, escape_unprintable(finding.message + fix, newlines=True))
-    Console(markup=False, highlight=False).print(table)

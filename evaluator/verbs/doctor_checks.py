@@ -74,7 +74,7 @@ def check_machine(host: str, port: int) -> Iterator[Finding]:
     yield from _devices()
     yield _processor()
     yield _memory()
-    yield _open_files(ServerLimits.max_connections)
+    yield _open_files()
     yield _port(host, port)
 
 
@@ -195,8 +195,9 @@ def _memory() -> Finding:
     return Finding("memory", f"{format_bytes(size)} for this process", facts={"bytes": size})
 
 
-def _open_files(connections: int) -> Finding:
+def _open_files() -> Finding:
     """Compare the open-file limit with the needs of a server, which raises the soft limit by itself."""
+    connections = ServerLimits.max_connections
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     facts = {"soft": soft, "hard": hard}
     message = f"{soft}, can be raised {'without limit' if hard == resource.RLIM_INFINITY else f'to {hard}'}"

@@ -34,11 +34,7 @@ def ensemble(
     Prints the errors of each model alone and of the first 1, 2, ... models together, in the given order.
     """
     averaged = average_runs(
-        runs,
-        run,
-        weights=None if weights is None else _numbers(weights),
-        fresh=fresh,
-        report=report,
+        runs, run, weights=None if weights is None else _numbers(weights), fresh=fresh, report=report
     )
     echo(json.dumps(_to_json(averaged, run)) if as_json else "\n".join(_table(averaged)))
     if averaged.cumulative_errors:

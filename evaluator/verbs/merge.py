@@ -12,8 +12,7 @@ from prelunet.evaluator.validation.merge import merge as join_shards
 def merge(
     *,
     shards: Annotated[
-        list[Path],
-        typer.Argument(help="Folders of all shards, in any order, written by `prelunet validate --shard`."),
+        list[Path], typer.Argument(help="Folders of all shards, in any order, written by `prelunet validate --shard`.")
     ],
     run: Annotated[Path, typer.Option(help="Folder of the merged run: created, or resumed if it holds this run.")],
     fresh: Annotated[bool, typer.Option("--fresh", help="Delete the existing run and start over.")] = False,

@@ -6,7 +6,7 @@ import logging
 import os
 import sys
 from pathlib import Path
-from typing import Annotated, Literal, TextIO
+from typing import Annotated, Literal
 
 import typer
 
@@ -66,16 +66,12 @@ def serve(
 
 def _try_echo(text: str, *, err: bool = False) -> None:
     """Print a message if the stream still works; otherwise the server continues and its exit code stays the same."""
+    stream = sys.stderr if err else sys.stdout
     try:
         echo(text, err=err)
-        (sys.stderr if err else sys.stdout).flush()
+        stream.flush()
     except (OSError, AttributeError) as error:  # a closed pipe, a full disk; no such stream at all
         logging.getLogger(__name__).warning("%s (could not be written: %s)", text, error)
-        _discard_buffer(sys.stderr if err else sys.stdout)
-
-
-def _discard_buffer(stream: TextIO | None) -> None:
-    """Discard what is left in a stream's buffer: at exit Python would fail on it and change the exit code."""
-    if stream is not None:
-        with contextlib.suppress(OSError):  # the stream has no descriptor
+        with contextlib.suppress(OSError, AttributeError):  # no descriptor; no such stream
+            # At exit Python would fail on what is left in the buffer, and change the exit code.
             os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())

@@ -91,8 +91,9 @@ def show_config(ctx: typer.Context) -> str:
     lines = []
     for key, option in options_by_key(ctx).items():
         value = ctx.params[option.name]
-        is_set = value not in (None, (), [])
-        lines.append(f"{key} = {_toml(value)}  # {_source(ctx, option.name)}" if is_set else f"# {key} is not set")
+        shown = {"DEFAULT": "default", "DEFAULT_MAP": ctx.params["config"], "ENVIRONMENT": _variable(ctx, option.name)}
+        source = shown.get(_source(ctx, option.name), "command line")
+        lines.append(f"# {key} is not set" if value in (None, (), []) else f"{key} = {_toml(value)}  # {source}")
     return "\n".join(lines)
 
 
@@ -109,7 +110,7 @@ def _as_typed(value: Any, option: Any, path: Path, key: str) -> str | list[str]:
 
 def _describe_source(ctx: typer.Context, name: str) -> str | None:
     """Return the source of a value, and the value; None for the command line and for defaults."""
-    source = getattr(ctx.get_parameter_source(name), "name", None)
+    source = _source(ctx, name)
     if source == "ENVIRONMENT":
         return f"environment variable {_variable(ctx, name)} is {os.environ[_variable(ctx, name)]!r}"
     if source != "DEFAULT_MAP":
@@ -119,12 +120,8 @@ def _describe_source(ctx: typer.Context, name: str) -> str | None:
 
 
 def _source(ctx: typer.Context, name: str) -> str:
-    source = getattr(ctx.get_parameter_source(name), "name", None)
-    if source == "ENVIRONMENT":
-        return _variable(ctx, name)
-    if source == "DEFAULT_MAP":
-        return str(ctx.params.get("config"))
-    return "default" if source == "DEFAULT" else "command line"
+    """Return where a value comes from, in the parser's words: DEFAULT, DEFAULT_MAP, ENVIRONMENT, COMMANDLINE."""
+    return str(getattr(ctx.get_parameter_source(name), "name", ""))
 
 
 def _variable(ctx: typer.Context, name: str) -> str:
