@@ -109,3 +109,12 @@ def write_run(
     if data is not None:
         (folder / "log.jsonl").write_text(json.dumps({"event": "start", "dataset": data}) + "\n" + '{"event": "chu')
     return folder
+
+
+def write_ensemble(folder: Path, lines: Sequence[dict[str, Any]]) -> Path:
+    """Write a run as that of an ensemble: two members, no views."""
+    write_run(folder, [{**line, "view_ranks": []} for line in lines])
+    run = json.loads((folder / "run.json").read_text())
+    run |= {"views": [], "members": [{"model": run["model"], "weight": weight} for weight in (0.25, 0.75)]}
+    (folder / "run.json").write_text(json.dumps(run))
+    return folder

@@ -21,6 +21,7 @@ from prelunet.evaluator.reporting.paired import adjusted_p, difference_interval,
 from prelunet.evaluator.reporting.statistics import macro_interval
 from prelunet.evaluator.validation.run import read_run
 from tests.helpers.run_folders import CLASSES, evaluated, refused, write_run
+from tests.reporting.scored_runs import changed_info
 
 SCHEMA = json.loads((Path(__file__).parents[2] / "docs" / "compare.schema.json").read_text(encoding="utf-8"))
 
@@ -72,13 +73,6 @@ def random_run(seed: int, labels: Sequence[int], skill: float) -> list[dict[str,
 def labels_of(count: int) -> list[int]:
     """Return labels 0..5 in very unequal numbers; class 6 has no image."""
     return random.Random(5).choices(range(6), weights=[1, 1, 3, 5, 10, 40], k=count)
-
-
-def change_run(folder: Path, **changes: Any) -> Path:
-    """Change keys of run.json."""
-    run = json.loads((folder / "run.json").read_text())
-    (folder / "run.json").write_text(json.dumps({**run, **changes}))
-    return folder
 
 
 def test_the_published_schema_is_a_schema_and_refuses_what_is_no_comparison(tmp_path: Path) -> None:
@@ -281,8 +275,8 @@ def test_csv_has_the_same_numbers_as_the_comparison(tmp_path: Path) -> None:
 def test_model_and_protocol_may_differ_and_are_recorded(tmp_path: Path) -> None:
     a = write_run(tmp_path / "a", A_LINES)
     b = write_run(tmp_path / "b", B_LINES)
-    run = json.loads((b / "run.json").read_text())
-    change_run(b, model={**run["model"], "file": "other.onnx"}, protocol={**run["protocol"], "averaging": "logit"})
+    changed_info(b, "model", "file", value="other.onnx")
+    changed_info(b, "protocol", "averaging", value="logit")
     comparison = compare_runs(read_run(a), read_run(b))
     assert [comparison[side]["model"]["file"] for side in "ab"] == ["c.onnx", "other.onnx"]
     assert [comparison[side]["protocol"]["averaging"] for side in "ab"] == ["softmax", "logit"]
@@ -312,7 +306,8 @@ def test_shards_runs_without_labels_and_unfinished_runs_are_refused(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     whole = write_run(tmp_path / "whole", A_LINES)
-    shard = change_run(write_run(tmp_path / "shard", A_LINES), shard={"number": 1, "of": 1})
+    shard = write_run(tmp_path / "shard", A_LINES)
+    changed_info(shard, "shard", value={"number": 1, "of": 1})
     unfinished = write_run(tmp_path / "unfinished", A_LINES, images=12)
     nameless = write_run(
         tmp_path / "nameless", [{**A_LINES[0], "label": None, "rank": None, "view_ranks": []}, *A_LINES[1:]]

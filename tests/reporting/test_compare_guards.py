@@ -1,6 +1,5 @@
 """Guards of `prelunet compare`: a worse B, a B that refuses images, a comparison that would be overwritten."""
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -8,6 +7,7 @@ import pytest
 
 from prelunet.evaluator import cli
 from tests.helpers.run_folders import evaluated, refused, write_run
+from tests.reporting.scored_runs import changed_info
 
 LINES = [evaluated("n01/a.jpg", 0, [0, 1, 2, 3, 4], 1), evaluated("n02/a.jpg", 1, [1, 3, 2, 0, 4], 1)]
 
@@ -96,12 +96,9 @@ def test_a_comparison_with_another_run_of_the_same_name_is_not_replaced(
     file = b / "report" / "compared-with-run" / "compare.json"
     before = file.read_bytes()
     assert cli.run(["compare", str(second), str(b)]) == 0, "the same model, protocol and images: the same baseline"
-    model = json.loads((second / "run.json").read_text())["model"]
-    protocol = json.loads((second / "run.json").read_text())["protocol"]
-    for change in ({"model": {**model, "sha256": "77" * 32}}, {"protocol": {**protocol, "averaging": "logit"}}):
+    for path, value in ((("model", "sha256"), "77" * 32), (("protocol", "averaging"), "logit")):
         changed = write_run(tmp_path / "changed" / "run", LINES)
-        run = json.loads((changed / "run.json").read_text())
-        (changed / "run.json").write_text(json.dumps({**run, **change}))
+        changed_info(changed, *path, value=value)
         capsys.readouterr()
         assert cli.run(["compare", str(changed), str(b)]) == 2
         message = capsys.readouterr().err

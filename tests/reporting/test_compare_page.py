@@ -355,11 +355,7 @@ def test_runs_of_one_model_file_are_distinguished_by_protocol_or_letter() -> Non
     ],
 )
 def test_summary_and_page_state_whether_models_or_protocols_differ(
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
-    model: dict[str, str],
-    protocol: dict[str, Any],
-    remark: str,
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], model: dict[str, str], protocol: dict[str, Any], remark: str
 ) -> None:
     a, b = (write_run(tmp_path / name, [right("a.png", 0)]) for name in "ab")
     run = json.loads((b / "run.json").read_text())

@@ -160,14 +160,14 @@ def test_classes_carry_the_numbers_of_the_report(tmp_path: Path) -> None:
     assert [view[0] for view in data["views"]] == ["256", "256 mirrored", "384", "384 mirrored"]
 
 
-def photographs(folder: Path, lines: list[dict[str, Any]]) -> Path:
-    """Write a different picture for each line."""
+def photographs(folder: Path, lines: list[dict[str, Any]]) -> str:
+    """Write a different picture for each line; return the dataset's fingerprint."""
     for number, line in enumerate(lines):
         path = folder / line["file"]
         path.parent.mkdir(parents=True, exist_ok=True)
         pixels = np.random.default_rng(number).integers(0, 256, (90, 150, 3), dtype=np.uint8)
         Image.fromarray(pixels).save(path, "PNG")
-    return folder
+    return open_dataset(folder, split="val", wnids=[entry["wnid"] for entry in CLASSES]).fingerprint
 
 
 def size_of(address: str) -> tuple[int, int]:
@@ -176,9 +176,8 @@ def size_of(address: str) -> tuple[int, int]:
 
 def test_tiles_keep_to_their_budget_and_belong_to_their_image(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     lines = [line for line in random_lines(160, seed=5) if "refused" not in line]
-    data = photographs(tmp_path / "data", lines)
-    fingerprint = open_dataset(data, split="val", wnids=[entry["wnid"] for entry in CLASSES]).fingerprint
-    run = run_of(tmp_path / "run", lines, fingerprint=fingerprint)
+    data = tmp_path / "data"
+    run = run_of(tmp_path / "run", lines, fingerprint=photographs(data, lines))
     free = build_gallery(run, data)
     large = {mistake.prediction.file for mistake in free.mistakes}
     in_turns = [p.file for p in mistakes_round_robin(run.predictions) if p.file not in large]
@@ -202,9 +201,8 @@ def test_tiles_keep_to_their_budget_and_belong_to_their_image(tmp_path: Path, mo
 
 def test_tiles_are_smaller_than_the_pictures_of_the_gallery(tmp_path: Path) -> None:
     lines = [evaluated(f"n01/{number:03}.JPEG", 0, [2, 0], 2, first=0.9 - number / 100) for number in range(5)]
-    data = photographs(tmp_path / "data", lines)
-    fingerprint = open_dataset(data, split="val", wnids=[entry["wnid"] for entry in CLASSES]).fingerprint
-    gallery = build_gallery(run_of(tmp_path / "run", lines, fingerprint=fingerprint), data)
+    data = tmp_path / "data"
+    gallery = build_gallery(run_of(tmp_path / "run", lines, fingerprint=photographs(data, lines)), data)
     assert [size_of(mistake.thumbnail or "") for mistake in gallery.mistakes] == [(150, 90)] * 3
     assert [size_of(tile) for tile in gallery.tiles.values()] == [(TILE, 67)] * 2
 

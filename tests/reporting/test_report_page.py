@@ -24,7 +24,7 @@ from prelunet.evaluator.reporting.tables import worst_classes
 from prelunet.evaluator.validation.run import read_run
 from prelunet.evaluator.validation.run_log import find_dataset
 from tests.helpers.fakes import FakeSession, fake_contract, validated
-from tests.helpers.run_folders import CLASSES, evaluated, refused, write_run
+from tests.helpers.run_folders import CLASSES, evaluated, refused, write_ensemble, write_run
 from tests.reporting.pages import HOSTILE, Elements, check_self_contained, many_classes
 
 WNIDS = [entry["wnid"] for entry in CLASSES]
@@ -262,15 +262,6 @@ def test_worst_classes_leave_out_perfect_and_unseen_ones(tmp_path: Path) -> None
     assert worst_classes(report["classes"], "top5", 9) == []
 
 
-def ensemble_of(folder: Path, lines: list[dict[str, Any]]) -> Path:
-    """Turn a run into an ensemble: two members, no views."""
-    write_run(folder, [{**line, "view_ranks": []} for line in lines])
-    run = json.loads((folder / "run.json").read_text())
-    run |= {"views": [], "members": [{"model": run["model"], "weight": weight} for weight in (0.25, 0.75)]}
-    (folder / "run.json").write_text(json.dumps(run))
-    return folder
-
-
 def test_rows_of_the_views_are_each_scale_with_its_views_then_both_mirrors(tmp_path: Path) -> None:
     lines = [
         evaluated(f"n01/{number}.png", 0, [2, 0], 2, view_ranks=ranks)
@@ -290,7 +281,7 @@ def test_rows_of_the_views_are_each_scale_with_its_views_then_both_mirrors(tmp_p
 
 
 def test_an_ensemble_and_a_run_without_images_have_no_views_to_compare(tmp_path: Path) -> None:
-    assert averaging_rows(build_report(read_run(ensemble_of(tmp_path / "two", [mistake("n01/a.png", 0, 2)])))) == []
+    assert averaging_rows(build_report(read_run(write_ensemble(tmp_path / "two", [mistake("n01/a.png", 0, 2)])))) == []
     nothing = build_report(read_run(write_run(tmp_path / "none", [refused("n01/a.png", 0)])))
     assert averaging_rows(nothing) == []
     page = page_of(tmp_path / "none", [refused("n01/a.png", 0)])
@@ -323,7 +314,7 @@ def test_a_suspicion_is_shown_at_the_top_as_an_alert(tmp_path: Path) -> None:
 
 
 def test_members_of_an_ensemble_are_listed_with_their_weights(tmp_path: Path) -> None:
-    run = read_run(ensemble_of(tmp_path, [mistake("n01/a.png", 0, 2), evaluated("n02/b.png", 1, [1], 1)]))
+    run = read_run(write_ensemble(tmp_path, [mistake("n01/a.png", 0, 2), evaluated("n02/b.png", 1, [1], 1)]))
     page = Elements(render_page(build_report(run), run, build_gallery(run, None)).decode())
     assert "The scores of 2 models were averaged" in page.text
     assert page.text.index("weight 0.25") < page.text.index("weight 0.75")

@@ -1,5 +1,6 @@
 """A verb's options are derived from the fields of dataclasses."""
 
+import shlex
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -26,8 +27,7 @@ class Options:
     limits: Limits = field(default_factory=Limits)
     kind: Annotated[Literal["a", "b"] | None, CliOption("A kind.", default="the file's")] = None
     names: Annotated[
-        tuple[str, ...],
-        CliOption("Names.", flag="name", kind=list[str] | None, parse=lambda names: tuple(names or ())),
+        tuple[str, ...], CliOption("Names.", flag="name", kind=list[str] | None, parse=lambda names: tuple(names or ()))
     ] = ()
     turn: Annotated[bool | None, CliOption("Turn.", flag="turn/--no-turn")] = None
     loud: Annotated[bool, CliOption("Loud.")] = False
@@ -52,24 +52,7 @@ def test_without_options_every_field_has_its_default() -> None:
 
 
 def test_options_set_their_fields_also_in_nested_dataclasses() -> None:
-    words = [
-        "--data",
-        "d",
-        "--calls",
-        "9",
-        "--wait",
-        "4",
-        "--kind",
-        "b",
-        "--name",
-        "x",
-        "--name",
-        "y",
-        "--no-turn",
-        "--loud",
-        "--rest",
-        "own",
-    ]
+    words = shlex.split("--data d --calls 9 --wait 4 --kind b --name x --name y --no-turn --loud --rest own")
     expected = Options(Path("d"), Limits(9, 0.004), "b", ("x", "y"), turn=False, loud=True)
     assert call(*words)[1] == [expected, "own"]
 

@@ -137,10 +137,7 @@ SLOPE_KEYS = ("layer", "channels", "mean", "min", "max", "below_zero", "above_on
     [
         ({"recipe": 5}, "recipe should be an object"),
         ({"slopes": [{"layer": "conv1_1"}]}, "malformed"),
-        (
-            {"slopes": [dict.fromkeys(("layer", "channels", "mean", "min", "max", "below_zero", "above_one"), "x")]},
-            "number",
-        ),
+        ({"slopes": [dict.fromkeys(SLOPE_KEYS, "x")]}, "number"),
     ],
 )
 def test_a_model_with_malformed_training_metadata_is_refused(

@@ -17,7 +17,7 @@ from playwright.sync_api import Browser, sync_playwright
 
 from prelunet.evaluator.datasets import open_dataset
 from prelunet.evaluator.reporting.report_page import write_report
-from tests.helpers.run_folders import evaluated, refused, write_run
+from tests.helpers.run_folders import evaluated, refused, write_ensemble, write_run
 from tests.reporting.browser.browsing import HOSTILE, LAPTOP, MonitoredPage, imagenet_shape
 
 INSTALL = "install it with: apt-get install --no-install-recommends chromium fonts-dejavu-core"
@@ -99,15 +99,8 @@ def few(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def ensemble(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Write the report of an ensemble: no views, two members."""
-    folder = tmp_path_factory.mktemp("ensemble")
-    lines = [{**evaluated(f"n0{n % 3}/{n}.png", n % 3, [(n + n % 2) % 3, 5], 1 + 2 * (n % 2))} for n in range(9)]
-    for line in lines:
-        line["view_ranks"] = []
-    write_run(folder, lines)
-    run = json.loads((folder / "run.json").read_text())
-    run |= {"views": [], "members": [{"model": run["model"], "weight": weight} for weight in (0.25, 0.75)]}
-    (folder / "run.json").write_text(json.dumps(run))
-    return html_of(folder)
+    lines = [evaluated(f"n0{n % 3}/{n}.png", n % 3, [(n + n % 2) % 3, 5], 1 + 2 * (n % 2)) for n in range(9)]
+    return html_of(write_ensemble(tmp_path_factory.mktemp("ensemble"), lines))
 
 
 @pytest.fixture(scope="module")
