@@ -7,7 +7,6 @@ from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from prelunet.evaluator.protocols import View
 from prelunet.evaluator.reporting.gallery import Gallery
 from prelunet.evaluator.reporting.report import Report
 from prelunet.evaluator.reporting.statistics import TOPS
@@ -53,11 +52,10 @@ def fair_share(counts: Iterable[int], total: int) -> int:
     return max([1, *counts])
 
 
-def describe_view(view: Mapping[str, Any] | View) -> str:
-    """Return a short description of a view: `256 mirrored`, `256 top-left`."""
-    shown = view.to_json() if isinstance(view, View) else view
-    part = {"whole": "", "nine": ""}.get(shown["part"], f" {shown['part']}")
-    return f"{shown['scale']}{part}{' mirrored' if shown['mirrored'] else ''}"
+def describe_view(view: Mapping[str, Any]) -> str:
+    """Return a short description of a report's view: `256 mirrored`, `256 top-left`."""
+    part = {"whole": "", "nine": ""}.get(view["part"], f" {view['part']}")
+    return f"{view['scale']}{part}{' mirrored' if view['mirrored'] else ''}"
 
 
 def _most_informative_first(prediction: Prediction) -> tuple[int, float, str]:

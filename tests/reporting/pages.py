@@ -1,8 +1,18 @@
-"""Names and classes for pages, and a parser of the pages."""
+"""Runs, names and images for pages, and a parser of the pages."""
 
 import re
+from collections.abc import Mapping
 from html.parser import HTMLParser
+from pathlib import Path
+from typing import Any
 
+import numpy as np
+from PIL import Image
+
+from prelunet.evaluator.datasets import open_dataset
+from tests.helpers.run_folders import CLASSES, evaluated
+
+WNIDS = [entry["wnid"] for entry in CLASSES]
 HOSTILE = [
     "</script><script>alert(1)</script>",
     '"><img src=https:example.org/x onerror=alert(1)>',
@@ -13,6 +23,25 @@ HOSTILE = [
 
 def many_classes(count: int) -> list[dict[str, str]]:
     return [{"wnid": f"n{index:04}", "name": f"class {index}"} for index in range(count)]
+
+
+def mistake(file: str, label: int, answer: int, first: float = 0.6, classes: int = 7) -> dict[str, Any]:
+    """Return an image that is answered with another class than its own, which is second."""
+    return evaluated(file, label, [answer, label], 2, first=first, classes=classes)
+
+
+def make_images(folder: Path, sizes: Mapping[str, tuple[int, int]]) -> Path:
+    """Write one PNG per name, of (width, height); its pixels differ from any other's."""
+    for number, (name, (width, height)) in enumerate(sizes.items()):
+        path = folder / "val" / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        pixels = np.random.default_rng(number).integers(0, 256, (height, width, 3), dtype=np.uint8)
+        Image.fromarray(pixels).save(path)
+    return folder
+
+
+def fingerprint_of(folder: Path) -> str:
+    return open_dataset(folder, split="val", wnids=WNIDS).fingerprint
 
 
 class Elements(HTMLParser):

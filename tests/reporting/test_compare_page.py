@@ -7,10 +7,9 @@ from typing import Any
 import numpy as np
 import pytest
 import vl_convert
-from PIL import Image
 
 from prelunet.evaluator import cli
-from prelunet.evaluator.datasets import DatasetSpec, open_dataset, open_from_spec
+from prelunet.evaluator.datasets import DatasetSpec, open_from_spec
 from prelunet.evaluator.datasets.dataset import Dataset
 from prelunet.evaluator.errors import DatasetError
 from prelunet.evaluator.reporting.charts import FEW_CLASSES
@@ -31,17 +30,19 @@ from prelunet.evaluator.reporting.gallery import MAX_PER_CLASS
 from prelunet.evaluator.reporting.html import VEGA_LITE, signed
 from prelunet.evaluator.validation.run import read_run
 from tests.helpers.run_folders import CLASSES, MULTI_SCALE, evaluated, refused, write_run
-from tests.reporting.pages import HOSTILE, Elements, check_self_contained, many_classes
-
-WNIDS = [entry["wnid"] for entry in CLASSES]
+from tests.reporting.pages import (
+    HOSTILE,
+    Elements,
+    check_self_contained,
+    fingerprint_of,
+    make_images,
+    many_classes,
+    mistake,
+)
 
 
 def right(file: str, label: int, classes: int = 7) -> dict[str, Any]:
     return evaluated(file, label, [label, (label + 1) % 3], 1, classes=classes)
-
-
-def wrong(file: str, label: int, answer: int, first: float = 0.6, classes: int = 7) -> dict[str, Any]:
-    return evaluated(file, label, [answer, label], 2, first=first, classes=classes)
 
 
 def page_of(folder: Path, a: Sequence[dict[str, Any]], b: Sequence[dict[str, Any]], **rest: Any) -> Elements:
@@ -54,16 +55,6 @@ def comparison_of(folder: Path, a: Sequence[dict[str, Any]], b: Sequence[dict[st
     return compare_runs(*(read_run(write_run(folder / n, lines, **rest)) for n, lines in (("a", a), ("b", b))))
 
 
-def make_images(folder: Path, files: Sequence[str]) -> str:
-    """Write a PNG of 20x31 pixels under each name; returns the dataset's fingerprint."""
-    for number, file in enumerate(files):
-        path = folder / "val" / file
-        path.parent.mkdir(parents=True, exist_ok=True)
-        pixels = np.random.default_rng(number).integers(0, 256, (31, 20, 3), dtype=np.uint8)
-        Image.fromarray(pixels).save(path)
-    return open_dataset(folder, split="val", wnids=WNIDS).fingerprint
-
-
 def runs_of_classes(count: int, images: int = 4) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
     """Return two runs in which class k loses or gains a number of images determined by k."""
     a, b = [], []
@@ -72,14 +63,14 @@ def runs_of_classes(count: int, images: int = 4) -> tuple[list[dict[str, Any]], 
             file = f"n{label:04}/{number}.png"
             for lines, shift in ((a, 1), (b, 5)):
                 bad = (label * 7 + number * 3 + shift) % 11 < (4 if lines is a else 3 + label % 3)
-                lines.append(wrong(file, label, (label + 1) % count) if bad else evaluated(file, label, [label], 1))
+                lines.append(mistake(file, label, (label + 1) % count) if bad else evaluated(file, label, [label], 1))
     return a, b
 
 
 def test_page_makes_no_network_requests(tmp_path: Path) -> None:
-    fingerprint = make_images(tmp_path / "data", ["n01/a.png"])
+    fingerprint = fingerprint_of(make_images(tmp_path / "data", {"n01/a.png": (20, 31)}))
     page = page_of(
-        tmp_path, [right("n01/a.png", 0)], [wrong("n01/a.png", 0, 2)],
+        tmp_path, [right("n01/a.png", 0)], [mistake("n01/a.png", 0, 2)],
         fingerprint=fingerprint, data=str(tmp_path / "data"),
     )  # fmt: skip
     assert len(page.named("img")) == 1
@@ -98,8 +89,11 @@ def test_hostile_class_and_file_names_stay_text(tmp_path: Path) -> None:
     classes = [{"wnid": f"{index}{name}", "name": name} for index, name in enumerate(HOSTILE)]
     files = [f"{name}\u2028/{index}.png" for index, name in enumerate(HOSTILE)]
     a = [*(right(file, index, 4) for index, file in enumerate(files)), refused(HOSTILE[0], 0, HOSTILE[1])]
-    b = [*(wrong(file, index, (index + 1) % 4, classes=4) for index, file in enumerate(files)), right(HOSTILE[0], 0, 4)]
-    plain = page_of(tmp_path / "plain", [right("a.png", 0)], [wrong("a.png", 0, 1)])
+    b = [
+        *(mistake(file, index, (index + 1) % 4, classes=4) for index, file in enumerate(files)),
+        right(HOSTILE[0], 0, 4),
+    ]
+    plain = page_of(tmp_path / "plain", [right("a.png", 0)], [mistake("a.png", 0, 1)])
     page = page_of(tmp_path / "run", a, b, classes=classes)
     assert len(page.scripts) == len(plain.scripts) == 4
     assert page.named("img") == []
@@ -147,7 +141,7 @@ def test_only_differences_that_do_not_round_to_0_have_a_sign(value: float, digit
 
 def test_the_dataset_of_the_flipped_images_is_opened_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     files = ["n01/a.png", "n02/b.png"]
-    fingerprint = make_images(tmp_path / "data", files)
+    fingerprint = fingerprint_of(make_images(tmp_path / "data", dict.fromkeys(files, (20, 31))))
     opened = []
 
     def open_from_spec_once(spec: DatasetSpec, classes: Any) -> Dataset:
@@ -155,8 +149,8 @@ def test_the_dataset_of_the_flipped_images_is_opened_once(tmp_path: Path, monkey
         return open_from_spec(spec, classes)
 
     monkeypatch.setattr("prelunet.evaluator.reporting.gallery.open_from_spec", open_from_spec_once)
-    a = [right(files[0], 0), wrong(files[1], 1, 0)]
-    b = [wrong(files[0], 0, 1), right(files[1], 1)]
+    a = [right(files[0], 0), mistake(files[1], 1, 0)]
+    b = [mistake(files[0], 0, 1), right(files[1], 1)]
     data = tmp_path / "data"
     page = page_of(tmp_path / "1", a, b, fingerprint=fingerprint, data=str(data))
     assert len(page.named("img")) == 2
@@ -165,9 +159,9 @@ def test_the_dataset_of_the_flipped_images_is_opened_once(tmp_path: Path, monkey
 
 def test_pictures_come_from_where_either_run_found_them(tmp_path: Path) -> None:
     files = ["n01/a.png", "n02/b.png"]
-    fingerprint = make_images(tmp_path / "data", files)
+    fingerprint = fingerprint_of(make_images(tmp_path / "data", dict.fromkeys(files, (20, 31))))
     places = {"a": tmp_path / "data", "b": tmp_path / "gone"}
-    lines = {"a": [right(files[0], 0), wrong(files[1], 1, 0)], "b": [wrong(files[0], 0, 1), right(files[1], 1)]}
+    lines = {"a": [right(files[0], 0), mistake(files[1], 1, 0)], "b": [mistake(files[0], 0, 1), right(files[1], 1)]}
     runs = [
         read_run(write_run(tmp_path / name, lines[name], fingerprint=fingerprint, data=str(places[name])))
         for name in "ab"
@@ -180,8 +174,8 @@ def test_pictures_come_from_where_either_run_found_them(tmp_path: Path) -> None:
 
 def test_page_states_which_run_is_better_by_how_much_and_with_which_p_value(tmp_path: Path) -> None:
     files = [f"{number:02}.png" for number in range(12)]
-    a = [wrong(file, 0, 1) for file in files]
-    b = [right(file, 0) for file in files[:9]] + [wrong(file, 0, 1) for file in files[9:11]] + [refused(files[11], 0)]
+    a = [mistake(file, 0, 1) for file in files]
+    b = [right(file, 0) for file in files[:9]] + [mistake(file, 0, 1) for file in files[9:11]] + [refused(files[11], 0)]
     page = page_of(tmp_path, a, b)
     comparison = comparison_of(tmp_path / "again", a, b)
     low, high = (signed(bound) for bound in comparison["top1"]["interval"])
@@ -194,7 +188,7 @@ def test_page_states_which_run_is_better_by_how_much_and_with_which_p_value(tmp_
 
 def test_exchanging_the_runs_exchanges_the_colors(tmp_path: Path) -> None:
     files = [f"{number}.png" for number in range(9)]
-    lines = [right(file, 0) for file in files], [wrong(file, 0, 1) for file in files]
+    lines = [right(file, 0) for file in files], [mistake(file, 0, 1) for file in files]
     worse, better = page_of(tmp_path / "1", *lines), page_of(tmp_path / "2", *reversed(lines))
     for page, verdict, kind in ((worse, "B is worse", "worse"), (better, "B is better", "improved")):
         assert verdict in page.text
@@ -213,8 +207,8 @@ def test_a_page_of_runs_without_common_images_states_this_and_has_no_chart(tmp_p
 
 
 def test_the_table_starts_with_what_got_worse_and_ends_with_classes_without_images(tmp_path: Path) -> None:
-    a = [right("a.png", 4), right("b.png", 1), wrong("c.png", 2, 0), refused("d.png", 0)]
-    b = [wrong("a.png", 4, 0), right("b.png", 1), right("c.png", 2), right("d.png", 0)]
+    a = [right("a.png", 4), right("b.png", 1), mistake("c.png", 2, 0), refused("d.png", 0)]
+    b = [mistake("a.png", 4, 0), right("b.png", 1), right("c.png", 2), right("d.png", 0)]
     comparison = comparison_of(tmp_path, a, b)
     html = render_comparison(comparison, gather_flips(comparison, *(read_run(tmp_path / n) for n in "ab"), None))
     table = html.decode().split('<table class="all compared">')[1].split("</table>")[0]
@@ -231,8 +225,8 @@ def test_flipped_images_are_those_of_top_1_most_confident_mistake_first(tmp_path
     for number in range(300):
         file, label = f"{number:04}.png", int(rng.integers(0, 40))
         scores = rng.uniform(0.5, 1, 2)
-        a.append(wrong(file, label, 50, scores[0]) if rng.random() < 0.5 else right(file, label))
-        b.append(wrong(file, label, 50, scores[1]) if rng.random() < 0.5 else right(file, label))
+        a.append(mistake(file, label, 50, scores[0]) if rng.random() < 0.5 else right(file, label))
+        b.append(mistake(file, label, 50, scores[1]) if rng.random() < 0.5 else right(file, label))
     classes = many_classes(51)
     comparison = comparison_of(tmp_path, a, b, classes=classes)
     flipped = gather_flips(comparison, *(read_run(tmp_path / name) for name in "ab"), None)
@@ -250,9 +244,9 @@ def test_flipped_images_are_those_of_top_1_most_confident_mistake_first(tmp_path
 
 def test_flipped_images_are_shown_where_the_dataset_is_reachable_and_named_where_not(tmp_path: Path) -> None:
     files = ["n01/a.png", "n02/b.png"]
-    fingerprint = make_images(tmp_path / "data", files)
-    a = [right(files[0], 0), wrong(files[1], 1, 0)]
-    b = [wrong(files[0], 0, 1), right(files[1], 1)]
+    fingerprint = fingerprint_of(make_images(tmp_path / "data", dict.fromkeys(files, (20, 31))))
+    a = [right(files[0], 0), mistake(files[1], 1, 0)]
+    b = [mistake(files[0], 0, 1), right(files[1], 1)]
     there = page_of(tmp_path / "1", a, b, fingerprint=fingerprint, data=str(tmp_path / "data"))
     assert len(there.named("img")) == 2
     gone = page_of(tmp_path / "2", a, b, fingerprint=fingerprint, data=str(tmp_path / "nowhere"))
@@ -264,17 +258,17 @@ def test_flipped_images_are_shown_where_the_dataset_is_reachable_and_named_where
 
 
 def test_another_dataset_given_by_hand_is_refused_and_no_file_is_written(tmp_path: Path) -> None:
-    make_images(tmp_path / "data", ["n01/a.png"])
+    make_images(tmp_path / "data", {"n01/a.png": (20, 31)})
     a = write_run(tmp_path / "a", [right("n01/a.png", 0)])
-    b = write_run(tmp_path / "b", [wrong("n01/a.png", 0, 1)])
+    b = write_run(tmp_path / "b", [mistake("n01/a.png", 0, 1)])
     with pytest.raises(DatasetError, match="not the images of this run"):
         write_comparison(a, b, data=tmp_path / "data")
     assert not (b / "report").exists()
 
 
 def test_few_classes_are_named_most_improved_first_in_the_chart(tmp_path: Path) -> None:
-    a = [wrong("a.png", 0, 1), right("b.png", 2), right("c.png", 5)]
-    b = [right("a.png", 0), wrong("b.png", 2, 1), right("c.png", 5)]
+    a = [mistake("a.png", 0, 1), right("b.png", 2), right("c.png", 5)]
+    b = [right("a.png", 0), mistake("b.png", 2, 1), right("c.png", 5)]
     chart = difference_chart(comparison_of(tmp_path, a, b), "top1")
     assert chart is not None
     svg = vl_convert.vegalite_to_svg({**chart, "width": 600}, vl_version=VEGA_LITE)

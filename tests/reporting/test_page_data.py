@@ -14,7 +14,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 from PIL import Image
 
-from prelunet.evaluator.datasets import open_dataset
 from prelunet.evaluator.reporting import gallery as pictures
 from prelunet.evaluator.reporting import page_data as module
 from prelunet.evaluator.reporting.gallery import PICTURE_BYTES, TILE, Gallery, build_gallery, mistakes_round_robin
@@ -23,7 +22,8 @@ from prelunet.evaluator.reporting.report import build_report
 from prelunet.evaluator.reporting.report_page import render_page
 from prelunet.evaluator.validation.predictions import Prediction
 from prelunet.evaluator.validation.run import Run, read_run
-from tests.helpers.run_folders import CLASSES, evaluated, refused, write_run
+from tests.helpers.run_folders import evaluated, refused, write_run
+from tests.reporting.pages import fingerprint_of, make_images
 
 COUNT = 7  # classes of run_folders
 
@@ -160,24 +160,14 @@ def test_classes_carry_the_numbers_of_the_report(tmp_path: Path) -> None:
     assert [view[0] for view in data["views"]] == ["256", "256 mirrored", "384", "384 mirrored"]
 
 
-def photographs(folder: Path, lines: list[dict[str, Any]]) -> str:
-    """Write a different picture for each line; return the dataset's fingerprint."""
-    for number, line in enumerate(lines):
-        path = folder / line["file"]
-        path.parent.mkdir(parents=True, exist_ok=True)
-        pixels = np.random.default_rng(number).integers(0, 256, (90, 150, 3), dtype=np.uint8)
-        Image.fromarray(pixels).save(path, "PNG")
-    return open_dataset(folder, split="val", wnids=[entry["wnid"] for entry in CLASSES]).fingerprint
-
-
 def size_of(address: str) -> tuple[int, int]:
     return Image.open(io.BytesIO(base64.b64decode(address.partition(",")[2]))).size
 
 
 def test_tiles_keep_to_their_budget_and_belong_to_their_image(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     lines = [line for line in random_lines(160, seed=5) if "refused" not in line]
-    data = tmp_path / "data"
-    run = run_of(tmp_path / "run", lines, fingerprint=photographs(data, lines))
+    data = make_images(tmp_path / "data", {line["file"]: (150, 90) for line in lines})
+    run = run_of(tmp_path / "run", lines, fingerprint=fingerprint_of(data))
     free = build_gallery(run, data)
     large = {mistake.prediction.file for mistake in free.mistakes}
     in_turns = [p.file for p in mistakes_round_robin(run.predictions) if p.file not in large]
@@ -201,8 +191,8 @@ def test_tiles_keep_to_their_budget_and_belong_to_their_image(tmp_path: Path, mo
 
 def test_tiles_are_smaller_than_the_pictures_of_the_gallery(tmp_path: Path) -> None:
     lines = [evaluated(f"n01/{number:03}.JPEG", 0, [2, 0], 2, first=0.9 - number / 100) for number in range(5)]
-    data = tmp_path / "data"
-    gallery = build_gallery(run_of(tmp_path / "run", lines, fingerprint=photographs(data, lines)), data)
+    data = make_images(tmp_path / "data", {line["file"]: (150, 90) for line in lines})
+    gallery = build_gallery(run_of(tmp_path / "run", lines, fingerprint=fingerprint_of(data)), data)
     assert [size_of(mistake.thumbnail or "") for mistake in gallery.mistakes] == [(150, 90)] * 3
     assert [size_of(tile) for tile in gallery.tiles.values()] == [(TILE, 67)] * 2
 

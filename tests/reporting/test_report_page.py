@@ -24,33 +24,21 @@ from prelunet.evaluator.reporting.tables import worst_classes
 from prelunet.evaluator.validation.run import read_run
 from prelunet.evaluator.validation.run_log import find_dataset
 from tests.helpers.fakes import FakeSession, fake_contract, validated
-from tests.helpers.run_folders import CLASSES, evaluated, refused, write_ensemble, write_run
-from tests.reporting.pages import HOSTILE, Elements, check_self_contained, many_classes
-
-WNIDS = [entry["wnid"] for entry in CLASSES]
+from tests.helpers.run_folders import evaluated, refused, write_ensemble, write_run
+from tests.reporting.pages import (
+    HOSTILE,
+    Elements,
+    check_self_contained,
+    fingerprint_of,
+    make_images,
+    many_classes,
+    mistake,
+)
 
 
 def page_of(folder: Path, lines: list[dict[str, Any]], **rest: Any) -> Elements:
     run = read_run(write_run(folder, lines, **rest))
     return Elements(render_page(build_report(run), run, build_gallery(run, None)).decode())
-
-
-def make_images(folder: Path, sizes: dict[str, tuple[int, int]]) -> Path:
-    """Write one PNG per name, of (width, height); its pixels differ from any other's."""
-    for number, (name, size) in enumerate(sizes.items()):
-        path = folder / "val" / name
-        path.parent.mkdir(parents=True, exist_ok=True)
-        pixels = np.random.default_rng(number).integers(0, 256, (size[1], size[0], 3), dtype=np.uint8)
-        Image.fromarray(pixels).save(path)
-    return folder
-
-
-def fingerprint_of(folder: Path) -> str:
-    return open_dataset(folder, split="val", wnids=WNIDS).fingerprint
-
-
-def mistake(file: str, label: int, wrong: int, first: float = 0.6, classes: int = 7) -> dict[str, Any]:
-    return evaluated(file, label, [wrong, label], 2, first=first, classes=classes)
 
 
 def thumbnail(address: str | None) -> Image.Image:

@@ -18,7 +18,7 @@ import typer.core
 from prelunet.evaluator.errors import UsageError
 from prelunet.evaluator.terminal import echo
 
-_COMMAND_LINE_ONLY = frozenset({"config", "show_config", "help"})
+_COMMAND_LINE_ONLY = frozenset({"config", "show_config"})
 # Variables that Kubernetes sets in every pod for a Service whose name begins like ours; not meant for us.
 _KUBERNETES = re.compile(r"(.+_)?(SERVICE_(HOST|PORT(_.+)?)|PORT_\d+_(TCP|UDP|SCTP)(_.+)?)")
 _SERVICE_LINK_URL = re.compile(r"(tcp|udp|sctp)://")

@@ -10,15 +10,13 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
-from PIL import Image
 from playwright.sync_api import Browser, sync_playwright
 
-from prelunet.evaluator.datasets import open_dataset
 from prelunet.evaluator.reporting.report_page import write_report
 from tests.helpers.run_folders import evaluated, refused, write_ensemble, write_run
 from tests.reporting.browser.browsing import HOSTILE, LAPTOP, MonitoredPage, imagenet_shape
+from tests.reporting.pages import fingerprint_of, make_images
 
 INSTALL = "install it with: apt-get install --no-install-recommends chromium fonts-dejavu-core"
 
@@ -79,20 +77,15 @@ def many(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def few(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Write the report of a run on real pictures: three classes, twelve images, one of them tiny."""
     folder = tmp_path_factory.mktemp("few")
-    rng = np.random.default_rng(4)
-    lines = []
+    lines, sizes = [], {}
     for number in range(12):
-        label = number % 3
-        wnid = ("n01", "n02", "n03")[label]
-        path = folder / "data" / wnid / f"{number:02}.png"
-        path.parent.mkdir(parents=True, exist_ok=True)
-        height, width = (20, 31) if number == 4 else (90 + number, 130)
-        Image.fromarray(rng.integers(0, 256, (height, width, 3), dtype=np.uint8)).save(path)
-        wrong = number % 4 == 0
+        label, wrong = number % 3, number % 4 == 0
+        file = f"n0{label + 1}/{number:02}.png"
+        sizes[file] = (31, 20) if number == 4 else (130, 90 + number)
         answers = [(label + 1) % 3, label] if wrong else [label, (label + 1) % 3]
-        lines.append(evaluated(f"{wnid}/{path.name}", label, answers, 1 + wrong, first=0.5 + number / 30))
-    dataset = open_dataset(folder / "data", split="val", wnids=[f"n0{index}" for index in range(1, 8)])
-    write_run(folder / "run", lines, fingerprint=dataset.fingerprint, data=str(folder / "data"))
+        lines.append(evaluated(file, label, answers, 1 + wrong, first=0.5 + number / 30))
+    data = make_images(folder / "data", sizes)
+    write_run(folder / "run", lines, fingerprint=fingerprint_of(data), data=str(data))
     return html_of(folder / "run")
 
 
