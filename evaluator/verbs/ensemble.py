@@ -14,6 +14,7 @@ from prelunet.evaluator.reporting.statistics import error_percent, wilson_interv
 from prelunet.evaluator.terminal import echo, report
 from prelunet.evaluator.validation.ensemble import Ensemble, ErrorCount
 from prelunet.evaluator.validation.ensemble import ensemble as average_runs
+from prelunet.evaluator.verbs.options.shared import report_next_command
 
 
 def ensemble(
@@ -41,9 +42,7 @@ def ensemble(
         report(
             "note: choosing the order or the weights by these errors makes them look too good; choose on other images"
         )
-        report(f"per-class report: prelunet report {run}")
-    else:
-        report(f"the images have no labels; to write a submission: prelunet submission {run} -o FILE --devkit DIR")
+    report_next_command(averaged.run, run)
 
 
 def _numbers(text: str) -> list[float]:

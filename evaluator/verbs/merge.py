@@ -7,6 +7,7 @@ import typer
 
 from prelunet.evaluator.terminal import echo, report
 from prelunet.evaluator.validation.merge import merge as join_shards
+from prelunet.evaluator.verbs.options.shared import report_next_command
 
 
 def merge(
@@ -23,4 +24,4 @@ def merge(
     """
     merged = join_shards(shards, run, fresh=fresh, report=report)
     echo(f"{run}: {len(shards)} shards, {len(merged.predictions):,} images; none missing or duplicated")
-    report(f"per-class report: prelunet report {run}")
+    report_next_command(merged, run)

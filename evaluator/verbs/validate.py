@@ -28,6 +28,7 @@ from prelunet.evaluator.verbs.options.shared import (
     ProtocolOption,
     estimate_run_memory,
     report_memory,
+    report_next_command,
 )
 
 # What --json prints of the report.
@@ -124,7 +125,7 @@ def _report_dataset(dataset: Dataset, classes: tuple[ClassEntry, ...], info: Run
 
 
 def _report_result(finished: Run, run: Path, *, as_json: bool) -> None:
-    """Print the errors; for a shard or for images without labels, print what was evaluated and the next command."""
+    """Print the errors, or, for a shard or for images without labels, what was evaluated; then the next command."""
     images, refused = len(finished.predictions), sum(line.refused is not None for line in finished.predictions)
     if refused:
         report(
@@ -134,18 +135,18 @@ def _report_result(finished: Run, run: Path, *, as_json: bool) -> None:
     numbers: dict[str, Any] = {"images": images, "evaluated": images - refused, "refused": refused}
     if finished.info.shard is not None or not finished.has_labels:
         done = "evaluated" if finished.has_labels else "classified; without labels there are no errors"
-        echo(
-            json.dumps({"run": str(run), **numbers}) if as_json else f"{images - refused:,} of {images:,} images {done}"
-        )
-        merge = f"when all {finished.info.shard[1]} shards are done: prelunet merge" if finished.info.shard else None
-        report(merge or f"for the ILSVRC server: prelunet submission {run}")
-        return
-    result = build_report(finished)
-    if result["suspicion"]:
-        report(f"warning: {result['suspicion']}")
-    numbers = {key: result[key] for key in JSON_FIELDS}
-    echo(json.dumps({"run": str(run), **numbers}) if as_json else result_line(result))
-    report(f"per-class report: prelunet report {run}")
+        line = f"{images - refused:,} of {images:,} images {done}"
+    else:
+        result = build_report(finished)
+        if result["suspicion"]:
+            report(f"warning: {result['suspicion']}")
+        numbers = {key: result[key] for key in JSON_FIELDS}
+        line = result_line(result)
+    echo(json.dumps({"run": str(run), **numbers}) if as_json else line)
+    if finished.info.shard is not None:
+        report(f"when all {finished.info.shard[1]} shards are done: prelunet merge")
+    else:
+        report_next_command(finished, run)
 
 
 def _shard(text: str) -> tuple[int, int]:

@@ -125,6 +125,16 @@ def test_a_test_set_is_classified_only_with_no_labels_and_points_to_submission(
     assert json.loads(capsys.readouterr().out)["evaluated"] == 29
 
 
+def test_merged_shards_of_a_test_set_point_to_submission(
+    command: Callable[..., int], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    data = write_folder(tmp_path / "lone" / "test", DATA)
+    assert command(data, "--no-labels", "--shard", "1/1") == 0
+    capsys.readouterr()
+    assert run(["merge", str(tmp_path / "run"), "--run", str(tmp_path / "whole")]) == 0
+    assert f"prelunet submission {tmp_path / 'whole'} -o FILE" in capsys.readouterr().err
+
+
 def test_bad_labels_are_refused_before_the_model_runs(
     command: Callable[..., int], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -1,4 +1,4 @@
-"""Options shared by several verbs, and the memory estimate of a run."""
+"""Options and messages shared by several verbs, and the memory estimate of a run."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -16,8 +16,9 @@ from prelunet.evaluator.machine import machine_memory
 from prelunet.evaluator.protocols import EvaluationProtocol
 from prelunet.evaluator.terminal import report
 from prelunet.evaluator.validation.pipeline import decoding_threads
+from prelunet.evaluator.validation.run import Run
 
-_MODEL_HELP = "Model file written by `prelunet export`."
+_MODEL_HELP = "Model file written by `prelunet export` or `prelunet adopt`."
 ModelOption = Annotated[Path, typer.Option("--model", help=_MODEL_HELP)]
 OptionalModelOption = Annotated[Path | None, typer.Option("--model", help=_MODEL_HELP)]
 
@@ -74,3 +75,11 @@ def report_memory(need: MemoryEstimate, *, gpu: bool = False) -> None:
             f"warning: this machine has only {format_bytes(available)}, too little for images as elongated as the "
             "protocol allows. Give --memory-limit or smaller --scales"
         )
+
+
+def report_next_command(run: Run, folder: Path) -> None:
+    """Print the command that usually follows a complete run in this folder."""
+    if run.has_labels:
+        report(f"per-class report: prelunet report {folder}")
+    else:
+        report(f"for the ILSVRC server: prelunet submission {folder} -o FILE --devkit DIR")
