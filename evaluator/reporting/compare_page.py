@@ -1,6 +1,5 @@
 """compare.html: one self-contained page, built from compare.json and the flipped images."""
 
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -52,7 +51,9 @@ def gather_flips(comparison: Comparison, a: Run, b: Run, data: Path | None) -> d
 def render_comparison(comparison: Comparison, flipped: Mapping[str, Gallery]) -> bytes:
     """Return compare.html; the same comparison and images give the same bytes."""
     sides = {key: comparison[key] for key in ("a", "b")}
-    worst_first = sorted(comparison["classes"], key=_worst_first)
+    worst_first = sorted(  # the table's initial order; classes without images come last
+        comparison["classes"], key=lambda e: (not e["evaluated"], -(e["top1"]["difference"] or 0), e["index"])
+    )
     seen = [entry for entry in comparison["classes"] if entry["evaluated"]]
     shown = {mistake.prediction.file for gallery in flipped.values() for mistake in gallery.mistakes}
     return render_html(
@@ -114,12 +115,6 @@ def most_changed_classes(comparison: Comparison, key: str, direction: str) -> li
     sign = -1 if direction == "improved" else 1
     moved = [entry for entry in comparison["classes"] if sign * (entry[key]["difference"] or 0) > 0]
     return sorted(moved, key=lambda entry: (-sign * entry[key]["difference"], entry["index"]))[:MAX_MOVED_CLASSES]
-
-
-def _worst_first(entry: Mapping[str, Any]) -> tuple[float, int]:
-    """Return the sort key of the table's initial order: largest top-1 difference first, classes without images last."""
-    difference = entry["top1"]["difference"]
-    return (math.inf if difference is None else -difference, entry["index"])
 
 
 def _table_row(entry: Mapping[str, Any]) -> list[Any]:

@@ -18,10 +18,8 @@ from prelunet.evaluator.reporting.tables import (
     error_fields,
     evaluated_images,
     macro_fields,
-    mirror_table,
     same_names,
-    scale_table,
-    view_table,
+    view_tables,
     worst_matrix,
 )
 from prelunet.evaluator.validation.run import Run, require_labels, require_unsharded
@@ -53,9 +51,7 @@ def build_report(run: Run) -> Report:
         "macro": macro_fields(classes),
         "calibration": None if calibrated is None else asdict(calibrated),
         "ranks": asdict(rank_summary(seen.rank, len(info.classes))),
-        "views": view_table(info.views, seen),
-        "scales": scale_table(info.views, seen),
-        "mirrors": mirror_table(info.views, seen),
+        **view_tables(info.views, seen),
         "model": dict(info.model),
         "protocol": info.protocol.to_json(),
         "dataset": dict(info.dataset),

@@ -5,7 +5,7 @@ At the size of ImageNet, loops over images and classes would dominate the run ti
 
 from array import array
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -84,28 +84,21 @@ def macro_fields(classes: Sequence[dict[str, Any]]) -> dict[str, Any]:
     return result
 
 
-def view_table(views: Sequence[View], seen: EvaluatedImages) -> list[dict[str, Any]]:
-    """Return the errors of each view alone, in the protocol's order."""
-    return [{**view.to_json(), **_errors_only(seen.view_ranks[:, [place]])} for place, view in enumerate(views)]
+def view_tables(views: Sequence[View], seen: EvaluatedImages) -> dict[str, list[dict[str, Any]]]:
+    """Return the tables `views`, `scales` and `mirrors`, each in the protocol's order.
 
-
-def scale_table(views: Sequence[View], seen: EvaluatedImages) -> list[dict[str, Any]]:
-    """Return the mean error of the single views of each scale, in the protocol's order."""
-    kinds = [view.scale for view in views]
-    return [{"scale": scale, **fields} for scale, fields in _by_kind(kinds, seen)]
-
-
-def mirror_table(views: Sequence[View], seen: EvaluatedImages) -> list[dict[str, Any]]:
-    """Return the mean error of the single plain views, and of the single mirrored views."""
-    kinds = [view.mirrored for view in views]
-    return [{"mirrored": mirrored, **fields} for mirrored, fields in _by_kind(kinds, seen)]
-
-
-def _by_kind(kinds: Sequence[Any], seen: EvaluatedImages) -> Iterator[tuple[Any, dict[str, Any]]]:
-    """Yield each kind of view, in order of appearance, with its number of views and their mean errors."""
-    for kind in dict.fromkeys(kinds):
-        places = [place for place, other in enumerate(kinds) if other == kind]
-        yield kind, {"views": len(places), **_errors_only(seen.view_ranks[:, places])}
+    They hold the errors of each view alone, and the mean errors of single views by scale and by mirroring.
+    """
+    ranks = seen.view_ranks
+    tables = {"views": [{**view.to_json(), **_errors_only(ranks[:, [place]])} for place, view in enumerate(views)]}
+    for table, key in (("scales", "scale"), ("mirrors", "mirrored")):
+        places: defaultdict[Any, list[int]] = defaultdict(list)
+        for place, view in enumerate(views):
+            places[getattr(view, key)].append(place)
+        tables[table] = [
+            {key: kind, "views": len(of_kind), **_errors_only(ranks[:, of_kind])} for kind, of_kind in places.items()
+        ]
+    return tables
 
 
 def _errors_only(ranks: Int64Array) -> dict[str, Any]:
