@@ -122,9 +122,17 @@ class AsyncClient:
         timeout: float | None = None,
         request_id: str | None = None,
     ) -> AsyncGenerator[tuple[Any, Answer | PreluNetError], None]:
-        """Classify many encoded images over one stream, as `Client.classify_many`.
+        """Classify many encoded images over one stream; yield the answers as they arrive, in any order.
 
-        images: an asynchronous iterable, or an ordinary one, which is read in a thread since it may read files.
+        images: (id, image) pairs, where an id can be anything, or images alone, which get the ids 0, 1, 2, ...; read
+        in another thread, since that may take long. Only `AsyncClient` accepts an asynchronous iterable, too. Yields
+        (id, answer), or (id, error) for a refused image; the other images continue.
+        max_pending: maximum number of images held; no more are read while this many are unanswered or their answers
+        are not taken. timeout: seconds for all images. The other arguments are those of `classify`.
+
+        A broken stream is reopened for the unanswered images, and an image that met a transient error is sent again,
+        as far as the client's retries allow. An exception of `images` is raised after the answers to the images before
+        it.
         """
         request = partial(
             classify_request,

@@ -1,15 +1,12 @@
 """The synchronous client."""
 
-from collections.abc import Callable, Coroutine, Generator, Iterable, Sequence
+from collections.abc import AsyncGenerator, Callable, Coroutine, Generator
 from functools import wraps
 from typing import Any, Concatenate, ParamSpec, Self, TypeVar
 
-from prelunet.evaluator.answer import Answer
 from prelunet.evaluator.client.aio import AsyncClient
 from prelunet.evaluator.client.backends import BlockingBackend, each, run
 from prelunet.evaluator.client.calls import DEFAULT_RETRY_POLICY, RetryPolicy
-from prelunet.evaluator.client.streams import MAX_PENDING
-from prelunet.evaluator.errors import PreluNetError
 
 _P = ParamSpec("_P")
 _T = TypeVar("_T")
@@ -31,6 +28,18 @@ def _blocking(
         return run(method(self._async, *arguments, **options))
 
     return blocking
+
+
+def _iterating(
+    method: Callable[Concatenate[AsyncClient, _P], AsyncGenerator[_T, None]],
+) -> Callable[Concatenate["Client", _P], Generator[_T, None, None]]:
+    """Return the method of `Client` that yields the same as a method of `AsyncClient`."""
+
+    @wraps(method)
+    def iterating(self: "Client", /, *arguments: _P.args, **options: _P.kwargs) -> Generator[_T, None, None]:
+        return each(method(self._async, *arguments, **options))
+
+    return iterating
 
 
 class Client:
@@ -67,45 +76,4 @@ class Client:
     evaluate = _blocking(AsyncClient.evaluate)
     models = _blocking(AsyncClient.models)
     ready = _blocking(AsyncClient.ready)
-
-    def classify_many(  # noqa: PLR0913 - one argument per option
-        self,
-        images: Iterable[Any],
-        *,
-        model: str | None = None,
-        protocol: str = "",
-        scales: Sequence[int] | None = None,
-        mirror: bool | None = None,
-        top_k: int | None = None,
-        heatmap: bool = False,
-        apply_exif: bool = False,
-        max_pending: int = MAX_PENDING,
-        timeout: float | None = None,
-        request_id: str | None = None,
-    ) -> Generator[tuple[Any, Answer | PreluNetError], None, None]:
-        """Classify many encoded images over one stream; yield the answers as they arrive, in any order.
-
-        images: (id, image) pairs, where an id can be anything, or images alone, which get the ids 0, 1, 2, ...; read
-        in another thread. Yields (id, answer), or (id, error) for a refused image; the other images continue.
-        max_pending: maximum number of images held; no more are read while this many are unanswered or their answers
-        are not taken. timeout: seconds for all images. The other arguments are those of `classify`.
-
-        A broken stream is reopened for the unanswered images, and an image that met a transient error is sent again,
-        as far as the client's retries allow. An exception of `images` is raised after the answers to the images before
-        it.
-        """
-        return each(
-            self._async.classify_many(
-                images,
-                model=model,
-                protocol=protocol,
-                scales=scales,
-                mirror=mirror,
-                top_k=top_k,
-                heatmap=heatmap,
-                apply_exif=apply_exif,
-                max_pending=max_pending,
-                timeout=timeout,
-                request_id=request_id,
-            )
-        )
+    classify_many = _iterating(AsyncClient.classify_many)
