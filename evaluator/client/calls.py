@@ -191,8 +191,8 @@ class ClientSettings:
         self.retries = retries
         self.budget = RetryBudget(retries)
         self.closed = False
+        self.absence_logged = False  # since the last answer
         self._timeout = _checked(timeout)
-        self._warned = False
 
     def deadline(self, timeout: Timeout) -> float | None:
         """Return the deadline of a call that begins now, on the clock of time.monotonic()."""
@@ -203,16 +203,12 @@ class ClientSettings:
         """Return the attempts of a call that begins now."""
         return Attempts(self.retries, self.budget, deadline)
 
-    def warn_server_absent(self, error: PreluNetError) -> None:
+    def log_absence(self, error: PreluNetError) -> None:
         """Log that calls wait for a server, once until a call is answered."""
-        if self.retries.restart_timeout and not self._warned:
-            self._warned = True
+        if self.retries.restart_timeout and not self.absence_logged:
+            self.absence_logged = True
             where = "" if self.address in str(error) else f"{self.address}: "
             log.warning("retrying for up to %g s: %s%s", self.retries.restart_timeout, where, error)
-
-    def clear_warning(self) -> None:
-        """Note that the server is back."""
-        self._warned = False
 
 
 class Call:
@@ -237,7 +233,7 @@ class Call:
     def answer_received(self) -> None:
         """Handle an answer."""
         self._attempts.answer_received()
-        self._settings.clear_warning()
+        self._settings.absence_logged = False
 
     def pause_after(self, failed: grpc.RpcError, *, repeatable: bool = True) -> float:
         """Return the seconds to wait before the next attempt; raise the error if there should be none.
@@ -249,7 +245,7 @@ class Call:
             pause = self._attempts.pause(failure.error, absent=failure.absent)
             if pause is not None:
                 if failure.absent:
-                    self._settings.warn_server_absent(failure.error)
+                    self._settings.log_absence(failure.error)
                 return pause
         try:
             raise failure.error from failed
@@ -273,18 +269,22 @@ class Call:
         return self._failure(error, next((code for code in _TRANSIENT if code.value[0] == message.code), None))
 
     def _failure(self, error: PreluNetError, code: grpc.StatusCode | None = None, *, absent: bool = False) -> Failure:
+        transient = code in _TRANSIENT or isinstance(error, Overloaded)
+        return Failure(self.with_request_id(error), transient, absent or isinstance(error, NotReady))
+
+    def with_request_id(self, error: PreluNetError) -> PreluNetError:
+        """Return an error of this call with its request id, if it has one, at the end of its text."""
         if self._request_id is not None:
             error.args = (f"{error} (request id {self._request_id})", *error.args[1:])
-        transient = code in _TRANSIENT or isinstance(error, Overloaded)
-        return Failure(error, transient, absent or isinstance(error, NotReady))
+        return error
 
     def invalid_response(self, what: str) -> PreluNetError:
         """Return the error for a server that violates the protocol."""
-        error = PreluNetError(f"{self._settings.address}: {what}. Do client and server have the same version?")
-        return self._failure(error).error
+        text = f"{self._settings.address}: {what}. Do client and server have the same version?"
+        return self.with_request_id(PreluNetError(text))
 
 
-def _checked(timeout: float | Literal["client"] | None) -> float | None:
+def _checked(timeout: Timeout) -> float | None:
     """Return the timeout as a float; UsageError if it is invalid."""
     if timeout is None:
         return None

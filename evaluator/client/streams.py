@@ -103,7 +103,7 @@ class PendingImages:
         try:
             request = stream_request(number, self._request(image))
         except ImageError as error:
-            self._results.append((key, error))
+            self._results.append((key, self.call.with_request_id(error)))
         else:
             self._push(_Image(key, number, request, self._settings.attempts(self._deadline)), time.monotonic())
 
@@ -134,7 +134,8 @@ class PendingImages:
             return due
         left = self._deadline - time.monotonic()
         if left <= 0:
-            raise DeadlinePassed("the timeout for all images has passed; give a longer one, or None for no limit")
+            text = "the timeout for all images has passed; give a longer one, or None for no limit"
+            raise self.call.with_request_id(DeadlinePassed(text))
         return left if due is None else min(due, left)
 
     def next_request(self) -> pb.ClassifyStreamRequest | None:

@@ -134,11 +134,11 @@ def test_an_image_too_large_for_a_message_is_refused_by_the_client_and_the_other
     monkeypatch.setattr("prelunet.evaluator.client.messages.MAX_MESSAGE_BYTES", 4096 + 5)  # three bytes and the framing
     images = [*[b"large"] * 50, b"cat", b"dog", *[b"large"] * 50, b"fox"]
     with served(ScriptedServicer()) as address, client_of(address) as client:
-        results = dict(outcomes(client.classify_many(images, max_pending=4)))
+        results = dict(outcomes(client.classify_many(images, max_pending=4, request_id="r1")))
     assert {results.pop(number) for number in (50, 51, 102)} == {"cat", "dog", "fox"}
     assert len(results) == 100
     text = "7 bytes do not fit into a message, whose limit is 4101 bytes. Send a smaller image"
-    assert set(results.values()) == {(ImageError, text)}
+    assert set(results.values()) == {(ImageError, f"{text} (request id r1)")}
     server = ScriptedServicer()
     with served(server) as address, client_of(address) as client:
         assert outcomes(client.classify_many([b"large"] * 9, max_pending=2)) == [
@@ -464,8 +464,8 @@ def test_the_deadline_of_many_images_covers_them_all(client_of) -> None:
         assert outcomes([next(results)]) == [(0, "cat")]
         with pytest.raises(DeadlinePassed):
             list(results)
-        with pytest.raises(DeadlinePassed, match="the timeout for all images has passed"):
-            list(client.classify_many(slow(), timeout=0.1))  # before there is anything to send
+        with pytest.raises(DeadlinePassed, match=r"the timeout for all images has passed.* \(request id r1\)$"):
+            list(client.classify_many(slow(), timeout=0.1, request_id="r1"))  # before there is anything to send
         gate.set()
 
 
