@@ -12,6 +12,7 @@ from typing import Any
 
 import grpc.aio
 import numpy as np
+from google.protobuf.message import Message
 from grpc_health.v1 import health, health_pb2_grpc
 from PIL import Image
 
@@ -129,6 +130,16 @@ class GatedSession(FakeSession):
         self.entered.set()
         assert self.gate.wait(30), "nobody opened the gate"
         return super().compute(staged)
+
+
+class Referable:
+    """A message that allows weak references; protobuf's do not."""
+
+    def __init__(self, message: Message) -> None:
+        self._message = message
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._message, name)
 
 
 def eventually(condition: Callable[[], bool]) -> None:

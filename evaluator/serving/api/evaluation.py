@@ -7,9 +7,11 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import TypeAlias
 
 from prelunet.evaluator.datasets.dataset import Dataset, Sample
 from prelunet.evaluator.errors import DatasetError, ImageError, UsageError
+from prelunet.evaluator.pb.prelunet.v1 import prelunet_pb2 as pb
 from prelunet.evaluator.protocols import EvaluationProtocol
 from prelunet.evaluator.reporting.report import Report, build_report
 from prelunet.evaluator.serving.api.bounded import bounded
@@ -33,21 +35,7 @@ class LabelledImage:
     label: int
 
 
-@dataclass(frozen=True)
-class EvaluationProgress:
-    """The progress of an evaluation.
-
-    images: answered, including refused ones; top1_error: percent of the others, None if there are none; seconds: since
-    the evaluation began.
-    """
-
-    images: int
-    refused: int
-    top1_error: float | None
-    seconds: float
-
-
-ProgressCallback = Callable[[EvaluationProgress], Awaitable[None]]
+ProgressCallback: TypeAlias = Callable[[pb.EvaluateProgress], Awaitable[None]]
 
 
 async def evaluate(
@@ -90,6 +78,7 @@ async def evaluate(
         async with asyncio.TaskGroup() as group:
             async for image in bounded(images, slots):
                 answers.expect(image.file, max_images)
+                call_context.record_views(classifier.name, len(protocol.views))
                 admission = asyncio.Event()
                 group.create_task(classify(image, admission))
                 del image  # free it while waiting for the next
@@ -162,7 +151,11 @@ class _ProgressReporter:
         self._reporting, self._last_report = True, now
         evaluated = self._images - self._refused
         error = 100 * self._wrong / evaluated if evaluated else None
-        await self._on_progress(EvaluationProgress(self._images, self._refused, error, now - self._begun))
+        await self._on_progress(
+            pb.EvaluateProgress(
+                images=self._images, refused=self._refused, top1_error=error, seconds=now - self._begun
+            )
+        )
         self._reporting = False
 
 

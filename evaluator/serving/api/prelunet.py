@@ -2,7 +2,7 @@
 
 import asyncio
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
-from contextlib import AsyncExitStack, aclosing
+from contextlib import AsyncExitStack, aclosing, suppress
 from typing import TypeAlias
 
 from prelunet.evaluator.answer import resolve_top_k
@@ -11,7 +11,7 @@ from prelunet.evaluator.pb.prelunet.v1 import prelunet_pb2 as pb
 from prelunet.evaluator.pb.prelunet.v1 import prelunet_pb2_grpc as pb_grpc
 from prelunet.evaluator.serving.api import prelunet_messages
 from prelunet.evaluator.serving.api.bounded import bounded
-from prelunet.evaluator.serving.api.evaluation import EvaluationProgress, LabelledImage, evaluate
+from prelunet.evaluator.serving.api.evaluation import LabelledImage, evaluate
 from prelunet.evaluator.serving.api.prelunet_messages import call_error
 from prelunet.evaluator.serving.models import Models
 from prelunet.evaluator.serving.observability import call_context
@@ -88,12 +88,9 @@ class PreluNetServicer(pb_grpc.PreluNetServiceServicer):
         call_context.note_done()  # `start` gets no answer of its own
 
         async def images() -> AsyncGenerator[LabelledImage, None]:
-            async for request in request_iterator:
-                call_context.record_views(classifier.name, len(protocol.views))
-                yield prelunet_messages.image_of(request, contract)
-
-        async def send_progress(progress: EvaluationProgress) -> None:
-            await context.write(pb.EvaluateResponse(progress=pb.EvaluateProgress(**vars(progress))))
+            with suppress(StopAsyncIteration):
+                while True:  # without a variable, which would hold a message until the next arrives
+                    yield prelunet_messages.image_of(await anext(request_iterator), contract)
 
         async with aclosing(images()) as labeled:
             report = await evaluate(
@@ -101,7 +98,7 @@ class PreluNetServicer(pb_grpc.PreluNetServiceServicer):
                 protocol,
                 start.dataset,
                 labeled,
-                send_progress,
+                lambda progress: context.write(pb.EvaluateResponse(progress=progress)),
                 caller_of(context),
                 max_images=self._max_evaluation_images,
             )

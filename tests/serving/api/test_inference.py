@@ -25,7 +25,7 @@ from prelunet.evaluator.serving.options import QueueOptions
 from tests.helpers.fakes import FakeSession, fake_contract
 from tests.serving.api.bad_calls import large_bmp
 from tests.serving.api.inference_calls import IMAGE, image_input, infer_request, raw, scores_in, scores_output, texts_in
-from tests.serving.serving_harness import GatedSession, eventually, png, running_server
+from tests.serving.serving_harness import GatedSession, Referable, eventually, png, running_server
 
 HOSTILE = Path(__file__).parents[2] / "data" / "hostile"
 IMAGES = [png(40, 57, seed=1), png(33, 31, seed=2), png(70, 45, seed=3)]
@@ -203,16 +203,6 @@ def test_a_request_with_many_images_is_admitted_entirely_or_not_at_all() -> None
         same(scores_in(first.result()), alone([IMAGE], "center"))
         same(scores_in(second.result()), alone(IMAGES[:2], "center"))
     assert sum(shape[0] for shape in session.calls) == 3, "no view of the refused request was computed"
-
-
-class Referable:
-    """A request that allows weak references; messages do not."""
-
-    def __init__(self, request: pb.ModelInferRequest) -> None:
-        self._request = request
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._request, name)
 
 
 @pytest.mark.parametrize("streamed", [False, True])

@@ -1,12 +1,14 @@
 import asyncio
 import json
-from collections.abc import Iterator
+import weakref
+from collections.abc import AsyncIterator, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import replace
 from itertools import count, pairwise
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import grpc
 import jsonschema
@@ -27,7 +29,8 @@ from prelunet.evaluator.reporting.html import json_bytes
 from prelunet.evaluator.reporting.report import build_report
 from prelunet.evaluator.rpc.convert import report_from_message
 from prelunet.evaluator.serving.api import evaluation
-from prelunet.evaluator.serving.api.evaluation import MAX_IN_FLIGHT, EvaluationProgress, LabelledImage, evaluate
+from prelunet.evaluator.serving.api.evaluation import MAX_IN_FLIGHT, LabelledImage, evaluate
+from prelunet.evaluator.serving.api.prelunet import PreluNetServicer
 from prelunet.evaluator.serving.api.prelunet_messages import MAX_LISTED_REFUSALS, report_message
 from prelunet.evaluator.serving.classifier import Classifier
 from prelunet.evaluator.serving.models import Models
@@ -35,8 +38,8 @@ from prelunet.evaluator.serving.options import ModelFile, QueueOptions
 from prelunet.evaluator.validation.predictions import Prediction, build_prediction
 from prelunet.evaluator.validation.run import Run, build_run_info
 from tests.helpers.fakes import FakeSession, fake_contract, validated
-from tests.serving.event_loop import one_by_one
-from tests.serving.serving_harness import GatedSession, eventually, png, running_server
+from tests.serving.event_loop import async_test, one_by_one
+from tests.serving.serving_harness import GatedSession, Referable, eventually, png, running_server
 
 SCHEMA = json.loads((Path(__file__).parents[3] / "docs" / "report.schema.json").read_text())
 
@@ -204,10 +207,10 @@ def test_an_error_of_the_iterator_of_images_ends_the_evaluation() -> None:
             asyncio.run(evaluate(classifier, protocol, "few", one_by_one(failing())))
 
 
-def evaluated(images: list[LabelledImage], reports: list[EvaluationProgress]) -> dict:
+def evaluated(images: list[LabelledImage], reports: list[pb.EvaluateProgress]) -> dict:
     """Evaluate images without a server; `reports` collects the progress reports."""
 
-    async def on_progress(progress: EvaluationProgress) -> None:
+    async def on_progress(progress: pb.EvaluateProgress) -> None:
         reports.append(progress)
 
     with classifier_of(FakeSession()) as classifier:
@@ -217,7 +220,7 @@ def evaluated(images: list[LabelledImage], reports: list[EvaluationProgress]) ->
 
 def test_progress_counts_what_the_report_counts(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(evaluation, "PROGRESS_INTERVAL", 0)
-    reports: list[EvaluationProgress] = []
+    reports: list[pb.EvaluateProgress] = []
     report = evaluated([LabelledImage("x", b"no image", 1), *labelled(23), LabelledImage("y", b"", 2)], reports)
     assert [progress.images for progress in reports] == list(range(1, 26))
     assert [progress.refused for progress in reports] == sorted(progress.refused for progress in reports)
@@ -241,7 +244,7 @@ def test_progress_is_reported_at_most_once_a_second_and_not_in_a_short_evaluatio
 ) -> None:
     clock = count(step=0.3)  # seconds; each reading of the clock is 0.3 s after the last
     monkeypatch.setattr(evaluation, "time", SimpleNamespace(monotonic=lambda: next(clock)))
-    reports: list[EvaluationProgress] = []
+    reports: list[pb.EvaluateProgress] = []
     evaluated(labelled(20), reports)
     assert [progress.images for progress in reports] == [4, 8, 12, 16, 20]
     clock = count(step=0.04)
@@ -256,7 +259,7 @@ def test_a_client_that_reads_no_progress_delays_only_one_image(
     monkeypatch.setattr(evaluation, "PROGRESS_INTERVAL", 0)
     answered, reports, read = 0, [], asyncio.Event()
 
-    async def on_progress(progress: EvaluationProgress) -> None:
+    async def on_progress(progress: pb.EvaluateProgress) -> None:
         reports.append(progress)
         await read.wait()
 
@@ -338,6 +341,30 @@ def test_an_abandoned_evaluation_is_not_computed() -> None:
         assert first.result(30).predictions
         assert stub.Classify(pb.ClassifyRequest(image=images[0].data, protocol="dense-43")).predictions
     assert {shape[1] for shape in session.calls} == {29, 43}, "41, the evaluation's scale, should not be computed"
+
+
+@async_test
+async def test_an_evaluation_holds_no_message_while_it_waits_for_the_next() -> None:
+    """Otherwise every idle stream would keep an image in memory, which no limit counts."""
+
+    async def requests() -> AsyncIterator[Any]:
+        yield pb.EvaluateRequest(start=pb.EvaluateStart(dataset="photos", protocol="center"))
+        request = Referable(pb.EvaluateRequest(image=GOOD))
+        message = weakref.ref(request)
+        yield request
+        del request
+        assert message() is None
+
+    sent: list[pb.EvaluateResponse] = []
+
+    async def write(response: pb.EvaluateResponse) -> None:
+        sent.append(response)
+
+    context = SimpleNamespace(time_remaining=lambda: None, peer=lambda: "me", write=write)
+    models = Models([(ModelFile("fake", Path("fake.onnx")), FakeSession())], DecodeLimits())
+    await PreluNetServicer(models).Evaluate(requests(), context)
+    models.close()
+    assert [response.report.images for response in sent] == [1]
 
 
 def test_an_evaluation_with_a_message_above_the_limit_fails(stub) -> None:
