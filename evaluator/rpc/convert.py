@@ -48,7 +48,7 @@ def convert_nested_lists(report: Mapping[str, Any], change: Callable[[Any], Any]
 
 
 def answer_from_message(message: pb.ClassifyResponse) -> Answer:
-    """Return the answer for one image from its message."""
+    """Return the answer for one image from its message, whose heat map is taken out."""
     heatmap = message.heatmap
     message.ClearField("heatmap")  # else it would be converted to base64 text first
     plain = to_plain(message)

@@ -15,4 +15,4 @@ async def bounded(messages: AsyncIterator[Message], slots: asyncio.Semaphore) ->
     """
     with suppress(StopAsyncIteration):
         while await slots.acquire():
-            yield await anext(messages)
+            yield await anext(messages)  # without a variable, which would hold the message until the next arrives

@@ -17,7 +17,6 @@ from prelunet.evaluator.pb.inference import inference_pb2_grpc as pb_grpc
 from prelunet.evaluator.rpc.status import client_message
 from prelunet.evaluator.serving.api import inference_messages as messages
 from prelunet.evaluator.serving.api.bounded import bounded
-from prelunet.evaluator.serving.api.inference_messages import VERSION
 from prelunet.evaluator.serving.api.prelunet import STREAM_SLOTS
 from prelunet.evaluator.serving.classifier import Classifier
 from prelunet.evaluator.serving.models import Models
@@ -213,7 +212,7 @@ def model_statistics(name: str, metrics: Metrics) -> pb.ModelStatistics:
     stages = {field: _duration(metrics.stage_seconds.labels(name, stage)) for field, stage in _STAGES.items()}
     return pb.ModelStatistics(
         name=name,
-        version=VERSION,
+        version=messages.VERSION,
         last_inference=round(1000 * _samples(metrics.last_answer.labels(name))[""]),
         inference_count=success.count,
         execution_count=_duration(metrics.batch_seconds.labels(name)).count,
