@@ -26,6 +26,11 @@ from tests.serving.serving_harness import png
 
 CONTRACT = fake_contract()
 GPU_RULES = BatchRules(canvas_step=4, max_windows=1000, max_pixels=8 * 48 * 64, switch_pixels=10**6)
+# Options of a session on a GPU whose full batch has three views of 32x41 pixels.
+STAGING: dict[str, Any] = {
+    "provider": "CUDAExecutionProvider",
+    "rules": replace(GPU_RULES, max_pixels=3 * 32 * 44),
+}
 TIMEOUT = 10.0  # seconds before a waiting test fails
 
 
@@ -141,6 +146,19 @@ async def occupy_device(models: Models, session: SteppedSession, model: str = "f
     task = start_classify(models, png(28, 28, seed=9), dense_protocol(28), model=model)
     await until(lambda: session.entered > entered)
     return task
+
+
+async def stage_batch(
+    models: Models, session: SteppedSession
+) -> "tuple[asyncio.Task[Classification], list[asyncio.Task[Classification]]]":
+    """Occupy the device of a session created with STAGING, and stage a batch of three requests behind it.
+
+    Returns the request on the device and the three.
+    """
+    first = await occupy_device(models, session)
+    tasks = [start_classify(models, png(32, 41, seed), dense_protocol(32), client=f"{seed}") for seed in range(3)]
+    await until(lambda: all_decoded(models, 4) and not ready_view_count(models))
+    return first, tasks
 
 
 class DecodeGate:

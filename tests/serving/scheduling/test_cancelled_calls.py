@@ -3,7 +3,6 @@
 import asyncio
 import threading
 from collections.abc import Callable
-from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -26,15 +25,16 @@ from tests.helpers.fakes import FakeSession
 from tests.serving.event_loop import async_test, until
 from tests.serving.scheduling.scheduler_harness import (
     GPU_RULES,
+    STAGING,
     DecodeGate,
     SteppedSession,
-    all_decoded,
     deadline_in,
     dense_protocol,
     metric_value,
     occupy_device,
     ready_view_count,
     serve_models,
+    stage_batch,
     start_classify,
 )
 from tests.serving.serving_harness import eventually, png
@@ -72,7 +72,7 @@ async def test_a_request_cancelled_before_or_during_decoding_is_never_computed()
         decoding = start_classify(models, held, dense_protocol(32, 50))
         await until(gate.entered.is_set)
         waiting = start_classify(models, png(40, 57), dense_protocol(40, 44, 48))
-        await until(lambda: len(models.get("")._device_queue._encoded) == 1)
+        await until(lambda: metric_value(models, "waiting_images", "fake") == 3)
         for task in (waiting, decoding):
             task.cancel()
             with pytest.raises(asyncio.CancelledError):
@@ -186,8 +186,7 @@ def test_batch_times_may_be_used_in_several_threads() -> None:
 @async_test
 async def test_a_request_whose_deadline_passes_while_it_waits_for_decoding_memory_frees_its_thread() -> None:
     with serve_models(fake=FakeSession()) as models:
-        classifier, device_queue = models.get(""), models.get("")._device_queue
-        semaphore = classifier._decode_semaphore = ByteSemaphore(100)
+        semaphore = models.get("")._decode_semaphore = ByteSemaphore(100)
         with semaphore.reservation() as reserve:
             reserve(100)
             tasks = [
@@ -197,19 +196,16 @@ async def test_a_request_whose_deadline_passes_while_it_waits_for_decoding_memor
             for task in tasks:
                 with pytest.raises(DeadlinePassed):
                     await task
-            await until(lambda: not device_queue._decoding)
-            assert metric_value(models, "dropped_views_total", "fake", reason="expired") == 3
+            await until(lambda: metric_value(models, "dropped_views_total", "fake", reason="expired") == 3)
         await start_classify(models, png(32, 41), dense_protocol(32))
 
 
 @async_test
 async def test_a_staged_batch_runs_without_requests_cancelled_meanwhile() -> None:
-    session = SteppedSession(provider="CUDAExecutionProvider", rules=replace(GPU_RULES, max_pixels=3 * 32 * 44))
+    session = SteppedSession(**STAGING)
 
     with serve_models(fake=session) as models:
-        await occupy_device(models, session)
-        tasks = [start_classify(models, png(32, 41, seed), dense_protocol(32), client=f"{seed}") for seed in range(3)]
-        await until(lambda: all_decoded(models, 4) and not ready_view_count(models))
+        _, tasks = await stage_batch(models, session)
         tasks[1].cancel()
         await asyncio.wait([tasks[1]])
         session.release_all()
@@ -224,14 +220,12 @@ async def test_a_staged_batch_runs_without_requests_cancelled_meanwhile() -> Non
 @async_test
 async def test_a_view_computed_although_its_caller_has_left_is_counted(monkeypatch: pytest.MonkeyPatch) -> None:
     """This counter is 0 in all other tests; here the views of a cancelled call are computed deliberately."""
-    session = SteppedSession(provider="CUDAExecutionProvider", rules=replace(GPU_RULES, max_pixels=3 * 32 * 44))
+    session = SteppedSession(**STAGING)
     begin = DeviceQueue.begin
     monkeypatch.setattr(DeviceQueue, "begin", lambda device_queue, views: (list(views), begin(device_queue, views)[1]))
 
     with serve_models(late=1, fake=session) as models:
-        await occupy_device(models, session)
-        tasks = [start_classify(models, png(32, 41, seed), dense_protocol(32), client=f"{seed}") for seed in range(3)]
-        await until(lambda: all_decoded(models, 4) and not ready_view_count(models))
+        _, tasks = await stage_batch(models, session)
         tasks[1].cancel()
         await asyncio.wait([tasks[1]])
         session.release_all()
@@ -240,7 +234,7 @@ async def test_a_view_computed_although_its_caller_has_left_is_counted(monkeypat
 
 @async_test
 async def test_a_request_that_ends_while_a_batch_is_planned_is_not_in_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    session, plan_views = SteppedSession(), executor.plan_views
+    session, plan_views, loop = SteppedSession(), executor.plan_views, asyncio.get_running_loop()
 
     with serve_models(fake=session) as models:
         await occupy_device(models, session)
@@ -248,17 +242,15 @@ async def test_a_request_that_ends_while_a_batch_is_planned_is_not_in_it(monkeyp
         await until(lambda: ready_view_count(models) == 3)
 
         def planned(*arguments: object) -> BatchPlan:
-            plan = plan_views(*arguments)
-            if queued := list(models.get("")._device_queue._ready):
-                monkeypatch.undo()
-                models.get("")._device_queue.fail(queued[1].request, RuntimeError("planted"))
-            return plan
+            monkeypatch.undo()
+            loop.call_soon_threadsafe(tasks[1].cancel)
+            eventually(lambda: metric_value(models, "dropped_views_total", "fake", reason="cancelled") == 1)
+            return plan_views(*arguments)
 
         monkeypatch.setattr(executor, "plan_views", planned)
         session.release_all()
-        became = await asyncio.gather(*tasks, return_exceptions=True)
-        assert sum(isinstance(answer, RuntimeError) for answer in became) == 1
-        assert metric_value(models, "dropped_views_total", "fake", reason="failed") == 1
+        await asyncio.wait(tasks)
+        assert [task.cancelled() for task in tasks] == [False, True, False]
     assert session.calls == [(1, 28, 28, 3), (2, 32, 41, 3)]
 
 
@@ -302,7 +294,7 @@ async def test_closing_a_model_finishes_waiting_requests_and_refuses_new_ones() 
         await until(lambda: models.get("fake")._model.closed)
         with pytest.raises(Interrupted, match="'fake' is no longer served"):
             await start_classify(models, png(32, 41), dense_protocol(32))
-        await start_classify(models, png(32, 41), dense_protocol(32), model="other") if session.release_all() else None
+        session.release_all()
         await asyncio.gather(closing, *tasks)
         await start_classify(models, png(32, 41), dense_protocol(32), model="other")
 
@@ -316,7 +308,7 @@ async def test_closing_all_models_finishes_waiting_requests() -> None:
             await occupy_device(models, session),
             *(start_classify(models, png(32, 41), dense_protocol(32, 50)) for _ in range(5)),
         ]
-        await until(lambda: models.get("")._model.unanswered == 6)
+        await until(lambda: metric_value(models, "waiting_images", "fake") == 6)
         closing = asyncio.create_task(asyncio.to_thread(models.close))
         await until(lambda: models.get("")._model.closed)
         session.release_all()

@@ -9,9 +9,14 @@ import pytest
 from prelunet.evaluator.engine.batching import BatchRules
 from prelunet.evaluator.engine.classify import classify_images
 from prelunet.evaluator.imaging.decode import decode_rgb
+from prelunet.evaluator.imaging.views import make_views
 from prelunet.evaluator.protocols import EvaluationProtocol, build_protocol
 from prelunet.evaluator.serving.classifier import Classifier
+from prelunet.evaluator.serving.observability.call_context import Caller
+from prelunet.evaluator.serving.observability.metrics import Metrics
 from prelunet.evaluator.serving.options import QueueOptions
+from prelunet.evaluator.serving.scheduling.queue import build_ready_views
+from prelunet.evaluator.serving.scheduling.request import Request, ScheduledModel
 from tests.helpers.fakes import FakeSession, fake_contract
 from tests.serving.event_loop import async_test, until
 from tests.serving.scheduling.scheduler_harness import (
@@ -105,7 +110,7 @@ async def test_a_large_client_delays_the_small_image_of_another_by_at_most_one_b
         session.release_batches()  # one batch of the large client starts
         await until(lambda: session.entered == 2)
         small = start_classify(models, png(33, 35, 1), dense_protocol(33), client="small")
-        await until(lambda: ready_view_count(models) and models.get("")._device_queue._ready.has("fake", "small"))
+        await until(lambda: all_decoded(models, len(tasks) + 1))
         session.release_batches(2)
         await small
         assert len(session.calls) == 3
@@ -157,16 +162,15 @@ async def test_a_batch_that_could_grow_waits_for_an_image_being_decoded() -> Non
 
 
 @pytest.mark.parametrize(
-    ("why", "options", "rules"),
+    ("options", "rules"),
     [
-        ("the time is over", QueueOptions(batch_wait=0.01), BatchRules()),
-        ("the batch is full", QueueOptions(batch_wait=60), BatchRules(max_pixels=32 * 41)),
+        (QueueOptions(batch_wait=0.01), BatchRules()),
+        (QueueOptions(batch_wait=60), BatchRules(max_pixels=32 * 41)),
     ],
+    ids=["the time is over", "the batch is full"],
 )
 @async_test
-async def test_a_batch_does_not_wait_for_an_image_being_decoded_if(
-    why: str, options: QueueOptions, rules: BatchRules
-) -> None:
+async def test_a_batch_does_not_wait_for_an_image_being_decoded_if(options: QueueOptions, rules: BatchRules) -> None:
     late = png(32, 41, 2) + b"end"
 
     with serve_models(options, fake=FakeSession(rules=rules)) as models:
@@ -208,17 +212,17 @@ async def test_a_batch_does_not_wait_if_nothing_is_being_decoded() -> None:
 
 @async_test
 async def test_decoding_stops_at_the_limit_of_ready_views_but_a_new_client_still_has_room() -> None:
-    session = SteppedSession()
+    session, small = SteppedSession(), png(33, 35) + b"end"
 
     with serve_models(QueueOptions(ready_views=8), fake=session) as models:
-        gate = DecodeGate(models, set())
+        gate = DecodeGate(models, {len(small)})
         await occupy_device(models, session)
         tasks = [start_classify(models, png(32, 41, seed), dense_protocol(32), client="large") for seed in range(40)]
         await until(lambda: ready_view_count(models) == 6)
-        newcomer = start_classify(models, png(33, 35), dense_protocol(33), client="small")
-        await until(lambda: ready_view_count(models) == 7)
-        assert gate.prepared == 8
-        assert models.get("")._device_queue._ready.has("fake", "small")
+        newcomer = start_classify(models, small, dense_protocol(33), client="small")
+        await until(gate.entered.is_set)
+        assert (ready_view_count(models), gate.prepared) == (6, 8)
+        gate.open.set()
         session.release_all()
         await asyncio.gather(newcomer, *tasks)
 
@@ -237,30 +241,24 @@ async def test_decoding_stops_at_the_limit_of_ready_bytes_but_one_image_is_alway
 
 
 @pytest.mark.parametrize(
-    ("protocol", "size"),
+    "protocol",
     [
-        (dense_protocol(40, mirror=True), 3 * 40 * 40),  # a mirrored view shares the memory of the other
-        (dense_protocol(40, 50), 3 * (40 * 40 + 50 * 50)),
-        (build_protocol("ten-crop", fake_contract()), 3 * 5 * 28 * 28),
+        dense_protocol(40, mirror=True),  # a mirrored view shares the memory of the other
+        dense_protocol(40, 50),
+        build_protocol("ten-crop", fake_contract()),
     ],
+    ids=lambda protocol: protocol.name,
 )
 @async_test
-async def test_the_room_reserved_for_an_image_is_that_of_its_views_if_it_is_square(
-    protocol: EvaluationProtocol, size: int
-) -> None:
-    session = SteppedSession()
-
-    with serve_models(fake=session) as models:
-        gate = DecodeGate(models, {len(png(60, 60))})
-        await occupy_device(models, session)
-        task, device_queue = start_classify(models, png(60, 60), protocol), models.get("")._device_queue
-        await until(gate.entered.is_set)
-        assert device_queue._decoded_bytes == size
-        gate.open.set()
-        await until(lambda: ready_view_count(models))
-        assert device_queue._decoded_bytes == size
-        session.release_all()
-        await task
+async def test_the_room_reserved_for_a_square_image_is_what_its_views_take(protocol: EvaluationProtocol) -> None:
+    session = FakeSession()
+    model = ScheduledModel("fake", session, Metrics().of_model("fake", session), lambda *_: [])
+    reply = asyncio.get_running_loop().create_future()
+    request = Request(model, png(60, 60), protocol, Caller(), lambda _: None, reply)
+    views = make_views(decode_rgb(request.image), protocol)
+    ready = build_ready_views(request, views)
+    taken = sum(view.image.nbytes for view in views if not view.view.mirrored)
+    assert request.decoded_bytes == sum(view.bytes for view in ready) == taken
 
 
 @async_test

@@ -20,6 +20,7 @@ from tests.helpers.fakes import FakeSession
 from tests.serving.event_loop import async_test, until
 from tests.serving.scheduling.scheduler_harness import (
     GPU_RULES,
+    STAGING,
     DecodeGate,
     SteppedSession,
     all_decoded,
@@ -28,6 +29,7 @@ from tests.serving.scheduling.scheduler_harness import (
     occupy_device,
     ready_view_count,
     serve_models,
+    stage_batch,
     start_classify,
 )
 from tests.serving.serving_harness import png
@@ -133,7 +135,7 @@ async def test_a_lost_device_fails_all_waiting_and_later_requests_and_is_reporte
             start_classify(models, png(32, 41 + seed, seed), dense_protocol(32), client=f"{seed}") for seed in range(4)
         ]
         tasks.append(start_classify(models, png(32, 41, 5), dense_protocol(32, 33, 34, 35)))  # no room for their views
-        await until(lambda: ready_view_count(models) == 4 and len(models.get("fake")._device_queue._encoded) == 1)
+        await until(lambda: ready_view_count(models) == 4 and metric_value(models, "waiting_images", "fake") == 6)
         lost.set()
         session.release_all()
         for task in (first, *tasks, start_classify(models, png(32, 41), dense_protocol(32), model="other")):
@@ -198,12 +200,10 @@ async def test_a_batch_that_cannot_be_staged_ahead_is_computed_anyway() -> None:
                 raise OutOfMemory("planted")
             return super().stage(images, sizes)
 
-    session = Failing(provider="CUDAExecutionProvider", rules=replace(GPU_RULES, max_pixels=3 * 32 * 44))
+    session = Failing(**STAGING)
 
     with serve_models(fake=session) as models:
-        await occupy_device(models, session)
-        tasks = [start_classify(models, png(32, 41, seed), dense_protocol(32)) for seed in range(3)]
-        await until(lambda: all_decoded(models, 4) and not ready_view_count(models))
+        _, tasks = await stage_batch(models, session)
         session.release_all()
         assert len(await asyncio.gather(*tasks)) == 3
 

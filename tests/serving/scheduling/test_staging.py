@@ -22,12 +22,13 @@ from tests.helpers.fakes import FakeSession
 from tests.serving.event_loop import async_test, until
 from tests.serving.scheduling.scheduler_harness import (
     GPU_RULES,
+    STAGING,
     SteppedSession,
-    all_decoded,
     dense_protocol,
     occupy_device,
     ready_view_count,
     serve_models,
+    stage_batch,
     start_classify,
 )
 from tests.serving.serving_harness import png
@@ -42,7 +43,7 @@ async def test_on_a_gpu_only_a_full_batch_is_staged_while_another_is_computed() 
             staged.append(len(images))
             return super().stage(images, sizes)
 
-    session = Staging(provider="CUDAExecutionProvider", rules=replace(GPU_RULES, max_pixels=3 * 32 * 44))
+    session = Staging(**STAGING)
 
     with serve_models(fake=session) as models:
         await occupy_device(models, session)
@@ -141,15 +142,12 @@ async def test_a_lost_device_is_reported_once_even_if_the_next_batch_is_staged()
         raise DeviceLost("planted")
 
     reported: list[DeviceLost] = []
-    rules = replace(GPU_RULES, max_pixels=3 * 32 * 44)
-    session = SteppedSession(provider="CUDAExecutionProvider", rules=rules, fail=lost)
+    session = SteppedSession(**STAGING, fail=lost)
 
     with serve_models(on_lost=reported.append, fake=session) as models:
-        tasks = [await occupy_device(models, session)]
-        tasks += [start_classify(models, png(32, 41, seed), dense_protocol(32)) for seed in range(3)]
-        await until(lambda: all_decoded(models, 4) and not ready_view_count(models))
+        first, tasks = await stage_batch(models, session)
         session.release_all()
-        for task in tasks:
+        for task in (first, *tasks):
             with pytest.raises(DeviceLost, match="planted"):
                 await task
     assert session.entered == 2

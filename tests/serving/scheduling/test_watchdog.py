@@ -2,7 +2,7 @@
 
 import asyncio
 import threading
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
 
@@ -24,7 +24,7 @@ from prelunet.evaluator.serving.scheduling.watchdog import (
 from tests.helpers.fakes import FakeSession
 from tests.serving.event_loop import async_test, until
 from tests.serving.scheduling.scheduler_harness import (
-    GPU_RULES,
+    STAGING,
     SteppedSession,
     all_decoded,
     dense_protocol,
@@ -179,7 +179,7 @@ async def test_on_a_gpu_a_staged_batch_fails_too_whichever_thread_hangs(
             return super().stage(images, sizes)
 
     monkeypatch.setattr(watchdog, "FIRST_BATCH_TIMEOUT", 600.0)
-    session = Hanging(provider="CUDAExecutionProvider", rules=replace(GPU_RULES, max_pixels=3 * 32 * 44))
+    session = Hanging(**STAGING)
 
     with serve_models(fake=session) as models:
         first = await occupy_device(models, session)
