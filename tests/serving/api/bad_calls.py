@@ -15,6 +15,9 @@ from prelunet.evaluator.pb.prelunet.v1 import prelunet_pb2 as pb
 from prelunet.evaluator.pb.prelunet.v1 import prelunet_pb2_grpc as pb_grpc
 from tests.serving.api.inference_calls import IMAGE, image_input, infer_request, parameters, raw, scores_output
 
+GOOD = pb.ClassifyRequest(image=IMAGE, model="six").SerializeToString()
+MANY_SCALES = GOOD + b"\x3a\x80\x80\x80\x04" + b"\x64" * 2**23  # 2^23 packed numbers in field 7, each 100
+MANY_INPUTS = b"\x2a\x00" * 2**22  # empty ones
 RUBBISH = b"\xff\xff\xff\xff\x01"  # a tag that never ends
 INFER = "/inference.GRPCInferenceService/ModelInfer"
 CLASSIFY = "/prelunet.v1.PreluNetService/Classify"
@@ -51,10 +54,6 @@ def classify(**changes: Any) -> Call:
     """Return a call of Classify; changes: fields that differ from a good request."""
     request = {"image": IMAGE, "model": "six", "protocol": "center", **changes}
     return lambda channel: pb_grpc.PreluNetServiceStub(channel).Classify(pb.ClassifyRequest(**request), timeout=60)
-
-
-def _many_scales() -> bytes:
-    return pb.ClassifyRequest(image=IMAGE, model="six", scales=[100] * 2**23).SerializeToString()
 
 
 def _ready(channel: grpc.Channel) -> str:
@@ -102,7 +101,7 @@ MATRIX: Mapping[str, Call] = {
 
 MORE_OVER_OIP: Mapping[str, Call] = {
     "message above the limit": infer(images=[b"x" * 2**26]),
-    "8 MB of empty inputs": lambda channel: channel.unary_unary(INFER)(b"\x2a\x00" * 2**22, timeout=60),
+    "8 MB of empty inputs": lambda channel: channel.unary_unary(INFER)(MANY_INPUTS, timeout=60),
     "shape of 8 MB": lambda channel: _sent(channel, infer_request(inputs=[image_input([1] * 2**23)])),
     "scales as a text of 8 MB": infer(values={"scales": "1," * 2**22}),
     "input name of 8 MB": infer(inputs=[image_input(name="n" * 2**23)]),
@@ -163,7 +162,7 @@ OVER_PRELUNET: Mapping[str, Call] = {
     "scale below the crop": classify(protocol="", scales=[27]),
     "scale 2^32 - 1": classify(protocol="", scales=[2**32 - 1]),
     "33 scales": classify(protocol="", scales=range(28, 61)),
-    "8 MB of scales": lambda channel: channel.unary_unary(CLASSIFY)(_many_scales(), timeout=60),
+    "8 MB of scales": lambda channel: channel.unary_unary(CLASSIFY)(MANY_SCALES, timeout=60),
     "protocol name of 8 MB": classify(protocol="p" * 2**23),
     "scales beside a protocol that names them": classify(protocol="dense-30", scales=[40]),
     "top_k 0": classify(top_k=0),

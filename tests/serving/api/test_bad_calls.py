@@ -25,6 +25,8 @@ from tests.imaging.test_decode import ACCEPTED, REFUSED
 from tests.serving.api.bad_calls import (
     CLASSIFY,
     INFER,
+    MANY_INPUTS,
+    MANY_SCALES,
     MATRIX,
     MORE_OVER_OIP,
     OVER_PRELUNET,
@@ -187,6 +189,7 @@ def test_a_planted_fault_gets_its_status_in_both_protocols_and_the_next_call_wor
             assert outcome_of(calls(55)[name], channel) == ("OK", "")
 
 
+@pytest.mark.usefixtures("works_afterwards")
 def test_malformed_bytes_end_a_stream_of_both_protocols_with_invalid_argument(channel) -> None:
     for method in (INFER.replace("ModelInfer", "ModelStreamInfer"), CLASSIFY + "Stream", EVALUATE):
         malformed = channel.stream_stream(method)(iter([RUBBISH]), timeout=60)
@@ -211,11 +214,9 @@ def test_the_error_of_one_bad_image_names_its_index(channel, place: int) -> None
 
 
 def test_health_is_answered_while_many_messages_with_too_many_parts_arrive(channel) -> None:
-    scales = pb.ClassifyRequest(image=IMAGE, model="six", scales=[100] * 2**23).SerializeToString()
-    inputs = b"\x2a\x00" * 2**22  # empty ones
     check_health = health_pb2_grpc.HealthStub(channel).Check
     with ThreadPoolExecutor(4) as pool:
-        sent = [(CLASSIFY, scales), (INFER, inputs)] * 4
+        sent = [(CLASSIFY, MANY_SCALES), (INFER, MANY_INPUTS)] * 4
         calls = [pool.submit(channel.unary_unary(method), data, timeout=60) for method, data in sent]
         while not all(call.done() for call in calls):
             assert check_health(health_pb2.HealthCheckRequest(), timeout=30).status == 1
