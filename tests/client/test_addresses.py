@@ -49,7 +49,7 @@ def test_an_address_that_grpc_understands_is_accepted(address: str) -> None:
         ("", r"must be host:port, e.g. 127.0.0.1:50051$"),
     ],
 )
-def test_an_address_that_grpc_would_misunderstand_is_refused_with_the_right_spelling(
+def test_an_address_that_grpc_would_misunderstand_is_refused_with_a_correction(
     client_of, address: str, fix: str
 ) -> None:
     with pytest.raises(UsageError, match=fix):
@@ -58,7 +58,7 @@ def test_an_address_that_grpc_would_misunderstand_is_refused_with_the_right_spel
 
 @contextmanager
 def listening(greet: Callable[[socket.socket], None]) -> Iterator[str]:
-    """Do something with every connection, then close it; gives the address."""
+    """Do something with every connection, then close it; yields the address."""
 
     def accept() -> None:
         while True:
@@ -120,7 +120,7 @@ def test_the_error_of_a_failed_connection_names_the_cause(client_of, greet, word
     ):
         client.classify(b"cat", timeout=30)
     assert "nothing listens" not in str(caught.value)
-    assert caught.value.__cause__.details() in str(caught.value), "gRPC's own words are left out"
+    assert caught.value.__cause__.details() in str(caught.value), "gRPC's own text should be quoted"
 
 
 def test_a_server_of_another_kind_is_not_waited_for(client_of, caplog) -> None:
@@ -141,11 +141,10 @@ def test_an_unknown_host_name_is_reported_as_such(client_of) -> None:
         client.classify(b"cat")
 
 
-def test_the_error_of_a_server_that_loads_its_models_is_its_own(client_of) -> None:
+def test_the_error_of_a_server_that_loads_its_models_is_passed_on(client_to) -> None:
     loading = NotReady("the server is loading its models; try again later")
     with (
-        served(ScriptedServicer(loading)) as address,
-        client_of(address, retries=RetryPolicy.none()) as client,
+        client_to(ScriptedServicer(loading), retries=RetryPolicy.none()) as client,
         pytest.raises(NotReady, match=r"^the server is loading its models; try again later$"),
     ):
         client.classify(b"cat")

@@ -197,7 +197,7 @@ def test_images_may_come_from_an_asynchronous_iterable() -> None:
     on_scripted(ScriptedServicer(), use)
 
 
-def test_a_stream_that_nobody_leaves_ends_with_its_loop_in_silence(caplog: pytest.LogCaptureFixture) -> None:
+def test_an_abandoned_stream_ends_with_its_loop_without_a_log_line(caplog: pytest.LogCaptureFixture) -> None:
     kept = []
 
     async def use(client: AsyncClient) -> None:
@@ -261,7 +261,7 @@ def test_many_tasks_share_a_client() -> None:
 
 
 class Ending:
-    """A stream of grpc.aio whose statuses come in the order that a test wants."""
+    """A stream of grpc.aio whose statuses arrive in an order chosen by the test."""
 
     def __init__(self) -> None:
         self.callbacks: list[Callable[[Any], None]] = []
@@ -388,7 +388,7 @@ def test_a_client_that_makes_thousands_of_calls_does_not_grow() -> None:
 
 
 async def growth(call: Callable[[], Awaitable[object]], times: int) -> int:
-    """Return the blocks of memory that so many calls leave behind."""
+    """Return the blocks of memory that `times` calls leave behind."""
     growth = MemoryGrowth()
     for _ in growth.calls(times):
         await call()

@@ -70,7 +70,7 @@ class InMemoryReader:
 def dataset(
     files: dict[str, bytes], *samples: Sample, classes: tuple[str, ...] = ("n00000004", "n00000001")
 ) -> Dataset:
-    """Make a dataset of these files, all of its class 1, and of further samples."""
+    """Create a dataset of these files, all of its class 1, and of further samples."""
     listed = [Sample(name, 1, len(data)) for name, data in files.items()]
     return Dataset(Path("/home/somebody/flowers"), classes, [*listed, *samples], InMemoryReader(files))
 
@@ -210,8 +210,8 @@ def test_ready_follows_the_health_of_the_server() -> None:
     address = f"127.0.0.1:{server.add_insecure_port('127.0.0.1:0')}"
     server.start()
     with Client(address) as client:
-        for said, expected in [("SERVING", True), ("NOT_SERVING", False), ("UNKNOWN", False), ("SERVING", True)]:
-            status.set("", health_pb2.HealthCheckResponse.ServingStatus.Value(said))
+        for status_name, expected in [("SERVING", True), ("NOT_SERVING", False), ("UNKNOWN", False), ("SERVING", True)]:
+            status.set("", health_pb2.HealthCheckResponse.ServingStatus.Value(status_name))
             assert client.ready() is expected
         server.stop(None).wait()
         assert client.ready() is False
@@ -494,7 +494,7 @@ def test_a_client_that_makes_thousands_of_calls_does_not_grow() -> None:
 
 
 def growth(call: Callable[[], object], times: int, first: int = 300) -> int:
-    """Return the blocks of memory that so many calls leave behind, after the first ones."""
+    """Return the blocks of memory that `times` calls leave behind, after the first ones."""
     growth = MemoryGrowth()
     for _ in growth.calls(times, first):
         call()

@@ -21,7 +21,7 @@ CANCELLED = grpc.StatusCode.CANCELLED
 
 
 class Photos:
-    """Reads a dataset that is a dict, and notes what was read."""
+    """Reads a dataset that is a dict, and records what was read."""
 
     def __init__(self, files: dict[str, bytes]) -> None:
         self.files = files
@@ -56,10 +56,10 @@ def evaluated(requests, _):
     yield report(done)
 
 
-def test_an_evaluation_reports_its_progress_and_returns_the_report(client_of) -> None:
+def test_an_evaluation_reports_its_progress_and_returns_the_report(client_to) -> None:
     steps: list[EvaluationProgress] = []
     server = ScriptedServicer(evaluated, evaluated)
-    with served(server) as address, client_of(address) as client:
+    with client_to(server) as client:
         result = client.evaluate(photos(), progress=steps.append, request_id="e1", timeout=50)
         assert (result["images"], result["top1_error"]) == (3, 25)
         assert client.evaluate(photos()) == result
@@ -73,7 +73,7 @@ def test_an_evaluation_reports_its_progress_and_returns_the_report(client_of) ->
     assert server.seen[1].remaining > 10**6
 
 
-def test_an_evaluation_sends_its_options_and_every_image_with_its_class(client_of) -> None:
+def test_an_evaluation_sends_its_options_and_every_image_with_its_class(client_to) -> None:
     sent = []
 
     def look(requests, _):
@@ -81,7 +81,7 @@ def test_an_evaluation_sends_its_options_and_every_image_with_its_class(client_o
         yield report(3)
 
     options = {"model": "six", "protocol": "dense", "scales": [32], "mirror": True, "apply_exif": True}
-    with served(ScriptedServicer(look)) as address, client_of(address) as client:
+    with client_to(ScriptedServicer(look)) as client:
         client.evaluate(photos(), **options)
     images = [pb.LabelledImage(file=name, data=name.encode(), wnid="n1") for name in "abc"]
     assert sent[0] == pb.EvaluateRequest(start=pb.EvaluateStart(dataset="pets", **options))
@@ -89,7 +89,9 @@ def test_an_evaluation_sends_its_options_and_every_image_with_its_class(client_o
 
 
 @pytest.mark.parametrize(("code", "error"), [(UNAVAILABLE, EnvironmentFault), (CANCELLED, Interrupted)])
-def test_an_evaluation_is_retried_only_before_its_first_image_is_read(client_of, monkeypatch, code, error) -> None:
+def test_an_evaluation_is_retried_only_before_its_first_image_is_read(
+    client_of, client_to, monkeypatch, code, error
+) -> None:
     dataset = photos()
 
     def late(requests, context):
@@ -97,7 +99,7 @@ def test_an_evaluation_is_retried_only_before_its_first_image_is_read(client_of,
         context.abort(code, "too late")
 
     server = ScriptedServicer(late)
-    with served(server) as address, client_of(address, retries=QUICK) as client:
+    with client_to(server, retries=QUICK) as client:
         with pytest.raises(error, match="too late"):
             client.evaluate(dataset)
         assert len(server.seen) == 1
@@ -113,23 +115,20 @@ def test_an_evaluation_is_retried_only_before_its_first_image_is_read(client_of,
     assert dataset.reader.read_ones == []
 
 
-def test_an_evaluation_waits_for_a_server_that_loads_its_models_even_after_reading_images(client_of) -> None:
+def test_an_evaluation_waits_for_a_server_that_loads_its_models_even_after_reading_images(client_to) -> None:
     def loading(requests, context):
         list(requests)
         context.abort_with_status(status_of(NotReady("loading"), ""))
         yield
 
     dataset, server = photos(), ScriptedServicer(loading, loading, evaluated)
-    with (
-        served(server) as address,
-        client_of(address, retries=replace(QUICK, restart_timeout=20, attempts=1)) as client,
-    ):
+    with client_to(server, retries=replace(QUICK, restart_timeout=20, attempts=1)) as client:
         assert client.evaluate(dataset)["images"] == 3
     assert len(server.seen) == 3
     assert dataset.reader.read_ones == ["a", "b", "c"] * 3
 
 
-def test_an_unreadable_image_is_raised_whatever_the_server_answers(client_of) -> None:
+def test_an_unreadable_image_is_raised_whatever_the_server_answers(client_to) -> None:
     def tolerant(requests, _):
         yield report(len(list(requests)) - 1)
 
@@ -137,7 +136,7 @@ def test_an_unreadable_image_is_raised_whatever_the_server_answers(client_of) ->
         list(requests)
         context.abort(grpc.StatusCode.INVALID_ARGUMENT, "the stream had no image")
 
-    with served(ScriptedServicer(tolerant, strict)) as address, client_of(address) as client:
+    with client_to(ScriptedServicer(tolerant, strict)) as client:
         for _ in range(2):
             with pytest.raises(DatasetError, match="b: it is gone"):
                 client.evaluate(photos("b"))
@@ -152,23 +151,23 @@ def test_an_evaluation_without_a_report_is_an_error_of_the_server(client_of) -> 
         client.evaluate(photos())
 
 
-def test_an_error_of_the_progress_callback_ends_the_call(client_of) -> None:
+def test_an_error_of_the_progress_callback_ends_the_call(client_to) -> None:
     ended = threading.Event()
 
     def watch(requests, context):
         context.add_callback(ended.set)
         yield from evaluated(requests, context)
 
-    def tell(_: EvaluationProgress) -> None:
+    def report_progress(_: EvaluationProgress) -> None:
         raise LookupError("the bar is gone")
 
-    with served(ScriptedServicer(watch)) as address, client_of(address) as client:
+    with client_to(ScriptedServicer(watch)) as client:
         with pytest.raises(LookupError, match="the bar is gone"):
-            client.evaluate(photos(), progress=tell)
+            client.evaluate(photos(), progress=report_progress)
         assert ended.wait(30)
 
 
-def test_a_response_that_is_no_message_is_an_error(client_of) -> None:
+def test_a_response_that_is_not_a_message_is_an_error(client_of) -> None:
     def anything(_, context):
         context.send_initial_metadata(())
         return b"\xff\xff"

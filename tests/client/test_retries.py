@@ -36,12 +36,12 @@ CANCELLED = grpc.StatusCode.CANCELLED
 def attempts(
     retries: RetryPolicy, deadline: float | None = None, budget: RetryBudget | None = None, draw=max
 ) -> Attempts:
-    """Return attempts whose waits are as long as they may be."""
+    """Return attempts whose waits have the maximum length."""
     return Attempts(retries, budget or RetryBudget(retries), deadline, draw)
 
 
 def pauses(of: Attempts, error: PreluNetError = TRANSIENT) -> list[float | None]:
-    """Return the waits after each attempt, to the first that has none."""
+    """Return the wait after each attempt, up to the first that has none."""
     found: list[float | None] = []
     while not found or found[-1] is not None:
         of.begin()
@@ -49,7 +49,7 @@ def pauses(of: Attempts, error: PreluNetError = TRANSIENT) -> list[float | None]
     return found
 
 
-def test_the_longest_wait_doubles_up_to_its_maximum_until_the_attempts_are_used_up() -> None:
+def test_the_maximum_wait_doubles_up_to_its_limit_until_the_attempts_are_used_up() -> None:
     assert pauses(attempts(RetryPolicy(attempts=6, initial_backoff=0.5, max_backoff=3))) == [0.5, 1, 2, 3, 3, None]
     assert pauses(attempts(RetryPolicy.none())) == [None]
     assert pauses(attempts(RetryPolicy(attempts=5000, initial_backoff=0.5, max_backoff=1, retry_budget=5000)))[
@@ -57,7 +57,7 @@ def test_the_longest_wait_doubles_up_to_its_maximum_until_the_attempts_are_used_
     ] == [1, None]
 
 
-def test_a_wait_is_drawn_between_zero_and_the_longest() -> None:
+def test_a_wait_is_drawn_between_zero_and_the_maximum() -> None:
     asked = []
 
     def draw(low: float, high: float) -> float:
@@ -69,7 +69,7 @@ def test_a_wait_is_drawn_between_zero_and_the_longest() -> None:
     drawn = {
         Attempts(RetryPolicy(initial_backoff=1), RetryBudget(RetryPolicy()), None).pause(TRANSIENT) for _ in range(20)
     }
-    assert len(drawn) > 15, "all clients would come back at one moment"
+    assert len(drawn) > 15, "otherwise all clients would return at the same moment"
 
 
 def test_the_wait_requested_by_an_overloaded_server_is_added() -> None:
@@ -102,7 +102,9 @@ def test_a_client_has_its_retry_budget_and_one_more_retry_for_every_few_answers(
         assert budget.withdraw() is expected
     for _ in range(100):
         done.answer_received()
-    assert [budget.withdraw() for _ in range(4)] == [True, True, True, False], "a reserve grows without end"
+    assert [budget.withdraw() for _ in range(4)] == [True, True, True, False], (
+        "the budget should not grow beyond its limit"
+    )
 
 
 @pytest.mark.parametrize(
@@ -139,9 +141,9 @@ def test_an_invalid_retry_policy_is_refused(changes: dict) -> None:
     ],
     ids=repr,
 )
-def test_a_transient_error_is_retried(client_of, failure) -> None:
+def test_a_transient_error_is_retried(client_to, failure) -> None:
     server = ScriptedServicer(failure, failure, failure)
-    with served(server) as address, client_of(address, retries=QUICK) as client:
+    with client_to(server, retries=QUICK) as client:
         assert text_of(client.classify(b"cat")) == "cat"
         assert len(server.seen) == 4
         assert [model.name for model in client.models()] == ["six", "three"]
@@ -163,40 +165,32 @@ def test_a_transient_error_is_retried(client_of, failure) -> None:
     ],
     ids=repr,
 )
-def test_a_permanent_error_is_not_retried(client_of, failure) -> None:
+def test_a_permanent_error_is_not_retried(client_to, failure) -> None:
     server = ScriptedServicer(failure)
-    with served(server) as address, client_of(address, retries=QUICK) as client, pytest.raises(PreluNetError):
+    with client_to(server, retries=QUICK) as client, pytest.raises(PreluNetError):
         client.classify(b"cat")
     assert len(server.seen) == 1
 
 
-def test_the_last_error_is_raised_when_the_attempts_are_used_up(client_of) -> None:
+def test_the_last_error_is_raised_when_the_attempts_are_used_up(client_to) -> None:
     server = ScriptedServicer(UNAVAILABLE, UNAVAILABLE, UNAVAILABLE, AT_ONCE)
-    with (
-        served(server) as address,
-        client_of(address, retries=QUICK) as client,
-        pytest.raises(Overloaded, match="too much to do") as caught,
-    ):
+    with client_to(server, retries=QUICK) as client, pytest.raises(Overloaded, match="too much to do") as caught:
         client.classify(b"cat")
     assert len(server.seen) == 4
     assert caught.value.retry_after == 0.001
     assert isinstance(caught.value.__cause__, grpc.RpcError)
 
 
-def test_nothing_is_retried_without_retries(client_of) -> None:
+def test_nothing_is_retried_without_retries(client_to) -> None:
     server = ScriptedServicer(UNAVAILABLE)
-    with (
-        served(server) as address,
-        client_of(address, retries=RetryPolicy.none()) as client,
-        pytest.raises(EnvironmentFault),
-    ):
+    with client_to(server, retries=RetryPolicy.none()) as client, pytest.raises(EnvironmentFault):
         client.classify(b"cat")
     assert len(server.seen) == 1
 
 
-def test_the_requested_wait_is_kept_and_the_deadline_covers_all_attempts(client_of) -> None:
+def test_the_requested_wait_is_kept_and_the_deadline_covers_all_attempts(client_to) -> None:
     server = ScriptedServicer(Overloaded("full", retry_after=0.4), Overloaded("full", retry_after=0.2))
-    with served(server) as address, client_of(address, retries=QUICK) as client:
+    with client_to(server, retries=QUICK) as client:
         client.classify(b"cat", timeout=8)
     first, second, third = server.seen
     assert second.when - first.when >= 0.4
@@ -204,20 +198,16 @@ def test_the_requested_wait_is_kept_and_the_deadline_covers_all_attempts(client_
     assert third.remaining <= 8 - 0.6 + 0.3  # gRPC rounds what it sends
 
 
-def test_the_error_is_raised_at_once_if_the_wait_would_pass_the_deadline(client_of) -> None:
+def test_the_error_is_raised_at_once_if_the_wait_would_pass_the_deadline(client_to) -> None:
     server = ScriptedServicer(Overloaded("full", retry_after=60))
-    with (
-        served(server) as address,
-        client_of(address, retries=QUICK) as client,
-        pytest.raises(Overloaded, match="full"),
-    ):
+    with client_to(server, retries=QUICK) as client, pytest.raises(Overloaded, match="full"):
         client.classify(b"cat", timeout=20)
     assert len(server.seen) == 1
 
 
-def test_a_call_has_its_own_deadline_or_that_of_its_client_or_none(client_of) -> None:
+def test_a_call_has_its_own_deadline_or_that_of_its_client_or_none(client_to) -> None:
     server = ScriptedServicer()
-    with served(server) as address, client_of(address, timeout=17) as client:
+    with client_to(server, timeout=17) as client:
         client.classify(b"cat")
         client.classify(b"cat", timeout=23)
         client.classify(b"cat", timeout=None)
@@ -244,9 +234,9 @@ def test_an_answer_that_comes_too_late_ends_in_deadline_passed(client_of) -> Non
 
 
 @pytest.mark.parametrize("timeout", [0, -1, float("nan"), float("inf"), "soon"])
-def test_an_invalid_timeout_is_refused_before_anything_is_sent(client_of, timeout) -> None:
+def test_an_invalid_timeout_is_refused_before_anything_is_sent(client_of, client_to, timeout) -> None:
     server = ScriptedServicer()
-    with served(server) as address, client_of(address) as client:
+    with client_to(server) as client:
         with pytest.raises(UsageError, match="timeout is"):
             client.classify(b"cat", timeout=timeout)
         with pytest.raises(UsageError, match="timeout is"):
@@ -256,10 +246,10 @@ def test_an_invalid_timeout_is_refused_before_anything_is_sent(client_of, timeou
     assert server.seen == []
 
 
-def test_calls_that_keep_failing_use_up_the_retry_budget_until_answers_arrive(client_of) -> None:
+def test_calls_that_keep_failing_use_up_the_retry_budget_until_answers_arrive(client_to) -> None:
     retries = replace(QUICK, retry_budget=5, answers_per_retry=2)
     server = ScriptedServicer(*[UNAVAILABLE] * 10)
-    with served(server) as address, client_of(address, retries=retries) as client:
+    with client_to(server, retries=retries) as client:
         for expected in (4, 3, 1, 1, 1):  # 3 + 2 retries are in hand, then none
             before = len(server.seen)
             with pytest.raises(EnvironmentFault):
@@ -287,7 +277,7 @@ def test_all_threads_share_one_retry_budget() -> None:
 
 
 class Absence:
-    """Counts how often a client has found nobody. often: set after the sixth time, more than it tries otherwise."""
+    """Counts how often a client found no server. often: set after the sixth time, more than it tries otherwise."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.often = threading.Event()
@@ -327,9 +317,9 @@ def test_a_server_that_starts_late_is_waited_for(client_of, method: str, monkeyp
 
 
 @pytest.mark.parametrize("method", ASKED)
-def test_waiting_for_a_server_that_loads_its_models_costs_neither_attempts_nor_budget(client_of, method: str) -> None:
+def test_waiting_for_a_server_that_loads_its_models_costs_neither_attempts_nor_budget(client_to, method: str) -> None:
     server = ScriptedServicer(*[NotReady("the server is loading its models")] * 9)
-    with served(server) as address, client_of(address, retries=SHORT) as client:
+    with client_to(server, retries=SHORT) as client:
         assert ASKED[method](client) == WANTED[method]
     assert len(server.seen) >= 10
 
@@ -351,7 +341,7 @@ def test_waiting_for_a_server_is_logged_once_until_there_is_an_answer(client_of,
         client.classify(b"cat")
     server.script.append(NotReady("the server is loading its models"))
     with served(server) as another, client_of(another, retries=QUICK) as client:
-        client.classify(b"cat")  # an attempt like any other: nobody waits
+        client.classify(b"cat")  # an attempt like any other: nothing is logged
     logged = [record.getMessage() for record in caplog.records if record.name.startswith("prelunet.evaluator.client")]
     assert logged == [f"retrying for up to 20 s: {address}: the server is loading its models"] * 2
 

@@ -1,4 +1,4 @@
-"""`classify_many` of both clients against a scripted server: what is sent, what comes back, what breaks."""
+"""`classify_many` of both clients against a scripted server: requests, answers, and broken streams."""
 
 import gc
 import threading
@@ -53,20 +53,20 @@ def outcomes(results) -> list[tuple]:
     ]
 
 
-def test_images_get_their_own_answers_in_the_order_of_the_server(client_of) -> None:
+def test_images_get_their_own_answers_in_the_order_of_the_server(client_to) -> None:
     def backwards(requests, _):
         yield from [good(next(requests)) for _ in PETS][::-1]
         yield from answers_to(requests, _)
 
-    with served(ScriptedServicer(backwards)) as address, client_of(address) as client:
+    with client_to(ScriptedServicer(backwards)) as client:
         results = list(client.classify_many(PETS))
     assert outcomes(results) == [(4, "rat"), (3, "owl"), (2, "fox"), (1, "dog"), (0, "cat")]
     assert (results[0][1].timings.queue_seconds, results[0][1].timings.batches) == (0.25, 3)
 
 
-def test_a_key_may_be_anything_and_come_twice(client_of) -> None:
+def test_a_key_may_be_anything_and_repeated(client_to) -> None:
     images = [(Path("a"), b"cat"), (None, b"dog"), (Path("a"), b"fox"), ({}, b"owl")]
-    with served(ScriptedServicer()) as address, client_of(address) as client:
+    with client_to(ScriptedServicer()) as client:
         assert outcomes(client.classify_many(images)) == [
             (Path("a"), "cat"),
             (None, "dog"),
@@ -75,7 +75,7 @@ def test_a_key_may_be_anything_and_come_twice(client_of) -> None:
         ]
 
 
-def test_the_options_go_with_every_image(client_of) -> None:
+def test_the_options_go_with_every_image(client_to) -> None:
     seen = []
 
     def look(requests, _):
@@ -85,25 +85,22 @@ def test_the_options_go_with_every_image(client_of) -> None:
 
     options = {"model": "six", "protocol": "dense", "scales": (32, 48), "mirror": False, "top_k": 3, "apply_exif": True}
     server = ScriptedServicer(look)
-    with served(server) as address, client_of(address) as client:
+    with client_to(server) as client:
         list(client.classify_many(PETS[:2], **options, request_id="batch:7"))
     wanted = [pb.ClassifyRequest(image=image, **options) for image in PETS[:2]]
     assert seen == wanted
     assert server.seen[0].metadata["x-request-id"] == "batch:7"
 
 
-def test_an_answer_may_exceed_the_default_limit_of_grpc(client_of) -> None:
+def test_an_answer_may_exceed_the_default_limit_of_grpc(client_to) -> None:
     heatmap = b"x" * (5 * 2**20)
-    with (
-        served(ScriptedServicer(lambda request, _: pb.ClassifyResponse(heatmap=heatmap))) as address,
-        client_of(address) as client,
-    ):
+    with client_to(ScriptedServicer(lambda request, _: pb.ClassifyResponse(heatmap=heatmap))) as client:
         assert client.classify(b"cat").heatmap == heatmap
 
 
-def test_no_image_makes_no_call(client_of) -> None:
+def test_no_image_makes_no_call(client_to) -> None:
     server = ScriptedServicer()
-    with served(server) as address, client_of(address) as client:
+    with client_to(server) as client:
         assert list(client.classify_many([])) == []
     assert server.seen == []
 
@@ -129,26 +126,26 @@ def test_a_bad_image_has_its_own_error_and_the_stream_continues(client_of) -> No
 
 
 def test_an_image_too_large_for_a_message_is_refused_by_the_client_and_the_others_are_answered(
-    client_of, monkeypatch: pytest.MonkeyPatch
+    client_to, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("prelunet.evaluator.client.messages.MAX_MESSAGE_BYTES", 4096 + 5)  # three bytes and the framing
     images = [*[b"large"] * 50, b"cat", b"dog", *[b"large"] * 50, b"fox"]
-    with served(ScriptedServicer()) as address, client_of(address) as client:
+    with client_to(ScriptedServicer()) as client:
         results = dict(outcomes(client.classify_many(images, max_pending=4, request_id="r1")))
     assert {results.pop(number) for number in (50, 51, 102)} == {"cat", "dog", "fox"}
     assert len(results) == 100
     text = "7 bytes do not fit into a message, whose limit is 4101 bytes. Send a smaller image"
     assert set(results.values()) == {(ImageError, f"{text} (request id r1)")}
     server = ScriptedServicer()
-    with served(server) as address, client_of(address) as client:
+    with client_to(server) as client:
         assert outcomes(client.classify_many([b"large"] * 9, max_pending=2)) == [
             (n, (ImageError, text)) for n in range(9)
         ]
-    assert server.seen == [], "there was nothing to send"
+    assert server.seen == [], "there is nothing to send"
 
 
 def test_refused_images_count_as_pending_until_their_errors_are_taken(
-    client_of, monkeypatch: pytest.MonkeyPatch
+    client_to, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("prelunet.evaluator.client.messages.MAX_MESSAGE_BYTES", 4096)
     asked = taken = 0
@@ -160,14 +157,14 @@ def test_refused_images_count_as_pending_until_their_errors_are_taken(
             assert asked <= taken + 2 * 4 + 1  # four whose errors are on their way, four more
             yield b"large"
 
-    with served(ScriptedServicer()) as address, client_of(address) as client:
+    with client_to(ScriptedServicer()) as client:
         for _key, error in client.classify_many(images(), max_pending=4):
             assert type(error) is ImageError
             taken += 1
     assert taken == 500
 
 
-def test_an_image_that_met_a_transient_error_is_sent_again_on_the_same_stream(client_of) -> None:
+def test_an_image_that_met_a_transient_error_is_sent_again_on_the_same_stream(client_to) -> None:
     def full(requests, _):
         left = {b"dog": 2, b"fox": 2, b"rat": 99}
         for request in requests:
@@ -177,13 +174,13 @@ def test_an_image_that_met_a_transient_error_is_sent_again_on_the_same_stream(cl
             yield bad(request, error) if left[image] >= 0 else good(request)
 
     server = ScriptedServicer(full)
-    with served(server) as address, client_of(address, retries=QUICK) as client:
+    with client_to(server, retries=QUICK) as client:
         results = dict(outcomes(client.classify_many(PETS)))
     assert results == {0: "cat", 1: "dog", 2: "fox", 3: "owl", 4: (Overloaded, "too much to do")}
     assert len(server.seen) == 1
 
 
-def test_images_sent_again_use_the_retry_budget(client_of) -> None:
+def test_images_sent_again_use_the_retry_budget(client_to) -> None:
     sent = []
 
     def full(requests, _):
@@ -191,17 +188,14 @@ def test_images_sent_again_use_the_retry_budget(client_of) -> None:
             sent.append(request.request.image)
             yield bad(request, AT_ONCE)
 
-    with (
-        served(ScriptedServicer(full)) as address,
-        client_of(address, retries=replace(QUICK, retry_budget=4)) as client,
-    ):
+    with client_to(ScriptedServicer(full), retries=replace(QUICK, retry_budget=4)) as client:
         results = list(client.classify_many(PETS))
     assert [type(error) for _, error in results] == [Overloaded] * 5
     assert len(sent) == 5 + 4
 
 
 @pytest.mark.parametrize("code", [UNAVAILABLE, grpc.StatusCode.CANCELLED], ids=["unavailable", "cancelled"])
-def test_a_broken_stream_is_reopened_for_the_unanswered_images(client_of, code: grpc.StatusCode) -> None:
+def test_a_broken_stream_is_reopened_for_the_unanswered_images(client_to, code: grpc.StatusCode) -> None:
     sent: list[list[bytes]] = []
 
     def breaks_after(answers: int):
@@ -216,7 +210,7 @@ def test_a_broken_stream_is_reopened_for_the_unanswered_images(client_of, code: 
         return some
 
     server = ScriptedServicer(breaks_after(2), breaks_after(0), code, breaks_after(1))
-    with served(server) as address, client_of(address, retries=replace(QUICK, attempts=6)) as client:
+    with client_to(server, retries=replace(QUICK, attempts=6)) as client:
         results = outcomes(client.classify_many(PETS, max_pending=2, request_id="again"))
     assert sorted(results) == [(0, "cat"), (1, "dog"), (2, "fox"), (3, "owl"), (4, "rat")]
     assert len(server.seen) == 5
@@ -225,7 +219,7 @@ def test_a_broken_stream_is_reopened_for_the_unanswered_images(client_of, code: 
 
 
 @pytest.mark.parametrize("waits", [True, False], ids=["nothing is sent", "something is sent"])
-def test_a_stream_that_the_server_ended_because_it_was_idle_is_reopened_at_no_cost(client_of, waits: bool) -> None:
+def test_a_stream_that_the_server_ended_because_it_was_idle_is_reopened_at_no_cost(client_to, waits: bool) -> None:
     ended = threading.Event()
 
     def idle(requests, context):
@@ -240,44 +234,36 @@ def test_a_stream_that_the_server_ended_because_it_was_idle_is_reopened_at_no_co
         yield from PETS[1:]
 
     server = ScriptedServicer(idle, idle)
-    with served(server) as address, client_of(address, retries=replace(QUICK, retry_budget=0)) as client:
+    with client_to(server, retries=replace(QUICK, retry_budget=0)) as client:
         results = outcomes(client.classify_many(images()))
     assert sorted(results) == [(0, "cat"), (1, "dog"), (2, "fox"), (3, "owl"), (4, "rat")]
     assert len(server.seen) == 3
 
 
-def test_an_image_whose_stream_always_times_out_gets_the_error(client_of) -> None:
+def test_an_image_whose_stream_always_times_out_gets_the_error(client_to) -> None:
     """As one does that takes longer on its way than a server gives the first message of a stream."""
     server = ScriptedServicer(*[DeadlinePassed("the first message of this stream did not arrive within 60 s")] * 9)
-    with served(server) as address, client_of(address, retries=QUICK) as client:
+    with client_to(server, retries=QUICK) as client:
         ((key, (kind, text)),) = outcomes(client.classify_many([b"cat"]))
     assert (key, kind, "did not arrive within 60 s" in text) == (0, DeadlinePassed, True)
     assert len(server.seen) == QUICK.attempts
 
 
-def test_a_stream_that_breaks_repeatedly_without_an_answer_raises_its_error(client_of) -> None:
+def test_a_stream_that_breaks_repeatedly_without_an_answer_raises_its_error(client_to) -> None:
     server = ScriptedServicer(*[UNAVAILABLE] * 9)
-    with (
-        served(server) as address,
-        client_of(address, retries=QUICK) as client,
-        pytest.raises(EnvironmentFault, match="bare"),
-    ):
+    with client_to(server, retries=QUICK) as client, pytest.raises(EnvironmentFault, match="bare"):
         list(client.classify_many(PETS))
     assert len(server.seen) == 4
 
 
-def test_a_stream_that_ends_in_a_permanent_error_raises_it_and_is_not_reopened(client_of) -> None:
+def test_a_stream_that_ends_in_a_permanent_error_raises_it_and_is_not_reopened(client_to) -> None:
     server = ScriptedServicer(UsageError("ids should differ"))
-    with (
-        served(server) as address,
-        client_of(address, retries=QUICK) as client,
-        pytest.raises(UsageError, match="ids should differ"),
-    ):
+    with client_to(server, retries=QUICK) as client, pytest.raises(UsageError, match="ids should differ"):
         list(client.classify_many(PETS))
     assert len(server.seen) == 1
 
 
-def test_an_image_that_breaks_every_stream_gets_an_error_and_the_others_get_answers(client_of) -> None:
+def test_an_image_that_breaks_every_stream_gets_an_error_and_the_others_get_answers(client_to) -> None:
     def poisoned(requests, context):
         crashing = False
         for request in requests:
@@ -290,7 +276,7 @@ def test_an_image_that_breaks_every_stream_gets_an_error_and_the_others_get_answ
 
     server = ScriptedServicer(*[poisoned] * 20)
     images = [b"cat", b"dog", *(f"{n}".encode() for n in range(30))]
-    with served(server) as address, client_of(address, retries=QUICK) as client:
+    with client_to(server, retries=QUICK) as client:
         results = dict(outcomes(client.classify_many(images, max_pending=3)))
     assert results[1] == (EnvironmentFault, results[1][1])
     assert "crashed" in results[1][1]
@@ -318,14 +304,14 @@ def test_a_stream_whose_connection_is_reset_is_reopened(client_of) -> None:
     assert sorted(outcomes([first, *rest])) == [(0, "cat"), (1, "dog"), (2, "fox"), (3, "owl"), (4, "rat")]
 
 
-def test_an_exception_of_the_iterable_is_raised_after_the_answers_to_the_images_before_it(client_of) -> None:
+def test_an_exception_of_the_iterable_is_raised_after_the_answers_to_the_images_before_it(client_to) -> None:
     def images() -> Iterator[bytes]:
         yield from PETS[:3]
         raise LookupError("no more pets")
 
     server = ScriptedServicer()
     results = []
-    with served(server) as address, client_of(address) as client:
+    with client_to(server) as client:
         with pytest.raises(LookupError, match="no more pets"):
             results.extend(client.classify_many(images()))
         assert outcomes(results) == [(0, "cat"), (1, "dog"), (2, "fox")]
@@ -340,8 +326,8 @@ def test_an_exception_of_the_iterable_is_raised_after_the_answers_to_the_images_
     [({"top_k": 0}, "top_k is 0"), ({"max_pending": 0}, "max_pending is 0"), ({"scales": [0]}, "scales has 0"),
      ({"scales": [2**32]}, "scales has"), ({"request_id": "a b"}, "request_id is 'a b'")],
 )  # fmt: skip
-def test_an_invalid_option_is_refused_at_once(client_of, options: dict, text: str) -> None:
-    with served(ScriptedServicer()) as address, client_of(address) as client, pytest.raises(UsageError, match=text):
+def test_an_invalid_option_is_refused_at_once(client_to, options: dict, text: str) -> None:
+    with client_to(ScriptedServicer()) as client, pytest.raises(UsageError, match=text):
         client.classify_many(PETS, **options)
 
 
@@ -363,7 +349,7 @@ def test_a_server_that_violates_the_protocol_is_reported(client_of, wrong) -> No
         list(client.classify_many(PETS))
 
 
-def test_an_abandoned_stream_ends_on_the_server_even_while_its_error_is_kept(client_of) -> None:
+def test_an_abandoned_stream_ends_on_the_server_even_while_its_error_is_kept(client_to) -> None:
     ended = threading.Event()
 
     def wrong(requests, context):
@@ -371,7 +357,7 @@ def test_an_abandoned_stream_ends_on_the_server_even_while_its_error_is_kept(cli
         yield pb.ClassifyStreamResponse(id="77", response=answer_to(next(requests).request))
         ended.wait(30)
 
-    with served(ScriptedServicer(wrong)) as address, client_of(address) as client:
+    with client_to(ScriptedServicer(wrong)) as client:
         with pytest.raises(PreluNetError) as caught:
             list(client.classify_many(PETS))
         assert ended.wait(20)
@@ -438,7 +424,7 @@ def test_an_image_read_while_a_stream_breaks_belongs_to_the_next_stream() -> Non
         if len(streams) == 1:
             raise Broken
         lost = [request async for request in streams[0]]
-        assert lost == [], "an image was given to a stream that is gone, and would have no answer for ever"
+        assert lost == [], "an image sent to a closed stream would never get an answer"
         yield good(first)
         async for request in requests:
             yield good(request)
@@ -448,7 +434,7 @@ def test_an_image_read_while_a_stream_breaks_belongs_to_the_next_stream() -> Non
     assert len(streams) == 2
 
 
-def test_the_deadline_of_many_images_covers_them_all(client_of) -> None:
+def test_the_deadline_of_many_images_covers_them_all(client_to) -> None:
     gate = threading.Event()
 
     def stall(requests, _):
@@ -459,7 +445,7 @@ def test_the_deadline_of_many_images_covers_them_all(client_of) -> None:
         gate.wait(30)
         yield b"cat"
 
-    with served(ScriptedServicer(stall)) as address, client_of(address, retries=QUICK) as client:
+    with client_to(ScriptedServicer(stall), retries=QUICK) as client:
         results = client.classify_many(PETS, timeout=0.3)
         assert outcomes([next(results)]) == [(0, "cat")]
         with pytest.raises(DeadlinePassed):
@@ -470,7 +456,7 @@ def test_the_deadline_of_many_images_covers_them_all(client_of) -> None:
 
 
 class Image(bytes):
-    """An image that is counted as long as it lives. alive: how many there are; most: were at once."""
+    """An image that is counted as long as it lives. alive: number of them now; most: the maximum so far."""
 
     alive = most = 0
 
@@ -484,7 +470,7 @@ class Image(bytes):
 
 
 @pytest.mark.parametrize("max_pending", [1, 5])
-def test_no_more_images_are_held_than_max_pending(client_of, max_pending: int) -> None:
+def test_no_more_images_are_held_than_max_pending(client_to, max_pending: int) -> None:
     asked, answered, most = 0, 0, 0
 
     def images() -> Iterator[tuple[int, bytes]]:
@@ -495,7 +481,7 @@ def test_no_more_images_are_held_than_max_pending(client_of, max_pending: int) -
             yield number, Image(b"%d" % number)
 
     Image.alive = Image.most = 0
-    with served(ScriptedServicer()) as address, client_of(address) as client:
+    with client_to(ScriptedServicer()) as client:
         for key, answer in client.classify_many(images(), max_pending=max_pending):
             answered += 1
             assert text_of(answer) == str(key)
@@ -506,7 +492,7 @@ def test_no_more_images_are_held_than_max_pending(client_of, max_pending: int) -
     assert Image.alive == 0
 
 
-def test_no_more_images_are_read_while_answers_are_not_taken(client_of) -> None:
+def test_no_more_images_are_read_while_answers_are_not_taken(client_to) -> None:
     asked = []
 
     def images() -> Iterator[bytes]:
@@ -514,7 +500,7 @@ def test_no_more_images_are_read_while_answers_are_not_taken(client_of) -> None:
             asked.append(number)
             yield b"x" * 100_000 + b"%d" % number
 
-    with served(ScriptedServicer()) as address, client_of(address) as client:
+    with client_to(ScriptedServicer()) as client:
         results = client.classify_many(images(), max_pending=8)
         for _ in range(20):
             next(results)
@@ -523,7 +509,7 @@ def test_no_more_images_are_read_while_answers_are_not_taken(client_of) -> None:
     assert len(asked) <= 20 + 8 + 1  # one may have been under way
 
 
-def test_leaving_the_loop_ends_the_call_and_the_threads(client_of) -> None:
+def test_leaving_the_loop_ends_the_call_and_the_threads(client_to) -> None:
     ended = threading.Event()
 
     def watch(requests, context):
@@ -539,7 +525,7 @@ def test_leaving_the_loop_ends_the_call_and_the_threads(client_of) -> None:
         finally:
             closed.set()
 
-    with served(ScriptedServicer(watch)) as address, client_of(address) as client:
+    with client_to(ScriptedServicer(watch)) as client:
         for _key, _answer in client.classify_many(images()):
             break
         gc.collect()

@@ -503,7 +503,7 @@ async def test_a_signal_while_models_load_ends_the_server_before_it_serves(
         return FakeSession()
 
     def report(line: str) -> None:
-        raise AssertionError(f"this should not have been said: {line}")
+        raise AssertionError(f"unexpected line: {line}")
 
     monkeypatch.setattr("prelunet.evaluator.serving.lifecycle.ShutdownEvents", listening)
     monkeypatch.setattr(models, "open_with_placement", and_then_a_signal)

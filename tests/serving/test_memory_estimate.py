@@ -50,17 +50,15 @@ def test_two_models_take_the_sum_of_their_weights_batches_and_queues() -> None:
 def test_a_smaller_queue_takes_less_by_twice_its_bytes_and_their_reserve() -> None:
     smaller = replace(OPTIONS, queue=QueueOptions(max_bytes=2**20))
     saved = serving_memory(fakes(), OPTIONS).total - serving_memory(fakes(), smaller).total  # type: ignore[arg-type]
-    assert saved == 2 * 2 * 1.25 * (OPTIONS.queue.max_bytes - 2**20), (
-        "and the quarter for clients that have nothing there"
-    )
+    assert saved == 2 * 2 * 1.25 * (OPTIONS.queue.max_bytes - 2**20), "with the quarter for clients below their share"
 
 
-def test_the_largest_image_takes_its_share_of_the_largest_of_all() -> None:
+def test_decoding_memory_is_proportional_to_the_limit_of_pixels() -> None:
     assert max_decode_memory(DecodeLimits()) == MAX_DECODE_BYTES
     assert max_decode_memory(DecodeLimits(max_pixels=1_000_000)) == 32_000_000, "32 bytes a pixel"
 
 
-def test_a_limit_that_is_too_low_is_refused_with_one_that_is_enough() -> None:
+def test_a_limit_that_is_too_low_is_refused_with_a_sufficient_one() -> None:
     need = serving_memory(fakes(), OPTIONS).total  # type: ignore[arg-type]
     assert need > 2**31
     with pytest.raises(UsageError, match=r"--memory-limit 1\.00G: serving takes up to .* Give .* or more"):

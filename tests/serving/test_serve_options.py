@@ -60,17 +60,17 @@ def refused(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
     return " ".join(capsys.readouterr().err.split())
 
 
-def test_without_options_everything_is_as_the_code_has_it(served: Served) -> None:
+def test_without_options_everything_has_its_default(served: Served) -> None:
     options = served(*MODEL)
     assert options == ServeOptions(options.models)
     assert (options.queue, options.limits) == (QueueOptions(), ServerLimits())
 
 
-def test_a_file_that_is_not_there_is_told_before_any_other_is_loaded(
+def test_a_missing_model_file_is_reported_before_any_other_is_loaded(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     existing = tmp_path / "a.onnx"
-    existing.write_bytes(b"no model, but that would be found out later")
+    existing.write_bytes(b"not a model, which would be found out later")
     errors = refused(capsys, "--model", f"a={existing}", "--model", f"b={tmp_path}/typo.onnx")
     assert f"--model b={tmp_path}/typo.onnx: cannot be read" in errors
 
@@ -93,7 +93,7 @@ def test_every_option_reaches_the_server_in_its_unit(served: Served) -> None:
     assert (options.placement.memory, options.placement.gpu_memory, options.placement.threads) == (2**30, 2**31, 3)
 
 
-def test_the_log_is_set_up_as_asked(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_log_has_the_requested_form_and_level(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
     configured: list[tuple[str, str]] = []
     monkeypatch.setattr(serve_verb, "configure_logging", lambda *arguments: configured.append(arguments))
     served(*MODEL)
@@ -113,7 +113,7 @@ def test_a_flag_wins_over_the_environment_which_wins_over_the_file_which_wins_ov
     assert options.limits.max_connections == ServerLimits.max_connections
 
 
-def test_models_may_stand_in_the_file_and_in_the_environment(
+def test_models_may_be_given_in_the_file_and_in_the_environment(
     served: Served, config: Callable[[str], str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = config('model = ["a=a b.onnx", "b=b.onnx"]\n')
@@ -157,13 +157,13 @@ def test_the_variable_of_an_option_is_its_flag_in_capitals(capsys: pytest.Captur
         ("\0", r"not TOML"),
     ],
 )
-def test_a_file_that_says_something_else_is_refused_with_its_place(
+def test_an_invalid_file_is_refused_with_the_name_of_the_option(
     config: Callable[[str], str], capsys: pytest.CaptureFixture[str], text: str, message: str
 ) -> None:
     assert re.search(message, refused(capsys, *MODEL, "--config", config(text)))
 
 
-def test_a_file_that_is_not_there_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_missing_file_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
     assert "--config nowhere.toml: No such file" in refused(capsys, *MODEL, "--config", "nowhere.toml")
 
 
@@ -183,7 +183,7 @@ def test_a_wrong_variable_is_refused_by_its_name(
     assert re.search(message, refused(capsys, *MODEL))
 
 
-def test_what_kubernetes_sets_for_a_service_of_our_name_is_no_mistake(
+def test_the_variables_that_kubernetes_sets_for_a_service_of_our_name_are_ignored(
     served: Served, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for service in ("", "METRICS_", "OTHER_"):
@@ -193,12 +193,12 @@ def test_what_kubernetes_sets_for_a_service_of_our_name_is_no_mistake(
     assert served(*MODEL, "--port", "0", "--metrics-port", "0").port == 0
 
 
-def test_a_wrong_flag_is_told_as_everywhere(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_wrong_flag_is_refused_by_its_name(capsys: pytest.CaptureFixture[str]) -> None:
     assert "Invalid value for '--port': " in refused(capsys, *MODEL, "--port", "x")
     assert "no model to serve; give at least one: --model NAME=MODEL.onnx" in refused(capsys)
 
 
-def test_the_configuration_is_shown_as_a_file_that_gives_the_same_and_says_where_each_value_is_from(
+def test_the_configuration_is_shown_as_an_equivalent_file_with_the_source_of_each_value(
     served: Served,
     config: Callable[[str], str],
     monkeypatch: pytest.MonkeyPatch,
@@ -230,7 +230,7 @@ def test_nothing_is_loaded_when_the_configuration_is_shown(capsys: pytest.Captur
     assert capsys.readouterr().out.startswith("# model is not set\nhost = ")
 
 
-def test_the_help_tells_the_exit_codes(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_help_lists_the_exit_codes(capsys: pytest.CaptureFixture[str]) -> None:
     assert run(["serve", "--help"]) == 0
     help_text = " ".join(capsys.readouterr().out.split())
     for part in (
@@ -241,7 +241,7 @@ def test_the_help_tells_the_exit_codes(capsys: pytest.CaptureFixture[str]) -> No
         assert part in help_text
 
 
-def test_how_a_server_ended_is_the_exit_code(
+def test_the_exit_code_is_how_the_server_ended(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def ending(ended: ServeResult) -> None:

@@ -22,14 +22,14 @@ def start_line(**sessions: Any) -> str:
         models.close()
 
 
-def test_what_runs_the_models_is_said_once_where_it_is_the_same_for_all() -> None:
+def test_equal_circumstances_of_all_models_are_stated_once() -> None:
     line = start_line(a=FakeSession(), b=FakeSession(seed=1))
     assert line.count("CPUExecutionProvider, fp32 (fake 1)") == 1
     assert "| CPUExecutionProvider, fp32 (fake 1) grpcio " in line
     assert "| memory at most 3.00G" in line
 
 
-def test_what_runs_the_models_is_said_of_each_where_it_differs() -> None:
+def test_different_circumstances_are_stated_with_the_models_names() -> None:
     other = FakeSession(seed=1)
     other.circumstances = replace(other.circumstances, provider="OpenVINO", precision="bf16")
     line = start_line(a=FakeSession(), b=other, c=FakeSession(seed=2))
@@ -37,7 +37,7 @@ def test_what_runs_the_models_is_said_of_each_where_it_differs() -> None:
 
 
 @pytest.mark.parametrize(("pixels", "logged"), [(64_000_000, True), (1_000_000, False)])
-def test_what_a_very_large_image_takes_beside_all_else_is_said(
+def test_the_extra_memory_of_a_very_large_image_is_logged(
     caplog: pytest.LogCaptureFixture, pixels: int, logged: bool
 ) -> None:
     options = ServeOptions((), limits=ServerLimits(image=DecodeLimits(max_pixels=pixels)))

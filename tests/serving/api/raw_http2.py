@@ -48,7 +48,7 @@ class Connection:
         self.writer.write(b"".join(frames))
 
     def count(self, kind: int, *, flags: int = 0) -> int:
-        return sum(1 for found, its_flags, _ in self.frames if found == kind and its_flags & 1 == flags)
+        return sum(1 for found, own_flags, _ in self.frames if found == kind and own_flags & 1 == flags)
 
     async def until(self, kind: int, *, flags: int = 0, times: int = 1) -> None:
         """Wait until this number of frames of a kind has arrived."""

@@ -91,7 +91,7 @@ def test_our_messages_and_methods_are_those_of_tritonclient(results) -> None:
     }
     assert {name: theirs["methods"][name] for name in methods} == methods
     assert theirs["methods"].keys() == methods.keys() | UNIMPLEMENTED_METHODS.keys(), (
-        "a method of the client that says nothing"
+        "a method of the client that we neither implement nor refuse"
     )
 
 

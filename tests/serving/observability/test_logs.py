@@ -176,7 +176,10 @@ def test_long_texts_are_truncated(form: str) -> None:
         except RuntimeError as error:
             log_incident(error)
     text = stream.getvalue()
-    assert [text.count(letter * most) for letter, most in (("e", MAX_FIELD - 1), ("m", MAX_LOG_MESSAGE - 1))] == [1, 1]
+    assert [text.count(letter * limit) for letter, limit in (("e", MAX_FIELD - 1), ("m", MAX_LOG_MESSAGE - 1))] == [
+        1,
+        1,
+    ]
     assert ("e" * MAX_FIELD not in text, "m" * MAX_LOG_MESSAGE not in text) == (True, True)
     assert (
         MAX_TRACEBACK <= len(text.replace("e" * (MAX_FIELD - 1), "").replace("m" * (MAX_LOG_MESSAGE - 1), "")) < 22_000
