@@ -152,9 +152,7 @@ class _ProgressReporter:
         evaluated = self._images - self._refused
         error = 100 * self._wrong / evaluated if evaluated else None
         await self._on_progress(
-            pb.EvaluateProgress(
-                images=self._images, refused=self._refused, top1_error=error, seconds=now - self._begun
-            )
+            pb.EvaluateProgress(images=self._images, refused=self._refused, top1_error=error, seconds=now - self._begun)
         )
         self._reporting = False
 

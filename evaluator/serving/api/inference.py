@@ -1,6 +1,7 @@
 """The Open Inference Protocol: translates between calls of proto/inference and the classifiers."""
 
 import asyncio
+import importlib.metadata
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import aclosing
 from functools import partial
@@ -83,7 +84,8 @@ class InferenceServicer(pb_grpc.GRPCInferenceServiceServicer):
 
     async def ServerMetadata(self, request: pb.ServerMetadataRequest, context: Context) -> pb.ServerMetadataResponse:  # noqa: ARG002, N802
         """Describe the server."""
-        return messages.server_metadata()
+        version = importlib.metadata.version("prelunet")
+        return pb.ServerMetadataResponse(name="prelunet", version=version, extensions=messages.EXTENSIONS)
 
     async def ModelMetadata(self, request: pb.ModelMetadataRequest, context: Context) -> pb.ModelMetadataResponse:  # noqa: ARG002, N802
         """Describe the inputs and outputs of a model."""
@@ -107,7 +109,7 @@ class InferenceServicer(pb_grpc.GRPCInferenceServiceServicer):
 
     async def ModelInfer(self, request: pb.ModelInferRequest, context: Context) -> pb.ModelInferResponse:  # noqa: N802
         """Classify the images of a request."""
-        if (call := call_context.current()) is not None:
+        if (call := call_context.current_call.get()) is not None:
             call.id = request.id
         caller = caller_of(context)
         classifier, parsed = await self._parse_request(request)
@@ -125,12 +127,16 @@ class InferenceServicer(pb_grpc.GRPCInferenceServiceServicer):
             try:
                 classifier, parsed = await self._parse_request(request)
                 del request
-                response = messages.streamed(await self._infer(classifier, parsed, caller))
+                response = await self._infer(classifier, parsed, caller)
+                response.parameters["triton_final_response"].bool_param = True  # for Triton's clients
                 call_context.record_answer(failed=False)
-                return response
+                return pb.ModelStreamInferResponse(infer_response=response)
             except Exception as error:  # belongs to this request only; the others continue
                 call_context.record_answer(failed=True)
-                return messages.streamed_error(id_, client_message(error, log_incident(error)))
+                return pb.ModelStreamInferResponse(
+                    error_message=client_message(error, log_incident(error)),
+                    infer_response=pb.ModelInferResponse(id=id_),
+                )
 
         async with aclosing(answer_in_order(request_iterator, answer, STREAM_SLOTS)) as responses:
             async for response in responses:
@@ -153,7 +159,7 @@ class InferenceServicer(pb_grpc.GRPCInferenceServiceServicer):
         """Return the requested model and the parsed request."""
         classifier = self._model(request.model_name, request.model_version)
         parse = partial(messages.parse_request, request, classifier.session.contract)
-        call = call_context.current()
+        call = call_context.current_call.get()
         in_thread = call is None or call.bytes > _LARGE_MESSAGE
         return classifier, await _run_inline_or_in_thread(parse, in_thread=in_thread)
 

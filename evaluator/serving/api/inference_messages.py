@@ -1,6 +1,5 @@
 """Parse and build messages of proto/inference. Nothing is computed here."""
 
-import importlib.metadata
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -266,23 +265,6 @@ def infer_response(
         else:
             output.contents.bytes_contents.extend(texts)
     return response
-
-
-def streamed(response: pb.ModelInferResponse) -> pb.ModelStreamInferResponse:
-    """Wrap an answer for a stream, marked as the last one of its request for Triton's clients."""
-    response.parameters["triton_final_response"].bool_param = True
-    return pb.ModelStreamInferResponse(infer_response=response)
-
-
-def streamed_error(id_: str, text: str) -> pb.ModelStreamInferResponse:
-    """Build the answer to a failed request of a stream. id_: of that request."""
-    return pb.ModelStreamInferResponse(error_message=text, infer_response=pb.ModelInferResponse(id=id_))
-
-
-def server_metadata() -> pb.ServerMetadataResponse:
-    """Return name, version and extensions of the server."""
-    version = importlib.metadata.version("prelunet")
-    return pb.ServerMetadataResponse(name="prelunet", version=version, extensions=EXTENSIONS)
 
 
 def model_metadata(classifier: Classifier) -> pb.ModelMetadataResponse:

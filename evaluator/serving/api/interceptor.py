@@ -19,8 +19,8 @@ from prelunet.evaluator.serving.observability.call_context import (
     REQUEST_ID,
     Call,
     Context,
+    current_call,
     request_id_from,
-    set_current,
 )
 from prelunet.evaluator.serving.observability.logs import log_call, log_incident
 from prelunet.evaluator.serving.observability.metrics import Metrics
@@ -112,7 +112,7 @@ class CallInterceptor(grpc.aio.ServerInterceptor):
         handler = await continuation(handler_call_details)
         path = handler_call_details.method
         call = Call(path.removeprefix("/"), request_id_from(handler_call_details.invocation_metadata or ()))
-        set_current(call)
+        current_call.set(call)
         counted = handler is None or path.startswith(OUR_METHODS)
         if counted and (overloaded := self._calls.begin(call, exempt=path in PROBES)) is not None:
 

@@ -43,38 +43,27 @@ class Call:
     message_done: Callable[[], None] | None = None
 
 
-_current: ContextVar[Call | None] = ContextVar("call", default=None)
-
-
-def set_current(call: Call) -> None:
-    """Make `call` the current one in this task, in the tasks that it starts and in their threads."""
-    _current.set(call)
-
-
-def current() -> Call | None:
-    """Return the current call, None outside of calls."""
-    return _current.get()
+# The call of this task, of the tasks that it starts and of their threads; None outside of calls.
+current_call: ContextVar[Call | None] = ContextVar("call", default=None)
 
 
 def record_views(model: str, views: int) -> None:
     """Add a model and its number of views to the log line of the current call, if there is one."""
-    call = current()
-    if call is not None:
+    if (call := current_call.get()) is not None:
         call.models.add(model)
         call.views += views
 
 
 def record_answer(*, failed: bool) -> None:
     """Count an image of a stream that got its answer, or its error."""
-    call = current()
-    if call is not None:
+    if (call := current_call.get()) is not None:
         call.images += 1
         call.failed += failed
 
 
 def note_done() -> None:
     """Report that a message of a stream is done: its answer has been sent, or it needs none."""
-    call = current()
+    call = current_call.get()
     if call is not None and call.message_done is not None:
         call.message_done()
 
@@ -112,7 +101,7 @@ class Caller:
 def caller_of(context: Context) -> Caller:
     """Return the caller of the current call, with its deadline and request id."""
     remaining = context.time_remaining()
-    call = current()
+    call = current_call.get()
     return Caller(
         client=context.peer(),
         deadline=None if remaining is None else time.monotonic() + remaining,

@@ -18,7 +18,7 @@ from datetime import UTC, datetime
 from typing import Any
 
 from prelunet.evaluator.rpc.status import is_client_visible
-from prelunet.evaluator.serving.observability import call_context
+from prelunet.evaluator.serving.observability.call_context import Call, current_call
 
 MAX_LOG_MESSAGE = 2000  # characters
 MAX_FIELD = 600  # characters, as in error messages to callers
@@ -38,7 +38,7 @@ def log_incident(error: BaseException) -> str:
     return incident
 
 
-def log_call(call: call_context.Call, seconds: float) -> None:
+def log_call(call: Call, seconds: float) -> None:
     """Log a call that has ended. seconds: its duration."""
     fields = {
         "peer": call.peer,
@@ -206,7 +206,7 @@ def _head(record: logging.LogRecord) -> dict[str, str]:
 
 def _fields(record: logging.LogRecord) -> dict[str, Any]:
     """Return the fields of a log line: those of the current call, and the record's own `fields`."""
-    call = call_context.current()
+    call = current_call.get()
     of_call = {"request_id": call.request_id, "method": truncate(call.method, MAX_FIELD)} if call else {}
     own = getattr(record, "fields", {})
     return of_call | {

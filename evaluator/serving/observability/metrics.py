@@ -104,6 +104,7 @@ class ModelMetrics:
         self.waiting_views = metrics.waiting_views.labels(model)
         self.waiting_bytes = metrics.waiting_bytes.labels(model)
         self.late_views = metrics.late_views.labels(model)
+        self.batch_seconds = metrics.batch_seconds.labels(model)
         # A series that starts with its first event hides that event: a single point has no rate.
         for counter, reasons in (
             (metrics.refusals, ("views", "bytes")),
@@ -131,10 +132,6 @@ class ModelMetrics:
         self._metrics.view_pixels.labels(self._model).inc(view_pixels)
         self._metrics.canvas_pixels.labels(self._model).inc(canvas_pixels)
         self._metrics.canvas_changes.labels(self._model).inc(changed)
-
-    def batch_done(self, seconds: float) -> None:
-        """Record the time of a batch on the device."""
-        self._metrics.batch_seconds.labels(self._model).observe(seconds)
 
     def batch_failed(self, reason: str) -> None:
         """Count a failed batch. reason: memory, lost or error."""

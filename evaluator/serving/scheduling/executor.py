@@ -189,7 +189,7 @@ class BatchExecutor:
         """Store the results of a batch in its requests."""
         now = time.monotonic()
         model.batch_times.record(packed.images[..., 0].size, now - start)
-        model.metrics.batch_done(now - start)
+        model.metrics.batch_seconds.observe(now - start)
         if late := sum(view.request.ended_before(start) for view in views):
             model.metrics.late_views.inc(late)
         for place, view in enumerate(views):

@@ -30,7 +30,7 @@ def test_statistics_are_in_nanoseconds_and_each_in_its_field() -> None:
     six.failed_seconds.observe(16.0)
     for _ in range(3):
         six.batch(5, 100, 120, changed=False)
-        six.batch_done(0.5)
+        six.batch_seconds.observe(0.5)
     six.last_answer.set(1.7e9)
     other.request_seconds.observe(99.0)
     statistics = model_statistics("six", metrics)

@@ -19,7 +19,7 @@ from prelunet.evaluator.serving.observability.call_context import (
     REQUEST_ID,
     Caller,
     caller_of,
-    current,
+    current_call,
     record_views,
     request_id_from,
 )
@@ -229,4 +229,4 @@ def test_every_log_line_of_a_call_has_its_request_id_and_method(stub, calls) -> 
 
 def test_outside_of_calls_there_is_no_current_call() -> None:
     record_views("nobody", 1)
-    assert current() is None
+    assert current_call.get() is None

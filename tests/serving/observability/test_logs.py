@@ -16,7 +16,7 @@ import pytest
 
 from prelunet.evaluator.errors import ImageError
 from prelunet.evaluator.serving.observability import logs
-from prelunet.evaluator.serving.observability.call_context import Call, record_views, set_current
+from prelunet.evaluator.serving.observability.call_context import Call, current_call, record_views
 from prelunet.evaluator.serving.observability.logs import (
     FORMATTERS,
     MAX_FIELD,
@@ -122,7 +122,7 @@ def test_an_invented_method_name_is_one_field_of_bounded_length(nasty: str, form
     call = Call(f"nobody/{nasty}", "id-1", peer="p", status="UNIMPLEMENTED")
 
     def during_the_call() -> str:
-        set_current(call)
+        current_call.set(call)
         with written(form) as stream:
             log_call(call, 0.5)
         return stream.getvalue()
@@ -190,7 +190,7 @@ def test_the_log_line_of_a_call_has_its_request_and_status() -> None:
     call = Call("prelunet.v1.PreluNetService/ClassifyStream", "id-1", peer="ipv4:127.0.0.1:5", status="OK", bytes=812)
 
     def during_the_call() -> dict:
-        set_current(call)
+        current_call.set(call)
         for model, views in (("roses", 6), ("tulips", 2), ("roses", 1)):
             record_views(model, views)
         with written("json") as stream:
