@@ -119,6 +119,7 @@ class Classifier:
             if timer is not None:
                 timer.cancel()
             self._device_queue.abandon(request)
+            del request, reply  # an error's traceback refers to this frame: a cycle that keeps the image alive
 
     def _views_of(self, image: bytes, protocol: EvaluationProtocol, deadline: float | None) -> list[ViewImage]:
         with self._decode_semaphore.reservation(deadline) as reserve:

@@ -14,7 +14,7 @@ from prelunet.evaluator.errors import DatasetError, ImageError, UsageError
 from prelunet.evaluator.pb.prelunet.v1 import prelunet_pb2 as pb
 from prelunet.evaluator.protocols import EvaluationProtocol
 from prelunet.evaluator.reporting.report import Report, build_report
-from prelunet.evaluator.serving.api.bounded import bounded
+from prelunet.evaluator.serving.api.concurrency import bounded, task_group
 from prelunet.evaluator.serving.classifier import Classifier
 from prelunet.evaluator.serving.observability import call_context
 from prelunet.evaluator.serving.observability.call_context import Caller
@@ -74,17 +74,14 @@ async def evaluate(
         await progress.count(prediction)
         slots.release()
 
-    try:
-        async with asyncio.TaskGroup() as group:
-            async for image in bounded(images, slots):
-                answers.expect(image.file, max_images)
-                call_context.record_views(classifier.name, len(protocol.views))
-                admission = asyncio.Event()
-                group.create_task(classify(image, admission))
-                del image  # free it while waiting for the next
-                await admission.wait()
-    except ExceptionGroup as failures:  # the first failure has cancelled the rest
-        raise failures.exceptions[0] from None
+    async with task_group() as group:
+        async for image in bounded(images, slots):
+            answers.expect(image.file, max_images)
+            call_context.record_views(classifier.name, len(protocol.views))
+            admission = asyncio.Event()
+            group.create_task(classify(image, admission))
+            del image  # free it while waiting for the next
+            await admission.wait()
     if not answers.places:
         raise DatasetError("the stream had no image; send at least one `image` after `start`")
     return await asyncio.to_thread(_report, classifier, protocol, dataset_name, answers)

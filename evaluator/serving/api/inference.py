@@ -17,7 +17,7 @@ from prelunet.evaluator.pb.inference import inference_pb2 as pb
 from prelunet.evaluator.pb.inference import inference_pb2_grpc as pb_grpc
 from prelunet.evaluator.rpc.status import client_message
 from prelunet.evaluator.serving.api import inference_messages as messages
-from prelunet.evaluator.serving.api.bounded import bounded
+from prelunet.evaluator.serving.api.concurrency import bounded, task_group
 from prelunet.evaluator.serving.api.prelunet import STREAM_SLOTS
 from prelunet.evaluator.serving.classifier import Classifier
 from prelunet.evaluator.serving.models import Models
@@ -188,21 +188,18 @@ async def _run_inline_or_in_thread(function: Callable[[], Result], *, in_thread:
 async def _scores_of(classifier: Classifier, parsed: messages.ParsedRequest, caller: Caller) -> list[Float32Array]:
     """Classify every image of a request; the first failure cancels the others, and the error names its image."""
 
-    async def classify(index: int) -> Float32Array:
+    protocol = parsed.protocol  # `classify` must not hold all images: a traceback would keep them alive
+
+    async def classify(index: int, image: bytes) -> Float32Array:
         try:
-            return await classifier.classify(
-                parsed.images[index], parsed.protocol, lambda classified: classified.scores, caller=caller
-            )
+            return await classifier.classify(image, protocol, lambda classified: classified.scores, caller=caller)
         except ImageError as error:
             raise ImageError(f"{messages.INPUT}[{index}]: {error}") from error
         except UsageError as error:
             raise UsageError(f"{messages.INPUT}[{index}]: {error}") from error
 
-    try:
-        async with asyncio.TaskGroup() as group:
-            tasks = [group.create_task(classify(index)) for index in range(len(parsed.images))]
-    except ExceptionGroup as failures:
-        raise failures.exceptions[0] from None
+    async with task_group() as group:
+        tasks = [group.create_task(classify(index, image)) for index, image in enumerate(parsed.images)]
     return [task.result() for task in tasks]
 
 

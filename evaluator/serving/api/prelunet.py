@@ -10,7 +10,7 @@ from prelunet.evaluator.errors import UsageError
 from prelunet.evaluator.pb.prelunet.v1 import prelunet_pb2 as pb
 from prelunet.evaluator.pb.prelunet.v1 import prelunet_pb2_grpc as pb_grpc
 from prelunet.evaluator.serving.api import prelunet_messages
-from prelunet.evaluator.serving.api.bounded import bounded
+from prelunet.evaluator.serving.api.concurrency import bounded, task_group
 from prelunet.evaluator.serving.api.evaluation import LabelledImage, evaluate
 from prelunet.evaluator.serving.api.prelunet_messages import call_error
 from prelunet.evaluator.serving.models import Models
@@ -49,10 +49,10 @@ class PreluNetServicer(pb_grpc.PreluNetServiceServicer):
         contract = classifier.session.contract
         protocol = prelunet_messages.requested_protocol(request, contract)
         top_k = resolve_top_k(request.top_k if request.HasField("top_k") else None, len(contract.classes))
-        image, heatmap = request.image, request.heatmap  # `answer` must not hold the message
+        heatmap = request.heatmap  # `answer` must not hold the message
         call_context.record_views(classifier.name, len(protocol.views))
 
-        async def answer() -> pb.ClassifyResponse:
+        async def answer(image: bytes) -> pb.ClassifyResponse:
             size, views = len(image), len(protocol.views)
             async with AsyncExitStack() as stack:
                 if on_admitted is None:
@@ -65,7 +65,7 @@ class PreluNetServicer(pb_grpc.PreluNetServiceServicer):
                 return await asyncio.to_thread(prelunet_messages.classify_response, result)
             return prelunet_messages.classify_response(result)
 
-        return answer()
+        return answer(request.image)  # an argument: a traceback would keep a variable of the closure alive
 
     async def ClassifyStream(  # noqa: N802
         self, request_iterator: AsyncIterator[pb.ClassifyStreamRequest], context: Context
@@ -176,21 +176,18 @@ async def classify_stream(classify: ClassifyOne, requests: AsyncIterator[pb.Clas
         for _ in range(taken):
             slots.release()
 
-    try:
-        async with asyncio.TaskGroup() as group:
-            async for request in bounded(requests, slots):
-                taken = slots_for(request.request)
-                for _ in range(1, taken):
-                    await slots.acquire()
-                refusal = _id_error(request.id, unanswered)
-                if refusal is None:
-                    unanswered.add(request.id)
-                admission = asyncio.Event()
-                group.create_task(answer(request, refusal, admission, taken))
-                del request  # free it while waiting for the next
-                await admission.wait()
-    except ExceptionGroup as failures:  # the first failure has cancelled the rest
-        raise failures.exceptions[0] from None
+    async with task_group() as group:
+        async for request in bounded(requests, slots):
+            taken = slots_for(request.request)
+            for _ in range(1, taken):
+                await slots.acquire()
+            refusal = _id_error(request.id, unanswered)
+            if refusal is None:
+                unanswered.add(request.id)
+            admission = asyncio.Event()
+            group.create_task(answer(request, refusal, admission, taken))
+            del request  # free it while waiting for the next
+            await admission.wait()
 
 
 def slots_for(request: pb.ClassifyRequest) -> int:

@@ -14,6 +14,7 @@ import re
 import secrets
 import threading
 import time
+import traceback
 from datetime import UTC, datetime
 from typing import Any
 
@@ -31,11 +32,23 @@ log = logging.getLogger(__name__)
 
 
 def log_incident(error: BaseException) -> str:
-    """Log an error whose text must not reach callers, with its traceback; return its incident id."""
+    """Log an error whose text must not reach callers, with its traceback; return its incident id.
+
+    Afterwards the traceback holds no locals: gRPC and asyncio keep errors in reference cycles, and with them the images
+    of failed calls, until the next garbage collection.
+    """
     incident = secrets.token_hex(6)
     if not is_client_visible(error):
         log.error("incident %s: %s", incident, type(error).__name__, exc_info=error)
+    release_frames(error)
     return incident
+
+
+def release_frames(error: BaseException | None) -> None:
+    """Release the locals in the tracebacks of an error, such as images; the printed traceback stays the same."""
+    while error is not None:
+        traceback.clear_frames(error.__traceback__)
+        error = error.__cause__ or error.__context__
 
 
 def log_call(call: Call, seconds: float) -> None:
@@ -62,8 +75,8 @@ class JsonFormatter(logging.Formatter):
     def format(self, record: logging.LogRecord) -> str:
         """Return a record as JSON."""
         line = {**_head(record), "message": truncate(record.getMessage(), MAX_LOG_MESSAGE), **_fields(record)}
-        if traceback := _traceback(record):
-            line["traceback"] = traceback
+        if text := _traceback(record):
+            line["traceback"] = text
         return json.dumps(line)
 
 

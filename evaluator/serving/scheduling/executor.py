@@ -14,7 +14,6 @@ import logging
 import math
 import threading
 import time
-import traceback
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -24,6 +23,7 @@ import numpy as np
 from prelunet.evaluator.engine.batching import Batch, BatchPlan
 from prelunet.evaluator.engine.classify import PackedBatch, ViewResult, pack_batch, plan_views, unpack_results
 from prelunet.evaluator.errors import ContractError, DeviceLost, OutOfMemory, UsageError
+from prelunet.evaluator.serving.observability.logs import release_frames
 from prelunet.evaluator.serving.scheduling.queue import DeviceQueue
 from prelunet.evaluator.serving.scheduling.request import ReadyView, Request, ScheduledModel, as_reported
 from prelunet.evaluator.serving.scheduling.watchdog import Watchdog
@@ -173,7 +173,7 @@ class BatchExecutor:
                 )
         except Exception as error:
             packed = staged = None  # free the memory before a smaller batch is tried
-            _forget_frames(error)
+            release_frames(error)
             self._failed(model, views, error)
         else:
             self._computed(model, views, packed, results, start)
@@ -287,10 +287,3 @@ def _truncated(batch: Batch, views: int, model: ScheduledModel) -> Batch:
     """Return the batch with its first `views` views only. It keeps its rows if changing the shape has a cost."""
     rows = batch.rows if model.session.rules.switch_pixels else views
     return replace(batch, indices=tuple(range(views)), rows=rows)
-
-
-def _forget_frames(error: BaseException | None) -> None:
-    """Release the locals in the tracebacks of an error, such as canvases; the printed traceback stays the same."""
-    while error is not None:
-        traceback.clear_frames(error.__traceback__)
-        error = error.__cause__ or error.__context__

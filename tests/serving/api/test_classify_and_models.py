@@ -1,14 +1,17 @@
 import asyncio
+import gc
 import io
 import json
 import re
 import subprocess
 import sys
 import threading
+import tracemalloc
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import grpc
@@ -41,6 +44,7 @@ from prelunet.evaluator.serving.lifecycle import serve
 from prelunet.evaluator.serving.options import ModelFile, ServeOptions, ServerLimits, parse_models
 from tests.conftest import ExportedNet
 from tests.helpers.fakes import FakeSession, fake_contract
+from tests.serving.api.inference_calls import infer_request
 from tests.serving.serving_harness import GatedSession, eventually, png, running_server
 
 SMALL = fake_contract(classes=3, default_scales=(31, 44))
@@ -360,6 +364,42 @@ def test_an_expired_call_is_not_computed() -> None:
         assert first.result(30).predictions
         assert stub.Classify(pb.ClassifyRequest(image=png(40, 57), protocol="dense-43")).predictions
     assert {shape[1] for shape in session.calls} == {28, 43}, "41, the expired call's scale, should not be computed"
+
+
+def test_refused_images_do_not_stay_in_memory_until_a_garbage_collection() -> None:
+    """Errors refer to frames by their tracebacks; if frames refer to the errors, such cycles keep the images alive."""
+    bad, calls = b"x" * 2**20, range(20)
+    start, labeled = pb.EvaluateStart(dataset="photos"), partial(pb.LabelledImage, data=bad, label=1)
+    with running_server(six=FakeSession()) as server, grpc.insecure_channel(server.address) as channel:
+        stub, inference = pb_grpc.PreluNetServiceStub(channel), inference_grpc.GRPCInferenceServiceStub(channel)
+        ways: list[Callable[[], object]] = [
+            lambda: [failure(stub.Classify, request(image=bad)) for _ in calls],
+            lambda: [failure(inference.ModelInfer, infer_request([bad, bad])) for _ in calls],
+            lambda: list(
+                stub.ClassifyStream(pb.ClassifyStreamRequest(id=f"{n}", request=request(image=bad)) for n in calls)
+            ),
+            lambda: list(inference.ModelStreamInfer(infer_request([bad, bad]) for _ in calls)),
+            lambda: list(
+                stub.Evaluate(
+                    iter(
+                        [
+                            pb.EvaluateRequest(start=start),
+                            *(pb.EvaluateRequest(image=labeled(file=f"{n}")) for n in calls),
+                        ]
+                    )
+                )
+            ),
+        ]
+        for call in ways:
+            gc.collect()
+            gc.disable()
+            tracemalloc.start()
+            try:
+                call()
+                eventually(lambda: tracemalloc.get_traced_memory()[0] < 5 * len(bad))
+            finally:
+                tracemalloc.stop()
+                gc.enable()
 
 
 def test_model_options_are_names_and_files() -> None:

@@ -1,0 +1,40 @@
+"""Many messages of a call in progress at a time: back pressure, and how a failure ends the others."""
+
+import asyncio
+from collections.abc import AsyncGenerator, AsyncIterator
+from contextlib import asynccontextmanager, suppress
+from typing import TypeVar
+
+from prelunet.evaluator.serving.observability.logs import release_frames
+
+Message = TypeVar("Message")
+
+
+async def bounded(messages: AsyncIterator[Message], slots: asyncio.Semaphore) -> AsyncGenerator[Message, None]:
+    """Yield messages; each takes a slot before it is read, which the caller frees once the message is answered.
+
+    So gRPC's flow control slows down a client that sends faster than the server answers.
+    """
+    with suppress(StopAsyncIteration):
+        while await slots.acquire():
+            yield await anext(messages)  # without a variable, which would hold the message until the next arrives
+
+
+@asynccontextmanager
+async def task_group() -> AsyncIterator[asyncio.TaskGroup]:
+    """Open a task group that raises its first failure, which has cancelled the other tasks, not an ExceptionGroup.
+
+    A failure refers to its frames and so to images. Reference cycles through it would keep them until the next garbage
+    collection, so none is left: with the ExceptionGroup as its context, with asyncio's frame, or with this one.
+    """
+    try:
+        async with asyncio.TaskGroup() as group:
+            yield group
+        return
+    except ExceptionGroup as failures:
+        failure = failures.exceptions[0]
+        release_frames(failures)
+    try:
+        raise failure from failure.__cause__  # in the log without the cancellation of the other tasks
+    finally:
+        del failure
