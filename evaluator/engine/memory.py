@@ -326,13 +326,20 @@ def _largest_batch(contract: ModelContract, protocol: EvaluationProtocol, rules:
     A view has the more windows per pixel, the larger it is: many small views reach the limit of pixels, and many large
     ones that of windows. The largest, of the longest image that is not capped, may exceed both, alone.
     """
-    smallest, largest = min(protocol.scales), max(protocol.scales)
-    small, large = (smallest, smallest), (largest, largest * protocol.long_side_cap)
-    if protocol.crop is not None:
-        small = large = (protocol.crop, protocol.crop)
-    small_pixels, small_windows = math.prod(small), math.prod(contract.window_grid(*small))
-    pixels, windows = math.prod(large), math.prod(contract.window_grid(*large))
+    crop, cap, spare = protocol.crop, 1, 0
+    if crop is None:  # the trunk rounds down: a side can grow by up to `spare` pixels without another window
+        cap, spare = protocol.long_side_cap, contract.trunk_stride - 1
+    sides = protocol.scales if crop is None else (crop,)
+    pixels_per_window, windows_per_pixel = 0.0, 0.0
+    for side in sides:
+        square, longest = (math.prod(contract.window_grid(side, length)) for length in (side, cap * side))
+        pixels_per_window = max(pixels_per_window, side * (side + spare) / square)
+        windows_per_pixel = max(windows_per_pixel, longest / (side * max(side, cap * side - spare)))
+    largest = max(sides)
     return (
-        max(pixels, min(rules.max_pixels, (rules.max_windows // small_windows + 1) * small_pixels)),
-        max(windows, min(rules.max_windows, (rules.max_pixels // pixels + 1) * windows)),
+        max(cap * largest**2, min(rules.max_pixels, math.ceil(rules.max_windows * pixels_per_window))),
+        max(
+            math.prod(contract.window_grid(largest, cap * largest)),
+            min(rules.max_windows, math.ceil(rules.max_pixels * windows_per_pixel)),
+        ),
     )

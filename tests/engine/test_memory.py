@@ -294,7 +294,7 @@ ENGINES: dict[str, tuple[Device, str]] = {
 # Part of the result file → largest bound of the peak as a multiple of the measured one. `memory` fills its batches with
 # elongated photos, as the bound assumes. `classes` computes one photo. `dataset` has small images, for which nearly all
 # of the memory for decoding stays unused.
-MEASURED = {"memory": 1.8, "classes": 2.5, "dataset": 6.0}
+MEASURED = {"memory": 1.8, "classes": 2.5, "dataset": 6.5}
 
 
 @pytest.mark.parametrize(
@@ -320,18 +320,29 @@ def test_the_bound_is_above_every_measurement_and_not_far(case: dict[str, Any]) 
     assert measured["peak_mb"] * 2**20 <= running <= MEASURED[part] * measured["peak_mb"] * 2**20
 
 
-@pytest.mark.parametrize("name", ["center", "dense-256", "multi-scale", "dense-1024", "spp-18"])
+# The views of demo at 28 and 32 pixels are so small that the limit on windows bounds their batches.
+@pytest.mark.parametrize(
+    ("net", "name"),
+    [
+        *(("A", name) for name in ("center", "dense-256", "multi-scale", "dense-1024", "spp-18")),
+        *(("demo", name) for name in ("center", "dense-28", "dense-32")),
+    ],
+)
 @pytest.mark.parametrize("limit", [None, 3 * G])
-def test_no_planned_batch_of_a_protocols_views_takes_more_than_the_bound(name: str, limit: int | None) -> None:
-    protocol, rng = build_protocol(name, A), np.random.default_rng(1)
-    bound = estimate_memory(session_of(), protocol, CHUNK, limit)
+def test_no_planned_batch_of_a_protocols_views_takes_more_than_the_bound(
+    net: str, name: str, limit: int | None
+) -> None:
+    contract, rng = build_contract(net), np.random.default_rng(1)
+    protocol = build_protocol(name, contract)
+    bound = estimate_memory(session_of(contract), protocol, CHUNK, limit)
     images = [(300, 300), (300, 1200), *((300, int(300 * ratio)) for ratio in rng.uniform(1, 4, 60))]
-    shapes = [(protocol.crop, protocol.crop)] * 99 if protocol.crop else [
+    images += [(320, 350)] * 3000  # 28x31 and 32x35 pixels: as many windows as in a square of that scale
+    shapes = [(protocol.crop, protocol.crop)] * 3000 if protocol.crop else [
         resized_size(*image, scale, protocol.long_side_cap) for image in images for scale in protocol.scales
     ]  # fmt: skip
-    plan = plan_batches(shapes, A.window_grid, cpu_rules(A, limit, A_FILE), max_side=A.max_side)
-    for batch in plan.batches:
-        assert batch_bytes_of(A, batch.rows, batch.height, batch.width) <= bound.batch
+    rules = cpu_rules(contract, limit, A_FILE)
+    for batch in plan_batches(shapes, contract.window_grid, rules, max_side=contract.max_side).batches:
+        assert batch_bytes_of(contract, batch.rows, batch.height, batch.width) <= bound.batch
 
 
 def test_the_bound_grows_with_everything_that_is_in_memory() -> None:
