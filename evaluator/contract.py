@@ -17,6 +17,7 @@ from prelunet.evaluator.architectures import (
     OpaqueNet,
     TrunkLayer,
     feature_map_side,
+    multiply_adds,
     net_from_json,
     trunk_stride,
 )
@@ -180,7 +181,14 @@ def _contradictions(contract: ModelContract) -> Iterator[tuple[bool, str]]:
             limits = f"up to {MAX_NAME_LENGTH} characters, without control characters and lone surrogates"
             yield True, f"{text!a:.60} is not a valid name: names should be text of {limits}"
             break
-    count = contract.architecture.multiply_adds if isinstance(contract.architecture, OpaqueNet) else None
+    net = contract.architecture
+    if isinstance(net, Architecture):
+        count: int | None = multiply_adds(net, net.crop, net.crop, len(wnids))
+        stated = (contract.trunk, window, contract.spp_levels, crop)
+        derived = (net.layers, net.window, net.spp_levels, net.crop)
+        yield stated != derived, "trunk, window, spp_levels and crop should be those of the architecture"
+    else:
+        count = net.multiply_adds
     yield count is not None and count > MAX_MULTIPLY_ADDS, f"multiply_adds should be at most {MAX_MULTIPLY_ADDS}"
     yield not wnids or len(set(wnids)) < len(wnids), "there should be classes, with different wnids"
     sane = all(layer.kernel >= 1 and layer.stride >= 1 and 0 <= layer.pad < layer.kernel for layer in contract.trunk)

@@ -226,6 +226,9 @@ def test_a_model_without_one_of_the_keys_is_refused_naming_it(
         ({"default_scales": list(range(28, 428))}, "scales"),
         ({"default_scales": [20]}, "from crop"),
         ({"architecture": {}}, "name and an activation"),
+        ({"architecture": lambda net: {**net, "crop": 32}}, "should be those of the architecture"),
+        ({"architecture": lambda net: {**net, "trunk": net["trunk"][:-1]}}, "should be those of the architecture"),
+        ({"architecture": lambda net: {**net, "hidden": 10**30}}, "multiply_adds should be at most"),
         ({"classes": []}, "different wnids"),
         ({"classes": [{"wnid": "a", "name": "a"}] * 23}, "different wnids"),
         ({"classes": [{"wnid": 1, "name": None}] * 23}, "different wnids"),
@@ -253,9 +256,10 @@ def test_metadata_nested_beyond_all_measure_is_refused(exported: dict[str, Expor
 
 def test_verify_fails_on_a_trunk_that_is_not_the_graphs(exported: dict[str, ExportedNet]) -> None:
     session = exported["demo-image"].session
-    trunk = list(session.contract.trunk)
-    trunk[0] = replace(trunk[0], kernel=4, pad=2)  # same map for a crop of 28, one cell more for a side of 39
-    contract = replace(session.contract, trunk=tuple(trunk))
+    first, *others = session.contract.architecture.trunk
+    # The same map for a crop of 28, one cell more for a side of 39.
+    net = replace(session.contract.architecture, trunk=(replace(first, kernel=4, pad=2), *others))
+    contract = replace(session.contract, architecture=net, trunk=net.layers)
     assert not all(d.passed for d in verify(with_contract(session, contract)))
 
 

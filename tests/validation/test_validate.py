@@ -12,6 +12,7 @@ import pytest
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
+from prelunet.evaluator.architectures import architecture
 from prelunet.evaluator.cli import run
 from prelunet.evaluator.datasets.dataset import Dataset
 from prelunet.evaluator.datasets.open import open_dataset
@@ -154,7 +155,8 @@ def test_ctrl_c_keeps_complete_chunks_and_the_same_command_resumes(
 def test_a_chunk_is_prepared_in_parts_that_fit_into_memory_even_if_all_images_are_elongated(
     name: str, images: int
 ) -> None:
-    contract = fake_contract(crop=224, window=56, default_scales=(256, 384, 480), max_side=8000)
+    net = architecture("demo", crop=224)
+    contract = fake_contract(architecture=net, crop=224, window=56, default_scales=(256, 384, 480), max_side=8000)
     protocol = build_protocol(name, contract)
     assert portion_size(protocol, CHUNK, None) == images
     views = make_views(np.zeros((100, 400, 3), np.uint8), protocol)
