@@ -125,13 +125,6 @@ def _value_of(key: str, value: Any) -> Any:
     return None if key == "crop" and value is None else require_int(value, key, 1)  # crop, long_side_cap
 
 
-def view_from_json(data: Any) -> View:
-    """Create a view from the output of `View.to_json`; ValueError for other data."""
-    plain = require_keys(data, "a view", {"scale", "mirrored", "part"})
-    part = require_choice(plain["part"], "part of a view", get_args(ViewPart))
-    return View(require_int(plain["scale"], "scale of a view", 1), require_bool(plain["mirrored"], "mirrored"), part)
-
-
 def _parse_scales(text: str | None) -> tuple[int, ...] | None:
     if text is None:
         return None
