@@ -72,8 +72,8 @@ print(megabytes() - before)
 def test_memory_does_not_grow_with_the_number_of_shapes(exported: dict[str, ExportedNet]) -> None:
     command = [sys.executable, "-c", MANY_SHAPES, str(exported["demo-image"].path)]
     growth = subprocess.run(command, capture_output=True, text=True, check=True).stdout
-    # 217 MB with the runtime's own cache of code; without it 15 to 19, for canvases that grow by a third.
-    assert float(growth) < 40, f"200 further shapes took {growth} MB"
+    # 217 MB with the runtime's own cache of code; without it 15 to 43, for canvases that grow by a third.
+    assert float(growth) < 100, f"200 further shapes took {growth} MB"
 
 
 def test_images_of_different_sizes_share_a_canvas(exported: dict[str, ExportedNet]) -> None:
