@@ -15,7 +15,7 @@ from benchmarks.common.rig import Rig
 from benchmarks.common.runner import Case, Runner
 from prelunet.evaluator.contract import golden_image
 from prelunet.evaluator.engine.session import Outputs, Session
-from prelunet.evaluator.engine.verify import garbage_canvas, tolerance_of, tolerance_precision
+from prelunet.evaluator.engine.verify import TOLERANCES, garbage_canvas, tolerance_precision
 from prelunet.training.net.dense_reference import dense_windows
 
 NETS = ("A", "C", "E")
@@ -90,7 +90,7 @@ def compare(session: Session, images: list[np.ndarray], oracle: Windows) -> dict
             f"{case}_{key}": float(np.max([row[key] for row in found])) for key in ("scores", "logits", "windows")
         }
         result[f"{case}_other_classes"] = sum(int(row["other_class"]) for row in found)
-    tolerance = tolerance_of(tolerance_precision(session))
+    tolerance = TOLERANCES[tolerance_precision(session)]
     result["passed"] = all(
         result[f"{case}_scores"] <= tolerance.scores
         and result[f"{case}_windows"] <= tolerance.scores

@@ -26,7 +26,7 @@ from prelunet.evaluator.engine.runtimes import onnx, openvino
 from prelunet.evaluator.engine.runtimes.base import LoadedModel, error_summary
 from prelunet.evaluator.engine.runtimes.onnx_metadata import read_precision
 from prelunet.evaluator.engine.session import Circumstances, Device, Placement, Precision, Session
-from prelunet.evaluator.engine.verify import deviation, tolerance_of
+from prelunet.evaluator.engine.verify import TOLERANCES, deviation
 from prelunet.evaluator.errors import ContractError, EnvironmentFault, PreluNetError, UsageError
 from prelunet.evaluator.files import sha256_of
 from prelunet.evaluator.json_checks import differences, format_differences
@@ -130,8 +130,9 @@ def _open(path: Path, placement: Placement, digest: str, *, preallocate: bool) -
     session = Session(loaded, contract, digest, circumstances, placement, rules=rules, model_bytes=file_bytes)
     if device == "cuda" or preallocate:
         self_check(session, path.name)  # on a GPU, a successful load does not even prove that cuDNN is installed
-    if device == "cuda" and preallocate:
-        run_largest_batch(session, path.name)
+    if device == "cuda" and preallocate:  # the GPU memory regions allocated for the largest batch fit all later ones
+        side = max(contract.default_scales)
+        _run_blank(session, path.name, rules.max_rows(side**2, math.prod(contract.window_grid(side, side))), side)
     return session
 
 
@@ -214,30 +215,18 @@ def self_check(session: Session, name: str) -> None:
         _run_blank(session, name, 1, contract.min_side)
         return
     golden = contract.golden[0]
-    with _errors(session, name, 1, golden.height, golden.width):
-        outputs = session.run(
-            golden_image(golden.height, golden.width)[None], np.array([[golden.height, golden.width]])
-        )
-    measured = deviation("alone", (golden.height, golden.width), outputs, 0, golden.scores, golden.logits)
+    size = (golden.height, golden.width)
+    with _errors(session, name, 1, *size):
+        outputs = session.run(golden_image(*size)[None], np.array([size]))
+    measured = deviation("alone", size, outputs, 0, golden.scores, golden.logits)
     if not measured.passed:
-        allowed = tolerance_of("fp32")
+        allowed = TOLERANCES["fp32"]
         raise EnvironmentFault(
             f"--device cuda: in fp32 the scores of {name} for its golden image are off by {measured.scores:.1e} and "
             f"the logits by {measured.logits:.1e} of the largest; {allowed.scores:g} and {allowed.logits:g} are "
             "allowed. If `prelunet verify MODEL.onnx --device cpu` passes, this GPU does not compute in float32: use "
             "--precision tf32"
         )
-
-
-def run_largest_batch(session: Session, name: str) -> None:
-    """Run a batch of the largest canvases, so that the GPU memory regions allocated for it fit all later batches.
-
-    name: of the model, for errors. Raises EnvironmentFault when the model does not run.
-    """
-    contract, rules = session.contract, session.rules
-    side = max(contract.default_scales)
-    windows = math.prod(contract.window_grid(side, side))
-    _run_blank(session, name, rules.max_rows(side**2, windows), side)
 
 
 def _run_blank(session: Session, name: str, rows: int, side: int) -> None:

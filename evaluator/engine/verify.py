@@ -61,17 +61,12 @@ class Deviation:
     @property
     def passed(self) -> bool:
         """Return whether both deviations are within tolerance (False for NaN)."""
-        tolerance = tolerance_of(self.precision)
+        tolerance = TOLERANCES[self.precision]
         return self.scores <= tolerance.scores and self.logits <= tolerance.logits
 
     def to_json(self) -> dict[str, Any]:
         """Return the deviation and the verdict as plain data."""
         return {**asdict(self), "passed": self.passed}
-
-
-def tolerance_of(precision: str) -> Tolerance:
-    """Return the allowed deviation of a run in this precision."""
-    return TOLERANCES[precision]
 
 
 def deviation(
@@ -115,7 +110,7 @@ def tolerance_precision(session: Session) -> str:
     A file with half-precision weights stays that coarse even where a runtime computes in float32.
     """
     precisions = (session.contract.precision, session.circumstances.precision)
-    return max(precisions, key=lambda precision: tolerance_of(precision).scores)
+    return max(precisions, key=lambda precision: TOLERANCES[precision].scores)
 
 
 def verify(session: Session) -> list[Deviation]:

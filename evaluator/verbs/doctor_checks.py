@@ -22,7 +22,7 @@ from prelunet.evaluator.engine.load import open_with_placement, visible_gpus
 from prelunet.evaluator.engine.runtimes import onnx, openvino
 from prelunet.evaluator.engine.runtimes.base import LoadedModel
 from prelunet.evaluator.engine.session import Placement
-from prelunet.evaluator.engine.verify import tolerance_of, verify
+from prelunet.evaluator.engine.verify import TOLERANCES, verify
 from prelunet.evaluator.errors import PreluNetError, install_hint
 from prelunet.evaluator.machine import cores, machine_memory
 from prelunet.evaluator.serving.memory import serving_memory
@@ -179,7 +179,7 @@ def _failure(load: Callable[[], LoadedModel], precision: str) -> str:
         return f"{type(error).__name__}: {error}"
     expected = np.exp([[1.0, 2.0]]) / np.exp([[1.0, 2.0]]).sum()
     off = float(np.abs(scores - expected).max())
-    if not off <= tolerance_of(precision).scores:
+    if not off <= TOLERANCES[precision].scores:
         return f"the scores of a test model are off by {off:.1e}: this device or its driver computes wrong results"
     return ""
 

@@ -11,7 +11,7 @@ from rich.table import Table
 
 from prelunet.evaluator.engine.load import open_with_placement
 from prelunet.evaluator.engine.session import Placement
-from prelunet.evaluator.engine.verify import tolerance_of, tolerance_precision
+from prelunet.evaluator.engine.verify import TOLERANCES, tolerance_precision
 from prelunet.evaluator.engine.verify import verify as verify_session
 from prelunet.evaluator.errors import CheckFailed
 from prelunet.evaluator.terminal import echo
@@ -31,7 +31,7 @@ def verify(
     """
     session = open_with_placement(model, placement)
     deviations = verify_session(session)
-    passed, tolerance = all(d.passed for d in deviations), tolerance_of(tolerance_precision(session))
+    passed, tolerance = all(d.passed for d in deviations), TOLERANCES[tolerance_precision(session)]
     if as_json:
         result = {"model": session.model_sha256, "circumstances": session.circumstances.to_json(), "passed": passed}
         rows = [each.to_json() for each in deviations]

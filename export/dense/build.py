@@ -104,7 +104,7 @@ def build_model(
     image, valid = _front(graph, mean, contract.max_side, masked=masked)
     parameters: Mapping[str, Parameters] = tensors
     if half:
-        parameters = round_to_half(tensors)
+        parameters = {name: round_to_half(name, tensor) for name, tensor in tensors.items()}
         image = graph.node("Cast", [image], "images.fp16", to=TensorProto.FLOAT16)
         valid = replace(valid, half=True)
     feature_map, valid = _trunk(graph, architecture, parameters, image, valid, masked=masked)

@@ -15,11 +15,11 @@ from prelunet.evaluator.contract import Canvas, FilePrecision, ModelContract, go
 from prelunet.evaluator.engine.load import open_session
 from prelunet.evaluator.engine.session import Outputs
 from prelunet.evaluator.engine.verify import (
+    TOLERANCES,
     Deviation,
     deviation,
     golden_answer,
     run_cases,
-    tolerance_of,
     tolerance_precision,
 )
 from prelunet.evaluator.errors import CheckFailed, CheckpointError, UsageError
@@ -170,5 +170,5 @@ def _parity_message(output: Path, failed: list[Deviation], precision: FilePrecis
         )
     return (
         f"{output}: not written, because its scores differ from the PyTorch net's by more than "
-        f"{tolerance_of(precision).scores:g}:\n" + "\n".join(lines) + f"\n{advice}"
+        f"{TOLERANCES[precision].scores:g}:\n" + "\n".join(lines) + f"\n{advice}"
     )

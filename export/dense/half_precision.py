@@ -29,12 +29,8 @@ MAX_ROUNDING_LOSS = 1e-3
 _BLOCK = 2**22  # numbers processed at a time: fc1 of model C takes 1.8 GB in float64
 
 
-def round_to_half(tensors: Mapping[str, Float32Array]) -> dict[str, Float16Array]:
-    """Round a checkpoint's tensors to float16. Raises UsageError for a tensor that exceeds its range."""
-    return {name: _rounded(name, tensor) for name, tensor in tensors.items()}
-
-
-def _rounded(name: str, tensor: Float32Array) -> Float16Array:
+def round_to_half(name: str, tensor: Float32Array) -> Float16Array:
+    """Round a checkpoint's tensor to float16. Raises UsageError if it exceeds the range. name: for the error."""
     with np.errstate(over="ignore"):
         half = tensor.astype(np.float16)
     if beyond := int(np.isinf(half).sum()):
@@ -52,7 +48,7 @@ def rounding_losses(tensors: Mapping[str, Float32Array]) -> dict[str, float]:
     """
     losses = {}
     for name, tensor in tensors.items():
-        moved, size, flat, half = 0.0, 0.0, tensor.reshape(-1), _rounded(name, tensor).reshape(-1)
+        moved, size, flat, half = 0.0, 0.0, tensor.reshape(-1), round_to_half(name, tensor).reshape(-1)
         for start in range(0, tensor.size, _BLOCK):
             exact = flat[start : start + _BLOCK].astype(np.float64)
             moved += float(np.square(half[start : start + _BLOCK] - exact).sum())
@@ -167,9 +163,3 @@ def precision_warnings(losses: Mapping[str, float], magnitudes: Mapping[str, flo
         if largest > FLOAT16_MAX / HEADROOM
     ]
     return warnings
-
-
-def largest_magnitude(magnitudes: Mapping[str, float]) -> tuple[str, float]:
-    """Return the layer with the largest activation, and its value."""
-    layer = max(magnitudes, key=lambda name: magnitudes[name])
-    return layer, magnitudes[layer]

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import BinaryIO, Literal
 
 import numpy as np
-from onnx import ModelProto
+from onnx import ModelProto, TensorProto
 
 from prelunet.evaluator.architectures import OpaqueNet, TrunkLayer
 from prelunet.evaluator.arrays import Float64Array, UInt8Array
@@ -30,7 +30,6 @@ from prelunet.export.foreign.read_net import (
     opset_of,
     random_operators,
     read_net,
-    uses_half,
 )
 from prelunet.export.foreign.wrap_net import prepare_net, probability_floor, wrap_net
 from prelunet.training.importing.preprocessing import Layout, Preprocessing
@@ -104,8 +103,10 @@ def adopt(path: Path, output: Path, classes: Path, options: AdoptOptions) -> Ado
         raw = _run_net(path, interface, options.preprocessing, pictures, random_operators(net))
         _check_classes(path, classes, len(raw[0]), len(entries))
         probabilities = _are_probabilities(path, options.kind, raw, half=interface.half)
+        floor = probability_floor(interface)
         references = [
-            _build_reference(*pair, interface, probabilities) for pair in zip(pictures.values(), raw, strict=True)
+            _Reference(picture, row, np.log(row + floor)) if probabilities else _Reference(picture, softmax(row), row)
+            for picture, row in zip(pictures.values(), raw, strict=True)
         ]
         contract = _contract(path, net, interface, entries, options, references[0])
         opset = opset_of(net)
@@ -227,14 +228,6 @@ def _are_probabilities(path: Path, kind: OutputKind, rows: list[Float64Array], *
     return summed
 
 
-def _build_reference(
-    picture: UInt8Array, row: Float64Array, interface: NetInterface, probabilities: bool
-) -> _Reference:
-    if probabilities:
-        return _Reference(picture, row, np.log(row + probability_floor(interface)))
-    return _Reference(picture, softmax(row), row)
-
-
 def _contract(
     path: Path,
     net: ModelProto,
@@ -245,6 +238,7 @@ def _contract(
 ) -> ModelContract:
     """Build the complete contract of the file, with one window: the crop."""
     crop, count = interface.crop, count_multiply_adds(net, interface)
+    half = any(tensor.data_type == TensorProto.FLOAT16 for tensor in net.graph.initializer)
     tensors = {"input": interface.input, "layout": interface.layout, "output": interface.output}
     try:
         contract = ModelContract(
@@ -258,7 +252,7 @@ def _contract(
             default_scales=(crop,),
             max_side=crop,
             canvas="exact",
-            precision="fp16" if uses_half(net) else "fp32",
+            precision="fp16" if half else "fp32",
             checkpoint_sha256=sha256_of(path),
             interpolation=options.preprocessing.interpolation,
             training={"adopted": {**tensors, **options.preprocessing.to_json()}},

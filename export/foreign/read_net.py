@@ -285,11 +285,6 @@ def _shape_text(shape: Sequence[Dimension]) -> str:
     return "x".join("?" if side is None else str(side) for side in shape)
 
 
-def uses_half(model: ModelProto) -> bool:
-    """Return whether a net has weights in half precision."""
-    return any(tensor.data_type == TensorProto.FLOAT16 for tensor in model.graph.initializer)
-
-
 # Counting multiply-adds of a foreign net.
 
 

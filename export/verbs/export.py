@@ -31,7 +31,7 @@ def export(
     no file.
     """
     from prelunet.export.dense.export import export_checkpoint
-    from prelunet.export.dense.half_precision import FLOAT16_MAX, largest_magnitude
+    from prelunet.export.dense.half_precision import FLOAT16_MAX
 
     require_new(output, force=force)
     result = export_checkpoint(checkpoint, output, canvas, precision)
@@ -42,7 +42,7 @@ def export(
         f"{worst.case})"
     )
     if result.magnitudes:
-        layer, largest = largest_magnitude(result.magnitudes)
+        layer, largest = max(result.magnitudes.items(), key=lambda item: item[1])
         echo(f"largest activation: {largest:.4g} ({layer}); the float16 maximum is {FLOAT16_MAX:g}")
     for warning in result.warnings:
         report(f"warning: {warning}")

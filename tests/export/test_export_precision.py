@@ -22,7 +22,7 @@ from prelunet.evaluator.contract import Canvas, FilePrecision
 from prelunet.evaluator.engine.load import open_session
 from prelunet.evaluator.engine.runtimes.onnx import RawOnnxModel
 from prelunet.evaluator.engine.session import Session
-from prelunet.evaluator.engine.verify import Deviation, garbage_canvas, tolerance_of, tolerance_precision, verify
+from prelunet.evaluator.engine.verify import TOLERANCES, Deviation, garbage_canvas, tolerance_precision, verify
 from prelunet.evaluator.errors import CheckFailed, UsageError
 from prelunet.evaluator.imaging.canvas import pack
 from prelunet.export.dense.export import ExportResult, export_checkpoint
@@ -430,9 +430,9 @@ def test_a_layer_near_the_maximum_of_half_gives_a_warning_with_its_number() -> N
 
 def test_rounding_refuses_what_becomes_infinite_and_nothing_else() -> None:
     last = np.array([65519.0, -65519.0], np.float32)
-    assert np.isfinite(round_to_half({"t": last})["t"]).all()
+    assert np.isfinite(round_to_half("t", last)).all()
     with pytest.raises(UsageError, match="in t exceed"):
-        round_to_half({"t": np.array([65520.0], np.float32)})
+        round_to_half("t", np.array([65520.0], np.float32))
 
 
 def test_range_images_hold_the_hardest_edges_in_all_channels_and_are_always_the_same() -> None:
@@ -498,7 +498,7 @@ def test_a_run_is_held_to_the_coarser_of_what_its_file_and_its_device_round_to(
 def test_each_precision_has_its_own_tolerance(precision: str, score: float, passed: bool) -> None:
     assert Deviation("alone", 28, 28, score, 0.0, precision).passed is passed
     assert Deviation("alone", 28, 28, 0.0, score, precision).passed is (passed or precision == "fp32")
-    assert tolerance_of(precision).scores < 0.1
+    assert TOLERANCES[precision].scores < 0.1
 
 
 def test_verify_holds_a_half_file_to_the_tolerance_of_half_precision(
@@ -507,7 +507,7 @@ def test_verify_holds_a_half_file_to_the_tolerance_of_half_precision(
     deviations = verify(session_on(demo()))
     assert {d.precision for d in deviations} == {"fp16"}
     assert all(d.passed for d in deviations)
-    assert max(d.scores for d in deviations) > tolerance_of("fp32").scores
+    assert max(d.scores for d in deviations) > TOLERANCES["fp32"].scores
     assert run(["verify", str(demo()), "--device", "cpu", "--json"]) == 0
     output = json.loads(capsys.readouterr().out)
     assert output["circumstances"]["precision"] == "fp32", "the provider drops the casts between layers"

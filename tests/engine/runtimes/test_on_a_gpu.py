@@ -11,7 +11,7 @@ import pytest
 from prelunet.evaluator.contract import golden_image
 from prelunet.evaluator.engine.load import open_session, visible_gpus
 from prelunet.evaluator.engine.session import Precision
-from prelunet.evaluator.engine.verify import tolerance_of
+from prelunet.evaluator.engine.verify import TOLERANCES
 from tests.conftest import ExportedNet
 
 pytestmark = [
@@ -34,4 +34,4 @@ def test_golden_images_on_one_canvas_get_the_scores_that_the_file_states(
     for _ in range(2):  # the second time in the memory of the first
         outputs = session.run(images, np.array([(image.height, image.width) for image in golden]))
         for row, image in enumerate(golden):
-            assert abs(outputs.scores[row] - np.array(image.scores)).max() <= tolerance_of(precision).scores
+            assert abs(outputs.scores[row] - np.array(image.scores)).max() <= TOLERANCES[precision].scores
