@@ -253,32 +253,30 @@ def _small(name: str, extra: int = 0) -> Architecture:
     return Architecture(name, trunk, spp_levels=(6, 3, 2, 1), hidden=4096, crop=224)
 
 
-def _demo() -> Architecture:
-    """Build the small net of the demo: 28-pixel crops, stride 4, seconds to train on a CPU."""
-    trunk = tuple(_stages(1, (2, 2, 2), (24, 48, 96), pools=2))
-    return Architecture("demo", trunk, spp_levels=(3, 2, 1), hidden=256, crop=28)
-
-
-def _demo30() -> Architecture:
-    """Build E30 in miniature: its 1 + 4 + 22 convolutions, narrow, for 28-pixel crops; stride 4."""
-    trunk: tuple[Conv | Pool, ...] = (
+# The small net of the demo: stride 4, seconds to train on a CPU.
+_DEMO = Architecture("demo", tuple(_stages(1, (2, 2, 2), (24, 48, 96), pools=2)), (3, 2, 1), hidden=256, crop=28)
+# E30 in miniature: its 1 + 4 + 22 convolutions, narrow, with the stride of demo.
+_DEMO30 = Architecture(
+    "demo30",
+    (
         Conv("conv1", 16, kernel=5, pad=2),
         Pool("pool1", kernel=2, stride=2),
         *_stage_of_2x2(2, 4, 32),
         Pool("pool2", kernel=2, stride=2),
         *_stage_of_2x2(3, 22, 48),
-    )
-    return Architecture("demo30", trunk, spp_levels=(3, 2, 1), hidden=256, crop=28)
-
-
+    ),
+    spp_levels=(3, 2, 1),
+    hidden=256,
+    crop=28,
+)
 ARCHITECTURES: dict[str, Architecture] = {
     "A": _large("A", 5, 96, (256, 512, 512)),
     "B": _large("B", 6, 96, (256, 512, 512)),
     "C": _large("C", 6, 96, (384, 768, 896)),
     "E": _small("E"),
     "E30": _small("E30", extra=16),
-    "demo": _demo(),
-    "demo30": _demo30(),
+    "demo": _DEMO,
+    "demo30": _DEMO30,
 }
 
 

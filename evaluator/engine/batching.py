@@ -13,7 +13,7 @@ cases, and at most 6 % above the cheapest.
 """
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from itertools import pairwise
 from typing import Any
@@ -210,10 +210,6 @@ class _Costs:
         too_large |= np.minimum(height, width) > self._max_short_side
         return np.where(too_large & (shapes > 1), _FORBIDDEN_COST, cost)
 
-    def of_all(self, groups: Iterable[Sequence["_Shape"]]) -> int:
-        """Return the cost of groups of shapes, each on its own canvas."""
-        return sum(int(self.of(*_size(group))) for group in groups)
-
 
 _Shape = tuple[int, int, int]  # height, width, number of images
 
@@ -232,7 +228,9 @@ def _shared_canvases(images: Mapping[tuple[int, int], int], costs: _Costs) -> di
         sorted(shapes, key=lambda shape: (shape[1], shape[0])),
         sorted(shapes, key=lambda shape: (shape[0] < shape[1], min(shape[:2]), max(shape[:2]))),  # scale by scale
     )
-    groups = _local_search(min((_intervals(order, costs) for order in orders), key=costs.of_all), costs)
+    cuts = [_intervals(order, costs) for order in orders]
+    cheapest = min(cuts, key=lambda groups: sum(int(costs.of(*_size(group))) for group in groups))
+    groups = _local_search(cheapest, costs)
     return {(height, width): _size(group)[1:3] for group in groups for height, width, _ in group}
 
 

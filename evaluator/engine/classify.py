@@ -202,11 +202,21 @@ def pack_batch(batch: Batch, views: Sequence[ViewImage]) -> PackedBatch:
 def unpack_results(
     packed_views: Sequence[PackedView], outputs: Outputs, *, keep_windows: bool = False
 ) -> dict[int, ViewResult]:
-    """Return the results of a batch by view index."""
-    return {
-        packed_view.index: _view_result(packed_view, outputs, row, keep_windows=keep_windows)
-        for row, packed_view in enumerate(packed_views)
-    }
+    """Return the results of a batch by view index, as copies, so that the batch's memory can be freed."""
+    results = {}
+    for row, packed in enumerate(packed_views):
+        scores, logits = outputs.scores[row].copy(), outputs.logits[row].copy()
+        windows = rows, columns = int(outputs.windows[row, 0]), int(outputs.windows[row, 1])
+        kept = None
+        if keep_windows or packed.view.part == "nine":  # otherwise they stay where they are, perhaps on a GPU
+            window_scores = outputs.window_scores[row, :rows, :columns]
+            if packed.view.part == "nine":
+                windows, scores, logits = nine_windows(window_scores)
+            kept = window_scores.copy() if keep_windows else None
+        results[packed.index] = ViewResult(
+            packed.view, packed.height, packed.width, packed.capped, windows, scores, logits, kept
+        )
+    return results
 
 
 def average_image(protocol: EvaluationProtocol, views: Sequence[ViewResult]) -> Classification:
@@ -218,21 +228,6 @@ def average_image(protocol: EvaluationProtocol, views: Sequence[ViewResult]) -> 
         [view.scores for view in views], [view.logits for view in views], weights, protocol.averaging
     )
     return Classification(scores, tuple(views), protocol.averaging)
-
-
-def _view_result(packed_view: PackedView, outputs: Outputs, row: int, *, keep_windows: bool) -> ViewResult:
-    """Copy one view's part out of a batch, so that the batch's memory can be freed."""
-    scores, logits = outputs.scores[row].copy(), outputs.logits[row].copy()
-    windows = rows, columns = int(outputs.windows[row, 0]), int(outputs.windows[row, 1])
-    kept = None
-    if keep_windows or packed_view.view.part == "nine":  # otherwise they stay where they are, perhaps on a GPU
-        window_scores = outputs.window_scores[row, :rows, :columns]
-        if packed_view.view.part == "nine":
-            windows, scores, logits = nine_windows(window_scores)
-        kept = window_scores.copy() if keep_windows else None
-    return ViewResult(
-        packed_view.view, packed_view.height, packed_view.width, packed_view.capped, windows, scores, logits, kept
-    )
 
 
 def build_answer(

@@ -87,18 +87,12 @@ def _view_maps(
         seen = ((point + 1) * full[axis] > begin) & (point * full[axis] < end)
         if axis == 1 and view.view.mirrored:
             positions = shown[axis] - 1 - positions
-        of_axis = _linear_weights(positions, window_centers(contract, view.window_scores.shape[axis]))
+        centers = window_centers(contract, view.window_scores.shape[axis])
+        # The weight of each window at each position in linear interpolation, (positions, windows).
+        of_axis = np.stack([np.interp(positions, centers, unit) for unit in np.eye(len(centers))], axis=1)
         weights.append(np.where(seen[:, None], of_axis, np.nan))
     scores = view.window_scores[:, :, list(classes)].astype(np.float64)
     return np.asarray(np.einsum("hr,rck,wc->khw", weights[0], scores, weights[1], optimize=True))
-
-
-def _linear_weights(positions: Float64Array, centers: Float64Array) -> Float64Array:
-    """Return the weight of each center at each position in linear interpolation, (positions, centers)."""
-    weights = np.empty((len(positions), len(centers)))
-    for index, unit in enumerate(np.eye(len(centers))):
-        weights[:, index] = np.interp(positions, centers, unit)
-    return weights
 
 
 def _mean_where_seen(maps: Sequence[Float64Array]) -> Float64Array:
@@ -157,7 +151,8 @@ def draw_heat_maps(
     visible class stays dark. Where no view looked, the image is faint and gray.
     """
     best = classified.top(HEAT_MAP_CLASSES)
-    height, width = _panel_size(*image.shape[:2])
+    factor = LONG_SIDE / max(image.shape[:2])
+    height, width = (max(SHORT_SIDE, round(side * factor)) for side in image.shape[:2])
     picture = np.asarray(Image.fromarray(image).resize((width, height), Image.Resampling.BICUBIC))
     maps = heat_maps(
         classified, [index for index, _ in best], image.shape[:2], (height, width), contract, protocol
@@ -182,12 +177,6 @@ def png_bytes(picture: UInt8Array) -> bytes:
     buffer = io.BytesIO()
     Image.fromarray(picture).save(buffer, format="PNG")
     return buffer.getvalue()
-
-
-def _panel_size(height: int, width: int) -> tuple[int, int]:
-    """Return the height and width of a panel: the image's longer side becomes LONG_SIDE."""
-    factor = LONG_SIDE / max(height, width)
-    return max(SHORT_SIDE, round(height * factor)), max(SHORT_SIDE, round(width * factor))
 
 
 def _blend_map(picture: UInt8Array, of_class: Float64Array, brightest: float) -> UInt8Array:

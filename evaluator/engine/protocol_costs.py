@@ -9,7 +9,7 @@ from prelunet.evaluator.contract import ClassEntry, ModelContract, default_scale
 from prelunet.evaluator.engine.scores import nine_places
 from prelunet.evaluator.errors import UsageError
 from prelunet.evaluator.imaging.resize import resized_size
-from prelunet.evaluator.protocols import PROTOCOL_NAMES, EvaluationProtocol, ProtocolKind, View, build_protocol
+from prelunet.evaluator.protocols import PROTOCOL_NAMES, EvaluationProtocol, ProtocolKind, build_protocol
 
 SOURCES: Mapping[str, str] = {  # keys: PROTOCOL_NAMES
     "center": "PReLU-nets, Fig. 2",
@@ -94,25 +94,15 @@ def _cost_of(
     protocol: EvaluationProtocol, source: str, contract: ModelContract, image: tuple[int, int]
 ) -> ProtocolCost:
     """Sum the costs of a protocol's views."""
-    sizes = [_view_size(view, protocol, image) for view in protocol.views]
-    windows = sum(
-        _windows_averaged(view, contract.window_grid(*size)) for view, size in zip(protocol.views, sizes, strict=True)
+    windows, total, crop = 0, 0, protocol.crop
+    for view in protocol.views:
+        size = resized_size(*image, view.scale, protocol.long_side_cap) if crop is None else (crop, crop)
+        rows, columns = contract.window_grid(*size)
+        windows += len(nine_places(rows)) * len(nine_places(columns)) if view.part == "nine" else rows * columns
+        total += multiply_adds_of_view(contract, *size) or 0  # a file states all counts or none
+    return ProtocolCost(
+        protocol.name, source, protocol.kind, protocol.scales, len(protocol.views), windows, total or None
     )
-    counts = [count for size in sizes if (count := multiply_adds_of_view(contract, *size)) is not None]
-    total = sum(counts) if counts else None  # a file gives either all counts or none
-    return ProtocolCost(protocol.name, source, protocol.kind, protocol.scales, len(sizes), windows, total)
-
-
-def _view_size(view: View, protocol: EvaluationProtocol, image: tuple[int, int]) -> tuple[int, int]:
-    """Return height and width of a view in pixels."""
-    if protocol.crop is not None:
-        return protocol.crop, protocol.crop
-    return resized_size(*image, view.scale, protocol.long_side_cap)
-
-
-def _windows_averaged(view: View, grid: tuple[int, int]) -> int:
-    rows, columns = grid
-    return len(nine_places(rows)) * len(nine_places(columns)) if view.part == "nine" else rows * columns
 
 
 def multiply_adds_of_view(contract: ModelContract, height: int, width: int) -> int | None:

@@ -60,7 +60,10 @@ def find_bottleneck(measured: Measurement) -> Bottleneck:
     """
     if measured.seconds < TOO_SHORT:
         return "short"
-    if measured.wall_by_compute < 1 / TOLERANCE or _unexplained(measured):
+    seconds = measured.totals.seconds
+    others = sum(seconds[stage] for stage in ("decode", "resize", "pack", "upload", "average"))
+    unexplained = seconds["compute"] - measured.pure_compute - 2 * others  # seconds, beyond the others' use of cores
+    if measured.wall_by_compute < 1 / TOLERANCE or unexplained > (1 - BUSY) * measured.seconds:
         return "disturbed"
     if measured.wall_by_compute <= 1 / BUSY:
         return "compute"
@@ -77,13 +80,6 @@ def find_bottleneck(measured: Measurement) -> Bottleneck:
         return cause
     slowed = measured.share("compute") - 1 / measured.wall_by_compute
     return "sharing" if slowed > measured.share("wait") else "nothing"
-
-
-def _unexplained(measured: Measurement) -> bool:
-    """Return whether computing was slower than isolated by more than the other steps' use of cores explains."""
-    seconds = measured.totals.seconds
-    others = sum(seconds[stage] for stage in ("decode", "resize", "pack", "upload", "average"))
-    return seconds["compute"] - measured.pure_compute > 2 * others + (1 - BUSY) * measured.seconds
 
 
 def describe_bottleneck(measured: Measurement) -> str:

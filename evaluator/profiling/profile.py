@@ -14,7 +14,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from prelunet.evaluator.contract import ModelContract
 from prelunet.evaluator.datasets.dataset import Dataset, Sample
 from prelunet.evaluator.engine.classify import EvaluationSession, pack_batch, plan_views
 from prelunet.evaluator.engine.protocol_costs import multiply_adds_of_view
@@ -194,7 +193,9 @@ def benchmark(
     totals, memory = timer.totals(), peak_memory()
     if not totals.batches:
         raise DatasetError(f"{dataset.location}: none of {limit} images can be read, so there is nothing to measure")
-    multiply_adds = _multiply_adds(sessions[0].contract, timer.view_shapes())
+    contract = sessions[0].contract
+    counts = [(multiply_adds_of_view(contract, *shape), views) for shape, views in timer.view_shapes().items()]
+    multiply_adds = sum(each * views for each, views in counts if each is not None) or None  # all are known or none
     isolated = measure_isolated(sessions[0], dataset, protocol, portions, decoding_threads(threads))
     return Measurement(
         limit, refused, took, len(portions[0]), usually_together, len(sessions), decoding_threads(threads), totals,
@@ -256,11 +257,6 @@ def _warm_up(one_pass: Callable[[int], float], count: int, limit: int, minimum: 
         if took >= minimum or count == limit:
             return count, took
         count = min(2 * count, limit)
-
-
-def _multiply_adds(contract: ModelContract, shapes: dict[tuple[int, int], int]) -> int | None:
-    counts = [(multiply_adds_of_view(contract, *shape), views) for shape, views in shapes.items()]
-    return sum(each * views for each, views in counts if each is not None) if counts[0][0] is not None else None
 
 
 def peak_memory() -> int:

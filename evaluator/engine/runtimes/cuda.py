@@ -126,25 +126,22 @@ class CudaBinding:
         return self._worker.submit(self._compute, batch).result()
 
     def _compute(self, batch: UploadedBatch) -> list[Any]:
-        try:
-            return self._run(batch)
-        finally:
-            batch.free()  # here, because an interrupted caller leaves while the GPU still reads the batch
-
-    def _run(self, batch: UploadedBatch) -> list[Any]:
         rows, value, gpu = batch.shape[0], self._runtime.OrtValue, self._cuda.gpu
         small = [
             np.empty((rows, self._classes), np.float32),
             np.empty((rows, self._classes), np.float32),
             np.empty((rows, 2), np.int64),
         ]
-        binding = self._session.io_binding()  # a new one, because outputs stay bound to the previous run
-        binding.bind_input("images", "cuda", gpu, np.uint8, batch.shape, batch.slot.on_gpu.address)
-        binding.bind_cpu_input("sizes", batch.sizes)
-        for name, array in zip(OUTPUTS, small, strict=False):
-            binding.bind_ortvalue_output(name, value.ortvalue_from_numpy(array))
-        binding.bind_output(OUTPUTS[-1], "cuda", gpu)
-        self._session.run_with_iobinding(binding)
+        try:
+            binding = self._session.io_binding()  # a new one, because outputs stay bound to the previous run
+            binding.bind_input("images", "cuda", gpu, np.uint8, batch.shape, batch.slot.on_gpu.address)
+            binding.bind_cpu_input("sizes", batch.sizes)
+            for name, array in zip(OUTPUTS, small, strict=False):
+                binding.bind_ortvalue_output(name, value.ortvalue_from_numpy(array))
+            binding.bind_output(OUTPUTS[-1], "cuda", gpu)
+            self._session.run_with_iobinding(binding)
+        finally:
+            batch.free()  # here, because an interrupted caller leaves while the GPU still reads the batch
         window_scores = binding.get_outputs()[-1]
         return [*small, window_scores.numpy]
 

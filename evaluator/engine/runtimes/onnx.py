@@ -14,7 +14,7 @@ import numpy.typing as npt
 
 from prelunet.evaluator.arrays import Int64Array, UInt8Array
 from prelunet.evaluator.contract import OUTPUTS
-from prelunet.evaluator.engine.runtimes.base import Array, error_summary, is_out_of_memory, load_error
+from prelunet.evaluator.engine.runtimes.base import error_summary, is_out_of_memory, load_error
 from prelunet.evaluator.engine.runtimes.cuda import CudaBinding, CudaRuntime, GpuPrecision, cuda_options
 from prelunet.evaluator.engine.runtimes.onnx_metadata import read_precision
 from prelunet.evaluator.errors import ContractError, EnvironmentFault, install_hint
@@ -45,11 +45,11 @@ class OnnxRuntimeModel:
         self._binding = CudaBinding(runtime, session, cuda, self.scores_shape[-1]) if cuda else None
 
     def stage(self, images: UInt8Array, sizes: Int64Array) -> Any:
-        """Copy a batch to the device. Any thread may call this, also while another batch is computed."""
+        """Copy a batch to the device; see `LoadedModel.stage`."""
         return self._binding.stage(images, sizes) if self._binding else {"images": images, "sizes": sizes}
 
-    def compute(self, staged: Any) -> Sequence[Array | Any]:
-        """Run a staged batch; return the arguments of `Outputs`. Only the session's owner thread may call this."""
+    def compute(self, staged: Any) -> Sequence[Any]:
+        """Run a staged batch; see `LoadedModel.compute`."""
         if self._binding:
             return self._binding.compute(staged)
         *outputs, window_scores = self._session.run(OUTPUTS, staged)
@@ -134,7 +134,16 @@ def _create_session(
             enable_fallback=0,
         )
     except Exception as error:
-        raise _load_error(error, path, cuda=cuda) from error
+        # The runtime names its exception classes after its status codes.
+        faulty = type(error).__name__ in {
+            "InvalidProtobuf", "InvalidGraph", "NoModel", "InvalidArgument", "NotImplemented"
+        }  # fmt: skip
+        if faulty or not cuda:
+            raise load_error(error, path, faulty=faulty) from error
+        cause = ": too little memory is left or allowed there" if is_out_of_memory(error) else ""
+        raise EnvironmentFault(
+            f"--device cuda: {path} could not be loaded on the GPU{cause} ({error_summary(error)})"
+        ) from error
     if session.get_providers()[0] != provider:
         raise EnvironmentFault(
             f"--device {'cuda' if cuda else 'cpu'}: {provider} is unavailable; the runtime offers "
@@ -174,16 +183,6 @@ class RawOnnxModel:
             if is_out_of_memory(error):
                 raise EnvironmentFault(f"{self._path}: too little memory left to {action} this net ({text})") from error
             raise ContractError(f"{self._path}: onnxruntime cannot {action} this net ({text})") from error
-
-
-def _load_error(error: Exception, path: Path, *, cuda: bool) -> ContractError | EnvironmentFault:
-    """Return the error for a failed load. The runtime names its exception classes after its status codes."""
-    kind = type(error).__name__
-    faulty = kind in {"InvalidProtobuf", "InvalidGraph", "NoModel", "InvalidArgument", "NotImplemented"}
-    if cuda and not faulty:
-        cause = ": too little memory is left or allowed there" if is_out_of_memory(error) else ""
-        return EnvironmentFault(f"--device cuda: {path} could not be loaded on the GPU{cause} ({error_summary(error)})")
-    return load_error(error, path, faulty=faulty)
 
 
 def import_runtime() -> ModuleType:

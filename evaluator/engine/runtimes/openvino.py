@@ -37,7 +37,9 @@ class OpenVinoModel:
 
     def __init__(self, runtime: ModuleType, model: Any, compiled: Any):
         self.provider: str = PROVIDER
-        self.metadata: Mapping[str, str] = _metadata(model)
+        # OpenVINO stores the metadata of the ONNX file under `framework`.
+        metadata = model.get_rt_info(["framework"]).astype(dict) if model.has_rt_info(["framework"]) else {}
+        self.metadata: Mapping[str, str] = {key: value.value for key, value in metadata.items()}
         self.inputs: tuple[str, ...] = tuple(value.get_any_name() for value in model.inputs)
         self.outputs: tuple[str, ...] = tuple(value.get_any_name() for value in model.outputs)
         self.image_shape: Sequence[Any] = _lengths(model.inputs[0])
@@ -74,7 +76,8 @@ def load(path: Path, precision: CpuPrecision = "fp32", *, threads: int = 0) -> O
         settings["INFERENCE_NUM_THREADS"] = threads
     try:
         model = core.read_model(os.fspath(path))
-        _check_names(model, path)
+        if not all(value.get_names() for value in (*model.inputs, *model.outputs)):  # whose names a session compares
+            raise ContractError(f"{path}: an input or output has no name, so this is not a model file of prelunet")
         compiled = core.compile_model(model, "CPU", settings)
     except RuntimeError as error:
         raise load_error(error, path, faulty="read_model" in str(error) or "onnx" in str(error)) from error
@@ -103,24 +106,9 @@ def _import() -> ModuleType:
     return module
 
 
-def _metadata(model: Any) -> dict[str, str]:
-    """Return the metadata of the ONNX file, which OpenVINO stores under `framework`."""
-    if not model.has_rt_info(["framework"]):
-        return {}
-    metadata = model.get_rt_info(["framework"]).astype(dict)
-    return {key: value.value for key, value in metadata.items()}
-
-
 def _lengths(value: Any) -> list[Any]:
     """Return a shape, with None for lengths that vary."""
     return [length.get_length() if length.is_static else None for length in value.get_partial_shape()]
-
-
-def _check_names(model: Any, path: Path) -> None:
-    """Refuse a file with unnamed inputs or outputs, because the caller compares names."""
-    for value in (*model.inputs, *model.outputs):
-        if not value.get_names():
-            raise ContractError(f"{path}: an input or output has no name, so this is not a model file of prelunet")
 
 
 def check_processor(precision: CpuPrecision) -> None:
@@ -134,7 +122,8 @@ def check_processor(precision: CpuPrecision) -> None:
 
 def check_precision(compiled: Any, precision: CpuPrecision) -> None:
     """Check that every convolution and fully connected layer was compiled for the requested precision."""
-    actual = _precisions(compiled)
+    facts = [layer.get_rt_info() for layer in compiled.get_runtime_model().get_ordered_ops()]
+    actual = {_text(fact["runtimePrecision"]) for fact in facts if _text(fact["layerType"]) in _ARITHMETIC}
     if actual != {HINTS[precision]}:
         raise _unsupported_precision(precision, ", ".join(sorted(actual)))
 
@@ -144,13 +133,6 @@ def _unsupported_precision(precision: CpuPrecision, actual: str) -> EnvironmentF
         f"--device openvino --precision {precision}: on this CPU OpenVINO computes in {actual} instead. "
         "bf16 needs a CPU with AVX512_BF16 or AMX. For fp32, omit --precision"
     )
-
-
-def _precisions(compiled: Any) -> set[str]:
-    """Return the precisions of a compiled model's arithmetic layers, as OpenVINO names them."""
-    layers: Sequence[Any] = compiled.get_runtime_model().get_ordered_ops()
-    facts = [layer.get_rt_info() for layer in layers]
-    return {_text(fact["runtimePrecision"]) for fact in facts if _text(fact["layerType"]) in _ARITHMETIC}
 
 
 def _text(value: Any) -> str:
