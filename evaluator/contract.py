@@ -129,6 +129,11 @@ class ModelContract:
         """Return the rows and columns of the grid of windows of an image; both are >= 1 from `min_side` on."""
         return (self.feature_map_side(height) - self.window + 1, self.feature_map_side(width) - self.window + 1)
 
+    def multiply_adds(self, height: int, width: int) -> int | None:
+        """Return the multiply-adds of a view, from the layers or, for its crop, as an adopted file states them."""
+        net = self.architecture
+        return net.multiply_adds if isinstance(net, OpaqueNet) else multiply_adds(net, height, width, len(self.classes))
+
     def class_index(self, wnid: str) -> int | None:
         """Return the index of the class with this wnid, or None."""
         return self._index_by_wnid.get(wnid)
@@ -183,12 +188,10 @@ def _contradictions(contract: ModelContract) -> Iterator[tuple[bool, str]]:
             break
     net = contract.architecture
     if isinstance(net, Architecture):
-        count: int | None = multiply_adds(net, net.crop, net.crop, len(wnids))
         stated = (contract.trunk, window, contract.spp_levels, crop)
         derived = (net.layers, net.window, net.spp_levels, net.crop)
         yield stated != derived, "trunk, window, spp_levels and crop should be those of the architecture"
-    else:
-        count = net.multiply_adds
+    count = contract.multiply_adds(crop, crop)
     yield count is not None and count > MAX_MULTIPLY_ADDS, f"multiply_adds should be at most {MAX_MULTIPLY_ADDS}"
     yield not wnids or len(set(wnids)) < len(wnids), "there should be classes, with different wnids"
     sane = all(layer.kernel >= 1 and layer.stride >= 1 and 0 <= layer.pad < layer.kernel for layer in contract.trunk)

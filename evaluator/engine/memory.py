@@ -23,7 +23,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from prelunet.evaluator.architectures import Conv, OpaqueNet, multiply_adds
+from prelunet.evaluator.architectures import Conv, OpaqueNet
 from prelunet.evaluator.byte_sizes import format_bytes
 from prelunet.evaluator.contract import ModelContract
 from prelunet.evaluator.engine.batching import MAX_PIXELS, MAX_RULE_VALUE, MAX_WINDOWS, BatchRules
@@ -148,12 +148,15 @@ def gpu_rules(
 
 
 def flops_per_pixel(contract: ModelContract) -> float:
-    """Return multiplications plus additions per pixel of a 3:4 view at the middle scale; infinite if unknown."""
-    net = contract.architecture
-    if isinstance(net, OpaqueNet):
-        return math.inf if net.multiply_adds is None else 2 * net.multiply_adds / contract.crop**2
-    height, width = resized_size(3, 4, contract.default_scales[len(contract.default_scales) // 2])
-    return 2 * multiply_adds(net, height, width, len(contract.classes)) / (height * width)
+    """Return multiplications plus additions per pixel; infinite if unknown.
+
+    Of a 3:4 view at the middle scale, or of the crop if the model takes nothing else.
+    """
+    height, width = contract.crop, contract.crop
+    if not contract.fixed_size:
+        height, width = resized_size(3, 4, contract.default_scales[len(contract.default_scales) // 2])
+    count = contract.multiply_adds(height, width)
+    return math.inf if count is None else 2 * count / (height * width)
 
 
 def portion_size(protocol: EvaluationProtocol, chunk: int, memory: int | None, *, gpu: bool = False) -> int:

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-from prelunet.evaluator.architectures import OpaqueNet, TrunkLayer, multiply_adds
+from prelunet.evaluator.architectures import OpaqueNet, TrunkLayer
 from prelunet.evaluator.contract import ClassEntry, ModelContract, default_scales
 from prelunet.evaluator.engine.scores import nine_places
 from prelunet.evaluator.errors import UsageError
@@ -99,13 +99,7 @@ def _cost_of(
         size = resized_size(*image, view.scale, protocol.long_side_cap) if crop is None else (crop, crop)
         rows, columns = contract.window_grid(*size)
         windows += len(nine_places(rows)) * len(nine_places(columns)) if view.part == "nine" else rows * columns
-        total += multiply_adds_of_view(contract, *size) or 0  # a file states all counts or none
+        total += contract.multiply_adds(*size) or 0  # a file states all counts or none
     return ProtocolCost(
         protocol.name, source, protocol.kind, protocol.scales, len(protocol.views), windows, total or None
     )
-
-
-def multiply_adds_of_view(contract: ModelContract, height: int, width: int) -> int | None:
-    """Return the multiply-adds of one view, from the layers or as an adopted file states them for its crop."""
-    net = contract.architecture
-    return net.multiply_adds if isinstance(net, OpaqueNet) else multiply_adds(net, height, width, len(contract.classes))

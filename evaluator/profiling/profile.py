@@ -16,7 +16,6 @@ from typing import Any
 
 from prelunet.evaluator.datasets.dataset import Dataset, Sample
 from prelunet.evaluator.engine.classify import EvaluationSession, pack_batch, plan_views
-from prelunet.evaluator.engine.protocol_costs import multiply_adds_of_view
 from prelunet.evaluator.errors import DatasetError, ImageError
 from prelunet.evaluator.protocols import EvaluationProtocol
 from prelunet.evaluator.terminal import progress
@@ -193,9 +192,8 @@ def benchmark(
     totals, memory = timer.totals(), peak_memory()
     if not totals.batches:
         raise DatasetError(f"{dataset.location}: none of {limit} images can be read, so there is nothing to measure")
-    contract = sessions[0].contract
-    counts = [(multiply_adds_of_view(contract, *shape), views) for shape, views in timer.view_shapes().items()]
-    multiply_adds = sum(each * views for each, views in counts if each is not None) or None  # all are known or none
+    of_view = sessions[0].contract.multiply_adds  # known for all views or for none
+    multiply_adds = sum((of_view(*shape) or 0) * views for shape, views in timer.view_shapes().items()) or None
     isolated = measure_isolated(sessions[0], dataset, protocol, portions, decoding_threads(threads))
     return Measurement(
         limit, refused, took, len(portions[0]), usually_together, len(sessions), decoding_threads(threads), totals,

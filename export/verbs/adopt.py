@@ -6,7 +6,6 @@ from typing import TYPE_CHECKING, Annotated, Literal
 import typer
 
 from prelunet.evaluator.contract import Interpolation
-from prelunet.evaluator.engine.protocol_costs import multiply_adds_of_view
 from prelunet.evaluator.files import require_new
 from prelunet.evaluator.terminal import echo
 
@@ -83,7 +82,7 @@ def _report(output: Path, adopted: "AdoptResult", preprocessing: object) -> None
     """Print what was detected, so that the user can check it."""
     contract, net = adopted.contract, adopted.interface
     kind = "probabilities (logits are their logarithms)" if adopted.probabilities else "logits"
-    count = multiply_adds_of_view(contract, contract.crop, contract.crop)
+    count = contract.multiply_adds(contract.crop, contract.crop)
     cost = "multiply-adds unknown" if count is None else f"{count:.4g} multiply-adds per crop"
     batches = f"sequentially ({adopted.sequential_reason})" if adopted.sequential_reason else "together"
     worst = max(adopted.deviations, key=lambda d: d.scores)

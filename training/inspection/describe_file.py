@@ -17,7 +17,6 @@ from rich.table import Table
 from prelunet.evaluator.architectures import Architecture, OpaqueNet, multiply_adds, parameter_shapes
 from prelunet.evaluator.contract import ClassEntry, rewrite_hint
 from prelunet.evaluator.engine.load import open_session
-from prelunet.evaluator.engine.protocol_costs import multiply_adds_of_view
 from prelunet.evaluator.engine.session import Session
 from prelunet.evaluator.errors import ContractError, from_os_error
 from prelunet.evaluator.files import require_regular_file, sha256_of
@@ -181,7 +180,7 @@ def _inspect_adopted(path: Path, session: Session) -> dict[str, Any]:
         "architecture": contract.architecture.to_json(),
         "classes": [entry.to_json() for entry in contract.classes],
         "crop": contract.crop,
-        "multiply_adds": multiply_adds_of_view(contract, contract.crop, contract.crop),
+        "multiply_adds": contract.multiply_adds(contract.crop, contract.crop),
         "interpolation": contract.interpolation,
         "precision": contract.precision,
         "adopted": contract.training.get("adopted"),
