@@ -311,9 +311,9 @@ def count_multiply_adds(model: ModelProto, interface: NetInterface) -> int | Non
         return None
     shapes = {tensor.name: list(tensor.dims) for tensor in model.graph.initializer}
     for value in (*inferred.input, *inferred.value_info, *inferred.output):
-        dims = value.type.tensor_type.shape.dim
-        if all(dim.HasField("dim_value") for dim in dims):
-            shapes.setdefault(value.name, [dim.dim_value for dim in dims])
+        tensor = value.type.tensor_type
+        if tensor.HasField("shape") and all(dim.HasField("dim_value") for dim in tensor.shape.dim):
+            shapes.setdefault(value.name, [dim.dim_value for dim in tensor.shape.dim])
     total = 0
     for node in nodes:
         if node.op_type in {"Conv", "Gemm", "MatMul"}:

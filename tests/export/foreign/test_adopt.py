@@ -165,6 +165,17 @@ def test_the_multiply_adds_are_those_of_one_image_however_the_net_is_written(
     assert session.contract.architecture.multiply_adds == COUNT
 
 
+def test_the_multiply_adds_are_unknown_if_a_convolution_has_a_shape_that_only_running_it_shows(tmp_path: Path) -> None:
+    def computed_shape(n: NetBuilder, x: str) -> str:
+        sides = n.add("Shape", x)
+        positive = n.add("Greater", sides, n.constant(np.array(0, np.int64)))
+        x = n.add("Reshape", x, n.add("Compress", sides, positive))
+        return features(n, x, lambda n, x: n.add("Reshape", x, n.constant(np.array([1, 12], np.int64))))
+
+    session, _ = adopted(tmp_path, net(tmp_path, computed_shape))
+    assert session.contract.architecture.multiply_adds is None
+
+
 def test_the_contract_states_one_window_of_fixed_size_and_how_the_net_was_adopted(tmp_path: Path) -> None:
     path = net(tmp_path, name="ResNet-tiny")
     session, _ = adopted(tmp_path, path, replace(RGB, interpolation="bicubic"))
