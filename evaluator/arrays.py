@@ -9,3 +9,4 @@ Int64Array = npt.NDArray[np.int64]
 Float16Array = npt.NDArray[np.float16]
 Float32Array = npt.NDArray[np.float32]
 Float64Array = npt.NDArray[np.float64]
+FloatArray = npt.NDArray[np.floating]  # of any precision

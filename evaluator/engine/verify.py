@@ -6,15 +6,12 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
-from prelunet.evaluator.arrays import Int64Array, UInt8Array
+from prelunet.evaluator.arrays import FloatArray, Int64Array, UInt8Array
 from prelunet.evaluator.contract import GoldenImage, ModelContract, golden_image
 from prelunet.evaluator.engine.session import Outputs, Session
 from prelunet.evaluator.errors import ContractError
 from prelunet.evaluator.imaging.canvas import pack
-
-FloatArray = npt.NDArray[np.floating]
 
 
 @dataclass(frozen=True)
@@ -96,9 +93,7 @@ def deviation(
 GOLDEN_DIGITS = 9
 
 
-def golden_answer(
-    height: int, width: int, scores: npt.NDArray[np.floating], logits: npt.NDArray[np.floating]
-) -> GoldenImage:
+def golden_answer(height: int, width: int, scores: FloatArray, logits: FloatArray) -> GoldenImage:
     """Return the entry of a golden image in a model file, rounded to `GOLDEN_DIGITS`. scores, logits: (K,)."""
     rounded = (tuple(float(f"{number:.{GOLDEN_DIGITS}g}") for number in numbers) for numbers in (scores, logits))
     return GoldenImage(height, width, *rounded)

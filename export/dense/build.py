@@ -17,11 +17,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
-import numpy.typing as npt
 from onnx import ModelProto, TensorProto, helper
 
 from prelunet.evaluator.architectures import LRELU_SLOPE, Activation, Architecture, Conv, Pool
-from prelunet.evaluator.arrays import Float32Array
+from prelunet.evaluator.arrays import Float32Array, FloatArray
 from prelunet.evaluator.contract import Canvas, ClassEntry, FilePrecision, MeanKind, ModelContract, default_scales
 from prelunet.evaluator.protocols import LONG_SIDE_CAP
 from prelunet.export.dense.half_precision import round_to_half
@@ -31,8 +30,6 @@ from prelunet.export.onnx_graph import IR_VERSION, OPSET, GraphBuilder, build_fi
 # Pixels; larger where `multi-scale` needs it. The graph slices its masks from a constant of this length.
 MAX_CANVAS_SIDE = 4096
 _BLOCK_ROWS = 64  # rows transposed at a time; transposing a 500 MB fc1 at once takes six times as long
-
-Parameters = npt.NDArray[np.floating]  # float32, or float16 from `round_to_half`
 
 
 @dataclass(frozen=True)
@@ -102,7 +99,7 @@ def build_model(
     graph = GraphBuilder()
     masked, half = contract.canvas == "ragged", contract.precision == "fp16"
     image, valid = _front(graph, mean, contract.max_side, masked=masked)
-    parameters: Mapping[str, Parameters] = tensors
+    parameters: Mapping[str, FloatArray] = tensors
     if half:
         parameters = {name: round_to_half(name, tensor) for name, tensor in tensors.items()}
         image = graph.node("Cast", [image], "images.fp16", to=TensorProto.FLOAT16)
@@ -191,7 +188,7 @@ def _mask(graph: GraphBuilder, value: str, valid: ValidCells, output: str) -> st
 def _trunk(
     graph: GraphBuilder,
     architecture: Architecture,
-    tensors: Mapping[str, Parameters],
+    tensors: Mapping[str, FloatArray],
     value: str,
     valid: ValidCells,
     *,
@@ -211,7 +208,7 @@ def _trunk(
     return value, valid
 
 
-def _convolution(graph: GraphBuilder, layer: Conv, tensors: Mapping[str, Parameters], value: str) -> str:
+def _convolution(graph: GraphBuilder, layer: Conv, tensors: Mapping[str, FloatArray], value: str) -> str:
     weight = graph.constant(f"{layer.name}.weight", tensors[f"{layer.name}.weight"])
     bias = graph.constant(f"{layer.name}.bias", tensors[f"{layer.name}.bias"])
     return graph.node(
@@ -227,7 +224,7 @@ def _convolution(graph: GraphBuilder, layer: Conv, tensors: Mapping[str, Paramet
 def _activation(
     graph: GraphBuilder,
     kind: Activation,
-    tensors: Mapping[str, Parameters],
+    tensors: Mapping[str, FloatArray],
     layer: str,
     value: str,
     *,
@@ -263,7 +260,7 @@ def _valid_after(graph: GraphBuilder, valid: ValidCells, layer: str, kernel: int
     return after
 
 
-def fc1_channel_last(weight: Parameters, architecture: Architecture) -> Parameters:
+def fc1_channel_last(weight: FloatArray, architecture: Architecture) -> FloatArray:
     """Convert fc1.weight of a checkpoint to the matrix of the file.
 
     weight: (hidden, bins·C), levels in order, each flattened (channel, row, column).
@@ -282,7 +279,7 @@ def fc1_channel_last(weight: Parameters, architecture: Architecture) -> Paramete
     return matrix
 
 
-def _head(graph: GraphBuilder, architecture: Architecture, tensors: Mapping[str, Parameters], feature_map: str) -> str:
+def _head(graph: GraphBuilder, architecture: Architecture, tensors: Mapping[str, FloatArray], feature_map: str) -> str:
     """Add pyramid and fully connected layers over all windows; return the logits (N, Gh, Gw, K)."""
     value = _gathered_pyramid(graph, architecture, feature_map)
     for name in ("fc1", "fc2", "fc3"):

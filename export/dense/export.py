@@ -7,10 +7,10 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import numpy as np
-import numpy.typing as npt
 import torch
 from onnx import checker
 
+from prelunet.evaluator.arrays import FloatArray
 from prelunet.evaluator.contract import Canvas, FilePrecision, ModelContract, golden_image, golden_sizes
 from prelunet.evaluator.engine.load import open_session
 from prelunet.evaluator.engine.session import Outputs
@@ -36,7 +36,7 @@ from prelunet.training.net.checkpoints import Checkpoint, read_checkpoint
 from prelunet.training.net.dense_reference import dense_windows
 from prelunet.training.net.network import network_from_checkpoint
 
-WindowArrays = tuple[npt.NDArray[np.floating], npt.NDArray[np.floating]]
+WindowArrays = tuple[FloatArray, FloatArray]  # scores and logits of an image, each (rows, columns, K)
 
 
 @dataclass(frozen=True)
@@ -148,7 +148,7 @@ def check_parity(path: Path, windows: list[WindowArrays]) -> list[Deviation]:
     return deviations
 
 
-def _worst_window(outputs: Outputs, row: int, expected: npt.NDArray[np.floating]) -> float:
+def _worst_window(outputs: Outputs, row: int, expected: FloatArray) -> float:
     """Return the largest deviation of a window's score; infinite if the graph has a different grid of windows."""
     if tuple(outputs.windows[row]) != expected.shape[:2]:
         return float("inf")

@@ -11,12 +11,11 @@ from itertools import chain
 from pathlib import Path
 
 import numpy as np
-import numpy.typing as npt
 import onnx
 from onnx import ModelProto, TensorProto, helper
 
 from prelunet.evaluator.architectures import Architecture
-from prelunet.evaluator.arrays import Float16Array, Float32Array, UInt8Array
+from prelunet.evaluator.arrays import Float16Array, Float32Array, Int64Array, UInt8Array
 from prelunet.evaluator.contract import ModelContract, golden_image, golden_sizes
 from prelunet.evaluator.engine.runtimes.onnx import RawOnnxModel
 from prelunet.evaluator.errors import UsageError
@@ -77,7 +76,7 @@ def range_images(crop: int) -> list[UInt8Array]:
     return images
 
 
-def range_canvases(contract: ModelContract) -> Iterator[tuple[UInt8Array, npt.NDArray[np.int64]]]:
+def range_canvases(contract: ModelContract) -> Iterator[tuple[UInt8Array, Int64Array]]:
     """Yield the golden images and `range_images` one by one, as canvases and sizes.
 
     For a ragged file each image has white padding, and the first one also entire windows of padding. Activations next

@@ -304,7 +304,7 @@ def test_threads_are_those_of_the_cpu_provider(use, model: Path, threads: int) -
     assert runtime.events == [f"load on {CPU}"], "no library of CUDA should be touched"
 
 
-def test_a_served_model_has_the_threads_that_were_requested(use, model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_served_model_has_the_threads_that_were_requested(use, model: Path) -> None:
     runtime = use(FakeRuntime())
     opened = load_model(ModelFile("x", model), Placement("cpu", threads=3))
     assert opened.circumstances.provider == CPU
