@@ -16,14 +16,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import islice
-from typing import Any, Protocol
 
 import numpy as np
 
 from prelunet.evaluator.answer import Answer, AveragedView, ClassScore
 from prelunet.evaluator.arrays import Float32Array, Int64Array, UInt8Array
-from prelunet.evaluator.contract import ModelContract
-from prelunet.evaluator.engine.batching import Batch, BatchPlan, BatchRules, plan_batches
+from prelunet.evaluator.engine.batching import Batch, BatchPlan, plan_batches
 from prelunet.evaluator.engine.scores import (
     average_views,
     check_finite,
@@ -35,33 +33,12 @@ from prelunet.evaluator.engine.scores import (
     top_k,
     view_weights,
 )
-from prelunet.evaluator.engine.session import Circumstances, Outputs
+from prelunet.evaluator.engine.session import Outputs, Session
 from prelunet.evaluator.engine.shape_buckets import ShapeBuckets
 from prelunet.evaluator.imaging.canvas import pack
 from prelunet.evaluator.imaging.resize import DecodedImage
 from prelunet.evaluator.imaging.views import ViewImage, make_views
 from prelunet.evaluator.protocols import Averaging, EvaluationProtocol, View
-
-
-class EvaluationSession(Protocol):
-    """The part of `Session` that evaluation uses."""
-
-    contract: ModelContract
-    model_sha256: str
-    circumstances: Circumstances
-    rules: BatchRules
-
-    def run(self, images: UInt8Array, sizes: Int64Array) -> Outputs:
-        """Run N canvases; see `Session.run`."""
-        ...
-
-    def stage(self, images: UInt8Array, sizes: Int64Array) -> Any:
-        """Copy N canvases to the device; see `Session.stage`."""
-        ...
-
-    def compute(self, staged: Any) -> Outputs:
-        """Run staged canvases; see `Session.compute`."""
-        ...
 
 
 @dataclass(frozen=True)
@@ -119,7 +96,7 @@ class Classification:
 
 
 def classify_images(
-    session: EvaluationSession,
+    session: Session,
     images: Sequence[DecodedImage],
     protocol: EvaluationProtocol,
     *,
@@ -135,9 +112,7 @@ def classify_images(
     return [average_image(protocol, list(islice(results, len(of_image)))) for of_image in views]
 
 
-def run_views(
-    session: EvaluationSession, views: Sequence[ViewImage], *, keep_windows: bool = False
-) -> list[ViewResult]:
+def run_views(session: Session, views: Sequence[ViewImage], *, keep_windows: bool = False) -> list[ViewResult]:
     """Run views of any images and protocols in as few batches as memory allows; results keep the order of the views.
 
     `average_image` checks for NaN, not this function: NaN in one image must not fail the others of its batch.
@@ -149,7 +124,7 @@ def run_views(
 
 
 def run_batch(
-    session: EvaluationSession, batch: Batch, views: Sequence[ViewImage], *, keep_windows: bool = False
+    session: Session, batch: Batch, views: Sequence[ViewImage], *, keep_windows: bool = False
 ) -> dict[int, ViewResult]:
     """Run one batch of the planned views; return the results by view index."""
     packed = pack_batch(batch, views)
@@ -157,9 +132,7 @@ def run_batch(
     return unpack_results(packed.packed_views, outputs, keep_windows=keep_windows)
 
 
-def plan_views(
-    session: EvaluationSession, views: Sequence[ViewImage], shape_buckets: ShapeBuckets | None = None
-) -> BatchPlan:
+def plan_views(session: Session, views: Sequence[ViewImage], shape_buckets: ShapeBuckets | None = None) -> BatchPlan:
     """Plan the batches of views by the session's rules; shape_buckets: allowed canvases and rows, if restricted."""
     contract = session.contract
     shapes = [(view.image.shape[0], view.image.shape[1]) for view in views]
@@ -231,7 +204,7 @@ def average_image(protocol: EvaluationProtocol, views: Sequence[ViewResult]) -> 
 
 
 def build_answer(
-    session: EvaluationSession,
+    session: Session,
     name: str,
     protocol: EvaluationProtocol,
     classified: Classification,

@@ -15,7 +15,8 @@ from pathlib import Path
 from typing import Any
 
 from prelunet.evaluator.datasets.dataset import Dataset, Sample
-from prelunet.evaluator.engine.classify import EvaluationSession, pack_batch, plan_views
+from prelunet.evaluator.engine.classify import pack_batch, plan_views
+from prelunet.evaluator.engine.session import Session
 from prelunet.evaluator.errors import DatasetError, ImageError
 from prelunet.evaluator.protocols import EvaluationProtocol
 from prelunet.evaluator.terminal import progress
@@ -141,7 +142,7 @@ class Measurement:
 
 
 def benchmark(
-    sessions: Sequence[EvaluationSession],
+    sessions: Sequence[Session],
     dataset: Dataset,
     protocol: EvaluationProtocol,
     usually_together: int,
@@ -202,7 +203,7 @@ def benchmark(
 
 
 def measure_isolated(
-    session: EvaluationSession,
+    session: Session,
     dataset: Dataset,
     protocol: EvaluationProtocol,
     portions: Sequence[Sequence[Sample]],

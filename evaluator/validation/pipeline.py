@@ -30,7 +30,6 @@ import numpy.typing as npt
 
 from prelunet.evaluator.datasets.dataset import Dataset, Sample
 from prelunet.evaluator.engine.classify import (
-    EvaluationSession,
     PackedView,
     ViewResult,
     average_image,
@@ -38,6 +37,7 @@ from prelunet.evaluator.engine.classify import (
     plan_views,
     unpack_results,
 )
+from prelunet.evaluator.engine.session import Session
 from prelunet.evaluator.errors import ContractError, ImageError
 from prelunet.evaluator.imaging.decode import decode_image
 from prelunet.evaluator.imaging.decode_memory import ByteSemaphore, decode_semaphore
@@ -57,7 +57,7 @@ ChunkResult = tuple[list[Prediction], npt.NDArray[np.float32]]  # lines and rows
 
 
 def evaluate_chunks(
-    sessions: Sequence[EvaluationSession],
+    sessions: Sequence[Session],
     dataset: Dataset,
     protocol: EvaluationProtocol,
     chunks: Sequence[Sequence[Sample]],
@@ -153,7 +153,7 @@ class _ReadyBatch:
 class _SessionQueue:
     """A session and its ready batches; None marks the end. changed: notified when `ready` changes."""
 
-    session: EvaluationSession
+    session: Session
     changed: threading.Condition
     ready: deque[_ReadyBatch | None] = field(default_factory=deque)
     canvas: tuple[int, ...] = ()  # of the last packed batch
@@ -167,7 +167,7 @@ class Pipeline:
 
     def __init__(
         self,
-        sessions: Sequence[EvaluationSession],
+        sessions: Sequence[Session],
         portions: Sequence[Sequence[Sample]],
         prepare: Callable[[Sample], Prepared],
         threads: int,

@@ -24,7 +24,6 @@ from types import FrameType, ModuleType
 from typing import Any
 
 from prelunet.evaluator.datasets.dataset import Dataset, Sample
-from prelunet.evaluator.engine.classify import EvaluationSession
 from prelunet.evaluator.engine.load import open_with_placement
 from prelunet.evaluator.engine.session import Placement, Session
 from prelunet.evaluator.errors import DatasetError, EnvironmentFault, PreluNetError, UsageError, install_hint
@@ -114,7 +113,7 @@ def evaluate_on_ray(
     return evaluate
 
 
-def _facts(session: EvaluationSession) -> dict[str, Any]:
+def _facts(session: Session) -> dict[str, Any]:
     batching = {"batching": session.rules.to_json()}
     return {"model": {"sha256": session.model_sha256}, **session.circumstances.to_json(), **batching}
 
@@ -154,7 +153,7 @@ class Worker:
 
     def __init__(self, job: Job):
         self._job = job
-        self._session: EvaluationSession | None = None
+        self._session: Session | None = None
 
     def start(self) -> str | PreluNetError:
         """Open the model and check that this machine matches the driver. Return a description of this worker."""

@@ -10,8 +10,8 @@ from msgspec import Meta, Struct, convert
 from prelunet.evaluator.contract import CONTROL_CHARACTERS, MAX_NAME_LENGTH, ClassEntry
 from prelunet.evaluator.datasets.dataset import UNLABELLED, Dataset
 from prelunet.evaluator.engine.batching import BatchRules
-from prelunet.evaluator.engine.classify import EvaluationSession
 from prelunet.evaluator.engine.memory import portion_size
+from prelunet.evaluator.engine.session import Session
 from prelunet.evaluator.errors import RunFolderError, UsageError
 from prelunet.evaluator.json_checks import check_plain, parse_json
 from prelunet.evaluator.protocols import EvaluationProtocol, View, protocol_from_json
@@ -94,7 +94,7 @@ class RunInfo:
 
 
 def build_run_info(
-    session: EvaluationSession,
+    session: Session,
     model_file: str,
     dataset: Mapping[str, Any],
     protocol: EvaluationProtocol,

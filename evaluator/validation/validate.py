@@ -11,7 +11,7 @@ from pathlib import Path
 
 from prelunet.evaluator.contract import ModelContract
 from prelunet.evaluator.datasets.dataset import UNLABELLED, Dataset, DatasetSpec, Sample
-from prelunet.evaluator.engine.classify import EvaluationSession
+from prelunet.evaluator.engine.session import Session
 from prelunet.evaluator.errors import DatasetError, EnvironmentFault, Interrupted, UsageError
 from prelunet.evaluator.terminal import progress
 from prelunet.evaluator.validation.pipeline import ChunkResult, evaluate_chunks
@@ -29,7 +29,7 @@ class WorkersLost(Exception):  # noqa: N818 - converted to an EnvironmentFault t
 
 
 def validate(
-    sessions: Sequence[EvaluationSession],
+    sessions: Sequence[Session],
     dataset: Dataset,
     info: RunInfo,
     folder: Path,

@@ -4,7 +4,6 @@ from pathlib import Path
 
 from prelunet.evaluator.datasets.dataset import Dataset
 from prelunet.evaluator.datasets.open import open_dataset
-from prelunet.evaluator.engine.classify import EvaluationSession
 from prelunet.evaluator.engine.session import Session
 from prelunet.evaluator.protocols import EvaluationProtocol, build_protocol
 from prelunet.evaluator.validation.run import CHUNK, RunInfo, build_run_info, describe_dataset
@@ -16,7 +15,7 @@ TOTAL = IMAGES * COPIES
 CHUNKS = -(-TOTAL // CHUNK)
 
 
-def cluster_protocol(session: EvaluationSession) -> EvaluationProtocol:
+def cluster_protocol(session: Session) -> EvaluationProtocol:
     return build_protocol("dense-32", session.contract)
 
 

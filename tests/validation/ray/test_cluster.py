@@ -21,7 +21,6 @@ from typing import Any
 import pytest
 
 from prelunet.evaluator.datasets.dataset import Dataset, Sample
-from prelunet.evaluator.engine.classify import EvaluationSession
 from prelunet.evaluator.engine.session import Session
 from prelunet.evaluator.errors import DatasetError, EnvironmentFault, Interrupted
 from prelunet.evaluator.validation.pipeline import ChunkResult
@@ -122,7 +121,7 @@ def on_cluster(head: RayHead, session: Session, model: Path, dataset: Dataset, t
 
     def call(
         *,
-        session: EvaluationSession = session,
+        session: Session = session,
         model: Path = model,
         dataset: Dataset = dataset,
         on_report: Callable[[str], object] = lambda _: None,
