@@ -92,6 +92,8 @@ class LazyVerbs(typer.core.TyperGroup):
             silence_decoders()
             return super().invoke(ctx)
         except KeyboardInterrupt:
+            if ctx.invoked_subcommand == "serve":  # stopped while it started; later it handles signals itself
+                return 0
             raise Interrupted("interrupted; finished work is kept, and the same command resumes") from None
         except ModuleNotFoundError as error:
             raise from_missing_module(error) or error from error

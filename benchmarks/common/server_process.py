@@ -9,7 +9,7 @@ import subprocess
 import sys
 import time
 import urllib.request
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -107,13 +107,29 @@ class ServerProcess:
 
     def cpu_seconds(self) -> float:
         """Return its CPU time in seconds, including child processes."""
-        ticks, waiting = 0, [self.process.pid]
-        while waiting:
-            folder = Path(f"/proc/{waiting.pop()}")
+        ticks = 0
+        for folder in self._tree():
             with suppress(OSError):  # the process may end at any moment
                 ticks += sum(map(int, (folder / "stat").read_text().rpartition(")")[2].split()[11:13]))  # user, system
-                waiting += [int(pid) for task in folder.glob("task/*/children") for pid in task.read_text().split()]
         return ticks / os.sysconf("SC_CLK_TCK")
+
+    def tree_mb(self) -> float:
+        """Return the memory of the process and its child processes in MB; what they share counts once."""
+        size = 0
+        for folder in self._tree():
+            with suppress(OSError):
+                (line,) = re.findall(r"^Pss: +(\d+)", (folder / "smaps_rollup").read_text(), re.MULTILINE)
+                size += int(line)
+        return size / 1024
+
+    def _tree(self) -> Iterator[Path]:
+        """Iterate over the folders in /proc of the process and its child processes."""
+        waiting = [self.process.pid]
+        while waiting:
+            folder = Path(f"/proc/{waiting.pop()}")
+            yield folder
+            with suppress(OSError):
+                waiting += [int(pid) for task in folder.glob("task/*/children") for pid in task.read_text().split()]
 
     def open_files(self) -> int:
         """Return the number of its open file descriptors."""

@@ -108,8 +108,6 @@ def _mean_where_seen(maps: Sequence[Float64Array]) -> Float64Array:
 
 
 HEAT_MAP_CLASSES = 5
-LONG_SIDE = 320  # pixels of a panel; tiny images are enlarged and huge ones shrunk to it
-SHORT_SIDE = 40  # pixels at least, so that even a 1x20000 image gets a visible panel
 LABEL_WIDTH = 220  # pixels at least for a panel's text
 MARGIN, LINE, FONT_SIZE = 12, 21, 16  # pixels
 OPACITY = 0.6  # of the colors over the gray image
@@ -141,24 +139,27 @@ def apply_color_map(values: Float64Array) -> Float64Array:
 
 
 def draw_heat_maps(
-    image: UInt8Array, classified: Classification, contract: ModelContract, protocol: EvaluationProtocol
+    picture: UInt8Array,
+    image_size: tuple[int, int],
+    classified: Classification,
+    contract: ModelContract,
+    protocol: EvaluationProtocol,
 ) -> UInt8Array:
     """Draw the image beside the heat maps of its five best classes, uint8 (H, W, 3).
 
-    image: uint8 (h, w, 3); classified: its result, made with keep_windows.
+    picture: of the image, from `panel_picture`; image_size: height and width of the image; classified: its result, made
+    with keep_windows.
     Each map is colored from 0 to its own maximum, which is printed above it as its peak: the highest window score of
     the class, averaged over scales. The range is at least a tenth of the highest peak of all maps, so that a barely
     visible class stays dark. Where no view looked, the image is faint and gray.
     """
     best = classified.top(HEAT_MAP_CLASSES)
-    factor = LONG_SIDE / max(image.shape[:2])
-    height, width = (max(SHORT_SIDE, round(side * factor)) for side in image.shape[:2])
-    picture = np.asarray(Image.fromarray(image).resize((width, height), Image.Resampling.BICUBIC))
+    height, width = picture.shape[:2]
     maps = heat_maps(
-        classified, [index for index, _ in best], image.shape[:2], (height, width), contract, protocol
+        classified, [index for index, _ in best], image_size, (height, width), contract, protocol
     )  # at the size of the panels: a map of 64 Mpixel would take gigabytes and show nothing more
     views = f"{len(classified.views)} view" + "s" * (len(classified.views) != 1)
-    panels = [Panel(picture, f"{image.shape[1]}x{image.shape[0]} px", f"{protocol.name}, {views}")]
+    panels = [Panel(picture, f"{image_size[1]}x{image_size[0]} px", f"{protocol.name}, {views}")]
     min_range = float(np.nanmax(maps)) / 10
     for place, ((index, score), of_class) in enumerate(zip(best, maps, strict=True), start=1):
         peak = float(np.nanmax(of_class))

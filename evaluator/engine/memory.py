@@ -15,7 +15,7 @@ Each part counts the copies that can exist at once. With model A in float32 and 
     listed    names and labels of the images, and finally the lines of the run                         0.5 kB an image
 
 Only the last depends on the number of images. One image that alone exceeds the capacity for decoding is still decoded,
-by itself, beyond the bound (`MAX_DECODE_BYTES`). docs/performance.md compares the bound with measurements.
+by itself, beyond the bound (`decode.max_decode_bytes`). docs/performance.md compares the bound with measurements.
 """
 
 import math

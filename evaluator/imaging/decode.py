@@ -31,6 +31,7 @@ from PIL import (  # plugins by name: otherwise Pillow would load them at the fi
 
 from prelunet.evaluator.arrays import UInt8Array
 from prelunet.evaluator.errors import ImageError, OutOfMemory, PreluNetError
+from prelunet.evaluator.imaging.header import read_header
 from prelunet.evaluator.imaging.limits import DecodeLimits
 
 _PLUGINS = (
@@ -64,8 +65,8 @@ _EXIF_TRANSPOSE = {
     8: Image.Transpose.ROTATE_90,
 }
 
-_MAX_BYTES_PER_PIXEL = 28 + 4  # WebP with transparency, and a rotated copy; see `decode_bytes`
-MAX_DECODE_BYTES = _MAX_BYTES_PER_PIXEL * DecodeLimits.max_pixels
+# See `decode_bytes`: of WebP with transparency and of a CMYK JPEG, each with a rotated copy.
+_MAX_BYTES_PER_PIXEL, _BASELINE_BYTES_PER_PIXEL = 28 + 4, 9 + 4
 
 
 def silence_decoders() -> None:
@@ -137,6 +138,11 @@ def decode_bytes(image: Image.Image, *, apply_exif: bool = False) -> int:
     return (each + 4 * apply_exif) * image.width * image.height
 
 
+def max_decode_bytes(limits: DecodeLimits = DecodeLimits()) -> int:
+    """Return the most bytes that decoding and resizing any image within the limits takes."""
+    return limits.max_pixels * max(_MAX_BYTES_PER_PIXEL, limits.baseline_factor * _BASELINE_BYTES_PER_PIXEL)
+
+
 def image_size(data: bytes, limits: DecodeLimits = DecodeLimits()) -> tuple[int, int]:
     """Return height and width of an image file from its header, as `decode_rgb` without `apply_exif` gives them.
 
@@ -180,7 +186,7 @@ def _open(data: bytes, limits: DecodeLimits) -> ImageFile.ImageFile:
         raise ImageError(f"{len(data)} bytes are more than the limit of {limits.max_bytes}. Send a smaller file")
     _check_pixels(*_webp_canvas(data), limits)  # the WebP decoder allocates the canvas while it reads the header
     image = Image.open(io.BytesIO(data), formats=FORMATS)
-    _check_pixels(image.width, image.height, limits)
+    _check_pixels(image.width, image.height, limits, limits.baseline_factor if read_header(data).passes == 1 else 1)
     if isinstance(image, TiffImagePlugin.TiffImageFile):
         tile = image.tag_v2.get(_TILE_WIDTH, 1), image.tag_v2.get(_TILE_LENGTH, 1)
         _check_pixels(*tile, limits)  # a tile may be far larger than its image
@@ -189,11 +195,10 @@ def _open(data: bytes, limits: DecodeLimits) -> ImageFile.ImageFile:
     return image
 
 
-def _check_pixels(width: int, height: int, limits: DecodeLimits) -> None:
-    if width * height > limits.max_pixels:
-        raise ImageError(
-            f"{width}x{height} pixels are more than the limit of {limits.max_pixels}. Send a smaller image"
-        )
+def _check_pixels(width: int, height: int, limits: DecodeLimits, factor: int = 1) -> None:
+    if width * height > (limit := limits.max_pixels * factor):
+        kind = " for anything but a baseline JPEG" if factor < limits.baseline_factor else ""
+        raise ImageError(f"{width}x{height} pixels are more than the limit of {limit}{kind}. Send a smaller image")
 
 
 def _webp_canvas(data: bytes) -> tuple[int, int]:

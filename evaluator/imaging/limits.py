@@ -12,7 +12,10 @@ _PILLOW_MAX_PIXELS = 2 * (1024**3 // 4 // 3)
 
 @dataclass(frozen=True)
 class DecodeLimits:
-    """The largest accepted image."""
+    """The largest accepted image.
+
+    baseline_factor: a baseline JPEG may have this many times max_pixels.
+    """
 
     max_bytes: Annotated[
         int, CliOption("Maximum size of an encoded image, in bytes.", flag="max-image-bytes", min=1, max=2**29)
@@ -20,10 +23,12 @@ class DecodeLimits:
     max_pixels: Annotated[
         int, CliOption("Maximum size of a decoded image, in pixels (height x width).", flag="max-image-pixels", min=1)
     ] = 64_000_000
+    baseline_factor: int = 1
 
     def __post_init__(self) -> None:
-        if self.max_bytes < 1 or not 1 <= self.max_pixels <= _PILLOW_MAX_PIXELS:
+        largest = _PILLOW_MAX_PIXELS // self.baseline_factor
+        if self.max_bytes < 1 or not 1 <= self.max_pixels <= largest:
             raise UsageError(
-                f"image limits must be at least 1 byte and between 1 and {_PILLOW_MAX_PIXELS} pixels, "
+                f"image limits must be at least 1 byte and between 1 and {largest} pixels, "
                 f"not {self.max_bytes} bytes and {self.max_pixels} pixels"
             )

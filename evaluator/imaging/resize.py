@@ -18,6 +18,9 @@ DecodedImage = UInt8Array | Image.Image  # (H, W, 3), or the result of `decode_i
 # Pillow's filter, and its support: pixels of the coarser grid on either side.
 _FILTERS = {"bilinear": (Image.Resampling.BILINEAR, 1), "bicubic": (Image.Resampling.BICUBIC, 2)}
 
+PANEL_LONG_SIDE = 320  # pixels of a heat map's panel; tiny images are enlarged and huge ones shrunk to it
+PANEL_SHORT_SIDE = 40  # pixels at least, so that even a 1x20000 image gets a visible panel
+
 
 def resized_size(height: int, width: int, scale: int, cap: int = LONG_SIDE_CAP) -> tuple[int, int]:
     """Return height and width of a height x width image resized to a scale by `resize_shorter_side`.
@@ -82,6 +85,14 @@ def resize_part(
     assert all(0 <= place <= side - count for place, side, count in zip(origin, capped, size, strict=True))
     first = (full[0] - capped[0]) // 2 + origin[0], (full[1] - capped[1]) // 2 + origin[1]
     return _resize_region(picture, full, first, size, "bilinear")
+
+
+def panel_picture(image: DecodedImage) -> UInt8Array:
+    """Return an image at the size of a heat map's panel, uint8 (h, w, 3)."""
+    picture = image if isinstance(image, Image.Image) else Image.fromarray(image)
+    factor = PANEL_LONG_SIDE / max(picture.size)
+    width, height = (max(PANEL_SHORT_SIDE, round(side * factor)) for side in picture.size)
+    return np.array(picture.resize((width, height), Image.Resampling.BICUBIC))
 
 
 def _resize_region(

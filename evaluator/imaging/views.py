@@ -1,5 +1,6 @@
 """The views of one image: what a protocol shows to the model."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import numpy as np
@@ -25,10 +26,16 @@ class ViewImage:
 def make_views(image: DecodedImage, protocol: EvaluationProtocol) -> list[ViewImage]:
     """Create the views of an image, uint8 (H, W, 3) or a Pillow RGB image, in the order of `protocol.views`.
 
-    Each scale is resized once; a mirrored view is the plain one, or its crop, with the columns reversed.
-    Raises UsageError when a crop does not fit into its scale.
+    Each scale is resized once. Raises UsageError when a crop does not fit into its scale.
     """
-    resized = resize_to_scales(image, protocol.scales, protocol.long_side_cap, protocol.interpolation)
+    return cut_views(resize_to_scales(image, protocol.scales, protocol.long_side_cap, protocol.interpolation), protocol)
+
+
+def cut_views(resized: Mapping[int, tuple[UInt8Array, bool]], protocol: EvaluationProtocol) -> list[ViewImage]:
+    """Do the same with the results of `resize_to_scales`.
+
+    A mirrored view is the plain one, or its crop, with the columns reversed.
+    """
     views = []
     for view in protocol.views:
         pixels, capped = resized[view.scale]

@@ -5,20 +5,19 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import TypeVar
 
-import numpy as np
-
 from prelunet.evaluator.answer import Answer, Timings
+from prelunet.evaluator.contract import ModelContract
 from prelunet.evaluator.engine.batching import MAX_PIXELS
 from prelunet.evaluator.engine.classify import Classification, average_image, build_answer
 from prelunet.evaluator.engine.heatmap import draw_heat_maps, png_bytes
 from prelunet.evaluator.engine.session import Session
-from prelunet.evaluator.errors import DeadlinePassed, UsageError
-from prelunet.evaluator.imaging.decode import decode_image
+from prelunet.evaluator.errors import DeadlinePassed
 from prelunet.evaluator.imaging.decode_memory import decode_semaphore
 from prelunet.evaluator.imaging.limits import DecodeLimits
-from prelunet.evaluator.imaging.resize import resized_size
-from prelunet.evaluator.imaging.views import ViewImage, make_views
+from prelunet.evaluator.imaging.views import ViewImage, cut_views
 from prelunet.evaluator.protocols import EvaluationProtocol
+from prelunet.evaluator.serving.decoding.prepare import Preparation, prepare_image
+from prelunet.evaluator.serving.decoding.worker import DecodeProcess
 from prelunet.evaluator.serving.observability.call_context import Caller
 from prelunet.evaluator.serving.observability.metrics import ModelMetrics
 from prelunet.evaluator.serving.options import QueueOptions
@@ -27,6 +26,11 @@ from prelunet.evaluator.serving.scheduling.device import ServedDevice
 from prelunet.evaluator.serving.scheduling.request import Request, ScheduledModel
 
 Result = TypeVar("Result")
+
+
+def max_view_pixels(contract: ModelContract, protocol: EvaluationProtocol) -> int:
+    """Return the limit of a view's pixels: that of a batch, or as many as the model's `multi-scale` needs."""
+    return max(MAX_PIXELS, protocol.long_side_cap * max(contract.default_scales) ** 2)
 
 
 class Classifier:
@@ -61,9 +65,14 @@ class Classifier:
     ) -> Answer:
         """Classify one encoded image and return its top classes; see `classify` for the errors."""
 
-        def build_result(classified: Classification) -> Answer:
-            picture = self._heat_maps(image, protocol, classified, caller.deadline) if heatmap else b""
-            return build_answer(self.session, self.name, protocol, classified, top, picture)
+        def build_result(classified: Classification, request: Request) -> Answer:
+            heat_maps = b""
+            if request.picture is not None:
+                contract = self.session.contract
+                heat_maps = png_bytes(
+                    draw_heat_maps(request.picture, request.image_size, classified, contract, protocol)
+                )
+            return build_answer(self.session, self.name, protocol, classified, top, heat_maps)
 
         answer, timings = await self._answered(image, protocol, build_result, keep_windows=heatmap, caller=caller)
         return replace(answer, timings=timings)
@@ -85,14 +94,16 @@ class Classifier:
         little memory for a view, DeviceLost if it fails on every input, and Interrupted after `close`. Cancellation
         drops work that has not started.
         """
-        result, _ = await self._answered(image, protocol, build_result, keep_windows=keep_windows, caller=caller)
+        result, _ = await self._answered(
+            image, protocol, lambda classified, _: build_result(classified), keep_windows=keep_windows, caller=caller
+        )
         return result
 
     async def _answered(
         self,
         image: bytes,
         protocol: EvaluationProtocol,
-        build_result: Callable[[Classification], Result],
+        build_result: Callable[[Classification, Request], Result],
         *,
         keep_windows: bool,
         caller: Caller,
@@ -106,7 +117,7 @@ class Classifier:
             image,
             protocol,
             caller,
-            lambda results: build_result(average_image(protocol, results)),
+            lambda request: build_result(average_image(protocol, request.complete_results()), request),
             reply,
             keep_windows,
         )
@@ -121,45 +132,18 @@ class Classifier:
             self._device_queue.abandon(request)
             del request, reply  # an error's traceback refers to this frame: a cycle that keeps the image alive
 
-    def _views_of(self, image: bytes, protocol: EvaluationProtocol, deadline: float | None) -> list[ViewImage]:
-        with self._decode_semaphore.reservation(deadline) as reserve:
-            decoded = decode_image(image, self._limits, apply_exif=protocol.apply_exif, reserve=reserve)
-            self._check_size(decoded.height, decoded.width, protocol)
-            views = make_views(decoded, protocol)
-            del decoded  # before its memory is given back
-        return views
-
-    def _check_size(self, height: int, width: int, protocol: EvaluationProtocol) -> None:
-        """Refuse views that would take gigabytes: larger than the limit of a batch and than `multi-scale` needs.
-
-        All scales of an image wait together, so their total is limited too: to twice that, enough for SPP-net's six.
-        """
-        limit = max(MAX_PIXELS, protocol.long_side_cap * max(self.session.contract.default_scales) ** 2)
-        sizes = [resized_size(height, width, scale, protocol.long_side_cap) for scale in protocol.scales]
-        rows, columns = max(sizes, key=lambda size: size[0] * size[1])
-        if rows * columns > limit:
-            raise UsageError(
-                f"protocol {protocol.name}: a view of this image would have {rows}x{columns} pixels, more than this "
-                f"server's limit of {limit}. Use a smaller scale, or `prelunet classify --model`"
-            )
-        if (total := sum(rows * columns for rows, columns in sizes)) > 2 * limit:
-            raise UsageError(
-                f"protocol {protocol.name}: all scales of this image together have {total} pixels, more than this "
-                f"server's limit of {2 * limit}. Use fewer or smaller scales, or `prelunet classify --model`"
-            )
-
-    def _heat_maps(
-        self, image: bytes, protocol: EvaluationProtocol, classified: Classification, deadline: float | None
-    ) -> bytes:
-        """Draw an image beside the heat maps of its top classes, as a PNG file.
-
-        The image is decoded again: keeping the pixels of all waiting images would take too much memory.
-        """
-        with self._decode_semaphore.reservation(deadline) as reserve:
-            decoded = decode_image(image, self._limits, apply_exif=protocol.apply_exif, reserve=reserve)
-            pixels = np.array(decoded)
-            del decoded
-        return png_bytes(draw_heat_maps(pixels, classified, self.session.contract, protocol))
+    def _views_of(self, request: Request, process: DecodeProcess | None) -> list[ViewImage]:
+        """Decode an image in this thread if it is easy, else in the given process."""
+        protocol = request.protocol
+        limit = max_view_pixels(self.session.contract, protocol)
+        to_do = Preparation(protocol, self._limits, limit, request.keep_windows)
+        if process is None:
+            prepared = prepare_image(request.image, to_do)
+        else:
+            with self._decode_semaphore.reservation(request.caller.deadline) as reserve:
+                prepared = process.prepare(request.image, to_do, reserve, lambda: request.ended is not None)
+        request.image_size, request.picture = (prepared.height, prepared.width), prepared.picture
+        return cut_views(prepared.resized, protocol)
 
     def close(self) -> None:
         """Refuse new requests and finish those that wait; the device keeps running for its other models."""

@@ -17,10 +17,9 @@ from prelunet.evaluator.byte_sizes import format_bytes
 from prelunet.evaluator.engine.session import Session
 from prelunet.evaluator.errors import DeviceLost, EnvironmentFault, Interrupted
 from prelunet.evaluator.imaging.decode import silence_decoders
-from prelunet.evaluator.imaging.decode_memory import decode_semaphore
 from prelunet.evaluator.machine import machine_memory
 from prelunet.evaluator.serving.classifier import Classifier
-from prelunet.evaluator.serving.memory import max_decode_memory, serving_memory
+from prelunet.evaluator.serving.memory import serving_memory
 from prelunet.evaluator.serving.models import Models, load_model
 from prelunet.evaluator.serving.network import is_loopback, raise_open_file_limit
 from prelunet.evaluator.serving.observability.metrics import Metrics
@@ -32,6 +31,8 @@ ShutdownEvent: TypeAlias = signal.Signals | DeviceLost
 
 # Seconds for threads to end after the last call. A batch takes less; on a device that hangs they never end.
 CLOSE_TIMEOUT = 10.0
+# All that would end a process at once, without a chance to finish its calls.
+SHUTDOWN_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1, signal.SIGUSR2)
 SIGNAL_DEBOUNCE = 0.5  # seconds: `timeout` and some init programs signal both the process and its group
 LOST_GRACE = 5.0  # seconds to send answers when the device is lost: there will be no others
 
@@ -48,9 +49,10 @@ class ShutdownEvents:
         self.lost: DeviceLost | None = None  # the first one
 
     def install_signal_handlers(self) -> None:
-        """Handle SIGTERM and SIGINT from now on; signals within SIGNAL_DEBOUNCE count as one."""
-        for number in (signal.SIGTERM, signal.SIGINT):
-            self._loop.add_signal_handler(number, self._on_signal, number)
+        """Handle SHUTDOWN_SIGNALS from now on; those within SIGNAL_DEBOUNCE count as one."""
+        for number in SHUTDOWN_SIGNALS:
+            if signal.getsignal(number) != signal.SIG_IGN:  # as nohup ignores SIGHUP
+                self._loop.add_signal_handler(number, self._on_signal, number)
 
     def _on_signal(self, number: signal.Signals) -> None:
         if self._loop.time() - self._last_signal >= SIGNAL_DEBOUNCE:
@@ -236,13 +238,6 @@ def _estimate_memory(sessions: list[Session], options: ServeOptions) -> int:
     """Log and return the bytes of main memory that serving takes at most; UsageError if over the limit."""
     need = serving_memory(sessions, options)
     log.info("memory: at most %s", need)
-    capacity = decode_semaphore(gpu=any(session.circumstances.on_gpu for session in sessions)).capacity
-    if (largest := max_decode_memory(options.limits.image)) > capacity:
-        log.info(
-            "memory: an image that needs more than %s to decode is decoded alone and takes up to %s more; "
-            "a smaller --max-image-pixels refuses such images",
-            format_bytes(capacity), format_bytes(largest - capacity),
-        )  # fmt: skip
     if need.total > (machine_bytes := machine_memory()):
         log.warning(
             "this machine has %s of memory, too little if the queues are full of the largest images: give "

@@ -6,10 +6,12 @@ from prelunet.evaluator.byte_sizes import format_bytes
 from prelunet.evaluator.engine.memory import MemoryEstimate, estimate_memory, image_bytes
 from prelunet.evaluator.engine.session import Session
 from prelunet.evaluator.errors import UsageError
-from prelunet.evaluator.imaging.decode import MAX_DECODE_BYTES
-from prelunet.evaluator.imaging.limits import DecodeLimits
+from prelunet.evaluator.imaging.decode import max_decode_bytes
+from prelunet.evaluator.imaging.decode_memory import decode_semaphore
+from prelunet.evaluator.imaging.header import EASY_DECODE_BYTES
 from prelunet.evaluator.machine import cores
 from prelunet.evaluator.protocols import build_protocol, default_protocol_name
+from prelunet.evaluator.serving.decoding.worker import PROCESS_BYTES
 from prelunet.evaluator.serving.options import ServeOptions
 from prelunet.evaluator.serving.scheduling.admission import with_reserve
 
@@ -24,21 +26,33 @@ def serving_memory(sessions: Sequence[Session], options: ServeOptions) -> Memory
     In addition to what validation takes (`evaluator.engine.memory`): a full queue of encoded images for each model, the
     ready views, and the views being created. Not counted: messages received and not yet admitted; heat maps (0.8 MB
     each; at most one for an unread call and four for an unread stream) and the window scores that they are drawn from;
-    answers with thousands of classes (a few MB for a stream); predictions of unfinished evaluations; and an image too
-    large for the decoding memory (`max_decode_memory`).
+    answers with thousands of classes (a few MB for a stream); and predictions of unfinished evaluations.
     Raises UsageError if the total is more than `--memory-limit`.
     """
     limit = options.placement.memory
+    total = _estimate(sessions, options, limit)
+    if limit is None or total.total <= limit:
+        return total
+    enough = total
+    while (sufficient := enough.total) < (enough := _estimate(sessions, options, sufficient)).total:
+        pass  # a higher limit allows larger batches; this ends, because they grow more slowly than the limit
+    raise UsageError(
+        f"--memory-limit {format_bytes(limit)}: serving takes up to {total}. Give {format_bytes(sufficient)} or "
+        f"more, or a smaller --queue-bytes or --max-image-pixels{', or fewer models' * (len(sessions) > 1)}"
+    )
+
+
+def _estimate(sessions: Sequence[Session], options: ServeOptions, limit: int | None) -> MemoryEstimate:
     protocols = [build_protocol(default_protocol_name(session.contract), session.contract) for session in sessions]
     needs = [
         estimate_memory(session, protocol, 1, limit) for session, protocol in zip(sessions, protocols, strict=True)
     ]
-    queue = options.queue
+    queue, on_gpu = options.queue, any(session.circumstances.on_gpu for session in sessions)
     before, loading = 0, 0
     for need in needs:  # models are loaded one after the other
         loading = max(loading, before + need.loading)
         before += need.weights
-    total = MemoryEstimate(
+    return MemoryEstimate(
         base=max(need.base for need in needs),
         loading=loading,
         weights=before,
@@ -47,18 +61,8 @@ def serving_memory(sessions: Sequence[Session], options: ServeOptions) -> Memory
         images=_COPIES * len(needs) * with_reserve(queue.max_bytes)
         + queue.ready_bytes
         + cores() * max(map(image_bytes, protocols)),
-        decoding=max(need.decoding for need in needs),
+        decoding=max(decode_semaphore(gpu=on_gpu).capacity, max_decode_bytes(options.limits.image))
+        + cores() * (PROCESS_BYTES + EASY_DECODE_BYTES),
         results=sum(8 * with_reserve(queue.max_views) * len(session.contract.classes) for session in sessions),
         listed=0,
     )
-    if limit is not None and total.total > limit:
-        raise UsageError(
-            f"--memory-limit {format_bytes(limit)}: serving takes up to {total}. Give {format_bytes(total.total)} or "
-            "more, or a smaller --queue-bytes, or fewer models"
-        )
-    return total
-
-
-def max_decode_memory(limits: DecodeLimits) -> int:
-    """Return the bytes of main memory that decoding the largest image within these limits takes."""
-    return MAX_DECODE_BYTES * limits.max_pixels // DecodeLimits.max_pixels

@@ -54,6 +54,22 @@ def require_files(files: Iterable[ModelFile]) -> None:
             ) from error
 
 
+@dataclass(frozen=True)
+class ServedImageLimits(DecodeLimits):
+    """The largest image that a server accepts: photos of all phones, but nothing that takes seconds to decode."""
+
+    max_pixels: Annotated[
+        int,
+        CliOption(
+            "Maximum size of a decoded image, in pixels (height x width); a baseline JPEG, which takes far less time "
+            "and memory, may have three times as many.",
+            flag="max-image-pixels",
+            min=1,
+        ),
+    ] = 16_000_000
+    baseline_factor: int = 3
+
+
 RESERVED_FILES = 256  # open files of a server besides connections: libraries, model files, its own sockets
 
 
@@ -99,7 +115,7 @@ class ServerLimits:
     maximum age; max_evaluation_images: of one evaluation, whose predictions stay in memory until its report.
     """
 
-    image: DecodeLimits = field(default_factory=DecodeLimits)
+    image: ServedImageLimits = field(default_factory=ServedImageLimits)
     max_calls: Annotated[
         int,
         CliOption(

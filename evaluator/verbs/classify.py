@@ -8,7 +8,6 @@ from functools import partial
 from pathlib import Path
 from typing import Annotated
 
-import numpy as np
 import typer
 
 from prelunet.evaluator.answer import Answer, resolve_top_k
@@ -21,6 +20,7 @@ from prelunet.evaluator.errors import ImageError, UsageError
 from prelunet.evaluator.files import write_atomically
 from prelunet.evaluator.imaging.decode import decode_image
 from prelunet.evaluator.imaging.limits import DecodeLimits
+from prelunet.evaluator.imaging.resize import panel_picture
 from prelunet.evaluator.machine import machine_memory
 from prelunet.evaluator.protocols import EvaluationProtocol, ProtocolOverrides, build_protocol, default_protocol_name
 from prelunet.evaluator.terminal import echo, report
@@ -153,7 +153,8 @@ def _local_classifier(
         (classified,) = classify_images(session, [image], protocol, keep_windows=heatmap)
         picture = b""
         if heatmap:
-            picture = png_bytes(draw_heat_maps(np.array(image), classified, session.contract, protocol))
+            size = image.height, image.width
+            picture = png_bytes(draw_heat_maps(panel_picture(image), size, classified, session.contract, protocol))
         return build_answer(session, name, protocol, classified, top, picture)
 
     return classify_image

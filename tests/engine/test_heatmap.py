@@ -9,6 +9,7 @@ from PIL import Image
 
 from prelunet.evaluator.engine.classify import Classification, ViewResult, classify_images
 from prelunet.evaluator.engine.heatmap import apply_color_map, draw_heat_maps, heat_maps, png_bytes, window_centers
+from prelunet.evaluator.imaging.resize import panel_picture
 from prelunet.evaluator.protocols import EvaluationProtocol, View, build_protocol
 from tests.engine.contracts import build_contract
 from tests.helpers.fakes import FakeSession, fake_contract
@@ -220,7 +221,7 @@ def test_any_image_gets_one_sheet_of_six_readable_panels(size: tuple[int, int], 
     image = np.random.default_rng(4).integers(0, 256, (*size, 3), np.uint8)
     protocol = build_protocol(name, CONTRACT)
     (answer,) = classify_images(FakeSession(), [image], protocol, keep_windows=True)
-    drawn = draw_heat_maps(image, answer, CONTRACT, protocol)
+    drawn = draw_heat_maps(panel_picture(image), size, answer, CONTRACT, protocol)
     assert drawn.dtype == np.uint8
     assert 600 < drawn.shape[1] < 2400
     assert 100 < drawn.shape[0] < 1200
@@ -231,7 +232,8 @@ def test_the_sheet_shows_the_image_and_no_more_overlays_than_there_are_classes()
     image = np.full((40, 40, 3), (200, 30, 10), np.uint8)
     protocol = build_protocol("multi-scale", contract)
     (answer,) = classify_images(FakeSession(contract), [image], protocol, keep_windows=True)
-    with Image.open(io.BytesIO(png_bytes(draw_heat_maps(image, answer, contract, protocol)))) as drawn:
+    sheet = draw_heat_maps(panel_picture(image), (40, 40), answer, contract, protocol)
+    with Image.open(io.BytesIO(png_bytes(sheet))) as drawn:
         pixels = np.asarray(drawn)
     assert (pixels == (200, 30, 10)).all(axis=-1).sum() == 320 * 320
     assert pixels.shape[1] == 3 * (320 + 12) + 12

@@ -4,12 +4,13 @@ import io
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 
 import pytest
 from PIL import Image
 
 from prelunet.evaluator.errors import DeadlinePassed, ImageError
-from prelunet.evaluator.imaging.decode import MAX_DECODE_BYTES, decode_bytes, decode_image
+from prelunet.evaluator.imaging.decode import decode_bytes, decode_image, max_decode_bytes
 from prelunet.evaluator.imaging.decode_memory import DECODE_BYTES, ByteSemaphore
 from prelunet.evaluator.imaging.limits import DecodeLimits
 from tests.serving.serving_harness import eventually
@@ -59,7 +60,10 @@ def test_an_image_reserves_the_memory_that_it_takes(
 def test_a_rotated_copy_is_reserved_and_no_image_reserves_more_than_the_maximum() -> None:
     data = encoded("WEBP", "RGBA")
     assert reserved_by(data, apply_exif=True) == reserved_by(data) + 4 * 40 * 30
-    assert reserved_by(data, apply_exif=True) * DecodeLimits.max_pixels == MAX_DECODE_BYTES * 40 * 30
+    limits = DecodeLimits(max_pixels=40 * 30)
+    assert reserved_by(data, apply_exif=True) == max_decode_bytes(limits)
+    cmyk = reserved_by(encoded("JPEG", "CMYK"), apply_exif=True)
+    assert 3 * cmyk == max_decode_bytes(replace(limits, baseline_factor=3)), "three times the pixels"
 
 
 def test_the_largest_accepted_jpeg_fits() -> None:

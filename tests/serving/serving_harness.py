@@ -150,9 +150,14 @@ def eventually(condition: Callable[[], bool]) -> None:
         time.sleep(0.005)
 
 
-def png(height: int, width: int, seed: int = 0) -> bytes:
+def png(height: int, width: int, seed: int = 0, kind: str = "PNG") -> bytes:
     """Return an encoded image of random pixels."""
     pixels = np.random.default_rng(seed).integers(0, 256, (height, width, 3), dtype=np.uint8)
     buffer = io.BytesIO()
-    Image.fromarray(pixels).save(buffer, "PNG")
+    Image.fromarray(pixels).save(buffer, kind)
     return buffer.getvalue()
+
+
+def webp(height: int, width: int) -> bytes:
+    """Return the same in a format that is decoded in another process."""
+    return png(height, width, kind="WEBP")

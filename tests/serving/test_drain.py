@@ -152,13 +152,16 @@ async def test_a_second_signal_closes_the_port_and_calls_in_flight_get_their_ans
         assert await stop.ended == ServeResult()
 
 
+@pytest.mark.parametrize("first", [number for number in lifecycle.SHUTDOWN_SIGNALS if number != signal.SIGINT])
 @async_test
-async def test_two_signals_at_once_count_as_one(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_each_signal_shuts_down_and_two_at_once_count_as_one(
+    first: signal.Signals, monkeypatch: pytest.MonkeyPatch
+) -> None:
     events = ShutdownEvents()
     events.install_signal_handlers()
-    os.kill(os.getpid(), signal.SIGTERM)
+    os.kill(os.getpid(), first)
     os.kill(os.getpid(), signal.SIGINT)
-    assert await events.next(LONG) == signal.SIGTERM
+    assert await events.next(LONG) == first
     assert await events.next(0.1) is None
     monkeypatch.setattr(lifecycle, "SIGNAL_DEBOUNCE", 0.0)
     os.kill(os.getpid(), signal.SIGINT)

@@ -1,18 +1,19 @@
 """The memory estimate of a server before it answers calls."""
 
+import re
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
+from prelunet.evaluator.byte_sizes import parse_memory
 from prelunet.evaluator.engine.memory import estimate_memory, image_bytes
 from prelunet.evaluator.engine.session import Placement
 from prelunet.evaluator.errors import UsageError
-from prelunet.evaluator.imaging.decode import MAX_DECODE_BYTES
-from prelunet.evaluator.imaging.limits import DecodeLimits
+from prelunet.evaluator.imaging.decode import max_decode_bytes
 from prelunet.evaluator.machine import cores
 from prelunet.evaluator.protocols import build_protocol
-from prelunet.evaluator.serving.memory import max_decode_memory, serving_memory
+from prelunet.evaluator.serving.memory import serving_memory
 from prelunet.evaluator.serving.options import ModelFile, QueueOptions, ServeOptions
 from prelunet.evaluator.serving.scheduling.admission import with_reserve
 from tests.helpers.fakes import FakeSession, fake_contract
@@ -35,7 +36,8 @@ def test_two_models_take_the_sum_of_their_weights_batches_and_queues() -> None:
         alone = serving_memory([session], OPTIONS)  # type: ignore[list-item]
         needs.append(alone)
         validation = estimate_memory(session, protocol, 1, None)  # type: ignore[arg-type]
-        assert (alone.base, alone.decoding, alone.packed) == (validation.base, validation.decoding, validation.packed)
+        assert (alone.base, alone.packed) == (validation.base, validation.packed)
+        assert alone.decoding > max_decode_bytes(OPTIONS.limits.image), "the largest image is decoded beside easy ones"
         assert alone.images == 2 * with_reserve(queue.max_bytes) + queue.ready_bytes + cores() * image_bytes(protocol)
     both = serving_memory(sessions, OPTIONS)  # type: ignore[arg-type]
     for part in ("weights", "batch", "packed", "results"):
@@ -53,14 +55,19 @@ def test_a_smaller_queue_takes_less_by_twice_its_bytes_and_their_reserve() -> No
     assert saved == 2 * 2 * 1.25 * (OPTIONS.queue.max_bytes - 2**20), "with the quarter for clients below their share"
 
 
-def test_decoding_memory_is_proportional_to_the_limit_of_pixels() -> None:
-    assert max_decode_memory(DecodeLimits()) == MAX_DECODE_BYTES
-    assert max_decode_memory(DecodeLimits(max_pixels=1_000_000)) == 32_000_000, "32 bytes a pixel"
-
-
 def test_a_limit_that_is_too_low_is_refused_with_a_sufficient_one() -> None:
     need = serving_memory(fakes(), OPTIONS).total  # type: ignore[arg-type]
     assert need > 2**31
     with pytest.raises(UsageError, match=r"--memory-limit 1\.00G: serving takes up to .* Give .* or more"):
         serving_memory(fakes(), replace(OPTIONS, placement=Placement(memory=2**30)))  # type: ignore[arg-type]
     assert serving_memory(fakes(), replace(OPTIONS, placement=Placement(memory=need)))  # type: ignore[arg-type]
+
+
+def test_the_advised_limit_is_enough_although_batches_grow_with_it() -> None:
+    sessions = [FakeSession(fake_contract(max_side=4096))]
+    with pytest.raises(UsageError) as refused:
+        serving_memory(sessions, replace(OPTIONS, placement=Placement(memory=2**29)))  # type: ignore[arg-type]
+    advised = re.search(r"Give (\S+) or more", str(refused.value))
+    assert advised is not None
+    limit = parse_memory(advised[1])
+    assert serving_memory(sessions, replace(OPTIONS, placement=Placement(memory=limit)))  # type: ignore[arg-type]

@@ -11,9 +11,8 @@ import pytest
 
 from prelunet.evaluator.cli import run
 from prelunet.evaluator.errors import DeviceLost
-from prelunet.evaluator.imaging.limits import DecodeLimits
 from prelunet.evaluator.serving.lifecycle import ServeResult
-from prelunet.evaluator.serving.options import QueueOptions, ServeOptions, ServerLimits
+from prelunet.evaluator.serving.options import QueueOptions, ServedImageLimits, ServeOptions, ServerLimits
 from prelunet.evaluator.verbs import serve as serve_verb
 
 ROOT = Path(__file__).parents[2]
@@ -86,8 +85,8 @@ def test_every_option_reaches_the_server_in_its_unit(served: Served) -> None:
     assert (options.host, options.port, options.metrics_port) == ("::1", 1, 15)
     assert options.queue == QueueOptions(2, 3, batch_wait=0.004)
     assert options.limits == ServerLimits(
-        image=DecodeLimits(5, 6), max_calls=7, max_connections=8, max_streams=9, handshake_timeout=10, keepalive=11,
-        max_connection_age=12, stream_idle_timeout=16,
+        image=ServedImageLimits(5, 6), max_calls=7, max_connections=8, max_streams=9, handshake_timeout=10,
+        keepalive=11, max_connection_age=12, stream_idle_timeout=16,
     )  # fmt: skip
     assert (options.lame_duck, options.grace) == (13, 14)
     assert (options.placement.memory, options.placement.gpu_memory, options.placement.threads) == (2**30, 2**31, 3)
@@ -300,3 +299,16 @@ def test_docs_list_every_option_with_its_default(capsys: pytest.CaptureFixture[s
             assert listed[flag].strip("`") == default.strip('"'), flag
         else:
             assert "`" not in listed[flag], f"{flag} has no default"
+
+
+def test_a_signal_while_the_server_starts_ends_it_without_an_error(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    (tmp_path / "m.onnx").touch()
+
+    def interrupted(*_arguments: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(serve_verb, "serve_until_stopped", interrupted)
+    assert run(["serve", "--model", f"m={tmp_path / 'm.onnx'}"]) == 0
+    assert capsys.readouterr() == ("", "")

@@ -1,16 +1,13 @@
 """The start line of a server."""
 
-import logging
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import pytest
-
 from prelunet.evaluator.imaging.limits import DecodeLimits
 from prelunet.evaluator.serving import lifecycle
 from prelunet.evaluator.serving.models import Models
-from prelunet.evaluator.serving.options import ModelFile, ServeOptions, ServerLimits
+from prelunet.evaluator.serving.options import ModelFile
 from tests.helpers.fakes import FakeSession
 
 
@@ -34,17 +31,3 @@ def test_different_circumstances_are_stated_with_the_models_names() -> None:
     other.circumstances = replace(other.circumstances, provider="OpenVINO", precision="bf16")
     line = start_line(a=FakeSession(), b=other, c=FakeSession(seed=2))
     assert "| a, c: CPUExecutionProvider, fp32 (fake 1); b: OpenVINO, bf16 (fake 1) grpcio " in line
-
-
-@pytest.mark.parametrize(("pixels", "logged"), [(64_000_000, True), (1_000_000, False)])
-def test_the_extra_memory_of_a_very_large_image_is_logged(
-    caplog: pytest.LogCaptureFixture, pixels: int, logged: bool
-) -> None:
-    options = ServeOptions((), limits=ServerLimits(image=DecodeLimits(max_pixels=pixels)))
-    session: Any = FakeSession()
-    with caplog.at_level(logging.INFO, lifecycle.__name__):
-        lifecycle._estimate_memory([session], options)
-    lines = [record.message for record in caplog.records if "decoded alone" in record.message]
-    assert bool(lines) is logged
-    if logged:  # 32 bytes a pixel, minus the 320 MiB of the decoding memory
-        assert "more than 320M to decode is decoded alone and takes up to 1.60G more" in lines[0]

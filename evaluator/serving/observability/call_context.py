@@ -76,11 +76,19 @@ def request_id_from(metadata: Iterable[tuple[str, str | bytes]]) -> str:
     return secrets.token_hex(8)
 
 
+def identity_of(client: str) -> str:
+    """Return the identity behind a connection, which shares what is fair with its other connections: its address.
+
+    client: gRPC's name of the connection, such as ipv4:10.0.0.7:41022.
+    """
+    return client.rpartition(":")[0] or client
+
+
 @dataclass(frozen=True)
 class Caller:
     """The caller of a request.
 
-    client: fair queueing alternates between clients; today the connection, later the subject of a token;
+    client: fair queueing alternates between identities, then between the clients (today: connections) of each;
     deadline: of time.monotonic(), None for no deadline; request_id: for log lines.
     """
 

@@ -8,6 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 from prelunet.evaluator.engine.session import Placement
 from prelunet.evaluator.errors import DeviceLost
 from prelunet.evaluator.machine import cores
+from prelunet.evaluator.serving.decoding.worker import DecodeProcess
 from prelunet.evaluator.serving.options import QueueOptions
 from prelunet.evaluator.serving.scheduling.executor import BatchExecutor
 from prelunet.evaluator.serving.scheduling.queue import DeviceQueue, build_ready_views
@@ -32,7 +33,8 @@ class ServedDevice:
         self._answer_pool = ThreadPoolExecutor(cores(), thread_name_prefix=f"answer-{name}")
         self._heatmap_pool = ThreadPoolExecutor(cores(), thread_name_prefix=f"draw-{name}")
         self._decode_threads = [
-            threading.Thread(target=self._decode, name=f"decode-{name}-{number}", daemon=True)
+            threading.Thread(target=decode, name=f"decode-{name}-{number}", daemon=True)
+            for decode in (self._decode, self._decode_in_process)
             for number in range(cores())
         ]
         for thread in self._decode_threads:
@@ -41,11 +43,19 @@ class ServedDevice:
             self.device_queue, self._answer, on_lost, name, stage_ahead=name.startswith("cuda")
         )
 
-    def _decode(self) -> None:
-        """Decode and resize queued images, in fair order."""
-        while (request := self.device_queue.next_image()) is not None:
+    def _decode_in_process(self) -> None:
+        """Decode those images that may take long, or much memory, in a process of this thread."""
+        process = DecodeProcess()
+        try:
+            self._decode(process)
+        finally:
+            process.close()
+
+    def _decode(self, process: DecodeProcess | None = None) -> None:
+        """Decode and resize queued images, in fair order; without a process those that are easy."""
+        while (request := self.device_queue.next_image(easy=process is None)) is not None:
             try:
-                views = request.model.decode_views(request.image, request.protocol, request.caller.deadline)
+                views = request.model.decode_views(request, process)
                 ready = build_ready_views(request, views)
                 del views
             except BaseException as error:  # this thread must survive, or callers would wait forever
@@ -69,7 +79,7 @@ class ServedDevice:
         for request in finished:
             try:
                 start = time.monotonic()
-                answer = request.build_result([result for result in request.results if result is not None])
+                answer = request.build_result(request)
                 now = time.monotonic()
                 timings, metrics = request.timings(now), request.model.metrics
                 metrics.stage("queue", timings.queue_seconds)

@@ -1,4 +1,4 @@
-"""Start-time fair queueing, first between models, then between the clients of a model.
+"""Start-time fair queueing at several levels: between models, then their clients, then the connections of a client.
 
 After Goyal, Vin and Cheng, "Start-time Fair Queueing" (SIGCOMM 1996). Every waiting flow has a *start tag*: the service
 that it has received, on a virtual clock shared by all flows. The flow with the lowest start tag is next, and service
@@ -69,7 +69,7 @@ class FlowScheduler:
             if self._ahead.get(caught_up, self._virtual_time + 1) <= self._virtual_time:
                 del self._ahead[caught_up]
 
-    def start_tags(self) -> Iterator[tuple[str, float]]:
+    def tags(self) -> Iterator[tuple[str, float]]:
         """Iterate over the waiting flows and their start tags, in order of arrival."""
         return iter(self._start_tags.items())
 
@@ -78,100 +78,117 @@ class FlowScheduler:
         return len(self._start_tags) + len(self._ahead) + len(self._catching_up)
 
 
-class _ModelQueue(Generic[Item]):
-    """The items waiting for one model, by client, each with its cost."""
+class _Node(Generic[Item]):
+    """A flow that consists of flows, by name, or, at the last level, of items with their costs."""
 
     def __init__(self) -> None:
         self.flows = FlowScheduler()
-        self.items: dict[str, dict[Item, float]] = {}
+        self.children: dict[str, _Node[Item]] = {}
+        self.items: dict[Item, float] = {}
+
+    def in_order(self) -> Iterator[tuple[Item, float]]:
+        """Iterate over the items in the order of service, with their costs."""
+        if not self.children:
+            yield from self.items.items()
+            return
+        heap = [(start, place, self.children[name].in_order()) for place, (name, start) in enumerate(self.flows.tags())]
+        heapq.heapify(heap)
+        while heap:
+            start, place, items = heap[0]
+            if (following := next(items, None)) is None:
+                heapq.heappop(heap)
+            else:
+                yield following
+                heapq.heapreplace(heap, (start + following[1], place, items))
+
+    def entry_count(self) -> int:
+        return self.flows.entry_count() + sum(child.entry_count() for child in self.children.values())
 
 
 class FairQueue(Generic[Item]):
-    """Items waiting for models, in fair order; those of one client in order of arrival.
+    """Items in fair order at each level of their paths; those of one path in order of arrival.
 
+    A path names the flows that an item belongs to, such as (model, address, connection). All paths have equal lengths.
     Not thread-safe: the owner holds a lock.
     """
 
     def __init__(self) -> None:
-        self._flows = FlowScheduler()
-        self._models: dict[str, _ModelQueue[Item]] = {}
-        self._owners: dict[Item, tuple[str, str]] = {}  # model and client
+        self._root: _Node[Item] = _Node()
+        self._paths: dict[Item, tuple[str, ...]] = {}
 
     def __len__(self) -> int:
-        return len(self._owners)
+        return len(self._paths)
 
     def __contains__(self, item: Item) -> bool:
-        return item in self._owners
+        return item in self._paths
 
     def __iter__(self) -> Iterator[Item]:
-        return iter(self._owners)
+        return iter(self._paths)
 
-    def model_count(self) -> int:
-        """Return the number of models with waiting items."""
-        return len(self._flows)
+    def flow_count(self) -> int:
+        """Return the number of flows at the first level."""
+        return len(self._root.flows)
 
-    def has(self, model: str, client: str) -> bool:
-        """Return whether an item of this client waits for this model."""
-        return model in self._models and client in self._models[model].flows
+    def has(self, path: tuple[str, ...]) -> bool:
+        """Return whether an item of this path, or of one that begins with it, waits."""
+        node: _Node[Item] | None = self._root
+        for name in path:
+            node = node and node.children.get(name)
+        return node is not None
 
-    def put(self, item: Item, model: str, client: str, cost: float) -> None:
-        """Add an item. cost: above 0, in the same unit for all models."""
+    def put(self, item: Item, path: tuple[str, ...], cost: float) -> None:
+        """Add an item. cost: above 0, in the same unit for all."""
         assert cost > 0, f"items of cost {cost} would be served forever"
-        model_queue = self._models.setdefault(model, _ModelQueue())
-        if not model_queue.flows:
-            self._flows.join(model)
-        items = model_queue.items.setdefault(client, {})
-        if not items:
-            model_queue.flows.join(client)
-        items[item] = cost
-        self._owners[item] = model, client
+        node = self._root
+        for name in path:
+            if name not in node.children:
+                node.children[name] = _Node()
+                node.flows.join(name)
+            node = node.children[name]
+        node.items[item] = cost
+        self._paths[item] = path
 
     def first(self) -> Item | None:
         """Return the next item, None if nothing waits."""
-        if not self._owners:
+        if not self._paths:
             return None
-        model_queue = self._models[self._flows.next()]
-        return next(iter(model_queue.items[model_queue.flows.next()]))
+        node = self._root
+        while node.children:
+            node = node.children[node.flows.next()]
+        return next(iter(node.items))
 
-    def in_order(self, model: str) -> Iterator[Item]:
-        """Iterate over the items of a model in the order of service; the queue must not change meanwhile."""
-        model_queue = self._models[model]
-        heap = [
-            (start, place, client, iter(model_queue.items[client].items()))
-            for place, (client, start) in enumerate(model_queue.flows.start_tags())
-        ]
-        heapq.heapify(heap)
-        while heap:
-            start, place, client, items = heap[0]
-            if (following := next(items, None)) is None:
-                heapq.heappop(heap)
-                continue
-            item, cost = following
-            yield item
-            heapq.heapreplace(heap, (start + cost, place, client, items))
+    def in_order(self, name: str) -> Iterator[Item]:
+        """Iterate over the items of a flow of the first level in the order of service.
+
+        The queue must not change meanwhile.
+        """
+        return (item for item, _ in self._root.children[name].in_order())
 
     def take(self, item: Item) -> None:
-        """Remove an item to serve it, next or not, and charge its client and its model."""
-        model, client = self._owners[item]
-        cost = self._models[model].items[client][item]
-        self._flows.charge(model, cost)
-        self._models[model].flows.charge(client, cost)
+        """Remove an item to serve it, next or not, and charge all its flows."""
+        *nodes, last = self._nodes(item)
+        for node, name in zip(nodes, self._paths[item], strict=True):
+            node.flows.charge(name, last.items[item])
         self.withdraw(item)
 
     def withdraw(self, item: Item) -> None:
         """Remove an item without serving it."""
-        model, client = self._owners.pop(item)
-        model_queue = self._models[model]
-        items = model_queue.items[client]
-        del items[item]
-        if items:
-            return
-        del model_queue.items[client]
-        model_queue.flows.leave(client)
-        if not model_queue.flows:
-            del self._models[model]
-            self._flows.leave(model)
+        *nodes, last = self._nodes(item)
+        del last.items[item]
+        for node, name in zip(reversed(nodes), reversed(self._paths.pop(item)), strict=True):
+            child = node.children[name]
+            if child.children or child.items:
+                return
+            del node.children[name]
+            node.flows.leave(name)
+
+    def _nodes(self, item: Item) -> list[_Node[Item]]:
+        """Return the nodes from the root to the item's own."""
+        nodes = [self._root]
+        for name in self._paths[item]:
+            nodes.append(nodes[-1].children[name])
+        return nodes
 
     def entry_count(self) -> int:
-        """Return the number of entries kept for models and clients."""
-        return self._flows.entry_count() + sum(model_queue.flows.entry_count() for model_queue in self._models.values())
+        """Return the number of entries kept for flows."""
+        return self._root.entry_count()

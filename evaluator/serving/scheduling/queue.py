@@ -1,6 +1,7 @@
 """The queues of one device, and the only state that its threads share.
 
-    encoded     images waiting to be decoded                limited by the admission of each model
+    encoded     images waiting to be decoded, in two        limited by the admission of each model
+                queues: easy ones, and all others
     decoding    images being decoded                        one per thread
     ready       decoded views waiting for the device        limited by ready_views and ready_bytes
     taken       views in a batch                            one batch, on a GPU two
@@ -32,11 +33,12 @@ class DeviceQueue:
     def __init__(self, options: QueueOptions) -> None:
         self._options = options
         self._lock = threading.Lock()
-        self._decodable = threading.Condition(self._lock)
+        # By whether they are easy to decode.
+        self._decodable = {easy: threading.Condition(self._lock) for easy in (True, False)}
+        self._encoded: dict[bool, FairQueue[Request]] = {easy: FairQueue() for easy in (True, False)}
         self._computable = threading.Condition(self._lock)
         self._stageable = threading.Condition(self._lock)
         self._answered = threading.Condition(self._lock)
-        self._encoded: FairQueue[Request] = FairQueue()
         self._ready: FairQueue[ReadyView] = FairQueue()
         self._decoding = 0  # requests
         self._decoding_views = 0
@@ -55,9 +57,9 @@ class DeviceQueue:
                 raise DeviceLost(self._lost)
             if self._closed or request.model.closed:
                 raise Interrupted(f"model '{request.model.name}' is no longer served")
-            self._encoded.put(request, request.model.name, request.caller.client, request.decode_cost)
+            self._encoded[request.easy].put(request, request.path, request.decode_cost)
             request.model.unanswered += 1
-            self._decodable.notify()
+            self._decodable[request.easy].notify()
 
     def abandon(self, request: Request) -> None:
         """End a request whose caller has left, unless it has ended; work that has not started is dropped."""
@@ -76,11 +78,12 @@ class DeviceQueue:
 
     # Called by the decoding threads
 
-    def next_image(self) -> Request | None:
+    def next_image(self, *, easy: bool) -> Request | None:
         """Wait for the next image and for room for its views; None when the queue is closed and empty."""
+        encoded, decodable = self._encoded[easy], self._decodable[easy]
         with self._lock:
             while True:
-                request = self._encoded.first()
+                request = encoded.first()
                 if request is not None and request.expired(time.monotonic()):
                     self._fail(request, DeadlinePassed(_TOO_LATE.format("has passed")), "expired")
                 elif request is not None and self._has_room(request):
@@ -88,17 +91,17 @@ class DeviceQueue:
                 elif request is None and self._closed:
                     return None
                 else:
-                    self._decodable.wait()
-            self._encoded.take(request)
+                    decodable.wait()
+            encoded.take(request)
             self._count_decoding(request, 1)
-            if self._encoded:
-                self._decodable.notify()  # there may be room for the next image too
+            if encoded:
+                decodable.notify()  # there may be room for the next image too
             request.begun = time.monotonic()
             return request
 
     def _has_room(self, request: Request) -> bool:
         views = len(self._ready) + self._decoding_views
-        share = _READY_SHARE if self._ready.has(request.model.name, request.caller.client) else 1.0
+        share = _READY_SHARE if self._ready.has(request.path) else 1.0
         return not views or (
             views + request.views <= share * self._options.ready_views
             and self._decoded_bytes + request.decoded_bytes <= share * self._options.ready_bytes
@@ -115,7 +118,7 @@ class DeviceQueue:
         model = request.model
         with self._lock:
             self._count_decoding(request, -1)
-            self._decodable.notify()
+            self._notify_room()
             self._computable.notify()
             if request.ended is not None:
                 model.metrics.dropped(request.end_reason, len(ready))
@@ -128,7 +131,7 @@ class DeviceQueue:
             if not model.ready_pixels:
                 model.ready_since = request.ready
             for view in ready:
-                self._ready.put(view, model.name, request.caller.client, view.pixels)
+                self._ready.put(view, request.path, view.pixels)
                 self._count_ready(view, 1)
             request.queued_views.update(ready)
             if self._computing:
@@ -138,7 +141,7 @@ class DeviceQueue:
         """End a request whose image could not be decoded."""
         with self._lock:
             self._count_decoding(request, -1)
-            self._decodable.notify()
+            self._notify_room()
             self._computable.notify()
             end_reason = request.end_reason or ("expired" if isinstance(error, DeadlinePassed) else "failed")
             request.model.metrics.dropped(end_reason, request.views)
@@ -165,7 +168,7 @@ class DeviceQueue:
                 if first is not None:
                     model = first.request.model
                     remaining_wait = model.ready_since + self._options.batch_wait - time.monotonic()
-                    enough = self._ready.model_count() > 1 or model.fills(model.ready_pixels, model.ready_windows)
+                    enough = self._ready.flow_count() > 1 or model.fills(model.ready_pixels, model.ready_windows)
                     if remaining_wait <= 0 or enough or not model.decoding:
                         return self._views_to_plan(model)
                     self._computable.wait(remaining_wait)
@@ -210,7 +213,7 @@ class DeviceQueue:
                 self._ready.take(view)
                 self._count_ready(view, -1)
                 view.request.queued_views.discard(view)
-            self._decodable.notify_all()
+            self._notify_room()
             return True
 
     def begin(self, views: Sequence[ReadyView]) -> tuple[list[ReadyView], float]:
@@ -249,7 +252,7 @@ class DeviceQueue:
             first = self._lost is None
             self._lost = self._lost or str(error)
             affected = [view.request for view in (*views, *self._ready)]
-            for request in {*affected, *self._encoded}:
+            for request in {*affected, *self._encoded[True], *self._encoded[False]}:
                 self._fail(request, DeviceLost(self._lost))
         return first
 
@@ -268,8 +271,8 @@ class DeviceQueue:
         if end_reason != "answered":
             request.model.metrics.failed_seconds.observe(request.ended - request.arrived)
         dropped = 0
-        if request in self._encoded:
-            self._encoded.withdraw(request)
+        if request in self._encoded[request.easy]:
+            self._encoded[request.easy].withdraw(request)
             dropped = request.views
         for view in request.queued_views:
             self._ready.withdraw(view)
@@ -278,7 +281,7 @@ class DeviceQueue:
         request.queued_views.clear()
         if dropped:
             request.model.metrics.dropped(end_reason, dropped)
-            self._decodable.notify_all()
+            self._notify_room()
             self._computable.notify()
         request.model.unanswered -= 1
         if not request.model.unanswered:
@@ -286,7 +289,12 @@ class DeviceQueue:
         return True
 
     def _finished(self) -> bool:
-        return self._closed and not (self._encoded or self._decoding or self._ready)
+        return self._closed and not (self._encoded[True] or self._encoded[False] or self._decoding or self._ready)
+
+    def _notify_room(self) -> None:
+        """Wake the decoding threads: there may be room for more views."""
+        for decodable in self._decodable.values():
+            decodable.notify_all()
 
     def close_model(self, model: ScheduledModel) -> None:
         """Refuse new requests for a model, and wait until all others are answered."""
@@ -298,7 +306,7 @@ class DeviceQueue:
         """Refuse new requests; the threads end when the queue is empty."""
         with self._lock:
             self._closed = True
-            for condition in (self._decodable, self._computable, self._stageable):
+            for condition in (*self._decodable.values(), self._computable, self._stageable):
                 condition.notify_all()
 
 

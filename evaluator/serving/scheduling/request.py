@@ -4,26 +4,30 @@ import asyncio
 import contextlib
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from functools import lru_cache
 from statistics import median
 from typing import Any
 
 from prelunet.evaluator.answer import Timings
+from prelunet.evaluator.arrays import UInt8Array
 from prelunet.evaluator.engine.classify import ViewResult
 from prelunet.evaluator.engine.session import Session
 from prelunet.evaluator.errors import OutOfMemory
+from prelunet.evaluator.imaging.header import read_header
 from prelunet.evaluator.imaging.views import ViewImage
 from prelunet.evaluator.protocols import EvaluationProtocol
-from prelunet.evaluator.serving.observability.call_context import Caller
+from prelunet.evaluator.serving.decoding.worker import DecodeProcess
+from prelunet.evaluator.serving.observability.call_context import Caller, identity_of
 from prelunet.evaluator.serving.observability.metrics import ModelMetrics
 from prelunet.evaluator.serving.scheduling.warm_up import shape_buckets_of
 
 _RECENT_BATCHES = 8  # used to estimate the time of a model's next batch
-# View pixels that take as long to create as one encoded byte takes to decode and resize: 17 ns a byte, 3 ns a pixel.
-# A JPEG of 12 Mpixel takes thirty times as long as one of 500x375 for the same views.
-_PIXELS_PER_BYTE = 6
+# View pixels that take as long to create as decoding and resizing take for one encoded byte, or for one pixel of the
+# image in each pass, whichever is more: 17 ns a byte, 4 ns a pixel and pass, 3 ns a view pixel.
+_PIXELS_PER_BYTE, _PIXELS_PER_PIXEL = 6, 1.3
+_UNKNOWN_PIXELS = 2**24  # of an image whose header does not tell
 
 
 class BatchTimes:
@@ -55,17 +59,17 @@ class BatchTimes:
 class ScheduledModel:
     """A model and its scheduling state on its device.
 
-    decode_views: returns the views of an encoded image before a deadline, in any thread; unanswered: number of
-    requests; decoding: number of them being decoded; ready_pixels, ready_windows: totals over the canvases of ready
-    views; ready_since: arrival of the first of these views; closed: new requests are refused; canvas: of the last
-    batch. The lock of `DeviceQueue` protects all fields that change, except batch_times, and canvas, which only the
-    compute thread uses.
+    decode_views: returns the views of a request's image, in any thread, with the given process if it is not easy to
+    decode; unanswered: number of requests; decoding: number of them being decoded; ready_pixels, ready_windows: totals
+    over the canvases of ready views; ready_since: arrival of the first of these views; closed: new requests are
+    refused; canvas: of the last batch. The lock of `DeviceQueue` protects all fields that change, except batch_times,
+    and canvas, which only the compute thread uses.
     """
 
     name: str
     session: Session
     metrics: ModelMetrics
-    decode_views: Callable[[bytes, EvaluationProtocol, float | None], list[ViewImage]]
+    decode_views: Callable[["Request", DecodeProcess | None], list[ViewImage]]
     unanswered: int = 0
     decoding: int = 0
     ready_pixels: int = 0
@@ -113,17 +117,17 @@ def views_and_pixels(protocol: EvaluationProtocol) -> tuple[int, int]:
 class Request:
     """One image to classify, from its arrival to its answer.
 
-    build_result: builds the answer from the results, in any thread; answer, error: its outcome, one of them once it is
+    build_result: builds the answer from this request, in any thread; answer, error: its outcome, one of them once it is
     delivered; reply: gets the outcome, on its loop; image: encoded, emptied when the request ends; ended: time of that,
-    None before; end_reason: answered, failed, expired or cancelled; decode_cost: in view pixels. Times are of
-    time.monotonic().
+    None before; end_reason: answered, failed, expired or cancelled; easy: decoded in a thread of the server, not in
+    another process; decode_cost: in view pixels. Times are of time.monotonic().
     """
 
     model: ScheduledModel
     image: bytes
     protocol: EvaluationProtocol
     caller: Caller
-    build_result: Callable[[Sequence[ViewResult]], Any]
+    build_result: Callable[["Request"], Any]
     reply: "asyncio.Future[Any]"
     keep_windows: bool = False
     arrived: float = field(default_factory=time.monotonic)
@@ -139,10 +143,20 @@ class Request:
     queued_views: set["ReadyView"] = field(default_factory=set)  # ready, in no batch yet
     results: list[ViewResult | None] = field(default_factory=list)
     missing: int = 0  # number of views without a result
+    image_size: tuple[int, int] = (0, 0)  # height and width, once decoded
+    picture: UInt8Array | None = None  # for heat maps
 
     def __post_init__(self) -> None:
+        self.path = (self.model.name, identity_of(self.caller.client), self.caller.client)  # in the fair queues
         self.views, self.pixels = views_and_pixels(self.protocol)
-        self.decode_cost = self.pixels + _PIXELS_PER_BYTE * len(self.image)
+        header = read_header(self.image)
+        self.easy = header.easy
+        of_pixels = _PIXELS_PER_PIXEL * header.passes * (_UNKNOWN_PIXELS if header.pixels is None else header.pixels)
+        self.decode_cost = self.pixels + max(_PIXELS_PER_BYTE * len(self.image), of_pixels)
+
+    def complete_results(self) -> list[ViewResult]:
+        """Return the results of all views, once none is missing."""
+        return [result for result in self.results if result is not None]
 
     @property
     def decoded_bytes(self) -> float:

@@ -10,7 +10,7 @@ from prelunet.evaluator.byte_sizes import format_bytes
 from prelunet.evaluator.datasets.dataset import Sample
 from prelunet.evaluator.engine.memory import MemoryEstimate, estimate_memory, require_fits
 from prelunet.evaluator.engine.session import Session
-from prelunet.evaluator.imaging.decode import MAX_DECODE_BYTES
+from prelunet.evaluator.imaging.decode import max_decode_bytes
 from prelunet.evaluator.imaging.decode_memory import decode_semaphore
 from prelunet.evaluator.machine import machine_memory
 from prelunet.evaluator.protocols import EvaluationProtocol
@@ -68,7 +68,7 @@ def report_memory(need: MemoryEstimate, *, gpu: bool = False) -> None:
     report(f"memory: at most {need}")
     report(
         f"memory: an image that needs more than {format_bytes(decode_capacity)} to decode (docs/performance.md) is "
-        f"decoded alone and takes up to {format_bytes(MAX_DECODE_BYTES - decode_capacity)} more"
+        f"decoded alone and takes up to {format_bytes(max_decode_bytes() - decode_capacity)} more"
     )
     if need.total > (available := machine_memory()):
         report(

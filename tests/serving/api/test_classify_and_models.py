@@ -29,8 +29,8 @@ from prelunet.evaluator.engine import heatmap as overlay
 from prelunet.evaluator.engine.classify import build_answer, classify_images
 from prelunet.evaluator.engine.heatmap import draw_heat_maps
 from prelunet.evaluator.errors import EnvironmentFault, UsageError
-from prelunet.evaluator.imaging import views
 from prelunet.evaluator.imaging.decode import decode_rgb
+from prelunet.evaluator.imaging.resize import panel_picture
 from prelunet.evaluator.pb.inference import inference_pb2 as inference_pb
 from prelunet.evaluator.pb.inference import inference_pb2_grpc as inference_grpc
 from prelunet.evaluator.pb.prelunet.v1 import prelunet_pb2 as pb
@@ -40,6 +40,7 @@ from prelunet.evaluator.rpc.convert import answer_from_message
 from prelunet.evaluator.serving import models
 from prelunet.evaluator.serving.api import evaluation, prelunet_messages
 from prelunet.evaluator.serving.api.prelunet import SERVICE
+from prelunet.evaluator.serving.decoding import prepare
 from prelunet.evaluator.serving.lifecycle import serve
 from prelunet.evaluator.serving.options import ModelFile, ServeOptions, ServerLimits, parse_models
 from tests.conftest import ExportedNet
@@ -169,7 +170,8 @@ def test_the_heat_map_of_a_server_is_that_of_the_model_file(stub, name: str) -> 
     session, data = FakeSession(), png(40, 57, seed=1)
     protocol = build_protocol(name, session.contract)
     (alone,) = classify_images(session, [decode_rgb(data)], protocol, keep_windows=True)
-    expected = draw_heat_maps(decode_rgb(data), alone, session.contract, protocol)
+    image = decode_rgb(data)
+    expected = draw_heat_maps(panel_picture(image), image.shape[:2], alone, session.contract, protocol)
     with Image.open(io.BytesIO(stub.Classify(request(image=data, protocol=name, heatmap=True)).heatmap)) as drawn:
         np.testing.assert_array_equal(np.asarray(drawn), expected)
     assert stub.Classify(request(image=data)).heatmap == b""
@@ -300,7 +302,7 @@ def test_no_slow_work_runs_on_the_event_loops_thread(monkeypatch) -> None:
     data = png(40, 57)
     for owner, name in [
         (Image, "open"),  # Pillow's own: decoding
-        (views, "resize_to_scales"),
+        (prepare, "resize_to_scales"),
         (session, "compute"),
         (classify, "average_views"),
         (overlay, "heat_maps"),

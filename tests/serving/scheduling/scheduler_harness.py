@@ -16,10 +16,12 @@ from prelunet.evaluator.engine.session import Outputs
 from prelunet.evaluator.errors import DeviceLost
 from prelunet.evaluator.imaging.limits import DecodeLimits
 from prelunet.evaluator.protocols import EvaluationProtocol, build_protocol
+from prelunet.evaluator.serving.decoding.worker import DecodeProcess
 from prelunet.evaluator.serving.models import Models
 from prelunet.evaluator.serving.observability.call_context import Caller
 from prelunet.evaluator.serving.options import ModelFile, QueueOptions
 from prelunet.evaluator.serving.scheduling.admission import Usage
+from prelunet.evaluator.serving.scheduling.request import Request
 from tests.helpers.fakes import FakeSession, fake_contract
 from tests.serving.event_loop import until
 from tests.serving.serving_harness import png
@@ -91,7 +93,11 @@ def serve_models(
     ] == []
     for classifier in models.all():
         device_queue, model = classifier._device_queue, classifier._model
-        assert (len(device_queue._encoded), len(device_queue._ready), device_queue._decoding) == (0, 0, 0)
+        assert (sum(map(len, device_queue._encoded.values())), len(device_queue._ready), device_queue._decoding) == (
+            0,
+            0,
+            0,
+        )
         assert (device_queue._decoding_views, device_queue._decoded_bytes) == (0, 0)
         assert (model.unanswered, model.decoding, model.ready_pixels, model.ready_windows) == (0, 0, 0, 0)
         assert classifier.admission.used == Usage()
@@ -132,7 +138,7 @@ def all_decoded(models: Models, requests: int) -> bool:
     """Return whether this many requests are unanswered and all of them are decoded."""
     device_queue, served_models = models.all()[0]._device_queue, [classifier._model for classifier in models.all()]
     return sum(model.unanswered for model in served_models) == requests and not (
-        len(device_queue._encoded) or device_queue._decoding
+        any(device_queue._encoded.values()) or device_queue._decoding
     )
 
 
@@ -172,9 +178,9 @@ class DecodeGate:
         self._held = held
         self._model.decode_views = self._prepared
 
-    def _prepared(self, image: bytes, protocol: EvaluationProtocol, deadline: float | None):
+    def _prepared(self, request: Request, process: DecodeProcess | None):
         self.prepared += 1
-        if len(image) in self._held:
+        if len(request.image) in self._held:
             self.entered.set()
             assert self.open.wait(30)
-        return self._prepare(image, protocol, deadline)
+        return self._prepare(request, process)

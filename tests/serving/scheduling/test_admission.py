@@ -15,9 +15,13 @@ import pytest
 
 from prelunet.evaluator.engine.batching import BatchRules
 from prelunet.evaluator.errors import DeadlinePassed, ImageError, Overloaded, UsageError
+from prelunet.evaluator.imaging.header import PNG_SIGNATURE
+from prelunet.evaluator.imaging.limits import DecodeLimits
 from prelunet.evaluator.pb.prelunet.v1 import prelunet_pb2 as pb
 from prelunet.evaluator.pb.prelunet.v1 import prelunet_pb2_grpc as pb_grpc
 from prelunet.evaluator.protocols import build_protocol
+from prelunet.evaluator.serving.classifier import max_view_pixels
+from prelunet.evaluator.serving.decoding.prepare import Preparation, prepare_image
 from prelunet.evaluator.serving.models import Models
 from prelunet.evaluator.serving.observability.call_context import Caller
 from prelunet.evaluator.serving.observability.metrics import Metrics
@@ -101,8 +105,9 @@ async def test_a_view_that_would_take_gigabytes_is_refused_before_it_is_created(
 
 def test_a_model_with_large_default_scales_is_served_at_these_scales() -> None:
     contract = fake_contract(default_scales=(800, 900), max_side=4096)
-    with serve_models(large=FakeSession(contract)) as models:
-        models.get("large")._check_size(200, 2000, build_protocol("multi-scale", contract))
+    protocol = build_protocol("multi-scale", contract)
+    to_do = Preparation(protocol, DecodeLimits(), max_view_pixels(contract, protocol), picture=False)
+    assert prepare_image(png(20, 200), to_do).resized[900][0].shape == (900, 3600, 3)
 
 
 @pytest.mark.parametrize("heatmap", [False, True])
@@ -207,15 +212,20 @@ def test_a_mirrored_protocol_costs_twice_as_much_as_a_plain_one() -> None:
     assert views_and_pixels(build_protocol("ten-crop", fake_contract())) == (10, 10 * 28 * 28)
 
 
+PNG_START = PNG_SIGNATURE + (13).to_bytes(4) + b"IHDR"  # width and height follow
+
+
+@pytest.mark.parametrize("easy", [True, False])
 @async_test
-async def test_decoding_is_shared_among_clients_by_the_cost_of_their_files() -> None:
-    """By its bytes and its view's pixels, a file of 30 kB costs fourteen times as much as one of 2 kB."""
+async def test_decoding_is_shared_among_clients_by_the_pixels_of_their_files(easy: bool) -> None:
+    """An image of 16 times as many pixels costs about 16 times as much, also where its file is no larger."""
     session = FakeSession()
     model = ScheduledModel("fake", session, Metrics().of_model("fake", session), lambda *_: [])
     device_queue, reply = DeviceQueue(QueueOptions()), asyncio.get_running_loop().create_future()
-    for client, size, number in (("large", 30_000, 30), ("small", 2_000, 100)):
+    for client, side, number in (("large", 800, 30), ("small", 200, 100)):
+        image = PNG_START + 2 * side.to_bytes(4) if easy else b"GIF89a" + 2 * side.to_bytes(2, "little")
         for _ in range(number):
-            device_queue.add(Request(model, bytes(size), CENTER, Caller(client), lambda _: None, reply))
-    order = [request.caller.client for _ in range(100) if (request := device_queue.next_image()) is not None]
-    assert order.count("small") == pytest.approx(93, abs=2)
+            device_queue.add(Request(model, image, CENTER, Caller(client), lambda _: None, reply))
+    order = [request.caller.client for _ in range(100) if (request := device_queue.next_image(easy=easy)) is not None]
+    assert order.count("small") == pytest.approx(100 * 16 / 17, abs=2)
     assert order[: order.index("large") + 50].count("large") > 1

@@ -2,6 +2,7 @@
 
 import asyncio
 import threading
+from typing import Any
 
 import numpy as np
 import pytest
@@ -10,8 +11,10 @@ from prelunet.evaluator.engine.batching import BatchRules
 from prelunet.evaluator.engine.classify import classify_images
 from prelunet.evaluator.imaging.decode import decode_rgb
 from prelunet.evaluator.imaging.views import make_views
+from prelunet.evaluator.machine import cores
 from prelunet.evaluator.protocols import EvaluationProtocol, build_protocol
-from prelunet.evaluator.serving.classifier import Classifier
+from prelunet.evaluator.serving import classifier
+from prelunet.evaluator.serving.decoding.worker import DecodeProcess
 from prelunet.evaluator.serving.observability.call_context import Caller
 from prelunet.evaluator.serving.observability.metrics import Metrics
 from prelunet.evaluator.serving.options import QueueOptions
@@ -31,7 +34,7 @@ from tests.serving.scheduling.scheduler_harness import (
     serve_models,
     start_classify,
 )
-from tests.serving.serving_harness import png
+from tests.serving.serving_harness import png, webp
 
 
 @pytest.mark.parametrize("provider", ["CPUExecutionProvider", "CUDAExecutionProvider"])
@@ -270,7 +273,7 @@ async def test_slow_heat_maps_do_not_delay_other_answers(monkeypatch: pytest.Mon
         assert go_on.wait(30)
         return b"drawn"
 
-    monkeypatch.setattr(Classifier, "_heat_maps", slow)
+    monkeypatch.setattr(classifier, "png_bytes", slow)
 
     with serve_models(fake=FakeSession()) as models:
         answer = models.get("").answer
@@ -280,3 +283,27 @@ async def test_slow_heat_maps_do_not_delay_other_answers(monkeypatch: pytest.Mon
         assert not any(task.done() for task in maps)
         go_on.set()
         assert {answered.heatmap for answered in await asyncio.gather(*maps)} == {b"drawn"}
+
+
+@async_test
+async def test_images_that_may_take_long_to_decode_do_not_delay_easy_ones(monkeypatch: pytest.MonkeyPatch) -> None:
+    entered, go_on = threading.Semaphore(0), threading.Event()
+    prepare = DecodeProcess.prepare
+
+    def slow(*arguments: Any) -> Any:
+        entered.release()
+        assert go_on.wait(30)
+        return prepare(*arguments)
+
+    monkeypatch.setattr(DecodeProcess, "prepare", slow)
+    with serve_models(fake=FakeSession()) as models:
+        hard = [start_classify(models, webp(32, 41), dense_protocol(32)) for _ in range(3 * cores())]
+        for _ in range(cores()):
+            assert await asyncio.to_thread(entered.acquire, timeout=30)
+        for seed in range(20):
+            await start_classify(models, png(32, 41, seed), dense_protocol(32))
+        assert not any(task.done() for task in hard)
+        go_on.set()
+        (alone,) = classify_images(FakeSession(), [decode_rgb(webp(32, 41))], dense_protocol(32))
+        for task in hard:
+            np.testing.assert_array_equal((await task).scores, alone.scores)

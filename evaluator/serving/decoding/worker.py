@@ -1,0 +1,204 @@
+"""Decode images in another process, with limits on its memory and processor time, and killed when nobody waits.
+
+The two sides speak over a socket pair. Per image:
+
+    server → process    Preparation and the encoded image
+    process → server    Reservation: the memory that it will take; the server answers once that much is free
+    process → server    Prepared and the pixels, or Refused
+
+What the process sends is never unpickled: a broken decoder could send anything.
+"""
+
+import os
+import resource
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Callable
+from contextlib import suppress
+from multiprocessing.connection import Connection
+from pathlib import Path
+
+import msgspec
+import numpy as np
+
+from prelunet.evaluator.arrays import UInt8Array
+from prelunet.evaluator.errors import DeadlinePassed, ImageError, OutOfMemory, PreluNetError, UsageError
+from prelunet.evaluator.imaging.decode import silence_decoders
+from prelunet.evaluator.serving.decoding.prepare import Preparation, PreparedImage, prepare_image
+
+CPU_SECONDS = 30  # per image; the largest accepted one takes about 5
+PROCESS_BYTES = 50 * 2**20  # of a process with nothing to do; measured: 41 MB
+_NICE = 10  # a CPU model and cheap images come first
+_SPARE_BYTES = 2**27  # address space beyond what an image was estimated to take
+_POLL_SECONDS = 0.05  # between checks whether the caller still waits
+_START = "import sys; from prelunet.evaluator.serving.decoding.worker import work; work(int(sys.argv[1]))"
+_ERRORS: dict[str, type[PreluNetError]] = {kind.__name__: kind for kind in (ImageError, UsageError, OutOfMemory)}
+
+
+class Reservation(msgspec.Struct, tag=True):
+    """Asks for memory. bytes: the most that decoding and resizing will take."""
+
+    bytes: int
+
+
+class Pixels(msgspec.Struct):
+    """Announces an image, uint8 (height, width, 3), whose pixels follow in a message of their own."""
+
+    height: int
+    width: int
+    capped: bool = False
+
+
+class Prepared(msgspec.Struct, tag=True):
+    """Announces a `PreparedImage`. resized: by scale."""
+
+    height: int
+    width: int
+    resized: dict[int, Pixels]
+    picture: Pixels | None
+
+
+class Refused(msgspec.Struct, tag=True):
+    """An error, by the name of its class."""
+
+    error: str
+    text: str
+
+
+_decode_reply = msgspec.json.Decoder(Reservation | Prepared | Refused).decode
+
+
+class DecodeProcess:
+    """A process that prepares one image at a time. It starts with its first image, and again after it was killed."""
+
+    def __init__(self) -> None:
+        self._running: tuple[subprocess.Popen[bytes], Connection] | None = None
+
+    def prepare(
+        self, image: bytes, to_do: Preparation, reserve: Callable[[int], None], given_up: Callable[[], bool]
+    ) -> PreparedImage:
+        """Prepare an image in the process; see `prepare_image`.
+
+        reserve: blocks until that many bytes are free; given_up: returns whether nobody waits for the image any more.
+        The process is killed then, which raises DeadlinePassed. If it dies, the image is tried once more.
+        Raises ImageError if the image kills the process twice, or takes more than CPU_SECONDS.
+        """
+        for _ in range(2):
+            connection = self._connected()
+            try:
+                connection.send(to_do)
+                connection.send_bytes(image)
+                return _received_image(connection, reserve, given_up)
+            except DeadlinePassed:
+                self.close()
+                raise
+            except (EOFError, OSError, ValueError):  # the process has died, or sends nonsense
+                if self.close() == -signal.SIGXCPU:
+                    raise ImageError(
+                        f"the image takes more than {CPU_SECONDS} s of processor time to decode. Save it again as a "
+                        "baseline JPEG, or send a smaller one"
+                    ) from None
+        raise ImageError("the image makes its decoder fail. Save it again, or in another format")
+
+    def _connected(self) -> Connection:
+        if self._running is not None and self._running[0].poll() is not None:  # killed while it had nothing to do
+            self.close()
+        if self._running is None:
+            ours, theirs = socket.socketpair()
+            with theirs:
+                command = [sys.executable, "-c", _START, str(theirs.fileno())]
+                process = subprocess.Popen(command, pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL)  # noqa: S603
+            self._running = process, Connection(ours.detach())
+        return self._running[1]
+
+    def close(self) -> int:
+        """Kill the process and return its exit code; if it was about to exit by itself, that of this."""
+        if self._running is None:
+            return 0
+        (process, connection), self._running = self._running, None
+        connection.close()
+        with suppress(subprocess.TimeoutExpired):
+            return process.wait(0.1)
+        process.kill()
+        return process.wait()
+
+
+def _received_image(
+    connection: Connection, reserve: Callable[[int], None], given_up: Callable[[], bool]
+) -> PreparedImage:
+    while True:
+        while not connection.poll(_POLL_SECONDS):
+            if given_up():
+                raise DeadlinePassed("nobody waits for this image any more")
+        match _decode_reply(connection.recv_bytes()):
+            case Reservation(size):
+                reserve(size)
+                connection.send_bytes(b"go on")
+            case Refused(name, text):
+                raise _ERRORS.get(name, ImageError)(text)
+            case Prepared(height, width, announced, picture):
+                resized = {scale: (_received(connection, each), each.capped) for scale, each in announced.items()}
+                return PreparedImage(
+                    height, width, resized, None if picture is None else _received(connection, picture)
+                )
+
+
+def _received(connection: Connection, announced: Pixels) -> UInt8Array:
+    pixels = np.frombuffer(connection.recv_bytes(), np.uint8)
+    return pixels.reshape(announced.height, announced.width, 3)
+
+
+# In the process.
+
+
+def work(descriptor: int) -> None:
+    """Prepare images until the server closes the connection. descriptor: of the socket."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the server's
+    os.nice(_NICE)
+    silence_decoders()
+    connection = Connection(descriptor)
+    with suppress(EOFError, OSError):
+        while True:
+            to_do: Preparation = connection.recv()
+            image = connection.recv_bytes()
+            resource.setrlimit(resource.RLIMIT_CPU, (_cpu_seconds() + CPU_SECONDS, resource.RLIM_INFINITY))
+            _prepare(connection, to_do, image)
+
+
+def _prepare(connection: Connection, to_do: Preparation, image: bytes) -> None:
+    def reserve(size: int) -> None:
+        connection.send_bytes(msgspec.json.encode(Reservation(size)))
+        connection.recv_bytes()
+        resource.setrlimit(resource.RLIMIT_AS, (_address_space() + size + _SPARE_BYTES, resource.RLIM_INFINITY))
+
+    try:
+        prepared = prepare_image(image, to_do, reserve)
+    except PreluNetError as error:
+        connection.send_bytes(msgspec.json.encode(Refused(type(error).__name__, str(error))))
+        return
+    finally:
+        resource.setrlimit(resource.RLIMIT_AS, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+    resized = {scale: _announced(*image) for scale, image in prepared.resized.items()}
+    picture = None if prepared.picture is None else _announced(prepared.picture)
+    connection.send_bytes(msgspec.json.encode(Prepared(prepared.height, prepared.width, resized, picture)))
+    for pixels, _ in prepared.resized.values():
+        connection.send_bytes(pixels.data.cast("B"))
+    if prepared.picture is not None:
+        connection.send_bytes(prepared.picture.data.cast("B"))
+
+
+def _announced(pixels: UInt8Array, capped: bool = False) -> Pixels:
+    height, width, _ = pixels.shape
+    return Pixels(height, width, capped)
+
+
+def _cpu_seconds() -> int:
+    used = resource.getrusage(resource.RUSAGE_SELF)
+    return int(used.ru_utime + used.ru_stime)
+
+
+def _address_space() -> int:
+    """Return the size of this process's address space in bytes."""
+    return int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
