@@ -28,8 +28,8 @@ class RetryPolicy:
     retry_budget: retries available to all calls of a client together; every `answers_per_retry` answers return one, up
     to the budget. So a client whose calls keep failing adds at most `retry_budget` calls, plus one for every
     `answers_per_retry` answers, to the server's load.
-    restart_timeout: how long a call waits for an absent server, in seconds, with the same waits in between. These
-    attempts count neither as `attempts` nor against the budget. 0 treats an absent server like any other failure.
+    restart_timeout: how long a call waits for an absent server, in seconds. It tries again every 0.3 s at the latest;
+    these attempts count neither as `attempts` nor against the budget. 0 treats an absent server like any other failure.
     """
 
     attempts: int = 4
@@ -75,6 +75,8 @@ class RetryBudget:
             self._left = min(self._limit, self._left + 1)
 
 
+# Seconds. An attempt costs an absent server nothing, and a call should be answered as soon as the server is back.
+_MAX_ABSENT_BACKOFF = 0.3
 _draw = random.SystemRandom().uniform  # not the module's generator: clients with the same seed would retry in step
 
 
@@ -139,12 +141,13 @@ class Attempts:
         left = (end if self._deadline is None else min(end, self._deadline)) - now
         if left < self._retries.initial_backoff:
             return None
-        return min(self._jittered(error, self._absences), left / 2)
+        return min(self._jittered(error, self._absences, _MAX_ABSENT_BACKOFF), left / 2)
 
-    def _jittered(self, error: PreluNetError, failures: int) -> float:
-        """Return the backoff after `failures` failures, plus the server's `retry_after`."""
+    def _jittered(self, error: PreluNetError, failures: int, limit: float = float("inf")) -> float:
+        """Return the backoff after `failures` failures, at most `limit` seconds, plus the server's `retry_after`."""
         doublings = min(failures - 1, 60)  # keeps the float finite; `max_backoff` applies long before
-        pause = self._draw(0.0, min(self._retries.max_backoff, self._retries.initial_backoff * 2.0**doublings))
+        backoff = min(self._retries.max_backoff, self._retries.initial_backoff * 2.0**doublings, limit)
+        pause = self._draw(0.0, backoff)
         retry_after: float | None = getattr(error, "retry_after", None)
         return pause if retry_after is None else pause + retry_after
 

@@ -20,7 +20,7 @@ CHANNEL_OPTIONS = (
     ("grpc.http2.max_pings_without_data", 0),  # an image may wait and compute for longer than gRPC's two pings
     # By default gRPC reconnects after 1 s at the earliest and fails our retries until then.
     ("grpc.initial_reconnect_backoff_ms", 100),
-    ("grpc.max_reconnect_backoff_ms", 2_000),  # a call that waits for a restart should not wait for this too
+    ("grpc.max_reconnect_backoff_ms", 150),  # a call that waits for a restart should not wait for this too
     ("grpc.use_local_subchannel_pool", 1),  # a server shares its time among connections, so each client has its own
 )
 

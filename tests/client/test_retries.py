@@ -360,38 +360,34 @@ def test_the_waits_for_an_absent_server_grow_to_their_maximum_and_fit_into_the_t
             found.append(pause)
             now[0] += pause
 
-    rule = RetryPolicy(attempts=1, initial_backoff=1, max_backoff=4, retry_budget=0, restart_timeout=21)
-    assert waits(attempts(rule)) == [
-        1,
-        2,
-        4,
-        4,
-        4,
-        3,
-        1.5,
-        0.75,
-    ]  # half of 6, 3 and 1.5 s; then less than `first` is left
-    assert waits(attempts(rule, deadline=now[0] + 6)) == [1, 2, 1.5, 0.75]
+    unit = 1 / 16  # seconds; exact as a float
+    rule = RetryPolicy(
+        attempts=1, initial_backoff=unit, max_backoff=4 * unit, retry_budget=0, restart_timeout=21 * unit
+    )
+    # At last half of 6, 3 and 1.5 units; then less than `initial_backoff` is left.
+    assert [pause / unit for pause in waits(attempts(rule))] == [1, 2, 4, 4, 4, 3, 1.5, 0.75]
+    assert [pause / unit for pause in waits(attempts(rule, deadline=now[0] + 6 * unit))] == [1, 2, 1.5, 0.75]
     asking = NotReady("loading")
     asking.retry_after = 5  # type: ignore[attr-defined]
-    assert attempts(rule).pause(asking, absent=True) == 6
+    assert attempts(replace(rule, restart_timeout=21)).pause(asking, absent=True) == 5 + unit
+    assert max(waits(attempts(RetryPolicy()))) == 0.3, "whatever the backoff of other failures: it may be back"
 
 
 def test_an_absence_costs_no_attempt_and_restarts_after_any_other_failure_or_an_answer(monkeypatch) -> None:
     now = [100.0]
     monkeypatch.setattr("prelunet.evaluator.client.calls.time.monotonic", lambda: now[0])
-    of = attempts(RetryPolicy(attempts=3, initial_backoff=1, max_backoff=4, restart_timeout=10))
+    of = attempts(RetryPolicy(attempts=3, initial_backoff=0.125, max_backoff=0.25, restart_timeout=10))
     pauses = []
     for absent in (True, True, False, True, True, False, False):
         of.begin()
         pauses.append(of.pause(TRANSIENT, absent=absent))
         now[0] += 4
-    assert pauses == [1, 2, 1, 1, 2, 2, None]
-    of = attempts(RetryPolicy(initial_backoff=1, max_backoff=4, restart_timeout=10))
-    assert of.pause(TRANSIENT, absent=True) == 1
+    assert pauses == [0.125, 0.25, 0.125, 0.125, 0.25, 0.25, None]
+    of = attempts(RetryPolicy(initial_backoff=0.125, max_backoff=4, restart_timeout=10))
+    assert of.pause(TRANSIENT, absent=True) == 0.125
     now[0] += 60
     of.answer_received()  # a stream may be answered for long in between
-    assert of.pause(TRANSIENT, absent=True) == 1
+    assert of.pause(TRANSIENT, absent=True) == 0.125
 
 
 def test_a_call_whose_connection_is_reset_is_retried(client_of) -> None:
