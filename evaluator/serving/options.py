@@ -120,7 +120,7 @@ class ServerLimits:
         int,
         CliOption(
             "Maximum number of calls in flight, over all clients, not counting health checks and reflection; more are "
-            "refused.",
+            "refused, but addresses below their share may exceed the limit by a quarter.",
             min=1,
         ),
     ] = 2048

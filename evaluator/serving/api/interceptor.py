@@ -20,11 +20,13 @@ from prelunet.evaluator.serving.observability.call_context import (
     Call,
     Context,
     current_call,
+    identity_of,
     request_id_from,
 )
 from prelunet.evaluator.serving.observability.logs import log_call, log_incident
 from prelunet.evaluator.serving.observability.metrics import Metrics
 from prelunet.evaluator.serving.options import ServerLimits
+from prelunet.evaluator.serving.scheduling.admission import with_reserve
 
 Handler: TypeAlias = "grpc.RpcMethodHandler[Any, Any]"
 
@@ -49,6 +51,7 @@ class CallsInFlight:
 
     def __init__(self, limit: int = ServerLimits.max_calls, metrics: Metrics | None = None) -> None:
         self.count = 0
+        self._by_identity: dict[str, int] = {}
         self._limit = limit
         self._metrics = metrics or Metrics()
 
@@ -58,10 +61,9 @@ class CallsInFlight:
         exempt: always admit the call, and do not count it. `begin` must be called in the task in which gRPC runs the
         call, before its first message is read.
 
-        The limit is not per client: the client's connection is not known here yet. One connection cannot use up the
-        limit, because gRPC itself starts at most `ServerLimits.max_streams` of its calls, by default an eighth of it.
+        Who calls is not known here yet, so there is room for a quarter more; `admit` decides on it.
         """
-        counted = not exempt and self.count < self._limit
+        counted = not exempt and self.count < with_reserve(self._limit)
         task = asyncio.current_task()
         assert task is not None, "gRPC runs each call in a task"
         task.add_done_callback(lambda _: self._end(call, counted=counted))
@@ -69,10 +71,25 @@ class CallsInFlight:
             self.count += 1
             self._metrics.calls_now.inc()
         elif not exempt:
-            self._metrics.refusals.labels("", "calls").inc()
-            text = f"the server already has {self._limit} calls in flight. Try again later"
-            return Overloaded(text, _RETRY_AFTER)
+            return self._overloaded()
         return None
+
+    def admit(self, call: Call) -> None:
+        """Raise Overloaded above the limit, unless the caller's identity has less than its share of the calls.
+
+        One connection cannot use up the limit, because gRPC itself starts at most `ServerLimits.max_streams` of its
+        calls, by default an eighth of it; one address with many connections can.
+        """
+        identity = identity_of(call.peer)
+        own = self._by_identity.get(identity, 0)
+        if self.count > self._limit and own >= self._limit // (len(self._by_identity) + (not own)):
+            raise self._overloaded()
+        self._by_identity[identity] = own + 1
+        call.identity = identity
+
+    def _overloaded(self) -> Overloaded:
+        self._metrics.refusals.labels("", "calls").inc()
+        return Overloaded(f"the server already has {self._limit} calls in flight. Try again later", _RETRY_AFTER)
 
     def _end(self, call: Call, *, counted: bool) -> None:
         call.status = call.status or "CANCELLED"  # the client left, or its message was too large for gRPC
@@ -82,6 +99,10 @@ class CallsInFlight:
         self._metrics.calls.labels(method, call.status).inc()
         self._metrics.call_seconds.labels(method).observe(seconds)
         log_call(call, seconds)
+        if call.identity is not None:
+            self._by_identity[call.identity] -= 1
+            if not self._by_identity[call.identity]:
+                del self._by_identity[call.identity]
         if counted:
             self._metrics.calls_now.dec()
             self.count -= 1  # last: a server that stops waits for this; earlier, the log line would be lost
@@ -113,8 +134,8 @@ class CallInterceptor(grpc.aio.ServerInterceptor):
         path = handler_call_details.method
         call = Call(path.removeprefix("/"), request_id_from(handler_call_details.invocation_metadata or ()))
         current_call.set(call)
-        counted = handler is None or path.startswith(OUR_METHODS)
-        if counted and (overloaded := self._calls.begin(call, exempt=path in PROBES)) is not None:
+        counted, exempt = handler is None or path.startswith(OUR_METHODS), path in PROBES
+        if counted and (overloaded := self._calls.begin(call, exempt=exempt)) is not None:
 
             async def refuse(_requests: AsyncIterator[bytes], context: Context) -> None:
                 async with _errors_to_status(call, context):
@@ -124,7 +145,7 @@ class CallInterceptor(grpc.aio.ServerInterceptor):
         if handler is None:
             call.status = "UNIMPLEMENTED"  # which gRPC answers
             return None
-        return WrappedMethod(handler, call, self._limits).handler()
+        return WrappedMethod(handler, call, self._limits, self._calls if counted and not exempt else None).handler()
 
 
 # (request is a stream, response is a stream): attribute with the method, and constructor of the handler for gRPC.
@@ -138,9 +159,15 @@ _HANDLER_KINDS = {
 
 
 class WrappedMethod:
-    """The method of one call: decodes messages, so that a malformed one gets our status, and converts its errors."""
+    """The method of one call: decodes messages, so that a malformed one gets our status, and converts its errors.
 
-    def __init__(self, handler: Any, call: Call, limits: ServerLimits = ServerLimits()) -> None:
+    calls: admit the call, None if it is exempt from their limit.
+    """
+
+    def __init__(
+        self, handler: Any, call: Call, limits: ServerLimits = ServerLimits(), calls: CallsInFlight | None = None
+    ) -> None:
+        self._calls = calls
         self._limits = limits
         kind, self._make = _HANDLER_KINDS[handler.request_streaming, handler.response_streaming]
         self._method = getattr(handler, kind)
@@ -179,6 +206,8 @@ class WrappedMethod:
 
         Only one message of a unary call is read; gRPC holds back further ones and drops them when the call ends.
         """
+        if self._calls is not None:
+            self._calls.admit(self._call)
         if self._handler.request_streaming:
             messages = _Messages(received, self._decode_message, self._limits)
             self._call.message_done = messages.done

@@ -21,16 +21,18 @@ class Call:
     """One RPC, filled in while it runs.
 
     method: as in "prelunet.v1.PreluNetService/Classify"; begun: time.monotonic() at its start; peer: gRPC's name of the
-    connection; status: name of its gRPC status, empty until it ends; reason, error: of the error as sent to the caller;
-    id: of its message in the Open Inference Protocol; models: names of the requested models; images, failed: number of
-    images of a stream, and of those that got an error; views: of all its images; bytes: of all its messages;
-    message_done: to be called after each answered message of a stream, None for a call with one message.
+    connection; identity: see `identity_of`, None until the call is admitted; status: name of its gRPC status, empty
+    until it ends; reason, error: of the error as sent to the caller; id: of its message in the Open Inference Protocol;
+    models: names of the requested models; images, failed: number of images of a stream, and of those that got an error;
+    views: of all its images; bytes: of all its messages; message_done: to be called after each answered message of a
+    stream, None for a call with one message.
     """
 
     method: str
     request_id: str
     begun: float = field(default_factory=time.monotonic)
     peer: str = ""
+    identity: str | None = None
     status: str = ""
     reason: str = ""
     error: str = ""

@@ -8,6 +8,7 @@ from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass
 
 from prelunet.evaluator.errors import Overloaded
+from prelunet.evaluator.serving.observability.call_context import identity_of
 from prelunet.evaluator.serving.observability.metrics import ModelMetrics
 from prelunet.evaluator.serving.options import QueueOptions
 
@@ -60,11 +61,15 @@ class _Ticket:
 
 @dataclass
 class Usage:
-    """Images, views and bytes admitted and not yet answered, in total or of one client."""
+    """Images, views and bytes admitted and not yet answered, in total, of one client or of one identity.
+
+    clients: of an identity, with admitted images.
+    """
 
     images: int = 0
     views: int = 0
     bytes: int = 0
+    clients: int = 0
 
 
 def with_reserve(limit: int) -> int:
@@ -75,10 +80,11 @@ def with_reserve(limit: int) -> int:
 class AdmissionController:
     """Counts the unanswered images of one model, waiting or being computed, and admits no more than the limits allow.
 
-    When a limit is reached, a client without an admitted image, or with less than its share (the limit divided by the
-    number of clients), is still admitted, up to 1.25 times the limit. Otherwise the first client to send a thousand
-    images would lock all others out, before fair queueing has any effect. Streams wait for admission in order: nobody
-    takes the room that the first of them waits for, except by this rule.
+    When a limit is reached, an identity without an admitted image, or with less than its share (the limit divided by
+    the number of identities), is still admitted, up to 1.25 times the limit, and so is a client with less than its part
+    of that share. Otherwise the first client to send a thousand images would lock all others out, before fair queueing
+    has any effect. Streams wait for admission in order: nobody takes the room that the first of them waits for, except
+    by this rule.
 
     used: by all clients together; waiters: requests waiting for admission, in order of arrival.
     """
@@ -90,6 +96,7 @@ class AdmissionController:
         self._throughput = ThroughputEstimate()
         self.used = Usage()
         self._clients: dict[str, Usage] = {}
+        self._identities: dict[str, Usage] = {}
         self.waiters: dict[_Ticket, None] = {}
 
     @contextmanager
@@ -146,23 +153,28 @@ class AdmissionController:
         """
         if not self.used.images:
             return None
-        own = self._clients.get(ticket.client, Usage())
-        clients = len(self._clients) + (ticket.client not in self._clients)
+        identity = identity_of(ticket.client)
+        own, shared = self._clients.get(ticket.client, Usage()), self._identities.get(identity, Usage())
+        identities = len(self._identities) + (identity not in self._identities)
+        clients = shared.clients + (ticket.client not in self._clients)
 
-        def exceeds(used: int, own_used: int, requested: int, limit: int) -> bool:
-            if not own.images or own_used + requested <= limit // clients:  # below its share
+        def exceeds(used: int, shared_used: int, own_used: int, requested: int, limit: int) -> bool:
+            share = limit // identities
+            if not shared.images or shared_used + requested <= share or own_used + requested <= share // clients:
                 return used + requested > with_reserve(limit)
             return not first_in_line or used + requested > limit
 
-        if exceeds(self.used.views, own.views, ticket.views, self._queue.max_views):
+        if exceeds(self.used.views, shared.views, own.views, ticket.views, self._queue.max_views):
             return "views"
-        if exceeds(self.used.bytes, own.bytes, ticket.size, self._queue.max_bytes):
+        if exceeds(self.used.bytes, shared.bytes, own.bytes, ticket.size, self._queue.max_bytes):
             return "bytes"
         return None
 
     def _enter(self, ticket: _Ticket) -> None:
         if not self.used.images:
             self._throughput.begin()
+        shared = self._identities.setdefault(identity_of(ticket.client), Usage())
+        shared.clients += ticket.client not in self._clients
         self._clients.setdefault(ticket.client, Usage())
         self._count(1, ticket)
 
@@ -177,8 +189,12 @@ class AdmissionController:
 
     def _leave(self, ticket: _Ticket, *, answered: int) -> None:
         self._count(-1, ticket)
+        identity = identity_of(ticket.client)
         if not self._clients[ticket.client].images:
             del self._clients[ticket.client]
+            self._identities[identity].clients -= 1
+        if not self._identities[identity].images:
+            del self._identities[identity]
         self._throughput.record_departure(answered)
         self._admit_waiters()
 
@@ -196,7 +212,7 @@ class AdmissionController:
         )
 
     def _count(self, sign: int, ticket: _Ticket) -> None:
-        for usage in (self.used, self._clients[ticket.client]):
+        for usage in (self.used, self._clients[ticket.client], self._identities[identity_of(ticket.client)]):
             usage.images += sign * ticket.images
             usage.views += sign * ticket.views
             usage.bytes += sign * ticket.size

@@ -31,7 +31,7 @@ from prelunet.evaluator.serving.options import ServerLimits
 from tests.helpers.fakes import FakeSession
 from tests.serving.api.inference_calls import infer_request
 from tests.serving.api.raw_http2 import DATA, END_HEADERS, HEADERS, call_headers, connection, frame
-from tests.serving.event_loop import async_test, until
+from tests.serving.event_loop import async_test, settled, until
 from tests.serving.serving_harness import GatedSession, RunningServer, eventually, png, running_server, running_servicer
 
 SERVICE = "prelunet.v1.PreluNetService"
@@ -685,6 +685,41 @@ def test_silent_calls_of_one_connection_do_not_lock_out_others() -> None:
 
 def test_by_default_a_connection_has_at_most_half_of_the_calls_in_flight() -> None:
     assert 2 * ServerLimits.max_streams <= ServerLimits.max_calls
+
+
+def test_an_address_that_takes_all_calls_leaves_a_quarter_more_for_others() -> None:
+    calls = CallsInFlight(8)
+
+    async def call(peer: str, held: asyncio.Event) -> str:
+        """Make a call that lasts until `held` is set; return "refused" or "answered"."""
+        of_peer = Call("o", "1", peer=peer)
+        try:
+            if (overloaded := calls.begin(of_peer)) is not None:
+                raise overloaded
+            calls.admit(of_peer)
+        except Overloaded:
+            return "refused"
+        await held.wait()
+        return "answered"
+
+    async def scenario() -> None:
+        held = asyncio.Event()
+        greedy = [asyncio.create_task(call(f"ipv4:10.0.0.1:{port}", held)) for port in range(12)]
+        await settled()
+        others = [asyncio.create_task(call(f"ipv4:10.0.0.{host}:1", held)) for host in (2, 3, 4)]
+        await settled()
+        held.set()
+        assert [await task for task in greedy] == 8 * ["answered"] + 4 * ["refused"], "whatever its connections"
+        assert [await task for task in others] == ["answered", "answered", "refused"]
+        await settled()
+        assert calls.count == 0
+        held.clear()
+        again = [asyncio.create_task(call("ipv4:10.0.0.9:1", held)) for _ in range(9)]
+        await settled()
+        held.set()
+        assert [await task for task in again].count("answered") == 8, "nothing is kept of calls that ended"
+
+    asyncio.run(scenario())
 
 
 def test_probes_do_not_count_as_calls_in_flight() -> None:

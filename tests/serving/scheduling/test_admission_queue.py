@@ -124,8 +124,13 @@ def test_a_request_leaves_admission_whatever_its_error(error: BaseException) -> 
     assert admission.used == Usage()
 
 
+def client_of(name: str) -> str:
+    """Return the client of a request: the first letter of its name, with a port if there is one, as in b:1."""
+    return name[:3] if ":" in name else name[0]
+
+
 class AdmissionDriver:
-    """Requests for admission, each in its own task; the first letter of a name is the client.
+    """Requests for admission, each in its own task; a name begins with its client, see `client_of`.
 
     inside: names in the order of admission.
     """
@@ -143,7 +148,7 @@ class AdmissionDriver:
             await settled(10)
 
     async def _hold(self, name: str, size: int, views: int) -> None:
-        async with self.admission.admit_or_wait(size, views, name[0]):
+        async with self.admission.admit_or_wait(size, views, client_of(name)):
             self.inside.append(name)
             await self._leave[name].wait()
 
@@ -301,6 +306,10 @@ class PlainTicket:
 
     @property
     def client(self) -> str:
+        return client_of(self.name)
+
+    @property
+    def identity(self) -> str:
         return self.name[0]
 
 
@@ -314,12 +323,17 @@ class ReferenceAdmission:
     line: list[PlainTicket] = field(default_factory=list)
 
     def has_room(self, who: PlainTicket, *, first: bool) -> bool:
-        own = [other for other in self.inside if other.client == who.client]
-        clients = {other.client for other in (*self.inside, who)}
+        everyone = (*self.inside, who)
+        shared = [other for other in everyone if other.identity == who.identity]
+        own = [other for other in shared if other.client == who.client]
+        identities = {other.identity for other in everyone}
+        clients = {other.client for other in shared}
         for unit, limit in (("views", self.max_views), ("size", self.max_bytes)):
-            total = sum(getattr(other, unit) for other in (*self.inside, who))
-            own_total = sum(getattr(other, unit) for other in (*own, who))
-            below_share = not own or own_total * len(clients) <= limit
+            total, shared_total, own_total = (
+                sum(getattr(other, unit) for other in group) for group in (everyone, shared, own)
+            )
+            share = limit // len(identities)
+            below_share = len(shared) == 1 or shared_total <= share or own_total <= share // len(clients)
             fits = 4 * total <= 5 * limit if below_share else first and total <= limit
             if not fits:
                 return not self.inside
@@ -339,7 +353,7 @@ class ReferenceAdmission:
 STEPS = st.lists(
     st.tuples(
         st.sampled_from(["call", "call", "stream", "stream", "stream", "leave", "leave", "cancel"]),
-        st.sampled_from("aaabc"),
+        st.sampled_from(["a:1", "a:1", "a:2", "b:1", "b:2", "c:1"]),
         st.integers(1, 9),
         st.integers(1, 90),
         st.integers(0, 99),
