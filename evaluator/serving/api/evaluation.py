@@ -23,6 +23,7 @@ from prelunet.evaluator.validation.predictions import Prediction, Predictions, b
 from prelunet.evaluator.validation.run import Run, build_run_info, describe_dataset
 
 MAX_IN_FLIGHT = 32  # unanswered images of one evaluation; at this number no more are read, so the client has to wait
+MAX_TEXT_BYTES = 2**26  # of an evaluation's names and refusals: 67 bytes for each of a million images
 PROGRESS_INTERVAL = 1.0  # minimum number of seconds between two progress reports
 
 
@@ -52,10 +53,11 @@ async def evaluate(
 
     dataset_name: for the report, which uses the last part of a path; on_progress: called at most once every
     `PROGRESS_INTERVAL` seconds, never concurrently; max_images: maximum number of images. Memory until the report: per
-    image its name, 0.3 kB, and 2 bytes per view.
+    image its name and refusal, together at most MAX_TEXT_BYTES, 0.3 kB, and 2 bytes per view.
 
     A file that is not an image counts as refused. While an image waits for admission, the next one is not read.
-    Raises DatasetError if there is no image or if two have the same name, and UsageError if there are too many.
+    Raises DatasetError if there is no image or if two have the same name, and UsageError if there are too many, or if
+    their names are too long.
     """
     answers = _CollectedAnswers(len(classifier.session.contract.classes), len(protocol.views))
     slots = asyncio.Semaphore(MAX_IN_FLIGHT)
@@ -98,6 +100,7 @@ class _CollectedAnswers:
         self._new = partial(Predictions, classes, views)
         self._predictions = self._new()
         self._sizes = array("Q")
+        self._text_bytes = 0  # of names and refusals
 
     def expect(self, file: str, max_images: int) -> None:
         """Register the name of an image that has been read."""
@@ -108,13 +111,20 @@ class _CollectedAnswers:
                 f"this server evaluates at most {max_images} images in one call, and '{file}' is above the limit. "
                 "Evaluate the dataset in parts, or use `prelunet validate`"
             )
+        if self._text_bytes > MAX_TEXT_BYTES:
+            raise UsageError(
+                f"the names and refusals of this evaluation take more than {MAX_TEXT_BYTES} bytes. Use shorter names, "
+                "evaluate the dataset in parts, or use `prelunet validate`"
+            )
         self.places[file] = None
+        self._text_bytes += len(file.encode())
 
     def add(self, prediction: Prediction, size: int) -> None:
         """Store the answer to an image. size: of the image, in bytes."""
         self.places[prediction.file] = len(self._predictions)
         self._predictions.append(prediction)
         self._sizes.append(size)
+        self._text_bytes += len(prediction.refused or "")
 
     def in_order(self) -> tuple[list[Sample], Predictions]:
         """Return samples and predictions in the order of the file names, the order of every run."""

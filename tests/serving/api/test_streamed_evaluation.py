@@ -444,3 +444,17 @@ def test_a_report_message_lists_the_first_refused_images_and_counts_all(name: st
 
 def there_and_back(report: dict) -> dict:
     return report_from_message(pb.Report.FromString(report_message(report).SerializeToString()))
+
+
+@pytest.mark.parametrize("data", [b"no image", png(28, 28)])
+def test_an_evaluation_whose_names_and_refusals_take_too_much_memory_is_refused(
+    data: bytes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    images = [LabelledImage(f"{number:04}" + 500 * "x", data, 1) for number in range(100)]
+    with classifier_of(FakeSession()) as classifier:
+        protocol = build_protocol("center", classifier.session.contract)
+        monkeypatch.setattr(evaluation, "MAX_TEXT_BYTES", 40_000)
+        with pytest.raises(UsageError, match="names and refusals of this evaluation take more than 40000 bytes"):
+            asyncio.run(evaluate(classifier, protocol, "many", one_by_one(images)))
+        report = asyncio.run(evaluate(classifier, protocol, "few", one_by_one(images[:50])))
+    assert report["images"] == 50
