@@ -5,7 +5,6 @@ import ipaddress
 import resource
 import socket
 
-from prelunet.evaluator.rpc.status import MAX_MESSAGE_BYTES
 from prelunet.evaluator.serving.options import RESERVED_FILES, ServerLimits
 
 
@@ -13,9 +12,8 @@ def channel_options(limits: ServerLimits) -> list[tuple[str, int]]:
     """Return the options of the gRPC server; docs/serving.md describes what clients see of each."""
     options = [
         ("grpc.so_reuseport", 0),  # otherwise a second server started by mistake would silently share the calls
-        # Twice the largest image, so that a slightly larger one gets our error message.
-        ("grpc.max_receive_message_length", max(MAX_MESSAGE_BYTES, 2 * limits.image.max_bytes)),
-        # gRPC decompresses before it checks the size: 400 kB on the wire become 400 MB. Photos are compressed already.
+        ("grpc.max_receive_message_length", limits.max_message_bytes),
+        # gRPC decompresses before it checks the size: 400 kB on the wire become 400 MB. The interceptor decompresses.
         ("grpc.per_message_decompression", 0),
         ("grpc.max_concurrent_streams", limits.max_streams),
         # gRPC counts a call until it is freed. By then its client has the answer and may have started another call.

@@ -10,6 +10,7 @@ from prelunet.evaluator.cli_option import CliOption
 from prelunet.evaluator.engine.session import Placement
 from prelunet.evaluator.errors import UsageError
 from prelunet.evaluator.imaging.limits import DecodeLimits
+from prelunet.evaluator.rpc.status import MAX_MESSAGE_BYTES
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
 _DAY = 86_400.0  # seconds
@@ -160,6 +161,11 @@ class ServerLimits:
     min_ping_interval: float = 5.0
     connection_age_grace: float = 30.0
     max_evaluation_images: int = 1_000_000
+
+    @property
+    def max_message_bytes(self) -> int:
+        """Return the limit of a message: twice the largest image, so that a slightly larger one gets our error."""
+        return max(MAX_MESSAGE_BYTES, 2 * self.image.max_bytes)
 
 
 @dataclass(frozen=True)

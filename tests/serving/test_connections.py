@@ -1,11 +1,13 @@
 """The server's limits on connections and messages, each tested by its effect on clients."""
 
 import asyncio
+import gzip
 import os
 import resource
 import signal
 import socket
-from collections.abc import AsyncIterator
+import zlib
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -16,6 +18,8 @@ import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from prelunet.evaluator.errors import EnvironmentFault
+from prelunet.evaluator.pb.inference import inference_pb2
+from prelunet.evaluator.pb.prelunet.v1 import prelunet_pb2
 from prelunet.evaluator.serving import models
 from prelunet.evaluator.serving.lifecycle import serve
 from prelunet.evaluator.serving.network import (
@@ -281,17 +285,43 @@ def test_a_server_without_open_files_for_connections_does_not_start(
         asyncio.run(serve(options, pytest.fail))
 
 
+@pytest.mark.parametrize("compression", [grpc.Compression.Gzip, grpc.Compression.Deflate])
 @async_test
-async def test_a_compressed_message_is_refused_and_not_decompressed() -> None:
-    """GRPC decompresses a message of any size before it checks the limit."""
+async def test_a_compressed_message_is_accepted_up_to_the_limit_of_its_decompressed_size(
+    compression: grpc.Compression,
+) -> None:
+    """GRPC itself would decompress a message of any size before it checks the limit."""
     async with listening() as address, new_channel(address) as channel:
-        request = health_pb2.HealthCheckRequest(service="x" * 2_000_000)  # 2 kB on the wire
-        error = await rpc_error(
-            health_pb2_grpc.HealthStub(channel).Check(request, timeout=20, compression=grpc.Compression.Gzip)
-        )
-        assert error.code() == grpc.StatusCode.INVALID_ARGUMENT
-        assert "uncompressed" in (error.details() or "")
+        check_health = health_pb2_grpc.HealthStub(channel).Check
+        for size, code, text in (
+            (2_000, grpc.StatusCode.NOT_FOUND, ""),  # there is no such service
+            (70 * 2**20, grpc.StatusCode.INVALID_ARGUMENT, "larger than 67108864 bytes when it is decompressed"),
+        ):
+            request = health_pb2.HealthCheckRequest(service="x" * size)  # a thousandth of it on the wire
+            error = await rpc_error(check_health(request, timeout=20, compression=compression))
+            assert error.code() == code
+            assert text in (error.details() or "")
         assert await check(channel)
+
+
+@pytest.mark.parametrize("damage", [lambda data: data[:-9], lambda data: data[:20] + b"damaged" + data[27:]])
+@pytest.mark.parametrize("compressed", [gzip.compress, zlib.compress])
+@async_test
+async def test_a_damaged_compressed_message_is_refused(
+    compressed: Callable[[bytes], bytes], damage: Callable[[bytes], bytes]
+) -> None:
+    async with listening() as address, new_channel(address) as channel:
+        message = health_pb2.HealthCheckRequest(service="damaged below" * 50).SerializeToString()
+        call = channel.unary_unary("/grpc.health.v1.Health/Check")
+        error = await rpc_error(call(damage(compressed(message)), timeout=20))
+        assert error.code() == grpc.StatusCode.INVALID_ARGUMENT
+        assert "this message is" in (error.details() or "")
+
+
+def test_no_message_of_a_method_begins_like_a_compressed_one() -> None:
+    for file in (prelunet_pb2.DESCRIPTOR, inference_pb2.DESCRIPTOR):
+        for method in (method for service in file.services_by_name.values() for method in service.methods):
+            assert 15 not in method.input_type.fields_by_number, method.full_name
 
 
 def test_an_unavailable_port_is_explained() -> None:

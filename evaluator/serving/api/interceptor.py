@@ -3,6 +3,7 @@
 import asyncio
 import inspect
 import time
+import zlib
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import aclosing, asynccontextmanager
 from typing import Any, TypeAlias
@@ -223,9 +224,11 @@ class WrappedMethod:
         if not isinstance(data, bytes):  # end of the stream
             await asyncio.sleep(_CANCEL_DELAY)  # at first, a client that has left looks the same
             raise UsageError("this call has no message; send one")
-        return self._decode_message(data)
+        return await self._decode_message(data)
 
-    def _decode_message(self, data: bytes) -> Any:
+    async def _decode_message(self, data: bytes) -> Any:
+        if data.startswith(_COMPRESSED):
+            data = await asyncio.to_thread(_decompressed, data, self._limits.max_message_bytes)
         self._call.bytes += len(data)
         decode = self._handler.request_deserializer
         if decode is None:
@@ -239,12 +242,29 @@ class WrappedMethod:
             return decode(data)
         except DecodeError:
             raise UsageError(
-                "the request cannot be decoded as a message of this method; use this server's proto file and send "
-                "messages uncompressed"
+                "the request cannot be decoded as a message of this method; use this server's proto file, and compress "
+                "messages with gzip or deflate if at all"
             ) from None
 
     async def _send_request_id(self, context: Context) -> None:
         await context.send_initial_metadata(((REQUEST_ID, self._call.request_id),))
+
+
+# Compressed messages arrive as they are (`network.channel_options`). No message of ours begins like one: 0x1f is a field
+# of an unknown kind, and 0x78 the field 15, which none has.
+_COMPRESSED = (b"\x1f\x8b", b"\x78\x01", b"\x78\x5e", b"\x78\x9c", b"\x78\xda")  # RFC 1952, 2.3.1; RFC 1950, 2.2
+
+
+def _decompressed(data: bytes, limit: int) -> bytes:
+    """Decompress a message, of gzip or deflate, to at most `limit` bytes."""
+    inflater = zlib.decompressobj(32 + zlib.MAX_WBITS)  # 32: either kind of header
+    try:
+        message = inflater.decompress(data, limit)
+    except zlib.error as error:
+        raise UsageError(f"this message is damaged: it cannot be decompressed ({error})") from None
+    if inflater.unconsumed_tail or not inflater.eof:
+        raise UsageError(f"this message is cut off, or larger than {limit} bytes when it is decompressed")
+    return message
 
 
 class _Messages:
@@ -254,7 +274,9 @@ class _Messages:
     server does not read, and while the client may be waiting for an answer.
     """
 
-    def __init__(self, received: AsyncIterator[bytes], decode: Callable[[bytes], Any], limits: ServerLimits) -> None:
+    def __init__(
+        self, received: AsyncIterator[bytes], decode: Callable[[bytes], Awaitable[Any]], limits: ServerLimits
+    ) -> None:
         self._received = received
         self._decode = decode
         self._limits = limits
@@ -281,7 +303,7 @@ class _Messages:
             self._timeout = None
         self._begun = True
         self._in_progress += 1
-        return self._decode(data)
+        return await self._decode(data)
 
     def done(self) -> None:
         """Record that a message is no longer in progress."""

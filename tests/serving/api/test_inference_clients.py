@@ -96,7 +96,7 @@ def test_our_messages_and_methods_are_those_of_tritonclient(results) -> None:
 
 
 @needs_triton
-@pytest.mark.parametrize("way", ["scores", "column", "compressed"])
+@pytest.mark.parametrize("way", ["scores", "column", "gzip", "deflate"])
 def test_tritonclient_gets_the_scores_of_the_model(results, scores, way: str) -> None:
     same(results["sync"][way], scores)
     assert (results["sync"]["type"], results["sync"]["id"]) == ("float32", "photo 7")

@@ -75,8 +75,10 @@ def with_sync_client(address: str, images: list[bytes]) -> dict[str, Any]:
         column = images_input(images, [len(images), 1])
         results["column"] = client.infer("six", column, parameters=PARAMETERS).as_numpy("scores").tolist()
         results["classes"] = texts(client.infer("six", images_input(images), outputs=classes, parameters=PARAMETERS))
-        squeezed = client.infer("six", images_input(images), compression_algorithm="gzip", parameters=PARAMETERS)
-        results["compressed"] = squeezed.as_numpy("scores").tolist()
+        padded = images_input([image + bytes(5000) for image in images])  # gRPC sends plain what does not shrink
+        for algorithm in ("gzip", "deflate"):
+            squeezed = client.infer("six", padded, compression_algorithm=algorithm, parameters=PARAMETERS)
+            results[algorithm] = squeezed.as_numpy("scores").tolist()
         answers: queue.Queue[Any] = queue.Queue()
         for image in images:
             client.async_infer(
