@@ -132,8 +132,8 @@ class ServerProcess:
                 waiting += [int(pid) for task in folder.glob("task/*/children") for pid in task.read_text().split()]
 
     def open_files(self) -> int:
-        """Return the number of its open file descriptors."""
-        return len(list(Path(f"/proc/{self.process.pid}/fd").iterdir()))
+        """Return the number of its open file descriptors, without that of each child process."""
+        return len(list(Path(f"/proc/{self.process.pid}/fd").iterdir())) + 1 - sum(1 for _ in self._tree())
 
     def threads(self) -> int:
         """Return the number of its threads."""

@@ -250,8 +250,8 @@ class WrappedMethod:
         await context.send_initial_metadata(((REQUEST_ID, self._call.request_id),))
 
 
-# Compressed messages arrive as they are (`network.channel_options`). No message of ours begins like one: 0x1f is a field
-# of an unknown kind, and 0x78 the field 15, which none has.
+# Compressed messages arrive as they are (`network.channel_options`). No message of ours begins like one: 0x1f is of
+# an unknown type, and 0x78 the field 15, which none has.
 _COMPRESSED = (b"\x1f\x8b", b"\x78\x01", b"\x78\x5e", b"\x78\x9c", b"\x78\xda")  # RFC 1952, 2.3.1; RFC 1950, 2.2
 
 

@@ -9,6 +9,7 @@ from prelunet.evaluator.engine.session import Placement
 from prelunet.evaluator.errors import DeviceLost
 from prelunet.evaluator.machine import cores
 from prelunet.evaluator.serving.decoding.worker import DecodeProcess
+from prelunet.evaluator.serving.observability.logs import release_frames
 from prelunet.evaluator.serving.options import QueueOptions
 from prelunet.evaluator.serving.scheduling.executor import BatchExecutor
 from prelunet.evaluator.serving.scheduling.queue import DeviceQueue, build_ready_views
@@ -59,6 +60,7 @@ class ServedDevice:
                 ready = build_ready_views(request, views)
                 del views
             except BaseException as error:  # this thread must survive, or callers would wait forever
+                release_frames(error)  # they refer to the request, and that to the error
                 self.device_queue.decode_failed(request, as_reported(request.model, error))
             else:
                 self.device_queue.decoded(request, ready)
