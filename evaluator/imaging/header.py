@@ -11,7 +11,7 @@ from itertools import islice
 PNG_SIGNATURE = b"\x89PNG\r\n\x1a\n"
 # Everything within these limits is decoded in about 50 ms or less, whatever its bytes.
 _EASY_PIXELS = 2**21
-EASY_DECODE_BYTES = 18 * _EASY_PIXELS  # the most that decoding and resizing one takes; see `decode.decode_bytes`
+EASY_DECODE_BYTES = 22 * _EASY_PIXELS  # the most that decoding and resizing one takes; see `decode.decode_bytes`
 _EASY_SCANS = 16  # encoders write about ten
 _EASY_BYTES_PER_PIXEL, _EASY_METADATA = 4, 2**18  # more bytes can only be metadata, in any number of small pieces
 _EASY_SEGMENTS = 256  # of a JPEG before its pixels, or chunks of a PNG; Pillow takes microseconds for each

@@ -9,6 +9,7 @@ The two sides speak over a socket pair. Per image:
 What the process sends is never unpickled: a broken decoder could send anything.
 """
 
+import math
 import os
 import resource
 import signal
@@ -108,7 +109,7 @@ class DecodeProcess:
         if self._running is None:
             ours, theirs = socket.socketpair()
             with theirs:
-                command = [sys.executable, "-c", _START, str(theirs.fileno())]
+                command = [sys.executable, "-P", "-c", _START, str(theirs.fileno())]
                 process = subprocess.Popen(command, pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL)  # noqa: S603
             self._running = process, Connection(ours.detach())
         return self._running[1]
@@ -155,7 +156,8 @@ def _received(connection: Connection, announced: Pixels) -> UInt8Array:
 
 def work(descriptor: int) -> None:
     """Prepare images until the server closes the connection. descriptor: of the socket."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the server's
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT):  # often sent to the whole group
+        signal.signal(number, signal.SIG_IGN)  # the server decides when this process ends
     os.nice(_NICE)
     silence_decoders()
     connection = Connection(descriptor)
@@ -163,7 +165,8 @@ def work(descriptor: int) -> None:
         while True:
             to_do: Preparation = connection.recv()
             image = connection.recv_bytes()
-            resource.setrlimit(resource.RLIMIT_CPU, (_cpu_seconds() + CPU_SECONDS, resource.RLIM_INFINITY))
+            used = resource.getrusage(resource.RUSAGE_SELF)
+            _limit(resource.RLIMIT_CPU, math.ceil(used.ru_utime + used.ru_stime) + CPU_SECONDS)
             _prepare(connection, to_do, image)
 
 
@@ -171,7 +174,8 @@ def _prepare(connection: Connection, to_do: Preparation, image: bytes) -> None:
     def reserve(size: int) -> None:
         connection.send_bytes(msgspec.json.encode(Reservation(size)))
         connection.recv_bytes()
-        resource.setrlimit(resource.RLIMIT_AS, (_address_space() + size + _SPARE_BYTES, resource.RLIM_INFINITY))
+        address_space = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+        _limit(resource.RLIMIT_AS, address_space + size + _SPARE_BYTES)
 
     try:
         prepared = prepare_image(image, to_do, reserve)
@@ -179,7 +183,7 @@ def _prepare(connection: Connection, to_do: Preparation, image: bytes) -> None:
         connection.send_bytes(msgspec.json.encode(Refused(type(error).__name__, str(error))))
         return
     finally:
-        resource.setrlimit(resource.RLIMIT_AS, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+        _limit(resource.RLIMIT_AS, None)
     resized = {scale: _announced(*image) for scale, image in prepared.resized.items()}
     picture = None if prepared.picture is None else _announced(prepared.picture)
     connection.send_bytes(msgspec.json.encode(Prepared(prepared.height, prepared.width, resized, picture)))
@@ -194,11 +198,9 @@ def _announced(pixels: UInt8Array, capped: bool = False) -> Pixels:
     return Pixels(height, width, capped)
 
 
-def _cpu_seconds() -> int:
-    used = resource.getrusage(resource.RUSAGE_SELF)
-    return int(used.ru_utime + used.ru_stime)
-
-
-def _address_space() -> int:
-    """Return the size of this process's address space in bytes."""
-    return int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+def _limit(kind: int, limit: int | None) -> None:
+    """Set a limit of this process, no higher than the one that it was started with; None: no other than that."""
+    _, hard = resource.getrlimit(kind)
+    if limit is None or (hard != resource.RLIM_INFINITY and limit > hard):
+        limit = hard
+    resource.setrlimit(kind, (limit, hard))

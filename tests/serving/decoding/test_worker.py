@@ -179,3 +179,22 @@ def test_a_closed_process_has_ended() -> None:
     assert len(workers()) == len(before) + 1
     process.close()
     assert workers() == before
+
+
+def test_a_signal_to_the_whole_process_group_is_left_to_the_server(process: DecodeProcess) -> None:
+    process.prepare(WEBP, TO_DO, no_wait, nobody_left)
+    before = worker()
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT):
+        os.kill(before, number)
+    assert_same(process.prepare(WEBP, TO_DO, no_wait, nobody_left), prepare_image(WEBP, TO_DO))
+    assert worker() == before
+
+
+def test_modules_in_the_working_directory_are_not_imported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "PIL.py").write_text("raise SystemExit('this is not Pillow')")
+    monkeypatch.chdir(tmp_path)
+    process = DecodeProcess()
+    try:
+        assert_same(process.prepare(WEBP, TO_DO, no_wait, nobody_left), prepare_image(WEBP, TO_DO))
+    finally:
+        process.close()
