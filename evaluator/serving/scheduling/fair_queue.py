@@ -66,7 +66,7 @@ class FlowScheduler:
         self._virtual_time = max(start, self._virtual_time + cost / flows)
         while self._catching_up and self._catching_up[0][0] <= self._virtual_time:
             _, caught_up = heapq.heappop(self._catching_up)
-            if self._ahead.get(caught_up, self._virtual_time + 1) <= self._virtual_time:
+            if caught_up in self._ahead and self._ahead[caught_up] <= self._virtual_time:
                 del self._ahead[caught_up]
 
     def tags(self) -> Iterator[tuple[str, float]]:

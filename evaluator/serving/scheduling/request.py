@@ -27,7 +27,7 @@ _RECENT_BATCHES = 8  # used to estimate the time of a model's next batch
 # View pixels that take as long to create as decoding and resizing take for one encoded byte, or for one pixel of the
 # image in each pass, whichever is more: 17 ns a byte, 4 ns a pixel and pass, 3 ns a view pixel.
 _PIXELS_PER_BYTE, _PIXELS_PER_PIXEL = 6, 1.3
-_UNKNOWN_PIXELS = 2**24  # of an image whose header does not tell
+_UNKNOWN_PIXELS, _MAX_PIXELS = 2**24, 2**26  # of an image whose header does not tell; more are not decoded
 
 
 class BatchTimes:
@@ -151,7 +151,8 @@ class Request:
         self.views, self.pixels = views_and_pixels(self.protocol)
         header = read_header(self.image)
         self.easy = header.easy
-        of_pixels = _PIXELS_PER_PIXEL * header.passes * (_UNKNOWN_PIXELS if header.pixels is None else header.pixels)
+        pixels = _UNKNOWN_PIXELS if header.pixels is None else min(header.pixels, _MAX_PIXELS)
+        of_pixels = _PIXELS_PER_PIXEL * header.passes * pixels
         self.decode_cost = self.pixels + max(_PIXELS_PER_BYTE * len(self.image), of_pixels)
 
     def complete_results(self) -> list[ViewResult]:

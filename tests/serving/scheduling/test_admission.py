@@ -212,6 +212,16 @@ def test_a_mirrored_protocol_costs_twice_as_much_as_a_plain_one() -> None:
     assert views_and_pixels(build_protocol("ten-crop", fake_contract())) == (10, 10 * 28 * 28)
 
 
+@async_test
+async def test_a_header_of_absurd_size_costs_no_more_than_the_largest_image() -> None:
+    model = ScheduledModel("fake", FakeSession(), Metrics().of_model("fake", FakeSession()), lambda *_: [])
+    costs = [
+        Request(model, PNG_START + 2 * side.to_bytes(4), CENTER, Caller(), lambda _: None, asyncio.Future()).decode_cost
+        for side in (2**13, 2**32 - 1)
+    ]
+    assert costs[0] == costs[1]
+
+
 PNG_START = PNG_SIGNATURE + (13).to_bytes(4) + b"IHDR"  # width and height follow
 
 

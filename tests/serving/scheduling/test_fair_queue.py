@@ -227,3 +227,12 @@ def test_connections_share_what_their_client_gets() -> None:
     assert Counter(item[:3] for item in first) == {"man": 30, "one": 30}
     served = Counter(item.partition(".")[0] for item in first if item.startswith("many"))
     assert {*served.values()} == {1}, "and its connections take turns"
+
+
+def test_costs_beyond_the_precision_of_floats_do_no_harm() -> None:
+    queue = FairQueue[str]()
+    for item, cost in (("y1", 1.0), ("y2", 4e20), ("y3", 1.0), ("x1", 1e20)):
+        queue.put(item, ("A", item[0]), cost)
+    queue.take("x1")  # x leaves, ahead of the others,
+    queue.put("x2", ("A", "x"), 1.0)  # and comes back before they have caught up
+    assert list(drained(queue)) == ["y1", "y2", "x2", "y3"]
