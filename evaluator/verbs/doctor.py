@@ -39,7 +39,7 @@ def doctor(
         from prelunet.evaluator.client.channel import checked_address
 
         checked_address(server)
-    findings = list(check_machine(host, port))
+    findings = list(check_machine(host, port, placement.device))
     if model is not None:
         findings.append(check_model(model, placement))
     if server is not None:

@@ -10,7 +10,7 @@ import tempfile
 import time
 from base64 import b64decode
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal
@@ -67,11 +67,14 @@ class Finding:
         return {"name": self.name, "told": self.message, "state": self.state, "mend": self.fix, "facts": self.facts}
 
 
-def check_machine(host: str, port: int) -> Iterator[Finding]:
-    """Check this machine and its environment."""
+def check_machine(host: str, port: int, device: str = "auto") -> Iterator[Finding]:
+    """Check this machine and its environment. device: requested; it is wrong if that does not compute."""
     yield _versions()
     yield _runtime()
-    yield from _devices()
+    for finding in _devices():
+        computes = finding.facts.get("precisions") or finding.facts.get("names")
+        missing = finding.name == f"device {device}" and not computes
+        yield replace(finding, state="wrong", fix=finding.fix or "Choose another --device") if missing else finding
     yield _processor()
     yield _memory()
     yield _open_files()

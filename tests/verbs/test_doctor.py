@@ -51,6 +51,17 @@ def test_a_machine_that_is_set_up_correctly_passes(capsys: pytest.CaptureFixture
     assert findings["processor"]["facts"]["usable"] >= 1
 
 
+@pytest.mark.parametrize("device", ["cuda", "openvino", "cpu", "auto"])
+def test_a_requested_device_that_does_not_compute_is_wrong(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without a request it is merely not there."""
+    monkeypatch.setattr(doctor_checks, "visible_gpus", lambda: 0)
+    monkeypatch.setattr(doctor_checks, "_version", lambda _package: "not installed")
+    states = {finding.name: finding.state for finding in check_machine("127.0.0.1", 0, device)}
+    for missing, otherwise in (("cuda", "ok"), ("openvino", "note")):
+        assert states[f"device {missing}"] == ("wrong" if missing == device else otherwise)
+    assert states["device cpu"] == "ok"
+
+
 def test_without_json_the_findings_are_a_table(capsys: pytest.CaptureFixture[str]) -> None:
     assert run(["doctor", "--port", "0"]) == 0
     out = capsys.readouterr().out
