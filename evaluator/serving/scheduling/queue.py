@@ -292,9 +292,12 @@ class DeviceQueue:
         return self._closed and not (self._encoded[True] or self._encoded[False] or self._decoding or self._ready)
 
     def _notify_room(self) -> None:
-        """Wake the decoding threads: there may be room for more views."""
-        for decodable in self._decodable.values():
-            decodable.notify_all()
+        """Wake a decoding thread of each queue with images: there may be room for views. It wakes the next."""
+        for easy, decodable in self._decodable.items():
+            if self._closed:  # they may be about to end
+                decodable.notify_all()
+            elif self._encoded[easy]:
+                decodable.notify()
 
     def close_model(self, model: ScheduledModel) -> None:
         """Refuse new requests for a model, and wait until all others are answered."""
