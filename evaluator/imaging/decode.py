@@ -186,7 +186,9 @@ def _open(data: bytes, limits: DecodeLimits) -> ImageFile.ImageFile:
         raise ImageError(f"{len(data)} bytes are more than the limit of {limits.max_bytes}. Send a smaller file")
     _check_pixels(*_webp_canvas(data), limits)  # the WebP decoder allocates the canvas while it reads the header
     image = Image.open(io.BytesIO(data), formats=FORMATS)
-    _check_pixels(image.width, image.height, limits, limits.baseline_factor if read_header(data).passes == 1 else 1)
+    if image.width * image.height > limits.max_pixels:
+        baseline = read_header(data).passes == 1
+        _check_pixels(image.width, image.height, limits, limits.baseline_factor if baseline else 1)
     if isinstance(image, TiffImagePlugin.TiffImageFile):
         tile = image.tag_v2.get(_TILE_WIDTH, 1), image.tag_v2.get(_TILE_LENGTH, 1)
         _check_pixels(*tile, limits)  # a tile may be far larger than its image

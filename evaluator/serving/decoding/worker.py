@@ -9,6 +9,7 @@ The two sides speak over a socket pair. Per image:
 What the process sends is never unpickled: a broken decoder could send anything.
 """
 
+import logging
 import math
 import os
 import resource
@@ -160,6 +161,7 @@ def work(descriptor: int) -> None:
         signal.signal(number, signal.SIG_IGN)  # the server decides when this process ends
     os.nice(_NICE)
     silence_decoders()
+    logging.disable()  # Pillow's remarks; the server logs what is refused
     connection = Connection(descriptor)
     with suppress(EOFError, OSError):
         while True:
