@@ -183,23 +183,16 @@ class WrappedMethod:
 
     async def _single(self, received: Any, context: Context) -> Any:
         async with _errors_to_status(self._call, context):
-            answer = await self._method(await self._input(received, context), context)
-            await self._send_request_id(context)  # not earlier: gRPC does not retry a call after this
-            return answer
+            return await self._method(await self._input(received, context), context)
 
     async def _stream(self, received: Any, context: Context) -> None:
         async with _errors_to_status(self._call, context):
             answers = self._method(await self._input(received, context), context)
             if not inspect.isasyncgen(answers):  # the method writes its answers itself
-                await self._send_request_id(context)
                 await answers
                 return
-            id_sent = False
             async with aclosing(answers):
                 async for answer in answers:
-                    if not id_sent:
-                        await self._send_request_id(context)
-                        id_sent = True
                     await context.write(answer)
 
     async def _input(self, received: AsyncIterator[bytes], context: Context) -> Any:
@@ -245,9 +238,6 @@ class WrappedMethod:
                 "the request cannot be decoded as a message of this method; use this server's proto file, and compress "
                 "messages with gzip or deflate if at all"
             ) from None
-
-    async def _send_request_id(self, context: Context) -> None:
-        await context.send_initial_metadata(((REQUEST_ID, self._call.request_id),))
 
 
 # Compressed messages arrive as they are (`network.channel_options`). No message of ours begins like one: 0x1f is of
@@ -316,6 +306,8 @@ class _Messages:
 async def _errors_to_status(call: Call, context: Context) -> AsyncIterator[None]:
     """End a call with the status of its error, and record the status in `call`."""
     call.peer = context.peer()
+    # Not in the initial metadata, which would be sent in a packet of its own.
+    context.set_trailing_metadata(((REQUEST_ID, call.request_id),))
     try:
         yield
         call.status = context.code().name if context.code() else "OK"

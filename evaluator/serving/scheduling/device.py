@@ -54,23 +54,14 @@ class ServedDevice:
 
     def _decode(self, process: DecodeProcess | None = None) -> None:
         """Decode and resize queued images, in fair order; without a process those that are easy."""
-        while (request := self.device_queue.next_image(easy=process is None)) is not None:
-            try:
-                views = request.model.decode_views(request, process)
-                ready = build_ready_views(request, views)
-                del views
-            except BaseException as error:  # this thread must survive, or callers would wait forever
-                release_frames(error)  # they refer to the request, and that to the error
-                self.device_queue.decode_failed(request, as_reported(request.model, error))
-            else:
-                self.device_queue.decoded(request, ready)
-                del ready  # free the pixels before waiting for the next image
-            del request
+        while (request := self.device_queue.next_image("thread" if process is None else "process")) is not None:
+            self.device_queue.decode(request, process)
+            del request  # free its pixels before waiting for the next image
 
     def _answer(self, requests: Sequence[Request]) -> None:
         """Build answers in the pools: one task for each request with a heat map, one for all others."""
         if plain := [request for request in requests if not request.keep_windows]:
-            self._answer_pool.submit(self._build_answers, plain)
+            self._build_answers(plain)
         for request in requests:
             if request.keep_windows:
                 self._heatmap_pool.submit(self._build_answers, [request])

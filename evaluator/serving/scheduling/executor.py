@@ -93,7 +93,10 @@ class BatchExecutor:
                 views = self._device_queue.next_views()
                 if views is None:
                     return None
-                formed = self._form(views)
+                if isinstance(views, Request):
+                    self._device_queue.decode(views)
+                else:
+                    formed = self._form(views)
             return formed
 
     def _form(self, views: Sequence[ReadyView], *, full: bool = False) -> _FormedBatch | None:

@@ -13,12 +13,15 @@ is decoded or computed, and those that wait are dropped.
 import threading
 import time
 from collections.abc import Iterable, Sequence
+from itertools import chain
 
 from prelunet.evaluator.errors import DeadlinePassed, DeviceLost, Interrupted
 from prelunet.evaluator.imaging.views import ViewImage
+from prelunet.evaluator.serving.decoding.worker import DecodeProcess
+from prelunet.evaluator.serving.observability.logs import release_frames
 from prelunet.evaluator.serving.options import QueueOptions
 from prelunet.evaluator.serving.scheduling.fair_queue import FairQueue
-from prelunet.evaluator.serving.scheduling.request import ReadyView, Request, ScheduledModel, deliver
+from prelunet.evaluator.serving.scheduling.request import Decoder, ReadyView, Request, ScheduledModel, as_reported, deliver
 
 # Clients that already have ready views may use this share of the limits on ready views. The rest is for other clients,
 # so that their images are decoded during a busy client's batch and not after it.
@@ -33,10 +36,13 @@ class DeviceQueue:
     def __init__(self, options: QueueOptions) -> None:
         self._options = options
         self._lock = threading.Lock()
-        # By whether they are easy to decode.
-        self._decodable = {easy: threading.Condition(self._lock) for easy in (True, False)}
-        self._encoded: dict[bool, FairQueue[Request]] = {easy: FairQueue() for easy in (True, False)}
         self._computable = threading.Condition(self._lock)
+        self._decodable: dict[Decoder, threading.Condition] = {
+            "thread": threading.Condition(self._lock),
+            "process": threading.Condition(self._lock),
+            "compute": self._computable,
+        }
+        self._encoded: dict[Decoder, FairQueue[Request]] = {decoder: FairQueue() for decoder in self._decodable}
         self._stageable = threading.Condition(self._lock)
         self._answered = threading.Condition(self._lock)
         self._ready: FairQueue[ReadyView] = FairQueue()
@@ -57,9 +63,9 @@ class DeviceQueue:
                 raise DeviceLost(self._lost)
             if self._closed or request.model.closed:
                 raise Interrupted(f"model '{request.model.name}' is no longer served")
-            self._encoded[request.easy].put(request, request.path, request.decode_cost)
+            self._encoded[request.decoder].put(request, request.path, request.decode_cost)
             request.model.unanswered += 1
-            self._decodable[request.easy].notify()
+            self._decodable[request.decoder].notify()
 
     def abandon(self, request: Request) -> None:
         """End a request whose caller has left, unless it has ended; work that has not started is dropped."""
@@ -78,26 +84,32 @@ class DeviceQueue:
 
     # Called by the decoding threads
 
-    def next_image(self, *, easy: bool) -> Request | None:
+    def next_image(self, decoder: Decoder) -> Request | None:
         """Wait for the next image and for room for its views; None when the queue is closed and empty."""
-        encoded, decodable = self._encoded[easy], self._decodable[easy]
+        encoded, decodable = self._encoded[decoder], self._decodable[decoder]
         with self._lock:
-            while True:
-                request = encoded.first()
-                if request is not None and request.expired(time.monotonic()):
-                    self._fail(request, DeadlinePassed(_TOO_LATE.format("has passed")), "expired")
-                elif request is not None and self._has_room(request):
-                    break
-                elif request is None and self._closed:
+            while (request := self._take_image(decoder)) is None:
+                if self._closed and not encoded:
                     return None
-                else:
-                    decodable.wait()
-            encoded.take(request)
-            self._count_decoding(request, 1)
+                decodable.wait()
             if encoded:
                 decodable.notify()  # there may be room for the next image too
-            request.begun = time.monotonic()
             return request
+
+    def _take_image(self, decoder: Decoder) -> Request | None:
+        """Return the next image, None if there is none or no room for its views."""
+        encoded = self._encoded[decoder]
+        while (request := encoded.first()) is not None:
+            if request.expired(time.monotonic()):
+                self._fail(request, DeadlinePassed(_TOO_LATE.format("has passed")), "expired")
+            elif not self._has_room(request):
+                return None
+            else:
+                encoded.take(request)
+                self._count_decoding(request, 1)
+                request.begun = time.monotonic()
+                return request
+        return None
 
     def _has_room(self, request: Request) -> bool:
         views = len(self._ready) + self._decoding_views
@@ -112,6 +124,16 @@ class DeviceQueue:
         self._decoding += sign
         self._decoding_views += sign * request.views
         self._decoded_bytes += sign * request.decoded_bytes
+
+    def decode(self, request: Request, process: DecodeProcess | None = None) -> None:
+        """Decode an image from `next_image` or `next_views`, in this thread or in a process, and queue its views."""
+        try:
+            ready = build_ready_views(request, request.model.decode_views(request, process))
+        except BaseException as error:  # the thread must survive, or callers would wait forever
+            release_frames(error)  # they refer to the request, and that to the error
+            self.decode_failed(request, as_reported(request.model, error))
+        else:
+            self.decoded(request, ready)
 
     def decoded(self, request: Request, ready: Sequence[ReadyView]) -> None:
         """Queue the views of an image for the device; they are dropped if the request has ended."""
@@ -155,11 +177,12 @@ class DeviceQueue:
 
     # Called by the compute and staging threads
 
-    def next_views(self) -> list[ReadyView] | None:
+    def next_views(self) -> Request | list[ReadyView] | None:
         """Wait for views and return those of the next model, in fair order; None when the queue is closed and empty.
 
         Returns at most as many as a few batches hold. If they do not fill a batch and no other model has ready views,
-        waits up to `batch_wait` for images of this model that are being decoded.
+        waits up to `batch_wait` for images of this model that are being decoded, and returns images that the compute
+        thread has to decode itself.
         """
         with self._lock:
             self._computing = False
@@ -169,7 +192,12 @@ class DeviceQueue:
                     model = first.request.model
                     remaining_wait = model.ready_since + self._options.batch_wait - time.monotonic()
                     enough = self._ready.flow_count() > 1 or model.fills(model.ready_pixels, model.ready_windows)
-                    if remaining_wait <= 0 or enough or not model.decoding:
+                    if remaining_wait <= 0 or enough:
+                        return self._views_to_plan(model)
+                if (request := self._take_image("compute")) is not None:
+                    return request
+                if first is not None:
+                    if not model.decoding:
                         return self._views_to_plan(model)
                     self._computable.wait(remaining_wait)
                 elif self._finished():
@@ -252,7 +280,7 @@ class DeviceQueue:
             first = self._lost is None
             self._lost = self._lost or str(error)
             affected = [view.request for view in (*views, *self._ready)]
-            for request in {*affected, *self._encoded[True], *self._encoded[False]}:
+            for request in {*affected, *chain.from_iterable(self._encoded.values())}:
                 self._fail(request, DeviceLost(self._lost))
         return first
 
@@ -271,8 +299,8 @@ class DeviceQueue:
         if end_reason != "answered":
             request.model.metrics.failed_seconds.observe(request.ended - request.arrived)
         dropped = 0
-        if request in self._encoded[request.easy]:
-            self._encoded[request.easy].withdraw(request)
+        if request in self._encoded[request.decoder]:
+            self._encoded[request.decoder].withdraw(request)
             dropped = request.views
         for view in request.queued_views:
             self._ready.withdraw(view)
@@ -289,14 +317,14 @@ class DeviceQueue:
         return True
 
     def _finished(self) -> bool:
-        return self._closed and not (self._encoded[True] or self._encoded[False] or self._decoding or self._ready)
+        return self._closed and not (any(self._encoded.values()) or self._decoding or self._ready)
 
     def _notify_room(self) -> None:
         """Wake a decoding thread of each queue with images: there may be room for views. It wakes the next."""
-        for easy, decodable in self._decodable.items():
+        for decoder, decodable in self._decodable.items():
             if self._closed:  # they may be about to end
                 decodable.notify_all()
-            elif self._encoded[easy]:
+            elif self._encoded[decoder]:
                 decodable.notify()
 
     def close_model(self, model: ScheduledModel) -> None:
@@ -309,7 +337,7 @@ class DeviceQueue:
         """Refuse new requests; the threads end when the queue is empty."""
         with self._lock:
             self._closed = True
-            for condition in (*self._decodable.values(), self._computable, self._stageable):
+            for condition in (*self._decodable.values(), self._stageable):
                 condition.notify_all()
 
 
