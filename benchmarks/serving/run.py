@@ -15,7 +15,6 @@ minutes.
 - overhead:   sequential calls to a model that computes nothing
 """
 
-import io
 import sys
 import tempfile
 from collections.abc import Sequence
@@ -75,13 +74,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _pictures(folder: Path, data: Path | None) -> Pictures:
-    """Write the pictures as JPEG: the photos of mixed sizes, and a minimal one of 32x32."""
+    """Write the photos of mixed sizes as JPEG, and a minimal one of 32x32 as PNG."""
     folder.mkdir()
     photos = load_photos(data)
     for number, pixels in enumerate([*(photo.pixels for photo in photos), golden_image(32, 32)]):
-        encoded = io.BytesIO()
-        Image.fromarray(pixels).save(encoded, "JPEG", quality=QUALITY)
-        (folder / f"{number:03}.jpg").write_bytes(encoded.getvalue())
+        file = folder / f"{number:03}.{'jpg' if number < len(photos) else 'png'}"
+        Image.fromarray(pixels).save(file, quality=QUALITY)
     return Pictures(folder, mixed=tuple(range(len(photos))), equal=(0,), smallest=(len(photos),))
 
 

@@ -6,7 +6,7 @@ from typing import Any
 
 from benchmarks.common.intervals import differs, median_ratio
 from benchmarks.common.results import described_run, latest, markdown
-from benchmarks.serving.engine import WAYS
+from benchmarks.serving.engine import DECODING, WAYS
 
 NOTES = (
     "All contenders of a table take turns in rounds, in an order shuffled for each round; every turn makes the same "
@@ -19,6 +19,7 @@ NOTES = (
 GOALS = {("A", "center"): 0.95, ("demo", "multi-scale"): 0.8}  # of the engine's throughput, server with 16 clients
 GOAL_API = "Classify"
 OURS = "prelunet"
+ECHO = f"echo, {GOAL_API}"
 
 Json = Mapping[str, Any]
 KINDS = ("throughput", "closed", "open", "overhead")  # of cases, in the order of the tables
@@ -76,17 +77,25 @@ def _section(case: Json) -> list[str]:
         title = f"{case_name}, {settings['pictures']} pictures: {rate}"
         text = f"70 % of the slowest server's throughput with {clients} clients; the same moments for all; {turns}."
     else:
-        title = "Calls to a model that computes nothing"
+        title = f"Calls to a model that computes nothing: {clients} client{'s' * (clients > 1)}"
         text = (
-            "Sequential calls with a picture of 32x32 pixels that every server decodes and resizes; "
-            f"{turns}. *x*: relative to our Classify."
+            f"{'Sequential calls' if clients == 1 else f'{clients} clients'} with a picture of 32x32 pixels that every "
+            "server but the echo decodes and resizes; "
+            f"{turns}. *x*: relative to our Classify. *x echo*: CPU time without decoding ÷ that of {ECHO}."
         )
         other = contenders[f"{OURS}, {GOAL_API}"]
     row, header = (_rates, _HEADER) if kind in {"throughput", "closed"} else (_latencies, _LATENCY_HEADER)
+    compared = kind == "overhead" and DECODING in contenders
+    header += ("x echo",) * compared
     rows = []
     for name, one in contenders.items():
         failed = f" (failed calls: {one['failed']}, {one.get('first_error')})" if one["failed"] else ""
-        rows.append((f"{name}{' in process' * (name in WAYS)}{failed}", *row(one, other, off.get(name))))
+        values = row(one, other, off.get(name))
+        if compared:
+            ratio, error = front_ratio(contenders, name)
+            answers = name.startswith((OURS, "echo")) and not name.endswith("ServerLive")
+            values += (f"{ratio:.2f}" + ("" if error is None else f" ± {error:.2f}") if name.startswith(OURS) and answers else None,)
+        rows.append((f"{name}{' in process' * (name in {*WAYS, DECODING})}{failed}", *values))
     return [f"## {title}", "", text, "", markdown(("", *header), rows), ""]
 
 
@@ -106,8 +115,16 @@ def _rates(one: Json, other: Json, off: float | None) -> tuple[Any, ...]:
 
 
 def _latencies(one: Json, other: Json, _off: float | None) -> tuple[Any, ...]:
+    if "p50_ms" not in one:  # in process
+        return None, None, None, None, one["cpu_ms"]
     ratios = (one[key] / other[key] for key in ("p50_ms", "p99_ms"))
     return one["p50_ms"], one["p99_ms"], *ratios, one["cpu_ms"]
+
+
+def front_ratio(contenders: Json, name: str) -> tuple[float, float | None]:
+    """Return the CPU time of a server's calls without decoding as a multiple of the echo's, and its standard error."""
+    front, decoding, echo = (contenders[one]["cpus_ms"] for one in (name, DECODING, ECHO))
+    return median_ratio([whole - part for whole, part in zip(front, decoding, strict=True)], echo)
 
 
 def goals_of(data: Json) -> list[str]:
