@@ -1,7 +1,6 @@
 """Start, watch and stop a server process, ours or another, and read the metrics of ours."""
 
 import json
-import os
 import re
 import select
 import socket
@@ -115,13 +114,13 @@ class ServerProcess:
         return seconds
 
     def thread_seconds(self) -> dict[str, float]:
-        """Return the CPU time in seconds of its living threads by name, without the numbers at the end of names."""
+        """Return the CPU time in seconds of its living threads by the first word of their name."""
         seconds: dict[str, float] = defaultdict(float)
         for task in Path(f"/proc/{self.process.pid}/task").iterdir():
             with suppress(OSError):
-                name = "main" if task.name == task.parent.parent.name else (task / "comm").read_text()
+                name = "main" if task.name == str(self.process.pid) else (task / "comm").read_text().strip()
                 nanoseconds = int((task / "schedstat").read_text().split()[0])
-                seconds[re.sub(r"[-_\d]*$", "", name.strip())] += nanoseconds / 1e9
+                seconds[name.partition("-")[0]] += nanoseconds / 1e9
         return dict(seconds)
 
     def tree_mb(self) -> float:

@@ -175,7 +175,9 @@ class LoadTarget:
         """Return the serialized answer of Classify to a picture."""
         load = Workload(**self._load(clients=1, calls=1, first=0, begin_at=0.0))
         with grpc.insecure_channel(self.server.address) as channel:
-            response = pb_grpc.PreluNetServiceStub(channel).Classify(classify_request(load, image), timeout=CALL_SECONDS)
+            response = pb_grpc.PreluNetServiceStub(channel).Classify(
+                classify_request(load, image), timeout=CALL_SECONDS
+            )
         found: bytes = response.SerializeToString()
         return found
 
