@@ -175,10 +175,8 @@ class LoadTarget:
         """Return the serialized answer of Classify to a picture."""
         load = Workload(**self._load(clients=1, calls=1, first=0, begin_at=0.0))
         with grpc.insecure_channel(self.server.address) as channel:
-            response = pb_grpc.PreluNetServiceStub(channel).Classify(
-                classify_request(load, image), timeout=CALL_SECONDS
-            )
-        found: bytes = response.SerializeToString()
+            stub = pb_grpc.PreluNetServiceStub(channel)
+            found: bytes = stub.Classify(classify_request(load, image), timeout=CALL_SECONDS).SerializeToString()
         return found
 
     def run_turn(self, workers: Sequence[Worker], calls: int, number: int) -> TurnResult:
@@ -253,7 +251,10 @@ def interleave(contenders: Mapping[str, Turn], calls: int, rounds: int) -> Json:
 
 
 def summary(turns: Sequence[TurnResult]) -> Json:
-    """Summarize one contender for the result file. ms: per call; percentiles are over the calls of all rounds."""
+    """Summarize one contender for the result file.
+
+    ms: per call; percentiles and cpu_ms are over the calls of all rounds, cpus_ms has one number for each round.
+    """
     calls = sum(turn.calls for turn in turns)
     latencies = sorted(latency for turn in turns for latency in turn.latencies)
     errors = [error for turn in turns for error in turn.errors]
@@ -262,7 +263,7 @@ def summary(turns: Sequence[TurnResult]) -> Json:
         "calls": calls,
         "cpu_ms": significant(1000 * sum(turn.cpu for turn in turns) / calls),
         "cpus_ms": [significant(1000 * turn.cpu / turn.calls) for turn in turns],
-        "threads_ms": {name: significant(1000 * seconds / calls) for name, seconds in _total(turns).items()},
+        "threads_ms": _threads(turns),
         "client_cpu_ms": significant(1000 * sum(turn.client_cpu for turn in turns) / calls),
         **{f"p{share}_ms": significant(1000 * percentile(latencies, share)) for share in (50, 99) if latencies},
         "failed": len(errors),
@@ -270,12 +271,13 @@ def summary(turns: Sequence[TurnResult]) -> Json:
     }
 
 
-def _total(turns: Sequence[TurnResult]) -> Mapping[str, float]:
-    """Return the CPU time of all turns by thread."""
+def _threads(turns: Sequence[TurnResult]) -> Mapping[str, float]:
+    """Return the CPU time per call in ms by thread, without threads that take next to nothing."""
     total: Counter[str] = Counter()
     for turn in turns:
         total.update(turn.threads)
-    return total
+    each = {name: significant(1000 * seconds / sum(turn.calls for turn in turns)) for name, seconds in total.items()}
+    return {name: milliseconds for name, milliseconds in each.items() if milliseconds > 1e-3}
 
 
 def percentile(values: Sequence[float], share: float) -> float:

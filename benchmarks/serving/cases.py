@@ -34,7 +34,7 @@ SHARE = 0.7  # rate of calls at random moments, as a share of the slowest server
 # Seconds of one turn, rounds, and the minimum number of calls of a turn.
 SERVED_TURN = {"A": (10.0, 5, 32), "demo": (3.0, 7, 64)}
 PEER_TURN, OPEN_TURN = (1.5, 3, 48), (4.0, 2, 48)
-OVERHEAD_TURN = {1: (200, 5), 16: (1600, 5)}  # number of clients → calls of a turn, rounds
+OVERHEAD_TURN = {1: (200, 5), 16: (960, 5)}  # number of clients → calls of a turn, rounds
 TINY_CALLS = 8
 
 
@@ -104,7 +104,7 @@ def overhead(bench: ServingBench, runner: Runner) -> None:
     given = [name for name in STARTERS if bench.pythons[name] is not None]
     for clients, lengths in OVERHEAD_TURN.items():
         settings = {"part": "overhead", "clients": clients, "peers": given}
-        runner.measure(Case(settings, partial(_overhead, bench, clients, *lengths), 60))
+        runner.measure(Case(settings, partial(_overhead, bench, clients, *lengths), 90))
 
 
 def _overhead(bench: ServingBench, clients: int, calls: int, rounds: int) -> Json:

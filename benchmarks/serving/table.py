@@ -100,16 +100,13 @@ def _section(case: Json) -> list[str]:
         )
         other = contenders[f"{OURS}, {GOAL_API}"]
     row, header = (_rates, _HEADER) if kind in {"throughput", "closed"} else (_latencies, _LATENCY_HEADER)
-    split = DECODING in contenders
-    header += ("x echo", *THREADS.values(), "others") * split
+    split = ("x echo", *THREADS.values(), "others") if DECODING in contenders else ()
     rows = []
     for name, one in contenders.items():
         failed = f" (failed calls: {one['failed']}, {one.get('first_error')})" if one["failed"] else ""
-        values = row(one, other, off.get(name))
-        if split:
-            values += _split(contenders, name)
-        rows.append((f"{name}{' in process' * (name in {*WAYS, DECODING})}{failed}", *values))
-    return [f"## {_title(case)}", "", text, "", markdown(("", *header), rows), ""]
+        label = f"{name}{' in process' * (name in {*WAYS, DECODING})}{failed}"
+        rows.append((label, *row(one, other, off.get(name)), *(_split(contenders, name) if split else ())))
+    return [f"## {_title(case)}", "", text, "", markdown(("", *header, *split), rows), ""]
 
 
 def _clients(case: Json) -> int:
