@@ -114,8 +114,7 @@ def _overhead(bench: ServingBench, clients: int, calls: int, rounds: int) -> Jso
     targets = {f"prelunet, {api}": LoadTarget(server, api, NET, NULL_PROTOCOL, images, clients) for api in apis}
     picture = sorted(bench.pictures.folder.iterdir())[images[0]].read_bytes()
     echo = bench.echo(targets["prelunet, Classify"].answer(picture))
-    for api in ("Classify", "ServerLive"):
-        targets[f"echo, {api}"] = LoadTarget(echo, api, NET, NULL_PROTOCOL, images, clients)
+    targets["echo, Classify"] = LoadTarget(echo, "Classify", NET, NULL_PROTOCOL, images, clients)
     for peer, there in bench.peers(NET, _of_peers(bench)).items():
         targets[f"{peer}, OIP"] = LoadTarget(there, "OIP of a peer", "null", "", images, clients)
         targets[f"{peer}, ServerLive"] = LoadTarget(there, "ServerLive", "null", "", images, clients)

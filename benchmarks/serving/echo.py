@@ -19,8 +19,8 @@ from prelunet.evaluator.pb.prelunet.v1 import prelunet_pb2 as pb
 from prelunet.evaluator.pb.prelunet.v1 import prelunet_pb2_grpc as pb_grpc
 
 
-class Echo(pb_grpc.PreluNetServiceServicer):
-    """Answers every image alike."""
+class Echo(pb_grpc.PreluNetServiceServicer, oip_grpc.GRPCInferenceServiceServicer):
+    """Answers every image alike, and a question about its version."""
 
     def __init__(self, answer: pb.ClassifyResponse) -> None:
         self._answer = answer
@@ -29,14 +29,6 @@ class Echo(pb_grpc.PreluNetServiceServicer):
         """Return the ready answer."""
         return self._answer
 
-
-class Ready(oip_grpc.GRPCInferenceServiceServicer):
-    """What `Contender.wait` and the empty calls need."""
-
-    async def ServerLive(self, _request: Any, _context: Any) -> oip.ServerLiveResponse:  # noqa: N802
-        """Answer an empty call."""
-        return oip.ServerLiveResponse(live=True)
-
     async def ServerMetadata(self, _request: Any, _context: Any) -> oip.ServerMetadataResponse:  # noqa: N802
         """Name this server."""
         return oip.ServerMetadataResponse(name="grpc.aio", version=grpc.__version__)
@@ -44,9 +36,9 @@ class Ready(oip_grpc.GRPCInferenceServiceServicer):
 
 async def serve(answer: pb.ClassifyResponse) -> None:
     """Serve until the process is stopped."""
-    server = grpc.aio.server()
-    pb_grpc.add_PreluNetServiceServicer_to_server(Echo(answer), server)
-    oip_grpc.add_GRPCInferenceServiceServicer_to_server(Ready(), server)
+    server, echo = grpc.aio.server(), Echo(answer)
+    pb_grpc.add_PreluNetServiceServicer_to_server(echo, server)
+    oip_grpc.add_GRPCInferenceServiceServicer_to_server(echo, server)
     port = server.add_insecure_port("127.0.0.1:0")
     await server.start()
     print(f"serving on 127.0.0.1:{port}", flush=True)

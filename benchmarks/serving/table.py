@@ -16,8 +16,7 @@ NOTES = (
     "call, of the server's (or engine's) processes and of the clients', which share the cores. *off by*: the largest "
     "difference of a score from the engine in process; classes and their order were the same."
 )
-# Threads of our server, whose names begin with these words.
-THREADS = {"main": "event loop", "decode": "decode", "compute": "compute", "answer": "answer", "log": "log"}
+THREADS = ("main", "decode", "compute", "answer", "log")  # first words of the names of our server's threads
 
 GOALS = {("A", "center"): 0.97, ("demo", "multi-scale"): 0.93}  # of the engine's throughput, server with 16 clients
 DENSE_GOAL, CENTER_GOAL = 1.0, 0.9  # of Triton's throughput; dense protocols also at most its p50
@@ -95,12 +94,12 @@ def _section(case: Json) -> list[str]:
             "Each client calls again after its answer, with a picture of 32x32 pixels that every server but the echo "
             f"decodes and resizes; {turns}. *x*: relative to our Classify. *x echo*: CPU time without *decoding* (of "
             "the same picture again and again in one thread) ÷ that of a bare grpc.aio server that parses the same "
-            "messages and has the answer ready; median over rounds, ± its standard error. Then CPU ms by thread; "
-            "*others* are gRPC's."
+            "messages and has the answer ready; median over rounds, ± its standard error. Then CPU ms by thread: "
+            "*main* has the event loop, *others* are gRPC's."
         )
         other = contenders[f"{OURS}, {GOAL_API}"]
     row, header = (_rates, _HEADER) if kind in {"throughput", "closed"} else (_latencies, _LATENCY_HEADER)
-    split = ("x echo", *THREADS.values(), "others") if DECODING in contenders else ()
+    split = ("x echo", *THREADS, "others") if DECODING in contenders else ()
     rows = []
     for name, one in contenders.items():
         failed = f" (failed calls: {one['failed']}, {one.get('first_error')})" if one["failed"] else ""
