@@ -3,6 +3,7 @@
 import json
 import math
 import time
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -10,13 +11,16 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
+import grpc
 import numpy as np
 
 from benchmarks.common.results import shuffled, significant
 from benchmarks.common.rig import Rig
-from benchmarks.serving.peers import STARTERS, Contender, Spec, start_ours
+from benchmarks.serving.load import CALL_SECONDS, Workload, classify_request
+from benchmarks.serving.peers import STARTERS, Contender, Spec, start_echo, start_ours
 from benchmarks.serving.worker import Worker
 from prelunet.evaluator.errors import EnvironmentFault
+from prelunet.evaluator.pb.prelunet.v1 import prelunet_pb2_grpc as pb_grpc
 from prelunet.evaluator.protocols import EvaluationProtocol
 
 PROCESSES = 2  # of clients: one alone would take a third of the time of the demo model
@@ -37,7 +41,10 @@ class Pictures:
 
 @dataclass(frozen=True)
 class TurnResult:
-    """One contender's turn. Times in seconds; cpu, client_cpu: total CPU time of all calls."""
+    """One contender's turn. Times in seconds; cpu, client_cpu: total CPU time of all calls.
+
+    threads: CPU time of the server's threads by name.
+    """
 
     calls: int
     seconds: float
@@ -45,6 +52,7 @@ class TurnResult:
     client_cpu: float = 0.0
     latencies: tuple[float, ...] = ()
     errors: tuple[str, ...] = ()
+    threads: Mapping[str, float] = field(default_factory=dict)
 
 
 @dataclass
@@ -84,6 +92,10 @@ class ServingBench:
         """Return our server of a net; null: one that computes nothing."""
         start = partial(start_ours, {net: self.rig.model_file(net)}, self.threads, null=null)
         return self._server(f"prelunet {net}{', null' * null}", start, [net])
+
+    def echo(self, answer: bytes) -> Contender:
+        """Return a bare grpc.aio server that gives this answer to every Classify."""
+        return self._server("echo", partial(start_echo, answer), [])
 
     def peers(self, net: str, protocols: Mapping[str, EvaluationProtocol]) -> dict[str, Contender]:
         """Return the available peers, each with a model for each protocol, by name of the model."""
@@ -159,11 +171,20 @@ class LoadTarget:
         best: list[Any] = client.receive()["best"]
         return best
 
+    def answer(self, image: bytes) -> bytes:
+        """Return the serialized answer of Classify to a picture."""
+        load = Workload(**self._load(clients=1, calls=1, first=0, begin_at=0.0))
+        with grpc.insecure_channel(self.server.address) as channel:
+            stub = pb_grpc.PreluNetServiceStub(channel)
+            found: bytes = stub.Classify(classify_request(load, image), timeout=CALL_SECONDS).SerializeToString()
+        return found
+
     def run_turn(self, workers: Sequence[Worker], calls: int, number: int) -> TurnResult:
         """Make `calls` calls, spread over the client processes."""
         workers = workers[: self.clients]
         share = math.ceil(calls / len(workers))
-        cpu, begin_at = self.server.process.cpu_seconds(), time.monotonic() + 0.1
+        cpu, threads = self.server.process.cpu_seconds(), self.server.process.thread_seconds()
+        begin_at = time.monotonic() + 0.1
         for place, worker in enumerate(workers):
             load = self._load(
                 clients=self.clients // len(workers),
@@ -182,6 +203,7 @@ class LoadTarget:
             sum(one["cpu_seconds"] for one in results),
             tuple(latency for one in results for latency in one["latencies"]),
             tuple(error for one in results for error in one["errors"]),
+            {name: now - threads.get(name, 0.0) for name, now in self.server.process.thread_seconds().items()},
         )
 
     def _load(self, **call: Any) -> Json:
@@ -229,7 +251,10 @@ def interleave(contenders: Mapping[str, Turn], calls: int, rounds: int) -> Json:
 
 
 def summary(turns: Sequence[TurnResult]) -> Json:
-    """Summarize one contender for the result file. ms: per call; percentiles are over the calls of all rounds."""
+    """Summarize one contender for the result file.
+
+    ms: per call; percentiles and cpu_ms are over the calls of all rounds, cpus_ms has one number for each round.
+    """
     calls = sum(turn.calls for turn in turns)
     latencies = sorted(latency for turn in turns for latency in turn.latencies)
     errors = [error for turn in turns for error in turn.errors]
@@ -237,11 +262,22 @@ def summary(turns: Sequence[TurnResult]) -> Json:
         "rates": [significant(turn.calls / turn.seconds) for turn in turns],
         "calls": calls,
         "cpu_ms": significant(1000 * sum(turn.cpu for turn in turns) / calls),
+        "cpus_ms": [significant(1000 * turn.cpu / turn.calls) for turn in turns],
+        "threads_ms": _threads(turns),
         "client_cpu_ms": significant(1000 * sum(turn.client_cpu for turn in turns) / calls),
         **{f"p{share}_ms": significant(1000 * percentile(latencies, share)) for share in (50, 99) if latencies},
         "failed": len(errors),
         **({"first_error": errors[0][:200]} if errors else {}),
     }
+
+
+def _threads(turns: Sequence[TurnResult]) -> Mapping[str, float]:
+    """Return the CPU time per call in ms by thread, without threads that take next to nothing."""
+    total: Counter[str] = Counter()
+    for turn in turns:
+        total.update(turn.threads)
+    each = {name: significant(1000 * seconds / sum(turn.calls for turn in turns)) for name, seconds in total.items()}
+    return {name: milliseconds for name, milliseconds in each.items() if milliseconds > 1e-3}
 
 
 def percentile(values: Sequence[float], share: float) -> float:

@@ -17,7 +17,7 @@ from benchmarks.serving.bench import (
     in_process,
     interleave,
 )
-from benchmarks.serving.engine import IN_FLIGHT, WAYS
+from benchmarks.serving.engine import DECODING, IN_FLIGHT, WAYS
 from benchmarks.serving.peers import STARTERS
 from prelunet.evaluator.engine.load import open_session
 from prelunet.evaluator.protocols import EvaluationProtocol, build_protocol
@@ -34,7 +34,7 @@ SHARE = 0.7  # rate of calls at random moments, as a share of the slowest server
 # Seconds of one turn, rounds, and the minimum number of calls of a turn.
 SERVED_TURN = {"A": (10.0, 5, 32), "demo": (3.0, 7, 64)}
 PEER_TURN, OPEN_TURN = (1.5, 3, 48), (4.0, 2, 48)
-OVERHEAD_CALLS, OVERHEAD_ROUNDS = 200, 3
+OVERHEAD_TURN = {1: (200, 5), 16: (960, 5)}  # number of clients → calls of a turn, rounds
 TINY_CALLS = 8
 
 
@@ -100,23 +100,28 @@ def _beside_peers(bench: ServingBench, name: str, pictures: str, clients: int, r
 
 
 def overhead(bench: ServingBench, runner: Runner) -> None:
-    """Measure sequential calls to models that compute nothing."""
+    """Measure calls to models that compute nothing, one after the other and under load."""
     given = [name for name in STARTERS if bench.pythons[name] is not None]
-    runner.measure(Case({"part": "overhead", "peers": given}, partial(_overhead, bench), 60))
+    for clients, lengths in OVERHEAD_TURN.items():
+        settings = {"part": "overhead", "clients": clients, "peers": given}
+        runner.measure(Case(settings, partial(_overhead, bench, clients, *lengths), 90))
 
 
-def _overhead(bench: ServingBench) -> Json:
+def _overhead(bench: ServingBench, clients: int, calls: int, rounds: int) -> Json:
     images = bench.pictures.smallest
     server = bench.ours(NET, null=True)
-    targets = {
-        f"prelunet, {api}": LoadTarget(server, api, NET, NULL_PROTOCOL, images, 1) for api in (*OUR_APIS, "ServerLive")
-    }
+    apis = (*OUR_APIS, "ServerLive")
+    targets = {f"prelunet, {api}": LoadTarget(server, api, NET, NULL_PROTOCOL, images, clients) for api in apis}
+    picture = sorted(bench.pictures.folder.iterdir())[images[0]].read_bytes()
+    echo = bench.echo(targets["prelunet, Classify"].answer(picture))
+    targets["echo, Classify"] = LoadTarget(echo, "Classify", NET, NULL_PROTOCOL, images, clients)
     for peer, there in bench.peers(NET, _of_peers(bench)).items():
-        targets[f"{peer}, OIP"] = LoadTarget(there, "OIP of a peer", "null", "", images, 1)
-        targets[f"{peer}, ServerLive"] = LoadTarget(there, "ServerLive", "null", "", images, 1)
-    contenders = {name: partial(target.run_turn, bench.clients()) for name, target in targets.items()}
-    interleave(contenders, TINY_CALLS, 1)
-    turn = (TINY_CALLS, 1) if bench.rig.tiny else (OVERHEAD_CALLS, OVERHEAD_ROUNDS)
+        targets[f"{peer}, OIP"] = LoadTarget(there, "OIP of a peer", "null", "", images, clients)
+        targets[f"{peer}, ServerLive"] = LoadTarget(there, "ServerLive", "null", "", images, clients)
+    contenders: dict[str, Turn] = {name: partial(one.run_turn, bench.clients()) for name, one in targets.items()}
+    contenders[DECODING] = partial(in_process, bench.engine(NET), DECODING, NULL_PROTOCOL, images)
+    turn = (TINY_CALLS, 1) if bench.rig.tiny else (calls, rounds)
+    interleave(contenders, turn[0], 1)  # untimed
     return _result(contenders, *turn)
 
 

@@ -19,10 +19,15 @@ from benchmarks.serving.worker import Json, answer_questions
 from prelunet.evaluator.engine.classify import classify_images
 from prelunet.evaluator.engine.load import open_session
 from prelunet.evaluator.imaging.decode import decode_image
+from prelunet.evaluator.imaging.limits import DecodeLimits
+from prelunet.evaluator.imaging.views import cut_views
 from prelunet.evaluator.protocols import build_protocol
+from prelunet.evaluator.serving.classifier import max_view_pixels
+from prelunet.evaluator.serving.decoding.prepare import Preparation, prepare_image
 from prelunet.evaluator.validation.pipeline import MAX_DECODED_PORTIONS, evaluate_chunks
 
 WAYS = ("validate", "classify_images")
+DECODING = "decoding"  # only: in one thread, as the server decodes and resizes an image
 IN_FLIGHT = 16
 TOP = 5
 
@@ -43,7 +48,11 @@ def main() -> None:
         protocol = build_protocol(question["protocol"], session.contract)
         begun, cpu = time.perf_counter(), time.process_time()
         count = question["calls"]
-        if question["way"] == WAYS[0]:
+        if question["way"] == DECODING:
+            to_do = Preparation(protocol, DecodeLimits(), max_view_pixels(session.contract, protocol), picture=False)
+            for number in range(count):
+                cut_views(prepare_image(images[number % len(images)], to_do).resized, protocol)
+        elif question["way"] == WAYS[0]:
             dataset, portion = dataset_in_memory(images, count), IN_FLIGHT // MAX_DECODED_PORTIONS
             for _ in evaluate_chunks([session], dataset, protocol, [dataset.samples], portion, 0):
                 pass

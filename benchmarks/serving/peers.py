@@ -30,6 +30,7 @@ from prelunet.evaluator.pb.inference import inference_pb2_grpc as pb_grpc
 
 HERE = Path(__file__).parent
 NULL = (sys.executable, "-m", "benchmarks.serving.null")
+ECHO = (sys.executable, "-m", "benchmarks.serving.echo")
 START_SECONDS, STOP_SECONDS = 120.0, 20.0
 TOP = 5  # classes that every server returns for an image
 BATCH = 8  # maximum batch of a peer: the images of 16 clients allow two batches at once
@@ -110,6 +111,14 @@ def start_ours(models: Mapping[str, Path], threads: int, folder: Path, *, null: 
     process = PreluNetServer(models, *options, log=folder / "prelunet.log", program=NULL if null else PRELUNET)
     settings = {"threads": threads, "options": "defaults of prelunet serve, but --lame-duck 0"}
     return Contender("prelunet, null" if null else "prelunet", process, settings)
+
+
+def start_echo(answer: bytes, folder: Path) -> Contender:
+    """Start a bare grpc.aio server (echo.py) that answers every Classify with these bytes of a message."""
+    file = folder / "answer.bin"
+    file.write_bytes(answer)
+    process = PreluNetServer({}, log=folder / "echo.log", program=(*ECHO, str(file)))  # ignores the other arguments
+    return Contender("echo", process, {"options": "none"})
 
 
 def start_triton(python: Path, models: Mapping[str, Spec], folder: Path) -> Contender:

@@ -15,6 +15,7 @@ from benchmarks.serving import run as serving
 from benchmarks.serving.bench import check_answers
 from benchmarks.serving.peer_classifier import Classifier
 from benchmarks.serving.peers import Spec
+from benchmarks.serving.table import goals_of
 from prelunet.evaluator.engine.classify import classify_images
 from prelunet.evaluator.imaging.decode import decode_image
 from prelunet.evaluator.protocols import build_protocol
@@ -50,6 +51,36 @@ def test_a_file_that_is_copied_to_a_peer_imports_nothing_of_this_project(name: s
     assert not [module for module in imported if module.split(".")[0] in {"benchmarks", "prelunet"}]
 
 
+def case_of(settings: dict[str, Any], **contenders: dict[str, Any]) -> dict[str, Any]:
+    """Return the data of a result file with one case."""
+    named = {name.replace("_", ", "): {"failed": 0, **one} for name, one in contenders.items()}
+    result = {"calls_of_a_turn": 8, "rounds": 3, "contenders": named}
+    return {"runs": [{"tiny": False}], "cases": [{"run": 0, "settings": settings, "result": result}]}
+
+
+def test_goals_beside_triton_are_reported_as_met_or_missed_and_failed_calls_meet_none() -> None:
+    settings = {"part": "peers", "net": "demo", "protocol": "dense-64", "pictures": "mixed", "load": "closed"}
+    ours, triton = {"rates": [90.0, 99.0, 90.0], "p50_ms": 9.0}, {"rates": [100.0, 90.0, 100.0], "p50_ms": 10.0}
+    rate, p50 = goals_of(case_of(settings, prelunet=ours, triton=triton))
+    assert rate.startswith("- NOT met: demo, dense-64, mixed pictures")
+    assert "at least 1.0; measured 0.900" in rate
+    assert p50.startswith("- met: ")
+    assert p50.endswith("at most 1.0; measured 0.900")
+    (center,) = goals_of(case_of({**settings, "protocol": "center"}, prelunet=ours, triton=triton))
+    assert center.startswith("- met: ")
+    (failed,) = goals_of(case_of({**settings, "protocol": "center"}, prelunet={**ours, "failed": 2}, triton=triton))
+    assert failed.startswith("- NOT met: ")
+    assert failed.endswith("2 calls of that table failed")
+
+
+def test_the_front_is_compared_with_the_echo_without_the_time_of_decoding() -> None:
+    cpus = {"prelunet_Classify": [1.1, 1.3], "echo_Classify": [0.4, 0.5], "decoding": [0.1, 0.1]}
+    contenders = {name: {"cpus_ms": values} for name, values in cpus.items()}
+    (front,) = goals_of(case_of({"part": "overhead", "clients": 16}, **contenders))
+    assert front.startswith("- NOT met: ")
+    assert "CPU at most 2.0; measured 2.450" in front
+
+
 def test_the_serving_benchmark_runs_from_end_to_end_without_the_peers(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -58,7 +89,7 @@ def test_the_serving_benchmark_runs_from_end_to_end_without_the_peers(
     assert serving.main(arguments) == 0
     data = json.loads(output.read_text())
     parts = [case["settings"]["part"] for case in data["cases"]]
-    assert parts == ["throughput", "peers", "peers", "peers", "peers", "overhead"]
+    assert parts == ["throughput", "peers", "peers", "peers", "peers", "overhead", "overhead"]
     for case in data["cases"]:
         for name, one in case["result"]["contenders"].items():
             assert (one["calls"], one["failed"]) == (8, 0), name
@@ -66,9 +97,12 @@ def test_the_serving_benchmark_runs_from_end_to_end_without_the_peers(
     assert set(data["cases"][0]["result"]["contenders"]) == {
         "validate", "classify_images", "Classify", "ClassifyStream", "OIP"
     }  # fmt: skip
+    under_load = data["cases"][-1]["result"]["contenders"]
+    assert {"main", "decode", "compute"} <= set(under_load["prelunet, Classify"]["threads_ms"])
+    assert set(under_load["echo, Classify"]["threads_ms"]).isdisjoint({"decode", "compute"})
     text = output.with_suffix(".md").read_text()
     assert text in capsys.readouterr().out
     assert "- triton: not measured: --triton-python is not set" in text
     assert serving.main(arguments) == 0
-    assert capsys.readouterr().out.count("  kept ") == 6
+    assert capsys.readouterr().out.count("  kept ") == 7
     assert json.loads(output.read_text()) == data
