@@ -101,6 +101,9 @@ class ModelContract:
         if faults:
             raise ValueError("; ".join(faults))
 
+    def __hash__(self) -> int:
+        return hash((self.checkpoint_sha256, self.crop, self.default_scales))
+
     @property
     def name(self) -> str:
         """Return the architecture's name, as in the paper: A, B, C, E, ..."""

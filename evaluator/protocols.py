@@ -5,7 +5,8 @@ A protocol is frozen data, stored in every run. Sources: PReLU-nets, section 4 "
 
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import dataclass, fields, replace
+from functools import cached_property, lru_cache
 from typing import Annotated, Any, Literal, get_args, get_type_hints
 
 from prelunet.evaluator.cli_option import CliOption
@@ -54,7 +55,7 @@ class View:
 
     def to_json(self) -> dict[str, Any]:
         """Return the view as plain data."""
-        return asdict(self)
+        return dict(vars(self))
 
 
 @dataclass(frozen=True)
@@ -85,7 +86,7 @@ class EvaluationProtocol:
         if (self.kind in {"center", "ten-crop"}) != (self.crop is not None):
             raise UsageError(f"protocol {self.name}: kinds 'center' and 'ten-crop' need a crop; other kinds have none")
 
-    @property
+    @cached_property
     def views(self) -> tuple[View, ...]:
         """Return the views in fixed order: scale by scale, part by part, unmirrored before mirrored."""
         mirrors = (False, True) if self.mirror else (False,)
@@ -95,7 +96,9 @@ class EvaluationProtocol:
 
     def to_json(self) -> dict[str, Any]:
         """Return the protocol as plain data for run.json and messages."""
-        return {**asdict(self), "scales": list(self.scales)}
+        plain = {**vars(self), "scales": list(self.scales)}
+        plain.pop("views", None)
+        return plain
 
 
 def _check_scale_count(scales: Sequence[int]) -> None:
@@ -168,6 +171,7 @@ def default_protocol_name(contract: ModelContract) -> str:
     return "center" if contract.fixed_size else "multi-scale"
 
 
+@lru_cache(256)  # for a server, where most calls name the same few
 def build_protocol(
     name: str, contract: ModelContract, overrides: ProtocolOverrides | None = None
 ) -> EvaluationProtocol:

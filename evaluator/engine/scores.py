@@ -63,6 +63,9 @@ def average_views(
     """
     if averaging == "logit":
         return softmax(_weighted_sum(logits, weights)).astype(np.float32)
+    if len(weights) == 1:
+        own: Float32Array = np.asarray(scores, np.float32)[0]  # what the sum below gives, sooner
+        return own
     return _weighted_sum(scores, weights).astype(np.float32)
 
 
@@ -96,7 +99,7 @@ def top_k(scores: Float32Array, k: int) -> list[tuple[int, float]]:
     k = min(k, len(scores))
     candidates = np.flatnonzero(scores >= np.partition(scores, -k)[-k])  # more than k if the last ones are tied
     best = candidates[np.argsort(-scores[candidates], kind="stable")][:k]
-    return [(int(index), float(scores[index])) for index in best]
+    return list(zip(best.tolist(), scores[best].tolist(), strict=True))
 
 
 def shortest_decimal(score: float) -> float:

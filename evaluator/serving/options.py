@@ -78,7 +78,9 @@ RESERVED_FILES = 256  # open files of a server besides connections: libraries, m
 class QueueOptions:
     """Limits on unanswered images, and how long a batch waits to fill.
 
-    ready_views, ready_bytes: decoded ahead of the device, over all models; batch_wait: in seconds.
+    ready_views, ready_bytes: decoded ahead of the device, over all models; batch_wait: in seconds; small_cost: images
+    that cost at most this much (in view pixels; 0.15 ms) are decoded by a CPU's compute thread, since handing them to
+    another thread costs more; on a GPU, which must not wait, by no compute thread.
     """
 
     max_views: Annotated[
@@ -100,6 +102,7 @@ class QueueOptions:
     ] = 2**28
     ready_views: int = 512
     ready_bytes: int = 2**27
+    small_cost: int = 50_000
     batch_wait: Annotated[
         float,
         CliOption("Milliseconds that a view may wait for others still being decoded.", min=0, max=1000, units=1000),

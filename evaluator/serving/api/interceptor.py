@@ -55,6 +55,7 @@ class CallsInFlight:
         self._by_identity: dict[str, int] = {}
         self._limit = limit
         self._metrics = metrics or Metrics()
+        self._metrics.calls_now.set_function(lambda: self.count)
 
     def begin(self, call: Call, *, exempt: bool = False) -> Overloaded | None:
         """Count a call as in flight, until gRPC ends it after sending its answer; above the limit, return its error.
@@ -70,7 +71,6 @@ class CallsInFlight:
         task.add_done_callback(lambda _: self._end(call, counted=counted))
         if counted:
             self.count += 1
-            self._metrics.calls_now.inc()
         elif not exempt:
             return self._overloaded()
         return None
@@ -105,7 +105,6 @@ class CallsInFlight:
             if not self._by_identity[call.identity]:
                 del self._by_identity[call.identity]
         if counted:
-            self._metrics.calls_now.dec()
             self.count -= 1  # last: a server that stops waits for this; earlier, the log line would be lost
 
 

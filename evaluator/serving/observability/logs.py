@@ -25,6 +25,7 @@ MAX_LOG_MESSAGE = 2000  # characters
 MAX_FIELD = 600  # characters, as in error messages to callers
 MAX_TRACEBACK = 20_000  # characters
 MAX_QUEUED_LINES = 4096  # lines; some 2 MB
+_GATHER_SECONDS = 0.02
 ACCEPT_ERROR_INTERVAL = 60.0  # seconds
 _PLAIN = re.compile(r"[A-Za-z0-9._:/@%+,\[\]-]+")  # a value that needs no quotes
 
@@ -131,13 +132,17 @@ class StderrHandler(logging.Handler):
     def _write(self) -> None:
         # Not through sys.stderr: a thread that blocks there holds a lock that Python needs at exit.
         while True:
-            data = f"{self._lines.get()}\n".encode("utf-8", "backslashreplace")
+            lines = [self._lines.get()]
+            time.sleep(_GATHER_SECONDS)  # waking this thread for each line would cost more than the line
+            lines += [self._lines.get_nowait() for _ in range(self._lines.qsize())]
+            data = "".join(f"{line}\n" for line in lines).encode("utf-8", "backslashreplace")
             try:
                 while data:
                     data = data[os.write(self._descriptor, data) :]
             except OSError:  # no reader
                 pass
-            self._lines.task_done()
+            for _ in lines:
+                self._lines.task_done()
 
 
 FORMATTERS = {"text": TextFormatter, "json": JsonFormatter}

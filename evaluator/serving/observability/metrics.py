@@ -11,6 +11,7 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, Summ
 from prelunet.evaluator.engine.session import Session
 
 _SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)
+_STAGES = ("queue", "decode", "compute", "average")
 _VIEWS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512)
 
 
@@ -105,6 +106,11 @@ class ModelMetrics:
         self.waiting_bytes = metrics.waiting_bytes.labels(model)
         self.late_views = metrics.late_views.labels(model)
         self.batch_seconds = metrics.batch_seconds.labels(model)
+        self._batch_views = metrics.batch_views.labels(model)
+        self._view_pixels = metrics.view_pixels.labels(model)
+        self._canvas_pixels = metrics.canvas_pixels.labels(model)
+        self._canvas_changes = metrics.canvas_changes.labels(model)
+        self._stages = {stage: metrics.stage_seconds.labels(model, stage) for stage in _STAGES}
         # A series that starts with its first event hides that event: a single point has no rate.
         for counter, reasons in (
             (metrics.refusals, ("views", "bytes")),
@@ -116,7 +122,7 @@ class ModelMetrics:
 
     def stage(self, stage: str, seconds: float) -> None:
         """Record the time of one image in a stage: queue, decode, compute or average."""
-        self._metrics.stage_seconds.labels(self._model, stage).observe(seconds)
+        self._stages[stage].observe(seconds)
 
     def refused(self, reason: str) -> None:
         """Count a request refused by admission. reason: views or bytes."""
@@ -128,10 +134,10 @@ class ModelMetrics:
 
     def batch(self, views: int, view_pixels: int, canvas_pixels: int, *, changed: bool) -> None:
         """Count a batch sent to the device. changed: its canvas differs from that of the previous batch."""
-        self._metrics.batch_views.labels(self._model).observe(views)
-        self._metrics.view_pixels.labels(self._model).inc(view_pixels)
-        self._metrics.canvas_pixels.labels(self._model).inc(canvas_pixels)
-        self._metrics.canvas_changes.labels(self._model).inc(changed)
+        self._batch_views.observe(views)
+        self._view_pixels.inc(view_pixels)
+        self._canvas_pixels.inc(canvas_pixels)
+        self._canvas_changes.inc(changed)
 
     def batch_failed(self, reason: str) -> None:
         """Count a failed batch. reason: memory, lost or error."""

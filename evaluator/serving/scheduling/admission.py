@@ -98,6 +98,9 @@ class AdmissionController:
         self._clients: dict[str, Usage] = {}
         self._identities: dict[str, Usage] = {}
         self.waiters: dict[_Ticket, None] = {}
+        metrics.waiting_images.set_function(lambda: self.used.images)
+        metrics.waiting_views.set_function(lambda: self.used.views)
+        metrics.waiting_bytes.set_function(lambda: self.used.bytes)
 
     @contextmanager
     def admit_or_refuse(self, size: int, views: int, client: str = "", images: int = 1) -> Iterator[None]:
@@ -110,8 +113,12 @@ class AdmissionController:
         if (reason := self._refusal_reason(ticket, first_in_line=not self.waiters)) is not None:
             raise self._overloaded(reason)
         self._enter(ticket)
-        with self._leaving(ticket):
+        answered = 0
+        try:
             yield
+            answered = views
+        finally:
+            self._leave(ticket, answered=answered)
 
     @asynccontextmanager
     async def admit_or_wait(self, size: int, views: int, client: str = "") -> AsyncIterator[None]:
@@ -129,8 +136,12 @@ class AdmissionController:
             else:  # admitted and cancelled at the same moment
                 self._leave(ticket, answered=0)
             raise
-        with self._leaving(ticket):
+        answered = 0
+        try:
             yield
+            answered = views
+        finally:
+            self._leave(ticket, answered=answered)
 
     def _admit_waiters(self) -> None:
         """Admit waiting tickets while there is room; those of one client in order of arrival."""
@@ -178,15 +189,6 @@ class AdmissionController:
         self._clients.setdefault(ticket.client, Usage())
         self._count(1, ticket)
 
-    @contextmanager
-    def _leaving(self, ticket: _Ticket) -> Iterator[None]:
-        answered = 0
-        try:
-            yield
-            answered = ticket.views
-        finally:
-            self._leave(ticket, answered=answered)
-
     def _leave(self, ticket: _Ticket, *, answered: int) -> None:
         self._count(-1, ticket)
         identity = identity_of(ticket.client)
@@ -196,7 +198,8 @@ class AdmissionController:
         if not self._identities[identity].images:
             del self._identities[identity]
         self._throughput.record_departure(answered)
-        self._admit_waiters()
+        if self.waiters:
+            self._admit_waiters()
 
     def _overloaded(self, reason: str) -> Overloaded:
         self._metrics.refused(reason)
@@ -216,6 +219,3 @@ class AdmissionController:
             usage.images += sign * ticket.images
             usage.views += sign * ticket.views
             usage.bytes += sign * ticket.size
-        self._metrics.waiting_images.inc(sign * ticket.images)
-        self._metrics.waiting_views.inc(sign * ticket.views)
-        self._metrics.waiting_bytes.inc(sign * ticket.size)

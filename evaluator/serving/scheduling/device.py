@@ -9,10 +9,9 @@ from prelunet.evaluator.engine.session import Placement
 from prelunet.evaluator.errors import DeviceLost
 from prelunet.evaluator.machine import cores
 from prelunet.evaluator.serving.decoding.worker import DecodeProcess
-from prelunet.evaluator.serving.observability.logs import release_frames
 from prelunet.evaluator.serving.options import QueueOptions
 from prelunet.evaluator.serving.scheduling.executor import BatchExecutor
-from prelunet.evaluator.serving.scheduling.queue import DeviceQueue, build_ready_views
+from prelunet.evaluator.serving.scheduling.queue import DeviceQueue
 from prelunet.evaluator.serving.scheduling.request import Request, as_reported, deliver
 
 

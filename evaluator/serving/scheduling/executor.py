@@ -97,6 +97,7 @@ class BatchExecutor:
                     self._device_queue.decode(views)
                 else:
                     formed = self._form(views)
+                del views  # free an image before waiting for the next
             return formed
 
     def _form(self, views: Sequence[ReadyView], *, full: bool = False) -> _FormedBatch | None:

@@ -21,7 +21,14 @@ from prelunet.evaluator.serving.decoding.worker import DecodeProcess
 from prelunet.evaluator.serving.observability.logs import release_frames
 from prelunet.evaluator.serving.options import QueueOptions
 from prelunet.evaluator.serving.scheduling.fair_queue import FairQueue
-from prelunet.evaluator.serving.scheduling.request import Decoder, ReadyView, Request, ScheduledModel, as_reported, deliver
+from prelunet.evaluator.serving.scheduling.request import (
+    Decoder,
+    ReadyView,
+    Request,
+    ScheduledModel,
+    as_reported,
+    deliver,
+)
 
 # Clients that already have ready views may use this share of the limits on ready views. The rest is for other clients,
 # so that their images are decoded during a busy client's batch and not after it.
@@ -63,6 +70,9 @@ class DeviceQueue:
                 raise DeviceLost(self._lost)
             if self._closed or request.model.closed:
                 raise Interrupted(f"model '{request.model.name}' is no longer served")
+            if request.easy:
+                small = request.decode_cost <= self._options.small_cost
+                request.decoder = "compute" if small and not request.model.session.circumstances.on_gpu else "thread"
             self._encoded[request.decoder].put(request, request.path, request.decode_cost)
             request.model.unanswered += 1
             self._decodable[request.decoder].notify()
@@ -132,6 +142,7 @@ class DeviceQueue:
         except BaseException as error:  # the thread must survive, or callers would wait forever
             release_frames(error)  # they refer to the request, and that to the error
             self.decode_failed(request, as_reported(request.model, error))
+            del request  # the error's traceback refers to this frame
         else:
             self.decoded(request, ready)
 

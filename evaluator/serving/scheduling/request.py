@@ -28,9 +28,6 @@ _RECENT_BATCHES = 8  # used to estimate the time of a model's next batch
 # image in each pass, whichever is more: 17 ns a byte, 4 ns a pixel and pass, 3 ns a view pixel.
 _PIXELS_PER_BYTE, _PIXELS_PER_PIXEL = 6, 1.3
 _UNKNOWN_PIXELS, _MAX_PIXELS = 2**24, 2**26  # of an image whose header does not tell; more are not decoded
-# An image that costs less is decoded by the compute thread itself: handing it over would cost more.
-_SMALL_COST = 50_000  # view pixels: 0.15 ms
-
 Decoder = Literal["compute", "thread", "process"]
 
 
@@ -147,6 +144,7 @@ class Request:
     queued_views: set["ReadyView"] = field(default_factory=set)  # ready, in no batch yet
     results: list[ViewResult | None] = field(default_factory=list)
     missing: int = 0  # number of views without a result
+    decoder: Decoder = "process"  # chosen when it is queued
     image_size: tuple[int, int] = (0, 0)  # height and width, once decoded
     picture: UInt8Array | None = None  # for heat maps
 
@@ -154,11 +152,10 @@ class Request:
         self.path = (self.model.name, identity_of(self.caller.client), self.caller.client)  # in the fair queues
         self.views, self.pixels = views_and_pixels(self.protocol)
         header = read_header(self.image)
+        self.easy = header.easy
         pixels = _UNKNOWN_PIXELS if header.pixels is None else min(header.pixels, _MAX_PIXELS)
         of_pixels = _PIXELS_PER_PIXEL * header.passes * pixels
         self.decode_cost = self.pixels + max(_PIXELS_PER_BYTE * len(self.image), of_pixels)
-        small = self.decode_cost <= _SMALL_COST and not self.model.session.circumstances.on_gpu
-        self.decoder: Decoder = "process" if not header.easy else "compute" if small else "thread"
 
     def complete_results(self) -> list[ViewResult]:
         """Return the results of all views, once none is missing."""

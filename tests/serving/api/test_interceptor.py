@@ -369,6 +369,9 @@ class FakeContext:
     def peer(self) -> str:
         return "nobody"
 
+    def set_trailing_metadata(self, _metadata: object) -> None:
+        pass
+
     def time_remaining(self) -> None:
         return None
 

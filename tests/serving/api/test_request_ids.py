@@ -93,15 +93,15 @@ BAD = ["", " ", "x" * 129, "a b", "a/b", "a=b", 'a"b', "a,b", "a%0ab", "a{b}"]
 @pytest.mark.parametrize("given", GOOD, ids=lambda given: given[:20])
 def test_the_callers_request_id_is_returned_and_reaches_the_queue(stub, toy, given: str) -> None:
     _, call = stub.Classify.with_call(pb.ClassifyRequest(), metadata=((REQUEST_ID, given),))
-    assert request_id_in(call.initial_metadata()) == given
+    assert request_id_in(call.trailing_metadata()) == given
     assert toy.callers[-1].request_id == given
 
 
 @pytest.mark.parametrize("given", BAD, ids=lambda given: ascii(given)[:20])
 def test_an_unsafe_request_id_is_replaced(stub, toy, given: str) -> None:
     _, call = stub.Classify.with_call(pb.ClassifyRequest(), metadata=((REQUEST_ID, given),))
-    assert re.fullmatch("[0-9a-f]{16}", request_id_in(call.initial_metadata()))
-    assert toy.callers[-1].request_id == request_id_in(call.initial_metadata())
+    assert re.fullmatch("[0-9a-f]{16}", request_id_in(call.trailing_metadata()))
+    assert toy.callers[-1].request_id == request_id_in(call.trailing_metadata())
 
 
 @pytest.mark.parametrize("given", ["a\nb", "a\x85b", "ü", "a\u2028b", b"bytes"], ids=ascii)
@@ -110,10 +110,10 @@ def test_a_request_id_that_no_client_library_would_send_is_replaced_too(given: s
 
 
 def test_calls_without_a_request_id_get_a_new_one_each_and_of_two_the_first_counts(stub) -> None:
-    created = {request_id_in(stub.Classify.with_call(pb.ClassifyRequest())[1].initial_metadata()) for _ in range(20)}
+    created = {request_id_in(stub.Classify.with_call(pb.ClassifyRequest())[1].trailing_metadata()) for _ in range(20)}
     assert len(created) == 20
     _, call = stub.Classify.with_call(pb.ClassifyRequest(), metadata=((REQUEST_ID, "one"), (REQUEST_ID, "two")))
-    assert request_id_in(call.initial_metadata()) == "one"
+    assert request_id_in(call.trailing_metadata()) == "one"
 
 
 def test_an_error_has_the_request_id_in_its_trailing_metadata(stub, toy) -> None:
@@ -123,15 +123,14 @@ def test_an_error_has_the_request_id_in_its_trailing_metadata(stub, toy) -> None
     assert request_id_in(caught.value.trailing_metadata()) == "mine"
 
 
-def test_a_stream_has_the_request_id_before_its_first_answer_or_after_its_error(stub, toy) -> None:
+def test_a_stream_has_the_request_id_after_its_last_answer_or_its_error(stub, toy) -> None:
     sent = [pb.ClassifyStreamRequest(id="a"), pb.ClassifyStreamRequest(id="b")]
     stream = stub.ClassifyStream(iter(sent), metadata=((REQUEST_ID, "mine"),))
-    assert request_id_in(stream.initial_metadata()) == "mine"
     assert [answer.id for answer in stream] == ["a", "b"]
-    assert (
-        request_id_in(stub.Evaluate(iter([]), metadata=((REQUEST_ID, "self-writing"),)).initial_metadata())
-        == "self-writing"
-    )
+    assert request_id_in(stream.trailing_metadata()) == "mine"
+    evaluation = stub.Evaluate(iter([]), metadata=((REQUEST_ID, "self-writing"),))
+    list(evaluation)
+    assert request_id_in(evaluation.trailing_metadata()) == "self-writing"
     toy.planted = [ImageError("planted")]
     stream = stub.ClassifyStream(iter([]), metadata=((REQUEST_ID, "failing"),))
     with pytest.raises(grpc.RpcError):

@@ -69,13 +69,14 @@ class SteppedSession(FakeSession):
 
 @contextmanager
 def serve_models(
-    queue: QueueOptions = QueueOptions(),
+    queue: QueueOptions = QueueOptions(small_cost=0),
     on_lost: Callable[[DeviceLost], object] = lambda _: None,
     late: int = 0,
     **sessions: Any,
 ) -> Iterator[Models]:
     """Serve sessions under their keywords; checks afterwards that nothing is left.
 
+    queue: by default no image is small, so that images are decoded while a batch is held.
     late: expected number of views computed after their caller had left.
     """
     loaded = [(ModelFile(name, Path(f"{name}.onnx")), session) for name, session in sessions.items()]
@@ -168,18 +169,18 @@ async def stage_batch(
 
 
 class DecodeGate:
-    """Blocks the threads that decode images of given sizes in bytes."""
+    """Blocks the threads that decode images of given sizes in bytes. threads: name of that of each image so far."""
 
     def __init__(self, models: Models, held: set[int]) -> None:
         self.entered, self.open = threading.Event(), threading.Event()
-        self.prepared = 0
+        self.threads: list[str] = []
         self._model = models.get("fake")._model
         self._prepare = self._model.decode_views
         self._held = held
         self._model.decode_views = self._prepared
 
     def _prepared(self, request: Request, process: DecodeProcess | None):
-        self.prepared += 1
+        self.threads.append(threading.current_thread().name)
         if len(request.image) in self._held:
             self.entered.set()
             assert self.open.wait(30)

@@ -27,7 +27,7 @@ from prelunet.evaluator.serving.observability.call_context import Caller
 from prelunet.evaluator.serving.observability.metrics import Metrics
 from prelunet.evaluator.serving.options import QueueOptions
 from prelunet.evaluator.serving.scheduling.queue import DeviceQueue
-from prelunet.evaluator.serving.scheduling.request import Request, ScheduledModel, views_and_pixels
+from prelunet.evaluator.serving.scheduling.request import Decoder, Request, ScheduledModel, views_and_pixels
 from tests.helpers.fakes import FakeSession, fake_contract
 from tests.serving.event_loop import async_test, until
 from tests.serving.scheduling.scheduler_harness import SteppedSession, metric_value, serve_models
@@ -41,7 +41,7 @@ CENTER = build_protocol("center", fake_contract())
 async def test_exactly_the_calls_above_the_limit_are_refused_at_once_and_the_others_are_answered(surplus: int) -> None:
     session = SteppedSession()
 
-    with serve_models(QueueOptions(max_views=12), fake=session) as models:
+    with serve_models(QueueOptions(small_cost=0, max_views=12), fake=session) as models:
         classifier = models.get("fake")
 
         async def ask(number: int) -> str:
@@ -174,7 +174,7 @@ def test_requests_cancelled_at_any_time_leave_nothing_and_every_view_is_computed
             became[type(error).__name__] += 1
 
     async def scenario() -> None:
-        with serve_models(QueueOptions(max_views=60, ready_views=20), **sessions) as models:
+        with serve_models(QueueOptions(small_cost=0, max_views=60, ready_views=20), **sessions) as models:
             tasks = [asyncio.create_task(caller(models, number)) for number in range(200)]
             await until(lambda: {"DeadlinePassed", "CancelledError", "Overloaded"} <= set(became))
             while not all(task.done() for task in tasks):
@@ -225,17 +225,17 @@ async def test_a_header_of_absurd_size_costs_no_more_than_the_largest_image() ->
 PNG_START = PNG_SIGNATURE + (13).to_bytes(4) + b"IHDR"  # width and height follow
 
 
-@pytest.mark.parametrize("easy", [True, False])
+@pytest.mark.parametrize("decoder", ["thread", "process"])
 @async_test
-async def test_decoding_is_shared_among_clients_by_the_pixels_of_their_files(easy: bool) -> None:
+async def test_decoding_is_shared_among_clients_by_the_pixels_of_their_files(decoder: Decoder) -> None:
     """An image of 16 times as many pixels costs about 16 times as much, also where its file is no larger."""
     session = FakeSession()
     model = ScheduledModel("fake", session, Metrics().of_model("fake", session), lambda *_: [])
-    device_queue, reply = DeviceQueue(QueueOptions()), asyncio.get_running_loop().create_future()
+    device_queue, reply = DeviceQueue(QueueOptions(small_cost=0)), asyncio.get_running_loop().create_future()
     for client, side, number in (("large", 800, 30), ("small", 200, 100)):
-        image = PNG_START + 2 * side.to_bytes(4) if easy else b"GIF89a" + 2 * side.to_bytes(2, "little")
+        image = PNG_START + 2 * side.to_bytes(4) if decoder == "thread" else b"GIF89a" + 2 * side.to_bytes(2, "little")
         for _ in range(number):
             device_queue.add(Request(model, image, CENTER, Caller(client), lambda _: None, reply))
-    order = [request.caller.client for _ in range(100) if (request := device_queue.next_image(easy=easy)) is not None]
+    order = [request.caller.client for _ in range(100) if (request := device_queue.next_image(decoder)) is not None]
     assert order.count("small") == pytest.approx(100 * 16 / 17, abs=2)
     assert order[: order.index("large") + 50].count("large") > 1

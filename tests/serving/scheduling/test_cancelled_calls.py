@@ -66,7 +66,7 @@ async def test_a_request_cancelled_before_or_during_decoding_is_never_computed()
     held = png(32, 41, 2) + b"end"
 
     session = SteppedSession()
-    with serve_models(QueueOptions(ready_views=1), fake=session) as models:
+    with serve_models(QueueOptions(small_cost=0, ready_views=1), fake=session) as models:
         busy = await occupy_device(models, session)
         gate = DecodeGate(models, {len(held)})
         decoding = start_classify(models, held, dense_protocol(32, 50))
@@ -78,7 +78,7 @@ async def test_a_request_cancelled_before_or_during_decoding_is_never_computed()
             with pytest.raises(asyncio.CancelledError):
                 await task
         assert metric_value(models, "dropped_views_total", "fake", reason="cancelled") == 3
-        assert gate.prepared == 1
+        assert len(gate.threads) == 1
         gate.open.set()
         await until(lambda: metric_value(models, "dropped_views_total", "fake", reason="cancelled") == 5)
         assert session.entered == 1
@@ -263,12 +263,12 @@ async def test_an_expired_request_is_dropped_even_if_its_timer_has_not_fired() -
         reply = asyncio.get_running_loop().create_future()
         return Request(model, b"", dense_protocol(32), Caller(deadline=deadline_in(seconds)), lambda _: None, reply)
 
-    device_queue = DeviceQueue(QueueOptions())
+    device_queue = DeviceQueue(QueueOptions(small_cost=0))
     views = [ViewImage(View(32, mirrored=False), np.zeros((32, 41, 3)), False)]
     late, fine, later = requests = [waiting_request(seconds) for seconds in (0.0, 30.0, 30.0)]
     for request in requests:
         device_queue.add(request)
-    assert [device_queue.next_image(easy=False) for _ in range(2)] == [fine, later]
+    assert [device_queue.next_image("process") for _ in range(2)] == [fine, later]
     for request in (fine, later):
         device_queue.decoded(request, build_ready_views(request, views))
     planned = device_queue.next_views()

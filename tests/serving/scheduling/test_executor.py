@@ -60,6 +60,25 @@ async def test_requests_share_batches_and_get_the_answers_they_get_alone(provide
 
 
 @async_test
+async def test_small_images_are_decoded_between_batches_without_the_decoding_threads() -> None:
+    session = SteppedSession(provider="CPUExecutionProvider", rules=BatchRules())
+
+    with serve_models(QueueOptions(small_cost=50_000), fake=session) as models:
+        gate = DecodeGate(models, set())
+        await occupy_device(models, session)
+        tasks = [start_classify(models, png(32, 41, seed), dense_protocol(32)) for seed in range(4)]
+        tasks[1].cancel()
+        await asyncio.gather(tasks[1], return_exceptions=True)
+        assert gate.threads == ["compute-cpu"], "none of them is decoded during the batch"
+        session.release_all()
+        await asyncio.gather(tasks[0], *tasks[2:])
+        await start_classify(models, png(32, 41) + bytes(10_000), dense_protocol(32))
+    assert gate.threads[:-1] == ["compute-cpu"] * 4, "a cancelled one never"
+    assert gate.threads[-1].startswith("decode-cpu")
+    assert session.calls == [(1, 28, 28, 3), (3, 32, 41, 3), (1, 32, 41, 3)]
+
+
+@async_test
 async def test_on_a_cpu_views_of_equal_shape_share_a_batch() -> None:
     session = SteppedSession()
 
@@ -152,7 +171,7 @@ async def test_a_batch_that_could_grow_waits_for_an_image_being_decoded() -> Non
     session = FakeSession()
     late = png(32, 41, 2) + b"end"
 
-    with serve_models(QueueOptions(batch_wait=60), fake=session) as models:
+    with serve_models(QueueOptions(small_cost=0, batch_wait=60), fake=session) as models:
         gate = DecodeGate(models, {len(late)})
         second = start_classify(models, late, dense_protocol(32))
         await until(gate.entered.is_set)
@@ -167,8 +186,8 @@ async def test_a_batch_that_could_grow_waits_for_an_image_being_decoded() -> Non
 @pytest.mark.parametrize(
     ("options", "rules"),
     [
-        (QueueOptions(batch_wait=0.01), BatchRules()),
-        (QueueOptions(batch_wait=60), BatchRules(max_pixels=32 * 41)),
+        (QueueOptions(small_cost=0, batch_wait=0.01), BatchRules()),
+        (QueueOptions(small_cost=0, batch_wait=60), BatchRules(max_pixels=32 * 41)),
     ],
     ids=["the time is over", "the batch is full"],
 )
@@ -191,7 +210,7 @@ async def test_a_batch_does_not_wait_while_another_model_could_compute() -> None
     late = png(32, 41, 2) + b"end"
     session = SteppedSession()
 
-    with serve_models(QueueOptions(batch_wait=3600), fake=session, other=FakeSession()) as models:
+    with serve_models(QueueOptions(small_cost=0, batch_wait=3600), fake=session, other=FakeSession()) as models:
         gate = DecodeGate(models, {len(late)})
         busy = await occupy_device(models, session)
         second = start_classify(models, late, dense_protocol(32))
@@ -209,7 +228,7 @@ async def test_a_batch_does_not_wait_while_another_model_could_compute() -> None
 
 @async_test
 async def test_a_batch_does_not_wait_if_nothing_is_being_decoded() -> None:
-    with serve_models(QueueOptions(batch_wait=3600), fake=FakeSession()) as models:
+    with serve_models(QueueOptions(small_cost=0, batch_wait=3600), fake=FakeSession()) as models:
         await start_classify(models, png(32, 41, 1), dense_protocol(32))
 
 
@@ -217,14 +236,14 @@ async def test_a_batch_does_not_wait_if_nothing_is_being_decoded() -> None:
 async def test_decoding_stops_at_the_limit_of_ready_views_but_a_new_client_still_has_room() -> None:
     session, small = SteppedSession(), png(33, 35) + b"end"
 
-    with serve_models(QueueOptions(ready_views=8), fake=session) as models:
+    with serve_models(QueueOptions(small_cost=0, ready_views=8), fake=session) as models:
         gate = DecodeGate(models, {len(small)})
         await occupy_device(models, session)
         tasks = [start_classify(models, png(32, 41, seed), dense_protocol(32), client="large") for seed in range(40)]
         await until(lambda: ready_view_count(models) == 6)
         newcomer = start_classify(models, small, dense_protocol(33), client="small")
         await until(gate.entered.is_set)
-        assert (ready_view_count(models), gate.prepared) == (6, 8)
+        assert (ready_view_count(models), len(gate.threads)) == (6, 8)
         gate.open.set()
         session.release_all()
         await asyncio.gather(newcomer, *tasks)
@@ -234,7 +253,7 @@ async def test_decoding_stops_at_the_limit_of_ready_views_but_a_new_client_still
 async def test_decoding_stops_at_the_limit_of_ready_bytes_but_one_image_is_always_decoded() -> None:
     session = SteppedSession()
 
-    with serve_models(QueueOptions(ready_bytes=4 * 3 * 32 * 41), fake=session) as models:
+    with serve_models(QueueOptions(small_cost=0, ready_bytes=4 * 3 * 32 * 41), fake=session) as models:
         await occupy_device(models, session)
         tasks = [start_classify(models, png(32, 41, seed), dense_protocol(32), client=f"{seed}") for seed in range(12)]
         await until(lambda: ready_view_count(models) == 4)

@@ -128,7 +128,9 @@ async def test_a_lost_device_fails_all_waiting_and_later_requests_and_is_reporte
     lost, reported = threading.Event(), []
     session = SteppedSession(fail=broken)
 
-    with serve_models(QueueOptions(ready_views=5), reported.append, fake=session, other=FakeSession()) as models:
+    with serve_models(
+        QueueOptions(small_cost=0, ready_views=5), reported.append, fake=session, other=FakeSession()
+    ) as models:
         first = await occupy_device(models, session)
         gate = DecodeGate(models, set())
         tasks = [
@@ -142,7 +144,7 @@ async def test_a_lost_device_fails_all_waiting_and_later_requests_and_is_reporte
             with pytest.raises(DeviceLost, match="planted"):
                 await task
         assert not models.get("fake")._device_queue.mark_lost(DeviceLost("again"), []), "the device was lost already"
-        assert gate.prepared == 4, "waiting images are not decoded any more"
+        assert len(gate.threads) == 4, "waiting images are not decoded any more"
     assert len(reported) == 1
     assert "planted" in str(reported[0])
     assert session.calls == []
@@ -160,7 +162,7 @@ async def test_an_image_being_decoded_when_the_device_is_lost_fails_too() -> Non
 
     session = SteppedSession(fail=lost_at_first)
     session.release_all()
-    with serve_models(QueueOptions(batch_wait=0), on_lost=reported.append, fake=session) as models:
+    with serve_models(QueueOptions(small_cost=0, batch_wait=0), on_lost=reported.append, fake=session) as models:
         gate = DecodeGate(models, {len(late)})
         decoding = start_classify(models, late, dense_protocol(32))
         await until(gate.entered.is_set)
