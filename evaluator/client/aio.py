@@ -254,7 +254,7 @@ class AsyncClient:
                 response = await self._backend.unary(getattr(self._stub, method), request, options)
             except grpc.RpcError as failed:
                 full = isinstance(call.failure_of(failed).error, Overloaded)
-                refused = full and self._pacer.refused() and call.may_be_refused()
+                refused = full and self._pacer.refused() and call.forgive_refusal()
                 pause = 0.0 if refused else call.pause_after(failed)
                 if full:  # keep the turn: the others would be refused, too
                     await self._backend.sleep(pause)

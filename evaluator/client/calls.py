@@ -263,10 +263,12 @@ class Call:
         self._attempts.answer_received()
         self._settings.absence_logged = False
 
-    def may_be_refused(self) -> bool:
+    def forgive_refusal(self) -> bool:
         """Do not count the last attempt, which met a server full of this client's calls; False without retries."""
+        if self._settings.retries.attempts == 1:
+            return False
         self._attempts.discard_last()
-        return self._settings.retries.attempts > 1
+        return True
 
     def pause_after(self, failed: grpc.RpcError, *, repeatable: bool = True) -> float:
         """Return the seconds to wait before the next attempt; raise the error if there should be none.
