@@ -243,9 +243,9 @@ class AsyncClient:
 
     async def _unary_call(self, method: str, request: Any, call: Call, read: Callable[[], bytes] | None = None) -> Any:
         """Make a unary call, with retries, when its turn comes. read: returns the image that the request needs."""
-        refused = False
+        again = False
         while True:
-            if not await self._pacer.enter(call.turn_deadline, first=refused):
+            if not await self._pacer.enter(call.turn_deadline, first=again):
                 raise call.with_request_id(DeadlinePassed(_NO_TURN))
             try:
                 if read is not None:  # not before its turn: of a large burst, few images should be in memory
@@ -253,12 +253,14 @@ class AsyncClient:
                 options = call.begin()
                 response = await self._backend.unary(getattr(self._stub, method), request, options)
             except grpc.RpcError as failed:
-                full = isinstance(call.failure_of(failed).error, Overloaded)
-                refused = full and self._pacer.refused() and call.forgive_refusal()
-                pause = 0.0 if refused else call.pause_after(failed)
-                if full:  # keep the turn: the others would be refused, too
-                    await self._backend.sleep(pause)
-                    pause = 0.0
+                failure, pause = call.failure_of(failed), 0.0
+                full = isinstance(failure.error, Overloaded)
+                again = not failure.absent  # a server has seen it, so its deadline has begun
+                if not (full and self._pacer.refused() and call.forgive_refusal()):
+                    pause = call.pause_after(failed)
+                    if full:  # keep the turn: the others would be refused, too
+                        await self._backend.sleep(pause)
+                        pause = 0.0
             else:
                 call.answer_received()
                 self._pacer.answered()

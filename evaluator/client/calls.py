@@ -83,7 +83,7 @@ _draw = random.SystemRandom().uniform  # not the module's generator: clients wit
 class Attempts:
     """The attempts of one call.
 
-    deadline: on the clock of time.monotonic(), None for no deadline; it may change before the first attempt. draw:
+    deadline: on the clock of time.monotonic(), None for no deadline; it may change between attempts. draw:
     returns a random number between two others.
     """
 
@@ -227,7 +227,7 @@ class ClientSettings:
 class Call:
     """One call of a client, with all its attempts.
 
-    deadline: from `ClientSettings.deadline`; patient: whether it applies only from the first attempt on.
+    deadline: from `ClientSettings.deadline`; patient: whether it begins only with the first attempt that a server sees.
     """
 
     def __init__(
@@ -243,18 +243,20 @@ class Call:
         self._request_id = request_id
         self._attempts = settings.attempts(deadline)
         self._patient = patient
+        self._sent = False
 
     @property
     def turn_deadline(self) -> float | None:
         """Return until when the next attempt may wait for its turn, on the clock of time.monotonic()."""
-        return None if self._patient else self._attempts.deadline
+        return None if self._patient and not self._sent else self._attempts.deadline
 
     def begin(self) -> dict[str, Any]:
         """Begin an attempt: return gRPC's arguments besides the request."""
         if self._settings.closed:
             raise self._closed_meanwhile()
-        if self._patient:
-            self._attempts.deadline, self._patient = self._settings.deadline("default"), False
+        if self._patient and not self._sent:
+            self._attempts.deadline = self._settings.deadline("default")
+        self._sent = True
         metadata = () if self._request_id is None else (("x-request-id", self._request_id),)
         return {"timeout": self._attempts.begin(), "metadata": metadata}
 
@@ -276,6 +278,7 @@ class Call:
         repeatable: whether the call can be retried after a server has begun it.
         """
         failure = self.failure_of(failed)
+        self._sent = not failure.absent
         if failure.transient and (repeatable or failure.absent):
             pause = self._attempts.pause(failure.error, absent=failure.absent)
             if pause is not None:

@@ -1,6 +1,7 @@
 """Bursts of calls: what is in flight, what waits, and how long; with a full server, too."""
 
 import asyncio
+import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -17,7 +18,7 @@ from prelunet.evaluator.client import AsyncClient, RetryPolicy
 from prelunet.evaluator.errors import DeadlinePassed, Interrupted, Overloaded
 from prelunet.evaluator.pb.prelunet.v1 import prelunet_pb2_grpc as pb_grpc
 from prelunet.evaluator.rpc.status import status_of
-from tests.client.client_harness import AT_ONCE, QUICK, ScriptedServicer, answer_to, text_of
+from tests.client.client_harness import AT_ONCE, QUICK, ScriptedServicer, answer_to, served, text_of
 from tests.helpers.fakes import FakeSession
 from tests.serving.serving_harness import QueueOptions, png, running_server
 
@@ -144,6 +145,17 @@ def test_the_default_timeout_begins_when_a_call_is_sent(one_at_a_time, monkeypat
         assert not any(future.done() for future in waiting)
         gate.set()
         assert [text_of(future.result(30)) for future in waiting] == ["0", "1", "2"]
+
+
+def test_the_default_timeout_does_not_run_while_there_is_no_server(client_of, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("prelunet.evaluator.client.calls._DEFAULT_TIMEOUT", 0.5)
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+    with client_of(f"127.0.0.1:{port}") as client, ThreadPoolExecutor(20) as pool:
+        calls = [pool.submit(client.classify, b"%d" % n) for n in range(20)]
+        time.sleep(1)
+        with served(ScriptedServicer(), port):
+            assert [text_of(call.result(30)) for call in calls] == [f"{n}" for n in range(20)]
 
 
 def test_an_image_is_read_when_its_turn_comes(one_at_a_time, tmp_path: Path) -> None:
