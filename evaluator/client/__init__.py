@@ -1,7 +1,7 @@
 """Clients of a prelunet server. They raise the same errors as local evaluation. Protocols: see `evaluator.protocols`.
 
 with Client("127.0.0.1:50051") as client:
-    answer = client.classify(Path("cat.jpg").read_bytes())
+    answer = client.classify("cat.jpg")
     print(answer.predictions[0].name)
 
 docs/client.md covers the rest: asyncio, many images, evaluations, deadlines and retries.

@@ -22,8 +22,10 @@ from prelunet.evaluator.client.messages import (
     read_answer,
     served_model_from_message,
 )
+from prelunet.evaluator.client.pacing import MAX_IN_FLIGHT, Pacer
 from prelunet.evaluator.client.streams import MAX_PENDING, Exchange, PendingImages
-from prelunet.evaluator.errors import PreluNetError, UsageError
+from prelunet.evaluator.errors import DeadlinePassed, Overloaded, PreluNetError, UsageError
+from prelunet.evaluator.image_input import ImageInput, encoded_image, is_image
 from prelunet.evaluator.pb.prelunet.v1 import prelunet_pb2 as pb
 from prelunet.evaluator.pb.prelunet.v1 import prelunet_pb2_grpc as pb_grpc
 from prelunet.evaluator.rpc.convert import report_from_message
@@ -31,6 +33,10 @@ from prelunet.evaluator.rpc.convert import report_from_message
 if TYPE_CHECKING:
     from prelunet.evaluator.datasets.dataset import Dataset
 
+_NO_TURN = (
+    f"the timeout has passed while the call waited for its turn: {MAX_IN_FLIGHT} others of this client, or as many as "
+    "the server accepts, are in flight. Allow more time, or make fewer calls at once"
+)
 _UNANSWERED = (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED)  # a health check without a server
 
 
@@ -43,10 +49,11 @@ class AsyncClient:
     _backend: ClassVar[Backend] = AsyncBackend()  # see backends.py
 
     def __init__(
-        self, address: str, *, timeout: float | None = 60.0, retries: RetryPolicy = DEFAULT_RETRY_POLICY
+        self, address: str, *, timeout: Timeout = "default", retries: RetryPolicy = DEFAULT_RETRY_POLICY
     ) -> None:
         self._settings = ClientSettings(address, timeout, retries)
         self._settings.closed = True  # until the block begins: gRPC's channel needs the running loop
+        self._pacer = Pacer(self._backend)
         self._channel: Any = None
 
     @property
@@ -57,6 +64,7 @@ class AsyncClient:
     async def __aenter__(self) -> Self:
         if self._channel is not None:
             raise UsageError("an AsyncClient can be used in only one `async with` block; create a new one")
+        self._loop = self._backend.running_loop()
         self._channel = self._backend.new_channel(self.address, options=CHANNEL_OPTIONS)
         self._stub: Any = pb_grpc.PreluNetServiceStub(self._channel)
         self._health = health_pb2_grpc.HealthStub(self._channel)
@@ -74,7 +82,7 @@ class AsyncClient:
 
     async def classify(  # noqa: PLR0913 - one argument per option
         self,
-        image: bytes,
+        image: ImageInput,
         *,
         model: str | None = None,
         protocol: str = "",
@@ -83,19 +91,22 @@ class AsyncClient:
         top_k: int | None = None,
         heatmap: bool = False,
         apply_exif: bool = False,
-        timeout: Timeout = "client",
+        timeout: Timeout = "default",
         request_id: str | None = None,
     ) -> Answer:
-        """Classify one encoded image.
+        """Classify one image.
 
+        Of any number of calls, at most 256 are in flight; the others wait in order of arrival, and then read their
+        images. A file is sent as it is, pixels as a PNG.
+        image: path of an image file, its bytes, a Pillow image, or an array: uint8 (H, W, 3), RGB, or (H, W), gray;
         protocol: name, "" for the model's default; scales: shorter sides in pixels, None for the protocol's;
         mirror: whether to add a mirrored copy of each view, None for the protocol's choice;
         top_k: 1 to the number of classes, None for 5, or all if there are fewer;
         heatmap: draw a heat map of each of the top five classes; apply_exif: apply EXIF orientation;
-        timeout: seconds, instead of the client's timeout.
+        timeout: seconds from now to the answer, instead of the client's timeout.
         """
         request = classify_request(
-            image,
+            image if isinstance(image, bytes) else b"",
             model=model,
             protocol=protocol,
             scales=scales,
@@ -104,8 +115,9 @@ class AsyncClient:
             heatmap=heatmap,
             apply_exif=apply_exif,
         )
-        call = Call(self._settings, self._settings.deadline(timeout), request_id)
-        return await read_answer(await self._unary_call("Classify", request, call), self._backend)
+        read = None if isinstance(image, bytes) else partial(encoded_image, image)
+        call = self._new_call(timeout, request_id)
+        return await read_answer(await self._unary_call("Classify", request, call, read), self._backend)
 
     def classify_many(  # noqa: PLR0913 - one argument per option
         self,
@@ -122,11 +134,12 @@ class AsyncClient:
         timeout: float | None = None,
         request_id: str | None = None,
     ) -> AsyncGenerator[tuple[Any, Answer | PreluNetError], None]:
-        """Classify many encoded images over one stream; yield the answers as they arrive, in any order.
+        """Classify many images over one stream; yield the answers as they arrive, in any order.
 
-        images: (id, image) pairs, where an id can be anything, or images alone, which get the ids 0, 1, 2, ...; read
-        in another thread, since that may take long. Only `AsyncClient` accepts an asynchronous iterable, too. Yields
-        (id, answer), or (id, error) for a refused image; the other images continue.
+        images: (id, image) pairs, where an id can be anything, or images alone, which get the ids 0, 1, 2, ...; each
+        image as for `classify`; read in another thread, since that may take long. Only `AsyncClient` accepts an
+        asynchronous iterable, too. Yields (id, answer), or (id, error) for a refused or unreadable image; the other
+        images continue.
         max_pending: maximum number of images held; no more are read while this many are unanswered or their answers
         are not taken. timeout: seconds for all images. The other arguments are those of `classify`.
 
@@ -134,6 +147,8 @@ class AsyncClient:
         as far as the client's retries allow. An exception of `images` is raised after the answers to the images before
         it.
         """
+        if is_image(images):
+            raise UsageError(f"images is a {type(images).__name__}, but it must be several images, as in [image]")
         request = partial(
             classify_request,
             model=model,
@@ -169,7 +184,7 @@ class AsyncClient:
         The other arguments are those of `classify`. Images are read in a thread. Nothing is retried after the first
         image has been read. Raises DatasetError for an image that cannot be read.
         """
-        call = Call(self._settings, self._settings.deadline(timeout), request_id)
+        call = self._new_call(timeout, request_id)
         start = evaluate_start(
             dataset, model=model, protocol=protocol, scales=scales, mirror=mirror, apply_exif=apply_exif
         )
@@ -193,20 +208,20 @@ class AsyncClient:
                 return await self._backend.run_slow(report_from_message, report)  # 1000 classes take a while
             await self._backend.sleep(pause)
 
-    async def models(self, *, timeout: Timeout = "client", request_id: str | None = None) -> list[ServedModel]:
+    async def models(self, *, timeout: Timeout = "default", request_id: str | None = None) -> list[ServedModel]:
         """Return the served models, in the server's order."""
         deadline = self._settings.deadline(timeout)
 
         async def send(method: str, request: object) -> Any:
-            return await self._unary_call(method, request, Call(self._settings, deadline, request_id))
+            return await self._unary_call(method, request, self._new_call(timeout, request_id, deadline))
 
         listed = (await send("ListModels", pb.ListModelsRequest())).models
         requests = (pb.GetModelRequest(name=model.name) for model in listed)
         return [served_model_from_message((await send("GetModel", request)).model) for request in requests]
 
-    async def ready(self, *, timeout: Timeout = "client") -> bool:
+    async def ready(self, *, timeout: Timeout = "default") -> bool:
         """Whether the server accepts calls; False if it reports that it does not, or does not answer in time."""
-        call = Call(self._settings, self._settings.deadline(timeout), None)
+        call = self._new_call(timeout, None)
         options = call.begin()
         try:
             response = await self._backend.unary(self._health.Check, health_pb2.HealthCheckRequest(), options)
@@ -216,20 +231,46 @@ class AsyncClient:
             raise call.failure_of(failed).error from failed
         return bool(response.status == health_pb2.HealthCheckResponse.SERVING)
 
-    async def _unary_call(self, method: str, request: object, call: Call) -> Any:
-        """Make a unary call, with retries."""
+    def _new_call(self, timeout: Timeout, request_id: str | None, deadline: float | None = None) -> Call:
+        patient = timeout == "default" and self._settings.default_timeout
+        call = Call(self._settings, deadline or self._settings.deadline(timeout), request_id, patient=patient)
+        self._check_loop()
+        return call
+
+    def _check_loop(self) -> None:
+        if self._backend.running_loop() is not self._loop:
+            raise UsageError("this AsyncClient belongs to another event loop; create one in each loop")
+
+    async def _unary_call(self, method: str, request: Any, call: Call, read: Callable[[], bytes] | None = None) -> Any:
+        """Make a unary call, with retries, when its turn comes. read: returns the image that the request needs."""
+        again = False
         while True:
-            options = call.begin()  # first: outside a block there is no stub
+            if not await self._pacer.enter(call.turn_deadline, first=again):
+                raise call.with_request_id(DeadlinePassed(_NO_TURN))
             try:
+                if read is not None:  # not before its turn: of a large burst, few images should be in memory
+                    request.image, read = await self._backend.run_slow(read), None
+                options = call.begin()
                 response = await self._backend.unary(getattr(self._stub, method), request, options)
             except grpc.RpcError as failed:
-                pause = call.pause_after(failed)
+                failure, pause = call.failure_of(failed), 0.0
+                full = isinstance(failure.error, Overloaded)
+                again = not failure.absent  # a server has seen it, so its deadline has begun
+                if not (full and self._pacer.refused() and call.forgive_refusal()):
+                    pause = call.pause_after(failed)
+                    if full:  # keep the turn: the others would be refused, too
+                        await self._backend.sleep(pause)
+                        pause = 0.0
             else:
                 call.answer_received()
+                self._pacer.answered()
                 return response
+            finally:
+                self._pacer.leave()
             await self._backend.sleep(pause)
 
     def _open_stream(self, method: str, call: Call, requests: AsyncGenerator[Any, None]) -> AsyncGenerator[Any, None]:
         """Begin an attempt of a streaming call and return its responses."""
-        options = call.begin()  # first: outside a block there is no stub
+        self._check_loop()
+        options = call.begin()
         return self._backend.stream(getattr(self._stub, method), requests, options)

@@ -11,7 +11,7 @@ import threading
 import time
 from collections.abc import AsyncGenerator, AsyncIterable, AsyncIterator, Callable, Coroutine, Generator
 from contextlib import suppress
-from typing import Any, TypeAlias, TypeVar
+from typing import Any, TypeAlias, TypeVar, cast
 
 import grpc
 import grpc.aio
@@ -30,13 +30,19 @@ class BlockingBackend:
 
     async def unary(self, method: Callable[..., Any], request: object, options: dict[str, Any]) -> Any:
         """Make a call and return its response; raise grpc.RpcError."""
-        return method(request, **options)
+        try:
+            return method(request, **options)
+        except ValueError as error:
+            raise _closed() from error
 
     async def stream(
         self, method: Callable[..., Any], requests: AsyncGenerator[object, None], options: dict[str, Any]
     ) -> AsyncGenerator[Any, None]:
         """Make a call of many requests and yield its responses; raise grpc.RpcError. Closing it cancels the call."""
-        call = method(each(requests), **options)
+        try:
+            call = method(each(requests), **options)
+        except ValueError as error:
+            raise _closed() from error
         try:
             for response in call:
                 yield response
@@ -51,10 +57,10 @@ class BlockingBackend:
         """Run a function that takes long."""
         return function(*arguments)
 
-    async def iterate(self, images: Any) -> AsyncIterator[Any]:
-        """Yield the items of a caller's iterable, each of which may take long."""
+    async def map(self, function: Callable[[Any], _T], images: Any) -> AsyncIterator[_T]:
+        """Yield the function's result for each item of a caller's iterable; both may take long."""
         for image in images:
-            yield image
+            yield function(image)
 
     def start(self, coroutine: Coroutine[Any, Any, None]) -> None:
         """Run a coroutine in a thread of its own, which ends with the program at the latest."""
@@ -62,6 +68,16 @@ class BlockingBackend:
 
     async def stop(self, _: Any) -> None:
         """Do nothing: a thread cannot be cancelled."""
+
+    def running_loop(self) -> None:
+        """Return None: there is no event loop."""
+
+    class Event(threading.Event):
+        """What one thread waits for."""
+
+        async def reached(self, seconds: float | None = None) -> bool:
+            """Wait until it is set, for at most `seconds`; return whether it is set."""
+            return self.wait(seconds)
 
     class Condition(threading.Condition):
         """A lock, and the means to wait for a change of what it protects."""
@@ -149,15 +165,17 @@ class AsyncBackend:
         """Run a function that would hold up the event loop."""
         return await asyncio.to_thread(function, *arguments)
 
-    async def iterate(self, images: Any) -> AsyncIterator[Any]:
-        """Yield the items of a caller's iterable; an ordinary one is read in threads, since it may read files."""
+    async def map(self, function: Callable[[Any], _T], images: Any) -> AsyncIterator[_T]:
+        """Yield the function's result for each item of a caller's iterable; threads run the function and an ordinary
+        iterable, since both may read files.
+        """
         if isinstance(images, AsyncIterable):
             async for image in images:
-                yield image
+                yield await asyncio.to_thread(function, image)
         else:
-            iterator, end = iter(images), object()
-            while (image := await asyncio.to_thread(next, iterator, end)) is not end:
-                yield image
+            results, end = map(function, images), object()
+            while (result := await asyncio.to_thread(next, results, end)) is not end:
+                yield cast("_T", result)
 
     def start(self, coroutine: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
         """Run a coroutine in a task of its own."""
@@ -168,11 +186,25 @@ class AsyncBackend:
         task.cancel()
         await asyncio.wait({task})
 
+    def running_loop(self) -> asyncio.AbstractEventLoop:
+        """Return the event loop of the running task."""
+        return asyncio.get_running_loop()
+
+    class Event(asyncio.Event):
+        """What one task waits for."""
+
+        async def reached(self, seconds: float | None = None) -> bool:
+            """Wait until it is set, for at most `seconds`; return whether it is set."""
+            with suppress(TimeoutError):
+                async with asyncio.timeout(seconds):
+                    await self.wait()
+            return self.is_set()
+
     class Condition:
         """The means to wait for a change. Tasks need no lock: they are interrupted only where they await."""
 
         def __init__(self) -> None:
-            self._event = asyncio.Event()
+            self._event = AsyncBackend.Event()
 
         def __enter__(self) -> None:
             pass
@@ -183,16 +215,15 @@ class AsyncBackend:
         def notify_all(self) -> None:
             """Wake all waiting tasks."""
             self._event.set()
-            self._event = asyncio.Event()
+            self._event = AsyncBackend.Event()
 
         async def changed(self, seconds: float | None = None) -> None:
             """Wait for `notify_all`, for at most `seconds`."""
-            with suppress(TimeoutError):
-                async with asyncio.timeout(seconds):
-                    await self._event.wait()
+            await self._event.reached(seconds)
 
 
 Backend: TypeAlias = AsyncBackend | BlockingBackend
+Event: TypeAlias = AsyncBackend.Event | BlockingBackend.Event
 
 
 # Where grpc.aio differs from synchronous gRPC.
@@ -211,7 +242,12 @@ def _raise_if_closed() -> None:
     """
     task = asyncio.current_task()
     if task is not None and not task.cancelling():
-        raise _status(grpc.StatusCode.CANCELLED, "the channel was closed") from None
+        raise _closed() from None
+
+
+def _closed() -> grpc.aio.AioRpcError:
+    """Return CANCELLED, as for a call in flight, instead of gRPC's ValueError or CancelledError."""
+    return _status(grpc.StatusCode.CANCELLED, "the channel was closed")
 
 
 def _status(code: grpc.StatusCode, details: str | None, trailing: Any = ()) -> grpc.aio.AioRpcError:

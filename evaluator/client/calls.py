@@ -83,7 +83,8 @@ _draw = random.SystemRandom().uniform  # not the module's generator: clients wit
 class Attempts:
     """The attempts of one call.
 
-    deadline: on the clock of time.monotonic(), None for no deadline; draw: returns a random number between two others.
+    deadline: on the clock of time.monotonic(), None for no deadline; it may change between attempts. draw:
+    returns a random number between two others.
     """
 
     def __init__(
@@ -95,7 +96,7 @@ class Attempts:
     ) -> None:
         self._retries = retries
         self._budget = budget
-        self._deadline = deadline
+        self.deadline = deadline
         self._draw = draw
         self._begun = 0
         self._absences = 0  # consecutive failures to reach a server
@@ -104,7 +105,7 @@ class Attempts:
     def begin(self) -> float | None:
         """Count an attempt and return its time limit in seconds, None for no limit."""
         self._begun += 1
-        return None if self._deadline is None else max(0.0, self._deadline - time.monotonic())
+        return None if self.deadline is None else max(0.0, self.deadline - time.monotonic())
 
     @property
     def exhausted(self) -> bool:
@@ -124,7 +125,7 @@ class Attempts:
         if self.exhausted:
             return None
         pause = self._jittered(error, self._begun)
-        if self._deadline is not None and time.monotonic() + pause >= self._deadline:
+        if self.deadline is not None and time.monotonic() + pause >= self.deadline:
             return None
         return pause if self._budget.withdraw() else None
 
@@ -138,7 +139,7 @@ class Attempts:
             self._absent_since = now
         self._absences += 1
         end = self._absent_since + self._retries.restart_timeout
-        left = (end if self._deadline is None else min(end, self._deadline)) - now
+        left = (end if self.deadline is None else min(end, self.deadline)) - now
         if left < self._retries.initial_backoff:
             return None
         return min(self._jittered(error, self._absences, _MAX_ABSENT_BACKOFF), left / 2)
@@ -162,9 +163,12 @@ class Attempts:
         self._budget.deposit()
 
 
-Timeout: TypeAlias = float | Literal["client"] | None
-"""Seconds for a call, including retries; None for no limit; "client" for the client's timeout."""
+Timeout: TypeAlias = float | Literal["default"] | None
+"""Seconds for a call, including retries and the wait for its turn; None for no limit. "default": of a call, the
+client's; of a client, 60 s from the moment when the call is first sent, so that no burst is too large for it.
+"""
 
+_DEFAULT_TIMEOUT = 60.0
 DEFAULT_RETRY_POLICY = RetryPolicy()
 _REQUEST_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
 _MAX_TIMEOUT = 1e9  # seconds; gRPC counts nanoseconds in 64 bits
@@ -187,19 +191,25 @@ class Failure:
 
 
 class ClientSettings:
-    """The settings of a client for all its calls; shared by its threads. closed: no further call may begin."""
+    """The settings of a client for all its calls; shared by its threads.
 
-    def __init__(self, address: str, timeout: float | None, retries: RetryPolicy) -> None:
+    closed: no further call may begin; default_timeout: whether the client has no timeout of its own.
+    """
+
+    def __init__(self, address: str, timeout: Timeout, retries: RetryPolicy) -> None:
+        if not isinstance(retries, RetryPolicy):
+            raise UsageError(f"retries is {retries!r}, but it must be a RetryPolicy, e.g. RetryPolicy(attempts=3)")
         self.address = checked_address(address)
         self.retries = retries
         self.budget = RetryBudget(retries)
         self.closed = False
         self.absence_logged = False  # since the last answer
-        self._timeout = _checked(timeout)
+        self.default_timeout = timeout == "default"
+        self._timeout = _DEFAULT_TIMEOUT if timeout == "default" else _checked(timeout)
 
     def deadline(self, timeout: Timeout) -> float | None:
         """Return the deadline of a call that begins now, on the clock of time.monotonic()."""
-        seconds = self._timeout if timeout == "client" else _checked(timeout)
+        seconds = self._timeout if timeout == "default" else _checked(timeout)
         return None if seconds is None else time.monotonic() + seconds
 
     def attempts(self, deadline: float | None) -> Attempts:
@@ -215,21 +225,38 @@ class ClientSettings:
 
 
 class Call:
-    """One call of a client, with all its attempts. deadline: from `ClientSettings.deadline`."""
+    """One call of a client, with all its attempts.
 
-    def __init__(self, settings: ClientSettings, deadline: float | None, request_id: str | None) -> None:
-        if request_id is not None and not _REQUEST_ID.fullmatch(request_id):
+    deadline: from `ClientSettings.deadline`; patient: whether it begins only with the first attempt that a server sees.
+    """
+
+    def __init__(
+        self, settings: ClientSettings, deadline: float | None, request_id: str | None, *, patient: bool = False
+    ) -> None:
+        if settings.closed:
+            raise UsageError("the client is closed; make the call inside its `with` block")
+        if request_id is not None and not (isinstance(request_id, str) and _REQUEST_ID.fullmatch(request_id)):
             raise UsageError(
                 f"request_id is {request_id!a}, but it must consist of 1 to 128 letters, digits, '.', '_', ':' and '-'"
             )
         self._settings = settings
         self._request_id = request_id
         self._attempts = settings.attempts(deadline)
+        self._patient = patient
+        self._sent = False
+
+    @property
+    def turn_deadline(self) -> float | None:
+        """Return until when the next attempt may wait for its turn, on the clock of time.monotonic()."""
+        return None if self._patient and not self._sent else self._attempts.deadline
 
     def begin(self) -> dict[str, Any]:
         """Begin an attempt: return gRPC's arguments besides the request."""
         if self._settings.closed:
-            raise UsageError("the client is closed; make the call inside its `with` block")
+            raise self._closed_meanwhile()
+        if self._patient and not self._sent:
+            self._attempts.deadline = self._settings.deadline("default")
+        self._sent = True
         metadata = () if self._request_id is None else (("x-request-id", self._request_id),)
         return {"timeout": self._attempts.begin(), "metadata": metadata}
 
@@ -238,12 +265,20 @@ class Call:
         self._attempts.answer_received()
         self._settings.absence_logged = False
 
+    def forgive_refusal(self) -> bool:
+        """Do not count the last attempt, which met a server full of this client's calls; False without retries."""
+        if self._settings.retries.attempts == 1:
+            return False
+        self._attempts.discard_last()
+        return True
+
     def pause_after(self, failed: grpc.RpcError, *, repeatable: bool = True) -> float:
         """Return the seconds to wait before the next attempt; raise the error if there should be none.
 
         repeatable: whether the call can be retried after a server has begun it.
         """
         failure = self.failure_of(failed)
+        self._sent = not failure.absent
         if failure.transient and (repeatable or failure.absent):
             pause = self._attempts.pause(failure.error, absent=failure.absent)
             if pause is not None:
@@ -258,9 +293,7 @@ class Call:
     def failure_of(self, failed: grpc.RpcError) -> Failure:
         """Return why the call failed."""
         if failed.code() == _CANCELLED and self._settings.closed:
-            return self._failure(
-                Interrupted(f"{self._settings.address}: the client was closed before the answer arrived")
-            )
+            return Failure(self._closed_meanwhile(), transient=False)
         return self._failure(error_from(failed, self._settings.address), failed.code(), absent=is_unreachable(failed))
 
     def failure_from_message(self, message: pb.CallError) -> Failure:
@@ -274,6 +307,11 @@ class Call:
     def _failure(self, error: PreluNetError, code: grpc.StatusCode | None = None, *, absent: bool = False) -> Failure:
         transient = code in _TRANSIENT or isinstance(error, Overloaded)
         return Failure(self.with_request_id(error), transient, absent or isinstance(error, NotReady))
+
+    def _closed_meanwhile(self) -> PreluNetError:
+        return self.with_request_id(
+            Interrupted(f"{self._settings.address}: the client was closed before the answer arrived")
+        )
 
     def with_request_id(self, error: PreluNetError) -> PreluNetError:
         """Return an error of this call with its request id, if it has one, at the end of its text."""
@@ -291,6 +329,6 @@ def _checked(timeout: Timeout) -> float | None:
     """Return the timeout as a float; UsageError if it is invalid."""
     if timeout is None:
         return None
-    if isinstance(timeout, str) or not 0 < timeout <= _MAX_TIMEOUT:
+    if not isinstance(timeout, int | float) or not 0 < timeout <= _MAX_TIMEOUT:
         raise UsageError(f"timeout is {timeout!r}, but it must be a number of seconds above 0, or None for no limit")
     return float(timeout)

@@ -39,6 +39,8 @@ def checked_address(address: str) -> str:
     Raises UsageError for an address that gRPC would misunderstand: it reads "host" as host:443, and
     "http://host:50051" as a host name.
     """
+    if not (isinstance(address, str) and address.isprintable()):
+        raise UsageError(f"address is {address!r}, but it must be host:port, e.g. {_EXAMPLE}")
     if address.startswith(_GRPC_SCHEMES):
         return address
     if found := _WITH_PORT.fullmatch(address):

@@ -1,6 +1,7 @@
 """The messages of a client: what it reads and what it sends."""
 
-from collections.abc import AsyncGenerator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -87,7 +88,7 @@ _MESSAGE_OVERHEAD = 4096  # bytes of a message for the file's name, its class an
 
 
 def classify_request(
-    image: bytes,
+    image: bytes = b"",
     *,
     model: str | None = None,
     protocol: str = "",
@@ -98,18 +99,19 @@ def classify_request(
     apply_exif: bool = False,
 ) -> pb.ClassifyRequest:
     """Return the request for one image; the arguments are those of `Client.classify`."""
-    if top_k is not None and not 1 <= top_k < 2**31:
+    if isinstance(top_k, int) and not 1 <= top_k < 2**31:
         raise UsageError(f"top_k is {top_k}, but it must be between 1 and the model's number of classes")
-    return pb.ClassifyRequest(
-        image=image,
-        model=model or "",
-        protocol=protocol,
-        scales=_checked(scales),
-        mirror=mirror,
-        top_k=top_k,
-        heatmap=heatmap,
-        apply_exif=apply_exif,
-    )
+    with _invalid_options():
+        return pb.ClassifyRequest(
+            image=image,
+            model=model or "",
+            protocol=protocol,
+            scales=_checked(scales),
+            mirror=mirror,
+            top_k=top_k,
+            heatmap=heatmap,
+            apply_exif=apply_exif,
+        )
 
 
 def stream_request(number: int, request: pb.ClassifyRequest) -> pb.ClassifyStreamRequest:
@@ -131,14 +133,19 @@ def evaluate_start(
     apply_exif: bool,
 ) -> pb.EvaluateRequest:
     """Return the first message of an evaluation; the arguments are those of `Client.evaluate`."""
-    start = pb.EvaluateStart(
-        model=model or "",
-        protocol=protocol,
-        dataset=dataset.location.name,
-        scales=_checked(scales),
-        mirror=mirror,
-        apply_exif=apply_exif,
-    )
+    if not hasattr(dataset, "samples"):
+        raise UsageError(
+            f"dataset is a {type(dataset).__name__}; open it first: prelunet.evaluator.datasets.open_dataset"
+        )
+    with _invalid_options():
+        start = pb.EvaluateStart(
+            model=model or "",
+            protocol=protocol,
+            dataset=dataset.location.name,
+            scales=_checked(scales),
+            mirror=mirror,
+            apply_exif=apply_exif,
+        )
     return pb.EvaluateRequest(start=start)
 
 
@@ -183,6 +190,15 @@ def _labelled_image(dataset: "Dataset", sample: "Sample") -> pb.EvaluateRequest:
         )
     data = dataset.reader.read(sample.file)  # the server refuses and counts images beyond its own limit
     return pb.EvaluateRequest(image=pb.LabelledImage(file=sample.file, data=data, wnid=dataset.classes[sample.label]))
+
+
+@contextmanager
+def _invalid_options() -> Iterator[None]:
+    """Convert what Python and protobuf raise for an option of a wrong type, and for text that is not Unicode."""
+    try:
+        yield
+    except (TypeError, ValueError) as error:
+        raise UsageError(f"an option cannot be sent: {error}. Give a value of the documented type") from error
 
 
 def _checked(scales: Sequence[int] | None) -> Sequence[int]:

@@ -3,7 +3,7 @@
 `PendingImages` is the state of one `classify_many`: which images to send, which are unanswered, which to retry. It
 neither waits nor sends. `Exchange` does that, and calls:
 
-    add, finish                   for each image of the caller's iterable, while there is room, and at its end
+    build, add, finish            for each image of the caller's iterable, while there is room, and at its end
     next_request                  for the next request to send, when it is due
     answer_received               for each response of the server
     stream_ended, stream_failed   when a stream ends
@@ -24,6 +24,7 @@ from prelunet.evaluator.client.backends import Backend
 from prelunet.evaluator.client.calls import Attempts, Call, ClientSettings
 from prelunet.evaluator.client.messages import read_answer, stream_request
 from prelunet.evaluator.errors import DeadlinePassed, ImageError, PreluNetError, UsageError
+from prelunet.evaluator.image_input import encoded_image
 from prelunet.evaluator.pb.prelunet.v1 import prelunet_pb2 as pb
 
 MAX_PENDING = 32  # images; the server also stops reading a stream at this number of unanswered images
@@ -51,14 +52,14 @@ class PendingImages:
     def __init__(
         self,
         settings: ClientSettings,
-        request: Callable[[bytes], pb.ClassifyRequest],
+        request: Callable[..., pb.ClassifyRequest],
         deadline: float | None,
         request_id: str | None,
         max_pending: int,
     ) -> None:
         if max_pending < 1:
             raise UsageError(f"max_pending is {max_pending}, but it must be at least 1")
-        request(b"")  # report an invalid option now, not with the first image
+        request()  # report an invalid option now, not with the first image
         self.call = Call(settings, deadline, request_id)  # the stream, with all its attempts
         self._settings = settings
         self._request = request
@@ -89,23 +90,27 @@ class PendingImages:
         """Whether every image has been answered and its result taken."""
         return self.idle and not self._results
 
-    def add(self, item: object) -> None:
-        """Add an item of the caller's iterable: (key, image), or an image, whose key is its position."""
+    def build(self, item: object) -> "_Image | Result":
+        """Build the request of the next item of the caller's iterable, which may take long: (key, image), or an image,
+        whose key is its position. Return the result instead for an image that cannot be sent.
+        """
         number = self._added
         self._added += 1
-        match item:
-            case bytes():
-                key, image = number, item
-            case (key, bytes() as image):
-                pass
-            case _:
-                raise UsageError(f"image {number} of classify_many is {type(item).__name__}; give bytes or (id, bytes)")
+        key, image = item if isinstance(item, tuple) and len(item) == 2 else (number, item)
         try:
-            request = stream_request(number, self._request(image))
+            request = stream_request(number, self._request(encoded_image(image)))
         except ImageError as error:
-            self._results.append((key, self.call.with_request_id(error)))
+            return key, self.call.with_request_id(error)
+        except UsageError as error:
+            raise UsageError(f"image {number} of classify_many: {error}, or (id, image)") from error
+        return _Image(key, number, request, self._settings.attempts(self._deadline))
+
+    def add(self, built: "_Image | Result") -> None:
+        """Add what `build` returned."""
+        if isinstance(built, _Image):
+            self._push(built, time.monotonic())
         else:
-            self._push(_Image(key, number, request, self._settings.attempts(self._deadline)), time.monotonic())
+            self._results.append(built)
 
     def finish(self, error: BaseException | None = None) -> None:
         """Note that there are no more images. error: what the caller's iterable raised."""
@@ -255,12 +260,12 @@ class Exchange:
     async def _read(self, images: Any) -> None:
         """Add images while there is room, until there are no more."""
         error: BaseException | None = None
-        iterator = self._backend.iterate(images)
+        iterator = self._backend.map(self._pending.build, images)
         try:
             while await self._has_room():
-                item = await anext(iterator)
+                built = await anext(iterator)
                 with self._condition:
-                    self._pending.add(item)
+                    self._pending.add(built)
                     self._condition.notify_all()
         except StopAsyncIteration:
             pass

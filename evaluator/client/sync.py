@@ -6,7 +6,7 @@ from typing import Any, Concatenate, ParamSpec, Self, TypeVar
 
 from prelunet.evaluator.client.aio import AsyncClient
 from prelunet.evaluator.client.backends import BlockingBackend, each, run
-from prelunet.evaluator.client.calls import DEFAULT_RETRY_POLICY, RetryPolicy
+from prelunet.evaluator.client.calls import DEFAULT_RETRY_POLICY, RetryPolicy, Timeout
 
 _P = ParamSpec("_P")
 _T = TypeVar("_T")
@@ -46,7 +46,8 @@ class Client:
     """A connection to a server. Use it in a `with` block, from any number of threads.
 
     address: host:port, or dns:///host:port for a name of several servers, which then take turns;
-    timeout: seconds for one call, including retries, None for no limit;
+    timeout: seconds for one call, including retries and the wait for its turn, None for no limit; by default 60 s from
+    the moment when the call is first sent, so that bursts of any size are answered;
     retries: what is retried, and when.
 
     Every method raises the server's error as a class of `evaluator.errors`, and EnvironmentFault with the address if
@@ -55,7 +56,7 @@ class Client:
     """
 
     def __init__(
-        self, address: str, *, timeout: float | None = 60.0, retries: RetryPolicy = DEFAULT_RETRY_POLICY
+        self, address: str, *, timeout: Timeout = "default", retries: RetryPolicy = DEFAULT_RETRY_POLICY
     ) -> None:
         self._async = _BlockingClient(address, timeout=timeout, retries=retries)
         run(self._async.__aenter__())

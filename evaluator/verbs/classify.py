@@ -18,6 +18,7 @@ from prelunet.evaluator.engine.memory import require_view_fits
 from prelunet.evaluator.engine.session import Device, Placement, Session
 from prelunet.evaluator.errors import ImageError, UsageError
 from prelunet.evaluator.files import write_atomically
+from prelunet.evaluator.image_input import encoded_image
 from prelunet.evaluator.imaging.decode import decode_image
 from prelunet.evaluator.imaging.limits import DecodeLimits
 from prelunet.evaluator.imaging.resize import panel_picture
@@ -103,9 +104,9 @@ def _classify_all(images: Sequence[str], classify_image: ClassifyImage, heatmap:
     failed = 0
     for file in images:
         try:
-            answer = classify_image(_read(file))
+            answer = _classify_file(file, classify_image)
         except ImageError as error:
-            failure = ImageError(f"{file}: {error}")
+            failure = error
         else:
             echo(json.dumps({"file": file, **answer.to_json()}) if as_json else _lines(file, answer))
             if heatmap is not None:
@@ -120,17 +121,18 @@ def _classify_all(images: Sequence[str], classify_image: ClassifyImage, heatmap:
         raise ImageError(f"{failed} of {len(images)} images could not be classified; the reasons are above")
 
 
-def _read(file: str) -> bytes:
-    """Return the bytes of a file or stdin, at most one more than decoding accepts. ImageError if unreadable."""
-    limit = DecodeLimits.max_bytes + 1
+def _classify_file(file: str, classify_image: ClassifyImage) -> Answer:
+    """Return the answer for a file, or for stdin: "-". Raises ImageError with the name."""
+    if file != "-":
+        data = encoded_image(file)
+    elif sys.stdin is None:
+        raise ImageError("-: there is no stdin. Give the path of an image file")
+    else:
+        data = sys.stdin.buffer.read(DecodeLimits.max_bytes + 1)
     try:
-        if file == "-":
-            return sys.stdin.buffer.read(limit)
-        with Path(file).open("rb") as encoded:
-            return encoded.read(limit)
-    except (OSError, ValueError, AttributeError) as error:  # ValueError: a NUL in the name; AttributeError: no stdin
-        reason = getattr(error, "strerror", None) or error
-        raise ImageError(f"cannot be read ({reason}). Give the path of an image file") from error
+        return classify_image(data)
+    except ImageError as error:
+        raise ImageError(f"{file}: {error}") from error
 
 
 def _lines(file: str, answer: Answer) -> str:

@@ -3,6 +3,7 @@
 import asyncio
 import gc
 import inspect
+import os
 import threading
 import weakref
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
@@ -81,6 +82,31 @@ def test_an_asyncio_client_outside_its_block_is_refused() -> None:
             await used.__aenter__()
 
     asyncio.run(use())
+
+
+def test_a_client_of_another_event_loop_is_refused() -> None:
+    async def enter(client: AsyncClient) -> None:
+        await client.__aenter__()
+        assert text_of(await client.classify(b"cat")) == "cat"
+
+    async def use(client: AsyncClient) -> None:
+        for ask in (client.classify, client.models, client.ready, client.evaluate):
+            with pytest.raises(UsageError, match="belongs to another event loop; create one in each loop"):
+                await ask(*([b"cat"] if ask == client.classify else [pets()] if ask == client.evaluate else []))
+        with pytest.raises(UsageError, match="belongs to another event loop"):
+            await anext(client.classify_many([b"cat"]))
+
+    with served(ScriptedServicer()) as address:
+        client = AsyncClient(address)
+        asyncio.run(enter(client))
+        asyncio.run(use(client))
+        with asyncio.Runner() as runner:  # whose loop still runs
+            client = AsyncClient(address)
+            runner.run(enter(client))
+            thread = threading.Thread(target=asyncio.run, args=(use(client),))
+            thread.start()
+            thread.join()
+            runner.run(client.close())
 
 
 def test_cancelling_a_task_cancels_its_call_on_the_server() -> None:
@@ -208,8 +234,10 @@ def test_an_abandoned_stream_ends_with_its_loop_without_a_log_line(caplog: pytes
     assert [record.getMessage() for record in caplog.records if record.name == "asyncio"] == []
 
 
-def test_slow_work_runs_in_threads(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_slow_work_runs_in_threads(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     where: dict[str, int] = {}
+    file = tmp_path / "cat.jpg"
+    file.write_bytes(b"cat")
 
     def images() -> Iterator[bytes]:
         where["images"] = threading.get_ident()
@@ -219,6 +247,17 @@ def test_slow_work_runs_in_threads(monkeypatch: pytest.MonkeyPatch) -> None:
         def read(self, file: str) -> bytes:
             where["read"] = threading.get_ident()
             return b"cat"
+
+    class Noted(os.PathLike):
+        def __init__(self, name: str) -> None:
+            self.name = name
+
+        def __fspath__(self) -> str:
+            where[self.name] = threading.get_ident()
+            return str(file)
+
+    async def each_of(image: object) -> AsyncIterator[object]:
+        yield image
 
     def thousand(request, context):
         return pb.ClassifyResponse(predictions=[pb.Prediction(class_index=n) for n in range(1000)])
@@ -240,8 +279,10 @@ def test_slow_work_runs_in_threads(monkeypatch: pytest.MonkeyPatch) -> None:
         assert len((await client.classify(b"cat")).predictions) == 1000
         assert [key async for key, _ in client.classify_many(images())] == [0]
         await client.evaluate(Dataset(Path("pets"), ("n0",), [Sample("a", 0, 3)], Noting()))
+        await client.classify(Noted("path"))
+        assert [key async for key, _ in client.classify_many(each_of(Noted("path of many")))] == [0]
         assert {name for name, thread in where.items() if thread == here} == {"1 predictions"}
-        assert len(where) == 4
+        assert len(where) == 6
 
     on_scripted(ScriptedServicer(thousand, None, report), use)
 

@@ -1,5 +1,6 @@
 import asyncio
 import gc
+import io
 import signal
 import socket
 import subprocess
@@ -15,13 +16,16 @@ from pathlib import Path
 from typing import Any
 
 import grpc
+import numpy as np
 import pytest
 from google.protobuf.any_pb2 import Any as AnyMessage
 from google.rpc.error_details_pb2 import ErrorInfo
 from google.rpc.status_pb2 import Status
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
+from PIL import Image
 
 from prelunet.evaluator.client import Client, RetryPolicy
+from prelunet.evaluator.client.calls import Call
 from prelunet.evaluator.client.channel import CHANNEL_OPTIONS
 from prelunet.evaluator.datasets.dataset import Dataset, Sample
 from prelunet.evaluator.engine.classify import classify_images
@@ -122,6 +126,24 @@ def test_many_images_get_the_same_answers_as_single_ones(client: Client) -> None
     assert results == {
         name: client.classify(images[name], protocol="center", top_k=3) for name in images if name != "bad.png"
     }
+
+
+def test_every_kind_of_image_gets_the_answer_for_its_pixels(client_of, tmp_path: Path) -> None:
+    data = png(40, 57, seed=1)
+    (tmp_path / "a.png").write_bytes(data)
+    kinds = [data, tmp_path / "a.png", str(tmp_path / "a.png"), Image.open(io.BytesIO(data)), decode_rgb(data)]
+    with running_server(fake=FakeSession()) as server, client_of(server.address) as client:
+        expected = client.classify(data)
+        assert [client.classify(image) for image in kinds] == [expected] * len(kinds)
+        assert dict(client.classify_many(kinds)) == dict.fromkeys(range(len(kinds)), expected)
+        results = dict(
+            client.classify_many([("gone", tmp_path / "gone.png"), ("float", decode_rgb(data) / 255), ("a", data)])
+        )
+        assert results.pop("a") == expected
+        assert {key: type(error) for key, error in results.items()} == {"gone": ImageError, "float": ImageError}
+        for image in (tmp_path / "gone.png", decode_rgb(data)[..., None], Image.new("F", (2, 2))):
+            with pytest.raises(ImageError, match=r"cannot be read|the array's shape|mode is F"):
+                client.classify(image)
 
 
 def test_one_client_serves_several_threads(client: Client) -> None:
@@ -300,6 +322,73 @@ def test_a_bare_grpc_status_is_raised_as_one_of_our_errors(code: grpc.StatusCode
     assert type(caught.value) is kind
 
 
+@pytest.mark.parametrize(
+    ("call", "text"),
+    [
+        (lambda client: client.classify(None), "an image cannot be a NoneType; give a path"),
+        (lambda client: client.classify(b"cat", model=5), "an option cannot be sent"),
+        (lambda client: client.classify(b"cat", model="\udc80"), "an option cannot be sent: .*surrogates not allowed"),
+        (lambda client: client.classify(b"cat", scales=48), "an option cannot be sent: .*not iterable"),
+        (lambda client: client.classify(b"cat", top_k="3"), "an option cannot be sent"),
+        (lambda client: client.classify(b"cat", request_id=7), "request_id is 7"),
+        (lambda client: client.classify(b"cat", timeout=[3]), r"timeout is \[3\]"),
+        (lambda client: list(client.classify_many(b"cat")), r"images is a bytes, but it must be several .* \[image\]"),
+        (lambda client: list(client.classify_many("cat.jpg")), "images is a str"),
+        (lambda client: list(client.classify_many(np.zeros((3, 4, 3), np.uint8))), "images is a ndarray"),
+        (lambda client: client.evaluate("val"), "dataset is a str; open it first: .*open_dataset"),
+        (lambda client: type(client)("127.0.0.1:1", retries=3), r"retries is 3, .*RetryPolicy\(attempts=3\)"),
+        (lambda client: type(client)(None), "address is None, but it must be host:port"),
+        (lambda client: type(client)("\udc80:1"), r"address is '\\udc80:1', but it must be host:port"),
+    ],
+)
+def test_an_argument_of_a_wrong_type_is_a_usage_error(client_of, call: Callable[[Any], Any], text: str) -> None:
+    with client_of("127.0.0.1:1", retries=RetryPolicy.none()) as client, pytest.raises(UsageError, match=text):
+        call(client)
+
+
+CALLS = {
+    "classify": lambda client: client.classify(b"cat"),
+    "classify_many": lambda client: list(client.classify_many([b"cat"])),
+    "evaluate": lambda client: client.evaluate(dataset({"a": b"cat"})),
+    "models": lambda client: client.models(),
+    "ready": lambda client: client.ready(),
+}
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_a_closed_client_is_refused(client_of, name: str) -> None:
+    with client_of("127.0.0.1:1") as client:
+        client.close()
+        with pytest.raises(UsageError, match="the client is closed; make the call inside its `with` block"):
+            CALLS[name](client)
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_a_call_that_begins_while_another_thread_closes_the_client_is_interrupted(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """gRPC itself raises a ValueError for a channel that has just been closed."""
+    begin = Call.begin
+
+    def closing(call: Call) -> dict[str, Any]:
+        options = begin(call)
+        client.close()
+        return options
+
+    with served(ScriptedServicer()) as address, Client(address) as client:
+        client.classify(b"cat")
+        monkeypatch.setattr(Call, "begin", closing)
+        with pytest.raises(Interrupted, match=f"^{address}: the client was closed before the answer arrived"):
+            CALLS[name](client)
+
+
+def test_a_client_that_is_closed_between_two_attempts_is_interrupted(client_to) -> None:
+    with client_to(ScriptedServicer(Overloaded("full", retry_after=0.5))) as client:
+        threading.Timer(0.2, client.close).start()
+        with pytest.raises(Interrupted, match="the client was closed before the answer arrived"):
+            client.classify(b"cat")
+
+
 def assert_comes_back(error: Exception, kind: type[PreluNetError]) -> PreluNetError:
     class Failing(pb_grpc.PreluNetServiceServicer):
         def Classify(self, request, context):  # noqa: N802
@@ -374,7 +463,7 @@ def test_importing_the_client_loads_only_what_it_needs_and_changes_nothing_proce
         print(*{name.split(".")[2] for name in sys.modules if name.startswith("prelunet.evaluator.")})
     """
     result = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
-    allowed = {"answer", "architectures", "client", "contract", "errors", "json_checks", "pb", "rpc"}
+    allowed = {"answer", "architectures", "client", "contract", "errors", "image_input", "json_checks", "pb", "rpc"}
     assert set(result.stdout.split()) == allowed
 
 
