@@ -20,7 +20,9 @@ Json = dict[str, Any]
 NAME = "demo"  # of the served model
 FAULT_INJECTION = (sys.executable, "-m", "benchmarks.reliability.fault_injection")
 # Conditions that may fail on a busy machine.
-TIMING_CONDITIONS = frozenset({"at_once", "latency_kept", "latency_bounded", "first_calls_are_not_slow"})
+TIMING_CONDITIONS = frozenset(
+    {"at_once", "latency_kept", "latency_bounded", "first_calls_are_not_slow", "answered_in_time"}
+)
 
 
 def claim(
@@ -49,13 +51,14 @@ class ServerTestBed:
     """Model file, pictures and a folder for logs. Use it in a `with` block.
 
     seed: of everything random; tiny: rehearsal with few repeats; soak_seconds: duration of the soak case; model_file:
-    file to serve, None for the demo net with random weights.
+    file to serve, None for the demo net with random weights; triton_python: Python of an environment with tritonclient.
     """
 
     seed: int = 1
     tiny: bool = False
     soak_seconds: float = 60.0
     model_file: Path | None = None
+    triton_python: Path | None = None
     _numbers: Any = field(default_factory=itertools.count)
 
     def __enter__(self) -> Self:
