@@ -163,7 +163,7 @@ async def _lost(bed: ServerTestBed, fault: str) -> Json:
 
 
 async def _killed_decoders(bed: ServerTestBed, seconds: float) -> Json:
-    rng, end = random.Random(bed.seed), time.monotonic() + seconds
+    rng = random.Random(bed.seed)
     easy = [picture.data for picture in bed.pictures if not picture.what.startswith("WEBP")]
     expensive = [encoded(pixels(side, side, side), "WEBP") for side in (50, 1000, 2500)]
     statuses: dict[str, Counter[str]] = {"easy": Counter(), "expensive": Counter()}
@@ -176,7 +176,7 @@ async def _killed_decoders(bed: ServerTestBed, seconds: float) -> Json:
                 statuses[kind][await status_of(classify(channel, rng.choice(images)))] += 1
 
     with bed.serve() as server:
-        files, good = server.open_files(), CheckedCall(server.address, expensive[0])
+        files, good, end = server.open_files(), CheckedCall(server.address, expensive[0]), time.monotonic() + seconds
         clients = [asyncio.create_task(client(server.address)) for _ in range(CLIENTS)]
         while time.monotonic() < end:
             await asyncio.sleep(rng.uniform(0.05, 0.2))
