@@ -8,6 +8,7 @@ from collections import Counter
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from contextlib import AsyncExitStack, suppress
 from functools import partial
+from typing import Any
 
 import grpc
 
@@ -310,7 +311,8 @@ async def _compressed(server: PreluNetServer) -> tuple[bool, Json]:
         for compression, window in kinds.values():
             calls = [classify(channel, image, compression=compression) for _ in range(COMPRESSED)]
             answers.update(await asyncio.gather(*map(status_of, calls)))
-            bomb, send = await asyncio.to_thread(_bomb, window), channel.unary_unary(CLASSIFY)
+            send: Any = channel.unary_unary(CLASSIFY)
+            bomb = await asyncio.to_thread(_bomb, window)
             refusals.update(await asyncio.gather(*(status_of(send(bomb, timeout=60)) for _ in range(BOMBS))))
     right = answers == {"OK": 2 * COMPRESSED} and refusals.total() == 2 * BOMBS
     right &= refusals.keys() <= {"INVALID_ARGUMENT", "RESOURCE_EXHAUSTED"} and peaks["mb"] <= server.promised_mb

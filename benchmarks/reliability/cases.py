@@ -51,14 +51,13 @@ class ServerTestBed:
     """Model file, pictures and a folder for logs. Use it in a `with` block.
 
     seed: of everything random; tiny: rehearsal with few repeats; soak_seconds: duration of the soak case; model_file:
-    file to serve, None for the demo net with random weights; triton_python: Python of an environment with tritonclient.
+    file to serve, None for the demo net with random weights.
     """
 
     seed: int = 1
     tiny: bool = False
     soak_seconds: float = 60.0
     model_file: Path | None = None
-    triton_python: Path | None = None
     _numbers: Any = field(default_factory=itertools.count)
 
     def __enter__(self) -> Self:

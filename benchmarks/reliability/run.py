@@ -1,7 +1,7 @@
 """Test the server's promises: overload, deadlines, mixed shapes, memory, drain, bad clients, faults, fuzz, soak.
 
     python -m benchmarks.reliability.run [--only NAME ...] [--tiny] [--seed N] [--soak-seconds S]
-                                         [--triton-python FILE] [--output FILE] [--page docs/reliability.md]
+                                         [--output FILE] [--page docs/reliability.md]
 
 Each case is a claim. Its verdict and numbers are written as soon as they are known. A case that the file already holds
 for the same sources, versions, seed and settings is not run again. A table is written beside the file, and a summary
@@ -53,9 +53,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--only", nargs="+", choices=list(GROUPS), default=list(GROUPS), metavar="NAME")
     parser.add_argument("--seed", type=int, default=1, help="random seed of all cases")
     parser.add_argument("--soak-seconds", type=float, default=SOAK, help="duration of the soak case; hours are fine")
-    parser.add_argument("--triton-python", type=Path,
-                        help="Python of an environment with tritonclient (pip install tritonclient[grpc]) for bursts; "
-                             "without it they are tried with the other clients only")  # fmt: skip
     parser.add_argument("--page", type=Path, help="Markdown page whose summary of the results is replaced")
     options = parser.parse_args(words)
     logging.getLogger("prelunet.evaluator.client").setLevel(logging.ERROR)  # it reports every restart
@@ -63,8 +60,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     facts = {"device": "cpu", "tiny": options.tiny, "source": digest_of(*MEASURED), "seed": options.seed}
     now = {**circumstances(__file__, options, PACKAGES, words), **facts}
     runner = Runner(options.output, "reliability", now, limit)
-    own = {"tiny": options.tiny, "soak_seconds": options.soak_seconds, "triton_python": options.triton_python}
-    with ServerTestBed(options.seed, **own) as bed:
+    with ServerTestBed(options.seed, tiny=options.tiny, soak_seconds=options.soak_seconds) as bed:
         for group in options.only:
             runner.run(replace(case, work=partial(_of_group, group, case)) for case in GROUPS[group](bed))
     if options.page is not None:

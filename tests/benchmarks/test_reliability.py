@@ -69,9 +69,7 @@ def test_calls_of_our_client_survive_a_restart(bed: ServerTestBed) -> None:
 
 
 def test_a_burst_on_one_channel_is_answered(bed: ServerTestBed) -> None:
-    result = held(bed, overload, "overload, bursts")
-    assert result["grpc_aio"]["OK"] > 256
-    assert result["tritonclient"].startswith("not run")
+    assert held(bed, overload, "overload, bursts")["grpc_aio"]["OK"] > 256
 
 
 @pytest.mark.parametrize("name", ["idle connections", "rapid resets", "killed clients", "compressed messages"])

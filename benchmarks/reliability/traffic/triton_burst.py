@@ -1,6 +1,6 @@
 """Make concurrent calls on one channel with tritonclient; print how many had which outcome, as JSON.
 
-Arguments: HOST:PORT MODEL CALLS PICTURE. It runs in an environment with tritonclient, without this project.
+Arguments: HOST:PORT MODEL CALLS PICTURE
 """
 
 import asyncio
@@ -10,7 +10,7 @@ from collections import Counter
 from pathlib import Path
 
 import numpy as np
-from tritonclient.grpc import aio
+from tritonclient.grpc import aio  # type: ignore[import-untyped]
 
 
 async def _main() -> None:
