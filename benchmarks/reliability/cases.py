@@ -70,6 +70,11 @@ class ServerTestBed:
         self._folder.cleanup()
 
     @property
+    def easy_pictures(self) -> list[bytes]:
+        """Return those that need no decoding process, whose start takes up to a second."""
+        return [picture.data for picture in self.pictures if not picture.what.startswith("WEBP")]
+
+    @property
     def model(self) -> Path:
         """Return the model file; the first access writes it."""
         if self.model_file is None:

@@ -164,7 +164,7 @@ async def _lost(bed: ServerTestBed, fault: str) -> Json:
 
 async def _killed_decoders(bed: ServerTestBed, seconds: float) -> Json:
     rng = random.Random(bed.seed)
-    easy = [picture.data for picture in bed.pictures if not picture.what.startswith("WEBP")]
+    easy = bed.easy_pictures
     expensive = [encoded(pixels(side, side, side), "WEBP") for side in (50, 1000, 2500)]
     statuses: dict[str, Counter[str]] = {"easy": Counter(), "expensive": Counter()}
     kills = 0
