@@ -141,6 +141,10 @@ class ServerProcess:
             with suppress(OSError):
                 waiting += [int(pid) for task in folder.glob("task/*/children") for pid in task.read_text().split()]
 
+    def children(self) -> list[int]:
+        """Return its child processes, of any generation, including those that ended and were not waited for."""
+        return [int(folder.name) for folder in self._tree()][1:]
+
     def open_files(self) -> int:
         """Return the number of its open file descriptors, without that of each child process."""
         return len(list(Path(f"/proc/{self.process.pid}/fd").iterdir())) + 1 - sum(1 for _ in self._tree())

@@ -1,102 +1,128 @@
-"""Clients that send images which are cheap to send and dear to decode, from another address or from the same one."""
+"""Clients that take much and send little, from another address or from the same one: others hardly notice."""
 
 import asyncio
 import functools
-import io
+import itertools
+import random
 import time
-from collections.abc import AsyncIterator, Iterator
-from contextlib import asynccontextmanager, suppress
+from collections.abc import Awaitable, Callable, Iterator
+from contextlib import suppress
+from dataclasses import dataclass
 from functools import partial
-from itertools import cycle
 
 import grpc
 from PIL import Image
 
 from benchmarks.common.runner import Case
-from benchmarks.common.server_process import PreluNetServer
 from benchmarks.reliability.cases import Json, ServerTestBed, claim, verdict
-from benchmarks.reliability.traffic.clients import CheckedCall, classify, new_channel, percentiles
+from benchmarks.reliability.traffic.clients import CLASSIFY, STREAM, CheckedCall, new_channel, peaks_of, percentiles
+from benchmarks.reliability.traffic.pictures import encoded, marked_picture
+from prelunet.evaluator.pb.prelunet.v1 import prelunet_pb2 as pb
+from tests.serving.api.raw_http2 import (
+    DATA,
+    END_HEADERS,
+    END_STREAM,
+    HEADERS,
+    Connection,
+    call_headers,
+    connection,
+    frame,
+    message,
+)
 
 ATTACK, ALONE = 60.0, 10.0  # seconds
-CONNECTIONS, IN_FLIGHT = 8, 8  # of the attacker, and its calls in flight on each
 INTERVAL = 0.1  # seconds between the calls of the polite client
 # The 99th percentile of the polite client's latency may be this many times what it is alone, plus a batch.
 SLOWER = {"another address": 3.0, "the same address": 10.0}
 BATCH_SECONDS = 0.05  # of a batch of the attacker's views, at most
 ADDRESSES = {"another address": "127.0.0.2", "the same address": "127.0.0.1"}
-STATUSES = {"OK", "INVALID_ARGUMENT", "RESOURCE_EXHAUSTED", "DEADLINE_EXCEEDED"}  # of the attacker's calls
+STATUSES = {"OK", "INVALID_ARGUMENT", "RESOURCE_EXHAUSTED", "DEADLINE_EXCEEDED"}  # of all calls
 LIMIT_MB = 2048  # memory limit of the server, for its whole process tree
+UNFINISHED_MESSAGE = message(bytes(60 * 2**20))[:-10]
+PAUSE = 1.0  # seconds until a stream or message that the server has ended begins anew
+RAMP = 1 / 12  # of the attack's duration: its calls begin at random moments before, so that they do not end together
+
+
+@dataclass(frozen=True)
+class Attack:
+    """What an attacker does. calls: on each connection at any time; call: makes one, number `stream`, until its end."""
+
+    name: str
+    sentence: str
+    connections: int
+    calls: int
+    call: Callable[[Connection, int], Awaitable[None]]
 
 
 def cases(bed: ServerTestBed) -> Iterator[Case]:
-    """Return a case for each place that the attack comes from."""
+    """Return a case for each attack and each place that it comes from."""
     seconds = 3.0 if bed.tiny else ATTACK
-    for place in ADDRESSES:
+    for attack, place in itertools.product(ATTACKS, ADDRESSES):
         yield claim(
-            f"cheap bytes, dear pixels, {place}",
-            f"{CONNECTIONS} connections from {place} with {IN_FLIGHT} calls in flight each send small files of up to "
-            "64 megapixels: a polite client loses no call, and the 99th percentile of its latency stays below "
-            f"{SLOWER[place]:g} times that without the attack, plus a batch; the memory limit is kept",
+            f"{attack.name}, {place}",
+            f"{attack.sentence}, from {place}: a polite client loses no call, and the 99th percentile of its latency "
+            f"stays below {SLOWER[place]:g} times that without the attack, plus a batch; health reports SERVING; the "
+            "memory limit and the memory of the start line are kept",
             {"place": place, "seconds": seconds, "seed": bed.seed},
-            seconds + 30,
-            partial(_attacked, bed, place, seconds),
+            seconds + 20,
+            partial(_attacked, bed, attack, place, seconds),
         )
 
 
 @functools.cache
-def dear_images() -> tuple[bytes, ...]:
-    """Return images that take long to decode, or much memory: of 16 and 64 megapixels, and of 99 scans."""
+def expensive_images() -> tuple[bytes, ...]:
+    """Return images that take long to decode, or much memory: of 16 and 64 megapixels, and of 91 scans."""
     images = []
     for side in (4000, 8000):
         plain = Image.new("RGB", (side, side), (9, 99, 199))
-        images += [_encoded(plain, "WEBP", lossless=True), _encoded(plain.convert("RGBA"), "PNG", compress_level=9)]
-    gray = _encoded(Image.new("L", (4000, 4000), 99), "JPEG", progressive=True)
+        images += [encoded(plain, "WEBP", lossless=True), encoded(plain.convert("RGBA"), "PNG", compress_level=9)]
+    gray = encoded(Image.new("L", (4000, 4000), 99), "JPEG", progressive=True)
     last_scan = gray[gray.rindex(b"\xff\xda") : -2]
     return (*images, gray[:-2] + last_scan * 90 + gray[-2:])
 
 
-def _encoded(image: Image.Image, kind: str, **options: object) -> bytes:
-    file = io.BytesIO()
-    image.save(file, kind, **options)
-    return file.getvalue()
-
-
-async def _attacked(bed: ServerTestBed, place: str, seconds: float) -> Json:
-    images = dear_images()
+async def _attacked(bed: ServerTestBed, attack: Attack, place: str, seconds: float) -> Json:
+    expensive_images()
     with bed.serve("--memory-limit", f"{LIMIT_MB}M") as server:
         good = CheckedCall(server.address, bed.pictures[0].data)
         await good.times(20)
         alone = await _polite(good, seconds=min(seconds, ALONE))
-        statuses: dict[str, int] = {}
-        peak = [0.0]
-        async with relay(server.address, ADDRESSES[place]) as address:
-            watch = asyncio.create_task(_watch_memory(server, peak))
-            attack = [
-                asyncio.create_task(_attack(address, images, connection, statuses)) for connection in range(CONNECTIONS)
+        async with peaks_of(server) as peaks:
+            attackers = [
+                asyncio.create_task(_attack(attack, server.address, ADDRESSES[place], RAMP * seconds))
+                for _ in range(attack.connections)
             ]
-            await asyncio.sleep(min(seconds / 3, 2.0))  # until its calls wait everywhere
+            await asyncio.sleep(RAMP * seconds + 1)  # until its calls wait everywhere
             meanwhile = await _polite(good, seconds=seconds)
-            for task in (*attack, watch):
-                task.cancel()
-            await asyncio.gather(*attack, watch, return_exceptions=True)
+            state, metrics = await good.state(), server.metrics()
+        for attacker in attackers:
+            attacker.cancel()
+        ends = await asyncio.gather(*attackers, return_exceptions=True)
         afterwards = await _polite(good, seconds=min(seconds, 2.0))
         ended = await asyncio.to_thread(server.stop)
     before, beside = percentiles(alone), percentiles(meanwhile)
+    counts = {code.name: metrics("calls_total", status=code.name) for code in grpc.StatusCode}
+    statuses = {status: round(count) for status, count in counts.items() if count}
     return verdict(
         {
             "no_good_call_failed": not good.failures,
-            "attack_took_place": sum(statuses.values()) > 0,
+            "attack_took_place": peaks["calls"] >= attack.connections * attack.calls / 2
+            and all(isinstance(end, asyncio.CancelledError) for end in ends),
             "statuses_right": set(statuses) <= STATUSES,
-            "latency_bounded": beside["p99_ms"] <= SLOWER[place] * before["p99_ms"] + 1000 * BATCH_SECONDS,
-            "memory_limit_kept": peak[0] <= LIMIT_MB,
+            "latency_bounded": beside.get("p99_ms", 0) <= SLOWER[place] * before["p99_ms"] + 1000 * BATCH_SECONDS,
+            "health_reports_serving": state == "good",
+            "memory_limit_kept": peaks["mb"] <= LIMIT_MB,
+            "within_the_memory_of_the_start_line": peaks["mb"] <= server.promised_mb,
             "no_error_in_the_log": not ended.errors,
         },
         statuses=statuses,
-        failures=good.failures[:5],
+        failures=[*good.failures[:5], *(str(end) for end in ends if isinstance(end, Exception))],
+        state=state,
         alone=before,
         meanwhile=beside,
         afterwards=percentiles(afterwards),
-        most_mb=round(peak[0]),
+        most_calls=peaks["calls"],
+        most_mb=round(peaks["mb"]),
         start_line_mb=round(server.promised_mb),
     )
 
@@ -111,52 +137,70 @@ async def _polite(good: CheckedCall, *, seconds: float) -> list[float]:
     return good.latencies[first:]
 
 
-async def _attack(address: str, images: tuple[bytes, ...], connection: int, statuses: dict[str, int]) -> None:
-    """Keep IN_FLIGHT calls in flight on one connection."""
-    sent = cycle(images[connection % len(images) :] + images[: connection % len(images)])
-
-    async def again(channel: grpc.aio.Channel) -> None:
-        while True:
-            status = "OK"
-            try:
-                await classify(channel, next(sent))
-            except grpc.aio.AioRpcError as error:
-                status = error.code().name
-                await asyncio.sleep(0.01)  # this process must not be the one that is too slow
-            statuses[status] = statuses.get(status, 0) + 1
-
-    async with new_channel(address) as channel, asyncio.TaskGroup() as group:
-        for _ in range(IN_FLIGHT):
-            group.create_task(again(channel))
-
-
-async def _watch_memory(server: PreluNetServer, peak: list[float]) -> None:
+async def _attack(attack: Attack, address: str, source: str, ramp: float) -> None:
+    """Keep the calls of one connection in flight, and connect again when the server closes it. ramp: see RAMP."""
     while True:
-        with suppress(OSError):
-            peak[0] = max(peak[0], server.tree_mb())
-        await asyncio.sleep(0.1)
+        async with connection(address, source=source, polite=True) as there:
+            numbers = itertools.count(1, 2)
+
+            async def again(there: Connection, numbers: Iterator[int]) -> None:
+                await asyncio.sleep(random.uniform(0, ramp))
+                while not there.closed.is_set():
+                    with suppress(ConnectionError):
+                        await attack.call(there, next(numbers))
+
+            async with asyncio.TaskGroup() as group:
+                for _ in range(attack.calls):
+                    group.create_task(again(there, numbers))
+        await asyncio.sleep(PAUSE)
 
 
-@asynccontextmanager
-async def relay(server: str, source: str) -> AsyncIterator[str]:
-    """Forward connections to a server from another address of loopback; yield the address to connect to."""
-    host, port = server.rsplit(":", 1)
+async def _send_image(there: Connection, stream: int) -> None:
+    image = expensive_images()[stream // 2 % len(expensive_images())]
+    there.send(frame(HEADERS, call_headers(CLASSIFY), flags=END_HEADERS, stream=stream))
+    await there.send_data(stream, message(pb.ClassifyRequest(image=image, protocol="center").SerializeToString()))
+    there.send(frame(DATA, flags=END_STREAM, stream=stream))
+    await there.ended[stream].wait()
+    await asyncio.sleep(0.01)  # this process must not be the one that is too slow
 
-    async def copy(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        with suppress(OSError):
-            while data := await reader.read(2**16):
-                writer.write(data)
-                await writer.drain()
-        writer.close()
 
-    async def forward(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        with suppress(OSError):
-            to_server = await asyncio.open_connection(host, int(port), local_addr=(source, 0))
-            await asyncio.gather(copy(reader, to_server[1]), copy(to_server[0], writer))
-        writer.close()
+async def _hold_stream(there: Connection, stream: int) -> None:
+    """Open a stream that sends nothing, or every eighth time an image and then nothing more."""
+    there.send(frame(HEADERS, call_headers(STREAM), flags=END_HEADERS, stream=stream))
+    if stream % 16 == 1:
+        request = pb.ClassifyRequest(image=marked_picture(1), protocol="center")
+        await there.send_data(stream, message(pb.ClassifyStreamRequest(id="1", request=request).SerializeToString()))
+    await there.ended[stream].wait()
+    await asyncio.sleep(PAUSE)
 
-    listening = await asyncio.start_server(forward, "127.0.0.1", 0)
-    try:
-        yield f"127.0.0.1:{listening.sockets[0].getsockname()[1]}"
-    finally:
-        listening.close()
+
+async def _send_unfinished(there: Connection, stream: int) -> None:
+    there.send(frame(HEADERS, call_headers(CLASSIFY), flags=END_HEADERS, stream=stream))
+    await there.send_data(stream, UNFINISHED_MESSAGE)
+    await there.ended[stream].wait()
+    await asyncio.sleep(PAUSE)
+
+
+ATTACKS = (
+    Attack(
+        "cheap bytes, expensive pixels",
+        "8 connections with 8 calls in flight each send small files of up to 64 megapixels",
+        connections=8,
+        calls=8,
+        call=_send_image,
+    ),
+    Attack(
+        "idle streams",
+        "8 connections hold 256 streams each that send nothing, or one image and then nothing",
+        connections=8,
+        calls=256,
+        call=_hold_stream,
+    ),
+    Attack(
+        "unfinished messages",
+        "a connection sends 40 messages of 60 MiB without their last bytes",
+        connections=1,
+        calls=40,
+        call=_send_unfinished,
+    ),
+)

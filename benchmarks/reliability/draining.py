@@ -6,6 +6,7 @@ port closes. Every accepted call is answered, and the exit code is 0.
 
 import asyncio
 import random
+import signal
 import threading
 import time
 from collections.abc import AsyncIterator, Callable, Iterator
@@ -18,9 +19,10 @@ from typing import Any
 import grpc.aio
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
+from benchmarks.common.results import environment
 from benchmarks.common.runner import Case
-from benchmarks.common.server_process import ProcessExit, free_port
-from benchmarks.reliability.cases import Json, ServerTestBed, claim, verdict
+from benchmarks.common.server_process import PRELUNET, PreluNetServer, ProcessExit, ServerProcess, free_port
+from benchmarks.reliability.cases import NAME, Json, ServerTestBed, claim, verdict
 from benchmarks.reliability.traffic.clients import CALL_SECONDS, NOT_SERVING, SERVING, classify, new_channel
 from prelunet.evaluator.client import Client
 from prelunet.evaluator.errors import NotReady, PreluNetError
@@ -29,7 +31,11 @@ from prelunet.evaluator.pb.prelunet.v1 import prelunet_pb2_grpc as pb_grpc
 from prelunet.evaluator.rpc.status import error_from, is_unreachable
 
 DRAINS = 12
-KILLS = 5
+SIGNALS = ("SIGTERM", "SIGHUP", "SIGQUIT", "SIGUSR1", "SIGUSR2", "SIGINT")  # of the drains, in turn
+KILLS, ROLLING = 20, 3
+LATE = 0.5  # seconds after the server is ready in which a waiting call must be answered
+SLOWEST = 1.0  # seconds of a call while one of two servers restarts
+EARLY, EARLIEST, LATEST = 20, 0.05, 0.4  # starts; seconds after which SIGTERM comes; Python itself takes the first 0.03
 WINDOW = 1.0  # seconds of lame duck
 CLIENTS = 8
 MAX_LOAD_SECONDS = 0.8  # the signal comes at a random moment of this load
@@ -39,23 +45,41 @@ CALL_TIMEOUT = 120.0  # seconds for a call, including a restart of the server
 
 
 def cases(bed: ServerTestBed) -> Iterator[Case]:
-    """Yield the two cases."""
+    """Yield the cases."""
     drains, kills = bed.reduced(DRAINS, 1), bed.reduced(KILLS, 1)
     yield claim(
         "drain",
-        f"SIGTERM under load at {drains} random moments: health reports NOT_SERVING first, new calls and connections "
-        "work in the lame-duck window, then new calls are refused with UNAVAILABLE before the port closes, every "
-        "accepted call is answered, exit code 0",
+        f"a signal under load at {drains} random moments, {', '.join(SIGNALS[:drains])} in turn: health reports "
+        "NOT_SERVING first, new calls and connections work in the lame-duck window, then new calls are refused with "
+        "UNAVAILABLE before the port closes, every accepted call is answered, exit code 0",
         {"drains": drains, "clients": CLIENTS, "window": WINDOW, "seed": bed.seed},
-        drains * 9,
+        drains * 6,
         partial(_drains, bed, drains),
     )
     yield claim(
         "kill and restart",
-        f"SIGKILL under load and a restart, {kills} times: no call of evaluator.client fails",
+        f"SIGKILL under load and a restart, {kills} times: no call of evaluator.client fails, and those that wait are "
+        f"answered within {LATE:g} s of the server's start",
         {"kills": kills, "clients": CLIENTS, "seed": bed.seed},
-        kills * 8,
-        partial(_kills, bed, kills),
+        kills * 3,
+        partial(_restarts, bed, kills, rolling=False),
+    )
+    rolling = bed.reduced(ROLLING, 1)
+    yield claim(
+        "rolling restarts",
+        f"SIGTERM under load and a restart of each of two servers, {rolling} times: no call of evaluator.client fails "
+        f"or takes more than {SLOWEST:g} s",
+        {"restarts": rolling, "clients": CLIENTS, "seed": bed.seed},
+        rolling * 12,
+        partial(_restarts, bed, rolling, rolling=True),
+    )
+    early = bed.reduced(EARLY, 2)
+    yield claim(
+        "SIGTERM while starting",
+        f"SIGTERM at {early} random moments {EARLIEST:g} to {LATEST:g} s after the start: exit code 0, no error",
+        {"starts": early, "seed": bed.seed},
+        early * 0.5,
+        partial(_early, bed, early),
     )
 
 
@@ -111,7 +135,7 @@ class _DrainRecord:
 
 async def _drains(bed: ServerTestBed, count: int) -> Json:
     rng = random.Random(bed.seed)
-    seen = [await _drain(bed, rng) for _ in range(count)]
+    seen = [await _drain(bed, rng, signal.Signals[name]) for name in islice(cycle(SIGNALS), count)]
     failures = [failure for one in seen for failure in one.failures]
     return verdict(
         {
@@ -139,8 +163,8 @@ async def _drains(bed: ServerTestBed, count: int) -> Json:
     )
 
 
-async def _drain(bed: ServerTestBed, rng: random.Random) -> _DrainRecord:
-    """Let clients call until they are refused, and stop the server at a random moment."""
+async def _drain(bed: ServerTestBed, rng: random.Random, number: signal.Signals) -> _DrainRecord:
+    """Let clients call until they are refused, and stop the server at a random moment by a signal."""
     seen = _DrainRecord()
     with bed.serve("--lame-duck", str(WINDOW), "--log-level", "info") as server:
         images = [picture.data for picture in bed.pictures]
@@ -155,7 +179,7 @@ async def _drain(bed: ServerTestBed, rng: random.Random) -> _DrainRecord:
             evaluation = asyncio.create_task(_evaluation(channel, bed, WINDOW + BEYOND, seen))
             await asyncio.sleep(0.05)
             seen.signalled = time.monotonic()
-            server.process.terminate()
+            server.process.send_signal(number)
             then = (await watch.read()).status
             if (first, then) == (SERVING, NOT_SERVING):
                 seen.health_after = time.monotonic() - seen.signalled
@@ -225,55 +249,97 @@ async def _evaluation(channel: grpc.aio.Channel, bed: ServerTestBed, seconds: fl
         seen.note("evaluation", error)
 
 
-# SIGKILL
+# Restarts
 
 
-async def _kills(bed: ServerTestBed, count: int) -> Json:
-    """Kill and restart the server while threads call with the package's client, which repeats calls cut off."""
-    rng, port = random.Random(bed.seed), free_port()
-    seconds: list[float] = []  # of each answered call
-    failures: list[str] = []
-    back: list[float] = []
-    answered_each, stop = True, threading.Event()
+@dataclass
+class _Callers:
+    """Threads that call with the package's client. calls: begin and end of each answered call."""
 
-    def call_until_stopped(image: bytes) -> None:
-        while not stop.is_set():
+    calls: list[tuple[float, float]] = field(default_factory=list)
+    failures: list[str] = field(default_factory=list)
+    stop: threading.Event = field(default_factory=threading.Event)
+
+    def run(self, client: Client, image: bytes) -> None:
+        """Call until stopped, or until a call fails."""
+        while not self.stop.is_set():
             begun = time.monotonic()
             try:
                 client.classify(image, protocol="center")
             except PreluNetError as error:
-                failures.append(str(error))
+                self.failures.append(str(error))
                 return
-            seconds.append(time.monotonic() - begun)
+            self.calls.append((begun, time.monotonic()))
 
-    begun, server = time.monotonic(), bed.serve("--port", str(port))
-    with Client(f"127.0.0.1:{port}", timeout=CALL_TIMEOUT) as client, ThreadPoolExecutor(CLIENTS) as pool:
+    def wait_for_answers(self) -> bool:
+        """Wait until each thread got about two more answers; return whether they came."""
+        wanted, end = len(self.calls) + 2 * CLIENTS, time.monotonic() + CALL_TIMEOUT
+        while len(self.calls) < wanted and not self.failures and time.monotonic() < end:
+            time.sleep(0.01)
+        return len(self.calls) >= wanted
+
+
+async def _restarts(bed: ServerTestBed, count: int, *, rolling: bool) -> Json:
+    """Restart servers under calls. rolling: SIGTERM to one after the other of two, instead of SIGKILL to one."""
+    rng, callers, ports = random.Random(bed.seed), _Callers(), [free_port() for _ in range(1 + rolling)]
+    ready: list[float] = []  # when each new server was
+    codes: list[int] = []
+
+    def start(port: int) -> PreluNetServer:
+        return bed.serve("--port", str(port), "--lame-duck", str(WINDOW))
+
+    servers = [start(port) for port in ports]
+    address = "ipv4:" + ",".join(f"127.0.0.1:{port}" for port in ports)
+    with Client(address, timeout=CALL_TIMEOUT) as client, ThreadPoolExecutor(CLIENTS) as pool:
         try:
-            images = islice(cycle(picture.data for picture in bed.pictures), CLIENTS)
-            calls = [pool.submit(call_until_stopped, image) for image in images]
-            for _ in range(count):
+            for picture in islice(cycle(bed.easy_pictures), CLIENTS):
+                pool.submit(callers.run, client, picture)
+            answered_each = callers.wait_for_answers()
+            for place in list(range(len(ports))) * count:
                 time.sleep(rng.uniform(0.3, 1.5))
-                server.kill()
-                killed = time.monotonic()
-                server = bed.serve("--port", str(port))
-                wanted = len(seconds) + 2 * CLIENTS
-                while len(seconds) < wanted and not failures and time.monotonic() < killed + CALL_TIMEOUT:
-                    time.sleep(0.01)
-                answered_each &= len(seconds) >= wanted
-                back.append(time.monotonic() - killed)
-            stop.set()
-            for call in calls:
-                call.result()
-            ended = server.stop()
+                if rolling:
+                    codes.append(servers[place].stop().code)
+                else:
+                    servers[place].kill()
+                servers[place] = start(ports[place])
+                ready.append(time.monotonic())
+                answered_each &= callers.wait_for_answers()
+            callers.stop.set()
+            pool.shutdown()
+            codes += [server.stop().code for server in servers]
         finally:
-            server.kill()
-            stop.set()
+            callers.stop.set()
+            for server in servers:
+                server.kill()
+    late = [max((end - at for begun, end in callers.calls if begun < at < end), default=0.0) for at in ready]
+    slowest = max((end - begun for begun, end in callers.calls), default=0.0)
     return verdict(
-        {"no_call_failed": not failures, "exit_code_0": ended.code == 0, "calls_after_each": answered_each},
-        kills=count,
-        answers=len(seconds),
-        failures=failures[:10],
-        seconds=round(time.monotonic() - begun, 1),
-        seconds_until_answers_again=[round(one, 1) for one in back],
-        slowest_call_seconds=round(max(seconds, default=0.0), 1),
+        {
+            "no_call_failed": not callers.failures,
+            "exit_code_0": set(codes) == {0},
+            "calls_after_each": answered_each,
+            "answered_in_time": slowest <= SLOWEST if rolling else max(late) <= LATE,
+        },
+        **{"restarts" if rolling else "kills": count},
+        answers=len(callers.calls),
+        failures=callers.failures[:10],
+        late_seconds=[round(one, 2) for one in late],
+        slowest_call_seconds=round(slowest, 2),
     )
+
+
+async def _early(bed: ServerTestBed, count: int) -> Json:
+    """Send SIGTERM to servers that start."""
+    rng = random.Random(bed.seed)
+    moments = [rng.uniform(EARLIEST, LATEST) for _ in range(count)]
+    command = [*PRELUNET, "serve", "--model", f"{NAME}={bed.model}", "--port", "0", "--device", "cpu"]
+    command += ["--log-level", "error"]
+    ends = []
+    for number, moment in enumerate(moments):
+        log = bed.folder / f"early-{number}.log"
+        with ServerProcess(command, log, env=environment(), read_stdout=True) as server:
+            time.sleep(moment)
+            ends.append(server.stop())
+    wrong = {f"{moment:.2f} s": f"{end.code}: {end.log[-200:]}" for moment, end in zip(moments, ends, strict=True)
+             if end.code or end.log}  # fmt: skip
+    return verdict({"exit_code_0_and_no_error": not wrong}, starts=count, wrong=wrong)

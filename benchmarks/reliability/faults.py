@@ -1,7 +1,12 @@
-"""A failing device: the other images of a batch are answered. A lost device ends the server, which reports it first."""
+"""A failing device or decoder: other images are answered. A lost device ends the server, which reports it first."""
 
 import asyncio
 import itertools
+import os
+import random
+import signal
+import time
+from collections import Counter
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
@@ -25,7 +30,7 @@ from benchmarks.reliability.traffic.clients import (
     wait_until,
     wait_until_settled,
 )
-from benchmarks.reliability.traffic.pictures import marked_picture
+from benchmarks.reliability.traffic.pictures import encoded, marked_picture, pixels
 
 DECODING = 0.3  # seconds until all waiting images are decoded and can share a batch
 NEIGHBORS = 15
@@ -35,6 +40,8 @@ EXIT = 5  # exit code after the loss of the device
 SPLIT = {
     "error": "INTERNAL", "memory": "RESOURCE_EXHAUSTED", "nan": "FAILED_PRECONDITION", "too many rows": None,
 }  # fmt: skip
+KILLING = 30.0  # seconds in which decoding processes are killed
+CLIENTS, EXPENSIVE = 16, 0.3  # clients meanwhile, and their share of images that are decoded in these processes
 ROWS = 4  # canvases that fit into memory in the case "too many rows"
 
 
@@ -47,7 +54,7 @@ def cases(bed: ServerTestBed) -> Iterator[Case]:
             f"{fault} in a batch: "
             + (f"only the picture that triggers it fails, with {status}" if status else "it is split until it fits"),
             {"fault": fault, "rounds": rounds, "rules": rules},
-            rounds + (20 if rules == "gpu" else 5),
+            rounds + (10 if rules == "gpu" else 5),
             partial(_split, bed, fault, status, rounds, rules),
         )
     for fault in ("lost", "sticky"):
@@ -58,6 +65,15 @@ def cases(bed: ServerTestBed) -> Iterator[Case]:
             10,
             partial(_lost, bed, fault),
         )
+    seconds = 3.0 if bed.tiny else KILLING
+    yield claim(
+        "fault: killed decoders",
+        f"SIGKILL to random decoding processes, every 50 to 200 ms, under {CLIENTS} clients: images that are easy to "
+        "decode are answered, the others too or refused with INVALID_ARGUMENT, and nothing is left behind",
+        {"fault": "killed decoders", "seconds": seconds, "seed": bed.seed},
+        seconds + 5,
+        partial(_killed_decoders, bed, seconds),
+    )
 
 
 async def _split(bed: ServerTestBed, fault: str, expected: str | None, rounds: int, rules: str) -> Json:
@@ -143,4 +159,49 @@ async def _lost(bed: ServerTestBed, fault: str) -> Json:
         },
         exit_code=ended.code,
         statuses={status: statuses.count(status) for status in sorted(set(statuses))},
+    )
+
+
+async def _killed_decoders(bed: ServerTestBed, seconds: float) -> Json:
+    rng = random.Random(bed.seed)
+    easy = bed.easy_pictures
+    expensive = [encoded(pixels(side, side, side), "WEBP") for side in (50, 1000, 2500)]
+    statuses: dict[str, Counter[str]] = {"easy": Counter(), "expensive": Counter()}
+    kills = 0
+
+    async def client(address: str) -> None:
+        async with new_channel(address) as channel:
+            while time.monotonic() < end:
+                kind, images = ("expensive", expensive) if rng.random() < EXPENSIVE else ("easy", easy)
+                statuses[kind][await status_of(classify(channel, rng.choice(images)))] += 1
+
+    with bed.serve() as server:
+        files, good, end = server.open_files(), CheckedCall(server.address, expensive[0]), time.monotonic() + seconds
+        clients = [asyncio.create_task(client(server.address)) for _ in range(CLIENTS)]
+        while time.monotonic() < end:
+            await asyncio.sleep(rng.uniform(0.05, 0.2))
+            if children := server.children():
+                os.kill(rng.choice(children), signal.SIGKILL)
+                kills += 1
+        await asyncio.gather(*clients)
+        state = await good.state()
+        metrics, more_files = await wait_until_settled(server, files)
+        zombies = sum("\nState:\tZ" in Path(f"/proc/{pid}/status").read_text() for pid in server.children())
+        stopped = await asyncio.to_thread(server.stop)
+    return verdict(
+        {
+            "easy_images_answered": statuses["easy"].keys() == {"OK"},
+            "the_others_answered_or_refused": statuses["expensive"].keys() <= {"OK", "INVALID_ARGUMENT"},
+            "processes_killed": kills > seconds / 2,
+            "healthy_afterwards": state == "good",
+            "nothing_left": not (metrics.in_flight() or more_files or zombies),
+            "no_error_in_the_log": not stopped.errors,
+        },
+        kills=kills,
+        easy=dict(statuses["easy"]),
+        expensive=dict(statuses["expensive"]),
+        state=state,
+        zombies=zombies,
+        more_open_files=more_files,
+        log=stopped.errors[:5],
     )

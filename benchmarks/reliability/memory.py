@@ -13,8 +13,10 @@ import grpc.aio
 from benchmarks.common.runner import Case
 from benchmarks.common.server_process import PreluNetServer
 from benchmarks.reliability.cases import NAME, Json, ServerTestBed, claim, verdict
-from benchmarks.reliability.traffic.clients import new_channel, wait_until_settled
+from benchmarks.reliability.traffic.clients import CheckedCall, new_channel, peaks_of, wait_until_settled
 from benchmarks.reliability.traffic.mixed import ROOMY, Mix
+from prelunet.evaluator.pb.prelunet.v1 import prelunet_pb2 as pb
+from prelunet.evaluator.pb.prelunet.v1 import prelunet_pb2_grpc as pb_grpc
 
 CALLS = 10_000
 LIMIT = 100.0  # MB of growth from the middle of a run to its end, as in Triton's L0_memory_growth
@@ -25,8 +27,13 @@ MEMORY = ("growth_below_the_limit", "within_the_memory_of_the_start_line")  # co
 WINDOW = 0.1  # share of a run over whose samples a median is taken
 
 
+EVALUATED = 60_000  # images of an evaluation that are all refused
+LONG_NAME = 1000 * "\U0001d535"  # of 4 bytes each; a name may have 1024 characters
+TEXTS_MB = 4 * 64  # memory limit of 64 MiB of names and refusals: held twice, and copied while they grow
+
+
 def cases(bed: ServerTestBed) -> Iterator[Case]:
-    """Yield a case for each device, and the leaking control."""
+    """Yield a case for each device, the leaking control, and one for the texts of an evaluation."""
     calls = bed.reduced(CALLS, 120)
     for device in ("cpu", "openvino"):
         yield claim(
@@ -43,6 +50,14 @@ def cases(bed: ServerTestBed) -> Iterator[Case]:
         {"calls": calls, "seed": bed.seed, "leak": leak},
         calls / 150 + 10,
         partial(_caught, bed, calls, leak),
+    )
+    yield claim(
+        "memory, names of an evaluation",
+        f"an evaluation of {EVALUATED} refused images with names of 4 kB ends with INVALID_ARGUMENT, and "
+        f"memory grows by less than {TEXTS_MB} MB",
+        {"images": EVALUATED},
+        15,
+        partial(_names, bed),
     )
 
 
@@ -108,3 +123,36 @@ async def _caught(bed: ServerTestBed, calls: int, leak: int) -> Json:
     broken = {*result.get("broken", ())}
     caught = "growth_below_the_limit" in broken and broken <= {*MEMORY}
     return {**{key: value for key, value in result.items() if key != "broken"}, "held": caught}
+
+
+async def _names(bed: ServerTestBed) -> Json:
+    def requests() -> Iterator[pb.EvaluateRequest]:
+        yield pb.EvaluateRequest(start=pb.EvaluateStart(dataset="names", protocol="center"))
+        for number in range(EVALUATED):
+            image = pb.LabelledImage(file=LONG_NAME + str(number), data=b"no image", label=1)
+            yield pb.EvaluateRequest(image=image)
+
+    status, details = "OK", ""
+    with bed.serve() as server:
+        files, before = server.open_files(), server.tree_mb()
+        async with peaks_of(server) as peaks, new_channel(server.address) as channel:
+            try:
+                async for _ in pb_grpc.PreluNetServiceStub(channel).Evaluate(requests(), timeout=120):
+                    pass
+            except grpc.aio.AioRpcError as error:
+                status, details = error.code().name, error.details() or ""
+        metrics, more_files = await wait_until_settled(server, files)
+        state = await CheckedCall(server.address, bed.pictures[0].data).state()
+    return verdict(
+        {
+            "refused_with_the_reason": status == "INVALID_ARGUMENT" and "names and refusals" in details,
+            "growth_below_the_limit": peaks["mb"] - before < TEXTS_MB,
+            "healthy_afterwards": state == "good",
+            "nothing_left": not metrics.in_flight() and more_files == 0,
+        },
+        status=status,
+        error=details[:200],
+        most_mb=round(peaks["mb"]),
+        at_begin_mb=round(before),
+        state=state,
+    )

@@ -5,7 +5,11 @@ still admitted until the queue holds a quarter more than its limit.
 """
 
 import asyncio
+import json
+import subprocess
+import sys
 import time
+from collections import Counter
 from collections.abc import Callable, Coroutine, Iterator
 from dataclasses import dataclass
 from functools import partial
@@ -26,6 +30,7 @@ from benchmarks.reliability.traffic.clients import (
     wait_until,
     wait_until_settled,
 )
+from prelunet.evaluator.client import AsyncClient
 from prelunet.evaluator.errors import Overloaded
 from prelunet.evaluator.pb.prelunet.v1 import prelunet_pb2 as pb
 from prelunet.evaluator.pb.prelunet.v1 import prelunet_pb2_grpc as pb_grpc
@@ -39,6 +44,9 @@ RESERVE = 4  # 1/RESERVE of the queue is reserved for clients that use less than
 SECOND_SURPLUS = 2  # calls of the second client beyond this reserve
 ROOM, STREAMS, IN_A_STREAM = 8, 6, 40  # queue limit in views, streams of each kind, images per stream
 POLL_SECONDS = 0.005
+BURST = 2000  # concurrent calls on one channel, which starts at most 256 at a time
+REFUSED = "RESOURCE_EXHAUSTED, retry later"
+TRITON_BURST = Path(__file__).parent / "traffic" / "triton_burst.py"
 GOOD_CALLS = 100  # one after the other, before and after
 # The median latency of valid calls may afterwards be at most SLOWER times the earlier one plus EXTRA_SECONDS.
 SLOWER = 2.0
@@ -69,7 +77,7 @@ def cases(bed: ServerTestBed) -> Iterator[Case]:
                 + ("" if bound == "calls" else "a second client is admitted up to a quarter more, ")
                 + "and valid calls keep their latency afterwards",
                 {"bound": bound, "waiting": waiting, "more": more, "protocol": protocol},
-                8,
+                5,
                 partial(_overload, bed, waiting, more, bound, protocol),
             )
     streams = bed.reduced(STREAMS, 3)
@@ -80,6 +88,15 @@ def cases(bed: ServerTestBed) -> Iterator[Case]:
         {"room": ROOM, "streams": streams, "in_a_stream": IN_A_STREAM},
         10,
         partial(_streams, bed, streams),
+    )
+    calls = bed.reduced(BURST, 600)
+    yield claim(
+        "overload, bursts",
+        f"{calls} concurrent calls on one channel through grpc.aio, our client and tritonclient: each is answered or "
+        "refused with RESOURCE_EXHAUSTED and RetryInfo",
+        {"calls": calls},
+        20,
+        partial(_bursts, bed, calls),
     )
 
 
@@ -156,6 +173,42 @@ async def _streams(bed: ServerTestBed, count: int) -> Json:
         most_views_inside=peak,
         refused=metrics("refusals_total"),
     )
+
+
+async def _bursts(bed: ServerTestBed, count: int) -> Json:
+    picture = bed.folder / "burst.jpg"
+    picture.write_bytes(image := bed.pictures[0].data)
+    found: dict[str, Counter[str]] = {}
+    with bed.serve() as server:
+        async with new_channel(server.address) as channel:
+            replies = await asyncio.gather(*(_reply(server, image, "center", channel) for _ in range(count)))
+            found["grpc_aio"] = Counter(REFUSED if reply.retry_after else reply.status for reply in replies)
+        async with AsyncClient(server.address) as client:
+            calls = (client.classify(image, protocol="center") for _ in range(count))
+            answers = await asyncio.gather(*calls, return_exceptions=True)
+            found["prelunet_client"] = Counter(map(_outcome, answers))
+        # In a process of its own, because its messages have the same names as ours.
+        process = await asyncio.create_subprocess_exec(
+            sys.executable, TRITON_BURST, server.address, NAME, str(count), picture, stdout=subprocess.PIPE
+        )
+        found["tritonclient"] = Counter(json.loads((await process.communicate())[0]))
+        metrics, _ = await wait_until_settled(server, server.open_files())
+        ended = await asyncio.to_thread(server.stop)
+    return verdict(
+        {
+            "answered_or_told_to_retry": all(outcomes.keys() <= {"OK", REFUSED} for outcomes in found.values()),
+            "all_ended": all(outcomes.total() == count and outcomes["OK"] for outcomes in found.values()),
+            "nothing_left": not metrics.in_flight(),
+            "no_error_in_the_log": not ended.errors,
+        },
+        **{name: dict(outcomes) for name, outcomes in found.items()},
+    )
+
+
+def _outcome(answer: object) -> str:
+    if isinstance(answer, Overloaded) and answer.retry_after:
+        return REFUSED
+    return f"{type(answer).__name__}: {answer}" if isinstance(answer, BaseException) else "OK"
 
 
 async def _of_many(server: PreluNetServer, image: bytes, number: int) -> int:

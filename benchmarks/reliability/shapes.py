@@ -46,7 +46,7 @@ def cases(bed: ServerTestBed) -> Iterator[Case]:
         f"after READY the first call of a shape takes at most {SLOWER:g} times as long as later ones, plus "
         f"{1000 * NOISE:g} ms (CPU)",
         {"starts": starts, "steady": STEADY},
-        starts * 12,
+        starts * 8,
         partial(_first_calls, bed, starts),
     )
 

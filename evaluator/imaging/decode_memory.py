@@ -31,23 +31,29 @@ class ByteSemaphore:
     def reservation(self, deadline: float | None = None) -> Iterator[Callable[[int], None]]:
         """Yield a function that reserves bytes for one image, blocking until they are free; the block's end frees them.
 
-        Call the function at most once: a thread that holds bytes and waits for more could deadlock.
+        Another call, for another attempt at the image, first frees what it had: a thread that holds bytes and waits for
+        more could deadlock.
         deadline: latest end of the wait, on the clock of time.monotonic(); after it the function raises DeadlinePassed.
         """
         used = 0
 
         def reserve(size: int) -> None:
             nonlocal used
-            assert not used, "one image at a time"
+            release()
             self._acquire(size, deadline)
             used = size
+
+        def release() -> None:
+            nonlocal used
+            with self._changed:
+                self._used -= used
+                self._changed.notify_all()
+            used = 0
 
         try:
             yield reserve
         finally:
-            with self._changed:
-                self._used -= used
-                self._changed.notify_all()
+            release()
 
     def _acquire(self, size: int, deadline: float | None) -> None:
         def my_turn() -> bool:

@@ -2,6 +2,8 @@
 
 import logging
 import re
+import subprocess
+import sys
 import tomllib
 from collections.abc import Callable
 from pathlib import Path
@@ -312,3 +314,18 @@ def test_a_signal_while_the_server_starts_ends_it_without_an_error(
     monkeypatch.setattr(serve_verb, "serve_until_stopped", interrupted)
     assert run(["serve", "--model", f"m={tmp_path / 'm.onnx'}"]) == 0
     assert capsys.readouterr() == ("", "")
+
+
+@pytest.mark.parametrize("module", ["typer", "prelunet.evaluator.verbs.serve", "grpc"])
+def test_sigterm_during_the_imports_of_a_server_ends_it_with_0(module: str) -> None:
+    script = (
+        "import os, signal, sys\n"
+        "class Signaller:\n"
+        "    def find_spec(self, name, *_):\n"
+        f"        if name == {module!r}: os.kill(os.getpid(), signal.SIGTERM)\n"
+        "sys.meta_path.insert(0, Signaller())\n"
+        "from prelunet.evaluator.cli import main; main()"
+    )
+    command = [sys.executable, "-c", script, "serve", "--model", "m=missing.onnx"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")

@@ -5,7 +5,7 @@ import subprocess
 import sys
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -19,6 +19,8 @@ from benchmarks.common.server_process import MetricsSnapshot, PreluNetServer
 from prelunet.evaluator.pb.prelunet.v1 import prelunet_pb2 as pb
 from prelunet.evaluator.pb.prelunet.v1 import prelunet_pb2_grpc as pb_grpc
 
+CLASSIFY = "/prelunet.v1.PreluNetService/Classify"
+STREAM = "/prelunet.v1.PreluNetService/ClassifyStream"
 TOLERANCE = 1e-4  # of a score: another batch sums in another order
 SERVING = health_pb2.HealthCheckResponse.SERVING
 NOT_SERVING = health_pb2.HealthCheckResponse.NOT_SERVING
@@ -33,11 +35,17 @@ def new_channel(address: str) -> grpc.aio.Channel:
 
 
 def classify(
-    channel: grpc.aio.Channel, image: bytes, protocol: str = "center", *, timeout: float = CALL_SECONDS, **fields: Any
+    channel: grpc.aio.Channel,
+    image: bytes,
+    protocol: str = "center",
+    *,
+    timeout: float = CALL_SECONDS,
+    compression: grpc.Compression | None = None,
+    **fields: Any,
 ) -> Any:
     """Start a Classify call for one image. fields: further fields of the request."""
     request = pb.ClassifyRequest(image=image, protocol=protocol, **fields)
-    return pb_grpc.PreluNetServiceStub(channel).Classify(request, timeout=timeout)
+    return pb_grpc.PreluNetServiceStub(channel).Classify(request, timeout=timeout, compression=compression)
 
 
 async def status_of(call: Any) -> str:
@@ -139,6 +147,25 @@ async def kill_a_client(address: str, kind: str, picture: Path, seconds: float) 
     process.kill()
     await process.communicate()
     return alive and line.strip() == b"calling"
+
+
+@asynccontextmanager
+async def peaks_of(server: PreluNetServer) -> AsyncIterator[dict[str, float]]:
+    """Yield the most memory of a server's processes, `mb`, and the most calls in flight, `calls`, during the block."""
+    peaks = {"mb": 0.0, "calls": 0.0}
+
+    async def watch() -> None:
+        while True:
+            with suppress(OSError):
+                peaks["mb"] = max(peaks["mb"], await asyncio.to_thread(server.tree_mb))
+                peaks["calls"] = max(peaks["calls"], (await asyncio.to_thread(server.metrics))("calls_now"))
+            await asyncio.sleep(0.2)
+
+    watching = asyncio.create_task(watch())
+    try:
+        yield peaks
+    finally:
+        watching.cancel()
 
 
 async def wait_until(condition: Callable[[], bool], seconds: float = SETTLING) -> bool:

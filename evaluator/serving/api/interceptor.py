@@ -4,6 +4,7 @@ import asyncio
 import inspect
 import time
 import zlib
+from collections import Counter, defaultdict
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import aclosing, asynccontextmanager
 from typing import Any, TypeAlias
@@ -52,7 +53,7 @@ class CallsInFlight:
 
     def __init__(self, limit: int = ServerLimits.max_calls, metrics: Metrics | None = None) -> None:
         self.count = 0
-        self._by_identity: dict[str, int] = {}
+        self._by_identity: defaultdict[str, Counter[str]] = defaultdict(Counter)  # calls of each of its connections
         self._limit = limit
         self._metrics = metrics or Metrics()
         self._metrics.calls_now.set_function(lambda: self.count)
@@ -76,16 +77,20 @@ class CallsInFlight:
         return None
 
     def admit(self, call: Call) -> None:
-        """Raise Overloaded above the limit, unless the caller's identity has less than its share of the calls.
+        """Raise Overloaded above the limit, unless the caller has less than its share of the calls.
 
-        One connection cannot use up the limit, because gRPC itself starts at most `ServerLimits.max_streams` of its
-        calls, by default an eighth of it; one address with many connections can.
+        Identities below their share may use all the reserve, connections below their part of it only half: otherwise
+        an address with many connections would leave nothing to the others.
         """
         identity = identity_of(call.peer)
-        own = self._by_identity.get(identity, 0)
-        if self.count > self._limit and own >= self._limit // (len(self._by_identity) + (not own)):
-            raise self._overloaded()
-        self._by_identity[identity] = own + 1
+        own = self._by_identity.get(identity, Counter())
+        if self.count > self._limit:
+            share = self._limit // (len(self._by_identity) + (not own))
+            part = share // (len(own) + (call.peer not in own))
+            half = (self._limit + with_reserve(self._limit)) // 2
+            if own.total() >= share and (own[call.peer] >= part or self.count > half):
+                raise self._overloaded()
+        self._by_identity[identity][call.peer] += 1
         call.identity = identity
 
     def _overloaded(self) -> Overloaded:
@@ -101,8 +106,11 @@ class CallsInFlight:
         self._metrics.call_seconds.labels(method).observe(seconds)
         log_call(call, seconds)
         if call.identity is not None:
-            self._by_identity[call.identity] -= 1
-            if not self._by_identity[call.identity]:
+            own = self._by_identity[call.identity]
+            own[call.peer] -= 1
+            if not own[call.peer]:
+                del own[call.peer]
+            if not own:
                 del self._by_identity[call.identity]
         if counted:
             self.count -= 1  # last: a server that stops waits for this; earlier, the log line would be lost

@@ -10,6 +10,7 @@ from collections.abc import AsyncIterator, Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import chain
 from types import SimpleNamespace
 from typing import Any
@@ -690,23 +691,25 @@ def test_by_default_a_connection_has_at_most_half_of_the_calls_in_flight() -> No
     assert 2 * ServerLimits.max_streams <= ServerLimits.max_calls
 
 
+async def held_call(calls: CallsInFlight, peer: str, held: asyncio.Event) -> str:
+    """Make a call that lasts until `held` is set; return "refused" or "answered"."""
+    of_peer = Call("o", "1", peer=peer)
+    try:
+        if (overloaded := calls.begin(of_peer)) is not None:
+            raise overloaded
+        calls.admit(of_peer)
+    except Overloaded:
+        return "refused"
+    await held.wait()
+    return "answered"
+
+
 def test_an_address_that_takes_all_calls_leaves_a_quarter_more_for_others() -> None:
     calls = CallsInFlight(8)
 
-    async def call(peer: str, held: asyncio.Event) -> str:
-        """Make a call that lasts until `held` is set; return "refused" or "answered"."""
-        of_peer = Call("o", "1", peer=peer)
-        try:
-            if (overloaded := calls.begin(of_peer)) is not None:
-                raise overloaded
-            calls.admit(of_peer)
-        except Overloaded:
-            return "refused"
-        await held.wait()
-        return "answered"
-
     async def scenario() -> None:
         held = asyncio.Event()
+        call = partial(held_call, calls)
         greedy = [asyncio.create_task(call(f"ipv4:10.0.0.1:{port}", held)) for port in range(12)]
         await settled()
         others = [asyncio.create_task(call(f"ipv4:10.0.0.{host}:1", held)) for host in (2, 3, 4)]
@@ -721,6 +724,32 @@ def test_an_address_that_takes_all_calls_leaves_a_quarter_more_for_others() -> N
         await settled()
         held.set()
         assert [await task for task in again].count("answered") == 8, "nothing is kept of calls that ended"
+
+    asyncio.run(scenario())
+
+
+def test_connections_that_take_all_calls_leave_an_eighth_more_for_others_of_their_address() -> None:
+    calls = CallsInFlight(80)
+
+    async def scenario() -> None:
+        held = asyncio.Event()
+
+        def hold(count: int, peer: str) -> list[asyncio.Task[str]]:
+            return [asyncio.create_task(held_call(calls, f"ipv4:10.0.0.{peer}", held)) for _ in range(count)]
+
+        greedy = hold(80, "1:1")
+        await settled()
+        more = hold(1, "1:1")
+        await settled()
+        new = [task for port in range(2, 14) for task in hold(1, f"1:{port}")]
+        await settled()
+        others = hold(11, "2:1")
+        await settled()
+        held.set()
+        answered = [[await task for task in tasks].count("answered") for tasks in (greedy, more, new, others)]
+        assert answered == [80, 0, 10, 10]
+        await settled()
+        assert calls.count == 0
 
     asyncio.run(scenario())
 

@@ -3,6 +3,7 @@
 import io
 import os
 import signal
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -11,6 +12,7 @@ import pytest
 from PIL import Image
 
 from prelunet.evaluator.errors import DeadlinePassed, ImageError, UsageError
+from prelunet.evaluator.imaging.decode_memory import ByteSemaphore
 from prelunet.evaluator.imaging.limits import DecodeLimits
 from prelunet.evaluator.protocols import build_protocol
 from prelunet.evaluator.serving.decoding.prepare import Preparation, PreparedImage, prepare_image
@@ -117,13 +119,16 @@ def test_the_memory_that_an_image_takes_is_reserved_first(process: DecodeProcess
 
 def test_a_process_that_dies_is_replaced_and_its_image_tried_once_more(process: DecodeProcess) -> None:
     killed: list[int] = []
+    semaphore = ByteSemaphore(1)  # less than the image takes: what the first attempt reserved must be free again
 
-    def kill_once(_bytes: int) -> None:
+    def kill_once(size: int) -> None:
+        reserve(size)
         if not killed:
             killed.append(worker())
             os.kill(killed[0], signal.SIGKILL)
 
-    assert_same(process.prepare(WEBP, TO_DO, kill_once, nobody_left), prepare_image(WEBP, TO_DO))
+    with semaphore.reservation(time.monotonic() + 30) as reserve:
+        assert_same(process.prepare(WEBP, TO_DO, kill_once, nobody_left), prepare_image(WEBP, TO_DO))
     assert killed != [worker()]
 
 
