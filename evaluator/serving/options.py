@@ -11,6 +11,7 @@ from prelunet.evaluator.engine.session import Placement
 from prelunet.evaluator.errors import UsageError
 from prelunet.evaluator.imaging.limits import DecodeLimits
 from prelunet.evaluator.rpc.status import MAX_MESSAGE_BYTES
+from prelunet.evaluator.serving.proxies import TrustedProxies
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
 _DAY = 86_400.0  # seconds
@@ -117,6 +118,7 @@ class ServerLimits:
     """
 
     image: ServedImageLimits = field(default_factory=ServedImageLimits)
+    proxies: TrustedProxies = field(default_factory=TrustedProxies)
     max_calls: Annotated[
         int,
         CliOption(

@@ -6,6 +6,7 @@ import time
 import zlib
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import aclosing, asynccontextmanager
+from functools import partial
 from typing import Any, TypeAlias
 
 import grpc
@@ -21,7 +22,6 @@ from prelunet.evaluator.serving.observability.call_context import (
     Call,
     Context,
     current_call,
-    identity_of,
     request_id_from,
 )
 from prelunet.evaluator.serving.observability.logs import log_call, log_incident
@@ -81,12 +81,11 @@ class CallsInFlight:
         One connection cannot use up the limit, because gRPC itself starts at most `ServerLimits.max_streams` of its
         calls, by default an eighth of it; one address with many connections can.
         """
-        identity = identity_of(call.peer)
-        own = self._by_identity.get(identity, 0)
+        own = self._by_identity.get(call.identity, 0)
         if self.count > self._limit and own >= self._limit // (len(self._by_identity) + (not own)):
             raise self._overloaded()
-        self._by_identity[identity] = own + 1
-        call.identity = identity
+        self._by_identity[call.identity] = own + 1
+        call.admitted = True
 
     def _overloaded(self) -> Overloaded:
         self._metrics.refusals.labels("", "calls").inc()
@@ -100,7 +99,7 @@ class CallsInFlight:
         self._metrics.calls.labels(method, call.status).inc()
         self._metrics.call_seconds.labels(method).observe(seconds)
         log_call(call, seconds)
-        if call.identity is not None:
+        if call.admitted:
             self._by_identity[call.identity] -= 1
             if not self._by_identity[call.identity]:
                 del self._by_identity[call.identity]
@@ -133,7 +132,10 @@ class CallInterceptor(grpc.aio.ServerInterceptor):
         """Wrap the called method."""
         handler = await continuation(handler_call_details)
         path = handler_call_details.method
-        call = Call(path.removeprefix("/"), request_id_from(handler_call_details.invocation_metadata or ()))
+        metadata = handler_call_details.invocation_metadata or ()
+        call = Call(path.removeprefix("/"), request_id_from(metadata))
+        if self._limits.proxies.networks:
+            call.identify = partial(self._limits.proxies.identity, metadata)
         current_call.set(call)
         counted, exempt = handler is None or path.startswith(OUR_METHODS), path in PROBES
         if counted and (overloaded := self._calls.begin(call, exempt=exempt)) is not None:
