@@ -134,6 +134,14 @@ class ServerLimits:
         int,
         CliOption("Maximum number of calls in flight per connection; the client holds back more.", min=1, max=100_000),
     ] = 256
+    arriving_bytes: Annotated[
+        int,
+        CliOption(
+            "Limit of the bytes of unfinished messages, over all clients; above it, calls of the address with the most "
+            "are refused. At least one message is always accepted.",
+            min=1,
+        ),
+    ] = 2**28
     handshake_timeout: Annotated[
         float, CliOption("Time for a new connection to start speaking HTTP/2, in seconds.", min=0.1, max=3600)
     ] = 20.0
@@ -168,6 +176,11 @@ class ServerLimits:
     def max_message_bytes(self) -> int:
         """Return the limit of a message: twice the largest image, so that a slightly larger one gets our error."""
         return max(MAX_MESSAGE_BYTES, 2 * self.image.max_bytes)
+
+    @property
+    def max_arriving_bytes(self) -> int:
+        """Return the limit of unfinished messages: one of them has room always."""
+        return max(self.arriving_bytes, self.max_message_bytes)
 
 
 @dataclass(frozen=True)

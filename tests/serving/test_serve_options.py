@@ -82,7 +82,7 @@ def test_every_option_reaches_the_server_in_its_unit(served: Served) -> None:
         "--max-image-bytes", "5", "--max-image-pixels", "6", "--max-calls", "7", "--max-connections", "8",
         "--max-streams", "9", "--handshake-timeout", "10", "--keepalive", "11", "--max-connection-age", "12",
         "--lame-duck", "13", "--grace", "14", "--metrics-port", "15", "--memory-limit", "1G", "--gpu-memory-limit",
-        "2G", "--device", "cpu", "--threads", "3", "--stream-idle-timeout", "16",
+        "2G", "--device", "cpu", "--threads", "3", "--stream-idle-timeout", "16", "--arriving-bytes", "17",
         "--client-address-key", "x-forwarded-for", "--trusted-proxies", "10.0.0.0/8,fd00::/8", "--trusted-proxies",
         "127.0.0.1",
     )  # fmt: skip
@@ -90,7 +90,7 @@ def test_every_option_reaches_the_server_in_its_unit(served: Served) -> None:
     assert options.queue == QueueOptions(2, 3, batch_wait=0.004)
     assert options.limits == ServerLimits(
         image=ServedImageLimits(5, 6), max_calls=7, max_connections=8, max_streams=9, handshake_timeout=10,
-        keepalive=11, max_connection_age=12, stream_idle_timeout=16,
+        keepalive=11, max_connection_age=12, stream_idle_timeout=16, arriving_bytes=17,
         proxies=TrustedProxies("x-forwarded-for", tuple(map(ip_network, ("10.0.0.0/8", "fd00::/8", "127.0.0.1")))),
     )  # fmt: skip
     assert (options.lame_duck, options.grace) == (13, 14)

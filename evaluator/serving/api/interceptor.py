@@ -17,6 +17,7 @@ from google.protobuf.message import DecodeError
 
 from prelunet.evaluator.errors import DeadlinePassed, Overloaded, UsageError
 from prelunet.evaluator.rpc.status import reason_for, status_of
+from prelunet.evaluator.serving.api.arriving import ArrivingBytes
 from prelunet.evaluator.serving.observability.call_context import (
     REQUEST_ID,
     Call,
@@ -120,9 +121,12 @@ def _is_known(method: str) -> bool:
 class CallInterceptor(grpc.aio.ServerInterceptor):
     """Wraps every method. Calls of health and reflection are not counted or limited."""
 
-    def __init__(self, calls: CallsInFlight, limits: ServerLimits = ServerLimits()) -> None:
+    def __init__(
+        self, calls: CallsInFlight, limits: ServerLimits = ServerLimits(), arriving: ArrivingBytes | None = None
+    ) -> None:
         self._calls = calls
         self._limits = limits
+        self._arriving = arriving or ArrivingBytes(limits)
 
     async def intercept_service(
         self,
@@ -148,7 +152,8 @@ class CallInterceptor(grpc.aio.ServerInterceptor):
         if handler is None:
             call.status = "UNIMPLEMENTED"  # which gRPC answers
             return None
-        return WrappedMethod(handler, call, self._limits, self._calls if counted and not exempt else None).handler()
+        calls = self._calls if counted and not exempt else None
+        return WrappedMethod(handler, call, self._limits, calls, self._arriving).handler()
 
 
 # (request is a stream, response is a stream): attribute with the method, and constructor of the handler for gRPC.
@@ -168,9 +173,15 @@ class WrappedMethod:
     """
 
     def __init__(
-        self, handler: Any, call: Call, limits: ServerLimits = ServerLimits(), calls: CallsInFlight | None = None
+        self,
+        handler: Any,
+        call: Call,
+        limits: ServerLimits = ServerLimits(),
+        calls: CallsInFlight | None = None,
+        arriving: ArrivingBytes | None = None,
     ) -> None:
         self._calls = calls
+        self._receive = partial((arriving or ArrivingBytes(limits)).receive, call)
         self._limits = limits
         kind, self._make = _HANDLER_KINDS[handler.request_streaming, handler.response_streaming]
         self._method = getattr(handler, kind)
@@ -212,12 +223,12 @@ class WrappedMethod:
         if self._calls is not None:
             self._calls.admit(self._call)
         if self._handler.request_streaming:
-            messages = _Messages(received, self._decode_message, self._limits)
+            messages = _Messages(received, self._receive, self._decode_message, self._limits)
             self._call.message_done = messages.done
             return messages
         try:
             async with asyncio.timeout(self._limits.message_timeout):
-                data = await context.read()  # not `received`, a generator: abandoning it costs time
+                data = await self._receive(context.read())  # not `received`, a generator: abandoning it costs time
         except TimeoutError:
             raise DeadlinePassed(
                 f"the message of this call did not arrive within {self._limits.message_timeout:g} s; send all of it "
@@ -277,9 +288,14 @@ class _Messages:
     """
 
     def __init__(
-        self, received: AsyncIterator[bytes], decode: Callable[[bytes], Awaitable[Any]], limits: ServerLimits
+        self,
+        received: AsyncIterator[bytes],
+        receive: Callable[[Awaitable[Any]], Awaitable[Any]],
+        decode: Callable[[bytes], Awaitable[Any]],
+        limits: ServerLimits,
     ) -> None:
         self._received = received
+        self._receive = receive
         self._decode = decode
         self._limits = limits
         self._begun = False
@@ -293,7 +309,7 @@ class _Messages:
         seconds = self._limits.stream_idle_timeout if self._begun else self._limits.message_timeout
         try:
             async with asyncio.timeout(None if self._in_progress else seconds) as self._timeout:
-                data = await anext(self._received)
+                data = await self._receive(anext(self._received))
         except TimeoutError:
             raise DeadlinePassed(
                 f"no message arrived within {seconds:g} s, and none is in progress; end a stream that has nothing to "
