@@ -12,6 +12,7 @@ from prelunet.evaluator.imaging.header import EASY_DECODE_BYTES
 from prelunet.evaluator.machine import cores
 from prelunet.evaluator.protocols import build_protocol, default_protocol_name
 from prelunet.evaluator.serving.decoding.worker import PROCESS_BYTES
+from prelunet.evaluator.serving.network import UNREAD_BYTES
 from prelunet.evaluator.serving.options import ServeOptions
 from prelunet.evaluator.serving.scheduling.admission import with_reserve
 
@@ -24,9 +25,10 @@ def serving_memory(sessions: Sequence[Session], options: ServeOptions) -> Memory
     """Return the main memory that a server of these models takes at most, at each model's default protocol.
 
     In addition to what validation takes (`evaluator.engine.memory`): a full queue of encoded images for each model, the
-    ready views, and the views being created. Not counted: messages received and not yet admitted; heat maps (0.8 MB
-    each; at most one for an unread call and four for an unread stream) and the window scores that they are drawn from;
-    answers with thousands of classes (a few MB for a stream); and predictions of unfinished evaluations.
+    ready views, the views being created, and messages that are still arriving. Not counted: messages of streams that
+    wait for admission; heat maps (0.8 MB each; at most one for an unread call and four for an unread stream) and the
+    window scores that they are drawn from; answers with thousands of classes (a few MB for a stream); and predictions
+    of unfinished evaluations.
     Raises UsageError if the total is more than `--memory-limit`.
     """
     limit = options.placement.memory
@@ -60,6 +62,8 @@ def _estimate(sessions: Sequence[Session], options: ServeOptions, limit: int | N
         packed=sum(need.packed for need in needs),
         images=_COPIES * len(needs) * with_reserve(queue.max_bytes)
         + queue.ready_bytes
+        + options.limits.max_arriving_bytes
+        + with_reserve(options.limits.max_calls) * UNREAD_BYTES
         + cores() * max(map(image_bytes, protocols)),
         decoding=max(decode_semaphore(gpu=on_gpu).capacity, max_decode_bytes(options.limits.image))
         + cores() * (PROCESS_BYTES + EASY_DECODE_BYTES),

@@ -7,6 +7,8 @@ import socket
 
 from prelunet.evaluator.serving.options import RESERVED_FILES, ServerLimits
 
+UNREAD_BYTES = 2**16  # that a call may send before the server reads them
+
 
 def channel_options(limits: ServerLimits) -> list[tuple[str, int]]:
     """Return the options of the gRPC server; docs/serving.md describes what clients see of each."""
@@ -15,6 +17,10 @@ def channel_options(limits: ServerLimits) -> list[tuple[str, int]]:
         ("grpc.max_receive_message_length", limits.max_message_bytes),
         # gRPC decompresses before it checks the size: 400 kB on the wire become 400 MB. The interceptor decompresses.
         ("grpc.per_message_decompression", 0),
+        # More than these only of a message that is being read. By default gRPC accepts as many as the bandwidth
+        # suggests, 1 GiB over loopback, although nobody reads them.
+        ("grpc.http2.bdp_probe", 0),
+        ("grpc.http2.lookahead_bytes", UNREAD_BYTES),
         ("grpc.max_concurrent_streams", limits.max_streams),
         # gRPC counts a call until it is freed. By then its client has the answer and may have started another call.
         # This is the number of calls that may wait to be freed. With gRPC's default, calls of a client that makes more

@@ -11,6 +11,7 @@ from prelunet.evaluator.engine.session import Placement
 from prelunet.evaluator.errors import UsageError
 from prelunet.evaluator.imaging.limits import DecodeLimits
 from prelunet.evaluator.rpc.status import MAX_MESSAGE_BYTES
+from prelunet.evaluator.serving.proxies import TrustedProxies
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
 _DAY = 86_400.0  # seconds
@@ -120,6 +121,7 @@ class ServerLimits:
     """
 
     image: ServedImageLimits = field(default_factory=ServedImageLimits)
+    proxies: TrustedProxies = field(default_factory=TrustedProxies)
     max_calls: Annotated[
         int,
         CliOption(
@@ -135,6 +137,14 @@ class ServerLimits:
         int,
         CliOption("Maximum number of calls in flight per connection; the client holds back more.", min=1, max=100_000),
     ] = 256
+    arriving_bytes: Annotated[
+        int,
+        CliOption(
+            "Limit of the bytes of unfinished messages, over all clients; above it, calls of the address with the most "
+            "are refused. At least one message is always accepted.",
+            min=1,
+        ),
+    ] = 2**28
     handshake_timeout: Annotated[
         float, CliOption("Time for a new connection to start speaking HTTP/2, in seconds.", min=0.1, max=3600)
     ] = 20.0
@@ -169,6 +179,11 @@ class ServerLimits:
     def max_message_bytes(self) -> int:
         """Return the limit of a message: twice the largest image, so that a slightly larger one gets our error."""
         return max(MAX_MESSAGE_BYTES, 2 * self.image.max_bytes)
+
+    @property
+    def max_arriving_bytes(self) -> int:
+        """Return the limit of unfinished messages: one of them has room always."""
+        return max(self.arriving_bytes, self.max_message_bytes)
 
 
 @dataclass(frozen=True)

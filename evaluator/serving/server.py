@@ -17,6 +17,7 @@ from prelunet.evaluator.errors import EnvironmentFault, NotReady
 from prelunet.evaluator.imaging.limits import DecodeLimits
 from prelunet.evaluator.pb.prelunet.v1 import prelunet_pb2_grpc as pb_grpc
 from prelunet.evaluator.serving.api import inference
+from prelunet.evaluator.serving.api.arriving import ArrivingBytes
 from prelunet.evaluator.serving.api.health import Health
 from prelunet.evaluator.serving.api.interceptor import OUR_METHODS, PROBES, CallInterceptor, CallsInFlight
 from prelunet.evaluator.serving.api.prelunet import SERVICE, PreluNetServicer
@@ -55,7 +56,7 @@ class Server:
         self._opened = False
         self._server = grpc.aio.server(
             handlers=[self._services],
-            interceptors=[CallInterceptor(self._calls, limits)],
+            interceptors=[CallInterceptor(self._calls, limits, ArrivingBytes(limits, self._metrics))],
             options=channel_options(limits),
         )
         self._host = host

@@ -201,6 +201,17 @@ async def test_headers_up_to_the_limit_are_always_accepted_and_larger_ones_never
 
 
 @async_test
+async def test_a_call_that_is_not_read_holds_back_its_client() -> None:
+    async with listening() as address, new_channel(address) as channel:
+        call = channel.stream_stream("/grpc.health.v1.Health/Watch")()
+        await call.write(b"")
+        await call.read()
+        ahead = asyncio.create_task(asyncio.wait_for(call.write(bytes(2**21)), SHORT))
+        await asyncio.wait((ahead,))
+        assert isinstance(ahead.exception(), TimeoutError)
+
+
+@async_test
 async def test_an_old_connection_is_ended_and_its_client_continues_on_a_new_one() -> None:
     async with (
         listening(max_connection_age=SHORT, connection_age_grace=20.0) as address,

@@ -19,6 +19,7 @@ from prelunet.evaluator.serving.scheduling.admission import with_reserve
 from tests.helpers.fakes import FakeSession, fake_contract
 
 OPTIONS = ServeOptions((ModelFile("a", Path("a.onnx")),))
+ARRIVING = 2**28 + 2560 * 2**16  # of messages that are being read, and ahead of that by each call
 
 
 def fakes() -> list[FakeSession]:
@@ -38,13 +39,14 @@ def test_two_models_take_the_sum_of_their_weights_batches_and_queues() -> None:
         validation = estimate_memory(session, protocol, 1, None)  # type: ignore[arg-type]
         assert (alone.base, alone.packed) == (validation.base, validation.packed)
         assert alone.decoding > max_decode_bytes(OPTIONS.limits.image), "the largest image is decoded beside easy ones"
-        assert alone.images == 2 * with_reserve(queue.max_bytes) + queue.ready_bytes + cores() * image_bytes(protocol)
+        waiting = 2 * with_reserve(queue.max_bytes) + queue.ready_bytes + cores() * image_bytes(protocol)
+        assert alone.images == waiting + ARRIVING
     both = serving_memory(sessions, OPTIONS)  # type: ignore[arg-type]
     for part in ("weights", "batch", "packed", "results"):
         assert getattr(both, part) == sum(getattr(need, part) for need in needs), part
     assert both.base == needs[0].base
     assert both.loading == max(needs[0].loading, needs[0].weights + needs[1].loading)
-    assert both.images == sum(need.images for need in needs) - queue.ready_bytes - cores() * min(
+    assert both.images == sum(need.images for need in needs) - ARRIVING - queue.ready_bytes - cores() * min(
         image_bytes(build_protocol("multi-scale", session.contract)) for session in sessions
     )
 
@@ -53,6 +55,15 @@ def test_a_smaller_queue_takes_less_by_twice_its_bytes_and_their_reserve() -> No
     smaller = replace(OPTIONS, queue=QueueOptions(max_bytes=2**20))
     saved = serving_memory(fakes(), OPTIONS).total - serving_memory(fakes(), smaller).total  # type: ignore[arg-type]
     assert saved == 2 * 2 * 1.25 * (OPTIONS.queue.max_bytes - 2**20), "with the quarter for clients below their share"
+
+
+def test_more_arriving_bytes_take_more_and_at_least_one_message_is_counted() -> None:
+    def needed(arriving: int) -> int:
+        limits = replace(OPTIONS.limits, arriving_bytes=arriving)
+        return serving_memory(fakes(), replace(OPTIONS, limits=limits)).total  # type: ignore[arg-type]
+
+    assert needed(2**29) - needed(2**28) == 2**28
+    assert needed(2**28) - needed(1) == 2**28 - OPTIONS.limits.max_message_bytes
 
 
 def test_a_limit_that_is_too_low_is_refused_with_a_sufficient_one() -> None:

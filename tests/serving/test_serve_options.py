@@ -6,6 +6,7 @@ import subprocess
 import sys
 import tomllib
 from collections.abc import Callable
+from ipaddress import ip_network
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from prelunet.evaluator.cli import run
 from prelunet.evaluator.errors import DeviceLost
 from prelunet.evaluator.serving.lifecycle import ServeResult
 from prelunet.evaluator.serving.options import QueueOptions, ServedImageLimits, ServeOptions, ServerLimits
+from prelunet.evaluator.serving.proxies import TrustedProxies
 from prelunet.evaluator.verbs import serve as serve_verb
 
 ROOT = Path(__file__).parents[2]
@@ -82,16 +84,39 @@ def test_every_option_reaches_the_server_in_its_unit(served: Served) -> None:
         "--max-image-bytes", "5", "--max-image-pixels", "6", "--max-calls", "7", "--max-connections", "8",
         "--max-streams", "9", "--handshake-timeout", "10", "--keepalive", "11", "--max-connection-age", "12",
         "--lame-duck", "13", "--grace", "14", "--metrics-port", "15", "--memory-limit", "1G", "--gpu-memory-limit",
-        "2G", "--device", "cpu", "--threads", "3", "--stream-idle-timeout", "16",
+        "2G", "--device", "cpu", "--threads", "3", "--stream-idle-timeout", "16", "--arriving-bytes", "17",
+        "--client-address-key", "x-forwarded-for", "--trusted-proxies", "10.0.0.0/8,fd00::/8", "--trusted-proxies",
+        "127.0.0.1",
     )  # fmt: skip
     assert (options.host, options.port, options.metrics_port) == ("::1", 1, 15)
     assert options.queue == QueueOptions(2, 3, batch_wait=0.004)
     assert options.limits == ServerLimits(
         image=ServedImageLimits(5, 6), max_calls=7, max_connections=8, max_streams=9, handshake_timeout=10,
-        keepalive=11, max_connection_age=12, stream_idle_timeout=16,
+        keepalive=11, max_connection_age=12, stream_idle_timeout=16, arriving_bytes=17,
+        proxies=TrustedProxies("x-forwarded-for", tuple(map(ip_network, ("10.0.0.0/8", "fd00::/8", "127.0.0.1")))),
     )  # fmt: skip
     assert (options.lame_duck, options.grace) == (13, 14)
     assert (options.placement.memory, options.placement.gpu_memory, options.placement.threads) == (2**30, 2**31, 3)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--client-address-key", "x-real-ip"], "belong together: give both"),
+        (["--trusted-proxies", "10.0.0.0/8"], "belong together: give both"),
+        (
+            ["--trusted-proxies", "10.0.0.1/8", "--client-address-key", "k"],
+            "10.0.0.1/8 has host bits set. Give",
+        ),
+        (["--trusted-proxies", "proxy", "--client-address-key", "k"], "'proxy' does not appear to be an IPv4 or IPv6"),
+        (["--trusted-proxies", "::/0", "--client-address-key", "X-Real-IP"], "X-Real-IP: not a metadata key of text"),
+        (["--trusted-proxies", "::/0", "--client-address-key", "ip-bin"], "ip-bin: not a metadata key of text"),
+    ],
+)
+def test_options_for_proxies_that_make_no_sense_are_refused(
+    capsys: pytest.CaptureFixture[str], arguments: list[str], message: str
+) -> None:
+    assert message in refused(capsys, *MODEL, *arguments)
 
 
 def test_the_log_has_the_requested_form_and_level(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -66,7 +66,7 @@ async def evaluate(
     async def classify(image: LabelledImage, admission: asyncio.Event) -> None:
         to_prediction = partial(build_prediction, image.file, image.label)
         try:
-            async with classifier.admission.admit_or_wait(len(image.data), len(protocol.views), caller.client):
+            async with classifier.admission.admit_or_wait(len(image.data), len(protocol.views), caller):
                 admission.set()
                 prediction = await classifier.classify(image.data, protocol, to_prediction, caller=caller)
         except ImageError as error:

@@ -172,7 +172,7 @@ class InferenceServicer(pb_grpc.GRPCInferenceServiceServicer):
             caller = caller.with_timeout(parsed.timeout)
         size, views = sum(map(len, parsed.images)), len(parsed.images) * len(parsed.protocol.views)
         call_context.record_views(classifier.name, views)
-        with classifier.admission.admit_or_refuse(size, views, caller.client, len(parsed.images)):
+        with classifier.admission.admit_or_refuse(size, views, caller, len(parsed.images)):
             scores = await _scores_of(classifier, parsed, caller)
         in_thread = len(scores) * (parsed.top or len(contract.classes)) > _MANY_ELEMENTS
         return await _run_inline_or_in_thread(

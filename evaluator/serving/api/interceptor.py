@@ -7,6 +7,7 @@ import zlib
 from collections import Counter, defaultdict
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import aclosing, asynccontextmanager
+from functools import partial
 from typing import Any, TypeAlias
 
 import grpc
@@ -17,12 +18,12 @@ from google.protobuf.message import DecodeError
 
 from prelunet.evaluator.errors import DeadlinePassed, Overloaded, UsageError
 from prelunet.evaluator.rpc.status import reason_for, status_of
+from prelunet.evaluator.serving.api.arriving import ArrivingBytes
 from prelunet.evaluator.serving.observability.call_context import (
     REQUEST_ID,
     Call,
     Context,
     current_call,
-    identity_of,
     request_id_from,
 )
 from prelunet.evaluator.serving.observability.logs import log_call, log_incident
@@ -82,16 +83,15 @@ class CallsInFlight:
         Identities below their share may use all the reserve, connections below their part of it only half: otherwise
         an address with many connections would leave nothing to the others.
         """
-        identity = identity_of(call.peer)
-        own = self._by_identity.get(identity, Counter())
+        own = self._by_identity.get(call.identity, Counter())
         if self.count > self._limit:
             share = self._limit // (len(self._by_identity) + (not own))
             part = share // (len(own) + (call.peer not in own))
             half = (self._limit + with_reserve(self._limit)) // 2
             if own.total() >= share and (own[call.peer] >= part or self.count > half):
                 raise self._overloaded()
-        self._by_identity[identity][call.peer] += 1
-        call.identity = identity
+        self._by_identity[call.identity][call.peer] += 1
+        call.admitted = True
 
     def _overloaded(self) -> Overloaded:
         self._metrics.refusals.labels("", "calls").inc()
@@ -105,7 +105,7 @@ class CallsInFlight:
         self._metrics.calls.labels(method, call.status).inc()
         self._metrics.call_seconds.labels(method).observe(seconds)
         log_call(call, seconds)
-        if call.identity is not None:
+        if call.admitted:
             own = self._by_identity[call.identity]
             own[call.peer] -= 1
             if not own[call.peer]:
@@ -128,9 +128,12 @@ def _is_known(method: str) -> bool:
 class CallInterceptor(grpc.aio.ServerInterceptor):
     """Wraps every method. Calls of health and reflection are not counted or limited."""
 
-    def __init__(self, calls: CallsInFlight, limits: ServerLimits = ServerLimits()) -> None:
+    def __init__(
+        self, calls: CallsInFlight, limits: ServerLimits = ServerLimits(), arriving: ArrivingBytes | None = None
+    ) -> None:
         self._calls = calls
         self._limits = limits
+        self._arriving = arriving or ArrivingBytes(limits)
 
     async def intercept_service(
         self,
@@ -140,7 +143,10 @@ class CallInterceptor(grpc.aio.ServerInterceptor):
         """Wrap the called method."""
         handler = await continuation(handler_call_details)
         path = handler_call_details.method
-        call = Call(path.removeprefix("/"), request_id_from(handler_call_details.invocation_metadata or ()))
+        metadata = handler_call_details.invocation_metadata or ()
+        call = Call(path.removeprefix("/"), request_id_from(metadata))
+        if self._limits.proxies.networks:
+            call.identify = partial(self._limits.proxies.identity, metadata)
         current_call.set(call)
         counted, exempt = handler is None or path.startswith(OUR_METHODS), path in PROBES
         if counted and (overloaded := self._calls.begin(call, exempt=exempt)) is not None:
@@ -153,7 +159,8 @@ class CallInterceptor(grpc.aio.ServerInterceptor):
         if handler is None:
             call.status = "UNIMPLEMENTED"  # which gRPC answers
             return None
-        return WrappedMethod(handler, call, self._limits, self._calls if counted and not exempt else None).handler()
+        calls = self._calls if counted and not exempt else None
+        return WrappedMethod(handler, call, self._limits, calls, self._arriving).handler()
 
 
 # (request is a stream, response is a stream): attribute with the method, and constructor of the handler for gRPC.
@@ -173,9 +180,15 @@ class WrappedMethod:
     """
 
     def __init__(
-        self, handler: Any, call: Call, limits: ServerLimits = ServerLimits(), calls: CallsInFlight | None = None
+        self,
+        handler: Any,
+        call: Call,
+        limits: ServerLimits = ServerLimits(),
+        calls: CallsInFlight | None = None,
+        arriving: ArrivingBytes | None = None,
     ) -> None:
         self._calls = calls
+        self._receive = partial((arriving or ArrivingBytes(limits)).receive, call)
         self._limits = limits
         kind, self._make = _HANDLER_KINDS[handler.request_streaming, handler.response_streaming]
         self._method = getattr(handler, kind)
@@ -210,12 +223,12 @@ class WrappedMethod:
         if self._calls is not None:
             self._calls.admit(self._call)
         if self._handler.request_streaming:
-            messages = _Messages(received, self._decode_message, self._limits)
+            messages = _Messages(received, self._receive, self._decode_message, self._limits)
             self._call.message_done = messages.done
             return messages
         try:
             async with asyncio.timeout(self._limits.message_timeout):
-                data = await context.read()  # not `received`, a generator: abandoning it costs time
+                data = await self._receive(context.read())  # not `received`, a generator: abandoning it costs time
         except TimeoutError:
             raise DeadlinePassed(
                 f"the message of this call did not arrive within {self._limits.message_timeout:g} s; send all of it "
@@ -272,9 +285,14 @@ class _Messages:
     """
 
     def __init__(
-        self, received: AsyncIterator[bytes], decode: Callable[[bytes], Awaitable[Any]], limits: ServerLimits
+        self,
+        received: AsyncIterator[bytes],
+        receive: Callable[[Awaitable[Any]], Awaitable[Any]],
+        decode: Callable[[bytes], Awaitable[Any]],
+        limits: ServerLimits,
     ) -> None:
         self._received = received
+        self._receive = receive
         self._decode = decode
         self._limits = limits
         self._begun = False
@@ -288,7 +306,7 @@ class _Messages:
         seconds = self._limits.stream_idle_timeout if self._begun else self._limits.message_timeout
         try:
             async with asyncio.timeout(None if self._in_progress else seconds) as self._timeout:
-                data = await anext(self._received)
+                data = await self._receive(anext(self._received))
         except TimeoutError:
             raise DeadlinePassed(
                 f"no message arrived within {seconds:g} s, and none is in progress; end a stream that has nothing to "

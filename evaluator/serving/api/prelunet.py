@@ -56,9 +56,9 @@ class PreluNetServicer(pb_grpc.PreluNetServiceServicer):
             size, views = len(image), len(protocol.views)
             async with AsyncExitStack() as stack:
                 if on_admitted is None:
-                    stack.enter_context(classifier.admission.admit_or_refuse(size, views, caller.client))
+                    stack.enter_context(classifier.admission.admit_or_refuse(size, views, caller))
                 else:
-                    await stack.enter_async_context(classifier.admission.admit_or_wait(size, views, caller.client))
+                    await stack.enter_async_context(classifier.admission.admit_or_wait(size, views, caller))
                     on_admitted()
                 result = await classifier.answer(image, protocol, top_k, heatmap=heatmap, caller=caller)
             if top_k > _MAX_INLINE_PREDICTIONS:

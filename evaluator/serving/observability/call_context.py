@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable, Iterable
 from contextvars import ContextVar
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import Any, TypeAlias
 
 import grpc.aio
@@ -16,23 +17,32 @@ _REQUEST_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")  # no characters with a mean
 Context: TypeAlias = "grpc.aio.ServicerContext[Any, Any]"
 
 
+def identity_of(client: str) -> str:
+    """Return the identity behind a connection, which shares what is fair with its other connections: its address.
+
+    client: gRPC's name of the connection, such as ipv4:10.0.0.7:41022.
+    """
+    return client.rpartition(":")[0] or client
+
+
 @dataclass
 class Call:
     """One RPC, filled in while it runs.
 
     method: as in "prelunet.v1.PreluNetService/Classify"; begun: time.monotonic() at its start; peer: gRPC's name of the
-    connection; identity: see `identity_of`, None until the call is admitted; status: name of its gRPC status, empty
-    until it ends; reason, error: of the error as sent to the caller; id: of its message in the Open Inference Protocol;
-    models: names of the requested models; images, failed: number of images of a stream, and of those that got an error;
-    views: of all its images; bytes: of all its messages; message_done: to be called after each answered message of a
-    stream, None for a call with one message.
+    connection; admitted: counted among the calls of its identity; identify: returns the identity behind a peer; status:
+    name of its gRPC status, empty until it ends; reason, error: of the error as sent to the caller; id: of its message
+    in the Open Inference Protocol; models: names of the requested models; images, failed: number of images of a stream,
+    and of those that got an error; views: of all its images; bytes: of all its messages; message_done: to be called
+    after each answered message of a stream, None for a call with one message.
     """
 
     method: str
     request_id: str
     begun: float = field(default_factory=time.monotonic)
     peer: str = ""
-    identity: str | None = None
+    admitted: bool = False
+    identify: Callable[[str], str] = identity_of
     status: str = ""
     reason: str = ""
     error: str = ""
@@ -43,6 +53,11 @@ class Call:
     views: int = 0
     bytes: int = 0
     message_done: Callable[[], None] | None = None
+
+    @cached_property
+    def identity(self) -> str:
+        """Return the identity of the caller; not before the call has its peer."""
+        return self.identify(self.peer)
 
 
 # The call of this task, of the tasks that it starts and of their threads; None outside of calls.
@@ -78,25 +93,22 @@ def request_id_from(metadata: Iterable[tuple[str, str | bytes]]) -> str:
     return secrets.token_hex(8)
 
 
-def identity_of(client: str) -> str:
-    """Return the identity behind a connection, which shares what is fair with its other connections: its address.
-
-    client: gRPC's name of the connection, such as ipv4:10.0.0.7:41022.
-    """
-    return client.rpartition(":")[0] or client
-
-
 @dataclass(frozen=True)
 class Caller:
     """The caller of a request.
 
     client: fair queueing alternates between identities, then between the clients (today: connections) of each;
-    deadline: of time.monotonic(), None for no deadline; request_id: for log lines.
+    deadline: of time.monotonic(), None for no deadline; request_id: for log lines; identity: by default the address.
     """
 
     client: str = ""
     deadline: float | None = None
     request_id: str = ""
+    identity: str = ""
+
+    def __post_init__(self) -> None:
+        if not self.identity:
+            object.__setattr__(self, "identity", identity_of(self.client))
 
     def remaining(self) -> float | None:
         """Return the seconds until the deadline, negative after it; None without a deadline."""
@@ -116,4 +128,5 @@ def caller_of(context: Context) -> Caller:
         client=context.peer(),
         deadline=None if remaining is None else time.monotonic() + remaining,
         request_id=call.request_id if call else "",
+        identity=call.identity if call else "",
     )

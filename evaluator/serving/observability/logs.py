@@ -19,7 +19,7 @@ from datetime import UTC, datetime
 from typing import Any
 
 from prelunet.evaluator.rpc.status import is_client_visible
-from prelunet.evaluator.serving.observability.call_context import Call, current_call
+from prelunet.evaluator.serving.observability.call_context import Call, current_call, identity_of
 
 MAX_LOG_MESSAGE = 2000  # characters
 MAX_FIELD = 600  # characters, as in error messages to callers
@@ -56,6 +56,7 @@ def log_call(call: Call, seconds: float) -> None:
     """Log a call that has ended. seconds: its duration."""
     fields = {
         "peer": call.peer,
+        "client": call.identity if call.identity != identity_of(call.peer) else "",
         "status": call.status,
         "seconds": round(seconds, 6),
         "id": call.id,

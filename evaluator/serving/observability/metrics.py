@@ -45,9 +45,9 @@ class Metrics:
         self.waiting_views = gauge("prelunet_waiting_views", "Views of unanswered images.", model)
         self.waiting_bytes = gauge("prelunet_waiting_bytes", "Encoded bytes of unanswered images.", model)
         self.refusals = counter(
-            "prelunet_refusals", "Refused requests, by reason: views, bytes, calls, stopping.", by_reason
+            "prelunet_refusals", "Refused requests, by reason: views, bytes, calls, arriving, stopping.", by_reason
         )
-        for reason in ("calls", "stopping"):
+        for reason in ("calls", "arriving", "stopping"):
             self.refusals.labels("", reason)  # see ModelMetrics
         self.dropped_views = counter(
             "prelunet_dropped_views",

@@ -8,7 +8,7 @@ from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass
 
 from prelunet.evaluator.errors import Overloaded
-from prelunet.evaluator.serving.observability.call_context import identity_of
+from prelunet.evaluator.serving.observability.call_context import Caller
 from prelunet.evaluator.serving.observability.metrics import ModelMetrics
 from prelunet.evaluator.serving.options import QueueOptions
 
@@ -50,9 +50,14 @@ class ThroughputEstimate:
 
 @dataclass(eq=False)
 class _Ticket:
-    """A request for admission. admission: the future that it waits on, done once it is admitted."""
+    """A request for admission.
 
-    client: str
+    client: identity and connection, as a proxy's connection has calls of several identities; admission: the future that
+    it waits on, done once it is admitted.
+    """
+
+    client: tuple[str, str]
+    identity: str
     size: int
     views: int
     images: int = 1
@@ -95,7 +100,7 @@ class AdmissionController:
         self._metrics = metrics
         self._throughput = ThroughputEstimate()
         self.used = Usage()
-        self._clients: dict[str, Usage] = {}
+        self._clients: dict[tuple[str, str], Usage] = {}
         self._identities: dict[str, Usage] = {}
         self.waiters: dict[_Ticket, None] = {}
         metrics.waiting_images.set_function(lambda: self.used.images)
@@ -103,13 +108,13 @@ class AdmissionController:
         metrics.waiting_bytes.set_function(lambda: self.used.bytes)
 
     @contextmanager
-    def admit_or_refuse(self, size: int, views: int, client: str = "", images: int = 1) -> Iterator[None]:
+    def admit_or_refuse(self, size: int, views: int, caller: Caller = Caller(), images: int = 1) -> Iterator[None]:
         """Admit images for as long as the block runs. size, views: totals over these images; size in bytes.
 
         Raises Overloaded, with the time after which to retry, when a limit is reached. If no image is unanswered, a
         request of any size is admitted.
         """
-        ticket = _Ticket(client, size, views, images)
+        ticket = _Ticket((caller.identity, caller.client), caller.identity, size, views, images)
         if (reason := self._refusal_reason(ticket, first_in_line=not self.waiters)) is not None:
             raise self._overloaded(reason)
         self._enter(ticket)
@@ -121,10 +126,10 @@ class AdmissionController:
             self._leave(ticket, answered=answered)
 
     @asynccontextmanager
-    async def admit_or_wait(self, size: int, views: int, client: str = "") -> AsyncIterator[None]:
+    async def admit_or_wait(self, size: int, views: int, caller: Caller = Caller()) -> AsyncIterator[None]:
         """Do the same for one image, but wait instead of raising: for streams, which flow control slows down."""
         admission = asyncio.get_running_loop().create_future()
-        ticket = _Ticket(client, size, views, admission=admission)
+        ticket = _Ticket((caller.identity, caller.client), caller.identity, size, views, admission=admission)
         self.waiters[ticket] = None
         self._admit_waiters()
         try:
@@ -145,7 +150,7 @@ class AdmissionController:
 
     def _admit_waiters(self) -> None:
         """Admit waiting tickets while there is room; those of one client in order of arrival."""
-        blocked_clients: set[str] = set()
+        blocked_clients: set[tuple[str, str]] = set()
         for ticket in list(self.waiters):
             assert ticket.admission is not None, "a ticket that may be refused does not wait"
             if ticket.client in blocked_clients or ticket.admission.done():  # done: cancelled, about to be removed
@@ -164,9 +169,8 @@ class AdmissionController:
         """
         if not self.used.images:
             return None
-        identity = identity_of(ticket.client)
-        own, shared = self._clients.get(ticket.client, Usage()), self._identities.get(identity, Usage())
-        identities = len(self._identities) + (identity not in self._identities)
+        own, shared = self._clients.get(ticket.client, Usage()), self._identities.get(ticket.identity, Usage())
+        identities = len(self._identities) + (ticket.identity not in self._identities)
         clients = shared.clients + (ticket.client not in self._clients)
 
         def exceeds(used: int, shared_used: int, own_used: int, requested: int, limit: int) -> bool:
@@ -184,19 +188,18 @@ class AdmissionController:
     def _enter(self, ticket: _Ticket) -> None:
         if not self.used.images:
             self._throughput.begin()
-        shared = self._identities.setdefault(identity_of(ticket.client), Usage())
+        shared = self._identities.setdefault(ticket.identity, Usage())
         shared.clients += ticket.client not in self._clients
         self._clients.setdefault(ticket.client, Usage())
         self._count(1, ticket)
 
     def _leave(self, ticket: _Ticket, *, answered: int) -> None:
         self._count(-1, ticket)
-        identity = identity_of(ticket.client)
         if not self._clients[ticket.client].images:
             del self._clients[ticket.client]
-            self._identities[identity].clients -= 1
-        if not self._identities[identity].images:
-            del self._identities[identity]
+            self._identities[ticket.identity].clients -= 1
+        if not self._identities[ticket.identity].images:
+            del self._identities[ticket.identity]
         self._throughput.record_departure(answered)
         if self.waiters:
             self._admit_waiters()
@@ -215,7 +218,7 @@ class AdmissionController:
         )
 
     def _count(self, sign: int, ticket: _Ticket) -> None:
-        for usage in (self.used, self._clients[ticket.client], self._identities[identity_of(ticket.client)]):
+        for usage in (self.used, self._clients[ticket.client], self._identities[ticket.identity]):
             usage.images += sign * ticket.images
             usage.views += sign * ticket.views
             usage.bytes += sign * ticket.size

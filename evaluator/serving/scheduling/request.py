@@ -19,7 +19,7 @@ from prelunet.evaluator.imaging.header import read_header
 from prelunet.evaluator.imaging.views import ViewImage
 from prelunet.evaluator.protocols import EvaluationProtocol
 from prelunet.evaluator.serving.decoding.worker import DecodeProcess
-from prelunet.evaluator.serving.observability.call_context import Caller, identity_of
+from prelunet.evaluator.serving.observability.call_context import Caller
 from prelunet.evaluator.serving.observability.metrics import ModelMetrics
 from prelunet.evaluator.serving.scheduling.warm_up import shape_buckets_of
 
@@ -149,7 +149,7 @@ class Request:
     picture: UInt8Array | None = None  # for heat maps
 
     def __post_init__(self) -> None:
-        self.path = (self.model.name, identity_of(self.caller.client), self.caller.client)  # in the fair queues
+        self.path = (self.model.name, self.caller.identity, self.caller.client)  # in the fair queues
         self.views, self.pixels = views_and_pixels(self.protocol)
         header = read_header(self.image)
         self.easy = header.easy

@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from prelunet.evaluator.errors import ImageError, Overloaded
+from prelunet.evaluator.serving.observability.call_context import Caller
 from prelunet.evaluator.serving.observability.metrics import Metrics
 from prelunet.evaluator.serving.options import QueueOptions
 from prelunet.evaluator.serving.scheduling.admission import AdmissionController, Usage
@@ -60,7 +61,7 @@ def enter(admission: AdmissionController, stack: ExitStack, client: str, images:
     """Try to admit this many images of a client; return how many were admitted."""
     for number in range(images):
         try:
-            stack.enter_context(admission.admit_or_refuse(10, views, client))
+            stack.enter_context(admission.admit_or_refuse(10, views, Caller(client)))
         except Overloaded:
             return number
     return images
@@ -95,7 +96,7 @@ async def test_waiting_requests_are_admitted_in_order_as_others_leave_and_not_co
     leave = [asyncio.Event() for _ in range(8)]
 
     async def hold(number: int) -> None:
-        async with admission.admit_or_wait(10, 2, "one"):
+        async with admission.admit_or_wait(10, 2, Caller("one")):
             inside.append(number)
             await leave[number].wait()
 
@@ -148,7 +149,7 @@ class AdmissionDriver:
             await settled(10)
 
     async def _hold(self, name: str, size: int, views: int) -> None:
-        async with self.admission.admit_or_wait(size, views, client_of(name)):
+        async with self.admission.admit_or_wait(size, views, Caller(client_of(name))):
             self.inside.append(name)
             await self._leave[name].wait()
 
@@ -209,9 +210,9 @@ def test_a_call_that_does_not_wait_does_not_take_the_room_of_a_waiting_request()
         await driver.come("a0", views=9)
         await driver.come("b0", views=5)
         await driver.come("a1", views=9)
-        with pytest.raises(Overloaded), driver.admission.admit_or_refuse(10, 3, "a"):  # it would fit into 20
+        with pytest.raises(Overloaded), driver.admission.admit_or_refuse(10, 3, Caller("a")):  # it would fit into 20
             pass
-        with driver.admission.admit_or_refuse(10, 3, "b"):  # it has less than its share
+        with driver.admission.admit_or_refuse(10, 3, Caller("b")):  # it has less than its share
             pass
         assert driver.inside == ["a0", "b0"]
         await driver.leave("b0")
@@ -268,7 +269,7 @@ def test_a_request_behind_a_cancelled_one_is_admitted() -> None:
 @pytest.mark.parametrize("first", ["let in", "cancelled"])
 def test_a_request_admitted_and_cancelled_at_the_same_moment_makes_room_for_the_next(first: str) -> None:
     async def scenario(driver: AdmissionDriver) -> None:
-        inside = driver.admission.admit_or_refuse(10, 1, "a")
+        inside = driver.admission.admit_or_refuse(10, 1, Caller("a"))
         inside.__enter__()
         await driver.come("a1", "a2")
         if first == "let in":
@@ -287,7 +288,7 @@ def test_a_request_admitted_and_cancelled_at_the_same_moment_makes_room_for_the_
 
 def test_images_of_one_request_are_counted_individually() -> None:
     admission, metrics = build_admission(max_views=40)
-    with admission.admit_or_refuse(1000, 20, "a", images=10), admission.admit_or_refuse(10, 2, "a"):
+    with admission.admit_or_refuse(1000, 20, Caller("a"), images=10), admission.admit_or_refuse(10, 2, Caller("a")):
         assert (
             metrics.registry.get_sample_value("prelunet_waiting_images", {"model": "fake"})
             == admission.used.images
@@ -372,7 +373,7 @@ def test_admission_decides_as_plain_lists_do(steps: list[tuple[str, str, int, in
             if step == "call":
                 calls[who.name], refused = ExitStack(), not plain.has_room(who, first=not plain.line)
                 try:
-                    calls[who.name].enter_context(admission.admit_or_refuse(size, views, client))
+                    calls[who.name].enter_context(admission.admit_or_refuse(size, views, Caller(client)))
                     assert not refused
                     plain.inside.append(who)
                 except Overloaded:
