@@ -191,9 +191,9 @@ ATTACKS = (
     ),
     Attack(
         "idle streams",
-        "8 connections hold 256 streams each that send nothing, or one image and then nothing",
-        connections=8,
-        calls=256,
+        "16 connections hold 128 streams each that send nothing, or one image and then nothing",
+        connections=16,
+        calls=128,
         call=_hold_stream,
     ),
     Attack(

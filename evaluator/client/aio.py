@@ -96,7 +96,7 @@ class AsyncClient:
     ) -> Answer:
         """Classify one image.
 
-        Of any number of calls, at most 256 are in flight; the others wait in order of arrival, and then read their
+        Of any number of calls, at most 128 are in flight; the others wait in order of arrival, and then read their
         images. A file is sent as it is, pixels as a PNG.
         image: path of an image file, its bytes, a Pillow image, or an array: uint8 (H, W, 3), RGB, or (H, W), gray;
         protocol: name, "" for the model's default; scales: shorter sides in pixels, None for the protocol's;

@@ -6,7 +6,7 @@ from collections import deque
 
 from prelunet.evaluator.client.backends import Backend, Event
 
-MAX_IN_FLIGHT = 256  # calls; a server's default limit per connection, see `ServerLimits.max_streams`
+MAX_IN_FLIGHT = 128  # calls; a server's default limit per connection, see `ServerLimits.max_streams`
 _GROWTH = 0.1  # calls per answer
 _HEADROOM = 0.9  # below what a full server had accepted, so that it refuses few further calls
 

@@ -136,7 +136,7 @@ class ServerLimits:
     max_streams: Annotated[
         int,
         CliOption("Maximum number of calls in flight per connection; the client holds back more.", min=1, max=100_000),
-    ] = 256
+    ] = 128
     arriving_bytes: Annotated[
         int,
         CliOption(
