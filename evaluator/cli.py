@@ -81,14 +81,10 @@ VERBS: dict[str, Verb] = {  # in the usual order of use
 class LazyVerbs(typer.core.TyperGroup):
     """A group that lists its verbs without importing them, and imports only the one that is called."""
 
-    def list_commands(self, ctx: Any) -> list[str]:  # noqa: ARG002
-        """Return the names of all verbs."""
-        return list(VERBS)
-
-    def get_command(self, ctx: Any, cmd_name: str) -> Any:  # noqa: ARG002
-        """Return a placeholder with the help line, which is all that the list of verbs shows."""
-        verb = VERBS.get(cmd_name)
-        return verb and typer.core.TyperCommand(cmd_name, help=verb.help)
+    def __init__(self, **options: Any) -> None:
+        """Know each verb by a placeholder with its help line, which is all that the list of verbs shows."""
+        verbs = {name: typer.core.TyperCommand(name, help=verb.help) for name, verb in VERBS.items()}
+        super().__init__(**{**options, "commands": verbs})
 
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
         """Load the verb that was called."""
