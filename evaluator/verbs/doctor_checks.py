@@ -33,7 +33,6 @@ State = Literal["ok", "note", "wrong"]
 _PACKAGES = ("prelunet", "numpy", "pillow", "grpcio", "protobuf", "prometheus-client")
 _DISTRIBUTIONS = ("onnxruntime", "onnxruntime-gpu", "onnxruntime-openvino")  # of one import package
 _ROUND_TRIPS = 20
-_VERIFY = "prelunet verify MODEL.onnx"
 
 # A model file without metadata, with the contract's inputs and outputs: scores are the softmax of the mean of a 1x1
 # convolution from 3 to 2 channels, weights (1, 0, -1) / 64 and (0, 1, 0) / 64. tests/verbs/test_doctor.py rebuilds it.
@@ -242,10 +241,11 @@ def check_model(path: Path, placement: Placement) -> Finding:
     }
     message = f"{path}: {session.contract.name} on {session.circumstances}; serving it takes up to {format_bytes(need)}"
     if not deviations:
-        return Finding("model", f"{message}; it has no golden images, so it was not checked", "note", _VERIFY, facts)
+        fix = "export or adopt it again: its file will have golden images then"
+        return Finding("model", f"{message}; it has no golden images, so it was not checked", "note", fix, facts)
     worst = max(each.scores for each in deviations)
     if not all(each.passed for each in deviations):
-        fix = f"do not use this device or runtime version with this model; for details: {_VERIFY}"
+        fix = "do not use this device or runtime version with this model; for details: prelunet verify MODEL.onnx"
         return Finding("model", f"{message}; its golden images are off by {worst:.1e}", "wrong", fix, facts)
     message += f"; golden images off by {worst:.1e}"
     if need > available:
