@@ -150,10 +150,13 @@ def _faster_compute(settings: ExecutionSettings) -> list[str]:
         device = "" if settings.device == "openvino" else "--device openvino "
         suggestions.append(
             f"{device}--precision bf16: this CPU has instructions for it, with which the paper's nets take about half "
-            "the time. Check the effect on errors with `prelunet compare`"
+            "the time; small nets may take longer. Check the effect on errors with `prelunet compare`"
         )
     elif settings.device == "cpu" and not settings.bf16:
-        suggestions.append("--device openvino computes float32 somewhat faster on most CPUs, with the same errors")
+        suggestions.append(
+            "--device openvino computes float32 somewhat faster on most CPUs, with the same errors; small nets may take "
+            "longer"
+        )
     return suggestions
 
 
