@@ -154,8 +154,8 @@ def _faster_compute(settings: ExecutionSettings) -> list[str]:
         )
     elif settings.device == "cpu" and not settings.bf16:
         suggestions.append(
-            "--device openvino computes float32 somewhat faster on most CPUs, with the same errors; small nets may take "
-            "longer"
+            "--device openvino computes float32 somewhat faster on most CPUs, with the same errors; small nets may "
+            "take longer"
         )
     return suggestions
 

@@ -17,7 +17,7 @@ from prelunet.evaluator.serving.options import ServeOptions
 from prelunet.evaluator.serving.scheduling.admission import with_reserve
 
 # Copies of an encoded image in memory while it waits: the image and, briefly, its message. Measured with 150 images of
-# 1.3 MB: 1.3.
+# 1.3 MB: 1.3. The rest is room for the images of streams that wait for admission.
 _COPIES = 2
 
 
@@ -25,10 +25,9 @@ def serving_memory(sessions: Sequence[Session], options: ServeOptions) -> Memory
     """Return the main memory that a server of these models takes at most, at each model's default protocol.
 
     In addition to what validation takes (`evaluator.engine.memory`): a full queue of encoded images for each model, the
-    ready views, the views being created, and messages that are still arriving. Not counted: messages of streams that
-    wait for admission; heat maps (0.8 MB each; at most one for an unread call and four for an unread stream) and the
-    window scores that they are drawn from; answers with thousands of classes (a few MB for a stream); and predictions
-    of unfinished evaluations.
+    ready views, the views being created, and messages that are still arriving. Not counted: heat maps (0.8 MB each; at
+    most one for an unread call and four for an unread stream) and the window scores that they are drawn from; answers
+    with thousands of classes (a few MB for a stream); and predictions of unfinished evaluations.
     Raises UsageError if the total is more than `--memory-limit`.
     """
     limit = options.placement.memory

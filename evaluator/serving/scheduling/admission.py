@@ -3,6 +3,7 @@
 import asyncio
 import random
 import time
+from collections import Counter
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass
@@ -15,6 +16,7 @@ from prelunet.evaluator.serving.options import QueueOptions
 MIN_RETRY_AFTER, MAX_RETRY_AFTER = 0.05, 30.0  # seconds, the range of the retry delay
 DEFAULT_RETRY_AFTER = 1.0  # seconds, before the first answer
 _RESERVE = 4  # clients below their share may use 1/4 of the limit on top of it
+_HELD = 2  # images that wait for admission may hold 1/2 of the limit of bytes
 _DECAY_VIEWS = 256  # views over which the average decays
 
 
@@ -53,7 +55,7 @@ class _Ticket:
     """A request for admission.
 
     client: identity and connection, as a proxy's connection has calls of several identities; admission: the future that
-    it waits on, done once it is admitted.
+    it waits on, done once it is admitted; held: bytes that count as waiting.
     """
 
     client: tuple[str, str]
@@ -62,6 +64,7 @@ class _Ticket:
     views: int
     images: int = 1
     admission: "asyncio.Future[None] | None" = None
+    held: int = 0
 
 
 @dataclass
@@ -89,7 +92,8 @@ class AdmissionController:
     the number of identities), is still admitted, up to 1.25 times the limit, and so is a client with less than its part
     of that share. Otherwise the first client to send a thousand images would lock all others out, before fair queueing
     has any effect. Streams wait for admission in order: nobody takes the room that the first of them waits for, except
-    by this rule.
+    by this rule. While they wait, they hold an image each. Where these are too many bytes, images are refused of the
+    identity that holds the most, on its connection with the most.
 
     used: by all clients together; waiters: requests waiting for admission, in order of arrival.
     """
@@ -103,6 +107,8 @@ class AdmissionController:
         self._clients: dict[tuple[str, str], Usage] = {}
         self._identities: dict[str, Usage] = {}
         self.waiters: dict[_Ticket, None] = {}
+        self._held: Counter[tuple[str, str]] = Counter()  # bytes of waiting images, by client
+        self._held_bytes = 0
         metrics.waiting_images.set_function(lambda: self.used.images)
         metrics.waiting_views.set_function(lambda: self.used.views)
         metrics.waiting_bytes.set_function(lambda: self.used.bytes)
@@ -127,16 +133,22 @@ class AdmissionController:
 
     @asynccontextmanager
     async def admit_or_wait(self, size: int, views: int, caller: Caller = Caller()) -> AsyncIterator[None]:
-        """Do the same for one image, but wait instead of raising: for streams, which flow control slows down."""
+        """Do the same for one image, but wait instead of raising: for streams, which flow control slows down.
+
+        Raises Overloaded if waiting images are too many bytes.
+        """
         admission = asyncio.get_running_loop().create_future()
         ticket = _Ticket((caller.identity, caller.client), caller.identity, size, views, admission=admission)
         self.waiters[ticket] = None
+        self._hold(ticket, size)
         self._admit_waiters()
+        self._refuse_waiters()
         try:
             await admission
         except BaseException:
             if ticket in self.waiters:
                 del self.waiters[ticket]
+                self._hold(ticket, 0)
                 self._admit_waiters()  # those behind it
             else:  # admitted and cancelled at the same moment
                 self._leave(ticket, answered=0)
@@ -157,10 +169,35 @@ class AdmissionController:
                 continue
             if self._refusal_reason(ticket, first_in_line=not blocked_clients) is None:
                 del self.waiters[ticket]
+                self._hold(ticket, 0)
                 self._enter(ticket)
                 ticket.admission.set_result(None)
             else:
                 blocked_clients.add(ticket.client)
+
+    def _refuse_waiters(self) -> None:
+        """Refuse waiting tickets, the latest first, until the others are within the limit; one alone may exceed it."""
+        while self._held_bytes > self._queue.max_bytes // _HELD:
+            held = [each for each in self.waiters if each.held]
+            if len(held) == 1:
+                return
+            by_identity: Counter[str] = Counter()
+            for each in held:
+                by_identity[each.identity] += each.held
+            _, ticket = max(
+                enumerate(held), key=lambda at: (by_identity[at[1].identity], self._held[at[1].client], at[0])
+            )
+            assert ticket.admission is not None, "it waits"
+            self._hold(ticket, 0)
+            ticket.admission.set_exception(self._overloaded("bytes"))
+
+    def _hold(self, ticket: _Ticket, size: int) -> None:
+        """Count `size` bytes as held by a waiting ticket."""
+        self._held_bytes += size - ticket.held
+        self._held[ticket.client] += size - ticket.held
+        ticket.held = size
+        if not self._held[ticket.client]:
+            del self._held[ticket.client]
 
     def _refusal_reason(self, ticket: _Ticket, *, first_in_line: bool) -> str | None:
         """Return the limit that the ticket would exceed, `views` or `bytes`; None if it can be admitted.

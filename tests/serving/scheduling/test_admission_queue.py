@@ -133,12 +133,13 @@ def client_of(name: str) -> str:
 class AdmissionDriver:
     """Requests for admission, each in its own task; a name begins with its client, see `client_of`.
 
-    inside: names in the order of admission.
+    inside: names in the order of admission; refused: in the order of refusal.
     """
 
     def __init__(self, admission: AdmissionController) -> None:
         self.admission = admission
         self.inside: list[str] = []
+        self.refused: list[str] = []
         self._tasks: dict[str, asyncio.Task[None]] = {}
         self._leave: dict[str, asyncio.Event] = {}
 
@@ -149,9 +150,12 @@ class AdmissionDriver:
             await settled(10)
 
     async def _hold(self, name: str, size: int, views: int) -> None:
-        async with self.admission.admit_or_wait(size, views, Caller(client_of(name))):
-            self.inside.append(name)
-            await self._leave[name].wait()
+        try:
+            async with self.admission.admit_or_wait(size, views, Caller(client_of(name))):
+                self.inside.append(name)
+                await self._leave[name].wait()
+        except Overloaded:
+            self.refused.append(name)
 
     async def leave(self, *names: str) -> None:
         for name in names:
@@ -191,6 +195,30 @@ def test_a_waiting_client_does_not_block_another() -> None:
         assert driver.inside[5:] == ["b1"], "it has one of five inside, less than half of four; a has three"
 
     with_driver(scenario, max_views=4)
+
+
+@pytest.mark.parametrize("clients", [("a:1", "b:1"), ("a:1", "a:2")], ids=["of two addresses", "of one address"])
+def test_where_too_many_bytes_wait_the_latest_of_the_client_with_the_most_are_refused(clients: tuple[str, str]) -> None:
+    async def scenario(driver: AdmissionDriver) -> None:
+        many, few = clients
+        await driver.come("z:1-inside")
+        await driver.come(*(f"{many}-{number}" for number in range(4)), size=120)
+        assert driver.refused == [], "480 of 500 bytes wait"
+        await driver.come(f"{few}-0", size=100)
+        assert driver.refused == [f"{many}-3"]
+        await driver.come(f"{many}-4", size=300)
+        assert driver.refused[1:] == [f"{many}-4"]
+        await driver.come(f"{many}-5", size=20)
+        assert driver.refused[2:] == []
+        await driver.leave(*driver.inside)
+        await driver.leave(f"{many}-0", f"{many}-1", f"{many}-2", f"{many}-5", f"{few}-0")
+        assert len(driver.inside) == 6
+        await driver.come("z:1-again")
+        await driver.come("z:2-large", size=5000)
+        await driver.leave("z:1-again")
+        assert driver.inside[-1] == "z:2-large", "one that waits alone is never refused"
+
+    with_driver(scenario, max_views=1, max_bytes=1000)
 
 
 def test_requests_of_one_client_are_admitted_in_order_even_if_only_a_later_one_fits() -> None:
@@ -350,6 +378,17 @@ class ReferenceAdmission:
                 self.let_in()
                 return
 
+    def refuse(self) -> None:
+        while len(self.line) > 1 and sum(who.size for who in self.line) > self.max_bytes // 2:
+
+            def held(who: PlainTicket, by: str) -> int:
+                return sum(other.size for other in self.line if getattr(other, by) == getattr(who, by))
+
+            places = range(len(self.line))
+            del self.line[
+                max(places, key=lambda at: (held(self.line[at], "identity"), held(self.line[at], "client"), at))
+            ]
+
 
 STEPS = st.lists(
     st.tuples(
@@ -380,6 +419,8 @@ def test_admission_decides_as_plain_lists_do(steps: list[tuple[str, str, int, in
                     assert refused
             elif step == "stream":
                 plain.line.append(who)
+                plain.let_in()
+                plain.refuse()
                 await driver.come(who.name, views=views, size=size)
             elif step == "leave" and plain.inside:
                 leaver = plain.inside.pop(chosen % len(plain.inside))
