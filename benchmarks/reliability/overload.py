@@ -109,7 +109,7 @@ async def _overload(bed: ServerTestBed, waiting: int, more: int, bound: str, pro
     others = 0 if bound == "calls" else fit + SECOND_SURPLUS
     option = "--max-calls" if bound == "calls" else f"--queue-{bound}"
     control = bed.control()
-    with bed.serve(option, str(room), control=control) as server:
+    with bed.serve(option, str(room), "--max-streams", "512", control=control) as server:  # all calls arrive at once
         good = CheckedCall(server.address, image, protocol if PROTOCOLS[protocol] <= views else "center")
         count = bed.reduced(GOOD_CALLS, 10)
         await good.times(10)

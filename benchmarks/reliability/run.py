@@ -13,6 +13,7 @@ Exit codes: 0 every claim held, 1 a claim failed or could not be tested, 3 the t
 """
 
 import logging
+import signal
 import sys
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
@@ -55,6 +56,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--soak-seconds", type=float, default=SOAK, help="duration of the soak case; hours are fine")
     parser.add_argument("--page", type=Path, help="Markdown page whose summary of the results is replaced")
     options = parser.parse_args(words)
+    for number in (signal.SIGHUP, signal.SIGINT, signal.SIGQUIT):
+        if signal.getsignal(number) == signal.SIG_IGN:  # by nohup or the shell; the servers would ignore them too
+            signal.signal(number, signal.SIG_DFL)
     logging.getLogger("prelunet.evaluator.client").setLevel(logging.ERROR)  # it reports every restart
     limit = options.limit + max(0.0, options.soak_seconds - SOAK)
     facts = {"device": "cpu", "tiny": options.tiny, "source": digest_of(*MEASURED), "seed": options.seed}
