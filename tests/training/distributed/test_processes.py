@@ -93,7 +93,8 @@ def wait_for_step(folder: Path, step: int, programs: Programs) -> None:
     end = time.monotonic() + 100
     while time.monotonic() < end:
         assert all(process.is_alive() for process in programs.processes), programs.results(0)
-        if (folder / "metrics.jsonl").exists() and lines_of(folder)[-1]["step"] > step:
+        lines = lines_of(folder) if (folder / "metrics.jsonl").exists() else []
+        if lines and lines[-1]["step"] > step:
             return
         time.sleep(0.05)
     pytest.fail("the processes did not reach the step")
