@@ -28,7 +28,7 @@ _BASELINE = {0xC0, 0xC1}  # sequential Huffman: decoded in one pass
 class ImageHeader:
     """The work of decoding a file.
 
-    pixels: height x width, None if the header does not tell; passes: how often decoding goes over the pixels, in units
+    pixels: height x width, None if the header states none; passes: how often decoding goes over the pixels, in units
     of a baseline JPEG; easy: decoding takes little time and memory, whatever the rest of the file contains.
     """
 

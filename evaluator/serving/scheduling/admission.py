@@ -124,12 +124,8 @@ class AdmissionController:
         if (reason := self._refusal_reason(ticket, first_in_line=not self.waiters)) is not None:
             raise self._overloaded(reason)
         self._enter(ticket)
-        answered = 0
-        try:
+        with self._leaving(ticket):
             yield
-            answered = views
-        finally:
-            self._leave(ticket, answered=answered)
 
     @asynccontextmanager
     async def admit_or_wait(self, size: int, views: int, caller: Caller = Caller()) -> AsyncIterator[None]:
@@ -153,12 +149,8 @@ class AdmissionController:
             else:  # admitted and cancelled at the same moment
                 self._leave(ticket, answered=0)
             raise
-        answered = 0
-        try:
+        with self._leaving(ticket):
             yield
-            answered = views
-        finally:
-            self._leave(ticket, answered=answered)
 
     def _admit_waiters(self) -> None:
         """Admit waiting tickets while there is room; those of one client in order of arrival."""
@@ -229,6 +221,15 @@ class AdmissionController:
         shared.clients += ticket.client not in self._clients
         self._clients.setdefault(ticket.client, Usage())
         self._count(1, ticket)
+
+    @contextmanager
+    def _leaving(self, ticket: _Ticket) -> Iterator[None]:
+        answered = 0
+        try:
+            yield
+            answered = ticket.views
+        finally:
+            self._leave(ticket, answered=answered)
 
     def _leave(self, ticket: _Ticket, *, answered: int) -> None:
         self._count(-1, ticket)

@@ -30,7 +30,8 @@ class ServedDevice:
         self.device_queue = DeviceQueue(queue)
         # Separate from the decoding threads: a computed image should not wait behind images that have just arrived, nor
         # behind heat maps, which take a hundred times as long.
-        self._answer_pool = ThreadPoolExecutor(cores(), thread_name_prefix=f"answer-{name}")
+        on_gpu = name.startswith("cuda")
+        self._answer_pool = ThreadPoolExecutor(cores(), thread_name_prefix=f"answer-{name}") if on_gpu else None
         self._heatmap_pool = ThreadPoolExecutor(cores(), thread_name_prefix=f"draw-{name}")
         self._decode_threads = [
             threading.Thread(target=decode, name=f"decode-{name}-{number}", daemon=True)
@@ -39,9 +40,7 @@ class ServedDevice:
         ]
         for thread in self._decode_threads:
             thread.start()
-        self._executor = BatchExecutor(
-            self.device_queue, self._answer, on_lost, name, stage_ahead=name.startswith("cuda")
-        )
+        self._executor = BatchExecutor(self.device_queue, self._answer, on_lost, name, stage_ahead=on_gpu)
 
     def _decode_in_process(self) -> None:
         """Decode those images that may take long, or much memory, in a process of this thread."""
@@ -58,9 +57,12 @@ class ServedDevice:
             del request  # free its pixels before waiting for the next image
 
     def _answer(self, requests: Sequence[Request]) -> None:
-        """Build answers in the pools: one task for each request with a heat map, one for all others."""
+        """Build answers: heat maps each in a pool, all others here, or in a pool where a GPU must not wait for them."""
         if plain := [request for request in requests if not request.keep_windows]:
-            self._build_answers(plain)
+            if self._answer_pool is None:
+                self._build_answers(plain)
+            else:
+                self._answer_pool.submit(self._build_answers, plain)
         for request in requests:
             if request.keep_windows:
                 self._heatmap_pool.submit(self._build_answers, [request])
@@ -91,5 +93,6 @@ class ServedDevice:
         for thread in self._decode_threads:
             thread.join()
         self._executor.join()
-        self._answer_pool.shutdown()
+        if self._answer_pool is not None:
+            self._answer_pool.shutdown()
         self._heatmap_pool.shutdown()

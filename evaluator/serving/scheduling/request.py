@@ -27,7 +27,7 @@ _RECENT_BATCHES = 8  # used to estimate the time of a model's next batch
 # View pixels that take as long to create as decoding and resizing take for one encoded byte, or for one pixel of the
 # image in each pass, whichever is more: 17 ns a byte, 4 ns a pixel and pass, 3 ns a view pixel.
 _PIXELS_PER_BYTE, _PIXELS_PER_PIXEL = 6, 1.3
-_UNKNOWN_PIXELS, _MAX_PIXELS = 2**24, 2**26  # of an image whose header does not tell; more are not decoded
+_UNKNOWN_PIXELS, _MAX_PIXELS = 2**24, 2**26  # of an image whose header states none; more are not decoded
 Decoder = Literal["compute", "thread", "process"]
 
 
