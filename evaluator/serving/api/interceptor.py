@@ -83,8 +83,8 @@ class CallsInFlight:
         Identities below their share may use all the reserve, connections below their part of it only half: otherwise
         an address with many connections would leave nothing to the others.
         """
-        own = self._by_identity.get(call.identity, Counter())
         if self.count > self._limit:
+            own = self._by_identity.get(call.identity, Counter())
             share = self._limit // (len(self._by_identity) + (not own))
             part = share // (len(own) + (call.peer not in own))
             half = (self._limit + with_reserve(self._limit)) // 2
