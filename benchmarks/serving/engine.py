@@ -23,7 +23,7 @@ from prelunet.evaluator.imaging.limits import DecodeLimits
 from prelunet.evaluator.imaging.views import cut_views
 from prelunet.evaluator.protocols import build_protocol
 from prelunet.evaluator.serving.classifier import max_view_pixels
-from prelunet.evaluator.serving.decoding.prepare import Preparation, prepare_image
+from prelunet.evaluator.serving.decoding.prepare import PrepareOptions, prepare_image
 from prelunet.evaluator.validation.pipeline import MAX_DECODED_PORTIONS, evaluate_chunks
 
 WAYS = ("validate", "classify_images")
@@ -49,9 +49,11 @@ def main() -> None:
         begun, cpu = time.perf_counter(), time.process_time()
         count = question["calls"]
         if question["way"] == DECODING:
-            to_do = Preparation(protocol, DecodeLimits(), max_view_pixels(session.contract, protocol), picture=False)
+            options = PrepareOptions(
+                protocol, DecodeLimits(), max_view_pixels(session.contract, protocol), picture=False
+            )
             for number in range(count):
-                cut_views(prepare_image(images[number % len(images)], to_do).resized, protocol)
+                cut_views(prepare_image(images[number % len(images)], options).resized, protocol)
         elif question["way"] == WAYS[0]:
             dataset, portion = dataset_in_memory(images, count), IN_FLIGHT // MAX_DECODED_PORTIONS
             for _ in evaluate_chunks([session], dataset, protocol, [dataset.samples], portion, 0):

@@ -16,7 +16,7 @@ from prelunet.evaluator.imaging.decode_memory import decode_semaphore
 from prelunet.evaluator.imaging.limits import DecodeLimits
 from prelunet.evaluator.imaging.views import ViewImage, cut_views
 from prelunet.evaluator.protocols import EvaluationProtocol
-from prelunet.evaluator.serving.decoding.prepare import Preparation, prepare_image
+from prelunet.evaluator.serving.decoding.prepare import PrepareOptions, prepare_image
 from prelunet.evaluator.serving.decoding.worker import DecodeProcess
 from prelunet.evaluator.serving.observability.call_context import Caller
 from prelunet.evaluator.serving.observability.metrics import ModelMetrics
@@ -136,12 +136,12 @@ class Classifier:
         """Decode an image in this thread if it is easy, else in the given process."""
         protocol = request.protocol
         limit = max_view_pixels(self.session.contract, protocol)
-        to_do = Preparation(protocol, self._limits, limit, request.keep_windows)
+        options = PrepareOptions(protocol, self._limits, limit, request.keep_windows)
         if process is None:
-            prepared = prepare_image(request.image, to_do)
+            prepared = prepare_image(request.image, options)
         else:
             with self._decode_semaphore.reservation(request.caller.deadline) as reserve:
-                prepared = process.prepare(request.image, to_do, reserve, lambda: request.ended is not None)
+                prepared = process.prepare(request.image, options, reserve, lambda: request.ended is not None)
         request.image_size, request.picture = (prepared.height, prepared.width), prepared.picture
         return cut_views(prepared.resized, protocol)
 

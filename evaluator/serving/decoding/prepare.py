@@ -12,7 +12,7 @@ from prelunet.evaluator.protocols import EvaluationProtocol
 
 
 @dataclass(frozen=True)
-class Preparation:
+class PrepareOptions:
     """What to do with an image.
 
     max_view_pixels: of a view; twice that for all scales together; picture: whether to make one for heat maps.
@@ -39,18 +39,18 @@ class PreparedImage:
 
 
 def prepare_image(
-    image: bytes, to_do: Preparation, reserve: Callable[[int], None] = lambda _bytes: None
+    image: bytes, options: PrepareOptions, reserve: Callable[[int], None] = lambda _bytes: None
 ) -> PreparedImage:
     """Decode and resize an image.
 
     reserve: called before any pixel is decoded with the most bytes that this takes; may block.
     Raises ImageError for bytes that are not an acceptable image, UsageError if a view would be too large.
     """
-    protocol = to_do.protocol
-    decoded = decode_image(image, to_do.limits, apply_exif=protocol.apply_exif, reserve=reserve)
-    _check_size(decoded.height, decoded.width, protocol, to_do.max_view_pixels)
+    protocol = options.protocol
+    decoded = decode_image(image, options.limits, apply_exif=protocol.apply_exif, reserve=reserve)
+    _check_size(decoded.height, decoded.width, protocol, options.max_view_pixels)
     resized = resize_to_scales(decoded, protocol.scales, protocol.long_side_cap, protocol.interpolation)
-    picture = panel_picture(decoded) if to_do.picture else None
+    picture = panel_picture(decoded) if options.picture else None
     return PreparedImage(decoded.height, decoded.width, resized, picture)
 
 

@@ -2,7 +2,7 @@
 
 The two sides speak over a socket pair. Per image:
 
-    server → process    Preparation and the encoded image
+    server → process    PrepareOptions and the encoded image
     process → server    Reservation: the memory that it will take; the server answers once that much is free
     process → server    Prepared and the pixels, or Refused
 
@@ -28,10 +28,10 @@ import numpy as np
 from prelunet.evaluator.arrays import UInt8Array
 from prelunet.evaluator.errors import DeadlinePassed, ImageError, OutOfMemory, PreluNetError, UsageError
 from prelunet.evaluator.imaging.decode import silence_decoders
-from prelunet.evaluator.serving.decoding.prepare import Preparation, PreparedImage, prepare_image
+from prelunet.evaluator.serving.decoding.prepare import PreparedImage, PrepareOptions, prepare_image
 
 CPU_SECONDS = 30  # per image; the largest accepted one takes about 5
-PROCESS_BYTES = 50 * 2**20  # of a process with nothing to do; measured: 41 MB
+PROCESS_BYTES = 50 * 2**20  # of a process with nothing to do; measured: 36 MB
 _NICE = 10  # a CPU model and cheap images come first
 _SPARE_BYTES = 2**27  # address space beyond what an image was estimated to take
 _POLL_SECONDS = 0.05  # between checks whether the caller still waits
@@ -79,7 +79,7 @@ class DecodeProcess:
         self._running: tuple[subprocess.Popen[bytes], Connection] | None = None
 
     def prepare(
-        self, image: bytes, to_do: Preparation, reserve: Callable[[int], None], given_up: Callable[[], bool]
+        self, image: bytes, options: PrepareOptions, reserve: Callable[[int], None], given_up: Callable[[], bool]
     ) -> PreparedImage:
         """Prepare an image in the process; see `prepare_image`.
 
@@ -90,7 +90,7 @@ class DecodeProcess:
         for _ in range(2):
             connection = self._connected()
             try:
-                connection.send(to_do)
+                connection.send(options)
                 connection.send_bytes(image)
                 return _received_image(connection, reserve, given_up)
             except DeadlinePassed:
@@ -165,14 +165,14 @@ def work(descriptor: int) -> None:
     connection = Connection(descriptor)
     with suppress(EOFError, OSError):
         while True:
-            to_do: Preparation = connection.recv()
+            options: PrepareOptions = connection.recv()
             image = connection.recv_bytes()
             used = resource.getrusage(resource.RUSAGE_SELF)
             _limit(resource.RLIMIT_CPU, math.ceil(used.ru_utime + used.ru_stime) + CPU_SECONDS)
-            _prepare(connection, to_do, image)
+            _prepare(connection, options, image)
 
 
-def _prepare(connection: Connection, to_do: Preparation, image: bytes) -> None:
+def _prepare(connection: Connection, options: PrepareOptions, image: bytes) -> None:
     def reserve(size: int) -> None:
         connection.send_bytes(msgspec.json.encode(Reservation(size)))
         connection.recv_bytes()
@@ -180,7 +180,7 @@ def _prepare(connection: Connection, to_do: Preparation, image: bytes) -> None:
         _limit(resource.RLIMIT_AS, address_space + size + _SPARE_BYTES)
 
     try:
-        prepared = prepare_image(image, to_do, reserve)
+        prepared = prepare_image(image, options, reserve)
     except PreluNetError as error:
         connection.send_bytes(msgspec.json.encode(Refused(type(error).__name__, str(error))))
         return

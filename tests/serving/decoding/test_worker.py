@@ -15,12 +15,12 @@ from prelunet.evaluator.errors import DeadlinePassed, ImageError, UsageError
 from prelunet.evaluator.imaging.decode_memory import ByteSemaphore
 from prelunet.evaluator.imaging.limits import DecodeLimits
 from prelunet.evaluator.protocols import build_protocol
-from prelunet.evaluator.serving.decoding.prepare import Preparation, PreparedImage, prepare_image
+from prelunet.evaluator.serving.decoding.prepare import PreparedImage, PrepareOptions, prepare_image
 from prelunet.evaluator.serving.decoding.worker import DecodeProcess
 from tests.helpers.fakes import fake_contract
 
 PROTOCOL = build_protocol("multi-scale", fake_contract())
-TO_DO = Preparation(PROTOCOL, DecodeLimits(), 10**6, picture=True)
+OPTIONS = PrepareOptions(PROTOCOL, DecodeLimits(), 10**6, picture=True)
 PICTURE = np.random.default_rng(3).integers(0, 256, (50, 71, 3), np.uint8)
 
 
@@ -80,40 +80,40 @@ def assert_same(found: PreparedImage, expected: PreparedImage) -> None:
 @pytest.mark.parametrize("kind", ["JPEG", "PNG", "WEBP", "GIF", "BMP", "TIFF", "PPM"])
 @pytest.mark.parametrize("picture", [True, False])
 def test_a_process_prepares_what_a_thread_prepares(process: DecodeProcess, kind: str, picture: bool) -> None:
-    to_do = Preparation(PROTOCOL, DecodeLimits(), 10**6, picture)
+    options = PrepareOptions(PROTOCOL, DecodeLimits(), 10**6, picture)
     data = encoded(kind)
-    assert_same(process.prepare(data, to_do, no_wait, nobody_left), prepare_image(data, to_do))
+    assert_same(process.prepare(data, options, no_wait, nobody_left), prepare_image(data, options))
 
 
 def test_an_elongated_image_is_capped_in_the_process_too(process: DecodeProcess) -> None:
     data = encoded("BMP", PICTURE[:3])
-    found = process.prepare(data, TO_DO, no_wait, nobody_left)
+    found = process.prepare(data, OPTIONS, no_wait, nobody_left)
     assert all(capped for _, capped in found.resized.values())
-    assert_same(found, prepare_image(data, TO_DO))
+    assert_same(found, prepare_image(data, OPTIONS))
 
 
 @pytest.mark.parametrize(
-    ("data", "to_do"),
+    ("data", "options"),
     [
-        (b"no image", TO_DO),
-        (WEBP[:-40], TO_DO),
-        (WEBP, Preparation(PROTOCOL, DecodeLimits(max_pixels=3000), 10**6, picture=False)),
-        (WEBP, Preparation(PROTOCOL, DecodeLimits(), 1000, picture=False)),
+        (b"no image", OPTIONS),
+        (WEBP[:-40], OPTIONS),
+        (WEBP, PrepareOptions(PROTOCOL, DecodeLimits(max_pixels=3000), 10**6, picture=False)),
+        (WEBP, PrepareOptions(PROTOCOL, DecodeLimits(), 1000, picture=False)),
     ],
 )
-def test_its_errors_are_those_of_a_thread(process: DecodeProcess, data: bytes, to_do: Preparation) -> None:
+def test_its_errors_are_those_of_a_thread(process: DecodeProcess, data: bytes, options: PrepareOptions) -> None:
     with pytest.raises((ImageError, UsageError)) as expected:
-        prepare_image(data, to_do)
+        prepare_image(data, options)
     with pytest.raises(expected.type) as found:
-        process.prepare(data, to_do, no_wait, nobody_left)
+        process.prepare(data, options, no_wait, nobody_left)
     assert str(found.value) == str(expected.value)
 
 
 def test_the_memory_that_an_image_takes_is_reserved_first(process: DecodeProcess) -> None:
     expected: list[int] = []
     found: list[int] = []
-    prepare_image(WEBP, TO_DO, expected.append)
-    process.prepare(WEBP, TO_DO, found.append, nobody_left)
+    prepare_image(WEBP, OPTIONS, expected.append)
+    process.prepare(WEBP, OPTIONS, found.append, nobody_left)
     assert found == expected != []
 
 
@@ -128,20 +128,20 @@ def test_a_process_that_dies_is_replaced_and_its_image_tried_once_more(process: 
             os.kill(killed[0], signal.SIGKILL)
 
     with semaphore.reservation(time.monotonic() + 30) as reserve:
-        assert_same(process.prepare(WEBP, TO_DO, kill_once, nobody_left), prepare_image(WEBP, TO_DO))
+        assert_same(process.prepare(WEBP, OPTIONS, kill_once, nobody_left), prepare_image(WEBP, OPTIONS))
     assert killed != [worker()]
 
 
 def test_an_image_that_kills_its_process_twice_is_refused_and_the_next_one_works(process: DecodeProcess) -> None:
     with pytest.raises(ImageError, match="makes its decoder fail"):
-        process.prepare(WEBP, TO_DO, lambda _: os.kill(worker(), signal.SIGSEGV), nobody_left)
-    assert_same(process.prepare(WEBP, TO_DO, no_wait, nobody_left), prepare_image(WEBP, TO_DO))
+        process.prepare(WEBP, OPTIONS, lambda _: os.kill(worker(), signal.SIGSEGV), nobody_left)
+    assert_same(process.prepare(WEBP, OPTIONS, no_wait, nobody_left), prepare_image(WEBP, OPTIONS))
 
 
 def test_a_process_killed_between_two_images_is_replaced(process: DecodeProcess) -> None:
-    process.prepare(WEBP, TO_DO, no_wait, nobody_left)
+    process.prepare(WEBP, OPTIONS, no_wait, nobody_left)
     os.kill(worker(), signal.SIGKILL)
-    assert_same(process.prepare(WEBP, TO_DO, no_wait, nobody_left), prepare_image(WEBP, TO_DO))
+    assert_same(process.prepare(WEBP, OPTIONS, no_wait, nobody_left), prepare_image(WEBP, OPTIONS))
 
 
 def test_an_image_that_uses_up_its_processor_time_is_refused_at_once(process: DecodeProcess) -> None:
@@ -152,7 +152,7 @@ def test_an_image_that_uses_up_its_processor_time_is_refused_at_once(process: De
         os.kill(tried[-1], signal.SIGXCPU)
 
     with pytest.raises(ImageError, match="more than 30 s of processor time"):
-        process.prepare(WEBP, TO_DO, time_is_up, nobody_left)
+        process.prepare(WEBP, OPTIONS, time_is_up, nobody_left)
     assert len(tried) == 1
 
 
@@ -170,28 +170,28 @@ def test_an_image_that_nobody_waits_for_is_given_up(process: DecodeProcess) -> N
 
     started: list[int] = []
     with pytest.raises(DeadlinePassed, match="nobody waits"):
-        process.prepare(LARGE, TO_DO, started.append, given_up)
+        process.prepare(LARGE, OPTIONS, started.append, given_up)
     assert "Max cpu time              unlimited" not in limits[-1]
     assert "Max address space         unlimited" not in limits[-1]
     assert nice[-1] >= os.getpriority(os.PRIO_PROCESS, 0) + 10 or nice[-1] == 19
-    assert_same(process.prepare(WEBP, TO_DO, no_wait, nobody_left), prepare_image(WEBP, TO_DO))
+    assert_same(process.prepare(WEBP, OPTIONS, no_wait, nobody_left), prepare_image(WEBP, OPTIONS))
 
 
 def test_a_closed_process_has_ended() -> None:
     before = workers()
     process = DecodeProcess()
-    process.prepare(WEBP, TO_DO, no_wait, nobody_left)
+    process.prepare(WEBP, OPTIONS, no_wait, nobody_left)
     assert len(workers()) == len(before) + 1
     process.close()
     assert workers() == before
 
 
 def test_a_signal_to_the_whole_process_group_is_left_to_the_server(process: DecodeProcess) -> None:
-    process.prepare(WEBP, TO_DO, no_wait, nobody_left)
+    process.prepare(WEBP, OPTIONS, no_wait, nobody_left)
     before = worker()
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT):
         os.kill(before, number)
-    assert_same(process.prepare(WEBP, TO_DO, no_wait, nobody_left), prepare_image(WEBP, TO_DO))
+    assert_same(process.prepare(WEBP, OPTIONS, no_wait, nobody_left), prepare_image(WEBP, OPTIONS))
     assert worker() == before
 
 
@@ -200,6 +200,6 @@ def test_modules_in_the_working_directory_are_not_imported(tmp_path: Path, monke
     monkeypatch.chdir(tmp_path)
     process = DecodeProcess()
     try:
-        assert_same(process.prepare(WEBP, TO_DO, no_wait, nobody_left), prepare_image(WEBP, TO_DO))
+        assert_same(process.prepare(WEBP, OPTIONS, no_wait, nobody_left), prepare_image(WEBP, OPTIONS))
     finally:
         process.close()

@@ -21,7 +21,7 @@ from prelunet.evaluator.pb.prelunet.v1 import prelunet_pb2 as pb
 from prelunet.evaluator.pb.prelunet.v1 import prelunet_pb2_grpc as pb_grpc
 from prelunet.evaluator.protocols import build_protocol
 from prelunet.evaluator.serving.classifier import max_view_pixels
-from prelunet.evaluator.serving.decoding.prepare import Preparation, prepare_image
+from prelunet.evaluator.serving.decoding.prepare import PrepareOptions, prepare_image
 from prelunet.evaluator.serving.models import Models
 from prelunet.evaluator.serving.observability.call_context import Caller
 from prelunet.evaluator.serving.observability.metrics import Metrics
@@ -106,8 +106,8 @@ async def test_a_view_that_would_take_gigabytes_is_refused_before_it_is_created(
 def test_a_model_with_large_default_scales_is_served_at_these_scales() -> None:
     contract = fake_contract(default_scales=(800, 900), max_side=4096)
     protocol = build_protocol("multi-scale", contract)
-    to_do = Preparation(protocol, DecodeLimits(), max_view_pixels(contract, protocol), picture=False)
-    assert prepare_image(png(20, 200), to_do).resized[900][0].shape == (900, 3600, 3)
+    options = PrepareOptions(protocol, DecodeLimits(), max_view_pixels(contract, protocol), picture=False)
+    assert prepare_image(png(20, 200), options).resized[900][0].shape == (900, 3600, 3)
 
 
 @pytest.mark.parametrize("heatmap", [False, True])
