@@ -46,7 +46,8 @@ python -c "
 from importlib.resources import files
 import prelunet
 names = ('py.typed', 'proto/prelunet/v1/prelunet.proto', 'proto/inference/inference.proto', 'training/recipes/A.toml',
-         'training/data/fashion_mnist.zip', 'evaluator/reporting/page_files/report.html.j2', 'evaluator/reporting/page_files/report.css',
+         'training/data/fashion_mnist.zip', 'evaluator/datasets/labels/imagenet-1k.txt',
+         'evaluator/reporting/page_files/report.html.j2', 'evaluator/reporting/page_files/report.css',
          'evaluator/reporting/page_files/report.js')
 missing = [name for name in names if not (files(prelunet) / name).is_file()]
 assert not missing, f'missing from the wheel: {missing}'"

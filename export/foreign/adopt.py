@@ -160,7 +160,9 @@ def _check_classes(path: Path, classes: Path, outputs: int, listed: int) -> None
         return
     hint = ""
     if outputs == listed + 1:
-        hint = ". Nets with 1001 classes often start with a background class: add a line for it"
+        hint = (
+            ". Nets with 1001 classes often start with a background class: give a list that starts with a line for it"
+        )
     raise UsageError(f"{classes}: lists {listed} classes, but {path} has {outputs}{hint}")
 
 

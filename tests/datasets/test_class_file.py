@@ -1,6 +1,7 @@
 """Class lists of new and imported nets, in the usual formats."""
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -83,10 +84,26 @@ def test_a_malformed_class_list_is_refused_with_the_place(content: bytes, messag
     assert str(path) in str(refused.value)
 
 
+def test_the_built_in_list_has_the_thousand_classes_of_imagenet_in_the_order_of_their_wnids() -> None:
+    entries = read_class_list(Path("imagenet-1k"))
+    wnids = [entry.wnid for entry in entries]
+    assert len(set(wnids)) == 1000
+    assert wnids == sorted(wnids)
+    assert all(re.fullmatch(r"n\d{8}", wnid) for wnid in wnids)
+    names = {entry.wnid: entry.name for entry in entries}
+    # Index 0, 134 and 517 (both of one name), 278 and 999, as in Keras's imagenet_class_index.json.
+    known = {0: "n01440764", 134: "n02012849", 278: "n02119789", 517: "n03126707", 999: "n15075141"}
+    assert {index: wnids[index] for index in known} == known
+    assert names["n02119789"] == "kit fox, Vulpes macrotis"
+    assert names["n02012849"] == names["n03126707"] == "crane"
+
+
 def test_a_class_list_that_is_missing_or_a_folder_is_refused(tmp_path: Path) -> None:
     for path in (tmp_path / "none", tmp_path):
         with pytest.raises((UsageError, EnvironmentFault), match=str(path)):
             read_class_list(path)
+    with pytest.raises(UsageError, match=r"imagenet: no such file.*, or imagenet-1k for ImageNet's 1000 classes"):
+        read_class_list(Path("imagenet"))
 
 
 def test_more_classes_than_a_machine_can_hold_are_refused_and_as_many_as_it_can_are_not(tmp_path: Path) -> None:

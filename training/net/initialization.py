@@ -13,7 +13,7 @@ import numpy as np
 from prelunet.evaluator.architectures import LRELU_SLOPE, Activation, Architecture, parameter_shapes
 from prelunet.evaluator.arrays import Float32Array
 from prelunet.evaluator.contract import ClassEntry
-from prelunet.evaluator.datasets.labels.class_file import MAX_CLASSES, read_class_list
+from prelunet.evaluator.datasets.labels.class_file import IMAGENET_1K, MAX_CLASSES, read_class_list
 from prelunet.evaluator.errors import UsageError
 
 Rule = Literal["fan-out", "fan-in", "average", "xavier", "gaussian"]
@@ -139,13 +139,14 @@ def initial_tensors(
 
 
 def parse_classes(text: str) -> tuple[ClassEntry, ...]:
-    """Parse `--classes`: a number N gives class0000, class0001, …; anything else is the path of a file.
+    """Parse `--classes`: a number N gives class0000, class0001, …; anything else is the path of a file, or
+    `imagenet-1k`.
 
     Raises UsageError for a number out of range, and what `read_class_list` raises.
     """
     if not text.isdecimal():
-        if not Path(text).exists():
-            raise UsageError(f"--classes {text}: neither a number nor an existing file")
+        if text != IMAGENET_1K and not Path(text).exists():
+            raise UsageError(f"--classes {text}: neither a number, nor an existing file, nor {IMAGENET_1K}")
         return read_class_list(Path(text))
     count = int(text[:20])
     if not 1 <= count <= MAX_CLASSES:

@@ -29,9 +29,9 @@ def import_(
     classes: Annotated[
         str,
         typer.Option(
-            help="Number of classes, or a file that lists them in the order of the net's outputs: text with one class "
-            "per line (wnid and name, or name), or JSON.",
-            metavar="N|FILE",
+            help="Number of classes, imagenet-1k, or a file that lists them in the order of the net's outputs: text "
+            "with one class per line (wnid and name, or name), or JSON.",
+            metavar="N|imagenet-1k|FILE",
         ),
     ],
     mean: Annotated[

@@ -31,9 +31,9 @@ def init(
     classes: Annotated[
         str,
         typer.Option(
-            help="Number of classes, or a file that lists them: text with one class per line (wnid and name, or name), "
-            "or JSON.",
-            metavar="N|FILE",
+            help="Number of classes, imagenet-1k, or a file that lists them: text with one class per line (wnid and "
+            "name, or name), or JSON.",
+            metavar="N|imagenet-1k|FILE",
         ),
     ],
     activation: Annotated[str, typer.Option(help=f"Activation: {', '.join(ACTIVATIONS)}.")] = "prelu",

@@ -15,18 +15,25 @@ from prelunet.evaluator.datasets.labels.class_names import WNID
 from prelunet.evaluator.errors import UsageError, from_os_error
 from prelunet.evaluator.json_checks import parse_json, require_keys, require_list, require_str
 
+IMAGENET_1K = "imagenet-1k"  # the name of the built-in list: ImageNet's 1000 classes in sorted wnid order
 MAX_CLASSES = 100_000  # a typo beyond this would request more memory than machines have
 
 
 def read_class_list(path: Path) -> tuple[ClassEntry, ...]:
-    """Read a class list; the position in the list is the class index.
+    """Read a class list, or the built-in one for the path `imagenet-1k`; the position in the list is the class index.
 
     A class without a wnid uses its name as the wnid; if several classes share that name, the class index is appended,
     as in `crane (134)`. Raises UsageError, naming the line, for a malformed list, a repeated wnid, and more than
     MAX_CLASSES classes.
     """
+    if str(path) == IMAGENET_1K:
+        path = Path(__file__).with_name(f"{IMAGENET_1K}.txt")
     try:
         content = path.read_text(encoding="utf-8-sig")
+    except FileNotFoundError as error:
+        raise UsageError(
+            f"{path}: no such file. Give an existing class list, or {IMAGENET_1K} for ImageNet's 1000 classes"
+        ) from error
     except OSError as error:
         raise from_os_error(error) from error
     except UnicodeDecodeError as error:

@@ -176,6 +176,8 @@ def test_a_class_list_of_another_length_is_refused_with_a_hint_for_a_background_
     ):
         with pytest.raises(UsageError, match=message):
             adopt(path, tmp_path / "o.onnx", write_classes(tmp_path, count), AdoptOptions(RGB))
+    with pytest.raises(UsageError, match=r"^imagenet-1k: lists 1000 classes, but .* has 7$"):
+        adopt(path, tmp_path / "o.onnx", Path("imagenet-1k"), AdoptOptions(RGB))
     assert not (tmp_path / "o.onnx").exists()
 
 

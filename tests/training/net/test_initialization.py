@@ -216,6 +216,7 @@ def test_init_reads_class_lists_as_adopt_does(tmp_path: Path, names: list[str]) 
     entries = parse_classes(str(path))
     assert entries == read_class_list(path)
     assert [entry.name for entry in entries] == ["great white shark", "tench"]
+    assert parse_classes("imagenet-1k") == read_class_list(Path("imagenet-1k"))
     path.write_text("n00000001 tench\nn00000002 goldfish\nn00000001 shark\n")
     with pytest.raises(UsageError, match="class 2 repeats the wnid n00000001 of class 0"):
         parse_classes(str(path))
@@ -229,7 +230,7 @@ def test_a_number_of_classes_out_of_range_is_refused(text: str) -> None:
 
 @pytest.mark.parametrize("text", ["-3", "1.5", "nowhere.txt"])
 def test_classes_that_are_neither_number_nor_file_are_refused(text: str) -> None:
-    with pytest.raises(UsageError, match="neither a number nor an existing file"):
+    with pytest.raises(UsageError, match="neither a number, nor an existing file, nor imagenet-1k"):
         parse_classes(text)
 
 
@@ -303,7 +304,7 @@ def test_init_replaces_an_existing_file_only_when_forced(tmp_path: Path, capsys:
         (["--init-std", "0.03"], "Add --init gaussian"),
         (["--first-layer", "whole"], "Choose one of half, exact"),
         (["--init", "xavier", "--first-layer", "exact"], "Choose one of these rules, or first layer 'half'"),
-        (["--classes", "none.txt"], "neither a number nor an existing file"),
+        (["--classes", "none.txt"], "neither a number, nor an existing file, nor imagenet-1k"),
     ],
 )
 def test_init_refuses_invalid_options_and_writes_nothing(
