@@ -1,7 +1,8 @@
 #!/usr/bin/env bash
 # Test the wheel in a clean environment with only the extra `cpu`, that is, without torch, onnx and ray. verify, serve,
 # classify, validate (also in shards), merge, compare, ensemble and report must work; other verbs must name the missing
-# extra. Adding `openvino` must work too. A user's own files named like our folders must not interfere.
+# extra. Adding `openvino` and `adopt`, which brings no torch, must work too. A user's own files named like our folders
+# must not interfere.
 # The models come from .venv, which can export.
 #   tools/check_install.sh [PYTHON]
 set -euo pipefail
@@ -15,10 +16,13 @@ trap '[ -z "$server" ] || kill "$server" 2>/dev/null; rm -rf "$work"' EXIT
 PIP_CONSTRAINT=$root/constraints.txt "$work/venv/bin/pip" install --quiet --disable-pip-version-check "$root[cpu]"
 
 .venv/bin/python - "$work" <<'PY'
-"""Extract seven validation pictures of each embedded class (70 images: two chunks, hence two shards)."""
+"""Extract seven validation pictures of each embedded class (70 images: two chunks, hence two shards); export a net."""
 import sys
 import zipfile
 from pathlib import Path
+
+import torch
+from torch import nn
 
 work = Path(sys.argv[1])
 with zipfile.ZipFile("training/data/fashion_mnist.zip") as archive:
@@ -28,6 +32,8 @@ with zipfile.ZipFile("training/data/fashion_mnist.zip") as archive:
         for picture in [n for n in names if n.startswith(f"val/{name}/") and n.endswith(".png")][:7]:
             archive.extract(picture, work / "data")
 (work / "classes.txt").write_text("\n".join(classes) + "\n")
+foreign = nn.Sequential(nn.Conv2d(3, 8, 5, 2), nn.ReLU(), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(8, 10))
+torch.onnx.export(foreign.eval(), (torch.zeros(1, 3, 28, 28),), work / "foreign.onnx", dynamo=False)
 PY
 for seed in 0 1; do # untrained: two different nets
   .venv/bin/prelunet init --arch demo --classes "$work/classes.txt" --seed $seed -o "$work/net$seed.safetensors"
@@ -85,7 +91,9 @@ prelunet compare run run --out compared
 prelunet validate --model net1.onnx --data data --protocol multi-scale --run other
 prelunet ensemble run other --run both
 test -s compared/compare.html -a -s both/run.json
-lacks_extra train prelunet adopt net0.onnx --classes classes.txt --mean 0.5 --std 0.5 -o adopted.onnx
+adopt=(prelunet adopt foreign.onnx --classes classes.txt --preset torchvision -o adopted.onnx)
+lacks_extra adopt "${adopt[@]}"
+lacks_extra train prelunet export net0.safetensors -o again.onnx
 lacks_extra openvino prelunet classify "$(find data -name '*.png' | head -n 1)" --model net0.onnx --device openvino
 lacks_extra ray prelunet validate --model net0.onnx --data data --protocol center --run elsewhere --ray local
 prelunet serve --model net=net0.onnx --port 0 --lame-duck 0 >server.log &
@@ -102,4 +110,11 @@ server=
 PIP_CONSTRAINT=$root/constraints.txt pip install --quiet --disable-pip-version-check "$root[openvino]"
 prelunet verify net0.onnx --device openvino
 prelunet classify "$picture" --model net0.onnx --device openvino
+PIP_CONSTRAINT=$root/constraints.txt pip install --quiet --disable-pip-version-check "$root[adopt]"
+"${adopt[@]}"
+prelunet validate adopted.onnx data -o adopted
+prelunet report adopted
+python -c "
+import importlib.util
+assert not importlib.util.find_spec('torch'), 'the extra adopt brought torch'"
 echo "a clean environment works: $(python --version)"

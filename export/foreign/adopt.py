@@ -146,12 +146,13 @@ def _check_preprocessing(path: Path, interface: NetInterface, preprocessing: Pre
     if interface.takes_bytes and preprocessing.mean is not None:
         raise UsageError(
             f"{path}: input '{interface.input}' takes bytes, so the net subtracts the mean itself. "
-            "Omit --mean and --std"
+            "Omit --preset, --mean and --std"
         )
     if not interface.takes_bytes and preprocessing.mean is None:
         raise UsageError(
             f"{path}: input '{interface.input}' takes floats, and the file does not record the preprocessing. "
-            "Give --mean and --std as in training (--mean 0 --std 1 --range 255 if the net normalizes pixels itself)"
+            "Give --preset, or --mean and --std as in training (--mean 0 --std 1 --range 255 if the net normalizes "
+            "pixels itself)"
         )
 
 

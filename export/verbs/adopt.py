@@ -1,16 +1,27 @@
 """`prelunet adopt`: wrap another ONNX classifier into a model file."""
 
+from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
 from prelunet.evaluator.contract import Interpolation
 from prelunet.evaluator.files import require_new
 from prelunet.evaluator.terminal import echo
+from prelunet.training.importing.preprocessing import (
+    PRESETS,
+    Channels,
+    Layout,
+    Preprocessing,
+    Preset,
+    parse_channel_values,
+)
 
 if TYPE_CHECKING:
     from prelunet.export.foreign.adopt import AdoptResult
+
+PANEL = "Preprocessing"
 
 
 def adopt(
@@ -19,7 +30,9 @@ def adopt(
     classes: Annotated[
         Path,
         typer.Option(
-            help="Classes in the order of the net's outputs: text, one per line (wnid and name, or name), or JSON."
+            help="Classes in the order of the net's outputs: imagenet-1k, or a file: text, one per line (wnid and "
+            "name, or name), or JSON.",
+            metavar="imagenet-1k|FILE",
         ),
     ],
     output: Annotated[Path, typer.Option("-o", "--output", help="Model file to write.")],
@@ -29,23 +42,48 @@ def adopt(
             min=1, max=4096, help="Side of the net's input images, in pixels.", show_default="from the input's shape"
         ),
     ] = None,
+    preset: Annotated[
+        Preset | None,
+        typer.Option(
+            help="Usual preprocessing: torchvision (ImageNet's mean and std, bilinear), timm (the same, bicubic), "
+            "timm-inception (mean and std 0.5, bicubic), keras-tf (mean and std 0.5, bilinear), keras-caffe (BGR, "
+            "pixels from 0 to 255 minus the mean, bilinear). The options below override its values.",
+            rich_help_panel=PANEL,
+        ),
+    ] = None,
     mean: Annotated[
         str | None,
-        typer.Option(help="Mean per channel, in the net's channel order, or one number.", metavar="M,M,M"),
+        typer.Option(
+            help="Mean per channel, in the net's channel order, or one number.", metavar="M,M,M", rich_help_panel=PANEL
+        ),
     ] = None,
     std: Annotated[
         str | None,
-        typer.Option(help="Standard deviation per channel, by which the difference is divided.", metavar="S,S,S"),
+        typer.Option(
+            help="Standard deviation per channel, by which the difference is divided.",
+            metavar="S,S,S",
+            rich_help_panel=PANEL,
+        ),
     ] = None,
     pixel_range: Annotated[
-        Literal["1", "255"], typer.Option("--range", help="Largest pixel value when the mean is subtracted.")
-    ] = "1",
-    channels: Annotated[Literal["rgb", "bgr"], typer.Option(help="Channel order of the net's input.")] = "rgb",
+        Literal["1", "255"] | None,
+        typer.Option(
+            "--range",
+            help="Largest pixel value when the mean is subtracted.",
+            show_default="1",
+            rich_help_panel=PANEL,
+        ),
+    ] = None,
+    channels: Annotated[
+        Channels | None,
+        typer.Option(help="Channel order of the net's input.", show_default="rgb", rich_help_panel=PANEL),
+    ] = None,
     interpolation: Annotated[
-        Interpolation, typer.Option(help="Resize filter used in the net's training.")
-    ] = "bilinear",
+        Interpolation | None,
+        typer.Option(help="Resize filter used in the net's training.", show_default="bilinear", rich_help_panel=PANEL),
+    ] = None,
     layout: Annotated[
-        Literal["NCHW", "NHWC"] | None,
+        Layout | None,
         typer.Option(help="Axes of the net's input.", show_default="from the input's shape"),
     ] = None,
     net_output: Annotated[str | None, typer.Option(help="Output with the scores, if the net has several.")] = None,
@@ -64,16 +102,17 @@ def adopt(
     """
     from prelunet.export.foreign.adopt import AdoptOptions
     from prelunet.export.foreign.adopt import adopt as adopt_net
-    from prelunet.training.importing.preprocessing import Preprocessing, parse_channel_values
 
     require_new(output, force=force)
-    preprocessing = Preprocessing(
-        mean=None if mean is None else parse_channel_values(mean, "--mean"),
-        std=None if std is None else parse_channel_values(std, "--std"),
-        pixel_range=int(pixel_range),
-        channels=channels,
-        interpolation=interpolation,
-    )
+    given: dict[str, Any] = {
+        "mean": None if mean is None else parse_channel_values(mean, "--mean"),
+        "std": None if std is None else parse_channel_values(std, "--std"),
+        "pixel_range": None if pixel_range is None else int(pixel_range),
+        "channels": channels,
+        "interpolation": interpolation,
+    }
+    usual = Preprocessing(None, None) if preset is None else PRESETS[preset]
+    preprocessing = replace(usual, **{name: value for name, value in given.items() if value is not None})
     options = AdoptOptions(preprocessing, crop, layout, net_output, kind, name)
     _report(output, adopt_net(net, output, classes, options), preprocessing)
 

@@ -13,6 +13,7 @@ from prelunet.evaluator.errors import UsageError
 Channels = Literal["rgb", "bgr"]
 Layout = Literal["NCHW", "NHWC"]
 ChannelValues = tuple[float, float, float]
+Preset = Literal["torchvision", "timm", "timm-inception", "keras-tf", "keras-caffe"]
 
 PIXEL_RANGES = (1, 255)
 
@@ -98,6 +99,20 @@ class Preprocessing:
             return f"unchanged {self.channels.upper()} bytes, {resized}"
         parts = (f"{c} (x - {m:g}) / {s:g}" for c, m, s in zip(self.channels.upper(), self.mean, self.std, strict=True))
         return f"{', '.join(parts)}, x from 0 to {self.pixel_range}; {resized}"
+
+
+_MEAN, _STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)  # of ImageNet's pixels
+_HALF = (0.5, 0.5, 0.5)
+
+# timm calls these constants IMAGENET_DEFAULT_* and IMAGENET_INCEPTION_*; Keras has its own as modes of
+# `imagenet_utils.preprocess_input`, whose mode "torch" is `torchvision` here.
+PRESETS: dict[Preset, Preprocessing] = {
+    "torchvision": Preprocessing(_MEAN, _STD),
+    "timm": Preprocessing(_MEAN, _STD, interpolation="bicubic"),
+    "timm-inception": Preprocessing(_HALF, _HALF, interpolation="bicubic"),
+    "keras-tf": Preprocessing(_HALF, _HALF),
+    "keras-caffe": Preprocessing((103.939, 116.779, 123.68), (1, 1, 1), pixel_range=255, channels="bgr"),
+}
 
 
 def _format_numbers(numbers: ChannelValues) -> str:

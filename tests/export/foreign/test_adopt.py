@@ -1,6 +1,10 @@
 """An adopted classifier gives the scores of the original net in every protocol and verb."""
 
 import json
+import re
+import subprocess
+import sys
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -23,7 +27,7 @@ from prelunet.evaluator.errors import ContractError, UsageError
 from prelunet.evaluator.imaging.decode import decode_rgb
 from prelunet.evaluator.protocols import build_protocol, default_protocol_name
 from prelunet.export.foreign.adopt import AdoptOptions, adopt
-from prelunet.training.importing.preprocessing import Preprocessing
+from prelunet.training.importing.preprocessing import PRESETS, Preprocessing, Preset
 from tests.conftest import with_contract
 from tests.export.foreign.foreign_nets import (
     BYTES,
@@ -351,6 +355,68 @@ def test_an_adopted_net_is_classified_validated_reported_and_served(
         expected = plain.center(files[1].read_bytes(), scale=44)
         assert answer.predictions[0].class_index == expected.argmax()
         assert abs(answer.predictions[0].score - expected.max()) < TOLERANCE
+
+
+# What each preset does with a pixel x from 0 to 255, R, G, B, as the libraries document it.
+PRESET_FORMULAS: dict[str, tuple[str, Callable[[np.ndarray], np.ndarray]]] = {
+    "torchvision": ("bilinear", lambda x: (x / 255 - MEAN) / STD),
+    "timm": ("bicubic", lambda x: (x / 255 - MEAN) / STD),
+    "timm-inception": ("bicubic", lambda x: (x / 255 - 0.5) / 0.5),
+    "keras-tf": ("bilinear", lambda x: x / 127.5 - 1),
+    "keras-caffe": ("bilinear", lambda x: x[..., ::-1] - [103.939, 116.779, 123.68]),
+}
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_a_preset_is_the_preprocessing_of_its_library(name: Preset) -> None:
+    interpolation, formula = PRESET_FORMULAS[name]
+    image = golden_image(5, 9)
+    # float32: numbers of up to 255 are rounded to 2e-5
+    np.testing.assert_allclose(PRESETS[name].apply(image), formula(image.astype(float)), rtol=1e-5, atol=3e-5)
+    assert PRESETS[name].interpolation == interpolation
+
+
+def test_options_override_single_values_of_a_preset(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path, model = net(tmp_path), tmp_path / "model.onnx"
+    command = ["adopt", str(path), "--classes", str(write_classes(tmp_path)), "-o", str(model), "--preset"]
+    assert run([*command, "timm-inception", "--std", "0.25,0.3,0.2", "--channels", "bgr"]) == 0
+    session = open_session(model, "cpu")
+    plain = ReferenceNet(path, mean=(0.5,) * 3, std=(0.25, 0.3, 0.2), bgr=True, **BICUBIC)
+    (result,) = classify_images(session, [decode_rgb(PHOTOS[0])], build_protocol("center", session.contract))
+    np.testing.assert_allclose(result.scores, plain.center(PHOTOS[0]), rtol=0, atol=TOLERANCE)
+    model.unlink()
+    capsys.readouterr()
+    for words, message in (
+        (["torchvision", "--range", "255"], "almost 0 for pixels from 0 to 255.*omit --range 255"),
+        (["keras-caffe", "--range", "1"], "above 1, but pixels range from 0 to 1.*add --range 255"),
+    ):
+        assert run([*command, *words]) == 2
+        assert re.search(message, capsys.readouterr().err)
+        assert not model.exists()
+
+
+def test_a_preset_for_a_net_that_takes_bytes_is_refused_and_nothing_is_written(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path, model = net(tmp_path, from_bytes, **BYTES), tmp_path / "model.onnx"
+    command = ["adopt", str(path), "--classes", str(write_classes(tmp_path)), "-o", str(model)]
+    assert run([*command, "--preset", "torchvision"]) == 2
+    assert "takes bytes, so the net subtracts the mean itself. Omit --preset" in capsys.readouterr().err
+    assert not model.exists()
+    assert run(command) == 0
+
+
+def test_adopting_needs_neither_torch_nor_safetensors(tmp_path: Path) -> None:
+    model = tmp_path / "model.onnx"
+    code = (
+        "import sys; sys.modules.update(torch=None, safetensors=None)\n"  # whose import then fails
+        "from prelunet.evaluator.cli import main; main()"
+    )
+    files = [str(net(tmp_path)), "--classes", str(write_classes(tmp_path)), "-o", str(model)]
+    command = [sys.executable, "-c", code, "adopt", *files, "--preset", "torchvision"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert open_session(model, "cpu").contract.classes[3].name == "thing 3"
 
 
 def test_a_path_that_is_no_utf8_is_refused_by_its_text(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
