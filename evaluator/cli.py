@@ -47,34 +47,36 @@ class Verb:
     """A verb before it is imported.
 
     entry_point: whether it is found by its entry point; the others are functions in modules of their name in
-    `evaluator.verbs`; configurable: whether its options can also be set in the environment and in a file.
+    `evaluator.verbs`; configurable: whether its options can also be set in the environment and in a file; words: names
+    of options that may be given without their names, in this order, before all others.
     """
 
     help: str
     entry_point: bool = False
     configurable: bool = False
+    words: tuple[str, ...] = ()
 
 
 VERBS: dict[str, Verb] = {  # in the usual order of use
     "init": Verb("Write an initialized, untrained checkpoint.", entry_point=True),
     "import": Verb("Convert weights trained elsewhere to a checkpoint.", entry_point=True),
     "train": Verb("Train a net from a recipe; the same command resumes.", entry_point=True),
-    "stats": Verb("Measure the mean and the color variation of a training set.", entry_point=True),
+    "stats": Verb("Measure the mean and the color variation of a training set.", entry_point=True, words=("data",)),
     "inspect": Verb("Describe a checkpoint or a model file.", entry_point=True),
     "export": Verb("Export a checkpoint to an ONNX model file.", entry_point=True),
     "adopt": Verb("Wrap another ONNX classifier into a model file.", entry_point=True),
     "verify": Verb("Check a model on this machine with its golden images."),
-    "protocols": Verb("List the evaluation protocols and their costs."),
+    "protocols": Verb("List the evaluation protocols and their costs.", words=("model",)),
     "classify": Verb("Classify images with a model file or through a server."),
-    "validate": Verb("Evaluate a model on a dataset; the same command resumes."),
+    "validate": Verb("Evaluate a model on a dataset; the same command resumes.", words=("model", "data")),
     "merge": Verb("Join the shards of a run into one run."),
     "ensemble": Verb("Average the scores of several models' runs."),
     "submission": Verb("Write or check a file for the ILSVRC server."),
     "report": Verb("Write report.json, classes.csv and report.html of a run."),
     "compare": Verb("Compare two runs, class by class."),
-    "bench": Verb("Measure where an evaluation spends its time."),
+    "bench": Verb("Measure where an evaluation spends its time.", words=("model", "data")),
     "serve": Verb("Serve models over gRPC.", configurable=True),
-    "doctor": Verb("Check this machine and its setup."),
+    "doctor": Verb("Check this machine and its setup.", words=("model",)),
 }
 
 
@@ -111,7 +113,9 @@ class LazyVerbs(typer.core.TyperGroup):
 
 def _load(name: str) -> Any:
     """Import a verb and turn its function into a command."""
-    verb, parser = VERBS[name], typer.core.TyperCommand
+    from prelunet.evaluator.verbs.options.command import VerbCommand
+
+    verb, parser = VERBS[name], VerbCommand
     if verb.entry_point:
         from importlib.metadata import entry_points  # here: slow to import, and `--help` does not need it
 
@@ -125,10 +129,17 @@ def _load(name: str) -> Any:
         parser = ConfigurableCommand
     app = typer.Typer(add_completion=False, rich_markup_mode=None)
     app.command(name, cls=parser, help=function.__doc__)(function)
-    return build_command(app)
+    command = build_command(app)
+    command.words = verb.words  # type: ignore[attr-defined]
+    return command
 
 
-_app = typer.Typer(cls=LazyVerbs, add_completion=False, no_args_is_help=True, rich_markup_mode=None)
+_app = typer.Typer(
+    cls=LazyVerbs,
+    context_settings={"help_option_names": ["-h", "--help"]},
+    no_args_is_help=True,
+    rich_markup_mode=None,
+)
 
 
 def _print_version(requested: bool) -> None:

@@ -9,7 +9,8 @@ from typing import Any
 class CliOption:
     """How the command line sets a field: `max_calls: Annotated[int, CliOption("Maximum …", min=1)] = 2048`.
 
-    evaluator/verbs/options/derive.py makes options of them.
+    evaluator/verbs/options/derive.py makes options of them. `HELP_GROUP: ClassVar[str]` of the dataclass is their
+    heading in `--help`.
     help: for `--help`, with the unit; flag: without its dashes, by default the field's name; for a bool also
     `flip/--no-flip`; min, max: inclusive range; metavar: placeholder of the value; default: description of a default
     that is None; units: number of the option's units in one of the field's, e.g. 1000 for milliseconds and seconds;

@@ -7,7 +7,7 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import cached_property, lru_cache
-from typing import Annotated, Any, Literal, get_args, get_type_hints
+from typing import Annotated, Any, ClassVar, Literal, get_args, get_type_hints
 
 from prelunet.evaluator.cli_option import CliOption
 from prelunet.evaluator.contract import MAX_SCALES, Interpolation, ModelContract, center_scale
@@ -140,6 +140,7 @@ def _parse_scales(text: str | None) -> tuple[int, ...] | None:
 class ProtocolOverrides:
     """A user's changes to a protocol; None keeps the protocol's value."""
 
+    HELP_GROUP: ClassVar[str] = "Protocol"
     scales: Annotated[
         tuple[int, ...] | None,
         CliOption(

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property, partial
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 import numpy as np
 
@@ -78,6 +78,7 @@ class Placement:
     free memory allows.
     """
 
+    HELP_GROUP: ClassVar[str] = "Device"
     device: Annotated[
         Device,
         CliOption(

@@ -4,7 +4,7 @@ import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, ClassVar
 
 from prelunet.evaluator.cli_option import CliOption
 from prelunet.evaluator.engine.session import Placement
@@ -84,6 +84,7 @@ class QueueOptions:
     another thread costs more; on a GPU, which must not wait, by no compute thread.
     """
 
+    HELP_GROUP: ClassVar[str] = "Queue"
     max_views: Annotated[
         int,
         CliOption(
@@ -120,6 +121,7 @@ class ServerLimits:
     maximum age; max_evaluation_images: of one evaluation, whose predictions stay in memory until its report.
     """
 
+    HELP_GROUP: ClassVar[str] = "Limits on clients"
     image: ServedImageLimits = field(default_factory=ServedImageLimits)
     proxies: TrustedProxies = field(default_factory=TrustedProxies)
     max_calls: Annotated[

@@ -4,7 +4,7 @@ import ipaddress
 import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Annotated, TypeAlias
+from typing import Annotated, ClassVar, TypeAlias
 from urllib.parse import unquote
 
 from prelunet.evaluator.cli_option import CliOption
@@ -28,6 +28,7 @@ def parse_networks(options: Sequence[str] | None) -> tuple[Network, ...]:
 class TrustedProxies:
     """Which proxies to trust, and the metadata key in which they name the address of their client."""
 
+    HELP_GROUP: ClassVar[str] = "Proxies"
     key: Annotated[
         str | None,
         CliOption(

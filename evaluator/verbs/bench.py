@@ -39,7 +39,13 @@ def bench(
     overrides: Annotated[ProtocolOverrides, Only("scales", "mirror")],
     placement: Annotated[Placement, Only("device", "precision", "memory", "gpu_memory")],
     threads: Annotated[
-        int, typer.Option(min=0, max=1024, help="Threads for the model and for decoding; 0 uses one per core.")
+        int,
+        typer.Option(
+            min=0,
+            max=1024,
+            help="Threads for the model and for decoding; 0 uses one per core.",
+            rich_help_panel=Placement.HELP_GROUP,
+        ),
     ] = 0,
     gpus: GpusOption = 1,
     limit: Annotated[

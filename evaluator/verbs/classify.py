@@ -51,10 +51,14 @@ def classify(
         typer.Option(
             help="Device that runs the model file: cpu, openvino, cuda, or auto: CUDA if available, else cpu.",
             show_default="auto",
+            rich_help_panel=Placement.HELP_GROUP,
         ),
     ] = None,
     placement: Annotated[Placement, Only("precision")],
-    heatmap: Annotated[Path | None, typer.Option(help="PNG file to write: heat maps of the 5 top classes.")] = None,
+    heatmap: Annotated[
+        Path | None,
+        typer.Option("--heatmap", "-o", "--output", help="PNG file to write: heat maps of the 5 top classes."),
+    ] = None,
     overrides: Annotated[ProtocolOverrides, Only("apply_exif")],
     timeout: Annotated[
         float | None,

@@ -21,7 +21,13 @@ def compare(
     b: Annotated[Path, typer.Argument(help="Folder of the run to compare with it, on the same dataset.")],
     out: Annotated[
         Path | None,
-        typer.Option(help="Folder for compare.json, .csv and .html.", show_default="B/report/compared-with-NAME-OF-A"),
+        typer.Option(
+            "--out",
+            "-o",
+            "--output",
+            help="Folder for compare.json, .csv and .html.",
+            show_default="B/report/compared-with-NAME-OF-A",
+        ),
     ] = None,
     data: Annotated[
         Path | None,

@@ -23,7 +23,12 @@ def ensemble(
         list[Path],
         typer.Argument(help="Folders of finished runs of different models, with the same protocol and dataset."),
     ],
-    run: Annotated[Path, typer.Option(help="Folder of the ensemble: created, or resumed if it holds this ensemble.")],
+    run: Annotated[
+        Path,
+        typer.Option(
+            "--run", "-o", "--output", help="Folder of the ensemble: created, or resumed if it holds this ensemble."
+        ),
+    ],
     weights: Annotated[
         str | None, typer.Option(help="Weight of each run, in order, e.g. 2,1,1.", show_default="equal weights")
     ] = None,

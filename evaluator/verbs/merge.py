@@ -15,7 +15,12 @@ def merge(
     shards: Annotated[
         list[Path], typer.Argument(help="Folders of all shards, in any order, written by `prelunet validate --shard`.")
     ],
-    run: Annotated[Path, typer.Option(help="Folder of the merged run: created, or resumed if it holds this run.")],
+    run: Annotated[
+        Path,
+        typer.Option(
+            "--run", "-o", "--output", help="Folder of the merged run: created, or resumed if it holds this run."
+        ),
+    ],
     fresh: Annotated[bool, typer.Option("--fresh", help="Delete the existing run and start over.")] = False,
 ) -> None:
     """Join the shards of a run, after checking that none is missing or duplicated; the same command resumes.

@@ -17,7 +17,10 @@ WORST_PRINTED = 5
 
 def report(
     run: Annotated[Path, typer.Argument(help="Folder of a finished run, written by `prelunet validate --run`.")],
-    out: Annotated[Path | None, typer.Option(help="Folder for the three files.", show_default="RUN/report")] = None,
+    out: Annotated[
+        Path | None,
+        typer.Option("--out", "-o", "--output", help="Folder for the three files.", show_default="RUN/report"),
+    ] = None,
     data: Annotated[
         Path | None,
         typer.Option(

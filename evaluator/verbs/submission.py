@@ -25,7 +25,7 @@ def submission(
     run: Annotated[
         Path | None, typer.Argument(help="Folder of a finished run or ensemble, with or without labels.")
     ] = None,
-    out: Annotated[Path | None, typer.Option("--out", "-o", help="File to write.")] = None,
+    out: Annotated[Path | None, typer.Option("--out", "-o", "--output", help="File to write.")] = None,
     devkit: Annotated[
         Path | None,
         typer.Option(help="Mapping of classes to ids: the development kit's folder, its meta.mat, or a text file."),

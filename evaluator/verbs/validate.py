@@ -40,7 +40,10 @@ def validate(
     *,
     model: ModelOption,
     data: DatasetSpec,
-    run: Annotated[Path, typer.Option(help="Folder of the run: created, or resumed if it holds this run.")],
+    run: Annotated[
+        Path,
+        typer.Option("--run", "-o", "--output", help="Folder of the run: created, or resumed if it holds this run."),
+    ],
     classes: Annotated[
         str | None,
         typer.Option(help="Evaluate only these classes: wnids separated by commas, or a file with one per line."),
@@ -58,6 +61,7 @@ def validate(
             min=0,
             max=1024,
             help="Threads for the model and for decoding; 0 uses one per core. With --ray: per worker; 0 uses up to 4.",
+            rich_help_panel=Placement.HELP_GROUP,
         ),
     ] = 0,
     gpus: GpusOption = 1,
@@ -67,10 +71,17 @@ def validate(
             help="Evaluate on a Ray cluster: HOST:PORT of its head, `auto` for the cluster of this machine, `local` to "
             "start one here (docs/many-machines.md).",
             metavar="ADDRESS",
+            rich_help_panel="Ray cluster",
         ),
     ] = None,
     ray_workers: Annotated[
-        int, typer.Option(min=0, max=100_000, help="Number of workers on the cluster; 0 uses as many as fit.")
+        int,
+        typer.Option(
+            min=0,
+            max=100_000,
+            help="Number of workers on the cluster; 0 uses as many as fit.",
+            rich_help_panel="Ray cluster",
+        ),
     ] = 0,
     fresh: Annotated[bool, typer.Option("--fresh", help="Delete the existing run and start over.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print the result as JSON.")] = False,

@@ -20,6 +20,7 @@ from tests.conftest import ExportedNet
 
 ROOT = Path(__file__).parents[2]
 PACKAGE = Path(prelunet.__file__).parent
+KERAS = ["keras-tf", "keras-caffe"]
 
 
 def test_help_lists_every_verb_and_imports_none_of_them() -> None:
@@ -32,11 +33,54 @@ def test_help_lists_every_verb_and_imports_none_of_them() -> None:
 
 
 @pytest.mark.parametrize("verb", VERBS)
-def test_every_verb_has_help(verb: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_every_verb_has_help_in_the_long_and_the_short_form(verb: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert run([verb, "--help"]) == 0
     out = capsys.readouterr().out
     assert f"prelunet {verb}" in out
     assert len(out.splitlines()) > 5
+    assert run([verb, "-h"]) == 0
+    assert capsys.readouterr().out == out
+
+
+def sections(text: str) -> dict[str, str]:
+    """Return the text of a help page under each of its headings."""
+    parts = re.split(r"^(\S.*):$", text, flags=re.MULTILINE)
+    return dict(zip(parts[1::2], parts[2::2], strict=True))
+
+
+@pytest.mark.parametrize(
+    ("verb", "groups"),
+    [
+        ("validate", {"Options": ["--data", "--run"], "Protocol": ["--protocol", "--scales"],
+                      "Device": ["--device", "--threads", "--gpus"], "Ray cluster": ["--ray-workers"]}),
+        ("serve", {"Options": ["--port"], "Device": ["--precision"], "Queue": ["--queue-views"],
+                   "Limits on clients": ["--max-calls", "--max-image-pixels"], "Proxies": ["--trusted-proxies"]}),
+        ("train", {"Options": ["--recipe"], "Execution": ["--workers"]}),
+        ("adopt", {"Options": ["--crop", "--classes"], "Preprocessing": ["--preset", "--mean"]}),
+    ],
+)  # fmt: skip
+def test_help_groups_options_after_those_of_no_group(
+    verb: str, groups: dict[str, list[str]], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run([verb, "--help"]) == 0
+    found = sections(capsys.readouterr().out)
+    assert next(heading for heading in found if heading != "Arguments") == "Options"
+    for group, options in groups.items():
+        for option in options:
+            assert [name for name, text in found.items() if re.search(rf"{option}\b(?!-)", text)] == [group], option
+
+
+@pytest.mark.parametrize(
+    ("verb", "old"),
+    [("validate", "--run"), ("merge", "--run"), ("ensemble", "--run"), ("train", "--out"), ("report", "--out"),
+     ("compare", "--out"), ("submission", "--out"), ("inspect", "--plot"), ("classify", "--heatmap"), ("bench", ""),
+     ("init", ""), ("import", ""), ("export", ""), ("adopt", "")],
+)  # fmt: skip
+def test_what_a_verb_writes_is_named_by_output_and_by_the_name_that_it_had(
+    verb: str, old: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run([verb, "--help"]) == 0
+    assert f"  -o, {', '.join(filter(None, [old, '--output']))} " in capsys.readouterr().out
 
 
 def test_the_entry_points_are_those_that_the_verbs_are_found_by() -> None:
@@ -46,9 +90,51 @@ def test_the_entry_points_are_those_that_the_verbs_are_found_by() -> None:
     }
 
 
-def test_a_misspelled_verb_is_refused_with_exit_code_2(capsys: pytest.CaptureFixture[str]) -> None:
-    assert run(["valdate"]) == 2
-    assert "valdate" in capsys.readouterr().err
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["valdate"], "No such command 'valdate'. Did you mean 'validate'?"),
+        (["report", "run", "--ouput", "x"], "No such option: --ouput (Possible options: --out, --output)"),
+        (["adopt", "net.onnx", "--preset", "pytorch"], "'pytorch' is not one of 'torchvision', 'timm'"),
+    ],
+)
+def test_a_misspelled_verb_option_or_choice_is_refused_with_the_right_ones(
+    words: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run(words) == 2
+    assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("words", "completed"),
+    [("prelunet val", ["validate"]), ("prelunet adopt --pre", ["--preset"]), ("prelunet adopt --preset ker", KERAS)],
+)
+def test_a_shell_completes_verbs_options_and_choices(words: str, completed: list[str]) -> None:
+    code = "from prelunet.evaluator.cli import main; main()"
+    line = {"COMP_WORDS": words, "COMP_CWORD": str(len(words.split()) - 1), "_PRELUNET_COMPLETE": "complete_bash"}
+    done = subprocess.run(
+        [sys.executable, "-c", code], check=False, env={**os.environ, **line}, capture_output=True, text=True
+    )
+    assert (done.stdout.split(), done.stderr) == (completed, "")
+
+
+def test_the_words_before_the_options_are_model_and_data(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def verb(*, model: str = "", data: str = "", limit: int = 0) -> None:
+        received.append((model, data, limit))
+
+    received: list[tuple[str, str, int]] = []
+    monkeypatch.setattr("prelunet.evaluator.verbs.bench.bench", verb)
+    for words in (["--model=m", "--data=d"], ["m", "d"], ["m", "--data", "d"], ["m", "d", "--limit", "3"]):
+        assert run(["bench", *words]) == 0
+    assert received == [*[("m", "d", 0)] * 3, ("m", "d", 3)]
+    assert run(["bench", "m", "d", "--data=e"]) == 2
+    assert capsys.readouterr().err == "prelunet: d: --data is given too. Give one of them\n"
+    assert run(["bench", "m", "d", "third"]) == 2
+    assert "third" in capsys.readouterr().err
+    assert run(["bench", "--help"]) == 0
+    assert "prelunet bench [MODEL] [DATA] [OPTIONS]" in capsys.readouterr().out
 
 
 def test_the_version_is_that_of_the_package(capsys: pytest.CaptureFixture[str]) -> None:
@@ -72,10 +158,13 @@ def fail_with(monkeypatch: pytest.MonkeyPatch) -> FailWith:
     return replace_verb
 
 
-def test_a_verb_whose_extra_is_missing_names_the_extra(fail_with: FailWith, capsys: pytest.CaptureFixture[str]) -> None:
-    fail_with(ModuleNotFoundError("No module named 'torch'", name="torch"))
+@pytest.mark.parametrize(("module", "extra"), [("torch", "train"), ("safetensors", "train"), ("onnx.helper", "adopt")])
+def test_a_verb_whose_extra_is_missing_names_the_extra(
+    module: str, extra: str, fail_with: FailWith, capsys: pytest.CaptureFixture[str]
+) -> None:
+    fail_with(ModuleNotFoundError(f"No module named '{module}'", name=module))
     assert run(["report"]) == 5
-    assert "pip install '.[train]'" in capsys.readouterr().err
+    assert f"pip install '.[{extra}]'" in capsys.readouterr().err
 
 
 def test_a_bug_is_not_reported_as_a_user_error(fail_with: FailWith) -> None:

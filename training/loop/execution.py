@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, ClassVar, Literal
 
 from prelunet.evaluator.cli_option import CliOption
 
@@ -14,6 +14,7 @@ class Execution:
     events: whether to write TensorBoard events; cache: folder for image statistics, None to keep none.
     """
 
+    HELP_GROUP: ClassVar[str] = "Execution"
     device: Annotated[str | None, CliOption("cpu or cuda.", default="cuda if available", metavar="DEVICE")] = None
     parallel: Annotated[
         Literal["ddp", "hybrid"] | None,

@@ -48,7 +48,13 @@ def inspect(
     ] = None,
     plot: Annotated[
         Path | None,
-        typer.Option(help="Plot the measurements, or their history in RUN, to an SVG file.", metavar="FILE.svg"),
+        typer.Option(
+            "--plot",
+            "-o",
+            "--output",
+            help="Plot the measurements, or their history in RUN, to an SVG file.",
+            metavar="FILE.svg",
+        ),
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:

@@ -28,7 +28,10 @@ def _train(
     recipe: Annotated[
         str, typer.Option(help=f"Recipe: {', '.join(recipe_names())}, or a file.", metavar="NAME|FILE.toml")
     ],
-    out: Annotated[Path, typer.Option(help="Run folder; the same command resumes the run.", metavar="RUN")],
+    out: Annotated[
+        Path,
+        typer.Option("--out", "-o", "--output", help="Run folder; the same command resumes the run.", metavar="RUN"),
+    ],
     data: Annotated[
         Path | None,
         typer.Option(

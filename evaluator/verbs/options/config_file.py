@@ -13,10 +13,10 @@ from pathlib import Path
 from typing import Any
 
 import typer
-import typer.core
 
 from prelunet.evaluator.errors import UsageError
 from prelunet.evaluator.terminal import echo
+from prelunet.evaluator.verbs.options.command import VerbCommand
 
 _COMMAND_LINE_ONLY = frozenset({"config", "show_config"})
 # Variables that Kubernetes sets in every pod for a Service whose name begins like ours; not meant for us.
@@ -24,7 +24,7 @@ _KUBERNETES = re.compile(r"(.+_)?(SERVICE_(HOST|PORT(_.+)?)|PORT_\d+_(TCP|UDP|SC
 _SERVICE_LINK_URL = re.compile(r"(tcp|udp|sctp)://")
 
 
-class ConfigurableCommand(typer.core.TyperCommand):
+class ConfigurableCommand(VerbCommand):
     """A command whose options may come from the environment and from the file of its `--config`."""
 
     def __init__(self, name: str | None, *, context_settings: dict[str, Any] | None = None, **settings: Any) -> None:

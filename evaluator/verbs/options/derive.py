@@ -32,7 +32,7 @@ def derive_options(verb: Verb) -> Verb:
         )
         if is_dataclass(kind):
             only = next((detail.names for detail in details if isinstance(detail, Only)), None)
-            options = [_parameter(field, option) for field, option in _declared(kind, only)]
+            options = [_parameter(field, option, group) for field, option, group in _declared(kind, only)]
             verb = replace_parameter(verb, name, options, partial(_build, kind))
     return verb
 
@@ -59,22 +59,28 @@ def _option_of(field: "Field[Any]") -> CliOption | None:
     return next((detail for detail in get_args(field.type) if isinstance(detail, CliOption)), None)
 
 
-def _declared(kind: Any, only: Sequence[str] | None = None) -> Iterator[tuple["Field[Any]", CliOption]]:
-    """Yield the fields of a dataclass that declare options, with those of nested dataclasses in their place."""
+def _declared(
+    kind: Any, only: Sequence[str] | None = None, group: str | None = None
+) -> Iterator[tuple["Field[Any]", CliOption, str | None]]:
+    """Yield the fields of a dataclass that declare options, with their heading in `--help`.
+
+    Those of nested dataclasses come in their place; they are under the outer heading if they have none.
+    """
+    group = getattr(kind, "HELP_GROUP", group)
     for field in fields(kind):
         if only is not None and field.name not in only:
             continue
         if (option := _option_of(field)) is not None:
-            yield field, option
+            yield field, option, group
         elif is_dataclass(field.type):
-            yield from _declared(field.type)
+            yield from _declared(field.type, group=group)
 
 
 def _name(field: "Field[Any]", option: CliOption) -> str:
     return (option.flag or field.name).partition("/")[0].replace("-", "_")
 
 
-def _parameter(field: "Field[Any]", option: CliOption) -> inspect.Parameter:
+def _parameter(field: "Field[Any]", option: CliOption, group: str | None) -> inspect.Parameter:
     default: Any = inspect.Parameter.empty if field.default is MISSING else field.default
     if option.parse is not None:
         default = None
@@ -87,6 +93,7 @@ def _parameter(field: "Field[Any]", option: CliOption) -> inspect.Parameter:
         max=option.max,
         metavar=option.metavar,
         show_default=option.default or True,
+        rich_help_panel=group,
     )
     annotation: Any = Annotated[option.kind or get_args(field.type)[0], shown]
     return inspect.Parameter(

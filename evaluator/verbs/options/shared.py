@@ -9,11 +9,11 @@ import typer
 from prelunet.evaluator.byte_sizes import format_bytes
 from prelunet.evaluator.datasets.dataset import Sample
 from prelunet.evaluator.engine.memory import MemoryEstimate, estimate_memory, require_fits
-from prelunet.evaluator.engine.session import Session
+from prelunet.evaluator.engine.session import Placement, Session
 from prelunet.evaluator.imaging.decode import max_decode_bytes
 from prelunet.evaluator.imaging.decode_memory import decode_semaphore
 from prelunet.evaluator.machine import machine_memory
-from prelunet.evaluator.protocols import EvaluationProtocol
+from prelunet.evaluator.protocols import EvaluationProtocol, ProtocolOverrides
 from prelunet.evaluator.terminal import report
 from prelunet.evaluator.validation.pipeline import decoding_threads
 from prelunet.evaluator.validation.run import Run
@@ -28,10 +28,17 @@ ProtocolOption = Annotated[
         help="Evaluation protocol: center, ten-crop, multi-scale, spp-18, spp-net, resnet or dense-S (e.g. "
         "dense-256); `prelunet protocols` describes them.",
         show_default="multi-scale; center for an adopted net",
+        rich_help_panel=ProtocolOverrides.HELP_GROUP,
     ),
 ]
 GpusOption = Annotated[
-    int, typer.Option(min=0, max=64, help="With cuda: number of GPUs, one session on each; 0 uses all visible GPUs.")
+    int,
+    typer.Option(
+        min=0,
+        max=64,
+        help="With cuda: number of GPUs, one session on each; 0 uses all visible GPUs.",
+        rich_help_panel=Placement.HELP_GROUP,
+    ),
 ]
 
 

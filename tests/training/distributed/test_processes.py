@@ -144,8 +144,8 @@ def test_two_processes_fine_tune_under_torchrun(data: Path, tmp_path: Path, reci
 
 def test_torchrun_passes_on_every_option_of_train(capsys: pytest.CaptureFixture[str]) -> None:
     assert run(["train", "--help"]) == 0
-    options = re.findall(r"(?:^ | /) (--[a-z-]+)", capsys.readouterr().out, re.MULTILINE)
-    assert {"--from", "--rate", "--fresh", "--no-tensorboard"} < set(options)
+    options = re.findall(r"(?:^ | /|,) (--?[a-z-]+)", capsys.readouterr().out, re.MULTILINE)
+    assert {"--from", "--rate", "--fresh", "--no-tensorboard", "-o", "--output"} < set(options)
     for option in options:  # it also parses abbreviations of its own options after the program's name
         parsed = get_args_parser().parse_args(["--no-python", "prelunet", "train", option])
         assert parsed.training_script_args == ["train", option]
