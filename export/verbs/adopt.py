@@ -56,9 +56,15 @@ def adopt(
     name: Annotated[
         str | None, typer.Option(help="Name of the architecture in reports.", show_default="the file name")
     ] = None,
+    dense: Annotated[
+        bool,
+        typer.Option(
+            "--dense", help="Also score every window of larger images: protocols dense-S and multi-scale, heat maps."
+        ),
+    ] = False,
     force: Annotated[bool, typer.Option("--force", help="Replace an existing file.")] = False,
 ) -> None:
-    """Wrap an ONNX classifier with a fixed input size into a model file, for the protocols center and ten-crop.
+    """Wrap an ONNX classifier into a model file, for the protocols center and ten-crop, or with --dense for all.
 
     The file is checked against the original net in onnxruntime before it is put in place; a mismatch leaves no file.
     """
@@ -74,7 +80,7 @@ def adopt(
         channels=channels,
         interpolation=interpolation,
     )
-    options = AdoptOptions(preprocessing, crop, layout, net_output, kind, name)
+    options = AdoptOptions(preprocessing, crop, layout, net_output, kind, name, dense)
     _report(output, adopt_net(net, output, classes, options), preprocessing)
 
 
