@@ -124,7 +124,7 @@ def adopt(path: Path, output: Path, classes: Path, options: AdoptOptions) -> Ado
         contract = replace(_contract(path, net, interface, entries, options, head), golden=golden)
         opset = opset_of(net)
         if head is not None:
-            make_dense(net, interface, head)
+            make_dense(net, head)
         prepare_net(net)
         build = partial(
             wrap_net, net, interface, options.preprocessing, contract, probabilities=probabilities,

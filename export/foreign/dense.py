@@ -36,7 +36,7 @@ class Head:
 
     feature_map: name of the map, (N, channels, window, window) for one crop; reader: the node that takes in all of it;
     skipped: nodes between them, which only reshape; rows: shape of what the reader returns for one image; trunk: one
-    layer whose maps have the sides of the feature map.
+    layer whose maps have the sides of the feature map; shapes: of the net's tensors for one crop.
     """
 
     feature_map: str
@@ -46,6 +46,7 @@ class Head:
     skipped: tuple[NodeProto, ...]
     rows: tuple[int, ...]
     trunk: TrunkLayer
+    shapes: Shapes
 
 
 class _Net:
@@ -129,9 +130,8 @@ def _head(
             f"{crop[0]}x{crop[1]} pixels do not explain"
         )
     pad = max(0, offset - stride + 1)
-    return Head(
-        feature_map, channels, height, reader, skipped, rows, TrunkLayer(stride + 2 * pad - offset, stride, pad)
-    )
+    trunk = TrunkLayer(stride + 2 * pad - offset, stride, pad)
+    return Head(feature_map, channels, height, reader, skipped, rows, trunk, graph.shapes)
 
 
 def _geometry(graph: _Net, node: NodeProto) -> tuple[int, int]:
@@ -170,12 +170,12 @@ def _name(node: NodeProto) -> str:
     return f"its {node.op_type} node{' ' + node.name if node.name else ''}"
 
 
-def make_dense(net: ModelProto, interface: NetInterface, head: Head) -> None:
+def make_dense(net: ModelProto, head: Head) -> None:
     """Let a net score each window: its output gets a row per window instead of one per image. Modifies the net.
 
     The rows are in the order of `WINDOWS`, (N, rows, columns, channels), which the net gets as a further tensor.
     """
-    shapes, constants, side = inferred_shapes(net, interface), _constants(net), [head.window] * 2
+    shapes, constants, side = head.shapes, _constants(net), [head.window] * 2
     result = head.reader.output[0]
 
     def constant(name: str, value: npt.NDArray[Any]) -> str:
@@ -214,6 +214,10 @@ def make_dense(net: ModelProto, interface: NetInterface, head: Head) -> None:
         nodes.append(node)
     del net.graph.node[:]
     net.graph.node.extend(nodes)
+    used = {name for node in nodes for name in node.input}
+    for tensor in list(net.graph.initializer):
+        if tensor.name in head.reader.input and tensor.name not in used:  # hundreds of MB, now in the kernels
+            net.graph.initializer.remove(tensor)
 
 
 def _copies_all(node: NodeProto, constants: Constants, shapes: Shapes) -> bool:

@@ -91,11 +91,18 @@ def _report(output: Path, adopted: "AdoptResult", preprocessing: object) -> None
     count = contract.multiply_adds(contract.crop, contract.crop)
     cost = "multiply-adds unknown" if count is None else f"{count:.4g} multiply-adds per crop"
     batches = f"sequentially ({adopted.sequential_reason})" if adopted.sequential_reason else "together"
+    dense = ""
+    if not contract.fixed_size:
+        scales = ", ".join(map(str, contract.default_scales))
+        dense = (
+            f"dense: windows of {contract.window}x{contract.window} cells of its feature map, {contract.trunk_stride} "
+            f"pixels apart; multi-scale at {scales}\n"
+        )
     worst = max(adopted.deviations, key=lambda d: d.scores)
     echo(
         f"input '{net.input}': {net.layout}, crops of {net.crop}x{net.crop} pixels; {preprocessing}\n"
         f"output '{net.output}': {kind} of {len(contract.classes)} classes, detected by running the net\n"
-        f"images of a batch run through the net {batches}\n"
+        f"images of a batch run through the net {batches}\n{dense}"
         f"{output}: {contract.name}, {output.stat().st_size / 1e6:.1f} MB, opset {adopted.opset}, "
         f"{contract.precision}, {cost}; {len(adopted.deviations)} runs agree with the original net, largest "
         f"score deviation {worst.scores:.1e} ({worst.case})"
