@@ -121,7 +121,7 @@ class ModelContract:
 
     @property
     def fixed_size(self) -> bool:
-        """Whether the model takes only its crop size: an adopted classifier, without windows."""
+        """Whether the model takes only its crop size: an adopted classifier that is not dense."""
         return self.max_side == self.crop
 
     def feature_map_side(self, side: int) -> int:
@@ -133,9 +133,11 @@ class ModelContract:
         return (self.feature_map_side(height) - self.window + 1, self.feature_map_side(width) - self.window + 1)
 
     def multiply_adds(self, height: int, width: int) -> int | None:
-        """Return the multiply-adds of a view, from the layers or, for its crop, as an adopted file states them."""
+        """Return the multiply-adds of a view: from the layers or, of an adopted net, those of a crop times the area."""
         net = self.architecture
-        return net.multiply_adds if isinstance(net, OpaqueNet) else multiply_adds(net, height, width, len(self.classes))
+        if not isinstance(net, OpaqueNet):
+            return multiply_adds(net, height, width, len(self.classes))
+        return None if net.multiply_adds is None else net.multiply_adds * height * width // self.crop**2
 
     def class_index(self, wnid: str) -> int | None:
         """Return the index of the class with this wnid, or None."""

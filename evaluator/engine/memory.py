@@ -45,8 +45,9 @@ WORKSPACE_BYTES = 2**25  # buffers of the runtime's threads, whatever the batch
 VALUE_BYTES: Mapping[str, int] = {"fp32": 4, "tf32": 4, "bf16": 2, "fp16": 2}  # of a number in a map
 INPUT_BYTES_PER_PIXEL = 2 * 3 + 4 * 3 * 4  # uint8 as received and channels first; float32, mean, centered, masked
 LIVE_MAPS = 3  # at one layer: its input, the masked input, its output
-# The layers of an adopted net are unknown. VGG-16, the widest of the usual nets, has 64 channels at every pixel.
-ADOPTED_CHANNELS = 64
+# The layers of an adopted net are unknown. VGG-16, the widest of the usual nets, has 64 channels at every pixel, and
+# layers of 4,096 numbers in its head.
+ADOPTED_CHANNELS, ADOPTED_HIDDEN = 64, 4096
 
 PORTION_BYTES = 3 * 2**27  # views of one portion, if every image were as elongated as the protocol allows
 # On a GPU, with the 1,024 images of a chunk in one portion, canvases change four times less often.
@@ -74,7 +75,8 @@ def batch_bytes(
     """
     net, value = contract.architecture, VALUE_BYTES[precision]
     if isinstance(net, OpaqueNet):
-        graph = LIVE_MAPS * ADOPTED_CHANNELS * value * float(pixels)
+        window = LIVE_MAPS * ADOPTED_HIDDEN * value + LIVE_MAPS * 2 * 4 * len(contract.classes)
+        graph = LIVE_MAPS * ADOPTED_CHANNELS * value * float(pixels) + (0 if contract.fixed_size else window * windows)
     else:
         densities, channels, scale, extra = [], 3, 1, 0.0
         for layer in net.trunk:

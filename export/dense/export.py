@@ -6,21 +6,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-import numpy as np
 import torch
 from onnx import checker
 
-from prelunet.evaluator.arrays import FloatArray
 from prelunet.evaluator.contract import Canvas, FilePrecision, ModelContract, golden_image, golden_sizes
-from prelunet.evaluator.engine.load import open_session
-from prelunet.evaluator.engine.session import Outputs
 from prelunet.evaluator.engine.verify import (
     TOLERANCES,
     Deviation,
-    deviation,
-    golden_answer,
-    run_cases,
-    tolerance_precision,
 )
 from prelunet.evaluator.errors import CheckFailed, CheckpointError, UsageError
 from prelunet.evaluator.files import check_not_input, open_atomically, sha256_of
@@ -31,12 +23,11 @@ from prelunet.export.dense.half_precision import (
     precision_warnings,
     rounding_losses,
 )
+from prelunet.export.parity import WindowArrays, check_parity, golden_answers
 from prelunet.training.inspection.describe_file import summarize_slopes
 from prelunet.training.net.checkpoints import Checkpoint, read_checkpoint
 from prelunet.training.net.dense_reference import dense_windows
 from prelunet.training.net.network import network_from_checkpoint
-
-WindowArrays = tuple[FloatArray, FloatArray]  # scores and logits of an image, each (rows, columns, K)
 
 
 @dataclass(frozen=True)
@@ -122,39 +113,8 @@ def _contract(
         "metrics": checkpoint.metrics,
         "slopes": summarize_slopes(checkpoint.tensors),
     }
-    golden = [
-        golden_answer(height, width, *(array.mean(axis=(0, 1)) for array in arrays))
-        for (height, width), arrays in zip(golden_sizes(architecture.crop), windows, strict=True)
-    ]
-    return replace(contract, training=training, golden=tuple(golden))
-
-
-def check_parity(path: Path, windows: list[WindowArrays]) -> list[Deviation]:
-    """Compare the windows of the golden images between the file, in onnxruntime on the CPU, and the oracle.
-
-    The score deviation of an image is that of its worst window.
-    """
-    session = open_session(path, "cpu")
-    sizes = golden_sizes(session.contract.crop)
-    deviations = []
-    for case, outputs, row, index in run_cases(session, [golden_image(*size) for size in sizes]):
-        scores, logits = windows[index]
-        mean_scores, mean_logits = (array.mean(axis=(0, 1)) for array in (scores, logits))
-        precision = tolerance_precision(session)
-        image_deviation = deviation(case, sizes[index], outputs, row, mean_scores, mean_logits, precision=precision)
-        deviations.append(
-            replace(image_deviation, scores=max(image_deviation.scores, _worst_window(outputs, row, scores)))
-        )
-    return deviations
-
-
-def _worst_window(outputs: Outputs, row: int, expected: FloatArray) -> float:
-    """Return the largest deviation of a window's score; infinite if the graph has a different grid of windows."""
-    if tuple(outputs.windows[row]) != expected.shape[:2]:
-        return float("inf")
-    padded = np.zeros(outputs.window_scores.shape[1:])  # the graph must give zeros outside the image's grid
-    padded[: expected.shape[0], : expected.shape[1]] = expected
-    return float(np.abs(outputs.window_scores[row] - padded).max())
+    golden = golden_answers(architecture.crop, windows)
+    return replace(contract, training=training, golden=golden)
 
 
 def _parity_message(output: Path, failed: list[Deviation], precision: FilePrecision) -> str:

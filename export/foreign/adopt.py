@@ -3,7 +3,8 @@
 import importlib.metadata
 import os
 import re
-from collections.abc import Callable, Iterator, Mapping
+import tempfile
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -14,7 +15,7 @@ from onnx import ModelProto, TensorProto
 
 from prelunet.evaluator.architectures import OpaqueNet, TrunkLayer
 from prelunet.evaluator.arrays import Float64Array, UInt8Array
-from prelunet.evaluator.contract import ClassEntry, ModelContract, golden_image
+from prelunet.evaluator.contract import ClassEntry, GoldenImage, ModelContract, golden_image, golden_sizes
 from prelunet.evaluator.datasets.labels.class_file import read_class_list
 from prelunet.evaluator.engine.load import open_session
 from prelunet.evaluator.engine.runtimes.base import error_summary
@@ -23,6 +24,9 @@ from prelunet.evaluator.engine.scores import softmax
 from prelunet.evaluator.engine.verify import Deviation, deviation, golden_answer
 from prelunet.evaluator.errors import ContractError, EnvironmentFault, UsageError
 from prelunet.evaluator.files import check_not_input, open_atomically, sha256_of
+from prelunet.evaluator.protocols import LONG_SIDE_CAP
+from prelunet.export.dense.build import MAX_CANVAS_SIDE
+from prelunet.export.foreign.dense import MULTI_SCALE, Head, find_head, make_dense, part_of
 from prelunet.export.foreign.read_net import (
     NetInterface,
     count_multiply_adds,
@@ -32,6 +36,7 @@ from prelunet.export.foreign.read_net import (
     read_net,
 )
 from prelunet.export.foreign.wrap_net import prepare_net, probability_floor, wrap_net
+from prelunet.export.parity import WindowArrays, check_parity, golden_answers
 from prelunet.training.importing.preprocessing import Layout, Preprocessing
 
 OutputKind = Literal["auto", "logits", "softmax"]
@@ -48,7 +53,8 @@ _SUM_TOLERANCE_HALF, _SUM_TOLERANCE_SINGLE = 1e-2, 1e-3
 class AdoptOptions:
     """The user's options for a net; None: determined from the file.
 
-    crop: pixels; net_output: name of the output with the scores; kind: type of that output; name: of the architecture.
+    crop: pixels; net_output: name of the output with the scores; kind: type of that output; name: of the architecture;
+    dense: let the head score every window of a larger image (`export.foreign.dense`).
     """
 
     preprocessing: Preprocessing
@@ -57,6 +63,7 @@ class AdoptOptions:
     net_output: str | None = None
     kind: OutputKind = "auto"
     name: str | None = None
+    dense: bool = False
 
 
 @dataclass(frozen=True)
@@ -103,19 +110,30 @@ def adopt(path: Path, output: Path, classes: Path, options: AdoptOptions) -> Ado
         raw = _run_net(path, interface, options.preprocessing, pictures, random_operators(net))
         _check_classes(path, classes, len(raw[0]), len(entries))
         probabilities = _are_probabilities(path, options.kind, raw, half=interface.half)
-        floor = probability_floor(interface)
+        floor = probability_floor(interface) if probabilities else None
         references = [
-            _Reference(picture, row, np.log(row + floor)) if probabilities else _Reference(picture, softmax(row), row)
+            _Reference(picture, *_scores_and_logits(row, floor))
             for picture, row in zip(pictures.values(), raw, strict=True)
         ]
-        contract = _contract(path, net, interface, entries, options, references[0])
+        head = find_head(path, net, interface) if options.dense else None
+        windows = _windows(path, net, interface, head, options.preprocessing, floor) if head is not None else ()
+        crop, plain = interface.crop, references[0]
+        golden: tuple[GoldenImage, ...] = (golden_answer(crop, crop, plain.scores, plain.logits),)
+        if windows:
+            golden = golden_answers(crop, windows)
+        contract = replace(_contract(path, net, interface, entries, options, head), golden=golden)
         opset = opset_of(net)
+        if head is not None:
+            make_dense(net, head)
         prepare_net(net)
         build = partial(
             wrap_net, net, interface, options.preprocessing, contract, probabilities=probabilities,
-            version=importlib.metadata.version("prelunet"),
+            version=importlib.metadata.version("prelunet"), head=head,
         )  # fmt: skip
-        sequential_reason, deviations = _write_checked(file, path, build, opset, references)
+        if head is not None:
+            sequential_reason, deviations = "", _write_dense(file, path, build, references, windows)
+        else:
+            sequential_reason, deviations = _write_checked(file, path, build, opset, references)
     return AdoptResult(contract, interface, opset, probabilities, sequential_reason, tuple(deviations))
 
 
@@ -209,6 +227,55 @@ def _run_net(
     return rows
 
 
+def _scores_and_logits(output: Float64Array, floor: float | None) -> tuple[Float64Array, Float64Array]:
+    """Return scores and logits for a net's output (..., K). floor: of its probabilities, None if they are logits."""
+    return (softmax(output), output) if floor is None else (output, np.log(output + floor))
+
+
+def _windows(
+    path: Path,
+    net: ModelProto,
+    interface: NetInterface,
+    head: Head,
+    preprocessing: Preprocessing,
+    floor: float | None,
+) -> list[WindowArrays]:
+    """Return the windows of each golden image: the feature map of the net's own trunk, cut, each through its own head.
+
+    Raises ContractError if the net does not run on larger images, or gives maps of other sides than its layers.
+    """
+    middle = (head.feature_map, interface.output_type)
+    windows: list[WindowArrays] = []
+    with tempfile.TemporaryDirectory() as folder:
+        trunk, scorer = Path(folder) / "trunk.onnx", Path(folder) / "head.onnx"
+        trunk.write_bytes(part_of(net, (interface.input, interface.input_type), middle).SerializeToString())
+        scorer.write_bytes(part_of(net, middle, (interface.output, interface.output_type)).SerializeToString())
+        try:
+            of_image, of_window = RawOnnxModel(trunk, threads=1), RawOnnxModel(scorer, threads=1)
+            for size in golden_sizes(interface.crop):
+                image = interface.feed(preprocessing.apply(golden_image(*size)))
+                cells = of_image.run({interface.input: image}, head.feature_map)
+                sides = tuple(map(head.trunk.output_side, size))
+                if cells.shape[2:] != sides:
+                    reason = "feature map has {}x{} cells, but {}x{} follow from its layers"
+                    raise ContractError(reason.format(*cells.shape[2:], *sides))
+                rows, columns = (side - head.window + 1 for side in sides)
+                outputs = [
+                    of_window.run({head.feature_map: cells[:, :, row:, column:][..., : head.window, : head.window]},
+                                  interface.output)[0].reshape(-1)
+                    for row, column in np.ndindex(rows, columns)
+                ]  # fmt: skip
+                table = np.reshape(outputs, (rows, columns, -1)).astype(np.float64)
+                windows.append(_scores_and_logits(table, floor))
+        except ContractError as error:
+            text = _summarize(error).replace(folder, "").strip()
+            raise ContractError(
+                f"{path}: cannot become dense: on an image of {size[0]}x{size[1]} pixels {text}. Export the net "
+                "without operations of a fixed size, or adopt it without --dense"
+            ) from error
+    return windows
+
+
 def _are_probabilities(path: Path, kind: OutputKind, rows: list[Float64Array], *, half: bool) -> bool:
     """Detect from the outputs for several pictures whether the net ends in a softmax.
 
@@ -237,30 +304,30 @@ def _contract(
     interface: NetInterface,
     classes: tuple[ClassEntry, ...],
     options: AdoptOptions,
-    golden: _Reference,
+    head: Head | None,
 ) -> ModelContract:
-    """Build the complete contract of the file, with one window: the crop."""
+    """Build the contract of the file, without golden images; head: of a dense net. Otherwise the crop is one window."""
     crop, count = interface.crop, count_multiply_adds(net, interface)
     half = any(tensor.data_type == TensorProto.FLOAT16 for tensor in net.graph.initializer)
+    scales = (crop,) if head is None else tuple(int(crop * scale / 224 + 0.5) for scale in MULTI_SCALE)
     tensors = {"input": interface.input, "layout": interface.layout, "output": interface.output}
     try:
-        contract = ModelContract(
+        return ModelContract(
             architecture=OpaqueNet(path.stem if options.name is None else options.name, "unknown", count),
             classes=classes,
             mean_kind="channel",
-            trunk=(TrunkLayer(kernel=crop, stride=crop, pad=0),),
-            window=1,
+            trunk=(TrunkLayer(kernel=crop, stride=crop, pad=0) if head is None else head.trunk,),
+            window=1 if head is None else head.window,
             spp_levels=(1,),
             crop=crop,
-            default_scales=(crop,),
-            max_side=crop,
+            default_scales=scales,
+            max_side=crop if head is None else max(MAX_CANVAS_SIDE, LONG_SIDE_CAP * max(scales)),
             canvas="exact",
             precision="fp16" if half else "fp32",
             checkpoint_sha256=sha256_of(path),
             interpolation=options.preprocessing.interpolation,
             training={"adopted": {**tensors, **options.preprocessing.to_json()}},
         )
-        return replace(contract, golden=(golden_answer(crop, crop, golden.scores, golden.logits),))
     except ValueError as error:
         raise UsageError(f"{path}: cannot be adopted: {error}. Change --name or the class list") from error
 
@@ -300,6 +367,35 @@ def _write_checked(
     raise ContractError(
         f"{path}: images can run neither together nor one at a time ({reason}). "
         "Export the net with a dynamic batch size"
+    )
+
+
+def _write_dense(
+    file: BinaryIO,
+    path: Path,
+    build: Callable[..., ModelProto],
+    references: list[_Reference],
+    windows: Sequence[WindowArrays],
+) -> list[Deviation]:
+    """Write the file of a dense net. Raises ContractError unless crops and all windows have the net's scores."""
+    file.write(build(one_by_one=False).SerializeToString(deterministic=True))
+    file.flush()
+    try:
+        deviations = [*check_parity(Path(file.name), windows), *_deviations(Path(file.name), references)]
+    except EnvironmentFault:
+        raise
+    except Exception as error:  # as above
+        text = _summarize(error).replace(file.name, path.name)
+    else:
+        failed = [d for d in deviations if not d.passed]
+        if not failed:
+            return deviations
+        worst = max(failed, key=lambda d: (d.scores, d.logits))
+        text = (
+            f"scores of an image of {worst.height}x{worst.width} pixels run {worst.case} differ by {worst.scores:.1e}"
+        )
+    raise ContractError(
+        f"{path}: cannot become dense: {text}. Export the net with a dynamic batch size, or adopt it without --dense"
     )
 
 

@@ -91,6 +91,11 @@ def read_net(path: Path, output: Path) -> ModelProto:
             f"{path}: opset {opset}, but the oldest opset supported by runtimes is {OLDEST_OPSET}. "
             "Convert it with onnx.version_converter, or export the net again"
         )
+    if any(node.op_type == "BatchNormalization" and _is_training(node) for node in all_nodes(model)):
+        raise ContractError(
+            f"{path}: in training mode: it normalizes with the statistics of each batch. Call eval() on the net and "
+            "export it again"
+        )
     check_not_input(output, _external_files(path, model))
     size = sum(_bytes_of(path, tensor) for tensor in model.graph.initializer)
     if size > MAX_BYTES:
@@ -107,6 +112,10 @@ def read_net(path: Path, output: Path) -> ModelProto:
             f"{path}: its weights are in other files, which cannot be read ({reason}). Put them in the same folder"
         ) from error
     return model
+
+
+def _is_training(node: NodeProto) -> bool:
+    return len(node.output) > 1 or any(each.name == "training_mode" and each.i for each in node.attribute)
 
 
 def opset_of(model: ModelProto) -> int:
@@ -304,16 +313,7 @@ def count_multiply_adds(model: ModelProto, interface: NetInterface) -> int | Non
     nodes = model.graph.node
     if any(node.domain not in {"", "ai.onnx"} or node.op_type in _UNCOUNTED for node in nodes):
         return None
-    _declare_shapes(model, interface)
-    try:
-        inferred = onnx.shape_inference.infer_shapes(model, data_prop=True).graph
-    except Exception:  # onnx has several exception classes; the count is optional
-        return None
-    shapes = {tensor.name: list(tensor.dims) for tensor in model.graph.initializer}
-    for value in (*inferred.input, *inferred.value_info, *inferred.output):
-        tensor = value.type.tensor_type
-        if tensor.HasField("shape") and all(dim.HasField("dim_value") for dim in tensor.shape.dim):
-            shapes.setdefault(value.name, [dim.dim_value for dim in tensor.shape.dim])
+    shapes = inferred_shapes(model, interface)
     total = 0
     for node in nodes:
         if node.op_type in {"Conv", "Gemm", "MatMul"}:
@@ -322,6 +322,24 @@ def count_multiply_adds(model: ModelProto, interface: NetInterface) -> int | Non
                 return None
             total += terms * int(np.prod(shapes[node.output[0]]))
     return total // (interface.batch or 1) or None
+
+
+def inferred_shapes(model: ModelProto, interface: NetInterface) -> dict[str, list[int]]:
+    """Return the shapes that onnx infers for one batch, by the name of the tensor; those it cannot infer are missing.
+
+    Replaces the declared shapes of the model by those of one batch.
+    """
+    _declare_shapes(model, interface)
+    shapes = {tensor.name: list(tensor.dims) for tensor in model.graph.initializer}
+    try:
+        inferred = onnx.shape_inference.infer_shapes(model, data_prop=True).graph
+    except Exception:  # onnx has several exception classes; a caller may do without
+        return shapes
+    for value in (*inferred.input, *inferred.value_info, *inferred.output):
+        tensor = value.type.tensor_type
+        if tensor.HasField("shape") and all(dim.HasField("dim_value") for dim in tensor.shape.dim):
+            shapes.setdefault(value.name, [dim.dim_value for dim in tensor.shape.dim])
+    return shapes
 
 
 def _terms(node: Any, shapes: Mapping[str, Sequence[int]]) -> int | None:

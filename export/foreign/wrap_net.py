@@ -4,10 +4,13 @@ The added operators have the same meaning in every opset from 7, so that the net
 names of the net get a prefix, because its tensors may also be called `images` or `logits`.
 """
 
+from collections.abc import Mapping
+
 import numpy as np
 from onnx import GraphProto, ModelProto, NodeProto, TensorProto, helper
 
 from prelunet.evaluator.contract import ModelContract
+from prelunet.export.foreign.dense import WINDOWS, Head
 from prelunet.export.foreign.read_net import NetInterface
 from prelunet.export.onnx_graph import IR_VERSION, GraphBuilder, build_file, contract_graph
 from prelunet.training.importing.preprocessing import Preprocessing
@@ -67,11 +70,12 @@ def wrap_net(
     probabilities: bool,
     one_by_one: bool,
     version: str,
+    head: Head | None = None,
 ) -> ModelProto:
     """Build the model file of a net from `prepare_net`.
 
     interface: with the names before the prefix; probabilities: the net's output follows a softmax; one_by_one: run the
-    images of a batch through the net one at a time, in a Scan; version: of prelunet.
+    images of a batch through the net one at a time, in a Scan; version: of prelunet; head: of a net made dense.
     """
     classes = len(contract.classes)
     outer = GraphBuilder()
@@ -82,8 +86,13 @@ def wrap_net(
         outer.node("Identity", [pixels], _prefixed(interface.input))
         outer.embed(net.graph)
         raw = _prefixed(interface.output)
-    _back(outer, raw, interface, classes, probabilities=probabilities)
-    graph = contract_graph(outer, classes, canvas=(contract.crop, contract.crop), grid=(1, 1))
+    rows = _score_rows(outer, raw, interface, classes, probabilities=probabilities)
+    if head is None:
+        _one_window(outer, rows, interface.crop, classes)
+        graph = contract_graph(outer, classes, canvas=(contract.crop, contract.crop), grid=(1, 1))
+    else:
+        _averages(outer, rows, head, classes)
+        graph = contract_graph(outer, classes, canvas=("H", "W"), grid=("Gh", "Gw"))
     if not one_by_one:
         graph.sparse_initializer.extend(net.graph.sparse_initializer)
     ir_version = max(net.ir_version, IR_VERSION)
@@ -142,21 +151,45 @@ def _add_scan(outer: GraphBuilder, net: GraphProto, interface: NetInterface, pix
     return outer.node("Scan", [pixels], "net.scores", body=graph, num_scan_inputs=1)
 
 
-def _back(outer: GraphBuilder, raw: str, interface: NetInterface, classes: int, *, probabilities: bool) -> None:
-    """Add the four outputs after the net's output, (N, K) or (N, K, 1, 1)."""
+def _score_rows(
+    outer: GraphBuilder, raw: str, interface: NetInterface, classes: int, *, probabilities: bool
+) -> dict[str, str]:
+    """Add float32 scores and logits after the net's output, (rows, K) or (rows, K, 1, 1); return their names."""
     value = outer.node("Reshape", [raw, outer.constant("table", np.array([-1, classes], np.int64))], "net.table")
     value = outer.node("Cast", [value], "net.float", to=TensorProto.FLOAT)
     if probabilities:
-        outer.node("Identity", [value], "scores")
         floor = outer.constant("floor", np.array(probability_floor(interface), np.float32))
-        outer.node("Log", [outer.node("Add", [value, floor], "net.positive")], "logits")
-    else:
-        outer.node("Identity", [value], "logits")
-        outer.node("Softmax", [value], "scores", axis=1)  # for 2-D input, the same before and since opset 13
+        logits = outer.node("Log", [outer.node("Add", [value, floor], "net.positive")], "net.logits")
+        return {"scores": value, "logits": logits}
+    # for 2-D input, Softmax is the same before and since opset 13
+    return {"scores": outer.node("Softmax", [value], "net.softmax", axis=1), "logits": value}
+
+
+def _one_window(outer: GraphBuilder, rows: Mapping[str, str], crop: int, classes: int) -> None:
+    """Add the four outputs of a net whose rows are images."""
+    for name, values in rows.items():
+        outer.node("Identity", [values], name)
     grid = outer.constant("grid", np.array([-1, 1, 1, classes], np.int64))
     outer.node("Reshape", ["scores", grid], "window_scores")
     # floor(side / crop) windows, as in the contract's trunk of one layer: one per image.
-    outer.node("Div", ["sizes", outer.constant("crop", np.array(interface.crop, np.int64))], "windows")
+    outer.node("Div", ["sizes", outer.constant("crop", np.array(crop, np.int64))], "windows")
+
+
+def _averages(outer: GraphBuilder, rows: Mapping[str, str], head: Head, classes: int) -> None:
+    """Add the four outputs of a net whose rows are windows."""
+    # The shape (N, rows, columns, K) is taken from a tensor that has it: computed as numbers, it would leave the GPU.
+    cell = outer.node("Gather", [_prefixed(WINDOWS), outer.constant("cell", np.array([0], np.int64))], "cells", axis=3)
+    repeats = outer.constant("repeats", np.array([1, 1, 1, classes], np.int64))
+    grid = outer.node("Shape", [outer.node("Tile", [cell, repeats], "cells.tiled")], "grid")
+    table = outer.constant("means.table", np.array([-1, classes], np.int64))
+    for name, values in rows.items():
+        windows = outer.node("Reshape", [values, grid], "window_scores" if name == "scores" else "window_logits")
+        planes = outer.node("Transpose", [windows], f"{name}.planes", perm=[0, 3, 1, 2])
+        outer.node("Reshape", [outer.node("GlobalAveragePool", [planes], f"{name}.mean"), table], name)
+    layer = head.trunk
+    offset = 2 * layer.pad - layer.kernel + layer.stride * (2 - head.window)
+    shifted = outer.node("Add", ["sizes", outer.constant("offset", np.array(offset, np.int64))], "sizes.shifted")
+    outer.node("Div", [shifted, outer.constant("stride", np.array(layer.stride, np.int64))], "windows")
 
 
 def probability_floor(interface: NetInterface) -> float:

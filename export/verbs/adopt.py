@@ -94,9 +94,15 @@ def adopt(
     name: Annotated[
         str | None, typer.Option(help="Name of the architecture in reports.", show_default="the file name")
     ] = None,
+    dense: Annotated[
+        bool,
+        typer.Option(
+            "--dense", help="Also score every window of larger images: protocols dense-S and multi-scale, heat maps."
+        ),
+    ] = False,
     force: Annotated[bool, typer.Option("--force", help="Replace an existing file.")] = False,
 ) -> None:
-    """Wrap an ONNX classifier with a fixed input size into a model file, for the protocols center and ten-crop.
+    """Wrap an ONNX classifier into a model file, for the protocols center and ten-crop, or with --dense for all.
 
     The file is checked against the original net in onnxruntime before it is put in place; a mismatch leaves no file.
     """
@@ -113,7 +119,7 @@ def adopt(
     }
     usual = Preprocessing(None, None) if preset is None else PRESETS[preset]
     preprocessing = replace(usual, **{name: value for name, value in given.items() if value is not None})
-    options = AdoptOptions(preprocessing, crop, layout, net_output, kind, name)
+    options = AdoptOptions(preprocessing, crop, layout, net_output, kind, name, dense)
     _report(output, adopt_net(net, output, classes, options), preprocessing)
 
 
@@ -124,11 +130,18 @@ def _report(output: Path, adopted: "AdoptResult", preprocessing: object) -> None
     count = contract.multiply_adds(contract.crop, contract.crop)
     cost = "multiply-adds unknown" if count is None else f"{count:.4g} multiply-adds per crop"
     batches = f"sequentially ({adopted.sequential_reason})" if adopted.sequential_reason else "together"
+    dense = ""
+    if not contract.fixed_size:
+        scales = ", ".join(map(str, contract.default_scales))
+        dense = (
+            f"dense: windows of {contract.window}x{contract.window} cells of its feature map, {contract.trunk_stride} "
+            f"pixels apart; multi-scale at {scales}\n"
+        )
     worst = max(adopted.deviations, key=lambda d: d.scores)
     echo(
         f"input '{net.input}': {net.layout}, crops of {net.crop}x{net.crop} pixels; {preprocessing}\n"
         f"output '{net.output}': {kind} of {len(contract.classes)} classes, detected by running the net\n"
-        f"images of a batch run through the net {batches}\n"
+        f"images of a batch run through the net {batches}\n{dense}"
         f"{output}: {contract.name}, {output.stat().st_size / 1e6:.1f} MB, opset {adopted.opset}, "
         f"{contract.precision}, {cost}; {len(adopted.deviations)} runs agree with the original net, largest "
         f"score deviation {worst.scores:.1e} ({worst.case})"

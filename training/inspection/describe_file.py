@@ -138,9 +138,9 @@ def _inspect_checkpoint(path: Path) -> dict[str, Any]:
 def _inspect_model(path: Path) -> dict[str, Any]:
     session = open_session(path, "cpu")
     contract = session.contract
-    if contract.fixed_size:
-        return _inspect_adopted(path, session)
     net = contract.architecture
+    if isinstance(net, OpaqueNet) and "adopted" in contract.training:
+        return _inspect_adopted(path, session)
     if isinstance(net, OpaqueNet):
         raise ContractError(f"{path}: 'prelunet.architecture' lists no layers. {rewrite_hint(str(path))}")
     try:
@@ -180,6 +180,10 @@ def _inspect_adopted(path: Path, session: Session) -> dict[str, Any]:
         "architecture": contract.architecture.to_json(),
         "classes": [entry.to_json() for entry in contract.classes],
         "crop": contract.crop,
+        "window": contract.window,
+        "trunk_stride": contract.trunk_stride,
+        "default_scales": list(contract.default_scales),
+        "max_side": contract.max_side,
         "multiply_adds": contract.multiply_adds(contract.crop, contract.crop),
         "interpolation": contract.interpolation,
         "precision": contract.precision,
@@ -229,17 +233,27 @@ def print_inspection(inspection: Mapping[str, Any], console: Console) -> None:
 def _adopted_facts(inspection: Mapping[str, Any]) -> dict[str, str]:
     """Return the rows of the table for an adopted net."""
     crop, cost = inspection["crop"], inspection["multiply_adds"]
+    dense = inspection["max_side"] > crop
     return {
-        "kind": "adopted: a third-party fixed-size classifier",
+        "kind": f"adopted: a third-party classifier, {'dense' if dense else 'of one size'}",
         "sha256": inspection["sha256"],
         "name": str(inspection["architecture"]["name"]),
-        "crop": f"{crop}x{crop} px only, resized with {inspection['interpolation']}",
+        "crop": f"{crop}x{crop} px{'' if dense else ' only'}, resized with {inspection['interpolation']}",
+        **(_dense_facts(inspection) if dense else {}),
         "classes": _classes_text(inspection["classes"]),
         "multiply-adds": f"{cost:.4g} for one crop" if cost is not None else "unknown",
         "precision": inspection["precision"],
         "adopted as": _data_text(inspection["adopted"]) if isinstance(inspection["adopted"], dict) else "not recorded",
         "net": inspection["checkpoint_sha256"],
         "golden images": str(inspection["golden_images"]),
+    }
+
+
+def _dense_facts(inspection: Mapping[str, Any]) -> dict[str, str]:
+    side = inspection["window"]
+    return {
+        "window": f"{side}x{side} cells of its feature map, stride {inspection['trunk_stride']} px",
+        "scales": f"{', '.join(map(str, inspection['default_scales']))} px for multi-scale",
     }
 
 

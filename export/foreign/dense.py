@@ -1,0 +1,241 @@
+"""Makes a classifier dense: its head scores every window of a larger feature map, as it scores that of one crop.
+
+The feature map is the last tensor with rows and columns. Its reader takes in all of it: a global average pool, or the
+first fully connected layer after a flattening. In the dense graph the reader becomes an average pool of one window with
+stride 1 (ResNet, He et al. 2016, section 3.4), or a convolution with the layer's weights (VGG, Simonyan & Zisserman
+2015, section 3.2). All later layers stay as they are and get one row per window.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+from onnx import ModelProto, NodeProto, helper, numpy_helper
+
+from prelunet.evaluator.architectures import TrunkLayer
+from prelunet.evaluator.errors import ContractError
+from prelunet.export.foreign.read_net import NetInterface, inferred_shapes
+
+WINDOWS = "dense.windows"  # what the reader returns for each window, (N, rows, columns, channels)
+MULTI_SCALE = (256, 288, 320)  # for a crop of 224; nets with global pooling often get worse beyond 1.3 times their crop
+
+_GLOBAL_POOLS = ("GlobalAveragePool", "AveragePool", "ReduceMean")
+_LOCAL = ("Conv", "MaxPool", "AveragePool", "LpPool")
+_COPIES = ("Identity", "Dropout")
+
+Shapes = Mapping[str, Sequence[int]]
+Constants = Mapping[str, npt.NDArray[Any]]
+
+
+@dataclass(frozen=True)
+class Head:
+    """Where the head of a net begins.
+
+    feature_map: name of the map, (N, channels, window, window) for one crop; reader: the node that takes in all of it;
+    skipped: nodes between them, which only reshape; rows: shape of what the reader returns for one image; trunk: one
+    layer whose maps have the sides of the feature map; shapes: of the net's tensors for one crop.
+    """
+
+    feature_map: str
+    channels: int
+    window: int
+    reader: NodeProto
+    skipped: tuple[NodeProto, ...]
+    rows: tuple[int, ...]
+    trunk: TrunkLayer
+    shapes: Shapes
+
+
+class _Net:
+    """The nodes of a net, by the tensors that they produce, with the shapes for one crop."""
+
+    def __init__(self, path: Path, net: ModelProto, interface: NetInterface) -> None:
+        self.path, self.input, self.output = path, interface.input, interface.output
+        self.nodes = list(net.graph.node)
+        self.producers = {name: node for node in self.nodes for name in node.output}
+        self.shapes: Shapes = inferred_shapes(net, interface)
+        self.constants: Constants = _constants(net)
+
+    def source(self, node: NodeProto) -> str:
+        """Return the input that carries the image: the largest that is no constant. A gate has few values."""
+        variable = [name for name in node.input if name and name not in self.constants]
+        sizes = [int(np.prod(self.shapes[name])) if name in self.shapes else 0 for name in variable]
+        if not variable:
+            raise self.refusal(f"its output does not depend on its input, at {_name(node)}")
+        return variable[sizes.index(max(sizes))]
+
+    def path_to_input(self, name: str) -> Iterator[tuple[str, NodeProto]]:
+        """Yield (tensor, its node) from a tensor towards the net's input."""
+        while name != self.input:
+            node = self.producers.get(name)
+            if node is None:
+                raise self.refusal(f"tensor '{name}' comes from nowhere")
+            yield name, node
+            name = self.source(node)
+
+    def refusal(self, reason: str) -> ContractError:
+        return ContractError(f"{self.path}: cannot become dense: {reason}. Adopt it without --dense")
+
+
+def find_head(path: Path, net: ModelProto, interface: NetInterface) -> Head:
+    """Find the feature map of a net and what reads it.
+
+    Raises ContractError, with the node that stands in the way, if the net has neither a global average pool nor a
+    flattened feature map before its last layers, or if its feature map does not grow with the image.
+    """
+    graph = _Net(path, net, interface)
+    after: list[tuple[str, NodeProto]] = []  # what the walk has passed, latest last
+    for name, node in graph.path_to_input(interface.output):
+        source = graph.source(node)
+        shape, result = graph.shapes.get(source), graph.shapes.get(name)
+        if shape is not None and result is not None and len(shape) == 4:
+            _, channels, *sides = shape
+            if node.op_type in _GLOBAL_POOLS and 1 < channels == np.prod(result[1:]):
+                return _head(graph, source, node, (), tuple(result[1:]))
+            if len(result) == 2 and result[1] == np.prod(shape[1:]) and max(sides) > 1:
+                reader, skipped = _fully_connected(graph, [node, *(passed for _, passed in reversed(after))])
+                return _head(graph, source, reader, skipped, tuple(graph.shapes[reader.output[0]][1:]))
+        after.append((name, node))
+    raise graph.refusal("no global average pool and no flattened feature map comes before its last layers")
+
+
+def _fully_connected(graph: _Net, nodes: Sequence[NodeProto]) -> tuple[NodeProto, tuple[NodeProto, ...]]:
+    """Return the first fully connected layer of a path that begins with a flattening, and the nodes before it."""
+    for place, node in enumerate(nodes):
+        if place and node.op_type not in _COPIES:
+            attributes = {each.name: helper.get_attribute_value(each) for each in node.attribute}
+            plain = not attributes.get("transA") and attributes.get("alpha", 1) == attributes.get("beta", 1) == 1
+            if node.op_type in {"Gemm", "MatMul"} and plain and node.input[1] in graph.constants:
+                return node, tuple(nodes[:place])
+            raise graph.refusal(f"its flattened feature map is read by {_name(node)}, not by a fully connected layer")
+    raise graph.refusal("its flattened feature map is its output")
+
+
+def _head(
+    graph: _Net, feature_map: str, reader: NodeProto, skipped: tuple[NodeProto, ...], rows: tuple[int, ...]
+) -> Head:
+    _, channels, height, width = graph.shapes[feature_map]
+    crop = graph.shapes[graph.input][2:] if graph.shapes[graph.input][1] == 3 else graph.shapes[graph.input][1:3]
+    stride, offset = 1, 0  # a side of the map is (side + offset) // stride
+    layers = [node for _, node in graph.path_to_input(feature_map) if node.op_type in {*_LOCAL, "Pad"}]
+    for node in reversed(layers):
+        own_stride, own_offset = _geometry(graph, node)
+        stride, offset = stride * own_stride, offset + own_offset * stride
+    if not height == width == (crop[0] + offset) // stride:
+        raise graph.refusal(
+            f"its feature map '{feature_map}' has {height}x{width} cells, which its convolutions and pools on "
+            f"{crop[0]}x{crop[1]} pixels do not explain"
+        )
+    pad = max(0, offset - stride + 1)
+    trunk = TrunkLayer(stride + 2 * pad - offset, stride, pad)
+    return Head(feature_map, channels, height, reader, skipped, rows, trunk, graph.shapes)
+
+
+def _geometry(graph: _Net, node: NodeProto) -> tuple[int, int]:
+    """Return (stride, offset) of a layer: its map's side is (side + offset) // stride."""
+    attributes = {each.name: helper.get_attribute_value(each) for each in node.attribute}
+    if node.op_type == "Pad":
+        pads = attributes.get("pads") or graph.constants.get(node.input[1], np.zeros(8, np.int64)).tolist()
+        sides = [(1, pads[axis] + pads[axis + 4]) for axis in (2, 3)]
+    else:
+        kernel = attributes.get("kernel_shape") or graph.constants[node.input[1]].shape[2:]
+        strides, dilations = attributes.get("strides") or [1, 1], attributes.get("dilations") or [1, 1]
+        pads = attributes.get("pads") or [0] * 4
+        same = attributes.get("auto_pad", b"").startswith(b"SAME")
+        up = bool(attributes.get("ceil_mode"))
+        sides = [
+            (stride, stride - 1)
+            if same
+            else (stride, pads[axis] + pads[axis + 2] - dilation * (side - 1) - 1 + stride + up * (stride - 1))
+            for axis, (side, stride, dilation) in enumerate(zip(kernel, strides, dilations, strict=True))
+        ]
+    if sides[0] != sides[1]:
+        raise graph.refusal(f"{_name(node)} treats rows and columns differently")
+    return sides[0]
+
+
+def _constants(net: ModelProto) -> Constants:
+    """Return the values of a net's constants by name."""
+    constants = {tensor.name: numpy_helper.to_array(tensor) for tensor in net.graph.initializer}
+    for node in net.graph.node:
+        if node.op_type == "Constant" and node.attribute[0].name == "value":
+            constants[node.output[0]] = numpy_helper.to_array(node.attribute[0].t)
+    return constants
+
+
+def _name(node: NodeProto) -> str:
+    return f"its {node.op_type} node{' ' + node.name if node.name else ''}"
+
+
+def make_dense(net: ModelProto, head: Head) -> None:
+    """Let a net score each window: its output gets a row per window instead of one per image. Modifies the net.
+
+    The rows are in the order of `WINDOWS`, (N, rows, columns, channels), which the net gets as a further tensor.
+    """
+    shapes, constants, side = head.shapes, _constants(net), [head.window] * 2
+    result = head.reader.output[0]
+
+    def constant(name: str, value: npt.NDArray[Any]) -> str:
+        net.graph.initializer.append(numpy_helper.from_array(np.ascontiguousarray(value), name))
+        return name
+
+    if head.reader.op_type in _GLOBAL_POOLS:
+        read = helper.make_node("AveragePool", [head.feature_map], ["dense.read"], kernel_shape=side, strides=[1, 1])
+    else:
+        transposed = any(each.name == "transB" and each.i for each in head.reader.attribute)
+        weights = constants[head.reader.input[1]]
+        kernels = (weights if transposed else weights.T).reshape(-1, head.channels, *side)
+        inputs = [head.feature_map, constant("dense.kernels", kernels), *list(head.reader.input)[2:]]
+        read = helper.make_node("Conv", inputs, ["dense.read"], kernel_shape=side)
+    rows = constant("dense.rows", np.array([-1, *head.rows], np.int64))
+    reading = [
+        read,
+        helper.make_node("Transpose", ["dense.read"], [WINDOWS], perm=[0, 2, 3, 1]),
+        helper.make_node("Reshape", [WINDOWS, rows], [result]),
+    ]
+    nodes, behind = [], {result}
+    for node in net.graph.node:
+        if node == head.reader:
+            nodes += reading
+            continue
+        if node in head.skipped:
+            continue
+        if behind.intersection(node.input):
+            behind.update(node.output)
+            shape = shapes.get(node.output[0])
+            if shape is not None and (node.op_type == "Reshape" or _copies_all(node, constants, shapes)):
+                # It may state the batch used at export.
+                stated = constant(f"dense.{node.output[0]}.shape", np.array([-1, *shape[1:]], np.int64))
+                nodes.append(helper.make_node("Reshape", [node.input[0], stated], [node.output[0]], name=node.name))
+                continue
+        nodes.append(node)
+    del net.graph.node[:]
+    net.graph.node.extend(nodes)
+    used = {name for node in nodes for name in node.input}
+    for tensor in list(net.graph.initializer):
+        if tensor.name in head.reader.input and tensor.name not in used:  # hundreds of MB, now in the kernels
+            net.graph.initializer.remove(tensor)
+
+
+def _copies_all(node: NodeProto, constants: Constants, shapes: Shapes) -> bool:
+    """Return whether a node gathers all numbers of a flat tensor in their order, as torch's exporter copies strides."""
+    indices = constants.get(node.input[1]) if node.op_type == "Gather" else None
+    flat = shapes.get(node.input[0])
+    return indices is not None and flat == [indices.size] and np.array_equal(indices.ravel(), np.arange(indices.size))
+
+
+def part_of(net: ModelProto, start: tuple[str, int], end: tuple[str, int]) -> ModelProto:
+    """Return the part of a net between two tensors, for inputs of any shape. start, end: name and onnx type."""
+    needed, nodes = {end[0]}, []
+    for node in reversed(net.graph.node):
+        if needed.intersection(node.output) and start[0] not in node.output:
+            nodes.append(node)
+            needed.update(node.input)
+    inputs, outputs = ([helper.make_tensor_value_info(name, kind, None)] for name, kind in (start, end))
+    constants = [tensor for tensor in net.graph.initializer if tensor.name in needed]
+    graph = helper.make_graph(nodes[::-1], "part", inputs, outputs, constants)
+    functions = list(net.functions)
+    return helper.make_model(graph, opset_imports=net.opset_import, functions=functions, ir_version=net.ir_version)

@@ -1,0 +1,215 @@
+"""A dense adopted net scores every window as the net itself scores that window of its feature map."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx
+import pytest
+import torch
+from onnx import TensorProto, helper
+from torch import Tensor, nn
+
+from prelunet.evaluator.cli import run
+from prelunet.evaluator.contract import golden_image
+from prelunet.evaluator.engine.classify import classify_images
+from prelunet.evaluator.engine.heatmap import draw_heat_maps
+from prelunet.evaluator.engine.verify import verify
+from prelunet.evaluator.errors import ContractError
+from prelunet.evaluator.protocols import build_protocol, default_protocol_name
+from prelunet.export.foreign.dense import find_head
+from prelunet.export.foreign.read_net import find_interface
+from tests.export.foreign import foreign_nets
+from tests.export.foreign.dense_nets import CROP, KINDS, Convnet, Exporter, convnet, export
+from tests.export.foreign.foreign_nets import CLASSES, RGB, NetBuilder, adopted, photo, write_classes
+
+EXPORTERS: tuple[Exporter, ...] = ("torchscript", "dynamo")
+# float32 in both trunks, and 1e-7 for each of some thousand additions; a window shifted by one cell is 1e-2 off.
+TOLERANCE = 1e-5
+
+
+def softmax(logits: np.ndarray) -> np.ndarray:
+    powers = np.exp(logits - logits.max(axis=-1, keepdims=True))
+    return powers / powers.sum(axis=-1, keepdims=True)
+
+
+@pytest.mark.parametrize("exporter", EXPORTERS)
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_window_has_the_scores_of_the_net_on_its_part_of_the_feature_map(
+    tmp_path: Path, kind: str, exporter: Exporter
+) -> None:
+    net = convnet(kind)
+    session, result = adopted(tmp_path, export(net, tmp_path / "net.onnx", exporter), crop=CROP, dense=True)
+    assert (result.contract.window, result.contract.trunk_stride) == (6, 8)
+    for height, width in ((CROP, CROP), (61, 83), (97, 52), (64, 80)):
+        pixels = golden_image(height, width)
+        expected = net.windows(pixels, RGB)
+        outputs = session.run(pixels[None], np.array([[height, width]], np.int64))
+        assert outputs.windows.tolist() == [list(expected.shape[:2])]
+        np.testing.assert_allclose(outputs.window_scores[0], softmax(expected), atol=TOLERANCE)
+        np.testing.assert_allclose(outputs.scores[0], softmax(expected).mean((0, 1)), atol=TOLERANCE)
+        scale = np.abs(expected).max()
+        np.testing.assert_allclose(outputs.logits[0] / scale, expected.mean((0, 1)) / scale, atol=TOLERANCE)
+    assert np.ptp(softmax(expected), axis=(0, 1)).max() > 0.01  # windows that differ, or an average would prove nothing
+
+
+@pytest.mark.parametrize("exporter", EXPORTERS)
+def test_a_net_exported_for_any_batch_and_size_becomes_dense(tmp_path: Path, exporter: Exporter) -> None:
+    net = convnet("resnet")
+    dimensions = {0: "N", 2: "H", 3: "W"}
+    if exporter == "dynamo":
+        free: dict[str, Any] = {"dynamic_shapes": (dict.fromkeys(dimensions, torch.export.Dim.DYNAMIC),)}
+    else:
+        free = {"dynamic_axes": {"x": dimensions, "y": {0: "N"}}}
+    path = export(net, tmp_path / "net.onnx", exporter, **free)
+    session, _ = adopted(tmp_path, path, crop=CROP, dense=True)
+    pixels = np.stack([golden_image(66, 71), 255 - golden_image(66, 71)])
+    outputs = session.run(pixels, np.array([[66, 71]] * 2, np.int64))
+    for row in range(2):
+        expected = softmax(net.windows(pixels[row], RGB))
+        np.testing.assert_allclose(outputs.window_scores[row], expected, atol=TOLERANCE)
+
+
+def test_the_protocols_average_windows_mirrors_and_scales(tmp_path: Path) -> None:
+    net = convnet("resnet")
+    session, result = adopted(tmp_path, export(net, tmp_path / "net.onnx", "torchscript"), crop=CROP, dense=True)
+    contract = result.contract
+    assert default_protocol_name(contract) == "multi-scale"
+    assert contract.default_scales == (55, 62, 69)  # 48 times 256, 288 and 320, by 224, rounded
+    protocol = build_protocol("dense-64", contract)
+    pixels = golden_image(64, 75)  # as it is at this scale: no resampling
+    (classified,) = classify_images(session, [pixels], protocol, keep_windows=True)
+    both = [softmax(net.windows(each, RGB)).mean((0, 1)) for each in (pixels, np.ascontiguousarray(pixels[:, ::-1]))]
+    np.testing.assert_allclose(classified.scores, np.mean(both, axis=0), atol=TOLERANCE)
+    drawn = draw_heat_maps(pixels, (64, 75), classified, contract, protocol)
+    assert drawn.shape[1] > 75
+    assert len(verify(session)) == 3
+    assert all(found.passed for found in verify(session))
+
+
+def test_the_command_line_adopts_evaluates_and_describes_a_dense_net(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    source, output = export(convnet("vgg"), tmp_path / "vgg.onnx", "torchscript"), tmp_path / "dense.onnx"
+    classes, data = write_classes(tmp_path), tmp_path / "val"
+    options = ["--mean", "0.485,0.456,0.406", "--std", "0.229,0.224,0.225"]
+    assert run(["adopt", str(source), "--classes", str(classes), *options, "--dense", "-o", str(output)]) == 0
+    assert run(["inspect", str(output)]) == 0
+    assert "6x6 cells of its feature map, stride 8 px" in capsys.readouterr().out
+    for index in range(CLASSES):
+        folder = data / f"n{index:08}"
+        folder.mkdir(parents=True)
+        for number in range(2):
+            (folder / f"{number}.png").write_bytes(photo(52 + index, 70, "PNG", seed=number))
+    assert run(["validate", "--model", str(output), "--data", str(data), "--run", str(tmp_path / "run")]) == 0
+    assert run(["report", str(tmp_path / "run")]) == 0
+    report = json.loads((tmp_path / "run" / "report" / "report.json").read_text())
+    assert (report["protocol"]["scales"], report["evaluated"]) == ([55, 62, 69], 2 * CLASSES)
+
+
+LAYERS: dict[str, list[nn.Module]] = {
+    "a pool that rounds up": [nn.Conv2d(3, 4, 3, 2), nn.MaxPool2d(3, 2, ceil_mode=True)],
+    "a dilated layer": [nn.Conv2d(3, 4, 3, 2, 1, dilation=2), nn.AvgPool2d(2)],
+    "an even kernel": [nn.Conv2d(3, 4, 4, 3, 1), nn.Conv2d(4, 4, 2, 2)],
+    "padding on two sides": [nn.ZeroPad2d((0, 1, 0, 1)), nn.Conv2d(3, 4, 3, 2), nn.Conv2d(4, 4, 3, 2, 1)],
+    "more padding than stride": [nn.Conv2d(3, 4, 3, 1, 2), nn.Conv2d(4, 4, 3, 2, 2)],
+}
+
+
+@pytest.mark.parametrize("layers", LAYERS.values(), ids=LAYERS)
+def test_the_feature_map_has_the_sides_that_its_layers_give_for_every_image(
+    tmp_path: Path, layers: list[nn.Module]
+) -> None:
+    trunk = nn.Sequential(*layers)
+    window = trunk(torch.zeros(1, 3, CROP, CROP)).shape[2]
+    net = Convnet(trunk, nn.Sequential(nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(4, CLASSES)), window).eval()
+    path = export(net, tmp_path / "net.onnx", "dynamo")
+    model = onnx.load(path)
+    head = find_head(path, model, find_interface(path, model, crop=CROP, layout=None, output=None))
+    assert head.window == window
+    for side in range(CROP, 2 * CROP):
+        assert head.trunk.output_side(side) == trunk(torch.zeros(1, 3, side, CROP)).shape[2]
+
+
+class Attention(nn.Module):
+    """A patch embedding with a learned vector for each place of a fixed grid."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.places = nn.Conv2d(3, 8, 8, 8), nn.Parameter(torch.rand(1, 8, 6, 6))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.embed(x) + self.places
+
+
+def of_fixed_size(n: NetBuilder, x: str) -> str:
+    """Reshape the feature map to the sides that it had at export, as traced nets do."""
+    x = n.add("Conv", x, n.weights(8, 3, 8, 8, low=-0.1, high=0.1), strides=[8, 8])
+    x = n.add("Reshape", x, n.constant(np.array([1, 8, 5, 5], np.int64)))
+    x = n.add("Flatten", n.add("GlobalAveragePool", x), axis=1)
+    return n.add("Gemm", x, n.weights(CLASSES, 8), n.weights(CLASSES), transB=1)
+
+
+def of_maxima(n: NetBuilder, x: str) -> str:
+    """Read the feature map by its global maximum."""
+    x = n.add("Conv", x, n.weights(8, 3, 8, 8, low=-0.1, high=0.1), strides=[8, 8])
+    return n.add("Gemm", n.add("Flatten", n.add("GlobalMaxPool", x)), n.weights(CLASSES, 8), transB=1)
+
+
+def of_both(n: NetBuilder, x: str) -> str:
+    """Read the feature map by its global mean and its global maximum."""
+    x = n.add("Conv", x, n.weights(8, 3, 8, 8, low=-0.1, high=0.1), strides=[8, 8])
+    both = n.add("Concat", n.add("GlobalAveragePool", x), n.add("GlobalMaxPool", x), axis=1)
+    return n.add("Gemm", n.add("Flatten", both), n.weights(CLASSES, 16), transB=1)
+
+
+def spread(n: NetBuilder, x: str) -> str:
+    """Flatten the feature map and read it by something else than a fully connected layer."""
+    x = n.add("Conv", x, n.weights(8, 3, 8, 8, low=-0.1, high=0.1), strides=[8, 8])
+    return n.add("Gemm", n.add("Relu", n.add("Flatten", x)), n.weights(CLASSES, 200), transB=1)
+
+
+def oblong(n: NetBuilder, x: str) -> str:
+    x = n.add("Conv", x, n.weights(8, 3, 8, 8, low=-0.1, high=0.1), strides=[8, 8])
+    x = n.add("MaxPool", x, kernel_shape=[1, 2], strides=[1, 2])
+    return n.add("Gemm", n.add("Flatten", n.add("GlobalAveragePool", x)), n.weights(CLASSES, 8), transB=1)
+
+
+REFUSED = {
+    "a fixed grid": (of_fixed_size, "on an image of 45x61 pixels its Reshape node"),
+    "maxima": (of_maxima, "no global average pool and no flattened feature map"),
+    "mean and maxima": (of_both, "its Concat node"),
+    "not fully connected": (spread, "read by its Relu node"),
+    "rows unlike columns": (oblong, "its MaxPool node"),
+}
+
+
+@pytest.mark.parametrize(("build", "reason"), REFUSED.values(), ids=REFUSED)
+def test_a_net_whose_head_is_not_dense_is_refused_with_the_node_in_the_way(
+    tmp_path: Path, build: Any, reason: str
+) -> None:
+    path = foreign_nets.net(tmp_path, build, batch=1)
+    with pytest.raises(ContractError, match="cannot become dense") as caught:
+        adopted(tmp_path, path, dense=True)
+    assert reason in str(caught.value)
+    assert not (tmp_path / "adopted.onnx").exists()
+
+
+def test_learned_places_of_a_fixed_grid_are_refused(tmp_path: Path) -> None:
+    head = nn.Sequential(nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(8, CLASSES))
+    path = export(Convnet(Attention(), head, 6).eval(), tmp_path / "net.onnx", "torchscript")
+    with pytest.raises(ContractError, match="its Add node"):
+        adopted(tmp_path, path, crop=CROP, dense=True)
+
+
+def test_a_net_left_in_training_mode_is_refused(tmp_path: Path) -> None:
+    def training(n: NetBuilder, x: str) -> str:
+        x = n.add("Conv", x, n.weights(8, 3, 3, 3))
+        parts = [n.weights(8, low=0.5) for _ in range(4)]
+        n.nodes.append(helper.make_node("BatchNormalization", [x, *parts], ["b", "m", "v"], training_mode=1))
+        return n.add("Gemm", n.add("Flatten", n.add("GlobalAveragePool", "b")), n.weights(CLASSES, 8), transB=1)
+
+    path = foreign_nets.net(tmp_path, training, input_type=TensorProto.FLOAT)
+    with pytest.raises(ContractError, match=r"in training mode.*eval\(\)"):
+        adopted(tmp_path, path)
