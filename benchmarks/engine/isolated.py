@@ -98,9 +98,9 @@ def validate(task: Mapping[str, Any]) -> Json:
     """
     from prelunet.evaluator.datasets import open_dataset
     from prelunet.evaluator.protocols import build_protocol
+    from prelunet.evaluator.validation.evaluate_model import estimate_run_memory
     from prelunet.evaluator.validation.run import build_run_info, describe_dataset
     from prelunet.evaluator.validation.validate import validate as run_validation
-    from prelunet.evaluator.verbs.options.shared import estimate_run_memory
 
     session, loaded = _load(task)
     dataset = repeated(open_dataset(Path(task["data"]), split="val", wnids=None), task["images"])

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Annotated, Protocol
 
 from prelunet.evaluator.cli_option import CliOption
-from prelunet.evaluator.errors import DatasetError, ImageError
+from prelunet.evaluator.errors import DatasetError, ImageError, UsageError
 from prelunet.evaluator.imaging.limits import DecodeLimits
 
 UNLABELLED = -1  # the label of an image of unknown class, as in ImageNet's test set
@@ -53,6 +53,10 @@ class DatasetSpec:
     no_labels: Annotated[bool, CliOption("Evaluate without labels (a test set), for `prelunet submission`.")] = False
     limit: Annotated[int | None, CliOption("Evaluate only this many images, evenly spaced.", min=1)] = None
     classes: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        if self.limit is not None and self.limit < 1:
+            raise UsageError(f"--limit {self.limit}: give the number of images, at least 1")
 
 
 @dataclass(frozen=True)

@@ -106,7 +106,8 @@ def _resumable(writer: RunWriter, total: int) -> Iterator[None]:
         yield
     except KeyboardInterrupt as error:
         raise Interrupted(
-            f"{writer.folder}: interrupted; {writer.done} of {total} images are done. Run the same command to resume"
+            f"{writer.folder}: interrupted; {writer.done} of {total} images are done. Repeat the same command or call "
+            "to resume"
         ) from error
     except WorkersLost as error:
         raise EnvironmentFault(

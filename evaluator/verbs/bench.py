@@ -20,10 +20,11 @@ from prelunet.evaluator.profiling.bottleneck import ExecutionSettings, advice, d
 from prelunet.evaluator.profiling.profile import Measurement, benchmark
 from prelunet.evaluator.protocols import EvaluationProtocol, ProtocolOverrides, build_protocol, default_protocol_name
 from prelunet.evaluator.terminal import echo, report, table_lines
+from prelunet.evaluator.validation.evaluate_model import estimate_run_memory
 from prelunet.evaluator.validation.run import build_run_info, describe_dataset
 from prelunet.evaluator.validation.timing import STAGES
 from prelunet.evaluator.verbs.options.derive import Only, derive_options
-from prelunet.evaluator.verbs.options.shared import GpusOption, ModelOption, ProtocolOption, estimate_run_memory
+from prelunet.evaluator.verbs.options.shared import GpusOption, ModelOption, ProtocolOption
 
 HEADERS = ("stage", "threads", "seconds", "ms/image", "share of time")
 

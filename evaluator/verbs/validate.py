@@ -8,9 +8,7 @@ from typing import Annotated, Any
 
 import typer
 
-from prelunet.evaluator.contract import ClassEntry
-from prelunet.evaluator.datasets import Dataset, DatasetSpec, open_from_spec, parse_class_selection
-from prelunet.evaluator.datasets.dataset import UNLABELLED
+from prelunet.evaluator.datasets import DatasetSpec, parse_class_selection
 from prelunet.evaluator.engine.load import open_sessions
 from prelunet.evaluator.engine.session import Placement
 from prelunet.evaluator.errors import UsageError
@@ -18,18 +16,11 @@ from prelunet.evaluator.protocols import ProtocolOverrides, build_protocol, defa
 from prelunet.evaluator.reporting.report import Report, build_report, error_with_interval
 from prelunet.evaluator.reporting.statistics import TOPS
 from prelunet.evaluator.terminal import echo, report
-from prelunet.evaluator.validation.ray_cluster import MAX_CHUNKS_IN_FLIGHT, Cluster, evaluate_on_ray
-from prelunet.evaluator.validation.run import Run, RunInfo, build_run_info, describe_dataset
-from prelunet.evaluator.validation.validate import validate as evaluate_dataset
+from prelunet.evaluator.validation.evaluate_model import evaluate_model
+from prelunet.evaluator.validation.ray_cluster import Cluster
+from prelunet.evaluator.validation.run import Run
 from prelunet.evaluator.verbs.options.derive import Only, derive_options
-from prelunet.evaluator.verbs.options.shared import (
-    GpusOption,
-    ModelOption,
-    ProtocolOption,
-    estimate_run_memory,
-    report_memory,
-    report_next_command,
-)
+from prelunet.evaluator.verbs.options.shared import GpusOption, ModelOption, ProtocolOption, report_next_command
 
 # What --json prints of the report.
 JSON_FIELDS = ("images", "evaluated", "refused", "top1_error", "top1_interval", "top5_error", "top5_interval")
@@ -95,44 +86,24 @@ def validate(
     part = _shard(shard) if shard is not None else None
     sessions = open_sessions(model, replace(placement, threads=threads), gpus)
     session = sessions[0]
-    entries = session.contract.classes
     evaluation_protocol = build_protocol(
         protocol or default_protocol_name(session.contract), session.contract, overrides
     )
     several = f", on {len(sessions)} GPUs" if len(sessions) > 1 else ""
     report(f"{model.name}: {session.contract.name} on {session.circumstances}{several}")
-    chosen = parse_class_selection(classes, entries) if classes is not None else ()
-    dataset = open_from_spec(replace(data, classes=chosen), entries)
-    info = build_run_info(
-        session, model.name, describe_dataset(dataset), evaluation_protocol, part, memory=placement.memory
-    )
-    _report_dataset(dataset, entries, info)
-    pipelines = MAX_CHUNKS_IN_FLIGHT if cluster is not None else 1
-    need = estimate_run_memory(
-        session, evaluation_protocol, info.chunk, dataset.samples, sessions=len(sessions), pipelines=pipelines
-    )
-    report_memory(need, gpu=session.circumstances.on_gpu)
-    chunk_evaluator = evaluate_on_ray(cluster, session, model, dataset, info, report) if cluster is not None else None
-    finished = evaluate_dataset(
-        sessions, dataset, info, run, fresh=fresh, threads=threads, chunk_evaluator=chunk_evaluator, report=report
+    chosen = parse_class_selection(classes, session.contract.classes) if classes is not None else ()
+    finished = evaluate_model(
+        sessions,
+        model,
+        replace(data, classes=chosen),
+        evaluation_protocol,
+        run,
+        shard=part,
+        cluster=cluster,
+        fresh=fresh,
+        report=report,
     )
     _report_result(finished, run, as_json=as_json)
-
-
-def _report_dataset(dataset: Dataset, classes: tuple[ClassEntry, ...], info: RunInfo) -> None:
-    """Print what the dataset contains and which images will be evaluated."""
-    contents = f"{len(dataset.samples):,} images"
-    if any(sample.label != UNLABELLED for sample in dataset.samples):
-        present = len({sample.label for sample in dataset.samples})
-        contents += f" of {present:,} of the model's {len(classes):,} classes"
-    report(f"{dataset.location}: {contents} ({dataset.layout})")
-    for remark in dataset.remarks:
-        report(remark)
-    if dataset.selection is not None:
-        report(f"selection: {dataset.selection}")
-    if info.shard is not None and info.images:  # an empty one is refused by `evaluate_dataset`
-        first, end = info.span
-        report(f"shard {info.shard[0]}/{info.shard[1]}: images {first + 1:,} to {end:,} in order of name")
 
 
 def _report_result(finished: Run, run: Path, *, as_json: bool) -> None:

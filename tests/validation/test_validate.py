@@ -138,7 +138,7 @@ def test_ctrl_c_keeps_complete_chunks_and_the_same_command_resumes(
     session = FailingSession(
         1, KeyboardInterrupt()
     )  # in the second of three chunks: crops of one size take one call per chunk
-    with pytest.raises(Interrupted, match=r"64 of 150 images are done\. Run the same command to resume"):
+    with pytest.raises(Interrupted, match=r"64 of 150 images are done\. Repeat the same command or call"):
         validated(session, dataset, CENTER, tmp_path / "run")
     said: list[str] = []
     validated(FakeSession(), dataset, CENTER, tmp_path / "run", report=said.append)

@@ -257,7 +257,7 @@ def test_ctrl_c_and_sigterm_end_the_workers_and_keep_what_is_done(
         if chunk == CHUNKS - 2:
             sender.join()  # on a slow machine; the signal must never arrive after the run
 
-    with pytest.raises(Interrupted, match=rf"of {TOTAL} images are done\. Run the same command to resume"):
+    with pytest.raises(Interrupted, match=rf"of {TOTAL} images are done\. Repeat the same command or call"):
         on_cluster(after=send)
     assert lines_in(tmp_path / "run") >= 2 * CHUNK
     assert signal.getsignal(signal.SIGTERM) is on_sigterm

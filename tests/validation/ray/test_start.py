@@ -76,7 +76,7 @@ def test_sigterm_while_ray_starts_keeps_what_is_done_and_shows_how_to_resume(
         starting(lambda: os.kill(os.getpid(), signal.SIGTERM))
         yield from ()
 
-    with pytest.raises(Interrupted, match=rf"0 of {TOTAL} images are done\. Run the same command to resume"):
+    with pytest.raises(Interrupted, match=rf"0 of {TOTAL} images are done\. Repeat the same command or call"):
         validated(session, dataset, cluster_protocol(session), tmp_path / "run", chunk_evaluator=chunk_evaluator)
 
 

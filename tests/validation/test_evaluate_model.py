@@ -1,4 +1,4 @@
-"""The memory that verbs estimate and print before the work begins."""
+"""The memory that an evaluation takes: estimated, limited and reported before the work begins."""
 
 import pytest
 
@@ -9,8 +9,9 @@ from prelunet.evaluator.engine.runtimes import onnx
 from prelunet.evaluator.engine.session import Placement
 from prelunet.evaluator.errors import UsageError
 from prelunet.evaluator.protocols import build_protocol
-from prelunet.evaluator.verbs.options import shared as memory_module
-from prelunet.evaluator.verbs.options.shared import estimate_run_memory, report_memory
+from prelunet.evaluator.terminal import report
+from prelunet.evaluator.validation import evaluate_model as memory_module
+from prelunet.evaluator.validation.evaluate_model import estimate_run_memory, report_memory
 from tests.conftest import ExportedNet
 from tests.helpers.fakes import FakeSession
 
@@ -20,12 +21,12 @@ def test_the_estimate_of_a_run_within_its_limit_is_printed(capsys: pytest.Captur
     protocol = build_protocol("multi-scale", session.contract)
     need = estimate_run_memory(session, protocol, 64)  # type: ignore[arg-type]
     assert need == estimate_memory(session, protocol, 64, None)  # type: ignore[arg-type]
-    report_memory(need)
+    report_memory(need, report)
     printed = capsys.readouterr()
     assert printed.out == "", "stdout holds only the result"
     assert printed.err.splitlines()[0] == f"memory: at most {need}"
     assert "needs more than 320M to decode" in printed.err.splitlines()[1]
-    report_memory(need, gpu=True)
+    report_memory(need, report, gpu=True)
     assert "needs more than 1.00G to decode" in capsys.readouterr().err
 
 
@@ -51,10 +52,10 @@ def test_a_machine_with_less_memory_than_the_estimate_causes_a_warning(
     session = FakeSession()
     need = estimate_run_memory(session, build_protocol("multi-scale", session.contract), 64)  # type: ignore[arg-type]
     monkeypatch.setattr(memory_module, "machine_memory", lambda: need.total - 1)
-    report_memory(need)
+    report_memory(need, report)
     assert "warning: this machine has" in capsys.readouterr().err
     monkeypatch.setattr(memory_module, "machine_memory", lambda: need.total)
-    report_memory(need)
+    report_memory(need, report)
     assert "warning" not in capsys.readouterr().err
 
 

@@ -1,0 +1,115 @@
+"""Evaluate a model on a dataset, as `prelunet validate` does: open the dataset, report what will be done, validate."""
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from prelunet.evaluator.byte_sizes import format_bytes
+from prelunet.evaluator.contract import ClassEntry
+from prelunet.evaluator.datasets import Dataset, DatasetSpec, open_from_spec
+from prelunet.evaluator.datasets.dataset import UNLABELLED, Sample
+from prelunet.evaluator.engine.memory import MemoryEstimate, estimate_memory, require_fits
+from prelunet.evaluator.engine.session import Session
+from prelunet.evaluator.imaging.decode import max_decode_bytes
+from prelunet.evaluator.imaging.decode_memory import decode_semaphore
+from prelunet.evaluator.machine import machine_memory
+from prelunet.evaluator.protocols import EvaluationProtocol
+from prelunet.evaluator.validation.pipeline import decoding_threads
+from prelunet.evaluator.validation.ray_cluster import MAX_CHUNKS_IN_FLIGHT, Cluster, evaluate_on_ray
+from prelunet.evaluator.validation.run import Run, RunInfo, build_run_info, describe_dataset
+from prelunet.evaluator.validation.validate import validate
+
+
+def evaluate_model(  # noqa: PLR0913 - one argument per option
+    sessions: Sequence[Session],
+    model: Path,
+    data: DatasetSpec,
+    protocol: EvaluationProtocol,
+    folder: Path,
+    *,
+    shard: tuple[int, int] | None = None,
+    cluster: Cluster | None = None,
+    fresh: bool = False,
+    report: Callable[[str], None],
+) -> Run:
+    """Evaluate a model on a dataset, or resume an earlier call with the same arguments, and return the finished run.
+
+    sessions: of the model, which share the work; model: its file; folder: of the run, created if missing;
+    shard: number (from 1) and count of the parts, None for the whole dataset; cluster: evaluates instead of the
+    sessions; fresh: start over; report: receives sentences on the dataset, the memory and where the run starts.
+    Raises UsageError if the run needs more than a session's memory limit, and otherwise as `open_from_spec` and
+    `validate` do.
+    """
+    session = sessions[0]
+    dataset = open_from_spec(data, session.contract.classes)
+    memory, threads = session.placement.memory, session.placement.threads
+    info = build_run_info(session, model.name, describe_dataset(dataset), protocol, shard, memory=memory)
+    _report_dataset(dataset, session.contract.classes, info, report)
+    pipelines = MAX_CHUNKS_IN_FLIGHT if cluster is not None else 1
+    need = estimate_run_memory(
+        session, protocol, info.chunk, dataset.samples, sessions=len(sessions), pipelines=pipelines
+    )
+    report_memory(need, report, gpu=session.circumstances.on_gpu)
+    chunk_evaluator = evaluate_on_ray(cluster, session, model, dataset, info, report) if cluster is not None else None
+    return validate(
+        sessions, dataset, info, folder, fresh=fresh, threads=threads, chunk_evaluator=chunk_evaluator, report=report
+    )
+
+
+def _report_dataset(
+    dataset: Dataset, classes: tuple[ClassEntry, ...], info: RunInfo, report: Callable[[str], None]
+) -> None:
+    """Report what the dataset contains and which images will be evaluated."""
+    contents = f"{len(dataset.samples):,} images"
+    if any(sample.label != UNLABELLED for sample in dataset.samples):
+        present = len({sample.label for sample in dataset.samples})
+        contents += f" of {present:,} of the model's {len(classes):,} classes"
+    report(f"{dataset.location}: {contents} ({dataset.layout})")
+    for remark in dataset.remarks:
+        report(remark)
+    if dataset.selection is not None:
+        report(f"selection: {dataset.selection}")
+    if info.shard is not None and info.images:  # an empty one is refused by `validate`
+        first, end = info.span
+        report(f"shard {info.shard[0]}/{info.shard[1]}: images {first + 1:,} to {end:,} in order of name")
+
+
+def estimate_run_memory(
+    session: Session,
+    protocol: EvaluationProtocol,
+    chunk: int,
+    samples: Sequence[Sample] = (),
+    *,
+    sessions: int = 1,
+    pipelines: int = 1,
+) -> MemoryEstimate:
+    """Estimate the peak main memory of a run.
+
+    chunk: images per chunk; samples: all images of the dataset; sessions: number of sessions like this one in the
+    process; pipelines: number of pipelines that each session serves.
+    Raises UsageError if the estimate exceeds `--memory-limit`.
+    """
+    readers = pipelines * decoding_threads(session.placement.threads)
+    workload = {
+        "sessions": sessions,
+        "pipelines": pipelines,
+        "images": len(samples),
+        "encoded": readers * max((sample.size for sample in samples), default=0),
+    }
+    if (limit := session.placement.memory) is None:
+        return estimate_memory(session, protocol, chunk, None, **workload)
+    return require_fits(session, protocol, chunk, limit, **workload)
+
+
+def report_memory(need: MemoryEstimate, report: Callable[[str], None], *, gpu: bool = False) -> None:
+    """Report the estimated peak memory, and a warning if the machine has less."""
+    decode_capacity = decode_semaphore(gpu=gpu).capacity
+    report(f"memory: at most {need}")
+    report(
+        f"memory: an image that needs more than {format_bytes(decode_capacity)} to decode (docs/performance.md) is "
+        f"decoded alone and takes up to {format_bytes(max_decode_bytes() - decode_capacity)} more"
+    )
+    if need.total > (available := machine_memory()):
+        report(
+            f"warning: this machine has only {format_bytes(available)}, too little for images as elongated as the "
+            "protocol allows. Give --memory-limit or smaller --scales"
+        )
