@@ -1,7 +1,8 @@
 """compare.html: one self-contained page, built from compare.json and the flipped images."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+from html import escape
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,7 @@ from prelunet.evaluator.reporting.compare import (
 )
 from prelunet.evaluator.reporting.compare_charts import change_of, difference_chart
 from prelunet.evaluator.reporting.gallery import Gallery, build_galleries, choose_mistakes
-from prelunet.evaluator.reporting.html import json_bytes, render_html
+from prelunet.evaluator.reporting.html import json_bytes, notebook_link, render_html, signed
 from prelunet.evaluator.reporting.report import describe_protocol, short_provider
 from prelunet.evaluator.reporting.report_page import REPORT_FOLDER
 from prelunet.evaluator.reporting.statistics import NO_MACRO_INTERVAL
@@ -142,10 +143,68 @@ def _axis_limit(comparison: Mapping[str, Any]) -> float:
 class WrittenComparison:
     """A comparison and its files."""
 
-    comparison: Comparison
+    comparison: Comparison = field(repr=False)
     json: Path
     csv: Path
     html: Path
+
+    def __str__(self) -> str:
+        """Return the main result and the paths of the files, in lines."""
+        return "\n".join([*_summary(self.comparison), "", f"{self.html}, {self.json.name}, {self.csv.name}"])
+
+    def _repr_html_(self) -> str:
+        text = "\n".join(_summary(self.comparison))
+        return f"<pre>{escape(text)}</pre>{notebook_link(self.html)}"
+
+
+def _summary(comparison: Comparison) -> list[str]:
+    """Return the lines of the main result."""
+    lines = [_run_line(comparison, "a", "A, the baseline"), _run_line(comparison, "b", "B")]
+    left_out = comparison["images"] - comparison["evaluated"]
+    only = comparison["dataset"]["selection"]
+    lines.append(
+        f"{comparison['evaluated']:,} of {comparison['images']:,} images evaluated in both"
+        + (f" (only {only})" if only else "")
+        + (f"; {left_out:,} refused in A or B and left out" if left_out else "")
+    )
+    if remark := protocol_remark(comparison):
+        lines.append(remark)
+    for key in METRICS:
+        lines += ["", *_metric_lines(comparison, key)]
+    return lines
+
+
+def _run_line(comparison: Comparison, side: str, name: str) -> str:
+    run = comparison[side]
+    errors = " ".join(
+        f"top-{k} {run[f'{key}_error']:.2f} %" for key, k in METRICS.items() if run[f"{key}_error"] is not None
+    )
+    protocol = run["protocol"]
+    views = f"{protocol['name']} ({describe_protocol(protocol)})"
+    on = {}
+    for key in ("a", "b"):
+        circumstances = comparison[key]["circumstances"]
+        on[key] = f"{short_provider(circumstances)} {circumstances['precision']}"
+    where = f", {on[side]}" if on["a"] != on["b"] else ""
+    return f"{name}: {run['model']['file']} ({run['model']['architecture']}), {views}{where}  {errors}".rstrip()
+
+
+def _metric_lines(comparison: Comparison, key: str) -> list[str]:
+    """Return the lines on one metric: the better run, the difference, its significance, and how many classes moved."""
+    found, title = comparison[key], f"top-{METRICS[key]}"
+    if found["difference"] is None:
+        return [f"{title}: {judgment(found)}"]
+    low, high = found["interval"]
+    significant = found["classes_improved_that_stand"] + found["classes_worse_that_stand"]
+    return [
+        f"{title}: {judgment(found)}: {signed(found['difference'], minus='-')} points of error, "
+        f"95 % interval {signed(low, minus='-')} to {signed(high, minus='-')}",
+        f"  images: {found['only_a_wrong']:,} wrong in A only, {found['only_b_wrong']:,} wrong in B only; "
+        f"McNemar {format_p_value(found['p'])}",
+        f"  classes: {found['classes_improved']:,} improved, {found['classes_unchanged']:,} unchanged, "
+        f"{found['classes_worse']:,} worse; {significant:,} of these differences are significant at the 5 % level "
+        "(Benjamini-Hochberg)",
+    ]
 
 
 def write_comparison(a: Path, b: Path, *, out: Path | None = None, data: Path | None = None) -> WrittenComparison:

@@ -5,12 +5,17 @@ security policy of each page blocks all loads.
 """
 
 import json
+import os
 import re
 from functools import cache
+from html import escape
 from importlib import resources
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
+from urllib.parse import quote
 
 from prelunet.evaluator.reporting.charts import Spec
+from prelunet.evaluator.terminal import escape_unprintable
 
 if TYPE_CHECKING:
     import jinja2
@@ -106,3 +111,9 @@ def signed(value: float, digits: int = 2, minus: str = "−") -> str:
     if not float(text):
         return text
     return f"{minus if value < 0 else '+'}{text}"
+
+
+def notebook_link(page: Path) -> str:
+    """Return a link to a page for notebooks, relative if the path is: they open no file by its absolute path."""
+    href = page.as_uri() if page.is_absolute() else quote(os.fsencode(page))
+    return f'<p><a href="{escape(href)}" target="_blank">{escape(escape_unprintable(str(page)))}</a></p>'

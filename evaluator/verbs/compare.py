@@ -7,10 +7,9 @@ from typing import Annotated, Literal
 import typer
 
 from prelunet.evaluator.errors import CheckFailed, UsageError
-from prelunet.evaluator.reporting.compare import METRICS, Comparison, format_p_value, judgment
-from prelunet.evaluator.reporting.compare_page import WrittenComparison, protocol_remark, write_comparison
-from prelunet.evaluator.reporting.html import json_bytes, signed
-from prelunet.evaluator.reporting.report import describe_protocol, short_provider
+from prelunet.evaluator.reporting.compare import METRICS, Comparison
+from prelunet.evaluator.reporting.compare_page import write_comparison
+from prelunet.evaluator.reporting.html import json_bytes
 from prelunet.evaluator.terminal import echo, report
 
 Metric = Literal["top1", "top5", "both"]
@@ -54,7 +53,7 @@ def compare(
     if fail_if_worse is not None and not math.isfinite(fail_if_worse):
         raise UsageError(f"--fail-if-worse {fail_if_worse}: give a number of points, e.g. --fail-if-worse 0.5")
     written = write_comparison(a, b, out=out, data=data)
-    echo(json_bytes(written.comparison).decode("ascii") if as_json else summary(written), end="")
+    echo(json_bytes(written.comparison).decode("ascii") if as_json else f"{written}\n", end="")
     if refused := written.comparison["refused_by_b_only"]:
         report(
             f"warning: B refused {refused:,} image{'s' if refused > 1 else ''} that A evaluated. Both errors leave "
@@ -90,55 +89,3 @@ def _regression(comparison: Comparison, key: str, points: float) -> str | None:
             f"({comparison['refused_by_b_only']:,}) as wrong in B; {found['difference']:+g} without them"
         )
     return None
-
-
-def summary(written: WrittenComparison) -> str:
-    """Return the main result and the paths of the files."""
-    comparison = written.comparison
-    lines = [_run(comparison, "a", "A, the baseline"), _run(comparison, "b", "B")]
-    left_out = comparison["images"] - comparison["evaluated"]
-    only = comparison["dataset"]["selection"]
-    lines.append(
-        f"{comparison['evaluated']:,} of {comparison['images']:,} images evaluated in both"
-        + (f" (only {only})" if only else "")
-        + (f"; {left_out:,} refused in A or B and left out" if left_out else "")
-    )
-    if remark := protocol_remark(comparison):
-        lines.append(remark)
-    for key in METRICS:
-        lines += ["", *_metric(comparison, key)]
-    lines += ["", f"{written.html}, {written.json.name}, {written.csv.name}"]
-    return "\n".join(lines) + "\n"
-
-
-def _run(comparison: Comparison, side: str, name: str) -> str:
-    run = comparison[side]
-    errors = " ".join(
-        f"top-{k} {run[f'{key}_error']:.2f} %" for key, k in METRICS.items() if run[f"{key}_error"] is not None
-    )
-    protocol = run["protocol"]
-    views = f"{protocol['name']} ({describe_protocol(protocol)})"
-    on = {}
-    for key in ("a", "b"):
-        circumstances = comparison[key]["circumstances"]
-        on[key] = f"{short_provider(circumstances)} {circumstances['precision']}"
-    where = f", {on[side]}" if on["a"] != on["b"] else ""
-    return f"{name}: {run['model']['file']} ({run['model']['architecture']}), {views}{where}  {errors}".rstrip()
-
-
-def _metric(comparison: Comparison, key: str) -> list[str]:
-    """Return the lines on one metric: the better run, the difference, its significance, and how many classes moved."""
-    found, title = comparison[key], f"top-{METRICS[key]}"
-    if found["difference"] is None:
-        return [f"{title}: {judgment(found)}"]
-    low, high = found["interval"]
-    significant = found["classes_improved_that_stand"] + found["classes_worse_that_stand"]
-    return [
-        f"{title}: {judgment(found)}: {signed(found['difference'], minus='-')} points of error, "
-        f"95 % interval {signed(low, minus='-')} to {signed(high, minus='-')}",
-        f"  images: {found['only_a_wrong']:,} wrong in A only, {found['only_b_wrong']:,} wrong in B only; "
-        f"McNemar {format_p_value(found['p'])}",
-        f"  classes: {found['classes_improved']:,} improved, {found['classes_unchanged']:,} unchanged, "
-        f"{found['classes_worse']:,} worse; {significant:,} of these differences are significant at the 5 % level "
-        "(Benjamini-Hochberg)",
-    ]
