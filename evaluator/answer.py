@@ -5,6 +5,7 @@
 
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
+from html import escape
 from typing import Any
 
 from prelunet.evaluator.errors import UsageError
@@ -73,6 +74,16 @@ class Answer:
         if self.timings is None:
             del plain["timings"]
         return plain
+
+    def _repr_html_(self) -> str:
+        """Return the best classes as a table with bars, for notebooks. Its colors suit light and dark pages."""
+        bar = "<td style='width:12em'><div style='background:#4a86c8;height:0.8em;width:{:.1%}'></div></td>"
+        rows = "".join(
+            f"<tr><td style='text-align:left'>{escape(found.name)}</td><td>{found.score:.1%}</td>"
+            f"{bar.format(found.score)}</tr>"
+            for found in self.predictions
+        )
+        return f"<table>{rows}</table>"
 
 
 def answer_from_json(data: Mapping[str, Any], heatmap: bytes = b"") -> Answer:

@@ -87,6 +87,8 @@ def _from_array(pixels: "npt.NDArray[np.uint8]") -> "Image.Image":
             hint = "; leave out the fourth channel, as in array[..., :3]"
         elif pixels.ndim == 3 and pixels.shape[0] in {1, 3}:
             hint = "; move the channels last, as in array.transpose(1, 2, 0)"
+        elif pixels.ndim == 4:
+            hint = "; give each image by itself, as in list(array)"
         raise ImageError(
             f"the array's shape is {pixels.shape}, but it must be (height, width, 3) for RGB or (height, width) for "
             f"gray{hint}"

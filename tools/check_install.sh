@@ -103,6 +103,11 @@ address=$(grep -o '127\.0\.0\.1:[0-9]*' server.log | head -n 1)
 picture=$(find data -name '*.png' | head -n 1)
 prelunet classify "$picture" --server "$address" --heatmap map.png
 prelunet classify "$picture" --model net0.onnx
+python -c "
+import prelunet
+net = prelunet.load('net0.onnx')
+print(net.classify('$picture'), net.evaluate('data', protocol='multi-scale', output='by-python'))"
+for file in predictions.jsonl report/report.json; do cmp run/$file by-python/$file; done
 test -s map.png -a -s run/report/report.html
 kill -TERM "$server"
 wait "$server"

@@ -12,7 +12,7 @@ callers without threads. `validation.pipeline` overlaps all steps for an endless
 docs/path-of-an-image.md explains the path with an example.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import islice
@@ -97,13 +97,14 @@ class Classification:
 
 def classify_images(
     session: Session,
-    images: Sequence[DecodedImage],
+    images: Iterable[DecodedImage],
     protocol: EvaluationProtocol,
     *,
     keep_windows: bool = False,
 ) -> list[Classification]:
     """Classify decoded images, uint8 (H, W, 3) or Pillow RGB images; their views share batches.
 
+    images: a generator that decodes them needs memory for one of them and the views of all;
     keep_windows: keep each view's window scores, which a heat map needs (0.5 to 2 MB per view at 1000 classes).
     Raises ContractError when the model returns NaN.
     """

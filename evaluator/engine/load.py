@@ -64,13 +64,16 @@ def open_with_placement(
     preallocate: also run the largest batch, because many images will follow; digest: SHA-256 of the file, if known.
 
     Raises ContractError when the file is not ours or too new, EnvironmentFault when the device is unavailable or cannot
-    compute in that precision, UsageError when the file cannot be read or no such device or precision exists.
+    compute in that precision, UsageError when the file cannot be read, no such device or precision exists, or the
+    number of threads is negative.
     """
     for kind, value, choices in (
         ("device", placement.device, Device), ("precision", placement.precision or "fp32", Precision)
     ):  # fmt: skip
         if value not in get_args(choices):
             raise UsageError(f"no {kind} '{value}'. There are: {', '.join(get_args(choices))}")
+    if placement.threads < 0:
+        raise UsageError(f"threads is {placement.threads}: give a number of threads, or 0 for one per core")
     digest = digest or sha256_of(path)
     if placement.device != "auto":
         return _open(path, placement, digest, preallocate=preallocate)

@@ -6,24 +6,18 @@ from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
-from prelunet.evaluator.answer import Answer, resolve_top_k
-from prelunet.evaluator.engine.classify import build_answer, classify_images
-from prelunet.evaluator.engine.heatmap import draw_heat_maps, png_bytes
-from prelunet.evaluator.engine.load import open_session
-from prelunet.evaluator.engine.memory import require_view_fits
-from prelunet.evaluator.engine.session import Device, Placement, Session
+from prelunet.evaluator.answer import Answer
+from prelunet.evaluator.engine.session import Device, Placement
 from prelunet.evaluator.errors import ImageError, UsageError
 from prelunet.evaluator.files import write_atomically
 from prelunet.evaluator.image_input import encoded_image
-from prelunet.evaluator.imaging.decode import decode_image
 from prelunet.evaluator.imaging.limits import DecodeLimits
-from prelunet.evaluator.imaging.resize import panel_picture
-from prelunet.evaluator.machine import machine_memory
-from prelunet.evaluator.protocols import EvaluationProtocol, ProtocolOverrides, build_protocol, default_protocol_name
+from prelunet.evaluator.protocols import ProtocolOverrides
+from prelunet.evaluator.python.net import load
 from prelunet.evaluator.terminal import echo, report
 from prelunet.evaluator.verbs.options.derive import Only, derive_options
 from prelunet.evaluator.verbs.options.shared import OptionalModelOption, ProtocolOption
@@ -71,18 +65,19 @@ def classify(
     """Classify images with a model file or through a server; both give the same answer."""
     if heatmap is not None and len(images) != 1:
         raise UsageError(f"--heatmap draws one image, not {len(images)}. Run the command once for each image")
+    options: dict[str, Any] = {
+        "top_k": top, "heatmap": heatmap is not None, "apply_exif": bool(overrides.apply_exif)
+    }  # fmt: skip
     with ExitStack() as stack:
         if model is not None and server is None:
             if name is not None or timeout is not None:
                 raise UsageError("--name and --timeout require --server; leave them out with --model")
-            session = open_session(model, device or "auto", precision=placement.precision)
-            report(f"{model.name}: {session.contract.name} on {session.circumstances}")
-            name_of_protocol = protocol or default_protocol_name(session.contract)
-            evaluation_protocol = build_protocol(name_of_protocol, session.contract, overrides)
-            number = resolve_top_k(top, len(session.contract.classes))
-            classify_image = _local_classifier(
-                session, model.stem, evaluation_protocol, number, heatmap=heatmap is not None
-            )
+            net = load(model, device or "auto", precision=placement.precision)
+            report(f"{model.name}: {net.session.contract.name} on {net.session.circumstances}")
+
+            def classify_image(data: bytes) -> Answer:
+                return net.classify(data, protocol=protocol, **options).answer
+
         elif server is not None and model is None:
             if device is not None or placement.precision is not None:
                 raise UsageError("--device and --precision require --model: a server chooses them when it starts")
@@ -90,14 +85,7 @@ def classify(
 
             retries = RetryPolicy(restart_timeout=0)  # at a terminal, fail fast if no server is listening
             client = stack.enter_context(Client(server, timeout=timeout or DEFAULT_TIMEOUT, retries=retries))
-            classify_image = partial(
-                client.classify,
-                model=name,
-                protocol=protocol or "",
-                top_k=top,
-                heatmap=heatmap is not None,
-                apply_exif=bool(overrides.apply_exif),
-            )
+            classify_image = partial(client.classify, model=name, protocol=protocol or "", **options)
         else:
             raise UsageError("classify needs either --model MODEL.onnx or --server HOST:PORT")
         _classify_all(images, classify_image, heatmap, as_json=as_json)
@@ -145,22 +133,3 @@ def _lines(file: str, answer: Answer) -> str:
     classes = [f"  {p.score:7.2%}  {name}" for p, name in zip(answer.predictions, names, strict=True)]
     cut = ["  the image is too elongated: only its center was evaluated"] if answer.capped else []
     return "\n".join([file, *classes, *cut])
-
-
-def _local_classifier(
-    session: Session, name: str, protocol: EvaluationProtocol, top: int, *, heatmap: bool
-) -> ClassifyImage:
-    """Return a function that classifies with a local session."""
-
-    def classify_image(data: bytes) -> Answer:
-        image = decode_image(data, apply_exif=protocol.apply_exif)
-        if session.placement.device != "cuda":  # a GPU's runtime reports its own memory
-            require_view_fits(session, protocol, (image.height, image.width), machine_memory())
-        (classified,) = classify_images(session, [image], protocol, keep_windows=heatmap)
-        picture = b""
-        if heatmap:
-            size = image.height, image.width
-            picture = png_bytes(draw_heat_maps(panel_picture(image), size, classified, session.contract, protocol))
-        return build_answer(session, name, protocol, classified, top, picture)
-
-    return classify_image

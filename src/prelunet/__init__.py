@@ -1,6 +1,9 @@
 """Train, export, evaluate and serve PReLU-nets (He et al. 2015).
 
-The client of a prelunet server is here: `from prelunet import Client`. It is loaded when it is first used.
+net = prelunet.load("net.onnx")
+net.classify("photo.jpg")
+
+docs/python.md covers the rest, docs/client.md the client of a server. Each name is loaded when it is first used.
 """
 
 import importlib
@@ -8,10 +11,19 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from prelunet.evaluator.client import AsyncClient, Client
+    from prelunet.evaluator.python.evaluation import compare
+    from prelunet.evaluator.python.net import load
 
     __version__: str
 
-__all__ = ["AsyncClient", "Client", "__version__"]
+__all__ = ["AsyncClient", "Client", "__version__", "compare", "load"]
+
+_MODULES = {
+    "AsyncClient": "prelunet.evaluator.client",
+    "Client": "prelunet.evaluator.client",
+    "compare": "prelunet.evaluator.python.evaluation",
+    "load": "prelunet.evaluator.python.net",
+}
 
 
 def __getattr__(name: str) -> object:
@@ -19,6 +31,6 @@ def __getattr__(name: str) -> object:
         from importlib.metadata import version  # here, because it takes longer to load than the rest of this package
 
         return version("prelunet")
-    if name in __all__:
-        return getattr(importlib.import_module("prelunet.evaluator.client"), name)
+    if name in _MODULES:
+        return getattr(importlib.import_module(_MODULES[name]), name)
     raise AttributeError(f"module 'prelunet' has no attribute {name!r}")

@@ -25,10 +25,10 @@ def test_a_folder_of_the_checkout_cannot_be_imported_beside_the_package(folder: 
     assert done.stderr.splitlines()[-1] == f"ImportError: import prelunet.{folder} instead of {folder}"
 
 
-def test_the_package_gives_the_clients_and_the_version_by_name() -> None:
-    done = run("from prelunet import AsyncClient, Client, __version__; print(AsyncClient, Client, __version__)", "-P")
+def test_the_package_gives_everything_public_by_name() -> None:
+    done = run("from prelunet import *; print(AsyncClient, Client, __version__, compare.__name__, load.__name__)", "-P")
     assert done.returncode == 0, done.stderr
-    assert done.stdout == f"{prelunet.AsyncClient} {prelunet.Client} {prelunet.__version__}\n"
+    assert done.stdout == f"{prelunet.AsyncClient} {prelunet.Client} {prelunet.__version__} compare load\n"
 
 
 def test_importing_the_package_loads_no_library_and_a_wrong_name_is_an_attribute_error() -> None:

@@ -1,0 +1,227 @@
+"""A model file in a Python program: load it, classify images, evaluate a dataset.
+
+What only an evaluation needs is imported by `Net.evaluate`, so that the first answer comes soon.
+"""
+
+import io
+import logging
+import os
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, overload
+
+from PIL import Image
+
+from prelunet.evaluator.answer import Answer, ClassScore, resolve_top_k
+from prelunet.evaluator.contract import ClassEntry
+from prelunet.evaluator.engine.classify import build_answer, classify_images
+from prelunet.evaluator.engine.heatmap import draw_heat_maps, png_bytes
+from prelunet.evaluator.engine.load import open_session
+from prelunet.evaluator.engine.memory import portion_size, require_view_fits
+from prelunet.evaluator.engine.session import Device, Precision, Session
+from prelunet.evaluator.errors import ImageError, UsageError
+from prelunet.evaluator.image_input import ImageInput, encoded_image, is_image
+from prelunet.evaluator.imaging.decode import decode_image
+from prelunet.evaluator.imaging.limits import DecodeLimits
+from prelunet.evaluator.imaging.resize import panel_picture
+from prelunet.evaluator.machine import machine_memory
+from prelunet.evaluator.protocols import EvaluationProtocol, ProtocolOverrides, build_protocol, default_protocol_name
+from prelunet.evaluator.terminal import escape_unprintable
+
+if TYPE_CHECKING:
+    from prelunet.evaluator.python.evaluation import Evaluation
+
+log = logging.getLogger(__name__)
+
+_IMAGES_TOGETHER = 64  # at most, of a list: their views share batches
+_PNG_LIMITS = DecodeLimits(max_bytes=2**29)  # for pixels: the PNG of a photo is several times as large as its JPEG
+
+
+def load(
+    path: str | os.PathLike[str], device: Device = "auto", *, precision: Precision | None = None, threads: int = 0
+) -> "Net":
+    """Load a model file that `prelunet export` or `prelunet adopt` wrote.
+
+    device: `cpu`, `openvino`, `cuda`, or `auto`: CUDA if available, else cpu; precision: to compute in, None for the
+    file's if the device supports it, else fp32; threads: for the model and for decoding, 0 for one per core.
+    Raises UsageError if the file cannot be read or no such device or precision exists, ContractError if it is not a
+    model file, EnvironmentFault if the device or its runtime is unavailable.
+    """
+    return Net(open_session(Path(path), device, precision=precision, threads=threads), Path(path))
+
+
+class Net:
+    """A loaded model. Threads may share it. session: what runs it; path: of its file."""
+
+    def __init__(self, session: Session, path: Path) -> None:
+        self.session = session
+        self.path = path
+
+    def __repr__(self) -> str:
+        contract = self.session.contract
+        name = escape_unprintable(f"{self.path.name}: {contract.name}")
+        return f"<Net {name}, {len(contract.classes):,} classes, on {self.session.circumstances}>"
+
+    @property
+    def classes(self) -> tuple[ClassEntry, ...]:
+        """Return the classes, each with `wnid` and `name`, in the order of their indices."""
+        return self.session.contract.classes
+
+    @overload
+    def classify(  # type: ignore[overload-overlap]  # str and bytes are sequences too, but of no images
+        self,
+        image: ImageInput,
+        *,
+        protocol: str | None = None,
+        top_k: int | None = None,
+        heatmap: bool = False,
+        apply_exif: bool = False,
+    ) -> "Classified": ...
+    @overload
+    def classify(
+        self,
+        image: Sequence[ImageInput],
+        *,
+        protocol: str | None = None,
+        top_k: int | None = None,
+        heatmap: bool = False,
+        apply_exif: bool = False,
+    ) -> "list[Classified]": ...
+    def classify(
+        self,
+        image: Any,
+        *,
+        protocol: str | None = None,
+        top_k: int | None = None,
+        heatmap: bool = False,
+        apply_exif: bool = False,
+    ) -> "Classified | list[Classified]":
+        """Classify an image, or each image of a list; the views of a list's images share batches.
+
+        image: path of an image file, its bytes, a Pillow image, or an array: uint8 (H, W, 3), RGB, or (H, W), gray;
+        protocol: name, None for the model's default; top_k: 1 to the number of classes, None for 5, or all if fewer;
+        heatmap: draw the heat maps at once, for which images are computed one by one; apply_exif: apply EXIF
+        orientation.
+        Raises ImageError for an image that cannot be used, in a list with its index, and UsageError for an object that
+        is no image, for another argument that the model does not support, and for a view too large for this machine.
+        """
+        evaluation_protocol = self._protocol(protocol, apply_exif=apply_exif)
+        top = resolve_top_k(top_k, len(self.classes))
+        if is_image(image) or not isinstance(image, Sequence):
+            return self._classify({"": image}, evaluation_protocol, top, heatmap=heatmap)[0]
+        together = portion_size(evaluation_protocol, _IMAGES_TOGETHER, None, gpu=self.session.circumstances.on_gpu)
+        results: list[Classified] = []
+        for start in range(0, len(image), together):
+            portion = {f"images[{start + n}]: ": each for n, each in enumerate(image[start : start + together])}
+            results += self._classify(portion, evaluation_protocol, top, heatmap=heatmap)
+        return results
+
+    def evaluate(
+        self,
+        data: str | os.PathLike[str],
+        *,
+        protocol: str | None = None,
+        output: str | os.PathLike[str] | None = None,
+        labels: str | os.PathLike[str] | None = None,
+        limit: int | None = None,
+        classes: str | Sequence[str] | None = None,
+        apply_exif: bool = False,
+        fresh: bool = False,
+    ) -> "Evaluation":
+        """Evaluate the model on a dataset and write the report, as `prelunet validate` and `prelunet report` do.
+
+        Each argument is an option of `prelunet validate`, which has some more.
+        data: folder, .tar, .tar.gz or .zip of images (docs/datasets.md); protocol: name, None for the model's default;
+        output: folder of the run, created, or resumed if it holds this run; None for runs/MODEL-DATA-PROTOCOL in the
+        current folder; labels: of flat images, a list or the ILSVRC devkit; limit: evaluate only this many images,
+        evenly spaced; classes: evaluate only these wnids, or those that a file lists; fresh: delete the existing run
+        and start over.
+        Raises Interrupted on Ctrl-C: what is done is saved, and the same call resumes. Raises DatasetError if the
+        dataset does not fit the model, RunFolderError if the folder holds anything else, EnvironmentFault or OSError if
+        it cannot be written.
+        """
+        from prelunet.evaluator.datasets import DatasetSpec, parse_class_selection
+        from prelunet.evaluator.python.evaluation import write_evaluation
+        from prelunet.evaluator.validation.evaluate_model import evaluate_model
+
+        path, evaluation_protocol = Path(data), self._protocol(protocol, apply_exif=apply_exif)
+        default = Path("runs", f"{self.path.stem}-{path.resolve().stem}-{evaluation_protocol.name}")
+        folder = default if output is None else Path(output)
+        if classes is not None:
+            classes = parse_class_selection(classes if isinstance(classes, str) else ",".join(classes), self.classes)
+        spec = DatasetSpec(path, None if labels is None else Path(labels), limit=limit, classes=classes or ())
+        evaluate_model([self.session], self.path, spec, evaluation_protocol, folder, fresh=fresh, report=log.info)
+        return write_evaluation(folder)
+
+    def _protocol(self, name: str | None, *, apply_exif: bool) -> EvaluationProtocol:
+        contract = self.session.contract
+        overrides = ProtocolOverrides(apply_exif=apply_exif)
+        return build_protocol(name or default_protocol_name(contract), contract, overrides)
+
+    def _classify(
+        self, images: Mapping[str, ImageInput], protocol: EvaluationProtocol, top: int, *, heatmap: bool
+    ) -> "list[Classified]":
+        """Classify images together. images: by their place in the caller's list, for errors."""
+        draw = [partial(self._draw, place, image, protocol, top) for place, image in images.items()]
+        if heatmap:
+            return [Classified(each(), each) for each in draw]
+        decoded = (self._decode(place, image, protocol) for place, image in images.items())  # one at a time in memory
+        return [
+            Classified(build_answer(self.session, self.path.stem, protocol, classified, top), each)
+            for classified, each in zip(classify_images(self.session, decoded, protocol), draw, strict=True)
+        ]
+
+    def _draw(self, place: str, image: ImageInput, protocol: EvaluationProtocol, top: int) -> Answer:
+        """Classify one image and draw its heat maps."""
+        decoded = self._decode(place, image, protocol)
+        (classified,) = classify_images(self.session, [decoded], protocol, keep_windows=True)
+        picture, size = panel_picture(decoded), (decoded.height, decoded.width)
+        heat_maps = png_bytes(draw_heat_maps(picture, size, classified, self.session.contract, protocol))
+        return build_answer(self.session, self.path.stem, protocol, classified, top, heat_maps)
+
+    def _decode(self, place: str, image: ImageInput, protocol: EvaluationProtocol) -> Image.Image:
+        limits = DecodeLimits() if isinstance(image, bytes | str | os.PathLike) else _PNG_LIMITS
+        try:
+            data = encoded_image(image)  # its errors name the path
+            if isinstance(image, str | os.PathLike):
+                place += f"{os.fsdecode(image)}: "
+            decoded = decode_image(data, limits, apply_exif=protocol.apply_exif)
+        except (ImageError, UsageError) as error:
+            error.args = (f"{place}{error}",)
+            raise
+        if self.session.placement.device != "cuda":  # a GPU's runtime reports its own memory
+            require_view_fits(self.session, protocol, (decoded.height, decoded.width), machine_memory())
+        return decoded
+
+
+@dataclass(frozen=True, repr=False)
+class Classified:
+    """The answer for one image. It holds what was passed as the image (a path, or a reference to the pixels).
+
+    answer: the same as a server's, with protocol, views and circumstances.
+    """
+
+    answer: Answer
+    _draw: Callable[[], Answer] = field(compare=False)
+
+    def __repr__(self) -> str:
+        found = ", ".join(f"{prediction.name} {prediction.score:.1%}" for prediction in self.predictions)
+        return escape_unprintable(f"<Classified: {found}>")
+
+    @property
+    def predictions(self) -> tuple[ClassScore, ...]:
+        """Return the best classes, best first, each with `class_index`, `wnid`, `name` and `score`, 0 to 1."""
+        return self.answer.predictions
+
+    def heatmap(self) -> Image.Image:
+        """Return the image beside maps of where each of its five best classes is seen.
+
+        Unless `classify` has drawn it, the image is read and classified again, and the scores of all windows are in
+        memory meanwhile: 0.5 to 2 MB per view at 1000 classes. Raises as `Net.classify` does.
+        """
+        return Image.open(io.BytesIO(self.answer.heatmap or self._draw().heatmap))
+
+    def _repr_html_(self) -> str:
+        return self.answer._repr_html_()
