@@ -1,7 +1,7 @@
 """The contract's graph around a foreign net: preprocessing before its input, the four outputs after its output.
 
-The added operators have the same meaning in every opset from 7, so that the net keeps its opset and operators. All
-names of the net get a prefix, because its tensors may also be called `images` or `logits`.
+The added operators exist in every opset from 7, so that the net keeps its opset and operators. All names of the net
+get a prefix, because its tensors may also be called `images` or `logits`.
 """
 
 from collections.abc import Mapping
@@ -11,7 +11,7 @@ from onnx import GraphProto, ModelProto, NodeProto, TensorProto, helper
 
 from prelunet.evaluator.contract import ModelContract
 from prelunet.export.foreign.dense import WINDOWS, Head
-from prelunet.export.foreign.read_net import NetInterface
+from prelunet.export.foreign.read_net import NetInterface, opset_of
 from prelunet.export.onnx_graph import IR_VERSION, GraphBuilder, build_file, contract_graph
 from prelunet.training.importing.preprocessing import Preprocessing
 
@@ -91,7 +91,7 @@ def wrap_net(
         _one_window(outer, rows, interface.crop, classes)
         graph = contract_graph(outer, classes, canvas=(contract.crop, contract.crop), grid=(1, 1))
     else:
-        _averages(outer, rows, head, classes)
+        _averages(outer, rows, head, classes, opset_of(net))
         graph = contract_graph(outer, classes, canvas=("H", "W"), grid=("Gh", "Gw"))
     if not one_by_one:
         graph.sparse_initializer.extend(net.graph.sparse_initializer)
@@ -175,17 +175,17 @@ def _one_window(outer: GraphBuilder, rows: Mapping[str, str], crop: int, classes
     outer.node("Div", ["sizes", outer.constant("crop", np.array(crop, np.int64))], "windows")
 
 
-def _averages(outer: GraphBuilder, rows: Mapping[str, str], head: Head, classes: int) -> None:
+def _averages(outer: GraphBuilder, rows: Mapping[str, str], head: Head, classes: int, opset: int) -> None:
     """Add the four outputs of a net whose rows are windows."""
+    axes = np.array([1, 2], np.int64)  # of the grid; an input since opset 18
+    inputs, attributes = ([outer.constant("axes", axes)], {}) if opset >= 18 else ([], {"axes": axes.tolist()})
     # The shape (N, rows, columns, K) is taken from a tensor that has it: computed as numbers, it would leave the GPU.
     cell = outer.node("Gather", [_prefixed(WINDOWS), outer.constant("cell", np.array([0], np.int64))], "cells", axis=3)
     repeats = outer.constant("repeats", np.array([1, 1, 1, classes], np.int64))
     grid = outer.node("Shape", [outer.node("Tile", [cell, repeats], "cells.tiled")], "grid")
-    table = outer.constant("means.table", np.array([-1, classes], np.int64))
     for name, values in rows.items():
         windows = outer.node("Reshape", [values, grid], "window_scores" if name == "scores" else "window_logits")
-        planes = outer.node("Transpose", [windows], f"{name}.planes", perm=[0, 3, 1, 2])
-        outer.node("Reshape", [outer.node("GlobalAveragePool", [planes], f"{name}.mean"), table], name)
+        outer.node("ReduceMean", [windows, *inputs], name, keepdims=0, **attributes)
     layer = head.trunk
     offset = 2 * layer.pad - layer.kernel + layer.stride * (2 - head.window)
     shifted = outer.node("Add", ["sizes", outer.constant("offset", np.array(offset, np.int64))], "sizes.shifted")

@@ -19,7 +19,7 @@ from pathlib import Path
 
 import onnx
 
-from model_variants import build, variants, with_copies, without_kernel
+from model_variants import adopted_dense, build, variants, with_copies, without_kernel
 from verdict import Verdict, judge
 
 HERE = Path(__file__).resolve().parent
@@ -65,17 +65,18 @@ def check_controls(placement: PlacementChecker) -> bool:
 
 
 def check_variants(placement: PlacementChecker, nets: str, *, whole: bool) -> list[str]:
-    """Place every variant of the nets, print a row for each, and return those that failed."""
+    """Place every variant of the nets, and an adopted one, print a row for each, and return those that failed."""
     print(f"{'':28} nodes  convs  transposes  kernels  uploads  seconds")
     failed = []
-    for variant in variants(nets):
+    builders = {str(variant): partial(build, variant, whole=whole) for variant in variants(nets)}
+    for variant, builder in {**builders, "adopted, dense": adopted_dense}.items():
         start = time.monotonic()
-        verdict = placement.place(partial(build, variant, whole=whole), run=True)
+        verdict = placement.place(builder, run=True)
         counts = f"{verdict.nodes:5}  {verdict.convolutions:5}  {verdict.transposes:10}  {verdict.kernels:7}"
-        print(f"{variant!s:28} {counts}  {verdict.uploads:7}  {time.monotonic() - start:7.1f}", flush=True)
+        print(f"{variant:28} {counts}  {verdict.uploads:7}  {time.monotonic() - start:7.1f}", flush=True)
         for fault in verdict.faults:
             print(f"  FAULT: {fault}", flush=True)
-        failed += [str(variant)] if verdict.faults else []
+        failed += [variant] if verdict.faults else []
     return failed
 
 

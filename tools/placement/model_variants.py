@@ -1,20 +1,25 @@
-"""The models of the placement check: every kind that `prelunet export` writes, and two graphs with a fault.
+"""The models of the placement check: every kind that prelunet writes, and two graphs with a fault.
 
 Weights do not affect placement, so they are one number repeated. The trunk has its real widths.
 """
 
+import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from itertools import product
+from pathlib import Path
 from typing import get_args
 
 import numpy as np
-from onnx import ModelProto, TensorProto, helper
+import onnx
+from onnx import ModelProto, TensorProto, helper, numpy_helper
 
 from prelunet.evaluator.architectures import architecture, parameter_shapes
 from prelunet.evaluator.contract import Canvas, ClassEntry, FilePrecision, MeanKind
 from prelunet.export.dense.build import build_contract, build_model
+from prelunet.export.foreign.adopt import AdoptOptions, adopt
 from prelunet.export.onnx_graph import IR_VERSION, OPSET
+from prelunet.training.importing.preprocessing import PRESETS
 
 CLASSES = 1000
 NARROW = 64  # neurons of fc1 and fc2, which make up most of a file but only change the size of a product
@@ -55,6 +60,25 @@ def build(variant: Variant, *, whole: bool = False) -> ModelProto:
         net, classes, variant.canvas, variant.precision, mean_kind=variant.mean_kind, checkpoint_sha256="0" * 64
     )
     return build_model(net, {name: np.broadcast_to(WEIGHT, shapes[name]) for name in shapes}, mean, contract, "0")
+
+
+def adopted_dense() -> ModelProto:
+    """Build the model of a small third-party net by `prelunet adopt --dense`."""
+    weights = {"kernels": (8, 3, 3, 3), "matrix": (CLASSES, 8)}
+    constants = [numpy_helper.from_array(np.full(shape, WEIGHT), name) for name, shape in weights.items()]
+    nodes = [
+        helper.make_node("Conv", ["x", "kernels"], ["cells"], strides=[2, 2], pads=[1, 1, 1, 1]),
+        helper.make_node("GlobalAveragePool", ["cells"], ["pooled"]),
+        helper.make_node("Flatten", ["pooled"], ["features"]),
+        helper.make_node("Gemm", ["features", "matrix"], ["y"], transB=1),
+    ]
+    images = helper.make_tensor_value_info("x", TensorProto.FLOAT, ["N", 3, 224, 224])
+    logits = helper.make_tensor_value_info("y", TensorProto.FLOAT, ["N", CLASSES])
+    with tempfile.TemporaryDirectory() as folder:
+        source, output = Path(folder) / "net.onnx", Path(folder) / "dense.onnx"
+        onnx.save(_model(nodes, [images], [logits], constants), source)
+        adopt(source, output, Path("imagenet-1k"), AdoptOptions(PRESETS["torchvision"], dense=True))
+        return onnx.load(output)
 
 
 def without_kernel() -> ModelProto:

@@ -55,13 +55,15 @@ def test_every_window_has_the_scores_of_the_net_on_its_part_of_the_feature_map(
 
 
 @pytest.mark.parametrize("exporter", EXPORTERS)
-def test_a_net_exported_for_any_batch_and_size_becomes_dense(tmp_path: Path, exporter: Exporter) -> None:
+def test_a_net_exported_for_any_batch_and_size_or_an_old_opset_becomes_dense(
+    tmp_path: Path, exporter: Exporter
+) -> None:
     net = convnet("resnet")
     dimensions = {0: "N", 2: "H", 3: "W"}
     if exporter == "dynamo":
         free: dict[str, Any] = {"dynamic_shapes": (dict.fromkeys(dimensions, torch.export.Dim.DYNAMIC),)}
     else:
-        free = {"dynamic_axes": {"x": dimensions, "y": {0: "N"}}}
+        free = {"dynamic_axes": {"x": dimensions, "y": {0: "N"}}, "opset_version": 13}
     path = export(net, tmp_path / "net.onnx", exporter, **free)
     session, _ = adopted(tmp_path, path, crop=CROP, dense=True)
     pixels = np.stack([golden_image(66, 71), 255 - golden_image(66, 71)])
