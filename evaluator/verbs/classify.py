@@ -16,7 +16,7 @@ from prelunet.evaluator.errors import ImageError, UsageError
 from prelunet.evaluator.files import write_atomically
 from prelunet.evaluator.image_input import encoded_image
 from prelunet.evaluator.imaging.limits import DecodeLimits
-from prelunet.evaluator.protocols import ProtocolOverrides
+from prelunet.evaluator.protocols import ProtocolOverrides, build_protocol, default_protocol_name
 from prelunet.evaluator.python.net import load
 from prelunet.evaluator.terminal import echo, report
 from prelunet.evaluator.verbs.options.derive import Only, derive_options
@@ -30,7 +30,12 @@ ClassifyImage = Callable[[bytes], Answer]  # of an encoded image
 @derive_options
 def classify(
     *,
-    images: Annotated[list[str], typer.Argument(help="Image files; - reads one from stdin.", metavar="IMAGE...")],
+    images: Annotated[
+        list[str],
+        typer.Argument(
+            help="Image files; - reads one from stdin. With --csv: one folder or archive.", metavar="IMAGE..."
+        ),
+    ],
     model: OptionalModelOption = None,
     server: Annotated[str | None, typer.Option(help="HOST:PORT of a running `prelunet serve`.")] = None,
     name: Annotated[
@@ -58,11 +63,22 @@ def classify(
         float | None,
         typer.Option(min=0.001, help="Timeout of a server's answer, in seconds.", show_default=f"{DEFAULT_TIMEOUT:g}"),
     ] = None,
+    csv: Annotated[
+        Path | None,
+        typer.Option(help="CSV file to write: the top classes of each image of a folder or archive, without labels."),
+    ] = None,
     as_json: Annotated[
         bool, typer.Option("--json", help="Print one JSON object per line, one for each image.")
     ] = False,
 ) -> None:
-    """Classify images with a model file or through a server; both give the same answer."""
+    """Classify images with a model file or through a server; both give the same answer.
+
+    With --csv, all images of a folder, with progress; after an interruption the same command resumes.
+    """
+    if csv is not None and (server is not None or heatmap is not None or as_json or len(images) != 1):
+        raise UsageError(
+            "--csv classifies one folder or archive with --model: leave out --server, --heatmap and --json"
+        )
     if heatmap is not None and len(images) != 1:
         raise UsageError(f"--heatmap draws one image, not {len(images)}. Run the command once for each image")
     options: dict[str, Any] = {
@@ -74,6 +90,14 @@ def classify(
                 raise UsageError("--name and --timeout require --server; leave them out with --model")
             net = load(model, device or "auto", precision=placement.precision)
             report(f"{model.name}: {net.session.contract.name} on {net.session.circumstances}")
+            if csv is not None:
+                from prelunet.evaluator.validation.unlabelled import write_classes
+
+                contract = net.session.contract
+                views = build_protocol(protocol or default_protocol_name(contract), contract, overrides)
+                count, refused = write_classes(net.session, model, Path(images[0]), views, csv, top=top, report=report)
+                echo(f"{csv}: {count:,} images, {refused:,} of them refused")
+                return
 
             def classify_image(data: bytes) -> Answer:
                 return net.classify(data, protocol=protocol, **options).answer
@@ -116,6 +140,8 @@ def _classify_all(images: Sequence[str], classify_image: ClassifyImage, heatmap:
 def _classify_file(file: str, classify_image: ClassifyImage) -> Answer:
     """Return the answer for a file, or for stdin: "-". Raises ImageError with the name."""
     if file != "-":
+        if Path(file).is_dir():
+            raise ImageError(f"{file}: a folder. To classify all its images: prelunet classify {file} --csv FILE.csv")
         data = encoded_image(file)
     elif sys.stdin is None:
         raise ImageError("-: there is no stdin. Give the path of an image file")
