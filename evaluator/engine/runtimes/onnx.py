@@ -68,8 +68,9 @@ def load_on_cpu(path: Path, *, threads: int = 0) -> OnnxRuntimeModel:
     runtime = import_runtime()
     options = _options(runtime)
     options.intra_op_num_threads = threads
-    # Idle threads would otherwise spin and take cores from decoding and gRPC: docs/performance.md.
-    options.add_session_config_entry("session.intra_op.allow_spinning", "0")
+    # Threads spin between the operators of a batch, where waking them takes longer than many an operator, but not
+    # between batches, where they would take cores from decoding and gRPC: docs/performance.md.
+    options.add_session_config_entry("session.force_spinning_stop", "1")
     return OnnxRuntimeModel(runtime, _create_session(runtime, path, options, CPU), CPU)
 
 
