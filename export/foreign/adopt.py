@@ -12,6 +12,7 @@ from typing import BinaryIO, Literal
 
 import numpy as np
 from onnx import ModelProto, TensorProto
+from onnx.helper import np_dtype_to_tensor_dtype
 
 from prelunet.evaluator.architectures import OpaqueNet, TrunkLayer
 from prelunet.evaluator.arrays import Float64Array, UInt8Array
@@ -244,17 +245,27 @@ def _windows(
 
     Raises ContractError if the net does not run on larger images, or gives maps of other sides than its layers.
     """
-    middle = (head.feature_map, interface.output_type)
+    trunk = part_of(net, (interface.input, interface.input_type), head.feature_map)
+    scorer = part_of(net, (head.feature_map, interface.output_type), interface.output, head.shapes)
+    if any(interface.input in node.input for node in scorer.graph.node):
+        raise ContractError(
+            f"{path}: cannot become dense: its scores depend on its image not only through its feature map "
+            f"'{head.feature_map}'. Adopt it without --dense"
+        )
     windows: list[WindowArrays] = []
+    size = (interface.crop, interface.crop)  # at which something fails
     with tempfile.TemporaryDirectory() as folder:
-        trunk, scorer = Path(folder) / "trunk.onnx", Path(folder) / "head.onnx"
-        trunk.write_bytes(part_of(net, (interface.input, interface.input_type), middle).SerializeToString())
-        scorer.write_bytes(part_of(net, middle, (interface.output, interface.output_type)).SerializeToString())
+        file, of_window = Path(folder) / "part.onnx", None
+        file.write_bytes(trunk.SerializeToString())
         try:
-            of_image, of_window = RawOnnxModel(trunk, threads=1), RawOnnxModel(scorer, threads=1)
+            of_image = RawOnnxModel(file, threads=1)
             for size in golden_sizes(interface.crop):
                 image = interface.feed(preprocessing.apply(golden_image(*size)))
                 cells = of_image.run({interface.input: image}, head.feature_map)
+                if of_window is None:  # its type may be other than the output's
+                    scorer.graph.input[0].type.tensor_type.elem_type = np_dtype_to_tensor_dtype(cells.dtype)
+                    file.write_bytes(scorer.SerializeToString())
+                    of_window = RawOnnxModel(file, threads=1)
                 sides = tuple(map(head.trunk.output_side, size))
                 if cells.shape[2:] != sides:
                     reason = "feature map has {}x{} cells, but {}x{} follow from its layers"
@@ -271,7 +282,7 @@ def _windows(
             text = _summarize(error).replace(folder, "").strip()
             raise ContractError(
                 f"{path}: cannot become dense: on an image of {size[0]}x{size[1]} pixels {text}. Export the net "
-                "without operations of a fixed size, or adopt it without --dense"
+                "with dynamic height and width, or adopt it without --dense"
             ) from error
     return windows
 
@@ -361,8 +372,7 @@ def _write_checked(
             failed = [d for d in deviations if not d.passed]
             if not failed:
                 return reason, deviations
-            worst = max(failed, key=lambda d: (d.scores, d.logits))
-            text = f"scores of the same image run {worst.case} differ by {worst.scores:.1e}"
+            text = _worst(failed)
         reason += f"; one at a time: {text}" if one_by_one else f"together: {text}"
     raise ContractError(
         f"{path}: images can run neither together nor one at a time ({reason}). "
@@ -385,17 +395,21 @@ def _write_dense(
     except EnvironmentFault:
         raise
     except Exception as error:  # as above
-        text = _summarize(error).replace(file.name, path.name)
+        text, in_batches = _summarize(error).replace(file.name, path.name), True
     else:
         failed = [d for d in deviations if not d.passed]
         if not failed:
             return deviations
-        worst = max(failed, key=lambda d: (d.scores, d.logits))
-        text = (
-            f"scores of an image of {worst.height}x{worst.width} pixels run {worst.case} differ by {worst.scores:.1e}"
-        )
-    raise ContractError(
-        f"{path}: cannot become dense: {text}. Export the net with a dynamic batch size, or adopt it without --dense"
+        text, in_batches = _worst(failed), all(d.case == "together" for d in failed)
+    fix = "Export the net with a dynamic batch size, or adopt" if in_batches else "Adopt"
+    raise ContractError(f"{path}: cannot become dense: {text}. {fix} it without --dense")
+
+
+def _worst(failed: Sequence[Deviation]) -> str:
+    worst = max(failed, key=lambda d: (d.scores, d.logits))
+    return (
+        f"scores of the same image run {worst.case} differ by {worst.scores:.1e}, logits by {worst.logits:.1e} of the "
+        f"largest ({worst.height}x{worst.width} pixels)"
     )
 
 

@@ -6,16 +6,21 @@ stride 1 (ResNet, He et al. 2016, section 3.4), or a convolution with the layer'
 2015, section 3.2). All later layers stay as they are and get one row per window.
 """
 
+import tempfile
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-from onnx import ModelProto, NodeProto, helper, numpy_helper
+from onnx import ModelProto, NodeProto, ValueInfoProto, helper, numpy_helper
+from onnx.reference import ReferenceEvaluator
 
 from prelunet.evaluator.architectures import TrunkLayer
+from prelunet.evaluator.engine.runtimes.onnx import RawOnnxModel
 from prelunet.evaluator.errors import ContractError
 from prelunet.export.foreign.read_net import NetInterface, inferred_shapes
 
@@ -53,11 +58,35 @@ class _Net:
     """The nodes of a net, by the tensors that they produce, with the shapes for one crop."""
 
     def __init__(self, path: Path, net: ModelProto, interface: NetInterface) -> None:
-        self.path, self.input, self.output = path, interface.input, interface.output
+        self.path, self.input, self.crop, self.images = path, interface.input, interface.crop, interface.batch or 1
         self.nodes = list(net.graph.node)
         self.producers = {name: node for node in self.nodes for name in node.output}
-        self.shapes: Shapes = inferred_shapes(net, interface)
         self.constants: Constants = _constants(net)
+        self.shapes: Shapes = inferred_shapes(net, interface)
+        if unknown := [name for name in self.producers if name and name not in self.shapes]:
+            self.shapes = {**self.shapes, **self._measured_shapes(net, interface, unknown)}
+
+    def _measured_shapes(self, net: ModelProto, interface: NetInterface, names: Sequence[str]) -> Shapes:
+        """Return shapes that onnx cannot infer, because the net computes them, by running the net on one batch."""
+        measuring = ModelProto()
+        measuring.CopyFrom(net)
+        parts = []
+        for name in names:
+            shape, rank = f"dense.{name}.shape", f"dense.{name}.rank"
+            measuring.graph.node.append(helper.make_node("Shape", [name], [shape]))
+            measuring.graph.node.append(helper.make_node("Shape", [shape], [rank]))
+            parts += [rank, shape]
+        measuring.graph.node.append(helper.make_node("Concat", parts, ["dense.shapes"], axis=0))
+        measuring.graph.output.append(ValueInfoProto(name="dense.shapes"))
+        zeros = np.zeros(interface.shape(interface.batch or 1), helper.tensor_dtype_to_np_dtype(interface.input_type))
+        with tempfile.TemporaryDirectory() as folder:
+            file = Path(folder) / "shapes.onnx"
+            file.write_bytes(measuring.SerializeToString())
+            try:
+                numbers = iter(RawOnnxModel(file).run({interface.input: zeros}, "dense.shapes").tolist())
+            except ContractError as error:
+                raise self.refusal("the shapes of its tensors cannot be determined") from error
+        return {name: list(islice(numbers, next(numbers))) for name in names}
 
     def source(self, node: NodeProto) -> str:
         """Return the input that carries the image: the largest that is no constant. A gate has few values."""
@@ -91,7 +120,7 @@ def find_head(path: Path, net: ModelProto, interface: NetInterface) -> Head:
     for name, node in graph.path_to_input(interface.output):
         source = graph.source(node)
         shape, result = graph.shapes.get(source), graph.shapes.get(name)
-        if shape is not None and result is not None and len(shape) == 4:
+        if shape is not None and result is not None and len(shape) == 4 and shape[0] == graph.images:
             _, channels, *sides = shape
             if node.op_type in _GLOBAL_POOLS and 1 < channels == np.prod(result[1:]):
                 return _head(graph, source, node, (), tuple(result[1:]))
@@ -118,16 +147,15 @@ def _head(
     graph: _Net, feature_map: str, reader: NodeProto, skipped: tuple[NodeProto, ...], rows: tuple[int, ...]
 ) -> Head:
     _, channels, height, width = graph.shapes[feature_map]
-    crop = graph.shapes[graph.input][2:] if graph.shapes[graph.input][1] == 3 else graph.shapes[graph.input][1:3]
     stride, offset = 1, 0  # a side of the map is (side + offset) // stride
     layers = [node for _, node in graph.path_to_input(feature_map) if node.op_type in {*_LOCAL, "Pad"}]
     for node in reversed(layers):
         own_stride, own_offset = _geometry(graph, node)
         stride, offset = stride * own_stride, offset + own_offset * stride
-    if not height == width == (crop[0] + offset) // stride:
+    if not height == width == (graph.crop + offset) // stride:
         raise graph.refusal(
             f"its feature map '{feature_map}' has {height}x{width} cells, which its convolutions and pools on "
-            f"{crop[0]}x{crop[1]} pixels do not explain"
+            f"{graph.crop}x{graph.crop} pixels do not explain"
         )
     pad = max(0, offset - stride + 1)
     trunk = TrunkLayer(stride + 2 * pad - offset, stride, pad)
@@ -138,7 +166,9 @@ def _geometry(graph: _Net, node: NodeProto) -> tuple[int, int]:
     """Return (stride, offset) of a layer: its map's side is (side + offset) // stride."""
     attributes = {each.name: helper.get_attribute_value(each) for each in node.attribute}
     if node.op_type == "Pad":
-        pads = attributes.get("pads") or graph.constants.get(node.input[1], np.zeros(8, np.int64)).tolist()
+        pads = attributes.get("pads") or graph.constants.get(node.input[1], np.zeros(0)).tolist()
+        if len(pads) != 8:  # computed from the image, as for TensorFlow's padding "same", or only of some axes
+            raise graph.refusal(f"{_name(node)} does not pad all images by the same constant number of cells")
         sides = [(1, pads[axis] + pads[axis + 4]) for axis in (2, 3)]
     else:
         kernel = attributes.get("kernel_shape") or graph.constants[node.input[1]].shape[2:]
@@ -157,13 +187,28 @@ def _geometry(graph: _Net, node: NodeProto) -> tuple[int, int]:
     return sides[0]
 
 
-def _constants(net: ModelProto) -> Constants:
-    """Return the values of a net's constants by name."""
+def _constants(net: ModelProto, shapes: Shapes | None = None) -> Constants:
+    """Return the values of a net's constants by name, also of those that it computes from others.
+
+    shapes: if given, what the net computes from the shapes of its tensors is constant, too.
+    """
     constants = {tensor.name: numpy_helper.to_array(tensor) for tensor in net.graph.initializer}
+    opsets = {entry.domain: entry.version for entry in net.opset_import}
     for node in net.graph.node:
-        if node.op_type == "Constant" and node.attribute[0].name == "value":
-            constants[node.output[0]] = numpy_helper.to_array(node.attribute[0].t)
+        inputs = [name for name in node.input if name]
+        if node.op_type == "Shape" and shapes is not None:
+            constants[node.output[0]] = _shape(node, shapes)
+        elif all(name in constants for name in inputs):  # as torch's older exporter computes the sides of a Pad
+            with suppress(Exception):  # an operator unknown to the evaluator: its result counts as variable
+                found = ReferenceEvaluator(node, opsets=opsets).run(None, {name: constants[name] for name in inputs})
+                constants |= {name: np.asarray(value) for name, value in zip(node.output, found, strict=True)}
     return constants
+
+
+def _shape(node: NodeProto, shapes: Shapes) -> npt.NDArray[np.int64]:
+    """Return what a Shape node returns."""
+    places = {each.name: each.i for each in node.attribute}
+    return np.array(shapes[node.input[0]][places.get("start", 0) : places.get("end")], np.int64)
 
 
 def _name(node: NodeProto) -> str:
@@ -175,7 +220,7 @@ def make_dense(net: ModelProto, head: Head) -> None:
 
     The rows are in the order of `WINDOWS`, (N, rows, columns, channels), which the net gets as a further tensor.
     """
-    shapes, constants, side = head.shapes, _constants(net), [head.window] * 2
+    shapes, constants, side = head.shapes, _constants(net, head.shapes), [head.window] * 2
     result = head.reader.output[0]
 
     def constant(name: str, value: npt.NDArray[Any]) -> str:
@@ -227,15 +272,22 @@ def _copies_all(node: NodeProto, constants: Constants, shapes: Shapes) -> bool:
     return indices is not None and flat == [indices.size] and np.array_equal(indices.ravel(), np.arange(indices.size))
 
 
-def part_of(net: ModelProto, start: tuple[str, int], end: tuple[str, int]) -> ModelProto:
-    """Return the part of a net between two tensors, for inputs of any shape. start, end: name and onnx type."""
-    needed, nodes = {end[0]}, []
+def part_of(net: ModelProto, start: tuple[str, int], end: str, shapes: Shapes | None = None) -> ModelProto:
+    """Return the part of a net between two tensors, for inputs of any shape, or only for those with the given shapes.
+
+    start: name and onnx type; end: name; shapes: of the net's tensors.
+    """
+    needed, nodes, stated = {end}, [], []
     for node in reversed(net.graph.node):
-        if needed.intersection(node.output) and start[0] not in node.output:
-            nodes.append(node)
-            needed.update(node.input)
-    inputs, outputs = ([helper.make_tensor_value_info(name, kind, None)] for name, kind in (start, end))
-    constants = [tensor for tensor in net.graph.initializer if tensor.name in needed]
+        if not needed.intersection(node.output) or start[0] in node.output:
+            continue
+        if node.op_type == "Shape" and shapes is not None:  # often of the net's input, which is not in this part
+            stated.append(numpy_helper.from_array(_shape(node, shapes), node.output[0]))
+            continue
+        nodes.append(node)
+        needed.update(node.input)
+    inputs, outputs = [helper.make_tensor_value_info(*start, None)], [ValueInfoProto(name=end)]
+    constants = [tensor for tensor in net.graph.initializer if tensor.name in needed] + stated
     graph = helper.make_graph(nodes[::-1], "part", inputs, outputs, constants)
     functions = list(net.functions)
     return helper.make_model(graph, opset_imports=net.opset_import, functions=functions, ir_version=net.ir_version)

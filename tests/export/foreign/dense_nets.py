@@ -68,6 +68,14 @@ class ChannelNorm(nn.LayerNorm):
         return super().forward(x.permute(0, 2, 3, 1)).permute(0, 3, 1, 2)
 
 
+class Shuffle(nn.Module):
+    """Mixes the channels of two groups, with the sides of the map in a reshape."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        batch, channels, height, width = x.shape
+        return x.view(batch, 2, channels // 2, height, width).transpose(1, 2).reshape(batch, channels, height, width)
+
+
 def _resnet() -> tuple[nn.Module, nn.Module]:
     stem = (nn.Conv2d(3, 12, 7, 2, 3, bias=False), nn.BatchNorm2d(12), nn.ReLU(), nn.MaxPool2d(3, 2, 1))
     trunk = nn.Sequential(*stem, Residual(12, 12, 1), Residual(12, 20, 2))
@@ -95,7 +103,13 @@ def _convnext() -> tuple[nn.Module, nn.Module]:
     return trunk, nn.Sequential(*head)
 
 
+def _shufflenet() -> tuple[nn.Module, nn.Module]:
+    layers = (nn.Conv2d(3, 12, 4, 4), nn.ReLU(), Shuffle(), nn.Conv2d(12, 16, 2, 2, groups=2), nn.ReLU(), Shuffle())
+    return nn.Sequential(*layers), nn.Sequential(nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(16, CLASSES))
+
+
 KINDS = {"resnet": _resnet, "efficientnet": _efficientnet, "vgg": _vgg, "convnext": _convnext}
+OF_ANY_SIZE = {**KINDS, "shufflenet": _shufflenet}  # those that an exporter must be given with dynamic sides
 
 
 class Convnet(nn.Module):
@@ -128,7 +142,7 @@ class Convnet(nn.Module):
 def convnet(kind: str) -> Convnet:
     """Return a net in evaluation mode, with weights and statistics that differ between channels."""
     torch.manual_seed(7)
-    net = Convnet(*KINDS[kind](), window=6).eval()
+    net = Convnet(*OF_ANY_SIZE[kind](), window=6).eval()
     for name, values in net.state_dict().items():
         if name.endswith("running_mean"):
             nn.init.uniform_(values, -0.3, 0.3)
@@ -146,11 +160,11 @@ def convnet(kind: str) -> Convnet:
     return net
 
 
-def export(net: nn.Module, path: Path, exporter: Exporter, *, side: int = CROP, **options: Any) -> Path:
+def export(net: nn.Module, path: Path, exporter: Exporter, *, images: int = 1, **options: Any) -> Path:
     """Export a net as its users do: by default one image of a fixed size."""
     with warnings.catch_warnings(action="ignore"):  # about the older exporter, and of both about our nets
         torch.onnx.export(
-            net, (torch.zeros(1, 3, side, side),), str(path), input_names=["x"], output_names=["y"],
+            net, (torch.zeros(images, 3, CROP, CROP),), str(path), input_names=["x"], output_names=["y"],
             dynamo=exporter == "dynamo", **({"verbose": False, "external_data": False} if exporter == "dynamo" else {}),
             **options,
         )  # fmt: skip

@@ -55,22 +55,59 @@ def test_every_window_has_the_scores_of_the_net_on_its_part_of_the_feature_map(
 
 
 @pytest.mark.parametrize("exporter", EXPORTERS)
-def test_a_net_exported_for_any_batch_and_size_or_an_old_opset_becomes_dense(
-    tmp_path: Path, exporter: Exporter
+@pytest.mark.parametrize(
+    ("kind", "dimensions"),
+    [
+        ("resnet", {0: "N", 2: "H", 3: "W"}),
+        ("convnext", {0: "N"}),  # its head takes the batch size from the image
+        ("convnext", {0: "N", 2: "H", 3: "W"}),
+        ("shufflenet", {0: "N", 2: "H", 3: "W"}),
+    ],
+)
+def test_a_net_exported_for_any_batch_or_size_becomes_dense(
+    tmp_path: Path, kind: str, dimensions: dict[int, str], exporter: Exporter
 ) -> None:
-    net = convnet("resnet")
-    dimensions = {0: "N", 2: "H", 3: "W"}
+    net = convnet(kind)
     if exporter == "dynamo":
         free: dict[str, Any] = {"dynamic_shapes": (dict.fromkeys(dimensions, torch.export.Dim.DYNAMIC),)}
     else:
-        free = {"dynamic_axes": {"x": dimensions, "y": {0: "N"}}, "opset_version": 13}
-    path = export(net, tmp_path / "net.onnx", exporter, **free)
+        opset = 13 if kind == "resnet" else 18  # also one in which ReduceMean has another form
+        free = {"dynamic_axes": {"x": dimensions, "y": {0: "N"}}, "opset_version": opset}
+    path = export(net, tmp_path / "net.onnx", exporter, images=2, **free)
     session, _ = adopted(tmp_path, path, crop=CROP, dense=True)
     pixels = np.stack([golden_image(66, 71), 255 - golden_image(66, 71)])
     outputs = session.run(pixels, np.array([[66, 71]] * 2, np.int64))
     for row in range(2):
         expected = softmax(net.windows(pixels[row], RGB))
         np.testing.assert_allclose(outputs.window_scores[row], expected, atol=TOLERANCE)
+
+
+def test_a_net_in_half_precision_between_single_precision_ends_becomes_dense(tmp_path: Path) -> None:
+    def build(n: NetBuilder, x: str) -> str:
+        x = n.add("Cast", x, to=TensorProto.FLOAT16)
+        x = n.add("Relu", n.add("Conv", x, n.weights(8, 3, 8, 8, low=-0.1, high=0.1), strides=[8, 8]))
+        x = n.add("Flatten", n.add("GlobalAveragePool", x))
+        return n.add("Cast", n.add("Gemm", x, n.weights(CLASSES, 8), transB=1), to=TensorProto.FLOAT)
+
+    path = foreign_nets.net(tmp_path, build, dtype=np.float16)
+    session, _ = adopted(tmp_path, path, dense=True)
+    crop = golden_image(40, 40)
+    scores = session.run(crop[None], np.array([[40, 40]], np.int64)).scores[0]
+    np.testing.assert_allclose(scores, foreign_nets.ReferenceNet(path).scores(crop), atol=1e-2)  # half precision
+    assert session.run(golden_image(61, 83)[None], np.array([[61, 83]], np.int64)).windows.tolist() == [[3, 6]]
+
+
+def test_padding_that_the_net_computes_from_constants_counts_for_its_feature_map(tmp_path: Path) -> None:
+    def build(n: NetBuilder, x: str) -> str:
+        before, after = n.constant(np.array([0, 0, 3, 3], np.int64)), n.constant(np.array([0, 0, 5, 5], np.int64))
+        x = n.add("Pad", x, n.add("Concat", before, after, axis=0))
+        x = n.add("Conv", x, n.weights(8, 3, 8, 8, low=-0.1, high=0.1), strides=[8, 8])
+        return n.add("Gemm", n.add("Flatten", n.add("GlobalAveragePool", x)), n.weights(CLASSES, 8), transB=1)
+
+    session, _ = adopted(tmp_path, foreign_nets.net(tmp_path, build), dense=True)  # windows of 6 cells
+    for height, width, grid in ((40, 40, (1, 1)), (47, 48, (1, 2)), (64, 79, (4, 5))):
+        outputs = session.run(golden_image(height, width)[None], np.array([[height, width]], np.int64))
+        assert outputs.windows.tolist() == [list(grid)]
 
 
 def test_the_protocols_average_windows_mirrors_and_scales(tmp_path: Path) -> None:
@@ -172,6 +209,23 @@ def spread(n: NetBuilder, x: str) -> str:
     return n.add("Gemm", n.add("Relu", n.add("Flatten", x)), n.weights(CLASSES, 200), transB=1)
 
 
+def of_two_depths(n: NetBuilder, x: str) -> str:
+    """Read the feature map, and an earlier one."""
+    early = n.add("Conv", x, n.weights(4, 3, 4, 4, low=-0.1, high=0.1), strides=[4, 4])
+    late = n.add("Conv", early, n.weights(8, 4, 2, 2, low=-0.1, high=0.1), strides=[2, 2])
+    pooled = [n.add("Flatten", n.add("GlobalAveragePool", each)) for each in (late, early)]
+    weights = n.weights(CLASSES, 8), n.weights(CLASSES, 4)
+    return n.add("Add", *(n.add("Gemm", *each, transB=1) for each in zip(pooled, weights, strict=True)))
+
+
+def same(n: NetBuilder, x: str) -> str:
+    """Pad as far as the image requires."""
+    sides = n.add("Mod", n.add("Shape", x), n.constant(np.array([1, 3, 7, 7], np.int64)))
+    x = n.add("Pad", x, n.add("Concat", sides, n.constant(np.zeros(4, np.int64)), axis=0))
+    x = n.add("Conv", x, n.weights(8, 3, 8, 8, low=-0.1, high=0.1), strides=[8, 8])
+    return n.add("Gemm", n.add("Flatten", n.add("GlobalAveragePool", x)), n.weights(CLASSES, 8), transB=1)
+
+
 def oblong(n: NetBuilder, x: str) -> str:
     x = n.add("Conv", x, n.weights(8, 3, 8, 8, low=-0.1, high=0.1), strides=[8, 8])
     x = n.add("MaxPool", x, kernel_shape=[1, 2], strides=[1, 2])
@@ -182,6 +236,9 @@ REFUSED = {
     "a fixed grid": (of_fixed_size, "on an image of 45x61 pixels its Reshape node"),
     "maxima": (of_maxima, "no global average pool and no flattened feature map"),
     "mean and maxima": (of_both, "its Concat node"),
+    "two depths": (of_two_depths, "not only through its feature map"),
+    "padding by the image": (same, "its Pad node does not pad all images by the same"),
+    "batch statistics": (foreign_nets.mixing, "run together differ"),
     "not fully connected": (spread, "read by its Relu node"),
     "rows unlike columns": (oblong, "its MaxPool node"),
 }
