@@ -42,8 +42,8 @@ def encoded_image(image: object) -> bytes:
         data = _png(image)
     else:
         raise UsageError(
-            f"an image cannot be a {type(image).__name__}; give a path, the bytes of an image file, a Pillow image or "
-            "a NumPy array"
+            f"an image cannot be of type {type(image).__name__}; give a path, the bytes of an image file, a Pillow "
+            "image or a NumPy array"
         )
     if len(data) > _MAX_BYTES:
         raise ImageError(f"the image has more than {_MAX_BYTES} bytes, which no server accepts. Give a smaller image")
@@ -77,10 +77,10 @@ def _from_array(pixels: "npt.NDArray[np.uint8]") -> "Image.Image":
     from PIL import Image
 
     if pixels.dtype != "uint8":
-        raise ImageError(
-            f"the array's type is {pixels.dtype}, but it must be uint8, 0 to 255; for values from 0 to 1 give "
-            "(array * 255).round().astype('uint8')"
-        )
+        fix = "for values from 0 to 255 give array.round().astype('uint8')"
+        if pixels.dtype.kind == "f":
+            fix = f"for values from 0 to 1 give (array * 255).round().astype('uint8'), {fix}"
+        raise ImageError(f"the array's type is {pixels.dtype}, but it must be uint8, 0 to 255; {fix}")
     if 0 in pixels.shape or not (pixels.ndim == 2 or (pixels.ndim == 3 and pixels.shape[2] == 3)):
         hint = ""
         if pixels.ndim == 3 and pixels.shape[2] == 4:

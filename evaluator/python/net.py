@@ -135,9 +135,9 @@ class Net:
         Each argument is an option of `prelunet validate`, which has some more.
         data: folder, .tar, .tar.gz or .zip of images (docs/datasets.md); protocol: name, None for the model's default;
         output: folder of the run, created, or resumed if it holds this run; None for runs/MODEL-DATA-PROTOCOL in the
-        current folder; labels: of flat images, a list or the ILSVRC devkit; limit: evaluate only this many images,
-        evenly spaced; classes: evaluate only these wnids, or those that a file lists; fresh: delete the existing run
-        and start over.
+        current folder, with the limit at the end if there is one; labels: of flat images, a list or the ILSVRC devkit;
+        limit: evaluate only this many images, evenly spaced; classes: evaluate only these wnids, or those that a file
+        lists; fresh: delete the existing run and start over.
         Raises Interrupted on Ctrl-C: what is done is saved, and the same call resumes. Raises DatasetError if the
         dataset does not fit the model, RunFolderError if the folder holds anything else, EnvironmentFault or OSError if
         it cannot be written.
@@ -147,7 +147,8 @@ class Net:
         from prelunet.evaluator.validation.evaluate_model import evaluate_model
 
         path, evaluation_protocol = Path(data), self._protocol(protocol, apply_exif=apply_exif)
-        default = Path("runs", f"{self.path.stem}-{path.resolve().stem}-{evaluation_protocol.name}")
+        part = "" if limit is None else f"-{limit}"
+        default = Path("runs", f"{self.path.stem}-{path.resolve().stem}-{evaluation_protocol.name}{part}")
         folder = default if output is None else Path(output)
         if classes is not None:
             classes = parse_class_selection(classes if isinstance(classes, str) else ",".join(classes), self.classes)

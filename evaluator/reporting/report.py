@@ -154,7 +154,8 @@ def label_order_suspicion(top1_error: float | None, classes: int) -> str | None:
         return None
     return (
         f"a top-1 error of {top1_error:.2f} % over {classes:,} classes is hardly better than guessing: the labels may "
-        "be in a different order than the model's classes (devkit ids instead of sorted wnids). To check, look at some "
+        "be in a different order than the model's classes (devkit ids instead of sorted wnids), or the model is "
+        "untrained, or was adopted with the wrong preprocessing or class list. To check, look at some "
         "images of one class: if the model's answers agree with each other and look right, the labels are wrong. "
         "To rule this out, give labels as wnids, or pass the devkit with --labels DIR"
     )

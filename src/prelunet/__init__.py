@@ -34,3 +34,7 @@ def __getattr__(name: str) -> object:
     if name in _MODULES:
         return getattr(importlib.import_module(_MODULES[name]), name)
     raise AttributeError(f"module 'prelunet' has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return __all__

@@ -325,7 +325,7 @@ def test_a_bare_grpc_status_is_raised_as_one_of_our_errors(code: grpc.StatusCode
 @pytest.mark.parametrize(
     ("call", "text"),
     [
-        (lambda client: client.classify(None), "an image cannot be a NoneType; give a path"),
+        (lambda client: client.classify(None), "an image cannot be of type NoneType; give a path"),
         (lambda client: client.classify(b"cat", model=5), "an option cannot be sent"),
         (lambda client: client.classify(b"cat", model="\udc80"), "an option cannot be sent: .*surrogates not allowed"),
         (lambda client: client.classify(b"cat", scales=48), "an option cannot be sent: .*not iterable"),

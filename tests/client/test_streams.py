@@ -315,7 +315,9 @@ def test_an_exception_of_the_iterable_is_raised_after_the_answers_to_the_images_
         with pytest.raises(LookupError, match="no more pets"):
             results.extend(client.classify_many(images()))
         assert outcomes(results) == [(0, "cat"), (1, "dog"), (2, "fox")]
-        with pytest.raises(UsageError, match=r"image 1 of classify_many: an image cannot be a int; .*or .id, image.$"):
+        with pytest.raises(
+            UsageError, match=r"image 1 of classify_many: an image cannot be of type int; .*or .id, image.$"
+        ):
             list(client.classify_many([b"cat", 7]))
         with pytest.raises(TypeError, match="not iterable"):
             list(client.classify_many(7))

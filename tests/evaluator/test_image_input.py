@@ -129,7 +129,7 @@ def test_an_endless_file_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("other", [None, 7, [b"cat"], io.BytesIO(b"cat")])
 def test_an_object_of_another_type_is_refused(other: object) -> None:
     assert not is_image(other)
-    with pytest.raises(UsageError, match=f"an image cannot be a {type(other).__name__}; give a path, the bytes"):
+    with pytest.raises(UsageError, match=f"an image cannot be of type {type(other).__name__}; give a path, the bytes"):
         encoded_image(other)
 
 

@@ -124,12 +124,13 @@ BAD_IMAGES = [
     (b"notes", ImageError, "^(images.1.: )?not a readable image"),
     ("gone.jpg", ImageError, r"gone.jpg: cannot be read \(No such file or directory\)"),
     (PIXELS / 255, ImageError, r"type is float64, but it must be uint8.*\(array \* 255\)"),
+    (PIXELS.astype(np.int64), ImageError, r"type is int64, but it must be uint8, 0 to 255; for values from 0 to 255"),
     (np.dstack([PIXELS, PIXELS[:, :, 0]]), ImageError, r"array\[\.\.\., :3\]"),
     (PIXELS.transpose(2, 0, 1), ImageError, r"array\.transpose\(1, 2, 0\)"),
     (PIXELS[None], ImageError, r"shape is \(1, 40, 57, 3\).*list\(array\)"),
     (Image.new("CMYK", (40, 50)), ImageError, r"image\.convert\('RGB'\)"),
-    (None, UsageError, "an image cannot be a NoneType; give a path"),
-    (io.BytesIO(b"cat"), UsageError, "an image cannot be a BytesIO; give a path"),
+    (None, UsageError, "an image cannot be of type NoneType; give a path"),
+    (io.BytesIO(b"cat"), UsageError, "an image cannot be of type BytesIO; give a path"),
 ]
 
 

@@ -31,6 +31,10 @@ def test_the_package_gives_everything_public_by_name() -> None:
     assert done.stdout == f"{prelunet.AsyncClient} {prelunet.Client} {prelunet.__version__} compare load\n"
 
 
+def test_a_shell_completes_the_public_names() -> None:
+    assert dir(prelunet) == sorted(prelunet.__all__)
+
+
 def test_importing_the_package_loads_no_library_and_a_wrong_name_is_an_attribute_error() -> None:
     done = run("import sys; before = set(sys.modules); import prelunet; print(*set(sys.modules) - before)", "-P")
     assert not {"grpc", "numpy", "prelunet.evaluator"} & set(done.stdout.split()), done.stdout

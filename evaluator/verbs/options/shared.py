@@ -19,7 +19,7 @@ ProtocolOption = Annotated[
     typer.Option(
         help="Evaluation protocol: center, ten-crop, multi-scale, spp-18, spp-net, resnet or dense-S (e.g. "
         "dense-256); `prelunet protocols` describes them.",
-        show_default="multi-scale; center for an adopted net",
+        show_default="multi-scale; center for a net adopted without --dense",
         rich_help_panel=ProtocolOverrides.HELP_GROUP,
     ),
 ]

@@ -234,3 +234,10 @@ def test_a_machine_with_too_little_memory_is_not_the_nets_fault(
     monkeypatch.setattr("onnxruntime.InferenceSession", full)
     with pytest.raises(EnvironmentFault, match=r"net\.onnx: too little memory left to load this net"):
         adopted(tmp_path, path)
+
+
+def test_a_model_file_is_not_adopted_again(tmp_path: Path) -> None:
+    adopted(tmp_path, net(tmp_path))
+    with pytest.raises(UsageError, match="already a model file of prelunet"):
+        adopt(tmp_path / "adopted.onnx", tmp_path / "twice.onnx", write_classes(tmp_path), AdoptOptions(RGB))
+    assert not (tmp_path / "twice.onnx").exists()
