@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Annotated, Protocol
+from typing import Annotated, Any, Protocol
 
 from prelunet.evaluator.cli_option import CliOption
 from prelunet.evaluator.errors import DatasetError, ImageError, UsageError
@@ -16,11 +16,33 @@ UNLABELLED = -1  # the label of an image of unknown class, as in ImageNet's test
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """One image of a dataset. file: relative name with '/'; label: class index or UNLABELLED; size: in bytes."""
+    """One image of a dataset.
+
+    file: relative name with '/'; label: class index or UNLABELLED; size: in bytes; also: its other true classes, if it
+    has several. It is counted under `label`.
+    """
 
     file: str
     label: int
     size: int
+    also: tuple[int, ...] = ()
+
+    @property
+    def labels(self) -> tuple[int, ...]:
+        """Return the indices of all its true classes, `label` first."""
+        return (self.label, *self.also)
+
+
+@dataclass(frozen=True)
+class Restriction:
+    """The classes among which predictions are made. name: of the set; classes: their indices, ascending."""
+
+    name: str
+    classes: tuple[int, ...]
+
+    def to_json(self) -> dict[str, Any]:
+        """Return it as plain data."""
+        return {"name": self.name, "classes": list(self.classes)}
 
 
 class Reader(Protocol):
@@ -36,7 +58,7 @@ class DatasetSpec:
     """Everything needed to open the same dataset again.
 
     labels: None if the dataset itself contains them; limit: None for all images; classes: wnids of the selected
-    classes, () for all.
+    classes, () for all; restrict_classes: name of a set of classes, or a list of them; None for all of the model's.
     """
 
     path: Annotated[
@@ -48,11 +70,23 @@ class DatasetSpec:
         ),
     ]
     labels: Annotated[
-        Path | None, CliOption("Labels of flat images: a list of `name,label` or `name wnid`, or the ILSVRC devkit.")
+        Path | None,
+        CliOption(
+            "Labels of flat images: a list of `name,label` or `name wnid`, or the ILSVRC devkit; or ReaL's labels of "
+            "ImageNet's validation images: imagenet-real (built in) or its real.json."
+        ),
     ] = None
     no_labels: Annotated[bool, CliOption("Evaluate without labels (a test set), for `prelunet submission`.")] = False
     limit: Annotated[int | None, CliOption("Evaluate only this many images, evenly spaced.", min=1)] = None
     classes: tuple[str, ...] = ()
+    restrict_classes: Annotated[
+        str | None,
+        CliOption(
+            "Predict among these classes only, as ImageNet-A and -R are published: imagenet-a, imagenet-r, dataset "
+            "(those with images), or as for --classes.",
+            metavar="SET",
+        ),
+    ] = None
 
     def __post_init__(self) -> None:
         if self.limit is not None and self.limit < 1:
@@ -67,7 +101,8 @@ class Dataset:
     samples: sorted by file name, which is the order of every run;
     layout: how images and labels were found, as text; remarks: notes for the user, one sentence each;
     selection: the selected part of the dataset, as text, None for all of it;
-    spec: how to open the dataset again, None for images that exist only in memory.
+    spec: how to open the dataset again, None for images that exist only in memory;
+    restriction: the classes among which predictions are made, None for all.
     """
 
     location: Path
@@ -78,6 +113,7 @@ class Dataset:
     remarks: tuple[str, ...] = ()
     selection: str | None = None
     spec: DatasetSpec | None = None
+    restriction: Restriction | None = None
 
     def read(self, sample: Sample) -> bytes:
         """Return the encoded bytes of one sample.
@@ -95,10 +131,15 @@ class Dataset:
             )
         return data
 
+    @property
+    def candidates(self) -> tuple[int, ...] | None:
+        """Return the class indices among which predictions are made, None for all."""
+        return None if self.restriction is None else self.restriction.classes
+
     @cached_property
     def fingerprint(self) -> str:
         """Return the sha256 of the sorted relative names, byte lengths and labels."""
         digest = hashlib.sha256()
         for sample in sorted(self.samples, key=lambda s: s.file):
-            digest.update(f"{sample.file}\0{sample.size}\0{sample.label}\n".encode())
+            digest.update(f"{sample.file}\0{sample.size}\0{','.join(map(str, sample.labels))}\n".encode())
         return digest.hexdigest()

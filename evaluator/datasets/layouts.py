@@ -13,6 +13,7 @@ from prelunet.evaluator.datasets.dataset import UNLABELLED, Dataset, DatasetSpec
 from prelunet.evaluator.datasets.labels.class_names import ClassList
 from prelunet.evaluator.datasets.labels.imagenet_devkit import GROUND_TRUTH, labels_of_devkit, wnids_in_names
 from prelunet.evaluator.datasets.labels.label_lists import labels_of_list
+from prelunet.evaluator.datasets.labels.real_labels import IMAGENET_REAL, labels_of_real
 from prelunet.evaluator.datasets.sources.archive import ArchiveReader, ArchiveSource
 from prelunet.evaluator.datasets.sources.base import LabelFile, Source, describe_place, format_names
 from prelunet.evaluator.datasets.sources.folder import FolderSource, label_file
@@ -56,6 +57,11 @@ class ImageListing:
         samples = [Sample(*each) for each in zip(self.names, labels, self.sizes, strict=True)]
         spec = DatasetSpec(self.path, labels_from)
         return Dataset(self.path, tuple(wnids), samples, self.reader, layout, tuple(remarks), spec=spec)
+
+    def only(self, positions: Sequence[int]) -> "ImageListing":
+        """Return some of the images."""
+        sizes = array("q", (self.sizes[position] for position in positions))
+        return replace(self, names=[self.names[position] for position in positions], sizes=sizes)
 
 
 def list_images(source: Source, path: Path, subfolder: str) -> ImageListing:
@@ -127,6 +133,24 @@ def label_images(
     return _by_class_folder(images, folders, classes)
 
 
+def label_by_real(images: ImageListing, split: str, classes: ClassList, labels: Path) -> Dataset:
+    """Label images of any layout by ReaL, leaving out those without a class. Raises as `labels_of_real` does."""
+    layout, remarks = _folders_or_flat(images), []
+    if tars := _tars(images):
+        images, _, _, remark = _open_shards(images, shards_of_split(tars, split), no_labels=True)
+        layout, remarks = SHARDS, [remark]
+    if labels != IMAGENET_REAL:
+        resolve_labels_option(labels)  # refuses a path that does not exist
+    truths, found = labels_of_real(labels, images.names, classes)
+    kept = [position for position, truth in enumerate(truths) if truth]
+    firsts = [truths[position][0] for position in kept]
+    layout = f"{layout}, ReaL labels"
+    dataset = images.only(kept).labeled(classes.wnids, firsts, layout, [*remarks, *found], labels)
+    pairs = zip(dataset.samples, kept, strict=True)
+    samples = [replace(sample, also=truths[position][1:]) for sample, position in pairs]
+    return replace(dataset, samples=samples, selection="images with ReaL labels")
+
+
 def _tars(images: ImageListing) -> list[Path]:
     """Return the tars in a folder, unless the folder also contains images."""
     source = images.source
@@ -169,7 +193,7 @@ def _flat(images: ImageListing, classes: ClassList) -> Dataset:
 
 def _by_file(images: ImageListing, file: LabelFile, classes: ClassList) -> Dataset:
     """Label images from a list or from the devkit."""
-    layout = "folders" if any("/" in name for name in images.names) else "flat"
+    layout = _folders_or_flat(images)
     if file.name == GROUND_TRUTH:
         labels, remarks = labels_of_devkit(file, images.names, classes)
         layout += ", devkit labels"
@@ -180,6 +204,10 @@ def _by_file(images: ImageListing, file: LabelFile, classes: ClassList) -> Datas
         remarks.append(f"{images.place}: some folders are named after classes, but the labels come from {file.path}")
     labels_from = file.path if isinstance(file.source, FolderSource) else None
     return images.labeled(classes.wnids, labels, layout, remarks, labels_from)
+
+
+def _folders_or_flat(images: ImageListing) -> str:
+    return "folders" if any("/" in name for name in images.names) else "flat"
 
 
 def _by_class_folder(images: ImageListing, folders: Sequence[str], classes: ClassList) -> Dataset:
@@ -239,8 +267,7 @@ def _by_folder(images: ImageListing, index: Mapping[str, int], wnids: Sequence[s
         )
     if loose := len(images.names) - len(in_folders):
         remarks = [*remarks, f"{images.place}: skipped {loose:,} images that are outside the class folders"]
-        sizes = array("q", (images.sizes[position] for position in in_folders))
-        images = replace(images, names=[images.names[position] for position in in_folders], sizes=sizes)
+        images = images.only(in_folders)
     labels = [index[name.partition("/")[0]] for name in images.names]
     return images.labeled(wnids, labels, "class folders", remarks)
 

@@ -8,7 +8,15 @@ from pathlib import Path
 from prelunet.evaluator.contract import ClassEntry
 from prelunet.evaluator.datasets.dataset import Dataset, DatasetSpec
 from prelunet.evaluator.datasets.labels.class_names import ClassList
-from prelunet.evaluator.datasets.layouts import has_label_file, label_images, label_training_images, list_images
+from prelunet.evaluator.datasets.labels.real_labels import is_real
+from prelunet.evaluator.datasets.layouts import (
+    has_label_file,
+    label_by_real,
+    label_images,
+    label_training_images,
+    list_images,
+)
+from prelunet.evaluator.datasets.restriction import restrict
 from prelunet.evaluator.datasets.selection import select
 from prelunet.evaluator.datasets.sources.archive import ArchiveSource, open_archive
 from prelunet.evaluator.datasets.sources.base import Source, describe_place, join
@@ -20,9 +28,13 @@ _SETS = (*SPLITS, "test")  # of ImageNet; the test set has no labels
 
 
 def open_from_spec(spec: DatasetSpec, classes: Sequence[ClassEntry]) -> Dataset:
-    """Open the dataset of a spec, labeled with a model's classes. Raises as `open_dataset` and `select` do."""
-    if spec.no_labels and spec.classes:
-        raise UsageError("--classes with --no-labels: without labels no image has a class. Remove one of them")
+    """Open the dataset of a spec, labeled with a model's classes.
+
+    Raises as `open_dataset`, `select` and `restrict` do.
+    """
+    if spec.no_labels and (spec.classes or spec.restrict_classes is not None):
+        option = "--classes" if spec.classes else "--restrict-classes"
+        raise UsageError(f"{option} with --no-labels: without labels no image has a class. Remove one of them")
     dataset = open_dataset(
         spec.path,
         split="val",
@@ -31,7 +43,8 @@ def open_from_spec(spec: DatasetSpec, classes: Sequence[ClassEntry]) -> Dataset:
         labels=spec.labels,
         no_labels=spec.no_labels,
     )
-    return select(dataset, limit=spec.limit, classes=spec.classes)
+    part = select(dataset, limit=spec.limit, classes=spec.classes)
+    return restrict(part, dataset, spec.restrict_classes, classes)
 
 
 def open_images(path: Path, classes: Sequence[ClassEntry]) -> Dataset:
@@ -70,7 +83,11 @@ def open_dataset(
     else:
         classes = ClassList(tuple(wnids), tuple(names))
         subfolder = _find_image_folder(source, path, split, classes, any_split=no_labels and any_split)
-        dataset = label_images(list_images(source, path, subfolder), split, classes, labels, no_labels=no_labels)
+        images = list_images(source, path, subfolder)
+        if labels is not None and is_real(labels):
+            dataset = label_by_real(images, split, classes, labels)
+        else:
+            dataset = label_images(images, split, classes, labels, no_labels=no_labels)
     remarks = dataset.remarks
     if isinstance(source, ArchiveSource) and source.path != path:
         unpacked = (

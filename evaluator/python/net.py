@@ -118,7 +118,7 @@ class Net:
             results += self._classify(portion, evaluation_protocol, top, heatmap=heatmap)
         return results
 
-    def evaluate(
+    def evaluate(  # noqa: PLR0913 - one argument per option
         self,
         data: str | os.PathLike[str],
         *,
@@ -127,6 +127,7 @@ class Net:
         labels: str | os.PathLike[str] | None = None,
         limit: int | None = None,
         classes: str | Sequence[str] | None = None,
+        restrict_classes: str | Sequence[str] | None = None,
         apply_exif: bool = False,
         fresh: bool = False,
     ) -> "Evaluation":
@@ -135,9 +136,10 @@ class Net:
         Each argument is an option of `prelunet validate`, which has some more.
         data: folder, .tar, .tar.gz or .zip of images (docs/datasets.md); protocol: name, None for the model's default;
         output: folder of the run, created, or resumed if it holds this run; None for runs/MODEL-DATA-PROTOCOL in the
-        current folder, with the limit at the end if there is one; labels: of flat images, a list or the ILSVRC devkit;
-        limit: evaluate only this many images, evenly spaced; classes: evaluate only these wnids, or those that a file
-        lists; fresh: delete the existing run and start over.
+        current folder, with the limit at the end if there is one; labels: of flat images, a list or the ILSVRC devkit,
+        or `imagenet-real`; limit: evaluate only this many images, evenly spaced; classes: evaluate only these wnids, or
+        those that a file lists; restrict_classes: predict among these classes only; fresh: delete the existing run and
+        start over.
         Raises Interrupted on Ctrl-C: what is done is saved, and the same call resumes. Raises DatasetError if the
         dataset does not fit the model, RunFolderError if the folder holds anything else, EnvironmentFault or OSError if
         it cannot be written.
@@ -152,7 +154,15 @@ class Net:
         folder = default if output is None else Path(output)
         if classes is not None:
             classes = parse_class_selection(classes if isinstance(classes, str) else ",".join(classes), self.classes)
-        spec = DatasetSpec(path, None if labels is None else Path(labels), limit=limit, classes=classes or ())
+        if restrict_classes is not None and not isinstance(restrict_classes, str):
+            restrict_classes = ",".join(restrict_classes)
+        spec = DatasetSpec(
+            path,
+            None if labels is None else Path(labels),
+            limit=limit,
+            classes=classes or (),
+            restrict_classes=restrict_classes,
+        )
         evaluate_model([self.session], self.path, spec, evaluation_protocol, folder, fresh=fresh, report=log.info)
         return write_evaluation(folder)
 

@@ -17,6 +17,7 @@ from PIL import Image
 
 from prelunet.evaluator.datasets import DatasetSpec, open_from_spec
 from prelunet.evaluator.datasets.dataset import Dataset, Sample
+from prelunet.evaluator.datasets.labels.real_labels import IMAGENET_REAL
 from prelunet.evaluator.errors import DatasetError, PreluNetError, RunFolderError
 from prelunet.evaluator.imaging.decode import decode_rgb
 from prelunet.evaluator.machine import cores
@@ -95,7 +96,9 @@ def _find_images(runs: Sequence[Run], data: Path | None) -> Dataset | str:
     recorded = [(run, spec) for run, spec in specs if spec is not None]
     if data is not None:
         run, spec = recorded[0] if recorded else (runs[0], None)
-        labels = spec.labels if spec and spec.labels and spec.labels.exists() else None
+        labels = spec.labels if spec else None
+        if labels is not None and labels != IMAGENET_REAL and not labels.exists():
+            labels = None
         return _open(run, replace(spec or DatasetSpec(data), path=data, labels=labels))  # the selection stays
     for run, spec in recorded:
         try:

@@ -106,6 +106,7 @@ def _images(images: Sequence[Prediction]) -> list[Any]:
         [min(PER_MILLE, round(score * PER_MILLE)) for image in seen for _, score in image.top],
         [image.refused for image in images if image.refused is not None],
         [number for number, image in enumerate(seen) if image.capped],
+        {number: image.also for number, image in enumerate(seen) if image.also},
     ]
 
 

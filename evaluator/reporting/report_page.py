@@ -15,6 +15,7 @@ from prelunet.evaluator.reporting.report import (
     classes_csv,
     describe_protocol,
     headline,
+    scored_over,
     short_provider,
 )
 from prelunet.evaluator.reporting.statistics import NO_MACRO_INTERVAL
@@ -41,6 +42,7 @@ def render_page(report: Report, run: Run, gallery: Gallery) -> bytes:
         page_data=page_data(report, run, gallery),
         charts={name: chart for name, chart in charts.items() if chart},
         headline=headline(report),
+        over=scored_over(report),
         protocol=describe_protocol(report["protocol"]),
         provider=short_provider(report["circumstances"]),
         activation=ACTIVATIONS.get(report["model"]["activation"], report["model"]["activation"]),

@@ -92,9 +92,10 @@ def _check_labels(dataset: Dataset, contract: ModelContract) -> None:
     if not dataset.samples:
         raise DatasetError(f"{dataset.location}: contains no images, so there is nothing to evaluate")
     for sample in dataset.samples:
-        if sample.label != UNLABELLED and not 0 <= sample.label < len(contract.classes):
+        known = () if sample.label == UNLABELLED else sample.labels
+        if wrong := [label for label in known if not 0 <= label < len(contract.classes)]:
             raise DatasetError(
-                f"{dataset.location}: the label of {sample.file} ({sample.label}) is not one of the model's "
+                f"{dataset.location}: the label of {sample.file} ({wrong[0]}) is not one of the model's "
                 f"{len(contract.classes)} classes. Use a dataset with the model's classes"
             )
 

@@ -38,7 +38,7 @@ from prelunet.evaluator.validation.run_log import LOG_FILE
 _REPORTS = ("report/report.json", "report/classes.csv", "report/report.html", "report/compared-with-*/compare.*")
 _ATOMIC_FILES = (RUN_FILE, PREDICTIONS_FILE, SCORES_FILE)  # written by `write_atomically`
 # Keys of run.json that are only descriptive: a renamed file is the same file, and the fingerprint covers the data.
-DESCRIPTIVE_KEYS = {("model", "file"), ("dataset", "name"), ("dataset", "layout")}
+DESCRIPTIVE_KEYS = {("model", "file"), ("dataset", "name"), ("dataset", "layout"), ("dataset", "restriction", "name")}
 
 
 class RunWriter:
@@ -207,13 +207,14 @@ def _line_ends(path: Path, info: RunInfo, samples: Sequence[Sample]) -> list[int
     if not os.path.lexists(path):
         return ends
     end, classes, views = 0, len(info.classes), len(info.views)
+    candidates = None if info.candidates is None else frozenset(info.candidates)
     with open_regular(path) as lines:
         for line, sample in zip(lines, samples, strict=False):
             try:
-                prediction = parse_prediction(line, classes, views)
+                prediction = parse_prediction(line, classes, views, candidates)
             except ValueError:
                 break
-            if not line.endswith(b"\n") or (prediction.file, prediction.label) != (sample.file, sample.label):
+            if not line.endswith(b"\n") or (prediction.file, prediction.labels) != (sample.file, sample.labels):
                 break
             end += len(line)
             ends.append(end)

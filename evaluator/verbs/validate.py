@@ -13,7 +13,7 @@ from prelunet.evaluator.engine.load import open_sessions
 from prelunet.evaluator.engine.session import Placement
 from prelunet.evaluator.errors import UsageError
 from prelunet.evaluator.protocols import ProtocolOverrides, build_protocol, default_protocol_name
-from prelunet.evaluator.reporting.report import Report, build_report, error_with_interval
+from prelunet.evaluator.reporting.report import Report, build_report, error_with_interval, scored_over
 from prelunet.evaluator.reporting.statistics import TOPS
 from prelunet.evaluator.terminal import echo, report
 from prelunet.evaluator.validation.evaluate_model import evaluate_model
@@ -146,6 +146,7 @@ def result_line(result: Report) -> str:
     what = ", ".join([result["model"]["architecture"], protocol["name"], *(word for word in words if words[word])])
     only = result["dataset"]["selection"]
     counts = f"{result['evaluated']:,} of {result['images']:,} images" + (f" (only {only})" if only else "")
+    counts += f", {over}" if (over := scored_over(result)) else ""
     if not result["evaluated"]:
         return f"{what}: no error can be computed, {counts}"
     errors = " ".join(f"top-{k} {error_with_interval(result, k)}" for k in TOPS)

@@ -19,7 +19,7 @@ from prelunet.evaluator.errors import DatasetError, UsageError
 GROUND_TRUTH = "ILSVRC2012_validation_ground_truth.txt"
 META_MAT = "meta.mat"
 MAPPING_FILES = ("synsets.txt", "map_clsloc.txt", "wnids.txt")  # text files that may map devkit ids to wnids
-_VAL_NAME = re.compile(r"ILSVRC2012_val_(\d{8})(?:_n\d{8})?\.\w+", re.ASCII)
+VAL_NAME = re.compile(r"ILSVRC2012_val_(\d{8})(?:_n\d{8})?\.\w+", re.ASCII)
 _LARGEST_ID = 999_999_999  # nine digits, as in text mappings
 
 
@@ -67,18 +67,23 @@ def _read_ids(file: LabelFile) -> list[int]:
 
 def _check_numbering(images: Sequence[str], path: Path) -> None:
     """Check that ILSVRC's numbers in the names, if any, match the positions: labels are assigned by position."""
-    if test := [name for name in images if "_test_" in name.rpartition("/")[2].lower()]:
-        raise DatasetError(
-            f"{path}: the ground truth of validation images, but {format_names(test[:1])} is named as a test image. "
-            "Use the test set without labels: --no-labels"
-        )
+    refuse_test_images(images, path, "the ground truth")
     for number, name in enumerate(images, start=1):
-        found = _VAL_NAME.fullmatch(name.rpartition("/")[2])
+        found = VAL_NAME.fullmatch(name.rpartition("/")[2])
         if found and int(found[1]) != number:
             raise DatasetError(
                 f"{path}: {name} is image {number} in sorted order, so it would get another image's label. "
                 "Restore the missing images, or pass a list of names and labels"
             )
+
+
+def refuse_test_images(images: Sequence[str], path: Path, what: str) -> None:
+    """Refuse images of the test set, which labels of validation images would not fit. what: the labels, in words."""
+    if test := [name for name in images if "_test_" in name.rpartition("/")[2].lower()]:
+        raise DatasetError(
+            f"{path}: {what} of validation images, but {format_names(test[:1])} is named as a test image. "
+            "Use the test set without labels: --no-labels"
+        )
 
 
 def read_devkit_ids(path: Path, wnids: Collection[str] = ()) -> dict[str, int]:

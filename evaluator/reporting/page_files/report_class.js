@@ -202,7 +202,7 @@ function imageTile(entry, image) {
     make("div.picture", null, make(tiny ? "img.tiny" : "img", { src: image.picture, alt: `${entry.name}, ${image.file}` })),
     make("figcaption", null, make("p.truth", null, "", make("small", null, imageNote(image))),
       make("ol", null, image.top.map(([index, score]) =>
-        make(index === entry.index ? "li.right" : "li", null, classLink(index), make("span.number", null, score.toFixed(2)),
+        make(image.labels.includes(index) ? "li.right" : "li", null, classLink(index), make("span.number", null, score.toFixed(2)),
           score >= 0.005 ? make("i", { style: `width:${(100 * Math.min(score, 1)).toFixed(1)}%` }) : null))),
       make("p.file", null, fileName(image.file))),
   );
@@ -211,7 +211,7 @@ function imageTile(entry, image) {
 function imageRow(entry, image) {
   const answers = image.top.flatMap(([index, score], place) => [
     place ? " · " : "",
-    make(index === entry.index ? "span.answer.right" : "span.answer", null, classLink(index), ` ${score.toFixed(3)}`),
+    make(image.labels.includes(index) ? "span.answer.right" : "span.answer", null, classLink(index), ` ${score.toFixed(3)}`),
   ]);
   const confidence = 100 * Math.min(image.top[0][1], 1);
   return make(
@@ -225,7 +225,8 @@ function imageRow(entry, image) {
 }
 
 function imageNote(image) {
-  return `rank ${integer(image.rank)}${image.capped ? ", capped" : ""}`;
+  const also = image.labels.slice(1).map((index) => `, also ${classes[index].name}`).join("");
+  return `rank ${integer(image.rank)}${image.capped ? ", capped" : ""}${also}`;
 }
 
 /** Return a file name that may wrap after each folder. */

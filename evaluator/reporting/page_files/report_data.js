@@ -40,7 +40,7 @@ function mistakenFor(index) {
 
 /** Return the listed images of a class: mistakes first, then right answers, then refused images. */
 function imagesOf(index) {
-  const [beginning, end, middles, ranks, width, answers, scores, reasons, capped] = data.images[index];
+  const [beginning, end, middles, ranks, width, answers, scores, reasons, capped, also] = data.images[index];
   const cut = new Set(capped);
   return middles.map((middle, n) => {
     const file = beginning + middle + end;
@@ -49,7 +49,7 @@ function imagesOf(index) {
     for (let place = n * width; place < (n + 1) * width; place++) {
       top.push([answers[place], scores[place] / 1000]);
     }
-    return { file, rank: ranks[n], top, capped: cut.has(n), picture: pictureOf(`${index}-${n}`) };
+    return { file, rank: ranks[n], labels: [index, ...(also[n] ?? [])], top, capped: cut.has(n), picture: pictureOf(`${index}-${n}`) };
   });
 }
 
