@@ -142,11 +142,11 @@ def _shard(text: str) -> tuple[int, int]:
 def result_line(result: Report) -> str:
     """Return the result in one line: model, protocol, and the errors with their intervals."""
     protocol = result["protocol"]
-    words = {"mirrored": protocol["mirror"], "logits averaged": protocol["averaging"] == "logit"}
+    over = scored_over(result)
+    words = {"mirrored": protocol["mirror"], "logits averaged": protocol["averaging"] == "logit", over: over}
     what = ", ".join([result["model"]["architecture"], protocol["name"], *(word for word in words if words[word])])
     only = result["dataset"]["selection"]
     counts = f"{result['evaluated']:,} of {result['images']:,} images" + (f" (only {only})" if only else "")
-    counts += f", {over}" if (over := scored_over(result)) else ""
     if not result["evaluated"]:
         return f"{what}: no error can be computed, {counts}"
     errors = " ".join(f"top-{k} {error_with_interval(result, k)}" for k in TOPS)

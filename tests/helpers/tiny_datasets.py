@@ -4,7 +4,7 @@ import io
 import json
 import tarfile
 import zipfile
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -61,6 +61,14 @@ def encoded(number: int) -> bytes:
 
 DATA = {name_of(number): encoded(number) for number in range(1, IMAGES + 1)}
 LABELS = {name_of(number): label_of(number) for number in range(1, IMAGES + 1)}
+# ReaL's form: line n has the true classes of image n: none of every seventh, several of others; not all have the label.
+REAL = [
+    []
+    if number % 7 == 3
+    else [(label_of(number) + number // 9) % 12, *((number * 5 + 2 * i) % 12 for i in range(number % 3))]
+    for number in range(1, IMAGES + 1)
+]
+REAL = [list(dict.fromkeys(truth)) for truth in REAL]
 FOLDERS = {f"{WNIDS[LABELS[name]]}/{name}": data for name, data in DATA.items()}
 
 
@@ -101,6 +109,12 @@ def write_devkit(folder: Path) -> Path:
     kinds = [(key, "O") for key in ("ILSVRC2012_ID", "WNID", "words", "gloss", "num_children")]
     scipy.io.savemat(folder / "data" / "meta.mat", {"synsets": np.array(sorted(rows), kinds)})
     return folder
+
+
+def write_real(path: Path, lists: Sequence[Sequence[int]] = REAL) -> Path:
+    """Write labels in ReaL's form."""
+    path.write_text(json.dumps([list(truth) for truth in lists]))
+    return path
 
 
 def write_list(path: Path, line: Callable[[str, int], str], header: str = "") -> Path:
