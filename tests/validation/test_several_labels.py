@@ -1,4 +1,4 @@
-"""Images with several true classes (ReaL): any of them is right, in the run, its report, its comparison, its ensemble."""
+"""Images with several true classes (ReaL): any is right, in the run, its report, comparison and ensemble."""
 
 import json
 from collections.abc import Sequence
@@ -192,8 +192,8 @@ def test_reports_are_written_and_lines_are_read_as_they_were(folder: Path, tmp_p
 
 
 LINE = {
-    "file": "a", "label": 7, "also": [2, 0], "top": [[n, 0.2] for n in (1, 2, 3, 4, 5)], "rank": 2, "view_ranks": [6, 9],
-    "capped": False,
+    "file": "a", "label": 7, "also": [2, 0], "top": [[n, 0.2] for n in (1, 2, 3, 4, 5)], "rank": 2,
+    "view_ranks": [6, 9], "capped": False,
 }  # fmt: skip
 
 
