@@ -92,10 +92,12 @@ def _images(images: Sequence[Prediction]) -> list[Any]:
     """Return the images of a class: common prefix and suffix of their names, the parts between, ranks and so on.
 
     width: answers listed per image; answers, scores: concatenated over the images, `width` entries each; reasons: of
-    the refused images, which come last and have no rank; capped: indices of capped images among the evaluated ones.
+    the refused images, which come last and have no rank; capped: indices of capped images among the evaluated ones;
+    also: index → further true classes, left out where no image has any.
     """
     beginning, end, middles = split_affixes([image.file for image in images])
     seen = [image for image in images if image.refused is None]
+    also = {number: image.also for number, image in enumerate(seen) if image.also}
     return [
         beginning,
         end,
@@ -106,7 +108,7 @@ def _images(images: Sequence[Prediction]) -> list[Any]:
         [min(PER_MILLE, round(score * PER_MILLE)) for image in seen for _, score in image.top],
         [image.refused for image in images if image.refused is not None],
         [number for number, image in enumerate(seen) if image.capped],
-        {number: image.also for number, image in enumerate(seen) if image.also},
+        *([also] if also else []),
     ]
 
 

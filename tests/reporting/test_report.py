@@ -473,7 +473,7 @@ def test_headline_carries_the_circumstances(tmp_path: Path) -> None:
         "top-1 error 66.67 % [30.00, 90.32]",
         "of 6 images",
         "2 of 8 refused, listed",
-        "| val | multi-scale: ",
+        "| val, over all 7 classes (images of 4) | multi-scale: ",
         "c.onnx (C, 3f9c",
         "scales 256,384 mirrored",
         "3f9c",

@@ -40,7 +40,7 @@ function mistakenFor(index) {
 
 /** Return the listed images of a class: mistakes first, then right answers, then refused images. */
 function imagesOf(index) {
-  const [beginning, end, middles, ranks, width, answers, scores, reasons, capped, also] = data.images[index];
+  const [beginning, end, middles, ranks, width, answers, scores, reasons, capped, also = {}] = data.images[index];
   const cut = new Set(capped);
   return middles.map((middle, n) => {
     const file = beginning + middle + end;
