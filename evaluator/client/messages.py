@@ -180,9 +180,7 @@ def _labelled_image(dataset: "Dataset", sample: "Sample") -> pb.EvaluateRequest:
     if not 0 <= sample.label < len(dataset.classes):
         raise DatasetError(f"{sample.file}: its class is unknown; an evaluation needs the true class of every image")
     if sample.also:
-        raise DatasetError(
-            f"{sample.file}: has several true classes, of which a call sends one. Use `prelunet validate`"
-        )
+        raise DatasetError(f"{sample.file}: several true classes, but a call has one. Use `prelunet validate`")
     try:
         sample.file.encode()
     except UnicodeEncodeError as error:

@@ -1,7 +1,7 @@
 """A labeled dataset: an ordered list of samples whose bytes can be read."""
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -31,18 +31,6 @@ class Sample:
     def labels(self) -> tuple[int, ...]:
         """Return the indices of all its true classes, `label` first."""
         return (self.label, *self.also)
-
-
-@dataclass(frozen=True)
-class Restriction:
-    """The classes among which predictions are made. name: of the set; classes: their indices, ascending."""
-
-    name: str
-    classes: tuple[int, ...]
-
-    def to_json(self) -> dict[str, Any]:
-        """Return it as plain data."""
-        return {"name": self.name, "classes": list(self.classes)}
 
 
 class Reader(Protocol):
@@ -102,7 +90,8 @@ class Dataset:
     layout: how images and labels were found, as text; remarks: notes for the user, one sentence each;
     selection: the selected part of the dataset, as text, None for all of it;
     spec: how to open the dataset again, None for images that exist only in memory;
-    restriction: the classes among which predictions are made, None for all.
+    restriction: for run.json, the `name` and ascending indices of the `classes` among which predictions are made, None
+    for all.
     """
 
     location: Path
@@ -113,7 +102,7 @@ class Dataset:
     remarks: tuple[str, ...] = ()
     selection: str | None = None
     spec: DatasetSpec | None = None
-    restriction: Restriction | None = None
+    restriction: Mapping[str, Any] | None = None
 
     def read(self, sample: Sample) -> bytes:
         """Return the encoded bytes of one sample.
@@ -134,7 +123,7 @@ class Dataset:
     @property
     def candidates(self) -> tuple[int, ...] | None:
         """Return the class indices among which predictions are made, None for all."""
-        return None if self.restriction is None else self.restriction.classes
+        return None if self.restriction is None else tuple(self.restriction["classes"])
 
     @cached_property
     def fingerprint(self) -> str:

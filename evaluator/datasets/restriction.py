@@ -5,7 +5,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from prelunet.evaluator.contract import ClassEntry
-from prelunet.evaluator.datasets.dataset import Dataset, Restriction
+from prelunet.evaluator.datasets.dataset import Dataset
 from prelunet.evaluator.datasets.selection import parse_class_selection
 from prelunet.evaluator.datasets.sources.base import format_names
 from prelunet.evaluator.errors import DatasetError
@@ -41,7 +41,7 @@ def restrict(part: Dataset, whole: Dataset, chosen: str | None, classes: Sequenc
             "leave these images out with --classes"
         )
     name = chosen if chosen in {*_PUBLISHED, _OF_DATASET} else "list"
-    return replace(part, restriction=Restriction(name, tuple(indices)))
+    return replace(part, restriction={"name": name, "classes": indices})
 
 
 def _wnids(chosen: str, classes: Sequence[ClassEntry]) -> Sequence[str]:

@@ -93,13 +93,8 @@ def restrict(scores: Float32Array, classes: Sequence[int] | None) -> Float32Arra
     return result
 
 
-def rank_of(scores: Float32Array, label: int) -> int:
-    """Return the rank of a class: 1 + the number of classes that score higher, or equally at a lower index."""
-    return int(ranks_of(scores[None], np.array([label]))[0])
-
-
 def ranks_of(scores: Float32Array, labels: Int64Array) -> Int64Array:
-    """Return the rank of one class per row, int64 (rows,), as `rank_of` defines it.
+    """Return the rank of one class per row, int64 (rows,): 1 + how many score higher, or equally at a lower index.
 
     scores: float32 (rows, classes); labels: int64 (rows,), the class index to rank in each row.
     """

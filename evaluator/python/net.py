@@ -154,15 +154,9 @@ class Net:
         folder = default if output is None else Path(output)
         if classes is not None:
             classes = parse_class_selection(classes if isinstance(classes, str) else ",".join(classes), self.classes)
-        if restrict_classes is not None and not isinstance(restrict_classes, str):
-            restrict_classes = ",".join(restrict_classes)
-        spec = DatasetSpec(
-            path,
-            None if labels is None else Path(labels),
-            limit=limit,
-            classes=classes or (),
-            restrict_classes=restrict_classes,
-        )
+        among = restrict_classes if isinstance(restrict_classes, str | None) else ",".join(restrict_classes)
+        labels = None if labels is None else Path(labels)
+        spec = DatasetSpec(path, labels, limit=limit, classes=classes or (), restrict_classes=among)
         evaluate_model([self.session], self.path, spec, evaluation_protocol, folder, fresh=fresh, report=log.info)
         return write_evaluation(folder)
 

@@ -129,11 +129,9 @@ def check_comparable(a: Run, b: Run) -> None:
             "Compare models of the same classes, in the same order"
         )
     if a.info.candidates != b.info.candidates:
-        numbers = (len(run.info.candidates or run.info.classes) for run in (a, b))
+        one, other = (len(run.info.candidates or run.info.classes) for run in (a, b))
         raise RunFolderError(
-            "{} and {} predict among different classes ({:,} and {:,}). {}".format(
-                a.where, b.where, *numbers, RESTRICTION_FIX
-            )
+            f"{a.where} and {b.where} predict among different classes ({one:,} and {other:,}). {RESTRICTION_FIX}"
         )
     require_same_images(a, b)
 

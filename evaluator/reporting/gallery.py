@@ -96,9 +96,8 @@ def _find_images(runs: Sequence[Run], data: Path | None) -> Dataset | str:
     recorded = [(run, spec) for run, spec in specs if spec is not None]
     if data is not None:
         run, spec = recorded[0] if recorded else (runs[0], None)
-        labels = spec.labels if spec else None
-        if labels is not None and labels != IMAGENET_REAL and not labels.exists():
-            labels = None
+        there = spec and spec.labels and (spec.labels == IMAGENET_REAL or spec.labels.exists())
+        labels = spec.labels if spec and there else None
         return _open(run, replace(spec or DatasetSpec(data), path=data, labels=labels))  # the selection stays
     for run, spec in recorded:
         try:

@@ -142,7 +142,7 @@ def describe_dataset(dataset: Dataset) -> dict[str, Any]:
         "images": len(dataset.samples),
         "layout": sanitize_name(dataset.layout),  # may contain the name of a label file
         "selection": dataset.selection,
-        **({} if dataset.restriction is None else {"restriction": dataset.restriction.to_json()}),
+        **({} if dataset.restriction is None else {"restriction": dataset.restriction}),
     }
 
 

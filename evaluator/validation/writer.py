@@ -207,7 +207,7 @@ def _line_ends(path: Path, info: RunInfo, samples: Sequence[Sample]) -> list[int
     if not os.path.lexists(path):
         return ends
     end, classes, views = 0, len(info.classes), len(info.views)
-    candidates = None if info.candidates is None else frozenset(info.candidates)
+    candidates = info.candidates and frozenset(info.candidates)
     with open_regular(path) as lines:
         for line, sample in zip(lines, samples, strict=False):
             try:

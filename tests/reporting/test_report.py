@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 
 from prelunet.evaluator import cli
-from prelunet.evaluator.engine.scores import rank_of, top_k
+from prelunet.evaluator.engine.scores import ranks_of, top_k
 from prelunet.evaluator.errors import RunFolderError, UsageError
 from prelunet.evaluator.reporting.html import json_bytes
 from prelunet.evaluator.reporting.report import (
@@ -315,7 +315,10 @@ def test_equal_scores_count_for_the_lower_class_index(tmp_path: Path) -> None:
     """A net with equal scores for all classes must not be right on every image (tensorflow#13005)."""
     scores = np.full(7, 1 / 7, np.float32)
     answers = [index for index, _ in top_k(scores, 5)]
-    lines = [evaluated(f"{label}.jpg", label, answers, rank_of(scores, label), first=1 / 7) for label in range(7)]
+    lines = [
+        evaluated(f"{label}.jpg", label, answers, int(ranks_of(scores[None], np.array([label]))[0]), first=1 / 7)
+        for label in range(7)
+    ]
     report = report_of(tmp_path, lines)
     assert (report["top1_wrong"], report["top5_wrong"]) == (6, 2)
     assert [entry["top1_wrong"] for entry in report["classes"]] == [0, 1, 1, 1, 1, 1, 1]

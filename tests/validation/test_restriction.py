@@ -13,7 +13,7 @@ from prelunet.evaluator.cli import run as prelunet
 from prelunet.evaluator.contract import ClassEntry
 from prelunet.evaluator.datasets import Dataset, DatasetSpec, open_from_spec
 from prelunet.evaluator.datasets.labels.class_file import read_class_list
-from prelunet.evaluator.engine.scores import restrict, softmax, top_k
+from prelunet.evaluator.engine.scores import softmax
 from prelunet.evaluator.errors import DatasetError, RunFolderError, UsageError
 from prelunet.evaluator.protocols import build_protocol
 from prelunet.evaluator.reporting.compare import compare_runs
@@ -302,29 +302,3 @@ def test_the_command_prints_among_which_classes_and_writes_nothing_when_they_do_
     assert prelunet(["report", str(tmp_path / "run")]) == 0
     page = (tmp_path / "run" / "report" / "report.html").read_text()
     assert "class folders; scored among 10 classes" in page
-
-
-# The arithmetic
-
-
-def test_restricted_scores_sum_to_1_and_other_classes_are_out() -> None:
-    scores = np.random.default_rng(0).dirichlet(np.ones(9), size=4).astype(np.float32)
-    found = restrict(scores, (1, 4, 5))
-    assert found.dtype == np.float32
-    np.testing.assert_allclose(found[:, [1, 4, 5]].sum(axis=1), 1, rtol=1e-6)  # float32
-    assert np.isneginf(found[:, [0, 2, 3, 6, 7, 8]]).all()
-    assert restrict(scores, None) is scores
-    assert [len(top_k(row, 5)) for row in found] == [3] * 4
-    np.testing.assert_array_equal(restrict(scores[2:3], (1, 4, 5)), found[2:3])  # also in the last bit
-
-
-def test_ties_go_to_the_lower_index_and_classes_that_all_score_0_are_alike() -> None:
-    scores = np.array([[0.5, 0.1, 0.2, 0.2], [1, 0, 0, 0]], np.float32)
-    found = restrict(scores, (1, 2, 3))
-    assert [index for index, _ in top_k(found[0], 3)] == [2, 3, 1]
-    assert top_k(found[1], 2) == [(1, pytest.approx(1 / 3)), (2, pytest.approx(1 / 3))]
-
-
-def test_refused_images_keep_rows_that_are_no_numbers() -> None:
-    rows = np.full((1, 4), np.nan, np.float32)
-    assert np.isnan(restrict(rows, (0, 2))[:, [0, 2]]).all()
