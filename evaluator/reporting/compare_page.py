@@ -161,10 +161,11 @@ def _summary(comparison: Comparison) -> list[str]:
     """Return the lines of the main result."""
     lines = [_run_line(comparison, "a", "A, the baseline"), _run_line(comparison, "b", "B")]
     left_out = comparison["images"] - comparison["evaluated"]
-    only = comparison["dataset"]["selection"]
+    only, restriction = comparison["dataset"]["selection"], comparison["dataset"].get("restriction")
     lines.append(
         f"{comparison['evaluated']:,} of {comparison['images']:,} images evaluated in both"
         + (f" (only {only})" if only else "")
+        + (f", among {len(restriction['classes']):,} classes" if restriction else "")
         + (f"; {left_out:,} refused in A or B and left out" if left_out else "")
     )
     if remark := protocol_remark(comparison):
