@@ -5,7 +5,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from prelunet.evaluator.contract import ClassEntry
-from prelunet.evaluator.datasets.dataset import Dataset
+from prelunet.evaluator.datasets.dataset import UNLABELLED, Dataset
 from prelunet.evaluator.datasets.selection import parse_class_selection
 from prelunet.evaluator.datasets.sources.base import format_names
 from prelunet.evaluator.errors import DatasetError
@@ -22,19 +22,18 @@ def restrict(part: Dataset, whole: Dataset, chosen: str | None, classes: Sequenc
     remark where the dataset has images of some only.
     Raises DatasetError for fewer than two classes, for classes that the model lacks, and for images of others.
     """
-    present = sorted({label for sample in whole.samples for label in sample.labels})
     if chosen is None:
-        return replace(part, remarks=(*part.remarks, *_remark_if_partial(whole, present)))
+        return replace(part, remarks=(*part.remarks, *_remark_if_partial(whole)))
     if chosen == _OF_DATASET:
-        indices = present
+        indices = sorted({label for sample in whole.samples for label in sample.labels})
     else:
         wnids = set(_wnids(chosen, classes))
         indices = [index for index, entry in enumerate(classes) if entry.wnid in wnids]
     if len(indices) < 2:
         raise DatasetError(f"{_OPTION} {chosen}: {len(indices)} class, but a prediction needs at least 2. Use more")
-    outside = [sample.labels for sample in part.samples if not set(sample.labels) <= set(indices)]
-    if outside:
-        others = sorted({label for labels in outside for label in labels} - set(indices))
+    allowed = set(indices)
+    if outside := [sample.labels for sample in part.samples if not allowed.issuperset(sample.labels)]:
+        others = sorted({label for labels in outside for label in labels} - allowed)
         raise DatasetError(
             f"{part.location}: {len(outside):,} of {len(part.samples):,} images are of classes outside {_OPTION} "
             f"{chosen:.80}: {format_names([part.classes[label] for label in others])}. Use {_OPTION} {_OF_DATASET}, or "
@@ -60,9 +59,10 @@ def _published(name: str) -> list[str]:
     return (Path(__file__).parent / "labels" / f"{name}.txt").read_text(encoding="ascii").split()
 
 
-def _remark_if_partial(dataset: Dataset, present: Sequence[int]) -> list[str]:
-    """Return a remark if a labeled dataset has images of only some of the model's classes. present: their indices."""
-    if not 0 < len(present) < len(dataset.classes) or present[0] < 0:
+def _remark_if_partial(dataset: Dataset) -> list[str]:
+    """Return a remark if a labeled dataset has images of only some of the model's classes."""
+    present = {sample.label for sample in dataset.samples}
+    if not 0 < len(present) < len(dataset.classes) or UNLABELLED in present:
         return []
     wnids = {dataset.classes[index] for index in present}
     advice = f"ImageNet-A and -R are published over their own classes: {_OPTION} {_OF_DATASET}"
