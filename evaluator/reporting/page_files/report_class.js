@@ -200,7 +200,7 @@ function imageTile(entry, image) {
     "figure",
     null,
     make("div.picture", null, make(tiny ? "img.tiny" : "img", { src: image.picture, alt: `${entry.name}, ${image.file}` })),
-    make("figcaption", null, make("p.truth", null, "", make("small", null, imageNote(image))),
+    make("figcaption", null, make("p.truth", null, alsoTrue(image), make("small", null, imageNote(image))),
       make("ol", null, image.top.map(([index, score]) =>
         make(image.labels.includes(index) ? "li.right" : "li", null, classLink(index), make("span.number", null, score.toFixed(2)),
           score >= 0.005 ? make("i", { style: `width:${(100 * Math.min(score, 1)).toFixed(1)}%` }) : null))),
@@ -219,14 +219,18 @@ function imageRow(entry, image) {
     null,
     make("p.file", null, fileName(image.file)),
     make("span.number.quiet", null, imageNote(image)),
-    make("p.answers", null, answers),
+    make("p.answers", null, answers, image.labels.length > 1 ? `; ${alsoTrue(image)}` : ""),
     make("span.bar", { "aria-hidden": true, class: image.rank > 1 ? "bar second" : "bar" }, make("i", { style: `width:${confidence.toFixed(1)}%` })),
   );
 }
 
 function imageNote(image) {
-  const also = image.labels.slice(1).map((index) => `, also ${classes[index].name}`).join("");
-  return `rank ${integer(image.rank)}${image.capped ? ", capped" : ""}${also}`;
+  return `rank ${integer(image.rank)}${image.capped ? ", capped" : ""}`;
+}
+
+/** Return the further true classes of an image in words, "" if it has none. */
+function alsoTrue(image) {
+  return image.labels.slice(1).map((index) => `also ${classes[index].name}`).join(", ");
 }
 
 /** Return a file name that may wrap after each folder. */
