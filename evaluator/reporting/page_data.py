@@ -3,13 +3,16 @@
 report_data.js reads it and repeats the order of the numbers.
 """
 
+import base64
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
+from prelunet.evaluator.engine.heatmap import COLORS
 from prelunet.evaluator.reporting.gallery import Gallery
 from prelunet.evaluator.reporting.report import Report
 from prelunet.evaluator.reporting.statistics import TOPS
+from prelunet.evaluator.validation.heatmaps import MistakeMaps, read_heat_maps
 from prelunet.evaluator.validation.predictions import Prediction
 from prelunet.evaluator.validation.run import Run
 
@@ -34,6 +37,8 @@ def page_data(report: Report, run: Run, gallery: Gallery) -> dict[str, Any]:
         "views": [[describe_view(view), view["top1_error"], view["top5_error"]] for view in report["views"]],
         "images": [_images(images) for images in listed],
         "tiles": {place[file]: tile for file, tile in gallery.tiles.items() if file in place},
+        "inferno": COLORS.tolist(),
+        "heatmaps": {place[maps.file]: _heat_maps(maps) for maps in read_heat_maps(run) if maps.file in place},
         "large": {place[m.prediction.file]: n for n, m in enumerate(gallery.mistakes) if m.prediction.file in place},
     }
 
@@ -107,6 +112,11 @@ def _images(images: Sequence[Prediction]) -> list[Any]:
         [image.refused for image in images if image.refused is not None],
         [number for number, image in enumerate(seen) if image.capped],
     ]
+
+
+def _heat_maps(maps: MistakeMaps) -> list[Any]:
+    """Return height and width of an image, the columns of its maps, and those of the answer and the true class."""
+    return [maps.height, maps.width, maps.columns, *(base64.b64encode(of).decode("ascii") for of in maps.maps)]
 
 
 def split_affixes(names: Sequence[str]) -> tuple[str, str, list[str]]:

@@ -16,10 +16,11 @@ from PIL import Image
 
 from prelunet.evaluator.reporting import gallery as pictures
 from prelunet.evaluator.reporting import page_data as module
-from prelunet.evaluator.reporting.gallery import PICTURE_BYTES, TILE, Gallery, build_gallery, mistakes_round_robin
+from prelunet.evaluator.reporting.gallery import PICTURE_BYTES, TILE, Gallery, build_gallery
 from prelunet.evaluator.reporting.page_data import fair_share, page_data, split_affixes
 from prelunet.evaluator.reporting.report import build_report
 from prelunet.evaluator.reporting.report_page import render_page
+from prelunet.evaluator.validation.mistakes import mistakes_round_robin
 from prelunet.evaluator.validation.predictions import Prediction
 from prelunet.evaluator.validation.run import Run, read_run
 from tests.helpers.run_folders import evaluated, refused, write_run

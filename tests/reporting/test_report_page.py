@@ -16,11 +16,12 @@ from prelunet.evaluator.datasets import DatasetSpec, open_dataset
 from prelunet.evaluator.errors import DatasetError
 from prelunet.evaluator.protocols import build_protocol
 from prelunet.evaluator.reporting.charts import FEW_CLASSES, bin_sizes_chart, error_chart, reliability_chart
-from prelunet.evaluator.reporting.gallery import GALLERY_SIZE, MAX_PER_CLASS, THUMBNAIL, build_gallery, choose_mistakes
+from prelunet.evaluator.reporting.gallery import THUMBNAIL, build_gallery
 from prelunet.evaluator.reporting.html import VEGA_LITE
 from prelunet.evaluator.reporting.report import build_report
 from prelunet.evaluator.reporting.report_page import averaging_rows, render_page, write_report
 from prelunet.evaluator.reporting.tables import worst_classes
+from prelunet.evaluator.validation.mistakes import GALLERY_SIZE, MAX_PER_CLASS, choose_mistakes
 from prelunet.evaluator.validation.run import read_run
 from prelunet.evaluator.validation.run_log import find_dataset
 from tests.helpers.fakes import FakeSession, fake_contract, validated
