@@ -53,7 +53,7 @@ function addHeatMaps(figure, [height, width, columns, ...maps]) {
 function heatMapLegend() {
   const colors = data.inferno.map((color) => `rgb(${color.join(" ")})`).join(", ");
   return make("p.about.map-legend", null,
-    "Heat maps: the score of the answer or of the true class in the windows around each point, mean over the views. ",
+    "Heat maps: the score of the answer or of the true class in the windows around each point, mean over the views; “peak” is the highest. ",
     make("span.whole", null, "0 ", make("i", { style: `background:linear-gradient(to right, ${colors})`, "aria-hidden": true }), " 100 %"));
 }
 
