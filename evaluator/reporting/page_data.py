@@ -12,12 +12,13 @@ from prelunet.evaluator.engine.heatmap import COLORS
 from prelunet.evaluator.reporting.gallery import Gallery
 from prelunet.evaluator.reporting.report import Report
 from prelunet.evaluator.reporting.statistics import TOPS
-from prelunet.evaluator.validation.heatmaps import MistakeMaps, read_heat_maps
+from prelunet.evaluator.validation.heatmaps import read_heat_maps
 from prelunet.evaluator.validation.predictions import Prediction
 from prelunet.evaluator.validation.run import Run
 
 # Images whose answers the page holds, about 45 bytes each. Beyond that, each class contributes its first ones.
 MAX_LISTED_IMAGES = 60_000
+MAX_HEAT_MAPS = 500  # images with heat maps on the page, 2.2 kB each
 PER_MILLE = 1000  # scores are stored with three decimals, as integers
 
 
@@ -38,7 +39,11 @@ def page_data(report: Report, run: Run, gallery: Gallery) -> dict[str, Any]:
         "images": [_images(images) for images in listed],
         "tiles": {place[file]: tile for file, tile in gallery.tiles.items() if file in place},
         "inferno": COLORS.tolist(),
-        "heatmaps": {place[maps.file]: _heat_maps(maps) for maps in read_heat_maps(run) if maps.file in place},
+        "heatmaps": {
+            place[maps.file]: [maps.height, maps.width, maps.columns, *map(_base64, maps.maps)]
+            for maps in read_heat_maps(run)[:MAX_HEAT_MAPS]
+            if maps.file in place
+        },
         "large": {place[m.prediction.file]: n for n, m in enumerate(gallery.mistakes) if m.prediction.file in place},
     }
 
@@ -114,9 +119,8 @@ def _images(images: Sequence[Prediction]) -> list[Any]:
     ]
 
 
-def _heat_maps(maps: MistakeMaps) -> list[Any]:
-    """Return height and width of an image, the columns of its maps, and those of the answer and the true class."""
-    return [maps.height, maps.width, maps.columns, *(base64.b64encode(of).decode("ascii") for of in maps.maps)]
+def _base64(data: bytes) -> str:
+    return base64.b64encode(data).decode("ascii")
 
 
 def split_affixes(names: Sequence[str]) -> tuple[str, str, list[str]]:

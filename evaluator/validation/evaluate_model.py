@@ -45,7 +45,7 @@ def evaluate_model(  # noqa: PLR0913 - one argument per option
     """
     session = sessions[0]
     dataset = open_from_spec(data, session.contract.classes)
-    if heatmaps:
+    if heatmaps > 0:
         _require_heat_maps(session.contract, protocol, dataset, shard)
     memory, threads = session.placement.memory, session.placement.threads
     info = build_run_info(session, model.name, describe_dataset(dataset), protocol, shard, memory=memory)

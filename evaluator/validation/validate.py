@@ -76,7 +76,7 @@ def validate(  # noqa: PLR0913 - one argument per option
             # closing() stops the evaluation at once, not when the generator is garbage-collected.
             with closing((chunk_evaluator or evaluate_locally)(chunks)) as results:
                 _write(results, writer, total, timer)
-        if heatmaps:
+        if heatmaps > 0:
             store_heat_maps(sessions[0], dataset, read_run(folder), heatmaps, writer)
     return read_run(folder)
 

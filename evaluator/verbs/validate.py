@@ -76,7 +76,9 @@ def validate(
     ] = 0,
     heatmaps: Annotated[
         int,
-        typer.Option(min=0, help="Store heat maps of the N most confident mistakes for the report.", metavar="N"),
+        typer.Option(
+            min=0, metavar="N", help="Store heat maps of the N most confident mistakes; reports show up to 500."
+        ),
     ] = 0,
     fresh: Annotated[bool, typer.Option("--fresh", help="Delete the existing run and start over.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print the result as JSON.")] = False,
