@@ -16,15 +16,16 @@ from prelunet.evaluator.datasets import DatasetSpec, open_dataset
 from prelunet.evaluator.errors import DatasetError
 from prelunet.evaluator.protocols import build_protocol
 from prelunet.evaluator.reporting.charts import FEW_CLASSES, bin_sizes_chart, error_chart, reliability_chart
-from prelunet.evaluator.reporting.gallery import GALLERY_SIZE, MAX_PER_CLASS, THUMBNAIL, build_gallery, choose_mistakes
+from prelunet.evaluator.reporting.gallery import THUMBNAIL, build_gallery
 from prelunet.evaluator.reporting.html import VEGA_LITE
 from prelunet.evaluator.reporting.report import build_report
 from prelunet.evaluator.reporting.report_page import averaging_rows, render_page, write_report
 from prelunet.evaluator.reporting.tables import worst_classes
+from prelunet.evaluator.validation.mistakes import GALLERY_SIZE, MAX_PER_CLASS, choose_mistakes
 from prelunet.evaluator.validation.run import read_run
 from prelunet.evaluator.validation.run_log import find_dataset
 from tests.helpers.fakes import FakeSession, fake_contract, validated
-from tests.helpers.run_folders import evaluated, refused, write_ensemble, write_run
+from tests.helpers.run_folders import MULTI_SCALE, evaluated, refused, write_ensemble, write_heat_maps, write_run
 from tests.reporting.pages import (
     HOSTILE,
     Elements,
@@ -158,6 +159,22 @@ def test_what_validate_leaves_is_reported_with_its_images(tmp_path: Path) -> Non
     jsonschema.validate(json.loads(written.json.read_bytes()), schema)
     wrong = [prediction for prediction in run.predictions if prediction.rank > 1]
     assert len(Elements(written.html.read_text()).named("img")) == len(choose_mistakes(wrong)) > 0
+
+
+def test_a_page_names_the_command_for_heat_maps_where_there_could_be_some(tmp_path: Path) -> None:
+    command, line = "prelunet validate … --heatmaps 200", mistake("n01/a.png", 0, 2)
+    assert command in page_of(tmp_path / "run", [line]).text
+    write_heat_maps(tmp_path / "run", [(line, (20, 31), [[[1, 2]], [[3, 4]]])])
+    assert command not in page_of(tmp_path / "run", [line]).text
+    assert command not in page_of(tmp_path / "right", [evaluated("n01/a.png", 0, [0], 1)]).text
+    ensemble = read_run(write_ensemble(tmp_path / "ensemble", [line]))
+    assert command not in render_page(build_report(ensemble), ensemble, build_gallery(ensemble, None)).decode()
+    run = json.loads((write_run(tmp_path / "crops", [{**line, "view_ranks": [2]}]) / "run.json").read_text())
+    run["protocol"] = {**MULTI_SCALE, "name": "center", "kind": "center", "crop": 224, "scales": [256], "mirror": False}
+    run["views"] = [{"scale": 256, "mirrored": False, "part": "center"}]
+    (tmp_path / "crops" / "run.json").write_text(json.dumps(run))
+    crops = read_run(tmp_path / "crops")
+    assert command not in render_page(build_report(crops), crops, build_gallery(crops, None)).decode()
 
 
 @pytest.mark.parametrize("data", ["/gone/away", None])

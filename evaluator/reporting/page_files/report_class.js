@@ -177,15 +177,17 @@ function classImages(entry) {
 
 function imageSection(entry, title, count, images, about) {
   if (!count) return null;
+  const hasTile = (image) => image.picture || image.heatMaps;
   const tiles = make("div.gallery");
   const list = make("ul.shots");
-  const pictured = images.filter((image) => image.picture).map((image) => imageTile(entry, image));
-  const plain = images.filter((image) => !image.picture).map((image) => imageRow(entry, image));
+  const pictured = images.filter(hasTile).map((image) => imageTile(entry, image));
+  const plain = images.filter((image) => !hasTile(image)).map((image) => imageRow(entry, image));
   return make(
     "section",
     null,
     make("h3", null, `${title} (${integer(count)})`),
     images.length > 1 ? make("p.about", null, about) : null,
+    images.some((image) => image.heatMaps) ? heatMapLegend() : null,
     pictured.length ? tiles : null,
     ...paged(tiles, pictured, TILES_SHOWN, "pictures"),
     plain.length ? list : null,
@@ -195,17 +197,19 @@ function imageSection(entry, title, count, images, about) {
 
 /** Return a tile like those of the page's gallery. */
 function imageTile(entry, image) {
-  const tiny = image.picture.startsWith("data:image/png");
-  return make(
+  const tag = image.picture?.startsWith("data:image/png") ? "img.tiny" : "img";
+  const figure = make(
     "figure",
     null,
-    make("div.picture", null, make(tiny ? "img.tiny" : "img", { src: image.picture, alt: `${entry.name}, ${image.file}` })),
+    image.picture ? make("div.picture", null, make(tag, { src: image.picture, alt: `${entry.name}, ${image.file}` })) : null,
     make("figcaption", null, make("p.truth", null, "", make("small", null, imageNote(image))),
       make("ol", null, image.top.map(([index, score]) =>
         make(index === entry.index ? "li.right" : "li", null, classLink(index), make("span.number", null, score.toFixed(2)),
           score >= 0.005 ? make("i", { style: `width:${(100 * Math.min(score, 1)).toFixed(1)}%` }) : null))),
       make("p.file", null, fileName(image.file))),
   );
+  if (image.heatMaps) addHeatMaps(figure, image.heatMaps);
+  return figure;
 }
 
 function imageRow(entry, image) {

@@ -49,7 +49,7 @@ function imagesOf(index) {
     for (let place = n * width; place < (n + 1) * width; place++) {
       top.push([answers[place], scores[place] / 1000]);
     }
-    return { file, rank: ranks[n], top, capped: cut.has(n), picture: pictureOf(`${index}-${n}`) };
+    return { file, rank: ranks[n], top, capped: cut.has(n), picture: pictureOf(`${index}-${n}`), heatMaps: data.heatmaps[`${index}-${n}`] };
   });
 }
 
