@@ -149,13 +149,14 @@ def _enter(
     source: Source, path: Path, subfolder: str, sets: Sequence[str], chosen: str | None
 ) -> tuple[str, list[str]]:
     """Return the folder with the images of the chosen set, and remarks where its name does not explain the choice."""
-    remarks, place = [], describe_place(path, subfolder)
-    if subfolder.endswith(KAGGLE_IMAGES):
-        remarks.append(f"{place}: the images in Kaggle's copy of ILSVRC")
+    remarks = []
     if chosen is not None:
+        place, is_kaggle = describe_place(path, subfolder), subfolder.endswith(KAGGLE_IMAGES)
         if chosen not in SPLITS or not {*VALIDATION[1:]}.isdisjoint(sets):
             remarks.append(f"{place}: contains {', '.join(sets)}; the images are those in '{chosen}'")
         subfolder = join(subfolder, chosen)
+        if is_kaggle:
+            remarks.append(f"{path}: Kaggle's copy of ILSVRC; the images are those in {subfolder}")
     if source.folders(subfolder) == ["images"] and TINY_IMAGENET_LABELS in source.other_files(subfolder):
         subfolder = join(subfolder, "images")
     return subfolder, remarks

@@ -294,7 +294,7 @@ def test_remarks_describe_what_was_found(tmp_path: Path) -> None:
     assert "/cifar: contains test, train; the images are those in 'test'" in remarks(class_folders_in_test)
     assert "val/val_annotations.txt, read as wnids" in remarks(tiny_imagenet)
     of_kaggle = remarks(kaggle)
-    assert "top/ILSVRC/Data/CLS-LOC: the images in Kaggle's copy of ILSVRC" in of_kaggle
+    assert "top: Kaggle's copy of ILSVRC; the images are those in ILSVRC/Data/CLS-LOC/val" in of_kaggle
     assert "top/LOC_val_solution.csv, read as wnids (columns 'ImageId' and 'PredictionString')" in of_kaggle
 
 

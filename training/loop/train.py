@@ -137,7 +137,7 @@ def setup_messages(recipe: Recipe, splits: Splits, group: ProcessGroup, parallel
     else:
         unused = "" if parallel is None else f"; one process, so --parallel {parallel} has no effect"
         yield f"training on {group.device}, {recipe.precision}{unused}"
-    yield from splits.val.remarks
+    yield from (f"validation images: {remark}" for remark in splits.val.remarks)
     low, high = recipe.scales
     yield f"crop {recipe.crop}, scales {low} to {high}, batch {recipe.batch}, rate {recipe.rate:.4g}"
     if recipe.precision == "bf16" and not device_supports_bf16(group.device):
