@@ -68,6 +68,12 @@ def test_names_in_another_order_are_matched_one_by_one_and_two_of_one_name_are_r
     for number, (wnid, other, first, second) in enumerate(
         [
             ("n03126707", "n02012849", "'crane (134)' (class index 134)", "'crane (517)' (class index 517)"),
+            (
+                "n02963159",
+                "n02113186",
+                "'Cardigan, Cardigan Welsh corgi' (class index 264)",
+                "'cardigan' (class index 474)",
+            ),
             ("n03710721", "n03710637", "'maillot' (class index 638)", "'maillot, tank suit' (class index 639)"),
         ]
     ):
