@@ -64,8 +64,8 @@ def open_dataset(
     is no `val`, `valid` or `validation` is used, or else, with `wnids`, a `test` with class folders.
     wnids: of the model's classes, in label order; None (a training set) accepts only class folders, in sorted order,
     webdataset shards, and for `val` a label list. names: of these classes, in the same order. labels: a label list or
-    devkit; None searches in and next to the dataset where labels are needed. no_labels: ignore labels, as for a test set; any_split: with
-    no_labels, require that only one set exists, instead of choosing `split`.
+    devkit; None searches in and next to the dataset where labels are needed. no_labels: ignore labels, as for a test
+    set; any_split: with no_labels, require that only one set exists, instead of choosing `split`.
     The samples are all files with an image suffix, at any depth, sorted by name. Hidden files, `__MACOSX` and other
     files are skipped.
     Raises UsageError when `path` or `labels` does not exist. Raises DatasetError when something cannot be read, the
