@@ -43,7 +43,7 @@ class DatasetSpec:
         Path,
         CliOption(
             "Folder, .tar, .tar.gz or .zip of images: in class folders, flat with labels, or webdataset shards "
-            "(docs/datasets.md). If it contains a `val` folder, that folder is used.",
+            "(docs/datasets.md). A `val` (`valid`, `validation`) folder in it is used.",
             flag="data",
         ),
     ]
