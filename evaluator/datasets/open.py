@@ -12,7 +12,7 @@ from prelunet.evaluator.datasets.layouts import has_label_file, label_images, la
 from prelunet.evaluator.datasets.parquet import find_parquet, label_parquet
 from prelunet.evaluator.datasets.selection import select
 from prelunet.evaluator.datasets.sources.archive import ArchiveSource, open_archive
-from prelunet.evaluator.datasets.sources.base import PARQUET, SHARD_SUFFIXES, Source, describe_place, join
+from prelunet.evaluator.datasets.sources.base import PARQUET, TAR, Source, describe_place, join
 from prelunet.evaluator.datasets.sources.folder import FolderSource, reading_error
 from prelunet.evaluator.errors import DatasetError, UsageError
 
@@ -137,13 +137,13 @@ def _single_root(source: Source, path: Path, classes: ClassList) -> str:
     subfolders = source.folders("")
     if any(name in _SETS or classes.contains(name) for name in subfolders):
         return ""
-    if _has_shards(source, ""):
+    if _has_shards(source, "", TAR):
         return ""
     if len(subfolders) != 1 and not has_label_file(source, path, ""):
         return ""
     filled = {name.partition("/")[0] if "/" in name else "" for name, _ in source.images("")}
     if not filled and len(subfolders) == 1:
-        return subfolders[0]  # may contain shards
+        return "" if _has_shards(source, "", PARQUET) else subfolders[0]  # may contain shards
     return filled.pop() if len(filled) == 1 else ""
 
 
@@ -167,8 +167,8 @@ def _find_class_folders(source: Source, path: Path, split: str) -> str:
     return subfolder
 
 
-def _has_shards(source: Source, subfolder: str) -> bool:
-    return any(name.endswith(SHARD_SUFFIXES) for name in source.other_files(subfolder))
+def _has_shards(source: Source, subfolder: str, *suffixes: str) -> bool:
+    return any(name.endswith(suffixes or (TAR, PARQUET)) for name in source.other_files(subfolder))
 
 
 def _missing_split_error(place: str, other: str, split: str) -> DatasetError:

@@ -1,13 +1,16 @@
 """Label images in parquet files: by Hugging Face's ClassLabel, or by class indices, wnids or class names."""
 
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
+from prelunet.evaluator.byte_sizes import format_bytes
 from prelunet.evaluator.datasets.dataset import UNLABELLED, Dataset
 from prelunet.evaluator.datasets.labels.class_names import NO_LABEL, ClassList
 from prelunet.evaluator.datasets.layouts import ImageListing
-from prelunet.evaluator.datasets.sources.base import PARQUET, SHARD_SUFFIXES, format_names
+from prelunet.evaluator.datasets.sources.archive import ArchiveSource
+from prelunet.evaluator.datasets.sources.base import PARQUET, TAR, format_names
 from prelunet.evaluator.datasets.sources.folder import FolderSource
 from prelunet.evaluator.datasets.sources.parquet import ParquetFiles, huggingface_metadata, open_parquet
 from prelunet.evaluator.datasets.webdataset import classes_of_labels, shards_of_split
@@ -15,19 +18,23 @@ from prelunet.evaluator.errors import DatasetError
 from prelunet.evaluator.json_checks import parse_json
 
 _COLUMNS = ("label", "labels", "fine_label", "class", "class_id", "cls", "wnid", "synset", "target")
+_MENTIONED_BYTES = 100 * 2**20  # of memory; row groups of 100 rows, as files are written today, take less
 _MIN_IN_ORDER = 0.9  # of the names: lists tell ImageNet's two cranes apart by words of their own, such as crane2
 
 
 def find_parquet(images: ImageListing, split: str) -> list[Path]:
-    """Return the parquet files of a split, sorted by name; [] if the dataset is of another kind."""
+    """Return the parquet files of a split, sorted by name; [] if the dataset is of another kind.
+
+    Beside images or tars, parquet files describe these (img2dataset writes them).
+    """
     source, subfolder = images.source, images.subfolder
-    if images.path.suffix == PARQUET:
+    if images.path.suffix == PARQUET and isinstance(source, ArchiveSource):
         return [images.path]
     if images.names or not isinstance(source, FolderSource):
         return []
-    names = [name for name in source.other_files(subfolder) if name.endswith(SHARD_SUFFIXES)]
-    shards = shards_of_split([source.root / subfolder / name for name in names], split) if names else []
-    return shards if shards and shards[0].suffix == PARQUET else []
+    names = source.other_files(subfolder)
+    paths = [source.root / subfolder / name for name in names if name.endswith(PARQUET)]
+    return shards_of_split(paths, split) if paths and not any(name.endswith(TAR) for name in names) else []
 
 
 def label_parquet(
@@ -45,6 +52,9 @@ def label_parquet(
         wnids, labels, remark = _label_rows(files, split, classes)
         remarks.append(f"{images.place}: {remark}")
     names, sizes, reader = files.images()
+    if reader.memory > _MENTIONED_BYTES:
+        memory = format_bytes(reader.memory)
+        remarks.append(f"{images.place}: large row groups, for which reading takes up to {memory} of additional memory")
     listed = replace(images, names=names, sizes=sizes, reader=reader)
     layout = "parquet" if labels else "parquet, unlabelled"
     return listed.labeled(wnids, labels or [UNLABELLED] * len(names), layout, remarks)
@@ -78,11 +88,9 @@ def _label_column(files: ParquetFiles, classes: int | None) -> tuple[str, tuple[
 
     If there are several, the one with a name for each of the model's classes is meant.
     """
-    from pyarrow import types
-
     schema = files.schema
-    integers = {each.name for each in schema if types.is_integer(each.type)}
-    texts = {each.name for each in schema if types.is_string(each.type) or types.is_large_string(each.type)}
+    integers = {each.name for each in schema if re.fullmatch(r"u?int\d+", str(each.type))}
+    texts = {each.name for each in schema if re.match(r"(large_)?string|dictionary<values=string", str(each.type))}
     try:
         features = parse_json(huggingface_metadata(schema)).get("info", {}).get("features", {})
         found = {

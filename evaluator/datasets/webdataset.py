@@ -29,7 +29,7 @@ def is_shard(source: ArchiveSource, subfolder: str = "") -> bool:
 
 
 def shards_of_split(paths: Sequence[Path], split: str) -> list[Path]:
-    """Return the shards of a split among a folder's tars and parquet files, sorted by name.
+    """Return the shards of a split among a folder's tars, or its parquet files, sorted by name.
 
     Files whose names differ only in numbers belong together (Hugging Face appended a digest until 2023). Raises
     DatasetError when there are several such groups and the split's name does not occur in exactly one of them.

@@ -24,7 +24,12 @@ def with_class_labels(table: "pa.Table", names: Mapping[str, Sequence[str]]) -> 
 
 
 def write_shards(
-    folder: Path, images: Sequence[bytes], labels: Sequence[Any], names: Sequence[str] = (), *, split: str = "validation"
+    folder: Path,
+    images: Sequence[bytes],
+    labels: Sequence[Any],
+    names: Sequence[str] = (),
+    *,
+    split: str = "validation",
 ) -> Path:
     """Write images into two files with row groups of three rows. names: of the ClassLabel, () for none."""
     folder.mkdir(parents=True, exist_ok=True)

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from prelunet.evaluator.datasets.sources.base import LABEL_SUFFIXES, SHARD_SUFFIXES, LabelFile, too_large
+from prelunet.evaluator.datasets.sources.base import LABEL_SUFFIXES, PARQUET, TAR, LabelFile, too_large
 from prelunet.evaluator.errors import DatasetError, PreluNetError, from_os_error
 from prelunet.evaluator.imaging.decode import SUFFIXES
 
@@ -69,7 +69,7 @@ class FolderSource:
                 return {
                     entry.name: entry.stat().st_size
                     for entry in entries
-                    if entry.name.endswith(LABEL_SUFFIXES + SHARD_SUFFIXES)
+                    if entry.name.endswith((*LABEL_SUFFIXES, TAR, PARQUET))
                     and is_visible(entry.name)
                     and entry.is_file()
                 }

@@ -25,7 +25,8 @@ from prelunet.evaluator.terminal import progress
 
 _BLOCK_BYTES = 4 * 2**20  # of images; the row groups of older files have 1000 photographs, 110 MB
 _MAX_BLOCKS = 8  # kept: 32 MiB, about 300 photographs, many more than threads are apart
-_MAX_CURSORS = 4  # row groups that are being read
+_MAX_CURSORS = 2  # row groups that are being read, each with a page and a dictionary in memory
+_PAGE_ROWS = 1024  # of images; pyarrow ends pages and dictionaries only after so many, whatever their bytes
 _BUFFER_BYTES = 2**20  # per row group; by default, pyarrow would read it whole
 
 
@@ -52,7 +53,7 @@ class ParquetFiles:
         """
         import pyarrow.compute as pc
 
-        names, sizes = list[str](), array("q")
+        names, sizes, page = list[str](), array("q"), 0
         with progress("read sizes", sum(starts[-1] for starts in self.row_groups.values()), "images") as advance:
             for path in self.paths:
                 starts, first = self.row_groups[path.name], len(sizes)
@@ -68,9 +69,11 @@ class ParquetFiles:
                                 )
                             sizes.extend(pc.binary_length(images).to_pylist())
                             advance(len(images))
+                        page = max(page, sum(sizes[first + starts[group] :][:_PAGE_ROWS]))
                 digits = len(str(starts[-1]))
                 names += (f"{path.name}/{row:0{digits}}" for row in range(len(sizes) - first))
-        return names, sizes, ParquetReader(self.paths[0].parent, self.image_column, self.row_groups)
+        memory = _MAX_BLOCKS * _BLOCK_BYTES + _MAX_CURSORS * 2 * page
+        return names, sizes, ParquetReader(self.paths[0].parent, self.image_column, self.row_groups, memory)
 
 
 def open_parquet(paths: Sequence[Path], *, complete: bool) -> ParquetFiles:
@@ -115,15 +118,16 @@ class _State:
 
 @dataclass
 class ParquetReader:
-    """Reads images by name. Thread-safe. A forked or pickled copy keeps nothing."""
+    """Reads images by name. Thread-safe. A forked or pickled copy keeps nothing. memory: bytes it takes at most."""
 
     folder: Path
     column: str
     row_groups: "Mapping[str, array[int]]"
+    memory: int
     _state: _State = field(default_factory=_State, init=False, repr=False, compare=False)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return ParquetReader, (self.folder, self.column, self.row_groups)
+        return ParquetReader, (self.folder, self.column, self.row_groups, self.memory)
 
     def read(self, file: str) -> bytes:
         """Return the bytes of an image. Raises DatasetError when the file is missing, damaged or was replaced."""
@@ -149,12 +153,13 @@ class ParquetReader:
             if _row_groups(parquet) != starts:
                 raise _replaced(self.folder / name)
             first, remaining = starts[group], _blocks(parquet, group, self.column)
+            if len(cursors) == _MAX_CURSORS:
+                del cursors[next(iter(cursors))]
         for images in remaining:
             blocks.append((name, first, images))
             if row < first + len(images):
-                cursors[name, group] = first + len(images), remaining
-                if len(cursors) > _MAX_CURSORS:
-                    del cursors[next(iter(cursors))]
+                if first + len(images) < starts[group + 1]:
+                    cursors[name, group] = first + len(images), remaining
                 return first, images
             first += len(images)
         raise _replaced(self.folder / name)
@@ -165,7 +170,7 @@ def _open(path: Path) -> Any:
         import pyarrow.parquet as pq
     except ModuleNotFoundError as error:
         raise from_missing_module(error) or error from error
-    return pq.ParquetFile(path, buffer_size=_BUFFER_BYTES, pre_buffer=False)
+    return pq.ParquetFile(path, buffer_size=_BUFFER_BYTES, pre_buffer=False, page_checksum_verification=True)
 
 
 def _row_groups(file: Any) -> "array[int]":
