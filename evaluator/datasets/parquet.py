@@ -4,6 +4,7 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from prelunet.evaluator.byte_sizes import format_bytes
 from prelunet.evaluator.datasets.dataset import UNLABELLED, Dataset
@@ -63,14 +64,12 @@ def label_parquet(
 def _label_rows(files: ParquetFiles, split: str, classes: ClassList | None) -> tuple[tuple[str, ...], list[int], str]:
     """Return the wnids of the classes, the label of each row, and a remark on how they were found."""
     column, names = _label_column(files, len(classes.wnids) if classes else None)
-    words, found_at = list[str](), dict[str, str]()
+    values, found_at = list[Any](), dict[str, str]()
     for place, value in files.column(column):
-        word = str(value)
-        if word not in found_at:
-            found_at[word] = place
-            if value is None or (names and not -1 <= value < len(names)):
-                raise DatasetError(f"{place}: the {column} is {word}, which is not a class. Remove such rows")
-        words.append(word)
+        if value is None or (names and not -1 <= value < len(names)):
+            raise DatasetError(f"{place}: the {column} is {value}, which is not a class. Remove such rows")
+        values.append(value)
+        found_at.setdefault(str(value), place)
     remark = f"labels from the column {format_names([column])}"
     if names and NO_LABEL in found_at:
         names = ()  # refused below
@@ -78,9 +77,11 @@ def _label_rows(files: ParquetFiles, split: str, classes: ClassList | None) -> t
         wnids = names or classes_of_labels(found_at, complete=split == "train")
         index = {word: int(word) if names else wnids.index(word) for word in found_at}
         remark += ". Training reads images in random order, which is slow in parquet files and fast in class folders"
-        return wnids, [index[word] for word in words], remark
-    index, kind = _resolve_names(names, found_at, classes) if names else classes.resolve_labels(found_at)
-    return classes.wnids, [index[word] for word in words], f"{remark}, read as {kind}"
+    else:
+        wnids = classes.wnids
+        index, kind = _resolve_names(names, found_at, classes) if names else classes.resolve_labels(found_at)
+        remark += f", read as {kind}"
+    return wnids, [index[str(value)] for value in values], remark
 
 
 def _label_column(files: ParquetFiles, classes: int | None) -> tuple[str, tuple[str, ...]]:

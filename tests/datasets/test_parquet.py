@@ -254,6 +254,11 @@ def test_columns_without_images_or_with_several_are_named(tmp_path: Path) -> Non
     assert "the columns image, thumbnail could all be the images. Keep one of them" in refusal(path)
 
 
+def test_files_without_rows_are_refused(tmp_path: Path) -> None:
+    path = write(tmp_path / "a.parquet", {"image": images_of([]), "label": pa.array([], pa.int64())})
+    assert f"{path}: no rows. Pass files with images" in refusal(path)
+
+
 def test_rows_without_an_image_are_refused_by_file_and_row(tmp_path: Path) -> None:
     images = [*IMAGES[:4], None, *IMAGES[5:]]
     path = write(tmp_path / "a.parquet", {"image": images_of(images), "label": POSITIONS}, row_group_size=3)
@@ -315,7 +320,7 @@ def test_files_that_do_not_belong_together_or_are_missing_are_refused(tmp_path: 
     assert f"{second}: has other columns or class names than {first.name}" in refusal(tmp_path)
     second.unlink()
     message = refusal(tmp_path)
-    assert f"1 of the 2 files that the name {first.name} states. Get all of them" in message
+    assert f"1 files, but {first.name} is one of 2. Get all of them" in message
     assert len(opened(first).samples) == 15
 
 

@@ -49,7 +49,7 @@ class ParquetFiles:
     def images(self) -> "tuple[list[str], array[int], ParquetReader]":
         """Return the names, their sizes in bytes, and the reader. Reads all images, because files store no sizes.
 
-        Raises DatasetError for a row without an image.
+        Raises DatasetError for a row without an image, and without rows.
         """
         import pyarrow.compute as pc
 
@@ -72,6 +72,8 @@ class ParquetFiles:
                         page = max(page, sum(sizes[first + starts[group] :][:_PAGE_ROWS]))
                 digits = len(str(starts[-1]))
                 names += (f"{path.name}/{row:0{digits}}" for row in range(len(sizes) - first))
+        if not names:
+            raise DatasetError(f"{self.paths[0]}: no rows. Pass files with images")
         memory = _MAX_BLOCKS * _BLOCK_BYTES + _MAX_CURSORS * 2 * page
         return names, sizes, ParquetReader(self.paths[0].parent, self.image_column, self.row_groups, memory)
 
@@ -85,8 +87,8 @@ def open_parquet(paths: Sequence[Path], *, complete: bool) -> ParquetFiles:
     stated = re.search(r"-of-(\d+)", paths[0].name)
     if complete and stated and len(paths) != int(stated[1]):
         raise DatasetError(
-            f"{paths[0].parent}: {len(paths)} of the {int(stated[1])} files that the name {paths[0].name} states. Get "
-            "all of them. To evaluate a part, use --limit, or pass one file as --data"
+            f"{paths[0].parent}: {len(paths)} files, but {paths[0].name} is one of {int(stated[1])}. Get all of them "
+            "and keep no others here. To evaluate a part, use --limit, or pass one file as --data"
         )
     schema, row_groups = None, dict[str, "array[int]"]()
     for path in paths:
