@@ -133,7 +133,7 @@ class Net:
         """Evaluate the model on a dataset and write the report, as `prelunet validate` and `prelunet report` do.
 
         Each argument is an option of `prelunet validate`, which has some more.
-        data: folder, .tar, .tar.gz, .zip or .parquet of images (docs/datasets.md); protocol: name, None for the model's default;
+        data: folder, .tar, .tar.gz or .zip of images (docs/datasets.md); protocol: name, None for the model's default;
         output: folder of the run, created, or resumed if it holds this run; None for runs/MODEL-DATA-PROTOCOL in the
         current folder, with the limit at the end if there is one; labels: of flat images, a list or the ILSVRC devkit;
         limit: evaluate only this many images, evenly spaced; classes: evaluate only these wnids, or those that a file
