@@ -44,6 +44,7 @@ class ParquetFiles:
         for path in self.paths:
             with _damage(path):
                 values = _open(path).read(columns=[name]).column(0).to_pylist()
+                self._check_rows(path, len(values))
             yield from ((f"{path}: row {row}", value) for row, value in enumerate(values))
 
     def images(self) -> "tuple[list[str], array[int], ParquetReader]":
@@ -70,12 +71,17 @@ class ParquetFiles:
                             sizes.extend(pc.binary_length(images).to_pylist())
                             advance(len(images))
                         page = max(page, sum(sizes[first + starts[group] :][:_PAGE_ROWS]))
+                    self._check_rows(path, len(sizes) - first)
                 digits = len(str(starts[-1]))
                 names += (f"{path.name}/{row:0{digits}}" for row in range(len(sizes) - first))
         if not names:
             raise DatasetError(f"{self.paths[0]}: no rows. Pass files with images")
         memory = _MAX_BLOCKS * _BLOCK_BYTES + _MAX_CURSORS * 2 * page
         return names, sizes, ParquetReader(self.paths[0].parent, self.image_column, self.row_groups, memory)
+
+    def _check_rows(self, path: Path, rows: int) -> None:
+        if rows != self.row_groups[path.name][-1]:
+            raise ValueError(f"{rows} rows instead of {self.row_groups[path.name][-1]}")
 
 
 def open_parquet(paths: Sequence[Path], *, complete: bool) -> ParquetFiles:
@@ -185,7 +191,7 @@ def _blocks(file: Any, group: int, column: str) -> Iterator[Any]:
     """Yield the images of a row group in order, pyarrow arrays of about _BLOCK_BYTES."""
     metadata = file.metadata.row_group(group)
     chunks = map(metadata.column, range(metadata.num_columns))
-    size = next(chunk.total_uncompressed_size for chunk in chunks if chunk.path_in_schema == column)
+    size = sum(chunk.total_uncompressed_size for chunk in chunks if chunk.path_in_schema == column)
     rows = max(1, _BLOCK_BYTES * metadata.num_rows // max(1, size))
     for batch in file.iter_batches(rows, row_groups=[group], columns=[column], use_threads=False):
         images = batch.column(0)
