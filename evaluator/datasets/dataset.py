@@ -42,7 +42,7 @@ class DatasetSpec:
     path: Annotated[
         Path,
         CliOption(
-            "Folder, .tar, .tar.gz or .zip of images: in class folders, flat with labels, or webdataset shards "
+            "Folder, .tar, .tar.gz, .zip or .parquet of images: in class folders, flat with labels, or shards "
             "(docs/datasets.md). A `val` (`valid`, `validation`) folder in it is used.",
             flag="data",
         ),

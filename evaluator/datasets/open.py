@@ -16,9 +16,10 @@ from prelunet.evaluator.datasets.layouts import (
     label_training_images,
     list_images,
 )
+from prelunet.evaluator.datasets.parquet import find_parquet, label_parquet
 from prelunet.evaluator.datasets.selection import select
 from prelunet.evaluator.datasets.sources.archive import ArchiveSource, open_archive
-from prelunet.evaluator.datasets.sources.base import Source, describe_place, join
+from prelunet.evaluator.datasets.sources.base import PARQUET, TAR, Source, describe_place, join
 from prelunet.evaluator.datasets.sources.folder import FolderSource, reading_error
 from prelunet.evaluator.errors import DatasetError, UsageError
 
@@ -58,14 +59,14 @@ def open_dataset(
     no_labels: bool = False,
     any_split: bool = True,
 ) -> Dataset:
-    """Open a folder, .tar, .tar.gz or .zip of images in any layout of docs/datasets.md.
+    """Open a folder, .tar, .tar.gz, .zip or .parquet of images in any layout of docs/datasets.md.
 
     split: `train` or `val`; a folder of that name at the top, or inside a single top folder, is entered. Where there
     is no `val`, `valid` or `validation` is used, or else, with `wnids`, a `test` with class folders.
     wnids: of the model's classes, in label order; None (a training set) accepts only class folders, in sorted order,
-    webdataset shards, and for `val` a label list. names: of these classes, in the same order. labels: a label list or
-    devkit; None searches in and next to the dataset where labels are needed. no_labels: ignore labels, as for a test
-    set; any_split: with no_labels, require that only one set exists, instead of choosing `split`.
+    webdataset shards, parquet files, and for `val` a label list. names: of these classes, in the same order. labels: a
+    label list or devkit; None searches in and next to the dataset where labels are needed. no_labels: ignore labels, as
+    for a test set; any_split: with no_labels, require that only one set exists, instead of choosing `split`.
     The samples are all files with an image suffix, at any depth, sorted by name. Hidden files, `__MACOSX` and other
     files are skipped.
     Raises UsageError when `path` or `labels` does not exist. Raises DatasetError when something cannot be read, the
@@ -74,13 +75,20 @@ def open_dataset(
     if labels is not None and no_labels:
         raise UsageError("--labels and --no-labels cannot be combined. Remove one of them")
     source = _open_source(path)
-    if wnids is None:
+    classes = None if wnids is None else ClassList(tuple(wnids), tuple(names))
+    if classes is None:
         subfolder, found_remarks = _find_class_folders(source, path, split)
-        dataset = label_training_images(list_images(source, path, subfolder), split)
     else:
-        classes = ClassList(tuple(wnids), tuple(names))
         subfolder, found_remarks = _find_image_folder(source, path, split, classes, any_split=no_labels and any_split)
-        dataset = label_images(list_images(source, path, subfolder), split, classes, labels, no_labels=no_labels)
+    images = list_images(source, path, subfolder)
+    if parquet := find_parquet(images, split):
+        if labels is not None:
+            raise DatasetError(f"{images.place}: parquet files contain their own labels. Remove --labels")
+        dataset = label_parquet(images, parquet, split, classes, no_labels=no_labels)
+    elif classes is None:
+        dataset = label_training_images(images, split)
+    else:
+        dataset = label_images(images, split, classes, labels, no_labels=no_labels)
     remarks = (*found_remarks, *dataset.remarks)
     if isinstance(source, ArchiveSource) and source.path != path:
         unpacked = (
@@ -96,16 +104,16 @@ def _open_source(path: Path) -> Source:
         mode = path.stat().st_mode
     except (FileNotFoundError, NotADirectoryError) as error:
         raise UsageError(
-            f"{path}: no such file or folder. Pass a folder of images, or a .tar, .tar.gz or .zip of one"
+            f"{path}: no such file or folder. Pass a folder of images, or a .tar, .tar.gz, .zip or .parquet"
         ) from error
     except OSError as error:
         raise reading_error(error, path) from error
     if stat.S_ISDIR(mode):
         return FolderSource(path)
     if stat.S_ISREG(mode):
-        return open_archive(path)
+        return ArchiveSource(path) if path.suffix == PARQUET else open_archive(path)
     raise DatasetError(
-        f"{path}: neither a folder nor a regular file. Pass a folder of images, or a .tar, .tar.gz or .zip of one"
+        f"{path}: neither a folder nor a regular file. Pass a folder of images, or a .tar, .tar.gz, .zip or .parquet"
     )
 
 
@@ -180,13 +188,13 @@ def _single_root(source: Source, path: Path, classes: ClassList) -> str:
     subfolders = source.folders("")
     if any(name in _SETS or classes.contains(name) for name in subfolders):
         return ""
-    if _has_tars(source, ""):  # shards
+    if _has_shards(source, "", TAR):
         return ""
     if len(subfolders) != 1 and not has_label_file(source, path, ""):
         return ""
     filled = {name.partition("/")[0] if "/" in name else "" for name, _ in source.images("")}
     if not filled and len(subfolders) == 1:
-        return subfolders[0]  # may contain shards
+        return "" if _has_shards(source, "", PARQUET) else subfolders[0]  # may contain shards
     return filled.pop() if len(filled) == 1 else ""
 
 
@@ -194,21 +202,21 @@ def _find_class_folders(source: Source, path: Path, split: str) -> tuple[str, li
     """Return the folder with the class folders of the split, when the classes are not known in advance, and remarks."""
     subfolder = kaggle = _kaggle_root(source)
     top = source.folders("")
-    if not kaggle and split not in top and len(top) == 1 and top[0] not in SPLITS and source.folders(top[0]):
-        subfolder = top[0]
+    if not kaggle and split not in top and len(top) == 1 and top[0] not in SPLITS:
+        subfolder = top[0] if source.folders(top[0]) or _has_shards(source, top[0]) else ""
     subfolders = source.folders(subfolder)
     names = {*SPLITS, split, *(VALIDATION if "train" in subfolders else ())}
     places = {name: join(subfolder, name) for name in subfolders if name in names}
     # A folder named `train` or `val` without folders or shards inside is a class.
-    splits = [name for name, place in places.items() if kaggle or source.folders(place) or _has_tars(source, place)]
+    splits = [name for name, place in places.items() if kaggle or source.folders(place) or _has_shards(source, place)]
     chosen = _find_split(source, path, subfolder, splits, split)
     if chosen is None and splits:
         raise _missing_split_error(describe_place(path, subfolder), splits[0], split)
     return _enter(source, path, subfolder, splits, chosen)
 
 
-def _has_tars(source: Source, subfolder: str) -> bool:
-    return any(name.endswith(".tar") for name in source.other_files(subfolder))
+def _has_shards(source: Source, subfolder: str, *suffixes: str) -> bool:
+    return any(name.endswith(suffixes or (TAR, PARQUET)) for name in source.other_files(subfolder))
 
 
 def _several_sets_error(source: Source, path: Path, subfolder: str, sets: Sequence[str], purpose: str) -> DatasetError:
