@@ -140,7 +140,7 @@ class Rehearsal:
             {f"{layout}_at_least_{SPEED}": of["median"] >= SPEED for layout, of in ratios.items()},
             **{f"{layout}_of_folders": of for layout, of in ratios.items()},
             **{f"{layout}_of_folders_with_all_of_the_opening": _ratios(parts, layout) for layout in ratios},
-            seconds_of_turns={layout: [round(second, 2) for second in seconds] for layout, seconds in parts.items()},
+            **{f"seconds_of_turns_{layout}": [round(second, 2) for second in parts[layout]] for layout in LAYOUTS},
         )
 
     def _validate(self, layout: str, run: Path, *words: str) -> list[str | Path]:

@@ -94,3 +94,12 @@ def test_a_dataset_too_small_for_its_parts_is_refused(capsys: pytest.CaptureFixt
         run.main(["--images", "999", "--output", str(tmp_path / "result.json")])
     assert "give 1000 to 50000" in capsys.readouterr().err
     assert not list(tmp_path.iterdir())
+
+
+def test_a_disk_that_is_too_small_is_refused_before_anything_is_written(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(run, "DISK", 10**15)
+    with pytest.raises(SystemExit, match=r"needs 1000000000\.0 GB, has .* choose another"):
+        run.main(["--images", "1000", "--output", str(tmp_path / "result.json"), "--work", str(tmp_path)])
+    assert not list(tmp_path.iterdir())
