@@ -13,4 +13,7 @@ if (allViews) {
   });
 }
 
+addCopyButton();
+addCsvButtons();
+startPairs();
 startClassView(startReportTable());
