@@ -31,7 +31,8 @@ function addChartButtons(name, view) {
 
 /** Return a chart as an SVG file in the page's light colors on white, whatever the page shows. */
 async function chartSvg(view) {
-  const light = document.styleSheets[0].cssRules[0].style; // :root
+  const rules = [...document.styleSheets].flatMap((sheet) => [...sheet.cssRules]);
+  const light = rules.find((rule) => rule.selectorText === ":root").style; // the dark one is inside a media rule
   const svg = (await view.toSVG())
     .replace(/var\((--[\w-]+)\)/g, (_, name) => light.getPropertyValue(name).trim())
     .replace(/<svg[^>]*>/, '$&<rect width="100%" height="100%" fill="#fff"/>');
