@@ -1,6 +1,7 @@
 """report.html: one self-contained page, built from report.json, the run's predictions and the gallery."""
 
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -70,8 +71,12 @@ def render_page(report: Report, run: Run, gallery: Gallery) -> bytes:
 def coverage_rows(report: Report) -> list[dict[str, Any]]:
     """Return the points of the risk-coverage curve for the page's table: the first of at least each coverage shown."""
     points = report["risk_coverage"]["points"] if report["risk_coverage"] else []
-    shown = [next(p for p in points if p["coverage"] >= coverage) for coverage in COVERAGES_SHOWN if points]
-    return [point for place, point in enumerate(shown) if point not in shown[:place]]
+    steps = pairwise([0, *(point["coverage"] for point in points)])
+    return [
+        point
+        for point, (below, coverage) in zip(points, steps, strict=True)
+        if any(below < shown <= coverage for shown in COVERAGES_SHOWN)
+    ][::-1]
 
 
 def averaging_rows(report: Report) -> list[dict[str, Any]]:

@@ -12,7 +12,7 @@ _BIN_TOOLTIP = [
 ]
 _RISK_TOOLTIP = [
     {"field": "coverage", "title": "coverage"},
-    {"field": "error", "title": "top-1 error"},
+    {"field": "top1_error", "title": "top-1 error"},
     {"field": "threshold", "title": "score at least"},
     {"field": "images", "title": "images"},
 ]
@@ -143,34 +143,24 @@ def risk_chart(report: dict[str, Any]) -> Spec | None:
     """Return the top-1 error of the kept answers against the share of images that are kept; None without images."""
     if not report["risk_coverage"]:
         return None
-    values = [
-        {
-            "coverage": round(point["coverage"], 2),
-            "error": round(point["top1_error"], 2),
-            "low": round(point["top1_interval"][0], 2),
-            "high": round(point["top1_interval"][1], 2),
-            "threshold": point["threshold"],
-            "images": point["images"],
-        }
-        for point in report["risk_coverage"]["points"]
-    ]
+    points = report["risk_coverage"]["points"]
     x = {"field": "coverage", "type": "quantitative", "scale": {"domain": [0, 100]}, "axis": {"grid": False}}
     x["title"] = "coverage: images answered (percent)"
     y = {"type": "quantitative", "title": "top-1 error of these (percent)", "axis": {**_SIDE, "tickCount": 5}}
-    y["scale"] = {"domain": [0, min(100.0, max(1.0, 1.5 * max(row["error"] for row in values)))], "nice": True}
+    y["scale"] = {"domain": [0, min(100.0, max(1.0, 1.5 * max(point["top1_error"] for point in points)))], "nice": True}
     return chart_spec(
-        values,
+        points,
         height=230,
         encoding={"x": x},
         layer=[
             {
                 "mark": {"type": "area", "color": "var(--accent)", "opacity": 0.13, "clip": True},
-                "encoding": {"y": {"field": "low", **y}, "y2": {"field": "high"}},
+                "encoding": {"y": {"field": "top1_interval[0]", **y}, "y2": {"field": "top1_interval[1]"}},
             },
             {
                 "mark": {"type": "line", "color": "var(--accent)", "strokeWidth": 2.25},
-                "encoding": {"y": {"field": "error", **y}},
+                "encoding": {"y": {"field": "top1_error", **y}},
             },
-            row_under_pointer("near_coverage", _RISK_TOOLTIP, field="coverage", x=x, y={"field": "error", **y}),
+            row_under_pointer("near_coverage", _RISK_TOOLTIP, field="coverage", x=x, y={"field": "top1_error", **y}),
         ],
     )
