@@ -14,4 +14,7 @@ if (allViews) {
   });
 }
 
+addCopyButton();
+addCsvButtons();
+startPairs();
 startClassView(startReportTable());
