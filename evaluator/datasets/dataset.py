@@ -52,8 +52,8 @@ class DatasetSpec:
     path: Annotated[
         Path,
         CliOption(
-            "Folder, .tar, .tar.gz or .zip of images: in class folders, flat with labels, or webdataset shards "
-            "(docs/datasets.md). If it contains a `val` folder, that folder is used.",
+            "Folder, .tar, .tar.gz, .zip or .parquet of images: in class folders, flat with labels, or shards "
+            "(docs/datasets.md). A `val` (`valid`, `validation`) folder in it is used.",
             flag="data",
         ),
     ]

@@ -6,6 +6,7 @@ from pathlib import Path
 
 from prelunet.evaluator.contract import ClassEntry
 from prelunet.evaluator.datasets.dataset import UNLABELLED, Dataset
+from prelunet.evaluator.datasets.labels.class_names import ClassList
 from prelunet.evaluator.datasets.selection import parse_class_selection
 from prelunet.evaluator.datasets.sources.base import format_names
 from prelunet.evaluator.errors import DatasetError
@@ -47,12 +48,13 @@ def _wnids(chosen: str, classes: Sequence[ClassEntry]) -> Sequence[str]:
     if chosen not in _PUBLISHED:
         return parse_class_selection(chosen, classes, option=_OPTION)
     wnids = _published(chosen)
-    if missing := sorted(set(wnids) - {entry.wnid for entry in classes}):
+    class_list = ClassList(tuple(entry.wnid for entry in classes), tuple(entry.name for entry in classes))
+    if missing := [wnid for wnid in wnids if not class_list.contains(wnid)]:
         raise DatasetError(
             f"{_OPTION} {chosen}: the model lacks {len(missing)} of {_PUBLISHED[chosen]}'s {len(wnids)} classes: "
             f"{format_names(missing)}. Use a model of ImageNet's classes, or list classes that it has"
         )
-    return wnids
+    return parse_class_selection(",".join(wnids), classes, option=_OPTION)
 
 
 def _published(name: str) -> list[str]:

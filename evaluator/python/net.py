@@ -17,7 +17,7 @@ from PIL import Image
 from prelunet.evaluator.answer import Answer, ClassScore, resolve_top_k
 from prelunet.evaluator.contract import ClassEntry
 from prelunet.evaluator.engine.classify import build_answer, classify_images
-from prelunet.evaluator.engine.heatmap import draw_heat_maps, png_bytes
+from prelunet.evaluator.engine.heatmap import draw_heat_maps, png_bytes, why_flat
 from prelunet.evaluator.engine.load import open_session
 from prelunet.evaluator.engine.memory import portion_size, require_view_fits
 from prelunet.evaluator.engine.session import Device, Precision, Session
@@ -129,6 +129,7 @@ class Net:
         classes: str | Sequence[str] | None = None,
         restrict_classes: str | Sequence[str] | None = None,
         apply_exif: bool = False,
+        heatmaps: int = 0,
         fresh: bool = False,
     ) -> "Evaluation":
         """Evaluate the model on a dataset and write the report, as `prelunet validate` and `prelunet report` do.
@@ -138,7 +139,8 @@ class Net:
         output: folder of the run, created, or resumed if it holds this run; None for runs/MODEL-DATA-PROTOCOL in the
         current folder, with the limit at the end if there is one; labels: of flat images, a list or the ILSVRC devkit,
         or `imagenet-real`; limit: evaluate only this many images, evenly spaced; classes: evaluate only these wnids, or
-        those that a file lists; restrict_classes: predict among these classes only; fresh: delete the existing run and
+        those that a file lists; restrict_classes: predict among these classes only; heatmaps: show on the report where
+        the model sees this many mistakes; fresh: delete the existing run and
         start over.
         Raises Interrupted on Ctrl-C: what is done is saved, and the same call resumes. Raises DatasetError if the
         dataset does not fit the model, RunFolderError if the folder holds anything else, EnvironmentFault or OSError if
@@ -157,7 +159,16 @@ class Net:
         among = restrict_classes if isinstance(restrict_classes, str | None) else ",".join(restrict_classes)
         labels = None if labels is None else Path(labels)
         spec = DatasetSpec(path, labels, limit=limit, classes=classes or (), restrict_classes=among)
-        evaluate_model([self.session], self.path, spec, evaluation_protocol, folder, fresh=fresh, report=log.info)
+        evaluate_model(
+            [self.session],
+            self.path,
+            spec,
+            evaluation_protocol,
+            folder,
+            heatmaps=heatmaps,
+            fresh=fresh,
+            report=log.info,
+        )
         return write_evaluation(folder)
 
     def _protocol(self, name: str | None, *, apply_exif: bool) -> EvaluationProtocol:
@@ -180,6 +191,8 @@ class Net:
 
     def _draw(self, place: str, image: ImageInput, protocol: EvaluationProtocol, top: int) -> Answer:
         """Classify one image and draw its heat maps."""
+        if (reason := why_flat(self.session.contract, protocol)) is not None:
+            log.warning("warning: %s", reason)
         decoded = self._decode(place, image, protocol)
         (classified,) = classify_images(self.session, [decoded], protocol, keep_windows=True)
         picture, size = panel_picture(decoded), (decoded.height, decoded.width)

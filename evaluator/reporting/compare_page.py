@@ -19,11 +19,12 @@ from prelunet.evaluator.reporting.compare import (
     judgment,
 )
 from prelunet.evaluator.reporting.compare_charts import change_of, difference_chart
-from prelunet.evaluator.reporting.gallery import Gallery, build_galleries, choose_mistakes
+from prelunet.evaluator.reporting.gallery import Gallery, build_galleries
 from prelunet.evaluator.reporting.html import json_bytes, notebook_link, render_html, signed
 from prelunet.evaluator.reporting.report import describe_protocol, short_provider
 from prelunet.evaluator.reporting.report_page import REPORT_FOLDER
 from prelunet.evaluator.reporting.statistics import NO_MACRO_INTERVAL
+from prelunet.evaluator.validation.mistakes import choose_mistakes
 from prelunet.evaluator.validation.run import Run, read_run
 
 MAX_FLIPPED_PER_DIRECTION = 24  # flipped images shown per direction; compare.json lists all

@@ -3,18 +3,22 @@
 report_data.js reads it and repeats the order of the numbers.
 """
 
+import base64
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
+from prelunet.evaluator.engine.heatmap import COLORS
 from prelunet.evaluator.reporting.gallery import Gallery
 from prelunet.evaluator.reporting.report import Report
 from prelunet.evaluator.reporting.statistics import TOPS
+from prelunet.evaluator.validation.heatmaps import read_heat_maps
 from prelunet.evaluator.validation.predictions import Prediction
 from prelunet.evaluator.validation.run import Run
 
 # Images whose answers the page holds, about 45 bytes each. Beyond that, each class contributes its first ones.
 MAX_LISTED_IMAGES = 60_000
+MAX_HEAT_MAPS = 500  # images with heat maps on the page, 2.2 kB each
 PER_MILLE = 1000  # scores are stored with three decimals, as integers
 
 
@@ -34,6 +38,12 @@ def page_data(report: Report, run: Run, gallery: Gallery) -> dict[str, Any]:
         "views": [[describe_view(view), view["top1_error"], view["top5_error"]] for view in report["views"]],
         "images": [_images(images) for images in listed],
         "tiles": {place[file]: tile for file, tile in gallery.tiles.items() if file in place},
+        "inferno": COLORS.tolist(),
+        "heatmaps": {
+            place[maps.file]: [maps.height, maps.width, maps.columns, *map(_base64, maps.maps)]
+            for maps in read_heat_maps(run)[:MAX_HEAT_MAPS]
+            if maps.file in place
+        },
         "large": {place[m.prediction.file]: n for n, m in enumerate(gallery.mistakes) if m.prediction.file in place},
     }
 
@@ -110,6 +120,10 @@ def _images(images: Sequence[Prediction]) -> list[Any]:
         [number for number, image in enumerate(seen) if image.capped],
         *([also] if also else []),
     ]
+
+
+def _base64(data: bytes) -> str:
+    return base64.b64encode(data).decode("ascii")
 
 
 def split_affixes(names: Sequence[str]) -> tuple[str, str, list[str]]:

@@ -11,7 +11,7 @@ from dataclasses import asdict
 from typing import Any
 
 from prelunet.evaluator.protocols import ProtocolKind
-from prelunet.evaluator.reporting.statistics import TOPS, calibration, rank_summary
+from prelunet.evaluator.reporting.statistics import TOPS, calibration, rank_summary, risk_coverage
 from prelunet.evaluator.reporting.tables import (
     class_table,
     confusion_pairs,
@@ -42,6 +42,7 @@ def build_report(run: Run) -> Report:
     candidates = len(info.candidates or info.classes)
     errors = error_fields([int((seen.rank > k).sum()) for k in TOPS], len(seen.rank))
     calibrated = calibration(seen.score, seen.rank == 1)
+    selective = risk_coverage(seen.score, seen.rank == 1)
     return {
         "version": REPORT_VERSION,
         "images": len(run.predictions),
@@ -51,6 +52,7 @@ def build_report(run: Run) -> Report:
         **errors,
         "macro": macro_fields(classes),
         "calibration": None if calibrated is None else asdict(calibrated),
+        "risk_coverage": None if selective is None else asdict(selective),
         "ranks": asdict(rank_summary(seen.rank, candidates)),
         **view_tables(info.views, seen),
         "model": dict(info.model),

@@ -24,6 +24,7 @@ CHUNK = 64  # images; the unit of writing, resuming and sharding
 GPU_CHUNK = 1024  # images; enough batches per canvas shape to amortize switching shapes
 RESTRICTION_FIX = "Validate both with the same --restrict-classes."
 RUN_FILE, PREDICTIONS_FILE, SCORES_FILE = "run.json", "predictions.jsonl", "scores.f32.npy"
+HEAT_MAPS_FILE = "heatmaps.jsonl"  # optional
 
 
 @dataclass(frozen=True)

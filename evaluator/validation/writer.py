@@ -25,6 +25,7 @@ from prelunet.evaluator.files import create_folder, leftovers, locked_folder, re
 from prelunet.evaluator.json_checks import differences, format_differences
 from prelunet.evaluator.validation.predictions import Prediction, open_regular, parse_prediction
 from prelunet.evaluator.validation.run import (
+    HEAT_MAPS_FILE,
     PREDICTIONS_FILE,
     RUN_FILE,
     SCORES_FILE,
@@ -61,6 +62,10 @@ class RunWriter:
         self._write(SCORES_FILE, scores.astype("<f4").tobytes(), durable=True)
         self._write(PREDICTIONS_FILE, lines.encode(), durable=True)
         self.done += len(predictions)
+
+    def append_heat_map(self, line: bytes) -> None:
+        """Append a line to heatmaps.jsonl. Raises as `append` does."""
+        self._write(HEAT_MAPS_FILE, line, durable=True)
 
     def log(self, event: str, **fields: Any) -> None:
         """Append a line with the date to log.jsonl."""
@@ -104,7 +109,7 @@ def open_run(folder: Path, info: RunInfo, samples: Sequence[Sample], *, fresh: b
         remove_leftovers(folder, _ATOMIC_FILES)
         if fresh:  # the scores first: lines without scores do not count
             reports = [path for name in _REPORTS for path in folder.glob(name)]
-            for path in (folder / LOG_FILE, *reports, folder / SCORES_FILE):
+            for path in (folder / LOG_FILE, *reports, folder / HEAT_MAPS_FILE, folder / SCORES_FILE):
                 path.unlink(missing_ok=True)
         if not fresh and (folder / RUN_FILE).exists():
             _check_same(read_run_info(folder), info, folder)

@@ -33,7 +33,8 @@ def classify(
     images: Annotated[
         list[str],
         typer.Argument(
-            help="Image files; - reads one from stdin. With --csv: one folder or archive.", metavar="IMAGE..."
+            help="Image files; - reads one from stdin. With --csv or --jsonl: one folder or archive.",
+            metavar="IMAGE...",
         ),
     ],
     model: OptionalModelOption = None,
@@ -67,17 +68,21 @@ def classify(
         Path | None,
         typer.Option(help="CSV file to write: the top classes of each image of a folder or archive, without labels."),
     ] = None,
+    jsonl: Annotated[
+        Path | None, typer.Option(help="The same as a file with one JSON object per line, one for each image.")
+    ] = None,
     as_json: Annotated[
         bool, typer.Option("--json", help="Print one JSON object per line, one for each image.")
     ] = False,
 ) -> None:
     """Classify images with a model file or through a server; both give the same answer.
 
-    With --csv, all images of a folder, with progress; after an interruption the same command resumes.
+    With --csv or --jsonl, all images of a folder, with progress; after an interruption the same command resumes.
     """
-    if csv is not None and (server is not None or heatmap is not None or as_json or len(images) != 1):
+    outputs = {kind: file for kind, file in (("csv", csv), ("jsonl", jsonl)) if file is not None}
+    if outputs and (server is not None or heatmap is not None or as_json or len(images) != 1):
         raise UsageError(
-            "--csv classifies one folder or archive with --model: leave out --server, --heatmap and --json"
+            "--csv and --jsonl classify one folder or archive with --model: leave out --server, --heatmap and --json"
         )
     if heatmap is not None and len(images) != 1:
         raise UsageError(f"--heatmap draws one image, not {len(images)}. Run the command once for each image")
@@ -90,13 +95,15 @@ def classify(
                 raise UsageError("--name and --timeout require --server; leave them out with --model")
             net = load(model, device or "auto", precision=placement.precision)
             report(f"{model.name}: {net.session.contract.name} on {net.session.circumstances}")
-            if csv is not None:
+            if outputs:
                 from prelunet.evaluator.validation.unlabelled import write_classes
 
                 contract = net.session.contract
                 views = build_protocol(protocol or default_protocol_name(contract), contract, overrides)
-                count, refused = write_classes(net.session, model, Path(images[0]), views, csv, top=top, report=report)
-                echo(f"{csv}: {count:,} images, {refused:,} of them refused")
+                count, refused = write_classes(
+                    net.session, model, Path(images[0]), views, outputs, top=top, report=report
+                )
+                echo(f"{' and '.join(map(str, outputs.values()))}: {count:,} images, {refused:,} of them refused")
                 return
 
             def classify_image(data: bytes) -> Answer:
@@ -141,7 +148,10 @@ def _classify_file(file: str, classify_image: ClassifyImage) -> Answer:
     """Return the answer for a file, or for stdin: "-". Raises ImageError with the name."""
     if file != "-":
         if Path(file).is_dir():
-            raise ImageError(f"{file}: a folder. To classify all its images: prelunet classify {file} --csv FILE.csv")
+            raise ImageError(
+                f"{file}: a folder. To classify all its images: prelunet classify {file} --csv FILE.csv "
+                "(or --jsonl FILE.jsonl)"
+            )
         data = encoded_image(file)
     elif sys.stdin is None:
         raise ImageError("-: there is no stdin. Give the path of an image file")

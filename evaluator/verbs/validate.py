@@ -74,6 +74,12 @@ def validate(
             rich_help_panel="Ray cluster",
         ),
     ] = 0,
+    heatmaps: Annotated[
+        int,
+        typer.Option(
+            min=0, metavar="N", help="Store heat maps of the N most confident mistakes; reports show up to 500."
+        ),
+    ] = 0,
     fresh: Annotated[bool, typer.Option("--fresh", help="Delete the existing run and start over.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print the result as JSON.")] = False,
 ) -> None:
@@ -100,6 +106,7 @@ def validate(
         run,
         shard=part,
         cluster=cluster,
+        heatmaps=heatmaps,
         fresh=fresh,
         report=report,
     )

@@ -49,17 +49,17 @@ def named_shards(folder: Path) -> Path:
 
 
 LAYOUTS: dict[str, tuple[Callable[[Path], Path], str]] = {
-    "flat": (lambda place: write_folder(place / "val", DATA), "flat, ReaL labels"),
-    "class folders": (lambda place: write_folder(place / "val", FOLDERS), "folders, ReaL labels"),
-    "a val folder": (lambda place: write_folder(place / "top" / "val", FOLDERS).parent, "folders, ReaL labels"),
-    "tar": (lambda place: write_tar(place / "val.tar", DATA), "flat, ReaL labels"),
-    "zip of class folders": (lambda place: write_zip(place / "val.zip", FOLDERS), "folders, ReaL labels"),
-    "shards": (lambda place: named_shards(place / "shards"), "webdataset shards, ReaL labels"),
+    "flat": (lambda place: write_folder(place / "val", DATA), "ReaL labels"),
+    "class folders": (lambda place: write_folder(place / "val", FOLDERS), "ReaL labels"),
+    "a val folder": (lambda place: write_folder(place / "top" / "val", FOLDERS).parent, "ReaL labels"),
+    "tar": (lambda place: write_tar(place / "val.tar", DATA), "ReaL labels"),
+    "zip of class folders": (lambda place: write_zip(place / "val.zip", FOLDERS), "ReaL labels"),
+    "shards": (lambda place: named_shards(place / "shards"), "ReaL labels"),
     "names with wnids": (
         lambda place: write_folder(
             place / "val", {name.replace(".", "_n00000005."): data for name, data in DATA.items()}
         ),
-        "flat, ReaL labels",
+        "ReaL labels",
     ),
 }
 
@@ -90,6 +90,12 @@ def test_the_built_in_labels_are_those_of_the_publication(tmp_path: Path) -> Non
     ]
     reversed_classes = opened(data, BUILT_IN, IMAGENET[::-1])
     assert [sample.labels for sample in reversed_classes.samples] == [(29, 204), (769, 768), (190,)]
+
+
+def test_a_model_that_has_only_imagenets_names_has_the_same_labels(tmp_path: Path) -> None:
+    names = [ClassEntry(f"{index}", entry.name) for index, entry in enumerate(IMAGENET)]
+    data = write_folder(tmp_path / "val", FIRST_FOUR)
+    assert opened(data, BUILT_IN, names).samples == opened(data, BUILT_IN, IMAGENET).samples
 
 
 def test_a_file_for_a_model_of_imagenets_classes_is_read_in_imagenets_order(tmp_path: Path) -> None:

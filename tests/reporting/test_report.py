@@ -79,6 +79,12 @@ def test_the_published_schema_is_a_schema_and_refuses_what_is_no_report(tmp_path
             jsonschema.validate({**report, **spoil}, SCHEMA)
 
 
+def test_a_report_from_before_the_newest_keys_still_fits_the_schema(tmp_path: Path) -> None:
+    report = report_of(tmp_path, LINES)
+    del report["risk_coverage"], report["calibration"]["histogram"]
+    jsonschema.validate(report, SCHEMA)
+
+
 def test_report_counts_an_unreadable_image_as_refused_not_as_error(tmp_path: Path) -> None:
     report = report_of(tmp_path, LINES)
     assert (report["images"], report["evaluated"], report["refused"]) == (8, 6, 2)
@@ -515,6 +521,7 @@ def test_a_run_with_every_image_refused_is_still_reported(tmp_path: Path, capsys
     assert report["top1_error"] is None
     assert report["top1_interval"] == [0, 100]
     assert (report["top1_wrong"], report["top5_wrong"], report["calibration"]) == (0, 0, None)
+    assert report["risk_coverage"] is None
     nothing = {"top1_error": None, "top1_interval": [0, 100], "top5_error": None, "top5_interval": [0, 100]}
     assert report["macro"] == {"classes": 0, **nothing}
     assert [report["ranks"][key] for key in ("median", "mean", "mean_reciprocal")] == [None, None, None]

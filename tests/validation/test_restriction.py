@@ -272,6 +272,8 @@ def test_a_published_set_is_recognized_by_its_classes(name: str, title: str, tmp
     indices = tuple(index for index, entry in enumerate(IMAGENET) if entry.wnid in wnids)
     assert opened(folder, name, IMAGENET).candidates == opened(folder, "dataset", IMAGENET).candidates == indices
     assert len(indices) == 200
+    by_name = [ClassEntry(f"{index}", entry.name) for index, entry in enumerate(IMAGENET)]  # a model without wnids
+    assert opened(folder, name, by_name).candidates == indices
 
 
 def test_folders_numbered_0_to_199_are_not_taken_for_the_first_200_of_1000_classes(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""`prelunet classify FOLDER --csv FILE`: the answers of `classify` for every image, resumable."""
+"""`prelunet classify FOLDER --csv FILE --jsonl FILE`: the answers of `classify` for every image, resumable."""
 
 import csv
 import json
@@ -31,12 +31,19 @@ def test_each_row_has_the_classes_that_classify_gives_the_image(
     }
     folder = write_folder(tmp_path / "photos", files)
     model = ["--model", str(exported["demo-image"].path), "--device", "cpu", "--protocol", "dense-30", "--top", "3"]
-    assert run(["classify", str(folder), *model, "--csv", str(tmp_path / "out.csv")]) == 0
+    outputs = ["--csv", str(tmp_path / "out.csv"), "--jsonl", str(tmp_path / "out.jsonl")]
+    assert run(["classify", str(folder), *model, *outputs]) == 0
     assert "1 of them refused" in capsys.readouterr().out
     rows = rows_of(tmp_path / "out.csv")
     assert [row["file"] for row in rows] == sorted(row["file"] for row in rows)
     assert {row["file"] for row in rows} == set(files)
     assert not (tmp_path / "out.csv.unfinished").exists()
+    lines = list(map(json.loads, (tmp_path / "out.jsonl").read_text().splitlines()))
+    for row, line in zip(rows, lines, strict=True):
+        assert line["file"] == row["file"]
+        assert line.get("refused", "") == row["refused"]
+        found = [cell for entry in line.get("predictions", []) for cell in map(str, entry.values())]
+        assert found == [cell for column, cell in row.items() if column[-1].isdigit() and cell]
     for row in rows:
         code = run(["classify", str(folder / row["file"]), *model, "--json"])
         printed = capsys.readouterr()
@@ -66,7 +73,7 @@ def test_after_ctrl_c_the_same_call_computes_only_the_rest(tmp_path: Path) -> No
     def write(session: FakeSession, name: str) -> tuple[int, int]:
         protocol = build_protocol("center", session.contract)
         return write_classes(
-            session, Path("m.onnx"), tmp_path / "photos", protocol, tmp_path / name, report=lambda _: None
+            session, Path("m.onnx"), tmp_path / "photos", protocol, {"csv": tmp_path / name}, report=lambda _: None
         )  # type: ignore[arg-type]
 
     assert write(FakeSession(), "undisturbed.csv") == (150, 0)
@@ -82,7 +89,7 @@ def test_after_ctrl_c_the_same_call_computes_only_the_rest(tmp_path: Path) -> No
 @pytest.mark.parametrize(
     ("options", "text"),
     [
-        (["--csv", "out.csv", "--top", "6"], "--top 6: a CSV file has up to 5 classes"),
+        (["--csv", "out.csv", "--top", "6"], "--top 6: a file of all images has up to 5 classes"),
         (["--csv", "out.csv", "--json"], "leave out --server, --heatmap and --json"),
         (["--csv", "gone/out.csv"], "gone does not exist"),
         ([], "--csv FILE.csv"),

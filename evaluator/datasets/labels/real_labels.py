@@ -44,12 +44,13 @@ def labels_of_real(path: Path, images: Sequence[str], classes: ClassList) -> tup
     shown = {index for truth in truths for index in truth}
     if beyond := shown - set(range(len(wnids))):
         raise DatasetError(f"{path}: the label {max(beyond)} is not a class index from 0 to {len(wnids) - 1}. {_FIX}")
-    if missing := [wnids[index] for index in sorted(shown) if wnids[index] not in classes.by_wnid]:
+    if missing := [wnids[index] for index in sorted(shown) if not classes.contains(wnids[index])]:
         raise DatasetError(
             f"{path}: the images show {len(missing):,} classes that the model lacks: {format_names(missing)}. "
             "Use a model of ImageNet's 1000 classes"
         )
-    found = [tuple(classes.by_wnid[wnids[index]] for index in truth) for truth in truths]
+    index_of, _ = classes.resolve_labels({wnids[index]: str(path) for index in shown}, chosen=True)
+    found = [tuple(index_of[wnids[index]] for index in truth) for truth in truths]
     left_out, several = sum(not truth for truth in found), sum(len(truth) > 1 for truth in found)
     if left_out == len(found):
         raise DatasetError(f"{path}: none of the {len(found):,} images has a label, so there is nothing to evaluate")
