@@ -298,7 +298,7 @@ def test_page_states_the_effect_of_averaging_with_its_sign(tmp_path: Path) -> No
     lines = [evaluated(f"n01/{n}.png", 0, [0], 1, view_ranks=(1, 2, 2, 1)) for n in range(3)]
     lines.append(evaluated("n01/x.png", 0, [2, 0], 2, view_ranks=(6, 6, 2, 2)))
     page = page_of(tmp_path, lines)  # single views: 25, 100, 100, 25 percent and 25, 25, 0, 0
-    assert re.search(r"top-1 error by −37\.50 points\s+and the top-5 error by −12\.50", page.text)
+    assert re.search(r"gains +\+37\.50 points of top-1 error and +\+12\.50 points of top-5 error", page.text)
 
 
 def test_page_shows_the_mean_over_classes_beside_that_over_images(tmp_path: Path) -> None:
