@@ -149,8 +149,7 @@ def _classify_file(file: str, classify_image: ClassifyImage) -> Answer:
     if file != "-":
         if Path(file).is_dir():
             raise ImageError(
-                f"{file}: a folder. To classify all its images: prelunet classify {file} --csv FILE.csv "
-                "(or --jsonl FILE.jsonl)"
+                f"{file}: a folder. To classify all its images, add --csv FILE.csv or --jsonl FILE.jsonl to the command"
             )
         data = encoded_image(file)
     elif sys.stdin is None:
