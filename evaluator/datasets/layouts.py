@@ -15,7 +15,7 @@ from prelunet.evaluator.datasets.labels.imagenet_devkit import GROUND_TRUTH, lab
 from prelunet.evaluator.datasets.labels.label_lists import labels_of_list, read_label_list
 from prelunet.evaluator.datasets.labels.real_labels import IMAGENET_REAL, labels_of_real
 from prelunet.evaluator.datasets.sources.archive import ArchiveReader, ArchiveSource
-from prelunet.evaluator.datasets.sources.base import LabelFile, Source, describe_place, format_names
+from prelunet.evaluator.datasets.sources.base import TAR, LabelFile, Source, describe_place, format_names
 from prelunet.evaluator.datasets.sources.folder import FolderSource, label_file
 from prelunet.evaluator.datasets.webdataset import (
     classes_of_labels,
@@ -80,11 +80,11 @@ def label_training_images(images: ImageListing, split: str) -> Dataset:
     Raises DatasetError when there are neither class folders nor shards, when a class folder is empty, or when the
     labels of the shards are inconsistent (`classes_of_labels`).
     """
-    if tars := _tars(images):
-        images, words, found_at, remark = _open_shards(images, shards_of_split(tars, split))
+    if tars := shard_files(images, TAR):
+        images, words, found_at, remarks = _open_shards(images, *shards_of_split(tars, split))
         wnids = classes_of_labels(found_at, complete=split == "train")
         index = {word: number for number, word in enumerate(wnids)}
-        return images.labeled(wnids, [index[word] for word in words], SHARDS, [remark])
+        return images.labeled(wnids, [index[word] for word in words], SHARDS, remarks)
     folders = images.source.folders(images.subfolder)
     file = None if folders or split == "train" else find_label_file(images.source, images.path, images.subfolder)
     if file is not None and file.name != GROUND_TRUTH:
@@ -102,15 +102,15 @@ def label_images(
     images: ImageListing, split: str, classes: ClassList, labels: Path | None, *, no_labels: bool
 ) -> Dataset:
     """Detect how images are labeled, and label them with a model's classes. Raises as `open_dataset`."""
-    source, folders, tars = images.source, images.source.folders(images.subfolder), _tars(images)
+    source, folders, tars = images.source, images.source.folders(images.subfolder), shard_files(images, TAR)
     in_class_folders = any(map(classes.contains, folders))  # then the folders are the labels, even in an archive
     one_shard = isinstance(source, ArchiveSource) and not in_class_folders and is_shard(source, images.subfolder)
     if labels is not None and (tars or one_shard):
         raise DatasetError(f"{images.place}: webdataset shards contain their own labels. Remove --labels")
-    remarks = []
+    remarks = list[str]()
     if tars:
-        images, words, found_at, remark = _open_shards(images, shards_of_split(tars, split), no_labels=no_labels)
-        remarks.append(remark)
+        chosen = shards_of_split(tars, split, or_test=split == "val")
+        images, words, found_at, remarks = _open_shards(images, *chosen, no_labels=no_labels)
     if no_labels:
         return images.labeled(classes.wnids, [UNLABELLED] * len(images.names), "unlabelled", remarks)
     if isinstance(source, ArchiveSource) and one_shard:
@@ -155,24 +155,22 @@ def with_real_labels(dataset: Dataset, labels: Path, classes: ClassList) -> Data
     )
 
 
-def _tars(images: ImageListing) -> list[Path]:
-    """Return the tars in a folder, unless the folder also contains images."""
-    source = images.source
+def shard_files(images: ImageListing, suffix: str) -> list[Path]:
+    """Return the files in a folder whose names end with a suffix, unless the folder also contains images."""
+    source, folder = images.source, images.subfolder
     if not isinstance(source, FolderSource) or images.names:
         return []
-    return [
-        source.root / images.subfolder / name for name in source.other_files(images.subfolder) if name.endswith(".tar")
-    ]
+    return [source.root / folder / name for name in source.other_files(folder) if name.endswith(suffix)]
 
 
 def _open_shards(
-    images: ImageListing, paths: Sequence[Path], *, no_labels: bool = False
-) -> tuple[ImageListing, list[str], dict[str, str], str]:
-    """Return the images in the shards of a folder, the label of each, where each label first occurs, and a remark."""
+    images: ImageListing, paths: Sequence[Path], remarks: Sequence[str], *, no_labels: bool = False
+) -> tuple[ImageListing, list[str], dict[str, str], list[str]]:
+    """Return the images in the shards of a folder, the label of each, where each label first occurs, and remarks."""
     table, words, found_at = read_shards(paths, no_labels=no_labels)
     remark = f"{images.place}: {len(paths):,} shards, {paths[0].name} to {paths[-1].name}"
     listed = replace(images, names=table.names, sizes=table.sizes, reader=ArchiveReader(tuple(paths), table))
-    return listed, words, found_at, remark
+    return listed, words, found_at, [*remarks, remark]
 
 
 def _flat(images: ImageListing, classes: ClassList) -> Dataset:

@@ -90,7 +90,7 @@ def open_dataset(
         subfolder, found_remarks = _find_image_folder(source, path, split, classes, any_split=no_labels and any_split)
     images = list_images(source, path, subfolder)
     real = labels if labels is not None and is_real(labels) else None
-    if parquet := find_parquet(images, split):
+    if parquet := find_parquet(images):
         if labels != real:
             raise DatasetError(f"{images.place}: parquet files contain their own labels. Remove --labels")
         dataset = label_parquet(images, parquet, split, classes, no_labels=no_labels or real is not None)
@@ -136,7 +136,7 @@ def _find_image_folder(
 
     any_split: return the only set, whatever its name.
     """
-    subfolder = _kaggle_root(source) or _single_root(source, path, classes)
+    subfolder = _kaggle_root(source) or _hub_root(source) or _single_root(source, path, classes)
     subfolders = source.folders(subfolder)
     beside_classes = any(classes.contains(name) for name in subfolders if name not in _SETS)
     # CIFAR-100 has a class "train". Beside class folders, `valid` may be a class of another list.
@@ -195,6 +195,12 @@ def _contains_folder(source: Source, folder: str) -> bool:
     return (not parent or _contains_folder(source, parent)) and name in source.folders(parent)
 
 
+def _hub_root(source: Source) -> str:
+    """Return the folder of parquet files in a copy from Hugging Face's Hub; pictures may lie beside it. '' if none."""
+    top = source.folders("")
+    return "data" if "data" in top and not {*_SETS} & {*top} and _has_shards(source, "data", PARQUET) else ""
+
+
 def _single_root(source: Source, path: Path, classes: ClassList) -> str:
     """Return the single top folder that most archives have, or the folder next to a label file; '' if none."""
     subfolders = source.folders("")
@@ -212,9 +218,9 @@ def _single_root(source: Source, path: Path, classes: ClassList) -> str:
 
 def _find_class_folders(source: Source, path: Path, split: str) -> tuple[str, list[str]]:
     """Return the folder with the class folders of the split, when the classes are not known in advance, and remarks."""
-    subfolder = kaggle = _kaggle_root(source)
-    top = source.folders("")
-    if not kaggle and split not in top and len(top) == 1 and top[0] not in SPLITS:
+    kaggle, top = _kaggle_root(source), source.folders("")
+    subfolder = kaggle or _hub_root(source)
+    if not subfolder and split not in top and len(top) == 1 and top[0] not in SPLITS:
         subfolder = top[0] if source.folders(top[0]) or _has_shards(source, top[0]) else ""
     subfolders = source.folders(subfolder)
     names = {*SPLITS, split, *(VALIDATION if "train" in subfolders else ())}

@@ -4,38 +4,30 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
+from string import digits
 from typing import Any
 
-from prelunet.evaluator.byte_sizes import format_bytes
 from prelunet.evaluator.datasets.dataset import UNLABELLED, Dataset
 from prelunet.evaluator.datasets.labels.class_names import NO_LABEL, ClassList
-from prelunet.evaluator.datasets.layouts import ImageListing
+from prelunet.evaluator.datasets.layouts import ImageListing, shard_files
 from prelunet.evaluator.datasets.sources.archive import ArchiveSource
 from prelunet.evaluator.datasets.sources.base import PARQUET, TAR, format_names
-from prelunet.evaluator.datasets.sources.folder import FolderSource
 from prelunet.evaluator.datasets.sources.parquet import ParquetFiles, huggingface_metadata, open_parquet
 from prelunet.evaluator.datasets.webdataset import classes_of_labels, shards_of_split
 from prelunet.evaluator.errors import DatasetError
 from prelunet.evaluator.json_checks import parse_json
 
 _COLUMNS = ("label", "labels", "fine_label", "class", "class_id", "cls", "wnid", "synset", "target")
-_MENTIONED_BYTES = 100 * 2**20  # of memory; row groups of 100 rows, as files are written today, take less
-_MIN_IN_ORDER = 0.9  # of the names: lists tell ImageNet's two cranes apart by words of their own, such as crane2
 
 
-def find_parquet(images: ImageListing, split: str) -> list[Path]:
-    """Return the parquet files of a split, sorted by name; [] if the dataset is of another kind.
+def find_parquet(images: ImageListing) -> list[Path]:
+    """Return the parquet files of all splits; [] if the dataset is of another kind.
 
     Beside images or tars, parquet files describe these (img2dataset writes them).
     """
-    source, subfolder = images.source, images.subfolder
-    if images.path.suffix == PARQUET and isinstance(source, ArchiveSource):
+    if images.path.suffix == PARQUET and isinstance(images.source, ArchiveSource):
         return [images.path]
-    if images.names or not isinstance(source, FolderSource):
-        return []
-    names = source.other_files(subfolder)
-    paths = [source.root / subfolder / name for name in names if name.endswith(PARQUET)]
-    return shards_of_split(paths, split) if paths and not any(name.endswith(TAR) for name in names) else []
+    return [] if shard_files(images, TAR) else shard_files(images, PARQUET)
 
 
 def label_parquet(
@@ -43,19 +35,19 @@ def label_parquet(
 ) -> Dataset:
     """Open and label the images in parquet files. classes: of the model; None for training: the files name them.
 
-    Raises DatasetError as `open_parquet`, `ClassList.resolve_labels` and `classes_of_labels` do, when no column or
-    several could hold the labels, and for a row without a label.
+    Raises DatasetError as `shards_of_split`, `open_parquet`, `ClassList.resolve_labels` and `classes_of_labels` do,
+    when no column or several could hold the labels, and for a row without a label.
     """
-    files = open_parquet(paths, complete=images.path not in paths)
-    remarks = [f"{images.place}: {len(paths):,} parquet files, {paths[0].name} to {paths[-1].name}"]
+    remarks, complete = list[str](), images.path not in paths
+    if complete:
+        paths, remarks = shards_of_split(paths, split, or_test=classes is not None and split == "val")
+    files = open_parquet(paths, complete=complete)
+    remarks.append(f"{images.place}: {len(paths):,} parquet files, {paths[0].name} to {paths[-1].name}")
     wnids, labels = classes.wnids if classes else (), list[int]()
     if not no_labels:
         wnids, labels, remark = _label_rows(files, split, classes)
         remarks.append(f"{images.place}: {remark}")
     names, sizes, reader = files.images()
-    if reader.memory > _MENTIONED_BYTES:
-        memory = format_bytes(reader.memory)
-        remarks.append(f"{images.place}: large row groups, for which reading takes up to {memory} of additional memory")
     listed = replace(images, names=names, sizes=sizes, reader=reader)
     layout = "parquet" if labels else "parquet, unlabelled"
     return listed.labeled(wnids, labels or [UNLABELLED] * len(names), layout, remarks)
@@ -76,7 +68,8 @@ def _label_rows(files: ParquetFiles, split: str, classes: ClassList | None) -> t
     if classes is None:
         wnids = names or classes_of_labels(found_at, complete=split == "train")
         index = {word: int(word) if names else wnids.index(word) for word in found_at}
-        remark += ". Training reads images in random order, which is slow in parquet files and fast in class folders"
+        if split == "train":
+            remark += ". Training reads images in random order, which is slow in parquet, and fast in class folders"
     else:
         wnids = classes.wnids
         index, kind = _resolve_names(names, found_at, classes) if names else classes.resolve_labels(found_at)
@@ -101,7 +94,8 @@ def _label_column(files: ParquetFiles, classes: int | None) -> tuple[str, tuple[
         }
     except (ValueError, AttributeError, TypeError) as error:
         raise DatasetError(f"{files.paths[0]}: malformed Hugging Face metadata ({error}). Get a fresh copy") from error
-    found = found or {column: () for column in _COLUMNS if column in integers | texts}
+    if found.keys().isdisjoint(_COLUMNS):
+        found |= {column: () for column in _COLUMNS if column in integers | texts}
     if not found:
         raise DatasetError(
             f"{files.paths[0]}: no label column (a ClassLabel, or one named {', '.join(_COLUMNS)}), only "
@@ -119,17 +113,15 @@ def _label_column(files: ParquetFiles, classes: int | None) -> tuple[str, tuple[
 def _resolve_names(names: Sequence[str], found_at: Mapping[str, str], classes: ClassList) -> tuple[dict[str, int], str]:
     """Return the class index of each position in a ClassLabel's names, and the kind of the names as text.
 
-    Names in the order of the model's classes are taken by position, because two classes may share a name.
+    Names in the order of the model's classes are taken by position, because two classes may share a name: lists rename
+    one of the two cranes, e.g. crane2.
     """
     matches = [{classes.by_wnid[name]} if name in classes.by_wnid else set[int]() for name in names]
     for form, positions in ClassList((), tuple(names)).by_name.items():
         for position in positions:
-            matches[position].update(classes.by_name.get(form, ()))
-    in_order = sum(position in match for position, match in enumerate(matches))
-    unknown = [name for name, match in zip(names, matches, strict=True) if not match]
-    if len(names) == len(classes.wnids) == in_order + len(unknown) and in_order >= _MIN_IN_ORDER * len(names):
-        taken = f", except {format_names(unknown)}, taken by position" if unknown else ""
-        return {word: int(word) for word in found_at}, f"class names in the order of the model's classes{taken}"
+            matches[position].update(classes.by_name.get(form) or classes.by_name.get(form.rstrip(f" {digits}"), []))
+    if len(names) == len(classes.wnids) and all(position in match for position, match in enumerate(matches)):
+        return {word: int(word) for word in found_at}, "class names in the order of the model's classes"
     known = {word: names[int(word)] for word in found_at}
     known |= {word: name.partition(",")[0] for word, name in known.items() if not classes.contains(name)}
     index, kind = classes.resolve_labels({known[word]: place for word, place in found_at.items()})

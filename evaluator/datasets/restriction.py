@@ -23,10 +23,11 @@ def restrict(part: Dataset, whole: Dataset, chosen: str | None, classes: Sequenc
     remark where the dataset has images of some only.
     Raises DatasetError for fewer than two classes, for classes that the model lacks, and for images of others.
     """
+    present = {label for sample in whole.samples for label in sample.labels}
     if chosen is None:
-        return replace(part, remarks=(*part.remarks, *_remark_if_partial(whole)))
+        return replace(part, remarks=(*part.remarks, *_remark_if_partial(whole, present)))
     if chosen == _OF_DATASET:
-        indices = sorted({label for sample in whole.samples for label in sample.labels})
+        indices = sorted(present)
     else:
         wnids = set(_wnids(chosen, classes))
         indices = [index for index, entry in enumerate(classes) if entry.wnid in wnids]
@@ -61,9 +62,8 @@ def _published(name: str) -> list[str]:
     return (Path(__file__).parent / "labels" / f"{name}.txt").read_text(encoding="ascii").split()
 
 
-def _remark_if_partial(dataset: Dataset) -> list[str]:
-    """Return a remark if a labeled dataset has images of only some of the model's classes."""
-    present = {sample.label for sample in dataset.samples}
+def _remark_if_partial(dataset: Dataset, present: set[int]) -> list[str]:
+    """Return a remark if a labeled dataset has images of only some of the model's classes: those present."""
     if not 0 < len(present) < len(dataset.classes) or UNLABELLED in present:
         return []
     wnids = {dataset.classes[index] for index in present}

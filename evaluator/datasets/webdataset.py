@@ -28,22 +28,32 @@ def is_shard(source: ArchiveSource, subfolder: str = "") -> bool:
     return labels.find(_key(images[0]) + ".json") is not None or any(name.endswith(".cls") for name in labels.names)
 
 
-def shards_of_split(paths: Sequence[Path], split: str) -> list[Path]:
-    """Return the shards of a split among a folder's tars, or its parquet files, sorted by name.
+def shards_of_split(paths: Sequence[Path], split: str, *, or_test: bool = False) -> tuple[list[Path], list[str]]:
+    """Return the shards of a split among a folder's tars, or its parquet files, sorted by name, and remarks.
 
-    Files whose names differ only in numbers belong together (Hugging Face appended a digest until 2023). Raises
-    DatasetError when there are several such groups and the split's name does not occur in exactly one of them.
+    Files whose names differ only in numbers belong together (Hugging Face appended a digest until 2023). or_test: use
+    `test` where no name contains the split's. Raises DatasetError when there are several such groups and not exactly
+    one has the name, and when the only group is the training set's instead.
     """
     kinds: dict[str, list[Path]] = {}
     for path in sorted(paths, key=lambda path: f"{path.name}/"):  # the sort order of the samples' names
         kinds.setdefault(re.sub(r"(?<=-of-)\d+-[0-9a-f]{16}|\d+", "*", path.name), []).append(path)
-    named = [kind for kind in kinds if split in kind.lower()]
-    if len(kinds) > 1 and len(named) != 1:
+    named, remarks = [kind for kind in kinds if split in kind.lower()], list[str]()
+    if not named and len(kinds) == 1:
+        named = list(kinds)
+        if "train" in named[0].lower():
+            raise DatasetError(
+                f"{paths[0].parent}: contains only training images ({named[0]}), not the {split} images. To use them, "
+                f"pass one file as --data, or rename the files from 'train' to '{split}'"
+            )
+    if or_test and not named and (named := [kind for kind in kinds if "test" in kind.lower()]):
+        remarks = [f"{paths[0].parent}: contains {format_names(list(kinds))}; the images are those in {named[0]}"]
+    if len(named) != 1:
         raise DatasetError(
             f"{paths[0].parent}: shards of {len(kinds)} kinds ({format_names(list(kinds))}), and it is not clear which "
             f"contain the {split} images. Move those into a separate folder, or pass one of them as --data"
         )
-    return kinds[named[0] if len(kinds) > 1 else next(iter(kinds))]
+    return kinds[named[0]], remarks
 
 
 def classes_of_labels(found_at: Mapping[str, str], *, complete: bool) -> tuple[str, ...]:

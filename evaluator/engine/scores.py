@@ -81,7 +81,7 @@ def restrict(scores: Float32Array, classes: Sequence[int] | None) -> Float32Arra
 
     scores: float32 (rows, K), rows that sum to 1 over all classes; classes: indices, None for all, which changes
     nothing. For softmax scores this is the softmax over the logits of these classes alone. Where float32 holds 0 for
-    each of them, they are alike.
+    each of them, all get the same score.
     """
     if classes is None:
         return scores

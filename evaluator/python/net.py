@@ -135,13 +135,12 @@ class Net:
         """Evaluate the model on a dataset and write the report, as `prelunet validate` and `prelunet report` do.
 
         Each argument is an option of `prelunet validate`, which has some more.
-        data: folder, .tar, .tar.gz or .zip of images (docs/datasets.md); protocol: name, None for the model's default;
-        output: folder of the run, created, or resumed if it holds this run; None for runs/MODEL-DATA-PROTOCOL in the
-        current folder, with the limit at the end if there is one; labels: of flat images, a list or the ILSVRC devkit,
-        or `imagenet-real`; limit: evaluate only this many images, evenly spaced; classes: evaluate only these wnids, or
-        those that a file lists; restrict_classes: predict among these classes only; heatmaps: show on the report where
-        the model sees this many mistakes; fresh: delete the existing run and
-        start over.
+        data: folder, .tar, .tar.gz, .zip or .parquet of images (docs/datasets.md); protocol: name, None for the model's
+        default; output: folder of the run, created, or resumed if it holds this run; None for runs/MODEL-DATA-PROTOCOL
+        in the current folder, with the limit at the end if there is one; labels: of flat images, a list or the ILSVRC
+        devkit, or `imagenet-real`; limit: evaluate only this many images, evenly spaced; classes: evaluate only these
+        wnids, or those that a file lists; restrict_classes: predict among these classes only; heatmaps: show on the
+        report where the model sees this many mistakes; fresh: delete the existing run and start over.
         Raises Interrupted on Ctrl-C: what is done is saved, and the same call resumes. Raises DatasetError if the
         dataset does not fit the model, RunFolderError if the folder holds anything else, EnvironmentFault or OSError if
         it cannot be written.
@@ -150,6 +149,8 @@ class Net:
         from prelunet.evaluator.python.evaluation import write_evaluation
         from prelunet.evaluator.validation.evaluate_model import evaluate_model
 
+        if heatmaps < 0:
+            raise UsageError(f"heatmaps={heatmaps}: give a number of mistakes, at least 0")
         path, evaluation_protocol = Path(data), self._protocol(protocol, apply_exif=apply_exif)
         part = "" if limit is None else f"-{limit}"
         default = Path("runs", f"{self.path.stem}-{path.resolve().stem}-{evaluation_protocol.name}{part}")

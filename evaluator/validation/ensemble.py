@@ -211,13 +211,14 @@ def _average(
         for start in range(0, images, BLOCK):
             block = slice(start, min(start + BLOCK, images))
             rows = [read_rows(run, block.start, block.stop) for run in runs]
+            truths = [line.labels for line in runs[0].predictions[block]]
             for number in range(1, len(runs) + 1):
                 # NaN rows of refused images stay NaN.
                 scores = _weighted_mean(rows[:number], _normalized(weights[:number]))
-                candidates = restrict(scores, runs[0].info.candidates)
-                ranks[number - 1, block] = best_ranks(candidates, [line.labels for line in runs[0].predictions[block]])
+                restricted = restrict(scores, runs[0].info.candidates)
+                ranks[number - 1, block] = best_ranks(restricted, truths)
             if start >= writer.done:
-                writer.append(list(_lines(runs, block, candidates, ranks[-1, block])), scores)
+                writer.append(list(_lines(runs, block, restricted, ranks[-1, block])), scores)
             advance(block.stop - block.start)
     if not (labels != UNLABELLED).any():
         return (), ()

@@ -63,7 +63,7 @@ def validate(  # noqa: PLR0913 - one argument per option
     samples, total = _run_samples(dataset, info), info.images
     with open_run(folder, info, samples, fresh=fresh) as writer, _resumable(writer, total):
         if writer.done == total:
-            report(f"{folder}: already finished; nothing to do")
+            report(f"{folder}: already {'evaluated' if heatmaps else 'finished; nothing to do'}")
         else:
             report(f"{folder}: resuming after {writer.done} of {total} images" if writer.done else f"{folder}: new")
             writer.log(

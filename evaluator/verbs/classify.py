@@ -84,6 +84,8 @@ def classify(
         raise UsageError(
             "--csv and --jsonl classify one folder or archive with --model: leave out --server, --heatmap and --json"
         )
+    if csv is not None and jsonl is not None and csv.resolve() == jsonl.resolve():
+        raise UsageError(f"--csv and --jsonl both name {csv}. Name two files")
     if heatmap is not None and len(images) != 1:
         raise UsageError(f"--heatmap draws one image, not {len(images)}. Run the command once for each image")
     options: dict[str, Any] = {

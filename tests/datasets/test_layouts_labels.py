@@ -447,6 +447,17 @@ def test_a_folder_of_tars_that_are_not_shards_or_of_several_kinds_is_refused(tmp
         opened(tmp_path / "b", write_devkit(tmp_path / "kit"))
 
 
+def test_shards_of_a_training_set_are_refused_alone_and_a_test_set_beside_them_is_read(tmp_path: Path) -> None:
+    write_tar(tmp_path / "train-1.tar", shard_files(range(1, 5), as_cls))
+    assert "contains only training images (train-*.tar), not the val images" in refusal(tmp_path)
+    assert len(opened(tmp_path / "train-1.tar").samples) == 4
+    write_tar(tmp_path / "test-1.tar", shard_files(range(1, 8), as_cls))
+    dataset = opened(tmp_path)
+    assert len(dataset.samples) == 7
+    assert dataset.remarks[0] == f"{tmp_path}: contains test-*.tar, train-*.tar; the images are those in test-*.tar"
+    assert len(open_dataset(tmp_path, split="train", wnids=WNIDS).samples) == 4
+
+
 # After the run
 
 

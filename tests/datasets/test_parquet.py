@@ -5,6 +5,7 @@ import os
 import pickle
 import subprocess
 import sys
+import threading
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -63,7 +64,7 @@ def write(path: Path, columns: dict[str, Any], names: dict[str, Sequence[str]] |
         (POSITIONS, NAMES, "class names in the order of the model's classes"),
         (POSITIONS, WNIDS, "class names in the order of the model's classes"),
         (POSITIONS, LIKE_IMAGENET, "class names in the order of the model's classes"),
-        (POSITIONS, [*NAMES[:3], "crane2", *NAMES[4:]], "model's classes, except crane2, taken by position"),
+        (POSITIONS, [*NAMES[:3], "crane2", *NAMES[4:]], "class names in the order of the model's classes"),
         (POSITIONS, [str(index) for index in range(12)], "class indices, counted from 0 (found 0 to 10)"),
         (POSITIONS, (), "class indices, counted from 0 (found 0 to 10)"),
         ([11 - label for label in POSITIONS], WNIDS[::-1], "wnids"),
@@ -78,10 +79,7 @@ def test_images_and_labels_are_those_of_class_folders(
     assert [dataset.read(sample) for sample in dataset.samples] == IMAGES
     assert [sample.label for sample in dataset.samples] == POSITIONS
     assert dataset.layout == "parquet"
-    assert (
-        dataset.remarks[1] == f"{tmp_path}: labels from the column label, read as {dataset.remarks[1].split('as ')[1]}"
-    )
-    assert dataset.remarks[1].endswith(remark)
+    assert dataset.remarks[1] == f"{tmp_path}: labels from the column label, read as {remark}"
     folders = opened(write_folder(tmp_path / "folders", FOLDERS))
     of_folders = {(folders.read(sample), sample.label) for sample in folders.samples}
     assert {(dataset.read(sample), sample.label) for sample in dataset.samples} == of_folders
@@ -117,6 +115,39 @@ def test_the_split_is_chosen_by_the_names_of_the_files(tmp_path: Path) -> None:
         write_shards(tmp_path / "data", IMAGES[:count], POSITIONS[:count], split=split)
     assert len(opened(tmp_path).samples) == 9
     assert len(open_dataset(tmp_path, split="train", wnids=WNIDS).samples) == 12
+
+
+def test_without_validation_files_the_test_set_is_read_and_this_is_printed(tmp_path: Path) -> None:
+    for split, count in (("train", 12), ("test", 6)):
+        write_shards(tmp_path, IMAGES[:count], POSITIONS[:count], split=split)
+    dataset = opened(tmp_path)
+    assert len(dataset.samples) == 6
+    assert dataset.remarks[0] == (
+        f"{tmp_path}: contains test-*-of-*.parquet, train-*-of-*.parquet; the images are those in test-*-of-*.parquet"
+    )
+    with pytest.raises(DatasetError, match="not clear which contain the val images"):
+        open_dataset(tmp_path, split="val")  # for training, which never uses a test set
+
+
+def test_a_training_set_alone_is_never_evaluated_silently(tmp_path: Path) -> None:
+    write_shards(tmp_path, IMAGES, POSITIONS, split="train")
+    message = refusal(tmp_path)
+    assert f"{tmp_path}: contains only training images (train-*-of-*.parquet), not the val images" in message
+    assert "pass one file as --data, or rename the files from 'train' to 'val'" in message
+    assert len(open_dataset(tmp_path, split="train", wnids=WNIDS).samples) == 30
+    for path in sorted(tmp_path.iterdir()):
+        assert len(opened(path).samples) == 15
+        path.rename(path.with_name(path.name.replace("train", "val")))
+    assert len(opened(tmp_path).samples) == 30
+
+
+@pytest.mark.parametrize("picture", ["logo.png", "assets/logo.png"])
+def test_a_picture_beside_the_folder_of_parquet_files_does_not_count(tmp_path: Path, picture: str) -> None:
+    for split, count in (("train", 12), ("validation", 9)):
+        write_shards(tmp_path / "data", IMAGES[:count], POSITIONS[:count], WNIDS, split=split)
+    write_folder(tmp_path, {picture: IMAGES[0]})
+    assert len(opened(tmp_path).samples) == 9
+    assert len(open_splits(tmp_path).train.samples) == 12
 
 
 def test_parquet_files_beside_images_or_shards_are_left_alone(tmp_path: Path) -> None:
@@ -155,6 +186,15 @@ def test_of_two_class_labels_the_one_with_the_models_number_of_classes_counts(tm
     )
 
 
+def test_a_class_label_of_something_else_does_not_hide_a_plain_column_of_labels(tmp_path: Path) -> None:
+    columns = {"image": images_of(IMAGES), "camera": [0, 1] * 15, "label": POSITIONS}
+    path = write(tmp_path / "a.parquet", columns, {"camera": ["tench", "owl"]})
+    assert "the columns camera, label could all be the labels" in refusal(path)
+    del columns["label"]
+    write(path, columns, {"camera": ["tench", "owl"]})
+    assert {NAMES[sample.label] for sample in opened(path).samples} == {"tench", "owl"}
+
+
 def test_a_test_set_is_opened_without_its_labels(tmp_path: Path) -> None:
     for names in (NAMES, ()):
         write_shards(tmp_path, IMAGES, [-1] * 30, names, split="test")
@@ -186,6 +226,23 @@ def test_each_row_group_is_decoded_once_when_threads_read_in_run_order(
     assert sorted(started) == list(range(8))
 
 
+def test_the_row_groups_of_one_file_are_measured_by_four_threads_at_most(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = write(tmp_path / "a.parquet", {"image": images_of(IMAGES), "label": POSITIONS}, row_group_size=4)
+    iter_batches, together, threads = pq.ParquetFile.iter_batches, threading.Barrier(4), set[int]()
+
+    def met(*arguments: Any, **options: Any) -> Any:
+        threads.add(threading.get_ident())
+        together.wait(timeout=30)  # raises unless four of the eight row groups are read at the same time
+        return iter_batches(*arguments, **options)
+
+    monkeypatch.setattr(pq.ParquetFile, "iter_batches", met)
+    monkeypatch.setattr("prelunet.evaluator.datasets.sources.parquet.cores", lambda: 64)
+    assert [sample.size for sample in opened(path).samples] == list(map(len, IMAGES))
+    assert len(threads) == 4
+
+
 def test_a_huge_row_group_is_read_forwards_backwards_and_at_random_in_little_memory(tmp_path: Path) -> None:
     rng, count = np.random.default_rng(4), 20_000
     images = [rng.bytes(5_000 + number % 7) for number in range(count)]
@@ -197,14 +254,6 @@ def test_a_huge_row_group_is_read_forwards_backwards_and_at_random_in_little_mem
         assert dataset.read(dataset.samples[number]) == images[number]
         most = max(most, pa.total_allocated_bytes())
     assert 0 < most - before < 64 * 2**20, "of 100 MB"
-    assert not any("additional memory" in remark for remark in dataset.remarks)
-
-
-def test_the_memory_for_large_pages_is_said(tmp_path: Path) -> None:
-    images = [np.random.default_rng(4).bytes(60_000)] * 800  # a dictionary would hold one
-    table = {"image": images_of(images), "label": [3] * 800}
-    remarks = opened(write(tmp_path / "a.parquet", table, use_dictionary=False)).remarks
-    assert any("large row groups, for which reading takes up to 2" in remark for remark in remarks)
 
 
 def _read_all(dataset: Dataset) -> list[bytes]:
@@ -233,7 +282,16 @@ def test_training_takes_the_class_labels_names_as_classes(tmp_path: Path) -> Non
     assert [sample.label for sample in splits.train.samples] == POSITIONS
     assert [sample.label for sample in splits.val.samples] == POSITIONS[:9]
     assert splits.val.read(splits.val.samples[8]) == IMAGES[8]
-    assert "random order, which is slow in parquet files" in splits.train.remarks[1]
+    assert "random order, which is slow in parquet" in splits.train.remarks[1]
+    assert "random order" not in splits.val.remarks[1]
+
+
+@pytest.mark.parametrize("names", [["a", "crane", "b", "crane"], ["a", "", "b", "c"]])
+def test_training_refuses_class_names_that_repeat_or_are_empty(tmp_path: Path, names: list[str]) -> None:
+    for split in ("train", "validation"):
+        write_shards(tmp_path, IMAGES, [0, 1, 2, 3, 3, 0] * 5, names, split=split)
+    with pytest.raises(DatasetError, match=r"the class name '(crane)?' is empty or occurs twice"):
+        open_splits(tmp_path)
 
 
 def test_training_takes_words_as_classes_in_sorted_order(tmp_path: Path) -> None:
@@ -296,6 +354,24 @@ def test_a_file_that_changes_while_it_is_used_is_refused(tmp_path: Path) -> None
         dataset.read(dataset.samples[11])
 
 
+@pytest.mark.parametrize(
+    ("columns", "message"),
+    [
+        ({"jpg": pa.array([None] * 30, pa.binary())}, "was replaced after the dataset was opened"),
+        ({"jpg": ["text"] * 30}, "was replaced after the dataset was opened"),
+        ({"png": pa.array(IMAGES, pa.binary())}, "damaged or truncated"),
+    ],
+)
+def test_a_file_replaced_by_one_with_other_columns_is_refused(
+    tmp_path: Path, columns: dict[str, Any], message: str
+) -> None:
+    path = write(tmp_path / "a.parquet", {"jpg": pa.array(IMAGES, pa.binary()), "cls": POSITIONS})
+    dataset = opened(path)
+    write(path, columns | {"cls": POSITIONS})
+    with pytest.raises(DatasetError, match=message):
+        dataset.read(dataset.samples[17])
+
+
 def test_damage_inside_the_images_is_a_dataset_error_never_another(tmp_path: Path) -> None:
     table = {"image": images_of(IMAGES), "label": POSITIONS}
     path = write(tmp_path / "a.parquet", table, compression="zstd", write_page_checksum=True)
@@ -332,6 +408,8 @@ def test_files_that_do_not_belong_together_or_are_missing_are_refused(tmp_path: 
         ([0, 12] * 15, (), "the label 12 is not one of the model's 12 classes"),
         ([1, 2] * 15, ["tench", "crane", "owl"], "row 0: 'crane' could be"),
         ([0, 1] * 15, ["tench", "unicorn"], "row 1: the label 'unicorn' is not one of the model's 12 classes"),
+        ([3] * 30, [*NAMES[:3], "unicorn", *NAMES[4:]], "row 0: the label 'unicorn' is not one of the model's"),
+        ([3] * 30, [*NAMES[:3], "unicorn3", *NAMES[4:]], "row 0: the label 'unicorn3' is not one of the model's"),
         ([0, 1] * 15, ["owl", "OWL, a bird"], "the class names owl, OWL, a bird both stand for the model's class"),
         ([number % 12 + 1 for number in range(30)], (), "are they devkit ids"),
     ],

@@ -92,10 +92,15 @@ def test_the_built_in_labels_are_those_of_the_publication(tmp_path: Path) -> Non
     assert [sample.labels for sample in reversed_classes.samples] == [(29, 204), (769, 768), (190,)]
 
 
-def test_a_model_that_has_only_imagenets_names_has_the_same_labels(tmp_path: Path) -> None:
-    names = [ClassEntry(f"{index}", entry.name) for index, entry in enumerate(IMAGENET)]
+@pytest.mark.parametrize("order", [1, -1])
+@pytest.mark.parametrize("labels", ["imagenet-real", "real.json"])
+def test_a_model_that_has_only_imagenets_names_has_the_same_labels(labels: str, order: int, tmp_path: Path) -> None:
+    classes = IMAGENET[::order]
+    names = [ClassEntry(f"{index}", entry.name) for index, entry in enumerate(classes)]
     data = write_folder(tmp_path / "val", FIRST_FOUR)
-    assert opened(data, BUILT_IN, names).samples == opened(data, BUILT_IN, IMAGENET).samples
+    (tmp_path / "real.json").write_text("[[], [970, 795], [230, 231], [809]]")
+    path = tmp_path / labels if labels.endswith("json") else Path(labels)
+    assert opened(data, path, names).samples == opened(data, BUILT_IN, classes).samples
 
 
 def test_a_file_for_a_model_of_imagenets_classes_is_read_in_imagenets_order(tmp_path: Path) -> None:

@@ -55,6 +55,11 @@ def fake_net(session: FakeSession | None = None) -> Net:
     return Net(session or FakeSession(), Path("dir/m.onnx"))  # type: ignore[arg-type]
 
 
+def test_a_negative_number_of_heat_maps_is_refused(here: Path) -> None:
+    with pytest.raises(UsageError, match="heatmaps=-3"):
+        fake_net().evaluate("val", heatmaps=-3)
+
+
 def test_run_and_report_are_those_of_the_commands_byte_for_byte(net: Net, data: Path, here: Path) -> None:
     found = net.evaluate(data, protocol="dense-30", output="by-python", heatmaps=2)
     options = ["--model", str(net.path), "--device", "cpu", "--data", str(data), "--protocol", "dense-30"]

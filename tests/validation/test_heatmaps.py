@@ -160,7 +160,7 @@ def test_more_maps_are_added_to_a_finished_run_and_fewer_remove_none(
     for count, total in ((3, 3), (8, 8), (5, 8)):
         validated(FakeSession(), dataset, MULTI_SCALE, tmp_path, heatmaps=count, report=said.append)
         assert (tmp_path / "heatmaps.jsonl").read_bytes() == b"".join(expected[:total])
-    assert said == [f"{tmp_path}: already finished; nothing to do"] * 3
+    assert said == [f"{tmp_path}: already evaluated"] * 3
     assert contents(tmp_path) == run == contents(whole)
     assert (tmp_path / "log.jsonl").read_bytes() == log
     session = FakeSession()

@@ -190,7 +190,11 @@ def test_an_ensemble_averages_all_scores_and_then_takes_these_classes(data: Path
         (("dataset", "restriction", "classes"), [0, True], "int"),
         (("dataset", "restriction", "name"), "a\x1b[2J", "control characters"),
         (("dataset", "restriction"), None, "restriction"),
-        (("dataset", "restriction", "classes"), list(range(1, 12)), "one of|among the classes"),
+        (
+            ("dataset", "restriction", "classes"),
+            list(range(1, 12)),
+            "among the classes to which the run is restricted, not 0",
+        ),
     ],
 )
 def test_a_damaged_restriction_is_refused(
@@ -260,6 +264,11 @@ def test_a_partial_dataset_is_never_scored_over_all_classes_silently(data: Path,
     complete = write_folder(tmp_path / "val", {f"{wnid}/a.png": b"image" for wnid in WNIDS})
     assert opened(complete, None, limit=3).remarks == ()
     assert not any("scored over" in text for text in opened(data, None, no_labels=True).remarks)
+
+
+def test_every_true_class_of_an_image_counts_as_present(data: Path, tmp_path: Path) -> None:
+    labels = write_real(tmp_path / "real.json", [[0, 1]] * 29 + [[1, 2]])
+    assert "has images of 3 only" in "".join(opened(data, None, labels=labels).remarks)
 
 
 @pytest.mark.parametrize(("name", "title"), [("imagenet-a", "ImageNet-A"), ("imagenet-r", "ImageNet-R")])

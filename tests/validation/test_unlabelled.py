@@ -23,6 +23,12 @@ def rows_of(path: Path) -> list[dict[str, str]]:
         return list(csv.DictReader(file))
 
 
+def test_one_file_for_both_outputs_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    outputs = ["--csv", str(tmp_path / "out"), "--jsonl", str(tmp_path / "x" / ".." / "out")]
+    assert run(["classify", str(tmp_path), "--model", "m.onnx", *outputs]) == 2
+    assert f"--csv and --jsonl both name {tmp_path / 'out'}. Name two files" in capsys.readouterr().err
+
+
 def test_each_row_has_the_classes_that_classify_gives_the_image(
     exported: dict[str, ExportedNet], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -1,5 +1,6 @@
 """The splits of a training dataset: `train/` and `val/`."""
 
+from collections import Counter
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from importlib import resources
@@ -44,8 +45,8 @@ def open_splits(path: Path) -> Splits:
 
     Shards are in `train/` and `val/`, or side by side with these words in their names. `val/` may be named `valid/` or
     `validation/`, or be Tiny-ImageNet's. A training class may be missing from it, but not the other way round.
-    Raises DatasetError if a split is missing, a class folder is empty, there is only one class, or `val/` has a class
-    that `train/` does not have.
+    Raises DatasetError if a split is missing, a class folder is empty, there is only one class, a class name is empty
+    or occurs twice, or `val/` has a class that `train/` does not have.
     """
     train = open_dataset(path, split="train")
     val = open_dataset(path, split="val")
@@ -61,6 +62,8 @@ def open_splits(path: Path) -> Splits:
         )
     if odd := [name for name in train.classes if CONTROL_CHARACTERS.search(name)]:
         raise DatasetError(f"{path}: the class folder {odd[0]!a} has control characters in its name. Rename it")
+    if odd := [name for name, count in Counter(train.classes).items() if count > 1 or not name]:
+        raise DatasetError(f"{path}: the class name {odd[0]!a} is empty or occurs twice. Give each class its own name")
     unknown = sorted(set(val.classes) - set(train.classes))
     if unknown:
         raise DatasetError(

@@ -137,13 +137,14 @@ def setup_messages(recipe: Recipe, splits: Splits, group: ProcessGroup, parallel
     else:
         unused = "" if parallel is None else f"; one process, so --parallel {parallel} has no effect"
         yield f"training on {group.device}, {recipe.precision}{unused}"
+    yield from (f"training images: {remark}" for remark in splits.train.remarks)
     yield from (f"validation images: {remark}" for remark in splits.val.remarks)
     low, high = recipe.scales
     yield f"crop {recipe.crop}, scales {low} to {high}, batch {recipe.batch}, rate {recipe.rate:.4g}"
     if recipe.precision == "bf16" and not device_supports_bf16(group.device):
         yield f"this {group.device.type} does not support bfloat16: torch emulates it, many times slower than fp32"
-    if splits.train.layout.startswith(SHARDS) and all(wnid.isdecimal() for wnid in splits.train.classes):
+    if splits.train.layout.startswith((SHARDS, "parquet")) and all(wnid.isdecimal() for wnid in splits.train.classes):
         yield (
-            f"the shards name the classes {splits.train.classes[0]} to {splits.train.classes[-1]}: "
+            f"the files name the classes {splits.train.classes[0]} to {splits.train.classes[-1]}: "
             "validation images with other class names (such as ImageNet's wnids) will not match this net"
         )

@@ -31,14 +31,14 @@ def is_real(labels: Path) -> bool:
 def labels_of_real(path: Path, images: Sequence[str], classes: ClassList) -> tuple[list[tuple[int, ...]], list[str]]:
     """Return the true classes of each image, () for an image to leave out, and remarks for the user.
 
-    path: `imagenet-real` or a file. The indices are those of ImageNet's 1000 classes if all classes of the model are
-    among them, otherwise the model's own. Raises DatasetError when the file is malformed or too short, a name has no
-    number of ILSVRC or the number of another name, or an image shows a class that the model lacks.
+    path: `imagenet-real` or a file. The indices are those of ImageNet's 1000 classes if all wnids of the model are
+    among them, or names of a model without wnids; otherwise the model's own. Raises DatasetError when the file is
+    malformed or too short, a name has no number of ILSVRC or that of another name, or the model lacks a class shown.
     """
     refuse_test_images(images, path, "ReaL's labels")
     lists = _built_in() if path == IMAGENET_REAL else _read(path)
     imagenet = [entry.wnid for entry in read_class_list(Path(IMAGENET_1K))]
-    published = path == IMAGENET_REAL or classes.by_wnid.keys() <= set(imagenet)
+    published = path == IMAGENET_REAL or bool(classes.by_imagenet_wnid) or classes.by_wnid.keys() <= set(imagenet)
     wnids = imagenet if published else classes.wnids
     truths = [lists[number - 1] for number in _numbers(path, images, len(lists))]
     shown = {index for truth in truths for index in truth}
@@ -81,8 +81,8 @@ def _numbers(path: Path, images: Sequence[str], lists: int) -> list[int]:
     for name in images:
         if (found := VAL_NAME.fullmatch(name.rpartition("/")[2])) is None:
             raise DatasetError(
-                f"{path}: {format_names([name])} is not named like ILSVRC2012_val_00000293.JPEG, whose number tells "
-                "which labels are its own. Use ImageNet's validation images with their names"
+                f"{path}: {format_names([name])} is not named like ILSVRC2012_val_00000293.JPEG. The number in that "
+                "name selects the labels. Use ImageNet's validation images with their names"
             )
         number = int(found[1])
         if not 1 <= number <= lists:

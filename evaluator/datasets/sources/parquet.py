@@ -26,9 +26,8 @@ from prelunet.evaluator.machine import cores
 from prelunet.evaluator.terminal import progress
 
 _BLOCK_BYTES = 4 * 2**20  # of images; the row groups of older files have 1000 photographs, 110 MB
-_MAX_BLOCKS = 8  # kept: 32 MiB, about 300 photographs, many more than threads are apart
+_MAX_BLOCKS = 8  # kept: 32 MiB, about 300 photographs, far more than the distance between threads
 _MAX_CURSORS = 2  # row groups that are being read, each with a page and a dictionary in memory
-_PAGE_ROWS = 1024  # of images; pyarrow ends pages and dictionaries only after so many, whatever their bytes
 _BUFFER_BYTES = 2**20  # per row group; by default, pyarrow would read it whole
 
 
@@ -46,7 +45,7 @@ class ParquetFiles:
         for path in self.paths:
             with _damage(path):
                 values = _open(path).read(columns=[name]).column(0).to_pylist()
-                self._check_rows(path, len(values))
+                _check_rows(len(values), self.row_groups[path.name][-1])
             yield from ((f"{path}: row {row}", value) for row, value in enumerate(values))
 
     def images(self) -> "tuple[list[str], array[int], ParquetReader]":
@@ -54,42 +53,34 @@ class ParquetFiles:
 
         Raises DatasetError for a row without an image, and without rows.
         """
-        names, sizes, page = list[str](), array("q"), 0
-        total = sum(starts[-1] for starts in self.row_groups.values())
-        with progress("read sizes", total, "images") as advance, ThreadPoolExecutor(cores()) as pool:
-            for path, (own, largest) in zip(self.paths, pool.map(self._sizes, self.paths), strict=True):
+        rows = {path.name: self.row_groups[path.name][-1] for path in self.paths}
+        jobs = [(path, group) for path in self.paths for group in range(len(self.row_groups[path.name]) - 1)]
+        sizes, total = array("q"), sum(rows.values())
+        with progress("read sizes", total, "images") as advance, ThreadPoolExecutor(min(4, cores())) as pool:
+            for own in pool.map(self._sizes, *zip(*jobs, strict=True)):
                 advance(len(own))
-                digits = len(str(len(own)))
-                names += (f"{path.name}/{row:0{digits}}" for row in range(len(own)))
-                sizes, page = sizes + own, max(page, largest)
-        if not names:
+                sizes.extend(own)
+        if not sizes:
             raise DatasetError(f"{self.paths[0]}: no rows. Pass files with images")
-        memory = _MAX_BLOCKS * _BLOCK_BYTES + _MAX_CURSORS * 2 * page
-        return names, sizes, ParquetReader(self.paths[0].parent, self.image_column, self.row_groups, memory)
+        names = [f"{name}/{row:0{len(str(count))}}" for name, count in rows.items() for row in range(count)]
+        return names, sizes, ParquetReader(self.paths[0].parent, self.image_column, self.row_groups)
 
-    def _sizes(self, path: Path) -> "tuple[array[int], int]":
-        """Return the sizes of the images in a file, and the bytes of its largest page."""
+    def _sizes(self, path: Path, group: int) -> "array[int]":
+        """Return the sizes of the images in a row group."""
         import pyarrow.compute as pc
 
-        starts, sizes, page = self.row_groups[path.name], array("q"), 0
+        sizes, (start, end) = array("q"), self.row_groups[path.name][group : group + 2]
         with _damage(path):
-            file = _open(path)
-            for group in range(len(starts) - 1):
-                for images in _blocks(file, group, self.image_column):
-                    if images.null_count:
-                        row = len(sizes) + images.is_null().index(True).as_py()
-                        raise DatasetError(
-                            f"{path}: row {row} has no image. Remove such rows; if they have the path of a file, embed "
-                            "it, as `push_to_hub` of Hugging Face's datasets does"
-                        )
-                    sizes.extend(pc.binary_length(images).to_pylist())
-                page = max(page, sum(sizes[starts[group] :][:_PAGE_ROWS]))
-            self._check_rows(path, len(sizes))
-        return sizes, page
-
-    def _check_rows(self, path: Path, rows: int) -> None:
-        if rows != self.row_groups[path.name][-1]:
-            raise ValueError(f"{rows} rows instead of {self.row_groups[path.name][-1]}")
+            for images in _blocks(_open(path), group, self.image_column):
+                if images.null_count:
+                    row = start + len(sizes) + images.is_null().index(True).as_py()
+                    raise DatasetError(
+                        f"{path}: row {row} has no image. Remove such rows; if they have the path of a file, embed "
+                        "it, as `push_to_hub` of Hugging Face's datasets does"
+                    )
+                sizes.extend(pc.binary_length(images).to_pylist())
+            _check_rows(len(sizes), end - start)
+        return sizes
 
 
 def open_parquet(paths: Sequence[Path], *, complete: bool) -> ParquetFiles:
@@ -134,31 +125,31 @@ class _State:
 
 @dataclass
 class ParquetReader:
-    """Reads images by name. Thread-safe. A forked or pickled copy keeps nothing. memory: bytes it takes at most."""
+    """Reads images by name. Thread-safe. A forked or pickled copy keeps nothing."""
 
     folder: Path
     column: str
     row_groups: "Mapping[str, array[int]]"
-    memory: int
     _state: _State = field(default_factory=_State, init=False, repr=False, compare=False)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return ParquetReader, (self.folder, self.column, self.row_groups, self.memory)
+        return ParquetReader, (self.folder, self.column, self.row_groups)
 
     def read(self, file: str) -> bytes:
         """Return the bytes of an image. Raises DatasetError when the file is missing, damaged or was replaced."""
-        if self._state.process != os.getpid():
-            self._state = _State()
+        if (state := self._state).process != os.getpid():
+            state = self._state = _State()
         name, _, row = file.rpartition("/")
-        with _damage(self.folder / name), self._state.lock:
-            first, images = self._block(name, int(row))
+        with _damage(self.folder / name), state.lock:
+            first, images = self._block(state, name, int(row))
         image = images[int(row) - first].as_py()
-        assert isinstance(image, bytes)
+        if not isinstance(image, bytes):
+            raise _replaced(self.folder / name)
         return image
 
-    def _block(self, name: str, row: int) -> tuple[int, Any]:
+    def _block(self, state: _State, name: str, row: int) -> tuple[int, Any]:
         """Return the first row and the images of the block with a row, decoding up to it unless it is kept."""
-        blocks, cursors, starts = self._state.blocks, self._state.cursors, self.row_groups[name]
+        blocks, cursors, starts = state.blocks, state.cursors, self.row_groups[name]
         for file, first, images in blocks:
             if file == name and first <= row < first + len(images):
                 return first, images
@@ -187,6 +178,11 @@ def _open(path: Path) -> Any:
     except ModuleNotFoundError as error:
         raise from_missing_module(error) or error from error
     return pq.ParquetFile(path, buffer_size=_BUFFER_BYTES, pre_buffer=False, page_checksum_verification=True)
+
+
+def _check_rows(found: int, expected: int) -> None:
+    if found != expected:
+        raise ValueError(f"{found} rows instead of {expected}")
 
 
 def _row_groups(file: Any) -> "array[int]":
@@ -235,7 +231,7 @@ def _damage(path: Path) -> Iterator[None]:
     """Convert what pyarrow raises for a file that is missing, damaged, or written in a way that it cannot read."""
     try:
         yield
-    except (OSError, ValueError, NotImplementedError) as error:
+    except (OSError, ValueError, IndexError, NotImplementedError) as error:
         if isinstance(error, OSError) and error.errno:
             raise reading_error(error, path) from error
         raise DatasetError(f"{path}: damaged or truncated ({error!s:.200}). Get a fresh copy of the file") from error

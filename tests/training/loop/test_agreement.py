@@ -74,8 +74,14 @@ def test_the_choice_of_the_validation_images_is_reported(tmp_path: Path) -> None
     assert expected in messages(open_splits(root))
 
 
-def test_shards_with_numbers_as_class_names_are_reported(splits: Splits) -> None:
-    shards = replace(splits, train=replace(splits.train, layout="webdataset shards"))
-    assert "the shards name the classes 0 to 7" in messages(shards)[-1]
+def test_remarks_on_the_training_images_are_reported(splits: Splits) -> None:
+    slow = replace(splits, train=replace(splits.train, remarks=("slow in parquet",)))
+    assert "training images: slow in parquet" in messages(slow)
+
+
+@pytest.mark.parametrize("layout", ["webdataset shards", "parquet"])
+def test_files_with_numbers_as_class_names_are_reported(splits: Splits, layout: str) -> None:
+    shards = replace(splits, train=replace(splits.train, layout=layout))
+    assert "the files name the classes 0 to 7" in messages(shards)[-1]
     named = replace(shards, train=replace(shards.train, classes=("0", "n01440764")))
     assert len(messages(named)) == 2
