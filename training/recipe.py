@@ -113,6 +113,10 @@ class Recipe:
     channels_last: Annotated[bool, "Store tensors with channels last."] = True
     compile: Annotated[bool, "Compile the net with torch.compile."] = False
     accumulate: Annotated[int, "Micro-batches per batch, computed one after another to save memory."] = 1
+    evaluation_scale: Annotated[
+        int | None,
+        "Shorter side at which val/ is evaluated, on the central crop; by default 8/7 of the crop, within the scales.",
+    ] = None
     keep_every: Annotated[
         int | None, "Steps between checkpoints that are kept permanently; by default only last and best are kept."
     ] = None
@@ -138,6 +142,8 @@ class Recipe:
         low, high = self.scales
         if not self.crop <= low <= high <= MAX_SIDE:
             yield f"scales {low} to {high} should ascend from the crop ({self.crop}) or above to at most {MAX_SIDE}"
+        if not self.crop <= (self.evaluation_scale or self.crop) <= MAX_SIDE:
+            yield f"evaluation_scale {self.evaluation_scale} should be from the crop ({self.crop}) to {MAX_SIDE}"
         if self.accumulate > self.batch:
             yield f"accumulate {self.accumulate} should be at most the batch, {self.batch}"
         if self.steps is None and self.epochs is None:
@@ -174,9 +180,12 @@ class Recipe:
         return Initialization(self.init, self.init_std, self.first_layer, self.fc_stds)
 
     @property
-    def evaluation_scale(self) -> int:
-        """Return the scale of the `center` protocol: round(crop·256/224), Table 3's training-time check."""
-        return center_scale(self.crop)
+    def central_scale(self) -> int:
+        """Return the scale of evaluations during training and of the mean image, in pixels.
+
+        Without `evaluation_scale`, 8/7 of the crop even outside of the scales: that of runs begun before this key.
+        """
+        return self.evaluation_scale or center_scale(self.crop)
 
     def to_json(self) -> dict[str, Any]:
         """Return the recipe as plain data for the run folder and checkpoints, without unset keys."""
@@ -274,6 +283,8 @@ def changes_for_crop(recipe: Recipe, crop: int, *, keep_batch: bool = False) -> 
     """
     ratio = crop / recipe.crop
     changes: dict[str, Any] = {"crop": crop, "scales": tuple(int(scale * ratio + 0.5) for scale in recipe.scales)}
+    if recipe.evaluation_scale is not None:
+        changes["evaluation_scale"] = int(recipe.evaluation_scale * ratio + 0.5)
     if keep_batch:
         return changes
     batch = max(1, int(recipe.batch / ratio + 0.5))

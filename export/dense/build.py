@@ -21,7 +21,15 @@ from onnx import ModelProto, TensorProto, helper
 
 from prelunet.evaluator.architectures import LRELU_SLOPE, Activation, Architecture, Conv, Pool
 from prelunet.evaluator.arrays import Float32Array, FloatArray
-from prelunet.evaluator.contract import Canvas, ClassEntry, FilePrecision, MeanKind, ModelContract, default_scales
+from prelunet.evaluator.contract import (
+    Canvas,
+    ClassEntry,
+    FilePrecision,
+    MeanKind,
+    ModelContract,
+    center_scale,
+    default_scales,
+)
 from prelunet.evaluator.protocols import LONG_SIDE_CAP
 from prelunet.export.dense.half_precision import round_to_half
 from prelunet.export.dense.pyramid import plan_pools, pyramid_bins
@@ -78,6 +86,7 @@ def build_contract(
         spp_levels=architecture.spp_levels,
         crop=architecture.crop,
         default_scales=scales,
+        center_scale=None if trained_scales is None else center_scale(architecture.crop, trained_scales),
         max_side=max(MAX_CANVAS_SIDE, LONG_SIDE_CAP * max(scales)),
         canvas=canvas,
         precision=precision,

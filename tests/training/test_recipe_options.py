@@ -28,6 +28,7 @@ VALUES: dict[str, tuple[Any, Any]] = {
     "patience": ("7", 7),
     "most_drops": ("3", 3),
     "evaluate_every": ("11", 11),
+    "evaluation_scale": ("300", 300),
     "save_every": ("12", 12),
     "keep_every": ("13", 13),
     "activation": ("lrelu", "lrelu"),

@@ -255,7 +255,7 @@ class Trainer:
 
     def _measure_layers(self) -> tuple[LayerResponse, ...]:
         """Measure the layers on images of val/; return () if none of these is readable any more."""
-        views = sample_views(self.val_images, self.recipe.evaluation_scale, self.recipe.crop)
+        views = sample_views(self.val_images, self.recipe.central_scale, self.recipe.crop)
         if not len(views.labels):
             return ()
         labels = torch.from_numpy(views.labels).to(self.group.device)
@@ -301,7 +301,7 @@ def _initial_state(
     cache: see `compute_statistics`. Raises DatasetError if too many images cannot be decoded, and what
     `load_pretrained` raises.
     """
-    compute = partial(compute_statistics, scale=recipe.evaluation_scale, crop=recipe.crop, cache=cache, report=report)
+    compute = partial(compute_statistics, scale=recipe.central_scale, crop=recipe.crop, cache=cache, report=report)
 
     def valid_statistics(dataset: Dataset, split: str) -> DatasetStatistics:
         statistics = compute(dataset, split)

@@ -55,7 +55,7 @@ def assert_equal_runs(folder: Path, expected: Path) -> None:
 def test_a_run_writes_checkpoints_metrics_and_its_description(uninterrupted: Path, data: Path) -> None:
     checkpoint = read_checkpoint(uninterrupted / "last.safetensors")
     splits = open_splits(data)
-    assert checkpoint.recipe == RECIPE.to_json()
+    assert checkpoint.recipe == {**RECIPE.to_json(), "evaluation_scale": 14}
     assert checkpoint.dataset == {"fingerprint": splits.train.fingerprint, "images": 21}
     assert (checkpoint.classes[0].wnid, checkpoint.classes[0].name) == ("big-cat", "big cat")
     assert checkpoint.metrics is not None

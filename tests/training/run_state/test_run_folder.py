@@ -1,5 +1,6 @@
 """The run folder: which run may use it, and what is refused."""
 
+import errno
 import os
 import re
 import shutil
@@ -41,6 +42,35 @@ def test_another_dataset_is_refused_with_the_difference(folder: Path, tmp_path: 
     with pytest.raises(RunFolderError, match=r"dataset\.val_images: 9 in the folder, 12 now") as refused:
         train(SHORT, other, folder)
     assert "A fingerprint covers names, lengths and labels" in str(refused.value)
+
+
+def test_a_run_begun_before_evaluation_scales_were_recorded_resumes_with_its_own(
+    data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    recipe = replace(RECIPE, scales=(12, 13), steps=4, evaluate_every=2, save_every=2)  # 14 is in proportion
+    with monkeypatch.context() as patch:
+        patch.setattr("prelunet.training.loop.train.lacks_evaluation_scale", lambda _folder: True)  # as it began then
+        patch.setattr(Trainer, "save", _once_then_fail(Trainer.save))
+        with pytest.raises(OSError, match="No space"):
+            train(recipe, data, tmp_path / "old")
+    for folder in (tmp_path / "old", tmp_path / "new"):
+        train(recipe, data, folder)
+    scales = {name: (read_checkpoint(tmp_path / name / "last.safetensors").recipe or {}) for name in ("old", "new")}
+    assert "evaluation_scale" not in scales["old"]
+    assert scales["new"]["evaluation_scale"] == 13
+    assert Recipe(**{**scales["old"], "scales": (12, 13)}).central_scale == 14
+
+
+def _once_then_fail(save: Any) -> Any:
+    """Return a `save` that works once and then finds the disk full."""
+    saved = []
+
+    def limited(self: Trainer) -> None:
+        if saved:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        saved.append(save(self))
+
+    return limited
 
 
 @pytest.mark.parametrize("change", [{"steps": 2}, {"evaluate_every": 4}, {"precision": "bf16"}, {"rate_drops": ()}])
@@ -85,7 +115,7 @@ def test_a_run_resumed_with_other_save_intervals_ends_with_the_same_net(
         np.testing.assert_array_equal(found.tensors[name], tensor, strict=True)
     np.testing.assert_array_equal(found.mean, uninterrupted.mean, strict=True)
     assert (found.metrics, found.dataset) == (uninterrupted.metrics, uninterrupted.dataset)
-    assert found.recipe == other.to_json()
+    assert found.recipe == {**other.to_json(), "evaluation_scale": 14}
     assert {path.name for path in folder.glob("step-*")} == {"step-0000008.safetensors", "step-0000012.safetensors"}
     assert (folder / "training.json").read_bytes() == description  # the recipe at the start
 
