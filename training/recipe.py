@@ -3,6 +3,7 @@
 A recipe contains every number of a run. It is stored in the run folder and in every checkpoint.
 """
 
+import json
 import operator
 import tomllib
 from collections.abc import Iterator, Mapping
@@ -52,6 +53,7 @@ LIMITS: dict[str, dict[str, float]] = {  # key → valid range, for errors and -
     "most_drops": {"at least": 0},
     "momentum": {"at least": 0, "below": 1},
     "weight_decay": {"at least": 0, "at most": 1e12},
+    "bias_rate": {"at least": 0, "at most": 100},
     "dropout": {"at least": 0, "below": 1},
     "color": {"at least": 0, "below": 10},
     "accumulate": {"at least": 1},
@@ -96,7 +98,10 @@ class Recipe:
     most_drops: Annotated[int, "Policy plateau: maximum number of learning-rate drops."] = 2
     activation: Annotated[Activation, "Activation of the convolutions, fc1 and fc2."] = "prelu"
     momentum: Annotated[float, "Momentum of stochastic gradient descent."] = 0.9
-    weight_decay: Annotated[float, "Weight decay of weights and biases, never of slopes."] = 5e-4
+    weight_decay: Annotated[float, "Weight decay."] = 5e-4
+    decay_biases: Annotated[bool, "Apply weight decay to biases too."] = True
+    decay_slopes: Annotated[bool, "Apply weight decay to PReLU's slopes too."] = False
+    bias_rate: Annotated[float, "Factor that multiplies the learning rate of biases."] = 1.0
     dropout: Annotated[float, "Dropout probability of the outputs of fc1 and fc2."] = 0.5
     mirror: Annotated[bool, "Mirror half of the views."] = True
     color: Annotated[float, "Standard deviation of the color augmentation's coefficients; 0 turns it off."] = 0.0
@@ -144,6 +149,8 @@ class Recipe:
             yield f"scales {low} to {high} should ascend from the crop ({self.crop}) or above to at most {MAX_SIDE}"
         if not self.crop <= (self.evaluation_scale or self.crop) <= MAX_SIDE:
             yield f"evaluation_scale {self.evaluation_scale} should be from the crop ({self.crop}) to {MAX_SIDE}"
+        if self.decay_slopes and not self.activation.startswith("prelu"):
+            yield f"decay_slopes needs slopes that are learned, but the activation is {self.activation}: remove it"
         if self.accumulate > self.batch:
             yield f"accumulate {self.accumulate} should be at most the batch, {self.batch}"
         if self.steps is None and self.epochs is None:
@@ -191,6 +198,12 @@ class Recipe:
         """Return the recipe as plain data for the run folder and checkpoints, without unset keys."""
         values = {key: value for key, value in asdict(self).items() if value is not None}
         return {key: list(value) if isinstance(value, tuple) else value for key, value in values.items()}
+
+
+def with_newer_keys(recipe: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a stored recipe with the defaults of keys that it lacks, as those of earlier versions do."""
+    defaults = {key.name: key.default for key in fields(Recipe) if key.default not in (MISSING, None)}
+    return {**json.loads(json.dumps(defaults)), **recipe}
 
 
 def format_limits(limits: Mapping[str, float]) -> str:

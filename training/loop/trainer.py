@@ -95,7 +95,13 @@ class Trainer:
         state = self.checkpoint_manager.read(self.net)
         self.progress = state.progress
         self.parallel = build_parallel(execution.parallel or "ddp", self.net, group, options)  # may remove parameters
-        groups = parameter_groups(self.net, recipe.weight_decay)
+        groups = parameter_groups(
+            self.net,
+            recipe.weight_decay,
+            decay_biases=recipe.decay_biases,
+            decay_slopes=recipe.decay_slopes,
+            bias_rate=recipe.bias_rate,
+        )
         self.optimizer = torch.optim.SGD(groups, lr=recipe.rate, momentum=recipe.momentum)
         state.restore(self.net, self.optimizer)
         # Images that were unreadable may have been repaired in the meantime.
@@ -174,7 +180,7 @@ class Trainer:
         now, recipe = self.progress, self.recipe
         plateaus = count_plateaus([errors.top1_error for errors in now.evaluations], recipe.patience)
         for group in self.optimizer.param_groups:
-            group["lr"] = rate_at(recipe, now.step, plateaus)
+            group["lr"] = rate_at(recipe, now.step, plateaus) * group["rate_factor"]
         width = self.net.architecture.hidden
         dropout = partial(dropout_factors, recipe.seed, now.step, width=width, rate=recipe.dropout)
         images, labels = self.preprocess(batch), torch.from_numpy(batch.labels).to(self.group.device)

@@ -21,7 +21,7 @@ from typing import Any
 from prelunet.evaluator.errors import RunFolderError
 from prelunet.evaluator.files import create_folder, locked_folder, remove_leftovers, write_atomically
 from prelunet.evaluator.json_checks import check_plain, differences, format_differences, parse_json, require_object
-from prelunet.training.recipe import EXECUTION_KEYS
+from prelunet.training.recipe import EXECUTION_KEYS, with_newer_keys
 
 RUN_VERSION = 1
 TRAINING_FILE, STATE_FILE, METRICS_FILE = "training.json", "state.pt", "metrics.jsonl"
@@ -85,6 +85,7 @@ def _compare(folder: Path, requested: dict[str, Any]) -> None:
     try:
         description = require_object(parse_json(path.read_bytes()), "it")
         check_plain(description)
+        description["recipe"] = with_newer_keys(require_object(description.get("recipe"), "recipe"))
     except ValueError as error:
         raise RunFolderError(f"{path}: damaged ({error}). Restore the file, or start over with --fresh") from error
     may_differ = [("recipe", key) for key in EXECUTION_KEYS]

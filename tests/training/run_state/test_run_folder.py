@@ -1,6 +1,7 @@
 """The run folder: which run may use it, and what is refused."""
 
 import errno
+import json
 import os
 import re
 import shutil
@@ -59,6 +60,20 @@ def test_a_run_begun_before_evaluation_scales_were_recorded_resumes_with_its_own
     assert "evaluation_scale" not in scales["old"]
     assert scales["new"]["evaluation_scale"] == 13
     assert Recipe(**{**scales["old"], "scales": (12, 13)}).central_scale == 14
+
+
+def test_a_run_whose_recipe_lacks_newer_keys_resumes_with_their_defaults(
+    data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stopped_after_seven_steps(RECIPE, data, tmp_path / "run", monkeypatch)
+    path = tmp_path / "run/training.json"
+    description = json.loads(path.read_text())
+    for key in ("decay_biases", "decay_slopes", "bias_rate"):
+        del description["recipe"][key]
+    path.write_text(json.dumps(description))
+    train(RECIPE, data, tmp_path / "run")
+    with pytest.raises(RunFolderError, match=r"recipe\.bias_rate: 1\.0 in the folder, 2\.0 now"):
+        train(replace(RECIPE, bias_rate=2.0), data, tmp_path / "run")
 
 
 def _once_then_fail(save: Any) -> Any:
