@@ -33,7 +33,7 @@ from prelunet.evaluator.contract import (
 from prelunet.evaluator.protocols import LONG_SIDE_CAP
 from prelunet.export.dense.half_precision import round_to_half
 from prelunet.export.dense.pyramid import plan_pools, pyramid_bins
-from prelunet.export.onnx_graph import IR_VERSION, OPSET, GraphBuilder, build_file, contract_graph
+from prelunet.export.onnx_graph import IR_VERSION, OPSET, GraphBuilder, add_value_info, build_file, contract_graph
 
 # Pixels; larger where `multi-scale` needs it. The graph slices its masks from a constant of this length.
 MAX_CANVAS_SIDE = 4096
@@ -121,7 +121,9 @@ def build_model(
     _averages(graph, logits, _valid_after(graph, valid, "window", architecture.window, 1, 0))
     finished = contract_graph(graph, len(contract.classes), canvas=("H", "W"), grid=("Gh", "Gw"))
     opsets = [helper.make_opsetid("", OPSET)]
-    return build_file(finished, contract.to_metadata(), version, opsets, ir_version=IR_VERSION)
+    model = build_file(finished, contract.to_metadata(), version, opsets, ir_version=IR_VERSION)
+    add_value_info(model)
+    return model
 
 
 def _front(graph: GraphBuilder, mean: Float32Array, max_side: int, *, masked: bool) -> tuple[str, ValidCells]:

@@ -44,6 +44,14 @@ def test_the_file_records_all_that_the_contract_lists(exported: dict[str, Export
     assert model.ir_version <= 10
 
 
+def test_the_file_explains_its_inputs_outputs_and_every_value_between_them(exported: dict[str, ExportedNet]) -> None:
+    graph = onnx.load(exported["demo-image"].path).graph
+    assert all(value.doc_string for value in (*graph.input, *graph.output))
+    typed = {value.name: value.type.tensor_type for value in (*graph.value_info, *graph.output)}
+    assert typed.keys() >= {name for node in graph.node for name in node.output}
+    assert [axis.dim_value for axis in typed["conv2_1"].shape.dim][1] == 48
+
+
 def test_the_contract_read_back_is_the_contract_written(exported: dict[str, ExportedNet]) -> None:
     contract = exported["demo-image"].session.contract
     assert contract_from_metadata(contract.to_metadata(), "x.onnx") == contract
