@@ -161,13 +161,13 @@ def test_the_location_of_a_dataset_does_not_matter(folder: Path, tmp_path: Path)
 
 @pytest.mark.parametrize(
     "content", [None, b"[" * 100_000, b"null", b'{"version": NaN}', b"\xff", b'{"a":' * 900, b"PK"]
-)  # None: half of the file
+)  # None: a third of the file
 @pytest.mark.parametrize("name", ["training.json", "metrics.jsonl", "state.pt"])
 def test_any_damaged_file_of_a_run_is_refused_with_advice(
     data: Path, folder: Path, name: str, content: bytes | None
 ) -> None:
     path = folder / name
-    content = path.read_bytes()[: path.stat().st_size // 2] if content is None else content
+    content = path.read_bytes()[: path.stat().st_size // 3] if content is None else content
     path.write_bytes(content + (b"\n" if name == "metrics.jsonl" else b""))
     with pytest.raises(RunFolderError, match=rf"{name}: .*damaged.*--fresh") as caught:
         train(SHORT, data, folder)
