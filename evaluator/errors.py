@@ -138,7 +138,7 @@ def error_status(error: BaseException) -> ErrorStatus:
     return INTERNAL
 
 
-_EXTRA_OF_MODULE = {"torch": "train", "onnx": "adopt", "safetensors": "train"}
+_EXTRA_OF_MODULE = {"torch": "train", "onnx": "adopt", "safetensors": "train", "pyarrow": "parquet"}
 
 
 def install_hint(extra: str) -> str:

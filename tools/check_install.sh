@@ -53,6 +53,7 @@ from importlib.resources import files
 import prelunet
 names = ('py.typed', 'proto/prelunet/v1/prelunet.proto', 'proto/inference/inference.proto', 'training/recipes/A.toml',
          'training/data/fashion_mnist.zip', 'evaluator/datasets/labels/imagenet-1k.txt',
+         'evaluator/datasets/labels/imagenet-real.txt.gz', 'evaluator/datasets/labels/imagenet-a.txt',
          'evaluator/reporting/page_files/report.html.j2', 'evaluator/reporting/page_files/report.css',
          'evaluator/reporting/page_files/report.js')
 missing = [name for name in names if not (files(prelunet) / name).is_file()]

@@ -7,6 +7,7 @@ from benchmarks.common.results import cell, described_run, latest, markdown
 
 _NOT_NUMBERS = (
     "group", "claim", "held", "broken", "error", "wrong", "failures", "crashes", "log", "left", "ms", "slow", "state",
+    "digests",
 )  # fmt: skip
 _MAX_VALUES = 12  # shown values of a list
 BEGIN, END = "<!-- summary: begin -->", "<!-- summary: end -->"  # around the text that `filled` replaces
@@ -47,9 +48,9 @@ _HEADLINE_NUMBERS: Mapping[str, tuple[tuple[str, str, Callable[[list[Any]], Any]
 }
 
 
-def table(data: Mapping[str, Any]) -> str:
+def table(data: Mapping[str, Any], title: str = "Reliability") -> str:
     """Return the cases of a result file as Markdown tables, one for each run with its circumstances."""
-    parts = ["# Reliability", ""]
+    parts = [f"# {title}", ""]
     for number, run in enumerate(data["runs"]):
         cases = [case for case in latest(data) if case["run"] == number]
         if not cases:

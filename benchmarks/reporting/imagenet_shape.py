@@ -25,7 +25,7 @@ import numpy.typing as npt
 from prelunet.evaluator.arrays import Float32Array
 from prelunet.evaluator.contract import ClassEntry
 from prelunet.evaluator.datasets.dataset import Sample
-from prelunet.evaluator.engine.scores import rank_of, shortest_decimal, top_k
+from prelunet.evaluator.engine.scores import best_ranks, shortest_decimal, top_k
 from prelunet.evaluator.protocols import EvaluationProtocol
 from prelunet.evaluator.validation.predictions import Prediction
 from prelunet.evaluator.validation.run import CHUNK, RunInfo
@@ -114,7 +114,7 @@ def _prediction(sample: Sample, scores: Float32Array, view_ranks: npt.NDArray[np
     top = tuple((index, shortest_decimal(score)) for index, score in top_k(scores, 5))
     return replace(
         Prediction(sample.file, sample.label, top),
-        rank=rank_of(scores, sample.label),
+        rank=int(best_ranks(scores[None], [sample.labels])[0]),
         view_ranks=tuple(view_ranks.tolist()),
     )
 

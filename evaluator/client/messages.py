@@ -179,6 +179,9 @@ def _labelled_image(dataset: "Dataset", sample: "Sample") -> pb.EvaluateRequest:
     """Read one image. Its class is sent by wnid, because the server's class indices apply."""
     if not 0 <= sample.label < len(dataset.classes):
         raise DatasetError(f"{sample.file}: its class is unknown; an evaluation needs the true class of every image")
+    if sample.also or dataset.candidates is not None:
+        what = "several true classes" if sample.also else "predictions among some classes only"
+        raise DatasetError(f"{sample.file}: a call cannot have {what}. Use `prelunet validate`")
     try:
         sample.file.encode()
     except UnicodeEncodeError as error:

@@ -1,11 +1,11 @@
 """A labeled dataset: an ordered list of samples whose bytes can be read."""
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Annotated, Protocol
+from typing import Annotated, Any, Protocol
 
 from prelunet.evaluator.cli_option import CliOption
 from prelunet.evaluator.errors import DatasetError, ImageError, UsageError
@@ -16,11 +16,21 @@ UNLABELLED = -1  # the label of an image of unknown class, as in ImageNet's test
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """One image of a dataset. file: relative name with '/'; label: class index or UNLABELLED; size: in bytes."""
+    """One image of a dataset.
+
+    file: relative name with '/'; label: class index or UNLABELLED; size: in bytes; also: its other true classes, if it
+    has several. It is counted under `label`.
+    """
 
     file: str
     label: int
     size: int
+    also: tuple[int, ...] = ()
+
+    @property
+    def labels(self) -> tuple[int, ...]:
+        """Return the indices of all its true classes, `label` first."""
+        return (self.label, *self.also)
 
 
 class Reader(Protocol):
@@ -36,23 +46,35 @@ class DatasetSpec:
     """Everything needed to open the same dataset again.
 
     labels: None if the dataset itself contains them; limit: None for all images; classes: wnids of the selected
-    classes, () for all.
+    classes, () for all; restrict_classes: name of a set of classes, or a list of them; None for all of the model's.
     """
 
     path: Annotated[
         Path,
         CliOption(
-            "Folder, .tar, .tar.gz or .zip of images: in class folders, flat with labels, or webdataset shards "
-            "(docs/datasets.md). If it contains a `val` folder, that folder is used.",
+            "Folder, .tar, .tar.gz, .zip or .parquet of images: in class folders, flat with labels, or shards "
+            "(docs/datasets.md). A `val` (`valid`, `validation`) folder in it is used.",
             flag="data",
         ),
     ]
     labels: Annotated[
-        Path | None, CliOption("Labels of flat images: a list of `name,label` or `name wnid`, or the ILSVRC devkit.")
+        Path | None,
+        CliOption(
+            "Labels of flat images: a list of `name,label` or `name wnid`, or the ILSVRC devkit; or ReaL's labels of "
+            "ImageNet's validation images: imagenet-real (built in) or its real.json."
+        ),
     ] = None
     no_labels: Annotated[bool, CliOption("Evaluate without labels (a test set), for `prelunet submission`.")] = False
     limit: Annotated[int | None, CliOption("Evaluate only this many images, evenly spaced.", min=1)] = None
     classes: tuple[str, ...] = ()
+    restrict_classes: Annotated[
+        str | None,
+        CliOption(
+            "Predict among these classes only, as ImageNet-A and -R are published: imagenet-a, imagenet-r, dataset "
+            "(those with images), or as for --classes.",
+            metavar="SET",
+        ),
+    ] = None
 
     def __post_init__(self) -> None:
         if self.limit is not None and self.limit < 1:
@@ -67,7 +89,9 @@ class Dataset:
     samples: sorted by file name, which is the order of every run;
     layout: how images and labels were found, as text; remarks: notes for the user, one sentence each;
     selection: the selected part of the dataset, as text, None for all of it;
-    spec: how to open the dataset again, None for images that exist only in memory.
+    spec: how to open the dataset again, None for images that exist only in memory;
+    restriction: for run.json, the `name` and ascending indices of the `classes` among which predictions are made, None
+    for all.
     """
 
     location: Path
@@ -78,6 +102,7 @@ class Dataset:
     remarks: tuple[str, ...] = ()
     selection: str | None = None
     spec: DatasetSpec | None = None
+    restriction: Mapping[str, Any] | None = None
 
     def read(self, sample: Sample) -> bytes:
         """Return the encoded bytes of one sample.
@@ -95,10 +120,15 @@ class Dataset:
             )
         return data
 
+    @property
+    def candidates(self) -> tuple[int, ...] | None:
+        """Return the class indices among which predictions are made, None for all."""
+        return None if self.restriction is None else tuple(self.restriction["classes"])
+
     @cached_property
     def fingerprint(self) -> str:
         """Return the sha256 of the sorted relative names, byte lengths and labels."""
         digest = hashlib.sha256()
         for sample in sorted(self.samples, key=lambda s: s.file):
-            digest.update(f"{sample.file}\0{sample.size}\0{sample.label}\n".encode())
+            digest.update(f"{sample.file}\0{sample.size}\0{','.join(map(str, sample.labels))}\n".encode())
         return digest.hexdigest()

@@ -12,7 +12,8 @@ from pathlib import Path
 from prelunet.evaluator.datasets.dataset import UNLABELLED, Dataset, DatasetSpec, Reader, Sample
 from prelunet.evaluator.datasets.labels.class_names import ClassList
 from prelunet.evaluator.datasets.labels.imagenet_devkit import GROUND_TRUTH, labels_of_devkit, wnids_in_names
-from prelunet.evaluator.datasets.labels.label_lists import labels_of_list
+from prelunet.evaluator.datasets.labels.label_lists import labels_of_list, read_label_list
+from prelunet.evaluator.datasets.labels.real_labels import IMAGENET_REAL, labels_of_real
 from prelunet.evaluator.datasets.sources.archive import ArchiveReader, ArchiveSource
 from prelunet.evaluator.datasets.sources.base import LabelFile, Source, describe_place, format_names
 from prelunet.evaluator.datasets.sources.folder import FolderSource, label_file
@@ -74,6 +75,8 @@ def list_images(source: Source, path: Path, subfolder: str) -> ImageListing:
 def label_training_images(images: ImageListing, split: str) -> Dataset:
     """Label training images by their class folders in sorted order, or by the labels in shards.
 
+    Validation images outside any folder are labeled by a list, as those of Tiny-ImageNet and of Kaggle's ILSVRC.
+
     Raises DatasetError when there are neither class folders nor shards, when a class folder is empty, or when the
     labels of the shards are inconsistent (`classes_of_labels`).
     """
@@ -83,6 +86,10 @@ def label_training_images(images: ImageListing, split: str) -> Dataset:
         index = {word: number for number, word in enumerate(wnids)}
         return images.labeled(wnids, [index[word] for word in words], SHARDS, [remark])
     folders = images.source.folders(images.subfolder)
+    file = None if folders or split == "train" else find_label_file(images.source, images.path, images.subfolder)
+    if file is not None and file.name != GROUND_TRUTH:
+        wnids = tuple(sorted({entry.label for entry in read_label_list(file)[0]}))
+        return _by_file(images, file, ClassList(wnids))
     if not folders:
         raise DatasetError(
             f"{images.place}: no class folders found ({len(images.names)} images outside any folder). "
@@ -109,7 +116,8 @@ def label_images(
     if isinstance(source, ArchiveSource) and one_shard:
         words, found_at = read_labels(source, images.subfolder)
     if tars or one_shard:
-        index, _ = classes.resolve_labels(found_at)
+        index, kind = classes.resolve_labels(found_at)
+        remarks.append(f"{images.place}: labels read as {kind}")
         return images.labeled(classes.wnids, [index[word] for word in words], SHARDS, remarks)
     if not images.names and (labels is not None or not folders):
         raise DatasetError(f"{images.place}: no images found. Pass a folder or an archive that contains images")
@@ -125,6 +133,26 @@ def label_images(
             "--labels FILE, or pass the intended folder as --data"
         )
     return _by_class_folder(images, folders, classes)
+
+
+def with_real_labels(dataset: Dataset, labels: Path, classes: ClassList) -> Dataset:
+    """Return an unlabelled dataset with ReaL's labels, without the images that have none.
+
+    Raises as `labels_of_real` does.
+    """
+    if labels != IMAGENET_REAL:
+        resolve_labels_option(labels)  # refuses a path that does not exist
+    truths, remarks = labels_of_real(labels, [sample.file for sample in dataset.samples], classes)
+    pairs = zip(dataset.samples, truths, strict=True)
+    samples = [replace(sample, label=truth[0], also=truth[1:]) for sample, truth in pairs if truth]
+    return replace(
+        dataset,
+        samples=samples,
+        layout="ReaL labels",
+        remarks=(*dataset.remarks, *remarks),
+        selection="images with ReaL labels",
+        spec=dataset.spec and replace(dataset.spec, labels=labels),
+    )
 
 
 def _tars(images: ImageListing) -> list[Path]:
@@ -149,8 +177,8 @@ def _open_shards(
 
 def _flat(images: ImageListing, classes: ClassList) -> Dataset:
     """Label images outside any folder: by the wnids in their names, or by the only label file found."""
-    if (labels := wnids_in_names(images.names, classes)) is not None:
-        return images.labeled(classes.wnids, labels, "flat, wnids in the names")
+    if (found := wnids_in_names(images.names, classes)) is not None:
+        return images.labeled(classes.wnids, found[0], "flat, wnids in the names", found[1])
     file = find_label_file(images.source, images.path, images.subfolder)
     if file is None:
         raise DatasetError(
@@ -251,7 +279,9 @@ def _by_folder(images: ImageListing, index: Mapping[str, int], wnids: Sequence[s
 # are an error: the program cannot know which one is right, and wrong labels look like a bad model.
 
 
-_LABEL_FILE_NAMES = ("val.txt", "val.csv", "labels.txt", "labels.csv", "LOC_val_solution.csv")
+TINY_IMAGENET_LABELS = "val_annotations.txt"
+_LABEL_FILE_NAMES = ("val.txt", "val.csv", "labels.txt", "labels.csv", "LOC_val_solution.csv", TINY_IMAGENET_LABELS)
+KAGGLE_IMAGES = "Data/CLS-LOC"  # in Kaggle's folder ILSVRC, whose LOC_val_solution.csv lies beside that folder
 
 
 def resolve_labels_option(path: Path) -> LabelFile:
@@ -307,7 +337,7 @@ def _candidates(source: Source, path: Path, subfolder: str) -> Iterator[LabelFil
         if isinstance(source, FolderSource):
             for devkit in _devkit_folders(path / folder):
                 yield label_file(devkit / GROUND_TRUTH)
-    if not subfolder or not isinstance(source, FolderSource):
+    if not subfolder or subfolder.startswith(KAGGLE_IMAGES) or not isinstance(source, FolderSource):
         parent = path.absolute().parent
         for name in label_file_names:
             if _is_file(parent / name) and parent / name != path.absolute():

@@ -8,21 +8,37 @@ from pathlib import Path
 from prelunet.evaluator.contract import ClassEntry
 from prelunet.evaluator.datasets.dataset import Dataset, DatasetSpec
 from prelunet.evaluator.datasets.labels.class_names import ClassList
-from prelunet.evaluator.datasets.layouts import has_label_file, label_images, label_training_images, list_images
+from prelunet.evaluator.datasets.labels.real_labels import is_real
+from prelunet.evaluator.datasets.layouts import (
+    KAGGLE_IMAGES,
+    TINY_IMAGENET_LABELS,
+    has_label_file,
+    label_images,
+    label_training_images,
+    list_images,
+    with_real_labels,
+)
+from prelunet.evaluator.datasets.parquet import find_parquet, label_parquet
+from prelunet.evaluator.datasets.restriction import restrict
 from prelunet.evaluator.datasets.selection import select
 from prelunet.evaluator.datasets.sources.archive import ArchiveSource, open_archive
-from prelunet.evaluator.datasets.sources.base import Source, describe_place, join
+from prelunet.evaluator.datasets.sources.base import PARQUET, TAR, Source, describe_place, join
 from prelunet.evaluator.datasets.sources.folder import FolderSource, reading_error
 from prelunet.evaluator.errors import DatasetError, UsageError
 
 SPLITS = ("train", "val")
-_SETS = (*SPLITS, "test")  # of ImageNet; the test set has no labels
+VALIDATION = ("val", "valid", "validation")  # the usual names of a validation set
+_SETS = ("train", *VALIDATION, "test")
 
 
 def open_from_spec(spec: DatasetSpec, classes: Sequence[ClassEntry]) -> Dataset:
-    """Open the dataset of a spec, labeled with a model's classes. Raises as `open_dataset` and `select` do."""
-    if spec.no_labels and spec.classes:
-        raise UsageError("--classes with --no-labels: without labels no image has a class. Remove one of them")
+    """Open the dataset of a spec, labeled with a model's classes.
+
+    Raises as `open_dataset`, `select` and `restrict` do.
+    """
+    if spec.no_labels and (spec.classes or spec.restrict_classes is not None):
+        option = "--classes" if spec.classes else "--restrict-classes"
+        raise UsageError(f"{option} with --no-labels: without labels no image has a class. Remove one of them")
     dataset = open_dataset(
         spec.path,
         split="val",
@@ -31,7 +47,8 @@ def open_from_spec(spec: DatasetSpec, classes: Sequence[ClassEntry]) -> Dataset:
         labels=spec.labels,
         no_labels=spec.no_labels,
     )
-    return select(dataset, limit=spec.limit, classes=spec.classes)
+    part = select(dataset, limit=spec.limit, classes=spec.classes)
+    return restrict(part, dataset, spec.restrict_classes, classes)
 
 
 def open_images(path: Path, classes: Sequence[ClassEntry]) -> Dataset:
@@ -50,13 +67,14 @@ def open_dataset(
     no_labels: bool = False,
     any_split: bool = True,
 ) -> Dataset:
-    """Open a folder, .tar, .tar.gz or .zip of images in any layout of docs/datasets.md.
+    """Open a folder, .tar, .tar.gz, .zip or .parquet of images in any layout of docs/datasets.md.
 
-    split: `train` or `val`; a folder of that name at the top, or inside a single top folder, is entered.
+    split: `train` or `val`; a folder of that name at the top, or inside a single top folder, is entered. Where there
+    is no `val`, `valid` or `validation` is used, or else, with `wnids`, a `test` with class folders.
     wnids: of the model's classes, in label order; None (a training set) accepts only class folders, in sorted order,
-    and webdataset shards. names: of these classes, in the same order. labels: a label list or devkit; None searches in
-    and next to the dataset where labels are needed. no_labels: ignore labels, as for a test set; any_split: with
-    no_labels, require that only one set exists, instead of choosing `split`.
+    webdataset shards, parquet files, and for `val` a label list. names: of these classes, in the same order. labels: a
+    label list or devkit; None searches in and next to the dataset where labels are needed. no_labels: ignore labels, as
+    for a test set; any_split: with no_labels, require that only one set exists, instead of choosing `split`.
     The samples are all files with an image suffix, at any depth, sorted by name. Hidden files, `__MACOSX` and other
     files are skipped.
     Raises UsageError when `path` or `labels` does not exist. Raises DatasetError when something cannot be read, the
@@ -65,13 +83,25 @@ def open_dataset(
     if labels is not None and no_labels:
         raise UsageError("--labels and --no-labels cannot be combined. Remove one of them")
     source = _open_source(path)
-    if wnids is None:
-        dataset = label_training_images(list_images(source, path, _find_class_folders(source, path, split)), split)
+    classes = None if wnids is None else ClassList(tuple(wnids), tuple(names))
+    if classes is None:
+        subfolder, found_remarks = _find_class_folders(source, path, split)
     else:
-        classes = ClassList(tuple(wnids), tuple(names))
-        subfolder = _find_image_folder(source, path, split, classes, any_split=no_labels and any_split)
-        dataset = label_images(list_images(source, path, subfolder), split, classes, labels, no_labels=no_labels)
-    remarks = dataset.remarks
+        subfolder, found_remarks = _find_image_folder(source, path, split, classes, any_split=no_labels and any_split)
+    images = list_images(source, path, subfolder)
+    real = labels if labels is not None and is_real(labels) else None
+    if parquet := find_parquet(images, split):
+        if labels != real:
+            raise DatasetError(f"{images.place}: parquet files contain their own labels. Remove --labels")
+        dataset = label_parquet(images, parquet, split, classes, no_labels=no_labels or real is not None)
+    elif classes is None:
+        dataset = label_training_images(images, split)
+    else:
+        own = None if labels == real else labels
+        dataset = label_images(images, split, classes, own, no_labels=no_labels or real is not None)
+    if real is not None and classes is not None:
+        dataset = with_real_labels(dataset, real, classes)
+    remarks = (*found_remarks, *dataset.remarks)
     if isinstance(source, ArchiveSource) and source.path != path:
         unpacked = (
             f"{path}: compressed, so it was unpacked to {source.path} ({source.path.stat().st_size:,} bytes). Images "
@@ -86,41 +116,83 @@ def _open_source(path: Path) -> Source:
         mode = path.stat().st_mode
     except (FileNotFoundError, NotADirectoryError) as error:
         raise UsageError(
-            f"{path}: no such file or folder. Pass a folder of images, or a .tar, .tar.gz or .zip of one"
+            f"{path}: no such file or folder. Pass a folder of images, or a .tar, .tar.gz, .zip or .parquet"
         ) from error
     except OSError as error:
         raise reading_error(error, path) from error
     if stat.S_ISDIR(mode):
         return FolderSource(path)
     if stat.S_ISREG(mode):
-        return open_archive(path)
+        return ArchiveSource(path) if path.suffix == PARQUET else open_archive(path)
     raise DatasetError(
-        f"{path}: neither a folder nor a regular file. Pass a folder of images, or a .tar, .tar.gz or .zip of one"
+        f"{path}: neither a folder nor a regular file. Pass a folder of images, or a .tar, .tar.gz, .zip or .parquet"
     )
 
 
-def _find_image_folder(source: Source, path: Path, split: str, classes: ClassList, *, any_split: bool) -> str:
-    """Return the folder with the images of the split, which will be labeled with a model's classes.
+def _find_image_folder(
+    source: Source, path: Path, split: str, classes: ClassList, *, any_split: bool
+) -> tuple[str, list[str]]:
+    """Return the folder with the images of the split, which will be labeled with a model's classes, and remarks.
 
     any_split: return the only set, whatever its name.
     """
-    subfolder = _single_root(source, path, classes)
+    subfolder = _kaggle_root(source) or _single_root(source, path, classes)
     subfolders = source.folders(subfolder)
-    # CIFAR-100 has a class "train".
-    sets = [name for name in subfolders if name in _SETS and not classes.contains(name)]
+    beside_classes = any(classes.contains(name) for name in subfolders if name not in _SETS)
+    # CIFAR-100 has a class "train". Beside class folders, `valid` may be a class of another list.
+    names = (*SPLITS, "test") if beside_classes else _SETS
+    sets = [name for name in subfolders if name in names and not classes.contains(name)]
     if any_split and len(sets) > 1:
-        is_folder = isinstance(source, FolderSource)
-        raise DatasetError(
-            f"{describe_place(path, subfolder)}: contains the sets {' and '.join(sets)}; it is not clear which one "
-            f"to use without labels. {'Pass' if is_folder else 'Unpack it, and pass'} the folder of one set: "
-            f"--data {(path if is_folder else path.parent) / subfolder / sets[-1]}"
-        )
-    chosen = sets[0] if any_split and sets else split
-    if chosen in sets:
-        return join(subfolder, chosen)
-    if sets:
-        raise _missing_split_error(describe_place(path, subfolder), sets[0], split)
-    return subfolder
+        raise _several_sets_error(source, path, subfolder, sets, "without labels")
+    chosen = sets[0] if any_split and sets else _find_split(source, path, subfolder, sets, split)
+    if chosen is None and "test" in sets and not beside_classes:
+        folders = source.folders(join(subfolder, "test"))
+        if sets == ["test"] or len(folders) > 1 or any(map(classes.contains, folders)):
+            chosen = "test"
+    if chosen is None and sets:
+        raise _missing_split_error(describe_place(path, subfolder), sets[-1], split)
+    return _enter(source, path, subfolder, sets, chosen)
+
+
+def _find_split(source: Source, path: Path, subfolder: str, sets: Sequence[str], split: str) -> str | None:
+    """Return the set of a split, under any usual name; None if there is none. Raises DatasetError for several."""
+    if split in sets:
+        return split
+    found = [name for name in sets if split in VALIDATION and name in VALIDATION]
+    if len(found) > 1:
+        purpose = f"as '{split}' (for training, rename that one to '{split}')"
+        raise _several_sets_error(source, path, subfolder, found, purpose)
+    return found[0] if found else None
+
+
+def _enter(
+    source: Source, path: Path, subfolder: str, sets: Sequence[str], chosen: str | None
+) -> tuple[str, list[str]]:
+    """Return the folder with the images of the chosen set, and remarks where its name does not explain the choice."""
+    remarks = []
+    if chosen is not None:
+        place, is_kaggle = describe_place(path, subfolder), subfolder.endswith(KAGGLE_IMAGES)
+        if chosen not in SPLITS or not {*VALIDATION[1:]}.isdisjoint(sets):
+            remarks.append(f"{place}: contains {', '.join(sets)}; the images are those in '{chosen}'")
+        subfolder = join(subfolder, chosen)
+        if is_kaggle:
+            remarks.append(f"{path}: Kaggle's copy of ILSVRC; the images are those in {subfolder}")
+    if source.folders(subfolder) == ["images"] and TINY_IMAGENET_LABELS in source.other_files(subfolder):
+        subfolder = join(subfolder, "images")
+    return subfolder, remarks
+
+
+def _kaggle_root(source: Source) -> str:
+    """Return the folder with the sets in Kaggle's copy of ILSVRC, '' if the source is not that copy."""
+    tops = source.folders("")
+    bases = ("", "ILSVRC", *(f"{top}/ILSVRC" for top in tops if len(tops) == 1))
+    roots = (join(base, KAGGLE_IMAGES) for base in bases)
+    return next((root for root in roots if root.partition("/")[0] in tops and _contains_folder(source, root)), "")
+
+
+def _contains_folder(source: Source, folder: str) -> bool:
+    parent, _, name = folder.rpartition("/")
+    return (not parent or _contains_folder(source, parent)) and name in source.folders(parent)
 
 
 def _single_root(source: Source, path: Path, classes: ClassList) -> str:
@@ -128,38 +200,44 @@ def _single_root(source: Source, path: Path, classes: ClassList) -> str:
     subfolders = source.folders("")
     if any(name in _SETS or classes.contains(name) for name in subfolders):
         return ""
-    if _has_tars(source, ""):  # shards
+    if _has_shards(source, "", TAR):
         return ""
     if len(subfolders) != 1 and not has_label_file(source, path, ""):
         return ""
     filled = {name.partition("/")[0] if "/" in name else "" for name, _ in source.images("")}
     if not filled and len(subfolders) == 1:
-        return subfolders[0]  # may contain shards
+        return "" if _has_shards(source, "", PARQUET) else subfolders[0]  # may contain shards
     return filled.pop() if len(filled) == 1 else ""
 
 
-def _find_class_folders(source: Source, path: Path, split: str) -> str:
-    """Return the folder with the class folders of the split, when the classes are not known in advance."""
-    subfolder = ""
+def _find_class_folders(source: Source, path: Path, split: str) -> tuple[str, list[str]]:
+    """Return the folder with the class folders of the split, when the classes are not known in advance, and remarks."""
+    subfolder = kaggle = _kaggle_root(source)
     top = source.folders("")
-    if split not in top and len(top) == 1 and top[0] not in SPLITS and source.folders(top[0]):
-        subfolder = top[0]
+    if not kaggle and split not in top and len(top) == 1 and top[0] not in SPLITS:
+        subfolder = top[0] if source.folders(top[0]) or _has_shards(source, top[0]) else ""
     subfolders = source.folders(subfolder)
+    names = {*SPLITS, split, *(VALIDATION if "train" in subfolders else ())}
+    places = {name: join(subfolder, name) for name in subfolders if name in names}
     # A folder named `train` or `val` without folders or shards inside is a class.
-    splits = [
-        name
-        for name in {*SPLITS, split}
-        if name in subfolders and (source.folders(join(subfolder, name)) or _has_tars(source, join(subfolder, name)))
-    ]
-    if split in splits:
-        return join(subfolder, split)
-    if splits:
+    splits = [name for name, place in places.items() if kaggle or source.folders(place) or _has_shards(source, place)]
+    chosen = _find_split(source, path, subfolder, splits, split)
+    if chosen is None and splits:
         raise _missing_split_error(describe_place(path, subfolder), splits[0], split)
-    return subfolder
+    return _enter(source, path, subfolder, splits, chosen)
 
 
-def _has_tars(source: Source, subfolder: str) -> bool:
-    return any(name.endswith(".tar") for name in source.other_files(subfolder))
+def _has_shards(source: Source, subfolder: str, *suffixes: str) -> bool:
+    return any(name.endswith(suffixes or (TAR, PARQUET)) for name in source.other_files(subfolder))
+
+
+def _several_sets_error(source: Source, path: Path, subfolder: str, sets: Sequence[str], purpose: str) -> DatasetError:
+    is_folder = isinstance(source, FolderSource)
+    return DatasetError(
+        f"{describe_place(path, subfolder)}: contains the sets {' and '.join(sets)}; it is not clear which one "
+        f"to use {purpose}. {'Pass' if is_folder else 'Unpack it, and pass'} the folder of one set: "
+        f"--data {(path if is_folder else path.parent) / subfolder / sets[-1]}"
+    )
 
 
 def _missing_split_error(place: str, other: str, split: str) -> DatasetError:

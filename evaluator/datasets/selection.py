@@ -17,8 +17,8 @@ _NAMED = 8  # a selection names up to this many classes, more are described by t
 _LONGEST = MAX_NAME_LENGTH // 2  # characters of these names; the whole selection must fit into run.json
 
 
-def parse_class_selection(text: str, classes: Sequence[ClassEntry]) -> tuple[str, ...]:
-    """Return the wnids selected by `--classes`, in the order of the model's classes.
+def parse_class_selection(text: str, classes: Sequence[ClassEntry], option: str = "--classes") -> tuple[str, ...]:
+    """Return the wnids selected by an option, in the order of the model's classes.
 
     text: wnids, class indices or unique names, separated by commas, or a file with one per line. If a whole line is
     not a class, its first word is used. Raises UsageError or DatasetError for words that are not classes.
@@ -29,16 +29,16 @@ def parse_class_selection(text: str, classes: Sequence[ClassEntry]) -> tuple[str
         try:
             lines = label_file(path).data().decode("utf-8-sig").splitlines()
         except UnicodeDecodeError as error:
-            raise UsageError(f"--classes {path}: not UTF-8 text. Use a file with one wnid per line") from error
+            raise UsageError(f"{option} {path}: not UTF-8 text. Use a file with one wnid per line") from error
         words = {
             word if class_list.contains(word) else word.split()[0]: f"{path}: line {number}"
             for number, line in enumerate(lines, 1)
             if (word := line.strip())
         }
     else:
-        words = {word.strip(): "--classes" for word in text.split(",") if word.strip()}
+        words = {word.strip(): option for word in text.split(",") if word.strip()}
     if not words:
-        raise UsageError(f"--classes {text}: names no class. Use wnids separated by commas, or a file of wnids")
+        raise UsageError(f"{option} {text}: names no class. Use wnids separated by commas, or a file of wnids")
     index, _ = class_list.resolve_labels(words, chosen=True)
     return tuple(class_list.wnids[number] for number in sorted(set(index.values())))
 
@@ -49,7 +49,8 @@ def select(dataset: Dataset, *, limit: int | None, classes: Sequence[str]) -> Da
     classes: wnids of the dataset's classes, () for all; limit: of N images, keep those at floor(i·N/limit).
     Labels do not change. Raises DatasetError when the classes have no images.
     """
-    samples, words, remarks = dataset.samples, list[str](), list(dataset.remarks)
+    samples, remarks = dataset.samples, list(dataset.remarks)
+    words = [] if dataset.selection is None else [dataset.selection]
     if classes:
         samples, missing = _of_classes(dataset, classes)
         if missing:

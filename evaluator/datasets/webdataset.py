@@ -29,18 +29,18 @@ def is_shard(source: ArchiveSource, subfolder: str = "") -> bool:
 
 
 def shards_of_split(paths: Sequence[Path], split: str) -> list[Path]:
-    """Return the shards of a split among a folder's tars, sorted by name.
+    """Return the shards of a split among a folder's tars, or its parquet files, sorted by name.
 
-    Tars whose names differ only in numbers belong together. Raises DatasetError when there are several such groups and
-    the split's name does not occur in exactly one of them.
+    Files whose names differ only in numbers belong together (Hugging Face appended a digest until 2023). Raises
+    DatasetError when there are several such groups and the split's name does not occur in exactly one of them.
     """
     kinds: dict[str, list[Path]] = {}
     for path in sorted(paths, key=lambda path: f"{path.name}/"):  # the sort order of the samples' names
-        kinds.setdefault(re.sub(r"\d+", "*", path.name), []).append(path)
+        kinds.setdefault(re.sub(r"(?<=-of-)\d+-[0-9a-f]{16}|\d+", "*", path.name), []).append(path)
     named = [kind for kind in kinds if split in kind.lower()]
     if len(kinds) > 1 and len(named) != 1:
         raise DatasetError(
-            f"{paths[0].parent}: tars of {len(kinds)} kinds ({format_names(list(kinds))}), and it is not clear which "
+            f"{paths[0].parent}: shards of {len(kinds)} kinds ({format_names(list(kinds))}), and it is not clear which "
             f"contain the {split} images. Move those into a separate folder, or pass one of them as --data"
         )
     return kinds[named[0] if len(kinds) > 1 else next(iter(kinds))]

@@ -13,7 +13,7 @@ docs/path-of-an-image.md explains the path with an example.
 """
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import islice
 
@@ -24,10 +24,10 @@ from prelunet.evaluator.arrays import Float32Array, Int64Array, UInt8Array
 from prelunet.evaluator.engine.batching import Batch, BatchPlan, plan_batches
 from prelunet.evaluator.engine.scores import (
     average_views,
+    best_ranks,
     check_finite,
     nine_windows,
-    rank_of,
-    ranks_of,
+    restrict,
     shortest_decimal,
     softmax,
     top_k,
@@ -63,31 +63,44 @@ class ViewResult:
 
 @dataclass(frozen=True)
 class Classification:
-    """The result for one image. scores: float32 (classes,), which sum to 1; views: in the protocol's order."""
+    """The result for one image.
+
+    scores: float32 (classes,), which sum to 1; views: in the protocol's order; candidates: the class indices among
+    which it was classified, None for all.
+    """
 
     scores: Float32Array
     views: tuple[ViewResult, ...]
     averaging: Averaging
+    candidates: tuple[int, ...] | None = None
+
+    def among(self, candidates: tuple[int, ...] | None) -> "Classification":
+        """Return the result among some classes only, as `scores.restrict` defines it."""
+        if candidates is None:
+            return self
+        return replace(self, scores=restrict(self.scores[None], candidates)[0], candidates=candidates)
 
     @cached_property
     def view_scores(self) -> Float32Array:
         """Return the scores of each view alone, float32 (views, classes); each row sums to 1."""
         if self.averaging == "logit":
-            return softmax([view.logits for view in self.views]).astype(np.float32)
-        return np.stack([view.scores for view in self.views])
+            scores = softmax([view.logits for view in self.views]).astype(np.float32)
+        else:
+            scores = np.stack([view.scores for view in self.views])
+        return restrict(scores, self.candidates)
 
     @property
     def capped(self) -> bool:
         """Return whether any view was cut because the image is too elongated."""
         return any(view.capped for view in self.views)
 
-    def rank(self, label: int) -> int:
-        """Return the rank of a class, 1 for the best."""
-        return rank_of(self.scores, label)
+    def rank(self, *labels: int) -> int:
+        """Return the rank of a class, 1 for the best; of several classes, that of the best one."""
+        return int(best_ranks(self.scores[None], [labels])[0])
 
-    def view_ranks(self, label: int) -> list[int]:
-        """Return the rank of a class in each view alone."""
-        ranks: list[int] = ranks_of(self.view_scores, np.full(len(self.views), label)).tolist()
+    def view_ranks(self, *labels: int) -> list[int]:
+        """Return the rank of a class, or of the best one of several, in each view alone."""
+        ranks: list[int] = best_ranks(self.view_scores, [labels] * len(self.views)).tolist()
         return ranks
 
     def top(self, k: int) -> list[tuple[int, float]]:

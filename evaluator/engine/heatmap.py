@@ -37,6 +37,17 @@ def window_centers(contract: ModelContract, count: int) -> Float64Array:
     return start + jump * (np.arange(count, dtype=np.float64) + (contract.window - 1) / 2)
 
 
+def why_flat(contract: ModelContract, protocol: EvaluationProtocol) -> str | None:
+    """Return why a heat map of this protocol could not show a place, and what to do; None if it can."""
+    if protocol.crop is None:
+        return None
+    dense = "adopt the net with `prelunet adopt --dense`, then use" if contract.fixed_size else "use"
+    return (
+        f"protocol {protocol.name} has one window per view, so a heat map would not show where in it a class is seen. "
+        f"To see that, {dense} --protocol multi-scale or dense-S"
+    )
+
+
 def heat_maps(
     classified: Classification,
     classes: Sequence[int],
@@ -116,7 +127,7 @@ INK, PAPER = (20, 20, 20), (255, 255, 255)
 
 # The color map "inferno" of matplotlib (CC0) at nine points. Its lightness rises evenly from black to pale yellow, so
 # equal steps of score look equal, also in gray print and to color-blind readers.
-_COLORS = np.array(
+COLORS = np.array(
     [(0, 0, 4), (31, 12, 72), (85, 15, 109), (136, 34, 106), (186, 54, 85),
      (227, 89, 51), (249, 140, 10), (249, 201, 50), (252, 255, 164)],
     np.float64,
@@ -134,8 +145,8 @@ class Panel:
 
 def apply_color_map(values: Float64Array) -> Float64Array:
     """Map values in 0..1, of any shape, to RGB colors in 0..255 along a new last axis."""
-    places = np.linspace(0, 1, len(_COLORS))
-    return np.stack([np.interp(values, places, _COLORS[:, channel]) for channel in range(3)], axis=-1)
+    places = np.linspace(0, 1, len(COLORS))
+    return np.stack([np.interp(values, places, COLORS[:, channel]) for channel in range(3)], axis=-1)
 
 
 def draw_heat_maps(

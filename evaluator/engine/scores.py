@@ -76,13 +76,25 @@ def softmax(logits: npt.ArrayLike) -> Float64Array:
     return np.asarray(powers / powers.sum(axis=-1, keepdims=True))
 
 
-def rank_of(scores: Float32Array, label: int) -> int:
-    """Return the rank of a class: 1 + the number of classes that score higher, or equally at a lower index."""
-    return int(ranks_of(scores[None], np.array([label]))[0])
+def restrict(scores: Float32Array, classes: Sequence[int] | None) -> Float32Array:
+    """Return scores among some classes: divided by their sum, and -inf for all other classes, which are out.
+
+    scores: float32 (rows, K), rows that sum to 1 over all classes; classes: indices, None for all, which changes
+    nothing. For softmax scores this is the softmax over the logits of these classes alone. Where float32 holds 0 for
+    each of them, they are alike.
+    """
+    if classes is None:
+        return scores
+    chosen = np.take(scores, classes, axis=1).astype(np.float64)
+    totals = chosen.sum(axis=1, keepdims=True)
+    alike = np.full_like(chosen, 1 / len(classes))
+    result = np.full_like(scores, -np.inf)
+    result[:, classes] = np.divide(chosen, totals, out=alike, where=totals != 0)
+    return result
 
 
 def ranks_of(scores: Float32Array, labels: Int64Array) -> Int64Array:
-    """Return the rank of one class per row, int64 (rows,), as `rank_of` defines it.
+    """Return the rank of one class per row, int64 (rows,): 1 + how many score higher, or equally at a lower index.
 
     scores: float32 (rows, classes); labels: int64 (rows,), the class index to rank in each row.
     """
@@ -94,9 +106,25 @@ def ranks_of(scores: Float32Array, labels: Int64Array) -> Int64Array:
     return ranks
 
 
+def best_ranks(scores: Float32Array, truths: Sequence[tuple[int, ...]]) -> Int64Array:
+    """Return the lowest rank of any true class per row, int64 (rows,). truths: class indices of each row, at least one.
+
+    scores: float32 (rows, classes).
+    """
+    labels = np.array([truth[0] for truth in truths], np.int64)
+    for row, truth in enumerate(truths):
+        if len(truth) > 1:
+            ascending = sorted(truth)
+            labels[row] = ascending[int(np.argmax(scores[row, ascending]))]  # the lowest of equal ones
+    return ranks_of(scores, labels)
+
+
 def top_k(scores: Float32Array, k: int) -> list[tuple[int, float]]:
-    """Return the k best classes as (class index, score), best first; ties go to the lower index."""
-    k = min(k, len(scores))
+    """Return the k best classes as (class index, score), best first; ties go to the lower index.
+
+    Classes with the score -inf are left out (`restrict`).
+    """
+    k = min(k, int(np.count_nonzero(scores > -np.inf)))
     candidates = np.flatnonzero(scores >= np.partition(scores, -k)[-k])  # more than k if the last ones are tied
     best = candidates[np.argsort(-scores[candidates], kind="stable")][:k]
     return list(zip(best.tolist(), scores[best].tolist(), strict=True))

@@ -40,9 +40,10 @@ class Evaluation:
     def to_pandas(self) -> "pd.DataFrame":
         """Return a table with a row for each image, in the order of their names.
 
-        file; label and name: index and name of the true class; rank: of the true class, from 1; predicted: name of the
-        best class; class_1, score_1 and so on to 5: index and score of the best classes; capped: whether a long side
-        was cut to its center; refused: why the image was not evaluated. Such an image has neither rank nor prediction.
+        file; label and name: index and name of the true class, the first of several; rank: of the true class, from 1;
+        predicted: name of the best class; class_1, score_1 and so on to 5: index and score of the best classes; capped:
+        whether a long side was cut to its center; refused: why the image was not evaluated. Such an image has neither
+        rank nor prediction.
         Raises EnvironmentFault if pandas is not installed, RunFolderError if the run has been damaged since.
         """
         try:

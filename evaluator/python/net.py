@@ -17,7 +17,7 @@ from PIL import Image
 from prelunet.evaluator.answer import Answer, ClassScore, resolve_top_k
 from prelunet.evaluator.contract import ClassEntry
 from prelunet.evaluator.engine.classify import build_answer, classify_images
-from prelunet.evaluator.engine.heatmap import draw_heat_maps, png_bytes
+from prelunet.evaluator.engine.heatmap import draw_heat_maps, png_bytes, why_flat
 from prelunet.evaluator.engine.load import open_session
 from prelunet.evaluator.engine.memory import portion_size, require_view_fits
 from prelunet.evaluator.engine.session import Device, Precision, Session
@@ -118,7 +118,7 @@ class Net:
             results += self._classify(portion, evaluation_protocol, top, heatmap=heatmap)
         return results
 
-    def evaluate(
+    def evaluate(  # noqa: PLR0913 - one argument per option
         self,
         data: str | os.PathLike[str],
         *,
@@ -127,7 +127,9 @@ class Net:
         labels: str | os.PathLike[str] | None = None,
         limit: int | None = None,
         classes: str | Sequence[str] | None = None,
+        restrict_classes: str | Sequence[str] | None = None,
         apply_exif: bool = False,
+        heatmaps: int = 0,
         fresh: bool = False,
     ) -> "Evaluation":
         """Evaluate the model on a dataset and write the report, as `prelunet validate` and `prelunet report` do.
@@ -135,9 +137,11 @@ class Net:
         Each argument is an option of `prelunet validate`, which has some more.
         data: folder, .tar, .tar.gz or .zip of images (docs/datasets.md); protocol: name, None for the model's default;
         output: folder of the run, created, or resumed if it holds this run; None for runs/MODEL-DATA-PROTOCOL in the
-        current folder, with the limit at the end if there is one; labels: of flat images, a list or the ILSVRC devkit;
-        limit: evaluate only this many images, evenly spaced; classes: evaluate only these wnids, or those that a file
-        lists; fresh: delete the existing run and start over.
+        current folder, with the limit at the end if there is one; labels: of flat images, a list or the ILSVRC devkit,
+        or `imagenet-real`; limit: evaluate only this many images, evenly spaced; classes: evaluate only these wnids, or
+        those that a file lists; restrict_classes: predict among these classes only; heatmaps: show on the report where
+        the model sees this many mistakes; fresh: delete the existing run and
+        start over.
         Raises Interrupted on Ctrl-C: what is done is saved, and the same call resumes. Raises DatasetError if the
         dataset does not fit the model, RunFolderError if the folder holds anything else, EnvironmentFault or OSError if
         it cannot be written.
@@ -152,8 +156,19 @@ class Net:
         folder = default if output is None else Path(output)
         if classes is not None:
             classes = parse_class_selection(classes if isinstance(classes, str) else ",".join(classes), self.classes)
-        spec = DatasetSpec(path, None if labels is None else Path(labels), limit=limit, classes=classes or ())
-        evaluate_model([self.session], self.path, spec, evaluation_protocol, folder, fresh=fresh, report=log.info)
+        among = restrict_classes if isinstance(restrict_classes, str | None) else ",".join(restrict_classes)
+        labels = None if labels is None else Path(labels)
+        spec = DatasetSpec(path, labels, limit=limit, classes=classes or (), restrict_classes=among)
+        evaluate_model(
+            [self.session],
+            self.path,
+            spec,
+            evaluation_protocol,
+            folder,
+            heatmaps=heatmaps,
+            fresh=fresh,
+            report=log.info,
+        )
         return write_evaluation(folder)
 
     def _protocol(self, name: str | None, *, apply_exif: bool) -> EvaluationProtocol:
@@ -176,6 +191,8 @@ class Net:
 
     def _draw(self, place: str, image: ImageInput, protocol: EvaluationProtocol, top: int) -> Answer:
         """Classify one image and draw its heat maps."""
+        if (reason := why_flat(self.session.contract, protocol)) is not None:
+            log.warning("warning: %s", reason)
         decoded = self._decode(place, image, protocol)
         (classified,) = classify_images(self.session, [decoded], protocol, keep_windows=True)
         picture, size = panel_picture(decoded), (decoded.height, decoded.width)

@@ -47,12 +47,6 @@ _TOOLTIP = [
     {"field": "top5", "title": "top-5 error"},
     {"field": "images", "title": "images"},
 ]
-_BIN_TOOLTIP = [
-    {"field": "confidence", "title": "mean confidence"},
-    {"field": "accuracy", "title": "accuracy"},
-    {"field": "images", "title": "images"},
-]
-_SIDE = {"domain": False, "ticks": False, "minExtent": 44, "maxExtent": 44}  # aligns the two charts
 
 
 def error_chart(report: dict[str, Any]) -> Spec | None:
@@ -64,86 +58,6 @@ def error_chart(report: dict[str, Any]) -> Spec | None:
     if not classes:
         return None
     return _named_classes(classes) if len(classes) <= FEW_CLASSES else _sorted_curves(classes, report)
-
-
-def reliability_chart(report: dict[str, Any]) -> Spec | None:
-    """Return the reliability diagram: accuracy by confidence; None without images.
-
-    Guo et al. 2017, Fig. 1. On the dashed diagonal accuracy equals confidence; below it the model is overconfident.
-    """
-    values = _bins(report)
-    if not values:
-        return None
-    x, y = _confidence_axis(labels=False), {"type": "quantitative", "scale": {"domain": [0, 100]}}
-    y |= {"title": "accuracy (percent)", "axis": {**_SIDE, "values": [0, 25, 50, 75, 100]}}
-    diagonal = {"values": [{"confidence": 0, "accuracy": 0}, {"confidence": 100, "accuracy": 100}]}
-    point = {"x": {"field": "confidence", **x}, "y": {"field": "accuracy", **y}}
-    return chart_spec(
-        values,
-        height=230,
-        layer=[
-            {
-                "mark": {"type": "bar", "color": "var(--accent)", "opacity": 0.16},
-                "encoding": {
-                    "x": {"field": "low", **x},
-                    "x2": {"field": "high"},
-                    "y": {"field": "accuracy", **y},
-                    "y2": {"datum": 0},
-                    "tooltip": _BIN_TOOLTIP,
-                },
-            },
-            {
-                "data": diagonal,
-                "mark": {"type": "line", "strokeDash": [3, 4], "strokeWidth": 1.5, "color": "var(--second)"},
-                "encoding": point,
-            },
-            {
-                "mark": {"type": "point", "filled": True, "size": 60, "opacity": 1, "color": "var(--accent)"},
-                "encoding": {**point, "tooltip": _BIN_TOOLTIP},
-            },
-        ],
-    )
-
-
-def bin_sizes_chart(report: dict[str, Any]) -> Spec | None:
-    """Return the number of images per bin of the reliability diagram, for a chart below it on the same axis."""
-    values = _bins(report)
-    if not values:
-        return None
-    return chart_spec(
-        values,
-        height=64,
-        mark={"type": "bar", "color": "var(--second)", "opacity": 0.75},
-        encoding={
-            "x": {"field": "low", **_confidence_axis(labels=True)},
-            "x2": {"field": "high"},
-            "y": {"field": "images", "type": "quantitative", "title": "images", "axis": {**_SIDE, "tickCount": 2}},
-            "y2": {"datum": 0},
-            "tooltip": _BIN_TOOLTIP,
-        },
-    )
-
-
-def _bins(report: dict[str, Any]) -> list[dict[str, Any]]:
-    """Return a row per non-empty bin of the calibration, with its edges in percent."""
-    calibration = report["calibration"]
-    return [
-        {
-            "low": round(100 * entry["low"], 2),
-            "high": round(100 * entry["high"], 2),
-            "images": entry["images"],
-            "confidence": round(entry["confidence"], 2),
-            "accuracy": round(entry["accuracy"], 2),
-        }
-        for entry in (calibration["bins"] if calibration else ())
-        if entry["images"]
-    ]
-
-
-def _confidence_axis(*, labels: bool) -> Spec:
-    axis = {"grid": False, "values": [0, 25, 50, 75, 100], "labels": labels, "ticks": labels}
-    title = "confidence: score of the answer (percent)" if labels else None
-    return {"type": "quantitative", "scale": {"domain": [0, 100]}, "title": title, "axis": axis}
 
 
 def _rows(classes: list[dict[str, Any]], key: str, metric: str) -> list[dict[str, Any]]:
@@ -265,7 +179,7 @@ def _sorted_curves(classes: list[dict[str, Any]], report: dict[str, Any]) -> Spe
                 "mark": {"type": "rule", "strokeDash": [3, 4], "opacity": 0.8},
                 "encoding": {"y": {"field": "error", **y}},
             },
-            class_under_pointer("near", _TOOLTIP, x=x, y={"field": "error", **y}),
+            row_under_pointer("near", _TOOLTIP, x=x, y={"field": "error", **y}),
         ],
     )
 
@@ -281,9 +195,12 @@ def place_axis(classes: int, title: str) -> Spec:
     }
 
 
-def class_under_pointer(param: str, tooltip: list[dict[str, str]], **encoding: Spec) -> Spec:
-    """Return the layer that marks the class nearest to the pointer. param: name of the selection, unique on a page."""
-    select = {"type": "point", "fields": ["index"], "nearest": True, "on": "pointermove", "clear": "pointerout"}
+def row_under_pointer(param: str, tooltip: list[dict[str, str]], *, field: str = "index", **encoding: Spec) -> Spec:
+    """Return the layer that marks the rows with the field's value nearest to the pointer, by default those of a class.
+
+    param: name of the selection, unique on a page.
+    """
+    select = {"type": "point", "fields": [field], "nearest": True, "on": "pointermove", "clear": "pointerout"}
     opacity = {"condition": {"param": param, "empty": False, "value": 1}, "value": 0}
     return {
         "params": [{"name": param, "select": select}],

@@ -16,7 +16,13 @@ from prelunet.evaluator.errors import RunFolderError
 from prelunet.evaluator.reporting.paired import NO_IMAGES, SIGNIFICANCE, PairedErrors, adjusted_p
 from prelunet.evaluator.reporting.statistics import TOPS, error_percent, macro_error, macro_interval, wilson_interval
 from prelunet.evaluator.validation.predictions import Prediction
-from prelunet.evaluator.validation.run import Run, require_labels, require_same_images, require_unsharded
+from prelunet.evaluator.validation.run import (
+    RESTRICTION_FIX,
+    Run,
+    require_labels,
+    require_same_images,
+    require_unsharded,
+)
 
 COMPARISON_VERSION = 1
 METRICS = {f"top{k}": k for k in TOPS}  # an image is wrong when the rank of its class exceeds this
@@ -122,6 +128,11 @@ def check_comparable(a: Run, b: Run) -> None:
             f"{a.where} and {b.where} have different class lists: {_first_difference(wnids_a, wnids_b)}. "
             "Compare models of the same classes, in the same order"
         )
+    if a.info.candidates != b.info.candidates:
+        one, other = (len(run.info.candidates or run.info.classes) for run in (a, b))
+        raise RunFolderError(
+            f"{a.where} and {b.where} predict among different classes ({one:,} and {other:,}). {RESTRICTION_FIX}"
+        )
     require_same_images(a, b)
 
 
@@ -221,6 +232,7 @@ def _flip(a: Prediction, b: Prediction) -> dict[str, Any]:
     return {
         "file": a.file,
         "label": a.label,
+        **({"also": list(a.also)} if a.also else {}),
         **dict.fromkeys(METRICS),
         **changed_metrics(a.rank, b.rank),
         **{

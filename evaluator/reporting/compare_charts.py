@@ -8,8 +8,8 @@ from prelunet.evaluator.reporting.charts import (
     Spec,
     chart_spec,
     class_axis,
-    class_under_pointer,
     place_axis,
+    row_under_pointer,
 )
 from prelunet.evaluator.reporting.compare import Comparison
 from prelunet.evaluator.reporting.html import signed
@@ -115,7 +115,7 @@ def _sorted_curve(values: list[dict[str, Any]], key: str) -> Spec:
                 "encoding": {"x": x, "y": difference, "y2": {"datum": 0}, "color": _COLOR},
             },
             _zero("y"),
-            class_under_pointer(f"near_{key}", _TOOLTIP, x=x, y=difference, color=_COLOR),
+            row_under_pointer(f"near_{key}", _TOOLTIP, x=x, y=difference, color=_COLOR),
         ],
     )
 

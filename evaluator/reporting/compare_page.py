@@ -19,11 +19,12 @@ from prelunet.evaluator.reporting.compare import (
     judgment,
 )
 from prelunet.evaluator.reporting.compare_charts import change_of, difference_chart
-from prelunet.evaluator.reporting.gallery import Gallery, build_galleries, choose_mistakes
+from prelunet.evaluator.reporting.gallery import Gallery, build_galleries
 from prelunet.evaluator.reporting.html import json_bytes, notebook_link, render_html, signed
 from prelunet.evaluator.reporting.report import describe_protocol, short_provider
 from prelunet.evaluator.reporting.report_page import REPORT_FOLDER
 from prelunet.evaluator.reporting.statistics import NO_MACRO_INTERVAL
+from prelunet.evaluator.validation.mistakes import choose_mistakes
 from prelunet.evaluator.validation.run import Run, read_run
 
 MAX_FLIPPED_PER_DIRECTION = 24  # flipped images shown per direction; compare.json lists all
@@ -161,10 +162,11 @@ def _summary(comparison: Comparison) -> list[str]:
     """Return the lines of the main result."""
     lines = [_run_line(comparison, "a", "A, the baseline"), _run_line(comparison, "b", "B")]
     left_out = comparison["images"] - comparison["evaluated"]
-    only = comparison["dataset"]["selection"]
+    only, restriction = comparison["dataset"]["selection"], comparison["dataset"].get("restriction")
     lines.append(
         f"{comparison['evaluated']:,} of {comparison['images']:,} images evaluated in both"
         + (f" (only {only})" if only else "")
+        + (f", among {len(restriction['classes']):,} classes" if restriction else "")
         + (f"; {left_out:,} refused in A or B and left out" if left_out else "")
     )
     if remark := protocol_remark(comparison):

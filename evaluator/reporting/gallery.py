@@ -6,26 +6,24 @@ All pictures share a budget of bytes, which is distributed over the classes roun
 
 import base64
 import io
-from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
-from operator import itemgetter
 from pathlib import Path
 
 from PIL import Image
 
 from prelunet.evaluator.datasets import DatasetSpec, open_from_spec
 from prelunet.evaluator.datasets.dataset import Dataset, Sample
+from prelunet.evaluator.datasets.labels.real_labels import IMAGENET_REAL
 from prelunet.evaluator.errors import DatasetError, PreluNetError, RunFolderError
 from prelunet.evaluator.imaging.decode import decode_rgb
 from prelunet.evaluator.machine import cores
+from prelunet.evaluator.validation.mistakes import choose_mistakes, mistakes_as_shown
 from prelunet.evaluator.validation.predictions import Prediction
 from prelunet.evaluator.validation.run import Run
 from prelunet.evaluator.validation.run_log import find_dataset
 
-GALLERY_SIZE = 48  # images in the gallery
-MAX_PER_CLASS = 3  # so that one bad class does not fill the gallery
 THUMBNAIL = 192  # pixels, longer side, in the gallery; the browser enlarges smaller images
 TILE = 112  # pixels, longer side, of mistakes shown with their class
 MAX_UNSCALED_SIDE = 64  # pixels; images up to this size keep every pixel
@@ -95,7 +93,8 @@ def _find_images(runs: Sequence[Run], data: Path | None) -> Dataset | str:
     recorded = [(run, spec) for run, spec in specs if spec is not None]
     if data is not None:
         run, spec = recorded[0] if recorded else (runs[0], None)
-        labels = spec.labels if spec and spec.labels and spec.labels.exists() else None
+        there = spec and spec.labels and (spec.labels == IMAGENET_REAL or spec.labels.exists())
+        labels = spec.labels if spec and there else None
         return _open(run, replace(spec or DatasetSpec(data), path=data, labels=labels))  # the selection stays
     for run, spec in recorded:
         try:
@@ -105,35 +104,6 @@ def _find_images(runs: Sequence[Run], data: Path | None) -> Dataset | str:
     if not recorded:
         return "The run does not record the location of its images."
     return "The images of this run have been moved or changed."
-
-
-def choose_mistakes(predictions: Sequence[Prediction]) -> list[Prediction]:
-    """Return the mistakes of the gallery, most confident first, at most 3 per class and 48 in total."""
-    of_class: Counter[int] = Counter()
-    chosen: list[Prediction] = []
-    for prediction in _most_confident_mistakes(predictions):
-        if of_class[prediction.label] < MAX_PER_CLASS:
-            of_class[prediction.label] += 1
-            chosen.append(prediction)
-        if len(chosen) == GALLERY_SIZE:
-            break
-    return chosen
-
-
-def mistakes_round_robin(predictions: Sequence[Prediction]) -> list[Prediction]:
-    """Return all mistakes: the most confident of each class, then the second of each class, and so on."""
-    turn: Counter[int] = Counter()
-    placed = []
-    for prediction in _most_confident_mistakes(predictions):
-        placed.append((turn[prediction.label], prediction))
-        turn[prediction.label] += 1
-    return [prediction for _, prediction in sorted(placed, key=itemgetter(0))]  # stable: keeps the order of confidence
-
-
-def _most_confident_mistakes(predictions: Sequence[Prediction]) -> Iterator[Prediction]:
-    """Yield the mistakes by descending score; ties by name, in which order a run is sorted."""
-    wrong = [(-p.top[0][1], number) for number, p in enumerate(predictions) if p.refused is None and p.rank > 1]
-    return (predictions[number] for _, number in sorted(wrong))
 
 
 def _open(run: Run, spec: DatasetSpec) -> Dataset:
@@ -151,15 +121,14 @@ def _open(run: Run, spec: DatasetSpec) -> Dataset:
 def _with_pictures(gallery: Gallery, dataset: Dataset, run: Run) -> Gallery:
     """Add the pictures. Raises RunFolderError for a file outside the dataset: no other file may get onto the page."""
     samples = {sample.file: sample for sample in dataset.samples}
-    shown = dict.fromkeys(mistake.prediction.file for mistake in gallery.mistakes)
-    wanted = [prediction.file for prediction in mistakes_round_robin(run.predictions)]
+    wanted = [prediction.file for prediction in mistakes_as_shown(run.predictions)]
     for file in wanted:
         if file not in samples:
             raise RunFolderError(
                 f"{run.folder or 'run'}: {file[:100]!r} is not in its dataset, so the run is "
                 "damaged. Restore predictions.jsonl, or restart the run with --fresh"
             )
-    rest = [file for file in wanted if file not in shown]
+    shown, rest = wanted[: len(gallery.mistakes)], wanted[len(gallery.mistakes) :]
     exif = run.info.protocol.apply_exif
     with ThreadPoolExecutor(cores()) as pool:
         pictures = _pictures(pool, dataset, [samples[file] for file in shown], THUMBNAIL, apply_exif=exif)

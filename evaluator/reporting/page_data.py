@@ -3,18 +3,22 @@
 report_data.js reads it and repeats the order of the numbers.
 """
 
+import base64
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
+from prelunet.evaluator.engine.heatmap import COLORS
 from prelunet.evaluator.reporting.gallery import Gallery
 from prelunet.evaluator.reporting.report import Report
 from prelunet.evaluator.reporting.statistics import TOPS
+from prelunet.evaluator.validation.heatmaps import read_heat_maps
 from prelunet.evaluator.validation.predictions import Prediction
 from prelunet.evaluator.validation.run import Run
 
 # Images whose answers the page holds, about 45 bytes each. Beyond that, each class contributes its first ones.
 MAX_LISTED_IMAGES = 60_000
+MAX_HEAT_MAPS = 500  # images with heat maps on the page, 2.2 kB each
 PER_MILLE = 1000  # scores are stored with three decimals, as integers
 
 
@@ -34,6 +38,12 @@ def page_data(report: Report, run: Run, gallery: Gallery) -> dict[str, Any]:
         "views": [[describe_view(view), view["top1_error"], view["top5_error"]] for view in report["views"]],
         "images": [_images(images) for images in listed],
         "tiles": {place[file]: tile for file, tile in gallery.tiles.items() if file in place},
+        "inferno": COLORS.tolist(),
+        "heatmaps": {
+            place[maps.file]: [maps.height, maps.width, maps.columns, *map(_base64, maps.maps)]
+            for maps in read_heat_maps(run)[:MAX_HEAT_MAPS]
+            if maps.file in place
+        },
         "large": {place[m.prediction.file]: n for n, m in enumerate(gallery.mistakes) if m.prediction.file in place},
     }
 
@@ -92,10 +102,12 @@ def _images(images: Sequence[Prediction]) -> list[Any]:
     """Return the images of a class: common prefix and suffix of their names, the parts between, ranks and so on.
 
     width: answers listed per image; answers, scores: concatenated over the images, `width` entries each; reasons: of
-    the refused images, which come last and have no rank; capped: indices of capped images among the evaluated ones.
+    the refused images, which come last and have no rank; capped: indices of capped images among the evaluated ones;
+    also: index → further true classes, left out where no image has any.
     """
     beginning, end, middles = split_affixes([image.file for image in images])
     seen = [image for image in images if image.refused is None]
+    also = {number: image.also for number, image in enumerate(seen) if image.also}
     return [
         beginning,
         end,
@@ -106,7 +118,12 @@ def _images(images: Sequence[Prediction]) -> list[Any]:
         [min(PER_MILLE, round(score * PER_MILLE)) for image in seen for _, score in image.top],
         [image.refused for image in images if image.refused is not None],
         [number for number, image in enumerate(seen) if image.capped],
+        *([also] if also else []),
     ]
+
+
+def _base64(data: bytes) -> str:
+    return base64.b64encode(data).decode("ascii")
 
 
 def split_affixes(names: Sequence[str]) -> tuple[str, str, list[str]]:

@@ -11,7 +11,7 @@ from dataclasses import asdict
 from typing import Any
 
 from prelunet.evaluator.protocols import ProtocolKind
-from prelunet.evaluator.reporting.statistics import TOPS, calibration, rank_summary
+from prelunet.evaluator.reporting.statistics import TOPS, calibration, rank_summary, risk_coverage
 from prelunet.evaluator.reporting.tables import (
     class_table,
     confusion_pairs,
@@ -39,8 +39,10 @@ def build_report(run: Run) -> Report:
     info = run.info
     seen = evaluated_images(run.predictions, len(info.views))
     classes = class_table(info.classes, run.predictions, seen)
+    candidates = len(info.candidates or info.classes)
     errors = error_fields([int((seen.rank > k).sum()) for k in TOPS], len(seen.rank))
     calibrated = calibration(seen.score, seen.rank == 1)
+    selective = risk_coverage(seen.score, seen.rank == 1)
     return {
         "version": REPORT_VERSION,
         "images": len(run.predictions),
@@ -50,7 +52,8 @@ def build_report(run: Run) -> Report:
         **errors,
         "macro": macro_fields(classes),
         "calibration": None if calibrated is None else asdict(calibrated),
-        "ranks": asdict(rank_summary(seen.rank, len(info.classes))),
+        "risk_coverage": None if selective is None else asdict(selective),
+        "ranks": asdict(rank_summary(seen.rank, candidates)),
         **view_tables(info.views, seen),
         "model": dict(info.model),
         "protocol": info.protocol.to_json(),
@@ -61,7 +64,7 @@ def build_report(run: Run) -> Report:
         "confusions": confusion_pairs(seen),
         "worst": worst_matrix(classes, seen),
         "same_names": same_names(info.classes),
-        "suspicion": label_order_suspicion(errors["top1_error"], len(info.classes)),
+        "suspicion": label_order_suspicion(errors["top1_error"], candidates),
         "refusals": [{"file": p.file, "reason": p.refused} for p in run.predictions if p.refused is not None],
     }
 
@@ -96,12 +99,22 @@ def headline(report: Report) -> str:
     refused = f"; {report['refused']:,} of {report['images']:,} refused, listed" if report["refused"] else ""
     model, dataset, circumstances = report["model"], report["dataset"], report["circumstances"]
     only = f", only {dataset['selection']}" if dataset["selection"] else ""
+    over = f", {words}" if (words := scored_over(report)) else ""
     digest = "" if report["members"] else f", {model['sha256'][:8]}…"
     return (
-        f"{errors}{refused} | {dataset['name']}{only} | {report['protocol']['name']}: "
+        f"{errors}{refused} | {dataset['name']}{only}{over} | {report['protocol']['name']}: "
         f"{describe_protocol(report['protocol'])} | {model['file']} ({model['architecture']}{digest}) | "
         f"{short_provider(circumstances)}, {circumstances['precision']}"
     )
+
+
+def scored_over(report: Report) -> str:
+    """Return among which classes predictions were made, if not simply among those of the images; else ''."""
+    if (restriction := report["dataset"].get("restriction")) is not None:
+        return f"among {len(restriction['classes']):,} classes"
+    classes = report["classes"]
+    present = sum(entry["images"] > 0 for entry in classes)
+    return "" if present == len(classes) else f"over all {len(classes):,} classes (images of {present:,})"
 
 
 def error_with_interval(errors: Mapping[str, Any], k: int, digits: int = 1, *, unit: str = "") -> str:

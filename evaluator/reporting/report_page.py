@@ -1,11 +1,12 @@
 """report.html: one self-contained page, built from report.json, the run's predictions and the gallery."""
 
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 from prelunet.evaluator.files import create_folder, write_atomically
-from prelunet.evaluator.reporting.charts import FEW_CLASSES, bin_sizes_chart, error_chart, reliability_chart
+from prelunet.evaluator.reporting.charts import FEW_CLASSES, error_chart
 from prelunet.evaluator.reporting.gallery import Gallery, build_gallery
 from prelunet.evaluator.reporting.html import json_bytes, render_html
 from prelunet.evaluator.reporting.page_data import describe_view, page_data
@@ -15,8 +16,10 @@ from prelunet.evaluator.reporting.report import (
     classes_csv,
     describe_protocol,
     headline,
+    scored_over,
     short_provider,
 )
+from prelunet.evaluator.reporting.score_charts import bin_sizes_chart, histogram_chart, reliability_chart, risk_chart
 from prelunet.evaluator.reporting.statistics import NO_MACRO_INTERVAL
 from prelunet.evaluator.reporting.tables import worst_classes
 from prelunet.evaluator.validation.run import Run, read_run
@@ -25,6 +28,7 @@ WORST_CLASSES = 10
 MAX_PERFECT_LISTED = 12  # a longer list of classes without errors is collapsed
 CONFUSIONS_SHOWN = 20
 REFUSALS_SHOWN = 200
+COVERAGES_SHOWN = (95, 90, 80, 50)  # percent of the images that are answered
 VIEWS_SHOWN = 16  # single views; more are collapsed into their scales until "Show all" is clicked
 ACTIVATIONS = {"prelu": "PReLU", "prelu-shared": "PReLU, shared slopes", "relu": "ReLU", "lrelu": "leaky ReLU"}
 
@@ -33,7 +37,13 @@ def render_page(report: Report, run: Run, gallery: Gallery) -> bytes:
     """Return report.html; the same report, run and gallery give the same bytes."""
     classes = report["classes"]
     seen = [entry for entry in classes if entry["evaluated"]]
-    charts = {"error": error_chart(report), "reliability": reliability_chart(report), "bins": bin_sizes_chart(report)}
+    charts = {
+        "error": error_chart(report),
+        "reliability": reliability_chart(report),
+        "bins": bin_sizes_chart(report),
+        "histogram": histogram_chart(report),
+        "risk": risk_chart(report),
+    }
     return render_html(
         "report.html.j2",
         report=report,
@@ -41,6 +51,7 @@ def render_page(report: Report, run: Run, gallery: Gallery) -> bytes:
         page_data=page_data(report, run, gallery),
         charts={name: chart for name, chart in charts.items() if chart},
         headline=headline(report),
+        over=scored_over(report),
         protocol=describe_protocol(report["protocol"]),
         provider=short_provider(report["circumstances"]),
         activation=ACTIVATIONS.get(report["model"]["activation"], report["model"]["activation"]),
@@ -52,10 +63,22 @@ def render_page(report: Report, run: Run, gallery: Gallery) -> bytes:
         named_openly=MAX_PERFECT_LISTED,
         no_macro_interval=NO_MACRO_INTERVAL,
         confusions=report["confusions"][:CONFUSIONS_SHOWN],
+        kept=coverage_rows(report),
         averaging=averaging_rows(report),
         views_shown=VIEWS_SHOWN,
         refusals_shown=REFUSALS_SHOWN,
     )
+
+
+def coverage_rows(report: Report) -> list[dict[str, Any]]:
+    """Return the points of the risk-coverage curve for the page's table: the first of at least each coverage shown."""
+    points = report["risk_coverage"]["points"] if report["risk_coverage"] else []
+    steps = pairwise([0, *(point["coverage"] for point in points)])
+    return [
+        point
+        for point, (below, coverage) in zip(points, steps, strict=True)
+        if any(below < shown <= coverage for shown in COVERAGES_SHOWN)
+    ][::-1]
 
 
 def averaging_rows(report: Report) -> list[dict[str, Any]]:

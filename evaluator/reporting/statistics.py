@@ -17,6 +17,7 @@ DECIMALS = 4  # of every percentage in a report
 RESAMPLES = 10_000
 SEED = 1502_01852  # of every bootstrap, so that the same run has the same interval; the paper's arXiv number
 BINS = 15  # of the reliability diagram, as in Guo et al. 2017
+HISTOGRAM_BINS = 20  # of the scores of right and wrong answers: 0.05 wide
 NO_MACRO_INTERVAL = "no interval: a class has only one image"  # where `macro_interval` is None
 RANK_STEPS = (1, 2, 3, 6, 11, 21, 51, 101)  # first rank of each step; the last step ends at the number of classes
 
@@ -97,12 +98,23 @@ class CalibrationBin:
 
 
 @dataclass(frozen=True)
+class HistogramBin:
+    """The number of right and of wrong answers whose score is in (low, high]."""
+
+    low: float  # scores, 0..1
+    high: float
+    right: int
+    wrong: int
+
+
+@dataclass(frozen=True)
 class Calibration:
     """How well scores match accuracy. confidence, expected_error: percent."""
 
     confidence: float  # mean score of the answer
     expected_error: float  # expected calibration error
     bins: list[CalibrationBin]
+    histogram: list[HistogramBin]
 
 
 def calibration(scores: npt.ArrayLike, right: npt.ArrayLike) -> Calibration | None:
@@ -111,13 +123,13 @@ def calibration(scores: npt.ArrayLike, right: npt.ArrayLike) -> Calibration | No
     scores: (images,), score of each answer, 0..1; right: bool (images,). The expected calibration error is the
     mean over images of |accuracy - confidence| of their bin; 15 bins of equal width, closed on the right.
     Guo, Pleiss, Sun, Weinberger, "On Calibration of Modern Neural Networks", ICML 2017, Eq. 3.
+    The histogram has 20 bins, closed on the right as well.
     """
     score = np.minimum(np.asarray(scores, dtype=np.float64), 1.0)  # half precision may exceed 1 slightly
     hit = np.asarray(right, dtype=bool)
     if not len(score):
         return None
-    edges = np.arange(BINS + 1) / BINS
-    of_bin = np.searchsorted(edges[1:], score, side="left")  # a score on an edge belongs to the lower bin
+    edges, of_bin = _equal_bins(score, BINS)
     images = np.bincount(of_bin, minlength=BINS)
     summed = np.bincount(of_bin, weights=score, minlength=BINS)
     hits = np.bincount(of_bin, weights=hit, minlength=BINS)
@@ -135,7 +147,71 @@ def calibration(scores: npt.ArrayLike, right: npt.ArrayLike) -> Calibration | No
         confidence=round(100.0 * float(summed.sum()) / len(score), DECIMALS),
         expected_error=round(100.0 * float(np.abs(hits - summed).sum()) / len(score), DECIMALS),
         bins=bins,
+        histogram=_histogram(score, hit),
     )
+
+
+def _equal_bins(score: npt.NDArray[np.float64], bins: int) -> tuple[npt.NDArray[np.float64], npt.NDArray[np.intp]]:
+    """Return the edges of bins of equal width from 0 to 1, and the bin of each score; an edge ends its lower bin."""
+    edges = np.arange(bins + 1) / bins
+    return edges, np.searchsorted(edges[1:], score, side="left")
+
+
+def _histogram(score: npt.NDArray[np.float64], hit: npt.NDArray[np.bool_]) -> list[HistogramBin]:
+    edges, of_bin = _equal_bins(score, HISTOGRAM_BINS)
+    right, wrong = (np.bincount(of_bin[which], minlength=HISTOGRAM_BINS).tolist() for which in (hit, ~hit))
+    return list(map(HistogramBin, edges[:-1].tolist(), edges[1:].tolist(), right, wrong))
+
+
+@dataclass(frozen=True)
+class RiskPoint:
+    """The images whose answer has a score of at least `threshold`. coverage: their share of all images, percent."""
+
+    threshold: float  # 0..1, not rounded
+    images: int
+    coverage: float
+    top1_wrong: int
+    top1_error: float  # percent of these images
+    top1_interval: list[float]  # Wilson, percent
+
+
+@dataclass(frozen=True)
+class RiskCoverage:
+    """The error of a model that answers only where its score is high enough."""
+
+    area: float  # under the curve, percent: mean over images of the error at the image's own score as threshold
+    points: list[RiskPoint]  # by ascending coverage
+
+
+def risk_coverage(scores: npt.ArrayLike, right: npt.ArrayLike) -> RiskCoverage | None:
+    """Return the error of the answers that stay above a threshold of the score; None without images.
+
+    scores: (images,), score of each answer, 0..1; right: bool (images,). For each whole percent of coverage there is
+    the point with the highest threshold that keeps at least as many images; images of equal scores stay together, so
+    that some percents share a point, listed once. Thresholds depend on the scores alone, never on what is right, so
+    that each point's Wilson interval holds. Area: AURC of Geifman, Uziel, El-Yaniv, ICLR 2019.
+    """
+    score = np.minimum(np.asarray(scores, dtype=np.float64), 1.0)
+    total = len(score)
+    if not total:
+        return None
+    order = np.argsort(-score)
+    thresholds = score[order]
+    kept = np.searchsorted(-thresholds, -thresholds, side="right")  # per image: those with at least its score
+    wrong = np.cumsum(~np.asarray(right, dtype=bool)[order])[kept - 1]
+    needed = -(-np.arange(1, 101) * total // 100)  # rounded up
+    points = [
+        RiskPoint(
+            threshold=float(thresholds[images - 1]),
+            images=images,
+            coverage=round(100.0 * images / total, DECIMALS),
+            top1_wrong=errors,
+            top1_error=round(100.0 * errors / images, DECIMALS),
+            top1_interval=list(wilson_interval(errors, images)),
+        )
+        for images, errors in dict(zip(kept[needed - 1].tolist(), wrong[needed - 1].tolist(), strict=True)).items()
+    ]
+    return RiskCoverage(area=round(100.0 * float((wrong / kept).mean()), DECIMALS), points=points)
 
 
 @dataclass(frozen=True)

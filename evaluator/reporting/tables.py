@@ -35,7 +35,7 @@ class EvaluatedImages:
     """The evaluated images of a run, in its order, as arrays of length `images`."""
 
     label: Int64Array  # class index of the truth
-    answer: Int64Array  # class index of the best score; ties: the lower index
+    answer: Int64Array  # class index of the best score; ties: the lower index; of a right image, its label
     score: npt.NDArray[np.float64]  # of the answer, 0..1
     rank: Int64Array  # of the true class, from 1
     view_ranks: Int64Array  # (images, views): rank of the true class in each view alone
@@ -49,7 +49,7 @@ def evaluated_images(predictions: Sequence[Prediction], views: int) -> Evaluated
         if prediction.refused is None:
             index, score = prediction.top[0]
             label.append(prediction.label)
-            answer.append(index)
+            answer.append(index if prediction.rank > 1 else prediction.label)
             scores.append(score)
             rank.append(prediction.rank)
             view_ranks.extend(prediction.view_ranks)

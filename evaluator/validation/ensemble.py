@@ -17,13 +17,14 @@ import numpy as np
 
 from prelunet.evaluator.arrays import BoolArray, Float32Array, Int64Array
 from prelunet.evaluator.datasets.dataset import UNLABELLED, Sample
-from prelunet.evaluator.engine.scores import ranks_of, shortest_decimal, top_k
+from prelunet.evaluator.engine.scores import best_ranks, restrict, shortest_decimal, top_k
 from prelunet.evaluator.errors import RunFolderError, UsageError
 from prelunet.evaluator.json_checks import differences, format_differences
 from prelunet.evaluator.protocols import command_line_options
 from prelunet.evaluator.terminal import progress
 from prelunet.evaluator.validation.predictions import TOP_CLASSES, Prediction
 from prelunet.evaluator.validation.run import (
+    RESTRICTION_FIX,
     Run,
     RunInfo,
     read_run,
@@ -85,7 +86,7 @@ def ensemble(
         require_same_images(runs[0], run)
     for run in runs:
         check_scores(run)
-    samples = [Sample(line.file, line.label, 0) for line in runs[0].predictions]
+    samples = [Sample(line.file, line.label, 0, line.also) for line in runs[0].predictions]
     with open_run(folder, _ensemble_info(infos, _normalized(checked)), samples, fresh=fresh) as writer:
         log_start(writer, infos[0].images, folders, report)
         member_errors, cumulative_errors = _average(runs, checked, writer)
@@ -175,6 +176,8 @@ def _comparisons(one: RunInfo, other: RunInfo) -> Iterable[tuple[str, tuple[dict
     classes = [{"classes": [{"wnid": entry.wnid} for entry in info.classes]} for info in (one, other)]
     classes_fix = "Scores can be averaged only if all models have the same classes in the same order"
     yield "another class list", (classes[0], classes[1]), classes_fix
+    restrictions = [{"candidates": list(info.candidates or range(len(info.classes)))} for info in (one, other)]
+    yield "predictions among other classes", (restrictions[0], restrictions[1]), f"{RESTRICTION_FIX} {fix}"
     protocols = [{**info.protocol.to_json(), "name": ""} for info in (one, other)]
     yield "another protocol", (protocols[0], protocols[1]), f"All members need the same protocol. {fix}"
 
@@ -211,9 +214,10 @@ def _average(
             for number in range(1, len(runs) + 1):
                 # NaN rows of refused images stay NaN.
                 scores = _weighted_mean(rows[:number], _normalized(weights[:number]))
-                ranks[number - 1, block] = ranks_of(scores, np.maximum(labels[block], 0))
+                candidates = restrict(scores, runs[0].info.candidates)
+                ranks[number - 1, block] = best_ranks(candidates, [line.labels for line in runs[0].predictions[block]])
             if start >= writer.done:
-                writer.append(list(_lines(runs, block, scores, ranks[-1, block])), scores)
+                writer.append(list(_lines(runs, block, candidates, ranks[-1, block])), scores)
             advance(block.stop - block.start)
     if not (labels != UNLABELLED).any():
         return (), ()
@@ -242,18 +246,18 @@ def _count_errors(ranks: Int64Array, counted: BoolArray) -> ErrorCount:
 def _lines(runs: Sequence[Run], block: slice, scores: Float32Array, ranks: Int64Array) -> Iterator[Prediction]:
     """Yield the lines of some images; an image is refused if a member refused it.
 
-    scores, ranks: of the ensemble, one row and one rank of the true class for each image.
+    scores, ranks: of the ensemble, one row (`restrict`) and one rank of the true class for each image.
     """
     names = [f"member {number} ({run.info.model['file']})" for number, run in enumerate(runs, start=1)]
     members = zip(*(run.predictions[block] for run in runs), strict=True)
     for lines, row, rank in zip(members, scores, ranks.tolist(), strict=True):
-        file, label = lines[0].file, lines[0].label
+        file, label, also = lines[0].file, lines[0].label, lines[0].also
         reasons = [
             f"{name}: {line.refused}" for name, line in zip(names, lines, strict=True) if line.refused is not None
         ]
         if reasons:
-            yield Prediction(file, label, refused=reasons[0])
+            yield Prediction(file, label, refused=reasons[0], also=also)
             continue
         top = tuple((index, shortest_decimal(score)) for index, score in top_k(row, TOP_CLASSES))
         known = rank if label != UNLABELLED else 0
-        yield Prediction(file, label, top, known, capped=any(line.capped for line in lines))
+        yield Prediction(file, label, top, known, capped=any(line.capped for line in lines), also=also)

@@ -4,11 +4,13 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from prelunet.evaluator.byte_sizes import format_bytes
-from prelunet.evaluator.contract import ClassEntry
-from prelunet.evaluator.datasets import Dataset, DatasetSpec, open_from_spec
-from prelunet.evaluator.datasets.dataset import UNLABELLED, Sample
+from prelunet.evaluator.contract import ClassEntry, ModelContract
+from prelunet.evaluator.datasets import DatasetSpec, open_from_spec
+from prelunet.evaluator.datasets.dataset import UNLABELLED, Dataset, Sample
+from prelunet.evaluator.engine.heatmap import why_flat
 from prelunet.evaluator.engine.memory import MemoryEstimate, estimate_memory, require_fits
 from prelunet.evaluator.engine.session import Session
+from prelunet.evaluator.errors import UsageError
 from prelunet.evaluator.imaging.decode import max_decode_bytes
 from prelunet.evaluator.imaging.decode_memory import decode_semaphore
 from prelunet.evaluator.machine import machine_memory
@@ -28,6 +30,7 @@ def evaluate_model(  # noqa: PLR0913 - one argument per option
     *,
     shard: tuple[int, int] | None = None,
     cluster: Cluster | None = None,
+    heatmaps: int = 0,
     fresh: bool = False,
     report: Callable[[str], None],
 ) -> Run:
@@ -35,12 +38,15 @@ def evaluate_model(  # noqa: PLR0913 - one argument per option
 
     sessions: of the model, which share the work; model: its file; folder: of the run, created if missing;
     shard: number (from 1) and count of the parts, None for the whole dataset; cluster: evaluates instead of the
-    sessions; fresh: start over; report: receives sentences on the dataset, the memory and where the run starts.
+    sessions; heatmaps: number of mistakes whose heat maps are stored; fresh: start over; report: receives sentences on
+    the dataset, the memory and where the run starts.
     Raises UsageError if the run needs more than a session's memory limit, and otherwise as `open_from_spec` and
     `validate` do.
     """
     session = sessions[0]
     dataset = open_from_spec(data, session.contract.classes)
+    if heatmaps > 0:
+        _require_heat_maps(session.contract, protocol, dataset, shard)
     memory, threads = session.placement.memory, session.placement.threads
     info = build_run_info(session, model.name, describe_dataset(dataset), protocol, shard, memory=memory)
     _report_dataset(dataset, session.contract.classes, info, report)
@@ -51,8 +57,31 @@ def evaluate_model(  # noqa: PLR0913 - one argument per option
     report_memory(need, report, gpu=session.circumstances.on_gpu)
     chunk_evaluator = evaluate_on_ray(cluster, session, model, dataset, info, report) if cluster is not None else None
     return validate(
-        sessions, dataset, info, folder, fresh=fresh, threads=threads, chunk_evaluator=chunk_evaluator, report=report
+        sessions,
+        dataset,
+        info,
+        folder,
+        fresh=fresh,
+        threads=threads,
+        heatmaps=heatmaps,
+        chunk_evaluator=chunk_evaluator,
+        report=report,
     )
+
+
+def _require_heat_maps(
+    contract: ModelContract, protocol: EvaluationProtocol, dataset: Dataset, shard: tuple[int, int] | None
+) -> None:
+    """Raise UsageError if no heat maps of mistakes can be stored, before the evaluation begins."""
+    if shard is not None:
+        raise UsageError(
+            "--heatmaps shows the most confident mistakes of a whole run, and --shard evaluates a part. Merge the "
+            "shards, then repeat the command with --run MERGED and without --shard: it computes only the heat maps"
+        )
+    if all(sample.label == UNLABELLED for sample in dataset.samples):
+        raise UsageError("--heatmaps shows mistakes, and without labels there are none. Leave it out, or give labels")
+    if (reason := why_flat(contract, protocol)) is not None:
+        raise UsageError(f"--heatmaps: {reason}")
 
 
 def _report_dataset(

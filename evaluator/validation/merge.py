@@ -118,6 +118,8 @@ def _command(path: Path, info: RunInfo, shard: tuple[int, int]) -> str:
         words += ["--no-labels"] if spec.no_labels else []
         words += ["--limit", str(spec.limit)] if spec.limit is not None else []
         words += ["--classes", ",".join(spec.classes)] if spec.classes else []
+    if info.candidates is not None:
+        words += ["--restrict-classes", ",".join(info.classes[index].wnid for index in info.candidates)]
     words += [*command_line_options(info.protocol), "--shard", "/".join(map(str, shard)), "--run", "DIR"]
     return join(words)
 
@@ -139,7 +141,7 @@ def _samples(runs: Sequence[Run]) -> list[Sample]:
                 f"last image of the previous shard ({escape_unprintable(samples[-1].file)}). One of them is damaged: "
                 "repeat that shard with --fresh"
             )
-        samples += [Sample(line.file, line.label, 0) for line in run.predictions]
+        samples += [Sample(line.file, line.label, 0, line.also) for line in run.predictions]
     return samples
 
 

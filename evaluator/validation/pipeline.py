@@ -90,7 +90,9 @@ def evaluate_chunks(
             for start in range(0, len(chunk), size):
                 portion, end = next(finished), start + size
                 with timer.timed("average"):
-                    lines += _average_portion(protocol, chunk[start:end], portion, scores[start:end])
+                    lines += _average_portion(
+                        protocol, dataset.candidates, chunk[start:end], portion, scores[start:end]
+                    )
             yield lines, scores
 
 
@@ -364,17 +366,24 @@ class Pipeline:
 
 
 def _average_portion(
-    protocol: EvaluationProtocol, samples: Sequence[Sample], portion: Portion, scores: npt.NDArray[np.float32]
+    protocol: EvaluationProtocol,
+    candidates: tuple[int, ...] | None,
+    samples: Sequence[Sample],
+    portion: Portion,
+    scores: npt.NDArray[np.float32],
 ) -> Iterator[Prediction]:
-    """Average the views of each image of a portion. Yield its line; set its row of `scores`, unless it was refused."""
+    """Average the views of each image of a portion. Yield its line; set its row of `scores`, unless it was refused.
+
+    candidates: the class indices among which predictions are made, None for all; `scores` are those of all.
+    """
     results = iter([portion.results[index] for index in range(len(portion.results))])
     for sample, views, row in zip(samples, portion.views, scores, strict=True):
         if isinstance(views, ImageError):
-            yield Prediction(sample.file, sample.label, refused=str(views))
+            yield Prediction(sample.file, sample.label, refused=str(views), also=sample.also)
             continue
         try:
             classified = average_image(protocol, list(islice(results, views)))
         except ContractError as error:
             raise ContractError(f"{sample.file}: {error}") from error
         row[:] = classified.scores
-        yield build_prediction(sample.file, sample.label, classified)
+        yield build_prediction(sample.file, sample.label, classified.among(candidates), sample.also)

@@ -3,7 +3,7 @@
 import errno
 import os
 from array import array
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import repeat
 from pathlib import Path
@@ -27,7 +27,8 @@ class Prediction:
 
     label: true class index, UNLABELLED (-1, in the file null) if unknown; top: up to five (class index, score), best
     first; rank: of the true class, from 1, or 0 if unknown; view_ranks: its rank in each view alone, in the order of
-    `RunInfo.views`; refused: why the image could not be evaluated; such an image has neither top nor rank.
+    `RunInfo.views`; refused: why the image could not be evaluated; such an image has neither top nor rank; also: its
+    other true classes. With several, the ranks are those of the best one.
     """
 
     file: str
@@ -37,15 +38,23 @@ class Prediction:
     view_ranks: tuple[int, ...] = ()
     capped: bool = False
     refused: str | None = None
+    also: tuple[int, ...] = ()
+
+    @property
+    def labels(self) -> tuple[int, ...]:
+        """Return the indices of all true classes, `label` first."""
+        return (self.label, *self.also)
 
     def to_json(self) -> dict[str, Any]:
         """Return the line as plain data."""
-        label = None if self.label == UNLABELLED else self.label
+        truth: dict[str, Any] = {"label": None if self.label == UNLABELLED else self.label}
+        if self.also:
+            truth["also"] = list(self.also)
         if self.refused is not None:
-            return {"file": self.file, "label": label, "refused": self.refused}
+            return {"file": self.file, **truth, "refused": self.refused}
         return {
             "file": self.file,
-            "label": label,
+            **truth,
             "top": [[index, score] for index, score in self.top],
             "rank": self.rank or None,
             "view_ranks": list(self.view_ranks),
@@ -53,16 +62,17 @@ class Prediction:
         }
 
 
-def build_prediction(file: str, label: int, classified: Classification) -> Prediction:
-    """Build the line of one classified image. label: true class index, or UNLABELLED."""
+def build_prediction(file: str, label: int, classified: Classification, also: tuple[int, ...] = ()) -> Prediction:
+    """Build the line of one classified image. label: true class index, or UNLABELLED; also: other true classes."""
     has_label = label != UNLABELLED
     return Prediction(
         file=file,
         label=label,
         top=tuple((index, shortest_decimal(score)) for index, score in classified.top(TOP_CLASSES)),
-        rank=classified.rank(label) if has_label else 0,
-        view_ranks=tuple(classified.view_ranks(label)) if has_label else (),
+        rank=classified.rank(label, *also) if has_label else 0,
+        view_ranks=tuple(classified.view_ranks(label, *also)) if has_label else (),
         capped=classified.capped,
+        also=also,
     )
 
 
@@ -78,6 +88,7 @@ class _RefusedLine(Struct, forbid_unknown_fields=True):
     file: str
     label: _Index | None
     refused: str
+    also: tuple[_Index, ...] = ()
 
 
 class _EvaluatedLine(Struct, forbid_unknown_fields=True):
@@ -89,10 +100,11 @@ class _EvaluatedLine(Struct, forbid_unknown_fields=True):
     rank: _Rank | None
     view_ranks: tuple[_Rank, ...]
     capped: bool
+    also: tuple[_Index, ...] = ()
 
 
-def parse_prediction(text: bytes, classes: int, views: int) -> Prediction:
-    """Parse one line of a run. classes, views: their numbers in the run.
+def parse_prediction(text: bytes, classes: int, views: int, candidates: Collection[int] | None = None) -> Prediction:
+    """Parse one line of a run. classes, views: their numbers in the run; candidates: see `RunInfo.candidates`.
 
     Strict, because run folders are untrusted. Raises ValueError with the fault.
     """
@@ -102,39 +114,52 @@ def parse_prediction(text: bytes, classes: int, views: int) -> Prediction:
     if not {"", ".", ".."}.isdisjoint(line.file.split("/")) or "\0" in line.file:
         raise ValueError(f"file should be a relative name inside the dataset, not {line.file[:100]!r}")
     label = UNLABELLED if line.label is None else line.label
-    if label >= classes:
-        raise ValueError(f"label should be less than {classes}, not {label}")
+    candidates = range(classes) if candidates is None else candidates
+    truth = () if line.label is None else (line.label, *line.also)
+    _check_classes("label", truth, classes, candidates)
+    if len(set(truth)) < len(truth) or (line.label is None and line.also):
+        raise ValueError("also should contain other classes than label, none of them twice")
     if isinstance(line, _RefusedLine):
-        return Prediction(line.file, label, refused=line.refused)
-    _check_top(line.top, classes)
+        return Prediction(line.file, label, refused=line.refused, also=line.also)
+    _check_top(line.top, classes, candidates)
     if (line.rank is None) != (label == UNLABELLED) or (label == UNLABELLED and line.view_ranks):
         raise ValueError("rank and view_ranks should be given with a label, and only then")
-    prediction = Prediction(line.file, label, line.top, line.rank or 0, line.view_ranks, line.capped)
+    prediction = Prediction(line.file, label, line.top, line.rank or 0, line.view_ranks, line.capped, also=line.also)
     if label != UNLABELLED:
-        _check_ranks(prediction, classes, views)
+        _check_ranks(prediction, len(candidates), views)
     return prediction
 
 
-def _check_top(top: tuple[tuple[int, float], ...], classes: int) -> None:
+def _check_classes(what: str, indices: Collection[int], classes: int, candidates: Collection[int]) -> None:
+    if max(indices, default=0) >= classes:
+        raise ValueError(f"{what} should be less than {classes}, not {max(indices)}")
+    if outside := [index for index in indices if index not in candidates]:
+        raise ValueError(f"{what} should be among the classes to which the run is restricted, not {outside[0]}")
+
+
+def _check_top(top: tuple[tuple[int, float], ...], classes: int, candidates: Collection[int]) -> None:
     """Check that the best answers are distinct classes of the model, in the order of `top_k`."""
-    number = min(TOP_CLASSES, classes)
+    number = min(TOP_CLASSES, len(candidates))
     if len(top) != number:
         raise ValueError(f"top should have {number} answers, not {len(top)}")
     order = [(-score, index) for index, score in top]
     if order != sorted(order):
         raise ValueError("top should have the best answer first, and of equal scores the lower class index")
     indices = {index for index, _ in top}
-    if max(indices) >= classes:
-        raise ValueError(f"a class index in top should be less than {classes}, not {max(indices)}")
+    _check_classes("a class index in top", indices, classes, candidates)
     if len(indices) != number:
         raise ValueError("top should not contain a class twice")
 
 
 def _check_ranks(line: Prediction, classes: int, views: int) -> None:
-    """Check the ranks of the true class: its position in `top` or beyond, and one rank for each view."""
-    if max(line.rank, *line.view_ranks, 0) > classes:
-        raise ValueError(f"rank and view_ranks should be at most {classes}")
-    if any((position == line.rank) != (index == line.label) for position, (index, _) in enumerate(line.top, start=1)):
+    """Check the ranks of the true class: its position in `top` or beyond, and one rank for each view.
+
+    Of several true classes, the best one counts. classes: number among which predictions were made.
+    """
+    if max(line.rank, *line.view_ranks, 0) > (worst := classes - len(line.also)):
+        raise ValueError(f"rank and view_ranks should be at most {worst}")
+    places = [place for place, (index, _) in enumerate(line.top, start=1) if index in line.labels]
+    if (places or line.rank <= len(line.top)) and line.rank != min(places, default=0):
         raise ValueError(f"rank {line.rank} of class {line.label} is not its position in top")
     if len(line.view_ranks) != views:
         raise ValueError(f"view_ranks should be those of the run's {views} views, not {len(line.view_ranks)}")
@@ -146,11 +171,11 @@ class Predictions(Sequence[Prediction]):
     """The lines of a run, stored in columns. Each `Prediction` is built on access and not kept.
 
     An image takes about 100 bytes plus its name and 2 bytes per view, where an object takes 1000: ImageNet's training
-    set stays below 250 MB.
+    set stays below 250 MB. classes, views: their numbers; candidates: number of classes that `top` can contain.
     """
 
-    def __init__(self, classes: int, views: int) -> None:
-        self._answers, self._views = min(TOP_CLASSES, classes), views
+    def __init__(self, classes: int, views: int, candidates: int = TOP_CLASSES) -> None:
+        self._answers, self._views = min(TOP_CLASSES, classes, candidates), views
         small = "H" if classes < 2**16 else "I"  # fits a class index and a rank
         self._files = bytearray()  # names, each followed by a zero byte, which names cannot contain
         self._ends = array("Q", [0])  # of names in `_files`
@@ -159,11 +184,14 @@ class Predictions(Sequence[Prediction]):
         self._rank, self._view_ranks = array(small), array(small)  # `_views` for each image
         self._capped = array("B")
         self._refused: dict[int, str] = {}
+        self._also: dict[int, tuple[int, ...]] = {}
 
     def append(self, prediction: Prediction) -> None:
         """Append a line as returned by `parse_prediction`."""
         if prediction.refused is not None:
             self._refused[len(self)] = prediction.refused
+        if prediction.also:
+            self._also[len(self)] = prediction.also
         top = prediction.top or ((0, 0.0),) * self._answers  # empty for a refused image
         view_ranks = prediction.view_ranks or (0,) * self._views  # also empty without a label
         assert (len(top), len(view_ranks)) == (self._answers, self._views), "columns need a fixed width"
@@ -214,18 +242,21 @@ class Predictions(Sequence[Prediction]):
             strict=True,
         )
         for number, file, label, top, rank, ranks, capped in columns:
+            also = self._also.get(number, ())
             if number in self._refused:
-                yield Prediction(file, label, refused=self._refused[number])
+                yield Prediction(file, label, refused=self._refused[number], also=also)
             else:
-                yield Prediction(file, label, top, rank, ranks if rank else (), bool(capped))
+                yield Prediction(file, label, top, rank, ranks if rank else (), bool(capped), also=also)
 
 
-def read_predictions(path: Path, classes: int, views: int) -> Predictions:
+def read_predictions(path: Path, classes: int, views: int, candidates: Collection[int] | None = None) -> Predictions:
     """Read predictions.jsonl, whose lines are in the order of the file names. A missing file has no lines.
 
-    classes, views: their numbers in the run. Raises RunFolderError with the number of a damaged line.
+    classes, views: their numbers in the run; candidates: see `RunInfo.candidates`.
+    Raises RunFolderError with the number of a damaged line.
     """
-    predictions = Predictions(classes, views)
+    candidates = range(classes) if candidates is None else frozenset(candidates)
+    predictions = Predictions(classes, views, len(candidates))
     if not os.path.lexists(path):
         return predictions
     last = ""
@@ -238,7 +269,7 @@ def read_predictions(path: Path, classes: int, views: int) -> Predictions:
     with file as lines:
         for number, line in enumerate(lines, start=1):
             try:
-                prediction = parse_prediction(line, classes, views)
+                prediction = parse_prediction(line, classes, views, candidates)
                 if prediction.file <= last:
                     raise ValueError(f"{prediction.file[:100]!r} should not follow {last[:100]!r} (sorted names)")
             except ValueError as error:

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
-from msgspec import Meta, Struct, convert
+from msgspec import UNSET, Meta, Struct, UnsetType, convert
 
 from prelunet.evaluator.contract import CONTROL_CHARACTERS, MAX_NAME_LENGTH, ClassEntry
 from prelunet.evaluator.datasets.dataset import UNLABELLED, Dataset
@@ -22,7 +22,9 @@ RUN_VERSION = 3
 MAX_SHARDS = 999_999
 CHUNK = 64  # images; the unit of writing, resuming and sharding
 GPU_CHUNK = 1024  # images; enough batches per canvas shape to amortize switching shapes
+RESTRICTION_FIX = "Validate both with the same --restrict-classes."
 RUN_FILE, PREDICTIONS_FILE, SCORES_FILE = "run.json", "predictions.jsonl", "scores.f32.npy"
+HEAT_MAPS_FILE = "heatmaps.jsonl"  # optional
 
 
 @dataclass(frozen=True)
@@ -48,7 +50,7 @@ class RunInfo:
     model: Mapping[str, Any]  # file, sha256, architecture, activation
     classes: tuple[ClassEntry, ...]
     protocol: EvaluationProtocol
-    dataset: Mapping[str, Any]  # name, fingerprint, images, layout, selection
+    dataset: Mapping[str, Any]  # name, fingerprint, images, layout, selection, restriction if there is one
     circumstances: Mapping[str, Any]  # provider, precision, versions
     batching: Batching | None = None  # None for an ensemble, which averages stored scores
     chunk: int = CHUNK
@@ -59,6 +61,12 @@ class RunInfo:
     def views(self) -> tuple[View, ...]:
         """Return the views whose ranks are in each line; none for an ensemble, which only has their average."""
         return () if self.members else self.protocol.views
+
+    @property
+    def candidates(self) -> tuple[int, ...] | None:
+        """Return the class indices among which predictions are made, None for all."""
+        restriction = self.dataset.get("restriction")
+        return None if restriction is None else tuple(restriction["classes"])
 
     @property
     def span(self) -> tuple[int, int]:
@@ -135,6 +143,7 @@ def describe_dataset(dataset: Dataset) -> dict[str, Any]:
         "images": len(dataset.samples),
         "layout": sanitize_name(dataset.layout),  # may contain the name of a label file
         "selection": dataset.selection,
+        **({} if dataset.restriction is None else {"restriction": dataset.restriction}),
     }
 
 
@@ -182,8 +191,10 @@ def require_same_images(one: Run, other: Run) -> None:
     For runs with equal fingerprints: a difference means that one of them was changed.
     """
     for number, (a, b) in enumerate(zip(one.predictions, other.predictions, strict=True), start=1):
-        if (a.file, a.label) != (b.file, b.label):
-            here, there = (f"{escape_unprintable(line.file[:100])} (label {line.label})" for line in (a, b))
+        if (a.file, a.labels) != (b.file, b.labels):
+            here, there = (
+                f"{escape_unprintable(line.file[:100])} (label {', '.join(map(str, line.labels))})" for line in (a, b)
+            )
             raise RunFolderError(
                 f"line {number} of the predictions is {here} in {one.where}, but {there} in {other.where}, although "
                 "their fingerprints are equal: one of them is damaged. Restore its predictions.jsonl, or repeat that "
@@ -223,12 +234,18 @@ class _Protocol(_Part, forbid_unknown_fields=False):
     name: _Text  # `protocol_from_json` checks the other fields
 
 
+class _Restriction(_Part):
+    name: _Text
+    classes: Annotated[list[Annotated[int, Meta(ge=0)]], Meta(min_length=2)]
+
+
 class _Dataset(_Part):
     name: _Text
     fingerprint: _Sha256
     images: _Count
     layout: _Text
     selection: _Text | None
+    restriction: _Restriction | UnsetType = UNSET
 
 
 class _Circumstances(_Part):
@@ -268,6 +285,10 @@ def run_info_from_json(data: Any) -> RunInfo:
     for name in (run.model.file, run.dataset.name, *(member.model.file for member in run.members)):
         if "/" in name:
             raise ValueError(f"{name[:100]!r} should be a name without folders")
+    if isinstance(run.dataset.restriction, _Restriction):
+        indices = run.dataset.restriction.classes
+        if indices != sorted(set(indices)) or indices[-1] >= len(run.classes):
+            raise ValueError("dataset.restriction.classes should be ascending indices of the run's classes")
     batching = None
     if run.batching is not None:
         images_together = run.batching.pop("images_together", 0)
@@ -339,7 +360,7 @@ def read_run(folder: Path) -> Run:
     Raises RunFolderError when there is no run, when it is not finished, or when a line is damaged (with its number).
     """
     info = read_run_info(folder)
-    predictions = read_predictions(folder / PREDICTIONS_FILE, len(info.classes), len(info.views))
+    predictions = read_predictions(folder / PREDICTIONS_FILE, len(info.classes), len(info.views), info.candidates)
     images = info.images
     if len(predictions) < images:
         raise RunFolderError(

@@ -10,6 +10,7 @@ from typing import Annotated, Any, Literal
 from msgspec import Meta, Struct, convert
 
 from prelunet.evaluator.datasets.dataset import DatasetSpec
+from prelunet.evaluator.datasets.labels.real_labels import IMAGENET_REAL
 from prelunet.evaluator.json_checks import parse_json
 
 LOG_FILE = "log.jsonl"
@@ -52,7 +53,7 @@ def spec_to_log(spec: DatasetSpec) -> dict[str, Any]:
     """Return what `find_dataset` reads, with absolute paths so that the dataset can be opened from anywhere."""
     return {
         "dataset": str(spec.path.resolve()),
-        "labels": spec.labels and str(spec.labels.resolve()),
+        "labels": spec.labels and str(spec.labels if spec.labels == IMAGENET_REAL else spec.labels.resolve()),
         "no_labels": spec.no_labels,
         "limit": spec.limit,
         "classes": list(spec.classes),

@@ -7,7 +7,7 @@ import numpy as np
 
 from prelunet.evaluator.arrays import BoolArray, Float32Array
 from prelunet.evaluator.datasets.dataset import UNLABELLED
-from prelunet.evaluator.engine.scores import ranks_of
+from prelunet.evaluator.engine.scores import best_ranks, ranks_of, restrict
 from prelunet.evaluator.errors import RunFolderError, UsageError
 from prelunet.evaluator.terminal import escape_unprintable, progress
 from prelunet.evaluator.validation.predictions import Prediction
@@ -33,7 +33,7 @@ def check_scores(run: Run) -> None:
         for first in range(0, images, BLOCK):
             end = min(first + BLOCK, images)
             lines = run.predictions[first:end]
-            if fault := _fault_in(read_rows(run, first, end), lines):
+            if fault := _fault_in(read_rows(run, first, end), lines, run.info.candidates):
                 row, what = fault
                 raise RunFolderError(
                     f"{path}: row {first + row} ({escape_unprintable(lines[row].file)}) {what}. The scores are damaged "
@@ -75,7 +75,9 @@ def _check_header(path: Path, info: RunInfo) -> None:
         raise RunFolderError(f"{path}: {size} bytes, but the scores take {expected}. {fix}")
 
 
-def _fault_in(rows: Float32Array, lines: Sequence[Prediction]) -> tuple[int, str] | None:
+def _fault_in(
+    rows: Float32Array, lines: Sequence[Prediction], candidates: Sequence[int] | None
+) -> tuple[int, str] | None:
     """Return the first row that disagrees with its line, and the fault; None if there is none."""
     refused = np.array([line.refused is not None for line in lines])
     if (wrong := refused & ~np.isnan(rows).all(axis=1)).any():
@@ -83,13 +85,15 @@ def _fault_in(rows: Float32Array, lines: Sequence[Prediction]) -> tuple[int, str
     evaluated = np.flatnonzero(~refused).tolist()
     if not evaluated:
         return None
-    for wrong, what in _faults(rows[evaluated], [lines[row] for row in evaluated]):
+    for wrong, what in _faults(rows[evaluated], [lines[row] for row in evaluated], candidates):
         if wrong.any():
             return int(evaluated[np.argmax(wrong)]), what
     return None
 
 
-def _faults(rows: Float32Array, lines: Sequence[Prediction]) -> Iterator[tuple[BoolArray, str]]:
+def _faults(
+    rows: Float32Array, lines: Sequence[Prediction], candidates: Sequence[int] | None
+) -> Iterator[tuple[BoolArray, str]]:
     """Yield (faulty rows, fault) for evaluated images. Each check relies on the ones before it."""
     labels = np.array([line.label for line in lines], np.int64)
     stated = np.array([line.rank for line in lines], np.int64)
@@ -99,8 +103,9 @@ def _faults(rows: Float32Array, lines: Sequence[Prediction]) -> Iterator[tuple[B
         np.asarray((rows < 0).any(axis=1) | (np.abs(sums - 1) > SUM_TOLERANCE)),
         "has scores that are not probabilities with sum 1",
     )
+    rows = restrict(rows, candidates)
     yield ~_same_best(rows, lines), "has different best classes or scores than its line"
-    ranks = ranks_of(rows, np.maximum(labels, 0))
+    ranks = best_ranks(rows, [line.labels for line in lines])
     yield (labels != UNLABELLED) & (ranks != stated), "gives the true class a different rank than its line"
 
 

@@ -14,6 +14,7 @@ from prelunet.evaluator.datasets.dataset import UNLABELLED, Dataset, DatasetSpec
 from prelunet.evaluator.engine.session import Session
 from prelunet.evaluator.errors import DatasetError, EnvironmentFault, Interrupted, UsageError
 from prelunet.evaluator.terminal import progress
+from prelunet.evaluator.validation.heatmaps import store_heat_maps
 from prelunet.evaluator.validation.pipeline import ChunkResult, evaluate_chunks
 from prelunet.evaluator.validation.run import Run, RunInfo, read_run
 from prelunet.evaluator.validation.run_log import RESUMED, STARTED, spec_to_log
@@ -28,7 +29,7 @@ class WorkersLost(Exception):  # noqa: N818 - converted to an EnvironmentFault t
     """The machines that evaluate were lost. The message is the reason."""
 
 
-def validate(
+def validate(  # noqa: PLR0913 - one argument per option
     sessions: Sequence[Session],
     dataset: Dataset,
     info: RunInfo,
@@ -36,6 +37,7 @@ def validate(
     *,
     fresh: bool = False,
     threads: int = 0,
+    heatmaps: int = 0,
     chunk_evaluator: ChunkEvaluator | None = None,
     report: Callable[[str], None] = lambda _message: None,
 ) -> Run:
@@ -43,8 +45,9 @@ def validate(
 
     sessions: of one model, which share the work; info: from `build_run_info` for one of them and the dataset; folder:
     of the run, created if missing; fresh: start over; threads: for decoding and resizing, 0 for one per core;
-    chunk_evaluator: evaluates the chunks instead of these sessions, see `ray_cluster.evaluate_on_ray`; report: receives
-    one sentence on where the run starts. An image that cannot be decoded is recorded as refused, with the reason.
+    heatmaps: number of mistakes whose heat maps are stored at the end; chunk_evaluator: evaluates the chunks instead of
+    these sessions, see `ray_cluster.evaluate_on_ray`; report: receives one sentence on where the run starts. An image
+    that cannot be decoded is recorded as refused, with the reason.
     Raises DatasetError when a label is not a class of the model, RunFolderError when the folder contains anything else,
     Interrupted on Ctrl-C or SIGTERM, EnvironmentFault when the disk is full or the machines of `chunk_evaluator` are
     lost, and ContractError when the model returns NaN.
@@ -73,6 +76,8 @@ def validate(
             # closing() stops the evaluation at once, not when the generator is garbage-collected.
             with closing((chunk_evaluator or evaluate_locally)(chunks)) as results:
                 _write(results, writer, total, timer)
+        if heatmaps > 0:
+            store_heat_maps(sessions[0], dataset, read_run(folder), heatmaps, writer)
     return read_run(folder)
 
 
@@ -92,9 +97,10 @@ def _check_labels(dataset: Dataset, contract: ModelContract) -> None:
     if not dataset.samples:
         raise DatasetError(f"{dataset.location}: contains no images, so there is nothing to evaluate")
     for sample in dataset.samples:
-        if sample.label != UNLABELLED and not 0 <= sample.label < len(contract.classes):
+        known = () if sample.label == UNLABELLED else sample.labels
+        if wrong := [label for label in known if not 0 <= label < len(contract.classes)]:
             raise DatasetError(
-                f"{dataset.location}: the label of {sample.file} ({sample.label}) is not one of the model's "
+                f"{dataset.location}: the label of {sample.file} ({wrong[0]}) is not one of the model's "
                 f"{len(contract.classes)} classes. Use a dataset with the model's classes"
             )
 

@@ -25,6 +25,7 @@ from prelunet.evaluator.files import create_folder, leftovers, locked_folder, re
 from prelunet.evaluator.json_checks import differences, format_differences
 from prelunet.evaluator.validation.predictions import Prediction, open_regular, parse_prediction
 from prelunet.evaluator.validation.run import (
+    HEAT_MAPS_FILE,
     PREDICTIONS_FILE,
     RUN_FILE,
     SCORES_FILE,
@@ -38,7 +39,7 @@ from prelunet.evaluator.validation.run_log import LOG_FILE
 _REPORTS = ("report/report.json", "report/classes.csv", "report/report.html", "report/compared-with-*/compare.*")
 _ATOMIC_FILES = (RUN_FILE, PREDICTIONS_FILE, SCORES_FILE)  # written by `write_atomically`
 # Keys of run.json that are only descriptive: a renamed file is the same file, and the fingerprint covers the data.
-DESCRIPTIVE_KEYS = {("model", "file"), ("dataset", "name"), ("dataset", "layout")}
+DESCRIPTIVE_KEYS = {("model", "file"), ("dataset", "name"), ("dataset", "layout"), ("dataset", "restriction", "name")}
 
 
 class RunWriter:
@@ -61,6 +62,10 @@ class RunWriter:
         self._write(SCORES_FILE, scores.astype("<f4").tobytes(), durable=True)
         self._write(PREDICTIONS_FILE, lines.encode(), durable=True)
         self.done += len(predictions)
+
+    def append_heat_map(self, line: bytes) -> None:
+        """Append a line to heatmaps.jsonl. Raises as `append` does."""
+        self._write(HEAT_MAPS_FILE, line, durable=True)
 
     def log(self, event: str, **fields: Any) -> None:
         """Append a line with the date to log.jsonl."""
@@ -104,7 +109,7 @@ def open_run(folder: Path, info: RunInfo, samples: Sequence[Sample], *, fresh: b
         remove_leftovers(folder, _ATOMIC_FILES)
         if fresh:  # the scores first: lines without scores do not count
             reports = [path for name in _REPORTS for path in folder.glob(name)]
-            for path in (folder / LOG_FILE, *reports, folder / SCORES_FILE):
+            for path in (folder / LOG_FILE, *reports, folder / HEAT_MAPS_FILE, folder / SCORES_FILE):
                 path.unlink(missing_ok=True)
         if not fresh and (folder / RUN_FILE).exists():
             _check_same(read_run_info(folder), info, folder)
@@ -207,13 +212,14 @@ def _line_ends(path: Path, info: RunInfo, samples: Sequence[Sample]) -> list[int
     if not os.path.lexists(path):
         return ends
     end, classes, views = 0, len(info.classes), len(info.views)
+    candidates = info.candidates and frozenset(info.candidates)
     with open_regular(path) as lines:
         for line, sample in zip(lines, samples, strict=False):
             try:
-                prediction = parse_prediction(line, classes, views)
+                prediction = parse_prediction(line, classes, views, candidates)
             except ValueError:
                 break
-            if not line.endswith(b"\n") or (prediction.file, prediction.label) != (sample.file, sample.label):
+            if not line.endswith(b"\n") or (prediction.file, prediction.labels) != (sample.file, sample.labels):
                 break
             end += len(line)
             ends.append(end)

@@ -34,7 +34,8 @@ def bench(
     *,
     model: ModelOption,
     data: Annotated[
-        Path, typer.Option(help="Folder, .tar, .tar.gz or .zip of images; no labels needed (docs/datasets.md).")
+        Path,
+        typer.Option(help="Folder, .tar, .tar.gz, .zip or .parquet of images; no labels needed (docs/datasets.md)."),
     ],
     protocol: ProtocolOption = None,
     overrides: Annotated[ProtocolOverrides, Only("scales", "mirror")],

@@ -13,7 +13,7 @@ from prelunet.evaluator.engine.load import open_sessions
 from prelunet.evaluator.engine.session import Placement
 from prelunet.evaluator.errors import UsageError
 from prelunet.evaluator.protocols import ProtocolOverrides, build_protocol, default_protocol_name
-from prelunet.evaluator.reporting.report import Report, build_report, error_with_interval
+from prelunet.evaluator.reporting.report import Report, build_report, error_with_interval, scored_over
 from prelunet.evaluator.reporting.statistics import TOPS
 from prelunet.evaluator.terminal import echo, report
 from prelunet.evaluator.validation.evaluate_model import evaluate_model
@@ -74,6 +74,12 @@ def validate(
             rich_help_panel="Ray cluster",
         ),
     ] = 0,
+    heatmaps: Annotated[
+        int,
+        typer.Option(
+            min=0, metavar="N", help="Store heat maps of the N most confident mistakes; reports show up to 500."
+        ),
+    ] = 0,
     fresh: Annotated[bool, typer.Option("--fresh", help="Delete the existing run and start over.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print the result as JSON.")] = False,
 ) -> None:
@@ -100,6 +106,7 @@ def validate(
         run,
         shard=part,
         cluster=cluster,
+        heatmaps=heatmaps,
         fresh=fresh,
         report=report,
     )
@@ -142,7 +149,8 @@ def _shard(text: str) -> tuple[int, int]:
 def result_line(result: Report) -> str:
     """Return the result in one line: model, protocol, and the errors with their intervals."""
     protocol = result["protocol"]
-    words = {"mirrored": protocol["mirror"], "logits averaged": protocol["averaging"] == "logit"}
+    over = scored_over(result)
+    words = {"mirrored": protocol["mirror"], "logits averaged": protocol["averaging"] == "logit", over: over}
     what = ", ".join([result["model"]["architecture"], protocol["name"], *(word for word in words if words[word])])
     only = result["dataset"]["selection"]
     counts = f"{result['evaluated']:,} of {result['images']:,} images" + (f" (only {only})" if only else "")

@@ -207,6 +207,7 @@ def test_a_dataset_in_another_class_order_is_evaluated_by_wnid(client: Client) -
     [
         (Sample("gone", 1, 9), ("n00000000", "n00000001"), "gone: it is gone"),
         (Sample("gone", -1, 9), ("n00000000", "n00000001"), "gone: its class is unknown"),
+        (Sample("gone", 1, 9, (0,)), ("n00000000", "n00000001"), "gone: a call cannot have several true classes"),
         (Sample("\udcff", 1, 9), ("n00000000", "n00000001"), r"'\\udcff': the name is not Unicode"),
         (
             Sample("large", 1, MAX_MESSAGE_BYTES),

@@ -30,8 +30,10 @@ from tests.helpers.tiny_datasets import (
     as_both,
     as_cls,
     as_json,
+    kaggle_files,
     name_of,
     shard_files,
+    tiny_imagenet_files,
     write_devkit,
     write_folder,
     write_list,
@@ -116,6 +118,53 @@ def wnids_in_the_names(place: Path) -> DatasetSpec:
     return DatasetSpec(write_tar(place / "val_images.tar", files))
 
 
+def class_folders_in_valid(place: Path) -> DatasetSpec:
+    write_folder(place / "pets" / "train" / WNIDS[2], {"a.png": b""})
+    write_folder(place / "pets" / "test", {"b.png": b""})
+    write_folder(place / "pets" / "valid", FOLDERS)
+    return DatasetSpec(place / "pets")
+
+
+def flat_images_in_validation(place: Path) -> DatasetSpec:
+    listed = write_list(place / "l", lambda name, label: f"{name},{WNIDS[label]}", "file,wnid\n").read_bytes()
+    files = {f"set/validation/{name}": data for name, data in DATA.items()} | {"set/train/x/a.png": b""}
+    return DatasetSpec(write_tar(place / "set.tar", files | {"set/validation/labels.csv": listed}))
+
+
+def class_folders_in_test(place: Path) -> DatasetSpec:
+    write_folder(place / "cifar" / "train" / WNIDS[2], {"a.png": b""})
+    write_folder(place / "cifar" / "test", FOLDERS)
+    return DatasetSpec(place / "cifar")
+
+
+def tiny_imagenet(place: Path) -> DatasetSpec:
+    return DatasetSpec(write_folder(place, tiny_imagenet_files()) / "tiny-imagenet-200")
+
+
+def tiny_imagenet_in_its_zip(place: Path) -> DatasetSpec:
+    return DatasetSpec(write_zip(place / "tiny-imagenet-200.zip", tiny_imagenet_files()))
+
+
+def val_of_tiny_imagenet(place: Path) -> DatasetSpec:
+    return DatasetSpec(write_folder(place, tiny_imagenet_files()) / "tiny-imagenet-200" / "val")
+
+
+def kaggle(place: Path) -> DatasetSpec:
+    return DatasetSpec(write_folder(place / "top", kaggle_files()))
+
+
+def kaggle_from_the_inner_folder(place: Path) -> DatasetSpec:
+    return DatasetSpec(write_folder(place / "top", kaggle_files()) / "ILSVRC")
+
+
+def kaggle_in_its_zip(place: Path) -> DatasetSpec:
+    return DatasetSpec(write_zip(place / "imagenet-object-localization-challenge.zip", kaggle_files()))
+
+
+def kaggle_in_a_tar_below_one_folder(place: Path) -> DatasetSpec:
+    return DatasetSpec(write_tar(place / "k.tar", {f"kaggle/{name}": data for name, data in kaggle_files().items()}))
+
+
 def shards(place: Path) -> DatasetSpec:
     parts = (range(1, 12), range(12, 13), range(13, IMAGES + 1))
     for number, part in enumerate(parts):
@@ -146,6 +195,16 @@ LAYOUTS: dict[Callable[[Path], DatasetSpec], str] = {
     flat_with_kaggle_csv: "flat, labels from LOC_val_solution.csv",
     flat_with_positions: "flat, labels from indices.txt",
     wnids_in_the_names: "flat, wnids in the names",
+    class_folders_in_valid: "class folders",
+    flat_images_in_validation: "flat, labels from labels.csv",
+    class_folders_in_test: "class folders",
+    tiny_imagenet: "flat, labels from val_annotations.txt",
+    tiny_imagenet_in_its_zip: "flat, labels from val_annotations.txt",
+    val_of_tiny_imagenet: "flat, labels from val_annotations.txt",
+    kaggle: "flat, labels from LOC_val_solution.csv",
+    kaggle_from_the_inner_folder: "flat, labels from LOC_val_solution.csv",
+    kaggle_in_its_zip: "flat, labels from LOC_val_solution.csv",
+    kaggle_in_a_tar_below_one_folder: "flat, labels from LOC_val_solution.csv",
     shards: "webdataset shards",
     one_shard: "webdataset shards",
     one_shard_with_json: "webdataset shards",
@@ -231,6 +290,12 @@ def test_remarks_describe_what_was_found(tmp_path: Path) -> None:
     assert "labels.csv, read as wnids" in remarks(zip_with_a_list_inside)
     assert "line i is the label of the i-th name in sorted order" in remarks(flat_with_positions)
     assert "3 shards, imagenet-val-000.tar to imagenet-val-002.tar" in remarks(shards)
+    assert "/pets: contains test, train, valid; the images are those in 'valid'" in remarks(class_folders_in_valid)
+    assert "/cifar: contains test, train; the images are those in 'test'" in remarks(class_folders_in_test)
+    assert "val/val_annotations.txt, read as wnids" in remarks(tiny_imagenet)
+    of_kaggle = remarks(kaggle)
+    assert "top: Kaggle's copy of ILSVRC; the images are those in ILSVRC/Data/CLS-LOC/val" in of_kaggle
+    assert "top/LOC_val_solution.csv, read as wnids (columns 'ImageId' and 'PredictionString')" in of_kaggle
 
 
 @pytest.mark.parametrize("layout", [flat_with_positions, one_shard, shards, class_folders])

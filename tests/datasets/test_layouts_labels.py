@@ -440,7 +440,7 @@ def test_a_folder_of_tars_that_are_not_shards_or_of_several_kinds_is_refused(tmp
     assert "Pass an archive of images itself as --data" in refusal(tmp_path / "a")
     for name in ("dogs-1.tar", "dogs-2.tar", "cats-1.tar"):
         write_tar(tmp_path / "b" / name, shard_files(range(1, 5), as_cls))
-    assert "tars of 2 kinds (cats-*.tar, dogs-*.tar), and it is not clear which contain the val images" in refusal(
+    assert "shards of 2 kinds (cats-*.tar, dogs-*.tar), and it is not clear which contain the val images" in refusal(
         tmp_path / "b"
     )
     with pytest.raises(DatasetError, match=r"webdataset shards contain their own labels\. Remove --labels"):

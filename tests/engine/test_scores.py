@@ -9,11 +9,12 @@ from hypothesis import strategies as st
 
 from prelunet.evaluator.engine.scores import (
     average_views,
+    best_ranks,
     check_finite,
     nine_places,
     nine_windows,
-    rank_of,
     ranks_of,
+    restrict,
     shortest_decimal,
     softmax,
     top_k,
@@ -106,14 +107,15 @@ def test_softmax_of_large_logits_does_not_overflow() -> None:
 def test_ties_go_to_the_lower_class_index() -> None:
     scores = np.array([0.1, 0.3, 0.2, 0.3, 0.1], np.float32)
     assert [index for index, _ in top_k(scores, 5)] == [1, 3, 2, 0, 4]
-    assert [rank_of(scores, label) for label in range(5)] == [4, 1, 3, 2, 5]
+    assert ranks_of(scores[None].repeat(5, axis=0), np.arange(5)).tolist() == [4, 1, 3, 2, 5]
 
 
 @given(st.lists(st.sampled_from([0.0, 0.125, 0.25, 0.5, 1.0]), min_size=1, max_size=12))
 def test_the_rank_of_a_class_is_its_place_in_the_top_k(values: list[float]) -> None:
     scores = np.array(values, np.float32)
     best = top_k(scores, len(values))
-    assert [rank_of(scores, index) for index, _ in best] == list(range(1, len(values) + 1))
+    rows = scores[None].repeat(len(values), axis=0)
+    assert ranks_of(rows, np.array([index for index, _ in best])).tolist() == list(range(1, len(values) + 1))
     assert [score for _, score in best] == sorted(values, reverse=True)
 
 
@@ -145,4 +147,37 @@ def test_the_ranks_of_many_rows_are_the_places_of_their_classes_in_the_sorted_ro
         for row, label in zip(scores.tolist(), labels.tolist(), strict=True)
     ]
     assert ranks_of(scores, labels).tolist() == expected
-    assert [rank_of(row, label) for row, label in zip(scores, labels, strict=True)] == expected
+    pairs = zip(scores, labels, strict=True)
+    assert [ranks_of(row[None], label[None]).tolist() for row, label in pairs] == [[rank] for rank in expected]
+
+
+def test_the_best_rank_of_several_classes_is_the_place_of_the_first_of_them_in_the_sorted_row() -> None:
+    rng = np.random.default_rng(8)
+    scores = rng.integers(0, 5, (300, 7)).astype(np.float32)  # many ties
+    truths = [tuple(rng.permutation(7)[: rng.integers(1, 5)].tolist()) for _ in scores]
+    orders = [sorted(range(7), key=lambda index, row=row: (-row[index], index)) for row in scores]  # type: ignore[misc]
+    expected = [1 + min(map(order.index, truth)) for order, truth in zip(orders, truths, strict=True)]
+    assert best_ranks(scores, truths).tolist() == expected
+
+
+def test_restricted_scores_sum_to_1_and_other_classes_are_out() -> None:
+    scores = np.random.default_rng(0).dirichlet(np.ones(9), size=4).astype(np.float32)
+    found = restrict(scores, (1, 4, 5))
+    assert found.dtype == np.float32
+    np.testing.assert_allclose(found[:, [1, 4, 5]].sum(axis=1), 1, rtol=1e-6)  # float32
+    assert np.isneginf(found[:, [0, 2, 3, 6, 7, 8]]).all()
+    assert restrict(scores, None) is scores
+    assert [len(top_k(row, 5)) for row in found] == [3] * 4
+    np.testing.assert_array_equal(restrict(scores[2:3], (1, 4, 5)), found[2:3])  # also in the last bit
+
+
+def test_ties_go_to_the_lower_index_and_classes_that_all_score_0_are_alike() -> None:
+    scores = np.array([[0.5, 0.1, 0.2, 0.2], [1, 0, 0, 0]], np.float32)
+    found = restrict(scores, (1, 2, 3))
+    assert [index for index, _ in top_k(found[0], 3)] == [2, 3, 1]
+    assert top_k(found[1], 2) == [(1, pytest.approx(1 / 3)), (2, pytest.approx(1 / 3))]
+
+
+def test_refused_images_keep_rows_that_are_no_numbers() -> None:
+    rows = np.full((1, 4), np.nan, np.float32)
+    assert np.isnan(restrict(rows, (0, 2))[:, [0, 2]]).all()

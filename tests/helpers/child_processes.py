@@ -144,12 +144,25 @@ def arm_kill(number: int) -> None:
         setattr(os, name, deadly(getattr(os, name)))
 
 
-def run_order(data: str, folder: str, copies: int, *, fresh: bool = False, model: str = "", address: str = "") -> None:
-    """Validate a folder of images, each `copies` times, with a fake session, or with a model on a Ray cluster."""
+def run_order(
+    data: str,
+    folder: str,
+    copies: int,
+    *,
+    fresh: bool = False,
+    model: str = "",
+    address: str = "",
+    heatmaps: int | None = None,
+) -> None:
+    """Validate a folder of images, each `copies` times, with a fake session, or with a model on a Ray cluster.
+
+    heatmaps: of how many mistakes; None for a protocol without.
+    """
     session: Any = open_session(Path(model), "cpu", threads=1) if model else FakeSession()
     classes = [entry.wnid for entry in session.contract.classes]
     dataset = repeated(open_dataset(Path(data), split="val", wnids=classes), copies)
-    protocol = build_protocol("dense-32" if model else "center", session.contract)
+    protocol = build_protocol("center" if not model and heatmaps is None else "dense-32", session.contract)
     info = build_run_info(session, "m.onnx", describe_dataset(dataset), protocol)
     chunk_evaluator = evaluate_on_ray(Cluster(address, cpus=1), session, Path(model), dataset, info) if model else None
-    validated(session, dataset, protocol, Path(folder), fresh=fresh, chunk_evaluator=chunk_evaluator)
+    options = {"fresh": fresh, "heatmaps": heatmaps or 0}
+    validated(session, dataset, protocol, Path(folder), **options, chunk_evaluator=chunk_evaluator)

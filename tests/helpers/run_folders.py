@@ -1,7 +1,9 @@
 """Run folders as docs/contract.md describes them, written without the code that writes them in the program."""
 
 import json
+from base64 import b64encode
 from collections.abc import Sequence
+from itertools import chain
 from operator import itemgetter
 from pathlib import Path
 from typing import Any
@@ -109,6 +111,25 @@ def write_run(
     if data is not None:
         (folder / "log.jsonl").write_text(json.dumps({"event": "start", "dataset": data}) + "\n" + '{"event": "chu')
     return folder
+
+
+def write_heat_maps(
+    folder: Path, maps: Sequence[tuple[dict[str, Any], tuple[int, int], list[list[list[int]]]]]
+) -> None:
+    """Write heatmaps.jsonl. maps: line of predictions.jsonl, height and width of the image, two lists of rows."""
+    with (folder / "heatmaps.jsonl").open("w") as file:
+        for line, (height, width), both in maps:
+            stored = {
+                "file": line["file"],
+                "answer": line["top"][0][0],
+                "label": line["label"],
+                "height": height,
+                "width": width,
+                "rows": len(both[0]),
+                "columns": len(both[0][0]),
+                "maps": [b64encode(bytes(chain.from_iterable(rows))).decode() for rows in both],
+            }
+            file.write(json.dumps(stored) + "\n")
 
 
 def write_ensemble(folder: Path, lines: Sequence[dict[str, Any]]) -> Path:

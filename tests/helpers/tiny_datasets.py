@@ -4,7 +4,7 @@ import io
 import json
 import tarfile
 import zipfile
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -61,6 +61,14 @@ def encoded(number: int) -> bytes:
 
 DATA = {name_of(number): encoded(number) for number in range(1, IMAGES + 1)}
 LABELS = {name_of(number): label_of(number) for number in range(1, IMAGES + 1)}
+# ReaL's form: line n has the true classes of image n: none of every seventh, several of others; not all have the label.
+REAL = [
+    []
+    if number % 7 == 3
+    else [(label_of(number) + number // 9) % 12, *((number * 5 + 2 * i) % 12 for i in range(number % 3))]
+    for number in range(1, IMAGES + 1)
+]
+REAL = [list(dict.fromkeys(truth)) for truth in REAL]
 FOLDERS = {f"{WNIDS[LABELS[name]]}/{name}": data for name, data in DATA.items()}
 
 
@@ -91,6 +99,38 @@ def write_zip(path: Path, files: Mapping[str, bytes]) -> Path:
     return path
 
 
+def tiny_imagenet_files() -> dict[str, bytes]:
+    """Return the files of tiny-imagenet-200, whose validation images are labeled by a list with boxes."""
+    lines = [f"{name}\t{WNIDS[label]}\t0\t{label}\t44\t62\n" for name, label in reversed(LABELS.items())]
+    files = {"wnids.txt": "\n".join(WNIDS).encode(), "words.txt": b"n00000005\ttench\n"}
+    files |= {f"val/images/{name}": data for name, data in DATA.items()}
+    files |= {"val/val_annotations.txt": "".join(lines).encode(), "test/images/test_0.JPEG": DATA[name_of(1)]}
+    for label in sorted(set(LABELS.values())):
+        wnid = WNIDS[label]
+        files[f"train/{wnid}/{wnid}_boxes.txt"] = f"{wnid}_0.JPEG\t0\t0\t62\t62\n".encode()
+        files[f"train/{wnid}/images/{wnid}_0.JPEG"] = DATA[name_of(label + 1)]
+    return {f"tiny-imagenet-200/{name}": data for name, data in files.items()}
+
+
+def kaggle_files() -> dict[str, bytes]:
+    """Return the files of Kaggle's ILSVRC: flat validation images, labeled by a CSV at the top."""
+    rows = [f"{name.removesuffix('.JPEG')},{WNIDS[label]} 85 1 499 272 " for name, label in reversed(LABELS.items())]
+    names = [name.removesuffix(".JPEG") for name in DATA]
+    files = {f"ILSVRC/Data/CLS-LOC/val/{name}": data for name, data in DATA.items()}
+    files |= {f"ILSVRC/Annotations/CLS-LOC/val/{name}.xml": b"<annotation/>" for name in names}
+    for label in sorted(set(LABELS.values())):
+        files[f"ILSVRC/Data/CLS-LOC/train/{WNIDS[label]}/{WNIDS[label]}_9.JPEG"] = DATA[name_of(label + 1)]
+    return files | {
+        "ILSVRC/Data/CLS-LOC/test/ILSVRC2012_test_00000001.JPEG": DATA[name_of(1)],
+        "ILSVRC/ImageSets/CLS-LOC/val.txt": "".join(f"{x} {i}\n" for i, x in enumerate(names, start=1)).encode(),
+        "ILSVRC/ImageSets/CLS-LOC/test.txt": b"ILSVRC2012_test_00000001 1\n",
+        "LOC_val_solution.csv": "\n".join(["ImageId,PredictionString", *rows]).encode(),
+        "LOC_train_solution.csv": b"ImageId,PredictionString\nn01_9,n01 1 2 3 4\n",
+        "LOC_sample_submission.csv": b"ImageId,PredictionString\nILSVRC2012_test_00000001,1 1 1 1 1\n",
+        "LOC_synset_mapping.txt": "".join(f"{entry.wnid} {entry.name}\n" for entry in CLASSES).encode(),
+    }
+
+
 def write_devkit(folder: Path) -> Path:
     """Write a devkit: the ground truth, and meta.mat with the classes and two of their ancestors."""
     (folder / "data").mkdir(parents=True)
@@ -101,6 +141,12 @@ def write_devkit(folder: Path) -> Path:
     kinds = [(key, "O") for key in ("ILSVRC2012_ID", "WNID", "words", "gloss", "num_children")]
     scipy.io.savemat(folder / "data" / "meta.mat", {"synsets": np.array(sorted(rows), kinds)})
     return folder
+
+
+def write_real(path: Path, lists: Sequence[Sequence[int]] = REAL) -> Path:
+    """Write labels in ReaL's form."""
+    path.write_text(json.dumps([list(truth) for truth in lists]))
+    return path
 
 
 def write_list(path: Path, line: Callable[[str, int], str], header: str = "") -> Path:

@@ -56,11 +56,14 @@ def fake_net(session: FakeSession | None = None) -> Net:
 
 
 def test_run_and_report_are_those_of_the_commands_byte_for_byte(net: Net, data: Path, here: Path) -> None:
-    found = net.evaluate(data, protocol="dense-30", output="by-python")
+    found = net.evaluate(data, protocol="dense-30", output="by-python", heatmaps=2)
     options = ["--model", str(net.path), "--device", "cpu", "--data", str(data), "--protocol", "dense-30"]
-    assert run(["validate", *options, "--run", "by-command"]) == 0
+    assert run(["validate", *options, "--heatmaps", "2", "--run", "by-command"]) == 0
     assert run(["report", "by-command"]) == 0
     assert contents(here / "by-python") == contents(here / "by-command")
+    maps = Path("by-command/heatmaps.jsonl").read_bytes()
+    assert Path("by-python/heatmaps.jsonl").read_bytes() == maps
+    assert maps.count(b"\n") == 2
     for name in REPORT:
         assert Path("by-python/report", name).read_bytes() == Path("by-command/report", name).read_bytes(), name
     assert found.report == json.loads(Path("by-command/report/report.json").read_text())

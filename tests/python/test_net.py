@@ -112,6 +112,14 @@ def test_the_heat_map_is_the_one_that_the_command_draws(net: Net, photo: Path, *
     assert first.heatmap().size != second.heatmap().size
 
 
+def test_a_heat_map_that_shows_no_place_causes_a_warning(net: Net, caplog: pytest.LogCaptureFixture) -> None:
+    net.classify(PIXELS, heatmap=True)
+    assert caplog.text == ""
+    net.classify(PIXELS, protocol="center", heatmap=True)
+    assert "protocol center has one window per view" in caplog.text
+    assert "use --protocol multi-scale" in caplog.text
+
+
 def test_a_heat_map_of_a_file_that_is_gone_is_an_error_with_its_name(net: Net, photo: Path) -> None:
     found = net.classify([PIXELS, photo])[1]
     photo.unlink()

@@ -26,8 +26,8 @@ from prelunet.evaluator.reporting.compare_page import (
     run_titles,
     write_comparison,
 )
-from prelunet.evaluator.reporting.gallery import MAX_PER_CLASS
 from prelunet.evaluator.reporting.html import VEGA_LITE, signed
+from prelunet.evaluator.validation.mistakes import MAX_PER_CLASS
 from prelunet.evaluator.validation.run import read_run
 from tests.helpers.run_folders import CLASSES, MULTI_SCALE, evaluated, refused, write_run
 from tests.reporting.pages import (

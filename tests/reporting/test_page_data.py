@@ -16,13 +16,14 @@ from PIL import Image
 
 from prelunet.evaluator.reporting import gallery as pictures
 from prelunet.evaluator.reporting import page_data as module
-from prelunet.evaluator.reporting.gallery import PICTURE_BYTES, TILE, Gallery, build_gallery, mistakes_round_robin
+from prelunet.evaluator.reporting.gallery import PICTURE_BYTES, TILE, Gallery, build_gallery
 from prelunet.evaluator.reporting.page_data import fair_share, page_data, split_affixes
 from prelunet.evaluator.reporting.report import build_report
 from prelunet.evaluator.reporting.report_page import render_page
+from prelunet.evaluator.validation.mistakes import mistakes_as_shown, mistakes_round_robin
 from prelunet.evaluator.validation.predictions import Prediction
 from prelunet.evaluator.validation.run import Run, read_run
-from tests.helpers.run_folders import evaluated, refused, write_run
+from tests.helpers.run_folders import evaluated, refused, write_heat_maps, write_run
 from tests.reporting.pages import fingerprint_of, make_images
 
 COUNT = 7  # classes of run_folders
@@ -230,3 +231,20 @@ def test_a_page_of_fifty_thousand_images_and_a_thousand_classes_is_under_eight_m
     files = [p.file for p in mistakes_round_robin(predictions)[: PICTURE_BYTES // len(tile)]]
     page = render_page(build_report(run), run, replace(gallery, tiles=dict.fromkeys(files, tile)))
     assert len(page) < 8_000_000
+
+
+def test_heat_maps_are_assigned_to_their_images(tmp_path: Path) -> None:
+    lines = random_lines(300, seed=3)
+    folder = write_run(tmp_path, lines)
+    assert data_of(read_run(folder))["heatmaps"] == {}
+    order = [p.file for p in mistakes_as_shown(read_run(folder).predictions)][:60]
+    by_file = {line["file"]: line for line in lines}
+    maps = [[[[number, 255, 9], [3, 4, 254]], [[7, 8, 0], [1, 2, number]]] for number in range(60)]
+    write_heat_maps(folder, [(by_file[order[n]], (40 + n, 61), maps[n]) for n in range(60)])
+    data = data_of(read_run(folder))
+    assert len(data["heatmaps"]) == 60
+    for key, (height, width, columns, *both) in data["heatmaps"].items():
+        label, place = map(int, key.split("-"))
+        number = order.index(images_of(data, label)[place]["file"])
+        assert (height, width, columns) == (40 + number, 61, 3)
+        assert [list(base64.b64decode(text)) for text in both] == [[*above, *below] for above, below in maps[number]]

@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 
 from prelunet.evaluator import cli
-from prelunet.evaluator.engine.scores import rank_of, top_k
+from prelunet.evaluator.engine.scores import ranks_of, top_k
 from prelunet.evaluator.errors import RunFolderError, UsageError
 from prelunet.evaluator.reporting.html import json_bytes
 from prelunet.evaluator.reporting.report import (
@@ -77,6 +77,12 @@ def test_the_published_schema_is_a_schema_and_refuses_what_is_no_report(tmp_path
     for spoil in ({"top1_error": 101}, {"unknown": 1}, {"top1_interval": [3]}):
         with pytest.raises(jsonschema.ValidationError):
             jsonschema.validate({**report, **spoil}, SCHEMA)
+
+
+def test_a_report_from_before_the_newest_keys_still_fits_the_schema(tmp_path: Path) -> None:
+    report = report_of(tmp_path, LINES)
+    del report["risk_coverage"], report["calibration"]["histogram"]
+    jsonschema.validate(report, SCHEMA)
 
 
 def test_report_counts_an_unreadable_image_as_refused_not_as_error(tmp_path: Path) -> None:
@@ -315,7 +321,10 @@ def test_equal_scores_count_for_the_lower_class_index(tmp_path: Path) -> None:
     """A net with equal scores for all classes must not be right on every image (tensorflow#13005)."""
     scores = np.full(7, 1 / 7, np.float32)
     answers = [index for index, _ in top_k(scores, 5)]
-    lines = [evaluated(f"{label}.jpg", label, answers, rank_of(scores, label), first=1 / 7) for label in range(7)]
+    lines = [
+        evaluated(f"{label}.jpg", label, answers, int(ranks_of(scores[None], np.array([label]))[0]), first=1 / 7)
+        for label in range(7)
+    ]
     report = report_of(tmp_path, lines)
     assert (report["top1_wrong"], report["top5_wrong"]) == (6, 2)
     assert [entry["top1_wrong"] for entry in report["classes"]] == [0, 1, 1, 1, 1, 1, 1]
@@ -473,7 +482,7 @@ def test_headline_carries_the_circumstances(tmp_path: Path) -> None:
         "top-1 error 66.67 % [30.00, 90.32]",
         "of 6 images",
         "2 of 8 refused, listed",
-        "| val | multi-scale: ",
+        "| val, over all 7 classes (images of 4) | multi-scale: ",
         "c.onnx (C, 3f9c",
         "scales 256,384 mirrored",
         "3f9c",
@@ -512,6 +521,7 @@ def test_a_run_with_every_image_refused_is_still_reported(tmp_path: Path, capsys
     assert report["top1_error"] is None
     assert report["top1_interval"] == [0, 100]
     assert (report["top1_wrong"], report["top5_wrong"], report["calibration"]) == (0, 0, None)
+    assert report["risk_coverage"] is None
     nothing = {"top1_error": None, "top1_interval": [0, 100], "top5_error": None, "top5_interval": [0, 100]}
     assert report["macro"] == {"classes": 0, **nothing}
     assert [report["ranks"][key] for key in ("median", "mean", "mean_reciprocal")] == [None, None, None]

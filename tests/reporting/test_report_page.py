@@ -15,16 +15,18 @@ from prelunet.evaluator import cli
 from prelunet.evaluator.datasets import DatasetSpec, open_dataset
 from prelunet.evaluator.errors import DatasetError
 from prelunet.evaluator.protocols import build_protocol
-from prelunet.evaluator.reporting.charts import FEW_CLASSES, bin_sizes_chart, error_chart, reliability_chart
-from prelunet.evaluator.reporting.gallery import GALLERY_SIZE, MAX_PER_CLASS, THUMBNAIL, build_gallery, choose_mistakes
+from prelunet.evaluator.reporting.charts import FEW_CLASSES, error_chart
+from prelunet.evaluator.reporting.gallery import THUMBNAIL, build_gallery
 from prelunet.evaluator.reporting.html import VEGA_LITE
 from prelunet.evaluator.reporting.report import build_report
-from prelunet.evaluator.reporting.report_page import averaging_rows, render_page, write_report
+from prelunet.evaluator.reporting.report_page import averaging_rows, coverage_rows, render_page, write_report
+from prelunet.evaluator.reporting.score_charts import bin_sizes_chart, histogram_chart, reliability_chart, risk_chart
 from prelunet.evaluator.reporting.tables import worst_classes
+from prelunet.evaluator.validation.mistakes import GALLERY_SIZE, MAX_PER_CLASS, choose_mistakes
 from prelunet.evaluator.validation.run import read_run
 from prelunet.evaluator.validation.run_log import find_dataset
 from tests.helpers.fakes import FakeSession, fake_contract, validated
-from tests.helpers.run_folders import evaluated, refused, write_ensemble, write_run
+from tests.helpers.run_folders import MULTI_SCALE, evaluated, refused, write_ensemble, write_heat_maps, write_run
 from tests.reporting.pages import (
     HOSTILE,
     Elements,
@@ -158,6 +160,22 @@ def test_what_validate_leaves_is_reported_with_its_images(tmp_path: Path) -> Non
     jsonschema.validate(json.loads(written.json.read_bytes()), schema)
     wrong = [prediction for prediction in run.predictions if prediction.rank > 1]
     assert len(Elements(written.html.read_text()).named("img")) == len(choose_mistakes(wrong)) > 0
+
+
+def test_a_page_names_the_command_for_heat_maps_where_there_could_be_some(tmp_path: Path) -> None:
+    command, line = "prelunet validate … --heatmaps 200", mistake("n01/a.png", 0, 2)
+    assert command in page_of(tmp_path / "run", [line]).text
+    write_heat_maps(tmp_path / "run", [(line, (20, 31), [[[1, 2]], [[3, 4]]])])
+    assert command not in page_of(tmp_path / "run", [line]).text
+    assert command not in page_of(tmp_path / "right", [evaluated("n01/a.png", 0, [0], 1)]).text
+    ensemble = read_run(write_ensemble(tmp_path / "ensemble", [line]))
+    assert command not in render_page(build_report(ensemble), ensemble, build_gallery(ensemble, None)).decode()
+    run = json.loads((write_run(tmp_path / "crops", [{**line, "view_ranks": [2]}]) / "run.json").read_text())
+    run["protocol"] = {**MULTI_SCALE, "name": "center", "kind": "center", "crop": 224, "scales": [256], "mirror": False}
+    run["views"] = [{"scale": 256, "mirrored": False, "part": "center"}]
+    (tmp_path / "crops" / "run.json").write_text(json.dumps(run))
+    crops = read_run(tmp_path / "crops")
+    assert command not in render_page(build_report(crops), crops, build_gallery(crops, None)).decode()
 
 
 @pytest.mark.parametrize("data", ["/gone/away", None])
@@ -318,8 +336,9 @@ def test_matrix_of_the_worst_classes_counts_the_diagonal_and_elsewhere(tmp_path:
     text = render_page(build_report(run), run, build_gallery(run, None)).decode()
     matrix = text[text.index('<table class="matrix">') :]
     body = matrix[matrix.index("<tbody>") : matrix.index("</tbody>")]
-    rows = [re.findall(r"<td[^>]*>(\d*)</td>", row) for row in body.split("<tr>")[1:]]
+    rows = [re.findall(r"<td[^>]*>(?:<a [^>]*>)?(\d*)", row) for row in body.split("<tr>")[1:]]
     assert rows == [["", "1", "1"], ["3", "1", "0"]]  # the second class is the worst; fox is elsewhere
+    assert re.findall(r'href="#(pair-[^"]*)">(\d+)', body) == [("pair-1-0", "1"), ("pair-0-1", "3")]
 
 
 def test_class_names_on_the_page_link_to_their_class(tmp_path: Path) -> None:
@@ -345,8 +364,44 @@ def test_reliability_diagram_has_the_filled_bins_in_percent(tmp_path: Path) -> N
         assert [(row["images"], row["confidence"], row["accuracy"]) for row in rows] == [(1, 30, 100), (2, 96, 50)]
         vl_convert.vegalite_to_svg({**chart, "width": 400}, vl_version=VEGA_LITE)
     nothing = build_report(read_run(write_run(tmp_path, [refused("n01/a.png", 0)])))
-    assert reliability_chart(nothing) is None
-    assert bin_sizes_chart(nothing) is None
+    assert {chart(nothing) for chart in (reliability_chart, bin_sizes_chart, histogram_chart, risk_chart)} == {None}
+
+
+def test_histogram_shows_right_and_wrong_answers_side_by_side_each_in_percent_of_its_own(tmp_path: Path) -> None:
+    lines = [evaluated(f"n01/{n}.png", 0, [0], 1, first=score) for n, score in enumerate((0.97, 0.99, 0.4))]
+    lines += [mistake(f"n02/{n}.png", 1, 2, score) for n, score in enumerate((0.93, 0.96, 0.51, 0.9))]
+    run = read_run(write_run(tmp_path, lines))
+    chart = histogram_chart(build_report(run))
+    assert chart is not None
+    rows = [tuple(row[key] for key in ("low", "high", "images", "share")) for row in chart["data"]["values"]]
+    assert rows == [
+        (35, 37.5, 1, 33.33), (95, 97.5, 2, 66.67),
+        (52.5, 55, 1, 25), (87.5, 90, 1, 25), (92.5, 95, 1, 25), (97.5, 100, 1, 25),
+    ]  # fmt: skip
+    vl_convert.vegalite_to_svg({**chart, "width": 400}, vl_version=VEGA_LITE)
+    page = Elements(render_page(build_report(run), run, build_gallery(run, None)).decode())
+    assert "3 right answers and of the 4 wrong ones" in page.text
+    assert "50.0 % of the wrong answers (2) have a score above 0.9" in page.text  # 0.9 is not above itself
+
+
+def test_page_shows_the_threshold_and_the_error_of_each_coverage_once(tmp_path: Path) -> None:
+    lines = [evaluated(f"{n}.png", 0, [0], 1, first=0.9 - n / 100) for n in range(6)]
+    lines += [mistake(f"{n}.png", 1, 2, 0.51234567) for n in range(6, 10)]
+    run = read_run(write_run(tmp_path, lines))
+    report = build_report(run)
+    assert [(row["coverage"], row["threshold"]) for row in coverage_rows(report)] == [(100, 0.51234567), (50, 0.86)]
+    page = Elements(render_page(report, run, build_gallery(run, None)).decode())
+    assert re.search(r"50\.0 %\s*0\.86\s*0\.00\s*0\.00 – 43\.45", page.text)
+    chart = risk_chart(report)
+    assert chart is not None
+    vl_convert.vegalite_to_svg({**chart, "width": 400}, vl_version=VEGA_LITE)
+
+
+def test_the_matrix_is_named_a_confusion_matrix(tmp_path: Path) -> None:
+    page = page_of(tmp_path, [mistake("n01/a.png", 0, 2), mistake("n02/b.png", 1, 2)])
+    assert "Confusion matrix of the 2 classes with the highest top-1 error" in page.text
+    (name,) = [element["aria-labelledby"] for element in page.named("div") if element.get("role") == "region"]
+    assert name in {element.get("id") for element in page.named("h3")}
 
 
 def test_ranks_of_the_truth_are_counted_on_the_page(tmp_path: Path) -> None:

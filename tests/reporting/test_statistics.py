@@ -12,11 +12,13 @@ from statsmodels.stats.proportion import proportion_confint
 
 from prelunet.evaluator.reporting.statistics import (
     BINS,
+    HISTOGRAM_BINS,
     calibration,
     error_percent,
     macro_error,
     macro_interval,
     rank_summary,
+    risk_coverage,
     wilson_interval,
 )
 
@@ -60,6 +62,7 @@ def test_without_images_nothing_is_known() -> None:
     assert macro_interval([], [], []) == (0.0, 100.0)
     assert macro_interval([0, 0], [0, 0], [0, 0]) == (0.0, 100.0)
     assert calibration([], []) is None
+    assert risk_coverage([], []) is None
 
 
 def test_an_error_is_percent_with_four_decimals() -> None:
@@ -219,3 +222,62 @@ def test_ranks_are_summarized_by_mean_median_and_steps_that_end_at_the_number_of
     assert found.median == statistics.median(ranks)
     assert found.mean == pytest.approx(statistics.fmean(ranks), abs=ROUNDING)
     assert found.mean_reciprocal == pytest.approx(statistics.fmean(1 / rank for rank in ranks), abs=ROUNDING)
+
+
+ANSWERS = st.lists(st.tuples(st.integers(0, 40), st.booleans()), min_size=1, max_size=300)
+
+
+@settings(deadline=None, max_examples=50)
+@given(ANSWERS)
+def test_the_histogram_counts_right_and_wrong_answers_by_score(images: list[tuple[int, bool]]) -> None:
+    found = calibration([step / 40 for step, _ in images], [right for _, right in images])
+    assert found is not None
+    assert len(found.histogram) == HISTOGRAM_BINS
+    for place, entry in enumerate(found.histogram):
+        own = [right for step, right in images if place < Fraction(step, 2) <= place + 1 or step == place == 0]
+        assert (entry.right, entry.wrong) == (own.count(True), own.count(False))
+        assert (entry.low, entry.high) == (place / 20, (place + 1) / 20)
+
+
+@settings(deadline=None, max_examples=50)
+@given(ANSWERS)
+def test_risk_against_coverage_equals_a_plain_loop_with_equal_scores_kept_together(
+    images: list[tuple[int, bool]],
+) -> None:
+    scored = [(step / 40, right) for step, right in images]
+    found = risk_coverage([score for score, _ in scored], [right for _, right in scored])
+    assert found is not None
+
+    def kept(threshold: float) -> list[bool]:
+        return [right for score, right in scored if score >= threshold]
+
+    risks = [Fraction(kept(score).count(False), len(kept(score))) for score, _ in scored]
+    assert found.area == pytest.approx(float(100 * sum(risks) / len(risks)), abs=ROUNDING)
+    expected = []
+    for percent in range(1, 101):
+        enough = [score for score, _ in scored if 100 * len(kept(score)) >= percent * len(scored)]
+        if not expected or expected[-1] != max(enough):
+            expected.append(max(enough))
+    assert [point.threshold for point in found.points] == expected
+    for point in found.points:
+        own = kept(point.threshold)
+        assert (point.images, point.top1_wrong) == (len(own), own.count(False))
+        assert point.coverage == pytest.approx(100 * len(own) / len(scored), abs=ROUNDING)
+        assert point.top1_error == error_percent(own.count(False), len(own))
+        assert point.top1_interval == list(wilson_interval(own.count(False), len(own)))
+    assert found.points[-1].images == len(scored)
+
+
+def test_the_area_is_the_error_where_all_scores_are_equal_and_less_where_scores_tell_wrong_answers() -> None:
+    right = [True, True, False, True]
+    alike, sorted_out = risk_coverage([0.3] * 4, right), risk_coverage([0.9, 0.8, 0.1, 0.7], right)
+    assert alike is not None
+    assert sorted_out is not None
+    assert (alike.area, [point.coverage for point in alike.points]) == (25, [100])
+    assert sorted_out.area == 6.25  # wrong only among all four: (0 + 0 + 0 + 1/4) / 4
+
+
+def test_a_score_that_half_precision_lifts_above_one_is_kept_at_a_threshold_of_one() -> None:
+    found = risk_coverage([1.0005, 1.0, 0.5], [True, False, True])
+    assert found is not None
+    assert [(point.threshold, point.images) for point in found.points] == [(1.0, 2), (0.5, 3)]

@@ -2,6 +2,7 @@
 
 import json
 import random
+import shutil
 import signal
 import subprocess
 import sys
@@ -126,6 +127,28 @@ def test_killed_while_an_old_run_is_deleted_the_same_command_starts_over(
         assert found.pop("run.json").replace(b"old.onnx", b"m.onnx") == whole[1]["run.json"]
         assert found.items() <= whole[1].items(), f"killed at step {step}"
         assert (folder / "report" / "report.json").exists() == (step == 1)
+
+
+def test_killed_while_heat_maps_are_stored_the_same_command_ends_in_the_same_bytes(
+    children: ForkServer, data: Path, tmp_path: Path
+) -> None:
+    order = {"data": data, "folder": tmp_path / "run", "copies": 1}
+    assert children.kill_at_step(0, **order, heatmaps=0) == 0
+    run = contents(tmp_path / "run")
+    shutil.copytree(tmp_path / "run", tmp_path / "whole")
+    order_of_all = {**order, "folder": tmp_path / "whole"}
+    assert children.kill_at_step(0, **order_of_all, heatmaps=4) == 0
+    whole = (tmp_path / "whole" / "heatmaps.jsonl").read_bytes()
+    assert whole.count(b"\n") == 4
+    for step in count(1):
+        (tmp_path / "run" / "heatmaps.jsonl").unlink(missing_ok=True)
+        if children.kill_at_step(step, **order, heatmaps=4) == 0:
+            break
+        children.kill_at_step(1 + step % 2, **order, heatmaps=4)  # and again, while it resumes
+        assert children.kill_at_step(0, **order, heatmaps=4) == 0
+        assert (tmp_path / "run" / "heatmaps.jsonl").read_bytes() == whole, f"killed at step {step}"
+        assert contents(tmp_path / "run") == run
+    assert step == 4 * 2 + 1, "a line is written and synchronized"
 
 
 def test_the_program_killed_at_random_moments_resumes_and_ends_in_the_same_bytes(

@@ -42,8 +42,8 @@ class Splits:
 def open_splits(path: Path) -> Splits:
     """Open a folder or archive with class folders in `train/` and `val/`, or a folder with shards.
 
-    Shards are in `train/` and `val/`, or side by side with these words in their names. A training class may be missing
-    from `val/`, but not the other way round.
+    Shards are in `train/` and `val/`, or side by side with these words in their names. `val/` may be named `valid/` or
+    `validation/`, or be Tiny-ImageNet's. A training class may be missing from it, but not the other way round.
     Raises DatasetError if a split is missing, a class folder is empty, there is only one class, or `val/` has a class
     that `train/` does not have.
     """
@@ -69,7 +69,7 @@ def open_splits(path: Path) -> Splits:
         )
     labels = {wnid: label for label, wnid in enumerate(train.classes)}
     samples = [replace(sample, label=labels[val.classes[sample.label]]) for sample in val.samples]
-    return Splits(train, Dataset(val.location, train.classes, samples, val.reader))
+    return Splits(train, Dataset(val.location, train.classes, samples, val.reader, val.layout, val.remarks))
 
 
 def median_shorter_side(dataset: Dataset) -> float:

@@ -8,6 +8,7 @@ from typing import Any
 
 from prelunet.evaluator.contract import center_scale
 from prelunet.evaluator.datasets.layouts import SHARDS
+from prelunet.evaluator.datasets.open import VALIDATION
 from prelunet.evaluator.errors import EnvironmentFault, UsageError
 from prelunet.evaluator.json_checks import differences, format_differences
 from prelunet.training.data.splits import Splits, embedded_dataset_path, open_splits
@@ -82,7 +83,7 @@ def train(
 
 def check_folder_location(folder: Path, dataset: Path) -> None:
     """Raise UsageError for a run folder among the class folders, where it would count as a class."""
-    if folder.resolve().parent in {(dataset / split).resolve() for split in ("train", "val")}:
+    if folder.resolve().parent in {(dataset / split).resolve() for split in ("train", *VALIDATION)}:
         raise UsageError(
             f"--out {folder}: lies among the class folders of {dataset}, where it would count as a class. Choose a "
             "folder outside the dataset"
@@ -140,6 +141,7 @@ def setup_messages(recipe: Recipe, splits: Splits, group: ProcessGroup, parallel
     else:
         unused = "" if parallel is None else f"; one process, so --parallel {parallel} has no effect"
         yield f"training on {group.device}, {recipe.precision}{unused}"
+    yield from (f"validation images: {remark}" for remark in splits.val.remarks)
     low, high = recipe.scales
     yield f"crop {recipe.crop}, scales {low} to {high}, batch {recipe.batch}, rate {recipe.rate:.4g}"
     if recipe.precision == "bf16" and not device_supports_bf16(group.device):

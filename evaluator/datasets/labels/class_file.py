@@ -5,16 +5,17 @@ the whole line is the name. JSON: a list of names, a list of {"wnid", "name"}, o
 [wnid, name] (imagenet_class_index.json) or to the name.
 """
 
+import re
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from prelunet.evaluator.contract import ClassEntry
-from prelunet.evaluator.datasets.labels.class_names import WNID
 from prelunet.evaluator.errors import UsageError, from_os_error
 from prelunet.evaluator.json_checks import parse_json, require_keys, require_list, require_str
 
+WNID = re.compile(r"n\d{8}", re.ASCII)  # of ImageNet
 IMAGENET_1K = "imagenet-1k"  # the name of the built-in list: ImageNet's 1000 classes in sorted wnid order
 MAX_CLASSES = 100_000  # a typo beyond this would request more memory than machines have
 

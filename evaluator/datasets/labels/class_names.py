@@ -9,12 +9,14 @@ import unicodedata
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from pathlib import Path
 
+from prelunet.evaluator.datasets.labels.class_file import IMAGENET_1K, WNID, read_class_list
 from prelunet.evaluator.datasets.sources.base import format_names
 from prelunet.evaluator.errors import DatasetError
 
 NUMBER = re.compile(r"-?\d{1,9}", re.ASCII)
-WNID = re.compile(r"n\d{8}", re.ASCII)  # of ImageNet
+_IMAGENET_WNIDS = "ImageNet's wnids, matched to the model's class names by the list of ImageNet's 1000 classes"
 NO_LABEL = "-1"  # the label in public copies of ImageNet's test set
 
 
@@ -39,9 +41,29 @@ class ClassList:
                 found.setdefault(form, []).append(index)
         return found
 
+    @cached_property
+    def by_imagenet_wnid(self) -> dict[str, list[int]]:
+        """Return the class indices for each wnid of ImageNet's 1000 classes, if the model's classes have only names.
+
+        If all names agree with ImageNet's in order, each wnid has one index. Otherwise the name of a class finds its
+        wnid, or all wnids of that name.
+        """
+        if any(map(WNID.fullmatch, self.wnids)):
+            return {}
+        entries = read_class_list(Path(IMAGENET_1K))
+        imagenet = ClassList(tuple(entry.wnid for entry in entries), tuple(entry.name for entry in entries))
+        matches = [imagenet.by_name.get(_normalized(name), []) for name in self.names]
+        if len(matches) == len(entries) and all(index in match for index, match in enumerate(matches)):
+            return {wnid: [index] for index, wnid in enumerate(imagenet.wnids)}
+        found: dict[str, list[int]] = {}
+        for index, match in enumerate(matches):
+            for position in match:
+                found.setdefault(imagenet.wnids[position], []).append(index)
+        return found
+
     def contains(self, word: str) -> bool:
-        """Return whether a word is a wnid or a name of at least one class."""
-        return word in self.by_wnid or _normalized(word) in self.by_name
+        """Return whether a word is a wnid or a name of at least one class, or a wnid of ImageNet with such a name."""
+        return word in self.by_wnid or _normalized(word) in self.by_name or self._is_imagenet_wnid(word)
 
     def resolve_labels(
         self, words: Mapping[str, str], *, by_position: bool = False, chosen: bool = False
@@ -73,7 +95,8 @@ class ClassList:
                 f"{words[odd[0]]}: {odd[0]!a:.80} is not an integer, but the {numbers} others are class indices. Use "
                 "labels of one kind: class indices or wnids"
             )
-        return {word: self._index_by_name(word, place) for word, place in words.items()}, "class names"
+        kind = _IMAGENET_WNIDS if any(map(self._is_imagenet_wnid, words)) else "class names"
+        return {word: self._index_by_name(word, place) for word, place in words.items()}, kind
 
     def folder_numbers(self, folders: Sequence[str], place: str) -> dict[str, int] | None:
         """Return the class index of each folder if the folders are numbered from 0, one per class; otherwise None.
@@ -86,6 +109,9 @@ class ClassList:
         if sorted(numbers.values()) == list(range(1, len(self.wnids) + 1)):
             raise DatasetError(f"{place}: the folders are {_one_based_hint(numbers.values())}, or rename the folders")
         return numbers if sorted(numbers.values()) == list(range(len(self.wnids))) else None
+
+    def _is_imagenet_wnid(self, word: str) -> bool:
+        return bool(WNID.fullmatch(word)) and word in self.by_imagenet_wnid
 
     def _indices(self, words: Mapping[str, str], *, by_position: bool, chosen: bool) -> dict[str, int]:
         """Read class indices, counted from 0."""
@@ -113,6 +139,8 @@ class ClassList:
         """Return the index of the only class with a name, or of a wnid."""
         if word in self.by_wnid:
             return self.by_wnid[word]  # a wnid among names is still unambiguous
+        if self._is_imagenet_wnid(word):
+            return self._index_by_imagenet_wnid(word, place)
         found = self.by_name.get(_normalized(word), [])
         if not found:
             raise DatasetError(
@@ -123,6 +151,19 @@ class ClassList:
             both = " and ".join(f"{self.wnids[index]} ({self.names[index]})" for index in found[:3])
             raise DatasetError(
                 f"{place}: {word!a:.80} could be {both}, class indices {found[0]} and {found[1]}. Use wnids"
+            )
+        return found[0]
+
+    def _index_by_imagenet_wnid(self, wnid: str, place: str) -> int:
+        """Return the index of the only class whose name ImageNet gives to a wnid, and to no other."""
+        found = self.by_imagenet_wnid[wnid]
+        wnids = [other for other, indices in self.by_imagenet_wnid.items() if not set(found).isdisjoint(indices)]
+        if len(found) > 1 or len(wnids) > 1:
+            classes = " and ".join(f"{self.wnids[index]!a:.80} (class index {index})" for index in found)
+            raise DatasetError(
+                f"{place}: the model's classes have names but no wnids, and by name {' and '.join(wnids)} could be "
+                f"{classes}. Use class names or indices for the labels, or adopt the model again with wnids in its "
+                f"--classes ({IMAGENET_1K} if they are ImageNet's 1000 in order)"
             )
         return found[0]
 

@@ -9,7 +9,8 @@ import re
 from collections.abc import Collection, Sequence
 from pathlib import Path
 
-from prelunet.evaluator.datasets.labels.class_names import WNID, ClassList
+from prelunet.evaluator.datasets.labels.class_file import WNID
+from prelunet.evaluator.datasets.labels.class_names import ClassList
 from prelunet.evaluator.datasets.labels.label_lists import check_count
 from prelunet.evaluator.datasets.labels.read_meta_mat import MAX_META_MAT_BYTES, read_synsets
 from prelunet.evaluator.datasets.sources.base import LabelFile, format_names
@@ -19,7 +20,7 @@ from prelunet.evaluator.errors import DatasetError, UsageError
 GROUND_TRUTH = "ILSVRC2012_validation_ground_truth.txt"
 META_MAT = "meta.mat"
 MAPPING_FILES = ("synsets.txt", "map_clsloc.txt", "wnids.txt")  # text files that may map devkit ids to wnids
-_VAL_NAME = re.compile(r"ILSVRC2012_val_(\d{8})(?:_n\d{8})?\.\w+", re.ASCII)
+VAL_NAME = re.compile(r"ILSVRC2012_val_(\d{8})(?:_n\d{8})?\.\w+", re.ASCII)
 _LARGEST_ID = 999_999_999  # nine digits, as in text mappings
 
 
@@ -35,22 +36,22 @@ def labels_of_devkit(file: LabelFile, images: Sequence[str], classes: ClassList)
     check_count(len(ids), images, file.path)
     mapping = _mapping_beside(file)
     wnid_of = _read_mapping(mapping, classes.by_wnid)
-    index_of: dict[int, int] = {}
+    places: dict[str, str] = {}  # wnid → where its id first occurs
     for line, devkit_id in enumerate(ids, start=1):
-        if devkit_id in index_of:
-            continue
         if (wnid := wnid_of.get(devkit_id)) is None:
             raise DatasetError(
                 f"{file.path}: line {line} has the id {devkit_id}, which is not in {mapping.path}. Use both files from "
                 "the same devkit"
             )
-        if wnid not in classes.by_wnid:
+        if wnid not in places and not classes.contains(wnid):
             raise DatasetError(
                 f"{file.path}: line {line} has the id {devkit_id}, which is {wnid}, not one of the model's "
                 f"{len(classes.wnids)} classes ({format_names(classes.wnids)}). Use a dataset with the model's classes"
             )
-        index_of[devkit_id] = classes.by_wnid[wnid]
-    return [index_of[devkit_id] for devkit_id in ids], [f"labels from {file.path}, ids mapped by {mapping.path}"]
+        places.setdefault(wnid, f"{file.path}: line {line}")
+    index, kind = classes.resolve_labels(places)
+    remark = f"labels from {file.path}, ids mapped by {mapping.path}, read as {kind}"
+    return [index[wnid_of[devkit_id]] for devkit_id in ids], [remark]
 
 
 def _read_ids(file: LabelFile) -> list[int]:
@@ -67,18 +68,23 @@ def _read_ids(file: LabelFile) -> list[int]:
 
 def _check_numbering(images: Sequence[str], path: Path) -> None:
     """Check that ILSVRC's numbers in the names, if any, match the positions: labels are assigned by position."""
-    if test := [name for name in images if "_test_" in name.rpartition("/")[2].lower()]:
-        raise DatasetError(
-            f"{path}: the ground truth of validation images, but {format_names(test[:1])} is named as a test image. "
-            "Use the test set without labels: --no-labels"
-        )
+    refuse_test_images(images, path, "the ground truth")
     for number, name in enumerate(images, start=1):
-        found = _VAL_NAME.fullmatch(name.rpartition("/")[2])
+        found = VAL_NAME.fullmatch(name.rpartition("/")[2])
         if found and int(found[1]) != number:
             raise DatasetError(
                 f"{path}: {name} is image {number} in sorted order, so it would get another image's label. "
                 "Restore the missing images, or pass a list of names and labels"
             )
+
+
+def refuse_test_images(images: Sequence[str], path: Path, what: str) -> None:
+    """Refuse images of the test set, which labels of validation images would not fit. what: the labels, in words."""
+    if test := [name for name in images if "_test_" in name.rpartition("/")[2].lower()]:
+        raise DatasetError(
+            f"{path}: {what} of validation images, but {format_names(test[:1])} is named as a test image. "
+            "Use the test set without labels: --no-labels"
+        )
 
 
 def read_devkit_ids(path: Path, wnids: Collection[str] = ()) -> dict[str, int]:
@@ -173,13 +179,11 @@ def _read_text(file: LabelFile, wnids: Collection[str]) -> list[tuple[int, str]]
     return found
 
 
-def wnids_in_names(images: Sequence[str], classes: ClassList) -> list[int] | None:
-    """Return the labels if every name ends in a wnid of the model (`ILSVRC2012_val_00000293_n01440764.JPEG`)."""
-    labels = []
-    for name in images:
-        stem = name.rpartition("/")[2].partition(".")[0]
-        label = classes.by_wnid.get(stem.rpartition("_")[2]) if WNID.fullmatch(stem[-9:]) else None
-        if label is None:
-            return None
-        labels.append(label)
-    return labels
+def wnids_in_names(images: Sequence[str], classes: ClassList) -> tuple[list[int], list[str]] | None:
+    """Return labels and remarks if every name ends in a wnid (`ILSVRC2012_val_00000293_n01440764.JPEG`), else None."""
+    wnids = [name.rpartition("/")[2].partition(".")[0].rpartition("_")[2] for name in images]
+    words = dict(zip(reversed(wnids), reversed(images), strict=True))  # wnid → the first image that names it
+    if not all(WNID.fullmatch(wnid) and classes.contains(wnid) for wnid in words):
+        return None
+    index, kind = classes.resolve_labels(words)
+    return [index[wnid] for wnid in wnids], [] if kind == "wnids" else [f"the images' names end in {kind}"]

@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 from itertools import product
 from pathlib import Path
 
+from prelunet.evaluator.datasets.labels.class_file import WNID
 from prelunet.evaluator.datasets.labels.class_names import ClassList
 from prelunet.evaluator.datasets.sources.base import LabelFile, format_names
 from prelunet.evaluator.errors import DatasetError
@@ -44,6 +45,11 @@ def labels_of_list(
     for entry in entries:
         words.setdefault(entry.label, f"{file.path}: line {entry.line}")
     by_position = not entries[0].name
+    if len(entries) > len(classes.wnids) and list(words) == [str(number + 1) for number in range(len(entries))]:
+        raise DatasetError(
+            f"{file.path}: line i has the label i, so these are the numbers of the images, as in ILSVRC's "
+            "ImageSets/CLS-LOC, not their classes. Pass their labels, such as LOC_val_solution.csv, with --labels FILE"
+        )
     index, kind = classes.resolve_labels(words, by_position=by_position)
     remarks = [f"labels from {file.path}, read as {kind}{columns}"]
     if by_position:
@@ -91,7 +97,7 @@ def read_label_list(file: LabelFile) -> tuple[list[LabelEntry], str]:
             if columns is not None:
                 width, columns_note = len(row), _columns_in_words(row, columns)
                 continue
-            columns = 0, 1
+            columns, width = (0, 1), _width(row)
         name, label = (row[column].strip() for column in columns) if len(row) == width else ("", "")
         if not name:
             raise DatasetError(
@@ -161,6 +167,12 @@ def _columns_in_words(row: list[str], columns: tuple[int, int]) -> str:
     rows = next((word for word in row if word.strip().casefold() == _ROW_NUMBER and word.strip() != label), None)
     aside = f"; {rows.strip()!r} counts the rows" if rows else ""
     return f" (columns {name!r} and {label!r}{aside})"
+
+
+def _width(row: list[str]) -> int:
+    """Return the number of fields in a row without header: two, or with a box, as in Tiny-ImageNet's annotations."""
+    boxed = len(row) == 1 + _BOX and WNID.fullmatch(row[1]) and all(map(str.isdigit, row[2:]))
+    return len(row) if boxed else 2
 
 
 def _word(label: str, path: Path, line: int) -> str:

@@ -11,6 +11,7 @@ from prelunet.evaluator.terminal import escape_unprintable
 
 # Suffixes of files other than images: label lists, devkit files, labels in webdataset shards.
 LABEL_SUFFIXES = (".txt", ".csv", ".mat", ".cls", ".json")
+TAR, PARQUET = ".tar", ".parquet"  # files of these contain images and their labels
 MAX_LIST_BYTES = 256 * 1024**2  # bytes; a list of ImageNet's 1.3 million training images has 60 MB
 _LONGEST_NAME = 80  # characters of a name in a message
 
@@ -31,7 +32,7 @@ class Source(Protocol):
         ...
 
     def other_files(self, subfolder: str) -> dict[str, int]:
-        """Return name → size in bytes of the tars and possible label files directly in a folder."""
+        """Return name → size in bytes of the shards and possible label files directly in a folder."""
         ...
 
     def read(self, name: str, limit: int) -> bytes:

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from prelunet.evaluator.datasets.sources.base import LABEL_SUFFIXES, LabelFile, too_large
+from prelunet.evaluator.datasets.sources.base import LABEL_SUFFIXES, PARQUET, TAR, LabelFile, too_large
 from prelunet.evaluator.errors import DatasetError, PreluNetError, from_os_error
 from prelunet.evaluator.imaging.decode import SUFFIXES
 
@@ -62,14 +62,16 @@ class FolderSource:
         return FolderSource(self.root / subfolder)
 
     def other_files(self, subfolder: str) -> dict[str, int]:
-        """Return name → size in bytes of the tars and possible label files directly in a folder."""
+        """Return name → size in bytes of the shards and possible label files directly in a folder."""
         folder = self.root / subfolder
         try:
             with os.scandir(folder) as entries:
                 return {
                     entry.name: entry.stat().st_size
                     for entry in entries
-                    if entry.name.endswith((*LABEL_SUFFIXES, ".tar")) and is_visible(entry.name) and entry.is_file()
+                    if entry.name.endswith((*LABEL_SUFFIXES, TAR, PARQUET))
+                    and is_visible(entry.name)
+                    and entry.is_file()
                 }
         except OSError as error:
             raise reading_error(error, error.filename or folder) from error

@@ -7,6 +7,7 @@ function drawCharts() {
     const options = { mode: "vega-lite", renderer: "svg", actions: false, ast: true, tooltip: { theme: "report" } };
     window.vegaEmbed(`#${name}-chart`, spec, options).then(({ view }) => {
       view.addEventListener("click", (_, item) => goToClass(item?.datum));
+      addChartButtons(name, view);
     });
   }
 }

@@ -1,6 +1,7 @@
-// Draws the charts and starts the table and the class view. Without JavaScript the page shows everything else.
+// Draws the charts and starts the heat maps, the table and the class view. Without JavaScript the page shows everything else.
 
 drawCharts();
+startHeatMaps();
 
 const allViews = document.getElementById("all-views");
 if (allViews) {
@@ -13,4 +14,7 @@ if (allViews) {
   });
 }
 
+addCopyButton();
+addCsvButtons();
+startPairs();
 startClassView(startReportTable());

@@ -1,4 +1,4 @@
-// The panel of one class: its numbers, its confusions, its error for each view, its images.
+// The panel of one class: its numbers, its confusions, its error for each view, its images; or that of one pair.
 // The URL fragment names the class: #class-123. So links open classes, and the browser's "back" closes them.
 
 const CONFUSIONS_SHOWN = 8;
@@ -11,11 +11,12 @@ function startClassView(order) {
 
   function route() {
     const index = Number(/^#class-(\d{1,7})$/.exec(location.hash)?.[1] ?? -1);
-    if (!classes[index]) {
+    const content = classes[index] ? classContent(classes[index], neighbors(index, order())) : pairContent(location.hash);
+    if (!content) {
       dialog.close();
       return;
     }
-    dialog.replaceChildren(...classContent(classes[index], neighbors(index, order())));
+    dialog.replaceChildren(...content);
     if (!dialog.open) dialog.showModal();
     dialog.scrollTop = 0;
     dialog.querySelector("h2").focus({ preventScroll: true });
@@ -23,7 +24,7 @@ function startClassView(order) {
 
   dialog.addEventListener("close", () => {
     // A new history entry: the page keeps its scroll position, and "back" reopens the class.
-    if (location.hash.startsWith("#class-")) history.pushState(null, "", location.pathname + location.search);
+    if (/^#(class|pair)-/.test(location.hash)) history.pushState(null, "", location.pathname + location.search);
   });
   dialog.addEventListener("click", (event) => {
     if (event.target === dialog || event.target.closest(".close")) dialog.close();
@@ -42,7 +43,7 @@ function startClassView(order) {
   });
   addEventListener("hashchange", route);
   addEventListener("popstate", route);
-  if (location.hash.startsWith("#class-")) route();
+  route();
 }
 
 /** Return the classes before and after this one in the table, or by index if the table does not show this one. */
@@ -120,10 +121,11 @@ function besideAverage(points) {
 
 function classConfusions(entry) {
   const side = (title, none, pairs, all) => {
+    const pairOf = (index) => (all ? `#pair-${entry.index}-${index}` : `#pair-${index}-${entry.index}`);
     const reach = Math.max(...pairs.map(([, count]) => count), 1);
     const list = make("ol.taken-for");
     const rows = pairs.map(([index, count]) =>
-      make("li", null, classLink(index), make("span.number", null, integer(count), all ? make("small", null, ` · ${decimal((100 * count) / all)} %`) : null),
+      make("li", null, classLink(index), make("a.number", { href: pairOf(index), title: "Show the images" }, integer(count), all ? make("small", null, ` · ${decimal((100 * count) / all)} %`) : null),
         make("span.bar", { "aria-hidden": true }, make("i", { style: `width:${((100 * count) / reach).toFixed(1)}%` }))));
     return make("div", null, make("h3", null, title), pairs.length ? list : make("p.quiet", null, none), ...paged(list, rows, CONFUSIONS_SHOWN, "classes"));
   };
@@ -177,15 +179,17 @@ function classImages(entry) {
 
 function imageSection(entry, title, count, images, about) {
   if (!count) return null;
+  const hasTile = (image) => image.picture || image.heatMaps;
   const tiles = make("div.gallery");
   const list = make("ul.shots");
-  const pictured = images.filter((image) => image.picture).map((image) => imageTile(entry, image));
-  const plain = images.filter((image) => !image.picture).map((image) => imageRow(entry, image));
+  const pictured = images.filter(hasTile).map((image) => imageTile(entry, image));
+  const plain = images.filter((image) => !hasTile(image)).map((image) => imageRow(entry, image));
   return make(
     "section",
     null,
     make("h3", null, `${title} (${integer(count)})`),
     images.length > 1 ? make("p.about", null, about) : null,
+    images.some((image) => image.heatMaps) ? heatMapLegend() : null,
     pictured.length ? tiles : null,
     ...paged(tiles, pictured, TILES_SHOWN, "pictures"),
     plain.length ? list : null,
@@ -195,23 +199,25 @@ function imageSection(entry, title, count, images, about) {
 
 /** Return a tile like those of the page's gallery. */
 function imageTile(entry, image) {
-  const tiny = image.picture.startsWith("data:image/png");
-  return make(
+  const tag = image.picture?.startsWith("data:image/png") ? "img.tiny" : "img";
+  const figure = make(
     "figure",
     null,
-    make("div.picture", null, make(tiny ? "img.tiny" : "img", { src: image.picture, alt: `${entry.name}, ${image.file}` })),
-    make("figcaption", null, make("p.truth", null, "", make("small", null, imageNote(image))),
+    image.picture ? make("div.picture", null, make(tag, { src: image.picture, alt: `${entry.name}, ${image.file}` })) : null,
+    make("figcaption", null, make("p.truth", null, alsoTrue(image), make("small", null, imageNote(image))),
       make("ol", null, image.top.map(([index, score]) =>
-        make(index === entry.index ? "li.right" : "li", null, classLink(index), make("span.number", null, score.toFixed(2)),
+        make(image.labels.includes(index) ? "li.right" : "li", null, classLink(index), make("span.number", null, score.toFixed(2)),
           score >= 0.005 ? make("i", { style: `width:${(100 * Math.min(score, 1)).toFixed(1)}%` }) : null))),
       make("p.file", null, fileName(image.file))),
   );
+  if (image.heatMaps) addHeatMaps(figure, image.heatMaps);
+  return figure;
 }
 
 function imageRow(entry, image) {
   const answers = image.top.flatMap(([index, score], place) => [
     place ? " · " : "",
-    make(index === entry.index ? "span.answer.right" : "span.answer", null, classLink(index), ` ${score.toFixed(3)}`),
+    make(image.labels.includes(index) ? "span.answer.right" : "span.answer", null, classLink(index), ` ${score.toFixed(3)}`),
   ]);
   const confidence = 100 * Math.min(image.top[0][1], 1);
   return make(
@@ -219,13 +225,18 @@ function imageRow(entry, image) {
     null,
     make("p.file", null, fileName(image.file)),
     make("span.number.quiet", null, imageNote(image)),
-    make("p.answers", null, answers),
+    make("p.answers", null, answers, image.labels.length > 1 ? `; ${alsoTrue(image)}` : ""),
     make("span.bar", { "aria-hidden": true, class: image.rank > 1 ? "bar second" : "bar" }, make("i", { style: `width:${confidence.toFixed(1)}%` })),
   );
 }
 
 function imageNote(image) {
   return `rank ${integer(image.rank)}${image.capped ? ", capped" : ""}`;
+}
+
+/** Return the further true classes of an image in words, "" if it has none. */
+function alsoTrue(image) {
+  return image.labels.slice(1).map((index) => `also ${classes[index].name}`).join(", ");
 }
 
 /** Return a file name that may wrap after each folder. */

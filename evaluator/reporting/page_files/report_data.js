@@ -40,7 +40,7 @@ function mistakenFor(index) {
 
 /** Return the listed images of a class: mistakes first, then right answers, then refused images. */
 function imagesOf(index) {
-  const [beginning, end, middles, ranks, width, answers, scores, reasons, capped] = data.images[index];
+  const [beginning, end, middles, ranks, width, answers, scores, reasons, capped, also = {}] = data.images[index];
   const cut = new Set(capped);
   return middles.map((middle, n) => {
     const file = beginning + middle + end;
@@ -49,14 +49,14 @@ function imagesOf(index) {
     for (let place = n * width; place < (n + 1) * width; place++) {
       top.push([answers[place], scores[place] / 1000]);
     }
-    return { file, rank: ranks[n], top, capped: cut.has(n), picture: pictureOf(`${index}-${n}`) };
+    return { file, rank: ranks[n], labels: [index, ...(also[n] ?? [])], top, capped: cut.has(n), picture: pictureOf(`${index}-${n}`), heatMaps: data.heatmaps[`${index}-${n}`] };
   });
 }
 
 /** Return the URL of a picture: its own tile, or the large picture of the gallery. */
 function pictureOf(key) {
-  const figure = document.querySelectorAll(".gallery figure")[data.large[key] ?? -1];
-  return data.tiles[key] ?? figure?.querySelector("img")?.src;
+  if (!(key in data.large)) return data.tiles[key]; // first: searching the page for each of 50,000 images takes minutes
+  return document.querySelectorAll(".gallery figure")[data.large[key]].querySelector("img")?.src;
 }
 
 /** Return a link that opens a class, with the wnid if other classes share its name. */

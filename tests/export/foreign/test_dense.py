@@ -1,5 +1,6 @@
 """A dense adopted net scores every window as the net itself scores that window of its feature map."""
 
+import base64
 import json
 from pathlib import Path
 from typing import Any
@@ -141,7 +142,10 @@ def test_the_command_line_adopts_evaluates_and_describes_a_dense_net(
         folder.mkdir(parents=True)
         for number in range(2):
             (folder / f"{number}.png").write_bytes(photo(52 + index, 70, "PNG", seed=number))
-    assert run(["validate", "--model", str(output), "--data", str(data), "--run", str(tmp_path / "run")]) == 0
+    validate = ["validate", "--model", str(output), "--data", str(data), "--run", str(tmp_path / "run")]
+    assert run([*validate, "--heatmaps", "1"]) == 0
+    (maps,) = map(json.loads, (tmp_path / "run" / "heatmaps.jsonl").read_text().splitlines())
+    assert len(set(base64.b64decode(maps["maps"][0]))) > 2, "windows differ"
     assert run(["report", str(tmp_path / "run")]) == 0
     report = json.loads((tmp_path / "run" / "report" / "report.json").read_text())
     assert (report["protocol"]["scales"], report["evaluated"]) == ([55, 62, 69], 2 * CLASSES)

@@ -13,8 +13,10 @@ import pytest
 from playwright.sync_api import expect
 
 from prelunet.evaluator.reporting.report import Report
+from prelunet.evaluator.reporting.report_page import write_report
 from prelunet.evaluator.validation.predictions import Prediction
 from prelunet.evaluator.validation.run import read_run
+from tests.helpers.run_folders import evaluated, write_run
 from tests.reporting.browser.browsing import HOSTILE, LAPTOP, PHONE, MonitoredPage, brightness, check_sorting, names_of
 
 pytestmark = pytest.mark.browser
@@ -386,3 +388,23 @@ def test_a_point_of_the_chart_opens_its_class(few: Path, visit: Callable[..., Mo
     page = visit(few).page
     page.locator("#error-chart .mark-symbol path").first.click()
     expect(page.locator("#class-view")).to_be_visible()
+
+
+def test_every_true_class_of_an_image_is_marked_in_the_view_of_its_class(
+    tmp_path: Path, visit: Callable[..., MonitoredPage]
+) -> None:
+    lines = [
+        {**evaluated("a.jpg", 1, [5, 2, 1], 2), "also": [2]},
+        {**evaluated("b.jpg", 1, [0, 1], 1), "also": [0, 3]},
+        evaluated("c.jpg", 1, [4, 2], 3),
+    ]
+    page = visit(write_report(write_run(tmp_path / "run", lines)).html, "#class-1").page
+    rows = page.locator("#class-view ul.shots li")
+    marked = {
+        row.locator(".file").first.inner_text(): row.locator(".answer.right").all_inner_texts() for row in rows.all()
+    }
+    names = {file: [text.rpartition(" ")[0].split(" n0")[0] for text in texts] for file, texts in marked.items()}
+    assert names == {"a.jpg": ["bottle", "crane"], "b.jpg": ["tench", "crane", "crane"], "c.jpg": ["crane"]}
+    assert "; also tench, also crane" in rows.filter(has_text="b.jpg").inner_text()
+    assert "; also bottle" in rows.filter(has_text="a.jpg").inner_text()
+    assert "; also" not in rows.filter(has_text="c.jpg").inner_text()

@@ -383,7 +383,8 @@ def test_the_report_message_has_the_fields_of_the_schema_in_order() -> None:
         return None if plain else fields(message)
 
     def properties(schema: dict) -> list:
-        return [(name, inside(part)) for name, part in schema["properties"].items()]
+        names = [name for name in schema["properties"] if name != "restriction"]  # which only `validate` offers
+        return [(name, inside(schema["properties"][name])) for name in names]
 
     def inside(part: dict) -> list | None:
         if "$ref" in part:

@@ -38,7 +38,7 @@ def test_processes_started_with_different_commands_are_refused_with_the_differen
         require_same_command(fake_group(same, same), other)
 
 
-@pytest.mark.parametrize("split", ["train", "val"])
+@pytest.mark.parametrize("split", ["train", "val", "validation"])
 def test_a_run_among_the_class_folders_is_refused(tmp_path: Path, split: str, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "data" / split).mkdir(parents=True)
     monkeypatch.chdir(tmp_path)
@@ -65,6 +65,13 @@ def test_emulated_bf16_is_reported(splits: Splits, monkeypatch: pytest.MonkeyPat
     assert len(messages(splits)) == 2  # nothing more for fp32
     monkeypatch.setattr(train, "device_supports_bf16", lambda _device: True)
     assert len(messages(splits, "bf16")) == 2
+
+
+def test_the_choice_of_the_validation_images_is_reported(tmp_path: Path) -> None:
+    root = make_dataset(tmp_path / "data")
+    (root / "val").rename(root / "valid")
+    expected = f"validation images: {root}: contains train, valid; the images are those in 'valid'"
+    assert expected in messages(open_splits(root))
 
 
 def test_shards_with_numbers_as_class_names_are_reported(splits: Splits) -> None:

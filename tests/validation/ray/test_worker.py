@@ -50,6 +50,22 @@ def test_a_worker_evaluates_a_chunk_as_the_driver_would_and_receives_only_its_sa
     np.testing.assert_array_equal(found[1], expected[1])
 
 
+def test_a_worker_predicts_among_the_classes_of_the_driver_and_ranks_the_best_of_several_true_ones(
+    job: Job, session: Session, dataset: Dataset
+) -> None:
+    classes = sorted({label for sample in dataset.samples for label in sample.labels})
+    some = replace(dataset, restriction={"name": "list", "classes": classes[:3]})
+    worker = Worker(pickle.loads(pickle.dumps(replace(job, dataset=replace(some, samples=())))))
+    worker.start()
+    chunk = [replace(sample, label=classes[0], also=(classes[2],)) for sample in dataset.samples[:9]]
+    (expected,) = evaluate_chunks([session], some, cluster_protocol(session), [chunk], CHUNK, 1)
+    found = worker.evaluate(chunk)
+    assert not isinstance(found, PreluNetError)
+    assert found[0] == expected[0]
+    assert {index for line in found[0] for index, _ in line.top} == set(classes[:3])
+    assert {line.rank for line in found[0] if line.refused is None} <= {1, 2}, "two of three classes are true"
+
+
 def test_a_worker_without_the_model_file_is_an_error(job: Job) -> None:
     error = Worker(replace(job, model=Path("/nowhere/m.onnx"))).start()
     assert isinstance(error, UsageError)

@@ -284,7 +284,7 @@ class ClassEntry(_message.Message):
     def __init__(self, wnid: _Optional[str] = ..., name: _Optional[str] = ...) -> None: ...
 
 class Report(_message.Message):
-    __slots__ = ("version", "images", "evaluated", "refused", "capped", "top1_wrong", "top1_error", "top1_interval", "top5_wrong", "top5_error", "top5_interval", "macro", "calibration", "ranks", "views", "scales", "mirrors", "model", "protocol", "dataset", "circumstances", "members", "classes", "confusions", "worst", "same_names", "suspicion", "refusals")
+    __slots__ = ("version", "images", "evaluated", "refused", "capped", "top1_wrong", "top1_error", "top1_interval", "top5_wrong", "top5_error", "top5_interval", "macro", "calibration", "risk_coverage", "ranks", "views", "scales", "mirrors", "model", "protocol", "dataset", "circumstances", "members", "classes", "confusions", "worst", "same_names", "suspicion", "refusals")
     VERSION_FIELD_NUMBER: _ClassVar[int]
     IMAGES_FIELD_NUMBER: _ClassVar[int]
     EVALUATED_FIELD_NUMBER: _ClassVar[int]
@@ -298,6 +298,7 @@ class Report(_message.Message):
     TOP5_INTERVAL_FIELD_NUMBER: _ClassVar[int]
     MACRO_FIELD_NUMBER: _ClassVar[int]
     CALIBRATION_FIELD_NUMBER: _ClassVar[int]
+    RISK_COVERAGE_FIELD_NUMBER: _ClassVar[int]
     RANKS_FIELD_NUMBER: _ClassVar[int]
     VIEWS_FIELD_NUMBER: _ClassVar[int]
     SCALES_FIELD_NUMBER: _ClassVar[int]
@@ -326,6 +327,7 @@ class Report(_message.Message):
     top5_interval: _containers.RepeatedScalarFieldContainer[float]
     macro: MacroErrors
     calibration: Calibration
+    risk_coverage: RiskCoverage
     ranks: Ranks
     views: _containers.RepeatedCompositeFieldContainer[ReportView]
     scales: _containers.RepeatedCompositeFieldContainer[ReportScale]
@@ -341,7 +343,7 @@ class Report(_message.Message):
     same_names: _containers.RepeatedCompositeFieldContainer[WholeNumbers]
     suspicion: str
     refusals: _containers.RepeatedCompositeFieldContainer[Refusal]
-    def __init__(self, version: _Optional[int] = ..., images: _Optional[int] = ..., evaluated: _Optional[int] = ..., refused: _Optional[int] = ..., capped: _Optional[int] = ..., top1_wrong: _Optional[int] = ..., top1_error: _Optional[float] = ..., top1_interval: _Optional[_Iterable[float]] = ..., top5_wrong: _Optional[int] = ..., top5_error: _Optional[float] = ..., top5_interval: _Optional[_Iterable[float]] = ..., macro: _Optional[_Union[MacroErrors, _Mapping]] = ..., calibration: _Optional[_Union[Calibration, _Mapping]] = ..., ranks: _Optional[_Union[Ranks, _Mapping]] = ..., views: _Optional[_Iterable[_Union[ReportView, _Mapping]]] = ..., scales: _Optional[_Iterable[_Union[ReportScale, _Mapping]]] = ..., mirrors: _Optional[_Iterable[_Union[ReportMirror, _Mapping]]] = ..., model: _Optional[_Union[ReportModel, _Mapping]] = ..., protocol: _Optional[_Union[Protocol, _Mapping]] = ..., dataset: _Optional[_Union[ReportDataset, _Mapping]] = ..., circumstances: _Optional[_Union[Circumstances, _Mapping]] = ..., members: _Optional[_Iterable[_Union[ReportMember, _Mapping]]] = ..., classes: _Optional[_Iterable[_Union[ReportClass, _Mapping]]] = ..., confusions: _Optional[_Iterable[_Union[ReportConfusion, _Mapping]]] = ..., worst: _Optional[_Union[WorstClasses, _Mapping]] = ..., same_names: _Optional[_Iterable[_Union[WholeNumbers, _Mapping]]] = ..., suspicion: _Optional[str] = ..., refusals: _Optional[_Iterable[_Union[Refusal, _Mapping]]] = ...) -> None: ...
+    def __init__(self, version: _Optional[int] = ..., images: _Optional[int] = ..., evaluated: _Optional[int] = ..., refused: _Optional[int] = ..., capped: _Optional[int] = ..., top1_wrong: _Optional[int] = ..., top1_error: _Optional[float] = ..., top1_interval: _Optional[_Iterable[float]] = ..., top5_wrong: _Optional[int] = ..., top5_error: _Optional[float] = ..., top5_interval: _Optional[_Iterable[float]] = ..., macro: _Optional[_Union[MacroErrors, _Mapping]] = ..., calibration: _Optional[_Union[Calibration, _Mapping]] = ..., risk_coverage: _Optional[_Union[RiskCoverage, _Mapping]] = ..., ranks: _Optional[_Union[Ranks, _Mapping]] = ..., views: _Optional[_Iterable[_Union[ReportView, _Mapping]]] = ..., scales: _Optional[_Iterable[_Union[ReportScale, _Mapping]]] = ..., mirrors: _Optional[_Iterable[_Union[ReportMirror, _Mapping]]] = ..., model: _Optional[_Union[ReportModel, _Mapping]] = ..., protocol: _Optional[_Union[Protocol, _Mapping]] = ..., dataset: _Optional[_Union[ReportDataset, _Mapping]] = ..., circumstances: _Optional[_Union[Circumstances, _Mapping]] = ..., members: _Optional[_Iterable[_Union[ReportMember, _Mapping]]] = ..., classes: _Optional[_Iterable[_Union[ReportClass, _Mapping]]] = ..., confusions: _Optional[_Iterable[_Union[ReportConfusion, _Mapping]]] = ..., worst: _Optional[_Union[WorstClasses, _Mapping]] = ..., same_names: _Optional[_Iterable[_Union[WholeNumbers, _Mapping]]] = ..., suspicion: _Optional[str] = ..., refusals: _Optional[_Iterable[_Union[Refusal, _Mapping]]] = ...) -> None: ...
 
 class WholeNumbers(_message.Message):
     __slots__ = ("values",)
@@ -364,14 +366,16 @@ class MacroErrors(_message.Message):
     def __init__(self, classes: _Optional[int] = ..., top1_error: _Optional[float] = ..., top1_interval: _Optional[_Iterable[float]] = ..., top5_error: _Optional[float] = ..., top5_interval: _Optional[_Iterable[float]] = ...) -> None: ...
 
 class Calibration(_message.Message):
-    __slots__ = ("confidence", "expected_error", "bins")
+    __slots__ = ("confidence", "expected_error", "bins", "histogram")
     CONFIDENCE_FIELD_NUMBER: _ClassVar[int]
     EXPECTED_ERROR_FIELD_NUMBER: _ClassVar[int]
     BINS_FIELD_NUMBER: _ClassVar[int]
+    HISTOGRAM_FIELD_NUMBER: _ClassVar[int]
     confidence: float
     expected_error: float
     bins: _containers.RepeatedCompositeFieldContainer[CalibrationBin]
-    def __init__(self, confidence: _Optional[float] = ..., expected_error: _Optional[float] = ..., bins: _Optional[_Iterable[_Union[CalibrationBin, _Mapping]]] = ...) -> None: ...
+    histogram: _containers.RepeatedCompositeFieldContainer[HistogramBin]
+    def __init__(self, confidence: _Optional[float] = ..., expected_error: _Optional[float] = ..., bins: _Optional[_Iterable[_Union[CalibrationBin, _Mapping]]] = ..., histogram: _Optional[_Iterable[_Union[HistogramBin, _Mapping]]] = ...) -> None: ...
 
 class CalibrationBin(_message.Message):
     __slots__ = ("low", "high", "images", "confidence", "accuracy")
@@ -386,6 +390,42 @@ class CalibrationBin(_message.Message):
     confidence: float
     accuracy: float
     def __init__(self, low: _Optional[float] = ..., high: _Optional[float] = ..., images: _Optional[int] = ..., confidence: _Optional[float] = ..., accuracy: _Optional[float] = ...) -> None: ...
+
+class HistogramBin(_message.Message):
+    __slots__ = ("low", "high", "right", "wrong")
+    LOW_FIELD_NUMBER: _ClassVar[int]
+    HIGH_FIELD_NUMBER: _ClassVar[int]
+    RIGHT_FIELD_NUMBER: _ClassVar[int]
+    WRONG_FIELD_NUMBER: _ClassVar[int]
+    low: float
+    high: float
+    right: int
+    wrong: int
+    def __init__(self, low: _Optional[float] = ..., high: _Optional[float] = ..., right: _Optional[int] = ..., wrong: _Optional[int] = ...) -> None: ...
+
+class RiskCoverage(_message.Message):
+    __slots__ = ("area", "points")
+    AREA_FIELD_NUMBER: _ClassVar[int]
+    POINTS_FIELD_NUMBER: _ClassVar[int]
+    area: float
+    points: _containers.RepeatedCompositeFieldContainer[RiskPoint]
+    def __init__(self, area: _Optional[float] = ..., points: _Optional[_Iterable[_Union[RiskPoint, _Mapping]]] = ...) -> None: ...
+
+class RiskPoint(_message.Message):
+    __slots__ = ("threshold", "images", "coverage", "top1_wrong", "top1_error", "top1_interval")
+    THRESHOLD_FIELD_NUMBER: _ClassVar[int]
+    IMAGES_FIELD_NUMBER: _ClassVar[int]
+    COVERAGE_FIELD_NUMBER: _ClassVar[int]
+    TOP1_WRONG_FIELD_NUMBER: _ClassVar[int]
+    TOP1_ERROR_FIELD_NUMBER: _ClassVar[int]
+    TOP1_INTERVAL_FIELD_NUMBER: _ClassVar[int]
+    threshold: float
+    images: int
+    coverage: float
+    top1_wrong: int
+    top1_error: float
+    top1_interval: _containers.RepeatedScalarFieldContainer[float]
+    def __init__(self, threshold: _Optional[float] = ..., images: _Optional[int] = ..., coverage: _Optional[float] = ..., top1_wrong: _Optional[int] = ..., top1_error: _Optional[float] = ..., top1_interval: _Optional[_Iterable[float]] = ...) -> None: ...
 
 class Ranks(_message.Message):
     __slots__ = ("median", "mean", "mean_reciprocal", "counts")

@@ -1,0 +1,143 @@
+"""Label images in parquet files: by Hugging Face's ClassLabel, or by class indices, wnids or class names."""
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from prelunet.evaluator.byte_sizes import format_bytes
+from prelunet.evaluator.datasets.dataset import UNLABELLED, Dataset
+from prelunet.evaluator.datasets.labels.class_names import NO_LABEL, ClassList
+from prelunet.evaluator.datasets.layouts import ImageListing
+from prelunet.evaluator.datasets.sources.archive import ArchiveSource
+from prelunet.evaluator.datasets.sources.base import PARQUET, TAR, format_names
+from prelunet.evaluator.datasets.sources.folder import FolderSource
+from prelunet.evaluator.datasets.sources.parquet import ParquetFiles, huggingface_metadata, open_parquet
+from prelunet.evaluator.datasets.webdataset import classes_of_labels, shards_of_split
+from prelunet.evaluator.errors import DatasetError
+from prelunet.evaluator.json_checks import parse_json
+
+_COLUMNS = ("label", "labels", "fine_label", "class", "class_id", "cls", "wnid", "synset", "target")
+_MENTIONED_BYTES = 100 * 2**20  # of memory; row groups of 100 rows, as files are written today, take less
+_MIN_IN_ORDER = 0.9  # of the names: lists tell ImageNet's two cranes apart by words of their own, such as crane2
+
+
+def find_parquet(images: ImageListing, split: str) -> list[Path]:
+    """Return the parquet files of a split, sorted by name; [] if the dataset is of another kind.
+
+    Beside images or tars, parquet files describe these (img2dataset writes them).
+    """
+    source, subfolder = images.source, images.subfolder
+    if images.path.suffix == PARQUET and isinstance(source, ArchiveSource):
+        return [images.path]
+    if images.names or not isinstance(source, FolderSource):
+        return []
+    names = source.other_files(subfolder)
+    paths = [source.root / subfolder / name for name in names if name.endswith(PARQUET)]
+    return shards_of_split(paths, split) if paths and not any(name.endswith(TAR) for name in names) else []
+
+
+def label_parquet(
+    images: ImageListing, paths: Sequence[Path], split: str, classes: ClassList | None, *, no_labels: bool
+) -> Dataset:
+    """Open and label the images in parquet files. classes: of the model; None for training: the files name them.
+
+    Raises DatasetError as `open_parquet`, `ClassList.resolve_labels` and `classes_of_labels` do, when no column or
+    several could hold the labels, and for a row without a label.
+    """
+    files = open_parquet(paths, complete=images.path not in paths)
+    remarks = [f"{images.place}: {len(paths):,} parquet files, {paths[0].name} to {paths[-1].name}"]
+    wnids, labels = classes.wnids if classes else (), list[int]()
+    if not no_labels:
+        wnids, labels, remark = _label_rows(files, split, classes)
+        remarks.append(f"{images.place}: {remark}")
+    names, sizes, reader = files.images()
+    if reader.memory > _MENTIONED_BYTES:
+        memory = format_bytes(reader.memory)
+        remarks.append(f"{images.place}: large row groups, for which reading takes up to {memory} of additional memory")
+    listed = replace(images, names=names, sizes=sizes, reader=reader)
+    layout = "parquet" if labels else "parquet, unlabelled"
+    return listed.labeled(wnids, labels or [UNLABELLED] * len(names), layout, remarks)
+
+
+def _label_rows(files: ParquetFiles, split: str, classes: ClassList | None) -> tuple[tuple[str, ...], list[int], str]:
+    """Return the wnids of the classes, the label of each row, and a remark on how they were found."""
+    column, names = _label_column(files, len(classes.wnids) if classes else None)
+    values, found_at = list[Any](), dict[str, str]()
+    for place, value in files.column(column):
+        if value is None or (names and not -1 <= value < len(names)):
+            raise DatasetError(f"{place}: the {column} is {value}, which is not a class. Remove such rows")
+        values.append(value)
+        found_at.setdefault(str(value), place)
+    remark = f"labels from the column {format_names([column])}"
+    if names and NO_LABEL in found_at:
+        names = ()  # refused below
+    if classes is None:
+        wnids = names or classes_of_labels(found_at, complete=split == "train")
+        index = {word: int(word) if names else wnids.index(word) for word in found_at}
+        remark += ". Training reads images in random order, which is slow in parquet files and fast in class folders"
+    else:
+        wnids = classes.wnids
+        index, kind = _resolve_names(names, found_at, classes) if names else classes.resolve_labels(found_at)
+        remark += f", read as {kind}"
+    return wnids, [index[str(value)] for value in values], remark
+
+
+def _label_column(files: ParquetFiles, classes: int | None) -> tuple[str, tuple[str, ...]]:
+    """Return the name of the label column, and the names of its ClassLabel or ().
+
+    If there are several, the one with a name for each of the model's classes is meant.
+    """
+    schema = files.schema
+    integers = {each.name for each in schema if re.fullmatch(r"u?int\d+", str(each.type))}
+    texts = {each.name for each in schema if re.match(r"(large_)?string|dictionary<values=string", str(each.type))}
+    try:
+        features = parse_json(huggingface_metadata(schema)).get("info", {}).get("features", {})
+        found = {
+            column: tuple(map(str, feature["names"]))
+            for column, feature in features.items()
+            if column in integers and feature.get("_type") == "ClassLabel" and feature.get("names")
+        }
+    except (ValueError, AttributeError, TypeError) as error:
+        raise DatasetError(f"{files.paths[0]}: malformed Hugging Face metadata ({error}). Get a fresh copy") from error
+    found = found or {column: () for column in _COLUMNS if column in integers | texts}
+    if not found:
+        raise DatasetError(
+            f"{files.paths[0]}: no label column (a ClassLabel, or one named {', '.join(_COLUMNS)}), only "
+            f"{format_names(schema.names)}. Rename the column of labels"
+        )
+    chosen = found if len(found) == 1 else {name: names for name, names in found.items() if len(names) == classes}
+    if len(chosen) != 1:
+        raise DatasetError(
+            f"{files.paths[0]}: the columns {format_names(list(found))} could all be the labels. Keep one, e.g. "
+            "with `remove_columns` of Hugging Face's datasets"
+        )
+    return next(iter(chosen.items()))
+
+
+def _resolve_names(names: Sequence[str], found_at: Mapping[str, str], classes: ClassList) -> tuple[dict[str, int], str]:
+    """Return the class index of each position in a ClassLabel's names, and the kind of the names as text.
+
+    Names in the order of the model's classes are taken by position, because two classes may share a name.
+    """
+    matches = [{classes.by_wnid[name]} if name in classes.by_wnid else set[int]() for name in names]
+    for form, positions in ClassList((), tuple(names)).by_name.items():
+        for position in positions:
+            matches[position].update(classes.by_name.get(form, ()))
+    in_order = sum(position in match for position, match in enumerate(matches))
+    unknown = [name for name, match in zip(names, matches, strict=True) if not match]
+    if len(names) == len(classes.wnids) == in_order + len(unknown) and in_order >= _MIN_IN_ORDER * len(names):
+        taken = f", except {format_names(unknown)}, taken by position" if unknown else ""
+        return {word: int(word) for word in found_at}, f"class names in the order of the model's classes{taken}"
+    known = {word: names[int(word)] for word in found_at}
+    known |= {word: name.partition(",")[0] for word, name in known.items() if not classes.contains(name)}
+    index, kind = classes.resolve_labels({known[word]: place for word, place in found_at.items()})
+    word_of: dict[int, str] = {}
+    for word, name in known.items():
+        if (first := word_of.setdefault(index[name], word)) != word:
+            raise DatasetError(
+                f"{found_at[word]}: the class names {format_names([names[int(first)], names[int(word)]])} both stand "
+                f"for the model's class {classes.wnids[index[name]]}. Use wnids as class names"
+            )
+    return {word: index[name] for word, name in known.items()}, kind

@@ -1,0 +1,77 @@
+"""The classes among which predictions are made: ImageNet-A and -R are published over their own 200 classes."""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+from prelunet.evaluator.contract import ClassEntry
+from prelunet.evaluator.datasets.dataset import UNLABELLED, Dataset
+from prelunet.evaluator.datasets.labels.class_names import ClassList
+from prelunet.evaluator.datasets.selection import parse_class_selection
+from prelunet.evaluator.datasets.sources.base import format_names
+from prelunet.evaluator.errors import DatasetError
+
+_OPTION = "--restrict-classes"
+_OF_DATASET = "dataset"
+_PUBLISHED = {"imagenet-a": "ImageNet-A", "imagenet-r": "ImageNet-R"}  # built-in sets of wnids
+
+
+def restrict(part: Dataset, whole: Dataset, chosen: str | None, classes: Sequence[ClassEntry]) -> Dataset:
+    """Return a part of a dataset with the classes among which predictions are made.
+
+    whole: the dataset without a selection; chosen: value of `--restrict-classes`, None for all classes, which gives a
+    remark where the dataset has images of some only.
+    Raises DatasetError for fewer than two classes, for classes that the model lacks, and for images of others.
+    """
+    if chosen is None:
+        return replace(part, remarks=(*part.remarks, *_remark_if_partial(whole)))
+    if chosen == _OF_DATASET:
+        indices = sorted({label for sample in whole.samples for label in sample.labels})
+    else:
+        wnids = set(_wnids(chosen, classes))
+        indices = [index for index, entry in enumerate(classes) if entry.wnid in wnids]
+    if len(indices) < 2:
+        raise DatasetError(f"{_OPTION} {chosen}: {len(indices)} class, but a prediction needs at least 2. Use more")
+    allowed = set(indices)
+    if outside := [sample.labels for sample in part.samples if not allowed.issuperset(sample.labels)]:
+        others = sorted({label for labels in outside for label in labels} - allowed)
+        raise DatasetError(
+            f"{part.location}: {len(outside):,} of {len(part.samples):,} images are of classes outside {_OPTION} "
+            f"{chosen:.80}: {format_names([part.classes[label] for label in others])}. Use {_OPTION} {_OF_DATASET}, or "
+            "leave these images out with --classes"
+        )
+    name = chosen if chosen in {*_PUBLISHED, _OF_DATASET} else "list"
+    return replace(part, restriction={"name": name, "classes": indices})
+
+
+def _wnids(chosen: str, classes: Sequence[ClassEntry]) -> Sequence[str]:
+    if chosen not in _PUBLISHED:
+        return parse_class_selection(chosen, classes, option=_OPTION)
+    wnids = _published(chosen)
+    class_list = ClassList(tuple(entry.wnid for entry in classes), tuple(entry.name for entry in classes))
+    if missing := [wnid for wnid in wnids if not class_list.contains(wnid)]:
+        raise DatasetError(
+            f"{_OPTION} {chosen}: the model lacks {len(missing)} of {_PUBLISHED[chosen]}'s {len(wnids)} classes: "
+            f"{format_names(missing)}. Use a model of ImageNet's classes, or list classes that it has"
+        )
+    return parse_class_selection(",".join(wnids), classes, option=_OPTION)
+
+
+def _published(name: str) -> list[str]:
+    return (Path(__file__).parent / "labels" / f"{name}.txt").read_text(encoding="ascii").split()
+
+
+def _remark_if_partial(dataset: Dataset) -> list[str]:
+    """Return a remark if a labeled dataset has images of only some of the model's classes."""
+    present = {sample.label for sample in dataset.samples}
+    if not 0 < len(present) < len(dataset.classes) or UNLABELLED in present:
+        return []
+    wnids = {dataset.classes[index] for index in present}
+    advice = f"ImageNet-A and -R are published over their own classes: {_OPTION} {_OF_DATASET}"
+    for name, title in _PUBLISHED.items():
+        if wnids == set(_published(name)):
+            advice = f"these are the classes of {title}, which is published over them: {_OPTION} {name}"
+    return [
+        f"{dataset.location}: scored over all {len(dataset.classes):,} classes although the dataset has images of "
+        f"{len(present):,} only; {advice}"
+    ]

@@ -1,0 +1,367 @@
+"""Parquet files of Hugging Face: what is read as images and labels, how often, and what is refused."""
+
+import multiprocessing
+import os
+import pickle
+import subprocess
+import sys
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from prelunet.evaluator.contract import ClassEntry
+from prelunet.evaluator.datasets import Dataset, DatasetSpec, open_dataset, open_from_spec, open_images
+from prelunet.evaluator.errors import DatasetError, EnvironmentFault
+from prelunet.training.data.splits import open_splits
+from tests.helpers.parquet_files import IMAGE, images_of, with_class_labels, write_shards
+from tests.helpers.tiny_datasets import (
+    CLASSES,
+    DATA,
+    FOLDERS,
+    LABELS,
+    NAMES,
+    WNIDS,
+    as_cls,
+    shard_files,
+    write_folder,
+    write_tar,
+)
+
+IMAGES, POSITIONS = list(DATA.values()), list(LABELS.values())
+LIKE_IMAGENET = [f"{name}, second name" if name == "tench" else name.upper().replace(" ", "_") for name in NAMES]
+OTHER_ORDER = [*sorted(set(NAMES) - {"crane", "owl"}), "Owl, bird of prey"]
+
+
+def opened(path: Path, *, no_labels: bool = False, classes: Sequence[ClassEntry] = CLASSES) -> Dataset:
+    return open_from_spec(DatasetSpec(path, no_labels=no_labels), classes)
+
+
+def refusal(path: Path, **options: Any) -> str:
+    with pytest.raises(DatasetError) as refused:
+        opened(path, **options)
+    return str(refused.value)
+
+
+def write(path: Path, columns: dict[str, Any], names: dict[str, Sequence[str]] | None = None, **options: Any) -> Path:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    pq.write_table(with_class_labels(pa.table(columns), names or {}), path, **options)
+    return path
+
+
+# Layouts and labels
+
+
+@pytest.mark.parametrize(
+    ("labels", "names", "remark"),
+    [
+        (POSITIONS, NAMES, "class names in the order of the model's classes"),
+        (POSITIONS, WNIDS, "class names in the order of the model's classes"),
+        (POSITIONS, LIKE_IMAGENET, "class names in the order of the model's classes"),
+        (POSITIONS, [*NAMES[:3], "crane2", *NAMES[4:]], "model's classes, except crane2, taken by position"),
+        (POSITIONS, [str(index) for index in range(12)], "class indices, counted from 0 (found 0 to 10)"),
+        (POSITIONS, (), "class indices, counted from 0 (found 0 to 10)"),
+        ([11 - label for label in POSITIONS], WNIDS[::-1], "wnids"),
+        ([WNIDS[label] for label in POSITIONS], (), "wnids"),
+        (pa.array([WNIDS[label] for label in POSITIONS]).dictionary_encode(), (), "wnids"),
+    ],
+)
+def test_images_and_labels_are_those_of_class_folders(
+    tmp_path: Path, labels: Sequence[Any], names: Sequence[str], remark: str
+) -> None:
+    dataset = opened(write_shards(tmp_path, IMAGES, labels, names))
+    assert [dataset.read(sample) for sample in dataset.samples] == IMAGES
+    assert [sample.label for sample in dataset.samples] == POSITIONS
+    assert dataset.layout == "parquet"
+    assert (
+        dataset.remarks[1] == f"{tmp_path}: labels from the column label, read as {dataset.remarks[1].split('as ')[1]}"
+    )
+    assert dataset.remarks[1].endswith(remark)
+    folders = opened(write_folder(tmp_path / "folders", FOLDERS))
+    of_folders = {(folders.read(sample), sample.label) for sample in folders.samples}
+    assert {(dataset.read(sample), sample.label) for sample in dataset.samples} == of_folders
+
+
+def test_names_in_another_order_are_matched_by_name_or_first_synonym(tmp_path: Path) -> None:
+    labels = [number % len(OTHER_ORDER) for number in range(30)]
+    dataset = opened(write_shards(tmp_path, IMAGES, labels, OTHER_ORDER))
+    expected = [{"Owl, bird of prey": "owl"}.get(OTHER_ORDER[label], OTHER_ORDER[label]) for label in labels]
+    assert [NAMES[sample.label] for sample in dataset.samples] == expected
+    assert "class names" in dataset.remarks[1]
+
+
+def test_images_are_named_by_file_and_row_in_the_order_of_the_run(tmp_path: Path) -> None:
+    dataset = opened(write_shards(tmp_path, IMAGES, POSITIONS))
+    files = [sample.file for sample in dataset.samples]
+    assert files == sorted(set(files))
+    assert files[0] == "validation-00000-of-00002.parquet/00"
+    assert files[29] == "validation-00001-of-00002.parquet/14"
+    assert [sample.size for sample in dataset.samples] == list(map(len, IMAGES))
+    assert opened(tmp_path).fingerprint == dataset.fingerprint
+
+
+@pytest.mark.parametrize("place", ["", "data", "val", "data/val"])
+def test_files_are_found_at_the_top_and_in_the_usual_folders(tmp_path: Path, place: str) -> None:
+    write_shards(tmp_path / place, IMAGES, POSITIONS)
+    (tmp_path / "README.md").write_text("a dataset card")
+    assert len(opened(tmp_path).samples) == 30
+
+
+def test_the_split_is_chosen_by_the_names_of_the_files(tmp_path: Path) -> None:
+    for split, count in (("train", 12), ("validation", 9), ("test", 6)):
+        write_shards(tmp_path / "data", IMAGES[:count], POSITIONS[:count], split=split)
+    assert len(opened(tmp_path).samples) == 9
+    assert len(open_dataset(tmp_path, split="train", wnids=WNIDS).samples) == 12
+
+
+def test_parquet_files_beside_images_or_shards_are_left_alone(tmp_path: Path) -> None:
+    write_folder(tmp_path / "images" / "top", FOLDERS)
+    write_tar(tmp_path / "tars" / "00000.tar", shard_files(range(1, 11), as_cls))
+    for folder, layout in (("images", "class folders"), ("tars", "webdataset shards")):
+        write(tmp_path / folder / "00000.parquet", {"url": ["http://x"]})
+        assert opened(tmp_path / folder).layout == layout
+
+
+def test_one_file_is_a_dataset_and_one_with_digests_in_its_names_too(tmp_path: Path) -> None:
+    write_shards(tmp_path, IMAGES, POSITIONS)
+    paths = sorted(tmp_path.iterdir())
+    assert len(opened(paths[1]).samples) == 15
+    for path, digest in zip(paths, ("0123456789abcdef", "f" * 16), strict=True):
+        path.rename(path.with_name(f"{path.stem}-{digest}.parquet"))
+    assert len(opened(tmp_path).samples) == 30
+
+
+def test_plain_binary_and_large_binary_columns_hold_images_too(tmp_path: Path) -> None:
+    for number, kind in enumerate((pa.binary(), pa.large_binary())):
+        path = write(tmp_path / f"{number}.parquet", {"jpg": pa.array(IMAGES, kind), "cls": POSITIONS})
+        dataset = opened(path)
+        assert [dataset.read(sample) for sample in dataset.samples] == IMAGES
+
+
+def test_of_two_class_labels_the_one_with_the_models_number_of_classes_counts(tmp_path: Path) -> None:
+    columns = {"img": images_of(IMAGES), "coarse_label": [0] * 30, "fine_label": POSITIONS}
+    names = {"coarse_label": ["animal", "thing"], "fine_label": NAMES}
+    dataset = opened(write(tmp_path / "a.parquet", columns, names))
+    assert [sample.label for sample in dataset.samples] == POSITIONS
+    names["coarse_label"] = NAMES
+    message = refusal(write(tmp_path / "a.parquet", columns, names))
+    assert (
+        "the columns coarse_label, fine_label could all be the labels. Keep one, e.g. with `remove_columns`" in message
+    )
+
+
+def test_a_test_set_is_opened_without_its_labels(tmp_path: Path) -> None:
+    for names in (NAMES, ()):
+        write_shards(tmp_path, IMAGES, [-1] * 30, names, split="test")
+        assert "the label -1 means that the class is unknown" in refusal(tmp_path)
+        assert "--no-labels" in refusal(tmp_path)
+    assert {sample.label for sample in opened(tmp_path, no_labels=True).samples} == {-1}
+    path = write(tmp_path / "x" / "a.parquet", {"image": images_of(IMAGES)})
+    assert len(open_images(path, CLASSES).samples) == 30
+    assert "no label column (a ClassLabel, or one named label, labels," in refusal(path)
+
+
+# Reading
+
+
+def test_each_row_group_is_decoded_once_when_threads_read_in_run_order(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = write(tmp_path / "a.parquet", {"image": images_of(IMAGES), "label": POSITIONS}, row_group_size=4)
+    dataset, started = opened(path), list[int]()
+    iter_batches = pq.ParquetFile.iter_batches
+
+    def counted(*arguments: Any, **options: Any) -> Any:
+        started.extend(options["row_groups"])
+        return iter_batches(*arguments, **options)
+
+    monkeypatch.setattr(pq.ParquetFile, "iter_batches", counted)
+    with ThreadPoolExecutor(4) as pool:
+        assert list(pool.map(dataset.read, dataset.samples)) == IMAGES
+    assert sorted(started) == list(range(8))
+
+
+def test_a_huge_row_group_is_read_forwards_backwards_and_at_random_in_little_memory(tmp_path: Path) -> None:
+    rng, count = np.random.default_rng(4), 20_000
+    images = [rng.bytes(5_000 + number % 7) for number in range(count)]
+    path = write(tmp_path / "a.parquet", {"image": images_of(images), "label": [3] * count}, row_group_size=count)
+    most = before = pa.total_allocated_bytes()
+    dataset = opened(path)
+    assert [sample.size for sample in dataset.samples] == list(map(len, images))
+    for number in (*range(0, count, 500), count - 1, 5, count // 2, *rng.integers(0, count, 5).tolist()):
+        assert dataset.read(dataset.samples[number]) == images[number]
+        most = max(most, pa.total_allocated_bytes())
+    assert 0 < most - before < 64 * 2**20, "of 100 MB"
+    assert not any("additional memory" in remark for remark in dataset.remarks)
+
+
+def test_the_memory_for_large_pages_is_said(tmp_path: Path) -> None:
+    images = [np.random.default_rng(4).bytes(60_000)] * 800  # a dictionary would hold one
+    table = {"image": images_of(images), "label": [3] * 800}
+    remarks = opened(write(tmp_path / "a.parquet", table, use_dictionary=False)).remarks
+    assert any("large row groups, for which reading takes up to 2" in remark for remark in remarks)
+
+
+def _read_all(dataset: Dataset) -> list[bytes]:
+    return [dataset.read(sample) for sample in dataset.samples]
+
+
+def test_a_reader_in_use_can_be_pickled_and_forked(tmp_path: Path) -> None:
+    dataset = opened(write_shards(tmp_path, IMAGES, POSITIONS))
+    dataset.read(dataset.samples[17])
+    copy = pickle.loads(pickle.dumps(dataset))
+    assert copy.reader == dataset.reader
+    assert _read_all(copy) == IMAGES
+    with multiprocessing.get_context("fork").Pool(1) as pool:
+        assert pool.apply(_read_all, (dataset,)) == IMAGES
+
+
+# Training
+
+
+def test_training_takes_the_class_labels_names_as_classes(tmp_path: Path) -> None:
+    names = [f"kind {number}" for number in range(12)]
+    write_shards(tmp_path / "data", IMAGES, POSITIONS, names, split="train")
+    write_shards(tmp_path / "data", IMAGES[:9], POSITIONS[:9], names)
+    splits = open_splits(tmp_path)
+    assert splits.train.classes == tuple(names)
+    assert [sample.label for sample in splits.train.samples] == POSITIONS
+    assert [sample.label for sample in splits.val.samples] == POSITIONS[:9]
+    assert splits.val.read(splits.val.samples[8]) == IMAGES[8]
+    assert "random order, which is slow in parquet files" in splits.train.remarks[1]
+
+
+def test_training_takes_words_as_classes_in_sorted_order(tmp_path: Path) -> None:
+    words = [WNIDS[11 - label] for label in POSITIONS]
+    dataset = open_dataset(write_shards(tmp_path, IMAGES, words), split="train")
+    assert dataset.classes == tuple(sorted(set(words)))
+    assert [dataset.classes[sample.label] for sample in dataset.samples] == words
+
+
+# Bad input
+
+
+def test_columns_without_images_or_with_several_are_named(tmp_path: Path) -> None:
+    path = write(tmp_path / "a.parquet", {"url": ["http://x"], "label": [0]})
+    assert "no image column (binary, or a struct with 'bytes' and 'path'), only url, label" in refusal(path)
+    columns = {"image": images_of(IMAGES), "thumbnail": pa.array(IMAGES, pa.binary()), "label": POSITIONS}
+    path = write(tmp_path / "a.parquet", columns)
+    assert "the columns image, thumbnail could all be the images. Keep one of them" in refusal(path)
+
+
+def test_files_without_rows_are_refused(tmp_path: Path) -> None:
+    path = write(tmp_path / "a.parquet", {"image": images_of([]), "label": pa.array([], pa.int64())})
+    assert f"{path}: no rows. Pass files with images" in refusal(path)
+
+
+def test_rows_without_an_image_are_refused_by_file_and_row(tmp_path: Path) -> None:
+    images = [*IMAGES[:4], None, *IMAGES[5:]]
+    path = write(tmp_path / "a.parquet", {"image": images_of(images), "label": POSITIONS}, row_group_size=3)
+    message = refusal(path)
+    assert f"{path}: row 4 has no image" in message
+    assert "path of a file, embed it" in message
+    empty = pa.array([{"bytes": IMAGES[0], "path": None}, None], IMAGE)
+    assert "row 1 has no image" in refusal(write(path, {"image": empty, "label": [0, 1]}))
+
+
+@pytest.mark.parametrize("kept", [0.0, 0.3, 0.999])
+def test_a_truncated_file_is_refused(tmp_path: Path, kept: float) -> None:
+    path = sorted(write_shards(tmp_path, IMAGES, POSITIONS).iterdir())[1]
+    os.truncate(path, int(path.stat().st_size * kept))
+    for data in (path, tmp_path):
+        message = refusal(data)
+        assert f"{path}: damaged or truncated" in message
+        assert "Get a fresh copy of the file" in message
+
+
+def test_a_file_that_changes_while_it_is_used_is_refused(tmp_path: Path) -> None:
+    path = sorted(write_shards(tmp_path, IMAGES, POSITIONS).iterdir())[0]
+    dataset = opened(tmp_path)
+    write(path, {"image": images_of([*IMAGES[:3], IMAGES[20], *IMAGES[4:15]]), "label": [0] * 15}, row_group_size=3)
+    with pytest.raises(DatasetError, match=r"when the dataset was opened\. Do not change the images"):
+        dataset.read(dataset.samples[3])
+    write(path, {"image": images_of(IMAGES[:15]), "label": [0] * 15}, row_group_size=4)
+    with pytest.raises(DatasetError, match=r"was replaced after the dataset was opened\. Do not change"):
+        dataset.read(dataset.samples[14])
+    os.truncate(path, 3_000)
+    with pytest.raises(DatasetError, match="damaged or truncated"):
+        dataset.read(dataset.samples[8])
+    path.unlink()
+    with pytest.raises(DatasetError, match="no longer exists"):
+        dataset.read(dataset.samples[11])
+
+
+def test_damage_inside_the_images_is_a_dataset_error_never_another(tmp_path: Path) -> None:
+    table = {"image": images_of(IMAGES), "label": POSITIONS}
+    path = write(tmp_path / "a.parquet", table, compression="zstd", write_page_checksum=True)
+    whole, rng = path.read_bytes(), np.random.default_rng(8)
+    refused = 0
+    for _ in range(60):
+        damaged = bytearray(whole)
+        position = int(rng.integers(len(whole)))  # the checksums of the pages see what hits the images
+        damaged[position : position + 40] = rng.bytes(40)
+        path.write_bytes(damaged)
+        try:
+            dataset = opened(path)
+            list(map(dataset.read, dataset.samples))
+        except DatasetError:
+            refused += 1
+    assert refused > 50, "some bytes have no meaning"
+
+
+def test_files_that_do_not_belong_together_or_are_missing_are_refused(tmp_path: Path) -> None:
+    first, second = sorted(write_shards(tmp_path, IMAGES, POSITIONS, NAMES).iterdir())
+    write(second, {"image": images_of(IMAGES), "label": POSITIONS}, {"label": NAMES[::-1]})
+    assert f"{second}: has other columns or class names than {first.name}" in refusal(tmp_path)
+    second.unlink()
+    message = refusal(tmp_path)
+    assert f"1 files, but {first.name} is one of 2. Get all of them" in message
+    assert len(opened(first).samples) == 15
+
+
+@pytest.mark.parametrize(
+    ("labels", "names", "message"),
+    [
+        ([None] * 30, NAMES, "row 0: the label is None, which is not a class"),
+        ([0, 12] * 15, NAMES, "row 1: the label is 12, which is not a class"),
+        ([0, 12] * 15, (), "the label 12 is not one of the model's 12 classes"),
+        ([1, 2] * 15, ["tench", "crane", "owl"], "row 0: 'crane' could be"),
+        ([0, 1] * 15, ["tench", "unicorn"], "row 1: the label 'unicorn' is not one of the model's 12 classes"),
+        ([0, 1] * 15, ["owl", "OWL, a bird"], "the class names owl, OWL, a bird both stand for the model's class"),
+        ([number % 12 + 1 for number in range(30)], (), "are they devkit ids"),
+    ],
+)
+def test_labels_that_are_not_classes_of_the_model_are_refused_with_their_row(
+    tmp_path: Path, labels: Sequence[Any], names: Sequence[str], message: str
+) -> None:
+    assert message in refusal(write_shards(tmp_path, IMAGES, pa.array(labels, pa.int64()), names))
+
+
+def test_a_label_list_beside_parquet_files_is_refused(tmp_path: Path) -> None:
+    write_shards(tmp_path / "data", IMAGES, POSITIONS)
+    (tmp_path / "my.txt").write_text("a 0\n")
+    with pytest.raises(DatasetError, match=r"parquet files contain their own labels\. Remove --labels"):
+        open_from_spec(DatasetSpec(tmp_path / "data", tmp_path / "my.txt"), CLASSES)
+
+
+def test_without_pyarrow_the_error_names_the_extra(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write_shards(tmp_path, IMAGES, POSITIONS)
+    monkeypatch.setitem(sys.modules, "pyarrow", None)
+    with pytest.raises(EnvironmentFault, match=r"needs pyarrow, which is not installed.*\[parquet\]"):
+        opened(tmp_path)
+
+
+def test_pyarrow_is_not_imported_before_it_is_needed(tmp_path: Path) -> None:
+    folder = write_folder(tmp_path, FOLDERS)
+    code = (
+        "import sys; from pathlib import Path\n"
+        "import prelunet.evaluator.verbs.validate, prelunet.evaluator.verbs.serve\n"
+        "from prelunet.evaluator.datasets import open_dataset\n"
+        "open_dataset(Path(sys.argv[1]), split='train'); sys.exit('pyarrow' in sys.modules)"
+    )
+    subprocess.run([sys.executable, "-c", code, folder], check=True)
