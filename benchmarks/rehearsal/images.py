@@ -1,8 +1,7 @@
 """Images like ImageNet's validation set: 5,000 pictures by a formula, ten copies each, in three layouts.
 
 The sizes of the pictures are those of `imagenet_sizes`; a picture has ImageNet's mean of 110 kB. Picture n shows class
-n modulo 1,000. Image i of a dataset, counted from 0, is a picture drawn by a random permutation, so that the numbers in
-the names tell as little about the classes as ILSVRC's.
+n modulo 1,000. The ten copies of a picture are images of its class at random places among them.
 """
 
 import io
@@ -82,8 +81,12 @@ def write_pictures(folder: Path, count: int, seed: int) -> list[Path]:
 
 
 def label_images(pictures: Sequence[Path], images: int, seed: int) -> list[LabelledImage]:
-    """Return the images of the dataset in the order of their names: each picture `images` / pictures times."""
+    """Return the images of the dataset in the order of their names: each picture `images` / pictures times.
+
+    Numbers run through the classes, so that any part of the dataset has the same images in every layout.
+    """
     order = np.random.default_rng(seed).permutation(images) % len(pictures)
+    order = order[np.argsort(order % CLASSES, kind="stable")]
     return [
         LabelledImage(f"ILSVRC2012_val_{number:08}", picture % CLASSES, pictures[picture])
         for number, picture in enumerate(order.tolist(), start=1)

@@ -15,7 +15,8 @@ POLL, SAMPLING = 0.02, 0.5  # seconds between looks at the progress, and between
 KILLS = 3  # of each shard
 MAX_DELAY = 0.4  # seconds between the point of a kill and the kill, so that it meets any moment of a chunk
 # Memory is flat if, while images are written, no sample after the first quarter exceeds GROWTH times the largest of the
-# first quarter by more than ALLOWANCE, in MB. A process with fewer than MIN_SAMPLES samples is too short to tell.
+# first quarter by more than ALLOWANCE, in MB. At 300 MB that shows a leak of 2.2 kB an image over 50,000 images. A
+# process with fewer than MIN_SAMPLES samples is too short to tell.
 GROWTH, ALLOWANCE, MIN_SAMPLES = 1.10, 50.0, 8
 
 

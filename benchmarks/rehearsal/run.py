@@ -28,7 +28,10 @@ from benchmarks.rehearsal.processes import ALLOWANCE, GROWTH
 from benchmarks.reliability.table import filled, not_held, table
 
 PACKAGES = ("prelunet", "onnxruntime", "numpy", "pillow", "pyarrow", "torch")  # that can change a result
-MEASURED = ("evaluator", "export", "benchmarks/rehearsal", "benchmarks/common/imagenet_sizes.py")
+MEASURED = (
+    *("evaluator", "export", "training/importing", "benchmarks/rehearsal"),
+    *("benchmarks/common/imagenet_sizes.py", "benchmarks/common/nets.py"),
+)
 IMAGES, MIN_IMAGES = PICTURES * COPIES, 1000  # the least still has a chunk in each part
 DISK = 300_000  # bytes for each image: two copies of the dataset, and the runs
 FLAT = f"memory stays within {GROWTH:.2f} times that of the first quarter and {ALLOWANCE:g} MB while images are written"
@@ -92,7 +95,7 @@ def summary(data: Mapping[str, Any]) -> str:
         keys = ("images_per_second", "opening_seconds", "max_mb", "report_seconds", "page_mb")
         rows.append((layout, *map(whole.get, keys), *map(ratio.get, ("median", "min", "max")), killed.get("held")))
     header = ("layout", "images/s", "opened in, s", "memory, MB", "report, s", "page, MB", "speed of folders'", "min",
-              "max", "killed, resumed, merged: same bytes")  # fmt: skip
+              "max", "killed, resumed, merged: claims held")  # fmt: skip
     seconds = sum(case["seconds"] for case in latest(data))
     return f"{described_run(data['runs'][-1])} {seconds / 60:.0f} minutes.\n\n{markdown(header, rows)}"
 

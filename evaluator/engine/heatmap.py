@@ -5,7 +5,7 @@ A map is a plain interpolation of the window scores; no gradient and no second m
 
 import io
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 from PIL import Image, ImageDraw, ImageFont
@@ -13,6 +13,7 @@ from PIL import Image, ImageDraw, ImageFont
 from prelunet.evaluator.arrays import Float64Array, UInt8Array
 from prelunet.evaluator.contract import ModelContract
 from prelunet.evaluator.engine.classify import Classification, ViewResult
+from prelunet.evaluator.engine.scores import restrict
 from prelunet.evaluator.imaging.resize import resized_size
 from prelunet.evaluator.imaging.views import crop_origin
 from prelunet.evaluator.protocols import EvaluationProtocol
@@ -68,7 +69,10 @@ def heat_maps(
     """
     by_scale: dict[int, list[Float64Array]] = {}
     for view in classified.views:
-        maps = _view_maps(view, classes, image_size, map_size, contract, protocol)
+        assert view.window_scores is not None, "classify_images was called without keep_windows"
+        shape = view.window_scores.shape
+        windows = restrict(view.window_scores.reshape(-1, shape[-1]), classified.candidates).reshape(shape)
+        maps = _view_maps(replace(view, window_scores=windows), classes, image_size, map_size, contract, protocol)
         by_scale.setdefault(view.view.scale, []).append(maps)
     return _mean_where_seen([_mean_where_seen(pair) for pair in by_scale.values()])
 
@@ -82,7 +86,7 @@ def _view_maps(
     protocol: EvaluationProtocol,
 ) -> Float64Array:
     """Map the window scores of one view onto the image; NaN where the view does not cover it."""
-    assert view.window_scores is not None, "classify_images was called without keep_windows"
+    assert view.window_scores is not None
     full = resized_size(*image_size, view.view.scale, UNCAPPED)
     kept = resized_size(*image_size, view.view.scale, protocol.long_side_cap)
     shown = (view.height, view.width)

@@ -18,7 +18,7 @@ from prelunet.evaluator.validation.run import Run
 
 # Images whose answers the page holds, about 45 bytes each. Beyond that, each class contributes its first ones.
 MAX_LISTED_IMAGES = 60_000
-MAX_HEAT_MAPS = 500  # images with heat maps on the page, 2.2 kB each
+MAX_HEAT_MAPS = 300  # images with heat maps on the page, 2.2 kB each: beside the pictures, it stays below 8 MB
 PER_MILLE = 1000  # scores are stored with three decimals, as integers
 
 
@@ -41,7 +41,7 @@ def page_data(report: Report, run: Run, gallery: Gallery) -> dict[str, Any]:
         "inferno": COLORS.tolist(),
         "heatmaps": {
             place[maps.file]: [maps.height, maps.width, maps.columns, *map(_base64, maps.maps)]
-            for maps in read_heat_maps(run)[:MAX_HEAT_MAPS]
+            for maps in read_heat_maps(run, MAX_HEAT_MAPS)
             if maps.file in place
         },
         "large": {place[m.prediction.file]: n for n, m in enumerate(gallery.mistakes) if m.prediction.file in place},

@@ -111,7 +111,10 @@ def headline(report: Report) -> str:
 def scored_over(report: Report) -> str:
     """Return among which classes predictions were made, if not simply among those of the images; else ''."""
     if (restriction := report["dataset"].get("restriction")) is not None:
-        return f"among {len(restriction['classes']):,} classes"
+        of_set = f" of {restriction['name']}" if restriction["name"].startswith("imagenet-") else ""
+        return f"among {len(restriction['classes']):,} classes{of_set}"
+    if report["dataset"]["selection"] is not None:  # says which images, and so why not all classes have some
+        return ""
     classes = report["classes"]
     present = sum(entry["images"] > 0 for entry in classes)
     return "" if present == len(classes) else f"over all {len(classes):,} classes (images of {present:,})"

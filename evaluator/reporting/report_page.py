@@ -52,6 +52,7 @@ def render_page(report: Report, run: Run, gallery: Gallery) -> bytes:
         charts={name: chart for name, chart in charts.items() if chart},
         headline=headline(report),
         over=scored_over(report),
+        several=sum(bool(prediction.also) for prediction in run.predictions),
         protocol=describe_protocol(report["protocol"]),
         provider=short_provider(report["circumstances"]),
         activation=ACTIVATIONS.get(report["model"]["activation"], report["model"]["activation"]),

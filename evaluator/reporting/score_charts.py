@@ -100,7 +100,7 @@ def _confidence_axis(*, labels: bool) -> Spec:
 
 
 def histogram_chart(report: dict[str, Any]) -> Spec | None:
-    """Return the histogram of the scores of right answers and of wrong ones, each in percent of its own; None without.
+    """Return the histogram of the scores of right and of wrong answers, as shares of each group; None without images.
 
     Shares, because a few wrong answers would be invisible beside many right ones.
     """
@@ -158,7 +158,8 @@ def risk_chart(report: dict[str, Any]) -> Spec | None:
                 "encoding": {"y": {"field": "top1_interval[0]", **y}, "y2": {"field": "top1_interval[1]"}},
             },
             {
-                "mark": {"type": "line", "color": "var(--accent)", "strokeWidth": 2.25},
+                # A single point, where all scores are equal, would be an invisible line.
+                "mark": {"type": "line", "color": "var(--accent)", "strokeWidth": 2.25, "point": len(points) == 1},
                 "encoding": {"y": {"field": "top1_error", **y}},
             },
             row_under_pointer("near_coverage", _RISK_TOOLTIP, field="coverage", x=x, y={"field": "top1_error", **y}),

@@ -1,13 +1,12 @@
 """Heat maps of mistakes, stored in the run folder, so that a report needs no model to show them.
 
-heatmaps.jsonl has a line for each of the first mistakes in the order of `mistakes_as_shown`. It is no part of the run's
-identity: a finished run can get it later, and longer. A kill leaves at most one incomplete line, which does not count.
+heatmaps.jsonl has a line for each image, in the order of `mistakes_as_shown`. It does not identify the run: it can be
+added or extended later. A kill leaves at most one incomplete line, which does not count.
 """
 
 import json
 import os
-from collections.abc import Iterator, Sequence
-from contextlib import suppress
+from itertools import islice
 from pathlib import Path
 from typing import Annotated
 
@@ -22,11 +21,10 @@ from prelunet.evaluator.engine.session import Session
 from prelunet.evaluator.errors import DatasetError, ImageError, RunFolderError
 from prelunet.evaluator.imaging.decode import decode_image
 from prelunet.evaluator.json_checks import parse_json
-from prelunet.evaluator.protocols import EvaluationProtocol
 from prelunet.evaluator.terminal import progress
 from prelunet.evaluator.validation.mistakes import mistakes_as_shown
-from prelunet.evaluator.validation.predictions import Prediction, open_regular
-from prelunet.evaluator.validation.run import HEAT_MAPS_FILE, Run
+from prelunet.evaluator.validation.predictions import open_regular
+from prelunet.evaluator.validation.run import HEAT_MAPS_FILE, Run, RunInfo
 from prelunet.evaluator.validation.writer import RunWriter
 
 # Points of a map along the longer side of its image. At scale 480, a 4:3 image has 640 pixels there, so one point every
@@ -66,27 +64,26 @@ def store_heat_maps(session: Session, dataset: Dataset, run: Run, count: int, wr
 
     writer: of the run, open. What is damaged is computed again. Raises DatasetError if an image can no longer be read.
     """
-    path, mistakes = writer.folder / HEAT_MAPS_FILE, mistakes_as_shown(run.predictions)
-    ends = [0]
-    with suppress(RunFolderError):  # a damaged line
-        for _, end in _read(path, mistakes):
-            ends.append(end)
-    if path.exists() and path.stat().st_size != ends[-1]:
-        os.truncate(path, ends[-1])
-    done, wanted = len(ends) - 1, mistakes[:count]
-    if done >= len(wanted):
+    path, wanted = writer.folder / HEAT_MAPS_FILE, mistakes_as_shown(run.predictions)[:count]
+    stored, end, _ = _read(path, run, None)
+    if os.path.lexists(path) and not end:
+        path.unlink()
+    elif end:
+        os.truncate(path, end)
+    done = {maps.file for maps in stored}
+    missing = [mistake for mistake in wanted if mistake.file not in done]
+    if not missing:
         return
     samples = {sample.file: sample for sample in dataset.samples}
-    with progress("heat maps", len(wanted), "images", done=done) as advance:
-        for mistake in wanted[done:]:
-            maps = _compute(session, dataset, samples[mistake.file], mistake.top[0][0], run.info.protocol)
+    with progress("heat maps", len(wanted), "images", done=len(wanted) - len(missing)) as advance:
+        for mistake in missing:
+            maps = _compute(session, dataset, samples[mistake.file], mistake.top[0][0], run.info)
             writer.append_heat_map((json.dumps(to_builtins(maps)) + "\n").encode())
             advance()
 
 
-def _compute(
-    session: Session, dataset: Dataset, sample: Sample, answer: int, protocol: EvaluationProtocol
-) -> MistakeMaps:
+def _compute(session: Session, dataset: Dataset, sample: Sample, answer: int, info: RunInfo) -> MistakeMaps:
+    protocol = info.protocol
     try:
         image = decode_image(dataset.read(sample), apply_exif=protocol.apply_exif)
     except ImageError as error:
@@ -95,6 +92,7 @@ def _compute(
             "--fresh"
         ) from error
     (classified,) = classify_images(session, [image], protocol, keep_windows=True)
+    classified = classified.among(info.candidates)
     height, width = image.height, image.width
     rows, columns = (max(1, round(LONGER_SIDE * side / max(height, width))) for side in (height, width))
     maps = heat_maps(classified, (answer, sample.label), (height, width), (rows, columns), session.contract, protocol)
@@ -108,34 +106,52 @@ def quantize(of_class: Float64Array) -> bytes:
     return np.where(np.isnan(codes), UNSEEN, codes).astype(np.uint8).tobytes()
 
 
-def read_heat_maps(run: Run) -> list[MistakeMaps]:
-    """Return the heat maps of a run, in the order in which a report shows them; none if it has none.
+def read_heat_maps(run: Run, most: int) -> list[MistakeMaps]:
+    """Return the first heat maps of a run, up to `most`; none if it has none.
 
     Strict, because run folders are untrusted. Raises RunFolderError with the number of a damaged line.
     """
     if run.folder is None:
         return []
-    return [maps for maps, _ in _read(run.folder / HEAT_MAPS_FILE, mistakes_as_shown(run.predictions))]
+    stored, _, damage = _read(run.folder / HEAT_MAPS_FILE, run, most)
+    if damage is not None:
+        raise damage
+    return stored
 
 
-def _read(path: Path, mistakes: Sequence[Prediction]) -> Iterator[tuple[MistakeMaps, int]]:
-    """Yield each line and its end in bytes, up to one that is still being written. A missing file has no lines."""
+def _read(path: Path, run: Run, most: int | None) -> tuple[list[MistakeMaps], int, RunFolderError | None]:
+    """Return the heat maps before the first damaged line, where they end in bytes, and the damage.
+
+    A line that is still being written does not count. A missing file has no lines. most: number of lines to read.
+    """
+    stored, ends = list[MistakeMaps](), [0]
+
+    def damaged(line: int, fault: object) -> RunFolderError:
+        return RunFolderError(
+            f"{path}: line {line} is damaged ({fault}). Delete the file, or run the command of this run again with "
+            "--heatmaps to repeat the maps from there"
+        )
+
     if not os.path.lexists(path):
-        return
-    end = 0
-    with open_regular(path) as lines:
-        for number, line in enumerate(lines, start=1):
-            if not line.endswith(b"\n"):
-                return
-            try:
-                maps = convert(parse_json(line), MistakeMaps)
-                expected = [(m.file, m.top[0][0], m.label) for m in mistakes[number - 1 : number]]
-                if [(maps.file, maps.answer, maps.label)] != expected:
-                    raise ValueError(f"file, answer and label should be those of the run's mistake {number}")
-            except ValueError as error:
-                raise RunFolderError(
-                    f"{path}: line {number} is damaged ({error}). Delete the file, or run the command of this run "
-                    "again with --heatmaps to repeat the maps from there"
-                ) from error
-            end += len(line)
-            yield maps, end
+        return stored, 0, None
+    damage = None
+    try:
+        with open_regular(path) as lines:
+            for number, line in enumerate(islice(lines, most), start=1):
+                if not line.endswith(b"\n"):
+                    break
+                try:
+                    stored.append(convert(parse_json(line), MistakeMaps))
+                except ValueError as error:
+                    damage = damaged(number, error)
+                    break
+                ends.append(ends[-1] + len(line))
+    except OSError as error:
+        return [], 0, RunFolderError(f"{path}: cannot be read ({error.strerror}). Delete it, or restore the file")
+    files = {maps.file for maps in stored}
+    mistakes = {p.file: (p.top[0][0], p.label) for p in run.predictions if p.rank > 1 and p.file in files}
+    for number, maps in enumerate(stored):
+        if mistakes.pop(maps.file, None) != (maps.answer, maps.label):
+            fault = "file, answer and label should be those of a mistake of the run, each once"
+            return stored[:number], ends[number], damaged(number + 1, fault)
+    return stored, ends[-1], damage

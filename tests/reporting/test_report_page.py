@@ -338,7 +338,7 @@ def test_matrix_of_the_worst_classes_counts_the_diagonal_and_elsewhere(tmp_path:
     body = matrix[matrix.index("<tbody>") : matrix.index("</tbody>")]
     rows = [re.findall(r"<td[^>]*>(?:<a [^>]*>)?(\d*)", row) for row in body.split("<tr>")[1:]]
     assert rows == [["", "1", "1"], ["3", "1", "0"]]  # the second class is the worst; fox is elsewhere
-    assert re.findall(r'href="#(pair-[^"]*)">(\d+)', body) == [("pair-1-0", "1"), ("pair-0-1", "3")]
+    assert re.findall(r'href="#(pair-[^"]*)"[^>]*>(\d+)', body) == [("pair-1-0", "1"), ("pair-0-1", "3")]
 
 
 def test_class_names_on_the_page_link_to_their_class(tmp_path: Path) -> None:

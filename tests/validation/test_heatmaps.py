@@ -4,6 +4,7 @@ import base64
 import json
 import re
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -88,6 +89,43 @@ def test_each_byte_is_254_times_the_score_of_the_class_at_that_point_of_the_imag
     assert unseen > 0, "a third of the panorama"
 
 
+def test_in_a_restricted_run_each_window_is_scored_among_the_classes_of_the_restriction(
+    dataset: Dataset, tmp_path: Path
+) -> None:
+    kept = [0, 1, 3, 4, 5]
+    stored(tmp_path, replace(dataset, restriction={"name": "list", "classes": kept}), 3)
+    session, samples = FakeSession(), {sample.file: sample for sample in dataset.samples}
+    for line in lines_of(tmp_path):
+        image = decode_rgb(dataset.read(samples[line["file"]]))
+        (answer,) = classify_images(session, [image], MULTI_SCALE, keep_windows=True)
+        views = []
+        for view in answer.views:
+            assert view.window_scores is not None
+            among = np.zeros_like(view.window_scores)
+            among[..., kept] = view.window_scores[..., kept] / view.window_scores[..., kept].sum(-1, keepdims=True)
+            views.append(replace(view, window_scores=among))
+        shown, size = [line["answer"], line["label"]], (line["rows"], line["columns"])
+        restricted = replace(answer, views=tuple(views))
+        expected = heat_maps(restricted, shown, image.shape[:2], size, session.contract, MULTI_SCALE)
+        for text, values in zip(line["maps"], expected, strict=True):
+            codes = np.frombuffer(base64.b64decode(text), np.uint8)
+            seen = ~np.isnan(values.ravel())
+            # Half a step of rounding; float32 sums in another order.
+            np.testing.assert_allclose(codes[seen], 254 * values.ravel()[seen], rtol=0, atol=0.5 + 1e-3)
+
+
+def test_a_link_in_place_of_the_file_is_replaced_and_its_target_left_alone(
+    whole: Path, dataset: Dataset, tmp_path: Path
+) -> None:
+    for name in ("run.json", "predictions.jsonl", "scores.f32.npy"):
+        (tmp_path / name).write_bytes((whole / name).read_bytes())
+    (tmp_path / "notes.txt").write_text("mine\n")
+    (tmp_path / "heatmaps.jsonl").symlink_to(tmp_path / "notes.txt")
+    expected = b"".join((whole / "heatmaps.jsonl").read_bytes().splitlines(keepends=True)[:2])
+    assert stored(tmp_path, dataset, 2) == expected
+    assert (tmp_path / "notes.txt").read_text() == "mine\n"
+
+
 def test_scores_from_0_to_1_become_0_to_254_and_what_no_view_shows_becomes_255() -> None:
     assert list(quantize(np.array([[0, 1, 1.0004], [0.5, np.nan, 0.3]]))) == [0, 254, 254, 127, 255, 76]
 
@@ -161,7 +199,7 @@ def test_a_line_that_is_still_being_written_does_not_count(whole: Path, dataset:
     ends = [place + 1 for place, byte in enumerate(expected) if byte == ord("\n")]
     for cut in (1, ends[0], ends[0] + 1, ends[2] - 2, ends[2] - 1):
         path.write_bytes(expected[:cut])
-        assert len(read_heat_maps(read_run(tmp_path))) == sum(end <= cut for end in ends)
+        assert len(read_heat_maps(read_run(tmp_path), 1000)) == sum(end <= cut for end in ends)
         assert stored(tmp_path, dataset, 3) == expected
 
 
@@ -170,8 +208,8 @@ def changed(**values: Any) -> Callable[[dict[str, Any]], None]:
 
 
 BAD_LINES: list[tuple[Callable[[dict[str, Any]], Any], str]] = [
-    (changed(file="n00000000/other.png"), "should be those of the run's mistake 2"),
-    (changed(answer=4, label=4), "should be those of the run's mistake 2"),
+    (changed(file="n00000000/other.png"), "should be those of a mistake of the run"),
+    (changed(answer=4, label=4), "should be those of a mistake of the run"),
     (changed(rows=1000), r"`int` <= 64 - at `\$\.rows`"),
     (changed(columns=0), r"`int` >= 1"),
     (changed(height=True), "Expected `int`"),
@@ -199,13 +237,13 @@ def test_a_damaged_line_is_an_error_with_its_number_until_it_is_computed_again(
     assert stored(tmp_path, dataset, 3) == b"".join(expected)
 
 
-def test_lines_beyond_the_mistakes_of_the_run_are_damage(whole: Path, tmp_path: Path) -> None:
+def test_a_mistake_that_is_stored_twice_is_damage(whole: Path, tmp_path: Path) -> None:
     for name in ("run.json", "predictions.jsonl"):
         (tmp_path / name).write_bytes((whole / name).read_bytes())
     lines = (whole / "heatmaps.jsonl").read_bytes().splitlines(keepends=True)
     (tmp_path / "heatmaps.jsonl").write_bytes(b"".join([*lines, lines[0]]))
     with pytest.raises(RunFolderError, match=f"line {len(lines) + 1} is damaged"):
-        read_heat_maps(read_run(tmp_path))
+        read_heat_maps(read_run(tmp_path), 1000)
 
 
 def test_an_image_that_can_no_longer_be_read_is_named(dataset: Dataset, tmp_path: Path) -> None:

@@ -12,6 +12,7 @@ from array import array
 from bisect import bisect_right
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import accumulate
@@ -21,6 +22,7 @@ from typing import Any
 from prelunet.evaluator.datasets.sources.base import format_names
 from prelunet.evaluator.datasets.sources.folder import reading_error
 from prelunet.evaluator.errors import DatasetError, from_missing_module
+from prelunet.evaluator.machine import cores
 from prelunet.evaluator.terminal import progress
 
 _BLOCK_BYTES = 4 * 2**20  # of images; the row groups of older files have 1000 photographs, 110 MB
@@ -52,32 +54,38 @@ class ParquetFiles:
 
         Raises DatasetError for a row without an image, and without rows.
         """
-        import pyarrow.compute as pc
-
         names, sizes, page = list[str](), array("q"), 0
-        with progress("read sizes", sum(starts[-1] for starts in self.row_groups.values()), "images") as advance:
-            for path in self.paths:
-                starts, first = self.row_groups[path.name], len(sizes)
-                with _damage(path):
-                    file = _open(path)
-                    for group in range(len(starts) - 1):
-                        for images in _blocks(file, group, self.image_column):
-                            if images.null_count:
-                                row = len(sizes) - first + images.is_null().index(True).as_py()
-                                raise DatasetError(
-                                    f"{path}: row {row} has no image. Remove such rows; if they have the path of a "
-                                    "file, embed it, as `push_to_hub` of Hugging Face's datasets does"
-                                )
-                            sizes.extend(pc.binary_length(images).to_pylist())
-                            advance(len(images))
-                        page = max(page, sum(sizes[first + starts[group] :][:_PAGE_ROWS]))
-                    self._check_rows(path, len(sizes) - first)
-                digits = len(str(starts[-1]))
-                names += (f"{path.name}/{row:0{digits}}" for row in range(len(sizes) - first))
+        total = sum(starts[-1] for starts in self.row_groups.values())
+        with progress("read sizes", total, "images") as advance, ThreadPoolExecutor(cores()) as pool:
+            for path, (own, largest) in zip(self.paths, pool.map(self._sizes, self.paths), strict=True):
+                advance(len(own))
+                digits = len(str(len(own)))
+                names += (f"{path.name}/{row:0{digits}}" for row in range(len(own)))
+                sizes, page = sizes + own, max(page, largest)
         if not names:
             raise DatasetError(f"{self.paths[0]}: no rows. Pass files with images")
         memory = _MAX_BLOCKS * _BLOCK_BYTES + _MAX_CURSORS * 2 * page
         return names, sizes, ParquetReader(self.paths[0].parent, self.image_column, self.row_groups, memory)
+
+    def _sizes(self, path: Path) -> "tuple[array[int], int]":
+        """Return the sizes of the images in a file, and the bytes of its largest page."""
+        import pyarrow.compute as pc
+
+        starts, sizes, page = self.row_groups[path.name], array("q"), 0
+        with _damage(path):
+            file = _open(path)
+            for group in range(len(starts) - 1):
+                for images in _blocks(file, group, self.image_column):
+                    if images.null_count:
+                        row = len(sizes) + images.is_null().index(True).as_py()
+                        raise DatasetError(
+                            f"{path}: row {row} has no image. Remove such rows; if they have the path of a file, embed "
+                            "it, as `push_to_hub` of Hugging Face's datasets does"
+                        )
+                    sizes.extend(pc.binary_length(images).to_pylist())
+                page = max(page, sum(sizes[starts[group] :][:_PAGE_ROWS]))
+            self._check_rows(path, len(sizes))
+        return sizes, page
 
     def _check_rows(self, path: Path, rows: int) -> None:
         if rows != self.row_groups[path.name][-1]:

@@ -54,6 +54,6 @@ async function drawPng(svg) {
  * no spreadsheet computes a name (OWASP, "CSV Injection").
  */
 function csvFile(rows) {
-  const cell = (value) => (typeof value === "string" ? `"${value.replace(/^[=+\-@\t\r]/, "'$&").replaceAll('"', '""')}"` : value);
+  const cell = (value) => (typeof value === "string" ? `"${value.replace(/^[=+\-@\t\r\n＝＋－＠]/, "'$&").replaceAll('"', '""')}"` : value);
   return new Blob(rows.map((row) => `${row.map(cell).join(",")}\n`), { type: "text/csv" });
 }

@@ -41,6 +41,7 @@ function addHeatMaps(figure, [height, width, columns, ...maps]) {
       for (const other of buttons) other.setAttribute("aria-pressed", shown && other === button);
       picture.classList.toggle("mapped", shown);
       if (shown) drawHeatMap(canvas, bytes, columns);
+      canvas.setAttribute("aria-label", `Heat map of the ${label}`);
       peak.textContent = `peak ${decimal((100 * highest) / STEPS, 0)} %`;
     });
     return button;

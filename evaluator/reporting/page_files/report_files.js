@@ -2,12 +2,12 @@
 
 const named = (index) => [index, classes[index].wnid, classes[index].name];
 
-/** Return a row per listed mistake, by class, most confident first; scores have three decimals. */
+/** Return a row per listed mistake, by class, most confident first; scores have three decimals; also: other true classes. */
 function mistakeRows() {
   const rows = classes.flatMap(({ index }) =>
-    imagesOf(index).filter((image) => image.rank > 1).map(({ file, top: [[answer, score]], rank }) =>
-      [file, ...named(index), ...named(answer), score, rank]));
-  return [["file", "label", "wnid", "name", "answer", "answer_wnid", "answer_name", "score", "rank"], ...rows];
+    imagesOf(index).filter((image) => image.rank > 1).map(({ file, labels: [, ...also], top: [[answer, score]], rank }) =>
+      [file, ...named(index), also.join(" "), ...named(answer), score, rank]));
+  return [["file", "label", "wnid", "name", "also", "answer", "answer_wnid", "answer_name", "score", "rank"], ...rows];
 }
 
 /** Return a row per pair of true class and wrong answer, most frequent first. */
