@@ -89,6 +89,7 @@ class ModelContract:
     precision: FilePrecision
     checkpoint_sha256: str
     interpolation: Interpolation = "bilinear"  # for resizing images, always antialiased
+    center_scale: int | None = None  # the scale of `center` and `ten-crop`; None for 8/7 of the crop, as in the paper
     training: Mapping[str, Any] = field(default_factory=dict)  # recipe, dataset, metrics, slopes, as far as known
     golden: tuple[GoldenImage, ...] = ()
 
@@ -174,6 +175,8 @@ class ModelContract:
                 for g in self.golden
             ],
         }
+        if self.center_scale is not None:
+            values["center_scale"] = self.center_scale
         return {PREFIX + key: json.dumps(values[key], sort_keys=True, allow_nan=False) for key in sorted(values)}
 
 
@@ -181,6 +184,7 @@ def _contradictions(contract: ModelContract) -> Iterator[tuple[bool, str]]:
     """Yield (whether the check fails, what is wrong); each check relies on those before it."""
     crop, window, wnids = contract.crop, contract.window, [entry.wnid for entry in contract.classes]
     integers = [crop, window, contract.max_side, *contract.spp_levels, *contract.default_scales]
+    integers += [] if contract.center_scale is None else [contract.center_scale]
     integers += [number for layer in contract.trunk for number in (layer.kernel, layer.stride, layer.pad)]
     if not all(type(number) is int for number in integers):
         yield True, "sides, scales, levels and layers should be whole numbers"
@@ -213,6 +217,7 @@ def _contradictions(contract: ModelContract) -> Iterator[tuple[bool, str]]:
         not 1 <= len(set(scales)) == len(scales) <= MAX_SCALES,
         f"there should be 1 to {MAX_SCALES} scales",
     )
+    scales = (*scales, contract.center_scale or crop)
     yield not all(crop <= scale <= contract.max_side for scale in scales), "scales should be from crop to max_side"
     yield len(contract.golden) > MAX_GOLDEN_IMAGES, f"there should be at most {MAX_GOLDEN_IMAGES} golden images"
     for golden in contract.golden:
@@ -257,6 +262,7 @@ def contract_from_metadata(metadata: Mapping[str, str], where: str) -> ModelCont
             precision=file.choose("precision", get_args(FilePrecision)),
             checkpoint_sha256=file.read("checkpoint_sha256", str),
             interpolation=file.choose("interpolation", get_args(Interpolation)),
+            center_scale=file.read("center_scale", int) if f"{PREFIX}center_scale" in metadata else None,
             training=file.read("training", dict),
             golden=tuple(
                 GoldenImage(g["height"], g["width"], tuple(g["scores"]), tuple(g["logits"]))
@@ -297,9 +303,13 @@ class _Reader:
         return value
 
 
-def center_scale(crop: int) -> int:
-    """Return the scale of `center`, in pixels: 256 for a crop of 224, in proportion elsewhere."""
-    return int(crop * 256 / 224 + 0.5)
+def center_scale(crop: int, trained: tuple[int, int] | None = None) -> int:
+    """Return the scale of `center` and `ten-crop`, in pixels: 256 for a crop of 224, in proportion elsewhere.
+
+    trained: the lowest and highest shorter side in training, which the scale does not leave.
+    """
+    scale = int(crop * 256 / 224 + 0.5)
+    return scale if trained is None else min(max(scale, trained[0]), trained[1])
 
 
 def default_scales(crop: int, trained: tuple[int, int] | None = None) -> tuple[int, ...]:

@@ -178,12 +178,13 @@ def build_protocol(
 ) -> EvaluationProtocol:
     """Build the protocol of that name for a model, with a user's changes.
 
-    `center`: scale round(crop·256/224), central crop, not mirrored. `ten-crop`: the same scale; the crops at the
-    corners of the whole resized image and at its center, also mirrored (Tables 2 and 5). `dense-S`: the whole image at
-    shorter side S, also mirrored; several scales as in dense-256-384. `multi-scale`, `spp-net`, `resnet`: dense at the
-    model's default scales, at SPP-net's six, at ResNet's five. `spp-18`: SPP-net's 96 views, 18 windows of the feature
-    map at each of its six scales. `center`, `ten-crop` and `spp-18` with other scales: center-240, ten-crop-300,
-    spp-18-256-360. `overrides.scales` changes the name accordingly.
+    `center`: scale round(crop·256/224), within the range that the net was trained at, if that is known; central crop,
+    not mirrored. `ten-crop`: the same scale; the crops at the corners of the whole resized image and at its center,
+    also mirrored (Tables 2 and 5). `dense-S`: the whole image at shorter side S, also mirrored; several scales as in
+    dense-256-384. `multi-scale`, `spp-net`, `resnet`: dense at the model's default scales, at SPP-net's six, at
+    ResNet's five. `spp-18`: SPP-net's 96 views, 18 windows of the feature map at each of its six scales. `center`,
+    `ten-crop` and `spp-18` with other scales: center-240, ten-crop-300, spp-18-256-360. `overrides.scales` changes the
+    name accordingly.
     Raises UsageError for an unknown name, for scales both in the name and in `overrides`, and, with the reason, for a
     scale or a view that the model does not support.
     """
@@ -235,7 +236,7 @@ def _kind_and_scales(name: str, contract: ModelContract) -> tuple[ProtocolKind, 
         return kind, tuple(map(int, match[2].split("-")[1:]))
     if name in {"center", "ten-crop"}:
         kind = "center" if name == "center" else "ten-crop"
-        return kind, (center_scale(contract.crop),)
+        return kind, (contract.center_scale or center_scale(contract.crop),)
     if name == "multi-scale":
         return "dense", contract.default_scales
     if name in {"spp-18", "spp-net", "resnet"}:

@@ -14,6 +14,7 @@ from onnx import (
     ValueInfoProto,
     helper,
     numpy_helper,
+    shape_inference,
 )
 
 OPSET = 18  # the newest that all our runtimes support; later opsets add nothing that we need
@@ -87,14 +88,35 @@ def contract_graph(
     canvas: height and width of the images; grid: rows and columns of windows; each a number or the name of a variable.
     """
     info = helper.make_tensor_value_info
-    inputs = [info("images", TensorProto.UINT8, ["N", *canvas, 3]), info("sizes", TensorProto.INT64, ["N", 2])]
+    inputs = [
+        info("images", TensorProto.UINT8, ["N", *canvas, 3], "RGB images, 0 to 255, each in the top left of a canvas"),
+        info("sizes", TensorProto.INT64, ["N", 2], "height and width of each image in pixels"),
+    ]
     outputs = [
-        info("scores", TensorProto.FLOAT, ["N", classes]),
-        info("logits", TensorProto.FLOAT, ["N", classes]),
-        info("windows", TensorProto.INT64, ["N", 2]),
-        info("window_scores", TensorProto.FLOAT, ["N", *grid, classes]),
+        info("scores", TensorProto.FLOAT, ["N", classes], "softmax probabilities, averaged over the image's windows"),
+        info("logits", TensorProto.FLOAT, ["N", classes], "logits, averaged over the image's windows"),
+        info("windows", TensorProto.INT64, ["N", 2], "rows and columns of the image's grid of windows"),
+        info("window_scores", TensorProto.FLOAT, ["N", *grid, classes], "probabilities of each window; 0 outside"),
     ]
     return graph.graph("prelunet", inputs, outputs)
+
+
+def add_value_info(model: ModelProto) -> None:
+    """Add type and shape of every value between inputs and outputs, for people who look into the file.
+
+    Inferred from the shapes of the weights alone, because a copy of the largest net's weights takes 1.3 GB.
+    """
+    graph, small = model.graph, [tensor for tensor in model.graph.initializer if tensor.data_type == TensorProto.INT64]
+    weights = [
+        helper.make_tensor_value_info(tensor.name, tensor.data_type, tensor.dims)
+        for tensor in graph.initializer
+        if tensor.data_type != TensorProto.INT64  # integers are sides, axes and bounds, on which shapes depend
+    ]
+    light = helper.make_graph(graph.node, graph.name, [*graph.input, *weights], graph.output, small)
+    inferred = shape_inference.infer_shapes(
+        helper.make_model(light, opset_imports=model.opset_import, ir_version=model.ir_version), data_prop=True
+    )
+    graph.value_info.extend(inferred.graph.value_info)
 
 
 def build_file(

@@ -3,6 +3,7 @@
 A recipe contains every number of a run. It is stored in the run folder and in every checkpoint.
 """
 
+import json
 import operator
 import tomllib
 from collections.abc import Iterator, Mapping
@@ -52,6 +53,7 @@ LIMITS: dict[str, dict[str, float]] = {  # key → valid range, for errors and -
     "most_drops": {"at least": 0},
     "momentum": {"at least": 0, "below": 1},
     "weight_decay": {"at least": 0, "at most": 1e12},
+    "bias_rate": {"at least": 0, "at most": 100},
     "dropout": {"at least": 0, "below": 1},
     "color": {"at least": 0, "below": 10},
     "accumulate": {"at least": 1},
@@ -96,7 +98,10 @@ class Recipe:
     most_drops: Annotated[int, "Policy plateau: maximum number of learning-rate drops."] = 2
     activation: Annotated[Activation, "Activation of the convolutions, fc1 and fc2."] = "prelu"
     momentum: Annotated[float, "Momentum of stochastic gradient descent."] = 0.9
-    weight_decay: Annotated[float, "Weight decay of weights and biases, never of slopes."] = 5e-4
+    weight_decay: Annotated[float, "Weight decay."] = 5e-4
+    decay_biases: Annotated[bool, "Apply weight decay to biases too."] = True
+    decay_slopes: Annotated[bool, "Apply weight decay to PReLU's slopes too."] = False
+    bias_rate: Annotated[float, "Factor that multiplies the learning rate of biases."] = 1.0
     dropout: Annotated[float, "Dropout probability of the outputs of fc1 and fc2."] = 0.5
     mirror: Annotated[bool, "Mirror half of the views."] = True
     color: Annotated[float, "Standard deviation of the color augmentation's coefficients; 0 turns it off."] = 0.0
@@ -113,6 +118,10 @@ class Recipe:
     channels_last: Annotated[bool, "Store tensors with channels last."] = True
     compile: Annotated[bool, "Compile the net with torch.compile."] = False
     accumulate: Annotated[int, "Micro-batches per batch, computed one after another to save memory."] = 1
+    evaluation_scale: Annotated[
+        int | None,
+        "Shorter side at which val/ is evaluated, on the central crop; by default 8/7 of the crop, within the scales.",
+    ] = None
     keep_every: Annotated[
         int | None, "Steps between checkpoints that are kept permanently; by default only last and best are kept."
     ] = None
@@ -138,6 +147,10 @@ class Recipe:
         low, high = self.scales
         if not self.crop <= low <= high <= MAX_SIDE:
             yield f"scales {low} to {high} should ascend from the crop ({self.crop}) or above to at most {MAX_SIDE}"
+        if not self.crop <= (self.evaluation_scale or self.crop) <= MAX_SIDE:
+            yield f"evaluation_scale {self.evaluation_scale} should be from the crop ({self.crop}) to {MAX_SIDE}"
+        if self.decay_slopes and not self.activation.startswith("prelu"):
+            yield f"decay_slopes needs slopes that are learned, but the activation is {self.activation}: remove it"
         if self.accumulate > self.batch:
             yield f"accumulate {self.accumulate} should be at most the batch, {self.batch}"
         if self.steps is None and self.epochs is None:
@@ -174,14 +187,23 @@ class Recipe:
         return Initialization(self.init, self.init_std, self.first_layer, self.fc_stds)
 
     @property
-    def evaluation_scale(self) -> int:
-        """Return the scale of the `center` protocol: round(crop·256/224), Table 3's training-time check."""
-        return center_scale(self.crop)
+    def central_scale(self) -> int:
+        """Return the scale of evaluations during training and of the mean image, in pixels.
+
+        Without `evaluation_scale`, 8/7 of the crop even outside of the scales: that of runs begun before this key.
+        """
+        return self.evaluation_scale or center_scale(self.crop)
 
     def to_json(self) -> dict[str, Any]:
         """Return the recipe as plain data for the run folder and checkpoints, without unset keys."""
         values = {key: value for key, value in asdict(self).items() if value is not None}
         return {key: list(value) if isinstance(value, tuple) else value for key, value in values.items()}
+
+
+def with_newer_keys(recipe: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a stored recipe with the defaults of keys that it lacks, as those of earlier versions do."""
+    defaults = {key.name: key.default for key in fields(Recipe) if key.default not in (MISSING, None)}
+    return {**json.loads(json.dumps(defaults)), **recipe}
 
 
 def format_limits(limits: Mapping[str, float]) -> str:
@@ -274,6 +296,8 @@ def changes_for_crop(recipe: Recipe, crop: int, *, keep_batch: bool = False) -> 
     """
     ratio = crop / recipe.crop
     changes: dict[str, Any] = {"crop": crop, "scales": tuple(int(scale * ratio + 0.5) for scale in recipe.scales)}
+    if recipe.evaluation_scale is not None:
+        changes["evaluation_scale"] = int(recipe.evaluation_scale * ratio + 0.5)
     if keep_batch:
         return changes
     batch = max(1, int(recipe.batch / ratio + 0.5))

@@ -55,6 +55,7 @@ def main() -> None:
         for text in options.case or CASES:
             name, batch, rounds = text.split(":")
             recipe = replace(read_recipe(name), batch=int(batch), steps=10**6, epochs=None, color=0.0, rate=RATE)
+            recipe = replace(recipe, decay_biases=True, bias_rate=1.0)  # as in the hand-written loop
             found = _measure(recipe, int(rounds), Path(cache))
             results.append(found)
             print(f"{name}, batch {batch}: {found['ms']} ms, ratio {_ratio_text(found)}", flush=True)

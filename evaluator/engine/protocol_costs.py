@@ -18,7 +18,7 @@ SOURCES: Mapping[str, str] = {  # keys: PROTOCOL_NAMES
     "spp-18": "SPP-net, section 3.1.5",
     "spp-net": "ours, at SPP-net's scales",
     "resnet": "ResNet, section 3.4",
-    "dense-S": "PReLU-nets, Table 4",
+    "dense-S": "PReLU-nets, Table 4, one scale",
 }
 
 
@@ -69,18 +69,20 @@ def paper_contract() -> ModelContract:
 def protocol_costs(contract: ModelContract, height: int, width: int) -> list[ProtocolCost]:
     """Return the cost of each protocol for an image of height x width pixels, `center` first.
 
-    `dense-S` is listed once per default scale of the model.
+    `dense-S` is listed once per default scale of the model. `multi-scale` of a net trained at one scale has that scale
+    only, so it is Table 4's evaluation, not that of Table 6.
     """
     costs: list[ProtocolCost] = []
+    sources = {**SOURCES, "multi-scale": SOURCES["dense-S"]} if len(contract.default_scales) == 1 else SOURCES
     for entry in PROTOCOL_NAMES:
         names = [f"dense-{scale}" for scale in contract.default_scales] if entry == "dense-S" else [entry]
         for name in names:
             try:
                 protocol = build_protocol(name, contract)
             except UsageError as error:
-                costs.append(ProtocolCost(name, SOURCES[entry], refusal=str(error)))
+                costs.append(ProtocolCost(name, sources[entry], refusal=str(error)))
             else:
-                costs.append(_cost_of(protocol, SOURCES[entry], contract, (height, width)))
+                costs.append(_cost_of(protocol, sources[entry], contract, (height, width)))
     center = costs[0].multiply_adds
     if center is None:
         return costs

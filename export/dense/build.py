@@ -21,11 +21,19 @@ from onnx import ModelProto, TensorProto, helper
 
 from prelunet.evaluator.architectures import LRELU_SLOPE, Activation, Architecture, Conv, Pool
 from prelunet.evaluator.arrays import Float32Array, FloatArray
-from prelunet.evaluator.contract import Canvas, ClassEntry, FilePrecision, MeanKind, ModelContract, default_scales
+from prelunet.evaluator.contract import (
+    Canvas,
+    ClassEntry,
+    FilePrecision,
+    MeanKind,
+    ModelContract,
+    center_scale,
+    default_scales,
+)
 from prelunet.evaluator.protocols import LONG_SIDE_CAP
 from prelunet.export.dense.half_precision import round_to_half
 from prelunet.export.dense.pyramid import plan_pools, pyramid_bins
-from prelunet.export.onnx_graph import IR_VERSION, OPSET, GraphBuilder, build_file, contract_graph
+from prelunet.export.onnx_graph import IR_VERSION, OPSET, GraphBuilder, add_value_info, build_file, contract_graph
 
 # Pixels; larger where `multi-scale` needs it. The graph slices its masks from a constant of this length.
 MAX_CANVAS_SIDE = 4096
@@ -78,6 +86,7 @@ def build_contract(
         spp_levels=architecture.spp_levels,
         crop=architecture.crop,
         default_scales=scales,
+        center_scale=None if trained_scales is None else center_scale(architecture.crop, trained_scales),
         max_side=max(MAX_CANVAS_SIDE, LONG_SIDE_CAP * max(scales)),
         canvas=canvas,
         precision=precision,
@@ -112,7 +121,9 @@ def build_model(
     _averages(graph, logits, _valid_after(graph, valid, "window", architecture.window, 1, 0))
     finished = contract_graph(graph, len(contract.classes), canvas=("H", "W"), grid=("Gh", "Gw"))
     opsets = [helper.make_opsetid("", OPSET)]
-    return build_file(finished, contract.to_metadata(), version, opsets, ir_version=IR_VERSION)
+    model = build_file(finished, contract.to_metadata(), version, opsets, ir_version=IR_VERSION)
+    add_value_info(model)
+    return model
 
 
 def _front(graph: GraphBuilder, mean: Float32Array, max_side: int, *, masked: bool) -> tuple[str, ValidCells]:

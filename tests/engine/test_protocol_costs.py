@@ -120,6 +120,12 @@ def test_the_verb_lists_every_protocol_for_the_papers_sizes(capsys: pytest.Captu
     assert "The cost depends on the net; to show it: prelunet protocols --model" in printed
 
 
+def test_multi_scale_of_a_net_trained_at_one_scale_is_not_called_that_of_table_6() -> None:
+    one_scale = replace(paper_contract(), default_scales=(384,))
+    sources = {cost.name: cost.source for cost in protocol_costs(one_scale, 375, 500)}
+    assert sources["multi-scale"] == sources["dense-384"] == "PReLU-nets, Table 4, one scale"
+
+
 def test_the_verb_prints_a_models_own_scales_and_cost(
     exported: dict[str, ExportedNet], capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 
 from prelunet.evaluator.cli import run
-from prelunet.evaluator.contract import default_scales
+from prelunet.evaluator.contract import center_scale, default_scales
 from prelunet.evaluator.engine.protocol_costs import paper_contract
 from prelunet.evaluator.errors import UsageError
 from prelunet.evaluator.protocols import (
@@ -32,6 +32,16 @@ def test_default_scales_lie_in_the_trained_range_as_in_the_paper() -> None:
     assert default_scales(224, trained=(256, 512)) == (256, 384, 480)
     assert default_scales(28, trained=(28, 36)) == (28, 32, 35)
     assert default_scales(28, trained=(32, 32)) == (32,)
+
+
+def test_the_scale_of_center_is_in_proportion_to_the_crop_but_never_outside_the_trained_range() -> None:
+    assert center_scale(224) == center_scale(224, trained=(256, 512)) == 256
+    assert center_scale(20) == 23
+    assert center_scale(20, trained=(20, 22)) == 22
+    assert center_scale(224, trained=(384, 384)) == 384
+    contract = replace(paper_contract(), center_scale=300)
+    assert build_protocol("center", contract).scales == build_protocol("ten-crop", contract).scales == (300,)
+    assert build_protocol("center-256", contract).scales == (256,)
 
 
 def test_multi_scale_sees_each_scale_plain_and_mirrored(exported: dict[str, ExportedNet]) -> None:

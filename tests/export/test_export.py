@@ -13,13 +13,12 @@ import onnx
 import pytest
 import torch
 
-from prelunet.evaluator.architectures import architecture
 from prelunet.evaluator.cli import run
 from prelunet.evaluator.contract import ModelContract, contract_from_metadata, golden_image
 from prelunet.evaluator.engine.load import open_session
 from prelunet.evaluator.engine.verify import verify
-from prelunet.evaluator.errors import CheckpointError, ContractError, EnvironmentFault, UsageError
-from prelunet.export.dense.build import fc1_channel_last
+from prelunet.evaluator.errors import ContractError, EnvironmentFault, UsageError
+from prelunet.evaluator.protocols import build_protocol
 from prelunet.export.dense.export import export_checkpoint
 from prelunet.training.net.checkpoints import write_checkpoint
 from prelunet.training.net.dense_reference import dense_windows
@@ -43,6 +42,14 @@ def test_the_file_records_all_that_the_contract_lists(exported: dict[str, Export
     assert len(metadata["prelunet.golden"]) == 3
     assert [o.version for o in model.opset_import] == [18]
     assert model.ir_version <= 10
+
+
+def test_the_file_explains_its_inputs_outputs_and_every_value_between_them(exported: dict[str, ExportedNet]) -> None:
+    graph = onnx.load(exported["demo-image"].path).graph
+    assert all(value.doc_string for value in (*graph.input, *graph.output))
+    typed = {value.name: value.type.tensor_type for value in (*graph.value_info, *graph.output)}
+    assert typed.keys() >= {name for node in graph.node for name in node.output}
+    assert [axis.dim_value for axis in typed["conv2_1"].shape.dim][1] == 48
 
 
 def test_the_contract_read_back_is_the_contract_written(exported: dict[str, ExportedNet]) -> None:
@@ -248,6 +255,17 @@ def test_a_model_with_a_malformed_value_is_refused(
         open_session(with_metadata(exported, tmp_path, **changes), "cpu")
 
 
+@pytest.mark.parametrize(
+    ("value", "message"), [("27", "from crop"), ("30.5", "whole number"), ('"30"', "whole number")]
+)
+def test_a_scale_of_center_that_no_crop_has_is_refused(
+    exported: dict[str, ExportedNet], value: str, message: str
+) -> None:
+    metadata = {**exported["demo-image"].session.contract.to_metadata(), "prelunet.center_scale": value}
+    with pytest.raises(ContractError, match=message):
+        contract_from_metadata(metadata, "other.onnx")
+
+
 def test_metadata_nested_beyond_all_measure_is_refused(exported: dict[str, ExportedNet]) -> None:
     metadata = {**exported["demo-image"].session.contract.to_metadata(), "prelunet.training": "[" * 100_000}
     with pytest.raises(ContractError, match=r"'prelunet\.training' is not JSON"):
@@ -352,32 +370,23 @@ def test_exporting_without_masks_is_recorded(exported: dict[str, ExportedNet], t
     assert open_session(tmp_path / "exact.onnx", "cpu").contract.canvas == "exact"
 
 
-def test_a_trained_net_is_tested_at_scales_of_its_training(exported: dict[str, ExportedNet], tmp_path: Path) -> None:
-    checkpoint = replace(exported["demo-image"].checkpoint, recipe={"scales": [30, 46]})
+@pytest.mark.parametrize(
+    ("trained", "scales", "center"), [([30, 46], (30, 38, 44), 32), ([36, 46], (36, 41, 45), 36), ([28, 28], (28,), 28)]
+)
+def test_a_trained_net_is_tested_at_scales_of_its_training(
+    exported: dict[str, ExportedNet], tmp_path: Path, trained: list[int], scales: tuple[int, ...], center: int
+) -> None:
+    checkpoint = replace(exported["demo-image"].checkpoint, recipe={"scales": trained})
     write_checkpoint(tmp_path / "trained.safetensors", checkpoint)
     export_checkpoint(tmp_path / "trained.safetensors", tmp_path / "trained.onnx")
-    assert open_session(tmp_path / "trained.onnx", "cpu").contract.default_scales == (30, 38, 44)
+    contract = open_session(tmp_path / "trained.onnx", "cpu").contract
+    assert contract.default_scales == scales
+    assert build_protocol("center", contract).scales == build_protocol("ten-crop", contract).scales == (center,)
 
 
-def test_a_checkpoint_whose_names_could_steer_a_terminal_is_not_exported(
-    exported: dict[str, ExportedNet], tmp_path: Path
+def test_a_file_of_a_net_of_unknown_training_keeps_the_scale_of_center_in_proportion(
+    exported: dict[str, ExportedNet],
 ) -> None:
-    checkpoint = exported["demo-image"].checkpoint
-    classes = (replace(checkpoint.classes[0], name="a\x1b[31m"), *checkpoint.classes[1:])
-    write_checkpoint(tmp_path / "odd.safetensors", replace(checkpoint, classes=classes))
-    with pytest.raises(CheckpointError, match="without control characters"):
-        export_checkpoint(tmp_path / "odd.safetensors", tmp_path / "odd.onnx")
-    assert [path.name for path in tmp_path.iterdir()] == ["odd.safetensors"]
-
-
-def test_every_number_of_fc1_finds_its_place_also_where_rows_are_left_over() -> None:
-    net = replace(architecture("demo"), hidden=70)  # transposed 64 at a time
-    weight = np.arange(70.0 * net.bins * net.channels).reshape(70, -1)
-    found, row, start = fc1_channel_last(weight, net), 0, 0
-    for level in net.spp_levels:
-        for cell in range(level * level):
-            for channel in range(net.channels):
-                np.testing.assert_array_equal(found[row], weight[:, start + channel * level * level + cell])
-                row += 1
-        start += net.channels * level * level
-    assert row == len(found)
+    contract = exported["demo-image"].session.contract
+    assert "prelunet.center_scale" not in contract.to_metadata()
+    assert build_protocol("center", contract).scales == (32,)

@@ -53,6 +53,7 @@ def test_the_recipes_of_the_large_nets_follow_the_paper(name: str) -> None:
     assert [rate_at(recipe.in_steps(100), 0, drops) for drops in (0, 1, 2, 3)] == pytest.approx(
         [1e-2, 1e-3, 1e-4, 1e-4]
     )
+    assert (recipe.decay_biases, recipe.decay_slopes, recipe.bias_rate) == (False, False, 2)  # their Caffe files
     assert (recipe.epochs, recipe.color, recipe.init, recipe.first_layer) == (80, 0.1, "fan-out", "half")
 
 
@@ -147,6 +148,11 @@ def test_the_largest_supported_scales_are_accepted() -> None:
         replace(SMALL, crop=4097, scales=(4097, 4097))
 
 
+def test_slopes_that_are_not_learned_cannot_be_decayed() -> None:
+    with pytest.raises(UsageError, match="decay_slopes needs slopes that are learned, but the activation is relu"):
+        replace(SMALL, activation="relu", decay_slopes=True)
+
+
 def test_a_misspelled_key_is_refused_with_all_valid_ones() -> None:
     with pytest.raises(UsageError, match="unknown recipe key learning_rate") as caught:
         recipe_from_values({**SMALL.to_json(), "learning_rate": 0.1}, "x.toml")
@@ -191,6 +197,8 @@ def test_missing_keys_are_named() -> None:
         ("architecture", "D", "unknown architecture 'D'; choose one of A, B, C"),
         ("crop", 8, "too small"),
         ("seed", -1, "seed -1"),
+        ("bias_rate", -1.0, "bias_rate -1.0"),
+        ("evaluation_scale", 27, r"evaluation_scale 27 should be from the crop \(28\) to 4096"),
         ("epochs", 3, r"steps 2200 and epochs 3\.0 exclude each other: remove one of them"),
         ("steps", None, "either steps or epochs is required"),
         ("rate_policy", "cosine", "unknown rate_policy 'cosine'; choose one of at, plateau"),

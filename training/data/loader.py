@@ -178,7 +178,7 @@ class _BatchBuilder:
     def _view(self, image: DecodedImage, key: ViewKey) -> UInt8Array:
         epoch, index = key
         if epoch is None:
-            return central_view(image, self.recipe.evaluation_scale, self.recipe.crop)
+            return central_view(image, self.recipe.central_scale, self.recipe.crop)
         return training_view(image, self.recipe, epoch, index)
 
     def shift(self, keys: list[ViewKey]) -> Float32Array | None:

@@ -47,10 +47,21 @@ class StepOptions:
 
 @dataclass(frozen=True)
 class StepResult:
-    """The result of a step, equal in all processes. loss: mean over the global batch; stop: whether any requests it."""
+    """The result of a step, equal in all processes.
+
+    loss: mean over the global batch; error: the fraction of it that is misclassified, with dropout; stop: whether any
+    process requests it.
+    """
 
     loss: float
+    error: float
     stop: bool
+
+
+def add_to_totals(totals: Tensor, loss: Tensor, logits: Tensor, labels: Tensor, total: int) -> None:
+    """Add the loss and the error of some rows to those of a step, float32 (2,). total: rows of the global batch."""
+    totals[0] += loss.detach()
+    totals[1] += (logits.detach().argmax(dim=1) != labels).sum() / total
 
 
 class ParallelNet(ABC):

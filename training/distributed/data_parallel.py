@@ -12,6 +12,7 @@ from prelunet.training.distributed.base import (
     ParallelNet,
     StepOptions,
     StepResult,
+    add_to_totals,
     select_rows,
     split_evenly,
 )
@@ -30,7 +31,7 @@ class DataParallel(ParallelNet):
 
     def _gradients(self, images: Tensor, labels: Tensor, factors: DropoutFactors, total: int, stop: bool) -> StepResult:
         own = self.rows(total)
-        loss = torch.zeros((), device=self.group.device)
+        totals = torch.zeros(2, device=self.group.device)
         dropout = self._dropout_tensors(factors, own)
         if self.buckets is None:
             self.net.zero_grad()
@@ -43,12 +44,15 @@ class DataParallel(ParallelNet):
                 with self._autocast():
                     logits = self._head(self._features(images[local]), select_rows(dropout, local))
                 part_loss = F.cross_entropy(logits.float(), labels[local], reduction="sum") / total
-                loss += part_loss.detach()
+                add_to_totals(totals, part_loss, logits, labels[local], total)
             if self.buckets is not None and part == self.options.accumulate:
-                self.buckets.arm(loss, stop)
+                self.buckets.arm(totals, stop)
             if part_loss is not None:
                 torch.autograd.backward(part_loss)
-        return StepResult(float(loss), stop) if self.buckets is None else self.buckets.finish()
+        if self.buckets is not None:
+            return self.buckets.finish()
+        mean_loss, error = totals.tolist()
+        return StepResult(mean_loss, error, stop)
 
     @torch.no_grad()
     def logits(self, images: Tensor) -> Tensor:

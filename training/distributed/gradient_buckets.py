@@ -1,8 +1,8 @@
 """Gradients summed over all processes during backward, as in Li et al. 2020, "PyTorch Distributed".
 
 Used instead of torch's DistributedDataParallel because a process may have no rows, in hybrid training the first process
-has more parameters than the others, and the loss and the stop request travel with the gradients instead of in a
-separate collective.
+has more parameters than the others, and the step's totals and the stop request travel with the gradients instead of in
+a separate collective.
 """
 
 from collections.abc import Iterable, Iterator
@@ -19,12 +19,13 @@ from prelunet.training.distributed.process_group import Pending, ProcessGroup
 class Bucket:
     """Parameters whose gradients are contiguous in memory and sent together.
 
-    flat: the gradients, followed by two values that only the first bucket uses: the loss and the stop request.
+    flat: the gradients, followed by three values that only the first bucket uses: the two totals of the step
+    (`add_to_totals`) and the stop request.
     """
 
     def __init__(self, parameters: list[nn.Parameter]) -> None:
         self.parameters = parameters
-        self.flat = torch.zeros(sum(parameter.numel() for parameter in parameters) + 2, device=parameters[0].device)
+        self.flat = torch.zeros(sum(parameter.numel() for parameter in parameters) + 3, device=parameters[0].device)
         self.views: list[Tensor] = []
         offset = 0
         for parameter in parameters:  # with the parameter's strides, so channels-last weights get such gradients
@@ -62,13 +63,13 @@ class GradientBuckets:
                 parameter.grad = view
             bucket.missing, bucket.pending = len(bucket.parameters), None
 
-    def arm(self, loss: Tensor, stop: bool) -> None:
+    def arm(self, totals: Tensor, stop: bool) -> None:
         """From now on, send each bucket as soon as backward has computed all of its gradients.
 
-        loss: of this process's rows; stop: whether this process requests a stop.
+        totals: loss and error of this process's rows; stop: whether this process requests a stop.
         """
         flat = self.buckets[0].flat
-        flat[-2], flat[-1] = loss, float(stop)
+        flat[-3:-1], flat[-1] = totals, float(stop)
         self._armed = True
 
     def finish(self) -> StepResult:
@@ -80,8 +81,8 @@ class GradientBuckets:
         for bucket in self.buckets:
             assert bucket.pending is not None
             bucket.pending.wait()
-        loss, stops = self.buckets[0].flat[-2:].tolist()
-        return StepResult(loss, stops > 0)
+        loss, error, stops = self.buckets[0].flat[-3:].tolist()
+        return StepResult(loss, error, stops > 0)
 
     def _arrived(self, bucket: Bucket, _parameter: Tensor) -> None:
         if self._armed:

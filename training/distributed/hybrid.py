@@ -17,6 +17,7 @@ from prelunet.training.distributed.base import (
     ParallelNet,
     StepOptions,
     StepResult,
+    add_to_totals,
     select_rows,
     split_evenly,
 )
@@ -48,17 +49,16 @@ class HybridParallel(ParallelNet):
         parts_of = [split_evenly(rows, self.options.accumulate) for rows in split_evenly(range(total), self.group.size)]
         own = self.rows(total)
         dropout = self._dropout_tensors(factors, range(total)) if self.group.is_first else None
-        loss = torch.zeros((), device=self.group.device)
+        totals = torch.zeros(2, device=self.group.device)
         for part, rows in enumerate(parts_of[self.group.rank], start=1):
             local = slice(rows.start - own.start, rows.stop - own.start)
             if self.group.is_first:
                 shares = [parts[part - 1] for parts in parts_of]
-                features, gradient, part_loss = self._with_head(images[local], labels[local], shares, dropout, total)
-                loss += part_loss
+                features, gradient = self._with_head(images[local], labels[local], shares, dropout, total, totals)
             else:
                 features, gradient = self._without_head(images[local], labels[local])
             if part == self.options.accumulate:
-                self.buckets.arm(loss, stop)
+                self.buckets.arm(totals, stop)
             if rows:
                 torch.autograd.backward(features, gradient)
         for pending in self._pending_sends:
@@ -66,12 +66,18 @@ class HybridParallel(ParallelNet):
         return self.buckets.finish()
 
     def _with_head(
-        self, images: Tensor, labels: Tensor, shares: list[range], factors: Factors | None, total: int
-    ) -> tuple[Tensor, Tensor, Tensor]:
+        self,
+        images: Tensor,
+        labels: Tensor,
+        shares: list[range],
+        factors: Factors | None,
+        total: int,
+        totals: Tensor,
+    ) -> tuple[Tensor, Tensor]:
         """Compute the head for the rows of all processes, forward and backward, and send the features' gradients.
 
-        shares: the rows of each process; factors: dropout factors of all rows of the step. Returns own features, the
-        gradient of the loss with respect to them, and the loss.
+        shares: the rows of each process; factors: dropout factors of all rows of the step; totals: receives the loss
+        and the error (`add_to_totals`). Returns own features, and the gradient of the loss with respect to them.
         """
         counts = [len(rows) for rows in shares]
         all_features, all_labels = self._empty_features(sum(counts)), labels.new_empty(sum(counts))
@@ -85,11 +91,12 @@ class HybridParallel(ParallelNet):
         with self._autocast():
             logits = self._head(all_features.requires_grad_(), dropout)
         loss = F.cross_entropy(logits.float(), all_labels, reduction="sum") / total
+        add_to_totals(totals, loss, logits, all_labels, total)
         torch.autograd.backward(loss)
         assert all_features.grad is not None
         gradients = torch.split(all_features.grad, counts)
         self._pending_sends.append(self.group.exchange(self._of_others(gradients), []))
-        return features, gradients[0], loss.detach()
+        return features, gradients[0]
 
     def _without_head(self, images: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
         """Return own features, and the gradient of the loss with respect to them, received from the first process."""

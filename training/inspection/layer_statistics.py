@@ -117,7 +117,8 @@ def measure_checkpoint(checkpoint: Checkpoint, data: DatasetSpec, images: int) -
     """
     crop = checkpoint.architecture.crop
     image_cache = ImageCache(open_from_spec(data, checkpoint.classes), {}, memory=0)
-    views = sample_views(image_cache, center_scale(crop), crop, images)
+    scale = (checkpoint.recipe or {}).get("evaluation_scale") or center_scale(crop)
+    views = sample_views(image_cache, scale, crop, images)
     if len(views.labels) < 2:
         some = "".join(f"; {file}: {reason}" for file, reason in list(views.refused.items())[:3])
         raise DatasetError(

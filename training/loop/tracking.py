@@ -14,10 +14,12 @@ from prelunet.training.run_state.run_folder import DIAGNOSIS_FILE, EVENTS_FOLDER
 
 _TITLES = {  # key of metrics.jsonl → its name in TensorBoard
     "loss": "train/loss",
+    "training_error": "train/top1_error",
     "rate": "train/rate",
     "images_per_second": "train/images_per_second",
     "top1_error": "val/top1_error",
     "top5_error": "val/top5_error",
+    "val_loss": "val/loss",
 }
 
 

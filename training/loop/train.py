@@ -2,10 +2,11 @@
 
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from prelunet.evaluator.contract import center_scale
 from prelunet.evaluator.datasets.layouts import SHARDS
 from prelunet.evaluator.datasets.open import VALIDATION
 from prelunet.evaluator.errors import EnvironmentFault, UsageError
@@ -18,7 +19,7 @@ from prelunet.training.loop.fine_tune import sha256_of_checkpoint
 from prelunet.training.loop.trainer import Trainer
 from prelunet.training.recipe import Recipe
 from prelunet.training.run_state.metrics_log import ErrorRates
-from prelunet.training.run_state.run_folder import LAST_FILE, open_run_folder
+from prelunet.training.run_state.run_folder import LAST_FILE, lacks_evaluation_scale, open_run_folder
 
 
 @dataclass(frozen=True)
@@ -61,8 +62,11 @@ def train(
     path = dataset_path or embedded_dataset_path()
     splits = open_splits(path)
     check_folder_location(run_folder, path)
-    description = describe_run(recipe, splits, start)
     with open_process_group(execution.device) as group:
+        is_older_run = group.all_gather(not fresh and lacks_evaluation_scale(run_folder))[0]
+        if recipe.evaluation_scale is None and not is_older_run:
+            recipe = replace(recipe, evaluation_scale=center_scale(recipe.crop, recipe.scales))
+        description = describe_run(recipe, splits, start)
         require_same_command(group, {**description, "parallel": execution.parallel, "diagnose": execution.diagnose})
         with lock_run_folder(group, run_folder, description, fresh=fresh) as reset_folder:
             own_report = report if group.is_first else (lambda _text: None)

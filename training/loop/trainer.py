@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from prelunet.evaluator.arrays import Float32Array
@@ -95,7 +96,13 @@ class Trainer:
         state = self.checkpoint_manager.read(self.net)
         self.progress = state.progress
         self.parallel = build_parallel(execution.parallel or "ddp", self.net, group, options)  # may remove parameters
-        groups = parameter_groups(self.net, recipe.weight_decay)
+        groups = parameter_groups(
+            self.net,
+            recipe.weight_decay,
+            decay_biases=recipe.decay_biases,
+            decay_slopes=recipe.decay_slopes,
+            bias_rate=recipe.bias_rate,
+        )
         self.optimizer = torch.optim.SGD(groups, lr=recipe.rate, momentum=recipe.momentum)
         state.restore(self.net, self.optimizer)
         # Images that were unreadable may have been repaired in the meantime.
@@ -174,7 +181,7 @@ class Trainer:
         now, recipe = self.progress, self.recipe
         plateaus = count_plateaus([errors.top1_error for errors in now.evaluations], recipe.patience)
         for group in self.optimizer.param_groups:
-            group["lr"] = rate_at(recipe, now.step, plateaus)
+            group["lr"] = rate_at(recipe, now.step, plateaus) * group["rate_factor"]
         width = self.net.architecture.hidden
         dropout = partial(dropout_factors, recipe.seed, now.step, width=width, rate=recipe.dropout)
         images, labels = self.preprocess(batch), torch.from_numpy(batch.labels).to(self.group.device)
@@ -186,6 +193,7 @@ class Trainer:
         self.optimizer.step()
         now.step += 1
         now.loss_sum += result.loss
+        now.error_sum += result.error
         now.loss_steps += 1
         self.unreadable.add(batch.unreadable)
         return result.stop
@@ -198,14 +206,17 @@ class Trainer:
         return images + torch.from_numpy(batch.shift).to(self.group.device)[:, :, None, None]
 
     def _log_steps(self, speed: float) -> None:
-        """Log the mean loss since the last entry, and reset it. speed: images per second."""
+        """Log the mean loss and error since the last entry, and reset them. speed: images per second."""
         now = self.progress
         loss = now.loss_sum / now.loss_steps
         self.note = f"loss {loss:.3f}, {speed:,.0f} images/s"
         rate = self.optimizer.param_groups[0]["lr"]
         if self.group.is_first:
-            self.logs.write({"step": now.step, "loss": loss, "rate": rate, "images_per_second": round(speed, 1)})
-        now.loss_sum, now.loss_steps = 0.0, 0
+            error = round(100 * now.error_sum / now.loss_steps, 4)
+            errors = {} if math.isnan(error) else {"training_error": error}
+            speeds = {"rate": rate, "images_per_second": round(speed, 1)}
+            self.logs.write({"step": now.step, "loss": loss, **errors, **speeds})
+        now.loss_sum, now.error_sum, now.loss_steps = 0.0, 0.0, 0
 
     def _evaluate_if_due(self) -> bool:
         """Evaluate on val/ and save, every `evaluate_every` steps and at the end; return whether it was due."""
@@ -229,7 +240,7 @@ class Trainer:
 
         Saves and raises Interrupted if any process received a stop signal.
         """
-        counts = np.zeros(3)  # images, wrong at top-1, at top-5
+        counts = np.zeros(4)  # images, their loss, wrong at top-1, at top-5
         part = self.group.rank, self.group.size
         size = max(1, EVALUATION_BATCH // self.group.size)
         self.unreadable_val.reset()
@@ -238,12 +249,13 @@ class Trainer:
             if not np.isfinite(logits).all():  # comparisons with NaN are false, so it would count as correct
                 counts[0] = math.nan  # so that all processes notice
             ranks = ranks_of(logits, batch.labels)
-            counts += (len(ranks), (ranks > 1).sum(), (ranks > 5).sum())
+            losses = F.cross_entropy(torch.from_numpy(logits).double(), torch.from_numpy(batch.labels), reduction="sum")
+            counts += (len(ranks), float(losses), (ranks > 1).sum(), (ranks > 5).sum())
             self.unreadable_val.add(batch.unreadable)
             if self.group.any(self.signals.received):
                 self.save()
                 raise self._interrupted()
-        images, *wrong = self.group.total(*counts)
+        images, loss, *wrong = self.group.total(*counts)
         if math.isnan(images):
             raise self._diverged("a logit on val/ is not finite")
         self.unreadable_val.gather(self.group)
@@ -251,11 +263,11 @@ class Trainer:
         if not images:
             raise DatasetError(f"{self.splits.val.location}: no image of val/ is readable any more. Restore the images")
         top1, top5 = (round(100 * count / images, 4) for count in wrong)
-        return ErrorRates(self.progress.step, top1, top5), int(images)
+        return ErrorRates(self.progress.step, top1, top5, round(loss / images, 6)), int(images)
 
     def _measure_layers(self) -> tuple[LayerResponse, ...]:
         """Measure the layers on images of val/; return () if none of these is readable any more."""
-        views = sample_views(self.val_images, self.recipe.evaluation_scale, self.recipe.crop)
+        views = sample_views(self.val_images, self.recipe.central_scale, self.recipe.crop)
         if not len(views.labels):
             return ()
         labels = torch.from_numpy(views.labels).to(self.group.device)
@@ -301,7 +313,7 @@ def _initial_state(
     cache: see `compute_statistics`. Raises DatasetError if too many images cannot be decoded, and what
     `load_pretrained` raises.
     """
-    compute = partial(compute_statistics, scale=recipe.evaluation_scale, crop=recipe.crop, cache=cache, report=report)
+    compute = partial(compute_statistics, scale=recipe.central_scale, crop=recipe.crop, cache=cache, report=report)
 
     def valid_statistics(dataset: Dataset, split: str) -> DatasetStatistics:
         statistics = compute(dataset, split)

@@ -134,15 +134,31 @@ def activate(values: Tensor, activation: Activation, slope: Tensor | None) -> Te
     return F.relu(values) if activation == "relu" else F.leaky_relu(values, LRELU_SLOPE)
 
 
-def parameter_groups(net: PreluNet, weight_decay: float) -> list[dict[str, Any]]:
-    """Return the optimizer's parameter groups: weight decay applies to everything but slopes.
+def parameter_groups(
+    net: PreluNet,
+    weight_decay: float,
+    *,
+    decay_biases: bool = True,
+    decay_slopes: bool = False,
+    bias_rate: float = 1.0,
+) -> list[dict[str, Any]]:
+    """Return the optimizer's parameter groups; `rate_factor` of a group multiplies the learning rate.
 
-    Decay would push slopes to zero, and so PReLU to ReLU (PReLU-nets, section 2.1 "Optimization").
+    Slopes are not decayed unless `decay_slopes`: decay would push them to zero, and so PReLU to ReLU (PReLU-nets,
+    section 2.1 "Optimization").
     """
-    slopes = [parameter for name, parameter in net.named_parameters() if name.endswith(".slope")]
-    others = [parameter for name, parameter in net.named_parameters() if not name.endswith(".slope")]
-    groups = [{"params": others, "weight_decay": weight_decay}, {"params": slopes, "weight_decay": 0.0}]
-    return [group for group in groups if group["params"]]
+    settings = {
+        "weight": (weight_decay, 1.0),
+        "bias": (weight_decay if decay_biases else 0.0, bias_rate),
+        "slope": (weight_decay if decay_slopes else 0.0, 1.0),
+    }
+    groups: dict[tuple[float, float], list[nn.Parameter]] = {}
+    for name, parameter in net.named_parameters():
+        groups.setdefault(settings[name.rpartition(".")[2]], []).append(parameter)
+    return [
+        {"params": parameters, "weight_decay": decay, "rate_factor": factor}
+        for (decay, factor), parameters in groups.items()
+    ]
 
 
 def load_tensors(net: PreluNet, tensors: Mapping[str, Float32Array]) -> None:

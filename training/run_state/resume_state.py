@@ -40,7 +40,8 @@ class TrainingProgress:
 
     mean: float32 (crop, crop, 3) or (3,); axes: float32 (3, 3), of the color augmentation; refused: `train` and `val` →
     file → reason, from before the run; unreadable: file → reason for images of train/ that became unreadable since;
-    step: completed steps; loss_sum, loss_steps: over the steps not logged yet; evaluations: all so far, in order.
+    step: completed steps; loss_sum, error_sum, loss_steps: over the steps not logged yet, `error_sum` NaN if unknown;
+    evaluations: all so far, in order.
     """
 
     mean: Float32Array
@@ -49,6 +50,7 @@ class TrainingProgress:
     unreadable: dict[str, str] = field(default_factory=dict)
     step: int = 0
     loss_sum: float = 0.0
+    error_sum: float = 0.0
     loss_steps: int = 0
     evaluations: list[ErrorRates] = field(default_factory=list)
 
@@ -103,7 +105,7 @@ def write_state(path: Path, net: PreluNet, momentum: Mapping[str, Tensor], progr
         "refused": {split: dict(files) for split, files in progress.refused.items()},
         "lost": dict(progress.unreadable),
         "step": progress.step,
-        "loss": [progress.loss_sum, progress.loss_steps],
+        "loss": [progress.loss_sum, progress.loss_steps, progress.error_sum],
         "measured": [errors.to_json() for errors in progress.evaluations],
     }
     # Via a buffer: writing to a file, torch hides the system's error, so a full disk would look like an internal error.
@@ -167,8 +169,8 @@ def _parse_state(state: dict[str, Any], net: PreluNet) -> ResumeState:
     for name, value in (*tensors.items(), *momentum.items()):
         _array(value, name, shapes[name])
     step, crop = require_int(state["step"], "step", 0), net.architecture.crop
-    loss_sum, loss_steps = state["loss"]
-    if type(loss_sum) is not float or not math.isfinite(loss_sum):
+    loss_sum, loss_steps, error_sum = (*state["loss"], math.nan)[:3]  # earlier versions have no errors
+    if type(loss_sum) is not float or not math.isfinite(loss_sum) or type(error_sum) is not float:
         raise ValueError("the loss is not a finite number")
     progress = TrainingProgress(
         mean=_array(state["mean"], "mean", (crop, crop, 3), (3,)),
@@ -177,6 +179,7 @@ def _parse_state(state: dict[str, Any], net: PreluNet) -> ResumeState:
         unreadable=_parse_reasons(state["lost"]),
         step=step,
         loss_sum=loss_sum,
+        error_sum=error_sum,
         loss_steps=require_int(loss_steps, "steps of the loss", 0, step),
         evaluations=_parse_evaluations(state["measured"], step),
     )
@@ -211,4 +214,6 @@ def _parse_evaluations(entries: Iterable[dict[str, Any]], step: int) -> list[Err
         top1, top5 = errors.top1_error, errors.top5_error
         if type(top1) is not float or type(top5) is not float or not 0 <= top5 <= top1 <= 100:
             raise ValueError(f"errors of {top1} and {top5} percent")
+        if errors.val_loss is not None and not (type(errors.val_loss) is float and math.isfinite(errors.val_loss)):
+            raise ValueError(f"a loss of {errors.val_loss}")
     return evaluations

@@ -21,7 +21,7 @@ from typing import Any
 from prelunet.evaluator.errors import RunFolderError
 from prelunet.evaluator.files import create_folder, locked_folder, remove_leftovers, write_atomically
 from prelunet.evaluator.json_checks import check_plain, differences, format_differences, parse_json, require_object
-from prelunet.training.recipe import EXECUTION_KEYS
+from prelunet.training.recipe import EXECUTION_KEYS, with_newer_keys
 
 RUN_VERSION = 1
 TRAINING_FILE, STATE_FILE, METRICS_FILE = "training.json", "state.pt", "metrics.jsonl"
@@ -70,12 +70,22 @@ def open_run_folder(folder: Path, description: dict[str, Any], *, fresh: bool) -
         yield reset_folder
 
 
+def lacks_evaluation_scale(folder: Path) -> bool:
+    """Return whether a folder holds a run begun before recipes had an `evaluation_scale`; it keeps its own."""
+    try:
+        recipe = require_object(parse_json((folder / TRAINING_FILE).read_bytes()), "it").get("recipe")
+    except (OSError, ValueError):  # `open_run_folder` reports a damaged file
+        return False
+    return isinstance(recipe, dict) and "evaluation_scale" not in recipe
+
+
 def _compare(folder: Path, requested: dict[str, Any]) -> None:
     """Raise RunFolderError if the run in the folder differs from the requested one or has no state to resume from."""
     path = folder / TRAINING_FILE
     try:
         description = require_object(parse_json(path.read_bytes()), "it")
         check_plain(description)
+        description["recipe"] = with_newer_keys(require_object(description.get("recipe"), "recipe"))
     except ValueError as error:
         raise RunFolderError(f"{path}: damaged ({error}). Restore the file, or start over with --fresh") from error
     may_differ = [("recipe", key) for key in EXECUTION_KEYS]

@@ -98,6 +98,15 @@ def plain_step(net: PreluNet, seed: int, batch: int, precision: TrainingPrecisio
     return loss.item()
 
 
+def plain_error(net: PreluNet, seed: int, batch: int) -> float:
+    """Return the fraction of a batch that is misclassified, image by image."""
+    images, labels = batch_of(seed, batch)
+    factors = [torch.from_numpy(of_layer) for of_layer in factors_of(seed, batch, range(batch))]
+    with torch.no_grad():
+        rows = [net(images[[i]], (factors[0][[i]], factors[1][[i]]))[0] for i in range(batch)]
+    return sum(int(row.argmax()) != int(label) for row, label in zip(rows, labels, strict=True)) / batch
+
+
 def parallel_step(parallel: ParallelNet, seed: int, batch: int, **more: Any) -> StepResult:
     """Take a step with this process's rows of that batch."""
     images, labels = batch_of(seed, batch)
@@ -153,7 +162,7 @@ def _one_case(case: Case, group: ProcessGroup) -> dict[str, Any]:
     parallel = _parallel(case.kind, group, case.options)
     parallel_step(parallel, 1, case.batch + 2)
     step = parallel_step(parallel, 2, case.batch)
-    return {"loss": step.loss, "gradients": gradients_of(parallel.net)}
+    return {"loss": step.loss, "error": step.error, "gradients": gradients_of(parallel.net)}
 
 
 def _curve(kind: ParallelMode, group: ProcessGroup) -> dict[str, Any]:
@@ -198,7 +207,7 @@ def _sent(kind: ParallelMode, group: ProcessGroup) -> dict[str, int]:
 
     def watched(self: ProcessGroup, tensor: Tensor) -> Any:
         missing.append(sum(bucket.missing for bucket in parallel.buckets.buckets))
-        sent.append(tensor.numel() - 2)  # beside the gradients, the loss and the stop request
+        sent.append(tensor.numel() - 3)  # beside the gradients: loss, error and the stop request
         return all_reduce(self, tensor)
 
     ProcessGroup.all_reduce = watched

@@ -60,6 +60,15 @@ def test_every_process_has_the_gradients_of_one_process_with_the_whole_batch(eve
             assert_gradients(one["gradients"], gradients, tolerance, (case, rank))
 
 
+@pytest.mark.parametrize("size", SIZES)
+def test_every_process_has_the_error_of_the_whole_batch(everything, size: int) -> None:
+    for case in work.cases_for(size):
+        if case.options.precision == "fp32":  # bf16 may decide a close call otherwise
+            expected = work.plain_error(work.net_of(0), 2, case.batch)
+            errors = [found["cases"][case]["error"] for found in everything[size]]
+            assert errors == pytest.approx([expected] * size, abs=1e-6), case  # float32 sums of shares
+
+
 def test_compiled_nets_have_the_same_gradients(everything, plain) -> None:
     for rank, found in enumerate(everything[2]):
         loss, gradients = found["compiled"]

@@ -23,7 +23,7 @@ from prelunet.training.loop.trainer import Trainer
 from prelunet.training.net.checkpoints import Checkpoint, read_checkpoint, write_checkpoint
 from prelunet.training.net.network import network_from_checkpoint, tensors_of
 from tests.training.loop.killed_runs import train_until_killed
-from tests.training.training_folders import RECIPE, lines_of, make_dataset
+from tests.training.training_folders import RECIPE, build_batch, lines_of, make_dataset
 
 FILES = ("last.safetensors", "best.safetensors", "training.json")
 SETUP_MESSAGES = ["training on cpu, fp32", "crop 12, scales 12 to 16, batch 5, rate 0.003"]
@@ -55,7 +55,7 @@ def assert_equal_runs(folder: Path, expected: Path) -> None:
 def test_a_run_writes_checkpoints_metrics_and_its_description(uninterrupted: Path, data: Path) -> None:
     checkpoint = read_checkpoint(uninterrupted / "last.safetensors")
     splits = open_splits(data)
-    assert checkpoint.recipe == RECIPE.to_json()
+    assert checkpoint.recipe == {**RECIPE.to_json(), "evaluation_scale": 14}
     assert checkpoint.dataset == {"fingerprint": splits.train.fingerprint, "images": 21}
     assert (checkpoint.classes[0].wnid, checkpoint.classes[0].name) == ("big-cat", "big cat")
     assert checkpoint.metrics is not None
@@ -89,12 +89,31 @@ def test_the_net_learns_colors_and_the_reported_error_is_that_of_the_checkpoint(
     assert losses[-1] < 0.1 < losses[0]
     checkpoint = read_checkpoint(result.checkpoint)
     net, splits = network_from_checkpoint(checkpoint), open_splits(data)
-    image_cache = ImageCache(splits.val, {})
+    image_cache, likelihoods = ImageCache(splits.val, {}), list[float]()
     for index, sample in enumerate(image_cache.samples):
         view = image_cache.central_view(index, 14, 12).astype(np.float32) - checkpoint.mean
         with torch.no_grad():
             logits = net(torch.from_numpy(view.transpose(2, 0, 1).copy())[None])
         assert int(logits.argmax()) == sample.label
+        likelihoods.append(float(logits[0].double().log_softmax(0)[sample.label]))
+    # Rounded to six decimals; the batch of nine and the single images differ in the order of float32 sums.
+    assert result.errors.val_loss == pytest.approx(-np.mean(likelihoods), rel=1e-4, abs=6e-7)
+
+
+def test_the_training_error_is_that_of_the_views_of_each_step(data: Path, tmp_path: Path) -> None:
+    recipe = replace(RECIPE, rate=1e-12, dropout=0.0)  # the net stays the same, so each step can be repeated
+    result = train(recipe, data, tmp_path / "run")
+    checkpoint, splits = read_checkpoint(result.checkpoint), open_splits(data)
+    net, wrong = network_from_checkpoint(checkpoint), 0
+    for step in range(recipe.total_steps):
+        batch = build_batch(ImageCache(splits.train, {}), recipe, step)
+        pixels = (batch.images.astype(np.float32) - checkpoint.mean).transpose(0, 3, 1, 2).copy()
+        with torch.no_grad():
+            answers = net(torch.from_numpy(pixels)).argmax(dim=1).numpy()
+        wrong += int((answers != batch.labels).sum())
+    (logged,) = [line["training_error"] for line in metrics(tmp_path / "run") if "training_error" in line]
+    assert 0 < wrong < recipe.total_steps * recipe.batch
+    assert logged == pytest.approx(100 * wrong / (recipe.total_steps * recipe.batch), abs=1e-3)  # float32 sums
 
 
 def test_weights_are_decayed_and_slopes_are_not(data: Path, tmp_path: Path) -> None:

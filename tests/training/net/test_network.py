@@ -1,6 +1,7 @@
 """The torch net and its dense evaluation, compared with loops that follow the definitions literally."""
 
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -192,16 +193,27 @@ def test_images_larger_than_a_crop_fail_an_assertion() -> None:
 
 
 @pytest.mark.parametrize("activation", ["prelu", "prelu-shared"])
-def test_weight_decay_shrinks_weights_and_biases_but_never_slopes(activation: Activation) -> None:
+@pytest.mark.parametrize(
+    ("options", "kept"),
+    [
+        ({}, {"weight": 0.9, "bias": 0.9, "slope": 1.0}),
+        ({"decay_biases": False, "bias_rate": 2.0}, {"weight": 0.9, "bias": 1.0, "slope": 1.0}),
+        ({"decay_slopes": True, "bias_rate": 3.0}, {"weight": 0.9, "bias": 0.7, "slope": 0.9}),
+    ],
+)
+def test_weight_decay_shrinks_only_the_parameters_that_it_applies_to(
+    activation: Activation, options: dict[str, Any], kept: dict[str, float]
+) -> None:
     net = network_from_checkpoint(tiny_checkpoint(activation))
     before = {name: parameter.detach().clone() for name, parameter in net.named_parameters()}
-    groups = parameter_groups(net, weight_decay=0.1)
+    groups = parameter_groups(net, weight_decay=0.1, **options)
+    for group in groups:
+        group["lr"] = group["rate_factor"]
     for parameter in net.parameters():
         parameter.grad = torch.zeros_like(parameter)
     torch.optim.SGD(groups, lr=1.0).step()
     for name, parameter in net.named_parameters():
-        factor = 1.0 if name.endswith(".slope") else 0.9
-        torch.testing.assert_close(parameter.detach(), before[name] * factor)
+        torch.testing.assert_close(parameter.detach(), before[name] * kept[name.rpartition(".")[2]])
     grouped = [id(parameter) for group in groups for parameter in group["params"]]
     assert sorted(grouped) == sorted(id(parameter) for parameter in net.parameters())
 

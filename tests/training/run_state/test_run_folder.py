@@ -1,5 +1,7 @@
 """The run folder: which run may use it, and what is refused."""
 
+import errno
+import json
 import os
 import re
 import shutil
@@ -41,6 +43,49 @@ def test_another_dataset_is_refused_with_the_difference(folder: Path, tmp_path: 
     with pytest.raises(RunFolderError, match=r"dataset\.val_images: 9 in the folder, 12 now") as refused:
         train(SHORT, other, folder)
     assert "A fingerprint covers names, lengths and labels" in str(refused.value)
+
+
+def test_a_run_begun_before_evaluation_scales_were_recorded_resumes_with_its_own(
+    data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    recipe = replace(RECIPE, scales=(12, 13), steps=4, evaluate_every=2, save_every=2)  # 14 is in proportion
+    with monkeypatch.context() as patch:
+        patch.setattr("prelunet.training.loop.train.lacks_evaluation_scale", lambda _folder: True)  # as it began then
+        patch.setattr(Trainer, "save", _once_then_fail(Trainer.save))
+        with pytest.raises(OSError, match="No space"):
+            train(recipe, data, tmp_path / "old")
+    for folder in (tmp_path / "old", tmp_path / "new"):
+        train(recipe, data, folder)
+    scales = {name: (read_checkpoint(tmp_path / name / "last.safetensors").recipe or {}) for name in ("old", "new")}
+    assert "evaluation_scale" not in scales["old"]
+    assert scales["new"]["evaluation_scale"] == 13
+    assert Recipe(**{**scales["old"], "scales": (12, 13)}).central_scale == 14
+
+
+def test_a_run_whose_recipe_lacks_newer_keys_resumes_with_their_defaults(
+    data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stopped_after_seven_steps(RECIPE, data, tmp_path / "run", monkeypatch)
+    path = tmp_path / "run/training.json"
+    description = json.loads(path.read_text())
+    for key in ("decay_biases", "decay_slopes", "bias_rate"):
+        del description["recipe"][key]
+    path.write_text(json.dumps(description))
+    train(RECIPE, data, tmp_path / "run")
+    with pytest.raises(RunFolderError, match=r"recipe\.bias_rate: 1\.0 in the folder, 2\.0 now"):
+        train(replace(RECIPE, bias_rate=2.0), data, tmp_path / "run")
+
+
+def _once_then_fail(save: Any) -> Any:
+    """Return a `save` that works once and then finds the disk full."""
+    saved = []
+
+    def limited(self: Trainer) -> None:
+        if saved:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        saved.append(save(self))
+
+    return limited
 
 
 @pytest.mark.parametrize("change", [{"steps": 2}, {"evaluate_every": 4}, {"precision": "bf16"}, {"rate_drops": ()}])
@@ -85,7 +130,7 @@ def test_a_run_resumed_with_other_save_intervals_ends_with_the_same_net(
         np.testing.assert_array_equal(found.tensors[name], tensor, strict=True)
     np.testing.assert_array_equal(found.mean, uninterrupted.mean, strict=True)
     assert (found.metrics, found.dataset) == (uninterrupted.metrics, uninterrupted.dataset)
-    assert found.recipe == other.to_json()
+    assert found.recipe == {**other.to_json(), "evaluation_scale": 14}
     assert {path.name for path in folder.glob("step-*")} == {"step-0000008.safetensors", "step-0000012.safetensors"}
     assert (folder / "training.json").read_bytes() == description  # the recipe at the start
 
@@ -116,13 +161,13 @@ def test_the_location_of_a_dataset_does_not_matter(folder: Path, tmp_path: Path)
 
 @pytest.mark.parametrize(
     "content", [None, b"[" * 100_000, b"null", b'{"version": NaN}', b"\xff", b'{"a":' * 900, b"PK"]
-)  # None: half of the file
+)  # None: a third of the file
 @pytest.mark.parametrize("name", ["training.json", "metrics.jsonl", "state.pt"])
 def test_any_damaged_file_of_a_run_is_refused_with_advice(
     data: Path, folder: Path, name: str, content: bytes | None
 ) -> None:
     path = folder / name
-    content = path.read_bytes()[: path.stat().st_size // 2] if content is None else content
+    content = path.read_bytes()[: path.stat().st_size // 3] if content is None else content
     path.write_bytes(content + (b"\n" if name == "metrics.jsonl" else b""))
     with pytest.raises(RunFolderError, match=rf"{name}: .*damaged.*--fresh") as caught:
         train(SHORT, data, folder)
