@@ -91,9 +91,14 @@ def open_dataset(
     images = list_images(source, path, subfolder)
     real = labels if labels is not None and is_real(labels) else None
     if parquet := find_parquet(images):
-        if labels != real:
+        if real is not None:
+            raise DatasetError(
+                f"{images.place}: ReaL's labels go by the numbers in ILSVRC's file names, which parquet files do not "
+                "keep. Use the images as files with their names, in a folder or an archive"
+            )
+        if labels is not None:
             raise DatasetError(f"{images.place}: parquet files contain their own labels. Remove --labels")
-        dataset = label_parquet(images, parquet, split, classes, no_labels=no_labels or real is not None)
+        dataset = label_parquet(images, parquet, split, classes, no_labels=no_labels)
     elif classes is None:
         dataset = label_training_images(images, split)
     else:
@@ -242,7 +247,7 @@ def _several_sets_error(source: Source, path: Path, subfolder: str, sets: Sequen
     return DatasetError(
         f"{describe_place(path, subfolder)}: contains the sets {' and '.join(sets)}; it is not clear which one "
         f"to use {purpose}. {'Pass' if is_folder else 'Unpack it, and pass'} the folder of one set: "
-        f"--data {(path if is_folder else path.parent) / subfolder / sets[-1]}"
+        f"{(path if is_folder else path.parent) / subfolder / sets[-1]}"
     )
 
 

@@ -2,18 +2,15 @@
 
 from collections.abc import Sequence
 from dataclasses import replace
-from pathlib import Path
 
 from prelunet.evaluator.contract import ClassEntry
 from prelunet.evaluator.datasets.dataset import UNLABELLED, Dataset
-from prelunet.evaluator.datasets.labels.class_names import ClassList
-from prelunet.evaluator.datasets.selection import parse_class_selection
+from prelunet.evaluator.datasets.selection import PUBLISHED, parse_class_selection, published_wnids
 from prelunet.evaluator.datasets.sources.base import format_names
 from prelunet.evaluator.errors import DatasetError
 
 _OPTION = "--restrict-classes"
 _OF_DATASET = "dataset"
-_PUBLISHED = {"imagenet-a": "ImageNet-A", "imagenet-r": "ImageNet-R"}  # built-in sets of wnids
 
 
 def restrict(part: Dataset, whole: Dataset, chosen: str | None, classes: Sequence[ClassEntry]) -> Dataset:
@@ -29,7 +26,11 @@ def restrict(part: Dataset, whole: Dataset, chosen: str | None, classes: Sequenc
     if chosen == _OF_DATASET:
         indices = sorted(present)
     else:
-        wnids = set(_wnids(chosen, classes))
+        try:
+            wnids = set(parse_class_selection(chosen, classes, option=_OPTION))
+        except DatasetError as error:
+            sets = "" if chosen in PUBLISHED else f". Or use a set: {', '.join(PUBLISHED)}, {_OF_DATASET}"
+            raise DatasetError(f"{error}{sets}") from error
         indices = [index for index, entry in enumerate(classes) if entry.wnid in wnids]
     if len(indices) < 2:
         raise DatasetError(f"{_OPTION} {chosen}: {len(indices)} class, but a prediction needs at least 2. Use more")
@@ -41,25 +42,8 @@ def restrict(part: Dataset, whole: Dataset, chosen: str | None, classes: Sequenc
             f"{chosen:.80}: {format_names([part.classes[label] for label in others])}. Use {_OPTION} {_OF_DATASET}, or "
             "leave these images out with --classes"
         )
-    name = chosen if chosen in {*_PUBLISHED, _OF_DATASET} else "list"
+    name = chosen if chosen in {*PUBLISHED, _OF_DATASET} else "list"
     return replace(part, restriction={"name": name, "classes": indices})
-
-
-def _wnids(chosen: str, classes: Sequence[ClassEntry]) -> Sequence[str]:
-    if chosen not in _PUBLISHED:
-        return parse_class_selection(chosen, classes, option=_OPTION)
-    wnids = _published(chosen)
-    class_list = ClassList(tuple(entry.wnid for entry in classes), tuple(entry.name for entry in classes))
-    if missing := [wnid for wnid in wnids if not class_list.contains(wnid)]:
-        raise DatasetError(
-            f"{_OPTION} {chosen}: the model lacks {len(missing)} of {_PUBLISHED[chosen]}'s {len(wnids)} classes: "
-            f"{format_names(missing)}. Use a model of ImageNet's classes, or list classes that it has"
-        )
-    return parse_class_selection(",".join(wnids), classes, option=_OPTION)
-
-
-def _published(name: str) -> list[str]:
-    return (Path(__file__).parent / "labels" / f"{name}.txt").read_text(encoding="ascii").split()
 
 
 def _remark_if_partial(dataset: Dataset, present: set[int]) -> list[str]:
@@ -68,8 +52,8 @@ def _remark_if_partial(dataset: Dataset, present: set[int]) -> list[str]:
         return []
     wnids = {dataset.classes[index] for index in present}
     advice = f"ImageNet-A and -R are published over their own classes: {_OPTION} {_OF_DATASET}"
-    for name, title in _PUBLISHED.items():
-        if wnids == set(_published(name)):
+    for name, title in PUBLISHED.items():
+        if wnids == set(published_wnids(name)):
             advice = f"these are the classes of {title}, which is published over them: {_OPTION} {name}"
     return [
         f"{dataset.location}: scored over all {len(dataset.classes):,} classes although the dataset has images of "

@@ -13,6 +13,7 @@ from prelunet.evaluator.datasets.sources.base import format_names
 from prelunet.evaluator.datasets.sources.folder import label_file
 from prelunet.evaluator.errors import DatasetError, UsageError
 
+PUBLISHED = {"imagenet-a": "ImageNet-A", "imagenet-r": "ImageNet-R"}  # built-in sets of 200 wnids each
 _NAMED = 8  # a selection names up to this many classes, more are described by their number and a digest
 _LONGEST = MAX_NAME_LENGTH // 2  # characters of these names; the whole selection must fit into run.json
 
@@ -20,12 +21,20 @@ _LONGEST = MAX_NAME_LENGTH // 2  # characters of these names; the whole selectio
 def parse_class_selection(text: str, classes: Sequence[ClassEntry], option: str = "--classes") -> tuple[str, ...]:
     """Return the wnids selected by an option, in the order of the model's classes.
 
-    text: wnids, class indices or unique names, separated by commas, or a file with one per line. If a whole line is
-    not a class, its first word is used. Raises UsageError or DatasetError for words that are not classes.
+    text: wnids, class indices or unique names, separated by commas, a file with one per line, or a published set
+    (`PUBLISHED`). If a whole line is not a class, its first word is used. Raises UsageError or DatasetError for words
+    that are not classes.
     """
     class_list = ClassList(tuple(entry.wnid for entry in classes), tuple(entry.name for entry in classes))
     path = Path(text)
-    if os.path.isfile(path):  # noqa: PTH113 - Path.is_file raises for a list too long for a file name
+    if text in PUBLISHED:
+        words = dict.fromkeys(published_wnids(text), option)
+        if missing := [wnid for wnid in words if not class_list.contains(wnid)]:
+            raise DatasetError(
+                f"{option} {text}: the model lacks {len(missing)} of {PUBLISHED[text]}'s {len(words)} classes: "
+                f"{format_names(missing)}. Use a model of ImageNet's classes, or list classes that it has"
+            )
+    elif os.path.isfile(path):  # noqa: PTH113 - Path.is_file raises for a list too long for a file name
         try:
             lines = label_file(path).data().decode("utf-8-sig").splitlines()
         except UnicodeDecodeError as error:
@@ -35,12 +44,19 @@ def parse_class_selection(text: str, classes: Sequence[ClassEntry], option: str 
             for number, line in enumerate(lines, 1)
             if (word := line.strip())
         }
+    elif (path.suffix or len(path.parts) > 1) and "," not in text and not class_list.contains(text.strip()):
+        raise UsageError(f"{option} {text}: no such file, and not a class. Use wnids separated by commas, or a file")
     else:
         words = {word.strip(): option for word in text.split(",") if word.strip()}
     if not words:
         raise UsageError(f"{option} {text}: names no class. Use wnids separated by commas, or a file of wnids")
     index, _ = class_list.resolve_labels(words, chosen=True)
     return tuple(class_list.wnids[number] for number in sorted(set(index.values())))
+
+
+def published_wnids(name: str) -> list[str]:
+    """Return the wnids of a published set."""
+    return (Path(__file__).parent / "labels" / f"{name}.txt").read_text(encoding="ascii").split()
 
 
 def select(dataset: Dataset, *, limit: int | None, classes: Sequence[str]) -> Dataset:

@@ -3,6 +3,7 @@
 What only an evaluation needs is imported by `Net.evaluate`, so that the first answer comes soon.
 """
 
+import hashlib
 import io
 import logging
 import os
@@ -126,8 +127,8 @@ class Net:
         output: str | os.PathLike[str] | None = None,
         labels: str | os.PathLike[str] | None = None,
         limit: int | None = None,
-        classes: str | Sequence[str] | None = None,
-        restrict_classes: str | Sequence[str] | None = None,
+        classes: str | Sequence[str | int] | None = None,
+        restrict_classes: str | Sequence[str | int] | None = None,
         apply_exif: bool = False,
         heatmaps: int = 0,
         fresh: bool = False,
@@ -137,10 +138,11 @@ class Net:
         Each argument is an option of `prelunet validate`, which has some more.
         data: folder, .tar, .tar.gz, .zip or .parquet of images (docs/datasets.md); protocol: name, None for the model's
         default; output: folder of the run, created, or resumed if it holds this run; None for runs/MODEL-DATA-PROTOCOL
-        in the current folder, with the limit at the end if there is one; labels: of flat images, a list or the ILSVRC
-        devkit, or `imagenet-real`; limit: evaluate only this many images, evenly spaced; classes: evaluate only these
-        wnids, or those that a file lists; restrict_classes: predict among these classes only; heatmaps: show on the
-        report where the model sees this many mistakes; fresh: delete the existing run and start over.
+        in the current folder, with the limit and a digest of labels and classes at the end if they are given; labels:
+        of flat images, a list or the ILSVRC devkit, or `imagenet-real`; limit: evaluate only this many images, evenly
+        spaced; classes: evaluate only these wnids or class indices, or those that a file lists; restrict_classes:
+        predict among these classes only; heatmaps: show on the report where the model sees this many mistakes; fresh:
+        delete the existing run and start over.
         Raises Interrupted on Ctrl-C: what is done is saved, and the same call resumes. Raises DatasetError if the
         dataset does not fit the model, RunFolderError if the folder holds anything else, EnvironmentFault or OSError if
         it cannot be written.
@@ -152,14 +154,15 @@ class Net:
         if heatmaps < 0:
             raise UsageError(f"heatmaps={heatmaps}: give a number of mistakes, at least 0")
         path, evaluation_protocol = Path(data), self._protocol(protocol, apply_exif=apply_exif)
+        selected = () if classes is None else parse_class_selection(_comma_separated(classes), self.classes)
+        among = None if restrict_classes is None else _comma_separated(restrict_classes)
+        labels = None if labels is None else Path(labels)
+        spec = DatasetSpec(path, labels, limit=limit, classes=selected, restrict_classes=among)
         part = "" if limit is None else f"-{limit}"
+        if labels or selected or among:
+            part += f"-{hashlib.sha256(repr((labels, selected, among)).encode()).hexdigest()[:8]}"
         default = Path("runs", f"{self.path.stem}-{path.resolve().stem}-{evaluation_protocol.name}{part}")
         folder = default if output is None else Path(output)
-        if classes is not None:
-            classes = parse_class_selection(classes if isinstance(classes, str) else ",".join(classes), self.classes)
-        among = restrict_classes if isinstance(restrict_classes, str | None) else ",".join(restrict_classes)
-        labels = None if labels is None else Path(labels)
-        spec = DatasetSpec(path, labels, limit=limit, classes=classes or (), restrict_classes=among)
         evaluate_model(
             [self.session],
             self.path,
@@ -213,6 +216,10 @@ class Net:
         if self.session.placement.device != "cuda":  # a GPU's runtime reports its own memory
             require_view_fits(self.session, protocol, (decoded.height, decoded.width), machine_memory())
         return decoded
+
+
+def _comma_separated(words: str | Sequence[str | int]) -> str:
+    return words if isinstance(words, str) else ",".join(map(str, words))
 
 
 @dataclass(frozen=True, repr=False)

@@ -340,7 +340,7 @@ def test_a_folder_without_images_and_unlabeled_sets_side_by_side_are_refused(tmp
         opened(tmp_path / "data", no_labels=True)
     assert [s.file for s in opened(tmp_path / "data" / "test", no_labels=True).samples] == ["b.png"]
     archive = write_zip(tmp_path / "both.zip", {"val/a.png": b"a", "test/b.png": b"b"})
-    with pytest.raises(DatasetError, match=rf"Unpack it, and pass the folder of one set: --data {tmp_path / 'val'}$"):
+    with pytest.raises(DatasetError, match=rf"Unpack it, and pass the folder of one set: {tmp_path / 'val'}$"):
         opened(archive, no_labels=True)
 
 

@@ -138,3 +138,9 @@ def test_unknown_classes_are_refused_with_their_place(tmp_path: Path) -> None:
 
 def test_a_single_class_may_be_selected_by_its_index() -> None:
     assert parse_class_selection("3", [ClassEntry(f"n{i:08}", f"class {i}") for i in range(6)]) == ("n00000003",)
+
+
+@pytest.mark.parametrize("text", ["lists/missing.txt", "missing.txt"])
+def test_a_file_of_classes_that_does_not_exist_is_called_so(text: str) -> None:
+    with pytest.raises(UsageError, match=rf"--classes {text}: no such file, and not a class"):
+        parse_class_selection(text, CLASSES)

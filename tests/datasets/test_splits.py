@@ -79,7 +79,7 @@ def test_several_validation_sets_are_a_question_with_its_answer(tmp_path: Path) 
     data = write_folder(tmp_path / "data", sets("train", "valid", "validation"))
     message = refusal(data)
     assert "contains the sets valid and validation; it is not clear which one to use as 'val'" in message
-    assert message.endswith(f"Pass the folder of one set: --data {data / 'validation'}")
+    assert message.endswith(f"Pass the folder of one set: {data / 'validation'}")
     assert first_bytes(opened(data / "valid")) == b"valid"
     with pytest.raises(DatasetError, match="for training, rename that one to 'val'"):
         open_splits(data)
