@@ -42,7 +42,8 @@ def label_parquet(
     if complete:
         paths, remarks = shards_of_split(paths, split, or_test=classes is not None and split == "val")
     files = open_parquet(paths, complete=complete)
-    remarks.append(f"{images.place}: {len(paths):,} parquet files, {paths[0].name} to {paths[-1].name}")
+    several = f"{len(paths):,} parquet files, {paths[0].name} to {paths[-1].name}"
+    remarks.append(f"{images.place}: {several if len(paths) > 1 else paths[0].name}")
     wnids, labels = classes.wnids if classes else (), list[int]()
     if not no_labels:
         wnids, labels, remark = _label_rows(files, split, classes)

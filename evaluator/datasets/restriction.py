@@ -51,7 +51,7 @@ def _remark_if_partial(dataset: Dataset, present: set[int]) -> list[str]:
     if not 0 < len(present) < len(dataset.classes) or UNLABELLED in present:
         return []
     wnids = {dataset.classes[index] for index in present}
-    advice = f"ImageNet-A and -R are published over their own classes: {_OPTION} {_OF_DATASET}"
+    advice = f"to predict among these alone: {_OPTION} {_OF_DATASET}"
     for name, title in PUBLISHED.items():
         if wnids == set(published_wnids(name)):
             advice = f"these are the classes of {title}, which is published over them: {_OPTION} {name}"

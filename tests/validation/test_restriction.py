@@ -257,8 +257,8 @@ def imagenet_folders(folder: Path, wnids: Sequence[str]) -> Path:
 def test_a_partial_dataset_is_never_scored_over_all_classes_silently(data: Path, tmp_path: Path) -> None:
     (remark,) = (text for text in opened(data, None).remarks if "scored over" in text)
     assert remark == (
-        f"{data}: scored over all 12 classes although the dataset has images of 10 only; ImageNet-A and -R are "
-        "published over their own classes: --restrict-classes dataset"
+        f"{data}: scored over all 12 classes although the dataset has images of 10 only; "
+        "to predict among these alone: --restrict-classes dataset"
     )
     assert not any("scored over" in text for text in opened(data, "dataset").remarks)
     complete = write_folder(tmp_path / "val", {f"{wnid}/a.png": b"image" for wnid in WNIDS})
