@@ -61,7 +61,7 @@ def watch(words: Sequence[str | Path], run: Path, *, kill_at: float | None = Non
             if not opened:
                 log = process.log
                 loaded = loaded or (now if log else 0.0)  # the first message follows the loading of the model
-                opened = now if " images of " in log else 0.0  # so many images of so many classes
+                opened = now if " images of " in log else 0.0  # as in "50,000 images of 1,000 classes"
             if size != last:
                 last, writing = size, len(memory)
             if size > before and now >= due:

@@ -102,7 +102,7 @@ def open_dataset(
     elif classes is None:
         dataset = label_training_images(images, split)
     else:
-        own = None if labels == real else labels
+        own = labels if real is None else None
         dataset = label_images(images, split, classes, own, no_labels=no_labels or real is not None)
     if real is not None and classes is not None:
         dataset = with_real_labels(dataset, real, classes)

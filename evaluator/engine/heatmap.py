@@ -131,7 +131,7 @@ INK, PAPER = (20, 20, 20), (255, 255, 255)
 
 # The color map "inferno" of matplotlib (CC0) at nine points. Its lightness rises evenly from black to pale yellow, so
 # equal steps of score look equal, also in gray print and to color-blind readers.
-COLORS = np.array(
+_COLORS = np.array(
     [(0, 0, 4), (31, 12, 72), (85, 15, 109), (136, 34, 106), (186, 54, 85),
      (227, 89, 51), (249, 140, 10), (249, 201, 50), (252, 255, 164)],
     np.float64,
@@ -149,8 +149,8 @@ class Panel:
 
 def apply_color_map(values: Float64Array) -> Float64Array:
     """Map values in 0..1, of any shape, to RGB colors in 0..255 along a new last axis."""
-    places = np.linspace(0, 1, len(COLORS))
-    return np.stack([np.interp(values, places, COLORS[:, channel]) for channel in range(3)], axis=-1)
+    places = np.linspace(0, 1, len(_COLORS))
+    return np.stack([np.interp(values, places, _COLORS[:, channel]) for channel in range(3)], axis=-1)
 
 
 def draw_heat_maps(

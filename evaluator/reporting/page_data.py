@@ -3,16 +3,18 @@
 report_data.js reads it and repeats the order of the numbers.
 """
 
-import base64
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from prelunet.evaluator.engine.heatmap import COLORS
+import numpy as np
+from msgspec import to_builtins
+
+from prelunet.evaluator.engine.heatmap import apply_color_map
 from prelunet.evaluator.reporting.gallery import Gallery
 from prelunet.evaluator.reporting.report import Report
 from prelunet.evaluator.reporting.statistics import TOPS
-from prelunet.evaluator.validation.heatmaps import read_heat_maps
+from prelunet.evaluator.validation.heatmaps import STEPS, read_heat_maps
 from prelunet.evaluator.validation.predictions import Prediction
 from prelunet.evaluator.validation.run import Run
 
@@ -38,9 +40,9 @@ def page_data(report: Report, run: Run, gallery: Gallery) -> dict[str, Any]:
         "views": [[describe_view(view), view["top1_error"], view["top5_error"]] for view in report["views"]],
         "images": [_images(images) for images in listed],
         "tiles": {place[file]: tile for file, tile in gallery.tiles.items() if file in place},
-        "inferno": COLORS.tolist(),
+        "inferno": apply_color_map(np.linspace(0, 1, STEPS + 1)).round().astype(int).tolist(),
         "heatmaps": {
-            place[maps.file]: [maps.height, maps.width, maps.columns, *map(_base64, maps.maps)]
+            place[maps.file]: [maps.height, maps.width, maps.columns, *to_builtins(maps.maps)]
             for maps in read_heat_maps(run, MAX_HEAT_MAPS)
             if maps.file in place
         },
@@ -120,10 +122,6 @@ def _images(images: Sequence[Prediction]) -> list[Any]:
         [number for number, image in enumerate(seen) if image.capped],
         *([also] if also else []),
     ]
-
-
-def _base64(data: bytes) -> str:
-    return base64.b64encode(data).decode("ascii")
 
 
 def split_affixes(names: Sequence[str]) -> tuple[str, str, list[str]]:

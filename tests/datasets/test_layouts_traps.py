@@ -16,6 +16,7 @@ from prelunet.evaluator.datasets.labels.imagenet_devkit import read_devkit_ids
 from prelunet.evaluator.datasets.sources.base import format_names
 from prelunet.evaluator.datasets.webdataset import classes_of_labels
 from prelunet.evaluator.errors import DatasetError, UsageError
+from tests.helpers.opened_datasets import opened, refusal
 from tests.helpers.tiny_datasets import (
     CLASSES,
     DATA,
@@ -41,16 +42,6 @@ TEN = [ClassEntry(f"class{index:04}", f"thing {index}") for index in range(10)]
 def few(tmp_path: Path) -> Path:
     """Return a folder with nine images."""
     return write_folder(tmp_path / "lone" / "images", FEW)
-
-
-def opened(path: Path, labels: Path | None = None, classes: Sequence[ClassEntry] = CLASSES) -> Dataset:
-    return open_from_spec(DatasetSpec(path, labels), classes)
-
-
-def refusal(path: Path, labels: Path | None = None, classes: Sequence[ClassEntry] = CLASSES) -> str:
-    with pytest.raises(DatasetError) as refused:
-        opened(path, labels, classes)
-    return str(refused.value)
 
 
 def table(place: Path, *lines: str, name: str = "t.csv") -> Path:

@@ -1,7 +1,6 @@
 """Which of several sets is evaluated: `val`, its other usual names, a labeled `test`; or a question, never a guess."""
 
 import re
-from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -10,6 +9,7 @@ from prelunet.evaluator.contract import ClassEntry
 from prelunet.evaluator.datasets import Dataset, DatasetSpec, open_dataset, open_from_spec, open_images
 from prelunet.evaluator.errors import DatasetError
 from prelunet.training.data.splits import open_splits
+from tests.helpers.opened_datasets import opened, refusal
 from tests.helpers.tiny_datasets import (
     CLASSES,
     DATA,
@@ -33,16 +33,6 @@ SETS = {
 
 def sets(*names: str) -> dict[str, bytes]:
     return {file: data for name in names for file, data in SETS[name].items()}
-
-
-def opened(path: Path, labels: Path | None = None, classes: Sequence[ClassEntry] = CLASSES) -> Dataset:
-    return open_from_spec(DatasetSpec(path, labels), classes)
-
-
-def refusal(path: Path, labels: Path | None = None, classes: Sequence[ClassEntry] = CLASSES) -> str:
-    with pytest.raises(DatasetError) as refused:
-        opened(path, labels, classes)
-    return str(refused.value)
 
 
 def first_bytes(dataset: Dataset) -> bytes:

@@ -108,8 +108,7 @@ def open_parquet(paths: Sequence[Path], *, complete: bool) -> ParquetFiles:
 
 def huggingface_metadata(schema: Any) -> bytes:
     """Return the JSON that Hugging Face's datasets add to a schema, or an empty object."""
-    found = (schema.metadata or {}).get(b"huggingface", b"{}")
-    assert isinstance(found, bytes)
+    found: bytes = (schema.metadata or {}).get(b"huggingface", b"{}")
     return found
 
 

@@ -2,22 +2,15 @@
 
 const STEPS = 254; // a byte of a map is this many times the score, or UNSEEN where no view looked
 const UNSEEN = 255;
+const WHITE = [255, 255, 255];
 const MAP_PIXELS = 240; // longer side of a drawn map; its few points are interpolated
-
-/** Return the color of a byte of a map: [red, green, blue]. */
-function heatColor(byte) {
-  if (byte === UNSEEN) return [255, 255, 255];
-  const place = (byte / STEPS) * (data.inferno.length - 1);
-  const from = Math.min(Math.floor(place), data.inferno.length - 2);
-  return data.inferno[from].map((low, n) => low + (place - from) * (data.inferno[from + 1][n] - low));
-}
 
 /** Draw a map onto a canvas of the picture's shape. */
 function drawHeatMap(canvas, bytes, columns) {
   const points = document.createElement("canvas");
   [points.width, points.height] = [columns, bytes.length / columns];
   const pixels = points.getContext("2d").createImageData(points.width, points.height);
-  bytes.forEach((byte, n) => pixels.data.set([...heatColor(byte), 255], 4 * n));
+  bytes.forEach((byte, n) => pixels.data.set([...(byte === UNSEEN ? WHITE : data.inferno[byte]), 255], 4 * n));
   points.getContext("2d").putImageData(pixels, 0, 0);
   const context = canvas.getContext("2d");
   context.imageSmoothingQuality = "high";
