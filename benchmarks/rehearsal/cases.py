@@ -36,7 +36,7 @@ CONTROL = "folders again"  # the same folders once more: how far turns differ by
 SEED = 0
 MEAN_KB = (95, 125)  # of a picture; ImageNet's have 110 on average
 PAGE_MB = 8  # limit of report.html
-PARTS, ROUNDS, SPEED = 10, 3, 0.95  # images in a turn: 1/PARTS; turns of each layout; limit, relative to folders
+PARTS, ROUNDS, SPEED = 10, 7, 0.95  # images in a turn: 1/PARTS; turns of each layout; limit, relative to folders
 CURVE = 12  # shown samples of the memory
 
 

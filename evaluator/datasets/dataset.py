@@ -18,8 +18,8 @@ UNLABELLED = -1  # the label of an image of unknown class, as in ImageNet's test
 class Sample:
     """One image of a dataset.
 
-    file: relative name with '/'; label: class index or UNLABELLED; size: in bytes; also: its other true classes, if it
-    has several. It is counted under `label`.
+    file: relative name with '/'; label: class index or UNLABELLED; size: in bytes, see `Dataset.exact_sizes`; also: its
+    other true classes, if it has several. It is counted under `label`.
     """
 
     file: str
@@ -91,7 +91,8 @@ class Dataset:
     selection: the selected part of the dataset, as text, None for all of it;
     spec: how to open the dataset again, None for images that exist only in memory;
     restriction: for run.json, the `name` and ascending indices of the `classes` among which predictions are made, None
-    for all.
+    for all;
+    exact_sizes: whether the sizes of samples are exact, not means of several images.
     """
 
     location: Path
@@ -103,17 +104,20 @@ class Dataset:
     selection: str | None = None
     spec: DatasetSpec | None = None
     restriction: Mapping[str, Any] | None = None
+    exact_sizes: bool = True
 
     def read(self, sample: Sample) -> bytes:
         """Return the encoded bytes of one sample.
 
-        Raises ImageError, before reading, when the file exceeds the size limit. Raises DatasetError when its length
-        has changed since the dataset was opened: the run's fingerprint would describe other images.
+        Raises ImageError when the file exceeds the size limit, before reading if its size is known. Raises DatasetError
+        when its length has changed since the dataset was opened: the run's fingerprint would describe other images.
         """
-        if sample.size > DecodeLimits.max_bytes:
-            raise ImageError(f"{sample.size} bytes are more than the limit of {DecodeLimits.max_bytes}")
+        if self.exact_sizes:
+            _check_limit(sample.size)
         data = self.reader.read(sample.file)
-        if len(data) != sample.size:
+        if not self.exact_sizes:
+            _check_limit(len(data))
+        elif len(data) != sample.size:
             raise DatasetError(
                 f"{self.location}: {sample.file} has {len(data):,} bytes, but had {sample.size:,} when the dataset was "
                 "opened. Do not change the images while they are in use, and run the command again"
@@ -127,8 +131,13 @@ class Dataset:
 
     @cached_property
     def fingerprint(self) -> str:
-        """Return the sha256 of the sorted relative names, byte lengths and labels."""
+        """Return the sha256 of the sorted relative names, sizes and labels."""
         digest = hashlib.sha256()
         for sample in sorted(self.samples, key=lambda s: s.file):
             digest.update(f"{sample.file}\0{sample.size}\0{','.join(map(str, sample.labels))}\n".encode())
         return digest.hexdigest()
+
+
+def _check_limit(size: int) -> None:
+    if size > DecodeLimits.max_bytes:
+        raise ImageError(f"{size} bytes are more than the limit of {DecodeLimits.max_bytes}")

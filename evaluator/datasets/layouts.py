@@ -31,7 +31,10 @@ SHARDS = "webdataset shards"  # the name of the layout
 
 @dataclass(frozen=True)
 class ImageListing:
-    """The images in one folder of a source. names: sorted, relative to the folder; sizes: in bytes."""
+    """The images in one folder of a source.
+
+    names: sorted, relative to the folder; sizes: in bytes; exact_sizes: see `Dataset`.
+    """
 
     source: Source
     path: Path
@@ -39,6 +42,7 @@ class ImageListing:
     names: Sequence[str]
     sizes: Sequence[int]
     reader: Reader
+    exact_sizes: bool = True
 
     @property
     def place(self) -> str:
@@ -56,7 +60,16 @@ class ImageListing:
         """Return the dataset of these images. wnids, layout, remarks: see `Dataset`; labels_from: see `DatasetSpec`."""
         samples = [Sample(*each) for each in zip(self.names, labels, self.sizes, strict=True)]
         spec = DatasetSpec(self.path, labels_from)
-        return Dataset(self.path, tuple(wnids), samples, self.reader, layout, tuple(remarks), spec=spec)
+        return Dataset(
+            self.path,
+            tuple(wnids),
+            samples,
+            self.reader,
+            layout,
+            tuple(remarks),
+            spec=spec,
+            exact_sizes=self.exact_sizes,
+        )
 
 
 def list_images(source: Source, path: Path, subfolder: str) -> ImageListing:

@@ -49,7 +49,7 @@ def label_parquet(
         wnids, labels, remark = _label_rows(files, split, classes)
         remarks.append(f"{images.place}: {remark}")
     names, sizes, reader = files.images()
-    listed = replace(images, names=names, sizes=sizes, reader=reader)
+    listed = replace(images, names=names, sizes=sizes, reader=reader, exact_sizes=False)
     layout = "parquet" if labels else "parquet, unlabelled"
     return listed.labeled(wnids, labels or [UNLABELLED] * len(names), layout, remarks)
 

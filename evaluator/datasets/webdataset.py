@@ -123,13 +123,12 @@ def read_labels(source: ArchiveSource, subfolder: str) -> tuple[list[str], dict[
     for name, following in pairwise(images):
         if _key(name) == _key(following):
             raise DatasetError(f"{source.path}: {name} and {following} have the same key. Repack the shard")
-    missing = [name for name in images if labels.find(_key(name) + suffix) is None]
-    if missing:
+    names, keys = set(labels.names), set(map(_key, images))
+    if missing := [name for name in images if _key(name) + suffix not in names]:
         raise DatasetError(
             f"{source.path}: no {suffix} for {len(missing):,} of {len(images):,} images: {format_names(missing)}. "
             "Repack the shard with a label for each image"
         )
-    keys = set(map(_key, images))
     if orphans := [name for name in labels.names if name.endswith(suffix) and _key(name) not in keys]:
         raise DatasetError(
             f"{source.path}: {len(orphans):,} labels without an image: {format_names(orphans)}. Repack the shard"

@@ -10,12 +10,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from prelunet.evaluator.contract import ClassEntry
-from prelunet.evaluator.datasets import Dataset, DatasetSpec, open_dataset, open_from_spec
+from prelunet.evaluator.datasets import open_dataset
 from prelunet.evaluator.datasets.labels.imagenet_devkit import read_devkit_ids
 from prelunet.evaluator.errors import DatasetError, PreluNetError, UsageError
 from prelunet.evaluator.reporting.report import label_order_suspicion
+from tests.helpers.opened_datasets import opened, refusal
 from tests.helpers.tiny_datasets import (
-    CLASSES,
     DATA,
     DEVKIT,
     FOLDERS,
@@ -39,18 +39,6 @@ from tests.helpers.tiny_datasets import (
 def flat(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Return a folder with only the images, without labels."""
     return write_folder(tmp_path_factory.mktemp("flat") / "lone" / "images", DATA)
-
-
-def opened(
-    path: Path, labels: Path | None = None, classes: Sequence[ClassEntry] = CLASSES, *, no_labels: bool = False
-) -> Dataset:
-    return open_from_spec(DatasetSpec(path, labels, no_labels), classes)
-
-
-def refusal(path: Path, labels: Path | None = None, classes: Sequence[ClassEntry] = CLASSES) -> str:
-    with pytest.raises(DatasetError) as refused:
-        opened(path, labels, classes)
-    return str(refused.value)
 
 
 def listed(place: Path, lines: Sequence[str], name: str = "list.txt") -> Path:

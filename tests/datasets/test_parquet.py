@@ -5,7 +5,6 @@ import os
 import pickle
 import subprocess
 import sys
-import threading
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -18,7 +17,8 @@ import pytest
 
 from prelunet.evaluator.contract import ClassEntry
 from prelunet.evaluator.datasets import Dataset, DatasetSpec, open_dataset, open_from_spec, open_images
-from prelunet.evaluator.errors import DatasetError, EnvironmentFault
+from prelunet.evaluator.errors import DatasetError, EnvironmentFault, ImageError
+from prelunet.evaluator.imaging.limits import DecodeLimits
 from prelunet.training.data.splits import open_splits
 from tests.helpers.parquet_files import IMAGE, images_of, with_class_labels, write_shards
 from tests.helpers.tiny_datasets import (
@@ -99,8 +99,35 @@ def test_images_are_named_by_file_and_row_in_the_order_of_the_run(tmp_path: Path
     assert files == sorted(set(files))
     assert files[0] == "validation-00000-of-00002.parquet/00"
     assert files[29] == "validation-00001-of-00002.parquet/14"
-    assert [sample.size for sample in dataset.samples] == list(map(len, IMAGES))
     assert opened(tmp_path).fingerprint == dataset.fingerprint
+
+
+def test_an_image_has_the_mean_size_of_its_row_group_and_none_is_read_for_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rng = np.random.default_rng(3)
+    images = [rng.bytes(1000 + 10 * number) for number in range(10)]
+    columns = {"image": images_of(images), "label": POSITIONS[:10]}
+    plain: dict[str, Any] = {"use_dictionary": False, "write_statistics": False}  # both hold copies of images
+    path = write(tmp_path / "a.parquet", columns, row_group_size=4, **plain)
+    with monkeypatch.context() as patched:
+        patched.delattr(pq.ParquetFile, "iter_batches")
+        dataset = opened(path)
+    means = [np.mean(list(map(len, images[start : start + 4]))) for start in (0, 0, 0, 0, 4, 4, 4, 4, 8, 8)]
+    # A page has a header and each image a length of 4 bytes.
+    np.testing.assert_allclose([sample.size for sample in dataset.samples], means, atol=50)
+    assert [dataset.read(sample) for sample in dataset.samples] == images
+
+
+def test_an_image_beyond_the_limit_is_refused_though_its_row_group_is_small_on_average(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(DecodeLimits, "max_bytes", 2000)
+    images = [b"a", bytes(range(250)) * 9, b"c"]
+    dataset = opened(write(tmp_path / "a.parquet", {"image": images_of(images), "label": POSITIONS[:3]}))
+    assert dataset.read(dataset.samples[2]) == b"c"
+    with pytest.raises(ImageError, match="2250 bytes are more than the limit of 2000"):
+        dataset.read(dataset.samples[1])
 
 
 @pytest.mark.parametrize("place", ["", "data", "val", "data/val"])
@@ -226,30 +253,12 @@ def test_each_row_group_is_decoded_once_when_threads_read_in_run_order(
     assert sorted(started) == list(range(8))
 
 
-def test_the_row_groups_of_one_file_are_measured_by_four_threads_at_most(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    path = write(tmp_path / "a.parquet", {"image": images_of(IMAGES), "label": POSITIONS}, row_group_size=4)
-    iter_batches, together, threads = pq.ParquetFile.iter_batches, threading.Barrier(4), set[int]()
-
-    def met(*arguments: Any, **options: Any) -> Any:
-        threads.add(threading.get_ident())
-        together.wait(timeout=30)  # raises unless four of the eight row groups are read at the same time
-        return iter_batches(*arguments, **options)
-
-    monkeypatch.setattr(pq.ParquetFile, "iter_batches", met)
-    monkeypatch.setattr("prelunet.evaluator.datasets.sources.parquet.cores", lambda: 64)
-    assert [sample.size for sample in opened(path).samples] == list(map(len, IMAGES))
-    assert len(threads) == 4
-
-
 def test_a_huge_row_group_is_read_forwards_backwards_and_at_random_in_little_memory(tmp_path: Path) -> None:
     rng, count = np.random.default_rng(4), 20_000
     images = [rng.bytes(5_000 + number % 7) for number in range(count)]
     path = write(tmp_path / "a.parquet", {"image": images_of(images), "label": [3] * count}, row_group_size=count)
     most = before = pa.total_allocated_bytes()
     dataset = opened(path)
-    assert [sample.size for sample in dataset.samples] == list(map(len, images))
     for number in (*range(0, count, 500), count - 1, 5, count // 2, *rng.integers(0, count, 5).tolist()):
         assert dataset.read(dataset.samples[number]) == images[number]
         most = max(most, pa.total_allocated_bytes())
@@ -325,6 +334,10 @@ def test_rows_without_an_image_are_refused_by_file_and_row(tmp_path: Path) -> No
     assert "path of a file, embed it" in message
     empty = pa.array([{"bytes": IMAGES[0], "path": None}, None], IMAGE)
     assert "row 1 has no image" in refusal(write(path, {"image": empty, "label": [0, 1]}))
+    uncounted = opened(write(path, {"image": empty, "label": [0, 1]}, write_statistics=False))
+    assert uncounted.read(uncounted.samples[0]) == IMAGES[0]
+    with pytest.raises(DatasetError, match="row 1 has no image"):
+        uncounted.read(uncounted.samples[1])
 
 
 @pytest.mark.parametrize("kept", [0.0, 0.3, 0.999])
@@ -341,7 +354,7 @@ def test_a_file_that_changes_while_it_is_used_is_refused(tmp_path: Path) -> None
     path = sorted(write_shards(tmp_path, IMAGES, POSITIONS).iterdir())[0]
     dataset = opened(tmp_path)
     write(path, {"image": images_of([*IMAGES[:3], IMAGES[20], *IMAGES[4:15]]), "label": [0] * 15}, row_group_size=3)
-    with pytest.raises(DatasetError, match=r"when the dataset was opened\. Do not change the images"):
+    with pytest.raises(DatasetError, match=r"was replaced after the dataset was opened\. Do not change"):
         dataset.read(dataset.samples[3])
     write(path, {"image": images_of(IMAGES[:15]), "label": [0] * 15}, row_group_size=4)
     with pytest.raises(DatasetError, match=r"was replaced after the dataset was opened\. Do not change"):

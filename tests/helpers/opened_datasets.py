@@ -11,9 +11,11 @@ from prelunet.evaluator.errors import DatasetError
 from tests.helpers.tiny_datasets import CLASSES
 
 
-def opened(path: Path, labels: Path | None = None, classes: Sequence[ClassEntry] = CLASSES) -> Dataset:
+def opened(
+    path: Path, labels: Path | None = None, classes: Sequence[ClassEntry] = CLASSES, *, no_labels: bool = False
+) -> Dataset:
     """Open a dataset as `validate` does."""
-    return open_from_spec(DatasetSpec(path, labels), classes)
+    return open_from_spec(DatasetSpec(path, labels, no_labels), classes)
 
 
 def refusal(path: Path, labels: Path | None = None, classes: Sequence[ClassEntry] = CLASSES) -> str:

@@ -15,7 +15,7 @@ import zlib
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import BinaryIO
+from typing import BinaryIO, Self
 
 from prelunet.evaluator.datasets.sources.archive_index import ArchiveIndex, ArchiveMember
 from prelunet.evaluator.datasets.sources.base import LABEL_SUFFIXES, too_large
@@ -178,9 +178,28 @@ def _list_tar(path: Path, file: BinaryIO) -> ArchiveSource:
     return source
 
 
+class _TarHeader(tarfile.TarInfo):
+    """A header; of plain files, which nearly all are, it reads only what is used here, which takes a third of the time."""
+
+    @classmethod
+    def frombuf(cls, buf: bytes | bytearray, encoding: str, errors: str) -> Self:
+        """Return the header in a block (POSIX.1-2017, pax, "ustar Interchange Format"); raises as tarfile does."""
+        try:
+            if buf[156:157] != tarfile.REGTYPE or buf[345]:  # the second: a prefix of the name
+                raise ValueError
+            size, checksum = int(buf[124:136].rstrip(b"\0"), 8), int(buf[148:156].rstrip(b"\0 "), 8)
+            if checksum != sum(buf) - sum(buf[148:156]) + 8 * ord(" "):
+                raise ValueError
+        except (ValueError, IndexError):
+            return super().frombuf(buf, encoding, errors)
+        header = cls(buf[:100].partition(b"\0")[0].decode(encoding, errors))
+        header.size = size
+        return header
+
+
 def _open_tar(path: Path, file: BinaryIO, size: int) -> tarfile.TarFile:
     try:
-        return tarfile.open(fileobj=file, mode="r:")
+        return tarfile.open(fileobj=file, mode="r:", tarinfo=_TarHeader)
     except tarfile.ReadError as error:
         file.seek(_TAR_MAGIC_AT)
         if file.read(len(_TAR_MAGIC)) == _TAR_MAGIC:

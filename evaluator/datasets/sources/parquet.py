@@ -12,18 +12,15 @@ from array import array
 from bisect import bisect_right
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from itertools import accumulate
+from itertools import accumulate, pairwise
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from prelunet.evaluator.datasets.sources.base import format_names
 from prelunet.evaluator.datasets.sources.folder import reading_error
 from prelunet.evaluator.errors import DatasetError, from_missing_module
-from prelunet.evaluator.machine import cores
-from prelunet.evaluator.terminal import progress
 
 _BLOCK_BYTES = 4 * 2**20  # of images; the row groups of older files have 1000 photographs, 110 MB
 _MAX_BLOCKS = 8  # kept: 32 MiB, about 300 photographs, far more than the distance between threads
@@ -31,56 +28,56 @@ _MAX_CURSORS = 2  # row groups that are being read, each with a page and a dicti
 _BUFFER_BYTES = 2**20  # per row group; by default, pyarrow would read it whole
 
 
+class RowGroups(NamedTuple):
+    """The row groups of a file. starts: first row of each, and the number of rows; bytes_: of the images in each."""
+
+    starts: "array[int]"
+    bytes_: "array[int]"
+
+
 @dataclass(frozen=True)
 class ParquetFiles:
-    """The files of one set. image_column: path of the encoded images; row_groups: file name → see `_row_groups`."""
+    """The files of one set. image_column: path of the encoded images; row_groups: by file name."""
 
     paths: tuple[Path, ...]
     schema: Any
     image_column: str
-    row_groups: "Mapping[str, array[int]]"
+    row_groups: Mapping[str, RowGroups]
 
     def column(self, name: str) -> Iterator[tuple[str, Any]]:
         """Yield where it is, for messages, and the value of each row of a column."""
         for path in self.paths:
             with _damage(path):
                 values = _open(path).read(columns=[name]).column(0).to_pylist()
-                _check_rows(len(values), self.row_groups[path.name][-1])
+                _check_rows(len(values), self.row_groups[path.name].starts[-1])
             yield from ((f"{path}: row {row}", value) for row, value in enumerate(values))
 
     def images(self) -> "tuple[list[str], array[int], ParquetReader]":
-        """Return the names, their sizes in bytes, and the reader. Reads all images, because files store no sizes.
+        """Return the names, the mean size in bytes of the images in each one's row group, and the reader.
 
-        Raises DatasetError for a row without an image, and without rows.
+        The files store no size of an image: finding it would mean to read them all.
+        Raises DatasetError for a row without an image, as far as the files count these, and without rows.
         """
-        rows = {path.name: self.row_groups[path.name][-1] for path in self.paths}
-        jobs = [(path, group) for path in self.paths for group in range(len(self.row_groups[path.name]) - 1)]
-        sizes, total = array("q"), sum(rows.values())
-        with progress("read sizes", total, "images") as advance, ThreadPoolExecutor(min(4, cores())) as pool:
-            for own in pool.map(self._sizes, *zip(*jobs, strict=True)):
-                advance(len(own))
-                sizes.extend(own)
-        if not sizes:
+        names, sizes = list[str](), array("q")
+        for path in self.paths:
+            starts, of_group = self.row_groups[path.name]
+            names += (f"{path.name}/{row:0{len(str(starts[-1]))}}" for row in range(starts[-1]))
+            for (start, end), size in zip(pairwise(starts), of_group, strict=True):
+                sizes.extend([size // max(1, end - start)] * (end - start))
+            self._refuse_missing(path)
+        if not names:
             raise DatasetError(f"{self.paths[0]}: no rows. Pass files with images")
-        names = [f"{name}/{row:0{len(str(count))}}" for name, count in rows.items() for row in range(count)]
         return names, sizes, ParquetReader(self.paths[0].parent, self.image_column, self.row_groups)
 
-    def _sizes(self, path: Path, group: int) -> "array[int]":
-        """Return the sizes of the images in a row group."""
-        import pyarrow.compute as pc
-
-        sizes, (start, end) = array("q"), self.row_groups[path.name][group : group + 2]
+    def _refuse_missing(self, path: Path) -> None:
         with _damage(path):
-            for images in _blocks(_open(path), group, self.image_column):
-                if images.null_count:
-                    row = start + len(sizes) + images.is_null().index(True).as_py()
-                    raise DatasetError(
-                        f"{path}: row {row} has no image. Remove such rows; if they have the path of a file, embed "
-                        "it, as `push_to_hub` of Hugging Face's datasets does"
-                    )
-                sizes.extend(pc.binary_length(images).to_pylist())
-            _check_rows(len(sizes), end - start)
-        return sizes
+            file = _open(path)
+            for group, start in enumerate(self.row_groups[path.name].starts[:-1]):
+                statistics = _image_chunk(file, group, self.image_column).statistics
+                if statistics is not None and statistics.has_null_count and statistics.null_count:
+                    blocks = _blocks(file, group, self.image_column)
+                    missing = [is_missing for images in blocks for is_missing in images.is_null().to_pylist()]
+                    raise _no_image(path, start + missing.index(True))
 
 
 def open_parquet(paths: Sequence[Path], *, complete: bool) -> ParquetFiles:
@@ -95,15 +92,17 @@ def open_parquet(paths: Sequence[Path], *, complete: bool) -> ParquetFiles:
             f"{paths[0].parent}: {len(paths)} files, but {paths[0].name} is one of {int(stated[1])}. Get all of them "
             "and keep no others here. To evaluate a part, use --limit, or pass one file as --data"
         )
-    schema, row_groups = None, dict[str, "array[int]"]()
+    schema, column, row_groups = None, "", dict[str, RowGroups]()
     for path in paths:
         with _damage(path):
             file = _open(path)
-        schema, own = schema or file.schema_arrow, file.schema_arrow
+        own = file.schema_arrow
+        if schema is None:
+            schema, column = own, _image_column(own, path)
         if not own.equals(schema) or huggingface_metadata(own) != huggingface_metadata(schema):
             raise DatasetError(f"{path}: has other columns or class names than {paths[0].name}. Remove one of them")
-        row_groups[path.name] = _row_groups(file)
-    return ParquetFiles(tuple(paths), schema, _image_column(schema, paths[0]), row_groups)
+        row_groups[path.name] = _row_groups(file, column)
+    return ParquetFiles(tuple(paths), schema, column, row_groups)
 
 
 def huggingface_metadata(schema: Any) -> bytes:
@@ -128,7 +127,7 @@ class ParquetReader:
 
     folder: Path
     column: str
-    row_groups: "Mapping[str, array[int]]"
+    row_groups: Mapping[str, RowGroups]
     _state: _State = field(default_factory=_State, init=False, repr=False, compare=False)
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -142,13 +141,15 @@ class ParquetReader:
         with _damage(self.folder / name), state.lock:
             first, images = self._block(state, name, int(row))
         image = images[int(row) - first].as_py()
+        if image is None:
+            raise _no_image(self.folder / name, int(row))
         if not isinstance(image, bytes):
             raise _replaced(self.folder / name)
         return image
 
     def _block(self, state: _State, name: str, row: int) -> tuple[int, Any]:
         """Return the first row and the images of the block with a row, decoding up to it unless it is kept."""
-        blocks, cursors, starts = state.blocks, state.cursors, self.row_groups[name]
+        blocks, cursors, starts = state.blocks, state.cursors, self.row_groups[name].starts
         for file, first, images in blocks:
             if file == name and first <= row < first + len(images):
                 return first, images
@@ -156,7 +157,7 @@ class ParquetReader:
         first, remaining = cursors.pop((name, group), (row + 1, iter(())))
         if first > row:
             parquet = _open(self.folder / name)
-            if _row_groups(parquet) != starts:
+            if _row_groups(parquet, self.column) != self.row_groups[name]:
                 raise _replaced(self.folder / name)
             first, remaining = starts[group], _blocks(parquet, group, self.column)
             if len(cursors) == _MAX_CURSORS:
@@ -184,18 +185,27 @@ def _check_rows(found: int, expected: int) -> None:
         raise ValueError(f"{found} rows instead of {expected}")
 
 
-def _row_groups(file: Any) -> "array[int]":
-    """Return the first row of each row group, and the number of rows."""
-    counts = (file.metadata.row_group(group).num_rows for group in range(file.metadata.num_row_groups))
-    return array("q", accumulate(counts, initial=0))
+def _row_groups(file: Any, column: str) -> RowGroups:
+    groups = range(file.metadata.num_row_groups)
+    counts = (file.metadata.row_group(group).num_rows for group in groups)
+    sizes = (_image_chunk(file, group, column).total_uncompressed_size for group in groups)
+    return RowGroups(array("q", accumulate(counts, initial=0)), array("q", sizes))
+
+
+def _image_chunk(file: Any, group: int, column: str) -> Any:
+    """Return the metadata of the images in a row group."""
+    metadata = file.metadata.row_group(group)
+    chunks = map(metadata.column, range(metadata.num_columns))
+    found = next((chunk for chunk in chunks if chunk.path_in_schema == column), None)
+    if found is None:
+        raise ValueError(f"no column {column}")
+    return found
 
 
 def _blocks(file: Any, group: int, column: str) -> Iterator[Any]:
     """Yield the images of a row group in order, pyarrow arrays of about _BLOCK_BYTES."""
-    metadata = file.metadata.row_group(group)
-    chunks = map(metadata.column, range(metadata.num_columns))
-    size = sum(chunk.total_uncompressed_size for chunk in chunks if chunk.path_in_schema == column)
-    rows = max(1, _BLOCK_BYTES * metadata.num_rows // max(1, size))
+    size = _image_chunk(file, group, column).total_uncompressed_size
+    rows = max(1, _BLOCK_BYTES * file.metadata.row_group(group).num_rows // max(1, size))
     for batch in file.iter_batches(rows, row_groups=[group], columns=[column], use_threads=False):
         images = batch.column(0)
         yield images.field(0) if hasattr(images, "field") else images  # of the struct
@@ -234,6 +244,13 @@ def _damage(path: Path) -> Iterator[None]:
         if isinstance(error, OSError) and error.errno:
             raise reading_error(error, path) from error
         raise DatasetError(f"{path}: damaged or truncated ({error!s:.200}). Get a fresh copy of the file") from error
+
+
+def _no_image(path: Path, row: int) -> DatasetError:
+    return DatasetError(
+        f"{path}: row {row} has no image. Remove such rows; if they have the path of a file, embed it, as "
+        "`push_to_hub` of Hugging Face's datasets does"
+    )
 
 
 def _replaced(path: Path) -> DatasetError:
