@@ -44,6 +44,9 @@ Activation = Literal["prelu", "prelu-shared", "relu", "lrelu"]
 ACTIVATIONS: tuple[Activation, ...] = get_args(Activation)
 _LAYER_NAME = re.compile(r"(conv|pool)\d+(_\d+)?")
 MAX_SIDE = 4096  # pixels; limit of a training crop and of the shorter side of a training image
+MAX_HIDDEN = 65_536
+MAX_LEVEL = 64  # bins per side; each bin is a node of the graph
+MAX_PARAMETERS = 530_000_000  # in float32 nearly 2 GiB, the limit of an ONNX file
 LRELU_SLOPE = 0.01  # PReLU-nets, section 2.1: the fixed slope of leaky ReLU
 
 
@@ -79,6 +82,7 @@ class Architecture:
     hidden: int
     crop: int
     activation: Activation = "prelu"
+    hidden2: int | None = None  # width of fc2, if it differs
 
     def __post_init__(self) -> None:
         if self.activation not in ACTIVATIONS:
@@ -87,15 +91,42 @@ class Architecture:
             require_int(self.crop, "crop (pixels)", 1, MAX_SIDE)
         except ValueError as error:
             raise UsageError(f"architecture {self.name}: {error}") from error
+        for fault in self._faults():
+            raise UsageError(f"architecture {self.name}: {fault}")
+        self.check_size(classes=1)
+
+    def _faults(self) -> Iterator[str]:
+        """Yield what is wrong; each check relies on those before it."""
         if not self.convs:
-            raise UsageError(f"architecture {self.name}: the trunk has no convolution")
+            yield "the trunk has no convolution"
         names = [layer.name for layer in self.trunk]
         if len(set(names)) < len(names) or not all(_LAYER_NAME.fullmatch(name) for name in names):
-            raise UsageError(f"architecture {self.name}: layers need unique names such as conv2_1, pool2")
-        if self.window < max(self.spp_levels):
+            yield "layers need unique names such as conv2_1, pool2"
+        side, sides = self.crop, [f"{self.crop} px"]
+        for layer, size in zip(self.trunk, self.layers, strict=True):
+            if layer.pad >= layer.kernel:
+                yield f"the pad of {layer.name}, {layer.pad}, should be less than its kernel, {layer.kernel}"
+            side = size.output_side(side)
+            sides.append(f"{layer.name} {max(0, side)}")
+            if side < 1:
+                yield (
+                    f"a crop of {self.crop} px is too small: its map vanishes at {layer.name} ({', '.join(sides)}). "
+                    "Use a larger crop, smaller strides or fewer layers"
+                )
+        if self.trunk_stride > MAX_SIDE:
+            yield f"the strides multiply to more than {MAX_SIDE} px. Use smaller ones"
+        if side < (bins := max(self.spp_levels)):
+            yield (
+                f"a crop of {self.crop} px gives a {side}x{side} feature map, too small for {bins}x{bins} bins. "
+                "Use a larger crop, smaller strides or fewer bins"
+            )
+
+    def check_size(self, classes: int) -> None:
+        """Raise UsageError if the net has too many parameters for a model file."""
+        if (count := sum(map(math.prod, parameter_shapes(self, classes).values()))) > MAX_PARAMETERS:
             raise UsageError(
-                f"architecture {self.name}: a crop of {self.crop} px gives a {self.window}x{self.window} feature map, "
-                f"too small for {max(self.spp_levels)}x{max(self.spp_levels)} bins"
+                f"architecture {self.name}: {count:,} parameters with {classes:,} classes, but a model file holds at "
+                f"most {MAX_PARAMETERS:,}. Use narrower layers or fewer bins"
             )
 
     @property
@@ -128,6 +159,11 @@ class Architecture:
         return self.convs[-1].channels
 
     @property
+    def widths(self) -> tuple[int, int]:
+        """Return the widths of fc1 and fc2."""
+        return self.hidden, self.hidden2 or self.hidden
+
+    @property
     def bins(self) -> int:
         """Return the number of bins of the spatial pyramid."""
         return sum(level * level for level in self.spp_levels)
@@ -139,7 +175,8 @@ class Architecture:
     def to_json(self) -> dict[str, Any]:
         """Return the architecture as plain data for checkpoints and model files."""
         trunk = [{"kind": type(layer).__name__.lower(), **asdict(layer)} for layer in self.trunk]
-        return {**asdict(self), "trunk": trunk, "spp_levels": list(self.spp_levels)}
+        values = {**asdict(self), "trunk": trunk, "spp_levels": list(self.spp_levels)}
+        return {key: value for key, value in values.items() if value is not None}
 
 
 def architecture_from_json(data: Any) -> Architecture:
@@ -147,14 +184,15 @@ def architecture_from_json(data: Any) -> Architecture:
     fields = require_object(data, "an architecture")
     trunk = tuple(_layer_from_json(layer) for layer in require_list(fields.get("trunk"), "trunk"))
     levels = tuple(
-        require_int(level, "a level of the pyramid", 1)
+        require_int(level, "a level of spp_levels", 1, MAX_LEVEL)
         for level in require_list(fields.get("spp_levels"), "spp_levels")
     )
     if not trunk or not levels:
         raise ValueError("trunk and spp_levels should not be empty")
     require_str(fields.get("name"), "name")
     require_str(fields.get("activation", "prelu"), "activation")
-    require_int(fields.get("hidden"), "hidden", 1)
+    require_int(fields.get("hidden"), "hidden", 1, MAX_HIDDEN)
+    require_int(fields.get("hidden2", 1), "hidden2", 1, MAX_HIDDEN)
     try:
         return Architecture(**{**fields, "trunk": trunk, "spp_levels": levels})
     except (TypeError, UsageError) as error:  # TypeError: an unknown or missing key
@@ -164,11 +202,9 @@ def architecture_from_json(data: Any) -> Architecture:
 def _layer_from_json(data: Any) -> Conv | Pool:
     fields = dict(require_object(data, "a layer"))
     kind = require_choice(fields.pop("kind", None), "kind of a layer", ("conv", "pool"))
-    for key, value in fields.items():
-        if key == "name":
-            require_str(value, "name of a layer")
-        else:
-            require_int(value, f"{key} of a layer", 0 if key == "pad" else 1, MAX_SIDE)
+    name = require_str(fields.get("name"), "name of a layer")
+    for key in fields.keys() - {"name"}:
+        require_int(fields[key], f"{key} of {name:.40}", 0 if key == "pad" else 1, MAX_SIDE)
     try:
         return Conv(**fields) if kind == "conv" else Pool(**fields)
     except TypeError as error:  # an unknown or missing key
@@ -209,12 +245,11 @@ def parameter_shapes(architecture: Architecture, classes: int) -> dict[str, tupl
         if slopes := architecture.slope_count(conv.channels):
             shapes[f"{conv.name}.slope"] = (slopes,)
         fan_in = conv.channels
-    hidden = architecture.hidden
-    widths = (architecture.bins * architecture.channels, hidden, hidden, classes)
+    widths = (architecture.bins * architecture.channels, *architecture.widths, classes)
     for index, name in enumerate(("fc1", "fc2", "fc3")):
         shapes[f"{name}.weight"] = (widths[index + 1], widths[index])
         shapes[f"{name}.bias"] = (widths[index + 1],)
-        if name != "fc3" and (slopes := architecture.slope_count(hidden)):
+        if name != "fc3" and (slopes := architecture.slope_count(widths[index + 1])):
             shapes[f"{name}.slope"] = (slopes,)
     return shapes
 
@@ -280,14 +315,16 @@ ARCHITECTURES: dict[str, Architecture] = {
 }
 
 
-def architecture(name: str, *, activation: Activation = "prelu", crop: int | None = None) -> Architecture:
-    """Return the architecture of that name, optionally with another activation or training crop.
+def architecture(net: str | Architecture, *, activation: Activation = "prelu", crop: int | None = None) -> Architecture:
+    """Return an architecture, or the built-in one of that name, with an activation and optionally another crop.
 
-    Raises UsageError for an unknown name, or a crop that is too small for the pyramid or above MAX_SIDE.
+    Raises UsageError for an unknown name, or a crop that is too small for the net or above MAX_SIDE.
     """
-    if name not in ARCHITECTURES:
-        raise UsageError(f"unknown architecture '{name}'. Valid architectures: {', '.join(ARCHITECTURES)}")
-    base = ARCHITECTURES[name]
+    if isinstance(net, str) and net not in ARCHITECTURES:
+        raise UsageError(
+            f"unknown architecture '{net}'. Valid architectures: {', '.join(ARCHITECTURES)}, or a file FILE.toml"
+        )
+    base = ARCHITECTURES[net] if isinstance(net, str) else net
     return replace(base, activation=activation, crop=base.crop if crop is None else crop)
 
 
@@ -303,4 +340,5 @@ def multiply_adds(net: Architecture, height: int, width: int, classes: int) -> i
             total += layer.kernel**2 * channels * layer.channels * height * width
             channels = layer.channels
     windows = max(0, height - net.window + 1) * max(0, width - net.window + 1)
-    return total + windows * (net.bins * channels * net.hidden + net.hidden**2 + net.hidden * classes)
+    fc1, fc2 = net.widths
+    return total + windows * (net.bins * channels * fc1 + fc1 * fc2 + fc2 * classes)

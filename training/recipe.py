@@ -15,7 +15,6 @@ from typing import Annotated, Any, Literal, get_args, get_origin
 
 from prelunet.evaluator.architectures import (
     ACTIVATIONS,
-    ARCHITECTURES,
     MAX_SIDE,
     Activation,
     Architecture,
@@ -23,16 +22,18 @@ from prelunet.evaluator.architectures import (
 )
 from prelunet.evaluator.contract import center_scale
 from prelunet.evaluator.errors import UsageError
-from prelunet.evaluator.files import require_regular_file
+from prelunet.evaluator.files import read_toml
+from prelunet.training.net.architecture_file import ARCHITECTURE_HELP, find_architecture
 from prelunet.training.net.initialization import FIRST_LAYERS, RULES, FirstLayer, Initialization, Rule
 
 RatePolicy = Literal["at", "plateau"]
 MeanKind = Literal["image", "channel"]
-TrainingPrecision = Literal["fp32", "bf16"]
+# tf32 is a precision and no switch of its own: it rounds the factors of products to 10 bits, which changes what is
+# learned and not only the order of sums, so a run cannot resume with it or without it.
+TrainingPrecision = Literal["fp32", "tf32", "bf16"]
 
 _MAX_BITS = 1000  # of an integer: 1024 bits overflow a float, and Python prints at most 4300 digits
 CHOICES: dict[str, tuple[str, ...]] = {  # key → valid values
-    "architecture": tuple(ARCHITECTURES),
     "activation": ACTIVATIONS,
     "rate_policy": get_args(RatePolicy),
     "mean": get_args(MeanKind),
@@ -75,7 +76,7 @@ class Recipe:
     the rate drops only where the recipe says so. The length of a run is given either in steps or in epochs.
     """
 
-    architecture: Annotated[str, "Architecture of the net."]
+    architecture: Annotated[str | Architecture, ARCHITECTURE_HELP]
     crop: Annotated[int, "Side of the random crop, in pixels."]
     scales: Annotated[tuple[int, int], "Range of the shorter side of a training image, in pixels, sampled uniformly."]
     batch: Annotated[int, "Batch size over all processes, in images."]
@@ -113,7 +114,8 @@ class Recipe:
     ] = "half"
     fc_stds: Annotated[tuple[float, float, float], "Standard deviations of fc1, fc2, fc3."] = (0.01, 0.01, 0.001)
     precision: Annotated[
-        TrainingPrecision, "Precision of the forward and backward pass; weights and updates stay fp32."
+        TrainingPrecision,
+        "Precision of the forward and backward pass; weights and updates stay fp32. tf32 needs a GPU.",
     ] = "fp32"
     channels_last: Annotated[bool, "Store tensors with channels last."] = True
     compile: Annotated[bool, "Compile the net with torch.compile."] = False
@@ -197,6 +199,8 @@ class Recipe:
     def to_json(self) -> dict[str, Any]:
         """Return the recipe as plain data for the run folder and checkpoints, without unset keys."""
         values = {key: value for key, value in asdict(self).items() if value is not None}
+        if isinstance(self.architecture, Architecture):  # itself, as its file may change or disappear
+            values["architecture"] = self.build_architecture().to_json()
         return {key: list(value) if isinstance(value, tuple) else value for key, value in values.items()}
 
 
@@ -222,30 +226,24 @@ def read_recipe(name_or_file: str) -> Recipe:
 
     Raises UsageError for an unknown name or key, a missing key, or a value of the wrong type or out of range.
     """
-    if name_or_file.endswith(".toml"):
-        path = Path(name_or_file)
-        require_regular_file(path)
-        try:
-            text = path.read_text(encoding="utf-8")
-        except (OSError, UnicodeDecodeError) as error:
-            raise UsageError(f"{path}: cannot be read ({error}). Give the path or the name of a recipe") from error
+    path = Path(name_or_file)
+    if path.suffix == ".toml":
+        values = read_toml(path, "Give the path or the name of a recipe")
     elif name_or_file in recipe_names():
         text = (resources.files("prelunet.training") / "recipes" / f"{name_or_file}.toml").read_text(encoding="utf-8")
+        values = tomllib.loads(text)
     else:
         raise UsageError(
             f"no recipe '{name_or_file}'. Choose one of {', '.join(recipe_names())}, or give a file FILE.toml"
         )
-    try:
-        values = tomllib.loads(text)
-    except (tomllib.TOMLDecodeError, RecursionError) as error:
-        raise UsageError(f"{name_or_file}: invalid TOML ({error})") from error
-    except ValueError as error:  # Python parses integers of at most 4300 digits
-        raise UsageError(f"{name_or_file}: contains an integer with thousands of digits. Fix the recipe") from error
-    return recipe_from_values(values, name_or_file)
+    return recipe_from_values(values, name_or_file, path.parent)
 
 
-def recipe_from_values(values: Mapping[str, Any], where: str) -> Recipe:
-    """Build a recipe from TOML or JSON values. where: their source, for error messages."""
+def recipe_from_values(values: Mapping[str, Any], where: str, folder: Path = Path()) -> Recipe:
+    """Build a recipe from TOML or JSON values.
+
+    where: their source, for error messages; folder: to which the path of an architecture is relative.
+    """
     kinds = {key.name: key.type for key in fields(Recipe)}
     unknown = sorted(set(values) - set(kinds))
     if unknown:
@@ -253,7 +251,8 @@ def recipe_from_values(values: Mapping[str, Any], where: str) -> Recipe:
     missing = [key.name for key in fields(Recipe) if key.default is MISSING and key.name not in values]
     if missing:
         raise UsageError(f"{where}: the recipe has no value for {', '.join(missing)}. Add the missing keys")
-    return Recipe(**{key: check_type(value, kinds[key], f"{where}: {key}") for key, value in values.items()})
+    checked = {key: check_type(value, kinds[key], f"{where}: {key}") for key, value in values.items()}
+    return Recipe(**{**checked, "architecture": find_architecture(checked["architecture"], folder)})
 
 
 def check_type(value: Any, kind: Any, where: str) -> Any:

@@ -4,8 +4,8 @@
 
 Each training is `prelunet train --recipe demo --seed N`. Each net is exported and validated as by `prelunet validate`
 with `center` and `multi-scale` (PReLU-nets, Tables 4 to 6; Table 1 for the slopes). `center` uses scale 22, the
-largest of the training scales; results made before 2026-11-23 used 23, outside of them. Intervals are Student's t
-over the seeds. Interrupted trainings resume in DIR; finished ones are not repeated.
+largest of the training scales. Intervals are Student's t over the seeds. Interrupted trainings resume in DIR; finished
+ones are not repeated.
 """
 
 from dataclasses import replace

@@ -84,11 +84,11 @@ def _measure(rig: Rig, settings: Settings) -> dict[str, Any]:
     images = torch.from_numpy(rng.integers(0, 256, (batch, side, side, 3), np.uint8)).to(rig.device)
     labels = torch.from_numpy(rng.integers(0, rig.classes, batch)).to(rig.device)
     mean = torch.from_numpy(MEAN).to(rig.device)
-    hidden = net.architecture.hidden
+    widths = net.architecture.widths
 
     def step() -> float:
         pixels = subtract_mean(images, mean)
-        taken = parallel.gradients(pixels, labels, lambda rows: dropout_factors(0, 0, rows, hidden, DROPOUT), batch)
+        taken = parallel.gradients(pixels, labels, lambda rows: dropout_factors(0, 0, rows, widths, DROPOUT), batch)
         optimizer.step()
         return taken.loss
 

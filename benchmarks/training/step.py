@@ -150,10 +150,10 @@ class HandWritten(nn.Module):
                 channels = layer.channels
         self.trunk = nn.Sequential(*layers)
         self.levels = nn.ModuleList(nn.AdaptiveMaxPool2d(level) for level in architecture.spp_levels)
-        hidden = architecture.hidden
+        fc1, fc2 = architecture.widths
         self.head = nn.Sequential(
-            nn.Linear(architecture.bins * channels, hidden), nn.PReLU(hidden), nn.Dropout(dropout),
-            nn.Linear(hidden, hidden), nn.PReLU(hidden), nn.Dropout(dropout), nn.Linear(hidden, classes),
+            nn.Linear(architecture.bins * channels, fc1), nn.PReLU(fc1), nn.Dropout(dropout),
+            nn.Linear(fc1, fc2), nn.PReLU(fc2), nn.Dropout(dropout), nn.Linear(fc2, classes),
         )  # fmt: skip
 
     def forward(self, images: Tensor) -> Tensor:

@@ -254,20 +254,19 @@ def _activation(
 
 
 def _valid_after(graph: GraphBuilder, valid: ValidCells, layer: str, kernel: int, stride: int, pad: int) -> ValidCells:
-    """Add the valid vectors after a layer: m[(k−1−2p)::s], preceded by a copy of m[0] if the slice starts at −1."""
+    """Add the valid vectors after a layer: m[(k−1−2p)::s], preceded by copies of m[0] if the slice starts below 0."""
     start = kernel - 1 - 2 * pad
     if start == 0 and stride == 1:
         return valid
     after = replace(valid, layer=layer)
     for vector, output in ((valid.rows, after.rows), (valid.columns, after.columns)):
-        if start == -1:
-            assert stride == 1, f"{layer}: pad 1 for a kernel of 2 with a stride is in no architecture"
-            graph.node(
-                "Concat", [graph.slice(vector, f"{output}.first", axis=1, start=0, end=1), vector], output, axis=1
-            )
-        else:
-            assert start >= 0, f"{layer}: a pad of {pad} for a kernel of {kernel}"
-            graph.slice(vector, output, axis=1, start=start, step=stride)
+        source = vector
+        if start < 0:
+            first = graph.slice(vector, f"{output}.first", axis=1, start=0, end=1)
+            source = output if stride == 1 else f"{output}.longer"
+            graph.node("Concat", [first] * -start + [vector], source, axis=1)
+        if source != output:
+            graph.slice(source, output, axis=1, start=max(0, start), step=stride)
     return after
 
 
@@ -340,8 +339,8 @@ def _gathered_pyramid(graph: GraphBuilder, architecture: Architecture, feature_m
 
 def _averages(graph: GraphBuilder, logits: str, grid: ValidCells) -> None:
     """Add softmax per window and the means over each image's windows: the four outputs."""
-    rows = graph.unsqueeze(grid.rows, f"{grid.rows}.4d", 2, 3)
-    columns = graph.unsqueeze(grid.columns, f"{grid.columns}.4d", 1, 3)
+    rows = graph.unsqueeze(grid.rows, "window.valid_rows.4d", 2, 3)  # with a window of one cell, `grid` is a layer's
+    columns = graph.unsqueeze(grid.columns, "window.valid_columns.4d", 1, 3)
     mask = graph.node("Mul", [rows, columns], "grid")  # (N, Gh, Gw, 1)
     counts = []
     for axis, vector in (("rows", grid.rows), ("columns", grid.columns)):

@@ -112,6 +112,7 @@ def _contract(
         "dataset": checkpoint.dataset,
         "metrics": checkpoint.metrics,
         "slopes": summarize_slopes(checkpoint.tensors),
+        **({} if checkpoint.provenance is None else {"provenance": checkpoint.provenance}),
     }
     golden = golden_answers(architecture.crop, windows)
     return replace(contract, training=training, golden=golden)

@@ -235,7 +235,7 @@ def test_a_model_without_one_of_the_keys_is_refused_naming_it(
         ({"architecture": {}}, "name and an activation"),
         ({"architecture": lambda net: {**net, "crop": 32}}, "should be those of the architecture"),
         ({"architecture": lambda net: {**net, "trunk": net["trunk"][:-1]}}, "should be those of the architecture"),
-        ({"architecture": lambda net: {**net, "hidden": 10**30}}, "multiply_adds should be at most"),
+        ({"architecture": lambda net: {**net, "hidden": 10**30}}, "hidden should be a whole number from 1 to 65536"),
         ({"classes": []}, "different wnids"),
         ({"classes": [{"wnid": "a", "name": "a"}] * 23}, "different wnids"),
         ({"classes": [{"wnid": 1, "name": None}] * 23}, "different wnids"),
@@ -246,6 +246,7 @@ def test_a_model_without_one_of_the_keys_is_refused_naming_it(
         ({"golden": [{"height": 30, "width": 30, "scores": [0], "logits": [0] * 23}]}, "one finite number per class"),
         ({"golden": [{"height": 30, "width": 30, "scores": "x" * 23, "logits": [0] * 23}]}, "one finite number"),
         ({"golden": [None]}, "malformed"),
+        ({"training": {"provenance": {"parent_sha256": "x", "environments": []}}}, "64 hexadecimal digits"),
     ],
 )
 def test_a_model_with_a_malformed_value_is_refused(

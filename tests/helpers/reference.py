@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch.nn import functional as F
 
-Trunk = tuple[tuple[str, int, int], ...]  # (conv name or "pool", stride, pad); a pool is 2x2/2 unless "pool3"
+Trunk = tuple[tuple[str, int, int], ...]  # (conv name or "pool", stride, pad); a pool is 2x2 unless, say, "pool3"
 
 
 def _stage(number: int, count: int) -> Trunk:
@@ -36,6 +36,15 @@ LRELU_SLOPE = 0.01
 
 
 @dataclass(frozen=True)
+class Net:
+    """A net that is not the paper's; levels: bins per side."""
+
+    trunk: Trunk
+    crop: int
+    levels: tuple[int, ...]
+
+
+@dataclass(frozen=True)
 class OracleScores:
     """The oracle's result for one image, float64: one row of classes per window."""
 
@@ -52,18 +61,28 @@ class OracleScores:
 
 
 def evaluate(
-    net: str, tensors: Mapping[str, np.ndarray], mean: np.ndarray, image: np.ndarray, activation: str = "prelu"
+    net: str | Net, tensors: Mapping[str, np.ndarray], mean: np.ndarray, image: np.ndarray, activation: str = "prelu"
 ) -> OracleScores:
     """Classify every window of an image, uint8 (H, W, 3)."""
     with torch.no_grad():
         x = _subtract_mean(image, mean)
-        for name, stride, pad in TRUNKS[net]:
-            if name.startswith("pool"):
-                x = F.max_pool2d(x, 3 if name == "pool3" else 2, stride)
-            else:
-                weight, bias = (_tensor(tensors[f"{name}.{part}"]) for part in ("weight", "bias"))
-                x = _activate(F.conv2d(x, weight, bias, stride, pad), tensors, name, activation)
-        return _classify_windows(net, tensors, x, activation)
+        if isinstance(net, str):
+            return _classify_windows(
+                WINDOW[net], LEVELS[net], tensors, _features(TRUNKS[net], tensors, x, activation), activation
+            )
+        crop = _features(net.trunk, tensors, torch.zeros(1, 3, net.crop, net.crop, dtype=torch.float64), activation)
+        features = _features(net.trunk, tensors, x, activation)
+        return _classify_windows(crop.shape[2], net.levels, tensors, features, activation)
+
+
+def _features(trunk: Trunk, tensors: Mapping[str, np.ndarray], x: torch.Tensor, activation: str) -> torch.Tensor:
+    for name, stride, pad in trunk:
+        if name.startswith("pool"):
+            x = F.max_pool2d(x, int(name.removeprefix("pool") or 2), stride)
+        else:
+            weight, bias = (_tensor(tensors[f"{name}.{part}"]) for part in ("weight", "bias"))
+            x = _activate(F.conv2d(x, weight, bias, stride, pad), tensors, name, activation)
+    return x
 
 
 def _subtract_mean(image: np.ndarray, mean: np.ndarray) -> torch.Tensor:
@@ -84,13 +103,14 @@ def _activate(x: torch.Tensor, tensors: Mapping[str, np.ndarray], name: str, act
     return x.clamp(min=0) + slope * x.clamp(max=0)
 
 
-def _classify_windows(net: str, tensors: Mapping[str, np.ndarray], x: torch.Tensor, activation: str) -> OracleScores:
-    side = WINDOW[net]
+def _classify_windows(
+    side: int, levels: tuple[int, ...], tensors: Mapping[str, np.ndarray], x: torch.Tensor, activation: str
+) -> OracleScores:
     rows, columns = x.shape[2] - side + 1, x.shape[3] - side + 1
     windows = torch.cat(
         [x[:, :, row : row + side, column : column + side] for row in range(rows) for column in range(columns)]
     )
-    y = torch.cat([F.adaptive_max_pool2d(windows, n).flatten(1) for n in LEVELS[net]], dim=1)
+    y = torch.cat([F.adaptive_max_pool2d(windows, n).flatten(1) for n in levels], dim=1)
     for name in ("fc1", "fc2", "fc3"):
         y = F.linear(y, _tensor(tensors[f"{name}.weight"]), _tensor(tensors[f"{name}.bias"]))
         if name != "fc3":

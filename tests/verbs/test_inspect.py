@@ -97,7 +97,7 @@ def test_without_json_the_facts_and_the_flagged_slopes_are_printed(
     assert "3: n00000000 thing 0, n00000001 thing 1" in out
     assert "channel (123.68, 116.78, 103.94)" in out
     assert "step 2000, top1_error 18.25" in out
-    (line, *_) = (line for line in out.splitlines() if line.startswith("conv1"))
+    (_, line) = (line for line in out.splitlines() if line.startswith("conv1"))  # of the layers, and of the slopes
     assert line.split() == ["conv1", "5", "0.600", "-0.500", "1.500", "1", "!", "2", "!"]
     assert "not monotonic" in out
     text = " ".join(out.split())
@@ -118,6 +118,23 @@ def test_names_in_the_file_cannot_control_the_terminal(tmp_path: Path, capsys: p
     out = capsys.readouterr().out
     assert "\x1b" not in out
     assert "owl [bold]loud[/]" in " ".join(out.split())
+
+
+def test_each_environment_of_a_run_has_a_line_of_its_own(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    counts = {"processes": 1, "threads": 2, "precision": "fp32", "deterministic": False, "cudnn_benchmark": False}
+    environments = [
+        {"from_step": step, "versions": {"torch": "2.11.0"}, "device": device, **counts}
+        for step, device in ((0, "a CPU"), (7, "another CPU"))
+    ]
+    provenance = {"parent_sha256": None, "environments": environments}
+    write_checkpoint(tmp_path / "net", replace(tiny_checkpoint(), provenance=provenance))
+    assert run(["inspect", str(tmp_path / "net")]) == 0
+    out = capsys.readouterr().out
+    assert "x0a" not in out
+    first, second = (line for line in out.splitlines() if "from step" in line)
+    assert first.startswith("training")
+    assert "from step 0: a CPU" in first
+    assert "from step 7: another CPU" in second
 
 
 def test_a_model_is_described_like_the_checkpoint_it_was_exported_from(exported: "dict[str, ExportedNet]") -> None:

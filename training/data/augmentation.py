@@ -101,15 +101,16 @@ def color_shift(recipe: Recipe, axes: Float32Array, epoch: int, index: int) -> F
 
 
 def dropout_factors(
-    seed: int, step: int, rows: range, width: int, rate: float
+    seed: int, step: int, rows: range, widths: tuple[int, int], rate: float
 ) -> tuple[npt.NDArray[np.float32], npt.NDArray[np.float32]]:
     """Return the dropout factors of the outputs of fc1 and fc2 in a step, float32 (rows, width) each.
 
-    rows: of the step's global batch; rate: probability of a factor of 0, in [0, 1). The other factors are 1/(1−rate),
-    which preserves the expectation, so evaluation needs no factor. The probability is exact to 2⁻¹⁷ (16-bit draws).
+    rows: of the step's global batch; widths: of fc1 and fc2; rate: probability of a factor of 0, in [0, 1). The other
+    factors are 1/(1−rate), which preserves the expectation, so evaluation needs no factor. The probability is exact to
+    2⁻¹⁷ (16-bit draws).
     """
     # One stream per step, drawn from row 0: creating a stream per row would cost more than drawing the numbers.
-    size = (rows.stop, 2 * width)
+    size = (rows.stop, sum(widths))
     drawn = random_stream(seed, DROPOUT, step).integers(2**16, size=size, dtype=np.uint16)[rows.start :]
     factors = (drawn >= round(rate * 2**16)) * np.float32(1 / (1 - rate))
-    return factors[:, :width], factors[:, width:]
+    return factors[:, : widths[0]], factors[:, widths[0] :]

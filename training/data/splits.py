@@ -72,7 +72,7 @@ def open_splits(path: Path) -> Splits:
         )
     labels = {wnid: label for label, wnid in enumerate(train.classes)}
     samples = [replace(sample, label=labels[val.classes[sample.label]]) for sample in val.samples]
-    return Splits(train, Dataset(val.location, train.classes, samples, val.reader, val.layout, val.remarks))
+    return Splits(train, replace(val, classes=train.classes, samples=samples))
 
 
 def median_shorter_side(dataset: Dataset) -> float:

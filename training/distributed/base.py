@@ -25,7 +25,7 @@ from prelunet.training.recipe import TrainingPrecision
 ParallelMode = Literal["ddp", "hybrid"]
 PARALLEL_MODES: tuple[ParallelMode, ...] = get_args(ParallelMode)
 
-# Returns the dropout factors of fc1's and fc2's outputs, (rows, hidden) each, for rows of the step's global batch; None
+# Returns the dropout factors of fc1's and fc2's outputs, (rows, width) each, for rows of the step's global batch; None
 # for no dropout. A process calls it once per step, for the rows whose head it computes.
 DropoutFactors: TypeAlias = Callable[[range], tuple[Float32Array, Float32Array]] | None
 
@@ -35,6 +35,7 @@ class StepOptions:
     """How a step is computed.
 
     precision: bf16 computes most of the forward and backward pass in bfloat16, with weights and gradients in float32;
+    tf32 is a setting of torch (`training.loop.environment.torch_settings`);
     channels_last: store images and convolution weights with channels last; compile: torch.compile for trunk and head;
     accumulate: number of micro-batches of a process's rows, computed one after another to save memory.
     """

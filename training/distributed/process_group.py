@@ -197,13 +197,17 @@ def _device(name: str | None, local_rank: int) -> torch.device:
         )
     device = torch.device("cuda", local_rank)
     torch.cuda.set_device(device)
-    torch.backends.cudnn.allow_tf32 = False  # on by default; fp32 would then have TF32's 10-bit mantissa
     return device
 
 
 def device_supports_bf16(device: torch.device) -> bool:
     """Return whether a device has instructions for bfloat16."""
     return torch.cuda.is_bf16_supported(including_emulation=False) if device.type == "cuda" else supports_bf16()
+
+
+def device_supports_tf32(device: torch.device) -> bool:
+    """Return whether a device has instructions for TF32: a GPU of NVIDIA's Ampere generation or newer."""
+    return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (8, 0)
 
 
 def _first_sentence(error: BaseException) -> str:

@@ -19,6 +19,7 @@ from prelunet.evaluator.architectures import ACTIVATIONS, ARCHITECTURES, Archite
 from prelunet.evaluator.arrays import Float32Array
 from prelunet.evaluator.contract import ClassEntry
 from prelunet.evaluator.errors import CheckpointError, UsageError, from_os_error
+from prelunet.evaluator.files import sha256_of
 from prelunet.training.importing.name_map import NameMap, Renamed
 from prelunet.training.importing.preprocessing import Preprocessing, parse_channel_values
 from prelunet.training.importing.state_dicts import StateDict, read_state_dict
@@ -85,7 +86,9 @@ def import_net(
             )
     if left_out:
         remarks.append(f"omitted by the map: {', '.join(left_out)}")
-    return ImportResult(Checkpoint(net, classes, own_mean, arrays), assignment, tuple(remarks))
+    provenance = {"parent_sha256": sha256_of(path), "environments": []}
+    checkpoint = Checkpoint(net, classes, own_mean, arrays, provenance=provenance)
+    return ImportResult(checkpoint, assignment, tuple(remarks))
 
 
 def read_mean_image(path: Path, crop: int) -> Float32Array:

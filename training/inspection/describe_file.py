@@ -14,8 +14,14 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from prelunet.evaluator.architectures import Architecture, OpaqueNet, multiply_adds, parameter_shapes
-from prelunet.evaluator.contract import ClassEntry, rewrite_hint
+from prelunet.evaluator.architectures import (
+    Architecture,
+    OpaqueNet,
+    architecture_from_json,
+    multiply_adds,
+    parameter_shapes,
+)
+from prelunet.evaluator.contract import ClassEntry, provenance_lines, rewrite_hint
 from prelunet.evaluator.engine.load import open_session
 from prelunet.evaluator.engine.session import Session
 from prelunet.evaluator.errors import ContractError, from_os_error
@@ -23,6 +29,7 @@ from prelunet.evaluator.files import require_regular_file, sha256_of
 from prelunet.evaluator.json_checks import require_object, require_str
 from prelunet.evaluator.terminal import escape_unprintable
 from prelunet.training.inspection.slope_trend import slope_trend
+from prelunet.training.inspection.tables import print_layers
 
 # PReLU-nets, Table 1 (model E): layer → learned slope (channel-shared), and mean of the channel-wise slopes.
 PAPER_SLOPES: dict[str, tuple[float, float]] = {
@@ -49,11 +56,11 @@ def inspect_file(path: Path) -> dict[str, Any]:
     """Return a description of the file as plain data; its type is detected from the content, not from the name.
 
     Common keys: kind (`checkpoint` or `model`), file, sha256, architecture, classes, parameters, slope_parameters,
-    multiply_adds (one crop), window, trunk_stride, mean, recipe, dataset, metrics, slopes (`summarize_slopes`, each
-    with `paper`: the value of Table 1 or null), slope_trend (`SlopeTrend`, or null without slopes). A model also has
-    precision, canvas, default_scales, min_side, max_side, checkpoint_sha256, golden_images. An adopted net has kind
-    `adopted`, crop, interpolation, precision and `adopted` (its preprocessing), and none of the keys specific to our
-    own nets.
+    multiply_adds (one crop), window, trunk_stride, mean, recipe, dataset, metrics, provenance (or null), slopes
+    (`summarize_slopes`, each with `paper`: the value of Table 1 or null), slope_trend (`SlopeTrend`, or null without
+    slopes). A model also has precision, canvas, default_scales, min_side, max_side, checkpoint_sha256, golden_images.
+    An adopted net has kind `adopted`, crop, interpolation, precision and `adopted` (its preprocessing), and none of the
+    keys specific to our own nets.
     Raises UsageError if the path cannot be read; CheckpointError or ContractError if the file is damaged.
     """
     require_regular_file(path)
@@ -131,6 +138,7 @@ def _inspect_checkpoint(path: Path) -> dict[str, Any]:
         "recipe": checkpoint.recipe,
         "dataset": checkpoint.dataset,
         "metrics": checkpoint.metrics,
+        "provenance": checkpoint.provenance,
         **_slopes_and_trend(summarize_slopes(checkpoint.tensors), checkpoint.architecture.activation),
     }
 
@@ -166,7 +174,7 @@ def _inspect_model(path: Path) -> dict[str, Any]:
         "max_side": contract.max_side,
         "checkpoint_sha256": contract.checkpoint_sha256,
         "golden_images": len(contract.golden),
-        **{key: contract.training.get(key) for key in ("recipe", "dataset", "metrics")},
+        **{key: contract.training.get(key) for key in ("recipe", "dataset", "metrics", "provenance")},
         **slopes,
     }
 
@@ -208,17 +216,21 @@ def _describe_net(architecture: Architecture, classes: Sequence[ClassEntry]) -> 
 
 
 def print_inspection(inspection: Mapping[str, Any], console: Console) -> None:
-    """Print the result of `inspect_file` as two tables, the file and its slopes; only the first for an adopted net."""
+    """Print the result of `inspect_file` as tables: file, layers and slopes; only the first for an adopted net."""
     facts = Table(show_header=False, box=None, pad_edge=False, title=_cell(inspection["file"]), title_justify="left")
     facts.add_column(style="bold")
     facts.add_column(overflow="fold")
     adopted = inspection["kind"] == "adopted"
     for name, fact in (_adopted_facts(inspection) if adopted else _facts(inspection)).items():
-        facts.add_row(name, _cell(fact))
+        lines = [fact] if isinstance(fact, str) else fact
+        facts.add_row(name, "\n".join(map(_cell, lines)))
     console.print(facts)
     if adopted:
         return
-    activation = inspection["architecture"]["activation"]
+    console.print()
+    net = architecture_from_json(inspection["architecture"])
+    print_layers(net, len(inspection["classes"]), console)
+    activation = net.activation
     if inspection["slopes"]:
         console.print()
         _print_slopes(
@@ -257,19 +269,18 @@ def _dense_facts(inspection: Mapping[str, Any]) -> dict[str, str]:
     }
 
 
-def _facts(inspection: Mapping[str, Any]) -> dict[str, str]:
-    """Return the rows of the first table."""
+def _facts(inspection: Mapping[str, Any]) -> dict[str, str | list[str]]:
+    """Return the rows of the first table; a list has several lines."""
     architecture, mean = inspection["architecture"], inspection["mean"]
-    crop, window, hidden = architecture["crop"], inspection["window"], architecture["hidden"]
+    crop, window = architecture["crop"], inspection["window"]
     convs = sum(layer["kind"] == "conv" for layer in architecture["trunk"])
     channels = f" ({', '.join(f'{value:g}' for value in mean['channels'])})" if mean["channels"] else ""
-    facts = {
+    facts: dict[str, str | list[str]] = {
         "kind": inspection["kind"],
         "sha256": inspection["sha256"],
-        "architecture": f"{architecture['name']}: {convs} convolutions, 3 fully connected layers, {hidden} wide",
+        "architecture": f"{architecture['name']}: {convs} convolutions, 3 fully connected layers",
         "activation": architecture["activation"],
         "crop": f"{crop} px: one window of {window}x{window}, stride {inspection['trunk_stride']} px",
-        "pyramid": f"levels {', '.join(map(str, architecture['spp_levels']))}",
         "classes": _classes_text(inspection["classes"]),
         "parameters": f"{inspection['parameters']:,}, of which {inspection['slope_parameters']:,} are slopes",
         "multiply-adds": f"{inspection['multiply_adds']:.4g} for one {crop}x{crop} crop",
@@ -283,6 +294,10 @@ def _facts(inspection: Mapping[str, Any]) -> dict[str, str]:
         facts["golden images"] = str(inspection["golden_images"])
     for key, missing in (("recipe", "none: untrained, or not recorded"), ("dataset", "none"), ("metrics", "none")):
         facts[key] = _data_text(inspection[key]) if inspection[key] else missing
+    provenance = inspection["provenance"]
+    if provenance and provenance["parent_sha256"]:
+        facts["parent"] = provenance["parent_sha256"]
+    facts["training"] = (provenance and provenance_lines(provenance)) or "none: untrained, or not recorded"
     return facts
 
 
@@ -329,7 +344,9 @@ def _classes_text(classes: Sequence[Mapping[str, str]]) -> str:
 
 
 def _data_text(data: Mapping[str, Any]) -> str:
-    """Return recorded data on one line: `key value, key value`."""
+    """Return recorded data on one line: `key value, key value`. The layers of an architecture have their own table."""
+    if isinstance(net := data.get("architecture"), dict):
+        data = {**data, "architecture": net.get("name")}
     return ", ".join(f"{key} {value if isinstance(value, str) else json.dumps(value)}" for key, value in data.items())
 
 

@@ -1,5 +1,7 @@
-"""The tables of `prelunet inspect --data` and `prelunet inspect RUN`."""
+"""The tables of `prelunet init`, `prelunet inspect`, `prelunet inspect --data` and `prelunet inspect RUN`."""
 
+import math
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -7,9 +9,11 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+from prelunet.evaluator.architectures import Architecture, parameter_shapes
 from prelunet.evaluator.terminal import escape_unprintable
 from prelunet.training.inspection.layer_log import std
 from prelunet.training.inspection.slope_trend import slope_trend
+from prelunet.training.net.initialization import FC_LAYERS
 
 Layers = Sequence[Mapping[str, Any]]
 
@@ -17,6 +21,25 @@ _NEVER_POSITIVE = {
     True: "dead: share of the channels that are 0 for every image and so learn nothing.",
     False: "never > 0: share of the channels that use only the negative side on these images; dead with ReLU.",
 }
+
+
+def print_layers(net: Architecture, classes: int, console: Console) -> None:
+    """Print the layers of a net, with the output of each for one training crop."""
+    title = f"Layers of {_escaped(net.name)}, for a crop of {net.crop}x{net.crop} pixels"
+    table = _table(title, ("kernel", "output", "parameters"))
+    counts = Counter[str]()
+    for name, shape in parameter_shapes(net, classes).items():
+        counts[name.partition(".")[0]] += math.prod(shape)
+    side, channels = net.crop, 3
+    for layer, size in zip(net.trunk, net.layers, strict=True):
+        side, channels = size.output_side(side), getattr(layer, "channels", channels)
+        kernel = f"{layer.kernel}x{layer.kernel}, stride {layer.stride}{f', pad {layer.pad}' if layer.pad else ''}"
+        table.add_row(layer.name, kernel, f"{side}x{side}x{channels}", f"{counts[layer.name]:,}")
+    bins = ", ".join(f"{level}x{level}" for level in net.spp_levels)
+    table.add_row("pyramid", f"{bins} bins of the {side}x{side} window", f"{net.bins}x{channels}", "0")
+    for name, width in zip(FC_LAYERS, (*net.widths, classes), strict=True):
+        table.add_row(name, "", f"{width:,}", f"{counts[name]:,}")
+    console.print(table)
 
 
 def print_responses(layers: Layers, images: int, activation: str, console: Console) -> None:
@@ -51,7 +74,7 @@ def print_history(entries: Sequence[Mapping[str, Any]], console: Console) -> Non
     for entry in (first, *entries[1:][-1:]):
         slopes = {layer["layer"]: layer["slope"] for layer in entry["layers"] if layer["slope"] is not None}
         if (trend := slope_trend(slopes)) is not None:
-            console.print(escape(escape_unprintable(f"Slopes at step {entry['step']:,}: {trend}.")))
+            console.print(_escaped(f"Slopes at step {entry['step']:,}: {trend}."))
 
 
 def _table(title: str, headers: Sequence[str]) -> Table:
@@ -63,7 +86,11 @@ def _table(title: str, headers: Sequence[str]) -> Table:
 
 
 def _name(layer: Mapping[str, Any]) -> str:
-    return escape(escape_unprintable(layer["layer"]))
+    return _escaped(layer["layer"])
+
+
+def _escaped(text: str) -> str:
+    return escape(escape_unprintable(text))
 
 
 def _number(value: float | None) -> str:

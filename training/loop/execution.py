@@ -5,13 +5,16 @@ from pathlib import Path
 from typing import Annotated, ClassVar, Literal
 
 from prelunet.evaluator.cli_option import CliOption
+from prelunet.evaluator.errors import UsageError
 
 
 @dataclass(frozen=True)
 class Execution:
     """How a run is executed; none of this affects what is learned, except through the order of sums.
 
+    So a run may resume with other values. A checkpoint's provenance states device, deterministic and cudnn_benchmark.
     events: whether to write TensorBoard events; cache: folder for image statistics, None to keep none.
+    Raises UsageError for values that contradict each other.
     """
 
     HELP_GROUP: ClassVar[str] = "Execution"
@@ -33,5 +36,22 @@ class Execution:
         ),
     ] = None
     diagnose: Annotated[bool, CliOption("Measure the layers at every evaluation, for prelunet inspect RUN.")] = False
+    deterministic: Annotated[
+        bool,
+        CliOption(
+            "Use only algorithms that repeat a run bit for bit on the same device with the same versions; slower on a "
+            "GPU. A CPU repeats a run anyway, with the same number of threads."
+        ),
+    ] = False
+    cudnn_benchmark: Annotated[
+        bool, CliOption("Let cuDNN time its algorithms for convolutions on the GPU and use the fastest.")
+    ] = False
     events: bool = False
     cache: Path | None = None
+
+    def __post_init__(self) -> None:
+        if self.deterministic and self.cudnn_benchmark:
+            raise UsageError(
+                "--deterministic and --cudnn-benchmark exclude each other: timings choose another algorithm in each "
+                "process. Omit one of them"
+            )

@@ -66,7 +66,7 @@ def load_pretrained(
             f"{path}, except fc3, which is reinitialized: {shared} of the {len(new)} classes are among its {len(old)}"
         )
     report(f"initial weights from {source}")
-    return tensors, _fitting_mean(checkpoint.mean, mean_shape, report)
+    return tensors, _fitting_mean(path, checkpoint.mean, mean_shape, report)
 
 
 def _refuse_folder(path: Path) -> None:
@@ -89,15 +89,19 @@ def _check_architecture(path: Path, checkpoint: Architecture, recipe: Architectu
         )
 
 
-def _fitting_mean(mean: Float32Array, shape: tuple[int, ...], report: Callable[[str], None]) -> Float32Array:
+def _fitting_mean(
+    path: Path, mean: Float32Array, shape: tuple[int, ...], report: Callable[[str], None]
+) -> Float32Array:
     """Return the checkpoint's mean in another shape; its features were learned with it, not with the new images' mean.
 
-    A mean image does not fit another crop; its channel means replace it.
+    A mean image does not fit another crop or the recipe's `mean = "channel"`; its channel means replace it.
     """
-    if mean.shape == shape:
-        return mean
-    if mean.ndim == 3:
+    kept = f"mean: that of {path}, not of the training images"
+    if mean.ndim == 1 or mean.shape == shape:
+        report(kept)
+    else:
+        cause = "the recipe asks for a channel mean" if shape == (3,) else "it does not fit the crop"
         side, mean = len(mean), mean.mean(axis=(0, 1), dtype=np.float64).astype(np.float32)
         numbers = ", ".join(f"{value:.2f}" for value in mean)
-        report(f"the mean image of {side}x{side} pixels does not fit the crop; its channel means are used: {numbers}")
+        report(f"{kept}; of its mean image of {side}x{side} pixels the channel means ({numbers}), as {cause}")
     return np.broadcast_to(mean, shape).copy()

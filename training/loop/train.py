@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from prelunet.evaluator.architectures import Architecture
 from prelunet.evaluator.contract import center_scale
 from prelunet.evaluator.datasets.layouts import SHARDS
 from prelunet.evaluator.datasets.open import VALIDATION
@@ -13,7 +14,13 @@ from prelunet.evaluator.errors import EnvironmentFault, UsageError
 from prelunet.evaluator.json_checks import differences, format_differences
 from prelunet.training.data.splits import Splits, embedded_dataset_path, open_splits
 from prelunet.training.distributed.base import ParallelMode
-from prelunet.training.distributed.process_group import ProcessGroup, device_supports_bf16, open_process_group
+from prelunet.training.distributed.process_group import (
+    ProcessGroup,
+    device_supports_bf16,
+    device_supports_tf32,
+    open_process_group,
+)
+from prelunet.training.loop.environment import torch_settings
 from prelunet.training.loop.execution import Execution
 from prelunet.training.loop.fine_tune import sha256_of_checkpoint
 from prelunet.training.loop.trainer import Trainer
@@ -62,18 +69,34 @@ def train(
     path = dataset_path or embedded_dataset_path()
     splits = open_splits(path)
     check_folder_location(run_folder, path)
-    with open_process_group(execution.device) as group:
+    with torch_settings(recipe.precision, execution), open_process_group(execution.device) as group:
+        if recipe.precision == "tf32" and not device_supports_tf32(group.device):
+            raise UsageError(
+                f"precision tf32 needs a GPU of NVIDIA's Ampere generation or newer, but the training runs on "
+                f"{group.device}. Use --precision fp32"
+            )
+        if execution.cudnn_benchmark and group.device.type == "cpu":
+            raise UsageError("--cudnn-benchmark needs a GPU, but the training runs on cpu. Omit the option")
         is_older_run = group.all_gather(not fresh and lacks_evaluation_scale(run_folder))[0]
         if recipe.evaluation_scale is None and not is_older_run:
             recipe = replace(recipe, evaluation_scale=center_scale(recipe.crop, recipe.scales))
         description = describe_run(recipe, splits, start)
-        require_same_command(group, {**description, "parallel": execution.parallel, "diagnose": execution.diagnose})
+        options = {key: getattr(execution, key) for key in ("parallel", "diagnose", "deterministic", "cudnn_benchmark")}
+        require_same_command(group, {**description, **options})
         with lock_run_folder(group, run_folder, description, fresh=fresh) as reset_folder:
             own_report = report if group.is_first else (lambda _text: None)
             for message in setup_messages(recipe, splits, group, execution.parallel):
                 own_report(message)
             trainer = Trainer(
-                recipe, splits, run_folder, group, execution, start, reset_folder=reset_folder, report=own_report
+                recipe,
+                splits,
+                run_folder,
+                group,
+                execution,
+                start,
+                parent_sha256=description.get("start"),
+                reset_folder=reset_folder,
+                report=own_report,
             )
             for message in trainer.status_messages():
                 own_report(message)
@@ -144,7 +167,11 @@ def setup_messages(recipe: Recipe, splits: Splits, group: ProcessGroup, parallel
     yield from (f"training images: {remark}" for remark in splits.train.remarks)
     yield from (f"validation images: {remark}" for remark in splits.val.remarks)
     low, high = recipe.scales
-    yield f"crop {recipe.crop}, scales {low} to {high}, batch {recipe.batch}, rate {recipe.rate:.4g}"
+    net = recipe.architecture
+    replaced = ""
+    if isinstance(net, Architecture) and net.crop != recipe.crop:
+        replaced = f" (instead of {net.crop}, that of the architecture {net.name})"
+    yield f"crop {recipe.crop}{replaced}, scales {low} to {high}, batch {recipe.batch}, rate {recipe.rate:.4g}"
     if recipe.precision == "bf16" and not device_supports_bf16(group.device):
         yield f"this {group.device.type} does not support bfloat16: torch emulates it, many times slower than fp32"
     if splits.train.layout.startswith((SHARDS, "parquet")) and all(wnid.isdecimal() for wnid in splits.train.classes):

@@ -32,6 +32,7 @@ from prelunet.training.distributed.data_parallel import build_parallel
 from prelunet.training.distributed.process_group import ProcessGroup
 from prelunet.training.inspection.layer_log import LayerResponse
 from prelunet.training.inspection.layer_statistics import find_non_finite, measure_layers, sample_views
+from prelunet.training.loop.environment import current_environment
 from prelunet.training.loop.execution import Execution
 from prelunet.training.loop.fine_tune import load_pretrained
 from prelunet.training.loop.signals import StopSignals, deferred_signals
@@ -55,7 +56,7 @@ SINGLE_PROCESS = ProcessGroup(0, 1, torch.device("cpu"))
 class Trainer:
     """A run: net, optimizer, images and progress. A step changes all of them or none."""
 
-    def __init__(
+    def __init__(  # noqa: PLR0913 - what the run consists of
         self,
         recipe: Recipe,
         splits: Splits,
@@ -64,20 +65,21 @@ class Trainer:
         execution: Execution = Execution(),
         start: Path | None = None,
         *,
+        parent_sha256: str | None = None,
         reset_folder: Callable[[], None] | None = None,
         report: Callable[[str], None] = lambda _text: None,
     ) -> None:
         """Start or resume a run; files that a crash left at different steps are brought to the same step.
 
-        start: initial checkpoint, None for random weights; reset_folder: removes an earlier run from the folder, None
-        to resume; report: receives messages to the user.
+        start: initial checkpoint, None for random weights; parent_sha256: its digest; reset_folder: removes an earlier
+        run from the folder, None to resume; report: receives messages to the user.
         """
         self.recipe = recipe.in_steps(len(splits.train.samples))
         self.splits, self.folder, self.group = splits, folder, group
         self.signals = StopSignals()
         options = StepOptions(recipe.precision, recipe.channels_last, recipe.compile, recipe.accumulate)
         check_batch(recipe.batch, group, options)
-        self.checkpoint_manager = CheckpointManager(folder, recipe, splits)
+        self.checkpoint_manager = CheckpointManager(folder, recipe, splits, parent_sha256)
         self.logs = RunLogs(folder, events=execution.events, diagnose=execution.diagnose, report=report)
         self.loader_options: dict[str, Any] = {
             "workers": execution.workers,
@@ -95,6 +97,10 @@ class Trainer:
         group.wait()
         state = self.checkpoint_manager.read(self.net)
         self.progress = state.progress
+        changes = self.progress.enter_environment(current_environment(group, recipe.precision))
+        if group.device.type == "cpu":  # where these two change nothing
+            changes = [change for change in changes if not change.startswith(("deterministic:", "cudnn_benchmark:"))]
+        self.environment_changes = changes
         self.parallel = build_parallel(execution.parallel or "ddp", self.net, group, options)  # may remove parameters
         groups = parameter_groups(
             self.net,
@@ -130,6 +136,11 @@ class Trainer:
             yield f"{self.folder}: all {steps} steps are complete; to start over, use --fresh"
         elif step:
             yield f"{self.folder}: resuming after step {step} of {steps}"
+            if self.environment_changes:
+                yield (
+                    f"the environment has changed ({'; '.join(self.environment_changes)}): the net may differ from "
+                    "that of an uninterrupted run by rounding"
+                )
 
     def run(self) -> tuple[ErrorRates, ErrorRates]:
         """Train to the end of the recipe, and return the last and the best evaluation.
@@ -182,8 +193,8 @@ class Trainer:
         plateaus = count_plateaus([errors.top1_error for errors in now.evaluations], recipe.patience)
         for group in self.optimizer.param_groups:
             group["lr"] = rate_at(recipe, now.step, plateaus) * group["rate_factor"]
-        width = self.net.architecture.hidden
-        dropout = partial(dropout_factors, recipe.seed, now.step, width=width, rate=recipe.dropout)
+        widths = self.net.architecture.widths
+        dropout = partial(dropout_factors, recipe.seed, now.step, widths=widths, rate=recipe.dropout)
         images, labels = self.preprocess(batch), torch.from_numpy(batch.labels).to(self.group.device)
         result = self.parallel.gradients(
             images, labels, dropout if recipe.dropout else None, recipe.batch, stop=self.signals.received

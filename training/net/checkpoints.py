@@ -20,7 +20,7 @@ from prelunet.evaluator.architectures import (
     parameter_shapes,
 )
 from prelunet.evaluator.arrays import Float32Array
-from prelunet.evaluator.contract import ClassEntry
+from prelunet.evaluator.contract import ClassEntry, parse_provenance
 from prelunet.evaluator.errors import CheckpointError, UsageError
 from prelunet.evaluator.files import open_atomically, require_regular_file
 from prelunet.evaluator.json_checks import check_plain, parse_json, require_int, require_keys, require_list, require_str
@@ -40,7 +40,7 @@ class Checkpoint:
 
     mean: float32 (3,), or (crop, crop, 3) for a mean image; RGB, 0-255; subtracted after mirroring.
     tensors: float32, exactly the names and shapes of `evaluator.architectures.parameter_shapes`.
-    recipe, dataset, metrics: plain JSON data, or None if unknown.
+    recipe, dataset, metrics, provenance: plain JSON data, or None if unknown.
     """
 
     architecture: Architecture
@@ -50,6 +50,7 @@ class Checkpoint:
     recipe: Mapping[str, Any] | None = None
     dataset: Mapping[str, Any] | None = None
     metrics: Mapping[str, Any] | None = None
+    provenance: Mapping[str, Any] | None = None
 
 
 def write_checkpoint(path: Path, checkpoint: Checkpoint) -> None:
@@ -111,6 +112,7 @@ def read_checkpoint(path: Path) -> Checkpoint:
         recipe=metadata.parse("recipe", partial(_parse_recipe, architecture.crop)),
         dataset=metadata.parse("dataset", _parse_optional),
         metrics=metadata.parse("metrics", _parse_optional),
+        provenance=metadata.parse("provenance", parse_provenance) if f"{PREFIX}provenance" in metadata.texts else None,
     )
 
 
@@ -177,6 +179,8 @@ def _metadata_of(checkpoint: Checkpoint, is_image: bool) -> dict[str, str]:
         "dataset": checkpoint.dataset,
         "metrics": checkpoint.metrics,
     }
+    if checkpoint.provenance is not None:
+        values["provenance"] = checkpoint.provenance
     return {PREFIX + key: json.dumps(values[key], sort_keys=True, allow_nan=False) for key in sorted(values)}
 
 

@@ -108,8 +108,9 @@ def initial_tensors(
 
     Biases are 0, learned slopes 0.25. Each layer's weights have their own random stream, selected by the layer's
     number. Changing the size of one layer leaves the others unchanged, and another activation or Gaussian rule only
-    scales the weights.
+    scales the weights. Raises UsageError if the net has too many parameters for a model file.
     """
+    architecture.check_size(classes)
     slope = initial_slope(architecture.activation)
     fc_stds = dict(zip(FC_LAYERS, initialization.fc_stds, strict=True))
     tensors: dict[str, Float32Array] = {}

@@ -16,7 +16,7 @@ from prelunet.evaluator.arrays import Float32Array
 from prelunet.training.net.checkpoints import Checkpoint
 from prelunet.training.net.initialization import FC_LAYERS
 
-Factors: TypeAlias = tuple[Tensor, Tensor]  # dropout factors of the outputs of fc1 and fc2, (N, hidden) each
+Factors: TypeAlias = tuple[Tensor, Tensor]  # dropout factors of the outputs of fc1 and fc2, (N, width) each
 
 
 class Layer(nn.Module):
@@ -95,7 +95,12 @@ class PreluNet(nn.Module):
         Bin i of n over a cells is [floor(i·a/n), ceil((i+1)·a/n)), counted from 0 (SPP-net, appendix A), as in torch's
         adaptive pooling. Maxima start at −inf, since after a PReLU all values of a bin may be negative.
         """
-        levels = [F.adaptive_max_pool2d(windows, level).flatten(1) for level in self.architecture.spp_levels]
+        levels, cells = [], windows.flatten(2)
+        for level in self.architecture.spp_levels:
+            # Only the places of the maxima come from torch's pooling, as its backward pass adds in an undefined order
+            # on CUDA. That of gather is deterministic there on request; on a CPU it gives the same bits as fast.
+            _, places = F.adaptive_max_pool2d(windows.detach(), level, return_indices=True)
+            levels.append(cells.gather(2, places.flatten(2)).flatten(1))
         return torch.cat(levels, dim=1)
 
     def head(self, features: Tensor, factors: Factors | None = None) -> Tensor:

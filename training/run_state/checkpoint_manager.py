@@ -24,8 +24,9 @@ from prelunet.training.run_state.run_folder import BEST_FILE, KEPT_FILE, LAST_FI
 class CheckpointManager:
     """Manages the state and checkpoint files of a run; with several processes, only the first one writes."""
 
-    def __init__(self, folder: Path, recipe: Recipe, splits: Splits) -> None:
-        self.folder, self.recipe, self.splits = folder, recipe, splits
+    def __init__(self, folder: Path, recipe: Recipe, splits: Splits, parent_sha256: str | None = None) -> None:
+        """parent_sha256: of the initial checkpoint, None for random weights."""
+        self.folder, self.recipe, self.splits, self.parent_sha256 = folder, recipe, splits, parent_sha256
 
     def read(self, net: PreluNet) -> ResumeState:
         """Read the saved state; raises RunFolderError also for a state that this run cannot have produced."""
@@ -71,6 +72,13 @@ class CheckpointManager:
     def _checkpoints(self, net: PreluNet, now: TrainingProgress) -> Iterator[tuple[str, Checkpoint]]:
         """Yield file name and checkpoint of this state: last, best if it is the best, and one to keep if due."""
         dataset = self.splits.train
+        provenance = {
+            "parent_sha256": self.parent_sha256,
+            "environments": now.used_environments,
+            "step": now.step,
+            "total_steps": self.recipe.in_steps(len(dataset.samples)).total_steps,
+            "dataset_fingerprint": dataset.fingerprint,
+        }
         checkpoint = Checkpoint(
             architecture=self.recipe.build_architecture(),
             classes=self.splits.classes,
@@ -79,6 +87,7 @@ class CheckpointManager:
             recipe=self.recipe.to_json(),
             dataset={"fingerprint": dataset.fingerprint, "images": len(dataset.samples)},
             metrics=now.latest_errors.to_json() if now.latest_errors else None,
+            provenance=provenance,
         )
         yield LAST_FILE, checkpoint
         if now.best is not None and now.best.step == now.step:

@@ -2,8 +2,8 @@
 
 state.pt alone defines the progress of a run and is replaced atomically. The checkpoints are written after it and can be
 derived from it: if a crash prevents that, the next start repairs them. It contains no random state, since every random
-number is a function of (seed, step) or of (seed, epoch, image). It does not depend on the processes that wrote it:
-tensors are stored by name, so any number of processes can resume from it.
+number is a function of (seed, step) or of (seed, epoch, image). Tensors are stored by name, so any number of processes
+can resume from it.
 """
 
 import errno
@@ -23,9 +23,10 @@ from torch.optim import Optimizer
 from torch.serialization import get_crc32_options, set_crc32_options
 
 from prelunet.evaluator.arrays import Float32Array
+from prelunet.evaluator.contract import parse_environments
 from prelunet.evaluator.errors import EnvironmentFault, RunFolderError
 from prelunet.evaluator.files import open_atomically
-from prelunet.evaluator.json_checks import require_int, require_object, require_str
+from prelunet.evaluator.json_checks import differences, require_int, require_object, require_str
 from prelunet.training.net.checkpoints import is_finite
 from prelunet.training.net.network import PreluNet
 from prelunet.training.run_state.metrics_log import ErrorRates
@@ -41,7 +42,8 @@ class TrainingProgress:
     mean: float32 (crop, crop, 3) or (3,); axes: float32 (3, 3), of the color augmentation; refused: `train` and `val` →
     file → reason, from before the run; unreadable: file → reason for images of train/ that became unreadable since;
     step: completed steps; loss_sum, error_sum, loss_steps: over the steps not logged yet, `error_sum` NaN if unknown;
-    evaluations: all so far, in order.
+    evaluations: all so far, in order; environments: those of `provenance` (docs/contract.md), none for the steps that
+    an earlier version took.
     """
 
     mean: Float32Array
@@ -53,6 +55,7 @@ class TrainingProgress:
     error_sum: float = 0.0
     loss_steps: int = 0
     evaluations: list[ErrorRates] = field(default_factory=list)
+    environments: list[dict[str, Any]] = field(default_factory=list)
 
     @property
     def latest_errors(self) -> ErrorRates | None:
@@ -68,6 +71,19 @@ class TrainingProgress:
     def is_evaluated(self) -> bool:
         """Return whether the net has been evaluated at the current step."""
         return self.latest_errors is not None and self.latest_errors.step == self.step
+
+    def enter_environment(self, environment: Mapping[str, Any]) -> list[str]:
+        """Record the environment of the steps to come; return its differences from that of the steps before."""
+        used = self.used_environments
+        last = used[-1] if used else {}
+        changes = differences(last, environment, ignored={("from_step",)}, places=("before", "now"))
+        self.environments = [*used, {"from_step": self.step, **environment}] if changes else used
+        return changes if last else []
+
+    @property
+    def used_environments(self) -> list[dict[str, Any]]:
+        """Return the environments in which a step was completed."""
+        return [environment for environment in self.environments if environment["from_step"] < self.step]
 
 
 @dataclass(frozen=True)
@@ -107,6 +123,7 @@ def write_state(path: Path, net: PreluNet, momentum: Mapping[str, Tensor], progr
         "step": progress.step,
         "loss": [progress.loss_sum, progress.loss_steps, progress.error_sum],
         "measured": [errors.to_json() for errors in progress.evaluations],
+        "environments": progress.environments,
     }
     # Via a buffer: writing to a file, torch hides the system's error, so a full disk would look like an internal error.
     buffer, crcs = io.BytesIO(), get_crc32_options()
@@ -182,6 +199,7 @@ def _parse_state(state: dict[str, Any], net: PreluNet) -> ResumeState:
         error_sum=error_sum,
         loss_steps=require_int(loss_steps, "steps of the loss", 0, step),
         evaluations=_parse_evaluations(state["measured"], step),
+        environments=parse_environments(state.get("environments", [])),  # earlier versions have none
     )
     return ResumeState(progress, tensors, momentum)
 

@@ -88,8 +88,15 @@ def _compare(folder: Path, requested: dict[str, Any]) -> None:
         description["recipe"] = with_newer_keys(require_object(description.get("recipe"), "recipe"))
     except ValueError as error:
         raise RunFolderError(f"{path}: damaged ({error}). Restore the file, or start over with --fresh") from error
+    requested = json.loads(json.dumps(requested))
+    nets = [side["recipe"].get("architecture") for side in (description, requested)]
+    names = [net.get("name") if isinstance(net, dict) else net for net in nets]
+    for side, name in zip((description, requested), names, strict=True):
+        side["--from"] = side.pop("start", "none")
+        if names[0] != names[1]:  # such nets differ in dozens of layers; the names are enough
+            side["recipe"]["architecture"] = name
     may_differ = [("recipe", key) for key in EXECUTION_KEYS]
-    if found := differences(description, json.loads(json.dumps(requested)), ignored=may_differ):
+    if found := differences(description, requested, ignored=may_differ):
         dataset_differs = any(line.startswith("dataset.") for line in found)
         hint = " (A fingerprint covers names, lengths and labels of a split's images: restore those that changed.)"
         raise RunFolderError(

@@ -6,9 +6,10 @@ from typing import TYPE_CHECKING, Annotated, Literal, cast
 
 import typer
 
-from prelunet.evaluator.architectures import ACTIVATIONS, ARCHITECTURES, MAX_SIDE, Activation, architecture
+from prelunet.evaluator.architectures import ACTIVATIONS, MAX_SIDE, Activation, architecture
 from prelunet.evaluator.files import require_new
 from prelunet.evaluator.terminal import echo
+from prelunet.training.net.architecture_file import ARCHITECTURE_HELP, find_architecture
 from prelunet.training.net.checkpoints import size_summary
 from prelunet.training.net.initialization import parse_classes
 
@@ -25,7 +26,7 @@ def import_(
         ),
     ],
     output: Annotated[Path, typer.Option("--output", "-o", help="Checkpoint to write.", metavar="CKPT")],
-    arch: Annotated[str, typer.Option(help=f"Architecture of the net: {', '.join(ARCHITECTURES)}.")],
+    arch: Annotated[str, typer.Option(help=ARCHITECTURE_HELP, metavar="NAME|FILE.toml|CKPT")],
     classes: Annotated[
         str,
         typer.Option(
@@ -75,7 +76,7 @@ def import_(
     from prelunet.training.importing.name_map import read_name_map
     from prelunet.training.net.checkpoints import write_checkpoint
 
-    net = architecture(arch, activation=cast(Activation, activation), crop=crop)  # raises for unknown names
+    net = architecture(find_architecture(arch), activation=cast(Activation, activation), crop=crop)
     entries = parse_classes(classes)
     require_new(output, force=force)
     preprocessing, mean_image = parse_preprocessing(mean, std, int(pixel_range), channels, net.crop)

@@ -6,11 +6,13 @@ from typing import Annotated, cast
 
 import numpy as np
 import typer
+from rich.console import Console
 
-from prelunet.evaluator.architectures import ACTIVATIONS, ARCHITECTURES, MAX_SIDE, Activation, architecture
+from prelunet.evaluator.architectures import ACTIVATIONS, MAX_SIDE, Activation, architecture
 from prelunet.evaluator.errors import UsageError
 from prelunet.evaluator.files import require_new
 from prelunet.evaluator.terminal import echo
+from prelunet.training.net.architecture_file import ARCHITECTURE_HELP, find_architecture
 from prelunet.training.net.checkpoints import size_summary
 from prelunet.training.net.initialization import (
     CHANNEL_MEAN,
@@ -27,7 +29,7 @@ from prelunet.training.net.initialization import (
 def init(
     *,
     output: Annotated[Path, typer.Option("--output", "-o", help="Checkpoint to write.", metavar="CKPT")],
-    arch: Annotated[str, typer.Option(help=f"Architecture: {', '.join(ARCHITECTURES)}.")],
+    arch: Annotated[str, typer.Option(help=ARCHITECTURE_HELP, metavar="NAME|FILE.toml|CKPT")],
     classes: Annotated[
         str,
         typer.Option(
@@ -68,19 +70,22 @@ def init(
     force: Annotated[bool, typer.Option("--force", help="Replace an existing file.")] = False,
 ) -> None:
     """Write an initialized, untrained checkpoint with ImageNet's channel mean."""
+    from prelunet.training.inspection.tables import print_layers
     from prelunet.training.net.checkpoints import Checkpoint, write_checkpoint
 
-    net = architecture(arch, activation=cast(Activation, activation), crop=crop)  # raises for unknown names
+    net = architecture(find_architecture(arch), activation=cast(Activation, activation), crop=crop)
     initialization = _initialization(rule, std, first_layer)
     entries = parse_classes(classes)
     require_new(output, force=force)
     tensors = initial_tensors(net, len(entries), seed, initialization)
     checkpoint = Checkpoint(net, entries, np.array(CHANNEL_MEAN, dtype=np.float32), tensors)
     write_checkpoint(output, checkpoint)
+    count = "1 class" if len(entries) == 1 else f"{len(entries)} classes"
     echo(
-        f"{output}: {net.name}, {net.activation}, {len(entries)} classes, untrained ({rule}, seed {seed})\n"
-        f"  {size_summary(checkpoint, output)}"
+        f"{output}: {net.name}, {net.activation}, {count}, untrained ({rule}, seed {seed})\n"
+        f"  {size_summary(checkpoint, output)}\n"
     )
+    print_layers(net, len(entries), Console())
 
 
 def _initialization(rule: str, std: float | None, first_layer: str) -> Initialization:

@@ -16,6 +16,7 @@ from prelunet.evaluator.terminal import echo, report
 from prelunet.evaluator.verbs.options.derive import derive_options
 from prelunet.training.data.splits import embedded_dataset_path, median_shorter_side
 from prelunet.training.loop.execution import Execution
+from prelunet.training.net.architecture_file import find_architecture
 from prelunet.training.recipe import Recipe, automatic_crop, changes_for_crop, read_recipe, recipe_names
 from prelunet.training.verbs.recipe_options import override_keys, with_recipe_options
 
@@ -90,6 +91,8 @@ train = derive_options(with_recipe_options(_train, exclude=("crop",)))
 def requested_recipe(name: str, crop: str | None, keys: Mapping[str, Any], data: Path | None) -> Recipe:
     """Return the recipe with the overrides of the command line."""
     recipe, changes = read_recipe(name), dict[str, Any]()
+    if "architecture" in keys:
+        keys = {**keys, "architecture": find_architecture(keys["architecture"])}
     if crop is not None:
         stride = architecture(keys.get("architecture", recipe.architecture)).trunk_stride
         changes = changes_for_crop(recipe, _crop_side(crop, stride, data), keep_batch="batch" in keys)

@@ -50,8 +50,8 @@ def test_every_window_has_the_scores_of_the_net_on_its_part_of_the_feature_map(
         assert outputs.windows.tolist() == [list(expected.shape[:2])]
         np.testing.assert_allclose(outputs.window_scores[0], softmax(expected), atol=TOLERANCE)
         np.testing.assert_allclose(outputs.scores[0], softmax(expected).mean((0, 1)), atol=TOLERANCE)
-        scale = np.abs(expected).max()
-        np.testing.assert_allclose(outputs.logits[0] / scale, expected.mean((0, 1)) / scale, atol=TOLERANCE)
+        scale = np.abs(expected).max()  # logits are sums of larger terms, to which rounding errors are relative
+        np.testing.assert_allclose(outputs.logits[0] / scale, expected.mean((0, 1)) / scale, atol=3 * TOLERANCE)
     assert np.ptp(softmax(expected), axis=(0, 1)).max() > 0.01  # windows that differ, or an average would prove nothing
 
 

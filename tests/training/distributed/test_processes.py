@@ -47,6 +47,7 @@ def test_two_processes_train_the_same_net_as_one(data: Path, tmp_path: Path, rec
     losses = [[line.pop("val_loss") for line in lines] for lines in evaluations]
     assert losses[1] == pytest.approx(losses[0], abs=1e-5)
     assert evaluations[1] == evaluations[0]
+    assert [environment["processes"] for environment in (found.provenance or {})["environments"]] == [2]
     assert results[1].out == ""  # only the first process reports
     assert "top-1 error" in results[0].out
 

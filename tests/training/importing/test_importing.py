@@ -1,5 +1,6 @@
 """Import: a third-party net gives the same logits as a checkpoint; all mismatches are reported at once."""
 
+import hashlib
 import json
 from pathlib import Path
 from typing import Any
@@ -90,6 +91,12 @@ def test_a_bgr_mean_image_is_converted_to_rgb(file: Path, channels_first: bool) 
     assert imported.checkpoint.mean.shape == (24, 24, 3)
     expected = logits_of_foreign(foreign, pixels()[..., ::-1] - mean)
     np.testing.assert_allclose(logits_of(imported.checkpoint, pixels()), expected, rtol=1e-5, atol=1e-5 * 255)
+
+
+def test_the_digest_of_the_file_is_recorded(file: Path) -> None:
+    torch.save(ForeignNet().state_dict(), file)
+    digest = hashlib.sha256(file.read_bytes()).hexdigest()
+    assert tiny_import(file).checkpoint.provenance == {"parent_sha256": digest, "environments": []}
 
 
 def test_weights_for_rgb_bytes_are_imported_unchanged(file: Path) -> None:

@@ -99,7 +99,7 @@ def test_channels_that_are_never_positive_are_called_dead_with_relu(
     data = make_dataset(tmp_path / "data", val=2, classes=WNIDS)
     assert run(["inspect", str(tmp_path / "net"), "--data", str(data)]) == 0
     out = capsys.readouterr().out
-    (row,) = (line for line in out.splitlines() if line.startswith("fc1"))
+    (_, row) = (line for line in out.splitlines() if line.startswith("fc1"))  # of the layers, and of the responses
     assert row.split()[-3:] == ["33.3", "%", "–"]  # two of six; a ReLU learns no slope
     assert "dead: share of the channels that are 0 for every image" in out
 

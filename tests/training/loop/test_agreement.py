@@ -67,6 +67,15 @@ def test_emulated_bf16_is_reported(splits: Splits, monkeypatch: pytest.MonkeyPat
     assert len(messages(splits, "bf16")) == 2
 
 
+def test_a_crop_that_replaces_the_one_of_an_own_architecture_is_reported(splits: Splits) -> None:
+    mine = replace(RECIPE.build_architecture(), name="mine", crop=16)
+    for recipe, expected in (
+        (replace(RECIPE, architecture=mine), "crop 12 (instead of 16, that of the architecture mine), scales"),
+        (replace(RECIPE, architecture=replace(mine, crop=12)), "crop 12, scales"),
+    ):
+        assert list(train.setup_messages(recipe, splits, SINGLE_PROCESS, None))[1].startswith(expected)
+
+
 def test_the_choice_of_the_validation_images_is_reported(tmp_path: Path) -> None:
     root = make_dataset(tmp_path / "data")
     (root / "val").rename(root / "valid")

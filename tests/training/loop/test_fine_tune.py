@@ -55,7 +55,10 @@ def test_the_same_classes_keep_every_tensor(path: Path) -> None:
     for name, tensor in expected.tensors.items():
         np.testing.assert_array_equal(tensors[name], tensor, strict=True)
     np.testing.assert_array_equal(mean, expected.mean, strict=True)
-    assert messages == [f"initial weights from {path}, with the same 3 classes"]
+    assert messages == [
+        f"initial weights from {path}, with the same 3 classes",
+        f"mean: that of {path}, not of the training images",
+    ]
 
 
 def test_classes_in_another_order_keep_their_logits(path: Path) -> None:
@@ -137,7 +140,7 @@ def test_a_channel_mean_is_expanded_to_a_mean_image(path: Path) -> None:
     assert mean.dtype == np.float32
     assert (mean == tiny_checkpoint().mean).all()
     assert mean.flags.writeable  # a copy, not a broadcast view
-    assert len(messages) == 1
+    assert messages[1:] == [f"mean: that of {path}, not of the training images"]
 
 
 def with_mean_image(path: Path) -> Checkpoint:
@@ -150,7 +153,7 @@ def test_a_mean_image_of_the_same_crop_is_kept(path: Path) -> None:
     checkpoint = with_mean_image(path)
     _, mean, messages = load(path, classes(0, 1, 2), mean_shape=(24, 24, 3))
     np.testing.assert_array_equal(mean, checkpoint.mean, strict=True)
-    assert len(messages) == 1
+    assert messages[1:] == [f"mean: that of {path}, not of the training images"]
 
 
 @pytest.mark.parametrize(("crop", "shape"), [(24, (3,)), (40, (3,)), (40, (40, 40, 3))])
@@ -163,7 +166,8 @@ def test_a_mean_image_that_does_not_fit_is_replaced_by_its_channel_means_with_a_
     by_hand = [sum(float(v) for v in checkpoint.mean[..., channel].flat) / 24**2 for channel in range(3)]
     # Float32 values near 120
     np.testing.assert_allclose(mean, np.broadcast_to(by_hand, shape), rtol=1e-6)
-    assert messages[1].startswith("the mean image of 24x24 pixels does not fit")
+    assert messages[1].startswith(f"mean: that of {path}, not of the training images; of its mean image of 24x24 ")
+    assert messages[1].endswith("the recipe asks for a channel mean" if shape == (3,) else "it does not fit the crop")
     assert f"{by_hand[0]:.2f}" in messages[1]
 
 

@@ -216,6 +216,24 @@ def changed_architecture(**changes: Any) -> Callable[[dict[str, str]], None]:
     return change
 
 
+PROVENANCE: dict[str, Any] = {
+    "parent_sha256": "ab" * 32,
+    "environments": [
+        {
+            "from_step": 0,
+            "versions": {"torch": "2.11.0"},
+            "device": "a CPU",
+            "processes": 1,
+            "threads": 2,
+            "precision": "fp32",
+            "deterministic": False,
+            "cudnn_benchmark": True,
+        }
+    ],
+    "step": 3,
+    "total_steps": 7,
+    "dataset_fingerprint": "cd" * 32,
+}
 CONV = {"kind": "conv", "name": "conv1", "channels": 5, "kernel": 3, "stride": 2, "pad": 1}
 
 
@@ -285,6 +303,32 @@ CONV = {"kind": "conv", "name": "conv1", "channels": 5, "kernel": 3, "stride": 2
         ),
         (lambda m: m.update({"prelunet.metrics": '{"a":' * 40 + "1" + "}" * 40}), "nested too deeply"),
         *(
+            (
+                lambda m, change=change: m.update({"prelunet.provenance": json.dumps({**PROVENANCE, **change})}),
+                f"'prelunet.provenance' is malformed .*{fault}",
+            )
+            for change, fault in (
+                ({"parent_sha256": "AB" * 32}, "64 hexadecimal digits"),
+                ({"parent": None}, "unknown key 'parent'"),
+                ({"step": 1.5}, "step should be"),
+                ({"total_steps": -1}, "total_steps should be"),
+                ({"dataset_fingerprint": "ab"}, "dataset_fingerprint should be 64 hexadecimal digits"),
+                ({"environments": {}}, "should be a list"),
+                ({"environments": [{"device": "a CPU"}]}, "lacks"),
+                *(
+                    ({"environments": [{**PROVENANCE["environments"][0], **one}]}, fault)
+                    for one, fault in (
+                        ({"device": "\x1b[2J"}, "without control characters"),
+                        ({"versions": {"torch": 2}}, "2 is not a valid name"),
+                        ({"versions": []}, "should be an object"),
+                        ({"from_step": -1}, "from 0 to 1000000000"),
+                        ({"threads": 10**12}, "from 0 to 1000000000"),
+                        ({"deterministic": 1}, "true or false"),
+                    )
+                ),
+            )
+        ),
+        *(
             (lambda m, text=text: m.update({"prelunet.recipe": f'{{"scales": {text}}}'}), r"'prelunet.recipe' .*scales")
             for text in (
                 "5",
@@ -326,6 +370,18 @@ def test_invalid_metadata_is_refused_with_the_key(
     rewrite(tmp_path / "net", metadata=change)
     with pytest.raises(CheckpointError, match=message):
         read_checkpoint(tmp_path / "net")
+
+
+def test_provenance_is_read_as_it_was_written_and_may_be_absent(tmp_path: Path) -> None:
+    write_checkpoint(tmp_path / "with", replace(tiny_checkpoint(), provenance=PROVENANCE))
+    assert read_checkpoint(tmp_path / "with").provenance == PROVENANCE
+    write_checkpoint(tmp_path / "without", tiny_checkpoint())
+    assert read_checkpoint(tmp_path / "without").provenance is None
+    assert b"provenance" not in (tmp_path / "without").read_bytes()
+    first_version = {key: PROVENANCE[key] for key in ("parent_sha256", "environments")}
+    write_checkpoint(tmp_path / "first version", replace(tiny_checkpoint(), provenance=first_version))
+    unknown = {"step": None, "total_steps": None, "dataset_fingerprint": None}
+    assert read_checkpoint(tmp_path / "first version").provenance == {**first_version, **unknown}
 
 
 @pytest.mark.parametrize("scales", [[24, 24], [24, 4096], [30, 36]])

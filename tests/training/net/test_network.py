@@ -130,6 +130,25 @@ def test_features_are_ordered_by_level_channel_row_column() -> None:
     np.testing.assert_array_equal(features, plain_pyramid(window, (3, 1, 2)))
 
 
+@pytest.mark.parametrize("layout", [torch.contiguous_format, torch.channels_last])
+@pytest.mark.parametrize("kind", [torch.float32, torch.bfloat16])
+def test_the_gradient_of_a_bin_is_that_of_torchs_pooling_to_the_bit_also_with_ties(
+    kind: torch.dtype, layout: torch.memory_format
+) -> None:
+    levels = (7, 3, 2, 1)  # those of the paper: bins of 3 over 14 overlap
+    net, random = PreluNet(replace(TINY, spp_levels=levels), CLASSES), torch.Generator().manual_seed(0)
+    values = torch.randint(-4, 0, (2, 5, 14, 14), generator=random)  # nearly every bin has several maxima
+    weights = torch.randn(2, 5 * sum(level * level for level in levels), generator=random).to(kind)
+    windows = [values.to(kind, memory_format=layout).requires_grad_() for _ in range(2)]
+    torch.autograd.backward(net.pyramid(windows[0]), weights)
+    pooled = torch.cat([nn.functional.adaptive_max_pool2d(windows[1], level).flatten(1) for level in levels], dim=1)
+    torch.autograd.backward(pooled, weights)
+    gradient, of_torch = (window.grad for window in windows)
+    assert gradient is not None
+    assert of_torch is not None
+    assert torch.equal(gradient, of_torch)
+
+
 @pytest.mark.parametrize("activation", ACTIVATIONS)
 def test_the_head_equals_plain_sums(activation: Activation) -> None:
     checkpoint = tiny_checkpoint(activation)

@@ -45,6 +45,14 @@ def test_another_dataset_is_refused_with_the_difference(folder: Path, tmp_path: 
     assert "A fingerprint covers names, lengths and labels" in str(refused.value)
 
 
+def test_an_own_architecture_instead_of_a_built_in_one_is_refused_by_its_name_alone(folder: Path, data: Path) -> None:
+    mine = replace(SHORT.build_architecture(), name="mine")
+    with pytest.raises(RunFolderError, match="contains another run") as refused:
+        train(replace(SHORT, architecture=mine), data, folder)
+    found = str(refused.value).splitlines()[1:-1]
+    assert found == [f"  recipe.architecture: {SHORT.build_architecture().name} in the folder, mine now"]
+
+
 def test_a_run_begun_before_evaluation_scales_were_recorded_resumes_with_its_own(
     data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
