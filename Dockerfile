@@ -1,6 +1,10 @@
 # A small CPU image: the server, no torch, no onnx.
 #   docker build -t prelunet .
-#   docker run -p 50051:50051 -v "$PWD/demo/clothes:/models:ro" prelunet --model demo=/models/model.onnx
+# Without TLS, for this machine only:
+#   docker run -p 127.0.0.1:50051:50051 -v "$PWD/demo/clothes:/models:ro" prelunet --insecure --model demo=/models/model.onnx
+# For others, with tls.pem, tls.key and tokens.toml in a folder that user 10001 can read (the health check below does not use TLS):
+#   docker run -p 50051:50051 -v "$PWD/demo/clothes:/models:ro" -v "$PWD/secrets:/secrets:ro" --no-healthcheck prelunet \
+#     --tls-cert /secrets/tls.pem --tls-key /secrets/tls.key --token-file /secrets/tokens.toml --model demo=/models/model.onnx
 FROM python:3.12-slim AS build
 WORKDIR /src
 COPY pyproject.toml constraints.txt README.md LICENSE ./

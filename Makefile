@@ -1,8 +1,10 @@
 # make demo             train, export, verify, serve, classify, validate and report on the embedded images
 # make demo DATA=DIR    the same on a folder with train/ and val/ class folders
+# make live             train the demo model unless it is there, and serve it with a page to drop pictures on;
+#                       DATA=DIR as above, HTTP_PORT=8080
 # make test             run all tests in three processes, as many tests wait; LARGE=1 adds model C, ARGS='-k oracle' is
 #                       passed to pytest, PROCESSES=0 uses a single process
-# make test-browser     open the report in Chromium as laptop and phone; `make test` does so too if it is installed
+# make test-browser     open the report and the live page in Chromium as laptop and phone; `make test` does so too if it is installed
 # make check-install    check that a clean environment without torch and onnx serves, validates and reports
 # make check-placement  check without a GPU that every node of the model files is placed on CUDA, without copies
 # make stats            print lines, functions, modules with one importer and the first import cycle
@@ -15,10 +17,13 @@ BUF_VERSION := 1.75.0
 export PIP_CONSTRAINT := $(CURDIR)/constraints.txt
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-.PHONY: demo test test-browser lint lint-proto check-install check-placement format proto bench stats pins clean
+.PHONY: demo live test test-browser lint lint-proto check-install check-placement format proto bench stats pins clean
 
 demo: .venv/with-train
 	PATH="$(CURDIR)/$(BIN):$$PATH" tools/demo.sh $(DATA)
+
+live: .venv/with-train
+	PATH="$(CURDIR)/$(BIN):$$PATH" HTTP_PORT=$(HTTP_PORT) tools/demo.sh --live $(DATA)
 
 test: .venv/with-dev
 	LARGE=$(LARGE) OMP_NUM_THREADS=1 $(BIN)/pytest --numprocesses $(PROCESSES) --dist loadfile --no-loadscope-reorder $(ARGS)

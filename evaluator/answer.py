@@ -34,6 +34,21 @@ class AveragedView:
 
 
 @dataclass(frozen=True)
+class ClassMap:
+    """Where the model sees a class: scores at rows x columns points, row by row, 0 to 1, -1 where no view looked.
+
+    image_height, image_width: of the image in pixels, which the points cover.
+    """
+
+    class_index: int
+    rows: int
+    columns: int
+    scores: tuple[float, ...]
+    image_height: int
+    image_width: int
+
+
+@dataclass(frozen=True)
 class Timings:
     """How a server spent its time on one image, in seconds.
 
@@ -55,7 +70,8 @@ class Answer:
 
     predictions: best first; model: `name` and `sha256` of the model; protocol: `EvaluationProtocol.to_json()`;
     capped: whether a long side was cut to its center; circumstances: provider, precision, versions;
-    heatmap: a PNG file, empty unless requested; timings: of a server's answer, ignored when answers are compared.
+    heatmap: a PNG file, empty unless requested; maps: of a server's answer, empty unless requested; timings: of a
+    server's answer, ignored when answers are compared.
     """
 
     predictions: tuple[ClassScore, ...]
@@ -66,11 +82,12 @@ class Answer:
     circumstances: Mapping[str, Any]
     heatmap: bytes = b""
     timings: Timings | None = field(default=None, compare=False)
+    maps: tuple[ClassMap, ...] = ()
 
     def to_json(self) -> dict[str, Any]:
-        """Return the answer as plain data, without the heat map; with timings if there are any."""
+        """Return the answer as plain data, without the heat maps; with timings if there are any."""
         plain = asdict(self)
-        del plain["heatmap"]
+        del plain["heatmap"], plain["maps"]
         if self.timings is None:
             del plain["timings"]
         return plain

@@ -76,6 +76,7 @@ VERBS: dict[str, Verb] = {  # in the usual order of use
     "compare": Verb("Compare two runs, class by class."),
     "bench": Verb("Measure where an evaluation spends its time.", words=("model", "data")),
     "serve": Verb("Serve models over gRPC.", configurable=True),
+    "token": Verb("Create a token for a client of a server."),
     "doctor": Verb("Check this machine and its setup.", words=("model",)),
 }
 

@@ -10,7 +10,7 @@ class CliOption:
     """How the command line sets a field: `max_calls: Annotated[int, CliOption("Maximum …", min=1)] = 2048`.
 
     evaluator/verbs/options/derive.py makes options of them. `HELP_GROUP: ClassVar[str]` of the dataclass is their
-    heading in `--help`.
+    heading in `--help`; `ENVIRONMENT_PREFIX: ClassVar[str]` and the flag's name are the variable that sets each, too.
     help: for `--help`, with the unit; flag: without its dashes, by default the field's name; for a bool also
     `flip/--no-flip`; min, max: inclusive range; metavar: placeholder of the value; default: description of a default
     that is None; units: number of the option's units in one of the field's, e.g. 1000 for milliseconds and seconds;

@@ -22,7 +22,16 @@ from prelunet.evaluator.architectures import (
     trunk_stride,
 )
 from prelunet.evaluator.errors import ContractError
-from prelunet.evaluator.json_checks import check_plain, parse_json
+from prelunet.evaluator.json_checks import (
+    check_plain,
+    parse_json,
+    require_bool,
+    require_int,
+    require_keys,
+    require_list,
+    require_object,
+    require_str,
+)
 
 if TYPE_CHECKING:
     from prelunet.evaluator.arrays import UInt8Array
@@ -90,7 +99,7 @@ class ModelContract:
     checkpoint_sha256: str
     interpolation: Interpolation = "bilinear"  # for resizing images, always antialiased
     center_scale: int | None = None  # the scale of `center` and `ten-crop`; None for 8/7 of the crop, as in the paper
-    training: Mapping[str, Any] = field(default_factory=dict)  # recipe, dataset, metrics, slopes, as far as known
+    training: Mapping[str, Any] = field(default_factory=dict)  # recipe, dataset, metrics, slopes, provenance, if known
     golden: tuple[GoldenImage, ...] = ()
 
     spp_order = "level,row,column,channel"
@@ -190,11 +199,8 @@ def _contradictions(contract: ModelContract) -> Iterator[tuple[bool, str]]:
         yield True, "sides, scales, levels and layers should be whole numbers"
         return
     texts = [contract.name, *(text for entry in contract.classes for text in (entry.wnid, entry.name))]
-    for text in texts:
-        if not isinstance(text, str) or len(text) > MAX_NAME_LENGTH or _FORBIDDEN_CHARACTERS.search(text):
-            limits = f"up to {MAX_NAME_LENGTH} characters, without control characters and lone surrogates"
-            yield True, f"{text!a:.60} is not a valid name: names should be text of {limits}"
-            break
+    if fault := next(filter(None, map(_name_fault, texts)), None):
+        yield True, fault
     net = contract.architecture
     if isinstance(net, Architecture):
         stated = (contract.trunk, window, contract.spp_levels, crop)
@@ -228,6 +234,77 @@ def _contradictions(contract: ModelContract) -> Iterator[tuple[bool, str]]:
             yield not finite or len(numbers) != len(wnids), "golden: there should be one finite number per class"
 
 
+def _name_fault(text: Any) -> str | None:
+    """Return what is wrong with a name in a file, or None."""
+    if isinstance(text, str) and len(text) <= MAX_NAME_LENGTH and not _FORBIDDEN_CHARACTERS.search(text):
+        return None
+    limits = f"up to {MAX_NAME_LENGTH} characters, without control characters and lone surrogates"
+    return f"{text!a:.60} is not a valid name: names should be text of {limits}"
+
+
+def parse_provenance(value: Any) -> dict[str, Any] | None:
+    """Check where the weights of a net come from (docs/contract.md, "Provenance"), and return it with keys in order.
+
+    value: None if that was not recorded. Raises ValueError with the fault.
+    """
+    if value is None:
+        return None
+    order = ("parent_sha256", "environments", "step", "total_steps", "dataset_fingerprint")
+    unknown = dict.fromkeys(order[2:])  # imported weights, and files of earlier versions, do not state them
+    fields = require_keys({**unknown, **require_object(value, "provenance")}, "provenance", set(order))
+    for key in ("parent_sha256", "dataset_fingerprint"):
+        if fields[key] is not None:
+            _require_sha256(fields[key], key)
+    for key in ("step", "total_steps"):
+        if fields[key] is not None:
+            require_int(fields[key], key, 0, 10**9)
+    return {**{key: fields[key] for key in order}, "environments": parse_environments(fields["environments"])}
+
+
+def _require_sha256(value: Any, what: str) -> str:
+    if not re.fullmatch("[0-9a-f]{64}", require_str(value, what)):
+        raise ValueError(f"{what} should be 64 hexadecimal digits")
+    return str(value)
+
+
+def parse_environments(value: Any) -> list[dict[str, Any]]:
+    """Check the environments of a provenance as `parse_provenance` does."""
+    numbers, flags = ("from_step", "processes", "threads"), ("deterministic", "cudnn_benchmark")
+    order = ("from_step", "versions", "device", "processes", "threads", "precision", *flags)
+    environments = [require_keys(entry, "an environment", set(order)) for entry in require_list(value, "environments")]
+    for environment in environments:
+        versions = require_object(environment["versions"], "versions")
+        for text in (environment["device"], environment["precision"], *versions, *versions.values()):
+            if fault := _name_fault(text):
+                raise ValueError(fault)
+        for key in numbers:
+            require_int(environment[key], key, 0, 10**9)
+        for key in flags:
+            require_bool(environment[key], key)
+    return [{key: environment[key] for key in order} for environment in environments]
+
+
+def provenance_lines(provenance: Mapping[str, Any]) -> list[str]:
+    """Return the training of a provenance in lines for the user: steps and dataset if known, and each environment."""
+    lines = []
+    if provenance["step"] is not None:
+        total = provenance["total_steps"]
+        lines.append(f"{provenance['step']}{'' if total is None else f' of {total}'} steps")
+    if provenance["dataset_fingerprint"]:
+        lines.append(f"dataset with fingerprint {provenance['dataset_fingerprint']}")
+    return [*lines, *map(_environment_text, provenance["environments"])]
+
+
+def _environment_text(environment: Mapping[str, Any]) -> str:
+    counts = f"processes: {environment['processes']}, threads of each: {environment['threads']}"
+    flags = "".join(f", {flag.replace('_', ' ')}" for flag in ("deterministic", "cudnn_benchmark") if environment[flag])
+    versions = ", ".join(f"{name} {version}" for name, version in environment["versions"].items())
+    return (
+        f"from step {environment['from_step']}: {environment['device']} ({counts}), {environment['precision']}{flags}; "
+        f"{versions}"
+    )
+
+
 def rewrite_hint(where: str) -> str:
     """Return how to fix a model file that is damaged or of another version; `where` is its path."""
     return f"Write the file again with: prelunet export CHECKPOINT -o {where} (an adopted net: with prelunet adopt)"
@@ -247,7 +324,10 @@ def contract_from_metadata(metadata: Mapping[str, str], where: str) -> ModelCont
             f"{where}: contract version {version}, but this prelunet supports versions up to {CONTRACT_VERSION}. "
             f"Install a newer prelunet. Or keep this one: {file.fix}"
         )
+    training = file.read("training", dict)
     try:
+        if "provenance" in training:  # absent in files of earlier versions
+            training["provenance"] = parse_provenance(training["provenance"])
         contract = ModelContract(
             architecture=net_from_json(file.read("architecture", dict)),
             classes=tuple(ClassEntry(c["wnid"], c["name"]) for c in file.read("classes", list)),
@@ -260,10 +340,10 @@ def contract_from_metadata(metadata: Mapping[str, str], where: str) -> ModelCont
             max_side=file.read("max_side", int),
             canvas=file.choose("canvas", get_args(Canvas)),
             precision=file.choose("precision", get_args(FilePrecision)),
-            checkpoint_sha256=file.read("checkpoint_sha256", str),
+            checkpoint_sha256=_require_sha256(file.read("checkpoint_sha256", str), "checkpoint_sha256"),
             interpolation=file.choose("interpolation", get_args(Interpolation)),
             center_scale=file.read("center_scale", int) if f"{PREFIX}center_scale" in metadata else None,
-            training=file.read("training", dict),
+            training=training,
             golden=tuple(
                 GoldenImage(g["height"], g["width"], tuple(g["scores"]), tuple(g["logits"]))
                 for g in file.read("golden", list)

@@ -1,4 +1,4 @@
-"""All errors that a user can see, and the table that maps them to exit codes and gRPC statuses.
+"""All errors that a user can see, and the tables that map them to exit codes, gRPC statuses and HTTP statuses.
 
     PreluNetError
     ├── UsageError            an invalid option, path or class list
@@ -7,6 +7,8 @@
     ├── DatasetError          a folder or archive that is not a labeled dataset
     ├── RunFolderError        a run folder of another model, dataset or protocol, or a damaged one
     ├── ModelNotFound         a model name that the server does not serve
+    ├── Unauthenticated       a call without a token that the server knows
+    ├── PermissionDenied      a call whose token lacks the scope for it
     ├── ContractError         an ONNX file that is not a model file, is damaged or too new
     ├── CheckpointError       the same for a checkpoint
     ├── Interrupted           stopped by a signal; the same command resumes
@@ -51,6 +53,14 @@ class RunFolderError(PreluNetError):
 
 class ModelNotFound(PreluNetError):  # noqa: N818
     """The server serves no model of that name."""
+
+
+class Unauthenticated(PreluNetError):  # noqa: N818
+    """The call has no token, or one that the server does not know."""
+
+
+class PermissionDenied(PreluNetError):  # noqa: N818
+    """The call's token lacks the scope that the method requires."""
 
 
 class ContractError(PreluNetError):
@@ -117,6 +127,8 @@ ERROR_STATUSES: dict[type[PreluNetError], ErrorStatus] = {
     DatasetError: ErrorStatus(2, "INVALID_ARGUMENT"),
     RunFolderError: ErrorStatus(2, "FAILED_PRECONDITION"),
     ModelNotFound: ErrorStatus(2, "NOT_FOUND"),
+    Unauthenticated: ErrorStatus(2, "UNAUTHENTICATED"),
+    PermissionDenied: ErrorStatus(2, "PERMISSION_DENIED"),
     ContractError: ErrorStatus(3, "FAILED_PRECONDITION"),
     CheckpointError: ErrorStatus(3, "FAILED_PRECONDITION"),
     Interrupted: ErrorStatus(4, "CANCELLED"),
@@ -127,6 +139,23 @@ ERROR_STATUSES: dict[type[PreluNetError], ErrorStatus] = {
     Overloaded: ErrorStatus(5, "RESOURCE_EXHAUSTED"),
     DeadlinePassed: ErrorStatus(5, "DEADLINE_EXCEEDED"),
     CheckFailed: ErrorStatus(6, "DATA_LOSS"),
+}
+
+
+# 499 is nginx's, for a call that was cancelled. A faulty model file or a failed check is not the HTTP client's fault.
+HTTP_STATUSES: dict[str, int] = {
+    "OK": 200,
+    "INVALID_ARGUMENT": 400,
+    "UNAUTHENTICATED": 401,
+    "PERMISSION_DENIED": 403,
+    "NOT_FOUND": 404,
+    "RESOURCE_EXHAUSTED": 429,
+    "CANCELLED": 499,
+    "FAILED_PRECONDITION": 500,
+    "DATA_LOSS": 500,
+    "INTERNAL": 500,
+    "UNAVAILABLE": 503,
+    "DEADLINE_EXCEEDED": 504,
 }
 
 

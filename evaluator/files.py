@@ -1,14 +1,15 @@
-"""Atomic writes (a temporary file beside the target, fsync, rename), sha256 of files, and locked folders."""
+"""Atomic writes (a temporary file beside the target, fsync, rename), sha256 of files, TOML, and locked folders."""
 
 import fcntl
 import hashlib
 import os
 import secrets
 import stat
+import tomllib
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import BinaryIO
+from typing import Any, BinaryIO
 
 from prelunet.evaluator.errors import EnvironmentFault, RunFolderError, UsageError, from_os_error
 
@@ -34,6 +35,19 @@ def require_regular_file(path: Path) -> None:
         return
     if not (stat.S_ISREG(mode) or stat.S_ISDIR(mode)):
         raise UsageError(f"{path}: not a regular file, but a pipe, a socket or a device. Give the path of a file")
+
+
+def read_toml(path: Path, fix: str) -> dict[str, Any]:
+    """Read a TOML file; raises UsageError, which ends with `fix` if the file cannot be read."""
+    require_regular_file(path)
+    try:
+        return tomllib.loads(path.read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError) as error:
+        raise UsageError(f"{path}: cannot be read ({error}). {fix}") from error
+    except (tomllib.TOMLDecodeError, RecursionError) as error:
+        raise UsageError(f"{path}: invalid TOML ({error})") from error
+    except ValueError as error:  # Python parses integers of at most 4300 digits
+        raise UsageError(f"{path}: contains an integer with thousands of digits. Fix the file") from error
 
 
 def write_atomically(path: Path, data: bytes) -> None:

@@ -134,13 +134,14 @@ def differences(
 ) -> list[str]:
     """Compare two objects field by field; return one line for each difference.
 
-    there: stored data; here: requested data; ignored: paths to skip; places: words for there and here in a line.
+    there: stored data; here: requested data; ignored: paths to skip, with all that is below them; places: words for
+    there and here in a line.
     """
     before, now = dict(_flatten(there)), dict(_flatten(here))
     return [
         f"{'.'.join(key)}: {before.get(key, '(absent)')} {places[0]}, {now.get(key, '(absent)')} {places[1]}"
         for key in [*before, *(key for key in now if key not in before)]
-        if key not in ignored and before.get(key) != now.get(key)
+        if before.get(key) != now.get(key) and not any(key[: len(path)] == path for path in ignored)
     ]
 
 

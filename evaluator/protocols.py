@@ -5,6 +5,7 @@ A protocol is frozen data, stored in every run. Sources: PReLU-nets, section 4 "
 
 import re
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, fields, replace
 from functools import cached_property, lru_cache
 from typing import Annotated, Any, ClassVar, Literal, get_args, get_type_hints
@@ -170,6 +171,17 @@ _NAME_WITH_SCALES = re.compile(r"(center|ten-crop|dense|spp-18)((?:-[1-9]\d{0,4}
 def default_protocol_name(contract: ModelContract) -> str:
     """Return the name of the model's default protocol."""
     return "center" if contract.fixed_size else "multi-scale"
+
+
+def supported_protocols(contract: ModelContract) -> tuple[str, ...]:
+    """Return the names of the protocols that a model supports, its default first; `dense-S` at its default scales."""
+    dense = [f"dense-{scale}" for scale in contract.default_scales]
+    names = [default_protocol_name(contract), *(name for name in PROTOCOL_NAMES if name != "dense-S"), *dense]
+    supported = []
+    for name in dict.fromkeys(names):
+        with suppress(UsageError):
+            supported.append(build_protocol(name, contract).name)
+    return tuple(supported)
 
 
 @lru_cache(256)  # for a server, where most calls name the same few

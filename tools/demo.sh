@@ -2,11 +2,17 @@
 # The main workflow from end to end; every step prints the command that a user would type.
 #   tools/demo.sh        with the embedded Fashion-MNIST pictures
 #   tools/demo.sh DIR    with DIR/train/CLASS/* and DIR/val/CLASS/*
+#   tools/demo.sh --live [DIR]    only the model, unless it exists; then serve it with the live page
 set -euo pipefail
 out=demo/clothes
+live=
+if [ "${1:-}" = --live ]; then
+  live=yes
+  shift
+fi
 
 # Resume an interrupted demo; start a finished one from scratch, whatever version wrote it.
-prepare() { [ ! -e "$1/finished" ] || rm -rf "$1"; mkdir -p "$1"; }
+prepare() { [ -n "$live" ] || [ ! -e "$1/finished" ] || rm -rf "$1"; mkdir -p "$1"; }
 bold='' plain=''
 if [ -t 1 ] && [ -z "${NO_COLOR:-}" ]; then bold=$'\033[1m' plain=$'\033[0m'; fi
 step() { printf '\n%s== %s%s\n' "$bold" "$1" "$plain"; }
@@ -31,6 +37,17 @@ else
   boots=("$out"/pictures/val/ankle-boot/*.png) trousers=("$out"/pictures/val/trouser/*.png)
   bags=("$out"/pictures/val/bag/*.png)
   python tools/make_shelf.py "$picture" "${boots[5]}" "${trousers[5]}" "${bags[5]}"
+fi
+
+if [ -n "$live" ]; then
+  if [ ! -e "$out/model.onnx" ]; then
+    step "Train the small PReLU-net, which takes minutes, and export it ($out/model.onnx)"
+    run prelunet train "${train_options[@]}" --out "$out/train"
+    run prelunet export "$out/train/last.safetensors" -o "$out/model.onnx"
+  fi
+  step "Open http://127.0.0.1:${HTTP_PORT:-8080}/ and drop a picture there, e.g. $picture. Ctrl-C stops the server"
+  run prelunet serve --model "demo=$out/model.onnx" --port 0 --http-port "${HTTP_PORT:-8080}" --lame-duck 0
+  exit
 fi
 
 step "1. Train the small PReLU-net (checkpoint: $out/train/last.safetensors)"

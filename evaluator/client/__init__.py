@@ -11,5 +11,6 @@ from prelunet.evaluator.client.aio import AsyncClient
 from prelunet.evaluator.client.calls import RetryPolicy
 from prelunet.evaluator.client.messages import EvaluationProgress, ServedModel
 from prelunet.evaluator.client.sync import Client
+from prelunet.evaluator.rpc.credentials import Credentials
 
-__all__ = ["AsyncClient", "Client", "EvaluationProgress", "RetryPolicy", "ServedModel"]
+__all__ = ["AsyncClient", "Client", "Credentials", "EvaluationProgress", "RetryPolicy", "ServedModel"]

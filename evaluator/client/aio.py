@@ -29,6 +29,7 @@ from prelunet.evaluator.image_input import ImageInput, encoded_image, is_image
 from prelunet.evaluator.pb.prelunet.v1 import prelunet_pb2 as pb
 from prelunet.evaluator.pb.prelunet.v1 import prelunet_pb2_grpc as pb_grpc
 from prelunet.evaluator.rpc.convert import report_from_message
+from prelunet.evaluator.rpc.credentials import Credentials
 
 if TYPE_CHECKING:
     from prelunet.evaluator.datasets.dataset import Dataset
@@ -49,9 +50,14 @@ class AsyncClient:
     _backend: ClassVar[Backend] = AsyncBackend()  # see backends.py
 
     def __init__(
-        self, address: str, *, timeout: Timeout = "default", retries: RetryPolicy = DEFAULT_RETRY_POLICY
+        self,
+        address: str,
+        *,
+        timeout: Timeout = "default",
+        retries: RetryPolicy = DEFAULT_RETRY_POLICY,
+        credentials: Credentials = Credentials(),
     ) -> None:
-        self._settings = ClientSettings(address, timeout, retries)
+        self._settings = ClientSettings(address, timeout, retries, credentials)
         self._settings.closed = True  # until the block begins: gRPC's channel needs the running loop
         self._pacer = Pacer(self._backend)
         self._channel: Any = None
@@ -65,7 +71,7 @@ class AsyncClient:
         if self._channel is not None:
             raise UsageError("an AsyncClient can be used in only one `async with` block; create a new one")
         self._loop = self._backend.running_loop()
-        self._channel = self._backend.new_channel(self.address, options=CHANNEL_OPTIONS)
+        self._channel = self._backend.new_channel(self.address, self._settings.channel_credentials, CHANNEL_OPTIONS)
         self._stub: Any = pb_grpc.PreluNetServiceStub(self._channel)
         self._health = health_pb2_grpc.HealthStub(self._channel)
         self._settings.closed = False

@@ -9,7 +9,7 @@ import asyncio
 import sys
 import threading
 import time
-from collections.abc import AsyncGenerator, AsyncIterable, AsyncIterator, Callable, Coroutine, Generator
+from collections.abc import AsyncGenerator, AsyncIterable, Callable, Coroutine, Generator
 from contextlib import suppress
 from typing import Any, TypeAlias, TypeVar, cast
 
@@ -22,7 +22,11 @@ _T = TypeVar("_T")
 class BlockingBackend:
     """Synchronous gRPC, and threads. The coroutines never suspend."""
 
-    new_channel = staticmethod(grpc.insecure_channel)
+    def new_channel(self, address: str, credentials: grpc.ChannelCredentials | None, options: Any) -> grpc.Channel:
+        """Return a channel. credentials: None without TLS."""
+        if credentials is None:
+            return grpc.insecure_channel(address, options)
+        return grpc.secure_channel(address, credentials, options)
 
     async def close(self, channel: grpc.Channel) -> None:
         """Close a channel; its calls end with CANCELLED."""
@@ -57,7 +61,7 @@ class BlockingBackend:
         """Run a function that takes long."""
         return function(*arguments)
 
-    async def map(self, function: Callable[[Any], _T], images: Any) -> AsyncIterator[_T]:
+    async def map(self, function: Callable[[Any], _T], images: Any) -> AsyncGenerator[_T, None]:
         """Yield the function's result for each item of a caller's iterable; both may take long."""
         for image in images:
             yield function(image)
@@ -122,7 +126,11 @@ def each(items: AsyncGenerator[_T, None]) -> Generator[_T, None, None]:
 class AsyncBackend:
     """grpc.aio, and the tasks of one event loop."""
 
-    new_channel = staticmethod(grpc.aio.insecure_channel)
+    def new_channel(self, address: str, credentials: grpc.ChannelCredentials | None, options: Any) -> grpc.aio.Channel:
+        """Return a channel. credentials: None without TLS."""
+        if credentials is None:
+            return grpc.aio.insecure_channel(address, options)
+        return grpc.aio.secure_channel(address, credentials, options)
 
     async def close(self, channel: grpc.aio.Channel) -> None:
         """Close a channel; its calls end with CANCELLED."""
@@ -165,13 +173,17 @@ class AsyncBackend:
         """Run a function that would hold up the event loop."""
         return await asyncio.to_thread(function, *arguments)
 
-    async def map(self, function: Callable[[Any], _T], images: Any) -> AsyncIterator[_T]:
+    async def map(self, function: Callable[[Any], _T], images: Any) -> AsyncGenerator[_T, None]:
         """Yield the function's result for each item of a caller's iterable; threads run the function and an ordinary
-        iterable, since both may read files.
+        iterable, since both may read files. Closing it closes an asynchronous generator of the caller.
         """
         if isinstance(images, AsyncIterable):
-            async for image in images:
-                yield await asyncio.to_thread(function, image)
+            try:
+                async for image in images:
+                    yield await asyncio.to_thread(function, image)
+            finally:
+                if isinstance(images, AsyncGenerator):
+                    await images.aclose()
         else:
             results, end = map(function, images), object()
             while (result := await asyncio.to_thread(next, results, end)) is not end:

@@ -14,6 +14,7 @@ import grpc
 from prelunet.evaluator.client.channel import checked_address
 from prelunet.evaluator.errors import Interrupted, NotReady, Overloaded, PreluNetError, UsageError
 from prelunet.evaluator.pb.prelunet.v1 import prelunet_pb2 as pb
+from prelunet.evaluator.rpc.credentials import Credentials
 from prelunet.evaluator.rpc.status import error_for_reason, error_from, is_unreachable
 
 
@@ -193,19 +194,29 @@ class Failure:
 class ClientSettings:
     """The settings of a client for all its calls; shared by its threads.
 
-    closed: no further call may begin; default_timeout: whether the client has no timeout of its own.
+    closed: no further call may begin; default_timeout: whether the client has no timeout of its own;
+    channel_credentials: None without TLS.
     """
 
-    def __init__(self, address: str, timeout: Timeout, retries: RetryPolicy) -> None:
+    def __init__(
+        self, address: str, timeout: Timeout, retries: RetryPolicy, credentials: Credentials = Credentials()
+    ) -> None:
         if not isinstance(retries, RetryPolicy):
             raise UsageError(f"retries is {retries!r}, but it must be a RetryPolicy, e.g. RetryPolicy(attempts=3)")
         self.address = checked_address(address)
+        self.channel_credentials = credentials.of_channel()
+        self._token = credentials.of_calls(self.address)
         self.retries = retries
         self.budget = RetryBudget(retries)
         self.closed = False
         self.absence_logged = False  # since the last answer
         self.default_timeout = timeout == "default"
         self._timeout = _DEFAULT_TIMEOUT if timeout == "default" else _checked(timeout)
+
+    def metadata(self, request_id: str | None) -> tuple[tuple[str, str], ...]:
+        """Return the metadata of an attempt."""
+        named = () if request_id is None else (("x-request-id", request_id),)
+        return named if self._token is None else (*named, *self._token.metadata())
 
     def deadline(self, timeout: Timeout) -> float | None:
         """Return the deadline of a call that begins now, on the clock of time.monotonic()."""
@@ -257,8 +268,7 @@ class Call:
         if self._patient and not self._sent:
             self._attempts.deadline = self._settings.deadline("default")
         self._sent = True
-        metadata = () if self._request_id is None else (("x-request-id", self._request_id),)
-        return {"timeout": self._attempts.begin(), "metadata": metadata}
+        return {"timeout": self._attempts.begin(), "metadata": self._settings.metadata(self._request_id)}
 
     def answer_received(self) -> None:
         """Handle an answer."""

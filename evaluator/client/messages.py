@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class ServedModel:
-    """A model as described by its server; sides in pixels, classes by class index."""
+    """A model as described by its server; sides in pixels, classes by class index, the default protocol first."""
 
     name: str
     sha256: str
@@ -32,6 +32,7 @@ class ServedModel:
     canvas: str
     circumstances: Mapping[str, Any]
     checkpoint_sha256: str
+    protocols: tuple[str, ...]
 
 
 def served_model_from_message(model: pb.Model) -> ServedModel:
@@ -48,6 +49,7 @@ def served_model_from_message(model: pb.Model) -> ServedModel:
         canvas=model.canvas,
         circumstances=to_plain(model.circumstances),
         checkpoint_sha256=model.checkpoint_sha256,
+        protocols=tuple(model.protocols),
     )
 
 

@@ -260,13 +260,13 @@ class Exchange:
     async def _read(self, images: Any) -> None:
         """Add images while there is room, until there are no more."""
         error: BaseException | None = None
-        iterator = self._backend.map(self._pending.build, images)
         try:
-            while await self._has_room():
-                built = await anext(iterator)
-                with self._condition:
-                    self._pending.add(built)
-                    self._condition.notify_all()
+            async with aclosing(self._backend.map(self._pending.build, images)) as iterator:
+                while await self._has_room():
+                    built = await anext(iterator)
+                    with self._condition:
+                        self._pending.add(built)
+                        self._condition.notify_all()
         except StopAsyncIteration:
             pass
         except BaseException as raised:  # raise_error raises it for the caller

@@ -7,6 +7,7 @@ from typing import Any, Concatenate, ParamSpec, Self, TypeVar
 from prelunet.evaluator.client.aio import AsyncClient
 from prelunet.evaluator.client.backends import BlockingBackend, each, run
 from prelunet.evaluator.client.calls import DEFAULT_RETRY_POLICY, RetryPolicy, Timeout
+from prelunet.evaluator.rpc.credentials import Credentials
 
 _P = ParamSpec("_P")
 _T = TypeVar("_T")
@@ -48,7 +49,7 @@ class Client:
     address: host:port, or dns:///host:port for a name of several servers, which then take turns;
     timeout: seconds for one call, including retries and the wait for its turn, None for no limit; by default 60 s from
     the moment when the call is first sent, so that bursts of any size are answered;
-    retries: what is retried, and when.
+    retries: what is retried, and when; credentials: for TLS and tokens.
 
     Every method raises the server's error as a class of `evaluator.errors`, and EnvironmentFault with the address if
     no server can be reached. The model's name can be omitted if the server has only one. `request_id` (1 to 128
@@ -56,9 +57,14 @@ class Client:
     """
 
     def __init__(
-        self, address: str, *, timeout: Timeout = "default", retries: RetryPolicy = DEFAULT_RETRY_POLICY
+        self,
+        address: str,
+        *,
+        timeout: Timeout = "default",
+        retries: RetryPolicy = DEFAULT_RETRY_POLICY,
+        credentials: Credentials = Credentials(),
     ) -> None:
-        self._async = _BlockingClient(address, timeout=timeout, retries=retries)
+        self._async = _BlockingClient(address, timeout=timeout, retries=retries, credentials=credentials)
         run(self._async.__aenter__())
 
     @property

@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 from PIL import Image, ImageDraw, ImageFont
 
+from prelunet.evaluator.answer import ClassMap
 from prelunet.evaluator.arrays import Float64Array, UInt8Array
 from prelunet.evaluator.contract import ModelContract
 from prelunet.evaluator.engine.classify import Classification, ViewResult
@@ -18,6 +19,10 @@ from prelunet.evaluator.imaging.resize import resized_size
 from prelunet.evaluator.imaging.views import crop_origin
 from prelunet.evaluator.protocols import EvaluationProtocol
 
+HEAT_MAP_CLASSES = 5
+# Points of a map along the longer side of its image. At scale 480, a 4:3 image has 640 pixels there, so one point every
+# 23; the windows, 224 pixels wide, are 16 apart and hardly differ from their neighbors.
+LONGER_SIDE = 28
 UNCAPPED = 2**31  # as a cap: no image is that elongated
 
 
@@ -77,6 +82,24 @@ def heat_maps(
     return _mean_where_seen([_mean_where_seen(pair) for pair in by_scale.values()])
 
 
+def grid_size(image_size: tuple[int, int]) -> tuple[int, int]:
+    """Return rows and columns of a map with LONGER_SIDE points. image_size: height and width in pixels."""
+    height, width = (max(1, round(LONGER_SIDE * side / max(image_size))) for side in image_size)
+    return height, width
+
+
+def class_maps(
+    classified: Classification, image_size: tuple[int, int], contract: ModelContract, protocol: EvaluationProtocol
+) -> tuple[ClassMap, ...]:
+    """Return the maps of the five best classes as numbers, -1 where no view looked. Arguments as of `heat_maps`."""
+    best, (rows, columns) = [index for index, _ in classified.top(HEAT_MAP_CLASSES)], grid_size(image_size)
+    maps = heat_maps(classified, best, image_size, (rows, columns), contract, protocol)
+    return tuple(
+        ClassMap(index, rows, columns, tuple(np.nan_to_num(of_class, nan=-1.0).ravel().tolist()), *image_size)
+        for index, of_class in zip(best, maps, strict=True)
+    )
+
+
 def _view_maps(
     view: ViewResult,
     classes: Sequence[int],
@@ -122,7 +145,6 @@ def _mean_where_seen(maps: Sequence[Float64Array]) -> Float64Array:
 # Drawing: one picture with the heat maps of the best classes over the image.
 
 
-HEAT_MAP_CLASSES = 5
 LABEL_WIDTH = 220  # pixels at least for a panel's text
 MARGIN, LINE, FONT_SIZE = 12, 21, 16  # pixels
 OPACITY = 0.6  # of the colors over the gray image

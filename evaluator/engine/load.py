@@ -125,7 +125,7 @@ def _open(path: Path, placement: Placement, digest: str, *, preallocate: bool) -
     contract = contract_from_metadata(loaded.metadata, str(path))
     _check_interface(loaded, contract, path)
     precision = _compute_precision(device, contract.precision, placement.precision, path)
-    circumstances = Circumstances(loaded.provider, precision, _versions(loaded.packages))
+    circumstances = Circumstances(loaded.provider, precision, package_versions(loaded.packages))
     if device == "cuda":
         rules = gpu_rules(contract, arena, file_bytes, precision=precision)
     else:
@@ -189,8 +189,8 @@ def _check_interface(loaded: LoadedModel, contract: ModelContract, path: Path) -
         raise ContractError(f"{path}: {len(contract.classes)} classes are listed, but the graph has {classes}. {fix}")
 
 
-def _versions(packages: Mapping[str, str]) -> dict[str, str]:
-    """Return the versions of all packages that can change a score."""
+def package_versions(packages: Mapping[str, str]) -> dict[str, str]:
+    """Return the versions of all packages that can change a score. packages: those that compute."""
     try:
         own = importlib.metadata.version("prelunet")
     except importlib.metadata.PackageNotFoundError:  # the benchmarks run from a checkout

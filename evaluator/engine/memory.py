@@ -91,9 +91,11 @@ def batch_bytes(
         for level in net.spp_levels:
             edges = [(i * net.window // level, -(-(i + 1) * net.window // level)) for i in range(level)]
             pools += 2 * len({end - begin for begin, end in edges}) ** 2
-        features, hidden, classes = net.bins * net.channels, net.hidden, len(contract.classes)
-        # A window's features, cut out and then concatenated, or two layers behind them. Scores are float32, and copied.
-        window = max(2 * features, features + 2 * hidden, 2 * hidden + 2 * classes) * value + 2 * 4 * classes
+        features, (fc1, fc2), classes = net.bins * net.channels, net.widths, len(contract.classes)
+        # A window's features, cut out and then concatenated, or a layer behind them: its input, the product and the
+        # sum with the bias. Scores are float32, and copied.
+        layers = max(features + 2 * fc1, fc1 + 2 * fc2, 2 * fc2 + 2 * classes)
+        window = max(2 * features, layers) * value + 2 * 4 * classes
         graph = max(
             INPUT_BYTES_PER_PIXEL * pixels,
             LIVE_MAPS * max(densities) * value * pixels,

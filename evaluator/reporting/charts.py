@@ -1,6 +1,6 @@
 """The charts of the report as Vega-Lite specifications: pure functions of report.json.
 
-Colors are CSS variables of report.css, so that one chart works for light mode, dark mode and print.
+Colors are CSS variables of base.css, so that one chart works for light mode, dark mode and print.
 """
 
 from typing import Any

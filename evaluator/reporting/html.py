@@ -26,7 +26,7 @@ VEGA_LITE = "6.1"  # 6.4 loses text in tooltips of points selected as nearest to
 def render_html(template: str, **values: Any) -> bytes:
     """Render a template of this package; the same values give the same bytes.
 
-    In a template, `asset("report.css")` is the text of a file in page_files/ and `vega` is the charting library.
+    In a template, `asset("report.css")` is the text of a file in page_files/ and `vega()` the charting library.
     """
     text = _environment().get_template(template).render(values)
     return text.encode("utf-8", errors="backslashreplace")  # file names may not be valid UTF-8
@@ -34,9 +34,8 @@ def render_html(template: str, **values: Any) -> bytes:
 
 @cache
 def _environment() -> "jinja2.Environment":
-    """Create the template environment with its filters and the charting library."""
-    import jinja2  # here: both are slow to import, and --help needs neither
-    import vl_convert
+    """Create the template environment with its filters."""
+    import jinja2  # here: slow to import, and --help does not need it
 
     environment = jinja2.Environment(
         loader=jinja2.PackageLoader("prelunet.evaluator.reporting", "page_files"),
@@ -54,13 +53,23 @@ def _environment() -> "jinja2.Environment":
         "own_wnid": _own_wnid,
     }
     environment.globals |= {
-        "asset": _asset,
-        "vega": vl_convert.javascript_bundle("window.vegaEmbed = vegaEmbed;", vl_version=VEGA_LITE),
+        "asset": asset,
+        "vega": _vega,
     }
     return environment
 
 
-def _asset(name: str) -> str:
+@cache
+def _vega() -> str:
+    """Return the charting library as a script."""
+    import vl_convert  # here: slow to import, and pages without charts do not need it
+
+    script: str = vl_convert.javascript_bundle("window.vegaEmbed = vegaEmbed;", vl_version=VEGA_LITE)
+    return script
+
+
+def asset(name: str) -> str:
+    """Return the text of a file in page_files/."""
     return (resources.files("prelunet.evaluator.reporting") / "page_files" / name).read_text(encoding="utf-8")
 
 
@@ -86,7 +95,7 @@ def draw_svg(spec: Spec) -> bytes:
     """
     import vl_convert  # here: slow to import, and --help does not need it
 
-    css = _asset("report.css")
+    css = asset("base.css")
     light = dict(re.findall(r"(--[a-z-]+):\s*([^;]+);", css[css.index("{") : css.index("}")]))
     text = json.dumps({**spec, "config": {**spec.get("config", {}), "background": "white"}})
     text = re.sub(r"var\((--[a-z-]+)\)", lambda found: light[found[1]], text)

@@ -7,14 +7,12 @@ from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-import numpy as np
 from msgspec import to_builtins
 
-from prelunet.evaluator.engine.heatmap import apply_color_map
 from prelunet.evaluator.reporting.gallery import Gallery
 from prelunet.evaluator.reporting.report import Report
 from prelunet.evaluator.reporting.statistics import TOPS
-from prelunet.evaluator.validation.heatmaps import STEPS, read_heat_maps
+from prelunet.evaluator.validation.heatmaps import map_colors, read_heat_maps
 from prelunet.evaluator.validation.predictions import Prediction
 from prelunet.evaluator.validation.run import Run
 
@@ -40,7 +38,7 @@ def page_data(report: Report, run: Run, gallery: Gallery) -> dict[str, Any]:
         "views": [[describe_view(view), view["top1_error"], view["top5_error"]] for view in report["views"]],
         "images": [_images(images) for images in listed],
         "tiles": {place[file]: tile for file, tile in gallery.tiles.items() if file in place},
-        "inferno": apply_color_map(np.linspace(0, 1, STEPS + 1)).round().astype(int).tolist(),
+        "inferno": map_colors(),
         "heatmaps": {
             place[maps.file]: [maps.height, maps.width, maps.columns, *to_builtins(maps.maps)]
             for maps in read_heat_maps(run, MAX_HEAT_MAPS)

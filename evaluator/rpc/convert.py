@@ -52,5 +52,5 @@ def answer_from_message(message: pb.ClassifyResponse) -> Answer:
     heatmap = message.heatmap
     message.ClearField("heatmap")  # else it would be converted to base64 text first
     plain = to_plain(message)
-    del plain["heatmap"]
+    del plain["heatmap"], plain["maps"]
     return answer_from_json(plain, heatmap)

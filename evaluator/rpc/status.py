@@ -25,7 +25,9 @@ from prelunet.evaluator.errors import (
     ModelNotFound,
     NotReady,
     Overloaded,
+    PermissionDenied,
     PreluNetError,
+    Unauthenticated,
     UsageError,
     error_status,
 )
@@ -36,7 +38,10 @@ MAX_MESSAGE_BYTES = 64 * 2**20
 _MAX_TEXT = 1200  # bytes: texts quote the caller, and a status is sent twice in trailers of less than 8 KiB
 
 # Errors whose text is about the client's request. Others may name server files, so their text goes only to the log.
-_CLIENT_VISIBLE = (UsageError, ImageError, DatasetError, ModelNotFound, Overloaded, DeadlinePassed, NotReady)
+_CLIENT_VISIBLE = (
+    UsageError, ImageError, DatasetError, ModelNotFound, Overloaded, DeadlinePassed, NotReady, Unauthenticated,
+    PermissionDenied,
+)  # fmt: skip
 
 
 def _reason(kind: type[PreluNetError]) -> str:
@@ -114,7 +119,7 @@ def error_from(call: grpc.RpcError, address: str) -> PreluNetError:
             return UsageError(f"{address}: {_RESPONSE_TOO_LARGE} ({text})")
         return ImageError(f"{address}: the message exceeds the server's limit ({text}). Send a smaller image")
     if code == grpc.StatusCode.UNAVAILABLE:
-        explanations = (explanation for part, explanation in _UNAVAILABLE if part in text)
+        explanations = (explanation for pattern, explanation in _UNAVAILABLE if re.search(pattern, text))
         unexplained = "the call was interrupted, or the server cannot be reached; try again"
         return EnvironmentFault(f"{address}: {next(explanations, unexplained)} ({text})")
     if code in _CLIENT_SIDE:
@@ -140,9 +145,27 @@ _CLIENT_SIDE: dict[grpc.StatusCode, tuple[type[PreluNetError], str]] = {
 # Beginning of gRPC's (1.81) text when it cannot connect: to any of several addresses, to the only one.
 _NO_CONNECTION = ("connections to all backends failing", "failed to connect to all addresses")
 _NOT_HTTP2 = "Failed parsing HTTP/2"
-# Part of gRPC's text for its own UNAVAILABLE, and our explanation; the first match counts.
+_TLS_FAILED = "Tls handshake failed|Hostname Verification|security handshaker"
+# Pattern in gRPC's text for its own UNAVAILABLE, and our explanation; the first match counts.
 _UNAVAILABLE = (
     ("errors resolving", "the host name cannot be resolved; check the address"),
+    ("WRONG_VERSION_NUMBER", "the server does not use TLS on this port; connect without TLS, or to its port with TLS"),
+    ("certificate has expired", "the server's certificate has expired; its operator has to renew it"),
+    ("certificate is not yet valid", "the server's certificate is not valid yet; check the clocks of both machines"),
+    (
+        "Hostname Verification",
+        "the server's certificate is of another host; connect to a name or address that it contains",
+    ),
+    (
+        "CERTIFICATE_VERIFY_FAILED",
+        "the server's certificate is of an unknown authority; give the file of its authority (--tls-ca)",
+    ),
+    (_TLS_FAILED, "no TLS connection; check the versions and certificates of both sides"),
+    (
+        "(failing|addresses).*(Socket closed|Handshake read failed)",
+        "the connection was closed before a call. The server may require TLS (--tls-ca) or a client certificate "
+        "(--tls-cert, --tls-key), or it is stopping or at its connection limit; then try again",
+    ),
     (_NOT_HTTP2, "the program that listens there is not a gRPC server; check the port"),
     (
         "Connection refused",
@@ -165,7 +188,7 @@ def is_unreachable(call: grpc.RpcError) -> bool:
     """Return whether a call failed because no server could be reached, so none has seen it."""
     text = call.details() or ""
     unavailable = call.code() == grpc.StatusCode.UNAVAILABLE
-    return unavailable and text.startswith(_NO_CONNECTION) and _NOT_HTTP2 not in text
+    return unavailable and text.startswith(_NO_CONNECTION) and not re.search(f"{_NOT_HTTP2}|{_TLS_FAILED}", text)
 
 
 def error_for_reason(reason: str, retry_after: float | None, text: str) -> PreluNetError | None:

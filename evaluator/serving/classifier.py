@@ -9,7 +9,7 @@ from prelunet.evaluator.answer import Answer, Timings
 from prelunet.evaluator.contract import ModelContract
 from prelunet.evaluator.engine.batching import MAX_PIXELS
 from prelunet.evaluator.engine.classify import Classification, average_image, build_answer
-from prelunet.evaluator.engine.heatmap import draw_heat_maps, png_bytes
+from prelunet.evaluator.engine.heatmap import class_maps, draw_heat_maps, png_bytes
 from prelunet.evaluator.engine.session import Session
 from prelunet.evaluator.errors import DeadlinePassed
 from prelunet.evaluator.imaging.decode_memory import decode_semaphore
@@ -61,20 +61,31 @@ class Classifier:
         self._model = ScheduledModel(name, session, metrics, self._views_of)
 
     async def answer(
-        self, image: bytes, protocol: EvaluationProtocol, top: int, *, heatmap: bool, caller: Caller = Caller()
+        self,
+        image: bytes,
+        protocol: EvaluationProtocol,
+        top: int,
+        *,
+        heatmap: bool,
+        maps: bool = False,
+        caller: Caller = Caller(),
     ) -> Answer:
-        """Classify one encoded image and return its top classes; see `classify` for the errors."""
+        """Classify one encoded image and return its top classes; see `classify` for the errors.
+
+        heatmap: draw heat maps; maps: return them as numbers.
+        """
 
         def build_result(classified: Classification, request: Request) -> Answer:
             heat_maps = b""
-            if request.picture is not None:
-                contract = self.session.contract
-                heat_maps = png_bytes(
-                    draw_heat_maps(request.picture, request.image_size, classified, contract, protocol)
-                )
-            return build_answer(self.session, self.name, protocol, classified, top, heat_maps)
+            contract, size = self.session.contract, request.image_size
+            if heatmap and request.picture is not None:
+                heat_maps = png_bytes(draw_heat_maps(request.picture, size, classified, contract, protocol))
+            answer = build_answer(self.session, self.name, protocol, classified, top, heat_maps)
+            return replace(answer, maps=class_maps(classified, size, contract, protocol)) if maps else answer
 
-        answer, timings = await self._answered(image, protocol, build_result, keep_windows=heatmap, caller=caller)
+        answer, timings = await self._answered(
+            image, protocol, build_result, keep_windows=heatmap or maps, caller=caller
+        )
         return replace(answer, timings=timings)
 
     async def classify(

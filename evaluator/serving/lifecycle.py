@@ -5,7 +5,7 @@ import logging
 import signal
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import TypeAlias
@@ -15,17 +15,22 @@ from prometheus_client import ProcessCollector
 
 from prelunet.evaluator.byte_sizes import format_bytes
 from prelunet.evaluator.engine.session import Session
-from prelunet.evaluator.errors import DeviceLost, EnvironmentFault, Interrupted
+from prelunet.evaluator.errors import DeviceLost, EnvironmentFault, Interrupted, UsageError
 from prelunet.evaluator.imaging.decode import silence_decoders
 from prelunet.evaluator.machine import machine_memory
+from prelunet.evaluator.rpc.tls import is_loopback, warn_of_readers
+from prelunet.evaluator.serving.access import AccessControl
+from prelunet.evaluator.serving.certificates import Certificates
 from prelunet.evaluator.serving.classifier import Classifier
+from prelunet.evaluator.serving.http.listener import Listener
+from prelunet.evaluator.serving.http.metrics import METRICS_CLOSE_TIMEOUT, METRICS_LIMITS, metrics_app
 from prelunet.evaluator.serving.memory import serving_memory
 from prelunet.evaluator.serving.models import Models, load_model
-from prelunet.evaluator.serving.network import is_loopback, raise_open_file_limit
+from prelunet.evaluator.serving.network import raise_open_file_limit
 from prelunet.evaluator.serving.observability.metrics import Metrics
-from prelunet.evaluator.serving.observability.metrics_http import MetricsServer
-from prelunet.evaluator.serving.options import RESERVED_FILES, ModelFile, ServeOptions, ServerLimits
+from prelunet.evaluator.serving.options import RESERVED_FILES, AccessOptions, ModelFile, ServeOptions, ServerLimits
 from prelunet.evaluator.serving.server import Server
+from prelunet.evaluator.serving.watched_files import poll_forever
 
 ShutdownEvent: TypeAlias = signal.Signals | DeviceLost
 
@@ -159,24 +164,28 @@ async def serve(options: ServeOptions, report: Callable[[str], None]) -> ServeRe
 
     report: called once with the start line, when all models are loaded and calls are answered.
     Raises EnvironmentFault if the port, the device or enough open files are unavailable, ContractError for a file that
-    is not a model, UsageError if serving needs more memory than the limit.
+    is not a model, UsageError if serving needs more memory than the limit, or for files of TLS or tokens that cannot be
+    used.
     """
-    limits = _cap_connections(options.limits)
+    _check_exposure(options.host, options.access)
+    limits = _cap_connections(options.limits, ports=1 if options.http.port is None else 2)
     events, metrics = ShutdownEvents(), Metrics()
     events.install_signal_handlers()
     silence_decoders()
     ProcessCollector(registry=metrics.registry)  # memory, CPU time and open files of this process
-    server, metrics_server = Server(options.host, options.port, limits, metrics), MetricsServer(metrics.text)
-    if not is_loopback(options.host):
-        log.warning(
-            "listening on %s without TLS or authentication: anyone who can reach this port can use the server, and "
-            "traffic can be read on the way. Put it behind a proxy that provides both",
-            options.host,
-        )
+    certificates = Certificates(options.access, metrics) if options.access.tls_files else None
+    access = AccessControl(options.access.token_file, metrics) if options.access.token_file is not None else None
+    server = Server(
+        options.host, options.port, limits, metrics, certificates=certificates, access=access, http=options.http
+    )
+    metrics_port = None
+    polling = asyncio.create_task(poll_forever([each.files for each in (certificates, access) if each is not None]))
     try:
         if options.metrics_port is not None:
-            await metrics_server.open(options.host, options.metrics_port)
-            log.info("metrics on http://%s/metrics", metrics_server.address)
+            app = metrics_app(metrics.text, lambda: server.serving)
+            metrics_port = Listener(app, options.host, options.metrics_port, METRICS_LIMITS, option="--metrics-port")
+            metrics_port.open()
+            log.info("metrics on http://%s/metrics", metrics_port.address)
         await server.open()
         loaded = await _load(options, events)
         if loaded is None:
@@ -184,14 +193,38 @@ async def serve(options: ServeOptions, report: Callable[[str], None]) -> ServeRe
         memory = _estimate_memory([session for _, session in loaded], options)
         models = Models(loaded, options.limits.image, options.queue, metrics, events.post)
         await server.start(models)
-        _log_start(server.address, metrics_server.address, models, memory)
-        report(start_line(server.address, metrics_server.address, models, memory))
+        addresses = {"http": server.http_address, "metrics": "" if metrics_port is None else metrics_port.address}
+        _log_start(server.address, addresses, models, memory)
+        report(start_line(server.address, addresses, models, memory))
         ended = await wait_and_shut_down(server, models, events, lame_duck=options.lame_duck, grace=options.grace)
         log.info("stopped", extra={"fields": {"unfinished": ended.unfinished, "lost": ended.lost is not None}})
         return ended
     finally:
+        polling.cancel()
         await server.stop(0)
-        await metrics_server.close()
+        if metrics_port is not None:
+            await metrics_port.close_within(METRICS_CLOSE_TIMEOUT)
+
+
+def _check_exposure(host: str, access: AccessOptions) -> None:
+    """Warn about what others on the network or on this machine could misuse; UsageError for a server without TLS."""
+    for file in (access.tls_key, access.token_file):
+        if file is not None and file.exists():
+            warn_of_readers(file)
+    if is_loopback(host):
+        return
+    missing = []
+    if access.tls_cert is None:
+        if not access.insecure:
+            raise UsageError(
+                f"--host {host}: without TLS, others on the network could read images and tokens. Give --tls-cert and "
+                "--tls-key, or --insecure if a proxy or the network itself protects the connections"
+            )
+        missing.append("TLS, so that traffic can be read on the way")
+    if access.token_file is None and access.tls_client_ca is None:
+        missing.append("tokens or client certificates, so that anyone who can reach this port can use the server")
+    if missing:
+        log.warning("listening on %s without %s", host, ", and without ".join(missing))
 
 
 async def _load(options: ServeOptions, events: ShutdownEvents) -> list[tuple[ModelFile, Session]] | None:
@@ -213,13 +246,13 @@ async def _load(options: ServeOptions, events: ShutdownEvents) -> list[tuple[Mod
     return loaded
 
 
-def _cap_connections(limits: ServerLimits) -> ServerLimits:
-    """Return the limits, with no more connections than the open-file limit allows; beyond it, calls would hang.
+def _cap_connections(limits: ServerLimits, ports: int) -> ServerLimits:
+    """Return the limits, with no more connections per port than the open-file limit allows, or calls would hang.
 
     Raises EnvironmentFault if it allows none.
     """
     requested = limits.max_connections
-    available = raise_open_file_limit(requested)
+    available = raise_open_file_limit(ports * requested) // ports
     if available <= 0:
         raise EnvironmentFault(
             f"this process may open only {RESERVED_FILES + available} files, but a server needs {RESERVED_FILES} and "
@@ -247,7 +280,7 @@ def _estimate_memory(sessions: list[Session], options: ServeOptions) -> int:
     return need.total
 
 
-def _log_start(address: str, metrics: str, models: Models, memory: int) -> None:
+def _log_start(address: str, others: Mapping[str, str], models: Models, memory: int) -> None:
     """Log the contents of the start line: one line for each model, one for the server."""
     for model in models.all():
         circumstances = model.session.circumstances
@@ -261,12 +294,12 @@ def _log_start(address: str, metrics: str, models: Models, memory: int) -> None:
             "versions": ", ".join(f"{name} {version}" for name, version in circumstances.versions.items()),
         }
         log.info("ready", extra={"fields": fields})
-    fields = {"address": address, "metrics": metrics, "memory": memory, "grpcio": grpc.__version__}
+    fields = {"address": address, **others, "memory": memory, "grpcio": grpc.__version__}
     log.info("serving", extra={"fields": fields})
 
 
-def start_line(address: str, metrics: str, models: Models, memory: int) -> str:
-    """Return the start line: address, models, provider, precision, versions and memory."""
+def start_line(address: str, others: Mapping[str, str], models: Models, memory: int) -> str:
+    """Return the start line: address, models, provider, precision, versions, memory, and the other addresses if any."""
     served = models.all()
     names = ", ".join(
         f"{model.name} ({model.session.contract.name}, {len(model.session.contract.classes)} classes, "
@@ -275,7 +308,7 @@ def start_line(address: str, metrics: str, models: Models, memory: int) -> str:
     )
     parts = [f"serving on {address}: {names}", f"{_circumstances(served)} grpcio {grpc.__version__}"]
     parts += [f"memory at most {format_bytes(memory)}"]
-    return " | ".join([*parts, f"metrics on {metrics}"] if metrics else parts)
+    return " | ".join([*parts, *(f"{name} on {other}" for name, other in others.items() if other)])
 
 
 def _circumstances(served: Sequence[Classifier]) -> str:

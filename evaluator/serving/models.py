@@ -55,6 +55,8 @@ class Models:
         on_lost: Callable[[DeviceLost], object] = lambda _: None,
     ) -> None:
         self.metrics = metrics or Metrics()
+        self.metrics.limits.labels("queue-views").set(queue.max_views)
+        self.metrics.limits.labels("queue-bytes").set(queue.max_bytes)
         self._devices: dict[str, ServedDevice] = {}
         self._by_name: dict[str, Classifier] = {}
         for file, session in loaded:

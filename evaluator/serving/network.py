@@ -79,14 +79,6 @@ def explain_bind_error(host: str, port: int, option: str = "--port") -> str:
     return f"port {port} was in use. Try again, or choose another {option} (0 selects a free one)"
 
 
-def is_loopback(host: str) -> bool:
-    """Return whether only this machine can reach an address."""
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:  # a name
-        return host == "localhost"
-
-
 def is_wildcard(host: str) -> bool:
     """Return whether an address means all of this machine's addresses, IPv4 and IPv6."""
     try:

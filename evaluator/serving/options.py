@@ -133,7 +133,8 @@ class ServerLimits:
         ),
     ] = 2048
     max_connections: Annotated[
-        int, CliOption("Maximum number of open connections; more are closed at once.", min=1, max=1_000_000)
+        int,
+        CliOption("Maximum number of connections to each port; more are closed at once.", min=1, max=1_000_000),
     ] = 4096
     max_streams: Annotated[
         int,
@@ -189,6 +190,67 @@ class ServerLimits:
 
 
 @dataclass(frozen=True)
+class AccessOptions:
+    """Who may connect and call: files for TLS, and of tokens. All are read again when they change."""
+
+    HELP_GROUP: ClassVar[str] = "TLS and tokens"
+    tls_cert: Annotated[
+        Path | None, CliOption("Certificate (PEM), with those of intermediate authorities.", default="no TLS")
+    ] = None
+    tls_key: Annotated[Path | None, CliOption("Private key of the certificate (PEM), not encrypted.")] = None
+    tls_client_ca: Annotated[
+        Path | None, CliOption("Certificate authorities (PEM): clients must have a certificate of one of them.")
+    ] = None
+    token_file: Annotated[
+        Path | None,
+        CliOption("Tokens, a file of `prelunet token`: calls without one are refused, except health checks."),
+    ] = None
+    insecure: Annotated[
+        bool, CliOption("Allow connections without TLS on other addresses than loopback; has no effect with TLS.")
+    ] = False
+
+    def __post_init__(self) -> None:
+        if (self.tls_cert is None) != (self.tls_key is None):
+            raise UsageError("--tls-cert and --tls-key belong together: give both, or neither to serve without TLS")
+        if self.tls_client_ca is not None and self.tls_cert is None:
+            raise UsageError("--tls-client-ca requires TLS: give --tls-cert and --tls-key, too")
+
+    @property
+    def tls_files(self) -> tuple[Path, ...]:
+        """Return the files for TLS; none without TLS."""
+        return tuple(file for file in (self.tls_cert, self.tls_key, self.tls_client_ca) if file is not None)
+
+
+def parse_host_names(options: Sequence[str] | None) -> tuple[str, ...]:
+    """Parse `NAME[,NAME…]` options."""
+    return tuple(name.strip() for option in options or () for name in option.split(","))
+
+
+@dataclass(frozen=True)
+class HttpOptions:
+    """The second port, for HTTP."""
+
+    HELP_GROUP: ClassVar[str] = "HTTP"
+    port: Annotated[
+        int | None,
+        CliOption(
+            "Port for HTTP, on --host; 0 picks a free port.", flag="http-port", min=0, max=65535, default="no HTTP"
+        ),
+    ] = None
+    host_names: Annotated[
+        tuple[str, ...],
+        CliOption(
+            "Names of this server that HTTP requests may have in their Host header, besides localhost and IP "
+            "addresses; repeatable.",
+            flag="http-host-names",
+            metavar="NAME[,NAME]",
+            kind=list[str] | None,
+            parse=parse_host_names,
+        ),
+    ] = ()
+
+
+@dataclass(frozen=True)
 class ServeOptions:
     """All options of a server."""
 
@@ -204,6 +266,8 @@ class ServeOptions:
     ]
     host: Annotated[str, CliOption("Address to listen on; 0.0.0.0 listens on all interfaces.")] = "127.0.0.1"
     port: Annotated[int, CliOption("Port to listen on; 0 picks a free port.", min=0, max=65535)] = 50051
+    http: HttpOptions = field(default_factory=HttpOptions)
+    access: AccessOptions = field(default_factory=AccessOptions)
     placement: Placement = field(default_factory=Placement)
     queue: QueueOptions = field(default_factory=QueueOptions)
     limits: ServerLimits = field(default_factory=ServerLimits)

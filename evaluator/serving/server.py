@@ -1,4 +1,4 @@
-"""The gRPC server: our services, grpc.health.v1 and reflection on one port.
+"""The server: our services, grpc.health.v1 and reflection over gRPC on one port, and over HTTP on another.
 
 The servicers only translate messages: no arithmetic, no numpy, no error handling (an interceptor does that), and
 nothing slow on the event loop's thread.
@@ -6,6 +6,7 @@ nothing slow on the event loop's thread.
 
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Sequence
+from functools import partial
 from typing import Any, cast
 
 import grpc
@@ -16,16 +17,22 @@ from grpc_reflection.v1alpha import reflection
 from prelunet.evaluator.errors import EnvironmentFault, NotReady
 from prelunet.evaluator.imaging.limits import DecodeLimits
 from prelunet.evaluator.pb.prelunet.v1 import prelunet_pb2_grpc as pb_grpc
+from prelunet.evaluator.serving.access import AccessControl
 from prelunet.evaluator.serving.api import inference
 from prelunet.evaluator.serving.api.arriving import ArrivingBytes
+from prelunet.evaluator.serving.api.calls import OUR_METHODS, PROBES, CallsInFlight
 from prelunet.evaluator.serving.api.health import Health
-from prelunet.evaluator.serving.api.interceptor import OUR_METHODS, PROBES, CallInterceptor, CallsInFlight
+from prelunet.evaluator.serving.api.interceptor import CallInterceptor
 from prelunet.evaluator.serving.api.prelunet import SERVICE, PreluNetServicer
+from prelunet.evaluator.serving.certificates import Certificates
+from prelunet.evaluator.serving.http.door import HttpDoor
+from prelunet.evaluator.serving.http.listener import ConnectionLimits, Listener
+from prelunet.evaluator.serving.http.routes import Routes
 from prelunet.evaluator.serving.models import Models
 from prelunet.evaluator.serving.network import channel_options, explain_bind_error, host_port
 from prelunet.evaluator.serving.observability.call_context import Context
 from prelunet.evaluator.serving.observability.metrics import Metrics
-from prelunet.evaluator.serving.options import ServerLimits
+from prelunet.evaluator.serving.options import HttpOptions, ServerLimits
 
 SERVICES = (SERVICE, inference.SERVICE)  # health reports each by name
 _FOREVER = 1e6  # seconds; `Server.stop` has its own timeout
@@ -42,34 +49,67 @@ class Server:
     """A server on its port; created and used inside one running event loop."""
 
     def __init__(
-        self, host: str, port: int, limits: ServerLimits = ServerLimits(), metrics: Metrics | None = None
+        self,
+        host: str,
+        port: int,
+        limits: ServerLimits = ServerLimits(),
+        metrics: Metrics | None = None,
+        *,
+        certificates: Certificates | None = None,
+        access: AccessControl | None = None,
+        http: HttpOptions = HttpOptions(),
     ) -> None:
-        """Bind the port, so that a port in use is reported before models load for minutes.
+        """Bind the ports, so that a port in use is reported before models load for minutes.
 
-        limits: on clients; metrics: of the server. Raises EnvironmentFault if the port is unavailable.
+        limits: on clients; metrics: of the server; certificates: None without TLS; access: None without tokens. Raises
+        EnvironmentFault if a port is unavailable.
         """
         self._metrics = metrics or Metrics()
         self._calls = CallsInFlight(limits.max_calls, self._metrics)
+        self._metrics.limits.labels("max-calls").set(limits.max_calls)
+        self._metrics.ready.set_function(lambda: self.serving)
         self._max_evaluation_images = limits.max_evaluation_images
         self._health = Health(SERVICES)
         self._services = _Services(self._metrics)
         self._opened = False
+        arriving = ArrivingBytes(limits, self._metrics)
         self._server = grpc.aio.server(
             handlers=[self._services],
-            interceptors=[CallInterceptor(self._calls, limits, ArrivingBytes(limits, self._metrics))],
+            interceptors=[CallInterceptor(self._calls, limits, arriving, access)],
             options=channel_options(limits),
         )
         self._host = host
         try:
-            self._port = self._server.add_insecure_port(host_port(host, port))
+            if certificates is None:
+                self._port = self._server.add_insecure_port(host_port(host, port))
+            else:
+                self._port = self._server.add_secure_port(host_port(host, port), certificates.credentials())
         except RuntimeError as error:  # without the reason, which gRPC only logs
             reason = explain_bind_error(host, port)
             raise EnvironmentFault(f"cannot listen on {host_port(host, port)}: {reason}") from error
+        self._routes, self._http = None, None
+        if http.port is not None:
+            door = HttpDoor(self._calls, limits, arriving, access, self._services.refusal, (host, *http.host_names))
+            self._routes = Routes(door, lambda: self.serving)
+            self._http = Listener(
+                door,
+                host,
+                http.port,
+                ConnectionLimits(limits.max_connections, limits.max_metadata, limits.handshake_timeout),
+                option="--http-port",
+                tls=None if certificates is None else certificates.context,
+            )
+            self._metrics.http_connections.set_function(partial(getattr, self._http, "connections"))
 
     @property
     def address(self) -> str:
         """Return host:port, as clients use it."""
         return host_port(self._host, self._port)
+
+    @property
+    def http_address(self) -> str:
+        """Return host:port of HTTP, "" without it."""
+        return "" if self._http is None else self._http.address
 
     @property
     def serving(self) -> bool:
@@ -91,6 +131,8 @@ class Server:
         reflection.enable_server_reflection((*SERVICES, health.SERVICE_NAME, reflection.SERVICE_NAME), self._server)
         self._opened = True
         await self._server.start()
+        if self._http is not None:
+            self._http.open()
 
     async def start(self, models: Models) -> None:
         """Answer calls; health reports SERVING for the whole server and for each of our services."""
@@ -100,6 +142,8 @@ class Server:
         servicer = PreluNetServicer(models, self._max_evaluation_images)
         pb_grpc.add_PreluNetServiceServicer_to_server(servicer, self._services)
         inference.add_to_server(cast(grpc.aio.Server, self._services), models, lambda: self.serving)
+        if self._routes is not None:
+            self._routes.serve(models)
         self._services.refusal_message = ""
         self._health.set_serving(serving=True)
 
@@ -121,13 +165,14 @@ class Server:
             await asyncio.wait({cutoff}, timeout=REFUSAL_PERIOD)
 
     async def stop(self, grace: float, cutoff: Awaitable[object] | None = None) -> int:
-        """Close the port and let calls in flight finish within `grace` seconds; return how many of ours did not.
+        """Close the ports and let calls in flight finish within `grace` seconds; return how many of ours did not.
 
         cutoff: when it is done, calls in flight are cut off at once.
         """
         self.set_not_serving()
         self._health.close()
-        stopping = asyncio.ensure_future(self._server.stop(_FOREVER))
+        closing = [self._server.stop(_FOREVER)] + ([self._http.close()] if self._http is not None else [])
+        stopping = asyncio.ensure_future(asyncio.gather(*closing))
         if not self._services.refusals_released.is_set():
             await asyncio.sleep(_POLL_INTERVAL)  # the port closes, and connected clients are notified
             self._services.refusals_released.set()
@@ -140,6 +185,8 @@ class Server:
         idle.cancel()
         unfinished = 0 if stopping.done() else self.calls
         if not stopping.done():
+            if self._http is not None:
+                self._http.abort()
             await self._server.stop(None)
         await stopping
         return unfinished
@@ -179,18 +226,22 @@ class _Services(grpc.GenericRpcHandler):
     def add_registered_method_handlers(self, _service: str, _handlers: Any) -> None:
         """Do nothing, like grpc.aio's server."""
 
+    def refusal(self, method: str) -> NotReady | None:
+        """Return the error of a call, if calls of its method are refused now."""
+        if not self.refusal_message or not method.startswith(OUR_METHODS) or method in PROBES:
+            return None
+        if self._ready:
+            self.refused_count += 1
+            self._refusals.labels("", "stopping").inc()
+        return NotReady(self.refusal_message)
+
     def service(self, handler_call_details: grpc.HandlerCallDetails) -> "grpc.RpcMethodHandler[Any, Any] | None":
         """Return the handler of a method, None if it is not ours."""
-        method = handler_call_details.method
-        if self.refusal_message and method.startswith(OUR_METHODS) and method not in PROBES:
-            if self._ready:
-                self.refused_count += 1
-                self._refusals.labels("", "stopping").inc()
-            text = self.refusal_message
+        if (refusal := self.refusal(handler_call_details.method)) is not None:
 
             async def refuse(_requests: AsyncIterator[Any], _context: Context) -> AsyncIterator[Any]:
                 await self.refusals_released.wait()
-                raise NotReady(text)
+                raise refusal
                 yield  # type: ignore[unreachable]  # makes this a stream handler, which can answer any kind of call
 
             return grpc.stream_stream_rpc_method_handler(refuse)

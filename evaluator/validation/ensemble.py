@@ -108,6 +108,8 @@ def _ensemble_info(infos: Sequence[RunInfo], shares: Sequence[float]) -> RunInfo
             "sha256": hashlib.sha256(lines.encode("ascii")).hexdigest(),
             "architecture": sanitize_name("+".join(model["architecture"] for model in models)),
             "activation": activations.pop() if len(activations) == 1 else "mixed",
+            "provenance": None,  # each member has its own
+            "checkpoint_sha256": None,
         },
         classes=infos[0].classes,
         protocol=infos[0].protocol,

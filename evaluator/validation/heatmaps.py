@@ -16,7 +16,7 @@ from msgspec import Meta, Struct, convert, to_builtins
 from prelunet.evaluator.arrays import Float64Array
 from prelunet.evaluator.datasets.dataset import Dataset, Sample
 from prelunet.evaluator.engine.classify import classify_images
-from prelunet.evaluator.engine.heatmap import heat_maps
+from prelunet.evaluator.engine.heatmap import apply_color_map, grid_size, heat_maps
 from prelunet.evaluator.engine.session import Session
 from prelunet.evaluator.errors import DatasetError, ImageError, RunFolderError
 from prelunet.evaluator.imaging.decode import decode_image
@@ -27,9 +27,6 @@ from prelunet.evaluator.validation.predictions import open_regular
 from prelunet.evaluator.validation.run import HEAT_MAPS_FILE, Run, RunInfo
 from prelunet.evaluator.validation.writer import RunWriter
 
-# Points of a map along the longer side of its image. At scale 480, a 4:3 image has 640 pixels there, so one point every
-# 23; the windows, 224 pixels wide, are 16 apart and hardly differ from their neighbors. Its two maps take 1.6 kB.
-LONGER_SIDE = 28
 MAX_SIDE = 64  # accepted when reading
 STEPS, UNSEEN = 254, 255  # a byte is STEPS times the score, or UNSEEN where no view looked
 
@@ -94,7 +91,7 @@ def _compute(session: Session, dataset: Dataset, sample: Sample, answer: int, in
     (classified,) = classify_images(session, [image], protocol, keep_windows=True)
     classified = classified.among(info.candidates)
     height, width = image.height, image.width
-    rows, columns = (max(1, round(LONGER_SIDE * side / max(height, width))) for side in (height, width))
+    rows, columns = grid_size((height, width))
     maps = heat_maps(classified, (answer, sample.label), (height, width), (rows, columns), session.contract, protocol)
     of_answer, of_label = map(quantize, maps)
     return MistakeMaps(sample.file, answer, sample.label, height, width, rows, columns, (of_answer, of_label))
@@ -104,6 +101,12 @@ def quantize(of_class: Float64Array) -> bytes:
     """Encode a heat map, (rows, columns) in 0..1, NaN where no view looked, as one byte for each point."""
     codes = np.round(STEPS * np.clip(of_class, 0, 1))  # half precision can exceed 1
     return np.where(np.isnan(codes), UNSEEN, codes).astype(np.uint8).tobytes()
+
+
+def map_colors() -> list[list[int]]:
+    """Return red, green and blue, 0 to 255, of each byte of a heat map but UNSEEN."""
+    colors: list[list[int]] = apply_color_map(np.linspace(0, 1, STEPS + 1)).round().astype(int).tolist()
+    return colors
 
 
 def read_heat_maps(run: Run, most: int) -> list[MistakeMaps]:

@@ -7,7 +7,7 @@ from typing import Annotated, Any
 
 from msgspec import UNSET, Meta, Struct, UnsetType, convert
 
-from prelunet.evaluator.contract import CONTROL_CHARACTERS, MAX_NAME_LENGTH, ClassEntry
+from prelunet.evaluator.contract import CONTROL_CHARACTERS, MAX_NAME_LENGTH, ClassEntry, parse_provenance
 from prelunet.evaluator.datasets.dataset import UNLABELLED, Dataset
 from prelunet.evaluator.engine.batching import BatchRules
 from prelunet.evaluator.engine.memory import portion_size
@@ -47,7 +47,7 @@ class Batching:
 class RunInfo:
     """The content of run.json: everything that determines the results and nothing else (no dates, no paths)."""
 
-    model: Mapping[str, Any]  # file, sha256, architecture, activation
+    model: Mapping[str, Any]  # file, sha256, architecture, activation, provenance, checkpoint_sha256
     classes: tuple[ClassEntry, ...]
     protocol: EvaluationProtocol
     dataset: Mapping[str, Any]  # name, fingerprint, images, layout, selection, restriction if there is one
@@ -121,6 +121,8 @@ def build_run_info(
         "sha256": session.model_sha256,
         "architecture": contract.name,
         "activation": sanitize_name(contract.architecture.activation),
+        "provenance": contract.training.get("provenance"),
+        "checkpoint_sha256": contract.checkpoint_sha256,
     }
     gpu = session.circumstances.on_gpu
     chunk = GPU_CHUNK if gpu else CHUNK
@@ -223,6 +225,8 @@ class _Model(_Part):
     sha256: _Sha256
     architecture: _Text
     activation: _Text
+    provenance: dict[str, Any] | None = None
+    checkpoint_sha256: _Sha256 | None = None
 
 
 class _Class(_Part):
@@ -282,6 +286,9 @@ def run_info_from_json(data: Any) -> RunInfo:
     """Parse run.json. Raises ValueError or UsageError with the fault."""
     check_plain(data)
     run = convert(data, _RunFile)
+    for model in (data["model"], *(member["model"] for member in data["members"])):
+        model["provenance"] = parse_provenance(model.get("provenance"))  # absent in runs of earlier versions
+        model.setdefault("checkpoint_sha256", None)  # likewise
     for name in (run.model.file, run.dataset.name, *(member.model.file for member in run.members)):
         if "/" in name:
             raise ValueError(f"{name[:100]!r} should be a name without folders")

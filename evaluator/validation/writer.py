@@ -38,8 +38,16 @@ from prelunet.evaluator.validation.run_log import LOG_FILE
 # Reports of a run, deleted when it is started over.
 _REPORTS = ("report/report.json", "report/classes.csv", "report/report.html", "report/compared-with-*/compare.*")
 _ATOMIC_FILES = (RUN_FILE, PREDICTIONS_FILE, SCORES_FILE)  # written by `write_atomically`
-# Keys of run.json that are only descriptive: a renamed file is the same file, and the fingerprint covers the data.
-DESCRIPTIVE_KEYS = {("model", "file"), ("dataset", "name"), ("dataset", "layout"), ("dataset", "restriction", "name")}
+# Keys of run.json that are only descriptive: a renamed file is the same file, the fingerprint covers the data, and the
+# model's sha256 its checkpoint and provenance, which runs of earlier versions lack.
+DESCRIPTIVE_KEYS = {
+    ("model", "file"),
+    ("model", "provenance"),
+    ("model", "checkpoint_sha256"),
+    ("dataset", "name"),
+    ("dataset", "layout"),
+    ("dataset", "restriction", "name"),
+}
 
 
 class RunWriter:

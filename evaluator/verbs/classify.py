@@ -18,6 +18,7 @@ from prelunet.evaluator.image_input import encoded_image
 from prelunet.evaluator.imaging.limits import DecodeLimits
 from prelunet.evaluator.protocols import ProtocolOverrides, build_protocol, default_protocol_name
 from prelunet.evaluator.python.net import load
+from prelunet.evaluator.rpc.credentials import Credentials
 from prelunet.evaluator.terminal import echo, report
 from prelunet.evaluator.verbs.options.derive import Only, derive_options
 from prelunet.evaluator.verbs.options.shared import OptionalModelOption, ProtocolOption
@@ -64,6 +65,7 @@ def classify(
         float | None,
         typer.Option(min=0.001, help="Timeout of a server's answer, in seconds.", show_default=f"{DEFAULT_TIMEOUT:g}"),
     ] = None,
+    credentials: Credentials,
     csv: Annotated[
         Path | None,
         typer.Option(help="CSV file to write: the top classes of each image of a folder or archive, without labels."),
@@ -117,7 +119,8 @@ def classify(
             from prelunet.evaluator.client import Client, RetryPolicy
 
             retries = RetryPolicy(restart_timeout=0)  # at a terminal, fail fast if no server is listening
-            client = stack.enter_context(Client(server, timeout=timeout or DEFAULT_TIMEOUT, retries=retries))
+            connection = Client(server, timeout=timeout or DEFAULT_TIMEOUT, retries=retries, credentials=credentials)
+            client = stack.enter_context(connection)
             classify_image = partial(client.classify, model=name, protocol=protocol or "", **options)
         else:
             raise UsageError("classify needs either --model MODEL.onnx or --server HOST:PORT")

@@ -9,6 +9,7 @@ from rich.table import Table
 
 from prelunet.evaluator.engine.session import Placement
 from prelunet.evaluator.errors import CheckFailed
+from prelunet.evaluator.rpc.credentials import Credentials
 from prelunet.evaluator.serving.options import ServeOptions
 from prelunet.evaluator.terminal import echo, escape_unprintable
 from prelunet.evaluator.verbs.doctor_checks import check_machine, check_model, check_server
@@ -25,6 +26,7 @@ def doctor(
     timeout: Annotated[
         float, typer.Option(min=0.1, max=600, help="Timeout of each request to the server, in seconds.")
     ] = 5.0,
+    credentials: Credentials,
     host: Annotated[str, typer.Option(help="Address that a server would listen on.")] = ServeOptions.host,
     port: Annotated[
         int, typer.Option(min=0, max=65535, help="Port that should be free for a server.")
@@ -43,7 +45,7 @@ def doctor(
     if model is not None:
         findings.append(check_model(model, placement))
     if server is not None:
-        findings += check_server(server, timeout)
+        findings += check_server(server, timeout, credentials)
     wrong = [finding for finding in findings if finding.state == "wrong"]
     if as_json:
         echo(json.dumps({"passed": not wrong, "findings": [finding.to_json() for finding in findings]}))

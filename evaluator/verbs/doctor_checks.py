@@ -25,6 +25,7 @@ from prelunet.evaluator.engine.session import Placement
 from prelunet.evaluator.engine.verify import TOLERANCES, verify
 from prelunet.evaluator.errors import PreluNetError, install_hint
 from prelunet.evaluator.machine import cores, machine_memory
+from prelunet.evaluator.rpc.credentials import Credentials
 from prelunet.evaluator.serving.memory import serving_memory
 from prelunet.evaluator.serving.options import RESERVED_FILES, ModelFile, ServeOptions, ServerLimits
 
@@ -254,15 +255,17 @@ def check_model(path: Path, placement: Placement) -> Finding:
     return Finding("model", message, facts=facts)
 
 
-def check_server(address: str, timeout: float) -> Iterator[Finding]:
+def check_server(address: str, timeout: float, credentials: Credentials) -> Iterator[Finding]:
     """Check a running server's health and models, and measure the round-trip time."""
     import grpc
     from grpc_health.v1 import health_pb2, health_pb2_grpc
 
     from prelunet.evaluator.client import Client, RetryPolicy
+    from prelunet.evaluator.client.backends import BlockingBackend
+    from prelunet.evaluator.rpc.status import error_from
 
     options = [("grpc.enable_http_proxy", 0)]  # connect directly, as the client does
-    with grpc.insecure_channel(address, options=options) as channel:
+    with BlockingBackend().new_channel(address, credentials.of_channel(), options) as channel:
         check = health_pb2_grpc.HealthStub(channel).Check
         seconds = []
         try:
@@ -271,8 +274,7 @@ def check_server(address: str, timeout: float) -> Iterator[Finding]:
                 status = check(health_pb2.HealthCheckRequest(), timeout=timeout).status
                 seconds.append(time.perf_counter() - begun)
         except grpc.RpcError as error:
-            message = f"{address}: {error.code().name}: {error.details()}"
-            yield Finding("server", message, "wrong", "is it running there? prelunet serve --model NAME=MODEL.onnx")
+            yield Finding("server", f"{address}: {error.code().name}", "wrong", str(error_from(error, address)))
             return
     name, trip = health_pb2.HealthCheckResponse.ServingStatus.Name(status), statistics.median(seconds[1:])
     message, facts = f"{address}: {name}, a round trip takes {1000 * trip:.2f} ms", {"health": name, "seconds": trip}
@@ -281,7 +283,7 @@ def check_server(address: str, timeout: float) -> Iterator[Finding]:
         return
     yield Finding("server", message, facts=facts)
     try:
-        with Client(address, timeout=timeout, retries=RetryPolicy.none()) as client:
+        with Client(address, timeout=timeout, retries=RetryPolicy.none(), credentials=credentials) as client:
             models = client.models()
     except PreluNetError as error:
         yield Finding("served models", "cannot be listed", "wrong", str(error))

@@ -10,17 +10,18 @@ import importlib
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from prelunet.evaluator.client import AsyncClient, Client
+    from prelunet.evaluator.client import AsyncClient, Client, Credentials
     from prelunet.evaluator.python.evaluation import compare
     from prelunet.evaluator.python.net import load
 
     __version__: str
 
-__all__ = ["AsyncClient", "Client", "__version__", "compare", "load"]
+__all__ = ["AsyncClient", "Client", "Credentials", "__version__", "compare", "load"]
 
 _MODULES = {
     "AsyncClient": "prelunet.evaluator.client",
     "Client": "prelunet.evaluator.client",
+    "Credentials": "prelunet.evaluator.client",
     "compare": "prelunet.evaluator.python.evaluation",
     "load": "prelunet.evaluator.python.net",
 }

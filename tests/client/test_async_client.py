@@ -13,6 +13,7 @@ from typing import Any
 
 import grpc
 import grpc.aio
+import numpy as np
 import pytest
 
 import prelunet.evaluator.client.messages
@@ -171,6 +172,27 @@ def test_a_task_that_waits_for_its_next_attempt_can_be_cancelled(monkeypatch: py
             await task
 
     on_scripted(ScriptedServicer(Overloaded("full", retry_after=3600)), use)
+
+
+def test_an_asynchronous_generator_of_images_is_closed_while_one_of_them_is_prepared() -> None:
+    closed = False
+    noise = np.random.default_rng(5).integers(256, size=(1500, 1400, 3), dtype=np.uint8)  # a PNG takes half a second
+
+    async def images() -> AsyncIterator[Any]:
+        nonlocal closed
+        try:
+            yield b"cat"
+            yield noise
+        finally:
+            closed = True
+
+    async def use(client: AsyncClient) -> None:
+        results = client.classify_many(images())
+        assert text_of((await anext(results))[1]) == "cat"
+        await results.aclose()
+        assert closed
+
+    on_scripted(ScriptedServicer(), use)
 
 
 def test_images_may_come_from_an_asynchronous_iterable() -> None:

@@ -8,8 +8,6 @@ from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
-import onnx
-import onnxruntime
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -41,6 +39,7 @@ from prelunet.export.dense.export import export_checkpoint
 from prelunet.training.net.checkpoints import write_checkpoint
 from tests.engine.contracts import build_contract
 from tests.helpers.fakes import fake_contract
+from tests.helpers.graph_memory import most_alive
 from tests.helpers.tiny_nets import CLASSES, TINY, tiny_checkpoint
 
 ROOT = Path(__file__).parents[2]
@@ -70,27 +69,6 @@ def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     write_checkpoint(folder / "tiny.safetensors", tiny_checkpoint())
     export_checkpoint(folder / "tiny.safetensors", folder / "tiny.onnx")
     return folder / "tiny.onnx"
-
-
-def most_alive(path: Path, height: int, width: int) -> int:
-    """Run the graph node by node in its order and return the most bytes of results that somebody still needs."""
-    model = onnx.load(path)
-    nodes = list(model.graph.node)
-    names = [name for node in nodes for name in node.output]
-    last_use = {name: index for index, node in enumerate(nodes) for name in node.input}
-    finals = {output.name for output in model.graph.output}
-    model.graph.output.extend(onnx.ValueInfoProto(name=name) for name in names if name not in finals)
-    options = onnxruntime.SessionOptions()
-    options.graph_optimization_level = onnxruntime.GraphOptimizationLevel.ORT_DISABLE_ALL
-    session = onnxruntime.InferenceSession(model.SerializeToString(), options, providers=["CPUExecutionProvider"])
-    feeds = {"images": np.ones((1, height, width, 3), np.uint8), "sizes": np.array([[height, width]], np.int64)}
-    size = {name: value.nbytes for name, value in zip(names, session.run(names, feeds), strict=True)}
-    alive, most = set[str](), 0
-    for index, node in enumerate(nodes):
-        alive |= set(node.output)
-        most = max(most, sum(size[name] for name in alive))
-        alive = {name for name in alive if name in finals or last_use.get(name, -1) > index}
-    return most
 
 
 # Small images, where the first layers take most; long ones, where the windows do.

@@ -17,6 +17,7 @@ from prelunet.evaluator.protocols import (
     command_line_options,
     default_protocol_name,
     protocol_from_json,
+    supported_protocols,
 )
 from tests.conftest import ExportedNet
 from tests.helpers.fakes import fake_contract
@@ -157,6 +158,13 @@ def test_a_net_of_fixed_size_supports_crops_and_refuses_the_rest_with_the_reason
     for name in ("multi-scale", "spp-18", "spp-net", "resnet", "dense-224"):
         with pytest.raises(UsageError, match=rf"{name}: this model takes only crops of 224x224.*center, ten-crop"):
             build_protocol(name, fixed)
+
+
+def test_a_model_supports_the_protocols_that_can_be_built_for_it_its_default_first() -> None:
+    paper = ("multi-scale", "center", "ten-crop", "spp-18", "spp-net", "resnet", "dense-256", "dense-384", "dense-480")
+    assert supported_protocols(paper_contract()) == paper
+    fixed = replace(paper_contract(), max_side=224, default_scales=(224,))
+    assert supported_protocols(fixed) == ("center", "ten-crop")
 
 
 def test_an_adopted_nets_resize_filter_becomes_part_of_its_protocols() -> None:

@@ -20,21 +20,29 @@ from prelunet.evaluator.engine.session import Outputs
 from prelunet.evaluator.errors import DeviceLost
 from prelunet.evaluator.imaging.limits import DecodeLimits
 from prelunet.evaluator.pb.prelunet.v1 import prelunet_pb2_grpc as pb_grpc
-from prelunet.evaluator.serving.api.interceptor import CallInterceptor, CallsInFlight
+from prelunet.evaluator.serving.access import AccessControl
+from prelunet.evaluator.serving.api.calls import CallsInFlight
+from prelunet.evaluator.serving.api.interceptor import CallInterceptor
+from prelunet.evaluator.serving.certificates import Certificates
 from prelunet.evaluator.serving.models import Models
 from prelunet.evaluator.serving.observability.metrics import Metrics
-from prelunet.evaluator.serving.options import ModelFile, QueueOptions, ServerLimits
+from prelunet.evaluator.serving.options import HttpOptions, ModelFile, QueueOptions, ServerLimits
 from prelunet.evaluator.serving.server import Server
 from tests.helpers.fakes import FakeSession
 
 
 @dataclass(frozen=True)
 class RunningServer:
-    """A running server. address: host:port; models: the served models; loop_thread: id of its event loop's thread."""
+    """A running server.
+
+    address: host:port; http: that of HTTP, "" without; models: the served models; loop_thread: id of its event loop's
+    thread.
+    """
 
     address: str
     models: Models
     loop_thread: int
+    http: str = ""
 
     def metric(self, name: str, **labels: str) -> float:
         """Return the value of a metric as in a scrape; 0 if it does not exist yet."""
@@ -48,6 +56,10 @@ def running_server(
     server_limits: ServerLimits | None = None,
     metrics: Metrics | None = None,
     on_lost: Callable[[DeviceLost], None] | None = None,
+    *,
+    certificates: Certificates | None = None,
+    access: AccessControl | None = None,
+    http: HttpOptions = HttpOptions(),
     **sessions: Any,
 ) -> Iterator[RunningServer]:
     """Serve sessions (real or fake) under their keywords; the files are called NAME.onnx in a folder /secret.
@@ -59,16 +71,19 @@ def running_server(
     lost = {} if on_lost is None else {"on_lost": on_lost}
 
     @asynccontextmanager
-    async def served() -> AsyncIterator[tuple[str, Models]]:
-        server = Server("127.0.0.1", 0, server_limits or ServerLimits(), metrics)
+    async def served() -> AsyncIterator[tuple[Server, Models]]:
+        server = Server(
+            "127.0.0.1", 0, server_limits or ServerLimits(), metrics, certificates=certificates, access=access,
+            http=http,
+        )  # fmt: skip
         models = Models(loaded, limits or DecodeLimits(), queue, metrics, **lost)
         await server.start(models)
-        yield server.address, models
+        yield server, models
         await server.stop(grace=5)
         await asyncio.to_thread(models.close)
 
-    with run_in_thread(served) as ((address, models), thread):
-        yield RunningServer(address, models, thread)
+    with run_in_thread(served) as ((server, models), thread):
+        yield RunningServer(server.address, models, thread, server.http_address)
 
 
 @contextmanager

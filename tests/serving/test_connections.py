@@ -20,12 +20,12 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from prelunet.evaluator.errors import EnvironmentFault
 from prelunet.evaluator.pb.inference import inference_pb2
 from prelunet.evaluator.pb.prelunet.v1 import prelunet_pb2
+from prelunet.evaluator.rpc.tls import is_loopback
 from prelunet.evaluator.serving import models
 from prelunet.evaluator.serving.lifecycle import serve
 from prelunet.evaluator.serving.network import (
     explain_bind_error,
     host_port,
-    is_loopback,
     is_wildcard,
     raise_open_file_limit,
 )

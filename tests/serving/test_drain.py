@@ -457,8 +457,8 @@ async def test_while_models_load_health_is_not_serving_and_calls_are_refused(
         assert loading.gate.wait(30)
         return FakeSession()
 
-    def listening(*arguments: Any) -> Server:
-        ports.append(Server(*arguments))
+    def listening(*arguments: Any, **options: Any) -> Server:
+        ports.append(Server(*arguments, **options))
         return ports[-1]
 
     monkeypatch.setattr(models, "open_with_placement", slowly)

@@ -15,7 +15,13 @@ import pytest
 from prelunet.evaluator.cli import run
 from prelunet.evaluator.errors import DeviceLost
 from prelunet.evaluator.serving.lifecycle import ServeResult
-from prelunet.evaluator.serving.options import QueueOptions, ServedImageLimits, ServeOptions, ServerLimits
+from prelunet.evaluator.serving.options import (
+    AccessOptions,
+    QueueOptions,
+    ServedImageLimits,
+    ServeOptions,
+    ServerLimits,
+)
 from prelunet.evaluator.serving.proxies import TrustedProxies
 from prelunet.evaluator.verbs import serve as serve_verb
 
@@ -86,8 +92,10 @@ def test_every_option_reaches_the_server_in_its_unit(served: Served) -> None:
         "--lame-duck", "13", "--grace", "14", "--metrics-port", "15", "--memory-limit", "1G", "--gpu-memory-limit",
         "2G", "--device", "cpu", "--threads", "3", "--stream-idle-timeout", "16", "--arriving-bytes", "17",
         "--client-address-key", "x-forwarded-for", "--trusted-proxies", "10.0.0.0/8,fd00::/8", "--trusted-proxies",
-        "127.0.0.1",
+        "127.0.0.1", "--tls-cert", "c.pem", "--tls-key", "c.key", "--tls-client-ca", "ca.pem", "--token-file", "t.toml",
+        "--insecure",
     )  # fmt: skip
+    assert options.access == AccessOptions(Path("c.pem"), Path("c.key"), Path("ca.pem"), Path("t.toml"), insecure=True)
     assert (options.host, options.port, options.metrics_port) == ("::1", 1, 15)
     assert options.queue == QueueOptions(2, 3, batch_wait=0.004)
     assert options.limits == ServerLimits(
@@ -104,6 +112,9 @@ def test_every_option_reaches_the_server_in_its_unit(served: Served) -> None:
     [
         (["--client-address-key", "x-real-ip"], "belong together: give both"),
         (["--trusted-proxies", "10.0.0.0/8"], "belong together: give both"),
+        (["--tls-cert", "c.pem"], "--tls-cert and --tls-key belong together"),
+        (["--tls-key", "c.key"], "--tls-cert and --tls-key belong together"),
+        (["--tls-client-ca", "ca.pem"], "--tls-client-ca requires TLS"),
         (
             ["--trusted-proxies", "10.0.0.1/8", "--client-address-key", "k"],
             "10.0.0.1/8 has host bits set. Give",
@@ -113,7 +124,7 @@ def test_every_option_reaches_the_server_in_its_unit(served: Served) -> None:
         (["--trusted-proxies", "::/0", "--client-address-key", "ip-bin"], "ip-bin: not a metadata key of text"),
     ],
 )
-def test_options_for_proxies_that_make_no_sense_are_refused(
+def test_options_that_make_no_sense_together_are_refused(
     capsys: pytest.CaptureFixture[str], arguments: list[str], message: str
 ) -> None:
     assert message in refused(capsys, *MODEL, *arguments)

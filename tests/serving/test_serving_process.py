@@ -248,7 +248,11 @@ def test_metrics_are_served_on_their_own_port(model: Path) -> None:
 
 
 def test_log_lines_are_json_if_requested(model: Path) -> None:
-    with serving(model, "--log-format", "json", "--lame-duck", "0", "--host", "0.0.0.0") as (process, _, _):
+    with serving(model, "--log-format", "json", "--lame-duck", "0", "--host", "0.0.0.0", "--insecure") as (
+        process,
+        _,
+        _,
+    ):
         process.send_signal(signal.SIGTERM)
         _, log = process.communicate(timeout=20)
     lines = [json.loads(line) for line in log.splitlines()]

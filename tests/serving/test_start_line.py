@@ -14,7 +14,7 @@ from tests.helpers.fakes import FakeSession
 def start_line(**sessions: Any) -> str:
     models = Models([(ModelFile(name, Path("m.onnx")), session) for name, session in sessions.items()], DecodeLimits())
     try:
-        return lifecycle.start_line("127.0.0.1:1", "", models, 3 * 2**30)
+        return lifecycle.start_line("127.0.0.1:1", {}, models, 3 * 2**30)
     finally:
         models.close()
 

@@ -1,4 +1,4 @@
-"""tools/demo.sh, up to its first command."""
+"""tools/demo.sh, up to its first command, and with --live."""
 
 import os
 import subprocess
@@ -36,3 +36,21 @@ def test_headings_are_bold_only_on_a_terminal_without_no_color(
     assert "== 1. Train" in output
     assert ("\033[1m== 1. Train" in output) == bold
     assert ("\033" in output) == bold
+
+
+def test_live_trains_and_exports_the_model_unless_it_exists_and_serves_it(tmp_path: Path) -> None:
+    for split in ("train", "val"):
+        (tmp_path / "photos" / split).mkdir(parents=True)
+    program = tmp_path / "prelunet"
+    program.write_text('#!/bin/sh\necho "$1 $2" >>"$0.log"\n[ "$1" != export ] || touch "$4"\n')
+    program.chmod(0o755)
+    environment = os.environ | {"PATH": f"{tmp_path}:{os.environ['PATH']}", "HTTP_PORT": "8123"}
+    serving = "serve --model"
+    for expected in (["train --recipe", "export demo/photos/train/last.safetensors", serving], [serving]):
+        done = subprocess.run(
+            [SCRIPT, "--live", "photos"], cwd=tmp_path, env=environment, capture_output=True, text=True, check=True
+        )
+        assert "http://127.0.0.1:8123/" in done.stdout
+        assert "--http-port 8123" in done.stdout
+        assert (tmp_path / "prelunet.log").read_text().splitlines() == expected
+        (tmp_path / "prelunet.log").unlink()

@@ -117,6 +117,8 @@ def test_an_ensemble_is_a_run_that_records_its_members(members: list[Path], tmp_
         "sha256": hashlib.sha256(text.encode()).hexdigest(),
         "architecture": "A+B+C",
         "activation": "prelu",
+        "provenance": None,
+        "checkpoint_sha256": None,
     }
     assert [(entry["model"]["file"], entry["weight"]) for entry in info.members] == [
         ("m0.onnx", 0.5), ("m1.onnx", 0.25), ("m2.onnx", 0.25),

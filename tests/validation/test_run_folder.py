@@ -181,6 +181,18 @@ def test_a_renamed_model_file_or_dataset_is_still_the_same_run(folder: Path) -> 
     assert write(folder, info=renamed) == CHUNK
 
 
+def test_a_run_without_provenance_as_of_an_earlier_version_resumes_with_a_model_that_states_it(folder: Path) -> None:
+    write(folder, images=CHUNK)
+    data = json.loads((folder / "run.json").read_text())
+    for key in ("provenance", "checkpoint_sha256"):
+        data["model"].pop(key, None)
+    (folder / "run.json").write_text(json.dumps(data))
+    stated = {"provenance": {"parent_sha256": "ab" * 32, "environments": []}, "checkpoint_sha256": "cd" * 32}
+    assert write(folder, info=replace(INFO, model={**INFO.model, **stated})) == CHUNK
+    model = read_run(folder).info.model
+    assert (model["provenance"], model["checkpoint_sha256"]) == (None, None)
+
+
 def test_many_differences_are_counted_and_not_all_listed(folder: Path) -> None:
     write(folder, images=CHUNK)
     other = replace(INFO, classes=tuple(ClassEntry(f"m{index}", f"other {index}") for index in range(CLASSES)))
@@ -366,6 +378,7 @@ def test_a_run_of_the_version_before_is_refused_as_such_and_not_as_damaged(folde
         (lambda data: {**data, "version": 2}, "version 2.*Repeat the run with --fresh"),
         (lambda data: {key: data[key] for key in data if key != "dataset"}, "damaged.*dataset"),
         (lambda data: {**data, "protocol": {**data["protocol"], "unknown": 1}}, "damaged.*unknown"),
+        (lambda data: {**data, "model": {**data["model"], "provenance": {}}}, "damaged.*provenance lacks"),
     ],
 )
 def test_a_run_json_that_cannot_be_read_is_refused(folder: Path, change: Any, reason: str) -> None:

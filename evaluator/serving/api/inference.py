@@ -161,7 +161,7 @@ class InferenceServicer(pb_grpc.GRPCInferenceServiceServicer):
         parse = partial(messages.parse_request, request, classifier.session.contract)
         call = call_context.current_call.get()
         in_thread = call is None or call.bytes > _LARGE_MESSAGE
-        return classifier, await _run_inline_or_in_thread(parse, in_thread=in_thread)
+        return classifier, await run_inline_or_in_thread(parse, in_thread=in_thread)
 
     async def _infer(
         self, classifier: Classifier, parsed: messages.ParsedRequest, caller: Caller
@@ -175,12 +175,12 @@ class InferenceServicer(pb_grpc.GRPCInferenceServiceServicer):
         with classifier.admission.admit_or_refuse(size, views, caller, len(parsed.images)):
             scores = await _scores_of(classifier, parsed, caller)
         in_thread = len(scores) * (parsed.top or len(contract.classes)) > _MANY_ELEMENTS
-        return await _run_inline_or_in_thread(
+        return await run_inline_or_in_thread(
             partial(messages.infer_response, classifier.name, parsed, scores, contract), in_thread=in_thread
         )
 
 
-async def _run_inline_or_in_thread(function: Callable[[], Result], *, in_thread: bool) -> Result:
+async def run_inline_or_in_thread(function: Callable[[], Result], *, in_thread: bool) -> Result:
     """Call a function, in a thread only if it takes long: handing over to a thread costs 0.1 ms."""
     return await asyncio.to_thread(function) if in_thread else function()
 

@@ -28,7 +28,7 @@ MAX_VIEWS = 1024  # of all images together, if a call has several
 EXTENSIONS = ("classification", "model_configuration", "statistics", "parameters")  # names as in Triton's documentation
 _PLATFORM = "prelunet_onnx"
 
-_LENGTH_PREFIX = 4  # bytes before each element of raw BYTES, little-endian
+LENGTH_PREFIX = 4  # bytes before each element of raw BYTES, little-endian
 _EXPECTED_INPUT = f"this model takes one input: '{INPUT}', datatype BYTES, shape [N] with N from 1 to {MAX_IMAGES}"
 MAX_QUOTED = 100  # characters of a client's text in an error message
 _SCALES = re.compile(r"\d{1,9}(,\d{1,9})*", re.ASCII)
@@ -150,12 +150,12 @@ def _raw_images(request: pb.ModelInferRequest, tensor: Input, count: int) -> lis
     raw = request.raw_input_contents[0]
     images, end = [], 0
     for index in range(count):
-        start = end + _LENGTH_PREFIX
+        start = end + LENGTH_PREFIX
         end = start + int.from_bytes(raw[end:start], "little")
         if end > len(raw):
             raise UsageError(
                 f"`raw_input_contents` of {len(raw)} bytes ends within {INPUT}[{index}], but its shape declares "
-                f"{count}. Precede each image by its length as {_LENGTH_PREFIX} bytes, little-endian"
+                f"{count}. Precede each image by its length as {LENGTH_PREFIX} bytes, little-endian"
             )
         images.append(raw[start:end])
     if end < len(raw):
@@ -260,7 +260,7 @@ def infer_response(
         ]
         if parsed.raw:
             response.raw_output_contents.append(
-                b"".join(len(text).to_bytes(_LENGTH_PREFIX, "little") + text for text in texts)
+                b"".join(len(text).to_bytes(LENGTH_PREFIX, "little") + text for text in texts)
             )
         else:
             output.contents.bytes_contents.extend(texts)

@@ -5,7 +5,6 @@ import inspect
 import random
 import time
 import zlib
-from collections import Counter, defaultdict
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import aclosing, asynccontextmanager
 from functools import partial
@@ -13,13 +12,19 @@ from typing import Any, TypeAlias
 
 import grpc
 import grpc.aio
-from google.protobuf import descriptor_pool
 from google.protobuf.descriptor import Descriptor, FieldDescriptor
 from google.protobuf.message import DecodeError
 
-from prelunet.evaluator.errors import DeadlinePassed, Overloaded, UsageError
-from prelunet.evaluator.rpc.status import reason_for, status_of
+from prelunet.evaluator.errors import DeadlinePassed, UsageError
+from prelunet.evaluator.serving.access import AccessControl
 from prelunet.evaluator.serving.api.arriving import ArrivingBytes
+from prelunet.evaluator.serving.api.calls import (
+    OUR_METHODS,
+    PROBES,
+    CallsInFlight,
+    access_error,
+    record_error,
+)
 from prelunet.evaluator.serving.observability.call_context import (
     REQUEST_ID,
     Call,
@@ -27,17 +32,9 @@ from prelunet.evaluator.serving.observability.call_context import (
     current_call,
     request_id_from,
 )
-from prelunet.evaluator.serving.observability.logs import log_call, log_incident
-from prelunet.evaluator.serving.observability.metrics import Metrics
 from prelunet.evaluator.serving.options import ServerLimits
-from prelunet.evaluator.serving.scheduling.admission import with_reserve
 
 Handler: TypeAlias = "grpc.RpcMethodHandler[Any, Any]"
-
-OUR_METHODS = ("/prelunet.v1.", "/inference.")  # prefixes of the methods that we implement
-# Liveness and readiness probes. They are exempt from the limit: a prober without an answer might kill a busy server.
-PROBES = tuple(f"/inference.GRPCInferenceService/{name}" for name in ("ServerLive", "ServerReady", "ModelReady"))
-_RETRY_AFTER = 1.0  # seconds, for a call above the limit; how long the calls in flight will take is unknown
 # A client's deadline passes earlier than the server's copy of it, by at most this much: the call takes time to arrive,
 # and gRPC rounds the timeout up when it sends it, by at most 1 %.
 _CLOCK_SKEW, _TIMEOUT_ROUNDING = 0.05, 0.01  # seconds, share
@@ -47,94 +44,20 @@ _CANCEL_DELAY = 0.1  # seconds in which gRPC cancels the call of a client that h
 _SMALL_MESSAGE, _MAX_PARTS = 2**14, 1000
 
 
-class CallsInFlight:
-    """The calls in flight of all clients: counts and limits them, and records their ends in metrics and log.
-
-    limit: maximum number of calls in flight; metrics: of the server.
-    """
-
-    def __init__(self, limit: int = ServerLimits.max_calls, metrics: Metrics | None = None) -> None:
-        self.count = 0
-        self._by_identity: defaultdict[str, Counter[str]] = defaultdict(Counter)  # calls of each of its connections
-        self._limit = limit
-        self._metrics = metrics or Metrics()
-        self._metrics.calls_now.set_function(lambda: self.count)
-
-    def begin(self, call: Call, *, exempt: bool = False) -> Overloaded | None:
-        """Count a call as in flight, until gRPC ends it after sending its answer; above the limit, return its error.
-
-        exempt: always admit the call, and do not count it. `begin` must be called in the task in which gRPC runs the
-        call, before its first message is read.
-
-        Who calls is not known here yet, so there is room for a quarter more; `admit` decides on it.
-        """
-        counted = not exempt and self.count < with_reserve(self._limit)
-        task = asyncio.current_task()
-        assert task is not None, "gRPC runs each call in a task"
-        task.add_done_callback(lambda _: self._end(call, counted=counted))
-        if counted:
-            self.count += 1
-        elif not exempt:
-            return self._overloaded()
-        return None
-
-    def admit(self, call: Call) -> None:
-        """Raise Overloaded above the limit, unless the caller has less than its share of the calls.
-
-        Identities below their share may use all the reserve, connections below their part of it only half: otherwise
-        an address with many connections would leave nothing to the others.
-        """
-        if self.count > self._limit:
-            own = self._by_identity.get(call.identity, Counter())
-            share = self._limit // (len(self._by_identity) + (not own))
-            part = share // (len(own) + (call.peer not in own))
-            half = (self._limit + with_reserve(self._limit)) // 2
-            if own.total() >= share and (own[call.peer] >= part or self.count > half):
-                raise self._overloaded()
-        self._by_identity[call.identity][call.peer] += 1
-        call.admitted = True
-
-    def _overloaded(self) -> Overloaded:
-        self._metrics.refusals.labels("", "calls").inc()
-        return Overloaded(f"the server already has {self._limit} calls in flight. Try again later", _RETRY_AFTER)
-
-    def _end(self, call: Call, *, counted: bool) -> None:
-        call.status = call.status or "CANCELLED"  # the client left, or its message was too large for gRPC
-        seconds = time.monotonic() - call.begun
-        # An unknown method gets no label of its own: clients could invent any number of names.
-        method = call.method if _is_known(call.method) else "unknown"
-        self._metrics.calls.labels(method, call.status).inc()
-        self._metrics.call_seconds.labels(method).observe(seconds)
-        log_call(call, seconds)
-        if call.admitted:
-            own = self._by_identity[call.identity]
-            own[call.peer] -= 1
-            if not own[call.peer]:
-                del own[call.peer]
-            if not own:
-                del self._by_identity[call.identity]
-        if counted:
-            self.count -= 1  # last: a server that stops waits for this; earlier, the log line would be lost
-
-
-def _is_known(method: str) -> bool:
-    """Return whether a loaded proto file has a method of this name."""
-    try:
-        found = descriptor_pool.Default().FindMethodByName(method.replace("/", "."))  # type: ignore[no-untyped-call]
-    except KeyError:
-        return False
-    return method == f"{found.containing_service.full_name}/{found.name}"
-
-
 class CallInterceptor(grpc.aio.ServerInterceptor):
-    """Wraps every method. Calls of health and reflection are not counted or limited."""
+    """Wraps every method. Calls of health and reflection are not counted or limited. access: None without tokens."""
 
     def __init__(
-        self, calls: CallsInFlight, limits: ServerLimits = ServerLimits(), arriving: ArrivingBytes | None = None
+        self,
+        calls: CallsInFlight,
+        limits: ServerLimits = ServerLimits(),
+        arriving: ArrivingBytes | None = None,
+        access: AccessControl | None = None,
     ) -> None:
         self._calls = calls
         self._limits = limits
         self._arriving = arriving or ArrivingBytes(limits)
+        self._access = access
 
     async def intercept_service(
         self,
@@ -149,12 +72,15 @@ class CallInterceptor(grpc.aio.ServerInterceptor):
         if self._limits.proxies.networks:
             call.identify = partial(self._limits.proxies.identity, metadata)
         current_call.set(call)
+        refusal = access_error(self._access, call, metadata, known=handler is not None)
         counted, exempt = handler is None or path.startswith(OUR_METHODS), path in PROBES
-        if counted and (overloaded := self._calls.begin(call, exempt=exempt)) is not None:
+        if counted or refusal is not None:
+            refusal = self._calls.begin(call, exempt=exempt or refusal is not None) or refusal
+        if (error := refusal) is not None:
 
             async def refuse(_requests: AsyncIterator[bytes], context: Context) -> None:
                 async with _errors_to_status(call, context):
-                    raise overloaded
+                    raise error
 
             return grpc.stream_stream_rpc_method_handler(refuse)  # can answer any kind of call, before its message
         if handler is None:
@@ -242,7 +168,7 @@ class WrappedMethod:
 
     async def _decode_message(self, data: bytes) -> Any:
         if data.startswith(_COMPRESSED):
-            data = await asyncio.to_thread(_decompressed, data, self._limits.max_message_bytes)
+            data = await asyncio.to_thread(decompressed, data, self._limits.max_message_bytes)
         self._call.bytes += len(data)
         decode = self._handler.request_deserializer
         if decode is None:
@@ -266,7 +192,7 @@ class WrappedMethod:
 _COMPRESSED = (b"\x1f\x8b", b"\x78\x01", b"\x78\x5e", b"\x78\x9c", b"\x78\xda")  # RFC 1952, 2.3.1; RFC 1950, 2.2
 
 
-def _decompressed(data: bytes, limit: int) -> bytes:
+def decompressed(data: bytes, limit: int) -> bytes:
     """Decompress a message, of gzip or deflate, to at most `limit` bytes."""
     inflater = zlib.decompressobj(32 + zlib.MAX_WBITS)  # 32: either kind of header
     try:
@@ -351,8 +277,7 @@ async def _errors_to_status(call: Call, context: Context) -> AsyncIterator[None]
         if isinstance(error, grpc.aio.BaseError) and not isinstance(error, grpc.aio.UsageError):
             call.status = disconnect_status(call, context)
             raise asyncio.CancelledError from None
-        status = status_of(error, log_incident(error))
-        call.status, call.reason, call.error = status.code.name, reason_for(error), status.details
+        status = record_error(call, error)
         try:
             await context.abort(status.code, status.details, (*status.trailing_metadata, (REQUEST_ID, call.request_id)))
         except grpc.aio.InternalError:

@@ -49,7 +49,7 @@ class PreluNetServicer(pb_grpc.PreluNetServiceServicer):
         contract = classifier.session.contract
         protocol = prelunet_messages.requested_protocol(request, contract)
         top_k = resolve_top_k(request.top_k if request.HasField("top_k") else None, len(contract.classes))
-        heatmap = request.heatmap  # `answer` must not hold the message
+        heatmap, maps = request.heatmap, request.maps  # `answer` must not hold the message
         call_context.record_views(classifier.name, len(protocol.views))
 
         async def answer(image: bytes) -> pb.ClassifyResponse:
@@ -60,7 +60,7 @@ class PreluNetServicer(pb_grpc.PreluNetServiceServicer):
                 else:
                     await stack.enter_async_context(classifier.admission.admit_or_wait(size, views, caller))
                     on_admitted()
-                result = await classifier.answer(image, protocol, top_k, heatmap=heatmap, caller=caller)
+                result = await classifier.answer(image, protocol, top_k, heatmap=heatmap, maps=maps, caller=caller)
             if top_k > _MAX_INLINE_PREDICTIONS:
                 return await asyncio.to_thread(prelunet_messages.classify_response, result)
             return prelunet_messages.classify_response(result)

@@ -9,7 +9,13 @@ from prelunet.evaluator.answer import Answer
 from prelunet.evaluator.contract import MAX_SCALES, ModelContract
 from prelunet.evaluator.errors import DatasetError, Overloaded, UsageError
 from prelunet.evaluator.pb.prelunet.v1 import prelunet_pb2 as pb
-from prelunet.evaluator.protocols import EvaluationProtocol, ProtocolOverrides, build_protocol, default_protocol_name
+from prelunet.evaluator.protocols import (
+    EvaluationProtocol,
+    ProtocolOverrides,
+    build_protocol,
+    default_protocol_name,
+    supported_protocols,
+)
 from prelunet.evaluator.reporting.report import Report
 from prelunet.evaluator.rpc.convert import convert_nested_lists
 from prelunet.evaluator.rpc.status import client_message, code_of, reason_for
@@ -46,6 +52,7 @@ def classify_response(answer: Answer) -> pb.ClassifyResponse:
         capped=answer.capped,
         circumstances=pb.Circumstances(**answer.circumstances),
         heatmap=answer.heatmap,
+        maps=[pb.HeatMap(**vars(of_class)) for of_class in answer.maps],
         timings=None if answer.timings is None else pb.Timings(**vars(answer.timings)),
     )
 
@@ -75,6 +82,7 @@ def model_message(classifier: Classifier) -> pb.Model:
         canvas=contract.canvas,
         circumstances=ParseDict(classifier.session.circumstances.to_json(), pb.Circumstances()),
         checkpoint_sha256=contract.checkpoint_sha256,
+        protocols=supported_protocols(contract),
     )
 
 

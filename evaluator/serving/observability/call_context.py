@@ -30,11 +30,12 @@ class Call:
     """One RPC, filled in while it runs.
 
     method: as in "prelunet.v1.PreluNetService/Classify"; begun: time.monotonic() at its start; peer: gRPC's name of the
-    connection; admitted: counted among the calls of its identity; identify: returns the identity behind a peer; status:
-    name of its gRPC status, empty until it ends; reason, error: of the error as sent to the caller; id: of its message
-    in the Open Inference Protocol; models: names of the requested models; images, failed: number of images of a stream,
-    and of those that got an error; views: of all its images; bytes: of all its messages; message_done: to be called
-    after each answered message of a stream, None for a call with one message.
+    connection; admitted: counted among the calls of its identity; identify: returns the identity behind a peer; share:
+    of the queue, at most for its identity; status: name of its gRPC status, empty until it ends; reason, error: of the
+    error as sent to the caller; id: of its message in the Open Inference Protocol; models: names of the requested
+    models; images, failed: number of images of a stream, and of those that got an error; views: of all its images;
+    bytes: of all its messages; message_done: to be called after each answered message of a stream, None for a call with
+    one message.
     """
 
     method: str
@@ -43,6 +44,7 @@ class Call:
     peer: str = ""
     admitted: bool = False
     identify: Callable[[str], str] = identity_of
+    share: float | None = None
     status: str = ""
     reason: str = ""
     error: str = ""
@@ -98,13 +100,15 @@ class Caller:
     """The caller of a request.
 
     client: fair queueing alternates between identities, then between the clients (today: connections) of each;
-    deadline: of time.monotonic(), None for no deadline; request_id: for log lines; identity: by default the address.
+    deadline: of time.monotonic(), None for no deadline; request_id: for log lines; identity: the name of its token, by
+    default the address; share: of the queue, at most for this identity, None for no such limit.
     """
 
     client: str = ""
     deadline: float | None = None
     request_id: str = ""
     identity: str = ""
+    share: float | None = None
 
     def __post_init__(self) -> None:
         if not self.identity:
@@ -129,4 +133,5 @@ def caller_of(context: Context) -> Caller:
         deadline=None if remaining is None else time.monotonic() + remaining,
         request_id=call.request_id if call else "",
         identity=call.identity if call else "",
+        share=call.share if call else None,
     )

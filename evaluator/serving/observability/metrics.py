@@ -4,9 +4,20 @@ Each server has one registry. Events of a request are recorded in the `ModelMetr
 know what a request is.
 """
 
+import importlib.metadata
+import platform
 from functools import partial
 
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, Summary, generate_latest
+import grpc
+from prometheus_client import (
+    CollectorRegistry,
+    Counter,
+    Gauge,
+    Histogram,
+    Summary,
+    disable_created_metrics,
+    generate_latest,
+)
 
 from prelunet.evaluator.engine.session import Session
 
@@ -19,6 +30,7 @@ class Metrics:
     """All metrics of a server."""
 
     def __init__(self) -> None:
+        disable_created_metrics()  # type: ignore[no-untyped-call]  # a second series for each, which nobody needs
         self.registry = registry = CollectorRegistry()
         counter, gauge = partial(Counter, registry=registry), partial(Gauge, registry=registry)
         seconds = partial(Histogram, buckets=_SECONDS, registry=registry)
@@ -26,6 +38,12 @@ class Metrics:
         self.calls = counter("prelunet_calls", "Calls that ended, by method and status.", ("method", "status"))
         self.call_seconds = seconds("prelunet_call_seconds", "Time from a call's arrival to its end.", ("method",))
         self.calls_now = gauge("prelunet_calls_now", "Calls in flight.")
+        self.limits = gauge("prelunet_limits", "Limits, by option: max-calls, queue-views, queue-bytes.", ("option",))
+        self.ready = gauge("prelunet_ready", "1 while health reports SERVING, else 0.")
+        self.build_info = gauge("prelunet_build_info", "1, with the versions.", ("version", "python", "grpcio"))
+        versions = importlib.metadata.version("prelunet"), platform.python_version(), grpc.__version__
+        self.build_info.labels(*versions).set(1)
+        self.http_connections = gauge("prelunet_http_connections", "Open connections to the HTTP port.")
         self.request_seconds = seconds("prelunet_request_seconds", "Time from an image's arrival to its answer.", model)
         self.failed_seconds = Summary(
             "prelunet_failed_seconds",
@@ -45,10 +63,18 @@ class Metrics:
         self.waiting_views = gauge("prelunet_waiting_views", "Views of unanswered images.", model)
         self.waiting_bytes = gauge("prelunet_waiting_bytes", "Encoded bytes of unanswered images.", model)
         self.refusals = counter(
-            "prelunet_refusals", "Refused requests, by reason: views, bytes, calls, arriving, stopping.", by_reason
+            "prelunet_refusals",
+            "Refused requests, by reason: views, bytes, share, calls, arriving, stopping, token, scope, rate.",
+            by_reason,
         )
-        for reason in ("calls", "arriving", "stopping"):
+        for reason in ("calls", "arriving", "stopping", "token", "scope", "rate"):
             self.refusals.labels("", reason)  # see ModelMetrics
+        self.reloads = counter(
+            "prelunet_reloads", "Changes of files that were loaded or refused.", ("files", "outcome")
+        )
+        self.certificate_expiry = gauge(
+            "prelunet_certificate_expiry_timestamp_seconds", "Unix time at which the certificate expires; 0: no TLS."
+        )
         self.dropped_views = counter(
             "prelunet_dropped_views",
             "Views that were never computed, by reason: expired, cancelled, failed.",
@@ -113,7 +139,7 @@ class ModelMetrics:
         self._stages = {stage: metrics.stage_seconds.labels(model, stage) for stage in _STAGES}
         # A series that starts with its first event hides that event: a single point has no rate.
         for counter, reasons in (
-            (metrics.refusals, ("views", "bytes")),
+            (metrics.refusals, ("views", "bytes", "share")),
             (metrics.dropped_views, ("expired", "cancelled", "failed")),
             (metrics.batch_failures, ("memory", "lost", "error")),
         ):
@@ -125,7 +151,7 @@ class ModelMetrics:
         self._stages[stage].observe(seconds)
 
     def refused(self, reason: str) -> None:
-        """Count a request refused by admission. reason: views or bytes."""
+        """Count a request refused by admission. reason: views, bytes or share."""
         self._metrics.refusals.labels(self._model, reason).inc()
 
     def dropped(self, reason: str, views: int) -> None:

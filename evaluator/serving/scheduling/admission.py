@@ -54,8 +54,9 @@ class ThroughputEstimate:
 class _Ticket:
     """A request for admission.
 
-    client: identity and connection, as a proxy's connection has calls of several identities; admission: the future that
-    it waits on, done once it is admitted; held: bytes that count as waiting.
+    client: identity and connection, as a proxy's connection has calls of several identities; share: of the limits that
+    its identity may use, None for no such limit; admission: the future that it waits on, done once it is admitted;
+    held: bytes that count as waiting.
     """
 
     client: tuple[str, str]
@@ -63,6 +64,7 @@ class _Ticket:
     size: int
     views: int
     images: int = 1
+    share: float | None = None
     admission: "asyncio.Future[None] | None" = None
     held: int = 0
 
@@ -92,7 +94,8 @@ class AdmissionController:
     the number of identities), is still admitted, up to 1.25 times the limit, and so is a client with less than its part
     of that share. Otherwise the first client to send a thousand images would lock all others out, before fair queueing
     has any effect. Streams wait for admission in order: nobody takes the room that the first of them waits for, except
-    by this rule. While they wait, they hold an image each. Where these are too many bytes, images are refused of the
+    by this rule. An identity whose token has a share of the limits gets no more; while it waits for that, others pass.
+    Waiting streams hold an image each. Where these are too many bytes, images are refused of the
     identity that holds the most, on its connection with the most.
 
     used: by all clients together; waiters: requests waiting for admission, in order of arrival.
@@ -120,8 +123,8 @@ class AdmissionController:
         Raises Overloaded, with the time after which to retry, when a limit is reached. If no image is unanswered, a
         request of any size is admitted.
         """
-        ticket = _Ticket((caller.identity, caller.client), caller.identity, size, views, images)
-        if (reason := self._refusal_reason(ticket, first_in_line=not self.waiters)) is not None:
+        ticket = _Ticket((caller.identity, caller.client), caller.identity, size, views, images, caller.share)
+        if (reason := self._refusal_reason(ticket, first_in_line=not self._room_awaited())) is not None:
             raise self._overloaded(reason)
         self._enter(ticket)
         with self._leaving(ticket):
@@ -134,7 +137,8 @@ class AdmissionController:
         Raises Overloaded if waiting images are too many bytes.
         """
         admission = asyncio.get_running_loop().create_future()
-        ticket = _Ticket((caller.identity, caller.client), caller.identity, size, views, admission=admission)
+        client = (caller.identity, caller.client)
+        ticket = _Ticket(client, caller.identity, size, views, share=caller.share, admission=admission)
         self.waiters[ticket] = None
         self._hold(ticket, size)
         self._admit_waiters()
@@ -155,17 +159,19 @@ class AdmissionController:
     def _admit_waiters(self) -> None:
         """Admit waiting tickets while there is room; those of one client in order of arrival."""
         blocked_clients: set[tuple[str, str]] = set()
+        first_in_line = True
         for ticket in list(self.waiters):
             assert ticket.admission is not None, "a ticket that may be refused does not wait"
             if ticket.client in blocked_clients or ticket.admission.done():  # done: cancelled, about to be removed
                 continue
-            if self._refusal_reason(ticket, first_in_line=not blocked_clients) is None:
+            if (reason := self._refusal_reason(ticket, first_in_line=first_in_line)) is None:
                 del self.waiters[ticket]
                 self._hold(ticket, 0)
                 self._enter(ticket)
                 ticket.admission.set_result(None)
             else:
                 blocked_clients.add(ticket.client)
+                first_in_line = first_in_line and reason == "share"  # it waits for its own images, not for room
 
     def _refuse_waiters(self) -> None:
         """Refuse waiting tickets, the latest first, until the others are within the limit; one alone may exceed it."""
@@ -192,12 +198,14 @@ class AdmissionController:
             del self._held[ticket.client]
 
     def _refusal_reason(self, ticket: _Ticket, *, first_in_line: bool) -> str | None:
-        """Return the limit that the ticket would exceed, `views` or `bytes`; None if it can be admitted.
+        """Return the limit that the ticket would exceed: `views`, `bytes` or `share`; None if it can be admitted.
 
         first_in_line: no ticket that came earlier is waiting.
         """
         if not self.used.images:
             return None
+        if self._above_share(ticket):
+            return "share"
         own, shared = self._clients.get(ticket.client, Usage()), self._identities.get(ticket.identity, Usage())
         identities = len(self._identities) + (ticket.identity not in self._identities)
         clients = shared.clients + (ticket.client not in self._clients)
@@ -213,6 +221,23 @@ class AdmissionController:
         if exceeds(self.used.bytes, shared.bytes, own.bytes, ticket.size, self._queue.max_bytes):
             return "bytes"
         return None
+
+    def _room_awaited(self) -> bool:
+        """Return whether a ticket waits for room, not for images of its own identity or for one of its client."""
+        seen: set[tuple[str, str]] = set()
+        for ticket in self.waiters:
+            if ticket.client not in seen and not self._above_share(ticket):
+                return True
+            seen.add(ticket.client)
+        return False
+
+    def _above_share(self, ticket: _Ticket) -> bool:
+        """Return whether a ticket would exceed the share of its identity; one image alone never does."""
+        used = self._identities.get(ticket.identity)
+        if ticket.share is None or used is None:
+            return False
+        views, size = used.views + ticket.views, used.bytes + ticket.size
+        return views > ticket.share * self._queue.max_views or size > ticket.share * self._queue.max_bytes
 
     def _enter(self, ticket: _Ticket) -> None:
         if not self.used.images:
@@ -246,12 +271,12 @@ class AdmissionController:
         self._metrics.refused(reason)
         expected = self._throughput.seconds(self.used.views)
         wait = DEFAULT_RETRY_AFTER if expected is None else expected
-        limit = self._queue.max_views if reason == "views" else self._queue.max_bytes
         # Jitter: otherwise all callers refused now would retry at the same time.
         wait = min(max(wait * random.uniform(0.5, 1.5), MIN_RETRY_AFTER), MAX_RETRY_AFTER)  # noqa: S311 - no secret
+        limits = {"views": f"{self._queue.max_views} views", "bytes": f"{self._queue.max_bytes} bytes"}
         return Overloaded(
             f"model '{self._model}' already has {self.used.views} unanswered views ({self.used.bytes} bytes); "
-            f"the limit is {limit} {reason}. Try again in {wait:.2g} s",
+            f"the limit is {limits.get(reason, 'the share of this token')}. Try again in {wait:.2g} s",
             retry_after=wait,
         )
 

@@ -32,7 +32,8 @@ def derive_options(verb: Verb) -> Verb:
         )
         if is_dataclass(kind):
             only = next((detail.names for detail in details if isinstance(detail, Only)), None)
-            options = [_parameter(field, option, group) for field, option, group in _declared(kind, only)]
+            prefix = getattr(kind, "ENVIRONMENT_PREFIX", None)
+            options = [_parameter(field, option, group, prefix) for field, option, group in _declared(kind, only)]
             verb = replace_parameter(verb, name, options, partial(_build, kind))
     return verb
 
@@ -80,7 +81,9 @@ def _name(field: "Field[Any]", option: CliOption) -> str:
     return (option.flag or field.name).partition("/")[0].replace("-", "_")
 
 
-def _parameter(field: "Field[Any]", option: CliOption, group: str | None) -> inspect.Parameter:
+def _parameter(
+    field: "Field[Any]", option: CliOption, group: str | None, prefix: str | None = None
+) -> inspect.Parameter:
     default: Any = inspect.Parameter.empty if field.default is MISSING else field.default
     if option.parse is not None:
         default = None
@@ -94,6 +97,7 @@ def _parameter(field: "Field[Any]", option: CliOption, group: str | None) -> ins
         metavar=option.metavar,
         show_default=option.default or True,
         rich_help_panel=group,
+        envvar=prefix and prefix + (option.flag or field.name).replace("-", "_").upper(),
     )
     annotation: Any = Annotated[option.kind or get_args(field.type)[0], shown]
     return inspect.Parameter(

@@ -20,7 +20,7 @@ HOSTILE = [
 
 
 class MonitoredPage:
-    """A page and its problems: console messages, exceptions, requests other than for the page."""
+    """A page and its problems: console messages, exceptions, requests that go elsewhere. address: of the page."""
 
     def __init__(self, page: Page, address: str) -> None:
         self.page, self.address = page, address
@@ -34,7 +34,7 @@ class MonitoredPage:
         self.wrong.append(f"{message.type}: {message.text}")
 
     def _on_request(self, request: Request) -> None:
-        if request.url.partition("#")[0] != self.address and not request.url.startswith(("data:", "about:")):
+        if not request.url.startswith((self.address, "data:", "about:", "blob:")):
             self.wrong.append(f"request: {request.url}")
 
     def overflow(self) -> int:

@@ -1,4 +1,4 @@
-"""Fixtures of the tests in a browser: Debian's Chromium opens pages and nothing else.
+"""Fixtures of the tests in a browser: Debian's Chromium opens pages.
 
 Skipped where there is no Chromium; `make test-browser` fails there instead.
 """
@@ -38,12 +38,14 @@ def browser() -> Iterator[Browser]:
 
 @pytest.fixture
 def visit(browser: Browser) -> Iterator[Callable[..., MonitoredPage]]:
-    """Return a function that opens a report; at the end check that no page had problems."""
+    """Return a function that opens a report or an address; at the end check that no page had problems."""
     opened: list[MonitoredPage] = []
 
-    def open_page(report: Path, fragment: str = "", size: tuple[int, int] = LAPTOP, **options: Any) -> MonitoredPage:
+    def open_page(
+        report: Path | str, fragment: str = "", size: tuple[int, int] = LAPTOP, **options: Any
+    ) -> MonitoredPage:
         context = browser.new_context(viewport={"width": size[0], "height": size[1]}, **options)
-        watched = MonitoredPage(context.new_page(), report.as_uri())
+        watched = MonitoredPage(context.new_page(), report if isinstance(report, str) else report.as_uri())
         opened.append(watched)
         watched.page.goto(watched.address + fragment)
         return watched

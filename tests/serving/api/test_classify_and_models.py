@@ -27,7 +27,7 @@ from prelunet.evaluator.cli import run
 from prelunet.evaluator.engine import classify
 from prelunet.evaluator.engine import heatmap as overlay
 from prelunet.evaluator.engine.classify import build_answer, classify_images
-from prelunet.evaluator.engine.heatmap import draw_heat_maps
+from prelunet.evaluator.engine.heatmap import draw_heat_maps, heat_maps
 from prelunet.evaluator.errors import EnvironmentFault, UsageError
 from prelunet.evaluator.imaging.decode import decode_rgb
 from prelunet.evaluator.imaging.resize import panel_picture
@@ -143,6 +143,26 @@ def test_the_message_of_an_answer_is_its_json_with_every_field_and_digit() -> No
         assert message == ParseDict({**answer.to_json()}, pb.ClassifyResponse(heatmap=b"a picture"))
         back = answer_from_message(pb.ClassifyResponse.FromString(message.SerializeToString()))
         assert (back, back.timings, back.heatmap) == (answer, timings, b"a picture")
+
+
+@pytest.mark.parametrize("protocol", ["dense-40", "center"])
+def test_maps_are_the_heat_maps_of_the_best_classes_on_a_grid_over_the_image(stub, protocol: str) -> None:
+    session, data = FakeSession(), png(40, 57, seed=1)
+    requested = build_protocol(protocol, session.contract)
+    (alone,) = classify_images(session, [decode_rgb(data)], requested, keep_windows=True)
+    answer = stub.Classify(request(image=data, protocol=protocol, maps=True))
+    assert not answer.heatmap
+    assert not stub.Classify(request(image=data, protocol=protocol)).maps
+    best = [index for index, _ in alone.top(5)]
+    assert [each.class_index for each in answer.maps] == best
+    expected = heat_maps(alone, best, (40, 57), (20, 28), session.contract, requested)  # 28 * 40 / 57 = 19.6
+    for each, of_class in zip(answer.maps, expected, strict=True):
+        assert (each.rows, each.columns, each.image_height, each.image_width) == (20, 28, 40, 57)
+        scores = np.array(each.scores).reshape(20, 28)
+        np.testing.assert_array_equal(scores == -1, np.isnan(of_class))
+        # The fake's einsum may add in another order, and the message has 32 bits.
+        np.testing.assert_allclose(scores, np.nan_to_num(of_class, nan=-1), rtol=1e-5)
+    assert (protocol == "center") == np.isnan(expected).any()
 
 
 @pytest.mark.parametrize("name", ["ten-crop", "spp-18", "multi-scale"])

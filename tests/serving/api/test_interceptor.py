@@ -25,7 +25,8 @@ from prelunet.evaluator.errors import ERROR_STATUSES, DeadlinePassed, ImageError
 from prelunet.evaluator.pb.prelunet.v1 import prelunet_pb2 as pb
 from prelunet.evaluator.pb.prelunet.v1 import prelunet_pb2_grpc as pb_grpc
 from prelunet.evaluator.rpc.status import error_from
-from prelunet.evaluator.serving.api.interceptor import CallsInFlight, WrappedMethod, disconnect_status
+from prelunet.evaluator.serving.api.calls import CallsInFlight
+from prelunet.evaluator.serving.api.interceptor import WrappedMethod, disconnect_status
 from prelunet.evaluator.serving.observability.call_context import Call, record_views
 from prelunet.evaluator.serving.observability.metrics import Metrics
 from prelunet.evaluator.serving.options import ServerLimits

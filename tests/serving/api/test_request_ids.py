@@ -14,7 +14,7 @@ import pytest
 from prelunet.evaluator.errors import ImageError, Overloaded
 from prelunet.evaluator.pb.prelunet.v1 import prelunet_pb2 as pb
 from prelunet.evaluator.pb.prelunet.v1 import prelunet_pb2_grpc as pb_grpc
-from prelunet.evaluator.serving.api.interceptor import CallsInFlight
+from prelunet.evaluator.serving.api.calls import CallsInFlight
 from prelunet.evaluator.serving.observability.call_context import (
     REQUEST_ID,
     Caller,

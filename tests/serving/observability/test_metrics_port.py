@@ -12,35 +12,51 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from prelunet.evaluator.errors import EnvironmentFault
-from prelunet.evaluator.serving.observability import metrics_http
+from prelunet.evaluator.serving.http.listener import ConnectionLimits, Listener
+from prelunet.evaluator.serving.http.metrics import METRICS_CLOSE_TIMEOUT, METRICS_LIMITS, metrics_app
 from prelunet.evaluator.serving.observability.metrics import Metrics
-from prelunet.evaluator.serving.observability.metrics_http import MAX_CONNECTIONS, MAX_REQUEST, MetricsServer
 from tests.helpers.fakes import FakeSession
 from tests.serving.event_loop import async_test, until
 
-SCRAPE = b"GET /metrics HTTP/1.1\r\n\r\n"
+SCRAPE = b"GET /metrics HTTP/1.1\r\nHost: x\r\n\r\n"
 
 
 @asynccontextmanager
 async def running_metrics_server(
-    text: Callable[[], bytes] = lambda: b"", request_timeout: float = 600.0, host: str = "127.0.0.1"
-) -> AsyncIterator[MetricsServer]:
-    port = MetricsServer(text, request_timeout=request_timeout)
-    await port.open(host, 0)
+    text: Callable[[], bytes] = lambda: b"",
+    timeout: float = 600.0,
+    host: str = "127.0.0.1",
+    ready: Callable[[], bool] = lambda: True,
+    count: int = METRICS_LIMITS.count,
+) -> AsyncIterator[Listener]:
+    port = listener(text, timeout, host, ready, count)
+    port.open()
     try:
         yield port
     finally:
-        await port.close()
+        await port.close_within(METRICS_CLOSE_TIMEOUT)
 
 
-async def answer_to(request: bytes, port: MetricsServer, host: str = "127.0.0.1") -> tuple[int, str]:
+def listener(
+    text: Callable[[], bytes],
+    timeout: float = 600.0,
+    host: str = "127.0.0.1",
+    ready: Callable[[], bool] = lambda: True,
+    count: int = METRICS_LIMITS.count,
+    number: int = 0,
+) -> Listener:
+    limits = ConnectionLimits(count, METRICS_LIMITS.head_bytes, timeout, timeout)
+    return Listener(metrics_app(text, ready, timeout), host, number, limits, option="--metrics-port")
+
+
+async def answer_to(request: bytes, port: Listener, host: str = "127.0.0.1") -> tuple[int, str]:
     """Return status and body of a response."""
     reader, writer = await asyncio.open_connection(host, int(port.address.rpartition(":")[2]))
     writer.write(request)
     answer = (await asyncio.wait_for(reader.read(), 20)).decode()
     writer.close()
     head, _, body = answer.partition("\r\n\r\n")
-    length = re.search(r"Content-Length: (\d+)", head)
+    length = re.search(r"content-length: (\d+)", head)
     assert length is not None
     assert int(length[1]) == len(body.encode())
     return int(head.split(" ")[1]), body
@@ -64,14 +80,25 @@ async def test_a_scrape_returns_the_metrics() -> None:
         assert again[0] == 200
 
 
+@async_test
+async def test_a_probe_learns_whether_the_server_accepts_calls() -> None:
+    serving = [False]
+    async with running_metrics_server(ready=lambda: serving[0]) as port:
+        assert await answer_to(b"GET /ready HTTP/1.1\r\nHost: x\r\n\r\n", port) == (503, "not ready\n")
+        serving[0] = True
+        assert await answer_to(b"GET /ready HTTP/1.1\r\nHost: x\r\n\r\n", port) == (200, "ready\n")
+
+
 @pytest.mark.parametrize(
     ("request_", "status"),
     [
-        (b"GET / HTTP/1.1\r\n\r\n", 404),
-        (b"GET /metrics/../etc/passwd HTTP/1.1\r\n\r\n", 404),
-        (b"POST /metrics HTTP/1.1\r\nContent-Length: 3\r\n\r\nabc", 405),
-        (b"DELETE /metrics HTTP/1.1\r\n\r\n", 405),
-        (b"\x00\xff\r\n\r\n", 404),
+        (b"GET / HTTP/1.1\r\nHost: x\r\n\r\n", 404),
+        (b"GET /metrics/../etc/passwd HTTP/1.1\r\nHost: x\r\n\r\n", 404),
+        (b"POST /metrics HTTP/1.1\r\nHost: x\r\nContent-Length: 3\r\n\r\nabc", 405),
+        (b"DELETE /metrics HTTP/1.1\r\nHost: x\r\n\r\n", 405),
+        (b"POST /ready HTTP/1.1\r\nHost: x\r\nContent-Length: 3\r\n\r\nabc", 405),
+        (b"GET /readyz HTTP/1.1\r\nHost: x\r\n\r\n", 404),
+        (b"\x00\xff\r\n\r\n", 400),
     ],
 )
 @async_test
@@ -82,9 +109,11 @@ async def test_other_paths_and_methods_are_refused(request_: bytes, status: int)
 
 @async_test
 async def test_a_client_that_sends_too_much_or_too_slowly_is_cut_off() -> None:
-    async with running_metrics_server(request_timeout=0.2) as port:
+    async with running_metrics_server(timeout=0.2) as port:
+        long_head = b"GET /metrics HTTP/1.1\r\nX: " + b"x" * 2 * METRICS_LIMITS.head_bytes
+        assert (await answer_to(long_head, port))[0] == 400
         host, _, number = port.address.rpartition(":")
-        for sent in (b"GET /metrics HTTP/1.1\r\n" + b"x" * 2 * MAX_REQUEST, b"GET /met", b""):
+        for sent in (b"GET /met", b""):
             reader, writer = await asyncio.open_connection(host, int(number))
             writer.write(sent)
             with pytest.raises((ConnectionError, asyncio.IncompleteReadError)):
@@ -98,14 +127,14 @@ async def test_at_the_connection_limit_the_oldest_incomplete_request_makes_room(
     async with running_metrics_server() as port:
         number = int(port.address.rpartition(":")[2])
         slow = []
-        for opened in range(MAX_CONNECTIONS + 3):
-            if opened >= MAX_CONNECTIONS:
+        for opened in range(METRICS_LIMITS.count + 3):
+            if opened >= METRICS_LIMITS.count:
                 assert (await answer_to(SCRAPE, port))[0] == 200
                 with pytest.raises((ConnectionError, asyncio.IncompleteReadError)):
                     await asyncio.wait_for(slow.pop(0)[0].readexactly(1), 20)
-                await until(lambda: port.connections == MAX_CONNECTIONS - 1)  # the scrape has left
+                await until(lambda: port.connections == METRICS_LIMITS.count - 1)  # the scrape has left
             slow.append(await asyncio.open_connection("127.0.0.1", number))
-            slow[-1][1].write(b"GET /metrics HTTP/1.1\r\nX: ")
+            slow[-1][1].write(b"GET /metrics HTTP/1.1\r\nHost: x\r\nX: ")
             await until(lambda: port.connections == len(slow))
         for reader, writer in slow:
             writer.write(b"\r\n\r\n")
@@ -116,17 +145,14 @@ async def test_at_the_connection_limit_the_oldest_incomplete_request_makes_room(
 
 
 @async_test
-async def test_at_the_connection_limit_the_oldest_unread_response_makes_room(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(metrics_http, "MAX_CONNECTIONS", 2)
+async def test_at_the_connection_limit_the_oldest_unread_response_makes_room() -> None:
     texts = [b"x" * 2**24, b"x" * 2**24, b"in time"]  # more than a connection's buffers
-    async with running_metrics_server(lambda: texts.pop(0)) as port:
+    async with running_metrics_server(lambda: texts.pop(0), count=2) as port:
         lazy = []
         for _ in range(2):
             lazy.append(socket.create_connection(("127.0.0.1", int(port.address.rpartition(":")[2]))))
             lazy[-1].sendall(SCRAPE)
-            await until(lambda: sum(port._clients.values()) == len(lazy) == 3 - len(texts))
+            assert await asyncio.to_thread(lazy[-1].recv, 1) == b"H"
         assert await answer_to(SCRAPE, port) == (200, "in time")
         await until(lambda: port.connections == 1)
     for client in lazy:
@@ -135,35 +161,29 @@ async def test_at_the_connection_limit_the_oldest_unread_response_makes_room(
 
 @async_test
 async def test_an_unread_response_is_freed_after_the_timeout() -> None:
-    transports = []
-
-    def much() -> bytes:
-        transports.append(next(iter(port._clients)).transport)
-        transports[0].set_write_buffer_limits(2**30)  # as with a remainder below the usual limits
-        return b"x" * 2**24
-
-    async with running_metrics_server(much, request_timeout=0.3) as port:
+    async with running_metrics_server(lambda: b"x" * 2**24, timeout=0.3) as port:
         with socket.create_connection(("127.0.0.1", int(port.address.rpartition(":")[2]))) as client:
             client.sendall(SCRAPE)
-            await until(lambda: bool(transports) and not port.connections)
-            assert transports[0].get_write_buffer_size() == 0
+            assert await asyncio.to_thread(client.recv, 1) == b"H"
+            await until(lambda: not port.connections)
 
 
 @async_test
 async def test_a_request_being_answered_does_not_make_room_for_another() -> None:
-    go_on = threading.Event()
+    go_on, entered = threading.Event(), []
 
     def slowly() -> bytes:
+        entered.append(1)
         assert go_on.wait(30)
         return b"all of it"
 
-    async with running_metrics_server(slowly) as port:
-        scrapes = [asyncio.create_task(answer_to(SCRAPE, port)) for _ in range(MAX_CONNECTIONS)]
-        await until(lambda: port._answering == MAX_CONNECTIONS)
+    async with running_metrics_server(slowly, count=2) as port:
+        scrapes = [asyncio.create_task(answer_to(SCRAPE, port)) for _ in range(2)]
+        await until(lambda: len(entered) == 2)
         with pytest.raises((ConnectionError, AssertionError)):  # no answer
             await answer_to(SCRAPE, port)
         go_on.set()
-        assert await asyncio.gather(*scrapes) == [(200, "all of it")] * MAX_CONNECTIONS
+        assert await asyncio.gather(*scrapes) == [(200, "all of it")] * 2
 
 
 @pytest.mark.skipif(not socket.has_dualstack_ipv6(), reason="this machine has no IPv6")
@@ -174,8 +194,8 @@ async def test_the_ipv6_wildcard_listens_on_ipv4_too() -> None:
         for host in ("127.0.0.1", "::1"):
             assert (await answer_to(SCRAPE, port, host))[0] == 200
         number = int(port.address.rpartition(":")[2])
-        with pytest.raises(EnvironmentFault, match=rf"for metrics: port {number} is in use\."):
-            await MetricsServer(Metrics().text).open("::", number)
+        with pytest.raises(EnvironmentFault, match=rf"--metrics-port\): port {number} is in use\."):
+            listener(lambda: b"", host="::", number=number)
 
 
 @async_test
@@ -187,11 +207,11 @@ async def test_a_scrape_in_progress_when_the_port_closes_gets_its_response() -> 
         assert go_on.wait(30)
         return b"all of it"
 
-    port = MetricsServer(slowly)
-    await port.open("127.0.0.1", 0)
+    port = listener(slowly)
+    port.open()
     scrape = asyncio.create_task(answer_to(SCRAPE, port))
     assert await asyncio.to_thread(entered.wait, 30)
-    closing = asyncio.create_task(port.close())
+    closing = asyncio.create_task(port.close_within(METRICS_CLOSE_TIMEOUT))
     await asyncio.sleep(0)  # it has begun
     go_on.set()
     assert await scrape == (200, "all of it")
@@ -199,8 +219,7 @@ async def test_a_scrape_in_progress_when_the_port_closes_gets_its_response() -> 
 
 
 @async_test
-async def test_closing_does_not_wait_for_a_scrape_that_hangs(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(metrics_http, "CLOSE_TIMEOUT", 0.05)
+async def test_closing_does_not_wait_for_a_scrape_that_hangs() -> None:
     entered, go_on = threading.Event(), threading.Event()
 
     def hanging() -> bytes:
@@ -208,11 +227,11 @@ async def test_closing_does_not_wait_for_a_scrape_that_hangs(monkeypatch: pytest
         assert go_on.wait(30)
         return b""
 
-    port = MetricsServer(hanging, request_timeout=60)
-    await port.open("127.0.0.1", 0)
+    port = listener(hanging)
+    port.open()
     scrape = asyncio.create_task(answer_to(SCRAPE, port))
     assert await asyncio.to_thread(entered.wait, 30)
-    closing = asyncio.create_task(port.close())
+    closing = asyncio.create_task(port.close_within(0.05))
     with pytest.raises((ConnectionError, AssertionError)):  # no answer
         await scrape
     go_on.set()
@@ -228,7 +247,7 @@ async def test_closing_aborts_open_connections_and_logs_nothing(
         reader, writer = await asyncio.open_connection(host, int(number))
         while not port.connections:
             await asyncio.sleep(0.005)
-        await port.close()
+        await port.close_within(METRICS_CLOSE_TIMEOUT)
         with pytest.raises((ConnectionError, asyncio.IncompleteReadError)):
             await asyncio.wait_for(reader.readexactly(1), 20)
         writer.close()
@@ -240,8 +259,8 @@ async def test_closing_aborts_open_connections_and_logs_nothing(
 async def test_a_metrics_port_in_use_is_reported_with_a_fix() -> None:
     async with running_metrics_server() as port:
         number = int(port.address.rpartition(":")[2])
-        with pytest.raises(EnvironmentFault, match=rf"for metrics: port {number} is in use\. .* --metrics-port"):
-            await MetricsServer(Metrics().text).open("127.0.0.1", number)
+        with pytest.raises(EnvironmentFault, match=rf"port {number} is in use\. .* --metrics-port"):
+            listener(lambda: b"", number=number)
 
 
 def test_docs_list_every_metric_with_its_labels() -> None:

@@ -90,7 +90,9 @@ def serve_models(
                 session.release_all()
         models.close()
     assert [
-        thread.name for thread in threading.enumerate() if thread not in before and thread.name != "asyncio_0"
+        thread.name
+        for thread in threading.enumerate()
+        if thread not in before and not thread.name.startswith("asyncio_")
     ] == []
     for classifier in models.all():
         device_queue, model = classifier._device_queue, classifier._model

@@ -89,6 +89,38 @@ def test_a_new_client_gets_its_share_among_many() -> None:
         assert enter(admission, stack, "ninth", 100) == 4, "a ninth of 40"
 
 
+def test_an_identity_gets_no_more_than_its_share_and_one_image_alone_always_fits() -> None:
+    admission, metrics = build_admission(max_views=40, max_bytes=1000)
+    with ExitStack() as stack:
+        stack.enter_context(admission.admit_or_refuse(10, 1, Caller("another")))
+        half = Caller("half", identity="token:half", share=0.5)
+        for connection in ("1", "2"):  # an identity is one, whatever its connections
+            stack.enter_context(admission.admit_or_refuse(10, 10, Caller(connection, identity="token:half", share=0.5)))
+        with pytest.raises(Overloaded, match="the limit is the share of this token"):
+            stack.enter_context(admission.admit_or_refuse(10, 1, half))
+        assert enter(admission, stack, "another", 5) == 5, "there is room for others"
+    with ExitStack() as stack:
+        stack.enter_context(admission.admit_or_refuse(10, 1, Caller("another")))
+        stack.enter_context(admission.admit_or_refuse(10, 30, half))
+        with pytest.raises(Overloaded):
+            stack.enter_context(admission.admit_or_refuse(1, 1, half))
+    refusals = metrics.registry.get_sample_value("prelunet_refusals_total", {"model": "fake", "reason": "share"})
+    assert refusals == 2
+
+
+def test_who_waits_for_the_own_share_holds_up_nobody_else() -> None:
+    async def scenario(driver: AdmissionDriver) -> None:
+        driver.shares["a"] = 0.25
+        await driver.come("a0", "a1", "a2", "b0", "b1")
+        assert driver.inside == ["a0", "a1", "b0", "b1"]
+        with driver.admission.admit_or_refuse(10, 1, Caller("c")):
+            pass
+        await driver.leave("a0")
+        assert driver.inside[4:] == ["a2"]
+
+    with_driver(scenario, max_views=8)
+
+
 @async_test
 async def test_waiting_requests_are_admitted_in_order_as_others_leave_and_not_counted_as_refused() -> None:
     admission, metrics = build_admission(max_views=4)
@@ -133,11 +165,12 @@ def client_of(name: str) -> str:
 class AdmissionDriver:
     """Requests for admission, each in its own task; a name begins with its client, see `client_of`.
 
-    inside: names in the order of admission; refused: in the order of refusal.
+    inside: names in the order of admission; refused: in the order of refusal; shares: by the first letter of a name.
     """
 
     def __init__(self, admission: AdmissionController) -> None:
         self.admission = admission
+        self.shares: dict[str, float] = {}
         self.inside: list[str] = []
         self.refused: list[str] = []
         self._tasks: dict[str, asyncio.Task[None]] = {}
@@ -151,7 +184,9 @@ class AdmissionDriver:
 
     async def _hold(self, name: str, size: int, views: int) -> None:
         try:
-            async with self.admission.admit_or_wait(size, views, Caller(client_of(name))):
+            async with self.admission.admit_or_wait(
+                size, views, Caller(client_of(name), share=self.shares.get(name[0]))
+            ):
                 self.inside.append(name)
                 await self._leave[name].wait()
         except Overloaded:
@@ -348,10 +383,23 @@ class ReferenceAdmission:
 
     max_views: int
     max_bytes: int
+    share_of_a: float
     inside: list[PlainTicket] = field(default_factory=list)
     line: list[PlainTicket] = field(default_factory=list)
 
+    def above_share(self, who: PlainTicket) -> bool:
+        shared = [other for other in (*self.inside, who) if other.identity == who.identity]
+        views, size = (sum(getattr(other, unit) for other in shared) for unit in ("views", "size"))
+        above = views > self.share_of_a * self.max_views or size > self.share_of_a * self.max_bytes
+        return who.identity == "a" and len(shared) > 1 and above
+
+    def first(self, before: list[PlainTicket]) -> bool:
+        heads = [who for place, who in enumerate(before) if who.client not in {each.client for each in before[:place]}]
+        return all(self.above_share(head) for head in heads)
+
     def has_room(self, who: PlainTicket, *, first: bool) -> bool:
+        if self.above_share(who):
+            return False
         everyone = (*self.inside, who)
         shared = [other for other in everyone if other.identity == who.identity]
         own = [other for other in shared if other.client == who.client]
@@ -372,7 +420,7 @@ class ReferenceAdmission:
         for place, who in enumerate(self.line):
             before = self.line[:place]
             its_turn = all(other.client != who.client for other in before)
-            if its_turn and self.has_room(who, first=not before):
+            if its_turn and self.has_room(who, first=self.first(before)):
                 self.line.remove(who)
                 self.inside.append(who)
                 self.let_in()
@@ -403,16 +451,22 @@ STEPS = st.lists(
 
 
 @settings(max_examples=150, deadline=None)
-@given(STEPS, st.integers(1, 20))
-def test_admission_decides_as_plain_lists_do(steps: list[tuple[str, str, int, int, int]], max_views: int) -> None:
+@given(STEPS, st.integers(1, 20), st.sampled_from([9.0, 0.6, 0.3]))
+def test_admission_decides_as_plain_lists_do(
+    steps: list[tuple[str, str, int, int, int]], max_views: int, share: float
+) -> None:
+    """share: of `a`, the only one with a limit of its own; 9: as if it had none."""
+
     async def scenario(driver: AdmissionDriver) -> None:
-        admission, plain, calls = driver.admission, ReferenceAdmission(max_views, 200), dict[str, ExitStack]()
+        plain, calls = ReferenceAdmission(max_views, 200, share), dict[str, ExitStack]()
+        admission, driver.shares = driver.admission, {"a": share}
         for number, (step, client, views, size, chosen) in enumerate(steps):
             who = PlainTicket(f"{client}{number}", size, views)
             if step == "call":
-                calls[who.name], refused = ExitStack(), not plain.has_room(who, first=not plain.line)
+                calls[who.name], refused = ExitStack(), not plain.has_room(who, first=plain.first(plain.line))
                 try:
-                    calls[who.name].enter_context(admission.admit_or_refuse(size, views, Caller(client)))
+                    caller = Caller(client, share=driver.shares.get(client[0]))
+                    calls[who.name].enter_context(admission.admit_or_refuse(size, views, caller))
                     assert not refused
                     plain.inside.append(who)
                 except Overloaded:

@@ -7,7 +7,7 @@ from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
 DESCRIPTOR: _descriptor.FileDescriptor
 
 class ClassifyRequest(_message.Message):
-    __slots__ = ("image", "model", "protocol", "top_k", "heatmap", "apply_exif", "scales", "mirror")
+    __slots__ = ("image", "model", "protocol", "top_k", "heatmap", "apply_exif", "scales", "mirror", "maps")
     IMAGE_FIELD_NUMBER: _ClassVar[int]
     MODEL_FIELD_NUMBER: _ClassVar[int]
     PROTOCOL_FIELD_NUMBER: _ClassVar[int]
@@ -16,6 +16,7 @@ class ClassifyRequest(_message.Message):
     APPLY_EXIF_FIELD_NUMBER: _ClassVar[int]
     SCALES_FIELD_NUMBER: _ClassVar[int]
     MIRROR_FIELD_NUMBER: _ClassVar[int]
+    MAPS_FIELD_NUMBER: _ClassVar[int]
     image: bytes
     model: str
     protocol: str
@@ -24,10 +25,11 @@ class ClassifyRequest(_message.Message):
     apply_exif: bool
     scales: _containers.RepeatedScalarFieldContainer[int]
     mirror: bool
-    def __init__(self, image: _Optional[bytes] = ..., model: _Optional[str] = ..., protocol: _Optional[str] = ..., top_k: _Optional[int] = ..., heatmap: _Optional[bool] = ..., apply_exif: _Optional[bool] = ..., scales: _Optional[_Iterable[int]] = ..., mirror: _Optional[bool] = ...) -> None: ...
+    maps: bool
+    def __init__(self, image: _Optional[bytes] = ..., model: _Optional[str] = ..., protocol: _Optional[str] = ..., top_k: _Optional[int] = ..., heatmap: _Optional[bool] = ..., apply_exif: _Optional[bool] = ..., scales: _Optional[_Iterable[int]] = ..., mirror: _Optional[bool] = ..., maps: _Optional[bool] = ...) -> None: ...
 
 class ClassifyResponse(_message.Message):
-    __slots__ = ("predictions", "model", "protocol", "views", "capped", "circumstances", "heatmap", "timings")
+    __slots__ = ("predictions", "model", "protocol", "views", "capped", "circumstances", "heatmap", "timings", "maps")
     PREDICTIONS_FIELD_NUMBER: _ClassVar[int]
     MODEL_FIELD_NUMBER: _ClassVar[int]
     PROTOCOL_FIELD_NUMBER: _ClassVar[int]
@@ -36,6 +38,7 @@ class ClassifyResponse(_message.Message):
     CIRCUMSTANCES_FIELD_NUMBER: _ClassVar[int]
     HEATMAP_FIELD_NUMBER: _ClassVar[int]
     TIMINGS_FIELD_NUMBER: _ClassVar[int]
+    MAPS_FIELD_NUMBER: _ClassVar[int]
     predictions: _containers.RepeatedCompositeFieldContainer[Prediction]
     model: ModelIdentity
     protocol: Protocol
@@ -44,7 +47,24 @@ class ClassifyResponse(_message.Message):
     circumstances: Circumstances
     heatmap: bytes
     timings: Timings
-    def __init__(self, predictions: _Optional[_Iterable[_Union[Prediction, _Mapping]]] = ..., model: _Optional[_Union[ModelIdentity, _Mapping]] = ..., protocol: _Optional[_Union[Protocol, _Mapping]] = ..., views: _Optional[_Iterable[_Union[View, _Mapping]]] = ..., capped: _Optional[bool] = ..., circumstances: _Optional[_Union[Circumstances, _Mapping]] = ..., heatmap: _Optional[bytes] = ..., timings: _Optional[_Union[Timings, _Mapping]] = ...) -> None: ...
+    maps: _containers.RepeatedCompositeFieldContainer[HeatMap]
+    def __init__(self, predictions: _Optional[_Iterable[_Union[Prediction, _Mapping]]] = ..., model: _Optional[_Union[ModelIdentity, _Mapping]] = ..., protocol: _Optional[_Union[Protocol, _Mapping]] = ..., views: _Optional[_Iterable[_Union[View, _Mapping]]] = ..., capped: _Optional[bool] = ..., circumstances: _Optional[_Union[Circumstances, _Mapping]] = ..., heatmap: _Optional[bytes] = ..., timings: _Optional[_Union[Timings, _Mapping]] = ..., maps: _Optional[_Iterable[_Union[HeatMap, _Mapping]]] = ...) -> None: ...
+
+class HeatMap(_message.Message):
+    __slots__ = ("class_index", "rows", "columns", "scores", "image_height", "image_width")
+    CLASS_INDEX_FIELD_NUMBER: _ClassVar[int]
+    ROWS_FIELD_NUMBER: _ClassVar[int]
+    COLUMNS_FIELD_NUMBER: _ClassVar[int]
+    SCORES_FIELD_NUMBER: _ClassVar[int]
+    IMAGE_HEIGHT_FIELD_NUMBER: _ClassVar[int]
+    IMAGE_WIDTH_FIELD_NUMBER: _ClassVar[int]
+    class_index: int
+    rows: int
+    columns: int
+    scores: _containers.RepeatedScalarFieldContainer[float]
+    image_height: int
+    image_width: int
+    def __init__(self, class_index: _Optional[int] = ..., rows: _Optional[int] = ..., columns: _Optional[int] = ..., scores: _Optional[_Iterable[float]] = ..., image_height: _Optional[int] = ..., image_width: _Optional[int] = ...) -> None: ...
 
 class Timings(_message.Message):
     __slots__ = ("queue_seconds", "decode_seconds", "compute_seconds", "total_seconds", "batches")
@@ -250,7 +270,7 @@ class GetModelResponse(_message.Message):
     def __init__(self, model: _Optional[_Union[Model, _Mapping]] = ...) -> None: ...
 
 class Model(_message.Message):
-    __slots__ = ("name", "sha256", "architecture", "activation", "classes", "crop", "default_scales", "max_side", "canvas", "circumstances", "checkpoint_sha256")
+    __slots__ = ("name", "sha256", "architecture", "activation", "classes", "crop", "default_scales", "max_side", "canvas", "circumstances", "checkpoint_sha256", "protocols")
     NAME_FIELD_NUMBER: _ClassVar[int]
     SHA256_FIELD_NUMBER: _ClassVar[int]
     ARCHITECTURE_FIELD_NUMBER: _ClassVar[int]
@@ -262,6 +282,7 @@ class Model(_message.Message):
     CANVAS_FIELD_NUMBER: _ClassVar[int]
     CIRCUMSTANCES_FIELD_NUMBER: _ClassVar[int]
     CHECKPOINT_SHA256_FIELD_NUMBER: _ClassVar[int]
+    PROTOCOLS_FIELD_NUMBER: _ClassVar[int]
     name: str
     sha256: str
     architecture: str
@@ -273,7 +294,8 @@ class Model(_message.Message):
     canvas: str
     circumstances: Circumstances
     checkpoint_sha256: str
-    def __init__(self, name: _Optional[str] = ..., sha256: _Optional[str] = ..., architecture: _Optional[str] = ..., activation: _Optional[str] = ..., classes: _Optional[_Iterable[_Union[ClassEntry, _Mapping]]] = ..., crop: _Optional[int] = ..., default_scales: _Optional[_Iterable[int]] = ..., max_side: _Optional[int] = ..., canvas: _Optional[str] = ..., circumstances: _Optional[_Union[Circumstances, _Mapping]] = ..., checkpoint_sha256: _Optional[str] = ...) -> None: ...
+    protocols: _containers.RepeatedScalarFieldContainer[str]
+    def __init__(self, name: _Optional[str] = ..., sha256: _Optional[str] = ..., architecture: _Optional[str] = ..., activation: _Optional[str] = ..., classes: _Optional[_Iterable[_Union[ClassEntry, _Mapping]]] = ..., crop: _Optional[int] = ..., default_scales: _Optional[_Iterable[int]] = ..., max_side: _Optional[int] = ..., canvas: _Optional[str] = ..., circumstances: _Optional[_Union[Circumstances, _Mapping]] = ..., checkpoint_sha256: _Optional[str] = ..., protocols: _Optional[_Iterable[str]] = ...) -> None: ...
 
 class ClassEntry(_message.Message):
     __slots__ = ("wnid", "name")
@@ -468,16 +490,61 @@ class ReportMember(_message.Message):
     def __init__(self, model: _Optional[_Union[ReportModel, _Mapping]] = ..., weight: _Optional[float] = ...) -> None: ...
 
 class ReportModel(_message.Message):
-    __slots__ = ("file", "sha256", "architecture", "activation")
+    __slots__ = ("file", "sha256", "architecture", "activation", "provenance", "checkpoint_sha256")
     FILE_FIELD_NUMBER: _ClassVar[int]
     SHA256_FIELD_NUMBER: _ClassVar[int]
     ARCHITECTURE_FIELD_NUMBER: _ClassVar[int]
     ACTIVATION_FIELD_NUMBER: _ClassVar[int]
+    PROVENANCE_FIELD_NUMBER: _ClassVar[int]
+    CHECKPOINT_SHA256_FIELD_NUMBER: _ClassVar[int]
     file: str
     sha256: str
     architecture: str
     activation: str
-    def __init__(self, file: _Optional[str] = ..., sha256: _Optional[str] = ..., architecture: _Optional[str] = ..., activation: _Optional[str] = ...) -> None: ...
+    provenance: ReportProvenance
+    checkpoint_sha256: str
+    def __init__(self, file: _Optional[str] = ..., sha256: _Optional[str] = ..., architecture: _Optional[str] = ..., activation: _Optional[str] = ..., provenance: _Optional[_Union[ReportProvenance, _Mapping]] = ..., checkpoint_sha256: _Optional[str] = ...) -> None: ...
+
+class ReportProvenance(_message.Message):
+    __slots__ = ("parent_sha256", "environments", "step", "total_steps", "dataset_fingerprint")
+    PARENT_SHA256_FIELD_NUMBER: _ClassVar[int]
+    ENVIRONMENTS_FIELD_NUMBER: _ClassVar[int]
+    STEP_FIELD_NUMBER: _ClassVar[int]
+    TOTAL_STEPS_FIELD_NUMBER: _ClassVar[int]
+    DATASET_FINGERPRINT_FIELD_NUMBER: _ClassVar[int]
+    parent_sha256: str
+    environments: _containers.RepeatedCompositeFieldContainer[ReportEnvironment]
+    step: int
+    total_steps: int
+    dataset_fingerprint: str
+    def __init__(self, parent_sha256: _Optional[str] = ..., environments: _Optional[_Iterable[_Union[ReportEnvironment, _Mapping]]] = ..., step: _Optional[int] = ..., total_steps: _Optional[int] = ..., dataset_fingerprint: _Optional[str] = ...) -> None: ...
+
+class ReportEnvironment(_message.Message):
+    __slots__ = ("from_step", "versions", "device", "processes", "threads", "precision", "deterministic", "cudnn_benchmark")
+    class VersionsEntry(_message.Message):
+        __slots__ = ("key", "value")
+        KEY_FIELD_NUMBER: _ClassVar[int]
+        VALUE_FIELD_NUMBER: _ClassVar[int]
+        key: str
+        value: str
+        def __init__(self, key: _Optional[str] = ..., value: _Optional[str] = ...) -> None: ...
+    FROM_STEP_FIELD_NUMBER: _ClassVar[int]
+    VERSIONS_FIELD_NUMBER: _ClassVar[int]
+    DEVICE_FIELD_NUMBER: _ClassVar[int]
+    PROCESSES_FIELD_NUMBER: _ClassVar[int]
+    THREADS_FIELD_NUMBER: _ClassVar[int]
+    PRECISION_FIELD_NUMBER: _ClassVar[int]
+    DETERMINISTIC_FIELD_NUMBER: _ClassVar[int]
+    CUDNN_BENCHMARK_FIELD_NUMBER: _ClassVar[int]
+    from_step: int
+    versions: _containers.ScalarMap[str, str]
+    device: str
+    processes: int
+    threads: int
+    precision: str
+    deterministic: bool
+    cudnn_benchmark: bool
+    def __init__(self, from_step: _Optional[int] = ..., versions: _Optional[_Mapping[str, str]] = ..., device: _Optional[str] = ..., processes: _Optional[int] = ..., threads: _Optional[int] = ..., precision: _Optional[str] = ..., deterministic: _Optional[bool] = ..., cudnn_benchmark: _Optional[bool] = ...) -> None: ...
 
 class ReportDataset(_message.Message):
     __slots__ = ("name", "fingerprint", "images", "layout", "selection")

@@ -1,0 +1,132 @@
+"""What both doors, gRPC and HTTP, do with every call: limit those in flight, check tokens, record the end."""
+
+import asyncio
+import time
+from collections import Counter, defaultdict
+from collections.abc import Sequence
+from typing import TypeAlias
+
+import grpc
+from google.protobuf import descriptor_pool
+
+from prelunet.evaluator.errors import Overloaded, PreluNetError
+from prelunet.evaluator.rpc.status import reason_for, status_of
+from prelunet.evaluator.serving.access import AccessControl
+from prelunet.evaluator.serving.observability.call_context import Call
+from prelunet.evaluator.serving.observability.logs import log_call, log_incident
+from prelunet.evaluator.serving.observability.metrics import Metrics
+from prelunet.evaluator.serving.options import ServerLimits
+from prelunet.evaluator.serving.scheduling.admission import with_reserve
+
+Metadata: TypeAlias = Sequence[tuple[str, str | bytes]]
+
+OUR_METHODS = ("/prelunet.v1.", "/inference.")  # prefixes of the methods that we implement
+# Liveness and readiness probes. They are exempt from the limit: a prober without an answer might kill a busy server.
+PROBES = tuple(f"/inference.GRPCInferenceService/{name}" for name in ("ServerLive", "ServerReady", "ModelReady"))
+_RETRY_AFTER = 1.0  # seconds, for a call above the limit; how long the calls in flight will take is unknown
+
+
+class CallsInFlight:
+    """The calls in flight of all clients: counts and limits them, and records their ends in metrics and log.
+
+    limit: maximum number of calls in flight; metrics: of the server.
+    """
+
+    def __init__(self, limit: int = ServerLimits.max_calls, metrics: Metrics | None = None) -> None:
+        self.count = 0
+        self._by_identity: defaultdict[str, Counter[str]] = defaultdict(Counter)  # calls of each of its connections
+        self._limit = limit
+        self._metrics = metrics or Metrics()
+        self._metrics.calls_now.set_function(lambda: self.count)
+
+    def begin(self, call: Call, *, exempt: bool = False) -> Overloaded | None:
+        """Count a call as in flight, until gRPC ends it after sending its answer; above the limit, return its error.
+
+        exempt: always admit the call, and do not count it. `begin` must be called in the task in which gRPC runs the
+        call, before its first message is read.
+
+        Who calls is not known here yet, so there is room for a quarter more; `admit` decides on it.
+        """
+        counted = not exempt and self.count < with_reserve(self._limit)
+        task = asyncio.current_task()
+        assert task is not None, "gRPC runs each call in a task"
+        task.add_done_callback(lambda _: self._end(call, counted=counted))
+        if counted:
+            self.count += 1
+        elif not exempt:
+            return self._overloaded()
+        return None
+
+    def admit(self, call: Call) -> None:
+        """Raise Overloaded above the limit, unless the caller has less than its share of the calls.
+
+        Identities below their share may use all the reserve, connections below their part of it only half: otherwise
+        an address with many connections would leave nothing to the others.
+        """
+        if self.count > self._limit:
+            own = self._by_identity.get(call.identity, Counter())
+            share = self._limit // (len(self._by_identity) + (not own))
+            part = share // (len(own) + (call.peer not in own))
+            half = (self._limit + with_reserve(self._limit)) // 2
+            if own.total() >= share and (own[call.peer] >= part or self.count > half):
+                raise self._overloaded()
+        self._by_identity[call.identity][call.peer] += 1
+        call.admitted = True
+
+    def _overloaded(self) -> Overloaded:
+        self._metrics.refusals.labels("", "calls").inc()
+        return Overloaded(f"the server already has {self._limit} calls in flight. Try again later", _RETRY_AFTER)
+
+    def _end(self, call: Call, *, counted: bool) -> None:
+        call.status = call.status or "CANCELLED"  # the client left, or its message was too large for gRPC
+        seconds = time.monotonic() - call.begun
+        # An unknown method gets no label of its own: clients could invent any number of names.
+        method = call.method if _is_known(call.method) else "unknown"
+        self._metrics.calls.labels(method, call.status).inc()
+        self._metrics.call_seconds.labels(method).observe(seconds)
+        log_call(call, seconds)
+        if call.admitted:
+            own = self._by_identity[call.identity]
+            own[call.peer] -= 1
+            if not own[call.peer]:
+                del own[call.peer]
+            if not own:
+                del self._by_identity[call.identity]
+        if counted:
+            self.count -= 1  # last: a server that stops waits for this; earlier, the log line would be lost
+
+
+def _is_known(method: str) -> bool:
+    """Return whether a loaded proto file has a method of this name."""
+    try:
+        found = descriptor_pool.Default().FindMethodByName(method.replace("/", "."))  # type: ignore[no-untyped-call]
+    except KeyError:
+        return False
+    return method == f"{found.containing_service.full_name}/{found.name}"
+
+
+def access_error(
+    access: AccessControl | None, call: Call, metadata: Metadata, *, known: bool = True
+) -> PreluNetError | None:
+    """Return the error of a call that its token, or the lack of one, does not allow; note whose token it is.
+
+    access: None without tokens; metadata: of the call, or its HTTP headers; known: whether its method exists.
+    """
+    if access is None:
+        return None
+    try:
+        authorizations = [value for key, value in metadata if key == "authorization"]
+        found = access.check(f"/{call.method}", authorizations, known=known)
+    except PreluNetError as error:
+        return error
+    if found is not None:
+        name, token = found
+        call.identify, call.share = lambda _: f"token:{name}", token.share
+    return None
+
+
+def record_error(call: Call, error: Exception) -> grpc.Status:
+    """Note the error that ends a call, and return its status. An internal error is logged as an incident."""
+    status = status_of(error, log_incident(error))
+    call.status, call.reason, call.error = status.code.name, reason_for(error), status.details
+    return status

@@ -1,0 +1,1 @@
+"""HTTP: ports, routes and JSON."""

@@ -1,0 +1,323 @@
+"""The second door: HTTP requests get the limits, tokens, deadlines, log lines and metrics of gRPC calls."""
+
+import asyncio
+import ipaddress
+import json
+import math
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from typing import Any, TypeAlias, cast
+
+from starlette.datastructures import Headers, QueryParams
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Router
+from starlette.types import Message, Receive, Scope, Send
+
+from prelunet.evaluator.errors import HTTP_STATUSES, DeadlinePassed, NotReady, Overloaded, UsageError
+from prelunet.evaluator.serving.access import AccessControl
+from prelunet.evaluator.serving.api.arriving import ArrivingBytes
+from prelunet.evaluator.serving.api.calls import PROBES, CallsInFlight, access_error, record_error
+from prelunet.evaluator.serving.api.interceptor import decompressed
+from prelunet.evaluator.serving.http.listener import Connection
+from prelunet.evaluator.serving.observability.call_context import (
+    REQUEST_ID,
+    Call,
+    Context,
+    current_call,
+    request_id_from,
+)
+from prelunet.evaluator.serving.options import ServerLimits
+
+TIMEOUT_HEADER = "x-request-timeout"  # seconds from the arrival of the headers to the answer
+DEFAULT_TIMEOUT, MAX_TIMEOUT = 60.0, 3600.0  # seconds
+_COMPRESSIONS = ("gzip", "deflate")
+
+
+class JsonResponse(Response):
+    """A response in JSON."""
+
+    media_type = "application/json"
+
+    def render(self, content: Any) -> bytes:
+        """Return the content as JSON, without NaN, which JSON does not have."""
+        return json.dumps(content, ensure_ascii=False, allow_nan=False, separators=(",", ":")).encode()
+
+
+@dataclass(frozen=True)
+class Deadline:
+    """What servicers use of gRPC's context: who calls, and how many seconds are left."""
+
+    client: str
+    at: float  # of time.monotonic()
+
+    def peer(self) -> str:
+        """Return gRPC's name of the connection."""
+        return self.client
+
+    def time_remaining(self) -> float:
+        """Return the seconds until the deadline."""
+        return self.at - time.monotonic()
+
+
+@dataclass
+class HttpCall:
+    """A request that has been admitted. parameters: of its path; body: complete and decompressed."""
+
+    parameters: dict[str, str]
+    query: QueryParams
+    headers: Headers
+    body: bytes
+    context: Context
+
+    def take_body(self) -> bytes:
+        """Return the body, which is not kept: an image may wait for long."""
+        body, self.body = self.body, b""
+        return body
+
+
+Answer: TypeAlias = Callable[[HttpCall], Awaitable[Response]]
+
+
+class HttpDoor:
+    """The ASGI application of the HTTP port.
+
+    router: of the routes, whose endpoints are plain or made by `endpoint_of`; refusal: returns the error of a gRPC
+    method while models load and when the server stops; access: None without tokens; host_names: that requests may name
+    besides addresses.
+    """
+
+    def __init__(
+        self,
+        calls: CallsInFlight,
+        limits: ServerLimits,
+        arriving: ArrivingBytes,
+        access: AccessControl | None,
+        refusal: Callable[[str], NotReady | None],
+        host_names: Sequence[str] = (),
+    ) -> None:
+        self.router = Router(redirect_slashes=False)
+        self._calls, self._limits, self._arriving = calls, limits, arriving
+        self._access, self._refusal = access, refusal
+        self._host_names = frozenset(name.lower() for name in ("localhost", *host_names))
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Answer a request."""
+        connection: Connection = scope["state"]["connection"]
+        headers = Headers(scope=scope)
+        call = Call("unknown", request_id_from(headers.items()), peer=_peer(scope["client"]))
+        if self._limits.proxies.networks:
+            call.identify = lambda peer: self._limits.proxies.identity(headers.items(), peer)
+        current_call.set(call)
+        body = _Body(headers, receive, self._limits.max_message_bytes)
+        scope.update({"app": self, "body": body, "call": call})  # `app`: the router raises errors
+        connection.begin()
+        try:
+            await self._answer(scope, headers, call, body, _Sending(send, call, connection, self._limits))
+        finally:
+            connection.end(complete=body.complete)
+
+    async def _answer(self, scope: Scope, headers: Headers, call: Call, body: "_Body", sending: "_Sending") -> None:
+        try:
+            self._check_head(scope, headers)
+            await self.router(scope, body.receive, sending.send)
+        except asyncio.CancelledError:
+            call.status = "CANCELLED"  # the client has left, or the server cuts off its calls
+        except Exception as error:
+            if call.method == "unknown":
+                self._calls.begin(call, exempt=True)  # for its log line
+            response = error_response(call, error, v2=scope["path"].startswith("/v2"))
+            await response(scope, body.receive, sending.send)
+
+    def _check_head(self, scope: Scope, headers: Headers) -> None:
+        """Refuse requests that another program might take for two, or that a web page sends in a foreign name."""
+        if scope["http_version"] not in {"1.0", "1.1"}:
+            raise HTTPException(505, "this server speaks HTTP/1.1", {"Connection": "close"})
+        if sum(map(len, headers.keys())) + sum(map(len, headers.values())) > self._limits.max_metadata:
+            raise HTTPException(431, f"the headers exceed this server's limit of {self._limits.max_metadata} bytes")
+        if "transfer-encoding" in headers and "content-length" in headers:
+            raise HTTPException(400, "a body has either a length or chunks, not both", {"Connection": "close"})
+        host = headers.get("host", "localhost").lower()
+        name = host.rpartition(":")[0] if not host.endswith("]") and ":" in host else host
+        if name not in self._host_names and not _is_address(name.strip("[]")):
+            raise HTTPException(
+                421, f"this server is not known as '{name[:100]}'; its operator can allow it: --http-host-names"
+            )
+
+    def endpoint_of(self, method: str, answer: Answer) -> Callable[[Request], Awaitable[Response]]:
+        """Return the endpoint of a route that does what a gRPC method does, with its scope and limits.
+
+        method: as in "prelunet.v1.PreluNetService/Classify".
+        """
+
+        async def endpoint(request: Request) -> Response:
+            call, body = request.scope["call"], request.scope["body"]
+            call.method = method
+            refused = access_error(self._access, call, request.headers.items())
+            exempt = f"/{method}" in PROBES
+            overloaded = self._calls.begin(call, exempt=exempt or refused is not None)
+            if (error := refused or overloaded or self._refusal(f"/{method}")) is not None:
+                raise error
+            if not exempt:
+                self._calls.admit(call)
+            context = Deadline(call.peer, call.begun + _timeout(request.headers))
+            content = await self._arriving.receive(call, self._read(body, context))
+            content = await self._decompressed(content, request.headers)
+            call.bytes = len(content)
+            admitted = HttpCall(
+                request.path_params, request.query_params, request.headers, content, cast("Context", context)
+            )
+            del content
+            async with _cancelled_by_disconnect(body):
+                response = await answer(admitted)
+            call.status = "OK"
+            return response
+
+        return endpoint
+
+    async def _read(self, body: "_Body", context: Deadline) -> bytes:
+        seconds = min(self._limits.message_timeout, context.time_remaining())
+        try:
+            async with asyncio.timeout(seconds):
+                return await body.read()
+        except TimeoutError:
+            raise DeadlinePassed(f"the body of this request did not arrive within {seconds:g} s") from None
+
+    async def _decompressed(self, data: bytes, headers: Headers) -> bytes:
+        encoding = headers.get("content-encoding", "identity").lower()
+        if encoding in _COMPRESSIONS:
+            return await asyncio.to_thread(decompressed, data, self._limits.max_message_bytes)
+        if encoding != "identity":
+            raise HTTPException(415, f"Content-Encoding should be one of {', '.join(_COMPRESSIONS)}")
+        return data
+
+
+class _Body:
+    """The body of a request. complete: nothing of it is left to read."""
+
+    def __init__(self, headers: Headers, receive: Receive, limit: int) -> None:
+        self._receive, self._limit = receive, limit
+        self._length = headers.get("content-length", "0")
+        self.complete = self._length == "0" and "transfer-encoding" not in headers
+
+    async def receive(self) -> Message:
+        """Receive the next part, or the disconnection of the client."""
+        message = await self._receive()
+        if message["type"] == "http.request" and not message.get("more_body"):
+            self.complete = True
+        return message
+
+    async def read(self) -> bytes:
+        """Return all of it. Raises HTTPException if it is too large, before reading it if its length is known."""
+        too_large = HTTPException(413, f"the body exceeds this server's limit of {self._limit} bytes")
+        if int(self._length) > self._limit:  # h11 has checked the number
+            raise too_large
+        data = bytearray()
+        while True:
+            message = await self.receive()
+            if message["type"] == "http.disconnect":
+                raise asyncio.CancelledError
+            data += message["body"]
+            if len(data) > self._limit:
+                raise too_large
+            if not message.get("more_body"):
+                return bytes(data)
+
+
+class _Sending:
+    """Sends a response: in time, with the headers that all responses have."""
+
+    def __init__(self, send: Send, call: Call, connection: Connection, limits: ServerLimits) -> None:
+        self._send, self._call, self._connection = send, call, connection
+        self._seconds = limits.message_timeout
+        self._headers = [
+            (REQUEST_ID.encode(), call.request_id.encode()),
+            (b"x-content-type-options", b"nosniff"),
+        ]
+
+    async def send(self, message: Message) -> None:
+        """Send a part of a response; return once the client has read most of it."""
+        if message["type"] == "http.response.start":
+            message["headers"] = [*message["headers"], *self._headers]
+            await self._send(message)
+            return
+        try:
+            async with asyncio.timeout(self._seconds):
+                await self._send({**message, "more_body": True})
+                await self._send({"type": "http.response.body", "more_body": message.get("more_body", False)})  # waits
+        except TimeoutError:
+            self._call.status = "CANCELLED"
+            self._connection.transport.abort()
+
+
+@asynccontextmanager
+async def _cancelled_by_disconnect(body: _Body) -> AsyncIterator[None]:
+    """Cancel this task if the client leaves meanwhile, as gRPC does."""
+    task = asyncio.current_task()
+    assert task is not None, "uvicorn runs each request in a task"
+
+    async def watch() -> None:
+        while (await body.receive())["type"] != "http.disconnect":
+            pass
+        task.cancel()
+
+    watcher = asyncio.create_task(watch())
+    try:
+        yield
+    finally:
+        watcher.cancel()
+
+
+# Errors of HTTP itself: our text for the router's, and gRPC's words for the status.
+_TEXTS = {404: "no such path; GET /openapi.json lists all", 405: "no such method; the header Allow lists this path's"}
+_CODES = {404: "NOT_FOUND", 413: "RESOURCE_EXHAUSTED"}
+
+
+def error_response(call: Call, error: Exception, *, v2: bool) -> Response:
+    """Return the response for an error, and note the error. v2: in the form of the Open Inference Protocol."""
+    headers: dict[str, str] = {}
+    if isinstance(error, HTTPException):
+        status, headers = error.status_code, dict(error.headers or {})
+        call.status, call.error = _CODES.get(status, "INVALID_ARGUMENT"), _TEXTS.get(status, error.detail)
+    else:
+        record_error(call, error)
+        status = HTTP_STATUSES[call.status]
+        if isinstance(error, Overloaded) and error.retry_after is not None:
+            headers["Retry-After"] = str(math.ceil(error.retry_after))
+        if status == 401:
+            headers["WWW-Authenticate"] = "Bearer"
+    content = {"error": call.error}
+    if not v2:
+        content |= {"code": call.status, "reason": call.reason, "request_id": call.request_id}
+    return JsonResponse(content, status, headers)
+
+
+def _timeout(headers: Headers) -> float:
+    """Return the seconds that a request may take."""
+    text = headers.get(TIMEOUT_HEADER, str(DEFAULT_TIMEOUT))
+    try:
+        seconds = float(text)
+    except ValueError:
+        seconds = math.nan
+    if not 0 < seconds <= MAX_TIMEOUT:
+        raise UsageError(f"header {TIMEOUT_HEADER} should be a number of seconds up to {MAX_TIMEOUT:g}: '{text[:100]}'")
+    return seconds
+
+
+def _peer(client: tuple[str, int] | None) -> str:
+    """Return the name that gRPC gives a connection, so that a client has one identity at both doors."""
+    host, port = client or ("", 0)
+    host = host.removeprefix("::ffff:")
+    return f"ipv6:%5B{host}%5D:{port}" if ":" in host else f"ipv4:{host}:{port}"
+
+
+def _is_address(name: str) -> bool:
+    """Return whether a host is an IP address, which no attacker's name server can redirect (DNS rebinding)."""
+    try:
+        ipaddress.ip_address(name)
+    except ValueError:
+        return False
+    return True

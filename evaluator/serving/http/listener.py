@@ -1,0 +1,243 @@
+"""An HTTP/1.1 port: uvicorn's protocol, behind limits on connections and times that uvicorn does not have.
+
+uvicorn's own server is not used: it installs signal handlers, and neither limits connections and handshakes nor the
+time for the head of a request. Only this module imports uvicorn.
+"""
+
+import asyncio
+import socket
+import ssl
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any
+
+import h11
+from starlette.types import ASGIApp
+from uvicorn import Config
+from uvicorn.protocols.http.h11_impl import H11Protocol
+from uvicorn.server import ServerState
+
+from prelunet.evaluator.errors import EnvironmentFault
+from prelunet.evaluator.serving.network import explain_bind_error, host_port, is_wildcard
+
+_NO_DESCRIPTOR_PAUSE = 1.0  # seconds without accepting, when the process has no file descriptor left
+_POLL_INTERVAL = 0.01  # seconds between checks for open connections
+_RECEIVE_BYTES = 2**16  # at a time; by default 256 KiB, which tiny chunks would make 0.4 s of parsing
+
+
+@dataclass(frozen=True)
+class ConnectionLimits:
+    """Limits of a port; times in seconds.
+
+    count: of open connections; head_bytes: of request line and headers; head: to complete a handshake, and to receive
+    request line and headers; idle: between two requests, also to read a response; unread: for the rest of a body that
+    nobody reads, since closing at once would keep many clients from reading the response.
+    """
+
+    count: int
+    head_bytes: int = 2**14
+    head: float = 20.0
+    idle: float = 60.0
+    unread: float = 2.0
+
+
+class Connection(H11Protocol):
+    """A connection. The application finds it in the state of its scope, and reports begin and end of each request."""
+
+    def __init__(
+        self, config: Config, state: ServerState, limits: ConnectionLimits, on_lost: "Callable[[Connection], None]"
+    ) -> None:
+        super().__init__(config, state, {"connection": self})
+        self.requests = 0  # in progress; uvicorn starts one at a time, but the next may start before the last has ended
+        self._limits = limits
+        self._on_lost = on_lost
+        self._between_requests = False
+        self._timer: asyncio.TimerHandle | None = None
+
+    def connection_made(self, transport: Any) -> None:
+        """Wait for the first request."""
+        transport.max_size = _RECEIVE_BYTES
+        super().connection_made(transport)
+        self._abort_after(self._limits.head)
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        """End the requests in progress."""
+        self._on_lost(self)
+        if self._timer is not None:
+            self._timer.cancel()
+        super().connection_lost(exc)
+
+    def data_received(self, data: bytes) -> None:
+        """Start the time for the head of a request when its first byte arrives."""
+        if self._between_requests:
+            self._between_requests = False
+            self._abort_after(self._limits.head)
+        super().data_received(data)
+
+    def begin(self) -> None:
+        """Note that a request is in progress: its time is the application's concern."""
+        self.requests += 1
+        self._between_requests = False
+        if self._timer is not None:
+            self._timer.cancel()
+
+    def end(self, *, complete: bool) -> None:
+        """Note that a request has been answered. complete: its body has been read, or it had none."""
+        self.requests -= 1
+        if not self.requests:
+            self._between_requests = complete
+            self._abort_after(self._limits.idle if complete else self._limits.unread)
+
+    def _abort_after(self, seconds: float) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+        self._timer = self.loop.call_later(seconds, self.transport.abort)
+
+    def send_400_response(self, msg: str) -> None:  # noqa: ARG002
+        """Refuse what is not HTTP; a request in progress, whose body this was, ends as if its client had left."""
+        if self.conn.our_state not in (h11.IDLE, h11.SEND_RESPONSE):  # too late for a response
+            self.transport.abort()
+            return
+        if self.cycle is not None:
+            self.cycle.disconnected = True
+            self.cycle.message_event.set()
+        body = b'{"error":"not a valid HTTP/1.1 request, or its head is larger than this server accepts"}'
+        headers = [("content-type", "application/json"), ("content-length", str(len(body))), ("connection", "close")]
+        for event in (h11.Response(status_code=400, headers=headers), h11.Data(data=body), h11.EndOfMessage()):
+            self.transport.write(self.conn.send(event) or b"")
+        self.transport.close()
+
+
+class Listener:
+    """A port and its connections; created and used inside one running event loop.
+
+    tls: returns the context for new connections, None without TLS; option: that sets the port.
+    The constructor raises EnvironmentFault if the port is unavailable.
+    """
+
+    def __init__(
+        self,
+        app: ASGIApp,
+        host: str,
+        port: int,
+        limits: ConnectionLimits,
+        *,
+        option: str,
+        tls: Callable[[], ssl.SSLContext] | None = None,
+    ) -> None:
+        self._limits, self._tls = limits, tls
+        self._config = Config(
+            app,
+            interface="asgi3", http=Connection, ws="none", lifespan="off", log_config=None, log_level="critical",
+            access_log=False, proxy_headers=False, h11_max_incomplete_event_size=limits.head_bytes,
+            timeout_keep_alive=round(2 * limits.idle) + 1,  # not before ours, which also ends unread responses
+        )  # fmt: skip
+        self._config.load()
+        self._state = ServerState()
+        self._connections: dict[Connection, asyncio.Task[None]] = {}  # and what sets each up; oldest first
+        try:
+            self._sockets = _bind(host, port)
+        except OSError as error:
+            reason = explain_bind_error(host, port, option)
+            raise EnvironmentFault(f"cannot listen on {host_port(host, port)} ({option}): {reason}") from error
+        self.address = host_port(host, self._sockets[0].getsockname()[1])
+        self._accepting: list[asyncio.Task[None]] = []
+
+    def open(self) -> None:
+        """Accept connections."""
+        self._accepting = [asyncio.create_task(self._accept(each)) for each in self._sockets]
+
+    @property
+    def connections(self) -> int:
+        """Return the number of connections, also those that are being set up."""
+        return len(self._connections)
+
+    async def close(self) -> None:
+        """Close the port and idle connections; return when those with a request in progress are done."""
+        for task in self._accepting:
+            task.cancel()
+        await asyncio.gather(*self._accepting, return_exceptions=True)  # they let go of the sockets
+        for each in self._sockets:
+            each.close()
+        for connection, setup in list(self._connections.items()):
+            setup.cancel()
+            if connection.requests:
+                connection.shutdown()  # after the response
+            elif connection.transport is not None:
+                connection.transport.close()
+        while self._connections or self._state.tasks:
+            await asyncio.sleep(_POLL_INTERVAL)
+            if not self._connections:
+                for task in self._state.tasks:  # nobody waits for their responses
+                    task.cancel()
+
+    async def close_within(self, seconds: float) -> None:
+        """Do the same, but abort the connections that take longer."""
+        with suppress(TimeoutError):
+            async with asyncio.timeout(seconds):
+                await self.close()
+        self.abort()
+        await self.close()
+
+    def abort(self) -> None:
+        """Abort all connections, and with them the requests in progress."""
+        for connection in self._connections:
+            if connection.transport is not None:
+                connection.transport.abort()
+
+    async def _accept(self, listener: socket.socket) -> None:
+        loop = asyncio.get_running_loop()
+        while True:
+            try:
+                accepted, _ = await loop.sock_accept(listener)
+            except OSError:
+                await asyncio.sleep(_NO_DESCRIPTOR_PAUSE)
+                continue
+            if self._make_room():
+                connection = Connection(self._config, self._state, self._limits, self._forget)
+                self._connections[connection] = loop.create_task(self._set_up(connection, accepted))
+            else:
+                accepted.close()
+
+    def _make_room(self) -> bool:
+        """Return whether one more connection fits, after aborting the oldest idle one if necessary.
+
+        Otherwise idle connections could lock out everybody else.
+        """
+        if self.connections < self._limits.count:
+            return True
+        idle = (each for each in self._connections if each.transport is not None and not each.requests)
+        if (oldest := next(idle, None)) is None:
+            return False
+        del self._connections[oldest]
+        oldest.transport.abort()
+        return True
+
+    async def _set_up(self, connection: Connection, accepted: socket.socket) -> None:
+        accepted.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)  # else a response may wait 40 ms for an ACK
+        tls = None if self._tls is None else self._tls()
+        try:
+            await asyncio.get_running_loop().connect_accepted_socket(
+                lambda: connection, accepted, ssl=tls, ssl_handshake_timeout=None if tls is None else self._limits.head
+            )
+        except (OSError, asyncio.CancelledError):  # the client has left, or does not speak TLS; the port closes
+            self._forget(connection)
+
+    def _forget(self, connection: Connection) -> None:
+        self._connections.pop(connection, None)
+
+
+def _bind(host: str, port: int) -> list[socket.socket]:
+    """Listen on all addresses of a host, on the same port."""
+    if is_wildcard(host) and socket.has_dualstack_ipv6():  # as gRPC: IPv4 too
+        found = [socket.create_server((host, port), family=socket.AF_INET6, dualstack_ipv6=True)]
+    else:
+        found = []
+        addresses = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+        for family, _, _, _, address in addresses:
+            found.append(socket.create_server((address[0], port), family=family))
+            port = port or found[0].getsockname()[1]
+    for each in found:
+        each.setblocking(False)
+    return found

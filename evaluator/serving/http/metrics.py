@@ -1,0 +1,51 @@
+"""The port of Prometheus metrics, `GET /metrics`, and probes, `GET /ready`; Kubernetes' gRPC probes cannot use TLS."""
+
+import asyncio
+from collections.abc import Callable
+
+from starlette.requests import Request
+from starlette.responses import PlainTextResponse, Response
+from starlette.routing import Route, Router
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from prelunet.evaluator.serving.http.listener import Connection, ConnectionLimits
+
+TIMEOUT = 10.0  # seconds to receive a request, to answer it, and for the client to read the response
+METRICS_LIMITS = ConnectionLimits(16, 2**13, TIMEOUT, TIMEOUT)  # Prometheus needs one connection
+METRICS_CLOSE_TIMEOUT = 1.0  # seconds to finish responses when the port closes; they take some milliseconds
+CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
+
+
+def metrics_app(text: Callable[[], bytes], ready: Callable[[], bool], timeout: float = TIMEOUT) -> ASGIApp:
+    """Return the application of the port.
+
+    text: returns the current metrics, called in a thread; ready: whether the server accepts calls; timeout: in seconds.
+    """
+
+    async def metrics(_request: Request) -> Response:
+        return Response(await asyncio.to_thread(text), media_type=CONTENT_TYPE)
+
+    async def readiness(_request: Request) -> Response:
+        text, status = ("ready\n", 200) if ready() else ("not ready\n", 503)
+        return PlainTextResponse(text, status)
+
+    router = Router([Route("/metrics", metrics), Route("/ready", readiness)], redirect_slashes=False)
+
+    async def app(scope: Scope, receive: Receive, send: Send) -> None:
+        connection: Connection = scope["state"]["connection"]
+
+        async def send_and_close(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                message["headers"] = [*message["headers"], (b"connection", b"close")]
+            await send(message)
+
+        connection.begin()
+        try:
+            async with asyncio.timeout(timeout):
+                await router(scope, receive, send_and_close)
+        except (TimeoutError, asyncio.CancelledError):
+            connection.transport.abort()
+        finally:
+            connection.end(complete=True)
+
+    return app

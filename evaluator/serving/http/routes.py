@@ -1,0 +1,160 @@
+"""The routes of the HTTP port: each does what a gRPC method does, by the same servicer."""
+
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import Any
+
+from google.protobuf.json_format import MessageToDict
+from google.protobuf.message import Message
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
+
+from prelunet.evaluator.errors import UsageError
+from prelunet.evaluator.imaging.limits import DecodeLimits
+from prelunet.evaluator.pb.inference import inference_pb2 as oip
+from prelunet.evaluator.pb.prelunet.v1 import prelunet_pb2 as pb
+from prelunet.evaluator.reporting.live_page import live_page
+from prelunet.evaluator.serving.api import inference, prelunet
+from prelunet.evaluator.serving.api.inference import InferenceServicer, run_inline_or_in_thread
+from prelunet.evaluator.serving.api.prelunet import PreluNetServicer
+from prelunet.evaluator.serving.http.door import Answer, HttpCall, HttpDoor, JsonResponse
+from prelunet.evaluator.serving.http.inference_json import LENGTH_HEADER, infer_response, parse_infer_request, plain
+from prelunet.evaluator.serving.http.openapi import description
+from prelunet.evaluator.serving.models import Models
+
+_LARGE_BODY = 2**20  # bytes, whose JSON takes milliseconds to parse
+_LARGE_ANSWER = 10_000  # bytes of a message, whose JSON takes milliseconds, too
+_MODEL = ("/v2/models/{name}", "/v2/models/{name}/versions/{version}")
+
+
+def _flag(text: str) -> bool:
+    return {"true": True, "false": False}[text]
+
+
+# Query parameters of /v1/classify: fields of ClassifyRequest, and how to read them.
+CLASSIFY_PARAMETERS: Mapping[str, Callable[[str], Any]] = {
+    "model": str,
+    "protocol": str,
+    "top_k": int,
+    "heatmap": {"png": "heatmap", "maps": "maps"}.__getitem__,  # the field to set
+    "apply_exif": _flag,
+    "scales": lambda text: [int(each) for each in text.split(",")],
+    "mirror": _flag,
+}
+
+
+class Routes:
+    """Adds the routes to a door. ready: whether the server accepts new work, as reported by health."""
+
+    def __init__(self, door: HttpDoor, ready: Callable[[], bool]) -> None:
+        self._door, self._ready = door, ready
+        self.serve(Models((), DecodeLimits()))  # until they are loaded; the door refuses calls to them
+        self._add("GET", "/v1/models", prelunet.SERVICE, "ListModels", self._list_models)
+        self._add("GET", "/v1/models/{name}", prelunet.SERVICE, "GetModel", self._get_model)
+        self._add("POST", "/v1/classify", prelunet.SERVICE, "Classify", self._classify)
+        routes: tuple[tuple[str, str, str, Answer], ...] = (
+            ("GET", "/v2", "ServerMetadata", partial(self._plain, "ServerMetadata")),
+            ("GET", "/v2/health/live", "ServerLive", partial(self._plain, "ServerLive")),
+            ("GET", "/v2/health/ready", "ServerReady", partial(self._probe, "ServerReady")),
+            ("POST", "/v2/repository/index", "RepositoryIndex", self._index),
+            ("GET", "/v2/models/stats", "ModelStatistics", partial(self._plain, "ModelStatistics")),
+            *(("GET", path, "ModelMetadata", partial(self._plain, "ModelMetadata")) for path in _MODEL),
+            *(("GET", f"{path}/ready", "ModelReady", partial(self._probe, "ModelReady")) for path in _MODEL),
+            *(("GET", f"{path}/config", "ModelConfig", self._config) for path in _MODEL),
+            *(("GET", f"{path}/stats", "ModelStatistics", partial(self._plain, "ModelStatistics")) for path in _MODEL),
+            *(("POST", f"{path}/infer", "ModelInfer", self._infer) for path in _MODEL),
+        )
+        for method, path, name, answer in routes:
+            self._add(method, path, inference.SERVICE, name, answer)
+        described = description(each for each in door.router.routes if isinstance(each, Route))
+
+        async def openapi(_request: Request) -> Response:
+            return JsonResponse(described)
+
+        html, policy = live_page()
+        headers = {"Content-Security-Policy": policy, "Cache-Control": "no-cache", "Referrer-Policy": "no-referrer"}
+
+        async def page(_request: Request) -> Response:  # without a token: the page asks for one
+            return Response(html, headers=headers, media_type="text/html")
+
+        door.router.routes += [Route("/openapi.json", openapi), Route("/", page)]
+
+    def serve(self, models: Models) -> None:
+        """Answer calls with these models."""
+        self._prelunet, self._inference = PreluNetServicer(models), InferenceServicer(models, self._ready)
+
+    def _add(self, method: str, path: str, service: str, name: str, answer: Answer) -> None:
+        endpoint = self._door.endpoint_of(f"{service}/{name}", answer)
+        self._door.router.routes.append(Route(path, endpoint, methods=[method], name=f"{service}/{name}"))
+
+    async def _list_models(self, call: HttpCall) -> Response:
+        return await _proto_json(await self._prelunet.ListModels(pb.ListModelsRequest(), call.context))
+
+    async def _get_model(self, call: HttpCall) -> Response:
+        found = await self._prelunet.GetModel(pb.GetModelRequest(**call.parameters), call.context)
+        return await _proto_json(found.model)
+
+    async def _classify(self, call: HttpCall) -> Response:
+        return await _proto_json(await self._prelunet.Classify(_classify_request(call), call.context))
+
+    async def _infer(self, call: HttpCall) -> Response:
+        version = call.parameters.get("version", "")
+        length, large = call.headers.get(LENGTH_HEADER), len(call.body) > _LARGE_BODY
+        parsed = await run_inline_or_in_thread(
+            partial(parse_infer_request, call.take_body(), length, call.parameters["name"], version), in_thread=large
+        )
+        answer, binary = self._inference.ModelInfer(parsed[0], call.context), parsed[1]
+        del parsed  # now `answer` alone holds the message, and frees it early
+        response = await answer
+        large = not binary and response.ByteSize() > _LARGE_ANSWER
+        body, headers = await run_inline_or_in_thread(partial(infer_response, response, binary=binary), in_thread=large)
+        return Response(body, headers=headers)
+
+    async def _message(self, name: str, call: HttpCall) -> dict[str, Any]:
+        """Call a method of the Open Inference Protocol whose request has no more than name and version of a model."""
+        request = getattr(oip, f"{name}Request")(**call.parameters)
+        return plain(await getattr(self._inference, name)(request, call.context))
+
+    async def _plain(self, name: str, call: HttpCall) -> Response:
+        return JsonResponse(await self._message(name, call))
+
+    async def _probe(self, name: str, call: HttpCall) -> Response:
+        found = await self._message(name, call)
+        if not found["ready"] and self._ready():
+            await self._message("ModelMetadata", call)  # raises the error of an unknown model
+        return JsonResponse(found, 200 if found["ready"] else 503)
+
+    async def _config(self, call: HttpCall) -> Response:
+        return JsonResponse((await self._message("ModelConfig", call))["config"])
+
+    async def _index(self, call: HttpCall) -> Response:
+        return JsonResponse((await self._message("RepositoryIndex", call))["models"])
+
+
+def _classify_request(call: HttpCall) -> pb.ClassifyRequest:
+    """Return the message of a request; raises UsageError."""
+    if call.headers.get("content-type", "").startswith("multipart/"):
+        raise UsageError("send the image itself as the body, not a form: curl --data-binary @photo.jpg")
+    request = pb.ClassifyRequest(image=call.take_body())
+    for name, text in call.query.multi_items():
+        if name not in CLASSIFY_PARAMETERS:
+            raise UsageError(f"no query parameter '{name[:100]}'. Valid: {', '.join(CLASSIFY_PARAMETERS)}")
+        if len(call.query.getlist(name)) > 1:
+            raise UsageError(f"query parameter '{name}' is given twice; give it once, as in scales=256,384")
+        try:
+            value = CLASSIFY_PARAMETERS[name](text)
+            request.MergeFrom(pb.ClassifyRequest(**({value: True} if name == "heatmap" else {name: value})))
+        except (KeyError, ValueError):
+            raise UsageError(f"query parameter '{name}' has no valid value: '{text[:100]}'") from None
+    return request
+
+
+async def _proto_json(message: Message) -> Response:
+    """Return the JSON form of a message, with the names and all fields of the proto file."""
+
+    def convert() -> Response:
+        content = MessageToDict(message, preserving_proto_field_name=True, always_print_fields_with_no_presence=True)
+        return JsonResponse(content)
+
+    return await run_inline_or_in_thread(convert, in_thread=message.ByteSize() > _LARGE_ANSWER)

@@ -1,0 +1,486 @@
+"""The HTTP port gives the answers of gRPC, within the same limits."""
+
+import asyncio
+import base64
+import importlib.util
+import ipaddress
+import json
+import logging
+import shlex
+import shutil
+import socket
+import ssl
+import subprocess
+import sys
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import grpc
+import httpx
+import jsonschema
+import pytest
+from google.protobuf.json_format import ParseDict
+from prometheus_client.parser import text_string_to_metric_families
+from starlette.responses import Response
+from starlette.routing import Route
+
+from prelunet.evaluator.errors import ERROR_STATUSES, HTTP_STATUSES, EnvironmentFault
+from prelunet.evaluator.imaging.limits import DecodeLimits
+from prelunet.evaluator.pb.prelunet.v1 import prelunet_pb2 as pb
+from prelunet.evaluator.pb.prelunet.v1 import prelunet_pb2_grpc as pb_grpc
+from prelunet.evaluator.serving.access import SCOPES, AccessControl, create_token
+from prelunet.evaluator.serving.api import inference_messages, prelunet_messages
+from prelunet.evaluator.serving.api.arriving import ArrivingBytes
+from prelunet.evaluator.serving.api.calls import CallsInFlight
+from prelunet.evaluator.serving.certificates import Certificates
+from prelunet.evaluator.serving.http.door import HttpCall, HttpDoor
+from prelunet.evaluator.serving.http.listener import ConnectionLimits, Listener
+from prelunet.evaluator.serving.models import Models
+from prelunet.evaluator.serving.observability.logs import JsonFormatter
+from prelunet.evaluator.serving.observability.metrics import Metrics
+from prelunet.evaluator.serving.options import HttpOptions, ModelFile, ServerLimits
+from prelunet.evaluator.serving.proxies import TrustedProxies
+from prelunet.evaluator.serving.server import Server
+from tests.helpers.fakes import FakeSession
+from tests.helpers.tls_files import TLS, install_pair, tls_options, write_tokens
+from tests.serving.event_loop import async_test, until
+from tests.serving.http.http_calls import IMAGE, ON, client_to, raw_call, request
+from tests.serving.serving_harness import GatedSession, RunningServer, eventually, png, running_server
+
+ROOT = Path(__file__).parents[3]
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[RunningServer]:
+    with running_server(http=ON, six=FakeSession()) as running:
+        yield running
+
+
+def classified(server: RunningServer, **changes: Any) -> pb.ClassifyResponse:
+    """Return the answer over gRPC, without timings."""
+    with grpc.insecure_channel(server.address) as channel:
+        answer = pb_grpc.PreluNetServiceStub(channel).Classify(pb.ClassifyRequest(image=IMAGE, **changes), timeout=30)
+    answer.ClearField("timings")
+    return answer
+
+
+@pytest.mark.parametrize(
+    ("query", "fields"),
+    [
+        ("", {}),
+        ("?model=six&protocol=center&top_k=2", {"model": "six", "protocol": "center", "top_k": 2}),
+        ("?scales=33,45&mirror=false&apply_exif=true", {"scales": [33, 45], "mirror": False, "apply_exif": True}),
+        ("?heatmap=png&protocol=dense-40", {"heatmap": True, "protocol": "dense-40"}),
+        ("?heatmap=maps&protocol=dense-40-60", {"maps": True, "protocol": "dense-40-60"}),
+        ("?heatmap=maps&protocol=center", {"maps": True, "protocol": "center"}),
+    ],
+)
+def test_classify_answers_as_over_grpc(server: RunningServer, query: str, fields: dict[str, Any]) -> None:
+    with client_to(server) as client:
+        answer = client.post(f"/v1/classify{query}", content=IMAGE)
+    assert answer.headers["content-type"] == "application/json"
+    found = answer.json()
+    assert found["timings"]["total_seconds"] > 0
+    del found["timings"]
+    assert found.keys() == {field.name for field in pb.ClassifyResponse.DESCRIPTOR.fields} - {"timings"}
+    assert ParseDict(found, pb.ClassifyResponse()) == classified(server, **fields)
+
+
+def test_the_models_are_those_of_grpc(server: RunningServer) -> None:
+    with client_to(server) as client, grpc.insecure_channel(server.address) as channel:
+        listed = pb_grpc.PreluNetServiceStub(channel).ListModels(pb.ListModelsRequest())
+        assert ParseDict(client.get("/v1/models").json(), pb.ListModelsResponse()) == listed
+        described = pb_grpc.PreluNetServiceStub(channel).GetModel(pb.GetModelRequest(name="six")).model
+        assert ParseDict(client.get("/v1/models/six").json(), pb.Model()) == described
+        assert client.get("/v1/models/nine").status_code == 404
+
+
+def test_answers_have_the_schemas_of_the_description_and_its_paths_exist(server: RunningServer) -> None:
+    with client_to(server) as client:
+        description = client.get("/openapi.json").json()
+        answers = {
+            ("/v1/classify", "post"): client.post("/v1/classify?heatmap=maps", content=IMAGE),
+            ("/v1/models", "get"): client.get("/v1/models"),
+            ("/v1/models/{name}", "get"): client.get("/v1/models/six"),
+        }
+        for (path, method), answer in answers.items():
+            schema = description["paths"][path][method]["responses"]["200"]["content"]["application/json"]["schema"]
+            schema = {**schema, "components": description["components"]}
+            jsonschema.validate(answer.json(), schema)
+            assert answer.json()
+            with pytest.raises(jsonschema.ValidationError):
+                jsonschema.validate({**answer.json(), "extra": 1}, schema)
+        error = {"$ref": "#/components/schemas/Error", "components": description["components"]}
+        jsonschema.validate(client.post("/v1/classify", content=b"x").json(), error)
+        for path, methods in description["paths"].items():
+            for method in methods:
+                found = client.request(method, path.format(name="six", version="1"), content=b"x")
+                assert found.status_code in ({400} if path.endswith(("infer", "classify")) else {200}), path
+    parameters = {each["name"] for each in description["paths"]["/v1/classify"]["post"]["parameters"]}
+    assert parameters == {field.name for field in pb.ClassifyRequest.DESCRIPTOR.fields} - {"image", "maps"}
+
+
+@pytest.mark.skipif(importlib.util.find_spec("geventhttpclient") is None, reason="pip install '.[dev]' has the client")
+def test_tritonclient_gets_over_http_what_it_gets_over_grpc_to_the_bit(server: RunningServer, tmp_path: Path) -> None:
+    files = [tmp_path / f"{place}.png" for place in range(2)]
+    for place, file in enumerate(files):
+        file.write_bytes(png(40 + place, 57, seed=place))
+    program = [
+        sys.executable,
+        "-m",
+        "tests.serving.http.triton_http_calls",
+        server.address,
+        server.http,
+        *map(str, files),
+    ]
+    done = subprocess.run(program, capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 0, done.stderr
+    results = json.loads(done.stdout)
+    over_http, over_grpc = results["http"], results["grpc"]
+    assert {over_http[name] for name in ("json", "gzip", "deflate")} == {over_grpc["scores"]}
+    assert (over_http["json classes"], over_http["id"]) == (over_grpc["classes"], "photo 7")
+    assert over_grpc["ready"] == [True, True, True, False]
+    assert len(over_grpc["errors"]) == 4
+    for key in ("scores", "type", "classes", "ready", "errors", "server", "inputs", "counted"):
+        assert over_http[key] == over_grpc[key], key
+    assert over_http["config"]["input"][0]["data_type"] == over_grpc["config"]["input"][0]["data_type"]
+    assert [(each["name"], each["state"]) for each in over_http["index"]] == [("six", "READY")]
+
+
+# One core: limits, tokens, deadlines.
+
+
+def test_calls_over_http_fill_the_calls_in_flight_of_grpc_from_the_same_address() -> None:
+    session = GatedSession()
+    with (
+        running_server(http=ON, server_limits=ServerLimits(max_calls=4), six=session) as server,
+        client_to(server) as client,
+        ThreadPoolExecutor(8) as pool,
+    ):
+        calls = [pool.submit(client.post, "/v1/classify?protocol=center", content=IMAGE) for _ in range(4)]
+        eventually(lambda: server.metric("prelunet_calls_now") == 4)
+        with pytest.raises(grpc.RpcError, match="already has 4 calls in flight"):
+            classified(server)
+        refused = client.post("/v1/classify", content=IMAGE)
+        assert (refused.status_code, refused.headers["retry-after"]) == (429, "1")
+        assert refused.json()["reason"] == "OVERLOADED"
+        assert client.get("/v2/health/ready").status_code == 200
+        session.gate.set()
+        assert [call.result(30).status_code for call in calls] == [200] * 4
+        eventually(lambda: server.metric("prelunet_calls_now") == 0)
+
+
+def test_unfinished_bodies_are_refused_above_the_limit_of_arriving_bytes() -> None:
+    limits = ServerLimits(arriving_bytes=1)  # so one message: 64 MiB
+    with running_server(http=ON, server_limits=limits, six=FakeSession()) as server:
+        host, _, port = server.http.rpartition(":")
+        half, head = b"x" * 40 * 2**20, request("POST /v1/classify", f"Content-Length: {60 * 2**20}")
+        connections = [socket.create_connection((host, int(port)), timeout=30) for _ in range(2)]
+        for each in connections:
+            each.sendall(head + half)
+        eventually(lambda: server.metric("prelunet_refusals_total", model="", reason="arriving") == 1)
+        for each in connections:
+            each.close()
+        eventually(lambda: server.metric("prelunet_calls_now") == 0)
+
+
+def test_every_route_has_the_scope_of_its_method(tmp_path: Path) -> None:
+    classify, evaluate = create_token("a", ["classify"]), create_token("b", ["evaluate"])
+    slow = create_token("c", ["classify"], rate=0.01)
+    (tmp_path / "tokens.toml").write_text("".join(lines for _, lines in (classify, evaluate, slow)))
+    access = AccessControl(tmp_path / "tokens.toml")
+    routes = {
+        ("GET", "/v2/health/live"): "nothing", ("GET", "/v2/health/ready"): "nothing",
+        ("GET", "/v2/models/six/ready"): "nothing", ("GET", "/openapi.json"): "nothing",
+        ("GET", "/v2"): "token", ("GET", "/v2/models/six"): "token", ("GET", "/v2/models/six/config"): "token",
+        ("GET", "/v2/models/six/stats"): "token", ("GET", "/v2/models/stats"): "token",
+        ("POST", "/v2/repository/index"): "token", ("GET", "/v1/models"): "token",
+        ("GET", "/v1/models/six"): "token", ("GET", "/"): "nothing",
+        ("POST", "/v1/classify"): "classify", ("POST", "/v2/models/six/infer"): "classify",
+    }  # fmt: skip
+    with running_server(http=ON, access=access, six=FakeSession()) as server, client_to(server) as client:
+        for (method, path), required in routes.items():
+
+            def status(secret: str, method: str = method, path: str = path) -> int:
+                headers = {"Authorization": secret} if secret else {}
+                return client.request(method, path, content=IMAGE, headers=headers).status_code
+
+            free = required == "nothing"
+            for bad in ("", "Bearer", "Bearer x", f"Basic {classify[0]}", f"Bearer {classify[0]}x"):
+                assert (status(bad) == 401) != free, (path, bad)
+            assert status(f"Bearer {classify[0]}") in {200, 400}, path
+            assert (status(f"Bearer {evaluate[0]}") == 403) == (required == "classify"), path
+        unknown = client.post("/v1/classify", content=IMAGE)
+        assert unknown.headers["www-authenticate"] == "Bearer"
+        limited = [client.get("/v1/models", headers={"Authorization": f"Bearer {slow[0]}"}) for _ in range(2)]
+        assert [each.status_code for each in limited] == [200, 429]
+        assert 50 < int(limited[1].headers["retry-after"]) <= 100
+
+
+def test_the_log_has_the_token_s_name_and_never_its_secret(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    (secret,) = write_tokens(tmp_path / "tokens.toml", ("alice", SCOPES))
+    caplog.set_level(logging.DEBUG)
+    access = AccessControl(tmp_path / "tokens.toml")
+    with running_server(http=ON, access=access, six=FakeSession()) as server, client_to(server) as client:
+        headers = {"authorization": f"Bearer {secret}", "x-request-id": "photo-7"}
+        assert client.post("/v1/classify?protocol=center", content=IMAGE, headers=headers).status_code == 200
+        assert client.get(f"/v1/{secret}", headers=headers).status_code == 404
+        assert client.get("/v1/models", headers={"authorization": f"Basic {secret}"}).status_code == 401
+        eventually(lambda: sum("call ended" in record.message for record in caplog.records) == 3)
+    lines = [JsonFormatter().format(record) for record in caplog.records if record.name.startswith("prelunet")]
+    assert not any(secret in line for line in lines)
+    first = next(record.fields for record in caplog.records if "call ended" in record.message)  # type: ignore[attr-defined]
+    assert (first["client"], first["status"], first["model"], first["bytes"]) == (
+        "token:alice",
+        "OK",
+        "six",
+        len(IMAGE),
+    )
+
+
+def test_a_client_behind_a_trusted_proxy_is_known_by_its_own_address(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO)
+    proxies = TrustedProxies("x-forwarded-for", (ipaddress.ip_network("127.0.0.0/8"),))
+    limits = ServerLimits(proxies=proxies)
+    with running_server(http=ON, server_limits=limits, six=FakeSession()) as server, client_to(server) as client:
+        assert client.get("/v1/models", headers={"x-forwarded-for": "8.8.8.8, 10.1.2.3"}).status_code == 200
+        eventually(lambda: any("call ended" in record.message for record in caplog.records))
+    (fields,) = (record.fields for record in caplog.records if "call ended" in record.message)  # type: ignore[attr-defined]
+    assert fields["client"] == "ipv4:10.1.2.3"
+
+
+def test_a_client_that_leaves_cancels_its_call() -> None:
+    session = GatedSession()
+    with running_server(http=ON, six=session) as server:
+        with pytest.raises(httpx.ReadTimeout), client_to(server) as client:
+            client.post("/v1/classify?protocol=center", content=IMAGE, timeout=0.5)
+        eventually(lambda: server.metric("prelunet_calls_now") == 0)
+        labels = {"method": "prelunet.v1.PreluNetService/Classify", "status": "CANCELLED"}
+        assert server.metric("prelunet_calls_total", **labels) == 1
+        session.gate.set()
+
+
+def test_an_error_of_ours_is_500_with_the_id_of_the_log_entry_and_without_its_text(
+    server: RunningServer, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def broken(*_: Any) -> None:
+        raise RuntimeError("the file /secret/six.onnx is broken")
+
+    monkeypatch.setattr(prelunet_messages, "classify_response", broken)
+    monkeypatch.setattr(inference_messages, "infer_response", broken)
+    with client_to(server) as client:
+        for path, content in (("/v1/classify", IMAGE), ("/v2/models/six/infer", json.dumps(infer_body()).encode())):
+            failed = client.post(path, content=content)
+            assert failed.status_code == 500
+            assert "secret" not in failed.text
+            incident = failed.json()["error"].split()[-1]
+            assert any(f"incident {incident}" in record.getMessage() for record in caplog.records)
+
+
+def infer_body() -> dict[str, Any]:
+    """Return a request of the Open Inference Protocol in JSON."""
+    images = [base64.b64encode(IMAGE).decode()]
+    return {"inputs": [{"name": "images", "shape": [1], "datatype": "BYTES", "data": images}]}
+
+
+def test_a_request_that_takes_too_long_ends_with_504() -> None:
+    session = GatedSession()
+    with running_server(http=ON, six=session) as server, client_to(server) as client:
+        late = client.post("/v1/classify?protocol=center", content=IMAGE, headers={"x-request-timeout": "0.3"})
+        assert (late.status_code, late.json()["code"]) == (504, "DEADLINE_EXCEEDED")
+        session.gate.set()
+
+
+@async_test
+async def test_a_response_that_nobody_reads_stays_in_flight_until_its_time_is_over() -> None:
+    metrics, limits = Metrics(), ServerLimits(message_timeout=0.5)
+    calls = CallsInFlight(4, metrics)
+    door = HttpDoor(calls, limits, ArrivingBytes(limits, metrics), None, lambda _: None)
+
+    async def much(_call: HttpCall) -> Response:
+        return Response(b"x" * 2**24)  # more than a connection's buffers
+
+    door.router.routes.append(Route("/much", door.endpoint_of("prelunet.v1.PreluNetService/ListModels", much)))
+    listener = Listener(door, "127.0.0.1", 0, ConnectionLimits(4), option="--http-port")
+    listener.open()
+    host, _, port = listener.address.rpartition(":")
+    reader, writer = await asyncio.open_connection(host, int(port), limit=1000)
+    writer.write(request("GET /much"))
+    assert await reader.readline() == b"HTTP/1.1 200 OK\r\n"
+    assert calls.count == 1
+    await until(lambda: not calls.count)
+    labels = {"method": "prelunet.v1.PreluNetService/ListModels", "status": "CANCELLED"}
+    assert metrics.registry.get_sample_value("prelunet_calls_total", labels) == 1
+    writer.close()
+    await listener.close_within(1)
+    assert not listener.connections
+
+
+def test_only_own_names_and_addresses_are_accepted_as_host() -> None:
+    with running_server(http=HttpOptions(0, ("Flowers.example.org",)), six=FakeSession()) as server:
+        for host, status in {
+            "localhost": 200, "127.0.0.1:80": 200, "[::1]:8000": 200, "10.1.2.3": 200, "flowers.example.ORG:1": 200,
+            "example.org": 421, "flowers.example.org.evil.com": 421, "localhost.evil.com": 421, "": 421, "[::1": 421,
+        }.items():  # fmt: skip
+            sent = f"GET /v1/models HTTP/1.1\r\nHost: {host}\r\nOrigin: http://evil.com\r\n\r\n".encode()
+            found, headers, _ = raw_call(server, sent)
+            assert found == status, host
+            assert not any(name.startswith("access-control") for name in headers)
+
+
+# TLS.
+
+
+def test_http_uses_the_certificates_and_their_successors(tmp_path: Path) -> None:
+    metrics = Metrics()
+    certificates = Certificates(tls_options(tmp_path, mutual=True), metrics)
+    trusting = ssl.create_default_context(cafile=TLS / "ca.pem")
+    with running_server(http=ON, certificates=certificates, six=FakeSession()) as server:
+        url = f"https://{server.http}/v1/models"
+        with pytest.raises(httpx.TransportError):
+            httpx.get(url.replace("https", "http"), trust_env=False)
+        with pytest.raises(httpx.TransportError):  # without a certificate of its own
+            httpx.get(url, verify=trusting, trust_env=False)
+        trusting.load_cert_chain(TLS / "client.pem", TLS / "client.key")
+        host, _, port = server.http.rpartition(":")
+
+        def certificate() -> Any:
+            with (
+                socket.create_connection((host, int(port))) as plain,
+                trusting.wrap_socket(plain, server_hostname="localhost") as secured,
+            ):
+                return secured.getpeercert(binary_form=True)
+
+        with httpx.Client(verify=trusting, trust_env=False) as open_before:
+            assert open_before.get(url).status_code == 200
+            first = certificate()
+            install_pair(tmp_path, "server-2")
+            for _ in range(2):
+                certificates.files.poll()
+            assert certificate() != first
+            assert open_before.get(url).status_code == 200
+
+
+def test_handshakes_that_fail_or_never_end_leave_nothing_behind(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    certificates = Certificates(tls_options(tmp_path), Metrics())
+    limits = ServerLimits(handshake_timeout=0.5)
+    with running_server(http=ON, server_limits=limits, certificates=certificates, six=FakeSession()) as server:
+        host, _, port = server.http.rpartition(":")
+        for sent in (b"", b"\x16\x03", b"GET / HTTP/1.1\r\n\r\n"):
+            with socket.create_connection((host, int(port)), timeout=20) as client:
+                client.sendall(sent)
+                while client.recv(100):  # perhaps an alert
+                    pass
+        eventually(lambda: server.metric("prelunet_http_connections") == 0)
+    assert not [record for record in caplog.records if record.levelno >= logging.WARNING]
+
+
+# Start and end.
+
+
+@async_test
+async def test_calls_are_refused_while_models_load_and_while_the_server_stops_and_those_in_flight_finish() -> None:
+    session = GatedSession()
+    server = Server("127.0.0.1", 0, http=ON)
+    await server.open()
+    async with httpx.AsyncClient(base_url=f"http://{server.http_address}", timeout=30, trust_env=False) as client:
+        assert (await client.get("/v2/health/live")).status_code == 200
+        assert (await client.get("/v2/health/ready")).status_code == 503
+        loading = await client.post("/v1/classify", content=IMAGE)
+        assert (loading.status_code, loading.json()["reason"]) == (503, "NOT_READY")
+        models = Models([(ModelFile("six", Path("six.onnx")), session)], DecodeLimits())
+        await server.start(models)
+        assert (await client.get("/v2/health/ready")).status_code == 200
+        classifying = asyncio.create_task(client.post("/v1/classify?protocol=center", content=IMAGE))
+        await until(session.entered.is_set)
+        server.set_not_serving()
+        assert (await client.get("/v2/health/ready")).status_code == 503
+        assert (await client.get("/v1/models")).status_code == 200  # lame duck
+        await server.refuse(asyncio.get_running_loop().create_future())
+        assert "is stopping" in (await client.get("/v1/models")).json()["error"]
+        stopping = asyncio.create_task(server.stop(20))
+        await asyncio.sleep(0.1)
+        assert not stopping.done()
+        with pytest.raises(httpx.ConnectError):
+            async with httpx.AsyncClient(trust_env=False) as other:
+                await other.get(f"http://{server.http_address}/v1/models")
+        session.gate.set()
+        assert (await classifying).status_code == 200
+        assert await stopping == 0
+    models.close()
+
+
+@async_test
+async def test_a_call_that_outlasts_the_grace_period_is_cut_off_and_counted() -> None:
+    session = GatedSession()
+    server = Server("127.0.0.1", 0, http=ON)
+    models = Models([(ModelFile("six", Path("six.onnx")), session)], DecodeLimits())
+    await server.start(models)
+    async with httpx.AsyncClient(base_url=f"http://{server.http_address}", timeout=30, trust_env=False) as client:
+        classifying = asyncio.create_task(client.post("/v1/classify?protocol=center", content=IMAGE))
+        await until(session.entered.is_set)
+        assert await server.stop(0.2) == 1
+        with pytest.raises(httpx.TransportError):
+            await classifying
+    session.gate.set()
+    models.close()
+
+
+@async_test
+async def test_a_port_in_use_is_reported_with_a_fix() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        number = taken.getsockname()[1]
+        with pytest.raises(EnvironmentFault, match=rf"\(--http-port\): port {number} is in use"):
+            Server("127.0.0.1", 0, http=HttpOptions(number))
+
+
+def test_a_thousand_calls_at_once_are_all_answered(server: RunningServer) -> None:
+    with client_to(server, limits=httpx.Limits(max_connections=50)) as client, ThreadPoolExecutor(50) as pool:
+        statuses = [
+            call.result() for call in [pool.submit(lambda: client.get("/v1/models").status_code) for _ in range(1000)]
+        ]
+    assert statuses == [200] * 1000
+
+
+# Metrics, statuses and documentation.
+
+
+def test_metrics_have_limits_readiness_and_versions_and_nothing_about_creation(server: RunningServer) -> None:
+    with client_to(server) as client:
+        assert client.get("/v1/models").status_code == 200
+        families = {each.name: each for each in text_string_to_metric_families(server.models.metrics.text().decode())}
+    assert not [name for name in families if name.endswith("_created")]
+    limits = {sample.labels["option"]: sample.value for sample in families["prelunet_limits"].samples}
+    assert limits == {"max-calls": 2048, "queue-views": 1024, "queue-bytes": 2**28}
+    assert [families[f"prelunet_{name}"].samples[0].value for name in ("ready", "build_info")] == [1, 1]
+    assert families["prelunet_http_connections"].samples[0].value >= 1
+
+
+def test_every_status_of_an_error_has_one_of_http() -> None:
+    assert {status.grpc_status for status in ERROR_STATUSES.values()} <= HTTP_STATUSES.keys()
+
+
+@pytest.mark.skipif(shutil.which("curl") is None, reason="curl is not installed")
+def test_the_examples_with_curl_in_the_documentation_work(tmp_path: Path) -> None:
+    (tmp_path / "photo.jpg").write_bytes(png(40, 57, kind="JPEG"))
+    (secret,) = write_tokens(tmp_path / "tokens.toml", ("alice", SCOPES))
+    page = (ROOT / "docs" / "serving.md").read_text()
+    examples = [line for line in page.splitlines() if line.startswith("curl ")]
+    assert len(examples) >= 4
+    with (
+        running_server(http=ON, flowers=FakeSession()) as free,
+        running_server(http=ON, access=AccessControl(tmp_path / "tokens.toml"), flowers=FakeSession()) as locked,
+    ):
+        for example in examples:
+            server = locked if "TOKEN" in example else free
+            line = example.replace("127.0.0.1:8000", server.http).replace("TOKEN", secret)
+            done = subprocess.run(
+                [*shlex.split(line), "--silent", "--fail", "--noproxy", "*"],
+                cwd=tmp_path, capture_output=True, timeout=30, check=False,
+            )  # fmt: skip
+            assert done.returncode == 0, (line, done.stderr)
+            assert json.loads(done.stdout), line
