@@ -120,22 +120,24 @@ def read_labels(source: ArchiveSource, subfolder: str) -> tuple[list[str], dict[
     """
     images, labels = source.members.subtree(subfolder).names, source.labels.subtree(subfolder)
     suffix = next(suffix for suffix in _SUFFIXES if any(name.endswith(suffix) for name in labels.names))
-    for name, following in pairwise(images):
-        if _key(name) == _key(following):
-            raise DatasetError(f"{source.path}: {name} and {following} have the same key. Repack the shard")
-    names, keys = set(labels.names), set(map(_key, images))
-    if missing := [name for name in images if _key(name) + suffix not in names]:
+    keys, names = list(map(_key, images)), set(labels.names)
+    for position, (key, following) in enumerate(pairwise(keys)):
+        if key == following:
+            both = " and ".join(images[position : position + 2])
+            raise DatasetError(f"{source.path}: {both} have the same key. Repack the shard")
+    if missing := [name for name, key in zip(images, keys, strict=True) if key + suffix not in names]:
         raise DatasetError(
             f"{source.path}: no {suffix} for {len(missing):,} of {len(images):,} images: {format_names(missing)}. "
             "Repack the shard with a label for each image"
         )
-    if orphans := [name for name in labels.names if name.endswith(suffix) and _key(name) not in keys]:
+    owners = set(keys)
+    if orphans := [name for name in labels.names if name.endswith(suffix) and _key(name) not in owners]:
         raise DatasetError(
             f"{source.path}: {len(orphans):,} labels without an image: {format_names(orphans)}. Repack the shard"
         )
     words, found_at = list[str](), dict[str, str]()
-    for name in images:
-        file = _key(name) + suffix
+    for key in keys:
+        file = key + suffix
         place = f"{source.path}: {file}"
         word = _word(source.read(join(subfolder, file), _SUFFIXES[suffix]), suffix, place)
         found_at.setdefault(word, place)

@@ -198,10 +198,20 @@ def test_a_full_disk_while_unpacking_is_reported_as_such(tmp_path: Path, monkeyp
     assert not unpacked_path(path).exists()
 
 
-@pytest.mark.parametrize("tar_format", [tarfile.USTAR_FORMAT, tarfile.GNU_FORMAT, tarfile.PAX_FORMAT])
-def test_members_of_every_kind_of_tar_are_those_that_tarfile_lists(tar_format: int, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("tar_format", "of_all"),
+    [
+        (tarfile.USTAR_FORMAT, {}),
+        (tarfile.GNU_FORMAT, {}),
+        (tarfile.PAX_FORMAT, {}),
+        (tarfile.PAX_FORMAT, {"comment": "a commit, as git writes"}),
+    ],
+)
+def test_members_of_every_kind_of_tar_are_those_that_tarfile_lists(
+    tar_format: int, of_all: dict[str, str], tmp_path: Path
+) -> None:
     names = ["a.jpg", "b b.jpg", "ü/é.jpg", f"{'c' * 96}.jpg", f"{'d' * 120}/{'e' * 50}.jpg", "f/.jpg/g.jpg"]
-    with tarfile.open(path := tmp_path / "odd.tar", "w", format=tar_format) as archive:
+    with tarfile.open(path := tmp_path / "odd.tar", "w", format=tar_format, pax_headers=of_all) as archive:
         for size, name in enumerate(names, start=510):
             header = tarfile.TarInfo(name)
             header.size = size

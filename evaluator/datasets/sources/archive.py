@@ -15,7 +15,7 @@ import zlib
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import BinaryIO, Self
+from typing import BinaryIO
 
 from prelunet.evaluator.datasets.sources.archive_index import ArchiveIndex, ArchiveMember
 from prelunet.evaluator.datasets.sources.base import LABEL_SUFFIXES, too_large
@@ -154,23 +154,19 @@ def open_archive(path: Path) -> ArchiveSource:
 def _list_tar(path: Path, file: BinaryIO) -> ArchiveSource:
     source, size = ArchiveSource(path), os.fstat(file.fileno()).st_size
     with _open_tar(path, file, size) as archive:
-        end = 0
-        while (member := _next_member(path, archive, size)) is not None:
-            if archive.offset <= end:  # a negative size, on which many versions of tarfile loop (CVE-2025-8194)
-                raise _damaged(path, end)
-            end = archive.offset
-            archive.members.clear()  # type: ignore[attr-defined]  # saves about 1 KB per member
-            parts = _visible_parts(path, member.name)
+        for name, member in _tar_members(path, archive, file, size):
+            parts = _visible_parts(path, name)
             if not parts:
                 continue
-            if member.isdir():
+            if isinstance(member, ArchiveMember):
+                if is_image_name(parts[-1]):
+                    source.add_image(parts, member)
+                elif parts[-1].endswith(LABEL_SUFFIXES):
+                    source.labels.add("/".join(parts), member)
+            elif member.isdir():
                 source.add_folder(parts)
             elif is_image_name(parts[-1]):
-                if not member.isreg() or member.issparse():
-                    raise _not_regular_file(path, member.name, "tar --dereference --hard-dereference -cf")
-                source.add_image(parts, ArchiveMember(member.offset_data, member.size, member.size))
-            elif parts[-1].endswith(LABEL_SUFFIXES) and member.isreg() and not member.issparse():
-                source.labels.add("/".join(parts), ArchiveMember(member.offset_data, member.size, member.size))
+                raise _not_regular_file(path, name, "tar --dereference --hard-dereference -cf")
         # tarfile treats a damaged or truncated header as the end; a block of zeros marks the real end.
         file.seek(archive.offset)
         if file.read(tarfile.BLOCKSIZE) != _END_BLOCK:
@@ -178,28 +174,9 @@ def _list_tar(path: Path, file: BinaryIO) -> ArchiveSource:
     return source
 
 
-class _TarHeader(tarfile.TarInfo):
-    """A header; of plain files, which nearly all are, it reads only what is used here, which takes a third of the time."""
-
-    @classmethod
-    def frombuf(cls, buf: bytes | bytearray, encoding: str, errors: str) -> Self:
-        """Return the header in a block (POSIX.1-2017, pax, "ustar Interchange Format"); raises as tarfile does."""
-        try:
-            if buf[156:157] != tarfile.REGTYPE or buf[345]:  # the second: a prefix of the name
-                raise ValueError
-            size, checksum = int(buf[124:136].rstrip(b"\0"), 8), int(buf[148:156].rstrip(b"\0 "), 8)
-            if checksum != sum(buf) - sum(buf[148:156]) + 8 * ord(" "):
-                raise ValueError
-        except (ValueError, IndexError):
-            return super().frombuf(buf, encoding, errors)
-        header = cls(buf[:100].partition(b"\0")[0].decode(encoding, errors))
-        header.size = size
-        return header
-
-
 def _open_tar(path: Path, file: BinaryIO, size: int) -> tarfile.TarFile:
     try:
-        return tarfile.open(fileobj=file, mode="r:", tarinfo=_TarHeader)
+        return tarfile.open(fileobj=file, mode="r:")
     except tarfile.ReadError as error:
         file.seek(_TAR_MAGIC_AT)
         if file.read(len(_TAR_MAGIC)) == _TAR_MAGIC:
@@ -207,11 +184,53 @@ def _open_tar(path: Path, file: BinaryIO, size: int) -> tarfile.TarFile:
         raise
 
 
-def _next_member(path: Path, archive: tarfile.TarFile, size: int) -> tarfile.TarInfo | None:
+def _tar_members(
+    path: Path, archive: tarfile.TarFile, file: BinaryIO, size: int
+) -> Iterator[tuple[str, ArchiveMember | tarfile.TarInfo]]:
+    """Yield the names and locations of the regular files, and the names and headers of the other members.
+
+    Nearly all members are plain files, whose headers are read here, which takes a third of tarfile's time.
+    """
+    end = 0
+    while True:
+        file.seek(archive.offset)
+        # The first has been read by `_open_tar`, and a global pax header changes all that follow.
+        if end and not archive.pax_headers and (plain := _plain_file(file.read(tarfile.BLOCKSIZE))) is not None:
+            name, length = plain
+            start = archive.offset + tarfile.BLOCKSIZE
+            archive.offset = start + -(-length // tarfile.BLOCKSIZE) * tarfile.BLOCKSIZE
+            yield name, ArchiveMember(start, length, length)
+            continue
+        try:
+            header = archive.next()
+        except tarfile.ReadError as error:  # the file ends inside a member
+            raise _damaged(path, min(archive.offset, size)) from error
+        if header is None:
+            return
+        if archive.offset <= end:  # a negative size, on which many versions of tarfile loop (CVE-2025-8194)
+            raise _damaged(path, end)
+        end = archive.offset
+        archive.members.clear()  # type: ignore[attr-defined]  # saves about 1 KB per member
+        if header.isreg() and not header.issparse():
+            yield header.name, ArchiveMember(header.offset_data, header.size, header.size)
+        else:
+            yield header.name, header
+
+
+def _plain_file(header: bytes) -> tuple[str, int] | None:
+    """Return name and size of a regular file whose name needs no second field, or None for every other header.
+
+    header: a block, as in POSIX.1-2017, pax, "ustar Interchange Format".
+    """
     try:
-        return archive.next()
-    except tarfile.ReadError as error:  # the file ends inside a member
-        raise _damaged(path, min(archive.offset, size)) from error
+        if header[156:157] != tarfile.REGTYPE or header[345]:  # the second: a prefix of the name
+            return None
+        length, checksum = int(header[124:136].rstrip(b"\0"), 8), int(header[148:156].rstrip(b"\0 "), 8)
+        if length < 0 or checksum != sum(header) - sum(header[148:156]) + 8 * ord(" "):
+            return None
+    except (ValueError, IndexError):
+        return None
+    return header[:100].partition(b"\0")[0].decode("utf-8", "surrogateescape"), length
 
 
 def _list_zip(path: Path, file: BinaryIO) -> ArchiveSource:
