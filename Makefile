@@ -70,7 +70,7 @@ pins: .venv/with-dev
 # `with-train` is what the demo needs, `with-dev` adds the tools; both use the same environment.
 .venv/with-%: pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv .venv
-	$(BIN)/pip install --quiet --editable '.[cpu,$*]'
+	$(BIN)/pip install --quiet --editable '.[cpu,report,$*]'
 	touch $@
 
 clean:

@@ -13,6 +13,7 @@
     ├── CheckpointError       the same for a checkpoint
     ├── Interrupted           stopped by a signal; the same command resumes
     ├── EnvironmentFault      a device, disk, port, server or extra that is unavailable
+    │   ├── MissingExtra      a package that an extra installs is missing
     │   ├── OutOfMemory       a device with too little memory for a batch
     │   ├── DeviceLost        a device that returns only errors until the process restarts
     │   └── NotReady          a server that is still loading its models, or stopping
@@ -24,7 +25,9 @@ Libraries raise errors. Only the command line prints them and exits; only the se
 """
 
 import errno
+import importlib
 from dataclasses import dataclass
+from typing import Any
 
 
 class PreluNetError(Exception):
@@ -77,6 +80,10 @@ class Interrupted(PreluNetError):  # noqa: N818 - not a fault: the work resumes
 
 class EnvironmentFault(PreluNetError):  # noqa: N818
     """Something on the machine is unavailable: a device, disk space, a free port, a server, an extra."""
+
+
+class MissingExtra(EnvironmentFault):
+    """A package is missing that one of prelunet's extras installs."""
 
 
 class OutOfMemory(EnvironmentFault):
@@ -167,7 +174,14 @@ def error_status(error: BaseException) -> ErrorStatus:
     return INTERNAL
 
 
-_EXTRA_OF_MODULE = {"torch": "train", "onnx": "adopt", "safetensors": "train", "pyarrow": "parquet"}
+_EXTRA_OF_MODULE = {
+    "torch": "train",
+    "safetensors": "train",
+    "onnx": "adopt",
+    "pyarrow": "parquet",
+    "scipy": "report",
+    "vl_convert": "report",
+}
 
 
 def install_hint(extra: str) -> str:
@@ -175,12 +189,21 @@ def install_hint(extra: str) -> str:
     return f"pip install '.[{extra}]' in a checkout of prelunet"
 
 
-def from_missing_module(error: ModuleNotFoundError) -> EnvironmentFault | None:
+def from_missing_module(error: ModuleNotFoundError) -> MissingExtra | None:
     """Convert the import error of a module that an extra installs; None for any other module."""
-    extra = _EXTRA_OF_MODULE.get((error.name or "").split(".")[0])
+    package = (error.name or "").partition(".")[0]
+    extra = _EXTRA_OF_MODULE.get(package)
     if extra is None:
         return None
-    return EnvironmentFault(f"this needs {error.name}, which is not installed. Install it: {install_hint(extra)}")
+    return MissingExtra(f"this needs {package}, which is not installed. Install it: {install_hint(extra)}")
+
+
+def import_from_extra(module: str) -> Any:
+    """Return a module that an extra installs, imported when it is needed. Raises MissingExtra."""
+    try:
+        return importlib.import_module(module)
+    except ModuleNotFoundError as error:
+        raise from_missing_module(error) or error from error
 
 
 # Errors of the operating system when the machine, not the user's input, is at fault.

@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Test the wheel in a clean environment with only the extra `cpu`, that is, without torch, onnx and ray. verify, serve,
-# classify, validate (also in shards), merge, compare, ensemble and report must work; other verbs must name the missing
-# extra. Adding `openvino` and `adopt`, which brings no torch, must work too. A user's own files named like our folders
+# classify, validate (also in shards), merge, ensemble and the numbers of reports must work; other verbs must name the
+# missing extra. Adding `openvino`, `adopt`, which brings no torch, and `report` must work too. A user's own files named like our folders
 # must not interfere.
 # The models come from .venv, which can export.
 #   tools/check_install.sh [PYTHON]
@@ -14,6 +14,12 @@ trap '[ -z "$server" ] || kill "$server" 2>/dev/null; rm -rf "$work"' EXIT
 
 "${1:-python3}" -m venv "$work/venv"
 PIP_CONSTRAINT=$root/constraints.txt "$work/venv/bin/pip" install --quiet --disable-pip-version-check "$root[cpu]"
+installed=$(du -sm --exclude='pip*' --exclude='setuptools*' "$work"/venv/lib/python3*/site-packages | cut -f1)
+if [ "$installed" -gt 270 ]; then
+  echo "the extra cpu installs $installed MB, more than 270:" >&2
+  du -sm "$work"/venv/lib/python3*/site-packages/* | sort -n | tail >&2
+  exit 1
+fi
 
 .venv/bin/python - "$work" <<'PY'
 """Extract seven validation pictures of each embedded class (70 images: two chunks, hence two shards); export a net."""
@@ -76,22 +82,24 @@ lacks_extra() {
 
 python -c "
 import importlib.util
-found = [name for name in ('torch', 'onnx', 'safetensors', 'ray') if importlib.util.find_spec(name)]
+found = [name for name in ('torch', 'onnx', 'safetensors', 'ray', 'scipy', 'vl_convert') if importlib.util.find_spec(name)]
 assert not found, f'the extra cpu brought {found}'"
 prelunet verify net0.onnx --device cpu
 prelunet inspect net0.onnx --json >inspect.json
 prelunet protocols --model net0.onnx
 prelunet validate --model net0.onnx --data data --protocol multi-scale --run run
-prelunet report run
+prelunet report run 2>report.log
+grep -q "there is no report.html" report.log
+test -s run/report/report.json -a -s run/report/classes.csv -a ! -e run/report/report.html
 for shard in 1 2; do
   prelunet validate --model net0.onnx --data data --protocol multi-scale --shard $shard/2 --run shards/$shard
 done
 prelunet merge shards/1 shards/2 --run merged
 for file in run.json predictions.jsonl scores.f32.npy; do cmp run/$file merged/$file; done
-prelunet compare run run --out compared
+lacks_extra report prelunet compare run run --out compared
 prelunet validate --model net1.onnx --data data --protocol multi-scale --run other
 prelunet ensemble run other --run both
-test -s compared/compare.html -a -s both/run.json
+test -s both/run.json
 adopt=(prelunet adopt foreign.onnx --classes classes.txt --preset torchvision -o adopted.onnx)
 lacks_extra adopt "${adopt[@]}"
 lacks_extra train prelunet export net0.safetensors -o again.onnx
@@ -109,7 +117,7 @@ import prelunet
 net = prelunet.load('net0.onnx')
 print(net.classify('$picture'), net.evaluate('data', protocol='multi-scale', output='by-python'))"
 for file in predictions.jsonl report/report.json; do cmp run/$file by-python/$file; done
-test -s map.png -a -s run/report/report.html
+test -s map.png
 kill -TERM "$server"
 wait "$server"
 server=
@@ -119,6 +127,10 @@ prelunet classify "$picture" --model net0.onnx --device openvino
 PIP_CONSTRAINT=$root/constraints.txt pip install --quiet --disable-pip-version-check "$root[adopt]"
 "${adopt[@]}"
 prelunet validate adopted.onnx data -o adopted
+PIP_CONSTRAINT=$root/constraints.txt pip install --quiet --disable-pip-version-check "$root[report]"
+prelunet report run
+prelunet compare run run --out compared
+test -s run/report/report.html -a -s compared/compare.html
 prelunet report adopted
 python -c "
 import importlib.util

@@ -22,12 +22,13 @@ if TYPE_CHECKING:
 class Evaluation:
     """A finished run and its report.
 
-    folder: of the run; html: report.html in it; errors: in percent of the evaluated images, None if there are none;
-    intervals: of 95 %, low and high; report: the content of report.json (docs/report.schema.json).
+    folder: of the run; html: report.html in it, None without the extra `report`; errors: in percent of the evaluated
+    images, None if there are none; intervals: of 95 %, low and high; report: the content of report.json
+    (docs/report.schema.json).
     """
 
     folder: Path
-    html: Path
+    html: Path | None
     top1_error: float | None
     top1_interval: list[float]
     top5_error: float | None
@@ -72,7 +73,8 @@ class Evaluation:
 
     def _repr_html_(self) -> str:
         warning = f"<p>warning: {escape(self.report['suspicion'])}</p>" if self.report["suspicion"] else ""
-        return f"<p>{escape(str(self))}</p>{warning}{notebook_link(self.html)}"
+        link = "" if self.html is None else notebook_link(self.html)
+        return f"<p>{escape(str(self))}</p>{warning}{link}"
 
 
 def write_evaluation(folder: Path) -> Evaluation:

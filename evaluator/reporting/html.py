@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from urllib.parse import quote
 
+from prelunet.evaluator.errors import import_from_extra
 from prelunet.evaluator.reporting.charts import Spec
 from prelunet.evaluator.terminal import escape_unprintable
 
@@ -62,8 +63,7 @@ def _environment() -> "jinja2.Environment":
 @cache
 def _vega() -> str:
     """Return the charting library as a script."""
-    import vl_convert  # here: slow to import, and pages without charts do not need it
-
+    vl_convert = import_from_extra("vl_convert")
     script: str = vl_convert.javascript_bundle("window.vegaEmbed = vegaEmbed;", vl_version=VEGA_LITE)
     return script
 
@@ -93,8 +93,7 @@ def draw_svg(spec: Spec) -> bytes:
 
     CSS variables become the report's light colors, because an SVG file has no style sheet; the background is white.
     """
-    import vl_convert  # here: slow to import, and --help does not need it
-
+    vl_convert = import_from_extra("vl_convert")
     css = asset("base.css")
     light = dict(re.findall(r"(--[a-z-]+):\s*([^;]+);", css[css.index("{") : css.index("}")]))
     text = json.dumps({**spec, "config": {**spec.get("config", {}), "background": "white"}})

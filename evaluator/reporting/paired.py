@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
+from prelunet.evaluator.errors import import_from_extra
 from prelunet.evaluator.reporting.statistics import DECIMALS, error_percent, wilson_bounds
 
 SIGNIFICANCE = 0.05  # level at which a difference is significant
@@ -74,8 +75,7 @@ def mcnemar(only_a: int, only_b: int) -> float:
     """
     if only_a == only_b:
         return 1.0
-    from scipy import stats  # here: importing it takes 0.4 s
-
+    stats = import_from_extra("scipy.stats")
     return float(f"{stats.binomtest(only_a, only_a + only_b).pvalue:.{P_DIGITS}g}")
 
 
@@ -86,8 +86,7 @@ def adjusted_p(p_values: Sequence[float]) -> list[float]:
     """
     if not p_values:
         return []
-    from scipy import stats
-
+    stats = import_from_extra("scipy.stats")
     return [float(f"{value:.{P_DIGITS}g}") for value in stats.false_discovery_control(p_values, method="bh")]
 
 

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from prelunet.evaluator.contract import provenance_lines
+from prelunet.evaluator.errors import MissingExtra
 from prelunet.evaluator.files import create_folder, write_atomically
 from prelunet.evaluator.reporting.charts import FEW_CLASSES, error_chart
 from prelunet.evaluator.reporting.gallery import Gallery, build_gallery
@@ -119,17 +120,21 @@ REPORT_FOLDER = "report"
 
 @dataclass(frozen=True)
 class WrittenReport:
-    """A report and its files. missing: why the page has no pictures; None if it has them or needs none."""
+    """A report and its files.
+
+    html: None if the extra `report` is not installed; missing: why there is no page, or no pictures on it; None if it
+    has them or needs none.
+    """
 
     report: Report
     json: Path
     csv: Path
-    html: Path
+    html: Path | None
     missing: str | None = None
 
 
 def write_report(folder: Path, *, out: Path | None = None, data: Path | None = None) -> WrittenReport:
-    """Write report.json, classes.csv and report.html of a finished run.
+    """Write report.json, classes.csv and, with the extra `report`, report.html of a finished run.
 
     out: folder for them, created if missing; None for the folder `report` of the run.
     data: folder or archive of the run's images, for the gallery; None to look where the run found them.
@@ -139,13 +144,17 @@ def write_report(folder: Path, *, out: Path | None = None, data: Path | None = N
     run = read_run(folder)
     report = build_report(run)
     gallery = build_gallery(run, data)
-    page = render_page(report, run, gallery)  # before any file is written, so that a wrong `data` leaves none
+    missing = gallery.missing
+    try:
+        page = render_page(report, run, gallery)  # before any file is written, so that a wrong `data` leaves none
+    except MissingExtra as error:
+        page, missing = None, str(error)
     target = out or folder / REPORT_FOLDER
     create_folder(target, "--out")
-    written = WrittenReport(
-        report, target / "report.json", target / "classes.csv", target / "report.html", gallery.missing
-    )
+    html = None if page is None else target / "report.html"
+    written = WrittenReport(report, target / "report.json", target / "classes.csv", html, missing)
     write_atomically(written.json, json_bytes(report))
     write_atomically(written.csv, classes_csv(report))
-    write_atomically(written.html, page)
+    if html is not None and page is not None:
+        write_atomically(html, page)
     return written

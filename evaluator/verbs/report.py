@@ -34,7 +34,9 @@ def report(
     """Write report.json, classes.csv and report.html of a run, and print its errors and worst classes."""
     written = write_report(run, out=out, data=data)
     echo(json_bytes(written.report).decode("ascii") if as_json else _summary(written), end="")
-    if written.missing is not None:
+    if written.html is None:
+        echo(f"note: there is no report.html: {written.missing}", err=True)
+    elif written.missing is not None:
         echo(f"note: {written.html} has no pictures. {written.missing} Give their place with --data DIR", err=True)
 
 
@@ -53,7 +55,7 @@ def _summary(written: WrittenReport) -> str:
             f"mostly confused with {confused['name']} ({confused['count']} of {entry['evaluated']})"
         )
     lines += [""] if worst else []
-    lines += [str(path) for path in (written.html, written.json, written.csv)]
+    lines += [str(path) for path in (written.html, written.json, written.csv) if path]
     return "\n".join(lines) + "\n"
 
 

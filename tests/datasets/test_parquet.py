@@ -442,7 +442,8 @@ def test_a_label_list_beside_parquet_files_is_refused(tmp_path: Path) -> None:
 
 def test_without_pyarrow_the_error_names_the_extra(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write_shards(tmp_path, IMAGES, POSITIONS)
-    monkeypatch.setitem(sys.modules, "pyarrow", None)
+    for name in ("pyarrow", "pyarrow.parquet"):
+        monkeypatch.setitem(sys.modules, name, None)
     with pytest.raises(EnvironmentFault, match=r"needs pyarrow, which is not installed.*\[parquet\]"):
         opened(tmp_path)
 

@@ -2,6 +2,8 @@ import base64
 import io
 import json
 import re
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -185,6 +187,23 @@ def test_unreachable_images_are_reported_with_the_command_and_without_a_path(tmp
     assert "/gone" not in page.text
     assert "n01/a.png" in page.text
     assert page.named("img") == []
+
+
+def test_without_the_extra_a_report_has_numbers_but_no_page_and_says_why(tmp_path: Path) -> None:
+    run = write_run(tmp_path / "run", [evaluated("val/a.png", 1, [3, 1], rank=2)])
+    code = (
+        "import sys; sys.modules['vl_convert'] = sys.modules['scipy'] = None\n"
+        "from prelunet.evaluator.cli import run\n"
+        f"sys.exit(run(['report', {str(run)!r}]) or run(['compare', {str(run)!r}, {str(run)!r}]))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], check=False, capture_output=True, text=True)
+    assert done.returncode == 5  # of `compare`, which is nothing without its statistics
+    note, error = [line for line in done.stderr.splitlines() if "needs" in line]
+    assert note.startswith("note: there is no report.html: this needs vl_convert")
+    assert all("pip install '.[report]'" in line for line in (note, error))
+    assert {path.name for path in (run / "report").iterdir()} == {"report.json", "classes.csv"}
+    assert json.loads((run / "report" / "report.json").read_bytes()) == build_report(read_run(run))
+    assert "report.html" not in done.stdout
 
 
 def test_changed_images_are_not_shown_as_those_of_the_run(tmp_path: Path) -> None:

@@ -15,7 +15,7 @@ from prelunet.evaluator.datasets.labels.label_lists import check_count
 from prelunet.evaluator.datasets.labels.read_meta_mat import MAX_META_MAT_BYTES, read_synsets
 from prelunet.evaluator.datasets.sources.base import LabelFile, format_names
 from prelunet.evaluator.datasets.sources.folder import label_file
-from prelunet.evaluator.errors import DatasetError, UsageError
+from prelunet.evaluator.errors import DatasetError, UsageError, import_from_extra
 
 GROUND_TRUTH = "ILSVRC2012_validation_ground_truth.txt"
 META_MAT = "meta.mat"
@@ -135,7 +135,8 @@ def _mapping_beside(ground_truth: LabelFile) -> LabelFile:
 
 
 def _read_matlab(file: LabelFile) -> list[tuple[int, str]]:
-    """Read `synsets` of meta.mat: rows with ILSVRC2012_ID, WNID, …, num_children."""
+    """Read `synsets` of meta.mat: rows with ILSVRC2012_ID, WNID, …, num_children. Raises MissingExtra."""
+    import_from_extra("scipy")
     try:
         rows = read_synsets(file.data(MAX_META_MAT_BYTES))
         for row, (devkit_id, wnid, children) in enumerate(rows, start=1):

@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 
 from prelunet.evaluator.datasets.sources.base import format_names
 from prelunet.evaluator.datasets.sources.folder import reading_error
-from prelunet.evaluator.errors import DatasetError, from_missing_module
+from prelunet.evaluator.errors import DatasetError, import_from_extra
 
 _BLOCK_BYTES = 4 * 2**20  # of images; the row groups of older files have 1000 photographs, 110 MB
 _MAX_BLOCKS = 8  # kept: 32 MiB, about 300 photographs, far more than the distance between threads
@@ -173,10 +173,7 @@ class ParquetReader:
 
 
 def _open(path: Path) -> Any:
-    try:
-        import pyarrow.parquet as pq
-    except ModuleNotFoundError as error:
-        raise from_missing_module(error) or error from error
+    pq = import_from_extra("pyarrow.parquet")
     return pq.ParquetFile(path, buffer_size=_BUFFER_BYTES, pre_buffer=False, page_checksum_verification=True)
 
 
