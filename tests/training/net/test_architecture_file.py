@@ -132,8 +132,8 @@ def test_a_missing_file_a_folder_a_pipe_and_other_bytes_are_refused(tmp_path: Pa
     os.mkfifo(tmp_path / "pipe.toml")
     (tmp_path / "bytes.toml").write_bytes(b"\xff\xfe")
     for name, message in (
-        ("missing", r"missing\.toml: cannot be read \(.*No such file.*RUN/last\.safetensors"),
-        ("folder", r"folder\.toml: cannot be read \(.*directory"),
+        ("missing", r"missing\.toml: cannot be read \(No such file or directory\).*RUN/last\.safetensors"),
+        ("folder", r"folder\.toml: cannot be read \(Is a directory\)"),
         ("bytes", r"bytes\.toml: cannot be read \(.*utf-8"),
         ("pipe", r"pipe\.toml: not a regular file"),
     ):
