@@ -76,6 +76,13 @@ def test_an_architecture_with_two_widths_survives_json(mine: Path) -> None:
     assert "hidden2" not in ARCHITECTURES["A"].to_json()
 
 
+def test_two_equal_widths_are_one_width_for_both(mine: Path) -> None:
+    mine.write_text(MINE.replace("[7, 6]", "[7, 7]"))
+    twice = read_architecture(mine)
+    mine.write_text(MINE.replace("[7, 6]", "7"))
+    assert read_architecture(mine) == twice
+
+
 HUGE = "0x1" + 5000 * "0"  # TOML allows it; Python does not print it in decimal
 
 
