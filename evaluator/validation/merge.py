@@ -13,12 +13,13 @@ from shlex import join
 
 from prelunet.evaluator.datasets.dataset import Sample
 from prelunet.evaluator.errors import RunFolderError
+from prelunet.evaluator.files import check_not_input
 from prelunet.evaluator.json_checks import differences, format_differences
 from prelunet.evaluator.protocols import command_line_options
 from prelunet.evaluator.terminal import escape_unprintable, progress
 from prelunet.evaluator.validation.run import Run, RunInfo, read_run, read_run_info
 from prelunet.evaluator.validation.run_log import find_dataset
-from prelunet.evaluator.validation.stored_runs import BLOCK, check_scores, log_start, read_rows, refuse_source_as_target
+from prelunet.evaluator.validation.stored_runs import BLOCK, check_scores, log_start, read_rows
 from prelunet.evaluator.validation.writer import DESCRIPTIVE_KEYS, RunWriter, open_run
 
 _SHARD_SPECIFIC_KEYS = {("shard", "number"), *DESCRIPTIVE_KEYS}  # keys in which shards of a run may differ
@@ -37,7 +38,7 @@ def merge(
     Raises RunFolderError when a shard is missing, duplicate, unfinished, damaged or of another run, or when the folder
     contains anything but this run. Raises EnvironmentFault when it is not writable.
     """
-    refuse_source_as_target(folders, folder)
+    check_not_input(folder, folders)  # --fresh would delete it
     shards = _sort_shards([(path, read_run_info(path)) for path in folders])
     runs = [read_run(path) for path, _ in shards]
     samples = _samples(runs)

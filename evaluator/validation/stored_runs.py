@@ -7,7 +7,7 @@ import numpy as np
 
 from prelunet.evaluator.arrays import BoolArray, Float32Array
 from prelunet.evaluator.engine.scores import ranks_of, restrict
-from prelunet.evaluator.errors import RunFolderError, UsageError
+from prelunet.evaluator.errors import RunFolderError
 from prelunet.evaluator.terminal import escape_unprintable, progress
 from prelunet.evaluator.validation.predictions import Prediction
 from prelunet.evaluator.validation.run import SCORES_FILE, Run, RunInfo
@@ -89,13 +89,6 @@ def _same_best(rows: Float32Array, lines: Sequence[Prediction]) -> BoolArray:
 
 
 # Used by merged runs and ensembles, which are derived from the folders of other runs.
-
-
-def refuse_source_as_target(sources: Sequence[Path], folder: Path) -> None:
-    """Refuse to write into a folder that is also read: --fresh would delete it first."""
-    for source in sources:
-        if source.exists() and folder.exists() and source.samefile(folder):
-            raise UsageError(f"{folder}: is one of the input runs. Choose a new folder with --run")
 
 
 def log_start(writer: RunWriter, images: int, sources: Sequence[Path], report: Callable[[str], None]) -> None:

@@ -287,7 +287,7 @@ def test_an_ensemble_that_was_killed_is_finished_by_the_same_command(
 
 def test_a_member_is_never_the_target_and_another_run_never_overwritten(small: list[Path], tmp_path: Path) -> None:
     before = contents(small[0])
-    with pytest.raises(UsageError, match="is one of the input runs"):
+    with pytest.raises(UsageError, match="is the input itself"):
         ensemble(small, small[0], fresh=True)
     with pytest.raises(RunFolderError, match=r"(?s)contains another run.*--fresh"):
         ensemble(small[1:], small[0])

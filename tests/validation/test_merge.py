@@ -302,7 +302,7 @@ def test_another_run_is_not_overwritten_without_fresh(
 
 def test_a_shard_is_never_the_target(shards: list[Path]) -> None:
     before = contents(shards[0])
-    with pytest.raises(UsageError, match="is one of the input runs"):
+    with pytest.raises(UsageError, match="is the input itself"):
         merge(shards, shards[0].parent / "." / shards[0].name, fresh=True)
     assert contents(shards[0]) == before
 
