@@ -155,19 +155,19 @@ def read_state(path: Path, net: PreluNet) -> ResumeState:
     except OSError as error:
         if error.errno != errno.EINVAL:  # EINVAL: torch's error for a very short file
             raise
-        raise damaged_state_error(path) from error
+        raise _damaged_state_error(path) from error
     except Exception as error:  # for damaged files torch raises many other exceptions than its own
         if isinstance(error, MemoryError) or "allocate memory" in str(error):  # the file may be intact
             fault = f"{path}: not enough memory to read it. Free memory, or start fewer processes"
             raise EnvironmentFault(fault) from error
-        raise damaged_state_error(path) from error
+        raise _damaged_state_error(path) from error
     raise RunFolderError(
         f"{path}: version {version}, but this prelunet reads version {STATE_VERSION}. "
         "Resume with the prelunet that wrote it, or start over with --fresh"
     )
 
 
-def damaged_state_error(path: Path) -> RunFolderError:
+def _damaged_state_error(path: Path) -> RunFolderError:
     """Return the error for a state.pt from which a run cannot resume."""
     return RunFolderError(
         f"{path}: damaged, or belongs to another net, so the run cannot resume from it. "
