@@ -90,7 +90,7 @@ def compute_statistics(
 
     split: `train/` or `val/`, for messages; scale, crop: of the central views, in pixels; cache: see `cache_folder`,
     None for no cache; fresh: ignore cached statistics; report: receives a message if a cache file is damaged (the
-    statistics are then recomputed) or cannot be written. The cache key is the fingerprint (names, byte lengths and
+    statistics are then recomputed) or cannot be written. The cache key is the fingerprint (names, sizes and
     labels), scale and crop. Raises DatasetError if more than MAX_REFUSED of the images cannot be decoded.
     """
     statistics_file = _StatisticsFile(cache, dataset, scale, crop, report)
