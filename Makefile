@@ -4,7 +4,8 @@
 #                       DATA=DIR as above, HTTP_PORT=8080
 # make test             run all tests in three processes, as many tests wait; LARGE=1 adds model C, ARGS='-k oracle' is
 #                       passed to pytest, PROCESSES=0 uses a single process
-# make test-browser     open the report and the live page in Chromium as laptop and phone; `make test` does so too if it is installed
+# make test-browser     open the report and the live page in Chromium as laptop and phone; `make test` does so too if
+#                       Chromium is installed
 # make check-install    check that a clean environment without torch and onnx serves, validates and reports
 # make check-placement  check without a GPU that every node of the model files is placed on CUDA, without copies
 # make stats            print lines, functions, modules with one importer and the first import cycle

@@ -43,7 +43,7 @@ def read_toml(path: Path, fix: str) -> dict[str, Any]:
     try:
         return tomllib.loads(path.read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError) as error:
-        raise UsageError(f"{path}: cannot be read ({error}). {fix}") from error
+        raise UsageError(f"{path}: cannot be read ({getattr(error, 'strerror', error)}). {fix}") from error
     except (tomllib.TOMLDecodeError, RecursionError) as error:
         raise UsageError(f"{path}: invalid TOML ({error})") from error
     except ValueError as error:  # Python parses integers of at most 4300 digits

@@ -106,7 +106,7 @@ def validate(task: Mapping[str, Any]) -> Json:
     dataset = repeated(open_dataset(Path(task["data"]), split="val", wnids=None), task["images"])
     protocol = build_protocol(task["protocol"], session.contract)
     info = build_run_info(session, Path(task["model"]).name, describe_dataset(dataset), protocol)
-    need = estimate_run_memory(session, protocol, info.chunk, dataset.samples)
+    need = estimate_run_memory(session, protocol, info.chunk, dataset)
     with tempfile.TemporaryDirectory(prefix="prelunet-alone-") as folder:
         begun = time.perf_counter()
         run = run_validation([session], dataset, info, Path(folder) / "run")

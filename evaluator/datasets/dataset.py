@@ -129,6 +129,12 @@ class Dataset:
         """Return the class indices among which predictions are made, None for all."""
         return None if self.restriction is None else tuple(self.restriction["classes"])
 
+    @property
+    def largest_image(self) -> int:
+        """Return an upper bound of the bytes of an image that `read` returns."""
+        limit = DecodeLimits.max_bytes
+        return min(limit, max((s.size for s in self.samples), default=0)) if self.exact_sizes else limit
+
     @cached_property
     def fingerprint(self) -> str:
         """Return the sha256 of the sorted relative names, sizes and labels."""

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from urllib.parse import quote
 
+from prelunet.evaluator.contract import provenance_lines
 from prelunet.evaluator.errors import import_from_extra
 from prelunet.evaluator.reporting.charts import Spec
 from prelunet.evaluator.terminal import escape_unprintable
@@ -56,6 +57,7 @@ def _environment() -> "jinja2.Environment":
     environment.globals |= {
         "asset": asset,
         "vega": _vega,
+        "provenance_lines": provenance_lines,
     }
     return environment
 

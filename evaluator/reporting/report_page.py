@@ -5,7 +5,6 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from prelunet.evaluator.contract import provenance_lines
 from prelunet.evaluator.errors import MissingExtra
 from prelunet.evaluator.files import create_folder, write_atomically
 from prelunet.evaluator.reporting.charts import FEW_CLASSES, error_chart
@@ -57,7 +56,6 @@ def render_page(report: Report, run: Run, gallery: Gallery) -> bytes:
         several=sum(bool(prediction.also) for prediction in run.predictions),
         protocol=describe_protocol(report["protocol"]),
         provider=short_provider(report["circumstances"]),
-        provenance_lines=provenance_lines,
         activation=ACTIVATIONS.get(report["model"]["activation"], report["model"]["activation"]),
         classes=classes,
         seen=seen,

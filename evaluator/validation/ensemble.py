@@ -19,6 +19,7 @@ from prelunet.evaluator.arrays import BoolArray, Float32Array, Int64Array
 from prelunet.evaluator.datasets.dataset import UNLABELLED, Sample
 from prelunet.evaluator.engine.scores import best_ranks, restrict, shortest_decimal, top_k
 from prelunet.evaluator.errors import RunFolderError, UsageError
+from prelunet.evaluator.files import check_not_input
 from prelunet.evaluator.json_checks import differences, format_differences
 from prelunet.evaluator.protocols import command_line_options
 from prelunet.evaluator.terminal import progress
@@ -33,7 +34,7 @@ from prelunet.evaluator.validation.run import (
     require_unsharded,
     sanitize_name,
 )
-from prelunet.evaluator.validation.stored_runs import BLOCK, check_scores, log_start, read_rows, refuse_source_as_target
+from prelunet.evaluator.validation.stored_runs import BLOCK, check_scores, log_start, read_rows
 from prelunet.evaluator.validation.writer import RunWriter, open_run
 
 _NAME = "ensemble of {}"  # used instead of a model file name
@@ -78,7 +79,7 @@ def ensemble(
     or damaged, or when the folder contains anything but this ensemble. Raises EnvironmentFault when it is not writable.
     """
     checked = _checked_weights(len(folders), weights)
-    refuse_source_as_target(folders, folder)
+    check_not_input(folder, folders)  # --fresh would delete it
     infos = [read_run_info(path) for path in folders]
     _require_compatible(folders, infos)
     runs = [read_run(path) for path in folders]

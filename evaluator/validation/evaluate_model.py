@@ -6,7 +6,7 @@ from pathlib import Path
 from prelunet.evaluator.byte_sizes import format_bytes
 from prelunet.evaluator.contract import ClassEntry, ModelContract
 from prelunet.evaluator.datasets import DatasetSpec, open_from_spec
-from prelunet.evaluator.datasets.dataset import UNLABELLED, Dataset, Sample
+from prelunet.evaluator.datasets.dataset import UNLABELLED, Dataset
 from prelunet.evaluator.engine.heatmap import why_flat
 from prelunet.evaluator.engine.memory import MemoryEstimate, estimate_memory, require_fits
 from prelunet.evaluator.engine.session import Session
@@ -51,9 +51,7 @@ def evaluate_model(  # noqa: PLR0913 - one argument per option
     info = build_run_info(session, model.name, describe_dataset(dataset), protocol, shard, memory=memory)
     _report_dataset(dataset, session.contract.classes, info, report)
     pipelines = MAX_CHUNKS_IN_FLIGHT if cluster is not None else 1
-    need = estimate_run_memory(
-        session, protocol, info.chunk, dataset.samples, sessions=len(sessions), pipelines=pipelines
-    )
+    need = estimate_run_memory(session, protocol, info.chunk, dataset, sessions=len(sessions), pipelines=pipelines)
     report_memory(need, report, gpu=session.circumstances.on_gpu)
     chunk_evaluator = evaluate_on_ray(cluster, session, model, dataset, info, report) if cluster is not None else None
     return validate(
@@ -106,24 +104,21 @@ def estimate_run_memory(
     session: Session,
     protocol: EvaluationProtocol,
     chunk: int,
-    samples: Sequence[Sample] = (),
+    dataset: Dataset | None = None,
     *,
     sessions: int = 1,
     pipelines: int = 1,
 ) -> MemoryEstimate:
     """Estimate the peak main memory of a run.
 
-    chunk: images per chunk; samples: all images of the dataset; sessions: number of sessions like this one in the
+    chunk: images per chunk; dataset: None to leave out its images; sessions: number of sessions like this one in the
     process; pipelines: number of pipelines that each session serves.
     Raises UsageError if the estimate exceeds `--memory-limit`.
     """
     readers = pipelines * decoding_threads(session.placement.threads)
-    workload = {
-        "sessions": sessions,
-        "pipelines": pipelines,
-        "images": len(samples),
-        "encoded": readers * max((sample.size for sample in samples), default=0),
-    }
+    workload = {"sessions": sessions, "pipelines": pipelines}
+    if dataset is not None:
+        workload |= {"images": len(dataset.samples), "encoded": readers * dataset.largest_image}
     if (limit := session.placement.memory) is None:
         return estimate_memory(session, protocol, chunk, None, **workload)
     return require_fits(session, protocol, chunk, limit, **workload)

@@ -1,14 +1,13 @@
 """Read the stored scores of finished runs block by block, and check that they agree with the run's lines."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import numpy as np
 
 from prelunet.evaluator.arrays import BoolArray, Float32Array
-from prelunet.evaluator.datasets.dataset import UNLABELLED
-from prelunet.evaluator.engine.scores import best_ranks, ranks_of, restrict
-from prelunet.evaluator.errors import RunFolderError, UsageError
+from prelunet.evaluator.engine.scores import ranks_of, restrict
+from prelunet.evaluator.errors import RunFolderError
 from prelunet.evaluator.terminal import escape_unprintable, progress
 from prelunet.evaluator.validation.predictions import Prediction
 from prelunet.evaluator.validation.run import SCORES_FILE, Run, RunInfo
@@ -16,15 +15,11 @@ from prelunet.evaluator.validation.run_log import RESUMED, STARTED, find_dataset
 from prelunet.evaluator.validation.writer import RunWriter, scores_header
 
 BLOCK = 1024  # images read at a time: 4 MB at 1000 classes
-SUM_TOLERANCE = 1e-3  # of a row: half precision may deviate this much; float32 stays below 1e-6
 
 
 def check_scores(run: Run) -> None:
-    """Check that the stored scores of a finished run are complete and agree with its lines, block by block.
+    """Check that the stored scores of a run are complete, and that each row has the best classes of its line.
 
-    A refused image has a row of NaN. Any other image has a row of finite numbers from 0 to 1 whose sum is 1 within
-    SUM_TOLERANCE, whose best classes are those of its line, and in which the true class has the rank of its line.
-    Smaller changes, among classes below the best ones, are not detected.
     Raises RunFolderError with the file, the row and the image.
     """
     path, images = _path(run), run.info.images
@@ -33,11 +28,14 @@ def check_scores(run: Run) -> None:
         for first in range(0, images, BLOCK):
             end = min(first + BLOCK, images)
             lines = run.predictions[first:end]
-            if fault := _fault_in(read_rows(run, first, end), lines, run.info.candidates):
-                row, what = fault
+            evaluated = [row for row, line in enumerate(lines) if line.refused is None]
+            rows = restrict(read_rows(run, first, end)[evaluated], run.info.candidates)
+            if evaluated and not (same := _same_best(rows, [lines[row] for row in evaluated])).all():
+                row = evaluated[int(np.argmin(same))]
                 raise RunFolderError(
-                    f"{path}: row {first + row} ({escape_unprintable(lines[row].file)}) {what}. The scores are damaged "
-                    "or from another run: restore the file, or repeat the run with --fresh"
+                    f"{path}: row {first + row} ({escape_unprintable(lines[row].file)}) has different best classes or "
+                    "scores than its line, or NaN. The scores are damaged or from another run: restore the file, or "
+                    "repeat the run with --fresh"
                 )
             advance(end - first)
 
@@ -75,40 +73,6 @@ def _check_header(path: Path, info: RunInfo) -> None:
         raise RunFolderError(f"{path}: {size} bytes, but the scores take {expected}. {fix}")
 
 
-def _fault_in(
-    rows: Float32Array, lines: Sequence[Prediction], candidates: Sequence[int] | None
-) -> tuple[int, str] | None:
-    """Return the first row that disagrees with its line, and the fault; None if there is none."""
-    refused = np.array([line.refused is not None for line in lines])
-    if (wrong := refused & ~np.isnan(rows).all(axis=1)).any():
-        return int(np.argmax(wrong)), "has scores, but its line says that it was refused"
-    evaluated = np.flatnonzero(~refused).tolist()
-    if not evaluated:
-        return None
-    for wrong, what in _faults(rows[evaluated], [lines[row] for row in evaluated], candidates):
-        if wrong.any():
-            return int(evaluated[np.argmax(wrong)]), what
-    return None
-
-
-def _faults(
-    rows: Float32Array, lines: Sequence[Prediction], candidates: Sequence[int] | None
-) -> Iterator[tuple[BoolArray, str]]:
-    """Yield (faulty rows, fault) for evaluated images. Each check relies on the ones before it."""
-    labels = np.array([line.label for line in lines], np.int64)
-    stated = np.array([line.rank for line in lines], np.int64)
-    yield np.asarray(~np.isfinite(rows).all(axis=1)), "has a score that is not a finite number"
-    sums = rows.sum(axis=1, dtype=np.float64)
-    yield (
-        np.asarray((rows < 0).any(axis=1) | (np.abs(sums - 1) > SUM_TOLERANCE)),
-        "has scores that are not probabilities with sum 1",
-    )
-    rows = restrict(rows, candidates)
-    yield ~_same_best(rows, lines), "has different best classes or scores than its line"
-    ranks = best_ranks(rows, [line.labels for line in lines])
-    yield (labels != UNLABELLED) & (ranks != stated), "gives the true class a different rank than its line"
-
-
 def _same_best(rows: Float32Array, lines: Sequence[Prediction]) -> BoolArray:
     """Return for each row whether its best classes, their order and their scores are those of its line.
 
@@ -118,7 +82,7 @@ def _same_best(rows: Float32Array, lines: Sequence[Prediction]) -> BoolArray:
     classes = np.array([[index for index, _ in line.top] for line in lines], np.int64)
     stated = np.array([[score for _, score in line.top] for line in lines]).astype(np.float32)
     stored = np.take_along_axis(rows, classes, axis=1)
-    same: BoolArray = (np.abs(stated - stored) <= np.spacing(stored)).all(axis=1)
+    same: BoolArray = (np.abs(stated - stored) <= np.spacing(stored)).all(axis=1) & ~np.isnan(rows).any(axis=1)
     for place in range(classes.shape[1]):
         same &= ranks_of(rows, classes[:, place]) == place + 1
     return same
@@ -127,20 +91,13 @@ def _same_best(rows: Float32Array, lines: Sequence[Prediction]) -> BoolArray:
 # Used by merged runs and ensembles, which are derived from the folders of other runs.
 
 
-def refuse_source_as_target(sources: Sequence[Path], folder: Path) -> None:
-    """Refuse to write into a folder that is also read: --fresh would delete it first."""
-    for source in sources:
-        if source.exists() and folder.exists() and source.samefile(folder):
-            raise UsageError(f"{folder}: is one of the input runs. Choose a new folder with --run")
-
-
 def log_start(writer: RunWriter, images: int, sources: Sequence[Path], report: Callable[[str], None]) -> None:
     """Report and log where the writing of a derived run starts.
 
     The log also records where the dataset was, from the first source whose log has it: reports look there.
     """
     if writer.done == images:
-        report(f"{writer.folder}: already finished; comparing it with its input runs")
+        report(f"{writer.folder}: already finished")
         return
     new = writer.done == 0
     report(f"{writer.folder}: {'new' if new else f'resuming after {writer.done} of {images} images'}")

@@ -71,7 +71,7 @@ def bench(
     dataset = open_images(data, session.contract.classes)
     info = build_run_info(session, model.name, describe_dataset(dataset), evaluation_protocol, memory=placement.memory)
     assert info.batching is not None
-    need = estimate_run_memory(session, evaluation_protocol, info.chunk, dataset.samples, sessions=len(sessions))
+    need = estimate_run_memory(session, evaluation_protocol, info.chunk, dataset, sessions=len(sessions))
     try:
         measured = benchmark(
             sessions, dataset, evaluation_protocol, info.batching.images_together,

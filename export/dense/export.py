@@ -10,18 +10,15 @@ import torch
 from onnx import checker
 
 from prelunet.evaluator.contract import Canvas, FilePrecision, ModelContract, golden_image, golden_sizes
-from prelunet.evaluator.engine.verify import (
-    TOLERANCES,
-    Deviation,
-)
+from prelunet.evaluator.engine.verify import TOLERANCES, Deviation
 from prelunet.evaluator.errors import CheckFailed, CheckpointError, UsageError
 from prelunet.evaluator.files import check_not_input, open_atomically, sha256_of
 from prelunet.export.dense.build import build_contract, build_model
 from prelunet.export.dense.half_precision import (
     check_magnitudes,
+    magnitude_warnings,
     measure_magnitudes,
-    precision_warnings,
-    rounding_losses,
+    round_to_half,
 )
 from prelunet.export.parity import WindowArrays, check_parity, golden_answers
 from prelunet.training.inspection.describe_file import summarize_slopes
@@ -60,7 +57,8 @@ def export_checkpoint(
         raise UsageError(f"{os.fspath(output)!a}: the path is not UTF-8. Choose another name or folder") from error
     check_not_input(output, [path])
     with open_atomically(output) as file:  # first, so that an unwritable path is refused before the work
-        losses = rounding_losses(checkpoint.tensors) if precision == "fp16" else {}
+        for name, tensor in checkpoint.tensors.items() if precision == "fp16" else ():
+            round_to_half(name, tensor)  # so that a number out of range is refused before the work, too
         windows = _oracle(checkpoint)
         try:
             contract = _contract(checkpoint, sha256_of(path), canvas, precision, windows)
@@ -77,7 +75,7 @@ def export_checkpoint(
         deviations = check_parity(written, windows)
         if failed := [d for d in deviations if not d.passed]:
             raise CheckFailed(_parity_message(output, failed, precision))
-    return ExportResult(deviations, magnitudes, precision_warnings(losses, magnitudes))
+    return ExportResult(deviations, magnitudes, magnitude_warnings(magnitudes))
 
 
 def _oracle(checkpoint: Checkpoint) -> list[WindowArrays]:

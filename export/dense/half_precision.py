@@ -1,4 +1,4 @@
-"""Half precision: checks whether a net fits into float16, whose maximum is 65504 and which loses bits below 6e-5.
+"""Half precision: checks whether a net fits into float16, whose maximum is 65504.
 
 Parameters are checked directly. The range of the activations is measured by running the finished file, with a probe
 after every layer, on images that produce large activations. Scores on a CPU would not reveal an overflow: some
@@ -23,9 +23,6 @@ from prelunet.evaluator.imaging.canvas import pack
 
 FLOAT16_MAX = 65504.0  # the largest float16
 HEADROOM = 8.0  # warn above FLOAT16_MAX / HEADROOM: other images and intermediate sums reach further
-# Rounding to 11 bits changes a tensor by 2e-4 of its norm; numbers that are subnormal or 0 in float16 lose more.
-MAX_ROUNDING_LOSS = 1e-3
-_BLOCK = 2**22  # numbers processed at a time: fc1 of model C takes 1.8 GB in float64
 
 
 def round_to_half(name: str, tensor: Float32Array) -> Float16Array:
@@ -38,22 +35,6 @@ def round_to_half(name: str, tensor: Float32Array) -> Float16Array:
             f"maximum; the largest is {np.abs(tensor).max():.3g}. Export this net with --precision fp32"
         )
     return half
-
-
-def rounding_losses(tensors: Mapping[str, Float32Array]) -> dict[str, float]:
-    """Return the relative RMS error of rounding each tensor; about 2e-4 if nothing is lost.
-
-    Raises UsageError as `round_to_half` does.
-    """
-    losses = {}
-    for name, tensor in tensors.items():
-        moved, size, flat, half = 0.0, 0.0, tensor.reshape(-1), round_to_half(name, tensor).reshape(-1)
-        for start in range(0, tensor.size, _BLOCK):
-            exact = flat[start : start + _BLOCK].astype(np.float64)
-            moved += float(np.square(half[start : start + _BLOCK] - exact).sum())
-            size += float(np.square(exact).sum())
-        losses[name] = (moved / size) ** 0.5 if size else 0.0
-    return losses
 
 
 def range_images(crop: int) -> list[UInt8Array]:
@@ -148,17 +129,11 @@ def check_magnitudes(magnitudes: Mapping[str, float]) -> None:
             )
 
 
-def precision_warnings(losses: Mapping[str, float], magnitudes: Mapping[str, float]) -> list[str]:
-    """Return warnings about tensors that lose precision and layers that come close to the float16 maximum."""
-    warnings = [
-        f"{name}: rounding to float16 has a relative error of {loss:.1e}; its numbers are too small for float16"
-        for name, loss in losses.items()
-        if loss > MAX_ROUNDING_LOSS
-    ]
-    warnings += [
+def magnitude_warnings(magnitudes: Mapping[str, float]) -> list[str]:
+    """Return warnings about layers that come close to the float16 maximum."""
+    return [
         f"{layer}: reaches {largest:.3g} on test images, within a factor of {HEADROOM:g} of {FLOAT16_MAX:g}, "
         "the float16 maximum; other images may exceed it"
         for layer, largest in magnitudes.items()
         if largest > FLOAT16_MAX / HEADROOM
     ]
-    return warnings

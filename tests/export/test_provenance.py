@@ -55,9 +55,11 @@ def test_the_provenance_of_a_checkpoint_reaches_the_report(
     on_the_wire = report_from_message(report_message(report))
     assert json.dumps(on_the_wire["model"]) == json.dumps(report["model"])
 
+    assert run(["compare", str(validated), str(validated), "--out", str(tmp_path / "compared")]) == 0
+    capsys.readouterr()
     assert run(["inspect", str(model)]) == 0
-    page = (validated / "report/report.html").read_text()
-    for shown in ("".join(capsys.readouterr().out.split()), "".join(page.split())):
+    pages = (validated / "report/report.html", tmp_path / "compared/compare.html")
+    for shown in ("".join(text.split()) for text in (capsys.readouterr().out, *(page.read_text() for page in pages))):
         assert sha256_of(first) in shown
         assert sha256_of(tuned) in shown
         assert "2of3steps" in shown

@@ -1,13 +1,18 @@
 """The memory that an evaluation takes: estimated, limited and reported before the work begins."""
 
+from dataclasses import replace
+from pathlib import Path
+
 import pytest
 
-from prelunet.evaluator.datasets.dataset import Sample
+from prelunet.evaluator.datasets.dataset import Dataset, Sample
+from prelunet.evaluator.datasets.sources.folder import FolderSource
 from prelunet.evaluator.engine.load import open_with_placement
 from prelunet.evaluator.engine.memory import estimate_memory
 from prelunet.evaluator.engine.runtimes import onnx
 from prelunet.evaluator.engine.session import Placement
 from prelunet.evaluator.errors import UsageError
+from prelunet.evaluator.imaging.limits import DecodeLimits
 from prelunet.evaluator.protocols import build_protocol
 from prelunet.evaluator.terminal import report
 from prelunet.evaluator.validation import evaluate_model as memory_module
@@ -64,12 +69,19 @@ def test_the_samples_and_the_largest_file_are_counted() -> None:
     session.placement = Placement("cpu", threads=3)
     protocol = build_protocol("multi-scale", session.contract)
     samples = [Sample("a.png", 0, 100), Sample("b.png", 1, 7000), Sample("c.png", 2, 10)]
-    one, two = (estimate_run_memory(session, protocol, 64, samples, pipelines=count) for count in (1, 2))  # type: ignore[arg-type]
-    expected = [
-        estimate_memory(session, protocol, 64, None, pipelines=count, images=3, encoded=count * 3 * 7000)  # type: ignore[arg-type]
-        for count in (1, 2)
-    ]
-    assert [one, two] == expected
+    dataset = Dataset(Path("images"), ("a", "b", "c"), samples, FolderSource(Path("images")))
+    means = replace(dataset, exact_sizes=False)  # as of parquet files: an image may be as large as is accepted
+    for pipelines, images, largest in ((1, dataset, 7000), (2, dataset, 7000), (1, means, DecodeLimits.max_bytes)):
+        need = estimate_run_memory(session, protocol, 64, images, pipelines=pipelines)  # type: ignore[arg-type]
+        assert need == estimate_memory(
+            session,  # type: ignore[arg-type]
+            protocol,
+            64,
+            None,
+            pipelines=pipelines,
+            images=3,
+            encoded=pipelines * 3 * largest,
+        )
 
 
 def test_with_gpus_main_memory_is_estimated_and_limited_too() -> None:

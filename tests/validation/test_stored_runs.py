@@ -8,7 +8,7 @@ import pytest
 
 from prelunet.evaluator.errors import RunFolderError
 from prelunet.evaluator.validation.run import read_run
-from prelunet.evaluator.validation.stored_runs import BLOCK, SUM_TOLERANCE, check_scores, read_rows
+from prelunet.evaluator.validation.stored_runs import BLOCK, check_scores, read_rows
 from tests.reporting.scored_runs import random_scores, write_scored_run
 
 IMAGES = BLOCK + 40  # a full block and part of one
@@ -59,20 +59,7 @@ def test_a_score_whose_decimal_rounds_to_its_neighbor_by_way_of_float64_is_accep
     check_scores(read_run(write_scored_run(tmp_path / "run", scores, [2])))
 
 
-@pytest.mark.parametrize("total", [0.95, 0.998, 1.002])
-def test_a_row_that_does_not_add_up_to_1_is_refused_even_where_its_line_agrees(tmp_path: Path, total: float) -> None:
-    scores = random_scores(3, 10)
-    scores[4, 6] += total - 1
-    scores[6] *= 1.0009  # within the error of half precision, so not damage
-    assert (scores >= 0).all()
-    folder = write_scored_run(tmp_path / "run", scores, [2] * 10)
-    with pytest.raises(
-        RunFolderError, match=r"row 4 \(val/00004\.png\) has scores that are not probabilities with sum 1"
-    ):
-        check_scores(read_run(folder))
-
-
-def change(row: int, column: int, value: float) -> Callable[[np.ndarray], None]:
+def change(row: int, column: int | slice, value: float) -> Callable[[np.ndarray], None]:
     def spoil(scores: np.ndarray) -> None:
         scores[row, column] = value
 
@@ -84,7 +71,7 @@ def swap(scores: np.ndarray) -> None:
 
 
 def move(scores: np.ndarray) -> None:
-    row = scores[8]  # swaps the second and third, so the sum does not change
+    row = scores[8]  # swaps the second and third
     order = np.argsort(-row)
     row[order[1]] -= 2e-6
     row[order[2]] += 2e-6
@@ -95,66 +82,39 @@ def exchange_last(scores: np.ndarray) -> None:
     scores[8, order[[4, 5]]] = scores[8, order[[5, 4]]]
 
 
-def negate(scores: np.ndarray) -> None:
-    order = np.argsort(-scores[8])
-    scores[8, order[5]] += scores[8, order[6]]  # so that it is not seen in the sum
-    scores[8, order[6]] = -1e-7
-
-
 def overtake(scores: np.ndarray) -> None:
     order = np.argsort(-scores[18])
     fifth, sixth = scores[18, order[4]], scores[18, order[5]]
-    assert 1.01 * fifth - sixth < SUM_TOLERANCE  # so that it is not seen in the sum
+    assert sixth < fifth
     scores[18, order[5]] = 1.01 * fifth
 
 
-DAMAGES: list[tuple[Callable[[np.ndarray], None], str]] = [
-    (change(8, 2, np.nan), r"row 8 \(val/00008\.png\) has a score that is not a finite number"),
-    (
-        change(BLOCK + 5, 6, np.inf),
-        rf"row {BLOCK + 5} \(val/0{BLOCK + 5}\.png\) has a score that is not a finite number",
-    ),
-    (change(BLOCK + 2, 0, 0.5), rf"row {BLOCK + 2} .* has scores, but its line says that it was refused"),
-    (change(8, 3, 0.9), "row 8 .* not probabilities"),
-    (change(8, 3, -0.1), "row 8 .* not probabilities"),
-    (negate, "row 8 .* not probabilities"),
-    (overtake, "row 18 .* has different best classes or scores than its line"),
-    (swap, "row 8 .* has different best classes or scores than its line"),
-    (move, "row 8 .* has different best classes or scores than its line"),
-    (exchange_last, "row 8 .* has different best classes or scores than its line"),
+WORST_OF_8 = int(np.argmin(random_scores(0, IMAGES)[8]))  # is not in its line
+DAMAGES: list[tuple[int, Callable[[np.ndarray], None]]] = [
+    (8, change(8, 3, 0.9)),
+    (8, change(8, WORST_OF_8, np.nan)),
+    (BLOCK + 5, change(BLOCK + 5, slice(None), np.nan)),
+    (18, overtake),
+    (8, swap),
+    (8, move),
+    (8, exchange_last),
 ]
 
 
-@pytest.mark.parametrize(("spoil", "fault"), DAMAGES)
-def test_a_damaged_score_is_named_with_its_row_and_image(
-    folder: Path, spoil: Callable[[np.ndarray], None], fault: str
+@pytest.mark.parametrize(("row", "spoil"), DAMAGES)
+def test_scores_that_contradict_a_line_are_named_with_their_row_and_image(
+    folder: Path, row: int, spoil: Callable[[np.ndarray], None]
 ) -> None:
     scores = np.load(folder / "scores.f32.npy")
     spoil(scores)
     np.save(folder / "scores.f32.npy", scores)
-    with pytest.raises(RunFolderError, match=rf"scores\.f32\.npy: {fault}.*--fresh"):
-        check_scores(read_run(folder))
-
-
-@pytest.mark.parametrize(
-    ("there", "instead", "fault"),
-    [
-        ('"rank": 6', '"rank": 7', "gives the true class a different rank"),
-        (', "refused": "truncated"}', ', "refused": ""}', None),
-    ],
-)
-def test_a_line_with_another_rank_than_the_scores_is_detected(
-    folder: Path, there: str, instead: str, fault: str | None
-) -> None:
-    lines = folder / "predictions.jsonl"
-    text = lines.read_text()
-    assert there in text
-    lines.write_text(text.replace(there, instead, 1))
-    if fault is None:
-        check_scores(read_run(folder))
-        return
+    fault = rf"scores\.f32\.npy: row {row} \(val/{row:05}\.png\) has different best classes.*--fresh"
     with pytest.raises(RunFolderError, match=fault):
         check_scores(read_run(folder))
+
+
+def test_a_block_of_refused_images_is_accepted(tmp_path: Path) -> None:
+    check_scores(read_run(write_scored_run(tmp_path / "run", random_scores(0, 2), [0, 1], refusals={0: "x", 1: "y"})))
 
 
 @pytest.mark.parametrize(

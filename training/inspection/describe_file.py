@@ -11,7 +11,6 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 from rich.console import Console
-from rich.markup import escape
 from rich.table import Table
 
 from prelunet.evaluator.architectures import (
@@ -27,9 +26,8 @@ from prelunet.evaluator.engine.session import Session
 from prelunet.evaluator.errors import ContractError, from_os_error
 from prelunet.evaluator.files import require_regular_file, sha256_of
 from prelunet.evaluator.json_checks import require_object, require_str
-from prelunet.evaluator.terminal import escape_unprintable
 from prelunet.training.inspection.slope_trend import slope_trend
-from prelunet.training.inspection.tables import print_layers
+from prelunet.training.inspection.tables import escaped, print_layers
 
 # PReLU-nets, Table 1 (model E): layer → learned slope (channel-shared), and mean of the channel-wise slopes.
 PAPER_SLOPES: dict[str, tuple[float, float]] = {
@@ -217,13 +215,13 @@ def _describe_net(architecture: Architecture, classes: Sequence[ClassEntry]) -> 
 
 def print_inspection(inspection: Mapping[str, Any], console: Console) -> None:
     """Print the result of `inspect_file` as tables: file, layers and slopes; only the first for an adopted net."""
-    facts = Table(show_header=False, box=None, pad_edge=False, title=_cell(inspection["file"]), title_justify="left")
+    facts = Table(show_header=False, box=None, pad_edge=False, title=escaped(inspection["file"]), title_justify="left")
     facts.add_column(style="bold")
     facts.add_column(overflow="fold")
     adopted = inspection["kind"] == "adopted"
     for name, fact in (_adopted_facts(inspection) if adopted else _facts(inspection)).items():
         lines = [fact] if isinstance(fact, str) else fact
-        facts.add_row(name, "\n".join(map(_cell, lines)))
+        facts.add_row(name, "\n".join(map(escaped, lines)))
     console.print(facts)
     if adopted:
         return
@@ -316,7 +314,7 @@ def _print_slopes(
         paper = [f"{entry['paper']:.3f}"] if has_paper else []
         counts = [f"[yellow]{n} ![/]" if n else "0" for n in (entry["below_zero"], entry["above_one"])]
         numbers = [f"{entry['mean']:.3f}", *paper, f"{entry['min']:.3f}", f"{entry['max']:.3f}", *counts]
-        table.add_row(_cell(entry["layer"]), str(entry["channels"]), *numbers)
+        table.add_row(escaped(entry["layer"]), str(entry["channels"]), *numbers)
     console.print(table)
     if any(entry["below_zero"] or entry["above_one"] for entry in slopes):
         console.print(
@@ -332,7 +330,7 @@ def _print_slopes(
         )
     if trend is not None:
         paper_trend = slope_trend({layer: values[column] for layer, values in PAPER_SLOPES.items()})
-        console.print(_cell(f"Slopes of this net: {trend['text']}."))
+        console.print(escaped(f"Slopes of this net: {trend['text']}."))
         console.print(f"Slopes in the paper's Table 1: {paper_trend}.")
 
 
@@ -348,8 +346,3 @@ def _data_text(data: Mapping[str, Any]) -> str:
     if isinstance(net := data.get("architecture"), dict):
         data = {**data, "architecture": net.get("name")}
     return ", ".join(f"{key} {value if isinstance(value, str) else json.dumps(value)}" for key, value in data.items())
-
-
-def _cell(text: str) -> str:
-    """Escape text from the file for the terminal: no markup, no control characters."""
-    return escape(escape_unprintable(text))

@@ -10,13 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from prelunet.evaluator.errors import UsageError, from_os_error
-from prelunet.evaluator.json_checks import (
-    parse_json,
-    require_int,
-    require_keys,
-    require_list,
-    require_str,
-)
+from prelunet.evaluator.json_checks import parse_json, require_keys
 from prelunet.training.run_state.run_folder import DIAGNOSIS_FILE
 
 DEFAULT_IMAGES = 256  # on which layers are measured by default
@@ -55,7 +49,7 @@ def read_layer_log(folder: Path) -> list[dict[str, Any]]:
     """Return the lines of a run folder's diagnosis.jsonl, at least one: `step`, and `layers` as from `to_json`.
 
     An incomplete last line is ignored. Raises UsageError if the file is missing or has no complete line, or if a line
-    is damaged or has different layers than the first.
+    is damaged.
     """
     path = folder / DIAGNOSIS_FILE
     try:
@@ -67,30 +61,15 @@ def read_layer_log(folder: Path) -> list[dict[str, Any]]:
         ) from error
     except OSError as error:
         raise from_os_error(error) from error
-    entries = [_entry(path, number, line) for number, line in enumerate(lines, start=1)]
+    entries = []
+    for number, line in enumerate(lines, start=1):
+        try:
+            entries.append(require_keys(parse_json(line), "it", {"step", "layers"}))
+        except ValueError as error:
+            raise UsageError(f"{path}: line {number} is damaged ({error}). Remove that line") from error
     if not entries:
         raise UsageError(f"{path}: empty: the run has not been evaluated yet. Try again after an evaluation")
-    names = [layer["layer"] for layer in entries[0]["layers"]]
-    for number, entry in enumerate(entries, start=1):
-        if not names or [layer["layer"] for layer in entry["layers"]] != names:
-            raise UsageError(
-                f"{path}: line {number} has different layers than the first line, or none. Remove the file"
-            )
     return entries
-
-
-def _entry(path: Path, number: int, line: bytes) -> dict[str, Any]:
-    try:
-        entry = require_keys(parse_json(line), "it", {"step", "layers"})
-        require_int(entry["step"], "step", 0)
-        for layer in require_list(entry["layers"], "layers"):
-            require_str(require_keys(layer, "a layer", set(RESPONSE_KEYS))["layer"], "layer")
-            for key in RESPONSE_KEYS[1:]:
-                if layer[key] is not None and type(layer[key]) not in {int, float}:
-                    raise ValueError(f"{key} of {layer['layer']!a:.40} should be a number or null")
-    except ValueError as error:
-        raise UsageError(f"{path}: line {number} is damaged ({error}). Remove that line") from error
-    return entry
 
 
 def _plain(value: float | None) -> float | None:

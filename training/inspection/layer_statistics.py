@@ -167,9 +167,9 @@ def find_non_finite(net: PreluNet, images: Tensor, labels: Tensor) -> str:
     """Describe the first non-finite value when a net processes a batch, as in `conv2_1: its response is not finite`.
 
     images: float (N, 3, crop, crop), mean subtracted; labels: int64 (N,); if N is 0, only parameters are checked.
-    Values are checked in the order in which they propagate: images, parameters (in the order of layers), responses
-    (forward), loss, gradients of responses (backward) and of parameters. Dropout is off; if everything is finite
-    without it, the text says so. No random number is drawn and no `.grad` is written.
+    Values are checked in the order in which they propagate: images, parameters (in the order of layers), responses and
+    loss. Dropout is off; if everything is finite without it, the text says so. No random number is drawn and no `.grad`
+    is written.
     """
     return next(
         _non_finite_values(net, images, labels), "no layer: without dropout all values of this batch are finite"
@@ -182,37 +182,14 @@ def _non_finite_values(net: PreluNet, images: Tensor, labels: Tensor) -> Iterato
     for name, parameter in net.named_parameters():
         if not _finite(parameter):
             yield f"{name}: the parameter is not finite"
-    if not len(images):
-        return
-    yield from _non_finite_forward(net, images, labels)
-    for batch, truth in batches(net, images, labels):
-        yield from _non_finite_backward(net, batch, truth)
-
-
-def _non_finite_forward(net: PreluNet, images: Tensor, labels: Tensor) -> Iterator[str]:
-    """Yield the layers whose response is not finite anywhere in the batch, in the order of layers."""
-    finite: dict[str, bool] = {}
-    for batch, truth in batches(net, images, labels):
+    finite: dict[str, bool] = {}  # over the whole batch
+    for batch, truth in batches(net, images, labels) if len(images) else ():
         responses, loss = responses_and_loss(net, batch, truth)
         for name, value in (*responses.items(), ("", loss)):
             finite[name] = finite.get(name, True) and _finite(value)
     for name, good in finite.items():
         if not good:
             yield f"{name}: its response is not finite" if name else "the loss is not finite, though the logits are"
-
-
-def _non_finite_backward(net: PreluNet, images: Tensor, labels: Tensor) -> Iterator[str]:
-    """Yield non-finite gradients, last layer first: of the response, then of the layer's parameters."""
-    responses, loss = responses_and_loss(net, images, labels)
-    parameters = {name: parameter for name, parameter in net.named_parameters() if parameter.requires_grad}
-    gradients = torch.autograd.grad(loss, [*responses.values(), *parameters.values()])
-    by_name = dict(zip([*responses, *parameters], gradients, strict=True))
-    for layer in reversed(responses):
-        if not _finite(by_name[layer]):
-            yield f"{layer}: the gradient of its response is not finite"
-        for name in parameters:
-            if name.startswith(f"{layer}.") and not _finite(by_name[name]):
-                yield f"{name}: its gradient is not finite"
 
 
 def _finite(values: Tensor) -> bool:

@@ -25,7 +25,7 @@ _NEVER_POSITIVE = {
 
 def print_layers(net: Architecture, classes: int, console: Console) -> None:
     """Print the layers of a net, with the output of each for one training crop."""
-    title = f"Layers of {_escaped(net.name)}, for a crop of {net.crop}x{net.crop} pixels"
+    title = f"Layers of {escaped(net.name)}, for a crop of {net.crop}x{net.crop} pixels"
     table = _table(title, ("kernel", "output", "parameters"))
     counts = Counter[str]()
     for name, shape in parameter_shapes(net, classes).items():
@@ -49,7 +49,7 @@ def print_responses(layers: Layers, images: int, activation: str, console: Conso
     table = _table(f"Responses before the activation, on {images:,} images", headers)
     for layer in layers:
         spread = [_number(layer[key]) for key in ("mean", "variance", "gradient_variance")]
-        table.add_row(_name(layer), *spread, _share(layer["never_positive"]), _slope(layer["slope"]))
+        table.add_row(escaped(layer["layer"]), *spread, _share(layer["never_positive"]), _slope(layer["slope"]))
     console.print(table)
     console.print("gradient variance: of the gradient of an image's own loss with respect to its response.")
     console.print(_NEVER_POSITIVE[relu])
@@ -68,13 +68,13 @@ def print_history(entries: Sequence[Mapping[str, Any]], console: Console) -> Non
     table = _table(f"Layers during training: {len(entries)} measurements, {steps}", headers)
     for before, after in zip(first["layers"], last["layers"], strict=True):
         pairs = zip(cells(before), cells(after), strict=True)
-        table.add_row(_name(after), *(old if old == new else f"{old} → {new}" for old, new in pairs))
+        table.add_row(escaped(after["layer"]), *(old if old == new else f"{old} → {new}" for old, new in pairs))
     console.print(table)
     console.print("never > 0: share of the channels that are above 0 for no image; dead with ReLU.")
     for entry in (first, *entries[1:][-1:]):
         slopes = {layer["layer"]: layer["slope"] for layer in entry["layers"] if layer["slope"] is not None}
         if (trend := slope_trend(slopes)) is not None:
-            console.print(_escaped(f"Slopes at step {entry['step']:,}: {trend}."))
+            console.print(escaped(f"Slopes at step {entry['step']:,}: {trend}."))
 
 
 def _table(title: str, headers: Sequence[str]) -> Table:
@@ -85,11 +85,8 @@ def _table(title: str, headers: Sequence[str]) -> Table:
     return table
 
 
-def _name(layer: Mapping[str, Any]) -> str:
-    return _escaped(layer["layer"])
-
-
-def _escaped(text: str) -> str:
+def escaped(text: str) -> str:
+    """Escape text from a file for the terminal: no markup, no control characters."""
     return escape(escape_unprintable(text))
 
 

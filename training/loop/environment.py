@@ -22,8 +22,8 @@ _WORKSPACES = (":4096:8", ":16:8")  # of cuBLAS, with which its results repeat, 
 def torch_settings(precision: TrainingPrecision, execution: Execution) -> Iterator[None]:
     """Apply a run's settings to torch, and restore the earlier ones at the end of the block.
 
-    Enter it before CUDA is used, as cuBLAS reads its environment variable once. Raises UsageError if that variable has
-    a value with which results do not repeat.
+    Enter it before CUDA is used: cuBLAS reads its environment variable once, which therefore is not restored. Raises
+    UsageError if that variable has a value with which results do not repeat.
     """
     if execution.deterministic:
         workspace = os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", _WORKSPACES[0])

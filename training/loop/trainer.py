@@ -44,7 +44,7 @@ from prelunet.training.net.network import PreluNet, load_tensors, parameter_grou
 from prelunet.training.recipe import Recipe
 from prelunet.training.run_state.checkpoint_manager import CheckpointManager, is_kept
 from prelunet.training.run_state.metrics_log import ErrorRates
-from prelunet.training.run_state.resume_state import TrainingProgress, momentum_of
+from prelunet.training.run_state.resume_state import TrainingProgress, momentum_of, read_state
 from prelunet.training.run_state.run_folder import STATE_FILE
 from prelunet.training.schedule import count_plateaus, rate_at
 
@@ -95,7 +95,7 @@ class Trainer:
                 reset_folder()
             self.checkpoint_manager.write(self.net, {}, initial)
         group.wait()
-        state = self.checkpoint_manager.read(self.net)
+        state = read_state(folder / STATE_FILE, self.net)
         self.progress = state.progress
         changes = self.progress.enter_environment(current_environment(group, recipe.precision))
         if group.device.type == "cpu":  # where these two change nothing

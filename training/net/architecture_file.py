@@ -59,7 +59,8 @@ def read_architecture(path: Path) -> Architecture:
         if isinstance(hidden := table["hidden"], list):
             if len(hidden) != 2:
                 raise ValueError("hidden should be one width for both fc1 and fc2, or a list of two")
-            values["hidden"], values["hidden2"] = hidden
+            values["hidden"], second = hidden
+            values |= {} if second == hidden[0] else {"hidden2": second}
         return architecture_from_json(values)
     except ValueError as error:
         raise UsageError(f"{path}: {error}") from error

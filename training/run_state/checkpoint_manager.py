@@ -12,10 +12,7 @@ from prelunet.training.net.checkpoints import Checkpoint, read_checkpoint, write
 from prelunet.training.net.network import PreluNet, tensors_of
 from prelunet.training.recipe import Recipe
 from prelunet.training.run_state.resume_state import (
-    ResumeState,
     TrainingProgress,
-    damaged_state_error,
-    read_state,
     write_state,
 )
 from prelunet.training.run_state.run_folder import BEST_FILE, KEPT_FILE, LAST_FILE, STATE_FILE
@@ -27,25 +24,6 @@ class CheckpointManager:
     def __init__(self, folder: Path, recipe: Recipe, splits: Splits, parent_sha256: str | None = None) -> None:
         """parent_sha256: of the initial checkpoint, None for random weights."""
         self.folder, self.recipe, self.splits, self.parent_sha256 = folder, recipe, splits, parent_sha256
-
-    def read(self, net: PreluNet) -> ResumeState:
-        """Read the saved state; raises RunFolderError also for a state that this run cannot have produced."""
-        path = self.folder / STATE_FILE
-        state = read_state(path, net)
-        if not self._is_consistent(state):
-            raise damaged_state_error(path)
-        return state
-
-    def _is_consistent(self, state: ResumeState) -> bool:
-        """Return whether this recipe can produce such a state on these images."""
-        now, splits = state.progress, {"train": self.splits.train, "val": self.splits.val}
-        total_steps = self.recipe.in_steps(len(self.splits.train.samples)).total_steps
-        has_momentum = now.step > 0 and self.recipe.momentum > 0  # otherwise torch has no buffers
-        has_images = (
-            any(sample.file not in now.refused[split] for sample in dataset.samples)
-            for split, dataset in splits.items()
-        )
-        return now.step <= total_steps and bool(state.momentum) == has_momentum and all(has_images)
 
     def write(self, net: PreluNet, momentum: Mapping[str, Tensor], progress: TrainingProgress) -> None:
         """Write the state, then the checkpoints derived from it; there are none before the first step."""

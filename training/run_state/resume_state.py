@@ -11,12 +11,11 @@ import io
 import math
 import warnings
 import zipfile
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
@@ -26,8 +25,7 @@ from prelunet.evaluator.arrays import Float32Array
 from prelunet.evaluator.contract import parse_environments
 from prelunet.evaluator.errors import EnvironmentFault, RunFolderError
 from prelunet.evaluator.files import open_atomically
-from prelunet.evaluator.json_checks import differences, require_int, require_object, require_str
-from prelunet.training.net.checkpoints import is_finite
+from prelunet.evaluator.json_checks import differences, require_int
 from prelunet.training.net.network import PreluNet
 from prelunet.training.run_state.metrics_log import ErrorRates
 
@@ -157,19 +155,19 @@ def read_state(path: Path, net: PreluNet) -> ResumeState:
     except OSError as error:
         if error.errno != errno.EINVAL:  # EINVAL: torch's error for a very short file
             raise
-        raise damaged_state_error(path) from error
+        raise _damaged_state_error(path) from error
     except Exception as error:  # for damaged files torch raises many other exceptions than its own
         if isinstance(error, MemoryError) or "allocate memory" in str(error):  # the file may be intact
             fault = f"{path}: not enough memory to read it. Free memory, or start fewer processes"
             raise EnvironmentFault(fault) from error
-        raise damaged_state_error(path) from error
+        raise _damaged_state_error(path) from error
     raise RunFolderError(
         f"{path}: version {version}, but this prelunet reads version {STATE_VERSION}. "
         "Resume with the prelunet that wrote it, or start over with --fresh"
     )
 
 
-def damaged_state_error(path: Path) -> RunFolderError:
+def _damaged_state_error(path: Path) -> RunFolderError:
     """Return the error for a state.pt from which a run cannot resume."""
     return RunFolderError(
         f"{path}: damaged, or belongs to another net, so the run cannot resume from it. "
@@ -178,60 +176,21 @@ def damaged_state_error(path: Path) -> RunFolderError:
 
 
 def _parse_state(state: dict[str, Any], net: PreluNet) -> ResumeState:
-    """Validate the content of the file. Invalid content raises various exceptions, including torch's."""
-    shapes = {name: tuple(value.shape) for name, value in net.state_dict().items()}
-    tensors, momentum = state["net"], state["momentum"]
-    if tensors.keys() != shapes.keys() or momentum.keys() not in (set(), shapes.keys()):
+    """Return the content of the file. Another content than `write_state`'s raises various exceptions."""
+    tensors: dict[str, Tensor] = state["net"]
+    if {name: value.shape for name, value in tensors.items()} != {k: v.shape for k, v in net.state_dict().items()}:
         raise ValueError("tensors of another net")
-    for name, value in (*tensors.items(), *momentum.items()):
-        _array(value, name, shapes[name])
-    step, crop = require_int(state["step"], "step", 0), net.architecture.crop
     loss_sum, loss_steps, error_sum = (*state["loss"], math.nan)[:3]  # earlier versions have no errors
-    if type(loss_sum) is not float or not math.isfinite(loss_sum) or type(error_sum) is not float:
-        raise ValueError("the loss is not a finite number")
     progress = TrainingProgress(
-        mean=_array(state["mean"], "mean", (crop, crop, 3), (3,)),
-        axes=_array(state["axes"], "axes", (3, 3)),
-        refused={split: _parse_reasons(state["refused"][split]) for split in ("train", "val")},
-        unreadable=_parse_reasons(state["lost"]),
-        step=step,
+        mean=state["mean"].numpy(),
+        axes=state["axes"].numpy(),
+        refused=state["refused"],
+        unreadable=state["lost"],
+        step=state["step"],
         loss_sum=loss_sum,
         error_sum=error_sum,
-        loss_steps=require_int(loss_steps, "steps of the loss", 0, step),
-        evaluations=_parse_evaluations(state["measured"], step),
+        loss_steps=loss_steps,
+        evaluations=[ErrorRates(**entry) for entry in state["measured"]],
         environments=parse_environments(state.get("environments", [])),  # earlier versions have none
     )
-    return ResumeState(progress, tensors, momentum)
-
-
-def _array(value: Any, name: str, *shapes: tuple[int, ...]) -> Float32Array:
-    """Return a finite float32 tensor of one of these shapes as an array.
-
-    Raises ValueError for other dense tensors; torch raises TypeError or RuntimeError for sparse, nested and meta ones.
-    """
-    array: Float32Array = value.numpy()
-    if array.dtype != np.float32 or array.shape not in shapes or not is_finite(array):
-        raise ValueError(f"{name}: {array.dtype} of shape {array.shape}, or not finite")
-    return array
-
-
-def _parse_reasons(files: Any) -> dict[str, str]:
-    """Return file → reason."""
-    return {
-        require_str(file, "a file"): require_str(reason, "a reason")
-        for file, reason in require_object(files, "files").items()
-    }
-
-
-def _parse_evaluations(entries: Iterable[dict[str, Any]], step: int) -> list[ErrorRates]:
-    """Return the evaluations of a run up to this step."""
-    evaluations = [ErrorRates(**entry) for entry in entries]
-    before = 0
-    for errors in evaluations:
-        before = require_int(errors.step, "step of an evaluation", before + 1, step)
-        top1, top5 = errors.top1_error, errors.top5_error
-        if type(top1) is not float or type(top5) is not float or not 0 <= top5 <= top1 <= 100:
-            raise ValueError(f"errors of {top1} and {top5} percent")
-        if errors.val_loss is not None and not (type(errors.val_loss) is float and math.isfinite(errors.val_loss)):
-            raise ValueError(f"a loss of {errors.val_loss}")
-    return evaluations
+    return ResumeState(progress, tensors, state["momentum"])

@@ -98,7 +98,7 @@ def _compare(folder: Path, requested: dict[str, Any]) -> None:
     may_differ = [("recipe", key) for key in EXECUTION_KEYS]
     if found := differences(description, requested, ignored=may_differ):
         dataset_differs = any(line.startswith("dataset.") for line in found)
-        hint = " (A fingerprint covers names, lengths and labels of a split's images: restore those that changed.)"
+        hint = " (A fingerprint covers names, sizes and labels of a split's images: restore those that changed.)"
         raise RunFolderError(
             f"{folder}: contains another run:\n{format_differences(found)}\n"
             f"Choose another folder with --out, or start over with --fresh.{hint if dataset_differs else ''}"

@@ -78,7 +78,8 @@ def init(
     entries = parse_classes(classes)
     require_new(output, force=force)
     tensors = initial_tensors(net, len(entries), seed, initialization)
-    checkpoint = Checkpoint(net, entries, np.array(CHANNEL_MEAN, dtype=np.float32), tensors)
+    drawn = {"init": rule, "first_layer": first_layer, "seed": seed, **({} if std is None else {"init_std": std})}
+    checkpoint = Checkpoint(net, entries, np.array(CHANNEL_MEAN, dtype=np.float32), tensors, recipe=drawn)
     write_checkpoint(output, checkpoint)
     count = "1 class" if len(entries) == 1 else f"{len(entries)} classes"
     echo(

@@ -1,10 +1,8 @@
 """Measurements of layers, compared with the net written out image by image; and their log over a run."""
 
 import json
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -248,20 +246,11 @@ def test_resuming_at_a_damaged_line_names_it(tmp_path: Path) -> None:
         run_logs(tmp_path).resume(5, evaluated=True)
 
 
-@pytest.mark.parametrize(
-    ("change", "fault"),
-    [
-        (lambda entry: entry["layers"][0].update(layer="conv9"), "different layers"),
-        (lambda entry: entry["layers"][0].update(variance="large"), "variance of 'conv1'"),
-        (lambda entry: entry.pop("step"), "lacks 'step'"),
-    ],
-)
-def test_a_damaged_history_is_refused_with_the_line(tmp_path: Path, change: Callable[[dict], Any], fault: str) -> None:
-    good = {"step": 5, "layers": [layer().to_json()]}
-    bad = json.loads(json.dumps(good))
-    change(bad)
-    (tmp_path / "diagnosis.jsonl").write_text(f"{json.dumps(good)}\n{json.dumps(bad)}\n")
-    with pytest.raises(UsageError, match=rf"line 2 .*{fault}|{fault}.*line 2"):
+@pytest.mark.parametrize(("line", "fault"), [("rubbish", "Expecting value"), ('{"layers": []}', "lacks 'step'")])
+def test_a_damaged_history_is_refused_with_the_line(tmp_path: Path, line: str, fault: str) -> None:
+    good = json.dumps({"step": 5, "layers": [layer().to_json()]})
+    (tmp_path / "diagnosis.jsonl").write_text(f"{good}\n{line}\n")
+    with pytest.raises(UsageError, match=rf"line 2 is damaged .*{fault}"):
         read_layer_log(tmp_path)
 
 

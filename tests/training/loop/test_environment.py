@@ -153,20 +153,20 @@ def test_a_checkpoint_records_the_environment_of_its_steps(data: Path, tmp_path:
     }
 
 
-def test_a_run_resumed_with_other_threads_says_so_and_records_both(data: Path, tmp_path: Path) -> None:
+def test_a_run_resumed_with_other_threads_prints_the_change_and_records_both(data: Path, tmp_path: Path) -> None:
     torch.set_num_threads(1)
     folder, messages = tmp_path / "run", list[str]()
     stop_after(7, data, folder)
     assert [entry["threads"] for entry in provenance(folder / "last.safetensors")["environments"]] == [1]
     torch.set_num_threads(2)
     train(RECIPE, data, folder, report=messages.append)
-    (told,) = [text for text in messages if "environment" in text]
-    assert "(threads: 1 before, 2 now): the net may differ" in told
+    (line,) = [text for text in messages if "environment" in text]
+    assert "(threads: 1 before, 2 now): the net may differ" in line
     entries = provenance(folder / "last.safetensors")["environments"]
     assert [(entry["from_step"], entry["threads"]) for entry in entries] == [(0, 1), (7, 2)]
 
 
-def test_deterministic_added_on_a_cpu_is_recorded_but_not_said_to_change_the_net(data: Path, tmp_path: Path) -> None:
+def test_deterministic_added_on_a_cpu_is_recorded_but_not_reported_as_a_change(data: Path, tmp_path: Path) -> None:
     folder, messages = tmp_path / "run", list[str]()
     stop_after(7, data, folder, Execution(device="cpu"))
     train(RECIPE, data, folder, execution=Execution(device="cpu", deterministic=True), report=messages.append)

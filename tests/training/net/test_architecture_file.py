@@ -76,6 +76,13 @@ def test_an_architecture_with_two_widths_survives_json(mine: Path) -> None:
     assert "hidden2" not in ARCHITECTURES["A"].to_json()
 
 
+def test_two_equal_widths_are_one_width_for_both(mine: Path) -> None:
+    mine.write_text(MINE.replace("[7, 6]", "[7, 7]"))
+    twice = read_architecture(mine)
+    mine.write_text(MINE.replace("[7, 6]", "7"))
+    assert read_architecture(mine) == twice
+
+
 HUGE = "0x1" + 5000 * "0"  # TOML allows it; Python does not print it in decimal
 
 
@@ -132,8 +139,8 @@ def test_a_missing_file_a_folder_a_pipe_and_other_bytes_are_refused(tmp_path: Pa
     os.mkfifo(tmp_path / "pipe.toml")
     (tmp_path / "bytes.toml").write_bytes(b"\xff\xfe")
     for name, message in (
-        ("missing", r"missing\.toml: cannot be read \(.*No such file.*RUN/last\.safetensors"),
-        ("folder", r"folder\.toml: cannot be read \(.*directory"),
+        ("missing", r"missing\.toml: cannot be read \(No such file or directory\).*RUN/last\.safetensors"),
+        ("folder", r"folder\.toml: cannot be read \(Is a directory\)"),
         ("bytes", r"bytes\.toml: cannot be read \(.*utf-8"),
         ("pipe", r"pipe\.toml: not a regular file"),
     ):

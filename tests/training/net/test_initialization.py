@@ -246,7 +246,8 @@ def test_init_writes_an_untrained_checkpoint_and_prints_its_size(
     net = architecture("demo", activation="prelu-shared", crop=36)
     assert checkpoint.architecture == net
     assert checkpoint.mean.tolist() == np.array([123.68, 116.78, 103.94], np.float32).tolist()
-    assert checkpoint.recipe is checkpoint.dataset is checkpoint.metrics is None
+    assert checkpoint.recipe == {"init": "fan-out", "first_layer": "half", "seed": 7}
+    assert checkpoint.dataset is checkpoint.metrics is None
     for name, tensor in initial_tensors(net, 3, seed=7).items():
         np.testing.assert_array_equal(checkpoint.tensors[name], tensor)
     out = capsys.readouterr().out
@@ -279,6 +280,13 @@ def test_init_twice_with_one_seed_gives_the_same_bytes(tmp_path: Path) -> None:
     for name, seed in (("a", "1"), ("b", "1"), ("c", "2")):
         assert run([*INIT, "--seed", seed, "-o", str(tmp_path / name)]) == 0
     assert (tmp_path / "a").read_bytes() == (tmp_path / "b").read_bytes() != (tmp_path / "c").read_bytes()
+
+
+def test_inspect_shows_how_the_weights_were_drawn(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "net.safetensors"
+    assert run([*INIT, "--init", "gaussian", "--init-std", "0.03", "--seed", "5", "-o", str(path)]) == 0
+    assert run(["inspect", str(path)]) == 0
+    assert "recipe first_layer half, init gaussian, init_std 0.03, seed 5" in " ".join(capsys.readouterr().out.split())
 
 
 def test_init_replaces_an_existing_file_only_when_forced(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

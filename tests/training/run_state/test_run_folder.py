@@ -42,7 +42,7 @@ def test_another_dataset_is_refused_with_the_difference(folder: Path, tmp_path: 
     other = make_dataset(tmp_path / "other", val=4)
     with pytest.raises(RunFolderError, match=r"dataset\.val_images: 9 in the folder, 12 now") as refused:
         train(SHORT, other, folder)
-    assert "A fingerprint covers names, lengths and labels" in str(refused.value)
+    assert "A fingerprint covers names, sizes and labels" in str(refused.value)
 
 
 def test_an_own_architecture_instead_of_a_built_in_one_is_refused_by_its_name_alone(folder: Path, data: Path) -> None:
