@@ -36,6 +36,12 @@ _QUERY = {
     "scales": ({"type": "string", "pattern": r"^\d+(,\d+)*$"}, "Scales in pixels that replace the protocol's."),
     "mirror": ({"type": "boolean"}, "Whether each scale is also classified mirrored."),
 }
+_FORM = {
+    "type": "object",
+    "required": ["image"],
+    "properties": {"image": {"type": "string", "contentMediaType": "application/octet-stream"}},  # a file
+    "additionalProperties": False,
+}
 _ANSWERS = {
     "/v1/classify": pb.ClassifyResponse.DESCRIPTOR,
     "/v1/models": pb.ListModelsResponse.DESCRIPTOR,
@@ -65,6 +71,7 @@ def description(routes: Iterable[Route]) -> dict[str, Any]:
         if method == "POST":
             operation["requestBody"] = {"content": {"*/*": {}}}
         if route.path == "/v1/classify":
+            operation["requestBody"]["content"]["multipart/form-data"] = {"schema": _FORM}
             operation["parameters"] = [
                 {"name": name, "in": "query", "schema": schema, "description": text}
                 for name, (schema, text) in _QUERY.items()

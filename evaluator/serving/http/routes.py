@@ -19,11 +19,12 @@ from prelunet.evaluator.serving.api import inference, prelunet
 from prelunet.evaluator.serving.api.inference import InferenceServicer, run_inline_or_in_thread
 from prelunet.evaluator.serving.api.prelunet import PreluNetServicer
 from prelunet.evaluator.serving.http.door import Answer, HttpCall, HttpDoor, JsonResponse
+from prelunet.evaluator.serving.http.forms import image_in_form
 from prelunet.evaluator.serving.http.inference_json import LENGTH_HEADER, infer_response, parse_infer_request, plain
 from prelunet.evaluator.serving.http.openapi import description
 from prelunet.evaluator.serving.models import Models
 
-_LARGE_BODY = 2**20  # bytes, whose JSON takes milliseconds to parse
+_LARGE_BODY = 2**20  # bytes, whose JSON or form takes milliseconds to parse
 _LARGE_ANSWER = 10_000  # bytes of a message, whose JSON takes milliseconds, too
 _MODEL = ("/v2/models/{name}", "/v2/models/{name}/versions/{version}")
 
@@ -96,6 +97,9 @@ class Routes:
         return await _proto_json(found.model)
 
     async def _classify(self, call: HttpCall) -> Response:
+        if call.headers.get("content-type", "").lower().startswith("multipart/"):
+            large = len(call.body) > _LARGE_BODY
+            call.body = await run_inline_or_in_thread(partial(image_in_form, call.take_body()), in_thread=large)
         return await _proto_json(await self._prelunet.Classify(_classify_request(call), call.context))
 
     async def _infer(self, call: HttpCall) -> Response:
@@ -134,8 +138,6 @@ class Routes:
 
 def _classify_request(call: HttpCall) -> pb.ClassifyRequest:
     """Return the message of a request; raises UsageError."""
-    if call.headers.get("content-type", "").startswith("multipart/"):
-        raise UsageError("send the image itself as the body, not a form: curl --data-binary @photo.jpg")
     request = pb.ClassifyRequest(image=call.take_body())
     for name, text in call.query.multi_items():
         if name not in CLASSIFY_PARAMETERS:
