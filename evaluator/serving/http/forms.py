@@ -21,7 +21,7 @@ def image_in_form(body: bytes) -> bytes:
     alone = body.startswith(b"--", end + 2 + len(delimiter))  # the closing delimiter, RFC 2046, 5.1.1
     if not delimiter.startswith(b"--") or end < 0 or not alone or not named:
         raise UsageError(
-            "this form is not one file named image and nothing else; send curl -F image=@photo.jpg, or the image as the "
-            "body (curl --data-binary @photo.jpg), and options in the query, as in ?top_k=3"
+            "this form is not one file named image and nothing else; send curl -F image=@photo.jpg, or the image as "
+            "the body (curl --data-binary @photo.jpg), and options in the query, as in ?top_k=3"
         )
     return body[len(head) + 4 : end]
