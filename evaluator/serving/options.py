@@ -248,6 +248,19 @@ class HttpOptions:
             parse=parse_host_names,
         ),
     ] = ()
+    unix_socket: Annotated[
+        Path | None,
+        CliOption("Unix socket for HTTP, instead of --http-port.", flag="http-unix-socket", default="none"),
+    ] = None
+
+    def __post_init__(self) -> None:
+        if self.port is not None and self.unix_socket is not None:
+            raise UsageError("--http-port and --http-unix-socket exclude each other: give one of them")
+
+    @property
+    def enabled(self) -> bool:
+        """Return whether there is HTTP at all."""
+        return self.port is not None or self.unix_socket is not None
 
 
 @dataclass(frozen=True)
@@ -266,6 +279,9 @@ class ServeOptions:
     ]
     host: Annotated[str, CliOption("Address to listen on; 0.0.0.0 listens on all interfaces.")] = "127.0.0.1"
     port: Annotated[int, CliOption("Port to listen on; 0 picks a free port.", min=0, max=65535)] = 50051
+    unix_socket: Annotated[
+        Path | None, CliOption("Unix socket to listen on, instead of --host and --port.", default="none")
+    ] = None
     http: HttpOptions = field(default_factory=HttpOptions)
     access: AccessOptions = field(default_factory=AccessOptions)
     placement: Placement = field(default_factory=Placement)

@@ -4,7 +4,7 @@ import ipaddress
 import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Annotated, ClassVar, TypeAlias
+from typing import Annotated, ClassVar, Literal, TypeAlias
 from urllib.parse import unquote
 
 from prelunet.evaluator.cli_option import CliOption
@@ -12,16 +12,17 @@ from prelunet.evaluator.errors import UsageError
 from prelunet.evaluator.serving.observability.call_context import identity_of
 
 Address: TypeAlias = ipaddress.IPv4Address | ipaddress.IPv6Address
-Network: TypeAlias = ipaddress.IPv4Network | ipaddress.IPv6Network
+UNIX_PEER: Literal["unix:"] = "unix:"  # what gRPC calls all peers that connect over a Unix socket
+Network: TypeAlias = ipaddress.IPv4Network | ipaddress.IPv6Network | Literal["unix:"]
 
 
 def parse_networks(options: Sequence[str] | None) -> tuple[Network, ...]:
-    """Parse `CIDR[,CIDR…]` options. Raises UsageError for anything else."""
+    """Parse `CIDR[,CIDR…]` options, and `unix:` for all who connect over a Unix socket. Raises UsageError otherwise."""
     networks = [text.strip() for option in options or () for text in option.split(",")]
     try:
-        return tuple(map(ipaddress.ip_network, networks))
+        return tuple(text if text == UNIX_PEER else ipaddress.ip_network(text) for text in networks)
     except ValueError as error:
-        raise UsageError(f"--trusted-proxies: {error}. Give networks, such as 10.0.0.0/8,fd00::/8") from None
+        raise UsageError(f"--trusted-proxies: {error}. Give networks, such as 10.0.0.0/8,fd00::/8, or unix:") from None
 
 
 @dataclass(frozen=True)
@@ -41,7 +42,8 @@ class TrustedProxies:
     networks: Annotated[
         tuple[Network, ...],
         CliOption(
-            "Networks of the proxies that are trusted to name the address of their client; repeatable.",
+            "Networks of the proxies that are trusted to name the address of their client, unix: for those on a Unix "
+            "socket; repeatable.",
             flag="trusted-proxies",
             metavar="CIDR[,CIDR]",
             kind=list[str] | None,
@@ -69,7 +71,10 @@ class TrustedProxies:
         """
         address = _address(unquote(peer).partition(":")[2].rpartition(":")[0].strip("[]"))
         forwarded = ",".join(value for key, value in metadata if key == self.key and isinstance(value, str)).split(",")
-        while forwarded and address is not None and any(address in network for network in self.networks):
+        if peer.startswith(UNIX_PEER) and UNIX_PEER in self.networks:
+            address = _address(forwarded.pop().strip())
+        networks = [network for network in self.networks if not isinstance(network, str)]
+        while forwarded and address is not None and any(address in network for network in networks):
             address = _address(forwarded.pop().strip())
         if address is None:
             return identity_of(peer)

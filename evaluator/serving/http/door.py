@@ -31,6 +31,7 @@ from prelunet.evaluator.serving.observability.call_context import (
     request_id_from,
 )
 from prelunet.evaluator.serving.options import ServerLimits
+from prelunet.evaluator.serving.proxies import UNIX_PEER
 
 TIMEOUT_HEADER = "x-request-timeout"  # seconds from the arrival of the headers to the answer
 DEFAULT_TIMEOUT, MAX_TIMEOUT = 60.0, 3600.0  # seconds
@@ -308,8 +309,13 @@ def _timeout(headers: Headers) -> float:
 
 
 def _peer(client: tuple[str, int] | None) -> str:
-    """Return the name that gRPC gives a connection, so that a client has one identity at both doors."""
-    host, port = client or ("", 0)
+    """Return the name that gRPC gives a connection, so that a client has one identity at both doors.
+
+    client: None over a Unix socket.
+    """
+    if client is None:
+        return UNIX_PEER
+    host, port = client
     host = host.removeprefix("::ffff:")
     return f"ipv6:%5B{host}%5D:{port}" if ":" in host else f"ipv4:{host}:{port}"
 

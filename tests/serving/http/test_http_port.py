@@ -485,10 +485,12 @@ def test_the_examples_with_curl_in_the_documentation_work(tmp_path: Path) -> Non
     with (
         running_server(http=ON, flowers=FakeSession()) as free,
         running_server(http=ON, access=AccessControl(tmp_path / "tokens.toml"), flowers=FakeSession()) as locked,
+        running_server(http=HttpOptions(unix_socket=tmp_path / "http.sock"), flowers=FakeSession()),
     ):
         for example in examples:
             server = locked if "TOKEN" in example else free
             line = example.replace("127.0.0.1:8000", server.http).replace("TOKEN", secret)
+            line = line.replace("/run/prelunet/http.sock", str(tmp_path / "http.sock"))
             done = subprocess.run(
                 [*shlex.split(line), "--silent", "--fail", "--noproxy", "*"],
                 cwd=tmp_path, capture_output=True, timeout=30, check=False,
