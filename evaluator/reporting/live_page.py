@@ -11,8 +11,23 @@ _STYLES = ("base.css", "heatmaps.css", "live.css")
 _SCRIPTS = ("elements.js", "heatmap.js", "live_calls.js", "live.js")
 
 
-def live_page() -> tuple[bytes, str]:
-    """Return the page and its content security policy, which allows this script and this style only."""
+# Of reports: their inline scripts run in an origin of their own, out of reach of the live page and its token.
+REPORT_POLICY = (
+    "sandbox allow-scripts allow-downloads; default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'; "
+    "img-src data:; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
+)
+
+
+def report_viewer() -> bytes:
+    """Return the page that becomes the report which the live page sends: no link could carry a token."""
+    return render_html("report_viewer.html.j2")
+
+
+def live_page(*, reports: bool) -> tuple[bytes, str]:
+    """Return the page and its content security policy, which allows this script and this style only.
+
+    reports: whether the page lists reports.
+    """
     style = "\n".join(map(asset, _STYLES))
     colors = f"const data = {json.dumps({'inferno': map_colors()}, separators=(',', ':'))};"
     script = "\n".join(['"use strict";', colors, *map(asset, _SCRIPTS)])
@@ -20,7 +35,7 @@ def live_page() -> tuple[bytes, str]:
         f"default-src 'none'; script-src {_hash_of(script)}; style-src {_hash_of(style)}; img-src blob: data:; "
         "connect-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
     )
-    return render_html("live.html.j2", style=style, script=script), policy
+    return render_html("live.html.j2", style=style, script=script, reports=reports), policy
 
 
 def _hash_of(text: str) -> str:

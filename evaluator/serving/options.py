@@ -253,9 +253,18 @@ class HttpOptions:
         CliOption("Unix socket for HTTP, instead of --http-port.", flag="http-unix-socket", default="none"),
     ] = None
 
+    reports: Annotated[
+        Path | None,
+        CliOption("Folder with runs and comparisons, whose reports the live page lists.", default="none"),
+    ] = None
+
     def __post_init__(self) -> None:
         if self.port is not None and self.unix_socket is not None:
             raise UsageError("--http-port and --http-unix-socket exclude each other: give one of them")
+        if self.reports is not None and not self.enabled:
+            raise UsageError("--reports requires HTTP: give --http-port or --http-unix-socket, too")
+        if self.reports is not None and not self.reports.is_dir():
+            raise UsageError(f"--reports {self.reports}: not a folder. Give one with runs, such as runs/")
 
     @property
     def enabled(self) -> bool:

@@ -92,7 +92,7 @@ class Server:
         self._routes, self._http = None, None
         if http.enabled:
             door = HttpDoor(self._calls, limits, arriving, access, self._services.refusal, (host, *http.host_names))
-            self._routes = Routes(door, lambda: self.serving)
+            self._routes = Routes(door, lambda: self.serving, http.reports)
             self._http = Listener(
                 door,
                 host if http.unix_socket is None else unix_host(http.unix_socket, "--http-unix-socket"),

@@ -273,7 +273,10 @@ async def _cancelled_by_disconnect(body: _Body) -> AsyncIterator[None]:
 
 
 # Errors of HTTP itself: our text for the router's, and gRPC's words for the status.
-_TEXTS = {404: "no such path; GET /openapi.json lists all", 405: "no such method; the header Allow lists this path's"}
+_TEXTS = {
+    "Not Found": "no such path; GET /openapi.json lists all",
+    "Method Not Allowed": "no such method; the header Allow lists this path's",
+}
 _CODES = {404: "NOT_FOUND", 413: "RESOURCE_EXHAUSTED"}
 
 
@@ -282,7 +285,7 @@ def error_response(call: Call, error: Exception, *, v2: bool) -> Response:
     headers: dict[str, str] = {}
     if isinstance(error, HTTPException):
         status, headers = error.status_code, dict(error.headers or {})
-        call.status, call.error = _CODES.get(status, "INVALID_ARGUMENT"), _TEXTS.get(status, error.detail)
+        call.status, call.error = _CODES.get(status, "INVALID_ARGUMENT"), _TEXTS.get(error.detail, error.detail)
     else:
         record_error(call, error)
         status = HTTP_STATUSES[call.status]

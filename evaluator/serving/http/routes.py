@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Mapping
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 from google.protobuf.json_format import MessageToDict
@@ -22,6 +23,7 @@ from prelunet.evaluator.serving.http.door import Answer, HttpCall, HttpDoor, Jso
 from prelunet.evaluator.serving.http.forms import image_in_form
 from prelunet.evaluator.serving.http.inference_json import LENGTH_HEADER, infer_response, parse_infer_request, plain
 from prelunet.evaluator.serving.http.openapi import description
+from prelunet.evaluator.serving.http.reports import report_routes
 from prelunet.evaluator.serving.models import Models
 
 _LARGE_BODY = 2**20  # bytes, whose JSON or form takes milliseconds to parse
@@ -46,9 +48,12 @@ CLASSIFY_PARAMETERS: Mapping[str, Callable[[str], Any]] = {
 
 
 class Routes:
-    """Adds the routes to a door. ready: whether the server accepts new work, as reported by health."""
+    """Adds the routes to a door.
 
-    def __init__(self, door: HttpDoor, ready: Callable[[], bool]) -> None:
+    ready: whether the server accepts new work, as reported by health; reports: folder of reports for the live page.
+    """
+
+    def __init__(self, door: HttpDoor, ready: Callable[[], bool], reports: Path | None = None) -> None:
         self._door, self._ready = door, ready
         self.serve(Models((), DecodeLimits()))  # until they are loaded; the door refuses calls to them
         self._add("GET", "/v1/models", prelunet.SERVICE, "ListModels", self._list_models)
@@ -73,13 +78,15 @@ class Routes:
         async def openapi(_request: Request) -> Response:
             return JsonResponse(described)
 
-        html, policy = live_page()
+        html, policy = live_page(reports=reports is not None)
         headers = {"Content-Security-Policy": policy, "Cache-Control": "no-cache", "Referrer-Policy": "no-referrer"}
 
         async def page(_request: Request) -> Response:  # without a token: the page asks for one
             return Response(html, headers=headers, media_type="text/html")
 
         door.router.routes += [Route("/openapi.json", openapi), Route("/", page)]
+        if reports is not None:
+            door.router.routes += report_routes(door, reports)
 
     def serve(self, models: Models) -> None:
         """Answer calls with these models."""
