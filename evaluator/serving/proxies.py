@@ -4,7 +4,7 @@ import ipaddress
 import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Annotated, ClassVar, Literal, TypeAlias
+from typing import Annotated, ClassVar, TypeAlias
 from urllib.parse import unquote
 
 from prelunet.evaluator.cli_option import CliOption
@@ -12,15 +12,15 @@ from prelunet.evaluator.errors import UsageError
 from prelunet.evaluator.serving.observability.call_context import identity_of
 
 Address: TypeAlias = ipaddress.IPv4Address | ipaddress.IPv6Address
-UNIX_PEER: Literal["unix:"] = "unix:"  # what gRPC calls all peers that connect over a Unix socket
-Network: TypeAlias = ipaddress.IPv4Network | ipaddress.IPv6Network | Literal["unix:"]
+Network: TypeAlias = ipaddress.IPv4Network | ipaddress.IPv6Network
+_UNIX = "::"  # stands for all who connect over Unix sockets; the unspecified address is nobody's
 
 
 def parse_networks(options: Sequence[str] | None) -> tuple[Network, ...]:
-    """Parse `CIDR[,CIDR…]` options, and `unix:` for all who connect over a Unix socket. Raises UsageError otherwise."""
+    """Parse `CIDR[,CIDR…]` options, and `unix:`, of Unix sockets, as _UNIX. Raises UsageError for anything else."""
     networks = [text.strip() for option in options or () for text in option.split(",")]
     try:
-        return tuple(text if text == UNIX_PEER else ipaddress.ip_network(text) for text in networks)
+        return tuple(ipaddress.ip_network(_UNIX if text == "unix:" else text) for text in networks)
     except ValueError as error:
         raise UsageError(f"--trusted-proxies: {error}. Give networks, such as 10.0.0.0/8,fd00::/8, or unix:") from None
 
@@ -69,14 +69,12 @@ class TrustedProxies:
         Each proxy appends the address of its own client to the list. So the last address that is not a trusted proxy's
         is the client's, and what precedes it may be forged. A missing or malformed value means the peer itself.
         """
-        address = _address(unquote(peer).partition(":")[2].rpartition(":")[0].strip("[]"))
+        host = unquote(peer).partition(":")[2].rpartition(":")[0].strip("[]")
+        address = _address(_UNIX if peer.startswith("unix:") else host)
         forwarded = ",".join(value for key, value in metadata if key == self.key and isinstance(value, str)).split(",")
-        if peer.startswith(UNIX_PEER) and UNIX_PEER in self.networks:
+        while forwarded and address is not None and any(address in network for network in self.networks):
             address = _address(forwarded.pop().strip())
-        networks = [network for network in self.networks if not isinstance(network, str)]
-        while forwarded and address is not None and any(address in network for network in networks):
-            address = _address(forwarded.pop().strip())
-        if address is None:
+        if address is None or address.is_unspecified:
             return identity_of(peer)
         return f"ipv4:{address}" if address.version == 4 else f"ipv6:%5B{address}%5D"  # as in the names of peers
 

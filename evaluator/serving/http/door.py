@@ -31,7 +31,6 @@ from prelunet.evaluator.serving.observability.call_context import (
     request_id_from,
 )
 from prelunet.evaluator.serving.options import ServerLimits
-from prelunet.evaluator.serving.proxies import UNIX_PEER
 
 TIMEOUT_HEADER = "x-request-timeout"  # seconds from the arrival of the headers to the answer
 DEFAULT_TIMEOUT, MAX_TIMEOUT = 60.0, 3600.0  # seconds
@@ -312,12 +311,9 @@ def _timeout(headers: Headers) -> float:
 
 
 def _peer(client: tuple[str, int] | None) -> str:
-    """Return the name that gRPC gives a connection, so that a client has one identity at both doors.
-
-    client: None over a Unix socket.
-    """
+    """Return the name that gRPC gives a connection, so that a client has one identity at both doors."""
     if client is None:
-        return UNIX_PEER
+        return "unix:"
     host, port = client
     host = host.removeprefix("::ffff:")
     return f"ipv6:%5B{host}%5D:{port}" if ":" in host else f"ipv4:{host}:{port}"

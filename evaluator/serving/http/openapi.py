@@ -36,12 +36,8 @@ _QUERY = {
     "scales": ({"type": "string", "pattern": r"^\d+(,\d+)*$"}, "Scales in pixels that replace the protocol's."),
     "mirror": ({"type": "boolean"}, "Whether each scale is also classified mirrored."),
 }
-_FORM = {
-    "type": "object",
-    "required": ["image"],
-    "properties": {"image": {"type": "string", "contentMediaType": "application/octet-stream"}},  # a file
-    "additionalProperties": False,
-}
+_FILE = {"type": "string", "contentMediaType": "application/octet-stream"}
+_FORM = {"type": "object", "properties": {"image": _FILE}, "required": ["image"], "additionalProperties": False}
 _ANSWERS = {
     "/v1/classify": pb.ClassifyResponse.DESCRIPTOR,
     "/v1/models": pb.ListModelsResponse.DESCRIPTOR,

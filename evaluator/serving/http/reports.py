@@ -8,6 +8,7 @@ import html
 import os
 import re
 from collections.abc import Iterator
+from contextlib import suppress
 from functools import partial
 from itertools import islice
 from operator import itemgetter
@@ -19,7 +20,7 @@ from starlette.requests import Request
 from starlette.responses import Response, StreamingResponse
 from starlette.routing import Route
 
-from prelunet.evaluator.reporting.live_page import REPORT_POLICY, report_viewer
+from prelunet.evaluator.reporting.html import asset
 from prelunet.evaluator.serving.http.door import HttpCall, HttpDoor, JsonResponse
 
 _METHOD = "prelunet.http/Reports"  # for access.py and the log; gRPC has no such method
@@ -27,11 +28,15 @@ _PAGES = {"report.html", "compare.html"}
 _DEPTH = 3  # folders below: RUN/report/compared-with-OTHER
 _MAX_FOLDERS, _MAX_REPORTS = 2000, 200
 _HEAD, _CHUNK = 2**13, 2**18  # bytes: of a page up to its style, at most; read at a time
-_HEADERS = {"Content-Security-Policy": REPORT_POLICY, "Cache-Control": "no-store", "Referrer-Policy": "no-referrer"}
+_POLICY = (  # in an origin of its own, the inline scripts of a report cannot reach the live page and its token
+    "sandbox allow-scripts allow-downloads; default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'; "
+    "img-src data:; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
+)
+_HEADERS = {"Content-Security-Policy": _POLICY, "Cache-Control": "no-store", "Referrer-Policy": "no-referrer"}
 
 
 def report_routes(door: HttpDoor, folder: Path) -> list[Route]:
-    """Return the routes of the list, of each report, and of the viewer, to which the live page hands a report."""
+    """Return the routes of the list, of each report, and of the viewer, which shows what the live page has fetched."""
 
     async def listed(_call: HttpCall) -> Response:
         return JsonResponse({"reports": await asyncio.to_thread(list_reports, folder)})
@@ -41,7 +46,7 @@ def report_routes(door: HttpDoor, folder: Path) -> list[Route]:
         return StreamingResponse(_chunks(page), headers=_HEADERS, media_type="text/html")
 
     async def viewer(_request: Request) -> Response:
-        return Response(report_viewer(), headers=_HEADERS, media_type="text/html")
+        return Response(asset("report_viewer.html"), headers=_HEADERS, media_type="text/html")
 
     return [
         Route("/reports", door.endpoint_of(_METHOD, listed), methods=["GET"]),
@@ -80,10 +85,8 @@ def _pages(folder: Path, wanted: str | None = None) -> Iterator[tuple[str, Binar
         for file in _PAGES.intersection(files):
             name = os.fsencode(below / file).decode(errors="replace")
             if wanted in (None, name):
-                try:
+                with suppress(OSError):  # a link, not readable, or removed
                     yield name, open(file, "rb", opener=partial(_open_no_link, descriptor))  # noqa: SIM115
-                except OSError:  # a link, not readable, or removed
-                    continue
 
 
 def _open_no_link(folder: int, file: str, flags: int) -> int:
