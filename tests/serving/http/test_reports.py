@@ -17,7 +17,7 @@ from tests.helpers.fakes import FakeSession
 from tests.helpers.run_folders import evaluated, write_run
 from tests.helpers.tls_files import write_tokens
 from tests.serving.http.http_calls import ON, client_to, raw_call, request
-from tests.serving.serving_harness import RunningServer, running_server
+from tests.serving.serving_harness import RunningServer, eventually, running_server
 
 LINES = [evaluated(f"{n}.png", 0, [n % 2, 1 - n % 2], 1 + n % 2) for n in range(8)]
 HOSTILE = b"<b>&\"' %2e\xff \xe2\x80\xae#?"
@@ -77,12 +77,14 @@ def test_every_listed_report_is_opened_byte_for_byte_and_may_reach_nothing(clien
         assert answer.headers["content-type"].startswith("text/html")
 
 
-def test_a_new_run_appears_and_a_removed_one_is_gone(client: httpx.Client, runs: Path) -> None:
+def test_a_new_run_appears_and_a_removed_one_is_gone(server: RunningServer, client: httpx.Client, runs: Path) -> None:
     write_report(write_run(runs / "group" / "c", LINES))
     (runs / "a" / "report" / "report.html").unlink()
     assert listed(client)[0] == "group/c/report/report.html"
     assert "a/report/report.html" not in listed(client)
     assert client.get("/reports/a/report/report.html").status_code == 404
+    counted = {"method": "prelunet.http/Reports", "status": "OK"}
+    eventually(lambda: server.metric("prelunet_calls_total", **counted) == 2)
 
 
 def test_links_deep_folders_and_other_files_are_neither_listed_nor_opened(
