@@ -35,6 +35,7 @@ _RULES = (
     ("classify", "prelunet.v1.PreluNetService", "Classify ClassifyStream"),
     ("classify", "inference.GRPCInferenceService", "ModelInfer ModelStreamInfer"),
     ("evaluate", "prelunet.v1.PreluNetService", "Evaluate"),
+    ("evaluate", "prelunet.http", "Reports"),
     # They would change the server or read its files; unimplemented today.
     ("admin", "inference.GRPCInferenceService", "RepositoryModelLoad RepositoryModelUnload TraceSetting LogSettings"),
     ("admin", "inference.GRPCInferenceService", "SystemSharedMemoryRegister CudaSharedMemoryRegister"),

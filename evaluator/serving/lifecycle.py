@@ -28,7 +28,7 @@ from prelunet.evaluator.serving.memory import serving_memory
 from prelunet.evaluator.serving.models import Models, load_model
 from prelunet.evaluator.serving.network import raise_open_file_limit
 from prelunet.evaluator.serving.observability.metrics import Metrics
-from prelunet.evaluator.serving.options import RESERVED_FILES, AccessOptions, ModelFile, ServeOptions, ServerLimits
+from prelunet.evaluator.serving.options import RESERVED_FILES, ModelFile, ServeOptions, ServerLimits
 from prelunet.evaluator.serving.server import Server
 from prelunet.evaluator.serving.watched_files import poll_forever
 
@@ -167,8 +167,8 @@ async def serve(options: ServeOptions, report: Callable[[str], None]) -> ServeRe
     is not a model, UsageError if serving needs more memory than the limit, or for files of TLS or tokens that cannot be
     used.
     """
-    _check_exposure(options.host, options.access)
-    limits = _cap_connections(options.limits, ports=1 if options.http.port is None else 2)
+    _check_exposure(options)
+    limits = _cap_connections(options.limits, ports=1 + options.http.enabled)
     events, metrics = ShutdownEvents(), Metrics()
     events.install_signal_handlers()
     silence_decoders()
@@ -176,8 +176,9 @@ async def serve(options: ServeOptions, report: Callable[[str], None]) -> ServeRe
     certificates = Certificates(options.access, metrics) if options.access.tls_files else None
     access = AccessControl(options.access.token_file, metrics) if options.access.token_file is not None else None
     server = Server(
-        options.host, options.port, limits, metrics, certificates=certificates, access=access, http=options.http
-    )
+        options.host, options.port, limits, metrics, certificates=certificates, access=access, http=options.http,
+        unix_socket=options.unix_socket,
+    )  # fmt: skip
     metrics_port = None
     polling = asyncio.create_task(poll_forever([each.files for each in (certificates, access) if each is not None]))
     try:
@@ -206,12 +207,13 @@ async def serve(options: ServeOptions, report: Callable[[str], None]) -> ServeRe
             await metrics_port.close_within(METRICS_CLOSE_TIMEOUT)
 
 
-def _check_exposure(host: str, access: AccessOptions) -> None:
+def _check_exposure(options: ServeOptions) -> None:
     """Warn about what others on the network or on this machine could misuse; UsageError for a server without TLS."""
+    host, access = options.host, options.access
     for file in (access.tls_key, access.token_file):
         if file is not None and file.exists():
             warn_of_readers(file)
-    if is_loopback(host):
+    if is_loopback(host) or (options.unix_socket is not None and options.http.port is None):
         return
     missing = []
     if access.tls_cert is None:

@@ -4,7 +4,10 @@ import errno
 import ipaddress
 import resource
 import socket
+from pathlib import Path
+from urllib.parse import quote
 
+from prelunet.evaluator.errors import EnvironmentFault
 from prelunet.evaluator.serving.options import RESERVED_FILES, ServerLimits
 
 UNREAD_BYTES = 2**16  # that a call may send before the server reads them
@@ -53,7 +56,9 @@ def _ms(seconds: float) -> int:
 
 
 def host_port(host: str, port: int) -> str:
-    """Return host:port, with an IPv6 address in brackets."""
+    """Return host:port, with an IPv6 address in brackets; a host `unix:PATH` alone."""
+    if host.startswith("unix:"):
+        return host
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
 
@@ -77,6 +82,28 @@ def explain_bind_error(host: str, port: int, option: str = "--port") -> str:
             return f"{host} is not an address of this machine. Choose another --host"
         return f"{error.strerror}. Choose another --host or {option}"
     return f"port {port} was in use. Try again, or choose another {option} (0 selects a free one)"
+
+
+def unix_host(path: Path, option: str) -> str:
+    """Return unix:PATH after making sure that this socket can be created; one whose server is dead is removed.
+
+    option: that sets the path. Raises EnvironmentFault: gRPC would take the place of a living server, and reports no
+    reason if it cannot listen.
+    """
+    try:
+        with socket.socket(socket.AF_UNIX) as probe:
+            probe.setblocking(False)
+            if path.is_socket() and probe.connect_ex(str(path)) == errno.ECONNREFUSED:
+                path.unlink()
+        with socket.socket(socket.AF_UNIX) as probe:
+            probe.bind(str(path))
+        path.unlink()
+    except OSError as error:
+        reason = error.strerror or str(error)
+        if error.errno == errno.EADDRINUSE:
+            reason = "a server is listening there" if path.is_socket() else "this file is not a socket"
+        raise EnvironmentFault(f"cannot listen on {path} ({option}): {reason}. Choose another path") from error
+    return f"unix:{quote(str(path))}"  # gRPC unquotes it
 
 
 def is_wildcard(host: str) -> bool:

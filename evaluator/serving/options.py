@@ -248,6 +248,28 @@ class HttpOptions:
             parse=parse_host_names,
         ),
     ] = ()
+    unix_socket: Annotated[
+        Path | None,
+        CliOption("Unix socket for HTTP, instead of --http-port.", flag="http-unix-socket", default="none"),
+    ] = None
+
+    reports: Annotated[
+        Path | None,
+        CliOption("Folder with runs and comparisons, whose reports the live page lists.", default="none"),
+    ] = None
+
+    def __post_init__(self) -> None:
+        if self.port is not None and self.unix_socket is not None:
+            raise UsageError("--http-port and --http-unix-socket exclude each other: give one of them")
+        if self.reports is not None and not self.enabled:
+            raise UsageError("--reports requires HTTP: give --http-port or --http-unix-socket, too")
+        if self.reports is not None and not self.reports.is_dir():
+            raise UsageError(f"--reports {self.reports}: not a folder. Give one with runs, such as runs/")
+
+    @property
+    def enabled(self) -> bool:
+        """Return whether there is HTTP at all."""
+        return self.port is not None or self.unix_socket is not None
 
 
 @dataclass(frozen=True)
@@ -266,6 +288,9 @@ class ServeOptions:
     ]
     host: Annotated[str, CliOption("Address to listen on; 0.0.0.0 listens on all interfaces.")] = "127.0.0.1"
     port: Annotated[int, CliOption("Port to listen on; 0 picks a free port.", min=0, max=65535)] = 50051
+    unix_socket: Annotated[
+        Path | None, CliOption("Unix socket to listen on, instead of --host and --port.", default="none")
+    ] = None
     http: HttpOptions = field(default_factory=HttpOptions)
     access: AccessOptions = field(default_factory=AccessOptions)
     placement: Placement = field(default_factory=Placement)

@@ -13,15 +13,16 @@ from prelunet.evaluator.serving.observability.call_context import identity_of
 
 Address: TypeAlias = ipaddress.IPv4Address | ipaddress.IPv6Address
 Network: TypeAlias = ipaddress.IPv4Network | ipaddress.IPv6Network
+_UNIX = "::"  # stands for all who connect over Unix sockets; the unspecified address is nobody's
 
 
 def parse_networks(options: Sequence[str] | None) -> tuple[Network, ...]:
-    """Parse `CIDR[,CIDR…]` options. Raises UsageError for anything else."""
+    """Parse `CIDR[,CIDR…]` options, and `unix:`, of Unix sockets, as _UNIX. Raises UsageError for anything else."""
     networks = [text.strip() for option in options or () for text in option.split(",")]
     try:
-        return tuple(map(ipaddress.ip_network, networks))
+        return tuple(ipaddress.ip_network(_UNIX if text == "unix:" else text) for text in networks)
     except ValueError as error:
-        raise UsageError(f"--trusted-proxies: {error}. Give networks, such as 10.0.0.0/8,fd00::/8") from None
+        raise UsageError(f"--trusted-proxies: {error}. Give networks, such as 10.0.0.0/8,fd00::/8, or unix:") from None
 
 
 @dataclass(frozen=True)
@@ -41,7 +42,8 @@ class TrustedProxies:
     networks: Annotated[
         tuple[Network, ...],
         CliOption(
-            "Networks of the proxies that are trusted to name the address of their client; repeatable.",
+            "Networks of the proxies that are trusted to name the address of their client, unix: for those on a Unix "
+            "socket; repeatable.",
             flag="trusted-proxies",
             metavar="CIDR[,CIDR]",
             kind=list[str] | None,
@@ -67,11 +69,12 @@ class TrustedProxies:
         Each proxy appends the address of its own client to the list. So the last address that is not a trusted proxy's
         is the client's, and what precedes it may be forged. A missing or malformed value means the peer itself.
         """
-        address = _address(unquote(peer).partition(":")[2].rpartition(":")[0].strip("[]"))
+        host = unquote(peer).partition(":")[2].rpartition(":")[0].strip("[]")
+        address = _address(_UNIX if peer.startswith("unix:") else host)
         forwarded = ",".join(value for key, value in metadata if key == self.key and isinstance(value, str)).split(",")
         while forwarded and address is not None and any(address in network for network in self.networks):
             address = _address(forwarded.pop().strip())
-        if address is None:
+        if address is None or address.is_unspecified:
             return identity_of(peer)
         return f"ipv4:{address}" if address.version == 4 else f"ipv6:%5B{address}%5D"  # as in the names of peers
 

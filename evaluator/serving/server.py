@@ -7,6 +7,7 @@ nothing slow on the event loop's thread.
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Sequence
 from functools import partial
+from pathlib import Path
 from typing import Any, cast
 
 import grpc
@@ -29,7 +30,7 @@ from prelunet.evaluator.serving.http.door import HttpDoor
 from prelunet.evaluator.serving.http.listener import ConnectionLimits, Listener
 from prelunet.evaluator.serving.http.routes import Routes
 from prelunet.evaluator.serving.models import Models
-from prelunet.evaluator.serving.network import channel_options, explain_bind_error, host_port
+from prelunet.evaluator.serving.network import channel_options, explain_bind_error, host_port, unix_host
 from prelunet.evaluator.serving.observability.call_context import Context
 from prelunet.evaluator.serving.observability.metrics import Metrics
 from prelunet.evaluator.serving.options import HttpOptions, ServerLimits
@@ -58,11 +59,12 @@ class Server:
         certificates: Certificates | None = None,
         access: AccessControl | None = None,
         http: HttpOptions = HttpOptions(),
+        unix_socket: Path | None = None,
     ) -> None:
         """Bind the ports, so that a port in use is reported before models load for minutes.
 
-        limits: on clients; metrics: of the server; certificates: None without TLS; access: None without tokens. Raises
-        EnvironmentFault if a port is unavailable.
+        limits: on clients; metrics: of the server; certificates: None without TLS; access: None without tokens;
+        unix_socket: for gRPC, instead of host and port. Raises EnvironmentFault if a port is unavailable.
         """
         self._metrics = metrics or Metrics()
         self._calls = CallsInFlight(limits.max_calls, self._metrics)
@@ -78,37 +80,37 @@ class Server:
             interceptors=[CallInterceptor(self._calls, limits, arriving, access)],
             options=channel_options(limits),
         )
-        self._host = host
+        self._host = host if unix_socket is None else unix_host(unix_socket, "--unix-socket")
+        address = host_port(self._host, port)
         try:
-            if certificates is None:
-                self._port = self._server.add_insecure_port(host_port(host, port))
+            if certificates is None or unix_socket is not None:  # clients could not verify a path as a host name
+                self._port = self._server.add_insecure_port(address)
             else:
-                self._port = self._server.add_secure_port(host_port(host, port), certificates.credentials())
+                self._port = self._server.add_secure_port(address, certificates.credentials())
         except RuntimeError as error:  # without the reason, which gRPC only logs
-            reason = explain_bind_error(host, port)
-            raise EnvironmentFault(f"cannot listen on {host_port(host, port)}: {reason}") from error
+            raise EnvironmentFault(f"cannot listen on {address}: {explain_bind_error(self._host, port)}") from error
         self._routes, self._http = None, None
-        if http.port is not None:
+        if http.enabled:
             door = HttpDoor(self._calls, limits, arriving, access, self._services.refusal, (host, *http.host_names))
-            self._routes = Routes(door, lambda: self.serving)
+            self._routes = Routes(door, lambda: self.serving, http.reports)
             self._http = Listener(
                 door,
-                host,
-                http.port,
+                host if http.unix_socket is None else unix_host(http.unix_socket, "--http-unix-socket"),
+                http.port or 0,
                 ConnectionLimits(limits.max_connections, limits.max_metadata, limits.handshake_timeout),
                 option="--http-port",
-                tls=None if certificates is None else certificates.context,
+                tls=None if certificates is None or http.unix_socket is not None else certificates.context,
             )
             self._metrics.http_connections.set_function(partial(getattr, self._http, "connections"))
 
     @property
     def address(self) -> str:
-        """Return host:port, as clients use it."""
+        """Return host:port or unix:PATH, as clients use it."""
         return host_port(self._host, self._port)
 
     @property
     def http_address(self) -> str:
-        """Return host:port of HTTP, "" without it."""
+        """Return host:port or unix:PATH of HTTP, "" without it."""
         return "" if self._http is None else self._http.address
 
     @property

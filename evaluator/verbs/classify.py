@@ -39,7 +39,7 @@ def classify(
         ),
     ],
     model: OptionalModelOption = None,
-    server: Annotated[str | None, typer.Option(help="HOST:PORT of a running `prelunet serve`.")] = None,
+    server: Annotated[str | None, typer.Option(help="HOST:PORT or unix:PATH of a running `prelunet serve`.")] = None,
     name: Annotated[
         str | None, typer.Option(help="Name of the model on the server; required if it serves several.")
     ] = None,

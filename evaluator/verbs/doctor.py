@@ -22,7 +22,7 @@ def doctor(
     *,
     model: OptionalModelOption = None,
     placement: Annotated[Placement, Only("device", "precision", "threads")],
-    server: Annotated[str | None, typer.Option(help="HOST:PORT of a running server to check too.")] = None,
+    server: Annotated[str | None, typer.Option(help="HOST:PORT or unix:PATH of a running server to check too.")] = None,
     timeout: Annotated[
         float, typer.Option(min=0.1, max=600, help="Timeout of each request to the server, in seconds.")
     ] = 5.0,

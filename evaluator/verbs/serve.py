@@ -37,7 +37,7 @@ def serve(
         bool, typer.Option("--show-config", help="Print the options in the format of the config file and exit.")
     ] = False,
 ) -> None:
-    """Serve models over gRPC, and HTTP with --http-port, until SIGTERM or Ctrl-C.
+    """Serve models over gRPC, and HTTP with --http-port or --http-unix-socket, until SIGTERM or Ctrl-C.
 
     The first line of output shows the address, the models and their devices; the server then accepts calls. An option
     that is not given is taken from the environment, then from the --config file (docs/serving.md).

@@ -60,6 +60,7 @@ def running_server(
     certificates: Certificates | None = None,
     access: AccessControl | None = None,
     http: HttpOptions = HttpOptions(),
+    unix_socket: Path | None = None,
     **sessions: Any,
 ) -> Iterator[RunningServer]:
     """Serve sessions (real or fake) under their keywords; the files are called NAME.onnx in a folder /secret.
@@ -74,7 +75,7 @@ def running_server(
     async def served() -> AsyncIterator[tuple[Server, Models]]:
         server = Server(
             "127.0.0.1", 0, server_limits or ServerLimits(), metrics, certificates=certificates, access=access,
-            http=http,
+            http=http, unix_socket=unix_socket,
         )  # fmt: skip
         models = Models(loaded, limits or DecodeLimits(), queue, metrics, **lost)
         await server.start(models)

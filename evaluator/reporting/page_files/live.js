@@ -8,8 +8,8 @@ const PROBLEMS = {
   "no token": "This server requires a token.",
   "wrong token": "The server does not know this token, or no longer.",
   400: "The server cannot classify this file.",
-  403: "This token does not allow classifying.",
-  404: "The server has no such model.",
+  403: "This token does not allow that.",
+  404: "The server does not have that.",
   413: "The picture is too large for this server.",
   429: "The server is busy.",
   503: "The server is starting or stopping.",
@@ -22,6 +22,7 @@ let models = []; // as listed; with their details once they are chosen
 let token = null; // only here: neither stored nor part of an address
 let picture = null; // the file
 let shown = null; // resolves once the browser shows the picture, or cannot
+const reportTabs = new Map(); // secret of each tab that shows a report, and its path
 let running = null; // the AbortController of the call in progress
 
 class Problem extends Error {
@@ -38,7 +39,7 @@ async function call(path, options = {}) {
   let response;
   try {
     response = await fetch(path, { ...options, headers, cache: "no-store" });
-    if (response.ok) return await response.json();
+    if (response.ok) return await response[options.kind ?? "json"]();
   } catch (error) {
     if (options.signal?.aborted) throw error;
     throw new Problem(0);
@@ -82,8 +83,45 @@ async function start() {
     showProblem(error, start);
     return;
   }
+  if (byId("reports")) listReports();
   if (picture) choose(picture);
 }
+
+async function listReports() {
+  try {
+    const { reports } = await call("/reports");
+    byId("reports-note").textContent = reports.length ? "" : "There is no report yet.";
+    byId("reports").replaceChildren(...reports.map(reportItem));
+  } catch (error) {
+    byId("reports-note").textContent = error.message;
+  }
+}
+
+function reportItem({ name, title, summary, modified }) {
+  const path = `/reports/${name.split("/").map(encodeURIComponent).join("/")}`;
+  const link = make("a", { href: path, target: "_blank", rel: "noopener" }, title);
+  if (token !== null) { // which no link can carry
+    link.addEventListener("click", (event) => {
+      event.preventDefault();
+      const secret = `?${crypto.getRandomValues(new Uint32Array(4)).join("-")}`;
+      reportTabs.set(secret, path);
+      open(`/report-viewer${secret}`);
+    });
+  }
+  const date = new Date(1000 * modified).toLocaleString("en", { dateStyle: "medium", timeStyle: "short" });
+  return make("li", null, link, make("p.about", null, `${name} · ${date}`), make("p.about", null, summary));
+}
+
+/** Send a report to the tab that asks for it when it is loaded, also when it is loaded again. */
+addEventListener("message", async ({ source, data: secret }) => {
+  if (!reportTabs.has(secret)) return;
+  try {
+    source.postMessage(await call(reportTabs.get(secret), { kind: "text" }), "*"); // its origin has no name
+  } catch (error) {
+    source.close();
+    byId("reports-note").textContent = error.message;
+  }
+});
 
 function showModel(model) {
   byId("options").hidden = false;
@@ -308,6 +346,7 @@ byId("options").addEventListener("change", (event) => {
   else if (picture) choose(picture);
 });
 byId("options").addEventListener("submit", (event) => event.preventDefault());
+byId("list-reports")?.addEventListener("click", listReports);
 for (const button of document.querySelectorAll("[data-call]")) {
   button.addEventListener("click", async () => {
     const text = byId(button.dataset.call);

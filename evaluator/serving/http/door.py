@@ -272,7 +272,10 @@ async def _cancelled_by_disconnect(body: _Body) -> AsyncIterator[None]:
 
 
 # Errors of HTTP itself: our text for the router's, and gRPC's words for the status.
-_TEXTS = {404: "no such path; GET /openapi.json lists all", 405: "no such method; the header Allow lists this path's"}
+_TEXTS = {
+    "Not Found": "no such path; GET /openapi.json lists all",
+    "Method Not Allowed": "no such method; the header Allow lists this path's",
+}
 _CODES = {404: "NOT_FOUND", 413: "RESOURCE_EXHAUSTED"}
 
 
@@ -281,7 +284,7 @@ def error_response(call: Call, error: Exception, *, v2: bool) -> Response:
     headers: dict[str, str] = {}
     if isinstance(error, HTTPException):
         status, headers = error.status_code, dict(error.headers or {})
-        call.status, call.error = _CODES.get(status, "INVALID_ARGUMENT"), _TEXTS.get(status, error.detail)
+        call.status, call.error = _CODES.get(status, "INVALID_ARGUMENT"), _TEXTS.get(error.detail, error.detail)
     else:
         record_error(call, error)
         status = HTTP_STATUSES[call.status]
@@ -309,7 +312,9 @@ def _timeout(headers: Headers) -> float:
 
 def _peer(client: tuple[str, int] | None) -> str:
     """Return the name that gRPC gives a connection, so that a client has one identity at both doors."""
-    host, port = client or ("", 0)
+    if client is None:
+        return "unix:"
+    host, port = client
     host = host.removeprefix("::ffff:")
     return f"ipv6:%5B{host}%5D:{port}" if ":" in host else f"ipv4:{host}:{port}"
 

@@ -10,7 +10,9 @@ import ssl
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
+from urllib.parse import unquote
 
 import h11
 from starlette.types import ASGIApp
@@ -112,7 +114,8 @@ class Connection(H11Protocol):
 class Listener:
     """A port and its connections; created and used inside one running event loop.
 
-    tls: returns the context for new connections, None without TLS; option: that sets the port.
+    host: address, or unix:PATH for a Unix socket, which has no port; tls: returns the context for new connections, None
+    without TLS; option: that sets the port.
     The constructor raises EnvironmentFault if the port is unavailable.
     """
 
@@ -158,7 +161,10 @@ class Listener:
         for task in self._accepting:
             task.cancel()
         await asyncio.gather(*self._accepting, return_exceptions=True)  # they let go of the sockets
-        for each in self._sockets:
+        while self._sockets:  # once: the path of a closed socket may be that of the next server
+            each = self._sockets.pop()
+            if each.family == socket.AF_UNIX:
+                Path(each.getsockname()).unlink(missing_ok=True)
             each.close()
         for connection, setup in list(self._connections.items()):
             setup.cancel()
@@ -215,7 +221,8 @@ class Listener:
         return True
 
     async def _set_up(self, connection: Connection, accepted: socket.socket) -> None:
-        accepted.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)  # else a response may wait 40 ms for an ACK
+        if accepted.family != socket.AF_UNIX:
+            accepted.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)  # else a response may wait 40 ms for an ACK
         tls = None if self._tls is None else self._tls()
         try:
             await asyncio.get_running_loop().connect_accepted_socket(
@@ -230,7 +237,9 @@ class Listener:
 
 def _bind(host: str, port: int) -> list[socket.socket]:
     """Listen on all addresses of a host, on the same port."""
-    if is_wildcard(host) and socket.has_dualstack_ipv6():  # as gRPC: IPv4 too
+    if host.startswith("unix:"):
+        found = [socket.create_server(unquote(host.removeprefix("unix:")), family=socket.AF_UNIX)]
+    elif is_wildcard(host) and socket.has_dualstack_ipv6():  # as gRPC: IPv4 too
         found = [socket.create_server((host, port), family=socket.AF_INET6, dualstack_ipv6=True)]
     else:
         found = []

@@ -36,6 +36,8 @@ _QUERY = {
     "scales": ({"type": "string", "pattern": r"^\d+(,\d+)*$"}, "Scales in pixels that replace the protocol's."),
     "mirror": ({"type": "boolean"}, "Whether each scale is also classified mirrored."),
 }
+_FILE = {"type": "string", "contentMediaType": "application/octet-stream"}
+_FORM = {"type": "object", "properties": {"image": _FILE}, "required": ["image"], "additionalProperties": False}
 _ANSWERS = {
     "/v1/classify": pb.ClassifyResponse.DESCRIPTOR,
     "/v1/models": pb.ListModelsResponse.DESCRIPTOR,
@@ -65,6 +67,7 @@ def description(routes: Iterable[Route]) -> dict[str, Any]:
         if method == "POST":
             operation["requestBody"] = {"content": {"*/*": {}}}
         if route.path == "/v1/classify":
+            operation["requestBody"]["content"]["multipart/form-data"] = {"schema": _FORM}
             operation["parameters"] = [
                 {"name": name, "in": "query", "schema": schema, "description": text}
                 for name, (schema, text) in _QUERY.items()

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Mapping
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 from google.protobuf.json_format import MessageToDict
@@ -19,11 +20,13 @@ from prelunet.evaluator.serving.api import inference, prelunet
 from prelunet.evaluator.serving.api.inference import InferenceServicer, run_inline_or_in_thread
 from prelunet.evaluator.serving.api.prelunet import PreluNetServicer
 from prelunet.evaluator.serving.http.door import Answer, HttpCall, HttpDoor, JsonResponse
+from prelunet.evaluator.serving.http.forms import image_in_form
 from prelunet.evaluator.serving.http.inference_json import LENGTH_HEADER, infer_response, parse_infer_request, plain
 from prelunet.evaluator.serving.http.openapi import description
+from prelunet.evaluator.serving.http.reports import report_routes
 from prelunet.evaluator.serving.models import Models
 
-_LARGE_BODY = 2**20  # bytes, whose JSON takes milliseconds to parse
+_LARGE_BODY = 2**20  # bytes, whose JSON or form takes milliseconds to parse
 _LARGE_ANSWER = 10_000  # bytes of a message, whose JSON takes milliseconds, too
 _MODEL = ("/v2/models/{name}", "/v2/models/{name}/versions/{version}")
 
@@ -45,9 +48,12 @@ CLASSIFY_PARAMETERS: Mapping[str, Callable[[str], Any]] = {
 
 
 class Routes:
-    """Adds the routes to a door. ready: whether the server accepts new work, as reported by health."""
+    """Adds the routes to a door.
 
-    def __init__(self, door: HttpDoor, ready: Callable[[], bool]) -> None:
+    ready: whether the server accepts new work, as reported by health; reports: folder of reports for the live page.
+    """
+
+    def __init__(self, door: HttpDoor, ready: Callable[[], bool], reports: Path | None = None) -> None:
         self._door, self._ready = door, ready
         self.serve(Models((), DecodeLimits()))  # until they are loaded; the door refuses calls to them
         self._add("GET", "/v1/models", prelunet.SERVICE, "ListModels", self._list_models)
@@ -72,13 +78,15 @@ class Routes:
         async def openapi(_request: Request) -> Response:
             return JsonResponse(described)
 
-        html, policy = live_page()
+        html, policy = live_page(reports=reports is not None)
         headers = {"Content-Security-Policy": policy, "Cache-Control": "no-cache", "Referrer-Policy": "no-referrer"}
 
         async def page(_request: Request) -> Response:  # without a token: the page asks for one
             return Response(html, headers=headers, media_type="text/html")
 
         door.router.routes += [Route("/openapi.json", openapi), Route("/", page)]
+        if reports is not None:
+            door.router.routes += report_routes(door, reports)
 
     def serve(self, models: Models) -> None:
         """Answer calls with these models."""
@@ -96,6 +104,9 @@ class Routes:
         return await _proto_json(found.model)
 
     async def _classify(self, call: HttpCall) -> Response:
+        if call.headers.get("content-type", "").lower().startswith("multipart/"):
+            large = len(call.body) > _LARGE_BODY
+            call.body = await run_inline_or_in_thread(partial(image_in_form, call.take_body()), in_thread=large)
         return await _proto_json(await self._prelunet.Classify(_classify_request(call), call.context))
 
     async def _infer(self, call: HttpCall) -> Response:
@@ -134,8 +145,6 @@ class Routes:
 
 def _classify_request(call: HttpCall) -> pb.ClassifyRequest:
     """Return the message of a request; raises UsageError."""
-    if call.headers.get("content-type", "").startswith("multipart/"):
-        raise UsageError("send the image itself as the body, not a form: curl --data-binary @photo.jpg")
     request = pb.ClassifyRequest(image=call.take_body())
     for name, text in call.query.multi_items():
         if name not in CLASSIFY_PARAMETERS:

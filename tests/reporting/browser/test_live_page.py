@@ -282,12 +282,15 @@ def test_the_page_fits_its_window_with_hostile_names(size: tuple[int, int], sche
 
 
 @contextmanager
-def guarded(folder: Path, scopes: list[str], rate: float | None = None) -> Iterator[tuple[RunningServer, str]]:
+def guarded(
+    folder: Path, scopes: list[str], rate: float | None = None, reports: Path | None = None
+) -> Iterator[tuple[RunningServer, str]]:
     """Serve with a token; yields the server and the secret."""
     secret, lines = create_token("alice", scopes, rate=rate)
     (folder / "tokens.toml").write_text(lines)
     access = AccessControl(folder / "tokens.toml")
-    with running_server(http=HttpOptions(port=0), access=access, colors=FakeSession(color_contract())) as server:
+    http = HttpOptions(port=0, reports=reports)
+    with running_server(http=http, access=access, colors=FakeSession(color_contract())) as server:
         yield server, secret
 
 
@@ -323,7 +326,7 @@ def test_a_token_is_asked_for_once_and_kept_in_memory_only(tmp_path: Path, visit
 @pytest.mark.parametrize(
     ("scopes", "rate", "texts"),
     [
-        (["evaluate"], None, ["does not allow classifying", "scope 'classify'"]),
+        (["evaluate"], None, ["does not allow that", "scope 'classify'"]),
         (["classify"], 1, ["busy", "Try again in 1 s"]),
     ],
 )
@@ -373,6 +376,89 @@ def test_a_file_that_is_refused_is_explained_and_the_next_one_answered(
         choose(page, small.getvalue(), "small.png", "image/png")
         answered(page)
         expect(page.get_by_role("alert")).to_be_hidden()
+        expected_failures(watched)
+
+
+def use_token(page: Page, secret: str) -> None:
+    page.get_by_label("Token", exact=True).fill(secret)
+    page.get_by_role("button", name="Use this token").click()
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+@pytest.mark.parametrize("size", [LAPTOP, SMALL_PHONE])
+@pytest.mark.parametrize("secured", [False, True])
+def test_a_listed_report_opens_with_its_charts_and_downloads_and_can_reach_no_server(
+    tmp_path: Path, few: Path, visit: Visit, secured: bool, size: tuple[int, int], scheme: str
+) -> None:
+    runs = few.parents[2]
+    with (
+        guarded(tmp_path, ["evaluate"], reports=runs) as (locked, secret),
+        running_server(http=HttpOptions(0, reports=runs), colors=FakeSession(color_contract())) as free,
+    ):
+        server, addresses = locked if secured else free, list[str]()
+        watched = visit(page_of(server), size=size, color_scheme=scheme)
+        page = watched.page
+        page.context.on("request", lambda request: addresses.append(request.url))
+        if secured:
+            use_token(page, secret)
+        item = page.locator("#reports li")
+        expect(item).to_contain_text("top-1 error 25.00 %")
+        assert watched.overflow() == 0
+        with page.expect_popup() as opening:
+            item.get_by_role("link").click()
+        report = MonitoredPage(opening.value, page_of(server))
+        for _ in range(2):  # the second time, it has been loaded again
+            expect(report.page.locator("#error-chart svg")).to_be_visible()
+            with report.page.expect_download() as saving:
+                report.page.locator("#mistakes .save button").first.click()
+            rows = Path(saving.value.path()).read_text().splitlines()
+            assert [row.split(",")[0] for row in rows] == ['"file"', '"n01/00.png"', '"n02/04.png"', '"n03/08.png"']
+            report.page.locator("#mistakes a, .worst a").first.click()
+            expect(report.page.locator("#class-view")).to_be_visible()
+            report.page.keyboard.press("Escape")
+            expect(report.page.locator("#class-view")).to_be_hidden()
+            assert report.overflow() == 0
+            assert (brightness(report.page, "body") > 384) == (scheme == "light")
+            assert report.wrong == []
+            report.page.reload()
+        reached = report.page.evaluate(
+            "Promise.all(['/v1/models', 'https://example.org'].map((url) => fetch(url).then(() => true, () => false)))"
+        )
+        assert reached == [False, False]
+        assert report.page.evaluate("[self.origin, opener === null]") == ["null", not secured]
+        own = (page_of(server), "blob:", "data:")
+        assert not [each for each in addresses if secret in each or not each.startswith(own)]
+        expected_failures(watched)
+
+
+def test_new_reports_appear_and_problems_with_them_are_explained(tmp_path: Path, few: Path, visit: Visit) -> None:
+    runs = tmp_path / "runs"
+    runs.mkdir()
+    with guarded(tmp_path, ["classify"], reports=runs) as (server, secret):
+        watched = visit(page_of(server))
+        use_token(watched.page, secret)
+        expect(watched.page.locator("#reports-note")).to_contain_text("scope 'evaluate'")
+        expect(watched.page.get_by_role("alert")).to_be_hidden()
+        expected_failures(watched)
+    with guarded(tmp_path, ["evaluate"], reports=runs) as (server, secret):
+        watched = visit(page_of(server))
+        page = watched.page
+        use_token(page, secret)
+        expect(page.locator("#reports-note")).to_contain_text("no report yet")
+        run = runs / HOSTILE[1].replace("/", "\\")
+        run.mkdir()
+        (run / "report.html").write_bytes(few.read_bytes())
+        page.get_by_role("button", name="Look again").click()
+        link = page.locator("#reports").get_by_role("link")
+        with page.expect_popup() as opening:
+            link.click()
+        expect(opening.value.locator("h1")).to_contain_text("val")
+        (run / "report.html").unlink()
+        with page.expect_popup() as opening:
+            link.click()
+        expect(page.locator("#reports-note")).to_contain_text("GET /reports lists all")
+        assert opening.value.is_closed()
+        assert page.evaluate("window.hacked") is None
         expected_failures(watched)
 
 

@@ -38,7 +38,14 @@ def tensor(**changes: object) -> dict[str, object]:
     return {"inputs": [{"name": "images", "shape": [1], "datatype": "BYTES", "data": images, **changes}]}
 
 
+def form(*parts: bytes, end: bytes = b"--x--\r\n") -> bytes:
+    """Return the request of a form with these parts."""
+    body = b"".join(b"--x\r\n" + part + b"\r\n" for part in parts) + end
+    return with_length(CLASSIFY, body, "Content-Type: multipart/form-data; boundary=x")
+
+
 CLASSIFY = "POST /v1/classify?model=six"
+FILE = b'Content-Disposition: form-data; name="image"; filename="photo.png"\r\n\r\n' + IMAGE
 BAD = {
     "an unknown path": (request("GET /v3"), 404),
     "a trailing slash": (request("GET /v1/models/"), 404),
@@ -65,7 +72,19 @@ BAD = {
     "a chunk without a size": (request(CLASSIFY, "Transfer-Encoding: chunked", body=b"xyz\r\n"), 400),
     "compressed with something else": (with_length(CLASSIFY, b"abc", "Content-Encoding: br"), 415),
     "compressed and damaged": (with_length(CLASSIFY, b"abc", "Content-Encoding: gzip"), 400),
-    "a form": (with_length(CLASSIFY, b"abc", "Content-Type: multipart/form-data; boundary=x"), 400),
+    "no form, although it is called one": (
+        with_length(CLASSIFY, IMAGE, "Content-Type: multipart/form-data; boundary=x"),
+        400,
+    ),
+    "a form without parts": (form(), 400),
+    "a form with two files": (form(FILE, FILE), 400),
+    "a form with a field": (form(FILE, b'Content-Disposition: form-data; name="top_k"\r\n\r\n3'), 400),
+    "a form whose file has another name": (form(FILE.replace(b'"image"', b'"file"')), 400),
+    "a form with a text in place of the file": (form(FILE.replace(b"; filename", b"; x")), 400),
+    "a form whose file is no image": (form(FILE.replace(IMAGE, b"no image")), 400),
+    "a form that is cut off": (form(FILE, end=b""), 400),
+    "a part without headers": (form(b"\r\n" + IMAGE), 400),
+    "a part with 64 KiB of headers": (form(b"X: y\r\n" * 2**13 + FILE), 400),
     "no image": (with_length(CLASSIFY, b"no image"), 400),
     "no body": (request(CLASSIFY), 400),
     "an unknown model": (with_length("POST /v1/classify?model=nine", IMAGE), 404),
@@ -123,6 +142,11 @@ def test_a_bad_request_gets_its_status_and_the_next_one_works(server: RunningSer
         assert headers["allow"]
     with client_to(server) as client:
         assert client.post("/v1/classify?model=six", content=IMAGE).json()["predictions"]
+
+
+def test_a_wrong_form_is_answered_with_the_right_one(server: RunningServer) -> None:
+    for name in (each for each in BAD if each.startswith("a form with")):
+        assert "curl -F image=@photo.jpg" in error_in(raw_call(server, BAD[name][0])[2]), name
 
 
 def test_errors_have_the_code_the_reason_and_the_id_of_the_request(server: RunningServer) -> None:

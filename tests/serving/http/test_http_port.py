@@ -88,6 +88,17 @@ def test_classify_answers_as_over_grpc(server: RunningServer, query: str, fields
     assert ParseDict(found, pb.ClassifyResponse()) == classified(server, **fields)
 
 
+@pytest.mark.parametrize("name", ["photo.png", 'two "words".png', "größe.png"])
+def test_a_form_is_answered_as_the_file_in_it(server: RunningServer, name: str) -> None:
+    with client_to(server) as client:
+        plain = client.post("/v1/classify?protocol=center", content=IMAGE).json()
+        sent = client.post("/v1/classify?protocol=center", files={"image": (name, IMAGE, "image/png")})
+        described = client.get("/openapi.json").json()["paths"]["/v1/classify"]["post"]["requestBody"]["content"]
+    assert sent.json()["predictions"] == plain["predictions"]
+    assert described.keys() == {"*/*", "multipart/form-data"}
+    assert described["multipart/form-data"]["schema"]["required"] == ["image"]
+
+
 def test_the_models_are_those_of_grpc(server: RunningServer) -> None:
     with client_to(server) as client, grpc.insecure_channel(server.address) as channel:
         listed = pb_grpc.PreluNetServiceStub(channel).ListModels(pb.ListModelsRequest())
@@ -474,10 +485,12 @@ def test_the_examples_with_curl_in_the_documentation_work(tmp_path: Path) -> Non
     with (
         running_server(http=ON, flowers=FakeSession()) as free,
         running_server(http=ON, access=AccessControl(tmp_path / "tokens.toml"), flowers=FakeSession()) as locked,
+        running_server(http=HttpOptions(unix_socket=tmp_path / "http.sock"), flowers=FakeSession()),
     ):
         for example in examples:
             server = locked if "TOKEN" in example else free
             line = example.replace("127.0.0.1:8000", server.http).replace("TOKEN", secret)
+            line = line.replace("/run/prelunet/http.sock", str(tmp_path / "http.sock"))
             done = subprocess.run(
                 [*shlex.split(line), "--silent", "--fail", "--noproxy", "*"],
                 cwd=tmp_path, capture_output=True, timeout=30, check=False,

@@ -1,0 +1,99 @@
+"""The reports in a folder: found anew for each request, and only what is found can be opened.
+
+No link is followed, and files are opened relative to the folder in which they were found, so nothing outside is read.
+"""
+
+import asyncio
+import html
+import os
+import re
+from collections.abc import Iterator
+from contextlib import suppress
+from functools import partial
+from itertools import islice
+from operator import itemgetter
+from pathlib import Path
+from typing import Any, BinaryIO
+
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
+from starlette.responses import Response, StreamingResponse
+from starlette.routing import Route
+
+from prelunet.evaluator.reporting.html import asset
+from prelunet.evaluator.serving.http.door import HttpCall, HttpDoor, JsonResponse
+
+_METHOD = "prelunet.http/Reports"  # for access.py and the log; gRPC has no such method
+_PAGES = {"report.html", "compare.html"}
+_DEPTH = 3  # folders below: RUN/report/compared-with-OTHER
+_MAX_FOLDERS, _MAX_REPORTS = 2000, 200
+_HEAD, _CHUNK = 2**13, 2**18  # bytes: of a page up to its style, at most; read at a time
+_POLICY = (  # in an origin of its own, the inline scripts of a report cannot reach the live page and its token
+    "sandbox allow-scripts allow-downloads; default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'; "
+    "img-src data:; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
+)
+_HEADERS = {"Content-Security-Policy": _POLICY, "Cache-Control": "no-store", "Referrer-Policy": "no-referrer"}
+
+
+def report_routes(door: HttpDoor, folder: Path) -> list[Route]:
+    """Return the routes of the list, of each report, and of the viewer, which shows what the live page has fetched."""
+
+    async def listed(_call: HttpCall) -> Response:
+        return JsonResponse({"reports": await asyncio.to_thread(list_reports, folder)})
+
+    async def opened(call: HttpCall) -> Response:
+        page = await asyncio.to_thread(open_report, folder, call.parameters["name"])
+        return StreamingResponse(_chunks(page), headers=_HEADERS, media_type="text/html")
+
+    async def viewer(_request: Request) -> Response:
+        return Response(asset("report_viewer.html"), headers=_HEADERS, media_type="text/html")
+
+    return [
+        Route("/reports", door.endpoint_of(_METHOD, listed), methods=["GET"]),
+        Route("/reports/{name:path}", door.endpoint_of(_METHOD, opened), methods=["GET"]),
+        Route("/report-viewer", viewer),
+    ]
+
+
+def list_reports(folder: Path) -> list[dict[str, Any]]:
+    """Return the newest reports: name, title, summary, and when they were written, in seconds since 1970."""
+    found = []
+    for name, page in _pages(folder):
+        with page:
+            head = page.read(_HEAD).decode(errors="replace")
+            texts = [re.search(each, head) for each in ("<title>(.*?)</title>", 'name="description" content="(.*?)"')]
+            title, summary = (html.unescape(text[1]) if text else "" for text in texts)
+            modified = os.fstat(page.fileno()).st_mtime
+            found.append({"name": name, "title": title or name, "summary": summary, "modified": modified})
+    return sorted(found, key=itemgetter("modified"), reverse=True)[:_MAX_REPORTS]
+
+
+def open_report(folder: Path, name: str) -> BinaryIO:
+    """Open a report, given its name in the list. Raises HTTPException, 404, for any other."""
+    for _, page in _pages(folder, name):
+        return page
+    raise HTTPException(404, f"no report '{name[:200]}'; GET /reports lists all")
+
+
+def _pages(folder: Path, wanted: str | None = None) -> Iterator[tuple[str, BinaryIO]]:
+    """Yield the path of each page below a folder, or of the wanted one, and the opened file."""
+    top = folder.resolve()
+    for place, folders, files, descriptor in islice(os.fwalk(top), _MAX_FOLDERS):
+        below = Path(place).relative_to(top)
+        if len(below.parts) == _DEPTH:
+            folders.clear()
+        for file in _PAGES.intersection(files):
+            name = os.fsencode(below / file).decode(errors="replace")
+            if wanted in (None, name):
+                with suppress(OSError):  # a link, not readable, or removed
+                    yield name, open(file, "rb", opener=partial(_open_no_link, descriptor))  # noqa: SIM115
+
+
+def _open_no_link(folder: int, file: str, flags: int) -> int:
+    return os.open(file, flags | os.O_NOFOLLOW | os.O_NONBLOCK, dir_fd=folder)
+
+
+def _chunks(page: BinaryIO) -> Iterator[bytes]:
+    with page:
+        while chunk := page.read(_CHUNK):
+            yield chunk
