@@ -66,6 +66,7 @@ class Connection(H11Protocol):
         self._on_lost(self)
         if self._timer is not None:
             self._timer.cancel()
+        self._unset_keepalive_if_required()  # uvicorn's timer; after a reset it would keep this object for two minutes
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
@@ -194,11 +195,15 @@ class Listener:
             except OSError:
                 await asyncio.sleep(_NO_DESCRIPTOR_PAUSE)
                 continue
-            if self._make_room():
-                connection = Connection(self._config, self._state, self._limits, self._forget)
-                self._connections[connection] = loop.create_task(self._set_up(connection, accepted))
-            else:
-                accepted.close()
+            self._add(accepted)
+            await asyncio.sleep(0)  # a flood of connections, which sock_accept returns at once, must not stop the loop
+
+    def _add(self, accepted: socket.socket) -> None:
+        if self._make_room():
+            connection = Connection(self._config, self._state, self._limits, self._forget)
+            self._connections[connection] = asyncio.create_task(self._set_up(connection, accepted))
+        else:
+            accepted.close()
 
     def _make_room(self) -> bool:
         """Return whether one more connection fits, after aborting the oldest idle one if necessary.
@@ -207,11 +212,12 @@ class Listener:
         """
         if self.connections < self._limits.count:
             return True
-        idle = (each for each in self._connections if each.transport is not None and not each.requests)
+        idle = (each for each in self._connections if not each.requests)
         if (oldest := next(idle, None)) is None:
             return False
-        del self._connections[oldest]
-        oldest.transport.abort()
+        self._connections.pop(oldest).cancel()  # its handshake, if that has not ended
+        if oldest.transport is not None:
+            oldest.transport.abort()
         return True
 
     async def _set_up(self, connection: Connection, accepted: socket.socket) -> None:

@@ -379,6 +379,20 @@ def test_handshakes_that_fail_or_never_end_leave_nothing_behind(
     assert not [record for record in caplog.records if record.levelno >= logging.WARNING]
 
 
+def test_at_the_limit_of_connections_a_handshake_that_never_ends_makes_room(tmp_path: Path) -> None:
+    certificates = Certificates(tls_options(tmp_path), Metrics())
+    limits = ServerLimits(max_connections=4)
+    with running_server(http=ON, server_limits=limits, certificates=certificates, six=FakeSession()) as server:
+        host, _, port = server.http.rpartition(":")
+        silent = [socket.create_connection((host, int(port)), timeout=20) for _ in range(4)]
+        eventually(lambda: server.metric("prelunet_http_connections") == 4)
+        trusting = ssl.create_default_context(cafile=TLS / "ca.pem")
+        assert httpx.get(f"https://{server.http}/v1/models", verify=trusting, trust_env=False).status_code == 200
+        assert silent[0].recv(1) == b""
+        for each in silent:
+            each.close()
+
+
 # Start and end.
 
 
