@@ -118,7 +118,8 @@ def views_and_pixels(protocol: EvaluationProtocol) -> tuple[int, int]:
 class Request:
     """One image to classify, from its arrival to its answer.
 
-    build_result: builds the answer from this request, in any thread; answer, error: its outcome, one of them once it is
+    build_result: builds the answer from this request, in any thread; keep_windows: keep the window scores, for heat
+    maps; with_picture: make `picture`, to draw them on; answer, error: its outcome, one of them once it is
     delivered; reply: gets the outcome, on its loop; image: encoded, emptied when the request ends; ended: time of that,
     None before; end_reason: answered, failed, expired or cancelled; easy: decoded in a thread of the server, not in
     another process; decode_cost: in view pixels. Times are of time.monotonic().
@@ -131,6 +132,7 @@ class Request:
     build_result: Callable[["Request"], Any]
     reply: "asyncio.Future[Any]"
     keep_windows: bool = False
+    with_picture: bool = False
     arrived: float = field(default_factory=time.monotonic)
     begun: float = 0.0  # decoding starts
     ready: float = 0.0  # decoded, waiting for the device
@@ -146,7 +148,7 @@ class Request:
     missing: int = 0  # number of views without a result
     decoder: Decoder = "process"  # chosen when it is queued
     image_size: tuple[int, int] = (0, 0)  # height and width, once decoded
-    picture: UInt8Array | None = None  # for heat maps
+    picture: UInt8Array | None = None  # at the size of a heat map's panel
 
     def __post_init__(self) -> None:
         self.path = (self.model.name, self.caller.identity, self.caller.client)  # in the fair queues

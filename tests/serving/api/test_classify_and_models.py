@@ -165,6 +165,14 @@ def test_maps_are_the_heat_maps_of_the_best_classes_on_a_grid_over_the_image(stu
     assert (protocol == "center") == np.isnan(expected).any()
 
 
+def test_maps_alone_take_no_time_for_a_picture(stub, monkeypatch: pytest.MonkeyPatch) -> None:
+    def resized(_: object) -> None:
+        raise AssertionError("nobody draws on it")
+
+    monkeypatch.setattr(prepare, "panel_picture", resized)
+    assert stub.Classify(request(image=png(40, 57), protocol="dense-40", maps=True)).maps
+
+
 @pytest.mark.parametrize("name", ["ten-crop", "spp-18", "multi-scale"])
 def test_the_verb_prints_the_same_through_a_server_as_with_the_model_file(
     exported: dict[str, ExportedNet], tmp_path: Path, capsys: pytest.CaptureFixture[str], name: str
