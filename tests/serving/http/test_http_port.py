@@ -16,6 +16,7 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import grpc
 import httpx
@@ -26,7 +27,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from starlette.responses import Response
 from starlette.routing import Route
 
-from prelunet.evaluator.errors import ERROR_STATUSES, HTTP_STATUSES, EnvironmentFault
+from prelunet.evaluator.errors import ContractError, DeviceLost, EnvironmentFault, Interrupted, OutOfMemory
 from prelunet.evaluator.imaging.limits import DecodeLimits
 from prelunet.evaluator.pb.prelunet.v1 import prelunet_pb2 as pb
 from prelunet.evaluator.pb.prelunet.v1 import prelunet_pb2_grpc as pb_grpc
@@ -474,8 +475,22 @@ def test_metrics_have_limits_readiness_and_versions_and_nothing_about_creation(s
     assert families["prelunet_http_connections"].samples[0].value >= 1
 
 
-def test_every_status_of_an_error_has_one_of_http() -> None:
-    assert {status.grpc_status for status in ERROR_STATUSES.values()} <= HTTP_STATUSES.keys()
+@pytest.mark.parametrize(
+    ("error", "status"),
+    [
+        (ContractError("/secret/six.onnx outputs NaN"), 500),
+        (OutOfMemory("too little memory"), 429),
+        (DeviceLost("fails on every input"), 503),
+        (Interrupted("model 'six' is no longer served"), 503),
+    ],
+)
+def test_faults_of_the_server_have_the_status_that_makes_clients_try_again_only_where_that_helps(
+    server: RunningServer, monkeypatch: pytest.MonkeyPatch, error: Exception, status: int
+) -> None:
+    monkeypatch.setattr(prelunet_messages, "classify_response", Mock(side_effect=error))
+    with client_to(server) as client:
+        failed = client.post("/v1/classify", content=IMAGE)
+    assert (failed.status_code, "secret" in failed.text) == (status, False)
 
 
 @pytest.mark.skipif(shutil.which("curl") is None, reason="curl is not installed")
