@@ -5,6 +5,7 @@ time for the head of a request. Only this module imports uvicorn.
 """
 
 import asyncio
+import logging
 import socket
 import ssl
 from collections.abc import Callable
@@ -24,6 +25,8 @@ from prelunet.evaluator.serving.network import explain_bind_error, host_port, is
 _NO_DESCRIPTOR_PAUSE = 1.0  # seconds without accepting, when the process has no file descriptor left
 _POLL_INTERVAL = 0.01  # seconds between checks for open connections
 _RECEIVE_BYTES = 2**16  # at a time; by default 256 KiB, which tiny chunks would make 0.4 s of parsing
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -192,7 +195,8 @@ class Listener:
         while True:
             try:
                 accepted, _ = await loop.sock_accept(listener)
-            except OSError:
+            except OSError as error:
+                log.warning("%s: cannot accept a connection: %s", self.address, error.strerror)
                 await asyncio.sleep(_NO_DESCRIPTOR_PAUSE)
                 continue
             self._add(accepted)
