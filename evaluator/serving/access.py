@@ -23,7 +23,8 @@ from prelunet.evaluator.serving.watched_files import Contents, WatchedFiles
 Scope: TypeAlias = Literal["classify", "evaluate", "admin"]
 SCOPES: tuple[Scope, ...] = get_args(Scope)
 
-# What methods require: nothing, any token, or a scope. A method that is not listed is refused to all tokens.
+# All methods and what they require: nothing, any token, or a scope. A method that is not listed is refused to all
+# tokens, and "unknown" in metrics: clients could invent any number of names.
 _RULES = (
     ("nothing", "grpc.health.v1.Health", "Check Watch"),
     ("nothing", "inference.GRPCInferenceService", "ServerLive ServerReady ModelReady"),

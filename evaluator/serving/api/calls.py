@@ -7,11 +7,10 @@ from collections.abc import Sequence
 from typing import TypeAlias
 
 import grpc
-from google.protobuf import descriptor_pool
 
 from prelunet.evaluator.errors import Overloaded, PreluNetError
 from prelunet.evaluator.rpc.status import reason_for, status_of
-from prelunet.evaluator.serving.access import AccessControl
+from prelunet.evaluator.serving.access import REQUIRED, AccessControl
 from prelunet.evaluator.serving.observability.call_context import Call
 from prelunet.evaluator.serving.observability.logs import log_call, log_incident
 from prelunet.evaluator.serving.observability.metrics import Metrics
@@ -80,8 +79,7 @@ class CallsInFlight:
     def _end(self, call: Call, *, counted: bool) -> None:
         call.status = call.status or "CANCELLED"  # the client left, or its message was too large for gRPC
         seconds = time.monotonic() - call.begun
-        # An unknown method gets no label of its own: clients could invent any number of names.
-        method = call.method if _is_known(call.method) else "unknown"
+        method = call.method if f"/{call.method}" in REQUIRED else "unknown"
         self._metrics.calls.labels(method, call.status).inc()
         self._metrics.call_seconds.labels(method).observe(seconds)
         log_call(call, seconds)
@@ -94,15 +92,6 @@ class CallsInFlight:
                 del self._by_identity[call.identity]
         if counted:
             self.count -= 1  # last: a server that stops waits for this; earlier, the log line would be lost
-
-
-def _is_known(method: str) -> bool:
-    """Return whether a loaded proto file has a method of this name."""
-    try:
-        found = descriptor_pool.Default().FindMethodByName(method.replace("/", "."))  # type: ignore[no-untyped-call]
-    except KeyError:
-        return False
-    return method == f"{found.containing_service.full_name}/{found.name}"
 
 
 def access_error(
