@@ -16,8 +16,7 @@ from prelunet.evaluator.imaging.decode_memory import decode_semaphore
 from prelunet.evaluator.imaging.limits import DecodeLimits
 from prelunet.evaluator.imaging.views import ViewImage, cut_views
 from prelunet.evaluator.protocols import EvaluationProtocol
-from prelunet.evaluator.serving.decoding.prepare import PrepareOptions, prepare_image
-from prelunet.evaluator.serving.decoding.worker import DecodeProcess
+from prelunet.evaluator.serving.decoding import DecodeProcess, PrepareOptions, prepare_image
 from prelunet.evaluator.serving.observability.call_context import Caller
 from prelunet.evaluator.serving.observability.metrics import ModelMetrics
 from prelunet.evaluator.serving.options import QueueOptions

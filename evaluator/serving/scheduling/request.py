@@ -18,7 +18,7 @@ from prelunet.evaluator.errors import OutOfMemory
 from prelunet.evaluator.imaging.header import read_header
 from prelunet.evaluator.imaging.views import ViewImage
 from prelunet.evaluator.protocols import EvaluationProtocol
-from prelunet.evaluator.serving.decoding.worker import DecodeProcess
+from prelunet.evaluator.serving.decoding import DecodeProcess
 from prelunet.evaluator.serving.observability.call_context import Caller
 from prelunet.evaluator.serving.observability.metrics import ModelMetrics
 from prelunet.evaluator.serving.scheduling.warm_up import shape_buckets_of
