@@ -14,6 +14,7 @@ from prelunet.evaluator.answer import Timings
 from prelunet.evaluator.arrays import UInt8Array
 from prelunet.evaluator.engine.classify import ViewResult
 from prelunet.evaluator.engine.session import Session
+from prelunet.evaluator.engine.shape_buckets import ShapeBuckets, build_shape_buckets
 from prelunet.evaluator.errors import OutOfMemory
 from prelunet.evaluator.imaging.header import read_header
 from prelunet.evaluator.imaging.views import ViewImage
@@ -21,7 +22,6 @@ from prelunet.evaluator.protocols import EvaluationProtocol
 from prelunet.evaluator.serving.decoding import DecodeProcess
 from prelunet.evaluator.serving.observability.call_context import Caller
 from prelunet.evaluator.serving.observability.metrics import ModelMetrics
-from prelunet.evaluator.serving.scheduling.warm_up import shape_buckets_of
 
 _RECENT_BATCHES = 8  # used to estimate the time of a model's next batch
 # View pixels that take as long to create as decoding and resizing take for one encoded byte, or for one pixel of the
@@ -54,6 +54,18 @@ class BatchTimes:
         """Forget the oldest batch. Otherwise, if all batches were expected to be too slow, none would run again."""
         if self._batches:
             self._batches.popleft()
+
+
+def shape_buckets_of(session: Session) -> ShapeBuckets | None:
+    """Return the shape buckets of a server's batches; None where a new shape costs nothing, as on a CPU.
+
+    With a file for exact canvases an image fills its canvas, whatever its size, so only the crop has a bucket.
+    """
+    contract = session.contract
+    if not session.circumstances.on_gpu:
+        return None
+    scales = contract.default_scales if contract.canvas != "exact" else ()
+    return build_shape_buckets(contract.crop, scales, session.rules.canvas_step, contract.max_side)
 
 
 @dataclass(eq=False)
