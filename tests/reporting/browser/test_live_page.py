@@ -302,6 +302,10 @@ def test_a_token_is_asked_for_once_and_kept_in_memory_only(tmp_path: Path, visit
         page, addresses = watched.page, list[str]()
         page.on("request", lambda request: addresses.append(request.url))
         expect(page.get_by_role("alert")).to_contain_text("requires a token")
+        page.get_by_label("Token", exact=True).fill(f"“{secret}”")  # no header may have these quotes
+        page.get_by_role("button", name="Use this token").click()
+        assert page.evaluate("document.getElementById('token').validity.patternMismatch")
+        expect(page.get_by_role("alert")).to_contain_text("requires a token")
         for text in ("wrong", secret):
             page.get_by_label("Token", exact=True).fill(text)
             page.get_by_role("button", name="Use this token").click()
