@@ -1,6 +1,6 @@
 """Command-line options that are declared at the fields of dataclasses."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -26,3 +26,8 @@ class CliOption:
     units: float = 1
     kind: Any = None
     parse: Callable[[Any], Any] | None = None
+
+
+def split_commas(values: Sequence[str] | None) -> list[str]:
+    """Return the parts of a repeatable option whose values may be lists: `A,B` and `C` are A, B and C."""
+    return [part.strip() for value in values or () for part in value.split(",")]

@@ -149,18 +149,15 @@ ERROR_STATUSES: dict[type[PreluNetError], ErrorStatus] = {
 }
 
 
-# 499 is nginx's, for a call that was cancelled. A faulty model file or a failed check is not the HTTP client's fault.
+# HTTP statuses of gRPC statuses; all others are 500: a faulty model file is not the HTTP client's fault. CANCELLED
+# means that the server is stopping: a client that has cancelled its own call gets no answer.
 HTTP_STATUSES: dict[str, int] = {
-    "OK": 200,
     "INVALID_ARGUMENT": 400,
     "UNAUTHENTICATED": 401,
     "PERMISSION_DENIED": 403,
     "NOT_FOUND": 404,
     "RESOURCE_EXHAUSTED": 429,
-    "CANCELLED": 499,
-    "FAILED_PRECONDITION": 500,
-    "DATA_LOSS": 500,
-    "INTERNAL": 500,
+    "CANCELLED": 503,
     "UNAVAILABLE": 503,
     "DEADLINE_EXCEEDED": 504,
 }

@@ -35,8 +35,7 @@ from prelunet.evaluator.engine.memory import gpu_rules
 from prelunet.evaluator.engine.session import Outputs, Session
 from prelunet.evaluator.errors import DeviceLost, OutOfMemory
 from prelunet.evaluator.imaging.decode import decode_image
-from prelunet.evaluator.serving import lifecycle, models
-from prelunet.evaluator.serving.decoding import prepare
+from prelunet.evaluator.serving import decoding, lifecycle, models
 from prelunet.evaluator.serving.options import ServeOptions
 from prelunet.evaluator.verbs import serve
 
@@ -133,7 +132,7 @@ def _main() -> None:
 
     replaced: list[tuple[ModuleType, str, Any]] = [
         (models, "open_with_placement", opened),
-        (prepare, "decode_image", decoded),
+        (decoding, "decode_image", decoded),
     ]
     if (message_timeout := control().get("arrival")) is not None:
 

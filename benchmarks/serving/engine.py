@@ -23,7 +23,7 @@ from prelunet.evaluator.imaging.limits import DecodeLimits
 from prelunet.evaluator.imaging.views import cut_views
 from prelunet.evaluator.protocols import build_protocol
 from prelunet.evaluator.serving.classifier import max_view_pixels
-from prelunet.evaluator.serving.decoding.prepare import PrepareOptions, prepare_image
+from prelunet.evaluator.serving.decoding import PrepareOptions, prepare_image
 from prelunet.evaluator.validation.pipeline import MAX_DECODED_PORTIONS, evaluate_chunks
 
 WAYS = ("validate", "classify_images")

@@ -1,11 +1,10 @@
 """Who may call which method: tokens, their scopes and rates. It knows nothing of gRPC, so that all ports can use it.
 
 The file has the SHA-256 of each token, not the token. A slow hash, as for passwords, is unnecessary: a token has 256
-random bits, which nobody finds by trying.
+random bits, which nobody finds by trying. For the same reason the time of a look-up by hash gives nothing away.
 """
 
 import hashlib
-import hmac
 import json
 import re
 import secrets
@@ -24,7 +23,8 @@ from prelunet.evaluator.serving.watched_files import Contents, WatchedFiles
 Scope: TypeAlias = Literal["classify", "evaluate", "admin"]
 SCOPES: tuple[Scope, ...] = get_args(Scope)
 
-# What methods require: nothing, any token, or a scope. A method that is not listed is refused to all tokens.
+# All methods and what they require: nothing, any token, or a scope. A method that is not listed is refused to all
+# tokens, and "unknown" in metrics: clients could invent any number of names.
 _RULES = (
     ("nothing", "grpc.health.v1.Health", "Check Watch"),
     ("nothing", "inference.GRPCInferenceService", "ServerLive ServerReady ModelReady"),
@@ -70,7 +70,7 @@ def parse_tokens(path: Path, content: bytes) -> dict[str, Token]:
     """Return the tokens of a file by name. Raises UsageError that names the token at fault."""
     try:
         tables = tomllib.loads(content.decode())
-    except ValueError as error:  # also the second of two tokens with one name
+    except (ValueError, RecursionError) as error:  # also the second of two tokens with one name
         raise UsageError(
             f"{path}: not a TOML file of tokens: {error}. Create tokens with: prelunet token NAME"
         ) from None
@@ -106,8 +106,9 @@ class AccessControl:
         self._left: dict[str, tuple[float, float]] = {}  # by name: calls that a token may make now, and when counted
         self.files = WatchedFiles("tokens", (path,), self._parse, self._metrics)
 
-    def _parse(self, contents: Contents) -> dict[str, Token]:
-        return parse_tokens(self._path, contents[0])
+    def _parse(self, contents: Contents) -> dict[str, tuple[str, Token]]:
+        """Return names and tokens by the hash of the secret."""
+        return {token.sha256: (name, token) for name, token in parse_tokens(self._path, contents[0]).items()}
 
     def check(
         self, method: str, authorizations: Sequence[str | bytes], *, known: bool = True
@@ -146,13 +147,12 @@ class AccessControl:
         scheme, _, secret = (header if isinstance(header, str) else "").partition(" ")
         if len(authorizations) > 1 or scheme.lower() != "bearer" or not secret:
             raise Unauthenticated("the metadata `authorization` is not one token in the form: Bearer TOKEN")
-        digest = _digest(secret.strip().encode(errors="surrogateescape"))
-        matches = [each for each in self.files.value.items() if hmac.compare_digest(each[1].sha256, digest)]
-        if not matches:
+        found = self.files.value.get(_digest(secret.strip().encode(errors="surrogateescape")))
+        if found is None:
             raise Unauthenticated(
                 "this server does not know the token, or no longer. Check the file, or ask the server's operator"
             )
-        return matches[0]
+        return found
 
     def _count(self, name: str, rate: float) -> None:
         """Count a call; raise Overloaded above the rate. Up to a second's worth of calls may come at once."""

@@ -16,8 +16,7 @@ from prelunet.evaluator.imaging.decode_memory import decode_semaphore
 from prelunet.evaluator.imaging.limits import DecodeLimits
 from prelunet.evaluator.imaging.views import ViewImage, cut_views
 from prelunet.evaluator.protocols import EvaluationProtocol
-from prelunet.evaluator.serving.decoding.prepare import PrepareOptions, prepare_image
-from prelunet.evaluator.serving.decoding.worker import DecodeProcess
+from prelunet.evaluator.serving.decoding import DecodeProcess, PrepareOptions, prepare_image
 from prelunet.evaluator.serving.observability.call_context import Caller
 from prelunet.evaluator.serving.observability.metrics import ModelMetrics
 from prelunet.evaluator.serving.options import QueueOptions
@@ -78,13 +77,13 @@ class Classifier:
         def build_result(classified: Classification, request: Request) -> Answer:
             heat_maps = b""
             contract, size = self.session.contract, request.image_size
-            if heatmap and request.picture is not None:
+            if request.picture is not None:
                 heat_maps = png_bytes(draw_heat_maps(request.picture, size, classified, contract, protocol))
             answer = build_answer(self.session, self.name, protocol, classified, top, heat_maps)
             return replace(answer, maps=class_maps(classified, size, contract, protocol)) if maps else answer
 
         answer, timings = await self._answered(
-            image, protocol, build_result, keep_windows=heatmap or maps, caller=caller
+            image, protocol, caller, build_result, keep_windows=heatmap or maps, with_picture=heatmap
         )
         return replace(answer, timings=timings)
 
@@ -94,30 +93,27 @@ class Classifier:
         protocol: EvaluationProtocol,
         build_result: Callable[[Classification], Result],
         *,
-        keep_windows: bool = False,
         caller: Caller = Caller(),
     ) -> Result:
         """Classify one encoded image and return what `build_result`, called in a thread, makes of the result.
 
-        keep_windows: keep the window scores, which heat maps need.
         Raises ImageError for bytes that are not an image, UsageError for too large a view, ContractError if the model
         outputs NaN, DeadlinePassed when the caller's deadline passes or is too close, OutOfMemory if the device has too
         little memory for a view, DeviceLost if it fails on every input, and Interrupted after `close`. Cancellation
         drops work that has not started.
         """
-        result, _ = await self._answered(
-            image, protocol, lambda classified, _: build_result(classified), keep_windows=keep_windows, caller=caller
-        )
+        result, _ = await self._answered(image, protocol, caller, lambda classified, _: build_result(classified))
         return result
 
     async def _answered(
         self,
         image: bytes,
         protocol: EvaluationProtocol,
+        caller: Caller,
         build_result: Callable[[Classification, Request], Result],
         *,
-        keep_windows: bool,
-        caller: Caller,
+        keep_windows: bool = False,
+        with_picture: bool = False,
     ) -> tuple[Result, Timings]:
         if (remaining := caller.remaining()) is not None and remaining <= 0:
             raise DeadlinePassed("the call's deadline has passed, so the image was not computed. Use a longer deadline")
@@ -131,6 +127,7 @@ class Classifier:
             lambda request: build_result(average_image(protocol, request.complete_results()), request),
             reply,
             keep_windows,
+            with_picture,
         )
         self._device_queue.add(request)
         # asyncio's loops and our deadlines use the same clock, time.monotonic().
@@ -147,7 +144,7 @@ class Classifier:
         """Decode an image in this thread if it is easy, else in the given process."""
         protocol = request.protocol
         limit = max_view_pixels(self.session.contract, protocol)
-        options = PrepareOptions(protocol, self._limits, limit, request.keep_windows)
+        options = PrepareOptions(protocol, self._limits, limit, request.with_picture)
         if process is None:
             prepared = prepare_image(request.image, options)
         else:

@@ -11,7 +11,7 @@ from prelunet.evaluator.imaging.decode_memory import decode_semaphore
 from prelunet.evaluator.imaging.header import EASY_DECODE_BYTES
 from prelunet.evaluator.machine import cores
 from prelunet.evaluator.protocols import build_protocol, default_protocol_name
-from prelunet.evaluator.serving.decoding.worker import PROCESS_BYTES
+from prelunet.evaluator.serving.decoding import PROCESS_BYTES
 from prelunet.evaluator.serving.network import UNREAD_BYTES
 from prelunet.evaluator.serving.options import ServeOptions
 from prelunet.evaluator.serving.scheduling.admission import with_reserve

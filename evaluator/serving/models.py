@@ -1,18 +1,28 @@
 """The models of a server: loaded, run once, and looked up by name."""
 
 import logging
+import math
 import time
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 
+import numpy as np
+
+from prelunet.evaluator.engine.batching import BatchRules
 from prelunet.evaluator.engine.load import open_with_placement, self_check
 from prelunet.evaluator.engine.session import Placement, Session
+from prelunet.evaluator.engine.shape_buckets import ShapeBuckets
 from prelunet.evaluator.errors import DeviceLost, Interrupted, ModelNotFound
 from prelunet.evaluator.imaging.limits import DecodeLimits
 from prelunet.evaluator.serving.classifier import Classifier
 from prelunet.evaluator.serving.observability.metrics import Metrics
 from prelunet.evaluator.serving.options import ModelFile, QueueOptions
 from prelunet.evaluator.serving.scheduling.device import ServedDevice, device_name
-from prelunet.evaluator.serving.scheduling.warm_up import serving_rules, shape_buckets_of, warm_up
+from prelunet.evaluator.serving.scheduling.request import shape_buckets_of
+
+# Pixels of a server's largest batch: four times the cost of switching plans (model C in fp16), and a wait of some 50 ms
+# for the next caller. Assumed, not measured here.
+MAX_BATCH_PIXELS = 2**23
 
 log = logging.getLogger(__name__)
 
@@ -38,6 +48,33 @@ def load_model(file: ModelFile, placement: Placement, stopped: Callable[[], bool
 
         warm_up(session, shape_buckets, on_progress)
     return session
+
+
+def serving_rules(session: Session) -> BatchRules:
+    """Return the rules of a server's batches: smaller batches on a GPU, to shorten the wait behind them."""
+    rules = session.rules
+    if not session.circumstances.on_gpu or rules.max_pixels <= MAX_BATCH_PIXELS:
+        return rules
+    share = MAX_BATCH_PIXELS / rules.max_pixels
+    return replace(rules, max_pixels=MAX_BATCH_PIXELS, max_windows=max(1, int(share * rules.max_windows)))
+
+
+def warm_up(session: Session, shape_buckets: ShapeBuckets, on_progress: Callable[[int, int], None]) -> int:
+    """Run every batch shape once, the largest first, so that the others fit into the memory regions that it allocates.
+
+    on_progress: called with the number of shapes run so far and their total. Returns the total. Raises the errors of
+    `Session.run`.
+    """
+    rules, contract = session.rules, session.contract
+
+    def max_rows(height: int, width: int) -> int:
+        return rules.max_rows(height * width, math.prod(contract.window_grid(height, width)))
+
+    batch_shapes = shape_buckets.batch_shapes(max_rows)
+    for done, (rows, height, width) in enumerate(batch_shapes, 1):
+        session.run(np.zeros((rows, height, width, 3), np.uint8), np.full((rows, 2), (height, width), np.int64))
+        on_progress(done, len(batch_shapes))
+    return len(batch_shapes)
 
 
 class Models:

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, ClassVar
 
-from prelunet.evaluator.cli_option import CliOption
+from prelunet.evaluator.cli_option import CliOption, split_commas
 from prelunet.evaluator.engine.session import Placement
 from prelunet.evaluator.errors import UsageError
 from prelunet.evaluator.imaging.limits import DecodeLimits
@@ -222,8 +222,14 @@ class AccessOptions:
 
 
 def parse_host_names(options: Sequence[str] | None) -> tuple[str, ...]:
-    """Parse `NAME[,NAME…]` options."""
-    return tuple(name.strip() for option in options or () for name in option.split(","))
+    """Parse `NAME[,NAME…]` options. Raises UsageError for what no `Host` header has as its name."""
+    names = tuple(split_commas(options))
+    if wrong := [name for name in names if not re.fullmatch(r"[A-Za-z0-9._-]+", name)]:
+        raise UsageError(
+            f"--http-host-names: '{wrong[0]}' is not a host name. Give names without scheme and port, such as "
+            "flowers.example.org"
+        )
+    return names
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Annotated, ClassVar, TypeAlias
 from urllib.parse import unquote
 
-from prelunet.evaluator.cli_option import CliOption
+from prelunet.evaluator.cli_option import CliOption, split_commas
 from prelunet.evaluator.errors import UsageError
 from prelunet.evaluator.serving.observability.call_context import identity_of
 
@@ -18,9 +18,8 @@ _UNIX = "::"  # stands for all who connect over Unix sockets; the unspecified ad
 
 def parse_networks(options: Sequence[str] | None) -> tuple[Network, ...]:
     """Parse `CIDR[,CIDR…]` options, and `unix:`, of Unix sockets, as _UNIX. Raises UsageError for anything else."""
-    networks = [text.strip() for option in options or () for text in option.split(",")]
     try:
-        return tuple(ipaddress.ip_network(_UNIX if text == "unix:" else text) for text in networks)
+        return tuple(ipaddress.ip_network(_UNIX if text == "unix:" else text) for text in split_commas(options))
     except ValueError as error:
         raise UsageError(f"--trusted-proxies: {error}. Give networks, such as 10.0.0.0/8,fd00::/8, or unix:") from None
 

@@ -52,6 +52,7 @@ def entry(name: str = "alice", sha256: str = HASH, rest: str = 'scopes = ["class
         (entry("'two words'"), "[two words]: the name may have only"),
         (entry(rest='scopes = ["admin"]\nrate = inf'), "[alice]: Expected `float` <= 1000000.0"),
         ("alice = 3", "[alice]: Expected `object`, got `int`"),
+        (f"alice = {'[' * 10_000}", "not a TOML file"),
     ],
 )
 def test_a_broken_token_file_is_refused_with_the_token_at_fault(content: str, message: str) -> None:

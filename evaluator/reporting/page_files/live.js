@@ -78,6 +78,7 @@ async function start() {
     }
     const place = byId("model").selectedIndex;
     models[place].protocols ?? (models[place] = await call(`/v1/models/${models[place].name}`));
+    if (byId("model").selectedIndex !== place) return; // another model has been chosen
     showModel(models[place]);
   } catch (error) {
     showProblem(error, start);

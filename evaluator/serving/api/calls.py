@@ -79,7 +79,6 @@ class CallsInFlight:
     def _end(self, call: Call, *, counted: bool) -> None:
         call.status = call.status or "CANCELLED"  # the client left, or its message was too large for gRPC
         seconds = time.monotonic() - call.begun
-        # An unknown method gets no label of its own: clients could invent any number of names.
         method = call.method if f"/{call.method}" in REQUIRED else "unknown"
         self._metrics.calls.labels(method, call.status).inc()
         self._metrics.call_seconds.labels(method).observe(seconds)

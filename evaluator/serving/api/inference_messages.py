@@ -1,7 +1,7 @@
 """Parse and build messages of proto/inference. Nothing is computed here."""
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
 
@@ -259,12 +259,15 @@ def infer_response(
             for index, score in top_k(of_image, parsed.top)
         ]
         if parsed.raw:
-            response.raw_output_contents.append(
-                b"".join(len(text).to_bytes(LENGTH_PREFIX, "little") + text for text in texts)
-            )
+            response.raw_output_contents.append(raw_elements(texts))
         else:
             output.contents.bytes_contents.extend(texts)
     return response
+
+
+def raw_elements(elements: Iterable[bytes]) -> bytes:
+    """Return the elements of a BYTES tensor as binary data, each after its length."""
+    return b"".join(len(each).to_bytes(LENGTH_PREFIX, "little") + each for each in elements)
 
 
 def model_metadata(classifier: Classifier) -> pb.ModelMetadataResponse:

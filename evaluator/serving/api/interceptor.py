@@ -18,13 +18,7 @@ from google.protobuf.message import DecodeError
 from prelunet.evaluator.errors import DeadlinePassed, UsageError
 from prelunet.evaluator.serving.access import AccessControl
 from prelunet.evaluator.serving.api.arriving import ArrivingBytes
-from prelunet.evaluator.serving.api.calls import (
-    OUR_METHODS,
-    PROBES,
-    CallsInFlight,
-    access_error,
-    record_error,
-)
+from prelunet.evaluator.serving.api.calls import OUR_METHODS, PROBES, CallsInFlight, access_error, record_error
 from prelunet.evaluator.serving.observability.call_context import (
     REQUEST_ID,
     Call,

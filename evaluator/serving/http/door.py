@@ -287,7 +287,7 @@ def error_response(call: Call, error: Exception, *, v2: bool) -> Response:
         call.status, call.error = _CODES.get(status, "INVALID_ARGUMENT"), _TEXTS.get(error.detail, error.detail)
     else:
         record_error(call, error)
-        status = HTTP_STATUSES[call.status]
+        status = HTTP_STATUSES.get(call.status, 500)
         if isinstance(error, Overloaded) and error.retry_after is not None:
             headers["Retry-After"] = str(math.ceil(error.retry_after))
         if status == 401:

@@ -7,6 +7,7 @@ docs/protocol/extension_binary_data.md. Nothing is computed here, and `inference
 import base64
 import binascii
 import json
+import math
 from collections.abc import Mapping
 from typing import Any, TypeAlias
 
@@ -16,7 +17,7 @@ from google.protobuf.message import Message
 
 from prelunet.evaluator.errors import UsageError
 from prelunet.evaluator.pb.inference import inference_pb2 as pb
-from prelunet.evaluator.serving.api.inference_messages import LENGTH_PREFIX
+from prelunet.evaluator.serving.api.inference_messages import LENGTH_PREFIX, raw_elements
 
 LENGTH_HEADER = "inference-header-content-length"  # bytes of JSON before the binary data
 # Decoding holds the GIL, and each value becomes an object many times its size, as in `interceptor.exceeds_part_limit`.
@@ -119,17 +120,17 @@ def _set(target: Any, parameters: Parameters) -> None:
 
 
 def _elements(tensor: Input) -> bytes:
-    """Return the elements of a tensor as binary data, each after its length."""
+    """Return the elements of a tensor as binary data."""
     texts = [text for row in tensor.data or () for text in ([row] if isinstance(row, str) else row)]
     try:
         elements = [base64.b64decode(text, validate=True) for text in texts]
     except (binascii.Error, ValueError):
         raise UsageError(f"the elements of input '{tensor.name[:100]}' are not base64; or send binary data") from None
-    if len(elements) != int(np.prod(tensor.shape[:2], dtype=object)):
+    if len(elements) != math.prod(tensor.shape[:2]):
         raise UsageError(
             f"input '{tensor.name[:100]}' has {len(elements)} elements, but its shape is {tensor.shape[:8]}"
         )
-    return b"".join(len(each).to_bytes(LENGTH_PREFIX, "little") + each for each in elements)
+    return raw_elements(elements)
 
 
 def infer_response(response: pb.ModelInferResponse, *, binary: bool) -> tuple[bytes, dict[str, str]]:

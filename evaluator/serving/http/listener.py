@@ -5,6 +5,7 @@ time for the head of a request. Only this module imports uvicorn.
 """
 
 import asyncio
+import logging
 import socket
 import ssl
 from collections.abc import Callable
@@ -26,6 +27,8 @@ from prelunet.evaluator.serving.network import explain_bind_error, host_port, is
 _NO_DESCRIPTOR_PAUSE = 1.0  # seconds without accepting, when the process has no file descriptor left
 _POLL_INTERVAL = 0.01  # seconds between checks for open connections
 _RECEIVE_BYTES = 2**16  # at a time; by default 256 KiB, which tiny chunks would make 0.4 s of parsing
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -68,6 +71,7 @@ class Connection(H11Protocol):
         self._on_lost(self)
         if self._timer is not None:
             self._timer.cancel()
+        self._unset_keepalive_if_required()  # uvicorn's timer; after a reset it would keep this object for two minutes
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
@@ -197,14 +201,19 @@ class Listener:
         while True:
             try:
                 accepted, _ = await loop.sock_accept(listener)
-            except OSError:
+            except OSError as error:
+                log.warning("%s: cannot accept a connection: %s", self.address, error.strerror)
                 await asyncio.sleep(_NO_DESCRIPTOR_PAUSE)
                 continue
-            if self._make_room():
-                connection = Connection(self._config, self._state, self._limits, self._forget)
-                self._connections[connection] = loop.create_task(self._set_up(connection, accepted))
-            else:
-                accepted.close()
+            self._add(accepted)
+            await asyncio.sleep(0)  # a flood of connections, which sock_accept returns at once, must not stop the loop
+
+    def _add(self, accepted: socket.socket) -> None:
+        if self._make_room():
+            connection = Connection(self._config, self._state, self._limits, self._forget)
+            self._connections[connection] = asyncio.create_task(self._set_up(connection, accepted))
+        else:
+            accepted.close()
 
     def _make_room(self) -> bool:
         """Return whether one more connection fits, after aborting the oldest idle one if necessary.
@@ -213,11 +222,12 @@ class Listener:
         """
         if self.connections < self._limits.count:
             return True
-        idle = (each for each in self._connections if each.transport is not None and not each.requests)
+        idle = (each for each in self._connections if not each.requests)
         if (oldest := next(idle, None)) is None:
             return False
-        del self._connections[oldest]
-        oldest.transport.abort()
+        self._connections.pop(oldest).cancel()  # its handshake, if that has not ended
+        if oldest.transport is not None:
+            oldest.transport.abort()
         return True
 
     async def _set_up(self, connection: Connection, accepted: socket.socket) -> None:

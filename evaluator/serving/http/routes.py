@@ -73,10 +73,10 @@ class Routes:
         )
         for method, path, name, answer in routes:
             self._add(method, path, inference.SERVICE, name, answer)
-        described = description(each for each in door.router.routes if isinstance(each, Route))
+        described = JsonResponse(description(each for each in door.router.routes if isinstance(each, Route))).body
 
         async def openapi(_request: Request) -> Response:
-            return JsonResponse(described)
+            return Response(described, media_type=JsonResponse.media_type)
 
         html, policy = live_page(reports=reports is not None)
         headers = {"Content-Security-Policy": policy, "Cache-Control": "no-cache", "Referrer-Policy": "no-referrer"}

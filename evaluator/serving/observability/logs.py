@@ -7,7 +7,6 @@ logged.
 
 import json
 import logging
-import math
 import os
 import queue
 import re
@@ -26,7 +25,6 @@ MAX_FIELD = 600  # characters, as in error messages to callers
 MAX_TRACEBACK = 20_000  # characters
 MAX_QUEUED_LINES = 4096  # lines; some 2 MB
 _GATHER_SECONDS = 0.02
-ACCEPT_ERROR_INTERVAL = 60.0  # seconds
 _PLAIN = re.compile(r"[A-Za-z0-9._:/@%+,\[\]-]+")  # a value that needs no quotes
 
 log = logging.getLogger(__name__)
@@ -162,7 +160,6 @@ def configure_logging(form: str = "text", level: str = "INFO") -> None:
     # Its messages about broken images are in the errors sent to callers.
     logging.getLogger("PIL").setLevel(logging.CRITICAL)
     logging.getLogger("grpc._cython.cygrpc").addFilter(lambda record: not str(record.msg).startswith(_CAUSED_BY_CLIENT))
-    logging.getLogger("asyncio").addFilter(AcceptErrorFilter())
 
 
 def flush() -> None:
@@ -182,26 +179,6 @@ _CAUSED_BY_CLIENT = (
     "ExecuteBatchError raised in core",
     "Failed sending error status",
 )
-
-
-class AcceptErrorFilter:
-    """Passes one line a minute about connections that fail because no file descriptor is left.
-
-    asyncio logs a hundred a second for each port, each with a traceback.
-    """
-
-    def __init__(self) -> None:
-        self._next = -math.inf
-
-    def filter(self, record: logging.LogRecord) -> bool:
-        """Return whether to log a record."""
-        if not str(record.msg).startswith("socket.accept() out of system resource"):
-            return True
-        now = time.monotonic()
-        if now < self._next:
-            return False
-        self._next = now + ACCEPT_ERROR_INTERVAL
-        return True
 
 
 def truncate(text: str, limit: int) -> str:

@@ -54,19 +54,19 @@ class ThroughputEstimate:
 class _Ticket:
     """A request for admission.
 
-    client: identity and connection, as a proxy's connection has calls of several identities; share: of the limits that
-    its identity may use, None for no such limit; admission: the future that it waits on, done once it is admitted;
-    held: bytes that count as waiting.
+    admission: the future that it waits on, done once it is admitted; held: bytes that count as waiting.
     """
 
-    client: tuple[str, str]
-    identity: str
+    caller: Caller
     size: int
     views: int
     images: int = 1
-    share: float | None = None
     admission: "asyncio.Future[None] | None" = None
     held: int = 0
+
+    def __post_init__(self) -> None:
+        self.identity = self.caller.identity
+        self.client = (self.identity, self.caller.client)  # a proxy's connection has calls of several identities
 
 
 @dataclass
@@ -123,7 +123,7 @@ class AdmissionController:
         Raises Overloaded, with the time after which to retry, when a limit is reached. If no image is unanswered, a
         request of any size is admitted.
         """
-        ticket = _Ticket((caller.identity, caller.client), caller.identity, size, views, images, caller.share)
+        ticket = _Ticket(caller, size, views, images)
         if (reason := self._refusal_reason(ticket, first_in_line=not self._room_awaited())) is not None:
             raise self._overloaded(reason)
         self._enter(ticket)
@@ -136,15 +136,22 @@ class AdmissionController:
 
         Raises Overloaded if waiting images are too many bytes.
         """
-        admission = asyncio.get_running_loop().create_future()
-        client = (caller.identity, caller.client)
-        ticket = _Ticket(client, caller.identity, size, views, share=caller.share, admission=admission)
+        ticket = _Ticket(caller, size, views)
+        waits = ticket.client in self._held  # behind an earlier image of its client
+        if waits or self._refusal_reason(ticket, first_in_line=not self._room_awaited()) is not None:
+            await self._wait(ticket)
+        else:
+            self._enter(ticket)
+        with self._leaving(ticket):
+            yield
+
+    async def _wait(self, ticket: _Ticket) -> None:
+        ticket.admission = asyncio.get_running_loop().create_future()
         self.waiters[ticket] = None
-        self._hold(ticket, size)
-        self._admit_waiters()
+        self._hold(ticket, ticket.size)
         self._refuse_waiters()
         try:
-            await admission
+            await ticket.admission
         except BaseException:
             if ticket in self.waiters:
                 del self.waiters[ticket]
@@ -153,8 +160,6 @@ class AdmissionController:
             else:  # admitted and cancelled at the same moment
                 self._leave(ticket, answered=0)
             raise
-        with self._leaving(ticket):
-            yield
 
     def _admit_waiters(self) -> None:
         """Admit waiting tickets while there is room; those of one client in order of arrival."""
@@ -206,6 +211,8 @@ class AdmissionController:
             return None
         if self._above_share(ticket):
             return "share"
+        if self.used.views + ticket.views > with_reserve(self._queue.max_views):  # at once, as thousands may wait
+            return "views"
         own, shared = self._clients.get(ticket.client, Usage()), self._identities.get(ticket.identity, Usage())
         identities = len(self._identities) + (ticket.identity not in self._identities)
         clients = shared.clients + (ticket.client not in self._clients)
@@ -234,10 +241,10 @@ class AdmissionController:
     def _above_share(self, ticket: _Ticket) -> bool:
         """Return whether a ticket would exceed the share of its identity; one image alone never does."""
         used = self._identities.get(ticket.identity)
-        if ticket.share is None or used is None:
+        if (share := ticket.caller.share) is None or used is None:
             return False
         views, size = used.views + ticket.views, used.bytes + ticket.size
-        return views > ticket.share * self._queue.max_views or size > ticket.share * self._queue.max_bytes
+        return views > share * self._queue.max_views or size > share * self._queue.max_bytes
 
     def _enter(self, ticket: _Ticket) -> None:
         if not self.used.images:

@@ -8,7 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 from prelunet.evaluator.engine.session import Placement
 from prelunet.evaluator.errors import DeviceLost
 from prelunet.evaluator.machine import cores
-from prelunet.evaluator.serving.decoding.worker import DecodeProcess
+from prelunet.evaluator.serving.decoding import DecodeProcess
 from prelunet.evaluator.serving.options import QueueOptions
 from prelunet.evaluator.serving.scheduling.executor import BatchExecutor
 from prelunet.evaluator.serving.scheduling.queue import DeviceQueue

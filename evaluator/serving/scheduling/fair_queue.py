@@ -73,10 +73,6 @@ class FlowScheduler:
         """Iterate over the waiting flows and their start tags, in order of arrival."""
         return iter(self._start_tags.items())
 
-    def entry_count(self) -> int:
-        """Return the number of entries kept in memory."""
-        return len(self._start_tags) + len(self._ahead) + len(self._catching_up)
-
 
 class _Node(Generic[Item]):
     """A flow that consists of flows, by name, or, at the last level, of items with their costs."""
@@ -100,9 +96,6 @@ class _Node(Generic[Item]):
             else:
                 yield following
                 heapq.heapreplace(heap, (start + following[1], place, items))
-
-    def entry_count(self) -> int:
-        return self.flows.entry_count() + sum(child.entry_count() for child in self.children.values())
 
 
 class FairQueue(Generic[Item]):
@@ -188,7 +181,3 @@ class FairQueue(Generic[Item]):
         for name in self._paths[item]:
             nodes.append(nodes[-1].children[name])
         return nodes
-
-    def entry_count(self) -> int:
-        """Return the number of entries kept for flows."""
-        return self._root.entry_count()

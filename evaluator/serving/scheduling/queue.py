@@ -17,7 +17,7 @@ from itertools import chain
 
 from prelunet.evaluator.errors import DeadlinePassed, DeviceLost, Interrupted
 from prelunet.evaluator.imaging.views import ViewImage
-from prelunet.evaluator.serving.decoding.worker import DecodeProcess
+from prelunet.evaluator.serving.decoding import DecodeProcess
 from prelunet.evaluator.serving.observability.logs import release_frames
 from prelunet.evaluator.serving.options import QueueOptions
 from prelunet.evaluator.serving.scheduling.fair_queue import FairQueue

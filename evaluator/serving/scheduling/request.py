@@ -14,14 +14,14 @@ from prelunet.evaluator.answer import Timings
 from prelunet.evaluator.arrays import UInt8Array
 from prelunet.evaluator.engine.classify import ViewResult
 from prelunet.evaluator.engine.session import Session
+from prelunet.evaluator.engine.shape_buckets import ShapeBuckets, build_shape_buckets
 from prelunet.evaluator.errors import OutOfMemory
 from prelunet.evaluator.imaging.header import read_header
 from prelunet.evaluator.imaging.views import ViewImage
 from prelunet.evaluator.protocols import EvaluationProtocol
-from prelunet.evaluator.serving.decoding.worker import DecodeProcess
+from prelunet.evaluator.serving.decoding import DecodeProcess
 from prelunet.evaluator.serving.observability.call_context import Caller
 from prelunet.evaluator.serving.observability.metrics import ModelMetrics
-from prelunet.evaluator.serving.scheduling.warm_up import shape_buckets_of
 
 _RECENT_BATCHES = 8  # used to estimate the time of a model's next batch
 # View pixels that take as long to create as decoding and resizing take for one encoded byte, or for one pixel of the
@@ -54,6 +54,18 @@ class BatchTimes:
         """Forget the oldest batch. Otherwise, if all batches were expected to be too slow, none would run again."""
         if self._batches:
             self._batches.popleft()
+
+
+def shape_buckets_of(session: Session) -> ShapeBuckets | None:
+    """Return the shape buckets of a server's batches; None where a new shape costs nothing, as on a CPU.
+
+    With a file for exact canvases an image fills its canvas, whatever its size, so only the crop has a bucket.
+    """
+    contract = session.contract
+    if not session.circumstances.on_gpu:
+        return None
+    scales = contract.default_scales if contract.canvas != "exact" else ()
+    return build_shape_buckets(contract.crop, scales, session.rules.canvas_step, contract.max_side)
 
 
 @dataclass(eq=False)
@@ -118,7 +130,8 @@ def views_and_pixels(protocol: EvaluationProtocol) -> tuple[int, int]:
 class Request:
     """One image to classify, from its arrival to its answer.
 
-    build_result: builds the answer from this request, in any thread; answer, error: its outcome, one of them once it is
+    build_result: builds the answer from this request, in any thread; keep_windows: keep the window scores, for heat
+    maps; with_picture: make `picture`, to draw them on; answer, error: its outcome, one of them once it is
     delivered; reply: gets the outcome, on its loop; image: encoded, emptied when the request ends; ended: time of that,
     None before; end_reason: answered, failed, expired or cancelled; easy: decoded in a thread of the server, not in
     another process; decode_cost: in view pixels. Times are of time.monotonic().
@@ -131,6 +144,7 @@ class Request:
     build_result: Callable[["Request"], Any]
     reply: "asyncio.Future[Any]"
     keep_windows: bool = False
+    with_picture: bool = False
     arrived: float = field(default_factory=time.monotonic)
     begun: float = 0.0  # decoding starts
     ready: float = 0.0  # decoded, waiting for the device
@@ -146,7 +160,7 @@ class Request:
     missing: int = 0  # number of views without a result
     decoder: Decoder = "process"  # chosen when it is queued
     image_size: tuple[int, int] = (0, 0)  # height and width, once decoded
-    picture: UInt8Array | None = None  # for heat maps
+    picture: UInt8Array | None = None  # at the size of a heat map's panel
 
     def __post_init__(self) -> None:
         self.path = (self.model.name, self.caller.identity, self.caller.client)  # in the fair queues

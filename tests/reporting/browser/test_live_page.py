@@ -305,6 +305,10 @@ def test_a_token_is_asked_for_once_and_kept_in_memory_only(tmp_path: Path, visit
         page, addresses = watched.page, list[str]()
         page.on("request", lambda request: addresses.append(request.url))
         expect(page.get_by_role("alert")).to_contain_text("requires a token")
+        page.get_by_label("Token", exact=True).fill(f"“{secret}”")  # no header may have these quotes
+        page.get_by_role("button", name="Use this token").click()
+        assert page.evaluate("document.getElementById('token').validity.patternMismatch")
+        expect(page.get_by_role("alert")).to_contain_text("requires a token")
         for text in ("wrong", secret):
             page.get_by_label("Token", exact=True).fill(text)
             page.get_by_role("button", name="Use this token").click()
@@ -469,6 +473,23 @@ def test_a_server_that_is_gone_is_reported(visit: Visit) -> None:
     choose(watched.page, photo())
     expect(watched.page.get_by_role("alert")).to_contain_text("cannot be reached")
     expected_failures(watched)
+
+
+def test_a_late_description_of_a_model_does_not_replace_that_of_the_chosen_one(
+    served: RunningServer, visit: Visit
+) -> None:
+    page = visit(page_of(served)).page
+    expect(page.locator("#served em")).to_have_text("colors")
+    held: list[Any] = []
+    page.route("**/v1/models/six", lambda route: held.append(route))  # noqa: PLW0108 - it sets an attribute
+    with page.expect_request("**/v1/models/six"):
+        page.select_option("#model", "six")
+    page.select_option("#model", "colors")
+    with page.expect_response("**/v1/models/six") as response:
+        held[0].continue_()
+    response.value.finished()
+    page.evaluate("() => new Promise((resolve) => setTimeout(resolve, 100))")
+    assert page.locator("#served em").text_content() == page.locator("#model").input_value() == "colors"
 
 
 def test_a_second_picture_cancels_the_call_for_the_first(visit: Visit) -> None:

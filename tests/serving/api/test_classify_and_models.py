@@ -37,10 +37,9 @@ from prelunet.evaluator.pb.prelunet.v1 import prelunet_pb2 as pb
 from prelunet.evaluator.pb.prelunet.v1 import prelunet_pb2_grpc as pb_grpc
 from prelunet.evaluator.protocols import ProtocolOverrides, build_protocol
 from prelunet.evaluator.rpc.convert import answer_from_message
-from prelunet.evaluator.serving import models
+from prelunet.evaluator.serving import decoding, models
 from prelunet.evaluator.serving.api import evaluation, prelunet_messages
 from prelunet.evaluator.serving.api.prelunet import SERVICE
-from prelunet.evaluator.serving.decoding import prepare
 from prelunet.evaluator.serving.lifecycle import serve
 from prelunet.evaluator.serving.options import ModelFile, ServeOptions, ServerLimits, parse_models
 from tests.conftest import ExportedNet
@@ -163,6 +162,14 @@ def test_maps_are_the_heat_maps_of_the_best_classes_on_a_grid_over_the_image(stu
         # The fake's einsum may add in another order, and the message has 32 bits.
         np.testing.assert_allclose(scores, np.nan_to_num(of_class, nan=-1), rtol=1e-5)
     assert (protocol == "center") == np.isnan(expected).any()
+
+
+def test_maps_alone_take_no_time_for_a_picture(stub, monkeypatch: pytest.MonkeyPatch) -> None:
+    def resized(_: object) -> None:
+        raise AssertionError("nobody draws on it")
+
+    monkeypatch.setattr(decoding, "panel_picture", resized)
+    assert stub.Classify(request(image=png(40, 57), protocol="dense-40", maps=True)).maps
 
 
 @pytest.mark.parametrize("name", ["ten-crop", "spp-18", "multi-scale"])
@@ -322,7 +329,7 @@ def test_no_slow_work_runs_on_the_event_loops_thread(monkeypatch) -> None:
     data = png(40, 57)
     for owner, name in [
         (Image, "open"),  # Pillow's own: decoding
-        (prepare, "resize_to_scales"),
+        (decoding, "resize_to_scales"),
         (session, "compute"),
         (classify, "average_views"),
         (overlay, "heat_maps"),

@@ -1,13 +1,16 @@
 """What bad HTTP requests are answered, and that the next one works."""
 
 import base64
+import gc
 import json
 import socket
+import struct
 import time
 from collections.abc import Iterator
 
 import pytest
 
+from prelunet.evaluator.serving.http.listener import Connection
 from prelunet.evaluator.serving.options import ServerLimits
 from tests.helpers.fakes import FakeSession, fake_contract
 from tests.serving.http.http_calls import IMAGE, ON, client_to, error_in, raw_call, read_response, request
@@ -243,3 +246,17 @@ def test_at_the_limit_of_connections_the_oldest_idle_one_makes_room() -> None:
             assert idle[0].recv(1) == b""
         for each in idle:
             each.close()
+
+
+def test_nothing_is_kept_of_connections_that_clients_reset(server: RunningServer) -> None:
+    def kept() -> int:
+        gc.collect()
+        return sum(type(each) is Connection for each in gc.get_objects())
+
+    before, (host, _, port) = kept(), server.http.rpartition(":")
+    for _ in range(10):
+        with socket.create_connection((host, int(port)), timeout=20) as connection:
+            connection.sendall(request("GET /v1/models"))
+            assert read_response(connection)[0] == 200
+            connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))  # close with a reset
+    eventually(lambda: kept() <= before)

@@ -16,6 +16,7 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import grpc
 import httpx
@@ -26,7 +27,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from starlette.responses import Response
 from starlette.routing import Route
 
-from prelunet.evaluator.errors import ERROR_STATUSES, HTTP_STATUSES, EnvironmentFault
+from prelunet.evaluator.errors import ContractError, DeviceLost, EnvironmentFault, Interrupted, OutOfMemory
 from prelunet.evaluator.imaging.limits import DecodeLimits
 from prelunet.evaluator.pb.prelunet.v1 import prelunet_pb2 as pb
 from prelunet.evaluator.pb.prelunet.v1 import prelunet_pb2_grpc as pb_grpc
@@ -390,6 +391,20 @@ def test_handshakes_that_fail_or_never_end_leave_nothing_behind(
     assert not [record for record in caplog.records if record.levelno >= logging.WARNING]
 
 
+def test_at_the_limit_of_connections_a_handshake_that_never_ends_makes_room(tmp_path: Path) -> None:
+    certificates = Certificates(tls_options(tmp_path), Metrics())
+    limits = ServerLimits(max_connections=4)
+    with running_server(http=ON, server_limits=limits, certificates=certificates, six=FakeSession()) as server:
+        host, _, port = server.http.rpartition(":")
+        silent = [socket.create_connection((host, int(port)), timeout=20) for _ in range(4)]
+        eventually(lambda: server.metric("prelunet_http_connections") == 4)
+        trusting = ssl.create_default_context(cafile=TLS / "ca.pem")
+        assert httpx.get(f"https://{server.http}/v1/models", verify=trusting, trust_env=False).status_code == 200
+        assert silent[0].recv(1) == b""
+        for each in silent:
+            each.close()
+
+
 # Start and end.
 
 
@@ -471,8 +486,22 @@ def test_metrics_have_limits_readiness_and_versions_and_nothing_about_creation(s
     assert families["prelunet_http_connections"].samples[0].value >= 1
 
 
-def test_every_status_of_an_error_has_one_of_http() -> None:
-    assert {status.grpc_status for status in ERROR_STATUSES.values()} <= HTTP_STATUSES.keys()
+@pytest.mark.parametrize(
+    ("error", "status"),
+    [
+        (ContractError("/secret/six.onnx outputs NaN"), 500),
+        (OutOfMemory("too little memory"), 429),
+        (DeviceLost("fails on every input"), 503),
+        (Interrupted("model 'six' is no longer served"), 503),
+    ],
+)
+def test_faults_of_the_server_have_the_status_that_makes_clients_try_again_only_where_that_helps(
+    server: RunningServer, monkeypatch: pytest.MonkeyPatch, error: Exception, status: int
+) -> None:
+    monkeypatch.setattr(prelunet_messages, "classify_response", Mock(side_effect=error))
+    with client_to(server) as client:
+        failed = client.post("/v1/classify", content=IMAGE)
+    assert (failed.status_code, "secret" in failed.text) == (status, False)
 
 
 @pytest.mark.skipif(shutil.which("curl") is None, reason="curl is not installed")

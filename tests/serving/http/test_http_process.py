@@ -2,6 +2,8 @@
 
 import signal
 import ssl
+import subprocess
+import sys
 import threading
 import time
 from pathlib import Path
@@ -59,6 +61,40 @@ def test_calls_over_http_survive_new_certificates_and_tokens_and_are_answered_un
     assert len(statuses) > 10
     assert set(statuses) == {200}
     assert secret not in output + log
+
+
+WITHOUT_FILES = """
+import asyncio, os, resource, socket
+from prelunet.evaluator.serving.http.listener import ConnectionLimits, Listener
+from prelunet.evaluator.serving.http.metrics import metrics_app
+from prelunet.evaluator.serving.observability.logs import configure_logging
+
+async def main():
+    listener = Listener(metrics_app(bytes, lambda: True), "127.0.0.1", 0, ConnectionLimits(9), option="--metrics-port")
+    listener.open()
+    client = socket.create_connection(("127.0.0.1", int(listener.address.rpartition(":")[2])))
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    free = os.dup(0)
+    os.close(free)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (free, hard))
+    await asyncio.sleep(1.5)
+    print(listener.connections)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    while not listener.connections:
+        await asyncio.sleep(0.01)
+    await listener.close_within(1)
+
+configure_logging()
+asyncio.run(main())
+"""
+
+
+def test_when_no_file_descriptor_is_left_the_log_says_so_and_connections_wait() -> None:
+    result = subprocess.run(
+        [sys.executable, "-c", WITHOUT_FILES], capture_output=True, text=True, timeout=60, check=True
+    )
+    assert result.stdout == "0\n"
+    assert 1 <= result.stderr.count("cannot accept a connection: Too many open files") <= 3, result.stderr
 
 
 def test_without_the_option_there_is_no_http(model: Path) -> None:  # noqa: F811

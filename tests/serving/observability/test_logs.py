@@ -248,50 +248,6 @@ def test_our_loggers_have_the_given_level_and_libraries_except_pillow_log_from_w
     assert messages[-1].count("second line") == 1
 
 
-WITHOUT_FILES = """
-import asyncio, os, resource, socket
-from prelunet.evaluator.serving.observability.logs import configure_logging
-
-async def main():
-    failed, loop = asyncio.Event(), asyncio.get_running_loop()
-
-    def handler(loop, context):
-        for _ in range(3):  # some versions of Python log it once a second, some a hundred times
-            loop.default_exception_handler(context)
-        failed.set()
-
-    loop.set_exception_handler(handler)
-    server = await asyncio.start_server(lambda *_: None, "127.0.0.1", 0)
-    client = socket.create_connection(server.sockets[0].getsockname())
-    free = os.dup(0)
-    os.close(free)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (free, resource.getrlimit(resource.RLIMIT_NOFILE)[1]))
-    await asyncio.wait_for(failed.wait(), 30)
-    loop.call_exception_handler({"message": "something else"})
-
-configure_logging()
-asyncio.run(main())
-"""
-
-
-def test_accept_errors_are_logged_once_and_other_errors_of_the_event_loop_always() -> None:
-    result = subprocess.run([sys.executable, "-c", WITHOUT_FILES], capture_output=True, text=True, check=True)
-    assert result.stderr.count("socket.accept() out of system resource") == 1, result.stderr
-    assert result.stderr.count("something else") == 3, result.stderr
-
-
-def test_repeated_accept_errors_are_logged_once_a_minute(monkeypatch: pytest.MonkeyPatch) -> None:
-    now = [5.0]
-    monkeypatch.setattr(logs.time, "monotonic", lambda: now[0])
-    sparingly = logs.AcceptErrorFilter()
-    text = "socket.accept() out of system resource\nsocket: <…>"
-    record = logging.LogRecord("asyncio", logging.ERROR, "", 0, text, (), None)
-    heard = []
-    for now[0] in (5.0, 5.1, 64.9, 65.0, 65.1, 124.9, 125.0):
-        heard.append(sparingly.filter(record))
-    assert heard == [True, False, False, True, False, False, True]
-
-
 def test_a_log_that_is_not_read_blocks_nothing_and_counts_the_dropped_lines() -> None:
     reading, writing = os.pipe()
     handler = StderrHandler(writing)

@@ -16,7 +16,7 @@ from prelunet.evaluator.engine.session import Outputs
 from prelunet.evaluator.errors import DeviceLost
 from prelunet.evaluator.imaging.limits import DecodeLimits
 from prelunet.evaluator.protocols import EvaluationProtocol, build_protocol
-from prelunet.evaluator.serving.decoding.worker import DecodeProcess
+from prelunet.evaluator.serving.decoding import DecodeProcess
 from prelunet.evaluator.serving.models import Models
 from prelunet.evaluator.serving.observability.call_context import Caller
 from prelunet.evaluator.serving.options import ModelFile, QueueOptions

@@ -21,7 +21,7 @@ from prelunet.evaluator.pb.prelunet.v1 import prelunet_pb2 as pb
 from prelunet.evaluator.pb.prelunet.v1 import prelunet_pb2_grpc as pb_grpc
 from prelunet.evaluator.protocols import build_protocol
 from prelunet.evaluator.serving.classifier import max_view_pixels
-from prelunet.evaluator.serving.decoding.prepare import PrepareOptions, prepare_image
+from prelunet.evaluator.serving.decoding import PrepareOptions, prepare_image
 from prelunet.evaluator.serving.models import Models
 from prelunet.evaluator.serving.observability.call_context import Caller
 from prelunet.evaluator.serving.observability.metrics import Metrics

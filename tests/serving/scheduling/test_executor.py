@@ -14,7 +14,7 @@ from prelunet.evaluator.imaging.views import make_views
 from prelunet.evaluator.machine import cores
 from prelunet.evaluator.protocols import EvaluationProtocol, build_protocol
 from prelunet.evaluator.serving import classifier
-from prelunet.evaluator.serving.decoding.worker import DecodeProcess
+from prelunet.evaluator.serving.decoding import DecodeProcess
 from prelunet.evaluator.serving.observability.call_context import Caller
 from prelunet.evaluator.serving.observability.metrics import Metrics
 from prelunet.evaluator.serving.options import QueueOptions

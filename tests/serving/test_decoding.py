@@ -15,8 +15,7 @@ from prelunet.evaluator.errors import DeadlinePassed, ImageError, UsageError
 from prelunet.evaluator.imaging.decode_memory import ByteSemaphore
 from prelunet.evaluator.imaging.limits import DecodeLimits
 from prelunet.evaluator.protocols import build_protocol
-from prelunet.evaluator.serving.decoding.prepare import PreparedImage, PrepareOptions, prepare_image
-from prelunet.evaluator.serving.decoding.worker import DecodeProcess
+from prelunet.evaluator.serving.decoding import DecodeProcess, PreparedImage, PrepareOptions, prepare_image
 from tests.helpers.fakes import fake_contract
 
 PROTOCOL = build_protocol("multi-scale", fake_contract())
@@ -47,7 +46,7 @@ def workers() -> list[int]:
         int(child)
         for task in Path("/proc/self/task").iterdir()
         for child in (task / "children").read_text().split()
-        if b"decoding.worker" in Path(f"/proc/{child}/cmdline").read_bytes()
+        if b"serving.decoding" in Path(f"/proc/{child}/cmdline").read_bytes()
     ]
 
 

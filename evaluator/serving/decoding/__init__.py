@@ -1,1 +1,0 @@
-"""Decode images for a server: cheap ones in threads, all others in processes that can be killed."""
