@@ -2,12 +2,14 @@
 
     python -m benchmarks.serving.load FOLDER      folder of pictures; then one question per line, see `Workload`
 
-Uses plain generated stubs in one event loop, like a program with many calls. Each client has its own connection and
+Uses plain generated stubs, and streams of bytes for HTTP, in one event loop, like a program with many calls. Each client has its own connection and
 calls again after its answer; over `ClassifyStream` all clients of the process share one stream.
 """
 
 import asyncio
+import json
 import random
+import ssl
 import struct
 import sys
 import time
@@ -40,9 +42,10 @@ Json = dict[str, Any]
 class Workload:
     """The calls of one process.
 
-    api: a key of UNARY, or ClassifyStream; model, protocol: of the requests (peers have one protocol per model);
+    api: a key of UNARY, ClassifyStream or HTTP; model, protocol: of the requests (peers have one protocol per model);
     clients, calls: of this process; first: index of its first picture; begin_at: on the clock of time.monotonic();
-    rate: calls per second at random moments (Poisson) of this process, None for closed-loop clients.
+    rate: calls per second at random moments (Poisson) of this process, None for closed-loop clients; tls_ca: file of
+    the authorities of the server's certificate, None without TLS.
     """
 
     address: str
@@ -55,6 +58,7 @@ class Workload:
     begin_at: float
     rate: float | None = None
     seed: int = 0
+    tls_ca: str | None = None
 
 
 def classify_request(load: Workload, image: bytes) -> pb.ClassifyRequest:
@@ -108,12 +112,19 @@ UNARY: dict[str, tuple[Any, str, Callable[[Workload, bytes], Any], Callable[[Any
 }  # fmt: skip
 
 
+def open_channel(channels: Any, address: str, tls_ca: str | Path | None, options: Any = ()) -> Any:
+    """Return a channel of `channels`: the module grpc or grpc.aio. tls_ca: as in Workload."""
+    if tls_ca is None:
+        return channels.insecure_channel(address, options)
+    return channels.secure_channel(address, grpc.ssl_channel_credentials(Path(tls_ca).read_bytes()), options)
+
+
 class Unary:
     """Calls of one image each, over one connection."""
 
     def __init__(self, load: Workload, images: Sequence[bytes]) -> None:
         stub, method, request, self._best = UNARY[load.api]
-        self._channel = grpc.aio.insecure_channel(load.address, options=CHANNEL)
+        self._channel = open_channel(grpc.aio, load.address, load.tls_ca, CHANNEL)
         self._requests = [request(load, image) for image in images]
         self._method = getattr(stub(self._channel), method)
 
@@ -130,7 +141,7 @@ class Stream:
     """One ClassifyStream on one connection; answers come in any order."""
 
     def __init__(self, load: Workload, images: Sequence[bytes]) -> None:
-        self._channel = grpc.aio.insecure_channel(load.address, options=CHANNEL)
+        self._channel = open_channel(grpc.aio, load.address, load.tls_ca, CHANNEL)
         self._requests = [classify_request(load, image) for image in images]
         self._call = pb_grpc.PreluNetServiceStub(self._channel).ClassifyStream(timeout=CALL_SECONDS)
         self._pending: dict[str, asyncio.Future[Best]] = {}
@@ -168,8 +179,41 @@ class Stream:
         await self._channel.close()
 
 
-def opened(load: Workload, images: Sequence[bytes]) -> Unary | Stream:
+class Http:
+    """Calls of `POST /v1/classify`, one image each, over one connection that stays open."""
+
+    def __init__(self, load: Workload, images: Sequence[bytes]) -> None:
+        self._address = load.address.rsplit(":", 1)
+        self._tls = ssl.create_default_context(cafile=load.tls_ca) if load.tls_ca is not None else None
+        line = f"POST /v1/classify?model={load.model}&protocol={load.protocol}&top_k={TOP} HTTP/1.1"
+        self._requests = [
+            f"{line}\r\nHost: {load.address}\r\nContent-Length: {len(image)}\r\n\r\n".encode() + image for image in images
+        ]
+        self._connection: tuple[asyncio.StreamReader, asyncio.StreamWriter] | None = None
+
+    async def __call__(self, index: int) -> Best:
+        """Classify a picture and return its best classes."""
+        if self._connection is None:
+            self._connection = await asyncio.open_connection(*self._address, ssl=self._tls)
+        received, sent = self._connection
+        sent.write(self._requests[index % len(self._requests)])
+        head = await received.readuntil(b"\r\n\r\n")
+        length = int(head.lower().partition(b"content-length:")[2].split(None, 1)[0])
+        body = await received.readexactly(length)
+        if not head.startswith(b"HTTP/1.1 200 "):
+            raise RuntimeError(body.decode())
+        return [(one["class_index"], one["score"]) for one in json.loads(body)["predictions"]]
+
+    async def close(self) -> None:
+        """Close the connection."""
+        if self._connection is not None:
+            self._connection[1].close()
+
+
+def opened(load: Workload, images: Sequence[bytes]) -> Unary | Stream | Http:
     """Connect to the server; call the result with the index of a picture."""
+    if load.api == "HTTP":
+        return Http(load, images)
     return Stream(load, images) if load.api == "ClassifyStream" else Unary(load, images)
 
 
@@ -184,11 +228,11 @@ async def run(load: Workload, images: Sequence[bytes]) -> Json:
     ended = load.begin_at
     numbers = iter(range(load.first, load.first + load.calls))  # shared by all clients of the process
 
-    async def call(connection: Unary | Stream, index: int, since: float) -> None:
+    async def call(connection: Unary | Stream | Http, index: int, since: float) -> None:
         nonlocal ended
         try:
             await connection(index)
-        except (grpc.RpcError, RuntimeError) as error:
+        except (grpc.RpcError, RuntimeError, OSError, EOFError) as error:
             details = error.details() if isinstance(error, grpc.aio.AioRpcError) else None
             errors.append(details or str(error))
         ended = time.monotonic()

@@ -7,10 +7,10 @@ time for the head of a request. Only this module imports uvicorn.
 import asyncio
 import socket
 import ssl
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import h11
 from starlette.types import ASGIApp
@@ -42,6 +42,34 @@ class ConnectionLimits:
     unread: float = 2.0
 
 
+class _Batching:
+    """A transport that sends together what is written within `with`.
+
+    Each write is a system call, which gives other threads the GIL and may wait 5 ms for it, and a record of TLS.
+    """
+
+    def __init__(self, transport: Any) -> None:
+        self._transport = transport
+        self._parts: list[bytes] | None = None
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._transport, name)
+
+    def __enter__(self) -> None:
+        self._parts = []
+
+    def __exit__(self, *_: object) -> None:
+        parts, self._parts = self._parts or [], None
+        self._transport.write(b"".join(parts))
+
+    def write(self, data: bytes) -> None:
+        """Send bytes, or keep them until the batch ends."""
+        if self._parts is None:
+            self._transport.write(data)
+        else:
+            self._parts.append(data)
+
+
 class Connection(H11Protocol):
     """A connection. The application finds it in the state of its scope, and reports begin and end of each request."""
 
@@ -54,11 +82,13 @@ class Connection(H11Protocol):
         self._on_lost = on_lost
         self._between_requests = False
         self._timer: asyncio.TimerHandle | None = None
+        self._answering: asyncio.Task[Any] | None = None  # ends if the client leaves
 
     def connection_made(self, transport: Any) -> None:
         """Wait for the first request."""
         transport.max_size = _RECEIVE_BYTES
-        super().connection_made(transport)
+        self.batch = _Batching(transport)
+        super().connection_made(cast("asyncio.Transport", self.batch))
         self._abort_after(self._limits.head)
 
     def connection_lost(self, exc: Exception | None) -> None:
@@ -66,6 +96,8 @@ class Connection(H11Protocol):
         self._on_lost(self)
         if self._timer is not None:
             self._timer.cancel()
+        if self._answering is not None:
+            self._answering.cancel()
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
@@ -89,6 +121,18 @@ class Connection(H11Protocol):
             self._between_requests = complete
             self._abort_after(self._limits.idle if complete else self._limits.unread)
 
+    @contextmanager
+    def cancelled_by_disconnect(self) -> Iterator[None]:
+        """Cancel this task, which has read its request, if the client leaves meanwhile, as gRPC does."""
+        if self.transport.is_closing():
+            raise asyncio.CancelledError
+        self.flow.resume_reading()  # paused by a large body, it would not notice
+        self._answering = asyncio.current_task()
+        try:
+            yield
+        finally:
+            self._answering = None
+
     def _abort_after(self, seconds: float) -> None:
         if self._timer is not None:
             self._timer.cancel()
@@ -102,6 +146,8 @@ class Connection(H11Protocol):
         if self.cycle is not None:
             self.cycle.disconnected = True
             self.cycle.message_event.set()
+        if self._answering is not None:
+            self._answering.cancel()
         body = b'{"error":"not a valid HTTP/1.1 request, or its head is larger than this server accepts"}'
         headers = [("content-type", "application/json"), ("content-length", str(len(body))), ("connection", "close")]
         for event in (h11.Response(status_code=400, headers=headers), h11.Data(data=body), h11.EndOfMessage()):
