@@ -198,7 +198,7 @@ class LoadTarget:
         results = [worker.receive() for worker in workers]
         return TurnResult(
             share * len(workers),
-            max(one["ended"] for one in results) - begin_at,
+            max(one["ended"] for one in results) - min(one["begun"] for one in results),
             self.server.process.cpu_seconds() - cpu,
             sum(one["cpu_seconds"] for one in results),
             tuple(latency for one in results for latency in one["latencies"]),

@@ -15,6 +15,7 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -119,6 +120,11 @@ def open_channel(channels: Any, address: str, tls_ca: str | Path | None, options
     return channels.secure_channel(address, grpc.ssl_channel_credentials(Path(tls_ca).read_bytes()), options)
 
 
+@cache
+def _tls_context(tls_ca: str) -> ssl.SSLContext:
+    return ssl.create_default_context(cafile=tls_ca)
+
+
 class Unary:
     """Calls of one image each, over one connection."""
 
@@ -127,6 +133,10 @@ class Unary:
         self._channel = open_channel(grpc.aio, load.address, load.tls_ca, CHANNEL)
         self._requests = [request(load, image) for image in images]
         self._method = getattr(stub(self._channel), method)
+
+    async def connect(self) -> None:
+        """Connect, also over TLS."""
+        await self._channel.channel_ready()
 
     async def __call__(self, index: int) -> Best:
         """Classify a picture and return its best classes."""
@@ -148,6 +158,10 @@ class Stream:
         self._sent = 0
         self._turn = asyncio.Lock()  # one message at a time
         self._reading = asyncio.create_task(self._read())
+
+    async def connect(self) -> None:
+        """Connect, also over TLS."""
+        await self._channel.channel_ready()
 
     async def __call__(self, index: int) -> Best:
         """Classify a picture and return its best classes."""
@@ -184,18 +198,19 @@ class Http:
 
     def __init__(self, load: Workload, images: Sequence[bytes]) -> None:
         self._address = load.address.rsplit(":", 1)
-        self._tls = ssl.create_default_context(cafile=load.tls_ca) if load.tls_ca is not None else None
+        self._tls = _tls_context(load.tls_ca) if load.tls_ca is not None else None
         line = f"POST /v1/classify?model={load.model}&protocol={load.protocol}&top_k={TOP} HTTP/1.1"
         self._requests = [
             f"{line}\r\nHost: {load.address}\r\nContent-Length: {len(image)}\r\n\r\n".encode() + image for image in images
         ]
-        self._connection: tuple[asyncio.StreamReader, asyncio.StreamWriter] | None = None
+
+    async def connect(self) -> None:
+        """Connect, also over TLS."""
+        self._received, self._sent = await asyncio.open_connection(*self._address, ssl=self._tls)
 
     async def __call__(self, index: int) -> Best:
         """Classify a picture and return its best classes."""
-        if self._connection is None:
-            self._connection = await asyncio.open_connection(*self._address, ssl=self._tls)
-        received, sent = self._connection
+        received, sent = self._received, self._sent
         sent.write(self._requests[index % len(self._requests)])
         head = await received.readuntil(b"\r\n\r\n")
         length = int(head.lower().partition(b"content-length:")[2].split(None, 1)[0])
@@ -206,26 +221,28 @@ class Http:
 
     async def close(self) -> None:
         """Close the connection."""
-        if self._connection is not None:
-            self._connection[1].close()
+        self._sent.close()
 
 
-def opened(load: Workload, images: Sequence[bytes]) -> Unary | Stream | Http:
+async def connected(load: Workload, images: Sequence[bytes]) -> Unary | Stream | Http:
     """Connect to the server; call the result with the index of a picture."""
-    if load.api == "HTTP":
-        return Http(load, images)
-    return Stream(load, images) if load.api == "ClassifyStream" else Unary(load, images)
+    kinds: dict[str, type[Unary | Stream | Http]] = {"HTTP": Http, "ClassifyStream": Stream}
+    connection = kinds.get(load.api, Unary)(load, images)
+    async with asyncio.timeout(CALL_SECONDS):
+        await connection.connect()
+    return connection
 
 
 async def run(load: Workload, images: Sequence[bytes]) -> Json:
     """Make the calls of a workload; failed calls are counted, and their clients continue.
 
-    Returns latencies in seconds, in order of completion, the end on the clock of time.monotonic(), and the errors.
+    Returns latencies in seconds, in order of completion, begin and end on the clock of time.monotonic(), and the
+    errors. The calls begin late if connecting takes until after `begin_at`.
     """
-    connections = [opened(load, images) for _ in range(1 if load.api == "ClassifyStream" else load.clients)]
+    connections = [await connected(load, images) for _ in range(1 if load.api == "ClassifyStream" else load.clients)]
     latencies: list[float] = []
     errors: list[str] = []
-    ended = load.begin_at
+    begun = ended = max(load.begin_at, time.monotonic())
     numbers = iter(range(load.first, load.first + load.calls))  # shared by all clients of the process
 
     async def call(connection: Unary | Stream | Http, index: int, since: float) -> None:
@@ -243,12 +260,12 @@ async def run(load: Workload, images: Sequence[bytes]) -> Json:
             await call(connection, number, time.monotonic())
 
     try:
-        await _sleep_until(load.begin_at)
+        await _sleep_until(begun)
         if load.rate is None:
             several = (connections[client % len(connections)] for client in range(load.clients))
             await asyncio.gather(*map(closed_loop_client, several))
         else:  # at random moments regardless of answers; latencies count from the due time
-            chance, due = random.Random(load.seed), load.begin_at
+            chance, due = random.Random(load.seed), begun
             async with asyncio.TaskGroup() as group:
                 for place, number in enumerate(numbers):
                     due += chance.expovariate(load.rate)
@@ -257,7 +274,7 @@ async def run(load: Workload, images: Sequence[bytes]) -> Json:
     finally:
         for connection in connections:
             await connection.close()
-    return {"latencies": latencies, "ended": ended, "errors": errors}
+    return {"latencies": latencies, "begun": begun, "ended": ended, "errors": errors}
 
 
 async def _sleep_until(moment: float) -> None:
@@ -267,7 +284,7 @@ async def _sleep_until(moment: float) -> None:
 
 async def best_of_all(load: Workload, images: Sequence[bytes]) -> list[Best]:
     """Classify each picture once, one after the other."""
-    connection = opened(load, images)
+    connection = await connected(load, images)
     try:
         return [await connection(index) for index in range(len(images))]
     finally:
