@@ -2,8 +2,9 @@
 
     python -m benchmarks.serving.load FOLDER      folder of pictures; then one question per line, see `Workload`
 
-Uses plain generated stubs, and streams of bytes for HTTP, in one event loop, like a program with many calls. Each client has its own connection and
-calls again after its answer; over `ClassifyStream` all clients of the process share one stream.
+Uses plain generated stubs, and streams of bytes for HTTP, in one event loop, like a program with many calls. Each
+client has its own connection and calls again after its answer; over `ClassifyStream` all clients of the process share
+one stream.
 """
 
 import asyncio
@@ -194,15 +195,15 @@ class Stream:
 
 
 class Http:
-    """Calls of `POST /v1/classify`, one image each, over one connection that stays open."""
+    """Calls of `POST /v1/classify`, one image each, over one connection that stays open. token: sent if not empty."""
+
+    token = ""
 
     def __init__(self, load: Workload, images: Sequence[bytes]) -> None:
         self._address = load.address.rsplit(":", 1)
         self._tls = _tls_context(load.tls_ca) if load.tls_ca is not None else None
         line = f"POST /v1/classify?model={load.model}&protocol={load.protocol}&top_k={TOP} HTTP/1.1"
-        self._requests = [
-            f"{line}\r\nHost: {load.address}\r\nContent-Length: {len(image)}\r\n\r\n".encode() + image for image in images
-        ]
+        self._head, self._images = f"{line}\r\nHost: {load.address}", images
 
     async def connect(self) -> None:
         """Connect, also over TLS."""
@@ -211,7 +212,9 @@ class Http:
     async def __call__(self, index: int) -> Best:
         """Classify a picture and return its best classes."""
         received, sent = self._received, self._sent
-        sent.write(self._requests[index % len(self._requests)])
+        image = self._images[index % len(self._images)]
+        token = f"\r\nAuthorization: Bearer {self.token}" if self.token else ""
+        sent.write(f"{self._head}{token}\r\nContent-Length: {len(image)}\r\n\r\n".encode() + image)
         head = await received.readuntil(b"\r\n\r\n")
         length = int(head.lower().partition(b"content-length:")[2].split(None, 1)[0])
         body = await received.readexactly(length)

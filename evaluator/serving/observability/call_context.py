@@ -93,7 +93,7 @@ def request_id_from(metadata: Iterable[tuple[str, str | bytes]]) -> str:
     if isinstance(requested, str) and _REQUEST_ID.fullmatch(requested):
         return requested
     # Not from the kernel, as `secrets`: under load the call would wait for the GIL for half a millisecond.
-    return f"{random.getrandbits(64):016x}"  # noqa: S311 - no secret
+    return f"{random.getrandbits(64):016x}"
 
 
 @dataclass(frozen=True)
