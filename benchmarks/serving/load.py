@@ -258,7 +258,7 @@ async def run(load: Workload, images: Sequence[bytes]) -> Json:
         ended = time.monotonic()
         latencies.append(ended - since)
 
-    async def closed_loop_client(connection: Unary | Stream) -> None:
+    async def closed_loop_client(connection: Unary | Stream | Http) -> None:
         for number in numbers:
             await call(connection, number, time.monotonic())
 
