@@ -214,18 +214,16 @@ class _Body:
         too_large = HTTPException(413, f"the body exceeds this server's limit of {self._limit} bytes")
         if int(self._length) > self._limit:  # h11 has checked the number
             raise too_large
-        parts: list[bytes] = []
-        size = 0
+        data = bytearray()
         while True:
             message = await self.receive()
             if message["type"] == "http.disconnect":
                 raise asyncio.CancelledError
-            parts.append(message["body"])
-            size += len(parts[-1])
-            if size > self._limit:
+            data += message["body"]
+            if len(data) > self._limit:
                 raise too_large
             if not message.get("more_body"):
-                return b"".join(parts)
+                return bytes(data)
 
 
 class _Sending:

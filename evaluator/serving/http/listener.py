@@ -146,8 +146,6 @@ class Connection(H11Protocol):
         if self.cycle is not None:
             self.cycle.disconnected = True
             self.cycle.message_event.set()
-        if self._answering is not None:
-            self._answering.cancel()
         body = b'{"error":"not a valid HTTP/1.1 request, or its head is larger than this server accepts"}'
         headers = [("content-type", "application/json"), ("content-length", str(len(body))), ("connection", "close")]
         for event in (h11.Response(status_code=400, headers=headers), h11.Data(data=body), h11.EndOfMessage()):
