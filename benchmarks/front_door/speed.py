@@ -10,7 +10,7 @@ from benchmarks.serving.cases import measured, turn_lengths
 NET = "demo"  # small, so that the cost of a call shows
 PROTOCOLS = ("center", "multi-scale")
 CLIENTS = (1, 4, 16)
-TURN = (1.0, 9, 32)  # seconds of one turn, rounds, and the minimum number of calls of a turn
+TURN = (1.0, 9, 16)  # seconds of one turn, rounds, and the minimum number of calls of a turn
 NULL_CLIENTS = 16
 DOORS = {  # name → how the server is called
     "gRPC": ("Classify", False),
