@@ -157,8 +157,9 @@ class ServerProcess:
 class PreluNetServer(ServerProcess):
     """A `prelunet serve` process of this checkout; the constructor returns when it is ready.
 
-    models: name → file; options: of `prelunet serve`; program: what to run instead of `prelunet`. ready_after: seconds
-    until it was ready; promised_mb: the memory limit that its start line states.
+    models: name → file; options: of `prelunet serve`; program: what to run instead of `prelunet`. http: address of its
+    HTTP port, "" without; ready_after: seconds until it was ready; promised_mb: the memory limit that its start line
+    states.
     """
 
     def __init__(self, models: Mapping[str, Path], *options: str, log: Path, program: Sequence[str] = PRELUNET) -> None:
@@ -177,13 +178,14 @@ class PreluNetServer(ServerProcess):
             self.kill()
             raise
         self.ready_after = time.monotonic() - begun
-        self.address, *self._metrics = re.findall(r"\d+\.\d+\.\d+\.\d+:\d+", line)
+        ports = dict(re.findall(r"(serving|http|metrics) on (\d+\.\d+\.\d+\.\d+:\d+)", line))
+        self.address, self.http, self._metrics = (ports.get(name, "") for name in ("serving", "http", "metrics"))
         stated = re.search(r"memory at most (\S+)", line)
         self.promised_mb = (parse_memory(stated[1]) or 0) / 2**20 if stated else 0.0
 
     def metrics(self) -> "MetricsSnapshot":
         """Read its metrics; it must run with --metrics-port."""
-        with urllib.request.urlopen(f"http://{self._metrics[0]}/metrics", timeout=30) as answer:
+        with urllib.request.urlopen(f"http://{self._metrics}/metrics", timeout=30) as answer:
             return MetricsSnapshot(answer.read().decode())
 
 

@@ -16,7 +16,7 @@ import numpy as np
 
 from benchmarks.common.results import shuffled, significant
 from benchmarks.common.rig import Rig
-from benchmarks.serving.load import CALL_SECONDS, Workload, classify_request
+from benchmarks.serving.load import CALL_SECONDS, Workload, classify_request, open_channel
 from benchmarks.serving.peers import STARTERS, Contender, Spec, start_echo, start_ours
 from benchmarks.serving.worker import Worker
 from prelunet.evaluator.errors import EnvironmentFault
@@ -88,10 +88,10 @@ class ServingBench:
         for name in [name for name in self._workers if name.startswith("engine")]:
             self._workers.pop(name).close()
 
-    def ours(self, net: str, *, null: bool = False) -> Contender:
-        """Return our server of a net; null: one that computes nothing."""
-        start = partial(start_ours, {net: self.rig.model_file(net)}, self.threads, null=null)
-        return self._server(f"prelunet {net}{', null' * null}", start, [net])
+    def ours(self, net: str, *, null: bool = False, http: bool = False, tls: bool = False) -> Contender:
+        """Return our server of a net; null: one that computes nothing; http: with an HTTP port; tls: over TLS."""
+        start = partial(start_ours, {net: self.rig.model_file(net)}, self.threads, null=null, http=http, tls=tls)
+        return self._server(f"prelunet {net}{', null' * null}{', HTTP' * http}{', TLS' * tls}", start, [net])
 
     def echo(self, answer: bytes) -> Contender:
         """Return a bare grpc.aio server that gives this answer to every Classify."""
@@ -174,7 +174,7 @@ class LoadTarget:
     def answer(self, image: bytes) -> bytes:
         """Return the serialized answer of Classify to a picture."""
         load = Workload(**self._load(clients=1, calls=1, first=0, begin_at=0.0))
-        with grpc.insecure_channel(self.server.address) as channel:
+        with open_channel(grpc, self.server.address, self.server.tls_ca) as channel:
             stub = pb_grpc.PreluNetServiceStub(channel)
             found: bytes = stub.Classify(classify_request(load, image), timeout=CALL_SECONDS).SerializeToString()
         return found
@@ -198,7 +198,7 @@ class LoadTarget:
         results = [worker.receive() for worker in workers]
         return TurnResult(
             share * len(workers),
-            max(one["ended"] for one in results) - begin_at,
+            max(one["ended"] for one in results) - min(one["begun"] for one in results),
             self.server.process.cpu_seconds() - cpu,
             sum(one["cpu_seconds"] for one in results),
             tuple(latency for one in results for latency in one["latencies"]),
@@ -207,7 +207,15 @@ class LoadTarget:
         )
 
     def _load(self, **call: Any) -> Json:
-        return {"address": self.server.address, "api": self.api, "model": self.model, "protocol": self.protocol, **call}
+        tls_ca = self.server.tls_ca
+        return {
+            "address": self.server.http if self.api == "HTTP" else self.server.address,
+            "api": self.api,
+            "model": self.model,
+            "protocol": self.protocol,
+            "tls_ca": None if tls_ca is None else str(tls_ca),
+            **call,
+        }
 
 
 def in_process(engine: Worker, way: str, protocol: str, images: Sequence[int], calls: int, _number: int) -> TurnResult:

@@ -56,8 +56,8 @@ def _served(bench: ServingBench, net: str, protocol: str) -> Json:
     off = _check(bench, ours, best_in_process(engine, protocol, images))
     contenders: dict[str, Turn] = {way: partial(in_process, engine, way, protocol, images) for way in WAYS}
     contenders |= {api: partial(target.run_turn, bench.clients()) for api, target in ours.items()}
-    turn = _turn(bench, contenders, SERVED_TURN[net], IN_FLIGHT)
-    return {**_result(contenders, *turn), "off": off}
+    turn = turn_lengths(bench, contenders, SERVED_TURN[net], IN_FLIGHT)
+    return {**measured(contenders, *turn), "off": off}
 
 
 def peers(bench: ServingBench, runner: Runner) -> None:
@@ -91,12 +91,12 @@ def _beside_peers(bench: ServingBench, name: str, pictures: str, clients: int, r
     off = _check(bench, targets, best_in_process(bench.engine(NET), protocol, images))
     contenders = {one: partial(target.run_turn, bench.clients()) for one, target in targets.items()}
     if rate is None:
-        turn = _turn(bench, contenders, PEER_TURN, clients)
+        turn = turn_lengths(bench, contenders, PEER_TURN, clients)
     else:
         seconds, rounds, minimum = OPEN_TURN
         turn = (TINY_CALLS, 1) if bench.rig.tiny else (max(minimum, round(seconds * rate)), rounds)
     rates = {} if rate is None else {"calls_per_second": round(rate, 2)}
-    return {**_result(contenders, *turn), "off": off, **rates}
+    return {**measured(contenders, *turn), "off": off, **rates}
 
 
 def overhead(bench: ServingBench, runner: Runner) -> None:
@@ -122,7 +122,7 @@ def _overhead(bench: ServingBench, clients: int, calls: int, rounds: int) -> Jso
     contenders[DECODING] = partial(in_process, bench.engine(NET), DECODING, NULL_PROTOCOL, images)
     turn = (TINY_CALLS, 1) if bench.rig.tiny else (calls, rounds)
     interleave(contenders, turn[0], 1)  # untimed
-    return _result(contenders, *turn)
+    return measured(contenders, *turn)
 
 
 def _of_peers(bench: ServingBench) -> Mapping[str, EvaluationProtocol]:
@@ -137,7 +137,7 @@ def _check(bench: ServingBench, targets: Mapping[str, LoadTarget], expected: Seq
     return {name: check_answers(name, target.best(client), expected) for name, target in targets.items()}
 
 
-def _turn(
+def turn_lengths(
     bench: ServingBench, contenders: Mapping[str, Turn], lengths: tuple[float, int, int], clients: int
 ) -> tuple[int, int]:
     """Give each contender an untimed turn; return calls per turn, judged by the slowest, and rounds.
@@ -153,6 +153,6 @@ def _turn(
     return math.ceil(wanted / clients) * clients, rounds
 
 
-def _result(contenders: Mapping[str, Turn], calls: int, rounds: int) -> Json:
+def measured(contenders: Mapping[str, Turn], calls: int, rounds: int) -> Json:
     """Run a case and return its entry of the result file."""
     return {"calls_of_a_turn": calls, "rounds": rounds, "contenders": interleave(contenders, calls, rounds)}

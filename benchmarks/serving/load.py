@@ -2,17 +2,21 @@
 
     python -m benchmarks.serving.load FOLDER      folder of pictures; then one question per line, see `Workload`
 
-Uses plain generated stubs in one event loop, like a program with many calls. Each client has its own connection and
-calls again after its answer; over `ClassifyStream` all clients of the process share one stream.
+Uses plain generated stubs, and streams of bytes for HTTP, in one event loop, like a program with many calls. Each
+client has its own connection and calls again after its answer; over `ClassifyStream` all clients of the process share
+one stream.
 """
 
 import asyncio
+import json
 import random
+import ssl
 import struct
 import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -40,9 +44,10 @@ Json = dict[str, Any]
 class Workload:
     """The calls of one process.
 
-    api: a key of UNARY, or ClassifyStream; model, protocol: of the requests (peers have one protocol per model);
+    api: a key of UNARY, ClassifyStream or HTTP; model, protocol: of the requests (peers have one protocol per model);
     clients, calls: of this process; first: index of its first picture; begin_at: on the clock of time.monotonic();
-    rate: calls per second at random moments (Poisson) of this process, None for closed-loop clients.
+    rate: calls per second at random moments (Poisson) of this process, None for closed-loop clients; tls_ca: file of
+    the authorities of the server's certificate, None without TLS.
     """
 
     address: str
@@ -55,6 +60,7 @@ class Workload:
     begin_at: float
     rate: float | None = None
     seed: int = 0
+    tls_ca: str | None = None
 
 
 def classify_request(load: Workload, image: bytes) -> pb.ClassifyRequest:
@@ -108,14 +114,30 @@ UNARY: dict[str, tuple[Any, str, Callable[[Workload, bytes], Any], Callable[[Any
 }  # fmt: skip
 
 
+def open_channel(channels: Any, address: str, tls_ca: str | Path | None, options: Any = ()) -> Any:
+    """Return a channel of `channels`: the module grpc or grpc.aio. tls_ca: as in Workload."""
+    if tls_ca is None:
+        return channels.insecure_channel(address, options)
+    return channels.secure_channel(address, grpc.ssl_channel_credentials(Path(tls_ca).read_bytes()), options)
+
+
+@cache
+def _tls_context(tls_ca: str) -> ssl.SSLContext:
+    return ssl.create_default_context(cafile=tls_ca)
+
+
 class Unary:
     """Calls of one image each, over one connection."""
 
     def __init__(self, load: Workload, images: Sequence[bytes]) -> None:
         stub, method, request, self._best = UNARY[load.api]
-        self._channel = grpc.aio.insecure_channel(load.address, options=CHANNEL)
+        self._channel = open_channel(grpc.aio, load.address, load.tls_ca, CHANNEL)
         self._requests = [request(load, image) for image in images]
         self._method = getattr(stub(self._channel), method)
+
+    async def connect(self) -> None:
+        """Connect, also over TLS."""
+        await self._channel.channel_ready()
 
     async def __call__(self, index: int) -> Best:
         """Classify a picture and return its best classes."""
@@ -130,13 +152,17 @@ class Stream:
     """One ClassifyStream on one connection; answers come in any order."""
 
     def __init__(self, load: Workload, images: Sequence[bytes]) -> None:
-        self._channel = grpc.aio.insecure_channel(load.address, options=CHANNEL)
+        self._channel = open_channel(grpc.aio, load.address, load.tls_ca, CHANNEL)
         self._requests = [classify_request(load, image) for image in images]
         self._call = pb_grpc.PreluNetServiceStub(self._channel).ClassifyStream(timeout=CALL_SECONDS)
         self._pending: dict[str, asyncio.Future[Best]] = {}
         self._sent = 0
         self._turn = asyncio.Lock()  # one message at a time
         self._reading = asyncio.create_task(self._read())
+
+    async def connect(self) -> None:
+        """Connect, also over TLS."""
+        await self._channel.channel_ready()
 
     async def __call__(self, index: int) -> Best:
         """Classify a picture and return its best classes."""
@@ -168,43 +194,81 @@ class Stream:
         await self._channel.close()
 
 
-def opened(load: Workload, images: Sequence[bytes]) -> Unary | Stream:
+class Http:
+    """Calls of `POST /v1/classify`, one image each, over one connection that stays open. token: sent if not empty."""
+
+    token = ""
+
+    def __init__(self, load: Workload, images: Sequence[bytes]) -> None:
+        self._address = load.address.rsplit(":", 1)
+        self._tls = _tls_context(load.tls_ca) if load.tls_ca is not None else None
+        line = f"POST /v1/classify?model={load.model}&protocol={load.protocol}&top_k={TOP} HTTP/1.1"
+        self._head, self._images = f"{line}\r\nHost: {load.address}", images
+
+    async def connect(self) -> None:
+        """Connect, also over TLS."""
+        self._received, self._sent = await asyncio.open_connection(*self._address, ssl=self._tls)
+
+    async def __call__(self, index: int) -> Best:
+        """Classify a picture and return its best classes."""
+        received, sent = self._received, self._sent
+        image = self._images[index % len(self._images)]
+        token = f"\r\nAuthorization: Bearer {self.token}" if self.token else ""
+        sent.write(f"{self._head}{token}\r\nContent-Length: {len(image)}\r\n\r\n".encode() + image)
+        head = await received.readuntil(b"\r\n\r\n")
+        length = int(head.lower().partition(b"content-length:")[2].split(None, 1)[0])
+        body = await received.readexactly(length)
+        if not head.startswith(b"HTTP/1.1 200 "):
+            raise RuntimeError(body.decode())
+        return [(one["class_index"], one["score"]) for one in json.loads(body)["predictions"]]
+
+    async def close(self) -> None:
+        """Close the connection."""
+        self._sent.close()
+
+
+async def connected(load: Workload, images: Sequence[bytes]) -> Unary | Stream | Http:
     """Connect to the server; call the result with the index of a picture."""
-    return Stream(load, images) if load.api == "ClassifyStream" else Unary(load, images)
+    kinds: dict[str, type[Unary | Stream | Http]] = {"HTTP": Http, "ClassifyStream": Stream}
+    connection = kinds.get(load.api, Unary)(load, images)
+    async with asyncio.timeout(CALL_SECONDS):
+        await connection.connect()
+    return connection
 
 
 async def run(load: Workload, images: Sequence[bytes]) -> Json:
     """Make the calls of a workload; failed calls are counted, and their clients continue.
 
-    Returns latencies in seconds, in order of completion, the end on the clock of time.monotonic(), and the errors.
+    Returns latencies in seconds, in order of completion, begin and end on the clock of time.monotonic(), and the
+    errors. The calls begin late if connecting takes until after `begin_at`.
     """
-    connections = [opened(load, images) for _ in range(1 if load.api == "ClassifyStream" else load.clients)]
+    connections = [await connected(load, images) for _ in range(1 if load.api == "ClassifyStream" else load.clients)]
     latencies: list[float] = []
     errors: list[str] = []
-    ended = load.begin_at
+    begun = ended = max(load.begin_at, time.monotonic())
     numbers = iter(range(load.first, load.first + load.calls))  # shared by all clients of the process
 
-    async def call(connection: Unary | Stream, index: int, since: float) -> None:
+    async def call(connection: Unary | Stream | Http, index: int, since: float) -> None:
         nonlocal ended
         try:
             await connection(index)
-        except (grpc.RpcError, RuntimeError) as error:
+        except (grpc.RpcError, RuntimeError, OSError, EOFError) as error:
             details = error.details() if isinstance(error, grpc.aio.AioRpcError) else None
             errors.append(details or str(error))
         ended = time.monotonic()
         latencies.append(ended - since)
 
-    async def closed_loop_client(connection: Unary | Stream) -> None:
+    async def closed_loop_client(connection: Unary | Stream | Http) -> None:
         for number in numbers:
             await call(connection, number, time.monotonic())
 
     try:
-        await _sleep_until(load.begin_at)
+        await _sleep_until(begun)
         if load.rate is None:
             several = (connections[client % len(connections)] for client in range(load.clients))
             await asyncio.gather(*map(closed_loop_client, several))
         else:  # at random moments regardless of answers; latencies count from the due time
-            chance, due = random.Random(load.seed), load.begin_at
+            chance, due = random.Random(load.seed), begun
             async with asyncio.TaskGroup() as group:
                 for place, number in enumerate(numbers):
                     due += chance.expovariate(load.rate)
@@ -213,7 +277,7 @@ async def run(load: Workload, images: Sequence[bytes]) -> Json:
     finally:
         for connection in connections:
             await connection.close()
-    return {"latencies": latencies, "ended": ended, "errors": errors}
+    return {"latencies": latencies, "begun": begun, "ended": ended, "errors": errors}
 
 
 async def _sleep_until(moment: float) -> None:
@@ -223,7 +287,7 @@ async def _sleep_until(moment: float) -> None:
 
 async def best_of_all(load: Workload, images: Sequence[bytes]) -> list[Best]:
     """Classify each picture once, one after the other."""
-    connection = opened(load, images)
+    connection = await connected(load, images)
     try:
         return [await connection(index) for index in range(len(images))]
     finally:

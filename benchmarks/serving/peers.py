@@ -23,12 +23,15 @@ from typing import Any
 
 import grpc
 
+from benchmarks.common.results import ROOT
 from benchmarks.common.server_process import PRELUNET, PreluNetServer, ServerProcess, free_port
+from benchmarks.serving.load import open_channel
 from prelunet.evaluator.errors import EnvironmentFault
 from prelunet.evaluator.pb.inference import inference_pb2 as pb
 from prelunet.evaluator.pb.inference import inference_pb2_grpc as pb_grpc
 
 HERE = Path(__file__).parent
+TLS = ROOT / "tests" / "data" / "tls"
 NULL = (sys.executable, "-m", "benchmarks.serving.null")
 ECHO = (sys.executable, "-m", "benchmarks.serving.echo")
 START_SECONDS, STOP_SECONDS = 120.0, 20.0
@@ -74,16 +77,27 @@ class Spec:
 
 
 class Contender:
-    """A running server of a comparison. settings: for the result file."""
+    """A running server of a comparison.
 
-    def __init__(self, name: str, process: ServerProcess, settings: Mapping[str, Any]) -> None:
+    settings: for the result file; http: address of its HTTP port; tls_ca: authorities of its certificate, None without
+    TLS.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        process: ServerProcess,
+        settings: Mapping[str, Any],
+        http: str = "",
+        tls_ca: Path | None = None,
+    ) -> None:
         self.name, self.process, self.settings = name, process, dict(settings)
-        self.address = process.address
+        self.address, self.http, self.tls_ca = process.address, http, tls_ca
 
     def wait(self, models: Sequence[str]) -> None:
         """Wait until it is ready for these models; raises EnvironmentFault with the end of its log."""
         limit = time.monotonic() + START_SECONDS
-        with grpc.insecure_channel(self.address) as channel:
+        with open_channel(grpc, self.address, self.tls_ca) as channel:
             stub = pb_grpc.GRPCInferenceServiceStub(channel)
             waiting = list(models)
             while waiting:
@@ -105,12 +119,21 @@ class Contender:
         self.process.kill()
 
 
-def start_ours(models: Mapping[str, Path], threads: int, folder: Path, *, null: bool = False) -> Contender:
-    """Start `prelunet serve` of this checkout; null: with sessions that return zeros (null.py)."""
-    options = ("--device", "cpu", "--threads", str(threads), "--lame-duck", "0")
+def start_ours(
+    models: Mapping[str, Path], threads: int, folder: Path, *, null: bool = False, http: bool = False, tls: bool = False
+) -> Contender:
+    """Start `prelunet serve` of this checkout.
+
+    null: with sessions that return zeros (null.py); http: with an HTTP port; tls: with the certificate of the tests.
+    """
+    options = ["--device", "cpu", "--threads", str(threads), "--lame-duck", "0", *(["--http-port", "0"] * http)]
+    if tls:
+        options += ["--tls-cert", str(TLS / "server.pem"), "--tls-key", str(TLS / "server.key")]
     process = PreluNetServer(models, *options, log=folder / "prelunet.log", program=NULL if null else PRELUNET)
-    settings = {"threads": threads, "options": "defaults of prelunet serve, but --lame-duck 0"}
-    return Contender("prelunet, null" if null else "prelunet", process, settings)
+    own = ", ".join(["--lame-duck 0", *(["--http-port 0"] * http), *(["--tls-cert and --tls-key"] * tls)])
+    settings = {"threads": threads, "options": f"defaults of prelunet serve, but {own}"}
+    name = f"prelunet{', null' * null}"
+    return Contender(name, process, settings, process.http, TLS / "ca.pem" if tls else None)
 
 
 def start_echo(answer: bytes, folder: Path) -> Contender:

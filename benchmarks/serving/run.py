@@ -64,7 +64,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     }
     runner = Runner(options.output, "serving", now, options.limit)
     with tempfile.TemporaryDirectory(prefix="prelunet-serving-") as folder:
-        pictures = _pictures(Path(folder) / "pictures", options.data)
+        pictures = write_pictures(Path(folder) / "pictures", options.data)
         rig = Rig("cpu", options.tiny, Path(folder) / "files")
         pythons = {name: getattr(options, f"{name}_python") for name in STARTERS}
         with ServingBench(rig, Path(folder), pictures, options.threads, pythons, now) as bench:
@@ -74,7 +74,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return runner.finish(tables(runner.data), goals_of(runner.data))
 
 
-def _pictures(folder: Path, data: Path | None) -> Pictures:
+def write_pictures(folder: Path, data: Path | None) -> Pictures:
     """Write the photos of mixed sizes as JPEG, and a minimal one of 32x32 as PNG."""
     folder.mkdir()
     photos = load_photos(data)

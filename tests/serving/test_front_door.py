@@ -1,8 +1,6 @@
-"""TLS and tokens from outside: what bad credentials are answered, and that rotation disturbs no call."""
+"""TLS and tokens from outside: what our clients see, and that rotation disturbs no call."""
 
-import hashlib
 import logging
-import shutil
 import ssl
 import threading
 import time
@@ -27,6 +25,7 @@ from prelunet.evaluator.serving.observability.logs import JsonFormatter, TextFor
 from prelunet.evaluator.serving.observability.metrics import Metrics
 from prelunet.evaluator.serving.options import AccessOptions
 from tests.client.client_harness import AsyncInThread
+from tests.helpers.bad_calls_page import documented
 from tests.helpers.fakes import FakeSession
 from tests.helpers.tls_files import TLS, install_pair, secret_file, tls_options, write_tokens
 from tests.serving.serving_harness import RunningServer, png, running_server
@@ -84,16 +83,7 @@ def test_both_clients_classify_over_tls_by_name_and_by_address(client_of: Callab
                 assert client.ready()
 
 
-@pytest.mark.parametrize(
-    ("pair", "message"),
-    [
-        ("expired", "the server's certificate has expired"),
-        ("future", "the server's certificate is not valid yet"),
-        ("other-host", "the server's certificate is of another host"),
-        ("self-signed", "the server's certificate is of an unknown authority"),
-        ("other-client", "the server's certificate is of an unknown authority"),
-    ],
-)
+@pytest.mark.parametrize(("pair", "message"), documented("Certificates of servers").values())
 def test_a_client_refuses_a_bad_certificate_and_says_why(
     client_of: Callable[..., Any], pair: str, message: str
 ) -> None:
@@ -122,81 +112,18 @@ def test_a_server_with_tls_and_a_client_without_do_not_understand_each_other_and
         client.classify(IMAGE)
 
 
-@pytest.mark.parametrize(
-    ("credentials", "accepted"),
-    [
-        (TRUSTING, False),
-        (replace(TRUSTING, tls_cert=TLS / "other-client.pem", tls_key=TLS / "other-client.key"), False),
-        (replace(TRUSTING, tls_cert=TLS / "self-signed.pem", tls_key=TLS / "self-signed.key"), False),
-        (replace(TRUSTING, tls_cert=TLS / "client.pem", tls_key=TLS / "client.key"), True),
-    ],
-    ids=["without", "of another authority", "self-signed", "right"],
-)
 def test_with_client_authorities_a_client_needs_a_certificate_of_theirs(
-    client_of: Callable[..., Any], tmp_path: Path, credentials: Credentials, accepted: bool
+    client_of: Callable[..., Any], tmp_path: Path
 ) -> None:
-    with (
-        server_with(tls_options(tmp_path, mutual=True)) as (server, _),
-        client_of(server.address, credentials=credentials) as client,
-    ):
-        if accepted:
+    with server_with(tls_options(tmp_path, mutual=True)) as (server, _):
+        with (
+            client_of(server.address, credentials=TRUSTING) as client,
+            pytest.raises(EnvironmentFault, match=r"or a client certificate \(--tls-cert"),
+        ):
+            client.classify(IMAGE)
+        own = replace(TRUSTING, tls_cert=TLS / "client.pem", tls_key=TLS / "client.key")
+        with client_of(server.address, credentials=own) as client:
             assert client.classify(IMAGE).predictions
-        else:
-            with pytest.raises(EnvironmentFault, match=r"or a client certificate \(--tls-cert"):
-                client.classify(IMAGE)
-
-
-@pytest.mark.parametrize(
-    ("spoil", "message"),
-    [
-        (lambda folder: shutil.copy(TLS / "server-2.key", folder / "tls.key"), "is not the key of the certificate in"),
-        (lambda folder: (folder / "tls.pem").write_text(pem("server")[:300]), "cannot be used as a certificate and"),
-        (lambda folder: (folder / "tls.pem").write_text(""), "cannot be used as a certificate and its private key"),
-        (lambda folder: (folder / "tls.key").write_bytes(b"\0\xff" * 200), "cannot be used as a certificate and its"),
-        (lambda folder: shutil.copy(TLS / "encrypted.key", folder / "tls.key"), "this key is encrypted"),
-        (lambda folder: (folder / "tls.key").unlink(), r"tls.key: cannot be read \(No such file"),
-        (lambda folder: install_pair(folder, "expired"), "expired on 2010-12-31 00:00 UTC. Renew it"),
-        (lambda folder: install_pair(folder, "ed25519"), "gRPC does not support Ed25519 keys"),
-        (lambda folder: install_pair(folder, "future"), "valid only from 2098-01-01 00:00 UTC"),
-        (lambda folder: (folder / "ca.pem").write_bytes(b"nothing"), "ca.pem: no certificates in PEM form"),
-    ],
-    ids=[
-        "mismatch",
-        "half",
-        "empty",
-        "binary-key",
-        "encrypted",
-        "missing",
-        "expired",
-        "ed25519",
-        "future",
-        "authorities",
-    ],
-)
-def test_bad_tls_files_are_refused_at_the_start_and_never_replace_good_ones(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture, spoil: Callable[[Path], object], message: str
-) -> None:
-    (tmp_path / "ca.pem").write_bytes((TLS / "ca.pem").read_bytes())
-    options = replace(tls_options(tmp_path), tls_client_ca=tmp_path / "ca.pem")
-    with (
-        server_with(options) as (server, reload),
-        Client(
-            server.address,
-            credentials=replace(TRUSTING, tls_cert=TLS / "client.pem", tls_key=TLS / "client.key"),
-            retries=AT_ONCE,
-        ) as open_before,
-    ):
-        open_before.classify(IMAGE)
-        spoil(tmp_path)
-        for _ in range(3):
-            reload()
-        assert served_certificate(server) == pem("server")
-        open_before.classify(IMAGE)
-        (line,) = [record.getMessage() for record in caplog.records if record.levelname == "ERROR"]
-        assert "the changed TLS files are not used, the previous ones stay" in line
-        assert server.metric("prelunet_reloads_total", files="TLS files", outcome="refused") == 1
-    with pytest.raises(UsageError, match=message):
-        Certificates(options, Metrics())
 
 
 def served_certificate(server: RunningServer) -> str:
@@ -328,41 +255,6 @@ def test_a_method_without_a_rule_is_refused_and_an_unknown_one_is_unimplemented(
         unknown = "/grpc.reflection.v1.ServerReflection/ServerReflectionInfo"  # which clients try first
         assert code_of_call(server.address, unknown, f"Bearer {secret}") == grpc.StatusCode.UNIMPLEMENTED
         assert code_of_call(server.address, unknown) == grpc.StatusCode.UNAUTHENTICATED
-
-
-@pytest.mark.parametrize(
-    "authorizations",
-    [
-        lambda _s, _h: (),
-        lambda _s, _h: ("",),
-        lambda _s, _h: ("Bearer",),
-        lambda _s, _h: ("Bearer ",),
-        lambda _s, _h: ("Bearer garbage",),
-        lambda s, _h: (s,),
-        lambda s, _h: (f"Basic {s}",),
-        lambda s, _h: (f"Token {s}",),
-        lambda s, _h: (f"Bearer {s[:-1]}",),
-        lambda s, _h: (f"Bearer {s}x",),
-        lambda s, _h: (f"Bearer {s.swapcase()}",),
-        lambda _s, h: (f"Bearer {h}",),
-        lambda _s, _h: ("Bearer alice",),
-        lambda s, _h: (f"Bearer {s}", f"Bearer {s}"),
-        lambda s, _h: ("Bearer garbage", f"Bearer {s}"),
-        lambda s, _h: (f"Bearer {s}, Bearer {s}",),
-    ],
-)
-def test_whatever_is_not_one_known_token_is_unauthenticated(
-    tmp_path: Path, authorizations: Callable[[str, str], tuple[str, ...]]
-) -> None:
-    secret, lines = create_token("alice", ["classify"])
-    (tmp_path / "tokens.toml").write_text(lines)
-    with server_with(AccessOptions(), tmp_path / "tokens.toml") as (server, _):
-        sent = authorizations(secret, hashlib.sha256(secret.encode()).hexdigest())
-        error = call(server.address, "/prelunet.v1.PreluNetService/Classify", *sent)
-        assert error is not None
-        assert error.code() == grpc.StatusCode.UNAUTHENTICATED
-        assert secret not in str(error)
-        assert server.metric("prelunet_refusals_total", model="", reason="token") == 1
 
 
 def test_the_clients_send_their_token_in_every_call_and_get_errors_of_ours(

@@ -2,14 +2,13 @@
 
 import asyncio
 import ipaddress
-import json
 import math
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias, cast
 
+import msgspec
 from starlette.datastructures import Headers, QueryParams
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
@@ -43,8 +42,8 @@ class JsonResponse(Response):
     media_type = "application/json"
 
     def render(self, content: Any) -> bytes:
-        """Return the content as JSON, without NaN, which JSON does not have."""
-        return json.dumps(content, ensure_ascii=False, allow_nan=False, separators=(",", ":")).encode()
+        """Return the content as JSON; NaN, which JSON does not have, is null."""
+        return msgspec.json.encode(content)
 
 
 @dataclass(frozen=True)
@@ -136,7 +135,7 @@ class HttpDoor:
         """Refuse requests that another program might take for two, or that a web page sends in a foreign name."""
         if scope["http_version"] not in {"1.0", "1.1"}:
             raise HTTPException(505, "this server speaks HTTP/1.1", {"Connection": "close"})
-        if sum(map(len, headers.keys())) + sum(map(len, headers.values())) > self._limits.max_metadata:
+        if sum(len(name) + len(value) for name, value in scope["headers"]) > self._limits.max_metadata:
             raise HTTPException(431, f"the headers exceed this server's limit of {self._limits.max_metadata} bytes")
         if "transfer-encoding" in headers and "content-length" in headers:
             raise HTTPException(400, "a body has either a length or chunks, not both", {"Connection": "close"})
@@ -171,7 +170,7 @@ class HttpDoor:
                 request.path_params, request.query_params, request.headers, content, cast("Context", context)
             )
             del content
-            async with _cancelled_by_disconnect(body):
+            with request.scope["state"]["connection"].cancelled_by_disconnect():
                 response = await answer(admitted)
             call.status = "OK"
             return response
@@ -237,38 +236,30 @@ class _Sending:
             (REQUEST_ID.encode(), call.request_id.encode()),
             (b"x-content-type-options", b"nosniff"),
         ]
+        self._head: Message | None = None  # to be sent with the first part of the body
 
     async def send(self, message: Message) -> None:
         """Send a part of a response; return once the client has read most of it."""
         if message["type"] == "http.response.start":
-            message["headers"] = [*message["headers"], *self._headers]
-            await self._send(message)
+            self._head = {**message, "headers": [*message["headers"], *self._headers]}
             return
         try:
-            async with asyncio.timeout(self._seconds):
+            await self._drain()
+            with self._connection.batch:
+                if self._head is not None:
+                    await self._send(self._head)
+                    self._head = None
                 await self._send({**message, "more_body": True})
-                await self._send({"type": "http.response.body", "more_body": message.get("more_body", False)})  # waits
+            await self._drain()
+            await self._send({"type": "http.response.body", "more_body": message.get("more_body", False)})
         except TimeoutError:
             self._call.status = "CANCELLED"
             self._connection.transport.abort()
 
-
-@asynccontextmanager
-async def _cancelled_by_disconnect(body: _Body) -> AsyncIterator[None]:
-    """Cancel this task if the client leaves meanwhile, as gRPC does."""
-    task = asyncio.current_task()
-    assert task is not None, "uvicorn runs each request in a task"
-
-    async def watch() -> None:
-        while (await body.receive())["type"] != "http.disconnect":
-            pass
-        task.cancel()
-
-    watcher = asyncio.create_task(watch())
-    try:
-        yield
-    finally:
-        watcher.cancel()
+    async def _drain(self) -> None:
+        if self._connection.flow.write_paused:
+            async with asyncio.timeout(self._seconds):
+                await self._connection.flow.drain()
 
 
 # Errors of HTTP itself: our text for the router's, and gRPC's words for the status.

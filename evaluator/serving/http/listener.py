@@ -8,11 +8,11 @@ import asyncio
 import logging
 import socket
 import ssl
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 from urllib.parse import unquote
 
 import h11
@@ -47,6 +47,34 @@ class ConnectionLimits:
     unread: float = 2.0
 
 
+class _Batching:
+    """A transport that sends together what is written within `with`.
+
+    Each write is a system call, which gives other threads the GIL and may wait 5 ms for it, and a record of TLS.
+    """
+
+    def __init__(self, transport: Any) -> None:
+        self._transport = transport
+        self._parts: list[bytes] | None = None
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._transport, name)
+
+    def __enter__(self) -> None:
+        self._parts = []
+
+    def __exit__(self, *_: object) -> None:
+        parts, self._parts = self._parts or [], None
+        self._transport.write(b"".join(parts))
+
+    def write(self, data: bytes) -> None:
+        """Send bytes, or keep them until the batch ends."""
+        if self._parts is None:
+            self._transport.write(data)
+        else:
+            self._parts.append(data)
+
+
 class Connection(H11Protocol):
     """A connection. The application finds it in the state of its scope, and reports begin and end of each request."""
 
@@ -59,11 +87,13 @@ class Connection(H11Protocol):
         self._on_lost = on_lost
         self._between_requests = False
         self._timer: asyncio.TimerHandle | None = None
+        self._answering: asyncio.Task[Any] | None = None  # ends if the client leaves
 
     def connection_made(self, transport: Any) -> None:
         """Wait for the first request."""
         transport.max_size = _RECEIVE_BYTES
-        super().connection_made(transport)
+        self.batch = _Batching(transport)
+        super().connection_made(cast("asyncio.Transport", self.batch))
         self._abort_after(self._limits.head)
 
     def connection_lost(self, exc: Exception | None) -> None:
@@ -71,6 +101,8 @@ class Connection(H11Protocol):
         self._on_lost(self)
         if self._timer is not None:
             self._timer.cancel()
+        if self._answering is not None:
+            self._answering.cancel()
         self._unset_keepalive_if_required()  # uvicorn's timer; after a reset it would keep this object for two minutes
         super().connection_lost(exc)
 
@@ -94,6 +126,18 @@ class Connection(H11Protocol):
         if not self.requests:
             self._between_requests = complete
             self._abort_after(self._limits.idle if complete else self._limits.unread)
+
+    @contextmanager
+    def cancelled_by_disconnect(self) -> Iterator[None]:
+        """Cancel this task, which has read its request, if the client leaves meanwhile, as gRPC does."""
+        if self.transport.is_closing():
+            raise asyncio.CancelledError
+        self.flow.resume_reading()  # paused by a large body, it would not notice
+        self._answering = asyncio.current_task()
+        try:
+            yield
+        finally:
+            self._answering = None
 
     def _abort_after(self, seconds: float) -> None:
         if self._timer is not None:

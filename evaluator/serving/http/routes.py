@@ -35,14 +35,20 @@ def _flag(text: str) -> bool:
     return {"true": True, "false": False}[text]
 
 
+def _number(text: str) -> int:
+    if not (text.isascii() and text.isdigit()):  # `int` also reads 1_0 and other scripts
+        raise ValueError
+    return int(text)
+
+
 # Query parameters of /v1/classify: fields of ClassifyRequest, and how to read them.
 CLASSIFY_PARAMETERS: Mapping[str, Callable[[str], Any]] = {
     "model": str,
     "protocol": str,
-    "top_k": int,
+    "top_k": _number,
     "heatmap": {"png": "heatmap", "maps": "maps"}.__getitem__,  # the field to set
     "apply_exif": _flag,
-    "scales": lambda text: [int(each) for each in text.split(",")],
+    "scales": lambda text: [_number(each) for each in text.split(",")],
     "mirror": _flag,
 }
 

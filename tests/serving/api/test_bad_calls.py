@@ -20,6 +20,7 @@ from prelunet.evaluator.pb.inference import inference_pb2_grpc as oip_grpc
 from prelunet.evaluator.pb.prelunet.v1 import prelunet_pb2 as pb
 from prelunet.evaluator.pb.prelunet.v1 import prelunet_pb2_grpc as pb_grpc
 from prelunet.evaluator.protocols import build_protocol
+from tests.helpers.bad_calls_page import documented
 from tests.helpers.fakes import FakeSession, fake_contract
 from tests.imaging.test_decode import ACCEPTED, REFUSED
 from tests.serving.api.bad_calls import (
@@ -44,22 +45,12 @@ from tests.serving.serving_harness import png, running_server
 pytestmark = pytest.mark.filterwarnings(r"ignore::Warning:PIL\.")
 
 DATA = Path(__file__).parents[2] / "data" / "hostile"
-PAGE = (Path(__file__).parents[3] / "docs" / "bad-calls.md").read_text()
-
-
-def table(heading: str) -> dict[str, list[str]]:
-    """Return the rows of a table of the page: first cell → other cells."""
-    (section,) = [part for part in PAGE.split("\n## ") if part.startswith(heading + "\n")]
-    rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in section.splitlines() if line[:1] == "|"]
-    return {first: rest for first, *rest in rows[2:]}
-
-
 EVALUATE = "/prelunet.v1.PreluNetService/Evaluate"
-BESIDE_OTHERS = table("Open Inference Protocol, beside three other servers")
-OVER_OIP = table("Open Inference Protocol, more")
-OVER_OURS = table("prelunet.v1")
-IMAGES = table("Images")
-FAULTS = table("Faults that are not the caller's")
+BESIDE_OTHERS = documented("Open Inference Protocol, beside three other servers")
+OVER_OIP = documented("Open Inference Protocol, more")
+OVER_OURS = documented("prelunet.v1")
+IMAGES = documented("Images")
+FAULTS = documented("Faults that are not the caller's")
 
 
 @pytest.fixture(scope="module")

