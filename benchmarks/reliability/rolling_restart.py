@@ -2,8 +2,8 @@
 
     python -m benchmarks.reliability.rolling_restart [--only NAME ...] [--tiny] [--seed N] [--output FILE]
 
-haproxy: behind HAProxy with deploy/haproxy/haproxy.cfg; each server is stopped (SIGTERM), drains and starts again at its
-address. The clients are plain gRPC and never retry.
+haproxy: behind HAProxy with deploy/haproxy/haproxy.cfg; each server is stopped (SIGTERM), drains and starts again
+at its address. The clients are plain gRPC and never retry.
 dns: as on Kubernetes behind a headless Service (`dns:///NAME:PORT`, round_robin): a server at a new address starts and
 is announced; 30 s later, as in deploy/kubernetes, an old one is withdrawn and stopped in the same moment. A name server
 on loopback takes the place of the cluster's. The clients are the package's own (dns-client), and plain gRPC with its
@@ -121,8 +121,8 @@ def _own_client(address: str, image: bytes) -> Iterator[Call]:
 @contextmanager
 def _plain_grpc(address: str, image: bytes, config: Json | None = None) -> Iterator[Call]:
     """Yield a call on a channel of its own that is never retried."""
-    options = [("grpc.use_local_subchannel_pool", 1), ("grpc.enable_retries", 0)]
-    options += [("grpc.service_config", json.dumps(config or {}))]
+    options: list[tuple[str, int | str]] = [("grpc.use_local_subchannel_pool", 1), ("grpc.enable_retries", 0)]
+    options.append(("grpc.service_config", json.dumps(config or {})))
     with grpc.insecure_channel(address, options=options) as channel:
         classify = pb_grpc.PreluNetServiceStub(channel).Classify
         yield partial(classify, pb.ClassifyRequest(image=image, protocol="center"), timeout=CALL_TIMEOUT)
@@ -252,21 +252,21 @@ class _NameServer:
         self.address = f"127.0.0.1:{self._socket.getsockname()[1]}"
 
     def __enter__(self) -> Self:
-        threading.Thread(target=self._serve, daemon=True).start()
+        self._thread = threading.Thread(target=self._serve)
+        self._thread.start()
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._socket.shutdown(socket.SHUT_RDWR)
+        self._socket.sendto(b"", self._socket.getsockname())  # ends the thread
+        self._thread.join()
         self._socket.close()
 
     def _serve(self) -> None:
         while True:
-            try:
-                query, client = self._socket.recvfrom(4096)
-            except OSError:  # closed
+            query, client = self._socket.recvfrom(4096)
+            if not query:
                 return
-            if query:
-                self._socket.sendto(self._answer(query), client)
+            self._socket.sendto(self._answer(query), client)
 
     def _answer(self, query: bytes) -> bytes:
         """Return the response to a query (RFC 1035, section 4); of other types than A it is empty."""
