@@ -29,7 +29,7 @@ RUN PIP_CONSTRAINT=constraints.txt /opt/prelunet/bin/pip install --no-cache-dir 
 FROM ${PYTHON_IMAGE} AS runtime
 RUN useradd --no-create-home --uid 10001 prelunet
 USER 10001:10001
-# Defaults that a flag of `docker run` or another variable replaces; the health check needs the metrics port.
+# Defaults, which other variables replace. The health check reads the port of metrics here, so no flag should change it.
 ENV PATH=/opt/prelunet/bin:$PATH PYTHONUNBUFFERED=1 PYTHONDONTWRITEBYTECODE=1 \
     PRELUNET_SERVE_HOST=0.0.0.0 PRELUNET_SERVE_METRICS_PORT=9090
 EXPOSE 50051 9090

@@ -44,7 +44,10 @@ from prelunet.evaluator.pb.prelunet.v1 import prelunet_pb2 as pb
 from prelunet.evaluator.pb.prelunet.v1 import prelunet_pb2_grpc as pb_grpc
 
 PACKAGES = ("prelunet", "onnxruntime", "grpcio")
-MEASURED = ("evaluator", "benchmarks/reliability/rolling_restart.py", "benchmarks/common/server_process.py")
+MEASURED = (
+    "evaluator", "benchmarks/reliability/rolling_restart.py", "benchmarks/reliability/draining.py",
+    "benchmarks/common/server_process.py", "deploy/haproxy/haproxy.cfg",
+)  # fmt: skip
 LIMIT = 900  # seconds
 SERVERS, CLIENTS = 3, 16
 WINDOW = 5.0  # seconds of lame duck, as in deploy/
