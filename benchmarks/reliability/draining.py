@@ -253,27 +253,27 @@ async def _evaluation(channel: grpc.aio.Channel, bed: ServerTestBed, seconds: fl
 
 
 @dataclass
-class _Callers:
-    """Threads that call with the package's client. calls: begin and end of each answered call."""
+class Callers:
+    """Threads that call. calls: begin and end of each answered call."""
 
     calls: list[tuple[float, float]] = field(default_factory=list)
     failures: list[str] = field(default_factory=list)
     stop: threading.Event = field(default_factory=threading.Event)
 
-    def run(self, client: Client, image: bytes) -> None:
-        """Call until stopped, or until a call fails."""
+    def run(self, call: Callable[[], object]) -> None:
+        """Repeat a call until stopped, or until it fails."""
         while not self.stop.is_set():
             begun = time.monotonic()
             try:
-                client.classify(image, protocol="center")
-            except PreluNetError as error:
-                self.failures.append(str(error))
+                call()
+            except (PreluNetError, grpc.RpcError) as error:
+                self.failures.append(" ".join(str(error).split()))
                 return
             self.calls.append((begun, time.monotonic()))
 
-    def wait_for_answers(self) -> bool:
-        """Wait until each thread got about two more answers; return whether they came."""
-        wanted, end = len(self.calls) + 2 * CLIENTS, time.monotonic() + CALL_TIMEOUT
+    def wait_for_answers(self, clients: int = CLIENTS) -> bool:
+        """Wait until each of so many threads got about two more answers; return whether they came."""
+        wanted, end = len(self.calls) + 2 * clients, time.monotonic() + CALL_TIMEOUT
         while len(self.calls) < wanted and not self.failures and time.monotonic() < end:
             time.sleep(0.01)
         return len(self.calls) >= wanted
@@ -281,7 +281,7 @@ class _Callers:
 
 async def _restarts(bed: ServerTestBed, count: int, *, rolling: bool) -> Json:
     """Restart servers under calls. rolling: SIGTERM to one after the other of two, instead of SIGKILL to one."""
-    rng, callers, ports = random.Random(bed.seed), _Callers(), [free_port() for _ in range(1 + rolling)]
+    rng, callers, ports = random.Random(bed.seed), Callers(), [free_port() for _ in range(1 + rolling)]
     ready: list[float] = []  # when each new server was
     codes: list[int] = []
 
@@ -293,7 +293,7 @@ async def _restarts(bed: ServerTestBed, count: int, *, rolling: bool) -> Json:
     with Client(address, timeout=CALL_TIMEOUT) as client, ThreadPoolExecutor(CLIENTS) as pool:
         try:
             for picture in islice(cycle(bed.easy_pictures), CLIENTS):
-                pool.submit(callers.run, client, picture)
+                pool.submit(callers.run, partial(client.classify, picture, protocol="center"))
             answered_each = callers.wait_for_answers()
             for place in list(range(len(ports))) * count:
                 time.sleep(rng.uniform(0.3, 1.5))

@@ -54,6 +54,7 @@ def test_a_case_is_measured_again_with_other_threads_and_its_newest_result_count
         ("engine-cpu-avx2", engine_table.tables),
         ("engine-cpu-avx2-all", engine_table.tables),
         ("reliability", reliability_table.table),
+        ("rolling-restart", partial(reliability_table.table, title="Rolling restarts")),
         ("rehearsal", partial(reliability_table.table, title="Rehearsal")),
         ("serving", serving_table.tables),
     ],

@@ -25,34 +25,16 @@ from prelunet.evaluator.serving.options import (
 )
 from prelunet.evaluator.serving.proxies import TrustedProxies
 from prelunet.evaluator.verbs import serve as serve_verb
+from tests.serving.conftest import Served
 
 ROOT = Path(__file__).parents[2]
 MODEL = ("--model", "demo=demo.onnx")
-Served = Callable[..., ServeOptions]
 
 
 @pytest.fixture(autouse=True)
 def _logging_of_the_tests(monkeypatch: pytest.MonkeyPatch) -> None:
     """Leave this process's logging as it is: the verb would replace all handlers of the root logger."""
     monkeypatch.setattr(serve_verb, "configure_logging", lambda *_: None)
-
-
-@pytest.fixture
-def served(monkeypatch: pytest.MonkeyPatch) -> Served:
-    """Return a function that runs the verb and returns its options, without serving."""
-    seen: list[ServeOptions] = []
-
-    async def serve(options: ServeOptions, _report: Any) -> ServeResult:
-        seen.append(options)
-        return ServeResult()
-
-    def options_of(*arguments: str) -> ServeOptions:
-        assert run(["serve", *arguments]) == 0
-        return seen.pop()
-
-    monkeypatch.setattr(serve_verb, "serve_until_stopped", serve)
-    monkeypatch.setattr(serve_verb, "require_files", lambda _: None)
-    return options_of
 
 
 @pytest.fixture

@@ -1,0 +1,285 @@
+"""Replace three servers one after the other under the calls of 16 clients; no call may fail.
+
+    python -m benchmarks.reliability.rolling_restart [--only NAME ...] [--tiny] [--seed N] [--output FILE]
+
+haproxy: behind HAProxy with deploy/haproxy/haproxy.cfg; each server is stopped (SIGTERM), drains and starts again
+at its address. The clients are plain gRPC and never retry.
+dns: as on Kubernetes behind a headless Service (`dns:///NAME:PORT`, round_robin): a server at a new address starts and
+is announced; 30 s later, as in deploy/kubernetes, an old one is withdrawn and stopped in the same moment. A name server
+on loopback takes the place of the cluster's. The clients are the package's own (dns-client), and plain gRPC with its
+health checking and without retries (dns-grpc).
+
+The servers are `prelunet serve` processes with the demo net. Needs Debian's haproxy. All cases take about five minutes.
+
+Exit codes: 0 no call failed, 1 a call failed or a case could not run, 3 the time limit left some cases out.
+"""
+
+import json
+import logging
+import os
+import re
+import shutil
+import socket
+import struct
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from functools import partial
+from itertools import cycle, islice
+from typing import Self
+
+import grpc
+
+from benchmarks.common.results import RESULTS, ROOT, circumstances, digest_of, environment
+from benchmarks.common.runner import Case, Runner, command_line
+from benchmarks.common.server_process import PreluNetServer, ProcessExit, ServerProcess, free_port
+from benchmarks.reliability.cases import Json, ServerTestBed, claim, verdict
+from benchmarks.reliability.draining import CALL_TIMEOUT, Callers
+from benchmarks.reliability.table import not_held, table
+from prelunet.evaluator.client import Client
+from prelunet.evaluator.pb.prelunet.v1 import prelunet_pb2 as pb
+from prelunet.evaluator.pb.prelunet.v1 import prelunet_pb2_grpc as pb_grpc
+
+PACKAGES = ("prelunet", "onnxruntime", "grpcio")
+MEASURED = (
+    "evaluator", "benchmarks/reliability/rolling_restart.py", "benchmarks/reliability/draining.py",
+    "benchmarks/common/server_process.py", "deploy/haproxy/haproxy.cfg",
+)  # fmt: skip
+LIMIT = 900  # seconds
+SERVERS, CLIENTS = 3, 16
+WINDOW = 5.0  # seconds of lame duck, as in deploy/
+PAUSE = 2.0  # seconds between two restarts behind HAProxy, which checks every half second
+MIN_READY = 30.0  # seconds between two replacements with DNS; gRPC looks up a name again after 30 s at the earliest
+NAME = "prelunet.test"
+HAPROXY_CONFIG = ROOT / "deploy" / "haproxy" / "haproxy.cfg"
+# gRPC's own health checking leaves a stopping server as soon as its health reports so.
+HEALTH_CHECKING = {"loadBalancingConfig": [{"round_robin": {}}], "healthCheckConfig": {"serviceName": ""}}
+Call = Callable[[], object]
+Opened = AbstractContextManager[Call]
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the cases that are not in the file yet."""
+    words = list(sys.argv[1:] if arguments is None else arguments)
+    parser = command_line(__doc__, output=RESULTS / "rolling-restart.json", limit=LIMIT)
+    cases = {"haproxy": _haproxy, "dns-client": _dns_client, "dns-grpc": _dns_grpc}
+    parser.add_argument("--only", nargs="+", choices=list(cases), default=list(cases), metavar="NAME")
+    parser.add_argument("--seed", type=int, default=1, help="random seed of the pictures")
+    options = parser.parse_args(words)
+    logging.getLogger("prelunet.evaluator.client").setLevel(logging.ERROR)  # it reports every restart
+    facts = {"device": "cpu", "tiny": options.tiny, "source": digest_of(*MEASURED), "seed": options.seed}
+    now = {**circumstances(__file__, options, PACKAGES, words), **facts}
+    runner = Runner(options.output, "rolling-restart", now, options.limit)
+    with ServerTestBed(options.seed, tiny=options.tiny) as bed:
+        runner.run(cases[name](bed) for name in options.only)
+    broken = not_held(runner.data)
+    code = runner.finish(table(runner.data, "Rolling restarts"), (f"NOT held: {name}: {why}" for name, why in broken))
+    return 1 if broken else code
+
+
+def _case(name: str, sentence: str, work: Callable[[], Json]) -> Case:
+    settings = {"servers": SERVERS, "clients": CLIENTS, "window": WINDOW}
+
+    async def test() -> Json:
+        return work()
+
+    return claim(name, sentence, settings, SERVERS * (MIN_READY + WINDOW), test)
+
+
+def _haproxy(bed: ServerTestBed) -> Case:
+    return _case(
+        "haproxy",
+        "each of three servers behind HAProxy is stopped, drains and starts again: no call of clients that never retry "
+        "fails",
+        partial(_behind_haproxy, bed),
+    )
+
+
+def _dns_client(bed: ServerTestBed) -> Case:
+    return _case(
+        "dns-client",
+        "each of three servers behind a name is replaced by one at another address: no call of the package's client "
+        "fails",
+        partial(_behind_a_name, bed, _own_client),
+    )
+
+
+def _dns_grpc(bed: ServerTestBed) -> Case:
+    return _case(
+        "dns-grpc",
+        "the same for clients of plain gRPC with health checking that never retry",
+        partial(_behind_a_name, bed, partial(_plain_grpc, config=HEALTH_CHECKING)),
+    )
+
+
+@contextmanager
+def _own_client(address: str, image: bytes) -> Iterator[Call]:
+    with Client(address, timeout=CALL_TIMEOUT) as client:
+        yield partial(client.classify, image, protocol="center")
+
+
+@contextmanager
+def _plain_grpc(address: str, image: bytes, config: Json | None = None) -> Iterator[Call]:
+    """Yield a call on a channel of its own that is never retried."""
+    options: list[tuple[str, int | str]] = [("grpc.use_local_subchannel_pool", 1), ("grpc.enable_retries", 0)]
+    options.append(("grpc.service_config", json.dumps(config or {})))
+    with grpc.insecure_channel(address, options=options) as channel:
+        classify = pb_grpc.PreluNetServiceStub(channel).Classify
+        yield partial(classify, pb.ClassifyRequest(image=image, protocol="center"), timeout=CALL_TIMEOUT)
+
+
+class _Fleet:
+    """Servers on addresses of loopback, all on the same ports. Use it in a `with` block, which kills them."""
+
+    def __init__(self, bed: ServerTestBed) -> None:
+        self.port, self.metrics_port = free_port(), free_port()
+        self._bed = bed
+        self.servers: dict[str, PreluNetServer] = {}
+        self.ends: list[ProcessExit] = []
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for server in self.servers.values():
+            server.kill()
+
+    def start(self, host: str) -> None:
+        """Start a server and wait until it is ready."""
+        proxied = ("--client-address-key", "x-forwarded-for", "--trusted-proxies", "127.0.0.0/8")
+        ports = ("--port", str(self.port), "--metrics-port", str(self.metrics_port))
+        self.servers[host] = self._bed.serve("--host", host, *ports, "--lame-duck", str(WINDOW), *proxied)
+
+    def stop(self, host: str) -> None:
+        """Stop a server and wait for its end."""
+        self.ends.append(self.servers.pop(host).stop())
+
+    def result(self, callers: Callers, *, answered: bool, pause: float) -> Json:
+        """Stop all servers and return the verdict. answered: whether each client got answers after each restart."""
+        for host in list(self.servers):
+            self.stop(host)
+        return verdict(
+            {
+                "no_call_failed": not callers.failures,
+                "answered_after_each": answered,
+                "exit_code_0": {end.code for end in self.ends} == {0},
+                "no_call_cut_off": all("no call was lost" in end.output for end in self.ends),
+            },
+            restarts=len(self.ends) - SERVERS,
+            answers=len(callers.calls),
+            failures=callers.failures[:10],
+            slowest_call_seconds=round(max((end - begun for begun, end in callers.calls), default=0.0), 2),
+            pause_seconds=pause,
+        )
+
+
+def _behind_haproxy(bed: ServerTestBed) -> Json:
+    """Restart each server at its address."""
+    hosts = [f"127.0.0.{number}" for number in range(11, 11 + SERVERS)]
+    with _Fleet(bed) as fleet:
+        for host in hosts:
+            fleet.start(host)
+        with _proxy(bed, fleet, hosts) as address, _calling(bed, address, _plain_grpc) as callers:
+            answered = callers.wait_for_answers(CLIENTS)
+            for host in hosts:
+                fleet.stop(host)
+                fleet.start(host)
+                time.sleep(PAUSE)
+                answered &= callers.wait_for_answers(CLIENTS)
+        return fleet.result(callers, answered=answered, pause=PAUSE)
+
+
+@contextmanager
+def _proxy(bed: ServerTestBed, fleet: _Fleet, hosts: Sequence[str]) -> Iterator[str]:
+    """Run HAProxy with the committed file, at other addresses; yield its own."""
+    program = shutil.which("haproxy", path=f"{os.environ.get('PATH', '')}:/usr/sbin")
+    if program is None:
+        raise RuntimeError("haproxy is missing; on Debian: apt-get install --no-install-recommends haproxy")
+    address, remaining = f"127.0.0.1:{free_port()}", iter(hosts)
+    text = HAPROXY_CONFIG.read_text(encoding="utf-8")
+    text = re.sub(r"bind :\d+", f"bind {address}", text)
+    text = re.sub(r"(default-server .*) port \d+", rf"\1 port {fleet.metrics_port}", text)
+    text = re.sub(r"(  server \w+) \S+", lambda found: f"{found[1]} {next(remaining)}:{fleet.port}", text)
+    config = bed.folder / "haproxy.cfg"
+    config.write_text(text, encoding="utf-8")
+    with ServerProcess([program, "-f", str(config)], bed.folder / "haproxy.log", env=environment()) as process:
+        time.sleep(PAUSE)  # for the first checks
+        if not process.is_alive():
+            raise RuntimeError(f"haproxy did not start: {process.log[-1000:]}")
+        yield address
+
+
+def _behind_a_name(bed: ServerTestBed, client: Callable[[str, bytes], Opened]) -> Json:
+    """Replace each server by one at a new address, as a roll-out on Kubernetes does."""
+    hosts = [f"127.0.0.{number}" for number in range(11, 11 + 2 * SERVERS)]
+    with _Fleet(bed) as fleet, _NameServer() as names:
+        for host in hosts[:SERVERS]:
+            fleet.start(host)
+        names.addresses = hosts[:SERVERS]
+        with _calling(bed, f"dns://{names.address}/{NAME}:{fleet.port}", client) as callers:
+            answered = callers.wait_for_answers(CLIENTS)
+            for old, new in zip(hosts, hosts[SERVERS:], strict=False):
+                fleet.start(new)
+                names.addresses = [*names.addresses, new]
+                time.sleep(MIN_READY)
+                names.addresses = [host for host in names.addresses if host != old]
+                fleet.stop(old)
+                answered &= callers.wait_for_answers(CLIENTS)
+        return fleet.result(callers, answered=answered, pause=MIN_READY)
+
+
+@contextmanager
+def _calling(bed: ServerTestBed, address: str, client: Callable[[str, bytes], Opened]) -> Iterator[Callers]:
+    """Let clients call during the block, each on a connection of its own."""
+    callers = Callers()
+    with ExitStack() as opened, ThreadPoolExecutor(CLIENTS) as pool:
+        for image in islice(cycle(bed.easy_pictures), CLIENTS):
+            pool.submit(callers.run, opened.enter_context(client(address, image)))
+        try:
+            yield callers
+        finally:
+            callers.stop.set()
+            pool.shutdown()
+
+
+class _NameServer:
+    """Answers each query for an A record with `addresses`, as a cluster's DNS does for a headless Service."""
+
+    def __init__(self) -> None:
+        self.addresses: list[str] = []
+        self._socket = socket.socket(socket.AF_INET, socket.SOCK_DGRAM)
+        self._socket.bind(("127.0.0.1", 0))
+        self.address = f"127.0.0.1:{self._socket.getsockname()[1]}"
+
+    def __enter__(self) -> Self:
+        self._thread = threading.Thread(target=self._serve)
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._socket.sendto(b"", self._socket.getsockname())  # ends the thread
+        self._thread.join()
+        self._socket.close()
+
+    def _serve(self) -> None:
+        while True:
+            query, client = self._socket.recvfrom(4096)
+            if not query:
+                return
+            self._socket.sendto(self._answer(query), client)
+
+    def _answer(self, query: bytes) -> bytes:
+        """Return the response to a query (RFC 1035, section 4); of other types than A it is empty."""
+        end = query.index(b"\0", 12) + 5  # name, type, class
+        (kind,) = struct.unpack("!H", query[end - 4 : end - 2])
+        addresses = self.addresses if kind == 1 else []
+        head = query[:2] + struct.pack("!HHHHH", 0x8580, 1, len(addresses), 0, 0)
+        records = (struct.pack("!HHHIH", 0xC00C, 1, 1, 5, 4) + socket.inet_aton(each) for each in addresses)
+        return head + query[12:end] + b"".join(records)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
