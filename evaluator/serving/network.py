@@ -2,8 +2,11 @@
 
 import errno
 import ipaddress
+import os
 import resource
 import socket
+from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from urllib.parse import quote
 
@@ -11,6 +14,7 @@ from prelunet.evaluator.errors import EnvironmentFault
 from prelunet.evaluator.serving.options import RESERVED_FILES, ServerLimits
 
 UNREAD_BYTES = 2**16  # that a call may send before the server reads them
+DESCRIPTORS = Path("/proc/self/fd")
 
 
 def channel_options(limits: ServerLimits) -> list[tuple[str, int]]:
@@ -112,6 +116,35 @@ def is_wildcard(host: str) -> bool:
         return ipaddress.IPv6Address(host).is_unspecified
     except ValueError:
         return False
+
+
+def tcp_connections() -> Iterator[socket.socket]:
+    """Yield this process's open TCP connections, gRPC's too, without copying them: do not close or keep them.
+
+    Nothing on systems without /proc.
+    """
+    for name in os.listdir(DESCRIPTORS) if DESCRIPTORS.is_dir() else ():  # noqa: PTH208 - five times as fast as iterdir
+        try:
+            view = socket.socket(socket.AF_INET6, socket.SOCK_STREAM, 0, int(name))
+        except OSError:  # something else
+            continue
+        try:
+            view.getpeername()
+            yield view
+        except OSError:  # of another kind, or closed
+            pass
+        finally:
+            view.detach()
+
+
+def connections_to(port: int) -> int:
+    """Return the number of open TCP connections to a port of this process."""
+    count = 0
+    for connection in tcp_connections():
+        with suppress(OSError):  # closed meanwhile
+            name = connection.getsockname()
+            count += isinstance(name, tuple) and name[1] == port
+    return count
 
 
 def raise_open_file_limit(connections: int) -> int:

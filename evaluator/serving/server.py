@@ -30,7 +30,7 @@ from prelunet.evaluator.serving.http.door import HttpDoor
 from prelunet.evaluator.serving.http.listener import ConnectionLimits, Listener
 from prelunet.evaluator.serving.http.routes import Routes
 from prelunet.evaluator.serving.models import Models
-from prelunet.evaluator.serving.network import channel_options, explain_bind_error, host_port, unix_host
+from prelunet.evaluator.serving.network import channel_options, connections_to, explain_bind_error, host_port, unix_host
 from prelunet.evaluator.serving.observability.call_context import Context
 from prelunet.evaluator.serving.observability.metrics import Metrics
 from prelunet.evaluator.serving.options import HttpOptions, ServerLimits
@@ -89,6 +89,8 @@ class Server:
                 self._port = self._server.add_secure_port(address, certificates.credentials())
         except RuntimeError as error:  # without the reason, which gRPC only logs
             raise EnvironmentFault(f"cannot listen on {address}: {explain_bind_error(self._host, port)}") from error
+        if unix_socket is None:
+            self._metrics.grpc_connections.set_function(lambda: connections_to(self._port))
         self._routes, self._http = None, None
         if http.enabled:
             door = HttpDoor(self._calls, limits, arriving, access, self._services.refusal, (host, *http.host_names))

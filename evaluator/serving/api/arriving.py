@@ -7,19 +7,18 @@ messages, is still arriving; at most, because headers and the beginnings of canc
 
 import asyncio
 import logging
-import os
 import socket
 import sys
 import time
 from collections import Counter
 from collections.abc import Awaitable
+from contextlib import suppress
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 from urllib.parse import unquote
 
 from prelunet.evaluator.errors import Overloaded
-from prelunet.evaluator.serving.network import UNREAD_BYTES
+from prelunet.evaluator.serving.network import DESCRIPTORS, UNREAD_BYTES, tcp_connections
 from prelunet.evaluator.serving.observability.call_context import Call
 from prelunet.evaluator.serving.observability.metrics import Metrics
 from prelunet.evaluator.serving.options import ServerLimits
@@ -30,7 +29,6 @@ _MAX_AGE = 10.0  # seconds; older counts are renewed, or the headers of many sho
 _REST = 20  # after a check that took a time t, the next comes no earlier than 20 t
 _PREFIX = 5  # bytes before each message
 _RETRY_AFTER = 1.0  # seconds
-_DESCRIPTORS = Path("/proc/self/fd")
 
 log = logging.getLogger(__name__)
 
@@ -71,7 +69,7 @@ class ArrivingBytes:
         self._connections: dict[str, _Connection] = {}  # by gRPC's name
         self._timer: asyncio.TimerHandle | None = None
         self._counted = 0.0
-        self._supported = _DESCRIPTORS.is_dir() and hasattr(socket, "TCP_INFO")
+        self._supported = DESCRIPTORS.is_dir() and hasattr(socket, "TCP_INFO")
         if not self._supported:
             log.warning("--arriving-bytes has no effect: this system does not report how many bytes have arrived")
 
@@ -166,18 +164,10 @@ class ArrivingBytes:
 def _received_bytes() -> dict[tuple[str, str], int]:
     """Return the bytes received on each of this process's TCP connections, by address and port of the peer."""
     received = {}
-    for name in os.listdir(_DESCRIPTORS):  # noqa: PTH208 - five times as fast as iterdir
-        try:
-            view = socket.socket(socket.AF_INET6, socket.SOCK_STREAM, 0, int(name))  # of gRPC's socket, no copy
-        except OSError:  # something else
-            continue
-        try:
-            info = view.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 136)
-            host, port = view.getpeername()[:2]
+    for connection in tcp_connections():
+        with suppress(OSError):  # of another kind, or closed meanwhile
+            info = connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 136)
+            host, port = connection.getpeername()[:2]
             # tcpi_bytes_received of linux/tcp.h, since Linux 4.1
             received[host.removeprefix("::ffff:"), str(port)] = int.from_bytes(info[128:136], sys.byteorder)
-        except OSError:  # of another kind, or closed
-            pass
-        finally:
-            view.detach()
     return received

@@ -43,6 +43,7 @@ class Metrics:
         self.build_info = gauge("prelunet_build_info", "1, with the versions.", ("version", "python", "grpcio"))
         versions = importlib.metadata.version("prelunet"), platform.python_version(), grpc.__version__
         self.build_info.labels(*versions).set(1)
+        self.grpc_connections = gauge("prelunet_grpc_connections", "Open TCP connections to the gRPC port; Linux only.")
         self.http_connections = gauge("prelunet_http_connections", "Open connections to the HTTP port.")
         self.request_seconds = seconds("prelunet_request_seconds", "Time from an image's arrival to its answer.", model)
         self.failed_seconds = Summary(

@@ -14,6 +14,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 from unittest.mock import Mock
@@ -482,6 +483,20 @@ def test_a_thousand_calls_at_once_are_all_answered(server: RunningServer) -> Non
 
 
 # Metrics, statuses and documentation.
+
+
+def test_connections_of_both_ports_are_counted_apart() -> None:
+    def counts() -> list[float]:
+        return [server.metric(f"prelunet_{port}_connections") for port in ("grpc", "http")]
+
+    with running_server(http=ON, six=FakeSession()) as server:
+        eventually(lambda: counts() == [0, 0])
+        with ExitStack() as stack:
+            for address in (server.address, server.address, server.http):
+                host, _, port = address.rpartition(":")
+                stack.enter_context(socket.create_connection((host, int(port)), timeout=20))
+            eventually(lambda: counts() == [2, 1])
+        eventually(lambda: counts() == [0, 0])
 
 
 def test_metrics_have_limits_readiness_and_versions_and_nothing_about_creation(server: RunningServer) -> None:
