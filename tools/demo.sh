@@ -40,6 +40,10 @@ else
 fi
 
 if [ -n "$live" ]; then
+  if ! python -c 'import socket, sys; socket.create_server(("127.0.0.1", int(sys.argv[1])))' "${HTTP_PORT:-8080}" 2>/dev/null; then
+    echo "make live: port ${HTTP_PORT:-8080} is in use. Choose another: make live HTTP_PORT=8081" >&2
+    exit 2
+  fi
   if [ ! -e "$out/model.onnx" ]; then
     step "Train the small PReLU-net, which takes minutes, and export it ($out/model.onnx)"
     run prelunet train "${train_options[@]}" --out "$out/train"

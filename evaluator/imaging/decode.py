@@ -162,7 +162,7 @@ def _image_errors(limits: DecodeLimits) -> Iterator[None]:
         raise
     except UnidentifiedImageError as error:  # its text contains the address of our buffer
         raise ImageError(
-            f"not a readable image, or its header is damaged. Accepted are {', '.join(FORMATS)}; "
+            f"not a readable image, or its header is damaged. Accepted formats: {', '.join(FORMATS)}; "
             "convert the file to one of these"
         ) from error
     except Image.DecompressionBombError as error:

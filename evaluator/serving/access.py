@@ -141,7 +141,7 @@ class AccessControl:
         if not authorizations:
             raise Unauthenticated(
                 "this server requires a token: give the file with yours (--token-file, or Credentials(token_file=…) in "
-                "Python), or send it as metadata, authorization: Bearer TOKEN"
+                "Python), or send it as metadata or HTTP header, authorization: Bearer TOKEN"
             )
         header = authorizations[0]
         scheme, _, secret = (header if isinstance(header, str) else "").partition(" ")
@@ -150,7 +150,7 @@ class AccessControl:
         found = self.files.value.get(_digest(secret.strip().encode(errors="surrogateescape")))
         if found is None:
             raise Unauthenticated(
-                "this server does not know the token, or no longer. Check the file, or ask the server's operator"
+                "this token is unknown to the server, or has been removed. Check the file, or ask the server's operator"
             )
         return found
 

@@ -54,9 +54,12 @@ def token(
         _write(secret_file, f"{secret}\n", os.O_EXCL)
     if token_file is not None:
         _write(token_file, lines, os.O_APPEND)
+        report(f"{token_file}: added {name}, with the hash of the token")
     else:
         echo(lines, end="")
-    if secret_file is None:
+    if secret_file is not None:
+        report(f"{secret_file}: the token, for the client")
+    else:
         report(f"The token, for the client; it is shown only now:\n{secret}")
 
 

@@ -313,7 +313,7 @@ def test_formats_outside_the_list_never_reach_their_decoder(monkeypatch: pytest.
     for name, opener in others.items():
         monkeypatch.setitem(Image.OPEN, name, opener)
     for kind in ("ICO", "TGA", "PCX", "JPEG2000", "QOI"):
-        with pytest.raises(ImageError, match="Accepted are JPEG, PNG, GIF, WEBP, BMP, TIFF, PPM"):
+        with pytest.raises(ImageError, match="Accepted formats: JPEG, PNG, GIF, WEBP, BMP, TIFF, PPM"):
             decode_rgb(encoded(Image.fromarray(PICTURE), kind))
 
 

@@ -128,7 +128,7 @@ def test_a_heat_map_of_a_file_that_is_gone_is_an_error_with_its_name(net: Net, p
 
 
 BAD_IMAGES = [
-    ("notes.txt", ImageError, "notes.txt: not a readable image.*Accepted are JPEG"),
+    ("notes.txt", ImageError, "notes.txt: not a readable image.*Accepted formats: JPEG"),
     (b"notes", ImageError, "^(images.1.: )?not a readable image"),
     ("gone.jpg", ImageError, r"gone.jpg: cannot be read \(No such file or directory\)"),
     (PIXELS / 255, ImageError, r"type is float64, but it must be uint8.*\(array \* 255\)"),

@@ -1,6 +1,7 @@
 """tools/demo.sh, up to its first command, and with --live."""
 
 import os
+import socket
 import subprocess
 from contextlib import suppress
 from pathlib import Path
@@ -44,13 +45,16 @@ def test_live_trains_and_exports_the_model_unless_it_exists_and_serves_it(tmp_pa
     program = tmp_path / "prelunet"
     program.write_text('#!/bin/sh\necho "$1 $2" >>"$0.log"\n[ "$1" != export ] || touch "$4"\n')
     program.chmod(0o755)
-    environment = os.environ | {"PATH": f"{tmp_path}:{os.environ['PATH']}", "HTTP_PORT": "8123"}
+    environment, live = os.environ | {"PATH": f"{tmp_path}:{os.environ['PATH']}"}, [SCRIPT, "--live", "photos"]
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        environment["HTTP_PORT"] = port = str(taken.getsockname()[1])
+        refused = subprocess.run(live, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False)
+    assert (refused.returncode, (tmp_path / "prelunet.log").exists()) == (2, False)  # before it trains for minutes
+    assert f"port {port} is in use" in refused.stderr
     serving = "serve --model"
     for expected in (["train --recipe", "export demo/photos/train/last.safetensors", serving], [serving]):
-        done = subprocess.run(
-            [SCRIPT, "--live", "photos"], cwd=tmp_path, env=environment, capture_output=True, text=True, check=True
-        )
-        assert "http://127.0.0.1:8123/" in done.stdout
-        assert "--http-port 8123" in done.stdout
+        done = subprocess.run(live, cwd=tmp_path, env=environment, capture_output=True, text=True, check=True)
+        assert f"http://127.0.0.1:{port}/" in done.stdout
+        assert f"--http-port {port}" in done.stdout
         assert (tmp_path / "prelunet.log").read_text().splitlines() == expected
         (tmp_path / "prelunet.log").unlink()

@@ -33,7 +33,10 @@ def test_tokens_are_added_to_the_servers_file_and_work(tmp_path: Path, capsys: p
         secret = tmp_path / f"{name}.token"
         assert run(["token", name, "--scope", scope, "--token-file", str(tokens), "--secret-file", str(secret)]) == 0
         assert {stat.S_IMODE(path.stat().st_mode) for path in (tokens, secret)} == {0o600}
-    assert capsys.readouterr().out == ""
+    printed = capsys.readouterr()
+    assert printed.out == ""
+    assert all(f"{name}.token" in printed.err for name in ("alice", "bob"))
+    assert (tmp_path / "alice.token").read_text().strip() not in printed.err
     access = AccessControl(tokens)
     found = access.check(CLASSIFY, [f"Bearer {(tmp_path / 'alice.token').read_text().strip()}"])
     assert found is not None

@@ -6,7 +6,7 @@ const inTime = (seconds) => (seconds < 1 ? `${decimal(1000 * seconds, seconds < 
 const PROBLEMS = {
   0: "The server cannot be reached, or it closed the connection. Is it still running?",
   "no token": "This server requires a token.",
-  "wrong token": "The server does not know this token, or no longer.",
+  "wrong token": "This token is unknown, or has been removed.",
   400: "The server cannot classify this file.",
   403: "This token does not allow that.",
   404: "The server does not have that.",
@@ -49,23 +49,25 @@ async function call(path, options = {}) {
   throw new Problem(response.status, body.error, response.headers.get("Retry-After"));
 }
 
-/** Show what went wrong; ask for a token if that is missing. retry: what a button should repeat. */
+/** Show what went wrong; ask for a token if that is the reason. retry: what a button should repeat. */
 function showProblem(error, retry) {
   const problem = byId("problem");
   const again = make("button.button", { type: "button" }, "Try again");
   again.addEventListener("click", retry);
   problem.replaceChildren(error.message.trim(), AGAIN.includes(error.status) ? again : "");
   problem.hidden = false;
-  if (TOKEN_PROBLEMS.includes(error.status)) {
-    byId("token-form").hidden = false;
-    byId("token-form").onsubmit = (event) => {
-      event.preventDefault();
-      token = byId("token").value.trim();
-      byId("token-form").hidden = true;
-      retry();
-    };
-    byId("token").focus();
-  }
+  if (TOKEN_PROBLEMS.includes(error.status)) askForToken(retry);
+}
+
+function askForToken(retry) {
+  byId("token-form").hidden = false;
+  byId("token-form").onsubmit = (event) => {
+    event.preventDefault();
+    token = byId("token").value.trim();
+    byId("token-form").hidden = true;
+    retry();
+  };
+  byId("token").focus();
 }
 
 /** List the models, describe the chosen one, and classify the picture if there is one. */
@@ -94,7 +96,9 @@ async function listReports() {
     byId("reports-note").textContent = reports.length ? "" : "There is no report yet.";
     byId("reports").replaceChildren(...reports.map(reportItem));
   } catch (error) {
-    byId("reports-note").textContent = error.message;
+    const another = make("button.button", { type: "button" }, "Use another token");
+    another.addEventListener("click", () => askForToken(start));
+    byId("reports-note").replaceChildren(error.message, TOKEN_PROBLEMS.includes(error.status) ? another : "");
   }
 }
 
@@ -130,6 +134,7 @@ function showModel(model) {
   const { provider, precision } = model.circumstances;
   byId("served").replaceChildren(make("em.name", null, model.name), `: architecture ${model.architecture}, ${integer(model.classes.length)} classes, `,
     `${provider}, ${precision}. Pictures are sent to this server and to nobody else.`);
+  byId("calls").hidden = false;
   showCalls();
 }
 
@@ -143,6 +148,7 @@ function showCalls() {
   const calls = callCommands(`${location.origin}${callPath()}`, picture?.name ?? "photo.jpg", typeOf(picture), token !== null);
   for (const [name, text] of Object.entries(calls)) byId(name).textContent = text;
   byId("token-file").hidden = token === null;
+  byId("authority").hidden = location.protocol !== "https:";
 }
 
 const typeOf = (file) => file?.type || (file ? "application/octet-stream" : "image/jpeg");

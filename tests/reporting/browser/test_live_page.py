@@ -313,7 +313,7 @@ def test_a_token_is_asked_for_once_and_kept_in_memory_only(tmp_path: Path, visit
             page.get_by_label("Token", exact=True).fill(text)
             page.get_by_role("button", name="Use this token").click()
             if text == "wrong":
-                expect(page.get_by_role("alert")).to_contain_text("does not know")
+                expect(page.get_by_role("alert")).to_contain_text("is unknown")
         expect(page.get_by_role("alert")).to_be_hidden()
         for seed in (1, 2):
             choose(page, png(50, 60, seed), "photo.png", "image/png")
@@ -443,6 +443,10 @@ def test_new_reports_appear_and_problems_with_them_are_explained(tmp_path: Path,
         use_token(watched.page, secret)
         expect(watched.page.locator("#reports-note")).to_contain_text("scope 'evaluate'")
         expect(watched.page.get_by_role("alert")).to_be_hidden()
+        watched.page.get_by_role("button", name="Use another token").click()
+        use_token(watched.page, secret)
+        expect(watched.page.locator("#token-form")).to_be_hidden()
+        expect(watched.page.locator("#reports-note")).to_contain_text("scope 'evaluate'")
         expected_failures(watched)
     with guarded(tmp_path, ["evaluate"], reports=runs) as (server, secret):
         watched = visit(page_of(server))
