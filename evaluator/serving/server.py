@@ -69,6 +69,7 @@ class Server:
         self._metrics = metrics or Metrics()
         self._calls = CallsInFlight(limits.max_calls, self._metrics)
         self._metrics.limits.labels("max-calls").set(limits.max_calls)
+        self._metrics.limits.labels("max-connections").set(limits.max_connections)
         self._metrics.ready.set_function(lambda: self.serving)
         self._max_evaluation_images = limits.max_evaluation_images
         self._health = Health(SERVICES)

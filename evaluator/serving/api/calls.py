@@ -78,6 +78,8 @@ class CallsInFlight:
 
     def _end(self, call: Call, *, counted: bool) -> None:
         call.status = call.status or "CANCELLED"  # the client left, or its message was too large for gRPC
+        if call.status == "CANCELLED" and not call.bytes:
+            self._metrics.refusals.labels("", "message").inc()
         seconds = time.monotonic() - call.begun
         method = call.method if f"/{call.method}" in REQUIRED else "unknown"
         self._metrics.calls.labels(method, call.status).inc()

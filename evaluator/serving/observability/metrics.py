@@ -38,7 +38,7 @@ class Metrics:
         self.calls = counter("prelunet_calls", "Calls that ended, by method and status.", ("method", "status"))
         self.call_seconds = seconds("prelunet_call_seconds", "Time from a call's arrival to its end.", ("method",))
         self.calls_now = gauge("prelunet_calls_now", "Calls in flight.")
-        self.limits = gauge("prelunet_limits", "Limits, by option: max-calls, queue-views, queue-bytes.", ("option",))
+        self.limits = gauge("prelunet_limits", "Limits, by option: max-calls, max-connections and so on.", ("option",))
         self.ready = gauge("prelunet_ready", "1 while health reports SERVING, else 0.")
         self.build_info = gauge("prelunet_build_info", "1, with the versions.", ("version", "python", "grpcio"))
         versions = importlib.metadata.version("prelunet"), platform.python_version(), grpc.__version__
@@ -65,10 +65,10 @@ class Metrics:
         self.waiting_bytes = gauge("prelunet_waiting_bytes", "Encoded bytes of unanswered images.", model)
         self.refusals = counter(
             "prelunet_refusals",
-            "Refused requests, by reason: views, bytes, share, calls, arriving, stopping, token, scope, rate.",
+            "Refused requests, by reason: views, bytes, share, calls, arriving, message, stopping, token, scope, rate.",
             by_reason,
         )
-        for reason in ("calls", "arriving", "stopping", "token", "scope", "rate"):
+        for reason in ("calls", "arriving", "message", "stopping", "token", "scope", "rate"):
             self.refusals.labels("", reason)  # see ModelMetrics
         self.reloads = counter(
             "prelunet_reloads", "Changes of files that were loaded or refused.", ("files", "outcome")

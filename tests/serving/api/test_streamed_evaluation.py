@@ -374,6 +374,16 @@ def test_an_evaluation_with_a_message_above_the_limit_fails(stub) -> None:
     assert caught.value.code() == grpc.StatusCode.RESOURCE_EXHAUSTED
 
 
+def test_calls_whose_message_grpc_refuses_are_counted() -> None:
+    with running_server(fake=FakeSession()) as server, grpc.insecure_channel(server.address) as channel:
+        classify = pb_grpc.PreluNetServiceStub(channel).Classify
+        classify(pb.ClassifyRequest(image=png(40, 57)), timeout=60)
+        with pytest.raises(grpc.RpcError, match="larger than max"):
+            classify(pb.ClassifyRequest(image=bytes(65 * 2**20)), timeout=60)
+        eventually(lambda: server.metric("prelunet_refusals_total", model="", reason="message") == 1)
+        assert server.metric("prelunet_calls_total", method="prelunet.v1.PreluNetService/Classify", status="OK") == 1
+
+
 def test_the_report_message_has_the_fields_of_the_schema_in_order() -> None:
     def fields(message: Descriptor) -> list:
         return [(field.name, inner(field.message_type)) for field in message.fields]

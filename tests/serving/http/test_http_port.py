@@ -505,7 +505,7 @@ def test_metrics_have_limits_readiness_and_versions_and_nothing_about_creation(s
         families = {each.name: each for each in text_string_to_metric_families(server.models.metrics.text().decode())}
     assert not [name for name in families if name.endswith("_created")]
     limits = {sample.labels["option"]: sample.value for sample in families["prelunet_limits"].samples}
-    assert limits == {"max-calls": 2048, "queue-views": 1024, "queue-bytes": 2**28}
+    assert limits == {"max-calls": 2048, "max-connections": 4096, "queue-views": 1024, "queue-bytes": 2**28}
     assert [families[f"prelunet_{name}"].samples[0].value for name in ("ready", "build_info")] == [1, 1]
     assert families["prelunet_http_connections"].samples[0].value >= 1
 
