@@ -140,6 +140,7 @@ ERROR_STATUSES: dict[type[PreluNetError], ErrorStatus] = {
     CheckpointError: ErrorStatus(3, "FAILED_PRECONDITION"),
     Interrupted: ErrorStatus(4, "CANCELLED"),
     EnvironmentFault: ErrorStatus(5, "UNAVAILABLE"),
+    MissingExtra: ErrorStatus(5, "UNAVAILABLE"),
     OutOfMemory: ErrorStatus(5, "RESOURCE_EXHAUSTED"),
     DeviceLost: ErrorStatus(5, "UNAVAILABLE"),
     NotReady: ErrorStatus(5, "UNAVAILABLE"),
