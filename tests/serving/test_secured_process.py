@@ -39,7 +39,7 @@ def test_both_ports_use_the_files_of_the_configuration_and_read_them_again_witho
     with serving(model, "--config", str(config)) as (process, line, address), futures.ThreadPoolExecutor(1) as pool:
         http, metrics = re.findall(r"(?:http|metrics) on 0\.0\.0\.0:(\d+)", line)
         assert httpx.get(f"http://127.0.0.1:{metrics}/ready", trust_env=False).status_code == 200
-        grpc = f"localhost:{address.rpartition(':')[2]}"
+        grpc_port = address.rpartition(":")[2]
 
         def over_http(secret: str) -> int:
             headers = {"authorization": f"Bearer {secret}"}
@@ -49,7 +49,7 @@ def test_both_ports_use_the_files_of_the_configuration_and_read_them_again_witho
         def call_until_stopped() -> int:
             calls = 0
             while not stopped.is_set():  # on new connections
-                with Client(grpc, credentials=credentials, retries=RetryPolicy.none()) as client:
+                with Client(f"localhost:{grpc_port}", credentials=credentials, retries=RetryPolicy.none()) as client:
                     assert client.classify(IMAGE).predictions
                 assert over_http(token.read_text().strip()) == 200
                 calls += 1
@@ -64,6 +64,9 @@ def test_both_ports_use_the_files_of_the_configuration_and_read_them_again_witho
                 while over_http(secrets[number]) != 200:
                     assert time.monotonic() < end, "the new token is not accepted"
                     time.sleep(0.1)
+                for port in (grpc_port, http):
+                    served = ssl.get_server_certificate(("127.0.0.1", int(port)))
+                    assert served == (TLS / f"{pair}.pem").read_text()
                 secret_file(tmp_path / "new", secrets[number]).replace(token)
         finally:
             stopped.set()
