@@ -307,7 +307,7 @@ def test_no_log_line_metric_or_error_has_a_token(tmp_path: Path, caplog: pytest.
                     texts += [str(error), repr(error), str(error.__cause__)]
         (tmp_path / "tokens.toml").write_text("".join(f"[{secret}]\n" for secret in secrets) + "x")
         reload()
-        texts.append(server.models.metrics.text().decode())
+        texts.append(server.models.metrics.text()[0].decode())
     for formatter in (JsonFormatter(), TextFormatter()):
         texts += [formatter.format(record) for record in caplog.records]
     assert "token:alice" in "".join(texts), "the name is logged"

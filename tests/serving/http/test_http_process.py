@@ -14,7 +14,8 @@ from prelunet.evaluator.serving.http.metrics import metrics_app
 from prelunet.evaluator.serving.observability.logs import configure_logging
 
 async def main():
-    listener = Listener(metrics_app(bytes, lambda: True), "127.0.0.1", 0, ConnectionLimits(9), option="--metrics-port")
+    app = metrics_app(lambda _: (b"", ""), lambda: True)
+    listener = Listener(app, "127.0.0.1", 0, ConnectionLimits(9), option="--metrics-port")
     listener.open()
     client = socket.create_connection(("127.0.0.1", int(listener.address.rpartition(":")[2])))
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
