@@ -189,7 +189,7 @@ class Experiment:
                     at_limit = best not in grid[1:-1]
                     found[arm] = {"rate": best, "loss": scores[best][1], "at_limit": at_limit, "tried": tried}
                 grids[arm] = [*grid, beyond]
-        return found
+        return {arm: found[arm] for arm in arms}
 
     def best_scale(self, arm: str, rate: float, kind: str) -> int:
         """Return the scale at which the search's nets have the lowest mean error; the smallest of equals."""
@@ -376,7 +376,10 @@ def table(title: str, result: Json) -> str:
 
 
 def draw(result: Json) -> bytes:
-    """Return the SVG: for each claim the differences by seed, their mean and its interval, and a line at 0."""
+    """Return the SVG: for each claim the differences by seed, their mean and its interval, and a line at 0.
+
+    Each seed draws the interval again, so its opacity adds up.
+    """
     values = [
         {"claim": claim["text"], "value": value, "low": claim["interval"][0], "high": claim["interval"][1],
          "mean": claim["mean"], "zero": 0}
@@ -385,7 +388,7 @@ def draw(result: Json) -> bytes:
     x = {"type": "quantitative", "title": "ours − baseline", "axis": {"domain": False}}
     layers = [
         {"mark": {"type": "rule", "color": "var(--muted)"}, "encoding": {"x": {"field": "zero", **x}}},
-        {"mark": {"type": "rule", "strokeWidth": 6, "opacity": 0.25, "color": "var(--accent)"},
+        {"mark": {"type": "rule", "strokeWidth": 6, "opacity": 0.06, "color": "var(--accent)"},
          "encoding": {"x": {"field": "low", **x}, "x2": {"field": "high"}}},
         {"mark": {"type": "point", "filled": True, "size": 30, "color": "var(--accent)"},
          "encoding": {"x": {"field": "value", **x}}},
