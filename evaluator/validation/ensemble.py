@@ -6,7 +6,7 @@ once to float32. The weights are positive and sum to 1. The paper does not say h
 
 import hashlib
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import combinations
 from pathlib import Path
@@ -115,7 +115,14 @@ def _ensemble_info(infos: Sequence[RunInfo], shares: Sequence[float]) -> RunInfo
         classes=infos[0].classes,
         protocol=infos[0].protocol,
         dataset=infos[0].dataset,
-        circumstances=_circumstances([info.circumstances for info in infos]),
+        circumstances={
+            "provider": _joined(info.circumstances["provider"] for info in infos),
+            "precision": _joined(info.circumstances["precision"] for info in infos),
+            "versions": {
+                name: _joined(info.circumstances["versions"].get(name, "none") for info in infos)
+                for name in dict.fromkeys(name for info in infos for name in info.circumstances["versions"])
+            },
+        },
         chunk=BLOCK,
         members=tuple({"model": dict(model), "weight": share} for model, share in zip(models, shares, strict=True)),
     )
@@ -185,18 +192,9 @@ def _comparisons(one: RunInfo, other: RunInfo) -> Iterable[tuple[str, tuple[dict
     yield "another protocol", (protocols[0], protocols[1]), f"All members need the same protocol. {fix}"
 
 
-def _circumstances(members: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Return provider, precision and versions: the common value, or the distinct values joined by +."""
-
-    def joined(values: Iterable[str]) -> str:
-        return sanitize_name("+".join(dict.fromkeys(values)))
-
-    names = dict.fromkeys(name for member in members for name in member["versions"])
-    return {
-        "provider": joined(member["provider"] for member in members),
-        "precision": joined(member["precision"] for member in members),
-        "versions": {name: joined(member["versions"].get(name, "none") for member in members) for name in names},
-    }
+def _joined(values: Iterable[str]) -> str:
+    """Return the common value, or the distinct values joined by +."""
+    return sanitize_name("+".join(dict.fromkeys(values)))
 
 
 def _average(
@@ -216,8 +214,10 @@ def _average(
             rows = [read_rows(run, block.start, block.stop) for run in runs]
             truths = [line.labels for line in runs[0].predictions[block]]
             for number in range(1, len(runs) + 1):
-                # NaN rows of refused images stay NaN.
-                scores = _weighted_mean(rows[:number], _normalized(weights[:number]))
+                total = np.zeros(rows[0].shape, np.float64)
+                for share, of_member in zip(_normalized(weights[:number]), rows, strict=False):
+                    total += share * of_member.astype(np.float64)  # NaN rows of refused images stay NaN
+                scores = total.astype(np.float32)
                 restricted = restrict(scores, runs[0].info.candidates)
                 ranks[number - 1, block] = best_ranks(restricted, truths)
             if start >= writer.done:
@@ -229,17 +229,6 @@ def _average(
     return tuple(_count_errors(rank, counted) for rank in member_ranks), tuple(
         _count_errors(rank, counted) for rank in ranks
     )
-
-
-def _weighted_mean(rows: Sequence[Float32Array], shares: Sequence[float]) -> Float32Array:
-    """Average the members' scores, float32 (images, classes), adding in order in float64; returns float32.
-
-    shares: weights that sum to 1.
-    """
-    total = np.zeros(rows[0].shape, np.float64)
-    for share, of_member in zip(shares, rows, strict=True):
-        total += share * of_member.astype(np.float64)
-    return total.astype(np.float32)
 
 
 def _count_errors(ranks: Int64Array, counted: BoolArray) -> ErrorCount:

@@ -4,7 +4,6 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from prelunet.evaluator.byte_sizes import format_bytes
-from prelunet.evaluator.contract import ClassEntry, ModelContract
 from prelunet.evaluator.datasets import DatasetSpec, open_from_spec
 from prelunet.evaluator.datasets.dataset import UNLABELLED, Dataset
 from prelunet.evaluator.engine.heatmap import why_flat
@@ -17,7 +16,7 @@ from prelunet.evaluator.machine import machine_memory
 from prelunet.evaluator.protocols import EvaluationProtocol
 from prelunet.evaluator.validation.pipeline import decoding_threads
 from prelunet.evaluator.validation.ray_cluster import MAX_CHUNKS_IN_FLIGHT, Cluster, evaluate_on_ray
-from prelunet.evaluator.validation.run import Run, RunInfo, build_run_info, describe_dataset
+from prelunet.evaluator.validation.run import Run, build_run_info, describe_dataset
 from prelunet.evaluator.validation.validate import validate
 
 
@@ -45,11 +44,32 @@ def evaluate_model(  # noqa: PLR0913 - one argument per option
     """
     session = sessions[0]
     dataset = open_from_spec(data, session.contract.classes)
+    labels = {sample.label for sample in dataset.samples}
     if heatmaps > 0:
-        _require_heat_maps(session.contract, protocol, dataset, shard)
+        if shard is not None:
+            raise UsageError(
+                "--heatmaps shows the most confident mistakes of a whole run, and --shard evaluates a part. Merge the "
+                "shards, then repeat the command with --run MERGED and without --shard: it computes only the heat maps"
+            )
+        if labels <= {UNLABELLED}:
+            raise UsageError(
+                "--heatmaps shows mistakes, and without labels there are none. Leave it out, or give labels"
+            )
+        if (reason := why_flat(session.contract, protocol)) is not None:
+            raise UsageError(f"--heatmaps: {reason}")
     memory, threads = session.placement.memory, session.placement.threads
     info = build_run_info(session, model.name, describe_dataset(dataset), protocol, shard, memory=memory)
-    _report_dataset(dataset, session.contract.classes, info, report)
+    contents = f"{len(dataset.samples):,} images"
+    if labels - {UNLABELLED}:
+        contents += f" of {len(labels):,} of the model's {len(session.contract.classes):,} classes"
+    report(f"{dataset.location}: {contents} ({dataset.layout})")
+    for remark in dataset.remarks:
+        report(remark)
+    if dataset.selection is not None:
+        report(f"selection: {dataset.selection}")
+    if info.shard is not None and info.images:  # an empty one is refused by `validate`
+        first, end = info.span
+        report(f"shard {info.shard[0]}/{info.shard[1]}: images {first + 1:,} to {end:,} in order of name")
     pipelines = MAX_CHUNKS_IN_FLIGHT if cluster is not None else 1
     need = estimate_run_memory(session, protocol, info.chunk, dataset, sessions=len(sessions), pipelines=pipelines)
     report_memory(need, report, gpu=session.circumstances.on_gpu)
@@ -65,39 +85,6 @@ def evaluate_model(  # noqa: PLR0913 - one argument per option
         chunk_evaluator=chunk_evaluator,
         report=report,
     )
-
-
-def _require_heat_maps(
-    contract: ModelContract, protocol: EvaluationProtocol, dataset: Dataset, shard: tuple[int, int] | None
-) -> None:
-    """Raise UsageError if no heat maps of mistakes can be stored, before the evaluation begins."""
-    if shard is not None:
-        raise UsageError(
-            "--heatmaps shows the most confident mistakes of a whole run, and --shard evaluates a part. Merge the "
-            "shards, then repeat the command with --run MERGED and without --shard: it computes only the heat maps"
-        )
-    if all(sample.label == UNLABELLED for sample in dataset.samples):
-        raise UsageError("--heatmaps shows mistakes, and without labels there are none. Leave it out, or give labels")
-    if (reason := why_flat(contract, protocol)) is not None:
-        raise UsageError(f"--heatmaps: {reason}")
-
-
-def _report_dataset(
-    dataset: Dataset, classes: tuple[ClassEntry, ...], info: RunInfo, report: Callable[[str], None]
-) -> None:
-    """Report what the dataset contains and which images will be evaluated."""
-    contents = f"{len(dataset.samples):,} images"
-    if any(sample.label != UNLABELLED for sample in dataset.samples):
-        present = len({sample.label for sample in dataset.samples})
-        contents += f" of {present:,} of the model's {len(classes):,} classes"
-    report(f"{dataset.location}: {contents} ({dataset.layout})")
-    for remark in dataset.remarks:
-        report(remark)
-    if dataset.selection is not None:
-        report(f"selection: {dataset.selection}")
-    if info.shard is not None and info.images:  # an empty one is refused by `validate`
-        first, end = info.span
-        report(f"shard {info.shard[0]}/{info.shard[1]}: images {first + 1:,} to {end:,} in order of name")
 
 
 def estimate_run_memory(

@@ -20,7 +20,7 @@ from prelunet.evaluator.terminal import escape_unprintable, progress
 from prelunet.evaluator.validation.run import Run, RunInfo, read_run, read_run_info
 from prelunet.evaluator.validation.run_log import find_dataset
 from prelunet.evaluator.validation.stored_runs import BLOCK, check_scores, log_start, read_rows
-from prelunet.evaluator.validation.writer import DESCRIPTIVE_KEYS, RunWriter, open_run
+from prelunet.evaluator.validation.writer import DESCRIPTIVE_KEYS, open_run
 
 _SHARD_SPECIFIC_KEYS = {("shard", "number"), *DESCRIPTIVE_KEYS}  # keys in which shards of a run may differ
 _SHOWN = 10  # maximum number of missing shards in a message
@@ -41,11 +41,28 @@ def merge(
     check_not_input(folder, folders)  # --fresh would delete it
     shards = _sort_shards([(path, read_run_info(path)) for path in folders])
     runs = [read_run(path) for path, _ in shards]
-    samples = _samples(runs)
+    samples: list[Sample] = []
+    for run in runs:
+        check_scores(run)
+        if samples and run.predictions[0].file <= samples[-1].file:
+            raise RunFolderError(
+                f"{run.where}: its first image ({escape_unprintable(run.predictions[0].file)}) should come after the "
+                f"last image of the previous shard ({escape_unprintable(samples[-1].file)}). One of them is damaged: "
+                "repeat that shard with --fresh"
+            )
+        samples += [Sample(line.file, line.label, 0, line.also) for line in run.predictions]
     info = replace(shards[0][1], shard=None)
+    step = max(BLOCK // info.chunk, 1) * info.chunk  # whole chunks
     with open_run(folder, info, samples, fresh=fresh) as writer:
         log_start(writer, info.images, [path for path, _ in shards], report)
-        _copy(runs, writer)
+        with progress("merge", info.images, "images", done=writer.done) as advance:
+            for run in runs:
+                start, end = run.info.span
+                while writer.done < end:
+                    first = writer.done - start
+                    lines = run.predictions[first : first + step]
+                    writer.append(lines, read_rows(run, first, first + len(lines)))
+                    advance(len(lines))
     return read_run(folder)
 
 
@@ -73,22 +90,16 @@ def _sort_shards(shards: Sequence[Shard]) -> list[Shard]:
             raise RunFolderError(
                 f"{path}: is shard {_name(again)}, as is {before}; its images would count twice. Pass only one of them"
             )
-    _refuse_missing(ordered)
-    return ordered
-
-
-def _refuse_missing(ordered: Sequence[Shard]) -> None:
-    """Refuse missing shards; the error includes the command for the first one."""
     path, info = ordered[0]
-    missing_images = info.dataset["images"] - sum(shard.images for _, shard in ordered)
-    if not missing_images:  # with more shards than chunks, some shards are empty and need not exist
-        return
-    missing = list(islice(_missing(ordered), _SHOWN + 1))
-    names = ", ".join([*(f"{number}/{of}" for number, of in missing[:_SHOWN]), *["..."] * (len(missing) > _SHOWN)])
-    raise RunFolderError(
-        f"missing: {names}, {missing_images:,} of {info.dataset['images']:,} images. Create each with the command of "
-        f"{path}, but its own number and folder: {_command(path, info, missing[0])}"
-    )
+    # With more shards than chunks, some shards are empty and need not exist.
+    if missing_images := info.dataset["images"] - sum(shard.images for _, shard in ordered):
+        missing = list(islice(_missing(ordered), _SHOWN + 1))
+        names = ", ".join([*(f"{number}/{of}" for number, of in missing[:_SHOWN]), *["..."] * (len(missing) > _SHOWN)])
+        raise RunFolderError(
+            f"missing: {names}, {missing_images:,} of {info.dataset['images']:,} images. Create each with the command "
+            f"of {path}, but its own number and folder: {_command(path, info, missing[0])}"
+        )
+    return ordered
 
 
 def _missing(ordered: Sequence[Shard]) -> Iterator[tuple[int, int]]:
@@ -124,32 +135,3 @@ def _name(info: RunInfo) -> str:
     """Return the name of a shard as on the command line: 2/7."""
     assert info.shard is not None, "checked before"
     return "{}/{}".format(*info.shard)
-
-
-def _samples(runs: Sequence[Run]) -> list[Sample]:
-    """Return all images in order, without their sizes. Refuses a damaged shard."""
-    samples: list[Sample] = []
-    for run in runs:
-        check_scores(run)
-        if samples and run.predictions[0].file <= samples[-1].file:
-            raise RunFolderError(
-                f"{run.where}: its first image ({escape_unprintable(run.predictions[0].file)}) should come after the "
-                f"last image of the previous shard ({escape_unprintable(samples[-1].file)}). One of them is damaged: "
-                "repeat that shard with --fresh"
-            )
-        samples += [Sample(line.file, line.label, 0, line.also) for line in run.predictions]
-    return samples
-
-
-def _copy(runs: Sequence[Run], writer: RunWriter) -> None:
-    """Write the missing part of the merged run, some chunks at a time."""
-    total = runs[-1].info.span[1]
-    step = max(BLOCK // writer.chunk, 1) * writer.chunk
-    with progress("merge", total, "images", done=writer.done) as advance:
-        for run in runs:
-            start, end = run.info.span
-            while writer.done < end:
-                first = writer.done - start
-                lines = run.predictions[first : first + step]
-                writer.append(lines, read_rows(run, first, first + len(lines)))
-                advance(len(lines))

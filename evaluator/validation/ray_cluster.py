@@ -102,7 +102,8 @@ def evaluate_on_ray(
             count = min(cluster.workers or max_workers, len(chunks))
             report(f"Ray: {count} workers of {cpus} CPUs{' and a GPU' * gpu}")
             shared = replace(dataset, samples=())
-            probes = [(file, _digest(shared, file)) for file in _probes(chunks)]
+            numbers = sorted({len(chunks) * probe // PROBE_IMAGES for probe in range(PROBE_IMAGES)})  # spread evenly
+            probes = [(file, _digest(shared, file)) for file in (chunks[number][-1].file for number in numbers)]
             assert info.batching is not None, "None only for ensembles"
             placement = replace(session.placement, threads=cpus)
             job = Job(Path.cwd(), model, placement, shared, info.protocol, info.batching, _facts(session), probes)
@@ -116,12 +117,6 @@ def evaluate_on_ray(
 def _facts(session: Session) -> dict[str, Any]:
     batching = {"batching": session.rules.to_json()}
     return {"model": {"sha256": session.model_sha256}, **session.circumstances.to_json(), **batching}
-
-
-def _probes(chunks: Sequence[Sequence[Sample]]) -> list[str]:
-    """Return the names of up to PROBE_IMAGES images, spread evenly over the chunks."""
-    numbers = sorted({len(chunks) * probe // PROBE_IMAGES for probe in range(PROBE_IMAGES)})
-    return [chunks[number][-1].file for number in numbers]
 
 
 def _digest(dataset: Dataset, file: str) -> str:
@@ -335,7 +330,8 @@ def _join(ray: ModuleType, address: str) -> None:
     """Join a cluster or start one. Raises EnvironmentFault, and KeyboardInterrupt on SIGTERM."""
     try:
         with _guarded_signals():
-            _check_reachable(address)
+            if address not in {"auto", "local"}:  # when nothing listens there, Ray itself would retry for minutes
+                socket.create_connection(host_and_port(address), timeout=10).close()
             ray.init(address=address, include_dashboard=False, log_to_driver=False, logging_level=logging.CRITICAL)
     except SystemExit as error:  # from Ray's SIGTERM handler
         raise KeyboardInterrupt from error
@@ -375,12 +371,6 @@ def _guarded_signals() -> Iterator[None]:
         for number, handler in before.items():
             if handler is not None:  # None: not installed by Python
                 signal.signal(number, handler)
-
-
-def _check_reachable(address: str) -> None:
-    """Raise OSError or ValueError when nothing listens at HOST:PORT. Ray itself would retry for minutes."""
-    if address not in {"auto", "local"}:
-        socket.create_connection(host_and_port(address), timeout=10).close()
 
 
 def error_line(error: BaseException) -> str:

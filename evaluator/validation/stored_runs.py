@@ -10,7 +10,7 @@ from prelunet.evaluator.engine.scores import ranks_of, restrict
 from prelunet.evaluator.errors import RunFolderError
 from prelunet.evaluator.terminal import escape_unprintable, progress
 from prelunet.evaluator.validation.predictions import Prediction
-from prelunet.evaluator.validation.run import SCORES_FILE, Run, RunInfo
+from prelunet.evaluator.validation.run import SCORES_FILE, Run
 from prelunet.evaluator.validation.run_log import RESUMED, STARTED, find_dataset, spec_to_log
 from prelunet.evaluator.validation.writer import RunWriter, scores_header
 
@@ -22,8 +22,21 @@ def check_scores(run: Run) -> None:
 
     Raises RunFolderError with the file, the row and the image.
     """
-    path, images = _path(run), run.info.images
-    _check_header(path, run.info)
+    path, images, classes = _path(run), run.info.images, len(run.info.classes)
+    header = scores_header(images, classes)
+    fix = "Restore the file, or repeat the run with --fresh"
+    try:
+        with path.open("rb") as file:
+            found = file.read(len(header))
+        size = path.stat().st_size
+    except OSError as error:
+        raise RunFolderError(f"{path}: cannot be read ({error.strerror}). {fix}") from error
+    if found != header:
+        raise RunFolderError(
+            f"{path}: the header should be that of float32 scores of {images} images x {classes} classes. {fix}"
+        )
+    if size != (expected := len(header) + 4 * images * classes):
+        raise RunFolderError(f"{path}: {size} bytes, but the scores take {expected}. {fix}")
     with progress(f"check {path}", images, "images") as advance:
         for first in range(0, images, BLOCK):
             end = min(first + BLOCK, images)
@@ -51,26 +64,6 @@ def read_rows(run: Run, first: int, end: int) -> Float32Array:
 def _path(run: Run) -> Path:
     assert run.folder is not None, "a run without a folder has no stored scores"
     return run.folder / SCORES_FILE
-
-
-def _check_header(path: Path, info: RunInfo) -> None:
-    """Check the header and the size of the file."""
-    header = scores_header(info.images, len(info.classes))
-    fix = "Restore the file, or repeat the run with --fresh"
-    try:
-        with path.open("rb") as file:
-            found = file.read(len(header))
-        size = path.stat().st_size
-    except OSError as error:
-        raise RunFolderError(f"{path}: cannot be read ({error.strerror}). {fix}") from error
-    if found != header:
-        raise RunFolderError(
-            f"{path}: the header should be that of float32 scores of {info.images} images x {len(info.classes)} "
-            f"classes. {fix}"
-        )
-    expected = len(header) + 4 * info.images * len(info.classes)
-    if size != expected:
-        raise RunFolderError(f"{path}: {size} bytes, but the scores take {expected}. {fix}")
 
 
 def _same_best(rows: Float32Array, lines: Sequence[Prediction]) -> BoolArray:

@@ -41,15 +41,9 @@ class StageTotals:
 
     def since(self, before: "StageTotals") -> "StageTotals":
         """Return the work done since an earlier point in time."""
-        return StageTotals(
-            {stage: self.seconds[stage] - before.seconds.get(stage, 0.0) for stage in self.seconds},
-            self.images - before.images,
-            self.views - before.views,
-            self.batches - before.batches,
-            self.canvas_changes - before.canvas_changes,
-            self.view_pixels - before.view_pixels,
-            self.canvas_pixels - before.canvas_pixels,
-        )
+        seconds = {stage: self.seconds[stage] - before.seconds.get(stage, 0.0) for stage in self.seconds}
+        counts = {key: count - getattr(before, key) for key, count in vars(self).items() if key != "seconds"}
+        return StageTotals(seconds, **counts)
 
     def to_json(self) -> dict[str, Any]:
         """Return it as plain data, without unused stages."""

@@ -60,7 +60,13 @@ def validate(  # noqa: PLR0913 - one argument per option
 
     timer = StageTimer()
     _check_labels(dataset, sessions[0].contract)
-    samples, total = _run_samples(dataset, info), info.images
+    (first, end), total = info.span, info.images
+    if first == end:
+        raise UsageError(
+            f"shard {info.shard and '/'.join(map(str, info.shard))} is empty: {info.dataset['images']} images are "
+            f"{-(-info.dataset['images'] // info.chunk)} chunks of {info.chunk}. Use fewer shards"
+        )
+    samples = dataset.samples[first:end]
     with open_run(folder, info, samples, fresh=fresh) as writer, _resumable(writer, total):
         if writer.done == total:
             report(f"{folder}: already {'evaluated' if heatmaps else 'finished; nothing to do'}")
@@ -79,17 +85,6 @@ def validate(  # noqa: PLR0913 - one argument per option
         if heatmaps > 0:
             store_heat_maps(sessions[0], dataset, read_run(folder), heatmaps, writer)
     return read_run(folder)
-
-
-def _run_samples(dataset: Dataset, info: RunInfo) -> Sequence[Sample]:
-    """Return the samples of a run: all, or those of its shard."""
-    first, end = info.span
-    if first == end:
-        raise UsageError(
-            f"shard {info.shard and '/'.join(map(str, info.shard))} is empty: {info.dataset['images']} images are "
-            f"{-(-info.dataset['images'] // info.chunk)} chunks of {info.chunk}. Use fewer shards"
-        )
-    return dataset.samples[first:end]
 
 
 def _check_labels(dataset: Dataset, contract: ModelContract) -> None:

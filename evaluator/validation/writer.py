@@ -120,7 +120,12 @@ def open_run(folder: Path, info: RunInfo, samples: Sequence[Sample], *, fresh: b
             for path in (folder / LOG_FILE, *reports, folder / HEAT_MAPS_FILE, folder / SCORES_FILE):
                 path.unlink(missing_ok=True)
         if not fresh and (folder / RUN_FILE).exists():
-            _check_same(read_run_info(folder), info, folder)
+            there = read_run_info(folder)
+            if found := differences(there.to_json(), info.to_json(), ignored=DESCRIPTIVE_KEYS):
+                raise RunFolderError(
+                    f"{folder}: contains another run:\n{format_differences(found)}\n"
+                    "Choose another folder with --run, or overwrite this one with --fresh"
+                )
         else:
             write_atomically(folder / RUN_FILE, (json.dumps(info.to_json(), indent=1) + "\n").encode())
         if fresh:  # the lines last: if killed before this, the folder is still a run
@@ -171,23 +176,17 @@ def _end_torn_line(path: Path) -> None:
             log.write(b"\n")
 
 
-def _check_same(there: RunInfo, here: RunInfo, folder: Path) -> None:
-    found = differences(there.to_json(), here.to_json(), ignored=DESCRIPTIVE_KEYS)
-    if not found:
-        return
-    raise RunFolderError(
-        f"{folder}: contains another run:\n{format_differences(found)}\n"
-        "Choose another folder with --run, or overwrite this one with --fresh"
-    )
-
-
 def _truncate_to_chunk(folder: Path, info: RunInfo, samples: Sequence[Sample]) -> int:
     """Truncate both files to the last complete chunk. Return the number of images that are done."""
     scores, lines = folder / SCORES_FILE, folder / PREDICTIONS_FILE
     header = scores_header(len(samples), len(info.classes))
     row = 4 * len(info.classes)
     ends = _line_ends(lines, info, samples)
-    done = min(len(ends), _whole_rows(scores, header, row))
+    done = 0
+    if scores.exists():
+        with scores.open("rb") as file:
+            if file.read(len(header)) == header:
+                done = min(len(ends), (scores.stat().st_size - len(header)) // row)
     if done < len(samples):
         done -= done % info.chunk
     if done == 0:
@@ -202,16 +201,6 @@ def _truncate_to_chunk(folder: Path, info: RunInfo, samples: Sequence[Sample]) -
 def _truncate(path: Path, size: int) -> None:
     if path.stat().st_size != size:  # a finished run is not touched
         os.truncate(path, size)
-
-
-def _whole_rows(path: Path, header: bytes, row: int) -> int:
-    """Return the number of complete rows of scores after a correct header; 0 without one."""
-    if not path.exists():
-        return 0
-    with path.open("rb") as file:
-        if file.read(len(header)) != header:
-            return 0
-    return (path.stat().st_size - len(header)) // row
 
 
 def _line_ends(path: Path, info: RunInfo, samples: Sequence[Sample]) -> list[int]:
