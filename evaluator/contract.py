@@ -292,17 +292,13 @@ def provenance_lines(provenance: Mapping[str, Any]) -> list[str]:
         lines.append(f"{provenance['step']}{'' if total is None else f' of {total}'} steps")
     if provenance["dataset_fingerprint"]:
         lines.append(f"dataset with fingerprint {provenance['dataset_fingerprint']}")
-    return [*lines, *map(_environment_text, provenance["environments"])]
-
-
-def _environment_text(environment: Mapping[str, Any]) -> str:
-    counts = f"processes: {environment['processes']}, threads of each: {environment['threads']}"
-    flags = "".join(f", {flag.replace('_', ' ')}" for flag in ("deterministic", "cudnn_benchmark") if environment[flag])
-    versions = ", ".join(f"{name} {version}" for name, version in environment["versions"].items())
-    return (
-        f"from step {environment['from_step']}: {environment['device']} ({counts}), {environment['precision']}{flags}; "
-        f"{versions}"
-    )
+    for part in provenance["environments"]:
+        counts = f"processes: {part['processes']}, threads of each: {part['threads']}"
+        flags = "".join(f", {flag.replace('_', ' ')}" for flag in ("deterministic", "cudnn_benchmark") if part[flag])
+        versions = ", ".join(f"{name} {version}" for name, version in part["versions"].items())
+        device = f"{part['device']} ({counts}), {part['precision']}{flags}"
+        lines.append(f"from step {part['from_step']}: {device}; {versions}")
+    return lines
 
 
 def rewrite_hint(where: str) -> str:

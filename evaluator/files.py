@@ -75,7 +75,11 @@ def open_atomically(path: Path) -> Iterator[BinaryIO]:
             file.flush()
             os.fsync(file.fileno())
         temporary.replace(target)
-        _fsync_folder(target.parent)
+        descriptor = os.open(target.parent, os.O_RDONLY)  # the new name is in the folder, which needs its own fsync
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
     except BaseException as error:
         with suppress(OSError):  # an error here (read-only file system) would hide the original one
             temporary.unlink(missing_ok=True)
@@ -147,15 +151,6 @@ def locked_folder(folder: Path, option: str) -> Iterator[None]:
                 f"{folder}: cannot be locked ({error.strerror}). Choose a folder on another file system with {option}"
             ) from error
         yield
-    finally:
-        os.close(descriptor)
-
-
-def _fsync_folder(folder: Path) -> None:
-    """Make a rename durable: the new name is stored in the folder, which needs its own fsync."""
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
     finally:
         os.close(descriptor)
 

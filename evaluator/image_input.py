@@ -35,7 +35,13 @@ def encoded_image(image: object) -> bytes:
     if isinstance(image, bytes):
         data = image
     elif isinstance(image, str | os.PathLike):
-        data = _read(os.fsdecode(image))
+        path = os.fsdecode(image)
+        try:
+            with Path(path).open("rb") as file:
+                data = file.read(_MAX_BYTES + 1)
+        except (OSError, ValueError) as error:  # ValueError: a NUL in the name
+            reason = getattr(error, "strerror", None) or error
+            raise ImageError(f"{path[:1000]}: cannot be read ({reason}). Give the path of an image file") from error
     elif _is_array(image):
         data = _png(_from_array(image))
     elif _is_pillow(image):
@@ -48,15 +54,6 @@ def encoded_image(image: object) -> bytes:
     if len(data) > _MAX_BYTES:
         raise ImageError(f"the image has more than {_MAX_BYTES} bytes, which no server accepts. Give a smaller image")
     return data
-
-
-def _read(path: str) -> bytes:
-    try:
-        with Path(path).open("rb") as file:
-            return file.read(_MAX_BYTES + 1)
-    except (OSError, ValueError) as error:  # ValueError: a NUL in the name
-        reason = getattr(error, "strerror", None) or error
-        raise ImageError(f"{path[:1000]}: cannot be read ({reason}). Give the path of an image file") from error
 
 
 def _is_a(image: object, module: str, name: str) -> bool:

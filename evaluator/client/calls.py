@@ -223,10 +223,6 @@ class ClientSettings:
         seconds = self._timeout if timeout == "default" else _checked(timeout)
         return None if seconds is None else time.monotonic() + seconds
 
-    def attempts(self, deadline: float | None) -> Attempts:
-        """Return the attempts of a call that begins now."""
-        return Attempts(self.retries, self.budget, deadline)
-
     def log_absence(self, error: PreluNetError) -> None:
         """Log that calls wait for a server, once until a call is answered."""
         if self.retries.restart_timeout and not self.absence_logged:
@@ -252,7 +248,7 @@ class Call:
             )
         self._settings = settings
         self._request_id = request_id
-        self._attempts = settings.attempts(deadline)
+        self._attempts = Attempts(settings.retries, settings.budget, deadline)
         self._patient = patient
         self._sent = False
 

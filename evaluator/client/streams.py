@@ -103,7 +103,8 @@ class PendingImages:
             return key, self.call.with_request_id(error)
         except UsageError as error:
             raise UsageError(f"image {number} of classify_many: {error}, or (id, image)") from error
-        return _Image(key, number, request, self._settings.attempts(self._deadline))
+        attempts = Attempts(self._settings.retries, self._settings.budget, self._deadline)
+        return _Image(key, number, request, attempts)
 
     def add(self, built: "_Image | Result") -> None:
         """Add what `build` returned."""

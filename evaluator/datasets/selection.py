@@ -7,7 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from prelunet.evaluator.contract import MAX_NAME_LENGTH, ClassEntry
-from prelunet.evaluator.datasets.dataset import Dataset, Sample
+from prelunet.evaluator.datasets.dataset import Dataset
 from prelunet.evaluator.datasets.labels.class_names import ClassList
 from prelunet.evaluator.datasets.sources.base import format_names
 from prelunet.evaluator.datasets.sources.folder import label_file
@@ -68,8 +68,16 @@ def select(dataset: Dataset, *, limit: int | None, classes: Sequence[str]) -> Da
     samples, remarks = dataset.samples, list(dataset.remarks)
     words = [] if dataset.selection is None else [dataset.selection]
     if classes:
-        samples, missing = _of_classes(dataset, classes)
-        if missing:
+        index = {wnid: label for label, wnid in enumerate(dataset.classes)}
+        selected = {index.get(wnid): wnid for wnid in classes}
+        samples = [sample for sample in dataset.samples if sample.label in selected]
+        if None in selected or not samples:
+            raise DatasetError(
+                f"{dataset.location}: no images of the selected classes ({format_names(classes)}). "
+                "Select classes that the dataset contains"
+            )
+        filled = {sample.label for sample in samples}
+        if missing := [wnid for label, wnid in selected.items() if label not in filled]:
             remarks.append(
                 f"no images of {len(missing):,} of the {len(classes):,} selected classes: {format_names(missing)}"
             )
@@ -84,20 +92,6 @@ def select(dataset: Dataset, *, limit: int | None, classes: Sequence[str]) -> Da
         return replace(dataset, remarks=tuple(remarks))
     spec = dataset.spec and replace(dataset.spec, limit=limit, classes=tuple(classes))
     return replace(dataset, samples=samples, remarks=tuple(remarks), selection=", of these ".join(words), spec=spec)
-
-
-def _of_classes(dataset: Dataset, classes: Sequence[str]) -> tuple[list[Sample], list[str]]:
-    """Return the samples of some classes, and the classes that have none."""
-    index = {wnid: label for label, wnid in enumerate(dataset.classes)}
-    selected = {index.get(wnid): wnid for wnid in classes}
-    samples = [sample for sample in dataset.samples if sample.label in selected]
-    if None in selected or not samples:
-        raise DatasetError(
-            f"{dataset.location}: no images of the selected classes ({format_names(classes)}). "
-            "Select classes that the dataset contains"
-        )
-    filled = {sample.label for sample in samples}
-    return samples, [wnid for label, wnid in selected.items() if label not in filled]
 
 
 def _describe_classes(classes: Sequence[str]) -> str:

@@ -139,23 +139,16 @@ def read_labels(source: ArchiveSource, subfolder: str) -> tuple[list[str], dict[
     for key in keys:
         file = key + suffix
         place = f"{source.path}: {file}"
-        word = _word(source.read(join(subfolder, file), _SUFFIXES[suffix]), suffix, place)
-        found_at.setdefault(word, place)
-        words.append(word)
+        data = source.read(join(subfolder, file), _SUFFIXES[suffix])
+        try:
+            label = data.decode().strip() if suffix == ".cls" else require_object(parse_json(data), "it").get("label")
+            if type(label) not in {int, str}:
+                raise ValueError("its 'label' should be a class index or a wnid")
+        except ValueError as error:
+            raise DatasetError(f"{place}: cannot read a label ({error}). Repack the shard") from error
+        found_at.setdefault(str(label), place)
+        words.append(str(label))
     return words, found_at
-
-
-def _word(data: bytes, suffix: str, place: str) -> str:
-    """Return the label in a .cls or .json."""
-    try:
-        if suffix == ".cls":
-            return data.decode().strip()
-        label = require_object(parse_json(data), "it").get("label")
-        if type(label) not in {int, str}:
-            raise ValueError("its 'label' should be a class index or a wnid")
-        return str(label)
-    except ValueError as error:
-        raise DatasetError(f"{place}: cannot read a label ({error}). Repack the shard") from error
 
 
 def _key(name: str) -> str:

@@ -94,7 +94,9 @@ class Placement:
             default="the file's if the device supports it, else fp32",
         ),
     ] = None
-    threads: Annotated[int, CliOption("CPU threads that run the model; 0 uses one per core.", min=0, max=1024)] = 0
+    threads: Annotated[
+        int, CliOption("CPU threads that run the model and decode; 0 uses one per core.", min=0, max=1024)
+    ] = 0
     gpu: int = 0
     memory: Annotated[
         int | None,

@@ -184,7 +184,11 @@ def _open(data: bytes, limits: DecodeLimits) -> ImageFile.ImageFile:
         raise ImageError("no image: the file is empty. Get the file again from its source")
     if len(data) > limits.max_bytes:
         raise ImageError(f"{len(data)} bytes are more than the limit of {limits.max_bytes}. Send a smaller file")
-    _check_pixels(*_webp_canvas(data), limits)  # the WebP decoder allocates the canvas while it reads the header
+    # Pillow limits the sides of plain WebP files to 16383 pixels, but of an extended one (RFC 9649, section 2.7) it
+    # allocates the canvas while it reads the header.
+    if data[:4] == b"RIFF" and data[8:16] == b"WEBPVP8X":
+        width, height = (int.from_bytes(data[start : start + 3], "little") + 1 for start in (24, 27))
+        _check_pixels(width, height, limits)
     image = Image.open(io.BytesIO(data), formats=FORMATS)
     if image.width * image.height > limits.max_pixels:
         baseline = read_header(data).passes == 1
@@ -203,16 +207,6 @@ def _check_pixels(width: int, height: int, limits: DecodeLimits, factor: int = 1
         raise ImageError(f"{width}x{height} pixels are more than the limit of {limit}{kind}. Send a smaller image")
 
 
-def _webp_canvas(data: bytes) -> tuple[int, int]:
-    """Return width and height of an extended WebP file, (0, 0) for anything else.
-
-    Pillow handles plain WebP files, whose sides are limited to 16383 pixels. Source: RFC 9649, section 2.7.
-    """
-    if data[:4] != b"RIFF" or data[8:16] != b"WEBPVP8X" or len(data) < 30:
-        return 0, 0
-    return int.from_bytes(data[24:27], "little") + 1, int.from_bytes(data[27:30], "little") + 1
-
-
 def _count_scans(data: bytes) -> int:
     """Count the scans of a JPEG up to its end marker; data after it, such as a camera's video, does not count."""
     # Nearly all files contain few of these bytes and need no walk. bytes.count would take 0.065 ms for 92 kB instead of
@@ -229,8 +223,19 @@ def _count_scans(data: bytes) -> int:
 
 def _to_rgb(image: Image.Image) -> Image.Image:
     """Convert any Pillow mode to RGB by the rules of `decode_rgb`."""
-    if image.mode.startswith("I"):
-        return _wide_gray_to_rgb(image)
+    if image.mode.startswith("I"):  # keep the upper 8 of 16 bits; Pillow would clip everything above 255 to white
+        values = np.asarray(image)
+        if isinstance(image, TiffImagePlugin.TiffImageFile) and image.tag_v2.get(_BITS_PER_SAMPLE) == (12,):
+            raise ImageError("12-bit grayscale is refused. Convert the image to 8 or 16 bits")
+        if values.min() < 0 or values.max() > 65535:
+            raise ImageError(
+                "grayscale values beyond 16 bits or below 0 are refused. Convert the image to 8 or 16 bits"
+            )
+        gray = (values >> 8).astype(np.uint8)
+        transparent = image.info.get("transparency")
+        if isinstance(transparent, int):
+            gray[values == transparent] = 255
+        return Image.fromarray(gray).convert("RGB")
     if image.mode in {"F", "LAB"}:  # floating-point pixels have no standard range, Pillow's LAB no standard white
         raise ImageError("floating-point and CIELAB pixels are refused. Convert the image to 8-bit RGB")
     if image.has_transparency_data:
@@ -241,17 +246,3 @@ def _to_rgb(image: Image.Image) -> Image.Image:
         rgb.paste(rgba.convert("RGB"), mask=rgba.getchannel("A"))  # rounds exactly, see tests/imaging/test_decode.py
         return rgb
     return image if image.mode == "RGB" else image.convert("RGB")  # convert would copy an RGB image
-
-
-def _wide_gray_to_rgb(image: Image.Image) -> Image.Image:
-    """Keep the upper 8 of 16 bits; Pillow's own conversion would clip everything above 255 to white."""
-    values = np.asarray(image)
-    if isinstance(image, TiffImagePlugin.TiffImageFile) and image.tag_v2.get(_BITS_PER_SAMPLE) == (12,):
-        raise ImageError("12-bit grayscale is refused. Convert the image to 8 or 16 bits")
-    if values.min() < 0 or values.max() > 65535:
-        raise ImageError("grayscale values beyond 16 bits or below 0 are refused. Convert the image to 8 or 16 bits")
-    gray = (values >> 8).astype(np.uint8)
-    transparent = image.info.get("transparency")
-    if isinstance(transparent, int):
-        gray[values == transparent] = 255
-    return Image.fromarray(gray).convert("RGB")

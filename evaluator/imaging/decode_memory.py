@@ -40,7 +40,22 @@ class ByteSemaphore:
         def reserve(size: int) -> None:
             nonlocal used
             release()
-            self._acquire(size, deadline)
+            me = object()
+            with self._changed:
+                self._waiters.append(me)
+                try:
+                    if not self._changed.wait_for(
+                        lambda: self._waiters[0] is me and (not self._used or self._used + size <= self.capacity),
+                        None if deadline is None else deadline - time.monotonic(),
+                    ):
+                        raise DeadlinePassed(
+                            "the deadline of this call passed while its image waited for memory for decoding. "
+                            "Set a later deadline, or try again later"
+                        )
+                    self._used += size
+                finally:
+                    self._waiters.remove(me)
+                    self._changed.notify_all()  # wake the next in the queue
             used = size
 
         def release() -> None:
@@ -54,24 +69,6 @@ class ByteSemaphore:
             yield reserve
         finally:
             release()
-
-    def _acquire(self, size: int, deadline: float | None) -> None:
-        def my_turn() -> bool:
-            return self._waiters[0] is me and (not self._used or self._used + size <= self.capacity)
-
-        me = object()
-        with self._changed:
-            self._waiters.append(me)
-            try:
-                if not self._changed.wait_for(my_turn, None if deadline is None else deadline - time.monotonic()):
-                    raise DeadlinePassed(
-                        "the deadline of this call passed while its image waited for memory for decoding. "
-                        "Set a later deadline, or try again later"
-                    )
-                self._used += size
-            finally:
-                self._waiters.remove(me)
-                self._changed.notify_all()  # wake the next in the queue
 
 
 # One per process, because the limit is for its memory, however many pipelines it has.

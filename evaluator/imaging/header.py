@@ -44,7 +44,11 @@ def read_header(data: bytes) -> ImageHeader:
     passes = 6  # measured: a PNG with transparency takes five times as long as a baseline JPEG, a lossless WebP seven
     if data.startswith(PNG_SIGNATURE):
         pixels = _number(data, 16, 4) * _number(data, 20, 4)
-        return ImageHeader(pixels, passes, _few_bytes(data, pixels) and _count_chunks(data) <= _EASY_SEGMENTS)
+        position, chunks = len(PNG_SIGNATURE), 0
+        while position < len(data) and chunks <= _EASY_SEGMENTS:
+            position += 12 + _number(data, position, 4)
+            chunks += 1
+        return ImageHeader(pixels, passes, _few_bytes(data, pixels) and chunks <= _EASY_SEGMENTS)
     return ImageHeader(_other_pixels(data), passes, easy=False)
 
 
@@ -67,15 +71,6 @@ def _jpeg_header(data: bytes) -> ImageHeader:
 def _few_bytes(data: bytes, pixels: int) -> bool:
     """Return whether a file has few pixels, and no more bytes than these can need."""
     return pixels <= _EASY_PIXELS and len(data) <= _EASY_BYTES_PER_PIXEL * pixels + _EASY_METADATA
-
-
-def _count_chunks(data: bytes) -> int:
-    """Count the chunks of a PNG, up to a few more than easy files have."""
-    position, count = len(PNG_SIGNATURE), 0
-    while position < len(data) and count <= _EASY_SEGMENTS:
-        position += 12 + _number(data, position, 4)
-        count += 1
-    return count
 
 
 def _other_pixels(data: bytes) -> int | None:

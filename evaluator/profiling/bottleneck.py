@@ -125,7 +125,19 @@ def advice(measured: Measurement, settings: ExecutionSettings) -> list[str]:
     cause = find_bottleneck(measured)
     if cause in {"compute", "sharing"}:
         less = cause == "sharing" and _largest_other_cost(measured) == "decoding"
-        return [*([_LESS_DECODING] * less), *_faster_compute(settings), *_less_to_compute(measured, settings)]
+        suggestions = [*([_LESS_DECODING] * less), *_faster_compute(settings)]
+        option = "--gpu-memory-limit" if settings.device == "cuda" else "--memory-limit"
+        if measured.totals.padding > MUCH_PADDING and settings.limited:
+            suggestions.append(
+                f"{measured.totals.padding:.0%} of the pixels are padding: a larger {option} batches more images of "
+                "similar shapes together"
+            )
+        changing = measured.totals.canvas_changes * GPU_SWITCH_SECONDS / (measured.sessions * measured.seconds)
+        if settings.device == "cuda" and changing > MUCH_CHANGING and settings.limited:
+            suggestions.append(
+                f"changes of canvas take about {changing:.0%} of the time: a larger {option} reduces them"
+            )
+        return suggestions
     if cause == "decoding":
         max_threads = min(settings.cores, MAX_THREADS)
         if measured.threads < max_threads:
@@ -157,18 +169,4 @@ def _faster_compute(settings: ExecutionSettings) -> list[str]:
             "--device openvino computes float32 somewhat faster on most CPUs, with the same errors; small nets may "
             "take longer"
         )
-    return suggestions
-
-
-def _less_to_compute(measured: Measurement, settings: ExecutionSettings) -> list[str]:
-    """Return how to reduce the work."""
-    suggestions, option = [], "--gpu-memory-limit" if settings.device == "cuda" else "--memory-limit"
-    if measured.totals.padding > MUCH_PADDING and settings.limited:
-        suggestions.append(
-            f"{measured.totals.padding:.0%} of the pixels are padding: a larger {option} batches more images of "
-            "similar shapes together"
-        )
-    changing = measured.totals.canvas_changes * GPU_SWITCH_SECONDS / (measured.sessions * measured.seconds)
-    if settings.device == "cuda" and changing > MUCH_CHANGING and settings.limited:
-        suggestions.append(f"changes of canvas take about {changing:.0%} of the time: a larger {option} reduces them")
     return suggestions

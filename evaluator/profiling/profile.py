@@ -178,10 +178,12 @@ def benchmark(
         return [chosen[start : start + size] for start in range(0, count, size)]
 
     limit = len(dataset.samples) if images is None else min(images, len(dataset.samples))
-    count, took = _warm_up(
-        lambda count: one_pass("warm-up", portions_of(count), StageTimer())[0],
-        WARM_UP_IMAGES * len(sessions), limit, MIN_PASS_SHARE * seconds,
-    )  # fmt: skip
+    count = min(WARM_UP_IMAGES * len(sessions), limit)
+    one_pass("warm-up", portions_of(count), StageTimer())  # twice: a session's first call may take far longer
+    while (took := one_pass("warm-up", portions_of(count), StageTimer())[0]) < MIN_PASS_SHARE * seconds:
+        if count == limit:
+            break
+        count = min(2 * count, limit)
     if images is None:
         limit = max(1, min(limit, round(seconds * count / took)))
     report(
@@ -241,21 +243,6 @@ def measure_isolated(
             f"{dataset.location}: no image can be read any more. Do not change the images during a measurement"
         )
     return isolated
-
-
-def _warm_up(one_pass: Callable[[int], float], count: int, limit: int, minimum: float) -> tuple[int, float]:
-    """Evaluate more and more images until they take `minimum` seconds; return the last number and its seconds.
-
-    one_pass: evaluates a number of images and returns the seconds. The first pass runs twice, because a session's first
-    call may take far longer than any other.
-    """
-    count = min(count, limit)
-    one_pass(count)
-    while True:
-        took = one_pass(count)
-        if took >= minimum or count == limit:
-            return count, took
-        count = min(2 * count, limit)
 
 
 def peak_memory() -> int:

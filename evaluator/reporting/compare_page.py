@@ -74,11 +74,17 @@ def render_comparison(comparison: Comparison, flipped: Mapping[str, Gallery]) ->
         charts={key: chart for key in METRICS if (chart := difference_chart(comparison, key))},
         classes=comparison["classes"],
         worst_first=worst_first,
-        table=[_table_row(entry) for entry in worst_first],
+        table=[  # the values by which compare.js searches, filters and sorts a class, in its order
+            [
+                *(e["index"], e["wnid"], e["name"], e["evaluated"]),
+                *([e[key][name] for name in ("a_error", "b_error", "difference", "stands")] for key in METRICS),
+            ]
+            for e in worst_first
+        ],
         seen=seen,
         few=len(seen) <= FEW_CLASSES,
         moved={direction: most_changed_classes(comparison, "top1", direction) for direction in ("improved", "worse")},
-        reach=_axis_limit(comparison),
+        reach=max((abs(bound) for e in seen for key in METRICS for bound in e[key]["interval"]), default=100.0),
         flipped=flipped,
         flips={flip["file"]: flip for flip in comparison["flips"] if flip["file"] in shown},
         left_out_shown=LEFT_OUT_SHOWN,
@@ -117,24 +123,6 @@ def most_changed_classes(comparison: Comparison, key: str, direction: str) -> li
     sign = -1 if direction == "improved" else 1
     moved = [entry for entry in comparison["classes"] if sign * (entry[key]["difference"] or 0) > 0]
     return sorted(moved, key=lambda entry: (-sign * entry[key]["difference"], entry["index"]))[:MAX_MOVED_CLASSES]
-
-
-def _table_row(entry: Mapping[str, Any]) -> list[Any]:
-    """Return the values by which compare.js searches, filters and sorts a class, in its order."""
-    figures = ([entry[key][name] for name in ("a_error", "b_error", "difference", "stands")] for key in METRICS)
-    return [entry["index"], entry["wnid"], entry["name"], entry["evaluated"], *figures]
-
-
-def _axis_limit(comparison: Mapping[str, Any]) -> float:
-    """Return the half-width of the table's meters in points: the largest absolute bound of an interval."""
-    bounds = [
-        abs(bound)
-        for entry in comparison["classes"]
-        if entry["evaluated"]
-        for key in METRICS
-        for bound in entry[key]["interval"]
-    ]
-    return max(bounds, default=100.0)
 
 
 # The files written by `prelunet compare`.

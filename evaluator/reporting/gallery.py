@@ -148,25 +148,24 @@ def _with_pictures(gallery: Gallery, dataset: Dataset, run: Run) -> Gallery:
 def _pictures(
     pool: ThreadPoolExecutor, dataset: Dataset, samples: Sequence[Sample], side: int, *, apply_exif: bool
 ) -> Iterator[str | None]:
-    """Yield the pictures of these samples in order, encoding at most one batch ahead."""
+    """Yield samples as `data:` URLs in order, their longer sides at most `side`, encoding at most one batch ahead.
+
+    None for an image that can no longer be read.
+    """
+
+    def picture(sample: Sample) -> str | None:
+        try:
+            image = Image.fromarray(decode_rgb(dataset.read(sample), apply_exif=apply_exif))
+        except (PreluNetError, OSError):
+            return None
+        coded, kind = io.BytesIO(), "png"
+        if max(image.size) <= MAX_UNSCALED_SIDE:
+            image.save(coded, "PNG", optimize=True)
+        else:
+            kind = "webp"
+            image.thumbnail((side, side), Image.Resampling.LANCZOS)
+            image.save(coded, "WEBP", quality=WEBP_QUALITY)
+        return f"data:image/{kind};base64,{base64.b64encode(coded.getvalue()).decode('ascii')}"
+
     for start in range(0, len(samples), BATCH_SIZE):
-        batch = samples[start : start + BATCH_SIZE]
-        yield from pool.map(lambda sample: _picture(dataset, sample, side, apply_exif=apply_exif), batch)
-
-
-def _picture(dataset: Dataset, sample: Sample, side: int, *, apply_exif: bool) -> str | None:
-    """Return an image as a `data:` URL, its longer side at most `side`; None if it can no longer be read."""
-    try:
-        pixels = decode_rgb(dataset.read(sample), apply_exif=apply_exif)
-    except (PreluNetError, OSError):
-        return None
-    image = Image.fromarray(pixels)
-    coded = io.BytesIO()
-    if max(image.size) <= MAX_UNSCALED_SIDE:
-        image.save(coded, "PNG", optimize=True)
-        kind = "png"
-    else:
-        image.thumbnail((side, side), Image.Resampling.LANCZOS)
-        image.save(coded, "WEBP", quality=WEBP_QUALITY)
-        kind = "webp"
-    return f"data:image/{kind};base64,{base64.b64encode(coded.getvalue()).decode('ascii')}"
+        yield from pool.map(picture, samples[start : start + BATCH_SIZE])

@@ -143,11 +143,13 @@ def calibration(scores: npt.ArrayLike, right: npt.ArrayLike) -> Calibration | No
         )
         for place, count in enumerate(images)
     ]
+    edges, of_bin = _equal_bins(score, HISTOGRAM_BINS)
+    right_count, wrong_count = (np.bincount(of_bin[which], minlength=HISTOGRAM_BINS).tolist() for which in (hit, ~hit))
     return Calibration(
         confidence=round(100.0 * float(summed.sum()) / len(score), DECIMALS),
         expected_error=round(100.0 * float(np.abs(hits - summed).sum()) / len(score), DECIMALS),
         bins=bins,
-        histogram=_histogram(score, hit),
+        histogram=list(map(HistogramBin, edges[:-1].tolist(), edges[1:].tolist(), right_count, wrong_count)),
     )
 
 
@@ -155,12 +157,6 @@ def _equal_bins(score: npt.NDArray[np.float64], bins: int) -> tuple[npt.NDArray[
     """Return the edges of bins of equal width from 0 to 1, and the bin of each score; an edge ends its lower bin."""
     edges = np.arange(bins + 1) / bins
     return edges, np.searchsorted(edges[1:], score, side="left")
-
-
-def _histogram(score: npt.NDArray[np.float64], hit: npt.NDArray[np.bool_]) -> list[HistogramBin]:
-    edges, of_bin = _equal_bins(score, HISTOGRAM_BINS)
-    right, wrong = (np.bincount(of_bin[which], minlength=HISTOGRAM_BINS).tolist() for which in (hit, ~hit))
-    return list(map(HistogramBin, edges[:-1].tolist(), edges[1:].tolist(), right, wrong))
 
 
 @dataclass(frozen=True)

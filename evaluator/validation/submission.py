@@ -6,7 +6,7 @@ prelunet writes exactly five, because omitting a guess can only increase the err
 """
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from itertools import pairwise
 from pathlib import Path
 
@@ -46,7 +46,14 @@ def write_submission(
         )
     _refuse_run_as_target(path)
     ids = _ids_of_classes(run, devkit_ids, ids_from)
-    lines = _in_name_order(run)
+    lines = sorted(run.predictions, key=_base_name)
+    for one, other in pairwise(lines):
+        if _base_name(one) == _base_name(other):
+            raise RunFolderError(
+                f"{run.folder}: {escape_unprintable(one.file)} and {escape_unprintable(other.file)} have the same "
+                "name, so their order is undefined. A submission needs distinct names, such as "
+                "ILSVRC2012_test_00000001.JPEG"
+            )
     refused = [line for line in lines if line.refused is not None]
     if refused and not allow_refused:
         first = escape_unprintable(f"{refused[0].file}: {refused[0].refused}")
@@ -103,19 +110,6 @@ def _ids_of_classes(run: Run, devkit_ids: Mapping[str, int], ids_from: Path | No
         if (other := wnid_of.setdefault(devkit_id, entry.wnid)) != entry.wnid:
             raise UsageError(f"{where}: gives {other} and {entry.wnid} the same id, {devkit_id}. {fix}")
     return [devkit_ids[entry.wnid] for entry in classes]
-
-
-def _in_name_order(run: Run) -> Sequence[Prediction]:
-    """Return the lines of a run sorted by the base names of their files, which must be distinct."""
-    lines = sorted(run.predictions, key=_base_name)
-    for one, other in pairwise(lines):
-        if _base_name(one) == _base_name(other):
-            raise RunFolderError(
-                f"{run.folder}: {escape_unprintable(one.file)} and {escape_unprintable(other.file)} have the same "
-                "name, so their order is undefined. A submission needs distinct names, such as "
-                "ILSVRC2012_test_00000001.JPEG"
-            )
-    return lines
 
 
 def _base_name(line: Prediction) -> str:

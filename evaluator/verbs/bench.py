@@ -2,23 +2,22 @@
 
 import json
 from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
 from prelunet.evaluator.byte_sizes import format_bytes
-from prelunet.evaluator.datasets import Dataset, open_images
+from prelunet.evaluator.datasets import open_images
 from prelunet.evaluator.engine.load import open_sessions
 from prelunet.evaluator.engine.memory import MemoryEstimate
-from prelunet.evaluator.engine.session import Placement, Session
+from prelunet.evaluator.engine.session import Placement
 from prelunet.evaluator.errors import Interrupted
 from prelunet.evaluator.files import require_writable, write_atomically
 from prelunet.evaluator.machine import cores, supports_bf16
 from prelunet.evaluator.profiling.bottleneck import ExecutionSettings, advice, describe_bottleneck
 from prelunet.evaluator.profiling.profile import Measurement, benchmark
-from prelunet.evaluator.protocols import EvaluationProtocol, ProtocolOverrides, build_protocol, default_protocol_name
+from prelunet.evaluator.protocols import ProtocolOverrides, build_protocol, default_protocol_name
 from prelunet.evaluator.terminal import echo, report, table_lines
 from prelunet.evaluator.validation.evaluate_model import estimate_run_memory
 from prelunet.evaluator.validation.run import build_run_info, describe_dataset
@@ -39,16 +38,7 @@ def bench(
     ],
     protocol: ProtocolOption = None,
     overrides: Annotated[ProtocolOverrides, Only("scales", "mirror")],
-    placement: Annotated[Placement, Only("device", "precision", "memory", "gpu_memory")],
-    threads: Annotated[
-        int,
-        typer.Option(
-            min=0,
-            max=1024,
-            help="Threads for the model and for decoding; 0 uses one per core.",
-            rich_help_panel=Placement.HELP_GROUP,
-        ),
-    ] = 0,
+    placement: Annotated[Placement, Only("device", "precision", "threads", "memory", "gpu_memory")],
     gpus: GpusOption = 1,
     limit: Annotated[
         int | None, typer.Option(min=1, help="Measure this many images, evenly spaced, however long they take.")
@@ -62,7 +52,7 @@ def bench(
     """Measure where `prelunet validate` spends its time with these options, and suggest what to change."""
     if output is not None:
         require_writable(output)
-    sessions = open_sessions(model, replace(placement, threads=threads), gpus)
+    sessions = open_sessions(model, placement, gpus)
     session = sessions[0]
     evaluation_protocol = build_protocol(
         protocol or default_protocol_name(session.contract), session.contract, overrides
@@ -75,53 +65,50 @@ def bench(
     try:
         measured = benchmark(
             sessions, dataset, evaluation_protocol, info.batching.images_together,
-            threads=threads, images=limit, seconds=seconds, report=report,
+            threads=placement.threads, images=limit, seconds=seconds, report=report,
         )  # fmt: skip
     except KeyboardInterrupt:
         raise Interrupted("interrupted; the measurement is incomplete, and nothing was saved") from None
-    result = {**_circumstances(session, model, dataset, evaluation_protocol, threads), **measured.to_json()}
-    result |= {"memory_foretold": need.total, "bound": describe_bottleneck(measured)}
-    result |= {"advice": advice(measured, _execution_settings(session))}
+    settings = ExecutionSettings(
+        device=session.placement.device,
+        precision=session.circumstances.precision,
+        file_precision=session.contract.precision,
+        model_threads=session.placement.threads,
+        cores=cores(),
+        bf16=supports_bf16(),
+        limited=(placement.gpu_memory if session.placement.device == "cuda" else placement.memory) is not None,
+    )
+    result = {
+        "model": {"file": model.name, "sha256": session.model_sha256, "architecture": session.contract.name},
+        "dataset": {"name": dataset.location.name, "images": len(dataset.samples)},
+        "protocol": evaluation_protocol.to_json(),
+        "circumstances": session.circumstances.to_json(),
+        "cores": cores(),
+        "threads": placement.threads,
+        **measured.to_json(),
+        "memory_foretold": need.total,
+        "bound": describe_bottleneck(measured),
+        "advice": advice(measured, settings),
+    }
     echo(json.dumps(result) if as_json else "\n".join(_lines(measured, need, result)))
     if output is not None:
         write_atomically(output, (json.dumps(result, indent=2) + "\n").encode())
 
 
-def _execution_settings(session: Session) -> ExecutionSettings:
-    placement = session.placement
-    return ExecutionSettings(
-        device=placement.device,
-        precision=session.circumstances.precision,
-        file_precision=session.contract.precision,
-        model_threads=placement.threads,
-        cores=cores(),
-        bf16=supports_bf16(),
-        limited=(placement.gpu_memory if placement.device == "cuda" else placement.memory) is not None,
-    )
-
-
-def _circumstances(
-    session: Session, model: Path, dataset: Dataset, protocol: EvaluationProtocol, threads: int
-) -> dict[str, Any]:
-    """Return what was measured: model, dataset, protocol, machine."""
-    return {
-        "model": {"file": model.name, "sha256": session.model_sha256, "architecture": session.contract.name},
-        "dataset": {"name": dataset.location.name, "images": len(dataset.samples)},
-        "protocol": protocol.to_json(),
-        "circumstances": session.circumstances.to_json(),
-        "cores": cores(),
-        "threads": threads,
-    }
-
-
 def _lines(measured: Measurement, need: MemoryEstimate, result: dict[str, Any]) -> list[str]:
-    """Return the table and its explanation."""
+    """Return the table of stages and its explanation. The share is of the time of the threads that run the stage."""
+    rows: list[Sequence[str]] = [HEADERS]
+    for stage in STAGES:
+        if stage != "write":  # bench writes nothing
+            seconds = measured.totals.seconds[stage]
+            numbers = f"{seconds:.2f}", f"{1000 * seconds / measured.images:.2f}", f"{measured.share(stage):.1%}"
+            rows.append((stage, str(measured.threads_of(stage)), *numbers))
     totals, together, usual = measured.totals, measured.images_together, measured.usually_together
     portions = f"in portions of {together}" + (f" ({usual} in a run)" if together < usual else "")
     refused = f", {measured.refused:,} of them refused" if measured.refused else ""
     speed = "" if measured.gflops is None else f", {measured.gflops:,.0f} GFLOP/s excluding padding"
     return [
-        *_table(measured),
+        *table_lines(rows, right_aligned=HEADERS[1:]),
         "",
         f"{measured.images:,} images{refused}, {totals.views:,} views, {result['protocol']['name']}, {portions}",
         f"{measured.seconds:.1f} s: {measured.images_per_second:.3g} images/s{speed}",
@@ -135,14 +122,3 @@ def _lines(measured: Measurement, need: MemoryEstimate, result: dict[str, Any]) 
         result["bound"],
         *(f"- {text}" for text in result["advice"]),
     ]
-
-
-def _table(measured: Measurement) -> list[str]:
-    """Return the lines of the table of stages. The share is of the time of the threads that run the stage."""
-    rows: list[Sequence[str]] = [HEADERS]
-    for stage in STAGES:
-        if stage != "write":  # bench writes nothing
-            seconds = measured.totals.seconds[stage]
-            numbers = f"{seconds:.2f}", f"{1000 * seconds / measured.images:.2f}", f"{measured.share(stage):.1%}"
-            rows.append((stage, str(measured.threads_of(stage)), *numbers))
-    return table_lines(rows, right_aligned=HEADERS[1:])

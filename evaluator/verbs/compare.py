@@ -72,20 +72,16 @@ def check_not_worse(comparison: Comparison, points: float, metric: Metric) -> No
     """
     if not comparison["evaluated"]:
         raise CheckFailed("no image was evaluated in both runs, so it is unknown whether B is worse than A")
-    checked = METRICS if metric == "both" else [metric]
-    if worse := [text for key in checked if (text := _regression(comparison, key, points))]:
+    worse = []
+    for key in METRICS if metric == "both" else [metric]:
+        found, title = comparison[key], f"top-{METRICS[key]} error"
+        a_error, b_error = (comparison[side][f"{key}_error"] for side in ("a", "b"))
+        if found["difference"] > points:
+            worse.append(f"{title} {b_error:.2f} % against {a_error:.2f} %, {found['difference']:+g} points")
+        elif found["difference_with_refusals"] > points:
+            worse.append(
+                f"{title} {found['difference_with_refusals']:+g} points, counting the images that only B refused "
+                f"({comparison['refused_by_b_only']:,}) as wrong in B; {found['difference']:+g} without them"
+            )
+    if worse:
         raise CheckFailed(f"B is worse than A by more than {points:g} points: {'; '.join(worse)}")
-
-
-def _regression(comparison: Comparison, key: str, points: float) -> str | None:
-    """Describe by how much B is worse in one metric; None if it is within `points`."""
-    a, b, found = comparison["a"], comparison["b"], comparison[key]
-    title = f"top-{METRICS[key]} error"
-    if found["difference"] > points:
-        return f"{title} {b[f'{key}_error']:.2f} % against {a[f'{key}_error']:.2f} %, {found['difference']:+g} points"
-    if found["difference_with_refusals"] > points:
-        return (
-            f"{title} {found['difference_with_refusals']:+g} points, counting the images that only B refused "
-            f"({comparison['refused_by_b_only']:,}) as wrong in B; {found['difference']:+g} without them"
-        )
-    return None

@@ -69,21 +69,20 @@ class Finding:
 
 def check_machine(host: str, port: int, device: str = "auto") -> Iterator[Finding]:
     """Check this machine and its environment. device: requested; it is wrong if that does not compute."""
-    yield _versions()
+    found = {name: _version(name) for name in _PACKAGES} | {"python": platform.python_version()}
+    yield Finding("versions", ", ".join(f"{name} {version}" for name, version in found.items()), facts=found)
     yield _runtime()
     for finding in _devices():
         computes = finding.facts.get("precisions") or finding.facts.get("names")
         missing = finding.name == f"device {device}" and not computes
         yield replace(finding, state="wrong", fix=finding.fix or "Choose another --device") if missing else finding
-    yield _processor()
-    yield _memory()
+    present, usable = os.cpu_count() or 1, cores()
+    message = f"{usable} of {present} cores are usable" if usable < present else f"{present} cores"
+    yield Finding("processor", message, facts={"cores": present, "usable": usable})
+    size = machine_memory()
+    yield Finding("memory", f"{format_bytes(size)} for this process", facts={"bytes": size})
     yield _open_files()
     yield _port(host, port)
-
-
-def _versions() -> Finding:
-    found = {name: _version(name) for name in _PACKAGES} | {"python": platform.python_version()}
-    return Finding("versions", ", ".join(f"{name} {version}" for name, version in found.items()), facts=found)
 
 
 def _version(package: str) -> str:
@@ -109,16 +108,12 @@ def _devices() -> Iterator[Finding]:
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "trial.onnx"
         path.write_bytes(PROBE_MODEL)
-        yield _cpu(path)
+        if failure := _failure(partial(onnx.load_on_cpu, path), "fp32"):
+            yield Finding("device cpu", "does not compute", "wrong", failure, {"precisions": []})
+        else:
+            yield Finding("device cpu", "computes in fp32", facts={"precisions": ["fp32"]})
         yield _openvino(path)
         yield _cuda(path)
-
-
-def _cpu(path: Path) -> Finding:
-    failure = _failure(partial(onnx.load_on_cpu, path), "fp32")
-    if failure:
-        return Finding("device cpu", "does not compute", "wrong", failure, {"precisions": []})
-    return Finding("device cpu", "computes in fp32", facts={"precisions": ["fp32"]})
 
 
 def _openvino(path: Path) -> Finding:
@@ -185,17 +180,6 @@ def _failure(load: Callable[[], LoadedModel], precision: str) -> str:
     if not off <= TOLERANCES[precision].scores:
         return f"the scores of a test model are off by {off:.1e}: this device or its driver computes wrong results"
     return ""
-
-
-def _processor() -> Finding:
-    present, usable = os.cpu_count() or 1, cores()
-    message = f"{usable} of {present} cores are usable" if usable < present else f"{present} cores"
-    return Finding("processor", message, facts={"cores": present, "usable": usable})
-
-
-def _memory() -> Finding:
-    size = machine_memory()
-    return Finding("memory", f"{format_bytes(size)} for this process", facts={"bytes": size})
 
 
 def _open_files() -> Finding:

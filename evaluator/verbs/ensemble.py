@@ -39,21 +39,16 @@ def ensemble(
 
     Prints the errors of each model alone and of the first 1, 2, ... models together, in the given order.
     """
-    averaged = average_runs(
-        runs, run, weights=None if weights is None else _numbers(weights), fresh=fresh, report=report
-    )
+    if weights is not None and not re.fullmatch(r"\d{1,6}(\.\d{1,6})?(,\d{1,6}(\.\d{1,6})?)*", weights, re.ASCII):
+        raise UsageError(f"--weights {weights[:80]}: give positive numbers, separated by commas, e.g. --weights 2,1,1")
+    numbers = None if weights is None else list(map(float, weights.split(",")))
+    averaged = average_runs(runs, run, weights=numbers, fresh=fresh, report=report)
     echo(json.dumps(_to_json(averaged, run)) if as_json else "\n".join(_table(averaged)))
     if averaged.cumulative_errors:
         report(
             "note: choosing the order or the weights by these errors makes them look too good; choose on other images"
         )
     report_next_command(averaged.run, run)
-
-
-def _numbers(text: str) -> list[float]:
-    if not re.fullmatch(r"\d{1,6}(\.\d{1,6})?(,\d{1,6}(\.\d{1,6})?)*", text, re.ASCII):
-        raise UsageError(f"--weights {text[:80]}: give positive numbers, separated by commas, e.g. --weights 2,1,1")
-    return [float(number) for number in text.split(",")]
 
 
 def _to_json(averaged: Ensemble, run: Path) -> dict[str, Any]:

@@ -47,17 +47,13 @@ def protocols(
         echo("The cost depends on the net; to show it: prelunet protocols --model MODEL.onnx")
     if (contract.crop, contract.default_scales) != (224, default_scales(224)):
         echo("from: the papers' scales are for crops of 224 pixels; here they are scaled to the model's crop")
-    if refused := _refusals(costs):
-        echo("\n".join(["\nThis model does not support:", *refused]))
-
-
-def _refusals(costs: Sequence[ProtocolCost]) -> list[str]:
-    """Return each reason once, after the names of the protocols that it rules out."""
-    names: dict[str, list[str]] = {}
+    names: dict[str, list[str]] = {}  # reason → the protocols that it rules out
     for cost in costs:
         if cost.refusal is not None:
             names.setdefault(cost.refusal.removeprefix(f"protocol {cost.name}: "), []).append(cost.name)
-    return [f"  {', '.join(refused)}: {reason}" for reason, refused in names.items()]
+    if names:
+        refused = [f"  {', '.join(of_reason)}: {reason}" for reason, of_reason in names.items()]
+        echo("\n".join(["\nThis model does not support:", *refused]))
 
 
 def table(costs: Sequence[ProtocolCost], *, with_cost: bool) -> list[str]:

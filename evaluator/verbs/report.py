@@ -6,7 +6,7 @@ from typing import Annotated
 import typer
 
 from prelunet.evaluator.reporting.html import json_bytes
-from prelunet.evaluator.reporting.report import Report, error_with_interval, headline
+from prelunet.evaluator.reporting.report import error_with_interval, headline
 from prelunet.evaluator.reporting.report_page import WrittenReport, write_report
 from prelunet.evaluator.reporting.statistics import NO_MACRO_INTERVAL, TOPS
 from prelunet.evaluator.reporting.tables import worst_classes
@@ -44,7 +44,19 @@ def _summary(written: WrittenReport) -> str:
     """Return the main results and the paths of the files."""
     report = written.report
     worst = worst_classes(report["classes"], "top1", WORST_PRINTED)
-    lines = [headline(report), *_other_figures(report), ""]
+    lines = [headline(report)]
+    if report["evaluated"]:
+        macro, calibration = report["macro"], report["calibration"]
+        errors = " ".join(f"top-{k} {error_with_interval(macro, k)}" for k in TOPS)
+        without = f" ({NO_MACRO_INTERVAL})" if macro["top1_interval"] is None else ""
+        lines += [
+            f"mean over {macro['classes']:,} classes: {errors} %{without}",
+            f"mean score of the top-1 class {calibration['confidence']:.1f} %, "
+            f"expected calibration error {calibration['expected_error']:.1f} %",
+        ]
+    if report["suspicion"]:
+        lines.append(f"warning: {report['suspicion']}")
+    lines.append("")
     if worst:
         lines.append(f"worst {len(worst)} classes, top-1 error in percent (95 % interval):")
     for entry in worst:
@@ -57,19 +69,3 @@ def _summary(written: WrittenReport) -> str:
     lines += [""] if worst else []
     lines += [str(path) for path in (written.html, written.json, written.csv) if path]
     return "\n".join(lines) + "\n"
-
-
-def _other_figures(report: Report) -> list[str]:
-    """Return the other figures of the run: the mean over classes, the calibration, a warning if suspicious."""
-    if not report["evaluated"]:
-        return []
-    macro = report["macro"]
-    errors = " ".join(f"top-{k} {error_with_interval(macro, k)}" for k in TOPS)
-    without = f" ({NO_MACRO_INTERVAL})" if macro["top1_interval"] is None else ""
-    calibration = report["calibration"]
-    lines = [
-        f"mean over {macro['classes']:,} classes: {errors} %{without}",
-        f"mean score of the top-1 class {calibration['confidence']:.1f} %, "
-        f"expected calibration error {calibration['expected_error']:.1f} %",
-    ]
-    return lines + ([f"warning: {report['suspicion']}"] if report["suspicion"] else [])

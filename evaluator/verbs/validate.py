@@ -45,16 +45,7 @@ def validate(
     ] = None,
     protocol: ProtocolOption = None,
     overrides: ProtocolOverrides,
-    placement: Annotated[Placement, Only("device", "precision", "memory", "gpu_memory")],
-    threads: Annotated[
-        int,
-        typer.Option(
-            min=0,
-            max=1024,
-            help="Threads for the model and for decoding; 0 uses one per core. With --ray: per worker; 0 uses up to 4.",
-            rich_help_panel=Placement.HELP_GROUP,
-        ),
-    ] = 0,
+    placement: Annotated[Placement, Only("device", "precision", "threads", "memory", "gpu_memory")],
     gpus: GpusOption = 1,
     ray: Annotated[
         str | None,
@@ -70,7 +61,7 @@ def validate(
         typer.Option(
             min=0,
             max=100_000,
-            help="Number of workers on the cluster; 0 uses as many as fit.",
+            help="Number of workers on the cluster; 0 uses as many as fit. Each uses --threads, or up to 4 CPUs.",
             rich_help_panel="Ray cluster",
         ),
     ] = 0,
@@ -88,9 +79,14 @@ def validate(
         raise UsageError("--ray-workers sets the number of workers on a Ray cluster; give --ray ADDRESS too")
     if gpus != 1 and ray is not None:
         raise UsageError("--gpus cannot be used with --ray: each worker has its own GPU. Use --ray-workers instead")
-    cluster = Cluster(ray, ray_workers, threads) if ray is not None else None
-    part = _shard(shard) if shard is not None else None
-    sessions = open_sessions(model, replace(placement, threads=threads), gpus)
+    cluster = Cluster(ray, ray_workers, placement.threads) if ray is not None else None
+    part = None
+    if shard is not None:
+        found = re.fullmatch(r"([1-9]\d{0,5})/([1-9]\d{0,5})", shard, re.ASCII)
+        if found is None or int(found[1]) > int(found[2]):
+            raise UsageError(f"--shard {shard}: give I/N with I from 1 to N, e.g. 2/5 for the second of five parts")
+        part = int(found[1]), int(found[2])
+    sessions = open_sessions(model, placement, gpus)
     session = sessions[0]
     evaluation_protocol = build_protocol(
         protocol or default_protocol_name(session.contract), session.contract, overrides
@@ -136,14 +132,6 @@ def _report_result(finished: Run, run: Path, *, as_json: bool) -> None:
         report(f"when all {finished.info.shard[1]} shards are done: prelunet merge")
     else:
         report_next_command(finished, run)
-
-
-def _shard(text: str) -> tuple[int, int]:
-    """Parse `--shard I/N`."""
-    found = re.fullmatch(r"([1-9]\d{0,5})/([1-9]\d{0,5})", text, re.ASCII)
-    if found is None or int(found[1]) > int(found[2]):
-        raise UsageError(f"--shard {text}: give I/N with I from 1 to N, e.g. 2/5 for the second of five parts")
-    return int(found[1]), int(found[2])
 
 
 def result_line(result: Report) -> str:

@@ -94,7 +94,11 @@ def read_net(path: Path, output: Path) -> ModelProto:
             f"{path}: opset {opset}, but the oldest opset supported by runtimes is {OLDEST_OPSET}. "
             "Convert it with onnx.version_converter, or export the net again"
         )
-    if any(node.op_type == "BatchNormalization" and _is_training(node) for node in all_nodes(model)):
+    if any(
+        node.op_type == "BatchNormalization"
+        and (len(node.output) > 1 or any(each.name == "training_mode" and each.i for each in node.attribute))
+        for node in all_nodes(model)
+    ):
         raise ContractError(
             f"{path}: in training mode: it normalizes with the statistics of each batch. Call eval() on the net and "
             "export it again"
@@ -115,10 +119,6 @@ def read_net(path: Path, output: Path) -> ModelProto:
             f"{path}: its weights are in other files, which cannot be read ({reason}). Put them in the same folder"
         ) from error
     return model
-
-
-def _is_training(node: NodeProto) -> bool:
-    return len(node.output) > 1 or any(each.name == "training_mode" and each.i for each in node.attribute)
 
 
 def opset_of(model: ModelProto) -> int:
@@ -332,16 +332,22 @@ def inferred_shapes(model: ModelProto, interface: NetInterface) -> dict[str, lis
 
     Replaces the declared shapes of the model by those of one batch.
     """
-    _declare_shapes(model, interface)
+    del model.graph.value_info[:]
+    for value in model.graph.output:
+        value.type.tensor_type.ClearField("shape")
+    for value in model.graph.input:
+        if value.name == interface.input:
+            tensor = helper.make_tensor_type_proto(interface.input_type, interface.shape(interface.batch or 1))
+            value.type.CopyFrom(tensor)
     shapes = {tensor.name: list(tensor.dims) for tensor in model.graph.initializer}
     try:
         inferred = onnx.shape_inference.infer_shapes(model, data_prop=True).graph
     except Exception:  # onnx has several exception classes; a caller may do without
         return shapes
     for value in (*inferred.input, *inferred.value_info, *inferred.output):
-        tensor = value.type.tensor_type
-        if tensor.HasField("shape") and all(dim.HasField("dim_value") for dim in tensor.shape.dim):
-            shapes.setdefault(value.name, [dim.dim_value for dim in tensor.shape.dim])
+        kind = value.type.tensor_type
+        if kind.HasField("shape") and all(dim.HasField("dim_value") for dim in kind.shape.dim):
+            shapes.setdefault(value.name, [dim.dim_value for dim in kind.shape.dim])
     return shapes
 
 
@@ -354,14 +360,3 @@ def _terms(node: Any, shapes: Mapping[str, Sequence[int]]) -> int | None:
         return int(np.prod(operand[1:]))
     transposed = any(a.name == "transA" and helper.get_attribute_value(a) for a in node.attribute)
     return operand[0] if transposed else operand[-1]
-
-
-def _declare_shapes(model: ModelProto, interface: NetInterface) -> None:
-    """Replace the declared shapes by those of one full batch."""
-    del model.graph.value_info[:]
-    for value in model.graph.output:
-        value.type.tensor_type.ClearField("shape")
-    for value in model.graph.input:
-        if value.name == interface.input:
-            tensor = helper.make_tensor_type_proto(interface.input_type, interface.shape(interface.batch or 1))
-            value.type.CopyFrom(tensor)

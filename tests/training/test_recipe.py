@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from prelunet.evaluator.errors import UsageError
+from prelunet.training.loop.trainer import count_plateaus, rate_at
 from prelunet.training.recipe import (
     Recipe,
     automatic_crop,
@@ -16,7 +17,6 @@ from prelunet.training.recipe import (
     recipe_from_values,
     recipe_names,
 )
-from prelunet.training.schedule import count_plateaus, rate_at
 
 SMALL = read_recipe("small")
 

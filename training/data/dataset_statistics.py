@@ -95,8 +95,32 @@ def compute_statistics(
     """
     statistics_file = _StatisticsFile(cache, dataset, scale, crop, report)
     sums = (None if fresh else statistics_file.read()) or PixelSums.empty(crop)
-    if sums.seen < len(dataset.samples):
-        _add_remaining(sums, dataset, split, scale, workers, lambda: statistics_file.write(sums))
+    remaining = dataset.samples[sums.seen :]
+
+    def measure(sample: Sample) -> tuple[UInt8Array, Int64Array] | str:
+        try:
+            image = decode_image(dataset.read(sample))
+        except ImageError as error:
+            return str(error)
+        view = central_view(image, scale, crop)
+        flat = view.reshape(-1, 3).astype(np.float64)  # exact for integers up to 2⁵³, with fast products
+        return view, (flat.T @ flat).astype(np.int64)
+
+    if remaining:
+        saved = time.monotonic()
+        with progress(f"reading {split}", len(dataset.samples), "images", done=sums.seen) as advance:
+            for sample, result in zip(remaining, map_in_threads(measure, remaining, workers), strict=True):
+                if isinstance(result, str):
+                    sums.refused[sample.file] = result
+                else:
+                    sums.pixels += result[0]
+                    sums.products += result[1]
+                sums.seen += 1
+                advance()
+                if time.monotonic() - saved > SAVE_EVERY:
+                    statistics_file.write(sums)
+                    saved = time.monotonic()
+        statistics_file.write(sums)
     if len(sums.refused) > MAX_REFUSED * sums.seen:
         statistics_file.remove()  # otherwise images repaired without a change of length would stay refused
         some = "; ".join(f"{file}: {reason}" for file, reason in list(sums.refused.items())[:3])
@@ -134,37 +158,6 @@ def cache_folder(environment: Mapping[str, str]) -> Path | None:
         return Path(caches) / "prelunet"
     home = environment.get("HOME")
     return Path(home) / ".cache" / "prelunet" if home else None
-
-
-def _add_remaining(
-    sums: PixelSums, dataset: Dataset, split: str, scale: int, workers: int, save: Callable[[], None]
-) -> None:
-    """Add the remaining images of the split to the sums; call `save` every SAVE_EVERY seconds and at the end."""
-    crop, samples = sums.pixels.shape[0], dataset.samples[sums.seen :]
-
-    def measure(sample: Sample) -> tuple[UInt8Array, Int64Array] | str:
-        try:
-            image = decode_image(dataset.read(sample))
-        except ImageError as error:
-            return str(error)
-        view = central_view(image, scale, crop)
-        flat = view.reshape(-1, 3).astype(np.float64)  # exact for integers up to 2⁵³, with fast products
-        return view, (flat.T @ flat).astype(np.int64)
-
-    saved = time.monotonic()
-    with progress(f"reading {split}", len(dataset.samples), "images", done=sums.seen) as advance:
-        for sample, result in zip(samples, map_in_threads(measure, samples, workers), strict=True):
-            if isinstance(result, str):
-                sums.refused[sample.file] = result
-            else:
-                sums.pixels += result[0]
-                sums.products += result[1]
-            sums.seen += 1
-            advance()
-            if time.monotonic() - saved > SAVE_EVERY:
-                save()
-                saved = time.monotonic()
-    save()
 
 
 class _StatisticsFile:

@@ -5,7 +5,7 @@ has more parameters than the others, and the step's totals and the stop request 
 a separate collective.
 """
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from functools import partial
 from typing import ClassVar
 
@@ -44,9 +44,17 @@ class GradientBuckets:
     capacity: ClassVar[int] = 25 * 2**20  # bytes: enough for full network throughput, small enough to start early (Li)
 
     def __init__(self, parameters: Iterable[nn.Parameter], group: ProcessGroup) -> None:
-        """Assign the parameters to buckets."""
+        """Assign the parameters to buckets, in backward's order, from the end of the net."""
         self.group = group
-        self.buckets = [Bucket(content) for content in _in_buckets(parameters, self.capacity)]
+        contents: list[list[nn.Parameter]] = [[]]
+        size = 0
+        for parameter in reversed(list(parameters)):
+            if contents[-1] and size + parameter.nbytes > self.capacity:
+                contents.append([])
+                size = 0
+            contents[-1].append(parameter)
+            size += parameter.nbytes
+        self.buckets = list(map(Bucket, contents))
         self._armed = False
         self._sent = 0
         for bucket in self.buckets:
@@ -95,16 +103,3 @@ class GradientBuckets:
             bucket = self.buckets[self._sent]
             bucket.pending = self.group.all_reduce(bucket.flat)
             self._sent += 1
-
-
-def _in_buckets(parameters: Iterable[nn.Parameter], capacity: int) -> Iterator[list[nn.Parameter]]:
-    """Yield the parameters of each bucket in backward's order, from the end of the net."""
-    content: list[nn.Parameter] = []
-    size = 0
-    for parameter in reversed(list(parameters)):
-        if content and size + parameter.nbytes > capacity:
-            yield content
-            content, size = [], 0
-        content.append(parameter)
-        size += parameter.nbytes
-    yield content

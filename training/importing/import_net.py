@@ -5,8 +5,9 @@ preprocessing is folded into the mean and conv1, since the nets here take RGB fr
 """
 
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import product
 from pathlib import Path
 from typing import Literal
 from zipfile import BadZipFile
@@ -74,7 +75,12 @@ def import_net(
     }
     assignment, left_out = _assign(path, StateDict(tensors, state.ordered), shapes, name_map)
     chosen = {name: tensors[assignment.source[name]] for name in shapes}
-    arrays = _as_float32(path, chosen, assignment)
+    arrays = {name: tensor.detach().resolve_neg().to(torch.float32).numpy() for name, tensor in chosen.items()}
+    if bad := [assignment.source[name] for name, array in arrays.items() if not is_finite(array)]:
+        raise CheckpointError(
+            f"{path}: values that are not finite in float32, in {', '.join(bad)}: training has diverged, or the file "
+            "is damaged. Use an earlier state of the net"
+        )
     first = net.convs[0].name + ".weight"
     arrays[first], own_mean = _fold_preprocessing(path, arrays[first], preprocessing, mean)
     kinds = Counter(str(tensor.dtype).removeprefix("torch.") for tensor in chosen.values())
@@ -219,11 +225,16 @@ def _mismatch_error(
             cause = f"the tensors do not match the requested net, nor does {numbers}. {fix}"
         else:
             cause = f"everything matches except {numbers}. Give --classes {classes}, or a file of {classes} names"
-    elif classes is None and (likely := " or ".join(_nets_of_these_shapes(found_shapes, requested))):
-        # Does not suggest a name map, which would not help with the wrong net.
-        cause = f"not the requested net. The set of shapes is that of {likely}"
     else:
+        likely = []  # the options for which the tensors have the right shapes, in any order
+        for name, activation in product(ARCHITECTURES, ACTIVATIONS) if classes is None else ():
+            own_shapes = parameter_shapes(architecture(name, activation=activation), requested)
+            if (own_classes := _classes_of(found_shapes, own_shapes)) is not None:
+                also = "" if own_classes == requested else f" --classes {own_classes}"
+                likely.append(f"--arch {name} --activation {activation}{also}")
         cause = f"the tensors do not match the requested net. {fix}"
+        if likely:  # without a name map, which would not help with the wrong net
+            cause = f"not the requested net. The set of shapes is that of {' or '.join(likely)}"
     faults = [*faults_of_map, *_faults_of(source, found, shapes)]
     return CheckpointError("\n  ".join((f"{path}: {cause}. Mismatches:", *faults)))
 
@@ -244,27 +255,6 @@ def _classes_of(found: Sequence[tuple[int, ...]], shapes: Shapes) -> int | None:
         return None
     classes = last[0][0]
     return classes if classes > 0 and last[1] == (classes, shapes["fc3.weight"][1]) else None
-
-
-def _nets_of_these_shapes(found: Sequence[tuple[int, ...]], requested: int) -> Iterator[str]:
-    """Yield the options for which the tensors have the right shapes, in any order."""
-    for name in ARCHITECTURES:
-        for activation in ACTIVATIONS:
-            classes = _classes_of(found, parameter_shapes(architecture(name, activation=activation), requested))
-            if classes is not None:
-                also = "" if classes == requested else f" --classes {classes}"
-                yield f"--arch {name} --activation {activation}{also}"
-
-
-def _as_float32(path: Path, tensors: Mapping[str, Tensor], assignment: Assignment) -> dict[str, Float32Array]:
-    """Return the tensors as float32; raises CheckpointError that names every tensor with non-finite values."""
-    arrays = {name: tensor.detach().resolve_neg().to(torch.float32).numpy() for name, tensor in tensors.items()}
-    if bad := [assignment.source[name] for name, array in arrays.items() if not is_finite(array)]:
-        raise CheckpointError(
-            f"{path}: values that are not finite in float32, in {', '.join(bad)}: training has diverged, or the file "
-            "is damaged. Use an earlier state of the net"
-        )
-    return arrays
 
 
 def _fold_preprocessing(

@@ -18,7 +18,7 @@ from typing import Any
 from prelunet.evaluator.errors import UsageError, from_os_error
 from prelunet.evaluator.json_checks import check_plain, parse_json, require_object
 
-_WILDCARD = re.compile(r"\*\*|\*")
+_WILDCARD = re.compile(r"(\*\*|\*)")
 _MATCHES = {"*": r"([^.]+)", "**": r"(.+)"}
 
 
@@ -44,7 +44,11 @@ class NameMap:
 
     def rename(self, names: Iterable[str]) -> Renamed:
         """Rename the tensors of a file; a line that matches none of them and a duplicate result are faults."""
-        patterns = {left: _as_pattern(left) for left in self.lines if "*" in left}
+        patterns = {
+            left: re.compile("".join(_MATCHES.get(p) or re.escape(p) for p in _WILDCARD.split(left)), re.DOTALL)
+            for left in self.lines
+            if "*" in left
+        }
         source: dict[str, str] = {}
         left_out, faults, used = [], [], set()
         for name in names:
@@ -92,14 +96,6 @@ def read_name_map(path: Path) -> NameMap:
         raise UsageError(
             f'{path}: {error}. A name map is a table of lines such as "features.0.*" = "conv1.*" (docs/importing.md)'
         ) from error
-
-
-def _as_pattern(left: str) -> re.Pattern[str]:
-    between, wildcards = _WILDCARD.split(left), _WILDCARD.findall(left)
-    parts = [re.escape(between[0])]
-    for wildcard, text in zip(wildcards, between[1:], strict=True):
-        parts += [_MATCHES[wildcard], re.escape(text)]
-    return re.compile("".join(parts), re.DOTALL)
 
 
 def _flatten(table: Mapping[str, Any], before: str = "") -> Iterator[tuple[str, str]]:

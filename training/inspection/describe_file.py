@@ -77,14 +77,6 @@ def inspect_file(path: Path) -> dict[str, Any]:
     )
 
 
-def _slope_summary(entry: Mapping[str, Any]) -> dict[str, Any]:
-    """Return one recorded summary; raises ValueError if it does not have the form of `summarize_slopes`."""
-    require_str(entry["layer"], "layer")
-    if not all(type(entry[key]) in {int, float} for key in _SLOPE_KEYS[1:]):
-        raise ValueError(f"the slopes of {entry['layer']} should be numbers")
-    return {key: entry[key] for key in _SLOPE_KEYS}
-
-
 def summarize_slopes(tensors: Mapping[str, npt.NDArray[np.floating]]) -> list[dict[str, Any]]:
     """Summarize the learned slopes of each layer, in the order of `tensors`; other tensors are ignored.
 
@@ -150,7 +142,11 @@ def _inspect_model(path: Path) -> dict[str, Any]:
     if isinstance(net, OpaqueNet):
         raise ContractError(f"{path}: 'prelunet.architecture' lists no layers. {rewrite_hint(str(path))}")
     try:
-        recorded = [_slope_summary(entry) for entry in contract.training.get("slopes") or []]
+        recorded = [{key: entry[key] for key in _SLOPE_KEYS} for entry in contract.training.get("slopes") or []]
+        for entry in recorded:
+            require_str(entry["layer"], "layer")
+            if not all(type(entry[key]) in {int, float} for key in _SLOPE_KEYS[1:]):
+                raise ValueError(f"the slopes of {entry['layer']} should be numbers")
         for key in ("recipe", "dataset", "metrics"):
             if contract.training.get(key) is not None:
                 require_object(contract.training[key], key)
@@ -243,27 +239,23 @@ def print_inspection(inspection: Mapping[str, Any], console: Console) -> None:
 def _adopted_facts(inspection: Mapping[str, Any]) -> dict[str, str]:
     """Return the rows of the table for an adopted net."""
     crop, cost = inspection["crop"], inspection["multiply_adds"]
-    dense = inspection["max_side"] > crop
+    dense, side = inspection["max_side"] > crop, inspection["window"]
+    dense_facts = {
+        "window": f"{side}x{side} cells of its feature map, stride {inspection['trunk_stride']} px",
+        "scales": f"{', '.join(map(str, inspection['default_scales']))} px for multi-scale",
+    }
     return {
         "kind": f"adopted: a third-party classifier, {'dense' if dense else 'of one size'}",
         "sha256": inspection["sha256"],
         "name": str(inspection["architecture"]["name"]),
         "crop": f"{crop}x{crop} px{'' if dense else ' only'}, resized with {inspection['interpolation']}",
-        **(_dense_facts(inspection) if dense else {}),
+        **(dense_facts if dense else {}),
         "classes": _classes_text(inspection["classes"]),
         "multiply-adds": f"{cost:.4g} for one crop" if cost is not None else "unknown",
         "precision": inspection["precision"],
         "adopted as": _data_text(inspection["adopted"]) if isinstance(inspection["adopted"], dict) else "not recorded",
         "net": inspection["checkpoint_sha256"],
         "golden images": str(inspection["golden_images"]),
-    }
-
-
-def _dense_facts(inspection: Mapping[str, Any]) -> dict[str, str]:
-    side = inspection["window"]
-    return {
-        "window": f"{side}x{side} cells of its feature map, stride {inspection['trunk_stride']} px",
-        "scales": f"{', '.join(map(str, inspection['default_scales']))} px for multi-scale",
     }
 
 

@@ -171,17 +171,11 @@ def find_non_finite(net: PreluNet, images: Tensor, labels: Tensor) -> str:
     loss. Dropout is off; if everything is finite without it, the text says so. No random number is drawn and no `.grad`
     is written.
     """
-    return next(
-        _non_finite_values(net, images, labels), "no layer: without dropout all values of this batch are finite"
-    )
-
-
-def _non_finite_values(net: PreluNet, images: Tensor, labels: Tensor) -> Iterator[str]:
     if not _finite(images):
-        yield "the images: a pixel is not finite"
+        return "the images: a pixel is not finite"
     for name, parameter in net.named_parameters():
         if not _finite(parameter):
-            yield f"{name}: the parameter is not finite"
+            return f"{name}: the parameter is not finite"
     finite: dict[str, bool] = {}  # over the whole batch
     for batch, truth in batches(net, images, labels) if len(images) else ():
         responses, loss = responses_and_loss(net, batch, truth)
@@ -189,7 +183,8 @@ def _non_finite_values(net: PreluNet, images: Tensor, labels: Tensor) -> Iterato
             finite[name] = finite.get(name, True) and _finite(value)
     for name, good in finite.items():
         if not good:
-            yield f"{name}: its response is not finite" if name else "the loss is not finite, though the logits are"
+            return f"{name}: its response is not finite" if name else "the loss is not finite, though the logits are"
+    return "no layer: without dropout all values of this batch are finite"
 
 
 def _finite(values: Tensor) -> bool:

@@ -61,29 +61,25 @@ def _rows(layers: Layers, step: int) -> list[dict[str, Any]]:
     return rows
 
 
-def _y(panel: str, values: Sequence[float]) -> Spec:
-    """Return the y axis of a panel for these values; a logarithmic axis has lines at powers of ten."""
-    title, logarithmic = _PANELS[panel]
-    axis: Spec = {"domain": False, "tickCount": 5}
-    if logarithmic:
-        low, high = math.floor(math.log10(min(values))), math.ceil(math.log10(max(values)))
-        high = max(high, low + 1)
-        step = -(-(high - low) // 6)
-        axis |= {"format": "~g", "values": [10.0**power for power in range(low, high + 1, step)]}
-        scale = {"type": "log", "domain": [10.0**low, 10.0**high], "nice": False}
-    else:
-        scale = {"domain": [min(0.0, *values), max(*values, _MIN_AXIS_END[panel])], "nice": True}
-    return {"field": "value", "type": "quantitative", "title": title, "scale": scale, "axis": axis}
-
-
 def _panels(rows: list[dict[str, Any]], layer_spec: Spec) -> bytes:
     """Return the SVG of the panels that have rows, in two columns. layer_spec: mark, and encoding without y."""
     base = chart_spec(rows)
     panels = []
-    for panel in _PANELS:
+    for panel, (title, logarithmic) in _PANELS.items():
         if values := [row["value"] for row in rows if row["panel"] == panel]:
+            axis: Spec = {"domain": False, "tickCount": 5}
+            scale: Spec = {"nice": not logarithmic}
+            if logarithmic:  # with lines at powers of ten
+                low, high = math.floor(math.log10(min(values))), math.ceil(math.log10(max(values)))
+                high = max(high, low + 1)
+                step = -(-(high - low) // 6)
+                axis |= {"format": "~g", "values": [10.0**power for power in range(low, high + 1, step)]}
+                scale |= {"type": "log", "domain": [10.0**low, 10.0**high]}
+            else:
+                scale["domain"] = [min(0.0, *values), max(*values, _MIN_AXIS_END[panel])]
             filtered = {"transform": [{"filter": {"field": "panel", "equal": panel}}]}
-            encoding = {**layer_spec["encoding"], "y": _y(panel, values)}
+            y = {"field": "value", "type": "quantitative", "title": title, "scale": scale, "axis": axis}
+            encoding = {**layer_spec["encoding"], "y": y}
             panels.append({"width": 380, "height": 210, **filtered, "mark": layer_spec["mark"], "encoding": encoding})
     return draw_svg(
         {"config": base["config"], "data": base["data"], "concat": panels, "columns": 2, "spacing": 28, "padding": 12}

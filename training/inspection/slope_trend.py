@@ -9,7 +9,6 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
 TREND_THRESHOLD = 0.5  # rank correlations from here on are called a trend; the number is printed as well
 # Ranks ignore magnitudes: slopes of an untrained net would be ordered by their sixth digit. The demo's net has a range
@@ -54,15 +53,8 @@ def slope_trend(means: Mapping[str, float]) -> SlopeTrend | None:
     first, *others = means.values()
     span = round(max(means.values()) - min(means.values()), 6)  # so that 0.31 and 0.3 are 0.01 apart
     correlation = None
-    if span >= MIN_RANGE:
-        correlation = round(_rank_correlation(np.array(list(means.values()))), 4)
+    if span >= MIN_RANGE:  # Spearman's, where ties get the mean of their ranks; importing scipy for it would take long
+        values = np.array(list(means.values()))
+        ranks = [(values < value).sum() + (values == value).sum() / 2 for value in values]
+        correlation = round(float(np.corrcoef(range(len(values)), ranks)[0, 1]), 4)
     return SlopeTrend(next(iter(means)), round(first, 6), round(sum(others) / len(others), 6), span, correlation)
-
-
-def _rank_correlation(values: npt.NDArray[np.float64]) -> float:
-    """Return Spearman's rank correlation of values with their indices; ties get the mean of their ranks.
-
-    Importing scipy for this would take longer than the rest of `inspect`.
-    """
-    ranks = [(values < value).sum() + (values == value).sum() / 2 for value in values]
-    return float(np.corrcoef(range(len(values)), ranks)[0, 1])

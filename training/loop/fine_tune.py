@@ -49,7 +49,15 @@ def load_pretrained(
     """
     _refuse_folder(path)
     checkpoint = read_checkpoint(path)
-    _check_architecture(path, checkpoint.architecture, net)
+    own, places = checkpoint.architecture, ("in the checkpoint", "in the recipe")
+    if found := differences(own.to_json(), net.to_json(), ignored={("name",), ("crop",)}, places=places):
+        # Nets with different names differ in dozens of layers; the names are enough.
+        details = ". " if own.name != net.name else f":\n{format_differences(found)}\n"
+        raise UsageError(
+            f"{path}: the checkpoint's architecture ({own.name}, {own.activation}) differs from the recipe's "
+            f"({net.name}, {net.activation}){details}"
+            "Use a recipe with the checkpoint's architecture and activation, or a checkpoint that matches the recipe"
+        )
     old, new = [entry.wnid for entry in checkpoint.classes], [entry.wnid for entry in classes]
     tensors = dict(checkpoint.tensors)
     if old == new:
@@ -66,7 +74,17 @@ def load_pretrained(
             f"{path}, except fc3, which is reinitialized: {shared} of the {len(new)} classes are among its {len(old)}"
         )
     report(f"initial weights from {source}")
-    return tensors, _fitting_mean(path, checkpoint.mean, mean_shape, report)
+    # The checkpoint's features were learned with its mean, not with that of the new images. A mean image does not fit
+    # another crop or the recipe's `mean = "channel"`; its channel means replace it.
+    mean, kept = checkpoint.mean, f"mean: that of {path}, not of the training images"
+    if mean.ndim == 1 or mean.shape == mean_shape:
+        report(kept)
+    else:
+        cause = "the recipe asks for a channel mean" if mean_shape == (3,) else "it does not fit the crop"
+        side, mean = len(mean), mean.mean(axis=(0, 1), dtype=np.float64).astype(np.float32)
+        numbers = ", ".join(f"{value:.2f}" for value in mean)
+        report(f"{kept}; of its mean image of {side}x{side} pixels the channel means ({numbers}), as {cause}")
+    return tensors, np.broadcast_to(mean, mean_shape).copy()
 
 
 def _refuse_folder(path: Path) -> None:
@@ -74,34 +92,3 @@ def _refuse_folder(path: Path) -> None:
     if path.is_dir():
         files = [str(path / name) for name in (LAST_FILE, BEST_FILE) if (path / name).is_file()]
         raise UsageError(f"{path}: a folder, not a checkpoint. Give {' or '.join(files) or 'the path of a checkpoint'}")
-
-
-def _check_architecture(path: Path, checkpoint: Architecture, recipe: Architecture) -> None:
-    """Raise UsageError if trunk, pyramid, width or activation differ; name and crop may."""
-    places = ("in the checkpoint", "in the recipe")
-    if found := differences(checkpoint.to_json(), recipe.to_json(), ignored={("name",), ("crop",)}, places=places):
-        # Nets with different names differ in dozens of layers; the names are enough.
-        details = ". " if checkpoint.name != recipe.name else f":\n{format_differences(found)}\n"
-        raise UsageError(
-            f"{path}: the checkpoint's architecture ({checkpoint.name}, {checkpoint.activation}) differs from the "
-            f"recipe's ({recipe.name}, {recipe.activation}){details}"
-            "Use a recipe with the checkpoint's architecture and activation, or a checkpoint that matches the recipe"
-        )
-
-
-def _fitting_mean(
-    path: Path, mean: Float32Array, shape: tuple[int, ...], report: Callable[[str], None]
-) -> Float32Array:
-    """Return the checkpoint's mean in another shape; its features were learned with it, not with the new images' mean.
-
-    A mean image does not fit another crop or the recipe's `mean = "channel"`; its channel means replace it.
-    """
-    kept = f"mean: that of {path}, not of the training images"
-    if mean.ndim == 1 or mean.shape == shape:
-        report(kept)
-    else:
-        cause = "the recipe asks for a channel mean" if shape == (3,) else "it does not fit the crop"
-        side, mean = len(mean), mean.mean(axis=(0, 1), dtype=np.float64).astype(np.float32)
-        numbers = ", ".join(f"{value:.2f}" for value in mean)
-        report(f"{kept}; of its mean image of {side}x{side} pixels the channel means ({numbers}), as {cause}")
-    return np.broadcast_to(mean, shape).copy()

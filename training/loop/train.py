@@ -80,7 +80,10 @@ def train(
         is_older_run = group.all_gather(not fresh and lacks_evaluation_scale(run_folder))[0]
         if recipe.evaluation_scale is None and not is_older_run:
             recipe = replace(recipe, evaluation_scale=center_scale(recipe.crop, recipe.scales))
-        description = describe_run(recipe, splits, start)
+        classes = [entry.to_json() for entry in splits.classes]
+        parent = None if start is None else sha256_of_checkpoint(start)
+        description = {"recipe": recipe.to_json(), "dataset": splits.to_json(), "classes": classes}
+        description |= {} if parent is None else {"start": parent}
         options = {key: getattr(execution, key) for key in ("parallel", "diagnose", "deterministic", "cudnn_benchmark")}
         require_same_command(group, {**description, **options})
         with lock_run_folder(group, run_folder, description, fresh=fresh) as reset_folder:
@@ -94,7 +97,7 @@ def train(
                 group,
                 execution,
                 start,
-                parent_sha256=description.get("start"),
+                parent_sha256=parent,
                 reset_folder=reset_folder,
                 report=own_report,
             )
@@ -111,13 +114,6 @@ def check_folder_location(folder: Path, dataset: Path) -> None:
             f"--out {folder}: lies among the class folders of {dataset}, where it would count as a class. Choose a "
             "folder outside the dataset"
         )
-
-
-def describe_run(recipe: Recipe, splits: Splits, start: Path | None) -> dict[str, Any]:
-    """Return everything that determines the results of a run, as plain data."""
-    classes = [entry.to_json() for entry in splits.classes]
-    initial = {} if start is None else {"start": sha256_of_checkpoint(start)}
-    return {"recipe": recipe.to_json(), "dataset": splits.to_json(), "classes": classes, **initial}
 
 
 def require_same_command(group: ProcessGroup, requested: dict[str, Any]) -> None:

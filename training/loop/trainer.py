@@ -6,7 +6,7 @@ first process writes the files and reports to the user.
 
 import math
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
@@ -46,7 +46,6 @@ from prelunet.training.run_state.checkpoint_manager import CheckpointManager, is
 from prelunet.training.run_state.metrics_log import ErrorRates
 from prelunet.training.run_state.resume_state import TrainingProgress, momentum_of, read_state
 from prelunet.training.run_state.run_folder import STATE_FILE
-from prelunet.training.schedule import count_plateaus, rate_at
 
 LOG_EVERY = 20  # steps
 EVALUATION_BATCH = 256  # crops at once, over all processes
@@ -342,3 +341,36 @@ def _initial_state(
         classes, shape = splits.classes, mean.shape
         tensors, mean = load_pretrained(start, net, classes, recipe.seed, initialization, shape, report=report)
     return tensors, TrainingProgress(mean, of_train.axes, {"train": of_train.refused, "val": of_val.refused})
+
+
+# The learning rate: fixed drops, or a drop whenever the error on val/ stops falling.
+
+
+def rate_at(recipe: Recipe, step: int, drops: int = 0) -> float:
+    """Return the learning rate of a step, counted from 0.
+
+    drops: number of plateaus so far (`count_plateaus`), used by the rate_policy `plateau` only. The paper divides the
+    rate by ten twice, "when the error plateaus" (PReLU-nets, section 4). The policy `at` drops it at fixed steps.
+    """
+    if recipe.rate_policy == "at":
+        drops = sum(step >= part * recipe.total_steps for part in recipe.rate_drops)
+    else:
+        drops = min(drops, recipe.most_drops)
+    return recipe.rate * recipe.rate_factor**drops
+
+
+def count_plateaus(errors: Sequence[float], patience: int) -> int:
+    """Count the plateaus of the error on val/, given all evaluations in order.
+
+    A plateau is `patience` consecutive evaluations none of which is below the lowest one before them. After a plateau,
+    counting restarts with the next evaluation.
+    """
+    plateaus, lowest, waited = 0, float("inf"), 0
+    for error in errors:
+        if error < lowest:
+            lowest, waited = error, 0
+        else:
+            waited += 1
+        if waited == patience:
+            plateaus, lowest, waited = plateaus + 1, float("inf"), 0
+    return plateaus

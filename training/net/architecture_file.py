@@ -71,7 +71,13 @@ def _layers(trunk: list[Any]) -> Iterator[dict[str, Any]]:
     layers: list[dict[str, Any]] = []
     for place, data in enumerate(trunk, start=1):
         try:
-            layers += _repeated(data)
+            layer = dict(require_object(data, "it"))
+            kind = next((kind for kind in _LAYER_KEYS if kind in layer), None)
+            if kind is None:
+                raise ValueError("it needs the key conv, its number of channels, or pool, its kernel")
+            _check_keys(layer, *_LAYER_KEYS[kind])
+            count = require_int(layer.pop("repeat", 1), "repeat", 1, _MAX_REPEATS)
+            layers += [{"kind": kind, "channels" if kind == "conv" else "kernel": layer.pop(kind), **layer}] * count
         except ValueError as error:
             raise ValueError(f"layer {place} of the trunk: {error}") from error
     stage, number = 1, 0
@@ -83,17 +89,6 @@ def _layers(trunk: list[Any]) -> Iterator[dict[str, Any]]:
             number += 1
             alone = number == 1 and following["kind"] == "pool"
             yield {"name": f"conv{stage}" if alone else f"conv{stage}_{number}", **layer}
-
-
-def _repeated(data: Any) -> list[dict[str, Any]]:
-    """Check the keys of a layer; return it in the form of `Architecture.to_json`, as often as it is repeated."""
-    layer = dict(require_object(data, "it"))
-    kind = next((kind for kind in _LAYER_KEYS if kind in layer), None)
-    if kind is None:
-        raise ValueError("it needs the key conv, its number of channels, or pool, its kernel")
-    _check_keys(layer, *_LAYER_KEYS[kind])
-    count = require_int(layer.pop("repeat", 1), "repeat", 1, _MAX_REPEATS)
-    return [{"kind": kind, "channels" if kind == "conv" else "kernel": layer.pop(kind), **layer}] * count
 
 
 def _check_keys(table: Mapping[str, Any], required: tuple[str, ...], optional: tuple[str, ...]) -> None:

@@ -71,7 +71,17 @@ def write_checkpoint(path: Path, checkpoint: Checkpoint) -> None:
     _check_names(path, {name: (str(t.dtype), t.shape) for name, t in tensors.items()}, expected, "float32")
     for name, tensor in tensors.items():
         _check_finite(path, name, tensor)
-    metadata = _metadata_of(checkpoint, is_image)
+    values: dict[str, Any] = {
+        "version": CHECKPOINT_VERSION,
+        "architecture": checkpoint.architecture.to_json(),
+        "classes": [entry.to_json() for entry in checkpoint.classes],
+        "mean": "image" if is_image else [float(str(value)) for value in checkpoint.mean],  # these digits give float32
+        "recipe": checkpoint.recipe,
+        "dataset": checkpoint.dataset,
+        "metrics": checkpoint.metrics,
+        **({} if checkpoint.provenance is None else {"provenance": checkpoint.provenance}),
+    }
+    metadata = {PREFIX + key: json.dumps(values[key], sort_keys=True, allow_nan=False) for key in sorted(values)}
     with open_atomically(path) as file:
         _write_safetensors(file, {name: tensors[name] for name in expected}, metadata)
 
@@ -101,7 +111,14 @@ def read_checkpoint(path: Path) -> Checkpoint:
             f"{path}: cannot be read ({error.strerror or error}). Give the path of a checkpoint"
         ) from error
     except SafetensorError as error:
-        raise _unreadable(path, error) from error
+        with path.open("rb") as head:
+            has_header = head.read(9)[8:] == b"{"
+        if not has_header:
+            raise CheckpointError(f"{path}: not a checkpoint: not a safetensors file ({error}). {_FIX_HINT}") from error
+        raise CheckpointError(
+            f"{path}: damaged: its {path.stat().st_size} bytes do not match its header, as after an interrupted copy "
+            f"or download ({error}). Copy it again, or use another checkpoint"
+        ) from error
     for name, tensor in tensors.items():
         _check_finite(path, name, tensor)
     return Checkpoint(
@@ -168,22 +185,6 @@ def _check_finite(path: Path, name: str, tensor: Float32Array) -> None:
         )
 
 
-def _metadata_of(checkpoint: Checkpoint, is_image: bool) -> dict[str, str]:
-    """Return the metadata with sorted keys. The digits of the mean reproduce its float32 values."""
-    values: dict[str, Any] = {
-        "version": CHECKPOINT_VERSION,
-        "architecture": checkpoint.architecture.to_json(),
-        "classes": [entry.to_json() for entry in checkpoint.classes],
-        "mean": "image" if is_image else [float(str(value)) for value in checkpoint.mean],
-        "recipe": checkpoint.recipe,
-        "dataset": checkpoint.dataset,
-        "metrics": checkpoint.metrics,
-    }
-    if checkpoint.provenance is not None:
-        values["provenance"] = checkpoint.provenance
-    return {PREFIX + key: json.dumps(values[key], sort_keys=True, allow_nan=False) for key in sorted(values)}
-
-
 def _write_safetensors(file: BinaryIO, tensors: Mapping[str, Float32Array], metadata: Mapping[str, str]) -> None:
     """Write the safetensors format: 8 bytes of header length, the header as JSON, then the tensors consecutively.
 
@@ -199,18 +200,6 @@ def _write_safetensors(file: BinaryIO, tensors: Mapping[str, Float32Array], meta
     file.write(len(text).to_bytes(8, "little") + text)
     for tensor in tensors.values():
         file.write(np.ascontiguousarray(tensor, dtype="<f4").data)
-
-
-def _unreadable(path: Path, error: Exception) -> CheckpointError:
-    """Return the error for a file that safetensors rejects: damaged if it has a header, which begins with a brace."""
-    with path.open("rb") as file:
-        has_header = file.read(9)[8:] == b"{"
-    if has_header:
-        return CheckpointError(
-            f"{path}: damaged: its {path.stat().st_size} bytes do not match its header, as after an interrupted copy "
-            f"or download ({error}). Copy it again, or use another checkpoint"
-        )
-    return CheckpointError(f"{path}: not a checkpoint: not a safetensors file ({error}). {_FIX_HINT}")
 
 
 class _Metadata:

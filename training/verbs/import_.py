@@ -14,7 +14,7 @@ from prelunet.training.net.checkpoints import size_summary
 from prelunet.training.net.initialization import parse_classes
 
 if TYPE_CHECKING:
-    from prelunet.training.importing.import_net import Assignment, ImportResult
+    from prelunet.training.importing.import_net import ImportResult
 
 
 def import_(
@@ -91,7 +91,14 @@ def _report(file: Path, output: Path, imported: "ImportResult") -> None:
     net, mean = imported.checkpoint.architecture, imported.checkpoint.mean
     of_channels = mean.reshape(-1, 3).mean(axis=0, dtype="f8")
     label = "channel means of the mean image" if mean.ndim == 3 else "mean"
-    for remark in (*imported.remarks, *_assigned(imported.assignment)):
+    source, method = imported.assignment.source, imported.assignment.method
+    assigned = [f"{len(source)} tensors, assigned {method}"]
+    if method == "by order":  # the full list, as equal shapes may hide a mistake
+        assigned = [
+            f"{len(source)} tensors, assigned by order because all shapes match; check the list:",
+            *(f"  {name} -> {own}" for own, name in source.items()),
+        ]
+    for remark in (*imported.remarks, *assigned):
         echo(remark)
     echo(
         f"{output}: {net.name}, {net.activation}, {len(imported.checkpoint.classes)} classes, imported from {file}\n"
@@ -101,13 +108,3 @@ def _report(file: Path, output: Path, imported: "ImportResult") -> None:
         f"  prelunet inspect {shlex.quote(str(output))}\n"
         f"  prelunet export {shlex.quote(str(output))} -o {shlex.quote(str(output.with_suffix('.onnx')))}"
     )
-
-
-def _assigned(assignment: "Assignment") -> list[str]:
-    """Return how tensors were assigned; the full list for assignment by order, as equal shapes may hide a mistake."""
-    if assignment.method != "by order":
-        return [f"{len(assignment.source)} tensors, assigned {assignment.method}"]
-    return [
-        f"{len(assignment.source)} tensors, assigned by order because all shapes match; check the list:",
-        *(f"  {source} -> {own}" for own, source in assignment.source.items()),
-    ]

@@ -75,7 +75,14 @@ def init(
     from prelunet.training.net.checkpoints import Checkpoint, write_checkpoint
 
     net = architecture(find_architecture(arch), activation=cast(Activation, activation), crop=crop)
-    initialization = _initialization(rule, std, first_layer)
+    initialization = Initialization(cast(Rule, rule), first_layer=cast(FirstLayer, first_layer))
+    if std is not None:
+        if rule != "gaussian":
+            raise UsageError(
+                f"--init-std {std}: not used by --init {rule}, which computes its own deviations. Add --init gaussian, "
+                "or omit --init-std"
+            )
+        initialization = replace(initialization, std=std)
     entries = parse_classes(classes)
     require_new(output, force=force)
     tensors = initial_tensors(net, len(entries), seed, initialization)
@@ -88,16 +95,3 @@ def init(
         f"  {size_summary(checkpoint, output)}\n"
     )
     print_layers(net, len(entries), Console())
-
-
-def _initialization(rule: str, std: float | None, first_layer: str) -> Initialization:
-    """Build the initialization from the options; raises UsageError for a deviation that the rule does not use."""
-    chosen = Initialization(cast(Rule, rule), first_layer=cast(FirstLayer, first_layer))  # raises for unknown names
-    if std is None:
-        return chosen
-    if rule != "gaussian":
-        raise UsageError(
-            f"--init-std {std}: not used by --init {rule}, which computes its own deviations. Add --init gaussian, or "
-            "omit --init-std"
-        )
-    return replace(chosen, std=std)

@@ -49,7 +49,12 @@ def stats(
     scale = center_scale(crop) if scale is None else scale
     if scale < crop:
         raise UsageError(f"--scale {scale}: smaller than the crop of {crop} pixels. Give a scale of {crop} or more")
-    train, val = _open(data)
+    try:
+        splits = open_splits(data)
+        train, val = splits.train, splits.val
+    except DatasetError as error:  # `train` would refuse the labels of val/
+        train, val = open_dataset(data, split="train"), None
+        report(f"only the training images are measured: {error}")
     cache = cache_folder(os.environ)
     measure = partial(compute_statistics, scale=scale, crop=crop, cache=cache, fresh=fresh, report=report)
     statistics = measure(train, "train/")
@@ -69,17 +74,6 @@ def stats(
         "val": of_val,
     }
     echo(json.dumps(result, indent=2))
-
-
-def _open(data: Path) -> tuple[Dataset, Dataset | None]:
-    """Open train/ and val/ with the labels that `train` uses; if `train` would refuse them, only the training set."""
-    try:
-        splits = open_splits(data)
-    except DatasetError as error:
-        train = open_dataset(data, split="train")
-        report(f"only the training images are measured: {error}")
-        return train, None
-    return splits.train, splits.val
 
 
 def _images(dataset: Dataset, statistics: DatasetStatistics) -> dict[str, Any]:

@@ -93,20 +93,17 @@ def requested_recipe(name: str, crop: str | None, keys: Mapping[str, Any], data:
     recipe, changes = read_recipe(name), dict[str, Any]()
     if "architecture" in keys:
         keys = {**keys, "architecture": find_architecture(keys["architecture"])}
-    if crop is not None:
+    if crop == "auto":
         stride = architecture(keys.get("architecture", recipe.architecture)).trunk_stride
-        changes = changes_for_crop(recipe, _crop_side(crop, stride, data), keep_batch="batch" in keys)
-    return override_keys(recipe, keys, **changes)  # at once: a crop may fit only the requested architecture or scales
-
-
-def _crop_side(text: str, stride: int, data: Path | None) -> int:
-    """Return the crop that `--crop` requests, in pixels. stride: of the net's trunk."""
-    if text == "auto":
         images = open_dataset(data or embedded_dataset_path(), split="train")
-        return automatic_crop(median_shorter_side(images), stride)
-    if not text.isdecimal() or len(text) > 9 or not 1 <= int(text) <= MAX_SIDE:  # int() parses at most 4300 digits
-        raise UsageError(f"--crop {text[:40]}: should be a side in pixels, 1 to {MAX_SIDE}, or auto")
-    return int(text)
+        side = automatic_crop(median_shorter_side(images), stride)
+    elif crop is not None:
+        if not crop.isdecimal() or len(crop) > 9 or not 1 <= int(crop) <= MAX_SIDE:  # int() parses at most 4300 digits
+            raise UsageError(f"--crop {crop[:40]}: should be a side in pixels, 1 to {MAX_SIDE}, or auto")
+        side = int(crop)
+    if crop is not None:
+        changes = changes_for_crop(recipe, side, keep_batch="batch" in keys)
+    return override_keys(recipe, keys, **changes)  # at once: a crop may fit only the requested architecture or scales
 
 
 def _summary(training: "TrainingResult") -> str:

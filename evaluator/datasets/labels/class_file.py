@@ -77,19 +77,21 @@ def _from_json(data: Any) -> list[tuple[str, str]]:
         if missing := sorted(set(expected) - data.keys(), key=int):
             raise ValueError(f"class index {missing[0]} of {len(data)} classes is missing")
         data = [data[index] for index in expected]
-    return [_class_from_json(value, f"class {index}") for index, value in enumerate(require_list(data, "it"))]
-
-
-def _class_from_json(value: Any, what: str) -> tuple[str, str]:
-    if isinstance(value, str):
-        return "", value
-    if isinstance(value, dict):
-        entry = require_keys(value, what, {"wnid", "name"})
-        return require_str(entry["wnid"], f"wnid of {what}"), require_str(entry["name"], f"name of {what}")
-    pair = [require_str(part, what) for part in require_list(value, what)]
-    if len(pair) != 2:
-        raise ValueError(f"{what} should be a name, or a wnid and a name, not {len(pair)} strings")
-    return pair[0], pair[1]
+    pairs = []
+    for index, value in enumerate(require_list(data, "it")):
+        what = f"class {index}"
+        if isinstance(value, str):
+            wnid, name = "", value
+        elif isinstance(value, dict):
+            entry = require_keys(value, what, {"wnid", "name"})
+            wnid, name = require_str(entry["wnid"], f"wnid of {what}"), require_str(entry["name"], f"name of {what}")
+        else:
+            pair = [require_str(part, what) for part in require_list(value, what)]
+            if len(pair) != 2:
+                raise ValueError(f"{what} should be a name, or a wnid and a name, not {len(pair)} strings")
+            wnid, name = pair
+        pairs.append((wnid, name))
+    return pairs
 
 
 def _entries(pairs: Sequence[tuple[str, str]]) -> tuple[ClassEntry, ...]:

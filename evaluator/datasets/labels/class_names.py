@@ -139,8 +139,17 @@ class ClassList:
         """Return the index of the only class with a name, or of a wnid."""
         if word in self.by_wnid:
             return self.by_wnid[word]  # a wnid among names is still unambiguous
-        if self._is_imagenet_wnid(word):
-            return self._index_by_imagenet_wnid(word, place)
+        if self._is_imagenet_wnid(word):  # of the only class whose name ImageNet gives to this wnid, and to no other
+            found = self.by_imagenet_wnid[word]
+            wnids = [other for other, indices in self.by_imagenet_wnid.items() if not set(found).isdisjoint(indices)]
+            if len(found) > 1 or len(wnids) > 1:
+                classes = " and ".join(f"{self.wnids[index]!a:.80} (class index {index})" for index in found)
+                raise DatasetError(
+                    f"{place}: the model's classes have names but no wnids, and by name {' and '.join(wnids)} could be "
+                    f"{classes}. Use class names or indices for the labels, or adopt the model again with wnids in its "
+                    f"--classes ({IMAGENET_1K} if they are ImageNet's 1000 in order)"
+                )
+            return found[0]
         found = self.by_name.get(_normalized(word), [])
         if not found:
             raise DatasetError(
@@ -151,19 +160,6 @@ class ClassList:
             both = " and ".join(f"{self.wnids[index]} ({self.names[index]})" for index in found[:3])
             raise DatasetError(
                 f"{place}: {word!a:.80} could be {both}, class indices {found[0]} and {found[1]}. Use wnids"
-            )
-        return found[0]
-
-    def _index_by_imagenet_wnid(self, wnid: str, place: str) -> int:
-        """Return the index of the only class whose name ImageNet gives to a wnid, and to no other."""
-        found = self.by_imagenet_wnid[wnid]
-        wnids = [other for other, indices in self.by_imagenet_wnid.items() if not set(found).isdisjoint(indices)]
-        if len(found) > 1 or len(wnids) > 1:
-            classes = " and ".join(f"{self.wnids[index]!a:.80} (class index {index})" for index in found)
-            raise DatasetError(
-                f"{place}: the model's classes have names but no wnids, and by name {' and '.join(wnids)} could be "
-                f"{classes}. Use class names or indices for the labels, or adopt the model again with wnids in its "
-                f"--classes ({IMAGENET_1K} if they are ImageNet's 1000 in order)"
             )
         return found[0]
 

@@ -31,8 +31,22 @@ def labels_of_devkit(file: LabelFile, images: Sequence[str], classes: ClassList)
     Raises DatasetError when the numbers of labels and images differ, an id has no wnid, or a wnid is not a class of
     the model.
     """
-    ids = _read_ids(file)
-    _check_numbering(images, file.path)
+    ids = []
+    for line, text in enumerate(file.text.splitlines(), start=1):
+        if not re.fullmatch(r"\s*[1-9]\d{0,8}\s*", text, re.ASCII):
+            raise DatasetError(
+                f"{file.path}: line {line} should be a devkit id, a positive integer, not {text!a:.80}. "
+                "Copy the file from the devkit again"
+            )
+        ids.append(int(text))
+    refuse_test_images(images, file.path, "the ground truth")
+    for number, name in enumerate(images, start=1):  # labels are assigned by position
+        found = VAL_NAME.fullmatch(name.rpartition("/")[2])
+        if found and int(found[1]) != number:
+            raise DatasetError(
+                f"{file.path}: {name} is image {number} in sorted order, so it would get another image's label. "
+                "Restore the missing images, or pass a list of names and labels"
+            )
     check_count(len(ids), images, file.path)
     mapping = _mapping_beside(file)
     wnid_of = _read_mapping(mapping, classes.by_wnid)
@@ -52,30 +66,6 @@ def labels_of_devkit(file: LabelFile, images: Sequence[str], classes: ClassList)
     index, kind = classes.resolve_labels(places)
     remark = f"labels from {file.path}, ids mapped by {mapping.path}, read as {kind}"
     return [index[wnid_of[devkit_id]] for devkit_id in ids], [remark]
-
-
-def _read_ids(file: LabelFile) -> list[int]:
-    ids = []
-    for line, text in enumerate(file.text.splitlines(), start=1):
-        if not re.fullmatch(r"\s*[1-9]\d{0,8}\s*", text, re.ASCII):
-            raise DatasetError(
-                f"{file.path}: line {line} should be a devkit id, a positive integer, not {text!a:.80}. "
-                "Copy the file from the devkit again"
-            )
-        ids.append(int(text))
-    return ids
-
-
-def _check_numbering(images: Sequence[str], path: Path) -> None:
-    """Check that ILSVRC's numbers in the names, if any, match the positions: labels are assigned by position."""
-    refuse_test_images(images, path, "the ground truth")
-    for number, name in enumerate(images, start=1):
-        found = VAL_NAME.fullmatch(name.rpartition("/")[2])
-        if found and int(found[1]) != number:
-            raise DatasetError(
-                f"{path}: {name} is image {number} in sorted order, so it would get another image's label. "
-                "Restore the missing images, or pass a list of names and labels"
-            )
 
 
 def refuse_test_images(images: Sequence[str], path: Path, what: str) -> None:

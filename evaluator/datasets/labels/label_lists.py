@@ -95,9 +95,14 @@ def read_label_list(file: LabelFile) -> tuple[list[LabelEntry], str]:
         if columns is None:
             columns = _header(row, f"{file.path}: line {line}")
             if columns is not None:
-                width, columns_note = len(row), _columns_in_words(row, columns)
+                head, label_head = (row[column].strip() for column in columns)
+                counts = [word.strip() for word in row if word.strip().casefold() == _ROW_NUMBER]
+                aside = "".join(f"; {word!r} counts the rows" for word in counts[:1] if word != label_head)
+                width, columns_note = len(row), f" (columns {head!r} and {label_head!r}{aside})"
                 continue
-            columns, width = (0, 1), _width(row)
+            # With a box: as in Tiny-ImageNet's annotations.
+            boxed = len(row) == 1 + _BOX and WNID.fullmatch(row[1]) and all(map(str.isdigit, row[2:]))
+            columns, width = (0, 1), len(row) if boxed else 2
         name, label = (row[column].strip() for column in columns) if len(row) == width else ("", "")
         if not name:
             raise DatasetError(
@@ -160,19 +165,6 @@ def _unknown_header(place: str, row: list[str]) -> DatasetError:
         f"Start the file with a header that uses one of {', '.join(sorted(_NAME_HEADERS))} for names, and one of "
         f"{', '.join(sorted(_LABEL_HEADERS))} for labels"
     )
-
-
-def _columns_in_words(row: list[str], columns: tuple[int, int]) -> str:
-    name, label = (row[column].strip() for column in columns)
-    rows = next((word for word in row if word.strip().casefold() == _ROW_NUMBER and word.strip() != label), None)
-    aside = f"; {rows.strip()!r} counts the rows" if rows else ""
-    return f" (columns {name!r} and {label!r}{aside})"
-
-
-def _width(row: list[str]) -> int:
-    """Return the number of fields in a row without header: two, or with a box, as in Tiny-ImageNet's annotations."""
-    boxed = len(row) == 1 + _BOX and WNID.fullmatch(row[1]) and all(map(str.isdigit, row[2:]))
-    return len(row) if boxed else 2
 
 
 def _word(label: str, path: Path, line: int) -> str:

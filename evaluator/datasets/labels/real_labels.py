@@ -36,7 +36,7 @@ def labels_of_real(path: Path, images: Sequence[str], classes: ClassList) -> tup
     malformed or too short, a name has no number of ILSVRC or that of another name, or the model lacks a class shown.
     """
     refuse_test_images(images, path, "ReaL's labels")
-    lists = _built_in() if path == IMAGENET_REAL else _read(path)
+    lists = _read(path)
     imagenet = [entry.wnid for entry in read_class_list(Path(IMAGENET_1K))]
     published = path == IMAGENET_REAL or bool(classes.by_imagenet_wnid) or classes.by_wnid.keys() <= set(imagenet)
     wnids = imagenet if published else classes.wnids
@@ -60,12 +60,10 @@ def labels_of_real(path: Path, images: Sequence[str], classes: ClassList) -> tup
     ]
 
 
-def _built_in() -> list[tuple[int, ...]]:
-    data = gzip.decompress(Path(__file__).with_name(f"{IMAGENET_REAL}.txt.gz").read_bytes())
-    return [tuple(map(int, line.split())) for line in data.decode("ascii").splitlines()]
-
-
 def _read(path: Path) -> list[tuple[int, ...]]:
+    if path == IMAGENET_REAL:
+        data = gzip.decompress(Path(__file__).with_name(f"{IMAGENET_REAL}.txt.gz").read_bytes())
+        return [tuple(map(int, line.split())) for line in data.decode("ascii").splitlines()]
     try:
         lists = convert(parse_json(label_file(path).text), list[tuple[Annotated[int, Meta(ge=0)], ...]])
         if twice := [number for number, truth in enumerate(lists, start=1) if len(set(truth)) < len(truth)]:

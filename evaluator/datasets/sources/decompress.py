@@ -62,7 +62,11 @@ def ensure_unpacked(path: Path, method: str) -> Path:
     if method not in _OPENERS:
         raise DatasetError(f"{path}: compressed with {method}, which is not supported. Unpack it to a plain .tar")
     target = unpacked_path(path)
-    _remove_stale(path, target.parent)
+    # Left by killed processes that were unpacking this archive or one of the same name.
+    for leftover in leftovers(target.parent, [f"{path.name}.{'?' * _DIGITS}{UNPACKED_SUFFIX}"]):
+        with suppress(FileNotFoundError):  # another process removed it first
+            if time.time() - leftover.lstat().st_mtime > _STALE_SECONDS:
+                leftover.unlink()
     if not os.path.lexists(target):
         _unpack(path, method, target)
     elif not stat.S_ISREG(target.lstat().st_mode):
@@ -79,7 +83,12 @@ def _unpack(path: Path, method: str, target: Path) -> None:
         total = -(-size // _PIECE)
         with progress(f"unpack {path.name}", total, "MiB") as advance:
             done, piece = 0, _read(plain, path)
-            _check_tar(piece, path)
+            try:  # refuse anything but a tar before it fills the disk
+                tarfile.TarInfo.frombuf(piece[: tarfile.BLOCKSIZE], "utf-8", "surrogateescape")
+            except tarfile.HeaderError as error:
+                raise DatasetError(
+                    f"{path}: compressed, but not a tar. Pass a folder, or a .tar, .tar.gz or .zip of one"
+                ) from error
             while piece:
                 copy.write(piece)
                 if copy.tell() > limit:
@@ -109,14 +118,6 @@ def _private_folder() -> Path:
     return folder
 
 
-def _remove_stale(path: Path, folder: Path) -> None:
-    """Remove temporary files left by killed processes that were unpacking this archive or one of the same name."""
-    for leftover in leftovers(folder, [f"{path.name}.{'?' * _DIGITS}{UNPACKED_SUFFIX}"]):
-        with suppress(FileNotFoundError):  # another process removed it first
-            if time.time() - leftover.lstat().st_mtime > _STALE_SECONDS:
-                leftover.unlink()
-
-
 def _sha256(path: Path) -> str:
     """Return the sha256 of a large file, showing progress."""
     digest, total = hashlib.sha256(), -(-path.stat().st_size // _PIECE)
@@ -132,13 +133,3 @@ def _read(plain: IO[bytes], path: Path) -> bytes:
         return plain.read(_PIECE)
     except _DAMAGED as error:
         raise DatasetError(f"{path}: damaged or truncated ({error}). Get a fresh copy of the archive") from error
-
-
-def _check_tar(piece: bytes, path: Path) -> None:
-    """Refuse anything but a tar before it fills the disk. piece: the first one."""
-    try:
-        tarfile.TarInfo.frombuf(piece[: tarfile.BLOCKSIZE], "utf-8", "surrogateescape")
-    except tarfile.HeaderError as error:
-        raise DatasetError(
-            f"{path}: compressed, but not a tar. Pass a folder, or a .tar, .tar.gz or .zip of one"
-        ) from error

@@ -49,7 +49,8 @@ class ParquetFiles:
         for path in self.paths:
             with _damage(path):
                 values = _open(path).read(columns=[name]).column(0).to_pylist()
-                _check_rows(len(values), self.row_groups[path.name].starts[-1])
+                if len(values) != (rows := self.row_groups[path.name].starts[-1]):
+                    raise ValueError(f"{len(values)} rows instead of {rows}")
             yield from ((f"{path}: row {row}", value) for row, value in enumerate(values))
 
     def images(self) -> "tuple[list[str], array[int], ParquetReader]":
@@ -175,11 +176,6 @@ class ParquetReader:
 def _open(path: Path) -> Any:
     pq = import_from_extra("pyarrow.parquet")
     return pq.ParquetFile(path, buffer_size=_BUFFER_BYTES, pre_buffer=False, page_checksum_verification=True)
-
-
-def _check_rows(found: int, expected: int) -> None:
-    if found != expected:
-        raise ValueError(f"{found} rows instead of {expected}")
 
 
 def _row_groups(file: Any, column: str) -> RowGroups:
