@@ -16,7 +16,6 @@ from benchmarks.engine.competitors import (
     COMPETITORS,
     REFERENCE,
     TOLERANCES,
-    CompetitorPrecision,
     OpenedCompetitor,
     ScoreFunction,
     Scores,
@@ -32,8 +31,8 @@ SAMPLED_CROPS = 16  # limit for the naive competitor on one image: one of its ba
 class PhotoTimings:
     """One image, classified once by each competitor of a group.
 
-    gflop: of its dense evaluation, two per multiply-add; seconds, deviations: by competitor, the latter as `deviation`
-    from the reference's scores; crops: the naive competitor's number of crops, if it took part.
+    gflop: of its dense evaluation, two per multiply-add; seconds, deviations: by competitor, the latter as of
+    `Reference.deviation`; crops: the naive competitor's number of crops, if it took part.
     """
 
     photo: Photo
@@ -56,30 +55,23 @@ class Reference:
     scores: dict[tuple[str, str], Scores] = field(default_factory=dict)
 
     def deviation(self, name: str, found: Scores, photo: Photo, protocol: EvaluationProtocol) -> float:
-        """Return the deviation of a competitor's scores; raises SystemExit beyond the tolerance of its precision.
+        """Return the largest deviation of a competitor's scores, relative to the largest score of the reference.
+
+        Raises SystemExit beyond the tolerance of its precision.
 
         The naive competitor has no tolerance: its crops see other borders. Its net is that of the reference.
         """
         key = photo.name, protocol.name
         if key not in self.scores:
             self.scores[key] = self.answer(photo.pixels, protocol)
-        off = deviation(found, self.scores[key])
-        if name != "naive" and not within(off, COMPETITORS[name].precision):
+        expected = self.scores[key]
+        off = float(np.abs(found - expected).max() / expected.max())
+        if name != "naive" and not off <= TOLERANCES[COMPETITORS[name].precision]:  # NaN is never within
             raise SystemExit(
                 f"{name}: wrong scores on {photo.name}: they deviate from those of {REFERENCE} by {off:.1e} of "
                 "the largest, more than rounding explains. Its speed would mean nothing"
             )
         return off
-
-
-def deviation(found: Scores, expected: Scores) -> float:
-    """Return the largest difference of a score, relative to the largest expected score."""
-    return float(np.abs(found - expected).max() / expected.max())
-
-
-def within(off: float, precision: CompetitorPrecision) -> bool:
-    """Return whether rounding explains a deviation; NaN is never within."""
-    return off <= TOLERANCES[precision]
 
 
 @dataclass(frozen=True)

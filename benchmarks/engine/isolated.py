@@ -64,31 +64,15 @@ def competitor(task: Mapping[str, Any]) -> Json:
 
 
 def classify(task: Mapping[str, Any]) -> Json:
-    """Classify one image several times, and once with its window scores.
-
-    task: model, device, precision, protocol, height, width, calls.
-    """
+    """Classify one image; task: model, device, precision, protocol, height, width."""
     from prelunet.evaluator.contract import golden_image
     from prelunet.evaluator.engine.classify import classify_images
     from prelunet.evaluator.protocols import build_protocol
 
     session, loaded = _load(task)
-    protocol = build_protocol(task["protocol"], session.contract)
     image = golden_image(task["height"], task["width"])
-    seconds = []
-    for _ in range(task["calls"]):
-        begun = time.perf_counter()
-        classify_images(session, [image], protocol)
-        seconds.append(round(time.perf_counter() - begun, 4))
-    peak = _peak_mb()
-    classified = classify_images(session, [image], protocol, keep_windows=True)[0]
-    windows = [view.window_scores for view in classified.views if view.window_scores is not None]
-    return {
-        **loaded,
-        "seconds": seconds,
-        "peak_mb": peak,
-        "window_scores_mb": round(sum(scores.nbytes for scores in windows) / 2**20, 2),
-    }
+    classify_images(session, [image], build_protocol(task["protocol"], session.contract))
+    return {**loaded, "peak_mb": _peak_mb()}
 
 
 def validate(task: Mapping[str, Any]) -> Json:

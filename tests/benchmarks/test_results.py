@@ -12,7 +12,6 @@ import pytest
 from benchmarks.common import results
 from benchmarks.common.results import RESULTS, ROOT, latest
 from benchmarks.common.runner import Case, Runner
-from benchmarks.engine import growth_plots
 from benchmarks.engine import table as engine_table
 from benchmarks.gpu import table as gpu_table
 from benchmarks.reliability import table as reliability_table
@@ -62,15 +61,6 @@ def test_a_case_is_measured_again_with_other_threads_and_its_newest_result_count
 def test_a_committed_table_is_that_of_its_result_file(name: str, tables: Callable[[Any], str]) -> None:
     data = json.loads((RESULTS / f"{name}.json").read_text(encoding="utf-8"))
     assert tables(data) == (RESULTS / f"{name}.md").read_text(encoding="utf-8")
-
-
-def test_the_committed_growth_is_tabulated_and_drawn(tmp_path: Path) -> None:
-    data = json.loads((RESULTS / "growth.json").read_text(encoding="utf-8"))
-    assert "not measured" not in growth_plots.tables(data)
-    growth_plots.draw(data, tmp_path)
-    assert {file.name for file in tmp_path.iterdir()} == {
-        file.name for file in (ROOT / "docs" / "performance").glob("growth-*.svg")
-    }
 
 
 def test_docs_hold_the_table_of_the_committed_gpu_results(tmp_path: Path) -> None:
