@@ -2,7 +2,6 @@
 
 import json
 from collections import Counter
-from collections.abc import Sequence
 from pathlib import Path
 
 import pyarrow.parquet as pq
@@ -13,7 +12,6 @@ from benchmarks.rehearsal import images as rehearsal
 from benchmarks.rehearsal import run
 from benchmarks.rehearsal.images import LabelledImage
 from benchmarks.rehearsal.processes import Watched
-from prelunet.evaluator.contract import ClassEntry
 from prelunet.evaluator.datasets import Dataset, DatasetSpec, open_from_spec
 from prelunet.evaluator.imaging.decode import decode_rgb
 
@@ -34,10 +32,6 @@ def contents(dataset: Dataset) -> list[tuple[int, bytes]]:
     return [(sample.label, dataset.read(sample)) for sample in samples]
 
 
-def opened(folder: Path, classes: Sequence[ClassEntry] = CLASSES) -> Dataset:
-    return open_from_spec(DatasetSpec(folder), classes)
-
-
 def test_each_picture_has_ten_copies_and_numbers_run_through_the_classes(images: list[LabelledImage]) -> None:
     assert set(Counter(image.picture for image in images).values()) == {IMAGES // PICTURES}
     assert [image.name for image in images[:2]] == ["ILSVRC2012_val_00000001", "ILSVRC2012_val_00000002"]
@@ -55,7 +49,7 @@ def test_folders_and_shards_hold_the_same_labels_and_bytes(images: list[Labelled
     expected = [(image.label, image.picture.read_bytes()) for image in images]
     for name, write in (("folders", rehearsal.write_folders), ("shards", rehearsal.write_shards)):
         write(tmp_path / name, images, WNIDS)
-        assert contents(opened(tmp_path / name)) == expected
+        assert contents(open_from_spec(DatasetSpec(tmp_path / name), CLASSES)) == expected
     assert len(list((tmp_path / "shards").iterdir())) == rehearsal.TARS
 
 

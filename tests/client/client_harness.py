@@ -1,9 +1,7 @@
 """A server that follows a script, and both clients behind one interface."""
 
 import asyncio
-import gc
 import socket
-import sys
 import threading
 import time
 from collections import deque
@@ -127,21 +125,6 @@ class AlternatingServicer(pb_grpc.PreluNetServiceServicer):
 
     def ClassifyStream(self, request_iterator, context):  # noqa: N802
         return answers_to(request_iterator, context)
-
-
-class MemoryGrowth:
-    """Counts the blocks of Python's memory that calls leave behind; an answer that is kept has about ten."""
-
-    blocks = 0
-
-    def calls(self, times: int, first: int = 300) -> Iterator[None]:
-        """Request `times` calls, after the `first` ones, in which libraries set up what they keep."""
-        yield from [None] * first
-        gc.collect()
-        before = sys.getallocatedblocks()
-        yield from [None] * times
-        gc.collect()
-        self.blocks = sys.getallocatedblocks() - before
 
 
 @contextmanager

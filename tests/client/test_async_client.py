@@ -23,7 +23,7 @@ from prelunet.evaluator.client.calls import Attempts
 from prelunet.evaluator.datasets.dataset import Dataset, Sample
 from prelunet.evaluator.errors import ImageError, Overloaded, UsageError
 from prelunet.evaluator.pb.prelunet.v1 import prelunet_pb2 as pb
-from tests.client.client_harness import QUICK, AlternatingServicer, MemoryGrowth, ScriptedServicer, served, text_of
+from tests.client.client_harness import QUICK, ScriptedServicer, served, text_of
 from tests.helpers.fakes import FakeSession
 from tests.serving.serving_harness import png, running_server
 
@@ -423,39 +423,6 @@ def test_an_error_that_was_handled_keeps_nothing_alive() -> None:
         on_scripted(ScriptedServicer(ImageError("no image")), use)
     finally:
         gc.enable()
-
-
-def test_a_client_that_makes_thousands_of_calls_does_not_grow() -> None:
-    """The control keeps every answer, as a client would that leaks."""
-    kept = []
-
-    async def use(client: AsyncClient) -> None:
-        async def one() -> object:
-            try:
-                return await client.classify(b"cat")
-            except ImageError:
-                return None
-
-        async def many() -> None:
-            async for _ in client.classify_many([b"cat"] * 20):
-                pass
-
-        async def keep() -> None:
-            kept.append(await one())
-
-        assert await growth(one, 2000) < 200  # one block for ten calls
-        assert await growth(many, 100) < 200
-        assert await growth(keep, 300) > 1500, "a leak would not be seen"
-
-    on_scripted(AlternatingServicer(), use)
-
-
-async def growth(call: Callable[[], Awaitable[object]], times: int) -> int:
-    """Return the blocks of memory that `times` calls leave behind."""
-    growth = MemoryGrowth()
-    for _ in growth.calls(times):
-        await call()
-    return growth.blocks
 
 
 def pets() -> Dataset:

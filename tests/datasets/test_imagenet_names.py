@@ -1,15 +1,16 @@
 """Classes with names alone (Hugging Face's id2label) are matched with labels that are ImageNet's wnids, or refused."""
 
 import json
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from pathlib import Path
 
 import pytest
 
 from prelunet.evaluator.contract import ClassEntry
-from prelunet.evaluator.datasets import Dataset, DatasetSpec, open_from_spec, parse_class_selection
+from prelunet.evaluator.datasets import Dataset, parse_class_selection
 from prelunet.evaluator.datasets.labels.class_file import read_class_list
 from prelunet.evaluator.errors import DatasetError
+from tests.helpers.opened_datasets import opened, refusal
 from tests.helpers.tiny_datasets import GROUND_TRUTH, write_folder, write_tar
 
 IMAGENET = read_class_list(Path("imagenet-1k"))
@@ -28,16 +29,6 @@ def by_wnid(place: Path, wnids: Iterable[str]) -> Path:
     return write_folder(place / "val", {f"{wnid}/a.png": b"a" for wnid in wnids})
 
 
-def opened(path: Path, classes: Sequence[ClassEntry], labels: Path | None = None) -> Dataset:
-    return open_from_spec(DatasetSpec(path, labels), classes)
-
-
-def refusal(path: Path, classes: Sequence[ClassEntry], labels: Path | None = None) -> str:
-    with pytest.raises(DatasetError) as refused:
-        opened(path, classes, labels)
-    return str(refused.value)
-
-
 def labels_of(dataset: Dataset) -> dict[str, int]:
     return {sample.file.partition("/")[0]: sample.label for sample in dataset.samples}
 
@@ -49,7 +40,7 @@ def test_the_thousand_names_in_order_are_the_thousand_wnids_in_order(
     tmp_path: Path, form: Callable[[str], str]
 ) -> None:
     classes = from_names(tmp_path, (form(entry.name) for entry in IMAGENET))
-    dataset = opened(by_wnid(tmp_path, WNIDS), classes)
+    dataset = opened(by_wnid(tmp_path, WNIDS), classes=classes)
     assert labels_of(dataset) == WNIDS
     assert dataset.classes == tuple(entry.wnid for entry in classes)
     assert any(
@@ -61,7 +52,7 @@ def test_names_in_another_order_are_matched_one_by_one_and_two_of_one_name_are_r
     names = [entry.name for entry in IMAGENET]
     names[0], names[999] = names[999], names[0]
     classes = from_names(tmp_path, names)
-    assert labels_of(opened(by_wnid(tmp_path / "a", ["n01440764", "n02119789"]), classes)) == {
+    assert labels_of(opened(by_wnid(tmp_path / "a", ["n01440764", "n02119789"]), classes=classes)) == {
         "n01440764": 999,
         "n02119789": 278,
     }
@@ -77,7 +68,7 @@ def test_names_in_another_order_are_matched_one_by_one_and_two_of_one_name_are_r
             ("n03710721", "n03710637", "'maillot' (class index 638)", "'maillot, tank suit' (class index 639)"),
         ]
     ):
-        message = refusal(by_wnid(tmp_path / str(number), ["n01440764", wnid]), classes)
+        message = refusal(by_wnid(tmp_path / str(number), ["n01440764", wnid]), classes=classes)
         assert f"val/{wnid}: the model's classes have names but no wnids" in message
         assert f"{' and '.join(sorted((wnid, other)))} could be {first} and {second}" in message
         assert "adopt the model again with wnids in its --classes (imagenet-1k if" in message
@@ -98,20 +89,22 @@ def test_a_match_that_is_not_one_to_one_is_refused_only_where_it_is_needed(
     tmp_path: Path, names: tuple[str, ...], wnid: str, message: str
 ) -> None:
     classes = from_names(tmp_path, names)
-    assert message in refusal(by_wnid(tmp_path, [wnid]), classes)
-    goldfish = labels_of(opened(by_wnid(tmp_path / "other", ["n01443537"]), classes))
+    assert message in refusal(by_wnid(tmp_path, [wnid]), classes=classes)
+    goldfish = labels_of(opened(by_wnid(tmp_path / "other", ["n01443537"]), classes=classes))
     assert goldfish == {"n01443537": names.index("goldfish")}
 
 
 def test_wnids_whose_names_the_model_lacks_are_named(tmp_path: Path) -> None:
     classes = from_names(tmp_path, ["goldfish", "tench, Tinca tinca", "fork lift"])
     data = by_wnid(tmp_path, ["n01440764", "n01443537", "n02119789", "n09999999"])
-    assert "2 of 4 class folders are not among the model's 3 classes: n02119789, n09999999" in refusal(data, classes)
+    assert "2 of 4 class folders are not among the model's 3 classes: n02119789, n09999999" in refusal(
+        data, classes=classes
+    )
 
 
 def test_a_model_with_wnids_of_its_own_is_never_matched_by_imagenets_names(tmp_path: Path) -> None:
     classes = [ClassEntry("n00000007", "goldfish"), ClassEntry("tench", "tench")]
-    assert "class folders are not among" in refusal(by_wnid(tmp_path, ["n01440764", "n01443537"]), classes)
+    assert "class folders are not among" in refusal(by_wnid(tmp_path, ["n01440764", "n01443537"]), classes=classes)
 
 
 def kaggle_list(place: Path) -> tuple[Path, Path]:
@@ -145,7 +138,7 @@ def test_wnids_in_every_other_place_are_matched_and_said_too(
 ) -> None:
     classes = from_names(tmp_path, ["hen", "tench, Tinca tinca", "crane", "kit fox, Vulpes macrotis"])
     path, labels = layout(tmp_path)
-    dataset = opened(path, classes, labels)
+    dataset = opened(path, labels, classes)
     assert [sample.label for sample in dataset.samples] == [3, 1]
     assert any(f"ImageNet's wnids, {REMARK}" in remark for remark in dataset.remarks)
 
@@ -162,14 +155,14 @@ def test_a_model_with_wnids_finds_folders_named_as_in_id2label(tmp_path: Path) -
         tmp_path / "val",
         {"tench, Tinca tinca/a.png": b"a", "goldfish/b.png": b"b", "great_white_shark/c.png": b"c"},
     )
-    dataset = opened(data, IMAGENET)
+    dataset = opened(data, classes=IMAGENET)
     assert sorted(labels_of(dataset).values()) == [0, 1, 2]
     assert labels_of(dataset)["tench, Tinca tinca"] == 0
     assert any("matched to the model's classes by class names" in remark for remark in dataset.remarks)
     (data / "crane").mkdir()
     (data / "crane/a.png").touch()
     assert "'crane' could be n02012849 (crane) and n03126707 (crane), class indices 134 and 517" in refusal(
-        data, IMAGENET
+        data, classes=IMAGENET
     )
 
 
@@ -178,9 +171,11 @@ def test_numbered_folders_are_indices_of_a_model_with_names_alone(tmp_path: Path
     numbered = write_folder(tmp_path / "v2", {f"{number}/{number}.png": b"a" for number in range(12)})
     named = write_folder(tmp_path / "v1", {f"{IMAGENET[100 + n].wnid}/{n}.png": b"a" for n in range(12)})
     found = [
-        {sample.file.rpartition("/")[2]: sample.label for sample in opened(path, classes).samples}
+        {sample.file.rpartition("/")[2]: sample.label for sample in opened(path, classes=classes).samples}
         for path in (numbered, named)
     ]
     assert found[0] == found[1] == {f"{number}.png": number for number in range(12)}  # 10 after 9, not after 1
     (numbered / "0").rename(numbered / "12")
-    assert "the folders are numbers 1 to 12, and none of them is 0: are they devkit ids" in refusal(numbered, classes)
+    assert "the folders are numbers 1 to 12, and none of them is 0: are they devkit ids" in refusal(
+        numbered, classes=classes
+    )

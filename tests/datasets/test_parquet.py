@@ -15,11 +15,11 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from prelunet.evaluator.contract import ClassEntry
 from prelunet.evaluator.datasets import Dataset, DatasetSpec, open_dataset, open_from_spec, open_images
 from prelunet.evaluator.errors import DatasetError, EnvironmentFault, ImageError
 from prelunet.evaluator.imaging.limits import DecodeLimits
 from prelunet.training.data.splits import open_splits
+from tests.helpers.opened_datasets import opened, refusal
 from tests.helpers.parquet_files import IMAGE, images_of, with_class_labels, write_shards
 from tests.helpers.tiny_datasets import (
     CLASSES,
@@ -37,16 +37,6 @@ from tests.helpers.tiny_datasets import (
 IMAGES, POSITIONS = list(DATA.values()), list(LABELS.values())
 LIKE_IMAGENET = [f"{name}, second name" if name == "tench" else name.upper().replace(" ", "_") for name in NAMES]
 OTHER_ORDER = [*sorted(set(NAMES) - {"crane", "owl"}), "Owl, bird of prey"]
-
-
-def opened(path: Path, *, no_labels: bool = False, classes: Sequence[ClassEntry] = CLASSES) -> Dataset:
-    return open_from_spec(DatasetSpec(path, no_labels=no_labels), classes)
-
-
-def refusal(path: Path, **options: Any) -> str:
-    with pytest.raises(DatasetError) as refused:
-        opened(path, **options)
-    return str(refused.value)
 
 
 def write(path: Path, columns: dict[str, Any], names: dict[str, Sequence[str]] | None = None, **options: Any) -> Path:

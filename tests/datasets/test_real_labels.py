@@ -1,19 +1,19 @@
 """ReaL's labels: several true classes of an image, matched by ILSVRC's number in its name, whatever the layout."""
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from prelunet.evaluator.contract import ClassEntry
-from prelunet.evaluator.datasets import Dataset, DatasetSpec, Sample, open_from_spec
+from prelunet.evaluator.datasets import DatasetSpec, Sample
 from prelunet.evaluator.datasets.labels.class_file import read_class_list
 from prelunet.evaluator.errors import DatasetError, PreluNetError, UsageError
 from prelunet.evaluator.validation.run_log import find_dataset, spec_to_log
+from tests.helpers.opened_datasets import opened
 from tests.helpers.tiny_datasets import (
-    CLASSES,
     DATA,
     FOLDERS,
     IMAGES,
@@ -30,10 +30,6 @@ from tests.helpers.tiny_datasets import (
 BUILT_IN = Path("imagenet-real")
 IMAGENET = read_class_list(Path("imagenet-1k"))
 FIRST_FOUR = {f"ILSVRC2012_val_{number:08}.JPEG": bytes(number) for number in (1, 2, 3, 4)}
-
-
-def opened(data: Path, labels: Path, classes: Sequence[ClassEntry] = CLASSES, **spec: Any) -> Dataset:
-    return open_from_spec(DatasetSpec(data, labels, **spec), classes)
 
 
 def named_shards(folder: Path) -> Path:

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -11,11 +12,9 @@ from prelunet.evaluator.errors import DatasetError
 from tests.helpers.tiny_datasets import CLASSES
 
 
-def opened(
-    path: Path, labels: Path | None = None, classes: Sequence[ClassEntry] = CLASSES, *, no_labels: bool = False
-) -> Dataset:
-    """Open a dataset as `validate` does."""
-    return open_from_spec(DatasetSpec(path, labels, no_labels), classes)
+def opened(path: Path, labels: Path | None = None, classes: Sequence[ClassEntry] = CLASSES, **options: Any) -> Dataset:
+    """Open a dataset as `validate` does; options: further fields of the DatasetSpec."""
+    return open_from_spec(DatasetSpec(path, labels, **options), classes)
 
 
 def refusal(path: Path, labels: Path | None = None, classes: Sequence[ClassEntry] = CLASSES) -> str:
