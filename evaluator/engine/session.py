@@ -95,7 +95,10 @@ class Placement:
         ),
     ] = None
     threads: Annotated[
-        int, CliOption("CPU threads that run the model and decode; 0 uses one per core.", min=0, max=1024)
+        int,
+        CliOption(
+            "CPU threads for the model, and in validate and bench for decoding; 0 uses one per core.", min=0, max=1024
+        ),
     ] = 0
     gpu: int = 0
     memory: Annotated[

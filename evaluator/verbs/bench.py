@@ -69,14 +69,15 @@ def bench(
         )  # fmt: skip
     except KeyboardInterrupt:
         raise Interrupted("interrupted; the measurement is incomplete, and nothing was saved") from None
+    placed = session.placement
     settings = ExecutionSettings(
-        device=session.placement.device,
+        device=placed.device,
         precision=session.circumstances.precision,
         file_precision=session.contract.precision,
-        model_threads=session.placement.threads,
+        model_threads=placed.threads,
         cores=cores(),
         bf16=supports_bf16(),
-        limited=(placement.gpu_memory if session.placement.device == "cuda" else placement.memory) is not None,
+        limited=(placed.gpu_memory if placed.device == "cuda" else placed.memory) is not None,
     )
     result = {
         "model": {"file": model.name, "sha256": session.model_sha256, "architecture": session.contract.name},

@@ -61,7 +61,7 @@ def validate(
         typer.Option(
             min=0,
             max=100_000,
-            help="Number of workers on the cluster; 0 uses as many as fit. Each uses --threads, or up to 4 CPUs.",
+            help="Number of workers; 0 uses as many as fit. Each has a CPU per thread, by default up to 4.",
             rich_help_panel="Ray cluster",
         ),
     ] = 0,
