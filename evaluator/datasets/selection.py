@@ -81,7 +81,11 @@ def select(dataset: Dataset, *, limit: int | None, classes: Sequence[str]) -> Da
             remarks.append(
                 f"no images of {len(missing):,} of the {len(classes):,} selected classes: {format_names(missing)}"
             )
-        words.append(_describe_classes(classes))
+        text = f"classes {', '.join(sorted(classes))}"
+        if len(text) > _LONGEST or len(classes) > _NAMED or not all(wnid.isalnum() for wnid in classes):
+            digest = hashlib.sha256("\n".join(sorted(classes)).encode()).hexdigest()
+            text = f"{len(classes)} classes, sha256 {digest}"  # no other set has this text
+        words.append(text)
     total = len(samples)
     if limit is not None and limit < total:
         samples = [samples[number * total // limit] for number in range(limit)]
@@ -92,12 +96,3 @@ def select(dataset: Dataset, *, limit: int | None, classes: Sequence[str]) -> Da
         return replace(dataset, remarks=tuple(remarks))
     spec = dataset.spec and replace(dataset.spec, limit=limit, classes=tuple(classes))
     return replace(dataset, samples=samples, remarks=tuple(remarks), selection=", of these ".join(words), spec=spec)
-
-
-def _describe_classes(classes: Sequence[str]) -> str:
-    """Describe a set of classes by a text that no other set has."""
-    text = f"classes {', '.join(sorted(classes))}"
-    if all(wnid.isalnum() for wnid in classes) and len(classes) <= _NAMED and len(text) <= _LONGEST:
-        return text
-    digest = hashlib.sha256("\n".join(sorted(classes)).encode()).hexdigest()
-    return f"{len(classes)} classes, sha256 {digest}"

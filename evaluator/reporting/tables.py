@@ -117,7 +117,10 @@ def class_table(
     wrong = list(zip(*(np.bincount(seen.label[seen.rank > k], minlength=count).tolist() for k in TOPS), strict=True))
     scores = np.bincount(seen.label, weights=np.minimum(seen.score, 1.0), minlength=count).tolist()
     ranks = np.split(seen.rank[np.argsort(seen.label, kind="stable")], np.cumsum(evaluated)[:-1])  # by class
-    views = _wrong_by_class_and_view(seen, count)
+    views = [
+        {k: np.bincount(seen.label[of_view > k], minlength=count).tolist() for k in TOPS}
+        for of_view in seen.view_ranks.T
+    ]
     confusions = _confusions_by_class(classes, seen)
     return [
         {
@@ -131,24 +134,13 @@ def class_table(
             "confidence": round(100 * scores[index] / evaluated[index], DECIMALS) if evaluated[index] else None,
             "median_rank": float(np.median(ranks[index])) if evaluated[index] else None,
             "views": [
-                {f"top{k}_error": error_percent(each, evaluated[index]) for k, each in zip(TOPS, view, strict=True)}
-                for view in views[index]
+                {f"top{k}_error": error_percent(of_class[index], evaluated[index]) for k, of_class in view.items()}
+                for view in views
             ],
             "confusions": confusions[index],
         }
         for index, entry in enumerate(classes)
     ]
-
-
-def _wrong_by_class_and_view(seen: EvaluatedImages, classes: int) -> list[list[list[int]]]:
-    """Return, per class and view, the number of images that the view alone gets wrong, by top-1 and by top-5."""
-    views = seen.view_ranks.shape[1]
-    table = np.zeros((classes, views, len(TOPS)), dtype=np.int64)
-    for view in range(views):
-        for place, k in enumerate(TOPS):
-            table[:, view, place] = np.bincount(seen.label[seen.view_ranks[:, view] > k], minlength=classes)
-    nested: list[list[list[int]]] = table.tolist()
-    return nested
 
 
 def _wrong_pairs(seen: EvaluatedImages) -> list[tuple[int, int, int]]:
