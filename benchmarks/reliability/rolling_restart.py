@@ -24,7 +24,7 @@ import struct
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from functools import partial
@@ -65,8 +65,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run the cases that are not in the file yet."""
     words = list(sys.argv[1:] if arguments is None else arguments)
     parser = command_line(__doc__, output=RESULTS / "rolling-restart.json", limit=LIMIT)
-    cases = {"haproxy": _haproxy, "dns-client": _dns_client, "dns-grpc": _dns_grpc}
-    parser.add_argument("--only", nargs="+", choices=list(cases), default=list(cases), metavar="NAME")
+    parser.add_argument("--only", nargs="+", choices=list(CASES), default=list(CASES), metavar="NAME")
     parser.add_argument("--seed", type=int, default=1, help="random seed of the pictures")
     options = parser.parse_args(words)
     logging.getLogger("prelunet.evaluator.client").setLevel(logging.ERROR)  # it reports every restart
@@ -74,45 +73,20 @@ def main(arguments: Sequence[str] | None = None) -> int:
     now = {**circumstances(__file__, options, PACKAGES, words), **facts}
     runner = Runner(options.output, "rolling-restart", now, options.limit)
     with ServerTestBed(options.seed, tiny=options.tiny) as bed:
-        runner.run(cases[name](bed) for name in options.only)
+        runner.run(_case(bed, name) for name in options.only)
     broken = not_held(runner.data)
     code = runner.finish(table(runner.data, "Rolling restarts"), (f"NOT held: {name}: {why}" for name, why in broken))
     return 1 if broken else code
 
 
-def _case(name: str, sentence: str, work: Callable[[], Json]) -> Case:
-    settings = {"servers": SERVERS, "clients": CLIENTS, "window": WINDOW}
+def _case(bed: ServerTestBed, name: str) -> Case:
+    sentence, work = CASES[name]
 
     async def test() -> Json:
-        return work()
+        return work(bed)
 
+    settings = {"servers": SERVERS, "clients": CLIENTS, "window": WINDOW}
     return claim(name, sentence, settings, SERVERS * (MIN_READY + WINDOW), test)
-
-
-def _haproxy(bed: ServerTestBed) -> Case:
-    return _case(
-        "haproxy",
-        "each of three servers behind HAProxy is stopped, drains and starts again: no call of clients that never retry "
-        "fails",
-        partial(_behind_haproxy, bed),
-    )
-
-
-def _dns_client(bed: ServerTestBed) -> Case:
-    return _case(
-        "dns-client",
-        "each of three servers behind a name is replaced by one at another address: no call of the package's client "
-        "fails",
-        partial(_behind_a_name, bed, _own_client),
-    )
-
-
-def _dns_grpc(bed: ServerTestBed) -> Case:
-    return _case(
-        "dns-grpc",
-        "the same for clients of plain gRPC with health checking that never retry",
-        partial(_behind_a_name, bed, partial(_plain_grpc, config=HEALTH_CHECKING)),
-    )
 
 
 @contextmanager
@@ -280,6 +254,23 @@ class _NameServer:
         records = (struct.pack("!HHHIH", 0xC00C, 1, 1, 5, 4) + socket.inet_aton(each) for each in addresses)
         return head + query[12:end] + b"".join(records)
 
+
+CASES: Mapping[str, tuple[str, Callable[[ServerTestBed], Json]]] = {
+    "haproxy": (
+        "each of three servers behind HAProxy is stopped, drains and starts again: no call of clients that never retry "
+        "fails",
+        _behind_haproxy,
+    ),
+    "dns-client": (
+        "each of three servers behind a name is replaced by one at another address: no call of the package's client "
+        "fails",
+        partial(_behind_a_name, client=_own_client),
+    ),
+    "dns-grpc": (
+        "the same for clients of plain gRPC with health checking that never retry",
+        partial(_behind_a_name, client=partial(_plain_grpc, config=HEALTH_CHECKING)),
+    ),
+}
 
 if __name__ == "__main__":
     sys.exit(main())
