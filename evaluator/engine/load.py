@@ -2,6 +2,7 @@
 
 import ctypes
 import importlib.metadata
+import importlib.util
 import logging
 import math
 import sys
@@ -24,17 +25,20 @@ from prelunet.evaluator.contract import (
 from prelunet.evaluator.engine.memory import cpu_rules, gpu_rules, require_loadable
 from prelunet.evaluator.engine.runtimes import onnx, openvino
 from prelunet.evaluator.engine.runtimes.base import LoadedModel, error_summary
-from prelunet.evaluator.engine.runtimes.onnx_metadata import read_precision
+from prelunet.evaluator.engine.runtimes.onnx_metadata import read_metadata, read_precision
 from prelunet.evaluator.engine.session import Circumstances, Device, Placement, Precision, Session
 from prelunet.evaluator.engine.verify import TOLERANCES, deviation
 from prelunet.evaluator.errors import ContractError, EnvironmentFault, PreluNetError, UsageError
 from prelunet.evaluator.files import sha256_of
 from prelunet.evaluator.json_checks import differences, format_differences
+from prelunet.evaluator.machine import has_processor_flags
 
 log = logging.getLogger(__name__)
 
 _DRIVER = "libcuda.so.1"  # part of the driver, whatever CUDA version the runtime brings
 _ON_A_CPU = "On a CPU one session uses all cores: omit --gpus, and see --threads"
+
+OPENVINO_FLOPS = 10e9  # per crop: see `choose_cpu_device`. A has 38e9, E 1.9e9, the demo net 0.03e9
 
 # (device, precision of the file) → precisions that it can be computed in; the first is the default.
 _PRECISIONS: Mapping[tuple[str, str], tuple[Precision, ...]] = {
@@ -77,12 +81,32 @@ def open_with_placement(
     digest = digest or sha256_of(path)
     if placement.device != "auto":
         return _open(path, placement, digest, preallocate=preallocate)
-    if onnx.has_cuda_provider():
+    if placement.precision != "bf16" and onnx.has_cuda_provider():
         try:
             return _open(path, replace(placement, device="cuda"), digest, preallocate=preallocate)
         except EnvironmentFault as error:
             log.warning("device auto: running on the CPU, because CUDA is unavailable: %s", error)
-    return _open(path, replace(placement, device="cpu"), digest, preallocate=preallocate)
+    device = choose_cpu_device(path, placement.precision)
+    return _open(path, replace(placement, device=device), digest, preallocate=preallocate)
+
+
+def choose_cpu_device(path: Path, precision: Precision | None = None) -> Device:
+    """Return the device with which `auto` runs a model file on this CPU: `openvino` or `cpu`.
+
+    A fixed rule rather than a timing, so that a repeated run chooses the same. OpenVINO, if it is installed, for bf16,
+    and for a net of at least OPENVINO_FLOPS operations per crop on a processor with AVX-512: elsewhere and for smaller
+    nets onnxruntime is as fast or faster (docs/performance.md). A malformed file is left to the device that loads it.
+    """
+    if precision == "bf16":
+        return "openvino"
+    if importlib.util.find_spec("openvino") is None or not has_processor_flags("avx512f"):
+        return "cpu"
+    try:
+        contract = contract_from_metadata(read_metadata(path), str(path))
+    except ContractError:
+        return "cpu"
+    operations = 2 * (contract.multiply_adds(contract.crop, contract.crop) or 0)
+    return "openvino" if operations >= OPENVINO_FLOPS else "cpu"
 
 
 def open_sessions(path: Path, placement: Placement, gpus: int = 1) -> list[Session]:
