@@ -2,8 +2,8 @@
 
 It decides whether a second engine on GPUs is worth having. All have the same weights, canvases and pixels, which are on
 the device already, in half precision with channels last. `masked` multiplies the input of every padded convolution by
-a mask, as our ragged files do; the masks hold ones here. `compiled` is torch.compile, which can join bias, PReLU and mask
-in one kernel. `cudnn` needs the package nvidia-cudnn-frontend; one graph for each convolution computes
+a mask, as our ragged files do; the masks hold ones here. `compiled` is torch.compile, which can compute bias, PReLU and
+mask in one kernel. `cudnn` needs the package nvidia-cudnn-frontend; one graph for each convolution computes
 relu(z) + a·(z − relu(z)) of its sum z and slope a.
 """
 
@@ -38,8 +38,8 @@ Settings = dict[str, Any]
 def plan(rig: Rig) -> list[str]:
     """Describe what would be measured, one line per item."""
     return [
-        f"{len(list(_all_settings(rig)))} trunks of {' and '.join(NETS)} on one canvas: onnxruntime, eager and compiled "
-        "torch, each with and without masks, and cuDNN graphs with PReLU",
+        f"{len(list(_all_settings(rig)))} trunks of {' and '.join(NETS)} on one canvas: onnxruntime, eager and compiled"
+        " torch, each with and without masks, and cuDNN graphs with PReLU",
         "about 7 minutes, mostly for the compiler",
     ]
 
@@ -164,22 +164,22 @@ def _with_cudnn(trunk: nn.Sequential, values: Tensor) -> Iterator[nn.Module]:
     """Yield the layers, with each convolution and its activation as one graph. values: the input of the first layer."""
     layers = iter(trunk)
     for layer in layers:
-        one = CudnnLayer(layer, next(layers).slope, values) if isinstance(layer, nn.Conv2d) else layer
+        one = CudnnLayer(layer, next(layers), values) if isinstance(layer, nn.Conv2d) else layer
         values = one(values)
         yield one
 
 
 class CudnnLayer(nn.Module):
-    """A convolution with bias and PReLU as one cuDNN graph, for inputs of one shape. slope: (channels,)."""
+    """A convolution with bias and PReLU as one cuDNN graph, for inputs of one shape."""
 
-    def __init__(self, convolution: nn.Conv2d, slope: Tensor, values: Tensor) -> None:
+    def __init__(self, convolution: Any, prelu: Any, values: Tensor) -> None:
         import cudnn  # of nvidia-cudnn-frontend
 
         super().__init__()
         half, single = cudnn.data_type.HALF, cudnn.data_type.FLOAT
         self.graph = graph = cudnn.pygraph(io_data_type=half, intermediate_data_type=single, compute_data_type=single)
-        constants = (convolution.bias.reshape(1, -1, 1, 1), slope.reshape(1, -1, 1, 1))
-        self.tensors = [convolution.weight.detach(), *(value.detach() for value in constants)]
+        per_channel = (value.detach().reshape(1, -1, 1, 1) for value in (convolution.bias, prelu.slope))
+        self.tensors: list[Any] = [convolution.weight.detach(), *per_channel]
         image, weight, bias, slopes = (graph.tensor_like(value) for value in (values, *self.tensors))
         padding, stride = list(convolution.padding), list(convolution.stride)
         product = graph.conv_fprop(image=image, weight=weight, padding=padding, stride=stride, dilation=[1, 1])
@@ -190,7 +190,7 @@ class CudnnLayer(nn.Module):
         graph.build([cudnn.heur_mode.A, cudnn.heur_mode.FALLBACK])
         self.names = [image, weight, bias, slopes, output]
         self.workspace = torch.empty(graph.get_workspace_size(), dtype=torch.uint8, device=values.device)
-        self.result = convolution(values)  # its shape and layout
+        self.result: Tensor = convolution(values)  # its shape and layout
 
     def forward(self, values: Tensor) -> Tensor:
         """Return the activations, in memory that the next call reuses."""

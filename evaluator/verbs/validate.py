@@ -119,7 +119,7 @@ def validate(
 def _recorded_device(folder: Path) -> Device:
     """Return the device of the run in a folder, which `auto` reuses when the run is resumed; `auto` for a new run."""
     devices: dict[str, Device] = {onnx.CPU: "cpu", onnx.CUDA: "cuda", openvino.PROVIDER: "openvino"}
-    return devices[read_run_info(folder).circumstances["provider"]] if is_run_folder(folder) else "auto"
+    return devices.get(read_run_info(folder).circumstances["provider"], "auto") if is_run_folder(folder) else "auto"
 
 
 def _report_result(finished: Run, run: Path, *, as_json: bool) -> None:

@@ -39,8 +39,8 @@ from prelunet.export.onnx_graph import IR_VERSION, OPSET, GraphBuilder, add_valu
 MAX_CANVAS_SIDE = 4096
 _BLOCK_ROWS = 64  # rows transposed at a time; transposing a 500 MB fc1 at once takes six times as long
 # Terms of one product of fc1; longer sums are split. In a longer one oneDNN reads the weights again for every block of
-# windows. With AMX, model A's fc1, 32,256 terms, took 459 ms whole and 298 ms in nine parts (bf16, two views of 480x640);
-# with AVX-512 alone it makes no difference: docs/performance.md.
+# windows: with AMX model A's fc1, 32,256 terms, took 459 ms whole and 298 in nine parts (bf16, two views of 480x640).
+# With AVX-512 alone it makes no difference: docs/performance.md.
 MAX_TERMS = 3584
 
 

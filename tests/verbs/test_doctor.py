@@ -212,6 +212,11 @@ def test_a_good_model_is_checked_with_its_golden_images_and_its_memory_for_servi
     cases = [(each["case"], each["height"], each["width"], each["passed"]) for each in facts["deviations"]]
     assert cases == [(case, g.height, g.width, True) for case in ("alone", "together") for g in golden]
     assert facts["memory"] > 2**28, "the queue alone takes as much"
+    if findings["device openvino"]["facts"]["precisions"]:
+        engines = findings["engines"]["facts"]["engines"]
+        assert (engines[0]["device"], engines[0]["precision"], engines[0]["images"]) == ("openvino", "fp32", 8)
+        assert engines[0]["other_first_answers"] == 0
+        assert "times as fast here" in findings["engines"]["told"]
 
 
 def test_a_model_whose_scores_are_off_is_found(
