@@ -23,7 +23,7 @@ from prelunet.evaluator.contract import (
     rewrite_hint,
 )
 from prelunet.evaluator.engine.memory import cpu_rules, gpu_rules, require_loadable
-from prelunet.evaluator.engine.runtimes import onnx, openvino
+from prelunet.evaluator.engine.runtimes import ncnn, onnx, openvino
 from prelunet.evaluator.engine.runtimes.base import LoadedModel, error_summary
 from prelunet.evaluator.engine.runtimes.onnx_metadata import read_metadata, read_precision
 from prelunet.evaluator.engine.session import Circumstances, Device, Placement, Precision, Session
@@ -46,6 +46,7 @@ _PRECISIONS: Mapping[tuple[str, str], tuple[Precision, ...]] = {
     ("cpu", "fp16"): ("fp32",),  # with rounded weights: this provider drops the casts between layers
     ("openvino", "fp32"): ("fp32", "bf16"),
     ("openvino", "fp16"): ("fp32", "bf16"),
+    ("ncnn", "fp32"): ("fp32",),
     ("cuda", "fp32"): ("fp32", "tf32"),
     ("cuda", "fp16"): ("fp16",),
 }
@@ -117,7 +118,7 @@ def open_sessions(path: Path, placement: Placement, gpus: int = 1) -> list[Sessi
     Raises UsageError for several GPUs on a CPU, EnvironmentFault when too few are visible or they are not alike, and
     otherwise as `open_with_placement`.
     """
-    if gpus != 1 and placement.device in {"cpu", "openvino"}:
+    if gpus != 1 and placement.device in {"cpu", "openvino", "ncnn"}:
         raise UsageError(f"--gpus {gpus}: --device {placement.device} has no GPUs. {_ON_A_CPU}")
     if placement.device == "cuda" and gpus:
         _require_visible(gpus, placement.gpu)  # before anything is loaded
@@ -147,6 +148,8 @@ def _open(path: Path, placement: Placement, digest: str, *, preallocate: bool) -
             require_loadable(file_bytes, stated, placement.memory, device)
     loaded, arena = _load(path, placement)
     contract = contract_from_metadata(loaded.metadata, str(path))
+    if device == "ncnn":  # it has no masks
+        contract = replace(contract, canvas="exact")
     _check_interface(loaded, contract, path)
     precision = _compute_precision(device, contract.precision, placement.precision, path)
     circumstances = Circumstances(loaded.provider, precision, package_versions(loaded.packages))
@@ -171,6 +174,8 @@ def _load(path: Path, placement: Placement) -> tuple[LoadedModel, int | None]:
         return onnx.load_on_cuda(path, gpu=placement.gpu, tf32=tf32, memory=placement.gpu_memory)
     if placement.device == "openvino":
         return openvino.load(path, "bf16" if precision == "bf16" else "fp32", threads=threads), None
+    if placement.device == "ncnn":
+        return ncnn.load(path, threads=threads), None
     return onnx.load_on_cpu(path, threads=threads), None
 
 
@@ -179,7 +184,9 @@ def _compute_precision(device: Device, stored: str, requested: Precision | None,
 
     stored: precision of the file.
     """
-    possible = _PRECISIONS[device, stored]
+    possible = _PRECISIONS.get((device, stored), ())
+    if not possible:
+        raise UsageError(f"--device {device}: {path} stores {stored}. Export it with --precision fp32")
     if requested is not None and requested not in possible:
         others = [f"--device {other}" for (other, file), choices in _PRECISIONS.items()
                   if file == stored and requested in choices]  # fmt: skip

@@ -36,10 +36,15 @@ if TYPE_CHECKING:
     from prelunet.evaluator.engine.session import Session
 
 # Copies by device, which is also the runtime: `cpu` is onnxruntime's own. OpenVINO reorders weights and windows for its
-# matrix products; on a GPU (not measured here) the arena grows by powers of two. Measured: docs/performance.md.
-LOADING_COPIES = 2.5
-WEIGHT_COPIES: Mapping[str, float] = {"cpu": 1.5, "openvino": 2.5, "cuda": 1.5}  # in main memory, also beside a GPU
-BATCH_COPIES: Mapping[str, int] = {"cpu": 1, "openvino": 2, "cuda": 2}
+# matrix products, and ncnn keeps three times the trunk's weights for Winograd's method; on a GPU (not measured here) the arena grows by powers of two. Measured: docs/performance.md.
+LOADING_COPIES: Mapping[str, float] = {"cpu": 2.5, "openvino": 2.5, "ncnn": 3, "cuda": 2.5}
+WEIGHT_COPIES: Mapping[str, float] = {
+    "cpu": 1.5,
+    "openvino": 2.5,
+    "ncnn": 3,
+    "cuda": 1.5,
+}  # in main memory, also beside a GPU
+BATCH_COPIES: Mapping[str, int] = {"cpu": 1, "openvino": 2, "ncnn": 2, "cuda": 2}
 BASE_BYTES, GPU_BASE_BYTES = 2**27, 2**31  # on a GPU with the libraries of CUDA and cuDNN (an assumption)
 WORKSPACE_BYTES = 2**25  # buffers of the runtime's threads, whatever the batch
 VALUE_BYTES: Mapping[str, int] = {"fp32": 4, "tf32": 4, "bf16": 2, "fp16": 2}  # of a number in a map
@@ -250,7 +255,7 @@ def estimate_memory(
     scores = 4 * len(contract.classes) * (2 * len(protocol.views) + RESULT_PORTIONS)  # of an image and all its views
     return MemoryEstimate(
         base=GPU_BASE_BYTES if gpu else BASE_BYTES,
-        loading=math.ceil(LOADING_COPIES * stored) + (sessions - 1) * resident,
+        loading=math.ceil(LOADING_COPIES[device] * stored) + (sessions - 1) * resident,
         weights=sessions * resident,
         batch=WORKSPACE_BYTES if gpu else batch_bytes(contract, pixels, windows, precision, device),
         packed=streams * PACKED_BATCHES * 3 * pixels,
@@ -267,7 +272,7 @@ def require_loadable(file_bytes: int, precision: str, memory: int, device: str) 
     precision: of the file; memory: bytes. Raises UsageError with the required memory.
     """
     base = GPU_BASE_BYTES if device == "cuda" else BASE_BYTES
-    need = base + math.ceil(LOADING_COPIES * _weights_bytes(file_bytes, precision, device))
+    need = base + math.ceil(LOADING_COPIES[device] * _weights_bytes(file_bytes, precision, device))
     if need > memory:
         raise UsageError(
             f"--memory-limit {format_bytes(memory)}: loading the model alone takes up to {format_bytes(need)}. "

@@ -116,6 +116,7 @@ def _devices() -> Iterator[Finding]:
         path.write_bytes(PROBE_MODEL)
         yield _cpu(path)
         yield _openvino(path)
+        yield _ncnn()
         yield _cuda(path)
 
 
@@ -143,6 +144,16 @@ def _openvino(path: Path) -> Finding:
         message if "bf16" in precisions else f"{message}; this CPU does not support bf16",
         facts=facts,
     )
+
+
+def _ncnn() -> Finding:
+    """Look for ncnn; only `check_model` runs it, because it needs a net with our layers."""
+    version = _version("ncnn")
+    if version == "not installed":
+        message = "ncnn is not installed; it is faster in fp32 for large nets"
+        return Finding("device ncnn", message, "note", install_hint("ncnn"), {"precisions": []})
+    message = "for fp32; it is checked with a model (--model)"
+    return Finding("device ncnn", message, facts={"precisions": ["fp32"], "version": version})
 
 
 def _cuda(path: Path) -> Finding:

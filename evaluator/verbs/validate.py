@@ -10,7 +10,7 @@ import typer
 
 from prelunet.evaluator.datasets import DatasetSpec, parse_class_selection
 from prelunet.evaluator.engine.load import open_sessions
-from prelunet.evaluator.engine.runtimes import onnx, openvino
+from prelunet.evaluator.engine.runtimes import ncnn, onnx, openvino
 from prelunet.evaluator.engine.session import Device, Placement
 from prelunet.evaluator.errors import UsageError
 from prelunet.evaluator.protocols import ProtocolOverrides, build_protocol, default_protocol_name
@@ -118,7 +118,12 @@ def validate(
 
 def _recorded_device(folder: Path) -> Device:
     """Return the device of the run in a folder, which `auto` reuses when the run is resumed; `auto` for a new run."""
-    devices: dict[str, Device] = {onnx.CPU: "cpu", onnx.CUDA: "cuda", openvino.PROVIDER: "openvino"}
+    devices: dict[str, Device] = {
+        onnx.CPU: "cpu",
+        onnx.CUDA: "cuda",
+        openvino.PROVIDER: "openvino",
+        ncnn.PROVIDER: "ncnn",
+    }
     return devices.get(read_run_info(folder).circumstances["provider"], "auto") if is_run_folder(folder) else "auto"
 
 
