@@ -184,7 +184,7 @@ def _cells(row: Row) -> tuple[Any, ...]:
         row["times_naive"],
         None if times is None else f"{times['median']:.2f}{spread}",
         rate["median"],
-        None if row["share_of_bound"] is None else f"{row['share_of_bound']:.0%}",
+        f"{row['share_of_bound']:.0%}" if row.get("share_of_bound") else None,
         f"{rate['lowest']:.0f} to {rate['highest']:.0f}",
         row.get("peak_memory_mb"),
         row.get("load_seconds"),

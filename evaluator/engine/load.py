@@ -38,7 +38,7 @@ log = logging.getLogger(__name__)
 _DRIVER = "libcuda.so.1"  # part of the driver, whatever CUDA version the runtime brings
 _ON_A_CPU = "On a CPU one session uses all cores: omit --gpus, and see --threads"
 
-OPENVINO_FLOPS = 10e9  # per crop: see `choose_cpu_device`. A has 38e9, E 1.9e9, the demo net 0.03e9
+LARGE_NET_FLOPS = 10e9  # per crop: see `choose_cpu_device`. A has 38e9, E 1.9e9, the demo net 0.03e9
 
 # (device, precision of the file) → precisions that it can be computed in; the first is the default.
 _PRECISIONS: Mapping[tuple[str, str], tuple[Precision, ...]] = {
@@ -94,9 +94,10 @@ def open_with_placement(
 def choose_cpu_device(path: Path, precision: Precision | None = None) -> Device:
     """Return the device with which `auto` runs a model file on this CPU: `openvino` or `cpu`.
 
-    A fixed rule rather than a timing, so that a repeated run chooses the same. OpenVINO, if it is installed, for bf16,
-    and for a net of at least OPENVINO_FLOPS operations per crop on a processor with AVX-512: elsewhere and for smaller
-    nets onnxruntime is as fast or faster (docs/performance.md). A malformed file is left to the device that loads it.
+    A fixed rule rather than a timing, so that a repeated run chooses the same. OpenVINO for bf16 and, if it is
+    installed, for a net of at least LARGE_NET_FLOPS operations per crop on a processor with AVX-512: elsewhere and for
+    smaller nets onnxruntime is as fast or faster in fp32 (docs/performance.md). A malformed file is left to the device
+    that loads it.
     """
     if precision == "bf16":
         return "openvino"
@@ -107,7 +108,7 @@ def choose_cpu_device(path: Path, precision: Precision | None = None) -> Device:
     except ContractError:
         return "cpu"
     operations = 2 * (contract.multiply_adds(contract.crop, contract.crop) or 0)
-    return "openvino" if operations >= OPENVINO_FLOPS else "cpu"
+    return "openvino" if operations >= LARGE_NET_FLOPS else "cpu"
 
 
 def open_sessions(path: Path, placement: Placement, gpus: int = 1) -> list[Session]:

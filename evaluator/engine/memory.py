@@ -36,7 +36,8 @@ if TYPE_CHECKING:
     from prelunet.evaluator.engine.session import Session
 
 # Copies by device, which is also the runtime: `cpu` is onnxruntime's own. OpenVINO reorders weights and windows for its
-# matrix products, and ncnn keeps three times the trunk's weights for Winograd's method; on a GPU (not measured here) the arena grows by powers of two. Measured: docs/performance.md.
+# matrix products, and ncnn triples the trunk's weights for Winograd's method; on a GPU (not measured here) the arena
+# grows by powers of two. Measured: docs/performance.md.
 LOADING_COPIES: Mapping[str, float] = {"cpu": 2.5, "openvino": 2.5, "ncnn": 3, "cuda": 2.5}
 WEIGHT_COPIES: Mapping[str, float] = {
     "cpu": 1.5,
@@ -61,6 +62,12 @@ PORTION_SHARE = 16  # a portion takes at most a sixteenth of a limit
 PACKED_BATCHES = 8  # in main memory: on a GPU three page-locked ones, of up to twice the size, and two packed ones
 RESULT_PORTIONS = 3  # portions whose results are kept until they are averaged
 LISTED_BYTES_PER_IMAGE = 512  # for names of 40 characters
+
+# Time in which OpenVINO prepares a batch of another shape than the last one, and operations/s while it computes small
+# nets. Constants, so that equal commands plan equal batches everywhere. Measured: 1.5 ms with AVX-512, 13 ms with AMX;
+# plans that assume a third or twice as much take the same time (docs/performance.md). onnxruntime and ncnn need none.
+OPENVINO_SWITCH_SECONDS = 0.005
+OPENVINO_FLOPS: Mapping[str, float] = {"fp32": 200e9, "bf16": 400e9}
 
 # Assumptions about a GPU, not measured here.
 GPU_WEIGHT_COPIES = 2.5  # on the GPU
@@ -128,15 +135,20 @@ def fit_rules(
 def cpu_rules(
     contract: ModelContract, memory: int | None, file_bytes: int, *, device: str = "cpu", precision: str = "fp32"
 ) -> BatchRules:
-    """Return the rules of a CPU: the default ones, or smaller ones within a memory limit.
+    """Return the rules of a CPU: exact shapes, or shared canvases if OpenVINO's changes of shape cost more than these.
 
     memory: limit of the process in bytes, or None; file_bytes: of the model file; device: `cpu` or `openvino`;
     precision: to compute in. Batches get half of what base, weights and decoding leave; the portions get the other.
     """
+    unlimited = BatchRules()
+    if device == "openvino" and contract.canvas == "ragged":
+        switch = int(OPENVINO_SWITCH_SECONDS * OPENVINO_FLOPS[precision] / flops_per_pixel(contract))
+        if switch > contract.crop**2 / 4:  # less saves no more than masks and padding cost
+            unlimited = BatchRules(contract.trunk_stride, switch_pixels=min(switch, MAX_RULE_VALUE))
     if memory is None:
-        return BatchRules()
+        return unlimited
     weights = WEIGHT_COPIES[device] * _weights_bytes(file_bytes, contract.precision, device)
-    return fit_rules(contract, (memory - BASE_BYTES - weights - DECODE_BYTES) / 2, BatchRules(), precision, device)
+    return fit_rules(contract, (memory - BASE_BYTES - weights - DECODE_BYTES) / 2, unlimited, precision, device)
 
 
 def gpu_rules(

@@ -158,6 +158,21 @@ def test_without_a_limit_or_with_a_large_one_batches_are_the_usual_ones() -> Non
     assert fit_rules(A, 64 * G, most) == most
 
 
+def test_small_nets_share_canvases_in_openvino_alone_and_large_nets_and_exact_files_never_on_a_cpu() -> None:
+    demo = build_contract("demo")
+    for precision in ("fp32", "bf16"):
+        small = cpu_rules(demo, None, A_FILE, device="openvino", precision=precision)
+        assert small.canvas_step == demo.trunk_stride
+        assert small.switch_pixels > demo.crop**2, "preparing a shape takes longer than computing a crop"
+        assert cpu_rules(A, None, A_FILE, device="openvino", precision=precision) == BatchRules()
+    for device in ("cpu", "ncnn"):
+        assert cpu_rules(demo, None, A_FILE, device=device) == BatchRules()
+    assert cpu_rules(replace(demo, canvas="exact"), None, A_FILE, device="openvino") == BatchRules()
+    limited = cpu_rules(demo, G // 2, 10_000_000, device="openvino")
+    assert (limited.canvas_step, limited.max_pixels) < (small.canvas_step, small.max_pixels)
+    assert limited.switch_pixels > 0
+
+
 def test_with_less_memory_both_limits_shrink_alike_and_nothing_else_changes() -> None:
     most = BatchRules(32, 5000, 7_000_000, 123)
     less = fit_rules(A, G, most)
