@@ -354,6 +354,7 @@ COMPETITORS: Mapping[str, Competitor] = {
         ),
         Competitor("ours, cpu", "fp32", partial(_ours, device="cpu", precision="fp32"), ours=True),
         Competitor("ours, openvino", "fp32", partial(_ours, device="openvino", precision="fp32"), ours=True),
+        Competitor("ours, ncnn", "fp32", partial(_ours, device="ncnn", precision="fp32"), ours=True),
         Competitor("torch channels_last bf16", "bf16", partial(_channels_last, precision="bf16")),
         Competitor("openvino, plain export, bf16", "bf16", partial(_openvino, precision="bf16")),
         Competitor(

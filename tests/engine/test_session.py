@@ -358,7 +358,7 @@ def test_a_session_hands_the_canvas_to_the_runtime_and_knows_its_file_and_versio
 
 def test_a_misspelt_device_is_refused_with_the_list_of_them(use, model: Path) -> None:
     runtime = use(FakeRuntime(CUDA))
-    with pytest.raises(UsageError, match=r"no device 'gpu'\. There are: auto, cpu, openvino, cuda"):
+    with pytest.raises(UsageError, match=r"no device 'gpu'\. There are: auto, cpu, openvino, ncnn, cuda"):
         open_session(model, "gpu")
     assert runtime.loads == []
 

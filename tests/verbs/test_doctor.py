@@ -129,7 +129,7 @@ def test_a_damaged_onnxruntime_is_found_and_the_other_checks_still_run(
     code, findings, err = doctor(capsys, "--port", "0")
     assert code == 6
     assert {name for name, finding in findings.items() if finding["state"] == "wrong"} == {"onnxruntime", "device cpu"}
-    assert "2 of 9 findings are wrong:" in err
+    assert "2 of 10 findings are wrong:" in err
     assert "- onnxruntime: " in err
     assert "Keep one" in err
 
@@ -284,7 +284,7 @@ def test_with_the_table_each_fault_is_printed_once(capsys: pytest.CaptureFixture
         address = f"127.0.0.1:{taken.getsockname()[1]}"
     assert run(["doctor", "--server", address, "--port", "0"]) == 6
     printed = capsys.readouterr()
-    assert printed.err == "prelunet: 1 of 10 findings is wrong: server. The table shows how to fix this\n"
+    assert printed.err == "prelunet: 1 of 11 findings is wrong: server. The table shows how to fix this\n"
     assert "connection refused" in printed.out
 
 
