@@ -141,14 +141,18 @@ def cpu_rules(
     precision: to compute in. Batches get half of what base, weights and decoding leave; the portions get the other.
     """
     unlimited = BatchRules()
-    if device == "openvino" and contract.canvas == "ragged":
-        switch = int(OPENVINO_SWITCH_SECONDS * OPENVINO_FLOPS[precision] / flops_per_pixel(contract))
-        if switch > contract.crop**2 / 4:  # less saves no more than masks and padding cost
-            unlimited = BatchRules(contract.trunk_stride, switch_pixels=min(switch, MAX_RULE_VALUE))
+    if device == "openvino" and contract.canvas == "ragged" and (switch := openvino_switch_pixels(contract, precision)):
+        unlimited = BatchRules(contract.trunk_stride, switch_pixels=switch)
     if memory is None:
         return unlimited
     weights = WEIGHT_COPIES[device] * _weights_bytes(file_bytes, contract.precision, device)
     return fit_rules(contract, (memory - BASE_BYTES - weights - DECODE_BYTES) / 2, unlimited, precision, device)
+
+
+def openvino_switch_pixels(contract: ModelContract, precision: str) -> int:
+    """Return what a change of shape costs OpenVINO, in pixels; 0 for nets so large that it does not matter."""
+    switch = OPENVINO_SWITCH_SECONDS * OPENVINO_FLOPS[precision] / flops_per_pixel(contract)
+    return min(int(switch), MAX_RULE_VALUE) if switch > contract.crop**2 / 4 else 0
 
 
 def gpu_rules(
