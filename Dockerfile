@@ -21,10 +21,10 @@ COPY training training
 RUN python -m venv /opt/prelunet
 
 FROM sources AS build-cpu
-RUN PIP_CONSTRAINT=constraints.txt /opt/prelunet/bin/pip install --no-cache-dir '.[cpu]'
+RUN PIP_CONSTRAINT=constraints.txt /opt/prelunet/bin/pip install --no-cache-dir '.[cpu,otel]'
 
 FROM sources AS build-gpu
-RUN PIP_CONSTRAINT=constraints.txt /opt/prelunet/bin/pip install --no-cache-dir '.[gpu]'
+RUN PIP_CONSTRAINT=constraints.txt /opt/prelunet/bin/pip install --no-cache-dir '.[gpu,otel]'
 
 FROM ${PYTHON_IMAGE} AS runtime
 RUN useradd --no-create-home --uid 10001 prelunet

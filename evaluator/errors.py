@@ -179,6 +179,7 @@ _EXTRA_OF_MODULE = {
     "pyarrow": "parquet",
     "scipy": "report",
     "vl_convert": "report",
+    "opentelemetry": "otel",
 }
 
 

@@ -6,8 +6,6 @@ A balanced part of Fashion-MNIST (Xiao, Rasul, Vollgraf 2017; MIT license): per 
 training file as `train/` and the first 200 of the t10k file as `val/`. Each is cropped to its content, the bounding box
 of all pixels above 0, so that sizes and shapes vary as in photographs: trousers are tall, shoes are wide.
 
---all takes every picture of the package, 60,000 and 10,000, for experiments (benchmarks/claims/activations.py).
-
 The bytes depend only on this file, the package and zlib: fixed dates, sorted names, PNGs written here (an image library
 has its own compressor, whose output changes with its version). With zlib 1.2.13 the archive's sha256 is
     ba705ce7a12f27962d7d0cbdbd2b62691c4b34850e1b974210022db0b2e2a1dc
@@ -50,11 +48,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description="Build the embedded dataset from Debian's dataset-fashion-mnist.")
     parser.add_argument("package", type=Path, help="folder of the *-ubyte.gz files")
     parser.add_argument("-o", "--output", type=Path, default=Path("training/data/fashion_mnist.zip"))
-    parser.add_argument("--all", action="store_true", help="take all pictures; needs -o")
     options = parser.parse_args()
-    if options.all and options.output == parser.get_default("output"):
-        parser.error("--all would replace the embedded dataset: choose another file with -o")
-    files = dict(archive_files(options.package, every=options.all))
+    files = dict(archive_files(options.package))
     with zipfile.ZipFile(options.output, "w", zipfile.ZIP_STORED) as archive:  # PNGs do not shrink further
         for name in sorted(files):
             archive.writestr(zipfile.ZipInfo(name, ZIP_DATE), files[name])
@@ -62,16 +57,13 @@ def main() -> None:
     print(f"{options.output}: {len(files)} images, {len(data)} bytes, sha256 {hashlib.sha256(data).hexdigest()}")
 
 
-def archive_files(package: Path, *, every: bool = False) -> Iterator[tuple[str, bytes]]:
-    """Yield name and bytes of every picture of the archive; the number in the name is its index in the package.
-
-    every: take all pictures of the package instead of the first ones of each class.
-    """
+def archive_files(package: Path) -> Iterator[tuple[str, bytes]]:
+    """Yield name and bytes of every picture of the archive; the number in the name is its index in the package."""
     for split, (source, per_class) in SPLITS.items():
         images = read_idx(package / f"{source}-images-idx3-ubyte.gz")
         labels = read_idx(package / f"{source}-labels-idx1-ubyte.gz")
         for label, class_name in enumerate(CLASSES):
-            for place in np.flatnonzero(labels == label)[: None if every else per_class]:
+            for place in np.flatnonzero(labels == label)[:per_class]:
                 yield f"{split}/{class_name}/{place:05}.png", encode_png(crop_to_content(images[place]))
 
 

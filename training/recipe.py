@@ -107,12 +107,17 @@ class Recipe:
     mirror: Annotated[bool, "Mirror half of the views."] = True
     color: Annotated[float, "Standard deviation of the color augmentation's coefficients; 0 turns it off."] = 0.0
     mean: Annotated[MeanKind, "Mean to subtract: per pixel (image) or per channel."] = "image"
-    init: Annotated[Rule, "Initialization of the convolutions: fan-out is Eq. 14, fan-in Eq. 10."] = "fan-out"
+    init: Annotated[
+        Rule,
+        "Initialization of the convolutions: fan-out is Eq. 14, fan-in Eq. 10; xavier-all sets the fc layers too.",
+    ] = "fan-out"
     init_std: Annotated[float, "Standard deviation of the convolutions for init gaussian."] = 0.01
     first_layer: Annotated[
         FirstLayer, "Initialize conv1 with the factor 1/2 (half), or without it (exact), as its input is an image."
     ] = "half"
-    fc_stds: Annotated[tuple[float, float, float], "Standard deviations of fc1, fc2, fc3."] = (0.01, 0.01, 0.001)
+    fc_stds: Annotated[
+        tuple[float, float, float], "Standard deviations of fc1, fc2, fc3, unless init is xavier-all."
+    ] = (0.01, 0.01, 0.001)
     precision: Annotated[
         TrainingPrecision,
         "Precision of the forward and backward pass; weights and updates stay fp32. tf32 needs a GPU.",

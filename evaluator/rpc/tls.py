@@ -2,9 +2,7 @@
 
 import ipaddress
 import logging
-import re
 import ssl
-from collections.abc import Iterator
 from datetime import UTC, datetime
 from pathlib import Path
 
@@ -57,23 +55,25 @@ def check_key_pair(certificate: Path, key: Path) -> datetime:
     certificate: a file that may continue with those of intermediate authorities. Raises UsageError if the files are not
     a certificate and its key, or if the certificate is not valid now.
     """
+    from cryptography import x509  # here: verbs declare their options without it
+    from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PublicKey
+
     try:
         ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER).load_cert_chain(certificate, key, password=lambda: _no_password(key))
-    except OSError as error:
+        leaf = x509.load_pem_x509_certificate(certificate.read_bytes())
+    except (OSError, ValueError) as error:
         if getattr(error, "reason", None) in {"KEY_VALUES_MISMATCH", "KEY_TYPE_MISMATCH"}:
             problem = f"is not the key of the certificate in {certificate}. Give the two files that belong together"
             raise UsageError(f"{key}: {problem}") from error
         raise UsageError(
             f"{certificate}, {key}: cannot be used as a certificate and its private key in PEM form "
-            f"({error.strerror or error})"
+            f"({getattr(error, 'strerror', None) or error})"
         ) from error
-    fields = _fields(certificate.read_text("latin-1"))
-    if fields[5].startswith(_ED25519):
+    if isinstance(leaf.public_key(), Ed25519PublicKey):
         raise UsageError(
             f"{certificate}: gRPC does not support Ed25519 keys. Use a certificate with an RSA or ECDSA key"
         )
-    begins, ends = (_time(tag, content.decode()) for tag, content in _elements(fields[3]))
-    now = datetime.now(UTC)
+    begins, ends, now = leaf.not_valid_before_utc, leaf.not_valid_after_utc, datetime.now(UTC)
     if now > ends:
         raise UsageError(f"{certificate}: this certificate expired on {ends:%Y-%m-%d %H:%M} UTC. Renew it")
     if now < begins:
@@ -84,34 +84,3 @@ def check_key_pair(certificate: Path, key: Path) -> datetime:
 
 def _no_password(key: Path) -> str:
     raise UsageError(f"{key}: this key is encrypted. Decrypt it, for example with: openssl pkey -in {key} -out NEW.key")
-
-
-_ED25519 = bytes.fromhex("300506032b6570")  # RFC 8410
-
-
-def _fields(pem: str) -> list[bytes]:
-    """Return the fields of the first certificate of a valid file from its serial number on: RFC 5280, 4.1.
-
-    Python's ssl does not read certificates. 3 is the validity, 5 begins with the algorithm of the key.
-    """
-    found = re.search(f"{ssl.PEM_HEADER}.*?{ssl.PEM_FOOTER}", pem, re.DOTALL)
-    assert found is not None, "OpenSSL has read this file"
-    certificate = next(_elements(ssl.PEM_cert_to_DER_cert(found[0])))[1]
-    return [content for tag, content in _elements(next(_elements(certificate))[1]) if tag != 0xA0]  # no version
-
-
-def _elements(der: bytes) -> Iterator[tuple[int, bytes]]:
-    """Yield the elements of a DER encoding: tag and content."""
-    while der:
-        tag, length, start = der[0], der[1], 2
-        if length & 0x80:
-            start += length & 0x7F
-            length = int.from_bytes(der[2:start])
-        yield tag, der[start : start + length]
-        der = der[start + length :]
-
-
-def _time(tag: int, text: str) -> datetime:
-    if tag == 0x17:  # UTCTime, of two-digit years from 1950 to 2049
-        text = ("19" if text >= "50" else "20") + text
-    return datetime.strptime(text, "%Y%m%d%H%M%SZ").replace(tzinfo=UTC)

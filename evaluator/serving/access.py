@@ -58,12 +58,15 @@ class Token(Struct, frozen=True, forbid_unknown_fields=True):
 def create_token(
     name: str, scopes: Sequence[str], *, rate: float | None = None, share: float | None = None
 ) -> tuple[str, str]:
-    """Return a new secret, and the lines for the file, which `parse_tokens` has yet to check."""
+    """Return a new secret, and the lines for the file. Raises UsageError for an invalid name or scope."""
+    if not _TOKEN_NAME.fullmatch(name):
+        raise UsageError(f"'{name[:100]}' is not a name for a token: 1 to 100 letters, digits, '_' and '-'")
+    if unknown := set(scopes) - set(SCOPES):
+        raise UsageError(f"no scope '{min(unknown)[:100]}'. Valid: {', '.join(SCOPES)}")
     secret = secrets.token_urlsafe(32)
     fields = {"sha256": _digest(secret.encode()), "scopes": list(scopes), "rate": rate, "share": share}
     lines = [f"{key} = {json.dumps(value)}\n" for key, value in fields.items() if value is not None]
-    key = name if _TOKEN_NAME.fullmatch(name) else json.dumps(name)
-    return secret, "".join([f"[{key}]\n", *lines])
+    return secret, "".join([f"[{name}]\n", *lines])
 
 
 def parse_tokens(path: Path, content: bytes) -> dict[str, Token]:

@@ -1,6 +1,7 @@
 """One served model: encoded image in, answer out, with no computation on the event loop."""
 
 import asyncio
+import time
 from collections.abc import Callable
 from dataclasses import replace
 from typing import TypeVar
@@ -138,6 +139,8 @@ class Classifier:
             if timer is not None:
                 timer.cancel()
             self._device_queue.abandon(request)
+            if caller.trace is not None:
+                caller.trace.add_image(request.stages(time.monotonic()), request.failure)
             del request, reply  # an error's traceback refers to this frame: a cycle that keeps the image alive
 
     def _views_of(self, request: Request, process: DecodeProcess | None) -> list[ViewImage]:

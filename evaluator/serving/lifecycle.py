@@ -15,11 +15,12 @@ from prometheus_client import ProcessCollector
 
 from prelunet.evaluator.byte_sizes import format_bytes
 from prelunet.evaluator.engine.session import Session
-from prelunet.evaluator.errors import DeviceLost, EnvironmentFault, Interrupted, UsageError
+from prelunet.evaluator.errors import DeviceLost, EnvironmentFault, Interrupted, UsageError, import_from_extra
 from prelunet.evaluator.imaging.decode import silence_decoders
 from prelunet.evaluator.machine import machine_memory
 from prelunet.evaluator.rpc.tls import is_loopback, warn_of_readers
 from prelunet.evaluator.serving.access import AccessControl
+from prelunet.evaluator.serving.api.calls import CallsInFlight
 from prelunet.evaluator.serving.certificates import Certificates
 from prelunet.evaluator.serving.classifier import Classifier
 from prelunet.evaluator.serving.http.listener import Listener
@@ -27,6 +28,7 @@ from prelunet.evaluator.serving.http.metrics import METRICS_CLOSE_TIMEOUT, METRI
 from prelunet.evaluator.serving.memory import serving_memory
 from prelunet.evaluator.serving.models import Models, load_model
 from prelunet.evaluator.serving.network import raise_open_file_limit
+from prelunet.evaluator.serving.observability.logs import CallLog
 from prelunet.evaluator.serving.observability.metrics import Metrics
 from prelunet.evaluator.serving.options import RESERVED_FILES, ModelFile, ServeOptions, ServerLimits
 from prelunet.evaluator.serving.server import Server
@@ -40,6 +42,7 @@ CLOSE_TIMEOUT = 10.0
 SHUTDOWN_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1, signal.SIGUSR2)
 SIGNAL_DEBOUNCE = 0.5  # seconds: `timeout` and some init programs signal both the process and its group
 LOST_GRACE = 5.0  # seconds to send answers when the device is lost: there will be no others
+_TRACING = "prelunet.evaluator.serving.observability.tracing"  # requires an extra
 
 log = logging.getLogger(__name__)
 
@@ -169,15 +172,16 @@ async def serve(options: ServeOptions, report: Callable[[str], None]) -> ServeRe
     """
     _check_exposure(options)
     limits = _cap_connections(options.limits, ports=1 + options.http.enabled)
-    events, metrics = ShutdownEvents(), Metrics()
+    events, metrics, call_log = ShutdownEvents(), Metrics(), CallLog(sampled=options.log_sampling)
+    tracing = import_from_extra(_TRACING).Tracing() if options.tracing else None
     events.install_signal_handlers()
     silence_decoders()
     ProcessCollector(registry=metrics.registry)  # memory, CPU time and open files of this process
     certificates = Certificates(options.access, metrics) if options.access.tls_files else None
     access = AccessControl(options.access.token_file, metrics) if options.access.token_file is not None else None
     server = Server(
-        options.host, options.port, limits, metrics, certificates=certificates, access=access, http=options.http,
-        unix_socket=options.unix_socket,
+        options.host, options.port, limits, CallsInFlight(limits.max_calls, metrics, call_log, tracing),
+        certificates=certificates, access=access, http=options.http, unix_socket=options.unix_socket,
     )  # fmt: skip
     metrics_port = None
     polling = asyncio.create_task(poll_forever([each.files for each in (certificates, access) if each is not None]))
@@ -203,6 +207,9 @@ async def serve(options: ServeOptions, report: Callable[[str], None]) -> ServeRe
     finally:
         polling.cancel()
         await server.stop(0)
+        call_log.close()
+        if tracing is not None:
+            await asyncio.to_thread(tracing.close)
         if metrics_port is not None:
             await metrics_port.close_within(METRICS_CLOSE_TIMEOUT)
 

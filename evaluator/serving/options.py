@@ -329,3 +329,16 @@ class ServeOptions:
             default="no metrics",
         ),
     ] = None
+    tracing: Annotated[
+        bool,
+        CliOption(
+            "Export traces with OpenTelemetry over OTLP/gRPC, as its variables OTEL_… say; requires the extra `otel`."
+        ),
+    ] = False
+    log_sampling: Annotated[
+        bool,
+        CliOption(
+            "Log at most one answered call per second for each client and method, with the number of calls that the "
+            "line stands for. Calls that fail in the same way are always logged like this."
+        ),
+    ] = False

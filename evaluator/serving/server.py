@@ -54,7 +54,7 @@ class Server:
         host: str,
         port: int,
         limits: ServerLimits = ServerLimits(),
-        metrics: Metrics | None = None,
+        calls: CallsInFlight | None = None,
         *,
         certificates: Certificates | None = None,
         access: AccessControl | None = None,
@@ -63,11 +63,11 @@ class Server:
     ) -> None:
         """Bind the ports, so that a port in use is reported before models load for minutes.
 
-        limits: on clients; metrics: of the server; certificates: None without TLS; access: None without tokens;
-        unix_socket: for gRPC, instead of host and port. Raises EnvironmentFault if a port is unavailable.
+        limits: on clients; calls: with metrics, log and traces; certificates: None without TLS; access: None without
+        tokens; unix_socket: for gRPC, instead of host and port. Raises EnvironmentFault if a port is unavailable.
         """
-        self._metrics = metrics or Metrics()
-        self._calls = CallsInFlight(limits.max_calls, self._metrics)
+        self._calls = calls or CallsInFlight(limits.max_calls)
+        self._metrics = self._calls.metrics
         self._metrics.limits.labels("max-calls").set(limits.max_calls)
         self._metrics.limits.labels("max-connections").set(limits.max_connections)
         self._metrics.ready.set_function(lambda: self.serving)

@@ -27,11 +27,9 @@ class WatchedFiles(Generic[Value]):
     The constructor raises the UsageError of `parse`, or for a file that cannot be read.
     """
 
-    def __init__(
-        self, name: str, paths: Sequence[Path], parse: Callable[[Contents], Value], metrics: Metrics | None = None
-    ) -> None:
+    def __init__(self, name: str, paths: Sequence[Path], parse: Callable[[Contents], Value], metrics: Metrics) -> None:
         self._name, self._paths, self._parse = name, paths, parse
-        self._reloads = (metrics or Metrics()).reloads
+        self._reloads = metrics.reloads
         for outcome in ("loaded", "refused"):
             self._reloads.labels(name, outcome)
         self._contents = self._last_look = self._read()

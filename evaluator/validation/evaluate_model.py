@@ -79,10 +79,9 @@ def evaluate_model(  # noqa: PLR0913 - one argument per option
 
 def is_slower_in_bf16(session: Session, protocol: EvaluationProtocol) -> bool:
     """Return whether views of many shapes run one by one, in bf16, on a net for which changes of shape dominate."""
-    placed, contract = session.placement.device == "openvino", session.contract
-    if not placed or session.circumstances.precision != "bf16" or session.rules.switch_pixels or protocol.crop:
+    if session.circumstances.precision != "bf16" or session.rules.switch_pixels or protocol.crop is not None:
         return False
-    return openvino_switch_pixels(contract, "bf16") > 0
+    return openvino_switch_pixels(session.contract, "bf16") > 0
 
 
 def _require_heat_maps(

@@ -74,7 +74,11 @@ def classify(
         Path | None, typer.Option(help="The same as a file with one JSON object per line, one for each image.")
     ] = None,
     as_json: Annotated[
-        bool, typer.Option("--json", help="Print one JSON object per line, one for each image.")
+        bool,
+        typer.Option(
+            "--json",
+            help="Print one JSON object per line, one for each image. With --csv or --jsonl: one with the counts.",
+        ),
     ] = False,
 ) -> None:
     """Classify images with a model file or through a server; both give the same answer.
@@ -82,9 +86,9 @@ def classify(
     With --csv or --jsonl, all images of a folder, with progress; after an interruption the same command resumes.
     """
     outputs = {kind: file for kind, file in (("csv", csv), ("jsonl", jsonl)) if file is not None}
-    if outputs and (server is not None or heatmap is not None or as_json or len(images) != 1):
+    if outputs and (server is not None or heatmap is not None or len(images) != 1):
         raise UsageError(
-            "--csv and --jsonl classify one folder or archive with --model: leave out --server, --heatmap and --json"
+            "--csv and --jsonl classify one folder or archive with --model: leave out --server and --heatmap"
         )
     if csv is not None and jsonl is not None and csv.resolve() == jsonl.resolve():
         raise UsageError(f"--csv and --jsonl both name {csv}. Name two files")
@@ -107,7 +111,9 @@ def classify(
                 count, refused = write_classes(
                     net.session, model, Path(images[0]), views, outputs, top=top, report=report
                 )
-                echo(f"{' and '.join(map(str, outputs.values()))}: {count:,} images, {refused:,} of them refused")
+                numbers = {"images": count, "evaluated": count - refused, "refused": refused}
+                text = f"{' and '.join(map(str, outputs.values()))}: {count:,} images, {refused:,} of them refused"
+                echo(json.dumps(numbers) if as_json else text)
                 return
 
             def classify_image(data: bytes) -> Answer:

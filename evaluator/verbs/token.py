@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from prelunet.evaluator.errors import from_os_error
+from prelunet.evaluator.errors import UsageError, from_os_error
 from prelunet.evaluator.rpc.tls import read_small_file
 from prelunet.evaluator.serving.access import create_token, parse_tokens
 from prelunet.evaluator.terminal import echo, report
@@ -46,10 +46,11 @@ def token(
     The server's file (`prelunet serve --token-file`) has only a hash of it. A running server reads the file again.
     """
     secret, lines = create_token(name, scope, rate=rate, share=share)
-    parse_tokens(Path("prelunet token"), lines.encode())  # the name or a scope may be invalid
     if token_file is not None and token_file.exists():
-        lines = f"\n{lines}"
-        parse_tokens(token_file, read_small_file(token_file) + lines.encode())  # the name may be taken
+        content, lines = read_small_file(token_file), f"\n{lines}"
+        if f"[{name}]".encode() in content.split():
+            raise UsageError(f"{token_file} has a token '{name}' already. Choose another name, or remove it first")
+        parse_tokens(token_file, content + lines.encode())
     if secret_file is not None:
         _write(secret_file, f"{secret}\n", os.O_EXCL)
     if token_file is not None:

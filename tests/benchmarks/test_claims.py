@@ -1,16 +1,27 @@
-"""benchmarks/claims: the Fisher matrix against its definition, the interval against scipy, and a rehearsal."""
+"""benchmarks/claims: the rule against scipy, rows on a tiny dataset, and the Fisher matrix against its definition."""
 
+import io
 import json
+import signal
+import subprocess
+import sys
+import tarfile
+import time
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from PIL import Image
 from scipy import stats
 
-from benchmarks.claims import fisher
-from benchmarks.claims.fisher import STATISTICS, TwoLayers, fisher_matrix, statistics_of
+from benchmarks.claims import rows, run
+from benchmarks.claims.fisher import TwoLayers, fisher_matrix, statistics_of
+from benchmarks.claims.rows import Arm, Claim, Row, verdict
+from benchmarks.claims.run import Experiment
 from benchmarks.common.intervals import interval_of_mean, median_ratio
+from benchmarks.common.results import ROOT, environment
 
 EXACT = {"rtol": 1e-9, "atol": 1e-12}  # float64 on both sides: only the order of sums differs
 
@@ -52,7 +63,7 @@ def test_the_statistics_equal_loops_over_all_pairs() -> None:
     matrix, first = fisher_matrix(net, inputs), net.w1.size + net.b1.size
     size, squares = len(matrix), (matrix**2).tolist()
     assert (np.diag(matrix) == 0).sum() == 4 + 3
-    pairs: dict[str, list[float]] = {"first_layer": [], "second_layer": [], "between_layers": []}
+    pairs: dict[str, list[float]] = {"in the first layer": [], "in the second layer": [], "between the layers": []}
     off_diagonal = between = 0.0
     for i in range(size):
         for j in range(size):
@@ -60,11 +71,11 @@ def test_the_statistics_equal_loops_over_all_pairs() -> None:
             off_diagonal += squares[i][j] * (i != j)
             between += squares[i][j] * crosses
             if i != j and matrix[i, i] > 0 and matrix[j, j] > 0:
-                place = "between_layers" if crosses else "first_layer" if i < first else "second_layer"
+                place = "between the layers" if crosses else f"in the {'first' if i < first else 'second'} layer"
                 pairs[place].append(squares[i][j] / (matrix[i, i] * matrix[j, j]))
     total = sum(map(sum, squares))
-    expected = {"off_diagonal": off_diagonal / total, "between_layers": between / total}
-    expected |= {f"correlation_{place}": float(np.sqrt(np.mean(values))) for place, values in pairs.items()}
+    expected = {"off-diagonal mass": off_diagonal / total, "mass between the layers": between / total}
+    expected |= {f"correlation {place}": float(np.sqrt(np.mean(values))) for place, values in pairs.items()}
     assert statistics_of(matrix, first) == pytest.approx(expected, rel=1e-9)
 
 
@@ -85,19 +96,180 @@ def test_the_error_of_a_median_ratio_is_the_spread_of_medians_of_many_samples() 
     assert median_ratio([3], [4]) == (0.75, None)
 
 
-def test_one_command_writes_result_table_and_plot(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    few = fisher.read_images("val", 40)
-    monkeypatch.setattr(fisher, "read_images", lambda split, limit: few)
-    monkeypatch.setattr(fisher, "BATCH", 8)
-    monkeypatch.setattr(fisher, "HIDDEN", 5)  # a smaller matrix
-    output, plot = tmp_path / "fisher.json", tmp_path / "fisher.svg"
-    monkeypatch.setattr(
-        "sys.argv", ["fisher", "--seeds", "2", "--steps", "20", "--output", str(output), "--plot", str(plot)]
-    )
-    fisher.main()
-    result = json.loads(output.read_text())
-    assert [(row["stage"], row["statistic"]) for row in result["comparisons"]] == [
-        (stage, statistic) for stage in fisher.STAGES for statistic in STATISTICS
+@pytest.mark.parametrize("mean", [-1.0, -0.3, 0.0, 0.3, 1.0])
+@pytest.mark.parametrize("sign", [-1, 1])
+def test_a_claim_holds_if_the_t_test_of_its_differences_rejects_zero_on_its_side(mean: float, sign: Any) -> None:
+    differences = np.array([-0.4, 0.1, 0.5, -0.3, 0.1]) + mean  # sums to 5·mean; |mean| 0.3 is within the interval
+    found = stats.ttest_1samp(differences, 0.0)
+    expected = "not shown" if found.pvalue > 0.05 else "holds" if found.statistic * sign > 0 else "the opposite"
+    assert verdict(list(differences), sign) == expected
+    assert expected == {1.0: "holds", -1.0: "the opposite"}.get(mean * sign, "not shown")
+
+
+NET = """
+crop = 16
+trunk = [{ conv = 4, kernel = 3, stride = 2, pad = 1 }, { conv = 6, kernel = 3, stride = 2, pad = 1 }]
+spp_levels = [2, 1]
+hidden = 8
+"""
+
+
+def write_photos(path: Path, *, good_val: bool = True) -> Path:
+    """Write a tar of three classes, 10 photos of each in train/ and 4 in val/; bad ones cannot be decoded."""
+    random = np.random.default_rng(5)
+    with tarfile.open(path, "w") as archive:
+        for split, count in (("train", 10), ("val", 4)):
+            for label in range(3):
+                for number in range(count):
+                    pixels = random.integers(0, 120, (24, 26, 3), np.uint8)
+                    pixels[..., label] += 60  # so that something can be learned
+                    coded = io.BytesIO()
+                    Image.fromarray(pixels).save(coded, "PNG")
+                    data = coded.getvalue() if good_val or split == "train" else b"no image"
+                    entry = tarfile.TarInfo(f"photos/{split}/n{label}/{number}.png")
+                    entry.size = len(data)
+                    archive.addfile(entry, io.BytesIO(data))
+    return path
+
+
+def make_tiny(folder: Path, patch: pytest.MonkeyPatch) -> None:
+    """Replace the nets, grids and rows by tiny ones, and the check of the rules, which needs a clean checkout."""
+    (folder / "tiny.toml").write_text(NET)
+    claims = [
+        Claim("one", ("b", "dense-16-20"), ("a", "best center"), -1),
+        Claim("two", (rows.ENSEMBLE, "center"), (rows.BEST_MEMBER, "center"), -1),
+        Claim("three", ("b", "slope of conv1"), None, 1),
     ]
-    assert plot.read_text().startswith("<svg")
-    assert "off_diagonal" in output.with_suffix(".md").read_text()
+    for name, value in {
+        "NETS": folder, "CROP": 16, "JITTER": (18, 22), "STEPS": {"tiny": 4}, "RATES": (0.001, 0.002, 0.004),
+        "RATE_LIMITS": (0.0005, 0.008), "SEARCH_SEEDS": (100,), "SCALES": (16, 20),
+        "ARMS": {"a": Arm("tiny", {"activation": "relu"}), "b": Arm("tiny", {"activation": "prelu"})},
+        "ROWS": {"tiny": Row("Tiny", ("a", "b"), claims, seeds=(0, 1))},
+    }.items():  # fmt: skip
+        patch.setattr(rows, name, value)
+    patch.setattr(run, "MEMBERS", ("a", "b"))
+    started = {"rules": "0" * 40, "rules_date": "2026-01-02T00:00:00+00:00", "content": "", "commit": "", "cpu": "",
+               "started": "2026-01-03T00:00:00+00:00"}  # fmt: skip
+    patch.setattr(run, "read_rules", lambda: started)
+
+
+def words(data: Path, runs: Path) -> list[str]:
+    return ["run", "tiny", "--data", str(data), "--runs", str(runs), "--output", str(runs / "results")]
+
+
+CHILD = """
+import sys
+from pathlib import Path
+import pytest
+from benchmarks.claims import run
+from tests.benchmarks.test_claims import make_tiny
+make_tiny(Path(sys.argv.pop(1)), pytest.MonkeyPatch())
+run.main()
+"""
+
+
+def test_a_row_that_was_killed_resumes_and_gives_the_same_verdicts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    data, killed, whole = write_photos(tmp_path / "photos.tar"), tmp_path / "killed", tmp_path / "whole"
+    child = subprocess.Popen([sys.executable, "-c", CHILD, str(tmp_path), *words(data, killed)[1:]], env=environment())
+    deadline = time.monotonic() + 120
+    while len(done := list(killed.glob("*/*/result.json"))) < 3:
+        assert child.poll() is None, "it ended too early to be killed"
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+    child.send_signal(signal.SIGKILL)
+    child.wait()
+    assert not (killed / "results").exists()
+    times = {path: path.stat().st_mtime_ns for path in done}
+
+    make_tiny(tmp_path, monkeypatch)
+    results = []
+    for runs in (killed, whole):
+        monkeypatch.setattr("sys.argv", words(data, runs))
+        run.main()
+        results.append(json.loads((runs / "results" / "tiny.json").read_text()))
+        assert (runs / "results" / "tiny.svg").read_text().startswith("<svg")
+        assert str(tmp_path) not in (runs / "results" / "tiny.json").read_text()
+    assert {path: path.stat().st_mtime_ns for path in done} == times, "finished nets are not trained again"
+    assert results[0] == results[1]
+    figures = {(found["arm"], found["figure"]): found["by_seed"] for found in results[0]["figures"]}
+    first = results[0]["claims"][0]
+    expected = np.subtract(figures["b", "dense-16-20"], figures["a", "best center"])
+    np.testing.assert_allclose(first["by_seed"], expected, atol=1e-4)  # rounded
+    assert first["verdict"] == verdict(list(expected), -1)
+
+
+def test_the_search_never_opens_val(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    make_tiny(tmp_path, monkeypatch)
+    found = []
+    for good in (True, False):
+        data = write_photos(tmp_path / f"{good}.tar", good_val=good)
+        experiment = Experiment(data, tmp_path / str(good), {})
+        searched = experiment.search(["a", "b"])
+        found.append((searched, experiment.best_scale("b", searched["b"]["rate"], "center")))
+    assert found[0] == found[1]
+    with tarfile.open(experiment.search_data) as archive:
+        names = archive.getnames()
+    # 30 images of train/, the fifth and the tenth of each class in the order of names held out
+    assert len(names) == 30
+    assert [name for name in names if name.startswith("val/n1/")] == ["val/n1/4.png", "val/n1/9.png"]
+
+
+@pytest.mark.parametrize(
+    ("errors", "chosen", "tried", "at_limit"),
+    [
+        ({0.005: 30, 0.01: 20, 0.02: 25}, 0.01, 3, False),
+        ({0.005: 30, 0.01: 25, 0.02: 20, 0.04: 22}, 0.02, 4, False),
+        ({0.0025: 21, 0.005: 20, 0.01: 20, 0.02: 25}, 0.005, 4, False),  # of equals the lower rate
+        ({rate: 90 - rate for rate in (0.005, 0.01, 0.02, 0.04, 0.08, 0.16)}, 0.16, 6, True),
+    ],
+)
+def test_the_grid_grows_until_the_best_rate_is_inside_it(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    errors: dict[float, float],
+    chosen: float,
+    tried: int,
+    at_limit: bool,
+) -> None:
+    monkeypatch.setattr(
+        Experiment, "nets", lambda _, nets: [{"top1_error": errors[net.rate], "loss": 1.0} for net in nets]
+    )
+    found = Experiment(Path(), Path(), {}).search(["relu"])["relu"]
+    assert (found["rate"], len(found["tried"]), found["at_limit"]) == (chosen, tried, at_limit)
+
+
+def test_no_verdict_is_given_under_rules_that_are_younger_than_a_net_or_not_committed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = tmp_path / "benchmarks" / "claims"
+    folder.mkdir(parents=True)
+    (folder / "RULES.md").write_text("old")
+
+    def git(*command: str) -> None:
+        who = ("-c", "user.name=a", "-c", "user.email=a@b")
+        subprocess.run(["git", *who, *command], cwd=tmp_path, check=True)
+
+    git("init", "-q")
+    git("add", ".")
+    git("commit", "-q", "-m", "rules")
+    monkeypatch.setattr(run, "ROOT", tmp_path)
+    started = run.read_rules()
+    run.require_older_rules([started], started)
+    (folder / "RULES.md").write_text("new")
+    with pytest.raises(SystemExit, match="differs from its commit"):
+        run.read_rules()
+    git("commit", "-q", "-a", "-m", "other rules")
+    with pytest.raises(SystemExit, match="no verdict: a net began on"):
+        run.require_older_rules([started], run.read_rules())
+    with pytest.raises(SystemExit, match="no verdict: a net began on"):
+        run.require_older_rules([{**started, "started": "2020-01-01T00:00:00+00:00"}], started)
+
+
+def test_the_rules_state_every_claim_and_what_would_refute_it() -> None:
+    text = (ROOT / "benchmarks" / "claims" / "RULES.md").read_text(encoding="utf-8")
+    headings = " ".join(line for line in text.splitlines() if line.startswith("###"))
+    for name, row in rows.ROWS.items():
+        assert f"`{name}`" in headings
+        assert [claim.text for claim in row.claims if f"| {claim.text} |" not in text] == []

@@ -329,11 +329,12 @@ def test_page_shows_the_mean_over_classes_beside_that_over_images(tmp_path: Path
 
 def test_a_suspicion_is_shown_at_the_top_as_an_alert(tmp_path: Path) -> None:
     run = read_run(write_run(tmp_path, [mistake("n01/a.png", 0, 2)]))
-    report = {**build_report(run), "suspicion": "The labels look like <another order>."}
+    report = {**build_report(run), "suspicion": "the labels look like <another order>"}
     page = Elements(render_page(report, run, build_gallery(run, None)).decode())
     (banner,) = [attributes for attributes in page.named("p") if attributes.get("class") == "banner alarm"]
     assert banner["role"] == "alert"
-    assert page.text.index("The labels look like <another order>.") < page.text.index("Top-1 error")
+    sentence = "These errors may be misleading: the labels look like <another order>."
+    assert page.text.index(sentence) < page.text.index("Top-1 error")
     plain = Elements(render_page({**report, "suspicion": None}, run, build_gallery(run, None)).decode())
     assert "banner alarm" not in [attributes.get("class") for attributes in plain.named("p")]
 

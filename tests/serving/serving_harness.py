@@ -61,21 +61,24 @@ def running_server(
     access: AccessControl | None = None,
     http: HttpOptions = HttpOptions(),
     unix_socket: Path | None = None,
+    tracing: Any = None,
     **sessions: Any,
 ) -> Iterator[RunningServer]:
     """Serve sessions (real or fake) under their keywords; the files are called NAME.onnx in a folder /secret.
 
-    limits: on images; server_limits: all other limits; metrics: of the server, for tests to read.
+    limits: on images; server_limits: all other limits; metrics: of the server, for tests to read; tracing: a `Tracing`.
     """
     metrics = metrics or Metrics()
+    clients = server_limits or ServerLimits()
+    calls = CallsInFlight(clients.max_calls, metrics, tracing=tracing)
     loaded = [(ModelFile(name, Path(f"/secret/{name}.onnx")), session) for name, session in sessions.items()]
     lost = {} if on_lost is None else {"on_lost": on_lost}
 
     @asynccontextmanager
     async def served() -> AsyncIterator[tuple[Server, Models]]:
         server = Server(
-            "127.0.0.1", 0, server_limits or ServerLimits(), metrics, certificates=certificates, access=access,
-            http=http, unix_socket=unix_socket,
+            "127.0.0.1", 0, clients, calls, certificates=certificates, access=access, http=http,
+            unix_socket=unix_socket,
         )  # fmt: skip
         models = Models(loaded, limits or DecodeLimits(), queue, metrics, **lost)
         await server.start(models)

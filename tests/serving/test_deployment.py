@@ -23,6 +23,7 @@ from referencing import Registry, Resource
 from prelunet.evaluator.client import Client, Credentials
 from prelunet.evaluator.serving.http.metrics import METRICS_CLOSE_TIMEOUT
 from prelunet.evaluator.serving.lifecycle import CLOSE_TIMEOUT
+from prelunet.evaluator.serving.observability.tracing import TRACING_CLOSE_TIMEOUT
 from prelunet.evaluator.serving.options import ServeOptions
 from prelunet.evaluator.serving.server import CONNECTION_LINGER, REFUSAL_PERIOD
 from tests.helpers.tls_files import TLS, secret_file, tls_options, write_tokens
@@ -36,7 +37,7 @@ PROMETHEUS, DASHBOARD = DEPLOY / "prometheus", DEPLOY / "grafana" / "dashboards"
 DOCKERFILE = (ROOT / "Dockerfile").read_text(encoding="utf-8")
 OLDEST, NEWEST = "v1.27.0", "v1.37.0"  # the first has gRPC probes for good
 # Seconds that a stop takes beside --lame-duck and --grace.
-CLOSING = 2 * REFUSAL_PERIOD + CONNECTION_LINGER + METRICS_CLOSE_TIMEOUT + CLOSE_TIMEOUT
+CLOSING = 2 * REFUSAL_PERIOD + CONNECTION_LINGER + METRICS_CLOSE_TIMEOUT + TRACING_CLOSE_TIMEOUT + CLOSE_TIMEOUT
 Json = dict[str, Any]
 
 
@@ -304,6 +305,17 @@ def test_every_alert_has_a_severity_a_summary_and_a_test() -> None:
 @pytest.mark.parametrize("words", [("check", "config", "prometheus.yml"), ("test", "rules", "prelunet.rules.test.yml")])
 def test_promtool_accepts_the_configuration_and_the_alerts_come_when_they_should(words: tuple[str, ...]) -> None:
     checked_by("promtool", "prometheus", *words)
+
+
+def test_promtool_parses_every_query_of_the_dashboard(tmp_path: Path) -> None:
+    dashboard = json.loads(DASHBOARD.read_text(encoding="utf-8"))
+    queries = [target["expr"] for panel in dashboard["panels"] for target in panel["targets"]]
+    rules = [
+        {"record": f"query:{number}", "expr": query.replace("$__rate_interval", "5m")}
+        for number, query in enumerate(queries)
+    ]
+    (tmp_path / "queries.yml").write_text(yaml.safe_dump({"groups": [{"name": "dashboard", "rules": rules}]}))
+    checked_by("promtool", "prometheus", "check", "rules", str(tmp_path / "queries.yml"))
 
 
 def test_haproxy_accepts_its_configuration() -> None:

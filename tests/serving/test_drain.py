@@ -26,6 +26,7 @@ from prelunet.evaluator.pb.prelunet.v1 import prelunet_pb2_grpc as pb_grpc
 from prelunet.evaluator.rpc.status import error_from
 from prelunet.evaluator.serving import lifecycle, models
 from prelunet.evaluator.serving import server as server_module
+from prelunet.evaluator.serving.api.calls import CallsInFlight
 from prelunet.evaluator.serving.lifecycle import ServeResult, ShutdownEvents, serve, wait_and_shut_down
 from prelunet.evaluator.serving.models import Models
 from prelunet.evaluator.serving.observability.metrics import Metrics
@@ -76,7 +77,8 @@ async def draining_server(
     metrics: Metrics | None = None,
 ) -> AsyncIterator[DrainingServer]:
     """Serve a session as `model` until shutdown is requested."""
-    events, server = ShutdownEvents(), Server("127.0.0.1", 0, limits, metrics)
+    calls = CallsInFlight(limits.max_calls, metrics)
+    events, server = ShutdownEvents(), Server("127.0.0.1", 0, limits, calls)
     served = Models([(ModelFile("model", Path("model.onnx")), session)], DecodeLimits(), on_lost=events.post)
     await server.start(served)
     ended = asyncio.create_task(wait_and_shut_down(server, served, events, lame_duck=lame_duck, grace=grace))

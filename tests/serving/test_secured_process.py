@@ -1,14 +1,17 @@
 """`prelunet serve` with TLS and tokens as a process, and what it refuses to start with."""
 
+import re
 import signal
+import ssl
+import threading
 import time
-import urllib.request
+from concurrent import futures
 from pathlib import Path
 
+import httpx
 import pytest
 
 from prelunet.evaluator.client import Client, Credentials, RetryPolicy
-from prelunet.evaluator.errors import Unauthenticated
 from tests.helpers.tls_files import TLS, install_pair, secret_file, tls_options, write_tokens
 from tests.serving.serving_harness import png
 from tests.serving.test_serving_process import model, run, serving  # noqa: F401 - `model` is a fixture
@@ -16,43 +19,67 @@ from tests.serving.test_serving_process import model, run, serving  # noqa: F401
 IMAGE = png(40, 57)
 
 
-def test_files_named_in_the_configuration_are_used_and_read_again_while_the_server_runs(
+def test_both_ports_use_the_files_of_the_configuration_and_read_them_again_without_a_failed_call(
     model: Path,  # noqa: F811
     tmp_path: Path,
 ) -> None:
     tls_options(tmp_path)
-    tokens, config = tmp_path / "tokens.toml", tmp_path / "serve.toml"
-    (old,) = write_tokens(tokens, ("alice", ("classify",)))
+    tokens, config, token = tmp_path / "tokens.toml", tmp_path / "serve.toml", tmp_path / "token"
+    secrets = write_tokens(tokens, *((name, ("classify",)) for name in ("alice", "bob", "carol")))
+    lines = tokens.read_text().split("\n\n")
+    tokens.write_text(lines[0])
+    secret_file(token, secrets[0])
     config.write_text(
         f'tls-cert = "{tmp_path}/tls.pem"\ntls-key = "{tmp_path}/tls.key"\ntoken-file = "{tokens}"\nhost = "0.0.0.0"\n'
+        "http-port = 0\nmetrics-port = 0\nlame-duck = 1\n"
     )
     (tmp_path / "tls.key").chmod(0o644)
-    with serving(model, "--config", str(config), "--lame-duck", "0", "--metrics-port", "0") as (process, line, address):
-        metrics_port = line.strip().rpartition(":")[2]
-        with urllib.request.urlopen(f"http://127.0.0.1:{metrics_port}/ready", timeout=20) as response:
-            assert response.status == 200
-        port = address.rpartition(":")[2]
-        credentials = Credentials(tls_ca=TLS / "ca.pem", token_file=secret_file(tmp_path / "token", old))
-        with Client(f"localhost:{port}", credentials=credentials, retries=RetryPolicy.none()) as client:
-            assert client.classify(IMAGE).predictions
-            (new,) = write_tokens(tokens, ("alice", ("classify",)))
-            install_pair(tmp_path, "server-2")
-            secret_file(tmp_path / "token", new)
-            end = time.monotonic() + 20
-            while True:
-                try:
+    trusting = ssl.create_default_context(cafile=TLS / "ca.pem")
+    credentials, stopped = Credentials(tls_ca=TLS / "ca.pem", token_file=token), threading.Event()
+    with serving(model, "--config", str(config)) as (process, line, address), futures.ThreadPoolExecutor(1) as pool:
+        http, metrics = re.findall(r"(?:http|metrics) on 0\.0\.0\.0:(\d+)", line)
+        assert httpx.get(f"http://127.0.0.1:{metrics}/ready", trust_env=False).status_code == 200
+        grpc_port = address.rpartition(":")[2]
+
+        def over_http(secret: str) -> int:
+            headers = {"authorization": f"Bearer {secret}"}
+            with httpx.Client(verify=trusting, trust_env=False, timeout=20) as client:
+                return client.get(f"https://localhost:{http}/v1/models", headers=headers).status_code
+
+        def call_until_stopped() -> int:
+            calls = 0
+            while not stopped.is_set():  # on new connections
+                with Client(f"localhost:{grpc_port}", credentials=credentials, retries=RetryPolicy.none()) as client:
                     assert client.classify(IMAGE).predictions
-                    break
-                except Unauthenticated:  # until it is read, within some two seconds
-                    assert time.monotonic() < end
-                    time.sleep(0.05)
+                assert over_http(token.read_text().strip()) == 200
+                calls += 1
+            return calls
+
+        calling = pool.submit(call_until_stopped)
+        try:
+            for number, pair in ((1, "server-2"), (2, "server")):
+                install_pair(tmp_path, pair)  # read before the tokens, so in use when the new token is
+                tokens.write_text("\n\n".join(lines[number - 1 : number + 1]))  # the new one beside the last
+                end = time.monotonic() + 30
+                while over_http(secrets[number]) != 200:
+                    assert time.monotonic() < end, "the new token is not accepted"
+                    time.sleep(0.1)
+                for port in (grpc_port, http):
+                    served = ssl.get_server_certificate(("127.0.0.1", int(port)))
+                    assert served == (TLS / f"{pair}.pem").read_text()
+                secret_file(tmp_path / "new", secrets[number]).replace(token)
+        finally:
+            stopped.set()
+        assert calling.result() > 10
         process.send_signal(signal.SIGTERM)
+        assert [over_http(each) for each in secrets] == [401, 200, 200]  # lame duck
         output, log = process.communicate(timeout=20)
-    assert "the changed tokens are in use" in log
+    assert "no call was lost" in output
+    assert log.count("the changed tokens are in use") == log.count("the changed TLS files are in use") == 2
     assert f"other users of this machine may read or change {tmp_path}/tls.key" in log
     assert f"may read or change {tokens}" not in log
     assert "listening on" not in log, "with TLS and tokens there is nothing to warn of"
-    assert not [secret for secret in (old, new) if secret in output + log]
+    assert not [secret for secret in secrets if secret in output + log]
 
 
 @pytest.mark.parametrize(

@@ -40,6 +40,8 @@ def test_each_row_has_the_classes_that_classify_gives_the_image(
     outputs = ["--csv", str(tmp_path / "out.csv"), "--jsonl", str(tmp_path / "out.jsonl")]
     assert run(["classify", str(folder), *model, *outputs]) == 0
     assert "1 of them refused" in capsys.readouterr().out
+    assert run(["classify", str(folder), *model, *outputs, "--json"]) == 0
+    assert json.loads(capsys.readouterr().out) == {"images": len(DATA), "evaluated": len(DATA) - 1, "refused": 1}
     rows = rows_of(tmp_path / "out.csv")
     assert [row["file"] for row in rows] == sorted(row["file"] for row in rows)
     assert {row["file"] for row in rows} == set(files)
@@ -96,7 +98,7 @@ def test_after_ctrl_c_the_same_call_computes_only_the_rest(tmp_path: Path) -> No
     ("options", "text"),
     [
         (["--csv", "out.csv", "--top", "6"], "--top 6: a file of all images has up to 5 classes"),
-        (["--csv", "out.csv", "--json"], "leave out --server, --heatmap and --json"),
+        (["--csv", "out.csv", "--heatmap", "maps.png"], "leave out --server and --heatmap"),
         (["--csv", "gone/out.csv"], "gone does not exist"),
         ([], "--csv FILE.csv"),
     ],

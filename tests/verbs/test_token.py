@@ -46,10 +46,10 @@ def test_tokens_are_added_to_the_servers_file_and_work(tmp_path: Path, capsys: p
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["alice", "--scope", "classify"], "Cannot declare ('alice',) twice"),
-        (["bob", "--scope", "all"], "Invalid enum value 'all'"),
+        (["alice", "--scope", "classify"], "has a token 'alice' already"),
+        (["bob", "--scope", "all"], "no scope 'all'. Valid: classify, evaluate, admin"),
         (["bob"], "--scope"),
-        (["two words", "--scope", "classify"], "[two words]: the name may have only"),
+        (["two words", "--scope", "classify"], "'two words' is not a name for a token"),
         (["bob", "--scope", "classify", "--share", "2"], "--share"),
         (["bob", "--scope", "classify", "--rate", "0"], "--rate"),
         (["bob", "--scope", "classify", "--secret-file", "{folder}/alice.token"], "alice.token: already exists"),

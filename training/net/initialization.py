@@ -16,10 +16,11 @@ from prelunet.evaluator.contract import ClassEntry
 from prelunet.evaluator.datasets.labels.class_file import IMAGENET_1K, MAX_CLASSES, read_class_list
 from prelunet.evaluator.errors import UsageError
 
-Rule = Literal["fan-out", "fan-in", "average", "xavier", "gaussian"]
+Rule = Literal["fan-out", "fan-in", "average", "xavier", "xavier-all", "gaussian"]
 FirstLayer = Literal["half", "exact"]
 RULES: tuple[Rule, ...] = get_args(Rule)
 FIRST_LAYERS: tuple[FirstLayer, ...] = get_args(FirstLayer)
+_UNIFORM_RULES: tuple[Rule, ...] = ("xavier", "xavier-all")
 _RECTIFIER_RULES: tuple[Rule, ...] = ("fan-out", "fan-in", "average")  # those of the paper's section 2.2
 
 CHANNEL_MEAN = (123.68, 116.78, 103.94)  # R, G, B of ImageNet's training images, as published with VGG
@@ -39,13 +40,14 @@ class Initialization:
     - fan-in: ½(1 + a²)·n_in·Var = 1, preserves the variance of responses (Eq. 10 and 15)
     - average: Var = 4 / ((1 + a²)(n_in + n_out)), between the two
     - xavier: uniform, n_in·Var = 1, Caffe's "xavier", to which the paper compares
+    - xavier-all: the same in fc1, fc2, fc3 too, as in a Caffe net whose every layer has this filler
     - gaussian: the standard deviation `std` in every convolution
 
     first_layer: the input of the first convolution is the image, which no activation has halved. `exact` replaces
     ½(1 + a²) by 1 there, as Eq. 10 requires (under Eq. 14, where the activation after the layer counts, it is a
     convention). `half` does not, like the paper ("the factor 1/2 does not matter if it just exists on one layer").
-    fc_stds: standard deviations of fc1, fc2, fc3, Gaussian under every rule, as in the paper. Scaled like the
-    convolutions, they would give one-hot scores before training, which hides mistakes.
+    fc_stds: standard deviations of fc1, fc2, fc3, Gaussian under every rule but xavier-all, as in the paper. Scaled
+    like the convolutions by Eq. 10 or 14, they would give one-hot scores before training, which hides mistakes.
 
     Raises UsageError for an unknown name, a deviation out of range, or `exact` with a rule that halves nothing.
     """
@@ -84,7 +86,7 @@ class Initialization:
         fan_in, fan_out = rows * columns * inputs, rows * columns * outputs
         if self.rule == "gaussian":
             return self.std**2
-        if self.rule == "xavier":
+        if self.rule in _UNIFORM_RULES:
             return 1 / fan_in
         doubled = 2.0 if first and self.first_layer == "exact" else 1 + slope**2  # twice the factor ½(1 + a²)
         if self.rule == "average":
@@ -123,11 +125,13 @@ def initial_tensors(
             continue
         # The factor 3 counts tensors as if every layer had a weight, a bias and a slope.
         random = np.random.default_rng((seed, 3 * number))
-        if layer in fc_stds:
-            std, uniform = fc_stds[layer], False
-        else:
+        if layer not in fc_stds:
             std = math.sqrt(initialization.convolution_variance(shape, slope, first=number == 0))
-            uniform = initialization.rule == "xavier"
+            uniform = initialization.rule in _UNIFORM_RULES
+        elif initialization.rule == "xavier-all":
+            std, uniform = shape[1] ** -0.5, True
+        else:
+            std, uniform = fc_stds[layer], False
         if uniform:  # on ±√3·std, which has this standard deviation
             weights = random.random(shape, dtype=np.float32)
             weights -= np.float32(0.5)

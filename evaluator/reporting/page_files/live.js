@@ -55,6 +55,7 @@ function showProblem(error, retry) {
   const again = make("button.button", { type: "button" }, "Try again");
   again.addEventListener("click", retry);
   problem.replaceChildren(error.message.trim(), AGAIN.includes(error.status) ? again : "");
+  problem.classList.toggle("alarm", error.status !== "no token");
   problem.hidden = false;
   if (TOKEN_PROBLEMS.includes(error.status)) askForToken(retry);
 }

@@ -3,21 +3,21 @@
 import asyncio
 import time
 from collections import Counter, defaultdict
-from collections.abc import Sequence
-from typing import TypeAlias
+from typing import TYPE_CHECKING
 
 import grpc
 
 from prelunet.evaluator.errors import Overloaded, PreluNetError
 from prelunet.evaluator.rpc.status import reason_for, status_of
 from prelunet.evaluator.serving.access import REQUIRED, AccessControl
-from prelunet.evaluator.serving.observability.call_context import Call
-from prelunet.evaluator.serving.observability.logs import log_call, log_incident
+from prelunet.evaluator.serving.observability.call_context import Call, Metadata
+from prelunet.evaluator.serving.observability.logs import CallLog, log_incident
 from prelunet.evaluator.serving.observability.metrics import Metrics
 from prelunet.evaluator.serving.options import ServerLimits
 from prelunet.evaluator.serving.scheduling.admission import with_reserve
 
-Metadata: TypeAlias = Sequence[tuple[str, str | bytes]]
+if TYPE_CHECKING:  # the extra `otel` may be missing
+    from prelunet.evaluator.serving.observability.tracing import Tracing
 
 OUR_METHODS = ("/prelunet.v1.", "/inference.")  # prefixes of the methods that we implement
 # Liveness and readiness probes. They are exempt from the limit: a prober without an answer might kill a busy server.
@@ -26,26 +26,36 @@ _RETRY_AFTER = 1.0  # seconds, for a call above the limit; how long the calls in
 
 
 class CallsInFlight:
-    """The calls in flight of all clients: counts and limits them, and records their ends in metrics and log.
+    """The calls in flight of all clients: counts and limits them, and records their ends in metrics, log and traces.
 
-    limit: maximum number of calls in flight; metrics: of the server.
+    limit: maximum number of calls in flight; metrics: of the server; tracing: None without traces.
     """
 
-    def __init__(self, limit: int = ServerLimits.max_calls, metrics: Metrics | None = None) -> None:
+    def __init__(
+        self,
+        limit: int = ServerLimits.max_calls,
+        metrics: Metrics | None = None,
+        log: CallLog | None = None,
+        tracing: "Tracing | None" = None,
+    ) -> None:
         self.count = 0
+        self.metrics = metrics or Metrics()
         self._by_identity: defaultdict[str, Counter[str]] = defaultdict(Counter)  # calls of each of its connections
         self._limit = limit
-        self._metrics = metrics or Metrics()
-        self._metrics.calls_now.set_function(lambda: self.count)
+        self._log = log or CallLog()
+        self._tracing = tracing
+        self.metrics.calls_now.set_function(lambda: self.count)
 
-    def begin(self, call: Call, *, exempt: bool = False) -> Overloaded | None:
+    def begin(self, call: Call, metadata: Metadata = (), *, exempt: bool = False) -> Overloaded | None:
         """Count a call as in flight, until gRPC ends it after sending its answer; above the limit, return its error.
 
-        exempt: always admit the call, and do not count it. `begin` must be called in the task in which gRPC runs the
-        call, before its first message is read.
+        metadata: with the caller's trace context; exempt: always admit the call, and do not count it. `begin` must be
+        called in the task in which gRPC runs the call, before its first message is read.
 
         Who calls is not known here yet, so there is room for a quarter more; `admit` decides on it.
         """
+        if self._tracing is not None and f"/{call.method}" not in PROBES:
+            call.trace = self._tracing.begin(call, metadata)
         counted = not exempt and self.count < with_reserve(self._limit)
         task = asyncio.current_task()
         assert task is not None, "gRPC runs each call in a task"
@@ -73,18 +83,20 @@ class CallsInFlight:
         call.admitted = True
 
     def _overloaded(self) -> Overloaded:
-        self._metrics.refusals.labels("", "calls").inc()
+        self.metrics.refusals.labels("", "calls").inc()
         return Overloaded(f"the server already has {self._limit} calls in flight. Try again later", _RETRY_AFTER)
 
     def _end(self, call: Call, *, counted: bool) -> None:
         call.status = call.status or "CANCELLED"  # the client left, or its message was too large for gRPC
         if call.status == "CANCELLED" and not call.bytes:
-            self._metrics.refusals.labels("", "message").inc()
+            self.metrics.refusals.labels("", "message").inc()
         seconds = time.monotonic() - call.begun
         method = call.method if f"/{call.method}" in REQUIRED else "unknown"
-        self._metrics.calls.labels(method, call.status).inc()
-        self._metrics.call_seconds.labels(method).observe(seconds)
-        log_call(call, seconds)
+        self.metrics.calls.labels(method, call.status).inc()
+        self.metrics.call_seconds.labels(method).observe(seconds)
+        self._log.ended(call, seconds)
+        if call.trace is not None:
+            call.trace.end(call, method)
         if call.admitted:
             own = self._by_identity[call.identity]
             own[call.peer] -= 1

@@ -69,7 +69,7 @@ class CallInterceptor(grpc.aio.ServerInterceptor):
         refusal = access_error(self._access, call, metadata, known=handler is not None)
         counted, exempt = handler is None or path.startswith(OUR_METHODS), path in PROBES
         if counted or refusal is not None:
-            refusal = self._calls.begin(call, exempt=exempt or refusal is not None) or refusal
+            refusal = self._calls.begin(call, metadata, exempt=exempt or refusal is not None) or refusal
         if (error := refusal) is not None:
 
             async def refuse(_requests: AsyncIterator[bytes], context: Context) -> None:

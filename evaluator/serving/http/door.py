@@ -127,7 +127,7 @@ class HttpDoor:
             call.status = "CANCELLED"  # the client has left, or the server cuts off its calls
         except Exception as error:
             if call.method == "unknown":
-                self._calls.begin(call, exempt=True)  # for its log line
+                self._calls.begin(call, headers.items(), exempt=True)  # for its log line
             response = error_response(call, error, v2=scope["path"].startswith("/v2"))
             await response(scope, body.receive, sending.send)
 
@@ -157,7 +157,7 @@ class HttpDoor:
             call.method = method
             refused = access_error(self._access, call, request.headers.items())
             exempt = f"/{method}" in PROBES
-            overloaded = self._calls.begin(call, exempt=exempt or refused is not None)
+            overloaded = self._calls.begin(call, request.headers.items(), exempt=exempt or refused is not None)
             if (error := refused or overloaded or self._refusal(f"/{method}")) is not None:
                 raise error
             if not exempt:

@@ -13,17 +13,20 @@ from prelunet.evaluator.serving.http.listener import Connection, ConnectionLimit
 TIMEOUT = 10.0  # seconds to receive a request, to answer it, and for the client to read the response
 METRICS_LIMITS = ConnectionLimits(16, 2**13, TIMEOUT, TIMEOUT)  # Prometheus needs one connection
 METRICS_CLOSE_TIMEOUT = 1.0  # seconds to finish responses when the port closes; they take some milliseconds
-CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
 
-def metrics_app(text: Callable[[], bytes], ready: Callable[[], bool], timeout: float = TIMEOUT) -> ASGIApp:
+def metrics_app(
+    text: Callable[[str], tuple[bytes, str]], ready: Callable[[], bool], timeout: float = TIMEOUT
+) -> ASGIApp:
     """Return the application of the port.
 
-    text: returns the current metrics, called in a thread; ready: whether the server accepts calls; timeout: in seconds.
+    text: returns the current metrics and their media type, given the header `Accept`, called in a thread; ready:
+    whether the server accepts calls; timeout: in seconds.
     """
 
-    async def metrics(_request: Request) -> Response:
-        return Response(await asyncio.to_thread(text), media_type=CONTENT_TYPE)
+    async def metrics(request: Request) -> Response:
+        content, media_type = await asyncio.to_thread(text, request.headers.get("accept", ""))
+        return Response(content, media_type=media_type)
 
     async def readiness(_request: Request) -> Response:
         text, status = ("ready\n", 200) if ready() else ("not ready\n", 503)

@@ -3,17 +3,21 @@
 import random
 import re
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Any, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import grpc.aio
+
+if TYPE_CHECKING:  # the extra `otel` may be missing
+    from prelunet.evaluator.serving.observability.tracing import CallTrace
 
 REQUEST_ID = "x-request-id"  # metadata key, of requests and responses
 _REQUEST_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")  # no characters with a meaning in logs or terminals
 
+Metadata: TypeAlias = Sequence[tuple[str, str | bytes]]  # keys in lower case, of gRPC or of HTTP headers
 Context: TypeAlias = "grpc.aio.ServicerContext[Any, Any]"
 
 
@@ -35,7 +39,7 @@ class Call:
     error as sent to the caller; id: of its message in the Open Inference Protocol; models: names of the requested
     models; images, failed: number of images of a stream, and of those that got an error; views: of all its images;
     bytes: of all its messages; message_done: to be called after each answered message of a stream, None for a call with
-    one message.
+    one message; trace: None unless it is sampled.
     """
 
     method: str
@@ -55,6 +59,7 @@ class Call:
     views: int = 0
     bytes: int = 0
     message_done: Callable[[], None] | None = None
+    trace: "CallTrace | None" = None
 
     @cached_property
     def identity(self) -> str:
@@ -87,7 +92,7 @@ def note_done() -> None:
         call.message_done()
 
 
-def request_id_from(metadata: Iterable[tuple[str, str | bytes]]) -> str:
+def request_id_from(metadata: Metadata) -> str:
     """Return the request id in the caller's metadata, or a new one if there is none or it is invalid."""
     requested = next((value for key, value in metadata if key == REQUEST_ID), "")
     if isinstance(requested, str) and _REQUEST_ID.fullmatch(requested):
@@ -102,7 +107,7 @@ class Caller:
 
     client: fair queueing alternates between identities, then between the clients (today: connections) of each;
     deadline: of time.monotonic(), None for no deadline; request_id: for log lines; identity: the name of its token, by
-    default the address; share: of the queue, at most for this identity, None for no such limit.
+    default the address; share: of the queue, at most for this identity, None for no such limit; trace: of the call.
     """
 
     client: str = ""
@@ -110,6 +115,7 @@ class Caller:
     request_id: str = ""
     identity: str = ""
     share: float | None = None
+    trace: "CallTrace | None" = None
 
     def __post_init__(self) -> None:
         if not self.identity:
@@ -135,4 +141,5 @@ def caller_of(context: Context) -> Caller:
         request_id=call.request_id if call else "",
         identity=call.identity if call else "",
         share=call.share if call else None,
+        trace=call.trace if call else None,
     )

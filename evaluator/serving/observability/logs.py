@@ -5,6 +5,7 @@ line or control a terminal are escaped, values in text lines are quoted, and len
 logged.
 """
 
+import asyncio
 import json
 import logging
 import os
@@ -14,7 +15,11 @@ import secrets
 import threading
 import time
 import traceback
+from collections.abc import Callable
+from contextvars import copy_context
+from dataclasses import dataclass
 from datetime import UTC, datetime
+from functools import partial
 from typing import Any
 
 from prelunet.evaluator.rpc.status import is_client_visible
@@ -25,6 +30,8 @@ MAX_FIELD = 600  # characters, as in error messages to callers
 MAX_TRACEBACK = 20_000  # characters
 MAX_QUEUED_LINES = 4096  # lines; some 2 MB
 _GATHER_SECONDS = 0.02
+REPEAT_INTERVAL = 1.0  # seconds
+_MAX_KINDS = 1000  # of calls that repeat; more are all logged
 _PLAIN = re.compile(r"[A-Za-z0-9._:/@%+,\[\]-]+")  # a value that needs no quotes
 
 log = logging.getLogger(__name__)
@@ -50,8 +57,55 @@ def release_frames(error: BaseException | None) -> None:
         error = error.__cause__ or error.__context__
 
 
-def log_call(call: Call, seconds: float) -> None:
-    """Log a call that has ended. seconds: its duration."""
+@dataclass
+class _Repeats:
+    """Calls of one kind since their last line. calls: their number; log_latest: logs the latest, given that number."""
+
+    calls: int
+    log_latest: Callable[[int], None]
+
+
+class CallLog:
+    """Logs calls that end. Of calls that repeat it logs one each REPEAT_INTERVAL, with the number that it stands for.
+
+    A call repeats another of its client and method that ended with the same status, and the same error but for numbers.
+    sampled: answered calls are treated like this, too; without it, each is logged. Used in one event loop.
+    """
+
+    def __init__(self, *, sampled: bool = False) -> None:
+        self._sampled = sampled
+        self._repeats: dict[tuple[str, ...], _Repeats] = {}  # of kinds whose last line is younger than the interval
+
+    def ended(self, call: Call, seconds: float) -> None:
+        """Log a call, now or with others. seconds: its duration."""
+        kind = (call.identity, call.method, call.status, re.sub(r"[0-9.]+", "", call.error))
+        if (repeats := self._repeats.get(kind)) is not None:
+            repeats.calls += 1
+            repeats.log_latest = partial(copy_context().run, log_call, call, seconds)
+            return
+        log_call(call, seconds)
+        if (call.status != "OK" or self._sampled) and len(self._repeats) < _MAX_KINDS:
+            self._begin_interval(kind)
+
+    def _begin_interval(self, kind: tuple[str, ...]) -> None:
+        self._repeats[kind] = _Repeats(0, lambda _: None)
+        asyncio.get_running_loop().call_later(REPEAT_INTERVAL, self._end_interval, kind)
+
+    def _end_interval(self, kind: tuple[str, ...]) -> None:
+        repeats = self._repeats.pop(kind)
+        if repeats.calls:
+            repeats.log_latest(repeats.calls)
+            self._begin_interval(kind)
+
+    def close(self) -> None:
+        """Log what has not been logged yet; called once no more calls end."""
+        for repeats in self._repeats.values():
+            if repeats.calls:
+                repeats.log_latest(repeats.calls)
+
+
+def log_call(call: Call, seconds: float, calls: int = 1) -> None:
+    """Log a call that has ended. seconds: its duration; calls: number of calls that the line stands for."""
     fields = {
         "peer": call.peer,
         "client": call.identity if call.identity != identity_of(call.peer) else "",
@@ -65,6 +119,7 @@ def log_call(call: Call, seconds: float) -> None:
         "bytes": call.bytes,
         "reason": call.reason,
         "error": call.error,
+        "calls": calls if calls > 1 else 0,
     }
     log.info("call ended", extra={"fields": {key: value for key, value in fields.items() if value}})
 
@@ -204,6 +259,8 @@ def _fields(record: logging.LogRecord) -> dict[str, Any]:
     """Return the fields of a log line: those of the current call, and the record's own `fields`."""
     call = current_call.get()
     of_call = {"request_id": call.request_id, "method": truncate(call.method, MAX_FIELD)} if call else {}
+    if call and call.trace:
+        of_call |= call.trace.exemplar
     own = getattr(record, "fields", {})
     return of_call | {
         key: truncate(value, MAX_FIELD) if isinstance(value, str) else value for key, value in own.items()

@@ -18,10 +18,12 @@ from prometheus_client import (
     disable_created_metrics,
     generate_latest,
 )
+from prometheus_client.openmetrics import exposition as openmetrics
 
 from prelunet.evaluator.engine.session import Session
 
 _SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)
+_PLAIN = "text/plain; version=0.0.4; charset=utf-8"
 _STAGES = ("queue", "decode", "compute", "average")
 _VIEWS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512)
 
@@ -114,9 +116,15 @@ class Metrics:
         ).set(1)
         return ModelMetrics(self, name)
 
-    def text(self) -> bytes:
-        """Return all metrics in Prometheus' text format."""
-        return generate_latest(self.registry)
+    def text(self, accept: str = "") -> tuple[bytes, str]:
+        """Return all metrics and their media type: OpenMetrics, with exemplars, where `Accept` names it, or plain text.
+
+        Prometheus prefers OpenMetrics whenever it names it.
+        """
+        if "application/openmetrics-text" in accept:
+            text: bytes = openmetrics.generate_latest(self.registry)  # type: ignore[no-untyped-call]
+            return text, openmetrics.CONTENT_TYPE_LATEST
+        return generate_latest(self.registry), _PLAIN
 
 
 class ModelMetrics:

@@ -80,7 +80,8 @@ class ServedDevice:
                 metrics.stage("decode", timings.decode_seconds)
                 metrics.stage("compute", timings.compute_seconds)
                 metrics.stage("average", now - start)
-                metrics.request_seconds.observe(timings.total_seconds)
+                trace = request.caller.trace
+                metrics.request_seconds.observe(timings.total_seconds, trace.exemplar if trace else None)
                 metrics.last_answer.set_to_current_time()
                 request.answer = answer, timings
             except BaseException as error:

@@ -264,6 +264,7 @@ class DeviceQueue:
                 request = view.request
                 if request.ended is None and not request.expired(now):
                     wanted.append(view)
+                    request.batch_begun = request.batch_begun or now
                 else:
                     request.model.metrics.dropped(request.end_reason or "expired", 1)
                     self._fail(request, DeadlinePassed(_TOO_LATE.format("has passed")), "expired")

@@ -19,6 +19,7 @@ from prelunet.evaluator.errors import OutOfMemory
 from prelunet.evaluator.imaging.header import read_header
 from prelunet.evaluator.imaging.views import ViewImage
 from prelunet.evaluator.protocols import EvaluationProtocol
+from prelunet.evaluator.rpc.status import reason_for
 from prelunet.evaluator.serving.decoding import DecodeProcess
 from prelunet.evaluator.serving.observability.call_context import Caller
 from prelunet.evaluator.serving.observability.metrics import ModelMetrics
@@ -148,6 +149,7 @@ class Request:
     arrived: float = field(default_factory=time.monotonic)
     begun: float = 0.0  # decoding starts
     ready: float = 0.0  # decoded, waiting for the device
+    batch_begun: float = 0.0  # its first batch starts
     computed: float = 0.0  # its latest batch has ended
     compute_seconds: float = 0.0
     batches: int = 0
@@ -193,6 +195,23 @@ class Request:
         waited = self.begun - self.arrived + self.computed - self.ready - self.compute_seconds
         decode = self.ready - self.begun
         return Timings(max(0.0, waited), decode, self.compute_seconds, now - self.arrived, self.batches)
+
+    def stages(self, now: float) -> list[tuple[str, float, float]]:
+        """Return name, begin and end of each stage that it has reached; it leaves the last one now.
+
+        It is in the queue twice: before it is decoded, and before it is computed.
+        """
+        answering = 0.0 if self.missing else self.computed
+        names = ("queue", "decode", "queue", "compute", "answer")
+        begins = [each for each in (self.arrived, self.begun, self.ready, self.batch_begun, answering) if each]
+        return list(zip(names, begins, [*begins[1:], now], strict=False))
+
+    @property
+    def failure(self) -> str:
+        """Return why it has no answer, such as IMAGE_ERROR or CANCELLED; empty if it has one."""
+        if self.error is not None:
+            return reason_for(self.error) or "INTERNAL"
+        return "" if self.end_reason == "answered" else self.end_reason.upper()
 
 
 @dataclass(eq=False, slots=True)

@@ -31,7 +31,9 @@ def test_scores_are_the_oracles_of_each_image_of_a_batch(exported: dict[str, Exp
     crop = session.contract.crop
     for height, width in [(crop, crop), (crop + 9, crop + 31)]:
         images = [noise(height, width, seed) for seed in (2, 3)]
-        outputs = session.run(np.stack(images), np.array([[height, width]] * 2))
+        batch = np.stack(images), np.array([[height, width]] * 2)
+        outputs = session.run(*batch)
+        np.testing.assert_array_equal(session.run(*batch).scores, outputs.scores)  # a resumed run has the same bytes
         for row, image in enumerate(images):
             expected = oracle_of(exported[key], image)
             # 1e-5: as of every engine in float32. Of one window more: Winograd's sums cancel, as does their noise.

@@ -305,6 +305,7 @@ def test_a_token_is_asked_for_once_and_kept_in_memory_only(tmp_path: Path, visit
         page, addresses = watched.page, list[str]()
         page.on("request", lambda request: addresses.append(request.url))
         expect(page.get_by_role("alert")).to_contain_text("requires a token")
+        expect(page.locator(".alarm")).to_have_count(0)  # nothing is wrong yet
         page.get_by_label("Token", exact=True).fill(f"“{secret}”")  # no header may have these quotes
         page.get_by_role("button", name="Use this token").click()
         assert page.evaluate("document.getElementById('token').validity.patternMismatch")
@@ -313,7 +314,7 @@ def test_a_token_is_asked_for_once_and_kept_in_memory_only(tmp_path: Path, visit
             page.get_by_label("Token", exact=True).fill(text)
             page.get_by_role("button", name="Use this token").click()
             if text == "wrong":
-                expect(page.get_by_role("alert")).to_contain_text("is unknown")
+                expect(page.locator(".alarm")).to_contain_text("is unknown")
         expect(page.get_by_role("alert")).to_be_hidden()
         for seed in (1, 2):
             choose(page, png(50, 60, seed), "photo.png", "image/png")

@@ -501,7 +501,9 @@ def test_connections_of_both_ports_are_counted_apart() -> None:
 def test_metrics_have_limits_readiness_and_versions_and_nothing_about_creation(server: RunningServer) -> None:
     with client_to(server) as client:
         assert client.get("/v1/models").status_code == 200
-        families = {each.name: each for each in text_string_to_metric_families(server.models.metrics.text().decode())}
+        families = {
+            each.name: each for each in text_string_to_metric_families(server.models.metrics.text()[0].decode())
+        }
     assert not [name for name in families if name.endswith("_created")]
     limits = {sample.labels["option"]: sample.value for sample in families["prelunet_limits"].samples}
     assert limits == {"max-calls": 2048, "max-connections": 4096, "queue-views": 1024, "queue-bytes": 2**28}

@@ -1,5 +1,6 @@
 """Log lines that programs and people can trust: text from callers cannot forge lines or fields."""
 
+import asyncio
 import io
 import json
 import logging
@@ -11,6 +12,7 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import copy_context
+from typing import Any
 
 import pytest
 
@@ -23,6 +25,7 @@ from prelunet.evaluator.serving.observability.logs import (
     MAX_LOG_MESSAGE,
     MAX_QUEUED_LINES,
     MAX_TRACEBACK,
+    CallLog,
     StderrHandler,
     log_call,
     log_incident,
@@ -305,3 +308,59 @@ def test_a_process_whose_log_is_not_read_still_exits() -> None:
     finally:
         process.kill()
         process.communicate()
+
+
+def ended_calls(*calls: Call, sampled: bool = False, wait: bool = True) -> list[dict[str, Any]]:
+    """Return the log lines of calls that end one after the other. wait: until the interval is over, or stop before."""
+
+    async def end() -> None:
+        log = CallLog(sampled=sampled)
+        for seconds, call in enumerate(calls):
+            copy_context().run(lambda call=call, seconds=seconds: (current_call.set(call), log.ended(call, seconds)))
+        if wait:
+            await asyncio.sleep(2.5 * logs.REPEAT_INTERVAL)
+        else:
+            log.close()
+
+    with written("json") as stream:
+        asyncio.run(end())
+    return [json.loads(line) for line in lines(stream.getvalue())]
+
+
+def refused(number: int, error: str = "Try again in {} s", **changes: Any) -> Call:
+    fields = {"peer": "ipv4:10.0.0.7:1", "status": "RESOURCE_EXHAUSTED", "error": error.format(number), **changes}
+    return Call("prelunet.v1.PreluNetService/Classify", f"id-{number}", **fields)
+
+
+@pytest.mark.parametrize("wait", [True, False])
+def test_repeated_failures_are_logged_once_per_interval_with_their_number(
+    monkeypatch: pytest.MonkeyPatch, wait: bool
+) -> None:
+    monkeypatch.setattr(logs, "REPEAT_INTERVAL", 0.05)
+    first, last = ended_calls(*(refused(number) for number in range(40)), wait=wait)
+    assert (first["request_id"], first["error"], "calls" in first) == ("id-0", "Try again in 0 s", False)
+    assert (last["request_id"], last["error"], last["seconds"]) == ("id-39", "Try again in 39 s", 39)
+    assert last["calls"] == 39, "each call is in one line, or counted by one"
+
+
+def test_failures_that_differ_and_answered_calls_are_each_logged() -> None:
+    different = [
+        refused(1),
+        refused(2, peer="ipv4:10.0.0.8:1"),
+        refused(3, status="UNAVAILABLE"),
+        refused(4, error="another error"),
+        *(refused(number, status="OK", error="") for number in range(5, 8)),
+    ]
+    found = ended_calls(*different, wait=False)
+    assert [line["request_id"] for line in found] == [f"id-{number}" for number in range(1, 8)]
+
+
+def test_answered_calls_are_logged_once_per_interval_on_request() -> None:
+    calls = [refused(n, status="OK", error="", identify=lambda _, n=n: f"token:{n % 2}") for n in range(10)]
+    found = ended_calls(*calls, sampled=True, wait=False)
+    assert [(line["request_id"], line["client"], line.get("calls", 1)) for line in found] == [
+        ("id-0", "token:0", 1),
+        ("id-1", "token:1", 1),
+        ("id-8", "token:0", 4),
+        ("id-9", "token:1", 4),
+    ]

@@ -7,8 +7,11 @@ import threading
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
+from typing import Any
 
+import httpx
 import pytest
+from prometheus_client.openmetrics import parser as openmetrics
 from prometheus_client.parser import text_string_to_metric_families
 
 from prelunet.evaluator.errors import EnvironmentFault
@@ -46,7 +49,9 @@ def listener(
     number: int = 0,
 ) -> Listener:
     limits = ConnectionLimits(count, METRICS_LIMITS.head_bytes, timeout, timeout)
-    return Listener(metrics_app(text, ready, timeout), host, number, limits, option="--metrics-port")
+    return Listener(
+        metrics_app(lambda _: (text(), "text/plain"), ready, timeout), host, number, limits, option="--metrics-port"
+    )
 
 
 async def answer_to(request: bytes, port: Listener, host: str = "127.0.0.1") -> tuple[int, str]:
@@ -66,7 +71,7 @@ async def answer_to(request: bytes, port: Listener, host: str = "127.0.0.1") -> 
 async def test_a_scrape_returns_the_metrics() -> None:
     metrics = Metrics()
     metrics.of_model("flowers", FakeSession()).refused("views")  # type: ignore[arg-type]
-    async with running_metrics_server(metrics.text) as port:
+    async with running_metrics_server(lambda: metrics.text()[0]) as port:
         status, body = await answer_to(b"GET /metrics HTTP/1.1\r\nHost: x\r\n\r\n", port)
         samples = {
             (sample.name, sample.labels.get("model"), sample.labels.get("reason")): sample.value
@@ -78,6 +83,33 @@ async def test_a_scrape_returns_the_metrics() -> None:
         assert samples["prelunet_model_info", "flowers", None] == 1
         again = await answer_to(b"GET /metrics?x=1 HTTP/1.0\r\n\r\n", port)
         assert again[0] == 200
+
+
+PROMETHEUS_ACCEPTS = "application/openmetrics-text;version=1.0.0;q=0.5,text/plain;version=0.0.4;q=0.3,*/*;q=0.2"
+
+
+@pytest.mark.parametrize(
+    ("accept", "media_type", "parse"),
+    [
+        (PROMETHEUS_ACCEPTS, "application/openmetrics-text; version=1.0.0", openmetrics.text_string_to_metric_families),
+        ("text/plain", "text/plain; version=0.0.4", text_string_to_metric_families),
+        ("", "text/plain; version=0.0.4", text_string_to_metric_families),
+    ],
+)
+@async_test
+async def test_a_scrape_gets_openmetrics_if_it_accepts_that(accept: str, media_type: str, parse: Any) -> None:
+    metrics = Metrics()
+    metrics.of_model("flowers", FakeSession()).request_seconds.observe(0.2, {"trace_id": "abc"})  # type: ignore[arg-type]
+    app = metrics_app(metrics.text, lambda: True)
+    port = Listener(app, "127.0.0.1", 0, METRICS_LIMITS, option="--metrics-port")
+    port.open()
+    headers = {"Accept": accept} if accept else {}
+    response = await asyncio.to_thread(httpx.get, f"http://{port.address}/metrics", headers=headers, trust_env=False)
+    await port.close_within(METRICS_CLOSE_TIMEOUT)
+    assert response.headers["content-type"].startswith(media_type)
+    samples = [sample for family in parse(response.text) for sample in family.samples]
+    assert [each.labels["le"] for each in samples if each.exemplar] == ["0.25"] * ("openmetrics" in media_type)
+    assert any(each.name == "prelunet_request_seconds_count" and each.value == 1 for each in samples)
 
 
 @async_test

@@ -95,10 +95,14 @@ def drawn_by_hand(net: Architecture, initialization: Initialization) -> dict[str
             "fan-in": (2 / ((1 + slope**2) * fan_in)) ** 0.5,
             "average": (4 / ((1 + slope**2) * (fan_in + fan_out))) ** 0.5,
             "xavier": fan_in**-0.5,
+            "xavier-all": fan_in**-0.5,
             "gaussian": initialization.std,
         }[initialization.rule]
         inputs = conv.channels
-    return stds | dict(zip(("fc1", "fc2", "fc3"), initialization.fc_stds, strict=True))
+    fc_stds = initialization.fc_stds
+    if initialization.rule == "xavier-all":  # demo's fc1 reads 14 bins of 96 channels
+        fc_stds = (14 * 96) ** -0.5, 256**-0.5, 256**-0.5
+    return stds | dict(zip(("fc1", "fc2", "fc3"), fc_stds, strict=True))
 
 
 @pytest.mark.parametrize("activation", ACTIVATIONS)
@@ -114,7 +118,7 @@ def test_drawn_weights_have_the_deviation_and_the_distribution_of_their_rule(
         # The deviation of n draws has a standard error of 1/sqrt(2n), their mean of 1/sqrt(n); five standard errors
         assert weights.std() == pytest.approx(std, rel=5 / (2 * weights.size) ** 0.5), layer
         assert abs(weights.mean()) < 5 * std / weights.size**0.5, layer
-        if rule == "xavier" and layer.startswith("conv"):
+        if rule == "xavier-all" or (rule == "xavier" and layer.startswith("conv")):
             assert np.abs(weights).max() == pytest.approx(3**0.5 * std, rel=10 / weights.size), layer  # the edge
             assert np.abs(weights).max() <= 3**0.5 * std * (1 + 1e-6), layer
         else:  # 4.55 % of a normal distribution lie beyond two deviations
@@ -148,7 +152,7 @@ def test_nets_that_differ_only_in_activation_start_from_the_same_random_numbers(
     [
         (
             lambda: Initialization("he"),
-            "unknown initialization 'he'. Choose one of fan-out, fan-in, average, xavier, gaussian",
+            "unknown initialization 'he'. Choose one of fan-out, fan-in, average, xavier, xavier-all, gaussian",
         ),  # type: ignore[arg-type]
         (lambda: Initialization(first_layer="whole"), "Choose one of half, exact"),  # type: ignore[arg-type]
         (
@@ -307,7 +311,7 @@ def test_init_replaces_an_existing_file_only_when_forced(tmp_path: Path, capsys:
         (["--crop", "9"], "too small for 3x3 bins"),
         (["--crop", "4097"], "4096"),
         (["--crop", "9" * 27], "4096"),
-        (["--init", "he"], "Choose one of fan-out, fan-in, average, xavier, gaussian"),
+        (["--init", "he"], "Choose one of fan-out, fan-in, average, xavier, xavier-all, gaussian"),
         (["--init", "gaussian", "--init-std", "-1"], "should be from 1e-6 to 100"),
         (["--init-std", "0.03"], "Add --init gaussian"),
         (["--first-layer", "whole"], "Choose one of half, exact"),
