@@ -304,8 +304,10 @@ def test_engines_are_compared_by_time_and_first_answers_except_those_that_are_mi
     rng = np.random.default_rng(0)
     pictures = [rng.integers(0, 256, (31 + number, 40, 3), np.uint8) for number in range(12)]
     views = [make_views(picture, TWO_SCALES) for picture in pictures]
-    same, different = compare_engines(session, tmp_path, views, TWO_SCALES)
-    assert opened == [(tmp_path, "openvino", precision, session.model_sha256) for precision in ("fp32", "bf16")]
+    same, different, ncnn = compare_engines(session, tmp_path, views, TWO_SCALES)
+    engines = [("openvino", "fp32"), ("openvino", "bf16"), ("ncnn", "fp32")]
+    assert opened == [(tmp_path, *engine, session.model_sha256) for engine in engines]
+    assert (ncnn.device, ncnn.precision, ncnn.other_first_answers) == ("ncnn", "fp32", 0)
     assert (same.device, same.precision, same.images, same.other_first_answers) == ("openvino", "fp32", 12, 0)
     assert same.times_as_fast > 1
     answers = [
@@ -316,7 +318,7 @@ def test_engines_are_compared_by_time_and_first_answers_except_those_that_are_mi
     assert different.other_first_answers == expected
     assert expected > 0, "the two sessions should differ, or nothing is counted"
     del others["bf16"]
-    assert [each.precision for each in compare_engines(session, tmp_path, views, TWO_SCALES)] == ["fp32"]
+    assert [each.precision for each in compare_engines(session, tmp_path, views, TWO_SCALES)] == ["fp32", "fp32"]
 
 
 def test_advice_for_a_gpu_that_computes_is_half_precision_and_larger_portions_if_they_can_be_had() -> None:
