@@ -68,14 +68,14 @@ class Timings:
 class Answer:
     """The answer for one image.
 
-    predictions: best first; model: `name` and `sha256` of the model; protocol: `EvaluationProtocol.to_json()`;
-    capped: whether a long side was cut to its center; circumstances: provider, precision, versions;
-    heatmap: a PNG file, empty unless requested; maps: of a server's answer, empty unless requested; timings: of a
-    server's answer, ignored when answers are compared.
+    predictions: best first; model: its `name` and `sha256`, in a server's answer also its `version`; protocol:
+    `EvaluationProtocol.to_json()`; capped: whether a long side was cut to its center; circumstances: provider,
+    precision, versions; heatmap: a PNG file, empty unless requested; maps: of a server's answer, empty unless
+    requested; timings: of a server's answer, ignored when answers are compared.
     """
 
     predictions: tuple[ClassScore, ...]
-    model: Mapping[str, str]
+    model: Mapping[str, Any]
     protocol: Mapping[str, Any]
     views: tuple[AveragedView, ...]
     capped: bool

@@ -7,6 +7,7 @@
     ├── DatasetError          a folder or archive that is not a labeled dataset
     ├── RunFolderError        a run folder of another model, dataset or protocol, or a damaged one
     ├── ModelNotFound         a model name that the server does not serve
+    ├── ModelRefused          a version of a model that the server cannot load
     ├── Unauthenticated       a call without a token that the server knows
     ├── PermissionDenied      a call whose token lacks the scope for it
     ├── ContractError         an ONNX file that is not a model file, is damaged or too new
@@ -56,6 +57,10 @@ class RunFolderError(PreluNetError):
 
 class ModelNotFound(PreluNetError):  # noqa: N818
     """The server serves no model of that name."""
+
+
+class ModelRefused(PreluNetError):  # noqa: N818
+    """The server cannot load a version of a model; what it serves stays."""
 
 
 class Unauthenticated(PreluNetError):  # noqa: N818
@@ -134,6 +139,7 @@ ERROR_STATUSES: dict[type[PreluNetError], ErrorStatus] = {
     DatasetError: ErrorStatus(2, "INVALID_ARGUMENT"),
     RunFolderError: ErrorStatus(2, "FAILED_PRECONDITION"),
     ModelNotFound: ErrorStatus(2, "NOT_FOUND"),
+    ModelRefused: ErrorStatus(3, "FAILED_PRECONDITION"),
     Unauthenticated: ErrorStatus(2, "UNAUTHENTICATED"),
     PermissionDenied: ErrorStatus(2, "PERMISSION_DENIED"),
     ContractError: ErrorStatus(3, "FAILED_PRECONDITION"),

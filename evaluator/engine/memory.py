@@ -271,7 +271,7 @@ def estimate_memory(
     scores = 4 * len(contract.classes) * (2 * len(protocol.views) + RESULT_PORTIONS)  # of an image and all its views
     return MemoryEstimate(
         base=GPU_BASE_BYTES if gpu else BASE_BYTES,
-        loading=math.ceil(LOADING_COPIES[device] * stored) + (sessions - 1) * resident,
+        loading=loading_bytes(session.model_bytes, contract.precision, device) + (sessions - 1) * resident,
         weights=sessions * resident,
         batch=WORKSPACE_BYTES if gpu else batch_bytes(contract, pixels, windows, precision, device),
         packed=streams * PACKED_BATCHES * 3 * pixels,
@@ -282,13 +282,17 @@ def estimate_memory(
     )
 
 
+def loading_bytes(file_bytes: int, precision: str, device: str) -> int:
+    """Return an upper bound of the bytes that loading a model file takes. precision: of the file."""
+    return math.ceil(LOADING_COPIES[device] * _weights_bytes(file_bytes, precision, device))
+
+
 def require_loadable(file_bytes: int, precision: str, memory: int, device: str) -> None:
     """Refuse a model file before it is loaded if loading alone would exceed the limit.
 
     precision: of the file; memory: bytes. Raises UsageError with the required memory.
     """
-    base = GPU_BASE_BYTES if device == "cuda" else BASE_BYTES
-    need = base + math.ceil(LOADING_COPIES[device] * _weights_bytes(file_bytes, precision, device))
+    need = (GPU_BASE_BYTES if device == "cuda" else BASE_BYTES) + loading_bytes(file_bytes, precision, device)
     if need > memory:
         raise UsageError(
             f"--memory-limit {format_bytes(memory)}: loading the model alone takes up to {format_bytes(need)}. "

@@ -10,7 +10,7 @@ import numpy as np
 from prelunet.evaluator.arrays import FloatArray, Int64Array, UInt8Array
 from prelunet.evaluator.contract import GoldenImage, ModelContract, golden_image
 from prelunet.evaluator.engine.session import Outputs, Session
-from prelunet.evaluator.errors import ContractError
+from prelunet.evaluator.errors import CheckFailed, ContractError
 from prelunet.evaluator.imaging.canvas import pack
 
 
@@ -132,6 +132,18 @@ def verify(session: Session) -> list[Deviation]:
             measured = replace(measured, scores=math.inf)  # the trunk stated in the file is not its actual trunk
         deviations.append(measured)
     return deviations
+
+
+def require_verified(name: str, session: Session, deviations: Sequence[Deviation]) -> str:
+    """Return the tolerance in words; raise CheckFailed if a deviation exceeds it. name: of the model, for the error."""
+    tolerance = TOLERANCES[tolerance_precision(session)]
+    bounds = f"{tolerance.scores:g} (scores) or {tolerance.logits:g} of the largest (logits)"
+    if not all(each.passed for each in deviations):
+        raise CheckFailed(
+            f"{name}: on {session.circumstances} the golden images deviate by more than {bounds}. Do not use this "
+            "device or runtime version with this model"
+        )
+    return bounds
 
 
 def run_cases(session: Session, images: Sequence[UInt8Array]) -> list[tuple[str, Outputs, int, int]]:

@@ -23,6 +23,7 @@ from prelunet.evaluator.errors import (
     ImageError,
     Interrupted,
     ModelNotFound,
+    ModelRefused,
     NotReady,
     Overloaded,
     PermissionDenied,
@@ -39,8 +40,8 @@ _MAX_TEXT = 1200  # bytes: texts quote the caller, and a status is sent twice in
 
 # Errors whose text is about the client's request. Others may name server files, so their text goes only to the log.
 _CLIENT_VISIBLE = (
-    UsageError, ImageError, DatasetError, ModelNotFound, Overloaded, DeadlinePassed, NotReady, Unauthenticated,
-    PermissionDenied,
+    UsageError, ImageError, DatasetError, ModelNotFound, ModelRefused, Overloaded, DeadlinePassed, NotReady,
+    Unauthenticated, PermissionDenied,
 )  # fmt: skip
 
 

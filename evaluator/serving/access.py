@@ -28,6 +28,7 @@ SCOPES: tuple[Scope, ...] = get_args(Scope)
 _RULES = (
     ("nothing", "grpc.health.v1.Health", "Check Watch"),
     ("nothing", "inference.GRPCInferenceService", "ServerLive ServerReady ModelReady"),
+    ("token", "grpc.reflection.v1.ServerReflection", "ServerReflectionInfo"),
     ("token", "grpc.reflection.v1alpha.ServerReflection", "ServerReflectionInfo"),
     ("token", "inference.GRPCInferenceService", "ServerMetadata ModelMetadata ModelConfig"),
     ("token", "inference.GRPCInferenceService", "ModelStatistics RepositoryIndex"),
@@ -36,8 +37,9 @@ _RULES = (
     ("classify", "inference.GRPCInferenceService", "ModelInfer ModelStreamInfer"),
     ("evaluate", "prelunet.v1.PreluNetService", "Evaluate"),
     ("evaluate", "prelunet.http", "Reports"),
+    ("admin", "inference.GRPCInferenceService", "RepositoryModelLoad RepositoryModelUnload"),
     # They would change the server or read its files; unimplemented today.
-    ("admin", "inference.GRPCInferenceService", "RepositoryModelLoad RepositoryModelUnload TraceSetting LogSettings"),
+    ("admin", "inference.GRPCInferenceService", "TraceSetting LogSettings"),
     ("admin", "inference.GRPCInferenceService", "SystemSharedMemoryRegister CudaSharedMemoryRegister"),
     ("admin", "inference.GRPCInferenceService", "SystemSharedMemoryUnregister CudaSharedMemoryUnregister"),
     ("admin", "inference.GRPCInferenceService", "SystemSharedMemoryStatus CudaSharedMemoryStatus"),

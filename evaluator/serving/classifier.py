@@ -4,6 +4,7 @@ import asyncio
 import time
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from typing import TypeVar
 
 from prelunet.evaluator.answer import Answer, Timings
@@ -13,14 +14,14 @@ from prelunet.evaluator.engine.classify import Classification, average_image, bu
 from prelunet.evaluator.engine.heatmap import class_maps, draw_heat_maps, png_bytes
 from prelunet.evaluator.engine.session import Session
 from prelunet.evaluator.errors import DeadlinePassed
-from prelunet.evaluator.imaging.decode_memory import decode_semaphore
+from prelunet.evaluator.imaging.decode_memory import ByteSemaphore, decode_semaphore
 from prelunet.evaluator.imaging.limits import DecodeLimits
 from prelunet.evaluator.imaging.views import ViewImage, cut_views
 from prelunet.evaluator.protocols import EvaluationProtocol
 from prelunet.evaluator.serving.decoding import DecodeProcess, PrepareOptions, prepare_image
 from prelunet.evaluator.serving.observability.call_context import Caller
 from prelunet.evaluator.serving.observability.metrics import ModelMetrics
-from prelunet.evaluator.serving.options import QueueOptions
+from prelunet.evaluator.serving.options import ModelFile
 from prelunet.evaluator.serving.scheduling.admission import AdmissionController
 from prelunet.evaluator.serving.scheduling.device import ServedDevice
 from prelunet.evaluator.serving.scheduling.request import Request, ScheduledModel
@@ -36,29 +37,31 @@ def max_view_pixels(contract: ModelContract, protocol: EvaluationProtocol) -> in
 class Classifier:
     """A session on a device, which may have other sessions too. Callers pass `admission` before they classify.
 
-    name: of the model in requests; file: last part of the model file's path; metrics: of this model; limits: on images;
-    queue: limits on unanswered images.
+    file: of the session, whose name and version requests may have; admission: shared by the model's versions; metrics:
+    of this model; limits: on images.
+
+    Nothing closes it. Calls keep the classifier that they began with, so session and memory of a version that is no
+    longer served are freed when its last call ends. Therefore it must not be part of a reference cycle.
     """
 
     def __init__(
         self,
-        name: str,
-        file: str,
+        file: ModelFile,
         session: Session,
         device: ServedDevice,
+        admission: AdmissionController,
         *,
         metrics: ModelMetrics,
         limits: DecodeLimits = DecodeLimits(),
-        queue: QueueOptions = QueueOptions(),
     ) -> None:
-        self.name = name
-        self.file = file
+        self.name, self.version, self.file = file.name, file.version, file.path.name
         self.session = session
+        self.admission = admission
         self._device_queue = device.device_queue
-        self._limits = limits
-        self.admission = AdmissionController(name, queue, metrics)
-        self._decode_semaphore = decode_semaphore(gpu=session.circumstances.on_gpu)
-        self._model = ScheduledModel(name, session, metrics, self._views_of)
+        semaphore = decode_semaphore(gpu=session.circumstances.on_gpu)
+        self._model = ScheduledModel(
+            file.name, session, metrics, partial(_decode_views, session.contract, limits, semaphore)
+        )
 
     async def answer(
         self,
@@ -81,6 +84,7 @@ class Classifier:
             if request.picture is not None:
                 heat_maps = png_bytes(draw_heat_maps(request.picture, size, classified, contract, protocol))
             answer = build_answer(self.session, self.name, protocol, classified, top, heat_maps)
+            answer = replace(answer, model={**answer.model, "version": self.version})
             return replace(answer, maps=class_maps(classified, size, contract, protocol)) if maps else answer
 
         answer, timings = await self._answered(
@@ -100,8 +104,8 @@ class Classifier:
 
         Raises ImageError for bytes that are not an image, UsageError for too large a view, ContractError if the model
         outputs NaN, DeadlinePassed when the caller's deadline passes or is too close, OutOfMemory if the device has too
-        little memory for a view, DeviceLost if it fails on every input, and Interrupted after `close`. Cancellation
-        drops work that has not started.
+        little memory for a view, DeviceLost if it fails on every input, and Interrupted once the server has stopped.
+        Cancellation drops work that has not started.
         """
         result, _ = await self._answered(image, protocol, caller, lambda classified, _: build_result(classified))
         return result
@@ -143,19 +147,21 @@ class Classifier:
                 caller.trace.add_image(request.stages(time.monotonic()), request.failure)
             del request, reply  # an error's traceback refers to this frame: a cycle that keeps the image alive
 
-    def _views_of(self, request: Request, process: DecodeProcess | None) -> list[ViewImage]:
-        """Decode an image in this thread if it is easy, else in the given process."""
-        protocol = request.protocol
-        limit = max_view_pixels(self.session.contract, protocol)
-        options = PrepareOptions(protocol, self._limits, limit, request.with_picture)
-        if process is None:
-            prepared = prepare_image(request.image, options)
-        else:
-            with self._decode_semaphore.reservation(request.caller.deadline) as reserve:
-                prepared = process.prepare(request.image, options, reserve, lambda: request.ended is not None)
-        request.image_size, request.picture = (prepared.height, prepared.width), prepared.picture
-        return cut_views(prepared.resized, protocol)
 
-    def close(self) -> None:
-        """Refuse new requests and finish those that wait; the device keeps running for its other models."""
-        self._device_queue.close_model(self._model)
+def _decode_views(
+    contract: ModelContract,
+    limits: DecodeLimits,
+    semaphore: ByteSemaphore,
+    request: Request,
+    process: DecodeProcess | None,
+) -> list[ViewImage]:
+    """Decode an image in this thread if it is easy, else in the given process."""
+    protocol = request.protocol
+    options = PrepareOptions(protocol, limits, max_view_pixels(contract, protocol), request.with_picture)
+    if process is None:
+        prepared = prepare_image(request.image, options)
+    else:
+        with semaphore.reservation(request.caller.deadline) as reserve:
+            prepared = process.prepare(request.image, options, reserve, lambda: request.ended is not None)
+    request.image_size, request.picture = (prepared.height, prepared.width), prepared.picture
+    return cut_views(prepared.resized, protocol)

@@ -1,6 +1,7 @@
 """The life of a server: open the ports, load the models, serve, shut down."""
 
 import asyncio
+import gc
 import logging
 import signal
 import threading
@@ -30,7 +31,8 @@ from prelunet.evaluator.serving.models import Models, load_model
 from prelunet.evaluator.serving.network import raise_open_file_limit
 from prelunet.evaluator.serving.observability.logs import CallLog
 from prelunet.evaluator.serving.observability.metrics import Metrics
-from prelunet.evaluator.serving.options import RESERVED_FILES, ModelFile, ServeOptions, ServerLimits
+from prelunet.evaluator.serving.options import RESERVED_FILES, ServeOptions, ServerLimits
+from prelunet.evaluator.serving.repository import Repository
 from prelunet.evaluator.serving.server import Server
 from prelunet.evaluator.serving.watched_files import poll_forever
 
@@ -54,6 +56,7 @@ class ShutdownEvents:
         self._loop = asyncio.get_running_loop()
         self._queue: asyncio.Queue[ShutdownEvent] = asyncio.Queue()
         self._last_signal = -SIGNAL_DEBOUNCE
+        self.begun = False  # whether any event has come
         self.lost: DeviceLost | None = None  # the first one
 
     def install_signal_handlers(self) -> None:
@@ -65,7 +68,7 @@ class ShutdownEvents:
     def _on_signal(self, number: signal.Signals) -> None:
         if self._loop.time() - self._last_signal >= SIGNAL_DEBOUNCE:
             self._last_signal = self._loop.time()
-            self._queue.put_nowait(number)
+            self._add(number)
 
     def post(self, event: ShutdownEvent) -> None:
         """Add an event, from any thread."""
@@ -76,12 +79,8 @@ class ShutdownEvents:
         if isinstance(event, DeviceLost):
             self.lost = self.lost or event
             log.critical("a device is lost, so this process must exit: %s", event)
+        self.begun = True
         self._queue.put_nowait(event)
-
-    @property
-    def pending(self) -> bool:
-        """Return whether an event is waiting."""
-        return not self._queue.empty()
 
     async def next(self, seconds: float | None = None) -> ShutdownEvent | None:
         """Wait for the next event, at most `seconds`; None after that."""
@@ -167,8 +166,8 @@ async def serve(options: ServeOptions, report: Callable[[str], None]) -> ServeRe
 
     report: called once with the start line, when all models are loaded and calls are answered.
     Raises EnvironmentFault if the port, the device or enough open files are unavailable, ContractError for a file that
-    is not a model, UsageError if serving needs more memory than the limit, or for files of TLS or tokens that cannot be
-    used.
+    is not a model, ModelRefused if no version of a model can be loaded, UsageError if serving needs more memory than
+    the limit, or for files of TLS or tokens that cannot be used.
     """
     _check_exposure(options)
     limits = _cap_connections(options.limits, ports=1 + options.http.enabled)
@@ -184,7 +183,8 @@ async def serve(options: ServeOptions, report: Callable[[str], None]) -> ServeRe
         certificates=certificates, access=access, http=options.http, unix_socket=options.unix_socket,
     )  # fmt: skip
     metrics_port = None
-    polling = asyncio.create_task(poll_forever([each.files for each in (certificates, access) if each is not None]))
+    files = [each.files for each in (certificates, access) if each is not None]
+    tasks = [asyncio.create_task(poll_forever(files))]
     try:
         if options.metrics_port is not None:
             app = metrics_app(metrics.text, lambda: server.serving)
@@ -192,12 +192,21 @@ async def serve(options: ServeOptions, report: Callable[[str], None]) -> ServeRe
             metrics_port.open()
             log.info("metrics on http://%s/metrics", metrics_port.address)
         await server.open()
-        loaded = await _load(options, events)
-        if loaded is None:
+        models = Models((), options.limits.image, options.queue, metrics, events.post)
+        repository = None
+        if options.models_folder is not None:
+            repository = Repository(options.models_folder, models, options, lambda: events.begun)
+            asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, repository.retry)
+        try:
+            await _load(options, models, repository, events)
+        except Interrupted as interrupted:
+            log.info("%s", interrupted)
             return ServeResult()
-        memory = _estimate_memory([session for _, session in loaded], options)
-        models = Models(loaded, options.limits.image, options.queue, metrics, events.post)
-        await server.start(models)
+        memory = _estimate_memory([model.session for model in models.all()], options)
+        await server.start(models, repository)
+        if repository is not None:
+            gc.freeze()  # the collections of `Repository.watch` then take a millisecond or two
+            tasks.append(asyncio.create_task(repository.watch()))
         addresses = {"http": server.http_address, "metrics": "" if metrics_port is None else metrics_port.address}
         _log_start(server.address, addresses, models, memory)
         report(start_line(server.address, addresses, models, memory))
@@ -205,7 +214,8 @@ async def serve(options: ServeOptions, report: Callable[[str], None]) -> ServeRe
         log.info("stopped", extra={"fields": {"unfinished": ended.unfinished, "lost": ended.lost is not None}})
         return ended
     finally:
-        polling.cancel()
+        for task in tasks:
+            task.cancel()
         await server.stop(0)
         call_log.close()
         if tracing is not None:
@@ -236,23 +246,21 @@ def _check_exposure(options: ServeOptions) -> None:
         log.warning("listening on %s without %s", host, ", and without ".join(missing))
 
 
-async def _load(options: ServeOptions, events: ShutdownEvents) -> list[tuple[ModelFile, Session]] | None:
-    """Load the models one by one; None if a shutdown event came meanwhile.
+async def _load(options: ServeOptions, models: Models, repository: Repository | None, events: ShutdownEvents) -> None:
+    """Load the models one by one. Raises Interrupted if a shutdown event comes meanwhile.
 
     On a GPU this runs every batch shape once, before the server reports that it is ready.
     """
-    loaded: list[tuple[ModelFile, Session]] = []
     for number, file in enumerate(options.models, 1):
-        if events.pending:
-            break
         log.info("loading model %s, %d of %d", file.name, number, len(options.models))
-        with suppress(Interrupted):  # logged below
-            session = await asyncio.to_thread(load_model, file, options.placement, lambda: bool(events.pending))
-            loaded.append((file, session))
-    if events.pending:
-        log.info("stopped while loading models")
-        return None
-    return loaded
+        models.add(file, await asyncio.to_thread(load_model, file, options.placement, lambda: events.begun))
+        if events.begun:
+            break
+    else:
+        if repository is not None:
+            await repository.start()
+    if events.begun:
+        raise Interrupted("stopped while loading models")
 
 
 def _cap_connections(limits: ServerLimits, ports: int) -> ServerLimits:
@@ -295,6 +303,7 @@ def _log_start(address: str, others: Mapping[str, str], models: Models, memory: 
         circumstances = model.session.circumstances
         fields: dict[str, object] = {
             "model": model.name,
+            "version": model.version,
             "sha256": model.session.model_sha256,
             "architecture": model.session.contract.name,
             "classes": len(model.session.contract.classes),

@@ -1,15 +1,17 @@
 """An upper estimate of a server's main memory, computed before it answers calls."""
 
 from collections.abc import Sequence
+from pathlib import Path
 
 from prelunet.evaluator.byte_sizes import format_bytes
-from prelunet.evaluator.engine.memory import MemoryEstimate, estimate_memory, image_bytes
+from prelunet.evaluator.engine.memory import MemoryEstimate, estimate_memory, image_bytes, loading_bytes
+from prelunet.evaluator.engine.runtimes.onnx_metadata import read_precision
 from prelunet.evaluator.engine.session import Session
 from prelunet.evaluator.errors import UsageError
 from prelunet.evaluator.imaging.decode import max_decode_bytes
 from prelunet.evaluator.imaging.decode_memory import decode_semaphore
 from prelunet.evaluator.imaging.header import EASY_DECODE_BYTES
-from prelunet.evaluator.machine import cores
+from prelunet.evaluator.machine import cores, machine_memory
 from prelunet.evaluator.protocols import build_protocol, default_protocol_name
 from prelunet.evaluator.serving.decoding import PROCESS_BYTES
 from prelunet.evaluator.serving.network import UNREAD_BYTES
@@ -21,8 +23,31 @@ from prelunet.evaluator.serving.scheduling.admission import with_reserve
 _COPIES = 2
 
 
-def serving_memory(sessions: Sequence[Session], options: ServeOptions) -> MemoryEstimate:
-    """Return the main memory that a server of these models takes at most, at each model's default protocol.
+def require_room_to_load(file: Path, sessions: Sequence[Session], options: ServeOptions, queues: int) -> None:
+    """Refuse a model file that cannot be loaded beside these sessions; UsageError states the required memory.
+
+    Within `--memory-limit` there must be room for all that serving them takes, without it on the machine for their
+    weights. queues: as in `serving_memory`.
+    """
+    if not sessions:
+        return  # as at the start of a server, where `require_loadable` applies
+    limit = options.placement.memory
+    estimate = _estimate(sessions, options, limit, queues)
+    used = estimate.total if limit is not None else estimate.base + estimate.weights
+    device = sessions[0].placement.device
+    loading = loading_bytes(file.stat().st_size, read_precision(file) or "fp32", device)
+    if used + loading > (available := limit or machine_memory()):
+        source = "--memory-limit is" if limit is not None else "this machine has"
+        raise UsageError(
+            f"loading it takes up to {format_bytes(loading)} beside the {format_bytes(used)} of the models in memory, "
+            f"but {source} {format_bytes(available)}. Unload a model, or give the server more memory"
+        )
+
+
+def serving_memory(sessions: Sequence[Session], options: ServeOptions, queues: int | None = None) -> MemoryEstimate:
+    """Return the main memory that a server of these sessions takes at most, at each model's default protocol.
+
+    queues: number of models that they are versions of, by default as many.
 
     In addition to what validation takes (`evaluator.engine.memory`): a full queue of encoded images for each model, the
     ready views, the views being created, and messages that are still arriving. Not counted: heat maps (0.8 MB each; at
@@ -31,11 +56,12 @@ def serving_memory(sessions: Sequence[Session], options: ServeOptions) -> Memory
     Raises UsageError if the total is more than `--memory-limit`.
     """
     limit = options.placement.memory
-    total = _estimate(sessions, options, limit)
+    queues = len(sessions) if queues is None else queues
+    total = _estimate(sessions, options, limit, queues)
     if limit is None or total.total <= limit:
         return total
     enough = total
-    while (sufficient := enough.total) < (enough := _estimate(sessions, options, sufficient)).total:
+    while (sufficient := enough.total) < (enough := _estimate(sessions, options, sufficient, queues)).total:
         pass  # a higher limit allows larger batches; this ends, because they grow more slowly than the limit
     raise UsageError(
         f"--memory-limit {format_bytes(limit)}: serving takes up to {total}. Give {format_bytes(sufficient)} or "
@@ -43,7 +69,7 @@ def serving_memory(sessions: Sequence[Session], options: ServeOptions) -> Memory
     )
 
 
-def _estimate(sessions: Sequence[Session], options: ServeOptions, limit: int | None) -> MemoryEstimate:
+def _estimate(sessions: Sequence[Session], options: ServeOptions, limit: int | None, queues: int) -> MemoryEstimate:
     protocols = [build_protocol(default_protocol_name(session.contract), session.contract) for session in sessions]
     needs = [
         estimate_memory(session, protocol, 1, limit) for session, protocol in zip(sessions, protocols, strict=True)
@@ -59,7 +85,7 @@ def _estimate(sessions: Sequence[Session], options: ServeOptions, limit: int | N
         weights=before,
         batch=sum(need.batch for need in needs),
         packed=sum(need.packed for need in needs),
-        images=_COPIES * len(needs) * with_reserve(queue.max_bytes)
+        images=_COPIES * queues * with_reserve(queue.max_bytes)
         + queue.ready_bytes
         + options.limits.max_arriving_bytes
         + with_reserve(options.limits.max_calls) * UNREAD_BYTES

@@ -1,10 +1,11 @@
-"""The models of a server: loaded, run once, and looked up by name."""
+"""The models of a server: loaded, run once, and looked up by name and version."""
 
 import logging
 import math
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import replace
+from weakref import WeakSet
 
 import numpy as np
 
@@ -17,6 +18,7 @@ from prelunet.evaluator.imaging.limits import DecodeLimits
 from prelunet.evaluator.serving.classifier import Classifier
 from prelunet.evaluator.serving.observability.metrics import Metrics
 from prelunet.evaluator.serving.options import ModelFile, QueueOptions
+from prelunet.evaluator.serving.scheduling.admission import AdmissionController
 from prelunet.evaluator.serving.scheduling.device import ServedDevice, device_name
 from prelunet.evaluator.serving.scheduling.request import shape_buckets_of
 
@@ -78,9 +80,10 @@ def warm_up(session: Session, shape_buckets: ShapeBuckets, on_progress: Callable
 
 
 class Models:
-    """The served models by name, in the given order. Owns their devices and threads.
+    """The loaded versions of all models, by name, in the order in which the models were loaded. Owns their devices.
 
-    on_lost: called once for each device, in any thread, when it is lost; its calls fail from then on.
+    on_lost: called once for each device, in any thread, when it is lost; its calls fail from then on. on_change: called
+    when a version is added or removed. All methods but `close` belong to the event loop's thread.
     """
 
     def __init__(
@@ -94,37 +97,87 @@ class Models:
         self.metrics = metrics or Metrics()
         self.metrics.limits.labels("queue-views").set(queue.max_views)
         self.metrics.limits.labels("queue-bytes").set(queue.max_bytes)
+        self.on_change: Callable[[], object] = lambda: None
+        self._limits, self._queue, self._on_lost = limits, queue, on_lost
         self._devices: dict[str, ServedDevice] = {}
-        self._by_name: dict[str, Classifier] = {}
+        self._admissions: dict[str, AdmissionController] = {}  # by name: versions share the limits of their model
+        self._by_name: dict[str, dict[str, Classifier]] = {}
+        self._sessions = WeakSet[Session]()
         for file, session in loaded:
-            name = device_name(session.placement)
-            device = self._devices.get(name) or ServedDevice(name, queue, on_lost)
-            self._devices[name] = device
-            model_metrics = self.metrics.of_model(file.name, session)
-            self._by_name[file.name] = Classifier(
-                file.name, file.path.name, session, device, metrics=model_metrics, limits=limits, queue=queue
-            )
+            self.add(file, session)
+
+    def add(self, file: ModelFile, session: Session) -> None:
+        """Serve a version from the next call on; it replaces a loaded one of the same number."""
+        device = device_name(session.placement)
+        if device not in self._devices:
+            self._devices[device] = ServedDevice(device, self._queue, self._on_lost)
+        metrics = self.metrics.of_model(file.name)
+        if file.name not in self._admissions:
+            self._admissions[file.name] = AdmissionController(file.name, self._queue, metrics)
+        self.remove(file.name, str(file.version))
+        self._by_name.setdefault(file.name, {})[str(file.version)] = Classifier(
+            file, session, self._devices[device], self._admissions[file.name], metrics=metrics, limits=self._limits
+        )
+        self._sessions.add(session)
+        self.metrics.model_info.labels(*_info_labels(file.name, file.version, session)).set(1)
+        self.on_change()
+
+    def remove(self, name: str, version: str) -> None:
+        """Stop serving a version if it is loaded. Its memory is freed when the last call that uses it has ended."""
+        if (removed := self._by_name.get(name, {}).pop(version, None)) is not None:
+            self.metrics.model_info.remove(*_info_labels(name, removed.version, removed.session))
+            if not self._by_name[name]:
+                del self._by_name[name]
+            self.on_change()
 
     def get(self, name: str) -> Classifier:
-        """Return the model of this name; without a name, the only one. Raises ModelNotFound, which lists all names."""
+        """Return the newest version of the model NAME, or the version of NAME/VERSION; without a name, of the only one.
+
+        Raises ModelNotFound, which lists what there is.
+        """
         if not name and len(self._by_name) == 1:
-            return next(iter(self._by_name.values()))
-        if name not in self._by_name:
-            problem = (
-                f"no model '{name}' is served"
-                if name
-                else "several models are served, so a name is needed (`model`, or `--name` of prelunet classify)"
-            )
-            raise ModelNotFound(f"{problem}. There are: {', '.join(self._by_name)}")
-        return self._by_name[name]
+            (name,) = self._by_name
+        name, separator, version = name.partition("/")
+        versions = self._by_name.get(name, {})
+        if not separator and versions:
+            return max(versions.values(), key=lambda each: each.version)
+        if version in versions:
+            return versions[version]
+        if versions:
+            raise ModelNotFound(f"model '{name}' has no loaded version '{version}'. Loaded: {', '.join(versions)}")
+        problem = (
+            f"no model '{name}' is served"
+            if name
+            else "several models are served, so a name is needed (`model`, or `--name` of prelunet classify)"
+        )
+        raise ModelNotFound(f"{problem}. There are: {', '.join(self._by_name)}")
+
+    def has(self, name: str) -> bool:
+        """Return whether a model, NAME or NAME/VERSION, is served."""
+        name, separator, version = name.partition("/")
+        return version in self._by_name.get(name, {}) if separator else name in self._by_name
 
     def all(self) -> list[Classifier]:
-        """Return all models, in the given order."""
-        return list(self._by_name.values())
+        """Return the newest version of each model."""
+        return [self.get(name) for name in self._by_name]
+
+    def versions(self, name: str) -> list[Classifier]:
+        """Return the loaded versions of a model, the newest first."""
+        return sorted(self._by_name.get(name, {}).values(), key=lambda each: -each.version)
+
+    def sessions(self) -> list[Session]:
+        """Return the sessions in memory, with those that are only used by calls in flight."""
+        return list(self._sessions)
 
     def close(self) -> None:
         """Finish waiting requests and end all threads."""
-        for classifier in self._by_name.values():
-            classifier.close()
         for device in self._devices.values():
             device.close()
+
+
+def _info_labels(name: str, version: int, session: Session) -> tuple[str, ...]:
+    """Return the labels of `Metrics.model_info`."""
+    circumstances = session.circumstances
+    return (
+        name, str(version), session.model_sha256, session.contract.name, circumstances.provider, circumstances.precision
+    )  # fmt: skip

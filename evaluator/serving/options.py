@@ -13,24 +13,25 @@ from prelunet.evaluator.imaging.limits import DecodeLimits
 from prelunet.evaluator.rpc.status import MAX_MESSAGE_BYTES
 from prelunet.evaluator.serving.proxies import TrustedProxies
 
-_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
+MODEL_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
 _DAY = 86_400.0  # seconds
 
 
 @dataclass(frozen=True)
 class ModelFile:
-    """One model to serve: its name in requests, and its file."""
+    """One model to serve: its name in requests, its file, and its version, which is above 0."""
 
     name: str
     path: Path
+    version: int = 1
 
 
 def parse_models(options: Sequence[str] | None) -> tuple[ModelFile, ...]:
-    """Parse `NAME=MODEL.onnx` options. Raises UsageError for none, an invalid option or a repeated name."""
+    """Parse `NAME=MODEL.onnx` options. Raises UsageError for an invalid option or a repeated name."""
     files = []
     for option in options or ():
         name, separator, path = option.partition("=")
-        if not separator or not path or not _NAME.fullmatch(name):
+        if not separator or not path or not MODEL_NAME.fullmatch(name):
             raise UsageError(
                 f"--model {option}: give a name and a file, as in --model flowers=flowers.onnx. "
                 "A name has up to 100 letters, digits, '.', '_' or '-' and starts with a letter or digit"
@@ -39,8 +40,6 @@ def parse_models(options: Sequence[str] | None) -> tuple[ModelFile, ...]:
     names = [file.name for file in files]
     if repeated := next((name for name in names if names.count(name) > 1), None):
         raise UsageError(f"--model {repeated}=…: the name is given twice; give each model its own name")
-    if not files:
-        raise UsageError("no model to serve; give at least one: --model NAME=MODEL.onnx")
     return tuple(files)
 
 
@@ -285,13 +284,23 @@ class ServeOptions:
     models: Annotated[
         tuple[ModelFile, ...],
         CliOption(
-            "Model file and the name it is served under; at least one, repeatable.",
+            "Model file and the name it is served under; repeatable.",
             flag="model",
             metavar="NAME=MODEL.onnx",
             kind=list[str] | None,
             parse=parse_models,
         ),
     ]
+    models_folder: Annotated[
+        Path | None,
+        CliOption(
+            "Folder of models, NAME/VERSION/model.onnx: the newest version of each is served, and new ones replace it "
+            "while the server runs.",
+            flag="models",
+            metavar="DIR",
+            default="none",
+        ),
+    ] = None
     host: Annotated[str, CliOption("Address to listen on; 0.0.0.0 listens on all interfaces.")] = "127.0.0.1"
     port: Annotated[int, CliOption("Port to listen on; 0 picks a free port.", min=0, max=65535)] = 50051
     unix_socket: Annotated[
@@ -342,3 +351,7 @@ class ServeOptions:
             "line stands for. Calls that fail in the same way are always logged like this."
         ),
     ] = False
+
+    def __post_init__(self) -> None:
+        if not self.models and self.models_folder is None:
+            raise UsageError("no model to serve; give at least one: --model NAME=MODEL.onnx, or --models DIR")

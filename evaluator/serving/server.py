@@ -13,7 +13,8 @@ from typing import Any, cast
 import grpc
 import grpc.aio
 from grpc_health.v1 import health, health_pb2_grpc
-from grpc_reflection.v1alpha import reflection
+from grpc_reflection.v1alpha import reflection, reflection_pb2
+from grpc_reflection.v1alpha._async import ReflectionServicer
 
 from prelunet.evaluator.errors import EnvironmentFault, NotReady
 from prelunet.evaluator.imaging.limits import DecodeLimits
@@ -34,6 +35,7 @@ from prelunet.evaluator.serving.network import channel_options, connections_to, 
 from prelunet.evaluator.serving.observability.call_context import Context
 from prelunet.evaluator.serving.observability.metrics import Metrics
 from prelunet.evaluator.serving.options import HttpOptions, ServerLimits
+from prelunet.evaluator.serving.repository import Repository
 
 SERVICES = (SERVICE, inference.SERVICE)  # health reports each by name
 _FOREVER = 1e6  # seconds; `Server.stop` has its own timeout
@@ -133,22 +135,28 @@ class Server:
         """
         inference.add_to_server(cast(grpc.aio.Server, self._services), Models((), DecodeLimits()), lambda: False)
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)
-        reflection.enable_server_reflection((*SERVICES, health.SERVICE_NAME, reflection.SERVICE_NAME), self._server)
+        names = (*SERVICES, health.SERVICE_NAME, reflection.SERVICE_NAME)
+        reflection.enable_server_reflection(names, self._server)
+        self._server.add_generic_rpc_handlers((_reflection_v1(names),))
         self._opened = True
         await self._server.start()
         if self._http is not None:
             self._http.open()
 
-    async def start(self, models: Models) -> None:
-        """Answer calls; health reports SERVING for the whole server and for each of our services."""
+    async def start(self, models: Models, repository: Repository | None = None) -> None:
+        """Answer calls; health reports SERVING for the whole server, each of our services and each model.
+
+        repository: None if the models are fixed.
+        """
         if not self._opened:
             await self.open()
         self._services.clear()
-        servicer = PreluNetServicer(models, self._max_evaluation_images)
+        self._health.has_model, models.on_change = models.has, self._health.wake
+        servicer = PreluNetServicer(models, self._max_evaluation_images, repository)
         pb_grpc.add_PreluNetServiceServicer_to_server(servicer, self._services)
-        inference.add_to_server(cast(grpc.aio.Server, self._services), models, lambda: self.serving)
+        inference.add_to_server(cast(grpc.aio.Server, self._services), models, lambda: self.serving, repository)
         if self._routes is not None:
-            self._routes.serve(models)
+            self._routes.serve(models, repository)
         self._services.refusal_message = ""
         self._health.set_serving(serving=True)
 
@@ -201,6 +209,16 @@ class Server:
         while self.calls:
             await asyncio.sleep(_POLL_INTERVAL)
         await asyncio.sleep(CONNECTION_LINGER)
+
+
+def _reflection_v1(services: Sequence[str]) -> grpc.GenericRpcHandler:
+    """Return reflection v1, which grpcio-reflection (1.81) lacks; its messages are those of v1alpha."""
+    method = grpc.stream_stream_rpc_method_handler(
+        ReflectionServicer(services).ServerReflectionInfo,
+        reflection_pb2.ServerReflectionRequest.FromString,
+        reflection_pb2.ServerReflectionResponse.SerializeToString,
+    )
+    return grpc.method_handlers_generic_handler("grpc.reflection.v1.ServerReflection", {"ServerReflectionInfo": method})
 
 
 class _Services(grpc.GenericRpcHandler):

@@ -11,9 +11,8 @@ from rich.table import Table
 
 from prelunet.evaluator.engine.load import open_with_placement
 from prelunet.evaluator.engine.session import Placement
-from prelunet.evaluator.engine.verify import TOLERANCES, tolerance_precision
+from prelunet.evaluator.engine.verify import TOLERANCES, require_verified, tolerance_precision
 from prelunet.evaluator.engine.verify import verify as verify_session
-from prelunet.evaluator.errors import CheckFailed
 from prelunet.evaluator.terminal import echo
 from prelunet.evaluator.verbs.options.derive import Only, derive_options
 
@@ -31,11 +30,15 @@ def verify(
     """
     session = open_with_placement(model, placement)
     deviations = verify_session(session)
-    passed, tolerance = all(d.passed for d in deviations), TOLERANCES[tolerance_precision(session)]
     if as_json:
-        result = {"model": session.model_sha256, "circumstances": session.circumstances.to_json(), "passed": passed}
-        rows = [each.to_json() for each in deviations]
-        echo(json.dumps({**result, "tolerance": asdict(tolerance), "deviations": rows}))
+        result = {
+            "model": session.model_sha256,
+            "circumstances": session.circumstances.to_json(),
+            "passed": all(d.passed for d in deviations),
+            "tolerance": asdict(TOLERANCES[tolerance_precision(session)]),
+            "deviations": [each.to_json() for each in deviations],
+        }
+        echo(json.dumps(result))
     else:
         table = Table(
             "image", "run", "deviation of scores", "of logits (of largest)", "", title=str(session.circumstances)
@@ -44,11 +47,6 @@ def verify(
             verdict = "ok" if d.passed else "WRONG"
             table.add_row(f"{d.height}x{d.width}", d.case, f"{d.scores:.1e}", f"{d.logits:.1e}", verdict)
         Console().print(table)
-    bounds = f"{tolerance.scores:g} (scores) or {tolerance.logits:g} of the largest (logits)"
-    if not passed:
-        raise CheckFailed(
-            f"{model}: on {session.circumstances} the golden images deviate by more than {bounds}. Do not use this "
-            "device or runtime version with this model"
-        )
+    bounds = require_verified(str(model), session, deviations)
     if not as_json:
         echo(f"{model}: verified on {session.circumstances}: deviation at most {bounds}")

@@ -93,7 +93,7 @@ def test_an_answer_equals_that_of_the_model_file_to_the_last_digit(client: Clien
     assert [(p.class_index, p.score) for p in answer.predictions] == [(i, shortest_decimal(s)) for i, s in alone.top(5)]
     assert answer.protocol == protocol.to_json()
     assert answer.circumstances == session.circumstances.to_json()
-    assert (answer.model, answer.capped) == ({"name": "fake", "sha256": session.model_sha256}, False)
+    assert (answer.model, answer.capped) == ({"name": "fake", "sha256": session.model_sha256, "version": 1}, False)
     assert [(v.scale, v.mirrored, (v.windows["rows"], v.windows["columns"])) for v in answer.views] == [
         (v.view.scale, v.view.mirrored, v.windows) for v in alone.views
     ]

@@ -34,6 +34,7 @@ def test_classify_prints_the_same_bytes_through_a_server_as_with_the_model_file_
             assert run(["classify", *pictures, "--server", server.address, "--json", *options]) == 0
         served = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
         assert all(line.pop("timings")["batches"] > 0 for line in served), "a server adds timings"
+        assert all(line["model"].pop("version") == 1 for line in served), "and the version"
         assert "".join(json.dumps(line) + "\n" for line in served) == from_file
         lines = [json.loads(line) for line in from_file.splitlines()]
         assert [line["capped"] for line in lines] == [False, False, True]

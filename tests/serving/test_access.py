@@ -89,6 +89,7 @@ def test_every_method_of_every_service_has_a_rule() -> None:
         for service in file.DESCRIPTOR.services_by_name.values()
         for method in service.methods
     }
+    methods.add("/grpc.reflection.v1.ServerReflection/ServerReflectionInfo")  # the same messages
     assert set(REQUIRED) == methods | {f"/inference.GRPCInferenceService/{name}" for name in UNIMPLEMENTED_METHODS} | {
         "/prelunet.http/Reports"
     }

@@ -21,6 +21,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from referencing import Registry, Resource
 
 from prelunet.evaluator.client import Client, Credentials
+from prelunet.evaluator.serving.api.health import LIVENESS
 from prelunet.evaluator.serving.http.metrics import METRICS_CLOSE_TIMEOUT
 from prelunet.evaluator.serving.lifecycle import CLOSE_TIMEOUT
 from prelunet.evaluator.serving.observability.tracing import TRACING_CLOSE_TIMEOUT
@@ -135,8 +136,9 @@ def require_time_to_drain(options: ServeOptions, seconds: float) -> None:
 
 def test_probes_ask_grpc_health_without_tls_and_the_metrics_port_with_it(served: Served) -> None:
     options = served(*container()["args"])
-    for name in ("startupProbe", "readinessProbe", "livenessProbe"):
-        assert container()[name]["grpc"] == {"port": options.port}, "the empty service name: the whole server"
+    services = {"startupProbe": {}, "readinessProbe": {}, "livenessProbe": {"service": LIVENESS}}
+    for name, service in services.items():
+        assert container()[name]["grpc"] == {"port": options.port, **service}, "no name: the whole server"
         assert container(tls=True)[name]["httpGet"] == {"path": "/ready", "port": "metrics"}
     ready, live = container()["readinessProbe"], container()["livenessProbe"]
     assert ready["periodSeconds"] * ready["failureThreshold"] < options.lame_duck, "found before calls are refused"

@@ -27,6 +27,7 @@ from prelunet.evaluator.rpc.status import error_from
 from prelunet.evaluator.serving import lifecycle, models
 from prelunet.evaluator.serving import server as server_module
 from prelunet.evaluator.serving.api.calls import CallsInFlight
+from prelunet.evaluator.serving.api.health import LIVENESS
 from prelunet.evaluator.serving.lifecycle import ServeResult, ShutdownEvents, serve, wait_and_shut_down
 from prelunet.evaluator.serving.models import Models
 from prelunet.evaluator.serving.observability.metrics import Metrics
@@ -120,11 +121,12 @@ async def until_closed(channel: grpc.aio.Channel) -> None:
 async def test_after_a_signal_health_is_not_serving_at_once_and_new_calls_and_connections_still_work() -> None:
     async with draining_server(FakeSession()) as stop, new_channel(stop.address) as channel:
         inference = inference_grpc.GRPCInferenceServiceStub(channel)
-        assert {await health_of(channel, name) for name in ("", *SERVICES)} == {SERVING}
+        assert {await health_of(channel, name) for name in ("", *SERVICES, "model", LIVENESS)} == {SERVING}
         assert (await inference.ServerReady(inference_pb.ServerReadyRequest())).ready
         stop.signal()
         await until(lambda: not stop.server.serving)
-        assert {await health_of(channel, name) for name in ("", *SERVICES)} == {NOT_SERVING}
+        assert {await health_of(channel, name) for name in ("", *SERVICES, "model")} == {NOT_SERVING}
+        assert await health_of(channel, LIVENESS) == SERVING, "a supervisor should not kill a server that drains"
         assert not (await inference.ServerReady(inference_pb.ServerReadyRequest())).ready
         assert (await classify(channel)).predictions
         async with new_channel(stop.address) as fresh:
@@ -471,6 +473,7 @@ async def test_while_models_load_health_is_not_serving_and_calls_are_refused(
     assert await asyncio.to_thread(loading.entered.wait, 30)
     async with new_channel(ports[0].address) as channel:
         assert {await health_of(channel, name) for name in ("", *SERVICES)} == {NOT_SERVING}
+        assert await health_of(channel, LIVENESS) == SERVING, "nor one that loads"
         error = await rpc_error(classify(channel))
         assert error.code() == grpc.StatusCode.UNAVAILABLE
         assert "loading its models" in (error.details() or "")
@@ -503,7 +506,7 @@ async def test_a_signal_while_models_load_ends_the_server_before_it_serves(
     def and_then_a_signal(path: Path, *_: Any, **__: Any) -> FakeSession:
         opened.append(path.name)
         os.kill(os.getpid(), signal.SIGINT)
-        while not seen[0].pending:
+        while not seen[0].begun:
             time.sleep(0.005)
         return FakeSession()
 

@@ -38,6 +38,8 @@ def _fields(file: BinaryIO, wanted: set[int]) -> Iterator[tuple[int, bytes]]:
     while file.tell() < size:
         tag = _varint(file)
         number, kind = tag >> 3, tag & 7
+        if number == 0:  # as in a file of zeros, whose space is reserved and not yet written
+            raise ValueError("a field without a number")
         if kind == _VARINT:
             _varint(file)
             continue

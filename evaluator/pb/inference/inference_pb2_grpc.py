@@ -85,6 +85,16 @@ class GRPCInferenceServiceStub:
                 request_serializer=prelunet_dot_evaluator_dot_pb_dot_inference_dot_inference__pb2.RepositoryIndexRequest.SerializeToString,
                 response_deserializer=prelunet_dot_evaluator_dot_pb_dot_inference_dot_inference__pb2.RepositoryIndexResponse.FromString,
                 _registered_method=True)
+        self.RepositoryModelLoad = channel.unary_unary(
+                '/inference.GRPCInferenceService/RepositoryModelLoad',
+                request_serializer=prelunet_dot_evaluator_dot_pb_dot_inference_dot_inference__pb2.RepositoryModelLoadRequest.SerializeToString,
+                response_deserializer=prelunet_dot_evaluator_dot_pb_dot_inference_dot_inference__pb2.RepositoryModelLoadResponse.FromString,
+                _registered_method=True)
+        self.RepositoryModelUnload = channel.unary_unary(
+                '/inference.GRPCInferenceService/RepositoryModelUnload',
+                request_serializer=prelunet_dot_evaluator_dot_pb_dot_inference_dot_inference__pb2.RepositoryModelUnloadRequest.SerializeToString,
+                response_deserializer=prelunet_dot_evaluator_dot_pb_dot_inference_dot_inference__pb2.RepositoryModelUnloadResponse.FromString,
+                _registered_method=True)
 
 
 class GRPCInferenceServiceServicer:
@@ -158,7 +168,24 @@ class GRPCInferenceServiceServicer:
         raise NotImplementedError('Method not implemented!')
 
     def RepositoryIndex(self, request, context):
-        """Lists the served models, in the order of the command line.
+        """Lists the loaded versions of all models, and those that are not served, with the reason.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def RepositoryModelLoad(self, request, context):
+        """Loads the newest version of a model in the server's folder, or a given one, and returns when it is served. If it
+        cannot be loaded, FAILED_PRECONDITION has the reason, and what was served before still is. If the caller leaves,
+        loading continues. With tokens, requires the scope `admin`.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def RepositoryModelUnload(self, request, context):
+        """Unloads a model, or one version of it, until it is loaded again or a newer version arrives. Calls in flight finish.
+        With tokens, requires the scope `admin`.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -216,6 +243,16 @@ def add_GRPCInferenceServiceServicer_to_server(servicer, server):
                     servicer.RepositoryIndex,
                     request_deserializer=prelunet_dot_evaluator_dot_pb_dot_inference_dot_inference__pb2.RepositoryIndexRequest.FromString,
                     response_serializer=prelunet_dot_evaluator_dot_pb_dot_inference_dot_inference__pb2.RepositoryIndexResponse.SerializeToString,
+            ),
+            'RepositoryModelLoad': grpc.unary_unary_rpc_method_handler(
+                    servicer.RepositoryModelLoad,
+                    request_deserializer=prelunet_dot_evaluator_dot_pb_dot_inference_dot_inference__pb2.RepositoryModelLoadRequest.FromString,
+                    response_serializer=prelunet_dot_evaluator_dot_pb_dot_inference_dot_inference__pb2.RepositoryModelLoadResponse.SerializeToString,
+            ),
+            'RepositoryModelUnload': grpc.unary_unary_rpc_method_handler(
+                    servicer.RepositoryModelUnload,
+                    request_deserializer=prelunet_dot_evaluator_dot_pb_dot_inference_dot_inference__pb2.RepositoryModelUnloadRequest.FromString,
+                    response_serializer=prelunet_dot_evaluator_dot_pb_dot_inference_dot_inference__pb2.RepositoryModelUnloadResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -489,6 +526,60 @@ class GRPCInferenceService:
             '/inference.GRPCInferenceService/RepositoryIndex',
             prelunet_dot_evaluator_dot_pb_dot_inference_dot_inference__pb2.RepositoryIndexRequest.SerializeToString,
             prelunet_dot_evaluator_dot_pb_dot_inference_dot_inference__pb2.RepositoryIndexResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def RepositoryModelLoad(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/inference.GRPCInferenceService/RepositoryModelLoad',
+            prelunet_dot_evaluator_dot_pb_dot_inference_dot_inference__pb2.RepositoryModelLoadRequest.SerializeToString,
+            prelunet_dot_evaluator_dot_pb_dot_inference_dot_inference__pb2.RepositoryModelLoadResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def RepositoryModelUnload(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/inference.GRPCInferenceService/RepositoryModelUnload',
+            prelunet_dot_evaluator_dot_pb_dot_inference_dot_inference__pb2.RepositoryModelUnloadRequest.SerializeToString,
+            prelunet_dot_evaluator_dot_pb_dot_inference_dot_inference__pb2.RepositoryModelUnloadResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -5,7 +5,7 @@ while it writes to a watcher, so a client that does not read would keep the serv
 """
 
 import asyncio
-from collections.abc import AsyncIterator, Iterable
+from collections.abc import AsyncIterator, Callable, Iterable
 from typing import Any
 
 import grpc
@@ -14,13 +14,20 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from prelunet.evaluator.serving.observability.call_context import Context
 
 Response = health_pb2.HealthCheckResponse
+# A name that is SERVING as long as the process answers, also while it loads models and while it stops.
+LIVENESS = "liveness"
 
 
 class Health(health_pb2_grpc.HealthServicer):  # type: ignore[misc]  # generated without types
-    """The health of a server, initially NOT_SERVING. services: names that share the server's health."""
+    """The health of a server, initially NOT_SERVING.
+
+    services: names that share the server's health; has_model: whether there is a model NAME or NAME/VERSION, whose
+    health is the server's, too.
+    """
 
     def __init__(self, services: Iterable[str]) -> None:
         self._services = frozenset(("", *services))
+        self.has_model: Callable[[str], bool] = lambda _: False
         self._serving = False
         self._closed = False
         self._changed = asyncio.Event()
@@ -33,22 +40,23 @@ class Health(health_pb2_grpc.HealthServicer):  # type: ignore[misc]  # generated
     def set_serving(self, *, serving: bool) -> None:
         """Set the health of the server and notify all watchers at once."""
         self._serving = serving
-        self._wake()
+        self.wake()
 
     def close(self) -> None:
         """End all watches, now and later: a stopping server waits for its calls, and a watch never ends by itself."""
         self._closed = True
-        self._wake()
+        self.wake()
 
-    def _wake(self) -> None:
+    def wake(self) -> None:
+        """Notify all watchers, because a model was added or removed."""
         changed, self._changed = self._changed, asyncio.Event()
         changed.set()
 
     async def Check(self, request: Any, context: Context) -> Any:  # noqa: N802
         """Return the current health; NOT_FOUND for an unknown service, as the protocol requires."""
-        if request.service not in self._services:
+        if (status := self._status(request.service)) == Response.SERVICE_UNKNOWN:
             await context.abort(grpc.StatusCode.NOT_FOUND, "no such service")
-        return Response(status=self._status(request.service))
+        return Response(status=status)
 
     async def Watch(self, request: Any, context: Context) -> AsyncIterator[Any]:  # noqa: ARG002, N802
         """Send the current health, and again at each change."""
@@ -64,6 +72,8 @@ class Health(health_pb2_grpc.HealthServicer):  # type: ignore[misc]  # generated
                 await changed.wait()
 
     def _status(self, service: str) -> Any:
-        if service not in self._services:
+        if service == LIVENESS:
+            return Response.SERVING
+        if service not in self._services and not self.has_model(service):
             return Response.SERVICE_UNKNOWN
         return Response.SERVING if self._serving else Response.NOT_SERVING

@@ -2,7 +2,7 @@
 
 import asyncio
 import importlib.metadata
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Mapping
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import aclosing
 from functools import partial
 from typing import Any, TypeVar
@@ -25,6 +25,7 @@ from prelunet.evaluator.serving.observability import call_context
 from prelunet.evaluator.serving.observability.call_context import Caller, Context, caller_of
 from prelunet.evaluator.serving.observability.logs import log_incident, truncate
 from prelunet.evaluator.serving.observability.metrics import Metrics
+from prelunet.evaluator.serving.repository import Repository
 
 SERVICE = pb.DESCRIPTOR.services_by_name["GRPCInferenceService"].full_name
 
@@ -34,10 +35,8 @@ _LARGE_MESSAGE = 2**20  # bytes; parsing it copies it twice, in half a milliseco
 _MANY_ELEMENTS = 1000  # scores or texts; converting them takes a millisecond
 
 _SHARED = "this server accepts images only in the message; send them in `raw_input_contents` or `contents`"
-_FIXED = "this server's models are fixed at its start: prelunet serve --model NAME=MODEL.onnx"
+_FIXED = "this server's models are fixed at its start; it changes those of a folder: prelunet serve --models DIR"
 UNIMPLEMENTED_METHODS: Mapping[str, str] = {
-    "RepositoryModelLoad": _FIXED,
-    "RepositoryModelUnload": _FIXED,
     "SystemSharedMemoryStatus": _SHARED,
     "SystemSharedMemoryRegister": _SHARED,
     "SystemSharedMemoryUnregister": _SHARED,
@@ -49,9 +48,11 @@ UNIMPLEMENTED_METHODS: Mapping[str, str] = {
 }
 
 
-def add_to_server(server: grpc.aio.Server, models: Models, ready: Callable[[], bool]) -> None:
-    """Add the Open Inference Protocol to a server. ready: whether it accepts new work, as reported by health."""
-    pb_grpc.add_GRPCInferenceServiceServicer_to_server(InferenceServicer(models, ready), server)
+def add_to_server(
+    server: grpc.aio.Server, models: Models, ready: Callable[[], bool], repository: Repository | None = None
+) -> None:
+    """Add the Open Inference Protocol to a server; arguments as those of `InferenceServicer`."""
+    pb_grpc.add_GRPCInferenceServiceServicer_to_server(InferenceServicer(models, ready, repository), server)
 
     async def refuse(text: str, _request: bytes, context: Context) -> bytes:
         await context.abort(grpc.StatusCode.UNIMPLEMENTED, text)
@@ -63,11 +64,14 @@ def add_to_server(server: grpc.aio.Server, models: Models, ready: Callable[[], b
 
 
 class InferenceServicer(pb_grpc.GRPCInferenceServiceServicer):
-    """Translates calls to the classifiers."""
+    """Translates calls to the classifiers.
 
-    def __init__(self, models: Models, ready: Callable[[], bool]) -> None:
-        self._models = models
-        self._ready = ready
+    ready: whether the server accepts new work, as reported by health; repository: of the models, None if they are
+    fixed.
+    """
+
+    def __init__(self, models: Models, ready: Callable[[], bool], repository: Repository | None = None) -> None:
+        self._models, self._ready, self._repository = models, ready, repository
 
     async def ServerLive(self, request: pb.ServerLiveRequest, context: Context) -> pb.ServerLiveResponse:  # noqa: ARG002, N802
         """Report that the server is alive."""
@@ -79,8 +83,8 @@ class InferenceServicer(pb_grpc.GRPCInferenceServiceServicer):
 
     async def ModelReady(self, request: pb.ModelReadyRequest, context: Context) -> pb.ModelReadyResponse:  # noqa: ARG002, N802
         """Report whether a model accepts new work."""
-        served = any(model.name == request.name for model in self._models.all())
-        return pb.ModelReadyResponse(ready=served and request.version in messages.VERSIONS and self._ready())
+        served = self._models.has(_with_version(request.name, request.version))
+        return pb.ModelReadyResponse(ready=served and self._ready())
 
     async def ServerMetadata(self, request: pb.ServerMetadataRequest, context: Context) -> pb.ServerMetadataResponse:  # noqa: ARG002, N802
         """Describe the server."""
@@ -89,7 +93,8 @@ class InferenceServicer(pb_grpc.GRPCInferenceServiceServicer):
 
     async def ModelMetadata(self, request: pb.ModelMetadataRequest, context: Context) -> pb.ModelMetadataResponse:  # noqa: ARG002, N802
         """Describe the inputs and outputs of a model."""
-        return messages.model_metadata(self._model(request.name, request.version))
+        classifier = self._model(request.name, request.version)
+        return messages.model_metadata(classifier, self._models.versions(classifier.name))
 
     async def ModelConfig(self, request: pb.ModelConfigRequest, context: Context) -> pb.ModelConfigResponse:  # noqa: ARG002, N802
         """Return a model's configuration in Triton's form."""
@@ -99,13 +104,46 @@ class InferenceServicer(pb_grpc.GRPCInferenceServiceServicer):
         """Return the statistics of one model, or of each."""
         models = [self._model(request.name, request.version)] if request.name else self._models.all()
         return pb.ModelStatisticsResponse(
-            model_stats=[model_statistics(model.name, self._models.metrics) for model in models]
+            model_stats=[model_statistics(model.name, model.version, self._models.metrics) for model in models]
         )
 
     async def RepositoryIndex(self, request: pb.RepositoryIndexRequest, context: Context) -> pb.RepositoryIndexResponse:  # noqa: ARG002, N802
-        """List the served models."""
-        names = [model.name for model in self._models.all()]
-        return messages.repository_index(request, names, ready=self._ready())
+        """List the loaded versions of all models, and those that are not served."""
+        loaded = [version for model in self._models.all() for version in self._models.versions(model.name)]
+        problems = {} if self._repository is None else self._repository.problems()
+        return messages.repository_index(request, loaded, problems, ready=self._ready())
+
+    async def RepositoryModelLoad(  # noqa: N802
+        self,
+        request: pb.RepositoryModelLoadRequest,
+        context: Context,  # noqa: ARG002
+    ) -> pb.RepositoryModelLoadResponse:
+        """Load a model, or one version of it, from the server's folder."""
+        await self._changeable(request, ()).load(request.model_name)
+        return pb.RepositoryModelLoadResponse()
+
+    async def RepositoryModelUnload(  # noqa: N802
+        self,
+        request: pb.RepositoryModelUnloadRequest,
+        context: Context,  # noqa: ARG002
+    ) -> pb.RepositoryModelUnloadResponse:
+        """Unload a model, or one version of it."""
+        await self._changeable(request, ("unload_dependents",)).unload(request.model_name)
+        return pb.RepositoryModelUnloadResponse()
+
+    def _changeable(
+        self, request: pb.RepositoryModelLoadRequest | pb.RepositoryModelUnloadRequest, allowed: Sequence[str]
+    ) -> Repository:
+        """Return the repository; UsageError if models are fixed, or for a parameter that is not allowed."""
+        if self._repository is None:
+            raise UsageError(_FIXED)
+        messages.require_no_repository(request.repository_name)
+        if unknown := sorted(set(request.parameters) - set(allowed)):
+            raise UsageError(
+                f"parameter '{truncate(unknown[0], messages.MAX_QUOTED)}' is not supported: models and their "
+                "configuration come only from the server's folder"
+            )
+        return self._repository
 
     async def ModelInfer(self, request: pb.ModelInferRequest, context: Context) -> pb.ModelInferResponse:  # noqa: N802
         """Classify the images of a request."""
@@ -148,12 +186,7 @@ class InferenceServicer(pb_grpc.GRPCInferenceServiceServicer):
         if not name:
             available = ", ".join(model.name for model in self._models.all())
             raise ModelNotFound(f"the request names no model. Available: {available}")
-        if version not in messages.VERSIONS:
-            raise ModelNotFound(
-                f"model '{truncate(name, messages.MAX_QUOTED)}' has no version "
-                f"'{truncate(version, messages.MAX_QUOTED)}'. Its only version: {messages.VERSION}"
-            )
-        return self._models.get(name)
+        return self._models.get(_with_version(name, version))
 
     async def _parse_request(self, request: pb.ModelInferRequest) -> tuple[Classifier, messages.ParsedRequest]:
         """Return the requested model and the parsed request."""
@@ -167,17 +200,20 @@ class InferenceServicer(pb_grpc.GRPCInferenceServiceServicer):
         self, classifier: Classifier, parsed: messages.ParsedRequest, caller: Caller
     ) -> pb.ModelInferResponse:
         """Classify the images of a request; admission accepts all of them or none."""
-        contract = classifier.session.contract
         if parsed.timeout is not None:
             caller = caller.with_timeout(parsed.timeout)
         size, views = sum(map(len, parsed.images)), len(parsed.images) * len(parsed.protocol.views)
         call_context.record_views(classifier.name, views)
         with classifier.admission.admit_or_refuse(size, views, caller, len(parsed.images)):
             scores = await _scores_of(classifier, parsed, caller)
-        in_thread = len(scores) * (parsed.top or len(contract.classes)) > _MANY_ELEMENTS
+        in_thread = len(scores) * (parsed.top or len(classifier.session.contract.classes)) > _MANY_ELEMENTS
         return await run_inline_or_in_thread(
-            partial(messages.infer_response, classifier.name, parsed, scores, contract), in_thread=in_thread
+            partial(messages.infer_response, classifier, parsed, scores), in_thread=in_thread
         )
+
+
+def _with_version(name: str, version: str) -> str:
+    return f"{name}/{version}" if version else name
 
 
 async def run_inline_or_in_thread(function: Callable[[], Result], *, in_thread: bool) -> Result:
@@ -209,13 +245,13 @@ async def _scores_of(classifier: Classifier, parsed: messages.ParsedRequest, cal
 _STAGES = {"queue": "queue", "compute_input": "decode", "compute_infer": "compute", "compute_output": "average"}
 
 
-def model_statistics(name: str, metrics: Metrics) -> pb.ModelStatistics:
-    """Return the statistics of one model since the server started."""
+def model_statistics(name: str, version: int, metrics: Metrics) -> pb.ModelStatistics:
+    """Return the statistics of one model, of all its versions, since the server started. version: the newest."""
     success = _duration(metrics.request_seconds.labels(name))
     stages = {field: _duration(metrics.stage_seconds.labels(name, stage)) for field, stage in _STAGES.items()}
     return pb.ModelStatistics(
         name=name,
-        version=messages.VERSION,
+        version=str(version),
         last_inference=round(1000 * _samples(metrics.last_answer.labels(name))[""]),
         inference_count=success.count,
         execution_count=_duration(metrics.batch_seconds.labels(name)).count,

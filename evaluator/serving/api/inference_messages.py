@@ -15,17 +15,17 @@ from prelunet.evaluator.pb.inference import inference_pb2 as pb
 from prelunet.evaluator.protocols import EvaluationProtocol, ProtocolOverrides, build_protocol, default_protocol_name
 from prelunet.evaluator.serving.classifier import Classifier
 from prelunet.evaluator.serving.observability.logs import truncate
+from prelunet.evaluator.serving.repository import Version
 
 Value: TypeAlias = bool | int | float | str
 Parameters: TypeAlias = Mapping[str, pb.InferParameter]
 Input: TypeAlias = pb.ModelInferRequest.InferInputTensor
 
 INPUT, OUTPUT = "images", "scores"
-VERSION = "1"  # of every model: a served file does not change
-VERSIONS = ("", VERSION)  # that a request may name
 MAX_IMAGES = 64  # per call
 MAX_VIEWS = 1024  # of all images together, if a call has several
-EXTENSIONS = ("classification", "model_configuration", "statistics", "parameters")  # names as in Triton's documentation
+# Names as in Triton's documentation.
+EXTENSIONS = ("classification", "model_configuration", "model_repository", "statistics", "parameters")
 _PLATFORM = "prelunet_onnx"
 
 LENGTH_PREFIX = 4  # bytes before each element of raw BYTES, little-endian
@@ -240,10 +240,11 @@ def _top_of(request: pb.ModelInferRequest, contract: ModelContract) -> int | Non
 
 
 def infer_response(
-    model: str, parsed: ParsedRequest, scores: Sequence[Float32Array], contract: ModelContract
+    classifier: Classifier, parsed: ParsedRequest, scores: Sequence[Float32Array]
 ) -> pb.ModelInferResponse:
-    """Build the answer to a request. model: its name; scores: one float32 (classes,) per image."""
-    response = pb.ModelInferResponse(model_name=model, model_version=VERSION, id=parsed.id)
+    """Build the answer to a request. scores: one float32 (classes,) per image."""
+    contract = classifier.session.contract
+    response = pb.ModelInferResponse(model_name=classifier.name, model_version=str(classifier.version), id=parsed.id)
     if parsed.top is None:
         output = response.outputs.add(name=OUTPUT, datatype="FP32", shape=(len(scores), len(contract.classes)))
         elements = np.stack(scores).astype("<f4", copy=False)
@@ -270,12 +271,12 @@ def raw_elements(elements: Iterable[bytes]) -> bytes:
     return b"".join(len(each).to_bytes(LENGTH_PREFIX, "little") + each for each in elements)
 
 
-def model_metadata(classifier: Classifier) -> pb.ModelMetadataResponse:
-    """Return the inputs and outputs of a served model."""
+def model_metadata(classifier: Classifier, versions: Iterable[Classifier]) -> pb.ModelMetadataResponse:
+    """Return the inputs and outputs of a served model. versions: the loaded ones."""
     tensor, classes = pb.ModelMetadataResponse.TensorMetadata, len(classifier.session.contract.classes)
     return pb.ModelMetadataResponse(
         name=classifier.name,
-        versions=[VERSION],
+        versions=[str(each.version) for each in versions],
         platform=_PLATFORM,
         inputs=[tensor(name=INPUT, datatype="BYTES", shape=[-1, 1])],
         outputs=[tensor(name=OUTPUT, datatype="FP32", shape=[-1, classes])],
@@ -303,13 +304,33 @@ def model_config(classifier: Classifier) -> pb.ModelConfig:
     )
 
 
-def repository_index(
-    request: pb.RepositoryIndexRequest, names: Sequence[str], *, ready: bool
-) -> pb.RepositoryIndexResponse:
-    """List the served models. ready: whether the server accepts new work."""
-    if request.repository_name:
+def require_no_repository(name: str) -> None:
+    """Refuse the name of a repository. name: as in a request."""
+    if name:
         raise UsageError("this server has no repositories; leave `repository_name` empty")
-    state = {"state": "READY"} if ready else {"state": "UNAVAILABLE", "reason": "the server accepts no new work"}
-    entry = pb.RepositoryIndexResponse.ModelIndex
-    listed = names if ready or not request.ready else ()
-    return pb.RepositoryIndexResponse(models=[entry(name=name, version=VERSION, **state) for name in listed])
+
+
+def repository_index(
+    request: pb.RepositoryIndexRequest,
+    loaded: Sequence[Classifier],
+    problems: Mapping[Version, str],
+    *,
+    ready: bool,
+) -> pb.RepositoryIndexResponse:
+    """List the versions of all models. problems: of those in the folder; ready: whether the server accepts new work."""
+    require_no_repository(request.repository_name)
+    rows = {
+        Version(each.name, each.version): ("READY", "") if ready else ("UNAVAILABLE", "the server accepts no new work")
+        for each in loaded
+    }
+    for version, reason in problems.items():
+        rows[version] = rows.get(version, ("UNAVAILABLE", ""))[0], reason
+    return pb.RepositoryIndexResponse(
+        models=[
+            pb.RepositoryIndexResponse.ModelIndex(
+                name=version.name, version=str(version.number), state=state, reason=reason
+            )
+            for version, (state, reason) in rows.items()
+            if state == "READY" or not request.ready
+        ]
+    )

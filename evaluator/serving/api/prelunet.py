@@ -18,6 +18,7 @@ from prelunet.evaluator.serving.observability import call_context
 from prelunet.evaluator.serving.observability.call_context import Caller, Context, caller_of
 from prelunet.evaluator.serving.observability.logs import log_incident
 from prelunet.evaluator.serving.options import ServerLimits
+from prelunet.evaluator.serving.repository import Repository
 
 SERVICE = pb.DESCRIPTOR.services_by_name["PreluNetService"].full_name
 
@@ -25,10 +26,19 @@ _MAX_INLINE_PREDICTIONS = 100  # converted to a message on the event loop's thre
 
 
 class PreluNetServicer(pb_grpc.PreluNetServiceServicer):
-    """Translates calls. max_evaluation_images: maximum number of images of one evaluation."""
+    """Translates calls.
 
-    def __init__(self, models: Models, max_evaluation_images: int = ServerLimits.max_evaluation_images) -> None:
-        self._models = models
+    max_evaluation_images: maximum number of images of one evaluation; repository: of the models, None if they are
+    fixed.
+    """
+
+    def __init__(
+        self,
+        models: Models,
+        max_evaluation_images: int = ServerLimits.max_evaluation_images,
+        repository: Repository | None = None,
+    ) -> None:
+        self._models, self._repository = models, repository
         self._max_evaluation_images = max_evaluation_images
 
     async def Classify(self, request: pb.ClassifyRequest, context: Context) -> pb.ClassifyResponse:  # noqa: N802
@@ -107,9 +117,17 @@ class PreluNetServicer(pb_grpc.PreluNetServiceServicer):
         )
 
     async def ListModels(self, request: pb.ListModelsRequest, context: Context) -> pb.ListModelsResponse:  # noqa: ARG002, N802
-        """List the served models."""
+        """List the served models, and what is wrong with others."""
+        problems = {} if self._repository is None else self._repository.problems()
         return pb.ListModelsResponse(
-            models=[pb.ModelIdentity(name=each.name, sha256=each.session.model_sha256) for each in self._models.all()]
+            models=[
+                pb.ModelIdentity(name=each.name, sha256=each.session.model_sha256, version=each.version)
+                for each in self._models.all()
+            ],
+            problems=[
+                pb.VersionProblem(name=version.name, version=version.number, reason=reason)
+                for version, reason in problems.items()
+            ],
         )
 
     async def GetModel(self, request: pb.GetModelRequest, context: Context) -> pb.GetModelResponse:  # noqa: ARG002, N802

@@ -72,6 +72,7 @@ def model_message(classifier: Classifier) -> pb.Model:
     contract = classifier.session.contract
     return pb.Model(
         name=classifier.name,
+        version=classifier.version,
         sha256=classifier.session.model_sha256,
         architecture=contract.name,
         activation=contract.architecture.activation,

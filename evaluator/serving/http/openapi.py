@@ -52,7 +52,8 @@ def description(routes: Iterable[Route]) -> dict[str, Any]:
     paths: dict[str, Any] = {}
     for route in routes:
         (method,) = (route.methods or set()) - {"HEAD"}
-        answer = _schema(_ANSWERS[route.path], schemas) if route.path in _ANSWERS else {}
+        path = route.path_format
+        answer = _schema(_ANSWERS[path], schemas) if path in _ANSWERS else {}
         operation: dict[str, Any] = {
             "summary": f"As {route.name} over gRPC.",
             "parameters": [
@@ -66,13 +67,13 @@ def description(routes: Iterable[Route]) -> dict[str, Any]:
         }
         if method == "POST":
             operation["requestBody"] = {"content": {"*/*": {}}}
-        if route.path == "/v1/classify":
+        if path == "/v1/classify":
             operation["requestBody"]["content"]["multipart/form-data"] = {"schema": _FORM}
             operation["parameters"] = [
                 {"name": name, "in": "query", "schema": schema, "description": text}
                 for name, (schema, text) in _QUERY.items()
             ]
-        paths[route.path] = {method.lower(): operation}
+        paths[path] = {method.lower(): operation}
     return {
         "openapi": "3.1.0",
         "info": {"title": "prelunet", "version": importlib.metadata.version("prelunet")},

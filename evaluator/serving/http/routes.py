@@ -5,6 +5,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import msgspec
 from google.protobuf.json_format import MessageToDict
 from google.protobuf.message import Message
 from starlette.requests import Request
@@ -25,9 +26,11 @@ from prelunet.evaluator.serving.http.inference_json import LENGTH_HEADER, infer_
 from prelunet.evaluator.serving.http.openapi import description
 from prelunet.evaluator.serving.http.reports import report_routes
 from prelunet.evaluator.serving.models import Models
+from prelunet.evaluator.serving.repository import Repository
 
 _LARGE_BODY = 2**20  # bytes, whose JSON or form takes milliseconds to parse
 _LARGE_ANSWER = 10_000  # bytes of a message, whose JSON takes milliseconds, too
+_REPOSITORY = ("/v2/repository/models/{name}", "/v2/repository/models/{name}/versions/{version}")
 _MODEL = ("/v2/models/{name}", "/v2/models/{name}/versions/{version}")
 
 
@@ -53,6 +56,10 @@ CLASSIFY_PARAMETERS: Mapping[str, Callable[[str], Any]] = {
 }
 
 
+class _RepositoryRequest(msgspec.Struct, forbid_unknown_fields=True):
+    parameters: dict[str, bool | int | str] = {}
+
+
 class Routes:
     """Adds the routes to a door.
 
@@ -63,7 +70,7 @@ class Routes:
         self._door, self._ready = door, ready
         self.serve(Models((), DecodeLimits()))  # until they are loaded; the door refuses calls to them
         self._add("GET", "/v1/models", prelunet.SERVICE, "ListModels", self._list_models)
-        self._add("GET", "/v1/models/{name}", prelunet.SERVICE, "GetModel", self._get_model)
+        self._add("GET", "/v1/models/{name:path}", prelunet.SERVICE, "GetModel", self._get_model)
         self._add("POST", "/v1/classify", prelunet.SERVICE, "Classify", self._classify)
         routes: tuple[tuple[str, str, str, Answer], ...] = (
             ("GET", "/v2", "ServerMetadata", partial(self._plain, "ServerMetadata")),
@@ -71,6 +78,8 @@ class Routes:
             ("GET", "/v2/health/ready", "ServerReady", partial(self._probe, "ServerReady")),
             ("POST", "/v2/repository/index", "RepositoryIndex", self._index),
             ("GET", "/v2/models/stats", "ModelStatistics", partial(self._plain, "ModelStatistics")),
+            *(("POST", f"{path}/load", "RepositoryModelLoad", self._load) for path in _REPOSITORY),
+            *(("POST", f"{path}/unload", "RepositoryModelUnload", self._unload) for path in _REPOSITORY),
             *(("GET", path, "ModelMetadata", partial(self._plain, "ModelMetadata")) for path in _MODEL),
             *(("GET", f"{path}/ready", "ModelReady", partial(self._probe, "ModelReady")) for path in _MODEL),
             *(("GET", f"{path}/config", "ModelConfig", self._config) for path in _MODEL),
@@ -94,9 +103,10 @@ class Routes:
         if reports is not None:
             door.router.routes += report_routes(door, reports)
 
-    def serve(self, models: Models) -> None:
-        """Answer calls with these models."""
-        self._prelunet, self._inference = PreluNetServicer(models), InferenceServicer(models, self._ready)
+    def serve(self, models: Models, repository: Repository | None = None) -> None:
+        """Answer calls with these models. repository: None if they are fixed."""
+        self._prelunet = PreluNetServicer(models, repository=repository)
+        self._inference = InferenceServicer(models, self._ready, repository)
 
     def _add(self, method: str, path: str, service: str, name: str, answer: Answer) -> None:
         endpoint = self._door.endpoint_of(f"{service}/{name}", answer)
@@ -147,6 +157,26 @@ class Routes:
 
     async def _index(self, call: HttpCall) -> Response:
         return JsonResponse((await self._message("RepositoryIndex", call))["models"])
+
+    async def _load(self, call: HttpCall) -> Response:
+        await self._inference.RepositoryModelLoad(oip.RepositoryModelLoadRequest(**_repository(call)), call.context)
+        return JsonResponse({})
+
+    async def _unload(self, call: HttpCall) -> Response:
+        await self._inference.RepositoryModelUnload(oip.RepositoryModelUnloadRequest(**_repository(call)), call.context)
+        return JsonResponse({})
+
+
+def _repository(call: HttpCall) -> dict[str, Any]:
+    """Return the fields of a request to load or unload a model. The servicer checks the names of the parameters."""
+    try:
+        parameters = msgspec.json.decode(call.take_body() or b"{}", type=_RepositoryRequest).parameters
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise UsageError(f"the body is neither empty nor the JSON of such a request: {error}") from None
+    return {
+        "model_name": "/".join(call.parameters.values()),
+        "parameters": dict.fromkeys(parameters, oip.ModelRepositoryParameter()),
+    }
 
 
 def _classify_request(call: HttpCall) -> pb.ClassifyRequest:

@@ -20,8 +20,6 @@ from prometheus_client import (
 )
 from prometheus_client.openmetrics import exposition as openmetrics
 
-from prelunet.evaluator.engine.session import Session
-
 _SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)
 _PLAIN = "text/plain; version=0.0.4; charset=utf-8"
 _STAGES = ("queue", "decode", "compute", "average")
@@ -73,7 +71,7 @@ class Metrics:
         for reason in ("calls", "arriving", "message", "stopping", "token", "scope", "rate"):
             self.refusals.labels("", reason)  # see ModelMetrics
         self.reloads = counter(
-            "prelunet_reloads", "Changes of files that were loaded or refused.", ("files", "outcome")
+            "prelunet_reloads", "Changes of files and models that were loaded or refused.", ("files", "outcome")
         )
         self.certificate_expiry = gauge(
             "prelunet_certificate_expiry_timestamp_seconds", "Unix time at which the certificate expires; 0: no TLS."
@@ -104,16 +102,12 @@ class Metrics:
         )
         self.model_info = gauge(
             "prelunet_model_info",
-            "1 for each served model.",
-            ("model", "sha256", "architecture", "provider", "precision"),
+            "1 for each loaded version of a model.",
+            ("model", "version", "sha256", "architecture", "provider", "precision"),
         )
 
-    def of_model(self, name: str, session: Session) -> "ModelMetrics":
-        """Return the metrics of one model; its series exist from the first scrape, at 0."""
-        circumstances = session.circumstances
-        self.model_info.labels(
-            name, session.model_sha256, session.contract.name, circumstances.provider, circumstances.precision
-        ).set(1)
+    def of_model(self, name: str) -> "ModelMetrics":
+        """Return the metrics of one model, of all its versions; its series exist from the first scrape, at 0."""
         return ModelMetrics(self, name)
 
     def text(self, accept: str = "") -> tuple[bytes, str]:

@@ -51,7 +51,6 @@ class DeviceQueue:
         }
         self._encoded: dict[Decoder, FairQueue[Request]] = {decoder: FairQueue() for decoder in self._decodable}
         self._stageable = threading.Condition(self._lock)
-        self._answered = threading.Condition(self._lock)
         self._ready: FairQueue[ReadyView] = FairQueue()
         self._decoding = 0  # requests
         self._decoding_views = 0
@@ -64,17 +63,16 @@ class DeviceQueue:
     # Called by the event loop
 
     def add(self, request: Request) -> None:
-        """Queue a request for decoding. Raises DeviceLost, or Interrupted if the model or the queue is closed."""
+        """Queue a request for decoding. Raises DeviceLost, or Interrupted if the queue is closed."""
         with self._lock:
             if self._lost is not None:
                 raise DeviceLost(self._lost)
-            if self._closed or request.model.closed:
-                raise Interrupted(f"model '{request.model.name}' is no longer served")
+            if self._closed:
+                raise Interrupted("the server has stopped")
             if request.easy:
                 small = request.decode_cost <= self._options.small_cost
                 request.decoder = "compute" if small and not request.model.session.circumstances.on_gpu else "thread"
             self._encoded[request.decoder].put(request, request.path, request.decode_cost)
-            request.model.unanswered += 1
             self._decodable[request.decoder].notify()
 
     def abandon(self, request: Request) -> None:
@@ -235,7 +233,7 @@ class DeviceQueue:
 
     def _views_to_plan(self, model: ScheduledModel) -> list[ReadyView]:
         views, pixels, windows = [], 0, 0
-        for view in self._ready.in_order(model.name):
+        for view in self._ready.in_order(model.key):
             views.append(view)
             pixels += view.canvas_pixels
             windows += view.windows
@@ -323,9 +321,6 @@ class DeviceQueue:
             request.model.metrics.dropped(end_reason, dropped)
             self._notify_room()
             self._computable.notify()
-        request.model.unanswered -= 1
-        if not request.model.unanswered:
-            self._answered.notify_all()
         return True
 
     def _finished(self) -> bool:
@@ -338,12 +333,6 @@ class DeviceQueue:
                 decodable.notify_all()
             elif self._encoded[decoder]:
                 decodable.notify()
-
-    def close_model(self, model: ScheduledModel) -> None:
-        """Refuse new requests for a model, and wait until all others are answered."""
-        with self._lock:
-            model.closed = True
-            self._answered.wait_for(lambda: not model.unanswered)
 
     def close(self) -> None:
         """Refuse new requests; the threads end when the queue is empty."""

@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import itertools
 import time
 from collections import deque
 from collections.abc import Callable, Iterable
@@ -30,6 +31,8 @@ _RECENT_BATCHES = 8  # used to estimate the time of a model's next batch
 _PIXELS_PER_BYTE, _PIXELS_PER_PIXEL = 6, 1.3
 _UNKNOWN_PIXELS, _MAX_PIXELS = 2**24, 2**26  # of an image whose header states none; more are not decoded
 Decoder = Literal["compute", "thread", "process"]
+
+_numbers = itertools.count()
 
 
 class BatchTimes:
@@ -74,26 +77,25 @@ class ScheduledModel:
     """A model and its scheduling state on its device.
 
     decode_views: returns the views of a request's image, in any thread, with the given process if it is not easy to
-    decode; unanswered: number of requests; decoding: number of them being decoded; ready_pixels, ready_windows: totals
-    over the canvases of ready views; ready_since: arrival of the first of these views; closed: new requests are
-    refused; canvas: of the last batch. The lock of `DeviceQueue` protects all fields that change, except batch_times,
-    and canvas, which only the compute thread uses.
+    decode; decoding: number of requests being decoded; ready_pixels, ready_windows: totals over the canvases of ready
+    views; ready_since: arrival of the first of these views; canvas: of the last batch. The lock of `DeviceQueue`
+    protects all fields that change, except batch_times, and canvas, which only the compute thread uses. key: in the
+    fair queues; versions of a model, whose views must not share a batch, have the same name.
     """
 
     name: str
     session: Session
     metrics: ModelMetrics
     decode_views: Callable[["Request", DecodeProcess | None], list[ViewImage]]
-    unanswered: int = 0
     decoding: int = 0
     ready_pixels: int = 0
     ready_windows: int = 0
     ready_since: float = 0.0
-    closed: bool = False
     batch_times: BatchTimes = field(default_factory=BatchTimes)
     canvas: tuple[int, ...] | None = None
 
     def __post_init__(self) -> None:
+        self.key = f"{self.name} {next(_numbers)}"
         self.grid = lru_cache(4096)(self.session.contract.window_grid)
         self.shape_buckets = shape_buckets_of(self.session)
 
@@ -165,7 +167,7 @@ class Request:
     picture: UInt8Array | None = None  # at the size of a heat map's panel
 
     def __post_init__(self) -> None:
-        self.path = (self.model.name, self.caller.identity, self.caller.client)  # in the fair queues
+        self.path = (self.model.key, self.caller.identity, self.caller.client)  # in the fair queues
         self.views, self.pixels = views_and_pixels(self.protocol)
         header = read_header(self.image)
         self.easy = header.easy

@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from weakref import WeakKeyDictionary
 
 from prelunet.evaluator.errors import DeviceLost
 from prelunet.evaluator.serving.scheduling.request import ReadyView, ScheduledModel
@@ -42,7 +43,7 @@ class Watchdog:
         self._on_hang = on_hang
         self._lock = threading.Lock()
         self._batches: list[_Batch] = []
-        self._longest: dict[ScheduledModel, tuple[float, int]] = {}  # seconds and pixels
+        self._longest = WeakKeyDictionary[ScheduledModel, tuple[float, int]]()  # seconds and pixels
 
     @contextmanager
     def watch_batch(self, model: ScheduledModel, views: Sequence[ReadyView], pixels: int) -> Iterator[None]:

@@ -37,6 +37,7 @@ def test_long_and_empty_values_are_read_wherever_they_stand_in_the_file(tmp_path
         pytest.param(b"\x08\xff", id="a number without an end"),
         pytest.param(b"\x08" + b"\xff" * 11, id="a number that is too long"),
         pytest.param(b"\x73\x00", id="a group"),
+        pytest.param(bytes(100) + b"\x72\x06\x0a\x01k\x12\x01v", id="zeros"),
         pytest.param(b"\x72\x04\x0a\x02\xff\xfe", id="no UTF-8"),
     ],
 )

@@ -149,9 +149,12 @@ MORE_OVER_OIP: Mapping[str, Call] = {
     "RepositoryIndex of a repository": lambda channel: oip_grpc.GRPCInferenceServiceStub(channel).RepositoryIndex(
         oip.RepositoryIndexRequest(repository_name="r"), timeout=60
     ),
-    "RepositoryModelLoad": lambda channel: channel.unary_unary(INFER.replace("ModelInfer", "RepositoryModelLoad"))(
-        b"", timeout=60
-    ),
+    "RepositoryModelLoad without `--models`": lambda channel: oip_grpc.GRPCInferenceServiceStub(
+        channel
+    ).RepositoryModelLoad(oip.RepositoryModelLoadRequest(model_name="six"), timeout=60),
+    "SystemSharedMemoryStatus": lambda channel: channel.unary_unary(
+        INFER.replace("ModelInfer", "SystemSharedMemoryStatus")
+    )(b"", timeout=60),
 }
 
 OVER_PRELUNET: Mapping[str, Call] = {

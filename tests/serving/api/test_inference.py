@@ -270,7 +270,7 @@ def test_an_image_not_started_before_its_timeout_is_never_computed() -> None:
 
 
 def test_unsupported_methods_of_triton_explain_why(channel) -> None:
-    assert len(UNIMPLEMENTED_METHODS) == 10
+    assert len(UNIMPLEMENTED_METHODS) == 8
     for name, text in UNIMPLEMENTED_METHODS.items():
         with pytest.raises(grpc.RpcError) as refused:
             channel.unary_unary(f"/{SERVICE}/{name}")(b"", timeout=60)

@@ -163,7 +163,9 @@ def test_tritonclient_gets_descriptions_of_server_and_models(results) -> None:
     (statistics,) = of_server["statistics"]["model_stats"]
     assert int(statistics["inference_count"]) >= 4 * len(IMAGES)
     assert int(statistics["inference_stats"]["compute_infer"]["ns"]) > 0
-    for call in ("no loading", "no unloading", "no trace", "no log settings"):
+    for call in ("no loading", "no unloading"):
+        assert of_server[call][0] == "StatusCode.INVALID_ARGUMENT", call
+    for call in ("no trace", "no log settings"):
         assert of_server[call][0] == "StatusCode.UNIMPLEMENTED", call
     for call in ("no shared memory", "no shared memory of a GPU"):
         assert "images only in the message" in of_server[call][1], call

@@ -14,14 +14,14 @@ from prelunet.evaluator.serving.api.inference import answer_in_order, model_stat
 from prelunet.evaluator.serving.api.inference_messages import parse_request
 from prelunet.evaluator.serving.observability.call_context import Caller
 from prelunet.evaluator.serving.observability.metrics import Metrics
-from tests.helpers.fakes import FakeSession, fake_contract
+from tests.helpers.fakes import fake_contract
 from tests.serving.api.inference_calls import IMAGE, image_input, infer_request, parameters, raw, scores_output
 from tests.serving.event_loop import async_test, settled
 
 
 def test_statistics_are_in_nanoseconds_and_each_in_its_field() -> None:
     metrics = Metrics()
-    six, other = (metrics.of_model(name, FakeSession()) for name in ("six", "other"))
+    six, other = (metrics.of_model(name) for name in ("six", "other"))
     for stage, seconds in {"queue": 0.25, "decode": 0.5, "compute": 1.0, "average": 0.125}.items():
         six.stage(stage, seconds)
         six.stage(stage, 2 * seconds)
@@ -33,7 +33,7 @@ def test_statistics_are_in_nanoseconds_and_each_in_its_field() -> None:
         six.batch_seconds.observe(0.5)
     six.last_answer.set(1.7e9)
     other.request_seconds.observe(99.0)
-    statistics = model_statistics("six", metrics)
+    statistics = model_statistics("six", 1, metrics)
     assert (statistics.inference_count, statistics.execution_count, statistics.last_inference) == (
         2,
         3,

@@ -18,7 +18,6 @@ from prelunet.evaluator.errors import EnvironmentFault
 from prelunet.evaluator.serving.http.listener import ConnectionLimits, Listener
 from prelunet.evaluator.serving.http.metrics import METRICS_CLOSE_TIMEOUT, METRICS_LIMITS, metrics_app
 from prelunet.evaluator.serving.observability.metrics import Metrics
-from tests.helpers.fakes import FakeSession
 from tests.serving.event_loop import async_test, until
 
 SCRAPE = b"GET /metrics HTTP/1.1\r\nHost: x\r\n\r\n"
@@ -70,7 +69,7 @@ async def answer_to(request: bytes, port: Listener, host: str = "127.0.0.1") -> 
 @async_test
 async def test_a_scrape_returns_the_metrics() -> None:
     metrics = Metrics()
-    metrics.of_model("flowers", FakeSession()).refused("views")  # type: ignore[arg-type]
+    metrics.of_model("flowers").refused("views")
     async with running_metrics_server(lambda: metrics.text()[0]) as port:
         status, body = await answer_to(b"GET /metrics HTTP/1.1\r\nHost: x\r\n\r\n", port)
         samples = {
@@ -80,7 +79,7 @@ async def test_a_scrape_returns_the_metrics() -> None:
         }
         assert status == 200
         assert samples["prelunet_refusals_total", "flowers", "views"] == 1
-        assert samples["prelunet_model_info", "flowers", None] == 1
+        assert samples["prelunet_waiting_images", "flowers", None] == 0
         again = await answer_to(b"GET /metrics?x=1 HTTP/1.0\r\n\r\n", port)
         assert again[0] == 200
 
@@ -99,7 +98,7 @@ PROMETHEUS_ACCEPTS = "application/openmetrics-text;version=1.0.0;q=0.5,text/plai
 @async_test
 async def test_a_scrape_gets_openmetrics_if_it_accepts_that(accept: str, media_type: str, parse: Any) -> None:
     metrics = Metrics()
-    metrics.of_model("flowers", FakeSession()).request_seconds.observe(0.2, {"trace_id": "abc"})  # type: ignore[arg-type]
+    metrics.of_model("flowers").request_seconds.observe(0.2, {"trace_id": "abc"})
     app = metrics_app(metrics.text, lambda: True)
     port = Listener(app, "127.0.0.1", 0, METRICS_LIMITS, option="--metrics-port")
     port.open()

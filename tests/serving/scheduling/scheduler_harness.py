@@ -102,7 +102,7 @@ def serve_models(
             0,
         )
         assert (device_queue._decoding_views, device_queue._decoded_bytes) == (0, 0)
-        assert (model.unanswered, model.decoding, model.ready_pixels, model.ready_windows) == (0, 0, 0, 0)
+        assert (model.decoding, model.ready_pixels, model.ready_windows) == (0, 0, 0)
         assert classifier.admission.used == Usage()
         for gauge in ("images", "views", "bytes"):
             assert metric_value(models, f"waiting_{gauge}", classifier.name) == 0
@@ -138,9 +138,9 @@ def ready_view_count(models: Models) -> int:
 
 
 def all_decoded(models: Models, requests: int) -> bool:
-    """Return whether this many requests are unanswered and all of them are decoded."""
-    device_queue, served_models = models.all()[0]._device_queue, [classifier._model for classifier in models.all()]
-    return sum(model.unanswered for model in served_models) == requests and not (
+    """Return whether this many images are unanswered and all of them are decoded."""
+    device_queue = models.all()[0]._device_queue
+    return sum(classifier.admission.used.images for classifier in models.all()) == requests and not (
         any(device_queue._encoded.values()) or device_queue._decoding
     )
 

@@ -214,7 +214,7 @@ def test_a_mirrored_protocol_costs_twice_as_much_as_a_plain_one() -> None:
 
 @async_test
 async def test_a_header_of_absurd_size_costs_no_more_than_the_largest_image() -> None:
-    model = ScheduledModel("fake", FakeSession(), Metrics().of_model("fake", FakeSession()), lambda *_: [])
+    model = ScheduledModel("fake", FakeSession(), Metrics().of_model("fake"), lambda *_: [])
     costs = [
         Request(model, PNG_START + 2 * side.to_bytes(4), CENTER, Caller(), lambda _: None, asyncio.Future()).decode_cost
         for side in (2**13, 2**32 - 1)
@@ -230,7 +230,7 @@ PNG_START = PNG_SIGNATURE + (13).to_bytes(4) + b"IHDR"  # width and height follo
 async def test_decoding_is_shared_among_clients_by_the_pixels_of_their_files(decoder: Decoder) -> None:
     """An image of 16 times as many pixels costs about 16 times as much, also where its file is no larger."""
     session = FakeSession()
-    model = ScheduledModel("fake", session, Metrics().of_model("fake", session), lambda *_: [])
+    model = ScheduledModel("fake", session, Metrics().of_model("fake"), lambda *_: [])
     device_queue, reply = DeviceQueue(QueueOptions(small_cost=0)), asyncio.get_running_loop().create_future()
     for client, side, number in (("large", 800, 30), ("small", 200, 100)):
         image = PNG_START + 2 * side.to_bytes(4) if decoder == "thread" else b"GIF89a" + 2 * side.to_bytes(2, "little")

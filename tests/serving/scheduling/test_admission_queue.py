@@ -14,13 +14,12 @@ from prelunet.evaluator.serving.observability.call_context import Caller
 from prelunet.evaluator.serving.observability.metrics import Metrics
 from prelunet.evaluator.serving.options import QueueOptions
 from prelunet.evaluator.serving.scheduling.admission import AdmissionController, Usage
-from tests.helpers.fakes import FakeSession
 from tests.serving.event_loop import async_test, settled, until
 
 
 def build_admission(**queue: int) -> tuple[AdmissionController, Metrics]:
     metrics = Metrics()
-    return AdmissionController("fake", QueueOptions(**queue), metrics.of_model("fake", FakeSession())), metrics
+    return AdmissionController("fake", QueueOptions(**queue), metrics.of_model("fake")), metrics
 
 
 def test_images_beyond_the_limit_of_bytes_are_refused_but_not_an_image_alone() -> None:

@@ -257,7 +257,7 @@ async def test_a_request_that_ends_while_a_batch_is_planned_is_not_in_it(monkeyp
 @async_test
 async def test_an_expired_request_is_dropped_even_if_its_timer_has_not_fired() -> None:
     """As when the event loop is blocked."""
-    model = ScheduledModel("fake", FakeSession(), Metrics().of_model("fake", FakeSession()), lambda *_: [])
+    model = ScheduledModel("fake", FakeSession(), Metrics().of_model("fake"), lambda *_: [])
 
     def waiting_request(seconds: float) -> Request:
         reply = asyncio.get_running_loop().create_future()
@@ -284,23 +284,7 @@ async def test_an_expired_request_is_dropped_even_if_its_timer_has_not_fired() -
 
 
 @async_test
-async def test_closing_a_model_finishes_waiting_requests_and_refuses_new_ones() -> None:
-    session = SteppedSession()
-
-    with serve_models(fake=session, other=FakeSession()) as models:
-        tasks = [await occupy_device(models, session), start_classify(models, png(32, 41), dense_protocol(32))]
-        await until(lambda: ready_view_count(models) == 1)
-        closing = asyncio.create_task(asyncio.to_thread(models.get("fake").close))
-        await until(lambda: models.get("fake")._model.closed)
-        with pytest.raises(Interrupted, match="'fake' is no longer served"):
-            await start_classify(models, png(32, 41), dense_protocol(32))
-        session.release_all()
-        await asyncio.gather(closing, *tasks)
-        await start_classify(models, png(32, 41), dense_protocol(32), model="other")
-
-
-@async_test
-async def test_closing_all_models_finishes_waiting_requests() -> None:
+async def test_closing_the_models_finishes_waiting_requests_and_refuses_new_ones() -> None:
     session = SteppedSession()
 
     with serve_models(fake=session) as models:
@@ -310,7 +294,9 @@ async def test_closing_all_models_finishes_waiting_requests() -> None:
         ]
         await until(lambda: metric_value(models, "waiting_images", "fake") == 6)
         closing = asyncio.create_task(asyncio.to_thread(models.close))
-        await until(lambda: models.get("")._model.closed)
+        await until(lambda: models.get("")._device_queue._closed)
+        with pytest.raises(Interrupted, match="the server has stopped"):
+            await start_classify(models, png(32, 41), dense_protocol(32))
         session.release_all()
         assert len(await asyncio.gather(*tasks)) == 6
         await closing

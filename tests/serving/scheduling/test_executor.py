@@ -274,7 +274,7 @@ async def test_decoding_stops_at_the_limit_of_ready_bytes_but_one_image_is_alway
 @async_test
 async def test_the_room_reserved_for_a_square_image_is_what_its_views_take(protocol: EvaluationProtocol) -> None:
     session = FakeSession()
-    model = ScheduledModel("fake", session, Metrics().of_model("fake", session), lambda *_: [])
+    model = ScheduledModel("fake", session, Metrics().of_model("fake"), lambda *_: [])
     reply = asyncio.get_running_loop().create_future()
     request = Request(model, png(60, 60), protocol, Caller(), lambda _: None, reply)
     views = make_views(decode_rgb(request.image), protocol)

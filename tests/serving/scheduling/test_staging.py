@@ -104,7 +104,7 @@ async def test_enough_views_of_different_shapes_for_no_full_batch_are_not_staged
 def test_a_batch_is_full_if_one_more_view_would_not_fit_or_would_join_another(batches: list[Batch], full: bool) -> None:
     rules = replace(GPU_RULES, max_pixels=5 * 32 * 44 + 1)
     session = FakeSession(provider="CUDAExecutionProvider", rules=rules)
-    model = ScheduledModel("fake", session, Metrics().of_model("fake", session), lambda *_: [])
+    model = ScheduledModel("fake", session, Metrics().of_model("fake"), lambda *_: [])
     assert executor.is_full(BatchPlan(tuple(batches), 1), model) == full
 
 

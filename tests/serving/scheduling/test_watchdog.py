@@ -55,7 +55,7 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
 
 def served_model(name: str = "model") -> ScheduledModel:
     session: Any = FakeSession()
-    return ScheduledModel(name, session, Metrics().of_model(name, session), lambda *_: [])
+    return ScheduledModel(name, session, Metrics().of_model(name), lambda *_: [])
 
 
 def hang_timeout(watching: Watchdog, reported: list[DeviceLost], of: ScheduledModel, pixels: int) -> int:

@@ -123,12 +123,14 @@ class Prediction(_message.Message):
     def __init__(self, class_index: _Optional[int] = ..., wnid: _Optional[str] = ..., name: _Optional[str] = ..., score: _Optional[float] = ...) -> None: ...
 
 class ModelIdentity(_message.Message):
-    __slots__ = ("name", "sha256")
+    __slots__ = ("name", "sha256", "version")
     NAME_FIELD_NUMBER: _ClassVar[int]
     SHA256_FIELD_NUMBER: _ClassVar[int]
+    VERSION_FIELD_NUMBER: _ClassVar[int]
     name: str
     sha256: str
-    def __init__(self, name: _Optional[str] = ..., sha256: _Optional[str] = ...) -> None: ...
+    version: int
+    def __init__(self, name: _Optional[str] = ..., sha256: _Optional[str] = ..., version: _Optional[int] = ...) -> None: ...
 
 class View(_message.Message):
     __slots__ = ("scale", "mirrored", "part", "windows")
@@ -252,10 +254,22 @@ class ListModelsRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class ListModelsResponse(_message.Message):
-    __slots__ = ("models",)
+    __slots__ = ("models", "problems")
     MODELS_FIELD_NUMBER: _ClassVar[int]
+    PROBLEMS_FIELD_NUMBER: _ClassVar[int]
     models: _containers.RepeatedCompositeFieldContainer[ModelIdentity]
-    def __init__(self, models: _Optional[_Iterable[_Union[ModelIdentity, _Mapping]]] = ...) -> None: ...
+    problems: _containers.RepeatedCompositeFieldContainer[VersionProblem]
+    def __init__(self, models: _Optional[_Iterable[_Union[ModelIdentity, _Mapping]]] = ..., problems: _Optional[_Iterable[_Union[VersionProblem, _Mapping]]] = ...) -> None: ...
+
+class VersionProblem(_message.Message):
+    __slots__ = ("name", "version", "reason")
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    VERSION_FIELD_NUMBER: _ClassVar[int]
+    REASON_FIELD_NUMBER: _ClassVar[int]
+    name: str
+    version: int
+    reason: str
+    def __init__(self, name: _Optional[str] = ..., version: _Optional[int] = ..., reason: _Optional[str] = ...) -> None: ...
 
 class GetModelRequest(_message.Message):
     __slots__ = ("name",)
@@ -270,7 +284,7 @@ class GetModelResponse(_message.Message):
     def __init__(self, model: _Optional[_Union[Model, _Mapping]] = ...) -> None: ...
 
 class Model(_message.Message):
-    __slots__ = ("name", "sha256", "architecture", "activation", "classes", "crop", "default_scales", "max_side", "canvas", "circumstances", "checkpoint_sha256", "protocols")
+    __slots__ = ("name", "sha256", "architecture", "activation", "classes", "crop", "default_scales", "max_side", "canvas", "circumstances", "checkpoint_sha256", "protocols", "version")
     NAME_FIELD_NUMBER: _ClassVar[int]
     SHA256_FIELD_NUMBER: _ClassVar[int]
     ARCHITECTURE_FIELD_NUMBER: _ClassVar[int]
@@ -283,6 +297,7 @@ class Model(_message.Message):
     CIRCUMSTANCES_FIELD_NUMBER: _ClassVar[int]
     CHECKPOINT_SHA256_FIELD_NUMBER: _ClassVar[int]
     PROTOCOLS_FIELD_NUMBER: _ClassVar[int]
+    VERSION_FIELD_NUMBER: _ClassVar[int]
     name: str
     sha256: str
     architecture: str
@@ -295,7 +310,8 @@ class Model(_message.Message):
     circumstances: Circumstances
     checkpoint_sha256: str
     protocols: _containers.RepeatedScalarFieldContainer[str]
-    def __init__(self, name: _Optional[str] = ..., sha256: _Optional[str] = ..., architecture: _Optional[str] = ..., activation: _Optional[str] = ..., classes: _Optional[_Iterable[_Union[ClassEntry, _Mapping]]] = ..., crop: _Optional[int] = ..., default_scales: _Optional[_Iterable[int]] = ..., max_side: _Optional[int] = ..., canvas: _Optional[str] = ..., circumstances: _Optional[_Union[Circumstances, _Mapping]] = ..., checkpoint_sha256: _Optional[str] = ..., protocols: _Optional[_Iterable[str]] = ...) -> None: ...
+    version: int
+    def __init__(self, name: _Optional[str] = ..., sha256: _Optional[str] = ..., architecture: _Optional[str] = ..., activation: _Optional[str] = ..., classes: _Optional[_Iterable[_Union[ClassEntry, _Mapping]]] = ..., crop: _Optional[int] = ..., default_scales: _Optional[_Iterable[int]] = ..., max_side: _Optional[int] = ..., canvas: _Optional[str] = ..., circumstances: _Optional[_Union[Circumstances, _Mapping]] = ..., checkpoint_sha256: _Optional[str] = ..., protocols: _Optional[_Iterable[str]] = ..., version: _Optional[int] = ...) -> None: ...
 
 class ClassEntry(_message.Message):
     __slots__ = ("wnid", "name")

@@ -95,7 +95,7 @@ class PreluNetServiceServicer:
         raise NotImplementedError('Method not implemented!')
 
     def ListModels(self, request, context):
-        """Lists the served models, in the order of the command line. All of them are ready.
+        """Lists the served models, in the order of the command line and then of loading, and what is wrong with others.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -1,0 +1,275 @@
+"""A folder of models, DIR/NAME/VERSION/model.onnx, whose newest versions a server loads while it serves.
+
+The folder is looked at every second. Of each model the newest version is served that can be loaded. A new one is loaded
+beside the one before it, checked with its golden images and warmed up; then it takes all new calls, and calls in flight
+finish on the version that they began with. If anything is wrong with it, what is served stays, and the reason is in
+the log, in `prelunet_reloads_total` and in the lists of models.
+"""
+
+import asyncio
+import gc
+import glob
+import logging
+import re
+from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, NamedTuple, TypeAlias
+
+from prelunet.evaluator.engine.session import Placement, Session
+from prelunet.evaluator.engine.verify import require_verified, verify
+from prelunet.evaluator.errors import Interrupted, ModelNotFound, ModelRefused, UsageError
+from prelunet.evaluator.serving.memory import require_room_to_load, serving_memory
+from prelunet.evaluator.serving.models import Models, load_model
+from prelunet.evaluator.serving.observability.logs import release_frames
+from prelunet.evaluator.serving.options import MODEL_NAME, ModelFile, ServeOptions
+from prelunet.evaluator.serving.watched_files import INTERVAL
+
+FILE = "model.onnx"
+_NUMBER = re.compile(r"[1-9][0-9]{0,8}")
+_DELETED, _STOPPING = "its file has been deleted; it is served from memory", "the server is stopping"
+_MAX_QUOTED = 100  # characters of a client's text in an error message
+
+log = logging.getLogger(__name__)
+
+
+class Version(NamedTuple):
+    """A version of a model."""
+
+    name: str
+    number: int
+
+    def __str__(self) -> str:
+        return f"{self.name}/{self.number}"
+
+
+Signature: TypeAlias = tuple[int, int, int]  # size, time of the last change and inode of a file
+Look: TypeAlias = Mapping[Version, Signature]
+
+
+class Repository:
+    """Keeps the served models equal to those in a folder. All methods belong to the event loop's thread.
+
+    stopped: whether the server stops, so that nothing is loaded any more.
+    """
+
+    def __init__(self, folder: Path, models: Models, options: ServeOptions, stopped: Callable[[], bool]) -> None:
+        self._folder, self._models, self._options, self._stopped = folder, models, options, stopped
+        self._fixed = {file.name for file in options.models}
+        self._lock = asyncio.Lock()  # one load at a time: each takes much memory
+        self._last_look: Look = {}
+        self._loaded: dict[Version, Signature] = {}
+        self._kept: set[Version] = set()  # loaded by their number, until they are unloaded
+        self._refused: dict[Version, tuple[Signature, str]] = {}  # with the reason; tried again once the file changes
+        self._deleted: set[Version] = set()  # loaded ones
+        self._retry = False
+        for outcome in ("loaded", "refused", "deleted", "unloaded"):
+            self._count(outcome, 0)
+
+    def problems(self) -> dict[Version, str]:
+        """Return the versions that are not served, and why, and those that are served but no longer in the folder."""
+        problems = {version: reason for version, (_, reason) in self._refused.items()}
+        return dict(sorted((problems | dict.fromkeys(self._deleted, _DELETED)).items()))
+
+    def retry(self) -> None:
+        """Let the next look try again what was refused, and load what was unloaded."""
+        self._retry = True
+
+    async def start(self) -> None:
+        """Load the newest version of each model that can be loaded; ModelRefused if there is none, or no model at all.
+
+        Only here half-written files are not waited for: an older version is tried instead.
+        """
+        self._last_look = look = await asyncio.to_thread(self._look)
+        if not look:
+            raise UsageError(
+                f"--models {self._folder}: no model there. Create NAME/VERSION/{FILE}, as in flowers/1/{FILE}"
+            )
+        for name in sorted({version.name for version in look}):
+            if not await self._update(name, look) and not self._stopped():
+                newest = _matching(look, name)[0]
+                raise ModelRefused(f"--models {self._folder}: {newest}: {self._refused[newest][1]}")
+
+    async def watch(self) -> None:
+        """Look at the folder at intervals. A version counts once two looks find it unchanged."""
+        while True:
+            await asyncio.sleep(INTERVAL)
+            async with self._lock:
+                look, before = await asyncio.to_thread(self._look), self._last_look
+                self._last_look = look
+                if self._retry:
+                    self._retry, self._refused = False, {}
+                self._refused = {version: of for version, of in self._refused.items() if version in look}
+                self._note_deleted(look)
+                settled = {
+                    version: signature for version, signature in look.items() if before.get(version) == signature
+                }
+                changing = {version.name for version in self._loaded if look.get(version) != before.get(version)}
+                for name in sorted({version.name for version in settled} - changing):
+                    await self._update(name, settled)
+            if len(self._models.sessions()) > len(self._loaded) + len(self._fixed):
+                # An error refers to its frames and they to it: a cycle, and through it a call holds its version.
+                gc.collect()
+
+    async def load(self, model: str) -> None:
+        """Load the newest version of the model NAME, or NAME/VERSION, which then stays until it is unloaded.
+
+        Returns when it is served. Raises ModelNotFound if it is not in the folder, ModelRefused with the reason if it
+        cannot be loaded.
+        """
+        await _finish(self._load_requested(model))
+
+    async def _load_requested(self, model: str) -> Exception | None:
+        async with self._lock:
+            look = await asyncio.to_thread(self._look)
+            wanted = _matching(look, model)
+            if not wanted:
+                return ModelNotFound(
+                    f"the server's folder has no model '{model[:_MAX_QUOTED]}'; it should be in NAME/VERSION/{FILE}"
+                )
+            for version in wanted:
+                self._refused.pop(version, None)
+            if "/" not in model:
+                await self._update(wanted[0].name, look)
+            elif await self._ensure_loaded(wanted[0], look):
+                self._kept.add(wanted[0])
+            if (refused := self._refused.get(wanted[0])) is not None:
+                return ModelRefused(f"{wanted[0]}: {refused[1]}")
+            return None
+
+    async def unload(self, model: str) -> None:
+        """Stop serving all versions of the model NAME, or only NAME/VERSION, until it is loaded or its file changes.
+
+        If it was the newest, the next older version in the folder takes its place first. Raises ModelNotFound if it is
+        not loaded, UsageError for a model of `--model`.
+        """
+        await _finish(self._unload_requested(model))
+
+    async def _unload_requested(self, model: str) -> Exception | None:
+        async with self._lock:
+            look = await asyncio.to_thread(self._look)
+            removed = _matching(self._loaded, model)
+            if not removed:
+                if self._models.has(model):
+                    return UsageError(f"model '{model}' was given by --model and stays until the server stops")
+                return ModelNotFound(f"model '{model[:_MAX_QUOTED]}' is not loaded")
+            for version in _matching(look, model):
+                self._refused[version] = look[version], "unloaded"
+            for version in removed:
+                del self._loaded[version]
+            if "/" in model:
+                await self._update(removed[0].name, look)
+            for version in removed:
+                self._remove(version)
+                self._count("unloaded")
+                log.info("model %s is unloaded", version)
+            return None
+
+    # One model
+
+    async def _update(self, name: str, look: Look) -> bool:
+        """Serve the newest version of a model that can be loaded, in place of others; False if there is none."""
+        for version in _matching(look, name):
+            refused = version in self._refused and self._refused[version][0] == look[version]
+            if (not refused and await self._ensure_loaded(version, look)) or version in self._loaded:
+                for other in _matching(self._loaded, name):
+                    if other != version and other not in self._kept:
+                        self._remove(other)
+                return True
+        return False
+
+    async def _ensure_loaded(self, version: Version, look: Look) -> bool:
+        """Load a version unless it is loaded, and serve it. If that fails, note the reason and return False."""
+        signature = look[version]
+        if self._loaded.get(version) == signature:
+            return True
+        served = self._models.versions(version.name)
+        log.info("loading model %s", version)
+        try:
+            session = await asyncio.to_thread(
+                self._prepare,
+                version,
+                signature,
+                served[0].session.placement if served else self._options.placement,
+                self._models.sessions(),
+                len(self._models.all()) + (not served),
+            )
+            if self._stopped():
+                raise Interrupted(_STOPPING)
+        except Exception as error:  # whatever it is, what is served stays, and later versions are tried
+            reason = str(error).replace(f"{self._folder}/", "") or type(error).__name__
+            release_frames(error)
+            self._refused[version] = signature, reason
+            self._count("refused")
+            stays = f"; version {served[0].version} stays" if served else ""
+            log.error("model %s is not served%s: %s", version, stays, reason)
+            return False
+        self._models.add(self._file(version), session)
+        self._loaded[version] = signature
+        self._refused.pop(version, None)
+        self._count("loaded")
+        log.info("model %s is served, sha256 %s", version, session.model_sha256)
+        return True
+
+    def _prepare(
+        self, version: Version, signature: Signature, placement: Placement, sessions: Sequence[Session], queues: int
+    ) -> Session:
+        """Load, check and warm up a version, in a thread. sessions, queues: in memory; see `serving_memory`."""
+        if self._stopped():
+            raise Interrupted(_STOPPING)
+        file = self._file(version)
+        if version.name in self._fixed:
+            raise ModelRefused("a model of this name was given by --model; rename this folder")
+        require_room_to_load(file.path, sessions, self._options, queues)
+        session = load_model(file, placement, self._stopped)
+        require_verified(str(version), session, verify(session))
+        serving_memory([*sessions, session], self._options, queues)
+        if _signature(file.path) != signature:
+            raise ModelRefused("its file changed while it was loaded")
+        return session
+
+    def _remove(self, version: Version) -> None:
+        self._models.remove(version.name, str(version.number))
+        self._loaded.pop(version, None)
+        self._kept.discard(version)
+        self._deleted.discard(version)
+
+    def _note_deleted(self, look: Look) -> None:
+        deleted = {version for version in self._loaded if version not in look}
+        for version in deleted - self._deleted:
+            self._count("deleted")
+            log.warning("model %s: %s", version, _DELETED)
+        self._deleted = deleted
+
+    def _file(self, version: Version) -> ModelFile:
+        return ModelFile(version.name, self._folder / version.name / str(version.number) / FILE, version.number)
+
+    def _look(self) -> Look:
+        """Return the versions in the folder; none where it cannot be read."""
+        look: dict[Version, Signature] = {}
+        pattern = f"{glob.escape(str(self._folder))}/*/*/{FILE}"
+        for path in glob.iglob(pattern):  # noqa: PTH207 - Path.glob raises for a folder that is deleted meanwhile
+            name, number = Path(path).parts[-3:-1]
+            if MODEL_NAME.fullmatch(name) and _NUMBER.fullmatch(number):
+                with suppress(OSError):  # deleted meanwhile
+                    look[Version(name, int(number))] = _signature(Path(path))
+        return look
+
+    def _count(self, outcome: str, number: int = 1) -> None:
+        self._models.metrics.reloads.labels("models", outcome).inc(number)
+
+
+async def _finish(work: Coroutine[Any, Any, Exception | None]) -> None:
+    """Wait for a change, which continues if the caller leaves, and raise the error that it returns."""
+    if (problem := await asyncio.shield(asyncio.create_task(work))) is not None:
+        raise problem
+
+
+def _signature(path: Path) -> Signature:
+    status = path.stat()
+    return status.st_size, status.st_mtime_ns, status.st_ino
+
+
+def _matching(versions: Iterable[Version], model: str) -> list[Version]:
+    """Return those of the model NAME, or the one NAME/VERSION; the newest first."""
+    return sorted((each for each in versions if model in (each.name, str(each))), reverse=True)
