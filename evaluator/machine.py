@@ -45,9 +45,14 @@ def cpuinfo_value(key: str, root: Path = _ROOT) -> str:
     return next((value.strip() for name, _, value in lines if name.strip() == key), "")
 
 
+def has_processor_flags(*flags: str, root: Path = _ROOT) -> bool:
+    """Whether this CPU has at least one of these instruction sets, named as in the flags of /proc/cpuinfo."""
+    return not {*flags}.isdisjoint(cpuinfo_value("flags", root).split())
+
+
 def supports_bf16(root: Path = _ROOT) -> bool:
     """Whether this CPU has bfloat16 instructions (AVX512_BF16 or AMX), according to the kernel."""
-    return not {"avx512_bf16", "amx_bf16"}.isdisjoint(cpuinfo_value("flags", root).split())
+    return has_processor_flags("avx512_bf16", "amx_bf16", root=root)
 
 
 def _groups(controller: str, root: Path) -> Iterator[tuple[Path, int]]:

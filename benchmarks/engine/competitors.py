@@ -54,7 +54,7 @@ class BenchmarkNet:
 
     folder: Path
     threads: int
-    sessions: dict[tuple[Device, CompetitorPrecision], Session] = field(default_factory=dict)
+    sessions: dict[tuple[str, Device, CompetitorPrecision], Session] = field(default_factory=dict)
 
     @cached_property
     def net(self) -> "DenseNet":
@@ -286,22 +286,25 @@ def _bare(case: BenchmarkNet, device: Device, precision: CompetitorPrecision) ->
     return OpenedCompetitor(in_pairs(run), settings)
 
 
-def _ours(case: BenchmarkNet, device: Device, precision: CompetitorPrecision) -> OpenedCompetitor:
+def _ours(case: BenchmarkNet, device: Device, precision: CompetitorPrecision, file: str = "ours") -> OpenedCompetitor:
     """Work as `prelunet classify`: views, batches, canvases, averages."""
-    session, settings = _session(case, device, precision)
+    session, settings = _session(case, device, precision, file)
     return OpenedCompetitor(lambda image, protocol: classify_images(session, [image], protocol)[0].scores, settings)
 
 
-def _session(case: BenchmarkNet, device: Device, precision: CompetitorPrecision) -> tuple[Session, dict[str, Any]]:
+def _session(
+    case: BenchmarkNet, device: Device, precision: CompetitorPrecision, file: str = "ours"
+) -> tuple[Session, dict[str, Any]]:
     """Return the session on our file; two competitors share it, since each session takes 2.6 GB for model C."""
-    if (device, precision) not in case.sessions:
-        ours = case.folder / "ours.onnx"
+    key = file, device, precision
+    if key not in case.sessions:
+        path = case.folder / f"{file}.onnx"
         try:
-            case.sessions[device, precision] = open_session(ours, device, precision=precision, threads=case.threads)
+            case.sessions[key] = open_session(path, device, precision=precision, threads=case.threads)
         except EnvironmentFault as error:
             raise NotAvailable(str(error)) from error
-    session = case.sessions[device, precision]
-    facts = {"threads": case.threads, "rules": session.rules.to_json(), "file": "ours"}
+    session = case.sessions[key]
+    facts = {"threads": case.threads, "rules": session.rules.to_json(), "file": file}
     return session, {**session.circumstances.to_json(), **facts}
 
 
@@ -309,6 +312,33 @@ def _channels_first(images: UInt8Array) -> npt.NDArray[np.float32]:
     return np.ascontiguousarray(images.transpose(0, 3, 1, 2), np.float32)
 
 
+def matrix_product_rates(threads: int) -> dict[CompetitorPrecision, float]:
+    """Return GFLOP/s of a product of random matrices, the fastest of ten: the bound of every competitor of a precision.
+
+    oneDNN's product in torch, because MKL's takes twice as long in float32 on CPUs other than Intel's; bf16 only where
+    this CPU has instructions for it.
+    """
+    import torch
+
+    torch.set_num_threads(threads)
+    product = torch.ops.mkldnn._linear_pointwise if _has_onednn() else None
+    rates: dict[CompetitorPrecision, float] = {}
+    dtypes: dict[CompetitorPrecision, torch.dtype] = {"fp32": torch.float32}
+    if supports_bf16():
+        dtypes["bf16"] = torch.bfloat16
+    for precision, dtype in dtypes.items():
+        one, other = (torch.randn(PEAK_SIDE, PEAK_SIDE).to(dtype) for _ in range(2))
+        took = []
+        for _ in range(10):
+            begun = time.perf_counter()
+            product(one, other, None, "none", [], "") if product else torch.matmul(one, other)
+            took.append(time.perf_counter() - begun)
+        rates[precision] = round(2 * PEAK_SIDE**3 / min(took) / 1e9, 1)
+    return rates
+
+
+PEAK_SIDE = 2048  # of the matrices whose product is the bound
+BEFORE = "ours before, openvino bf16"  # the file of another checkout (--before) in this engine
 REFERENCE = "torch eager"  # reference of all scores; a test compares it with training.net.dense_reference
 COMPETITORS: Mapping[str, Competitor] = {
     competitor.name: competitor
@@ -324,12 +354,19 @@ COMPETITORS: Mapping[str, Competitor] = {
         ),
         Competitor("ours, cpu", "fp32", partial(_ours, device="cpu", precision="fp32"), ours=True),
         Competitor("ours, openvino", "fp32", partial(_ours, device="openvino", precision="fp32"), ours=True),
+        Competitor("ours, ncnn", "fp32", partial(_ours, device="ncnn", precision="fp32"), ours=True),
         Competitor("torch channels_last bf16", "bf16", partial(_channels_last, precision="bf16")),
         Competitor("openvino, plain export, bf16", "bf16", partial(_openvino, precision="bf16")),
         Competitor(
             "openvino, our file, bf16",
             "bf16",
             partial(_bare, device="openvino", precision="bf16"),
+            alone_as="ours, openvino bf16",
+        ),
+        Competitor(
+            BEFORE,
+            "bf16",
+            partial(_ours, device="openvino", precision="bf16", file="before"),
             alone_as="ours, openvino bf16",
         ),
         Competitor("ours, openvino bf16", "bf16", partial(_ours, device="openvino", precision="bf16"), ours=True),

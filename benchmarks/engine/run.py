@@ -11,6 +11,9 @@ synthetic in photo sizes, or come from --data.
 
 import argparse
 import gc
+import os
+import subprocess
+import sys
 import tempfile
 import time
 from collections.abc import Mapping, Sequence
@@ -21,7 +24,15 @@ from benchmarks.common.nets import write_files
 from benchmarks.common.photos import Photo, load_photos
 from benchmarks.common.results import circumstances, digest_of, resident_mb, write_result
 from benchmarks.common.runner import command_line
-from benchmarks.engine.competitors import COMPETITORS, REFERENCE, BenchmarkNet, NotAvailable, OpenedCompetitor
+from benchmarks.engine.competitors import (
+    BEFORE,
+    COMPETITORS,
+    REFERENCE,
+    BenchmarkNet,
+    NotAvailable,
+    OpenedCompetitor,
+    matrix_product_rates,
+)
 from benchmarks.engine.interleaved import PhotoTimings, Reference, StopRule, measure, warm_up
 from benchmarks.engine.isolated import run_isolated
 from benchmarks.engine.table import goals_of, rows_of, tables
@@ -52,6 +63,7 @@ def main() -> None:
         "files": {},
         "threads": options.threads,
         "settings": {},
+        "peak_gflop_per_second": matrix_product_rates(options.threads),
         "process_memory_mb": {},
         "results": [],
         "goals": [],
@@ -60,6 +72,8 @@ def main() -> None:
         with tempfile.TemporaryDirectory(prefix="prelunet-bench-") as folder:
             _log(begun, f"{name}: writing its files")
             write_files(name, Path(folder))
+            if options.before is not None:
+                _export_with(options.before, Path(folder))
             result["files"][name] = sha256_of(Path(folder) / "ours.onnx")
             _net(options, name, BenchmarkNet(Path(folder), options.threads), photos, result, begun)
         gc.collect()
@@ -79,9 +93,21 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--patience", type=float, default=180,
                         help="time limit in seconds for the LEAST images; at least one is always measured")  # fmt: skip
     parser.add_argument("--threads", type=int, default=cores(), help="threads of every competitor")
+    parser.add_argument("--before", type=Path, metavar="CHECKOUT",
+                        help=f"another checkout, whose export writes the file of '{BEFORE}'")  # fmt: skip
     parser.add_argument("--only", nargs="+", choices=list(COMPETITORS), metavar="COMPETITOR", default=list(COMPETITORS),
                         help=f"{REFERENCE} always takes part; also: " + "; ".join(COMPETITORS))  # fmt: skip
     return parser.parse_args()
+
+
+def _export_with(checkout: Path, folder: Path) -> None:
+    """Export the checkpoint with another checkout: `before.onnx`."""
+    code = (
+        "import sys; from pathlib import Path; from prelunet.export.dense.export import export_checkpoint as export; "
+    )
+    code += "export(Path(sys.argv[1]), Path(sys.argv[2]))"
+    command = [sys.executable, "-c", code, str(folder / "net.safetensors"), str(folder / "before.onnx")]
+    subprocess.run(command, check=True, env={**os.environ, "PYTHONPATH": str(checkout.resolve() / "src")})
 
 
 def _net(
@@ -92,6 +118,8 @@ def _net(
     One precision after the other: all competitors at once would take 20 GB for model C.
     """
     chosen = [one for one in COMPETITORS if one in options.only or one == REFERENCE]
+    if options.before is None and BEFORE in chosen:
+        chosen.remove(BEFORE)
     protocols = _protocols(case, options.protocols)
     alone = _alone(case, chosen, photos[0], max(scale for protocol in protocols for scale in protocol.scales))
     visits: dict[str, list[PhotoTimings]] = {protocol.name: [] for protocol in protocols}
@@ -114,7 +142,7 @@ def _net(
                     "net": name,
                     "protocol": one.to_json(),
                     "visits": [visit.to_json() for visit in visits[one.name]],
-                    "rows": rows_of(visits[one.name], alone),
+                    "rows": rows_of(visits[one.name], alone, result["peak_gflop_per_second"]),
                 }
                 for one in protocols
                 if visits[one.name]

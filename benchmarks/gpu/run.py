@@ -1,6 +1,6 @@
 """Measure the engine on a GPU, in parts of less than eight minutes each.
 
-    python -m benchmarks.gpu.run --part parity|sweep|throughput|torch|training [--output FILE]
+    python -m benchmarks.gpu.run --part parity|sweep|throughput|torch|fused|training [--output FILE]
     python -m benchmarks.gpu.run --part table          print the Markdown tables of all results
     python -m benchmarks.gpu.run --part table --output docs/gpu.md     write them between the marks of that file
     python -m benchmarks.gpu.run --plan                print what each part measures, and about how long it takes
@@ -15,7 +15,8 @@ nothing silently runs on a CPU: if the CUDA provider is unavailable, the script 
 - sweep:      provider options, batch sizes, changes of shape, masks, uploads, CUDA graphs
 - throughput: images/s of whole protocols through the engine, with and without decoding, and the time for 50,000 images
 - torch:      eager and compiled torch on the same canvases and on mixed shapes, compared with the engine
-- training:   images/s of training steps
+- fused:      the trunk alone in onnxruntime, eager and compiled torch, and cuDNN graphs that contain PReLU
+- training:   images/s of training steps, eager and compiled
 """
 
 import argparse
@@ -40,6 +41,7 @@ MODULES = {
     "sweep": ("gpu/sweep", "gpu/graphs", "gpu/uploads"),
     "throughput": ("gpu/throughput", "common/imagenet_sizes", "common/photos"),
     "torch": ("gpu/torch_compared", "common/dense_torch", "gpu/sweep", "gpu/throughput", "common/imagenet_sizes"),
+    "fused": ("gpu/fused", "common/dense_torch"),
     "training": ("gpu/training_step",),
 }  # the first module of each part measures
 WITHOUT_RUNTIME = ("torch", "training")  # they measure torch; the engine is optional

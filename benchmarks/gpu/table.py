@@ -10,7 +10,7 @@ from typing import Any
 from benchmarks.common.results import latest, markdown, read_results
 from prelunet.evaluator.engine.memory import GPU_FLOPS, GPU_SWITCH_SECONDS
 
-PARTS = ("parity", "sweep", "throughput", "torch", "training")
+PARTS = ("parity", "sweep", "throughput", "torch", "fused", "training")
 BEGIN, END = "<!-- results of benchmarks/gpu/run.py -->", "<!-- end of results -->"
 NOT_MEASURED = "not measured"
 SHARE, TIMES, MINUTES = 0.60, 1.3, 8.0  # the goals, for model C at multi-scale
@@ -167,6 +167,8 @@ _TABLES = (
      ("net", "canvas", "competitor", "ms", *_RATES, "off")),
     ("Torch beside the engine, mixed shapes from the host's memory, fp16", "torch", "mixed",
      ("net", "competitor", "way", *_RATES, "first pass, s: first_seconds")),
+    ("The trunk alone, fp16: a PReLU in the convolution or after it", "fused", "fused",
+     ("net", "canvas", "way", "masked", "ms", *_RATES, "off", "not available: not_available")),
     ("Training steps", "training", "training",
      ("net", "precision", "channels last: channels_last", "compiled: compile", "batch", "ms", *_RATES,
       "GPU memory, GB: memory_gb")),

@@ -2,6 +2,7 @@
 
 import ctypes
 import importlib.metadata
+import importlib.util
 import logging
 import math
 import sys
@@ -22,19 +23,22 @@ from prelunet.evaluator.contract import (
     rewrite_hint,
 )
 from prelunet.evaluator.engine.memory import cpu_rules, gpu_rules, require_loadable
-from prelunet.evaluator.engine.runtimes import onnx, openvino
+from prelunet.evaluator.engine.runtimes import ncnn, onnx, openvino
 from prelunet.evaluator.engine.runtimes.base import LoadedModel, error_summary
-from prelunet.evaluator.engine.runtimes.onnx_metadata import read_precision
+from prelunet.evaluator.engine.runtimes.onnx_metadata import read_metadata, read_precision
 from prelunet.evaluator.engine.session import Circumstances, Device, Placement, Precision, Session
 from prelunet.evaluator.engine.verify import TOLERANCES, deviation
 from prelunet.evaluator.errors import ContractError, EnvironmentFault, PreluNetError, UsageError
 from prelunet.evaluator.files import sha256_of
 from prelunet.evaluator.json_checks import differences, format_differences
+from prelunet.evaluator.machine import has_processor_flags
 
 log = logging.getLogger(__name__)
 
 _DRIVER = "libcuda.so.1"  # part of the driver, whatever CUDA version the runtime brings
 _ON_A_CPU = "On a CPU one session uses all cores: omit --gpus, and see --threads"
+
+LARGE_NET_FLOPS = 10e9  # per crop: see `choose_cpu_device`. A has 38e9, E 1.9e9, the demo net 0.03e9
 
 # (device, precision of the file) → precisions that it can be computed in; the first is the default.
 _PRECISIONS: Mapping[tuple[str, str], tuple[Precision, ...]] = {
@@ -42,6 +46,7 @@ _PRECISIONS: Mapping[tuple[str, str], tuple[Precision, ...]] = {
     ("cpu", "fp16"): ("fp32",),  # with rounded weights: this provider drops the casts between layers
     ("openvino", "fp32"): ("fp32", "bf16"),
     ("openvino", "fp16"): ("fp32", "bf16"),
+    ("ncnn", "fp32"): ("fp32",),
     ("cuda", "fp32"): ("fp32", "tf32"),
     ("cuda", "fp16"): ("fp16",),
 }
@@ -77,12 +82,33 @@ def open_with_placement(
     digest = digest or sha256_of(path)
     if placement.device != "auto":
         return _open(path, placement, digest, preallocate=preallocate)
-    if onnx.has_cuda_provider():
+    if placement.precision != "bf16" and onnx.has_cuda_provider():
         try:
             return _open(path, replace(placement, device="cuda"), digest, preallocate=preallocate)
         except EnvironmentFault as error:
             log.warning("device auto: running on the CPU, because CUDA is unavailable: %s", error)
-    return _open(path, replace(placement, device="cpu"), digest, preallocate=preallocate)
+    device = choose_cpu_device(path, placement.precision)
+    return _open(path, replace(placement, device=device), digest, preallocate=preallocate)
+
+
+def choose_cpu_device(path: Path, precision: Precision | None = None) -> Device:
+    """Return the device with which `auto` runs a model file on this CPU: `openvino` or `cpu`.
+
+    A fixed rule rather than a timing, so that a repeated run chooses the same. OpenVINO for bf16 and, if it is
+    installed, for a net of at least LARGE_NET_FLOPS operations per crop on a processor with AVX-512: elsewhere and for
+    smaller nets onnxruntime is as fast or faster in fp32 (docs/performance.md). A malformed file is left to the device
+    that loads it.
+    """
+    if precision == "bf16":
+        return "openvino"
+    if importlib.util.find_spec("openvino") is None or not has_processor_flags("avx512f"):
+        return "cpu"
+    try:
+        contract = contract_from_metadata(read_metadata(path), str(path))
+    except ContractError:
+        return "cpu"
+    operations = 2 * (contract.multiply_adds(contract.crop, contract.crop) or 0)
+    return "openvino" if operations >= LARGE_NET_FLOPS else "cpu"
 
 
 def open_sessions(path: Path, placement: Placement, gpus: int = 1) -> list[Session]:
@@ -93,7 +119,7 @@ def open_sessions(path: Path, placement: Placement, gpus: int = 1) -> list[Sessi
     Raises UsageError for several GPUs on a CPU, EnvironmentFault when too few are visible or they are not alike, and
     otherwise as `open_with_placement`.
     """
-    if gpus != 1 and placement.device in {"cpu", "openvino"}:
+    if gpus != 1 and placement.device in {"cpu", "openvino", "ncnn"}:
         raise UsageError(f"--gpus {gpus}: --device {placement.device} has no GPUs. {_ON_A_CPU}")
     if placement.device == "cuda" and gpus:
         _require_visible(gpus, placement.gpu)  # before anything is loaded
@@ -123,6 +149,8 @@ def _open(path: Path, placement: Placement, digest: str, *, preallocate: bool) -
             require_loadable(file_bytes, stated, placement.memory, device)
     loaded, arena = _load(path, placement)
     contract = contract_from_metadata(loaded.metadata, str(path))
+    if device == "ncnn":  # it has no masks
+        contract = replace(contract, canvas="exact")
     _check_interface(loaded, contract, path)
     precision = _compute_precision(device, contract.precision, placement.precision, path)
     circumstances = Circumstances(loaded.provider, precision, package_versions(loaded.packages))
@@ -147,6 +175,8 @@ def _load(path: Path, placement: Placement) -> tuple[LoadedModel, int | None]:
         return onnx.load_on_cuda(path, gpu=placement.gpu, tf32=tf32, memory=placement.gpu_memory)
     if placement.device == "openvino":
         return openvino.load(path, "bf16" if precision == "bf16" else "fp32", threads=threads), None
+    if placement.device == "ncnn":
+        return ncnn.load(path, threads=threads), None
     return onnx.load_on_cpu(path, threads=threads), None
 
 
@@ -155,7 +185,9 @@ def _compute_precision(device: Device, stored: str, requested: Precision | None,
 
     stored: precision of the file.
     """
-    possible = _PRECISIONS[device, stored]
+    possible = _PRECISIONS.get((device, stored), ())
+    if not possible:
+        raise UsageError(f"--device {device}: {path} stores {stored}. Export it with --precision fp32")
     if requested is not None and requested not in possible:
         others = [f"--device {other}" for (other, file), choices in _PRECISIONS.items()
                   if file == stored and requested in choices]  # fmt: skip

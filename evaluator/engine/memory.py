@@ -36,10 +36,16 @@ if TYPE_CHECKING:
     from prelunet.evaluator.engine.session import Session
 
 # Copies by device, which is also the runtime: `cpu` is onnxruntime's own. OpenVINO reorders weights and windows for its
-# matrix products; on a GPU (not measured here) the arena grows by powers of two. Measured: docs/performance.md.
-LOADING_COPIES = 2.5
-WEIGHT_COPIES: Mapping[str, float] = {"cpu": 1.5, "openvino": 2.5, "cuda": 1.5}  # in main memory, also beside a GPU
-BATCH_COPIES: Mapping[str, int] = {"cpu": 1, "openvino": 2, "cuda": 2}
+# matrix products, and ncnn triples the trunk's weights for Winograd's method; on a GPU (not measured here) the arena
+# grows by powers of two. Measured: docs/performance.md.
+LOADING_COPIES: Mapping[str, float] = {"cpu": 2.5, "openvino": 2.5, "ncnn": 3, "cuda": 2.5}
+WEIGHT_COPIES: Mapping[str, float] = {
+    "cpu": 1.5,
+    "openvino": 2.5,
+    "ncnn": 3,
+    "cuda": 1.5,
+}  # in main memory, also beside a GPU
+BATCH_COPIES: Mapping[str, int] = {"cpu": 1, "openvino": 2, "ncnn": 2, "cuda": 2}
 BASE_BYTES, GPU_BASE_BYTES = 2**27, 2**31  # on a GPU with the libraries of CUDA and cuDNN (an assumption)
 WORKSPACE_BYTES = 2**25  # buffers of the runtime's threads, whatever the batch
 VALUE_BYTES: Mapping[str, int] = {"fp32": 4, "tf32": 4, "bf16": 2, "fp16": 2}  # of a number in a map
@@ -56,6 +62,12 @@ PORTION_SHARE = 16  # a portion takes at most a sixteenth of a limit
 PACKED_BATCHES = 8  # in main memory: on a GPU three page-locked ones, of up to twice the size, and two packed ones
 RESULT_PORTIONS = 3  # portions whose results are kept until they are averaged
 LISTED_BYTES_PER_IMAGE = 512  # for names of 40 characters
+
+# Time in which OpenVINO prepares a batch of another shape than the last one, and operations/s while it computes small
+# nets. Constants, so that equal commands plan equal batches everywhere. Measured: 1.5 ms with AVX-512, 13 ms with AMX;
+# plans that assume a third or twice as much take the same time (docs/performance.md). onnxruntime and ncnn need none.
+OPENVINO_SWITCH_SECONDS = 0.005
+OPENVINO_FLOPS: Mapping[str, float] = {"fp32": 200e9, "bf16": 400e9}
 
 # Assumptions about a GPU, not measured here.
 GPU_WEIGHT_COPIES = 2.5  # on the GPU
@@ -123,15 +135,24 @@ def fit_rules(
 def cpu_rules(
     contract: ModelContract, memory: int | None, file_bytes: int, *, device: str = "cpu", precision: str = "fp32"
 ) -> BatchRules:
-    """Return the rules of a CPU: the default ones, or smaller ones within a memory limit.
+    """Return the rules of a CPU: exact shapes, or shared canvases if OpenVINO's changes of shape cost more than these.
 
     memory: limit of the process in bytes, or None; file_bytes: of the model file; device: `cpu` or `openvino`;
     precision: to compute in. Batches get half of what base, weights and decoding leave; the portions get the other.
     """
+    unlimited = BatchRules()
+    if device == "openvino" and contract.canvas == "ragged" and (switch := openvino_switch_pixels(contract, precision)):
+        unlimited = BatchRules(contract.trunk_stride, switch_pixels=switch)
     if memory is None:
-        return BatchRules()
+        return unlimited
     weights = WEIGHT_COPIES[device] * _weights_bytes(file_bytes, contract.precision, device)
-    return fit_rules(contract, (memory - BASE_BYTES - weights - DECODE_BYTES) / 2, BatchRules(), precision, device)
+    return fit_rules(contract, (memory - BASE_BYTES - weights - DECODE_BYTES) / 2, unlimited, precision, device)
+
+
+def openvino_switch_pixels(contract: ModelContract, precision: str) -> int:
+    """Return what a change of shape costs OpenVINO, in pixels; 0 for nets so large that it does not matter."""
+    switch = OPENVINO_SWITCH_SECONDS * OPENVINO_FLOPS[precision] / flops_per_pixel(contract)
+    return min(int(switch), MAX_RULE_VALUE) if switch > contract.crop**2 / 4 else 0
 
 
 def gpu_rules(
@@ -263,7 +284,7 @@ def estimate_memory(
 
 def loading_bytes(file_bytes: int, precision: str, device: str) -> int:
     """Return an upper bound of the bytes that loading a model file takes. precision: of the file."""
-    return math.ceil(LOADING_COPIES * _weights_bytes(file_bytes, precision, device))
+    return math.ceil(LOADING_COPIES[device] * _weights_bytes(file_bytes, precision, device))
 
 
 def require_loadable(file_bytes: int, precision: str, memory: int, device: str) -> None:

@@ -22,7 +22,7 @@ from prelunet.evaluator.engine.runtimes import onnx
 from prelunet.evaluator.engine.runtimes.base import LoadedModel, error_summary, is_device_lost, is_out_of_memory
 from prelunet.evaluator.errors import DeviceLost, OutOfMemory, UsageError
 
-Device = Literal["auto", "cpu", "openvino", "cuda"]
+Device = Literal["auto", "cpu", "openvino", "ncnn", "cuda"]
 Precision = Literal["fp32", "tf32", "bf16", "fp16"]
 
 log = logging.getLogger(__name__)
@@ -82,8 +82,8 @@ class Placement:
     device: Annotated[
         Device,
         CliOption(
-            "Device that runs the model: cpu (onnxruntime), openvino (also the CPU, faster), cuda, or auto: CUDA if "
-            "available, else cpu."
+            "Device that runs the model: cpu (onnxruntime), openvino or ncnn (also the CPU, faster for large nets), "
+            "cuda, or auto: cuda if available, else openvino or cpu by a fixed rule (docs/performance.md)."
         ),
     ] = "auto"
     precision: Annotated[
@@ -216,6 +216,6 @@ def check_canvas(contract: ModelContract, images: UInt8Array, sizes: Int64Array)
         raise UsageError(f"sizes up to {sizes.max(axis=0).tolist()} exceed the canvas of {height}x{width}")
     if contract.canvas == "exact" and (sizes != (height, width)).any():
         raise UsageError(
-            "this file was exported with --canvas exact: every image must fill its canvas. "
-            "For images of different sizes, export with: --canvas ragged"
+            "this file was exported with --canvas exact, or runs in ncnn: every image must fill its canvas. "
+            "For images of different sizes, export with --canvas ragged and use another --device"
         )

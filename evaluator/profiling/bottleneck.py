@@ -1,9 +1,11 @@
 """Find what bounds a measured evaluation, and advise changes that the numbers justify."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
 from prelunet.evaluator.engine.memory import GPU_SWITCH_SECONDS
+from prelunet.evaluator.profiling.engines import WORTHWHILE, EngineComparison
 from prelunet.evaluator.profiling.profile import Measurement
 from prelunet.evaluator.validation.pipeline import MAX_THREADS
 
@@ -38,8 +40,7 @@ class ExecutionSettings:
     """Settings that the advice may change.
 
     device, precision: of the run; file_precision: of the model file; model_threads: as requested, 0 for one per core;
-    cores: of this machine; bf16: whether its CPU has bfloat16 instructions; limited: whether the memory of the
-    computing device was limited.
+    cores: of this machine; limited: whether the memory of the computing device was limited.
     """
 
     device: str
@@ -47,7 +48,6 @@ class ExecutionSettings:
     file_precision: str
     model_threads: int
     cores: int
-    bf16: bool
     limited: bool
 
 
@@ -120,12 +120,15 @@ def _largest_other_cost(measured: Measurement) -> Bottleneck:
     return max(taken, key=lambda one: taken[one])
 
 
-def advice(measured: Measurement, settings: ExecutionSettings) -> list[str]:
-    """Return suggested changes, the most promising first; none if no number justifies any."""
+def advice(measured: Measurement, settings: ExecutionSettings, engines: Sequence[EngineComparison] = ()) -> list[str]:
+    """Return suggested changes, the most promising first; none if no number justifies any.
+
+    engines: the other ones of this CPU, as measured.
+    """
     cause = find_bottleneck(measured)
     if cause in {"compute", "sharing"}:
         less = cause == "sharing" and _largest_other_cost(measured) == "decoding"
-        suggestions = [*([_LESS_DECODING] * less), *_faster_compute(settings)]
+        suggestions = [*([_LESS_DECODING] * less), *_faster_compute(settings, engines)]
         option = "--gpu-memory-limit" if settings.device == "cuda" else "--memory-limit"
         if measured.totals.padding > MUCH_PADDING and settings.limited:
             suggestions.append(
@@ -146,7 +149,7 @@ def advice(measured: Measurement, settings: ExecutionSettings) -> list[str]:
     return _ALWAYS.get(cause, [])
 
 
-def _faster_compute(settings: ExecutionSettings) -> list[str]:
+def _faster_compute(settings: ExecutionSettings, engines: Sequence[EngineComparison]) -> list[str]:
     """Return how to compute the same work faster."""
     if settings.device == "cuda":
         if settings.file_precision == "fp32" and settings.precision == "fp32":
@@ -158,15 +161,10 @@ def _faster_compute(settings: ExecutionSettings) -> list[str]:
     suggestions = []
     if 0 < settings.model_threads < settings.cores:
         suggestions.append(f"--threads 0 uses all {settings.cores} cores; now {settings.model_threads} compute")
-    if settings.bf16 and settings.precision != "bf16":
-        device = "" if settings.device == "openvino" else "--device openvino "
-        suggestions.append(
-            f"{device}--precision bf16: this CPU has instructions for it, with which the paper's nets take about half "
-            "the time; small nets may take longer. Check the effect on errors with `prelunet compare`"
-        )
-    elif settings.device == "cpu" and not settings.bf16:
-        suggestions.append(
-            "--device openvino computes float32 somewhat faster on most CPUs, with the same errors; small nets may "
-            "take longer"
-        )
+    faster = sorted(engines, key=lambda engine: -engine.times_as_fast)
+    suggestions += [
+        f"{engine}. Check the effect on errors with `prelunet compare`"
+        for engine in faster
+        if engine.times_as_fast >= WORTHWHILE
+    ]
     return suggestions

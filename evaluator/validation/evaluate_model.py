@@ -7,7 +7,12 @@ from prelunet.evaluator.byte_sizes import format_bytes
 from prelunet.evaluator.datasets import DatasetSpec, open_from_spec
 from prelunet.evaluator.datasets.dataset import UNLABELLED, Dataset
 from prelunet.evaluator.engine.heatmap import why_flat
-from prelunet.evaluator.engine.memory import MemoryEstimate, estimate_memory, require_fits
+from prelunet.evaluator.engine.memory import (
+    MemoryEstimate,
+    estimate_memory,
+    openvino_switch_pixels,
+    require_fits,
+)
 from prelunet.evaluator.engine.session import Session
 from prelunet.evaluator.errors import UsageError
 from prelunet.evaluator.imaging.decode import max_decode_bytes
@@ -73,6 +78,11 @@ def evaluate_model(  # noqa: PLR0913 - one argument per option
     pipelines = MAX_CHUNKS_IN_FLIGHT if cluster is not None else 1
     need = estimate_run_memory(session, protocol, info.chunk, dataset, sessions=len(sessions), pipelines=pipelines)
     report_memory(need, report, gpu=session.circumstances.on_gpu)
+    if is_slower_in_bf16(session, protocol):
+        report(
+            "note: OpenVINO takes longer to prepare each shape of this small net than bf16 saves. Omit --precision and "
+            "--device for fp32, or export the net with --canvas ragged"
+        )
     chunk_evaluator = evaluate_on_ray(cluster, session, model, dataset, info, report) if cluster is not None else None
     return validate(
         sessions,
@@ -85,6 +95,13 @@ def evaluate_model(  # noqa: PLR0913 - one argument per option
         chunk_evaluator=chunk_evaluator,
         report=report,
     )
+
+
+def is_slower_in_bf16(session: Session, protocol: EvaluationProtocol) -> bool:
+    """Return whether views of many shapes run one by one, in bf16, on a net for which changes of shape dominate."""
+    if session.circumstances.precision != "bf16" or session.rules.switch_pixels or protocol.crop is not None:
+        return False
+    return openvino_switch_pixels(session.contract, "bf16") > 0
 
 
 def estimate_run_memory(

@@ -8,23 +8,26 @@ from typing import Annotated, Any
 import typer
 
 from prelunet.evaluator.byte_sizes import format_bytes
-from prelunet.evaluator.datasets import open_images
+from prelunet.evaluator.datasets import Dataset, open_images
 from prelunet.evaluator.engine.load import open_sessions
 from prelunet.evaluator.engine.memory import MemoryEstimate
-from prelunet.evaluator.engine.session import Placement
-from prelunet.evaluator.errors import Interrupted
+from prelunet.evaluator.engine.session import Placement, Session
+from prelunet.evaluator.errors import ImageError, Interrupted
 from prelunet.evaluator.files import require_writable, write_atomically
-from prelunet.evaluator.machine import cores, supports_bf16
+from prelunet.evaluator.machine import cores
 from prelunet.evaluator.profiling.bottleneck import ExecutionSettings, advice, describe_bottleneck
+from prelunet.evaluator.profiling.engines import EngineComparison, compare_engines
 from prelunet.evaluator.profiling.profile import Measurement, benchmark
-from prelunet.evaluator.protocols import ProtocolOverrides, build_protocol, default_protocol_name
+from prelunet.evaluator.protocols import EvaluationProtocol, ProtocolOverrides, build_protocol, default_protocol_name
 from prelunet.evaluator.terminal import echo, report, table_lines
 from prelunet.evaluator.validation.evaluate_model import estimate_run_memory
+from prelunet.evaluator.validation.pipeline import prepare
 from prelunet.evaluator.validation.run import build_run_info, describe_dataset
-from prelunet.evaluator.validation.timing import STAGES
+from prelunet.evaluator.validation.timing import STAGES, StageTimer
 from prelunet.evaluator.verbs.options.derive import Only, derive_options
 from prelunet.evaluator.verbs.options.shared import GpusOption, ModelOption, ProtocolOption
 
+ENGINE_SECONDS = 3.0  # of computing in each turn, to compare engines
 HEADERS = ("stage", "threads", "seconds", "ms/image", "share of time")
 
 
@@ -67,6 +70,7 @@ def bench(
             sessions, dataset, evaluation_protocol, info.batching.images_together,
             threads=placement.threads, images=limit, seconds=seconds, report=report,
         )  # fmt: skip
+        engines = _other_engines(session, model, dataset, evaluation_protocol, measured)
     except KeyboardInterrupt:
         raise Interrupted("interrupted; the measurement is incomplete, and nothing was saved") from None
     placed = session.placement
@@ -76,7 +80,6 @@ def bench(
         file_precision=session.contract.precision,
         model_threads=placed.threads,
         cores=cores(),
-        bf16=supports_bf16(),
         limited=(placed.gpu_memory if placed.device == "cuda" else placed.memory) is not None,
     )
     result = {
@@ -89,11 +92,28 @@ def bench(
         **measured.to_json(),
         "memory_foretold": need.total,
         "bound": describe_bottleneck(measured),
-        "advice": advice(measured, settings),
+        "engines": [engine.to_json() for engine in engines],
+        "advice": advice(measured, settings, engines),
     }
     echo(json.dumps(result) if as_json else "\n".join(_lines(measured, need, result)))
     if output is not None:
         write_atomically(output, (json.dumps(result, indent=2) + "\n").encode())
+
+
+def _other_engines(
+    session: Session, model: Path, dataset: Dataset, protocol: EvaluationProtocol, measured: Measurement
+) -> list[EngineComparison]:
+    """Compare the other engines of this CPU on one portion, of as many images as take ENGINE_SECONDS.
+
+    Not under a memory limit, as two sessions exceed it.
+    """
+    if session.placement.memory is not None:
+        return []
+    count = min(measured.images_together, max(1, round(ENGINE_SECONDS * measured.images_per_second)))
+    samples = [dataset.samples[number * len(dataset.samples) // count] for number in range(count)]
+    prepared = [prepare(dataset, sample, protocol, StageTimer()) for sample in samples]
+    images = [views for views in prepared if not isinstance(views, ImageError)]
+    return list(compare_engines(session, model, images, protocol)) if images else []
 
 
 def _lines(measured: Measurement, need: MemoryEstimate, result: dict[str, Any]) -> list[str]:

@@ -43,7 +43,7 @@ def doctor(
         checked_address(server)
     findings = list(check_machine(host, port, placement.device))
     if model is not None:
-        findings.append(check_model(model, placement))
+        findings += check_model(model, placement)
     if server is not None:
         findings += check_server(server, timeout, credentials)
     wrong = [finding for finding in findings if finding.state == "wrong"]

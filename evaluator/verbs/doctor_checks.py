@@ -9,7 +9,7 @@ import statistics
 import tempfile
 import time
 from base64 import b64decode
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -18,13 +18,17 @@ from typing import Any, Literal
 import numpy as np
 
 from prelunet.evaluator.byte_sizes import format_bytes
+from prelunet.evaluator.contract import golden_image
 from prelunet.evaluator.engine.load import open_with_placement, visible_gpus
 from prelunet.evaluator.engine.runtimes import onnx, openvino
 from prelunet.evaluator.engine.runtimes.base import LoadedModel
-from prelunet.evaluator.engine.session import Placement
-from prelunet.evaluator.engine.verify import TOLERANCES, verify
+from prelunet.evaluator.engine.session import Placement, Session
+from prelunet.evaluator.engine.verify import TOLERANCES, Deviation, verify
 from prelunet.evaluator.errors import PreluNetError, install_hint
+from prelunet.evaluator.imaging.views import make_views
 from prelunet.evaluator.machine import cores, machine_memory
+from prelunet.evaluator.profiling.engines import WORTHWHILE, compare_engines
+from prelunet.evaluator.protocols import build_protocol
 from prelunet.evaluator.rpc.credentials import Credentials
 from prelunet.evaluator.serving.memory import serving_memory
 from prelunet.evaluator.serving.options import RESERVED_FILES, ModelFile, ServeOptions, ServerLimits
@@ -34,6 +38,7 @@ State = Literal["ok", "note", "wrong"]
 _PACKAGES = ("prelunet", "numpy", "pillow", "grpcio", "protobuf", "prometheus-client")
 _DISTRIBUTIONS = ("onnxruntime", "onnxruntime-gpu", "onnxruntime-openvino")  # of one import package
 _ROUND_TRIPS = 20
+_IMAGES = 8  # generated, from square to nearly 1:2, to compare engines
 
 # A model file without metadata, with the contract's inputs and outputs: scores are the softmax of the mean of a 1x1
 # convolution from 3 to 2 channels, weights (1, 0, -1) / 64 and (0, 1, 0) / 64. tests/verbs/test_doctor.py rebuilds it.
@@ -113,6 +118,7 @@ def _devices() -> Iterator[Finding]:
         else:
             yield Finding("device cpu", "computes in fp32", facts={"precisions": ["fp32"]})
         yield _openvino(path)
+        yield _ncnn()
         yield _cuda(path)
 
 
@@ -133,6 +139,16 @@ def _openvino(path: Path) -> Finding:
         message if "bf16" in precisions else f"{message}; this CPU does not support bf16",
         facts=facts,
     )
+
+
+def _ncnn() -> Finding:
+    """Look for ncnn; only `check_model` runs it, because it needs a net with our layers."""
+    version = _version("ncnn")
+    if version == "not installed":
+        message = "ncnn is not installed; it is faster in fp32 for large nets"
+        return Finding("device ncnn", message, "note", install_hint("ncnn"), {"precisions": []})
+    message = "for fp32; it is checked with a model (--model)"
+    return Finding("device ncnn", message, facts={"precisions": ["fp32"], "version": version})
 
 
 def _cuda(path: Path) -> Finding:
@@ -208,13 +224,21 @@ def _port(host: str, port: int) -> Finding:
     return Finding("port", f"{host}:{port} is free", facts=facts)
 
 
-def check_model(path: Path, placement: Placement) -> Finding:
-    """Load a model, run its golden images and estimate the memory for serving it."""
+def check_model(path: Path, placement: Placement) -> Iterator[Finding]:
+    """Load a model, run its golden images, estimate the memory for serving it, and compare the engines of this CPU."""
     try:
         session = open_with_placement(path, placement, preallocate=True)
         deviations = verify(session) if session.contract.golden else []
     except PreluNetError as error:
-        return Finding("model", f"{path}: cannot be served", "wrong", str(error))
+        yield Finding("model", f"{path}: cannot be served", "wrong", str(error))
+        return
+    finding = _model(path, session, deviations)
+    yield finding
+    if finding.state != "wrong":
+        yield from _engines(path, session)
+
+
+def _model(path: Path, session: Session, deviations: Sequence[Deviation]) -> Finding:
     need = serving_memory([session], ServeOptions((ModelFile("model", path),))).total
     available = machine_memory()
     facts = {
@@ -237,6 +261,20 @@ def check_model(path: Path, placement: Placement) -> Finding:
         fix = f"this machine has {format_bytes(available)}: give --memory-limit"
         return Finding("model", message, "note", fix, facts)
     return Finding("model", message, facts=facts)
+
+
+def _engines(path: Path, session: Session) -> Iterator[Finding]:
+    """Compare this CPU's other engines on generated images at the model's smallest scale."""
+    contract = session.contract
+    protocol = build_protocol("center" if contract.fixed_size else f"dense-{contract.default_scales[0]}", contract)
+    sizes = [(protocol.scales[0], protocol.scales[0] * (_IMAGES + number) // _IMAGES) for number in range(_IMAGES)]
+    images = [make_views(golden_image(*size), protocol) for size in sizes]
+    if found := list(compare_engines(session, path, images, protocol)):
+        best = max(found, key=lambda engine: engine.times_as_fast)
+        gain = f"try {best}; check the effect on errors with prelunet compare" * (best.times_as_fast >= WORTHWHILE)
+        facts = {"engines": [each.to_json() for each in found]}
+        message = "; ".join(map(str, found)) + " (generated ones)"
+        yield Finding("engines", message, "note" if gain else "ok", gain, facts)
 
 
 def check_server(address: str, timeout: float, credentials: Credentials) -> Iterator[Finding]:

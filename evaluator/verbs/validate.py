@@ -10,7 +10,8 @@ import typer
 
 from prelunet.evaluator.datasets import DatasetSpec, parse_class_selection
 from prelunet.evaluator.engine.load import open_sessions
-from prelunet.evaluator.engine.session import Placement
+from prelunet.evaluator.engine.runtimes import ncnn, onnx, openvino
+from prelunet.evaluator.engine.session import Device, Placement
 from prelunet.evaluator.errors import UsageError
 from prelunet.evaluator.protocols import ProtocolOverrides, build_protocol, default_protocol_name
 from prelunet.evaluator.reporting.report import Report, build_report, error_with_interval, scored_over
@@ -18,7 +19,7 @@ from prelunet.evaluator.reporting.statistics import TOPS
 from prelunet.evaluator.terminal import echo, report
 from prelunet.evaluator.validation.evaluate_model import evaluate_model
 from prelunet.evaluator.validation.ray_cluster import Cluster
-from prelunet.evaluator.validation.run import Run
+from prelunet.evaluator.validation.run import Run, is_run_folder, read_run_info
 from prelunet.evaluator.verbs.options.derive import Only, derive_options
 from prelunet.evaluator.verbs.options.shared import GpusOption, ModelOption, ProtocolOption, report_next_command
 
@@ -86,6 +87,8 @@ def validate(
         if found is None or int(found[1]) > int(found[2]):
             raise UsageError(f"--shard {shard}: give I/N with I from 1 to N, e.g. 2/5 for the second of five parts")
         part = int(found[1]), int(found[2])
+    if placement.device == "auto" and not fresh:
+        placement = replace(placement, device=_recorded_device(run))
     sessions = open_sessions(model, placement, gpus)
     session = sessions[0]
     evaluation_protocol = build_protocol(
@@ -107,6 +110,17 @@ def validate(
         report=report,
     )
     _report_result(finished, run, as_json=as_json)
+
+
+def _recorded_device(folder: Path) -> Device:
+    """Return the device of the run in a folder, which `auto` reuses when the run is resumed; `auto` for a new run."""
+    devices: dict[str, Device] = {
+        onnx.CPU: "cpu",
+        onnx.CUDA: "cuda",
+        openvino.PROVIDER: "openvino",
+        ncnn.PROVIDER: "ncnn",
+    }
+    return devices.get(read_run_info(folder).circumstances["provider"], "auto") if is_run_folder(folder) else "auto"
 
 
 def _report_result(finished: Run, run: Path, *, as_json: bool) -> None:

@@ -38,6 +38,10 @@ from prelunet.export.onnx_graph import IR_VERSION, OPSET, GraphBuilder, add_valu
 # Pixels; larger where `multi-scale` needs it. The graph slices its masks from a constant of this length.
 MAX_CANVAS_SIDE = 4096
 _BLOCK_ROWS = 64  # rows transposed at a time; transposing a 500 MB fc1 at once takes six times as long
+# Terms of one product of fc1; longer sums are split. In a longer one oneDNN reads the weights again for every block of
+# windows: with AMX model A's fc1, 32,256 terms, took 459 ms whole and 298 in nine parts (bf16, two views of 480x640).
+# With AVX-512 alone it makes no difference: docs/performance.md.
+MAX_TERMS = 3584
 
 
 @dataclass(frozen=True)
@@ -114,7 +118,7 @@ def build_model(
         image = graph.node("Cast", [image], "images.fp16", to=TensorProto.FLOAT16)
         valid = replace(valid, half=True)
     feature_map, valid = _trunk(graph, architecture, parameters, image, valid, masked=masked)
-    logits = _head(graph, architecture, parameters, feature_map)
+    logits = _head(graph, architecture, parameters, feature_map, half=half)
     if half:
         logits = graph.node("Cast", [logits], "fc3.fp32", to=TensorProto.FLOAT)
     # A window is valid if all its cells are inside the image.
@@ -289,13 +293,20 @@ def fc1_channel_last(weight: FloatArray, architecture: Architecture) -> FloatArr
     return matrix
 
 
-def _head(graph: GraphBuilder, architecture: Architecture, tensors: Mapping[str, FloatArray], feature_map: str) -> str:
+def _head(
+    graph: GraphBuilder, architecture: Architecture, tensors: Mapping[str, FloatArray], feature_map: str, *, half: bool
+) -> str:
     """Add pyramid and fully connected layers over all windows; return the logits (N, Gh, Gw, K)."""
-    value = _gathered_pyramid(graph, architecture, feature_map)
+    bins = _bins(graph, architecture, feature_map)
+    value = ""
     for name in ("fc1", "fc2", "fc3"):
         weight = tensors[f"{name}.weight"]
-        matrix = fc1_channel_last(weight, architecture) if name == "fc1" else weight.T
-        product = graph.node("MatMul", [value, graph.constant(f"{name}.weight", matrix)], f"{name}.product")
+        if name == "fc1":
+            matrix = fc1_channel_last(weight, architecture)
+            # A half file is for GPUs, which gain nothing, and each sum would be rounded once more.
+            product = _product_of_bins(graph, matrix, bins, len(bins) if half else MAX_TERMS // architecture.channels)
+        else:
+            product = graph.node("MatMul", [value, graph.constant(f"{name}.weight", weight.T)], f"{name}.product")
         value = graph.node("Add", [product, graph.constant(f"{name}.bias", tensors[f"{name}.bias"])], name)
         if name != "fc3":
             # Of full rank because the channel is last: some runtimes apply a 1-D slope to axis 1.
@@ -303,8 +314,27 @@ def _head(graph: GraphBuilder, architecture: Architecture, tensors: Mapping[str,
     return value
 
 
-def _gathered_pyramid(graph: GraphBuilder, architecture: Architecture, feature_map: str) -> str:
-    """Add the pools and concatenate the bins of every window: (N, C, rows, columns) → (N, Gh, Gw, bins·C).
+def _product_of_bins(graph: GraphBuilder, matrix: FloatArray, bins: Sequence[str], together: int) -> str:
+    """Add fc1's product with the bins of every window, `together` of them at a time, and the sum of these products.
+
+    matrix: (bins·C, hidden).
+    """
+    together = min(max(1, together), len(bins))
+    if together == len(bins):
+        pyramid = graph.node("Concat", bins, "pyramid", axis=3)
+        return graph.node("MatMul", [pyramid, graph.constant("fc1.weight", matrix)], "fc1.product")
+    rows, total = len(matrix) // len(bins), ""
+    for first in range(0, len(bins), together):
+        part, chosen = f"part_{first // together}", bins[first : first + together]
+        pyramid = graph.node("Concat", chosen, f"pyramid.{part}", axis=3)
+        weight = graph.constant(f"fc1.weight.{part}", matrix[first * rows : (first + len(chosen)) * rows])
+        product = graph.node("MatMul", [pyramid, weight], f"fc1.product.{part}")
+        total = graph.node("Add", [total, product], f"fc1.sum.{part}") if total else product
+    return total
+
+
+def _bins(graph: GraphBuilder, architecture: Architecture, feature_map: str) -> list[str]:
+    """Add the pools and the bins of every window: (N, C, rows, columns) → for each bin (N, Gh, Gw, C).
 
     The pool of a bin's size, sliced from the bin's offset, holds that bin for all windows. The pool has `window − size`
     more rows than the grid, which determines how many to drop at the end.
@@ -334,7 +364,7 @@ def _gathered_pyramid(graph: GraphBuilder, architecture: Architecture, feature_m
                 channel_last[size], f"bin_{index}", axes=(1, 2), starts=(bin_.row, bin_.column), trims=trims
             )
         )
-    return graph.node("Concat", parts, "pyramid", axis=3)
+    return parts
 
 
 def _averages(graph: GraphBuilder, logits: str, grid: ValidCells) -> None:

@@ -4,6 +4,7 @@ test_export.py tests how the real runtime answers damaged files and wrong canvas
 """
 
 import hashlib
+import importlib.util
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
@@ -16,14 +17,16 @@ import onnx
 import pytest
 
 from prelunet.evaluator.contract import INPUTS, OUTPUTS, GoldenImage, ModelContract, golden_image
+from prelunet.evaluator.engine import load
 from prelunet.evaluator.engine.batching import BatchRules
-from prelunet.evaluator.engine.load import open_session, open_with_placement
+from prelunet.evaluator.engine.load import choose_cpu_device, open_session, open_with_placement
 from prelunet.evaluator.engine.memory import gpu_rules
 from prelunet.evaluator.engine.runtimes import onnx as onnx_runtime
 from prelunet.evaluator.engine.runtimes.base import error_summary, is_out_of_memory
 from prelunet.evaluator.engine.session import Circumstances, Device, Placement, Precision, Session
 from prelunet.evaluator.errors import ContractError, EnvironmentFault, UsageError
 from prelunet.evaluator.serving.models import ModelFile, load_model
+from tests.engine.contracts import build_contract
 from tests.engine.runtimes.fake_runtime import (
     CPU,
     CUDA,
@@ -97,6 +100,34 @@ def test_auto_without_a_working_cuda_is_a_cpu_session_with_a_warning(use, model:
     assert str(opened.circumstances).startswith(f"{CPU}, fp32 (prelunet ")
     assert runtime.loads[-1][1] == [CPU], "the session should have been loaded anew, for the CPU alone"
     assert opened.run(canvas(), sizes()).windows == CPU
+
+
+@pytest.mark.parametrize(
+    ("net", "flags", "openvino", "precision", "device"),
+    [
+        ("A", "avx2 avx512f", True, None, "openvino"),
+        ("A", "avx2 avx512f", True, "fp32", "openvino"),
+        ("A", "avx2 avx512f", False, None, "cpu"),
+        ("A", "avx2", True, None, "cpu"),
+        ("demo", "avx2 avx512f", True, None, "cpu"),
+        ("demo", "avx2", False, "bf16", "openvino"),  # which then names what is missing
+        (None, "avx2 avx512f", True, None, "cpu"),  # not a model file of ours, or damaged
+    ],
+)
+def test_on_a_cpu_auto_follows_the_net_the_processor_and_what_is_installed(  # noqa: PLR0917
+    monkeypatch: pytest.MonkeyPatch,
+    model: Path,
+    net: str | None,
+    flags: str,
+    openvino: bool,
+    precision: Precision | None,
+    device: Device,
+) -> None:
+    metadata = {} if net is None else replace(build_contract(net), checkpoint_sha256="0" * 64).to_metadata()
+    monkeypatch.setattr(load, "read_metadata", lambda _path: metadata)
+    monkeypatch.setattr(load, "has_processor_flags", lambda *wanted: not set(wanted).isdisjoint(flags.split()))
+    monkeypatch.setattr(importlib.util, "find_spec", lambda _name: object() if openvino else None)
+    assert choose_cpu_device(model, precision) == device
 
 
 def canvas() -> np.ndarray:
@@ -327,7 +358,7 @@ def test_a_session_hands_the_canvas_to_the_runtime_and_knows_its_file_and_versio
 
 def test_a_misspelt_device_is_refused_with_the_list_of_them(use, model: Path) -> None:
     runtime = use(FakeRuntime(CUDA))
-    with pytest.raises(UsageError, match=r"no device 'gpu'\. There are: auto, cpu, openvino, cuda"):
+    with pytest.raises(UsageError, match=r"no device 'gpu'\. There are: auto, cpu, openvino, ncnn, cuda"):
         open_session(model, "gpu")
     assert runtime.loads == []
 

@@ -5,6 +5,7 @@ import re
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -19,12 +20,14 @@ from prelunet.evaluator.architectures import OpaqueNet, architecture, multiply_a
 from prelunet.evaluator.cli import run
 from prelunet.evaluator.datasets.dataset import Dataset, DatasetSpec
 from prelunet.evaluator.datasets.open import open_from_spec
-from prelunet.evaluator.engine.session import Outputs, Placement
-from prelunet.evaluator.errors import DatasetError
+from prelunet.evaluator.engine.classify import classify_images
+from prelunet.evaluator.engine.session import Device, Outputs, Placement, Precision
+from prelunet.evaluator.errors import DatasetError, EnvironmentFault
 from prelunet.evaluator.imaging.decode import decode_rgb
 from prelunet.evaluator.imaging.views import make_views
 from prelunet.evaluator.machine import supports_bf16
 from prelunet.evaluator.profiling.bottleneck import ExecutionSettings, advice, describe_bottleneck, find_bottleneck
+from prelunet.evaluator.profiling.engines import EngineComparison, compare_engines
 from prelunet.evaluator.profiling.profile import IsolatedCompute, Measurement, benchmark, measure_isolated
 from prelunet.evaluator.protocols import build_protocol
 from prelunet.evaluator.validation.timing import STAGES, StageTotals
@@ -253,21 +256,69 @@ def test_a_disturbed_or_short_measurement_is_not_judged(spent: dict[str, float],
         assert again.startswith("measure")
 
 
-ON_A_CPU = ExecutionSettings("cpu", "fp32", "fp32", model_threads=0, cores=8, bf16=False, limited=False)
+ON_A_CPU = ExecutionSettings("cpu", "fp32", "fp32", model_threads=0, cores=8, limited=False)
 ON_A_GPU = replace(ON_A_CPU, device="cuda", cores=16)
 COMPUTING = {"compute": 9.9}
 
 
-def test_advice_for_a_cpu_that_computes_all_the_time_follows_its_instructions_and_threads() -> None:
-    (openvino,) = advice(measurement(**COMPUTING), ON_A_CPU)
-    assert "--device openvino computes float32" in openvino
-    (bf16,) = advice(measurement(**COMPUTING), replace(ON_A_CPU, bf16=True))
-    assert bf16.startswith("--device openvino --precision bf16")
-    (bf16,) = advice(measurement(**COMPUTING), replace(ON_A_CPU, device="openvino", bf16=True))
-    assert bf16.startswith("--precision bf16")
-    assert advice(measurement(**COMPUTING), replace(ON_A_CPU, device="openvino", precision="bf16", bf16=True)) == []
-    threads, _ = advice(measurement(**COMPUTING), replace(ON_A_CPU, model_threads=3))
+def engine(device: Device, precision: Precision, times_as_fast: float) -> EngineComparison:
+    return EngineComparison(device, precision, times_as_fast, images=2000, other_first_answers=6)
+
+
+BF16 = engine("openvino", "bf16", 5.8)
+
+
+def test_advice_for_a_cpu_that_computes_all_the_time_is_a_faster_engine_with_its_measured_numbers_or_threads() -> None:
+    best, other = advice(measurement(**COMPUTING), ON_A_CPU, [engine("openvino", "fp32", 1.06), BF16])
+    assert best.startswith(
+        "--device openvino --precision bf16: 5.8 times as fast here, other first answers for 6 of 2,000 images. "
+    )
+    assert other.startswith("--device openvino --precision fp32: 1.1 times as fast here")
+    slower = [engine("cpu", "fp32", 1.04), engine("openvino", "bf16", 0.9)]
+    assert advice(measurement(**COMPUTING), ON_A_CPU, slower) == []
+    threads, _ = advice(measurement(**COMPUTING), replace(ON_A_CPU, model_threads=3), [BF16])
     assert threads.startswith("--threads 0 uses all 8 cores; now 3")
+
+
+class SlowSession(FakeSession):
+    """A session of a given precision that takes 20 ms more per call, and prefers other classes for another seed."""
+
+    def compute(self, staged: Any) -> Outputs:
+        time.sleep(0.02)
+        return super().compute(staged)
+
+
+def test_engines_are_compared_by_time_and_first_answers_except_those_that_are_missing_or_in_use(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    session, opened = SlowSession(), []
+    others = {"fp32": FakeSession(), "bf16": FakeSession(seed=1)}
+
+    def open_other(path: Path, placement: Placement, *, digest: str) -> FakeSession:
+        opened.append((path, placement.device, placement.precision, digest))
+        if placement.precision == "bf16" and "bf16" not in others:
+            raise EnvironmentFault("no bf16 here")
+        return others[placement.precision or ""]
+
+    monkeypatch.setattr("prelunet.evaluator.profiling.engines.open_with_placement", open_other)
+    rng = np.random.default_rng(0)
+    pictures = [rng.integers(0, 256, (31 + number, 40, 3), np.uint8) for number in range(12)]
+    views = [make_views(picture, TWO_SCALES) for picture in pictures]
+    same, different, ncnn = compare_engines(session, tmp_path, views, TWO_SCALES)
+    engines = [("openvino", "fp32"), ("openvino", "bf16"), ("ncnn", "fp32")]
+    assert opened == [(tmp_path, *engine, session.model_sha256) for engine in engines]
+    assert (ncnn.device, ncnn.precision, ncnn.other_first_answers) == ("ncnn", "fp32", 0)
+    assert (same.device, same.precision, same.images, same.other_first_answers) == ("openvino", "fp32", 12, 0)
+    assert same.times_as_fast > 1
+    answers = [
+        [classify_images(one, [picture], TWO_SCALES)[0].top(1) for picture in pictures]
+        for one in (session, others["bf16"])
+    ]
+    expected = sum(a[0][0] != b[0][0] for a, b in zip(*answers, strict=True))
+    assert different.other_first_answers == expected
+    assert expected > 0, "the two sessions should differ, or nothing is counted"
+    del others["bf16"]
+    assert [each.precision for each in compare_engines(session, tmp_path, views, TWO_SCALES)] == ["fp32", "fp32"]
 
 
 def test_advice_for_a_gpu_that_computes_is_half_precision_and_larger_portions_if_they_can_be_had() -> None:
@@ -289,11 +340,11 @@ def test_advice_for_a_session_that_waits_is_about_what_it_waits_for() -> None:
     (smaller,) = advice(measurement(threads=8, compute=5.0, wait=5.0, decode=79.0), ON_A_CPU)
     assert "closer to the protocol's scales" in smaller
     sharing = {"compute": 9.9, "alone": 8.0, "decode": 6.0}
-    smaller, openvino = advice(measurement(**sharing), ON_A_CPU)
+    smaller, faster = advice(measurement(**sharing), ON_A_CPU, [BF16])
     assert smaller.startswith("images saved closer to the protocol's scales decode faster")
-    assert openvino.startswith("--device openvino")
-    (openvino,) = advice(measurement(**{**sharing, "average": 6.1}), ON_A_CPU)
-    assert openvino.startswith("--device openvino")
+    assert faster.startswith("--device openvino")
+    (faster,) = advice(measurement(**{**sharing, "average": 6.1}), ON_A_CPU, [BF16])
+    assert faster.startswith("--device openvino")
     (disk,) = advice(measurement(compute=5.0, wait=5.0, read=20.0), ON_A_CPU)
     assert "faster disk" in disk
     (longer,) = advice(measurement(compute=5.0, wait=5.0), ON_A_CPU)
@@ -327,7 +378,7 @@ def command(data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Call
     """Give the command line with a model behind `open_sessions`."""
     session = OpenedSession(Placement("cpu"))
     monkeypatch.setattr("prelunet.evaluator.verbs.bench.open_sessions", lambda *_: [session])
-    monkeypatch.setattr("prelunet.evaluator.verbs.bench.supports_bf16", lambda: True)
+    monkeypatch.setattr("prelunet.evaluator.verbs.bench.compare_engines", lambda *_: [BF16])
     (tmp_path / "m.onnx").write_bytes(b"x" * 100)
 
     def call(*more: str, images: Path = data) -> int:
@@ -366,6 +417,7 @@ def test_json_on_stdout_and_in_the_file_holds_the_measurement_and_its_circumstan
     assert output["memory_peak"] > 0
     assert isinstance(output["bound"], str)
     assert isinstance(output["advice"], list)
+    assert output["engines"] == [BF16.to_json()]
 
 
 def test_a_folder_without_images_exits_2(

@@ -129,7 +129,7 @@ def test_a_damaged_onnxruntime_is_found_and_the_other_checks_still_run(
     code, findings, err = doctor(capsys, "--port", "0")
     assert code == 6
     assert {name for name, finding in findings.items() if finding["state"] == "wrong"} == {"onnxruntime", "device cpu"}
-    assert "2 of 9 findings are wrong:" in err
+    assert "2 of 10 findings are wrong:" in err
     assert "- onnxruntime: " in err
     assert "Keep one" in err
 
@@ -212,6 +212,11 @@ def test_a_good_model_is_checked_with_its_golden_images_and_its_memory_for_servi
     cases = [(each["case"], each["height"], each["width"], each["passed"]) for each in facts["deviations"]]
     assert cases == [(case, g.height, g.width, True) for case in ("alone", "together") for g in golden]
     assert facts["memory"] > 2**28, "the queue alone takes as much"
+    if findings["device openvino"]["facts"]["precisions"]:
+        engines = findings["engines"]["facts"]["engines"]
+        assert (engines[0]["device"], engines[0]["precision"], engines[0]["images"]) == ("openvino", "fp32", 8)
+        assert engines[0]["other_first_answers"] == 0
+        assert "times as fast here" in findings["engines"]["told"]
 
 
 def test_a_model_whose_scores_are_off_is_found(
@@ -279,7 +284,7 @@ def test_with_the_table_each_fault_is_printed_once(capsys: pytest.CaptureFixture
         address = f"127.0.0.1:{taken.getsockname()[1]}"
     assert run(["doctor", "--server", address, "--port", "0"]) == 6
     printed = capsys.readouterr()
-    assert printed.err == "prelunet: 1 of 10 findings is wrong: server. The table shows how to fix this\n"
+    assert printed.err == "prelunet: 1 of 11 findings is wrong: server. The table shows how to fix this\n"
     assert "connection refused" in printed.out
 
 

@@ -11,6 +11,7 @@ import pytest
 
 from prelunet.evaluator.cli import run
 from prelunet.evaluator.contract import ClassEntry
+from prelunet.evaluator.engine.session import Placement
 from prelunet.evaluator.protocols import build_protocol
 from prelunet.evaluator.validation.run import read_run
 from tests.conftest import ExportedNet
@@ -66,6 +67,24 @@ def test_the_options_of_the_protocol_are_those_of_the_run(command: Callable[...,
     assert (protocol.averaging, protocol.weights, protocol.apply_exif) == ("logit", "view", True)
     assert command(data, "--protocol", "multi-scale", "--scales", "30,33", folder="two") == 0
     assert read_run(tmp_path / "two").info.protocol == build_protocol("dense-30-33", SESSION.contract)
+
+
+def test_auto_resumes_a_run_on_the_device_that_began_it(
+    monkeypatch: pytest.MonkeyPatch, command: Callable[..., int], tmp_path: Path
+) -> None:
+    data = write_folder(tmp_path / "val", FOLDERS)
+    requested: list[str] = []
+
+    def open_fake(_model: Path, placement: Placement, _gpus: int) -> list[FakeSession]:
+        requested.append(placement.device)
+        return [FakeSession(SESSION.contract, provider="OpenVINO")]
+
+    monkeypatch.setattr("prelunet.evaluator.verbs.validate.open_sessions", open_fake)
+    assert command(data) == 0
+    assert command(data) == 0
+    assert command(data, "--fresh") == 0
+    assert command(data, "--device", "cpu") == 0
+    assert requested == ["auto", "openvino", "auto", "cpu"]
 
 
 def test_another_selection_in_the_folder_is_refused_with_both(

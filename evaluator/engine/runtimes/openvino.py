@@ -8,7 +8,9 @@ further off than with a channel mean: the convolution behind it rounds its input
 """
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from types import ModuleType
@@ -16,12 +18,14 @@ from typing import Any, Literal
 
 import numpy as np
 
-from prelunet.evaluator.arrays import Int64Array, UInt8Array
+from prelunet.evaluator.architectures import Conv, Pool
+from prelunet.evaluator.arrays import Float32Array, Int64Array, UInt8Array
 from prelunet.evaluator.contract import OUTPUTS
 from prelunet.evaluator.engine.runtimes.base import load_error
 from prelunet.evaluator.errors import ContractError, EnvironmentFault, install_hint
 
 PROVIDER = "OpenVINO"
+FEATURE_MAP = "feature_map"
 CpuPrecision = Literal["fp32", "bf16"]
 
 HINTS: Mapping[CpuPrecision, str] = {"fp32": "f32", "bf16": "bf16"}
@@ -66,7 +70,71 @@ def load(path: Path, precision: CpuPrecision = "fp32", *, threads: int = 0) -> O
     """
     runtime = _import()
     check_processor(precision)
-    core = _core()
+    with _errors(path):
+        model = _read(path)
+        compiled = _compile(model, precision, threads)
+    check_precision(compiled, precision)
+    return OpenVinoModel(runtime, model, compiled)
+
+
+@dataclass(frozen=True)
+class ModelAroundTrunk:
+    """A model without its trunk, which another runtime computes.
+
+    front: compiled, from the model's inputs to the input of the first convolution; model, compiled: from the inputs and
+    FEATURE_MAP, the trunk's output, to the model's outputs; constants: float32, `LAYER.weight`, `.bias` and `.slope`
+    (of one value, or one per channel; 0 for a ReLU) of each convolution.
+    """
+
+    runtime: ModuleType
+    front: Any
+    model: Any
+    compiled: Any
+    constants: Mapping[str, Float32Array]
+
+
+def load_around_trunk(path: Path, trunk: Sequence[Conv | Pool], *, threads: int = 0) -> ModelAroundTrunk:
+    """Compile what surrounds the trunk of a float32 file; see `load` for threads and errors."""
+    runtime = _import()
+    with _errors(path):
+        model = _read(path)
+        operations = {operation.get_friendly_name(): operation for operation in model.get_ops()}
+        constants: dict[str, Float32Array] = {}
+        convolutions = [layer for layer in trunk if isinstance(layer, Conv)]
+        for layer in convolutions:
+            activation = operations[f"{layer.name}.activation"]
+            slope = np.zeros(1) if activation.get_type_name() == "Relu" else _constant(activation)
+            constants[f"{layer.name}.slope"] = np.ascontiguousarray(slope, np.float32)
+            for kind in ("weight", "bias"):
+                constants[f"{layer.name}.{kind}"] = operations[f"{layer.name}.{kind}"].data
+        first = operations["images.masked" if "images.masked" in operations else "images.centred"]
+        front = _compile(runtime.Model([first.output(0)], model.get_parameters()), "fp32", threads)
+        last = trunk[-1].name if isinstance(trunk[-1], Pool) else f"{trunk[-1].name}.activation"
+        feature_map = runtime.opset13.parameter([-1, convolutions[-1].channels, -1, -1], np.float32, name=FEATURE_MAP)
+        feature_map.output(0).set_names({FEATURE_MAP})
+        for user in operations[last].output(0).get_target_inputs():
+            user.replace_source_output(feature_map.output(0))
+        model.add_parameters([feature_map])
+        return ModelAroundTrunk(runtime, front, model, _compile(model, "fp32", threads), constants)
+
+
+def _constant(activation: Any) -> Float32Array:
+    """Return the slopes of a PRelu, which may be behind a change of their shape."""
+    node = activation.input_value(1).get_node()
+    while node.get_type_name() != "Constant":
+        node = node.input_value(0).get_node()
+    slopes: Float32Array = node.data.ravel()
+    return slopes
+
+
+def _read(path: Path) -> Any:
+    model = _core().read_model(os.fspath(path))
+    if not all(value.get_names() for value in (*model.inputs, *model.outputs)):  # whose names a session compares
+        raise ContractError(f"{path}: an input or output has no name, so this is not a model file of prelunet")
+    return model
+
+
+def _compile(model: Any, precision: CpuPrecision, threads: int) -> Any:
     settings: dict[str, Any] = {
         "INFERENCE_PRECISION_HINT": HINTS[precision],
         "PERFORMANCE_HINT": "LATENCY",
@@ -74,15 +142,15 @@ def load(path: Path, precision: CpuPrecision = "fp32", *, threads: int = 0) -> O
     }
     if threads:
         settings["INFERENCE_NUM_THREADS"] = threads
+    return _core().compile_model(model, "CPU", settings)
+
+
+@contextmanager
+def _errors(path: Path) -> Iterator[None]:
     try:
-        model = core.read_model(os.fspath(path))
-        if not all(value.get_names() for value in (*model.inputs, *model.outputs)):  # whose names a session compares
-            raise ContractError(f"{path}: an input or output has no name, so this is not a model file of prelunet")
-        compiled = core.compile_model(model, "CPU", settings)
+        yield
     except RuntimeError as error:
         raise load_error(error, path, faulty="read_model" in str(error) or "onnx" in str(error)) from error
-    check_precision(compiled, precision)
-    return OpenVinoModel(runtime, model, compiled)
 
 
 @cache
