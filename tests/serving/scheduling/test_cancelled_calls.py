@@ -15,6 +15,7 @@ from prelunet.evaluator.imaging.decode_memory import ByteSemaphore
 from prelunet.evaluator.imaging.views import ViewImage
 from prelunet.evaluator.machine import cores
 from prelunet.evaluator.protocols import View
+from prelunet.evaluator.serving import classifier
 from prelunet.evaluator.serving.observability.call_context import Caller
 from prelunet.evaluator.serving.observability.metrics import Metrics
 from prelunet.evaluator.serving.options import QueueOptions
@@ -184,9 +185,12 @@ def test_batch_times_may_be_used_in_several_threads() -> None:
 
 
 @async_test
-async def test_a_request_whose_deadline_passes_while_it_waits_for_decoding_memory_frees_its_thread() -> None:
+async def test_a_request_whose_deadline_passes_while_it_waits_for_decoding_memory_frees_its_thread(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    semaphore = ByteSemaphore(100)
+    monkeypatch.setattr(classifier, "decode_semaphore", lambda *, gpu: semaphore)
     with serve_models(fake=FakeSession()) as models:
-        semaphore = models.get("")._decode_semaphore = ByteSemaphore(100)
         with semaphore.reservation() as reserve:
             reserve(100)
             tasks = [
