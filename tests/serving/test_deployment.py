@@ -29,7 +29,7 @@ from prelunet.evaluator.serving.options import ServeOptions
 from prelunet.evaluator.serving.server import CONNECTION_LINGER, REFUSAL_PERIOD
 from tests.helpers.tls_files import TLS, secret_file, tls_options, write_tokens
 from tests.serving.conftest import Served
-from tests.serving.serving_harness import png
+from tests.serving.serving_harness import eventually, png
 from tests.serving.test_serving_process import model, serving  # noqa: F401 - `model` is a fixture
 
 ROOT = Path(__file__).parents[2]
@@ -253,10 +253,14 @@ def exported_series(model: Path, tmp_path_factory: pytest.TempPathFactory) -> li
         credentials = Credentials(tls_ca=TLS / "ca.pem", token_file=secret_file(folder / "token", secret))
         with Client(f"localhost:{address.rpartition(':')[2]}", credentials=credentials) as client:
             client.classify(png(40, 57))
-        with urllib.request.urlopen(
-            f"http://127.0.0.1:{line.strip().rpartition(':')[2]}/metrics", timeout=20
-        ) as response:
-            text = response.read().decode()
+
+        def exported() -> str:
+            url = f"http://127.0.0.1:{line.strip().rpartition(':')[2]}/metrics"
+            with urllib.request.urlopen(url, timeout=20) as response:
+                return str(response.read().decode())
+
+        eventually(lambda: "prelunet_calls_total{" in exported())  # counted shortly after the answer
+        text = exported()
     return [(each.name, each.labels) for family in text_string_to_metric_families(text) for each in family.samples]
 
 

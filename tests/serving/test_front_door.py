@@ -241,7 +241,7 @@ def test_a_method_without_a_rule_is_refused_and_an_unknown_one_is_unimplemented(
     (secret,) = write_tokens(tmp_path / "tokens.toml", ("all", SCOPES))
     with server_with(AccessOptions(), tmp_path / "tokens.toml") as (server, _):
         assert code_of_call(server.address, classify, f"Bearer {secret}") == grpc.StatusCode.PERMISSION_DENIED
-        unknown = "/grpc.reflection.v1.ServerReflection/ServerReflectionInfo"  # which clients try first
+        unknown = "/grpc.reflection.v2.ServerReflection/ServerReflectionInfo"  # clients try newer versions first
         assert code_of_call(server.address, unknown, f"Bearer {secret}") == grpc.StatusCode.UNIMPLEMENTED
         assert code_of_call(server.address, unknown) == grpc.StatusCode.UNAUTHENTICATED
 
