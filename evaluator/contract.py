@@ -8,7 +8,7 @@ import json
 import math
 import re
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field, fields
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
@@ -36,7 +36,7 @@ from prelunet.evaluator.json_checks import (
 if TYPE_CHECKING:
     from prelunet.evaluator.arrays import UInt8Array
 
-CONTRACT_VERSION = 1
+CONTRACT_VERSION = 2  # that of int8 files; all others remain readable by readers of version 1
 PREFIX = "prelunet."
 MAX_CANVAS_SIDE = 65536  # pixels
 MAX_SCALES = 32  # of `multi-scale`; SPP-net uses six
@@ -51,7 +51,7 @@ OUTPUTS = ("scores", "logits", "windows", "window_scores")
 _KINDS = {int: "a whole number", str: "text", list: "a list", dict: "an object"}  # of JSON, for errors
 
 Canvas = Literal["ragged", "exact"]
-FilePrecision = Literal["fp32", "fp16"]
+FilePrecision = Literal["fp32", "fp16", "int8"]
 MeanKind = Literal["channel", "image"]
 Interpolation = Literal["bilinear", "bicubic"]
 
@@ -82,6 +82,45 @@ class GoldenImage:
 
 
 @dataclass(frozen=True)
+class Tolerance:
+    """Allowed deviation of a result, or a measured one.
+
+    scores: absolute, because scores are probabilities; logits: relative to the largest, because logits have any
+    magnitude.
+    """
+
+    scores: float
+    logits: float
+
+
+@dataclass(frozen=True)
+class Calibration:
+    """Where the activation ranges of an int8 file come from, and what int8 does to its golden images.
+
+    dataset_fingerprint: of the dataset; images: number of images chosen from it; protocol: name of the one that defined
+    their views; rule: how a range follows from the values of an activation; tolerance: of the golden images, derived at
+    export; cost: how far int8 itself moves their scores and logits from those of the unrounded net.
+    """
+
+    dataset_fingerprint: str
+    images: int
+    protocol: str
+    rule: str
+    tolerance: Tolerance
+    cost: Tolerance
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the calibration as plain data, as stored in the model file."""
+        return asdict(self)
+
+    def __str__(self) -> str:
+        return (
+            f"{self.rule} of {self.images} from the dataset with fingerprint {self.dataset_fingerprint}, "
+            f"{self.protocol}"
+        )
+
+
+@dataclass(frozen=True)
 class ModelContract:
     """The metadata of a model file, in the units of docs/contract.md (sides in pixels)."""
 
@@ -101,6 +140,7 @@ class ModelContract:
     center_scale: int | None = None  # the scale of `center` and `ten-crop`; None for 8/7 of the crop, as in the paper
     training: Mapping[str, Any] = field(default_factory=dict)  # recipe, dataset, metrics, slopes, provenance, if known
     golden: tuple[GoldenImage, ...] = ()
+    calibration: Calibration | None = None  # of an int8 file
 
     spp_order = "level,row,column,channel"
     bin_rule = "floor-ceil"
@@ -160,7 +200,7 @@ class ModelContract:
     def to_metadata(self) -> dict[str, str]:
         """Return the metadata of the file: key to JSON text, keys sorted, deterministic."""
         values: dict[str, Any] = {
-            "contract_version": CONTRACT_VERSION,
+            "contract_version": 1 if self.calibration is None else CONTRACT_VERSION,
             "architecture": self.architecture.to_json(),
             "classes": [entry.to_json() for entry in self.classes],
             "mean_kind": self.mean_kind,
@@ -186,6 +226,8 @@ class ModelContract:
         }
         if self.center_scale is not None:
             values["center_scale"] = self.center_scale
+        if self.calibration is not None:
+            values["calibration"] = self.calibration.to_json()
         return {PREFIX + key: json.dumps(values[key], sort_keys=True, allow_nan=False) for key in sorted(values)}
 
 
@@ -225,6 +267,9 @@ def _contradictions(contract: ModelContract) -> Iterator[tuple[bool, str]]:
     )
     scales = (*scales, contract.center_scale or crop)
     yield not all(crop <= scale <= contract.max_side for scale in scales), "scales should be from crop to max_side"
+    is_int8 = contract.precision == "int8"
+    yield is_int8 != (contract.calibration is not None), "an int8 file, and no other, should state its calibration"
+    yield is_int8 and contract.canvas != "exact", "an int8 file should have an exact canvas"
     yield len(contract.golden) > MAX_GOLDEN_IMAGES, f"there should be at most {MAX_GOLDEN_IMAGES} golden images"
     for golden in contract.golden:
         sides = (golden.height, golden.width)
@@ -259,6 +304,25 @@ def parse_provenance(value: Any) -> dict[str, Any] | None:
         if fields[key] is not None:
             require_int(fields[key], key, 0, 10**9)
     return {**{key: fields[key] for key in order}, "environments": parse_environments(fields["environments"])}
+
+
+def parse_calibration(value: Any) -> Calibration:
+    """Read the output of `Calibration.to_json`. Raises ValueError with the fault."""
+    entry = require_keys(value, "the calibration", {field.name for field in fields(Calibration)})
+    deviations = {key: require_keys(entry[key], key, {"scores", "logits"}) for key in ("tolerance", "cost")}
+    for number in (number for deviation in deviations.values() for number in deviation.values()):
+        if not isinstance(number, float) or not 0 <= number < math.inf:
+            raise ValueError("tolerance and cost should be numbers from 0")
+    for text in (entry["protocol"], entry["rule"]):
+        if fault := _name_fault(text):
+            raise ValueError(fault)
+    return Calibration(
+        _require_sha256(entry["dataset_fingerprint"], "dataset_fingerprint"),
+        require_int(entry["images"], "images", 1),
+        entry["protocol"],
+        entry["rule"],
+        **{key: Tolerance(**numbers) for key, numbers in deviations.items()},
+    )
 
 
 def _require_sha256(value: Any, what: str) -> str:
@@ -324,6 +388,8 @@ def contract_from_metadata(metadata: Mapping[str, str], where: str) -> ModelCont
     try:
         if "provenance" in training:  # absent in files of earlier versions
             training["provenance"] = parse_provenance(training["provenance"])
+        stated = f"{PREFIX}calibration" in metadata
+        calibration = parse_calibration(file.read("calibration", dict)) if stated else None
         contract = ModelContract(
             architecture=net_from_json(file.read("architecture", dict)),
             classes=tuple(ClassEntry(c["wnid"], c["name"]) for c in file.read("classes", list)),
@@ -344,6 +410,7 @@ def contract_from_metadata(metadata: Mapping[str, str], where: str) -> ModelCont
                 GoldenImage(g["height"], g["width"], tuple(g["scores"]), tuple(g["logits"]))
                 for g in file.read("golden", list)
             ),
+            calibration=calibration,
         )
         for key in ("trunk_stride", "min_side", "spp_order", "bin_rule"):  # stated for other readers; we derive them
             derived = getattr(contract, key)

@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 
 from prelunet.evaluator.arrays import FloatArray
-from prelunet.evaluator.contract import GoldenImage, golden_image, golden_sizes
+from prelunet.evaluator.contract import GoldenImage, Tolerance, golden_image, golden_sizes
 from prelunet.evaluator.engine.load import open_session
 from prelunet.evaluator.engine.session import Outputs
 from prelunet.evaluator.engine.verify import Deviation, deviation, golden_answer, run_cases, tolerance_precision
@@ -23,10 +23,10 @@ def golden_answers(crop: int, windows: Sequence[WindowArrays]) -> tuple[GoldenIm
     )
 
 
-def check_parity(path: Path, windows: Sequence[WindowArrays]) -> list[Deviation]:
+def check_parity(path: Path, windows: Sequence[WindowArrays], tolerance: Tolerance | None = None) -> list[Deviation]:
     """Compare the windows of the golden images between the file, in onnxruntime on the CPU, and the oracle.
 
-    The score deviation of an image is that of its worst window.
+    The score deviation of an image is that of its worst window. tolerance: None for that of the file's precision.
     """
     session = open_session(path, "cpu")
     sizes = golden_sizes(session.contract.crop)
@@ -35,7 +35,9 @@ def check_parity(path: Path, windows: Sequence[WindowArrays]) -> list[Deviation]
         scores, logits = windows[index]
         mean_scores, mean_logits = (array.mean(axis=(0, 1)) for array in (scores, logits))
         precision = tolerance_precision(session)
-        image_deviation = deviation(case, sizes[index], outputs, row, mean_scores, mean_logits, precision=precision)
+        image_deviation = deviation(
+            case, sizes[index], outputs, row, mean_scores, mean_logits, precision=precision, tolerance=tolerance
+        )
         deviations.append(
             replace(image_deviation, scores=max(image_deviation.scores, _worst_window(outputs, row, scores)))
         )

@@ -31,14 +31,15 @@ from prelunet.evaluator.protocols import EvaluationProtocol
 if TYPE_CHECKING:
     from benchmarks.common.dense_torch import DenseNet
 
-CompetitorPrecision = Literal["fp32", "bf16"]
+CompetitorPrecision = Literal["fp32", "bf16", "int8"]
 Scores = npt.NDArray[np.floating[Any]]
 ScoreFunction = Callable[[UInt8Array, EvaluationProtocol], Scores]
 
 # Tolerated deviation of a competitor's scores from those of torch eager, relative to the largest score, since an
 # untrained net has only small scores. On models A and C float32 in another order gave 1e-5, and bf16, which keeps
-# 8 bits, 4e-2; a wrong head is off by about 1.
-TOLERANCES: Mapping[CompetitorPrecision, float] = {"fp32": 1e-4, "bf16": 0.1}
+# 8 bits, 4e-2; a wrong head is off by about 1. int8 depends on the net: this one is not trained, and calibrated on one
+# picture.
+TOLERANCES: Mapping[CompetitorPrecision, float] = {"fp32": 1e-4, "bf16": 0.1, "int8": 0.6}
 
 
 class NotAvailable(Exception):  # noqa: N818 - not an error: it becomes a row of the table
@@ -225,16 +226,14 @@ def _torch_settings() -> dict[str, Any]:
     }
 
 
-def _onnxruntime(case: BenchmarkNet) -> OpenedCompetitor:
+def _onnxruntime(case: BenchmarkNet, file: str = "plain.onnx") -> OpenedCompetitor:
     try:
         runtime = import_runtime()
     except EnvironmentFault as error:
         raise NotAvailable(str(error)) from error
     options = runtime.SessionOptions()
     options.intra_op_num_threads = case.threads
-    session = runtime.InferenceSession(
-        os.fspath(case.folder / "plain.onnx"), options, providers=["CPUExecutionProvider"]
-    )
+    session = runtime.InferenceSession(os.fspath(case.folder / file), options, providers=["CPUExecutionProvider"])
     run = in_pairs(lambda images: session.run(None, {"images": _channels_first(images)})[0])
     return OpenedCompetitor(
         run,
@@ -243,7 +242,7 @@ def _onnxruntime(case: BenchmarkNet) -> OpenedCompetitor:
             "threads": case.threads,
             "providers": session.get_providers(),
             "graph optimization": str(options.graph_optimization_level).rpartition(".")[2],
-            "file": "plain export",
+            "file": file,
         },
     )
 
@@ -276,9 +275,9 @@ def _openvino(case: BenchmarkNet, precision: CompetitorPrecision) -> OpenedCompe
     return OpenedCompetitor(in_pairs(run), {**facts, **reported})
 
 
-def _bare(case: BenchmarkNet, device: Device, precision: CompetitorPrecision) -> OpenedCompetitor:
+def _bare(case: BenchmarkNet, device: Device, precision: CompetitorPrecision, file: str = "ours") -> OpenedCompetitor:
     """Call the runtime on our file once per scale, without the work of `_ours` around it."""
-    session, settings = _session(case, device, precision)
+    session, settings = _session(case, device, precision, file)
 
     def run(images: UInt8Array) -> Scores:
         return session.run(images, np.array([images.shape[1:3]] * len(images), np.int64)).scores
@@ -370,5 +369,15 @@ COMPETITORS: Mapping[str, Competitor] = {
             alone_as="ours, openvino bf16",
         ),
         Competitor("ours, openvino bf16", "bf16", partial(_ours, device="openvino", precision="bf16"), ours=True),
+        Competitor("onnxruntime, plain export, int8", "int8", partial(_onnxruntime, file="plain-int8.onnx")),
+        Competitor(
+            "openvino, our file, int8",
+            "int8",
+            partial(_bare, device="openvino", precision="int8", file="int8"),
+            alone_as="ours, openvino int8",
+        ),
+        Competitor(
+            "ours, openvino int8", "int8", partial(_ours, device="openvino", precision="int8", file="int8"), ours=True
+        ),
     )
 }

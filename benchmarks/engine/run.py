@@ -4,7 +4,7 @@
 
 All competitors (competitors.py) have the same weights, pictures and number of threads, and take turns in one process
 (interleaved.py). Wrong scores stop the benchmark. For each net, every competitor first runs in its own process (memory,
-start time). Then all of one precision take turns, protocol by protocol, then those of the other. The result is written
+start time). Then all of one precision take turns, protocol by protocol, then those of the next. The result is written
 after each of these steps as JSON and, beside it, as Markdown; a new call starts from scratch. The pictures are
 synthetic in photo sizes, or come from --data.
 """
@@ -18,7 +18,7 @@ import tempfile
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 from benchmarks.common.nets import write_files
 from benchmarks.common.photos import Photo, load_photos
@@ -29,10 +29,12 @@ from benchmarks.engine.competitors import (
     COMPETITORS,
     REFERENCE,
     BenchmarkNet,
+    CompetitorPrecision,
     NotAvailable,
     OpenedCompetitor,
     matrix_product_rates,
 )
+from benchmarks.engine.int8_files import write_int8_files
 from benchmarks.engine.interleaved import PhotoTimings, Reference, StopRule, measure, warm_up
 from benchmarks.engine.isolated import run_isolated
 from benchmarks.engine.table import goals_of, rows_of, tables
@@ -49,6 +51,7 @@ Json = dict[str, Any]
 MEASURED = (  # code that can change a number
     "evaluator/engine", "evaluator/imaging", "export", "benchmarks/engine/run.py", "benchmarks/engine/competitors.py",
     "benchmarks/common/dense_torch.py", "benchmarks/engine/interleaved.py", "benchmarks/common/nets.py",
+    "benchmarks/engine/int8_files.py",
 )  # fmt: skip
 
 
@@ -72,6 +75,7 @@ def main() -> None:
         with tempfile.TemporaryDirectory(prefix="prelunet-bench-") as folder:
             _log(begun, f"{name}: writing its files")
             write_files(name, Path(folder))
+            write_int8_files(Path(folder))
             if options.before is not None:
                 _export_with(options.before, Path(folder))
             result["files"][name] = sha256_of(Path(folder) / "ours.onnx")
@@ -126,7 +130,7 @@ def _net(
     reference = Reference(COMPETITORS[REFERENCE].open(case).answer)
     of_net: list[Json] = []
     result["settings"][name], done = {}, list(result["results"])
-    for precision in ("fp32", "bf16"):
+    for precision in get_args(CompetitorPrecision):
         _log(begun, f"{name}: opening competitors in {precision}")
         opened = _open(case, [one for one in chosen if COMPETITORS[one].precision == precision], alone)
         result["settings"][name] |= {one: dict(competitor.settings) for one, competitor in opened.items()}
@@ -149,7 +153,7 @@ def _net(
             ]
             result["process_memory_mb"][name] = round(peak_memory() / 2**20)
             result["results"] = done + of_net
-            result["goals"] = goals_of(result["results"])
+            result["goals"] = goals_of(result["results"], amx="amx_int8" in result["machine"]["instructions"])
             result["minutes"] = round((time.perf_counter() - begun) / 60, 1)
             write_result(options.output, result, tables(result))
         del opened

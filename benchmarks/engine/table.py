@@ -2,11 +2,11 @@
 
 import statistics
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, get_args
 
 from benchmarks.common.intervals import differs, median_ratio
 from benchmarks.common.results import described_run, markdown, significant
-from benchmarks.engine.competitors import BEFORE, COMPETITORS
+from benchmarks.engine.competitors import BEFORE, COMPETITORS, CompetitorPrecision
 from benchmarks.engine.interleaved import SAMPLED_CROPS, PhotoTimings
 
 Row = dict[str, Any]
@@ -19,7 +19,7 @@ HEADER = (
 NOTES = (
     "The pictures are synthetic in photo sizes, unless --data names others; their contents do not affect the speed. "
     "Every competitor's time includes resizing and mirroring, but not decoding. All competitors of one precision take "
-    "turns on each picture, in an order shuffled for each; the other precision follows on the same pictures, since all "
+    "turns on each picture, in an order shuffled for each; the other precisions follow on the same pictures, since all "
     "together would take 20 GB for model C. *images/s*: pictures divided by seconds. *x naive*: GFLOP/s relative to "
     "naive. *x fastest*: speed relative to the fastest competitor of the same precision that is not ours: median over "
     "pictures of the ratio on the same picture, ± its standard error. *GFLOP/s*: two per multiply-add of the dense "
@@ -33,6 +33,11 @@ NOTES = (
 ENOUGH = 0.97  # goal: share of the fastest competitor's speed
 TIMES_BEFORE = 1.15  # goal: of bf16 at scale 480, relative to the file of --before
 TIMES_NAIVE = 10
+# Of int8, relative to ours in another precision, or to onnxruntime on the plain export. AMX computes bf16 fast too.
+INT8_GOALS: Mapping[bool, Mapping[str, float]] = {
+    True: {"ours, openvino bf16": 1.7, "onnxruntime, plain export": 10},
+    False: {"ours, openvino": 1.8},
+}
 
 
 def rows_of(
@@ -54,7 +59,7 @@ def rows_of(
             key=lambda name: statistics.median(_rates(visits, name)),
             default=None,
         )
-        for precision in ("fp32", "bf16")
+        for precision in get_args(CompetitorPrecision)
     }
     rows = []
     for name, competitor in COMPETITORS.items():
@@ -115,9 +120,10 @@ def _ratio(visits: Sequence[PhotoTimings], other: str, name: str) -> Row | None:
     }
 
 
-def goals_of(results: Sequence[Mapping[str, Any]]) -> list[Goal]:
+def goals_of(results: Sequence[Mapping[str, Any]], *, amx: bool = False) -> list[Goal]:
     """Return the project's goals and whether they are met, for each measured net and protocol.
 
+    amx: whether the processor has AMX, which int8's goals depend on;
     sure: whether the distance to the limit exceeds two standard errors.
     """
     goals: list[Goal] = []
@@ -139,6 +145,19 @@ def goals_of(results: Sequence[Mapping[str, Any]]) -> list[Goal]:
         if times is not None and len(result["protocol"]["scales"]) > 1:
             text = f"{where}: ours in fp32 at least {TIMES_NAIVE} times as fast as naive"
             goals.append({"goal": text, "measured": times, "met": times >= TIMES_NAIVE})
+        if len(result["protocol"]["scales"]) > 1:
+            goals += _int8_goals(where, rows, amx=amx)
+    return goals
+
+
+def _int8_goals(where: str, rows: Sequence[Row], *, amx: bool) -> list[Goal]:
+    rates = {row["competitor"]: row["gflop_per_second"]["median"] for row in rows if "gflop_per_second" in row}
+    goals: list[Goal] = []
+    for other, times in INT8_GOALS[amx].items():
+        if {other, "ours, openvino int8"} <= rates.keys():
+            measured = significant(rates["ours, openvino int8"] / rates[other])
+            text = f"{where}: ours in int8 at least {times} times as fast as {other}"
+            goals.append({"goal": text, "measured": measured, "met": measured >= times})
     return goals
 
 

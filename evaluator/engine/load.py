@@ -22,6 +22,7 @@ from prelunet.evaluator.contract import (
     golden_image,
     rewrite_hint,
 )
+from prelunet.evaluator.engine.first_run import try_first_run
 from prelunet.evaluator.engine.memory import cpu_rules, gpu_rules, require_loadable
 from prelunet.evaluator.engine.runtimes import ncnn, onnx, openvino
 from prelunet.evaluator.engine.runtimes.base import LoadedModel, error_summary
@@ -44,12 +45,16 @@ LARGE_NET_FLOPS = 10e9  # per crop: see `choose_cpu_device`. A has 38e9, E 1.9e9
 _PRECISIONS: Mapping[tuple[str, str], tuple[Precision, ...]] = {
     ("cpu", "fp32"): ("fp32",),
     ("cpu", "fp16"): ("fp32",),  # with rounded weights: this provider drops the casts between layers
+    ("cpu", "int8"): ("fp32",),  # on the quantized numbers: see `onnx.load_on_cpu`
     ("openvino", "fp32"): ("fp32", "bf16"),
     ("openvino", "fp16"): ("fp32", "bf16"),
+    ("openvino", "int8"): ("int8",),
     ("ncnn", "fp32"): ("fp32",),
     ("cuda", "fp32"): ("fp32", "tf32"),
     ("cuda", "fp16"): ("fp16",),
 }
+
+_EXPORTS = {"fp16": "fp16", "int8": "int8 --calibrate DATA"}  # option of `prelunet export`, by requested precision
 
 
 def open_session(
@@ -65,7 +70,8 @@ def open_with_placement(
     """Load a model file with a placement; the session's `circumstances` state what really runs it.
 
     On a GPU the model runs once before it counts as loaded; in float32 its scores are compared too. Where it does not
-    run, `auto` falls back to the CPU with a warning.
+    run, `auto` falls back to the CPU with a warning. An int8 file runs on CPUs only, and with OpenVINO first in a child
+    process, since a runtime may crash (`try_first_run`).
     preallocate: also run the largest batch, because many images will follow; digest: SHA-256 of the file, if known.
 
     Raises ContractError when the file is not ours or too new, EnvironmentFault when the device is unavailable or cannot
@@ -82,7 +88,7 @@ def open_with_placement(
     digest = digest or sha256_of(path)
     if placement.device != "auto":
         return _open(path, placement, digest, preallocate=preallocate)
-    if placement.precision != "bf16" and onnx.has_cuda_provider():
+    if placement.precision != "bf16" and read_precision(path) != "int8" and onnx.has_cuda_provider():
         try:
             return _open(path, replace(placement, device="cuda"), digest, preallocate=preallocate)
         except EnvironmentFault as error:
@@ -95,13 +101,17 @@ def choose_cpu_device(path: Path, precision: Precision | None = None) -> Device:
     """Return the device with which `auto` runs a model file on this CPU: `openvino` or `cpu`.
 
     A fixed rule rather than a timing, so that a repeated run chooses the same. OpenVINO for bf16 and, if it is
-    installed, for a net of at least LARGE_NET_FLOPS operations per crop on a processor with AVX-512: elsewhere and for
-    smaller nets onnxruntime is as fast or faster in fp32 (docs/performance.md). A malformed file is left to the device
-    that loads it.
+    installed, for int8 files, which only it computes in int8, and for a net of at least LARGE_NET_FLOPS operations per
+    crop on a processor with AVX-512: elsewhere and for smaller nets onnxruntime is as fast or faster in fp32
+    (docs/performance.md). A malformed file is left to the device that loads it.
     """
     if precision == "bf16":
         return "openvino"
-    if importlib.util.find_spec("openvino") is None or not has_processor_flags("avx512f"):
+    if importlib.util.find_spec("openvino") is None:
+        return "cpu"
+    if read_precision(path) == "int8":
+        return "openvino"
+    if not has_processor_flags("avx512f"):
         return "cpu"
     try:
         contract = contract_from_metadata(read_metadata(path), str(path))
@@ -174,7 +184,10 @@ def _load(path: Path, placement: Placement) -> tuple[LoadedModel, int | None]:
         tf32 = precision == "tf32"
         return onnx.load_on_cuda(path, gpu=placement.gpu, tf32=tf32, memory=placement.gpu_memory)
     if placement.device == "openvino":
-        return openvino.load(path, "bf16" if precision == "bf16" else "fp32", threads=threads), None
+        kind: openvino.CpuPrecision = "int8" if read_precision(path) == "int8" else "fp32"
+        if kind == "int8":
+            try_first_run(path, threads)
+        return openvino.load(path, "bf16" if precision == "bf16" else kind, threads=threads), None
     if placement.device == "ncnn":
         return ncnn.load(path, threads=threads), None
     return onnx.load_on_cpu(path, threads=threads), None
@@ -187,12 +200,14 @@ def _compute_precision(device: Device, stored: str, requested: Precision | None,
     """
     possible = _PRECISIONS.get((device, stored), ())
     if not possible:
-        raise UsageError(f"--device {device}: {path} stores {stored}. Export it with --precision fp32")
+        other = ", or use --device openvino" if stored == "int8" else ""
+        raise UsageError(f"--device {device}: {path} stores {stored}. Export it with --precision fp32{other}")
     if requested is not None and requested not in possible:
         others = [f"--device {other}" for (other, file), choices in _PRECISIONS.items()
                   if file == stored and requested in choices]  # fmt: skip
-        needed = " or ".join(others) or "--device cuda and another file"
-        export = "" if others else f": prelunet export --precision {'fp16' if requested == 'fp16' else 'fp32'}"
+        alone = "openvino" if requested == "int8" else "cuda"
+        needed = " or ".join(others) or f"--device {alone} and another file"
+        export = "" if others else f": prelunet export --precision {_EXPORTS.get(requested, 'fp32')}"
         fix = f"{requested} needs {needed}{export}"
         raise UsageError(
             f"--precision {requested}: {path} stores {stored}, which --device {device} computes in "

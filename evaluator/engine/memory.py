@@ -48,7 +48,7 @@ WEIGHT_COPIES: Mapping[str, float] = {
 BATCH_COPIES: Mapping[str, int] = {"cpu": 1, "openvino": 2, "ncnn": 2, "cuda": 2}
 BASE_BYTES, GPU_BASE_BYTES = 2**27, 2**31  # on a GPU with the libraries of CUDA and cuDNN (an assumption)
 WORKSPACE_BYTES = 2**25  # buffers of the runtime's threads, whatever the batch
-VALUE_BYTES: Mapping[str, int] = {"fp32": 4, "tf32": 4, "bf16": 2, "fp16": 2}  # of a number in a map
+VALUE_BYTES: Mapping[str, int] = {"fp32": 4, "tf32": 4, "bf16": 2, "fp16": 2, "int8": 1}  # of a number in a map
 INPUT_BYTES_PER_PIXEL = 2 * 3 + 4 * 3 * 4  # uint8 as received and channels first; float32, mean, centered, masked
 LIVE_MAPS = 3  # at one layer: its input, the masked input, its output
 # The layers of an adopted net are unknown. VGG-16, the widest of the usual nets, has 64 channels at every pixel, and
@@ -348,8 +348,13 @@ def require_view_fits(session: "Session", protocol: EvaluationProtocol, image: t
 
 
 def _weights_bytes(file_bytes: int, precision: str, device: str) -> int:
-    """Return the bytes of one copy of a file's weights: float32 on a CPU, the file's own precision on a GPU."""
-    return (2 if precision == "fp16" and device != "cuda" else 1) * file_bytes
+    """Return the bytes of one copy of a file's weights.
+
+    A GPU and OpenVINO's int8 keep the file's precision; all other CPU computation is in float32 (or bf16, from it).
+    """
+    if device == "cuda" or (precision, device) == ("int8", "openvino"):
+        return file_bytes
+    return {"fp32": 1, "fp16": 2, "int8": 4}[precision] * file_bytes
 
 
 def _largest_batch(contract: ModelContract, protocol: EvaluationProtocol, rules: BatchRules) -> tuple[int, int]:

@@ -23,7 +23,7 @@ from prelunet.evaluator.engine.runtimes.base import LoadedModel, error_summary, 
 from prelunet.evaluator.errors import DeviceLost, OutOfMemory, UsageError
 
 Device = Literal["auto", "cpu", "openvino", "ncnn", "cuda"]
-Precision = Literal["fp32", "tf32", "bf16", "fp16"]
+Precision = Literal["fp32", "tf32", "bf16", "fp16", "int8"]
 
 log = logging.getLogger(__name__)
 
@@ -89,8 +89,8 @@ class Placement:
     precision: Annotated[
         Precision | None,
         CliOption(
-            "Precision of the computation: bf16 (openvino), tf32 (cuda), fp32, or fp16 (cuda, for a file exported in "
-            "fp16).",
+            "Precision of the computation: bf16 (openvino), tf32 (cuda), fp32; or fp16 (cuda) and int8 (openvino), for "
+            "files exported in it.",
             default="the file's if the device supports it, else fp32",
         ),
     ] = None

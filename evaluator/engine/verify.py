@@ -8,23 +8,10 @@ from typing import Any
 import numpy as np
 
 from prelunet.evaluator.arrays import FloatArray, Int64Array, UInt8Array
-from prelunet.evaluator.contract import GoldenImage, ModelContract, golden_image
+from prelunet.evaluator.contract import GoldenImage, ModelContract, Tolerance, golden_image
 from prelunet.evaluator.engine.session import Outputs, Session
 from prelunet.evaluator.errors import CheckFailed, ContractError
 from prelunet.evaluator.imaging.canvas import pack
-
-
-@dataclass(frozen=True)
-class Tolerance:
-    """Allowed deviation of a result.
-
-    scores: absolute, because scores are probabilities; logits: relative to the largest (see SMALL_LOGIT), because
-    logits have any magnitude.
-    """
-
-    scores: float
-    logits: float
-
 
 # Where all logits are smaller, the terms of their sums cancel, and rounding errors are relative to the terms: the
 # tolerance stays that of logits of this size, which for fp32 is 1e-6 and changes no score.
@@ -48,7 +35,7 @@ class Deviation:
     """Deviation of one run of one image from the oracle.
 
     case: how it was run; scores: largest absolute difference of a score; logits: largest difference of a logit,
-    relative to the largest logit; precision: whose tolerance applies.
+    relative to the largest logit; precision: whose tolerance applies; tolerance: that tolerance.
     """
 
     case: str
@@ -57,12 +44,12 @@ class Deviation:
     scores: float
     logits: float
     precision: str = "fp32"
+    tolerance: Tolerance = TOLERANCES["fp32"]
 
     @property
     def passed(self) -> bool:
         """Return whether both deviations are within tolerance (False for NaN)."""
-        tolerance = TOLERANCES[self.precision]
-        return self.scores <= tolerance.scores and self.logits <= tolerance.logits
+        return self.scores <= self.tolerance.scores and self.logits <= self.tolerance.logits
 
     def to_json(self) -> dict[str, Any]:
         """Return the deviation and the verdict as plain data."""
@@ -78,8 +65,9 @@ def deviation(
     logits: Sequence[float] | FloatArray,
     *,
     precision: str = "fp32",
+    tolerance: Tolerance | None = None,
 ) -> Deviation:
-    """Compare one row of the outputs with the oracle's scores and logits (K,)."""
+    """Compare one row of the outputs with the oracle's scores and logits (K,). tolerance: None for the precision's."""
     largest = max(float(np.abs(np.asarray(logits)).max()), SMALL_LOGIT)
     return Deviation(
         case,
@@ -87,6 +75,7 @@ def deviation(
         scores=float(np.abs(outputs.scores[row].astype(np.float64) - np.asarray(scores)).max()),
         logits=float(np.abs(outputs.logits[row].astype(np.float64) - np.asarray(logits)).max() / largest),
         precision=precision,
+        tolerance=tolerance or TOLERANCES[precision],
     )
 
 
@@ -105,10 +94,21 @@ def golden_answer(height: int, width: int, scores: FloatArray, logits: FloatArra
 def tolerance_precision(session: Session) -> str:
     """Return the precision whose tolerance applies to a session: the coarser of its file's and its own.
 
-    A file with half-precision weights stays that coarse even where a runtime computes in float32.
+    A file with half-precision or int8 weights stays that coarse even where a runtime computes in float32.
     """
     precisions = (session.contract.precision, session.circumstances.precision)
+    if "int8" in precisions:
+        return "int8"
     return max(precisions, key=lambda precision: TOLERANCES[precision].scores)
+
+
+def tolerance_of(session: Session) -> Tolerance:
+    """Return the tolerance of a session: that of its precision, for int8 the one that the file states.
+
+    There is no tolerance for int8 in general: what rounding to 8 bits costs depends on the net.
+    """
+    calibration = session.contract.calibration
+    return TOLERANCES[tolerance_precision(session)] if calibration is None else calibration.tolerance
 
 
 def verify(session: Session) -> list[Deviation]:
@@ -122,12 +122,14 @@ def verify(session: Session) -> list[Deviation]:
             "the model carries no golden images. Export its checkpoint again with: prelunet export (for an adopted "
             "net: prelunet adopt)"
         )
-    deviations, precision = [], tolerance_precision(session)
+    deviations, precision, tolerance = [], tolerance_precision(session), tolerance_of(session)
     images = [golden_image(golden.height, golden.width) for golden in contract.golden]
     for case, outputs, row, index in run_cases(session, images):
         golden = contract.golden[index]
         size = (golden.height, golden.width)
-        measured = deviation(case, size, outputs, row, golden.scores, golden.logits, precision=precision)
+        measured = deviation(
+            case, size, outputs, row, golden.scores, golden.logits, precision=precision, tolerance=tolerance
+        )
         if tuple(outputs.windows[row]) != contract.window_grid(golden.height, golden.width):
             measured = replace(measured, scores=math.inf)  # the trunk stated in the file is not its actual trunk
         deviations.append(measured)
@@ -136,7 +138,7 @@ def verify(session: Session) -> list[Deviation]:
 
 def require_verified(name: str, session: Session, deviations: Sequence[Deviation]) -> str:
     """Return the tolerance in words; raise CheckFailed if a deviation exceeds it. name: of the model, for the error."""
-    tolerance = TOLERANCES[tolerance_precision(session)]
+    tolerance = tolerance_of(session)
     bounds = f"{tolerance.scores:g} (scores) or {tolerance.logits:g} of the largest (logits)"
     if not all(each.passed for each in deviations):
         raise CheckFailed(

@@ -14,7 +14,7 @@ from prelunet.evaluator.imaging.views import ViewImage
 from prelunet.evaluator.protocols import EvaluationProtocol
 
 _ENGINES: tuple[tuple[Device, Precision], ...] = (
-    ("cpu", "fp32"), ("openvino", "fp32"), ("openvino", "bf16"), ("ncnn", "fp32"),
+    ("cpu", "fp32"), ("openvino", "fp32"), ("openvino", "bf16"), ("openvino", "int8"), ("ncnn", "fp32"),
 )  # fmt: skip
 _ROUNDS = 2
 WORTHWHILE = 1.05  # times as fast; less is noise

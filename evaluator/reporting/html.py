@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from urllib.parse import quote
 
-from prelunet.evaluator.contract import provenance_lines
+from prelunet.evaluator.contract import parse_calibration, provenance_lines
 from prelunet.evaluator.errors import import_from_extra
 from prelunet.evaluator.reporting.charts import Spec
 from prelunet.evaluator.terminal import escape_unprintable
@@ -58,6 +58,7 @@ def _environment() -> "jinja2.Environment":
         "asset": asset,
         "vega": _vega,
         "provenance_lines": provenance_lines,
+        "calibration_text": parse_calibration,
     }
     return environment
 

@@ -7,7 +7,13 @@ from typing import Annotated, Any
 
 from msgspec import UNSET, Meta, Struct, UnsetType, convert
 
-from prelunet.evaluator.contract import CONTROL_CHARACTERS, MAX_NAME_LENGTH, ClassEntry, parse_provenance
+from prelunet.evaluator.contract import (
+    CONTROL_CHARACTERS,
+    MAX_NAME_LENGTH,
+    ClassEntry,
+    parse_calibration,
+    parse_provenance,
+)
 from prelunet.evaluator.datasets.dataset import UNLABELLED, Dataset
 from prelunet.evaluator.engine.batching import BatchRules
 from prelunet.evaluator.engine.memory import portion_size
@@ -47,7 +53,9 @@ class Batching:
 class RunInfo:
     """The content of run.json: everything that determines the results and nothing else (no dates, no paths)."""
 
-    model: Mapping[str, Any]  # file, sha256, architecture, activation, provenance, checkpoint_sha256
+    model: Mapping[
+        str, Any
+    ]  # file, sha256, architecture, activation, provenance, checkpoint_sha256, calibration if the file is int8
     classes: tuple[ClassEntry, ...]
     protocol: EvaluationProtocol
     dataset: Mapping[str, Any]  # name, fingerprint, images, layout, selection, restriction if there is one
@@ -123,6 +131,7 @@ def build_run_info(
         "activation": sanitize_name(contract.architecture.activation),
         "provenance": contract.training.get("provenance"),
         "checkpoint_sha256": contract.checkpoint_sha256,
+        **({} if contract.calibration is None else {"calibration": contract.calibration.to_json()}),
     }
     gpu = session.circumstances.on_gpu
     chunk = GPU_CHUNK if gpu else CHUNK
@@ -227,6 +236,12 @@ class _Model(_Part):
     activation: _Text
     provenance: dict[str, Any] | None = None
     checkpoint_sha256: _Sha256 | None = None
+    calibration: dict[str, Any] | UnsetType = UNSET
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.calibration is not UNSET:
+            parse_calibration(self.calibration)
 
 
 class _Class(_Part):

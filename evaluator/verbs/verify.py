@@ -11,7 +11,7 @@ from rich.table import Table
 
 from prelunet.evaluator.engine.load import open_with_placement
 from prelunet.evaluator.engine.session import Placement
-from prelunet.evaluator.engine.verify import TOLERANCES, require_verified, tolerance_precision
+from prelunet.evaluator.engine.verify import require_verified, tolerance_of
 from prelunet.evaluator.engine.verify import verify as verify_session
 from prelunet.evaluator.terminal import echo
 from prelunet.evaluator.verbs.options.derive import Only, derive_options
@@ -35,7 +35,7 @@ def verify(
             "model": session.model_sha256,
             "circumstances": session.circumstances.to_json(),
             "passed": all(d.passed for d in deviations),
-            "tolerance": asdict(TOLERANCES[tolerance_precision(session)]),
+            "tolerance": asdict(tolerance_of(session)),
             "deviations": [each.to_json() for each in deviations],
         }
         echo(json.dumps(result))
@@ -50,3 +50,9 @@ def verify(
     bounds = require_verified(str(model), session, deviations)
     if not as_json:
         echo(f"{model}: verified on {session.circumstances}: deviation at most {bounds}")
+        if (calibration := session.contract.calibration) is not None:
+            cost = calibration.cost
+            echo(
+                f"int8 itself moves the scores of these images by up to {cost.scores:g}, logits by {cost.logits:g} of "
+                "the largest. They are no photos; what it costs on yours: prelunet compare"
+            )

@@ -11,10 +11,14 @@ The graph avoids Range, GridSample, If, and Shape of anything but `images`: they
 Half precision (fp16). Trunk and head compute in float16, with parameters rounded by `export.dense.half_precision`. The
 front up to the first mask stays in float32, to subtract the mean and mask the canvas exactly. So do softmax, window
 masks and averages: a sum of hundreds of float16 values would lose precision.
+
+int8. The products of trunk and head compute in int8 (`export.dense.quantization`); the mean, biases, activations,
+softmax and averages stay in float32.
 """
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import pairwise
 
 import numpy as np
 from onnx import ModelProto, TensorProto, helper
@@ -33,6 +37,7 @@ from prelunet.evaluator.contract import (
 from prelunet.evaluator.protocols import LONG_SIDE_CAP
 from prelunet.export.dense.half_precision import round_to_half
 from prelunet.export.dense.pyramid import plan_pools, pyramid_bins
+from prelunet.export.dense.quantization import LayerBuilder
 from prelunet.export.onnx_graph import IR_VERSION, OPSET, GraphBuilder, add_value_info, build_file, contract_graph
 
 # Pixels; larger where `multi-scale` needs it. The graph slices its masks from a constant of this length.
@@ -104,12 +109,14 @@ def build_model(
     mean: Float32Array,
     contract: ModelContract,
     version: str,
+    ranges: Mapping[str, float] | None = None,
 ) -> ModelProto:
     """Build the model from a checkpoint's tensors. mean: (3,) or (crop, crop, 3); version: of prelunet.
 
+    ranges: layer → largest absolute value of its input, for the layers that compute in int8.
     Raises UsageError if the contract is fp16 and a tensor exceeds its range.
     """
-    graph = GraphBuilder()
+    graph = LayerBuilder(ranges or {})
     masked, half = contract.canvas == "ragged", contract.precision == "fp16"
     image, valid = _front(graph, mean, contract.max_side, masked=masked)
     parameters: Mapping[str, FloatArray] = tensors
@@ -201,7 +208,7 @@ def _mask(graph: GraphBuilder, value: str, valid: ValidCells, output: str) -> st
 
 
 def _trunk(
-    graph: GraphBuilder,
+    graph: LayerBuilder,
     architecture: Architecture,
     tensors: Mapping[str, FloatArray],
     value: str,
@@ -210,6 +217,9 @@ def _trunk(
     masked: bool,
 ) -> tuple[str, ValidCells]:
     """Add the convolutions and poolings; return the feature map and its valid cells."""
+    weighted = [*(conv.name for conv in architecture.convs), "fc1"]
+    following = dict(pairwise(weighted))
+    value = graph.quantize(value, weighted[0])
     for index, layer in enumerate(architecture.trunk):
         if isinstance(layer, Pool):
             sides = [layer.kernel] * 2
@@ -219,16 +229,17 @@ def _trunk(
                 value = _mask(graph, value, valid, f"{layer.name}.masked")
             value = _convolution(graph, layer, tensors, value)
             value = _activation(graph, architecture.activation, tensors, layer.name, value, slope_shape=(-1, 1, 1))
+            value = graph.quantize(value, following[layer.name])
         valid = _valid_after(graph, valid, layer.name, layer.kernel, layer.stride, layer.pad)
     return value, valid
 
 
-def _convolution(graph: GraphBuilder, layer: Conv, tensors: Mapping[str, FloatArray], value: str) -> str:
-    weight = graph.constant(f"{layer.name}.weight", tensors[f"{layer.name}.weight"])
+def _convolution(graph: LayerBuilder, layer: Conv, tensors: Mapping[str, FloatArray], value: str) -> str:
+    weight = graph.weight(layer.name, tensors[f"{layer.name}.weight"], channel_axis=0)
     bias = graph.constant(f"{layer.name}.bias", tensors[f"{layer.name}.bias"])
     return graph.node(
         "Conv",
-        [value, weight, bias],
+        [graph.dequantize(value, layer.name), weight, bias],
         layer.name,
         kernel_shape=[layer.kernel] * 2,
         strides=[layer.stride] * 2,
@@ -294,7 +305,7 @@ def fc1_channel_last(weight: FloatArray, architecture: Architecture) -> FloatArr
 
 
 def _head(
-    graph: GraphBuilder, architecture: Architecture, tensors: Mapping[str, FloatArray], feature_map: str, *, half: bool
+    graph: LayerBuilder, architecture: Architecture, tensors: Mapping[str, FloatArray], feature_map: str, *, half: bool
 ) -> str:
     """Add pyramid and fully connected layers over all windows; return the logits (N, Gh, Gw, K)."""
     bins = _bins(graph, architecture, feature_map)
@@ -306,29 +317,31 @@ def _head(
             # A half file is for GPUs, which gain nothing, and each sum would be rounded once more.
             product = _product_of_bins(graph, matrix, bins, len(bins) if half else MAX_TERMS // architecture.channels)
         else:
-            product = graph.node("MatMul", [value, graph.constant(f"{name}.weight", weight.T)], f"{name}.product")
+            inputs = [graph.dequantize(value, name), graph.weight(name, weight.T, channel_axis=1)]
+            product = graph.node("MatMul", inputs, f"{name}.product")
         value = graph.node("Add", [product, graph.constant(f"{name}.bias", tensors[f"{name}.bias"])], name)
         if name != "fc3":
             # Of full rank because the channel is last: some runtimes apply a 1-D slope to axis 1.
             value = _activation(graph, architecture.activation, tensors, name, value, slope_shape=(1, 1, 1, -1))
+            value = graph.quantize(value, "fc2" if name == "fc1" else "fc3")
     return value
 
 
-def _product_of_bins(graph: GraphBuilder, matrix: FloatArray, bins: Sequence[str], together: int) -> str:
+def _product_of_bins(graph: LayerBuilder, matrix: FloatArray, bins: Sequence[str], together: int) -> str:
     """Add fc1's product with the bins of every window, `together` of them at a time, and the sum of these products.
 
     matrix: (bins·C, hidden).
     """
     together = min(max(1, together), len(bins))
     if together == len(bins):
-        pyramid = graph.node("Concat", bins, "pyramid", axis=3)
-        return graph.node("MatMul", [pyramid, graph.constant("fc1.weight", matrix)], "fc1.product")
+        pyramid = graph.dequantize(graph.node("Concat", bins, "pyramid", axis=3), "fc1")
+        return graph.node("MatMul", [pyramid, graph.weight("fc1", matrix, channel_axis=1)], "fc1.product")
     rows, total = len(matrix) // len(bins), ""
-    for first in range(0, len(bins), together):
-        part, chosen = f"part_{first // together}", bins[first : first + together]
-        pyramid = graph.node("Concat", chosen, f"pyramid.{part}", axis=3)
-        weight = graph.constant(f"fc1.weight.{part}", matrix[first * rows : (first + len(chosen)) * rows])
-        product = graph.node("MatMul", [pyramid, weight], f"fc1.product.{part}")
+    firsts = range(0, len(bins), together)
+    parts = {f"part_{first // together}": slice(first * rows, (first + together) * rows) for first in firsts}
+    for first, part, weight in zip(firsts, parts, graph.weight_parts("fc1", matrix, parts), strict=True):
+        pyramid = graph.node("Concat", bins[first : first + together], f"pyramid.{part}", axis=3)
+        product = graph.node("MatMul", [graph.dequantize(pyramid, "fc1", part), weight], f"fc1.product.{part}")
         total = graph.node("Add", [total, product], f"fc1.sum.{part}") if total else product
     return total
 

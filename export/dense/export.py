@@ -2,6 +2,7 @@
 
 import importlib.metadata
 import os
+import tempfile
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -9,11 +10,24 @@ from pathlib import Path
 import torch
 from onnx import checker
 
-from prelunet.evaluator.contract import Canvas, FilePrecision, ModelContract, golden_image, golden_sizes
-from prelunet.evaluator.engine.verify import TOLERANCES, Deviation
+from prelunet.evaluator.contract import Canvas, FilePrecision, ModelContract, Tolerance, golden_image, golden_sizes
+from prelunet.evaluator.datasets import DatasetSpec
+from prelunet.evaluator.engine.load import open_session
+from prelunet.evaluator.engine.session import Session
+from prelunet.evaluator.engine.verify import Deviation
 from prelunet.evaluator.errors import CheckFailed, CheckpointError, UsageError
 from prelunet.evaluator.files import check_not_input, open_atomically, sha256_of
 from prelunet.export.dense.build import build_contract, build_model
+from prelunet.export.dense.calibration import (
+    ACCEPTED_LOSS,
+    CalibrationImages,
+    Int8Cost,
+    calibration_of,
+    int8_golden,
+    measure_cost,
+    measure_ranges,
+    open_images,
+)
 from prelunet.export.dense.half_precision import (
     check_magnitudes,
     magnitude_warnings,
@@ -32,24 +46,40 @@ class ExportResult:
     """The checks of an exported file.
 
     deviations: of every run from the float64 PyTorch net; for half precision also magnitudes: layer → largest absolute
-    value on test images; warnings: messages for the user.
+    value on test images; for int8 also its cost; warnings: messages for the user.
     """
 
     deviations: list[Deviation]
     magnitudes: Mapping[str, float] = field(default_factory=dict)
+    cost: Int8Cost | None = None
     warnings: list[str] = field(default_factory=list)
 
 
 def export_checkpoint(
-    path: Path, output: Path, canvas: Canvas = "ragged", precision: FilePrecision = "fp32"
+    path: Path,
+    output: Path,
+    canvas: Canvas = "ragged",
+    precision: FilePrecision = "fp32",
+    calibrate: DatasetSpec | None = None,
 ) -> ExportResult:
     """Write the model file of a checkpoint and return its deviations from the float64 PyTorch net.
+
+    calibrate: images for int8 (`export.dense.calibration`), whose files have exact canvases.
 
     The file is written under a temporary name, run in onnxruntime on the golden images (alone and on a shared canvas)
     and renamed if every window agrees. Otherwise raises CheckFailed with the deviations and leaves no file.
     Raises UsageError or EnvironmentFault, before any work, if `output` cannot be written or is the checkpoint itself;
-    UsageError if the net does not fit into fp16 (`export.dense.half_precision`).
+    UsageError if the net does not fit into fp16 (`export.dense.half_precision`), or has activations without a range for
+    int8; for int8 also the errors of the calibration images.
     """
+    if (precision == "int8") != (calibrate is not None):
+        raise UsageError(
+            "--precision int8 needs images, from which it takes the ranges of the activations: add --calibrate DATA"
+            if calibrate is None
+            else f"--calibrate is for --precision int8, not for {precision}. Remove one of them"
+        )
+    if precision == "int8" and canvas != "exact":
+        raise UsageError(f"--precision int8 --canvas {canvas}: int8 files have no masks. Use --canvas exact")
     checkpoint = read_checkpoint(path)
     try:
         os.path.realpath(output).encode("utf-8")
@@ -61,21 +91,91 @@ def export_checkpoint(
             round_to_half(name, tensor)  # so that a number out of range is refused before the work, too
         windows = _oracle(checkpoint)
         try:
-            contract = _contract(checkpoint, sha256_of(path), canvas, precision, windows)
+            contract = _contract(checkpoint, sha256_of(path), canvas, "fp32" if calibrate else precision, windows)
         except ValueError as error:
             raise CheckpointError(f"{path}: cannot be exported: {error}. Rename its classes") from error
-        version = importlib.metadata.version("prelunet")
-        model = build_model(checkpoint.architecture, checkpoint.tensors, checkpoint.mean, contract, version)
-        file.write(model.SerializeToString(deterministic=True))
-        file.flush()
         written = Path(file.name)
+        if calibrate is not None:
+            images = open_images(calibrate, contract)
+            return _export_int8(checkpoint, contract, images, written, windows, output)
+        write_model(written, checkpoint, contract)
         checker.check_model(written, full_check=True)
         magnitudes = measure_magnitudes(written, checkpoint.architecture, contract) if precision == "fp16" else {}
         check_magnitudes(magnitudes)
-        deviations = check_parity(written, windows)
-        if failed := [d for d in deviations if not d.passed]:
-            raise CheckFailed(_parity_message(output, failed, precision))
-    return ExportResult(deviations, magnitudes, magnitude_warnings(magnitudes))
+        deviations = _checked_parity(written, windows, output, precision)
+    return ExportResult(deviations, magnitudes, warnings=magnitude_warnings(magnitudes))
+
+
+def write_model(
+    path: Path, checkpoint: Checkpoint, contract: ModelContract, ranges: Mapping[str, float] | None = None
+) -> None:
+    """Write the model file of a checkpoint, without any check. ranges: see `build_model`."""
+    version = importlib.metadata.version("prelunet")
+    model = build_model(checkpoint.architecture, checkpoint.tensors, checkpoint.mean, contract, version, ranges)
+    path.write_bytes(model.SerializeToString(deterministic=True))
+
+
+def _export_int8(
+    checkpoint: Checkpoint,
+    contract: ModelContract,
+    images: CalibrationImages,
+    written: Path,
+    windows: list[WindowArrays],
+    output: Path,
+) -> ExportResult:
+    """Write the int8 file, and compare it with the float32 net on the golden images and on the held-out ones.
+
+    contract: of the float32 file with exact canvases; windows: of the golden images in the unrounded net; written: the
+    file to write; output: its name for errors.
+    """
+    with tempfile.TemporaryDirectory(dir=written.parent, prefix=".float32-") as folder:
+        exact = Path(folder) / "exact.onnx"
+        write_model(exact, checkpoint, contract)
+        ranges = measure_ranges(exact, checkpoint.architecture, images)
+        golden = int8_golden(checkpoint, ranges, windows)
+        int8 = replace(
+            contract,
+            precision="int8",
+            calibration=calibration_of(images, golden.tolerance, golden.cost),
+            golden=golden_answers(contract.crop, golden.windows),
+        )
+        write_model(written, checkpoint, int8, ranges)
+        checker.check_model(written, full_check=True)
+        deviations = _checked_parity(written, golden.windows, output, "int8", golden.window_tolerance)
+
+        def only(layer: str) -> Session:
+            path = Path(folder) / f"{layer}.onnx"
+            write_model(path, checkpoint, contract, {layer: ranges[layer]})
+            session = open_session(path, "cpu")
+            path.unlink()
+            return session
+
+        cost = measure_cost(open_session(exact, "cpu"), open_session(written, "cpu"), images, only, list(ranges))
+    return ExportResult(deviations, cost=cost, warnings=_cost_warnings(cost))
+
+
+def _cost_warnings(cost: Int8Cost) -> list[str]:
+    if cost.loss <= ACCEPTED_LOSS:
+        return []
+    layers = ", ".join(f"{layer} ({100 * moved:.2g} %)" for layer, moved in list(cost.layers.items())[:3])
+    return [
+        f"int8 costs this net more than {ACCEPTED_LOSS:g} point: {cost}. The layers that alone move the largest share "
+        f"of the scores: {layers}. Calibrate on more images, or on images closer to those to be classified; check the "
+        "cost with prelunet compare; or export with --precision fp32"
+    ]
+
+
+def _checked_parity(
+    written: Path,
+    windows: list[WindowArrays],
+    output: Path,
+    precision: FilePrecision,
+    tolerance: Tolerance | None = None,
+) -> list[Deviation]:
+    deviations = check_parity(written, windows, tolerance)
+    if failed := [d for d in deviations if not d.passed]:
+        raise CheckFailed(_parity_message(output, failed, precision))
+    return deviations
 
 
 def _oracle(checkpoint: Checkpoint) -> list[WindowArrays]:
@@ -122,12 +222,12 @@ def _parity_message(output: Path, failed: list[Deviation], precision: FilePrecis
         f"  {d.height}x{d.width} {d.case}: scores {d.scores:.1e}, logits {d.logits:.1e} of the largest" for d in failed
     ]
     advice = "This is a bug in prelunet or the installed onnxruntime, not a fault of the checkpoint. Please report it."
-    if precision == "fp16":
+    if precision != "fp32":
         advice = (
-            "Half precision may be too coarse for this net: export it with --precision fp32. If that fails too, "
+            f"{precision} may be too coarse for this net: export it with --precision fp32. If that fails too, "
             "it is a bug in prelunet or the installed onnxruntime. Please report it."
         )
     return (
         f"{output}: not written, because its scores differ from the PyTorch net's by more than "
-        f"{TOLERANCES[precision].scores:g}:\n" + "\n".join(lines) + f"\n{advice}"
+        f"{failed[0].tolerance.scores:g}:\n" + "\n".join(lines) + f"\n{advice}"
     )

@@ -5,21 +5,18 @@ after every layer, on images that produce large activations. Scores on a CPU wou
 runtimes' max pooling drops NaN, and onnxruntime's CPU provider computes in float32 and skips roundings between layers.
 """
 
-import tempfile
 from collections.abc import Iterator, Mapping
 from itertools import chain
 from pathlib import Path
 
 import numpy as np
-import onnx
-from onnx import ModelProto, TensorProto, helper
 
 from prelunet.evaluator.architectures import Architecture
 from prelunet.evaluator.arrays import Float16Array, Float32Array, Int64Array, UInt8Array
 from prelunet.evaluator.contract import ModelContract, golden_image, golden_sizes
-from prelunet.evaluator.engine.runtimes.onnx import RawOnnxModel
 from prelunet.evaluator.errors import UsageError
 from prelunet.evaluator.imaging.canvas import pack
+from prelunet.export.dense.probes import largest_values
 
 FLOAT16_MAX = 65504.0  # the largest float16
 HEADROOM = 8.0  # warn above FLOAT16_MAX / HEADROOM: other images and intermediate sums reach further
@@ -75,23 +72,7 @@ def range_canvases(contract: ModelContract) -> Iterator[tuple[UInt8Array, Int64A
         yield pack(golden[:1], side, side, fill=255)
 
 
-def add_probes(model: ModelProto, architecture: Architecture) -> None:
-    """Add the output `magnitudes` to a half model: float32 (tensors, 1, 1, 1), in the order of `_probed_tensors`.
-
-    Each entry is the largest absolute value of one tensor between the layers. Nothing else changes.
-    """
-    graph, largest = model.graph, []
-    for name in chain.from_iterable(_probed_tensors(architecture).values()):
-        single, size, maximum = (f"probe.{name}.{what}" for what in ("single", "size", "largest"))
-        graph.node.append(helper.make_node("Cast", [name], [single], to=TensorProto.FLOAT))
-        graph.node.append(helper.make_node("Abs", [single], [size]))
-        graph.node.append(helper.make_node("ReduceMax", [size], [maximum]))
-        largest.append(maximum)
-    graph.node.append(helper.make_node("Concat", largest, ["magnitudes"], axis=0))
-    graph.output.append(helper.make_tensor_value_info("magnitudes", TensorProto.FLOAT, [len(largest), 1, 1, 1]))
-
-
-def _probed_tensors(architecture: Architecture) -> dict[str, list[str]]:
+def probed_tensors(architecture: Architecture) -> dict[str, list[str]]:
     """Return layer → its tensors that are rounded to float16 and can exceed their inputs (pools cannot)."""
     probed = {conv.name: [conv.name, f"{conv.name}.activation"] for conv in architecture.convs}
     for name in ("fc1", "fc2"):
@@ -102,21 +83,11 @@ def _probed_tensors(architecture: Architecture) -> dict[str, list[str]]:
 def measure_magnitudes(path: Path, architecture: Architecture, contract: ModelContract) -> dict[str, float]:
     """Run a half file with probes; return layer → its largest absolute value over `range_canvases`.
 
-    Infinite or NaN if float16 overflowed. The probes are in a temporary copy next to the file.
+    Infinite or NaN if float16 overflowed.
     """
-    model = onnx.load(path)
-    add_probes(model, architecture)
-    with tempfile.NamedTemporaryFile(dir=path.parent, prefix=".probed-", suffix=".onnx") as file:
-        onnx.save(model, file.name)
-        net = RawOnnxModel(Path(file.name))
-    measured = [
-        net.run({"images": images, "sizes": sizes}, "magnitudes").reshape(-1)
-        for images, sizes in range_canvases(contract)
-    ]
-    largest = iter(np.max(measured, axis=0).tolist())  # propagates NaN
-    return {
-        layer: float(np.max([next(largest) for _ in names])) for layer, names in _probed_tensors(architecture).items()
-    }
+    probed = probed_tensors(architecture)
+    largest = largest_values(path, [*chain.from_iterable(probed.values())], range_canvases(contract))
+    return {layer: float(np.max([largest[name] for name in names])) for layer, names in probed.items()}
 
 
 def check_magnitudes(magnitudes: Mapping[str, float]) -> None:

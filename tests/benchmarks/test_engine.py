@@ -13,6 +13,7 @@ from benchmarks.common.dense_torch import DenseNet
 from benchmarks.common.results import environment
 from benchmarks.engine import growth
 from benchmarks.engine.competitors import COMPETITORS, REFERENCE
+from benchmarks.engine.table import goals_of
 from prelunet.evaluator.architectures import ACTIVATIONS
 from prelunet.training.net.checkpoints import Checkpoint
 from prelunet.training.net.dense_reference import dense_windows
@@ -48,7 +49,14 @@ def test_the_reference_has_the_pyramid_of_a_net_whose_bins_overlap_and_repeat() 
 
 def test_the_engine_benchmark_runs_from_end_to_end(tmp_path: Path) -> None:
     output = tmp_path / "engine.json"
-    chosen = ["naive", "onnxruntime, plain export", "ours, cpu", "openvino, plain export, bf16"]
+    chosen = [
+        "naive",
+        "onnxruntime, plain export",
+        "ours, cpu",
+        "openvino, plain export, bf16",
+        "onnxruntime, plain export, int8",
+        "ours, openvino int8",
+    ]
     arguments = ["--nets", "demo", "--protocols", "dense-32", "dense-28-45", "--images", "2", "2", "--seconds", "0"]
     arguments += ["--threads", "1", "--output", str(output), "--only", *chosen]
     command = [sys.executable, "-m", "benchmarks.engine.run", *arguments]
@@ -65,6 +73,23 @@ def test_the_engine_benchmark_runs_from_end_to_end(tmp_path: Path) -> None:
         assert rows["ours, cpu"]["largest_deviation"] < 1e-5
         assert rows["ours, cpu"]["peak_memory_mb"] < rows[REFERENCE]["peak_memory_mb"]  # which needs torch
     assert output.with_suffix(".md").read_text() in done.stdout
+
+
+def test_the_goals_of_int8_depend_on_the_processor() -> None:
+    speeds = {"ours, openvino": 100.0, "ours, openvino bf16": 200.0, "onnxruntime, plain export": 50.0}
+    rows = [
+        {
+            "competitor": name,
+            "precision": COMPETITORS[name].precision,
+            "ours": False,
+            "gflop_per_second": {"median": speed},
+        }
+        for name, speed in {**speeds, "ours, openvino int8": 360.0}.items()
+    ]
+    result = {"net": "A", "protocol": {"name": "multi-scale", "scales": [256, 384]}, "rows": rows}
+    vnni, with_amx = (goals_of([result], amx=amx) for amx in (False, True))
+    assert [(goal["measured"], goal["met"]) for goal in vnni] == [(3.6, True)]
+    assert [(goal["measured"], goal["met"]) for goal in with_amx] == [(1.8, True), (7.2, False)]
 
 
 def test_growth_measures_a_point_of_each_part_once(tmp_path: Path) -> None:

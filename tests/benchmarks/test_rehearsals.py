@@ -1,15 +1,22 @@
 """Rehearsals of benchmarks that write one result at their end: each in its smallest setting, without its numbers."""
 
 import json
+import zipfile
+from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 import pytest
 
+from benchmarks.engine import int8_accuracy
 from benchmarks.reporting import imagenet_shape
 from benchmarks.reporting import run as reporting
 from benchmarks.training import step
+from prelunet.training.data.splits import embedded_dataset_path
+from prelunet.training.loop.train import train
+from prelunet.training.recipe import Recipe, read_recipe
 
 
 @pytest.fixture
@@ -37,3 +44,29 @@ def test_every_reporting_verb_is_measured(rehearse: Any, monkeypatch: pytest.Mon
     monkeypatch.setattr(reporting, "LIMITS", {})  # for a machine that does nothing else
     rows = rehearse(reporting, "--repeats", "1")["results"]
     assert [row["verb"] for row in rows] == ["report", "compare", "ensemble of three", "report of the ensemble"]
+
+
+def test_what_int8_costs_is_averaged_over_seeds(rehearse: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    data, taken = tmp_path / "few.zip", Counter[str]()  # four training and two validation images of each class
+    with zipfile.ZipFile(embedded_dataset_path()) as whole, zipfile.ZipFile(data, "w") as few:
+        for name in sorted(name for name in whole.namelist() if name.endswith(".png")):
+            folder = name.rpartition("/")[0]
+            taken[folder] += 1
+            if taken[folder] <= (4 if folder.startswith("train") else 2):
+                few.writestr(name, whole.read(name))
+
+    def short(name: str) -> Recipe:
+        return replace(read_recipe(name), steps=5, epochs=None, evaluate_every=5, save_every=5)
+
+    def train_on_few(recipe: Recipe, _: None, folder: Path, **options: Any) -> Any:
+        return train(recipe, data, folder, **options)
+
+    monkeypatch.setattr(int8_accuracy, "embedded_dataset_path", lambda: data)
+    monkeypatch.setattr(int8_accuracy, "read_recipe", short)
+    monkeypatch.setattr(int8_accuracy, "train", train_on_few)
+    monkeypatch.setattr(int8_accuracy, "IMAGES", 4)
+    result = rehearse(int8_accuracy, "--runs", str(tmp_path / "runs"), "--seeds", "2")
+    for device, found in result["change_of_top1_error"].items():
+        by_seed = [one["errors"]["int8"][device] - one["errors"]["fp32"]["openvino"] for one in result["seeds"]]
+        assert found["mean"] == pytest.approx(sum(by_seed) / 2, abs=1e-3)  # both are rounded
+        assert all(0 <= one["tolerance_used"][device] <= 1 for one in result["seeds"])

@@ -162,7 +162,7 @@ def test_the_oracle_catches_slopes_along_the_columns(
     """The mutated graph runs only if a map has as many columns as channels: 48 at conv2_1, for 96 px of width."""
     right = exported["demo-image"]
     change_constant(monkeypatch, "conv2_1.slope", lambda slope: slope.reshape(1, 1, -1))
-    monkeypatch.setattr(prelunet.export.dense.export, "check_parity", lambda _path, _windows: [])
+    monkeypatch.setattr(prelunet.export.dense.export, "check_parity", lambda *_: [])
     export_checkpoint(right.checkpoint_path, tmp_path / "wrong.onnx")
     image = noise(31, 96, seed=0)
     outputs = open_session(tmp_path / "wrong.onnx", "cpu").run(image[None], np.array([[31, 96]]))
@@ -187,9 +187,7 @@ def test_the_oracle_catches_the_mistake(
 ) -> None:
     right = exported["demo-image"]
     mistake(monkeypatch)
-    monkeypatch.setattr(
-        prelunet.export.dense.export, "check_parity", lambda _path, _windows: []
-    )  # let the wrong file pass
+    monkeypatch.setattr(prelunet.export.dense.export, "check_parity", lambda *_: [])  # let the wrong file pass
     export_checkpoint(right.checkpoint_path, tmp_path / "wrong.onnx")
     session = open_session(tmp_path / "wrong.onnx", "cpu")
     images = [noise(h, w, seed=i) for i, (h, w) in enumerate([(28, 41), (39, 30)])]

@@ -192,7 +192,7 @@ def with_metadata(exported: dict[str, ExportedNet], folder: Path, drop: str = ""
 def test_a_model_of_a_newer_contract_is_refused_naming_both_versions(
     exported: dict[str, ExportedNet], tmp_path: Path
 ) -> None:
-    with pytest.raises(ContractError, match=r"version 99.*up to 1.*prelunet export"):
+    with pytest.raises(ContractError, match=r"version 99.*up to 2.*prelunet export"):
         open_session(with_metadata(exported, tmp_path, contract_version=99), "cpu")
 
 

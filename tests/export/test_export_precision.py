@@ -7,6 +7,7 @@ rounding after every operation costs is in the reasons for the tolerances (`eval
 import json
 from collections.abc import Callable
 from dataclasses import replace
+from itertools import chain
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -27,13 +28,14 @@ from prelunet.evaluator.errors import CheckFailed, UsageError
 from prelunet.evaluator.imaging.canvas import pack
 from prelunet.export.dense.export import ExportResult, export_checkpoint
 from prelunet.export.dense.half_precision import (
-    add_probes,
     check_magnitudes,
     magnitude_warnings,
     measure_magnitudes,
+    probed_tensors,
     range_canvases,
     range_images,
 )
+from prelunet.export.dense.probes import add_probes
 from prelunet.training.net.checkpoints import Checkpoint, write_checkpoint
 from prelunet.training.net.dense_reference import dense_windows
 from prelunet.training.net.network import network_from_checkpoint
@@ -252,7 +254,7 @@ def test_every_result_of_half_arithmetic_is_probed(tmp_path: Path, activation: A
     }  # other operators on float16 only select, move or mask
     computed = {n.name for n in onnx.load(path).graph.node if n.op_type in kinds and types[n.name] == HALF}
     model = onnx.load(path)
-    add_probes(model, checkpoint.architecture)
+    add_probes(model, [*chain.from_iterable(probed_tensors(checkpoint.architecture).values())])
     probed = {
         node.input[0] for node in model.graph.node if node.output[0].startswith("probe") and node.op_type == "Cast"
     }
@@ -465,8 +467,9 @@ def test_a_run_is_held_to_the_coarser_of_what_its_file_and_its_device_round_to(
     ],
 )
 def test_each_precision_has_its_own_tolerance(precision: str, score: float, passed: bool) -> None:
-    assert Deviation("alone", 28, 28, score, 0.0, precision).passed is passed
-    assert Deviation("alone", 28, 28, 0.0, score, precision).passed is (passed or precision == "fp32")
+    assert Deviation("alone", 28, 28, score, 0.0, precision, TOLERANCES[precision]).passed is passed
+    logits = Deviation("alone", 28, 28, 0.0, score, precision, TOLERANCES[precision])
+    assert logits.passed is (passed or precision == "fp32")
     assert TOLERANCES[precision].scores < 0.1
 
 
@@ -527,7 +530,7 @@ def test_a_single_precision_file_does_not_mention_float16(tmp_path: Path, capsys
 
 def test_probes_measure_a_model_without_changing_its_scores(demo: Callable[..., Path], tmp_path: Path) -> None:
     model, net = onnx.load(demo()), architecture("demo")
-    add_probes(model, net)
+    add_probes(model, ["conv1_1", "pool2", "fc1.product"])
     onnx.save(model, tmp_path / "probed.onnx")
     image, sizes = noise(30, 41, seed=3)[None], np.array([[30, 41]])
     scores = RawOnnxModel(tmp_path / "probed.onnx").run({"images": image, "sizes": sizes}, "scores")

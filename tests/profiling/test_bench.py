@@ -22,7 +22,7 @@ from prelunet.evaluator.datasets.dataset import Dataset, DatasetSpec
 from prelunet.evaluator.datasets.open import open_from_spec
 from prelunet.evaluator.engine.classify import classify_images
 from prelunet.evaluator.engine.session import Device, Outputs, Placement, Precision
-from prelunet.evaluator.errors import DatasetError, EnvironmentFault
+from prelunet.evaluator.errors import DatasetError, EnvironmentFault, UsageError
 from prelunet.evaluator.imaging.decode import decode_rgb
 from prelunet.evaluator.imaging.views import make_views
 from prelunet.evaluator.machine import supports_bf16
@@ -296,6 +296,8 @@ def test_engines_are_compared_by_time_and_first_answers_except_those_that_are_mi
 
     def open_other(path: Path, placement: Placement, *, digest: str) -> FakeSession:
         opened.append((path, placement.device, placement.precision, digest))
+        if placement.precision == "int8":
+            raise UsageError("not an int8 file")
         if placement.precision == "bf16" and "bf16" not in others:
             raise EnvironmentFault("no bf16 here")
         return others[placement.precision or ""]
@@ -305,7 +307,7 @@ def test_engines_are_compared_by_time_and_first_answers_except_those_that_are_mi
     pictures = [rng.integers(0, 256, (31 + number, 40, 3), np.uint8) for number in range(12)]
     views = [make_views(picture, TWO_SCALES) for picture in pictures]
     same, different, ncnn = compare_engines(session, tmp_path, views, TWO_SCALES)
-    engines = [("openvino", "fp32"), ("openvino", "bf16"), ("ncnn", "fp32")]
+    engines = [("openvino", "fp32"), ("openvino", "bf16"), ("openvino", "int8"), ("ncnn", "fp32")]
     assert opened == [(tmp_path, *engine, session.model_sha256) for engine in engines]
     assert (ncnn.device, ncnn.precision, ncnn.other_first_answers) == ("ncnn", "fp32", 0)
     assert (same.device, same.precision, same.images, same.other_first_answers) == ("openvino", "fp32", 12, 0)

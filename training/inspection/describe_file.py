@@ -20,7 +20,7 @@ from prelunet.evaluator.architectures import (
     multiply_adds,
     parameter_shapes,
 )
-from prelunet.evaluator.contract import ClassEntry, provenance_lines, rewrite_hint
+from prelunet.evaluator.contract import ClassEntry, parse_calibration, provenance_lines, rewrite_hint
 from prelunet.evaluator.engine.load import open_session
 from prelunet.evaluator.engine.session import Session
 from prelunet.evaluator.errors import ContractError, from_os_error
@@ -56,7 +56,8 @@ def inspect_file(path: Path) -> dict[str, Any]:
     Common keys: kind (`checkpoint` or `model`), file, sha256, architecture, classes, parameters, slope_parameters,
     multiply_adds (one crop), window, trunk_stride, mean, recipe, dataset, metrics, provenance (or null), slopes
     (`summarize_slopes`, each with `paper`: the value of Table 1 or null), slope_trend (`SlopeTrend`, or null without
-    slopes). A model also has precision, canvas, default_scales, min_side, max_side, checkpoint_sha256, golden_images.
+    slopes). A model also has precision, calibration (of int8, else null), canvas, default_scales, min_side,
+    max_side, checkpoint_sha256, golden_images.
     An adopted net has kind `adopted`, crop, interpolation, precision and `adopted` (its preprocessing), and none of the
     keys specific to our own nets.
     Raises UsageError if the path cannot be read; CheckpointError or ContractError if the file is damaged.
@@ -162,6 +163,7 @@ def _inspect_model(path: Path) -> dict[str, Any]:
         **_describe_net(net, contract.classes),
         "mean": {"kind": contract.mean_kind, "channels": None},  # the mean itself is in the graph
         "precision": contract.precision,
+        "calibration": contract.calibration and contract.calibration.to_json(),
         "canvas": contract.canvas,
         "default_scales": list(contract.default_scales),
         "min_side": contract.min_side,
@@ -278,6 +280,8 @@ def _facts(inspection: Mapping[str, Any]) -> dict[str, str | list[str]]:
     }
     if inspection["kind"] == "model":
         facts["precision"] = inspection["precision"]
+        if inspection["calibration"] is not None:
+            facts["calibration"] = str(parse_calibration(inspection["calibration"]))
         facts["canvas"] = f"{inspection['canvas']}, sides {inspection['min_side']} to {inspection['max_side']} px"
         facts["scales"] = f"{', '.join(map(str, inspection['default_scales']))} px for multi-scale"
         facts["checkpoint"] = inspection["checkpoint_sha256"]

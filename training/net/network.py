@@ -35,15 +35,17 @@ class Layer(nn.Module):
 class PreluNet(nn.Module):
     """A net of the paper; all parameters are zero until `load_tensors` or `load_state_dict` fills them.
 
-    response_hook: called with the name of each layer (conv1, …, fc3) and its response before the activation, or None.
+    response_hook: called with the name of each layer (conv1, …, fc3) and its response before the activation, or None;
+    input_hook: called with the name of each layer and its input, returns the input that the layer receives, or None.
     """
 
     response_hook: Callable[[str, Tensor], None] | None
+    input_hook: Callable[[str, Tensor], Tensor] | None
 
     def __init__(self, architecture: Architecture, classes: int) -> None:
         super().__init__()
         self.architecture = architecture
-        self.response_hook = None
+        self.response_hook = self.input_hook = None
         layers: dict[str, dict[str, tuple[int, ...]]] = {}
         for name, shape in parameter_shapes(architecture, classes).items():
             layer, kind = name.split(".")
@@ -84,7 +86,9 @@ class PreluNet(nn.Module):
                 maps = F.max_pool2d(maps, layer.kernel, layer.stride)
             else:
                 own = self._layer(layer.name)
-                maps = F.conv2d(maps, own.weight, own.bias, stride=layer.stride, padding=layer.pad)
+                maps = F.conv2d(
+                    self._received(layer.name, maps), own.weight, own.bias, stride=layer.stride, padding=layer.pad
+                )
                 self._call_hook(layer.name, maps)
                 maps = activate(maps, self.architecture.activation, own.slope)
         return maps
@@ -111,13 +115,16 @@ class PreluNet(nn.Module):
         values = features
         for index, name in enumerate(FC_LAYERS):
             own = self._layer(name)
-            values = F.linear(values, own.weight, own.bias)
+            values = F.linear(self._received(name, values), own.weight, own.bias)
             self._call_hook(name, values)
             if name != FC_LAYERS[-1]:
                 values = activate(values, self.architecture.activation, own.slope)
                 if factors is not None:
                     values = values * factors[index]
         return values
+
+    def _received(self, name: str, values: Tensor) -> Tensor:
+        return values if self.input_hook is None else self.input_hook(name, values)
 
     def _call_hook(self, name: str, response: Tensor) -> None:
         if self.response_hook is not None:

@@ -68,6 +68,9 @@ def load_on_cpu(path: Path, *, threads: int = 0) -> OnnxRuntimeModel:
     runtime = import_runtime()
     options = _options(runtime)
     options.intra_op_num_threads = threads
+    # Compute int8 files in float32, on the quantized numbers: this provider has no int8 convolution with a PReLU, and
+    # its mixture of float32 convolutions, int8 products and weights dequantized in every run was slower on model A.
+    options.add_session_config_entry("session.disable_quant_qdq", "1")
     # Threads spin between the operators of a batch, where waking them takes longer than many an operator, but not
     # between batches, where they would take cores from decoding and gRPC: docs/performance.md.
     options.add_session_config_entry("session.force_spinning_stop", "1")

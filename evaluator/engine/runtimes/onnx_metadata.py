@@ -7,9 +7,9 @@ but the metadata is skipped, the graph with its weights in one step.
 from collections.abc import Iterator
 from io import BytesIO
 from pathlib import Path
-from typing import BinaryIO
+from typing import BinaryIO, get_args
 
-from prelunet.evaluator.contract import PREFIX
+from prelunet.evaluator.contract import PREFIX, FilePrecision
 
 _METADATA, _KEY, _VALUE = 14, 1, 2  # ModelProto.metadata_props, and the fields of its entries, StringStringEntryProto
 _VARINT, _FIXED64, _LENGTH_DELIMITED, _FIXED32 = 0, 1, 2, 5  # wire types of protobuf
@@ -27,8 +27,9 @@ def read_metadata(path: Path) -> dict[str, str]:
 
 
 def read_precision(path: Path) -> str | None:
-    """Return the precision stated in a model file, `fp32` or `fp16`; None if it states none."""
-    return {'"fp32"': "fp32", '"fp16"': "fp16"}.get(read_metadata(path).get(f"{PREFIX}precision", ""))
+    """Return the precision stated in a model file, `fp32`, `fp16` or `int8`; None if it states none."""
+    stated = read_metadata(path).get(f"{PREFIX}precision", "").strip('"')
+    return stated if stated in get_args(FilePrecision) else None
 
 
 def _fields(file: BinaryIO, wanted: set[int]) -> Iterator[tuple[int, bytes]]:
