@@ -7,18 +7,31 @@ from collections.abc import Callable, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import Any, Protocol, TypeAlias
 
 import grpc.aio
-
-if TYPE_CHECKING:  # the extra `otel` may be missing
-    from prelunet.evaluator.serving.observability.tracing import CallTrace
 
 REQUEST_ID = "x-request-id"  # metadata key, of requests and responses
 _REQUEST_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")  # no characters with a meaning in logs or terminals
 
 Metadata: TypeAlias = Sequence[tuple[str, str | bytes]]  # keys in lower case, of gRPC or of HTTP headers
+
 Context: TypeAlias = "grpc.aio.ServicerContext[Any, Any]"
+
+
+class CallTrace(Protocol):
+    """The spans of one sampled call. `tracing`, which requires an extra, creates them.
+
+    exemplar: labels that lead from a metric to this trace.
+    """
+
+    exemplar: dict[str, str]
+
+    def add_image(self, stages: Sequence[tuple[str, float, float]], failure: str) -> None:
+        """Add an image that has ended. stages: name, begin and end of each; failure: of the last stage, or empty."""
+
+    def end(self, call: "Call", method: str) -> None:
+        """End the span of the call, and create those of its images. method: "unknown" unless it is one of ours."""
 
 
 def identity_of(client: str) -> str:
@@ -59,7 +72,7 @@ class Call:
     views: int = 0
     bytes: int = 0
     message_done: Callable[[], None] | None = None
-    trace: "CallTrace | None" = None
+    trace: CallTrace | None = None
 
     @cached_property
     def identity(self) -> str:
@@ -115,7 +128,7 @@ class Caller:
     request_id: str = ""
     identity: str = ""
     share: float | None = None
-    trace: "CallTrace | None" = None
+    trace: CallTrace | None = None
 
     def __post_init__(self) -> None:
         if not self.identity:
