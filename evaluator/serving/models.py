@@ -145,6 +145,8 @@ class Models:
             return versions[version]
         if versions:
             raise ModelNotFound(f"model '{name}' has no loaded version '{version}'. Loaded: {', '.join(versions)}")
+        if not self._by_name:
+            raise ModelNotFound("no model is served: all are unloaded")
         problem = (
             f"no model '{name}' is served"
             if name

@@ -466,6 +466,9 @@ def test_an_unloaded_model_is_gone_until_it_is_loaded_or_a_new_version_arrives(f
         folder.write("six/2", 3)
         eventually(lambda: server.served() == {"two": 1, "six": 2})
         assert server.count("unloaded") == 2
+        server.unload("six")
+        server.unload("two")
+        assert status_of(server.classify) == ("NOT_FOUND", "no model is served: all are unloaded")
 
 
 def test_an_unloaded_newest_version_is_replaced_by_the_one_before_it_without_a_gap(folder: Folder) -> None:
