@@ -208,7 +208,8 @@ class Repository:
         self._loaded[version] = signature
         self._refused.pop(version, None)
         self._count("loaded")
-        log.info("model %s is served, sha256 %s", version, session.model_sha256)
+        ran = session.circumstances
+        log.info("model %s is served on %s, %s, sha256 %s", version, ran.provider, ran.precision, session.model_sha256)
         return True
 
     def _prepare(
