@@ -39,8 +39,9 @@ class EngineComparison:
         return {**asdict(self), "times_as_fast": round(self.times_as_fast, 3)}
 
     def __str__(self) -> str:
+        factor = float(f"{self.times_as_fast:.2g}")  # 230, not 2.3e+02
         return (
-            f"--device {self.device} --precision {self.precision}: {self.times_as_fast:.2g} times as fast here, other "
+            f"--device {self.device} --precision {self.precision}: {factor:g} times as fast here, other "
             f"first answers for {self.other_first_answers:,} of {self.images:,} images"
         )
 

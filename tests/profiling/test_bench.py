@@ -274,6 +274,7 @@ def test_advice_for_a_cpu_that_computes_all_the_time_is_a_faster_engine_with_its
         "--device openvino --precision bf16: 5.8 times as fast here, other first answers for 6 of 2,000 images. "
     )
     assert other.startswith("--device openvino --precision fp32: 1.1 times as fast here")
+    assert "230 times as fast" in str(engine("cpu", "fp32", 234.0))
     slower = [engine("cpu", "fp32", 1.04), engine("openvino", "bf16", 0.9)]
     assert advice(measurement(**COMPUTING), ON_A_CPU, slower) == []
     threads, _ = advice(measurement(**COMPUTING), replace(ON_A_CPU, model_threads=3), [BF16])
