@@ -50,7 +50,7 @@ def classify(
     device: Annotated[
         Device | None,
         typer.Option(
-            help="Device that runs the model file: cpu, openvino, cuda, or auto: CUDA if available, else cpu.",
+            help="Device that runs the model file: cpu, openvino, ncnn, cuda, or auto (docs/performance.md).",
             show_default="auto",
             rich_help_panel=Placement.HELP_GROUP,
         ),
