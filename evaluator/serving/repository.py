@@ -82,8 +82,9 @@ class Repository:
         """
         self._last_look = look = await asyncio.to_thread(self._look)
         if not look:
+            problem = "no model there" if self._folder.is_dir() else "no such folder"
             raise UsageError(
-                f"--models {self._folder}: no model there. Create NAME/VERSION/{FILE}, as in flowers/1/{FILE}"
+                f"--models {self._folder}: {problem}. Create NAME/VERSION/{FILE} in it, as in flowers/1/{FILE}"
             )
         for name in sorted({version.name for version in look}):
             if not await self._update(name, look) and not self._stopped():

@@ -565,7 +565,10 @@ def test_a_server_starts_with_the_newest_version_that_can_be_loaded(folder: Fold
 @async_test
 async def test_a_server_without_a_model_that_can_be_loaded_does_not_start(folder: Folder) -> None:
     options = ServeOptions((), folder.path, port=0)
-    with pytest.raises(UsageError, match=r"no model there. Create NAME/VERSION/model.onnx"):
+    with pytest.raises(UsageError, match=r"no such folder. Create NAME/VERSION/model.onnx in it"):
+        await serve(options, lambda _: None)
+    folder.path.mkdir()
+    with pytest.raises(UsageError, match=r"no model there. Create NAME/VERSION/model.onnx in it"):
         await serve(options, lambda _: None)
     folder.write("six/1", 1)
     folder.write("two/1", "broken")
