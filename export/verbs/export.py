@@ -81,9 +81,10 @@ def export(
     canvas = canvas or ("exact" if precision == "int8" else "ragged")
     result = export_checkpoint(checkpoint, output, canvas, precision, spec)
     worst = max(result.deviations, key=lambda d: d.scores)
+    reference = "the PyTorch net" if result.cost is None else "the PyTorch net with the same rounding to int8"
     echo(
         f"{output}: {output.stat().st_size / 1e6:.1f} MB, {precision}, canvas {canvas}; {len(result.deviations)} runs "
-        f"agree with the PyTorch net, largest score deviation {worst.scores:.1e} (at {worst.height}x{worst.width}, "
+        f"agree with {reference}, largest score deviation {worst.scores:.1e} (at {worst.height}x{worst.width}, "
         f"{worst.case})"
     )
     if result.cost is not None:

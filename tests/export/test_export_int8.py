@@ -355,6 +355,7 @@ def test_a_net_that_loses_too_much_is_warned_about_with_the_layer_that_costs_mos
     command = ["export", str(tmp_path / "net"), "-o", str(tmp_path / "m.onnx"), "--precision", "int8", "--no-labels"]
     assert run([*command, "--calibrate", str(pictures), "--images", "12"]) == 0
     printed = capsys.readouterr()
+    assert "agree with the PyTorch net with the same rounding to int8, " in printed.out
     assert "int8 beside fp32: " in printed.out
     assert "other first answers on 6 held-out images" in printed.out
     assert "warning: int8 costs this net more than 1 point" in printed.err
