@@ -46,7 +46,8 @@ def load(
     """Load a model file that `prelunet export` or `prelunet adopt` wrote.
 
     device: `cpu`, `openvino`, `ncnn`, `cuda`, or `auto`, by the rule in docs/performance.md; precision: to compute in,
-    None for the file's if the device supports it, else fp32; threads: for the model and for decoding, 0 for one per core.
+    None for the file's if the device supports it, else fp32; threads: for the model and for decoding, 0 for one per
+    core.
     Raises UsageError if the file cannot be read or no such device or precision exists, ContractError if it is not a
     model file, EnvironmentFault if the device or its runtime is unavailable.
     """

@@ -77,7 +77,9 @@ def export(
         spec = DatasetSpec(calibrate, labels, no_labels, limit=images or DEFAULT_IMAGES)
     elif images or labels or no_labels:
         option = "--images" if images else "--labels" if labels else "--no-labels"
-        raise UsageError(f"{option}: describes the images of --calibrate. Add --calibrate DATA --precision int8")
+        raise UsageError(
+            f"{option} is for the images of --calibrate: add --calibrate DATA --precision int8, or remove it"
+        )
     canvas = canvas or ("exact" if precision == "int8" else "ragged")
     result = export_checkpoint(checkpoint, output, canvas, precision, spec)
     worst = max(result.deviations, key=lambda d: d.scores)

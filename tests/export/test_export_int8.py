@@ -398,8 +398,8 @@ def test_with_labels_the_cost_counts_the_right_answers_that_are_lost(tmp_path: P
         (["--precision", "int8", "--calibrate", "{data}", "--no-labels", "--images", "13"], "there are only 12"),
         (["--precision", "int8", "--calibrate", "{data}", "--no-labels"], "300 images are needed"),
         (["--precision", "int8", "--calibrate", "{empty}", "--no-labels"], "there are only 0. Use a larger dataset"),
-        (["--images", "10"], "--images: describes the images of --calibrate"),
-        (["--no-labels"], "--no-labels: describes the images of --calibrate"),
+        (["--images", "10"], "--images is for the images of --calibrate"),
+        (["--no-labels"], "--no-labels is for the images of --calibrate"),
     ],
 )
 def test_options_and_data_that_make_no_calibration_are_refused_and_leave_nothing(
