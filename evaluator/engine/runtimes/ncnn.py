@@ -6,6 +6,7 @@ OpenVINO and torch do not. Its float32 is as close to the oracle as theirs. It t
 masks, so images have to fill their canvas, as they do on CPUs.
 """
 
+import os
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -98,6 +99,9 @@ def _layers(trunk: Sequence[Conv | Pool], constants: Mapping[str, Float32Array])
 
 
 def _import() -> ModuleType:
+    # Read when its library loads: otherwise its OpenMP threads spin while they wait for each other, which takes far longer
+    # than the computation where other programs are busy.
+    os.environ.setdefault("OMP_WAIT_POLICY", "passive")
     try:
         import ncnn
     except ImportError as error:
