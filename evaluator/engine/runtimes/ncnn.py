@@ -99,8 +99,8 @@ def _layers(trunk: Sequence[Conv | Pool], constants: Mapping[str, Float32Array])
 
 
 def _import() -> ModuleType:
-    # Read when its library loads: otherwise its OpenMP threads spin while they wait for each other, which takes far longer
-    # than the computation where other programs are busy.
+    # Read when its library loads. Otherwise its OpenMP threads spin while they wait for each other, which takes far
+    # longer than the computation where other programs are busy.
     os.environ.setdefault("OMP_WAIT_POLICY", "passive")
     try:
         import ncnn
