@@ -196,16 +196,14 @@ class DeviceQueue:
         with self._lock:
             self._computing = False
             while True:
-                first = self._ready.first()
-                if first is not None:
-                    model = first.request.model
+                model = self._next_model()
+                if model is not None:
                     remaining_wait = model.ready_since + self._options.batch_wait - time.monotonic()
-                    enough = self._ready.flow_count() > 1 or model.fills(model.ready_pixels, model.ready_windows)
-                    if remaining_wait <= 0 or enough:
+                    if remaining_wait <= 0 or self._ready.flow_count() > 1 or model.fills_batch:
                         return self._views_to_plan(model)
                 if (request := self._take_image("compute")) is not None:
                     return request
-                if first is not None:
+                if model is not None:
                     if not model.decoding:
                         return self._views_to_plan(model)
                     self._computable.wait(remaining_wait)
@@ -222,14 +220,17 @@ class DeviceQueue:
         """
         with self._lock:
             while not self._finished():
-                first = self._ready.first() if self._computing and not self._staging_tried else None
-                if first is not None:
-                    model = first.request.model
-                    if model.fills(model.ready_pixels, model.ready_windows):
-                        self._staging_tried = True
-                        return self._views_to_plan(model)
+                model = self._next_model() if self._computing and not self._staging_tried else None
+                if model is not None and model.fills_batch:
+                    self._staging_tried = True
+                    return self._views_to_plan(model)
+                del model  # while this thread waits, it must not keep a version that is no longer served
                 self._stageable.wait()
             return None
+
+    def _next_model(self) -> ScheduledModel | None:
+        first = self._ready.first()
+        return None if first is None else first.request.model
 
     def _views_to_plan(self, model: ScheduledModel) -> list[ReadyView]:
         views, pixels, windows = [], 0, 0

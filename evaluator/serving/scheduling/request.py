@@ -113,6 +113,11 @@ class ScheduledModel:
             return self.shape_buckets.round_down_rows(limit)
         return limit
 
+    @property
+    def fills_batch(self) -> bool:
+        """Return whether its ready views fill the largest batch."""
+        return self.fills(self.ready_pixels, self.ready_windows)
+
     def fills(self, pixels: int, windows: int, batches: int = 1) -> bool:
         """Return whether this many pixels or windows fill `batches` of the largest batches."""
         rules = self.session.rules

@@ -2,6 +2,7 @@
 
 import asyncio
 import threading
+import weakref
 from dataclasses import replace
 from pathlib import Path
 
@@ -58,6 +59,22 @@ async def test_on_a_gpu_only_a_full_batch_is_staged_while_another_is_computed() 
     assert staged[0] == 1
     assert sum(staged) >= 5
     assert {thread.name for thread in session.computing} == {"compute-cuda-0"}
+
+
+@async_test
+async def test_the_staging_thread_does_not_keep_a_version_whose_views_it_has_looked_at() -> None:
+    session = SteppedSession(**STAGING)
+    with serve_models(fake=SteppedSession(**STAGING)) as models:
+        models.add(ModelFile("old", Path("old.onnx")), session)
+        tasks = [await occupy_device(models, session, "old")]
+        tasks.append(start_classify(models, png(32, 41), dense_protocol(32), model="old"))
+        await until(lambda: ready_view_count(models) == 1)
+        session.release_all()
+        await asyncio.gather(*tasks)
+        models.remove("old", "1")
+        freed = weakref.ref(session)
+        del session, tasks
+        await until(lambda: freed() is None)
 
 
 @async_test
