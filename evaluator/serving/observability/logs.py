@@ -102,6 +102,7 @@ class CallLog:
         for repeats in self._repeats.values():
             if repeats.calls:
                 repeats.log_latest(repeats.calls)
+                repeats.calls = 0  # the interval may end before the loop does
 
 
 def log_call(call: Call, seconds: float, calls: int = 1) -> None:

@@ -311,16 +311,15 @@ def test_a_process_whose_log_is_not_read_still_exits() -> None:
 
 
 def ended_calls(*calls: Call, sampled: bool = False, wait: bool = True) -> list[dict[str, Any]]:
-    """Return the log lines of calls that end one after the other. wait: until the interval is over, or stop before."""
+    """Return the log lines of calls that end one after the other. wait: until the interval is over before the log is closed."""
 
     async def end() -> None:
         log = CallLog(sampled=sampled)
         for seconds, call in enumerate(calls):
             copy_context().run(lambda call=call, seconds=seconds: (current_call.set(call), log.ended(call, seconds)))
-        if wait:
-            await asyncio.sleep(2.5 * logs.REPEAT_INTERVAL)
-        else:
+        if not wait:
             log.close()
+        await asyncio.sleep(2.5 * logs.REPEAT_INTERVAL)
 
     with written("json") as stream:
         asyncio.run(end())
