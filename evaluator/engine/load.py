@@ -101,16 +101,16 @@ def choose_cpu_device(path: Path, precision: Precision | None = None) -> Device:
     """Return the device with which `auto` runs a model file on this CPU: `openvino` or `cpu`.
 
     A fixed rule rather than a timing, so that a repeated run chooses the same. OpenVINO for bf16 and, if it is
-    installed, for int8 files, which only it computes in int8, and for a net of at least LARGE_NET_FLOPS operations per
-    crop on a processor with AVX-512: elsewhere and for smaller nets onnxruntime is as fast or faster in fp32
-    (docs/performance.md). A malformed file is left to the device that loads it.
+    installed, for int8 files, which only it computes in int8 (unless fp32 is requested), and for a net of at least
+    LARGE_NET_FLOPS operations per crop on a processor with AVX-512: elsewhere and for smaller nets onnxruntime is as
+    fast or faster in fp32 (docs/performance.md). A malformed file is left to the device that loads it.
     """
     if precision == "bf16":
         return "openvino"
     if importlib.util.find_spec("openvino") is None:
         return "cpu"
     if read_precision(path) == "int8":
-        return "openvino"
+        return "cpu" if precision == "fp32" else "openvino"
     if not has_processor_flags("avx512f"):
         return "cpu"
     try:
