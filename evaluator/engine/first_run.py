@@ -23,9 +23,13 @@ def try_first_run(path: Path, threads: int) -> None:
 
     Raises EnvironmentFault if a signal ends the child. Any other error is left to this process, which will meet it too.
     """
-    command = [sys.executable, "-m", __name__, str(path), str(threads)]
+    # -P: modules in the current folder must not shadow installed ones. A session of its own: a signal to this process's
+    # group, such as Ctrl-C, would look like a crash.
+    command = [sys.executable, "-P", "-m", __name__, str(path), str(threads)]
     quiet = subprocess.DEVNULL
-    status = subprocess.run(command, stdin=quiet, stdout=quiet, stderr=quiet, check=False).returncode  # noqa: S603
+    status = subprocess.run(  # noqa: S603
+        command, stdin=quiet, stdout=quiet, stderr=quiet, check=False, start_new_session=True
+    ).returncode
     if status < 0:
         name = signal.Signals(-status).name
         memory = ", perhaps for lack of memory" if name == "SIGKILL" else ""
@@ -37,7 +41,6 @@ def try_first_run(path: Path, threads: int) -> None:
 
 
 def _main(path: Path, threads: int) -> None:
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's decision
     with contextlib.suppress(Exception):
         loaded = openvino.load(path, "int8", threads=threads)
         for size in golden_sizes(contract_from_metadata(loaded.metadata, str(path)).crop):

@@ -219,6 +219,7 @@ def test_openvino_computes_in_int8_onnxruntime_in_fp32_and_verify_certifies_both
         assert calibration is not None
         assert output["tolerance"] == calibration.to_json()["tolerance"]
     assert open_session(tiny, "auto").circumstances.precision == "int8"
+    assert open_session(tiny, "auto", precision="fp32").circumstances.provider == "CPUExecutionProvider"
     assert run(["verify", str(tiny), "--device", "cpu"]) == 0
     assert "int8 itself moves the scores of these images by up to" in capsys.readouterr().out
 
@@ -277,6 +278,19 @@ def test_a_runtime_that_crashes_is_an_error_with_its_version_and_not_the_end_of_
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")]))
     with pytest.raises(EnvironmentFault, match=r"OpenVINO 20\d\d\.\S+ crashed on this processor .*\(SIGSEGV\)"):
         open_session(tiny, "openvino")
+
+
+def test_signals_to_the_process_group_and_files_in_the_current_folder_do_not_reach_the_trial_process(
+    tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fake = tmp_path / "openvino.py"
+    fake.write_text(f"import os, pathlib; pathlib.Path({str(tmp_path / 'group')!r}).write_text(str(os.getpgrp()))")
+    monkeypatch.chdir(tmp_path)
+    open_session(tiny, "openvino")
+    assert not (tmp_path / "group").exists(), "a file in the current folder was imported"
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")]))
+    open_session(tiny, "openvino")
+    assert int((tmp_path / "group").read_text()) != os.getpgrp()
 
 
 def test_int8_runs_on_cpus_only_and_a_request_for_it_names_the_export(tiny: Path, tmp_path: Path) -> None:
