@@ -39,12 +39,7 @@ if TYPE_CHECKING:
 # matrix products, and ncnn triples the trunk's weights for Winograd's method; on a GPU (not measured here) the arena
 # grows by powers of two. Measured: docs/performance.md.
 LOADING_COPIES: Mapping[str, float] = {"cpu": 2.5, "openvino": 2.5, "ncnn": 3, "cuda": 2.5}
-WEIGHT_COPIES: Mapping[str, float] = {
-    "cpu": 1.5,
-    "openvino": 2.5,
-    "ncnn": 3,
-    "cuda": 1.5,
-}  # in main memory, also beside a GPU
+WEIGHT_COPIES: Mapping[str, float] = {"cpu": 1.5, "openvino": 2.5, "ncnn": 3, "cuda": 1.5}  # all in main memory
 BATCH_COPIES: Mapping[str, int] = {"cpu": 1, "openvino": 2, "ncnn": 2, "cuda": 2}
 BASE_BYTES, GPU_BASE_BYTES = 2**27, 2**31  # on a GPU with the libraries of CUDA and cuDNN (an assumption)
 WORKSPACE_BYTES = 2**25  # buffers of the runtime's threads, whatever the batch
@@ -137,8 +132,9 @@ def cpu_rules(
 ) -> BatchRules:
     """Return the rules of a CPU: exact shapes, or shared canvases if OpenVINO's changes of shape cost more than these.
 
-    memory: limit of the process in bytes, or None; file_bytes: of the model file; device: `cpu` or `openvino`;
-    precision: to compute in. Batches get half of what base, weights and decoding leave; the portions get the other.
+    memory: limit of the process in bytes, or None; file_bytes: of the model file; device: any but
+    `cuda`; precision: to compute in. Batches get half of what base, weights and decoding leave; the portions get the
+    other.
     """
     unlimited = BatchRules()
     if device == "openvino" and contract.canvas == "ragged" and (switch := openvino_switch_pixels(contract, precision)):
