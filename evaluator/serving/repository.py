@@ -184,14 +184,16 @@ class Repository:
         signature = look[version]
         if self._loaded.get(version) == signature:
             return True
-        served = self._models.versions(version.name)
+        served, placement = self._models.versions(version.name), self._options.placement
+        if served and served[0].session.circumstances.on_gpu:
+            placement = served[0].session.placement  # with `auto`, a model must not move to the CPU for lack of memory
         log.info("loading model %s", version)
         try:
             session = await asyncio.to_thread(
                 self._prepare,
                 version,
                 signature,
-                served[0].session.placement if served else self._options.placement,
+                placement,
                 self._models.sessions(),
                 len(self._models.all()) + (not served),
             )

@@ -66,12 +66,14 @@ class Folder:
     """A folder of models, and what has been loaded from it.
 
     A file has the seed of a fake session; "broken" is no model, "wrong" one that fails its golden images.
-    sessions: by seed, the latest of each; loading: set while a file is loaded, if `held`, until `go`.
+    sessions: by seed, the latest of each; devices: requested for each of `opened`; loading: set while a file is loaded, if
+    `held`, until `go`.
     """
 
     path: Path
     sessions: "weakref.WeakValueDictionary[int, GoldenSession]" = field(default_factory=weakref.WeakValueDictionary)
     opened: list[str] = field(default_factory=list)
+    devices: list[str] = field(default_factory=list)
     held: bool = False
     loading: threading.Event = field(default_factory=threading.Event)
     go: threading.Event = field(default_factory=threading.Event)
@@ -86,8 +88,9 @@ class Folder:
         file.with_suffix(".new").write_text(f"{content}")
         file.with_suffix(".new").replace(file)
 
-    def open(self, path: Path, _placement: Placement) -> GoldenSession:
+    def open(self, path: Path, placement: Placement) -> GoldenSession:
         self.opened.append("/".join(path.parts[-3:-1]))
+        self.devices.append(placement.device)
         content = path.read_text()
         if self.held:
             self.loading.set()
@@ -331,6 +334,14 @@ def test_a_version_that_needs_more_memory_than_there_is_is_not_loaded(
         assert limit in server.problems()["six/3"]
         assert "six/3" not in folder.opened
         assert server.classify().model.version == 2
+
+
+def test_auto_chooses_the_runtime_of_each_version_on_a_cpu_as_after_a_restart(folder: Folder) -> None:
+    folder.write("six/1", 1)
+    with serving(folder) as server:
+        folder.write("six/2", 2)
+        eventually(lambda: server.served() == {"six": 2})
+    assert folder.devices == ["auto", "auto"]
 
 
 def test_of_two_versions_that_arrive_at_once_the_newest_is_served_or_else_the_other(folder: Folder) -> None:
