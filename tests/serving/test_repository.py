@@ -66,8 +66,8 @@ class Folder:
     """A folder of models, and what has been loaded from it.
 
     A file has the seed of a fake session; "broken" is no model, "wrong" one that fails its golden images.
-    sessions: by seed, the latest of each; devices: requested for each of `opened`; loading: set while a file is loaded, if
-    `held`, until `go`.
+    sessions: by seed, the latest of each; devices: requested for each of `opened`; loading: set while a file is
+    loaded, if `held`, until `go`.
     """
 
     path: Path

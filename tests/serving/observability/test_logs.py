@@ -311,7 +311,7 @@ def test_a_process_whose_log_is_not_read_still_exits() -> None:
 
 
 def ended_calls(*calls: Call, sampled: bool = False, wait: bool = True) -> list[dict[str, Any]]:
-    """Return the log lines of calls that end one after the other. wait: do not close the log before the interval ends."""
+    """Return the log lines of calls that end one after the other. wait: leave the log open."""
 
     async def end() -> None:
         log = CallLog(sampled=sampled)
