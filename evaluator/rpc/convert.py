@@ -38,7 +38,11 @@ def _with_nulls(plain: dict[str, Any], message: Message) -> dict[str, Any]:
 
 def report_from_message(message: pb.Report) -> dict[str, Any]:
     """Return report.json from its message, with the keys in the same order."""
-    return convert_nested_lists(to_plain(message), lambda wrapped: wrapped["values"])
+    report = convert_nested_lists(to_plain(message), lambda wrapped: wrapped["values"])
+    for model in (report["model"], *(member["model"] for member in report["members"])):
+        if model["calibration"] is None:  # only int8 files have the key
+            del model["calibration"]
+    return report
 
 
 def convert_nested_lists(report: Mapping[str, Any], change: Callable[[Any], Any]) -> dict[str, Any]:

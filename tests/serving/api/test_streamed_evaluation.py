@@ -427,6 +427,12 @@ def test_a_report_survives_conversion_to_a_message_and_back_exactly() -> None:
     assert json_bytes(there_and_back(report)) == json_bytes(report), "keys and numbers should be written the same too"
     report["suspicion"] = "the labels are in another order"
     assert there_and_back(report) == report
+    deviation = {"scores": 0.0625, "logits": 0.25}
+    report["model"]["calibration"] = {
+        "dataset_fingerprint": "c" * 64, "images": 150, "protocol": "multi-scale", "rule": "min-max",
+        "tolerance": deviation, "cost": deviation,
+    }  # fmt: skip
+    assert json_bytes(there_and_back(report)) == json_bytes(report)
 
 
 @pytest.mark.parametrize(

@@ -506,20 +506,46 @@ class ReportMember(_message.Message):
     def __init__(self, model: _Optional[_Union[ReportModel, _Mapping]] = ..., weight: _Optional[float] = ...) -> None: ...
 
 class ReportModel(_message.Message):
-    __slots__ = ("file", "sha256", "architecture", "activation", "provenance", "checkpoint_sha256")
+    __slots__ = ("file", "sha256", "architecture", "activation", "provenance", "checkpoint_sha256", "calibration")
     FILE_FIELD_NUMBER: _ClassVar[int]
     SHA256_FIELD_NUMBER: _ClassVar[int]
     ARCHITECTURE_FIELD_NUMBER: _ClassVar[int]
     ACTIVATION_FIELD_NUMBER: _ClassVar[int]
     PROVENANCE_FIELD_NUMBER: _ClassVar[int]
     CHECKPOINT_SHA256_FIELD_NUMBER: _ClassVar[int]
+    CALIBRATION_FIELD_NUMBER: _ClassVar[int]
     file: str
     sha256: str
     architecture: str
     activation: str
     provenance: ReportProvenance
     checkpoint_sha256: str
-    def __init__(self, file: _Optional[str] = ..., sha256: _Optional[str] = ..., architecture: _Optional[str] = ..., activation: _Optional[str] = ..., provenance: _Optional[_Union[ReportProvenance, _Mapping]] = ..., checkpoint_sha256: _Optional[str] = ...) -> None: ...
+    calibration: ReportCalibration
+    def __init__(self, file: _Optional[str] = ..., sha256: _Optional[str] = ..., architecture: _Optional[str] = ..., activation: _Optional[str] = ..., provenance: _Optional[_Union[ReportProvenance, _Mapping]] = ..., checkpoint_sha256: _Optional[str] = ..., calibration: _Optional[_Union[ReportCalibration, _Mapping]] = ...) -> None: ...
+
+class ReportCalibration(_message.Message):
+    __slots__ = ("dataset_fingerprint", "images", "protocol", "rule", "tolerance", "cost")
+    DATASET_FINGERPRINT_FIELD_NUMBER: _ClassVar[int]
+    IMAGES_FIELD_NUMBER: _ClassVar[int]
+    PROTOCOL_FIELD_NUMBER: _ClassVar[int]
+    RULE_FIELD_NUMBER: _ClassVar[int]
+    TOLERANCE_FIELD_NUMBER: _ClassVar[int]
+    COST_FIELD_NUMBER: _ClassVar[int]
+    dataset_fingerprint: str
+    images: int
+    protocol: str
+    rule: str
+    tolerance: ReportDeviation
+    cost: ReportDeviation
+    def __init__(self, dataset_fingerprint: _Optional[str] = ..., images: _Optional[int] = ..., protocol: _Optional[str] = ..., rule: _Optional[str] = ..., tolerance: _Optional[_Union[ReportDeviation, _Mapping]] = ..., cost: _Optional[_Union[ReportDeviation, _Mapping]] = ...) -> None: ...
+
+class ReportDeviation(_message.Message):
+    __slots__ = ("scores", "logits")
+    SCORES_FIELD_NUMBER: _ClassVar[int]
+    LOGITS_FIELD_NUMBER: _ClassVar[int]
+    scores: float
+    logits: float
+    def __init__(self, scores: _Optional[float] = ..., logits: _Optional[float] = ...) -> None: ...
 
 class ReportProvenance(_message.Message):
     __slots__ = ("parent_sha256", "environments", "step", "total_steps", "dataset_fingerprint")
