@@ -40,7 +40,7 @@ def report_from_message(message: pb.Report) -> dict[str, Any]:
     """Return report.json from its message, with the keys in the same order."""
     report = convert_nested_lists(to_plain(message), lambda wrapped: wrapped["values"])
     for model in (report["model"], *(member["model"] for member in report["members"])):
-        if model["calibration"] is None:  # only int8 files have the key
+        if model is not None and model["calibration"] is None:  # only int8 files have the key
             del model["calibration"]
     return report
 
