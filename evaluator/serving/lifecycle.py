@@ -205,7 +205,7 @@ async def serve(options: ServeOptions, report: Callable[[str], None]) -> ServeRe
         memory = _estimate_memory([model.session for model in models.all()], options)
         await server.start(models, repository)
         if repository is not None:
-            gc.freeze()  # the collections of `Repository.watch` then take a millisecond or two
+            gc.freeze()  # the collections of `Repository.watch` then skip what was loaded before
             tasks.append(asyncio.create_task(repository.watch()))
         addresses = {"http": server.http_address, "metrics": "" if metrics_port is None else metrics_port.address}
         _log_start(server.address, addresses, models, memory)
