@@ -51,7 +51,7 @@ API = """# Python API
 
 .. autofunction:: prelunet.compare
 
-.. autoclass:: prelunet.evaluator.python.evaluation.Comparison
+.. autoclass:: prelunet.evaluator.reporting.compare_page.WrittenComparison
    :members:
 
 .. autoclass:: prelunet.Client
