@@ -71,7 +71,7 @@ VERBS: dict[str, Verb] = {  # in the usual order of use
     "validate": Verb("Evaluate a model on a dataset; the same command resumes.", words=("model", "data")),
     "merge": Verb("Join the shards of a run into one run."),
     "ensemble": Verb("Average the scores of several models' runs."),
-    "submission": Verb("Write or check a file for the ILSVRC server."),
+    "submission": Verb("Write a file for the ILSVRC server."),
     "report": Verb("Write report.json, classes.csv and report.html of a run."),
     "compare": Verb("Compare two runs, class by class."),
     "bench": Verb("Measure where an evaluation spends its time.", words=("model", "data")),
