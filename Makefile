@@ -8,6 +8,8 @@
 #                       Chromium is installed
 # make check-install    check that a clean environment without torch and onnx serves, validates and reports
 # make check-placement  check without a GPU that every node of the model files is placed on CUDA, without copies
+# make docs             build the site of docs/ into build/site
+# make pictures         draw the pictures of README and docs from the demo's run (needs Chromium, and `make demo` before)
 # make stats            print lines, functions, modules with one importer and the first import cycle
 # make lint lint-proto format proto bench pins clean
 
@@ -18,7 +20,7 @@ BUF_VERSION := 1.75.0
 export PIP_CONSTRAINT := $(CURDIR)/constraints.txt
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-.PHONY: demo live test test-browser lint lint-proto check-install check-placement format proto bench stats pins clean
+.PHONY: demo live test test-browser lint lint-proto check-install check-placement format proto bench docs pictures stats pins clean
 
 demo: .venv/with-train
 	PATH="$(CURDIR)/$(BIN):$$PATH" tools/demo.sh $(DATA)
@@ -60,6 +62,12 @@ proto: .venv/with-dev
 
 bench: .venv/with-dev
 	$(BIN)/python -m benchmarks.engine.run --output benchmarks/results/engine-cpu.json
+
+docs: .venv/with-dev
+	$(BIN)/sphinx-build -W --keep-going -q -b html docs build/site
+
+pictures: .venv/with-dev
+	PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/python tools/draw_pictures.py
 
 stats:
 	$(PYTHON) tools/stats.py

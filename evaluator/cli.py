@@ -92,7 +92,7 @@ class LazyVerbs(typer.core.TyperGroup):
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
         """Load the verb that was called."""
         name, command, rest = super().resolve_command(ctx, args)
-        return name, command and _load(name or ""), rest
+        return name, command and load_verb(name or ""), rest
 
     def invoke(self, ctx: Any) -> Any:
         """Run the verb. Map what the parser would swallow (Ctrl-C, a closed pipe) to our own exit codes."""
@@ -112,7 +112,7 @@ class LazyVerbs(typer.core.TyperGroup):
             return 0
 
 
-def _load(name: str) -> Any:
+def load_verb(name: str) -> Any:
     """Import a verb and turn its function into a command."""
     from prelunet.evaluator.verbs.options.command import VerbCommand
 

@@ -27,8 +27,10 @@ Libraries raise errors. Only the command line prints them and exits; only the se
 
 import errno
 import importlib
+import json
 from dataclasses import dataclass
 from typing import Any
+from urllib.parse import unquote, urlsplit
 
 
 class PreluNetError(Exception):
@@ -190,8 +192,17 @@ _EXTRA_OF_MODULE = {
 
 
 def install_hint(extra: str) -> str:
-    """Return the command that installs an extra of prelunet."""
-    return f"pip install '.[{extra}]' in a checkout of prelunet"
+    """Return the command that installs an extra of prelunet, from where it was installed (recorded by pip: PEP 610)."""
+    from importlib.metadata import distribution  # here: slow to import, and few programs need it
+
+    recorded = distribution("prelunet").read_text("direct_url.json")
+    if recorded is None:  # from a package index
+        return f"pip install 'prelunet[{extra}]'"
+    source = json.loads(recorded)
+    if "dir_info" not in source:
+        return f"pip install 'prelunet[{extra}] @ {source['url']}'"
+    editable = "-e " if source["dir_info"].get("editable") else ""
+    return f"pip install {editable}'{unquote(urlsplit(source['url']).path)}[{extra}]'"
 
 
 def from_missing_module(error: ModuleNotFoundError) -> MissingExtra | None:

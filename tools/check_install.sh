@@ -1,8 +1,8 @@
 #!/usr/bin/env bash
-# Test the wheel in a clean environment with only the extra `cpu`, that is, without torch, onnx and ray. verify, serve,
-# classify, validate (also in shards), merge, ensemble and the numbers of reports must work; other verbs must name the
-# missing extra. Adding `openvino`, `adopt`, which brings no torch, and `report` must work too. A user's own files named like our folders
-# must not interfere.
+# Build the source distribution and, from it, the wheel. Test the wheel in a clean environment with only the extra `cpu`,
+# that is, without torch, onnx and ray. verify, serve, classify, validate (also in shards), merge, ensemble and the numbers
+# of reports must work; other verbs must name the missing extra. Adding `openvino`, `adopt`, which brings no torch, and
+# `report` must work too. A user's own files named like our folders must not interfere.
 # The models come from .venv, which can export.
 #   tools/check_install.sh [PYTHON]
 set -euo pipefail
@@ -13,7 +13,10 @@ server=
 trap '[ -z "$server" ] || kill "$server" 2>/dev/null; rm -rf "$work"' EXIT
 
 "${1:-python3}" -m venv "$work/venv"
-PIP_CONSTRAINT=$root/constraints.txt "$work/venv/bin/pip" install --quiet --disable-pip-version-check "$root[cpu]"
+.venv/bin/python -m build --outdir "$work/dist" . >"$work/build.log" || { cat "$work/build.log" >&2; exit 1; }
+.venv/bin/twine check --strict "$work"/dist/*
+wheel=$(echo "$work"/dist/*.whl)
+PIP_CONSTRAINT=$root/constraints.txt "$work/venv/bin/pip" install --quiet --disable-pip-version-check "$wheel[cpu]"
 installed=$(du -sm --exclude='pip*' --exclude='setuptools*' "$work"/venv/lib/python3*/site-packages | cut -f1)
 if [ "$installed" -gt 270 ]; then
   echo "the extra cpu installs $installed MB, more than 270:" >&2
@@ -73,7 +76,7 @@ lacks_extra() {
   local extra=$1 code=0
   shift
   "$@" 2>lacks.log || code=$?
-  if [ $code != 5 ] || ! grep -qF "pip install '.[$extra]'" lacks.log; then
+  if [ $code != 5 ] || ! grep -qF "pip install 'prelunet[$extra] @ file://$wheel'" lacks.log; then
     echo "$*: exit code $code; expected 5 and a hint at the extra $extra:" >&2
     cat lacks.log >&2
     return 1
@@ -121,13 +124,13 @@ test -s map.png
 kill -TERM "$server"
 wait "$server"
 server=
-PIP_CONSTRAINT=$root/constraints.txt pip install --quiet --disable-pip-version-check "$root[openvino]"
+PIP_CONSTRAINT=$root/constraints.txt pip install --quiet --disable-pip-version-check "$wheel[openvino]"
 prelunet verify net0.onnx --device openvino
 prelunet classify "$picture" --model net0.onnx --device openvino
-PIP_CONSTRAINT=$root/constraints.txt pip install --quiet --disable-pip-version-check "$root[adopt]"
+PIP_CONSTRAINT=$root/constraints.txt pip install --quiet --disable-pip-version-check "$wheel[adopt]"
 "${adopt[@]}"
 prelunet validate adopted.onnx data -o adopted
-PIP_CONSTRAINT=$root/constraints.txt pip install --quiet --disable-pip-version-check "$root[report]"
+PIP_CONSTRAINT=$root/constraints.txt pip install --quiet --disable-pip-version-check "$wheel[report]"
 prelunet report run
 prelunet compare run run --out compared
 test -s run/report/report.html -a -s compared/compare.html

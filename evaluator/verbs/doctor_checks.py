@@ -70,7 +70,7 @@ class Finding:
 
     def to_json(self) -> dict[str, Any]:
         """Return the finding as plain data; two keys keep the names that programs may already read."""
-        return {"name": self.name, "told": self.message, "state": self.state, "mend": self.fix, "facts": self.facts}
+        return {"name": self.name, "message": self.message, "state": self.state, "fix": self.fix, "facts": self.facts}
 
 
 def check_machine(host: str, port: int, device: str = "auto") -> Iterator[Finding]:

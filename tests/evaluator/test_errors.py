@@ -1,8 +1,10 @@
 """The error table: every error has its row, and the documentation agrees."""
 
 import errno
+import json
 import re
 from pathlib import Path
+from typing import Any
 
 import grpc
 import pytest
@@ -16,6 +18,7 @@ from prelunet.evaluator.errors import (
     UsageError,
     error_status,
     from_os_error,
+    install_hint,
 )
 
 
@@ -75,3 +78,26 @@ def test_a_full_disk_is_an_environment_fault_and_a_missing_file_a_usage_error() 
     missing = from_os_error(OSError(errno.ENOENT, "No such file or directory", "photo.jpg"))
     assert isinstance(missing, UsageError)
     assert "photo.jpg" in str(missing)
+
+
+@pytest.mark.parametrize(
+    ("direct_url", "command"),
+    [
+        (None, "pip install 'prelunet[train]'"),
+        ({"url": "file:///a/my%20checkout", "dir_info": {"editable": True}}, "pip install -e '/a/my checkout[train]'"),
+        ({"url": "file:///a/checkout", "dir_info": {}}, "pip install '/a/checkout[train]'"),
+        ({"url": "https://b.org/prelunet-9-py3-none-any.whl", "archive_info": {}},
+         "pip install 'prelunet[train] @ https://b.org/prelunet-9-py3-none-any.whl'"),
+    ],
+    ids=["an index", "an editable checkout", "a checkout", "a wheel"],
+)  # fmt: skip
+def test_a_missing_extra_is_installed_from_where_prelunet_came_from(
+    direct_url: dict[str, Any] | None, command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    installed = tmp_path / "prelunet-9.dist-info"
+    installed.mkdir()
+    (installed / "METADATA").write_text("Metadata-Version: 2.4\nName: prelunet\nVersion: 9\n")
+    if direct_url is not None:
+        (installed / "direct_url.json").write_text(json.dumps(direct_url))
+    monkeypatch.syspath_prepend(tmp_path)
+    assert install_hint("train") == command

@@ -6,7 +6,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
 README = ROOT / "README.md"
-DOCS = sorted((ROOT / "docs").rglob("*.md"))
+DOCS = sorted(page for page in (ROOT / "docs").rglob("*.md") if page.parent.name != "_generated")
 PAGES = [README, *DOCS]
 
 _FENCE = re.compile(

@@ -197,7 +197,7 @@ def test_a_port_in_use_is_noted(capsys: pytest.CaptureFixture[str]) -> None:
         code, findings, _ = doctor(capsys, "--port", str(port))
     assert code == 0, "it may be our server"
     assert findings["port"]["state"] == "note"
-    assert "--port" in findings["port"]["mend"]
+    assert "--port" in findings["port"]["fix"]
     assert doctor(capsys, "--port", str(port))[1]["port"]["state"] == "ok"
 
 
@@ -216,7 +216,7 @@ def test_a_good_model_is_checked_with_its_golden_images_and_its_memory_for_servi
         engines = findings["engines"]["facts"]["engines"]
         assert (engines[0]["device"], engines[0]["precision"], engines[0]["images"]) == ("openvino", "fp32", 8)
         assert engines[0]["other_first_answers"] == 0
-        assert "times as fast here" in findings["engines"]["told"]
+        assert "times as fast here" in findings["engines"]["message"]
 
 
 def test_a_model_whose_scores_are_off_is_found(

@@ -1,0 +1,106 @@
+"""Sphinx's settings for the site: `make docs` builds it from these pages, docstrings and the options of all verbs."""
+
+from importlib.metadata import version as installed_version
+from pathlib import Path
+
+import typer
+from sphinx.application import Sphinx
+
+from prelunet.evaluator.cli import VERBS, load_verb
+
+DOCS = Path(__file__).parent
+GENERATED = DOCS / "_generated"  # not committed: options.md and api.md
+
+project = "prelunet"
+version = release = installed_version("prelunet")
+project_copyright = "the authors of prelunet"
+html_title = f"prelunet {version}"
+html_theme = "furo"
+html_theme_options = {"source_edit_link": "", "top_of_page_buttons": []}
+html_show_sourcelink = False
+extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.mathjax"]
+exclude_patterns: list[str] = []
+myst_enable_extensions = ["dollarmath", "amsmath"]
+myst_heading_anchors = 4
+autodoc_typehints = "signature"
+autodoc_member_order = "bysource"
+suppress_warnings = ["myst.xref_missing"]  # links to files beside docs/, which tests/docs/test_links.py checks
+
+SECTIONS = {
+    "Evaluate": (
+        "quickstart", "python", "evaluation", "protocols", "datasets", "statistics", "reports", "many-machines",
+    ),
+    "Serve": ("serving", "client", "open-inference-protocol", "security", "operations"),
+    "Train": ("training", "importing", "adopting", "paper", "claims"),
+    "Look up": ("performance", "formats", "errors", "_generated/options", "_generated/api", "glossary"),
+}  # fmt: skip
+
+API = """# Python API
+
+```{eval-rst}
+.. autofunction:: prelunet.load
+
+.. autoclass:: prelunet.evaluator.python.net.Net
+   :members:
+
+.. autoclass:: prelunet.evaluator.python.net.Classified
+   :members:
+
+.. autoclass:: prelunet.evaluator.python.evaluation.Evaluation
+   :members:
+
+.. autofunction:: prelunet.compare
+
+.. autoclass:: prelunet.evaluator.python.evaluation.Comparison
+   :members:
+
+.. autoclass:: prelunet.Client
+   :members:
+   :inherited-members:
+
+.. autoclass:: prelunet.AsyncClient
+   :members:
+   :inherited-members:
+
+.. autoclass:: prelunet.Credentials
+   :members:
+
+.. automodule:: prelunet.evaluator.errors
+   :members:
+```
+"""
+
+
+def options_page() -> str:
+    """Return the page of all verbs and their options."""
+    page = ["# Options", "", "All verbs and options, as `prelunet VERB -h` prints them.", ""]
+    for name in VERBS:
+        command = load_verb(name)
+        context = typer.Context(command, info_name=f"prelunet {name}")
+        page += [f"## prelunet {name}", "", (command.help or "").replace("\b", ""), "", "| option | |", "|---|---|"]
+        for parameter in command.get_params(context):
+            if record := parameter.get_help_record(context):
+                option, text = (" ".join(part.split()).replace("|", "\\|").replace("<", "&lt;") for part in record)
+                page.append(f"| `{option.replace('&lt;', '<')}` | {text} |")
+        page.append("")
+    return "\n".join(page)
+
+
+def write_generated_pages(_app: Sphinx) -> None:
+    """Write the pages that are made of code."""
+    GENERATED.mkdir(exist_ok=True)
+    (GENERATED / "options.md").write_text(options_page())
+    (GENERATED / "api.md").write_text(API)
+
+
+def append_contents(_app: Sphinx, name: str, source: list[str]) -> None:
+    """Append the contents to the first page, which other readers of Markdown would show as a block of code."""
+    if name == "index":
+        for title, pages in SECTIONS.items():
+            source[0] += "\n".join(["", "```{toctree}", ":hidden:", f":caption: {title}", "", *pages, "```", ""])
+
+
+def setup(app: Sphinx) -> None:
+    """Connect the steps above to Sphinx's build."""
+    app.connect("builder-inited", write_generated_pages)
+    app.connect("source-read", append_contents)

@@ -1,0 +1,100 @@
+"""Draw the pictures of README and docs from one run: `make pictures`, after `make demo`.
+
+The report, one of its classes, a comparison and the live page, each light and dark, and the heat map of a shelf.
+Chromium takes the screenshots (apt-get install --no-install-recommends chromium fonts-dejavu-core).
+"""
+
+import re
+import shutil
+import subprocess
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from PIL import Image
+from playwright.sync_api import Page, sync_playwright
+
+DEMO, IMAGES = Path("demo/clothes"), Path("docs/images")
+DATA = "training/data/fashion_mnist.zip"
+CENTER, MULTI_SCALE, COMPARED = DEMO / "center", DEMO / "multi-scale", DEMO / "compared"
+WIDTH, COLORS = 1080, 128  # pixels of a page; colors of a picture, which are enough for text and charts
+
+
+def main() -> None:
+    """Draw all pictures."""
+    model, shelf = DEMO / "model.onnx", DEMO / "shelf.png"
+    prelunet(
+        "validate",
+        "--model",
+        model,
+        "--data",
+        DATA,
+        "--protocol",
+        "multi-scale",
+        "--run",
+        MULTI_SCALE,
+        "--heatmaps",
+        200,
+    )
+    prelunet("report", MULTI_SCALE, "--data", DATA)
+    prelunet("compare", CENTER, MULTI_SCALE, "--out", COMPARED)
+    prelunet("classify", shelf, "--model", model, "--heatmap", IMAGES / "heatmap.png")
+    report = (MULTI_SCALE / "report" / "report.html").resolve().as_uri()
+    comparison = (COMPARED / "compare.html").resolve().as_uri()
+    with server(model) as address, sync_playwright() as playwright:
+        chromium = playwright.chromium.launch(executable_path=shutil.which("chromium"), args=["--no-sandbox"])
+        for scheme, ending in (("light", ""), ("dark", "-dark")):
+            page = chromium.new_context(color_scheme=scheme, viewport={"width": WIDTH, "height": 900}).new_page()
+            page.goto(report)
+            picture(page, f"report{ending}", 1060)
+            page.goto(f"{report}#class-{worst_class(page)}")
+            page.wait_for_timeout(500)
+            picture(page, f"class{ending}", 1060)
+            page.goto(comparison)
+            picture(page, f"compare{ending}", 900)
+            page.goto(address)
+            page.set_input_files("#file", shelf)
+            page.wait_for_selector("#classes li")
+            page.wait_for_timeout(500)
+            picture(page, f"live{ending}", 760)
+        chromium.close()
+
+
+def worst_class(page: Page) -> str:
+    """Return the index of the class whose row is first among the worst."""
+    link = page.locator("a[href^='#class-']").first.get_attribute("href")
+    assert link is not None
+    return link.removeprefix("#class-")
+
+
+def picture(page: Page, name: str, height: int) -> None:
+    """Take a screenshot of the top of a page, with few colors, which makes it a third as large."""
+    page.set_viewport_size({"width": WIDTH, "height": height})
+    path = IMAGES / f"{name}.png"
+    page.screenshot(path=path)
+    with Image.open(path) as full:
+        full.convert("RGB").quantize(COLORS).save(path, optimize=True)
+
+
+@contextmanager
+def server(model: Path) -> Iterator[str]:
+    """Serve the demo's model with the live page on free ports."""
+    command = ["prelunet", "serve", "--model", f"demo={model}", "--port", "0", "--http-port", "0", "--lame-duck", "0"]
+    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as process:
+        assert process.stderr is not None
+        begun, said = time.monotonic(), ""
+        while not (found := re.search(r"http://127\.0\.0\.1:\d+", said)):
+            said += process.stderr.readline()
+            assert time.monotonic() - begun < 60, said
+        yield found[0]
+        process.terminate()
+
+
+def prelunet(*arguments: object) -> None:
+    """Run a verb."""
+    subprocess.run(["prelunet", *map(str, arguments)], check=True)
+
+
+if __name__ == "__main__":
+    main()
