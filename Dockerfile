@@ -7,7 +7,7 @@
 # On a GPU (NVIDIA's driver and container toolkit on the host). Without `--device cuda`, the server runs on the CPU if CUDA is
 # unavailable, and its first log lines say so; with it, the server ends with exit code 5 instead:
 #   docker run --gpus all … prelunet:gpu --device cuda …
-# With TLS: docs/deployment.md.
+# With TLS: docs/operations.md.
 ARG PYTHON_IMAGE=python:3.12-slim
 
 FROM ${PYTHON_IMAGE} AS sources

@@ -3,8 +3,8 @@
     python -m benchmarks.front_door.run [--part speed rotation] [--tiny] [--output benchmarks/results/front-door.json]
 
 Each case is written as soon as it is measured (runner.py), with the tables beside it. On two otherwise idle cores both
-parts take about 7 minutes. What bad credentials and bad calls are answered is a table of docs/bad-calls.md, whose rows
-are tests: they either pass or fail, and numbers would add nothing.
+parts take about 7 minutes. Bad credentials and bad calls are rows of tests/serving/bad-calls.md. These are tests:
+they either pass or fail, and numbers would add nothing.
 
 - speed:    calls/s of `POST /v1/classify` and of Classify, each with and without TLS; 1, 4 and 16 clients, which
             call again after each answer, of the demo net, and 16 of one that computes nothing

@@ -1,7 +1,7 @@
 """Test the server's promises: overload, deadlines, mixed shapes, memory, drain, bad clients, faults, fuzz, soak.
 
     python -m benchmarks.reliability.run [--only NAME ...] [--tiny] [--seed N] [--soak-seconds S]
-                                         [--output FILE] [--page docs/reliability.md]
+                                         [--output FILE] [--page benchmarks/reliability/README.md]
 
 Each case is a claim. Its verdict and numbers are written as soon as they are known. A case that the file already holds
 for the same sources, versions, seed and settings is not run again. A table is written beside the file, and a summary

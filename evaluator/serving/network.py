@@ -18,7 +18,7 @@ DESCRIPTORS = Path("/proc/self/fd")
 
 
 def channel_options(limits: ServerLimits) -> list[tuple[str, int]]:
-    """Return the options of the gRPC server; docs/serving.md describes what clients see of each."""
+    """Return the options of the gRPC server."""
     options = [
         ("grpc.so_reuseport", 0),  # otherwise a second server started by mistake would silently share the calls
         ("grpc.max_receive_message_length", limits.max_message_bytes),

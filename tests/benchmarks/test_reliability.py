@@ -105,7 +105,7 @@ def test_no_two_cases_have_the_same_settings_and_the_page_describes_each_group()
         cases = [case for group in run.GROUPS.values() for case in group(bed)]
     assert len({json.dumps(case.settings) for case in cases}) == len(cases) > 30
     assert sum(case.seconds for case in cases) < run.LIMIT
-    page = (ROOT / "docs" / "reliability.md").read_text(encoding="utf-8")
+    page = (ROOT / "benchmarks" / "reliability" / "README.md").read_text(encoding="utf-8")
     assert filled(page, "here").count(f"{BEGIN}\nhere\n{END}") == 1
     described = page.partition(BEGIN)[0]
     assert all(f"\n| `{group}` | " in described and f"| `{group}`: " in described for group in run.GROUPS)

@@ -1,8 +1,8 @@
-"""The tables of docs/bad-calls.md, whose rows are tests."""
+"""The tables of tests/serving/bad-calls.md, whose rows are tests."""
 
 from pathlib import Path
 
-PAGE = (Path(__file__).parents[2] / "docs" / "bad-calls.md").read_text()
+PAGE = (Path(__file__).parents[1] / "serving" / "bad-calls.md").read_text()
 
 
 def documented(heading: str) -> dict[str, list[str]]:

@@ -1,4 +1,4 @@
-"""The tables of credentials in docs/bad-calls.md: bad ones are refused at both ports, and the next good call works."""
+"""The tables of credentials in bad-calls.md: bad ones are refused at both ports, and the next good call works."""
 
 import hashlib
 import logging

@@ -307,24 +307,6 @@ def test_the_end_of_a_server_closes_no_handler_of_another_library(served: Served
     handler.close()
 
 
-def test_docs_list_every_option_with_its_default(capsys: pytest.CaptureFixture[str]) -> None:
-    page = (ROOT / "docs" / "serving.md").read_text()
-    listed = dict(re.findall(r"^\| `--([a-z-]+)` \| ([^|]*) \|", page, re.MULTILINE))
-    assert run(["serve", *MODEL, "--show-config"]) == 0
-    shown = capsys.readouterr().out
-    defaults = {}
-    for line in shown.splitlines():
-        found = re.fullmatch(r"(?:# )?([a-z-]+) (?:= (.*?)  # .*|is not set)", line)
-        assert found is not None, line
-        defaults[found[1]] = found[2]
-    assert set(listed) == {*defaults, "config", "show-config"}
-    for flag, default in defaults.items():
-        if default is not None and flag != "model":
-            assert listed[flag].strip("`") == default.strip('"'), flag
-        else:
-            assert "`" not in listed[flag], f"{flag} has no default"
-
-
 def test_a_signal_while_the_server_starts_ends_it_without_an_error(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:

@@ -1,4 +1,4 @@
-"""The server's Prometheus metrics; docs/serving.md lists all names.
+"""The server's Prometheus metrics; docs/operations.md lists all names.
 
 Each server has one registry. Events of a request are recorded in the `ModelMetrics` of its model; this module does not
 know what a request is.

@@ -1,4 +1,4 @@
-"""Bad and odd calls, by their names in docs/bad-calls.md. Each returns or fails with a status."""
+"""Bad and odd calls, by their names in tests/serving/bad-calls.md. Each returns or fails with a status."""
 
 import io
 from collections.abc import Callable, Mapping
@@ -182,5 +182,5 @@ OVER_PRELUNET: Mapping[str, Call] = {
 
 
 def of_image(image: bytes) -> Mapping[str, Call]:
-    """Return the calls that send an image, by column of docs/bad-calls.md."""
+    """Return the calls that send an image, by column of tests/serving/bad-calls.md."""
     return {"Open Inference Protocol": infer(images=[image]), "prelunet.v1": classify(image=image)}

@@ -1,4 +1,4 @@
-"""Every row of docs/bad-calls.md, and that the next call works."""
+"""Every row of tests/serving/bad-calls.md, and that the next call works."""
 
 import logging
 import re

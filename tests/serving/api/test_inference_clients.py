@@ -3,12 +3,10 @@
 import base64
 import importlib.util
 import json
-import re
 import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -176,57 +174,6 @@ def test_our_client_and_tritonclient_can_be_imported_together() -> None:
     program = [sys.executable, "-c", "import prelunet.evaluator.client, tritonclient.grpc, tritonclient.grpc.aio"]
     done = subprocess.run(program, capture_output=True, text=True, timeout=120, check=False)
     assert done.returncode == 0, done.stderr
-
-
-def examples(language: str) -> list[str]:
-    """Return the code blocks of docs/open-inference-protocol.md."""
-    page = (ROOT / "docs" / "open-inference-protocol.md").read_text()
-    return re.findall(rf"^```{language}\n(.*?)^```$", page, re.DOTALL | re.MULTILINE)
-
-
-@pytest.fixture
-def quickstart(tmp_path: Path) -> Iterator[tuple[Path, str]]:
-    """Serve model `demo` from a folder with the README's images; return the folder and the server's address."""
-    folder = tmp_path / "demo" / "clothes"
-    folder.mkdir(parents=True)
-    for name, image in zip(("shelf", "shoe", "shirt"), IMAGES, strict=True):
-        (folder / f"{name}.png").write_bytes(image)
-    with running_server(demo=FakeSession()) as running:
-        yield tmp_path, running.address
-
-
-@needs_triton
-def test_every_example_of_the_page_runs(quickstart: tuple[Path, str]) -> None:
-    folder, address = quickstart
-    first, *others = [example.replace("127.0.0.1:50051", address) for example in examples("python")]
-
-    def printed_by(program: str) -> list[str]:
-        done = subprocess.run(
-            [sys.executable, "-c", program], cwd=folder, capture_output=True, text=True, timeout=120, check=False
-        )
-        assert done.returncode == 0, done.stderr
-        return done.stdout.splitlines()
-
-    with ThreadPoolExecutor(2) as pool:
-        printed = list(pool.map(printed_by, [first, *(first + other for other in others)]))
-    assert all(re.fullmatch(r"0\.\d{3} class [0-5]", line) for line in printed[0]), printed
-    assert [lines[:5] for lines in printed] == [printed[0]] * len(printed)
-    several, streamed, prepared = printed[1][5:], printed[3][5:], json.loads((folder / "images.json").read_text())
-    assert re.fullmatch(r"\{'shelf.png': .*[0-5].*, 'shirt.png': .*, 'shoe.png': .*\}", *several)
-    assert printed[2][5:] == ["(3, 6)"]
-    assert streamed == ["('0', (3, 6))", "('1', (3, 6))", "('2', (3, 6))"]
-    assert len(prepared["data"]) == 3
-
-
-@needs_buf
-def test_the_buf_commands_of_the_page_run(quickstart: tuple[Path, str]) -> None:
-    folder, address = quickstart
-    (commands,) = [block for block in examples("sh") if "buf curl" in block]
-    commands = re.sub(r"\bbuf curl", f"{BUF} curl", commands.replace("127.0.0.1:50051", address))
-    done = subprocess.run(["sh", "-ec", commands], cwd=folder, capture_output=True, text=True, timeout=120, check=False)
-    assert done.returncode == 0, done.stderr
-    assert '"datatype": "BYTES"' in done.stdout
-    assert ":class " in base64.b64decode(re.search(r'"bytesContents": \[\s*"([^"]*)"', done.stdout)[1]).decode()
 
 
 def buf(*arguments: str, typed: str = "") -> str:

@@ -1,4 +1,4 @@
-"""The table of HTTP in docs/bad-calls.md, and that the next request works."""
+"""The table of HTTP in tests/serving/bad-calls.md, and that the next request works."""
 
 import base64
 import gc

@@ -6,7 +6,6 @@ import importlib.util
 import ipaddress
 import json
 import logging
-import shutil
 import socket
 import ssl
 import subprocess
@@ -45,7 +44,7 @@ from prelunet.evaluator.serving.options import HttpOptions, ModelFile, ServerLim
 from prelunet.evaluator.serving.proxies import TrustedProxies
 from prelunet.evaluator.serving.server import Server
 from tests.helpers.fakes import FakeSession
-from tests.helpers.tls_files import TLS, install_pair, secret_file, tls_options, write_tokens
+from tests.helpers.tls_files import TLS, install_pair, tls_options, write_tokens
 from tests.serving.event_loop import async_test, until
 from tests.serving.http.http_calls import IMAGE, ON, client_to, raw_call, request
 from tests.serving.serving_harness import GatedSession, RunningServer, eventually, png, running_server
@@ -529,34 +528,3 @@ def test_faults_of_the_server_have_the_status_that_makes_clients_try_again_only_
     with client_to(server) as client:
         failed = client.post("/v1/classify", content=IMAGE)
     assert (failed.status_code, "secret" in failed.text) == (status, False)
-
-
-@pytest.mark.skipif(shutil.which("curl") is None, reason="curl is not installed")
-def test_the_examples_with_curl_in_the_documentation_work(tmp_path: Path) -> None:
-    (tmp_path / "photo.jpg").write_bytes(png(40, 57, kind="JPEG"))
-    (secret,) = write_tokens(tmp_path / "tokens.toml", ("alice", SCOPES))
-    secret_file(tmp_path / "alice.token", secret)
-    # The committed certificate is signed by an authority, whose file takes the place of the self-signed tls.pem.
-    certificates = Certificates(tls_options(tmp_path), Metrics())
-    page = (ROOT / "docs" / "serving.md").read_text()
-    examples = [line for line in page.splitlines() if line.startswith("curl ")]
-    assert len(examples) >= 4
-    with (
-        running_server(http=ON, flowers=FakeSession()) as free,
-        running_server(http=ON, access=AccessControl(tmp_path / "tokens.toml"), flowers=FakeSession()) as locked,
-        running_server(
-            http=ON, certificates=certificates, access=AccessControl(tmp_path / "tokens.toml"), flowers=FakeSession()
-        ) as encrypted,
-        running_server(http=HttpOptions(unix_socket=tmp_path / "http.sock"), flowers=FakeSession()),
-    ):
-        for example in examples:
-            server = encrypted if "https:" in example else locked if "TOKEN" in example else free
-            line = example.replace("127.0.0.1:8000", server.http).replace("TOKEN", secret)
-            line = line.replace("/run/prelunet/http.sock", str(tmp_path / "http.sock"))
-            line = line.replace("--cacert tls.pem", f"--cacert {TLS / 'ca.pem'}")
-            done = subprocess.run(
-                ["bash", "-c", f"{line} --silent --fail --noproxy '*'"],
-                cwd=tmp_path, capture_output=True, timeout=30, check=False,
-            )  # fmt: skip
-            assert done.returncode == 0, (line, done.stderr)
-            assert json.loads(done.stdout), line

@@ -295,10 +295,10 @@ async def test_a_metrics_port_in_use_is_reported_with_a_fix() -> None:
 
 
 def test_docs_list_every_metric_with_its_labels() -> None:
-    page = (Path(__file__).parents[3] / "docs" / "serving.md").read_text()
+    page = (Path(__file__).parents[3] / "docs" / "operations.md").read_text()
     listed = {
         (name, tuple(re.findall(r"\w+", labels)))
-        for name, labels in re.findall(r"^\| `(prelunet_\w+)`(?: \{([^}]*)\})? \|", page, re.MULTILINE)
+        for name, labels in re.findall(r"^\| `(prelunet_\w+)(?:\{([^}]*)\})?` \|", page, re.MULTILINE)
     }
     counted = set()
     for instrument in vars(Metrics()).values():
