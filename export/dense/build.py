@@ -45,7 +45,7 @@ MAX_CANVAS_SIDE = 4096
 _BLOCK_ROWS = 64  # rows transposed at a time; transposing a 500 MB fc1 at once takes six times as long
 # Terms of one product of fc1; longer sums are split. In a longer one oneDNN reads the weights again for every block of
 # windows: with AMX model A's fc1, 32,256 terms, took 459 ms whole and 298 in nine parts (bf16, two views of 480x640).
-# With AVX-512 alone it makes no difference: docs/performance.md.
+# With AVX-512 alone it makes no difference: benchmarks/README.md.
 MAX_TERMS = 3584
 
 
