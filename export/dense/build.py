@@ -1,4 +1,4 @@
-"""The ONNX graph of a checkpoint, node by node: front, trunk, dense head (docs/contract.md, "Model file").
+"""The ONNX graph of a checkpoint, node by node: front, trunk, dense head (docs/formats.md, "Model file").
 
 Ragged batches. Every image has a 0/1 vector of its valid rows and one of its valid columns, sliced from a constant
 arange to the shape of the canvas. A layer of kernel k, stride s and pad p maps a vector m to m[(k−1−2p)::s]: output j
