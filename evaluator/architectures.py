@@ -236,7 +236,7 @@ def net_from_json(data: Any) -> Architecture | OpaqueNet:
 
 
 def parameter_shapes(architecture: Architecture, classes: int) -> dict[str, tuple[int, ...]]:
-    """Return name → shape of every tensor of a checkpoint, in order (docs/contract.md, "Checkpoint")."""
+    """Return name → shape of every tensor of a checkpoint, in order (docs/formats.md, "Checkpoint")."""
     shapes: dict[str, tuple[int, ...]] = {}
     fan_in = 3
     for conv in architecture.convs:

@@ -1,6 +1,6 @@
 """The program `prelunet VERB`. A verb is imported only when it is called, so `--help` is instant.
 
-Only this module prints errors and sets the exit code (docs/contract.md, "Exit codes"). Verbs of the layers above the
+Only this module prints errors and sets the exit code (docs/errors.md). Verbs of the layers above the
 evaluator are found through the entry-point group `prelunet.verbs`, so nothing here imports them.
 """
 
@@ -162,7 +162,7 @@ program = build_command(_app)
 
 
 def main(arguments: list[str] | None = None) -> None:
-    """Run the program and exit with a code of docs/contract.md."""
+    """Run the program and exit with a code of docs/errors.md."""
     signal.signal(signal.SIGTERM, _on_sigterm)
     os.environ.setdefault("GRPC_VERBOSITY", "NONE")  # gRPC's own lines on stderr would only repeat our errors
     code = run(arguments)

@@ -1,6 +1,6 @@
 """The contract of a model file: the `prelunet.*` keys of an ONNX file's metadata.
 
-Every value is JSON. docs/contract.md defines the contract; `export/` writes it, the evaluator reads it, and nothing
+Every value is JSON. docs/formats.md defines the contract; `export/` writes it, the evaluator reads it, and nothing
 else passes between the two. Pure functions; no runtime is imported here.
 """
 
@@ -122,7 +122,7 @@ class Calibration:
 
 @dataclass(frozen=True)
 class ModelContract:
-    """The metadata of a model file, in the units of docs/contract.md (sides in pixels)."""
+    """The metadata of a model file, in the units of docs/formats.md (sides in pixels)."""
 
     architecture: Architecture | OpaqueNet
     classes: tuple[ClassEntry, ...]
@@ -288,7 +288,7 @@ def _name_fault(text: Any) -> str | None:
 
 
 def parse_provenance(value: Any) -> dict[str, Any] | None:
-    """Check where the weights of a net come from (docs/contract.md, "Provenance"), and return it with keys in order.
+    """Check where the weights of a net come from (evaluator/contract.md, "Provenance"), and return it with keys in order.
 
     value: None if that was not recorded. Raises ValueError with the fault.
     """

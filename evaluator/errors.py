@@ -74,7 +74,7 @@ class PermissionDenied(PreluNetError):  # noqa: N818
 
 
 class ContractError(PreluNetError):
-    """An ONNX file violates the contract of docs/contract.md."""
+    """An ONNX file violates the contract of docs/formats.md."""
 
 
 class CheckpointError(PreluNetError):

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Check without a GPU that every node of the model files is placed on CUDA, without copies in between: the CUDA build of
-# onnxruntime loads them with stubs of the CUDA libraries, which accept every kernel and run none (docs/gpu.md).
+# onnxruntime loads them with stubs of the CUDA libraries, which accept every kernel and run none (tools/placement/README.md).
 # The first run creates .venv-gpu, 0.5 GB, of which 250 MB are downloaded; it uses `cc` or installs a C compiler.
 #   tools/check_placement.sh [PYTHON] [--nets ACE] [--whole]
 set -euo pipefail

@@ -2,7 +2,7 @@
 
     python -m benchmarks.gpu.run --part parity|sweep|throughput|torch|fused|training [--output FILE]
     python -m benchmarks.gpu.run --part table          print the Markdown tables of all results
-    python -m benchmarks.gpu.run --part table --output docs/gpu.md     write them between the marks of that file
+    python -m benchmarks.gpu.run --part table --output benchmarks/gpu/README.md  write them between its marks
     python -m benchmarks.gpu.run --plan                print what each part measures, and about how long it takes
     python -m benchmarks.gpu.run --part sweep --device cpu --tiny    rehearse in seconds; the file is marked as tiny
 

@@ -1,4 +1,4 @@
-"""Part `table`: the result files of `benchmarks.gpu.run` as Markdown for docs/gpu.md, with a verdict on each goal.
+"""Part `table`: the result files of `benchmarks.gpu.run` as Markdown for README.md here, with a verdict on each goal.
 
 The newest result of each case counts. Missing results appear as "not measured".
 """

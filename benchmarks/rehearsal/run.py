@@ -1,6 +1,6 @@
 """Rehearse an evaluation at ImageNet's size: 50,000 images as class folders, tar shards and parquet.
 
-    python -m benchmarks.rehearsal.run [--images N] [--output FILE] [--work DIR] [--page docs/performance.md]
+    python -m benchmarks.rehearsal.run [--images N] [--output FILE] [--work DIR] [--page benchmarks/README.md]
 
 An adopted small net evaluates each layout in one process, then as two shards in two processes at the same time, each
 killed and resumed three times, merged and reported. Then parts of the layouts take turns, for their speeds. A case that

@@ -9,7 +9,7 @@
 
 `run_views` covers steps 4 and 5, `run_batch` the same for one planned batch. `classify_images` covers steps 2 to 6 for
 callers without threads. `validation.pipeline` overlaps all steps for an endless stream of images.
-docs/path-of-an-image.md explains the path with an example.
+evaluator/README.md explains the path with an example.
 """
 
 from collections.abc import Iterable, Sequence

@@ -15,7 +15,7 @@ Each part counts the copies that can exist at once. With model A in float32 and 
     listed    names and labels of the images, and finally the lines of the run                         0.5 kB an image
 
 Only the last depends on the number of images. One image that alone exceeds the capacity for decoding is still decoded,
-by itself, beyond the bound (`decode.max_decode_bytes`). docs/performance.md compares the bound with measurements.
+by itself, beyond the bound (`decode.max_decode_bytes`). benchmarks/README.md compares the bound with measurements.
 """
 
 import math
@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 
 # Copies by device, which is also the runtime: `cpu` is onnxruntime's own. OpenVINO reorders weights and windows for its
 # matrix products, and ncnn triples the trunk's weights for Winograd's method; on a GPU (not measured here) the arena
-# grows by powers of two. Measured: docs/performance.md.
+# grows by powers of two. Measured: benchmarks/README.md.
 LOADING_COPIES: Mapping[str, float] = {"cpu": 2.5, "openvino": 2.5, "ncnn": 3, "cuda": 2.5}
 WEIGHT_COPIES: Mapping[str, float] = {"cpu": 1.5, "openvino": 2.5, "ncnn": 3, "cuda": 1.5}  # all in main memory
 BATCH_COPIES: Mapping[str, int] = {"cpu": 1, "openvino": 2, "ncnn": 2, "cuda": 2}
@@ -60,7 +60,7 @@ LISTED_BYTES_PER_IMAGE = 512  # for names of 40 characters
 
 # Time in which OpenVINO prepares a batch of another shape than the last one, and operations/s while it computes small
 # nets. Constants, so that equal commands plan equal batches everywhere. Measured: 1.5 ms with AVX-512, 13 ms with AMX;
-# plans that assume a third or twice as much take the same time (docs/performance.md). onnxruntime and ncnn need none.
+# plans that assume a third or twice as much take the same time (benchmarks/README.md). onnxruntime and ncnn need none.
 OPENVINO_SWITCH_SECONDS = 0.005
 OPENVINO_FLOPS: Mapping[str, float] = {"fp32": 200e9, "bf16": 400e9}
 

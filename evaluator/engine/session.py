@@ -30,7 +30,7 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Outputs:
-    """Outputs of the graph for N canvases (docs/contract.md).
+    """Outputs of the graph for N canvases (docs/formats.md).
 
     scores, logits: float32 (N, K); windows: int64 (N, 2), the valid grid of each image;
     fetch_window_scores: copies the window scores from the device.

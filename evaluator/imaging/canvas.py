@@ -1,4 +1,4 @@
-"""Pack images of different sizes into one padded array, the input of a model file (docs/contract.md)."""
+"""Pack images of different sizes into one padded array, the input of a model file (docs/formats.md)."""
 
 from collections.abc import Sequence
 

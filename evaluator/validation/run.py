@@ -1,4 +1,4 @@
-"""The run folder: one validation of one model on one dataset with one protocol (docs/contract.md, "Run folder")."""
+"""The run folder: one validation of one model on one dataset with one protocol (docs/formats.md, "Run folder")."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass

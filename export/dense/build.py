@@ -1,4 +1,4 @@
-"""The ONNX graph of a checkpoint, node by node: front, trunk, dense head (docs/contract.md, "Model file").
+"""The ONNX graph of a checkpoint, node by node: front, trunk, dense head (docs/formats.md, "Model file").
 
 Ragged batches. Every image has a 0/1 vector of its valid rows and one of its valid columns, sliced from a constant
 arange to the shape of the canvas. A layer of kernel k, stride s and pad p maps a vector m to m[(k−1−2p)::s]: output j
@@ -45,7 +45,7 @@ MAX_CANVAS_SIDE = 4096
 _BLOCK_ROWS = 64  # rows transposed at a time; transposing a 500 MB fc1 at once takes six times as long
 # Terms of one product of fc1; longer sums are split. In a longer one oneDNN reads the weights again for every block of
 # windows: with AMX model A's fc1, 32,256 terms, took 459 ms whole and 298 in nine parts (bf16, two views of 480x640).
-# With AVX-512 alone it makes no difference: docs/performance.md.
+# With AVX-512 alone it makes no difference: benchmarks/README.md.
 MAX_TERMS = 3584
 
 

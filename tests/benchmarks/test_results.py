@@ -63,10 +63,10 @@ def test_a_committed_table_is_that_of_its_result_file(name: str, tables: Callabl
     assert tables(data) == (RESULTS / f"{name}.md").read_text(encoding="utf-8")
 
 
-def test_docs_hold_the_table_of_the_committed_gpu_results(tmp_path: Path) -> None:
-    docs = ROOT / "docs" / "gpu.md"
-    copy = tmp_path / "gpu.md"
-    copy.write_text(docs.read_text(encoding="utf-8"), encoding="utf-8")
+def test_the_page_of_the_gpu_benchmark_holds_the_committed_results(tmp_path: Path) -> None:
+    page = ROOT / "benchmarks" / "gpu" / "README.md"
+    copy = tmp_path / "README.md"
+    copy.write_text(page.read_text(encoding="utf-8"), encoding="utf-8")
     gpu_table.write_into(copy, gpu_table.table(RESULTS))
-    command = "run: python -m benchmarks.gpu.run --part table --output docs/gpu.md"
-    assert copy.read_text(encoding="utf-8") == docs.read_text(encoding="utf-8"), command
+    command = "run: python -m benchmarks.gpu.run --part table --output benchmarks/gpu/README.md"
+    assert copy.read_text(encoding="utf-8") == page.read_text(encoding="utf-8"), command

@@ -30,9 +30,9 @@ from tests.helpers.fakes import fake_contract
 def test_the_file_records_all_that_the_contract_lists(exported: dict[str, ExportedNet]) -> None:
     model = onnx.load(exported["demo-image"].path)
     metadata = {p.key: json.loads(p.value) for p in model.metadata_props}
-    listed = Path(__file__).parents[2] / "docs" / "contract.md"
+    listed = Path(__file__).parents[2] / "docs" / "formats.md"
     for key in metadata:
-        assert f"`{key.removeprefix('prelunet.')}`" in listed.read_text(), f"{key} is not in docs/contract.md"
+        assert f"`{key.removeprefix('prelunet.')}`" in listed.read_text(), f"{key} is not in docs/formats.md"
     assert metadata["prelunet.crop"] == 28
     assert metadata["prelunet.window"] == 7
     assert metadata["prelunet.trunk_stride"] == 4

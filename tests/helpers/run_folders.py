@@ -1,4 +1,4 @@
-"""Run folders as docs/contract.md describes them, written without the code that writes them in the program."""
+"""Run folders as docs/formats.md describes them, written without the code that writes them in the program."""
 
 import json
 from base64 import b64encode

@@ -1,4 +1,4 @@
-"""Checkpoints: a `.safetensors` file with weights and JSON metadata (docs/contract.md, "Checkpoint").
+"""Checkpoints: a `.safetensors` file with weights and JSON metadata (docs/formats.md, "Checkpoint").
 
 Does not import torch, so that checkpoints can be read without it. Imports safetensors only to read a file.
 """

@@ -1,6 +1,6 @@
 """Run models on CUDA: the provider's options, and uploads that overlap with computing.
 
-docs/gpu.md gives the reason for each option, with measurements of the alternatives.
+README.md gives the reason for each option, with measurements of the alternatives.
 """
 
 import ctypes

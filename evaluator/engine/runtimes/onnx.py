@@ -72,7 +72,7 @@ def load_on_cpu(path: Path, *, threads: int = 0) -> OnnxRuntimeModel:
     # its mixture of float32 convolutions, int8 products and weights dequantized in every run was slower on model A.
     options.add_session_config_entry("session.disable_quant_qdq", "1")
     # Threads spin between the operators of a batch, where waking them takes longer than many an operator, but not
-    # between batches, where they would take cores from decoding and gRPC: docs/performance.md.
+    # between batches, where they would take cores from decoding and gRPC: benchmarks/README.md.
     options.add_session_config_entry("session.force_spinning_stop", "1")
     return OnnxRuntimeModel(runtime, _create_session(runtime, path, options, CPU), CPU)
 

@@ -1,6 +1,6 @@
 """Batches uploaded to a GPU, with host memory as the GPU: libcudart and the session are fakes that copy.
 
-The placement check (docs/gpu.md) shows that the real runtime accepts these calls.
+The placement check (tools/placement/README.md) shows that the real runtime accepts these calls.
 """
 
 import ctypes

@@ -41,7 +41,7 @@ def test_scores_are_the_oracles_also_of_a_single_window(exported: dict[str, Expo
         outputs = session.run(np.stack([image, image[:, ::-1]]), np.array([[height, width]] * 2))
         for row, pixels in enumerate([image, image[:, ::-1]]):
             expected = oracle_of(exported[key], pixels)
-            np.testing.assert_allclose(outputs.scores[row], expected.scores, rtol=0, atol=1e-4)  # docs/contract.md
+            np.testing.assert_allclose(outputs.scores[row], expected.scores, rtol=0, atol=1e-4)  # docs/formats.md
             rows, columns = outputs.windows[row]
             assert (rows, columns) == expected.window_scores.shape[:2]
             np.testing.assert_allclose(

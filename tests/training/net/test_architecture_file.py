@@ -267,7 +267,7 @@ def test_the_architecture_of_the_documentation_is_accepted_by_init_and_train(
     data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     page = (Path(__file__).parents[3] / "docs" / "training.md").read_text()
-    section = page.partition("### Your own architecture")[2].partition("\n### ")[0]
+    section = page.partition("## Your own architecture")[2].partition("\n## ")[0]
     (toml_kind, toml), (_, commands) = re.findall(r"^```(\w*)\n(.*?)^```", section, re.DOTALL | re.MULTILINE)
     assert toml_kind == "toml"
     (tmp_path / "mine.toml").write_text(toml)
