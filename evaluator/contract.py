@@ -288,7 +288,7 @@ def _name_fault(text: Any) -> str | None:
 
 
 def parse_provenance(value: Any) -> dict[str, Any] | None:
-    """Check where the weights of a net come from (evaluator/contract.md, "Provenance"), and return it with keys in order.
+    """Check where the weights of a net come from (evaluator/contract.md, "Provenance"); return it with ordered keys.
 
     value: None if that was not recorded. Raises ValueError with the fault.
     """

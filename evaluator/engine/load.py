@@ -103,7 +103,8 @@ def choose_cpu_device(path: Path, precision: Precision | None = None) -> Device:
     A fixed rule rather than a timing, so that a repeated run chooses the same. OpenVINO for bf16 and, if it is
     installed, for int8 files, which only it computes in int8 (unless fp32 is requested), and for a net of at least
     LARGE_NET_FLOPS operations per crop on a processor with AVX-512: elsewhere and for smaller nets onnxruntime is as
-    fast or faster in fp32 (benchmarks/results/engine-cpu.md). A malformed file is left to the device that loads it.
+    fast or faster in fp32 (benchmarks/results/engine-cpu-avx2.md). A malformed file is left to the
+    device that loads it.
     """
     if precision == "bf16":
         return "openvino"

@@ -40,7 +40,7 @@ class TrainingProgress:
     mean: float32 (crop, crop, 3) or (3,); axes: float32 (3, 3), of the color augmentation; refused: `train` and `val` →
     file → reason, from before the run; unreadable: file → reason for images of train/ that became unreadable since;
     step: completed steps; loss_sum, error_sum, loss_steps: over the steps not logged yet, `error_sum` NaN if unknown;
-    evaluations: all so far, in order; environments: those of `provenance` (evaluator/contract.md), none for the steps that
+    evaluations: all so far, in order; environments: those of `provenance` (evaluator/contract.md), none for steps that
     an earlier version took.
     """
 
