@@ -4,6 +4,7 @@ from importlib.metadata import version as installed_version
 from pathlib import Path
 
 import typer
+from docutils import nodes
 from sphinx.application import Sphinx
 
 from prelunet.evaluator.cli import VERBS, load_verb
@@ -100,7 +101,22 @@ def append_contents(_app: Sphinx, name: str, source: list[str]) -> None:
             source[0] += "\n".join(["", "```{toctree}", ":hidden:", f":caption: {title}", "", *pages, "```", ""])
 
 
+def add_dark_pictures(app: Sphinx, tree: nodes.document) -> None:
+    """Show beside each picture the one with `-dark` in its name, if there is one, to readers of the dark theme."""
+    for image in list(tree.findall(nodes.image)):
+        path = Path(image["uri"])
+        dark = path.with_stem(f"{path.stem}-dark")
+        if (DOCS / dark).exists():
+            other = image.deepcopy()
+            other["uri"] = str(dark)
+            other["classes"], image["classes"] = ["only-dark"], ["only-light"]
+            other["candidates"] = {"*": str(dark)}
+            app.env.images.add_file(app.env.docname, str(dark))
+            image.replace_self([image, other])
+
+
 def setup(app: Sphinx) -> None:
     """Connect the steps above to Sphinx's build."""
     app.connect("builder-inited", write_generated_pages)
     app.connect("source-read", append_contents)
+    app.connect("doctree-read", add_dark_pictures)

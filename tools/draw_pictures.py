@@ -7,7 +7,6 @@ Chromium takes the screenshots (apt-get install --no-install-recommends chromium
 import re
 import shutil
 import subprocess
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -18,7 +17,7 @@ from playwright.sync_api import Page, sync_playwright
 DEMO, IMAGES = Path("demo/clothes"), Path("docs/images")
 DATA = "training/data/fashion_mnist.zip"
 CENTER, MULTI_SCALE, COMPARED = DEMO / "center", DEMO / "multi-scale", DEMO / "compared"
-WIDTH, COLORS = 1080, 128  # pixels of a page; colors of a picture, which are enough for text and charts
+WIDTH, COLORS = 1080, 256  # pixels of a page; colors of a picture, which make its file a third as large
 
 
 def main() -> None:
@@ -56,6 +55,7 @@ def main() -> None:
             page.goto(address)
             page.set_input_files("#file", shelf)
             page.wait_for_selector("#classes li")
+            page.hover("#classes li")  # shows its heat map
             page.wait_for_timeout(500)
             picture(page, f"live{ending}", 760)
         chromium.close()
@@ -69,7 +69,7 @@ def worst_class(page: Page) -> str:
 
 
 def picture(page: Page, name: str, height: int) -> None:
-    """Take a screenshot of the top of a page, with few colors, which makes it a third as large."""
+    """Take a screenshot of the top of a page."""
     page.set_viewport_size({"width": WIDTH, "height": height})
     path = IMAGES / f"{name}.png"
     page.screenshot(path=path)
@@ -81,13 +81,12 @@ def picture(page: Page, name: str, height: int) -> None:
 def server(model: Path) -> Iterator[str]:
     """Serve the demo's model with the live page on free ports."""
     command = ["prelunet", "serve", "--model", f"demo={model}", "--port", "0", "--http-port", "0", "--lame-duck", "0"]
-    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as process:
-        assert process.stderr is not None
-        begun, said = time.monotonic(), ""
-        while not (found := re.search(r"http://127\.0\.0\.1:\d+", said)):
-            said += process.stderr.readline()
-            assert time.monotonic() - begun < 60, said
-        yield found[0]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        line = process.stdout.readline()
+        address = re.search(r"http on (\S+)", line)
+        assert address, line
+        yield f"http://{address[1]}"
         process.terminate()
 
 
