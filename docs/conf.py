@@ -5,7 +5,9 @@ from pathlib import Path
 
 import typer
 from docutils import nodes
+from latex2mathml.converter import convert as latex_to_mathml
 from sphinx.application import Sphinx
+from sphinx.writers.html5 import HTML5Translator
 
 from prelunet.evaluator.cli import VERBS, load_verb
 
@@ -19,8 +21,9 @@ html_title = f"prelunet {version}"
 html_theme = "furo"
 html_theme_options = {"source_edit_link": "", "top_of_page_buttons": []}
 html_show_sourcelink = False
-extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.mathjax"]
-exclude_patterns: list[str] = []
+html_math_renderer = "mathml"
+extensions = ["myst_parser", "sphinx.ext.autodoc"]
+smartquotes = False  # it would make dashes of the two hyphens of options
 myst_enable_extensions = ["dollarmath", "amsmath"]
 myst_heading_anchors = 4
 autodoc_typehints = "signature"
@@ -115,8 +118,19 @@ def add_dark_pictures(app: Sphinx, tree: nodes.document) -> None:
             image.replace_self([image, other])
 
 
+def write_formula(translator: HTML5Translator, node: nodes.math | nodes.math_block) -> None:
+    """Write a formula as MathML, which browsers show without a script from elsewhere."""
+    if isinstance(node, nodes.math_block):
+        formula = f'<div style="overflow-x: auto">{latex_to_mathml(node.astext(), display="block")}</div>'
+    else:
+        formula = latex_to_mathml(node.astext())
+    translator.body.append(formula)
+    raise nodes.SkipNode
+
+
 def setup(app: Sphinx) -> None:
     """Connect the steps above to Sphinx's build."""
+    app.add_html_math_renderer("mathml", (write_formula, None), (write_formula, None))
     app.connect("builder-inited", write_generated_pages)
     app.connect("source-read", append_contents)
     app.connect("doctree-read", add_dark_pictures)
