@@ -3,6 +3,7 @@
 import json
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
@@ -273,8 +274,7 @@ def test_every_true_class_of_an_image_counts_as_present(data: Path, tmp_path: Pa
 
 @pytest.mark.parametrize(("name", "title"), [("imagenet-a", "ImageNet-A"), ("imagenet-r", "ImageNet-R")])
 def test_a_published_set_is_recognized_by_its_classes(name: str, title: str, tmp_path: Path) -> None:
-    labels = Path(__file__).parents[2] / "evaluator" / "datasets" / "labels"
-    wnids = (labels / f"{name}.txt").read_text().split()
+    wnids = files("prelunet.evaluator.datasets.labels").joinpath(f"{name}.txt").read_text().split()
     folder = imagenet_folders(tmp_path / "set", wnids)
     (remark,) = (text for text in opened(folder, None, IMAGENET).remarks if "scored over" in text)
     assert remark.endswith(f"these are the classes of {title}, which is published over them: --restrict-classes {name}")
