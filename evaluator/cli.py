@@ -75,7 +75,7 @@ VERBS: dict[str, Verb] = {  # in the usual order of use
     "report": Verb("Write report.json, classes.csv and report.html of a run."),
     "compare": Verb("Compare two runs, class by class."),
     "bench": Verb("Measure where an evaluation spends its time.", words=("model", "data")),
-    "serve": Verb("Serve models over gRPC.", configurable=True),
+    "serve": Verb("Serve models over gRPC and HTTP.", configurable=True),
     "token": Verb("Create a token for a client of a server."),
     "doctor": Verb("Check this machine and its setup.", words=("model",)),
 }
@@ -149,7 +149,7 @@ def _print_version(requested: bool) -> None:
         raise typer.Exit
 
 
-@_app.callback(help="Train, export, evaluate and serve PReLU-nets as the paper tests them: dense, multi-scale, exact.")
+@_app.callback(help="Find out where an image classifier fails, and serve it. Train PReLU-nets, too.")
 def _options(
     version: Annotated[
         bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Show the version and exit.")

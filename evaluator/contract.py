@@ -370,12 +370,18 @@ def rewrite_hint(where: str) -> str:
     return f"Write the file again with: prelunet export CHECKPOINT -o {where} (an adopted net: with prelunet adopt)"
 
 
+def _adopt_hint(where: str) -> str:
+    return f"An ONNX classifier of another origin is wrapped first: prelunet adopt {where} --classes FILE -o NEW.onnx"
+
+
 def contract_from_metadata(metadata: Mapping[str, str], where: str) -> ModelContract:
     """Read the contract from a file's metadata; `where` names the file in errors.
 
     Raises ContractError if a key is missing or unreadable, or if the file has a newer version.
     """
     file = _Reader(metadata, where)
+    if not any(key.startswith(PREFIX) for key in metadata):
+        raise ContractError(f"{where}: not a model file of prelunet. {_adopt_hint(where)}")
     version = file.read("contract_version", int)
     if version < 1:
         raise ContractError(f"{where}: contract version {version}, but versions start at 1. {file.fix}")

@@ -64,8 +64,9 @@ def serving_memory(sessions: Sequence[Session], options: ServeOptions, queues: i
     while (sufficient := enough.total) < (enough := _estimate(sessions, options, sufficient, queues)).total:
         pass  # a higher limit allows larger batches; this ends, because they grow more slowly than the limit
     raise UsageError(
-        f"--memory-limit {format_bytes(limit)}: serving takes up to {total}. Give {format_bytes(sufficient)} or "
-        f"more, or a smaller --queue-bytes or --max-image-pixels{', or fewer models' * (len(sessions) > 1)}"
+        f"--memory-limit {format_bytes(limit)}: serving needs at least {format_bytes(sufficient)}, most of it room for "
+        f"images and batches ({total}). Give that, or a smaller --queue-bytes or --max-image-pixels"
+        f"{', or fewer models' * (len(sessions) > 1)}"
     )
 
 

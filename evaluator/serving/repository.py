@@ -62,6 +62,7 @@ class Repository:
         self._kept: set[Version] = set()  # loaded by their number, until they are unloaded
         self._refused: dict[Version, tuple[Signature, str]] = {}  # with the reason; tried again once the file changes
         self._deleted: set[Version] = set()  # loaded ones
+        self._unknown: set[Path] = set()  # what lies in the folder and is no version
         self._retry = False
         for outcome in ("loaded", "refused", "deleted", "unloaded"):
             self._count(outcome, 0)
@@ -102,6 +103,7 @@ class Repository:
                     self._retry, self._refused = False, {}
                 self._refused = {version: of for version, of in self._refused.items() if version in look}
                 self._note_deleted(look)
+                await asyncio.to_thread(self._warn_of_unknown_files, look)
                 settled = {
                     version: signature for version, signature in look.items() if before.get(version) == signature
                 }
@@ -212,6 +214,8 @@ class Repository:
         self._refused.pop(version, None)
         self._count("loaded")
         ran = session.circumstances
+        if served and served[0].session.contract.classes != session.contract.classes:
+            log.warning("model %s has other classes than version %s", version, served[0].version)
         log.info("model %s is served on %s, %s, sha256 %s", version, ran.provider, ran.precision, session.model_sha256)
         return True
 
@@ -258,6 +262,16 @@ class Repository:
                 with suppress(OSError):  # deleted meanwhile
                     look[Version(name, int(number))] = _signature(Path(path))
         return look
+
+    def _warn_of_unknown_files(self, look: Look) -> None:
+        """Log once each ONNX file that is not named as a version is, and is therefore ignored."""
+        folder = glob.escape(str(self._folder))
+        patterns = (f"{folder}/{depth}*.onnx" for depth in ("", "*/", "*/*/"))
+        found = {Path(path) for pattern in patterns for path in glob.iglob(pattern)}  # noqa: PTH207 - as in `_look`
+        unknown = found - {self._file(version).path for version in look}
+        for path in sorted(unknown - self._unknown):
+            log.warning("%s is ignored: a version is called NAME/VERSION/%s", path.relative_to(self._folder), FILE)
+        self._unknown = unknown
 
     def _count(self, outcome: str, number: int = 1) -> None:
         self._models.metrics.reloads.labels("models", outcome).inc(number)

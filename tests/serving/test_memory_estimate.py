@@ -69,7 +69,7 @@ def test_more_arriving_bytes_take_more_and_at_least_one_message_is_counted() -> 
 def test_a_limit_that_is_too_low_is_refused_with_a_sufficient_one() -> None:
     need = serving_memory(fakes(), OPTIONS).total  # type: ignore[arg-type]
     assert need > 2**31
-    with pytest.raises(UsageError, match=r"--memory-limit 1\.00G: serving takes up to .* Give .* or more"):
+    with pytest.raises(UsageError, match=r"--memory-limit 1\.00G: serving needs at least .* Give that, or"):
         serving_memory(fakes(), replace(OPTIONS, placement=Placement(memory=2**30)))  # type: ignore[arg-type]
     assert serving_memory(fakes(), replace(OPTIONS, placement=Placement(memory=need)))  # type: ignore[arg-type]
 
@@ -78,7 +78,7 @@ def test_the_advised_limit_is_enough_although_batches_grow_with_it() -> None:
     sessions = [FakeSession(fake_contract(max_side=4096))]
     with pytest.raises(UsageError) as refused:
         serving_memory(sessions, replace(OPTIONS, placement=Placement(memory=2**29)))  # type: ignore[arg-type]
-    advised = re.search(r"Give (\S+) or more", str(refused.value))
+    advised = re.search(r"needs at least (\S+),", str(refused.value))
     assert advised is not None
     limit = parse_memory(advised[1])
     assert serving_memory(sessions, replace(OPTIONS, placement=Placement(memory=limit)))  # type: ignore[arg-type]

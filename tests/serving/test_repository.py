@@ -24,7 +24,7 @@ import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from PIL import Image
 
-from prelunet.evaluator.contract import golden_image
+from prelunet.evaluator.contract import ClassEntry, golden_image
 from prelunet.evaluator.engine.session import Placement
 from prelunet.evaluator.engine.verify import golden_answer
 from prelunet.evaluator.errors import ContractError, ModelRefused, UsageError
@@ -66,14 +66,15 @@ class Folder:
     """A folder of models, and what has been loaded from it.
 
     A file has the seed of a fake session; "broken" is no model, "wrong" one that fails its golden images.
-    sessions: by seed, the latest of each; devices: requested for each of `opened`; loading: set while a file is
-    loaded, if `held`, until `go`.
+    sessions: by seed, the latest of each; devices: requested for each of `opened`; classes: of files that are loaded
+    from now on, if not the fake's; loading: set while a file is loaded, if `held`, until `go`.
     """
 
     path: Path
     sessions: "weakref.WeakValueDictionary[int, GoldenSession]" = field(default_factory=weakref.WeakValueDictionary)
     opened: list[str] = field(default_factory=list)
     devices: list[str] = field(default_factory=list)
+    classes: tuple[ClassEntry, ...] | None = None
     held: bool = False
     loading: threading.Event = field(default_factory=threading.Event)
     go: threading.Event = field(default_factory=threading.Event)
@@ -98,6 +99,8 @@ class Folder:
         if content == "broken":
             raise ContractError(f"{path}: not an ONNX model")
         session = GoldenSession(7, wrong=True) if content == "wrong" else GoldenSession(int(content))
+        if self.classes is not None:
+            session.contract = replace(session.contract, classes=self.classes)
         self.sessions[int(content) if content.isdecimal() else 7] = session
         return session
 
@@ -408,6 +411,35 @@ def test_a_deleted_version_is_served_from_memory_until_another_takes_its_place(
         folder.write("six/2", 2)
         eventually(lambda: server.served() == {"six": 2})
         assert server.problems() == {}
+
+
+def test_a_file_that_is_not_named_as_a_version_is_logged_once_as_ignored(
+    folder: Folder, caplog: pytest.LogCaptureFixture
+) -> None:
+    folder.write("six/1", 1)
+    with serving(folder) as server:
+        for name in ("mine.onnx", "six/model.onnx", "six/v2/model.onnx", "six/3/mine.onnx", "six/.4/model.onnx"):
+            (folder.path / name).parent.mkdir(parents=True, exist_ok=True)
+            (folder.path / name).write_text("2")
+        eventually(lambda: caplog.text.count("is ignored") == 4)
+        time.sleep(4 * INTERVAL)
+        ignored = re.findall(r"(\S+) is ignored: a version is called NAME/VERSION/model.onnx", caplog.text)
+        assert ignored == ["mine.onnx", "six/3/mine.onnx", "six/model.onnx", "six/v2/model.onnx"]
+        assert server.served() == {"six": 1}
+
+
+def test_a_version_with_other_classes_is_served_with_a_warning(
+    folder: Folder, caplog: pytest.LogCaptureFixture
+) -> None:
+    folder.write("six/1", 1)
+    with serving(folder) as server:
+        folder.write("six/2", 2)
+        eventually(lambda: server.served() == {"six": 2})
+        assert "other classes" not in caplog.text
+        folder.classes = tuple(reversed(GoldenSession(1).contract.classes))
+        folder.write("six/3", 3)
+        eventually(lambda: server.served() == {"six": 3})
+        assert "model six/3 has other classes than version 2" in caplog.text
 
 
 def test_deleting_the_newest_version_returns_to_the_one_before_it(folder: Folder) -> None:

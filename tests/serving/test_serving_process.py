@@ -270,7 +270,7 @@ def test_log_lines_are_json_if_requested(model: Path) -> None:
 def test_a_server_that_needs_more_memory_than_the_limit_does_not_start(model: Path) -> None:
     result = run("--model", f"x={model}", "--port", "0", "--device", "cpu", "--memory-limit", "200M")
     assert result.returncode == 2
-    assert re.search(r"--memory-limit 200M: serving takes up to \S+ .*--queue-bytes", result.stderr)
+    assert re.search(r"--memory-limit 200M: serving needs at least \S+ .*--queue-bytes", result.stderr)
     assert result.stdout == ""
 
 
