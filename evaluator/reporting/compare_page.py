@@ -141,6 +141,10 @@ class WrittenComparison:
         """Return the main result and the paths of the files, in lines."""
         return "\n".join([*_summary(self.comparison), "", f"{self.html}, {self.json.name}, {self.csv.name}"])
 
+    def __repr__(self) -> str:
+        top1 = self.comparison["top1"]
+        return f"<{type(self).__name__}: top-1 error of B - A {top1['difference']} points, 95 % {top1['interval']}>"
+
     def _repr_html_(self) -> str:
         text = "\n".join(_summary(self.comparison))
         return f"<pre>{escape(text)}</pre>{notebook_link(self.html)}"

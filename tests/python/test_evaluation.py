@@ -218,6 +218,7 @@ def test_a_comparison_of_evaluations_or_folders_is_that_of_the_command(
     write_images(here / "val", CLASSES, 30)
     a, b = (fake_net().evaluate("val", protocol=name, output=name) for name in ("center", "dense-40"))
     by_python = prelunet.compare(a, b)
+    assert f"top-1 error of B - A {by_python.comparison['top1']['difference']} points" in repr(by_python)
     files = [Path("dense-40/report/compared-with-center", f"compare.{kind}") for kind in ("json", "csv", "html")]
     written = [file.read_bytes() for file in files]
     assert [by_python.json, by_python.csv, by_python.html] == files
