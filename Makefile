@@ -64,6 +64,7 @@ bench: .venv/with-dev
 	$(BIN)/python -m benchmarks.engine.run --output benchmarks/results/engine-cpu.json
 
 docs: .venv/with-dev
+	rm -rf build/site docs/_generated
 	$(BIN)/sphinx-build -W --keep-going -q -b html docs build/site
 
 pictures: .venv/with-dev
@@ -83,4 +84,4 @@ pins: .venv/with-dev
 	touch $@
 
 clean:
-	rm -rf .venv .venv-gpu .buf demo build *.egg-info .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis
+	rm -rf .venv .venv-gpu .buf demo build docs/_generated *.egg-info .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis

@@ -1,5 +1,6 @@
 """Sphinx's settings for the site: `make docs` builds it from these pages, docstrings and the options of all verbs."""
 
+import re
 from importlib.metadata import version as installed_version
 from pathlib import Path
 
@@ -28,7 +29,6 @@ myst_enable_extensions = ["dollarmath", "amsmath"]
 myst_heading_anchors = 4
 autodoc_typehints = "signature"
 autodoc_member_order = "bysource"
-suppress_warnings = ["myst.xref_missing"]  # links to files beside docs/, which tests/docs/test_links.py checks
 
 SECTIONS = {
     "Evaluate": (
@@ -97,8 +97,12 @@ def write_generated_pages(_app: Sphinx) -> None:
     (GENERATED / "api.md").write_text(API)
 
 
-def append_contents(_app: Sphinx, name: str, source: list[str]) -> None:
-    """Append the contents to the first page, which other readers of Markdown would show as a block of code."""
+def prepare_page(_app: Sphinx, name: str, source: list[str]) -> None:
+    """Append the contents to the first page, and make links to files outside docs/ downloads.
+
+    Other readers of Markdown would show the contents as a block of code.
+    """
+    source[0] = re.sub(r"\]\((\.\./[^)#]*\.\w+)(#[^)]*)?\)", r"](path:\1)", source[0])
     if name == "index":
         for title, pages in SECTIONS.items():
             source[0] += "\n".join(["", "```{toctree}", ":hidden:", f":caption: {title}", "", *pages, "```", ""])
@@ -132,5 +136,5 @@ def setup(app: Sphinx) -> None:
     """Connect the steps above to Sphinx's build."""
     app.add_html_math_renderer("mathml", (write_formula, None), (write_formula, None))
     app.connect("builder-inited", write_generated_pages)
-    app.connect("source-read", append_contents)
+    app.connect("source-read", prepare_page)
     app.connect("doctree-read", add_dark_pictures)

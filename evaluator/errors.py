@@ -28,6 +28,7 @@ Libraries raise errors. Only the command line prints them and exits; only the se
 import errno
 import importlib
 import json
+import os
 from dataclasses import dataclass
 from typing import Any
 from urllib.parse import unquote, urlsplit
@@ -199,10 +200,15 @@ def install_hint(extra: str) -> str:
     if recorded is None:  # from a package index
         return f"pip install 'prelunet[{extra}]'"
     source = json.loads(recorded)
+    url, repository = urlsplit(source["url"]), source.get("vcs_info")
+    if url.scheme == "file" and not os.path.exists(unquote(url.path)):  # noqa: PTH110 - as in an image built elsewhere
+        return f"pip install 'prelunet[{extra}]'"
+    if repository is not None:
+        return f"pip install 'prelunet[{extra}] @ {repository['vcs']}+{source['url']}@{repository['commit_id']}'"
     if "dir_info" not in source:
         return f"pip install 'prelunet[{extra}] @ {source['url']}'"
     editable = "-e " if source["dir_info"].get("editable") else ""
-    return f"pip install {editable}'{unquote(urlsplit(source['url']).path)}[{extra}]'"
+    return f"pip install {editable}'{unquote(url.path)}[{extra}]'"
 
 
 def from_missing_module(error: ModuleNotFoundError) -> MissingExtra | None:

@@ -83,11 +83,13 @@ def server(model: Path) -> Iterator[str]:
     command = ["prelunet", "serve", "--model", f"demo={model}", "--port", "0", "--http-port", "0", "--lame-duck", "0"]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None
-        line = process.stdout.readline()
-        address = re.search(r"http on (\S+)", line)
-        assert address, line
-        yield f"http://{address[1]}"
-        process.terminate()
+        try:
+            line = process.stdout.readline()
+            address = re.search(r"http on (\S+)", line)
+            assert address, line
+            yield f"http://{address[1]}"
+        finally:
+            process.terminate()
 
 
 def prelunet(*arguments: object) -> None:

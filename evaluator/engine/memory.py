@@ -59,8 +59,8 @@ RESULT_PORTIONS = 3  # portions whose results are kept until they are averaged
 LISTED_BYTES_PER_IMAGE = 512  # for names of 40 characters
 
 # Time in which OpenVINO prepares a batch of another shape than the last one, and operations/s while it computes small
-# nets. Constants, so that equal commands plan equal batches everywhere. Measured: 1.5 ms with AVX-512, 13 ms with AMX;
-# plans that assume a third or twice as much take the same time (benchmarks/README.md). onnxruntime and ncnn need none.
+# nets. Constants, so that equal commands plan equal batches everywhere. Measured: 1.5 ms with AVX-512, 13 ms with AMX
+# (benchmarks/README.md). onnxruntime and ncnn need none.
 OPENVINO_SWITCH_SECONDS = 0.005
 OPENVINO_FLOPS: Mapping[str, float] = {"fp32": 200e9, "bf16": 400e9}
 

@@ -103,7 +103,7 @@ class Repository:
                     self._retry, self._refused = False, {}
                 self._refused = {version: of for version, of in self._refused.items() if version in look}
                 self._note_deleted(look)
-                await asyncio.to_thread(self._warn_of_unknown_files, look)
+                await asyncio.to_thread(self._warn_of_unknown_files)
                 settled = {
                     version: signature for version, signature in look.items() if before.get(version) == signature
                 }
@@ -257,18 +257,17 @@ class Repository:
         look: dict[Version, Signature] = {}
         pattern = f"{glob.escape(str(self._folder))}/*/*/{FILE}"
         for path in glob.iglob(pattern):  # noqa: PTH207 - Path.glob raises for a folder that is deleted meanwhile
-            name, number = Path(path).parts[-3:-1]
-            if MODEL_NAME.fullmatch(name) and _NUMBER.fullmatch(number):
+            if (version := _version_of(Path(path).relative_to(self._folder))) is not None:
                 with suppress(OSError):  # deleted meanwhile
-                    look[Version(name, int(number))] = _signature(Path(path))
+                    look[version] = _signature(Path(path))
         return look
 
-    def _warn_of_unknown_files(self, look: Look) -> None:
+    def _warn_of_unknown_files(self) -> None:
         """Log once each ONNX file that is not named as a version is, and is therefore ignored."""
         folder = glob.escape(str(self._folder))
         patterns = (f"{folder}/{depth}*.onnx" for depth in ("", "*/", "*/*/"))
         found = {Path(path) for pattern in patterns for path in glob.iglob(pattern)}  # noqa: PTH207 - as in `_look`
-        unknown = found - {self._file(version).path for version in look}
+        unknown = {path for path in found if _version_of(path.relative_to(self._folder)) is None}
         for path in sorted(unknown - self._unknown):
             log.warning("%s is ignored: a version is called NAME/VERSION/%s", path.relative_to(self._folder), FILE)
         self._unknown = unknown
@@ -281,6 +280,14 @@ async def _finish(work: Coroutine[Any, Any, Exception | None]) -> None:
     """Wait for a change, which continues if the caller leaves, and raise the error that it returns."""
     if (problem := await asyncio.shield(asyncio.create_task(work))) is not None:
         raise problem
+
+
+def _version_of(path: Path) -> Version | None:
+    """Return the version that a file in the folder is, by its relative path; None if it is none."""
+    match path.parts:
+        case (name, number, file) if file == FILE and MODEL_NAME.fullmatch(name) and _NUMBER.fullmatch(number):
+            return Version(name, int(number))
+    return None
 
 
 def _signature(path: Path) -> Signature:

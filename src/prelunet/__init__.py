@@ -1,4 +1,4 @@
-"""Train, export, evaluate and serve PReLU-nets (He et al. 2015).
+"""Find out where an image classifier fails, and serve it.
 
 net = prelunet.load("net.onnx")
 net.classify("photo.jpg")

@@ -4,6 +4,7 @@ import doctest
 import io
 import os
 import re
+import shutil
 import socket
 import subprocess
 import sys
@@ -17,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from PIL import Image
 
 from prelunet.evaluator.contract import ClassEntry
@@ -64,8 +66,6 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def _export_classifier(path: Path, classes: int) -> None:
-    import torch
-
     torch.manual_seed(0)
     layers: list[torch.nn.Module] = [torch.nn.Conv2d(3, 6, 5, 2), torch.nn.BatchNorm2d(6), torch.nn.ReLU()]
     layers += [torch.nn.Conv2d(6, 8, 3, 2), torch.nn.ReLU(), torch.nn.AdaptiveAvgPool2d(1), torch.nn.Flatten()]
@@ -80,9 +80,12 @@ class Page:
     def __init__(self, page: Path, folder: Path) -> None:
         self.page, self.folder = page, folder
         self.names: dict[str, Any] = {"__name__": "page"}
-        self.ports = {port: _free_port() for port in ("50051", "8080")}
+        self.ports = {port: _free_port() for port in ("50051", "8080", "9090")}
         self.server: subprocess.Popen[bytes] | None = None
-        self.environment = {**os.environ, "PATH": PROGRAMS, "OMP_NUM_THREADS": "1", "NO_COLOR": "1"}
+        (folder / ".curlrc").write_text('fail\nsilent\nshow-error\nnoproxy = "*"\n')
+        self.environment = {
+            **os.environ, "PATH": PROGRAMS, "OMP_NUM_THREADS": "1", "NO_COLOR": "1", "CURL_HOME": str(folder)
+        }  # fmt: skip
 
     def run(self) -> None:
         """Run all blocks, on a server of model `demo` if the page calls one before it starts one."""
@@ -104,15 +107,18 @@ class Page:
     def stop(self) -> None:
         """Stop the server, which has to end well."""
         if self.server is not None:
-            self.server.terminate()
-            assert self.server.wait(60) == 0
-            self.server = None
+            server, self.server = self.server, None
+            server.terminate()
+            try:
+                assert server.wait(60) == 0
+            finally:
+                server.kill()
 
     def _calls(self, block: Block) -> bool:
         return any(port in block.text for port in self.ports) or "prelunet serve" in block.text
 
     def _with_ports(self, text: str) -> str:
-        return re.sub(r"\b(50051|8080)\b", lambda found: self.ports[found[0]], text)
+        return re.sub(rf"\b({'|'.join(self.ports)})\b", lambda found: self.ports[found[0]], text)
 
     def _shell(self, text: str, where: str) -> None:
         commands = re.split(r"^(prelunet serve\b(?:.*\\\n)*.*)$", text, flags=re.MULTILINE)
@@ -129,12 +135,12 @@ class Page:
     def _serve(self, command: str) -> None:
         """Start a server as a page shows, on ports that are free here, and wait until it is ready."""
         self.stop()
-        if "--port" not in command:
-            command = command.replace("prelunet serve", "prelunet serve --port 50051", 1)
+        port = "" if re.search(r"--port\b", command) else " --port 50051"
+        command = command.replace("prelunet serve", f"prelunet serve --lame-duck 0{port}", 1)
         log = self.folder / "server.log"
         with log.open("wb") as output:
             self.server = subprocess.Popen(
-                ["bash", "-c", f"exec {self._with_ports(command)} --lame-duck 0"],
+                ["bash", "-c", f"exec {self._with_ports(command)}"],
                 cwd=self.folder, env=self.environment, stdout=output, stderr=subprocess.STDOUT,
             )  # fmt: skip
         for _ in range(600):
@@ -160,11 +166,13 @@ def page(
     request: pytest.FixtureRequest, files: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> Iterator[Page]:
     folder = tmp_path / "page"
-    subprocess.run(["cp", "-r", files, folder], check=True)
+    shutil.copytree(files, folder)
+    torch.manual_seed(0)
     monkeypatch.chdir(folder)
     page = Page(request.param, folder)
     yield page
     page.stop()
+    shutil.rmtree(folder)  # the nets that it wrote are large
 
 
 @pytest.mark.parametrize("page", [page for page in PAGES if blocks(page)], ids=name_of, indirect=True)

@@ -86,12 +86,16 @@ def test_a_full_disk_is_an_environment_fault_and_a_missing_file_a_usage_error() 
     ("direct_url", "command"),
     [
         (None, "pip install 'prelunet[train]'"),
-        ({"url": "file:///a/my%20checkout", "dir_info": {"editable": True}}, "pip install -e '/a/my checkout[train]'"),
-        ({"url": "file:///a/checkout", "dir_info": {}}, "pip install '/a/checkout[train]'"),
+        ({"url": "file://HERE/my%20checkout", "dir_info": {"editable": True}},
+         "pip install -e 'HERE/my checkout[train]'"),
+        ({"url": "file://HERE/my%20checkout", "dir_info": {}}, "pip install 'HERE/my checkout[train]'"),
+        ({"url": "file:///gone", "dir_info": {}}, "pip install 'prelunet[train]'"),
+        ({"url": "https://b.org/prelunet", "vcs_info": {"vcs": "git", "commit_id": "1a2b"}},
+         "pip install 'prelunet[train] @ git+https://b.org/prelunet@1a2b'"),
         ({"url": "https://b.org/prelunet-9-py3-none-any.whl", "archive_info": {}},
          "pip install 'prelunet[train] @ https://b.org/prelunet-9-py3-none-any.whl'"),
     ],
-    ids=["an index", "an editable checkout", "a checkout", "a wheel"],
+    ids=["an index", "an editable checkout", "a checkout", "a folder that is gone", "a repository", "a wheel"],
 )  # fmt: skip
 def test_a_missing_extra_is_installed_from_where_prelunet_came_from(
     direct_url: dict[str, Any] | None, command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -100,6 +104,7 @@ def test_a_missing_extra_is_installed_from_where_prelunet_came_from(
     installed.mkdir()
     (installed / "METADATA").write_text("Metadata-Version: 2.4\nName: prelunet\nVersion: 9\n")
     if direct_url is not None:
-        (installed / "direct_url.json").write_text(json.dumps(direct_url))
+        (installed / "direct_url.json").write_text(json.dumps(direct_url).replace("HERE", str(tmp_path)))
+    (tmp_path / "my checkout").mkdir()
     monkeypatch.syspath_prepend(tmp_path)
-    assert install_hint("train") == command
+    assert install_hint("train") == command.replace("HERE", str(tmp_path))

@@ -15,7 +15,7 @@ from PIL import Image
 
 from prelunet.evaluator import cli
 from prelunet.evaluator.datasets import DatasetSpec, open_dataset
-from prelunet.evaluator.errors import DatasetError
+from prelunet.evaluator.errors import DatasetError, install_hint
 from prelunet.evaluator.protocols import build_protocol
 from prelunet.evaluator.reporting.charts import FEW_CLASSES, error_chart
 from prelunet.evaluator.reporting.gallery import THUMBNAIL, build_gallery
@@ -200,7 +200,7 @@ def test_without_the_extra_a_report_has_numbers_but_no_page_and_says_why(tmp_pat
     assert done.returncode == 5  # of `compare`, which is nothing without its statistics
     note, error = [line for line in done.stderr.splitlines() if "needs" in line]
     assert note.startswith("note: there is no report.html: this needs vl_convert")
-    assert all("[report]'" in line for line in (note, error))
+    assert all(install_hint("report") in line for line in (note, error))
     assert {path.name for path in (run / "report").iterdir()} == {"report.json", "classes.csv"}
     assert json.loads((run / "report" / "report.json").read_bytes()) == build_report(read_run(run))
     assert "report.html" not in done.stdout

@@ -14,7 +14,7 @@ import pytest
 
 import prelunet
 from prelunet.evaluator.cli import VERBS, run
-from prelunet.evaluator.errors import EnvironmentFault
+from prelunet.evaluator.errors import EnvironmentFault, install_hint
 from prelunet.evaluator.terminal import echo, escape_unprintable
 from tests.conftest import ExportedNet
 
@@ -164,7 +164,7 @@ def test_a_verb_whose_extra_is_missing_names_the_extra(
 ) -> None:
     fail_with(ModuleNotFoundError(f"No module named '{module}'", name=module))
     assert run(["report"]) == 5
-    assert f"[{extra}]'" in capsys.readouterr().err
+    assert install_hint(extra) in capsys.readouterr().err
 
 
 def test_a_bug_is_not_reported_as_a_user_error(fail_with: FailWith) -> None:

@@ -13,7 +13,7 @@ import pytest
 
 from prelunet.evaluator.architectures import Activation, architecture
 from prelunet.evaluator.cli import run
-from prelunet.evaluator.errors import CheckpointError, ContractError, UsageError
+from prelunet.evaluator.errors import CheckpointError, ContractError, UsageError, install_hint
 from prelunet.evaluator.files import sha256_of
 from prelunet.training.inspection.describe_file import PAPER_SLOPES, add_paper_slopes, inspect_file, summarize_slopes
 from prelunet.training.net.checkpoints import write_checkpoint
@@ -185,7 +185,7 @@ def test_a_checkpoint_without_safetensors_installed_names_the_extra(tmp_path: Pa
     )
     result = subprocess.run([sys.executable, "-c", code], check=False, capture_output=True, text=True)
     assert result.returncode == 5
-    assert "[train]'" in result.stderr
+    assert install_hint("train") in result.stderr
 
 
 @pytest.mark.parametrize("content", [b"", b"hello, world", bytes(100), b"PK\x03\x04" + bytes(50)])
