@@ -80,6 +80,7 @@ async function start() {
       byId("model").replaceChildren(...models.map(({ name }) => make("option", { value: name }, name)));
     }
     const place = byId("model").selectedIndex;
+    byId("protocol").disabled = true; // those shown are another model's
     models[place].protocols ?? (models[place] = await call(`/v1/models/${models[place].name}`));
     if (byId("model").selectedIndex !== place) return; // another model has been chosen
     showModel(models[place]);
@@ -131,6 +132,7 @@ addEventListener("message", async ({ source, data: secret }) => {
 
 function showModel(model) {
   byId("options").hidden = false;
+  byId("protocol").disabled = false;
   byId("protocol").replaceChildren(...model.protocols.map((name) => make("option", { value: name }, name)));
   const { provider, precision } = model.circumstances;
   byId("served").replaceChildren(make("em.name", null, model.name), `: architecture ${model.architecture}, ${integer(model.classes.length)} classes, `,

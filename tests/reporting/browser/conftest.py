@@ -11,12 +11,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from playwright.sync_api import Browser, sync_playwright
+from playwright.sync_api import Browser, expect, sync_playwright
 
 from prelunet.evaluator.reporting.report_page import write_report
 from tests.helpers.run_folders import evaluated, refused, write_ensemble, write_run
 from tests.reporting.browser.browsing import HOSTILE, LAPTOP, MonitoredPage, imagenet_shape
 from tests.reporting.pages import fingerprint_of, make_images
+
+expect.set_options(timeout=20_000)  # milliseconds; 5 s are too few for two busy cores
 
 INSTALL = "install it with: apt-get install --no-install-recommends chromium fonts-dejavu-core"
 
