@@ -20,18 +20,23 @@ HOSTILE = [
 
 
 class MonitoredPage:
-    """A page and its problems: console messages, exceptions, requests that go elsewhere. address: of the page."""
+    """A page and its problems: console messages, exceptions, requests that go elsewhere.
+
+    address: of the page; calls_may_fail: whether the browser's notes on failed calls, which can come late, are none.
+    """
 
     def __init__(self, page: Page, address: str) -> None:
         self.page, self.address = page, address
         self.wrong: list[str] = []
+        self.calls_may_fail = False
         page.on("console", self._on_console)
         page.on("pageerror", lambda error: self.wrong.append(f"exception: {error}"))
         page.on("request", self._on_request)
         page.on("dialog", lambda dialog: self.wrong.append(f"dialog: {dialog.message}"))
 
     def _on_console(self, message: ConsoleMessage) -> None:
-        self.wrong.append(f"{message.type}: {message.text}")
+        if not (self.calls_may_fail and "Failed to load resource" in message.text):
+            self.wrong.append(f"{message.type}: {message.text}")
 
     def _on_request(self, request: Request) -> None:
         if not request.url.startswith((self.address, "data:", "about:", "blob:")):

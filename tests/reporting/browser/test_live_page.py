@@ -295,7 +295,8 @@ def guarded(
 
 
 def expected_failures(watched: MonitoredPage) -> None:
-    """Forget that the browser noted failed calls, and nothing else."""
+    """Forget that the browser noted failed calls, now and later, and nothing else."""
+    watched.calls_may_fail = True
     watched.wrong = [each for each in watched.wrong if "Failed to load resource" not in each]
 
 
