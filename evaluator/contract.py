@@ -370,10 +370,6 @@ def rewrite_hint(where: str) -> str:
     return f"Write the file again with: prelunet export CHECKPOINT -o {where} (an adopted net: with prelunet adopt)"
 
 
-def _adopt_hint(where: str) -> str:
-    return f"An ONNX classifier of another origin is wrapped first: prelunet adopt {where} --classes FILE -o NEW.onnx"
-
-
 def contract_from_metadata(metadata: Mapping[str, str], where: str) -> ModelContract:
     """Read the contract from a file's metadata; `where` names the file in errors.
 
@@ -381,7 +377,10 @@ def contract_from_metadata(metadata: Mapping[str, str], where: str) -> ModelCont
     """
     file = _Reader(metadata, where)
     if not any(key.startswith(PREFIX) for key in metadata):
-        raise ContractError(f"{where}: not a model file of prelunet. {_adopt_hint(where)}")
+        raise ContractError(
+            f"{where}: not a model file of prelunet. An ONNX classifier of another origin is wrapped first: "
+            f"prelunet adopt {where} --classes FILE -o NEW.onnx"
+        )
     version = file.read("contract_version", int)
     if version < 1:
         raise ContractError(f"{where}: contract version {version}, but versions start at 1. {file.fix}")

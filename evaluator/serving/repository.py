@@ -62,7 +62,7 @@ class Repository:
         self._kept: set[Version] = set()  # loaded by their number, until they are unloaded
         self._refused: dict[Version, tuple[Signature, str]] = {}  # with the reason; tried again once the file changes
         self._deleted: set[Version] = set()  # loaded ones
-        self._unknown: set[Path] = set()  # what lies in the folder and is no version
+        self._unknown: set[Path] = set()  # ONNX files in the folder that are no version
         self._retry = False
         for outcome in ("loaded", "refused", "deleted", "unloaded"):
             self._count(outcome, 0)
@@ -103,7 +103,6 @@ class Repository:
                     self._retry, self._refused = False, {}
                 self._refused = {version: of for version, of in self._refused.items() if version in look}
                 self._note_deleted(look)
-                await asyncio.to_thread(self._warn_of_unknown_files)
                 settled = {
                     version: signature for version, signature in look.items() if before.get(version) == signature
                 }
@@ -253,24 +252,21 @@ class Repository:
         return ModelFile(version.name, self._folder / version.name / str(version.number) / FILE, version.number)
 
     def _look(self) -> Look:
-        """Return the versions in the folder; none where it cannot be read."""
+        """Return the versions in the folder, none where it cannot be read, and note the ONNX files that are none."""
         look: dict[Version, Signature] = {}
-        pattern = f"{glob.escape(str(self._folder))}/*/*/{FILE}"
-        for path in glob.iglob(pattern):  # noqa: PTH207 - Path.glob raises for a folder that is deleted meanwhile
-            if (version := _version_of(Path(path).relative_to(self._folder))) is not None:
-                with suppress(OSError):  # deleted meanwhile
-                    look[version] = _signature(Path(path))
-        return look
-
-    def _warn_of_unknown_files(self) -> None:
-        """Log once each ONNX file that is not named as a version is, and is therefore ignored."""
-        folder = glob.escape(str(self._folder))
-        patterns = (f"{folder}/{depth}*.onnx" for depth in ("", "*/", "*/*/"))
-        found = {Path(path) for pattern in patterns for path in glob.iglob(pattern)}  # noqa: PTH207 - as in `_look`
-        unknown = {path for path in found if _version_of(path.relative_to(self._folder)) is None}
+        unknown = set()
+        for depth in ("", "*/", "*/*/"):
+            pattern = f"{glob.escape(str(self._folder))}/{depth}*.onnx"
+            for path in map(Path, glob.iglob(pattern)):  # noqa: PTH207 - Path.glob raises for a folder deleted meanwhile
+                if (version := _version_of(path.relative_to(self._folder))) is None:
+                    unknown.add(path.relative_to(self._folder))
+                else:
+                    with suppress(OSError):  # deleted meanwhile
+                        look[version] = _signature(path)
         for path in sorted(unknown - self._unknown):
-            log.warning("%s is ignored: a version is called NAME/VERSION/%s", path.relative_to(self._folder), FILE)
+            log.warning("%s is ignored: a version is called NAME/VERSION/%s", path, FILE)
         self._unknown = unknown
+        return look
 
     def _count(self, outcome: str, number: int = 1) -> None:
         self._models.metrics.reloads.labels("models", outcome).inc(number)
