@@ -12,6 +12,7 @@ from typing import Any
 
 import grpc.aio
 import numpy as np
+import pytest
 from google.protobuf.message import Message
 from grpc_health.v1 import health, health_pb2_grpc
 from PIL import Image
@@ -47,6 +48,11 @@ class RunningServer:
     def metric(self, name: str, **labels: str) -> float:
         """Return the value of a metric as in a scrape; 0 if it does not exist yet."""
         return self.models.metrics.registry.get_sample_value(name, labels) or 0
+
+    def calls_logged(self, caplog: pytest.LogCaptureFixture) -> list[dict[str, Any]]:
+        """Return the fields of the log lines of its ended calls, and of no other server's: those may appear late."""
+        records = [record for record in caplog.records if record.thread == self.loop_thread]
+        return [record.fields for record in records if record.getMessage() == "call ended"]  # type: ignore[attr-defined]
 
 
 @contextmanager

@@ -80,15 +80,15 @@ def test_all_peers_are_one_client_unless_their_proxy_is_trusted_to_name_others(
     with running_server(
         server_limits=ServerLimits(proxies=proxies), http=HttpOptions(unix_socket=http_path), unix_socket=grpc_path,
         six=FakeSession(),
-    ):  # fmt: skip
+    ) as server:  # fmt: skip
         with over_http(http_path) as http:
             assert http.get("/v1/models", headers={KEY: "8.8.8.8, 10.1.2.3"}).status_code == 200
         with grpc.insecure_channel(f"unix:{grpc_path}") as channel:
             stub = pb_grpc.PreluNetServiceStub(channel)
             stub.ListModels(pb.ListModelsRequest(), metadata=((KEY, "8.8.8.8, 10.1.2.3"),))
-        eventually(lambda: sum("call ended" in record.message for record in caplog.records) == 2)
-    ended = [record.fields for record in caplog.records if "call ended" in record.message]  # type: ignore[attr-defined]
-    assert [(each["peer"], each.get("client", "unix")) for each in ended] == [("unix:", identity)] * 2
+        eventually(lambda: len(server.calls_logged(caplog)) == 2)
+    ended = [(each["peer"], each.get("client", "unix")) for each in server.calls_logged(caplog)]
+    assert ended == [("unix:", identity)] * 2
 
 
 def test_sockets_require_the_tokens_but_no_tls_of_the_ports(tmp_path: Path) -> None:

@@ -104,8 +104,8 @@ def test_the_log_names_the_client_beside_the_peer_if_they_differ(caplog: pytest.
         stub = pb_grpc.PreluNetServiceStub(channel)
         for metadata in (from_("203.0.113.1"), ()):
             stub.Classify(REQUEST, metadata=metadata, timeout=30)
-        eventually(lambda: caplog.text.count("call ended") == 2)
-    first, second = (record.fields for record in caplog.records if record.getMessage() == "call ended")
+        eventually(lambda: len(server.calls_logged(caplog)) == 2)
+    first, second = server.calls_logged(caplog)
     assert first["peer"].startswith("ipv4:127.0.0.1:")
     assert first["client"] == "ipv4:203.0.113.1"
     assert "client" not in second
