@@ -80,7 +80,7 @@ class FaultySession:
         """Stage a batch; keep its images and sizes beside it."""
         return self._stage(images, sizes), images, sizes
 
-    def compute(self, staged: Any) -> Outputs:
+    def compute(self, staged: Any, *, in_lane: bool = False) -> Outputs:
         """Compute a batch, or fail as the control file demands."""
         inner, images, sizes = staged
         while (faults := self._control()).get("hold"):
@@ -100,7 +100,7 @@ class FaultySession:
             raise DeviceLost("injected device loss")
         if fault == "error" and marked:
             raise RuntimeError("injected error")
-        outputs = self._compute(inner)
+        outputs = self._compute(inner, in_lane=in_lane)
         if fault != "nan" or not marked:
             return outputs
         scores, logits = np.array(outputs.scores), np.array(outputs.logits)

@@ -13,7 +13,7 @@ from prelunet.evaluator.cli import main
 from prelunet.evaluator.engine.session import Outputs, Session
 
 
-def answer_zeros(session: Session, staged: Any) -> Outputs:
+def answer_zeros(session: Session, staged: Any, *, in_lane: bool = False) -> Outputs:  # noqa: ARG001
     """Return zeros for a staged batch without computing anything."""
     images, sizes = staged["images"], staged["sizes"]
     nothing = np.zeros((len(images), len(session.contract.classes)), np.float32)

@@ -32,13 +32,14 @@ from prelunet.evaluator.engine.verify import TOLERANCES, deviation
 from prelunet.evaluator.errors import ContractError, EnvironmentFault, PreluNetError, UsageError
 from prelunet.evaluator.files import sha256_of
 from prelunet.evaluator.json_checks import differences, format_differences
-from prelunet.evaluator.machine import has_processor_flags
+from prelunet.evaluator.machine import cores, has_processor_flags
 
 log = logging.getLogger(__name__)
 
 _DRIVER = "libcuda.so.1"  # part of the driver, whatever CUDA version the runtime brings
 _ON_A_CPU = "On a CPU one session uses all cores: omit --gpus, and see --threads"
 
+MAX_LANES_BYTES = 2**27  # of a file that `add_lanes` loads twice
 LARGE_NET_FLOPS = 10e9  # per crop: see `choose_cpu_device`. A has 38e9, E 1.9e9, the demo net 0.03e9
 
 # (device, precision of the file) → precisions that it can be computed in; the first is the default.
@@ -147,6 +148,18 @@ def open_sessions(path: Path, placement: Placement, gpus: int = 1) -> list[Sessi
         sessions.append(open_with_placement(path, where, preallocate=True, digest=first.model_sha256))
         _require_identical(first, sessions[-1])
     return sessions
+
+
+def add_lanes(session: Session, path: Path) -> None:
+    """Let a server's session on onnxruntime's CPU provider compute batches side by side, each on one thread.
+
+    The threads of one batch wait for each other at every layer, which costs small nets and busy machines up to half of
+    their throughput. All lanes share a second copy of the weights, so large files and servers with a memory limit have
+    none. path: the session's file.
+    """
+    where, lanes = session.placement, session.placement.threads or cores()
+    if where.device == "cpu" and where.memory is None and lanes > 1 and session.model_bytes <= MAX_LANES_BYTES:
+        session.add_lanes(onnx.load_on_cpu(path, threads=1), lanes)
 
 
 def _open(path: Path, placement: Placement, digest: str, *, preallocate: bool) -> Session:

@@ -126,9 +126,10 @@ class Placement:
 
 
 class Session:
-    """A loaded model. Threads may share it; it computes for one at a time.
+    """A loaded model. Threads may share it; it computes for one at a time, but for those in lanes.
 
-    placement: as requested, with the device that was chosen; rules: how batches are planned; model_bytes: of the file.
+    placement: as requested, with the device that was chosen; rules: how batches are planned; model_bytes: of the file;
+    lanes: number of batches that it can compute side by side, see `add_lanes`.
     """
 
     def __init__(
@@ -150,10 +151,16 @@ class Session:
         self.circumstances = circumstances
         self.rules = rules
         self.model_bytes = model_bytes
+        self.lanes = 1
+        self._lane: LoadedModel | None = None
 
-    def run(self, images: UInt8Array, sizes: Int64Array) -> Outputs:
+    def add_lanes(self, loaded: LoadedModel, lanes: int) -> None:
+        """Allow batches side by side. loaded: the same file on a runtime that uses no thread but the caller's."""
+        self._lane, self.lanes = loaded, lanes
+
+    def run(self, images: UInt8Array, sizes: Int64Array, *, in_lane: bool = False) -> Outputs:
         """Stage and compute N canvases in one call, for callers that have nothing else to do meanwhile."""
-        return self.compute(self.stage(images, sizes))
+        return self.compute(self.stage(images, sizes), in_lane=in_lane)
 
     def stage(self, images: UInt8Array, sizes: Int64Array) -> Any:
         """Copy N canvases, uint8 (N, H, W, 3) RGB, to the device, for `compute`. Any thread may call this.
@@ -166,13 +173,18 @@ class Session:
         with self._device_errors():
             return self._loaded.stage(images, sizes)
 
-    def compute(self, staged: Any) -> Outputs:
-        """Run staged canvases, after those of other threads.
+    def compute(self, staged: Any, *, in_lane: bool = False) -> Outputs:
+        """Run staged canvases, after those of other threads; in a lane at the same time, on this thread alone.
 
         Raises OutOfMemory when the device has too little memory, DeviceLost when this process can no longer use it.
         """
-        with self._computing, self._device_errors():
-            scores, logits, windows, fetch = self._loaded.compute(staged)
+        with self._device_errors():
+            if in_lane:
+                assert self._lane is not None, "no lanes were added"
+                scores, logits, windows, fetch = self._lane.compute(staged)
+            else:
+                with self._computing:
+                    scores, logits, windows, fetch = self._loaded.compute(staged)
 
         def fetch_window_scores() -> Float32Array:
             with self._device_errors():  # the later copy can fail too

@@ -10,7 +10,7 @@ from weakref import WeakSet
 import numpy as np
 
 from prelunet.evaluator.engine.batching import BatchRules
-from prelunet.evaluator.engine.load import open_with_placement, self_check
+from prelunet.evaluator.engine.load import add_lanes, open_with_placement, self_check
 from prelunet.evaluator.engine.session import Placement, Session
 from prelunet.evaluator.engine.shape_buckets import ShapeBuckets
 from prelunet.evaluator.errors import DeviceLost, Interrupted, ModelNotFound
@@ -37,6 +37,7 @@ def load_model(file: ModelFile, placement: Placement, stopped: Callable[[], bool
     session = open_with_placement(file.path, placement)
     if (shape_buckets := shape_buckets_of(session)) is None:
         self_check(session, file.path.name)
+        add_lanes(session, file.path)
     else:  # on a GPU, where opening has run the self-check; batches are smaller than in validation
         session.rules = serving_rules(session)
         start = time.monotonic()

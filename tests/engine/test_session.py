@@ -5,6 +5,7 @@ test_export.py tests how the real runtime answers damaged files and wrong canvas
 
 import hashlib
 import importlib.util
+import os
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
@@ -19,7 +20,7 @@ import pytest
 from prelunet.evaluator.contract import INPUTS, OUTPUTS, GoldenImage, ModelContract, golden_image
 from prelunet.evaluator.engine import load
 from prelunet.evaluator.engine.batching import BatchRules
-from prelunet.evaluator.engine.load import choose_cpu_device, open_session, open_with_placement
+from prelunet.evaluator.engine.load import MAX_LANES_BYTES, choose_cpu_device, open_session, open_with_placement
 from prelunet.evaluator.engine.memory import gpu_rules
 from prelunet.evaluator.engine.runtimes import onnx as onnx_runtime
 from prelunet.evaluator.engine.runtimes.base import error_summary, is_out_of_memory
@@ -335,12 +336,44 @@ def test_threads_are_those_of_the_cpu_provider(use, model: Path, threads: int) -
     assert runtime.events == [f"load on {CPU}"], "no library of CUDA should be touched"
 
 
-def test_a_served_model_has_the_threads_that_were_requested(use, model: Path) -> None:
+def test_a_served_model_has_the_threads_that_were_requested_for_one_batch_or_one_for_each_lane(
+    use, model: Path
+) -> None:
     runtime = use(FakeRuntime())
     opened = load_model(ModelFile("x", model), Placement("cpu", threads=3))
-    assert opened.circumstances.provider == CPU
-    assert runtime.events == [f"load on {CPU}", "run"], "it should have run once before it counts as loaded"
-    assert runtime.loads[0][0].intra_op_num_threads == 3
+    assert (opened.circumstances.provider, opened.lanes) == (CPU, 3)
+    assert runtime.events == [f"load on {CPU}", "run", f"load on {CPU}"], "it should have run once first"
+    assert [options.intra_op_num_threads for options, _ in runtime.loads] == [3, 1]
+
+
+@pytest.mark.parametrize(
+    ("placement", "file_bytes"),
+    [
+        (Placement("cpu", threads=1), 9),
+        (Placement("cpu", threads=3, memory=2**40), 9),
+        (Placement("cpu", threads=3), MAX_LANES_BYTES + 1),
+    ],
+    ids=["one thread", "a memory limit", "a large file"],
+)
+def test_without_room_or_threads_for_lanes_a_served_model_is_loaded_once(
+    use, model: Path, placement: Placement, file_bytes: int
+) -> None:
+    os.truncate(model, file_bytes)  # a file with holes
+    runtime = use(FakeRuntime())
+    assert load_model(ModelFile("x", model), placement).lanes == 1
+    assert len(runtime.loads) == 1
+
+
+def test_lanes_compute_at_the_same_time_what_all_threads_compute(exported) -> None:
+    net = exported["demo-image"]
+    session = load_model(ModelFile("x", net.path), Placement("cpu", threads=2))
+    canvases = np.random.default_rng(5).integers(0, 256, (2, 3, 41, 57, 3), dtype=np.uint8)
+    sizes = np.array([(41, 57)] * 3)
+    with ThreadPoolExecutor(2) as pool:
+        in_lanes = list(pool.map(lambda each: session.run(each, sizes, in_lane=True), canvases))
+    for each, outputs in zip(canvases, in_lanes, strict=True):
+        # Threads divide the outputs of a layer, not its sums, but their number may choose another kernel.
+        np.testing.assert_allclose(outputs.scores, session.run(each, sizes).scores, rtol=0, atol=1e-6)
 
 
 def test_a_session_hands_the_canvas_to_the_runtime_and_knows_its_file_and_versions(use, model: Path) -> None:

@@ -43,7 +43,7 @@ class FakeSession:
     """A linear model: the logits of a window are its crop of pixels times a fixed matrix.
 
     Each pixel of the crop has its own random weights, so that another position, scale, mirroring or padding gives
-    other scores. Keeps the shapes of its calls in `calls`.
+    other scores. Keeps the shapes of its calls in `calls`, and whether each was for a lane in `in_lane`.
     """
 
     def __init__(
@@ -59,9 +59,11 @@ class FakeSession:
         self.circumstances = Circumstances(provider, "fp32", {"fake": "1"})
         on_gpu = provider == "CUDAExecutionProvider"
         self.rules = rules or (gpu_rules(self.contract, None) if on_gpu else BatchRules())
-        self.placement = Placement("cuda" if on_gpu else "cpu")
+        self.placement = Placement("cuda" if on_gpu else "cpu", threads=1)
         self.model_bytes = 0
+        self.lanes = 1
         self.calls: list[tuple[int, ...]] = []
+        self.in_lane: list[bool] = []
         self._weights = np.random.default_rng(seed).normal(
             0, 0.1 / self.contract.crop, (len(self.contract.classes), self.contract.crop, self.contract.crop, 3)
         )
@@ -74,7 +76,8 @@ class FakeSession:
         crops = crops[::stride, ::stride][:rows, :columns]
         return np.einsum("ijcyx,kyxc->ijk", crops, self._weights, optimize=True)
 
-    def run(self, images: npt.NDArray[np.uint8], sizes: npt.NDArray[np.int64]) -> Outputs:
+    def run(self, images: npt.NDArray[np.uint8], sizes: npt.NDArray[np.int64], *, in_lane: bool = False) -> Outputs:
+        self.in_lane.append(in_lane)
         return self.compute(self.stage(images, sizes))
 
     def stage(self, images: npt.NDArray[np.uint8], sizes: npt.NDArray[np.int64]) -> Any:

@@ -40,7 +40,10 @@ class ServedDevice:
         ]
         for thread in self._decode_threads:
             thread.start()
-        self._executor = BatchExecutor(self.device_queue, self._answer, on_lost, name, stage_ahead=on_gpu)
+        threads = 1 if on_gpu else cores()
+        self._executor = BatchExecutor(
+            self.device_queue, self._answer, on_lost, name, threads=threads, stage_ahead=on_gpu
+        )
 
     def _decode_in_process(self) -> None:
         """Decode those images that may take long, or much memory, in a process of this thread."""

@@ -3,7 +3,7 @@
 The compute thread takes the next model in fair order, plans batches of that model's views with `engine.batching`, runs
 the batch that holds the first view, and starts over, so that views that have arrived meanwhile can join the next batch.
 On a GPU a second thread packs and uploads the next batch during a computation, but only a full one: no later view could
-join it.
+join it. On a CPU several compute threads decode small images, and run batches side by side in the lanes of a session.
 
 A failed batch is run again in halves, down to single views, so that one bad image, or too little memory for the whole
 batch, does not fail the others. A device that fails on every input is lost, and so is one that hangs
@@ -15,6 +15,7 @@ import math
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -40,6 +41,7 @@ class _FormedBatch:
     model: ScheduledModel
     views: Sequence[ReadyView]
     batch: Batch
+    in_lane: bool = False
     packed: PackedBatch | None = None
     staged: Any = None
 
@@ -48,7 +50,7 @@ class BatchExecutor:
     """Runs the views queued for a device, on sessions that no other thread may run.
 
     on_complete: called with the requests whose views are all computed; on_lost: called once, when the device is lost;
-    stage_ahead: pack and stage full batches during the computation of others.
+    threads: that compute; stage_ahead: pack and stage full batches during the computation of others.
     """
 
     def __init__(
@@ -58,17 +60,17 @@ class BatchExecutor:
         on_lost: Callable[[DeviceLost], object],
         device: str,
         *,
+        threads: int,
         stage_ahead: bool,
     ) -> None:
         self._device_queue = device_queue
         self._on_complete = on_complete
         self._on_lost = on_lost
-        self._forming = threading.Lock()  # only one thread at a time forms batches
+        # Only one thread at a time forms batches; where none stages them, the queue sees to that.
+        self._forming = threading.Lock() if stage_ahead else nullcontext()
         self._staged: _FormedBatch | None = None
-        work = [(f"compute-{device}", self._compute), (f"stage-{device}", self._stage)]
-        self._threads = [
-            threading.Thread(target=target, name=name, daemon=True) for name, target in work[: 2 if stage_ahead else 1]
-        ]
+        work = [(f"compute-{device}", self._compute)] * threads + [(f"stage-{device}", self._stage)] * stage_ahead
+        self._threads = [threading.Thread(target=target, name=name, daemon=True) for name, target in work]
         self._watchdog = Watchdog(self._on_hang)
         self._ended = threading.Event()
         watch = self._watchdog.watch
@@ -97,6 +99,7 @@ class BatchExecutor:
                     self._device_queue.decode(views)
                 else:
                     formed = self._form(views)
+                    self._device_queue.end_planning()
                 del views  # free an image before waiting for the next
             return formed
 
@@ -112,11 +115,15 @@ class BatchExecutor:
                 return None
             batch = plan.batches[0]
             chosen = [views[index] for index in batch.indices]
+            if in_lane := self._device_queue.use_lane(views[0], len(views)):
+                chosen = chosen[: max(1, len(chosen) // views[0].lanes)]  # the others are for other lanes
+            batch = _truncated(batch, len(chosen), model)
             if hopeless := _hopeless(model, batch, chosen):
                 model.batch_times.forget_oldest()
                 self._device_queue.give_up(hopeless)
                 return None
-            return _FormedBatch(model, chosen, _renumbered(batch)) if self._device_queue.take(chosen) else None
+            taken = self._device_queue.take(chosen, alone=not in_lane)
+            return _FormedBatch(model, chosen, batch, in_lane) if taken else None
         except Exception as error:  # this thread must survive, or every later call would wait forever
             self._device_queue.fail(views[0].request, as_reported(model, error))
             return None
@@ -148,6 +155,7 @@ class BatchExecutor:
             except Exception as error:  # as above; `_run` handles the session's errors
                 for view in formed.views:
                     self._device_queue.fail(view.request, error)
+            self._device_queue.end_batch()
             del formed  # free its pixels before waiting for the next batch
 
     def _run(self, formed: _FormedBatch) -> None:
@@ -172,7 +180,9 @@ class BatchExecutor:
                 session = model.session
                 results = unpack_results(  # may copy more from the device
                     packed.packed_views,
-                    session.run(packed.images, packed.sizes) if staged is None else session.compute(staged),
+                    session.run(packed.images, packed.sizes, in_lane=formed.in_lane)
+                    if staged is None
+                    else session.compute(staged),
                     keep_windows=keep_windows,
                 )
         except Exception as error:

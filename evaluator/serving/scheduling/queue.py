@@ -4,12 +4,13 @@
                 queues: easy ones, and all others
     decoding    images being decoded                        one per thread
     ready       decoded views waiting for the device        limited by ready_views and ready_bytes
-    taken       views in a batch                            one batch, on a GPU two
+    taken       views in a batch                            one batch, on a GPU two, on a CPU one in each lane
 
 Encoded images and ready views wait in fair order. A request ends once, for one reason. From then on none of its views
 is decoded or computed, and those that wait are dropped.
 """
 
+import math
 import threading
 import time
 from collections.abc import Iterable, Sequence
@@ -56,6 +57,9 @@ class DeviceQueue:
         self._decoding_views = 0
         self._decoded_bytes = 0.0  # of ready views, plus the estimate for images being decoded
         self._computing = False
+        self._planning = False  # a compute thread forms a batch
+        self._running = 0  # batches that have left the queue and not ended
+        self._alone = False  # one of them has the device for itself
         self._staging_tried = False  # during the current batch
         self._closed = False
         self._lost: str | None = None  # error message of the lost device
@@ -150,7 +154,8 @@ class DeviceQueue:
         with self._lock:
             self._count_decoding(request, -1)
             self._notify_room()
-            self._computable.notify()
+            if request.decoder != "compute":  # otherwise this thread continues with its views
+                self._computable.notify()
             if request.ended is not None:
                 model.metrics.dropped(request.end_reason, len(ready))
                 return
@@ -191,20 +196,26 @@ class DeviceQueue:
 
         Returns at most as many as a few batches hold. If they do not fill a batch and no other model has ready views,
         waits up to `batch_wait` for images of this model that are being decoded, and returns images that the compute
-        thread has to decode itself.
+        thread has to decode itself. With lanes, larger batches gain little, so it does not wait. Of several threads one
+        at a time gets views, until it calls `end_planning`.
         """
         with self._lock:
             self._computing = False
             while True:
-                model = self._next_model()
+                first = self._ready.first()
+                may_start = first is not None and not self._planning and self._may_start(first)
+                model = first.request.model if first is not None and may_start else None
+                del first  # while this thread waits, it must not keep an image
                 if model is not None:
                     remaining_wait = model.ready_since + self._options.batch_wait - time.monotonic()
                     if remaining_wait <= 0 or self._ready.flow_count() > 1 or model.fills_batch:
+                        self._planning = True
                         return self._views_to_plan(model)
                 if (request := self._take_image("compute")) is not None:
                     return request
                 if model is not None:
-                    if not model.decoding:
+                    if not model.decoding or model.session.lanes > 1:
+                        self._planning = True
                         return self._views_to_plan(model)
                     self._computable.wait(remaining_wait)
                 elif self._finished():
@@ -232,6 +243,17 @@ class DeviceQueue:
         first = self._ready.first()
         return None if first is None else first.request.model
 
+    def _may_start(self, view: ReadyView) -> bool:
+        """Return whether a batch with this view may start, beside others only in a lane."""
+        return not self._running or (not self._alone and self._running < view.lanes)
+
+    def use_lane(self, view: ReadyView, views: int) -> bool:
+        """Return whether a batch with this view, one of so many, is for a lane: if they fill more than half of all.
+
+        Fewer are sooner done one batch after the other, on all threads.
+        """
+        return view.lanes > 1 and (self._running > 0 or 2 * views > view.lanes)
+
     def _views_to_plan(self, model: ScheduledModel) -> list[ReadyView]:
         views, pixels, windows = [], 0, 0
         for view in self._ready.in_order(model.key):
@@ -242,11 +264,15 @@ class DeviceQueue:
                 break
         return views
 
-    def take(self, views: Sequence[ReadyView]) -> bool:
-        """Take views for a batch; False, and takes none, if one of them has left the queue."""
+    def take(self, views: Sequence[ReadyView], *, alone: bool = True) -> bool:
+        """Take views for a batch; False, and takes none, if one of them has left the queue.
+
+        alone: no other batch may run beside it. `end_batch` is to be called later.
+        """
         with self._lock:
             if not all(view in self._ready for view in views):
                 return False
+            self._running, self._alone = self._running + 1, alone
             for view in views:
                 self._ready.take(view)
                 self._count_ready(view, -1)
@@ -270,6 +296,20 @@ class DeviceQueue:
             self._computing, self._staging_tried = True, False
             self._stageable.notify()
         return wanted, now
+
+    def end_planning(self) -> None:
+        """Let another compute thread plan the views that are left."""
+        with self._lock:
+            self._planning = False
+            if self._ready:
+                self._computable.notify()
+
+    def end_batch(self) -> None:
+        """Report that a batch has ended, so that others may start."""
+        with self._lock:
+            self._running -= 1
+            if self._ready:
+                self._computable.notify()
 
     def give_up(self, requests: Iterable[Request]) -> None:
         """End requests whose deadline leaves less time than their batch takes."""
@@ -349,7 +389,7 @@ def build_ready_views(request: Request, views: Sequence[ViewImage]) -> list[Read
     for index, view in enumerate(views):
         height, width = view.image.shape[:2]
         canvas = request.model.canvas_of(height, width)
-        rows, columns = request.model.grid(*canvas)
-        size = view.image.nbytes / (2 if request.protocol.mirror else 1)
-        ready.append(ReadyView(request, index, view, height * width, canvas[0] * canvas[1], rows * columns, size))
+        pixels, windows = math.prod(canvas), math.prod(request.model.grid(*canvas))
+        lanes, size = request.model.lanes(pixels, windows), view.image.nbytes / (2 if request.protocol.mirror else 1)
+        ready.append(ReadyView(request, index, view, height * width, pixels, windows, lanes, size))
     return ready

@@ -113,6 +113,11 @@ class ScheduledModel:
             return self.shape_buckets.round_down_rows(limit)
         return limit
 
+    def lanes(self, pixels: int, windows: int) -> int:
+        """Return in how many lanes such canvases may be computed: 1 unless the lanes together fit the largest batch."""
+        rules, lanes = self.session.rules, self.session.lanes
+        return lanes if lanes * pixels <= rules.max_pixels and lanes * windows <= rules.max_windows else 1
+
     @property
     def fills_batch(self) -> bool:
         """Return whether its ready views fill the largest batch."""
@@ -225,8 +230,8 @@ class Request:
 class ReadyView:
     """One view that is ready to be computed.
 
-    index: in its request; pixels: of the view; canvas_pixels, windows: of its rounded-up canvas; bytes: its share of
-    its image's memory.
+    index: in its request; pixels: of the view; canvas_pixels, windows: of its rounded-up canvas; lanes: in which it may
+    be computed; bytes: its share of its image's memory.
     """
 
     request: Request
@@ -235,6 +240,7 @@ class ReadyView:
     pixels: int
     canvas_pixels: int
     windows: int
+    lanes: int
     bytes: float
 
 

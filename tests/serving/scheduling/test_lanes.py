@@ -1,0 +1,128 @@
+"""Batches of one model side by side, each in a lane of its session."""
+
+import numpy as np
+import pytest
+
+from prelunet.evaluator.engine.batching import BatchRules
+from prelunet.evaluator.engine.classify import classify_images
+from prelunet.evaluator.errors import OutOfMemory
+from prelunet.evaluator.imaging.decode import decode_rgb
+from prelunet.evaluator.serving.scheduling import device
+from tests.helpers.fakes import FakeSession
+from tests.serving.event_loop import async_test, until
+from tests.serving.scheduling.scheduler_harness import (
+    SteppedSession,
+    dense_protocol,
+    metric_value,
+    occupy_device,
+    ready_view_count,
+    serve_models,
+    start_classify,
+)
+from tests.serving.serving_harness import png
+
+LANES = 3
+PROTOCOL = dense_protocol(32)
+
+
+@pytest.fixture(autouse=True)
+def _three_compute_threads(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(device, "cores", lambda: LANES)
+
+
+def with_lanes(**options) -> SteppedSession:
+    session = SteppedSession(**options)
+    session.lanes = LANES
+    return session
+
+
+@async_test
+async def test_waiting_views_are_divided_among_the_lanes_and_get_the_answers_they_get_alone() -> None:
+    session, images = with_lanes(), [png(32, 41, seed) for seed in range(7)]
+    with serve_models(fake=session) as models:
+        first = await occupy_device(models, session)
+        tasks = [start_classify(models, image, PROTOCOL) for image in images]
+        await until(lambda: ready_view_count(models) == 7)
+        session.release_batches()
+        await until(lambda: session.entered == 1 + LANES)
+        session.release_all()
+        for image, task in zip(images, tasks, strict=True):
+            (alone,) = classify_images(FakeSession(), [decode_rgb(image)], PROTOCOL)
+            np.testing.assert_array_equal((await task).scores, alone.scores)
+        await first
+    batches = list(zip(session.in_lane, [rows for rows, *_ in session.calls], strict=True))
+    assert batches[0] == (False, 1), "a view alone has all threads"
+    assert sorted(batches[1:4]) == [(True, 1), (True, 1), (True, 2)], "2 of 7, 1 of 5, 1 of 4"
+    assert len(set(session.computing[1:4])) == LANES
+
+
+@async_test
+async def test_too_few_views_for_half_of_the_lanes_are_computed_on_all_threads() -> None:
+    session = with_lanes()
+    session.lanes = 4  # of which the two views of a mirrored image are half
+    with serve_models(fake=session) as models:
+        session.release_all()
+        await start_classify(models, png(32, 41), dense_protocol(32, mirror=True))
+    assert (session.in_lane, len(session.calls)) == ([False], 1)
+
+
+@async_test
+async def test_a_model_without_lanes_never_runs_beside_another_and_keeps_its_turn() -> None:
+    small, large = with_lanes(), SteppedSession(seed=1)
+    with serve_models(small=small, large=large) as models:
+        await occupy_device(models, small, "small")
+        tasks = [start_classify(models, png(32, 41, seed), PROTOCOL, model="small") for seed in range(3)]
+        await until(lambda: ready_view_count(models) == 3)
+        small.release_batches()
+        await until(lambda: small.entered == 4)  # in all three lanes
+        tasks.append(start_classify(models, png(32, 41), PROTOCOL, model="large"))
+        await until(lambda: ready_view_count(models) == 1)
+        small.release_batches(2)
+        await until(lambda: len(small.calls) == 3)
+        tasks += [start_classify(models, png(32, 41, seed), PROTOCOL, model="small") for seed in range(3)]
+        await until(lambda: ready_view_count(models) == 4)
+        assert (small.entered, large.entered) == (4, 0), "two lanes are empty, but it is the other model's turn"
+        small.release_batches()
+        await until(lambda: large.entered == 1)
+        assert small.entered == 4
+        large.release_all()
+        small.release_all()
+        for task in tasks:
+            await task
+    assert True not in large.in_lane
+
+
+@async_test
+async def test_views_too_large_for_a_lane_each_have_all_threads() -> None:
+    """All lanes together take no more memory than one batch."""
+    session = with_lanes(rules=BatchRules(max_pixels=LANES * 32 * 41 - 1))
+    with serve_models(fake=session) as models:
+        await occupy_device(models, session)
+        tasks = [start_classify(models, png(32, 41, seed), PROTOCOL) for seed in range(4)]
+        await until(lambda: ready_view_count(models) == 4)
+        session.release_batches()
+        await until(lambda: session.entered == 2)
+        session.release_all()
+        for task in tasks:
+            await task
+    assert session.in_lane == [False] * 3
+    assert [rows for rows, *_ in session.calls] == [1, 2, 2]
+
+
+@async_test
+async def test_a_failed_batch_is_run_again_in_halves_and_leaves_its_lane() -> None:
+    def fail(images: np.ndarray) -> None:
+        if len(images) > 1:
+            raise OutOfMemory("planted")
+
+    session = with_lanes(fail=fail)
+    with serve_models(fake=session) as models:
+        await occupy_device(models, session)
+        tasks = [start_classify(models, png(32, 41, seed), PROTOCOL) for seed in range(9)]
+        await until(lambda: ready_view_count(models) == 9)
+        session.release_all()
+        for task in tasks:
+            await task
+        assert metric_value(models, "batch_failures_total", "fake", reason="memory") > 0
+        await start_classify(models, png(32, 41), PROTOCOL)  # the lanes are empty again, so this has all threads
+    assert (session.in_lane[1], session.in_lane[-1]) == (True, False)
