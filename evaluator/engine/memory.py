@@ -259,7 +259,7 @@ def estimate_memory(
     gpu, streams = device == "cuda", sessions * pipelines
     stored = _weights_bytes(session.model_bytes, contract.precision, device)
     resident = math.ceil(WEIGHT_COPIES[device] * stored)
-    loaded = sessions * (2 if session.lanes > 1 else 1)  # times the file
+    copies = 2 if session.lanes > 1 else 1  # of the runtime's model, which keeps the memory of its largest batch
     rules = session.rules
     if not gpu:
         rules = cpu_rules(contract, memory, session.model_bytes, device=device, precision=precision)
@@ -268,9 +268,9 @@ def estimate_memory(
     scores = 4 * len(contract.classes) * (2 * len(protocol.views) + RESULT_PORTIONS)  # of an image and all its views
     return MemoryEstimate(
         base=GPU_BASE_BYTES if gpu else BASE_BYTES,
-        loading=loading_bytes(session.model_bytes, contract.precision, device) + (loaded - 1) * resident,
-        weights=loaded * resident,
-        batch=WORKSPACE_BYTES if gpu else batch_bytes(contract, pixels, windows, precision, device),
+        loading=loading_bytes(session.model_bytes, contract.precision, device) + (copies * sessions - 1) * resident,
+        weights=copies * sessions * resident,
+        batch=WORKSPACE_BYTES if gpu else copies * batch_bytes(contract, pixels, windows, precision, device),
         packed=streams * PACKED_BATCHES * 3 * pixels,
         images=streams * 2 * portion * image_bytes(protocol),
         decoding=(GPU_DECODE_BYTES if gpu else DECODE_BYTES) + encoded,

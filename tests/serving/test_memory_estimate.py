@@ -51,6 +51,16 @@ def test_two_models_take_the_sum_of_their_weights_batches_and_queues() -> None:
     )
 
 
+def test_lanes_take_a_second_copy_of_the_weights_and_of_the_batches() -> None:
+    sessions = [FakeSession(), FakeSession()]
+    for session in sessions:
+        session.model_bytes = 50 * 2**20
+    sessions[1].lanes = 4
+    alone, with_lanes = (serving_memory([session], OPTIONS) for session in sessions)  # type: ignore[list-item]
+    doubled = {part: 2 * getattr(alone, part) for part in ("weights", "batch")}
+    assert with_lanes == replace(alone, **doubled, loading=alone.loading + alone.weights)
+
+
 def test_a_smaller_queue_takes_less_by_twice_its_bytes_and_their_reserve() -> None:
     smaller = replace(OPTIONS, queue=QueueOptions(max_bytes=2**20))
     saved = serving_memory(fakes(), OPTIONS).total - serving_memory(fakes(), smaller).total  # type: ignore[arg-type]
