@@ -49,7 +49,7 @@ if [ -n "$live" ]; then
     run prelunet train "${train_options[@]}" --out "$out/train"
     run prelunet export "$out/train/last.safetensors" -o "$out/model.onnx"
   fi
-  step "Open http://127.0.0.1:${HTTP_PORT:-8080}/ and drop a picture there, e.g. $picture. Ctrl-C stops the server"
+  step "Open http://127.0.0.1:${HTTP_PORT:-8080}/ and drop an image there, e.g. $picture. Ctrl-C stops the server"
   run prelunet serve --model "demo=$out/model.onnx" --port 0 --http-port "${HTTP_PORT:-8080}" --lame-duck 0
   exit
 fi
@@ -80,13 +80,13 @@ for _ in $(seq 100); do
 done
 cat "$out/server.log"
 
-step "6. Classify a picture through the server; the heatmap shows where each class is seen: $out/heatmap.png"
+step "6. Classify an image through the server; the heatmap shows where each class is seen: $out/heatmap.png"
 run prelunet classify "$picture" --server "$address" --heatmap "$out/heatmap.png"
 
-step "7. Evaluate on the validation pictures with one central crop, as most tools do"
+step "7. Evaluate on the validation images with one central crop, as most tools do"
 run prelunet validate --model "$out/model.onnx" --data "$data" --protocol center --run "$out/center"
 
-step "8. Evaluate as in the paper: whole pictures, three scales, mirrored too, every window"
+step "8. Evaluate as in the paper: whole images, three scales, mirrored too, every window"
 run prelunet validate --model "$out/model.onnx" --data "$data" --protocol multi-scale --run "$out/multi-scale"
 
 step "9. Write per-class error reports"

@@ -228,6 +228,7 @@ def check_canvas(contract: ModelContract, images: UInt8Array, sizes: Int64Array)
         raise UsageError(f"sizes up to {sizes.max(axis=0).tolist()} exceed the canvas of {height}x{width}")
     if contract.canvas == "exact" and (sizes != (height, width)).any():
         raise UsageError(
-            "this file was exported with --canvas exact, or runs in ncnn: every image must fill its canvas. "
+            "this file was exported with --canvas exact, or runs without masks, as in ncnn and large nets in OpenVINO: "
+            "every image must fill its canvas. "
             "For images of different sizes, export with --canvas ragged and use another --device"
         )

@@ -37,7 +37,7 @@ def report(
     if written.html is None:
         echo(f"note: there is no report.html: {written.missing}", err=True)
     elif written.missing is not None:
-        echo(f"note: {written.html} has no pictures. {written.missing} Give their place with --data DIR", err=True)
+        echo(f"note: {written.html} has no images. {written.missing} Give their place with --data DIR", err=True)
 
 
 def _summary(written: WrittenReport) -> str:

@@ -43,7 +43,8 @@ class FakeSession:
     """A linear model: the logits of a window are its crop of pixels times a fixed matrix.
 
     Each pixel of the crop has its own random weights, so that another position, scale, mirroring or padding gives
-    other scores. Keeps the shapes of its calls in `calls`, and whether each was for a lane in `in_lane`.
+    other scores. Keeps the shapes of its calls in `calls`; in `runs`, as they began, whether each was in a
+    lane, and its rows.
     """
 
     def __init__(
@@ -63,7 +64,7 @@ class FakeSession:
         self.model_bytes = 0
         self.lanes = 1
         self.calls: list[tuple[int, ...]] = []
-        self.in_lane: list[bool] = []
+        self.runs: list[tuple[bool, int]] = []
         self._weights = np.random.default_rng(seed).normal(
             0, 0.1 / self.contract.crop, (len(self.contract.classes), self.contract.crop, self.contract.crop, 3)
         )
@@ -77,7 +78,7 @@ class FakeSession:
         return np.einsum("ijcyx,kyxc->ijk", crops, self._weights, optimize=True)
 
     def run(self, images: npt.NDArray[np.uint8], sizes: npt.NDArray[np.int64], *, in_lane: bool = False) -> Outputs:
-        self.in_lane.append(in_lane)
+        self.runs.append((in_lane, len(images)))
         return self.compute(self.stage(images, sizes))
 
     def stage(self, images: npt.NDArray[np.uint8], sizes: npt.NDArray[np.int64]) -> Any:

@@ -456,7 +456,7 @@ def test_the_verb_writes_to_another_folder_and_reports_that_the_page_has_no_pict
         assert cli.run(["report", str(folder), "--out", str(out), *options]) == 0
         output = capsys.readouterr()
         assert re.search(
-            r"note: .*report\.html has no pictures\. The run does not record the location.*--data DIR\n", output.err
+            r"note: .*report\.html has no images\. The run does not record the location.*--data DIR\n", output.err
         )
         assert "no pictures" not in output.out
     assert sorted(path.name for path in out.iterdir()) == ["classes.csv", "report.html", "report.json"]

@@ -65,9 +65,10 @@ class OpenVinoModel:
         return [*small, lambda: window_scores]
 
 
-def load(path: Path, precision: CpuPrecision = "fp32", *, threads: int = 0) -> OpenVinoModel:
+def load(path: Path, precision: CpuPrecision = "fp32", *, threads: int = 0, masks: bool = True) -> OpenVinoModel:
     """Compile a model file for this CPU; precision: int8 for an int8 file; threads: 0 for one per core.
 
+    masks: False leaves out the products that hide what is outside the images, for images that fill their canvas.
     Raises EnvironmentFault when openvino is missing or this CPU does not compute in that precision, ContractError when
     the file is not a valid model.
     """
@@ -75,9 +76,18 @@ def load(path: Path, precision: CpuPrecision = "fp32", *, threads: int = 0) -> O
     check_processor(precision)
     with _errors(path):
         model = _read(path)
+        if not masks:
+            _bypass_masks(model)
         compiled = _compile(model, precision, threads)
     check_precision(compiled, precision)
     return OpenVinoModel(runtime, model, compiled)
+
+
+def _bypass_masks(model: Any) -> None:
+    for operation in model.get_ops():
+        if operation.get_friendly_name().endswith(".masked"):  # a product of the map and its mask
+            for user in operation.output(0).get_target_inputs():
+                user.replace_source_output(operation.input_value(0))
 
 
 @dataclass(frozen=True)

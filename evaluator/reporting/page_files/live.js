@@ -10,7 +10,7 @@ const PROBLEMS = {
   400: "The server cannot classify this file.",
   403: "This token does not allow that.",
   404: "The server does not have that.",
-  413: "The picture is too large for this server.",
+  413: "The image is too large for this server.",
   429: "The server is busy.",
   503: "The server is starting or stopping.",
   504: "The server did not finish in time.",
@@ -136,7 +136,7 @@ function showModel(model) {
   byId("protocol").replaceChildren(...model.protocols.map((name) => make("option", { value: name }, name)));
   const { provider, precision } = model.circumstances;
   byId("served").replaceChildren(make("em.name", null, model.name), `: architecture ${model.architecture}, ${integer(model.classes.length)} classes, `,
-    `${provider}, ${precision}. Pictures are sent to this server and to nobody else.`);
+    `${provider}, ${precision}. Images are sent to this server and to nobody else.`);
   byId("calls").hidden = false;
   showCalls();
 }
@@ -242,7 +242,7 @@ function showAnswer(answer, measured, unsure) {
   const peak = make("span.peak");
   frame.replaceChildren(...(same ? [image] : []), canvas, peak);
   frame.hidden = false;
-  const shapeNote = same ? "" : "The map is shown alone, because this browser may not show the picture as the server reads it. ";
+  const shapeNote = same ? "" : "The map is shown alone, because this browser may not show the image as the server reads it. ";
   byId("seen").textContent = shapeNote + seenText(answer);
 
   let pinned = null;
@@ -303,11 +303,11 @@ function classButton(found) {
 /** Say what the model saw of the picture. */
 function seenText({ maps: [{ image_height: height, image_width: width }], protocol, views, capped }) {
   const windows = views.reduce((sum, view) => sum + view.windows.rows * view.windows.columns, 0);
-  const part = { dense: "the whole picture", "spp-18": "nine windows of the picture", center: "its central crop", "ten-crop": "its corners and center" }[protocol.kind];
+  const part = { dense: "the whole image", "spp-18": "nine windows of the image", center: "its central crop", "ten-crop": "its corners and center" }[protocol.kind];
   return [
     `${width}x${height} px, EXIF orientation ${protocol.apply_exif ? "applied" : "ignored"}.`,
     `The model saw ${part}: ${views.length === 1 ? "1 view" : `${views.length} views`}, shorter side ${protocol.scales.join(", ")} px${protocol.mirror ? ", also mirrored" : ""}; ${integer(windows)} ${windows === 1 ? "window" : "windows"}.`,
-    capped ? `The picture was cropped to its center, because its long side is more than ${protocol.long_side_cap} times the shorter.` : "",
+    capped ? `The image was cropped to its center, because its long side is more than ${protocol.long_side_cap} times the shorter.` : "",
     protocol.crop ? "A crop has one window, so a map shows the crops, but no place in them." : "",
   ].join(" ");
 }
@@ -319,7 +319,7 @@ function showTimes(timings, measured) {
     ["decode", "decoding and resizing", decode],
     ["compute", "computing", compute],
     ["rest", "averaging, heat maps and the rest of the server", total - queue - decode - compute],
-    ["way", "sending the picture and receiving the answer", measured - total],
+    ["way", "sending the image and receiving the answer", measured - total],
   ].map(([name, label, seconds]) => [name, label, Math.max(0, seconds)]);
   byId("times").replaceChildren(...parts.map(([name, , seconds]) => {
     const part = make(`i.${name}`);
@@ -336,7 +336,7 @@ for (const id of ["file", "camera"]) {
     event.target.value = ""; // so that the same file can be chosen again
   });
 }
-if (navigator.maxTouchPoints) byId("hint").textContent = "Choose a picture or take a photo";
+if (navigator.maxTouchPoints) byId("hint").textContent = "Choose an image or take a photo";
 else byId("camera").parentNode.remove(); // it would open the same dialog as the other button
 byId("drop").addEventListener("click", () => picture ?? byId("file").click());
 document.addEventListener("paste", (event) => choose(event.clipboardData.files[0]));

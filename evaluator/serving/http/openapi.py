@@ -31,7 +31,7 @@ _QUERY = {
     "model": ({"type": "string"}, "Name of a served model; required when there are several."),
     "protocol": ({"type": "string"}, "As in the proto file, e.g. center, dense-256, multi-scale."),
     "top_k": ({"type": "integer", "minimum": 1}, "Number of predictions; 5 by default."),
-    "heatmap": ({"enum": ["png", "maps"]}, "Heat maps of the five best classes: a picture, or numbers in `maps`."),
+    "heatmap": ({"enum": ["png", "maps"]}, "Heat maps of the five best classes: an image, or numbers in `maps`."),
     "apply_exif": ({"type": "boolean"}, "Whether to apply the image's EXIF orientation."),
     "scales": ({"type": "string", "pattern": r"^\d+(,\d+)*$"}, "Scales in pixels that replace the protocol's."),
     "mirror": ({"type": "boolean"}, "Whether each scale is also classified mirrored."),

@@ -86,6 +86,21 @@ def test_images_of_different_sizes_share_a_canvas(exported: dict[str, ExportedNe
         )
 
 
+def test_a_large_net_runs_without_masks_and_gives_the_same_scores_as_with_them(
+    exported: dict[str, ExportedNet],
+) -> None:
+    """A is large, so that its canvases have the images' shapes."""
+    path, images = exported["A-image"].path, np.stack([noise(240, 301, seed=seed) for seed in (1, 2)])
+    sizes = np.array([[240, 301]] * 2)
+    session, masked = open_session(path, "openvino"), openvino_runtime.load(path)
+    assert (session.contract.canvas, session.rules.canvas_step) == ("exact", 1)
+    expected, *_ = masked.compute(masked.stage(images, sizes))
+    # The products were by 1, but the convolutions may be fused with other neighbors now.
+    np.testing.assert_allclose(session.run(images, sizes).scores, expected, rtol=0, atol=1e-6)
+    with pytest.raises(UsageError, match="every image must fill its canvas"):
+        session.run(*garbage_canvas(session.contract, list(images)))
+
+
 def test_answers_stay_what_they_were_when_the_session_runs_again(exported: dict[str, ExportedNet]) -> None:
     session = open_session(exported["demo-image"].path, "openvino")
     image = noise(30, 41, seed=4)

@@ -50,9 +50,8 @@ async def test_waiting_views_are_divided_among_the_lanes_and_get_the_answers_the
             (alone,) = classify_images(FakeSession(), [decode_rgb(image)], PROTOCOL)
             np.testing.assert_array_equal((await task).scores, alone.scores)
         await first
-    batches = list(zip(session.in_lane, [rows for rows, *_ in session.calls], strict=True))
-    assert batches[0] == (False, 1), "a view alone has all threads"
-    assert sorted(batches[1:4]) == [(True, 1), (True, 1), (True, 2)], "2 of 7, 1 of 5, 1 of 4"
+    assert session.runs[0] == (False, 1), "a view alone has all threads"
+    assert sorted(session.runs[1:4]) == [(True, 1), (True, 1), (True, 2)], "2 of 7, 1 of 5, 1 of 4"
     assert len(set(session.computing[1:4])) == LANES
 
 
@@ -63,7 +62,7 @@ async def test_too_few_views_for_half_of_the_lanes_are_computed_on_all_threads()
     with serve_models(fake=session) as models:
         session.release_all()
         await start_classify(models, png(32, 41), dense_protocol(32, mirror=True))
-    assert (session.in_lane, len(session.calls)) == ([False], 1)
+    assert session.runs == [(False, 2)]
 
 
 @async_test
@@ -89,7 +88,7 @@ async def test_a_model_without_lanes_never_runs_beside_another_and_keeps_its_tur
         small.release_all()
         for task in tasks:
             await task
-    assert True not in large.in_lane
+    assert large.runs == [(False, 1)]
 
 
 @async_test
@@ -105,8 +104,7 @@ async def test_views_too_large_for_a_lane_each_have_all_threads() -> None:
         session.release_all()
         for task in tasks:
             await task
-    assert session.in_lane == [False] * 3
-    assert [rows for rows, *_ in session.calls] == [1, 2, 2]
+    assert session.runs == [(False, 1), (False, 2), (False, 2)]
 
 
 @async_test
@@ -124,5 +122,6 @@ async def test_a_failed_batch_is_run_again_in_halves_and_leaves_its_lane() -> No
         for task in tasks:
             await task
         assert metric_value(models, "batch_failures_total", "fake", reason="memory") > 0
-        await start_classify(models, png(32, 41), PROTOCOL)  # the lanes are empty again, so this has all threads
-    assert (session.in_lane[1], session.in_lane[-1]) == (True, False)
+        assert (True, 3) in session.runs
+        while session.runs[-1] != (False, 1):  # alone: once the lanes are empty again, shortly after the answers
+            await start_classify(models, png(32, 41), PROTOCOL)
