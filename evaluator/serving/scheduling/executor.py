@@ -113,11 +113,11 @@ class BatchExecutor:
             plan = _plan(model, views)
             if full and not is_full(plan, model):
                 return None
-            batch = plan.batches[0]
-            chosen = [views[index] for index in batch.indices]
+            chosen = [views[index] for index in plan.batches[0].indices]
+            batch = _renumbered(plan.batches[0])
             if in_lane := self._device_queue.use_lane(views[0], len(views)):
                 chosen = chosen[: max(1, len(chosen) // views[0].lanes)]  # the others are for other lanes
-            batch = _truncated(batch, len(chosen), model)
+                batch = _truncated(batch, len(chosen), model)
             if hopeless := _hopeless(model, batch, chosen):
                 model.batch_times.forget_oldest()
                 self._device_queue.give_up(hopeless)

@@ -79,7 +79,7 @@ class ScheduledModel:
     decode_views: returns the views of a request's image, in any thread, with the given process if it is not easy to
     decode; decoding: number of requests being decoded; ready_pixels, ready_windows: totals over the canvases of ready
     views; ready_since: arrival of the first of these views; canvas: of the last batch. The lock of `DeviceQueue`
-    protects all fields that change, except batch_times, and canvas, which only the compute thread uses. key: in the
+    protects all fields that change, except batch_times, and canvas, which only compute threads use. key: in the
     fair queues; versions of a model, whose views must not share a batch, have the same name.
     """
 
