@@ -100,7 +100,7 @@ async def _split(bed: ServerTestBed, fault: str, expected: str | None, rounds: i
         {
             "neighbors_answered_correctly": wrong == 0,
             "expected_status": set(found) == {expected or "OK"},
-            # The picture that fails in the end fails alone, too.
+            # The marked picture also fails once alone.
             "a_shared_batch_failed": fault == "nan" or failures >= rounds * (1 if expected is None else 2),
             "healthy_afterwards": state == "good",
             "nothing_left": not metrics.in_flight(),

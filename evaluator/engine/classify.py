@@ -3,7 +3,7 @@
     1  decode_image             bytes → Pillow's RGB image                       any thread
     2, 3  make_views            resized to each scale, plain and mirrored        any thread
     4  plan_views, pack_batch   views of all waiting images on few canvases      any thread
-    5  Session.run              (N, H, W, 3), sizes → scores, logits             one thread at a time
+    5  Session.run              (N, H, W, 3), sizes → scores, logits             one thread at a time, or in lanes
     6  average_image            mirrored pair → scale → image                    any thread
     7  top_k                    ties to the lower index                          any thread
 

@@ -161,7 +161,7 @@ def add_lanes(session: Session, path: Path) -> None:
     their throughput. All lanes share a second copy of the weights, so large files and servers with a memory limit have
     none. path: the session's file.
     """
-    where, lanes = session.placement, session.placement.threads or cores()
+    where, lanes = session.placement, min(session.placement.threads or cores(), cores())
     if where.device == "cpu" and where.memory is None and lanes > 1 and session.model_bytes <= MAX_LANES_BYTES:
         session.add_lanes(onnx.load_on_cpu(path, threads=1), lanes)
 
@@ -199,11 +199,13 @@ def _open(path: Path, placement: Placement, digest: str, *, preallocate: bool) -
 def _needs_masks(path: Path, device: Device, precision: Precision) -> bool:
     """Return whether images may be smaller than their canvas.
 
-    ncnn has no masks. For large nets in OpenVINO, where canvases have the images' shapes, they would take 5 % of the
-    time in bf16 with AMX.
+    ncnn has no masks. In OpenVINO masks take 5 % of the time in bf16 with AMX, for nothing where `cpu_rules` gives each
+    image a canvas of its own shape.
     """
+    if device == "ncnn":
+        return False
     if device != "openvino" or (contract := _read_contract(path)) is None:
-        return device != "ncnn"
+        return True
     return cpu_rules(contract, None, 0, device=device, precision=precision).canvas_step > 1
 
 

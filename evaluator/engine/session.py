@@ -126,7 +126,7 @@ class Placement:
 
 
 class Session:
-    """A loaded model. Threads may share it; it computes for one at a time, but for those in lanes.
+    """A loaded model. Threads may share it; it computes for one at a time, except in lanes.
 
     placement: as requested, with the device that was chosen; rules: how batches are planned; model_bytes: of the file;
     lanes: number of batches that it can compute side by side, see `add_lanes`.
@@ -152,11 +152,11 @@ class Session:
         self.rules = rules
         self.model_bytes = model_bytes
         self.lanes = 1
-        self._lane: LoadedModel | None = None
+        self._one_thread: LoadedModel | None = None
 
     def add_lanes(self, loaded: LoadedModel, lanes: int) -> None:
         """Allow batches side by side. loaded: the same file on a runtime that uses no thread but the caller's."""
-        self._lane, self.lanes = loaded, lanes
+        self._one_thread, self.lanes = loaded, lanes
 
     def run(self, images: UInt8Array, sizes: Int64Array, *, in_lane: bool = False) -> Outputs:
         """Stage and compute N canvases in one call, for callers that have nothing else to do meanwhile."""
@@ -180,8 +180,8 @@ class Session:
         """
         with self._device_errors():
             if in_lane:
-                assert self._lane is not None, "no lanes were added"
-                scores, logits, windows, fetch = self._lane.compute(staged)
+                assert self._one_thread is not None, "no lanes were added"
+                scores, logits, windows, fetch = self._one_thread.compute(staged)
             else:
                 with self._computing:
                     scores, logits, windows, fetch = self._loaded.compute(staged)
@@ -228,7 +228,7 @@ def check_canvas(contract: ModelContract, images: UInt8Array, sizes: Int64Array)
         raise UsageError(f"sizes up to {sizes.max(axis=0).tolist()} exceed the canvas of {height}x{width}")
     if contract.canvas == "exact" and (sizes != (height, width)).any():
         raise UsageError(
-            "this file was exported with --canvas exact, or runs without masks, as in ncnn and large nets in OpenVINO: "
-            "every image must fill its canvas. "
+            "this file was exported with --canvas exact, or runs without masks, as in ncnn, and in OpenVINO if the net "
+            "is large: every image must fill its canvas. "
             "For images of different sizes, export with --canvas ragged and use another --device"
         )

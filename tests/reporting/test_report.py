@@ -458,7 +458,7 @@ def test_the_verb_writes_to_another_folder_and_reports_that_the_page_has_no_pict
         assert re.search(
             r"note: .*report\.html has no images\. The run does not record the location.*--data DIR\n", output.err
         )
-        assert "no pictures" not in output.out
+        assert "no images" not in output.out
     assert sorted(path.name for path in out.iterdir()) == ["classes.csv", "report.html", "report.json"]
     assert not (folder / "report").exists()
     (tmp_path / "file").touch()

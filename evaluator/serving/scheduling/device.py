@@ -40,10 +40,8 @@ class ServedDevice:
         ]
         for thread in self._decode_threads:
             thread.start()
-        threads = 1 if on_gpu else cores()
-        self._executor = BatchExecutor(
-            self.device_queue, self._answer, on_lost, name, threads=threads, stage_ahead=on_gpu
-        )
+        self._executor = BatchExecutor(self.device_queue, self._answer, on_lost, name, stage_ahead=on_gpu)
+        self.add_threads = self._executor.add_threads
 
     def _decode_in_process(self) -> None:
         """Decode those images that may take long, or much memory, in a process of this thread."""

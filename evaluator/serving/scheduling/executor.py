@@ -1,6 +1,6 @@
 """Batches of all models of a device: formed from waiting views, run, and, if they fail, run again in halves.
 
-The compute thread takes the next model in fair order, plans batches of that model's views with `engine.batching`, runs
+A compute thread takes the next model in fair order, plans batches of that model's views with `engine.batching`, runs
 the batch that holds the first view, and starts over, so that views that have arrived meanwhile can join the next batch.
 On a GPU a second thread packs and uploads the next batch during a computation, but only a full one: no later view could
 join it. On a CPU several compute threads decode small images, and run batches side by side in the lanes of a session.
@@ -26,7 +26,7 @@ from prelunet.evaluator.engine.classify import PackedBatch, ViewResult, pack_bat
 from prelunet.evaluator.errors import ContractError, DeviceLost, OutOfMemory, UsageError
 from prelunet.evaluator.serving.observability.logs import release_frames
 from prelunet.evaluator.serving.scheduling.queue import DeviceQueue
-from prelunet.evaluator.serving.scheduling.request import ReadyView, Request, ScheduledModel, as_reported
+from prelunet.evaluator.serving.scheduling.request import BatchTimes, ReadyView, Request, ScheduledModel, as_reported
 from prelunet.evaluator.serving.scheduling.watchdog import Watchdog
 
 _HOPELESS_FACTOR = 2  # a view is not run if its remaining time is less than 1/2 of its batch's expected time
@@ -50,7 +50,7 @@ class BatchExecutor:
     """Runs the views queued for a device, on sessions that no other thread may run.
 
     on_complete: called with the requests whose views are all computed; on_lost: called once, when the device is lost;
-    threads: that compute; stage_ahead: pack and stage full batches during the computation of others.
+    stage_ahead: pack and stage full batches during the computation of others.
     """
 
     def __init__(
@@ -60,7 +60,6 @@ class BatchExecutor:
         on_lost: Callable[[DeviceLost], object],
         device: str,
         *,
-        threads: int,
         stage_ahead: bool,
     ) -> None:
         self._device_queue = device_queue
@@ -69,14 +68,25 @@ class BatchExecutor:
         # Only one thread at a time forms batches; where none stages them, the queue sees to that.
         self._forming = threading.Lock() if stage_ahead else nullcontext()
         self._staged: _FormedBatch | None = None
-        work = [(f"compute-{device}", self._compute)] * threads + [(f"stage-{device}", self._stage)] * stage_ahead
-        self._threads = [threading.Thread(target=target, name=name, daemon=True) for name, target in work]
+        self._device = device
+        self._threads: list[threading.Thread] = []
+        self._start(f"compute-{device}", self._compute)
+        if stage_ahead:
+            self._start(f"stage-{device}", self._stage)
         self._watchdog = Watchdog(self._on_hang)
         self._ended = threading.Event()
         watch = self._watchdog.watch
         self._watchdog_thread = threading.Thread(target=watch, args=(self._ended,), name=f"watch-{device}", daemon=True)
-        for thread in (*self._threads, self._watchdog_thread):
-            thread.start()
+        self._watchdog_thread.start()
+
+    def _start(self, name: str, work: Callable[[], None]) -> None:
+        self._threads.append(threading.Thread(target=work, name=name, daemon=True))
+        self._threads[-1].start()
+
+    def add_threads(self, lanes: int) -> None:
+        """Have at least one compute thread for each lane; called before a session with lanes is used."""
+        while len(self._threads) < lanes:
+            self._start(f"compute-{self._device}", self._compute)
 
     def join(self) -> None:
         """Wait for the threads to end, after `DeviceQueue.close`."""
@@ -115,11 +125,11 @@ class BatchExecutor:
                 return None
             chosen = [views[index] for index in plan.batches[0].indices]
             batch = _renumbered(plan.batches[0])
-            if in_lane := self._device_queue.use_lane(views[0], len(views)):
+            if in_lane := self._device_queue.use_lane(views):
                 chosen = chosen[: max(1, len(chosen) // views[0].lanes)]  # the others are for other lanes
                 batch = _truncated(batch, len(chosen), model)
-            if hopeless := _hopeless(model, batch, chosen):
-                model.batch_times.forget_oldest()
+            if hopeless := _hopeless(model.batch_times[in_lane], batch, chosen):
+                model.batch_times[in_lane].forget_oldest()
                 self._device_queue.give_up(hopeless)
                 return None
             taken = self._device_queue.take(chosen, alone=not in_lane)
@@ -188,51 +198,46 @@ class BatchExecutor:
         except Exception as error:
             packed = staged = None  # free the memory before a smaller batch is tried
             release_frames(error)
-            self._failed(model, views, error)
+            self._failed(model, views, error, in_lane=formed.in_lane)
         else:
-            self._computed(model, views, packed, results, start)
+            self._computed(formed, views, packed, results, start)
 
     def _computed(
         self,
-        model: ScheduledModel,
+        formed: _FormedBatch,
         views: Sequence[ReadyView],
         packed: PackedBatch,
         results: Mapping[int, ViewResult],
         start: float,
     ) -> None:
-        """Store the results of a batch in its requests."""
-        now = time.monotonic()
-        model.batch_times.record(packed.images[..., 0].size, now - start)
+        """Store the results of a batch in its requests; other views of these may be in other lanes."""
+        model, now = formed.model, time.monotonic()
+        model.batch_times[formed.in_lane].record(packed.images[..., 0].size, now - start)
         model.metrics.batch_seconds.observe(now - start)
         if late := sum(view.request.ended_before(start) for view in views):
             model.metrics.late_views.inc(late)
+        requests = {view.request: None for view in views}  # unique, in order
+        for request in requests:  # before the results: whoever finds all of them finds all batches
+            request.batches.append((start, now))
         for place, view in enumerate(views):
             result = results[place]
             if not view.request.keep_windows:  # kept for another view of the batch
                 result = replace(result, window_scores=None)
             view.request.results[view.index] = result
-            view.request.missing -= 1
-        complete = []
-        for request in {view.request: None for view in views}:  # unique, in order
-            request.computed = now
-            request.compute_seconds += now - start
-            request.batches += 1
-            if not request.missing:
-                complete.append(request)
-        if complete:
+        if complete := [request for request in requests if not request.missing]:  # perhaps in two lanes: `finish`
             self._on_complete(complete)
 
     # Failures
 
-    def _failed(self, model: ScheduledModel, views: Sequence[ReadyView], error: Exception) -> None:
-        """Run a failed batch again in halves; if it has a single view, fail its request."""
+    def _failed(self, model: ScheduledModel, views: Sequence[ReadyView], error: Exception, *, in_lane: bool) -> None:
+        """Run a failed batch again in halves, on all threads; if that was a single view, fail its request."""
         memory = isinstance(error, OutOfMemory | MemoryError)
         lost = isinstance(error, DeviceLost)
         model.metrics.batch_failed("lost" if lost else "memory" if memory else "error")
         model.canvas = None
         if isinstance(error, DeviceLost):
             self._mark_lost(error, views)
-        elif len(views) > 1:
+        elif len(views) > 1 or in_lane:
             log.warning(
                 "a batch of %d views of model '%s' failed, retrying in halves: %s", len(views), model.name, error
             )
@@ -285,9 +290,9 @@ def is_full(plan: BatchPlan, model: ScheduledModel) -> bool:
     return another or len(first.indices) >= model.max_rows(first.height, first.width)
 
 
-def _hopeless(model: ScheduledModel, batch: Batch, views: Sequence[ReadyView]) -> list[Request]:
+def _hopeless(times: BatchTimes, batch: Batch, views: Sequence[ReadyView]) -> list[Request]:
     """Return the requests whose remaining time is far less than the batch is expected to take."""
-    minimum = model.batch_times.expected(batch.rows * batch.height * batch.width) / _HOPELESS_FACTOR
+    minimum = times.expected(batch.rows * batch.height * batch.width) / _HOPELESS_FACTOR
     remaining = {view.request: view.request.caller.remaining() for view in views} if minimum else {}
     return [request for request, seconds in remaining.items() if seconds is not None and seconds < minimum]
 

@@ -59,7 +59,7 @@ class DeviceQueue:
         self._computing = False
         self._planning = False  # a compute thread forms a batch
         self._running = 0  # batches that have left the queue and not ended
-        self._alone = False  # one of them has the device for itself
+        self._alone = False  # one of them has the device to itself
         self._staging_tried = False  # during the current batch
         self._closed = False
         self._lost: str | None = None  # error message of the lost device
@@ -163,7 +163,7 @@ class DeviceQueue:
                 self._fail(request, DeviceLost(self._lost))
                 return
             request.ready = time.monotonic()
-            request.results, request.missing = [None] * len(ready), len(ready)
+            request.results = [None] * len(ready)
             if not model.ready_pixels:
                 model.ready_since = request.ready
             for view in ready:
@@ -196,16 +196,15 @@ class DeviceQueue:
 
         Returns at most as many as a few batches hold. If they do not fill a batch and no other model has ready views,
         waits up to `batch_wait` for images of this model that are being decoded, and returns images that the compute
-        thread has to decode itself. With lanes, larger batches gain little, so it does not wait. Of several threads one
-        at a time gets views, until it calls `end_planning`.
+        thread has to decode itself; those of clients without ready views come first. With lanes, larger batches gain
+        little, so it does not wait. Of several threads one at a time gets views, until it calls `end_planning`.
         """
         with self._lock:
             self._computing = False
             while True:
-                first = self._ready.first()
-                may_start = first is not None and not self._planning and self._may_start(first)
-                model = first.request.model if first is not None and may_start else None
-                del first  # while this thread waits, it must not keep an image
+                if (request := self._take_newcomer()) is not None:
+                    return request
+                model = None if self._planning else self._startable_model()
                 if model is not None:
                     remaining_wait = model.ready_since + self._options.batch_wait - time.monotonic()
                     if remaining_wait <= 0 or self._ready.flow_count() > 1 or model.fills_batch:
@@ -243,16 +242,29 @@ class DeviceQueue:
         first = self._ready.first()
         return None if first is None else first.request.model
 
-    def _may_start(self, view: ReadyView) -> bool:
-        """Return whether a batch with this view may start, beside others only in a lane."""
-        return not self._running or (not self._alone and self._running < view.lanes)
+    def _take_newcomer(self) -> Request | None:
+        """Take the next image for a compute thread if its client has nothing ready: that of others may never end."""
+        first = self._encoded["compute"].first()
+        return None if first is None or self._ready.has(first.path) else self._take_image("compute")
 
-    def use_lane(self, view: ReadyView, views: int) -> bool:
-        """Return whether a batch with this view, one of so many, is for a lane: if they fill more than half of all.
+    def _startable_model(self) -> ScheduledModel | None:
+        """Return the next model, unless its batch has to wait for others: beside them it may only start in a lane."""
+        first = self._ready.first()
+        if first is None or (self._running and (self._alone or not self._use_lane(first, len(self._ready)))):
+            return None
+        return first.request.model
 
-        Fewer are sooner done one batch after the other, on all threads.
+    def _use_lane(self, view: ReadyView, views: int) -> bool:
+        """Return whether a batch with this view is for a lane. views: number of those that wait.
+
+        Together with the batches that run they should fill more than half of the lanes. Fewer are sooner done one batch
+        after the other, on all threads.
         """
-        return view.lanes > 1 and (self._running > 0 or 2 * views > view.lanes)
+        return self._running < view.lanes and 2 * (self._running + views) > view.lanes > 1
+
+    def use_lane(self, views: Sequence[ReadyView]) -> bool:
+        """Return whether a batch with the first of these waiting views is for a lane."""
+        return self._running > 0 or self._use_lane(views[0], sum(view.lanes > 1 for view in views))
 
     def _views_to_plan(self, model: ScheduledModel) -> list[ReadyView]:
         views, pixels, windows = [], 0, 0

@@ -78,9 +78,9 @@ class ScheduledModel:
 
     decode_views: returns the views of a request's image, in any thread, with the given process if it is not easy to
     decode; decoding: number of requests being decoded; ready_pixels, ready_windows: totals over the canvases of ready
-    views; ready_since: arrival of the first of these views; canvas: of the last batch. The lock of `DeviceQueue`
-    protects all fields that change, except batch_times, and canvas, which only compute threads use. key: in the
-    fair queues; versions of a model, whose views must not share a batch, have the same name.
+    views; ready_since: arrival of the first of these views; batch_times: on all threads, and in a lane; canvas: of the
+    last batch. The lock of `DeviceQueue` protects all fields that change, except the last two. key: in the fair queues;
+    versions of a model, whose views must not share a batch, have the same name.
     """
 
     name: str
@@ -91,7 +91,7 @@ class ScheduledModel:
     ready_pixels: int = 0
     ready_windows: int = 0
     ready_since: float = 0.0
-    batch_times: BatchTimes = field(default_factory=BatchTimes)
+    batch_times: tuple[BatchTimes, BatchTimes] = field(default_factory=lambda: (BatchTimes(), BatchTimes()))
     canvas: tuple[int, ...] | None = None
 
     def __post_init__(self) -> None:
@@ -114,9 +114,9 @@ class ScheduledModel:
         return limit
 
     def lanes(self, pixels: int, windows: int) -> int:
-        """Return in how many lanes such canvases may be computed: 1 unless the lanes together fit the largest batch."""
-        rules, lanes = self.session.rules, self.session.lanes
-        return lanes if lanes * pixels <= rules.max_pixels and lanes * windows <= rules.max_windows else 1
+        """Return in how many lanes such canvases may be computed: 1 unless one in each lane fits the largest batch."""
+        lanes = self.session.lanes
+        return lanes if self.session.rules.max_rows(pixels, windows) >= lanes else 1
 
     @property
     def fills_batch(self) -> bool:
@@ -162,16 +162,13 @@ class Request:
     begun: float = 0.0  # decoding starts
     ready: float = 0.0  # decoded, waiting for the device
     batch_begun: float = 0.0  # its first batch starts
-    computed: float = 0.0  # its latest batch has ended
-    compute_seconds: float = 0.0
-    batches: int = 0
+    batches: list[tuple[float, float]] = field(default_factory=list)  # begin and end of each that has ended
     ended: float | None = None
     end_reason: str = ""
     answer: Any = None
     error: BaseException | None = None
     queued_views: set["ReadyView"] = field(default_factory=set)  # ready, in no batch yet
     results: list[ViewResult | None] = field(default_factory=list)
-    missing: int = 0  # number of views without a result
     decoder: Decoder = "process"  # chosen when it is queued
     image_size: tuple[int, int] = (0, 0)  # height and width, once decoded
     picture: UInt8Array | None = None  # at the size of a heat map's panel
@@ -190,6 +187,25 @@ class Request:
         return [result for result in self.results if result is not None]
 
     @property
+    def missing(self) -> int:
+        """Return the number of decoded views without a result."""
+        return self.results.count(None)
+
+    @property
+    def computed(self) -> float:
+        """Return when its latest batch ended, 0 before the first."""
+        return max((end for _, end in self.batches), default=0.0)
+
+    @property
+    def compute_seconds(self) -> float:
+        """Return the time in which at least one of its batches ran; lanes run several at once."""
+        total = latest = 0.0
+        for begin, end in sorted(self.batches):
+            total += max(0.0, end - max(begin, latest))
+            latest = max(latest, end)
+        return total
+
+    @property
     def decoded_bytes(self) -> float:
         """Return the estimated size of its views in bytes; a mirrored view shares the memory of the other."""
         return 3 * self.pixels / (2 if self.protocol.mirror else 1)
@@ -206,7 +222,7 @@ class Request:
         """Return its timings, if it is answered now."""
         waited = self.begun - self.arrived + self.computed - self.ready - self.compute_seconds
         decode = self.ready - self.begun
-        return Timings(max(0.0, waited), decode, self.compute_seconds, now - self.arrived, self.batches)
+        return Timings(max(0.0, waited), decode, self.compute_seconds, now - self.arrived, len(self.batches))
 
     def stages(self, now: float) -> list[tuple[str, float, float]]:
         """Return name, begin and end of each stage that it has reached; it leaves the last one now.

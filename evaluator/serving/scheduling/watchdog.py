@@ -1,6 +1,6 @@
 """The watchdog of a device: a batch that never ends marks the device as lost.
 
-Devices and drivers can hang instead of failing. The compute thread then waits forever with all images behind it, and
+Devices and drivers can hang instead of failing. A compute thread then waits forever with all images behind it, and
 the server looks alive but answers nobody.
 """
 

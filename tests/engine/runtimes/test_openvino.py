@@ -97,8 +97,12 @@ def test_a_large_net_runs_without_masks_and_gives_the_same_scores_as_with_them(
     expected, *_ = masked.compute(masked.stage(images, sizes))
     # The products were by 1, but the convolutions may be fused with other neighbors now.
     np.testing.assert_allclose(session.run(images, sizes).scores, expected, rtol=0, atol=1e-6)
+    ragged = garbage_canvas(session.contract, list(images))
     with pytest.raises(UsageError, match="every image must fill its canvas"):
-        session.run(*garbage_canvas(session.contract, list(images)))
+        session.run(*ragged)
+    bare = openvino_runtime.load(path, masks=False)
+    hidden, seen = (each.compute(each.stage(*ragged))[0].copy() for each in (masked, bare))
+    assert np.abs(hidden - expected).max() < 1e-4 < np.abs(seen - expected).max(), "without masks garbage counts"
 
 
 def test_answers_stay_what_they_were_when_the_session_runs_again(exported: dict[str, ExportedNet]) -> None:

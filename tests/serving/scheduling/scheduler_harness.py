@@ -102,6 +102,7 @@ def serve_models(
             0,
         )
         assert (device_queue._decoding_views, device_queue._decoded_bytes) == (0, 0)
+        assert (device_queue._running, device_queue._planning) == (0, False)
         assert (model.decoding, model.ready_pixels, model.ready_windows) == (0, 0, 0)
         assert classifier.admission.used == Usage()
         for gauge in ("images", "views", "bytes"):

@@ -127,8 +127,8 @@ async def test_a_view_with_far_less_time_than_its_batch_takes_is_not_run_but_lat
 
     with serve_models(fake=session) as models:
         model = models.get("")._model
-        model.batch_times.record(28 * 28, 3600.0)
-        model.batch_times.record(28 * 28, 3600.0)
+        model.batch_times[False].record(28 * 28, 3600.0)
+        model.batch_times[False].record(28 * 28, 3600.0)
         for _ in range(2):
             with pytest.raises(DeadlinePassed, match="leaves less time than a batch takes"):
                 await start_classify(models, png(32, 41), dense_protocol(32), deadline=deadline_in(30))

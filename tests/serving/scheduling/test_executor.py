@@ -166,6 +166,25 @@ async def test_models_of_one_device_take_turns() -> None:
 
 
 @async_test
+async def test_small_images_are_decoded_while_the_views_of_another_client_never_end() -> None:
+    """Those have waited for longer than `batch_wait`, so that they come first otherwise."""
+    session = SteppedSession(rules=BatchRules(max_pixels=32 * 41))  # one view a batch
+    small = png(28, 28)
+
+    with serve_models(QueueOptions(small_cost=20_000, batch_wait=0), fake=session) as models:
+        await occupy_device(models, session)
+        busy = [start_classify(models, png(60, 77, seed), dense_protocol(32), client="busy") for seed in range(5)]
+        await until(lambda: ready_view_count(models) == 5)
+        quiet = start_classify(models, small, dense_protocol(28), client="quiet")
+        await until(lambda: models.get("fake").admission.used.images == 7)
+        session.release_batches(3)  # of the device's occupant, and of two views
+        await quiet
+        assert not all(task.done() for task in busy)
+        session.release_all()
+        await asyncio.gather(*busy)
+
+
+@async_test
 async def test_a_batch_that_could_grow_waits_for_an_image_being_decoded() -> None:
     session = FakeSession()
     late = png(32, 41, 2) + b"end"

@@ -1,13 +1,16 @@
 """Batches of one model side by side, each in a lane of its session."""
 
+import asyncio
+
 import numpy as np
-import pytest
 
 from prelunet.evaluator.engine.batching import BatchRules
 from prelunet.evaluator.engine.classify import classify_images
 from prelunet.evaluator.errors import OutOfMemory
 from prelunet.evaluator.imaging.decode import decode_rgb
-from prelunet.evaluator.serving.scheduling import device
+from prelunet.evaluator.serving.observability.call_context import Caller
+from prelunet.evaluator.serving.observability.metrics import Metrics
+from prelunet.evaluator.serving.scheduling.request import Request, ScheduledModel
 from tests.helpers.fakes import FakeSession
 from tests.serving.event_loop import async_test, until
 from tests.serving.scheduling.scheduler_harness import (
@@ -23,11 +26,6 @@ from tests.serving.serving_harness import png
 
 LANES = 3
 PROTOCOL = dense_protocol(32)
-
-
-@pytest.fixture(autouse=True)
-def _three_compute_threads(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(device, "cores", lambda: LANES)
 
 
 def with_lanes(**options) -> SteppedSession:
@@ -123,5 +121,71 @@ async def test_a_failed_batch_is_run_again_in_halves_and_leaves_its_lane() -> No
             await task
         assert metric_value(models, "batch_failures_total", "fake", reason="memory") > 0
         assert (True, 3) in session.runs
-        while session.runs[-1] != (False, 1):  # alone: once the lanes are empty again, shortly after the answers
-            await start_classify(models, png(32, 41), PROTOCOL)
+
+
+@async_test
+async def test_an_image_whose_views_are_in_several_lanes_is_answered_once_all_are_computed() -> None:
+    session, image = with_lanes(), png(32, 41)
+    protocol = dense_protocol(32, 40, 48, mirror=True)
+    with serve_models(fake=session) as models:
+        await occupy_device(models, session)
+        task = start_classify(models, image, protocol)
+        await until(lambda: ready_view_count(models) == 6)
+        session.release_batches()
+        await until(lambda: session.entered == 1 + LANES)
+        session.release_all()
+        (alone,) = classify_images(FakeSession(), [decode_rgb(image)], protocol)
+        np.testing.assert_array_equal((await task).scores, alone.scores)
+
+
+@async_test
+async def test_the_computing_time_of_an_image_counts_batches_that_overlap_once() -> None:
+    model = ScheduledModel("fake", FakeSession(), Metrics().of_model("fake"), lambda *_: [])
+    reply = asyncio.get_running_loop().create_future()
+    request = Request(model, png(32, 41), PROTOCOL, Caller(), lambda _: None, reply)
+    request.batches += [(5.0, 6.0), (2.0, 3.5), (3.0, 4.0), (3.1, 3.2)]
+    assert request.compute_seconds == 3.0  # 2 to 4 and 5 to 6
+    assert request.computed == 6.0
+    assert request.timings(7.0).batches == 4
+
+
+@async_test
+async def test_a_view_that_fails_in_a_lane_is_tried_on_all_threads() -> None:
+    """Its neighbors in other lanes may have taken the memory."""
+    session = with_lanes()
+
+    def fail(_: np.ndarray) -> None:
+        if session.runs[-1] == (True, 1):
+            raise OutOfMemory("planted")
+
+    session._fail = fail
+    with serve_models(fake=session) as models:
+        await occupy_device(models, session)
+        tasks = [start_classify(models, png(32, 41, seed), PROTOCOL) for seed in range(2)]
+        await until(lambda: ready_view_count(models) == 2)
+        session.release_all()
+        for task in tasks:
+            await task
+    assert (True, 1) in session.runs
+    assert (False, 1) in session.runs[1:]
+
+
+@async_test
+async def test_once_few_views_wait_the_lanes_are_left() -> None:
+    session = with_lanes()
+    session.lanes = 6
+    with serve_models(fake=session) as models:
+        await occupy_device(models, session)
+        tasks = [start_classify(models, png(32, 41, seed), PROTOCOL) for seed in range(4)]
+        await until(lambda: ready_view_count(models) == 4)
+        session.release_batches()
+        await until(lambda: session.entered == 5)  # in four of the six lanes
+        session.release_batches(3)
+        await until(lambda: len(session.calls) == 4)
+        tasks.append(start_classify(models, png(32, 41), PROTOCOL))
+        await until(lambda: ready_view_count(models) == 1)
+        assert session.entered == 5, "two of six lanes would be in use"
+        session.release_all()
+        for task in tasks:
+            await task
+    assert session.runs[-1] == (False, 1)
