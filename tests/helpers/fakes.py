@@ -78,6 +78,7 @@ class FakeSession:
         return np.einsum("ijcyx,kyxc->ijk", crops, self._weights, optimize=True)
 
     def run(self, images: npt.NDArray[np.uint8], sizes: npt.NDArray[np.int64], *, in_lane: bool = False) -> Outputs:
+        assert not in_lane or self.lanes > 1, "no lanes were added"
         self.runs.append((in_lane, len(images)))
         return self.compute(self.stage(images, sizes))
 

@@ -264,7 +264,9 @@ class DeviceQueue:
 
     def use_lane(self, views: Sequence[ReadyView]) -> bool:
         """Return whether a batch with the first of these waiting views is for a lane."""
-        return self._running > 0 or self._use_lane(views[0], sum(view.lanes > 1 for view in views))
+        if self._running:  # beside others, so in a lane; or staged on a GPU, which has none
+            return views[0].lanes > 1
+        return self._use_lane(views[0], sum(view.lanes > 1 for view in views))
 
     def _views_to_plan(self, model: ScheduledModel) -> list[ReadyView]:
         views, pixels, windows = [], 0, 0
