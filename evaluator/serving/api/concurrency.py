@@ -1,13 +1,14 @@
 """Many messages of a call in progress at a time: back pressure, and how a failure ends the others."""
 
 import asyncio
-from collections.abc import AsyncGenerator, AsyncIterator
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable
 from contextlib import asynccontextmanager, suppress
 from typing import TypeVar
 
 from prelunet.evaluator.serving.observability.logs import release_frames
 
 Message = TypeVar("Message")
+_UNREAD_SECONDS = 10.0  # in which a client should read a message, or it may not get its call's error
 
 
 async def bounded(messages: AsyncIterator[Message], slots: asyncio.Semaphore) -> AsyncGenerator[Message, None]:
@@ -18,6 +19,21 @@ async def bounded(messages: AsyncIterator[Message], slots: asyncio.Semaphore) ->
     with suppress(StopAsyncIteration):
         while await slots.acquire():
             yield await anext(messages)  # without a variable, which would hold the message until the next arrives
+
+
+async def uncancelled(write: Awaitable[None]) -> None:
+    """Await a write; if this is cancelled, once the write is done.
+
+    Of a write that is given up gRPC does not know whether it sent the call's metadata. A status behind it would be
+    INTERNAL, or never arrive.
+    """
+    writing = asyncio.ensure_future(write)
+    try:
+        await asyncio.shield(writing)
+    except asyncio.CancelledError:
+        with suppress(Exception):  # if the client is gone, gRPC fails the write at once
+            await asyncio.wait_for(writing, _UNREAD_SECONDS)
+        raise
 
 
 @asynccontextmanager

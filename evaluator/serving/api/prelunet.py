@@ -10,7 +10,7 @@ from prelunet.evaluator.errors import UsageError
 from prelunet.evaluator.pb.prelunet.v1 import prelunet_pb2 as pb
 from prelunet.evaluator.pb.prelunet.v1 import prelunet_pb2_grpc as pb_grpc
 from prelunet.evaluator.serving.api import prelunet_messages
-from prelunet.evaluator.serving.api.concurrency import bounded, task_group
+from prelunet.evaluator.serving.api.concurrency import bounded, task_group, uncancelled
 from prelunet.evaluator.serving.api.evaluation import LabelledImage, evaluate
 from prelunet.evaluator.serving.api.prelunet_messages import call_error
 from prelunet.evaluator.serving.models import Models
@@ -83,7 +83,9 @@ class PreluNetServicer(pb_grpc.PreluNetServiceServicer):
         """Classify the images of a stream."""
         caller = caller_of(context)
         await classify_stream(
-            lambda request, on_admitted: self._classify(request, caller, on_admitted), request_iterator, context.write
+            lambda request, on_admitted: self._classify(request, caller, on_admitted),
+            request_iterator,
+            lambda answer: uncancelled(context.write(answer)),
         )
 
     async def Evaluate(  # noqa: N802
@@ -108,7 +110,7 @@ class PreluNetServicer(pb_grpc.PreluNetServiceServicer):
                 protocol,
                 start.dataset,
                 labeled,
-                lambda progress: context.write(pb.EvaluateResponse(progress=progress)),
+                lambda progress: uncancelled(context.write(pb.EvaluateResponse(progress=progress))),
                 caller_of(context),
                 max_images=self._max_evaluation_images,
             )

@@ -15,6 +15,7 @@ from prelunet.evaluator.errors import ImageError, ModelNotFound, Overloaded
 from prelunet.evaluator.pb.prelunet.v1 import prelunet_pb2 as pb
 from prelunet.evaluator.pb.prelunet.v1 import prelunet_pb2_grpc as pb_grpc
 from prelunet.evaluator.rpc.status import error_from, reason_for
+from prelunet.evaluator.serving.api.concurrency import uncancelled
 from prelunet.evaluator.serving.api.prelunet import MAX_ID_LENGTH, STREAM_SLOTS, classify_stream, slots_for
 from prelunet.evaluator.serving.options import QueueOptions
 from tests.helpers.fakes import FakeSession, fake_contract
@@ -507,3 +508,25 @@ def test_a_client_that_reads_no_answers_slows_down_only_itself() -> None:
             "answers that wait to be sent should not count as waiting images"
         )
         assert len(list(stream)) == len(requests) - 1
+
+
+@async_test
+async def test_a_write_that_is_cancelled_is_finished_first() -> None:
+    """Otherwise the error of a stream, sent behind an answer in progress, may never arrive."""
+    begun, go_on, written = asyncio.Event(), asyncio.Event(), []
+
+    async def write() -> None:
+        begun.set()
+        await go_on.wait()
+        written.append("all of it")
+
+    writing = asyncio.create_task(uncancelled(write()))
+    await begun.wait()
+    writing.cancel()
+    for _ in range(3):  # so that the cancellation arrives
+        await asyncio.sleep(0)
+    assert not writing.done()
+    go_on.set()
+    with pytest.raises(asyncio.CancelledError):
+        await writing
+    assert written == ["all of it"]
