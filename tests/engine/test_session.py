@@ -337,8 +337,9 @@ def test_threads_are_those_of_the_cpu_provider(use, model: Path, threads: int) -
 
 
 def test_a_served_model_has_the_threads_that_were_requested_for_one_batch_or_one_for_each_lane(
-    use, model: Path
+    use, model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(load, "cores", lambda: 4)
     runtime = use(FakeRuntime())
     opened = load_model(ModelFile("x", model), Placement("cpu", threads=3))
     assert (opened.circumstances.provider, opened.lanes) == (CPU, 3)

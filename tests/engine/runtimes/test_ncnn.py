@@ -49,7 +49,7 @@ def test_golden_images_are_verified_alone_and_images_that_leave_room_on_their_ca
     deviations = verify(session)
     assert {each.case for each in deviations} == {"alone"}
     assert all(each.passed for each in deviations)
-    with pytest.raises(UsageError, match="runs in ncnn: every image must fill its canvas"):
+    with pytest.raises(UsageError, match=r"as in ncnn.* every image must fill its canvas"):
         session.run(np.zeros((1, 40, 50, 3), np.uint8), np.array([[40, 49]]))
 
 
