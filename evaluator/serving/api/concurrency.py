@@ -21,7 +21,7 @@ async def bounded(messages: AsyncIterator[Message], slots: asyncio.Semaphore) ->
             yield await anext(messages)  # without a variable, which would hold the message until the next arrives
 
 
-async def uncancelled(write: Awaitable[None]) -> None:
+async def uncancelled(write: Awaitable[object]) -> None:
     """Await a write; if this is cancelled, once the write is done.
 
     Of a write that is given up gRPC does not know whether it sent the call's metadata. A status behind it would be

@@ -41,7 +41,10 @@ class ServedDevice:
         for thread in self._decode_threads:
             thread.start()
         self._executor = BatchExecutor(self.device_queue, self._answer, on_lost, name, stage_ahead=on_gpu)
-        self.add_threads = self._executor.add_threads
+
+    def add_threads(self, lanes: int) -> None:
+        """Have a compute thread for each lane of a session that is added."""
+        self._executor.add_threads(lanes)
 
     def _decode_in_process(self) -> None:
         """Decode those images that may take long, or much memory, in a process of this thread."""

@@ -204,7 +204,7 @@ class DeviceQueue:
             while True:
                 if (request := self._take_newcomer()) is not None:
                     return request
-                model = None if self._planning else self._startable_model()
+                model = self._startable_model()
                 if model is not None:
                     remaining_wait = model.ready_since + self._options.batch_wait - time.monotonic()
                     if remaining_wait <= 0 or self._ready.flow_count() > 1 or model.fills_batch:
@@ -250,7 +250,11 @@ class DeviceQueue:
     def _startable_model(self) -> ScheduledModel | None:
         """Return the next model, unless its batch has to wait for others: beside them it may only start in a lane."""
         first = self._ready.first()
-        if first is None or (self._running and (self._alone or not self._use_lane(first, len(self._ready)))):
+        if (
+            first is None
+            or self._planning
+            or (self._running and (self._alone or not self._use_lane(first, len(self._ready))))
+        ):
             return None
         return first.request.model
 

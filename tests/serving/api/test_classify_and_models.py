@@ -357,6 +357,7 @@ def test_no_slow_work_runs_on_the_event_loops_thread(monkeypatch) -> None:
     assert last.report.evaluated == 3
     assert len(threads) == 7
     assert [name for name, seen in threads.items() if server.loop_thread in seen] == []
+    assert len(threads["compute"]) == 1, "a session without lanes belongs to one thread"
 
 
 def test_a_stopped_server_leaves_no_thread_of_its_models(monkeypatch) -> None:

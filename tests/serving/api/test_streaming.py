@@ -15,6 +15,7 @@ from prelunet.evaluator.errors import ImageError, ModelNotFound, Overloaded
 from prelunet.evaluator.pb.prelunet.v1 import prelunet_pb2 as pb
 from prelunet.evaluator.pb.prelunet.v1 import prelunet_pb2_grpc as pb_grpc
 from prelunet.evaluator.rpc.status import error_from, reason_for
+from prelunet.evaluator.serving.api import concurrency
 from prelunet.evaluator.serving.api.concurrency import uncancelled
 from prelunet.evaluator.serving.api.prelunet import MAX_ID_LENGTH, STREAM_SLOTS, classify_stream, slots_for
 from prelunet.evaluator.serving.options import QueueOptions
@@ -530,3 +531,13 @@ async def test_a_write_that_is_cancelled_is_finished_first() -> None:
     with pytest.raises(asyncio.CancelledError):
         await writing
     assert written == ["all of it"]
+
+
+@async_test
+async def test_a_write_that_nobody_reads_is_given_up_in_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(concurrency, "_UNREAD_SECONDS", 0.05)
+    writing = asyncio.create_task(uncancelled(asyncio.Event().wait()))
+    await asyncio.sleep(0)
+    writing.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await asyncio.wait_for(writing, 20)

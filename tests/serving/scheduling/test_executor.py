@@ -142,7 +142,7 @@ async def test_a_large_client_delays_the_small_image_of_another_by_at_most_one_b
 
 
 @async_test
-async def test_models_of_one_device_take_turns() -> None:
+async def test_models_of_one_device_take_turns_and_share_one_thread() -> None:
     rules = BatchRules(max_pixels=2 * 32 * 41)
     sessions = {name: SteppedSession(rules=rules, seed=seed) for seed, name in enumerate(("busy", "quiet"))}
     order = []
@@ -163,6 +163,8 @@ async def test_models_of_one_device_take_turns() -> None:
             session.release_all()
         await asyncio.gather(*tasks)
     assert sorted(order[1:7]) == ["busy"] * 3 + ["quiet"] * 3
+    threads = {thread for session in sessions.values() for thread in session.computing}
+    assert [thread.name for thread in threads] == ["compute-cpu"]
 
 
 @async_test
