@@ -279,23 +279,21 @@ class StreamEnd:
     """
 
     def __init__(self, stream: Any) -> None:
-        self._status: grpc.aio.AioRpcError | None = None
-        self._known = asyncio.Event()
+        self._status: asyncio.Future[grpc.aio.AioRpcError] = asyncio.get_running_loop().create_future()
         stream.add_done_callback(self._note)
 
     def _note(self, stream: Any) -> None:
         details = run(stream.details())  # none of these suspends: the stream has ended
-        if self._status is None and details != _CORE_ERROR:
-            self._status = _status(run(stream.code()), details, run(stream.trailing_metadata()) or ())
-            self._known.set()
+        if not self._status.done() and details != _CORE_ERROR:
+            self._status.set_result(_status(run(stream.code()), details, run(stream.trailing_metadata()) or ()))
 
     async def status(self, failed: grpc.RpcError) -> grpc.RpcError | None:
         """Return the server's status, None if it is OK. failed: what grpc.aio raised."""
         if failed.details() != _CORE_ERROR:
             return failed
-        with suppress(TimeoutError):
+        try:
             async with asyncio.timeout(_STATUS_TIMEOUT):
-                await self._known.wait()
-        if self._status is None:
+                status = await self._status
+        except TimeoutError:
             return failed
-        return None if self._status.code() == grpc.StatusCode.OK else self._status
+        return None if status.code() == grpc.StatusCode.OK else status

@@ -191,8 +191,9 @@ def unpack_results(
 ) -> dict[int, ViewResult]:
     """Return the results of a batch by view index, as copies, so that the batch's memory can be freed."""
     results = {}
+    all_scores, all_logits = outputs.scores.copy(), outputs.logits.copy()
     for row, packed in enumerate(packed_views):
-        scores, logits = outputs.scores[row].copy(), outputs.logits[row].copy()
+        scores, logits = all_scores[row], all_logits[row]
         windows = rows, columns = int(outputs.windows[row, 0]), int(outputs.windows[row, 1])
         kept = None
         if keep_windows or packed.view.part == "nine":  # otherwise they stay where they are, perhaps on a GPU

@@ -1,8 +1,7 @@
 """What each protocol shows of an image and what that costs, computed without running a model."""
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, replace
-from typing import Any
+from dataclasses import dataclass, replace
 
 from prelunet.evaluator.architectures import OpaqueNet, TrunkLayer
 from prelunet.evaluator.contract import ClassEntry, ModelContract, default_scales
@@ -41,10 +40,6 @@ class ProtocolCost:
     multiply_adds: int | None = None
     times_center: float | None = None
     refusal: str | None = None
-
-    def to_json(self) -> dict[str, Any]:
-        """Return the cost as plain data."""
-        return asdict(self)
 
 
 def paper_contract() -> ModelContract:

@@ -4,6 +4,7 @@ Sources: SPP-net, section 3.1.5 (softmax first, then the average); PReLU-nets, s
 scales, mirrored and not).
 """
 
+import math
 from collections.abc import Sequence
 
 import numpy as np
@@ -124,10 +125,11 @@ def top_k(scores: Float32Array, k: int) -> list[tuple[int, float]]:
 
     Classes with the score -inf are left out (`restrict`).
     """
-    k = min(k, int(np.count_nonzero(scores > -np.inf)))
+    k = min(k, len(scores))
     candidates = np.flatnonzero(scores >= np.partition(scores, -k)[-k])  # more than k if the last ones are tied
     best = candidates[np.argsort(-scores[candidates], kind="stable")][:k]
-    return list(zip(best.tolist(), scores[best].tolist(), strict=True))
+    found = zip(best.tolist(), scores[best].tolist(), strict=True)
+    return [(index, score) for index, score in found if score > -np.inf]
 
 
 def shortest_decimal(score: float) -> float:
@@ -141,7 +143,7 @@ def check_finite(scores: Float32Array, what: str) -> None:
     The fault is always the file's: every pixel is finite and the session checks every size, so either the weights are
     damaged or half-precision arithmetic overflows. what: the view, for the error.
     """
-    if not np.isfinite(scores).all():
+    if not math.isfinite(scores.sum()):
         raise ContractError(
             f"the model returned scores that are not finite (NaN) for {what}. Its weights are damaged or its "
             "arithmetic overflows: check it with `prelunet verify MODEL`, and export the checkpoint again as fp32"

@@ -62,11 +62,10 @@ def serving_rules(session: Session) -> BatchRules:
     return replace(rules, max_pixels=MAX_BATCH_PIXELS, max_windows=max(1, int(share * rules.max_windows)))
 
 
-def warm_up(session: Session, shape_buckets: ShapeBuckets, on_progress: Callable[[int, int], None]) -> int:
+def warm_up(session: Session, shape_buckets: ShapeBuckets, on_progress: Callable[[int, int], None]) -> None:
     """Run every batch shape once, the largest first, so that the others fit into the memory regions that it allocates.
 
-    on_progress: called with the number of shapes run so far and their total. Returns the total. Raises the errors of
-    `Session.run`.
+    on_progress: called with the number of shapes run so far and their total. Raises the errors of `Session.run`.
     """
     rules, contract = session.rules, session.contract
 
@@ -77,7 +76,6 @@ def warm_up(session: Session, shape_buckets: ShapeBuckets, on_progress: Callable
     for done, (rows, height, width) in enumerate(batch_shapes, 1):
         session.run(np.zeros((rows, height, width, 3), np.uint8), np.full((rows, 2), (height, width), np.int64))
         on_progress(done, len(batch_shapes))
-    return len(batch_shapes)
 
 
 class Models:

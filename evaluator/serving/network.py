@@ -1,7 +1,6 @@
 """Network settings: the limits that gRPC enforces on connections, messages and pings; addresses and open files."""
 
 import errno
-import ipaddress
 import os
 import resource
 import socket
@@ -12,6 +11,7 @@ from urllib.parse import quote
 
 from prelunet.evaluator.errors import EnvironmentFault
 from prelunet.evaluator.serving.options import RESERVED_FILES, ServerLimits
+from prelunet.evaluator.serving.proxies import parse_address
 
 UNREAD_BYTES = 2**16  # that a call may send before the server reads them
 DESCRIPTORS = Path("/proc/self/fd")
@@ -112,10 +112,8 @@ def unix_host(path: Path, option: str) -> str:
 
 def is_wildcard(host: str) -> bool:
     """Return whether an address means all of this machine's addresses, IPv4 and IPv6."""
-    try:
-        return ipaddress.IPv6Address(host).is_unspecified
-    except ValueError:
-        return False
+    address = parse_address(host)
+    return address is not None and address.version == 6 and address.is_unspecified
 
 
 def tcp_connections() -> Iterator[socket.socket]:
@@ -124,17 +122,13 @@ def tcp_connections() -> Iterator[socket.socket]:
     Nothing on systems without /proc.
     """
     for name in os.listdir(DESCRIPTORS) if DESCRIPTORS.is_dir() else ():  # noqa: PTH208 - five times as fast as iterdir
-        try:
+        with suppress(OSError):  # something else, of another kind, or closed
             view = socket.socket(socket.AF_INET6, socket.SOCK_STREAM, 0, int(name))
-        except OSError:  # something else
-            continue
-        try:
-            view.getpeername()
-            yield view
-        except OSError:  # of another kind, or closed
-            pass
-        finally:
-            view.detach()
+            try:
+                view.getpeername()
+                yield view
+            finally:
+                view.detach()
 
 
 def connections_to(port: int) -> int:

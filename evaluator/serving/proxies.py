@@ -69,16 +69,17 @@ class TrustedProxies:
         is the client's, and what precedes it may be forged. A missing or malformed value means the peer itself.
         """
         host = unquote(peer).partition(":")[2].rpartition(":")[0].strip("[]")
-        address = _address(_UNIX if peer.startswith("unix:") else host)
+        address = parse_address(_UNIX if peer.startswith("unix:") else host)
         forwarded = ",".join(value for key, value in metadata if key == self.key and isinstance(value, str)).split(",")
         while forwarded and address is not None and any(address in network for network in self.networks):
-            address = _address(forwarded.pop().strip())
+            address = parse_address(forwarded.pop().strip())
         if address is None or address.is_unspecified:
             return identity_of(peer)
         return f"ipv4:{address}" if address.version == 4 else f"ipv6:%5B{address}%5D"  # as in the names of peers
 
 
-def _address(text: str) -> Address | None:
+def parse_address(text: str) -> Address | None:
+    """Return an IP address, None for other text; an IPv4 address within an IPv6 one becomes its own."""
     try:
         address = ipaddress.ip_address(text)
     except ValueError:

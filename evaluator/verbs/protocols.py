@@ -3,6 +3,7 @@
 import json
 import re
 from collections.abc import Sequence
+from dataclasses import asdict
 from itertools import compress
 from pathlib import Path
 from typing import Annotated
@@ -35,7 +36,7 @@ def protocols(
     contract = paper_contract() if model is None else open_session(model, "cpu").contract
     costs = protocol_costs(contract, height, width)
     if as_json:
-        plain = [cost.to_json() for cost in costs]
+        plain = [asdict(cost) for cost in costs]
         header = {"model": model and model.name, "crop": contract.crop, "image": {"height": height, "width": width}}
         echo(json.dumps({**header, "protocols": plain}, indent=2))
         return

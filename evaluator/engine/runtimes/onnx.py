@@ -217,11 +217,4 @@ def import_runtime() -> ModuleType:
 
 def _installed_runtimes() -> list[str]:
     """Return the onnxruntime distributions that are installed."""
-    installed = []
-    for name in _RUNTIMES:
-        try:
-            importlib.metadata.distribution(name)
-        except importlib.metadata.PackageNotFoundError:
-            continue
-        installed.append(name)
-    return installed
+    return [name for name in _RUNTIMES if any(importlib.metadata.distributions(name=name))]

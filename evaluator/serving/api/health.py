@@ -22,24 +22,19 @@ class Health(health_pb2_grpc.HealthServicer):  # type: ignore[misc]  # generated
     """The health of a server, initially NOT_SERVING.
 
     services: names that share the server's health; has_model: whether there is a model NAME or NAME/VERSION, whose
-    health is the server's, too.
+    health is the server's, too; serving: whether the server accepts new work.
     """
 
     def __init__(self, services: Iterable[str]) -> None:
         self._services = frozenset(("", *services))
         self.has_model: Callable[[str], bool] = lambda _: False
-        self._serving = False
+        self.serving = False
         self._closed = False
         self._changed = asyncio.Event()
 
-    @property
-    def serving(self) -> bool:
-        """Whether the server accepts new work."""
-        return self._serving
-
     def set_serving(self, *, serving: bool) -> None:
         """Set the health of the server and notify all watchers at once."""
-        self._serving = serving
+        self.serving = serving
         self.wake()
 
     def close(self) -> None:
@@ -76,4 +71,4 @@ class Health(health_pb2_grpc.HealthServicer):  # type: ignore[misc]  # generated
             return Response.SERVING
         if service not in self._services and not self.has_model(service):
             return Response.SERVICE_UNKNOWN
-        return Response.SERVING if self._serving else Response.NOT_SERVING
+        return Response.SERVING if self.serving else Response.NOT_SERVING

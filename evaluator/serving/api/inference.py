@@ -193,7 +193,7 @@ class InferenceServicer(pb_grpc.GRPCInferenceServiceServicer):
         classifier = self._model(request.model_name, request.model_version)
         parse = partial(messages.parse_request, request, classifier.session.contract)
         call = call_context.current_call.get()
-        in_thread = call is None or call.bytes > _LARGE_MESSAGE
+        in_thread = call is None or call.message_bytes > _LARGE_MESSAGE
         return classifier, await run_inline_or_in_thread(parse, in_thread=in_thread)
 
     async def _infer(

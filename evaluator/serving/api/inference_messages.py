@@ -3,7 +3,7 @@
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import numpy as np
 
@@ -17,7 +17,6 @@ from prelunet.evaluator.serving.classifier import Classifier
 from prelunet.evaluator.serving.observability.logs import truncate
 from prelunet.evaluator.serving.repository import Version
 
-Value: TypeAlias = bool | int | float | str
 Parameters: TypeAlias = Mapping[str, pb.InferParameter]
 Input: TypeAlias = pb.ModelInferRequest.InferInputTensor
 
@@ -49,13 +48,6 @@ _INPUT_PARAMETERS: Mapping[str, frozenset[str]] = {}
 _UNSUPPORTED_PARAMETERS: Mapping[str, str] = {
     "sequence_": "this server has no sequences, each request is independent. Call without a sequence_id",
     "shared_memory_": "this server accepts images only in the message, and answers in one. Call without shared memory",
-}
-_TYPES = {
-    "bool_param": "bool",
-    "int64_param": "int64",
-    "uint64_param": "int64",
-    "string_param": "string",
-    "double_param": "double",
 }
 
 
@@ -92,9 +84,9 @@ def parse_request(request: pb.ModelInferRequest, contract: ModelContract) -> Par
     return ParsedRequest(request.id, tuple(images), protocol, _top_of(request, contract), _timeout_of(values), raw)
 
 
-def _values(parameters: Parameters, allowed: Mapping[str, frozenset[str]], where: str) -> dict[str, Value]:
+def _values(parameters: Parameters, allowed: Mapping[str, frozenset[str]], where: str) -> dict[str, Any]:
     """Return the values of parameters by name; UsageError for an unknown parameter or a wrong type."""
-    values: dict[str, Value] = {}
+    values: dict[str, Any] = {}
     for name, parameter in sorted(parameters.items()):  # a map has no order on the wire
         if name.startswith(tuple(_UNSUPPORTED_PARAMETERS)):
             reason = next(why for prefix, why in _UNSUPPORTED_PARAMETERS.items() if name.startswith(prefix))
@@ -105,11 +97,10 @@ def _values(parameters: Parameters, allowed: Mapping[str, frozenset[str]], where
                 f"Allowed: {', '.join(allowed) or 'none'}"
             )
         choice = parameter.WhichOneof("parameter_choice")
-        if choice is None or _TYPES[choice] not in allowed[name]:
+        kind = "empty" if choice is None else choice.removesuffix("_param").removeprefix("u")  # unsigned ones, too
+        if choice is None or kind not in allowed[name]:
             types = " or ".join(sorted(allowed[name]))
-            raise UsageError(
-                f"parameter '{name}' of {where} should be of type {types}, not {_TYPES[choice] if choice else 'empty'}"
-            )
+            raise UsageError(f"parameter '{name}' of {where} should be of type {types}, not {kind}")
         values[name] = getattr(parameter, choice)
     return values
 
@@ -185,21 +176,15 @@ def _typed_images(tensor: Input, count: int) -> list[bytes]:
     return list(elements)
 
 
-def _protocol_of(values: Mapping[str, Value], contract: ModelContract) -> EvaluationProtocol:
+def _protocol_of(values: Mapping[str, Any], contract: ModelContract) -> EvaluationProtocol:
     """Return the requested protocol; UsageError if there is no such protocol."""
     overrides = ProtocolOverrides(
-        scales=_scales_of(values.get("scales")),
-        mirror=_flag(values.get("mirror")),
-        apply_exif=_flag(values.get("apply_exif")),
+        scales=_scales_of(values.get("scales")), mirror=values.get("mirror"), apply_exif=values.get("apply_exif")
     )
     return build_protocol(str(values.get("protocol", "")) or default_protocol_name(contract), contract, overrides)
 
 
-def _flag(value: Value | None) -> bool | None:
-    return None if value is None else bool(value)
-
-
-def _scales_of(value: Value | None) -> tuple[int, ...] | None:
+def _scales_of(value: str | int | None) -> tuple[int, ...] | None:
     if value is None:
         return None
     if isinstance(value, str) and (len(value) > 6 * MAX_SCALES or not _SCALES.fullmatch(value)):
@@ -209,7 +194,7 @@ def _scales_of(value: Value | None) -> tuple[int, ...] | None:
     return tuple(map(int, str(value).split(",")))
 
 
-def _timeout_of(values: Mapping[str, Value]) -> float | None:
+def _timeout_of(values: Mapping[str, Any]) -> float | None:
     """Return the requested timeout in seconds; None for only the call's deadline."""
     if values.get("priority", 0) != 0:
         raise UsageError("parameter 'priority' should be 0: this server has no priorities, it serves clients in turn")

@@ -84,16 +84,6 @@ class CallInterceptor(grpc.aio.ServerInterceptor):
         return WrappedMethod(handler, call, self._limits, calls, self._arriving).handler()
 
 
-# (request is a stream, response is a stream): attribute with the method, and constructor of the handler for gRPC.
-# The request is always registered as a stream: gRPC itself would wait for the message of a unary call forever.
-_HANDLER_KINDS = {
-    (False, False): ("unary_unary", grpc.stream_unary_rpc_method_handler),
-    (False, True): ("unary_stream", grpc.stream_stream_rpc_method_handler),
-    (True, False): ("stream_unary", grpc.stream_unary_rpc_method_handler),
-    (True, True): ("stream_stream", grpc.stream_stream_rpc_method_handler),
-}
-
-
 class WrappedMethod:
     """The method of one call: decodes messages, so that a malformed one gets our status, and converts its errors.
 
@@ -111,16 +101,19 @@ class WrappedMethod:
         self._calls = calls
         self._receive = partial((arriving or ArrivingBytes(limits)).receive, call)
         self._limits = limits
-        kind, self._make = _HANDLER_KINDS[handler.request_streaming, handler.response_streaming]
-        self._method = getattr(handler, kind)
+        self._method = handler.unary_unary or handler.unary_stream or handler.stream_unary or handler.stream_stream
         self._handler = handler
         self._call = call
 
     def handler(self) -> Handler:
-        """Return the handler for gRPC, which receives messages as bytes."""
-        run: Any = self._stream if self._handler.response_streaming else self._single
-        handler: Handler = self._make(run, None, self._handler.response_serializer)
-        return handler
+        """Return the handler for gRPC, which receives messages as bytes.
+
+        The request is always a stream: gRPC itself would wait for the message of a unary call forever.
+        """
+        serializer = self._handler.response_serializer
+        if self._handler.response_streaming:
+            return grpc.stream_stream_rpc_method_handler(self._stream, None, serializer)
+        return grpc.stream_unary_rpc_method_handler(self._single, None, serializer)
 
     async def _single(self, received: Any, context: Context) -> Any:
         async with _errors_to_status(self._call, context):
@@ -163,6 +156,7 @@ class WrappedMethod:
     async def _decode_message(self, data: bytes) -> Any:
         if data.startswith(_COMPRESSED):
             data = await asyncio.to_thread(decompressed, data, self._limits.max_message_bytes)
+        self._call.message_bytes = len(data)
         self._call.bytes += len(data)
         decode = self._handler.request_deserializer
         if decode is None:

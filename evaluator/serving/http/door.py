@@ -1,7 +1,6 @@
 """The second door: HTTP requests get the limits, tokens, deadlines, log lines and metrics of gRPC calls."""
 
 import asyncio
-import ipaddress
 import math
 import time
 from collections.abc import Awaitable, Callable, Sequence
@@ -30,6 +29,7 @@ from prelunet.evaluator.serving.observability.call_context import (
     request_id_from,
 )
 from prelunet.evaluator.serving.options import ServerLimits
+from prelunet.evaluator.serving.proxies import parse_address
 
 TIMEOUT_HEADER = "x-request-timeout"  # seconds from the arrival of the headers to the answer
 DEFAULT_TIMEOUT, MAX_TIMEOUT = 60.0, 3600.0  # seconds
@@ -141,7 +141,8 @@ class HttpDoor:
             raise HTTPException(400, "a body has either a length or chunks, not both", {"Connection": "close"})
         host = headers.get("host", "localhost").lower()
         name = host.rpartition(":")[0] if not host.endswith("]") and ":" in host else host
-        if name not in self._host_names and not _is_address(name.strip("[]")):
+        # No attacker's name server can redirect an address (DNS rebinding).
+        if name not in self._host_names and parse_address(name.strip("[]")) is None:
             raise HTTPException(
                 421, f"this server is not known as '{name[:100]}'; its operator can allow it: --http-host-names"
             )
@@ -165,7 +166,7 @@ class HttpDoor:
             context = Deadline(call.peer, call.begun + _timeout(request.headers))
             content = await self._arriving.receive(call, self._read(body, context))
             content = await self._decompressed(content, request.headers)
-            call.bytes = len(content)
+            call.bytes = call.message_bytes = len(content)
             admitted = HttpCall(
                 request.path_params, request.query_params, request.headers, content, cast("Context", context)
             )
@@ -308,12 +309,3 @@ def _peer(client: tuple[str, int] | None) -> str:
     host, port = client
     host = host.removeprefix("::ffff:")
     return f"ipv6:%5B{host}%5D:{port}" if ":" in host else f"ipv4:{host}:{port}"
-
-
-def _is_address(name: str) -> bool:
-    """Return whether a host is an IP address, which no attacker's name server can redirect (DNS rebinding)."""
-    try:
-        ipaddress.ip_address(name)
-    except ValueError:
-        return False
-    return True

@@ -5,7 +5,6 @@ docs/protocol/extension_binary_data.md. Nothing is computed here, and `inference
 """
 
 import base64
-import binascii
 import json
 import math
 from collections.abc import Mapping
@@ -60,7 +59,7 @@ def parse_infer_request(body: bytes, length: str | None, name: str, version: str
     """
     if length is not None and not (length.isdecimal() and len(length) < 20 and int(length) <= len(body)):
         raise UsageError(f"header {LENGTH_HEADER} should be the number of bytes of JSON in a body of {len(body)} bytes")
-    text, binary = (body, b"") if length is None else (body[: int(length)], body[int(length) :])
+    text, binary = (body, memoryview(b"")) if length is None else (body[: int(length)], memoryview(body)[int(length) :])
     parsed = _decode(text)
     binary_answer = _flag(parsed.parameters, "binary_data_output")
     request = pb.ModelInferRequest(model_name=name, model_version=version, id=parsed.id)
@@ -91,7 +90,7 @@ def _decode(text: bytes) -> InferRequest:
         raise UsageError(f"the body is not a request of the Open Inference Protocol: {error}") from None
 
 
-def _data_of(tensor: Input, size: Value | None, binary: bytes) -> tuple[bytes, bytes]:
+def _data_of(tensor: Input, size: Value | None, binary: memoryview) -> tuple[bytes, memoryview]:
     """Return the data of a tensor, and the binary data after it. size: of the tensor's binary data, None for base64."""
     if (size is None) == (tensor.data is None):
         raise UsageError(
@@ -102,7 +101,7 @@ def _data_of(tensor: Input, size: Value | None, binary: bytes) -> tuple[bytes, b
         return _elements(tensor), binary
     if isinstance(size, bool) or not isinstance(size, int) or not 0 <= size <= len(binary):
         raise UsageError(f"`binary_data_size` is {size!r}, but the body has {len(binary)} bytes of binary data")
-    return binary[:size], binary[size:]
+    return bytes(binary[:size]), binary[size:]
 
 
 def _flag(parameters: Parameters, name: str, *, default: bool = False) -> bool:
@@ -124,7 +123,7 @@ def _elements(tensor: Input) -> bytes:
     texts = [text for row in tensor.data or () for text in ([row] if isinstance(row, str) else row)]
     try:
         elements = [base64.b64decode(text, validate=True) for text in texts]
-    except (binascii.Error, ValueError):
+    except ValueError:
         raise UsageError(f"the elements of input '{tensor.name[:100]}' are not base64; or send binary data") from None
     if len(elements) != math.prod(tensor.shape[:2]):
         raise UsageError(

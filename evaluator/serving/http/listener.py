@@ -123,7 +123,7 @@ class Connection(H11Protocol):
     def end(self, *, complete: bool) -> None:
         """Note that a request has been answered. complete: its body has been read, or it had none."""
         self.requests -= 1
-        if not self.requests:
+        if not self.requests and self in self.connections:  # uvicorn's set; one that is lost needs no timer
             self._between_requests = complete
             self._abort_after(self._limits.idle if complete else self._limits.unread)
 

@@ -51,8 +51,8 @@ class Call:
     of the queue, at most for its identity; status: name of its gRPC status, empty until it ends; reason, error: of the
     error as sent to the caller; id: of its message in the Open Inference Protocol; models: names of the requested
     models; images, failed: number of images of a stream, and of those that got an error; views: of all its images;
-    bytes: of all its messages; message_done: to be called after each answered message of a stream, None for a call with
-    one message; trace: None unless it is sampled.
+    bytes, message_bytes: of all its messages, and of the latest; message_done: to be called after each answered message
+    of a stream, None for a call with one message; trace: None unless it is sampled.
     """
 
     method: str
@@ -71,6 +71,7 @@ class Call:
     failed: int = 0
     views: int = 0
     bytes: int = 0
+    message_bytes: int = 0
     message_done: Callable[[], None] | None = None
     trace: CallTrace | None = None
 
@@ -147,12 +148,6 @@ class Caller:
 def caller_of(context: Context) -> Caller:
     """Return the caller of the current call, with its deadline and request id."""
     remaining = context.time_remaining()
-    call = current_call.get()
-    return Caller(
-        client=context.peer(),
-        deadline=None if remaining is None else time.monotonic() + remaining,
-        request_id=call.request_id if call else "",
-        identity=call.identity if call else "",
-        share=call.share if call else None,
-        trace=call.trace if call else None,
-    )
+    deadline = None if remaining is None else time.monotonic() + remaining
+    call = current_call.get() or Call("", "", peer=context.peer())
+    return Caller(context.peer(), deadline, call.request_id, call.identity, call.share, call.trace)

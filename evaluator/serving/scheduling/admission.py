@@ -52,16 +52,12 @@ class ThroughputEstimate:
 
 @dataclass(eq=False)
 class _Ticket:
-    """A request for admission.
-
-    admission: the future that it waits on, done once it is admitted; held: bytes that count as waiting.
-    """
+    """A request for admission. held: bytes that count as waiting."""
 
     caller: Caller
     size: int
     views: int
     images: int = 1
-    admission: "asyncio.Future[None] | None" = None
     held: int = 0
 
     def __post_init__(self) -> None:
@@ -98,7 +94,7 @@ class AdmissionController:
     Waiting streams hold an image each. Where these are too many bytes, images are refused of the
     identity that holds the most, on its connection with the most.
 
-    used: by all clients together; waiters: requests waiting for admission, in order of arrival.
+    used: by all clients together; waiters: requests waiting for admission, in order of arrival, and what each waits on.
     """
 
     def __init__(self, model: str, queue: QueueOptions, metrics: ModelMetrics) -> None:
@@ -109,7 +105,7 @@ class AdmissionController:
         self.used = Usage()
         self._clients: dict[tuple[str, str], Usage] = {}
         self._identities: dict[str, Usage] = {}
-        self.waiters: dict[_Ticket, None] = {}
+        self.waiters: dict[_Ticket, asyncio.Future[None]] = {}
         self._held: Counter[tuple[str, str]] = Counter()  # bytes of waiting images, by client
         self._held_bytes = 0
         metrics.waiting_images.set_function(lambda: self.used.images)
@@ -146,12 +142,11 @@ class AdmissionController:
             yield
 
     async def _wait(self, ticket: _Ticket) -> None:
-        ticket.admission = asyncio.get_running_loop().create_future()
-        self.waiters[ticket] = None
+        admission = self.waiters[ticket] = asyncio.get_running_loop().create_future()
         self._hold(ticket, ticket.size)
         self._refuse_waiters()
         try:
-            await ticket.admission
+            await admission
         except BaseException:
             if ticket in self.waiters:
                 del self.waiters[ticket]
@@ -165,21 +160,23 @@ class AdmissionController:
         """Admit waiting tickets while there is room; those of one client in order of arrival."""
         blocked_clients: set[tuple[str, str]] = set()
         first_in_line = True
-        for ticket in list(self.waiters):
-            assert ticket.admission is not None, "a ticket that may be refused does not wait"
-            if ticket.client in blocked_clients or ticket.admission.done():  # done: cancelled, about to be removed
+        for ticket, admission in list(self.waiters.items()):
+            if ticket.client in blocked_clients or admission.done():  # done: cancelled, about to be removed
                 continue
             if (reason := self._refusal_reason(ticket, first_in_line=first_in_line)) is None:
                 del self.waiters[ticket]
                 self._hold(ticket, 0)
                 self._enter(ticket)
-                ticket.admission.set_result(None)
+                admission.set_result(None)
             else:
                 blocked_clients.add(ticket.client)
                 first_in_line = first_in_line and reason == "share"  # it waits for its own images, not for room
 
     def _refuse_waiters(self) -> None:
         """Refuse waiting tickets, the latest first, until the others are within the limit; one alone may exceed it."""
+        for each, admission in self.waiters.items():
+            if admission.cancelled():  # about to be removed
+                self._hold(each, 0)
         while self._held_bytes > self._queue.max_bytes // _HELD:
             held = [each for each in self.waiters if each.held]
             if len(held) == 1:
@@ -190,9 +187,8 @@ class AdmissionController:
             _, ticket = max(
                 enumerate(held), key=lambda at: (by_identity[at[1].identity], self._held[at[1].client], at[0])
             )
-            assert ticket.admission is not None, "it waits"
             self._hold(ticket, 0)
-            ticket.admission.set_exception(self._overloaded("bytes"))
+            self.waiters[ticket].set_exception(self._overloaded("bytes"))
 
     def _hold(self, ticket: _Ticket, size: int) -> None:
         """Count `size` bytes as held by a waiting ticket."""
@@ -232,7 +228,9 @@ class AdmissionController:
     def _room_awaited(self) -> bool:
         """Return whether a ticket waits for room, not for images of its own identity or for one of its client."""
         seen: set[tuple[str, str]] = set()
-        for ticket in self.waiters:
+        for ticket, admission in self.waiters.items():
+            if admission.done():  # about to be removed
+                continue
             if ticket.client not in seen and not self._above_share(ticket):
                 return True
             seen.add(ticket.client)

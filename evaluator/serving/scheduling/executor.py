@@ -124,10 +124,9 @@ class BatchExecutor:
             if full and not is_full(plan, model):
                 return None
             chosen = [views[index] for index in plan.batches[0].indices]
-            batch = _renumbered(plan.batches[0])
             if in_lane := self._device_queue.use_lane(views):
                 chosen = chosen[: max(1, len(chosen) // views[0].lanes)]  # the others are for other lanes
-                batch = _truncated(batch, len(chosen), model)
+            batch = _truncated(plan.batches[0], len(chosen), model)
             if hopeless := _hopeless(model.batch_times[in_lane], batch, chosen):
                 model.batch_times[in_lane].forget_oldest()
                 self._device_queue.give_up(hopeless)
@@ -142,6 +141,7 @@ class BatchExecutor:
         while (views := self._device_queue.next_full_batch()) is not None:
             with self._forming:
                 if self._staged is None and (formed := self._form(views, full=True)) is not None:
+                    self._staged = formed  # already now: if another batch hangs, it fails too
                     self._staged = self._pack_and_stage(formed)
                     del formed  # free its pixels before waiting for the next batch
             del views
@@ -243,7 +243,7 @@ class BatchExecutor:
             )
             for half in (views[: len(views) // 2], views[len(views) // 2 :]):
                 for batch in _plan(model, half).batches:
-                    self._run(_FormedBatch(model, [half[index] for index in batch.indices], _renumbered(batch)))
+                    self._run(_FormedBatch(model, [half[index] for index in batch.indices], batch))
         elif memory:
             self._device_queue.fail(views[0].request, as_reported(model, error))
         elif isinstance(error, UsageError | ContractError) or self._runs_at_all(model, views):
@@ -297,12 +297,7 @@ def _hopeless(times: BatchTimes, batch: Batch, views: Sequence[ReadyView]) -> li
     return [request for request, seconds in remaining.items() if seconds is not None and seconds < minimum]
 
 
-def _renumbered(batch: Batch) -> Batch:
-    """Return the batch with its views numbered from 0."""
-    return replace(batch, indices=tuple(range(len(batch.indices))))
-
-
 def _truncated(batch: Batch, views: int, model: ScheduledModel) -> Batch:
-    """Return the batch with its first `views` views only. It keeps its rows if changing the shape has a cost."""
-    rows = batch.rows if model.session.rules.switch_pixels else views
+    """Return the batch with its first `views` views, numbered from 0. It keeps its rows if another shape has a cost."""
+    rows = batch.rows if model.shape_buckets or model.session.rules.switch_pixels else views
     return replace(batch, indices=tuple(range(views)), rows=rows)

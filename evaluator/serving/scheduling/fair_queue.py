@@ -30,12 +30,6 @@ class FlowScheduler:
         self._ahead: dict[str, float] = {}  # start tags of flows that have left, later than the virtual time
         self._catching_up: list[tuple[float, str]] = []  # the same as a heap, may include flows that have rejoined
 
-    def __len__(self) -> int:
-        return len(self._start_tags)
-
-    def __contains__(self, name: str) -> bool:
-        return name in self._start_tags
-
     def join(self, name: str) -> None:
         """Add a flow."""
         self._start_tags[name] = max(self._virtual_time, self._ahead.pop(name, 0.0))
@@ -120,7 +114,7 @@ class FairQueue(Generic[Item]):
 
     def flow_count(self) -> int:
         """Return the number of flows at the first level."""
-        return len(self._root.flows)
+        return len(self._root.children)
 
     def has(self, path: tuple[str, ...]) -> bool:
         """Return whether an item of this path, or of one that begins with it, waits."""

@@ -230,17 +230,13 @@ class DeviceQueue:
         """
         with self._lock:
             while not self._finished():
-                model = self._next_model() if self._computing and not self._staging_tried else None
-                if model is not None and model.fills_batch:
+                first = self._ready.first() if self._computing and not self._staging_tried else None
+                if first is not None and first.request.model.fills_batch:
                     self._staging_tried = True
-                    return self._views_to_plan(model)
-                del model  # while this thread waits, it must not keep a version that is no longer served
+                    return self._views_to_plan(first.request.model)
+                del first  # while this thread waits, it must not keep a version that is no longer served
                 self._stageable.wait()
             return None
-
-    def _next_model(self) -> ScheduledModel | None:
-        first = self._ready.first()
-        return None if first is None else first.request.model
 
     def _take_newcomer(self) -> Request | None:
         """Take the next image for a compute thread if its client has nothing ready: that of others may never end."""

@@ -51,15 +51,18 @@ class Watchdog:
         batch, start = _Batch(model, views, pixels), time.monotonic()
         with self._lock:
             self._batches.append(batch)
+        succeeded = False
         try:
             yield
+            succeeded = True
         finally:
             with self._lock:
                 # A suspended process stops the checks, CHECK_INTERVAL apart, but not the clock.
                 seconds = min(time.monotonic() - start, batch.elapsed + 2 * CHECK_INTERVAL)
                 if batch in self._batches:  # otherwise it was reported as hanging
                     self._batches.remove(batch)
-                    self._longest[model] = max(self._longest.get(model, (0.0, 1)), (seconds, pixels))
+                    if succeeded:  # a failure says nothing of how long batches take
+                        self._longest[model] = max(self._longest.get(model, (0.0, 1)), (seconds, pixels))
 
     def watch(self, ended: threading.Event) -> None:
         """Check the batches at intervals until `ended` is set.

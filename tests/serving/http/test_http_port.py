@@ -2,14 +2,17 @@
 
 import asyncio
 import base64
+import gc
 import importlib.util
 import ipaddress
 import json
 import logging
 import socket
 import ssl
+import struct
 import subprocess
 import sys
+from asyncio.sslproto import SSLProtocol
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
@@ -383,6 +386,27 @@ def test_a_client_that_leaves_after_a_large_body_over_tls_cancels_its_call(tmp_p
             httpx.post(url, content=png(600, 600), verify=trusting, trust_env=False, timeout=1)
         eventually(lambda: server.metric("prelunet_calls_now") == 0)
         session.gate.set()
+
+
+def test_nothing_is_kept_of_a_tls_connection_that_is_reset_during_a_call(tmp_path: Path) -> None:
+    def kept() -> bool:
+        gc.collect()
+        return any(type(each) is SSLProtocol for each in gc.get_objects())  # with 256 KiB
+
+    certificates, session = Certificates(tls_options(tmp_path), Metrics()), GatedSession()
+    trusting = ssl.create_default_context(cafile=TLS / "ca.pem")
+    with running_server(http=ON, certificates=certificates, six=session) as server:
+        host, _, port = server.http.rpartition(":")
+        with (
+            socket.create_connection((host, int(port)), timeout=20) as plain,
+            trusting.wrap_socket(plain, server_hostname="localhost") as secured,
+        ):
+            secured.sendall(request("POST /v1/classify?protocol=center", f"Content-Length: {len(IMAGE)}", body=IMAGE))
+            assert session.entered.wait(20)
+            secured.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))  # close with a reset
+        eventually(lambda: server.metric("prelunet_calls_now") == 0)
+        session.gate.set()
+        eventually(lambda: not kept())
 
 
 def test_handshakes_that_fail_or_never_end_leave_nothing_behind(

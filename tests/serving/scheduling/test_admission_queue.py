@@ -177,9 +177,13 @@ class AdmissionDriver:
 
     async def come(self, *names: str, views: int = 1, size: int = 10) -> None:
         for name in names:
-            self._leave[name] = asyncio.Event()
-            self._tasks[name] = asyncio.create_task(self._hold(name, size, views))
+            self.start(name, views, size)
             await settled(10)
+
+    def start(self, name: str, views: int = 1, size: int = 10) -> None:
+        """Start the task of a request, which comes once the running one pauses."""
+        self._leave[name] = asyncio.Event()
+        self._tasks[name] = asyncio.create_task(self._hold(name, size, views))
 
     async def _hold(self, name: str, size: int, views: int) -> None:
         try:
@@ -253,6 +257,32 @@ def test_where_too_many_bytes_wait_the_latest_of_the_client_with_the_most_are_re
         assert driver.inside[-1] == "z:2-large", "one that waits alone is never refused"
 
     with_driver(scenario, max_views=1, max_bytes=1000)
+
+
+def test_the_images_of_a_client_that_has_just_left_are_not_refused_in_the_place_of_others() -> None:
+    async def scenario(driver: AdmissionDriver) -> None:
+        await driver.come("z:1-inside")
+        await driver.come("a:1-0", "a:1-1", size=240)
+        driver.start("b:1-0", size=100)  # comes before the tasks of those images end
+        driver.cancel("a:1-0")
+        driver.cancel("a:1-1")
+        await settled(10)
+        assert (driver.refused, len(driver.admission.waiters)) == ([], 1)
+
+    with_driver(scenario, max_views=1, max_bytes=1000)
+
+
+def test_a_request_that_has_just_been_cancelled_holds_up_nobody() -> None:
+    async def scenario(driver: AdmissionDriver) -> None:
+        await driver.come("a0", "a1", "b0")
+        await driver.come("a2", views=9)
+        with pytest.raises(Overloaded), driver.admission.admit_or_refuse(10, 1, Caller("a")):
+            pass
+        driver.cancel("a2")
+        with driver.admission.admit_or_refuse(10, 1, Caller("a")):  # before the task of a2 ends
+            assert driver.admission.used.views == 4
+
+    with_driver(scenario, max_views=4)
 
 
 def test_requests_of_one_client_are_admitted_in_order_even_if_only_a_later_one_fits() -> None:

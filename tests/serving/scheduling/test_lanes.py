@@ -1,6 +1,7 @@
 """Batches of one model side by side, each in a lane of its session."""
 
 import asyncio
+from typing import Any
 
 import numpy as np
 
@@ -8,6 +9,7 @@ from prelunet.evaluator.engine.batching import BatchRules
 from prelunet.evaluator.engine.classify import classify_images
 from prelunet.evaluator.errors import OutOfMemory
 from prelunet.evaluator.imaging.decode import decode_rgb
+from prelunet.evaluator.serving.models import Models
 from prelunet.evaluator.serving.observability.call_context import Caller
 from prelunet.evaluator.serving.observability.metrics import Metrics
 from prelunet.evaluator.serving.scheduling.request import Request, ScheduledModel
@@ -32,6 +34,14 @@ def with_lanes(**options) -> SteppedSession:
     session = SteppedSession(**options)
     session.lanes = LANES
     return session
+
+
+async def views_behind_a_batch(models: Models, session: SteppedSession, count: int) -> list[asyncio.Task[Any]]:
+    """Occupy the device, and let this many images of one view wait for it."""
+    await occupy_device(models, session)
+    tasks = [start_classify(models, png(32, 41, seed), PROTOCOL) for seed in range(count)]
+    await until(lambda: ready_view_count(models) == count)
+    return tasks
 
 
 @async_test
@@ -94,9 +104,7 @@ async def test_views_too_large_for_a_lane_each_have_all_threads() -> None:
     """All lanes together take no more memory than one batch."""
     session = with_lanes(rules=BatchRules(max_pixels=LANES * 32 * 41 - 1))
     with serve_models(fake=session) as models:
-        await occupy_device(models, session)
-        tasks = [start_classify(models, png(32, 41, seed), PROTOCOL) for seed in range(4)]
-        await until(lambda: ready_view_count(models) == 4)
+        tasks = await views_behind_a_batch(models, session, 4)
         session.release_batches()
         await until(lambda: session.entered == 2)
         session.release_all()
@@ -113,9 +121,7 @@ async def test_a_failed_batch_is_run_again_in_halves_and_leaves_its_lane() -> No
 
     session = with_lanes(fail=fail)
     with serve_models(fake=session) as models:
-        await occupy_device(models, session)
-        tasks = [start_classify(models, png(32, 41, seed), PROTOCOL) for seed in range(9)]
-        await until(lambda: ready_view_count(models) == 9)
+        tasks = await views_behind_a_batch(models, session, 9)
         session.release_all()
         for task in tasks:
             await task
@@ -160,9 +166,7 @@ async def test_a_view_that_fails_in_a_lane_is_tried_on_all_threads() -> None:
 
     session._fail = fail
     with serve_models(fake=session) as models:
-        await occupy_device(models, session)
-        tasks = [start_classify(models, png(32, 41, seed), PROTOCOL) for seed in range(2)]
-        await until(lambda: ready_view_count(models) == 2)
+        tasks = await views_behind_a_batch(models, session, 2)
         session.release_all()
         for task in tasks:
             await task
@@ -175,9 +179,7 @@ async def test_once_few_views_wait_the_lanes_are_left() -> None:
     session = with_lanes()
     session.lanes = 6
     with serve_models(fake=session) as models:
-        await occupy_device(models, session)
-        tasks = [start_classify(models, png(32, 41, seed), PROTOCOL) for seed in range(4)]
-        await until(lambda: ready_view_count(models) == 4)
+        tasks = await views_behind_a_batch(models, session, 4)
         session.release_batches()
         await until(lambda: session.entered == 5)  # in four of the six lanes
         session.release_batches(3)

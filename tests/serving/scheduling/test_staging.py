@@ -125,8 +125,11 @@ def test_a_batch_is_full_if_one_more_view_would_not_fit_or_would_join_another(ba
     assert executor.is_full(BatchPlan(tuple(batches), 1), model) == full
 
 
+@pytest.mark.parametrize("switch_pixels", [10**6, 0], ids=["known work", "unknown work"])
 @async_test
-async def test_on_a_gpu_only_batch_shapes_of_the_warm_up_run(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_on_a_gpu_only_batch_shapes_of_the_warm_up_run(
+    switch_pixels: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     class Quick(FakeSession):
         def compute(self, staged):
             self.calls.append(staged[0].shape)
@@ -134,7 +137,7 @@ async def test_on_a_gpu_only_batch_shapes_of_the_warm_up_run(monkeypatch: pytest
             scores = np.full((rows, classes), 1 / classes, np.float32)
             return Outputs(scores, scores, np.ones((rows, 2), np.int64), lambda: np.zeros((rows, 1, 1, classes)))
 
-    rules = BatchRules(canvas_step=8, max_pixels=2**24, switch_pixels=10**6)
+    rules = BatchRules(canvas_step=8, max_pixels=2**24, switch_pixels=switch_pixels)
     session = Quick(provider="CUDAExecutionProvider", rules=rules)
     # Not `preallocate`, which would run validation's largest batch; a server never has one that large.
     monkeypatch.setattr(models_module, "open_with_placement", lambda _path, _placement: session)

@@ -99,6 +99,14 @@ def test_an_hour_of_suspension_does_not_raise_the_timeout(clock: Clock) -> None:
     assert hang_timeout(watching, reported, model, 100) == MIN_TIMEOUT
 
 
+def test_a_batch_that_fails_says_nothing_of_the_time_of_others(clock: Clock) -> None:
+    reported: list[DeviceLost] = []
+    watching, model = Watchdog(lambda error, _: reported.append(error)), served_model()
+    with pytest.raises(MemoryError), watching.watch_batch(model, [], 100):
+        raise MemoryError
+    assert hang_timeout(watching, reported, model, 100) == FIRST_BATCH_TIMEOUT
+
+
 def test_a_hanging_batch_is_reported_once_with_its_views_and_no_other_is(clock: Clock) -> None:
     reported: list[tuple[DeviceLost, Any]] = []
     watching, model = Watchdog(lambda *arguments: reported.append(arguments)), served_model()
@@ -164,25 +172,26 @@ async def test_a_hanging_device_fails_all_waiting_and_later_requests_and_is_repo
 
 
 @pytest.mark.usefixtures("impatient")
-@pytest.mark.parametrize("hung", ["stage", "compute"])
+@pytest.mark.parametrize("hung", ["stage", "compute", "compute during stage"])
 @async_test
 async def test_on_a_gpu_a_staged_batch_fails_too_whichever_thread_hangs(
     hung: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    release = threading.Event()
+    release, lost = threading.Event(), threading.Event()
 
     class Hanging(SteppedSession):
         def stage(self, images: Any, sizes: Any) -> Any:
             if threading.current_thread().name.startswith("stage"):
                 monkeypatch.setattr(watchdog, "FIRST_BATCH_TIMEOUT", 0.05)  # not before it is there
-                assert hung == "compute" or release.wait(30)
+                assert hung == "compute" or (release if hung == "stage" else lost).wait(30)
             return super().stage(images, sizes)
 
     monkeypatch.setattr(watchdog, "FIRST_BATCH_TIMEOUT", 600.0)
     session = Hanging(**STAGING)
 
-    with serve_models(fake=session) as models:
+    with serve_models(on_lost=lambda _: lost.set(), fake=session) as models:
         first = await occupy_device(models, session)
+        await asyncio.sleep(0.1)  # so that the first batch is the first to take too long
         tasks = [start_classify(models, png(32, 41, seed), dense_protocol(32)) for seed in range(3)]
         await until(lambda: all_decoded(models, 4) or tasks[0].done())
         for task in tasks if hung == "stage" else (first, *tasks):
