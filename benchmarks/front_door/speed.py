@@ -36,7 +36,7 @@ def cases(bench: ServingBench) -> Iterator[Case]:
 def _compared(bench: ServingBench, protocol: str, clients: int, *, null: bool) -> Json:
     images = bench.pictures.smallest if null else bench.pictures.mixed
     targets = {
-        door: LoadTarget(bench.ours(NET, null=null, http=True, tls=tls), api, NET, protocol, images, clients)
+        door: LoadTarget((bench.ours(NET, null=null, http=True, tls=tls),), api, NET, protocol, images, clients)
         for door, (api, tls) in DOORS.items()
     }
     off = {}

@@ -93,6 +93,11 @@ class ServingBench:
         start = partial(start_ours, {net: self.rig.model_file(net)}, self.threads, null=null, http=http, tls=tls)
         return self._server(f"prelunet {net}{', null' * null}{', HTTP' * http}{', TLS' * tls}", start, [net])
 
+    def pair(self, net: str) -> tuple[Contender, ...]:
+        """Return two of our servers with half the threads each: two processes that share nothing, not even a queue."""
+        start = partial(start_ours, {net: self.rig.model_file(net)}, max(1, self.threads // 2))
+        return tuple(self._server(f"prelunet {net}, {which} of two", start, [net]) for which in ("first", "second"))
+
     def echo(self, answer: bytes) -> Contender:
         """Return a bare grpc.aio server that gives this answer to every Classify."""
         return self._server("echo", partial(start_echo, answer), [])
@@ -155,9 +160,12 @@ class ServingBench:
 
 @dataclass(frozen=True)
 class LoadTarget:
-    """How a server is called. model: its name there; clients: calls in flight; rate: calls per second, or None."""
+    """How a server is called. model: its name there; clients: calls in flight; rate: calls per second, or None.
 
-    server: Contender
+    servers: of several, each client process calls one.
+    """
+
+    servers: tuple[Contender, ...]
     api: str
     model: str
     protocol: str
@@ -167,14 +175,16 @@ class LoadTarget:
 
     def best(self, client: Worker) -> list[Any]:
         """Return the best classes of each picture from the server."""
-        client.send({"best": self._load(clients=1, calls=0, first=0, begin_at=0.0), "images": self.images})
+        load = self._load(self.servers[0], clients=1, calls=0, first=0, begin_at=0.0)
+        client.send({"best": load, "images": self.images})
         best: list[Any] = client.receive()["best"]
         return best
 
     def answer(self, image: bytes) -> bytes:
         """Return the serialized answer of Classify to a picture."""
-        load = Workload(**self._load(clients=1, calls=1, first=0, begin_at=0.0))
-        with open_channel(grpc, self.server.address, self.server.tls_ca) as channel:
+        server = self.servers[0]
+        load = Workload(**self._load(server, clients=1, calls=1, first=0, begin_at=0.0))
+        with open_channel(grpc, server.address, server.tls_ca) as channel:
             stub = pb_grpc.PreluNetServiceStub(channel)
             found: bytes = stub.Classify(classify_request(load, image), timeout=CALL_SECONDS).SerializeToString()
         return found
@@ -183,10 +193,11 @@ class LoadTarget:
         """Make `calls` calls, spread over the client processes."""
         workers = workers[: self.clients]
         share = math.ceil(calls / len(workers))
-        cpu, threads = self.server.process.cpu_seconds(), self.server.process.thread_seconds()
+        cpu, threads = self._cpu_seconds()
         begin_at = time.monotonic() + 0.1
         for place, worker in enumerate(workers):
             load = self._load(
+                self.servers[place % len(self.servers)],
                 clients=self.clients // len(workers),
                 calls=share,
                 first=place * share,
@@ -196,20 +207,28 @@ class LoadTarget:
             )
             worker.send({"load": load, "images": self.images})
         results = [worker.receive() for worker in workers]
+        cpu_after, threads_after = self._cpu_seconds()
         return TurnResult(
             share * len(workers),
             max(one["ended"] for one in results) - min(one["begun"] for one in results),
-            self.server.process.cpu_seconds() - cpu,
+            cpu_after - cpu,
             sum(one["cpu_seconds"] for one in results),
             tuple(latency for one in results for latency in one["latencies"]),
             tuple(error for one in results for error in one["errors"]),
-            {name: now - threads.get(name, 0.0) for name, now in self.server.process.thread_seconds().items()},
+            dict(threads_after - threads),
         )
 
-    def _load(self, **call: Any) -> Json:
-        tls_ca = self.server.tls_ca
+    def _cpu_seconds(self) -> tuple[float, Counter[str]]:
+        """Return the CPU time of the servers so far, and that of their threads by name."""
+        threads: Counter[str] = Counter()
+        for server in self.servers:
+            threads.update(server.process.thread_seconds())
+        return sum(server.process.cpu_seconds() for server in self.servers), threads
+
+    def _load(self, server: Contender, **call: Any) -> Json:
+        tls_ca = server.tls_ca
         return {
-            "address": self.server.http if self.api == "HTTP" else self.server.address,
+            "address": server.http if self.api == "HTTP" else server.address,
             "api": self.api,
             "model": self.model,
             "protocol": self.protocol,

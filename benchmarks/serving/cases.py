@@ -52,7 +52,7 @@ def throughput(bench: ServingBench, runner: Runner) -> None:
 def _served(bench: ServingBench, net: str, protocol: str) -> Json:
     images, engine = bench.pictures.mixed, bench.engine(net)
     server = bench.ours(net)
-    ours = {api: LoadTarget(server, api, net, protocol, images, IN_FLIGHT) for api in OUR_APIS}
+    ours = {api: LoadTarget((server,), api, net, protocol, images, IN_FLIGHT) for api in OUR_APIS}
     off = _check(bench, ours, best_in_process(engine, protocol, images))
     contenders: dict[str, Turn] = {way: partial(in_process, engine, way, protocol, images) for way in WAYS}
     contenders |= {api: partial(target.run_turn, bench.clients()) for api, target in ours.items()}
@@ -83,11 +83,13 @@ def peers(bench: ServingBench, runner: Runner) -> None:
 def _beside_peers(bench: ServingBench, name: str, pictures: str, clients: int, rate: float | None) -> Json:
     images, protocol = getattr(bench.pictures, pictures), PEER_PROTOCOLS[name]
     targets = {
-        "prelunet": LoadTarget(bench.ours(NET), "Classify", NET, protocol, images, clients, rate),
-        "prelunet, OIP": LoadTarget(bench.ours(NET), "OIP", NET, protocol, images, clients, rate),
+        "prelunet": LoadTarget((bench.ours(NET),), "Classify", NET, protocol, images, clients, rate),
+        "prelunet, OIP": LoadTarget((bench.ours(NET),), "OIP", NET, protocol, images, clients, rate),
     }
+    if clients > 1:
+        targets["prelunet, two servers"] = LoadTarget(bench.pair(NET), "Classify", NET, protocol, images, clients, rate)
     for peer, server in bench.peers(NET, _of_peers(bench)).items():
-        targets[peer] = LoadTarget(server, "OIP of a peer", name, protocol, images, clients, rate)
+        targets[peer] = LoadTarget((server,), "OIP of a peer", name, protocol, images, clients, rate)
     off = _check(bench, targets, best_in_process(bench.engine(NET), protocol, images))
     contenders = {one: partial(target.run_turn, bench.clients()) for one, target in targets.items()}
     if rate is None:
@@ -111,13 +113,13 @@ def _overhead(bench: ServingBench, clients: int, calls: int, rounds: int) -> Jso
     images = bench.pictures.smallest
     server = bench.ours(NET, null=True)
     apis = (*OUR_APIS, "ServerLive")
-    targets = {f"prelunet, {api}": LoadTarget(server, api, NET, NULL_PROTOCOL, images, clients) for api in apis}
+    targets = {f"prelunet, {api}": LoadTarget((server,), api, NET, NULL_PROTOCOL, images, clients) for api in apis}
     picture = sorted(bench.pictures.folder.iterdir())[images[0]].read_bytes()
     echo = bench.echo(targets["prelunet, Classify"].answer(picture))
-    targets["echo, Classify"] = LoadTarget(echo, "Classify", NET, NULL_PROTOCOL, images, clients)
+    targets["echo, Classify"] = LoadTarget((echo,), "Classify", NET, NULL_PROTOCOL, images, clients)
     for peer, there in bench.peers(NET, _of_peers(bench)).items():
-        targets[f"{peer}, OIP"] = LoadTarget(there, "OIP of a peer", "null", "", images, clients)
-        targets[f"{peer}, ServerLive"] = LoadTarget(there, "ServerLive", "null", "", images, clients)
+        targets[f"{peer}, OIP"] = LoadTarget((there,), "OIP of a peer", "null", "", images, clients)
+        targets[f"{peer}, ServerLive"] = LoadTarget((there,), "ServerLive", "null", "", images, clients)
     contenders: dict[str, Turn] = {name: partial(one.run_turn, bench.clients()) for name, one in targets.items()}
     contenders[DECODING] = partial(in_process, bench.engine(NET), DECODING, NULL_PROTOCOL, images)
     turn = (TINY_CALLS, 1) if bench.rig.tiny else (calls, rounds)

@@ -86,7 +86,10 @@ def _section(case: Json) -> list[str]:
         text = f"{clients} clients, photos of mixed sizes; {turns}. *ratio*: to {way} in process."
         other = contenders[way]
     elif kind == "closed":
-        text = f"Each client calls again after its answer; {turns}. *ratio*: to {OURS}, Classify."
+        text = (
+            f"Each client calls again after its answer; {turns}. *ratio*: to {OURS}, Classify. *two servers*: each has "
+            "half the threads and serves half the clients."
+        )
     elif kind == "open":
         text = f"70 % of the slowest server's throughput with {clients} clients; the same moments for all; {turns}."
     else:
