@@ -6,7 +6,8 @@ The rules are in RULES.md, the experiments in rows.py. IMAGENETTE.tar holds trai
 The row is written to benchmarks/results/claims/ROW.json, .md and .svg.
 
 Every result is one JSON file in DIR, computed once; rows share them. The same command resumes after any interruption.
-It uses one core: start it once for each core, and the processes share the work.
+It uses one core: start it once for each core, and the processes share the work. All results are also kept in
+benchmarks/results/claims/nets.json: where that file is committed, another machine resumes what this one began.
 """
 
 import argparse
@@ -76,10 +77,30 @@ class Net:
 
 
 class Experiment:
-    """The nets and results in a folder. data: the archive of photos; rules: from `read_rules`, recorded in each net."""
+    """The nets and results in a folder.
 
-    def __init__(self, data: Path, runs: Path, rules: Json) -> None:
-        self.data, self.runs, self.rules = data, runs, rules
+    data: the archive of photos; rules: from `read_rules`, recorded in each net; kept: the file of the results of all
+    nets, which are taken from it and added to it.
+    """
+
+    def __init__(self, data: Path, runs: Path, rules: Json, kept: Path) -> None:
+        self.data, self.runs, self.rules, self.kept = data, runs, rules, kept
+        for net, results in json.loads(kept.read_bytes()).items() if kept.exists() else ():
+            for name, content in results.items():
+                if not (path := runs / net / f"{name}.json").exists():
+                    path.parent.mkdir(parents=True, exist_ok=True)
+                    write_atomically(path, json.dumps(content, indent=1).encode())
+
+    def _keep(self) -> None:
+        """Write the results of all nets to one file, a line a net."""
+        nets: dict[str, Json] = {}
+        for path in sorted(self.runs.glob("*/*/*.json")):
+            nets.setdefault(path.parent.relative_to(self.runs).as_posix(), {})[path.stem] = json.loads(
+                path.read_bytes()
+            )
+        lines = [f"{json.dumps(net)}: {json.dumps(results)}" for net, results in nets.items()]
+        self.kept.parent.mkdir(parents=True, exist_ok=True)
+        write_atomically(self.kept, ("{\n" + ",\n".join(lines) + "\n}\n").encode())
 
     @cached_property
     def search_data(self) -> Path:
@@ -104,6 +125,7 @@ class Experiment:
                     begun = time.monotonic()
                     write_atomically(path, json.dumps(found := tasks[path](), indent=1).encode())
                     took.append(time.monotonic() - begun)
+                self._keep()
                 left = sum(not path.exists() for path in tasks)
                 hours = left * float(np.mean(took)) / 3600
                 print(f"{path.relative_to(self.runs)}: top-1 error {found['top1_error']:.2f} %, {took[-1]:.0f} s; "
@@ -148,7 +170,7 @@ class Experiment:
                 "early loss": float(np.mean(early)) if early and loss is not None else math.log(10),
                 **slope_figures(slopes),
             },
-            "curve": curve,
+            "curve": [(step, round(loss, 4)) for step, loss in curve],
             "slopes": slopes,
         }
 
@@ -158,17 +180,26 @@ class Experiment:
         return [found["top1_error"] for found in self.share(tasks)]
 
     def _validate(self, net: Net, protocol: str) -> Json:
-        folder = self.runs / net.name
-        if json.loads((folder / "result.json").read_bytes())["loss"] is None:
+        if json.loads((self.runs / net.name / "result.json").read_bytes())["loss"] is None:
             return {"top1_error": rows.GUESSING}
+        return {"top1_error": top1_error(self._run(net, protocol))}
+
+    def _run(self, net: Net, protocol: str) -> Run:
+        """Return a run of a net. A net whose weights are on another machine is trained again."""
+        folder = self.runs / net.name
         if not (model := folder / "model.onnx").exists():
+            if self._train(net)["figures"] != json.loads((folder / "result.json").read_bytes())["figures"]:
+                raise SystemExit(
+                    f"{net.name}: trained again on this machine, it has another result than in {self.kept}. "
+                    "Delete its line there and its folder in --runs, then repeat the command"
+                )
             export_checkpoint(folder / "net" / LAST_FILE, model)
         session = open_session(model, "cpu", threads=1)
         dataset = open_from_spec(DatasetSpec(self.data if net.final else self.search_data), session.contract.classes)
         info = build_run_info(
             session, model.name, describe_dataset(dataset), build_protocol(protocol, session.contract)
         )
-        return {"top1_error": top1_error(validate([session], dataset, info, folder / protocol, threads=1))}
+        return validate([session], dataset, info, folder / protocol, threads=1)
 
     def search(self, arms: Sequence[str]) -> dict[str, Json]:
         """Return for each arm the best rate on the held-out part, its loss there, and the errors of all rates tried.
@@ -221,6 +252,8 @@ class Experiment:
         return self.errors(nets, name)
 
     def _ensemble(self, nets: Sequence[Net], seed: int, protocol: str) -> Json:
+        for net in nets:
+            self._run(net, protocol)
         runs = [self.runs / net.name / protocol for net in nets]
         return {"top1_error": top1_error(ensemble(runs, self.runs / ENSEMBLE / str(seed) / protocol).run)}
 
@@ -410,12 +443,14 @@ def main() -> None:
     parser.add_argument("row", choices=rows.ROWS, metavar="ROW", help=", ".join(rows.ROWS))
     parser.add_argument("--data", type=Path, required=True, help="imagenette-128.tar")
     parser.add_argument("--runs", type=Path, required=True, help="folder for all nets of all rows")
-    parser.add_argument("--output", type=Path, default=RESULTS / "claims", help="folder of ROW.json, .md and .svg")
+    parser.add_argument(
+        "--output", type=Path, default=RESULTS / "claims", help="folder of ROW.json, .md, .svg and nets.json"
+    )
     options = parser.parse_args()
     row = rows.ROWS[options.row]
     torch.set_num_threads(1)  # two processes with one thread each take less time than one with two
     try:
-        result = decide(row, Experiment(options.data, options.runs, read_rules()))
+        result = decide(row, Experiment(options.data, options.runs, read_rules(), options.output / "nets.json"))
     except Interrupted as interrupted:
         raise SystemExit(f"{interrupted}; the same command resumes") from interrupted
     packages = ("prelunet", "numpy", "onnxruntime", "pillow", "scipy", "torch")

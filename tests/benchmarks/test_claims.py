@@ -157,6 +157,13 @@ def words(data: Path, runs: Path) -> list[str]:
     return ["run", "tiny", "--data", str(data), "--runs", str(runs), "--output", str(runs / "results")]
 
 
+def run_row(data: Path, runs: Path, patch: pytest.MonkeyPatch) -> Any:
+    """Run the tiny row in this process; return its result."""
+    patch.setattr("sys.argv", words(data, runs))
+    run.main()
+    return json.loads((runs / "results" / "tiny.json").read_text())
+
+
 CHILD = """
 import sys
 from pathlib import Path
@@ -180,15 +187,13 @@ def test_a_row_that_was_killed_resumes_and_gives_the_same_verdicts(
         time.sleep(0.02)
     child.send_signal(signal.SIGKILL)
     child.wait()
-    assert not (killed / "results").exists()
+    assert not (killed / "results" / "tiny.json").exists()
     times = {path: path.stat().st_mtime_ns for path in done}
 
     make_tiny(tmp_path, monkeypatch)
     results = []
     for runs in (killed, whole):
-        monkeypatch.setattr("sys.argv", words(data, runs))
-        run.main()
-        results.append(json.loads((runs / "results" / "tiny.json").read_text()))
+        results.append(run_row(data, runs, monkeypatch))
         assert (runs / "results" / "tiny.svg").read_text().startswith("<svg")
         assert str(tmp_path) not in (runs / "results" / "tiny.json").read_text()
     assert {path: path.stat().st_mtime_ns for path in done} == times, "finished nets are not trained again"
@@ -200,12 +205,46 @@ def test_a_row_that_was_killed_resumes_and_gives_the_same_verdicts(
     assert first["verdict"] == verdict(list(expected), -1)
 
 
+def test_another_machine_resumes_from_the_kept_results_and_trains_only_nets_whose_weights_it_needs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    make_tiny(tmp_path, monkeypatch)
+    data, here, there = write_photos(tmp_path / "photos.tar"), tmp_path / "here", tmp_path / "there"
+    expected = run_row(data, here, monkeypatch)
+    kept = json.loads((here / "results" / "nets.json").read_text())
+    for seed in (0, 1):  # the row's last step, which reads the scores of two nets of each seed
+        del kept[f"{rows.ENSEMBLE}/{seed}"]
+    (there / "results").mkdir(parents=True)
+    (there / "results" / "nets.json").write_text(json.dumps(kept))
+    assert run_row(data, there, monkeypatch) == expected
+    assert {path.parent.name for path in there.glob("*/*/net")} == {
+        path.parent.name for path in here.glob("*/final-*/net")
+    }
+    assert json.loads((there / "results" / "nets.json").read_text()) == json.loads(
+        (here / "results" / "nets.json").read_text()
+    )
+
+
+def test_a_net_that_gets_another_result_on_another_machine_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    make_tiny(tmp_path, monkeypatch)
+    data, kept = write_photos(tmp_path / "photos.tar"), tmp_path / "nets.json"
+    net = run.Net("b", 0.002, 7, final=True)
+    first = Experiment(data, tmp_path / "here", {}, kept)
+    (result,) = first.nets([net])
+    result["figures"]["early loss"] += 1e-9
+    kept.write_text(json.dumps({net.name: {"result": result}}))
+    with pytest.raises(SystemExit, match=r"b/final-0\.002-7: trained again on this machine, it has another result"):
+        Experiment(data, tmp_path / "there", {}, kept).errors([net], "center")
+
+
 def test_the_search_never_opens_val(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     make_tiny(tmp_path, monkeypatch)
     found = []
     for good in (True, False):
         data = write_photos(tmp_path / f"{good}.tar", good_val=good)
-        experiment = Experiment(data, tmp_path / str(good), {})
+        experiment = Experiment(data, tmp_path / str(good), {}, tmp_path / f"{good}.json")
         searched = experiment.search(["a", "b"])
         found.append((searched, experiment.best_scale("b", searched["b"]["rate"], "center")))
     assert found[0] == found[1]
@@ -236,7 +275,7 @@ def test_the_grid_grows_until_the_best_rate_is_inside_it(
     monkeypatch.setattr(
         Experiment, "nets", lambda _, nets: [{"top1_error": errors[net.rate], "loss": 1.0} for net in nets]
     )
-    found = Experiment(Path(), Path(), {}).search(["relu"])["relu"]
+    found = Experiment(Path(), Path(), {}, tmp_path / "nets.json").search(["relu"])["relu"]
     assert (found["rate"], len(found["tried"]), found["at_limit"]) == (chosen, tried, at_limit)
 
 
