@@ -408,19 +408,23 @@ def table(title: str, result: Json) -> str:
     )
 
 
-def draw(result: Json) -> bytes:
-    """Return the SVG: for each claim the differences by seed, their mean and its interval, and a line at 0.
+def draw(row: Row, result: Json) -> bytes:
+    """Return the SVG: for each claim the differences by seed, their mean and its interval, and its side of 0.
 
     Each seed draws the interval again, so its opacity adds up.
     """
     values = [
-        {"claim": claim["text"], "value": value, "low": claim["interval"][0], "high": claim["interval"][1],
-         "mean": claim["mean"], "zero": 0}
-        for claim in result["claims"] for value in claim["by_seed"]
+        {"claim": f"{claim['text']} ({claim['verdict']})", "value": value, "mean": claim["mean"],
+         "low": claim["interval"][0], "high": claim["interval"][1], "zero": 0,
+         "claimed": "triangle-right" if stated.sign > 0 else "triangle-left"}
+        for claim, stated in zip(result["claims"], row.claims, strict=True) for value in claim["by_seed"]
     ]  # fmt: skip
-    x = {"type": "quantitative", "title": "ours − baseline", "axis": {"domain": False}}
+    title = "difference of each seed, mean and 95 % interval; the triangle at 0 points to the claimed side"
+    x = {"type": "quantitative", "title": None, "axis": {"domain": False}}
     layers = [
         {"mark": {"type": "rule", "color": "var(--muted)"}, "encoding": {"x": {"field": "zero", **x}}},
+        {"mark": {"type": "point", "filled": True, "size": 70, "color": "var(--muted)", "opacity": 1},
+         "encoding": {"x": {"field": "zero", **x}, "shape": {"field": "claimed", "type": "nominal", "scale": None}}},
         {"mark": {"type": "rule", "strokeWidth": 6, "opacity": 0.06, "color": "var(--accent)"},
          "encoding": {"x": {"field": "low", **x}, "x2": {"field": "high"}}},
         {"mark": {"type": "point", "filled": True, "size": 30, "color": "var(--accent)"},
@@ -428,12 +432,14 @@ def draw(result: Json) -> bytes:
         {"mark": {"type": "tick", "thickness": 2, "size": 16, "color": "var(--ink)"},
          "encoding": {"x": {"field": "mean", **x}}},
     ]  # fmt: skip
-    row = {"field": "claim", "type": "nominal", "sort": None, "title": None,
-           "header": {"labelAngle": 0, "labelAnchor": "start", "labelOrient": "top"}}  # fmt: skip
     spec = chart_spec(values)
+    header = {"labelAngle": 0, "labelAnchor": "start", "labelFontSize": 12, "labelOrient": "top"}
+    facet = {"field": "claim", "type": "nominal", "sort": list(dict.fromkeys(value["claim"] for value in values)),
+             "title": None, "header": header}  # fmt: skip
     return draw_svg({
         "config": spec["config"], "data": spec["data"], "padding": 12, "resolve": {"scale": {"x": "independent"}},
-        "facet": {"row": row}, "spec": {"width": 480, "height": 30, "layer": layers},
+        "title": {"text": title, "anchor": "start", "offset": 16, "fontWeight": "normal", "fontSize": 11},
+        "facet": {"row": facet}, "spec": {"width": 480, "height": 30, "layer": layers},
     })  # fmt: skip
 
 
@@ -459,7 +465,7 @@ def main() -> None:
     print(text)
     options.output.mkdir(parents=True, exist_ok=True)
     write_result(options.output / f"{options.row}.json", result, text)
-    write_atomically(options.output / f"{options.row}.svg", draw(result))
+    write_atomically(options.output / f"{options.row}.svg", draw(row, result))
 
 
 if __name__ == "__main__":
