@@ -29,7 +29,7 @@ live: .venv/with-train
 	PATH="$(CURDIR)/$(BIN):$$PATH" HTTP_PORT=$(HTTP_PORT) tools/demo.sh --live $(DATA)
 
 test: .venv/with-dev
-	LARGE=$(LARGE) OMP_NUM_THREADS=1 $(BIN)/pytest --numprocesses $(PROCESSES) --dist loadfile --no-loadscope-reorder $(ARGS)
+	LARGE=$(LARGE) OMP_NUM_THREADS=1 $(BIN)/pytest --numprocesses $(PROCESSES) --dist worksteal $(ARGS)
 
 test-browser: .venv/with-dev
 	NEED_BROWSER=1 $(BIN)/pytest -m browser $(ARGS)
