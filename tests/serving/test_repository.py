@@ -572,6 +572,20 @@ def test_models_are_loaded_and_unloaded_over_http(folder: Folder) -> None:
         assert server.http.get("/v1/models/six/2").json()["version"] == 2
 
 
+def test_the_index_over_http_can_be_limited_to_models_that_are_ready(folder: Folder) -> None:
+    folder.write("six/1", 1)
+    with serving(folder) as server:
+        server.http.post("/v2/repository/models/six/load")
+        folder.write("six/2", "broken")
+        assert server.http.post("/v2/repository/models/six/versions/2/load").status_code != 200
+
+        def listed(body: bytes) -> list[str]:
+            return [each["version"] for each in server.http.post("/v2/repository/index", content=body).json()]
+
+        assert (listed(b""), listed(b'{"ready": false}'), listed(b'{"ready": true}')) == (["1", "2"], ["1", "2"], ["1"])
+        assert server.http.post("/v2/repository/index", content=b'{"ready": 1}').status_code == 400
+
+
 def test_health_knows_each_model_and_its_watchers_see_it_go(folder: Folder) -> None:
     folder.write("six/1", 1)
     with serving(folder) as server:

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import msgspec
 from google.protobuf.json_format import MessageToDict
@@ -58,6 +58,13 @@ CLASSIFY_PARAMETERS: Mapping[str, Callable[[str], Any]] = {
 
 class _RepositoryRequest(msgspec.Struct, forbid_unknown_fields=True):
     parameters: dict[str, bool | int | str] = {}
+
+
+class _IndexRequest(msgspec.Struct, forbid_unknown_fields=True):
+    ready: bool = False
+
+
+_RepositoryBody = TypeVar("_RepositoryBody", _RepositoryRequest, _IndexRequest)
 
 
 class Routes:
@@ -156,7 +163,8 @@ class Routes:
         return JsonResponse((await self._message("ModelConfig", call))["config"])
 
     async def _index(self, call: HttpCall) -> Response:
-        return JsonResponse((await self._message("RepositoryIndex", call))["models"])
+        request = oip.RepositoryIndexRequest(ready=_repository_body(call, _IndexRequest).ready)
+        return JsonResponse(plain(await self._inference.RepositoryIndex(request, call.context))["models"])
 
     async def _load(self, call: HttpCall) -> Response:
         await self._inference.RepositoryModelLoad(oip.RepositoryModelLoadRequest(**_repository(call)), call.context)
@@ -167,12 +175,17 @@ class Routes:
         return JsonResponse({})
 
 
-def _repository(call: HttpCall) -> dict[str, Any]:
-    """Return the fields of a request to load or unload a model. The servicer checks the names of the parameters."""
+def _repository_body(call: HttpCall, kind: type[_RepositoryBody]) -> _RepositoryBody:
+    """Return the body of a request to the repository, which may be empty; raises UsageError."""
     try:
-        parameters = msgspec.json.decode(call.take_body() or b"{}", type=_RepositoryRequest).parameters
+        return msgspec.json.decode(call.take_body() or b"{}", type=kind)
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
         raise UsageError(f"the body is neither empty nor the JSON of such a request: {error}") from None
+
+
+def _repository(call: HttpCall) -> dict[str, Any]:
+    """Return the fields of a request to load or unload a model. The servicer checks the names of the parameters."""
+    parameters = _repository_body(call, _RepositoryRequest).parameters
     return {
         "model_name": "/".join(call.parameters.values()),
         "parameters": dict.fromkeys(parameters, oip.ModelRepositoryParameter()),
