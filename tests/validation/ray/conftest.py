@@ -1,5 +1,6 @@
 """Fixtures of the cluster tests: a model, images and a SIGTERM handler."""
 
+import secrets
 import signal
 from collections.abc import Iterator
 from pathlib import Path
@@ -14,6 +15,17 @@ from prelunet.evaluator.engine.load import open_session
 from prelunet.evaluator.engine.session import Session
 from tests.conftest import ExportedNet
 from tests.validation.ray.cluster_data import IMAGES, opened
+
+TOKEN = secrets.token_hex(32)
+
+
+@pytest.fixture(scope="package", autouse=True)
+def authentication() -> Iterator[None]:
+    """Require a token, as newer versions of Ray do. Ray reads it once in a process, at its first use."""
+    with pytest.MonkeyPatch.context() as environment:
+        environment.setenv("RAY_AUTH_MODE", "token")
+        environment.setenv("RAY_AUTH_TOKEN", TOKEN)
+        yield
 
 
 @pytest.fixture(scope="module")

@@ -3,7 +3,6 @@
 import json
 import os
 import random
-import secrets
 import shutil
 import signal
 import socket
@@ -73,10 +72,8 @@ def descendants(pid: int) -> list[tuple[int, str]]:
 
 @pytest.fixture(scope="module")
 def head() -> Iterator[RayHead]:
-    """Start a cluster that requires its own token, as newer versions of Ray do."""
+    """Start a cluster."""
     with pytest.MonkeyPatch.context() as environment:
-        environment.setenv("RAY_AUTH_MODE", "token")
-        environment.setenv("RAY_AUTH_TOKEN", secrets.token_hex(32))
         environment.setenv(
             "PYTHONPATH", os.pathsep.join([str(Path(__file__).parents[3]), *sys.path])
         )  # for the workers
