@@ -11,6 +11,7 @@ from prelunet.evaluator.cli_option import CliOption
 from prelunet.evaluator.errors import DatasetError, ImageError, UsageError
 from prelunet.evaluator.imaging.limits import DecodeLimits
 
+CLASS_FOLDERS = "class folders"  # the name of the layout
 UNLABELLED = -1  # the label of an image of unknown class, as in ImageNet's test set
 
 
@@ -99,7 +100,7 @@ class Dataset:
     classes: tuple[str, ...]
     samples: Sequence[Sample]
     reader: Reader
-    layout: str = "class folders"
+    layout: str = CLASS_FOLDERS
     remarks: tuple[str, ...] = ()
     selection: str | None = None
     spec: DatasetSpec | None = None

@@ -6,10 +6,11 @@ Nothing is guessed: where a dataset can be read in two ways, the error names bot
 import os.path
 from array import array
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from prelunet.evaluator.datasets.dataset import UNLABELLED, Dataset, DatasetSpec, Reader, Sample
+from prelunet.evaluator.datasets.dataset import CLASS_FOLDERS, UNLABELLED, Dataset, DatasetSpec, Reader, Sample
 from prelunet.evaluator.datasets.labels.class_names import ClassList
 from prelunet.evaluator.datasets.labels.imagenet_devkit import GROUND_TRUTH, labels_of_devkit, wnids_in_names
 from prelunet.evaluator.datasets.labels.label_lists import labels_of_list, read_label_list
@@ -281,7 +282,7 @@ def _by_folder(images: ImageListing, index: Mapping[str, int], wnids: Sequence[s
         sizes = array("q", (images.sizes[position] for position in in_folders))
         images = replace(images, names=[images.names[position] for position in in_folders], sizes=sizes)
     labels = [index[name.partition("/")[0]] for name in images.names]
-    return images.labeled(wnids, labels, "class folders", remarks)
+    return images.labeled(wnids, labels, CLASS_FOLDERS, remarks)
 
 
 # The label file of images without class folders: the one that --labels names, or the only candidate.
@@ -351,8 +352,9 @@ def _candidates(source: Source, path: Path, subfolder: str) -> Iterator[LabelFil
     if not subfolder or subfolder.startswith(KAGGLE_IMAGES) or not isinstance(source, FolderSource):
         parent = path.absolute().parent
         for name in label_file_names:
-            if _is_file(parent / name) and parent / name != path.absolute():
-                yield label_file(parent / name)
+            file = parent / name
+            if _is_file(file) and file != path.absolute() and not _is_predictions(file):
+                yield label_file(file)
         for devkit in _devkit_folders(parent):
             yield label_file(devkit / GROUND_TRUTH)
 
@@ -365,6 +367,13 @@ def _devkit_folders(folder: Path) -> list[Path]:
         devkits = []
     candidates = [candidate for base in (folder, *devkits) for candidate in (base, base / "data")]
     return [candidate for candidate in candidates if _is_file(candidate / GROUND_TRUTH)]
+
+
+def _is_predictions(path: Path) -> bool:
+    """Return whether a file is one that `classify IMAGES --csv FILE` wrote."""
+    with suppress(OSError), path.open("rb") as file:
+        return file.read(12) == b"file,wnid_1,"
+    return False
 
 
 def _is_file(path: Path) -> bool:

@@ -22,7 +22,7 @@ from prelunet.evaluator.datasets.parquet import find_parquet, label_parquet
 from prelunet.evaluator.datasets.restriction import restrict
 from prelunet.evaluator.datasets.selection import select
 from prelunet.evaluator.datasets.sources.archive import ArchiveSource, open_archive
-from prelunet.evaluator.datasets.sources.base import PARQUET, TAR, Source, describe_place, join
+from prelunet.evaluator.datasets.sources.base import PARQUET, TAR, Source, describe_place, format_names, join
 from prelunet.evaluator.datasets.sources.folder import FolderSource, reading_error
 from prelunet.evaluator.errors import DatasetError, UsageError
 
@@ -89,6 +89,9 @@ def open_dataset(
     else:
         subfolder, found_remarks = _find_image_folder(source, path, split, classes, any_split=no_labels and any_split)
     images = list_images(source, path, subfolder)
+    if images.names and (unread := [name for name in source.other_files(subfolder) if name.endswith((TAR, PARQUET))]):
+        note = f"{images.place}: the images are those outside archives; not read: {format_names(unread)}"
+        found_remarks = [*found_remarks, note]
     real = labels if labels is not None and is_real(labels) else None
     if parquet := find_parquet(images):
         if real is not None:
@@ -147,9 +150,18 @@ def _find_image_folder(
     # CIFAR-100 has a class "train". Beside class folders, `valid` may be a class of another list.
     names = (*SPLITS, "test") if beside_classes else _SETS
     sets = [name for name in subfolders if name in names and not classes.contains(name)]
-    if any_split and len(sets) > 1:
-        raise _several_sets_error(source, path, subfolder, sets, "without labels")
-    chosen = sets[0] if any_split and sets else _find_split(source, path, subfolder, sets, split)
+    if any_split:
+        if len(sets) > 1:
+            raise _several_sets_error(source, path, subfolder, sets, "without labels")
+        alone = sets == subfolders and not _loose_images(source, subfolder)
+        return _enter(source, path, subfolder, sets, sets[0] if sets and alone else None)
+    chosen = _find_split(source, path, subfolder, sets, split)
+    if chosen is not None and beside_classes:
+        place = describe_place(path, subfolder)
+        raise DatasetError(
+            f"{place}: contains class folders and a folder '{chosen}', either of which could hold the images. Pass "
+            f"{place}/{chosen}, or move '{chosen}' away"
+        )
     if chosen is None and "test" in sets and not beside_classes:
         folders = source.folders(join(subfolder, "test"))
         if sets == ["test"] or len(folders) > 1 or any(map(classes.contains, folders)):
@@ -185,6 +197,10 @@ def _enter(
     if source.folders(subfolder) == ["images"] and TINY_IMAGENET_LABELS in source.other_files(subfolder):
         subfolder = join(subfolder, "images")
     return subfolder, remarks
+
+
+def _loose_images(source: Source, folder: str) -> bool:
+    return any("/" not in name for name, _ in source.images(folder))
 
 
 def _kaggle_root(source: Source) -> str:

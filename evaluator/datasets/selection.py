@@ -82,7 +82,7 @@ def select(dataset: Dataset, *, limit: int | None, classes: Sequence[str]) -> Da
                 f"no images of {len(missing):,} of the {len(classes):,} selected classes: {format_names(missing)}"
             )
         text = f"classes {', '.join(sorted(classes))}"
-        if len(text) > _LONGEST or len(classes) > _NAMED or not all(wnid.isalnum() for wnid in classes):
+        if len(text) > _LONGEST or len(classes) > _NAMED or any("," in wnid for wnid in classes):
             digest = hashlib.sha256("\n".join(sorted(classes)).encode()).hexdigest()
             text = f"{len(classes)} classes, sha256 {digest}"  # no other set has this text
         words.append(text)

@@ -5,7 +5,8 @@ from pathlib import Path
 
 from prelunet.evaluator.byte_sizes import format_bytes
 from prelunet.evaluator.datasets import DatasetSpec, open_from_spec
-from prelunet.evaluator.datasets.dataset import UNLABELLED, Dataset
+from prelunet.evaluator.datasets.dataset import CLASS_FOLDERS, UNLABELLED, Dataset
+from prelunet.evaluator.datasets.sources.folder import FolderSource
 from prelunet.evaluator.engine.heatmap import why_flat
 from prelunet.evaluator.engine.memory import (
     MemoryEstimate,
@@ -50,6 +51,7 @@ def evaluate_model(  # noqa: PLR0913 - one argument per option
     session = sessions[0]
     dataset = open_from_spec(data, session.contract.classes)
     labels = {sample.label for sample in dataset.samples}
+    _require_outside_images(folder, dataset)
     if heatmaps > 0:
         if shard is not None:
             raise UsageError(
@@ -95,6 +97,16 @@ def evaluate_model(  # noqa: PLR0913 - one argument per option
         chunk_evaluator=chunk_evaluator,
         report=report,
     )
+
+
+def _require_outside_images(folder: Path, dataset: Dataset) -> None:
+    """Refuse a run folder among class folders: when the dataset is opened again, it would be taken for a class."""
+    if dataset.layout == CLASS_FOLDERS and isinstance(dataset.reader, FolderSource):
+        root = dataset.reader.root
+        if folder.resolve().is_relative_to(root.resolve()):
+            raise UsageError(
+                f"--run {folder}: inside {root}, where it would be taken for a class. Choose a folder outside of it"
+            )
 
 
 def is_slower_in_bf16(session: Session, protocol: EvaluationProtocol) -> bool:

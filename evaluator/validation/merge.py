@@ -124,11 +124,18 @@ def _command(path: Path, info: RunInfo, shard: tuple[int, int]) -> str:
         words += ["--labels", str(spec.labels)] if spec.labels is not None else []
         words += ["--no-labels"] if spec.no_labels else []
         words += ["--limit", str(spec.limit)] if spec.limit is not None else []
-        words += ["--classes", ",".join(spec.classes)] if spec.classes else []
+        words += ["--classes", _listed(info, spec.classes)] if spec.classes else []
     if info.candidates is not None:
-        words += ["--restrict-classes", ",".join(info.classes[index].wnid for index in info.candidates)]
+        words += ["--restrict-classes", _listed(info, [info.classes[index].wnid for index in info.candidates])]
     words += [*command_line_options(info.protocol), "--shard", "/".join(map(str, shard)), "--run", "DIR"]
     return join(words)
+
+
+def _listed(info: RunInfo, wnids: Sequence[str]) -> str:
+    """Return classes as --classes reads them: by index if a name contains a comma."""
+    if any("," in wnid for wnid in wnids):
+        return ",".join(str(index) for index, entry in enumerate(info.classes) if entry.wnid in wnids)
+    return ",".join(wnids)
 
 
 def _name(info: RunInfo) -> str:

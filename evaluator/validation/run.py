@@ -192,7 +192,7 @@ def require_labels(run: Run) -> None:
         raise UsageError(
             f"{run.where}: the true class of {unknown:,} of {len(run.predictions):,} images is unknown, so errors "
             "cannot be counted. Validate on labeled images. To write the predictions for unlabeled images, run: "
-            f"prelunet submission {run.where}"
+            f"prelunet classify IMAGES --csv FILE, or for ILSVRC's server prelunet submission {run.where}"
         )
 
 

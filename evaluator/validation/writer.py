@@ -124,7 +124,7 @@ def open_run(folder: Path, info: RunInfo, samples: Sequence[Sample], *, fresh: b
             if found := differences(there.to_json(), info.to_json(), ignored=DESCRIPTIVE_KEYS):
                 raise RunFolderError(
                     f"{folder}: contains another run:\n{format_differences(found)}\n"
-                    "Choose another folder with --run, or overwrite this one with --fresh"
+                    "Choose another folder with --run, overwrite this one with --fresh, or delete it"
                 )
         else:
             write_atomically(folder / RUN_FILE, (json.dumps(info.to_json(), indent=1) + "\n").encode())

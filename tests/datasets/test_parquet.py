@@ -175,6 +175,14 @@ def test_parquet_files_beside_images_or_shards_are_left_alone(tmp_path: Path) ->
         assert opened(tmp_path / folder).layout == layout
 
 
+@pytest.mark.parametrize("name", ["val-000.tar", "val.parquet"])
+def test_a_picture_beside_shards_does_not_hide_them_silently(tmp_path: Path, name: str) -> None:
+    write_folder(tmp_path, {"preview.png": IMAGES[0], name: b"not read"})
+    dataset = opened(tmp_path, no_labels=True)
+    assert len(dataset.samples) == 1
+    assert dataset.remarks == (f"{tmp_path}: the images are those outside archives; not read: {name}",)
+
+
 def test_one_file_is_a_dataset_and_one_with_digests_in_its_names_too(tmp_path: Path) -> None:
     write_shards(tmp_path, IMAGES, POSITIONS)
     paths = sorted(tmp_path.iterdir())
@@ -306,6 +314,9 @@ def test_training_takes_words_as_classes_in_sorted_order(tmp_path: Path) -> None
 def test_columns_without_images_or_with_several_are_named(tmp_path: Path) -> None:
     path = write(tmp_path / "a.parquet", {"url": ["http://x"], "label": [0]})
     assert "no image column (binary, or a struct with 'bytes' and 'path'), only url, label" in refusal(path)
+    text = pa.StructArray.from_arrays([pa.array(["base64"]), pa.array(["a.png"])], ["bytes", "path"])
+    path = write(tmp_path / "a.parquet", {"image": text, "label": [0]})
+    assert "no image column (binary, or a struct with 'bytes' and 'path'), only image, label" in refusal(path)
     columns = {"image": images_of(IMAGES), "thumbnail": pa.array(IMAGES, pa.binary()), "label": POSITIONS}
     path = write(tmp_path / "a.parquet", columns)
     assert "the columns image, thumbnail could all be the images. Keep one of them" in refusal(path)

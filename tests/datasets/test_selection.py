@@ -78,6 +78,12 @@ def test_different_selections_have_different_descriptions() -> None:
     assert len(words) > 700
 
 
+def test_a_selection_of_few_classes_names_them() -> None:
+    names = ("ankle-boot", "bag", "flat cap")
+    whole = Dataset(Path("data"), names, [Sample(f"{i}.png", i % 3, i) for i in range(6)], _UnreadableReader())
+    assert select(whole, limit=None, classes=("flat cap", "ankle-boot")).selection == "classes ankle-boot, flat cap"
+
+
 def test_a_selection_of_long_names_fits_into_run_json() -> None:
     names = ("a" * 600, "b" * 600)
     samples = [Sample(f"{i}.png", i % 2, i) for i in range(4)]

@@ -165,6 +165,17 @@ def test_the_command_for_a_missing_shard_has_the_options_that_were_logged(
     assert f"--model m.onnx --data {data} --protocol center --shard 3/3 --run DIR" in str(caught.value)
 
 
+def test_the_command_for_a_missing_shard_selects_classes_whose_names_contain_commas(
+    shards: list[Path], tmp_path: Path
+) -> None:
+    classes = [{"wnid": f"{wnid}, or so", "name": wnid} for wnid in CLASSES]
+    changed_info(shards[0], "classes", value=classes)
+    logged = {"event": "start", "dataset": "/val", "classes": [classes[5]["wnid"], classes[3]["wnid"]]}
+    (shards[0] / "log.jsonl").write_text(json.dumps(logged) + "\n")
+    with pytest.raises(RunFolderError, match="--data /val --classes 3,5 --protocol"):
+        merge(shards[:1], tmp_path / "merged")
+
+
 @pytest.mark.parametrize(("of", "missing"), [(999_999, "..."), (8, "2/8, 3/8, 4/8, 5/8, 6/8, 7/8, 8/8, 53 of 61")])
 def test_the_shards_that_are_missing_are_counted_however_many_there_are(
     shards: list[Path], tmp_path: Path, of: int, missing: str

@@ -128,6 +128,16 @@ def test_an_invalid_shard_is_a_usage_error(
     assert f"--shard {shard}: give I/N with I from 1 to N" in capsys.readouterr().err
 
 
+def test_a_run_among_the_class_folders_is_refused_before_it_begins(
+    command: Callable[..., int], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    data = write_folder(tmp_path / "data", FOLDERS)
+    (tmp_path / "link").symlink_to(data)
+    assert command(data, folder="link/run") == 2
+    assert f"inside {data}, where it would be taken for a class" in capsys.readouterr().err
+    assert not (data / "run").exists()
+
+
 def test_a_test_set_is_classified_only_with_no_labels_and_points_to_submission(
     command: Callable[..., int], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -102,7 +102,8 @@ def open_parquet(paths: Sequence[Path], *, complete: bool) -> ParquetFiles:
             schema, column = own, _image_column(own, path)
         if not own.equals(schema) or huggingface_metadata(own) != huggingface_metadata(schema):
             raise DatasetError(f"{path}: has other columns or class names than {paths[0].name}. Remove one of them")
-        row_groups[path.name] = _row_groups(file, column)
+        with _damage(path):
+            row_groups[path.name] = _row_groups(file, column)
     return ParquetFiles(tuple(paths), schema, column, row_groups)
 
 
@@ -208,13 +209,17 @@ def _image_column(schema: Any, path: Path) -> str:
     """Return the path of the only column of images: structs with `bytes` and `path`, or binary."""
     from pyarrow import types
 
-    found = {
-        each.name: f"{each.name}.bytes" if types.is_struct(each.type) else each.name
-        for each in schema
-        if types.is_binary(each.type)
-        or types.is_large_binary(each.type)
-        or (types.is_struct(each.type) and {"bytes", "path"} <= {part.name for part in each.type})
-    }
+    def is_bytes(kind: Any) -> bool:
+        return bool(types.is_binary(kind) or types.is_large_binary(kind))
+
+    found = dict[str, str]()
+    for each in schema:
+        if is_bytes(each.type):
+            found[each.name] = each.name
+        elif types.is_struct(each.type):
+            parts = {part.name: part.type for part in each.type}
+            if "path" in parts and is_bytes(parts.get("bytes", each.type)):
+                found[each.name] = f"{each.name}.bytes"
     if not found:
         raise DatasetError(
             f"{path}: no image column (binary, or a struct with 'bytes' and 'path'), only {format_names(schema.names)}"
