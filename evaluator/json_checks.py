@@ -116,7 +116,7 @@ def _described(value: Any) -> str:
         return "an object" if isinstance(value, dict) else "a list"
     if isinstance(value, int) and abs(value) >= 10**20:
         return "a huge number"
-    return json.dumps(value)[:40]
+    return json.dumps(value, default=str)[:40]  # TOML has dates
 
 
 # Differences between two pieces of JSON data, for error messages.

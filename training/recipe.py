@@ -55,7 +55,7 @@ LIMITS: dict[str, dict[str, float]] = {  # key → valid range, for errors and -
     "momentum": {"at least": 0, "below": 1},
     "weight_decay": {"at least": 0, "at most": 1e12},
     "bias_rate": {"at least": 0, "at most": 100},
-    "dropout": {"at least": 0, "below": 1},
+    "dropout": {"at least": 0, "at most": 0.99},
     "color": {"at least": 0, "below": 10},
     "accumulate": {"at least": 1},
     "keep_every": _STEPS,
@@ -127,7 +127,8 @@ class Recipe:
     accumulate: Annotated[int, "Micro-batches per batch, computed one after another to save memory."] = 1
     evaluation_scale: Annotated[
         int | None,
-        "Shorter side at which val/ is evaluated, on the central crop; by default 8/7 of the crop, within the scales.",
+        "Shorter side at which val/ is evaluated, on the central crop, and the mean is computed; by default 8/7 of the "
+        "crop, within the scales.",
     ] = None
     keep_every: Annotated[
         int | None, "Steps between checkpoints that are kept permanently; by default only last and best are kept."
@@ -195,11 +196,8 @@ class Recipe:
 
     @property
     def central_scale(self) -> int:
-        """Return the scale of evaluations during training and of the mean image, in pixels.
-
-        Without `evaluation_scale`, 8/7 of the crop even outside of the scales: that of runs begun before this key.
-        """
-        return self.evaluation_scale or center_scale(self.crop)
+        """Return the scale of evaluations during training and of the mean image, in pixels."""
+        return self.evaluation_scale or center_scale(self.crop, self.scales)
 
     def to_json(self) -> dict[str, Any]:
         """Return the recipe as plain data for the run folder and checkpoints, without unset keys."""

@@ -120,14 +120,15 @@ def adopt(
     usual = Preprocessing(None, None) if preset is None else PRESETS[preset]
     preprocessing = replace(usual, **{name: value for name, value in given.items() if value is not None})
     options = AdoptOptions(preprocessing, crop, layout, net_output, kind, name, dense)
-    _report(output, adopt_net(net, output, classes, options), preprocessing)
+    _report(output, adopt_net(net, output, classes, options), preprocessing, detected=kind == "auto")
 
 
-def _report(output: Path, adopted: "AdoptResult", preprocessing: object) -> None:
+def _report(output: Path, adopted: "AdoptResult", preprocessing: object, *, detected: bool) -> None:
     """Print what was detected, so that the user can check it."""
     contract, net = adopted.contract, adopted.interface
     kind = "probabilities (logits are their logarithms)" if adopted.probabilities else "logits"
     count = contract.multiply_adds(contract.crop, contract.crop)
+    how = ", detected by running the net" if detected else ""
     cost = "multiply-adds unknown" if count is None else f"{count:.4g} multiply-adds per crop"
     batches = f"sequentially ({adopted.sequential_reason})" if adopted.sequential_reason else "together"
     dense = ""
@@ -140,7 +141,7 @@ def _report(output: Path, adopted: "AdoptResult", preprocessing: object) -> None
     worst = max(adopted.deviations, key=lambda d: d.scores)
     echo(
         f"input '{net.input}': {net.layout}, crops of {net.crop}x{net.crop} pixels; {preprocessing}\n"
-        f"output '{net.output}': {kind} of {len(contract.classes)} classes, detected by running the net\n"
+        f"output '{net.output}': {kind} of {len(contract.classes)} classes{how}\n"
         f"images of a batch run through the net {batches}\n{dense}"
         f"{output}: {contract.name}, {output.stat().st_size / 1e6:.1f} MB, opset {adopted.opset}, "
         f"{contract.precision}, {cost}; {len(adopted.deviations)} runs agree with the original net, largest "

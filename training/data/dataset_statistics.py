@@ -20,10 +20,11 @@ from prelunet.evaluator.imaging.decode import decode_image
 from prelunet.evaluator.json_checks import parse_json, require_int, require_object
 from prelunet.evaluator.terminal import progress
 from prelunet.training.data.augmentation import color_axes
-from prelunet.training.data.image_cache import DEFAULT_WORKERS, central_view, map_in_threads
+from prelunet.training.data.image_cache import central_view, default_workers, map_in_threads
 
 MAX_REFUSED = 0.1  # fraction of a split; above it the whole dataset is considered broken
 VERSION = 1  # of the cache; increment it whenever the same images would give other sums
+FOLDER = "surveys"  # in the cache
 PROBES = 20  # images decoded again before training to validate cached statistics
 SAVE_EVERY = 10.0  # seconds; the most work an interruption can lose
 
@@ -84,7 +85,7 @@ def compute_statistics(
     cache: Path | None = None,
     fresh: bool = False,
     report: Callable[[str], None] = lambda _text: None,
-    workers: int = DEFAULT_WORKERS,
+    workers: int | None = None,
 ) -> DatasetStatistics:
     """Return the statistics of a split from the cache, or compute them, resuming an interrupted pass, and cache them.
 
@@ -109,7 +110,8 @@ def compute_statistics(
     if remaining:
         saved = time.monotonic()
         with progress(f"reading {split}", len(dataset.samples), "images", done=sums.seen) as advance:
-            for sample, result in zip(remaining, map_in_threads(measure, remaining, workers), strict=True):
+            measured = map_in_threads(measure, remaining, workers or default_workers())
+            for sample, result in zip(remaining, measured, strict=True):
                 if isinstance(result, str):
                     sums.refused[sample.file] = result
                 else:
@@ -160,6 +162,13 @@ def cache_folder(environment: Mapping[str, str]) -> Path | None:
     return Path(home) / ".cache" / "prelunet" if home else None
 
 
+def forget_statistics(cache: Path, *datasets: Dataset) -> None:
+    """Delete the cached statistics of datasets, at every scale and crop."""
+    for dataset in datasets:
+        for path in (cache / FOLDER).glob(f"{dataset.fingerprint}-*"):
+            path.unlink(missing_ok=True)
+
+
 class _StatisticsFile:
     """A cache file: the sums of a pass as safetensors."""
 
@@ -167,7 +176,7 @@ class _StatisticsFile:
         self, cache: Path | None, dataset: Dataset, scale: int, crop: int, report: Callable[[str], None]
     ) -> None:
         name = f"{dataset.fingerprint}-{scale}-{crop}-v{VERSION}.safetensors"
-        self._path = None if cache is None else cache / "surveys" / name
+        self._path = None if cache is None else cache / FOLDER / name
         self._images, self._report = len(dataset.samples), report
 
     def read(self) -> PixelSums | None:

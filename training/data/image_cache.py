@@ -24,12 +24,17 @@ Answer = TypeVar("Answer")
 
 CACHE_BYTES = 2**30  # bytes of decoded images: 5,000 of 256x256; all of ImageNet would be 250 GB
 DECODED_SIZE_RATIO = 8  # size in memory relative to the file: 5 to 10 for JPEG photos
-DEFAULT_WORKERS = max(1, min(16, cores() - 1))  # leaves a core for training
+MAX_WORKERS = 16
 UNREADABLE = (ImageError, DatasetError)  # DatasetError: the file is missing or its length has changed
 
 # Evaluation caps the longer side at 4 times the shorter one, because whole images cost memory. A training view is a
 # single crop, which may come from anywhere in the image; this cap only keeps an image of 1x20000 from filling memory.
 TRAINING_LONG_SIDE_CAP = 64
+
+
+def default_workers(processes: int = 1) -> int:
+    """Return how many threads or processes decode images for each training process of a machine."""
+    return max(1, min(MAX_WORKERS, (cores() - 1) // processes))  # leaves a core for training
 
 
 class ImageCache:

@@ -17,7 +17,7 @@ from prelunet.evaluator.datasets.dataset import Sample
 from prelunet.evaluator.errors import DatasetError
 from prelunet.evaluator.imaging.resize import DecodedImage
 from prelunet.training.data.augmentation import SUBSTITUTE, color_shift, random_stream, training_view, view_keys_of_step
-from prelunet.training.data.image_cache import DEFAULT_WORKERS, UNREADABLE, ImageCache, central_view, map_in_threads
+from prelunet.training.data.image_cache import UNREADABLE, ImageCache, central_view, default_workers, map_in_threads
 from prelunet.training.data.worker_processes import map_in_processes
 from prelunet.training.recipe import Recipe
 
@@ -148,7 +148,7 @@ class _BatchBuilder:
 
         Threads build the batches if all images fit into memory, else worker processes do.
         """
-        count = max(1, DEFAULT_WORKERS // local_processes) if workers is None else workers
+        count = default_workers(local_processes) if workers is None else workers
         requests = ([(key, self.image_cache.samples[key[1]]) for key in some] for some in keys)
         if count and not self.image_cache.fits_in_memory:
             build, size = partial(self._build, cached=False), 3 * largest * self.recipe.crop**2

@@ -32,7 +32,7 @@ class Execution:
         CliOption(
             "Decoding workers per training process; 0 decodes in the process itself.",
             min=0,
-            default="number of cores - 1, at most 16, divided among the processes of a machine",
+            default="number of cores - 1, divided among the processes of a machine, at most 16 for each",
         ),
     ] = None
     diagnose: Annotated[bool, CliOption("Measure the layers at every evaluation, for prelunet inspect RUN.")] = False

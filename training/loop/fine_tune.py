@@ -14,16 +14,15 @@ from prelunet.evaluator.contract import ClassEntry
 from prelunet.evaluator.errors import UsageError
 from prelunet.evaluator.files import sha256_of
 from prelunet.evaluator.json_checks import differences, format_differences
-from prelunet.training.net.checkpoints import read_checkpoint
+from prelunet.training.net.checkpoints import read_checkpoint, require_file
 from prelunet.training.net.initialization import Initialization, initial_tensors
-from prelunet.training.run_state.run_folder import BEST_FILE, LAST_FILE
 
 LAST_LAYER = ("fc3.weight", "fc3.bias")
 
 
 def sha256_of_checkpoint(path: Path) -> str:
     """Return the sha256 of an initial checkpoint; raises UsageError if it cannot be read or is a folder."""
-    _refuse_folder(path)
+    require_file(path)
     return sha256_of(path)
 
 
@@ -47,7 +46,6 @@ def load_pretrained(
     shapes of `parameter_shapes`, and the mean, all float32.
     Raises UsageError with the differences if the architecture differs, and what `read_checkpoint` raises.
     """
-    _refuse_folder(path)
     checkpoint = read_checkpoint(path)
     own, places = checkpoint.architecture, ("in the checkpoint", "in the recipe")
     if found := differences(own.to_json(), net.to_json(), ignored={("name",), ("crop",)}, places=places):
@@ -85,10 +83,3 @@ def load_pretrained(
         numbers = ", ".join(f"{value:.2f}" for value in mean)
         report(f"{kept}; of its mean image of {side}x{side} pixels the channel means ({numbers}), as {cause}")
     return tensors, np.broadcast_to(mean, mean_shape).copy()
-
-
-def _refuse_folder(path: Path) -> None:
-    """Raise UsageError for a folder; if it is a run folder, name the checkpoints in it."""
-    if path.is_dir():
-        files = [str(path / name) for name in (LAST_FILE, BEST_FILE) if (path / name).is_file()]
-        raise UsageError(f"{path}: a folder, not a checkpoint. Give {' or '.join(files) or 'the path of a checkpoint'}")

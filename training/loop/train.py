@@ -6,8 +6,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from prelunet.evaluator.architectures import Architecture
-from prelunet.evaluator.contract import center_scale
 from prelunet.evaluator.datasets.layouts import SHARDS
 from prelunet.evaluator.datasets.open import VALIDATION
 from prelunet.evaluator.errors import EnvironmentFault, UsageError
@@ -26,7 +27,7 @@ from prelunet.training.loop.fine_tune import sha256_of_checkpoint
 from prelunet.training.loop.trainer import Trainer
 from prelunet.training.recipe import Recipe
 from prelunet.training.run_state.metrics_log import ErrorRates
-from prelunet.training.run_state.run_folder import LAST_FILE, lacks_evaluation_scale, open_run_folder
+from prelunet.training.run_state.run_folder import LAST_FILE, open_run_folder
 
 
 @dataclass(frozen=True)
@@ -77,9 +78,7 @@ def train(
             )
         if execution.cudnn_benchmark and group.device.type == "cpu":
             raise UsageError("--cudnn-benchmark needs a GPU, but the training runs on cpu. Omit the option")
-        is_older_run = group.all_gather(not fresh and lacks_evaluation_scale(run_folder))[0]
-        if recipe.evaluation_scale is None and not is_older_run:
-            recipe = replace(recipe, evaluation_scale=center_scale(recipe.crop, recipe.scales))
+        recipe = replace(recipe, evaluation_scale=recipe.central_scale)
         classes = [entry.to_json() for entry in splits.classes]
         parent = None if start is None else sha256_of_checkpoint(start)
         description = {"recipe": recipe.to_json(), "dataset": splits.to_json(), "classes": classes}
@@ -103,17 +102,37 @@ def train(
             )
             for message in trainer.status_messages():
                 own_report(message)
-            errors, best = trainer.run()
+            with failures_of_torch(recipe):
+                errors, best = trainer.run()
     return TrainingResult(run_folder / LAST_FILE, path, errors, best, group.is_first)
 
 
 def check_folder_location(folder: Path, dataset: Path) -> None:
     """Raise UsageError for a run folder among the class folders, where it would count as a class."""
-    if folder.resolve().parent in {(dataset / split).resolve() for split in ("train", *VALIDATION)}:
+    if not {(dataset / split).resolve() for split in ("train", *VALIDATION)}.isdisjoint(folder.resolve().parents):
         raise UsageError(
             f"--out {folder}: lies among the class folders of {dataset}, where it would count as a class. Choose a "
             "folder outside the dataset"
         )
+
+
+@contextmanager
+def failures_of_torch(recipe: Recipe) -> Iterator[None]:
+    """Convert what torch raises without enough memory, or without a compiler for `--compile`, to EnvironmentFault."""
+    try:
+        yield
+    except RuntimeError as error:
+        reason = str(error).strip().partition("\n")[0][:200]
+        if isinstance(error, torch.OutOfMemoryError) or "can't allocate memory" in str(error):
+            raise EnvironmentFault(
+                f"not enough memory for a step with batch {recipe.batch} ({reason}). Resume with --accumulate 2 or "
+                "more, or start over with --precision bf16 or a smaller --batch"
+            ) from error
+        if recipe.compile and type(error).__module__.startswith(("torch._dynamo", "torch._inductor")):
+            raise EnvironmentFault(
+                f"torch.compile failed ({reason}). Omit --compile, or install what it needs (a C++ compiler on a CPU)"
+            ) from error
+        raise
 
 
 def require_same_command(group: ProcessGroup, requested: dict[str, Any]) -> None:
@@ -167,7 +186,8 @@ def setup_messages(recipe: Recipe, splits: Splits, group: ProcessGroup, parallel
     replaced = ""
     if isinstance(net, Architecture) and net.crop != recipe.crop:
         replaced = f" (instead of {net.crop}, that of the architecture {net.name})"
-    yield f"crop {recipe.crop}{replaced}, scales {low} to {high}, batch {recipe.batch}, rate {recipe.rate:.4g}"
+    learned = f"batch {recipe.batch}, rate {recipe.rate:.4g}, {recipe.activation}"
+    yield f"crop {recipe.crop}{replaced}, scales {low} to {high}, {learned}"
     if recipe.precision == "bf16" and not device_supports_bf16(group.device):
         yield f"this {group.device.type} does not support bfloat16: torch emulates it, many times slower than fp32"
     if splits.train.layout.startswith((SHARDS, "parquet")) and all(wnid.isdecimal() for wnid in splits.train.classes):

@@ -223,9 +223,8 @@ class Trainer:
         rate = self.optimizer.param_groups[0]["lr"]
         if self.group.is_first:
             error = round(100 * now.error_sum / now.loss_steps, 4)
-            errors = {} if math.isnan(error) else {"training_error": error}
             speeds = {"rate": rate, "images_per_second": round(speed, 1)}
-            self.logs.write({"step": now.step, "loss": loss, **errors, **speeds})
+            self.logs.write({"step": now.step, "loss": loss, "training_error": error, **speeds})
         now.loss_sum, now.error_sum, now.loss_steps = 0.0, 0.0, 0
 
     def _evaluate_if_due(self) -> bool:

@@ -86,6 +86,14 @@ def write_checkpoint(path: Path, checkpoint: Checkpoint) -> None:
         _write_safetensors(file, {name: tensors[name] for name in expected}, metadata)
 
 
+def require_file(path: Path) -> None:
+    """Raise UsageError unless a path is a file; for the folder of a run, name the checkpoints in it."""
+    if path.is_dir():
+        files = [str(file) for name in ("last", "best") if (file := path / f"{name}.safetensors").is_file()]
+        raise UsageError(f"{path}: a folder, not a checkpoint. Give {' or '.join(files) or 'the path of a checkpoint'}")
+    require_regular_file(path)
+
+
 def read_checkpoint(path: Path) -> Checkpoint:
     """Read and validate a checkpoint; code in the file is never run.
 
@@ -95,7 +103,7 @@ def read_checkpoint(path: Path) -> Checkpoint:
     """
     from safetensors import SafetensorError, safe_open
 
-    require_regular_file(path)
+    require_file(path)
     try:
         with safe_open(path, framework="numpy") as file:
             metadata = _Metadata(path, file.metadata() or {})

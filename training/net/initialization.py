@@ -16,12 +16,12 @@ from prelunet.evaluator.contract import ClassEntry
 from prelunet.evaluator.datasets.labels.class_file import IMAGENET_1K, MAX_CLASSES, read_class_list
 from prelunet.evaluator.errors import UsageError
 
-Rule = Literal["fan-out", "fan-in", "average", "xavier", "xavier-all", "gaussian"]
+Rule = Literal["fan-out", "fan-in", "xavier", "xavier-all", "gaussian"]
 FirstLayer = Literal["half", "exact"]
 RULES: tuple[Rule, ...] = get_args(Rule)
 FIRST_LAYERS: tuple[FirstLayer, ...] = get_args(FirstLayer)
 _UNIFORM_RULES: tuple[Rule, ...] = ("xavier", "xavier-all")
-_RECTIFIER_RULES: tuple[Rule, ...] = ("fan-out", "fan-in", "average")  # those of the paper's section 2.2
+_RECTIFIER_RULES: tuple[Rule, ...] = ("fan-out", "fan-in")  # those of the paper's section 2.2
 
 CHANNEL_MEAN = (123.68, 116.78, 103.94)  # R, G, B of ImageNet's training images, as published with VGG
 INITIAL_SLOPE = 0.25  # PReLU-nets, section 2.1 "Optimization"
@@ -38,7 +38,6 @@ class Initialization:
 
     - fan-out: ½(1 + a²)·n_out·Var = 1, preserves the variance of gradients (Eq. 14 and 15; the paper trains with it)
     - fan-in: ½(1 + a²)·n_in·Var = 1, preserves the variance of responses (Eq. 10 and 15)
-    - average: Var = 4 / ((1 + a²)(n_in + n_out)), between the two
     - xavier: uniform, n_in·Var = 1, Caffe's "xavier", to which the paper compares
     - xavier-all: the same in fc1, fc2, fc3 too, as in a Caffe net whose every layer has this filler
     - gaussian: the standard deviation `std` in every convolution
@@ -89,8 +88,6 @@ class Initialization:
         if self.rule in _UNIFORM_RULES:
             return 1 / fan_in
         doubled = 2.0 if first and self.first_layer == "exact" else 1 + slope**2  # twice the factor ½(1 + a²)
-        if self.rule == "average":
-            return 4 / (doubled * (fan_in + fan_out))
         return 2 / (doubled * (fan_out if self.rule == "fan-out" else fan_in))
 
 

@@ -14,17 +14,17 @@ from prelunet.evaluator.json_checks import parse_json, require_int, require_obje
 class ErrorRates:
     """Errors in percent over the evaluated images, after `step` steps of training.
 
-    val_loss: mean cross-entropy of these images; None in evaluations of earlier versions.
+    val_loss: mean cross-entropy of these images.
     """
 
     step: int
     top1_error: float
     top5_error: float
-    val_loss: float | None = None
+    val_loss: float
 
     def to_json(self) -> dict[str, Any]:
         """Return plain data for metrics.jsonl and `prelunet.metrics`."""
-        return {key: value for key, value in asdict(self).items() if value is not None}
+        return asdict(self)
 
     def __str__(self) -> str:
         return f"top-1 error {self.top1_error:.2f} % top-5 error {self.top5_error:.2f} %"

@@ -8,7 +8,6 @@ can resume from it.
 
 import errno
 import io
-import math
 import warnings
 import zipfile
 from collections.abc import Mapping
@@ -39,9 +38,8 @@ class TrainingProgress:
 
     mean: float32 (crop, crop, 3) or (3,); axes: float32 (3, 3), of the color augmentation; refused: `train` and `val` →
     file → reason, from before the run; unreadable: file → reason for images of train/ that became unreadable since;
-    step: completed steps; loss_sum, error_sum, loss_steps: over the steps not logged yet, `error_sum` NaN if unknown;
-    evaluations: all so far, in order; environments: those of `provenance` (evaluator/contract.md), none for steps that
-    an earlier version took.
+    step: completed steps; loss_sum, error_sum, loss_steps: over the steps not logged yet; evaluations: all so far,
+    in order; environments: those of `provenance` (evaluator/contract.md).
     """
 
     mean: Float32Array
@@ -180,7 +178,7 @@ def _parse_state(state: dict[str, Any], net: PreluNet) -> ResumeState:
     tensors: dict[str, Tensor] = state["net"]
     if {name: value.shape for name, value in tensors.items()} != {k: v.shape for k, v in net.state_dict().items()}:
         raise ValueError("tensors of another net")
-    loss_sum, loss_steps, error_sum = (*state["loss"], math.nan)[:3]  # earlier versions have no errors
+    loss_sum, loss_steps, error_sum = state["loss"]
     progress = TrainingProgress(
         mean=state["mean"].numpy(),
         axes=state["axes"].numpy(),
@@ -191,6 +189,6 @@ def _parse_state(state: dict[str, Any], net: PreluNet) -> ResumeState:
         error_sum=error_sum,
         loss_steps=loss_steps,
         evaluations=[ErrorRates(**entry) for entry in state["measured"]],
-        environments=parse_environments(state.get("environments", [])),  # earlier versions have none
+        environments=parse_environments(state["environments"]),
     )
     return ResumeState(progress, tensors, state["momentum"])

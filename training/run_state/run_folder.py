@@ -70,15 +70,6 @@ def open_run_folder(folder: Path, description: dict[str, Any], *, fresh: bool) -
         yield reset_folder
 
 
-def lacks_evaluation_scale(folder: Path) -> bool:
-    """Return whether a folder holds a run begun before recipes had an `evaluation_scale`; it keeps its own."""
-    try:
-        recipe = require_object(parse_json((folder / TRAINING_FILE).read_bytes()), "it").get("recipe")
-    except (OSError, ValueError):  # `open_run_folder` reports a damaged file
-        return False
-    return isinstance(recipe, dict) and "evaluation_scale" not in recipe
-
-
 def _compare(folder: Path, requested: dict[str, Any]) -> None:
     """Raise RunFolderError if the run in the folder differs from the requested one or has no state to resume from."""
     path = folder / TRAINING_FILE

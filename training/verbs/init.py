@@ -50,9 +50,9 @@ def init(
         str,
         typer.Option(
             "--init",
-            help=f"Initialization of the convolutions: {', '.join(RULES)}. The first three preserve the variance of "
-            "gradients (Eq. 14), of responses (Eq. 10), or approximately both (their average); xavier is Caffe's, and "
-            "xavier-all draws the fc layers by it too.",
+            help=f"Initialization of the convolutions: {', '.join(RULES)}. The first two preserve the variance of "
+            "gradients (Eq. 14) or of responses (Eq. 10); xavier is Caffe's, and xavier-all draws the fc layers by it "
+            "too.",
             metavar="RULE",
         ),
     ] = "fan-out",

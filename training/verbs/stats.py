@@ -16,7 +16,12 @@ from prelunet.evaluator.datasets.dataset import Dataset
 from prelunet.evaluator.datasets.open import open_dataset
 from prelunet.evaluator.errors import DatasetError, UsageError
 from prelunet.evaluator.terminal import echo, report
-from prelunet.training.data.dataset_statistics import DatasetStatistics, cache_folder, compute_statistics
+from prelunet.training.data.dataset_statistics import (
+    DatasetStatistics,
+    cache_folder,
+    compute_statistics,
+    forget_statistics,
+)
 from prelunet.training.data.splits import open_splits
 
 
@@ -35,10 +40,12 @@ def stats(
             min=1,
             max=MAX_SIDE,
             help="Shorter side before cropping, in pixels.",
-            show_default="crop·256/224, as in `train`",
+            show_default="crop·256/224",
         ),
     ] = None,
-    fresh: Annotated[bool, typer.Option("--fresh", help="Read all images again and ignore cached statistics.")] = False,
+    fresh: Annotated[
+        bool, typer.Option("--fresh", help="Delete all cached statistics of these images and read them again.")
+    ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:
     """Measure the mean pixel, mean image and color axes of a training set, and list unusable images (also in val/).
@@ -56,7 +63,9 @@ def stats(
         train, val = open_dataset(data, split="train"), None
         report(f"only the training images are measured: {error}")
     cache = cache_folder(os.environ)
-    measure = partial(compute_statistics, scale=scale, crop=crop, cache=cache, fresh=fresh, report=report)
+    if fresh and cache is not None:
+        forget_statistics(cache, train, *(() if val is None else (val,)))
+    measure = partial(compute_statistics, scale=scale, crop=crop, cache=cache, report=report)
     statistics = measure(train, "train/")
     of_val = None if val is None else _images(val, measure(val, "val/"))
     deviation = np.sqrt((statistics.axes.astype(np.float64) ** 2).sum(axis=1))  # axes · axesᵀ is the covariance

@@ -290,13 +290,20 @@ def test_stats_caches_the_statistics_of_val_and_fresh_recomputes_them(
     code, out, _ = run(*words, capsys=capsys)
     assert code == 0
     assert "val/: 12 images, 1 refused\n  dog/002.png: " in out
-    path.write_bytes(whole)
     val = open_splits(root).val
-    assert list(compute_statistics(val, "val/", scale=14, crop=12, cache=cache).refused) == ["dog/002.png"]
+
+    def refused() -> list[list[str]]:
+        """Return what is refused at the crops of two recipes."""
+        sizes = ((14, 12), (16, 13))
+        return [list(compute_statistics(val, "val/", scale=s, crop=c, cache=cache).refused) for s, c in sizes]
+
+    refused()
+    path.write_bytes(whole)
+    assert refused() == [["dog/002.png"], ["dog/002.png"]], "cached"
     code, out, _ = run(*words, "--fresh", "--json", capsys=capsys)
     assert code == 0
     assert json.loads(out)["val"] == {"fingerprint": val.fingerprint, "images": 12, "refused": {}}
-    assert compute_statistics(val, "val/", scale=14, crop=12, cache=cache).refused == {}
+    assert refused() == [[], []]
 
 
 def test_stats_of_a_training_set_without_val_reports_that_only_train_is_measured(

@@ -235,10 +235,11 @@ def test_the_processes_of_a_run_divide_the_shared_memory_of_their_machine(
 
 
 @pytest.mark.parametrize(
-    ("workers", "local_processes", "expected"), [(None, 1, 7), (None, 2, 3), (None, 9, 1), (5, 2, 5)]
+    ("workers", "local_processes", "cores", "expected"),
+    [(None, 1, 8, 7), (None, 2, 8, 3), (None, 9, 8, 1), (5, 2, 8, 5), (None, 1, 128, 16), (None, 8, 128, 15)],
 )
 def test_the_processes_of_a_run_divide_the_cores_of_their_machine_by_default(
-    data: Path, monkeypatch: pytest.MonkeyPatch, workers: int | None, local_processes: int, expected: int
+    data: Path, monkeypatch: pytest.MonkeyPatch, workers: int | None, local_processes: int, cores: int, expected: int
 ) -> None:
     started: list[int] = []
 
@@ -246,7 +247,7 @@ def test_the_processes_of_a_run_divide_the_cores_of_their_machine_by_default(
         started.append(count)
         return iter(())
 
-    monkeypatch.setattr(loader, "DEFAULT_WORKERS", 7)
+    monkeypatch.setattr("prelunet.training.data.image_cache.cores", lambda: cores)
     monkeypatch.setattr(loader, "map_in_processes", noting)
     image_cache = ImageCache(open_splits(data).train, {}, memory=0)
     assert list(training_batches(image_cache, RECIPE, 0, workers=workers, local_processes=local_processes)) == []

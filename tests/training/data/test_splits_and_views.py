@@ -1,5 +1,6 @@
 """What the net is shown: splits, order, and views that depend on (seed, epoch, image) alone."""
 
+import io
 import threading
 from collections import Counter
 from collections.abc import Callable
@@ -10,6 +11,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
+from prelunet.evaluator.datasets.dataset import Dataset, Sample
 from prelunet.evaluator.datasets.open import open_dataset
 from prelunet.evaluator.errors import DatasetError, ImageError, UsageError
 from prelunet.evaluator.imaging.resize import resize_shorter_side
@@ -313,6 +315,22 @@ def test_the_median_shorter_side_is_read_from_headers(tmp_path: Path) -> None:
     sides = sorted([14, 13, 12, 9, 16, 14, 13] * 3)
     sides.remove(13)
     assert median_shorter_side(open_splits(root).train) == np.median(sides)
+
+
+def test_the_median_of_a_large_set_is_that_of_a_thousand_images_spread_evenly() -> None:
+    asked: list[str] = []
+
+    class Reader:
+        def read(self, file: str) -> bytes:
+            asked.append(file)
+            coded = io.BytesIO()
+            Image.new("L", (300, 1 + int(file) // 20)).save(coded, "PNG")
+            return coded.getvalue()
+
+    samples = [Sample(f"{number:04}", 0, 1) for number in range(4000)]
+    large = Dataset(Path("data"), ("a",), samples, Reader(), exact_sizes=False)
+    assert median_shorter_side(large) == pytest.approx(100, abs=1)  # of 1 to 200
+    assert len(asked) == 1000
 
 
 def test_without_any_readable_header_there_is_no_median(tmp_path: Path) -> None:

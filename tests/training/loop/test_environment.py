@@ -189,17 +189,6 @@ def test_an_environment_in_which_no_step_was_completed_is_not_recorded(data: Pat
     assert (entry["from_step"], entry["threads"]) == (0, 1)
 
 
-def test_a_run_begun_by_an_earlier_version_resumes_and_records_only_what_is_known(data: Path, tmp_path: Path) -> None:
-    folder, messages = tmp_path / "run", list[str]()
-    stop_after(7, data, folder)
-    state = torch.load(folder / "state.pt", weights_only=True)
-    del state["environments"]
-    torch.save(state, folder / "state.pt")
-    train(RECIPE, data, folder, report=messages.append)
-    assert not any("environment" in text for text in messages)
-    assert [entry["from_step"] for entry in provenance(folder / "last.safetensors")["environments"]] == [7]
-
-
 def test_deterministic_training_gives_the_same_net_on_a_cpu_interrupted_or_not(data: Path, tmp_path: Path) -> None:
     train(RECIPE, data, tmp_path / "plain")
     train(RECIPE, data, tmp_path / "deterministic", execution=DETERMINISTIC)

@@ -60,7 +60,7 @@ def test_the_rate_drops_when_the_error_on_val_stalls(
     errors = iter([50, 40, 40, 45, 39, 60, 60, 60])
 
     def measured(self: Trainer, *_: Any) -> tuple[ErrorRates, int]:
-        return ErrorRates(self.progress.step, next(errors), 0.0), 9
+        return ErrorRates(self.progress.step, next(errors), 0.0, 1.0), 9
 
     rates = []
     step = Trainer.step
@@ -76,7 +76,7 @@ def test_the_rate_drops_when_the_error_on_val_stalls(
     # A plateau ends after step 4 (40, 45); the second, after step 7, has no effect: most_drops is 1
     assert rates == [recipe.rate] * 4 + [recipe.rate * 0.5] * 4
     assert read_checkpoint(tmp_path / "run/best.safetensors").metrics == {
-        "step": 5, "top1_error": 39, "top5_error": 0.0
+        "step": 5, "top1_error": 39, "top5_error": 0.0, "val_loss": 1.0
     }  # fmt: skip
 
 

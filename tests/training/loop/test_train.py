@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from torch._inductor.exc import InvalidCxxCompiler
 
 from prelunet.evaluator.errors import EnvironmentFault, Interrupted, RunFolderError, UsageError
 from prelunet.training.data.dataset_statistics import compute_statistics
@@ -26,7 +27,7 @@ from tests.training.loop.killed_runs import train_until_killed
 from tests.training.training_folders import RECIPE, build_batch, lines_of, make_dataset
 
 FILES = ("last.safetensors", "best.safetensors", "training.json")
-SETUP_MESSAGES = ["training on cpu, fp32", "crop 12, scales 12 to 16, batch 5, rate 0.003"]
+SETUP_MESSAGES = ["training on cpu, fp32", "crop 12, scales 12 to 16, batch 5, rate 0.003, prelu"]
 
 
 @pytest.fixture(scope="module")
@@ -321,6 +322,26 @@ def test_a_full_disk_keeps_the_last_good_files_and_the_same_command_resumes(
     read_checkpoint(folder / "last.safetensors")
     train(RECIPE, data, folder)
     assert_equal_runs(folder, uninterrupted)
+
+
+@pytest.mark.parametrize(
+    ("raised", "fix"),
+    [
+        (torch.OutOfMemoryError("CUDA out of memory."), r"batch 5 \(CUDA out of memory\.\).*--accumulate 2"),
+        (RuntimeError("DefaultCPUAllocator: can't allocate memory: you"), r"not enough memory for a step with batch 5"),
+        (InvalidCxxCompiler(), r"torch\.compile failed \(No working C.*Omit --compile"),
+    ],
+)
+def test_what_torch_lacks_is_a_fault_of_the_environment_after_which_the_run_resumes(
+    data: Path, tmp_path: Path, uninterrupted: Path, monkeypatch: pytest.MonkeyPatch, raised: Exception, fix: str
+) -> None:
+    compiled = replace(RECIPE, compile=True)
+    with monkeypatch.context() as patch:
+        patch.setattr(Trainer, "step", lambda *_: (_ for _ in ()).throw(raised))
+        with pytest.raises(EnvironmentFault, match=fix):
+            train(compiled, data, tmp_path / "run")
+    train(RECIPE, data, tmp_path / "run")
+    assert metrics(tmp_path / "run") == metrics(uninterrupted)
 
 
 def test_undecodable_images_are_named_counted_and_skipped(tmp_path: Path) -> None:

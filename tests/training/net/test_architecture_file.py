@@ -110,6 +110,7 @@ HUGE = "0x1" + 5000 * "0"  # TOML allows it; Python does not print it in decimal
         (TRUNK, "[]\n", r"trunk and spp_levels should not be empty"),
         (TRUNK, "[{ pool = 2, stride = 2 }]\n", r"has no convolution"),
         ("[7, 6]", "[7, 6, 5]", r"hidden should be one width for both fc1 and fc2, or a list of two"),
+        ("[7, 6]", "2024-01-01", r'hidden should be a whole number from 1 to 65536, not "2024-01-01"'),
         ("[7, 6]", "0", r"hidden should be a whole number from 1 to 65536, not 0"),
         ("[7, 6]", "60000", rf"3,60\d,\d+,\d+ parameters .* at most {MAX_PARAMETERS:,}"),
         (

@@ -53,7 +53,7 @@ def test_a_deviation_of_a_hundredth_shrinks_the_gradient_of_vgg_b_by_17000() -> 
     assert f"{shrinks:.1e}" == "1.7e+04"
 
 
-@pytest.mark.parametrize(("rule", "fan"), [("fan-in", 300), ("fan-out", 720), ("average", 510)])
+@pytest.mark.parametrize(("rule", "fan"), [("fan-in", 300), ("fan-out", 720)])
 @pytest.mark.parametrize("slope", [0.0, 0.25, 1.0, -0.5])
 def test_rectifier_rules_divide_by_their_fan_and_the_slope_term(rule: Rule, fan: int, slope: float) -> None:
     variance = Initialization(rule).convolution_variance(SHAPE, slope)
@@ -66,7 +66,7 @@ def test_xavier_and_gaussian_do_not_depend_on_the_slope(slope: float) -> None:
     assert Initialization("gaussian", std=0.03).convolution_variance(SHAPE, slope) == pytest.approx(9e-4, rel=1e-12)
 
 
-@pytest.mark.parametrize("rule", ["fan-out", "fan-in", "average"])
+@pytest.mark.parametrize("rule", ["fan-out", "fan-in"])
 def test_an_exact_first_layer_counts_no_activation_and_no_other_layer_changes(rule: Rule) -> None:
     half, exact = Initialization(rule), Initialization(rule, first_layer="exact")
     for slope in (0.0, 0.25):
@@ -93,7 +93,6 @@ def drawn_by_hand(net: Architecture, initialization: Initialization) -> dict[str
         stds[conv.name] = {
             "fan-out": (2 / ((1 + slope**2) * fan_out)) ** 0.5,
             "fan-in": (2 / ((1 + slope**2) * fan_in)) ** 0.5,
-            "average": (4 / ((1 + slope**2) * (fan_in + fan_out))) ** 0.5,
             "xavier": fan_in**-0.5,
             "xavier-all": fan_in**-0.5,
             "gaussian": initialization.std,
@@ -152,7 +151,7 @@ def test_nets_that_differ_only_in_activation_start_from_the_same_random_numbers(
     [
         (
             lambda: Initialization("he"),
-            "unknown initialization 'he'. Choose one of fan-out, fan-in, average, xavier, xavier-all, gaussian",
+            "unknown initialization 'he'. Choose one of fan-out, fan-in, xavier, xavier-all, gaussian",
         ),  # type: ignore[arg-type]
         (lambda: Initialization(first_layer="whole"), "Choose one of half, exact"),  # type: ignore[arg-type]
         (
@@ -264,7 +263,7 @@ def test_init_writes_an_untrained_checkpoint_and_prints_its_size(
     ("arguments", "initialization"),
     [
         (["--init", "fan-in"], Initialization("fan-in")),
-        (["--init", "average", "--first-layer", "exact"], Initialization("average", first_layer="exact")),
+        (["--init", "fan-in", "--first-layer", "exact"], Initialization("fan-in", first_layer="exact")),
         (["--init", "gaussian"], Initialization("gaussian", std=0.01)),
         (["--init", "gaussian", "--init-std", "0.03"], Initialization("gaussian", std=0.03)),
     ],
@@ -311,7 +310,7 @@ def test_init_replaces_an_existing_file_only_when_forced(tmp_path: Path, capsys:
         (["--crop", "9"], "too small for 3x3 bins"),
         (["--crop", "4097"], "4096"),
         (["--crop", "9" * 27], "4096"),
-        (["--init", "he"], "Choose one of fan-out, fan-in, average, xavier, xavier-all, gaussian"),
+        (["--init", "he"], "Choose one of fan-out, fan-in, xavier, xavier-all, gaussian"),
         (["--init", "gaussian", "--init-std", "-1"], "should be from 1e-6 to 100"),
         (["--init-std", "0.03"], "Add --init gaussian"),
         (["--first-layer", "whole"], "Choose one of half, exact"),

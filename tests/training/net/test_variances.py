@@ -119,12 +119,6 @@ def test_either_rule_scales_the_other_direction_only_by_the_widths_of_first_and_
     assert (N_OUT / N_IN).prod() == 2  # 64 of the last layer ÷ 32 of the first
 
 
-def test_the_average_rule_lies_between_the_two() -> None:
-    measured = sizes(Initialization("average"), 0.25)
-    assert_factors(measured, "forward", 2 * N_IN / (N_IN + N_OUT))
-    assert_factors(measured, "backward", 2 * N_OUT / (N_IN + N_OUT))
-
-
 def test_xavier_halves_responses_and_gradients_in_every_layer() -> None:
     measured = sizes(Initialization("xavier"), 0.0)
     assert_factors(measured, "forward", np.full(29, 0.5))  # 2^-29 in all

@@ -1,6 +1,5 @@
 """The run folder: which run may use it, and what is refused."""
 
-import errno
 import json
 import os
 import re
@@ -53,23 +52,6 @@ def test_an_own_architecture_instead_of_a_built_in_one_is_refused_by_its_name_al
     assert found == [f"  recipe.architecture: {SHORT.build_architecture().name} in the folder, mine now"]
 
 
-def test_a_run_begun_before_evaluation_scales_were_recorded_resumes_with_its_own(
-    data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    recipe = replace(RECIPE, scales=(12, 13), steps=4, evaluate_every=2, save_every=2)  # 14 is in proportion
-    with monkeypatch.context() as patch:
-        patch.setattr("prelunet.training.loop.train.lacks_evaluation_scale", lambda _folder: True)  # as it began then
-        patch.setattr(Trainer, "save", _once_then_fail(Trainer.save))
-        with pytest.raises(OSError, match="No space"):
-            train(recipe, data, tmp_path / "old")
-    for folder in (tmp_path / "old", tmp_path / "new"):
-        train(recipe, data, folder)
-    scales = {name: (read_checkpoint(tmp_path / name / "last.safetensors").recipe or {}) for name in ("old", "new")}
-    assert "evaluation_scale" not in scales["old"]
-    assert scales["new"]["evaluation_scale"] == 13
-    assert Recipe(**{**scales["old"], "scales": (12, 13)}).central_scale == 14
-
-
 def test_a_run_whose_recipe_lacks_newer_keys_resumes_with_their_defaults(
     data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -82,18 +64,6 @@ def test_a_run_whose_recipe_lacks_newer_keys_resumes_with_their_defaults(
     train(RECIPE, data, tmp_path / "run")
     with pytest.raises(RunFolderError, match=r"recipe\.bias_rate: 1\.0 in the folder, 2\.0 now"):
         train(replace(RECIPE, bias_rate=2.0), data, tmp_path / "run")
-
-
-def _once_then_fail(save: Any) -> Any:
-    """Return a `save` that works once and then finds the disk full."""
-    saved = []
-
-    def limited(self: Trainer) -> None:
-        if saved:
-            raise OSError(errno.ENOSPC, "No space left on device")
-        saved.append(save(self))
-
-    return limited
 
 
 @pytest.mark.parametrize("change", [{"steps": 2}, {"evaluate_every": 4}, {"precision": "bf16"}, {"rate_drops": ()}])
