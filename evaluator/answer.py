@@ -115,6 +115,6 @@ def resolve_top_k(requested: int | None, classes: int) -> int:
     """Return the number of classes in an answer; UsageError unless 1 <= requested <= classes."""
     if requested is None:
         return min(DEFAULT_TOP_K, classes)
-    if not 1 <= requested <= classes:
+    if not (isinstance(requested, int) and 1 <= requested <= classes):
         raise UsageError(f"top_k is {requested}, but it must be 1 to {classes}, the number of this model's classes")
     return requested

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     import numpy.typing as npt
     from PIL import Image
 
-ImageInput: TypeAlias = "bytes | str | os.PathLike[str] | Image.Image | npt.NDArray[np.uint8]"
+ImageInput: TypeAlias = "bytes | bytearray | memoryview | str | os.PathLike[str] | Image.Image | npt.NDArray[np.uint8]"
 """An encoded image, the path of an image file, a Pillow image, or its pixels: uint8 (H, W, 3) RGB or (H, W) gray."""
 
 _MAX_BYTES = 2**29  # the largest image that any server can be configured to accept
@@ -23,7 +23,9 @@ _ORIENTATION = 274  # Exif 2.32, section 4.6.4
 
 def is_image(image: object) -> bool:
     """Return whether `encoded_image` accepts objects of this type."""
-    return isinstance(image, bytes | str | os.PathLike) or _is_pillow(image) or _is_array(image)
+    return (
+        isinstance(image, bytes | bytearray | memoryview | str | os.PathLike) or _is_pillow(image) or _is_array(image)
+    )
 
 
 def encoded_image(image: object) -> bytes:
@@ -32,8 +34,8 @@ def encoded_image(image: object) -> bytes:
     Raises ImageError for a file that cannot be read, and for pixels that a PNG cannot hold without loss; UsageError for
     an object of another type. The bytes of files are not checked.
     """
-    if isinstance(image, bytes):
-        data = image
+    if isinstance(image, bytes | bytearray | memoryview):
+        data = bytes(image)
     elif isinstance(image, str | os.PathLike):
         path = os.fsdecode(image)
         try:

@@ -52,8 +52,9 @@ class Deviation:
         return self.scores <= self.tolerance.scores and self.logits <= self.tolerance.logits
 
     def to_json(self) -> dict[str, Any]:
-        """Return the deviation and the verdict as plain data."""
-        return {**asdict(self), "passed": self.passed}
+        """Return the deviation and the verdict as plain data; numbers that are not finite are None."""
+        scores, logits = (number if math.isfinite(number) else None for number in (self.scores, self.logits))
+        return {**asdict(self), "scores": scores, "logits": logits, "passed": self.passed}
 
 
 def deviation(

@@ -9,7 +9,7 @@ from typing import Any
 from prelunet.evaluator.engine.classify import average_image, run_views
 from prelunet.evaluator.engine.load import open_with_placement
 from prelunet.evaluator.engine.session import Device, Precision, Session
-from prelunet.evaluator.errors import EnvironmentFault, UsageError
+from prelunet.evaluator.errors import PreluNetError
 from prelunet.evaluator.imaging.views import ViewImage
 from prelunet.evaluator.protocols import EvaluationProtocol
 
@@ -52,7 +52,7 @@ def compare_engines(
     """Yield a comparison for each other engine of this CPU that runs the model file; none for a session on a GPU.
 
     path: of the file; images: the views of each image, which are computed together. Engines that are not installed, or
-    compute this file on this CPU in another precision only, are left out.
+    cannot compute this file on this CPU, or in another precision only, are left out.
     """
     for device, precision in () if session.circumstances.on_gpu else _ENGINES:
         if (device, precision) == (session.placement.device, session.circumstances.precision):
@@ -60,10 +60,10 @@ def compare_engines(
         placement = replace(session.placement, device=device, precision=precision)
         try:
             other = open_with_placement(path, placement, digest=session.model_sha256)
-        except (EnvironmentFault, UsageError):
+            for one in (session, other):
+                _first_answers(one, images[:1], protocol)  # a first call may take far longer
+        except PreluNetError:
             continue
-        for one in (session, other):
-            _first_answers(one, images[:1], protocol)  # a first call may take far longer
         seconds = {session: 0.0, other: 0.0}
         answers: dict[Session, list[int]] = {}
         for turn in range(_ROUNDS):

@@ -55,7 +55,7 @@ class Evaluation:
             ) from error
         run = read_run(self.folder)
         classes = run.info.classes
-        places = range(1, min(TOP_CLASSES, len(classes)) + 1)
+        places = range(1, min(TOP_CLASSES, len(run.info.candidates or classes)) + 1)
         rows = [
             (
                 *(image.file, image.label, classes[image.label].name, image.rank or None),

@@ -107,6 +107,9 @@ def _described(protocols: Mapping[str, Mapping[str, Any]]) -> dict[str, str]:
     return {side: describe_protocol(protocol) for side, protocol in protocols.items()}
 
 
+_ARITHMETIC = ("provider", "precision")  # in the circumstances of a run
+
+
 def protocol_remark(comparison: Comparison) -> str:
     """Return a remark if the protocols differ, stating whether the models differ too; else an empty string."""
     of_model = {"name", "crop", "interpolation"}  # the name, and what follows from the model
@@ -114,7 +117,10 @@ def protocol_remark(comparison: Comparison) -> str:
     if a == b:
         return ""
     if comparison["a"]["model"]["sha256"] == comparison["b"]["model"]["sha256"]:
-        return "A and B are the same model evaluated with different protocols. The difference is due to the protocols."
+        same = "A and B are the same model evaluated with different protocols"
+        if any(comparison["a"]["circumstances"][key] != comparison["b"]["circumstances"][key] for key in _ARITHMETIC):
+            return f"{same} and on different devices or in different precisions. The difference may be due to either."
+        return f"{same}. The difference is due to the protocols."
     return "A and B are different models evaluated with different protocols. The difference may be due to either."
 
 

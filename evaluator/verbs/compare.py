@@ -53,14 +53,16 @@ def compare(
     if fail_if_worse is not None and not math.isfinite(fail_if_worse):
         raise UsageError(f"--fail-if-worse {fail_if_worse}: give a number of points, e.g. --fail-if-worse 0.5")
     written = write_comparison(a, b, out=out, data=data)
-    echo(json_bytes(written.comparison).decode("ascii") if as_json else f"{written}\n", end="")
-    if refused := written.comparison["refused_by_b_only"]:
-        report(
-            f"warning: B refused {refused:,} image{'s' if refused > 1 else ''} that A evaluated. Both errors leave "
-            "them out; --fail-if-worse also counts them as wrong in B"
-        )
-    if fail_if_worse is not None:
-        check_not_worse(written.comparison, fail_if_worse, metric)
+    try:
+        echo(json_bytes(written.comparison).decode("ascii") if as_json else f"{written}\n", end="")
+        if refused := written.comparison["refused_by_b_only"]:
+            report(
+                f"warning: B refused {refused:,} image{'s' if refused > 1 else ''} that A evaluated. Both errors leave "
+                "them out; --fail-if-worse also counts them as wrong in B"
+            )
+    finally:  # also if the reader of stdout has closed it
+        if fail_if_worse is not None:
+            check_not_worse(written.comparison, fail_if_worse, metric)
 
 
 def check_not_worse(comparison: Comparison, points: float, metric: Metric) -> None:

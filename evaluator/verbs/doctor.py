@@ -1,6 +1,7 @@
 """`prelunet doctor`: what this machine can run, and whether it is set up correctly."""
 
 import json
+from collections.abc import Sequence
 from typing import Annotated
 
 import typer
@@ -12,7 +13,7 @@ from prelunet.evaluator.errors import CheckFailed
 from prelunet.evaluator.rpc.credentials import Credentials
 from prelunet.evaluator.serving.options import ServeOptions
 from prelunet.evaluator.terminal import echo, escape_unprintable
-from prelunet.evaluator.verbs.doctor_checks import check_machine, check_model, check_server
+from prelunet.evaluator.verbs.doctor_checks import Finding, check_machine, check_model, check_server
 from prelunet.evaluator.verbs.options.derive import Only, derive_options
 from prelunet.evaluator.verbs.options.shared import OptionalModelOption
 
@@ -47,17 +48,27 @@ def doctor(
     if server is not None:
         findings += check_server(server, timeout, credentials)
     wrong = [finding for finding in findings if finding.state == "wrong"]
+    try:
+        _print(findings, passed=not wrong, as_json=as_json)
+    finally:  # also if the reader of stdout has closed it
+        if wrong:
+            raise _failure(wrong, len(findings), as_json=as_json)
+
+
+def _print(findings: Sequence[Finding], *, passed: bool, as_json: bool) -> None:
     if as_json:
-        echo(json.dumps({"passed": not wrong, "findings": [finding.to_json() for finding in findings]}))
-    else:
-        table = Table("", "", "", show_header=False)
-        for finding in findings:
-            fix = f"\n→ {finding.fix}" if finding.fix else ""
-            table.add_row(finding.state, finding.name, escape_unprintable(finding.message + fix, newlines=True))
-        Console(markup=False, highlight=False).print(table)
-    if wrong:
-        count = f"{len(wrong)} of {len(findings)} findings {'is' if len(wrong) == 1 else 'are'} wrong:"
-        if as_json:
-            lines = [f"- {finding.name}: {finding.message}. {finding.fix}" for finding in wrong]
-            raise CheckFailed("\n".join([count, *lines]))
-        raise CheckFailed(f"{count} {', '.join(finding.name for finding in wrong)}. The table shows how to fix this")
+        echo(json.dumps({"passed": passed, "findings": [finding.to_json() for finding in findings]}))
+        return
+    table = Table("", "", "", show_header=False)
+    for finding in findings:
+        fix = f"\n→ {finding.fix}" if finding.fix else ""
+        table.add_row(finding.state, finding.name, escape_unprintable(finding.message + fix, newlines=True))
+    Console(markup=False, highlight=False).print(table)
+
+
+def _failure(wrong: Sequence[Finding], total: int, *, as_json: bool) -> CheckFailed:
+    count = f"{len(wrong)} of {total} findings {'is' if len(wrong) == 1 else 'are'} wrong:"
+    if as_json:
+        lines = [f"- {finding.name}: {finding.message}. {finding.fix}" for finding in wrong]
+        return CheckFailed("\n".join([count, *lines]))
+    return CheckFailed(f"{count} {', '.join(finding.name for finding in wrong)}. The table shows how to fix this")

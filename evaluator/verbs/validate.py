@@ -14,6 +14,7 @@ from prelunet.evaluator.engine.runtimes import ncnn, onnx, openvino
 from prelunet.evaluator.engine.session import Device, Placement
 from prelunet.evaluator.errors import UsageError
 from prelunet.evaluator.protocols import ProtocolOverrides, build_protocol, default_protocol_name
+from prelunet.evaluator.reporting.page_data import MAX_HEAT_MAPS
 from prelunet.evaluator.reporting.report import Report, build_report, error_with_interval, scored_over
 from prelunet.evaluator.reporting.statistics import TOPS
 from prelunet.evaluator.terminal import echo, report
@@ -69,7 +70,9 @@ def validate(
     heatmaps: Annotated[
         int,
         typer.Option(
-            min=0, metavar="N", help="Store heat maps of the N most confident mistakes; reports show up to 500."
+            min=0,
+            metavar="N",
+            help=f"Store heat maps of the N most confident mistakes; reports show up to {MAX_HEAT_MAPS}.",
         ),
     ] = 0,
     fresh: Annotated[bool, typer.Option("--fresh", help="Delete the existing run and start over.")] = False,

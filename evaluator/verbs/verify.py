@@ -1,6 +1,7 @@
 """`prelunet verify`: check a model on this machine with its golden images."""
 
 import json
+from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated
@@ -10,8 +11,8 @@ from rich.console import Console
 from rich.table import Table
 
 from prelunet.evaluator.engine.load import open_with_placement
-from prelunet.evaluator.engine.session import Placement
-from prelunet.evaluator.engine.verify import require_verified, tolerance_of
+from prelunet.evaluator.engine.session import Placement, Session
+from prelunet.evaluator.engine.verify import Deviation, require_verified, tolerance_of
 from prelunet.evaluator.engine.verify import verify as verify_session
 from prelunet.evaluator.terminal import echo
 from prelunet.evaluator.verbs.options.derive import Only, derive_options
@@ -30,6 +31,22 @@ def verify(
     """
     session = open_with_placement(model, placement)
     deviations = verify_session(session)
+    try:
+        _print(session, deviations, as_json=as_json)
+    finally:  # also if the reader of stdout has closed it
+        bounds = require_verified(str(model), session, deviations)
+    if not as_json:
+        echo(f"{model}: verified on {session.circumstances}: deviation at most {bounds}")
+        if (calibration := session.contract.calibration) is not None:
+            cost = calibration.cost
+            echo(
+                f"int8 itself moves the scores of these images by up to {cost.scores:g}, logits by {cost.logits:g} of "
+                "the largest. They are no photos; what it costs on yours: prelunet compare"
+            )
+
+
+def _print(session: Session, deviations: Sequence[Deviation], *, as_json: bool) -> None:
+    """Print the deviations."""
     if as_json:
         result = {
             "model": session.model_sha256,
@@ -47,12 +64,3 @@ def verify(
             verdict = "ok" if d.passed else "WRONG"
             table.add_row(f"{d.height}x{d.width}", d.case, f"{d.scores:.1e}", f"{d.logits:.1e}", verdict)
         Console().print(table)
-    bounds = require_verified(str(model), session, deviations)
-    if not as_json:
-        echo(f"{model}: verified on {session.circumstances}: deviation at most {bounds}")
-        if (calibration := session.contract.calibration) is not None:
-            cost = calibration.cost
-            echo(
-                f"int8 itself moves the scores of these images by up to {cost.scores:g}, logits by {cost.logits:g} of "
-                "the largest. They are no photos; what it costs on yours: prelunet compare"
-            )

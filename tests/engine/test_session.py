@@ -104,15 +104,16 @@ def test_auto_without_a_working_cuda_is_a_cpu_session_with_a_warning(use, model:
 
 
 @pytest.mark.parametrize(
-    ("net", "flags", "openvino", "precision", "device"),
+    ("net", "flags", "installed", "precision", "device"),
     [
-        ("A", "avx2 avx512f", True, None, "openvino"),
-        ("A", "avx2 avx512f", True, "fp32", "openvino"),
-        ("A", "avx2 avx512f", False, None, "cpu"),
-        ("A", "avx2", True, None, "cpu"),
-        ("demo", "avx2 avx512f", True, None, "cpu"),
-        ("demo", "avx2", False, "bf16", "openvino"),  # which then names what is missing
-        (None, "avx2 avx512f", True, None, "cpu"),  # not a model file of ours, or damaged
+        ("A", "avx2 avx512f", "onnxruntime openvino", None, "openvino"),
+        ("A", "avx2 avx512f", "onnxruntime openvino", "fp32", "openvino"),
+        ("A", "avx2 avx512f", "onnxruntime", None, "cpu"),
+        ("A", "avx2", "onnxruntime openvino", None, "cpu"),
+        ("demo", "avx2 avx512f", "onnxruntime openvino", None, "cpu"),
+        ("demo", "avx2", "openvino", None, "openvino"),
+        ("demo", "avx2", "onnxruntime", "bf16", "openvino"),  # which then names what is missing
+        (None, "avx2 avx512f", "onnxruntime openvino", None, "cpu"),  # not a model file of ours, or damaged
     ],
 )
 def test_on_a_cpu_auto_follows_the_net_the_processor_and_what_is_installed(  # noqa: PLR0917
@@ -120,14 +121,14 @@ def test_on_a_cpu_auto_follows_the_net_the_processor_and_what_is_installed(  # n
     model: Path,
     net: str | None,
     flags: str,
-    openvino: bool,
+    installed: str,
     precision: Precision | None,
     device: Device,
 ) -> None:
     metadata = {} if net is None else replace(build_contract(net), checkpoint_sha256="0" * 64).to_metadata()
     monkeypatch.setattr(load, "read_metadata", lambda _path: metadata)
     monkeypatch.setattr(load, "has_processor_flags", lambda *wanted: not set(wanted).isdisjoint(flags.split()))
-    monkeypatch.setattr(importlib.util, "find_spec", lambda _name: object() if openvino else None)
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: object() if name in installed.split() else None)
     assert choose_cpu_device(model, precision) == device
 
 

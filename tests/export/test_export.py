@@ -1,6 +1,7 @@
 """The model file: metadata, determinism, no traces of the machine, clear errors."""
 
 import json
+import math
 import re
 import subprocess
 import sys
@@ -16,7 +17,7 @@ import torch
 from prelunet.evaluator.cli import run
 from prelunet.evaluator.contract import ModelContract, contract_from_metadata, golden_image
 from prelunet.evaluator.engine.load import open_session
-from prelunet.evaluator.engine.verify import verify
+from prelunet.evaluator.engine.verify import Deviation, verify
 from prelunet.evaluator.errors import ContractError, EnvironmentFault, UsageError
 from prelunet.evaluator.protocols import build_protocol
 from prelunet.export.dense.export import export_checkpoint
@@ -146,8 +147,14 @@ def test_verify_passes_on_this_machine_and_fails_on_changed_golden_scores(export
 
 
 def test_the_verb_verify_exits_6_when_a_score_is_off(
-    exported: dict[str, ExportedNet], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    exported: dict[str, ExportedNet],
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    def closed(*_arguments: object) -> None:
+        raise BrokenPipeError
+
     assert run(["verify", str(exported["demo-image"].path), "--device", "cpu", "--json"]) == 0
     output = json.loads(capsys.readouterr().out)
     assert output["passed"] is True
@@ -158,9 +165,19 @@ def test_the_verb_verify_exits_6_when_a_score_is_off(
     wrong = with_metadata(
         exported, tmp_path, golden=lambda golden: [{**g, "scores": g["scores"][::-1]} for g in golden]
     )
+    with monkeypatch.context() as patch:
+        patch.setattr("prelunet.evaluator.verbs.verify.echo", closed)
+        assert run(["verify", str(wrong), "--device", "cpu", "--json"]) == 6, "also if nobody reads its output"
     assert run(["verify", str(wrong), "--device", "cpu"]) == 6
     assert "CPUExecutionProvider, fp32 (" in (output := capsys.readouterr().err)
     assert "golden images deviate by more than 1e-05 (scores) or 0.0001 of the largest (logits)" in output
+
+
+@pytest.mark.parametrize("deviation", [math.nan, math.inf])
+def test_a_deviation_that_is_not_finite_is_null_in_json_and_not_passed(deviation: float) -> None:
+    plain = Deviation("alone", 30, 41, deviation, 0.0).to_json()
+    assert json.loads(json.dumps(plain, allow_nan=False))["scores"] is None
+    assert (plain["logits"], plain["passed"]) == (0.0, False)
 
 
 def test_a_file_without_golden_images_cannot_be_verified_and_the_error_gives_the_command(

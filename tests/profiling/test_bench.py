@@ -22,7 +22,7 @@ from prelunet.evaluator.datasets.dataset import Dataset, DatasetSpec
 from prelunet.evaluator.datasets.open import open_from_spec
 from prelunet.evaluator.engine.classify import classify_images
 from prelunet.evaluator.engine.session import Device, Outputs, Placement, Precision
-from prelunet.evaluator.errors import DatasetError, EnvironmentFault, UsageError
+from prelunet.evaluator.errors import ContractError, DatasetError, EnvironmentFault
 from prelunet.evaluator.imaging.decode import decode_rgb
 from prelunet.evaluator.imaging.views import make_views
 from prelunet.evaluator.machine import supports_bf16
@@ -298,7 +298,7 @@ def test_engines_are_compared_by_time_and_first_answers_except_those_that_are_mi
     def open_other(path: Path, placement: Placement, *, digest: str) -> FakeSession:
         opened.append((path, placement.device, placement.precision, digest))
         if placement.precision == "int8":
-            raise UsageError("not an int8 file")
+            raise ContractError("an operator that this engine does not know")
         if placement.precision == "bf16" and "bf16" not in others:
             raise EnvironmentFault("no bf16 here")
         return others[placement.precision or ""]

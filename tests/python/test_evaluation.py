@@ -194,6 +194,16 @@ def test_the_table_has_each_line_of_the_run(net: Net, data: Path, here: Path) ->
     assert np.issubdtype(table["score_1"].dtype, np.floating)
 
 
+def test_a_table_of_few_allowed_classes_has_a_pair_of_columns_for_each(net: Net, data: Path, here: Path) -> None:
+    bad = LABELS[name_of(tiny_datasets.BAD)]
+    wnids = [net.classes[label + 3].wnid for label in (bad, *sorted(set(LABELS.values()) - {bad})[:2])]
+    table = net.evaluate(data, protocol="center", classes=wnids, restrict_classes=wnids).to_pandas()
+    assert [name for name in table.columns if name.startswith("class_")] == ["class_1", "class_2", "class_3"]
+    assert table["capped"].tolist() == [False] * len(table)
+    assert table["class_3"].isna().tolist() == table["refused"].notna().tolist()
+    assert table["refused"].notna().sum() == 1
+
+
 def test_without_pandas_the_error_has_the_command_that_installs_it(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write_images(here / "val", CLASSES, 12)
     found = fake_net().evaluate("val", protocol="center")

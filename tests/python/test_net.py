@@ -49,8 +49,11 @@ def printed(net: Net, capsys: pytest.CaptureFixture[str], *arguments: str) -> li
 
 @pytest.mark.parametrize(
     "image",
-    [Path, str, Path.read_bytes, Image.open, lambda path: np.asarray(Image.open(path))],
-    ids=["path", "text", "bytes", "Pillow image", "array"],
+    [
+        *(Path, str, Path.read_bytes, lambda path: bytearray(path.read_bytes()), Image.open),
+        lambda path: np.asarray(Image.open(path)),
+    ],
+    ids=["path", "text", "bytes", "bytearray", "Pillow image", "array"],
 )
 def test_an_image_of_any_kind_gives_what_the_command_prints(
     net: Net, photo: Path, image: Callable[[Path], Any], capsys: pytest.CaptureFixture[str]

@@ -38,6 +38,19 @@ def test_fail_if_worse_exits_6_beyond_the_points_and_has_written_before(
     assert cli.run(["compare", str(b), str(a), "--fail-if-worse", points, "--metric", metric]) == 0  # better
 
 
+@pytest.mark.parametrize("form", [[], ["--json"]])
+def test_fail_if_worse_exits_6_also_if_nobody_reads_the_summary(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, form: list[str]
+) -> None:
+    def closed(*_arguments: object, **_options: object) -> None:
+        raise BrokenPipeError
+
+    monkeypatch.setattr("prelunet.evaluator.verbs.compare.echo", closed)
+    a = write_run(tmp_path / "a", [evaluated("0.jpg", 0, [0, 1, 2, 3, 4], 1)])
+    b = write_run(tmp_path / "b", [evaluated("0.jpg", 0, [1, 0, 2, 3, 4], 2)])
+    assert cli.run(["compare", str(a), str(b), "--fail-if-worse", "0", *form]) == 6
+
+
 def ten(refused_ones: int, wrong_ones: int = 0) -> list[dict[str, Any]]:
     """Ten images of class 0: the first refused, then some wrong by top-1, the rest right."""
     return [

@@ -303,7 +303,11 @@ def test_moved_most_are_the_classes_at_either_end(tmp_path: Path) -> None:
 def test_runs_of_one_model_file_are_distinguished_by_protocol_or_letter() -> None:
     def titles(a: tuple[str, str], b: tuple[str, str], **changes: Any) -> list[str]:
         sides = {
-            s: {"model": {"file": f, "sha256": f}, "protocol": {**MULTI_SCALE, "name": p, **different}}
+            s: {
+                "model": {"file": f, "sha256": f},
+                "protocol": {**MULTI_SCALE, "name": p, **different},
+                "circumstances": {"provider": "CPUExecutionProvider", "precision": "fp32"},
+            }
             for s, (f, p), different in (("a", a, {}), ("b", b, changes))
         }
         assert bool(protocol_remark(sides)) == bool(changes)
@@ -352,6 +356,15 @@ def test_summary_and_page_state_whether_models_or_protocols_differ(
     assert cli.run(["compare", str(a), str(b), "--out", str(tmp_path)]) == 0
     for text in (capsys.readouterr().out, (tmp_path / "compare.html").read_text()):
         assert f"A and B are {remark}" in text if remark else "A and B are" not in text
+
+
+@pytest.mark.parametrize("other", [{"precision": "bf16"}, {"provider": "OpenVINOExecutionProvider"}])
+def test_a_difference_is_not_due_to_the_protocols_alone_if_the_arithmetic_differs_too(other: dict[str, str]) -> None:
+    side = {"model": {"sha256": "a"}, "circumstances": {"provider": "CPUExecutionProvider", "precision": "fp32"}}
+    a = {**side, "protocol": {"name": "center", "mirror": False}}
+    b = {**side, "protocol": {"name": "dense-40", "mirror": True}, "circumstances": {**side["circumstances"], **other}}
+    assert "due to the protocols" in protocol_remark({"a": a, "b": {**a, "protocol": b["protocol"]}})
+    assert "The difference may be due to either" in protocol_remark({"a": a, "b": b})
 
 
 def test_a_page_is_the_same_bytes_again_and_bounded_at_a_thousand_classes(tmp_path: Path) -> None:

@@ -85,7 +85,8 @@ def load_error(error: Exception, path: Path, *, faulty: bool) -> ContractError |
             f"{path}: not an ONNX model that can be loaded ({text}). "
             "Write one with: prelunet export CHECKPOINT -o FILE (for classifiers from elsewhere: prelunet adopt)"
         )
-    return ContractError(f"{path}: could not be loaded ({type(error).__name__}: {text}). {rewrite_hint(str(path))}")
+    fix = f"{rewrite_hint(str(path))}, or try another --device"
+    return ContractError(f"{path}: could not be loaded ({type(error).__name__}: {text}). {fix}")
 
 
 def is_out_of_memory(error: Exception) -> bool:

@@ -57,7 +57,9 @@ class OnnxRuntimeModel:
 
 
 def has_cuda_provider() -> bool:
-    """Return whether this onnxruntime supports CUDA. Only loading a model shows whether a GPU is available."""
+    """Return whether onnxruntime is installed and supports CUDA. Only loading a model shows if a GPU is available."""
+    if not _installed_runtimes():  # OpenVINO alone
+        return False
     runtime = import_runtime()
     _preload(runtime)  # which may register the provider if it comes as a plugin
     return CUDA in runtime.get_available_providers()

@@ -78,6 +78,7 @@ async function start() {
     if (!models.length) {
       ({ models } = await call("/v1/models"));
       byId("model").replaceChildren(...models.map(({ name }) => make("option", { value: name }, name)));
+      if (!models.length) throw new Problem(503, "no model is loaded.");
     }
     const place = byId("model").selectedIndex;
     byId("protocol").disabled = true; // those shown are another model's
