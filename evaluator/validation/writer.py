@@ -154,10 +154,7 @@ def _require_run_or_empty(folder: Path) -> None:
         raise RunFolderError(f"{folder}: a file, not a folder. Choose another path with --run")
     if is_run_folder(folder):
         return
-    log = folder / LOG_FILE
     own_files = set(leftovers(folder, _ATOMIC_FILES))  # of a process killed before it wrote run.json
-    if log.is_file() and log.stat().st_size == 0:
-        own_files.add(log)
     if others := sorted(path.name for path in folder.iterdir() if path not in own_files):
         raise RunFolderError(
             f"{folder}: not empty ({', '.join(others[:3])}{', ...' if len(others) > 3 else ''}) and not a run. "

@@ -140,7 +140,6 @@ def test_a_finished_run_is_not_touched_when_it_is_opened_again(folder: Path) -> 
 
 def test_leftovers_of_a_killed_start_do_not_prevent_a_new_one(folder: Path) -> None:
     folder.mkdir(parents=True)
-    (folder / "log.jsonl").touch()
     (folder / ".run.json.0a1b2c3d.tmp").write_text("{")
     assert write(folder) == 0
     assert not list(folder.glob(".*"))

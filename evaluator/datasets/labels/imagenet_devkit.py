@@ -4,15 +4,17 @@ From the devkit's readme: line i of `ILSVRC2012_validation_ground_truth.txt` is 
 name. `synsets` in `meta.mat` has a row for each id: 1000 classes (num_children is 0) and their ancestors.
 """
 
+import io
 import os
 import re
 from collections.abc import Collection, Sequence
 from pathlib import Path
 
+import numpy as np
+
 from prelunet.evaluator.datasets.labels.class_file import WNID
 from prelunet.evaluator.datasets.labels.class_names import ClassList
 from prelunet.evaluator.datasets.labels.label_lists import check_count
-from prelunet.evaluator.datasets.labels.read_meta_mat import MAX_META_MAT_BYTES, read_synsets
 from prelunet.evaluator.datasets.sources.base import LabelFile, format_names
 from prelunet.evaluator.datasets.sources.folder import label_file
 from prelunet.evaluator.errors import DatasetError, UsageError, import_from_extra
@@ -21,6 +23,7 @@ GROUND_TRUTH = "ILSVRC2012_validation_ground_truth.txt"
 META_MAT = "meta.mat"
 MAPPING_FILES = ("synsets.txt", "map_clsloc.txt", "wnids.txt")  # text files that may map devkit ids to wnids
 VAL_NAME = re.compile(r"ILSVRC2012_val_(\d{8})(?:_n\d{8})?\.\w+", re.ASCII)
+_MAX_META_MAT_BYTES = 16 * 1024**2  # ILSVRC2012's file is smaller than 1 MB
 _LARGEST_ID = 999_999_999  # nine digits, as in text mappings
 
 
@@ -126,15 +129,16 @@ def _mapping_beside(ground_truth: LabelFile) -> LabelFile:
 
 def _read_matlab(file: LabelFile) -> list[tuple[int, str]]:
     """Read `synsets` of meta.mat: rows with ILSVRC2012_ID, WNID, …, num_children. Raises MissingExtra."""
-    import_from_extra("scipy")
+    matlab, data = import_from_extra("scipy.io"), io.BytesIO(file.data(_MAX_META_MAT_BYTES))
     try:
-        rows = read_synsets(file.data(MAX_META_MAT_BYTES))
+        synsets = np.atleast_1d(matlab.loadmat(data, squeeze_me=True, variable_names=["synsets"])["synsets"])
+        rows = [(float(row["ILSVRC2012_ID"]), str(row["WNID"]), float(row["num_children"])) for row in synsets]
         for row, (devkit_id, wnid, children) in enumerate(rows, start=1):
             if not (devkit_id.is_integer() and 1 <= devkit_id <= _LARGEST_ID):
                 raise ValueError(f"row {row}, {wnid!a:.40}, has the id {devkit_id:g}, not a positive integer")
             if not (children.is_integer() and children >= 0):
                 raise ValueError(f"row {row}, {wnid!a:.40}, has {children:g} children")
-    except ValueError as error:
+    except Exception as error:  # scipy raises many kinds for a damaged file
         raise DatasetError(
             f"{file.path}: cannot read ILSVRC's `synsets` ({error!s:.200}). Copy the file from the devkit again"
         ) from error
