@@ -6,7 +6,7 @@
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from html import escape
-from typing import Any
+from typing import Any, SupportsIndex
 
 from prelunet.evaluator.errors import UsageError
 
@@ -115,6 +115,6 @@ def resolve_top_k(requested: int | None, classes: int) -> int:
     """Return the number of classes in an answer; UsageError unless 1 <= requested <= classes."""
     if requested is None:
         return min(DEFAULT_TOP_K, classes)
-    if not (isinstance(requested, int) and 1 <= requested <= classes):
-        raise UsageError(f"top_k is {requested}, but it must be 1 to {classes}, the number of this model's classes")
+    if not (isinstance(requested, SupportsIndex) and 1 <= requested.__index__() <= classes):
+        raise UsageError(f"top_k is {requested!r}, but it must be 1 to {classes}, the number of this model's classes")
     return requested

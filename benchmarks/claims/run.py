@@ -7,7 +7,7 @@ The row is written to benchmarks/results/claims/ROW.json, .md and .svg.
 
 Every result is one JSON file in DIR, computed once; rows share them. The same command resumes after any interruption.
 It uses one core: start it once for each core, and the processes share the work. All results are also kept in
-benchmarks/results/claims/nets.json: where that file is committed, another machine resumes what this one began.
+benchmarks/results/claims/nets.jsonl: where that file is committed, another machine resumes what this one began.
 """
 
 import argparse
@@ -85,22 +85,24 @@ class Experiment:
 
     def __init__(self, data: Path, runs: Path, rules: Json, kept: Path) -> None:
         self.data, self.runs, self.rules, self.kept = data, runs, rules, kept
-        for net, results in json.loads(kept.read_bytes()).items() if kept.exists() else ():
-            for name, content in results.items():
-                if not (path := runs / net / f"{name}.json").exists():
+        for line in kept.read_text().splitlines() if kept.exists() else ():
+            found = json.loads(line)
+            for name, content in found["results"].items():
+                if not (path := runs / found["net"] / f"{name}.json").exists():
                     path.parent.mkdir(parents=True, exist_ok=True)
                     write_atomically(path, json.dumps(content, indent=1).encode())
 
     def _keep(self) -> None:
-        """Write the results of all nets to one file, a line a net."""
+        """Write the results of all nets to one file, a line for each net."""
         nets: dict[str, Json] = {}
-        for path in sorted(self.runs.glob("*/*/*.json")):
-            nets.setdefault(path.parent.relative_to(self.runs).as_posix(), {})[path.stem] = json.loads(
-                path.read_bytes()
-            )
-        lines = [f"{json.dumps(net)}: {json.dumps(results)}" for net, results in nets.items()]
-        self.kept.parent.mkdir(parents=True, exist_ok=True)
-        write_atomically(self.kept, ("{\n" + ",\n".join(lines) + "\n}\n").encode())
+        with (self.runs / "keeping").open("w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            for path in sorted(self.runs.glob("*/*/*.json")):
+                net = path.parent.relative_to(self.runs).as_posix()
+                nets.setdefault(net, {})[path.stem] = json.loads(path.read_bytes())
+            self.kept.parent.mkdir(parents=True, exist_ok=True)
+            lines = (json.dumps({"net": net, "results": results}) + "\n" for net, results in nets.items())
+            write_atomically(self.kept, "".join(lines).encode())
 
     @cached_property
     def search_data(self) -> Path:
@@ -132,6 +134,7 @@ class Experiment:
                       f"{left} left, {hours:.1f} h for one process", flush=True)  # fmt: skip
             if computed == len(took):
                 time.sleep(WAIT)
+        self._keep()
         return [json.loads(path.read_bytes()) for path in tasks]
 
     def nets(self, nets: Sequence[Net]) -> list[Json]:
@@ -450,13 +453,13 @@ def main() -> None:
     parser.add_argument("--data", type=Path, required=True, help="imagenette-128.tar")
     parser.add_argument("--runs", type=Path, required=True, help="folder for all nets of all rows")
     parser.add_argument(
-        "--output", type=Path, default=RESULTS / "claims", help="folder of ROW.json, .md, .svg and nets.json"
+        "--output", type=Path, default=RESULTS / "claims", help="folder of ROW.json, .md, .svg and nets.jsonl"
     )
     options = parser.parse_args()
     row = rows.ROWS[options.row]
     torch.set_num_threads(1)  # two processes with one thread each take less time than one with two
     try:
-        result = decide(row, Experiment(options.data, options.runs, read_rules(), options.output / "nets.json"))
+        result = decide(row, Experiment(options.data, options.runs, read_rules(), options.output / "nets.jsonl"))
     except Interrupted as interrupted:
         raise SystemExit(f"{interrupted}; the same command resumes") from interrupted
     packages = ("prelunet", "numpy", "onnxruntime", "pillow", "scipy", "torch")

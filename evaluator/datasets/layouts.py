@@ -344,7 +344,7 @@ def _candidates(source: Source, path: Path, subfolder: str) -> Iterator[LabelFil
     for folder in ("/".join(parts[:depth]) for depth in range(len(parts), -1, -1)):
         names = source.other_files(folder)
         for name in (*label_file_names, GROUND_TRUTH):
-            if name in names:
+            if name in names and not (isinstance(source, FolderSource) and _is_predictions(path / folder / name)):
                 yield LabelFile(source, folder, name, path / folder / name)
         if isinstance(source, FolderSource):
             for devkit in _devkit_folders(path / folder):

@@ -90,7 +90,7 @@ def open_dataset(
         subfolder, found_remarks = _find_image_folder(source, path, split, classes, any_split=no_labels and any_split)
     images = list_images(source, path, subfolder)
     if images.names and (unread := [name for name in source.other_files(subfolder) if name.endswith((TAR, PARQUET))]):
-        note = f"{images.place}: the images are those outside archives; not read: {format_names(unread)}"
+        note = f"{images.place}: only loose images are used; not read: {format_names(unread)}"
         found_remarks = [*found_remarks, note]
     real = labels if labels is not None and is_real(labels) else None
     if parquet := find_parquet(images):
@@ -153,22 +153,20 @@ def _find_image_folder(
     if any_split:
         if len(sets) > 1:
             raise _several_sets_error(source, path, subfolder, sets, "without labels")
-        alone = sets == subfolders and not _loose_images(source, subfolder)
-        return _enter(source, path, subfolder, sets, sets[0] if sets and alone else None)
+        alone = bool(sets) and all(name.startswith(f"{sets[0]}/") for name, _ in source.images(subfolder))
+        return _enter(source, path, subfolder, sets, sets[0] if alone else None)
     chosen = _find_split(source, path, subfolder, sets, split)
-    if chosen is not None and beside_classes:
-        place = describe_place(path, subfolder)
-        raise DatasetError(
-            f"{place}: contains class folders and a folder '{chosen}', either of which could hold the images. Pass "
-            f"{place}/{chosen}, or move '{chosen}' away"
-        )
     if chosen is None and "test" in sets and not beside_classes:
         folders = source.folders(join(subfolder, "test"))
         if sets == ["test"] or len(folders) > 1 or any(map(classes.contains, folders)):
             chosen = "test"
     if chosen is None and sets:
         raise _missing_split_error(describe_place(path, subfolder), sets[-1], split)
-    return _enter(source, path, subfolder, sets, chosen)
+    inside, remarks = _enter(source, path, subfolder, sets, chosen)
+    if chosen is not None and beside_classes:
+        unused = format_names([name for name in subfolders if name not in _SETS and classes.contains(name)])
+        remarks.append(f"{describe_place(path, subfolder)}: beside '{chosen}', these are not used: {unused}")
+    return inside, remarks
 
 
 def _find_split(source: Source, path: Path, subfolder: str, sets: Sequence[str], split: str) -> str | None:
@@ -197,10 +195,6 @@ def _enter(
     if source.folders(subfolder) == ["images"] and TINY_IMAGENET_LABELS in source.other_files(subfolder):
         subfolder = join(subfolder, "images")
     return subfolder, remarks
-
-
-def _loose_images(source: Source, folder: str) -> bool:
-    return any("/" not in name for name, _ in source.images(folder))
 
 
 def _kaggle_root(source: Source) -> str:

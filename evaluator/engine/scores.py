@@ -143,7 +143,7 @@ def check_finite(scores: Float32Array, what: str) -> None:
     The fault is always the file's: every pixel is finite and the session checks every size, so either the weights are
     damaged or half-precision arithmetic overflows. what: the view, for the error.
     """
-    if not math.isfinite(scores.sum()):
+    if not math.isfinite(scores.sum()):  # scores are at most 1, so that finite ones have a finite sum
         raise ContractError(
             f"the model returned scores that are not finite (NaN) for {what}. Its weights are damaged or its "
             "arithmetic overflows: check it with `prelunet verify MODEL`, and export the checkpoint again as fp32"

@@ -54,14 +54,14 @@ def compare_engines(
     path: of the file; images: the views of each image, which are computed together. Engines that are not installed, or
     cannot compute this file on this CPU, or in another precision only, are left out.
     """
+    _first_answers(session, images[:1], protocol)  # a first call may take far longer
     for device, precision in () if session.circumstances.on_gpu else _ENGINES:
         if (device, precision) == (session.placement.device, session.circumstances.precision):
             continue
         placement = replace(session.placement, device=device, precision=precision)
         try:
             other = open_with_placement(path, placement, digest=session.model_sha256)
-            for one in (session, other):
-                _first_answers(one, images[:1], protocol)  # a first call may take far longer
+            _first_answers(other, images[:1], protocol)
         except PreluNetError:
             continue
         seconds = {session: 0.0, other: 0.0}

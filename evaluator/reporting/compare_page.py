@@ -119,7 +119,7 @@ def protocol_remark(comparison: Comparison) -> str:
     if comparison["a"]["model"]["sha256"] == comparison["b"]["model"]["sha256"]:
         same = "A and B are the same model evaluated with different protocols"
         if any(comparison["a"]["circumstances"][key] != comparison["b"]["circumstances"][key] for key in _ARITHMETIC):
-            return f"{same} and on different devices or in different precisions. The difference may be due to either."
+            return f"{same}, and with another device or precision. The difference may be due to any of these."
         return f"{same}. The difference is due to the protocols."
     return "A and B are different models evaluated with different protocols. The difference may be due to either."
 

@@ -6,7 +6,7 @@ from pathlib import Path
 from prelunet.evaluator.byte_sizes import format_bytes
 from prelunet.evaluator.datasets import DatasetSpec, open_from_spec
 from prelunet.evaluator.datasets.dataset import CLASS_FOLDERS, UNLABELLED, Dataset
-from prelunet.evaluator.datasets.sources.folder import FolderSource
+from prelunet.evaluator.datasets.sources.folder import FolderSource, is_visible
 from prelunet.evaluator.engine.heatmap import why_flat
 from prelunet.evaluator.engine.memory import (
     MemoryEstimate,
@@ -100,13 +100,17 @@ def evaluate_model(  # noqa: PLR0913 - one argument per option
 
 
 def _require_outside_images(folder: Path, dataset: Dataset) -> None:
-    """Refuse a run folder among class folders: when the dataset is opened again, it would be taken for a class."""
-    if dataset.layout == CLASS_FOLDERS and isinstance(dataset.reader, FolderSource):
-        root = dataset.reader.root
-        if folder.resolve().is_relative_to(root.resolve()):
-            raise UsageError(
-                f"--run {folder}: inside {root}, where it would be taken for a class. Choose a folder outside of it"
-            )
+    """Refuse a run that adds a folder to the class folders: opened again, the dataset would have one class more."""
+    if dataset.layout != CLASS_FOLDERS or not isinstance(dataset.reader, FolderSource):
+        return
+    root = dataset.reader.root
+    if not folder.resolve().is_relative_to(root.resolve()):
+        return
+    first = folder.resolve().relative_to(root.resolve()).parts[:1]
+    if first and is_visible(first[0]) and not any(sample.file.startswith(f"{first[0]}/") for sample in dataset.samples):
+        raise UsageError(
+            f"--run {folder}: inside {root}, where it would be taken for a class. Choose a folder outside of it"
+        )
 
 
 def is_slower_in_bf16(session: Session, protocol: EvaluationProtocol) -> bool:

@@ -192,7 +192,8 @@ def require_labels(run: Run) -> None:
         raise UsageError(
             f"{run.where}: the true class of {unknown:,} of {len(run.predictions):,} images is unknown, so errors "
             "cannot be counted. Validate on labeled images. To write the predictions for unlabeled images, run: "
-            f"prelunet classify IMAGES --csv FILE, or for ILSVRC's server prelunet submission {run.where}"
+            "prelunet classify IMAGES --model MODEL --csv FILE, or, for ILSVRC's server: "
+            f"prelunet submission {run.where}"
         )
 
 

@@ -5,14 +5,13 @@ from collections.abc import Sequence
 from typing import Annotated
 
 import typer
-from rich.console import Console
 from rich.table import Table
 
 from prelunet.evaluator.engine.session import Placement
 from prelunet.evaluator.errors import CheckFailed
 from prelunet.evaluator.rpc.credentials import Credentials
 from prelunet.evaluator.serving.options import ServeOptions
-from prelunet.evaluator.terminal import echo, escape_unprintable
+from prelunet.evaluator.terminal import echo, escape_unprintable, print_table
 from prelunet.evaluator.verbs.doctor_checks import Finding, check_machine, check_model, check_server
 from prelunet.evaluator.verbs.options.derive import Only, derive_options
 from prelunet.evaluator.verbs.options.shared import OptionalModelOption
@@ -63,7 +62,7 @@ def _print(findings: Sequence[Finding], *, passed: bool, as_json: bool) -> None:
     for finding in findings:
         fix = f"\n→ {finding.fix}" if finding.fix else ""
         table.add_row(finding.state, finding.name, escape_unprintable(finding.message + fix, newlines=True))
-    Console(markup=False, highlight=False).print(table)
+    print_table(table)
 
 
 def _failure(wrong: Sequence[Finding], total: int, *, as_json: bool) -> CheckFailed:

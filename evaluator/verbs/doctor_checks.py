@@ -220,7 +220,7 @@ def _port(host: str, port: int) -> Finding:
             trial.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # as gRPC does: ignore connections just closed
             trial.bind(address)
     except (OSError, UnicodeError) as error:  # UnicodeError: of a host name
-        fix = "serve with another --port, unless your own server is using this one"
+        fix = "serve with another --port or --host, unless your own server is using this one"
         return Finding("port", f"{host}:{port}: {getattr(error, 'strerror', None) or error}", "note", fix, facts)
     return Finding("port", f"{host}:{port} is free", facts=facts)
 

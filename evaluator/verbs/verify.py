@@ -7,14 +7,13 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
-from rich.console import Console
 from rich.table import Table
 
 from prelunet.evaluator.engine.load import open_with_placement
 from prelunet.evaluator.engine.session import Placement, Session
 from prelunet.evaluator.engine.verify import Deviation, require_verified, tolerance_of
 from prelunet.evaluator.engine.verify import verify as verify_session
-from prelunet.evaluator.terminal import echo
+from prelunet.evaluator.terminal import echo, print_table
 from prelunet.evaluator.verbs.options.derive import Only, derive_options
 
 
@@ -63,4 +62,4 @@ def _print(session: Session, deviations: Sequence[Deviation], *, as_json: bool) 
         for d in deviations:
             verdict = "ok" if d.passed else "WRONG"
             table.add_row(f"{d.height}x{d.width}", d.case, f"{d.scores:.1e}", f"{d.logits:.1e}", verdict)
-        Console().print(table)
+        print_table(table)

@@ -211,30 +211,26 @@ def test_another_machine_resumes_from_the_kept_results_and_trains_only_nets_whos
     make_tiny(tmp_path, monkeypatch)
     data, here, there = write_photos(tmp_path / "photos.tar"), tmp_path / "here", tmp_path / "there"
     expected = run_row(data, here, monkeypatch)
-    kept = json.loads((here / "results" / "nets.json").read_text())
-    for seed in (0, 1):  # the row's last step, which reads the scores of two nets of each seed
-        del kept[f"{rows.ENSEMBLE}/{seed}"]
+    kept = (here / "results" / "nets.jsonl").read_text().splitlines(keepends=True)
     (there / "results").mkdir(parents=True)
-    (there / "results" / "nets.json").write_text(json.dumps(kept))
+    # without the row's last step, which reads the scores of two nets of each seed
+    (there / "results" / "nets.jsonl").write_text("".join(line for line in kept if rows.ENSEMBLE not in line))
     assert run_row(data, there, monkeypatch) == expected
-    assert {path.parent.name for path in there.glob("*/*/net")} == {
-        path.parent.name for path in here.glob("*/final-*/net")
-    }
-    assert json.loads((there / "results" / "nets.json").read_text()) == json.loads(
-        (here / "results" / "nets.json").read_text()
-    )
+    trained = {path.relative_to(there) for path in there.glob("*/*/net")}
+    assert trained == {path.relative_to(here) for path in here.glob("*/final-*/net")}
+    assert (there / "results" / "nets.jsonl").read_text() == "".join(kept)
 
 
 def test_a_net_that_gets_another_result_on_another_machine_is_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     make_tiny(tmp_path, monkeypatch)
-    data, kept = write_photos(tmp_path / "photos.tar"), tmp_path / "nets.json"
+    data, kept = write_photos(tmp_path / "photos.tar"), tmp_path / "nets.jsonl"
     net = run.Net("b", 0.002, 7, final=True)
     first = Experiment(data, tmp_path / "here", {}, kept)
     (result,) = first.nets([net])
     result["figures"]["early loss"] += 1e-9
-    kept.write_text(json.dumps({net.name: {"result": result}}))
+    kept.write_text(json.dumps({"net": net.name, "results": {"result": result}}))
     with pytest.raises(SystemExit, match=r"b/final-0\.002-7: trained again on this machine, it has another result"):
         Experiment(data, tmp_path / "there", {}, kept).errors([net], "center")
 
@@ -275,7 +271,7 @@ def test_the_grid_grows_until_the_best_rate_is_inside_it(
     monkeypatch.setattr(
         Experiment, "nets", lambda _, nets: [{"top1_error": errors[net.rate], "loss": 1.0} for net in nets]
     )
-    found = Experiment(Path(), Path(), {}, tmp_path / "nets.json").search(["relu"])["relu"]
+    found = Experiment(Path(), Path(), {}, tmp_path / "nets.jsonl").search(["relu"])["relu"]
     assert (found["rate"], len(found["tried"]), found["at_limit"]) == (chosen, tried, at_limit)
 
 

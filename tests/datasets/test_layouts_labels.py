@@ -305,10 +305,11 @@ def test_two_candidates_for_the_label_file_are_both_named(tmp_path: Path) -> Non
     assert opened(data, first).spec.labels == first
 
 
-def test_the_output_of_classify_beside_a_folder_of_images_is_no_candidate(tmp_path: Path) -> None:
+@pytest.mark.parametrize("place", ["images.csv", "images/images.csv"])
+def test_the_output_of_classify_beside_or_among_images_is_no_candidate(tmp_path: Path, place: str) -> None:
     data = write_folder(tmp_path / "images", DATA)
     write_list(tmp_path / "val.txt", lambda name, label: f"{name} {label}")
-    (tmp_path / "images.csv").write_text("file,wnid_1,name_1,score_1,refused\n")
+    (tmp_path / place).write_text("file,wnid_1,name_1,score_1,refused\n")
     assert opened(data).layout == "flat, labels from val.txt"
 
 

@@ -180,7 +180,7 @@ def test_a_picture_beside_shards_does_not_hide_them_silently(tmp_path: Path, nam
     write_folder(tmp_path, {"preview.png": IMAGES[0], name: b"not read"})
     dataset = opened(tmp_path, no_labels=True)
     assert len(dataset.samples) == 1
-    assert dataset.remarks == (f"{tmp_path}: the images are those outside archives; not read: {name}",)
+    assert dataset.remarks == (f"{tmp_path}: only loose images are used; not read: {name}",)
 
 
 def test_one_file_is_a_dataset_and_one_with_digests_in_its_names_too(tmp_path: Path) -> None:
@@ -193,7 +193,7 @@ def test_one_file_is_a_dataset_and_one_with_digests_in_its_names_too(tmp_path: P
 
 
 def test_plain_binary_and_large_binary_columns_hold_images_too(tmp_path: Path) -> None:
-    for number, kind in enumerate((pa.binary(), pa.large_binary())):
+    for number, kind in enumerate((pa.binary(), pa.large_binary(), pa.binary_view())):
         path = write(tmp_path / f"{number}.parquet", {"jpg": pa.array(IMAGES, kind), "cls": POSITIONS})
         dataset = opened(path)
         assert [dataset.read(sample) for sample in dataset.samples] == IMAGES

@@ -175,6 +175,8 @@ def test_wrong_arguments_are_refused_with_the_valid_ones(net: Net, tmp_path: Pat
         net.classify(PIXELS, protocol="centre")
     with pytest.raises(UsageError, match="top_k is 24, but it must be 1 to 23"):
         net.classify(PIXELS, top_k=24)
+    with pytest.raises(UsageError, match="top_k is '3', but it must be 1 to 23"):
+        net.classify(PIXELS, top_k="3")  # type: ignore[arg-type]
     with pytest.raises(UsageError, match=r"no device 'gpu'\. There are: auto, cpu, openvino, ncnn, cuda"):
         prelunet.load(net.path, "gpu")  # type: ignore[arg-type]
     with pytest.raises(UsageError, match="threads is -1: give a number of threads, or 0"):

@@ -6,11 +6,10 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from prelunet.evaluator.architectures import Architecture
 from prelunet.evaluator.datasets.layouts import SHARDS
 from prelunet.evaluator.datasets.open import VALIDATION
+from prelunet.evaluator.engine.runtimes.base import is_out_of_memory
 from prelunet.evaluator.errors import EnvironmentFault, UsageError
 from prelunet.evaluator.json_checks import differences, format_differences
 from prelunet.training.data.splits import Splits, embedded_dataset_path, open_splits
@@ -89,27 +88,30 @@ def train(
             own_report = report if group.is_first else (lambda _text: None)
             for message in setup_messages(recipe, splits, group, execution.parallel):
                 own_report(message)
-            trainer = Trainer(
-                recipe,
-                splits,
-                run_folder,
-                group,
-                execution,
-                start,
-                parent_sha256=parent,
-                reset_folder=reset_folder,
-                report=own_report,
-            )
-            for message in trainer.status_messages():
-                own_report(message)
             with failures_of_torch(recipe):
+                trainer = Trainer(
+                    recipe,
+                    splits,
+                    run_folder,
+                    group,
+                    execution,
+                    start,
+                    parent_sha256=parent,
+                    reset_folder=reset_folder,
+                    report=own_report,
+                )
+                for message in trainer.status_messages():
+                    own_report(message)
                 errors, best = trainer.run()
     return TrainingResult(run_folder / LAST_FILE, path, errors, best, group.is_first)
 
 
 def check_folder_location(folder: Path, dataset: Path) -> None:
     """Raise UsageError for a run folder among the class folders, where it would count as a class."""
-    if not {(dataset / split).resolve() for split in ("train", *VALIDATION)}.isdisjoint(folder.resolve().parents):
+    place = folder.resolve()
+    splits = [(dataset / split).resolve() for split in ("train", *VALIDATION)]
+    new = [split for split in splits if place.is_relative_to(split) and place != split]
+    if any(place.parent == split or not (split / place.relative_to(split).parts[0]).is_dir() for split in new):
         raise UsageError(
             f"--out {folder}: lies among the class folders of {dataset}, where it would count as a class. Choose a "
             "folder outside the dataset"
@@ -123,10 +125,10 @@ def failures_of_torch(recipe: Recipe) -> Iterator[None]:
         yield
     except RuntimeError as error:
         reason = str(error).strip().partition("\n")[0][:200]
-        if isinstance(error, torch.OutOfMemoryError) or "can't allocate memory" in str(error):
+        if is_out_of_memory(error):
             raise EnvironmentFault(
-                f"not enough memory for a step with batch {recipe.batch} ({reason}). Resume with --accumulate 2 or "
-                "more, or start over with --precision bf16 or a smaller --batch"
+                f"not enough memory for a step with batch {recipe.batch} ({reason}). Resume with "
+                f"--accumulate {2 * recipe.accumulate}, or start over with --precision bf16 or a smaller --batch"
             ) from error
         if recipe.compile and type(error).__module__.startswith(("torch._dynamo", "torch._inductor")):
             raise EnvironmentFault(
@@ -186,7 +188,7 @@ def setup_messages(recipe: Recipe, splits: Splits, group: ProcessGroup, parallel
     replaced = ""
     if isinstance(net, Architecture) and net.crop != recipe.crop:
         replaced = f" (instead of {net.crop}, that of the architecture {net.name})"
-    learned = f"batch {recipe.batch}, rate {recipe.rate:.4g}, {recipe.activation}"
+    learned = f"batch {recipe.batch}, rate {recipe.rate:.4g}, activation {recipe.activation}"
     yield f"crop {recipe.crop}{replaced}, scales {low} to {high}, {learned}"
     if recipe.precision == "bf16" and not device_supports_bf16(group.device):
         yield f"this {group.device.type} does not support bfloat16: torch emulates it, many times slower than fp32"

@@ -210,7 +210,7 @@ def _image_column(schema: Any, path: Path) -> str:
     from pyarrow import types
 
     def is_bytes(kind: Any) -> bool:
-        return bool(types.is_binary(kind) or types.is_large_binary(kind))
+        return bool(types.is_binary(kind) or types.is_large_binary(kind) or types.is_binary_view(kind))
 
     found = dict[str, str]()
     for each in schema:

@@ -45,7 +45,8 @@ def test_a_run_among_the_class_folders_is_refused(tmp_path: Path, split: str, mo
     for place in ("run", "x/../run", "runs/first"):
         with pytest.raises(UsageError, match="would count as a class"):
             check_folder_location(tmp_path / "data" / split / place, Path("data"))
-    for place in (Path("data/run"), Path("run")):
+    (tmp_path / "data" / split / "cat").mkdir()
+    for place in (Path("data/run"), Path("run"), Path("data") / split / "cat" / "run"):
         check_folder_location(place, Path("data"))
 
 

@@ -27,7 +27,7 @@ from tests.training.loop.killed_runs import train_until_killed
 from tests.training.training_folders import RECIPE, build_batch, lines_of, make_dataset
 
 FILES = ("last.safetensors", "best.safetensors", "training.json")
-SETUP_MESSAGES = ["training on cpu, fp32", "crop 12, scales 12 to 16, batch 5, rate 0.003, prelu"]
+SETUP_MESSAGES = ["training on cpu, fp32", "crop 12, scales 12 to 16, batch 5, rate 0.003, activation prelu"]
 
 
 @pytest.fixture(scope="module")
@@ -328,6 +328,7 @@ def test_a_full_disk_keeps_the_last_good_files_and_the_same_command_resumes(
     ("raised", "fix"),
     [
         (torch.OutOfMemoryError("CUDA out of memory."), r"batch 5 \(CUDA out of memory\.\).*--accumulate 2"),
+        (RuntimeError("CUDA error: out of memory"), r"batch 5 \(CUDA error: out of memory\)"),
         (RuntimeError("DefaultCPUAllocator: can't allocate memory: you"), r"not enough memory for a step with batch 5"),
         (InvalidCxxCompiler(), r"torch\.compile failed \(No working C.*Omit --compile"),
     ],
