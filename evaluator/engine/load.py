@@ -30,7 +30,7 @@ from prelunet.evaluator.engine.runtimes.onnx_metadata import read_metadata, read
 from prelunet.evaluator.engine.session import Circumstances, Device, Placement, Precision, Session
 from prelunet.evaluator.engine.verify import TOLERANCES, deviation
 from prelunet.evaluator.errors import ContractError, EnvironmentFault, PreluNetError, UsageError
-from prelunet.evaluator.files import require_regular_file, sha256_of
+from prelunet.evaluator.files import sha256_of
 from prelunet.evaluator.json_checks import differences, format_differences
 from prelunet.evaluator.machine import cores, has_processor_flags
 
@@ -115,25 +115,16 @@ def choose_cpu_device(path: Path, precision: Precision | None = None) -> Device:
         return "openvino"
     if read_precision(path) == "int8":
         return "cpu" if precision == "fp32" else "openvino"
-    if not has_processor_flags("avx512f") or (contract := _contract_before_loading(path)) is None:
+    if not has_processor_flags("avx512f") or (contract := _read_contract(path)) is None:
         return "cpu"
     operations = 2 * (contract.multiply_adds(contract.crop, contract.crop) or 0)
     return "openvino" if operations >= LARGE_NET_FLOPS else "cpu"
 
 
-def read_contract(path: Path) -> ModelContract:
-    """Return the contract of a file without loading it. Raises UsageError if it cannot be read, and ContractError."""
-    require_regular_file(path)
+def _read_contract(path: Path) -> ModelContract | None:
+    """Return a file's contract before it is loaded; None for a malformed file, which loading reports."""
     try:
         return contract_from_metadata(read_metadata(path), str(path))
-    except OSError as error:
-        raise UsageError(f"{path}: cannot be read ({error.strerror}). Give the path of a model file") from error
-
-
-def _contract_before_loading(path: Path) -> ModelContract | None:
-    """Return the contract of a file, None for a malformed one, which loading reports."""
-    try:
-        return read_contract(path)
     except ContractError:
         return None
 
@@ -215,7 +206,7 @@ def _needs_masks(path: Path, device: Device, precision: Precision) -> bool:
     """
     if device == "ncnn":
         return False
-    if device != "openvino" or (contract := _contract_before_loading(path)) is None:
+    if device != "openvino" or (contract := _read_contract(path)) is None:
         return True
     return cpu_rules(contract, None, 0, device=device, precision=precision).canvas_step > 1
 

@@ -11,7 +11,7 @@ from typing import Annotated
 import typer
 
 from prelunet.evaluator.contract import default_scales
-from prelunet.evaluator.engine.load import read_contract
+from prelunet.evaluator.engine.load import open_session
 from prelunet.evaluator.engine.protocol_costs import ProtocolCost, paper_contract, protocol_costs
 from prelunet.evaluator.errors import UsageError
 from prelunet.evaluator.terminal import echo, table_lines
@@ -33,7 +33,7 @@ def protocols(
     if not (size := re.fullmatch(r"([1-9]\d{0,4})x([1-9]\d{0,4})", image, re.ASCII)):
         raise UsageError(f"--image {image}: give height and width in pixels, e.g. --image 375x500")
     height, width = int(size[1]), int(size[2])
-    contract = paper_contract() if model is None else read_contract(model)
+    contract = paper_contract() if model is None else open_session(model, "auto").contract
     costs = protocol_costs(contract, height, width)
     if as_json:
         plain = [asdict(cost) for cost in costs]
