@@ -374,6 +374,11 @@ def decide(row: Row, experiment: Experiment) -> Json:
         "seeds": list(row.seeds),
         "search": searched,
         "figures": [{"arm": arm, "figure": name, "by_seed": values} for (arm, name), values in figures.items()],
+        "scales": {
+            f"{arm}, {name}": experiment.best_scale(arm, searched[arm]["rate"], name.removeprefix(rows.BEST))
+            for arm, name in figures
+            if name.startswith(rows.BEST)
+        },
         "claims": claims,
         "slopes": {net.name: result.get("slopes", {}) for net, result in zip(finals, results, strict=True)},
         "rules": sorted({(net["rules"], net["rules_date"]) for net in started}),
@@ -398,6 +403,7 @@ def table(title: str, result: Json) -> str:
          ", ".join(f"{float(rate):g}: {error:.2f}" for rate, error in found["tried"].items()))
         for arm, found in result["search"].items()
     ]  # fmt: skip
+    scales = "".join(f"\nScale of {name}: {scale} pixels.\n" for name, scale in result["scales"].items())
     rules = ", ".join(f"{name[:12]} of {date}" for name, date in result["rules"])
     trained = "; ".join(f"{code}, {machine}, {date}" for code, machine, date in result["trained"])
     return (
@@ -407,7 +413,7 @@ def table(title: str, result: Json) -> str:
         f"{markdown(('claim', 'here', 'paper', 'verdict'), claims)}\n\nBy seed:\n\n"
         f"{markdown(('figure', *map(str, result['seeds']), 'mean'), figures)}\n\n"
         "Learning rates, and their mean top-1 errors on the held-out part of train/:\n\n"
-        f"{markdown(('arm', 'chosen', 'tried'), search)}\n"
+        f"{markdown(('arm', 'chosen', 'tried'), search)}\n{scales}"
     )
 
 
