@@ -101,7 +101,12 @@ class Experiment:
                 net = path.parent.relative_to(self.runs).as_posix()
                 nets.setdefault(net, {})[path.stem] = json.loads(path.read_bytes())
             self.kept.parent.mkdir(parents=True, exist_ok=True)
-            lines = (json.dumps({"net": net, "results": results}) + "\n" for net, results in nets.items())
+            # A net that has only begun is left out: the machine that resumes trains it from its start.
+            lines = (
+                json.dumps({"net": net, "results": results}) + "\n"
+                for net, results in nets.items()
+                if results.keys() - {"started"}
+            )
             write_atomically(self.kept, "".join(lines).encode())
 
     @cached_property

@@ -22,6 +22,7 @@ from benchmarks.claims.rows import Arm, Claim, Row, verdict
 from benchmarks.claims.run import Experiment
 from benchmarks.common.intervals import interval_of_mean, median_ratio
 from benchmarks.common.results import ROOT, environment
+from prelunet.evaluator.errors import Interrupted
 
 EXACT = {"rtol": 1e-9, "atol": 1e-12}  # float64 on both sides: only the order of sums differs
 
@@ -233,6 +234,26 @@ def test_a_net_that_gets_another_result_on_another_machine_is_refused(
     kept.write_text(json.dumps({"net": net.name, "results": {"result": result}}))
     with pytest.raises(SystemExit, match=r"b/final-0\.002-7: trained again on this machine, it has another result"):
         Experiment(data, tmp_path / "there", {}, kept).errors([net], "center")
+
+
+def test_a_net_that_has_only_begun_is_not_kept_for_another_machine(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    make_tiny(tmp_path, monkeypatch)
+    first, second = run.Net("a", 0.002, 7, final=True), run.Net("b", 0.002, 7, final=True)
+    experiment = Experiment(write_photos(tmp_path / "photos.tar"), tmp_path / "here", {}, tmp_path / "nets.jsonl")
+
+    def interrupt(*_words: Any, **_options: Any) -> None:
+        raise Interrupted("stopped")
+
+    experiment.nets([first])
+    with monkeypatch.context() as patch:
+        patch.setattr(run, "train", interrupt)
+        with pytest.raises(Interrupted):
+            experiment.nets([second])
+    experiment.errors([first], "center")  # writes the results of all nets again
+    kept = [json.loads(line)["net"] for line in (tmp_path / "nets.jsonl").read_text().splitlines()]
+    assert kept == [first.name]
 
 
 def test_the_search_never_opens_val(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
