@@ -150,7 +150,8 @@ class Experiment:
         """Train one net, or resume it. Figures of a diverged net are those of guessing."""
         folder = self.runs / net.name
         if not (started := folder / "started.json").exists():
-            write_atomically(started, json.dumps(self.rules, indent=1).encode())
+            now = datetime.now(UTC).isoformat(timespec="seconds")
+            write_atomically(started, json.dumps({**self.rules, "started": now}, indent=1).encode())
         data = self.data if net.final else self.search_data
         arm = rows.ARMS[net.arm]
         if arm.net == rows.TWO_LAYERS:
@@ -326,7 +327,7 @@ def locked(folder: Path) -> Iterator[bool]:
 
 
 def read_rules() -> Json:
-    """Return commit, date and content of the rules, and the circumstances under which a net begins.
+    """Return commit, date and content of the rules, and the commit and processor that trainings will use.
 
     Raises SystemExit if a file of this folder differs from its commit: the rules would not be older than the results.
     """
@@ -337,9 +338,8 @@ def read_rules() -> Json:
     if changed := git("status", "--porcelain", "--", "benchmarks/claims"):
         raise SystemExit(f"benchmarks/claims differs from its commit, so its rules do not count. Commit:\n{changed}")
     last, date = git("log", "-1", "--format=%H %cI", "--", *RULES).split()
-    now = datetime.now(UTC).isoformat(timespec="seconds")
-    return {"rules": last, "rules_date": date, "content": git("ls-tree", "HEAD", *RULES), "commit": commit(),
-            "cpu": cpu(), "started": now}  # fmt: skip
+    content = git("ls-tree", "HEAD", *RULES)
+    return {"rules": last, "rules_date": date, "content": content, "commit": commit(), "cpu": cpu()}
 
 
 def require_older_rules(started: Sequence[Json], rules: Json) -> None:

@@ -7,6 +7,7 @@ import subprocess
 import sys
 import tarfile
 import time
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -149,9 +150,8 @@ def make_tiny(folder: Path, patch: pytest.MonkeyPatch) -> None:
     }.items():  # fmt: skip
         patch.setattr(rows, name, value)
     patch.setattr(run, "MEMBERS", ("a", "b"))
-    started = {"rules": "0" * 40, "rules_date": "2026-01-02T00:00:00+00:00", "content": "", "commit": "", "cpu": "",
-               "started": "2026-01-03T00:00:00+00:00"}  # fmt: skip
-    patch.setattr(run, "read_rules", lambda: started)
+    rules = {"rules": "0" * 40, "rules_date": "2026-01-02T00:00:00+00:00", "content": "", "commit": "", "cpu": ""}
+    patch.setattr(run, "read_rules", lambda: rules)
 
 
 def words(data: Path, runs: Path) -> list[str]:
@@ -236,6 +236,18 @@ def test_a_net_that_gets_another_result_on_another_machine_is_refused(
         Experiment(data, tmp_path / "there", {}, kept).errors([net], "center")
 
 
+def test_a_net_records_its_own_start_and_not_that_of_the_process(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    make_tiny(tmp_path, monkeypatch)
+    experiment = Experiment(write_photos(tmp_path / "photos.tar"), tmp_path, {}, tmp_path / "nets.jsonl")
+    time.sleep(1.1)  # starts are kept in whole seconds
+    before = datetime.now(UTC).replace(microsecond=0)
+    experiment.nets([net := run.Net("a", 0.002, 7, final=True)])
+    started = json.loads((tmp_path / net.name / "started.json").read_text())["started"]
+    assert before <= datetime.fromisoformat(started) <= datetime.now(UTC)
+
+
 def test_a_net_that_has_only_begun_is_not_kept_for_another_machine(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -311,8 +323,9 @@ def test_no_verdict_is_given_under_rules_that_are_younger_than_a_net_or_not_comm
     git("add", ".")
     git("commit", "-q", "-m", "rules")
     monkeypatch.setattr(run, "ROOT", tmp_path)
-    started = run.read_rules()
-    run.require_older_rules([started], started)
+    rules = run.read_rules()
+    started = {**rules, "started": datetime.now(UTC).isoformat()}
+    run.require_older_rules([started], rules)
     (folder / "RULES.md").write_text("new")
     with pytest.raises(SystemExit, match="differs from its commit"):
         run.read_rules()
@@ -320,7 +333,7 @@ def test_no_verdict_is_given_under_rules_that_are_younger_than_a_net_or_not_comm
     with pytest.raises(SystemExit, match="no verdict: a net began on"):
         run.require_older_rules([started], run.read_rules())
     with pytest.raises(SystemExit, match="no verdict: a net began on"):
-        run.require_older_rules([{**started, "started": "2020-01-01T00:00:00+00:00"}], started)
+        run.require_older_rules([{**started, "started": "2020-01-01T00:00:00+00:00"}], rules)
 
 
 def test_the_rules_state_every_claim_and_what_would_refute_it() -> None:
