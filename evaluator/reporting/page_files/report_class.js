@@ -42,7 +42,6 @@ function startClassView(order) {
     location.replace(step.getAttribute("href"));
   });
   addEventListener("hashchange", route);
-  addEventListener("popstate", route);
   route();
 }
 
