@@ -22,12 +22,14 @@ function startClassView(order) {
     dialog.querySelector("h2").focus({ preventScroll: true });
   }
 
-  dialog.addEventListener("close", () => {
-    // A new history entry: the page keeps its scroll position, and "back" reopens the class.
-    if (/^#(class|pair)-/.test(location.hash)) history.pushState(null, "", location.pathname + location.search);
-  });
+  // A new history entry: the page keeps its scroll position, and "back" reopens the class. Not on "close", which comes
+  // a frame later, when the address may already name another class.
+  const clearAddress = () => history.pushState(null, "", location.pathname + location.search);
+  dialog.addEventListener("cancel", clearAddress);
   dialog.addEventListener("click", (event) => {
-    if (event.target === dialog || event.target.closest(".close")) dialog.close();
+    if (event.target !== dialog && !event.target.closest(".close")) return;
+    clearAddress();
+    dialog.close();
   });
   dialog.addEventListener("keydown", (event) => {
     if (event.ctrlKey || event.metaKey || event.altKey || event.target.closest(".scroll")) return;

@@ -219,6 +219,23 @@ def test_an_address_of_no_class_opens_none(few: Path, visit: Callable[..., Monit
         expect(page.locator("#class-view")).to_be_hidden()
 
 
+def test_a_class_that_opens_while_another_closes_keeps_its_address(
+    few: Path, visit: Callable[..., MonitoredPage]
+) -> None:
+    page = visit(few, "#class-0").page
+    expect(page.locator("#class-view")).to_be_visible()
+    page.evaluate(
+        """() => new Promise((done) => {
+            location.hash = "nothing";
+            setTimeout(() => (location.hash = "class-1"), 0);
+            setTimeout(() => requestAnimationFrame(done), 100); // Chromium sends "close" with the next frame
+        })"""
+    )
+    expect(page.locator("#class-view header")).to_contain_text("index 1")
+    expect(page.locator("#class-view")).to_be_visible()
+    assert page.url.endswith("#class-1")
+
+
 def test_the_keyboard_alone_finds_and_opens_a_class(many: Path, visit: Callable[..., MonitoredPage]) -> None:
     page = visit(many).page
     page.keyboard.press("/")
