@@ -7,6 +7,20 @@ from pathlib import Path
 
 _ROOT = Path("/")
 
+# The flags of /proc/cpuinfo that oneDNN, which computes for OpenVINO and torch, still makes use of under a value of
+# ONEDNN_MAX_CPU_ISA; the values that are not listed allow all.
+_USED_BY_ONEDNN = {
+    "SSE41": "",
+    "AVX": "",
+    "AVX2": "",
+    "AVX2_VNNI": "avx_vnni",
+    "AVX2_VNNI_2": "avx_vnni",
+    "AVX512_CORE": "avx512f",
+    "AVX512_CORE_VNNI": "avx512f avx512_vnni",
+    "AVX512_CORE_BF16": "avx512f avx512_vnni avx512_bf16",
+    "AVX512_CORE_FP16": "avx512f avx512_vnni avx512_bf16",
+}
+
 
 def machine_memory(root: Path = _ROOT) -> int:
     """Return the bytes that this process can use: the machine's memory, or a lower limit of its control group.
@@ -46,13 +60,23 @@ def cpuinfo_value(key: str, root: Path = _ROOT) -> str:
 
 
 def has_processor_flags(*flags: str, root: Path = _ROOT) -> bool:
-    """Whether this CPU has at least one of these instruction sets, named as in the flags of /proc/cpuinfo."""
-    return not {*flags}.isdisjoint(cpuinfo_value("flags", root).split())
+    """Whether oneDNN has at least one of these instruction sets here, named as in the flags of /proc/cpuinfo."""
+    present = cpuinfo_value("flags", root)
+    used = _USED_BY_ONEDNN.get(os.environ.get("ONEDNN_MAX_CPU_ISA", "").upper(), present)
+    return bool({*flags} & {*present.split()} & {*used.split()})
 
 
 def supports_bf16(root: Path = _ROOT) -> bool:
     """Whether this CPU has bfloat16 instructions (AVX512_BF16 or AMX), according to the kernel."""
     return has_processor_flags("avx512_bf16", "amx_bf16", root=root)
+
+
+def supports_int8() -> bool:
+    """Whether this CPU adds products of 8-bit numbers in 32 bits (VNNI or AMX).
+
+    Others add two products in 16 bits, where the sum of two large ones overflows.
+    """
+    return has_processor_flags("avx_vnni", "avx512_vnni", "amx_int8")
 
 
 def _groups(controller: str, root: Path) -> Iterator[tuple[Path, int]]:

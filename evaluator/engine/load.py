@@ -19,7 +19,6 @@ from prelunet.evaluator.contract import (
     OUTPUTS,
     ModelContract,
     contract_from_metadata,
-    golden_image,
     rewrite_hint,
 )
 from prelunet.evaluator.engine.first_run import try_first_run
@@ -28,11 +27,11 @@ from prelunet.evaluator.engine.runtimes import ncnn, onnx, openvino
 from prelunet.evaluator.engine.runtimes.base import LoadedModel, error_summary
 from prelunet.evaluator.engine.runtimes.onnx_metadata import read_metadata, read_precision
 from prelunet.evaluator.engine.session import Circumstances, Device, Placement, Precision, Session
-from prelunet.evaluator.engine.verify import TOLERANCES, deviation
+from prelunet.evaluator.engine.verify import describe_failure, verify
 from prelunet.evaluator.errors import ContractError, EnvironmentFault, PreluNetError, UsageError
 from prelunet.evaluator.files import sha256_of
 from prelunet.evaluator.json_checks import differences, format_differences
-from prelunet.evaluator.machine import cores, has_processor_flags
+from prelunet.evaluator.machine import cores, has_processor_flags, supports_int8
 
 log = logging.getLogger(__name__)
 
@@ -41,6 +40,8 @@ _ON_A_CPU = "On a CPU one session uses all cores: omit --gpus, and see --threads
 
 MAX_LANES_BYTES = 2**27  # of a file that `add_lanes` loads twice
 LARGE_NET_FLOPS = 10e9  # per crop: see `choose_cpu_device`. A has 38e9, E 1.9e9, the demo net 0.03e9
+# Per crop: see `self_check`. The golden images together, alone and on one canvas, are about 12 crops.
+QUICK_CHECK_FLOPS = 5e9
 
 # (device, precision of the file) → precisions that it can be computed in; the first is the default.
 _PRECISIONS: Mapping[tuple[str, str], tuple[Precision, ...]] = {
@@ -66,18 +67,20 @@ def open_session(
 
 
 def open_with_placement(
-    path: Path, placement: Placement, *, preallocate: bool = False, digest: str | None = None
+    path: Path, placement: Placement, *, preallocate: bool = False, digest: str | None = None, check: bool = True
 ) -> Session:
     """Load a model file with a placement; the session's `circumstances` state what really runs it.
 
-    On a GPU the model runs once before it counts as loaded; in float32 its scores are compared too. Where it does not
-    run, `auto` falls back to the CPU with a warning. An int8 file runs on CPUs only, and with OpenVINO first in a child
-    process, since a runtime may crash (`try_first_run`).
-    preallocate: also run the largest batch, because many images will follow; digest: SHA-256 of the file, if known.
+    Every runtime but onnxruntime's CPU provider, with which the file was checked when it was written, has to give the
+    scores of its golden images (`self_check`). Where a GPU does not, or does not run, `auto` falls back to the CPU with
+    a warning. An int8 file runs on CPUs only, and with OpenVINO first in a child process, since a runtime may crash
+    (`try_first_run`).
+    preallocate: also run the largest batch, because many images will follow; digest: SHA-256 of the file, if known;
+    check: False for a caller that compares the golden images itself.
 
-    Raises ContractError when the file is not ours or too new, EnvironmentFault when the device is unavailable or cannot
-    compute in that precision, UsageError when the file cannot be read, no such device or precision exists, or the
-    number of threads is negative.
+    Raises ContractError when the file is not ours or too new, EnvironmentFault when the device is unavailable, cannot
+    compute in that precision or computes wrong scores, UsageError when the file cannot be read, no such device or
+    precision exists, or the number of threads is negative.
     """
     for kind, value, choices in (
         ("device", placement.device, Device), ("precision", placement.precision or "fp32", Precision)
@@ -88,24 +91,28 @@ def open_with_placement(
         raise UsageError(f"threads is {placement.threads}: give a number of threads, or 0 for one per core")
     digest = digest or sha256_of(path)
     if placement.device != "auto":
-        return _open(path, placement, digest, preallocate=preallocate)
-    if placement.precision != "bf16" and read_precision(path) != "int8" and onnx.has_cuda_provider():
+        return _open(path, placement, digest, preallocate=preallocate, check=check)
+    is_int8 = read_precision(path) == "int8"
+    if placement.precision != "bf16" and not is_int8 and onnx.has_cuda_provider():
         try:
-            return _open(path, replace(placement, device="cuda"), digest, preallocate=preallocate)
+            return _open(path, replace(placement, device="cuda"), digest, preallocate=preallocate, check=check)
         except EnvironmentFault as error:
             log.warning("device auto: running on the CPU, because CUDA is unavailable: %s", error)
     device = choose_cpu_device(path, placement.precision)
-    return _open(path, replace(placement, device=device), digest, preallocate=preallocate)
+    if is_int8 and device == "cpu" and placement.precision is None:
+        reason = "openvino is not installed" if supports_int8() else "this processor has neither VNNI nor AMX"
+        log.warning("device auto: computing the int8 file %s in fp32, because %s", path, reason)
+    return _open(path, replace(placement, device=device), digest, preallocate=preallocate, check=check)
 
 
 def choose_cpu_device(path: Path, precision: Precision | None = None) -> Device:
     """Return the device with which `auto` runs a model file on this CPU: `openvino` or `cpu`.
 
     A fixed rule rather than a timing, so that a repeated run chooses the same. OpenVINO for bf16 and, if it is
-    installed, for int8 files, which only it computes in int8 (unless fp32 is requested), and for a net of at least
-    LARGE_NET_FLOPS operations per crop on a processor with AVX-512: elsewhere and for smaller nets onnxruntime is as
-    fast or faster in fp32 (benchmarks/results/engine-cpu-avx2.md). A malformed file is left to the
-    device that loads it.
+    installed, for int8 files, which only it computes in int8, on a processor that can (unless fp32 is requested), and
+    for a net of at least LARGE_NET_FLOPS operations per crop on a processor with AVX-512: elsewhere and for smaller
+    nets onnxruntime is as fast or faster in fp32 (benchmarks/results/engine-cpu-avx2.md). A malformed file is left to
+    the device that loads it.
     """
     if precision == "bf16":
         return "openvino"
@@ -114,7 +121,7 @@ def choose_cpu_device(path: Path, precision: Precision | None = None) -> Device:
     if importlib.util.find_spec("onnxruntime") is None:
         return "openvino"
     if read_precision(path) == "int8":
-        return "cpu" if precision == "fp32" else "openvino"
+        return "openvino" if precision == "int8" or (precision is None and supports_int8()) else "cpu"
     if not has_processor_flags("avx512f") or (contract := _read_contract(path)) is None:
         return "cpu"
     operations = 2 * (contract.multiply_adds(contract.crop, contract.crop) or 0)
@@ -168,7 +175,7 @@ def add_lanes(session: Session, path: Path) -> None:
         session.add_lanes(onnx.load_on_cpu(path, threads=1), lanes)
 
 
-def _open(path: Path, placement: Placement, digest: str, *, preallocate: bool) -> Session:
+def _open(path: Path, placement: Placement, digest: str, *, preallocate: bool, check: bool) -> Session:
     """Load a model file on exactly this device and check that it runs there."""
     device, file_bytes = placement.device, path.stat().st_size
     if device != "cuda" and placement.gpu_memory is not None:
@@ -190,8 +197,10 @@ def _open(path: Path, placement: Placement, digest: str, *, preallocate: bool) -
     else:
         rules = cpu_rules(contract, placement.memory, file_bytes, device=device, precision=precision)
     session = Session(loaded, contract, digest, circumstances, placement, rules=rules, model_bytes=file_bytes)
-    if device == "cuda" or preallocate:
-        self_check(session, path.name)  # on a GPU, a successful load does not even prove that cuDNN is installed
+    if check and device != "cpu":
+        self_check(session, path.name)
+    elif preallocate or device == "cuda":  # there a successful load does not even prove that cuDNN is installed
+        _run_blank(session, path.name, 1, contract.min_side)
     if device == "cuda" and preallocate:  # the GPU memory regions allocated for the largest batch fit all later ones
         side = max(contract.default_scales)
         _run_blank(session, path.name, rules.max_rows(side**2, math.prod(contract.window_grid(side, side))), side)
@@ -220,6 +229,7 @@ def _load(path: Path, placement: Placement, *, masks: bool) -> tuple[LoadedModel
     if placement.device == "openvino":
         kind: openvino.CpuPrecision = "int8" if read_precision(path) == "int8" else "fp32"
         if kind == "int8":
+            openvino.check_processor(kind)
             try_first_run(path, threads)
         return openvino.load(path, "bf16" if precision == "bf16" else kind, threads=threads, masks=masks), None
     if placement.device == "ncnn":
@@ -286,48 +296,48 @@ def package_versions(packages: Mapping[str, str]) -> dict[str, str]:
 
 
 def self_check(session: Session, name: str) -> None:
-    """Run one canvas of the smallest size, and on a GPU in float32 compare its scores with those stated in the file.
+    """Run the golden images of a model, and compare its scores with those stated in the file. name: for errors.
 
-    A provider may round products to TF32 although that is disabled. name: of the model, for errors.
-    Raises EnvironmentFault when the model does not run, or when its scores deviate by more than float32 allows.
+    Of a net with more than QUICK_CHECK_FLOPS operations per crop, which would take seconds, only the crop runs: masks
+    and shapes were checked when the file was written, and what another runtime or precision changes is the arithmetic,
+    which is the same in every window. `prelunet verify` always runs all. A file without golden images runs once.
+    Raises EnvironmentFault when the model does not run, or when its scores deviate by more than its precision allows.
     """
-    contract = session.contract
-    compared = session.placement.device == "cuda" and session.circumstances.precision == "fp32"
-    if not (compared and contract.golden):
-        if compared:
-            log.warning("%s carries no golden images, so float32 is not checked on this GPU", name)
+    contract, circumstances = session.contract, session.circumstances
+    if not contract.golden:
+        log.warning("%s carries no golden images, so its scores on %s are not checked", name, circumstances.provider)
         _run_blank(session, name, 1, contract.min_side)
         return
-    golden = contract.golden[0]
-    size = (golden.height, golden.width)
-    with _errors(session, name, 1, *size):
-        outputs = session.run(golden_image(*size)[None], np.array([size]))
-    measured = deviation("alone", size, outputs, 0, golden.scores, golden.logits)
-    if not measured.passed:
-        allowed = TOLERANCES["fp32"]
-        raise EnvironmentFault(
-            f"--device cuda: in fp32 the scores of {name} for its golden image are off by {measured.scores:.1e} and "
-            f"the logits by {measured.logits:.1e} of the largest; {allowed.scores:g} and {allowed.logits:g} are "
-            "allowed. If `prelunet verify MODEL.onnx --device cpu` passes, this GPU does not compute in float32: use "
-            "--precision tf32"
-        )
+    large = 2 * (contract.multiply_adds(contract.crop, contract.crop) or 0) > QUICK_CHECK_FLOPS
+    with _errors(session, name, "its golden images"):
+        deviations = verify(session, crop_only=large)
+    if not (fault := describe_failure(name, session, deviations)):
+        return
+    fixes = {
+        "cpu": "The file is damaged, or this version of onnxruntime computes wrong: see prelunet verify MODEL.onnx",
+        "cuda": "If `prelunet verify MODEL.onnx --device cpu` passes, the GPU is at fault"
+        + ("; in float32 it may round to tf32: use --precision tf32" if circumstances.precision == "fp32" else ""),
+    }
+    device = session.placement.device
+    fix = fixes.get(device, f"Use --device cpu, and see prelunet verify MODEL.onnx --device {device}")
+    raise EnvironmentFault(f"--device {device}: {fault}. {fix}")
 
 
 def _run_blank(session: Session, name: str, rows: int, side: int) -> None:
-    with _errors(session, name, rows, side, side):
+    with _errors(session, name, f"{rows} canvases of {side}x{side}"):
         session.run(np.zeros((rows, side, side, 3), np.uint8), np.full((rows, 2), side, np.int64))
 
 
 @contextmanager
-def _errors(session: Session, name: str, rows: int, height: int, width: int) -> Iterator[None]:
+def _errors(session: Session, name: str, inputs: str) -> Iterator[None]:
     try:
         yield
     except PreluNetError:
         raise
     except Exception as error:  # the runtime's own classes
         raise EnvironmentFault(
-            f"model {name} loads but does not run on {session.circumstances.provider} with {rows} canvases of "
-            f"{height}x{width} ({type(error).__name__}: {error_summary(error)}). Try: prelunet verify MODEL.onnx"
+            f"model {name} loads but does not run on {session.circumstances.provider} with {inputs} "
+            f"({type(error).__name__}: {error_summary(error)}). Try: prelunet verify MODEL.onnx"
         ) from error
 
 

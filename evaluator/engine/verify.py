@@ -112,9 +112,10 @@ def tolerance_of(session: Session) -> Tolerance:
     return TOLERANCES[tolerance_precision(session)] if calibration is None else calibration.tolerance
 
 
-def verify(session: Session) -> list[Deviation]:
+def verify(session: Session, *, crop_only: bool = False) -> list[Deviation]:
     """Run the golden images alone and, if the file allows it, together on one canvas with garbage outside the images.
 
+    crop_only: run only the first image, which is one crop.
     Raises ContractError when the file carries no golden images.
     """
     contract = session.contract
@@ -124,7 +125,8 @@ def verify(session: Session) -> list[Deviation]:
             "net: prelunet adopt)"
         )
     deviations, precision, tolerance = [], tolerance_precision(session), tolerance_of(session)
-    images = [golden_image(golden.height, golden.width) for golden in contract.golden]
+    chosen = contract.golden[:1] if crop_only else contract.golden
+    images = [golden_image(golden.height, golden.width) for golden in chosen]
     for case, outputs, row, index in run_cases(session, images):
         golden = contract.golden[index]
         size = (golden.height, golden.width)
@@ -139,14 +141,23 @@ def verify(session: Session) -> list[Deviation]:
 
 def require_verified(name: str, session: Session, deviations: Sequence[Deviation]) -> str:
     """Return the tolerance in words; raise CheckFailed if a deviation exceeds it. name: of the model, for the error."""
+    if fault := describe_failure(name, session, deviations):
+        raise CheckFailed(f"{fault}. Do not use this device or runtime version with this model")
     tolerance = tolerance_of(session)
-    bounds = f"{tolerance.scores:g} (scores) or {tolerance.logits:g} of the largest (logits)"
-    if not all(each.passed for each in deviations):
-        raise CheckFailed(
-            f"{name}: on {session.circumstances} the golden images deviate by more than {bounds}. Do not use this "
-            "device or runtime version with this model"
-        )
-    return bounds
+    return f"{tolerance.scores:g} (scores) or {tolerance.logits:g} of the largest (logits)"
+
+
+def describe_failure(name: str, session: Session, deviations: Sequence[Deviation]) -> str:
+    """Return the largest of the deviations that exceed the tolerance, in words; empty if there is none."""
+    failed = [each for each in deviations if not each.passed]
+    if not failed:
+        return ""
+    worst, allowed, ran = max(failed, key=lambda each: each.scores), tolerance_of(session), session.circumstances
+    return (
+        f"{name}: in {ran.precision} on {ran.provider} the scores of the golden image of {worst.height}x{worst.width} "
+        f"are off by {worst.scores:.1e} and the logits by {worst.logits:.1e} of the largest; {allowed.scores:g} and "
+        f"{allowed.logits:g} are allowed"
+    )
 
 
 def run_cases(session: Session, images: Sequence[UInt8Array]) -> list[tuple[str, Outputs, int, int]]:

@@ -17,7 +17,6 @@ from pathlib import Path
 from typing import Any, NamedTuple, TypeAlias
 
 from prelunet.evaluator.engine.session import Placement, Session
-from prelunet.evaluator.engine.verify import require_verified, verify
 from prelunet.evaluator.errors import Interrupted, ModelNotFound, ModelRefused, UsageError
 from prelunet.evaluator.serving.memory import require_room_to_load, serving_memory
 from prelunet.evaluator.serving.models import Models, load_model
@@ -229,7 +228,6 @@ class Repository:
             raise ModelRefused("a model of this name was given by --model; rename this folder")
         require_room_to_load(file.path, sessions, self._options, queues)
         session = load_model(file, placement, self._stopped)
-        require_verified(str(version), session, verify(session))
         serving_memory([*sessions, session], self._options, queues)
         if _signature(file.path) != signature:
             raise ModelRefused("its file changed while it was loaded")

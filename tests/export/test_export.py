@@ -169,8 +169,8 @@ def test_the_verb_verify_exits_6_when_a_score_is_off(
         patch.setattr("prelunet.evaluator.verbs.verify.echo", closed)
         assert run(["verify", str(wrong), "--device", "cpu", "--json"]) == 6, "also if nobody reads its output"
     assert run(["verify", str(wrong), "--device", "cpu"]) == 6
-    assert "CPUExecutionProvider, fp32 (" in (output := capsys.readouterr().err)
-    assert "golden images deviate by more than 1e-05 (scores) or 0.0001 of the largest (logits)" in output
+    assert "in fp32 on CPUExecutionProvider the scores of the golden image of " in (output := capsys.readouterr().err)
+    assert "1e-05 and 0.0001 are allowed. Do not use this device or runtime version" in output
 
 
 @pytest.mark.parametrize("deviation", [math.nan, math.inf])

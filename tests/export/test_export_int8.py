@@ -23,9 +23,9 @@ from prelunet.evaluator.datasets import DatasetSpec
 from prelunet.evaluator.engine.load import open_session
 from prelunet.evaluator.engine.memory import batch_bytes, require_loadable
 from prelunet.evaluator.engine.runtimes import openvino
-from prelunet.evaluator.engine.verify import verify
 from prelunet.evaluator.errors import CheckFailed, ContractError, DatasetError, EnvironmentFault, UsageError
 from prelunet.evaluator.imaging.views import make_views
+from prelunet.evaluator.machine import supports_int8
 from prelunet.evaluator.protocols import build_protocol
 from prelunet.export.dense.build import build_contract
 from prelunet.export.dense.export import ExportResult, export_checkpoint
@@ -35,6 +35,8 @@ from tests.helpers.tiny_nets import TINY, mean_image, tiny_checkpoint
 
 LAYERS = ["conv1", "conv2", "fc1", "fc2", "fc3"]
 INT8, FLOAT = onnx.TensorProto.INT8, onnx.TensorProto.FLOAT
+needs_int8 = pytest.mark.skipif(not supports_int8(), reason="this processor has neither VNNI nor AMX")
+DEVICES = ["cpu", pytest.param("openvino", marks=needs_int8)]
 
 
 def write_pictures(folder: Path, names: list[str]) -> Path:
@@ -128,7 +130,7 @@ def test_ranges_are_the_largest_values_that_every_second_image_gives_in_all_its_
         assert 127 * found[f"{layer}.input.scale"] <= largest * 1.002 or layer in {"conv2", "fc1"}
 
 
-@pytest.mark.parametrize("device", ["cpu", "openvino"])
+@pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("size", [(24, 24), (29, 41), (40, 27)])
 def test_scores_are_those_of_a_net_whose_weights_and_inputs_are_rounded(
     tiny: Path, device: str, size: tuple[int, int]
@@ -170,8 +172,9 @@ def test_weights_pools_and_bins_are_int8_and_mean_biases_and_averages_are_not(ti
     assert ([opset.version for opset in model.opset_import], model.ir_version <= 10) == ([18], True)
 
 
+@pytest.mark.parametrize("device", DEVICES)
 def test_fc1_in_parts_has_the_numbers_of_the_whole_one(
-    tiny: Path, tmp_path: Path, pictures: Path, monkeypatch: pytest.MonkeyPatch
+    tiny: Path, tmp_path: Path, pictures: Path, monkeypatch: pytest.MonkeyPatch, device: Any
 ) -> None:
     monkeypatch.setattr("prelunet.export.dense.build.MAX_TERMS", 5 * 4)  # five of the 14 bins, of 4 channels
     parts, _ = int8_file(tmp_path, tiny_checkpoint(mean=mean_image()), pictures)
@@ -180,9 +183,8 @@ def test_fc1_in_parts_has_the_numbers_of_the_whole_one(
     np.testing.assert_array_equal(np.concatenate(rows), whole["fc1.weight.int8"])
     np.testing.assert_array_equal(stored["fc1.weight.scale"], whole["fc1.weight.scale"])
     image, sizes = noise(29, 41, seed=5)[None], np.array([[29, 41]])
-    for device in ("cpu", "openvino"):
-        one, other = (open_session(path, device).run(image, sizes).logits for path in (tiny, parts))  # type: ignore[arg-type]
-        np.testing.assert_allclose(one, other, rtol=0, atol=1e-4)  # float32's sums
+    one, other = (open_session(path, device).run(image, sizes).logits for path in (tiny, parts))
+    np.testing.assert_allclose(one, other, rtol=0, atol=1e-4)  # float32's sums
 
 
 def test_a_file_is_a_quarter_as_large_states_its_calibration_and_is_the_same_when_written_again(
@@ -207,6 +209,7 @@ def test_a_file_is_a_quarter_as_large_states_its_calibration_and_is_the_same_whe
     )
 
 
+@needs_int8
 def test_openvino_computes_in_int8_onnxruntime_in_fp32_and_verify_certifies_both(
     tiny: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -224,6 +227,7 @@ def test_openvino_computes_in_int8_onnxruntime_in_fp32_and_verify_certifies_both
     assert "int8 itself moves the scores of these images by up to" in capsys.readouterr().out
 
 
+@needs_int8
 def test_plain_runtimes_run_the_file(tiny: Path) -> None:
     import onnxruntime
     from openvino import Core
@@ -245,6 +249,7 @@ def with_metadata(path: Path, target: Path, **changes: Any) -> Path:
     return target
 
 
+@needs_int8
 def test_a_graph_in_float_that_states_int8_is_refused_by_openvino(tiny: Path, tmp_path: Path) -> None:
     export_checkpoint(tiny.parent / "net.safetensors", tmp_path / "fp32.onnx", "exact")
     contract = open_session(tiny, "cpu").contract
@@ -268,6 +273,7 @@ def test_a_file_that_contradicts_itself_is_refused(tiny: Path, tmp_path: Path, c
         open_session(with_metadata(tiny, tmp_path / "m.onnx", **changes), "cpu")
 
 
+@needs_int8
 def test_a_runtime_that_crashes_is_an_error_with_its_version_and_not_the_end_of_this_process(
     tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -280,6 +286,7 @@ def test_a_runtime_that_crashes_is_an_error_with_its_version_and_not_the_end_of_
         open_session(tiny, "openvino")
 
 
+@needs_int8
 def test_signals_to_the_process_group_and_files_in_the_current_folder_do_not_reach_the_trial_process(
     tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -444,24 +451,83 @@ def test_a_net_whose_activations_overflow_is_refused_with_the_layer(tmp_path: Pa
     assert [path.name for path in tmp_path.iterdir()] == ["net.safetensors"]
 
 
+def evaluate_tiny(tiny: Path, folder: Path, *options: str) -> tuple[dict[str, Any], dict[str, Any], str]:
+    """Return run.json, report.json and report.html of an evaluation."""
+    wnids = [entry.wnid for entry in tiny_checkpoint().classes]
+    data = write_pictures(folder / "data", [f"{wnid}/{number}.png" for number, wnid in enumerate(wnids)])
+    assert run(["validate", "--model", str(tiny), "--data", str(data), "--run", str(folder / "run"), *options]) == 0
+    assert run(["report", str(folder / "run")]) == 0
+    files = (folder / "run" / name for name in ("run.json", "report/report.json", "report/report.html"))
+    stored, report, page = (file.read_text() for file in files)
+    return json.loads(stored), json.loads(report), page
+
+
+@pytest.mark.parametrize("device", DEVICES)
 def test_the_calibration_reaches_inspect_the_run_and_its_report(
-    tiny: Path, pictures: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    tiny: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], device: str
 ) -> None:
     assert run(["inspect", str(tiny)]) == 0
     assert "every second image" in " ".join(capsys.readouterr().out.split())
     assert run(["inspect", str(tiny), "--json"]) == 0
     calibration = json.loads(capsys.readouterr().out)["calibration"]
-    wnids = [entry.wnid for entry in tiny_checkpoint().classes]
-    data = write_pictures(tmp_path / "data", [f"{wnid}/{number}.png" for number, wnid in enumerate(wnids)])
-    command = ["validate", "--model", str(tiny), "--data", str(data), "--run", str(tmp_path / "run")]
-    assert run([*command, "--device", "openvino"]) == 0
-    assert "OpenVINO, int8 (" in capsys.readouterr().err
-    stored = json.loads((tmp_path / "run/run.json").read_text())
-    assert stored["circumstances"]["precision"] == "int8"
-    assert stored["model"]["calibration"] == calibration
-    assert run(["report", str(tmp_path / "run")]) == 0
-    report = json.loads((tmp_path / "run/report/report.json").read_text())
-    assert report["model"]["calibration"] == calibration
-    page = (tmp_path / "run/report/report.html").read_text()
+    stored, report, page = evaluate_tiny(tiny, tmp_path, "--device", device)
+    precision = {"cpu": "fp32", "openvino": "int8"}[device]
+    assert f", {precision} (" in capsys.readouterr().err
+    assert stored["circumstances"]["precision"] == precision
+    assert stored["model"]["calibration"] == report["model"]["calibration"] == calibration
     assert f"{calibration['rule']} of 12 from" in page
-    assert verify(open_session(tiny, "openvino"))
+    assert ("fp32 (the file stores int8)" in page) == (device == "cpu")
+
+
+# Processors
+
+
+@pytest.mark.parametrize(
+    ("allowed", "supported"),
+    [
+        ("avx2", False),
+        ("AVX512_CORE", False),  # adds two products in 16 bits, as AVX2 does
+        ("AVX2_VNNI", True),
+        ("AVX512_CORE_VNNI", True),
+        ("AVX512_CORE_BF16", True),
+        ("AVX512_CORE_AMX", True),
+        ("", True),
+    ],
+)
+def test_int8_is_supported_where_the_processor_has_vnni_or_amx_and_onednn_may_use_it(
+    allowed: str, supported: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    flags = "avx2 avx512f avx_vnni avx512_vnni amx_int8"
+    monkeypatch.setattr("prelunet.evaluator.machine.cpuinfo_value", lambda *_: flags)
+    monkeypatch.setenv("ONEDNN_MAX_CPU_ISA", allowed)
+    assert supports_int8() == supported
+    monkeypatch.setattr("prelunet.evaluator.machine.cpuinfo_value", lambda *_: "avx2 avx512f")
+    assert not supports_int8()
+
+
+def test_a_processor_whose_int8_sums_overflow_computes_the_file_in_fp32_and_says_so_everywhere(
+    tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setenv("ONEDNN_MAX_CPU_ISA", "AVX2")
+    stored, report, page = evaluate_tiny(tiny, tmp_path)
+    reason = "in fp32, because this processor has neither VNNI nor AMX"
+    assert f"device auto: computing the int8 file {tiny} {reason}" in caplog.text
+    for circumstances in (stored["circumstances"], report["circumstances"]):
+        assert (circumstances["provider"], circumstances["precision"]) == ("CPUExecutionProvider", "fp32")
+    assert "fp32 (the file stores int8)" in page
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None if name == "openvino" else object())
+    monkeypatch.delenv("ONEDNN_MAX_CPU_ISA")
+    if supports_int8():
+        open_session(tiny)
+        assert "in fp32, because openvino is not installed" in caplog.text
+
+
+@pytest.mark.parametrize(
+    "options", [["--device", "openvino"], ["--precision", "int8"], ["--device", "openvino", "--precision", "int8"]]
+)
+def test_int8_is_refused_on_a_processor_whose_int8_sums_overflow(
+    tiny: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], options: list[str]
+) -> None:
+    monkeypatch.setenv("ONEDNN_MAX_CPU_ISA", "AVX2")
+    assert run(["verify", str(tiny), *options]) == 5
+    assert "neither VNNI nor AMX, so OpenVINO's sums of 8-bit products would overflow" in capsys.readouterr().err

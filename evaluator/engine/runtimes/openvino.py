@@ -24,6 +24,7 @@ from prelunet.evaluator.arrays import Float32Array, Int64Array, UInt8Array
 from prelunet.evaluator.contract import OUTPUTS
 from prelunet.evaluator.engine.runtimes.base import load_error
 from prelunet.evaluator.errors import ContractError, EnvironmentFault, install_hint
+from prelunet.evaluator.machine import supports_int8
 
 PROVIDER = "OpenVINO"
 FEATURE_MAP = "feature_map"
@@ -195,8 +196,14 @@ def _lengths(value: Any) -> list[Any]:
 def check_processor(precision: CpuPrecision) -> None:
     """Refuse a precision for which this CPU has no instructions, before a model of gigabytes is compiled.
 
-    `check_precision` shows whether the model really runs in it. Raises EnvironmentFault.
+    `check_precision` shows whether the model really runs in it, but not whether its int8 sums are right.
+    Raises EnvironmentFault.
     """
+    if precision == "int8" and not supports_int8():
+        raise EnvironmentFault(
+            "--device openvino --precision int8: this processor has neither VNNI nor AMX, so OpenVINO's sums of 8-bit "
+            "products would overflow and give wrong scores. Use --device cpu, which computes int8 files in fp32"
+        )
     if precision == "bf16" and "BF16" not in _core().get_property("CPU", "OPTIMIZATION_CAPABILITIES"):
         raise _unsupported_precision(precision, "f32")
 

@@ -117,7 +117,7 @@ class FakeBinding:
     """Stands in for uploads.
 
     Records the shapes of uploaded batches in `staged`, and the images of the last one in `images`; `computes` maps
-    their shape to scores and logits, or raises an error.
+    their shape to scores, logits and windows, or raises an error.
     """
 
     staged: list[tuple[int, ...]] = []  # noqa: RUF012 - emptied by `use`
@@ -134,11 +134,11 @@ class FakeBinding:
         return images.shape
 
     def compute(self, staged: tuple[int, ...]) -> list[Any]:
-        return [*FakeBinding.computes(staged), None, None]
+        return [*FakeBinding.computes(staged), None]
 
 
-def nothing(_shape: tuple[int, ...]) -> tuple[None, None]:
-    return None, None
+def nothing(_shape: tuple[int, ...]) -> tuple[None, None, None]:
+    return None, None, None
 
 
 def runtime_error(kind: str, text: str = "a message of the runtime") -> Exception:

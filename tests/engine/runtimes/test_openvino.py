@@ -9,12 +9,15 @@ from typing import Any
 import numpy as np
 import pytest
 
+from prelunet.evaluator.cli import run
+from prelunet.evaluator.engine import load
 from prelunet.evaluator.engine.load import open_session
 from prelunet.evaluator.engine.runtimes import openvino as openvino_runtime
 from prelunet.evaluator.engine.verify import garbage_canvas
 from prelunet.evaluator.errors import ContractError, EnvironmentFault, UsageError
 from tests.conftest import ExportedNet
 from tests.engine.test_dense_scores import oracle_of
+from tests.export.test_export import with_metadata
 from tests.helpers.discriminating_nets import noise
 
 pytest.importorskip("openvino")
@@ -184,6 +187,31 @@ def test_layers_without_arithmetic_do_not_decide_the_precision() -> None:
         FakeCompiledModel(*mean_image, ("Convolution", "bf16"), ("Softmax", "f32")), "bf16"
     )
     openvino_runtime.check_precision(FakeCompiledModel(("Convolution", "f32"), ("Reorder", "bf16")), "fp32")
+
+
+def test_wrong_scores_of_the_golden_images_are_an_error_when_the_file_is_opened(
+    exported: dict[str, ExportedNet],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    def last_is_wrong(golden: list[dict[str, Any]]) -> list[dict[str, Any]]:
+        return [*golden[:-1], {**golden[-1], "scores": golden[-1]["scores"][::-1]}]
+
+    path = with_metadata(exported, tmp_path, golden=last_is_wrong)
+    found = r"in fp32 on OpenVINO the scores of the golden image of 39x33 are off by \d.* 1e-05 and 0\.0001 are allowed"
+    with pytest.raises(EnvironmentFault, match=rf"{found}\. Use --device cpu, and see prelunet verify"):
+        open_session(path, "openvino")
+    (tmp_path / "images").mkdir()
+    assert run(["classify", str(tmp_path / "images"), "--model", str(path), "--device", "openvino"]) == 5
+    assert run(["verify", str(path), "--device", "openvino"]) == 6, "which lists all deviations"
+    assert capsys.readouterr().out.count("WRONG") == 2, "alone and together"
+    open_session(path, "cpu")  # with which the file was checked when it was written
+    monkeypatch.setattr(load, "QUICK_CHECK_FLOPS", 0)  # as if the net were large
+    open_session(path, "openvino")
+    first_is_wrong = with_metadata(exported, tmp_path, golden=lambda golden: last_is_wrong(golden[:1]) + golden[1:])
+    with pytest.raises(EnvironmentFault, match="the golden image of 28x28"):
+        open_session(first_is_wrong, "openvino")
 
 
 def test_a_missing_openvino_is_reported_with_the_extra_to_install(
