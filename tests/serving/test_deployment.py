@@ -10,7 +10,7 @@ import subprocess
 import threading
 import urllib.request
 from collections.abc import Callable, Iterator
-from functools import reduce
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -47,26 +47,20 @@ def read_yaml(path: Path) -> list[Any]:
     return list(yaml.safe_load_all(path.read_text(encoding="utf-8")))
 
 
-def manifests() -> list[Json]:
-    """Return the objects of deploy/kubernetes."""
-    folder = DEPLOY / "kubernetes"
-    (kustomization,) = read_yaml(folder / "kustomization.yaml")
-    return [document for name in kustomization["resources"] for document in read_yaml(folder / name)]
+@cache
+def manifests(*, tls: bool = False) -> list[Json]:
+    """Return the objects that kubectl makes of deploy/kubernetes/base, or of tls; skips the test without kubectl."""
+    kubectl = shutil.which("kubectl", path=f"{os.environ.get('PATH', '')}:{ROOT}/.kubectl")
+    if kubectl is None:
+        pytest.skip("kubectl is missing: make .kubectl/kubectl")
+    words = [kubectl, "kustomize", str(DEPLOY / "kubernetes" / ("tls" if tls else "base"))]
+    done = subprocess.run(words, capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 0, done.stderr
+    return list(yaml.safe_load_all(done.stdout))
 
 
 def deployment(*, tls: bool = False) -> Json:
-    """Return the Deployment; tls: with the JSON patch of deploy/kubernetes/tls."""
-    (found,) = (each for each in manifests() if each["kind"] == "Deployment")
-    for change in read_yaml(DEPLOY / "kubernetes" / "tls" / "deployment.yaml")[0] if tls else ():
-        *parents, last = (int(word) if word.isdecimal() else word for word in change["path"].strip("/").split("/"))
-        place: Any = reduce(lambda value, key: value[key], parents, found)
-        if change["op"] == "add":
-            assert last == "-", "adds to the end of a list"
-            place.append(change["value"])
-        else:
-            assert change["op"] == "replace"
-            assert place[last], "replaces something"
-            place[last] = change["value"]
+    (found,) = (each for each in manifests(tls=tls) if each["kind"] == "Deployment")
     return found
 
 
@@ -102,7 +96,7 @@ def test_the_manifests_follow_the_schemas_of_kubernetes(version: str) -> None:
         pytest.skip("kubernetes-validate, which holds the schemas, is not installed: pip install '.[dev]'")
     folder = Path(package.origin).parent / "kubernetes-json-schema" / f"{version}-local-strict"
     definitions = Resource.from_contents(json.loads((folder / "_definitions.json").read_text()))
-    for each in (*manifests(), deployment(tls=True)):
+    for each in (*manifests(), *manifests(tls=True)):
         group, _, number = each["apiVersion"].rpartition("/")
         name = "-".join(filter(None, (each["kind"].lower(), group.partition(".")[0], number)))
         schema = json.loads((folder / f"{name}.json").read_text())
@@ -139,7 +133,8 @@ def test_probes_ask_grpc_health_without_tls_and_the_metrics_port_with_it(served:
     services = {"startupProbe": {}, "readinessProbe": {}, "livenessProbe": {"service": LIVENESS}}
     for name, service in services.items():
         assert container()[name]["grpc"] == {"port": options.port, **service}, "no name: the whole server"
-        assert container(tls=True)[name]["httpGet"] == {"path": "/ready", "port": "metrics"}
+        path = f"/{service.get('service', 'ready')}"
+        assert container(tls=True)[name]["httpGet"] == {"path": path, "port": "metrics"}
     ready, live = container()["readinessProbe"], container()["livenessProbe"]
     assert ready["periodSeconds"] * ready["failureThreshold"] < options.lame_duck, "found before calls are refused"
     assert live["periodSeconds"] * live["failureThreshold"] > options.lame_duck + options.grace
@@ -171,8 +166,7 @@ def test_services_budget_and_policy_select_the_pods_and_name_their_ports(served:
             assert {port["port"] for rule in spec["ingress"] for port in rule["ports"]} == ports
     services = {each["metadata"]["name"]: each["spec"] for each in manifests() if each["kind"] == "Service"}
     assert services["prelunet"]["clusterIP"] == "None", "headless: clients see every pod"
-    (kustomization,) = read_yaml(DEPLOY / "kubernetes" / "kustomization.yaml")
-    name = f"prelunet-http.{kustomization['namespace']}.svc.cluster.local".split(".")
+    name = f"prelunet-http.{deployment()['metadata']['namespace']}.svc.cluster.local".split(".")
     names = tuple(".".join(name[:count]) for count in (1, 2, 3, 5))
     assert served(*container()["args"]).http.host_names == names, "HTTP refuses other names"
 

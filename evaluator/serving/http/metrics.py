@@ -1,4 +1,4 @@
-"""The port of Prometheus metrics, `GET /metrics`, and probes, `GET /ready`; Kubernetes' gRPC probes cannot use TLS."""
+"""The port of Prometheus metrics, `GET /metrics`, and probes, `GET /ready` and `/liveness`, which need no TLS."""
 
 import asyncio
 from collections.abc import Callable
@@ -8,6 +8,7 @@ from starlette.responses import PlainTextResponse, Response
 from starlette.routing import Route, Router
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from prelunet.evaluator.serving.api.health import LIVENESS
 from prelunet.evaluator.serving.http.listener import Connection, ConnectionLimits
 
 TIMEOUT = 10.0  # seconds to receive a request, to answer it, and for the client to read the response
@@ -32,7 +33,11 @@ def metrics_app(
         text, status = ("ready\n", 200) if ready() else ("not ready\n", 503)
         return PlainTextResponse(text, status)
 
-    router = Router([Route("/metrics", metrics), Route("/ready", readiness)], redirect_slashes=False)
+    async def liveness(_request: Request) -> Response:
+        return PlainTextResponse("live\n")
+
+    routes = [Route("/metrics", metrics), Route("/ready", readiness), Route(f"/{LIVENESS}", liveness)]
+    router = Router(routes, redirect_slashes=False)
 
     async def app(scope: Scope, receive: Receive, send: Send) -> None:
         connection: Connection = scope["state"]["connection"]

@@ -116,6 +116,7 @@ async def test_a_probe_learns_whether_the_server_accepts_calls() -> None:
     serving = [False]
     async with running_metrics_server(ready=lambda: serving[0]) as port:
         assert await answer_to(b"GET /ready HTTP/1.1\r\nHost: x\r\n\r\n", port) == (503, "not ready\n")
+        assert await answer_to(b"GET /liveness HTTP/1.1\r\nHost: x\r\n\r\n", port) == (200, "live\n")
         serving[0] = True
         assert await answer_to(b"GET /ready HTTP/1.1\r\nHost: x\r\n\r\n", port) == (200, "ready\n")
 
