@@ -165,9 +165,9 @@ async def serve(options: ServeOptions, report: Callable[[str], None]) -> ServeRe
     """Serve until SIGTERM, SIGINT or the loss of a device, then finish the calls in flight.
 
     report: called once with the start line, when all models are loaded and calls are answered.
-    Raises EnvironmentFault if the port, the device or enough open files are unavailable, ContractError for a file that
-    is not a model, ModelRefused if no version of a model can be loaded, UsageError if serving needs more memory than
-    the limit, or for files of TLS or tokens that cannot be used.
+    Raises EnvironmentFault if the port, the device or enough open files are unavailable, ContractError for a
+    `--model` that is none, UsageError if serving needs more memory than the limit, or for files of TLS or tokens that
+    cannot be used, and the errors of `Repository.start`.
     """
     _check_exposure(options)
     limits = _cap_connections(options.limits, ports=1 + options.http.enabled)

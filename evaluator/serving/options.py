@@ -301,6 +301,10 @@ class ServeOptions:
             default="none",
         ),
     ] = None
+    strict: Annotated[
+        bool,
+        CliOption("Exit at the start if a version in that folder cannot be loaded; otherwise the others are served."),
+    ] = False
     host: Annotated[str, CliOption("Address to listen on; 0.0.0.0 listens on all interfaces.")] = "127.0.0.1"
     port: Annotated[int, CliOption("Port to listen on; 0 picks a free port.", min=0, max=65535)] = 50051
     unix_socket: Annotated[

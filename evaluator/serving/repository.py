@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any, NamedTuple, TypeAlias
 
 from prelunet.evaluator.engine.session import Placement, Session
-from prelunet.evaluator.errors import Interrupted, ModelNotFound, ModelRefused, UsageError
+from prelunet.evaluator.errors import EnvironmentFault, Interrupted, ModelNotFound, ModelRefused, UsageError
 from prelunet.evaluator.serving.memory import require_room_to_load, serving_memory
 from prelunet.evaluator.serving.models import Models, load_model
 from prelunet.evaluator.serving.observability.logs import release_frames
@@ -62,6 +62,7 @@ class Repository:
         self._refused: dict[Version, tuple[Signature, str]] = {}  # with the reason; tried again once the file changes
         self._deleted: set[Version] = set()  # loaded ones
         self._unknown: set[Path] = set()  # ONNX files in the folder that are no version
+        self._fault: type[Exception] = ModelRefused  # class of the latest error
         self._retry = False
         for outcome in ("loaded", "refused", "deleted", "unloaded"):
             self._count(outcome, 0)
@@ -76,20 +77,23 @@ class Repository:
         self._retry = True
 
     async def start(self) -> None:
-        """Load the newest version of each model that can be loaded; ModelRefused if there is none, or no model at all.
+        """Load the newest version of each model that can be loaded; the others are reported as they are later.
 
-        Only here half-written files are not waited for: an older version is tried instead.
+        Only here half-written files are not waited for: an older version is tried instead. Raises ModelRefused, or
+        EnvironmentFault if the machine is at fault, if no model at all is served, or with `--strict` if a version could
+        not be loaded; UsageError for a missing folder, and for an empty one if there is no other model.
         """
         self._last_look = look = await asyncio.to_thread(self._look)
-        if not look:
+        if not look and (self._options.strict or not self._fixed or not self._folder.is_dir()):
             problem = "no model there" if self._folder.is_dir() else "no such folder"
             raise UsageError(
                 f"--models {self._folder}: {problem}. Create NAME/VERSION/{FILE} in it, as in flowers/1/{FILE}"
             )
         for name in sorted({version.name for version in look}):
-            if not await self._update(name, look) and not self._stopped():
-                newest = _matching(look, name)[0]
-                raise ModelRefused(f"--models {self._folder}: {newest}: {self._refused[newest][1]}")
+            await self._update(name, look)
+        if self._refused and not self._stopped() and (self._options.strict or not self._models.all()):
+            version, (_, reason) = next(iter(self._refused.items()))
+            raise self._fault(f"--models {self._folder}: {version}: {reason}")
 
     async def watch(self) -> None:
         """Look at the folder at intervals. A version counts once two looks find it unchanged."""
@@ -203,6 +207,7 @@ class Repository:
             reason = str(error).replace(f"{self._folder}/", "") or type(error).__name__
             release_frames(error)
             self._refused[version] = signature, reason
+            self._fault = EnvironmentFault if isinstance(error, EnvironmentFault) else ModelRefused
             self._count("refused")
             stays = f"; version {served[0].version} stays" if served else ""
             log.error("model %s is not served%s: %s", version, stays, reason)

@@ -27,7 +27,7 @@ from PIL import Image
 from prelunet.evaluator.contract import ClassEntry, golden_image
 from prelunet.evaluator.engine.session import Placement
 from prelunet.evaluator.engine.verify import golden_answer
-from prelunet.evaluator.errors import ContractError, ModelRefused, UsageError
+from prelunet.evaluator.errors import ContractError, EnvironmentFault, ModelRefused, UsageError
 from prelunet.evaluator.imaging.limits import DecodeLimits
 from prelunet.evaluator.pb.inference import inference_pb2 as oip
 from prelunet.evaluator.pb.inference import inference_pb2_grpc as oip_grpc
@@ -619,17 +619,55 @@ def test_a_server_starts_with_the_newest_version_that_can_be_loaded(folder: Fold
         assert server.problems() == {"six/2": "six/2/model.onnx: not an ONNX model"}
 
 
+def test_a_server_starts_with_the_good_models_and_reports_the_bad_ones(folder: Folder) -> None:
+    folder.write("bad/1", "broken")
+    folder.write("bad/2", "wrong")
+    folder.write("six/1", 1)
+    with serving(folder) as server:
+        assert server.served() == {"six": 1}
+        assert set(server.problems()) == {"bad/1", "bad/2"}
+        assert server.count("refused") == 2
+        folder.write("bad/3", 3)
+        eventually(lambda: server.served() == {"six": 1, "bad": 3})
+
+
+def test_a_restart_loads_unloaded_versions_and_forgets_deleted_and_pinned_ones(folder: Folder) -> None:
+    for name, seed in (("gone/1", 1), ("six/1", 2), ("six/2", 3), ("two/1", 4)):
+        folder.write(name, seed)
+    with serving(folder) as server:
+        server.load("six/1")
+        server.unload("two")
+        shutil.rmtree(folder.path / "gone")
+        eventually(lambda: "gone/1" in server.problems())
+        assert server.served() == {"gone": 1, "six": 2}
+        server.classify("six/1")
+    with serving(folder) as server:
+        assert server.served() == {"six": 2, "two": 1}
+        with pytest.raises(grpc.RpcError, match="no loaded version '1'"):
+            server.classify("six/1")
+
+
 @async_test
-async def test_a_server_without_a_model_that_can_be_loaded_does_not_start(folder: Folder) -> None:
+async def test_a_server_without_a_model_that_can_be_loaded_does_not_start(
+    folder: Folder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def unavailable(*_: object) -> None:
+        raise EnvironmentFault("--device cuda: unavailable")
+
     options = ServeOptions((), folder.path, port=0)
     with pytest.raises(UsageError, match=r"no such folder. Create NAME/VERSION/model.onnx in it"):
         await serve(options, lambda _: None)
     folder.path.mkdir()
     with pytest.raises(UsageError, match=r"no model there. Create NAME/VERSION/model.onnx in it"):
         await serve(options, lambda _: None)
-    folder.write("six/1", 1)
     folder.write("two/1", "broken")
     with pytest.raises(ModelRefused, match=r"two/1: two/1/model.onnx: not an ONNX model"):
+        await serve(options, lambda _: None)
+    folder.write("six/1", 1)
+    with pytest.raises(ModelRefused, match=r"two/1: two/1/model.onnx: not an ONNX model"):
+        await serve(replace(options, strict=True), lambda _: None)
+    monkeypatch.setattr(models, "open_with_placement", unavailable)
+    with pytest.raises(EnvironmentFault, match=r"six/1: --device cuda: unavailable"):
         await serve(options, lambda _: None)
     with pytest.raises(UsageError, match=r"--model NAME=MODEL.onnx, or --models DIR"):
         ServeOptions(())

@@ -164,7 +164,7 @@ def test_the_variable_of_an_option_is_its_flag_in_capitals(capsys: pytest.Captur
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("max-cals = 1", r"unknown option 'max-cals'\. Valid options: model, models, host, port, .*max-calls"),
+        ("max-cals = 1", r"unknown option 'max-cals'\. Valid options: model, models, strict, host, port, .*max-calls"),
         ("max_calls = 1", r"unknown option 'max_calls'"),
         ("config = 'x'", r"unknown option 'config'"),
         ("[limits]\nmax-calls = 1", r"unknown option 'limits'"),
@@ -250,7 +250,9 @@ def test_nothing_is_loaded_when_the_configuration_is_shown(capsys: pytest.Captur
     assert run(["serve", "--model", "a=nowhere.onnx", "--show-config"]) == 0
     assert 'model = ["a=nowhere.onnx"]' in capsys.readouterr().out
     assert run(["serve", "--show-config"]) == 0
-    assert capsys.readouterr().out.startswith("# model is not set\n# models is not set\nhost = ")
+    assert capsys.readouterr().out.startswith(
+        "# model is not set\n# models is not set\nstrict = false  # default\nhost = "
+    )
 
 
 def test_the_help_lists_the_exit_codes(capsys: pytest.CaptureFixture[str]) -> None:
