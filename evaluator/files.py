@@ -1,5 +1,6 @@
-"""Atomic writes (a temporary file beside the target, fsync, rename), sha256 of files, TOML, and locked folders."""
+"""Reading of regular files only, atomic writes (a temporary file beside the target, fsync, rename), locked folders."""
 
+import errno
 import fcntl
 import hashlib
 import os
@@ -8,40 +9,61 @@ import stat
 import tomllib
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
+from io import BufferedReader
 from pathlib import Path
 from typing import Any, BinaryIO
 
 from prelunet.evaluator.errors import EnvironmentFault, RunFolderError, UsageError, from_os_error
 
+_NOT_REGULAR = "not a regular file, but a pipe, a socket or a device: save its content in a file"
+MAX_TEXT_BYTES = 2**26  # of a file that a person writes: options, a recipe, a class list
+
+
+def open_regular(path: str | Path) -> BufferedReader:
+    """Open a file for reading.
+
+    Raises OSError, also for a pipe, a socket or a device: opening or reading one may wait or continue forever.
+    """
+    mode = Path(path).stat().st_mode
+    if not (stat.S_ISREG(mode) or stat.S_ISDIR(mode)):  # opening a folder fails by itself
+        raise OSError(errno.EINVAL, _NOT_REGULAR, os.fspath(path))
+    # Does not wait even if a pipe takes the file's place now.
+    return open(path, "rb", opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK))
+
+
+def read_regular(path: Path, limit: int = MAX_TEXT_BYTES) -> bytes:
+    """Return the content of a file. Raises OSError as `open_regular`, and for more than `limit` bytes."""
+    with open_regular(path) as file:
+        if os.fstat(file.fileno()).st_size > limit:
+            raise OSError(errno.EINVAL, f"larger than {limit:,} bytes, so it is another kind of file", os.fspath(path))
+        return file.read()
+
 
 def sha256_of(path: Path) -> str:
     """Return the sha256 of a file, 64 hexadecimal digits; UsageError if it cannot be read."""
-    require_regular_file(path)
     try:
-        with path.open("rb") as file:
+        with open_regular(path) as file:
             return hashlib.file_digest(file, "sha256").hexdigest()
     except OSError as error:
         raise UsageError(f"{path}: cannot be read ({error.strerror}). Give the path of an existing file") from error
 
 
 def require_regular_file(path: Path) -> None:
-    """Raise UsageError for a pipe, a socket or a device: reading one may wait or continue forever.
+    """Raise UsageError for what `open_regular` refuses, where a library opens the path itself.
 
     A missing file and a folder pass: opening them fails at once, and the reader reports what it looked for.
     """
     try:
-        mode = path.stat().st_mode
-    except OSError:
-        return
-    if not (stat.S_ISREG(mode) or stat.S_ISDIR(mode)):
-        raise UsageError(f"{path}: not a regular file, but a pipe, a socket or a device. Give the path of a file")
+        open_regular(path).close()
+    except OSError as error:
+        if error.strerror == _NOT_REGULAR:
+            raise UsageError(f"{path}: {_NOT_REGULAR}") from error
 
 
 def read_toml(path: Path, fix: str) -> dict[str, Any]:
     """Read a TOML file; raises UsageError, which ends with `fix` if the file cannot be read."""
-    require_regular_file(path)
     try:
-        return tomllib.loads(path.read_text(encoding="utf-8"))
+        return tomllib.loads(read_regular(path).decode())
     except (OSError, UnicodeDecodeError) as error:
         raise UsageError(f"{path}: cannot be read ({getattr(error, 'strerror', error)}). {fix}") from error
     except (tomllib.TOMLDecodeError, RecursionError) as error:

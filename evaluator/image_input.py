@@ -3,10 +3,10 @@
 import io
 import os
 import sys
-from pathlib import Path
 from typing import TYPE_CHECKING, TypeAlias, TypeGuard
 
 from prelunet.evaluator.errors import ImageError, UsageError
+from prelunet.evaluator.files import open_regular
 
 if TYPE_CHECKING:
     import numpy as np
@@ -39,7 +39,7 @@ def encoded_image(image: object) -> bytes:
     elif isinstance(image, str | os.PathLike):
         path = os.fsdecode(image)
         try:
-            with Path(path).open("rb") as file:
+            with open_regular(path) as file:
                 data = file.read(_MAX_BYTES + 1)
         except (OSError, ValueError) as error:  # ValueError: a NUL in the name
             reason = getattr(error, "strerror", None) or error

@@ -7,7 +7,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 
 from prelunet.evaluator.errors import UsageError
-from prelunet.evaluator.files import require_regular_file
+from prelunet.evaluator.files import read_regular
 
 MAX_FILE_BYTES = 2**20  # of a file with certificates, a key or tokens
 
@@ -24,15 +24,10 @@ def is_loopback(host: str) -> bool:
 
 def read_small_file(path: Path) -> bytes:
     """Return the content of a file with certificates, a key or tokens; UsageError if it cannot be read."""
-    require_regular_file(path)
     try:
-        with path.open("rb") as file:
-            content = file.read(MAX_FILE_BYTES + 1)
+        return read_regular(path, MAX_FILE_BYTES)
     except OSError as error:
         raise UsageError(f"{path}: cannot be read ({error.strerror}). Give a file that this user can read") from error
-    if len(content) > MAX_FILE_BYTES:
-        raise UsageError(f"{path}: larger than {MAX_FILE_BYTES} bytes, so it is another kind of file")
-    return content
 
 
 def warn_of_readers(path: Path) -> None:
@@ -60,7 +55,7 @@ def check_key_pair(certificate: Path, key: Path) -> datetime:
 
     try:
         ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER).load_cert_chain(certificate, key, password=lambda: _no_password(key))
-        leaf = x509.load_pem_x509_certificate(certificate.read_bytes())
+        leaf = x509.load_pem_x509_certificate(read_small_file(certificate))
     except (OSError, ValueError) as error:
         if getattr(error, "reason", None) in {"KEY_VALUES_MISMATCH", "KEY_TYPE_MISMATCH"}:
             problem = f"is not the key of the certificate in {certificate}. Give the two files that belong together"

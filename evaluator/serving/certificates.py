@@ -6,7 +6,7 @@ from typing import Any
 import grpc
 
 from prelunet.evaluator.errors import UsageError
-from prelunet.evaluator.rpc.tls import check_authorities, check_key_pair
+from prelunet.evaluator.rpc.tls import check_authorities, check_key_pair, read_small_file
 from prelunet.evaluator.serving.observability.metrics import Metrics
 from prelunet.evaluator.serving.options import AccessOptions
 from prelunet.evaluator.serving.watched_files import Contents, WatchedFiles
@@ -53,7 +53,7 @@ class Certificates:
         for path in authorities:
             context.load_verify_locations(path)
             context.verify_mode = ssl.CERT_REQUIRED
-        if contents != tuple(path.read_bytes() for path in self._options.tls_files):
+        if contents != tuple(map(read_small_file, self._options.tls_files)):
             raise UsageError("the files changed while they were read")
         self._metrics.certificate_expiry.set(expiry.timestamp())
         return grpc.ssl_server_certificate_configuration([(contents[1], contents[0])], *contents[2:]), context

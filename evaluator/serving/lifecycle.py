@@ -4,7 +4,6 @@ import asyncio
 import gc
 import logging
 import signal
-import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
@@ -16,7 +15,7 @@ from prometheus_client import ProcessCollector
 
 from prelunet.evaluator.byte_sizes import format_bytes
 from prelunet.evaluator.engine.session import Session
-from prelunet.evaluator.errors import DeviceLost, EnvironmentFault, Interrupted, UsageError, import_from_extra
+from prelunet.evaluator.errors import DeviceLost, EnvironmentFault, UsageError, import_from_extra
 from prelunet.evaluator.imaging.decode import silence_decoders
 from prelunet.evaluator.machine import machine_memory
 from prelunet.evaluator.rpc.tls import is_loopback, warn_of_readers
@@ -34,7 +33,7 @@ from prelunet.evaluator.serving.observability.metrics import Metrics
 from prelunet.evaluator.serving.options import RESERVED_FILES, ServeOptions, ServerLimits
 from prelunet.evaluator.serving.repository import Repository
 from prelunet.evaluator.serving.server import Server
-from prelunet.evaluator.serving.watched_files import poll_forever
+from prelunet.evaluator.serving.watched_files import in_thread, poll_forever, unfinished_threads
 
 ShutdownEvent: TypeAlias = signal.Signals | DeviceLost
 
@@ -56,8 +55,13 @@ class ShutdownEvents:
         self._loop = asyncio.get_running_loop()
         self._queue: asyncio.Queue[ShutdownEvent] = asyncio.Queue()
         self._last_signal = -SIGNAL_DEBOUNCE
-        self.begun = False  # whether any event has come
+        self.came = asyncio.Event()  # set by the first event
         self.lost: DeviceLost | None = None  # the first one
+
+    @property
+    def begun(self) -> bool:
+        """Return whether any event has come."""
+        return self.came.is_set()
 
     def install_signal_handlers(self) -> None:
         """Handle SHUTDOWN_SIGNALS from now on; those within SIGNAL_DEBOUNCE count as one."""
@@ -79,7 +83,7 @@ class ShutdownEvents:
         if isinstance(event, DeviceLost):
             self.lost = self.lost or event
             log.critical("a device is lost, so this process must exit: %s", event)
-        self.begun = True
+        self.came.set()
         self._queue.put_nowait(event)
 
     async def next(self, seconds: float | None = None) -> ShutdownEvent | None:
@@ -95,8 +99,8 @@ class ShutdownEvents:
 class ServeResult:
     """How a server ended.
 
-    unfinished: number of calls that were cut off; lost: the error of a lost device; stuck: a model's thread did not
-    end, so a normal process exit would wait for it forever.
+    unfinished: number of calls that were cut off; lost: the error of a lost device; stuck: a thread did not end, so a
+    normal process exit would wait for it forever.
     """
 
     unfinished: int = 0
@@ -143,19 +147,15 @@ async def _wait_for_cutoff(events: ShutdownEvents) -> None:
 
 
 async def _close_in_time(models: Models) -> bool:
-    """Close the models; False if that takes longer than CLOSE_TIMEOUT, for example because a device hangs."""
-    done, loop = asyncio.Event(), asyncio.get_running_loop()
+    """Close the models and wait for threads that load or read; False if that takes longer than CLOSE_TIMEOUT.
 
-    def close() -> None:
-        models.close()
-        with suppress(RuntimeError):  # the loop is closed, so nobody waits
-            loop.call_soon_threadsafe(done.set)
-
-    # Not in a thread of asyncio's pool: the process would wait for it at exit.
-    threading.Thread(target=close, name="closing", daemon=True).start()
+    A device or a network file system may hang.
+    """
     try:
         async with asyncio.timeout(CLOSE_TIMEOUT):
-            await done.wait()
+            await in_thread(models.close)
+            while unfinished_threads():
+                await asyncio.sleep(0.01)
     except TimeoutError:
         return False
     return True
@@ -173,18 +173,17 @@ async def serve(options: ServeOptions, report: Callable[[str], None]) -> ServeRe
     limits = _cap_connections(options.limits, ports=1 + options.http.enabled)
     events, metrics, call_log = ShutdownEvents(), Metrics(), CallLog(sampled=options.log_sampling)
     tracing = import_from_extra(_TRACING).Tracing() if options.tracing else None
-    events.install_signal_handlers()
     silence_decoders()
     ProcessCollector(registry=metrics.registry)  # memory, CPU time and open files of this process
     certificates = Certificates(options.access, metrics) if options.access.tls_files else None
     access = AccessControl(options.access.token_file, metrics) if options.access.token_file is not None else None
+    events.install_signal_handlers()  # before this, while files may block, signals end the process at once
     server = Server(
         options.host, options.port, limits, CallsInFlight(limits.max_calls, metrics, call_log, tracing),
         certificates=certificates, access=access, http=options.http, unix_socket=options.unix_socket,
     )  # fmt: skip
     metrics_port = None
-    files = [each.files for each in (certificates, access) if each is not None]
-    tasks = [asyncio.create_task(poll_forever(files))]
+    tasks = [asyncio.create_task(poll_forever(each.files)) for each in (certificates, access) if each is not None]
     try:
         if options.metrics_port is not None:
             app = metrics_app(metrics.text, lambda: server.serving)
@@ -197,11 +196,9 @@ async def serve(options: ServeOptions, report: Callable[[str], None]) -> ServeRe
         if options.models_folder is not None:
             repository = Repository(options.models_folder, models, options, lambda: events.begun)
             asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, repository.retry)
-        try:
-            await _load(options, models, repository, events)
-        except Interrupted as interrupted:
-            log.info("%s", interrupted)
-            return ServeResult()
+        if not await _load(options, models, repository, events):
+            log.info("stopped while loading models")
+            return ServeResult(lost=events.lost, stuck=not await _close_in_time(models))
         memory = _estimate_memory([model.session for model in models.all()], options)
         await server.start(models, repository)
         if repository is not None:
@@ -246,21 +243,28 @@ def _check_exposure(options: ServeOptions) -> None:
         log.warning("listening on %s without %s", host, ", and without ".join(missing))
 
 
-async def _load(options: ServeOptions, models: Models, repository: Repository | None, events: ShutdownEvents) -> None:
-    """Load the models one by one. Raises Interrupted if a shutdown event comes meanwhile.
+async def _load(options: ServeOptions, models: Models, repository: Repository | None, events: ShutdownEvents) -> bool:
+    """Load the models one by one; return False as soon as a shutdown event comes.
 
     On a GPU this runs every batch shape once, before the server reports that it is ready.
     """
-    for number, file in enumerate(options.models, 1):
-        log.info("loading model %s, %d of %d", file.name, number, len(options.models))
-        models.add(file, await asyncio.to_thread(load_model, file, options.placement, lambda: events.begun))
-        if events.begun:
-            break
-    else:
+
+    async def load_all() -> None:
+        for number, file in enumerate(options.models, 1):
+            log.info("loading model %s, %d of %d", file.name, number, len(options.models))
+            models.add(file, await in_thread(load_model, file, options.placement, lambda: events.begun))
         if repository is not None:
             await repository.start()
-    if events.begun:
-        raise Interrupted("stopped while loading models")
+
+    loading, stopping = asyncio.create_task(load_all()), asyncio.create_task(events.came.wait())
+    try:
+        await asyncio.wait({loading, stopping}, return_when=asyncio.FIRST_COMPLETED)
+        if not events.begun:
+            await loading  # raises its errors
+        return not events.begun
+    finally:
+        loading.cancel()
+        stopping.cancel()
 
 
 def _cap_connections(limits: ServerLimits, ports: int) -> ServerLimits:

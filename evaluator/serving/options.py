@@ -9,6 +9,7 @@ from typing import Annotated, ClassVar
 from prelunet.evaluator.cli_option import CliOption, split_commas
 from prelunet.evaluator.engine.session import Placement
 from prelunet.evaluator.errors import UsageError
+from prelunet.evaluator.files import open_regular
 from prelunet.evaluator.imaging.limits import DecodeLimits
 from prelunet.evaluator.rpc.status import MAX_MESSAGE_BYTES
 from prelunet.evaluator.serving.proxies import TrustedProxies
@@ -47,8 +48,7 @@ def require_files(files: Iterable[ModelFile]) -> None:
     """Raise UsageError for a file that cannot be read; called for all files before the first is loaded."""
     for file in files:
         try:
-            with file.path.open("rb"):
-                pass
+            open_regular(file.path).close()
         except OSError as error:
             raise UsageError(
                 f"--model {file.name}={file.path}: cannot be read ({error.strerror}). Give the path of a model file"

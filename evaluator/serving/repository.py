@@ -22,7 +22,7 @@ from prelunet.evaluator.serving.memory import require_room_to_load, serving_memo
 from prelunet.evaluator.serving.models import Models, load_model
 from prelunet.evaluator.serving.observability.logs import release_frames
 from prelunet.evaluator.serving.options import MODEL_NAME, ModelFile, ServeOptions
-from prelunet.evaluator.serving.watched_files import INTERVAL
+from prelunet.evaluator.serving.watched_files import INTERVAL, in_thread
 
 FILE = "model.onnx"
 _NUMBER = re.compile(r"[1-9][0-9]{0,8}")
@@ -83,7 +83,7 @@ class Repository:
         EnvironmentFault if the machine is at fault, if no model at all is served, or with `--strict` if a version could
         not be loaded; UsageError for a missing folder, and for an empty one if there is no other model.
         """
-        self._last_look = look = await asyncio.to_thread(self._look)
+        self._last_look = look = await in_thread(self._look, reads="models")
         if not look and (self._options.strict or not self._fixed or not self._folder.is_dir()):
             problem = "no model there" if self._folder.is_dir() else "no such folder"
             raise UsageError(
@@ -100,7 +100,7 @@ class Repository:
         while True:
             await asyncio.sleep(INTERVAL)
             async with self._lock:
-                look, before = await asyncio.to_thread(self._look), self._last_look
+                look, before = await in_thread(self._look, reads="models"), self._last_look
                 self._last_look = look
                 if self._retry:
                     self._retry, self._refused = False, {}
@@ -126,7 +126,7 @@ class Repository:
 
     async def _load_requested(self, model: str) -> Exception | None:
         async with self._lock:
-            look = await asyncio.to_thread(self._look)
+            look = await in_thread(self._look, reads="models")
             wanted = _matching(look, model)
             if not wanted:
                 return ModelNotFound(
@@ -152,7 +152,7 @@ class Repository:
 
     async def _unload_requested(self, model: str) -> Exception | None:
         async with self._lock:
-            look = await asyncio.to_thread(self._look)
+            look = await in_thread(self._look, reads="models")
             removed = _matching(self._loaded, model)
             if not removed:
                 if self._models.has(model):
@@ -193,7 +193,7 @@ class Repository:
             placement = served[0].session.placement  # with `auto`, a model must not move to the CPU for lack of memory
         log.info("loading model %s", version)
         try:
-            session = await asyncio.to_thread(
+            session = await in_thread(
                 self._prepare,
                 version,
                 signature,

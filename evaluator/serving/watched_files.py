@@ -2,7 +2,9 @@
 
 import asyncio
 import logging
+import threading
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 from pathlib import Path
 from typing import Any, Generic, TypeAlias, TypeVar
 
@@ -11,6 +13,8 @@ from prelunet.evaluator.rpc.tls import read_small_file
 from prelunet.evaluator.serving.observability.metrics import Metrics
 
 INTERVAL = 1.0  # seconds between two looks at the files
+READ_TIMEOUT = 30.0  # seconds until a warning that a file system does not answer
+_THREAD_NAME = "may block"
 
 log = logging.getLogger(__name__)
 
@@ -28,7 +32,7 @@ class WatchedFiles(Generic[Value]):
     """
 
     def __init__(self, name: str, paths: Sequence[Path], parse: Callable[[Contents], Value], metrics: Metrics) -> None:
-        self._name, self._paths, self._parse = name, paths, parse
+        self.name, self._paths, self._parse = name, paths, parse
         self._reloads = metrics.reloads
         for outcome in ("loaded", "refused"):
             self._reloads.labels(name, outcome)
@@ -50,19 +54,45 @@ class WatchedFiles(Generic[Value]):
                 raise problem
             self.value = self._parse(contents)
         except Exception as error:  # whatever it is, further changes are read
-            self._reloads.labels(self._name, "refused").inc()
-            log.error("the changed %s are not used, the previous ones stay: %s", self._name, error)
+            self._reloads.labels(self.name, "refused").inc()
+            log.error("the changed %s are not used, the previous ones stay: %s", self.name, error)
         else:
-            self._reloads.labels(self._name, "loaded").inc()
-            log.info("the changed %s are in use", self._name)
+            self._reloads.labels(self.name, "loaded").inc()
+            log.info("the changed %s are in use", self.name)
 
     def _read(self) -> Contents:
         return tuple(map(read_small_file, self._paths))
 
 
-async def poll_forever(files: Sequence[WatchedFiles[Any]]) -> None:
-    """Poll files at intervals, in a thread: a network file system may take long."""
+async def poll_forever(files: WatchedFiles[Any]) -> None:
+    """Poll files at intervals."""
     while True:
         await asyncio.sleep(INTERVAL)
-        for each in files:
-            await asyncio.to_thread(each.poll)
+        await in_thread(files.poll, reads=files.name)
+
+
+async def in_thread(function: Callable[..., Value], *arguments: Any, reads: str = "") -> Value:
+    """Return the result of a function in a thread of its own, because a network file system may never answer.
+
+    A thread of asyncio.to_thread would then be missing elsewhere, and keep the process from exiting. The function
+    continues if the caller is cancelled. reads: what it reads, for a warning if that takes more than READ_TIMEOUT.
+    """
+    result = Future[Value]()
+    result.set_running_or_notify_cancel()  # from now on it cannot be cancelled
+
+    def run() -> None:
+        try:
+            result.set_result(function(*arguments))
+        except BaseException as error:
+            result.set_exception(error)
+
+    threading.Thread(target=run, name=_THREAD_NAME, daemon=True).start()
+    waiting = asyncio.wrap_future(result)
+    if reads and not (await asyncio.wait({waiting}, timeout=READ_TIMEOUT))[0]:
+        log.warning("the %s are not read: their file system has not answered for %g s", reads, READ_TIMEOUT)
+    return await waiting
+
+
+def unfinished_threads() -> bool:
+    """Return whether a thread of `in_thread` runs."""
+    return any(thread.name == _THREAD_NAME for thread in threading.enumerate())

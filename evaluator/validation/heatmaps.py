@@ -19,11 +19,11 @@ from prelunet.evaluator.engine.classify import classify_images
 from prelunet.evaluator.engine.heatmap import apply_color_map, grid_size, heat_maps
 from prelunet.evaluator.engine.session import Session
 from prelunet.evaluator.errors import DatasetError, ImageError, RunFolderError
+from prelunet.evaluator.files import open_regular
 from prelunet.evaluator.imaging.decode import decode_image
 from prelunet.evaluator.json_checks import parse_json
 from prelunet.evaluator.terminal import progress
 from prelunet.evaluator.validation.mistakes import mistakes_as_shown
-from prelunet.evaluator.validation.predictions import open_regular
 from prelunet.evaluator.validation.run import HEAT_MAPS_FILE, Run, RunInfo
 from prelunet.evaluator.validation.writer import RunWriter
 

@@ -1,13 +1,12 @@
 """The images of a run: one line of predictions.jsonl each. Build, write and read them, stored in columns."""
 
-import errno
 import os
 from array import array
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import repeat
 from pathlib import Path
-from typing import Annotated, Any, BinaryIO, overload
+from typing import Annotated, Any, overload
 
 from msgspec import Meta, Struct, convert
 
@@ -15,6 +14,7 @@ from prelunet.evaluator.datasets.dataset import UNLABELLED
 from prelunet.evaluator.engine.classify import Classification
 from prelunet.evaluator.engine.scores import shortest_decimal
 from prelunet.evaluator.errors import RunFolderError
+from prelunet.evaluator.files import open_regular
 from prelunet.evaluator.json_checks import parse_json
 
 TOP_CLASSES = 5  # classes kept per image: the paper's top-5
@@ -280,10 +280,3 @@ def read_predictions(path: Path, classes: int, views: int, candidates: Collectio
             predictions.append(prediction)
             last = prediction.file
     return predictions
-
-
-def open_regular(path: Path) -> BinaryIO:
-    """Open a file for reading. Raises OSError, also for anything but a file: a pipe would block."""
-    if path.exists() and not path.is_file():
-        raise OSError(errno.EINVAL, "not a regular file", str(path))
-    return path.open("rb")

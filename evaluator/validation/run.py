@@ -19,10 +19,11 @@ from prelunet.evaluator.engine.batching import BatchRules
 from prelunet.evaluator.engine.memory import portion_size
 from prelunet.evaluator.engine.session import Session
 from prelunet.evaluator.errors import RunFolderError, UsageError
+from prelunet.evaluator.files import open_regular
 from prelunet.evaluator.json_checks import check_plain, parse_json
 from prelunet.evaluator.protocols import EvaluationProtocol, View, protocol_from_json
 from prelunet.evaluator.terminal import escape_unprintable
-from prelunet.evaluator.validation.predictions import Prediction, open_regular, read_predictions
+from prelunet.evaluator.validation.predictions import Prediction, read_predictions
 
 RUN_VERSION = 3
 MAX_SHARDS = 999_999

@@ -8,6 +8,7 @@ import numpy as np
 from prelunet.evaluator.arrays import BoolArray, Float32Array
 from prelunet.evaluator.engine.scores import ranks_of, restrict
 from prelunet.evaluator.errors import RunFolderError
+from prelunet.evaluator.files import open_regular
 from prelunet.evaluator.terminal import escape_unprintable, progress
 from prelunet.evaluator.validation.predictions import Prediction
 from prelunet.evaluator.validation.run import SCORES_FILE, Run
@@ -26,7 +27,7 @@ def check_scores(run: Run) -> None:
     header = scores_header(images, classes)
     fix = "Restore the file, or repeat the run with --fresh"
     try:
-        with path.open("rb") as file:
+        with open_regular(path) as file:
             found = file.read(len(header))
         size = path.stat().st_size
     except OSError as error:

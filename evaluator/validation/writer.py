@@ -21,9 +21,16 @@ import numpy.typing as npt
 
 from prelunet.evaluator.datasets.dataset import Sample
 from prelunet.evaluator.errors import EnvironmentFault, RunFolderError
-from prelunet.evaluator.files import create_folder, leftovers, locked_folder, remove_leftovers, write_atomically
+from prelunet.evaluator.files import (
+    create_folder,
+    leftovers,
+    locked_folder,
+    open_regular,
+    remove_leftovers,
+    write_atomically,
+)
 from prelunet.evaluator.json_checks import differences, format_differences
-from prelunet.evaluator.validation.predictions import Prediction, open_regular, parse_prediction
+from prelunet.evaluator.validation.predictions import Prediction, parse_prediction
 from prelunet.evaluator.validation.run import (
     HEAT_MAPS_FILE,
     PREDICTIONS_FILE,

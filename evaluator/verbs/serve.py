@@ -56,9 +56,9 @@ def serve(
         _try_echo(f"stopped; calls cut off: {ended.unfinished}")
     elif ended.lost is None:
         _try_echo("stopped; no call was lost")
-    if ended.stuck:  # a thread hangs in the device; exiting normally would wait for it forever
+    if ended.stuck:  # a thread hangs; exiting normally would wait for it, or break it off inside a library
         code = error_status(ended.lost).exit_code if ended.lost is not None else 0
-        _try_echo(f"prelunet: {ended.lost or 'a model did not stop computing; it was abandoned'}", err=True)
+        _try_echo(f"prelunet: {ended.lost or 'a device or file system hangs; its work was abandoned'}", err=True)
         os._exit(code)
     if ended.lost is not None:
         raise ended.lost

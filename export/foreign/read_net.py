@@ -14,7 +14,7 @@ from onnx.helper import tensor_dtype_to_np_dtype
 
 from prelunet.evaluator.contract import PREFIX
 from prelunet.evaluator.errors import ContractError, UsageError, from_os_error
-from prelunet.evaluator.files import check_not_input
+from prelunet.evaluator.files import check_not_input, read_regular, require_regular_file
 from prelunet.training.importing.preprocessing import Layout
 
 # Protobuf's limit for one file, less a margin for the nodes we add.
@@ -77,7 +77,7 @@ def read_net(path: Path, output: Path) -> ModelProto:
     is too old for runtimes.
     """
     try:
-        data = path.read_bytes()
+        data = read_regular(path, MAX_BYTES)
     except OSError as error:
         raise from_os_error(error) from error
     try:
@@ -103,7 +103,10 @@ def read_net(path: Path, output: Path) -> ModelProto:
             f"{path}: in training mode: it normalizes with the statistics of each batch. Call eval() on the net and "
             "export it again"
         )
-    check_not_input(output, _external_files(path, model))
+    external = list(_external_files(path, model))
+    check_not_input(output, external)
+    for file in external:
+        require_regular_file(file)
     size = sum(_bytes_of(path, tensor) for tensor in model.graph.initializer)
     if size > MAX_BYTES:
         raise ContractError(

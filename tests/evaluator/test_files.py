@@ -6,21 +6,31 @@ import socket
 import stat
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 import prelunet.evaluator.files
-from prelunet.evaluator.errors import EnvironmentFault, RunFolderError, UsageError
+from prelunet.evaluator.datasets.labels.class_file import read_class_list
+from prelunet.evaluator.datasets.sources.folder import FolderSource
+from prelunet.evaluator.engine.runtimes.onnx_metadata import read_metadata
+from prelunet.evaluator.errors import EnvironmentFault, PreluNetError, RunFolderError, UsageError
 from prelunet.evaluator.files import (
     create_folder,
     locked_folder,
     open_atomically,
+    read_regular,
+    read_toml,
     remove_leftovers,
     require_regular_file,
     sha256_of,
     write_atomically,
 )
+from prelunet.evaluator.image_input import encoded_image
+from prelunet.evaluator.rpc.tls import read_small_file
+from prelunet.evaluator.serving.options import ModelFile, require_files
+from prelunet.evaluator.verbs.options.config_file import read_config
 
 
 def test_a_file_is_replaced_and_nothing_else_is_left(tmp_path: Path) -> None:
@@ -101,8 +111,23 @@ def test_a_folder_or_a_device_is_not_replaced(tmp_path: Path) -> None:
     assert Path(os.devnull).is_char_device()
 
 
-def test_pipes_sockets_and_devices_are_refused_before_they_are_opened(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+READERS = {
+    "class list": read_class_list,
+    "options": lambda path: read_config(None, path),
+    "image": encoded_image,
+    "image of a folder": lambda path: FolderSource(path.parent).read(path.name),
+    "model": read_metadata,
+    "model of a server": lambda path: require_files([ModelFile("a", path)]),
+    "recipe": lambda path: read_toml(path, ""),
+    "sha256": sha256_of,
+    "tokens": read_small_file,
+    "a library's": require_regular_file,
+}
+
+
+@pytest.mark.parametrize("read", READERS.values(), ids=READERS)
+def test_pipes_sockets_and_devices_are_refused_without_waiting(
+    read: Callable[[Path], object], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)  # a socket's name is at most 107 bytes
     os.mkfifo("pipe")
@@ -110,8 +135,15 @@ def test_pipes_sockets_and_devices_are_refused_before_they_are_opened(
     with socket.socket(socket.AF_UNIX) as listening:
         listening.bind("socket")
         for path in (Path("pipe"), Path("link"), Path("socket"), Path("/dev/zero")):
-            with pytest.raises(UsageError, match=rf"^{path}: not a regular file"):
-                sha256_of(path)
+            with pytest.raises(PreluNetError, match=rf"{path}: .*not a regular file"):
+                read(path)
+
+
+def test_a_file_beyond_the_limit_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "text").write_bytes(b"12345")
+    assert read_regular(tmp_path / "text", 5) == b"12345"
+    with pytest.raises(OSError, match="larger than 4 bytes, so it is another kind of file"):
+        read_regular(tmp_path / "text", 4)
 
 
 def test_regular_files_pass_and_so_do_paths_that_opening_refuses(tmp_path: Path) -> None:

@@ -4,10 +4,11 @@ import asyncio
 import os
 import signal
 import struct
+import threading
 import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import AsyncExitStack, asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -24,17 +25,18 @@ from prelunet.evaluator.pb.inference import inference_pb2_grpc as inference_grpc
 from prelunet.evaluator.pb.prelunet.v1 import prelunet_pb2 as pb
 from prelunet.evaluator.pb.prelunet.v1 import prelunet_pb2_grpc as pb_grpc
 from prelunet.evaluator.rpc.status import error_from
-from prelunet.evaluator.serving import lifecycle, models
+from prelunet.evaluator.serving import lifecycle, models, watched_files
 from prelunet.evaluator.serving import server as server_module
 from prelunet.evaluator.serving.api.calls import CallsInFlight
 from prelunet.evaluator.serving.api.health import LIVENESS
 from prelunet.evaluator.serving.lifecycle import ServeResult, ShutdownEvents, serve, wait_and_shut_down
 from prelunet.evaluator.serving.models import Models
 from prelunet.evaluator.serving.observability.metrics import Metrics
-from prelunet.evaluator.serving.options import ModelFile, ServeOptions, ServerLimits
+from prelunet.evaluator.serving.options import AccessOptions, ModelFile, ServeOptions, ServerLimits
 from prelunet.evaluator.serving.scheduling import watchdog
 from prelunet.evaluator.serving.server import SERVICES, Server
 from tests.helpers.fakes import FakeSession
+from tests.helpers.tls_files import write_tokens
 from tests.serving.api.raw_http2 import (
     DATA,
     END_HEADERS,
@@ -518,3 +520,43 @@ async def test_a_signal_while_models_load_ends_the_server_before_it_serves(
     files = (ModelFile("a", Path("a.onnx")), ModelFile("b", Path("b.onnx")))
     assert await serve(ServeOptions(files, port=0), report) == ServeResult()
     assert opened == ["a.onnx"], "the second model should not be loaded"
+
+
+@async_test
+async def test_a_file_system_that_hangs_is_logged_and_never_prevents_the_exit(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The server abandons a thread that reads tokens, later one that loads a model, instead of waiting for it."""
+    hangs, answers = threading.Event(), threading.Event()
+    write_tokens(tmp_path / "tokens.toml", ("alice", ("classify",)))
+
+    def hanging(*_: Any) -> Any:
+        hangs.set()
+        assert answers.wait(60)
+        return b""
+
+    monkeypatch.setattr(lifecycle, "CLOSE_TIMEOUT", 0.2)
+    monkeypatch.setattr(watched_files, "INTERVAL", 0.01)
+    monkeypatch.setattr(watched_files, "READ_TIMEOUT", 0.02)
+    monkeypatch.setattr(models, "open_with_placement", lambda *_: FakeSession())
+    options = ServeOptions(
+        (ModelFile("model", Path("model.onnx")),), port=0, lame_duck=0,
+        access=AccessOptions(token_file=tmp_path / "tokens.toml"),
+    )  # fmt: skip
+    started = asyncio.Event()
+    serving = asyncio.create_task(serve(options, lambda _: started.set()))
+    await started.wait()
+    monkeypatch.setattr(watched_files, "read_small_file", hanging)
+    await until(lambda: "the tokens are not read: their file system has not answered" in caplog.text)
+    os.kill(os.getpid(), signal.SIGTERM)
+    assert await serving == ServeResult(stuck=True)
+    monkeypatch.undo()
+    monkeypatch.setattr(lifecycle, "CLOSE_TIMEOUT", 0.2)
+    monkeypatch.setattr(models, "open_with_placement", hanging)
+    hangs.clear()
+    serving = asyncio.create_task(serve(replace(options, access=AccessOptions()), lambda _: None))
+    await until(hangs.is_set)
+    os.kill(os.getpid(), signal.SIGTERM)
+    assert await serving == ServeResult(stuck=True)
+    answers.set()
+    await until(lambda: not watched_files.unfinished_threads())

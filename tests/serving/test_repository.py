@@ -603,6 +603,16 @@ def test_health_knows_each_model_and_its_watchers_see_it_go(folder: Folder) -> N
         watch.cancel()
 
 
+def test_a_version_that_is_a_pipe_is_refused_and_a_later_one_is_served(folder: Folder) -> None:
+    folder.write("six/1", 1)
+    with serving(folder) as server:
+        folder.file("six/2").parent.mkdir()
+        os.mkfifo(folder.file("six/2"))
+        eventually(lambda: "six/2/model.onnx: not a regular file" in server.problems().get("six/2", ""))
+        folder.write("six/3", 3)
+        eventually(lambda: server.served() == {"six": 3})
+
+
 def test_what_is_no_model_of_the_folder_is_passed_over(folder: Folder) -> None:
     folder.write("six/1", 1)
     for name in ("six/0", "six/02", "six/v3", "six/-4", "six/5.new", "two words/1", ".hidden/1"):

@@ -1,6 +1,5 @@
 """Recipes are read without conversions, or refused with the reason."""
 
-import os
 from dataclasses import fields, replace
 from importlib import resources
 from pathlib import Path
@@ -102,12 +101,6 @@ def test_deeply_nested_toml_is_refused(tmp_path: Path) -> None:
     path.write_text("scales = " + "[" * 100_000)
     with pytest.raises(UsageError, match="invalid TOML"):
         read_recipe(str(path))
-
-
-def test_a_pipe_is_refused_without_waiting(tmp_path: Path) -> None:
-    os.mkfifo(tmp_path / "mine.toml")
-    with pytest.raises(UsageError, match=r"mine\.toml: not a regular file"):
-        read_recipe(str(tmp_path / "mine.toml"))
 
 
 HEXADECIMAL = "0x1" + 5000 * "0"  # Python parses it, but does not print it in decimal

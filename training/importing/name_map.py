@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from prelunet.evaluator.errors import UsageError, from_os_error
+from prelunet.evaluator.files import read_regular
 from prelunet.evaluator.json_checks import check_plain, parse_json, require_object
 
 _WILDCARD = re.compile(r"(\*\*|\*)")
@@ -78,7 +79,7 @@ def read_name_map(path: Path) -> NameMap:
     Raises UsageError for anything else.
     """
     try:
-        content = path.read_bytes()
+        content = read_regular(path)
     except OSError as error:
         raise from_os_error(error) from error
     try:

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from prelunet.evaluator.errors import CheckpointError, UsageError
-from prelunet.evaluator.files import require_regular_file
+from prelunet.evaluator.files import open_regular
 from prelunet.training.net.checkpoints import PREFIX
 
 _WRAPPERS = ("state_dict", "model_state_dict", "model", "net")  # keys under which training scripts keep the net
@@ -43,9 +43,8 @@ def read_state_dict(path: Path) -> StateDict:
     that is damaged, of another format, already a prelunet checkpoint, or readable only by running its code; UsageError
     if it cannot be opened.
     """
-    require_regular_file(path)
     try:
-        with path.open("rb") as file:
+        with open_regular(path) as file:
             head = file.read(9)
     except OSError as error:
         raise UsageError(f"{path}: cannot be read ({error.strerror}). Give the path of an existing file") from error

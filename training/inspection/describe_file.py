@@ -24,7 +24,7 @@ from prelunet.evaluator.contract import ClassEntry, parse_calibration, provenanc
 from prelunet.evaluator.engine.load import open_session
 from prelunet.evaluator.engine.session import Session
 from prelunet.evaluator.errors import ContractError, from_os_error
-from prelunet.evaluator.files import require_regular_file, sha256_of
+from prelunet.evaluator.files import open_regular, sha256_of
 from prelunet.evaluator.json_checks import require_object, require_str
 from prelunet.training.inspection.slope_trend import slope_trend
 from prelunet.training.inspection.tables import escaped, print_layers
@@ -62,9 +62,8 @@ def inspect_file(path: Path) -> dict[str, Any]:
     keys specific to our own nets.
     Raises UsageError if the path cannot be read; CheckpointError or ContractError if the file is damaged.
     """
-    require_regular_file(path)
     try:
-        with path.open("rb") as file:
+        with open_regular(path) as file:
             start = file.read(9)
     except OSError as error:
         raise from_os_error(error) from error

@@ -13,6 +13,7 @@ from typing import Any
 
 from prelunet.evaluator.contract import ClassEntry
 from prelunet.evaluator.errors import UsageError, from_os_error
+from prelunet.evaluator.files import read_regular
 from prelunet.evaluator.json_checks import parse_json, require_keys, require_list, require_str
 
 WNID = re.compile(r"n\d{8}", re.ASCII)  # of ImageNet
@@ -30,7 +31,7 @@ def read_class_list(path: Path) -> tuple[ClassEntry, ...]:
     if str(path) == IMAGENET_1K:
         path = Path(__file__).with_name(f"{IMAGENET_1K}.txt")
     try:
-        content = path.read_text(encoding="utf-8-sig")
+        content = read_regular(path).decode("utf-8-sig").replace("\r\n", "\n").replace("\r", "\n")
     except FileNotFoundError as error:
         raise UsageError(
             f"{path}: no such file. Give an existing class list, or {IMAGENET_1K} for ImageNet's 1000 classes"

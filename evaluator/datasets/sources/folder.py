@@ -9,6 +9,7 @@ from pathlib import Path
 
 from prelunet.evaluator.datasets.sources.base import LABEL_SUFFIXES, PARQUET, TAR, LabelFile, too_large
 from prelunet.evaluator.errors import DatasetError, PreluNetError, from_os_error
+from prelunet.evaluator.files import open_regular
 from prelunet.evaluator.imaging.decode import SUFFIXES
 
 
@@ -83,7 +84,7 @@ class FolderSource:
         """
         path = self.root / name
         try:
-            with path.open("rb") as file:
+            with open_regular(path) as file:
                 data = file.read(-1 if limit is None else limit + 1)
         except OSError as error:
             raise reading_error(error, path) from error

@@ -10,6 +10,8 @@ from pathlib import Path
 from typing import BinaryIO, get_args
 
 from prelunet.evaluator.contract import PREFIX, FilePrecision
+from prelunet.evaluator.errors import from_os_error
+from prelunet.evaluator.files import open_regular
 
 _METADATA, _KEY, _VALUE = 14, 1, 2  # ModelProto.metadata_props, and the fields of its entries, StringStringEntryProto
 _VARINT, _FIXED64, _LENGTH_DELIMITED, _FIXED32 = 0, 1, 2, 5  # wire types of protobuf
@@ -17,13 +19,18 @@ _MAX_VARINT_BYTES = 10
 
 
 def read_metadata(path: Path) -> dict[str, str]:
-    """Return the metadata of a model file; {} for anything that is not ONNX, which the runtime will report."""
+    """Return the metadata of a model file; {} for anything that is not ONNX, which the runtime will report.
+
+    Raises the errors of `from_os_error` for a file that cannot be read.
+    """
     try:
-        with path.open("rb") as file:
+        with open_regular(path) as file:
             entries = [dict(_fields(BytesIO(entry), {_KEY, _VALUE})) for _, entry in _fields(file, {_METADATA})]
         return {entry.get(_KEY, b"").decode(): entry.get(_VALUE, b"").decode() for entry in entries}
     except ValueError:
         return {}
+    except OSError as error:
+        raise from_os_error(error) from error
 
 
 def read_precision(path: Path) -> str | None:

@@ -3,7 +3,6 @@
 No link is followed, and files are opened relative to the folder in which they were found, so nothing outside is read.
 """
 
-import asyncio
 import html
 import os
 import re
@@ -22,6 +21,7 @@ from starlette.routing import Route
 
 from prelunet.evaluator.reporting.html import asset
 from prelunet.evaluator.serving.http.door import HttpCall, HttpDoor, JsonResponse
+from prelunet.evaluator.serving.watched_files import in_thread
 
 _METHOD = "prelunet.http/Reports"  # for access.py and the log; gRPC has no such method
 _PAGES = {"report.html", "compare.html"}
@@ -39,10 +39,10 @@ def report_routes(door: HttpDoor, folder: Path) -> list[Route]:
     """Return the routes of the list, of each report, and of the viewer, which shows what the live page has fetched."""
 
     async def listed(_call: HttpCall) -> Response:
-        return JsonResponse({"reports": await asyncio.to_thread(list_reports, folder)})
+        return JsonResponse({"reports": await in_thread(list_reports, folder)})
 
     async def opened(call: HttpCall) -> Response:
-        page = await asyncio.to_thread(open_report, folder, call.parameters["name"])
+        page = await in_thread(open_report, folder, call.parameters["name"])
         return StreamingResponse(_chunks(page), headers=_HEADERS, media_type="text/html")
 
     async def viewer(_request: Request) -> Response:

@@ -15,6 +15,7 @@ from typing import Any
 import typer
 
 from prelunet.evaluator.errors import UsageError
+from prelunet.evaluator.files import read_regular
 from prelunet.evaluator.terminal import echo
 from prelunet.evaluator.verbs.options.command import VerbCommand
 
@@ -65,8 +66,7 @@ def read_config(ctx: typer.Context, path: Path | None) -> Path | None:
     if path is None:
         return None
     try:
-        with path.open("rb") as file:
-            settings = tomllib.load(file)
+        settings = tomllib.loads(read_regular(path).decode())
     except OSError as error:
         raise UsageError(f"--config {path}: {error.strerror or error}. Give the path of a TOML file") from error
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:

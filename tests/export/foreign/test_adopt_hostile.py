@@ -54,6 +54,16 @@ def test_no_input_file_is_overwritten_even_with_force(
     assert (tmp_path / "a link").is_symlink()
 
 
+@pytest.mark.parametrize("pipe", ["net.onnx", "weights.bin"])
+def test_a_pipe_is_refused_without_waiting(pipe: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path, classes = net(tmp_path), write_classes(tmp_path)
+    onnx.save(onnx.load(path), path, save_as_external_data=True, location="weights.bin", size_threshold=0)
+    (tmp_path / pipe).unlink()
+    os.mkfifo(tmp_path / pipe)
+    assert run(["adopt", str(path), "--classes", str(classes), "-o", str(tmp_path / "mine.onnx"), *NUMBERS]) == 2
+    assert f"{pipe}: not a regular file, but a pipe" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("place", ["constant", "initializer"])
 def test_external_weights_of_a_branch_are_not_overwritten_either(place: str, tmp_path: Path) -> None:
     path = net(tmp_path)

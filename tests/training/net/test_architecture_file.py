@@ -143,7 +143,7 @@ def test_a_missing_file_a_folder_a_pipe_and_other_bytes_are_refused(tmp_path: Pa
         ("missing", r"missing\.toml: cannot be read \(No such file or directory\).*RUN/last\.safetensors"),
         ("folder", r"folder\.toml: cannot be read \(Is a directory\)"),
         ("bytes", r"bytes\.toml: cannot be read \(.*utf-8"),
-        ("pipe", r"pipe\.toml: not a regular file"),
+        ("pipe", r"pipe\.toml: cannot be read \(not a regular file"),
     ):
         with pytest.raises(UsageError, match=message):
             read_architecture(tmp_path / f"{name}.toml")

@@ -17,7 +17,9 @@ import prelunet.evaluator.files
 from prelunet.evaluator.architectures import ACTIVATIONS, Activation
 from prelunet.evaluator.errors import CheckpointError, EnvironmentFault, UsageError
 from prelunet.evaluator.files import sha256_of
+from prelunet.training.importing.name_map import read_name_map
 from prelunet.training.importing.state_dicts import read_state_dict
+from prelunet.training.inspection.describe_file import inspect_file
 from prelunet.training.net.checkpoints import Checkpoint, read_checkpoint, write_checkpoint
 from tests.helpers.tiny_nets import CLASSES, mean_image, tiny_checkpoint
 
@@ -127,10 +129,10 @@ def test_a_missing_file_and_a_folder_are_refused(tmp_path: Path) -> None:
             sha256_of(path)
 
 
-@pytest.mark.parametrize("read", [read_checkpoint, read_state_dict])
+@pytest.mark.parametrize("read", [read_checkpoint, read_state_dict, read_name_map, inspect_file])
 def test_a_pipe_is_refused_without_waiting(tmp_path: Path, read: Callable[[Path], object]) -> None:
     os.mkfifo(tmp_path / "net.safetensors")
-    with pytest.raises(UsageError, match=r"net\.safetensors: not a regular file"):
+    with pytest.raises(UsageError, match=r"net\.safetensors: .*not a regular file"):
         read(tmp_path / "net.safetensors")
 
 
