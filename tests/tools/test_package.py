@@ -1,10 +1,14 @@
 """The one import package `prelunet`; check_install.sh tries the installed wheel."""
 
+import re
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 
 import pytest
+import yaml
+from packaging.version import Version
 
 import prelunet
 
@@ -29,6 +33,21 @@ def test_the_package_gives_everything_public_by_name() -> None:
     done = run("from prelunet import *; print(AsyncClient, Client, __version__, compare.__name__, load.__name__)", "-P")
     assert done.returncode == 0, done.stderr
     assert done.stdout == f"{prelunet.AsyncClient} {prelunet.Client} {prelunet.__version__} compare load\n"
+
+
+def test_code_after_a_release_has_a_development_version_so_that_pip_replaces_the_release() -> None:
+    """Between releases CHANGELOG.md has the section Unreleased; CITATION.cff names the latest release."""
+    changelog = (ROOT / "CHANGELOG.md").read_text(encoding="utf-8")
+    released, date = re.findall(r"^## (\d\S*) – (\S+)$", changelog, re.MULTILINE)[0]
+    cited = yaml.safe_load((ROOT / "CITATION.cff").read_text(encoding="utf-8"))
+    assert (str(cited["version"]), str(cited["date-released"])) == (released, date)
+    version = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]["version"]
+    assert prelunet.__version__ == version, "the environment is older than the checkout: make .venv/with-dev"
+    if "## Unreleased" in changelog:
+        assert Version(version).is_devrelease
+        assert Version(version) > Version(released)
+    else:
+        assert version == released
 
 
 def test_a_shell_completes_the_public_names() -> None:
