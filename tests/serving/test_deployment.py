@@ -9,7 +9,7 @@ import shutil
 import subprocess
 import threading
 import urllib.request
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -20,6 +20,7 @@ import yaml
 from prometheus_client.parser import text_string_to_metric_families
 from referencing import Registry, Resource
 
+from prelunet.evaluator.byte_sizes import parse_memory
 from prelunet.evaluator.client import Client, Credentials
 from prelunet.evaluator.serving.api.health import LIVENESS
 from prelunet.evaluator.serving.http.metrics import METRICS_CLOSE_TIMEOUT
@@ -116,11 +117,28 @@ def test_the_server_of_the_deployment_starts_with_its_arguments_and_has_time_to_
     ports = {port["name"]: port["containerPort"] for port in container()["ports"]}
     assert ports == {"grpc": options.port, "http": options.http.port, "metrics": options.metrics_port}
     mounts = [mount["mountPath"] for mount in container(tls=tls)["volumeMounts"]]
-    files = [*(file.path for file in options.models), *options.access.tls_files, options.access.token_file]
-    assert all(str(file.parent) in mounts for file in files if file is not None)
+    require_mounts(options, mounts)
+    limits = container()["resources"]["limits"]
+    require_memory(options, limits["memory"].removesuffix("i"))
     assert {mount["name"] for mount in container(tls=tls)["volumeMounts"]} == {
         volume["name"] for volume in pod(tls=tls)["volumes"]
     }
+
+
+def require_mounts(options: ServeOptions, folders: Collection[str]) -> None:
+    """Models lie in NAME/VERSION/ everywhere, as the pages build them."""
+    assert str(options.models_folder) in folders
+    assert not options.models
+    files = [*options.access.tls_files, *filter(None, [options.access.token_file])]
+    assert all(str(file.parent) in folders for file in files)
+
+
+def require_memory(options: ServeOptions, container: str) -> None:
+    """A container has room for what the limit does not count, and for a dense ResNet-18 and its next version: 5.46G."""
+    limit, whole = options.placement.memory, parse_memory(container)
+    assert limit is not None
+    assert whole is not None
+    assert 5.46 * 2**30 <= limit <= whole - 2**30
 
 
 def require_time_to_drain(options: ServeOptions, seconds: float) -> None:
@@ -182,6 +200,8 @@ def test_the_options_of_compose_are_accepted_and_it_waits_for_the_drain(
     require_time_to_drain(options, float(server["stop_grace_period"].removesuffix("s")))
     assert [int(port.rpartition(":")[2]) for port in server["ports"]] == [options.port, options.http.port]
     assert all(port.startswith("127.0.0.1:") for port in server["ports"]), "it has neither TLS nor tokens"
+    require_mounts(options, [volume.rpartition("}:")[2].removesuffix(":ro") for volume in server["volumes"]])
+    require_memory(options, server["mem_limit"])
     assert server["read_only"]
     assert server["cap_drop"] == ["ALL"]
     (prometheus,) = read_yaml(PROMETHEUS / "prometheus.yml")
@@ -189,14 +209,25 @@ def test_the_options_of_compose_are_accepted_and_it_waits_for_the_drain(
     assert job["dns_sd_configs"] == [{"names": ["server"], "type": "A", "port": options.metrics_port}]
 
 
-def test_the_options_in_the_head_of_the_dockerfile_are_accepted(served: Served, image_environment: None) -> None:
-    words = [
-        word for word in re.findall(r"--[a-z]+.*model\.onnx", DOCKERFILE.replace("\\\n#", "")) if "--insecure" in word
-    ]
-    assert words
-    options = served(*words[0].partition("prelunet:cpu")[2].split())
-    assert (options.host, options.port, options.metrics_port) == ("0.0.0.0", 50051, 9090)
-    assert re.findall(r"^EXPOSE (.*)$", DOCKERFILE, re.MULTILINE) == [f"{options.port} {options.metrics_port}"]
+@pytest.mark.parametrize("page", ["Dockerfile", "docs/operations.md"])
+def test_a_documented_container_gets_accepted_options_its_files_and_publishes_its_ports(
+    served: Served, image_environment: None, page: str
+) -> None:
+    """Its user is the one who made the keys, which nobody else can read."""
+    text = re.sub(r"\\\n#?", "", (ROOT / page).read_text(encoding="utf-8"))
+    runs = re.findall(r"docker run (.*) prelunet:cpu (--.*)", text)
+    assert runs
+    for docker, arguments in runs:
+        options = served(*arguments.split())
+        ports = [options.port, options.http.port, options.metrics_port]
+        assert [int(port) for port in re.findall(r"-p (?:\S+:)?\d+:(\d+)", docker)] == ports
+        assert all(each.startswith("127.0.0.1:") or options.access.tls_cert for each in re.findall(r"-p (\S+)", docker))
+        require_mounts(options, re.findall(r"-v \S+:(\S+):ro", docker))
+        assert ('--user "$(id -u)"' in docker) is (options.access.tls_key is not None)
+        if memory := re.findall(r"--memory (\S+)", docker):
+            require_memory(options, memory[0])
+            require_time_to_drain(options, float(re.findall(r"--stop-timeout (\d+)", docker)[0]))
+        assert re.findall(r"^EXPOSE (.*)$", DOCKERFILE, re.MULTILINE) == [" ".join(map(str, ports))]
 
 
 @pytest.fixture
