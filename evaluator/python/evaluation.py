@@ -23,16 +23,16 @@ class Evaluation:
     """A finished run and its report.
 
     folder: of the run; html: report.html in it, None without the extra `report`; errors: in percent of the evaluated
-    images, None if there are none; intervals: of 95 %, low and high; report: the content of report.json
+    images; intervals: of 95 %, low and high; both None if there are no such images; report: the content of report.json
     (docs/report.schema.json).
     """
 
     folder: Path
     html: Path | None
     top1_error: float | None
-    top1_interval: list[float]
+    top1_interval: list[float] | None
     top5_error: float | None
-    top5_interval: list[float]
+    top5_interval: list[float] | None
     report: Report = field(repr=False)
 
     def __str__(self) -> str:

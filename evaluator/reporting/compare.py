@@ -106,7 +106,7 @@ def comparison_csv(comparison: Comparison) -> bytes:
     for entry in comparison["classes"]:
         row = [entry[column] for column in columns]
         for key in METRICS:
-            metric = {**entry[key], **dict(zip(("low", "high"), entry[key]["interval"], strict=True))}
+            metric = {**entry[key], **dict(zip(("low", "high"), entry[key]["interval"] or ("", ""), strict=True))}
             row += [*(metric[name] for name in numbers), "yes" if metric["stands"] else "no"]
         table.writerow(row)
     return text.getvalue().encode("utf-8", errors="backslashreplace")
@@ -171,7 +171,7 @@ def _side(run: Run, counts: Mapping[str, Sequence[PairedErrors]], side: str) -> 
         wrong = [count.wrong_a if side == "a" else count.wrong_b for count in of_class]
         images = [count.images for count in of_class]
         result[f"{key}_error"] = error_percent(sum(wrong), sum(images))
-        result[f"{key}_interval"] = list(wilson_interval(sum(wrong), sum(images)))
+        result[f"{key}_interval"] = wilson_interval(sum(wrong), sum(images))
         result[f"{key}_macro_error"] = macro_error(wrong, images)
     return result
 
@@ -182,11 +182,10 @@ def _overall(of_class: Sequence[PairedErrors], metrics: Sequence[Mapping[str, An
     images = [count.images for count in of_class]
     net = [worse - better for worse, better in zip(only_b, only_a, strict=True)]
     moved = [metric["difference"] for metric in metrics if metric["difference"] is not None]
-    interval = macro_interval(only_b, only_a, images) if any(images) else (-100.0, 100.0)
     return {
         **_pair(sum(of_class, start=NO_IMAGES)),
         "macro_difference": macro_error(net, images),
-        "macro_interval": None if interval is None else list(interval),
+        "macro_interval": macro_interval(only_b, only_a, images),
         "classes_improved": sum(difference < 0 for difference in moved),
         "classes_unchanged": sum(difference == 0 for difference in moved),
         "classes_worse": sum(difference > 0 for difference in moved),
@@ -219,7 +218,7 @@ def _pair(count: PairedErrors) -> dict[str, Any]:
     """Return the figures of two runs on the same images."""
     return {
         "difference": count.difference,
-        "interval": list(count.interval),
+        "interval": count.interval,
         "both_wrong": count.both,
         "only_a_wrong": count.only_a,
         "only_b_wrong": count.only_b,

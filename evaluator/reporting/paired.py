@@ -47,9 +47,9 @@ class PairedErrors:
         return error_percent(self.only_b - self.only_a, self.images)
 
     @property
-    def interval(self) -> tuple[float, float]:
-        """Return the 95 % interval of the difference, (low, high) in points."""
-        return difference_interval(self.both, self.only_a, self.only_b, self.neither)
+    def interval(self) -> list[float] | None:
+        """Return the 95 % interval of the difference, [low, high] in points; None without images."""
+        return list(difference_interval(self.both, self.only_a, self.only_b, self.neither)) if self.images else None
 
     @property
     def p(self) -> float:
@@ -96,11 +96,9 @@ def difference_interval(both: int, only_a: int, only_b: int, neither: int) -> tu
 
     Newcombe's method 10: the distances from each error to its Wilson bounds, added like the sides of a triangle whose
     angle follows from the correlation of the two. The interval has a width even if no image changed, and stays within
-    -100..100. Without images it is (-100, 100).
+    -100..100. At least one image is needed.
     """
     images = both + only_a + only_b + neither
-    if images == 0:
-        return (-100.0, 100.0)
     a, b = (both + only_a) / images, (both + only_b) / images
     (low_a, high_a), (low_b, high_b) = wilson_bounds(both + only_a, images), wilson_bounds(both + only_b, images)
     below_a, above_a, below_b, above_b = a - low_a, high_a - a, b - low_b, high_b - b

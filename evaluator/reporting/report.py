@@ -83,7 +83,7 @@ def classes_csv(report: Report) -> bytes:
         ends = {
             f"{top}_{end}": bound
             for top in ("top1", "top5")
-            for end, bound in zip(("low", "high"), entry[f"{top}_interval"], strict=True)
+            for end, bound in zip(("low", "high"), entry[f"{top}_interval"] or ("", ""), strict=True)
         }
         table.writerow({**entry, **ends})
     return text.getvalue().encode("utf-8", errors="backslashreplace")

@@ -40,10 +40,9 @@ def wilson_bounds(errors: int, total: int) -> tuple[float, float]:
     return (center - half if errors else 0.0, center + half if errors < total else 1.0)
 
 
-def wilson_interval(errors: int, total: int) -> tuple[float, float]:
-    """Return the Wilson 95 % interval of an error rate in percent, rounded to 4 decimals; (0, 100) if total is 0."""
-    low, high = wilson_bounds(errors, total) if total else (0.0, 1.0)
-    return (round(100.0 * low, DECIMALS), round(100.0 * high, DECIMALS))
+def wilson_interval(errors: int, total: int) -> list[float] | None:
+    """Return the Wilson 95 % interval of an error rate, [low, high], percent to 4 decimals; None if total is 0."""
+    return [round(100.0 * bound, DECIMALS) for bound in wilson_bounds(errors, total)] if total else None
 
 
 def macro_error(wrong: Sequence[int], totals: Sequence[int]) -> float | None:
@@ -56,24 +55,22 @@ def macro_error(wrong: Sequence[int], totals: Sequence[int]) -> float | None:
     return round(100.0 * float(np.mean(errors)), DECIMALS) if errors else None
 
 
-def macro_interval(plus: Sequence[int], minus: Sequence[int], totals: Sequence[int]) -> tuple[float, float] | None:
+def macro_interval(plus: Sequence[int], minus: Sequence[int], totals: Sequence[int]) -> list[float] | None:
     """Return the 95 % percentile bootstrap interval of the mean over classes of (plus - minus) / total, in percent.
 
     plus, minus, totals: per class, the number of images that count +1, that count -1, and of all images. For the macro
     error of one run, `plus` counts the wrong images and `minus` is 0; for the difference of two, `plus` counts the
     images that only one run gets wrong and `minus` those that only the other does. Images are resampled within each
-    class; the classes are fixed. Classes without images do not count; if no class has images, the interval is (0, 100).
-    None if a class has a single image: every resample would be the same, as if its error were known exactly.
+    class; the classes are fixed. Classes without images do not count. None if no class has images, or if one has a
+    single image: every resample would be the same, as if its error were known exactly.
     Deterministic, rounded to 4 decimals. Efron and Tibshirani 1993, chapter 13.
     """
-    if 1 in totals:
+    if 1 in totals or not any(totals):
         return None
     # Resampling the n images of a class gives multinomial counts of plus, minus and rest. k classes with the same
     # n, plus and minus share the probabilities, so the sum of their draws is one multinomial draw of k * n. With
     # 50 images per class about 50 draws replace 1000, and only RESAMPLES numbers are in memory at a time.
     alike = Counter(group for group in zip(plus, minus, totals, strict=True) if group[2])
-    if not alike:
-        return (0.0, 100.0)
     generator = np.random.Generator(np.random.Philox(SEED))
     sums = np.zeros(RESAMPLES)
     for (up, down, total), classes in sorted(alike.items()):
@@ -82,8 +79,8 @@ def macro_interval(plus: Sequence[int], minus: Sequence[int], totals: Sequence[i
         )
         sums += (drawn[:, 0] - drawn[:, 1]) / total
     tail = (1 - CONFIDENCE) / 2
-    low, high = np.quantile(100.0 * sums / alike.total(), [tail, 1 - tail])
-    return (round(float(low), DECIMALS), round(float(high), DECIMALS))
+    bounds = np.quantile(100.0 * sums / alike.total(), [tail, 1 - tail])
+    return [round(float(bound), DECIMALS) for bound in bounds]
 
 
 @dataclass(frozen=True)
@@ -168,7 +165,7 @@ class RiskPoint:
     coverage: float
     top1_wrong: int
     top1_error: float  # percent of these images
-    top1_interval: list[float]  # Wilson, percent
+    top1_interval: list[float] | None  # Wilson, percent; never None: a point has images
 
 
 @dataclass(frozen=True)
@@ -203,7 +200,7 @@ def risk_coverage(scores: npt.ArrayLike, right: npt.ArrayLike) -> RiskCoverage |
             coverage=round(100.0 * images / total, DECIMALS),
             top1_wrong=errors,
             top1_error=round(100.0 * errors / images, DECIMALS),
-            top1_interval=list(wilson_interval(errors, images)),
+            top1_interval=wilson_interval(errors, images),
         )
         for images, errors in dict(zip(kept[needed - 1].tolist(), wrong[needed - 1].tolist(), strict=True)).items()
     ]

@@ -68,7 +68,7 @@ def error_fields(wrong: Sequence[int], total: int) -> dict[str, Any]:
     for k, count in zip(TOPS, wrong, strict=True):
         result[f"top{k}_wrong"] = count
         result[f"top{k}_error"] = error_percent(count, total)
-        result[f"top{k}_interval"] = list(wilson_interval(count, total))
+        result[f"top{k}_interval"] = wilson_interval(count, total)
     return result
 
 
@@ -79,8 +79,7 @@ def macro_fields(classes: Sequence[dict[str, Any]]) -> dict[str, Any]:
     for k in TOPS:
         wrong = [entry[f"top{k}_wrong"] for entry in classes]
         result[f"top{k}_error"] = macro_error(wrong, totals)
-        interval = macro_interval(wrong, [0] * len(wrong), totals)
-        result[f"top{k}_interval"] = None if interval is None else list(interval)
+        result[f"top{k}_interval"] = macro_interval(wrong, [0] * len(wrong), totals)
     return result
 
 

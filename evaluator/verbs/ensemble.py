@@ -71,7 +71,7 @@ def _errors(error_count: ErrorCount) -> dict[str, Any]:
     errors: dict[str, Any] = {"counted": error_count.images}
     for key, wrong in (("top1", error_count.top1_wrong), ("top5", error_count.top5_wrong)):
         errors[f"{key}_error"] = error_percent(wrong, error_count.images)
-        errors[f"{key}_interval"] = list(wilson_interval(wrong, error_count.images))
+        errors[f"{key}_interval"] = wilson_interval(wrong, error_count.images)
     return errors
 
 

@@ -150,11 +150,11 @@ def test_classes_carry_the_numbers_of_the_report(tmp_path: Path) -> None:
         wnid, name, images, seen, wrong1, low1, high1, wrong5, low5, high5, confidence, median, views = row
         assert (wnid, name, images, seen) == (entry["wnid"], entry["name"], entry["images"], entry["evaluated"])
         assert (wrong1, wrong5, median) == (entry["top1_wrong"], entry["top5_wrong"], entry["median_rank"])
+        if not seen:
+            assert [low1, high1, low5, high5, confidence] == [None] * 5
+            continue
         assert [low1, high1] == entry["top1_interval"], "not rounded: they are compared with the run's error"
         assert [low5, high5] == entry["top5_interval"]
-        if not seen:
-            assert confidence is None
-            continue
         assert confidence == round(entry["confidence"], 1)
         assert views == [round(view[key], 1) for key in ("top1_error", "top5_error") for view in entry["views"]]
     assert data["shared"] == [[1, 3]]
