@@ -36,7 +36,7 @@ from prelunet.export.dense.half_precision import (
 )
 from prelunet.export.parity import WindowArrays, check_parity, golden_answers
 from prelunet.training.inspection.describe_file import summarize_slopes
-from prelunet.training.net.checkpoints import Checkpoint, read_checkpoint
+from prelunet.training.net.checkpoints import UNCHECKED, Checkpoint, read_checkpoint
 from prelunet.training.net.dense_reference import dense_windows
 from prelunet.training.net.network import network_from_checkpoint
 
@@ -81,6 +81,7 @@ def export_checkpoint(
     if precision == "int8" and canvas != "exact":
         raise UsageError(f"--precision int8 --canvas {canvas}: int8 files have no masks. Use --canvas exact")
     checkpoint = read_checkpoint(path)
+    unchecked = [f"{path}: {UNCHECKED}"] if checkpoint.unchecked else []
     try:
         os.path.realpath(output).encode("utf-8")
     except UnicodeEncodeError as error:  # onnx and onnxruntime could not open it
@@ -97,13 +98,13 @@ def export_checkpoint(
         written = Path(file.name)
         if calibrate is not None:
             images = open_images(calibrate, contract)
-            return _export_int8(checkpoint, contract, images, written, windows, output)
+            return replace(_export_int8(checkpoint, contract, images, written, windows, output), warnings=unchecked)
         write_model(written, checkpoint, contract)
         checker.check_model(written, full_check=True)
         magnitudes = measure_magnitudes(written, checkpoint.architecture, contract) if precision == "fp16" else {}
         check_magnitudes(magnitudes)
         deviations = _checked_parity(written, windows, output, precision)
-    return ExportResult(deviations, magnitudes, warnings=magnitude_warnings(magnitudes))
+    return ExportResult(deviations, magnitudes, warnings=[*unchecked, *magnitude_warnings(magnitudes)])
 
 
 def write_model(

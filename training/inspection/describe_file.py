@@ -28,6 +28,7 @@ from prelunet.evaluator.files import open_regular, sha256_of
 from prelunet.evaluator.json_checks import require_object, require_str
 from prelunet.training.inspection.slope_trend import slope_trend
 from prelunet.training.inspection.tables import escaped, print_layers
+from prelunet.training.net.checkpoints import UNCHECKED, read_checkpoint
 
 # PReLU-nets, Table 1 (model E): layer → learned slope (channel-shared), and mean of the channel-wise slopes.
 PAPER_SLOPES: dict[str, tuple[float, float]] = {
@@ -56,8 +57,8 @@ def inspect_file(path: Path) -> dict[str, Any]:
     Common keys: kind (`checkpoint` or `model`), file, sha256, architecture, classes, parameters, slope_parameters,
     multiply_adds (one crop), window, trunk_stride, mean, recipe, dataset, metrics, provenance (or null), slopes
     (`summarize_slopes`, each with `paper`: the value of Table 1 or null), slope_trend (`SlopeTrend`, or null without
-    slopes). A model also has precision, calibration (of int8, else null), canvas, default_scales, min_side,
-    max_side, checkpoint_sha256, golden_images.
+    slopes). A checkpoint also has unchecked (whether it states no sha256 of its content). A model also has precision,
+    calibration (of int8, else null), canvas, default_scales, min_side, max_side, checkpoint_sha256, golden_images.
     An adopted net has kind `adopted`, crop, interpolation, precision and `adopted` (its preprocessing), and none of the
     keys specific to our own nets.
     Raises UsageError if the path cannot be read; CheckpointError or ContractError if the file is damaged.
@@ -112,8 +113,6 @@ def _slopes_and_trend(slopes: Sequence[Mapping[str, Any]], activation: str) -> d
 
 
 def _inspect_checkpoint(path: Path) -> dict[str, Any]:
-    from prelunet.training.net.checkpoints import read_checkpoint
-
     checkpoint = read_checkpoint(path)
     is_image = checkpoint.mean.ndim == 3
     return {
@@ -129,6 +128,7 @@ def _inspect_checkpoint(path: Path) -> dict[str, Any]:
         "dataset": checkpoint.dataset,
         "metrics": checkpoint.metrics,
         "provenance": checkpoint.provenance,
+        "unchecked": checkpoint.unchecked,
         **_slopes_and_trend(summarize_slopes(checkpoint.tensors), checkpoint.architecture.activation),
     }
 
@@ -287,6 +287,8 @@ def _facts(inspection: Mapping[str, Any]) -> dict[str, str | list[str]]:
         facts["golden images"] = str(inspection["golden_images"])
     for key, missing in (("recipe", "none: untrained, or not recorded"), ("dataset", "none"), ("metrics", "none")):
         facts[key] = _data_text(inspection[key]) if inspection[key] else missing
+    if inspection.get("unchecked"):
+        facts["warning"] = f"it {UNCHECKED}"
     provenance = inspection["provenance"]
     if provenance and provenance["parent_sha256"]:
         facts["parent"] = provenance["parent_sha256"]

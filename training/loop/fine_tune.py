@@ -14,7 +14,7 @@ from prelunet.evaluator.contract import ClassEntry
 from prelunet.evaluator.errors import UsageError
 from prelunet.evaluator.files import sha256_of
 from prelunet.evaluator.json_checks import differences, format_differences
-from prelunet.training.net.checkpoints import read_checkpoint, require_file
+from prelunet.training.net.checkpoints import UNCHECKED, read_checkpoint, require_file
 from prelunet.training.net.initialization import Initialization, initial_tensors
 
 LAST_LAYER = ("fc3.weight", "fc3.bias")
@@ -72,6 +72,8 @@ def load_pretrained(
             f"{path}, except fc3, which is reinitialized: {shared} of the {len(new)} classes are among its {len(old)}"
         )
     report(f"initial weights from {source}")
+    if checkpoint.unchecked:
+        report(f"warning: {path}: {UNCHECKED}")
     # The checkpoint's features were learned with its mean, not with that of the new images. A mean image does not fit
     # another crop or the recipe's `mean = "channel"`; its channel means replace it.
     mean, kept = checkpoint.mean, f"mean: that of {path}, not of the training images"

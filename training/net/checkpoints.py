@@ -3,6 +3,7 @@
 Does not import torch, so that checkpoints can be read without it. Imports safetensors only to read a file.
 """
 
+import hashlib
 import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -31,6 +32,8 @@ CHECKPOINT_VERSION = 1
 PREFIX = "prelunet."
 MAX_PIXEL = 255  # largest pixel value, and so the largest mean
 MEAN_TENSOR = "mean"  # present if prelunet.mean is "image"
+UNCHECKED = "has no prelunet.sha256 (files of prelunet 1.0 have none), so damage to its numbers would go unnoticed"
+_DIGEST_KEY = f"{PREFIX}sha256"
 _FIX_HINT = "Use another checkpoint, or recreate this one with `prelunet init` or `prelunet train`"
 
 
@@ -41,6 +44,7 @@ class Checkpoint:
     mean: float32 (3,), or (crop, crop, 3) for a mean image; RGB, 0-255; subtracted after mirroring.
     tensors: float32, exactly the names and shapes of `evaluator.architectures.parameter_shapes`.
     recipe, dataset, metrics, provenance: plain JSON data, or None if unknown.
+    unchecked: read from a file without a sha256 of its content.
     """
 
     architecture: Architecture
@@ -51,6 +55,7 @@ class Checkpoint:
     dataset: Mapping[str, Any] | None = None
     metrics: Mapping[str, Any] | None = None
     provenance: Mapping[str, Any] | None = None
+    unchecked: bool = False
 
 
 def write_checkpoint(path: Path, checkpoint: Checkpoint) -> None:
@@ -82,6 +87,7 @@ def write_checkpoint(path: Path, checkpoint: Checkpoint) -> None:
         **({} if checkpoint.provenance is None else {"provenance": checkpoint.provenance}),
     }
     metadata = {PREFIX + key: json.dumps(values[key], sort_keys=True, allow_nan=False) for key in sorted(values)}
+    metadata[_DIGEST_KEY] = json.dumps(_digest(metadata, tensors))
     with open_atomically(path) as file:
         _write_safetensors(file, {name: tensors[name] for name in expected}, metadata)
 
@@ -98,8 +104,8 @@ def read_checkpoint(path: Path) -> Checkpoint:
     """Read and validate a checkpoint; code in the file is never run.
 
     Raises CheckpointError if the file is not a safetensors file, is truncated, has no prelunet metadata or a newer
-    version, or if its tensors are not finite float32 with the names and shapes of its architecture; UsageError if it
-    cannot be read.
+    version, if its content does not have its sha256, or if its tensors are not finite float32 with the names and shapes
+    of its architecture; UsageError if it cannot be read.
     """
     from safetensors import SafetensorError, safe_open
 
@@ -127,6 +133,11 @@ def read_checkpoint(path: Path) -> Checkpoint:
             f"{path}: damaged: its {path.stat().st_size} bytes do not match its header, as after an interrupted copy "
             f"or download ({error}). Copy it again, or use another checkpoint"
         ) from error
+    if _DIGEST_KEY in metadata.texts and metadata.parse("sha256", str) != _digest(metadata.texts, tensors):
+        raise CheckpointError(
+            f"{path}: damaged: tensors or metadata do not have the sha256 that it states. Copy it again, or use "
+            f"another checkpoint. If you changed it on purpose, remove '{_DIGEST_KEY}' from its metadata"
+        )
     for name, tensor in tensors.items():
         _check_finite(path, name, tensor)
     return Checkpoint(
@@ -138,7 +149,20 @@ def read_checkpoint(path: Path) -> Checkpoint:
         dataset=metadata.parse("dataset", _parse_optional),
         metrics=metadata.parse("metrics", _parse_optional),
         provenance=metadata.parse("provenance", parse_provenance) if f"{PREFIX}provenance" in metadata.texts else None,
+        unchecked=_DIGEST_KEY not in metadata.texts,
     )
+
+
+def _digest(texts: Mapping[str, str], tensors: Mapping[str, Float32Array]) -> str:
+    """Return the sha256 of a checkpoint's metadata and tensors (evaluator/contract.md)."""
+    digest = hashlib.sha256()
+    for key in sorted(texts):
+        if key.startswith(PREFIX) and key != _DIGEST_KEY:
+            digest.update(f"{key} {texts[key]}\n".encode())
+    for name in sorted(tensors):
+        digest.update(f"{name} F32 {json.dumps(tensors[name].shape)}\n".encode())
+        digest.update(np.ascontiguousarray(tensors[name], dtype="<f4").data)
+    return digest.hexdigest()
 
 
 def _expected_shapes(architecture: Architecture, classes: int, *, mean_image: bool) -> dict[str, tuple[int, ...]]:

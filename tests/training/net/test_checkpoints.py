@@ -5,6 +5,7 @@ import json
 import os
 from collections.abc import Callable
 from dataclasses import replace
+from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
@@ -14,13 +15,16 @@ import safetensors
 import safetensors.numpy
 
 import prelunet.evaluator.files
+from prelunet.evaluator import cli
 from prelunet.evaluator.architectures import ACTIVATIONS, Activation
 from prelunet.evaluator.errors import CheckpointError, EnvironmentFault, UsageError
 from prelunet.evaluator.files import sha256_of
 from prelunet.training.importing.name_map import read_name_map
 from prelunet.training.importing.state_dicts import read_state_dict
 from prelunet.training.inspection.describe_file import inspect_file
+from prelunet.training.loop.fine_tune import load_pretrained
 from prelunet.training.net.checkpoints import Checkpoint, read_checkpoint, write_checkpoint
+from prelunet.training.net.initialization import Initialization
 from tests.helpers.tiny_nets import CLASSES, mean_image, tiny_checkpoint
 
 
@@ -60,6 +64,12 @@ def test_the_file_follows_the_contract(tmp_path: Path) -> None:
         assert set(file.keys()) == set(checkpoint.tensors)
         for name, tensor in checkpoint.tensors.items():
             np.testing.assert_array_equal(file.get_tensor(name), tensor, strict=True)
+        digest = sha256()
+        for key, text in sorted(file.metadata().items()):
+            if key != "prelunet.sha256":
+                digest.update(f"{key} {text}\n".encode())
+        for name, tensor in sorted(checkpoint.tensors.items()):
+            digest.update(f"{name} F32 {list(tensor.shape)}\n".encode() + tensor.tobytes())
     assert metadata == {
         "prelunet.version": 1,
         "prelunet.architecture": checkpoint.architecture.to_json(),
@@ -68,6 +78,7 @@ def test_the_file_follows_the_contract(tmp_path: Path) -> None:
         "prelunet.recipe": None,
         "prelunet.dataset": None,
         "prelunet.metrics": None,
+        "prelunet.sha256": digest.hexdigest(),
     }
 
 
@@ -154,19 +165,76 @@ def rewrite(
     tensors: Callable[[dict[str, Any]], Any] = lambda _: None,
     metadata: Callable[[dict[str, str]], Any] = lambda _: None,
 ) -> None:
-    """Write a valid checkpoint, changed, with the library's own writer."""
+    """Write a valid checkpoint, changed, with the library's own writer and without its sha256."""
     write_checkpoint(path, tiny_checkpoint())
     with safetensors.safe_open(path, "numpy") as file:
         texts = file.metadata()
+    del texts["prelunet.sha256"]
     arrays = safetensors.numpy.load_file(path)
     tensors(arrays)
     metadata(texts)
     safetensors.numpy.save_file(arrays, path, texts)
 
 
-def test_a_file_of_another_writer_is_read(tmp_path: Path) -> None:
+def test_a_file_of_another_writer_is_read_unchecked(tmp_path: Path) -> None:
     rewrite(tmp_path / "net")
     assert_same(read_checkpoint(tmp_path / "net"), tiny_checkpoint())
+    assert read_checkpoint(tmp_path / "net").unchecked
+    write_checkpoint(tmp_path / "ours", tiny_checkpoint())
+    assert not read_checkpoint(tmp_path / "ours").unchecked
+
+
+def test_export_inspect_and_fine_tuning_say_that_a_file_without_sha256_is_unchecked(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path, model = tmp_path / "net.safetensors", tmp_path / "net.onnx"
+    for said, prepare in ((True, rewrite), (False, lambda path: write_checkpoint(path, tiny_checkpoint()))):
+        prepare(path)
+        assert cli.run(["export", str(path), "-o", str(model), "--force"]) == 0
+        assert cli.run(["inspect", str(path)]) == 0
+        checkpoint, lines = tiny_checkpoint(), []
+        start = path, checkpoint.architecture, checkpoint.classes, 0, Initialization(), (3,)
+        load_pretrained(*start, report=lines.append)
+        printed = capsys.readouterr()
+        for text in (printed.out, printed.err, "".join(lines)):
+            assert ("has no prelunet.sha256" in " ".join(text.split())) == said
+
+
+def test_a_flipped_bit_in_any_tensor_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "net"
+    write_checkpoint(path, tiny_checkpoint(mean=mean_image()))
+    data = path.read_bytes()
+    header = json.loads(data[8 : (start := 8 + int.from_bytes(data[:8], "little"))])
+    for name in header.keys() - {"__metadata__"}:
+        place = start + header[name]["data_offsets"][1] - 4  # the lowest bit of the last number
+        path.write_bytes(data[:place] + bytes([data[place] ^ 1]) + data[place + 1 :])
+        with pytest.raises(CheckpointError, match="damaged: tensors or metadata do not have the sha256"):
+            read_checkpoint(path)
+
+
+def test_a_flipped_bit_anywhere_in_the_header_is_refused_or_reported(tmp_path: Path) -> None:
+    path = tmp_path / "net"
+    write_checkpoint(path, tiny_checkpoint())
+    data = bytearray(path.read_bytes())
+    place_of_key = data.index(b"prelunet.sha256")
+    for place in (*range(16), *range(16, 8 + int.from_bytes(data[:8], "little"), 5)):
+        data[place] ^= (bit := 1 << place % 8)
+        path.write_bytes(data)
+        data[place] ^= bit
+        try:
+            assert read_checkpoint(path).unchecked, place
+            assert place_of_key <= place < place_of_key + len("prelunet.sha256"), place
+        except CheckpointError:
+            pass
+
+
+def test_tensors_of_one_shape_that_changed_places_are_refused(tmp_path: Path) -> None:
+    write_checkpoint(tmp_path / "net", tiny_checkpoint())
+    data = (tmp_path / "net").read_bytes()
+    swapped = data.replace(b'"fc1.bias"', b'"fc0.bias"').replace(b'"fc2.bias"', b'"fc1.bias"')
+    (tmp_path / "net").write_bytes(swapped.replace(b'"fc0.bias"', b'"fc2.bias"'))
+    with pytest.raises(CheckpointError, match="do not have the sha256"):
+        read_checkpoint(tmp_path / "net")
 
 
 @pytest.mark.parametrize(
