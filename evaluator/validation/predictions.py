@@ -76,10 +76,10 @@ def build_prediction(file: str, label: int, classified: Classification, also: tu
     )
 
 
-_LARGEST_SCORE = 1.001  # a probability plus the rounding error of half precision
+LARGEST_SCORE = 1.001  # a probability plus the rounding error of half precision
 _Index = Annotated[int, Meta(ge=0, lt=2**31)]  # of a class
 _Rank = Annotated[int, Meta(ge=1, lt=2**31)]
-_Score = Annotated[float, Meta(ge=0, le=_LARGEST_SCORE)]
+_Score = Annotated[float, Meta(ge=0, le=LARGEST_SCORE)]
 
 
 class _RefusedLine(Struct, forbid_unknown_fields=True):

@@ -10,16 +10,17 @@ from prelunet.evaluator.engine.scores import ranks_of, restrict
 from prelunet.evaluator.errors import RunFolderError
 from prelunet.evaluator.files import open_regular
 from prelunet.evaluator.terminal import escape_unprintable, progress
-from prelunet.evaluator.validation.predictions import Prediction
+from prelunet.evaluator.validation.predictions import LARGEST_SCORE, Prediction
 from prelunet.evaluator.validation.run import SCORES_FILE, Run
 from prelunet.evaluator.validation.run_log import RESUMED, STARTED, find_dataset, spec_to_log
 from prelunet.evaluator.validation.writer import RunWriter, scores_header
 
 BLOCK = 1024  # images read at a time: 4 MB at 1000 classes
+_SUM_TOLERANCE = 2e-2  # of an image's scores; `adopt` takes nets in half precision whose sums are 1e-2 from 1
 
 
 def check_scores(run: Run) -> None:
-    """Check that the stored scores of a run are complete, and that each row has the best classes of its line.
+    """Check that the stored scores of a run are complete probabilities, and that each row agrees with its line.
 
     Raises RunFolderError with the file, the row and the image.
     """
@@ -41,15 +42,19 @@ def check_scores(run: Run) -> None:
     with progress(f"check {path}", images, "images") as advance:
         for first in range(0, images, BLOCK):
             end = min(first + BLOCK, images)
-            lines = run.predictions[first:end]
-            evaluated = [row for row, line in enumerate(lines) if line.refused is None]
-            rows = restrict(read_rows(run, first, end)[evaluated], run.info.candidates)
-            if evaluated and not (same := _same_best(rows, [lines[row] for row in evaluated])).all():
-                row = evaluated[int(np.argmin(same))]
+            lines, rows = run.predictions[first:end], read_rows(run, first, end)
+            refused = np.array([line.refused is not None for line in lines])
+            good = np.where(refused, np.isnan(rows).all(axis=1), _are_probabilities(rows))
+            if good.all() and not refused.all():
+                restricted = restrict(rows[~refused], run.info.candidates)
+                good[~refused] = _same_best(restricted, [line for line in lines if line.refused is None])
+            if not good.all():
+                row = int(np.argmin(good))
                 raise RunFolderError(
                     f"{path}: row {first + row} ({escape_unprintable(lines[row].file)}) has different best classes or "
-                    "scores than its line, or NaN. The scores are damaged or from another run: restore the file, or "
-                    "repeat the run with --fresh"
+                    "scores than its line, is not NaN although the image was refused, or holds no probabilities (from "
+                    "0 to 1, of sum 1). The scores are damaged or from another run: restore the file, or repeat the "
+                    "run with --fresh"
                 )
             advance(end - first)
 
@@ -67,6 +72,12 @@ def _path(run: Run) -> Path:
     return run.folder / SCORES_FILE
 
 
+def _are_probabilities(rows: Float32Array) -> BoolArray:
+    """Return for each row whether its scores, averaged as probabilities or as logits, are from 0 to 1 and of sum 1."""
+    in_range: BoolArray = ((rows >= 0) & (rows <= LARGEST_SCORE)).all(axis=1)  # false for NaN
+    return in_range & (np.abs(rows.sum(axis=1, dtype=np.float64) - 1) <= _SUM_TOLERANCE)
+
+
 def _same_best(rows: Float32Array, lines: Sequence[Prediction]) -> BoolArray:
     """Return for each row whether its best classes, their order and their scores are those of its line.
 
@@ -76,7 +87,7 @@ def _same_best(rows: Float32Array, lines: Sequence[Prediction]) -> BoolArray:
     classes = np.array([[index for index, _ in line.top] for line in lines], np.int64)
     stated = np.array([[score for _, score in line.top] for line in lines]).astype(np.float32)
     stored = np.take_along_axis(rows, classes, axis=1)
-    same: BoolArray = (np.abs(stated - stored) <= np.spacing(stored)).all(axis=1) & ~np.isnan(rows).any(axis=1)
+    same: BoolArray = (np.abs(stated - stored) <= np.spacing(stored)).all(axis=1)
     for place in range(classes.shape[1]):
         same &= ranks_of(rows, classes[:, place]) == place + 1
     return same

@@ -206,7 +206,7 @@ def test_nan_scores_an_unfinished_run_and_a_damaged_line_are_refused_by_file(sma
     spoilt = scores.copy()
     spoilt[7, 3] = np.nan
     np.save(small[1] / "scores.f32.npy", spoilt)
-    with pytest.raises(RunFolderError, match=r"m1/scores\.f32\.npy: row 7 \(val/00007\.png\) .* or NaN"):
+    with pytest.raises(RunFolderError, match=r"m1/scores\.f32\.npy: row 7 \(val/00007\.png\) .*holds no probabilities"):
         ensemble(small, tmp_path / "e")
     np.save(small[1] / "scores.f32.npy", scores)
     path = small[2] / "predictions.jsonl"
