@@ -44,7 +44,8 @@ def resize_shorter_side(
 
     image: uint8 (H, W, 3) or a Pillow RGB image, any sides from 1 on. Returns uint8 (h, w, 3) and whether it was
     capped. A long side beyond cap·scale keeps only the cap·scale pixels of its center, from floor((long − cap·scale)/2)
-    on, and only these are computed (a 1x20000 image at scale 256 would otherwise become 256x5120000).
+    on, and only these are computed (a 1x20000 image at scale 256 would otherwise become 256x5120000). They differ from
+    those of the whole by at most one level, in few places: Pillow takes the part's position as float32.
     """
     return resize_to_scales(image, (scale,), cap, interpolation)[scale]
 

@@ -74,8 +74,9 @@ def _path(run: Run) -> Path:
 
 def _are_probabilities(rows: Float32Array) -> BoolArray:
     """Return for each row whether its scores, averaged as probabilities or as logits, are from 0 to 1 and of sum 1."""
-    in_range: BoolArray = ((rows >= 0) & (rows <= LARGEST_SCORE)).all(axis=1)  # false for NaN
-    return in_range & (np.abs(rows.sum(axis=1, dtype=np.float64) - 1) <= _SUM_TOLERANCE)
+    good: BoolArray = np.all((rows >= 0) & (rows <= LARGEST_SCORE), axis=1)  # false for NaN
+    good &= np.abs(rows.sum(axis=1, dtype=np.float64) - 1) <= _SUM_TOLERANCE
+    return good
 
 
 def _same_best(rows: Float32Array, lines: Sequence[Prediction]) -> BoolArray:

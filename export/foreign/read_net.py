@@ -13,6 +13,7 @@ from onnx import ModelProto, NodeProto, TensorProto, external_data_helper, helpe
 from onnx.helper import tensor_dtype_to_np_dtype
 
 from prelunet.evaluator.contract import PREFIX
+from prelunet.evaluator.engine.runtimes.onnx_metadata import read_metadata
 from prelunet.evaluator.errors import ContractError, UsageError, from_os_error
 from prelunet.evaluator.files import check_not_input, read_regular, require_regular_file
 from prelunet.training.importing.preprocessing import Layout
@@ -86,7 +87,7 @@ def read_net(path: Path, output: Path) -> ModelProto:
         raise ContractError(f"{path}: not an ONNX model. Give an ONNX file") from error
     if not model.graph.node or not model.opset_import:
         raise ContractError(f"{path}: not an ONNX model, or one without a graph. Give an ONNX file of a net")
-    if any(entry.key.startswith(PREFIX) for entry in model.metadata_props):
+    if any(key.startswith(PREFIX) for key in read_metadata(path)):
         raise UsageError(f"{path}: already a model file of prelunet. Use it as it is, or adopt the original ONNX file")
     opset = opset_of(model)
     if opset < OLDEST_OPSET:

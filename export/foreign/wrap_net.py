@@ -10,6 +10,7 @@ import numpy as np
 from onnx import GraphProto, ModelProto, NodeProto, TensorProto, helper
 
 from prelunet.evaluator.contract import ModelContract
+from prelunet.evaluator.errors import ContractError
 from prelunet.export.foreign.dense import WINDOWS, Head
 from prelunet.export.foreign.read_net import NetInterface, opset_of
 from prelunet.export.onnx_graph import IR_VERSION, GraphBuilder, build_file, contract_graph
@@ -52,6 +53,8 @@ def _prepare_graph(graph: GraphProto) -> None:
 
 
 def _prefixed(name: str) -> str:
+    if isinstance(name, bytes):  # protobuf's way to return text that is not UTF-8
+        raise ContractError(f"damaged: a name in the net's graph is not UTF-8: {name!r}. Export the net again")
     return PREFIX + name if name else ""  # an omitted input or output has an empty name
 
 

@@ -13,10 +13,12 @@ import numpy as np
 import onnx
 import pytest
 import torch
+from PIL import Image
 
 from prelunet.evaluator.cli import run
 from prelunet.evaluator.contract import ModelContract, contract_from_metadata, golden_image
 from prelunet.evaluator.engine.load import open_session
+from prelunet.evaluator.engine.session import Device
 from prelunet.evaluator.engine.verify import Deviation, verify
 from prelunet.evaluator.errors import ContractError, EnvironmentFault, UsageError
 from prelunet.evaluator.protocols import build_protocol
@@ -312,6 +314,38 @@ def test_half_a_model_file_is_refused(exported: dict[str, ExportedNet], tmp_path
     (tmp_path / "half.onnx").write_bytes(data[: len(data) // 2])
     with pytest.raises(ContractError, match=r"half.onnx"):
         open_session(tmp_path / "half.onnx", "cpu")
+
+
+@pytest.mark.parametrize("device", ["cpu", "openvino", "ncnn"])
+@pytest.mark.parametrize("text", [b"prelunet.classes", b"thing", b"PRelu"])  # a key, a value, an operator
+def test_a_flipped_bit_that_leaves_no_utf_8_is_the_files_fault(
+    exported: dict[str, ExportedNet], tmp_path: Path, text: bytes, device: Device
+) -> None:
+    data = bytearray(exported["demo-image"].path.read_bytes())
+    data[data.index(text) + 1] ^= 0x80
+    (tmp_path / "flipped.onnx").write_bytes(data)
+    with pytest.raises(ContractError, match=r"flipped\.onnx: "):
+        open_session(tmp_path / "flipped.onnx", device)
+
+
+def test_every_command_exits_with_3_for_metadata_that_are_no_utf_8(
+    exported: dict[str, ExportedNet], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path, image, classes = (tmp_path / name for name in ("flipped.onnx", "image.png", "classes.txt"))
+    path.write_bytes(exported["demo-image"].path.read_bytes().replace(b"prelunet.classes", b"prelunet.class\xe5s"))
+    Image.new("RGB", (40, 30)).save(image)
+    classes.write_text("a\nb\n")
+    model = str(path)
+    for command in (
+        ["verify", model],
+        ["inspect", model],
+        ["classify", str(image), "--model", model],
+        ["validate", model, str(tmp_path), "--no-labels", "--run", str(tmp_path / "run")],
+        ["serve", "--model", f"m={model}", "--port", "0"],
+        ["adopt", model, "--preset", "torchvision", "--classes", str(classes), "-o", str(tmp_path / "new.onnx")],
+    ):
+        assert run(command) == 3, command
+        assert "flipped.onnx: damaged: its metadata are not UTF-8" in capsys.readouterr().err
 
 
 def test_a_foreign_onnx_model_is_refused(tmp_path: Path) -> None:

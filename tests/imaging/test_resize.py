@@ -140,6 +140,7 @@ def test_a_scale_is_the_same_alone_and_beside_others_where_some_are_capped() -> 
     ("height", "width", "scale", "cap"),
     [
         (20, 90, 16, 4),
+        (150, 611, 42, 4),
         (91, 20, 16, 4),
         (7, 300, 28, 4),
         (300, 7, 28, 4),
@@ -163,8 +164,10 @@ def test_capped_image_is_the_center_of_the_whole_resized_image(
     expected = whole[top : top + cap * scale, left : left + cap * scale]
     assert capped
     assert resized.shape == expected.shape
-    # Pillow takes the box in float32, so a sum at a half may round the other way.
-    assert np.abs(resized.astype(np.int64) - expected).max() <= 1
+    # Pillow takes the box in float32, so a sum at a half may round the other way: docs/protocols.md states both bounds.
+    off = np.abs(resized.astype(np.int64) - expected)
+    assert off.max() <= 1
+    assert np.count_nonzero(off) <= 0.03 * off.size
     if interpolation == "bilinear":
         assert np.abs(resized - plain_resize(image, scale, cap)).max() <= TOLERANCE
 

@@ -9,8 +9,8 @@ from io import BytesIO
 from pathlib import Path
 from typing import BinaryIO, get_args
 
-from prelunet.evaluator.contract import PREFIX, FilePrecision
-from prelunet.evaluator.errors import from_os_error
+from prelunet.evaluator.contract import PREFIX, FilePrecision, rewrite_hint
+from prelunet.evaluator.errors import ContractError, from_os_error
 from prelunet.evaluator.files import open_regular
 
 _METADATA, _KEY, _VALUE = 14, 1, 2  # ModelProto.metadata_props, and the fields of its entries, StringStringEntryProto
@@ -21,12 +21,15 @@ _MAX_VARINT_BYTES = 10
 def read_metadata(path: Path) -> dict[str, str]:
     """Return the metadata of a model file; {} for anything that is not ONNX, which the runtime will report.
 
-    Raises the errors of `from_os_error` for a file that cannot be read.
+    Raises ContractError if they are not UTF-8, for which each runtime would raise an error of its own, and the errors of
+    `from_os_error` for a file that cannot be read.
     """
     try:
         with open_regular(path) as file:
             entries = [dict(_fields(BytesIO(entry), {_KEY, _VALUE})) for _, entry in _fields(file, {_METADATA})]
         return {entry.get(_KEY, b"").decode(): entry.get(_VALUE, b"").decode() for entry in entries}
+    except UnicodeDecodeError as error:
+        raise ContractError(f"{path}: damaged: its metadata are not UTF-8. {rewrite_hint(str(path))}") from error
     except ValueError:
         return {}
     except OSError as error:

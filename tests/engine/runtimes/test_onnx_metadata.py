@@ -5,8 +5,11 @@ from pathlib import Path
 import onnx
 import pytest
 
+from prelunet.evaluator.contract import contract_from_metadata
 from prelunet.evaluator.engine.runtimes.onnx_metadata import read_metadata
+from prelunet.evaluator.errors import ContractError
 from tests.conftest import ExportedNet
+from tests.engine.contracts import build_contract
 
 
 def test_the_metadata_of_an_exported_file_are_read_as_they_were_written(exported: dict[str, ExportedNet]) -> None:
@@ -38,12 +41,27 @@ def test_long_and_empty_values_are_read_wherever_they_stand_in_the_file(tmp_path
         pytest.param(b"\x08" + b"\xff" * 11, id="a number that is too long"),
         pytest.param(b"\x73\x00", id="a group"),
         pytest.param(bytes(100) + b"\x72\x06\x0a\x01k\x12\x01v", id="zeros"),
-        pytest.param(b"\x72\x04\x0a\x02\xff\xfe", id="no UTF-8"),
     ],
 )
 def test_of_what_is_no_model_nothing_is_read(data: bytes, tmp_path: Path) -> None:
     (tmp_path / "x").write_bytes(data)
     assert read_metadata(tmp_path / "x") == {}
+
+
+def test_after_a_flipped_bit_the_contract_is_refused_or_still_one(tmp_path: Path) -> None:
+    model = onnx.ModelProto(ir_version=8)
+    onnx.helper.set_model_props(model, build_contract("demo", classes=3).to_metadata())
+    data = bytearray(model.SerializeToString())
+    unreadable = 0
+    for place in range(0, len(data), 3):
+        data[place] ^= (bit := 1 << place % 8)
+        (tmp_path / "x").write_bytes(data)
+        data[place] ^= bit
+        try:
+            contract_from_metadata(read_metadata(tmp_path / "x"), "x")
+        except ContractError as error:
+            unreadable += "not UTF-8" in str(error)
+    assert unreadable > 50
 
 
 def test_fields_of_every_kind_are_passed_over(tmp_path: Path) -> None:
