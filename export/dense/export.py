@@ -98,7 +98,8 @@ def export_checkpoint(
         written = Path(file.name)
         if calibrate is not None:
             images = open_images(calibrate, contract)
-            return replace(_export_int8(checkpoint, contract, images, written, windows, output), warnings=unchecked)
+            result = _export_int8(checkpoint, contract, images, written, windows, output)
+            return replace(result, warnings=[*unchecked, *result.warnings])
         write_model(written, checkpoint, contract)
         checker.check_model(written, full_check=True)
         magnitudes = measure_magnitudes(written, checkpoint.architecture, contract) if precision == "fp16" else {}
