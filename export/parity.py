@@ -10,7 +10,14 @@ from prelunet.evaluator.arrays import FloatArray
 from prelunet.evaluator.contract import GoldenImage, Tolerance, golden_image, golden_sizes
 from prelunet.evaluator.engine.load import open_session
 from prelunet.evaluator.engine.session import Outputs
-from prelunet.evaluator.engine.verify import Deviation, deviation, golden_answer, run_cases, tolerance_precision
+from prelunet.evaluator.engine.verify import (
+    Deviation,
+    deviation,
+    golden_answer,
+    run_cases,
+    tolerance_for,
+    tolerance_precision,
+)
 
 WindowArrays = tuple[FloatArray, FloatArray]  # scores and logits of an image, each (rows, columns, K)
 
@@ -35,8 +42,9 @@ def check_parity(path: Path, windows: Sequence[WindowArrays], tolerance: Toleran
         scores, logits = windows[index]
         mean_scores, mean_logits = (array.mean(axis=(0, 1)) for array in (scores, logits))
         precision = tolerance_precision(session)
+        allowed = tolerance or tolerance_for(precision, logits)
         image_deviation = deviation(
-            case, sizes[index], outputs, row, mean_scores, mean_logits, precision=precision, tolerance=tolerance
+            case, sizes[index], outputs, row, mean_scores, mean_logits, precision=precision, tolerance=allowed
         )
         deviations.append(
             replace(image_deviation, scores=max(image_deviation.scores, _worst_window(outputs, row, scores)))

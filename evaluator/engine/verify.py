@@ -68,7 +68,10 @@ def deviation(
     precision: str = "fp32",
     tolerance: Tolerance | None = None,
 ) -> Deviation:
-    """Compare one row of the outputs with the oracle's scores and logits (K,). tolerance: None for the precision's."""
+    """Compare one row of the outputs with the oracle's scores and logits (K,).
+
+    tolerance: None for that of the precision and the logits' size.
+    """
     largest = max(float(np.abs(np.asarray(logits)).max()), SMALL_LOGIT)
     return Deviation(
         case,
@@ -76,7 +79,19 @@ def deviation(
         scores=float(np.abs(outputs.scores[row].astype(np.float64) - np.asarray(scores)).max()),
         logits=float(np.abs(outputs.logits[row].astype(np.float64) - np.asarray(logits)).max() / largest),
         precision=precision,
-        tolerance=tolerance or TOLERANCES[precision],
+        tolerance=tolerance or tolerance_for(precision, logits),
+    )
+
+
+def tolerance_for(precision: str, logits: Sequence[float] | FloatArray) -> Tolerance:
+    """Return the tolerance of a precision for logits of this size, an array of any shape.
+
+    Rounding errors of logits are relative to the largest, and about a tenth of their tolerance. If they move by up to
+    d, softmax moves a score by up to d/2. So scores may be off by a twentieth of the logits' tolerance.
+    """
+    usual = TOLERANCES[precision]
+    return replace(
+        usual, scores=max(usual.scores, usual.logits / 20 * float(np.abs(np.asarray(logits)).max(initial=0)))
     )
 
 
@@ -108,8 +123,10 @@ def tolerance_of(session: Session) -> Tolerance:
 
     There is no tolerance for int8 in general: what rounding to 8 bits costs depends on the net.
     """
-    calibration = session.contract.calibration
-    return TOLERANCES[tolerance_precision(session)] if calibration is None else calibration.tolerance
+    contract = session.contract
+    if contract.calibration is not None:
+        return contract.calibration.tolerance
+    return tolerance_for(tolerance_precision(session), np.array([golden.logits for golden in contract.golden]))
 
 
 def verify(session: Session, *, crop_only: bool = False) -> list[Deviation]:

@@ -22,7 +22,7 @@ from onnx.reference import ReferenceEvaluator
 from prelunet.evaluator.architectures import TrunkLayer
 from prelunet.evaluator.engine.runtimes.onnx import RawOnnxModel
 from prelunet.evaluator.errors import ContractError
-from prelunet.export.foreign.read_net import NetInterface, inferred_shapes
+from prelunet.export.foreign.read_net import NetInterface, image_tensors, inferred_shapes
 
 WINDOWS = "dense.windows"  # what the reader returns for each window, (N, rows, columns, channels)
 MULTI_SCALE = (256, 288, 320)  # for a crop of 224; nets with global pooling often get worse beyond 1.3 times their crop
@@ -62,6 +62,7 @@ class _Net:
         self.nodes = list(net.graph.node)
         self.producers = {name: node for node in self.nodes for name in node.output}
         self.constants: Constants = _constants(net)
+        self.varying = image_tensors(net)
         self.shapes: Shapes = inferred_shapes(net, interface)
         if unknown := [name for name in self.producers if name and name not in self.shapes]:
             self.shapes = {**self.shapes, **self._measured_shapes(net, interface, unknown)}
@@ -89,8 +90,8 @@ class _Net:
         return {name: list(islice(numbers, next(numbers))) for name in names}
 
     def source(self, node: NodeProto) -> str:
-        """Return the input that carries the image: the largest that is no constant. A gate has few values."""
-        variable = [name for name in node.input if name and name not in self.constants]
+        """Return the input that carries the image: the largest that depends on it. A gate has few values."""
+        variable = [name for name in node.input if name in self.varying]
         sizes = [int(np.prod(self.shapes[name])) if name in self.shapes else 0 for name in variable]
         if not variable:
             raise self.refusal(f"its output does not depend on its input, at {_name(node)}")

@@ -1,7 +1,7 @@
 """Reads a foreign ONNX classifier with its external data, and finds its image input and its output of scores."""
 
 import warnings
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -11,6 +11,7 @@ import numpy.typing as npt
 import onnx
 from onnx import ModelProto, NodeProto, TensorProto, external_data_helper, helper
 from onnx.helper import tensor_dtype_to_np_dtype
+from onnx.numpy_helper import to_array
 
 from prelunet.evaluator.contract import PREFIX
 from prelunet.evaluator.engine.runtimes.onnx_metadata import read_metadata
@@ -95,9 +96,11 @@ def read_net(path: Path, output: Path) -> ModelProto:
             f"{path}: opset {opset}, but the oldest opset supported by runtimes is {OLDEST_OPSET}. "
             "Convert it with onnx.version_converter, or export the net again"
         )
+    fixed = {name for node in model.graph.node for name in node.output} - image_tensors(model)
     if any(
         node.op_type == "BatchNormalization"
         and (len(node.output) > 1 or any(each.name == "training_mode" and each.i for each in node.attribute))
+        and node.output[0] not in fixed  # else it standardizes weights
         for node in all_nodes(model)
     ):
         raise ContractError(
@@ -130,9 +133,24 @@ def opset_of(model: ModelProto) -> int:
     return max((entry.version for entry in model.opset_import if entry.domain in {"", "ai.onnx"}), default=0)
 
 
+def image_tensors(model: ModelProto) -> set[str]:
+    """Return the names of a net's tensors that depend on its input. All others are constant."""
+    weights = {tensor.name for tensor in model.graph.initializer}
+    found = {value.name for value in model.graph.input} - weights
+    for node in model.graph.node:
+        if any(found.intersection(each.input) for each in _with_inner([node])):
+            found.update(node.output)
+    return found
+
+
 def all_nodes(model: ModelProto) -> Iterator[NodeProto]:
     """Yield every node of a net, including those of its branches, loops and functions."""
-    pending = [*model.graph.node, *(node for function in model.functions for node in function.node)]
+    return _with_inner([*model.graph.node, *(node for function in model.functions for node in function.node)])
+
+
+def _with_inner(nodes: Iterable[NodeProto]) -> Iterator[NodeProto]:
+    """Yield nodes with those of their branches and loops."""
+    pending = list(nodes)
     while pending:
         node = pending.pop()
         yield node
@@ -171,8 +189,9 @@ def random_operators(model: ModelProto) -> list[str]:
     """Return the operators of a net that draw random numbers, sorted."""
     drawing = {"Bernoulli", "Multinomial", "RandomNormal", "RandomNormalLike", "RandomUniform", "RandomUniformLike"}
     found = {node.op_type for node in all_nodes(model)} & drawing
-    # Since opset 12, Dropout drops only if its third input, training_mode, is set.
-    if any(node.op_type == "Dropout" and len(node.input) > 2 and node.input[2] for node in all_nodes(model)):
+    # Since opset 12, Dropout drops only if its third input, training_mode, is true.
+    false = {t.name for t in model.graph.initializer if t.data_type == TensorProto.BOOL and not to_array(t).any()}
+    if any(node.op_type == "Dropout" and {*node.input[2:3]} - {"", *false} for node in all_nodes(model)):
         found.add("Dropout")
     return sorted(found)
 

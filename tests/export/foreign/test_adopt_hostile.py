@@ -195,6 +195,8 @@ def test_random_operators_are_found_in_branches_and_functions_and_a_dropout_only
     assert random_operators(model) == ["Bernoulli", "RandomUniform"]
     model.graph.node[2].input[2] = "training"
     assert random_operators(model) == ["Bernoulli", "Dropout", "RandomUniform"]
+    model.graph.initializer.append(helper.make_tensor("training", TensorProto.BOOL, [], [False]))
+    assert random_operators(model) == ["Bernoulli", "RandomUniform"]
 
 
 # --- invalid means and standard deviations

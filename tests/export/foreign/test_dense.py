@@ -16,7 +16,7 @@ from prelunet.evaluator.cli import run
 from prelunet.evaluator.contract import golden_image
 from prelunet.evaluator.engine.classify import classify_images
 from prelunet.evaluator.engine.heatmap import draw_heat_maps
-from prelunet.evaluator.engine.verify import verify
+from prelunet.evaluator.engine.verify import TOLERANCES, verify
 from prelunet.evaluator.errors import ContractError
 from prelunet.evaluator.protocols import build_protocol, default_protocol_name
 from prelunet.export.foreign.dense import find_head
@@ -96,6 +96,42 @@ def test_a_net_in_half_precision_between_single_precision_ends_becomes_dense(tmp
     scores = session.run(crop[None], np.array([[40, 40]], np.int64)).scores[0]
     np.testing.assert_allclose(scores, foreign_nets.ReferenceNet(path).scores(crop), atol=1e-2)  # half precision
     assert session.run(golden_image(61, 83)[None], np.array([[61, 83]], np.int64)).windows.tolist() == [[3, 6]]
+
+
+def test_a_net_with_large_logits_is_held_to_their_rounding_errors(tmp_path: Path) -> None:
+    net = convnet("resnet")
+    last = net.head[-1]
+    assert isinstance(last, nn.Linear)
+    with torch.no_grad():
+        last.weight += 1000  # of all classes: no score changes, but each logit gets a rounding error of its own
+    session, result = adopted(tmp_path, export(net, tmp_path / "net.onnx", "torchscript"), crop=CROP, dense=True)
+    largest = max(abs(logit) for golden in session.contract.golden for logit in golden.logits)
+    worst = max(each.scores for each in result.deviations)
+    assert TOLERANCES["fp32"].scores < worst < largest * 1e-6  # float32 rounds at 6e-8
+    assert all(found.passed for found in verify(session))
+
+
+@pytest.mark.parametrize("opset", [13, 18])
+def test_a_net_that_standardizes_its_weights_is_adopted(tmp_path: Path, opset: int) -> None:
+    torch.manual_seed(3)
+    trunk = nn.Sequential(StandardizedConv(3, 8, 3, 4, 1), nn.ReLU(), StandardizedConv(8, 12, 2, 2), nn.ReLU())
+    head = nn.Sequential(nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(12, CLASSES))
+    net = Convnet(trunk, head, 6).eval()
+    path = export(net, tmp_path / "net.onnx", "torchscript", opset_version=opset)
+    assert any(len(node.output) > 1 for node in onnx.load(path).graph.node), "a BatchNormalization in training form"
+    session, _ = adopted(tmp_path, path, crop=CROP, dense=True)
+    pixels = golden_image(61, 83)
+    outputs = session.run(pixels[None], np.array([pixels.shape[:2]], np.int64))
+    np.testing.assert_allclose(outputs.window_scores[0], softmax(net.windows(pixels, RGB)), atol=TOLERANCE)
+
+
+class StandardizedConv(nn.Conv2d):
+    """A convolution that normalizes its weights to mean 0 and deviation 1, as those of NF-RegNet and BiT do."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        rows = self.weight.reshape(1, self.out_channels, -1)
+        rows = nn.functional.batch_norm(rows, None, None, training=True, momentum=0, eps=1e-6)
+        return nn.functional.conv2d(x, 0.2 * rows.reshape_as(self.weight), self.bias, self.stride, self.padding)
 
 
 def test_padding_that_the_net_computes_from_constants_counts_for_its_feature_map(tmp_path: Path) -> None:
