@@ -59,6 +59,7 @@ class _Net:
 
     def __init__(self, path: Path, net: ModelProto, interface: NetInterface) -> None:
         self.path, self.input, self.crop, self.images = path, interface.input, interface.crop, interface.batch or 1
+        self.any_size = interface.any_size
         self.nodes = list(net.graph.node)
         self.producers = {name: node for node in self.nodes for name in node.output}
         self.constants: Constants = _constants(net)
@@ -106,8 +107,8 @@ class _Net:
             yield name, node
             name = self.source(node)
 
-    def refusal(self, reason: str) -> ContractError:
-        return ContractError(f"{self.path}: cannot become dense: {reason}. Adopt it without --dense")
+    def refusal(self, reason: str, fix: str = "Adopt") -> ContractError:
+        return ContractError(f"{self.path}: cannot become dense: {reason}. {fix} it without --dense")
 
 
 def find_head(path: Path, net: ModelProto, interface: NetInterface) -> Head:
@@ -147,6 +148,8 @@ def _fully_connected(graph: _Net, nodes: Sequence[NodeProto]) -> tuple[NodeProto
 def _head(
     graph: _Net, feature_map: str, reader: NodeProto, skipped: tuple[NodeProto, ...], rows: tuple[int, ...]
 ) -> Head:
+    if not graph.any_size:
+        _check_padding(graph)
     _, channels, height, width = graph.shapes[feature_map]
     stride, offset = 1, 0  # a side of the map is (side + offset) // stride
     layers = [node for _, node in graph.path_to_input(feature_map) if node.op_type in {*_LOCAL, "Pad"}]
@@ -163,29 +166,68 @@ def _head(
     return Head(feature_map, channels, height, reader, skipped, rows, trunk, graph.shapes)
 
 
+def _check_padding(graph: _Net) -> None:
+    """Refuse a file for one size if a layer may pad larger images otherwise than its crop.
+
+    TensorFlow's padding "same" depends on the side: with stride 2, an even one gets one cell less than an odd one. Some
+    exporters make its cells constant, and it looks like fixed padding. It is suspected where a strided layer pads
+    unequally, by what "same" gives at the crop. Equal padding counts as fixed, although "same" pads equally, too, where
+    all sides are odd. A file for any size says itself how it pads.
+    """
+    for node in graph.nodes:
+        if node.op_type not in _LOCAL or len(graph.shapes[node.input[0]]) != 4:
+            continue
+        source, outer = node.input[0], [0] * 8
+        pad = graph.producers.get(source)
+        if pad is not None and pad.op_type == "Pad":
+            source, outer = pad.input[0], _pad_cells(graph, pad) or outer
+        for axis, (extent, stride, *inner) in enumerate(_layer_sides(graph, node), 2):
+            before, after, side = inner[0] + outer[axis], inner[1] + outer[axis + 4], graph.shapes[source][axis]
+            same = max(0, (-(-side // stride) - 1) * stride + extent - side)
+            if stride > 1 and before != after and (before, after) == (same // 2, same - same // 2):
+                raise graph.refusal(
+                    f'{_name(node)} pads {side} cells by {before} and {after}, as padding "same" does, which pads '
+                    "other sizes otherwise. A file for one size does not tell if this padding is fixed",
+                    "Export the net with dynamic height and width, or adopt",
+                )
+
+
 def _geometry(graph: _Net, node: NodeProto) -> tuple[int, int]:
     """Return (stride, offset) of a layer: its map's side is (side + offset) // stride."""
-    attributes = {each.name: helper.get_attribute_value(each) for each in node.attribute}
     if node.op_type == "Pad":
-        pads = attributes.get("pads") or graph.constants.get(node.input[1], np.zeros(0)).tolist()
-        if len(pads) != 8:  # computed from the image, as for TensorFlow's padding "same", or only of some axes
+        pads = _pad_cells(graph, node)
+        if pads is None:  # computed from the image, as for TensorFlow's padding "same", or only of some axes
             raise graph.refusal(f"{_name(node)} does not pad all images by the same constant number of cells")
         sides = [(1, pads[axis] + pads[axis + 4]) for axis in (2, 3)]
     else:
-        kernel = attributes.get("kernel_shape") or graph.constants[node.input[1]].shape[2:]
-        strides, dilations = attributes.get("strides") or [1, 1], attributes.get("dilations") or [1, 1]
-        pads = attributes.get("pads") or [0] * 4
-        same = attributes.get("auto_pad", b"").startswith(b"SAME")
-        up = bool(attributes.get("ceil_mode"))
+        attributes = {each.name: helper.get_attribute_value(each) for each in node.attribute}
+        same, up = attributes.get("auto_pad", b"").startswith(b"SAME"), bool(attributes.get("ceil_mode"))
         sides = [
-            (stride, stride - 1)
-            if same
-            else (stride, pads[axis] + pads[axis + 2] - dilation * (side - 1) - 1 + stride + up * (stride - 1))
-            for axis, (side, stride, dilation) in enumerate(zip(kernel, strides, dilations, strict=True))
+            (stride, stride - 1) if same else (stride, begin + end - extent + stride + up * (stride - 1))
+            for extent, stride, begin, end in _layer_sides(graph, node)
         ]
     if sides[0] != sides[1]:
         raise graph.refusal(f"{_name(node)} treats rows and columns differently")
     return sides[0]
+
+
+def _layer_sides(graph: _Net, node: NodeProto) -> list[tuple[int, int, int, int]]:
+    """Return (extent of the kernel, stride, padding before, padding after) of a layer for rows and for columns."""
+    attributes = {each.name: helper.get_attribute_value(each) for each in node.attribute}
+    kernel = attributes.get("kernel_shape") or graph.shapes[node.input[1]][2:]
+    strides, dilations = attributes.get("strides") or [1, 1], attributes.get("dilations") or [1, 1]
+    pads = attributes.get("pads") or [0] * 4
+    return [
+        (dilation * (side - 1) + 1, stride, pads[axis], pads[axis + 2])
+        for axis, (side, stride, dilation) in enumerate(zip(kernel, strides, dilations, strict=True))
+    ]
+
+
+def _pad_cells(graph: _Net, node: NodeProto) -> list[int] | None:
+    """Return the constant begins and ends of a Pad node for four axes, None if it has no such."""
+    stated = next((list(each.ints) for each in node.attribute if each.name == "pads"), None)
+    pads: list[int] = stated or graph.constants.get(node.input[1], np.zeros(0)).tolist()
+    return pads if len(pads) == 8 else None
 
 
 def _constants(net: ModelProto, shapes: Shapes | None = None) -> Constants:

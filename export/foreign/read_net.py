@@ -36,7 +36,7 @@ class NetInterface:
     """The input and output of a net.
 
     input, output: names; input_type, output_type: of onnx (`TensorProto.FLOAT`, ...); batch: fixed batch size, None if
-    dynamic; crop: side of its images in pixels.
+    dynamic; crop: side of its images in pixels; any_size: whether the file leaves height and width open.
     """
 
     input: str
@@ -46,6 +46,7 @@ class NetInterface:
     crop: int
     output: str
     output_type: int
+    any_size: bool
 
     def shape(self, images: int) -> tuple[int, int, int, int]:
         """Return the shape of an input batch of `images` images."""
@@ -220,7 +221,8 @@ def find_interface(
             "Export the net with such an input"
         )
     actual_layout = _layout(path, shape, layout)
-    side = _crop(path, shape[2:] if actual_layout == "NCHW" else shape[1:3], crop)
+    sides = shape[2:] if actual_layout == "NCHW" else shape[1:3]
+    side = _crop(path, sides, crop)
     if side**2 * (shape[0] or 1) > MAX_BATCH_PIXELS:
         raise ContractError(
             f"{path}: takes {shape[0]} images of {side}x{side} pixels at once, which is too large. Export it "
@@ -236,6 +238,7 @@ def find_interface(
         crop=side,
         output=scores.name,
         output_type=output_type,
+        any_size=sides == [None, None],
     )
 
 

@@ -2,6 +2,7 @@
 
 import base64
 import json
+import math
 from pathlib import Path
 from typing import Any
 
@@ -187,6 +188,7 @@ def test_the_command_line_adopts_evaluates_and_describes_a_dense_net(
     assert (report["protocol"]["scales"], report["evaluated"]) == ([55, 62, 69], 2 * CLASSES)
 
 
+ANY_SIZE: dict[str, Any] = {"dynamic_axes": {"x": {0: "N", 2: "H", 3: "W"}}}
 LAYERS: dict[str, list[nn.Module]] = {
     "a pool that rounds up": [nn.Conv2d(3, 4, 3, 2), nn.MaxPool2d(3, 2, ceil_mode=True)],
     "a dilated layer": [nn.Conv2d(3, 4, 3, 2, 1, dilation=2), nn.AvgPool2d(2)],
@@ -203,12 +205,59 @@ def test_the_feature_map_has_the_sides_that_its_layers_give_for_every_image(
     trunk = nn.Sequential(*layers)
     window = trunk(torch.zeros(1, 3, CROP, CROP)).shape[2]
     net = Convnet(trunk, nn.Sequential(nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(4, CLASSES)), window).eval()
-    path = export(net, tmp_path / "net.onnx", "dynamo")
+    path = export(net, tmp_path / "net.onnx", "torchscript", **ANY_SIZE)
     model = onnx.load(path)
     head = find_head(path, model, find_interface(path, model, crop=CROP, layout=None, output=None))
     assert head.window == window
     for side in range(CROP, 2 * CROP):
         assert head.trunk.output_side(side) == trunk(torch.zeros(1, 3, side, CROP)).shape[2]
+
+
+class SameConv(nn.Conv2d):
+    """A convolution with TensorFlow's padding "same", in torch: its cells follow from the sides of the image."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        pads: list[int] = []
+        for side in x.shape[:1:-1]:
+            cells = max(0, (math.ceil(side / self.stride[0]) - 1) * self.stride[0] + self.kernel_size[0] - side)
+            pads += [cells // 2, cells - cells // 2]
+        return super().forward(nn.functional.pad(x, pads))
+
+
+def with_head(*layers: nn.Module) -> Convnet:
+    torch.manual_seed(5)
+    return Convnet(nn.Sequential(*layers), nn.Sequential(nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(8, 7)), 12)
+
+
+def test_padding_that_was_same_before_its_export_is_refused(tmp_path: Path) -> None:
+    net = with_head(SameConv(3, 4, 3, 2), SameConv(4, 8, 5, 2)).eval()
+    path = export(net, tmp_path / "net.onnx", "dynamo")
+    with pytest.raises(ContractError, match=r'Conv node.*as padding "same".*dynamic height and width, or adopt it w'):
+        adopted(tmp_path, path, crop=CROP, dense=True)
+    session, _ = adopted(tmp_path, path, crop=CROP)  # crops, which are what it was exported for
+    crop = golden_image(CROP, CROP)
+    scores = session.run(crop[None], np.array([[CROP, CROP]], np.int64)).scores[0]
+    np.testing.assert_allclose(scores, softmax(net.windows(crop, RGB))[0, 0], atol=TOLERANCE)
+
+
+FIXED: dict[str, tuple[list[nn.Module], bool]] = {  # layers, and whether the file takes any size
+    "unequal, in a file for any size": ([nn.ZeroPad2d((0, 1, 0, 1)), nn.Conv2d(3, 8, 3, 2), nn.MaxPool2d(2)], True),
+    'unequal, other than "same"': ([nn.ZeroPad2d((1, 2, 1, 2)), nn.Conv2d(3, 8, 4, 2), nn.MaxPool2d(2)], False),
+    "unequal, without a stride": ([nn.ZeroPad2d((0, 1, 0, 1)), nn.Conv2d(3, 8, 2), nn.MaxPool2d(4)], False),
+    'equal, as "same" on an odd side': ([nn.Conv2d(3, 4, 4, 1, 1), nn.Conv2d(4, 8, 3, 2, 1), nn.MaxPool2d(2)], False),
+}
+
+
+@pytest.mark.parametrize(("layers", "any_size"), FIXED.values(), ids=FIXED)
+def test_fixed_padding_becomes_dense_at_every_size(tmp_path: Path, layers: list[nn.Module], any_size: bool) -> None:
+    net = with_head(*layers).eval()
+    path = export(net, tmp_path / "net.onnx", "torchscript", **(ANY_SIZE if any_size else {}))
+    session, _ = adopted(tmp_path, path, crop=CROP, dense=True)
+    for size in ((61, 83), (60, 77)):
+        outputs = session.run(golden_image(*size)[None], np.array([size], np.int64))
+        np.testing.assert_allclose(
+            outputs.window_scores[0], softmax(net.windows(golden_image(*size), RGB)), atol=TOLERANCE
+        )
 
 
 class Attention(nn.Module):
