@@ -29,13 +29,25 @@ import errno
 import importlib
 import json
 import os
+import re
 from dataclasses import dataclass
 from typing import Any
 from urllib.parse import unquote, urlsplit
 
+_LONG_WORD = re.compile(r"(\S{100})\S{300,}(\S{100})")
+_MAX_TEXT = 10_000  # characters
+
 
 class PreluNetError(Exception):
-    """Base class of all errors whose text is meant for the user: what is wrong, where, and how to fix it."""
+    """Base class of all errors whose text is meant for the user: what is wrong, where, and how to fix it.
+
+    Long words, and the middle of a long text, are left out: a name that an error quotes from a file may have megabytes.
+    """
+
+    def __init__(self, text: str = "") -> None:
+        text = _LONG_WORD.sub(r"\1…\2", text)
+        half = _MAX_TEXT // 2
+        super().__init__(text if len(text) <= _MAX_TEXT else f"{text[:half]} … {text[-half:]}")
 
 
 class UsageError(PreluNetError):

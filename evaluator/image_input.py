@@ -43,7 +43,7 @@ def encoded_image(image: object) -> bytes:
                 data = file.read(_MAX_BYTES + 1)
         except (OSError, ValueError) as error:  # ValueError: a NUL in the name
             reason = getattr(error, "strerror", None) or error
-            raise ImageError(f"{path[:1000]}: cannot be read ({reason}). Give the path of an image file") from error
+            raise ImageError(f"{path}: cannot be read ({reason}). Give the path of an image file") from error
     elif _is_array(image):
         data = _png(_from_array(image))
     elif _is_pillow(image):

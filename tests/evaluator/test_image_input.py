@@ -111,7 +111,7 @@ def test_a_damaged_or_closed_pillow_image_is_refused() -> None:
             "gone.jpg: cannot be read .No such file or directory.. Give the path",
         ),
         (lambda folder: "nul\0", "cannot be read .embedded null byte"),
-        (lambda folder: "x" * 10**6, "^x{1000}: cannot be read .File name too long"),
+        (lambda folder: "x" * 10**6, "^x{100}…x{99}: cannot be read .File name too long"),
     ],
     ids=["folder", "missing", "NUL", "long"],
 )
