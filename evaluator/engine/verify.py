@@ -161,7 +161,7 @@ def require_verified(name: str, session: Session, deviations: Sequence[Deviation
     if fault := describe_failure(name, session, deviations):
         raise CheckFailed(f"{fault}. Do not use this device or runtime version with this model")
     tolerance = tolerance_of(session)
-    return f"{tolerance.scores:g} (scores) or {tolerance.logits:g} of the largest (logits)"
+    return f"{tolerance.scores:.2g} (scores) or {tolerance.logits:g} of the largest (logits)"
 
 
 def describe_failure(name: str, session: Session, deviations: Sequence[Deviation]) -> str:
@@ -172,7 +172,7 @@ def describe_failure(name: str, session: Session, deviations: Sequence[Deviation
     worst, allowed, ran = max(failed, key=lambda each: each.scores), tolerance_of(session), session.circumstances
     return (
         f"{name}: in {ran.precision} on {ran.provider} the scores of the golden image of {worst.height}x{worst.width} "
-        f"are off by {worst.scores:.1e} and the logits by {worst.logits:.1e} of the largest; {allowed.scores:g} and "
+        f"are off by {worst.scores:.1e} and the logits by {worst.logits:.1e} of the largest; {allowed.scores:.2g} and "
         f"{allowed.logits:g} are allowed"
     )
 

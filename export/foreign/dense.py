@@ -241,7 +241,8 @@ def _constants(net: ModelProto, shapes: Shapes | None = None) -> Constants:
         inputs = [name for name in node.input if name]
         if node.op_type == "Shape" and shapes is not None:
             constants[node.output[0]] = _shape(node, shapes)
-        elif all(name in constants for name in inputs):  # as torch's older exporter computes the sides of a Pad
+        elif node.op_type not in {"If", "Loop", "Scan"} and all(name in constants for name in inputs):
+            # As torch's older exporter computes the sides of a Pad. A loop may be endless.
             with suppress(Exception):  # an operator unknown to the evaluator: its result counts as variable
                 found = ReferenceEvaluator(node, opsets=opsets).run(None, {name: constants[name] for name in inputs})
                 constants |= {name: np.asarray(value) for name, value in zip(node.output, found, strict=True)}

@@ -7,6 +7,7 @@ import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from threading import Timer
 from types import ModuleType
 from typing import Any
 
@@ -17,10 +18,12 @@ from prelunet.evaluator.contract import OUTPUTS
 from prelunet.evaluator.engine.runtimes.base import error_summary, is_out_of_memory, load_error
 from prelunet.evaluator.engine.runtimes.cuda import CudaBinding, CudaRuntime, GpuPrecision, cuda_options
 from prelunet.evaluator.engine.runtimes.onnx_metadata import read_precision
-from prelunet.evaluator.errors import ContractError, EnvironmentFault, install_hint
+from prelunet.evaluator.errors import ContractError, EnvironmentFault, OutOfMemory, install_hint
 
 CPU, CUDA = "CPUExecutionProvider", "CUDAExecutionProvider"
 
+# Of a net that is being adopted. A slow core computes 30 TFLOP in this time, EfficientNet-L2 for 30 images.
+MAX_RUN_SECONDS = 600
 _RUNTIMES = ("onnxruntime", "onnxruntime-gpu", "onnxruntime-openvino")  # three distributions, one import package
 
 
@@ -162,22 +165,35 @@ class RawOnnxModel:
     """Any ONNX file on the CPU, without our contract; adopted nets are compared with it.
 
     threads: 0 for one per core.
-    Raises ContractError with the runtime's message when the file cannot be loaded or run, EnvironmentFault when memory
-    is insufficient.
+    Raises ContractError with the runtime's message when the file cannot be loaded or run, or a run takes more than
+    MAX_RUN_SECONDS; OutOfMemory when memory is insufficient.
     """
 
     def __init__(self, path: Path, *, threads: int = 0) -> None:
-        runtime = import_runtime()
+        self._runtime = import_runtime()
         self._path = path
-        options = _options(runtime)
+        options = _options(self._runtime)
         options.intra_op_num_threads = threads
         with self._errors("load"):
-            self._session = runtime.InferenceSession(os.fspath(path), options, providers=[CPU])
+            self._session = self._runtime.InferenceSession(os.fspath(path), options, providers=[CPU])
 
     def run(self, feeds: Mapping[str, npt.NDArray[Any]], output: str) -> npt.NDArray[Any]:
         """Return one output, by name, for these inputs."""
-        with self._errors("run"):
-            result: npt.NDArray[Any] = self._session.run([output], dict(feeds))[0]
+        options = self._runtime.RunOptions()
+        options.log_severity_level = 4
+        timer = Timer(MAX_RUN_SECONDS, setattr, (options, "terminate", True))  # seen before the next operator
+        timer.daemon = True
+        timer.start()
+        try:
+            with self._errors("run"):
+                result: npt.NDArray[Any] = self._session.run([output], dict(feeds), options)[0]
+        except ContractError as error:
+            if not options.terminate:
+                raise
+            minutes = f"{MAX_RUN_SECONDS / 60:g} minutes"
+            raise ContractError(f"{self._path}: one run takes more than {minutes}. Look for an endless loop") from error
+        finally:
+            timer.cancel()
         return result
 
     @contextmanager
@@ -187,7 +203,7 @@ class RawOnnxModel:
         except Exception as error:  # the runtime's own classes have no common base
             text = error_summary(error)
             if is_out_of_memory(error):
-                raise EnvironmentFault(f"{self._path}: too little memory left to {action} this net ({text})") from error
+                raise OutOfMemory(f"{self._path}: too little memory left to {action} this net ({text})") from error
             raise ContractError(f"{self._path}: onnxruntime cannot {action} this net ({text})") from error
 
 

@@ -2,6 +2,7 @@
 
 import json
 import os
+import resource
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ from onnx import TensorProto, helper
 from prelunet.evaluator.cli import run
 from prelunet.evaluator.contract import golden_image
 from prelunet.evaluator.engine.runtimes.onnx import RawOnnxModel
-from prelunet.evaluator.errors import ContractError, UsageError
+from prelunet.evaluator.errors import ContractError, OutOfMemory, UsageError
 from prelunet.export.dense.export import export_checkpoint
 from prelunet.export.foreign.adopt import AdoptOptions, adopt
 from prelunet.export.foreign.read_net import random_operators
@@ -317,7 +318,55 @@ def _tampered(folder: Path, changes: dict[str, Any], **texts: str) -> Path:
     return folder / "tampered.onnx"
 
 
+# --- nets that never end, or take all memory
+
+
+def endless(n: NetBuilder, x: str) -> str:
+    rest = [helper.make_node("Identity", ["go"], ["on"]), helper.make_node("Identity", ["before"], ["after"])]
+    info = helper.make_tensor_value_info
+    inputs = [info("i", TensorProto.INT64, []), info("go", TensorProto.BOOL, [])]
+    outputs = [info("on", TensorProto.BOOL, [])]
+    carried = [info(name, TensorProto.FLOAT, None) for name in ("before", "after")]
+    body = helper.make_graph(rest, "body", [*inputs, carried[0]], [*outputs, carried[1]])
+    return n.add("Loop", n.constant(np.array(2**62)), n.constant(np.array(True)), features(n, x), body=body)
+
+
+def test_an_endless_loop_ends_with_a_message(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("prelunet.evaluator.engine.runtimes.onnx.MAX_RUN_SECONDS", 0.3)
+    with pytest.raises(ContractError, match=r"net\.onnx: one run takes more than 0\.005 minutes\. Look for an endless"):
+        adopted(tmp_path, net(tmp_path, endless))
+
+
+def huge_constants(n: NetBuilder, x: str) -> str:
+    """Add constants of 100 MB that the file computes from a few bytes."""
+    peak = n.add("ReduceMax", x, keepdims=0)
+    for _ in range(8):
+        large = n.add("ConstantOfShape", n.constant(np.array([25_000_000], np.int64)))
+        peak = n.add("ReduceMax", n.add("Add", large, peak), keepdims=0)
+    return n.add("Mul", features(n, x), peak)
+
+
+def test_a_small_net_that_computes_huge_constants_is_refused_before_it_takes_all_memory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("prelunet.export.foreign.adopt._BASE_BYTES", 2**27)
+    limits = resource.getrlimit(resource.RLIMIT_DATA)
+    with pytest.raises(OutOfMemory, match=r"net\.onnx: takes more .* than 1\d\dM, ample for a net of"):
+        adopted(tmp_path, net(tmp_path, huge_constants))
+    assert resource.getrlimit(resource.RLIMIT_DATA) == limits
+
+
 # --- messages
+
+
+def test_an_error_does_not_repeat_all_of_a_long_name_in_a_file(tmp_path: Path) -> None:
+    name = "first" + "x" * 70_000 + "last"
+    with pytest.raises(ContractError, match=r"input 'firstx+…x+last' has rank 3") as refused:
+        adopted(tmp_path, net(tmp_path, input_name=name, shape=["N", 3, CROP]))
+    assert len(str(refused.value)) < 1000
+    with pytest.raises(ContractError, match=r"input 'first\b.* … .* has rank 3") as refused:
+        adopted(tmp_path, net(tmp_path, input_name="first " * 12_000, shape=["N", 3, CROP]))
+    assert len(str(refused.value)) < 11_000
 
 
 def test_half_a_character_in_a_name_is_refused_and_shown(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
