@@ -21,6 +21,7 @@ from prelunet.evaluator.engine.runtimes.onnx_metadata import read_precision
 from prelunet.evaluator.errors import ContractError, EnvironmentFault, OutOfMemory, install_hint
 
 CPU, CUDA = "CPUExecutionProvider", "CUDAExecutionProvider"
+FOLDED_BYTES = 2**26  # of a constant that is computed when a file is loaded, besides four times the file's size
 
 # Of a net that is being adopted. A slow core computes 30 TFLOP in this time, EfficientNet-L2 for 30 images.
 MAX_RUN_SECONDS = 600
@@ -79,6 +80,10 @@ def load_on_cpu(path: Path, *, threads: int = 0) -> OnnxRuntimeModel:
     # Threads spin between the operators of a batch, where waking them takes longer than many an operator, but not
     # between batches, where they would take cores from decoding and gRPC: benchmarks/README.md.
     options.add_session_config_entry("session.force_spinning_stop", "1")
+    # Weights in half precision and int8 are widened once, when the file is loaded, to up to four times its size. Larger
+    # constants, which a file of a few kB can compute, would be in memory beside all estimates.
+    largest = FOLDED_BYTES + 4 * path.stat().st_size
+    options.add_session_config_entry("optimization.constant_folding_max_output_size_in_bytes", str(largest))
     return OnnxRuntimeModel(runtime, _create_session(runtime, path, options, CPU), CPU)
 
 

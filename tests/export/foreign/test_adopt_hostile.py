@@ -3,6 +3,8 @@
 import json
 import os
 import resource
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -329,6 +331,35 @@ def endless(n: NetBuilder, x: str) -> str:
     carried = [info(name, TensorProto.FLOAT, None) for name in ("before", "after")]
     body = helper.make_graph(rest, "body", [*inputs, carried[0]], [*outputs, carried[1]])
     return n.add("Loop", n.constant(np.array(2**62)), n.constant(np.array(True)), features(n, x), body=body)
+
+
+def test_constants_that_a_small_file_computes_do_not_stay_in_memory(tmp_path: Path) -> None:
+    adopted(tmp_path, net(tmp_path))
+    path = tmp_path / "adopted.onnx"
+    model, more = onnx.load(path), NetBuilder()
+    (last,) = (node for node in model.graph.node if "scores" in node.output)
+    last.output[0] = "scores.before"
+    peak = more.add("ReduceMax", "scores.before", keepdims=0)
+    for size in range(3):
+        large = more.add("ConstantOfShape", more.constant(np.array([50_000_000 + size], np.int64)))
+        peak = more.add("ReduceMax", more.add("Add", large, peak), keepdims=0)  # of zeros and a score
+    more.add("Add", "scores.before", peak, output="scores")
+    model.graph.node.extend(more.nodes)
+    model.graph.initializer.extend(more.constants)
+    onnx.save(model, path)
+    code = (
+        "import sys\n"
+        "from pathlib import Path\n"
+        "from prelunet.evaluator.engine.runtimes import onnx\n"
+        "megabytes = lambda: int(Path('/proc/self/statm').read_text().split()[1]) * 4096 // 10**6\n"
+        "onnx.import_runtime()\n"
+        "before = megabytes()\n"
+        "loaded = onnx.load_on_cpu(Path(sys.argv[1]))\n"
+        "print(megabytes() - before)\n"
+    )
+    command = [sys.executable, "-c", code, str(path)]
+    grown = int(subprocess.run(command, capture_output=True, text=True, check=True).stdout)
+    assert grown < 150, "each constant alone takes 200 MB"
 
 
 def test_an_endless_loop_ends_with_a_message(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
