@@ -52,7 +52,7 @@ def _prepare_graph(graph: GraphProto) -> None:
                 _prepare_graph(inner)
 
 
-def _prefixed(name: str) -> str:
+def _prefixed(name: str | bytes) -> str:
     if isinstance(name, bytes):  # protobuf's way to return text that is not UTF-8
         raise ContractError(f"damaged: a name in the net's graph is not UTF-8: {name!r}. Export the net again")
     return PREFIX + name if name else ""  # an omitted input or output has an empty name

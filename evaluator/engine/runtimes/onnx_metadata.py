@@ -21,8 +21,8 @@ _MAX_VARINT_BYTES = 10
 def read_metadata(path: Path) -> dict[str, str]:
     """Return the metadata of a model file; {} for anything that is not ONNX, which the runtime will report.
 
-    Raises ContractError if they are not UTF-8, for which each runtime would raise an error of its own, and the errors of
-    `from_os_error` for a file that cannot be read.
+    Raises ContractError if they are not UTF-8, for which each runtime would raise an error of its own, and the errors
+    of `from_os_error` for a file that cannot be read.
     """
     try:
         with open_regular(path) as file:
