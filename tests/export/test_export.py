@@ -316,13 +316,19 @@ def test_half_a_model_file_is_refused(exported: dict[str, ExportedNet], tmp_path
         open_session(tmp_path / "half.onnx", "cpu")
 
 
-@pytest.mark.parametrize("device", ["cpu", "openvino", "ncnn"])
-@pytest.mark.parametrize("text", [b"prelunet.classes", b"thing", b"PRelu"])  # a key, a value, an operator
-def test_a_flipped_bit_that_leaves_no_utf_8_is_the_files_fault(
-    exported: dict[str, ExportedNet], tmp_path: Path, text: bytes, device: Device
+@pytest.mark.parametrize(
+    ("text", "bit", "device"),
+    [
+        *((text, 0x80, device) for text in (b"prelunet.classes", b"thing", b"PRelu") for device in ("cpu", "openvino")),
+        (b"PRelu", 0x80, "ncnn"),
+        (b'"conv1', 1, "ncnn"),  # in the architecture: a layer that the graph lacks
+    ],
+)
+def test_a_flipped_bit_in_a_text_is_the_files_fault(
+    exported: dict[str, ExportedNet], tmp_path: Path, text: bytes, bit: int, device: Device
 ) -> None:
     data = bytearray(exported["demo-image"].path.read_bytes())
-    data[data.index(text) + 1] ^= 0x80
+    data[data.index(text) + len(text) - 1] ^= bit
     (tmp_path / "flipped.onnx").write_bytes(data)
     with pytest.raises(ContractError, match=r"flipped\.onnx: "):
         open_session(tmp_path / "flipped.onnx", device)

@@ -163,7 +163,7 @@ def _compile(model: Any, precision: CpuPrecision, threads: int) -> Any:
 def _errors(path: Path) -> Iterator[None]:
     try:
         yield
-    except (RuntimeError, UnicodeDecodeError) as error:  # the latter where its message quotes a damaged name
+    except (RuntimeError, UnicodeDecodeError, KeyError) as error:  # damaged names: in a message, of a trunk's layer
         raise load_error(error, path, faulty="read_model" in str(error) or "onnx" in str(error)) from error
 
 
