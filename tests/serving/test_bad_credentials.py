@@ -16,14 +16,14 @@ import pytest
 from prelunet.evaluator.errors import UsageError
 from prelunet.evaluator.pb.prelunet.v1 import prelunet_pb2 as pb
 from prelunet.evaluator.pb.prelunet.v1 import prelunet_pb2_grpc as pb_grpc
-from prelunet.evaluator.serving.access import AccessControl, create_token
+from prelunet.evaluator.serving.access import REQUIRED, AccessControl, create_token
 from prelunet.evaluator.serving.certificates import Certificates
 from prelunet.evaluator.serving.observability.logs import JsonFormatter
 from prelunet.evaluator.serving.observability.metrics import Metrics
 from tests.helpers.bad_calls_page import documented
 from tests.helpers.fakes import FakeSession
 from tests.helpers.tls_files import TLS, install_pair, tls_options
-from tests.serving.http.http_calls import IMAGE, ON
+from tests.serving.http.http_calls import IMAGE, ON, client_to
 from tests.serving.serving_harness import RunningServer, running_server
 
 TOKENS = documented("Tokens")
@@ -127,6 +127,28 @@ def test_a_bad_token_is_refused_at_both_ports_and_is_in_no_answer_and_no_log_lin
     texts.append(server.models.metrics.text()[0].decode())
     hidden = [*secrets.values(), "/secret", "tokens.toml", "z" * 43]
     assert not [text for text in texts for each in hidden if each in text]
+
+
+def test_a_caller_without_a_token_is_told_no_name_of_a_model_and_no_version(
+    with_tokens: tuple[RunningServer, dict[str, str]],
+) -> None:
+    server, _ = with_tokens
+    answers = []
+    with client_to(server) as client:
+        for path, methods in client.get("/openapi.json").json()["paths"].items():
+            for method in methods:
+                answers.append(client.request(method, path.format(name="zzz", version="9")).text)
+        unknown = [client.get(f"/v2/models/{name}/ready") for name in ("zzz", "zzz/versions/9", "six/versions/9")]
+        assert {(each.status_code, each.text) for each in unknown} == {(404, unknown[0].text)}
+    with grpc.insecure_channel(server.address) as channel:
+        for method in REQUIRED:
+            call = channel.stream_stream(method)(iter([b"\n\3zzz\x12\0019"]), timeout=30)  # name "zzz", version "9"
+            try:
+                answers.append(f"{next(call)}")
+            except grpc.RpcError as error:
+                answers.append(f"{error}{error.trailing_metadata()}")
+            call.cancel()
+    assert not [each for each in answers if re.search(r"\bsix\b", each)]
 
 
 # Certificates.

@@ -12,7 +12,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from prelunet.evaluator.errors import UsageError
+from prelunet.evaluator.errors import ModelNotFound, UsageError
 from prelunet.evaluator.imaging.limits import DecodeLimits
 from prelunet.evaluator.pb.inference import inference_pb2 as oip
 from prelunet.evaluator.pb.prelunet.v1 import prelunet_pb2 as pb
@@ -156,7 +156,7 @@ class Routes:
     async def _probe(self, name: str, call: HttpCall) -> Response:
         found = await self._message(name, call)
         if not found["ready"] and self._ready():
-            await self._message("ModelMetadata", call)  # raises the error of an unknown model
+            raise ModelNotFound("no such model or version is served; GET /v1/models lists all")  # no names: no token
         return JsonResponse(found, 200 if found["ready"] else 503)
 
     async def _config(self, call: HttpCall) -> Response:
