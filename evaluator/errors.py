@@ -139,54 +139,43 @@ class CheckFailed(PreluNetError):  # noqa: N818
 
 @dataclass(frozen=True)
 class ErrorStatus:
-    """The exit code and gRPC status of one class of errors."""
+    """The exit code, gRPC status and HTTP status of one class of errors."""
 
     exit_code: int
     grpc_status: str  # a name of grpc.StatusCode; a string, so that this module does not import grpc
+    http_status: int
 
 
-INTERNAL = ErrorStatus(1, "INTERNAL")  # an error that is not in the table is a bug of ours
+INTERNAL = ErrorStatus(1, "INTERNAL", 500)  # an error that is not in the table is a bug of ours
 
+# HTTP: a faulty model that is served is not the client's fault; CANCELLED means that the server is stopping, since a
+# client that has cancelled its own call gets no answer.
 ERROR_STATUSES: dict[type[PreluNetError], ErrorStatus] = {
-    UsageError: ErrorStatus(2, "INVALID_ARGUMENT"),
-    DivergenceError: ErrorStatus(2, "INVALID_ARGUMENT"),
-    ImageError: ErrorStatus(2, "INVALID_ARGUMENT"),
-    DatasetError: ErrorStatus(2, "INVALID_ARGUMENT"),
-    RunFolderError: ErrorStatus(2, "FAILED_PRECONDITION"),
-    ModelNotFound: ErrorStatus(2, "NOT_FOUND"),
-    ModelRefused: ErrorStatus(3, "FAILED_PRECONDITION"),
-    Unauthenticated: ErrorStatus(2, "UNAUTHENTICATED"),
-    PermissionDenied: ErrorStatus(2, "PERMISSION_DENIED"),
-    ContractError: ErrorStatus(3, "FAILED_PRECONDITION"),
-    CheckpointError: ErrorStatus(3, "FAILED_PRECONDITION"),
-    Interrupted: ErrorStatus(4, "CANCELLED"),
-    EnvironmentFault: ErrorStatus(5, "UNAVAILABLE"),
-    MissingExtra: ErrorStatus(5, "UNAVAILABLE"),
-    OutOfMemory: ErrorStatus(5, "RESOURCE_EXHAUSTED"),
-    DeviceLost: ErrorStatus(5, "UNAVAILABLE"),
-    NotReady: ErrorStatus(5, "UNAVAILABLE"),
-    Overloaded: ErrorStatus(5, "RESOURCE_EXHAUSTED"),
-    DeadlinePassed: ErrorStatus(5, "DEADLINE_EXCEEDED"),
-    CheckFailed: ErrorStatus(6, "DATA_LOSS"),
-}
-
-
-# HTTP statuses of gRPC statuses; all others are 500: a faulty model file is not the HTTP client's fault. CANCELLED
-# means that the server is stopping: a client that has cancelled its own call gets no answer.
-HTTP_STATUSES: dict[str, int] = {
-    "INVALID_ARGUMENT": 400,
-    "UNAUTHENTICATED": 401,
-    "PERMISSION_DENIED": 403,
-    "NOT_FOUND": 404,
-    "RESOURCE_EXHAUSTED": 429,
-    "CANCELLED": 503,
-    "UNAVAILABLE": 503,
-    "DEADLINE_EXCEEDED": 504,
+    UsageError: ErrorStatus(2, "INVALID_ARGUMENT", 400),
+    DivergenceError: ErrorStatus(2, "INVALID_ARGUMENT", 400),
+    ImageError: ErrorStatus(2, "INVALID_ARGUMENT", 400),
+    DatasetError: ErrorStatus(2, "INVALID_ARGUMENT", 400),
+    RunFolderError: ErrorStatus(2, "FAILED_PRECONDITION", 500),
+    ModelNotFound: ErrorStatus(2, "NOT_FOUND", 404),
+    ModelRefused: ErrorStatus(3, "FAILED_PRECONDITION", 400),
+    Unauthenticated: ErrorStatus(2, "UNAUTHENTICATED", 401),
+    PermissionDenied: ErrorStatus(2, "PERMISSION_DENIED", 403),
+    ContractError: ErrorStatus(3, "FAILED_PRECONDITION", 500),
+    CheckpointError: ErrorStatus(3, "FAILED_PRECONDITION", 500),
+    Interrupted: ErrorStatus(4, "CANCELLED", 503),
+    EnvironmentFault: ErrorStatus(5, "UNAVAILABLE", 503),
+    MissingExtra: ErrorStatus(5, "UNAVAILABLE", 503),
+    OutOfMemory: ErrorStatus(5, "RESOURCE_EXHAUSTED", 429),
+    DeviceLost: ErrorStatus(5, "UNAVAILABLE", 503),
+    NotReady: ErrorStatus(5, "UNAVAILABLE", 503),
+    Overloaded: ErrorStatus(5, "RESOURCE_EXHAUSTED", 429),
+    DeadlinePassed: ErrorStatus(5, "DEADLINE_EXCEEDED", 504),
+    CheckFailed: ErrorStatus(6, "DATA_LOSS", 500),
 }
 
 
 def error_status(error: BaseException) -> ErrorStatus:
-    """Return the exit code and gRPC status of an error; INTERNAL if it is not a PreluNetError."""
+    """Return the statuses of an error; INTERNAL if it is not a PreluNetError."""
     for kind in type(error).__mro__:
         if kind in ERROR_STATUSES:
             return ERROR_STATUSES[kind]

@@ -12,7 +12,7 @@ import pytest
 from prelunet.evaluator import errors
 from prelunet.evaluator.errors import (
     ERROR_STATUSES,
-    HTTP_STATUSES,
+    ErrorStatus,
     INTERNAL,
     EnvironmentFault,
     PreluNetError,
@@ -47,8 +47,7 @@ def test_docs_state_the_exit_code_and_status_of_every_error(kind: type[PreluNetE
     lines = (Path(__file__).parents[2] / "docs" / "errors.md").read_text().splitlines()
     (row,) = [line for line in lines if line.startswith("|") and re.search(rf"\b{kind.__name__}\b", line)]
     _, _, code, status, http, _ = (cell.strip() for cell in row.split("|"))
-    assert (int(code), status) == (ERROR_STATUSES[kind].exit_code, ERROR_STATUSES[kind].grpc_status)
-    assert int(http) == HTTP_STATUSES.get(status, 500)
+    assert ErrorStatus(int(code), status, int(http)) == ERROR_STATUSES[kind]
 
 
 def test_a_subclass_of_an_error_gets_the_row_of_its_parent() -> None:

@@ -371,6 +371,8 @@ def test_loads_wait_for_each_other_and_continue_when_their_caller_leaves(folder:
         assert folder.loading.wait(30)
         with pytest.raises(grpc.RpcError, match="DEADLINE_EXCEEDED"):
             server.oip.RepositoryModelLoad(oip.RepositoryModelLoadRequest(model_name="two"), timeout=0.3)
+        late = server.http.post("/v2/repository/models/two/load", headers={"x-request-timeout": "0.3"})
+        assert (late.status_code, "x-request-timeout" in late.json()["error"]) == (504, True)
         assert len(folder.opened) == 3, "each load takes much memory"
         assert answered_by(server.classify("six")) == (1, scores_of(1))
         folder.go.set()
@@ -577,7 +579,8 @@ def test_the_index_over_http_can_be_limited_to_models_that_are_ready(folder: Fol
     with serving(folder) as server:
         server.http.post("/v2/repository/models/six/load")
         folder.write("six/2", "broken")
-        assert server.http.post("/v2/repository/models/six/versions/2/load").status_code != 200
+        refused = server.http.post("/v2/repository/models/six/versions/2/load")
+        assert (refused.status_code, "not an ONNX model" in refused.json()["error"]) == (400, True)
 
         def listed(body: bytes) -> list[str]:
             return [each["version"] for each in server.http.post("/v2/repository/index", content=body).json()]

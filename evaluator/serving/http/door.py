@@ -15,7 +15,7 @@ from starlette.responses import Response
 from starlette.routing import Router
 from starlette.types import Message, Receive, Scope, Send
 
-from prelunet.evaluator.errors import HTTP_STATUSES, DeadlinePassed, NotReady, Overloaded, UsageError
+from prelunet.evaluator.errors import DeadlinePassed, NotReady, Overloaded, UsageError, error_status
 from prelunet.evaluator.serving.access import AccessControl
 from prelunet.evaluator.serving.api.arriving import ArrivingBytes
 from prelunet.evaluator.serving.api.calls import PROBES, CallsInFlight, access_error, record_error
@@ -171,8 +171,15 @@ class HttpDoor:
                 request.path_params, request.query_params, request.headers, content, cast("Context", context)
             )
             del content
-            with request.scope["state"]["connection"].cancelled_by_disconnect():
-                response = await answer(admitted)
+            try:
+                with request.scope["state"]["connection"].cancelled_by_disconnect():
+                    async with asyncio.timeout(context.time_remaining()):
+                        response = await answer(admitted)
+            except TimeoutError:
+                raise DeadlinePassed(
+                    f"the time for this request is over; header {TIMEOUT_HEADER} can give more. To load or unload a "
+                    "model continues"
+                ) from None
             call.status = "OK"
             return response
 
@@ -279,7 +286,7 @@ def error_response(call: Call, error: Exception, *, v2: bool) -> Response:
         call.status, call.error = _CODES.get(status, "INVALID_ARGUMENT"), _TEXTS.get(error.detail, error.detail)
     else:
         record_error(call, error)
-        status = HTTP_STATUSES.get(call.status, 500)
+        status = error_status(error).http_status
         if isinstance(error, Overloaded) and error.retry_after is not None:
             headers["Retry-After"] = str(math.ceil(error.retry_after))
         if status == 401:
@@ -294,7 +301,7 @@ def _timeout(headers: Headers) -> float:
     """Return the seconds that a request may take."""
     text = headers.get(TIMEOUT_HEADER, str(DEFAULT_TIMEOUT))
     try:
-        seconds = float(text)
+        seconds = math.nan if "_" in text else float(text)  # `float` also reads 5_0
     except ValueError:
         seconds = math.nan
     if not 0 < seconds <= MAX_TIMEOUT:

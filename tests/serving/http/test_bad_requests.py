@@ -109,6 +109,7 @@ BAD = {
     "another kind of heat map": with_length(f"{CLASSIFY}&heatmap=true", IMAGE),
     "no timeout": with_length(CLASSIFY, IMAGE, "x-request-timeout: 0"),
     "a timeout that is not a number": with_length(CLASSIFY, IMAGE, "x-request-timeout: nan"),
+    "a timeout with an underscore": with_length(CLASSIFY, IMAGE, "x-request-timeout: 5_0"),
     "too little time": with_length(CLASSIFY, IMAGE, "x-request-timeout: 0.0000001"),
     "a path out of the models": request("GET /v2/models/../../etc/passwd"),
     "an encoded path out of the models": request("GET /v2/models/..%2F..%2Fetc%2Fpasswd"),
