@@ -6,6 +6,7 @@ import time
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias, cast
+from urllib.parse import urlsplit
 
 import msgspec
 from starlette.datastructures import Headers, QueryParams
@@ -15,7 +16,14 @@ from starlette.responses import Response
 from starlette.routing import Router
 from starlette.types import Message, Receive, Scope, Send
 
-from prelunet.evaluator.errors import DeadlinePassed, NotReady, Overloaded, UsageError, error_status
+from prelunet.evaluator.errors import (
+    DeadlinePassed,
+    NotReady,
+    Overloaded,
+    PermissionDenied,
+    UsageError,
+    error_status,
+)
 from prelunet.evaluator.serving.access import AccessControl
 from prelunet.evaluator.serving.api.arriving import ArrivingBytes
 from prelunet.evaluator.serving.api.calls import PROBES, CallsInFlight, access_error, record_error
@@ -145,6 +153,11 @@ class HttpDoor:
         if name not in self._host_names and parse_address(name.strip("[]")) is None:
             raise HTTPException(
                 421, f"this server is not known as '{name[:100]}'; its operator can allow it: --http-host-names"
+            )
+        if scope["method"] not in {"GET", "HEAD"} and _is_of_another_site(headers):
+            raise PermissionDenied(
+                "a web page of another site may not call this server. If it is this server's own page behind a proxy, "
+                "let the proxy use HTTPS, or pass on the header Host unchanged"
             )
 
     def endpoint_of(self, method: str, answer: Answer) -> Callable[[Request], Awaitable[Response]]:
@@ -295,6 +308,17 @@ def error_response(call: Call, error: Exception, *, v2: bool) -> Response:
     if not v2:
         content |= {"code": call.status, "reason": call.reason, "request_id": call.request_id}
     return JsonResponse(content, status, headers)
+
+
+def _is_of_another_site(headers: Headers) -> bool:
+    """Return whether a page of another origin sent a request; no browser omits both headers from one that changes data.
+
+    Browsers send `Sec-Fetch-Site` to HTTPS and to this machine, and it is right whatever a proxy makes of `Host`.
+    """
+    if (site := headers.get("sec-fetch-site")) is not None:
+        return site not in {"same-origin", "none"}
+    origin = headers.get("origin")
+    return origin is not None and urlsplit(origin).netloc != headers.get("host")
 
 
 def _timeout(headers: Headers) -> float:

@@ -344,6 +344,28 @@ def test_only_own_names_and_addresses_are_accepted_as_host() -> None:
             assert not any(name.startswith("access-control") for name in headers)
 
 
+def test_a_page_of_another_site_may_change_nothing_and_our_own_pages_and_programs_may() -> None:
+    with running_server(http=ON, six=FakeSession()) as server, client_to(server) as client:
+        paths = client.get("/openapi.json").json()["paths"]
+        posted = [path.format(name="six", version="1") for path, methods in paths.items() if "post" in methods]
+        for headers, allowed in (
+            ({}, True),
+            ({"Origin": f"http://{server.http}"}, True),
+            ({"Origin": "https://flowers.example.org", "Sec-Fetch-Site": "same-origin"}, True),  # a proxy changed Host
+            ({"Sec-Fetch-Site": "none"}, True),
+            ({"Sec-Fetch-Site": "same-site"}, False),
+            ({"Sec-Fetch-Site": "cross-site", "Origin": f"http://{server.http}"}, False),
+            ({"Origin": "http://evil.example"}, False),
+            ({"Origin": "http://127.0.0.1:1"}, False),
+            ({"Origin": "null"}, False),  # of a file, or of a frame without an origin
+        ):
+            for path in posted:
+                answer = client.post(path, headers=headers, content=b"x")
+                assert (answer.status_code != 403) == allowed, (path, headers)
+            assert client.get("/v1/models", headers=headers).status_code == 200
+        assert "web page of another site" in answer.json()["error"]
+
+
 # TLS.
 
 
