@@ -255,9 +255,18 @@ class HttpOptions:
     ] = ()
     unix_socket: Annotated[
         Path | None,
-        CliOption("Unix socket for HTTP, instead of --http-port.", flag="http-unix-socket", default="none"),
+        CliOption("Unix socket for HTTP, in place of a port.", flag="http-unix-socket", default="none"),
     ] = None
-
+    keep_alive: Annotated[
+        float,
+        CliOption(
+            "Time after which an idle HTTP connection is closed, in seconds. Give more than a proxy's own, so that the "
+            "proxy never sends a request on a connection that is just being closed.",
+            flag="http-keep-alive",
+            min=1,
+            max=_DAY,
+        ),
+    ] = 75.0
     reports: Annotated[
         Path | None,
         CliOption("Folder with runs and comparisons, whose reports the live page lists.", default="none"),

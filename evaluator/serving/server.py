@@ -102,7 +102,9 @@ class Server:
                 door,
                 host if http.unix_socket is None else unix_host(http.unix_socket, "--http-unix-socket"),
                 http.port or 0,
-                ConnectionLimits(limits.max_connections, limits.max_metadata, limits.handshake_timeout),
+                ConnectionLimits(
+                    limits.max_connections, limits.max_metadata, limits.handshake_timeout, http.keep_alive
+                ),
                 option="--http-port",
                 tls=None if certificates is None or http.unix_socket is not None else certificates.context,
             )

@@ -12,9 +12,9 @@ import pytest
 from prelunet.evaluator import errors
 from prelunet.evaluator.errors import (
     ERROR_STATUSES,
-    ErrorStatus,
     INTERNAL,
     EnvironmentFault,
+    ErrorStatus,
     PreluNetError,
     UsageError,
     error_status,

@@ -77,8 +77,9 @@ def test_every_option_reaches_the_server_in_its_unit(served: Served) -> None:
         "--client-address-key", "x-forwarded-for", "--trusted-proxies", "10.0.0.0/8,fd00::/8", "--trusted-proxies",
         "127.0.0.1", "--tls-cert", "c.pem", "--tls-key", "c.key", "--tls-client-ca", "ca.pem", "--token-file", "t.toml",
         "--insecure", "--http-port", "18", "--http-host-names", "a.example.org,b_1", "--http-host-names", "c",
+        "--http-keep-alive", "19",
     )  # fmt: skip
-    assert options.http == HttpOptions(18, ("a.example.org", "b_1", "c"))
+    assert options.http == HttpOptions(18, ("a.example.org", "b_1", "c"), keep_alive=19)
     assert options.access == AccessOptions(Path("c.pem"), Path("c.key"), Path("ca.pem"), Path("t.toml"), insecure=True)
     assert (options.host, options.port, options.metrics_port) == ("::1", 1, 15)
     assert options.queue == QueueOptions(2, 3, batch_wait=0.004)

@@ -43,7 +43,7 @@ class ConnectionLimits:
     count: int
     head_bytes: int = 2**14
     head: float = 20.0
-    idle: float = 60.0
+    idle: float = 75.0
     unread: float = 2.0
 
 

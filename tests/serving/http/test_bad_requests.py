@@ -15,7 +15,7 @@ import pytest
 from prelunet.evaluator.errors import UsageError
 from prelunet.evaluator.serving.http.inference_json import parse_infer_request
 from prelunet.evaluator.serving.http.listener import Connection
-from prelunet.evaluator.serving.options import ServerLimits
+from prelunet.evaluator.serving.options import HttpOptions, ServerLimits
 from tests.helpers.bad_calls_page import documented
 from tests.helpers.fakes import FakeSession, fake_contract
 from tests.serving.http.http_calls import IMAGE, ON, client_to, error_in, raw_call, read_response, request
@@ -310,6 +310,16 @@ def test_slow_heads_are_cut_off_and_slow_bodies_are_refused() -> None:
             assert connection.recv(1) == b""
             assert time.monotonic() - begun < 10
         eventually(lambda: server.metric("prelunet_http_connections") == 0)
+
+
+def test_an_idle_connection_is_closed_after_its_time() -> None:
+    with running_server(http=HttpOptions(0, keep_alive=0.3), six=FakeSession()) as server:
+        host, _, port = server.http.rpartition(":")
+        with socket.create_connection((host, int(port)), timeout=20) as connection:
+            for _ in range(2):
+                connection.sendall(request("GET /v1/models"))
+                assert read_response(connection)[0] == 200
+            assert connection.recv(1) == b""
 
 
 def test_at_the_limit_of_connections_the_oldest_idle_one_makes_room() -> None:
