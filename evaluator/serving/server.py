@@ -5,6 +5,7 @@ nothing slow on the event loop's thread.
 """
 
 import asyncio
+import time
 from collections.abc import AsyncIterator, Awaitable, Sequence
 from functools import partial
 from pathlib import Path
@@ -96,8 +97,13 @@ class Server:
             self._metrics.grpc_connections.set_function(lambda: connections_to(self._port))
         self._routes, self._http = None, None
         if http.enabled:
-            door = HttpDoor(self._calls, limits, arriving, access, self._services.refusal, (host, *http.host_names))
-            self._routes = Routes(door, lambda: self.serving, http.reports)
+            door = HttpDoor(
+                self._calls, limits, arriving, access,
+                # Not while the server stops: few HTTP clients and proxies send a refused POST to another server.
+                lambda method: None if self._services.loaded else self._services.refusal(method),
+                (host, *http.host_names), ready=lambda: self.serving,
+            )  # fmt: skip
+            self._routes = Routes(door, http.reports)
             self._http = Listener(
                 door,
                 host if http.unix_socket is None else unix_host(http.unix_socket, "--http-unix-socket"),
@@ -167,7 +173,7 @@ class Server:
         self._health.set_serving(serving=False)
 
     async def refuse(self, cutoff: "asyncio.Future[Any]") -> None:
-        """Refuse new calls with UNAVAILABLE from now on; calls in flight continue, probes and health are answered.
+        """Refuse new gRPC calls with UNAVAILABLE from now on; calls in flight, probes, health and HTTP are answered.
 
         Returns after REFUSAL_PERIOD, or when `cutoff` is done. If calls came, their callers may retry at once; then
         refusals are held back for a second period, until the port is closed, so that no retry is on its way to it.
@@ -208,9 +214,11 @@ class Server:
 
     async def _idle(self) -> None:
         """Return when none of our calls is in flight and clients have had time to read the last answers."""
-        while self.calls:
+        last = time.monotonic()
+        while time.monotonic() < last + CONNECTION_LINGER:
             await asyncio.sleep(_POLL_INTERVAL)
-        await asyncio.sleep(CONNECTION_LINGER)
+            if self.calls:  # also a later one, on an HTTP connection accepted before the port closed
+                last = time.monotonic()
 
 
 def _reflection_v1(services: Sequence[str]) -> grpc.GenericRpcHandler:
@@ -226,8 +234,8 @@ def _reflection_v1(services: Sequence[str]) -> grpc.GenericRpcHandler:
 class _Services(grpc.GenericRpcHandler):
     """Our services, from the end of loading until shutdown; calls before and after are refused, except probes.
 
-    refusal_message: the error of refused calls, empty while calls are answered; refusals_released: refused calls wait
-    until it is set; refused_count: number of calls refused during shutdown.
+    loaded: loading has ended; refusal_message: the error of refused calls, empty while calls are answered;
+    refusals_released: refused calls wait until it is set; refused_count: number of calls refused during shutdown.
     """
 
     def __init__(self, metrics: Metrics) -> None:
@@ -235,14 +243,14 @@ class _Services(grpc.GenericRpcHandler):
         self.refused_count = 0
         self.refusals_released = asyncio.Event()
         self.refusals_released.set()
-        self._ready = False
+        self.loaded = False
         self._refusals = metrics.refusals
         self._handlers: list[grpc.GenericRpcHandler] = []
 
     def clear(self) -> None:
         """Remove the handlers used during loading."""
         self._handlers.clear()
-        self._ready = True
+        self.loaded = True
 
     def add_generic_rpc_handlers(self, handlers: Sequence[grpc.GenericRpcHandler]) -> None:
         """Add a service; called by gRPC's generated code in place of the server's method."""
@@ -255,7 +263,7 @@ class _Services(grpc.GenericRpcHandler):
         """Return the error of a call, if calls of its method are refused now."""
         if not self.refusal_message or not method.startswith(OUR_METHODS) or method in PROBES:
             return None
-        if self._ready:
+        if self.loaded:
             self.refused_count += 1
             self._refusals.labels("", "stopping").inc()
         return NotReady(self.refusal_message)

@@ -93,8 +93,9 @@ class HttpDoor:
     """The ASGI application of the HTTP port.
 
     router: of the routes, whose endpoints are plain or made by `endpoint_of`; refusal: returns the error of a gRPC
-    method while models load and when the server stops; access: None without tokens; host_names: that requests may name
-    besides addresses.
+    method while models load; access: None without tokens; host_names: that requests may name besides addresses; ready:
+    whether the server accepts new work, as reported by health. While it does not, each response closes its connection,
+    so that the client's next request may reach another server.
     """
 
     def __init__(
@@ -105,8 +106,10 @@ class HttpDoor:
         access: AccessControl | None,
         refusal: Callable[[str], NotReady | None],
         host_names: Sequence[str] = (),
+        *,
+        ready: Callable[[], bool] = lambda: True,
     ) -> None:
-        self.router = Router(redirect_slashes=False)
+        self.router, self.ready = Router(redirect_slashes=False), ready
         self._calls, self._limits, self._arriving = calls, limits, arriving
         self._access, self._refusal = access, refusal
         self._host_names = frozenset(name.lower() for name in ("localhost", *host_names))
@@ -123,7 +126,8 @@ class HttpDoor:
         scope.update({"app": self, "body": body, "call": call})  # `app`: the router raises errors
         connection.begin()
         try:
-            await self._answer(scope, headers, call, body, _Sending(send, call, connection, self._limits))
+            sending = _Sending(send, call, connection, self._limits, lambda: body.complete and not self.ready())
+            await self._answer(scope, headers, call, body, sending)
         finally:
             connection.end(complete=body.complete)
 
@@ -248,10 +252,15 @@ class _Body:
 
 
 class _Sending:
-    """Sends a response: in time, with the headers that all responses have."""
+    """Sends a response: in time, with the headers that all responses have.
 
-    def __init__(self, send: Send, call: Call, connection: Connection, limits: ServerLimits) -> None:
-        self._send, self._call, self._connection = send, call, connection
+    closes: whether it closes the connection, which would keep many clients from reading it before their body is sent.
+    """
+
+    def __init__(
+        self, send: Send, call: Call, connection: Connection, limits: ServerLimits, closes: Callable[[], bool]
+    ) -> None:
+        self._send, self._call, self._connection, self._closes = send, call, connection, closes
         self._seconds = limits.message_timeout
         self._headers = [
             (REQUEST_ID.encode(), call.request_id.encode()),
@@ -262,7 +271,8 @@ class _Sending:
     async def send(self, message: Message) -> None:
         """Send a part of a response; return once the client has read most of it."""
         if message["type"] == "http.response.start":
-            self._head = {**message, "headers": [*message["headers"], *self._headers]}
+            close = [(b"connection", b"close")] if self._closes() else []
+            self._head = {**message, "headers": [*message["headers"], *self._headers, *close]}
             return
         try:
             await self._drain()

@@ -6,6 +6,7 @@ time for the head of a request. Only this module imports uvicorn.
 
 import asyncio
 import logging
+import select
 import socket
 import ssl
 from collections.abc import Callable, Iterator
@@ -127,6 +128,14 @@ class Connection(H11Protocol):
             self._between_requests = complete
             self._abort_after(self._limits.idle if complete else self._limits.unread)
 
+    def close_if_idle(self) -> None:
+        """Close the connection between two requests, unless bytes of the next have arrived: these are answered."""
+        if self._between_requests and not self.transport.is_closing():
+            poll = select.poll()
+            poll.register(self.transport.get_extra_info("socket"), select.POLLIN)
+            if not poll.poll(0):
+                self.transport.close()
+
     @contextmanager
     def cancelled_by_disconnect(self) -> Iterator[None]:
         """Cancel this task, which has read its request, if the client leaves meanwhile, as gRPC does."""
@@ -193,11 +202,11 @@ class Listener:
             reason = explain_bind_error(host, port, option)
             raise EnvironmentFault(f"cannot listen on {host_port(host, port)} ({option}): {reason}") from error
         self.address = host_port(host, self._sockets[0].getsockname()[1])
-        self._accepting: list[asyncio.Task[None]] = []
 
     def open(self) -> None:
         """Accept connections."""
-        self._accepting = [asyncio.create_task(self._accept(each)) for each in self._sockets]
+        for each in self._sockets:
+            self._resume(each)
 
     @property
     def connections(self) -> int:
@@ -205,22 +214,22 @@ class Listener:
         return len(self._connections)
 
     async def close(self) -> None:
-        """Close the port and idle connections; return when those with a request in progress are done."""
-        for task in self._accepting:
-            task.cancel()
-        await asyncio.gather(*self._accepting, return_exceptions=True)  # they let go of the sockets
+        """Close the port and idle connections; return when all are closed.
+
+        Connections that wait to be accepted are, and a new one stays open until its first request is answered, comes
+        too late (`ConnectionLimits.head`), or `abort` is called.
+        """
         while self._sockets:  # once: the path of a closed socket may be that of the next server
             each = self._sockets.pop()
+            asyncio.get_running_loop().remove_reader(each)
             if each.family == socket.AF_UNIX:
                 Path(each.getsockname()).unlink(missing_ok=True)
+            while self._accept(each):  # else the kernel would reset them, perhaps with a request on its way
+                pass
             each.close()
-        for connection, setup in list(self._connections.items()):
-            setup.cancel()
-            if connection.requests:
-                connection.shutdown()  # after the response
-            elif connection.transport is not None:
-                connection.transport.close()
         while self._connections or self._state.tasks:
+            for connection in list(self._connections):
+                connection.close_if_idle()
             await asyncio.sleep(_POLL_INTERVAL)
             if not self._connections:
                 for task in self._state.tasks:  # nobody waits for their responses
@@ -236,21 +245,30 @@ class Listener:
 
     def abort(self) -> None:
         """Abort all connections, and with them the requests in progress."""
-        for connection in self._connections:
+        for connection, setup in self._connections.items():
+            setup.cancel()
             if connection.transport is not None:
                 connection.transport.abort()
 
-    async def _accept(self, listener: socket.socket) -> None:
-        loop = asyncio.get_running_loop()
-        while True:
-            try:
-                accepted, _ = await loop.sock_accept(listener)
-            except OSError as error:
-                log.warning("%s: cannot accept a connection: %s", self.address, error.strerror)
-                await asyncio.sleep(_NO_DESCRIPTOR_PAUSE)
-                continue
-            self._add(accepted)
-            await asyncio.sleep(0)  # a flood of connections, which sock_accept returns at once, must not stop the loop
+    def _resume(self, listener: socket.socket) -> None:
+        if listener in self._sockets:
+            asyncio.get_running_loop().add_reader(listener, self._accept, listener)
+
+    def _accept(self, listener: socket.socket) -> bool:
+        """Accept one connection, so that a flood does not stop the loop; return whether there was one."""
+        try:
+            accepted, _ = listener.accept()
+        except BlockingIOError:
+            return False
+        except OSError as error:
+            log.warning("%s: cannot accept a connection: %s", self.address, error.strerror)
+            loop = asyncio.get_running_loop()
+            loop.remove_reader(listener)
+            loop.call_later(_NO_DESCRIPTOR_PAUSE, self._resume, listener)
+            return False
+        accepted.setblocking(False)
+        self._add(accepted)
+        return True
 
     def _add(self, accepted: socket.socket) -> None:
         if self._make_room():

@@ -68,13 +68,10 @@ _RepositoryBody = TypeVar("_RepositoryBody", _RepositoryRequest, _IndexRequest)
 
 
 class Routes:
-    """Adds the routes to a door.
+    """Adds the routes to a door. reports: folder of reports for the live page."""
 
-    ready: whether the server accepts new work, as reported by health; reports: folder of reports for the live page.
-    """
-
-    def __init__(self, door: HttpDoor, ready: Callable[[], bool], reports: Path | None = None) -> None:
-        self._door, self._ready = door, ready
+    def __init__(self, door: HttpDoor, reports: Path | None = None) -> None:
+        self._door, self._ready = door, door.ready
         self.serve(Models((), DecodeLimits()))  # until they are loaded; the door refuses calls to them
         self._add("GET", "/v1/models", prelunet.SERVICE, "ListModels", self._list_models)
         self._add("GET", "/v1/models/{name:path}", prelunet.SERVICE, "GetModel", self._get_model)

@@ -16,6 +16,7 @@ from asyncio.sslproto import SSLProtocol
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest.mock import Mock
@@ -49,7 +50,7 @@ from prelunet.evaluator.serving.server import Server
 from tests.helpers.fakes import FakeSession
 from tests.helpers.tls_files import TLS, install_pair, tls_options, write_tokens
 from tests.serving.event_loop import async_test, until
-from tests.serving.http.http_calls import IMAGE, ON, client_to, raw_call, request
+from tests.serving.http.http_calls import IMAGE, ON, client_to, raw_call, read_response, request
 from tests.serving.serving_harness import GatedSession, RunningServer, eventually, png, running_server
 
 ROOT = Path(__file__).parents[3]
@@ -465,8 +466,42 @@ def test_at_the_limit_of_connections_a_handshake_that_never_ends_makes_room(tmp_
 # Start and end.
 
 
+def closes(answer: httpx.Response) -> bool:
+    """Return whether an answer closes its connection."""
+    assert answer.status_code == 200
+    return answer.headers.get("connection") == "close"
+
+
 @async_test
-async def test_calls_are_refused_while_models_load_and_while_the_server_stops_and_those_in_flight_finish() -> None:
+async def test_requests_on_every_connection_made_before_the_port_closes_are_answered() -> None:
+    models = Models([(ModelFile("six", Path("six.onnx")), FakeSession())], DecodeLimits())
+    server, sent = Server("127.0.0.1", 0, http=ON), request("GET /v1/models")
+    await server.start(models)
+    host, _, port = server.http_address.rpartition(":")
+    connect = partial(socket.create_connection, (host, int(port)), 20)
+    with ExitStack() as stack:
+        idle, used, new = [stack.enter_context(connect()) for _ in range(3)]
+        for each in (idle, used):
+            each.sendall(sent)
+            assert (await asyncio.to_thread(read_response, each))[0] == 200
+        waiting = [stack.enter_context(connect()) for _ in range(5)]  # for the event loop, which this test holds
+        for each in (used, *waiting):
+            each.sendall(sent)
+        stopping = asyncio.create_task(server.stop(20))
+        await asyncio.sleep(0.2)
+        with pytest.raises(ConnectionRefusedError):
+            connect()
+        assert idle.recv(1) == b""
+        new.sendall(sent)
+        for each in (used, *waiting, new):
+            status, headers, _ = await asyncio.to_thread(read_response, each)
+            assert (status, headers["connection"], each.recv(1)) == (200, "close", b"")
+        assert await stopping == 0
+    models.close()
+
+
+@async_test
+async def test_calls_are_refused_while_models_load_and_answered_until_the_port_closes_and_then_finished() -> None:
     session = GatedSession()
     server = Server("127.0.0.1", 0, http=ON)
     await server.open()
@@ -478,13 +513,14 @@ async def test_calls_are_refused_while_models_load_and_while_the_server_stops_an
         models = Models([(ModelFile("six", Path("six.onnx")), session)], DecodeLimits())
         await server.start(models)
         assert (await client.get("/v2/health/ready")).status_code == 200
+        assert not closes(await client.get("/v1/models"))
         classifying = asyncio.create_task(client.post("/v1/classify?protocol=center", content=IMAGE))
         await until(session.entered.is_set)
         server.set_not_serving()
         assert (await client.get("/v2/health/ready")).status_code == 503
-        assert (await client.get("/v1/models")).status_code == 200  # lame duck
+        assert closes(await client.get("/v1/models"))  # lame duck
         await server.refuse(asyncio.get_running_loop().create_future())
-        assert "is stopping" in (await client.get("/v1/models")).json()["error"]
+        assert closes(await client.get("/v1/models"))
         stopping = asyncio.create_task(server.stop(20))
         await asyncio.sleep(0.1)
         assert not stopping.done()
