@@ -17,6 +17,7 @@ from itertools import cycle, islice
 from typing import Any
 
 import grpc.aio
+import httpx
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from benchmarks.common.results import environment
@@ -260,16 +261,17 @@ class Callers:
     failures: list[str] = field(default_factory=list)
     stop: threading.Event = field(default_factory=threading.Event)
 
-    def run(self, call: Callable[[], object]) -> None:
-        """Repeat a call until stopped, or until it fails."""
+    def run(self, call: Callable[[], object], pause: float = 0.0) -> None:
+        """Repeat a call until stopped, or until it fails. pause: in seconds between two calls."""
         while not self.stop.is_set():
             begun = time.monotonic()
             try:
                 call()
-            except (PreluNetError, grpc.RpcError) as error:
-                self.failures.append(" ".join(str(error).split()))
+            except (PreluNetError, grpc.RpcError, httpx.HTTPError) as error:
+                self.failures.append(" ".join(f"{type(error).__name__}: {error}".split()))
                 return
             self.calls.append((begun, time.monotonic()))
+            self.stop.wait(pause)
 
     def wait_for_answers(self, clients: int = CLIENTS) -> bool:
         """Wait until each of so many threads got about two more answers; return whether they came."""

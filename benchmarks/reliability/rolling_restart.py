@@ -8,8 +8,12 @@ dns: as on Kubernetes behind a headless Service (`dns:///NAME:PORT`, round_robin
 is announced; 30 s later, as in deploy/kubernetes, an old one is withdrawn and stopped in the same moment. A name server
 on loopback takes the place of the cluster's. The clients are the package's own (dns-client), and plain gRPC with its
 health checking and without retries (dns-grpc).
+nginx, http: over HTTP, with restarts as behind HAProxy. nginx has no health checks: it finds out that a server is away
+when a connection is refused. So do the clients of `http`, which call the servers themselves. All keep connections
+between calls. Every fourth pauses for longer than the lame-duck period, so that connections are idle at its end.
 
-The servers are `prelunet serve` processes with the demo net. Needs Debian's haproxy. All cases take about five minutes.
+The servers are `prelunet serve` processes with the demo net. Needs Debian's haproxy and nginx-light. All cases take
+about seven minutes.
 
 Exit codes: 0 no call failed, 1 a call failed or a case could not run, 3 the time limit left some cases out.
 """
@@ -32,6 +36,7 @@ from itertools import cycle, islice
 from typing import Self
 
 import grpc
+import httpx
 
 from benchmarks.common.results import RESULTS, ROOT, circumstances, digest_of, environment
 from benchmarks.common.runner import Case, Runner, command_line
@@ -54,6 +59,23 @@ WINDOW = 5.0  # seconds of lame duck, as in deploy/
 PAUSE = 2.0  # seconds between two restarts behind HAProxy, which checks every half second
 MIN_READY = 30.0  # seconds between two replacements with DNS; gRPC looks up a name again after 30 s at the earliest
 NAME = "prelunet.test"
+IDLE = WINDOW + 1  # seconds between two calls of a client that pauses
+NGINX_CONFIG = """
+daemon off; master_process off; pid nginx.pid; error_log stderr warn;
+events {{ worker_connections 1000; }}
+http {{
+  access_log off; client_max_body_size 64m; client_body_buffer_size 1m;
+  client_body_temp_path body; proxy_temp_path proxy; fastcgi_temp_path fastcgi; uwsgi_temp_path uwsgi;
+  scgi_temp_path scgi;
+  upstream servers {{ {servers} keepalive 32; }}
+  server {{
+    listen {address};
+    location / {{
+      proxy_pass http://servers; proxy_http_version 1.1; proxy_set_header Connection ""; proxy_set_header Host $host;
+    }}
+  }}
+}}
+"""
 HAPROXY_CONFIG = ROOT / "deploy" / "haproxy" / "haproxy.cfg"
 # gRPC's own health checking leaves a stopping server as soon as its health reports so.
 HEALTH_CHECKING = {"loadBalancingConfig": [{"round_robin": {}}], "healthCheckConfig": {"serviceName": ""}}
@@ -105,11 +127,28 @@ def _plain_grpc(address: str, image: bytes, config: Json | None = None) -> Itera
         yield partial(classify, pb.ClassifyRequest(image=image, protocol="center"), timeout=CALL_TIMEOUT)
 
 
+@contextmanager
+def _http(addresses: str, image: bytes) -> Iterator[Call]:
+    """Yield a call that is sent once, to the first of some addresses, A,B,…, that accepts a connection."""
+    servers = addresses.split(",")
+    with httpx.Client(timeout=CALL_TIMEOUT, trust_env=False) as client:
+
+        def classify() -> None:
+            while True:
+                try:
+                    client.post(f"http://{servers[0]}/v1/classify?protocol=center", content=image).raise_for_status()
+                    return
+                except httpx.ConnectError:  # another error is a lost call
+                    servers.append(servers.pop(0))
+
+        yield classify
+
+
 class _Fleet:
     """Servers on addresses of loopback, all on the same ports. Use it in a `with` block, which kills them."""
 
     def __init__(self, bed: ServerTestBed) -> None:
-        self.port, self.metrics_port = free_port(), free_port()
+        self.port, self.http_port, self.metrics_port = free_port(), free_port(), free_port()
         self._bed = bed
         self.servers: dict[str, PreluNetServer] = {}
         self.ends: list[ProcessExit] = []
@@ -124,7 +163,9 @@ class _Fleet:
     def start(self, host: str) -> None:
         """Start a server and wait until it is ready."""
         proxied = ("--client-address-key", "x-forwarded-for", "--trusted-proxies", "127.0.0.0/8")
-        ports = ("--port", str(self.port), "--metrics-port", str(self.metrics_port))
+        ports = [
+            "--port", str(self.port), "--http-port", str(self.http_port), "--metrics-port", str(self.metrics_port)
+        ]  # fmt: skip
         self.servers[host] = self._bed.serve("--host", host, *ports, "--lame-duck", str(WINDOW), *proxied)
 
     def stop(self, host: str) -> None:
@@ -150,13 +191,18 @@ class _Fleet:
         )
 
 
-def _behind_haproxy(bed: ServerTestBed) -> Json:
-    """Restart each server at its address."""
+def _behind_one_address(
+    bed: ServerTestBed,
+    balanced: Callable[[ServerTestBed, _Fleet, Sequence[str]], AbstractContextManager[str]],
+    client: Callable[[str, bytes], Opened],
+    pauses: Sequence[float] = (0.0,),
+) -> Json:
+    """Restart each server at its address. balanced: yields the address for the clients."""
     hosts = [f"127.0.0.{number}" for number in range(11, 11 + SERVERS)]
     with _Fleet(bed) as fleet:
         for host in hosts:
             fleet.start(host)
-        with _proxy(bed, fleet, hosts) as address, _calling(bed, address, _plain_grpc) as callers:
+        with balanced(bed, fleet, hosts) as address, _calling(bed, address, client, pauses) as callers:
             answered = callers.wait_for_answers(CLIENTS)
             for host in hosts:
                 fleet.stop(host)
@@ -167,11 +213,23 @@ def _behind_haproxy(bed: ServerTestBed) -> Json:
 
 
 @contextmanager
-def _proxy(bed: ServerTestBed, fleet: _Fleet, hosts: Sequence[str]) -> Iterator[str]:
+def _direct(_bed: ServerTestBed, fleet: _Fleet, hosts: Sequence[str]) -> Iterator[str]:
+    yield ",".join(f"{host}:{fleet.http_port}" for host in hosts)
+
+
+@contextmanager
+def _nginx(bed: ServerTestBed, fleet: _Fleet, hosts: Sequence[str]) -> Iterator[str]:
+    """Run nginx, which keeps connections to the servers; yield its address."""
+    address, config = f"127.0.0.1:{free_port()}", bed.folder / "nginx.conf"
+    servers = " ".join(f"server {host}:{fleet.http_port};" for host in hosts)
+    config.write_text(NGINX_CONFIG.format(servers=servers, address=address), encoding="utf-8")
+    with _proxy("nginx", bed, "-p", str(bed.folder), "-c", str(config)):
+        yield address
+
+
+@contextmanager
+def _haproxy(bed: ServerTestBed, fleet: _Fleet, hosts: Sequence[str]) -> Iterator[str]:
     """Run HAProxy with the committed file, at other addresses; yield its own."""
-    program = shutil.which("haproxy", path=f"{os.environ.get('PATH', '')}:/usr/sbin")
-    if program is None:
-        raise RuntimeError("haproxy is missing; on Debian: apt-get install --no-install-recommends haproxy")
     address, remaining = f"127.0.0.1:{free_port()}", iter(hosts)
     text = HAPROXY_CONFIG.read_text(encoding="utf-8")
     text = re.sub(r"bind :\d+", f"bind {address}", text)
@@ -179,11 +237,20 @@ def _proxy(bed: ServerTestBed, fleet: _Fleet, hosts: Sequence[str]) -> Iterator[
     text = re.sub(r"(  server \w+) \S+", lambda found: f"{found[1]} {next(remaining)}:{fleet.port}", text)
     config = bed.folder / "haproxy.cfg"
     config.write_text(text, encoding="utf-8")
-    with ServerProcess([program, "-f", str(config)], bed.folder / "haproxy.log", env=environment()) as process:
+    with _proxy("haproxy", bed, "-f", str(config)):
+        yield address
+
+
+@contextmanager
+def _proxy(name: str, bed: ServerTestBed, *options: str) -> Iterator[None]:
+    program = shutil.which(name, path=f"{os.environ.get('PATH', '')}:/usr/sbin")
+    if program is None:
+        raise RuntimeError(f"{name} is missing; on Debian: apt-get install --no-install-recommends haproxy nginx-light")
+    with ServerProcess([program, *options], bed.folder / f"{name}.log", env=environment()) as process:
         time.sleep(PAUSE)  # for the first checks
         if not process.is_alive():
-            raise RuntimeError(f"haproxy did not start: {process.log[-1000:]}")
-        yield address
+            raise RuntimeError(f"{name} did not start: {process.log[-1000:]}")
+        yield
 
 
 def _behind_a_name(bed: ServerTestBed, client: Callable[[str, bytes], Opened]) -> Json:
@@ -206,12 +273,14 @@ def _behind_a_name(bed: ServerTestBed, client: Callable[[str, bytes], Opened]) -
 
 
 @contextmanager
-def _calling(bed: ServerTestBed, address: str, client: Callable[[str, bytes], Opened]) -> Iterator[Callers]:
-    """Let clients call during the block, each on a connection of its own."""
+def _calling(
+    bed: ServerTestBed, address: str, client: Callable[[str, bytes], Opened], pauses: Sequence[float] = (0.0,)
+) -> Iterator[Callers]:
+    """Let clients call during the block, each on a connection of its own. pauses: in seconds, of one client each."""
     callers = Callers()
     with ExitStack() as opened, ThreadPoolExecutor(CLIENTS) as pool:
-        for image in islice(cycle(bed.easy_pictures), CLIENTS):
-            pool.submit(callers.run, opened.enter_context(client(address, image)))
+        for image, pause in islice(zip(cycle(bed.easy_pictures), cycle(pauses), strict=False), CLIENTS):
+            pool.submit(callers.run, opened.enter_context(client(address, image)), pause)
         try:
             yield callers
         finally:
@@ -259,7 +328,7 @@ CASES: Mapping[str, tuple[str, Callable[[ServerTestBed], Json]]] = {
     "haproxy": (
         "each of three servers behind HAProxy is stopped, drains and starts again: no call of clients that never retry "
         "fails",
-        _behind_haproxy,
+        partial(_behind_one_address, balanced=_haproxy, client=_plain_grpc),
     ),
     "dns-client": (
         "each of three servers behind a name is replaced by one at another address: no call of the package's client "
@@ -269,6 +338,14 @@ CASES: Mapping[str, tuple[str, Callable[[ServerTestBed], Json]]] = {
     "dns-grpc": (
         "the same for clients of plain gRPC with health checking that never retry",
         partial(_behind_a_name, client=partial(_plain_grpc, config=HEALTH_CHECKING)),
+    ),
+    "nginx": (
+        "each of three servers behind nginx is stopped, drains and starts again: no HTTP call fails",
+        partial(_behind_one_address, balanced=_nginx, client=_http, pauses=(0.0, 0.0, 0.0, IDLE)),
+    ),
+    "http": (
+        "the same without a proxy, for clients that keep connections and try another server only when one is refused",
+        partial(_behind_one_address, balanced=_direct, client=_http, pauses=(0.0, 0.0, 0.0, IDLE)),
     ),
 }
 

@@ -7,13 +7,14 @@ import struct
 import threading
 import time
 from collections.abc import AsyncIterator, Callable
-from contextlib import AsyncExitStack, asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import grpc
 import grpc.aio
+import httpx
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
@@ -32,7 +33,7 @@ from prelunet.evaluator.serving.api.health import LIVENESS
 from prelunet.evaluator.serving.lifecycle import ServeResult, ShutdownEvents, serve, wait_and_shut_down
 from prelunet.evaluator.serving.models import Models
 from prelunet.evaluator.serving.observability.metrics import Metrics
-from prelunet.evaluator.serving.options import AccessOptions, ModelFile, ServeOptions, ServerLimits
+from prelunet.evaluator.serving.options import AccessOptions, HttpOptions, ModelFile, ServeOptions, ServerLimits
 from prelunet.evaluator.serving.scheduling import watchdog
 from prelunet.evaluator.serving.server import SERVICES, Server
 from tests.helpers.fakes import FakeSession
@@ -78,10 +79,11 @@ async def draining_server(
     grace: float = LONG,
     limits: ServerLimits = ServerLimits(),
     metrics: Metrics | None = None,
+    http: HttpOptions = HttpOptions(),
 ) -> AsyncIterator[DrainingServer]:
     """Serve a session as `model` until shutdown is requested."""
     calls = CallsInFlight(limits.max_calls, metrics)
-    events, server = ShutdownEvents(), Server("127.0.0.1", 0, limits, calls)
+    events, server = ShutdownEvents(), Server("127.0.0.1", 0, limits, calls, http=http)
     served = Models([(ModelFile("model", Path("model.onnx")), session)], DecodeLimits(), on_lost=events.post)
     await server.start(served)
     ended = asyncio.create_task(wait_and_shut_down(server, served, events, lame_duck=lame_duck, grace=grace))
@@ -246,6 +248,25 @@ async def test_no_call_of_clients_that_call_without_a_pause_is_cancelled(stubbor
                 assert refusals, "calls are refused for a moment before the port closes"
             else:
                 assert (reason_of(last), last.details()) == (NotReady, STOPPING)
+        assert await stop.ended == ServeResult()
+
+
+@async_test
+async def test_no_call_of_http_clients_that_call_without_a_pause_is_lost() -> None:
+    async with draining_server(FakeSession(), lame_duck=0.05, http=HttpOptions(port=0)) as stop:
+
+        def call_until_refused() -> int:
+            with httpx.Client(base_url=f"http://{stop.server.http_address}", timeout=30, trust_env=False) as client:
+                answers = 0
+                with suppress(httpx.ConnectError):
+                    while client.post("/v1/classify?protocol=center", content=IMAGE).raise_for_status():
+                        answers += 1
+                return answers
+
+        callers = [asyncio.create_task(asyncio.to_thread(call_until_refused)) for _ in range(4)]
+        await asyncio.sleep(0.1)
+        stop.signal()
+        assert min(await asyncio.gather(*callers)) > 0
         assert await stop.ended == ServeResult()
 
 
