@@ -194,8 +194,8 @@ class HttpDoor:
                         response = await answer(admitted)
             except TimeoutError:
                 raise DeadlinePassed(
-                    f"the time for this request is over; header {TIMEOUT_HEADER} can give more. To load or unload a "
-                    "model continues"
+                    f"the time for this request is over; allow more in the header {TIMEOUT_HEADER}. A model that is "
+                    "being loaded or unloaded is not stopped by this"
                 ) from None
             call.status = "OK"
             return response
