@@ -16,7 +16,7 @@ _EASY_SCANS = 16  # encoders write about ten
 _EASY_BYTES_PER_PIXEL, _EASY_METADATA = 4, 2**18  # more bytes can only be metadata, in any number of small pieces
 _EASY_SEGMENTS = 256  # of a JPEG before its pixels, or chunks of a PNG; Pillow takes microseconds for each
 
-_MANY_SCANS = 100  # no more are accepted (`evaluator.imaging.decode`)
+_MANY_SCANS = 100  # no more are accepted (`evaluator.imaging.cost_limits`)
 
 _START_OF_SCAN = 0xDA  # ITU-T T.81, B.1.1, as are the next three
 _SCAN = re.compile(rb"\xff\xda")  # never part of compressed pixels
