@@ -16,8 +16,10 @@ import os
 import resource
 import signal
 import socket
+import struct
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
@@ -35,6 +37,8 @@ from prelunet.evaluator.imaging.resize import panel_picture, resize_to_scales, r
 from prelunet.evaluator.protocols import EvaluationProtocol
 
 CPU_SECONDS = 30  # per image; the largest accepted one takes about 5
+REPLY_SECONDS = 4 * CPU_SECONDS  # until a reply; a process with a quarter of a core has used up its time by then
+STALL_SECONDS = 20.0  # in which the process takes or sends no byte; its start takes about one
 PROCESS_BYTES = 50 * 2**20  # of a process with nothing to do; measured: 36 MB
 _NICE = 10  # a CPU model and cheap images come first
 _SPARE_BYTES = 2**27  # address space beyond what an image was estimated to take
@@ -147,7 +151,7 @@ class DecodeProcess:
         """Prepare an image in the process; see `prepare_image`.
 
         reserve: blocks until that many bytes are free; given_up: returns whether nobody waits for the image any more.
-        The process is killed then, which raises DeadlinePassed. If it dies, the image is tried once more.
+        The process is killed then, which raises DeadlinePassed. If it dies or stops, the image is tried once more.
         Raises ImageError if the image kills the process twice, or takes more than CPU_SECONDS.
         """
         for _ in range(2):
@@ -159,7 +163,7 @@ class DecodeProcess:
             except DeadlinePassed:
                 self.close()
                 raise
-            except (EOFError, OSError, ValueError):  # the process has died, or sends nonsense
+            except (EOFError, OSError, ValueError):  # the process has died, has stopped, or sends nonsense
                 if self.close() == -signal.SIGXCPU:
                     raise ImageError(
                         f"the image takes more than {CPU_SECONDS} s of processor time to decode. Save it again as a "
@@ -172,6 +176,9 @@ class DecodeProcess:
             self.close()
         if self._running is None:
             ours, theirs = socket.socketpair()
+            stall = struct.pack("ll", int(STALL_SECONDS), int(STALL_SECONDS % 1 * 1e6))  # struct timeval
+            for option in (socket.SO_SNDTIMEO, socket.SO_RCVTIMEO):  # makes the calls of Connection raise OSError
+                ours.setsockopt(socket.SOL_SOCKET, option, stall)
             with theirs:
                 command = [sys.executable, "-P", "-c", _START, str(theirs.fileno())]
                 process = subprocess.Popen(command, pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL)  # noqa: S603
@@ -194,9 +201,12 @@ def _received_image(
     connection: Connection, reserve: Callable[[int], None], given_up: Callable[[], bool]
 ) -> PreparedImage:
     while True:
+        latest = time.monotonic() + REPLY_SECONDS
         while not connection.poll(_POLL_SECONDS):
             if given_up():
                 raise DeadlinePassed("nobody waits for this image any more")
+            if time.monotonic() > latest:
+                raise TimeoutError
         match _decode_reply(connection.recv_bytes()):
             case Reservation(size):
                 reserve(size)

@@ -17,6 +17,7 @@ from prelunet.evaluator.serving.decoding import PROCESS_BYTES
 from prelunet.evaluator.serving.network import UNREAD_BYTES
 from prelunet.evaluator.serving.options import ServeOptions
 from prelunet.evaluator.serving.scheduling.admission import with_reserve
+from prelunet.evaluator.serving.scheduling.device import decode_processes
 
 # Copies of an encoded image in memory while it waits: the image and, briefly, its message. Measured with 150 images of
 # 1.3 MB: 1.3. The rest is room for the images of streams that wait for admission.
@@ -92,7 +93,8 @@ def _estimate(sessions: Sequence[Session], options: ServeOptions, limit: int | N
         + with_reserve(options.limits.max_calls) * UNREAD_BYTES
         + cores() * max(map(image_bytes, protocols)),
         decoding=max(decode_semaphore(gpu=on_gpu).capacity, max_decode_bytes(options.limits.image))
-        + cores() * (PROCESS_BYTES + EASY_DECODE_BYTES),
+        + decode_processes() * PROCESS_BYTES
+        + cores() * EASY_DECODE_BYTES,
         results=sum(8 * with_reserve(queue.max_views) * len(session.contract.classes) for session in sessions),
         listed=0,
     )

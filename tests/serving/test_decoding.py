@@ -15,6 +15,7 @@ from prelunet.evaluator.errors import DeadlinePassed, ImageError, UsageError
 from prelunet.evaluator.imaging.decode_memory import ByteSemaphore
 from prelunet.evaluator.imaging.limits import DecodeLimits
 from prelunet.evaluator.protocols import build_protocol
+from prelunet.evaluator.serving import decoding
 from prelunet.evaluator.serving.decoding import DecodeProcess, PreparedImage, PrepareOptions, prepare_image
 from tests.helpers.fakes import fake_contract
 
@@ -141,6 +142,39 @@ def test_a_process_killed_between_two_images_is_replaced(process: DecodeProcess)
     process.prepare(WEBP, OPTIONS, no_wait, nobody_left)
     os.kill(worker(), signal.SIGKILL)
     assert_same(process.prepare(WEBP, OPTIONS, no_wait, nobody_left), prepare_image(WEBP, OPTIONS))
+
+
+def test_a_process_that_stops_in_the_middle_of_an_image_is_replaced(
+    process: DecodeProcess, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without a limit the call, its memory and its decoder would be lost until somebody ends the process."""
+    large = encoded("PPM", np.zeros((1000, 1000, 3), np.uint8))  # more than a socket holds
+    process.close()
+    with monkeypatch.context() as short:
+        short.setattr(decoding, "STALL_SECONDS", 0.2)
+        process.prepare(WEBP, OPTIONS, no_wait, nobody_left)  # starts it
+    os.kill(stopped := worker(), signal.SIGSTOP)
+    assert_same(process.prepare(large, OPTIONS, no_wait, nobody_left), prepare_image(large, OPTIONS))
+    assert worker() != stopped
+
+
+def test_a_process_that_stops_while_it_decodes_is_replaced(
+    process: DecodeProcess, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stopped: list[int] = []
+
+    def stop_once(_bytes: int) -> None:
+        if not stopped:
+            monkeypatch.setattr(decoding, "REPLY_SECONDS", 0.1)
+            os.kill(worker(), signal.SIGSTOP)
+            stopped.append(worker())
+
+    def somebody_waits() -> bool:
+        monkeypatch.undo()  # not for the start of the next process
+        return False
+
+    assert_same(process.prepare(WEBP, OPTIONS, stop_once, somebody_waits), prepare_image(WEBP, OPTIONS))
+    assert stopped != [worker()]
 
 
 def test_an_image_that_uses_up_its_processor_time_is_refused_at_once(process: DecodeProcess) -> None:

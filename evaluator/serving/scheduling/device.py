@@ -20,6 +20,11 @@ def device_name(placement: Placement) -> str:
     return f"cuda-{placement.gpu}" if placement.device == "cuda" else "cpu"
 
 
+def decode_processes() -> int:
+    """Return the number of decoding processes: one more than an identity may take, so that others find one free."""
+    return cores() + 1
+
+
 class ServedDevice:
     """A device shared by any number of models.
 
@@ -27,7 +32,7 @@ class ServedDevice:
     """
 
     def __init__(self, name: str, queue: QueueOptions, on_lost: Callable[[DeviceLost], object]) -> None:
-        self.device_queue = DeviceQueue(queue)
+        self.device_queue = DeviceQueue(queue, process_share=decode_processes() - 1)
         # Separate from the decoding threads: a computed image should not wait behind images that have just arrived, nor
         # behind heat maps, which take a hundred times as long.
         on_gpu = name.startswith("cuda")
@@ -35,8 +40,8 @@ class ServedDevice:
         self._heatmap_pool = ThreadPoolExecutor(cores(), thread_name_prefix=f"draw-{name}")
         self._decode_threads = [
             threading.Thread(target=decode, name=f"decode-{name}-{number}", daemon=True)
-            for decode in (self._decode, self._decode_in_process)
-            for number in range(cores())
+            for decode, threads in ((self._decode, cores()), (self._decode_in_process, decode_processes()))
+            for number in range(threads)
         ]
         for thread in self._decode_threads:
             thread.start()

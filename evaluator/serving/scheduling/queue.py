@@ -13,6 +13,7 @@ is decoded or computed, and those that wait are dropped.
 import math
 import threading
 import time
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from itertools import chain
 
@@ -39,10 +40,15 @@ _TOO_LATE = "the call's deadline {}, so the image was not computed. Use a longer
 
 
 class DeviceQueue:
-    """The requests and views waiting for a device. Thread-safe; no method holds the lock for long."""
+    """The requests and views waiting for a device. Thread-safe; no method holds the lock for long.
 
-    def __init__(self, options: QueueOptions) -> None:
+    process_share: decoding processes that the images of one identity may take at once.
+    """
+
+    def __init__(self, options: QueueOptions, process_share: float = math.inf) -> None:
         self._options = options
+        self._process_share = process_share
+        self._processes: Counter[str] = Counter()  # taken, by identity
         self._lock = threading.Lock()
         self._computable = threading.Condition(self._lock)
         self._decodable: dict[Decoder, threading.Condition] = {
@@ -110,8 +116,9 @@ class DeviceQueue:
 
     def _take_image(self, decoder: Decoder) -> Request | None:
         """Return the next image, None if there is none or no room for its views."""
-        encoded = self._encoded[decoder]
-        while (request := encoded.first()) is not None:
+        encoded, taken = self._encoded[decoder], self._processes.items() if decoder == "process" else ()
+        busy = {identity for identity, number in taken if number >= self._process_share}
+        while (request := encoded.first(busy)) is not None:
             if request.expired(time.monotonic()):
                 self._fail(request, DeadlinePassed(_TOO_LATE.format("has passed")), "expired")
             elif not self._has_room(request):
@@ -133,6 +140,9 @@ class DeviceQueue:
 
     def _count_decoding(self, request: Request, sign: int) -> None:
         request.model.decoding += sign
+        if request.decoder == "process":
+            self._processes[request.caller.identity] += sign
+            self._processes += Counter()  # forgets who has none
         self._decoding += sign
         self._decoding_views += sign * request.views
         self._decoded_bytes += sign * request.decoded_bytes

@@ -225,6 +225,21 @@ async def test_a_header_of_absurd_size_costs_no_more_than_the_largest_image() ->
 PNG_START = PNG_SIGNATURE + (13).to_bytes(4) + b"IHDR"  # width and height follow
 
 
+@async_test
+async def test_an_identity_takes_no_more_decoding_processes_than_its_share() -> None:
+    models = [ScheduledModel(name, FakeSession(), Metrics().of_model(name), lambda *_: []) for name in ("one", "two")]
+    device_queue, reply = DeviceQueue(QueueOptions(), process_share=2), asyncio.get_running_loop().create_future()
+    for model, client in zip((0, 1, 1, 0, 1), ("many:1", "many:2", "many:3", "many:4", "polite:1"), strict=True):
+        device_queue.add(Request(models[model], b"GIF89a", CENTER, Caller(client), lambda _: None, reply))
+    taken = [device_queue.next_image("process") for _ in range(3)]
+    assert [request.caller.client for request in taken if request] == ["many:1", "many:2", "polite:1"]
+    assert taken[0] is not None
+    device_queue.decode_failed(taken[0], ImageError("damaged"))
+    last = device_queue.next_image("process")
+    assert last is not None
+    assert last.caller.identity == "many"
+
+
 @pytest.mark.parametrize("decoder", ["thread", "process"])
 @async_test
 async def test_decoding_is_shared_among_clients_by_the_pixels_of_their_files(decoder: Decoder) -> None:

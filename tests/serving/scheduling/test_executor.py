@@ -325,20 +325,27 @@ async def test_slow_heat_maps_do_not_delay_other_answers(monkeypatch: pytest.Mon
 
 
 @async_test
-async def test_images_that_may_take_long_to_decode_do_not_delay_easy_ones(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_images_that_take_long_to_decode_delay_neither_easy_ones_nor_another_address(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     entered, go_on = threading.Semaphore(0), threading.Event()
     prepare = DecodeProcess.prepare
 
-    def slow(*arguments: Any) -> Any:
-        entered.release()
-        assert go_on.wait(30)
-        return prepare(*arguments)
+    def slow(process: DecodeProcess, image: bytes, *arguments: Any) -> Any:
+        if image == webp(32, 41):
+            entered.release()
+            assert go_on.wait(30)
+        return prepare(process, image, *arguments)
 
     monkeypatch.setattr(DecodeProcess, "prepare", slow)
     with serve_models(fake=FakeSession()) as models:
-        hard = [start_classify(models, webp(32, 41), dense_protocol(32)) for _ in range(3 * cores())]
+        hard = [
+            start_classify(models, webp(32, 41), dense_protocol(32), client=f"greedy:{port}")
+            for port in range(3 * cores())
+        ]
         for _ in range(cores()):
             assert await asyncio.to_thread(entered.acquire, timeout=30)
+        await start_classify(models, webp(33, 45), dense_protocol(32), client="polite:1")
         for seed in range(20):
             await start_classify(models, png(32, 41, seed), dense_protocol(32))
         assert not any(task.done() for task in hard)
