@@ -2,12 +2,13 @@
 
 import asyncio
 import functools
+import gzip
 import itertools
 import random
 import time
-from collections.abc import Awaitable, Callable, Iterator
-from contextlib import suppress
-from dataclasses import dataclass
+from collections.abc import Awaitable, Callable, Iterator, Mapping
+from contextlib import AsyncExitStack, suppress
+from dataclasses import dataclass, field
 from functools import partial
 
 import grpc
@@ -16,7 +17,7 @@ from PIL import Image
 from benchmarks.common.runner import Case
 from benchmarks.reliability.cases import Json, ServerTestBed, claim, verdict
 from benchmarks.reliability.traffic.clients import CLASSIFY, STREAM, CheckedCall, new_channel, peaks_of, percentiles
-from benchmarks.reliability.traffic.pictures import encoded, marked_picture
+from benchmarks.reliability.traffic.pictures import SHAPES, dear_pictures, encoded, marked_picture, pixels
 from prelunet.evaluator.pb.prelunet.v1 import prelunet_pb2 as pb
 from tests.serving.api.raw_http2 import (
     DATA,
@@ -31,9 +32,10 @@ from tests.serving.api.raw_http2 import (
 )
 
 ATTACK, ALONE = 60.0, 10.0  # seconds
-INTERVAL = 0.1  # seconds between the calls of the polite client
-# The 99th percentile of the polite client's latency may be this many times what it is alone, plus a batch.
+INTERVAL = 0.1  # seconds between the calls of a polite client
+# The 99th percentile of the polite clients' latencies may be this many times what it is alone, plus a batch.
 SLOWER = {"another address": 3.0, "the same address": 10.0}
+SLOWER_WEBP = 10.0  # of the client that sends WebP, which is decoded in a process
 BATCH_SECONDS = 0.05  # of a batch of the attacker's views, at most
 ADDRESSES = {"another address": "127.0.0.2", "the same address": "127.0.0.1"}
 STATUSES = {"OK", "INVALID_ARGUMENT", "RESOURCE_EXHAUSTED", "DEADLINE_EXCEEDED"}  # of all calls
@@ -45,13 +47,17 @@ RAMP = 1 / 12  # of the attack's duration: its calls begin at random moments bef
 
 @dataclass(frozen=True)
 class Attack:
-    """What an attacker does. calls: on each connection at any time; call: makes one, number `stream`, until its end."""
+    """What an attacker does.
+
+    calls: on each connection at any time; call: makes one, number `stream`, until its end; slower: see SLOWER.
+    """
 
     name: str
     sentence: str
     connections: int
     calls: int
     call: Callable[[Connection, int], Awaitable[None]]
+    slower: Mapping[str, float] = field(default_factory=lambda: SLOWER)
 
 
 def cases(bed: ServerTestBed) -> Iterator[Case]:
@@ -60,9 +66,10 @@ def cases(bed: ServerTestBed) -> Iterator[Case]:
     for attack, place in itertools.product(ATTACKS, ADDRESSES):
         yield claim(
             f"{attack.name}, {place}",
-            f"{attack.sentence}, from {place}: a polite client loses no call, and the 99th percentile of its latency "
-            f"stays below {SLOWER[place]:g} times that without the attack, plus a batch; health reports SERVING; the "
-            "memory limit and the memory of the start line are kept",
+            f"{attack.sentence}, from {place}: two polite clients, with JPEG and WebP, lose no call, and the 99th "
+            f"percentile of their latencies stays below {attack.slower[place]:g} and {SLOWER_WEBP:g} times that "
+            "without the attack, plus a batch; health reports SERVING; the memory limit and the memory of the start "
+            "line are kept",
             {"place": place, "seconds": seconds, "seed": bed.seed},
             seconds + 20,
             partial(_attacked, bed, attack, place, seconds),
@@ -82,61 +89,71 @@ def expensive_images() -> tuple[bytes, ...]:
 
 
 async def _attacked(bed: ServerTestBed, attack: Attack, place: str, seconds: float) -> Json:
-    expensive_images()
+    expensive_images(), dear_messages()
     with bed.serve("--memory-limit", f"{LIMIT_MB}M") as server:
         good = CheckedCall(server.address, bed.pictures[0].data)
-        await good.times(20)
-        alone = await _polite(good, seconds=min(seconds, ALONE))
+        webp = CheckedCall(server.address, encoded(pixels(*SHAPES[0], bed.seed), "WEBP"))
+        for each in (good, webp):
+            await each.times(20)
+        alone = await _polite(good, webp, seconds=min(seconds, ALONE))
         async with peaks_of(server) as peaks:
             attackers = [
                 asyncio.create_task(_attack(attack, server.address, ADDRESSES[place], RAMP * seconds))
                 for _ in range(attack.connections)
             ]
             await asyncio.sleep(RAMP * seconds + 1)  # until its calls wait everywhere
-            meanwhile = await _polite(good, seconds=seconds)
+            meanwhile = await _polite(good, webp, seconds=seconds)
             state, metrics = await good.state(), server.metrics()
         for attacker in attackers:
             attacker.cancel()
         ends = await asyncio.gather(*attackers, return_exceptions=True)
-        afterwards = await _polite(good, seconds=min(seconds, 2.0))
+        afterwards = await _polite(good, webp, seconds=min(seconds, 2.0))
         ended = await asyncio.to_thread(server.stop)
-    before, beside = percentiles(alone), percentiles(meanwhile)
+    bounded = [
+        beside.get("p99_ms", 0) <= slower * before["p99_ms"] + 1000 * BATCH_SECONDS
+        for before, beside, slower in zip(alone, meanwhile, (attack.slower[place], SLOWER_WEBP), strict=True)
+    ]
     counts = {code.name: metrics("calls_total", status=code.name) for code in grpc.StatusCode}
     statuses = {status: round(count) for status, count in counts.items() if count}
     return verdict(
         {
-            "no_good_call_failed": not good.failures,
+            "no_good_call_failed": not (good.failures or webp.failures),
             # The server may refuse most of its calls, so that few are in flight.
             "attack_took_place": max(peaks["calls"], statuses.get("RESOURCE_EXHAUSTED", 0))
             >= attack.connections * attack.calls / 2
             and all(isinstance(end, asyncio.CancelledError) for end in ends),
             "statuses_right": set(statuses) <= STATUSES,
-            "latency_bounded": beside.get("p99_ms", 0) <= SLOWER[place] * before["p99_ms"] + 1000 * BATCH_SECONDS,
+            "latency_bounded": all(bounded),
             "health_reports_serving": state == "good",
             "memory_limit_kept": peaks["mb"] <= LIMIT_MB,
             "within_the_memory_of_the_start_line": peaks["mb"] <= server.promised_mb,
             "no_error_in_the_log": not ended.errors,
         },
         statuses=statuses,
-        failures=[*good.failures[:5], *(str(end) for end in ends if isinstance(end, Exception))],
+        failures=[*good.failures[:5], *webp.failures[:5], *(str(end) for end in ends if isinstance(end, Exception))],
         state=state,
-        alone=before,
-        meanwhile=beside,
-        afterwards=percentiles(afterwards),
+        alone=alone[0],
+        meanwhile=meanwhile[0],
+        afterwards=afterwards[0],
+        webp_alone=alone[1],
+        webp_meanwhile=meanwhile[1],
+        webp_afterwards=afterwards[1],
         most_calls=peaks["calls"],
         most_mb=round(peaks["mb"]),
         start_line_mb=round(server.promised_mb),
     )
 
 
-async def _polite(good: CheckedCall, *, seconds: float) -> list[float]:
-    """Make a call every INTERVAL, whether or not the one before is answered; return their latencies in seconds."""
-    first, end = len(good.latencies), time.monotonic() + seconds
-    async with new_channel(good.address) as channel, asyncio.TaskGroup() as group:
+async def _polite(*clients: CheckedCall, seconds: float) -> list[dict[str, float]]:
+    """Let each client make a call every INTERVAL, whether or not the one before is answered; return their latencies."""
+    first, end = [len(client.latencies) for client in clients], time.monotonic() + seconds
+    async with AsyncExitStack() as stack, asyncio.TaskGroup() as group:
+        channels = [await stack.enter_async_context(new_channel(client.address)) for client in clients]
         while time.monotonic() < end:
-            group.create_task(good.call(channel))
+            for client, channel in zip(clients, channels, strict=True):
+                group.create_task(client.call(channel))
             await asyncio.sleep(INTERVAL)
-    return good.latencies[first:]
+    return [percentiles(client.latencies[start:]) for client, start in zip(clients, first, strict=True)]
 
 
 async def _attack(attack: Attack, address: str, source: str, ramp: float) -> None:
@@ -155,6 +172,22 @@ async def _attack(attack: Attack, address: str, source: str, ramp: float) -> Non
                 for _ in range(attack.calls):
                     group.create_task(again(there, numbers))
         await asyncio.sleep(PAUSE)
+
+
+@functools.cache
+def dear_messages() -> tuple[bytes, ...]:
+    """Return messages with the images that are dear for their bytes, in some 30 kB of gzip each."""
+    requests = (pb.ClassifyRequest(image=image, protocol="center") for image in dear_pictures())
+    return tuple(message(gzip.compress(request.SerializeToString()), compressed=True) for request in requests)
+
+
+async def _send_dear_image(there: Connection, stream: int) -> None:
+    headers = call_headers(CLASSIFY, ("grpc-encoding", "gzip"))
+    there.send(frame(HEADERS, headers, flags=END_HEADERS, stream=stream))
+    await there.send_data(stream, dear_messages()[stream // 2 % len(dear_messages())])
+    there.send(frame(DATA, flags=END_STREAM, stream=stream))
+    await there.ended[stream].wait()
+    await asyncio.sleep(0.01)  # as below
 
 
 async def _send_image(there: Connection, stream: int) -> None:
@@ -190,6 +223,15 @@ ATTACKS = (
         connections=8,
         calls=8,
         call=_send_image,
+    ),
+    Attack(
+        "few pixels, expensive bytes",
+        "a connection with 4 calls in flight sends images of up to 30 MB, in 30 kB of gzip, that have a few pixels and "
+        "millions of fill bytes, comments, segments, extensions or chunks, or are plain text",
+        connections=1,
+        calls=4,
+        call=_send_dear_image,
+        slower=dict.fromkeys(ADDRESSES, 10.0),
     ),
     Attack(
         "idle streams",

@@ -18,8 +18,8 @@ from prelunet.evaluator.errors import ImageError
 from prelunet.evaluator.imaging.header import PNG_SIGNATURE
 
 _SMALL = 2**17  # bytes: no room for many pieces
-_MAX_READS = 2**17  # fill bytes, comments, segments, chunks, extensions: each takes Pillow one to four
-_MAX_SEGMENTS = 2**15  # of a JPEG
+_MAX_READS = 2**17  # of fill bytes, comments, extensions, runs and other small pieces
+_MAX_SEGMENTS = 2**15  # of a JPEG, and chunks of a PNG
 # Of segments that Pillow parses: quantization tables, Exif (joined, one by one) and Photoshop's resources.
 _APP1 = 0xE1
 _MAX_SEGMENT_BYTES = {0xDB: 2**16, _APP1: 2**22, 0xED: 2**22}
@@ -46,7 +46,7 @@ class BoundedFile(io.BytesIO):
         """Read as `io.BytesIO` does."""
         self.reads_left -= 1
         if self.reads_left < 0:
-            raise _too_many("fill bytes, comments or other small pieces", _MAX_READS)
+            raise _too_many("fill bytes, comments, extensions or other small pieces", _MAX_READS)
         return super().read(size)
 
 
@@ -89,8 +89,10 @@ def _check_jpeg(data: bytes, *, header_only: bool) -> None:
     """
     counts, sizes, position = Counter[int](), Counter[int](), 2
     for _ in range(_MAX_SEGMENTS):
-        end = len(data) if counts[_START_OF_SCAN] else position + _MAX_READS  # BoundedFile refuses as much fill
+        end = len(data) if counts[_START_OF_SCAN] else min(position + _MAX_READS, len(data))
         segment = _SEGMENT.search(data, position, end)
+        if segment is None and end < len(data):
+            raise _too_many("fill bytes", _MAX_READS)
         if segment is None:
             return
         kind, start = segment[1][0], segment.end()
@@ -117,13 +119,15 @@ def _check_jpeg(data: bytes, *, header_only: bool) -> None:
 
 
 def _check_png(data: bytes) -> None:
-    position, profiles, chunks = len(PNG_SIGNATURE), 0, 0
-    while position < len(data) and chunks <= _MAX_READS:  # BoundedFile allows fewer
+    position, profiles = len(PNG_SIGNATURE), 0
+    for _ in range(_MAX_SEGMENTS):
+        if position >= len(data):
+            return
         profiles += data[position + 4 : position + 8] == b"iCCP"
+        if profiles > _MAX_PROFILES:
+            raise _too_many("color profiles", _MAX_PROFILES)
         position += 12 + int.from_bytes(data[position : position + 4])
-        chunks += 1
-    if profiles > _MAX_PROFILES:
-        raise _too_many("color profiles", _MAX_PROFILES)
+    raise _too_many("chunks", _MAX_SEGMENTS)
 
 
 def _check_tiff(data: bytes) -> None:

@@ -1,7 +1,8 @@
 """Encoded pictures: good ones of many shapes, small ones in every format, and the hostile ones of the tests."""
 
 import io
-from collections.abc import Mapping
+import zlib
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
@@ -60,6 +61,24 @@ def hostile_pictures() -> tuple[Picture, ...]:
     files = sorted(HOSTILE.iterdir())
     assert files, f"{HOSTILE} is empty"
     return tuple(Picture(file.name, file.read_bytes()) for file in files if file.stat().st_size <= 2**16)
+
+
+def dear_pictures() -> Iterator[bytes]:
+    """Yield pictures of up to 32 MB that would take seconds to decode, and that compress to next to nothing."""
+    picture = pixels(24, 37, 1)
+    jpeg, png, gif = (encoded(picture, form) for form in ("JPEG", "PNG", "GIF"))
+    size, scan, palette = 30 * 2**20, jpeg.index(b"\xff\xda") + 40, 13 + (3 << (gif[10] & 7) + 1)
+    for pieces, data, place in (
+        (size * b"\xff", jpeg, 2),  # fill bytes
+        (size * b"\xff" + b"\0", jpeg, scan),
+        (size * b"\xff", jpeg, -2),
+        (400_000 * b"\xff\xfe\0\2", jpeg, 2),  # comments
+        (2_000_000 * b"!\xf9\0\0", gif, palette),  # extensions
+        (size // 12 * (b"\0\0\0\0prVt" + zlib.crc32(b"prVt").to_bytes(4)), png, 33),  # chunks
+        (9_000_000 * b"#", b"P6\n\n1 1 255\n\0\0\0", 3),  # a comment
+    ):
+        yield data[:place] + pieces + data[place:]
+    yield b"P3 2000 2000 255\n" + 12_000_000 * b"1 "
 
 
 @cache

@@ -21,11 +21,11 @@ def frame(kind: int, payload: bytes = b"", *, flags: int = 0, stream: int = 0) -
     return struct.pack(">I", len(payload))[1:] + bytes([kind, flags]) + struct.pack(">I", stream) + payload
 
 
-def call_headers(path: str) -> bytes:
-    """Return the header block (RFC 7541: literals without indexing) that starts a gRPC call."""
+def call_headers(path: str, *more: tuple[str, str]) -> bytes:
+    """Return the header block (RFC 7541: literals without indexing) that starts a gRPC call. more: names and values."""
     headers = [
         (":method", "POST"), (":scheme", "http"), (":path", path), (":authority", "test"),
-        ("content-type", "application/grpc"), ("te", "trailers"),
+        ("content-type", "application/grpc"), ("te", "trailers"), *more,
     ]  # fmt: skip
     parts = [bytes([0, len(name)]) + name.encode() + bytes([len(value)]) + value.encode() for name, value in headers]
     return b"".join(parts)
@@ -37,9 +37,9 @@ def reset_call(path: str, stream: int) -> bytes:
     return begin + frame(RST_STREAM, struct.pack(">I", CANCEL), stream=stream)
 
 
-def message(data: bytes, length: int | None = None) -> bytes:
-    """Return a gRPC message, uncompressed. length: that it announces, if not its own."""
-    return b"\0" + struct.pack(">I", len(data) if length is None else length) + data
+def message(data: bytes, length: int | None = None, *, compressed: bool = False) -> bytes:
+    """Return a gRPC message. length: that it announces, if not its own; compressed: whether `data` is."""
+    return bytes([compressed]) + struct.pack(">I", len(data) if length is None else length) + data
 
 
 @dataclass
