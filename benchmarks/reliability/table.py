@@ -40,7 +40,7 @@ _HEADLINE_NUMBERS: Mapping[str, tuple[tuple[str, str, Callable[[list[Any]], Any]
     "memory": (("growth from the middle to the end, MB, each case, the leaking control last", "growth_mb", list),),
     "soak": (("calls", "calls", sum), ("growth, MB", "growth_mb", max)),
     "attacks": (
-        ("largest p99 of polite calls, ms", "meanwhile.p99_ms", max),
+        ("largest p99 of polite calls with JPEG, ms", "meanwhile.p99_ms", max),
         ("without the attack", "alone.p99_ms", max),
         ("most memory of all processes, MB", "most_mb", max),
     ),

@@ -1,8 +1,8 @@
 """Limit the memory of decoding: all threads share a number of bytes, reserved from image headers before decoding.
 
 An image that alone exceeds the capacity waits until no other is decoded. Later images queue behind it, because
-otherwise an endless flow of small ones would keep it out. Ordinary photos never wait: the capacity holds more than 300
-of 500x375 pixels, or five of 12 Mpixel (seventeen beside a GPU).
+otherwise an endless flow of small ones would keep it out; a server lets small ones pass. Ordinary photos never wait:
+the capacity holds more than 300 of 500x375 pixels, or five of 12 Mpixel (seventeen beside a GPU).
 """
 
 import threading

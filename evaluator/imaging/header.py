@@ -55,8 +55,9 @@ def read_header(data: bytes) -> ImageHeader:
 
 def _jpeg_header(data: bytes) -> ImageHeader:
     """Walk over the segments up to the first scan, as Pillow does."""
-    # What follows in larger files, which are not easy, would take 50 ms if it were fill bytes.
-    scans = sum(1 for _ in islice(_SCAN.finditer(data, 0, _EASY_BYTES), _MANY_SCANS))
+    # Larger files are not easy, their bytes cost as much as some scans, and 30 MB of fill bytes would take 50 ms.
+    searched = data if len(data) <= _EASY_BYTES else b""
+    scans = sum(1 for _ in islice(_SCAN.finditer(searched), _MANY_SCANS))
     pixels, passes, position = None, 1 + 0.5 * scans, 2  # each scan goes over all coefficients, even if it changes none
     for _ in range(_EASY_SEGMENTS):
         marker, length = _number(data, position, 2) - 0xFF00, _number(data, position + 2, 2)

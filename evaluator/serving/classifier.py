@@ -18,7 +18,7 @@ from prelunet.evaluator.imaging.decode_memory import ByteSemaphore, decode_semap
 from prelunet.evaluator.imaging.limits import DecodeLimits
 from prelunet.evaluator.imaging.views import ViewImage, cut_views
 from prelunet.evaluator.protocols import EvaluationProtocol
-from prelunet.evaluator.serving.decoding import DecodeProcess, PrepareOptions, prepare_image
+from prelunet.evaluator.serving.decoding import SMALL_BYTES, DecodeProcess, PrepareOptions, prepare_image
 from prelunet.evaluator.serving.observability.call_context import Caller
 from prelunet.evaluator.serving.observability.metrics import ModelMetrics
 from prelunet.evaluator.serving.options import ModelFile
@@ -162,6 +162,11 @@ def _decode_views(
         prepared = prepare_image(request.image, options)
     else:
         with semaphore.reservation(request.caller.deadline) as reserve:
-            prepared = process.prepare(request.image, options, reserve, lambda: request.ended is not None)
+
+            def reserve_if_large(size: int) -> None:
+                if size > SMALL_BYTES:
+                    reserve(size)
+
+            prepared = process.prepare(request.image, options, reserve_if_large, lambda: request.ended is not None)
     request.image_size, request.picture = (prepared.height, prepared.width), prepared.picture
     return cut_views(prepared.resized, protocol)

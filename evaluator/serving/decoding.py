@@ -40,6 +40,7 @@ CPU_SECONDS = 30  # per image; the largest accepted one takes about 5
 REPLY_SECONDS = 4 * CPU_SECONDS  # until a reply; a process with a quarter of a core has used up its time by then
 STALL_SECONDS = 20.0  # in which the process takes or sends no byte; its start takes about one
 PROCESS_BYTES = 50 * 2**20  # of a process with nothing to do; measured: 36 MB
+SMALL_BYTES = 2**24  # images that take no more, half a megapixel of any kind, do not wait for memory behind large ones
 _NICE = 10  # a CPU model and cheap images come first
 _SPARE_BYTES = 2**27  # address space beyond what an image was estimated to take
 _POLL_SECONDS = 0.05  # between checks whether the caller still waits

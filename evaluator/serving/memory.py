@@ -13,7 +13,7 @@ from prelunet.evaluator.imaging.decode_memory import decode_semaphore
 from prelunet.evaluator.imaging.header import EASY_DECODE_BYTES
 from prelunet.evaluator.machine import cores, machine_memory
 from prelunet.evaluator.protocols import build_protocol, default_protocol_name
-from prelunet.evaluator.serving.decoding import PROCESS_BYTES
+from prelunet.evaluator.serving.decoding import PROCESS_BYTES, SMALL_BYTES
 from prelunet.evaluator.serving.network import UNREAD_BYTES
 from prelunet.evaluator.serving.options import ServeOptions
 from prelunet.evaluator.serving.scheduling.admission import with_reserve
@@ -93,7 +93,7 @@ def _estimate(sessions: Sequence[Session], options: ServeOptions, limit: int | N
         + with_reserve(options.limits.max_calls) * UNREAD_BYTES
         + cores() * max(map(image_bytes, protocols)),
         decoding=max(decode_semaphore(gpu=on_gpu).capacity, max_decode_bytes(options.limits.image))
-        + decode_processes() * PROCESS_BYTES
+        + decode_processes() * (PROCESS_BYTES + SMALL_BYTES)
         + cores() * EASY_DECODE_BYTES,
         results=sum(8 * with_reserve(queue.max_views) * len(session.contract.classes) for session in sessions),
         listed=0,

@@ -185,7 +185,7 @@ def test_batch_times_may_be_used_in_several_threads() -> None:
 
 
 @async_test
-async def test_a_request_whose_deadline_passes_while_it_waits_for_decoding_memory_frees_its_thread(
+async def test_small_images_need_no_free_decoding_memory_and_others_free_their_thread_at_their_deadline(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     semaphore = ByteSemaphore(100)
@@ -193,6 +193,8 @@ async def test_a_request_whose_deadline_passes_while_it_waits_for_decoding_memor
     with serve_models(fake=FakeSession()) as models:
         with semaphore.reservation() as reserve:
             reserve(100)
+            await start_classify(models, webp(32, 41), dense_protocol(32))
+            monkeypatch.setattr(classifier, "SMALL_BYTES", 0)
             tasks = [
                 start_classify(models, webp(32, 41), dense_protocol(32), deadline=deadline_in(1)) for _ in range(3)
             ]
