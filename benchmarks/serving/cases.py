@@ -63,7 +63,7 @@ def _served(bench: ServingBench, net: str, protocol: str) -> Json:
 def peers(bench: ServingBench, runner: Runner) -> None:
     """Measure three servers of the same model file under the same load."""
     given = [name for name in STARTERS if bench.pythons[name] is not None]
-    for name, protocol in PEER_PROTOCOLS.items():
+    for name, protocol in list(PEER_PROTOCOLS.items())[-1 if bench.rig.tiny else 0 :]:
         for pictures in PICTURES[-1:] if bench.rig.tiny else PICTURES:
             common = {"part": "peers", "net": NET, "protocol": protocol, "pictures": pictures, "peers": given}
             case = partial(_beside_peers, bench, name, pictures)
@@ -104,7 +104,7 @@ def _beside_peers(bench: ServingBench, name: str, pictures: str, clients: int, r
 def overhead(bench: ServingBench, runner: Runner) -> None:
     """Measure calls to models that compute nothing, one after the other and under load."""
     given = [name for name in STARTERS if bench.pythons[name] is not None]
-    for clients, lengths in OVERHEAD_TURN.items():
+    for clients, lengths in list(OVERHEAD_TURN.items())[-1 if bench.rig.tiny else 0 :]:
         settings = {"part": "overhead", "clients": clients, "peers": given}
         runner.measure(Case(settings, partial(_overhead, bench, clients, *lengths), 90))
 

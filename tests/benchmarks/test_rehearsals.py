@@ -34,7 +34,23 @@ def rehearse(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     return run
 
 
-def test_the_training_step_is_compared_with_the_loop(rehearse: Any) -> None:
+@pytest.fixture
+def few_images(tmp_path: Path) -> Path:
+    """Write four training and two validation images of each class."""
+    path, taken = tmp_path / "few.zip", Counter[str]()
+    with zipfile.ZipFile(embedded_dataset_path()) as whole, zipfile.ZipFile(path, "w") as few:
+        for name in sorted(name for name in whole.namelist() if name.endswith(".png")):
+            folder = name.rpartition("/")[0]
+            taken[folder] += 1
+            if taken[folder] <= (4 if folder.startswith("train") else 2):
+                few.writestr(name, whole.read(name))
+    return path
+
+
+def test_the_training_step_is_compared_with_the_loop(
+    rehearse: Any, few_images: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(step, "embedded_dataset_path", lambda: few_images)
     (case,) = rehearse(step, "--case", "demo:4:2")["cases"]
     assert case["interval"][0] <= case["ratio"] <= case["interval"][1]
 
@@ -46,22 +62,16 @@ def test_every_reporting_verb_is_measured(rehearse: Any, monkeypatch: pytest.Mon
     assert [row["verb"] for row in rows] == ["report", "compare", "ensemble of three", "report of the ensemble"]
 
 
-def test_what_int8_costs_is_averaged_over_seeds(rehearse: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    data, taken = tmp_path / "few.zip", Counter[str]()  # four training and two validation images of each class
-    with zipfile.ZipFile(embedded_dataset_path()) as whole, zipfile.ZipFile(data, "w") as few:
-        for name in sorted(name for name in whole.namelist() if name.endswith(".png")):
-            folder = name.rpartition("/")[0]
-            taken[folder] += 1
-            if taken[folder] <= (4 if folder.startswith("train") else 2):
-                few.writestr(name, whole.read(name))
-
+def test_what_int8_costs_is_averaged_over_seeds(
+    rehearse: Any, few_images: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def short(name: str) -> Recipe:
         return replace(read_recipe(name), steps=5, epochs=None, evaluate_every=5, save_every=5)
 
     def train_on_few(recipe: Recipe, _: None, folder: Path, **options: Any) -> Any:
-        return train(recipe, data, folder, **options)
+        return train(recipe, few_images, folder, **options)
 
-    monkeypatch.setattr(int8_accuracy, "embedded_dataset_path", lambda: data)
+    monkeypatch.setattr(int8_accuracy, "embedded_dataset_path", lambda: few_images)
     monkeypatch.setattr(int8_accuracy, "read_recipe", short)
     monkeypatch.setattr(int8_accuracy, "train", train_on_few)
     monkeypatch.setattr(int8_accuracy, "IMAGES", 4)

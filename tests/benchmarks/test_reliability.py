@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from benchmarks.common.results import ROOT, environment
-from benchmarks.reliability import attacks, bad_clients, deadlines, draining, faults, memory, overload, run, soak
+from benchmarks.reliability import bad_clients, deadlines, faults, memory, overload, run, soak
 from benchmarks.reliability.cases import TIMING_CONDITIONS, ServerTestBed
 from benchmarks.reliability.fuzz import fuzzing
 from benchmarks.reliability.fuzz.fuzz_cases import case_of, methods
@@ -56,25 +56,8 @@ def test_a_server_that_dies_of_one_picture_is_caught_and_the_case_is_named(bed: 
     assert result["named"] == [result["deadly_case"]]
 
 
-def test_idle_streams_lock_nobody_out(bed: ServerTestBed) -> None:
-    assert held(bed, attacks, "idle streams, the same address")["most_calls"] > 2000
-
-
-def test_images_are_answered_while_decoders_are_killed(bed: ServerTestBed) -> None:
-    assert held(bed, faults, "fault: killed decoders")["kills"] > 3
-
-
-def test_calls_of_our_client_survive_a_restart(bed: ServerTestBed) -> None:
-    assert held(bed, draining, "kill and restart")["answers"] > 0
-
-
-def test_a_burst_on_one_channel_is_answered(bed: ServerTestBed) -> None:
-    assert held(bed, overload, "overload, bursts")["grpc_aio"]["OK"] > 256
-
-
-@pytest.mark.parametrize("name", ["idle connections", "rapid resets", "killed clients", "compressed messages"])
-def test_bad_clients_leave_nothing_behind(bed: ServerTestBed, name: str) -> None:
-    assert held(bed, bad_clients, name)["good_calls"] > 0
+def test_killed_clients_leave_nothing_behind(bed: ServerTestBed) -> None:
+    assert held(bed, bad_clients, "killed clients")["good_calls"] > 0
 
 
 def test_a_soak_runs_its_scenarios(bed: ServerTestBed, monkeypatch: pytest.MonkeyPatch) -> None:
