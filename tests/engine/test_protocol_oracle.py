@@ -94,7 +94,7 @@ CASES = [
 
 @pytest.fixture(scope="module")
 def oracle(exported: dict[str, ExportedNet]) -> Oracle:
-    return oracle_of(exported["demo-image"])
+    return oracle_of(exported["narrow-image"])
 
 
 def oracle_of(exported: ExportedNet) -> Oracle:
@@ -136,14 +136,14 @@ def close(found: np.ndarray, expected: np.ndarray) -> None:
 def test_a_protocol_equals_the_oracle_when_images_of_all_shapes_share_batches(
     exported: dict[str, ExportedNet], oracle: Oracle, case: Case
 ) -> None:
-    assert_equals_oracle(with_shared_canvases(exported["demo-image"].session), oracle, case)
+    assert_equals_oracle(with_shared_canvases(exported["narrow-image"].session), oracle, case)
 
 
 @pytest.mark.parametrize("case", [case for case in CASES if not case.changes], ids=str)
 def test_a_protocol_equals_the_oracle_in_a_file_without_masks(
     exported: dict[str, ExportedNet], oracle: Oracle, case: Case
 ) -> None:
-    assert_equals_oracle(exported["demo-exact"].session, oracle, case)
+    assert_equals_oracle(exported["narrow-exact"].session, oracle, case)
 
 
 @pytest.mark.parametrize(
@@ -163,7 +163,7 @@ def test_protocols_of_model_e_equal_the_oracle(exported: dict[str, ExportedNet],
 def test_an_adopted_nets_filter_is_used(
     exported: dict[str, ExportedNet], oracle: Oracle, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    bicubic = copy(exported["demo-image"].session)
+    bicubic = copy(exported["narrow-image"].session)
     bicubic.contract = replace(bicubic.contract, interpolation="bicubic")
     plain = protocol_oracle.resized
     monkeypatch.setattr(
@@ -294,7 +294,7 @@ def test_a_mistake_is_caught(
     changes: dict[str, Any],
 ) -> None:
     (case,) = [case for case in CASES if (case.name, case.changes) == (name, changes)]
-    session = exported["demo-image"].session
+    session = exported["narrow-image"].session
     assert_equals_oracle(session, oracle, case)
     mistake(monkeypatch)
     with pytest.raises(AssertionError):

@@ -8,7 +8,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from prelunet.evaluator.architectures import Activation, Architecture, architecture
+from prelunet.evaluator.architectures import Activation, Architecture, Conv, architecture
 from prelunet.evaluator.contract import ClassEntry
 from prelunet.training.net.checkpoints import Checkpoint
 from prelunet.training.net.initialization import initial_tensors
@@ -20,8 +20,11 @@ CHANNEL_MEAN = np.array([123.68, 116.78, 103.94], np.float32)
 def discriminating_checkpoint(
     name: str, *, classes: int = 23, mean: str = "channel", activation: Activation = "prelu", seed: int = 3
 ) -> Checkpoint:
-    """Return a discriminating checkpoint of an architecture."""
-    net = architecture(name, activation=activation)
+    """Return a discriminating checkpoint of an architecture; `narrow`: of demo with a quarter of its channels."""
+    net = architecture("demo" if name == "narrow" else name, activation=activation)
+    if name == "narrow":
+        trunk = tuple(replace(one, channels=one.channels // 4) if isinstance(one, Conv) else one for one in net.trunk)
+        net = replace(net, name=name, trunk=trunk)
     rng = np.random.default_rng(seed)
     tensors = dict(initial_tensors(net, classes, seed))
     for key, tensor in tensors.items():
