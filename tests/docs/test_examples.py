@@ -25,6 +25,7 @@ from prelunet.evaluator.contract import ClassEntry
 from prelunet.export.dense.export import export_checkpoint
 from prelunet.training.data.splits import embedded_dataset_path
 from prelunet.training.net.checkpoints import write_checkpoint
+from tests.docs.forked_program import forked_program
 from tests.helpers.discriminating_nets import discriminating_checkpoint, noise
 from tests.helpers.doc_pages import PAGES, Block, blocks, name_of
 
@@ -65,6 +66,12 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@pytest.fixture(scope="module")
+def program(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    with forked_program(tmp_path_factory.mktemp("program")) as program:
+        yield program
+
+
 def _export_classifier(path: Path, classes: int) -> None:
     torch.manual_seed(0)
     layers: list[torch.nn.Module] = [torch.nn.Conv2d(3, 6, 5, 2), torch.nn.BatchNorm2d(6), torch.nn.ReLU()]
@@ -75,9 +82,12 @@ def _export_classifier(path: Path, classes: int) -> None:
 
 
 class Page:
-    """A page that is worked through in a folder, with the server and the Python names of the blocks so far."""
+    """A page that is worked through in a folder, with the server and the Python names of the blocks so far.
 
-    def __init__(self, page: Path, folder: Path) -> None:
+    program: `prelunet` for commands; servers run the installed one.
+    """
+
+    def __init__(self, page: Path, folder: Path, program: Path) -> None:
         self.page, self.folder = page, folder
         self.names: dict[str, Any] = {"__name__": "page"}
         self.ports = {port: _free_port() for port in ("50051", "8080", "9090")}
@@ -86,6 +96,7 @@ class Page:
         self.environment = {
             **os.environ, "PATH": PROGRAMS, "OMP_NUM_THREADS": "1", "NO_COLOR": "1", "CURL_HOME": str(folder)
         }  # fmt: skip
+        self.forking = {**self.environment, "PATH": f"{program.parent}{os.pathsep}{PROGRAMS}"}
 
     def run(self) -> None:
         """Run all blocks, on a server of model `demo` if the page calls one before it starts one."""
@@ -128,7 +139,7 @@ class Page:
                 continue
             done = subprocess.run(
                 ["bash", "-euo", "pipefail", "-c", self._with_ports(command)],
-                cwd=self.folder, env=self.environment, capture_output=True, text=True, timeout=TIME_LIMIT, check=False,
+                cwd=self.folder, env=self.forking, capture_output=True, text=True, timeout=TIME_LIMIT, check=False,
             )  # fmt: skip
             assert done.returncode == 0, f"{where}: exit code {done.returncode}\n{done.stdout}{done.stderr}"
 
@@ -163,13 +174,13 @@ class Page:
 
 @pytest.fixture
 def page(
-    request: pytest.FixtureRequest, files: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    request: pytest.FixtureRequest, files: Path, program: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> Iterator[Page]:
     folder = tmp_path / "page"
     shutil.copytree(files, folder)
     torch.manual_seed(0)
     monkeypatch.chdir(folder)
-    page = Page(request.param, folder)
+    page = Page(request.param, folder, program)
     yield page
     page.stop()
     shutil.rmtree(folder)  # the nets that it wrote are large
