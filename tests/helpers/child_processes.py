@@ -163,6 +163,6 @@ def run_order(
     dataset = repeated(open_dataset(Path(data), split="val", wnids=classes), copies)
     protocol = build_protocol("center" if not model and heatmaps is None else "dense-32", session.contract)
     info = build_run_info(session, "m.onnx", describe_dataset(dataset), protocol)
-    chunk_evaluator = evaluate_on_ray(Cluster(address, cpus=1), session, Path(model), dataset, info) if model else None
+    chunk_evaluator = evaluate_on_ray(Cluster(address, cpus=2), session, Path(model), dataset, info) if model else None
     options = {"fresh": fresh, "heatmaps": heatmaps or 0}
     validated(session, dataset, protocol, Path(folder), **options, chunk_evaluator=chunk_evaluator)

@@ -80,6 +80,13 @@ def test_sigterm_while_ray_starts_keeps_what_is_done_and_shows_how_to_resume(
         validated(session, dataset, cluster_protocol(session), tmp_path / "run", chunk_evaluator=chunk_evaluator)
 
 
+def test_a_sigterm_handler_not_installed_by_python_is_accepted(starting: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    plain = signal.getsignal
+    with monkeypatch.context() as patch:
+        patch.setattr(signal, "getsignal", lambda number: None if number == signal.SIGTERM else plain(number))
+        starting(lambda: signal.signal(signal.SIGTERM, signal.default_int_handler))  # nothing else could restore it
+
+
 def try_for_ever() -> None:
     """Hang like Ray, which retries after each Exception."""
     while True:
