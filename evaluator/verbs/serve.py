@@ -58,7 +58,8 @@ def serve(
         _try_echo("stopped; no call was lost")
     if ended.stuck:  # a thread hangs; exiting normally would wait for it, or break it off inside a library
         code = error_status(ended.lost).exit_code if ended.lost is not None else 0
-        _try_echo(f"prelunet: {ended.lost or 'a device or file system hangs; its work was abandoned'}", err=True)
+        abandoned = "a load, a device or a file system did not answer in time; it was abandoned"
+        _try_echo(f"prelunet: {ended.lost or abandoned}", err=True)
         os._exit(code)
     if ended.lost is not None:
         raise ended.lost
