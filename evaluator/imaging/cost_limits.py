@@ -18,8 +18,9 @@ from prelunet.evaluator.errors import ImageError
 from prelunet.evaluator.imaging.header import PNG_SIGNATURE
 
 _SMALL = 2**17  # bytes: no room for many pieces
-_MAX_READS = 2**17  # of fill bytes, comments, extensions, runs and other small pieces
-_MAX_SEGMENTS = 2**15  # of a JPEG, and chunks of a PNG
+_MAX_READS = 2**17  # of fill bytes, comments, extensions, runs and other small pieces; one in 256 bytes is allowed
+_MAX_SEGMENTS = 2**15  # of a JPEG
+_MAX_CHUNKS = 2**15  # of a PNG; one in 1 kB is allowed, and 8 kB are usual
 # Of segments that Pillow parses: quantization tables, Exif (joined, one by one) and Photoshop's resources.
 _APP1 = 0xE1
 _MAX_SEGMENT_BYTES = {0xDB: 2**16, _APP1: 2**22, 0xED: 2**22}
@@ -40,13 +41,15 @@ _STRIP_OFFSETS, _TILE_OFFSETS = 273, 324  # TIFF 6.0, sections 8 and 15
 class BoundedFile(io.BytesIO):
     """An image file that Pillow may read from a limited number of times, after which reads raise ImageError."""
 
-    reads_left = _MAX_READS
+    def __init__(self, data: bytes) -> None:
+        super().__init__(data)
+        self.reads_left = self._limit = max(_MAX_READS, len(data) // 256)
 
     def read(self, size: int | None = -1, /) -> bytes:
         """Read as `io.BytesIO` does."""
         self.reads_left -= 1
         if self.reads_left < 0:
-            raise _too_many("fill bytes, comments, extensions or other small pieces", _MAX_READS)
+            raise _too_many("fill bytes, comments, extensions or other small pieces", self._limit)
         return super().read(size)
 
 
@@ -119,15 +122,16 @@ def _check_jpeg(data: bytes, *, header_only: bool) -> None:
 
 
 def _check_png(data: bytes) -> None:
-    position, profiles = len(PNG_SIGNATURE), 0
-    for _ in range(_MAX_SEGMENTS):
-        if position >= len(data):
+    position, profiles, limit = len(PNG_SIGNATURE), 0, max(_MAX_CHUNKS, len(data) // 1024)
+    for _ in range(limit):
+        kind = data[position + 4 : position + 8]
+        if kind in {b"", b"IEND"}:
             return
-        profiles += data[position + 4 : position + 8] == b"iCCP"
+        profiles += kind == b"iCCP"
         if profiles > _MAX_PROFILES:
             raise _too_many("color profiles", _MAX_PROFILES)
         position += 12 + int.from_bytes(data[position : position + 4])
-    raise _too_many("chunks", _MAX_SEGMENTS)
+    raise _too_many("chunks", limit)
 
 
 def _check_tiff(data: bytes) -> None:

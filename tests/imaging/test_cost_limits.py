@@ -134,7 +134,7 @@ def test_what_cameras_write_around_a_jpeg_changes_no_pixel(name: str) -> None:
     np.testing.assert_array_equal(decode_rgb(USUAL[name]()), decode_rgb(JPEG))
 
 
-def test_a_png_in_pieces_of_the_usual_8_kb_or_far_smaller_ones_is_decoded() -> None:
+def test_a_png_in_far_smaller_pieces_than_usual_or_with_zeros_at_its_end_is_decoded() -> None:
     noise = np.random.default_rng(1).integers(0, 256, (1000, 700, 3), dtype=np.uint8)
     data = encoded("PNG", Image.fromarray(noise), compress_level=0)
     start = data.index(b"IDAT") - 4
@@ -142,6 +142,7 @@ def test_a_png_in_pieces_of_the_usual_8_kb_or_far_smaller_ones_is_decoded() -> N
     small = b"".join(chunk(b"IDAT", pixels[place : place + 100]) for place in range(0, len(pixels), 100))
     np.testing.assert_array_equal(decode_rgb(data[:start] + small + data[-12:]), noise)
     np.testing.assert_array_equal(decode_rgb(profiles(16)), PICTURE)
+    np.testing.assert_array_equal(decode_rgb(PNG + bytes(2**19)), PICTURE)
 
 
 def test_metadata_of_a_gif_and_a_ppm_change_no_pixel() -> None:
