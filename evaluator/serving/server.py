@@ -97,12 +97,8 @@ class Server:
             self._metrics.grpc_connections.set_function(lambda: connections_to(self._port))
         self._routes, self._http = None, None
         if http.enabled:
-            door = HttpDoor(
-                self._calls, limits, arriving, access,
-                # Not while the server stops: few HTTP clients and proxies send a refused POST to another server.
-                lambda method: None if self._services.loaded else self._services.refusal(method),
-                (host, *http.host_names), ready=lambda: self.serving,
-            )  # fmt: skip
+            names = (host, *http.host_names)
+            door = HttpDoor(self._calls, limits, arriving, access, names, lambda: self.serving)
             self._routes = Routes(door, http.reports)
             self._http = Listener(
                 door,
@@ -137,9 +133,10 @@ class Server:
         return self._calls.count
 
     async def open(self) -> None:
-        """Answer on the port during loading: health reports NOT_SERVING, calls to our services get UNAVAILABLE.
+        """Answer on the gRPC port during loading: health reports NOT_SERVING, calls to our services get UNAVAILABLE.
 
-        Liveness probes succeed.
+        Liveness probes succeed. HTTP connections are refused: many proxies take a server that accepts them for ready,
+        and do not send a refused request to another.
         """
         inference.add_to_server(cast(grpc.aio.Server, self._services), Models((), DecodeLimits()), lambda: False)
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)
@@ -148,8 +145,6 @@ class Server:
         self._server.add_generic_rpc_handlers((_reflection_v1(names),))
         self._opened = True
         await self._server.start()
-        if self._http is not None:
-            self._http.open()
 
     async def start(self, models: Models, repository: Repository | None = None) -> None:
         """Answer calls; health reports SERVING for the whole server, each of our services and each model.
@@ -163,10 +158,11 @@ class Server:
         servicer = PreluNetServicer(models, self._max_evaluation_images, repository)
         pb_grpc.add_PreluNetServiceServicer_to_server(servicer, self._services)
         inference.add_to_server(cast(grpc.aio.Server, self._services), models, lambda: self.serving, repository)
-        if self._routes is not None:
-            self._routes.serve(models, repository)
         self._services.refusal_message = ""
         self._health.set_serving(serving=True)
+        if self._routes is not None and self._http is not None:
+            self._routes.serve(models, repository)
+            self._http.open()
 
     def set_not_serving(self) -> None:
         """Make health report NOT_SERVING; calls still work."""
@@ -234,8 +230,8 @@ def _reflection_v1(services: Sequence[str]) -> grpc.GenericRpcHandler:
 class _Services(grpc.GenericRpcHandler):
     """Our services, from the end of loading until shutdown; calls before and after are refused, except probes.
 
-    loaded: loading has ended; refusal_message: the error of refused calls, empty while calls are answered;
-    refusals_released: refused calls wait until it is set; refused_count: number of calls refused during shutdown.
+    refusal_message: the error of refused calls, empty while calls are answered; refusals_released: refused calls wait
+    until it is set; refused_count: number of calls refused during shutdown.
     """
 
     def __init__(self, metrics: Metrics) -> None:
@@ -243,14 +239,14 @@ class _Services(grpc.GenericRpcHandler):
         self.refused_count = 0
         self.refusals_released = asyncio.Event()
         self.refusals_released.set()
-        self.loaded = False
+        self._ready = False
         self._refusals = metrics.refusals
         self._handlers: list[grpc.GenericRpcHandler] = []
 
     def clear(self) -> None:
         """Remove the handlers used during loading."""
         self._handlers.clear()
-        self.loaded = True
+        self._ready = True
 
     def add_generic_rpc_handlers(self, handlers: Sequence[grpc.GenericRpcHandler]) -> None:
         """Add a service; called by gRPC's generated code in place of the server's method."""
@@ -263,7 +259,7 @@ class _Services(grpc.GenericRpcHandler):
         """Return the error of a call, if calls of its method are refused now."""
         if not self.refusal_message or not method.startswith(OUR_METHODS) or method in PROBES:
             return None
-        if self.loaded:
+        if self._ready:
             self.refused_count += 1
             self._refusals.labels("", "stopping").inc()
         return NotReady(self.refusal_message)

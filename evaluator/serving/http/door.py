@@ -18,7 +18,6 @@ from starlette.types import Message, Receive, Scope, Send
 
 from prelunet.evaluator.errors import (
     DeadlinePassed,
-    NotReady,
     Overloaded,
     PermissionDenied,
     UsageError,
@@ -92,10 +91,9 @@ Answer: TypeAlias = Callable[[HttpCall], Awaitable[Response]]
 class HttpDoor:
     """The ASGI application of the HTTP port.
 
-    router: of the routes, whose endpoints are plain or made by `endpoint_of`; refusal: returns the error of a gRPC
-    method while models load; access: None without tokens; host_names: that requests may name besides addresses; ready:
-    whether the server accepts new work, as reported by health. While it does not, each response closes its connection,
-    so that the client's next request may reach another server.
+    router: of the routes, whose endpoints are plain or made by `endpoint_of`; access: None without tokens; host_names:
+    that requests may name besides addresses; ready: whether the server accepts new work, as reported by health. While
+    it does not, each response closes its connection, so that the client's next request may reach another server.
     """
 
     def __init__(
@@ -104,14 +102,12 @@ class HttpDoor:
         limits: ServerLimits,
         arriving: ArrivingBytes,
         access: AccessControl | None,
-        refusal: Callable[[str], NotReady | None],
         host_names: Sequence[str] = (),
-        *,
         ready: Callable[[], bool] = lambda: True,
     ) -> None:
         self.router, self.ready = Router(redirect_slashes=False), ready
         self._calls, self._limits, self._arriving = calls, limits, arriving
-        self._access, self._refusal = access, refusal
+        self._access = access
         self._host_names = frozenset(name.lower() for name in ("localhost", *host_names))
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -176,7 +172,7 @@ class HttpDoor:
             refused = access_error(self._access, call, request.headers.items())
             exempt = f"/{method}" in PROBES
             overloaded = self._calls.begin(call, request.headers.items(), exempt=exempt or refused is not None)
-            if (error := refused or overloaded or self._refusal(f"/{method}")) is not None:
+            if (error := refused or overloaded) is not None:
                 raise error
             if not exempt:
                 self._calls.admit(call)

@@ -204,8 +204,9 @@ class Listener:
         self.address = host_port(host, self._sockets[0].getsockname()[1])
 
     def open(self) -> None:
-        """Accept connections."""
+        """Accept connections, which are refused before."""
         for each in self._sockets:
+            each.listen()
             self._resume(each)
 
     @property
@@ -221,10 +222,10 @@ class Listener:
         """
         while self._sockets:  # once: the path of a closed socket may be that of the next server
             each = self._sockets.pop()
-            asyncio.get_running_loop().remove_reader(each)
+            listening = asyncio.get_running_loop().remove_reader(each)
             if each.family == socket.AF_UNIX:
                 Path(each.getsockname()).unlink(missing_ok=True)
-            while self._accept(each):  # else the kernel would reset them, perhaps with a request on its way
+            while listening and self._accept(each):  # else the kernel would reset them, perhaps with a request
                 pass
             each.close()
         while self._connections or self._state.tasks:
@@ -308,17 +309,30 @@ class Listener:
 
 
 def _bind(host: str, port: int) -> list[socket.socket]:
-    """Listen on all addresses of a host, on the same port."""
+    """Return sockets on all addresses of a host, on the same port, that do not listen yet."""
     if host.startswith("unix:"):
-        found = [socket.create_server(unquote(host.removeprefix("unix:")), family=socket.AF_UNIX)]
-    elif is_wildcard(host) and socket.has_dualstack_ipv6():  # as gRPC: IPv4 too
-        found = [socket.create_server((host, port), family=socket.AF_INET6, dualstack_ipv6=True)]
-    else:
-        found = []
-        addresses = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
-        for family, _, _, _, address in addresses:
-            found.append(socket.create_server((address[0], port), family=family))
-            port = port or found[0].getsockname()[1]
-    for each in found:
-        each.setblocking(False)
+        return [_bound(socket.AF_UNIX, unquote(host.removeprefix("unix:")))]
+    if is_wildcard(host) and socket.has_dualstack_ipv6():  # as gRPC: IPv4 too
+        return [_bound(socket.AF_INET6, (host, port), dual_stack=True)]
+    found: list[socket.socket] = []
+    addresses = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+    for family, _, _, _, address in addresses:
+        found.append(_bound(family, (address[0], port)))
+        port = port or found[0].getsockname()[1]
     return found
+
+
+def _bound(family: int, address: Any, *, dual_stack: bool = False) -> socket.socket:
+    """Do what `socket.create_server` does, but do not listen."""
+    created = socket.socket(family, socket.SOCK_STREAM)
+    try:
+        created.setblocking(False)
+        if family != socket.AF_UNIX:
+            created.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        if family == socket.AF_INET6:
+            created.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, not dual_stack)
+        created.bind(address)
+    except OSError:
+        created.close()
+        raise
+    return created

@@ -13,7 +13,6 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from prelunet.evaluator.errors import ModelNotFound, UsageError
-from prelunet.evaluator.imaging.limits import DecodeLimits
 from prelunet.evaluator.pb.inference import inference_pb2 as oip
 from prelunet.evaluator.pb.prelunet.v1 import prelunet_pb2 as pb
 from prelunet.evaluator.reporting.live_page import live_page
@@ -68,11 +67,10 @@ _RepositoryBody = TypeVar("_RepositoryBody", _RepositoryRequest, _IndexRequest)
 
 
 class Routes:
-    """Adds the routes to a door. reports: folder of reports for the live page."""
+    """Adds the routes to a door, which works after `serve`. reports: folder of reports for the live page."""
 
     def __init__(self, door: HttpDoor, reports: Path | None = None) -> None:
         self._door, self._ready = door, door.ready
-        self.serve(Models((), DecodeLimits()))  # until they are loaded; the door refuses calls to them
         self._add("GET", "/v1/models", prelunet.SERVICE, "ListModels", self._list_models)
         self._add("GET", "/v1/models/{name:path}", prelunet.SERVICE, "GetModel", self._get_model)
         self._add("POST", "/v1/classify", prelunet.SERVICE, "Classify", self._classify)
