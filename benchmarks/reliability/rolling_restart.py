@@ -221,7 +221,8 @@ def _direct(_bed: ServerTestBed, fleet: _Fleet, hosts: Sequence[str]) -> Iterato
 def _nginx(bed: ServerTestBed, fleet: _Fleet, hosts: Sequence[str]) -> Iterator[str]:
     """Run nginx, which keeps connections to the servers; yield its address."""
     address, config = f"127.0.0.1:{free_port()}", bed.folder / "nginx.conf"
-    servers = " ".join(f"server {host}:{fleet.http_port};" for host in hosts)
+    # max_fails=0: a server that has refused a connection is tried again for the next call, also while it starts.
+    servers = " ".join(f"server {host}:{fleet.http_port} max_fails=0;" for host in hosts)
     config.write_text(NGINX_CONFIG.format(servers=servers, address=address), encoding="utf-8")
     with _proxy("nginx", bed, "-p", str(bed.folder), "-c", str(config)):
         yield address
