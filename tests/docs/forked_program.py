@@ -11,7 +11,7 @@ import subprocess
 import sys
 import traceback
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from tests.helpers.doc_pages import ROOT
@@ -44,7 +44,7 @@ def forked_program(folder: Path) -> Iterator[Path]:
 
 
 def main() -> None:
-    """Answer calls until killed."""
+    """Answer calls until killed, or until the process that tests has gone."""
     import onnxruntime  # noqa: F401
     import scipy.stats  # noqa: F401
     import torch  # noqa: F401
@@ -59,12 +59,15 @@ def main() -> None:
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener:
         listener.bind(sys.argv[1])
         listener.listen()
+        listener.settimeout(5)
+        parent = os.getppid()
         print("ready", flush=True)
-        while True:
-            call, _ = listener.accept()
-            if os.fork() == 0:
-                _run(call)
-            call.close()
+        while os.getppid() == parent:
+            with suppress(TimeoutError):
+                call, _ = listener.accept()
+                if os.fork() == 0:
+                    _run(call)
+                call.close()
 
 
 def _run(call: socket.socket) -> None:

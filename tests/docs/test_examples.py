@@ -29,6 +29,8 @@ from tests.docs.forked_program import forked_program
 from tests.helpers.discriminating_nets import discriminating_checkpoint, noise
 from tests.helpers.doc_pages import PAGES, Block, blocks, name_of
 
+pytestmark = pytest.mark.processor
+
 COMMANDS, FILES, SHOWN = {"sh", "python"}, {"toml", "json", "yaml"}, {"text"}
 TRAIN, VAL = 6, 3  # images of each class
 TIME_LIMIT = 240  # seconds for a block: trainings of minutes are marked as not run

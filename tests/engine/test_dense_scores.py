@@ -131,6 +131,7 @@ def test_the_file_runs_in_plain_onnxruntime(exported: dict[str, ExportedNet], ke
     np.testing.assert_allclose(scores[0], oracle_of(exported[key], image).scores, rtol=0, atol=SCORE_TOLERANCE)
 
 
+@pytest.mark.processor
 @pytest.mark.parametrize("key", ["A-image", "E-image", "demo-image"])
 def test_the_file_runs_in_openvino_also_with_a_single_window(exported: dict[str, ExportedNet], key: str) -> None:
     openvino = pytest.importorskip("openvino")

@@ -33,6 +33,8 @@ from prelunet.training.net.checkpoints import Checkpoint, write_checkpoint
 from tests.helpers.discriminating_nets import discriminating_checkpoint, noise, with_tensors
 from tests.helpers.tiny_nets import TINY, mean_image, tiny_checkpoint
 
+pytestmark = pytest.mark.processor
+
 LAYERS = ["conv1", "conv2", "fc1", "fc2", "fc3"]
 INT8, FLOAT = onnx.TensorProto.INT8, onnx.TensorProto.FLOAT
 needs_int8 = pytest.mark.skipif(not supports_int8(), reason="this processor has neither VNNI nor AMX")

@@ -43,6 +43,8 @@ from tests.helpers import reference
 from tests.helpers.discriminating_nets import asymmetric_mean, discriminating_checkpoint, noise, with_tensors
 from tests.helpers.tiny_nets import tiny_checkpoint
 
+pytestmark = pytest.mark.processor
+
 # Measured: scores deviate by up to 1e-3, logits by 1e-3 of the largest, from rounded parameters and the few remaining
 # roundings between layers. A mistake in a graph gives more than 2e-2 of the largest logit.
 SCORE_TOLERANCE = 3e-3

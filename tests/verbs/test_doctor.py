@@ -27,6 +27,9 @@ from tests.helpers.fakes import FakeSession
 from tests.serving.serving_harness import run_in_thread, running_server
 
 
+pytestmark = pytest.mark.processor
+
+
 def doctor(capsys: pytest.CaptureFixture[str], *options: str) -> tuple[int, dict[str, dict[str, Any]], str]:
     """Return the exit code, the findings by name, and stderr."""
     code = run(["doctor", "--json", *options])
