@@ -130,6 +130,8 @@ async def _rotate(bed: ServerTestBed, rotations: int, seconds: float) -> Json:
                             calls[door] += 1
                             if stop.is_set():
                                 break
+                            if bed.tiny:
+                                await asyncio.sleep(0.05)
             except Exception as error:
                 failures.append(f"{door}: {type(error).__name__}: {str(error)[:200]}")
 

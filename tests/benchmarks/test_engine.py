@@ -1,8 +1,6 @@
 """benchmarks/engine: its reference scores against the oracle, and a rehearsal of each benchmark."""
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 
 import numpy as np
@@ -10,8 +8,7 @@ import pytest
 import torch
 
 from benchmarks.common.dense_torch import DenseNet
-from benchmarks.common.results import environment
-from benchmarks.engine import growth
+from benchmarks.engine import competitors, growth, run
 from benchmarks.engine.competitors import COMPETITORS, REFERENCE
 from benchmarks.engine.table import goals_of
 from prelunet.evaluator.architectures import ACTIVATIONS
@@ -47,14 +44,16 @@ def test_the_reference_has_the_pyramid_of_a_net_whose_bins_overlap_and_repeat() 
     check_against_every_window(discriminating_checkpoint("demo", classes=7))
 
 
-def test_the_engine_benchmark_runs_from_end_to_end(tmp_path: Path) -> None:
+def test_the_engine_benchmark_runs_from_end_to_end(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     output = tmp_path / "engine.json"
     chosen = ["naive", "onnxruntime, plain export", "ours, cpu", "ours, openvino int8"]
     arguments = ["--nets", "demo", "--protocols", "dense-28-45", "--images", "2", "2", "--seconds", "0"]
     arguments += ["--threads", "1", "--output", str(output), "--only", *chosen]
-    command = [sys.executable, "-m", "benchmarks.engine.run", *arguments]
-    done = subprocess.run(command, capture_output=True, text=True, check=False, env=environment())
-    assert done.returncode == 0, done.stderr
+    monkeypatch.setattr("sys.argv", ["run.py", *arguments])
+    monkeypatch.setattr(competitors, "PEAK_SIDE", 64)
+    run.main()
     result = json.loads(output.read_text())
     (one,) = result["results"]
     assert one["protocol"]["name"] == "dense-28-45"
@@ -65,7 +64,7 @@ def test_the_engine_benchmark_runs_from_end_to_end(tmp_path: Path) -> None:
     assert rows["ours, cpu"]["images"] == 2
     assert rows["ours, cpu"]["largest_deviation"] < 1e-5
     assert rows["ours, cpu"]["peak_memory_mb"] < rows[REFERENCE]["peak_memory_mb"]  # which needs torch
-    assert output.with_suffix(".md").read_text() in done.stdout
+    assert output.with_suffix(".md").read_text() in capsys.readouterr().out
 
 
 def test_the_goals_of_int8_depend_on_the_processor() -> None:

@@ -26,7 +26,6 @@ from tests.conftest import ExportedNet, with_contract
 from tests.helpers.fakes import FakeSession
 from tests.serving.serving_harness import run_in_thread, running_server
 
-
 pytestmark = pytest.mark.processor
 
 
