@@ -14,6 +14,7 @@ from benchmarks.engine import int8_accuracy
 from benchmarks.reporting import imagenet_shape
 from benchmarks.reporting import run as reporting
 from benchmarks.training import step
+from prelunet.evaluator.machine import supports_int8
 from prelunet.training.data.splits import embedded_dataset_path
 from prelunet.training.loop.train import train
 from prelunet.training.recipe import Recipe, read_recipe
@@ -62,6 +63,8 @@ def test_every_reporting_verb_is_measured(rehearse: Any, monkeypatch: pytest.Mon
     assert [row["verb"] for row in rows] == ["report", "compare", "ensemble of three", "report of the ensemble"]
 
 
+@pytest.mark.processor
+@pytest.mark.skipif(not supports_int8(), reason="this processor has neither VNNI nor AMX")
 def test_what_int8_costs_is_averaged_over_seeds(
     rehearse: Any, few_images: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -1,6 +1,5 @@
 """OpenVINO as the device: the oracle's scores in float32, and bfloat16 only where it really runs."""
 
-import os
 import subprocess
 import sys
 from pathlib import Path
@@ -16,6 +15,7 @@ from prelunet.evaluator.engine.load import open_session
 from prelunet.evaluator.engine.runtimes import openvino as openvino_runtime
 from prelunet.evaluator.engine.verify import garbage_canvas
 from prelunet.evaluator.errors import ContractError, EnvironmentFault, UsageError
+from prelunet.evaluator.machine import supports_bf16
 from tests.conftest import ExportedNet
 from tests.engine.test_dense_scores import oracle_of
 from tests.export.test_export import with_metadata
@@ -26,14 +26,6 @@ pytestmark = pytest.mark.processor
 
 # bfloat16 keeps 8 bits: each layer's outputs are off by up to 2**-9 of themselves, and a dozen layers add up.
 BF16_TOLERANCE = 5e-2
-
-
-def computes_bf16() -> bool:
-    import openvino
-
-    if "ONEDNN_MAX_CPU_ISA" in os.environ:  # which limits the kernels, but not what OpenVINO lists
-        return False
-    return "BF16" in openvino.Core().get_property("CPU", "OPTIMIZATION_CAPABILITIES")
 
 
 @pytest.mark.parametrize("key", ["A-image", "E-image", "demo-image", "demo-exact"])
@@ -121,7 +113,7 @@ def test_answers_stay_what_they_were_when_the_session_runs_again(exported: dict[
     np.testing.assert_array_equal(first.logits, kept[1])
 
 
-@pytest.mark.skipif(not computes_bf16(), reason="this CPU has no bfloat16 instructions")
+@pytest.mark.skipif(not supports_bf16(), reason="this CPU has no bfloat16 instructions")
 def test_bf16_is_what_runs_where_it_is_requested(exported: dict[str, ExportedNet]) -> None:
     path = exported["demo-image"].path
     session, reference = open_session(path, "openvino", precision="bf16"), open_session(path, "openvino")
