@@ -31,7 +31,7 @@ PACKAGES = ("prelunet", "onnxruntime", "openvino", "numpy", "pillow", "grpcio", 
 MEASURED = (
     "evaluator", "benchmarks/reliability", "benchmarks/common/server_process.py", "tests/serving/api/raw_http2.py",
 )  # fmt: skip
-LIMIT = 2100  # seconds
+LIMIT = 2400  # seconds
 SOAK = 60.0  # seconds
 GROUPS: dict[str, Callable[[ServerTestBed], Iterable[Case]]] = {
     "overload": overload.cases,
