@@ -34,7 +34,7 @@ from dataclasses import dataclass
 from typing import Any
 from urllib.parse import unquote, urlsplit
 
-_LONG_WORD = re.compile(r"(\S{100})\S{300,}(\S{100})")
+_LONG_WORD = re.compile(r"(?<!\S)\S{500,}")
 _MAX_TEXT = 10_000  # characters
 
 
@@ -45,7 +45,7 @@ class PreluNetError(Exception):
     """
 
     def __init__(self, text: str = "") -> None:
-        text = _LONG_WORD.sub(r"\1…\2", text)
+        text = _LONG_WORD.sub(lambda word: f"{word[0][:100]}…{word[0][-100:]}", text)
         half = _MAX_TEXT // 2
         super().__init__(text if len(text) <= _MAX_TEXT else f"{text[:half]} … {text[-half:]}")
 

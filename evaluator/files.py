@@ -15,18 +15,22 @@ from typing import Any, BinaryIO
 
 from prelunet.evaluator.errors import EnvironmentFault, RunFolderError, UsageError, from_os_error
 
-_NOT_REGULAR = "not a regular file, but a pipe, a socket or a device: save its content in a file"
 MAX_TEXT_BYTES = 2**26  # of a file that a person writes: options, a recipe, a class list
 
 
-def open_regular(path: str | Path) -> BufferedReader:
-    """Open a file for reading.
+class NotRegularFileError(OSError):
+    """A path names a pipe, a socket or a device. Opening or reading one may wait or continue forever."""
 
-    Raises OSError, also for a pipe, a socket or a device: opening or reading one may wait or continue forever.
-    """
+    def __init__(self, path: str | Path) -> None:
+        problem = "not a regular file, but a pipe, a socket or a device: save its content in a file"
+        super().__init__(errno.EINVAL, problem, os.fspath(path))
+
+
+def open_regular(path: str | Path) -> BufferedReader:
+    """Open a file for reading. Raises OSError, also for what is not a file (NotRegularFileError)."""
     mode = Path(path).stat().st_mode
     if not (stat.S_ISREG(mode) or stat.S_ISDIR(mode)):  # opening a folder fails by itself
-        raise OSError(errno.EINVAL, _NOT_REGULAR, os.fspath(path))
+        raise NotRegularFileError(path)
     # Does not wait even if a pipe takes the file's place now.
     return open(path, "rb", opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK))
 
@@ -34,9 +38,10 @@ def open_regular(path: str | Path) -> BufferedReader:
 def read_regular(path: Path, limit: int = MAX_TEXT_BYTES) -> bytes:
     """Return the content of a file. Raises OSError as `open_regular`, and for more than `limit` bytes."""
     with open_regular(path) as file:
-        if os.fstat(file.fileno()).st_size > limit:
-            raise OSError(errno.EINVAL, f"larger than {limit:,} bytes, so it is another kind of file", os.fspath(path))
-        return file.read()
+        content = file.read(limit + 1)
+    if len(content) > limit:
+        raise OSError(errno.EFBIG, f"larger than {limit:,} bytes, so it is another kind of file", os.fspath(path))
+    return content
 
 
 def sha256_of(path: Path) -> str:
@@ -55,9 +60,10 @@ def require_regular_file(path: Path) -> None:
     """
     try:
         open_regular(path).close()
-    except OSError as error:
-        if error.strerror == _NOT_REGULAR:
-            raise UsageError(f"{path}: {_NOT_REGULAR}") from error
+    except NotRegularFileError as error:
+        raise UsageError(f"{path}: {error.strerror}") from error
+    except OSError:
+        return
 
 
 def read_toml(path: Path, fix: str) -> dict[str, Any]:

@@ -2,9 +2,7 @@
 
 import math
 import os
-import resource
 from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 _ROOT = Path("/")
@@ -36,25 +34,6 @@ def machine_memory(root: Path = _ROOT) -> int:
         if text.isdecimal():  # else `max`: none
             limits.append(int(text))
     return min(limits)
-
-
-@contextmanager
-def limited_memory(growth: int) -> Iterator[None]:
-    """Let this process take at most so many more bytes; an allocation beyond fails. Without /proc there is no limit.
-
-    For a process with one task: the limit applies to all its threads.
-    """
-    statm = _text(Path("/proc/self/statm")).split()
-    if len(statm) < 6:
-        yield
-        return
-    soft, hard = resource.getrlimit(resource.RLIMIT_DATA)
-    limit = int(statm[5]) * os.sysconf("SC_PAGE_SIZE") + growth
-    resource.setrlimit(resource.RLIMIT_DATA, (limit if soft == resource.RLIM_INFINITY else min(soft, limit), hard))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_DATA, (soft, hard))
 
 
 def cores(root: Path = _ROOT) -> int:

@@ -295,12 +295,12 @@ def package_versions(packages: Mapping[str, str]) -> dict[str, str]:
     }
 
 
-def self_check(session: Session, name: str) -> None:
+def self_check(session: Session, name: str, *, whole: bool = False) -> None:
     """Run the golden images of a model, and compare its scores with those stated in the file. name: for errors.
 
-    Of a net with more than QUICK_CHECK_FLOPS operations per crop, which would take seconds, only the crop runs: masks
-    and shapes were checked when the file was written, and what another runtime or precision changes is the arithmetic,
-    which is the same in every window. `prelunet verify` always runs all. A file without golden images runs once.
+    Of a net with more than QUICK_CHECK_FLOPS operations per crop, for which all would take seconds, only the crop runs,
+    unless `whole`: masks and shapes were checked when the file was written, and what another runtime or precision
+    changes is the arithmetic, which is the same in every window. A file without golden images runs once.
     Raises EnvironmentFault when the model does not run, or when its scores deviate by more than its precision allows.
     """
     contract, circumstances = session.contract, session.circumstances
@@ -310,7 +310,7 @@ def self_check(session: Session, name: str) -> None:
         return
     large = 2 * (contract.multiply_adds(contract.crop, contract.crop) or 0) > QUICK_CHECK_FLOPS
     with _errors(session, name, "its golden images"):
-        deviations = verify(session, crop_only=large)
+        deviations = verify(session, crop_only=large and not whole)
     if not (fault := describe_failure(name, session, deviations)):
         return
     fixes = {

@@ -177,7 +177,8 @@ async def serve(options: ServeOptions, report: Callable[[str], None]) -> ServeRe
     ProcessCollector(registry=metrics.registry)  # memory, CPU time and open files of this process
     certificates = Certificates(options.access, metrics) if options.access.tls_files else None
     access = AccessControl(options.access.token_file, metrics) if options.access.token_file is not None else None
-    events.install_signal_handlers()  # before this, while files may block, signals end the process at once
+    # Before this, while files may block, a signal ends the process at once, unless it is the first one of a container.
+    events.install_signal_handlers()
     server = Server(
         options.host, options.port, limits, CallsInFlight(limits.max_calls, metrics, call_log, tracing),
         certificates=certificates, access=access, http=options.http, unix_socket=options.unix_socket,

@@ -30,16 +30,15 @@ log = logging.getLogger(__name__)
 
 
 def load_model(file: ModelFile, placement: Placement, stopped: Callable[[], bool] = lambda: False) -> Session:
-    """Load a model and compare its golden images, also on a CPU; on a GPU also run every shape of its shape buckets.
+    """Load a model and compare its golden images; on a GPU also run every batch shape of its shape buckets.
 
     stopped: called between batches; True cancels. Raises Interrupted then, and the errors of `open_with_placement`.
     """
     session = open_with_placement(file.path, placement)
     if (shape_buckets := shape_buckets_of(session)) is None:
-        if session.placement.device == "cpu":  # otherwise opening has done it
-            self_check(session, file.path.name)
+        self_check(session, file.path.name, whole=True)
         add_lanes(session, file.path)
-    else:  # on a GPU; batches are smaller than in validation
+    else:  # on a GPU, where opening has run the self-check; batches are smaller than in validation
         session.rules = serving_rules(session)
         start = time.monotonic()
 

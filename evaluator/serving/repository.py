@@ -17,7 +17,14 @@ from pathlib import Path
 from typing import Any, NamedTuple, TypeAlias
 
 from prelunet.evaluator.engine.session import Placement, Session
-from prelunet.evaluator.errors import EnvironmentFault, Interrupted, ModelNotFound, ModelRefused, UsageError
+from prelunet.evaluator.errors import (
+    EnvironmentFault,
+    Interrupted,
+    ModelNotFound,
+    ModelRefused,
+    PreluNetError,
+    UsageError,
+)
 from prelunet.evaluator.serving.memory import require_room_to_load, serving_memory
 from prelunet.evaluator.serving.models import Models, load_model
 from prelunet.evaluator.serving.observability.logs import release_frames
@@ -59,17 +66,16 @@ class Repository:
         self._last_look: Look = {}
         self._loaded: dict[Version, Signature] = {}
         self._kept: set[Version] = set()  # loaded by their number, until they are unloaded
-        self._refused: dict[Version, tuple[Signature, str]] = {}  # with the reason; tried again once the file changes
+        self._refused: dict[Version, tuple[Signature, PreluNetError]] = {}  # tried again once the file changes
         self._deleted: set[Version] = set()  # loaded ones
         self._unknown: set[Path] = set()  # ONNX files in the folder that are no version
-        self._fault: type[Exception] = ModelRefused  # class of the latest error
         self._retry = False
         for outcome in ("loaded", "refused", "deleted", "unloaded"):
             self._count(outcome, 0)
 
     def problems(self) -> dict[Version, str]:
         """Return the versions that are not served, and why, and those that are served but no longer in the folder."""
-        problems = {version: reason for version, (_, reason) in self._refused.items()}
+        problems = {version: str(fault) for version, (_, fault) in self._refused.items()}
         return dict(sorted((problems | dict.fromkeys(self._deleted, _DELETED)).items()))
 
     def retry(self) -> None:
@@ -92,8 +98,8 @@ class Repository:
         for name in sorted({version.name for version in look}):
             await self._update(name, look)
         if self._refused and not self._stopped() and (self._options.strict or not self._models.all()):
-            version, (_, reason) = next(iter(self._refused.items()))
-            raise self._fault(f"--models {self._folder}: {version}: {reason}")
+            version, (_, fault) = next(iter(self._refused.items()))
+            raise type(fault)(f"--models {self._folder}: {version}: {fault}")
 
     async def watch(self) -> None:
         """Look at the folder at intervals. A version counts once two looks find it unchanged."""
@@ -159,7 +165,7 @@ class Repository:
                     return UsageError(f"model '{model}' was given by --model and stays until the server stops")
                 return ModelNotFound(f"model '{model[:_MAX_QUOTED]}' is not loaded")
             for version in _matching(look, model):
-                self._refused[version] = look[version], "unloaded"
+                self._refused[version] = look[version], ModelRefused("unloaded")
             for version in removed:
                 del self._loaded[version]
             if "/" in model:
@@ -206,8 +212,8 @@ class Repository:
         except Exception as error:  # whatever it is, what is served stays, and later versions are tried
             reason = str(error).replace(f"{self._folder}/", "") or type(error).__name__
             release_frames(error)
-            self._refused[version] = signature, reason
-            self._fault = EnvironmentFault if isinstance(error, EnvironmentFault) else ModelRefused
+            kind = EnvironmentFault if isinstance(error, EnvironmentFault) else ModelRefused
+            self._refused[version] = signature, kind(reason)
             self._count("refused")
             stays = f"; version {served[0].version} stays" if served else ""
             log.error("model %s is not served%s: %s", version, stays, reason)

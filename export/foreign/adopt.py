@@ -5,7 +5,6 @@ import os
 import re
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -17,7 +16,6 @@ from onnx.helper import np_dtype_to_tensor_dtype
 
 from prelunet.evaluator.architectures import OpaqueNet, TrunkLayer
 from prelunet.evaluator.arrays import Float64Array, UInt8Array
-from prelunet.evaluator.byte_sizes import format_bytes
 from prelunet.evaluator.contract import ClassEntry, GoldenImage, ModelContract, golden_image, golden_sizes
 from prelunet.evaluator.datasets.labels.class_file import read_class_list
 from prelunet.evaluator.engine.load import open_session
@@ -25,9 +23,8 @@ from prelunet.evaluator.engine.runtimes.base import error_summary
 from prelunet.evaluator.engine.runtimes.onnx import RawOnnxModel
 from prelunet.evaluator.engine.scores import softmax
 from prelunet.evaluator.engine.verify import Deviation, deviation, golden_answer
-from prelunet.evaluator.errors import ContractError, EnvironmentFault, OutOfMemory, UsageError
+from prelunet.evaluator.errors import ContractError, EnvironmentFault, UsageError
 from prelunet.evaluator.files import check_not_input, open_atomically, sha256_of
-from prelunet.evaluator.machine import limited_memory
 from prelunet.evaluator.protocols import LONG_SIDE_CAP
 from prelunet.export.dense.build import MAX_CANVAS_SIDE
 from prelunet.export.foreign.dense import MULTI_SCALE, Head, find_head, make_dense, part_of
@@ -49,10 +46,6 @@ OLDEST_SCAN = 9  # the first opset with the current form of Scan
 _REPEATED_IMAGES = 2  # pictures that the net is run on twice
 # Allowed difference between the two runs, as a fraction of the largest output.
 _REPEAT_TOLERANCE_HALF, _REPEAT_TOLERANCE_SINGLE = 1e-3, 1e-6
-# Memory that a net may take: of the runtime and its threads; copies of the weights, here and in the runtime; maps of
-# 64 channels for each picture of a batch, three of them alive, and as much that the runtime reserves.
-_BASE_BYTES, _COPIES, _BYTES_PER_PIXEL = 2**31, 16, 2 * 3 * 64 * 4
-_PICTURES = 9
 # Allowed difference from 1 of the sum of up to a few thousand rounded probabilities.
 _SUM_TOLERANCE_HALF, _SUM_TOLERANCE_SINGLE = 1e-2, 1e-3
 
@@ -109,12 +102,10 @@ def adopt(path: Path, output: Path, classes: Path, options: AdoptOptions) -> Ado
     for name in (path, Path(os.path.realpath(output))):
         os.fspath(name).encode("utf-8")  # UnicodeEncodeError for paths that the runtime could not open
     check_not_input(output, (path, classes))
-    with ExitStack() as stack:
-        file = stack.enter_context(open_atomically(output))  # first, to refuse an unwritable path before the work
+    with open_atomically(output) as file:  # first, so that an unwritable path is refused before the work
         entries = read_class_list(classes)
         net = read_net(path, output)
         interface = find_interface(path, net, crop=options.crop, layout=options.layout, output=options.net_output)
-        stack.enter_context(_limited_memory(path, net, interface))
         _check_preprocessing(path, interface, options.preprocessing)
         pictures = _pictures(interface.crop)
         raw = _run_net(path, interface, options.preprocessing, pictures, random_operators(net))
@@ -145,21 +136,6 @@ def adopt(path: Path, output: Path, classes: Path, options: AdoptOptions) -> Ado
         else:
             sequential_reason, deviations = _write_checked(file, path, build, opset, references)
     return AdoptResult(contract, interface, opset, probabilities, sequential_reason, tuple(deviations))
-
-
-@contextmanager
-def _limited_memory(path: Path, net: ModelProto, interface: NetInterface) -> Iterator[None]:
-    """Refuse a net that takes much more memory than its size explains, as one that computes huge constants."""
-    images = max(_PICTURES, interface.batch or 1)
-    limit = _BASE_BYTES + _COPIES * net.ByteSize() + _BYTES_PER_PIXEL * images * interface.crop**2
-    try:
-        with limited_memory(limit):
-            yield
-    except OutOfMemory as error:
-        raise OutOfMemory(
-            f"{path}: takes more memory than this machine has left, or than {format_bytes(limit)}, ample for a net of "
-            "its size. Stop other programs. If that does not help, the net computes huge tensors: export it again"
-        ) from error
 
 
 def _pictures(crop: int) -> dict[str, UInt8Array]:

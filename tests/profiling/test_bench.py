@@ -358,7 +358,10 @@ def test_advice_for_a_session_that_waits_is_about_what_it_waits_for() -> None:
 @pytest.mark.parametrize(
     ("flags", "known"), [("fpu avx2 avx512_bf16", True), ("fpu amx_bf16", True), ("fpu avx512f", False), ("", False)]
 )
-def test_bfloat16_is_read_from_the_kernels_list_of_instructions(flags: str, known: bool, tmp_path: Path) -> None:
+def test_bfloat16_is_read_from_the_kernels_list_of_instructions(
+    flags: str, known: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("ONEDNN_MAX_CPU_ISA", raising=False)
     (tmp_path / "proc").mkdir()
     (tmp_path / "proc/cpuinfo").write_text(
         f"processor\t: 0\nmodel name\t: avx512_bf16 is no flag here\nflags\t\t: {flags}\n\nflags\t\t: amx_bf16\n"

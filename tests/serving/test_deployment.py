@@ -223,7 +223,7 @@ def test_a_documented_container_gets_accepted_options_its_files_and_publishes_it
         assert [int(port) for port in re.findall(r"-p (?:\S+:)?\d+:(\d+)", docker)] == ports
         assert all(each.startswith("127.0.0.1:") or options.access.tls_cert for each in re.findall(r"-p (\S+)", docker))
         require_mounts(options, re.findall(r"-v \S+:(\S+):ro", docker))
-        assert ('--user "$(id -u)"' in docker) is (options.access.tls_key is not None)
+        assert ('--user "$(id -u):$(id -g)"' in docker) is (options.access.tls_key is not None)
         if memory := re.findall(r"--memory (\S+)", docker):
             require_memory(options, memory[0])
             require_time_to_drain(options, float(re.findall(r"--stop-timeout (\d+)", docker)[0]))

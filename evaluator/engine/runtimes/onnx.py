@@ -80,10 +80,7 @@ def load_on_cpu(path: Path, *, threads: int = 0) -> OnnxRuntimeModel:
     # Threads spin between the operators of a batch, where waking them takes longer than many an operator, but not
     # between batches, where they would take cores from decoding and gRPC: benchmarks/README.md.
     options.add_session_config_entry("session.force_spinning_stop", "1")
-    # Weights in half precision and int8 are widened once, when the file is loaded, to up to four times its size. Larger
-    # constants, which a file of a few kB can compute, would be in memory beside all estimates.
-    largest = FOLDED_BYTES + 4 * path.stat().st_size
-    options.add_session_config_entry("optimization.constant_folding_max_output_size_in_bytes", str(largest))
+    _bound_folding(options, path)
     return OnnxRuntimeModel(runtime, _create_session(runtime, path, options, CPU), CPU)
 
 
@@ -134,6 +131,16 @@ def _options(runtime: ModuleType) -> Any:
     return options
 
 
+def _bound_folding(options: Any, path: Path) -> None:
+    """Bound the constants that are computed when a file is loaded, and kept beside all estimates of its memory.
+
+    Weights in half precision and int8 are widened then, to up to four times the file's size; but a file of a few kB can
+    compute gigabytes. What is not folded is computed in each run, one after another.
+    """
+    largest = FOLDED_BYTES + 4 * path.stat().st_size
+    options.add_session_config_entry("optimization.constant_folding_max_output_size_in_bytes", str(largest))
+
+
 def _create_session(
     runtime: ModuleType, path: Path, options: Any, provider: str, settings: Mapping[str, str] | None = None
 ) -> Any:
@@ -179,6 +186,7 @@ class RawOnnxModel:
         self._path = path
         options = _options(self._runtime)
         options.intra_op_num_threads = threads
+        _bound_folding(options, path)
         with self._errors("load"):
             self._session = self._runtime.InferenceSession(os.fspath(path), options, providers=[CPU])
 

@@ -2,7 +2,6 @@
 
 import json
 import os
-import resource
 import subprocess
 import sys
 from pathlib import Path
@@ -16,7 +15,7 @@ from onnx import TensorProto, helper
 from prelunet.evaluator.cli import run
 from prelunet.evaluator.contract import golden_image
 from prelunet.evaluator.engine.runtimes.onnx import RawOnnxModel
-from prelunet.evaluator.errors import ContractError, OutOfMemory, UsageError
+from prelunet.evaluator.errors import ContractError, UsageError
 from prelunet.export.dense.export import export_checkpoint
 from prelunet.export.foreign.adopt import AdoptOptions, adopt
 from prelunet.export.foreign.read_net import random_operators
@@ -366,25 +365,6 @@ def test_an_endless_loop_ends_with_a_message(tmp_path: Path, monkeypatch: pytest
     monkeypatch.setattr("prelunet.evaluator.engine.runtimes.onnx.MAX_RUN_SECONDS", 0.3)
     with pytest.raises(ContractError, match=r"net\.onnx: one run takes more than 0\.005 minutes\. Look for an endless"):
         adopted(tmp_path, net(tmp_path, endless))
-
-
-def huge_constants(n: NetBuilder, x: str) -> str:
-    """Add constants of 100 MB that the file computes from a few bytes."""
-    peak = n.add("ReduceMax", x, keepdims=0)
-    for _ in range(8):
-        large = n.add("ConstantOfShape", n.constant(np.array([25_000_000], np.int64)))
-        peak = n.add("ReduceMax", n.add("Add", large, peak), keepdims=0)
-    return n.add("Mul", features(n, x), peak)
-
-
-def test_a_small_net_that_computes_huge_constants_is_refused_before_it_takes_all_memory(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("prelunet.export.foreign.adopt._BASE_BYTES", 2**27)
-    limits = resource.getrlimit(resource.RLIMIT_DATA)
-    with pytest.raises(OutOfMemory, match=r"net\.onnx: takes more .* than 1\d\dM, ample for a net of"):
-        adopted(tmp_path, net(tmp_path, huge_constants))
-    assert resource.getrlimit(resource.RLIMIT_DATA) == limits
 
 
 # --- messages
