@@ -2,7 +2,7 @@
 
 Pillow reads the structure of a file in Python, piece by piece, and a file of 32 MB has room for millions of pieces: it
 would take seconds to minutes, and a client can send it in 30 kB of gzip. The limits below are far above what cameras
-and encoders write, and keep such a file below half a second.
+and encoders write, and keep such a file to about half a second.
 """
 
 import io
@@ -12,7 +12,7 @@ from collections import Counter
 from contextlib import suppress
 from itertools import islice
 
-from PIL import ImageFile
+from PIL import ImageFile, TiffImagePlugin
 
 from prelunet.evaluator.errors import ImageError
 from prelunet.evaluator.imaging.header import PNG_SIGNATURE
@@ -23,11 +23,13 @@ _MAX_SEGMENTS = 2**15  # of a JPEG
 _MAX_CHUNKS = 2**15  # of a PNG; one in 1 kB is allowed, and 8 kB are usual
 # Of segments that Pillow parses: quantization tables, Exif (joined, one by one) and Photoshop's resources.
 _APP1 = 0xE1
-_MAX_SEGMENT_BYTES = {0xDB: 2**16, _APP1: 2**22, 0xED: 2**22}
+_MAX_EXIF_BYTES = 2**18  # of any format; a JPEG's segment, where cameras put it, has room for 2^16
+_MAX_SEGMENT_BYTES = {0xDB: 2**16, _APP1: _MAX_EXIF_BYTES, 0xED: 2**22}
 _MAX_SCANS = 100  # of 64 Mpixel takes 0.03 s each, in as little as 8 bytes; encoders write about ten
 _MAX_PROFILES = 16  # of a PNG, where 1 MB of profile takes 1 kB
-_MAX_STRIPS = 2**16  # or tiles, of a TIFF
-_MAX_PLAIN_PIXELS = 2**21  # of these codecs, which Pillow has in Python
+_MAX_STRIPS = 2**15  # or tiles, of a TIFF
+_MAX_NUMBERS = 2**16  # in the other tags of a TIFF; a rational number takes 3 us
+_MAX_PLAIN_PIXELS = 2**18  # of these codecs, which Pillow has in Python
 _PLAIN = {"ppm_plain": "plain-text PPM", "bmp_rle": "BMP with run-length encoding"}
 _MAX_PLAIN_COMMENTS = 256  # each moves up to 1 MB
 
@@ -35,7 +37,9 @@ _MAX_PLAIN_COMMENTS = 256  # each moves up to 1 MB
 _SEGMENT = re.compile(rb"\xff([\xc0-\xc7\xc9-\xcf\xd9-\xef\xfe])")
 _SCAN = re.compile(rb"\xff\xda")
 _END_OF_IMAGE, _START_OF_SCAN = 0xD9, 0xDA
-_STRIP_OFFSETS, _TILE_OFFSETS = 273, 324  # TIFF 6.0, sections 8 and 15
+_STRIPS = {273, 279, 324, 325}  # where strips and tiles begin, and their lengths: TIFF 6.0, sections 8 and 15
+_WHOLE_TYPES = {1, 2, 7}  # bytes, text and undefined, which Pillow takes as they are: TIFF 6.0, section 2
+_DIRECTORIES = (34665, 34853, 40965)  # of a TIFF, with the camera's settings, the place and more
 
 
 class BoundedFile(io.BytesIO):
@@ -83,6 +87,20 @@ def check_plain(image: ImageFile.ImageFile, data: bytes) -> None:
         image.fp.reads_left += 2 * pixels
     if codec == "ppm_plain" and data.count(b"#") > _MAX_PLAIN_COMMENTS:
         raise _too_many("comments", _MAX_PLAIN_COMMENTS)
+
+
+def check_exif(image: ImageFile.ImageFile) -> None:
+    """Refuse much Exif. Call it once the pixels are decoded, which a PNG's Exif may follow, and before it is read."""
+    if any(len(image.info.get(key, b"")) > _MAX_EXIF_BYTES for key in ("exif", "Raw profile type exif")):
+        raise _too_many("bytes of Exif", _MAX_EXIF_BYTES)
+
+
+def skip_directories(image: TiffImagePlugin.TiffImageFile) -> None:
+    """Keep Pillow from reading all of a TIFF's further directories, of any size, after it has decoded the pixels."""
+    tags = image.getexif()  # which Pillow keeps
+    for directory in _DIRECTORIES:
+        if directory in tags:
+            del tags[directory]
 
 
 def _check_jpeg(data: bytes, *, header_only: bool) -> None:
@@ -135,17 +153,21 @@ def _check_png(data: bytes) -> None:
 
 
 def _check_tiff(data: bytes) -> None:
-    """Read the number of strips from the first directory. TIFF 6.0, section 2; BigTIFF has wider numbers."""
-    order, big = "<" if data[0] == ord("I") else ">", 43 in data[2:4]
+    """Count the strips and numbers of the first directory. TIFF 6.0, section 2; BigTIFF has wider numbers."""
+    order, big = "<" if data[0] == ord("I") else ">", data[2] == 43  # as Pillow reads these
     number, entry, entry_bytes = ("Q", "HHQ", 20) if big else ("H", "HHI", 12)
+    numbers = 0
     with suppress(struct.error):  # truncated, as Pillow will say
         (start,) = struct.unpack_from(order + ("Q" if big else "I"), data, 8 if big else 4)
         (entries,) = struct.unpack_from(order + number, data, start)
         start += struct.calcsize(order + number)
-        for place in range(start, start + entry_bytes * min(entries, _MAX_READS), entry_bytes):
-            tag, _, count = struct.unpack_from(order + entry, data, place)
-            if tag in {_STRIP_OFFSETS, _TILE_OFFSETS} and count > _MAX_STRIPS:
+        for place in range(start, start + entry_bytes * min(entries, _MAX_NUMBERS + 1), entry_bytes):
+            tag, kind, count = struct.unpack_from(order + entry, data, place)
+            if tag in _STRIPS and count > _MAX_STRIPS:
                 raise _too_many("strips or tiles", _MAX_STRIPS)
+            numbers += 1 if tag in _STRIPS or kind in _WHOLE_TYPES else max(1, count)
+            if numbers > _MAX_NUMBERS:
+                raise _too_many("numbers in the tags of a TIFF", _MAX_NUMBERS)
 
 
 def _too_many(pieces: str, limit: int) -> ImageError:

@@ -28,7 +28,7 @@ from PIL import (  # plugins by name: otherwise Pillow would load them at the fi
 
 from prelunet.evaluator.arrays import UInt8Array
 from prelunet.evaluator.errors import ImageError, OutOfMemory, PreluNetError
-from prelunet.evaluator.imaging.cost_limits import check_plain, open_bounded
+from prelunet.evaluator.imaging.cost_limits import check_exif, check_plain, open_bounded, skip_directories
 from prelunet.evaluator.imaging.header import read_header
 from prelunet.evaluator.imaging.limits import DecodeLimits
 
@@ -107,7 +107,10 @@ def decode_image(
         image = _open(data, limits)
         reserve(decode_bytes(image, apply_exif=apply_exif))
         rgb = _to_rgb(_pixels_of(image, data))
-        orientation = image.getexif().get(_ORIENTATION) if apply_exif else None
+        if not apply_exif:
+            return rgb
+        check_exif(image)
+        orientation = image.getexif().get(_ORIENTATION)
         return rgb.transpose(_EXIF_TRANSPOSE[orientation]) if orientation in _EXIF_TRANSPOSE else rgb
 
 
@@ -187,6 +190,7 @@ def _open(data: bytes, limits: DecodeLimits) -> ImageFile.ImageFile:
     if isinstance(image, TiffImagePlugin.TiffImageFile):
         tile = image.tag_v2.get(_TILE_WIDTH, 1), image.tag_v2.get(_TILE_LENGTH, 1)
         _check_pixels(*tile, limits)  # a tile may be far larger than its image
+        skip_directories(image)
     if isinstance(image, JpegImagePlugin.JpegImageFile):
         image.decodermaxblock = len(data)  # given less, libjpeg would read a long row of fill bytes again and again
     check_plain(image, data)

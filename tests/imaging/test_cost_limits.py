@@ -76,6 +76,34 @@ def bmp(side: int, rows: bytes) -> bytes:
     return b"BM" + struct.pack("<IHHI", 1078 + len(rows), 0, 0, 1078) + header + bytes(range(256)) * 4 + rows
 
 
+def retagged(tags: dict[int, tuple[int, int, int]], values: bytes) -> bytes:
+    """Return a TIFF of PICTURE with tags (type, number of values) instead of resolutions, and their values at its end.
+
+    tags: by the tag that each replaces.
+    """
+    data = encoded("TIFF", dpi=(72, 72))
+    for old, new in tags.items():
+        entry = data.index(struct.pack("<HHI", old, 3 if old == 296 else 5, 1))
+        data = data[:entry] + struct.pack("<HHII", *new, len(data)) + data[entry + 12 :]
+    return data + values
+
+
+def resolutions(number: int) -> bytes:
+    return retagged({282: (282, 5, number)}, number * struct.pack("<II", 72, 1))
+
+
+def exif(size: int) -> bytes:
+    """Return Exif of so many bytes: a mirrored orientation, as rational numbers."""
+    number = (size - 26) // 8
+    start = b"MM\0\x2a" + struct.pack(">IHHHII4x", 8, 1, 274, 5, number, 26)
+    return (start + number * struct.pack(">II", 2, 1)).ljust(size, b"\0")
+
+
+def raw_profile(data: bytes) -> bytes:
+    """Return a PNG with Exif as some programs write it."""
+    return put(chunk(b"tEXt", b"Raw profile type exif\0\nexif\n%d\n" % len(data) + data.hex().encode()), PNG, 33)
+
+
 PIECES = 2**17 + 1
 DEAR: dict[str, tuple[Callable[[], bytes], str]] = {
     "JPEG, fill bytes": (lambda: put(PIECES * b"\xff", JPEG, 2), "131072 fill bytes"),
@@ -88,23 +116,31 @@ DEAR: dict[str, tuple[Callable[[], bytes], str]] = {
     ),
     "JPEG, scans": (lambda: put(100 * LAST_SCAN, PROGRESSIVE, -2), "more than 100 scans"),
     "JPEG, tables": (lambda: put(3000 * segment(0xDB, b"\0" + 64 * b"\1"), JPEG, 2), "segments of kind 0xdb"),
-    "JPEG, Exif": (lambda: put(70 * segment(0xE1, b"Exif\0\0" + bytes(60_000)), JPEG, 2), "segments of kind 0xe1"),
+    "JPEG, Exif": (lambda: put(5 * segment(0xE1, b"Exif\0\0" + bytes(60_000)), JPEG, 2), "segments of kind 0xe1"),
     "JPEG, Photoshop": (lambda: put(70 * segment(0xED, b"Photoshop 3.0\0" + bytes(60_000)), JPEG, 2), "kind 0xed"),
     "PNG, chunks": (lambda: put(2**15 * chunk(b"prVt"), PNG, 33), "32768 chunks"),
     "PNG, chunks after the pixels": (lambda: put(2**15 * chunk(b"prVt"), PNG, -12), "32768 chunks"),
     "PNG, empty pieces of pixels": (lambda: put(2**15 * chunk(b"IDAT"), PNG, 33), "32768 chunks"),
     "PNG, profiles": (lambda: profiles(17), "16 color profiles"),
+    "PNG, Exif": (lambda: put(chunk(b"eXIf", exif(2**18 + 1)), PNG, 33), "262144 bytes of Exif"),
+    "PNG, Exif after the pixels": (lambda: put(chunk(b"eXIf", exif(2**18 + 1)), PNG, -12), "262144 bytes of Exif"),
+    "PNG, Exif as text": (lambda: raw_profile(exif(2**17)), "262144 bytes of Exif"),
+    "WebP, Exif": (lambda: encoded("WEBP", exif=exif(2**18 + 1)), "262144 bytes of Exif"),
     "GIF, extensions": (lambda: put(PIECES * b"!\xf9\0\0", GIF, GIF_HEADER), "small pieces"),
     "GIF, one comment": (lambda: put(b"!\xfe" + PIECES * b"\1a" + b"\0", GIF, GIF_HEADER), "small pieces"),
     "GIF, unknown bytes": (lambda: put(PIECES * b"\0", GIF, GIF_HEADER), "small pieces"),
     "PPM, comments": (lambda: b"P6 2 2\n#" + PIECES * b"x" + b"\n255\n" + bytes(12), "comments"),
     "PPM, white space": (lambda: b"P6" + PIECES * b" " + b"2 2 255\n" + bytes(12), "comments"),
-    "PPM, plain text": (lambda: b"P3 1449 1449 255\n", "1449x1449 pixels are more than the limit of 2097152 for plain"),
+    "PPM, plain text": (lambda: b"P3 512 513 255\n", "512x513 pixels are more than the limit of 262144 for plain"),
     "PPM, comments in plain text": (lambda: b"P3 2 2 255\n" + 257 * b"#\n" + 12 * b"1 ", "256 comments"),
-    "BMP, runs": (lambda: bmp(1449, b"\0\1"), "1449x1449 pixels are more than the limit of 2097152 for BMP with run"),
+    "BMP, runs": (lambda: bmp(513, b"\0\1"), "513x513 pixels are more than the limit of 262144 for BMP with run"),
     "BMP, runs of nothing": (lambda: bmp(9, PIECES * b"\0\2\0\0" + b"\0\1"), "small pieces"),
-    "TIFF, strips": (lambda: tiff(2**16 + 1), "65536 strips"),
-    "TIFF, strips of a BigTIFF": (lambda: tiff(2**16 + 1, big=True), "65536 strips"),
+    "TIFF, strips": (lambda: tiff(2**15 + 1), "32768 strips"),
+    "TIFF, strips of a BigTIFF": (lambda: tiff(2**15 + 1, big=True), "32768 strips"),
+    "TIFF, resolutions": (lambda: resolutions(2**16), "65536 numbers"),
+    "TIFF, what only we might take for a BigTIFF": (
+        lambda: b"MM\0\x2b" + struct.pack(">IHHHII", 8, 1, 282, 5, 2**16 + 1, 26) + bytes(2**19 + 8), "65536 numbers"
+    ),
 }  # fmt: skip
 
 
@@ -112,7 +148,7 @@ DEAR: dict[str, tuple[Callable[[], bytes], str]] = {
 def test_a_file_that_is_dear_for_its_bytes_is_refused(name: str) -> None:
     make, reason = DEAR[name]
     with pytest.raises(ImageError, match=reason) as refusal:
-        decode_rgb(make())
+        decode_rgb(make(), apply_exif=True)
     assert str(refusal.value).endswith((". Save the image again", ". Save the image as PNG"))
 
 
@@ -155,17 +191,45 @@ def test_metadata_of_a_gif_and_a_ppm_change_no_pixel() -> None:
 
 @pytest.mark.parametrize("big", [False, True])
 def test_a_tiff_with_a_strip_for_each_row_is_decoded(big: bool) -> None:
-    data = tiff(9_000, big=big)
-    assert image_size(data) == (9_000, 1)
-    assert decode_rgb(data).shape == (9_000, 1, 3)
+    data = tiff(2**15, big=big)
+    assert image_size(data) == (2**15, 1)
+    assert decode_rgb(data).shape == (2**15, 1, 3)
 
 
-def test_plain_text_and_runs_of_up_to_two_megapixels_are_decoded() -> None:
+@pytest.mark.filterwarnings("ignore:Metadata Warning")
+def test_metadata_of_a_tiff_changes_no_pixel() -> None:
+    np.testing.assert_array_equal(decode_rgb(resolutions(2**16 - 99)), PICTURE)
+    for kind in (1, 2, 7):  # bytes, text or undefined, such as the settings of a microscope
+        settings = retagged({282: (50839, kind, 2**20)}, bytes(2**20))
+        np.testing.assert_array_equal(decode_rgb(settings), PICTURE)
+
+
+def test_only_the_first_directory_of_a_tiff_is_read() -> None:
+    """Three times 65,535 more entries would be too many."""
+    directories = {282: (34665, 4, 1), 283: (34853, 4, 1), 296: (40965, 4, 1)}  # Exif, place and interoperability
+    np.testing.assert_array_equal(decode_rgb(retagged(directories, b"\xff\xff" + bytes(2**20))), PICTURE)
+
+
+@pytest.mark.filterwarnings("ignore:Metadata Warning")
+def test_a_quarter_of_a_megabyte_of_exif_is_applied() -> None:
+    data = exif(250_000)
+    parts = (segment(0xE1, b"Exif\0\0" + data[place : place + 62_500]) for place in range(0, 250_000, 62_500))
+    mirrored = {
+        JPEG: put(b"".join(parts), JPEG, 2),
+        PNG: put(chunk(b"eXIf", data), PNG, 33),
+        encoded("WEBP"): encoded("WEBP", exif=data),
+    }
+    for upright, image in mirrored.items():
+        np.testing.assert_array_equal(decode_rgb(image), decode_rgb(upright))
+        np.testing.assert_array_equal(decode_rgb(image, apply_exif=True), decode_rgb(upright)[:, ::-1])
+
+
+def test_plain_text_and_runs_of_up_to_512x512_pixels_are_decoded() -> None:
     text = b"P3\n# by hand\n37 24 255\n" + b" ".join(b"%d" % value for value in PICTURE.ravel())
     np.testing.assert_array_equal(decode_rgb(text), PICTURE)
-    side = 300
-    runs = (side * b"\1\7" + b"\0\0") * side + b"\0\1"
-    assert (decode_rgb(bmp(side, runs)) == decode_rgb(bmp(1, b"\1\7\0\1"))).all()
+    assert (decode_rgb(b"P3 512 512 255\n" + 3 * 2**18 * b"7 ") == 7).all()
+    runs = (512 * b"\1\7" + b"\0\0") * 512 + b"\0\1"
+    assert (decode_rgb(bmp(512, runs)) == decode_rgb(bmp(1, b"\1\7\0\1"))).all()
 
 
 @pytest.mark.parametrize("largest", [1, 31, 100, 254, 256, 1023, 4095, 65_534, 65_535])
