@@ -7,7 +7,7 @@ import itertools
 import math
 import random
 import time
-from collections.abc import Awaitable, Callable, Iterator, Mapping
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import AsyncExitStack, suppress
 from dataclasses import dataclass, field
 from functools import partial
@@ -50,7 +50,8 @@ RAMP = 1 / 12  # of the attack's duration: its calls begin at random moments bef
 class Attack:
     """What an attacker does.
 
-    calls: on each connection at any time; call: makes one, number `stream`, until its end; slower: see SLOWER.
+    calls: on each connection at any time; call: makes one, number `stream`, until its end; prepare: what takes time
+    before; slower: see SLOWER.
     """
 
     name: str
@@ -58,12 +59,13 @@ class Attack:
     connections: int
     calls: int
     call: Callable[[Connection, int], Awaitable[None]]
+    prepare: Callable[[], object] = object
     slower: Mapping[str, tuple[float, float]] = field(default_factory=lambda: SLOWER)
 
 
 def cases(bed: ServerTestBed) -> Iterator[Case]:
     """Return a case for each attack and each place that it comes from."""
-    seconds = 3.0 if bed.tiny else ATTACK
+    seconds = 1.0 if bed.tiny else ATTACK
     for attack, place in itertools.product(ATTACKS, ADDRESSES):
         jpeg, webp = attack.slower[place]
         yield claim(
@@ -79,19 +81,21 @@ def cases(bed: ServerTestBed) -> Iterator[Case]:
 
 
 @functools.cache
-def expensive_images() -> tuple[bytes, ...]:
-    """Return images that take long to decode, or much memory: of 16 and 64 megapixels, and of 91 scans."""
+def expensive_messages() -> tuple[bytes, ...]:
+    """Return messages with images that take long to decode, or much memory: 16 and 64 megapixels, and 91 scans."""
     images = []
     for side in (4000, 8000):
         plain = Image.new("RGB", (side, side), (9, 99, 199))
         images += [encoded(plain, "WEBP", lossless=True), encoded(plain.convert("RGBA"), "PNG", compress_level=9)]
     gray = encoded(Image.new("L", (4000, 4000), 99), "JPEG", progressive=True)
     last_scan = gray[gray.rindex(b"\xff\xda") : -2]
-    return (*images, gray[:-2] + last_scan * 90 + gray[-2:])
+    images.append(gray[:-2] + last_scan * 90 + gray[-2:])
+    requests = (pb.ClassifyRequest(image=image, protocol="center") for image in images)
+    return tuple(message(request.SerializeToString()) for request in requests)
 
 
 async def _attacked(bed: ServerTestBed, attack: Attack, place: str, seconds: float) -> Json:
-    expensive_images(), dear_messages()
+    attack.prepare()
     with bed.serve("--memory-limit", f"{LIMIT_MB}M") as server:
         good = CheckedCall(server.address, bed.pictures[0].data)
         webp = CheckedCall(server.address, encoded(pixels(*SHAPES[0], bed.seed), "WEBP"))
@@ -176,23 +180,14 @@ async def _attack(attack: Attack, address: str, source: str, ramp: float) -> Non
 @functools.cache
 def dear_messages() -> tuple[bytes, ...]:
     """Return messages with the images that are dear for their bytes, in some 30 kB of gzip each."""
-    requests = (pb.ClassifyRequest(image=image, protocol="center") for image in dear_pictures())
+    requests = (pb.ClassifyRequest(image=image, protocol="center", apply_exif=True) for image in dear_pictures())
     return tuple(message(gzip.compress(request.SerializeToString()), compressed=True) for request in requests)
 
 
-async def _send_dear_image(there: Connection, stream: int) -> None:
-    headers = call_headers(CLASSIFY, ("grpc-encoding", "gzip"))
+async def _send_one(messages: Callable[[], Sequence[bytes]], there: Connection, stream: int) -> None:
+    headers = call_headers(CLASSIFY, ("grpc-encoding", "gzip"))  # of the messages that are marked as compressed
     there.send(frame(HEADERS, headers, flags=END_HEADERS, stream=stream))
-    await there.send_data(stream, dear_messages()[stream // 2 % len(dear_messages())])
-    there.send(frame(DATA, flags=END_STREAM, stream=stream))
-    await there.ended[stream].wait()
-    await asyncio.sleep(0.01)  # as below
-
-
-async def _send_image(there: Connection, stream: int) -> None:
-    image = expensive_images()[stream // 2 % len(expensive_images())]
-    there.send(frame(HEADERS, call_headers(CLASSIFY), flags=END_HEADERS, stream=stream))
-    await there.send_data(stream, message(pb.ClassifyRequest(image=image, protocol="center").SerializeToString()))
+    await there.send_data(stream, messages()[stream // 2 % len(messages())])
     there.send(frame(DATA, flags=END_STREAM, stream=stream))
     await there.ended[stream].wait()
     await asyncio.sleep(0.01)  # this process must not be the one that is too slow
@@ -221,15 +216,17 @@ ATTACKS = (
         "8 connections with 8 calls in flight each send small files of up to 64 megapixels",
         connections=8,
         calls=8,
-        call=_send_image,
+        call=partial(_send_one, expensive_messages),
+        prepare=expensive_messages,
     ),
     Attack(
         "few pixels, expensive bytes",
         "a connection with 4 calls in flight sends images of up to 30 MB, in 30 kB of gzip, that have a few pixels and "
-        "millions of fill bytes, comments, segments, extensions or chunks, or are plain text",
+        "millions of fill bytes, comments, segments, extensions, chunks or numbers, or are plain text",
         connections=1,
         calls=4,
-        call=_send_dear_image,
+        call=partial(_send_one, dear_messages),
+        prepare=dear_messages,
         slower={**SLOWER, "another address": (10.0, 10.0)},  # each message of 30 MB is copied by the event loop
     ),
     Attack(

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from benchmarks.common.results import ROOT, environment
-from benchmarks.reliability import bad_clients, deadlines, faults, memory, overload, run, soak
+from benchmarks.reliability import attacks, bad_clients, deadlines, faults, memory, overload, run, soak
 from benchmarks.reliability.cases import TIMING_CONDITIONS, ServerTestBed
 from benchmarks.reliability.fuzz import fuzzing
 from benchmarks.reliability.fuzz.fuzz_cases import case_of, methods
@@ -58,6 +58,11 @@ def test_a_server_that_dies_of_one_picture_is_caught_and_the_case_is_named(bed: 
 
 def test_killed_clients_leave_nothing_behind(bed: ServerTestBed) -> None:
     assert held(bed, bad_clients, "killed clients")["good_calls"] > 0
+
+
+def test_polite_clients_lose_no_call_beside_images_that_are_dear_for_their_bytes(bed: ServerTestBed) -> None:
+    result = held(bed, attacks, "few pixels, expensive bytes, another address")
+    assert {"OK", "INVALID_ARGUMENT"} <= set(result["statuses"])
 
 
 def test_a_soak_runs_its_scenarios(bed: ServerTestBed, monkeypatch: pytest.MonkeyPatch) -> None:

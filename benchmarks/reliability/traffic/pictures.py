@@ -1,6 +1,7 @@
 """Encoded pictures: good ones of many shapes, small ones in every format, and the hostile ones of the tests."""
 
 import io
+import struct
 import zlib
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -66,7 +67,7 @@ def hostile_pictures() -> tuple[Picture, ...]:
 def dear_pictures() -> Iterator[bytes]:
     """Yield pictures of up to 32 MB that would take seconds to decode, and that compress to next to nothing."""
     picture = pixels(24, 37, 1)
-    jpeg, png, gif = (encoded(picture, form) for form in ("JPEG", "PNG", "GIF"))
+    jpeg, png, gif, tiff = (encoded(picture, form, dpi=(72, 72)) for form in ("JPEG", "PNG", "GIF", "TIFF"))
     size, scan, palette = 30 * 2**20, jpeg.index(b"\xff\xda") + 40, 13 + (3 << (gif[10] & 7) + 1)
     for pieces, data, place in (
         (size * b"\xff", jpeg, 2),  # fill bytes
@@ -79,6 +80,13 @@ def dear_pictures() -> Iterator[bytes]:
     ):
         yield data[:place] + pieces + data[place:]
     yield b"P3 2000 2000 255\n" + 12_000_000 * b"1 "
+    yield b"P3 512 512 255\n" + 3 * 512 * 512 * b"1 "  # as large as is accepted
+    numbers = size // 8 * struct.pack("<II", 72, 1)
+    resolution = tiff.index(struct.pack("<HHI", 282, 5, 1))
+    many = struct.pack("<HHII", 282, 5, size // 8, len(tiff))
+    yield tiff[:resolution] + many + tiff[resolution + len(many) :] + numbers
+    exif = b"MM\0\x2a" + struct.pack(">IHHHII4x", 8, 1, 274, 5, size // 8, 26) + numbers
+    yield png[:33] + struct.pack(">I4s", len(exif), b"eXIf") + exif + zlib.crc32(b"eXIf" + exif).to_bytes(4) + png[33:]
 
 
 @cache
