@@ -6,7 +6,6 @@ import time
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias, cast
-from urllib.parse import urlsplit
 
 import msgspec
 from starlette.datastructures import Headers, QueryParams
@@ -324,7 +323,7 @@ def _is_of_another_site(headers: Headers) -> bool:
     if (site := headers.get("sec-fetch-site")) is not None:
         return site not in {"same-origin", "none"}
     origin = headers.get("origin")
-    return origin is not None and urlsplit(origin).netloc != headers.get("host")
+    return origin is not None and origin.partition("://")[2] != headers.get("host")
 
 
 def _timeout(headers: Headers) -> float:

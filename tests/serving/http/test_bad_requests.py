@@ -73,6 +73,7 @@ BAD = {
     "two Hosts": request("GET /v1/models", "Host: localhost"),
     "a Host of somebody else": b"GET /v1/models HTTP/1.1\r\nHost: evil.example:80\r\n\r\n",
     "a page of another site": with_length(CLASSIFY, IMAGE, "Origin: http://evil.example"),
+    "a page of a site without an address": with_length(CLASSIFY, IMAGE, "Origin: http://["),
     "a header without a name": request("GET /v1/models", ": x"),
     "a folded header": request("GET /v1/models", "X: 1", " 2", "X y: z"),
     "a head of 32 KiB": request("GET /v1/models", f"X: {'x' * 2**15}"),
