@@ -188,9 +188,9 @@ class HttpDoor:
                     async with asyncio.timeout(context.time_remaining()):
                         response = await answer(admitted)
             except TimeoutError:
+                continues = "; the model is still being loaded or unloaded" if "RepositoryModel" in method else ""
                 raise DeadlinePassed(
-                    f"the time for this request is over; allow more in the header {TIMEOUT_HEADER}. A model that is "
-                    "being loaded or unloaded is not stopped by this"
+                    f"the time for this request is over{continues}; allow more in the header {TIMEOUT_HEADER}"
                 ) from None
             call.status = "OK"
             return response
