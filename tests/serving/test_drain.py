@@ -1,6 +1,7 @@
 """Graceful shutdown: every call gets an answer."""
 
 import asyncio
+import io
 import os
 import signal
 import struct
@@ -30,6 +31,7 @@ from prelunet.evaluator.serving import lifecycle, models, watched_files
 from prelunet.evaluator.serving import server as server_module
 from prelunet.evaluator.serving.api.calls import CallsInFlight
 from prelunet.evaluator.serving.api.health import LIVENESS
+from prelunet.evaluator.serving.http import reports
 from prelunet.evaluator.serving.lifecycle import ServeResult, ShutdownEvents, serve, wait_and_shut_down
 from prelunet.evaluator.serving.models import Models
 from prelunet.evaluator.serving.observability.metrics import Metrics
@@ -580,4 +582,43 @@ async def test_a_file_system_that_hangs_is_logged_and_never_prevents_the_exit(
     os.kill(os.getpid(), signal.SIGTERM)
     assert await serving == ServeResult(stuck=True)
     answers.set()
+    await until(lambda: not watched_files.unfinished_threads())
+
+
+@async_test
+async def test_reports_that_hang_in_their_transfer_take_four_threads_and_never_prevent_the_exit(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    answers = threading.Event()
+
+    class HangingFile(io.RawIOBase):
+        def readable(self) -> bool:
+            return True
+
+        def readinto(self, _buffer: Any) -> int:
+            assert answers.wait(60)
+            return 0
+
+    monkeypatch.setattr(lifecycle, "CLOSE_TIMEOUT", 0.2)
+    monkeypatch.setattr(models, "open_with_placement", lambda *_: FakeSession())
+    monkeypatch.setattr(reports, "open_report", lambda *_: io.BufferedReader(HangingFile()))
+    lines: list[str] = []
+    options = ServeOptions(
+        (ModelFile("model", Path("model.onnx")),), port=0, lame_duck=0, grace=0.5,
+        http=HttpOptions(0, reports=tmp_path),
+    )  # fmt: skip
+    serving = asyncio.create_task(serve(options, lines.append))
+    await until(lambda: lines)
+    address = lines[0].partition("http on ")[2].split()[0]
+    before = set(threading.enumerate())
+    async with httpx.AsyncClient(base_url=f"http://{address}", timeout=30, trust_env=False) as client:
+        views = [asyncio.create_task(client.get("/reports/report.html")) for _ in range(8)]
+        await until(lambda: len(set(threading.enumerate()) - before) == 4)
+        await asyncio.sleep(0.1)  # more would have started by now
+        assert len(set(threading.enumerate()) - before) == 4
+        os.kill(os.getpid(), signal.SIGTERM)
+        assert (await serving).stuck
+        assert all(thread.daemon for thread in set(threading.enumerate()) - before)
+        answers.set()
+        await asyncio.gather(*views, return_exceptions=True)
     await until(lambda: not watched_files.unfinished_threads())

@@ -3,15 +3,17 @@
 No link is followed, and files are opened relative to the folder in which they were found, so nothing outside is read.
 """
 
+import asyncio
 import html
 import os
 import re
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import suppress
 from functools import partial
 from itertools import islice
 from operator import itemgetter
 from pathlib import Path
+from threading import Thread
 from typing import Any, BinaryIO
 
 from starlette.exceptions import HTTPException
@@ -28,6 +30,7 @@ _PAGES = {"report.html", "compare.html"}
 _DEPTH = 3  # folders below: RUN/report/compared-with-OTHER
 _MAX_FOLDERS, _MAX_REPORTS = 2000, 200
 _HEAD, _CHUNK = 2**13, 2**18  # bytes: of a page up to its style, at most; read at a time
+_THREADS = 4  # that read at the same time; each may hang for as long as a network file system does
 _POLICY = (  # in an origin of its own, the inline scripts of a report cannot reach the live page and its token
     "sandbox allow-scripts allow-downloads; default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'; "
     "img-src data:; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
@@ -38,12 +41,27 @@ _HEADERS = {"Content-Security-Policy": _POLICY, "Cache-Control": "no-store", "Re
 def report_routes(door: HttpDoor, folder: Path) -> list[Route]:
     """Return the routes of the list, of each report, and of the viewer, which shows what the live page has fetched."""
 
+    threads = asyncio.Semaphore(_THREADS)
+
+    async def read(function: Callable[..., Any], *arguments: Any) -> Any:
+        await threads.acquire()
+        reading = asyncio.ensure_future(in_thread(function, *arguments))
+        reading.add_done_callback(lambda _: threads.release())
+        return await asyncio.shield(reading)  # a caller that is cancelled leaves a thread behind, which still counts
+
+    async def chunks(page: BinaryIO) -> AsyncIterator[bytes]:
+        try:
+            while chunk := await read(page.read, _CHUNK):
+                yield chunk
+        finally:
+            Thread(target=page.close, daemon=True).start()  # it waits for a read that hangs
+
     async def listed(_call: HttpCall) -> Response:
-        return JsonResponse({"reports": await in_thread(list_reports, folder)})
+        return JsonResponse({"reports": await read(list_reports, folder)})
 
     async def opened(call: HttpCall) -> Response:
-        page = await in_thread(open_report, folder, call.parameters["name"])
-        return StreamingResponse(_chunks(page), headers=_HEADERS, media_type="text/html")
+        page = await read(open_report, folder, call.parameters["name"])
+        return StreamingResponse(chunks(page), headers=_HEADERS, media_type="text/html")
 
     async def viewer(_request: Request) -> Response:
         return Response(asset("report_viewer.html"), headers=_HEADERS, media_type="text/html")
@@ -91,9 +109,3 @@ def _pages(folder: Path, wanted: str | None = None) -> Iterator[tuple[str, Binar
 
 def _open_no_link(folder: int, file: str, flags: int) -> int:
     return os.open(file, flags | os.O_NOFOLLOW | os.O_NONBLOCK, dir_fd=folder)
-
-
-def _chunks(page: BinaryIO) -> Iterator[bytes]:
-    with page:
-        while chunk := page.read(_CHUNK):
-            yield chunk
