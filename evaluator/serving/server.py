@@ -135,8 +135,8 @@ class Server:
     async def open(self) -> None:
         """Answer on the gRPC port during loading: health reports NOT_SERVING, calls to our services get UNAVAILABLE.
 
-        Liveness probes succeed. HTTP connections are refused: many proxies take a server that accepts them for ready,
-        and do not send a refused request to another.
+        Liveness probes succeed. An HTTP port refuses connections: many proxies take a server that accepts them for
+        ready, and do not send a refused request to another.
         """
         inference.add_to_server(cast(grpc.aio.Server, self._services), Models((), DecodeLimits()), lambda: False)
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)

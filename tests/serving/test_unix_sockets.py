@@ -17,10 +17,12 @@ import pytest
 
 from prelunet.evaluator.client import AsyncClient, Client, Credentials
 from prelunet.evaluator.errors import EnvironmentFault, UsageError
+from prelunet.evaluator.imaging.limits import DecodeLimits
 from prelunet.evaluator.pb.prelunet.v1 import prelunet_pb2 as pb
 from prelunet.evaluator.pb.prelunet.v1 import prelunet_pb2_grpc as pb_grpc
 from prelunet.evaluator.serving.access import AccessControl
 from prelunet.evaluator.serving.certificates import Certificates
+from prelunet.evaluator.serving.models import Models
 from prelunet.evaluator.serving.observability.metrics import Metrics
 from prelunet.evaluator.serving.options import HttpOptions, ServerLimits
 from prelunet.evaluator.serving.proxies import TrustedProxies, parse_networks
@@ -168,6 +170,22 @@ async def test_a_path_that_cannot_be_used_is_refused_and_left_alone(
         )  # fmt: skip
     assert before is None or path.lstat().st_ino == before
     listening.close()
+
+
+@async_test
+async def test_a_server_that_is_still_loading_keeps_its_path_and_answers_once_it_has_loaded(tmp_path: Path) -> None:
+    http = HttpOptions(unix_socket=tmp_path / "http.sock")
+    loading = Server("127.0.0.1", 0, http=http)
+    await loading.open()
+    with pytest.raises(EnvironmentFault, match="a server is listening there"):
+        Server("127.0.0.1", 0, http=http)
+    with over_http(tmp_path / "http.sock") as client:
+        early = asyncio.create_task(asyncio.to_thread(client.get, "/v2/health/ready"))
+        await asyncio.sleep(0.1)
+        assert not early.done()
+        await loading.start(Models((), DecodeLimits()))
+        assert (await early).status_code == 200
+    await loading.stop(0)
 
 
 def test_http_has_a_port_or_a_socket_not_both() -> None:

@@ -173,7 +173,7 @@ class Listener:
 
     host: address, or unix:PATH for a Unix socket, which has no port; tls: returns the context for new connections, None
     without TLS; option: that sets the port.
-    The constructor raises EnvironmentFault if the port is unavailable.
+    The constructor raises EnvironmentFault if the port is unavailable, and `open` if another program took it meanwhile.
     """
 
     def __init__(
@@ -204,9 +204,15 @@ class Listener:
         self.address = host_port(host, self._sockets[0].getsockname()[1])
 
     def open(self) -> None:
-        """Accept connections, which are refused before."""
+        """Accept connections. Before, ports refuse them, and Unix sockets let them wait."""
         for each in self._sockets:
-            each.listen()
+            try:
+                each.listen()
+            except OSError as error:
+                raise EnvironmentFault(
+                    f"cannot listen on {self.address}: another program has taken this port in the meantime. Choose "
+                    "another port, or stop the other program"
+                ) from error
             self._resume(each)
 
     @property
@@ -218,7 +224,7 @@ class Listener:
         """Close the port and idle connections; return when all are closed.
 
         Connections that wait to be accepted are, and a new one stays open until its first request is answered, comes
-        too late (`ConnectionLimits.head`), or `abort` is called.
+        too late (`ConnectionLimits.head`), or `abort` is called: by `Server.stop`, CONNECTION_LINGER after the last.
         """
         while self._sockets:  # once: the path of a closed socket may be that of the next server
             each = self._sockets.pop()
@@ -309,9 +315,11 @@ class Listener:
 
 
 def _bind(host: str, port: int) -> list[socket.socket]:
-    """Return sockets on all addresses of a host, on the same port, that do not listen yet."""
+    """Return sockets on all addresses of a host, on the same port, that do not listen yet, except Unix sockets."""
     if host.startswith("unix:"):
-        return [_bound(socket.AF_UNIX, unquote(host.removeprefix("unix:")))]
+        created = _bound(socket.AF_UNIX, unquote(host.removeprefix("unix:")))
+        created.listen()  # else another server would take this one for dead, and its path
+        return [created]
     if is_wildcard(host) and socket.has_dualstack_ipv6():  # as gRPC: IPv4 too
         return [_bound(socket.AF_INET6, (host, port), dual_stack=True)]
     found: list[socket.socket] = []

@@ -305,6 +305,7 @@ def test_a_request_that_takes_too_long_ends_with_504() -> None:
     with running_server(http=ON, six=session) as server, client_to(server) as client:
         late = client.post("/v1/classify?protocol=center", content=IMAGE, headers={"x-request-timeout": "0.3"})
         assert (late.status_code, late.json()["code"]) == (504, "DEADLINE_EXCEEDED")
+        assert "model" not in late.json()["error"]
         session.gate.set()
 
 
@@ -553,6 +554,18 @@ async def test_a_port_in_use_is_reported_with_a_fix() -> None:
         number = taken.getsockname()[1]
         with pytest.raises(EnvironmentFault, match=rf"\(--http-port\): port {number} is in use"):
             Server("127.0.0.1", 0, http=HttpOptions(number))
+
+
+@async_test
+async def test_a_port_taken_while_models_load_is_reported_with_a_fix() -> None:
+    server = Server("127.0.0.1", 0, http=ON)
+    await server.open()
+    with (
+        socket.create_server(("127.0.0.1", int(server.http_address.rpartition(":")[2]))),
+        pytest.raises(EnvironmentFault, match=f"{server.http_address}: another program .* Choose another port"),
+    ):
+        await server.start(Models((), DecodeLimits()))
+    await server.stop(0)
 
 
 def test_a_thousand_calls_at_once_are_all_answered(server: RunningServer) -> None:
