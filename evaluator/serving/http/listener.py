@@ -224,7 +224,7 @@ class Listener:
         """Close the port and idle connections; return when all are closed.
 
         Connections that wait to be accepted are, and a new one stays open until its first request is answered, comes
-        too late (`ConnectionLimits.head`), or `abort` is called: `Server` does so CONNECTION_LINGER after the last call.
+        too late (`ConnectionLimits.head`), or `abort` is called: by `Server`, CONNECTION_LINGER after the last call.
         """
         while self._sockets:  # once: the path of a closed socket may be that of the next server
             each = self._sockets.pop()
