@@ -312,7 +312,7 @@ class ServeOptions:
     ] = None
     strict: Annotated[
         bool,
-        CliOption("Exit at the start unless the newest version of each model in --models can be loaded."),
+        CliOption("Exit at the start unless the newest version of each model in that folder can be loaded."),
     ] = False
     host: Annotated[str, CliOption("Address to listen on; 0.0.0.0 listens on all interfaces.")] = "127.0.0.1"
     port: Annotated[int, CliOption("Port to listen on; 0 picks a free port.", min=0, max=65535)] = 50051

@@ -255,7 +255,8 @@ async def test_no_call_of_clients_that_call_without_a_pause_is_cancelled(stubbor
 
 @async_test
 async def test_no_call_of_http_clients_that_call_without_a_pause_is_lost() -> None:
-    async with draining_server(FakeSession(), lame_duck=0.05, http=HttpOptions(port=0)) as stop:
+    # A lame duck in which even on a busy machine every client gets an answer, the one that closes its connection.
+    async with draining_server(FakeSession(), lame_duck=1, http=HttpOptions(port=0)) as stop:
 
         def call_until_refused() -> int:
             with httpx.Client(base_url=f"http://{stop.server.http_address}", timeout=30, trust_env=False) as client:

@@ -18,7 +18,7 @@ from prelunet.evaluator.contract import OUTPUTS
 from prelunet.evaluator.engine.runtimes.base import error_summary, is_out_of_memory, load_error
 from prelunet.evaluator.engine.runtimes.cuda import CudaBinding, CudaRuntime, GpuPrecision, cuda_options
 from prelunet.evaluator.engine.runtimes.onnx_metadata import read_precision
-from prelunet.evaluator.errors import ContractError, EnvironmentFault, OutOfMemory, install_hint
+from prelunet.evaluator.errors import ContractError, EnvironmentFault, install_hint
 
 CPU, CUDA = "CPUExecutionProvider", "CUDAExecutionProvider"
 FOLDED_BYTES = 2**26  # of a constant that is computed when a file is loaded, besides four times the file's size
@@ -178,7 +178,7 @@ class RawOnnxModel:
 
     threads: 0 for one per core.
     Raises ContractError with the runtime's message when the file cannot be loaded or run, or a run takes more than
-    MAX_RUN_SECONDS; OutOfMemory when memory is insufficient.
+    MAX_RUN_SECONDS; EnvironmentFault when memory is insufficient.
     """
 
     def __init__(self, path: Path, *, threads: int = 0) -> None:
@@ -216,7 +216,7 @@ class RawOnnxModel:
         except Exception as error:  # the runtime's own classes have no common base
             text = error_summary(error)
             if is_out_of_memory(error):
-                raise OutOfMemory(f"{self._path}: too little memory left to {action} this net ({text})") from error
+                raise EnvironmentFault(f"{self._path}: too little memory left to {action} this net ({text})") from error
             raise ContractError(f"{self._path}: onnxruntime cannot {action} this net ({text})") from error
 
 

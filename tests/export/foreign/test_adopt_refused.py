@@ -240,7 +240,7 @@ def test_a_machine_with_too_little_memory_is_not_the_nets_fault(
 
     path = net(tmp_path)
     monkeypatch.setattr("onnxruntime.InferenceSession", full)
-    with pytest.raises(EnvironmentFault, match=r"net\.onnx: takes more memory than this machine has left"):
+    with pytest.raises(EnvironmentFault, match=r"net\.onnx: too little memory left to load this net"):
         adopted(tmp_path, path)
 
 
