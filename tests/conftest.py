@@ -100,7 +100,7 @@ class _ExportedNets(dict[str, ExportedNet]):
 
 @pytest.fixture(scope="session")
 def exported(tmp_path_factory: pytest.TempPathFactory) -> dict[str, ExportedNet]:
-    """Return exported nets by name: `A-channel`, `E-image`, `demo-relu`, `demo-exact`, ..."""
+    """Return exported nets by name: `halfA-image`, `E-image`, `demo-relu`, `demo-exact`, ..."""
     own = tmp_path_factory.getbasetemp()
     return _ExportedNets((own.parent if "PYTEST_XDIST_WORKER" in os.environ else own) / "exported")
 
@@ -114,11 +114,11 @@ def _ctrl_c() -> Iterator[None]:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Skip the tests of model C unless they are requested."""
+    """Skip the tests of models A and C unless they are requested."""
     if not os.environ.get("LARGE"):
         for item in items:
             if item.get_closest_marker("large"):
-                item.add_marker(pytest.mark.skip(reason="model C takes minutes and 6 GB: make test LARGE=1"))
+                item.add_marker(pytest.mark.skip(reason="models A and C take minutes and 6 GB: make test LARGE=1"))
 
 
 @pytest.hookimpl(wrapper=True)
