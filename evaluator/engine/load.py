@@ -97,7 +97,7 @@ def open_with_placement(
         try:
             return _open(path, replace(placement, device="cuda"), digest, preallocate=preallocate, check=check)
         except EnvironmentFault as error:
-            log.warning("device auto: running on the CPU, because CUDA is unavailable: %s", error)
+            log.warning("device auto: running on the CPU, because CUDA cannot be used: %s", error)
     device = choose_cpu_device(path, placement.precision)
     if is_int8 and device == "cpu" and placement.precision is None:
         reason = "openvino is not installed" if supports_int8() else "this processor has neither VNNI nor AMX"

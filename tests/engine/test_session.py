@@ -96,7 +96,7 @@ def test_when_cuda_is_requested_a_runtime_that_knows_none_is_an_error_that_names
 def test_auto_without_a_working_cuda_is_a_cpu_session_with_a_warning(use, model: Path, caplog, runtime) -> None:
     use(runtime)
     opened = open_session(model, "auto")
-    assert caplog.text.count("running on the CPU, because CUDA is unavailable: --device cuda") == len(runtime.loads) - 1
+    assert caplog.text.count("running on the CPU, because CUDA cannot be used: --device cuda") == len(runtime.loads) - 1
     assert opened.circumstances.provider == CPU
     assert opened.circumstances.to_json()["provider"] == CPU
     assert str(opened.circumstances).startswith(f"{CPU}, fp32 (prelunet ")
@@ -198,7 +198,7 @@ def test_what_does_not_run_on_the_gpu_is_an_error_there_and_runs_on_the_cpu_wher
     opened = open_with_placement(model, Placement("auto"), preallocate=many)
     assert opened.circumstances.provider == CPU
     assert opened.placement.device == "cpu"
-    assert "running on the CPU, because CUDA is unavailable: model model.onnx loads but does not run" in caplog.text
+    assert "running on the CPU, because CUDA cannot be used: model model.onnx loads but does not run" in caplog.text
     assert runtime.events.count(f"load on {CUDA}") == 2
     assert runtime.events.count(f"load on {CPU}") == 1
 
