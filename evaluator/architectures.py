@@ -9,6 +9,7 @@ import math
 import re
 from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass, replace
+from functools import cached_property
 from typing import Any, ClassVar, Literal, get_args
 
 from prelunet.evaluator.errors import UsageError
@@ -134,7 +135,7 @@ class Architecture:
         """Return the convolutions in order."""
         return tuple(layer for layer in self.trunk if isinstance(layer, Conv))
 
-    @property
+    @cached_property  # like the window, asked for thousands of times while batches are planned
     def layers(self) -> tuple[TrunkLayer, ...]:
         """Return the geometry of the trunk."""
         return tuple(TrunkLayer(layer.kernel, layer.stride, layer.pad) for layer in self.trunk)
@@ -143,7 +144,7 @@ class Architecture:
         """Return the rows (columns) of the feature map of an image with `side` rows (columns)."""
         return feature_map_side(self.layers, side)
 
-    @property
+    @cached_property
     def window(self) -> int:
         """Return the side of a window: that of the feature map of one training crop."""
         return self.feature_map_side(self.crop)

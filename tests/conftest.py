@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from hypothesis import settings
 
 from prelunet.evaluator.architectures import Activation
 from prelunet.evaluator.contract import Canvas, ModelContract
@@ -20,6 +21,9 @@ from prelunet.evaluator.engine.session import Session
 from prelunet.export.dense.export import export_checkpoint
 from prelunet.training.net.checkpoints import Checkpoint, read_checkpoint, write_checkpoint
 from tests.helpers.discriminating_nets import discriminating_checkpoint
+
+settings.register_profile("default", deadline=None)  # of an example: a busy machine is no failure
+settings.load_profile("default")
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -100,7 +104,7 @@ class _ExportedNets(dict[str, ExportedNet]):
 
 @pytest.fixture(scope="session")
 def exported(tmp_path_factory: pytest.TempPathFactory) -> dict[str, ExportedNet]:
-    """Return exported nets by name: `halfA-image`, `E-image`, `demo-relu`, `demo-exact`, ..."""
+    """Return exported nets by name: `slimA-image`, `slimE-image`, `demo-relu`, `demo-exact`, ..."""
     own = tmp_path_factory.getbasetemp()
     return _ExportedNets((own.parent if "PYTEST_XDIST_WORKER" in os.environ else own) / "exported")
 
@@ -114,11 +118,11 @@ def _ctrl_c() -> Iterator[None]:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Skip the tests of models A and C unless they are requested."""
+    """Skip the tests of models A, C and E unless they are requested."""
     if not os.environ.get("LARGE"):
         for item in items:
             if item.get_closest_marker("large"):
-                item.add_marker(pytest.mark.skip(reason="models A and C take minutes and 6 GB: make test LARGE=1"))
+                item.add_marker(pytest.mark.skip(reason="models A, C and E take minutes and 6 GB: make test LARGE=1"))
 
 
 @pytest.hookimpl(wrapper=True)

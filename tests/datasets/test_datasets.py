@@ -385,7 +385,7 @@ def test_tar_whose_member_has_a_negative_size_does_not_loop(tmp_path: Path) -> N
         open_dataset(tmp_path / "data.tar", split="val")
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(st.sampled_from([as_tar, as_zip]), st.data())
 def test_damaged_archive_opens_or_is_refused_and_raises_nothing_else(
     tmp_path_factory: pytest.TempPathFactory, pack: Pack, draw: st.DataObject

@@ -180,7 +180,7 @@ def test_a_list_passed_as_an_option_overrides_class_folders_with_a_remark(tmp_pa
     assert any("some folders are named after classes, but the labels come from" in remark for remark in dataset.remarks)
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(st.lists(st.text(st.sampled_from("ab0123456789.,\"' \t-nJPEG_\r\x00é"), max_size=30), max_size=5))
 def test_any_text_is_a_list_or_is_refused_and_raises_nothing_else(
     tmp_path_factory: pytest.TempPathFactory, lines: list[str]

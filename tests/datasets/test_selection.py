@@ -4,7 +4,7 @@ import itertools
 from pathlib import Path
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from prelunet.evaluator.contract import MAX_NAME_LENGTH, ClassEntry
@@ -29,7 +29,6 @@ def numbers(part: Dataset) -> list[int]:
     return [sample.size for sample in part.samples]
 
 
-@settings(deadline=None)
 @given(st.integers(1, 300), st.integers(1, 300))
 def test_limit_takes_the_images_at_floor_of_i_times_total_by_limit(images: int, limit: int) -> None:
     part = select(dataset(images), limit=limit, classes=())

@@ -155,9 +155,9 @@ def test_a_protocol_equals_the_oracle_in_a_file_without_masks(
     ],
     ids=str,
 )
-def test_protocols_of_model_e_equal_the_oracle(exported: dict[str, ExportedNet], case: Case) -> None:
-    session = exported["E-image"].session
-    assert_equals_oracle(session, oracle_of(exported["E-image"]), case, [noise(261, 203, seed=4)])
+def test_protocols_of_model_e_with_few_channels_equal_the_oracle(exported: dict[str, ExportedNet], case: Case) -> None:
+    session = exported["slimE-image"].session
+    assert_equals_oracle(session, oracle_of(exported["slimE-image"]), case, [noise(261, 203, seed=4)])
 
 
 def test_an_adopted_nets_filter_is_used(

@@ -106,14 +106,14 @@ def test_the_file_holds_no_path_and_no_trace_of_this_machine(exported: dict[str,
 
 
 def test_every_node_has_a_readable_name(exported: dict[str, ExportedNet]) -> None:
-    names = [node.name for node in onnx.load(exported["E-image"].path).graph.node]
+    names = [node.name for node in onnx.load(exported["slimE-image"].path).graph.node]
     assert all(names)
     assert len(set(names)) == len(names)
     assert {"conv1", "conv2_2.masked", "conv3_6.activation", "pool_9x9", "fc1", "window_scores"} <= set(names)
 
 
 def test_only_padded_convolutions_are_masked(exported: dict[str, ExportedNet]) -> None:
-    masked = {n.name for n in onnx.load(exported["E-image"].path).graph.node if n.name.endswith(".masked")}
+    masked = {n.name for n in onnx.load(exported["slimE-image"].path).graph.node if n.name.endswith(".masked")}
     assert masked == {
         "images.masked",
         *(f"conv2_{i}.masked" for i in (2, 4)),
@@ -124,7 +124,7 @@ def test_only_padded_convolutions_are_masked(exported: dict[str, ExportedNet]) -
 
 
 def test_no_operator_is_used_that_leaves_the_gpu(exported: dict[str, ExportedNet]) -> None:
-    nodes = onnx.load(exported["E-image"].path).graph.node
+    nodes = onnx.load(exported["slimE-image"].path).graph.node
     assert not {"Range", "GridSample", "If", "Loop", "NonZero", "Resize"} & {node.op_type for node in nodes}
     assert {tuple(node.input) for node in nodes if node.op_type == "Shape"} == {("images",)}
 
@@ -416,7 +416,7 @@ def test_export_to_a_folder_that_does_not_exist_is_refused(
 
 
 def test_a_contract_states_the_window_grid_that_the_graph_finds(exported: dict[str, ExportedNet]) -> None:
-    for key, sizes in {"demo-image": [(28, 31), (45, 90)], "E-image": [(224, 239), (301, 260)]}.items():
+    for key, sizes in {"demo-image": [(28, 31), (45, 90)], "slimE-image": [(224, 239), (301, 260)]}.items():
         contract: ModelContract = exported[key].session.contract
         for height, width in sizes:
             outputs = exported[key].session.run(canvas_of(height, width), np.array([[height, width]]))

@@ -16,7 +16,7 @@ from tests.helpers import reference
 
 CHANNEL_MEAN = np.array([123.68, 116.78, 103.94], np.float32)
 # The layers of a net with a part of its channels, for which the oracle takes a fraction of the time.
-NARROW = {"narrow": ("demo", 4), "halfA": ("A", 2)}
+NARROW = {"narrow": ("demo", 4), "slimA": ("A", 4), "slimE": ("E", 4)}
 
 
 def discriminating_checkpoint(

@@ -30,10 +30,11 @@ TRUNKS: dict[str, Trunk] = {  # Table 3 (A, C) and Table 1 (E) of the paper
     "E": (*_CONV1, ("pool3", 3, 0), *_two_by_two(2, 4), *_POOL, *_two_by_two(3, 6)),
     "demo": (*_stage(1, 2), *_POOL, *_stage(2, 2), *_POOL, *_stage(3, 2)),
 }
-TRUNKS |= {"narrow": TRUNKS["demo"], "halfA": TRUNKS["A"]}  # the numbers of channels are those of the tensors
-WINDOW = {"A": 14, "C": 14, "E": 18, "demo": 7, "narrow": 7, "halfA": 14}
+# The numbers of channels are those of the tensors.
+TRUNKS |= {"narrow": TRUNKS["demo"], "slimA": TRUNKS["A"], "slimE": TRUNKS["E"]}
+WINDOW = {"A": 14, "C": 14, "E": 18, "demo": 7, "narrow": 7, "slimA": 14, "slimE": 18}
 LEVELS = {"A": (7, 3, 2, 1), "C": (7, 3, 2, 1), "E": (6, 3, 2, 1), "demo": (3, 2, 1)}
-LEVELS |= {"narrow": LEVELS["demo"], "halfA": LEVELS["A"]}
+LEVELS |= {"narrow": LEVELS["demo"], "slimA": LEVELS["A"], "slimE": LEVELS["E"]}
 LRELU_SLOPE = 0.01
 
 

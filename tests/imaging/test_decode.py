@@ -360,7 +360,7 @@ def damaged_images(draw: st.DrawFn) -> bytes:
     return bytes(data[:end])
 
 
-@settings(max_examples=600, deadline=None)
+@settings(max_examples=600)
 @given(damaged_images(), st.booleans())
 def test_damaged_image_decodes_to_pixels_or_is_refused(data: bytes, apply_exif: bool) -> None:
     limits = DecodeLimits(max_pixels=500_000)

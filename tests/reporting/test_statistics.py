@@ -27,7 +27,6 @@ ROUNDING = 5.1e-5  # half a unit of the fourth decimal, to which every percentag
 COUNTS = st.integers(1, 60_000).flatmap(lambda total: st.tuples(st.integers(0, total), st.just(total)))
 
 
-@settings(deadline=None)
 @given(COUNTS)
 def test_wilson_interval_equals_that_of_statsmodels_and_holds_the_error(counts: tuple[int, int]) -> None:
     errors, total = counts
@@ -70,7 +69,6 @@ def test_an_error_is_percent_with_four_decimals() -> None:
     assert error_percent(0, 7) == 0.0
 
 
-@settings(deadline=None)
 @given(st.lists(st.tuples(st.integers(0, 9), st.integers(0, 9)).map(sorted), max_size=12))
 def test_macro_error_is_the_mean_over_the_classes_that_have_images(tables: list[list[int]]) -> None:
     wrong, totals = [errors for errors, _ in tables], [total for _, total in tables]
@@ -172,7 +170,6 @@ SCORES = st.one_of(
 )
 
 
-@settings(deadline=None)
 @given(st.lists(st.tuples(SCORES, st.booleans()), min_size=1, max_size=60))
 def test_calibration_equals_a_plain_loop_in_fractions(images: list[tuple[str, bool]]) -> None:
     scores, right = [score for score, _ in images], [hit for _, hit in images]
@@ -205,7 +202,6 @@ def test_a_score_that_half_precision_lifts_above_one_counts_as_one() -> None:
     assert (found.bins[-1].images, found.bins[-1].confidence) == (2, 100.0)
 
 
-@settings(deadline=None)
 @given(st.integers(1, 1200).flatmap(lambda k: st.tuples(st.just(k), st.lists(st.integers(1, k), max_size=30))))
 def test_ranks_are_summarized_by_mean_median_and_steps_that_end_at_the_number_of_classes(
     drawn: tuple[int, list[int]],
@@ -227,7 +223,7 @@ def test_ranks_are_summarized_by_mean_median_and_steps_that_end_at_the_number_of
 ANSWERS = st.lists(st.tuples(st.integers(0, 40), st.booleans()), min_size=1, max_size=300)
 
 
-@settings(deadline=None, max_examples=50)
+@settings(max_examples=50)
 @given(ANSWERS)
 def test_the_histogram_counts_right_and_wrong_answers_by_score(images: list[tuple[int, bool]]) -> None:
     found = calibration([step / 40 for step, _ in images], [right for _, right in images])
@@ -239,7 +235,7 @@ def test_the_histogram_counts_right_and_wrong_answers_by_score(images: list[tupl
         assert (entry.low, entry.high) == (place / 20, (place + 1) / 20)
 
 
-@settings(deadline=None, max_examples=50)
+@settings(max_examples=50)
 @given(ANSWERS)
 def test_risk_against_coverage_equals_a_plain_loop_with_equal_scores_kept_together(
     images: list[tuple[int, bool]],

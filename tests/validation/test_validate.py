@@ -224,7 +224,7 @@ def test_another_model_in_the_folder_is_refused_and_fresh_replaces_it(
     assert executed(tmp_path) == [0, 1, 2]
 
 
-@settings(max_examples=12, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=12, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(st.floats(0, 1), st.floats(0, 1))
 @example(1.0, 1.0)  # already complete: nothing is done, so nothing is logged
 def test_truncated_anywhere_a_run_ends_in_the_same_bytes_and_complete_chunks_are_not_repeated(

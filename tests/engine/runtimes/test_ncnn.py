@@ -22,7 +22,7 @@ def ncnn() -> Any:
     return pytest.importorskip("ncnn")
 
 
-@pytest.mark.parametrize("key", ["halfA-image", "E-image", "demo-exact", "demo-shared", "demo-relu", "demo-lrelu"])
+@pytest.mark.parametrize("key", ["slimA-image", "slimE-image", "demo-exact", "demo-shared", "demo-relu", "demo-lrelu"])
 def test_scores_are_the_oracles_of_each_image_of_a_batch(exported: dict[str, ExportedNet], key: str, ncnn: Any) -> None:
     session = open_session(exported[key].path, "ncnn")
     assert (session.circumstances.provider, session.circumstances.precision) == ("ncnn", "fp32")

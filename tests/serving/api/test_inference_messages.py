@@ -181,7 +181,7 @@ MESSAGE = infer_request(
 ).SerializeToString()
 
 
-@settings(max_examples=500, deadline=None)
+@settings(max_examples=500)
 @given(st.lists(st.tuples(st.integers(0, len(MESSAGE)), st.integers(0, 3), st.binary(max_size=3)), max_size=6))
 def test_a_damaged_message_is_parsed_or_refused_with_a_usage_error(damages: list[tuple[int, int, bytes]]) -> None:
     data = bytearray(MESSAGE)

@@ -479,7 +479,7 @@ STEPS = st.lists(
 )
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(STEPS, st.integers(1, 20), st.sampled_from([9.0, 0.6, 0.3]))
 def test_admission_decides_as_plain_lists_do(
     steps: list[tuple[str, str, int, int, int]], max_views: int, share: float

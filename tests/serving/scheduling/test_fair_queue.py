@@ -72,7 +72,7 @@ STEPS = st.lists(
 )
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(STEPS)
 def test_the_order_is_that_of_a_plain_list_that_keeps_all_flows(steps: list[tuple[str, str, str, str, int]]) -> None:
     queue, oracle = FairQueue[str](), Oracle()
@@ -100,7 +100,7 @@ def drained(queue: FairQueue[str]) -> Iterator[str]:
         yield item
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(st.lists(st.tuples(st.sampled_from("xyz"), st.integers(1, 9)), min_size=1, max_size=40), st.integers(0, 10))
 def test_in_order_predicts_the_order_of_service(items: list[tuple[str, int]], served: int) -> None:
     queue = FairQueue[str]()
@@ -114,7 +114,7 @@ def test_in_order_predicts_the_order_of_service(items: list[tuple[str, int]], se
         assert predicted == list(drained(queue))
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(st.lists(st.tuples(st.integers(1, 9), st.integers(1, 9), st.integers(1, 9)), min_size=5, max_size=60))
 def test_clients_that_always_wait_get_equal_service_to_within_their_largest_items(
     costs: list[tuple[int, int, int]],
