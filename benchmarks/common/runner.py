@@ -41,13 +41,6 @@ def command_line(
     return parser
 
 
-def several(text: str) -> int:
-    """Parse a number of seeds, at least 2."""
-    if (count := int(text)) < 2:
-        raise argparse.ArgumentTypeError("must be at least 2: one training has no interval")
-    return count
-
-
 @dataclass(frozen=True)
 class Case:
     """One measurement. settings: what identifies it in the file; seconds: estimated maximum duration."""

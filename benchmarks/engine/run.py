@@ -176,7 +176,7 @@ def _alone(case: BenchmarkNet, names: Sequence[str], photo: Photo, scale: int) -
     """Return memory and start time of each competitor in its own process, by name; see isolated.py."""
     stand_ins = {name: COMPETITORS[name].alone_as or name for name in names}
     height, width = photo.pixels.shape[:2]
-    task = {"task": "competitor", "folder": str(case.folder), "threads": case.threads}
+    task = {"folder": str(case.folder), "threads": case.threads}
     found: dict[str, Json] = {}
     with progress("isolated", len(set(stand_ins.values())), "competitors") as advance:
         for name in dict.fromkeys(stand_ins.values()):

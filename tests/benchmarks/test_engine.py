@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from benchmarks.common.dense_torch import DenseNet
-from benchmarks.engine import competitors, growth, run
+from benchmarks.engine import competitors, run
 from benchmarks.engine.competitors import COMPETITORS, REFERENCE
 from benchmarks.engine.table import goals_of
 from prelunet.evaluator.architectures import ACTIVATIONS
@@ -82,18 +82,3 @@ def test_the_goals_of_int8_depend_on_the_processor() -> None:
     vnni, with_amx = (goals_of([result], amx=amx) for amx in (False, True))
     assert [(goal["measured"], goal["met"]) for goal in vnni] == [(3.6, True)]
     assert [(goal["measured"], goal["met"]) for goal in with_amx] == [(1.8, True), (7.2, False)]
-
-
-def test_growth_measures_a_point_of_each_part_once(tmp_path: Path) -> None:
-    output = tmp_path / "growth.json"
-    words = ["--tiny", "--engines", "onnxruntime fp32", "--most-images", "100", "--output", str(output)]
-    assert growth.main(words) == 0
-    found = json.loads(output.read_text())
-    parts = [case["settings"]["part"] for case in found["cases"]]
-    assert parts == [part for part in growth.PARTS for _ in range(1 if part == "dataset" else 2)]
-    for case in found["cases"]:
-        assert "error" not in case["result"]
-        if "foretold_peak_mb" in case["result"]:
-            assert case["result"]["foretold_peak_mb"] > case["result"]["peak_mb"] > 10
-    assert growth.main(words) == 0
-    assert json.loads(output.read_text()) == found

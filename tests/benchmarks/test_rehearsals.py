@@ -3,21 +3,16 @@
 import json
 import zipfile
 from collections import Counter
-from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 import pytest
 
-from benchmarks.engine import int8_accuracy
 from benchmarks.reporting import imagenet_shape
 from benchmarks.reporting import run as reporting
 from benchmarks.training import step
-from prelunet.evaluator.machine import supports_int8
 from prelunet.training.data.splits import embedded_dataset_path
-from prelunet.training.loop.train import train
-from prelunet.training.recipe import Recipe, read_recipe
 
 
 @pytest.fixture
@@ -61,25 +56,3 @@ def test_every_reporting_verb_is_measured(rehearse: Any, monkeypatch: pytest.Mon
     monkeypatch.setattr(reporting, "LIMITS", {})  # for a machine that does nothing else
     rows = rehearse(reporting, "--repeats", "1")["results"]
     assert [row["verb"] for row in rows] == ["report", "compare", "ensemble of three", "report of the ensemble"]
-
-
-@pytest.mark.processor
-@pytest.mark.skipif(not supports_int8(), reason="this processor has neither VNNI nor AMX")
-def test_what_int8_costs_is_averaged_over_seeds(
-    rehearse: Any, few_images: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def short(name: str) -> Recipe:
-        return replace(read_recipe(name), steps=5, epochs=None, evaluate_every=5, save_every=5)
-
-    def train_on_few(recipe: Recipe, _: None, folder: Path, **options: Any) -> Any:
-        return train(recipe, few_images, folder, **options)
-
-    monkeypatch.setattr(int8_accuracy, "embedded_dataset_path", lambda: few_images)
-    monkeypatch.setattr(int8_accuracy, "read_recipe", short)
-    monkeypatch.setattr(int8_accuracy, "train", train_on_few)
-    monkeypatch.setattr(int8_accuracy, "IMAGES", 4)
-    result = rehearse(int8_accuracy, "--runs", str(tmp_path / "runs"), "--seeds", "2")
-    for device, found in result["change_of_top1_error"].items():
-        by_seed = [one["errors"]["int8"][device] - one["errors"]["fp32"]["openvino"] for one in result["seeds"]]
-        assert found["mean"] == pytest.approx(sum(by_seed) / 2, abs=1e-3)  # both are rounded
-        assert all(0 <= one["tolerance_used"][device] <= 1 for one in result["seeds"])
