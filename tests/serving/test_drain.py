@@ -104,20 +104,22 @@ async def classify(channel: grpc.aio.Channel) -> pb.ClassifyResponse:
     return await stub.Classify(pb.ClassifyRequest(image=IMAGE, protocol="center"), timeout=30)
 
 
-async def health_of(channel: grpc.aio.Channel, service: str = "") -> int:
-    return (await health_pb2_grpc.HealthStub(channel).Check(health_pb2.HealthCheckRequest(service=service))).status
+async def health_of(channel: grpc.aio.Channel, service: str = "", timeout: float | None = None) -> int:
+    request = health_pb2.HealthCheckRequest(service=service)
+    return (await health_pb2_grpc.HealthStub(channel).Check(request, timeout=timeout)).status
 
 
 async def until_closed(channel: grpc.aio.Channel) -> None:
     """Check the health until the port is closed.
 
-    Health is answered to the end, so gRPC's core cancels a check that is on its way when the port closes.
+    Health is answered to the end, so a check may be on its way when the port closes: gRPC's core cancels it, or, about
+    once in a hundred times, never gives it to the server, so that it would wait until the last call has ended.
     """
     code = grpc.StatusCode.CANCELLED
-    while code is grpc.StatusCode.CANCELLED:
+    while code in {grpc.StatusCode.CANCELLED, grpc.StatusCode.DEADLINE_EXCEEDED}:
         try:
             while True:
-                await health_of(channel)
+                await health_of(channel, timeout=1)
         except grpc.aio.AioRpcError as error:
             code = error.code()
     assert code is grpc.StatusCode.UNAVAILABLE
