@@ -31,15 +31,16 @@ DOORS = ("grpc", "http")
 def cases(bed: ServerTestBed) -> Iterator[Case]:
     """Yield the one case, whose control is part of it."""
     rotations, seconds = bed.reduced(ROTATIONS, len(_WRITERS)), SECONDS if not bed.tiny else 1.0
+    clients = bed.reduced(CLIENTS, 4)
     yield claim(
         "rotation",
-        f"{CLIENTS} clients, half over gRPC and half over HTTP, call over TLS with tokens for at least {seconds:g} s, "
+        f"{clients} clients, half over gRPC and half over HTTP, call over TLS with tokens for at least {seconds:g} s, "
         f"often on new connections, while certificate, key and token file are replaced {rotations} times, by rename, "
         "in place, in halves, and the key long after the certificate; an old token stays valid until the next "
         "rotation: no call fails; then a token is removed without overlap: UNAUTHENTICATED over both",
-        {"clients": CLIENTS, "rotations": rotations, "seconds": seconds, "seed": bed.seed},
+        {"clients": clients, "rotations": rotations, "seconds": seconds, "seed": bed.seed},
         2 * seconds,
-        partial(_rotate, bed, rotations, seconds),
+        partial(_rotate, bed, clients, rotations, seconds),
     )
 
 
@@ -107,7 +108,7 @@ class _Rotation:
         return pair.with_suffix(".pem").read_text()
 
 
-async def _rotate(bed: ServerTestBed, rotations: int, seconds: float) -> Json:
+async def _rotate(bed: ServerTestBed, clients: int, rotations: int, seconds: float) -> Json:
     folder = bed.folder / "rotation"
     folder.mkdir()
     files = _Rotation(folder)
@@ -131,13 +132,13 @@ async def _rotate(bed: ServerTestBed, rotations: int, seconds: float) -> Json:
                             if stop.is_set():
                                 break
                             if bed.tiny:
-                                await asyncio.sleep(0.05)
+                                await asyncio.sleep(0.1)
             except Exception as error:
                 failures.append(f"{door}: {type(error).__name__}: {str(error)[:200]}")
 
         begun = time.monotonic()
         async with asyncio.TaskGroup() as group:
-            for number, door in zip(range(CLIENTS), itertools.cycle(DOORS)):
+            for number, door in zip(range(clients), itertools.cycle(DOORS)):
                 group.create_task(client(number, door))
             for number in range(rotations):
                 certificate, changed = await files.replace(number), time.monotonic()
@@ -153,7 +154,7 @@ async def _rotate(bed: ServerTestBed, rotations: int, seconds: float) -> Json:
     return verdict(
         {
             "no_call_failed": not failures,
-            "every_door_was_called": min(calls.values()) > CLIENTS * rotations,
+            "every_door_was_called": min(calls.values()) > clients * rotations,
             "a_token_removed_without_overlap_is_refused": set(refused.values()) == {"UNAUTHENTICATED"},
             "no_token_in_the_log": not [secret for secret in files.secrets if any(secret in text for text in texts)],
             "exit_code_0": ended.code == 0,

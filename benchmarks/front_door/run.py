@@ -56,7 +56,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             runner.run(rotation.cases(bed))
     if "speed" in options.part:
         with tempfile.TemporaryDirectory(prefix="prelunet-front-door-") as folder:
-            pictures = write_pictures(Path(folder) / "pictures", None)
+            pictures = write_pictures(Path(folder) / "pictures", None, tiny=options.tiny)
             rig = Rig("cpu", options.tiny, Path(folder) / "files")
             with ServingBench(rig, Path(folder), pictures, cores(), {}, now) as bench:
                 runner.run(speed.cases(bench))

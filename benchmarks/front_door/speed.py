@@ -25,10 +25,12 @@ def cases(bench: ServingBench) -> Iterator[Case]:
     """Yield a case for each protocol and number of clients, and one of a model that computes nothing."""
     seconds, rounds, _ = TURN
     duration = seconds * (rounds + 2) * len(DOORS) + 10
-    for protocol in PROTOCOLS[-1:] if bench.rig.tiny else PROTOCOLS:
-        for clients in CLIENTS[-1:] if bench.rig.tiny else CLIENTS:
+    for protocol in PROTOCOLS[:1] if bench.rig.tiny else PROTOCOLS:
+        for clients in CLIENTS[1:2] if bench.rig.tiny else CLIENTS:
             settings = {"part": "speed", "net": NET, "protocol": protocol, "clients": clients}
             yield Case(settings, partial(_compared, bench, protocol, clients, null=False), duration)
+    if bench.rig.tiny:  # benchmarks/serving rehearses the model that computes nothing
+        return
     settings = {"part": "speed", "net": "null", "protocol": PROTOCOLS[0], "clients": NULL_CLIENTS}
     yield Case(settings, partial(_compared, bench, PROTOCOLS[0], NULL_CLIENTS, null=True), duration)
 

@@ -83,7 +83,8 @@ class FixedBindings:
 
 
 def _measure(rig: Rig, net: str, *, split: bool) -> dict[str, Any]:
-    shapes = [(rows, rig.px(height), rig.px(width)) for rows, height, width in SHAPES]
+    used = SHAPES[: rig.reduced(len(SHAPES))]
+    shapes = [(rows, rig.px(height), rig.px(width)) for rows, height, width in used]
     path = rig.model_file(net, "fp16")
     memory = [rig.used_memory_gb()]
     plain = FixedBindings(rig, net, path, shapes, graphs=False)

@@ -65,7 +65,7 @@ def _all_settings(rig: Rig) -> list[dict[str, Any]]:
             "what": "training", "net": net, "precision": precision, "channels_last": last, "compile": compiled,
             "batch": batch,
         }
-        for net in NETS
+        for net in NETS[: rig.reduced(len(NETS), 1)]
         for precision, last, compiled in kinds
         for batch in ((2,) if rig.tiny else COMPILED_BATCHES if compiled else BATCHES)
         if not (rig.tiny and compiled)  # compiling takes a minute; test_parallel.py compiles smaller nets

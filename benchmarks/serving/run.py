@@ -64,20 +64,21 @@ def main(arguments: Sequence[str] | None = None) -> int:
     }
     runner = Runner(options.output, "serving", now, options.limit)
     with tempfile.TemporaryDirectory(prefix="prelunet-serving-") as folder:
-        pictures = write_pictures(Path(folder) / "pictures", options.data)
+        pictures = write_pictures(Path(folder) / "pictures", options.data, tiny=options.tiny)
         rig = Rig("cpu", options.tiny, Path(folder) / "files")
         pythons = {name: getattr(options, f"{name}_python") for name in STARTERS}
         with ServingBench(rig, Path(folder), pictures, options.threads, pythons, now) as bench:
             for part in options.parts:
                 PARTS[part](bench, runner)
-                bench.stop()
+                if not options.tiny:  # a rehearsal has fewer processes
+                    bench.stop()
     return runner.finish(tables(runner.data), goals_of(runner.data))
 
 
-def write_pictures(folder: Path, data: Path | None) -> Pictures:
-    """Write the photos of mixed sizes as JPEG, and a minimal one of 32x32 as PNG."""
+def write_pictures(folder: Path, data: Path | None, *, tiny: bool) -> Pictures:
+    """Write the photos of mixed sizes as JPEG, two for a rehearsal, and a minimal one of 32x32 as PNG."""
     folder.mkdir()
-    photos = load_photos(data)
+    photos = load_photos(data)[: 2 if tiny else None]
     for number, pixels in enumerate([*(photo.pixels for photo in photos), golden_image(32, 32)]):
         file = folder / f"{number:03}.{'jpg' if number < len(photos) else 'png'}"
         Image.fromarray(pixels).save(file, quality=QUALITY)

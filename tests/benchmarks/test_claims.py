@@ -165,6 +165,16 @@ def run_row(data: Path, runs: Path, patch: pytest.MonkeyPatch) -> Any:
     return json.loads((runs / "results" / "tiny.json").read_text())
 
 
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path, Any]:
+    """Run the tiny row undisturbed; return its photos, folder and result."""
+    folder = tmp_path_factory.mktemp("whole")
+    data = write_photos(folder / "photos.tar")
+    with pytest.MonkeyPatch.context() as patch:
+        make_tiny(folder, patch)
+        return data, folder / "runs", run_row(data, folder / "runs", patch)
+
+
 CHILD = """
 import sys
 from pathlib import Path
@@ -177,9 +187,9 @@ run.main()
 
 
 def test_a_row_that_was_killed_resumes_and_gives_the_same_verdicts(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    whole: tuple[Path, Path, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    data, killed, whole = write_photos(tmp_path / "photos.tar"), tmp_path / "killed", tmp_path / "whole"
+    (data, undisturbed, expected), killed = whole, tmp_path / "killed"
     child = subprocess.Popen([sys.executable, "-c", CHILD, str(tmp_path), *words(data, killed)[1:]], env=environment())
     deadline = time.monotonic() + 120
     while len(done := list(killed.glob("*/*/result.json"))) < 3:
@@ -192,26 +202,24 @@ def test_a_row_that_was_killed_resumes_and_gives_the_same_verdicts(
     times = {path: path.stat().st_mtime_ns for path in done}
 
     make_tiny(tmp_path, monkeypatch)
-    results = []
-    for runs in (killed, whole):
-        results.append(run_row(data, runs, monkeypatch))
+    result = run_row(data, killed, monkeypatch)
+    for runs in (killed, undisturbed):
         assert (runs / "results" / "tiny.svg").read_text().startswith("<svg")
-        assert str(tmp_path) not in (runs / "results" / "tiny.json").read_text()
+        assert str(runs.parent) not in (runs / "results" / "tiny.json").read_text()
     assert {path: path.stat().st_mtime_ns for path in done} == times, "finished nets are not trained again"
-    assert results[0] == results[1]
-    figures = {(found["arm"], found["figure"]): found["by_seed"] for found in results[0]["figures"]}
-    first = results[0]["claims"][0]
-    expected = np.subtract(figures["b", "dense-16-20"], figures["a", "best center"])
-    np.testing.assert_allclose(first["by_seed"], expected, atol=1e-4)  # rounded
-    assert first["verdict"] == verdict(list(expected), -1)
+    assert result == expected
+    figures = {(found["arm"], found["figure"]): found["by_seed"] for found in result["figures"]}
+    first = result["claims"][0]
+    differences = np.subtract(figures["b", "dense-16-20"], figures["a", "best center"])
+    np.testing.assert_allclose(first["by_seed"], differences, atol=1e-4)  # rounded
+    assert first["verdict"] == verdict(list(differences), -1)
 
 
 def test_another_machine_resumes_from_the_kept_results_and_trains_only_nets_whose_weights_it_needs(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    whole: tuple[Path, Path, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     make_tiny(tmp_path, monkeypatch)
-    data, here, there = write_photos(tmp_path / "photos.tar"), tmp_path / "here", tmp_path / "there"
-    expected = run_row(data, here, monkeypatch)
+    (data, here, expected), there = whole, tmp_path / "there"
     kept = (here / "results" / "nets.jsonl").read_text().splitlines(keepends=True)
     (there / "results").mkdir(parents=True)
     # without the row's last step, which reads the scores of two nets of each seed

@@ -51,7 +51,7 @@ def checkout(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("checkout")
     for name in ("src", "evaluator", "export", "training", "benchmarks"):
         shutil.copytree(ROOT / name, folder / name, symlinks=True,
-                        ignore=shutil.ignore_patterns("__pycache__", "results"))  # fmt: skip
+                        ignore=shutil.ignore_patterns("results"))  # fmt: skip
     bare = folder / "bare"
     for name in _with_requirements(PACKAGES):
         distribution = importlib.metadata.distribution(name)

@@ -52,6 +52,7 @@ def test_the_training_step_is_compared_with_the_loop(
 
 
 def test_every_reporting_verb_is_measured(rehearse: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(imagenet_shape, "CLASSES", 150)
     monkeypatch.setattr(imagenet_shape, "PER_CLASS", 1)
     monkeypatch.setattr(reporting, "LIMITS", {})  # for a machine that does nothing else
     rows = rehearse(reporting, "--repeats", "1")["results"]

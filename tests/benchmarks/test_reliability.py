@@ -66,7 +66,7 @@ def test_polite_clients_lose_no_call_beside_images_that_are_dear_for_their_bytes
 
 
 def test_a_soak_runs_its_scenarios(bed: ServerTestBed, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(bed, "soak_seconds", 2.0)
+    monkeypatch.setattr(bed, "soak_seconds", 1.0)
     assert held(bed, soak, "soak")["calls"] > 0
 
 
