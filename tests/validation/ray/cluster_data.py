@@ -10,7 +10,7 @@ from prelunet.evaluator.validation.run import CHUNK, RunInfo, build_run_info, de
 from tests.helpers.fakes import repeated
 
 IMAGES = 100
-COPIES = 9  # of each image
+COPIES = 6  # of each image
 TOTAL = IMAGES * COPIES
 CHUNKS = -(-TOTAL // CHUNK)
 

@@ -10,7 +10,7 @@ from prelunet.evaluator.errors import PreluNetError
 from prelunet.evaluator.validation.ray_cluster import Worker
 from prelunet.evaluator.validation.validate import ChunkResult
 
-FATAL = "8/"  # prefix of the names of images that kill a worker
+FATAL = "5/"  # prefix of the names of images that kill a worker
 
 
 class CrashingWorker(Worker):

@@ -187,7 +187,7 @@ def test_a_run_on_a_cluster_is_byte_for_byte_that_of_one_machine(
 def test_killed_workers_are_replaced_and_each_image_is_counted_once(
     on_cluster: Validate, tmp_path: Path, local: dict[str, bytes], head: RayHead, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """The first dies when one chunk is written and six have not started, the second when that loss is reported."""
+    """The first dies when one chunk is written and two have not started, the second when that loss is reported."""
     choices = random.Random(3)
 
     def kill_one() -> None:
