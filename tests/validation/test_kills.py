@@ -21,7 +21,7 @@ from tests.validation.shared_data import contents, write_images
 IMAGES = 150  # two chunks and part of a third
 COPIES = 9  # of the images in a long run, which has 22 chunks
 KILLS = 20
-KILLS_OF_THE_PROGRAM = 5
+KILLS_OF_THE_PROGRAM = 3
 PRELUNET = [sys.executable, "-c", "from prelunet.evaluator.cli import main; main()"]
 
 
