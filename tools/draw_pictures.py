@@ -1,7 +1,7 @@
 """Draw the pictures of README and docs from one run: `make pictures`, after `make demo`.
 
 The report, one of its classes, a comparison and the live page, each light and dark, and the heat map of a shelf.
-Chromium takes the screenshots (apt-get install --no-install-recommends chromium fonts-dejavu-core).
+Chromium takes the screenshots (apt-get install --no-install-recommends chromium-headless-shell fonts-dejavu-core).
 """
 
 import re
@@ -42,7 +42,8 @@ def main() -> None:
     report = (MULTI_SCALE / "report" / "report.html").resolve().as_uri()
     comparison = (COMPARED / "compare.html").resolve().as_uri()
     with server(model) as address, sync_playwright() as playwright:
-        chromium = playwright.chromium.launch(executable_path=shutil.which("chromium"), args=["--no-sandbox"])
+        path = shutil.which("chromium-headless-shell") or shutil.which("chromium")
+        chromium = playwright.chromium.launch(executable_path=path, args=["--no-sandbox"])
         for scheme, ending in (("light", ""), ("dark", "-dark")):
             page = chromium.new_context(color_scheme=scheme, viewport={"width": WIDTH, "height": 900}).new_page()
             page.goto(report)

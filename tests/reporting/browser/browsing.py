@@ -89,12 +89,12 @@ def brightness(page: Page, selector: str) -> int:
     return sum(map(int, re.findall(r"\d+", color)))
 
 
-def imagenet_shape(per_class: int) -> ModuleType:
-    """Return the benchmark's writer of runs of 1,000 classes, with `per_class` images in each."""
+def imagenet_shape(per_class: int, classes: int) -> ModuleType:
+    """Return the benchmark's writer of runs of `classes` classes with `per_class` images in each."""
     spec = importlib.util.find_spec("benchmarks.reporting.imagenet_shape")
     assert spec is not None
     assert spec.loader is not None
     shape = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(shape)
-    shape.PER_CLASS = per_class
+    shape.PER_CLASS, shape.CLASSES = per_class, classes
     return shape

@@ -110,14 +110,14 @@ def test_without_pictures_the_maps_are_shown_alone(mapped: Path, visit: Callable
 
 
 def test_a_report_of_1000_classes_with_200_maps_opens_and_stays_small(
-    many: Path, tmp_path: Path, visit: Callable[..., MonitoredPage]
+    thousand: Path, tmp_path: Path, visit: Callable[..., MonitoredPage]
 ) -> None:
-    shutil.copytree(many.parents[1], tmp_path / "run", ignore=lambda *_: ["report"])
+    shutil.copytree(thousand.parents[1], tmp_path / "run", ignore=lambda *_: ["report"])
     wrong = mistakes_as_shown(read_run(tmp_path / "run").predictions)[:200]
     noise = np.random.default_rng(5).integers(0, 255, (200, 2, 21, 28)).tolist()
     write_heat_maps(tmp_path / "run", [(p.to_json(), (375, 500), each) for p, each in zip(wrong, noise, strict=True)])
     html = write_report(tmp_path / "run").html
-    assert html.stat().st_size - many.stat().st_size < 200 * 2 * 1000
+    assert html.stat().st_size - thousand.stat().st_size < 200 * 2 * 1000
     for size in (LAPTOP, PHONE):
         watched = visit(html, f"#class-{wrong[199].label}", size=size)
         expect(watched.page.locator("#class-view figure canvas").first).to_be_visible()

@@ -4,6 +4,7 @@ import csv
 import io
 import json
 import re
+import shutil
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
@@ -31,7 +32,7 @@ def pairs_of(html: Path) -> list[tuple[tuple[int, int], int]]:
 @pytest.mark.parametrize("size", [LAPTOP, PHONE])
 def test_a_pair_opens_all_its_images_and_back_leaves_it(many: Path, visit: Visit, size: tuple[int, int]) -> None:
     ((label, answer), count), *_ = pairs_of(many)
-    assert label not in {134, 517}  # whose name is not their index
+    assert label not in {117, 134}  # whose name is not their index
     watched = visit(many, size=size)
     page, dialog = watched.page, watched.page.locator("#class-view")
     page.locator(".pairs li").first.locator(".bar").click()  # anywhere but on the names
@@ -51,6 +52,7 @@ def test_a_pair_opens_all_its_images_and_back_leaves_it(many: Path, visit: Visit
     page.go_back()
     expect(dialog).to_be_hidden()
     page.go_forward()
+    expect(dialog).to_be_visible()
     page.keyboard.press("Escape")
     expect(dialog).to_be_hidden()
     assert "#" not in page.url
@@ -154,7 +156,7 @@ def test_mistakes_and_pairs_are_saved_as_csv_with_all_that_the_run_has(many: Pat
 def test_a_page_that_lists_only_some_mistakes_says_so(
     tmp_path: Path, many: Path, visit: Visit, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(page_data, "MAX_LISTED_IMAGES", 2000)
+    monkeypatch.setattr(page_data, "MAX_LISTED_IMAGES", 400)
     copy = tmp_path / "run"
     copy.mkdir()
     for name in ("run.json", "predictions.jsonl"):
@@ -169,13 +171,14 @@ def test_a_page_that_lists_only_some_mistakes_says_so(
     assert len(rows) < total
 
 
-def test_names_stay_names_in_csv_and_none_becomes_a_formula(hostile: Path, visit: Visit) -> None:
+def test_names_stay_names_in_csv_and_none_becomes_a_formula(tmp_path: Path, hostile: Path, visit: Visit) -> None:
     run = json.loads((hostile.parent.parent / "run.json").read_text())
+    shutil.copytree(hostile.parent.parent, tmp_path / "run")
     formulas = ["=1+1", "+1", "-1", "@SUM(A1)", 'a,"b"', "a=1"]
     for entry, name in zip(run["classes"], formulas, strict=False):
         entry["name"] = name
-    (hostile.parent.parent / "run.json").write_text(json.dumps(run))
-    page = visit(html_of(hostile.parent.parent)).page
+    (tmp_path / "run" / "run.json").write_text(json.dumps(run))
+    page = visit(html_of(tmp_path / "run")).page
     rows = rows_of(saved(page, page.get_by_role("button", name="Download the mistakes as CSV"))[1])
     names = {int(row["label"]): row["name"] for row in rows}
     assert [names[index] for index in range(6)] == ["'=1+1", "'+1", "'-1", "'@SUM(A1)", 'a,"b"', "a=1"]
