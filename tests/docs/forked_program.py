@@ -3,6 +3,7 @@
 Imports take most of a call's time: torch's and scipy's more than a second, as does the charting library.
 """
 
+import importlib
 import json
 import os
 import signal
@@ -17,12 +18,26 @@ from pathlib import Path
 from tests.helpers.doc_pages import ROOT
 
 PROGRAM = """#!{python} -SE
-import json, os, socket, sys
+import json, os, signal, socket, sys
 with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as call:
     call.connect({address!r})
     socket.send_fds(call, [json.dumps([sys.argv[1:], os.getcwd(), dict(os.environ)]).encode()], [0, 1, 2])
+    process = int(call.recv(20))
+    signal.signal(signal.SIGTERM, lambda number, _: os.kill(process, number))
     sys.exit(call.recv(1)[0])
 """
+
+
+IMPORTED = (
+    "jinja2",
+    "ncnn",
+    "onnx",
+    "onnxruntime",
+    "openvino",
+    "pydantic.type_adapter",
+    "scipy.stats",
+    "torch._dynamo",
+)
 
 
 @contextmanager
@@ -45,13 +60,11 @@ def forked_program(folder: Path) -> Iterator[Path]:
 
 def main() -> None:
     """Answer calls until killed, or until the process that tests has gone."""
-    import onnxruntime  # noqa: F401
-    import scipy.stats  # noqa: F401
-    import torch  # noqa: F401
-
     from prelunet.evaluator import cli
     from prelunet.evaluator.reporting import html
 
+    for name in IMPORTED:
+        importlib.import_module(name)
     for name in cli.VERBS:
         cli.load_verb(name)
     html._vega()
@@ -74,6 +87,7 @@ def _run(call: socket.socket) -> None:
     from prelunet.evaluator import cli
 
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+    call.send(str(os.getpid()).encode())
     code: object = 1
     try:
         message, files, *_ = socket.recv_fds(call, 2**17, 3)

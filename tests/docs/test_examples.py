@@ -86,7 +86,7 @@ def _export_classifier(path: Path, classes: int) -> None:
 class Page:
     """A page that is worked through in a folder, with the server and the Python names of the blocks so far.
 
-    program: `prelunet` for commands; servers run the installed one.
+    program: `prelunet`, for commands and servers.
     """
 
     def __init__(self, page: Path, folder: Path, program: Path) -> None:
@@ -154,7 +154,7 @@ class Page:
         with log.open("wb") as output:
             self.server = subprocess.Popen(
                 ["bash", "-c", f"exec {self._with_ports(command)}"],
-                cwd=self.folder, env=self.environment, stdout=output, stderr=subprocess.STDOUT,
+                cwd=self.folder, env=self.forking, stdout=output, stderr=subprocess.STDOUT,
             )  # fmt: skip
         for _ in range(600):
             if re.search(r"\bready\b", log.read_text()):
