@@ -51,6 +51,7 @@ HANGING = LOSING.replace('raise DeviceLost("the GPU of /secret/place is gone")',
     "watchdog.CHECK_INTERVAL = 0.1; lifecycle.CLOSE_TIMEOUT = 0.2\n"
     "main()\n",
 )  # a program whose device hangs there instead
+IMAGE = png(40, 57)
 SERVING, NOT_SERVING = health_pb2.HealthCheckResponse.SERVING, health_pb2.HealthCheckResponse.NOT_SERVING
 
 
@@ -75,6 +76,14 @@ def serving(
     finally:
         process.kill()
         process.communicate()
+
+
+@pytest.fixture(scope="module")
+def running(model: Path) -> Iterator[tuple[str, str]]:
+    """Run a server with metrics, and limits on images that IMAGE reaches; yields the start line and the address."""
+    limits = ["--max-image-bytes", str(len(IMAGE)), "--max-image-pixels", str(40 * 57)]
+    with serving(model, "--metrics-port", "0", *limits) as (_, line, address):
+        yield line, address
 
 
 class Sender:
@@ -231,20 +240,16 @@ def test_a_hanging_device_exits_5_although_its_thread_never_ends(model: Path) ->
         assert "CPUExecutionProvider has been computing one batch for" in log.splitlines()[-1]
 
 
-def test_metrics_are_served_on_their_own_port(model: Path) -> None:
-    with (
-        serving(model, "--metrics-port", "0", "--lame-duck", "0") as (process, line, address),
-        Client(address) as client,
-    ):
-        client.classify(png(40, 57))
-        place = re.search(r"metrics on (127\.0\.0\.1:\d+)", line)
-        assert place is not None, line
-        with urllib.request.urlopen(f"http://{place[1]}/metrics", timeout=20) as answer:
-            text = answer.read().decode()
-        for part in (r'prelunet_model_info\{.*model="telling".*\} 1', "process_resident_memory_bytes"):
-            assert re.search(part, text), text
-        process.send_signal(signal.SIGINT)
-        assert process.wait(20) == 0
+def test_metrics_are_served_on_their_own_port(running: tuple[str, str]) -> None:
+    line, address = running
+    with Client(address) as client:
+        client.classify(IMAGE)
+    place = re.search(r"metrics on (127\.0\.0\.1:\d+)", line)
+    assert place is not None, line
+    with urllib.request.urlopen(f"http://{place[1]}/metrics", timeout=20) as answer:
+        text = answer.read().decode()
+    for part in (r'prelunet_model_info\{.*model="telling".*\} 1', "process_resident_memory_bytes"):
+        assert re.search(part, text), text
 
 
 def test_log_lines_are_json_if_requested(model: Path) -> None:
@@ -289,14 +294,15 @@ def test_a_call_that_exceeds_the_grace_period_is_cut_off(model: Path) -> None:
         sender.end()
 
 
-def test_a_port_in_use_exits_5_and_the_first_server_keeps_serving(model: Path) -> None:
-    with serving(model) as (_, _, address), Client(address) as client:
+def test_a_port_in_use_exits_5_and_the_first_server_keeps_serving(model: Path, running: tuple[str, str]) -> None:
+    _, address = running
+    with Client(address) as client:
         port = address.rpartition(":")[2]
         second = run("--model", f"x={model}", "--port", port)
         assert second.returncode == 5
         assert f"cannot listen on 127.0.0.1:{port}: port {port} is in use" in second.stderr
         assert "Traceback" not in second.stderr
-        assert client.classify(png(40, 57)).model["name"] == "telling"
+        assert client.classify(IMAGE).model["name"] == "telling"
 
 
 def run(*options: str) -> subprocess.CompletedProcess[str]:
@@ -313,15 +319,13 @@ def test_a_model_file_that_cannot_be_served_exits_3_and_names_it(tmp_path: Path)
     assert "Traceback" not in result.stderr
 
 
-def test_the_options_limit_the_size_of_images(model: Path) -> None:
-    image = png(40, 57)
-    small = ["--max-image-bytes", str(len(image)), "--max-image-pixels", str(40 * 57)]
-    with serving(model, *small) as (_, _, address), Client(address) as client:
-        assert client.classify(image, protocol="center").predictions
-        with pytest.raises(ImageError, match=f"more than the limit of {len(image)}"):
-            client.classify(image + b"\0", protocol="center")
+def test_the_options_limit_the_size_of_images(model: Path, running: tuple[str, str]) -> None:
+    with Client(running[1]) as client:
+        assert client.classify(IMAGE, protocol="center").predictions
+        with pytest.raises(ImageError, match=f"more than the limit of {len(IMAGE)}"):
+            client.classify(IMAGE + b"\0", protocol="center")
         with pytest.raises(ImageError, match="58x40 pixels are more than the limit of 2280"):
-            client.classify(png(40, 58)[: len(image)], protocol="center")
+            client.classify(png(40, 58)[: len(IMAGE)], protocol="center")
     result = run("--model", f"x={model}", "--queue-views", "0")
     assert result.returncode == 2
     assert "--queue-views" in result.stderr
