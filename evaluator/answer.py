@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass, field
 from html import escape
 from typing import Any, SupportsIndex
 
-from prelunet.evaluator.errors import UsageError
+from .errors import UsageError
 
 DEFAULT_TOP_K = 5  # classes in an answer, unless another number is requested
 

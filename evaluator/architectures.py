@@ -12,8 +12,8 @@ from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from typing import Any, ClassVar, Literal, get_args
 
-from prelunet.evaluator.errors import UsageError
-from prelunet.evaluator.json_checks import require_choice, require_int, require_list, require_object, require_str
+from .errors import UsageError
+from .json_checks import require_choice, require_int, require_list, require_object, require_str
 
 
 @dataclass(frozen=True)

@@ -3,7 +3,7 @@
 import math
 import re
 
-from prelunet.evaluator.errors import UsageError
+from .errors import UsageError
 
 MAX_MEMORY = 2**60
 _UNITS = "MGT"

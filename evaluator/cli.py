@@ -30,7 +30,8 @@ import typer.core
 from typer.main import get_command as build_command
 
 import prelunet
-from prelunet.evaluator.errors import (
+
+from .errors import (
     EnvironmentFault,
     Interrupted,
     PreluNetError,
@@ -39,7 +40,7 @@ from prelunet.evaluator.errors import (
     from_missing_module,
     from_os_error,
 )
-from prelunet.evaluator.terminal import escape_unprintable
+from .terminal import escape_unprintable
 
 
 @dataclass(frozen=True)
@@ -97,7 +98,7 @@ class LazyVerbs(typer.core.TyperGroup):
     def invoke(self, ctx: Any) -> Any:
         """Run the verb. Map what the parser would swallow (Ctrl-C, a closed pipe) to our own exit codes."""
         try:
-            from prelunet.evaluator.imaging.decode import silence_decoders  # here: `--help` needs no Pillow
+            from .imaging.decode import silence_decoders  # here: `--help` needs no Pillow
 
             silence_decoders()
             return super().invoke(ctx)
@@ -114,7 +115,7 @@ class LazyVerbs(typer.core.TyperGroup):
 
 def load_verb(name: str) -> Any:
     """Import a verb and turn its function into a command."""
-    from prelunet.evaluator.verbs.options.command import VerbCommand
+    from .verbs.options.command import VerbCommand
 
     verb, parser = VERBS[name], VerbCommand
     if verb.entry_point:
@@ -125,7 +126,7 @@ def load_verb(name: str) -> Any:
     else:
         function = getattr(importlib.import_module(f"prelunet.evaluator.verbs.{name}"), name)
     if verb.configurable:
-        from prelunet.evaluator.verbs.options.config_file import ConfigurableCommand
+        from .verbs.options.config_file import ConfigurableCommand
 
         parser = ConfigurableCommand
     app = typer.Typer(add_completion=False, rich_markup_mode=None)

@@ -12,7 +12,7 @@ from dataclasses import asdict, dataclass, field, fields
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
-from prelunet.evaluator.architectures import (
+from .architectures import (
     Architecture,
     OpaqueNet,
     TrunkLayer,
@@ -21,8 +21,8 @@ from prelunet.evaluator.architectures import (
     net_from_json,
     trunk_stride,
 )
-from prelunet.evaluator.errors import ContractError
-from prelunet.evaluator.json_checks import (
+from .errors import ContractError
+from .json_checks import (
     check_plain,
     parse_json,
     require_bool,
@@ -34,7 +34,7 @@ from prelunet.evaluator.json_checks import (
 )
 
 if TYPE_CHECKING:
-    from prelunet.evaluator.arrays import UInt8Array
+    from .arrays import UInt8Array
 
 CONTRACT_VERSION = 2  # that of int8 files; all others remain readable by readers of version 1
 PREFIX = "prelunet."

@@ -13,7 +13,7 @@ from io import BufferedReader
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from prelunet.evaluator.errors import EnvironmentFault, RunFolderError, UsageError, from_os_error
+from .errors import EnvironmentFault, RunFolderError, UsageError, from_os_error
 
 MAX_TEXT_BYTES = 2**26  # of a file that a person writes: options, a recipe, a class list
 

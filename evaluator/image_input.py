@@ -5,8 +5,8 @@ import os
 import sys
 from typing import TYPE_CHECKING, TypeAlias, TypeGuard
 
-from prelunet.evaluator.errors import ImageError, UsageError
-from prelunet.evaluator.files import open_regular
+from .errors import ImageError, UsageError
+from .files import open_regular
 
 if TYPE_CHECKING:
     import numpy as np

@@ -10,10 +10,10 @@ from dataclasses import dataclass, fields, replace
 from functools import cached_property, lru_cache
 from typing import Annotated, Any, ClassVar, Literal, get_args, get_type_hints
 
-from prelunet.evaluator.cli_option import CliOption
-from prelunet.evaluator.contract import MAX_SCALES, Interpolation, ModelContract, center_scale
-from prelunet.evaluator.errors import UsageError
-from prelunet.evaluator.json_checks import (
+from .cli_option import CliOption
+from .contract import MAX_SCALES, Interpolation, ModelContract, center_scale
+from .errors import UsageError
+from .json_checks import (
     require_bool,
     require_choice,
     require_int,

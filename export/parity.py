@@ -6,11 +6,11 @@ from pathlib import Path
 
 import numpy as np
 
-from prelunet.evaluator.arrays import FloatArray
-from prelunet.evaluator.contract import GoldenImage, Tolerance, golden_image, golden_sizes
-from prelunet.evaluator.engine.load import open_session
-from prelunet.evaluator.engine.session import Outputs
-from prelunet.evaluator.engine.verify import (
+from ..evaluator.arrays import FloatArray
+from ..evaluator.contract import GoldenImage, Tolerance, golden_image, golden_sizes
+from ..evaluator.engine.load import open_session
+from ..evaluator.engine.session import Outputs
+from ..evaluator.engine.verify import (
     Deviation,
     deviation,
     golden_answer,

@@ -13,18 +13,18 @@ from pathlib import Path
 from types import UnionType
 from typing import Annotated, Any, Literal, get_args, get_origin
 
-from prelunet.evaluator.architectures import (
+from ..evaluator.architectures import (
     ACTIVATIONS,
     MAX_SIDE,
     Activation,
     Architecture,
     architecture,
 )
-from prelunet.evaluator.contract import center_scale
-from prelunet.evaluator.errors import UsageError
-from prelunet.evaluator.files import read_toml
-from prelunet.training.net.architecture_file import ARCHITECTURE_HELP, find_architecture
-from prelunet.training.net.initialization import FIRST_LAYERS, RULES, FirstLayer, Initialization, Rule
+from ..evaluator.contract import center_scale
+from ..evaluator.errors import UsageError
+from ..evaluator.files import read_toml
+from .net.architecture_file import ARCHITECTURE_HELP, find_architecture
+from .net.initialization import FIRST_LAYERS, RULES, FirstLayer, Initialization, Rule
 
 RatePolicy = Literal["at", "plateau"]
 MeanKind = Literal["image", "channel"]

@@ -7,10 +7,10 @@ with Client("127.0.0.1:50051") as client:
 docs/client.md covers the rest: asyncio, many images, evaluations, deadlines and retries.
 """
 
-from prelunet.evaluator.client.aio import AsyncClient
-from prelunet.evaluator.client.calls import RetryPolicy
-from prelunet.evaluator.client.messages import EvaluationProgress, ServedModel
-from prelunet.evaluator.client.sync import Client
-from prelunet.evaluator.rpc.credentials import Credentials
+from ..rpc.credentials import Credentials
+from .aio import AsyncClient
+from .calls import RetryPolicy
+from .messages import EvaluationProgress, ServedModel
+from .sync import Client
 
 __all__ = ["AsyncClient", "Client", "Credentials", "EvaluationProgress", "RetryPolicy", "ServedModel"]

@@ -8,11 +8,17 @@ from typing import TYPE_CHECKING, Any, ClassVar, Self
 import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from prelunet.evaluator.answer import Answer
-from prelunet.evaluator.client.backends import AsyncBackend, Backend
-from prelunet.evaluator.client.calls import DEFAULT_RETRY_POLICY, Call, ClientSettings, RetryPolicy, Timeout
-from prelunet.evaluator.client.channel import CHANNEL_OPTIONS
-from prelunet.evaluator.client.messages import (
+from ..answer import Answer
+from ..errors import DeadlinePassed, Overloaded, PreluNetError, UsageError
+from ..image_input import ImageInput, encoded_image, is_image
+from ..pb.prelunet.v1 import prelunet_pb2 as pb
+from ..pb.prelunet.v1 import prelunet_pb2_grpc as pb_grpc
+from ..rpc.convert import report_from_message
+from ..rpc.credentials import Credentials
+from .backends import AsyncBackend, Backend
+from .calls import DEFAULT_RETRY_POLICY, Call, ClientSettings, RetryPolicy, Timeout
+from .channel import CHANNEL_OPTIONS
+from .messages import (
     EvaluationProgress,
     LabelledImages,
     ServedModel,
@@ -22,17 +28,11 @@ from prelunet.evaluator.client.messages import (
     read_answer,
     served_model_from_message,
 )
-from prelunet.evaluator.client.pacing import MAX_IN_FLIGHT, Pacer
-from prelunet.evaluator.client.streams import MAX_PENDING, Exchange, PendingImages
-from prelunet.evaluator.errors import DeadlinePassed, Overloaded, PreluNetError, UsageError
-from prelunet.evaluator.image_input import ImageInput, encoded_image, is_image
-from prelunet.evaluator.pb.prelunet.v1 import prelunet_pb2 as pb
-from prelunet.evaluator.pb.prelunet.v1 import prelunet_pb2_grpc as pb_grpc
-from prelunet.evaluator.rpc.convert import report_from_message
-from prelunet.evaluator.rpc.credentials import Credentials
+from .pacing import MAX_IN_FLIGHT, Pacer
+from .streams import MAX_PENDING, Exchange, PendingImages
 
 if TYPE_CHECKING:
-    from prelunet.evaluator.datasets.dataset import Dataset
+    from ..datasets.dataset import Dataset
 
 _NO_TURN = (
     f"the timeout has passed while the call waited for its turn: {MAX_IN_FLIGHT} others of this client, or as many as "

@@ -11,11 +11,11 @@ from typing import Any, Literal, Self, TypeAlias
 
 import grpc
 
-from prelunet.evaluator.client.channel import checked_address
-from prelunet.evaluator.errors import Interrupted, NotReady, Overloaded, PreluNetError, UsageError
-from prelunet.evaluator.pb.prelunet.v1 import prelunet_pb2 as pb
-from prelunet.evaluator.rpc.credentials import Credentials
-from prelunet.evaluator.rpc.status import error_for_reason, error_from, is_unreachable
+from ..errors import Interrupted, NotReady, Overloaded, PreluNetError, UsageError
+from ..pb.prelunet.v1 import prelunet_pb2 as pb
+from ..rpc.credentials import Credentials
+from ..rpc.status import error_for_reason, error_from, is_unreachable
+from .channel import checked_address
 
 
 @dataclass(frozen=True)

@@ -2,8 +2,8 @@
 
 import re
 
-from prelunet.evaluator.errors import UsageError
-from prelunet.evaluator.rpc.status import MAX_MESSAGE_BYTES
+from ..errors import UsageError
+from ..rpc.status import MAX_MESSAGE_BYTES
 
 PING_INTERVAL = 30  # seconds; a server disconnects clients that ping faster than `ServerLimits.min_ping_interval`: 5 s
 PING_TIMEOUT = 10  # seconds

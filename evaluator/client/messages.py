@@ -5,16 +5,16 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from prelunet.evaluator.answer import Answer
-from prelunet.evaluator.client.backends import Backend
-from prelunet.evaluator.contract import ClassEntry
-from prelunet.evaluator.errors import DatasetError, ImageError, UsageError
-from prelunet.evaluator.pb.prelunet.v1 import prelunet_pb2 as pb
-from prelunet.evaluator.rpc.convert import answer_from_message, to_plain
-from prelunet.evaluator.rpc.status import MAX_MESSAGE_BYTES
+from ..answer import Answer
+from ..contract import ClassEntry
+from ..errors import DatasetError, ImageError, UsageError
+from ..pb.prelunet.v1 import prelunet_pb2 as pb
+from ..rpc.convert import answer_from_message, to_plain
+from ..rpc.status import MAX_MESSAGE_BYTES
+from .backends import Backend
 
 if TYPE_CHECKING:
-    from prelunet.evaluator.datasets.dataset import Dataset, Sample
+    from ..datasets.dataset import Dataset, Sample
 
 
 @dataclass(frozen=True)

@@ -4,7 +4,7 @@ import threading
 import time
 from collections import deque
 
-from prelunet.evaluator.client.backends import Backend, Event
+from .backends import Backend, Event
 
 MAX_IN_FLIGHT = 128  # calls; a server's default limit per connection, see `ServerLimits.max_streams`
 _GROWTH = 0.1  # calls per answer

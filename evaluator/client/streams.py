@@ -19,13 +19,13 @@ from typing import Any, TypeAlias
 
 import grpc
 
-from prelunet.evaluator.answer import Answer
-from prelunet.evaluator.client.backends import Backend
-from prelunet.evaluator.client.calls import Attempts, Call, ClientSettings
-from prelunet.evaluator.client.messages import read_answer, stream_request
-from prelunet.evaluator.errors import DeadlinePassed, ImageError, PreluNetError, UsageError
-from prelunet.evaluator.image_input import encoded_image
-from prelunet.evaluator.pb.prelunet.v1 import prelunet_pb2 as pb
+from ..answer import Answer
+from ..errors import DeadlinePassed, ImageError, PreluNetError, UsageError
+from ..image_input import encoded_image
+from ..pb.prelunet.v1 import prelunet_pb2 as pb
+from .backends import Backend
+from .calls import Attempts, Call, ClientSettings
+from .messages import read_answer, stream_request
 
 MAX_PENDING = 32  # images; the server also stops reading a stream at this number of unanswered images
 

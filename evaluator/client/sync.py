@@ -4,10 +4,10 @@ from collections.abc import AsyncGenerator, Callable, Coroutine, Generator
 from functools import wraps
 from typing import Any, Concatenate, ParamSpec, Self, TypeVar
 
-from prelunet.evaluator.client.aio import AsyncClient
-from prelunet.evaluator.client.backends import BlockingBackend, each, run
-from prelunet.evaluator.client.calls import DEFAULT_RETRY_POLICY, RetryPolicy, Timeout
-from prelunet.evaluator.rpc.credentials import Credentials
+from ..rpc.credentials import Credentials
+from .aio import AsyncClient
+from .backends import BlockingBackend, each, run
+from .calls import DEFAULT_RETRY_POLICY, RetryPolicy, Timeout
 
 _P = ParamSpec("_P")
 _T = TypeVar("_T")

@@ -1,8 +1,8 @@
 """A folder or an archive of images as labeled samples."""
 
-from prelunet.evaluator.datasets.dataset import Dataset, DatasetSpec, Reader, Sample
-from prelunet.evaluator.datasets.open import open_dataset, open_from_spec, open_images
-from prelunet.evaluator.datasets.selection import parse_class_selection, select
+from .dataset import Dataset, DatasetSpec, Reader, Sample
+from .open import open_dataset, open_from_spec, open_images
+from .selection import parse_class_selection, select
 
 __all__ = [
     "Dataset",

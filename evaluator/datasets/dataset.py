@@ -7,9 +7,9 @@ from functools import cached_property
 from pathlib import Path
 from typing import Annotated, Any, Protocol
 
-from prelunet.evaluator.cli_option import CliOption
-from prelunet.evaluator.errors import DatasetError, ImageError, UsageError
-from prelunet.evaluator.imaging.limits import DecodeLimits
+from ..cli_option import CliOption
+from ..errors import DatasetError, ImageError, UsageError
+from ..imaging.limits import DecodeLimits
 
 CLASS_FOLDERS = "class folders"  # the name of the layout
 UNLABELLED = -1  # the label of an image of unknown class, as in ImageNet's test set

@@ -10,22 +10,22 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from prelunet.evaluator.datasets.dataset import CLASS_FOLDERS, UNLABELLED, Dataset, DatasetSpec, Reader, Sample
-from prelunet.evaluator.datasets.labels.class_names import ClassList
-from prelunet.evaluator.datasets.labels.imagenet_devkit import GROUND_TRUTH, labels_of_devkit, wnids_in_names
-from prelunet.evaluator.datasets.labels.label_lists import labels_of_list, read_label_list
-from prelunet.evaluator.datasets.labels.real_labels import IMAGENET_REAL, labels_of_real
-from prelunet.evaluator.datasets.sources.archive import ArchiveReader, ArchiveSource
-from prelunet.evaluator.datasets.sources.base import TAR, LabelFile, Source, describe_place, format_names
-from prelunet.evaluator.datasets.sources.folder import FolderSource, label_file
-from prelunet.evaluator.datasets.webdataset import (
+from ..errors import DatasetError, UsageError
+from .dataset import CLASS_FOLDERS, UNLABELLED, Dataset, DatasetSpec, Reader, Sample
+from .labels.class_names import ClassList
+from .labels.imagenet_devkit import GROUND_TRUTH, labels_of_devkit, wnids_in_names
+from .labels.label_lists import labels_of_list, read_label_list
+from .labels.real_labels import IMAGENET_REAL, labels_of_real
+from .sources.archive import ArchiveReader, ArchiveSource
+from .sources.base import TAR, LabelFile, Source, describe_place, format_names
+from .sources.folder import FolderSource, label_file
+from .webdataset import (
     classes_of_labels,
     is_shard,
     read_labels,
     read_shards,
     shards_of_split,
 )
-from prelunet.evaluator.errors import DatasetError, UsageError
 
 SHARDS = "webdataset shards"  # the name of the layout
 

@@ -5,11 +5,12 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from prelunet.evaluator.contract import ClassEntry
-from prelunet.evaluator.datasets.dataset import Dataset, DatasetSpec
-from prelunet.evaluator.datasets.labels.class_names import ClassList
-from prelunet.evaluator.datasets.labels.real_labels import is_real
-from prelunet.evaluator.datasets.layouts import (
+from ..contract import ClassEntry
+from ..errors import DatasetError, UsageError
+from .dataset import Dataset, DatasetSpec
+from .labels.class_names import ClassList
+from .labels.real_labels import is_real
+from .layouts import (
     KAGGLE_IMAGES,
     TINY_IMAGENET_LABELS,
     has_label_file,
@@ -18,13 +19,12 @@ from prelunet.evaluator.datasets.layouts import (
     list_images,
     with_real_labels,
 )
-from prelunet.evaluator.datasets.parquet import find_parquet, label_parquet
-from prelunet.evaluator.datasets.restriction import restrict
-from prelunet.evaluator.datasets.selection import select
-from prelunet.evaluator.datasets.sources.archive import ArchiveSource, open_archive
-from prelunet.evaluator.datasets.sources.base import PARQUET, TAR, Source, describe_place, format_names, join
-from prelunet.evaluator.datasets.sources.folder import FolderSource, reading_error
-from prelunet.evaluator.errors import DatasetError, UsageError
+from .parquet import find_parquet, label_parquet
+from .restriction import restrict
+from .selection import select
+from .sources.archive import ArchiveSource, open_archive
+from .sources.base import PARQUET, TAR, Source, describe_place, format_names, join
+from .sources.folder import FolderSource, reading_error
 
 SPLITS = ("train", "val")
 VALIDATION = ("val", "valid", "validation")  # the usual names of a validation set

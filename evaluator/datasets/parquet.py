@@ -7,15 +7,15 @@ from pathlib import Path
 from string import digits
 from typing import Any
 
-from prelunet.evaluator.datasets.dataset import UNLABELLED, Dataset
-from prelunet.evaluator.datasets.labels.class_names import NO_LABEL, ClassList
-from prelunet.evaluator.datasets.layouts import ImageListing, shard_files
-from prelunet.evaluator.datasets.sources.archive import ArchiveSource
-from prelunet.evaluator.datasets.sources.base import PARQUET, TAR, format_names
-from prelunet.evaluator.datasets.sources.parquet import ParquetFiles, huggingface_metadata, open_parquet
-from prelunet.evaluator.datasets.webdataset import classes_of_labels, shards_of_split
-from prelunet.evaluator.errors import DatasetError
-from prelunet.evaluator.json_checks import parse_json
+from ..errors import DatasetError
+from ..json_checks import parse_json
+from .dataset import UNLABELLED, Dataset
+from .labels.class_names import NO_LABEL, ClassList
+from .layouts import ImageListing, shard_files
+from .sources.archive import ArchiveSource
+from .sources.base import PARQUET, TAR, format_names
+from .sources.parquet import ParquetFiles, huggingface_metadata, open_parquet
+from .webdataset import classes_of_labels, shards_of_split
 
 _COLUMNS = ("label", "labels", "fine_label", "class", "class_id", "cls", "wnid", "synset", "target")
 

@@ -3,11 +3,11 @@
 from collections.abc import Sequence
 from dataclasses import replace
 
-from prelunet.evaluator.contract import ClassEntry
-from prelunet.evaluator.datasets.dataset import UNLABELLED, Dataset
-from prelunet.evaluator.datasets.selection import PUBLISHED, parse_class_selection, published_wnids
-from prelunet.evaluator.datasets.sources.base import format_names
-from prelunet.evaluator.errors import DatasetError
+from ..contract import ClassEntry
+from ..errors import DatasetError
+from .dataset import UNLABELLED, Dataset
+from .selection import PUBLISHED, parse_class_selection, published_wnids
+from .sources.base import format_names
 
 _OPTION = "--restrict-classes"
 _OF_DATASET = "dataset"

@@ -6,12 +6,12 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from prelunet.evaluator.contract import MAX_NAME_LENGTH, ClassEntry
-from prelunet.evaluator.datasets.dataset import Dataset
-from prelunet.evaluator.datasets.labels.class_names import ClassList
-from prelunet.evaluator.datasets.sources.base import format_names
-from prelunet.evaluator.datasets.sources.folder import label_file
-from prelunet.evaluator.errors import DatasetError, UsageError
+from ..contract import MAX_NAME_LENGTH, ClassEntry
+from ..errors import DatasetError, UsageError
+from .dataset import Dataset
+from .labels.class_names import ClassList
+from .sources.base import format_names
+from .sources.folder import label_file
 
 PUBLISHED = {"imagenet-a": "ImageNet-A", "imagenet-r": "ImageNet-R"}  # built-in sets of 200 wnids each
 _NAMED = 8  # a selection names up to this many classes, more are described by their number and a digest

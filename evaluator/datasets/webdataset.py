@@ -9,13 +9,13 @@ from collections.abc import Mapping, Sequence
 from itertools import pairwise
 from pathlib import Path
 
-from prelunet.evaluator.datasets.labels.class_names import NUMBER
-from prelunet.evaluator.datasets.sources.archive import ArchiveSource, open_archive
-from prelunet.evaluator.datasets.sources.archive_index import ArchiveIndex
-from prelunet.evaluator.datasets.sources.base import format_names, join
-from prelunet.evaluator.errors import DatasetError
-from prelunet.evaluator.json_checks import parse_json, require_object
-from prelunet.evaluator.terminal import progress
+from ..errors import DatasetError
+from ..json_checks import parse_json, require_object
+from ..terminal import progress
+from .labels.class_names import NUMBER
+from .sources.archive import ArchiveSource, open_archive
+from .sources.archive_index import ArchiveIndex
+from .sources.base import format_names, join
 
 _SUFFIXES = {".cls": 64 * 1024, ".json": 1024**2}  # suffix → maximum size in bytes
 

@@ -21,8 +21,8 @@ from typing import Any
 
 import numpy as np
 
-from prelunet.evaluator.engine.shape_buckets import ShapeBuckets
-from prelunet.evaluator.json_checks import require_int, require_keys
+from ..json_checks import require_int, require_keys
+from .shape_buckets import ShapeBuckets
 
 # The two largest uses of memory, for the largest net (C: 896 channels, 63 bins; conv1 has 96 channels at stride 2):
 # 63·896·4 bytes of pooled features per window, and 96·4/4 bytes per pixel for each of about three live maps at conv1.

@@ -19,10 +19,14 @@ from itertools import islice
 
 import numpy as np
 
-from prelunet.evaluator.answer import Answer, AveragedView, ClassScore
-from prelunet.evaluator.arrays import Float32Array, Int64Array, UInt8Array
-from prelunet.evaluator.engine.batching import Batch, BatchPlan, plan_batches
-from prelunet.evaluator.engine.scores import (
+from ..answer import Answer, AveragedView, ClassScore
+from ..arrays import Float32Array, Int64Array, UInt8Array
+from ..imaging.canvas import pack
+from ..imaging.resize import DecodedImage
+from ..imaging.views import ViewImage, make_views
+from ..protocols import Averaging, EvaluationProtocol, View
+from .batching import Batch, BatchPlan, plan_batches
+from .scores import (
     average_views,
     best_ranks,
     check_finite,
@@ -33,12 +37,8 @@ from prelunet.evaluator.engine.scores import (
     top_k,
     view_weights,
 )
-from prelunet.evaluator.engine.session import Outputs, Session
-from prelunet.evaluator.engine.shape_buckets import ShapeBuckets
-from prelunet.evaluator.imaging.canvas import pack
-from prelunet.evaluator.imaging.resize import DecodedImage
-from prelunet.evaluator.imaging.views import ViewImage, make_views
-from prelunet.evaluator.protocols import Averaging, EvaluationProtocol, View
+from .session import Outputs, Session
+from .shape_buckets import ShapeBuckets
 
 
 @dataclass(frozen=True)

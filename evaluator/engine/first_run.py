@@ -13,9 +13,9 @@ from pathlib import Path
 
 import numpy as np
 
-from prelunet.evaluator.contract import contract_from_metadata, golden_image, golden_sizes
-from prelunet.evaluator.engine.runtimes import openvino
-from prelunet.evaluator.errors import EnvironmentFault
+from ..contract import contract_from_metadata, golden_image, golden_sizes
+from ..errors import EnvironmentFault
+from .runtimes import openvino
 
 
 def try_first_run(path: Path, threads: int) -> None:

@@ -10,14 +10,14 @@ from dataclasses import dataclass, replace
 import numpy as np
 from PIL import Image, ImageDraw, ImageFont
 
-from prelunet.evaluator.answer import ClassMap
-from prelunet.evaluator.arrays import Float64Array, UInt8Array
-from prelunet.evaluator.contract import ModelContract
-from prelunet.evaluator.engine.classify import Classification, ViewResult
-from prelunet.evaluator.engine.scores import restrict
-from prelunet.evaluator.imaging.resize import resized_size
-from prelunet.evaluator.imaging.views import crop_origin
-from prelunet.evaluator.protocols import EvaluationProtocol
+from ..answer import ClassMap
+from ..arrays import Float64Array, UInt8Array
+from ..contract import ModelContract
+from ..imaging.resize import resized_size
+from ..imaging.views import crop_origin
+from ..protocols import EvaluationProtocol
+from .classify import Classification, ViewResult
+from .scores import restrict
 
 HEAT_MAP_CLASSES = 5
 # Points of a map along the longer side of its image. At scale 480, a 4:3 image has 640 pixels there, so one point every

@@ -14,24 +14,24 @@ from typing import get_args
 
 import numpy as np
 
-from prelunet.evaluator.contract import (
+from ..contract import (
     INPUTS,
     OUTPUTS,
     ModelContract,
     contract_from_metadata,
     rewrite_hint,
 )
-from prelunet.evaluator.engine.first_run import try_first_run
-from prelunet.evaluator.engine.memory import cpu_rules, gpu_rules, require_loadable
-from prelunet.evaluator.engine.runtimes import ncnn, onnx, openvino
-from prelunet.evaluator.engine.runtimes.base import LoadedModel, error_summary
-from prelunet.evaluator.engine.runtimes.onnx_metadata import read_metadata, read_precision
-from prelunet.evaluator.engine.session import Circumstances, Device, Placement, Precision, Session
-from prelunet.evaluator.engine.verify import describe_failure, verify
-from prelunet.evaluator.errors import ContractError, EnvironmentFault, PreluNetError, UsageError
-from prelunet.evaluator.files import sha256_of
-from prelunet.evaluator.json_checks import differences, format_differences
-from prelunet.evaluator.machine import cores, has_processor_flags, supports_int8
+from ..errors import ContractError, EnvironmentFault, PreluNetError, UsageError
+from ..files import sha256_of
+from ..json_checks import differences, format_differences
+from ..machine import cores, has_processor_flags, supports_int8
+from .first_run import try_first_run
+from .memory import cpu_rules, gpu_rules, require_loadable
+from .runtimes import ncnn, onnx, openvino
+from .runtimes.base import LoadedModel, error_summary
+from .runtimes.onnx_metadata import read_metadata, read_precision
+from .session import Circumstances, Device, Placement, Precision, Session
+from .verify import describe_failure, verify
 
 log = logging.getLogger(__name__)
 

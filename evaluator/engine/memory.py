@@ -23,17 +23,17 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from prelunet.evaluator.architectures import Conv, OpaqueNet
-from prelunet.evaluator.byte_sizes import format_bytes
-from prelunet.evaluator.contract import ModelContract
-from prelunet.evaluator.engine.batching import MAX_PIXELS, MAX_RULE_VALUE, MAX_WINDOWS, BatchRules
-from prelunet.evaluator.errors import UsageError
-from prelunet.evaluator.imaging.decode_memory import DECODE_BYTES, GPU_DECODE_BYTES
-from prelunet.evaluator.imaging.resize import resized_size
-from prelunet.evaluator.protocols import EvaluationProtocol
+from ..architectures import Conv, OpaqueNet
+from ..byte_sizes import format_bytes
+from ..contract import ModelContract
+from ..errors import UsageError
+from ..imaging.decode_memory import DECODE_BYTES, GPU_DECODE_BYTES
+from ..imaging.resize import resized_size
+from ..protocols import EvaluationProtocol
+from .batching import MAX_PIXELS, MAX_RULE_VALUE, MAX_WINDOWS, BatchRules
 
 if TYPE_CHECKING:
-    from prelunet.evaluator.engine.session import Session
+    from .session import Session
 
 # Copies by device, which is also the runtime: `cpu` is onnxruntime's own. OpenVINO reorders weights and windows for its
 # matrix products, and ncnn triples the trunk's weights for Winograd's method; on a GPU (not measured here) the arena

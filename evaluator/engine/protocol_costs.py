@@ -3,12 +3,12 @@
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
-from prelunet.evaluator.architectures import OpaqueNet, TrunkLayer
-from prelunet.evaluator.contract import ClassEntry, ModelContract, default_scales
-from prelunet.evaluator.engine.scores import nine_places
-from prelunet.evaluator.errors import UsageError
-from prelunet.evaluator.imaging.resize import resized_size
-from prelunet.evaluator.protocols import PROTOCOL_NAMES, EvaluationProtocol, ProtocolKind, build_protocol
+from ..architectures import OpaqueNet, TrunkLayer
+from ..contract import ClassEntry, ModelContract, default_scales
+from ..errors import UsageError
+from ..imaging.resize import resized_size
+from ..protocols import PROTOCOL_NAMES, EvaluationProtocol, ProtocolKind, build_protocol
+from .scores import nine_places
 
 SOURCES: Mapping[str, str] = {  # keys: PROTOCOL_NAMES
     "center": "PReLU-nets, Fig. 2",

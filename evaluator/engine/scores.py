@@ -10,9 +10,9 @@ from collections.abc import Sequence
 import numpy as np
 import numpy.typing as npt
 
-from prelunet.evaluator.arrays import Float32Array, Float64Array, Int64Array
-from prelunet.evaluator.errors import ContractError
-from prelunet.evaluator.protocols import Averaging, View, Weighting
+from ..arrays import Float32Array, Float64Array, Int64Array
+from ..errors import ContractError
+from ..protocols import Averaging, View, Weighting
 
 
 def view_weights(views: Sequence[View], windows: Sequence[tuple[int, int]], weights: Weighting) -> Float64Array:

@@ -13,14 +13,14 @@ from typing import Annotated, Any, ClassVar, Literal
 
 import numpy as np
 
-from prelunet.evaluator.arrays import Float32Array, Int64Array, UInt8Array
-from prelunet.evaluator.byte_sizes import parse_memory
-from prelunet.evaluator.cli_option import CliOption
-from prelunet.evaluator.contract import ModelContract
-from prelunet.evaluator.engine.batching import BatchRules
-from prelunet.evaluator.engine.runtimes import onnx
-from prelunet.evaluator.engine.runtimes.base import LoadedModel, error_summary, is_device_lost, is_out_of_memory
-from prelunet.evaluator.errors import DeviceLost, OutOfMemory, UsageError
+from ..arrays import Float32Array, Int64Array, UInt8Array
+from ..byte_sizes import parse_memory
+from ..cli_option import CliOption
+from ..contract import ModelContract
+from ..errors import DeviceLost, OutOfMemory, UsageError
+from .batching import BatchRules
+from .runtimes import onnx
+from .runtimes.base import LoadedModel, error_summary, is_device_lost, is_out_of_memory
 
 Device = Literal["auto", "cpu", "openvino", "ncnn", "cuda"]
 Precision = Literal["fp32", "tf32", "bf16", "fp16", "int8"]

@@ -7,11 +7,11 @@ from typing import Any
 
 import numpy as np
 
-from prelunet.evaluator.arrays import FloatArray, Int64Array, UInt8Array
-from prelunet.evaluator.contract import GoldenImage, ModelContract, Tolerance, golden_image
-from prelunet.evaluator.engine.session import Outputs, Session
-from prelunet.evaluator.errors import CheckFailed, ContractError
-from prelunet.evaluator.imaging.canvas import pack
+from ..arrays import FloatArray, Int64Array, UInt8Array
+from ..contract import GoldenImage, ModelContract, Tolerance, golden_image
+from ..errors import CheckFailed, ContractError
+from ..imaging.canvas import pack
+from .session import Outputs, Session
 
 # Where all logits are smaller, the terms of their sums cancel, and rounding errors are relative to the terms: the
 # tolerance stays that of logits of this size, which for fp32 is 1e-6 and changes no score.

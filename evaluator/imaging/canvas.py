@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import numpy as np
 import numpy.typing as npt
 
-from prelunet.evaluator.arrays import UInt8Array
+from ..arrays import UInt8Array
 
 
 def pack(

@@ -14,8 +14,8 @@ from itertools import islice
 
 from PIL import ImageFile, TiffImagePlugin
 
-from prelunet.evaluator.errors import ImageError
-from prelunet.evaluator.imaging.header import PNG_SIGNATURE
+from ..errors import ImageError
+from .header import PNG_SIGNATURE
 
 _SMALL = 2**17  # bytes: no room for many pieces
 _MAX_READS = 2**17  # of fill bytes, comments, extensions, runs and other small pieces; one in 256 bytes is allowed

@@ -26,11 +26,11 @@ from PIL import (  # plugins by name: otherwise Pillow would load them at the fi
     WebPImagePlugin,
 )
 
-from prelunet.evaluator.arrays import UInt8Array
-from prelunet.evaluator.errors import ImageError, OutOfMemory, PreluNetError
-from prelunet.evaluator.imaging.cost_limits import check_exif, check_plain, open_bounded, skip_directories
-from prelunet.evaluator.imaging.header import read_header
-from prelunet.evaluator.imaging.limits import DecodeLimits
+from ..arrays import UInt8Array
+from ..errors import ImageError, OutOfMemory, PreluNetError
+from .cost_limits import check_exif, check_plain, open_bounded, skip_directories
+from .header import read_header
+from .limits import DecodeLimits
 
 _PLUGINS = (
     JpegImagePlugin.JpegImageFile,

@@ -11,7 +11,7 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
-from prelunet.evaluator.errors import DeadlinePassed
+from ..errors import DeadlinePassed
 
 # The largest accepted JPEG, of 64 Mpixel, fits if it is neither progressive nor CMYK.
 DECODE_BYTES = 5 * 2**26

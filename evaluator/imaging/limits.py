@@ -3,8 +3,8 @@
 from dataclasses import dataclass
 from typing import Annotated
 
-from prelunet.evaluator.cli_option import CliOption
-from prelunet.evaluator.errors import UsageError
+from ..cli_option import CliOption
+from ..errors import UsageError
 
 # Pillow itself refuses more: 178,956,970 pixels.
 _PILLOW_MAX_PIXELS = 2 * (1024**3 // 4 // 3)

@@ -9,9 +9,9 @@ from collections.abc import Iterable
 import numpy as np
 from PIL import Image
 
-from prelunet.evaluator.arrays import UInt8Array
-from prelunet.evaluator.contract import Interpolation
-from prelunet.evaluator.protocols import LONG_SIDE_CAP
+from ..arrays import UInt8Array
+from ..contract import Interpolation
+from ..protocols import LONG_SIDE_CAP
 
 DecodedImage = UInt8Array | Image.Image  # (H, W, 3), or the result of `decode_image`
 

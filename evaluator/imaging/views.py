@@ -5,10 +5,10 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from prelunet.evaluator.arrays import UInt8Array
-from prelunet.evaluator.errors import UsageError
-from prelunet.evaluator.imaging.resize import DecodedImage, resize_to_scales
-from prelunet.evaluator.protocols import EvaluationProtocol, View, ViewPart
+from ..arrays import UInt8Array
+from ..errors import UsageError
+from ..protocols import EvaluationProtocol, View, ViewPart
+from .resize import DecodedImage, resize_to_scales
 
 
 @dataclass(frozen=True)

@@ -4,10 +4,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from prelunet.evaluator.engine.memory import GPU_SWITCH_SECONDS
-from prelunet.evaluator.profiling.engines import WORTHWHILE, EngineComparison
-from prelunet.evaluator.profiling.profile import Measurement
-from prelunet.evaluator.validation.pipeline import MAX_THREADS
+from ..engine.memory import GPU_SWITCH_SECONDS
+from ..validation.pipeline import MAX_THREADS
+from .engines import WORTHWHILE, EngineComparison
+from .profile import Measurement
 
 BUSY = 0.9  # share of the time: a session that needs it, or is busy for it, bounds the rate
 FEEDS = 0.7  # share of the time: a step this busy keeps a session waiting

@@ -6,12 +6,12 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from prelunet.evaluator.engine.classify import average_image, run_views
-from prelunet.evaluator.engine.load import open_with_placement
-from prelunet.evaluator.engine.session import Device, Precision, Session
-from prelunet.evaluator.errors import PreluNetError
-from prelunet.evaluator.imaging.views import ViewImage
-from prelunet.evaluator.protocols import EvaluationProtocol
+from ..engine.classify import average_image, run_views
+from ..engine.load import open_with_placement
+from ..engine.session import Device, Precision, Session
+from ..errors import PreluNetError
+from ..imaging.views import ViewImage
+from ..protocols import EvaluationProtocol
 
 _ENGINES: tuple[tuple[Device, Precision], ...] = (
     ("cpu", "fp32"), ("openvino", "fp32"), ("openvino", "bf16"), ("openvino", "int8"), ("ncnn", "fp32"),

@@ -14,14 +14,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from prelunet.evaluator.datasets.dataset import Dataset, Sample
-from prelunet.evaluator.engine.classify import pack_batch, plan_views
-from prelunet.evaluator.engine.session import Session
-from prelunet.evaluator.errors import DatasetError, ImageError
-from prelunet.evaluator.protocols import EvaluationProtocol
-from prelunet.evaluator.terminal import progress
-from prelunet.evaluator.validation.pipeline import Prepared, decoding_threads, evaluate_chunks, prepare
-from prelunet.evaluator.validation.timing import STAGES, Stage, StageTimer, StageTotals
+from ..datasets.dataset import Dataset, Sample
+from ..engine.classify import pack_batch, plan_views
+from ..engine.session import Session
+from ..errors import DatasetError, ImageError
+from ..protocols import EvaluationProtocol
+from ..terminal import progress
+from ..validation.pipeline import Prepared, decoding_threads, evaluate_chunks, prepare
+from ..validation.timing import STAGES, Stage, StageTimer, StageTotals
 
 MIN_PASS_SHARE = 1 / 20  # of the requested seconds: shorter passes are not reliable
 WARM_UP_IMAGES = 2  # images per session

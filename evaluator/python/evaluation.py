@@ -6,13 +6,13 @@ from html import escape
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from prelunet.evaluator.errors import EnvironmentFault
-from prelunet.evaluator.reporting.compare_page import WrittenComparison, write_comparison
-from prelunet.evaluator.reporting.html import notebook_link
-from prelunet.evaluator.reporting.report import Report, headline
-from prelunet.evaluator.reporting.report_page import write_report
-from prelunet.evaluator.validation.predictions import TOP_CLASSES
-from prelunet.evaluator.validation.run import read_run
+from ..errors import EnvironmentFault
+from ..reporting.compare_page import WrittenComparison, write_comparison
+from ..reporting.html import notebook_link
+from ..reporting.report import Report, headline
+from ..reporting.report_page import write_report
+from ..validation.predictions import TOP_CLASSES
+from ..validation.run import read_run
 
 if TYPE_CHECKING:
     import pandas as pd

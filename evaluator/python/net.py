@@ -15,24 +15,24 @@ from typing import TYPE_CHECKING, Any, overload
 
 from PIL import Image
 
-from prelunet.evaluator.answer import Answer, ClassScore, resolve_top_k
-from prelunet.evaluator.contract import ClassEntry
-from prelunet.evaluator.engine.classify import build_answer, classify_images
-from prelunet.evaluator.engine.heatmap import draw_heat_maps, png_bytes, why_flat
-from prelunet.evaluator.engine.load import open_session
-from prelunet.evaluator.engine.memory import portion_size, require_view_fits
-from prelunet.evaluator.engine.session import Device, Precision, Session
-from prelunet.evaluator.errors import ImageError, UsageError
-from prelunet.evaluator.image_input import ImageInput, encoded_image, is_image
-from prelunet.evaluator.imaging.decode import decode_image
-from prelunet.evaluator.imaging.limits import DecodeLimits
-from prelunet.evaluator.imaging.resize import panel_picture
-from prelunet.evaluator.machine import machine_memory
-from prelunet.evaluator.protocols import EvaluationProtocol, ProtocolOverrides, build_protocol, default_protocol_name
-from prelunet.evaluator.terminal import escape_unprintable
+from ..answer import Answer, ClassScore, resolve_top_k
+from ..contract import ClassEntry
+from ..engine.classify import build_answer, classify_images
+from ..engine.heatmap import draw_heat_maps, png_bytes, why_flat
+from ..engine.load import open_session
+from ..engine.memory import portion_size, require_view_fits
+from ..engine.session import Device, Precision, Session
+from ..errors import ImageError, UsageError
+from ..image_input import ImageInput, encoded_image, is_image
+from ..imaging.decode import decode_image
+from ..imaging.limits import DecodeLimits
+from ..imaging.resize import panel_picture
+from ..machine import machine_memory
+from ..protocols import EvaluationProtocol, ProtocolOverrides, build_protocol, default_protocol_name
+from ..terminal import escape_unprintable
 
 if TYPE_CHECKING:
-    from prelunet.evaluator.python.evaluation import Evaluation
+    from .evaluation import Evaluation
 
 log = logging.getLogger(__name__)
 
@@ -148,9 +148,9 @@ class Net:
         dataset does not fit the model, RunFolderError if the folder holds anything else, EnvironmentFault or OSError if
         it cannot be written.
         """
-        from prelunet.evaluator.datasets import DatasetSpec, parse_class_selection
-        from prelunet.evaluator.python.evaluation import write_evaluation
-        from prelunet.evaluator.validation.evaluate_model import evaluate_model
+        from ..datasets import DatasetSpec, parse_class_selection
+        from ..validation.evaluate_model import evaluate_model
+        from .evaluation import write_evaluation
 
         if heatmaps < 0:
             raise UsageError(f"heatmaps={heatmaps}: give a number of mistakes, at least 0")

@@ -11,18 +11,18 @@ from typing import Any
 
 import numpy as np
 
-from prelunet.evaluator.arrays import Int64Array
-from prelunet.evaluator.errors import RunFolderError
-from prelunet.evaluator.reporting.paired import NO_IMAGES, SIGNIFICANCE, PairedErrors, adjusted_p
-from prelunet.evaluator.reporting.statistics import TOPS, error_percent, macro_error, macro_interval, wilson_interval
-from prelunet.evaluator.validation.predictions import Prediction
-from prelunet.evaluator.validation.run import (
+from ..arrays import Int64Array
+from ..errors import RunFolderError
+from ..validation.predictions import Prediction
+from ..validation.run import (
     RESTRICTION_FIX,
     Run,
     require_labels,
     require_same_images,
     require_unsharded,
 )
+from .paired import NO_IMAGES, SIGNIFICANCE, PairedErrors, adjusted_p
+from .statistics import TOPS, error_percent, macro_error, macro_interval, wilson_interval
 
 COMPARISON_VERSION = 1
 METRICS = {f"top{k}": k for k in TOPS}  # an image is wrong when the rank of its class exceeds this

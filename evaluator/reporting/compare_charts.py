@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from typing import Any
 
-from prelunet.evaluator.reporting.charts import (
+from .charts import (
     FEW_CLASSES,
     Spec,
     chart_spec,
@@ -11,8 +11,8 @@ from prelunet.evaluator.reporting.charts import (
     place_axis,
     row_under_pointer,
 )
-from prelunet.evaluator.reporting.compare import Comparison
-from prelunet.evaluator.reporting.html import signed
+from .compare import Comparison
+from .html import signed
 
 ROW = 24  # pixels per named class
 CHANGES = ("improved", "unchanged", "worse")

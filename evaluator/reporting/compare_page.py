@@ -6,11 +6,13 @@ from html import escape
 from pathlib import Path
 from typing import Any
 
-from prelunet.evaluator.errors import RunFolderError, UsageError
-from prelunet.evaluator.files import create_folder, write_atomically
-from prelunet.evaluator.json_checks import parse_json
-from prelunet.evaluator.reporting.charts import FEW_CLASSES
-from prelunet.evaluator.reporting.compare import (
+from ..errors import RunFolderError, UsageError
+from ..files import create_folder, write_atomically
+from ..json_checks import parse_json
+from ..validation.mistakes import choose_mistakes
+from ..validation.run import Run, read_run
+from .charts import FEW_CLASSES
+from .compare import (
     METRICS,
     Comparison,
     compare_runs,
@@ -18,14 +20,12 @@ from prelunet.evaluator.reporting.compare import (
     format_p_value,
     judgment,
 )
-from prelunet.evaluator.reporting.compare_charts import change_of, difference_chart
-from prelunet.evaluator.reporting.gallery import Gallery, build_galleries
-from prelunet.evaluator.reporting.html import json_bytes, notebook_link, render_html, signed
-from prelunet.evaluator.reporting.report import describe_protocol, short_provider
-from prelunet.evaluator.reporting.report_page import REPORT_FOLDER
-from prelunet.evaluator.reporting.statistics import NO_MACRO_INTERVAL
-from prelunet.evaluator.validation.mistakes import choose_mistakes
-from prelunet.evaluator.validation.run import Run, read_run
+from .compare_charts import change_of, difference_chart
+from .gallery import Gallery, build_galleries
+from .html import json_bytes, notebook_link, render_html, signed
+from .report import describe_protocol, short_provider
+from .report_page import REPORT_FOLDER
+from .statistics import NO_MACRO_INTERVAL
 
 MAX_FLIPPED_PER_DIRECTION = 24  # flipped images shown per direction; compare.json lists all
 MAX_MOVED_CLASSES = 10

@@ -13,16 +13,16 @@ from pathlib import Path
 
 from PIL import Image
 
-from prelunet.evaluator.datasets import DatasetSpec, open_from_spec
-from prelunet.evaluator.datasets.dataset import Dataset, Sample
-from prelunet.evaluator.datasets.labels.real_labels import IMAGENET_REAL
-from prelunet.evaluator.errors import DatasetError, PreluNetError, RunFolderError
-from prelunet.evaluator.imaging.decode import decode_rgb
-from prelunet.evaluator.machine import cores
-from prelunet.evaluator.validation.mistakes import choose_mistakes, mistakes_as_shown
-from prelunet.evaluator.validation.predictions import Prediction
-from prelunet.evaluator.validation.run import Run
-from prelunet.evaluator.validation.run_log import find_dataset
+from ..datasets import DatasetSpec, open_from_spec
+from ..datasets.dataset import Dataset, Sample
+from ..datasets.labels.real_labels import IMAGENET_REAL
+from ..errors import DatasetError, PreluNetError, RunFolderError
+from ..imaging.decode import decode_rgb
+from ..machine import cores
+from ..validation.mistakes import choose_mistakes, mistakes_as_shown
+from ..validation.predictions import Prediction
+from ..validation.run import Run
+from ..validation.run_log import find_dataset
 
 THUMBNAIL = 192  # pixels, longer side, in the gallery; the browser enlarges smaller images
 TILE = 112  # pixels, longer side, of mistakes shown with their class

@@ -14,10 +14,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from urllib.parse import quote
 
-from prelunet.evaluator.contract import parse_calibration, provenance_lines
-from prelunet.evaluator.errors import import_from_extra
-from prelunet.evaluator.reporting.charts import Spec
-from prelunet.evaluator.terminal import escape_unprintable
+from ..contract import parse_calibration, provenance_lines
+from ..errors import import_from_extra
+from ..terminal import escape_unprintable
+from .charts import Spec
 
 if TYPE_CHECKING:
     import jinja2

@@ -4,8 +4,8 @@ import base64
 import hashlib
 import json
 
-from prelunet.evaluator.reporting.html import asset, render_html
-from prelunet.evaluator.validation.heatmaps import map_colors
+from ..validation.heatmaps import map_colors
+from .html import asset, render_html
 
 _STYLES = ("base.css", "heatmaps.css", "live.css")
 _SCRIPTS = ("elements.js", "heatmap.js", "live_calls.js", "live.js")

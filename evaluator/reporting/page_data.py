@@ -9,12 +9,12 @@ from typing import Any
 
 from msgspec import to_builtins
 
-from prelunet.evaluator.reporting.gallery import Gallery
-from prelunet.evaluator.reporting.report import Report
-from prelunet.evaluator.reporting.statistics import TOPS
-from prelunet.evaluator.validation.heatmaps import map_colors, read_heat_maps
-from prelunet.evaluator.validation.predictions import Prediction
-from prelunet.evaluator.validation.run import Run
+from ..validation.heatmaps import map_colors, read_heat_maps
+from ..validation.predictions import Prediction
+from ..validation.run import Run
+from .gallery import Gallery
+from .report import Report
+from .statistics import TOPS
 
 # Images whose answers the page holds, about 45 bytes each. Beyond that, each class contributes its first ones.
 MAX_LISTED_IMAGES = 60_000

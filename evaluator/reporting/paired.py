@@ -10,8 +10,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
-from prelunet.evaluator.errors import import_from_extra
-from prelunet.evaluator.reporting.statistics import DECIMALS, error_percent, wilson_bounds
+from ..errors import import_from_extra
+from .statistics import DECIMALS, error_percent, wilson_bounds
 
 SIGNIFICANCE = 0.05  # level at which a difference is significant
 P_DIGITS = 6  # significant digits of a p-value in a file

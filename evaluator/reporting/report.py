@@ -10,9 +10,10 @@ from collections.abc import Mapping
 from dataclasses import asdict
 from typing import Any
 
-from prelunet.evaluator.protocols import ProtocolKind
-from prelunet.evaluator.reporting.statistics import TOPS, calibration, rank_summary, risk_coverage
-from prelunet.evaluator.reporting.tables import (
+from ..protocols import ProtocolKind
+from ..validation.run import Run, require_labels, require_unsharded
+from .statistics import TOPS, calibration, rank_summary, risk_coverage
+from .tables import (
     class_table,
     confusion_pairs,
     error_fields,
@@ -22,7 +23,6 @@ from prelunet.evaluator.reporting.tables import (
     view_tables,
     worst_matrix,
 )
-from prelunet.evaluator.validation.run import Run, require_labels, require_unsharded
 
 REPORT_VERSION = 2
 

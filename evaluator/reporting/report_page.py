@@ -5,13 +5,14 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from prelunet.evaluator.errors import MissingExtra
-from prelunet.evaluator.files import create_folder, write_atomically
-from prelunet.evaluator.reporting.charts import FEW_CLASSES, error_chart
-from prelunet.evaluator.reporting.gallery import Gallery, build_gallery
-from prelunet.evaluator.reporting.html import json_bytes, render_html
-from prelunet.evaluator.reporting.page_data import describe_view, page_data
-from prelunet.evaluator.reporting.report import (
+from ..errors import MissingExtra
+from ..files import create_folder, write_atomically
+from ..validation.run import Run, read_run
+from .charts import FEW_CLASSES, error_chart
+from .gallery import Gallery, build_gallery
+from .html import json_bytes, render_html
+from .page_data import describe_view, page_data
+from .report import (
     Report,
     build_report,
     classes_csv,
@@ -20,10 +21,9 @@ from prelunet.evaluator.reporting.report import (
     scored_over,
     short_provider,
 )
-from prelunet.evaluator.reporting.score_charts import bin_sizes_chart, histogram_chart, reliability_chart, risk_chart
-from prelunet.evaluator.reporting.statistics import NO_MACRO_INTERVAL
-from prelunet.evaluator.reporting.tables import worst_classes
-from prelunet.evaluator.validation.run import Run, read_run
+from .score_charts import bin_sizes_chart, histogram_chart, reliability_chart, risk_chart
+from .statistics import NO_MACRO_INTERVAL
+from .tables import worst_classes
 
 WORST_CLASSES = 10
 MAX_PERFECT_LISTED = 12  # a longer list of classes without errors is collapsed

@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from prelunet.evaluator.reporting.charts import Spec, chart_spec, row_under_pointer
+from .charts import Spec, chart_spec, row_under_pointer
 
 RIGHT, WRONG = "right answers", "wrong answers"
 _BIN_TOOLTIP = [

@@ -12,10 +12,11 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from prelunet.evaluator.arrays import Int64Array
-from prelunet.evaluator.contract import ClassEntry
-from prelunet.evaluator.protocols import View
-from prelunet.evaluator.reporting.statistics import (
+from ..arrays import Int64Array
+from ..contract import ClassEntry
+from ..protocols import View
+from ..validation.predictions import Prediction
+from .statistics import (
     DECIMALS,
     TOPS,
     error_percent,
@@ -23,7 +24,6 @@ from prelunet.evaluator.reporting.statistics import (
     macro_interval,
     wilson_interval,
 )
-from prelunet.evaluator.validation.predictions import Prediction
 
 CONFUSIONS_PER_CLASS = 5
 CONFUSIONS_OVERALL = 50

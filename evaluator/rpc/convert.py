@@ -6,8 +6,8 @@ from typing import Any
 from google.protobuf.json_format import MessageToDict
 from google.protobuf.message import Message
 
-from prelunet.evaluator.answer import Answer, answer_from_json
-from prelunet.evaluator.pb.prelunet.v1 import prelunet_pb2 as pb
+from ..answer import Answer, answer_from_json
+from ..pb.prelunet.v1 import prelunet_pb2 as pb
 
 
 def to_plain(message: Message) -> dict[str, Any]:

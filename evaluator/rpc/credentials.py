@@ -6,9 +6,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, ClassVar
 
-from prelunet.evaluator.cli_option import CliOption
-from prelunet.evaluator.errors import UsageError
-from prelunet.evaluator.rpc.tls import check_authorities, check_key_pair, is_loopback, read_small_file, warn_of_readers
+from ..cli_option import CliOption
+from ..errors import UsageError
+from .tls import check_authorities, check_key_pair, is_loopback, read_small_file, warn_of_readers
 
 if TYPE_CHECKING:
     import grpc

@@ -15,7 +15,7 @@ from google.rpc.error_details_pb2 import ErrorInfo, RetryInfo
 from google.rpc.status_pb2 import Status
 from grpc_status import rpc_status
 
-from prelunet.evaluator.errors import (
+from ..errors import (
     ERROR_STATUSES,
     DatasetError,
     DeadlinePassed,

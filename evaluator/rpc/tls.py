@@ -6,8 +6,8 @@ import ssl
 from datetime import UTC, datetime
 from pathlib import Path
 
-from prelunet.evaluator.errors import UsageError
-from prelunet.evaluator.files import read_regular
+from ..errors import UsageError
+from ..files import read_regular
 
 MAX_FILE_BYTES = 2**20  # of a file with certificates, a key or tokens
 

@@ -16,9 +16,9 @@ from typing import Annotated, Literal, TypeAlias, get_args
 
 from msgspec import Meta, Struct, ValidationError, convert
 
-from prelunet.evaluator.errors import Overloaded, PermissionDenied, Unauthenticated, UsageError
-from prelunet.evaluator.serving.observability.metrics import Metrics
-from prelunet.evaluator.serving.watched_files import Contents, WatchedFiles
+from ..errors import Overloaded, PermissionDenied, Unauthenticated, UsageError
+from .observability.metrics import Metrics
+from .watched_files import Contents, WatchedFiles
 
 Scope: TypeAlias = Literal["classify", "evaluate", "admin"]
 SCOPES: tuple[Scope, ...] = get_args(Scope)

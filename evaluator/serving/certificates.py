@@ -5,11 +5,11 @@ from typing import Any
 
 import grpc
 
-from prelunet.evaluator.errors import UsageError
-from prelunet.evaluator.rpc.tls import check_authorities, check_key_pair, read_small_file
-from prelunet.evaluator.serving.observability.metrics import Metrics
-from prelunet.evaluator.serving.options import AccessOptions
-from prelunet.evaluator.serving.watched_files import Contents, WatchedFiles
+from ..errors import UsageError
+from ..rpc.tls import check_authorities, check_key_pair, read_small_file
+from .observability.metrics import Metrics
+from .options import AccessOptions
+from .watched_files import Contents, WatchedFiles
 
 
 class Certificates:

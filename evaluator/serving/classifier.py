@@ -7,24 +7,24 @@ from dataclasses import replace
 from functools import partial
 from typing import TypeVar
 
-from prelunet.evaluator.answer import Answer, Timings
-from prelunet.evaluator.contract import ModelContract
-from prelunet.evaluator.engine.batching import MAX_PIXELS
-from prelunet.evaluator.engine.classify import Classification, average_image, build_answer
-from prelunet.evaluator.engine.heatmap import class_maps, draw_heat_maps, png_bytes
-from prelunet.evaluator.engine.session import Session
-from prelunet.evaluator.errors import DeadlinePassed
-from prelunet.evaluator.imaging.decode_memory import ByteSemaphore, decode_semaphore
-from prelunet.evaluator.imaging.limits import DecodeLimits
-from prelunet.evaluator.imaging.views import ViewImage, cut_views
-from prelunet.evaluator.protocols import EvaluationProtocol
-from prelunet.evaluator.serving.decoding import SMALL_BYTES, DecodeProcess, PrepareOptions, prepare_image
-from prelunet.evaluator.serving.observability.call_context import Caller
-from prelunet.evaluator.serving.observability.metrics import ModelMetrics
-from prelunet.evaluator.serving.options import ModelFile
-from prelunet.evaluator.serving.scheduling.admission import AdmissionController
-from prelunet.evaluator.serving.scheduling.device import ServedDevice
-from prelunet.evaluator.serving.scheduling.request import Request, ScheduledModel
+from ..answer import Answer, Timings
+from ..contract import ModelContract
+from ..engine.batching import MAX_PIXELS
+from ..engine.classify import Classification, average_image, build_answer
+from ..engine.heatmap import class_maps, draw_heat_maps, png_bytes
+from ..engine.session import Session
+from ..errors import DeadlinePassed
+from ..imaging.decode_memory import ByteSemaphore, decode_semaphore
+from ..imaging.limits import DecodeLimits
+from ..imaging.views import ViewImage, cut_views
+from ..protocols import EvaluationProtocol
+from .decoding import SMALL_BYTES, DecodeProcess, PrepareOptions, prepare_image
+from .observability.call_context import Caller
+from .observability.metrics import ModelMetrics
+from .options import ModelFile
+from .scheduling.admission import AdmissionController
+from .scheduling.device import ServedDevice
+from .scheduling.request import Request, ScheduledModel
 
 Result = TypeVar("Result")
 

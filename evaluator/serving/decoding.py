@@ -29,12 +29,12 @@ from pathlib import Path
 import msgspec
 import numpy as np
 
-from prelunet.evaluator.arrays import UInt8Array
-from prelunet.evaluator.errors import DeadlinePassed, ImageError, OutOfMemory, PreluNetError, UsageError
-from prelunet.evaluator.imaging.decode import decode_image, silence_decoders
-from prelunet.evaluator.imaging.limits import DecodeLimits
-from prelunet.evaluator.imaging.resize import panel_picture, resize_to_scales, resized_size
-from prelunet.evaluator.protocols import EvaluationProtocol
+from ..arrays import UInt8Array
+from ..errors import DeadlinePassed, ImageError, OutOfMemory, PreluNetError, UsageError
+from ..imaging.decode import decode_image, silence_decoders
+from ..imaging.limits import DecodeLimits
+from ..imaging.resize import panel_picture, resize_to_scales, resized_size
+from ..protocols import EvaluationProtocol
 
 CPU_SECONDS = 30  # per image; the largest accepted one takes about 5
 REPLY_SECONDS = 4 * CPU_SECONDS  # until a reply; a process with a quarter of a core has used up its time by then

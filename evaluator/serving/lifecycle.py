@@ -13,27 +13,27 @@ from typing import TypeAlias
 import grpc
 from prometheus_client import ProcessCollector
 
-from prelunet.evaluator.byte_sizes import format_bytes
-from prelunet.evaluator.engine.session import Session
-from prelunet.evaluator.errors import DeviceLost, EnvironmentFault, UsageError, import_from_extra
-from prelunet.evaluator.imaging.decode import silence_decoders
-from prelunet.evaluator.machine import machine_memory
-from prelunet.evaluator.rpc.tls import is_loopback, warn_of_readers
-from prelunet.evaluator.serving.access import AccessControl
-from prelunet.evaluator.serving.api.calls import CallsInFlight
-from prelunet.evaluator.serving.certificates import Certificates
-from prelunet.evaluator.serving.classifier import Classifier
-from prelunet.evaluator.serving.http.listener import Listener
-from prelunet.evaluator.serving.http.metrics import METRICS_CLOSE_TIMEOUT, METRICS_LIMITS, metrics_app
-from prelunet.evaluator.serving.memory import serving_memory
-from prelunet.evaluator.serving.models import Models, load_model
-from prelunet.evaluator.serving.network import raise_open_file_limit
-from prelunet.evaluator.serving.observability.logs import CallLog
-from prelunet.evaluator.serving.observability.metrics import Metrics
-from prelunet.evaluator.serving.options import RESERVED_FILES, ServeOptions, ServerLimits
-from prelunet.evaluator.serving.repository import Repository
-from prelunet.evaluator.serving.server import Server
-from prelunet.evaluator.serving.watched_files import in_thread, poll_forever, unfinished_threads
+from ..byte_sizes import format_bytes
+from ..engine.session import Session
+from ..errors import DeviceLost, EnvironmentFault, UsageError, import_from_extra
+from ..imaging.decode import silence_decoders
+from ..machine import machine_memory
+from ..rpc.tls import is_loopback, warn_of_readers
+from .access import AccessControl
+from .api.calls import CallsInFlight
+from .certificates import Certificates
+from .classifier import Classifier
+from .http.listener import Listener
+from .http.metrics import METRICS_CLOSE_TIMEOUT, METRICS_LIMITS, metrics_app
+from .memory import serving_memory
+from .models import Models, load_model
+from .network import raise_open_file_limit
+from .observability.logs import CallLog
+from .observability.metrics import Metrics
+from .options import RESERVED_FILES, ServeOptions, ServerLimits
+from .repository import Repository
+from .server import Server
+from .watched_files import in_thread, poll_forever, unfinished_threads
 
 ShutdownEvent: TypeAlias = signal.Signals | DeviceLost
 

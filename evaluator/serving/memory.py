@@ -3,21 +3,21 @@
 from collections.abc import Sequence
 from pathlib import Path
 
-from prelunet.evaluator.byte_sizes import format_bytes
-from prelunet.evaluator.engine.memory import MemoryEstimate, estimate_memory, image_bytes, loading_bytes
-from prelunet.evaluator.engine.runtimes.onnx_metadata import read_precision
-from prelunet.evaluator.engine.session import Session
-from prelunet.evaluator.errors import UsageError
-from prelunet.evaluator.imaging.decode import max_decode_bytes
-from prelunet.evaluator.imaging.decode_memory import decode_semaphore
-from prelunet.evaluator.imaging.header import EASY_DECODE_BYTES
-from prelunet.evaluator.machine import cores, machine_memory
-from prelunet.evaluator.protocols import build_protocol, default_protocol_name
-from prelunet.evaluator.serving.decoding import PROCESS_BYTES, SMALL_BYTES
-from prelunet.evaluator.serving.network import UNREAD_BYTES
-from prelunet.evaluator.serving.options import ServeOptions
-from prelunet.evaluator.serving.scheduling.admission import with_reserve
-from prelunet.evaluator.serving.scheduling.device import decode_processes
+from ..byte_sizes import format_bytes
+from ..engine.memory import MemoryEstimate, estimate_memory, image_bytes, loading_bytes
+from ..engine.runtimes.onnx_metadata import read_precision
+from ..engine.session import Session
+from ..errors import UsageError
+from ..imaging.decode import max_decode_bytes
+from ..imaging.decode_memory import decode_semaphore
+from ..imaging.header import EASY_DECODE_BYTES
+from ..machine import cores, machine_memory
+from ..protocols import build_protocol, default_protocol_name
+from .decoding import PROCESS_BYTES, SMALL_BYTES
+from .network import UNREAD_BYTES
+from .options import ServeOptions
+from .scheduling.admission import with_reserve
+from .scheduling.device import decode_processes
 
 # Copies of an encoded image in memory while it waits: the image and, briefly, its message. Measured with 150 images of
 # 1.3 MB: 1.3. The rest is room for the images of streams that wait for admission.

@@ -9,18 +9,18 @@ from weakref import WeakSet
 
 import numpy as np
 
-from prelunet.evaluator.engine.batching import BatchRules
-from prelunet.evaluator.engine.load import add_lanes, open_with_placement, self_check
-from prelunet.evaluator.engine.session import Placement, Session
-from prelunet.evaluator.engine.shape_buckets import ShapeBuckets
-from prelunet.evaluator.errors import DeviceLost, Interrupted, ModelNotFound
-from prelunet.evaluator.imaging.limits import DecodeLimits
-from prelunet.evaluator.serving.classifier import Classifier
-from prelunet.evaluator.serving.observability.metrics import Metrics
-from prelunet.evaluator.serving.options import ModelFile, QueueOptions
-from prelunet.evaluator.serving.scheduling.admission import AdmissionController
-from prelunet.evaluator.serving.scheduling.device import ServedDevice, device_name
-from prelunet.evaluator.serving.scheduling.request import shape_buckets_of
+from ..engine.batching import BatchRules
+from ..engine.load import add_lanes, open_with_placement, self_check
+from ..engine.session import Placement, Session
+from ..engine.shape_buckets import ShapeBuckets
+from ..errors import DeviceLost, Interrupted, ModelNotFound
+from ..imaging.limits import DecodeLimits
+from .classifier import Classifier
+from .observability.metrics import Metrics
+from .options import ModelFile, QueueOptions
+from .scheduling.admission import AdmissionController
+from .scheduling.device import ServedDevice, device_name
+from .scheduling.request import shape_buckets_of
 
 # Pixels of a server's largest batch: four times the cost of switching plans (model C in fp16), and a wait of some 50 ms
 # for the next caller. Assumed, not measured here.

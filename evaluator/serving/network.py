@@ -9,9 +9,9 @@ from contextlib import suppress
 from pathlib import Path
 from urllib.parse import quote
 
-from prelunet.evaluator.errors import EnvironmentFault
-from prelunet.evaluator.serving.options import RESERVED_FILES, ServerLimits
-from prelunet.evaluator.serving.proxies import parse_address
+from ..errors import EnvironmentFault
+from .options import RESERVED_FILES, ServerLimits
+from .proxies import parse_address
 
 UNREAD_BYTES = 2**16  # that a call may send before the server reads them
 DESCRIPTORS = Path("/proc/self/fd")

@@ -6,13 +6,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, ClassVar
 
-from prelunet.evaluator.cli_option import CliOption, split_commas
-from prelunet.evaluator.engine.session import Placement
-from prelunet.evaluator.errors import UsageError
-from prelunet.evaluator.files import open_regular
-from prelunet.evaluator.imaging.limits import DecodeLimits
-from prelunet.evaluator.rpc.status import MAX_MESSAGE_BYTES
-from prelunet.evaluator.serving.proxies import TrustedProxies
+from ..cli_option import CliOption, split_commas
+from ..engine.session import Placement
+from ..errors import UsageError
+from ..files import open_regular
+from ..imaging.limits import DecodeLimits
+from ..rpc.status import MAX_MESSAGE_BYTES
+from .proxies import TrustedProxies
 
 MODEL_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
 _DAY = 86_400.0  # seconds

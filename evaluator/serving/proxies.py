@@ -7,9 +7,9 @@ from dataclasses import dataclass
 from typing import Annotated, ClassVar, TypeAlias
 from urllib.parse import unquote
 
-from prelunet.evaluator.cli_option import CliOption, split_commas
-from prelunet.evaluator.errors import UsageError
-from prelunet.evaluator.serving.observability.call_context import identity_of
+from ..cli_option import CliOption, split_commas
+from ..errors import UsageError
+from .observability.call_context import identity_of
 
 Address: TypeAlias = ipaddress.IPv4Address | ipaddress.IPv6Address
 Network: TypeAlias = ipaddress.IPv4Network | ipaddress.IPv6Network

@@ -16,8 +16,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple, TypeAlias
 
-from prelunet.evaluator.engine.session import Placement, Session
-from prelunet.evaluator.errors import (
+from ..engine.session import Placement, Session
+from ..errors import (
     EnvironmentFault,
     Interrupted,
     ModelNotFound,
@@ -25,11 +25,11 @@ from prelunet.evaluator.errors import (
     PreluNetError,
     UsageError,
 )
-from prelunet.evaluator.serving.memory import require_room_to_load, serving_memory
-from prelunet.evaluator.serving.models import Models, load_model
-from prelunet.evaluator.serving.observability.logs import release_frames
-from prelunet.evaluator.serving.options import MODEL_NAME, ModelFile, ServeOptions
-from prelunet.evaluator.serving.watched_files import INTERVAL, in_thread
+from .memory import require_room_to_load, serving_memory
+from .models import Models, load_model
+from .observability.logs import release_frames
+from .options import MODEL_NAME, ModelFile, ServeOptions
+from .watched_files import INTERVAL, in_thread
 
 FILE = "model.onnx"
 _NUMBER = re.compile(r"[1-9][0-9]{0,8}")

@@ -17,26 +17,26 @@ from grpc_health.v1 import health, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection, reflection_pb2
 from grpc_reflection.v1alpha._async import ReflectionServicer
 
-from prelunet.evaluator.errors import EnvironmentFault, NotReady
-from prelunet.evaluator.imaging.limits import DecodeLimits
-from prelunet.evaluator.pb.prelunet.v1 import prelunet_pb2_grpc as pb_grpc
-from prelunet.evaluator.serving.access import AccessControl
-from prelunet.evaluator.serving.api import inference
-from prelunet.evaluator.serving.api.arriving import ArrivingBytes
-from prelunet.evaluator.serving.api.calls import OUR_METHODS, PROBES, CallsInFlight
-from prelunet.evaluator.serving.api.health import Health
-from prelunet.evaluator.serving.api.interceptor import CallInterceptor
-from prelunet.evaluator.serving.api.prelunet import SERVICE, PreluNetServicer
-from prelunet.evaluator.serving.certificates import Certificates
-from prelunet.evaluator.serving.http.door import HttpDoor
-from prelunet.evaluator.serving.http.listener import ConnectionLimits, Listener
-from prelunet.evaluator.serving.http.routes import Routes
-from prelunet.evaluator.serving.models import Models
-from prelunet.evaluator.serving.network import channel_options, connections_to, explain_bind_error, host_port, unix_host
-from prelunet.evaluator.serving.observability.call_context import Context
-from prelunet.evaluator.serving.observability.metrics import Metrics
-from prelunet.evaluator.serving.options import HttpOptions, ServerLimits
-from prelunet.evaluator.serving.repository import Repository
+from ..errors import EnvironmentFault, NotReady
+from ..imaging.limits import DecodeLimits
+from ..pb.prelunet.v1 import prelunet_pb2_grpc as pb_grpc
+from .access import AccessControl
+from .api import inference
+from .api.arriving import ArrivingBytes
+from .api.calls import OUR_METHODS, PROBES, CallsInFlight
+from .api.health import Health
+from .api.interceptor import CallInterceptor
+from .api.prelunet import SERVICE, PreluNetServicer
+from .certificates import Certificates
+from .http.door import HttpDoor
+from .http.listener import ConnectionLimits, Listener
+from .http.routes import Routes
+from .models import Models
+from .network import channel_options, connections_to, explain_bind_error, host_port, unix_host
+from .observability.call_context import Context
+from .observability.metrics import Metrics
+from .options import HttpOptions, ServerLimits
+from .repository import Repository
 
 SERVICES = (SERVICE, inference.SERVICE)  # health reports each by name
 _FOREVER = 1e6  # seconds; `Server.stop` has its own timeout

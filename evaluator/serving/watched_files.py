@@ -8,9 +8,9 @@ from concurrent.futures import Future
 from pathlib import Path
 from typing import Any, Generic, TypeAlias, TypeVar
 
-from prelunet.evaluator.errors import UsageError
-from prelunet.evaluator.rpc.tls import read_small_file
-from prelunet.evaluator.serving.observability.metrics import Metrics
+from ..errors import UsageError
+from ..rpc.tls import read_small_file
+from .observability.metrics import Metrics
 
 INTERVAL = 1.0  # seconds between two looks at the files
 READ_TIMEOUT = 30.0  # seconds until a warning that a file system does not answer

@@ -15,16 +15,16 @@ from typing import Any
 
 import numpy as np
 
-from prelunet.evaluator.arrays import BoolArray, Float32Array, Int64Array
-from prelunet.evaluator.datasets.dataset import UNLABELLED, Sample
-from prelunet.evaluator.engine.scores import best_ranks, restrict, shortest_decimal, top_k
-from prelunet.evaluator.errors import RunFolderError, UsageError
-from prelunet.evaluator.files import check_not_input
-from prelunet.evaluator.json_checks import differences, format_differences
-from prelunet.evaluator.protocols import command_line_options
-from prelunet.evaluator.terminal import progress
-from prelunet.evaluator.validation.predictions import TOP_CLASSES, Prediction
-from prelunet.evaluator.validation.run import (
+from ..arrays import BoolArray, Float32Array, Int64Array
+from ..datasets.dataset import UNLABELLED, Sample
+from ..engine.scores import best_ranks, restrict, shortest_decimal, top_k
+from ..errors import RunFolderError, UsageError
+from ..files import check_not_input
+from ..json_checks import differences, format_differences
+from ..protocols import command_line_options
+from ..terminal import progress
+from .predictions import TOP_CLASSES, Prediction
+from .run import (
     RESTRICTION_FIX,
     Run,
     RunInfo,
@@ -34,8 +34,8 @@ from prelunet.evaluator.validation.run import (
     require_unsharded,
     sanitize_name,
 )
-from prelunet.evaluator.validation.stored_runs import BLOCK, check_scores, log_start, read_rows
-from prelunet.evaluator.validation.writer import RunWriter, open_run
+from .stored_runs import BLOCK, check_scores, log_start, read_rows
+from .writer import RunWriter, open_run
 
 _NAME = "ensemble of {}"  # used instead of a model file name
 

@@ -3,27 +3,27 @@
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from prelunet.evaluator.byte_sizes import format_bytes
-from prelunet.evaluator.datasets import DatasetSpec, open_from_spec
-from prelunet.evaluator.datasets.dataset import CLASS_FOLDERS, UNLABELLED, Dataset
-from prelunet.evaluator.datasets.sources.folder import FolderSource, is_visible
-from prelunet.evaluator.engine.heatmap import why_flat
-from prelunet.evaluator.engine.memory import (
+from ..byte_sizes import format_bytes
+from ..datasets import DatasetSpec, open_from_spec
+from ..datasets.dataset import CLASS_FOLDERS, UNLABELLED, Dataset
+from ..datasets.sources.folder import FolderSource, is_visible
+from ..engine.heatmap import why_flat
+from ..engine.memory import (
     MemoryEstimate,
     estimate_memory,
     openvino_switch_pixels,
     require_fits,
 )
-from prelunet.evaluator.engine.session import Session
-from prelunet.evaluator.errors import UsageError
-from prelunet.evaluator.imaging.decode import max_decode_bytes
-from prelunet.evaluator.imaging.decode_memory import decode_semaphore
-from prelunet.evaluator.machine import machine_memory
-from prelunet.evaluator.protocols import EvaluationProtocol
-from prelunet.evaluator.validation.pipeline import decoding_threads
-from prelunet.evaluator.validation.ray_cluster import MAX_CHUNKS_IN_FLIGHT, Cluster, evaluate_on_ray
-from prelunet.evaluator.validation.run import Run, build_run_info, describe_dataset
-from prelunet.evaluator.validation.validate import validate
+from ..engine.session import Session
+from ..errors import UsageError
+from ..imaging.decode import max_decode_bytes
+from ..imaging.decode_memory import decode_semaphore
+from ..machine import machine_memory
+from ..protocols import EvaluationProtocol
+from .pipeline import decoding_threads
+from .ray_cluster import MAX_CHUNKS_IN_FLIGHT, Cluster, evaluate_on_ray
+from .run import Run, build_run_info, describe_dataset
+from .validate import validate
 
 
 def evaluate_model(  # noqa: PLR0913 - one argument per option

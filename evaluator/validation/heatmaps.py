@@ -13,19 +13,19 @@ from typing import Annotated
 import numpy as np
 from msgspec import Meta, Struct, convert, to_builtins
 
-from prelunet.evaluator.arrays import Float64Array
-from prelunet.evaluator.datasets.dataset import Dataset, Sample
-from prelunet.evaluator.engine.classify import classify_images
-from prelunet.evaluator.engine.heatmap import apply_color_map, grid_size, heat_maps
-from prelunet.evaluator.engine.session import Session
-from prelunet.evaluator.errors import DatasetError, ImageError, RunFolderError
-from prelunet.evaluator.files import open_regular
-from prelunet.evaluator.imaging.decode import decode_image
-from prelunet.evaluator.json_checks import parse_json
-from prelunet.evaluator.terminal import progress
-from prelunet.evaluator.validation.mistakes import mistakes_as_shown
-from prelunet.evaluator.validation.run import HEAT_MAPS_FILE, Run, RunInfo
-from prelunet.evaluator.validation.writer import RunWriter
+from ..arrays import Float64Array
+from ..datasets.dataset import Dataset, Sample
+from ..engine.classify import classify_images
+from ..engine.heatmap import apply_color_map, grid_size, heat_maps
+from ..engine.session import Session
+from ..errors import DatasetError, ImageError, RunFolderError
+from ..files import open_regular
+from ..imaging.decode import decode_image
+from ..json_checks import parse_json
+from ..terminal import progress
+from .mistakes import mistakes_as_shown
+from .run import HEAT_MAPS_FILE, Run, RunInfo
+from .writer import RunWriter
 
 MAX_SIDE = 64  # accepted when reading
 STEPS, UNSEEN = 254, 255  # a byte is STEPS times the score, or UNSEEN where no view looked

@@ -11,16 +11,16 @@ from itertools import islice, pairwise
 from pathlib import Path
 from shlex import join
 
-from prelunet.evaluator.datasets.dataset import Sample
-from prelunet.evaluator.errors import RunFolderError
-from prelunet.evaluator.files import check_not_input
-from prelunet.evaluator.json_checks import differences, format_differences
-from prelunet.evaluator.protocols import command_line_options
-from prelunet.evaluator.terminal import escape_unprintable, progress
-from prelunet.evaluator.validation.run import Run, RunInfo, read_run, read_run_info
-from prelunet.evaluator.validation.run_log import find_dataset
-from prelunet.evaluator.validation.stored_runs import BLOCK, check_scores, log_start, read_rows
-from prelunet.evaluator.validation.writer import DESCRIPTIVE_KEYS, open_run
+from ..datasets.dataset import Sample
+from ..errors import RunFolderError
+from ..files import check_not_input
+from ..json_checks import differences, format_differences
+from ..protocols import command_line_options
+from ..terminal import escape_unprintable, progress
+from .run import Run, RunInfo, read_run, read_run_info
+from .run_log import find_dataset
+from .stored_runs import BLOCK, check_scores, log_start, read_rows
+from .writer import DESCRIPTIVE_KEYS, open_run
 
 _SHARD_SPECIFIC_KEYS = {("shard", "number"), *DESCRIPTIVE_KEYS}  # keys in which shards of a run may differ
 _SHOWN = 10  # maximum number of missing shards in a message

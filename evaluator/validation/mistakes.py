@@ -4,7 +4,7 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from operator import itemgetter
 
-from prelunet.evaluator.validation.predictions import Prediction
+from .predictions import Prediction
 
 GALLERY_SIZE = 48  # images in the gallery
 MAX_PER_CLASS = 3  # so that one bad class does not fill the gallery

@@ -28,8 +28,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from prelunet.evaluator.datasets.dataset import Dataset, Sample
-from prelunet.evaluator.engine.classify import (
+from ..datasets.dataset import Dataset, Sample
+from ..engine.classify import (
     PackedView,
     ViewResult,
     average_image,
@@ -37,15 +37,15 @@ from prelunet.evaluator.engine.classify import (
     plan_views,
     unpack_results,
 )
-from prelunet.evaluator.engine.session import Session
-from prelunet.evaluator.errors import ContractError, ImageError
-from prelunet.evaluator.imaging.decode import decode_image
-from prelunet.evaluator.imaging.decode_memory import ByteSemaphore, decode_semaphore
-from prelunet.evaluator.imaging.views import ViewImage, make_views
-from prelunet.evaluator.machine import cores
-from prelunet.evaluator.protocols import EvaluationProtocol
-from prelunet.evaluator.validation.predictions import Prediction, build_prediction
-from prelunet.evaluator.validation.timing import StageTimer
+from ..engine.session import Session
+from ..errors import ContractError, ImageError
+from ..imaging.decode import decode_image
+from ..imaging.decode_memory import ByteSemaphore, decode_semaphore
+from ..imaging.views import ViewImage, make_views
+from ..machine import cores
+from ..protocols import EvaluationProtocol
+from .predictions import Prediction, build_prediction
+from .timing import StageTimer
 
 MAX_THREADS = 16  # more threads spend more time waiting for the interpreter lock than decoding
 MAX_DECODED_PORTIONS = 2  # per session: one is packed and computed, one is decoded

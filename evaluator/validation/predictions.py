@@ -10,12 +10,12 @@ from typing import Annotated, Any, overload
 
 from msgspec import Meta, Struct, convert
 
-from prelunet.evaluator.datasets.dataset import UNLABELLED
-from prelunet.evaluator.engine.classify import Classification
-from prelunet.evaluator.engine.scores import shortest_decimal
-from prelunet.evaluator.errors import RunFolderError
-from prelunet.evaluator.files import open_regular
-from prelunet.evaluator.json_checks import parse_json
+from ..datasets.dataset import UNLABELLED
+from ..engine.classify import Classification
+from ..engine.scores import shortest_decimal
+from ..errors import RunFolderError
+from ..files import open_regular
+from ..json_checks import parse_json
 
 TOP_CLASSES = 5  # classes kept per image: the paper's top-5
 _BLOCK = 1024  # images built at a time while iterating

@@ -23,16 +23,16 @@ from pathlib import Path
 from types import FrameType, ModuleType
 from typing import Any
 
-from prelunet.evaluator.datasets.dataset import Dataset, Sample
-from prelunet.evaluator.engine.load import open_with_placement
-from prelunet.evaluator.engine.session import Placement, Session
-from prelunet.evaluator.errors import DatasetError, EnvironmentFault, PreluNetError, UsageError, install_hint
-from prelunet.evaluator.imaging.decode import silence_decoders
-from prelunet.evaluator.json_checks import differences, format_differences
-from prelunet.evaluator.protocols import EvaluationProtocol
-from prelunet.evaluator.validation.pipeline import ChunkResult, evaluate_chunks
-from prelunet.evaluator.validation.run import Batching, RunInfo
-from prelunet.evaluator.validation.validate import ChunkEvaluator, WorkersLost
+from ..datasets.dataset import Dataset, Sample
+from ..engine.load import open_with_placement
+from ..engine.session import Placement, Session
+from ..errors import DatasetError, EnvironmentFault, PreluNetError, UsageError, install_hint
+from ..imaging.decode import silence_decoders
+from ..json_checks import differences, format_differences
+from ..protocols import EvaluationProtocol
+from .pipeline import ChunkResult, evaluate_chunks
+from .run import Batching, RunInfo
+from .validate import ChunkEvaluator, WorkersLost
 
 MAX_CHUNKS_IN_FLIGHT = 2  # per worker: the session computes one while threads decode the other
 MAX_CHUNKS_AHEAD = 4  # per worker: chunks that may be started before the oldest one is finished and written

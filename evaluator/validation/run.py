@@ -7,23 +7,23 @@ from typing import Annotated, Any
 
 from msgspec import UNSET, Meta, Struct, UnsetType, convert
 
-from prelunet.evaluator.contract import (
+from ..contract import (
     CONTROL_CHARACTERS,
     MAX_NAME_LENGTH,
     ClassEntry,
     parse_calibration,
     parse_provenance,
 )
-from prelunet.evaluator.datasets.dataset import UNLABELLED, Dataset
-from prelunet.evaluator.engine.batching import BatchRules
-from prelunet.evaluator.engine.memory import portion_size
-from prelunet.evaluator.engine.session import Session
-from prelunet.evaluator.errors import RunFolderError, UsageError
-from prelunet.evaluator.files import open_regular
-from prelunet.evaluator.json_checks import check_plain, parse_json
-from prelunet.evaluator.protocols import EvaluationProtocol, View, protocol_from_json
-from prelunet.evaluator.terminal import escape_unprintable
-from prelunet.evaluator.validation.predictions import Prediction, read_predictions
+from ..datasets.dataset import UNLABELLED, Dataset
+from ..engine.batching import BatchRules
+from ..engine.memory import portion_size
+from ..engine.session import Session
+from ..errors import RunFolderError, UsageError
+from ..files import open_regular
+from ..json_checks import check_plain, parse_json
+from ..protocols import EvaluationProtocol, View, protocol_from_json
+from ..terminal import escape_unprintable
+from .predictions import Prediction, read_predictions
 
 RUN_VERSION = 3
 MAX_SHARDS = 999_999

@@ -9,9 +9,9 @@ from typing import Annotated, Any, Literal
 
 from msgspec import Meta, Struct, convert
 
-from prelunet.evaluator.datasets.dataset import DatasetSpec
-from prelunet.evaluator.datasets.labels.real_labels import IMAGENET_REAL
-from prelunet.evaluator.json_checks import parse_json
+from ..datasets.dataset import DatasetSpec
+from ..datasets.labels.real_labels import IMAGENET_REAL
+from ..json_checks import parse_json
 
 LOG_FILE = "log.jsonl"
 STARTED, RESUMED = "start", "resume"  # events that name the dataset

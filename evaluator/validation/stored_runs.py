@@ -5,15 +5,15 @@ from pathlib import Path
 
 import numpy as np
 
-from prelunet.evaluator.arrays import BoolArray, Float32Array
-from prelunet.evaluator.engine.scores import ranks_of, restrict
-from prelunet.evaluator.errors import RunFolderError
-from prelunet.evaluator.files import open_regular
-from prelunet.evaluator.terminal import escape_unprintable, progress
-from prelunet.evaluator.validation.predictions import LARGEST_SCORE, Prediction
-from prelunet.evaluator.validation.run import SCORES_FILE, Run
-from prelunet.evaluator.validation.run_log import RESUMED, STARTED, find_dataset, spec_to_log
-from prelunet.evaluator.validation.writer import RunWriter, scores_header
+from ..arrays import BoolArray, Float32Array
+from ..engine.scores import ranks_of, restrict
+from ..errors import RunFolderError
+from ..files import open_regular
+from ..terminal import escape_unprintable, progress
+from .predictions import LARGEST_SCORE, Prediction
+from .run import SCORES_FILE, Run
+from .run_log import RESUMED, STARTED, find_dataset, spec_to_log
+from .writer import RunWriter, scores_header
 
 BLOCK = 1024  # images read at a time: 4 MB at 1000 classes
 _SUM_TOLERANCE = 2e-2  # of an image's scores; `adopt` takes nets in half precision whose sums are 1e-2 from 1

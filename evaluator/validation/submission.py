@@ -10,12 +10,12 @@ from collections.abc import Mapping
 from itertools import pairwise
 from pathlib import Path
 
-from prelunet.evaluator.datasets.labels.imagenet_devkit import GROUND_TRUTH, MAPPING_FILES, META_MAT
-from prelunet.evaluator.errors import RunFolderError, UsageError
-from prelunet.evaluator.files import check_not_input, open_atomically
-from prelunet.evaluator.terminal import escape_unprintable
-from prelunet.evaluator.validation.predictions import Prediction
-from prelunet.evaluator.validation.run import Run, is_run_folder, require_unsharded
+from ..datasets.labels.imagenet_devkit import GROUND_TRUTH, MAPPING_FILES, META_MAT
+from ..errors import RunFolderError, UsageError
+from ..files import check_not_input, open_atomically
+from ..terminal import escape_unprintable
+from .predictions import Prediction
+from .run import Run, is_run_folder, require_unsharded
 
 GUESSES = 5  # per image
 DEVKIT_IDS = 1000

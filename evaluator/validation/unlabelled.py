@@ -8,14 +8,14 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, TextIO
 
-from prelunet.evaluator.datasets import DatasetSpec
-from prelunet.evaluator.engine.session import Session
-from prelunet.evaluator.errors import UsageError
-from prelunet.evaluator.files import open_atomically, require_writable
-from prelunet.evaluator.protocols import EvaluationProtocol
-from prelunet.evaluator.validation.evaluate_model import evaluate_model
-from prelunet.evaluator.validation.predictions import TOP_CLASSES, Prediction
-from prelunet.evaluator.validation.run import Run
+from ..datasets import DatasetSpec
+from ..engine.session import Session
+from ..errors import UsageError
+from ..files import open_atomically, require_writable
+from ..protocols import EvaluationProtocol
+from .evaluate_model import evaluate_model
+from .predictions import TOP_CLASSES, Prediction
+from .run import Run
 
 
 def write_classes(

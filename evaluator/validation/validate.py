@@ -9,17 +9,17 @@ from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import closing, contextmanager
 from pathlib import Path
 
-from prelunet.evaluator.contract import ModelContract
-from prelunet.evaluator.datasets.dataset import UNLABELLED, Dataset, DatasetSpec, Sample
-from prelunet.evaluator.engine.session import Session
-from prelunet.evaluator.errors import DatasetError, EnvironmentFault, Interrupted, UsageError
-from prelunet.evaluator.terminal import progress
-from prelunet.evaluator.validation.heatmaps import store_heat_maps
-from prelunet.evaluator.validation.pipeline import ChunkResult, evaluate_chunks
-from prelunet.evaluator.validation.run import Run, RunInfo, read_run
-from prelunet.evaluator.validation.run_log import RESUMED, STARTED, spec_to_log
-from prelunet.evaluator.validation.timing import StageTimer
-from prelunet.evaluator.validation.writer import RunWriter, open_run
+from ..contract import ModelContract
+from ..datasets.dataset import UNLABELLED, Dataset, DatasetSpec, Sample
+from ..engine.session import Session
+from ..errors import DatasetError, EnvironmentFault, Interrupted, UsageError
+from ..terminal import progress
+from .heatmaps import store_heat_maps
+from .pipeline import ChunkResult, evaluate_chunks
+from .run import Run, RunInfo, read_run
+from .run_log import RESUMED, STARTED, spec_to_log
+from .timing import StageTimer
+from .writer import RunWriter, open_run
 
 # Yields the result of each chunk of samples, in order.
 ChunkEvaluator = Callable[[Sequence[Sequence[Sample]]], Generator[ChunkResult, None, None]]

@@ -19,9 +19,9 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from prelunet.evaluator.datasets.dataset import Sample
-from prelunet.evaluator.errors import EnvironmentFault, RunFolderError
-from prelunet.evaluator.files import (
+from ..datasets.dataset import Sample
+from ..errors import EnvironmentFault, RunFolderError
+from ..files import (
     create_folder,
     leftovers,
     locked_folder,
@@ -29,9 +29,9 @@ from prelunet.evaluator.files import (
     remove_leftovers,
     write_atomically,
 )
-from prelunet.evaluator.json_checks import differences, format_differences
-from prelunet.evaluator.validation.predictions import Prediction, parse_prediction
-from prelunet.evaluator.validation.run import (
+from ..json_checks import differences, format_differences
+from .predictions import Prediction, parse_prediction
+from .run import (
     HEAT_MAPS_FILE,
     PREDICTIONS_FILE,
     RUN_FILE,
@@ -40,7 +40,7 @@ from prelunet.evaluator.validation.run import (
     is_run_folder,
     read_run_info,
 )
-from prelunet.evaluator.validation.run_log import LOG_FILE
+from .run_log import LOG_FILE
 
 # Reports of a run, deleted when it is started over.
 _REPORTS = ("report/report.json", "report/classes.csv", "report/report.html", "report/compared-with-*/compare.*")

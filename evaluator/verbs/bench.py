@@ -7,25 +7,25 @@ from typing import Annotated, Any
 
 import typer
 
-from prelunet.evaluator.byte_sizes import format_bytes
-from prelunet.evaluator.datasets import Dataset, open_images
-from prelunet.evaluator.engine.load import open_sessions
-from prelunet.evaluator.engine.memory import MemoryEstimate
-from prelunet.evaluator.engine.session import Placement, Session
-from prelunet.evaluator.errors import ImageError, Interrupted
-from prelunet.evaluator.files import require_writable, write_atomically
-from prelunet.evaluator.machine import cores
-from prelunet.evaluator.profiling.bottleneck import ExecutionSettings, advice, describe_bottleneck
-from prelunet.evaluator.profiling.engines import EngineComparison, compare_engines
-from prelunet.evaluator.profiling.profile import Measurement, benchmark
-from prelunet.evaluator.protocols import EvaluationProtocol, ProtocolOverrides, build_protocol, default_protocol_name
-from prelunet.evaluator.terminal import echo, report, table_lines
-from prelunet.evaluator.validation.evaluate_model import estimate_run_memory
-from prelunet.evaluator.validation.pipeline import prepare
-from prelunet.evaluator.validation.run import build_run_info, describe_dataset
-from prelunet.evaluator.validation.timing import STAGES, StageTimer
-from prelunet.evaluator.verbs.options.derive import Only, derive_options
-from prelunet.evaluator.verbs.options.shared import GpusOption, ModelOption, ProtocolOption
+from ..byte_sizes import format_bytes
+from ..datasets import Dataset, open_images
+from ..engine.load import open_sessions
+from ..engine.memory import MemoryEstimate
+from ..engine.session import Placement, Session
+from ..errors import ImageError, Interrupted
+from ..files import require_writable, write_atomically
+from ..machine import cores
+from ..profiling.bottleneck import ExecutionSettings, advice, describe_bottleneck
+from ..profiling.engines import EngineComparison, compare_engines
+from ..profiling.profile import Measurement, benchmark
+from ..protocols import EvaluationProtocol, ProtocolOverrides, build_protocol, default_protocol_name
+from ..terminal import echo, report, table_lines
+from ..validation.evaluate_model import estimate_run_memory
+from ..validation.pipeline import prepare
+from ..validation.run import build_run_info, describe_dataset
+from ..validation.timing import STAGES, StageTimer
+from .options.derive import Only, derive_options
+from .options.shared import GpusOption, ModelOption, ProtocolOption
 
 ENGINE_SECONDS = 3.0  # of computing in each turn, to compare engines
 HEADERS = ("stage", "threads", "seconds", "ms/image", "share of time")

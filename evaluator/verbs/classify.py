@@ -10,18 +10,18 @@ from typing import Annotated, Any
 
 import typer
 
-from prelunet.evaluator.answer import Answer
-from prelunet.evaluator.engine.session import Device, Placement
-from prelunet.evaluator.errors import ImageError, UsageError
-from prelunet.evaluator.files import write_atomically
-from prelunet.evaluator.image_input import encoded_image
-from prelunet.evaluator.imaging.limits import DecodeLimits
-from prelunet.evaluator.protocols import ProtocolOverrides, build_protocol, default_protocol_name
-from prelunet.evaluator.python.net import load
-from prelunet.evaluator.rpc.credentials import Credentials
-from prelunet.evaluator.terminal import echo, report
-from prelunet.evaluator.verbs.options.derive import Only, derive_options
-from prelunet.evaluator.verbs.options.shared import OptionalModelOption, ProtocolOption
+from ..answer import Answer
+from ..engine.session import Device, Placement
+from ..errors import ImageError, UsageError
+from ..files import write_atomically
+from ..image_input import encoded_image
+from ..imaging.limits import DecodeLimits
+from ..protocols import ProtocolOverrides, build_protocol, default_protocol_name
+from ..python.net import load
+from ..rpc.credentials import Credentials
+from ..terminal import echo, report
+from .options.derive import Only, derive_options
+from .options.shared import OptionalModelOption, ProtocolOption
 
 DEFAULT_TIMEOUT = 60.0  # seconds
 
@@ -104,7 +104,7 @@ def classify(
             net = load(model, device or "auto", precision=placement.precision)
             report(f"{model.name}: {net.session.contract.name} on {net.session.circumstances}")
             if outputs:
-                from prelunet.evaluator.validation.unlabelled import write_classes
+                from ..validation.unlabelled import write_classes
 
                 contract = net.session.contract
                 views = build_protocol(protocol or default_protocol_name(contract), contract, overrides)
@@ -122,7 +122,7 @@ def classify(
         elif server is not None and model is None:
             if device is not None or placement.precision is not None:
                 raise UsageError("--device and --precision require --model: a server chooses them when it starts")
-            from prelunet.evaluator.client import Client, RetryPolicy
+            from ..client import Client, RetryPolicy
 
             retries = RetryPolicy(restart_timeout=0)  # at a terminal, fail fast if no server is listening
             connection = Client(server, timeout=timeout or DEFAULT_TIMEOUT, retries=retries, credentials=credentials)

@@ -6,11 +6,11 @@ from typing import Annotated, Literal
 
 import typer
 
-from prelunet.evaluator.errors import CheckFailed, UsageError
-from prelunet.evaluator.reporting.compare import METRICS, Comparison
-from prelunet.evaluator.reporting.compare_page import write_comparison
-from prelunet.evaluator.reporting.html import json_bytes
-from prelunet.evaluator.terminal import echo, report
+from ..errors import CheckFailed, UsageError
+from ..reporting.compare import METRICS, Comparison
+from ..reporting.compare_page import write_comparison
+from ..reporting.html import json_bytes
+from ..terminal import echo, report
 
 Metric = Literal["top1", "top5", "both"]
 

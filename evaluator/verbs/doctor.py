@@ -7,14 +7,14 @@ from typing import Annotated
 import typer
 from rich.table import Table
 
-from prelunet.evaluator.engine.session import Placement
-from prelunet.evaluator.errors import CheckFailed
-from prelunet.evaluator.rpc.credentials import Credentials
-from prelunet.evaluator.serving.options import ServeOptions
-from prelunet.evaluator.terminal import echo, escape_unprintable, print_table
-from prelunet.evaluator.verbs.doctor_checks import Finding, check_machine, check_model, check_server
-from prelunet.evaluator.verbs.options.derive import Only, derive_options
-from prelunet.evaluator.verbs.options.shared import OptionalModelOption
+from ..engine.session import Placement
+from ..errors import CheckFailed
+from ..rpc.credentials import Credentials
+from ..serving.options import ServeOptions
+from ..terminal import echo, escape_unprintable, print_table
+from .doctor_checks import Finding, check_machine, check_model, check_server
+from .options.derive import Only, derive_options
+from .options.shared import OptionalModelOption
 
 
 @derive_options
@@ -38,7 +38,7 @@ def doctor(
     Exits 6 if something is wrong, and prints how to fix it.
     """
     if server is not None:
-        from prelunet.evaluator.client.channel import checked_address
+        from ..client.channel import checked_address
 
         checked_address(server)
     findings = list(check_machine(host, port, placement.device))

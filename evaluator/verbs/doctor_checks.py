@@ -17,21 +17,21 @@ from typing import Any, Literal
 
 import numpy as np
 
-from prelunet.evaluator.byte_sizes import format_bytes
-from prelunet.evaluator.contract import golden_image
-from prelunet.evaluator.engine.load import open_with_placement, visible_gpus
-from prelunet.evaluator.engine.runtimes import onnx, openvino
-from prelunet.evaluator.engine.runtimes.base import LoadedModel
-from prelunet.evaluator.engine.session import Placement, Session
-from prelunet.evaluator.engine.verify import TOLERANCES, Deviation, verify
-from prelunet.evaluator.errors import PreluNetError, install_hint
-from prelunet.evaluator.imaging.views import make_views
-from prelunet.evaluator.machine import cores, machine_memory
-from prelunet.evaluator.profiling.engines import WORTHWHILE, compare_engines
-from prelunet.evaluator.protocols import build_protocol
-from prelunet.evaluator.rpc.credentials import Credentials
-from prelunet.evaluator.serving.memory import serving_memory
-from prelunet.evaluator.serving.options import RESERVED_FILES, ModelFile, ServeOptions, ServerLimits
+from ..byte_sizes import format_bytes
+from ..contract import golden_image
+from ..engine.load import open_with_placement, visible_gpus
+from ..engine.runtimes import onnx, openvino
+from ..engine.runtimes.base import LoadedModel
+from ..engine.session import Placement, Session
+from ..engine.verify import TOLERANCES, Deviation, verify
+from ..errors import PreluNetError, install_hint
+from ..imaging.views import make_views
+from ..machine import cores, machine_memory
+from ..profiling.engines import WORTHWHILE, compare_engines
+from ..protocols import build_protocol
+from ..rpc.credentials import Credentials
+from ..serving.memory import serving_memory
+from ..serving.options import RESERVED_FILES, ModelFile, ServeOptions, ServerLimits
 
 State = Literal["ok", "note", "wrong"]
 
@@ -283,9 +283,9 @@ def check_server(address: str, timeout: float, credentials: Credentials) -> Iter
     import grpc
     from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-    from prelunet.evaluator.client import Client, RetryPolicy
-    from prelunet.evaluator.client.backends import BlockingBackend
-    from prelunet.evaluator.rpc.status import error_from
+    from ..client import Client, RetryPolicy
+    from ..client.backends import BlockingBackend
+    from ..rpc.status import error_from
 
     options = [("grpc.enable_http_proxy", 0)]  # connect directly, as the client does
     with BlockingBackend().new_channel(address, credentials.of_channel(), options) as channel:

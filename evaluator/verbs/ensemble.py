@@ -8,13 +8,13 @@ from typing import Annotated, Any
 
 import typer
 
-from prelunet.evaluator.errors import UsageError
-from prelunet.evaluator.reporting.report import error_with_interval
-from prelunet.evaluator.reporting.statistics import error_percent, wilson_interval
-from prelunet.evaluator.terminal import echo, report
-from prelunet.evaluator.validation.ensemble import Ensemble, ErrorCount
-from prelunet.evaluator.validation.ensemble import ensemble as average_runs
-from prelunet.evaluator.verbs.options.shared import report_next_command
+from ..errors import UsageError
+from ..reporting.report import error_with_interval
+from ..reporting.statistics import error_percent, wilson_interval
+from ..terminal import echo, report
+from ..validation.ensemble import Ensemble, ErrorCount
+from ..validation.ensemble import ensemble as average_runs
+from .options.shared import report_next_command
 
 
 def ensemble(

@@ -5,9 +5,9 @@ from typing import Annotated
 
 import typer
 
-from prelunet.evaluator.terminal import echo, report
-from prelunet.evaluator.validation.merge import merge as join_shards
-from prelunet.evaluator.verbs.options.shared import report_next_command
+from ..terminal import echo, report
+from ..validation.merge import merge as join_shards
+from .options.shared import report_next_command
 
 
 def merge(

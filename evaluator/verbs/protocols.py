@@ -10,11 +10,11 @@ from typing import Annotated
 
 import typer
 
-from prelunet.evaluator.contract import default_scales
-from prelunet.evaluator.engine.load import open_session
-from prelunet.evaluator.engine.protocol_costs import ProtocolCost, paper_contract, protocol_costs
-from prelunet.evaluator.errors import UsageError
-from prelunet.evaluator.terminal import echo, table_lines
+from ..contract import default_scales
+from ..engine.load import open_session
+from ..engine.protocol_costs import ProtocolCost, paper_contract, protocol_costs
+from ..errors import UsageError
+from ..terminal import echo, table_lines
 
 UNKNOWN = "?"
 HEADERS = ("protocol", "kind", "scales", "views", "windows", "multiply-adds", "x center", "from")

@@ -5,12 +5,12 @@ from typing import Annotated
 
 import typer
 
-from prelunet.evaluator.reporting.html import json_bytes
-from prelunet.evaluator.reporting.report import error_with_interval, headline
-from prelunet.evaluator.reporting.report_page import WrittenReport, write_report
-from prelunet.evaluator.reporting.statistics import NO_MACRO_INTERVAL, TOPS
-from prelunet.evaluator.reporting.tables import worst_classes
-from prelunet.evaluator.terminal import echo
+from ..reporting.html import json_bytes
+from ..reporting.report import error_with_interval, headline
+from ..reporting.report_page import WrittenReport, write_report
+from ..reporting.statistics import NO_MACRO_INTERVAL, TOPS
+from ..reporting.tables import worst_classes
+from ..terminal import echo
 
 WORST_PRINTED = 5
 

@@ -10,13 +10,13 @@ from typing import Annotated, Literal
 
 import typer
 
-from prelunet.evaluator.errors import error_status
-from prelunet.evaluator.serving.lifecycle import serve as serve_until_stopped
-from prelunet.evaluator.serving.observability.logs import configure_logging, flush
-from prelunet.evaluator.serving.options import ServeOptions, require_files
-from prelunet.evaluator.terminal import echo
-from prelunet.evaluator.verbs.options.config_file import read_config
-from prelunet.evaluator.verbs.options.derive import derive_options
+from ..errors import error_status
+from ..serving.lifecycle import serve as serve_until_stopped
+from ..serving.observability.logs import configure_logging, flush
+from ..serving.options import ServeOptions, require_files
+from ..terminal import echo
+from .options.config_file import read_config
+from .options.derive import derive_options
 
 
 @derive_options

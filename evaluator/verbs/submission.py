@@ -5,10 +5,10 @@ from typing import Annotated
 
 import typer
 
-from prelunet.evaluator.datasets.labels.imagenet_devkit import read_devkit_ids
-from prelunet.evaluator.terminal import echo, report
-from prelunet.evaluator.validation.run import read_run
-from prelunet.evaluator.validation.submission import (
+from ..datasets.labels.imagenet_devkit import read_devkit_ids
+from ..terminal import echo, report
+from ..validation.run import read_run
+from ..validation.submission import (
     GUESSES,
     PLACEHOLDER,
     refuse_devkit_as_target,

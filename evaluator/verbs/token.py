@@ -6,10 +6,10 @@ from typing import Annotated
 
 import typer
 
-from prelunet.evaluator.errors import UsageError, from_os_error
-from prelunet.evaluator.rpc.tls import read_small_file
-from prelunet.evaluator.serving.access import create_token, parse_tokens
-from prelunet.evaluator.terminal import echo, report
+from ..errors import UsageError, from_os_error
+from ..rpc.tls import read_small_file
+from ..serving.access import create_token, parse_tokens
+from ..terminal import echo, report
 
 
 def token(

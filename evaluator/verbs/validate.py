@@ -8,21 +8,21 @@ from typing import Annotated, Any
 
 import typer
 
-from prelunet.evaluator.datasets import DatasetSpec, parse_class_selection
-from prelunet.evaluator.engine.load import open_sessions
-from prelunet.evaluator.engine.runtimes import ncnn, onnx, openvino
-from prelunet.evaluator.engine.session import Device, Placement
-from prelunet.evaluator.errors import UsageError
-from prelunet.evaluator.protocols import ProtocolOverrides, build_protocol, default_protocol_name
-from prelunet.evaluator.reporting.page_data import MAX_HEAT_MAPS
-from prelunet.evaluator.reporting.report import Report, build_report, error_with_interval, scored_over
-from prelunet.evaluator.reporting.statistics import TOPS
-from prelunet.evaluator.terminal import echo, report
-from prelunet.evaluator.validation.evaluate_model import evaluate_model
-from prelunet.evaluator.validation.ray_cluster import Cluster
-from prelunet.evaluator.validation.run import Run, is_run_folder, read_run_info
-from prelunet.evaluator.verbs.options.derive import Only, derive_options
-from prelunet.evaluator.verbs.options.shared import GpusOption, ModelOption, ProtocolOption, report_next_command
+from ..datasets import DatasetSpec, parse_class_selection
+from ..engine.load import open_sessions
+from ..engine.runtimes import ncnn, onnx, openvino
+from ..engine.session import Device, Placement
+from ..errors import UsageError
+from ..protocols import ProtocolOverrides, build_protocol, default_protocol_name
+from ..reporting.page_data import MAX_HEAT_MAPS
+from ..reporting.report import Report, build_report, error_with_interval, scored_over
+from ..reporting.statistics import TOPS
+from ..terminal import echo, report
+from ..validation.evaluate_model import evaluate_model
+from ..validation.ray_cluster import Cluster
+from ..validation.run import Run, is_run_folder, read_run_info
+from .options.derive import Only, derive_options
+from .options.shared import GpusOption, ModelOption, ProtocolOption, report_next_command
 
 # What --json prints of the report.
 JSON_FIELDS = ("images", "evaluated", "refused", "top1_error", "top1_interval", "top5_error", "top5_interval")

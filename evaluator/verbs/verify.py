@@ -9,12 +9,12 @@ from typing import Annotated
 import typer
 from rich.table import Table
 
-from prelunet.evaluator.engine.load import open_with_placement
-from prelunet.evaluator.engine.session import Placement, Session
-from prelunet.evaluator.engine.verify import Deviation, require_verified, tolerance_of
-from prelunet.evaluator.engine.verify import verify as verify_session
-from prelunet.evaluator.terminal import echo, print_table
-from prelunet.evaluator.verbs.options.derive import Only, derive_options
+from ..engine.load import open_with_placement
+from ..engine.session import Placement, Session
+from ..engine.verify import Deviation, require_verified, tolerance_of
+from ..engine.verify import verify as verify_session
+from ..terminal import echo, print_table
+from .options.derive import Only, derive_options
 
 
 @derive_options

@@ -23,9 +23,9 @@ from itertools import pairwise
 import numpy as np
 from onnx import ModelProto, TensorProto, helper
 
-from prelunet.evaluator.architectures import LRELU_SLOPE, Activation, Architecture, Conv, Pool
-from prelunet.evaluator.arrays import Float32Array, FloatArray
-from prelunet.evaluator.contract import (
+from ...evaluator.architectures import LRELU_SLOPE, Activation, Architecture, Conv, Pool
+from ...evaluator.arrays import Float32Array, FloatArray
+from ...evaluator.contract import (
     Canvas,
     ClassEntry,
     FilePrecision,
@@ -34,11 +34,11 @@ from prelunet.evaluator.contract import (
     center_scale,
     default_scales,
 )
-from prelunet.evaluator.protocols import LONG_SIDE_CAP
-from prelunet.export.dense.half_precision import round_to_half
-from prelunet.export.dense.pyramid import plan_pools, pyramid_bins
-from prelunet.export.dense.quantization import LayerBuilder
-from prelunet.export.onnx_graph import IR_VERSION, OPSET, GraphBuilder, add_value_info, build_file, contract_graph
+from ...evaluator.protocols import LONG_SIDE_CAP
+from ..onnx_graph import IR_VERSION, OPSET, GraphBuilder, add_value_info, build_file, contract_graph
+from .half_precision import round_to_half
+from .pyramid import plan_pools, pyramid_bins
+from .quantization import LayerBuilder
 
 # Pixels; larger where `multi-scale` needs it. The graph slices its masks from a constant of this length.
 MAX_CANVAS_SIDE = 4096

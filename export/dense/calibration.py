@@ -13,28 +13,28 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from prelunet.evaluator.architectures import Architecture
-from prelunet.evaluator.arrays import Float64Array, Int64Array, UInt8Array
-from prelunet.evaluator.contract import Calibration, ModelContract, Tolerance, golden_image, golden_sizes
-from prelunet.evaluator.datasets import Dataset, DatasetSpec, Sample, open_from_spec, select
-from prelunet.evaluator.datasets.dataset import UNLABELLED
-from prelunet.evaluator.engine.classify import classify_images
-from prelunet.evaluator.engine.session import Session
-from prelunet.evaluator.engine.verify import SMALL_LOGIT, TOLERANCES
-from prelunet.evaluator.errors import DatasetError, ImageError, UsageError
-from prelunet.evaluator.imaging.canvas import pack
-from prelunet.evaluator.imaging.decode import decode_image
-from prelunet.evaluator.imaging.resize import DecodedImage
-from prelunet.evaluator.imaging.views import make_views
-from prelunet.evaluator.protocols import EvaluationProtocol, build_protocol
-from prelunet.evaluator.terminal import progress
-from prelunet.export.dense.probes import largest_values
-from prelunet.export.dense.quantization import LEVELS, activation_scale, quantize_weight
-from prelunet.export.parity import WindowArrays
-from prelunet.training.net.checkpoints import Checkpoint
-from prelunet.training.net.dense_reference import dense_windows
-from prelunet.training.net.initialization import FC_LAYERS
-from prelunet.training.net.network import PreluNet, network_from_checkpoint
+from ...evaluator.architectures import Architecture
+from ...evaluator.arrays import Float64Array, Int64Array, UInt8Array
+from ...evaluator.contract import Calibration, ModelContract, Tolerance, golden_image, golden_sizes
+from ...evaluator.datasets import Dataset, DatasetSpec, Sample, open_from_spec, select
+from ...evaluator.datasets.dataset import UNLABELLED
+from ...evaluator.engine.classify import classify_images
+from ...evaluator.engine.session import Session
+from ...evaluator.engine.verify import SMALL_LOGIT, TOLERANCES
+from ...evaluator.errors import DatasetError, ImageError, UsageError
+from ...evaluator.imaging.canvas import pack
+from ...evaluator.imaging.decode import decode_image
+from ...evaluator.imaging.resize import DecodedImage
+from ...evaluator.imaging.views import make_views
+from ...evaluator.protocols import EvaluationProtocol, build_protocol
+from ...evaluator.terminal import progress
+from ...training.net.checkpoints import Checkpoint
+from ...training.net.dense_reference import dense_windows
+from ...training.net.initialization import FC_LAYERS
+from ...training.net.network import PreluNet, network_from_checkpoint
+from ..parity import WindowArrays
+from .probes import largest_values
+from .quantization import LEVELS, activation_scale, quantize_weight
 
 PROTOCOL = "multi-scale"
 RULE = "largest absolute value on every second image"

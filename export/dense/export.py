@@ -10,15 +10,20 @@ from pathlib import Path
 import torch
 from onnx import checker
 
-from prelunet.evaluator.contract import Canvas, FilePrecision, ModelContract, Tolerance, golden_image, golden_sizes
-from prelunet.evaluator.datasets import DatasetSpec
-from prelunet.evaluator.engine.load import open_session
-from prelunet.evaluator.engine.session import Session
-from prelunet.evaluator.engine.verify import Deviation
-from prelunet.evaluator.errors import CheckFailed, CheckpointError, UsageError
-from prelunet.evaluator.files import check_not_input, open_atomically, sha256_of
-from prelunet.export.dense.build import build_contract, build_model
-from prelunet.export.dense.calibration import (
+from ...evaluator.contract import Canvas, FilePrecision, ModelContract, Tolerance, golden_image, golden_sizes
+from ...evaluator.datasets import DatasetSpec
+from ...evaluator.engine.load import open_session
+from ...evaluator.engine.session import Session
+from ...evaluator.engine.verify import Deviation
+from ...evaluator.errors import CheckFailed, CheckpointError, UsageError
+from ...evaluator.files import check_not_input, open_atomically, sha256_of
+from ...training.inspection.describe_file import summarize_slopes
+from ...training.net.checkpoints import UNCHECKED, Checkpoint, read_checkpoint
+from ...training.net.dense_reference import dense_windows
+from ...training.net.network import network_from_checkpoint
+from ..parity import WindowArrays, check_parity, golden_answers
+from .build import build_contract, build_model
+from .calibration import (
     ACCEPTED_LOSS,
     CalibrationImages,
     Int8Cost,
@@ -28,17 +33,12 @@ from prelunet.export.dense.calibration import (
     measure_ranges,
     open_images,
 )
-from prelunet.export.dense.half_precision import (
+from .half_precision import (
     check_magnitudes,
     magnitude_warnings,
     measure_magnitudes,
     round_to_half,
 )
-from prelunet.export.parity import WindowArrays, check_parity, golden_answers
-from prelunet.training.inspection.describe_file import summarize_slopes
-from prelunet.training.net.checkpoints import UNCHECKED, Checkpoint, read_checkpoint
-from prelunet.training.net.dense_reference import dense_windows
-from prelunet.training.net.network import network_from_checkpoint
 
 
 @dataclass(frozen=True)

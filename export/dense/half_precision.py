@@ -11,12 +11,12 @@ from pathlib import Path
 
 import numpy as np
 
-from prelunet.evaluator.architectures import Architecture
-from prelunet.evaluator.arrays import Float16Array, Float32Array, Int64Array, UInt8Array
-from prelunet.evaluator.contract import ModelContract, golden_image, golden_sizes
-from prelunet.evaluator.errors import UsageError
-from prelunet.evaluator.imaging.canvas import pack
-from prelunet.export.dense.probes import largest_values
+from ...evaluator.architectures import Architecture
+from ...evaluator.arrays import Float16Array, Float32Array, Int64Array, UInt8Array
+from ...evaluator.contract import ModelContract, golden_image, golden_sizes
+from ...evaluator.errors import UsageError
+from ...evaluator.imaging.canvas import pack
+from .probes import largest_values
 
 FLOAT16_MAX = 65504.0  # the largest float16
 HEADROOM = 8.0  # warn above FLOAT16_MAX / HEADROOM: other images and intermediate sums reach further

@@ -8,8 +8,8 @@ import numpy as np
 import onnx
 from onnx import ModelProto, TensorProto, helper
 
-from prelunet.evaluator.arrays import Int64Array, UInt8Array
-from prelunet.evaluator.engine.runtimes.onnx import RawOnnxModel
+from ...evaluator.arrays import Int64Array, UInt8Array
+from ...evaluator.engine.runtimes.onnx import RawOnnxModel
 
 
 def largest_values(

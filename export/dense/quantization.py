@@ -13,8 +13,8 @@ from collections.abc import Mapping
 
 import numpy as np
 
-from prelunet.evaluator.arrays import Float32Array, FloatArray, Int8Array
-from prelunet.export.onnx_graph import GraphBuilder
+from ...evaluator.arrays import Float32Array, FloatArray, Int8Array
+from ..onnx_graph import GraphBuilder
 
 LEVELS = 127  # on either side of 0; -128 is not used, so that the range is symmetric
 

@@ -14,21 +14,23 @@ import numpy as np
 from onnx import ModelProto, TensorProto
 from onnx.helper import np_dtype_to_tensor_dtype
 
-from prelunet.evaluator.architectures import OpaqueNet, TrunkLayer
-from prelunet.evaluator.arrays import Float64Array, UInt8Array
-from prelunet.evaluator.contract import ClassEntry, GoldenImage, ModelContract, golden_image, golden_sizes
-from prelunet.evaluator.datasets.labels.class_file import read_class_list
-from prelunet.evaluator.engine.load import open_session
-from prelunet.evaluator.engine.runtimes.base import error_summary
-from prelunet.evaluator.engine.runtimes.onnx import RawOnnxModel
-from prelunet.evaluator.engine.scores import softmax
-from prelunet.evaluator.engine.verify import Deviation, deviation, golden_answer
-from prelunet.evaluator.errors import ContractError, EnvironmentFault, UsageError
-from prelunet.evaluator.files import check_not_input, open_atomically, sha256_of
-from prelunet.evaluator.protocols import LONG_SIDE_CAP
-from prelunet.export.dense.build import MAX_CANVAS_SIDE
-from prelunet.export.foreign.dense import MULTI_SCALE, Head, find_head, make_dense, part_of
-from prelunet.export.foreign.read_net import (
+from ...evaluator.architectures import OpaqueNet, TrunkLayer
+from ...evaluator.arrays import Float64Array, UInt8Array
+from ...evaluator.contract import ClassEntry, GoldenImage, ModelContract, golden_image, golden_sizes
+from ...evaluator.datasets.labels.class_file import read_class_list
+from ...evaluator.engine.load import open_session
+from ...evaluator.engine.runtimes.base import error_summary
+from ...evaluator.engine.runtimes.onnx import RawOnnxModel
+from ...evaluator.engine.scores import softmax
+from ...evaluator.engine.verify import Deviation, deviation, golden_answer
+from ...evaluator.errors import ContractError, EnvironmentFault, UsageError
+from ...evaluator.files import check_not_input, open_atomically, sha256_of
+from ...evaluator.protocols import LONG_SIDE_CAP
+from ...training.importing.preprocessing import Layout, Preprocessing
+from ..dense.build import MAX_CANVAS_SIDE
+from ..parity import WindowArrays, check_parity, golden_answers
+from .dense import MULTI_SCALE, Head, find_head, make_dense, part_of
+from .read_net import (
     NetInterface,
     count_multiply_adds,
     find_interface,
@@ -36,9 +38,7 @@ from prelunet.export.foreign.read_net import (
     random_operators,
     read_net,
 )
-from prelunet.export.foreign.wrap_net import prepare_net, probability_floor, wrap_net
-from prelunet.export.parity import WindowArrays, check_parity, golden_answers
-from prelunet.training.importing.preprocessing import Layout, Preprocessing
+from .wrap_net import prepare_net, probability_floor, wrap_net
 
 OutputKind = Literal["auto", "logits", "softmax"]
 

@@ -19,10 +19,10 @@ import numpy.typing as npt
 from onnx import ModelProto, NodeProto, ValueInfoProto, helper, numpy_helper
 from onnx.reference import ReferenceEvaluator
 
-from prelunet.evaluator.architectures import TrunkLayer
-from prelunet.evaluator.engine.runtimes.onnx import RawOnnxModel
-from prelunet.evaluator.errors import ContractError
-from prelunet.export.foreign.read_net import NetInterface, image_tensors, inferred_shapes
+from ...evaluator.architectures import TrunkLayer
+from ...evaluator.engine.runtimes.onnx import RawOnnxModel
+from ...evaluator.errors import ContractError
+from .read_net import NetInterface, image_tensors, inferred_shapes
 
 WINDOWS = "dense.windows"  # what the reader returns for each window, (N, rows, columns, channels)
 MULTI_SCALE = (256, 288, 320)  # for a crop of 224; nets with global pooling often get worse beyond 1.3 times their crop

@@ -13,11 +13,11 @@ from onnx import ModelProto, NodeProto, TensorProto, external_data_helper, helpe
 from onnx.helper import tensor_dtype_to_np_dtype
 from onnx.numpy_helper import to_array
 
-from prelunet.evaluator.contract import PREFIX
-from prelunet.evaluator.engine.runtimes.onnx_metadata import read_metadata
-from prelunet.evaluator.errors import ContractError, UsageError, from_os_error
-from prelunet.evaluator.files import check_not_input, read_regular, require_regular_file
-from prelunet.training.importing.preprocessing import Layout
+from ...evaluator.contract import PREFIX
+from ...evaluator.engine.runtimes.onnx_metadata import read_metadata
+from ...evaluator.errors import ContractError, UsageError, from_os_error
+from ...evaluator.files import check_not_input, read_regular, require_regular_file
+from ...training.importing.preprocessing import Layout
 
 # Protobuf's limit for one file, less a margin for the nodes we add.
 MAX_BYTES = 2**31 - 2**24

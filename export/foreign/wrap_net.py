@@ -9,12 +9,12 @@ from collections.abc import Mapping
 import numpy as np
 from onnx import GraphProto, ModelProto, NodeProto, TensorProto, helper
 
-from prelunet.evaluator.contract import ModelContract
-from prelunet.evaluator.errors import ContractError
-from prelunet.export.foreign.dense import WINDOWS, Head
-from prelunet.export.foreign.read_net import NetInterface, opset_of
-from prelunet.export.onnx_graph import IR_VERSION, GraphBuilder, build_file, contract_graph
-from prelunet.training.importing.preprocessing import Preprocessing
+from ...evaluator.contract import ModelContract
+from ...evaluator.errors import ContractError
+from ...training.importing.preprocessing import Preprocessing
+from ..onnx_graph import IR_VERSION, GraphBuilder, build_file, contract_graph
+from .dense import WINDOWS, Head
+from .read_net import NetInterface, opset_of
 
 PREFIX = "net/"
 

@@ -6,10 +6,10 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
-from prelunet.evaluator.contract import Interpolation
-from prelunet.evaluator.files import require_new
-from prelunet.evaluator.terminal import echo
-from prelunet.training.importing.preprocessing import (
+from ...evaluator.contract import Interpolation
+from ...evaluator.files import require_new
+from ...evaluator.terminal import echo
+from ...training.importing.preprocessing import (
     PRESETS,
     Channels,
     Layout,
@@ -19,7 +19,7 @@ from prelunet.training.importing.preprocessing import (
 )
 
 if TYPE_CHECKING:
-    from prelunet.export.foreign.adopt import AdoptResult
+    from ..foreign.adopt import AdoptResult
 
 PANEL = "Preprocessing"
 
@@ -106,8 +106,8 @@ def adopt(
 
     The file is checked against the original net in onnxruntime before it is put in place; a mismatch leaves no file.
     """
-    from prelunet.export.foreign.adopt import AdoptOptions
-    from prelunet.export.foreign.adopt import adopt as adopt_net
+    from ..foreign.adopt import AdoptOptions
+    from ..foreign.adopt import adopt as adopt_net
 
     require_new(output, force=force)
     given: dict[str, Any] = {

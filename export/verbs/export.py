@@ -5,11 +5,11 @@ from typing import Annotated
 
 import typer
 
-from prelunet.evaluator.contract import Canvas, FilePrecision
-from prelunet.evaluator.datasets import DatasetSpec
-from prelunet.evaluator.errors import UsageError
-from prelunet.evaluator.files import require_new
-from prelunet.evaluator.terminal import echo, report
+from ...evaluator.contract import Canvas, FilePrecision
+from ...evaluator.datasets import DatasetSpec
+from ...evaluator.errors import UsageError
+from ...evaluator.files import require_new
+from ...evaluator.terminal import echo, report
 
 DEFAULT_IMAGES = 300  # of a calibration
 _INT8 = "Calibration of int8"
@@ -68,8 +68,8 @@ def export(
     The file is checked against the PyTorch net on images of several sizes before it is put in place; a mismatch leaves
     no file.
     """
-    from prelunet.export.dense.export import export_checkpoint
-    from prelunet.export.dense.half_precision import FLOAT16_MAX
+    from ..dense.export import export_checkpoint
+    from ..dense.half_precision import FLOAT16_MAX
 
     require_new(output, force=force)
     spec = None

@@ -10,10 +10,10 @@ from functools import lru_cache
 import numpy as np
 import numpy.typing as npt
 
-from prelunet.evaluator.arrays import Float32Array, UInt8Array
-from prelunet.evaluator.imaging.resize import DecodedImage, resize_part, resized_size
-from prelunet.training.data.image_cache import TRAINING_LONG_SIDE_CAP
-from prelunet.training.recipe import Recipe
+from ...evaluator.arrays import Float32Array, UInt8Array
+from ...evaluator.imaging.resize import DecodedImage, resize_part, resized_size
+from ..recipe import Recipe
+from .image_cache import TRAINING_LONG_SIDE_CAP
 
 ORDER, VIEW, DROPOUT, COLOR, SUBSTITUTE = range(5)  # independent random streams of one seed
 

@@ -12,15 +12,15 @@ from pathlib import Path
 
 import numpy as np
 
-from prelunet.evaluator.arrays import Float32Array, Int64Array, UInt8Array
-from prelunet.evaluator.datasets.dataset import Dataset, Sample
-from prelunet.evaluator.errors import DatasetError, ImageError, PreluNetError
-from prelunet.evaluator.files import open_atomically
-from prelunet.evaluator.imaging.decode import decode_image
-from prelunet.evaluator.json_checks import parse_json, require_int, require_object
-from prelunet.evaluator.terminal import progress
-from prelunet.training.data.augmentation import color_axes
-from prelunet.training.data.image_cache import central_view, default_workers, map_in_threads
+from ...evaluator.arrays import Float32Array, Int64Array, UInt8Array
+from ...evaluator.datasets.dataset import Dataset, Sample
+from ...evaluator.errors import DatasetError, ImageError, PreluNetError
+from ...evaluator.files import open_atomically
+from ...evaluator.imaging.decode import decode_image
+from ...evaluator.json_checks import parse_json, require_int, require_object
+from ...evaluator.terminal import progress
+from .augmentation import color_axes
+from .image_cache import central_view, default_workers, map_in_threads
 
 MAX_REFUSED = 0.1  # fraction of a split; above it the whole dataset is considered broken
 VERSION = 1  # of the cache; increment it whenever the same images would give other sums

@@ -11,13 +11,13 @@ from typing import TypeVar
 import numpy as np
 from PIL import Image
 
-from prelunet.evaluator.arrays import UInt8Array
-from prelunet.evaluator.datasets.dataset import Dataset, Sample
-from prelunet.evaluator.errors import DatasetError, ImageError
-from prelunet.evaluator.imaging.decode import decode_image
-from prelunet.evaluator.imaging.resize import DecodedImage, resize_shorter_side
-from prelunet.evaluator.imaging.views import crop_at
-from prelunet.evaluator.machine import cores
+from ...evaluator.arrays import UInt8Array
+from ...evaluator.datasets.dataset import Dataset, Sample
+from ...evaluator.errors import DatasetError, ImageError
+from ...evaluator.imaging.decode import decode_image
+from ...evaluator.imaging.resize import DecodedImage, resize_shorter_side
+from ...evaluator.imaging.views import crop_at
+from ...evaluator.machine import cores
 
 Item = TypeVar("Item")
 Answer = TypeVar("Answer")

@@ -12,14 +12,14 @@ from functools import partial
 import numpy as np
 import torch
 
-from prelunet.evaluator.arrays import Float32Array, Int64Array, UInt8Array
-from prelunet.evaluator.datasets.dataset import Sample
-from prelunet.evaluator.errors import DatasetError
-from prelunet.evaluator.imaging.resize import DecodedImage
-from prelunet.training.data.augmentation import SUBSTITUTE, color_shift, random_stream, training_view, view_keys_of_step
-from prelunet.training.data.image_cache import UNREADABLE, ImageCache, central_view, default_workers, map_in_threads
-from prelunet.training.data.worker_processes import map_in_processes
-from prelunet.training.recipe import Recipe
+from ...evaluator.arrays import Float32Array, Int64Array, UInt8Array
+from ...evaluator.datasets.dataset import Sample
+from ...evaluator.errors import DatasetError
+from ...evaluator.imaging.resize import DecodedImage
+from ..recipe import Recipe
+from .augmentation import SUBSTITUTE, color_shift, random_stream, training_view, view_keys_of_step
+from .image_cache import UNREADABLE, ImageCache, central_view, default_workers, map_in_threads
+from .worker_processes import map_in_processes
 
 ViewKey = tuple[int | None, int]  # epoch, or None for the view of the evaluation; image index
 Request = list[tuple[ViewKey, Sample]]  # the rows of a batch; with samples, so that a worker needs no list of them

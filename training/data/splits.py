@@ -8,11 +8,11 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from prelunet.evaluator.contract import CONTROL_CHARACTERS, ClassEntry
-from prelunet.evaluator.datasets.dataset import Dataset
-from prelunet.evaluator.datasets.open import open_dataset
-from prelunet.evaluator.errors import DatasetError, EnvironmentFault, ImageError
-from prelunet.evaluator.imaging.decode import image_size
+from ...evaluator.contract import CONTROL_CHARACTERS, ClassEntry
+from ...evaluator.datasets.dataset import Dataset
+from ...evaluator.datasets.open import open_dataset
+from ...evaluator.errors import DatasetError, EnvironmentFault, ImageError
+from ...evaluator.imaging.decode import image_size
 
 
 @dataclass(frozen=True)

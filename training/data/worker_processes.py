@@ -21,8 +21,8 @@ from typing import Any, TypeVar
 import torch
 from torch.utils.data import DataLoader, Dataset
 
-from prelunet.evaluator.arrays import UInt8Array
-from prelunet.evaluator.errors import EnvironmentFault, PreluNetError, from_os_error
+from ...evaluator.arrays import UInt8Array
+from ...evaluator.errors import EnvironmentFault, PreluNetError, from_os_error
 
 Item = TypeVar("Item")
 Rest = TypeVar("Rest")

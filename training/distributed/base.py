@@ -16,11 +16,11 @@ from typing import Literal, TypeAlias, get_args
 import torch
 from torch import Tensor
 
-from prelunet.evaluator.arrays import Float32Array
-from prelunet.evaluator.errors import UsageError
-from prelunet.training.distributed.process_group import ProcessGroup
-from prelunet.training.net.network import Factors, PreluNet
-from prelunet.training.recipe import TrainingPrecision
+from ...evaluator.arrays import Float32Array
+from ...evaluator.errors import UsageError
+from ..net.network import Factors, PreluNet
+from ..recipe import TrainingPrecision
+from .process_group import ProcessGroup
 
 ParallelMode = Literal["ddp", "hybrid"]
 PARALLEL_MODES: tuple[ParallelMode, ...] = get_args(ParallelMode)

@@ -4,8 +4,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from prelunet.evaluator.errors import UsageError
-from prelunet.training.distributed.base import (
+from ...evaluator.errors import UsageError
+from ..net.network import PreluNet
+from .base import (
     PARALLEL_MODES,
     DropoutFactors,
     ParallelMode,
@@ -16,10 +17,9 @@ from prelunet.training.distributed.base import (
     select_rows,
     split_evenly,
 )
-from prelunet.training.distributed.gradient_buckets import GradientBuckets
-from prelunet.training.distributed.hybrid import HybridParallel
-from prelunet.training.distributed.process_group import ProcessGroup
-from prelunet.training.net.network import PreluNet
+from .gradient_buckets import GradientBuckets
+from .hybrid import HybridParallel
+from .process_group import ProcessGroup
 
 
 class DataParallel(ParallelNet):

@@ -12,8 +12,8 @@ from typing import ClassVar
 import torch
 from torch import Tensor, nn
 
-from prelunet.training.distributed.base import StepResult
-from prelunet.training.distributed.process_group import Pending, ProcessGroup
+from .base import StepResult
+from .process_group import Pending, ProcessGroup
 
 
 class Bucket:

@@ -12,7 +12,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from prelunet.training.distributed.base import (
+from ..net.initialization import FC_LAYERS
+from ..net.network import Factors, PreluNet
+from .base import (
     DropoutFactors,
     ParallelNet,
     StepOptions,
@@ -21,10 +23,8 @@ from prelunet.training.distributed.base import (
     select_rows,
     split_evenly,
 )
-from prelunet.training.distributed.gradient_buckets import GradientBuckets
-from prelunet.training.distributed.process_group import Pending, ProcessGroup
-from prelunet.training.net.initialization import FC_LAYERS
-from prelunet.training.net.network import Factors, PreluNet
+from .gradient_buckets import GradientBuckets
+from .process_group import Pending, ProcessGroup
 
 
 class HybridParallel(ParallelNet):

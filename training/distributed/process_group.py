@@ -22,8 +22,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from prelunet.evaluator.errors import EnvironmentFault, UsageError
-from prelunet.evaluator.machine import supports_bf16
+from ...evaluator.errors import EnvironmentFault, UsageError
+from ...evaluator.machine import supports_bf16
 
 Value = TypeVar("Value")
 

@@ -16,15 +16,15 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from prelunet.evaluator.architectures import ACTIVATIONS, ARCHITECTURES, Architecture, architecture, parameter_shapes
-from prelunet.evaluator.arrays import Float32Array
-from prelunet.evaluator.contract import ClassEntry
-from prelunet.evaluator.errors import CheckpointError, UsageError, from_os_error
-from prelunet.evaluator.files import sha256_of
-from prelunet.training.importing.name_map import NameMap, Renamed
-from prelunet.training.importing.preprocessing import Preprocessing, parse_channel_values
-from prelunet.training.importing.state_dicts import StateDict, read_state_dict
-from prelunet.training.net.checkpoints import Checkpoint, is_finite, tensor_faults
+from ...evaluator.architectures import ACTIVATIONS, ARCHITECTURES, Architecture, architecture, parameter_shapes
+from ...evaluator.arrays import Float32Array
+from ...evaluator.contract import ClassEntry
+from ...evaluator.errors import CheckpointError, UsageError, from_os_error
+from ...evaluator.files import sha256_of
+from ..net.checkpoints import Checkpoint, is_finite, tensor_faults
+from .name_map import NameMap, Renamed
+from .preprocessing import Preprocessing, parse_channel_values
+from .state_dicts import StateDict, read_state_dict
 
 AssignmentMethod = Literal["by name", "by the map", "by order"]
 Shapes = Mapping[str, tuple[int, ...]]

@@ -15,9 +15,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from prelunet.evaluator.errors import UsageError, from_os_error
-from prelunet.evaluator.files import read_regular
-from prelunet.evaluator.json_checks import check_plain, parse_json, require_object
+from ...evaluator.errors import UsageError, from_os_error
+from ...evaluator.files import read_regular
+from ...evaluator.json_checks import check_plain, parse_json, require_object
 
 _WILDCARD = re.compile(r"(\*\*|\*)")
 _MATCHES = {"*": r"([^.]+)", "**": r"(.+)"}

@@ -7,8 +7,8 @@ from typing import Any, Literal
 import numpy as np
 import numpy.typing as npt
 
-from prelunet.evaluator.contract import Interpolation
-from prelunet.evaluator.errors import UsageError
+from ...evaluator.contract import Interpolation
+from ...evaluator.errors import UsageError
 
 Channels = Literal["rgb", "bgr"]
 Layout = Literal["NCHW", "NHWC"]

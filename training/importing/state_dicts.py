@@ -14,9 +14,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from prelunet.evaluator.errors import CheckpointError, UsageError
-from prelunet.evaluator.files import open_regular
-from prelunet.training.net.checkpoints import PREFIX
+from ...evaluator.errors import CheckpointError, UsageError
+from ...evaluator.files import open_regular
+from ..net.checkpoints import PREFIX
 
 _WRAPPERS = ("state_dict", "model_state_dict", "model", "net")  # keys under which training scripts keep the net
 _MAX_NESTING = 4  # levels of such keys; a pickle may contain itself

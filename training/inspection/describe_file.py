@@ -13,22 +13,22 @@ import numpy.typing as npt
 from rich.console import Console
 from rich.table import Table
 
-from prelunet.evaluator.architectures import (
+from ...evaluator.architectures import (
     Architecture,
     OpaqueNet,
     architecture_from_json,
     multiply_adds,
     parameter_shapes,
 )
-from prelunet.evaluator.contract import ClassEntry, parse_calibration, provenance_lines, rewrite_hint
-from prelunet.evaluator.engine.load import open_session
-from prelunet.evaluator.engine.session import Session
-from prelunet.evaluator.errors import ContractError, from_os_error
-from prelunet.evaluator.files import open_regular, sha256_of
-from prelunet.evaluator.json_checks import require_object, require_str
-from prelunet.training.inspection.slope_trend import slope_trend
-from prelunet.training.inspection.tables import escaped, print_layers
-from prelunet.training.net.checkpoints import UNCHECKED, read_checkpoint
+from ...evaluator.contract import ClassEntry, parse_calibration, provenance_lines, rewrite_hint
+from ...evaluator.engine.load import open_session
+from ...evaluator.engine.session import Session
+from ...evaluator.errors import ContractError, from_os_error
+from ...evaluator.files import open_regular, sha256_of
+from ...evaluator.json_checks import require_object, require_str
+from ..net.checkpoints import UNCHECKED, read_checkpoint
+from .slope_trend import slope_trend
+from .tables import escaped, print_layers
 
 # PReLU-nets, Table 1 (model E): layer → learned slope (channel-shared), and mean of the channel-wise slopes.
 PAPER_SLOPES: dict[str, tuple[float, float]] = {

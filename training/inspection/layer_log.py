@@ -9,9 +9,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from prelunet.evaluator.errors import UsageError, from_os_error
-from prelunet.evaluator.json_checks import parse_json, require_keys
-from prelunet.training.run_state.run_folder import DIAGNOSIS_FILE
+from ...evaluator.errors import UsageError, from_os_error
+from ...evaluator.json_checks import parse_json, require_keys
+from ..run_state.run_folder import DIAGNOSIS_FILE
 
 DEFAULT_IMAGES = 256  # on which layers are measured by default
 SIGNIFICANT_DIGITS = 6  # more would only reflect a machine's summation order

@@ -13,15 +13,15 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from prelunet.evaluator.contract import center_scale
-from prelunet.evaluator.datasets import DatasetSpec, open_from_spec
-from prelunet.evaluator.errors import DatasetError
-from prelunet.evaluator.terminal import progress
-from prelunet.training.data.image_cache import UNREADABLE, ImageCache
-from prelunet.training.inspection.layer_log import DEFAULT_IMAGES, LayerResponse
-from prelunet.training.net.checkpoints import Checkpoint
-from prelunet.training.net.dense_reference import subtract_mean
-from prelunet.training.net.network import PreluNet, network_from_checkpoint
+from ...evaluator.contract import center_scale
+from ...evaluator.datasets import DatasetSpec, open_from_spec
+from ...evaluator.errors import DatasetError
+from ...evaluator.terminal import progress
+from ..data.image_cache import UNREADABLE, ImageCache
+from ..net.checkpoints import Checkpoint
+from ..net.dense_reference import subtract_mean
+from ..net.network import PreluNet, network_from_checkpoint
+from .layer_log import DEFAULT_IMAGES, LayerResponse
 
 PIXELS_PER_BATCH = 2**19  # 10 crops of 224: their responses and gradients in model C take about 1.5 GB
 

@@ -4,9 +4,9 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from prelunet.evaluator.reporting.charts import Spec, chart_spec
-from prelunet.evaluator.reporting.html import draw_svg
-from prelunet.training.inspection.layer_log import std
+from ...evaluator.reporting.charts import Spec, chart_spec
+from ...evaluator.reporting.html import draw_svg
+from .layer_log import std
 
 Layers = Sequence[Mapping[str, Any]]
 

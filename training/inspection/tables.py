@@ -9,11 +9,11 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from prelunet.evaluator.architectures import Architecture, parameter_shapes
-from prelunet.evaluator.terminal import escape_unprintable
-from prelunet.training.inspection.layer_log import std
-from prelunet.training.inspection.slope_trend import slope_trend
-from prelunet.training.net.initialization import FC_LAYERS
+from ...evaluator.architectures import Architecture, parameter_shapes
+from ...evaluator.terminal import escape_unprintable
+from ..net.initialization import FC_LAYERS
+from .layer_log import std
+from .slope_trend import slope_trend
 
 Layers = Sequence[Mapping[str, Any]]
 

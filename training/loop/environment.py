@@ -8,12 +8,12 @@ from typing import Any
 
 import torch
 
-from prelunet.evaluator.engine.load import package_versions
-from prelunet.evaluator.errors import UsageError
-from prelunet.evaluator.machine import cpuinfo_value
-from prelunet.training.distributed.process_group import ProcessGroup
-from prelunet.training.loop.execution import Execution
-from prelunet.training.recipe import TrainingPrecision
+from ...evaluator.engine.load import package_versions
+from ...evaluator.errors import UsageError
+from ...evaluator.machine import cpuinfo_value
+from ..distributed.process_group import ProcessGroup
+from ..recipe import TrainingPrecision
+from .execution import Execution
 
 _WORKSPACES = (":4096:8", ":16:8")  # of cuBLAS, with which its results repeat, according to NVIDIA
 

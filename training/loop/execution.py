@@ -4,8 +4,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, ClassVar, Literal
 
-from prelunet.evaluator.cli_option import CliOption
-from prelunet.evaluator.errors import UsageError
+from ...evaluator.cli_option import CliOption
+from ...evaluator.errors import UsageError
 
 
 @dataclass(frozen=True)

@@ -8,14 +8,14 @@ from pathlib import Path
 
 import numpy as np
 
-from prelunet.evaluator.architectures import Architecture
-from prelunet.evaluator.arrays import Float32Array
-from prelunet.evaluator.contract import ClassEntry
-from prelunet.evaluator.errors import UsageError
-from prelunet.evaluator.files import sha256_of
-from prelunet.evaluator.json_checks import differences, format_differences
-from prelunet.training.net.checkpoints import UNCHECKED, read_checkpoint, require_file
-from prelunet.training.net.initialization import Initialization, initial_tensors
+from ...evaluator.architectures import Architecture
+from ...evaluator.arrays import Float32Array
+from ...evaluator.contract import ClassEntry
+from ...evaluator.errors import UsageError
+from ...evaluator.files import sha256_of
+from ...evaluator.json_checks import differences, format_differences
+from ..net.checkpoints import UNCHECKED, read_checkpoint, require_file
+from ..net.initialization import Initialization, initial_tensors
 
 LAST_LAYER = ("fc3.weight", "fc3.bias")
 

@@ -7,10 +7,10 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from prelunet.evaluator.errors import EnvironmentFault
-from prelunet.training.inspection.layer_log import LayerResponse
-from prelunet.training.run_state.metrics_log import MetricsLog
-from prelunet.training.run_state.run_folder import DIAGNOSIS_FILE, EVENTS_FOLDER, METRICS_FILE
+from ...evaluator.errors import EnvironmentFault
+from ..inspection.layer_log import LayerResponse
+from ..run_state.metrics_log import MetricsLog
+from ..run_state.run_folder import DIAGNOSIS_FILE, EVENTS_FOLDER, METRICS_FILE
 
 _TITLES = {  # key of metrics.jsonl → its name in TensorBoard
     "loss": "train/loss",

@@ -6,27 +6,27 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from prelunet.evaluator.architectures import Architecture
-from prelunet.evaluator.datasets.layouts import SHARDS
-from prelunet.evaluator.datasets.open import VALIDATION
-from prelunet.evaluator.engine.runtimes.base import is_out_of_memory
-from prelunet.evaluator.errors import EnvironmentFault, UsageError
-from prelunet.evaluator.json_checks import differences, format_differences
-from prelunet.training.data.splits import Splits, embedded_dataset_path, open_splits
-from prelunet.training.distributed.base import ParallelMode
-from prelunet.training.distributed.process_group import (
+from ...evaluator.architectures import Architecture
+from ...evaluator.datasets.layouts import SHARDS
+from ...evaluator.datasets.open import VALIDATION
+from ...evaluator.engine.runtimes.base import is_out_of_memory
+from ...evaluator.errors import EnvironmentFault, UsageError
+from ...evaluator.json_checks import differences, format_differences
+from ..data.splits import Splits, embedded_dataset_path, open_splits
+from ..distributed.base import ParallelMode
+from ..distributed.process_group import (
     ProcessGroup,
     device_supports_bf16,
     device_supports_tf32,
     open_process_group,
 )
-from prelunet.training.loop.environment import torch_settings
-from prelunet.training.loop.execution import Execution
-from prelunet.training.loop.fine_tune import sha256_of_checkpoint
-from prelunet.training.loop.trainer import Trainer
-from prelunet.training.recipe import Recipe
-from prelunet.training.run_state.metrics_log import ErrorRates
-from prelunet.training.run_state.run_folder import LAST_FILE, open_run_folder
+from ..recipe import Recipe
+from ..run_state.metrics_log import ErrorRates
+from ..run_state.run_folder import LAST_FILE, open_run_folder
+from .environment import torch_settings
+from .execution import Execution
+from .fine_tune import sha256_of_checkpoint
+from .trainer import Trainer
 
 
 @dataclass(frozen=True)

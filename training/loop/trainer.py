@@ -17,35 +17,35 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from prelunet.evaluator.arrays import Float32Array
-from prelunet.evaluator.datasets.dataset import Dataset
-from prelunet.evaluator.engine.scores import ranks_of
-from prelunet.evaluator.errors import DatasetError, DivergenceError, Interrupted
-from prelunet.evaluator.terminal import Advance, progress
-from prelunet.training.data.augmentation import dropout_factors
-from prelunet.training.data.dataset_statistics import DatasetStatistics, compute_statistics, is_still_valid
-from prelunet.training.data.image_cache import ImageCache
-from prelunet.training.data.loader import Batch, evaluation_batches, training_batches
-from prelunet.training.data.splits import Splits
-from prelunet.training.distributed.base import StepOptions, check_batch
-from prelunet.training.distributed.data_parallel import build_parallel
-from prelunet.training.distributed.process_group import ProcessGroup
-from prelunet.training.inspection.layer_log import LayerResponse
-from prelunet.training.inspection.layer_statistics import find_non_finite, measure_layers, sample_views
-from prelunet.training.loop.environment import current_environment
-from prelunet.training.loop.execution import Execution
-from prelunet.training.loop.fine_tune import load_pretrained
-from prelunet.training.loop.signals import StopSignals, deferred_signals
-from prelunet.training.loop.tracking import RunLogs
-from prelunet.training.loop.unreadable_images import UnreadableImages
-from prelunet.training.net.dense_reference import subtract_mean
-from prelunet.training.net.initialization import initial_tensors
-from prelunet.training.net.network import PreluNet, load_tensors, parameter_groups
-from prelunet.training.recipe import Recipe
-from prelunet.training.run_state.checkpoint_manager import CheckpointManager, is_kept
-from prelunet.training.run_state.metrics_log import ErrorRates
-from prelunet.training.run_state.resume_state import TrainingProgress, momentum_of, read_state
-from prelunet.training.run_state.run_folder import STATE_FILE
+from ...evaluator.arrays import Float32Array
+from ...evaluator.datasets.dataset import Dataset
+from ...evaluator.engine.scores import ranks_of
+from ...evaluator.errors import DatasetError, DivergenceError, Interrupted
+from ...evaluator.terminal import Advance, progress
+from ..data.augmentation import dropout_factors
+from ..data.dataset_statistics import DatasetStatistics, compute_statistics, is_still_valid
+from ..data.image_cache import ImageCache
+from ..data.loader import Batch, evaluation_batches, training_batches
+from ..data.splits import Splits
+from ..distributed.base import StepOptions, check_batch
+from ..distributed.data_parallel import build_parallel
+from ..distributed.process_group import ProcessGroup
+from ..inspection.layer_log import LayerResponse
+from ..inspection.layer_statistics import find_non_finite, measure_layers, sample_views
+from ..net.dense_reference import subtract_mean
+from ..net.initialization import initial_tensors
+from ..net.network import PreluNet, load_tensors, parameter_groups
+from ..recipe import Recipe
+from ..run_state.checkpoint_manager import CheckpointManager, is_kept
+from ..run_state.metrics_log import ErrorRates
+from ..run_state.resume_state import TrainingProgress, momentum_of, read_state
+from ..run_state.run_folder import STATE_FILE
+from .environment import current_environment
+from .execution import Execution
+from .fine_tune import load_pretrained
+from .signals import StopSignals, deferred_signals
+from .tracking import RunLogs
+from .unreadable_images import UnreadableImages
 
 LOG_EVERY = 20  # steps
 EVALUATION_BATCH = 256  # crops at once, over all processes

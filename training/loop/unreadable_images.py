@@ -2,9 +2,9 @@
 
 from collections.abc import Callable, Iterable
 
-from prelunet.evaluator.datasets.dataset import Dataset
-from prelunet.evaluator.errors import DatasetError
-from prelunet.training.distributed.process_group import ProcessGroup
+from ...evaluator.datasets.dataset import Dataset
+from ...evaluator.errors import DatasetError
+from ..distributed.process_group import ProcessGroup
 
 MAX_LISTED = 10  # images listed in one message
 

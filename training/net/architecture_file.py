@@ -8,11 +8,11 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from prelunet.evaluator.architectures import ARCHITECTURES, Architecture, architecture_from_json
-from prelunet.evaluator.errors import UsageError
-from prelunet.evaluator.files import read_toml
-from prelunet.evaluator.json_checks import require_int, require_list, require_object, require_str
-from prelunet.training.net.checkpoints import read_checkpoint
+from ...evaluator.architectures import ARCHITECTURES, Architecture, architecture_from_json
+from ...evaluator.errors import UsageError
+from ...evaluator.files import read_toml
+from ...evaluator.json_checks import require_int, require_list, require_object, require_str
+from .checkpoints import read_checkpoint
 
 ARCHITECTURE_HELP = (
     f"Architecture: {', '.join(ARCHITECTURES)}, a TOML file that describes one, or a checkpoint that has it."

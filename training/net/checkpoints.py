@@ -13,18 +13,18 @@ from typing import Any, BinaryIO, TypeVar
 
 import numpy as np
 
-from prelunet.evaluator.architectures import (
+from ...evaluator.architectures import (
     MAX_SIDE,
     Architecture,
     architecture_from_json,
     multiply_adds,
     parameter_shapes,
 )
-from prelunet.evaluator.arrays import Float32Array
-from prelunet.evaluator.contract import ClassEntry, parse_provenance
-from prelunet.evaluator.errors import CheckpointError, UsageError
-from prelunet.evaluator.files import open_atomically, require_regular_file
-from prelunet.evaluator.json_checks import check_plain, parse_json, require_int, require_keys, require_list, require_str
+from ...evaluator.arrays import Float32Array
+from ...evaluator.contract import ClassEntry, parse_provenance
+from ...evaluator.errors import CheckpointError, UsageError
+from ...evaluator.files import open_atomically, require_regular_file
+from ...evaluator.json_checks import check_plain, parse_json, require_int, require_keys, require_list, require_str
 
 Parsed = TypeVar("Parsed")
 

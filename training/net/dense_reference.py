@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from prelunet.training.net.network import PreluNet
+from .network import PreluNet
 
 WINDOWS_PER_BATCH = 64  # bounds memory: 64 windows of model C and their features take 60 MB in float32
 

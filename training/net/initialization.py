@@ -10,11 +10,11 @@ from typing import Literal, get_args
 
 import numpy as np
 
-from prelunet.evaluator.architectures import LRELU_SLOPE, Activation, Architecture, parameter_shapes
-from prelunet.evaluator.arrays import Float32Array
-from prelunet.evaluator.contract import ClassEntry
-from prelunet.evaluator.datasets.labels.class_file import IMAGENET_1K, MAX_CLASSES, read_class_list
-from prelunet.evaluator.errors import UsageError
+from ...evaluator.architectures import LRELU_SLOPE, Activation, Architecture, parameter_shapes
+from ...evaluator.arrays import Float32Array
+from ...evaluator.contract import ClassEntry
+from ...evaluator.datasets.labels.class_file import IMAGENET_1K, MAX_CLASSES, read_class_list
+from ...evaluator.errors import UsageError
 
 Rule = Literal["fan-out", "fan-in", "xavier", "xavier-all", "gaussian"]
 FirstLayer = Literal["half", "exact"]

@@ -11,10 +11,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from prelunet.evaluator.architectures import LRELU_SLOPE, Activation, Architecture, Pool, parameter_shapes
-from prelunet.evaluator.arrays import Float32Array
-from prelunet.training.net.checkpoints import Checkpoint
-from prelunet.training.net.initialization import FC_LAYERS
+from ...evaluator.architectures import LRELU_SLOPE, Activation, Architecture, Pool, parameter_shapes
+from ...evaluator.arrays import Float32Array
+from .checkpoints import Checkpoint
+from .initialization import FC_LAYERS
 
 Factors: TypeAlias = tuple[Tensor, Tensor]  # dropout factors of the outputs of fc1 and fc2, (N, width) each
 

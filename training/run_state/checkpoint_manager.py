@@ -6,16 +6,16 @@ from pathlib import Path
 import numpy as np
 from torch import Tensor
 
-from prelunet.evaluator.errors import CheckpointError, UsageError
-from prelunet.training.data.splits import Splits
-from prelunet.training.net.checkpoints import Checkpoint, read_checkpoint, write_checkpoint
-from prelunet.training.net.network import PreluNet, tensors_of
-from prelunet.training.recipe import Recipe
-from prelunet.training.run_state.resume_state import (
+from ...evaluator.errors import CheckpointError, UsageError
+from ..data.splits import Splits
+from ..net.checkpoints import Checkpoint, read_checkpoint, write_checkpoint
+from ..net.network import PreluNet, tensors_of
+from ..recipe import Recipe
+from .resume_state import (
     TrainingProgress,
     write_state,
 )
-from prelunet.training.run_state.run_folder import BEST_FILE, KEPT_FILE, LAST_FILE, STATE_FILE
+from .run_folder import BEST_FILE, KEPT_FILE, LAST_FILE, STATE_FILE
 
 
 class CheckpointManager:

@@ -5,9 +5,9 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from prelunet.evaluator.errors import RunFolderError
-from prelunet.evaluator.files import write_atomically
-from prelunet.evaluator.json_checks import parse_json, require_int, require_object
+from ...evaluator.errors import RunFolderError
+from ...evaluator.files import write_atomically
+from ...evaluator.json_checks import parse_json, require_int, require_object
 
 
 @dataclass(frozen=True)

@@ -20,13 +20,13 @@ from torch import Tensor
 from torch.optim import Optimizer
 from torch.serialization import get_crc32_options, set_crc32_options
 
-from prelunet.evaluator.arrays import Float32Array
-from prelunet.evaluator.contract import parse_environments
-from prelunet.evaluator.errors import EnvironmentFault, RunFolderError
-from prelunet.evaluator.files import open_atomically
-from prelunet.evaluator.json_checks import differences, require_int
-from prelunet.training.net.network import PreluNet
-from prelunet.training.run_state.metrics_log import ErrorRates
+from ...evaluator.arrays import Float32Array
+from ...evaluator.contract import parse_environments
+from ...evaluator.errors import EnvironmentFault, RunFolderError
+from ...evaluator.files import open_atomically
+from ...evaluator.json_checks import differences, require_int
+from ..net.network import PreluNet
+from .metrics_log import ErrorRates
 
 STATE_VERSION = 2
 _MOMENTUM = "momentum_buffer"  # of torch's SGD

@@ -18,10 +18,10 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from prelunet.evaluator.errors import RunFolderError
-from prelunet.evaluator.files import create_folder, locked_folder, remove_leftovers, write_atomically
-from prelunet.evaluator.json_checks import check_plain, differences, format_differences, parse_json, require_object
-from prelunet.training.recipe import EXECUTION_KEYS, with_newer_keys
+from ...evaluator.errors import RunFolderError
+from ...evaluator.files import create_folder, locked_folder, remove_leftovers, write_atomically
+from ...evaluator.json_checks import check_plain, differences, format_differences, parse_json, require_object
+from ..recipe import EXECUTION_KEYS, with_newer_keys
 
 RUN_VERSION = 1
 TRAINING_FILE, STATE_FILE, METRICS_FILE = "training.json", "state.pt", "metrics.jsonl"

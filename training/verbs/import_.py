@@ -6,15 +6,15 @@ from typing import TYPE_CHECKING, Annotated, Literal, cast
 
 import typer
 
-from prelunet.evaluator.architectures import ACTIVATIONS, MAX_SIDE, Activation, architecture
-from prelunet.evaluator.files import require_new
-from prelunet.evaluator.terminal import echo
-from prelunet.training.net.architecture_file import ARCHITECTURE_HELP, find_architecture
-from prelunet.training.net.checkpoints import size_summary
-from prelunet.training.net.initialization import parse_classes
+from ...evaluator.architectures import ACTIVATIONS, MAX_SIDE, Activation, architecture
+from ...evaluator.files import require_new
+from ...evaluator.terminal import echo
+from ..net.architecture_file import ARCHITECTURE_HELP, find_architecture
+from ..net.checkpoints import size_summary
+from ..net.initialization import parse_classes
 
 if TYPE_CHECKING:
-    from prelunet.training.importing.import_net import ImportResult
+    from ..importing.import_net import ImportResult
 
 
 def import_(
@@ -72,9 +72,9 @@ def import_(
     Code in the file is never run. If tensors are missing, unexpected or have the wrong shape, all of them are listed.
     """
     # Imported here so that --help needs neither torch nor safetensors.
-    from prelunet.training.importing.import_net import import_net, parse_preprocessing
-    from prelunet.training.importing.name_map import read_name_map
-    from prelunet.training.net.checkpoints import write_checkpoint
+    from ..importing.import_net import import_net, parse_preprocessing
+    from ..importing.name_map import read_name_map
+    from ..net.checkpoints import write_checkpoint
 
     net = architecture(find_architecture(arch), activation=cast(Activation, activation), crop=crop)
     entries = parse_classes(classes)

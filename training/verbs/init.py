@@ -8,13 +8,13 @@ import numpy as np
 import typer
 from rich.console import Console
 
-from prelunet.evaluator.architectures import ACTIVATIONS, MAX_SIDE, Activation, architecture
-from prelunet.evaluator.errors import UsageError
-from prelunet.evaluator.files import require_new
-from prelunet.evaluator.terminal import echo
-from prelunet.training.net.architecture_file import ARCHITECTURE_HELP, find_architecture
-from prelunet.training.net.checkpoints import size_summary
-from prelunet.training.net.initialization import (
+from ...evaluator.architectures import ACTIVATIONS, MAX_SIDE, Activation, architecture
+from ...evaluator.errors import UsageError
+from ...evaluator.files import require_new
+from ...evaluator.terminal import echo
+from ..net.architecture_file import ARCHITECTURE_HELP, find_architecture
+from ..net.checkpoints import size_summary
+from ..net.initialization import (
     CHANNEL_MEAN,
     FIRST_LAYERS,
     RULES,
@@ -71,8 +71,8 @@ def init(
     force: Annotated[bool, typer.Option("--force", help="Replace an existing file.")] = False,
 ) -> None:
     """Write an initialized, untrained checkpoint with ImageNet's channel mean."""
-    from prelunet.training.inspection.tables import print_layers
-    from prelunet.training.net.checkpoints import Checkpoint, write_checkpoint
+    from ..inspection.tables import print_layers
+    from ..net.checkpoints import Checkpoint, write_checkpoint
 
     net = architecture(find_architecture(arch), activation=cast(Activation, activation), crop=crop)
     initialization = Initialization(cast(Rule, rule), first_layer=cast(FirstLayer, first_layer))

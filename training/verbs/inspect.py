@@ -8,12 +8,12 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
-from prelunet.evaluator.datasets import DatasetSpec
-from prelunet.evaluator.errors import UsageError
-from prelunet.evaluator.files import require_writable, write_atomically
-from prelunet.evaluator.terminal import echo, report
-from prelunet.training.inspection.describe_file import inspect_file, print_inspection
-from prelunet.training.inspection.layer_log import DEFAULT_IMAGES, read_layer_log
+from ...evaluator.datasets import DatasetSpec
+from ...evaluator.errors import UsageError
+from ...evaluator.files import require_writable, write_atomically
+from ...evaluator.terminal import echo, report
+from ..inspection.describe_file import inspect_file, print_inspection
+from ..inspection.layer_log import DEFAULT_IMAGES, read_layer_log
 
 
 def inspect(
@@ -86,8 +86,8 @@ def _show_responses(file: Path, data: DatasetSpec, images: int | None, plot: Pat
         raise UsageError(
             f"{file}: layers cannot be measured in a model file. Give the checkpoint that it was exported from"
         )
-    from prelunet.training.inspection.layer_statistics import measure_checkpoint
-    from prelunet.training.net.checkpoints import read_checkpoint
+    from ..inspection.layer_statistics import measure_checkpoint
+    from ..net.checkpoints import read_checkpoint
 
     measured = measure_checkpoint(read_checkpoint(file), data, images or DEFAULT_IMAGES)
     for name, reason in measured.refused.items():
@@ -99,14 +99,14 @@ def _show_responses(file: Path, data: DatasetSpec, images: int | None, plot: Pat
         result = {**inspection, "images": measured.images, "refused": measured.refused, "layers": layers}
         echo(json.dumps(result, indent=2))
     else:
-        from prelunet.training.inspection.tables import print_responses
+        from ..inspection.tables import print_responses
 
         console = Console()
         print_inspection(inspection, console)
         console.print()
         print_responses(layers, measured.images, inspection["architecture"]["activation"], console)
     if plot is not None:
-        from prelunet.training.inspection.plots import draw_layers
+        from ..inspection.plots import draw_layers
 
         _write_plot(plot, draw_layers(layers))
 
@@ -122,11 +122,11 @@ def _show_history(folder: Path, data: Path | None, plot: Path | None, *, as_json
     if as_json:
         echo(json.dumps({"kind": "history", "folder": folder.name, "measurements": entries}, indent=2))
     else:
-        from prelunet.training.inspection.tables import print_history
+        from ..inspection.tables import print_history
 
         print_history(entries, Console())
     if plot is not None:
-        from prelunet.training.inspection.plots import draw_history
+        from ..inspection.plots import draw_history
 
         _write_plot(plot, draw_history(entries))
 

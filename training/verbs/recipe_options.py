@@ -8,9 +8,9 @@ from typing import Annotated, Any, get_args, get_origin
 
 import typer
 
-from prelunet.evaluator.errors import UsageError
-from prelunet.evaluator.verbs.options.derive import replace_parameter
-from prelunet.training.recipe import CHOICES, LIMITS, Recipe, check_type, format_limits
+from ...evaluator.errors import UsageError
+from ...evaluator.verbs.options.derive import replace_parameter
+from ..recipe import CHOICES, LIMITS, Recipe, check_type, format_limits
 
 PANEL = "Recipe overrides (defaults are for keys that the recipe omits)"
 

@@ -10,19 +10,19 @@ from typing import Annotated, Any
 import numpy as np
 import typer
 
-from prelunet.evaluator.architectures import MAX_SIDE
-from prelunet.evaluator.contract import center_scale
-from prelunet.evaluator.datasets.dataset import Dataset
-from prelunet.evaluator.datasets.open import open_dataset
-from prelunet.evaluator.errors import DatasetError, UsageError
-from prelunet.evaluator.terminal import echo, report
-from prelunet.training.data.dataset_statistics import (
+from ...evaluator.architectures import MAX_SIDE
+from ...evaluator.contract import center_scale
+from ...evaluator.datasets.dataset import Dataset
+from ...evaluator.datasets.open import open_dataset
+from ...evaluator.errors import DatasetError, UsageError
+from ...evaluator.terminal import echo, report
+from ..data.dataset_statistics import (
     DatasetStatistics,
     cache_folder,
     compute_statistics,
     forget_statistics,
 )
-from prelunet.training.data.splits import open_splits
+from ..data.splits import open_splits
 
 
 def stats(

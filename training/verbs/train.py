@@ -9,19 +9,19 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from prelunet.evaluator.architectures import MAX_SIDE, architecture
-from prelunet.evaluator.datasets.open import open_dataset
-from prelunet.evaluator.errors import UsageError
-from prelunet.evaluator.terminal import echo, report
-from prelunet.evaluator.verbs.options.derive import derive_options
-from prelunet.training.data.splits import embedded_dataset_path, median_shorter_side
-from prelunet.training.loop.execution import Execution
-from prelunet.training.net.architecture_file import find_architecture
-from prelunet.training.recipe import Recipe, automatic_crop, changes_for_crop, read_recipe, recipe_names
-from prelunet.training.verbs.recipe_options import override_keys, with_recipe_options
+from ...evaluator.architectures import MAX_SIDE, architecture
+from ...evaluator.datasets.open import open_dataset
+from ...evaluator.errors import UsageError
+from ...evaluator.terminal import echo, report
+from ...evaluator.verbs.options.derive import derive_options
+from ..data.splits import embedded_dataset_path, median_shorter_side
+from ..loop.execution import Execution
+from ..net.architecture_file import find_architecture
+from ..recipe import Recipe, automatic_crop, changes_for_crop, read_recipe, recipe_names
+from .recipe_options import override_keys, with_recipe_options
 
 if TYPE_CHECKING:
-    from prelunet.training.loop.train import TrainingResult
+    from ..loop.train import TrainingResult
 
 
 def _train(
@@ -68,8 +68,8 @@ def _train(
 
     On several GPUs: torchrun --nproc-per-node N --no-python prelunet train ...
     """
-    from prelunet.training.data.dataset_statistics import cache_folder
-    from prelunet.training.loop.train import train as run_training
+    from ..data.dataset_statistics import cache_folder
+    from ..loop.train import train as run_training
 
     training = run_training(
         requested_recipe(recipe, crop, keys, data),

@@ -11,10 +11,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from prelunet.evaluator.contract import ClassEntry
-from prelunet.evaluator.errors import UsageError, from_os_error
-from prelunet.evaluator.files import read_regular
-from prelunet.evaluator.json_checks import parse_json, require_keys, require_list, require_str
+from ...contract import ClassEntry
+from ...errors import UsageError, from_os_error
+from ...files import read_regular
+from ...json_checks import parse_json, require_keys, require_list, require_str
 
 WNID = re.compile(r"n\d{8}", re.ASCII)  # of ImageNet
 IMAGENET_1K = "imagenet-1k"  # the name of the built-in list: ImageNet's 1000 classes in sorted wnid order

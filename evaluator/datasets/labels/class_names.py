@@ -11,9 +11,9 @@ from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 
-from prelunet.evaluator.datasets.labels.class_file import IMAGENET_1K, WNID, read_class_list
-from prelunet.evaluator.datasets.sources.base import format_names
-from prelunet.evaluator.errors import DatasetError
+from ...errors import DatasetError
+from ..sources.base import format_names
+from .class_file import IMAGENET_1K, WNID, read_class_list
 
 NUMBER = re.compile(r"-?\d{1,9}", re.ASCII)
 _IMAGENET_WNIDS = "ImageNet's wnids, matched to the model's class names by the list of ImageNet's 1000 classes"

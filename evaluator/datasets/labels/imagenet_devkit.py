@@ -12,12 +12,12 @@ from pathlib import Path
 
 import numpy as np
 
-from prelunet.evaluator.datasets.labels.class_file import WNID
-from prelunet.evaluator.datasets.labels.class_names import ClassList
-from prelunet.evaluator.datasets.labels.label_lists import check_count
-from prelunet.evaluator.datasets.sources.base import LabelFile, format_names
-from prelunet.evaluator.datasets.sources.folder import label_file
-from prelunet.evaluator.errors import DatasetError, UsageError, import_from_extra
+from ...errors import DatasetError, UsageError, import_from_extra
+from ..sources.base import LabelFile, format_names
+from ..sources.folder import label_file
+from .class_file import WNID
+from .class_names import ClassList
+from .label_lists import check_count
 
 GROUND_TRUTH = "ILSVRC2012_validation_ground_truth.txt"
 META_MAT = "meta.mat"

@@ -9,11 +9,11 @@ from dataclasses import dataclass, replace
 from itertools import product
 from pathlib import Path
 
-from prelunet.evaluator.datasets.labels.class_file import WNID
-from prelunet.evaluator.datasets.labels.class_names import ClassList
-from prelunet.evaluator.datasets.sources.base import LabelFile, format_names
-from prelunet.evaluator.errors import DatasetError
-from prelunet.evaluator.imaging.decode import SUFFIXES
+from ...errors import DatasetError
+from ...imaging.decode import SUFFIXES
+from ..sources.base import LabelFile, format_names
+from .class_file import WNID
+from .class_names import ClassList
 
 _NAME_HEADERS = {"name", "file", "filename", "file_name", "image", "imageid", "image_id", "path", "id"}
 _LABEL_HEADERS = {"label", "wnid", "class", "predictionstring", "synset", "class_id", "index", "target"}

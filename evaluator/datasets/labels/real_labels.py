@@ -11,13 +11,13 @@ from typing import Annotated
 
 from msgspec import Meta, convert
 
-from prelunet.evaluator.datasets.labels.class_file import IMAGENET_1K, read_class_list
-from prelunet.evaluator.datasets.labels.class_names import ClassList
-from prelunet.evaluator.datasets.labels.imagenet_devkit import VAL_NAME, refuse_test_images
-from prelunet.evaluator.datasets.sources.base import format_names
-from prelunet.evaluator.datasets.sources.folder import label_file
-from prelunet.evaluator.errors import DatasetError
-from prelunet.evaluator.json_checks import parse_json
+from ...errors import DatasetError
+from ...json_checks import parse_json
+from ..sources.base import format_names
+from ..sources.folder import label_file
+from .class_file import IMAGENET_1K, read_class_list
+from .class_names import ClassList
+from .imagenet_devkit import VAL_NAME, refuse_test_images
 
 IMAGENET_REAL = Path("imagenet-real")  # the name of the built-in labels
 _FIX = "Pass real.json as published, or the built-in labels: --labels imagenet-real"

@@ -17,11 +17,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import BinaryIO
 
-from prelunet.evaluator.datasets.sources.archive_index import ArchiveIndex, ArchiveMember
-from prelunet.evaluator.datasets.sources.base import LABEL_SUFFIXES, too_large
-from prelunet.evaluator.datasets.sources.decompress import UNPACKED_SUFFIX, compression_of, ensure_unpacked
-from prelunet.evaluator.datasets.sources.folder import is_image_name, is_visible, reading_error
-from prelunet.evaluator.errors import DatasetError, PreluNetError
+from ...errors import DatasetError, PreluNetError
+from .archive_index import ArchiveIndex, ArchiveMember
+from .base import LABEL_SUFFIXES, too_large
+from .decompress import UNPACKED_SUFFIX, compression_of, ensure_unpacked
+from .folder import is_image_name, is_visible, reading_error
 
 _ZIP_MAGICS = (b"PK\x03\x04", b"PK\x05\x06")  # the second is of a zip without members
 _ZIP_LOCAL_HEADER = struct.Struct("<26xHH")  # name and extra field lengths; APPNOTE.TXT, section 4.3.7

@@ -5,9 +5,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
-from prelunet.evaluator.datasets.dataset import Reader
-from prelunet.evaluator.errors import DatasetError
-from prelunet.evaluator.terminal import escape_unprintable
+from ...errors import DatasetError
+from ...terminal import escape_unprintable
+from ..dataset import Reader
 
 # Suffixes of files other than images: label lists, devkit files, labels in webdataset shards.
 LABEL_SUFFIXES = (".txt", ".csv", ".mat", ".cls", ".json")

@@ -24,9 +24,9 @@ from contextlib import suppress
 from pathlib import Path
 from typing import IO
 
-from prelunet.evaluator.errors import DatasetError, EnvironmentFault
-from prelunet.evaluator.files import leftovers, open_atomically
-from prelunet.evaluator.terminal import progress
+from ...errors import DatasetError, EnvironmentFault
+from ...files import leftovers, open_atomically
+from ...terminal import progress
 
 _MAGICS = {b"\x1f\x8b": "gzip", b"BZh": "bzip2", b"\xfd7zXZ": "xz", b"\x28\xb5\x2f\xfd": "zstd"}
 _OPENERS: dict[str, Callable[[IO[bytes]], IO[bytes]]] = {"gzip": gzip.open, "bzip2": bz2.open, "xz": lzma.open}  # type: ignore[dict-item]

@@ -7,10 +7,10 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from prelunet.evaluator.datasets.sources.base import LABEL_SUFFIXES, PARQUET, TAR, LabelFile, too_large
-from prelunet.evaluator.errors import DatasetError, PreluNetError, from_os_error
-from prelunet.evaluator.files import open_regular
-from prelunet.evaluator.imaging.decode import SUFFIXES
+from ...errors import DatasetError, PreluNetError, from_os_error
+from ...files import open_regular
+from ...imaging.decode import SUFFIXES
+from .base import LABEL_SUFFIXES, PARQUET, TAR, LabelFile, too_large
 
 
 def is_image_name(name: str) -> bool:

@@ -18,9 +18,9 @@ from itertools import accumulate, pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from prelunet.evaluator.datasets.sources.base import format_names
-from prelunet.evaluator.datasets.sources.folder import reading_error
-from prelunet.evaluator.errors import DatasetError, import_from_extra
+from ...errors import DatasetError, import_from_extra
+from .base import format_names
+from .folder import reading_error
 
 _BLOCK_BYTES = 4 * 2**20  # of images; the row groups of older files have 1000 photographs, 110 MB
 _MAX_BLOCKS = 8  # kept: 32 MiB, about 300 photographs, far more than the distance between threads

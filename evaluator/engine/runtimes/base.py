@@ -5,9 +5,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
-from prelunet.evaluator.arrays import Int64Array, UInt8Array
-from prelunet.evaluator.contract import rewrite_hint
-from prelunet.evaluator.errors import ContractError, EnvironmentFault
+from ...arrays import Int64Array, UInt8Array
+from ...contract import rewrite_hint
+from ...errors import ContractError, EnvironmentFault
 
 _MAX_SUMMARY, _SUMMARY_HEAD = 400, 120  # characters of a runtime's error text; its end names the cause
 # Out-of-memory messages: on the host, on a GPU within the arena's limit, and in CUDA and its libraries.

@@ -14,9 +14,9 @@ from typing import Any, Literal
 
 import numpy as np
 
-from prelunet.evaluator.arrays import Int64Array, UInt8Array
-from prelunet.evaluator.contract import OUTPUTS
-from prelunet.evaluator.errors import EnvironmentFault
+from ...arrays import Int64Array, UInt8Array
+from ...contract import OUTPUTS
+from ...errors import EnvironmentFault
 
 GpuPrecision = Literal["fp32", "tf32", "fp16"]
 

@@ -15,13 +15,13 @@ from typing import Any
 
 import numpy as np
 
-from prelunet.evaluator.architectures import Conv, OpaqueNet, Pool
-from prelunet.evaluator.arrays import Float32Array
-from prelunet.evaluator.contract import INPUTS, contract_from_metadata
-from prelunet.evaluator.engine.runtimes import openvino
-from prelunet.evaluator.engine.runtimes.onnx_metadata import read_metadata
-from prelunet.evaluator.errors import ContractError, EnvironmentFault, UsageError, install_hint
-from prelunet.evaluator.machine import cores
+from ...architectures import Conv, OpaqueNet, Pool
+from ...arrays import Float32Array
+from ...contract import INPUTS, contract_from_metadata
+from ...errors import ContractError, EnvironmentFault, UsageError, install_hint
+from ...machine import cores
+from . import openvino
+from .onnx_metadata import read_metadata
 
 PROVIDER = "ncnn"
 _PARAMETER_FORMAT = 7767517  # first line of ncnn's text format

@@ -13,12 +13,12 @@ from typing import Any
 
 import numpy.typing as npt
 
-from prelunet.evaluator.arrays import Int64Array, UInt8Array
-from prelunet.evaluator.contract import OUTPUTS
-from prelunet.evaluator.engine.runtimes.base import error_summary, is_out_of_memory, load_error
-from prelunet.evaluator.engine.runtimes.cuda import CudaBinding, CudaRuntime, GpuPrecision, cuda_options
-from prelunet.evaluator.engine.runtimes.onnx_metadata import read_precision
-from prelunet.evaluator.errors import ContractError, EnvironmentFault, install_hint
+from ...arrays import Int64Array, UInt8Array
+from ...contract import OUTPUTS
+from ...errors import ContractError, EnvironmentFault, install_hint
+from .base import error_summary, is_out_of_memory, load_error
+from .cuda import CudaBinding, CudaRuntime, GpuPrecision, cuda_options
+from .onnx_metadata import read_precision
 
 CPU, CUDA = "CPUExecutionProvider", "CUDAExecutionProvider"
 FOLDED_BYTES = 2**26  # of a constant that is computed when a file is loaded, besides four times the file's size

@@ -9,9 +9,9 @@ from io import BytesIO
 from pathlib import Path
 from typing import BinaryIO, get_args
 
-from prelunet.evaluator.contract import PREFIX, FilePrecision, rewrite_hint
-from prelunet.evaluator.errors import ContractError, from_os_error
-from prelunet.evaluator.files import open_regular
+from ...contract import PREFIX, FilePrecision, rewrite_hint
+from ...errors import ContractError, from_os_error
+from ...files import open_regular
 
 _METADATA, _KEY, _VALUE = 14, 1, 2  # ModelProto.metadata_props, and the fields of its entries, StringStringEntryProto
 _VARINT, _FIXED64, _LENGTH_DELIMITED, _FIXED32 = 0, 1, 2, 5  # wire types of protobuf

@@ -19,12 +19,12 @@ from typing import Any, Literal
 
 import numpy as np
 
-from prelunet.evaluator.architectures import Conv, Pool
-from prelunet.evaluator.arrays import Float32Array, Int64Array, UInt8Array
-from prelunet.evaluator.contract import OUTPUTS
-from prelunet.evaluator.engine.runtimes.base import load_error
-from prelunet.evaluator.errors import ContractError, EnvironmentFault, install_hint
-from prelunet.evaluator.machine import supports_int8
+from ...architectures import Conv, Pool
+from ...arrays import Float32Array, Int64Array, UInt8Array
+from ...contract import OUTPUTS
+from ...errors import ContractError, EnvironmentFault, install_hint
+from ...machine import supports_int8
+from .base import load_error
 
 PROVIDER = "OpenVINO"
 FEATURE_MAP = "feature_map"

@@ -17,11 +17,11 @@ from dataclasses import dataclass, field
 from typing import Any
 from urllib.parse import unquote
 
-from prelunet.evaluator.errors import Overloaded
-from prelunet.evaluator.serving.network import DESCRIPTORS, UNREAD_BYTES, tcp_connections
-from prelunet.evaluator.serving.observability.call_context import Call
-from prelunet.evaluator.serving.observability.metrics import Metrics
-from prelunet.evaluator.serving.options import ServerLimits
+from ...errors import Overloaded
+from ..network import DESCRIPTORS, UNREAD_BYTES, tcp_connections
+from ..observability.call_context import Call
+from ..observability.metrics import Metrics
+from ..options import ServerLimits
 
 _INTERVAL = 0.1  # seconds between checks while calls wait; a fifth of it when half of the limit is used
 _MIN_WAIT = 0.05  # seconds; calls that wait for less are not checked

@@ -7,17 +7,17 @@ from typing import TYPE_CHECKING
 
 import grpc
 
-from prelunet.evaluator.errors import Overloaded, PreluNetError
-from prelunet.evaluator.rpc.status import reason_for, status_of
-from prelunet.evaluator.serving.access import REQUIRED, AccessControl
-from prelunet.evaluator.serving.observability.call_context import Call, Metadata
-from prelunet.evaluator.serving.observability.logs import CallLog, log_incident
-from prelunet.evaluator.serving.observability.metrics import Metrics
-from prelunet.evaluator.serving.options import ServerLimits
-from prelunet.evaluator.serving.scheduling.admission import with_reserve
+from ...errors import Overloaded, PreluNetError
+from ...rpc.status import reason_for, status_of
+from ..access import REQUIRED, AccessControl
+from ..observability.call_context import Call, Metadata
+from ..observability.logs import CallLog, log_incident
+from ..observability.metrics import Metrics
+from ..options import ServerLimits
+from ..scheduling.admission import with_reserve
 
 if TYPE_CHECKING:  # the extra `otel` may be missing
-    from prelunet.evaluator.serving.observability.tracing import Tracing
+    from ..observability.tracing import Tracing
 
 OUR_METHODS = ("/prelunet.v1.", "/inference.")  # prefixes of the methods that we implement
 # Liveness and readiness probes. They are exempt from the limit: a prober without an answer might kill a busy server.

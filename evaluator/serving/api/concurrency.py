@@ -5,7 +5,7 @@ from collections.abc import AsyncGenerator, AsyncIterator, Awaitable
 from contextlib import asynccontextmanager, suppress
 from typing import TypeVar
 
-from prelunet.evaluator.serving.observability.logs import release_frames
+from ..observability.logs import release_frames
 
 Message = TypeVar("Message")
 _UNREAD_SECONDS = 10.0  # in which a client should read a message, or it may not get its call's error

@@ -9,18 +9,18 @@ from functools import partial
 from pathlib import Path
 from typing import TypeAlias
 
-from prelunet.evaluator.datasets.dataset import Dataset, Sample
-from prelunet.evaluator.errors import DatasetError, ImageError, UsageError
-from prelunet.evaluator.pb.prelunet.v1 import prelunet_pb2 as pb
-from prelunet.evaluator.protocols import EvaluationProtocol
-from prelunet.evaluator.reporting.report import Report, build_report
-from prelunet.evaluator.serving.api.concurrency import bounded, task_group
-from prelunet.evaluator.serving.classifier import Classifier
-from prelunet.evaluator.serving.observability import call_context
-from prelunet.evaluator.serving.observability.call_context import Caller
-from prelunet.evaluator.serving.options import ServerLimits
-from prelunet.evaluator.validation.predictions import Prediction, Predictions, build_prediction
-from prelunet.evaluator.validation.run import Run, build_run_info, describe_dataset
+from ...datasets.dataset import Dataset, Sample
+from ...errors import DatasetError, ImageError, UsageError
+from ...pb.prelunet.v1 import prelunet_pb2 as pb
+from ...protocols import EvaluationProtocol
+from ...reporting.report import Report, build_report
+from ...validation.predictions import Prediction, Predictions, build_prediction
+from ...validation.run import Run, build_run_info, describe_dataset
+from ..classifier import Classifier
+from ..observability import call_context
+from ..observability.call_context import Caller
+from ..options import ServerLimits
+from .concurrency import bounded, task_group
 
 MAX_IN_FLIGHT = 32  # unanswered images of one evaluation; at this number no more are read, so the client has to wait
 MAX_TEXT_BYTES = 2**26  # of an evaluation's names and refusals: 67 bytes for each of a million images

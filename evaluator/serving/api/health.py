@@ -11,7 +11,7 @@ from typing import Any
 import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from prelunet.evaluator.serving.observability.call_context import Context
+from ..observability.call_context import Context
 
 Response = health_pb2.HealthCheckResponse
 # A name that is SERVING as long as the process answers, also while it loads models and while it stops.

@@ -11,21 +11,21 @@ import grpc
 import grpc.aio
 from prometheus_client import Gauge, Histogram, Summary
 
-from prelunet.evaluator.arrays import Float32Array
-from prelunet.evaluator.errors import ImageError, ModelNotFound, UsageError
-from prelunet.evaluator.pb.inference import inference_pb2 as pb
-from prelunet.evaluator.pb.inference import inference_pb2_grpc as pb_grpc
-from prelunet.evaluator.rpc.status import client_message
-from prelunet.evaluator.serving.api import inference_messages as messages
-from prelunet.evaluator.serving.api.concurrency import bounded, task_group
-from prelunet.evaluator.serving.api.prelunet import STREAM_SLOTS
-from prelunet.evaluator.serving.classifier import Classifier
-from prelunet.evaluator.serving.models import Models
-from prelunet.evaluator.serving.observability import call_context
-from prelunet.evaluator.serving.observability.call_context import Caller, Context, caller_of
-from prelunet.evaluator.serving.observability.logs import log_incident, truncate
-from prelunet.evaluator.serving.observability.metrics import Metrics
-from prelunet.evaluator.serving.repository import Repository
+from ...arrays import Float32Array
+from ...errors import ImageError, ModelNotFound, UsageError
+from ...pb.inference import inference_pb2 as pb
+from ...pb.inference import inference_pb2_grpc as pb_grpc
+from ...rpc.status import client_message
+from ..classifier import Classifier
+from ..models import Models
+from ..observability import call_context
+from ..observability.call_context import Caller, Context, caller_of
+from ..observability.logs import log_incident, truncate
+from ..observability.metrics import Metrics
+from ..repository import Repository
+from . import inference_messages as messages
+from .concurrency import bounded, task_group
+from .prelunet import STREAM_SLOTS
 
 SERVICE = pb.DESCRIPTOR.services_by_name["GRPCInferenceService"].full_name
 

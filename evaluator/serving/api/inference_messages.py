@@ -7,15 +7,15 @@ from typing import Any, TypeAlias
 
 import numpy as np
 
-from prelunet.evaluator.arrays import Float32Array
-from prelunet.evaluator.contract import MAX_SCALES, ModelContract
-from prelunet.evaluator.engine.scores import top_k
-from prelunet.evaluator.errors import UsageError
-from prelunet.evaluator.pb.inference import inference_pb2 as pb
-from prelunet.evaluator.protocols import EvaluationProtocol, ProtocolOverrides, build_protocol, default_protocol_name
-from prelunet.evaluator.serving.classifier import Classifier
-from prelunet.evaluator.serving.observability.logs import truncate
-from prelunet.evaluator.serving.repository import Version
+from ...arrays import Float32Array
+from ...contract import MAX_SCALES, ModelContract
+from ...engine.scores import top_k
+from ...errors import UsageError
+from ...pb.inference import inference_pb2 as pb
+from ...protocols import EvaluationProtocol, ProtocolOverrides, build_protocol, default_protocol_name
+from ..classifier import Classifier
+from ..observability.logs import truncate
+from ..repository import Version
 
 Parameters: TypeAlias = Mapping[str, pb.InferParameter]
 Input: TypeAlias = pb.ModelInferRequest.InferInputTensor

@@ -15,18 +15,18 @@ import grpc.aio
 from google.protobuf.descriptor import Descriptor, FieldDescriptor
 from google.protobuf.message import DecodeError
 
-from prelunet.evaluator.errors import DeadlinePassed, UsageError
-from prelunet.evaluator.serving.access import AccessControl
-from prelunet.evaluator.serving.api.arriving import ArrivingBytes
-from prelunet.evaluator.serving.api.calls import OUR_METHODS, PROBES, CallsInFlight, access_error, record_error
-from prelunet.evaluator.serving.observability.call_context import (
+from ...errors import DeadlinePassed, UsageError
+from ..access import AccessControl
+from ..observability.call_context import (
     REQUEST_ID,
     Call,
     Context,
     current_call,
     request_id_from,
 )
-from prelunet.evaluator.serving.options import ServerLimits
+from ..options import ServerLimits
+from .arriving import ArrivingBytes
+from .calls import OUR_METHODS, PROBES, CallsInFlight, access_error, record_error
 
 Handler: TypeAlias = "grpc.RpcMethodHandler[Any, Any]"
 # A client's deadline passes earlier than the server's copy of it, by at most this much: the call takes time to arrive,

@@ -5,20 +5,20 @@ from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
 from contextlib import AsyncExitStack, aclosing, suppress
 from typing import TypeAlias
 
-from prelunet.evaluator.answer import resolve_top_k
-from prelunet.evaluator.errors import UsageError
-from prelunet.evaluator.pb.prelunet.v1 import prelunet_pb2 as pb
-from prelunet.evaluator.pb.prelunet.v1 import prelunet_pb2_grpc as pb_grpc
-from prelunet.evaluator.serving.api import prelunet_messages
-from prelunet.evaluator.serving.api.concurrency import bounded, task_group, uncancelled
-from prelunet.evaluator.serving.api.evaluation import LabelledImage, evaluate
-from prelunet.evaluator.serving.api.prelunet_messages import call_error
-from prelunet.evaluator.serving.models import Models
-from prelunet.evaluator.serving.observability import call_context
-from prelunet.evaluator.serving.observability.call_context import Caller, Context, caller_of
-from prelunet.evaluator.serving.observability.logs import log_incident
-from prelunet.evaluator.serving.options import ServerLimits
-from prelunet.evaluator.serving.repository import Repository
+from ...answer import resolve_top_k
+from ...errors import UsageError
+from ...pb.prelunet.v1 import prelunet_pb2 as pb
+from ...pb.prelunet.v1 import prelunet_pb2_grpc as pb_grpc
+from ..models import Models
+from ..observability import call_context
+from ..observability.call_context import Caller, Context, caller_of
+from ..observability.logs import log_incident
+from ..options import ServerLimits
+from ..repository import Repository
+from . import prelunet_messages
+from .concurrency import bounded, task_group, uncancelled
+from .evaluation import LabelledImage, evaluate
+from .prelunet_messages import call_error
 
 SERVICE = pb.DESCRIPTOR.services_by_name["PreluNetService"].full_name
 

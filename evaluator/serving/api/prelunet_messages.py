@@ -5,22 +5,22 @@ from pathlib import PurePosixPath
 
 from google.protobuf.json_format import ParseDict
 
-from prelunet.evaluator.answer import Answer
-from prelunet.evaluator.contract import MAX_SCALES, ModelContract
-from prelunet.evaluator.errors import DatasetError, Overloaded, UsageError
-from prelunet.evaluator.pb.prelunet.v1 import prelunet_pb2 as pb
-from prelunet.evaluator.protocols import (
+from ...answer import Answer
+from ...contract import MAX_SCALES, ModelContract
+from ...errors import DatasetError, Overloaded, UsageError
+from ...pb.prelunet.v1 import prelunet_pb2 as pb
+from ...protocols import (
     EvaluationProtocol,
     ProtocolOverrides,
     build_protocol,
     default_protocol_name,
     supported_protocols,
 )
-from prelunet.evaluator.reporting.report import Report
-from prelunet.evaluator.rpc.convert import convert_nested_lists
-from prelunet.evaluator.rpc.status import client_message, code_of, reason_for
-from prelunet.evaluator.serving.api.evaluation import LabelledImage
-from prelunet.evaluator.serving.classifier import Classifier
+from ...reporting.report import Report
+from ...rpc.convert import convert_nested_lists
+from ...rpc.status import client_message, code_of, reason_for
+from ..classifier import Classifier
+from .evaluation import LabelledImage
 
 MAX_FILE_NAME = 1024  # characters
 # A report message lists only the first refused images: a million would not fit into a message, and after hours the

@@ -15,27 +15,27 @@ from starlette.responses import Response
 from starlette.routing import Router
 from starlette.types import Message, Receive, Scope, Send
 
-from prelunet.evaluator.errors import (
+from ...errors import (
     DeadlinePassed,
     Overloaded,
     PermissionDenied,
     UsageError,
     error_status,
 )
-from prelunet.evaluator.serving.access import AccessControl
-from prelunet.evaluator.serving.api.arriving import ArrivingBytes
-from prelunet.evaluator.serving.api.calls import PROBES, CallsInFlight, access_error, record_error
-from prelunet.evaluator.serving.api.interceptor import decompressed
-from prelunet.evaluator.serving.http.listener import Connection
-from prelunet.evaluator.serving.observability.call_context import (
+from ..access import AccessControl
+from ..api.arriving import ArrivingBytes
+from ..api.calls import PROBES, CallsInFlight, access_error, record_error
+from ..api.interceptor import decompressed
+from ..observability.call_context import (
     REQUEST_ID,
     Call,
     Context,
     current_call,
     request_id_from,
 )
-from prelunet.evaluator.serving.options import ServerLimits
-from prelunet.evaluator.serving.proxies import parse_address
+from ..options import ServerLimits
+from ..proxies import parse_address
+from .listener import Connection
 
 TIMEOUT_HEADER = "x-request-timeout"  # seconds from the arrival of the headers to the answer
 DEFAULT_TIMEOUT, MAX_TIMEOUT = 60.0, 3600.0  # seconds

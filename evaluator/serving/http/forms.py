@@ -2,7 +2,7 @@
 
 from email.parser import BytesHeaderParser
 
-from prelunet.evaluator.errors import UsageError
+from ...errors import UsageError
 
 _MAX_HEAD = 2**12  # bytes before the file
 

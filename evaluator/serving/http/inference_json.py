@@ -14,9 +14,9 @@ import msgspec
 import numpy as np
 from google.protobuf.message import Message
 
-from prelunet.evaluator.errors import UsageError
-from prelunet.evaluator.pb.inference import inference_pb2 as pb
-from prelunet.evaluator.serving.api.inference_messages import LENGTH_PREFIX, raw_elements
+from ...errors import UsageError
+from ...pb.inference import inference_pb2 as pb
+from ..api.inference_messages import LENGTH_PREFIX, raw_elements
 
 LENGTH_HEADER = "inference-header-content-length"  # bytes of JSON before the binary data
 # Decoding holds the GIL, and each value becomes an object many times its size, as in `interceptor.exceeds_part_limit`.

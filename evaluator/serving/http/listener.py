@@ -22,8 +22,8 @@ from uvicorn import Config
 from uvicorn.protocols.http.h11_impl import H11Protocol
 from uvicorn.server import ServerState
 
-from prelunet.evaluator.errors import EnvironmentFault
-from prelunet.evaluator.serving.network import explain_bind_error, host_port, is_wildcard
+from ...errors import EnvironmentFault
+from ..network import explain_bind_error, host_port, is_wildcard
 
 _NO_DESCRIPTOR_PAUSE = 1.0  # seconds without accepting, when the process has no file descriptor left
 _POLL_INTERVAL = 0.01  # seconds between checks for open connections

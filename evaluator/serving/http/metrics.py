@@ -8,8 +8,8 @@ from starlette.responses import PlainTextResponse, Response
 from starlette.routing import Route, Router
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from prelunet.evaluator.serving.api.health import LIVENESS
-from prelunet.evaluator.serving.http.listener import Connection, ConnectionLimits
+from ..api.health import LIVENESS
+from .listener import Connection, ConnectionLimits
 
 TIMEOUT = 10.0  # seconds to receive a request, to answer it, and for the client to read the response
 METRICS_LIMITS = ConnectionLimits(16, 2**13, TIMEOUT, TIMEOUT)  # Prometheus needs one connection

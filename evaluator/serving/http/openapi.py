@@ -7,7 +7,7 @@ from typing import Any
 from google.protobuf.descriptor import FieldDescriptor
 from starlette.routing import Route
 
-from prelunet.evaluator.pb.prelunet.v1 import prelunet_pb2 as pb
+from ...pb.prelunet.v1 import prelunet_pb2 as pb
 
 _NAMES = {  # of types in JSON Schema
     FieldDescriptor.CPPTYPE_DOUBLE: "number",

@@ -21,9 +21,9 @@ from starlette.requests import Request
 from starlette.responses import Response, StreamingResponse
 from starlette.routing import Route
 
-from prelunet.evaluator.reporting.html import asset
-from prelunet.evaluator.serving.http.door import HttpCall, HttpDoor, JsonResponse
-from prelunet.evaluator.serving.watched_files import in_thread
+from ...reporting.html import asset
+from ..watched_files import in_thread
+from .door import HttpCall, HttpDoor, JsonResponse
 
 _METHOD = "prelunet.http/Reports"  # for access.py and the log; gRPC has no such method
 _PAGES = {"report.html", "compare.html"}

@@ -12,20 +12,20 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from prelunet.evaluator.errors import ModelNotFound, UsageError
-from prelunet.evaluator.pb.inference import inference_pb2 as oip
-from prelunet.evaluator.pb.prelunet.v1 import prelunet_pb2 as pb
-from prelunet.evaluator.reporting.live_page import live_page
-from prelunet.evaluator.serving.api import inference, prelunet
-from prelunet.evaluator.serving.api.inference import InferenceServicer, run_inline_or_in_thread
-from prelunet.evaluator.serving.api.prelunet import PreluNetServicer
-from prelunet.evaluator.serving.http.door import Answer, HttpCall, HttpDoor, JsonResponse
-from prelunet.evaluator.serving.http.forms import image_in_form
-from prelunet.evaluator.serving.http.inference_json import LENGTH_HEADER, infer_response, parse_infer_request, plain
-from prelunet.evaluator.serving.http.openapi import description
-from prelunet.evaluator.serving.http.reports import report_routes
-from prelunet.evaluator.serving.models import Models
-from prelunet.evaluator.serving.repository import Repository
+from ...errors import ModelNotFound, UsageError
+from ...pb.inference import inference_pb2 as oip
+from ...pb.prelunet.v1 import prelunet_pb2 as pb
+from ...reporting.live_page import live_page
+from ..api import inference, prelunet
+from ..api.inference import InferenceServicer, run_inline_or_in_thread
+from ..api.prelunet import PreluNetServicer
+from ..models import Models
+from ..repository import Repository
+from .door import Answer, HttpCall, HttpDoor, JsonResponse
+from .forms import image_in_form
+from .inference_json import LENGTH_HEADER, infer_response, parse_infer_request, plain
+from .openapi import description
+from .reports import report_routes
 
 _LARGE_BODY = 2**20  # bytes, whose JSON or form takes milliseconds to parse
 _LARGE_ANSWER = 10_000  # bytes of a message, whose JSON takes milliseconds, too

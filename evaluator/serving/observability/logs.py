@@ -22,8 +22,8 @@ from datetime import UTC, datetime
 from functools import partial
 from typing import Any
 
-from prelunet.evaluator.rpc.status import is_client_visible
-from prelunet.evaluator.serving.observability.call_context import Call, current_call, identity_of
+from ...rpc.status import is_client_visible
+from .call_context import Call, current_call, identity_of
 
 MAX_LOG_MESSAGE = 2000  # characters
 MAX_FIELD = 600  # characters, as in error messages to callers

@@ -19,8 +19,8 @@ from opentelemetry.sdk.trace.export import BatchSpanProcessor
 from opentelemetry.trace import Span, SpanKind, StatusCode, Tracer, format_trace_id, set_span_in_context
 from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
-from prelunet.evaluator.errors import UsageError
-from prelunet.evaluator.serving.observability.call_context import Call, Metadata
+from ...errors import UsageError
+from .call_context import Call, Metadata
 
 TRACING_CLOSE_TIMEOUT = 1.0  # seconds to export the last spans when the server stops
 MAX_TRACED_IMAGES = 64  # of a call: all of a message, the first ones of a stream

@@ -8,10 +8,10 @@ from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass
 
-from prelunet.evaluator.errors import Overloaded
-from prelunet.evaluator.serving.observability.call_context import Caller
-from prelunet.evaluator.serving.observability.metrics import ModelMetrics
-from prelunet.evaluator.serving.options import QueueOptions
+from ...errors import Overloaded
+from ..observability.call_context import Caller
+from ..observability.metrics import ModelMetrics
+from ..options import QueueOptions
 
 MIN_RETRY_AFTER, MAX_RETRY_AFTER = 0.05, 30.0  # seconds, the range of the retry delay
 DEFAULT_RETRY_AFTER = 1.0  # seconds, before the first answer

@@ -5,14 +5,14 @@ import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
-from prelunet.evaluator.engine.session import Placement
-from prelunet.evaluator.errors import DeviceLost
-from prelunet.evaluator.machine import cores
-from prelunet.evaluator.serving.decoding import DecodeProcess
-from prelunet.evaluator.serving.options import QueueOptions
-from prelunet.evaluator.serving.scheduling.executor import BatchExecutor
-from prelunet.evaluator.serving.scheduling.queue import DeviceQueue
-from prelunet.evaluator.serving.scheduling.request import Request, as_reported, deliver
+from ...engine.session import Placement
+from ...errors import DeviceLost
+from ...machine import cores
+from ..decoding import DecodeProcess
+from ..options import QueueOptions
+from .executor import BatchExecutor
+from .queue import DeviceQueue
+from .request import Request, as_reported, deliver
 
 
 def device_name(placement: Placement) -> str:

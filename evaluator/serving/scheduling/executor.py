@@ -21,13 +21,13 @@ from typing import Any
 
 import numpy as np
 
-from prelunet.evaluator.engine.batching import Batch, BatchPlan
-from prelunet.evaluator.engine.classify import PackedBatch, ViewResult, pack_batch, plan_views, unpack_results
-from prelunet.evaluator.errors import ContractError, DeviceLost, OutOfMemory, UsageError
-from prelunet.evaluator.serving.observability.logs import release_frames
-from prelunet.evaluator.serving.scheduling.queue import DeviceQueue
-from prelunet.evaluator.serving.scheduling.request import BatchTimes, ReadyView, Request, ScheduledModel, as_reported
-from prelunet.evaluator.serving.scheduling.watchdog import Watchdog
+from ...engine.batching import Batch, BatchPlan
+from ...engine.classify import PackedBatch, ViewResult, pack_batch, plan_views, unpack_results
+from ...errors import ContractError, DeviceLost, OutOfMemory, UsageError
+from ..observability.logs import release_frames
+from .queue import DeviceQueue
+from .request import BatchTimes, ReadyView, Request, ScheduledModel, as_reported
+from .watchdog import Watchdog
 
 _HOPELESS_FACTOR = 2  # a view is not run if its remaining time is less than 1/2 of its batch's expected time
 

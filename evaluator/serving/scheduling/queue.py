@@ -17,13 +17,13 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from itertools import chain
 
-from prelunet.evaluator.errors import DeadlinePassed, DeviceLost, Interrupted
-from prelunet.evaluator.imaging.views import ViewImage
-from prelunet.evaluator.serving.decoding import DecodeProcess
-from prelunet.evaluator.serving.observability.logs import release_frames
-from prelunet.evaluator.serving.options import QueueOptions
-from prelunet.evaluator.serving.scheduling.fair_queue import FairQueue
-from prelunet.evaluator.serving.scheduling.request import (
+from ...errors import DeadlinePassed, DeviceLost, Interrupted
+from ...imaging.views import ViewImage
+from ..decoding import DecodeProcess
+from ..observability.logs import release_frames
+from ..options import QueueOptions
+from .fair_queue import FairQueue
+from .request import (
     Decoder,
     ReadyView,
     Request,

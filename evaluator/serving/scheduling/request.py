@@ -11,19 +11,19 @@ from functools import lru_cache
 from statistics import median
 from typing import Any, Literal
 
-from prelunet.evaluator.answer import Timings
-from prelunet.evaluator.arrays import UInt8Array
-from prelunet.evaluator.engine.classify import ViewResult
-from prelunet.evaluator.engine.session import Session
-from prelunet.evaluator.engine.shape_buckets import ShapeBuckets, build_shape_buckets
-from prelunet.evaluator.errors import OutOfMemory
-from prelunet.evaluator.imaging.header import read_header
-from prelunet.evaluator.imaging.views import ViewImage
-from prelunet.evaluator.protocols import EvaluationProtocol
-from prelunet.evaluator.rpc.status import reason_for
-from prelunet.evaluator.serving.decoding import DecodeProcess
-from prelunet.evaluator.serving.observability.call_context import Caller
-from prelunet.evaluator.serving.observability.metrics import ModelMetrics
+from ...answer import Timings
+from ...arrays import UInt8Array
+from ...engine.classify import ViewResult
+from ...engine.session import Session
+from ...engine.shape_buckets import ShapeBuckets, build_shape_buckets
+from ...errors import OutOfMemory
+from ...imaging.header import read_header
+from ...imaging.views import ViewImage
+from ...protocols import EvaluationProtocol
+from ...rpc.status import reason_for
+from ..decoding import DecodeProcess
+from ..observability.call_context import Caller
+from ..observability.metrics import ModelMetrics
 
 _RECENT_BATCHES = 8  # used to estimate the time of a model's next batch
 # View pixels that take as long to create as decoding and resizing take for one encoded byte, or for one pixel of the

@@ -11,8 +11,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from weakref import WeakKeyDictionary
 
-from prelunet.evaluator.errors import DeviceLost
-from prelunet.evaluator.serving.scheduling.request import ReadyView, ScheduledModel
+from ...errors import DeviceLost
+from .request import ReadyView, ScheduledModel
 
 # A batch hangs if it takes this many times as long as the longest batch of its model so far, in proportion to its
 # pixels if it is larger. On a busy machine batch times differ by a factor of ten. A false alarm stops a working server,

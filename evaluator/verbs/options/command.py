@@ -6,7 +6,7 @@ from typing import Any
 import typer
 import typer.core
 
-from prelunet.evaluator.errors import UsageError
+from ...errors import UsageError
 
 
 class VerbCommand(typer.core.TyperCommand):

@@ -14,10 +14,10 @@ from typing import Any
 
 import typer
 
-from prelunet.evaluator.errors import UsageError
-from prelunet.evaluator.files import read_regular
-from prelunet.evaluator.terminal import echo
-from prelunet.evaluator.verbs.options.command import VerbCommand
+from ...errors import UsageError
+from ...files import read_regular
+from ...terminal import echo
+from .command import VerbCommand
 
 _COMMAND_LINE_ONLY = frozenset({"config", "show_config"})
 # Variables that Kubernetes sets in every pod for a Service whose name begins like ours; not meant for us.

@@ -8,7 +8,7 @@ from typing import Annotated, Any, get_args, get_origin
 
 import typer
 
-from prelunet.evaluator.cli_option import CliOption
+from ...cli_option import CliOption
 
 Verb = Callable[..., None]
 

@@ -5,10 +5,10 @@ from typing import Annotated
 
 import typer
 
-from prelunet.evaluator.engine.session import Placement
-from prelunet.evaluator.protocols import ProtocolOverrides
-from prelunet.evaluator.terminal import report
-from prelunet.evaluator.validation.run import Run
+from ...engine.session import Placement
+from ...protocols import ProtocolOverrides
+from ...terminal import report
+from ...validation.run import Run
 
 _MODEL_HELP = "Model file written by `prelunet export` or `prelunet adopt`."
 ModelOption = Annotated[Path, typer.Option("--model", help=_MODEL_HELP)]
