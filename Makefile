@@ -12,7 +12,7 @@
 # make check-placement  check without a GPU that every node of the model files is placed on CUDA, without copies
 # make docs             build the site of docs/ into build/site
 # make pictures         draw the pictures of README and docs from the demo's run (needs Chromium, and `make demo` before)
-# make stats            print lines, functions, modules with one importer and the first import cycle
+# make stats            print code lines, functions, modules with one importer, the first import cycle and the longest functions
 # make lint lint-proto format proto bench pins clean
 
 PYTHON ?= python3
@@ -85,8 +85,8 @@ docs: .venv/with-dev
 pictures: .venv/with-dev
 	PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/python tools/draw_pictures.py
 
-stats:
-	$(PYTHON) tools/stats.py
+stats: .venv/with-dev
+	$(BIN)/python tools/stats.py
 
 pins: .venv/with-dev
 	(sed '/^[^#]/,$$d' constraints.txt; $(BIN)/pip freeze --all --exclude-editable --exclude pip | sed 's/+cpu$$//') > constraints.new
