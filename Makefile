@@ -25,7 +25,11 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 # The tests start hundreds of processes, each of which would compile the project anew.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo live test test-avx2 test-browser lint lint-proto check-install check-placement format proto bench docs pictures stats pins clean
+# The comments at the top of this file.
+help:
+	@sed -n '/^#/!q; s/^# //p' Makefile
+
+.PHONY: help demo live test test-avx2 test-browser lint lint-proto check-install check-placement format proto bench docs pictures stats pins clean
 
 demo: .venv/with-train
 	PATH="$(CURDIR)/$(BIN):$$PATH" tools/demo.sh $(DATA)
