@@ -115,7 +115,7 @@ class LazyVerbs(typer.core.TyperGroup):
 
 def load_verb(name: str) -> Any:
     """Import a verb and turn its function into a command."""
-    from .verbs.options.command import VerbCommand
+    from .verbs.options.shared import VerbCommand
 
     verb, parser = VERBS[name], VerbCommand
     if verb.entry_point:

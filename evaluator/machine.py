@@ -1,11 +1,18 @@
-"""The memory and the cores that this process can use, including limits of control groups."""
+"""The memory and the cores that this process can use, including limits of control groups; amounts of memory as text."""
 
 import math
 import os
+import re
 from collections.abc import Iterator
 from pathlib import Path
 
+from .errors import UsageError
+
 _ROOT = Path("/")
+
+MAX_MEMORY = 2**60
+_UNITS = "MGT"
+_AMOUNT = re.compile(r"(?P<number>\d{1,15}(?:\.\d{1,6})?)(?P<unit>[MGTmgt])(?:iB|(?P<decimal>B))?", re.ASCII)
 
 # The flags of /proc/cpuinfo that oneDNN, which computes for OpenVINO and torch, still makes use of under a value of
 # ONEDNN_MAX_CPU_ISA; the values that are not listed allow all.
@@ -100,3 +107,33 @@ def _text(file: Path) -> str:
         return file.read_text().strip()
     except OSError:
         return ""
+
+
+def parse_memory(text: str | None, option: str = "--memory-limit") -> int | None:
+    """Parse an amount of memory to bytes: 900M, 6G or 1.5GiB in powers of 1024, 6GB in powers of 1000; None for None.
+
+    Raises UsageError for anything else, so that 6 or 6Gb is not misread. option: named in the error.
+    """
+    if text is None:
+        return None
+    match = _AMOUNT.fullmatch(text)
+    value = 0
+    if match:
+        power = _UNITS.index(match["unit"].upper()) + 2
+        value = int(float(match["number"]) * (1000 if match["decimal"] else 1024) ** power)
+    if not match or not 1 <= value <= MAX_MEMORY:
+        raise UsageError(
+            f"{option} {text}: not an amount of memory. Write it with its unit: 900M, 6G or 1.5GiB in powers of "
+            "1024, 6GB in powers of 1000"
+        )
+    return value
+
+
+def format_bytes(value: int) -> str:
+    """Format an amount of memory to three digits, rounded up, in the units that `parse_memory` reads: 1.17G."""
+    for power, unit in reversed(list(enumerate(_UNITS, 2))):
+        if value >= 1024**power or power == 2:
+            amount = value / 1024**power
+            digits = 2 if amount <= 9.99 else 1 if amount <= 99.9 else 0
+            return f"{math.ceil(amount * 10**digits) / 10**digits:.{digits}f}{unit}"
+    raise AssertionError("unreachable: the smallest unit always applies")

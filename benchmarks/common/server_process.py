@@ -19,7 +19,7 @@ from typing import Self
 from prometheus_client.parser import text_string_to_metric_families
 
 from benchmarks.common.results import environment, resident_mb
-from prelunet.evaluator.byte_sizes import parse_memory
+from prelunet.evaluator.machine import parse_memory
 
 PRELUNET = (sys.executable, "-c", "from prelunet.evaluator.cli import main; main()")
 START_TIMEOUT = 120.0  # seconds for the start line

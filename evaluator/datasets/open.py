@@ -20,8 +20,7 @@ from .layouts import (
     with_real_labels,
 )
 from .parquet import find_parquet, label_parquet
-from .restriction import restrict
-from .selection import select
+from .selection import restrict, select
 from .sources.archive import ArchiveSource, open_archive
 from .sources.base import PARQUET, TAR, Source, describe_place, format_names, join
 from .sources.folder import FolderSource, reading_error

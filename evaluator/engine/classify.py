@@ -21,9 +21,8 @@ import numpy as np
 
 from ..answer import Answer, AveragedView, ClassScore
 from ..arrays import Float32Array, Int64Array, UInt8Array
-from ..imaging.canvas import pack
 from ..imaging.resize import DecodedImage
-from ..imaging.views import ViewImage, make_views
+from ..imaging.views import ViewImage, make_views, pack
 from ..protocols import Averaging, EvaluationProtocol, View
 from .batching import Batch, BatchPlan, plan_batches
 from .scores import (

@@ -24,11 +24,11 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from ..architectures import Conv, OpaqueNet
-from ..byte_sizes import format_bytes
 from ..contract import ModelContract
 from ..errors import UsageError
 from ..imaging.decode_memory import DECODE_BYTES, GPU_DECODE_BYTES
 from ..imaging.resize import resized_size
+from ..machine import format_bytes
 from ..protocols import EvaluationProtocol
 from .batching import MAX_PIXELS, MAX_RULE_VALUE, MAX_WINDOWS, BatchRules
 

@@ -14,10 +14,10 @@ from typing import Annotated, Any, ClassVar, Literal
 import numpy as np
 
 from ..arrays import Float32Array, Int64Array, UInt8Array
-from ..byte_sizes import parse_memory
 from ..cli_option import CliOption
 from ..contract import ModelContract
 from ..errors import DeviceLost, OutOfMemory, UsageError
+from ..machine import parse_memory
 from .batching import BatchRules
 from .runtimes import onnx
 from .runtimes.base import LoadedModel, error_summary, is_device_lost, is_out_of_memory

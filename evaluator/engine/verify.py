@@ -10,7 +10,7 @@ import numpy as np
 from ..arrays import FloatArray, Int64Array, UInt8Array
 from ..contract import GoldenImage, ModelContract, Tolerance, golden_image
 from ..errors import CheckFailed, ContractError
-from ..imaging.canvas import pack
+from ..imaging.views import pack
 from .session import Outputs, Session
 
 # Where all logits are smaller, the terms of their sums cancel, and rounding errors are relative to the terms: the

@@ -13,11 +13,10 @@ from typing import TypeAlias
 import grpc
 from prometheus_client import ProcessCollector
 
-from ..byte_sizes import format_bytes
 from ..engine.session import Session
 from ..errors import DeviceLost, EnvironmentFault, UsageError, import_from_extra
 from ..imaging.decode import silence_decoders
-from ..machine import machine_memory
+from ..machine import format_bytes, machine_memory
 from ..rpc.tls import is_loopback, warn_of_readers
 from .access import AccessControl
 from .api.calls import CallsInFlight

@@ -3,7 +3,6 @@
 from collections.abc import Sequence
 from pathlib import Path
 
-from ..byte_sizes import format_bytes
 from ..engine.memory import MemoryEstimate, estimate_memory, image_bytes, loading_bytes
 from ..engine.runtimes.onnx_metadata import read_precision
 from ..engine.session import Session
@@ -11,7 +10,7 @@ from ..errors import UsageError
 from ..imaging.decode import max_decode_bytes
 from ..imaging.decode_memory import decode_semaphore
 from ..imaging.header import EASY_DECODE_BYTES
-from ..machine import cores, machine_memory
+from ..machine import cores, format_bytes, machine_memory
 from ..protocols import build_protocol, default_protocol_name
 from .decoding import PROCESS_BYTES, SMALL_BYTES
 from .network import UNREAD_BYTES

@@ -3,7 +3,6 @@
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from ..byte_sizes import format_bytes
 from ..datasets import DatasetSpec, open_from_spec
 from ..datasets.dataset import CLASS_FOLDERS, UNLABELLED, Dataset
 from ..datasets.sources.folder import FolderSource, is_visible
@@ -18,7 +17,7 @@ from ..engine.session import Session
 from ..errors import UsageError
 from ..imaging.decode import max_decode_bytes
 from ..imaging.decode_memory import decode_semaphore
-from ..machine import machine_memory
+from ..machine import format_bytes, machine_memory
 from ..protocols import EvaluationProtocol
 from .pipeline import decoding_threads
 from .ray_cluster import MAX_CHUNKS_IN_FLIGHT, Cluster, evaluate_on_ray

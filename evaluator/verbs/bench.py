@@ -7,14 +7,13 @@ from typing import Annotated, Any
 
 import typer
 
-from ..byte_sizes import format_bytes
 from ..datasets import Dataset, open_images
 from ..engine.load import open_sessions
 from ..engine.memory import MemoryEstimate
 from ..engine.session import Placement, Session
 from ..errors import ImageError, Interrupted
 from ..files import require_writable, write_atomically
-from ..machine import cores
+from ..machine import cores, format_bytes
 from ..profiling.bottleneck import ExecutionSettings, advice, describe_bottleneck
 from ..profiling.engines import EngineComparison, compare_engines
 from ..profiling.profile import Measurement, benchmark

@@ -17,7 +17,6 @@ from typing import Any, Literal
 
 import numpy as np
 
-from ..byte_sizes import format_bytes
 from ..contract import golden_image
 from ..engine.load import open_with_placement, visible_gpus
 from ..engine.runtimes import onnx, openvino
@@ -26,7 +25,7 @@ from ..engine.session import Placement, Session
 from ..engine.verify import TOLERANCES, Deviation, verify
 from ..errors import PreluNetError, install_hint
 from ..imaging.views import make_views
-from ..machine import cores, machine_memory
+from ..machine import cores, format_bytes, machine_memory
 from ..profiling.engines import WORTHWHILE, compare_engines
 from ..protocols import build_protocol
 from ..rpc.credentials import Credentials

@@ -22,10 +22,9 @@ from ...evaluator.engine.classify import classify_images
 from ...evaluator.engine.session import Session
 from ...evaluator.engine.verify import SMALL_LOGIT, TOLERANCES
 from ...evaluator.errors import DatasetError, ImageError, UsageError
-from ...evaluator.imaging.canvas import pack
 from ...evaluator.imaging.decode import decode_image
 from ...evaluator.imaging.resize import DecodedImage
-from ...evaluator.imaging.views import make_views
+from ...evaluator.imaging.views import make_views, pack
 from ...evaluator.protocols import EvaluationProtocol, build_protocol
 from ...evaluator.terminal import progress
 from ...training.net.checkpoints import Checkpoint

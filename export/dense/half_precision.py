@@ -15,7 +15,7 @@ from ...evaluator.architectures import Architecture
 from ...evaluator.arrays import Float16Array, Float32Array, Int64Array, UInt8Array
 from ...evaluator.contract import ModelContract, golden_image, golden_sizes
 from ...evaluator.errors import UsageError
-from ...evaluator.imaging.canvas import pack
+from ...evaluator.imaging.views import pack
 from .probes import largest_values
 
 FLOAT16_MAX = 65504.0  # the largest float16

@@ -13,7 +13,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from prelunet.evaluator.architectures import OpaqueNet, architecture
-from prelunet.evaluator.byte_sizes import parse_memory
 from prelunet.evaluator.contract import Canvas, ModelContract
 from prelunet.evaluator.engine.batching import MAX_PIXELS, MAX_WINDOWS, BatchRules, plan_batches
 from prelunet.evaluator.engine.memory import (
@@ -34,6 +33,7 @@ from prelunet.evaluator.engine.session import Circumstances, Device, Placement, 
 from prelunet.evaluator.errors import UsageError
 from prelunet.evaluator.imaging.resize import resized_size
 from prelunet.evaluator.imaging.views import make_views
+from prelunet.evaluator.machine import parse_memory
 from prelunet.evaluator.protocols import build_protocol
 from prelunet.evaluator.validation.evaluate_model import is_slower_in_bf16
 from prelunet.export.dense.export import export_checkpoint

@@ -2,8 +2,8 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from prelunet.evaluator.byte_sizes import format_bytes, parse_memory
 from prelunet.evaluator.errors import UsageError
+from prelunet.evaluator.machine import format_bytes, parse_memory
 
 G = 2**30
 

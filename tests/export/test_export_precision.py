@@ -25,7 +25,7 @@ from prelunet.evaluator.engine.runtimes.onnx import RawOnnxModel
 from prelunet.evaluator.engine.session import Session
 from prelunet.evaluator.engine.verify import TOLERANCES, Deviation, garbage_canvas, tolerance_precision, verify
 from prelunet.evaluator.errors import CheckFailed, UsageError
-from prelunet.evaluator.imaging.canvas import pack
+from prelunet.evaluator.imaging.views import pack
 from prelunet.export.dense.export import ExportResult, export_checkpoint
 from prelunet.export.dense.half_precision import (
     check_magnitudes,

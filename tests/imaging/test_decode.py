@@ -400,7 +400,7 @@ BROKEN_TIFFS = """if True:
     from PIL import Image, TiffImagePlugin
 
     filters = list(warnings.filters)
-    import prelunet.evaluator.imaging.decode_memory, prelunet.evaluator.imaging.views, prelunet.evaluator.imaging.canvas
+    import prelunet.evaluator.imaging.decode_memory, prelunet.evaluator.imaging.views, prelunet.evaluator.imaging.views
     from prelunet.evaluator.errors import ImageError
     from prelunet.evaluator.imaging.decode import decode_rgb, silence_decoders
     assert warnings.filters == filters

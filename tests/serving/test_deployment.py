@@ -20,8 +20,8 @@ import yaml
 from prometheus_client.parser import text_string_to_metric_families
 from referencing import Registry, Resource
 
-from prelunet.evaluator.byte_sizes import parse_memory
 from prelunet.evaluator.client import Client, Credentials
+from prelunet.evaluator.machine import parse_memory
 from prelunet.evaluator.serving.api.health import LIVENESS
 from prelunet.evaluator.serving.http.metrics import METRICS_CLOSE_TIMEOUT
 from prelunet.evaluator.serving.lifecycle import CLOSE_TIMEOUT

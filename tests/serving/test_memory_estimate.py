@@ -6,12 +6,11 @@ from pathlib import Path
 
 import pytest
 
-from prelunet.evaluator.byte_sizes import parse_memory
 from prelunet.evaluator.engine.memory import estimate_memory, image_bytes
 from prelunet.evaluator.engine.session import Placement
 from prelunet.evaluator.errors import UsageError
 from prelunet.evaluator.imaging.decode import max_decode_bytes
-from prelunet.evaluator.machine import cores
+from prelunet.evaluator.machine import cores, parse_memory
 from prelunet.evaluator.protocols import build_protocol
 from prelunet.evaluator.serving.memory import serving_memory
 from prelunet.evaluator.serving.options import ModelFile, QueueOptions, ServeOptions

@@ -17,7 +17,7 @@ import typer
 from ...errors import UsageError
 from ...files import read_regular
 from ...terminal import echo
-from .command import VerbCommand
+from .shared import VerbCommand
 
 _COMMAND_LINE_ONLY = frozenset({"config", "show_config"})
 # Variables that Kubernetes sets in every pod for a Service whose name begins like ours; not meant for us.

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from prelunet.evaluator.imaging.canvas import pack
+from prelunet.evaluator.imaging.views import pack
 
 
 def test_every_image_lies_in_the_upper_left_corner_of_its_canvas() -> None:
