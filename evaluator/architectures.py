@@ -132,16 +132,13 @@ class Architecture:
 
     @property
     def convs(self) -> tuple[Conv, ...]:
-        """Return the convolutions in order."""
         return tuple(layer for layer in self.trunk if isinstance(layer, Conv))
 
     @cached_property  # like the window, asked for thousands of times while batches are planned
     def layers(self) -> tuple[TrunkLayer, ...]:
-        """Return the geometry of the trunk."""
         return tuple(TrunkLayer(layer.kernel, layer.stride, layer.pad) for layer in self.trunk)
 
     def feature_map_side(self, side: int) -> int:
-        """Return the rows (columns) of the feature map of an image with `side` rows (columns)."""
         return feature_map_side(self.layers, side)
 
     @cached_property
@@ -151,22 +148,18 @@ class Architecture:
 
     @property
     def trunk_stride(self) -> int:
-        """Return the product of all strides, in pixels."""
         return trunk_stride(self.layers)
 
     @property
     def channels(self) -> int:
-        """Return the number of channels of the feature map."""
         return self.convs[-1].channels
 
     @property
     def widths(self) -> tuple[int, int]:
-        """Return the widths of fc1 and fc2."""
         return self.hidden, self.hidden2 or self.hidden
 
     @property
     def bins(self) -> int:
-        """Return the number of bins of the spatial pyramid."""
         return sum(level * level for level in self.spp_levels)
 
     def slope_count(self, width: int) -> int:
@@ -221,7 +214,6 @@ class OpaqueNet:
     multiply_adds: int | None = None
 
     def to_json(self) -> dict[str, Any]:
-        """Return the net as plain data for model files."""
         return {key: value for key, value in asdict(self).items() if value is not None}
 
 
@@ -272,7 +264,6 @@ def _large(name: str, convs: int, conv1: int, widths: tuple[int, int, int]) -> A
 
 
 def _stage_of_2x2(number: int, count: int, width: int) -> Iterator[Conv]:
-    """Yield a stage of model E."""
     for i in range(count):
         yield Conv(f"conv{number}_{i + 1}", width, kernel=2, pad=i % 2)
 

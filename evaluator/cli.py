@@ -91,7 +91,6 @@ class LazyVerbs(typer.core.TyperGroup):
         super().__init__(**{**options, "commands": verbs})
 
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
-        """Load the verb that was called."""
         name, command, rest = super().resolve_command(ctx, args)
         return name, command and load_verb(name or ""), rest
 

@@ -64,7 +64,6 @@ class ClassEntry:
     name: str
 
     def to_json(self) -> dict[str, str]:
-        """Return the class as plain data, as stored in all files."""
         return {"wnid": self.wnid, "name": self.name}
 
 
@@ -110,7 +109,6 @@ class Calibration:
     cost: Tolerance
 
     def to_json(self) -> dict[str, Any]:
-        """Return the calibration as plain data, as stored in the model file."""
         return asdict(self)
 
     def __str__(self) -> str:
@@ -175,7 +173,6 @@ class ModelContract:
         return self.max_side == self.crop
 
     def feature_map_side(self, side: int) -> int:
-        """Return the rows (columns) of the feature map of an image with `side` rows (columns)."""
         return feature_map_side(self.trunk, side)
 
     def window_grid(self, height: int, width: int) -> tuple[int, int]:

@@ -55,7 +55,6 @@ class View:
     part: ViewPart = "whole"
 
     def to_json(self) -> dict[str, Any]:
-        """Return the view as plain data."""
         return dict(vars(self))
 
 
@@ -169,7 +168,6 @@ _NAME_WITH_SCALES = re.compile(r"(center|ten-crop|dense|spp-18)((?:-[1-9]\d{0,4}
 
 
 def default_protocol_name(contract: ModelContract) -> str:
-    """Return the name of the model's default protocol."""
     return "center" if contract.fixed_size else "multi-scale"
 
 

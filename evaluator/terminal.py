@@ -72,9 +72,7 @@ SAMPLE_INTERVAL = 0.5  # seconds between two samples: many small steps are one s
 class Advance(Protocol):
     """Report that `count` more units are done; `note` is shown beside them, e.g. `loss 0.31`."""
 
-    def __call__(self, count: int = 1, note: str = "") -> None:
-        """Advance by `count`."""
-        ...
+    def __call__(self, count: int = 1, note: str = "") -> None: ...
 
 
 @contextmanager

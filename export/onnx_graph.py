@@ -51,7 +51,6 @@ class GraphBuilder:
         return output
 
     def has(self, output: str) -> bool:
-        """Return whether the graph has a node with that output."""
         return output in self._names
 
     def embed(self, net: GraphProto) -> None:
@@ -72,11 +71,9 @@ class GraphBuilder:
         return self.node("Slice", [value, self.integers(*starts), ends, self.integers(*axes)], output)
 
     def unsqueeze(self, value: str, output: str, *axes: int) -> str:
-        """Add an Unsqueeze."""
         return self.node("Unsqueeze", [value, self.integers(*axes)], output)
 
     def graph(self, name: str, inputs: Sequence[ValueInfoProto], outputs: Sequence[ValueInfoProto]) -> GraphProto:
-        """Return the finished graph."""
         return helper.make_graph(self._nodes, name, list(inputs), list(outputs), self._constants)
 
 

@@ -187,11 +187,9 @@ class Recipe:
         return self.steps
 
     def build_architecture(self) -> Architecture:
-        """Return the architecture to train."""
         return architecture(self.architecture, activation=self.activation, crop=self.crop)
 
     def initialization(self) -> Initialization:
-        """Return the initialization of the weights."""
         return Initialization(self.init, self.init_std, self.first_layer, self.fc_stds)
 
     @property
@@ -219,7 +217,6 @@ def format_limits(limits: Mapping[str, float]) -> str:
 
 
 def recipe_names() -> list[str]:
-    """Return the sorted names of the built-in recipes."""
     folder = resources.files("prelunet.training") / "recipes"
     return sorted(file.name.removesuffix(".toml") for file in folder.iterdir() if file.name.endswith(".toml"))
 

@@ -37,9 +37,7 @@ class Sample:
 class Reader(Protocol):
     """Reads samples. Thread-safe."""
 
-    def read(self, file: str) -> bytes:
-        """Return the bytes of a file."""
-        ...
+    def read(self, file: str) -> bytes: ...
 
 
 @dataclass(frozen=True)

@@ -47,7 +47,6 @@ class ImageListing:
 
     @property
     def place(self) -> str:
-        """Return the path of the folder for messages."""
         return describe_place(self.path, self.subfolder)
 
     def labeled(

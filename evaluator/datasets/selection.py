@@ -60,7 +60,6 @@ def parse_class_selection(text: str, classes: Sequence[ClassEntry], option: str 
 
 
 def published_wnids(name: str) -> list[str]:
-    """Return the wnids of a published set."""
     return (Path(__file__).parent / "labels" / f"{name}.txt").read_text(encoding="ascii").split()
 
 

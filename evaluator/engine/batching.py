@@ -59,7 +59,6 @@ class BatchRules:
         return max(1, min(self.max_pixels // pixels, self.max_windows // max(1, windows)))
 
     def to_json(self) -> dict[str, int]:
-        """Return the rules as plain data for run.json."""
         return asdict(self)
 
     @classmethod
@@ -91,7 +90,6 @@ class BatchPlan:
 
     @property
     def canvas_pixels(self) -> int:
-        """Return the number of computed pixels."""
         return sum(batch.rows * batch.height * batch.width for batch in self.batches)
 
     @property

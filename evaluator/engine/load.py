@@ -62,7 +62,6 @@ _EXPORTS = {"fp16": "fp16", "int8": "int8 --calibrate DATA"}  # option of `prelu
 def open_session(
     path: Path, device: Device = "auto", *, precision: Precision | None = None, threads: int = 0
 ) -> Session:
-    """Load a model file on a device; see `open_with_placement`."""
     return open_with_placement(path, Placement(device, precision, threads))
 
 

@@ -222,7 +222,6 @@ class MemoryEstimate:
 
     @property
     def total(self) -> int:
-        """Return the peak over the whole run."""
         steady = self.weights + self.batch + self.packed + self.images + self.decoding + self.results + self.listed
         return self.base + max(self.loading, steady)
 

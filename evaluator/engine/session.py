@@ -57,11 +57,9 @@ class Circumstances:
 
     @property
     def on_gpu(self) -> bool:
-        """Return whether a GPU computes."""
         return self.provider == onnx.CUDA
 
     def to_json(self) -> dict[str, Any]:
-        """Return plain data for run.json and responses."""
         return {"provider": self.provider, "precision": self.precision, "versions": dict(sorted(self.versions.items()))}
 
     def __str__(self) -> str:

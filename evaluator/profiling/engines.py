@@ -35,7 +35,6 @@ class EngineComparison:
     other_first_answers: int
 
     def to_json(self) -> dict[str, Any]:
-        """Return the comparison as plain data."""
         return {**asdict(self), "times_as_fast": round(self.times_as_fast, 3)}
 
     def __str__(self) -> str:
@@ -76,6 +75,5 @@ def compare_engines(
 
 
 def _first_answers(session: Session, images: Sequence[Sequence[ViewImage]], protocol: EvaluationProtocol) -> list[int]:
-    """Return the best class of each image."""
     results = iter(run_views(session, [view for of_image in images for view in of_image]))
     return [average_image(protocol, [next(results) for _ in of_image]).top(1)[0][0] for of_image in images]

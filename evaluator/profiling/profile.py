@@ -73,7 +73,6 @@ class Measurement:
 
     @property
     def images_per_second(self) -> float:
-        """Return the rate."""
         return self.images / self.seconds
 
     @property
@@ -100,7 +99,6 @@ class Measurement:
         return self.totals.seconds["compute"] / self.pure_compute
 
     def threads_of(self, stage: Stage) -> int:
-        """Return how many threads share a stage."""
         return {"pool": self.threads, "session": self.sessions, "caller": 1}[_THREADS_OF[stage]]
 
     def share(self, stage: Stage) -> float:

@@ -144,7 +144,6 @@ class WrittenComparison:
     html: Path
 
     def __str__(self) -> str:
-        """Return the main result and the paths of the files, in lines."""
         return "\n".join([*_summary(self.comparison), "", f"{self.html}, {self.json.name}, {self.csv.name}"])
 
     def __repr__(self) -> str:

@@ -72,7 +72,6 @@ def _vega() -> str:
 
 
 def asset(name: str) -> str:
-    """Return the text of a file in page_files/."""
     return (resources.files("prelunet.evaluator.reporting") / "page_files" / name).read_text(encoding="utf-8")
 
 
@@ -81,7 +80,6 @@ def _percent(value: float | None, digits: int = 1) -> str:
 
 
 def _rank(value: float) -> str:
-    """Format a median rank, which may lie halfway between two ranks."""
     return f"{value:,.0f}" if value == int(value) else f"{value:,.1f}"
 
 

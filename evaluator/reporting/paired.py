@@ -28,17 +28,14 @@ class PairedErrors:
 
     @property
     def images(self) -> int:
-        """Return the number of images."""
         return self.both + self.only_a + self.only_b + self.neither
 
     @property
     def wrong_a(self) -> int:
-        """Return the number of images that are wrong in A."""
         return self.both + self.only_a
 
     @property
     def wrong_b(self) -> int:
-        """Return the number of images that are wrong in B."""
         return self.both + self.only_b
 
     @property

@@ -101,7 +101,6 @@ def view_tables(views: Sequence[View], seen: EvaluatedImages) -> dict[str, list[
 
 
 def _errors_only(ranks: Int64Array) -> dict[str, Any]:
-    """Return the errors over all ranks of an array of any shape."""
     return {f"top{k}_error": error_percent(int(np.count_nonzero(ranks > k)), ranks.size) for k in TOPS}
 
 

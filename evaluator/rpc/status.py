@@ -75,7 +75,6 @@ def reason_for(error: BaseException) -> str:
 
 
 def code_of(error: BaseException) -> grpc.StatusCode:
-    """Return the gRPC status code of an error."""
     code: grpc.StatusCode = getattr(grpc.StatusCode, error_status(error).grpc_status)
     return code
 

@@ -112,7 +112,6 @@ class AccessControl:
         self.files = WatchedFiles("tokens", (path,), self._parse, self._metrics)
 
     def _parse(self, contents: Contents) -> dict[str, tuple[str, Token]]:
-        """Return names and tokens by the hash of the secret."""
         return {token.sha256: (name, token) for name, token in parse_tokens(self._path, contents[0]).items()}
 
     def check(

@@ -30,7 +30,6 @@ class Certificates:
         return grpc.dynamic_ssl_server_credentials(self._served[0], self._changed, require_client_authentication=mutual)
 
     def context(self) -> ssl.SSLContext:
-        """Return the context for a new connection of HTTP."""
         return self.files.value[1]
 
     def _changed(self) -> Any:

@@ -59,7 +59,6 @@ class ShutdownEvents:
 
     @property
     def begun(self) -> bool:
-        """Return whether any event has come."""
         return self.came.is_set()
 
     def install_signal_handlers(self) -> None:

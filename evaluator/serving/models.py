@@ -155,16 +155,13 @@ class Models:
         raise ModelNotFound(f"{problem}. There are: {', '.join(self._by_name)}")
 
     def has(self, name: str) -> bool:
-        """Return whether a model, NAME or NAME/VERSION, is served."""
         name, separator, version = name.partition("/")
         return version in self._by_name.get(name, {}) if separator else name in self._by_name
 
     def all(self) -> list[Classifier]:
-        """Return the newest version of each model."""
         return [self.get(name) for name in self._by_name]
 
     def versions(self, name: str) -> list[Classifier]:
-        """Return the loaded versions of a model, the newest first."""
         return sorted(self._by_name.get(name, {}).values(), key=lambda each: -each.version)
 
     def sessions(self) -> list[Session]:
@@ -172,7 +169,6 @@ class Models:
         return list(self._sessions)
 
     def close(self) -> None:
-        """Finish waiting requests and end all threads."""
         for device in self._devices.values():
             device.close()
 

@@ -282,7 +282,6 @@ class HttpOptions:
 
     @property
     def enabled(self) -> bool:
-        """Return whether there is HTTP at all."""
         return self.port is not None or self.unix_socket is not None
 
 

@@ -129,7 +129,6 @@ class Server:
 
     @property
     def calls(self) -> int:
-        """Return the number of calls in flight."""
         return self._calls.count
 
     async def open(self) -> None:
@@ -244,7 +243,6 @@ class _Services(grpc.GenericRpcHandler):
         self._handlers: list[grpc.GenericRpcHandler] = []
 
     def clear(self) -> None:
-        """Remove the handlers used during loading."""
         self._handlers.clear()
         self._ready = True
 

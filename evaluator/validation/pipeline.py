@@ -360,7 +360,6 @@ class Pipeline:
             self._notify_all()
 
     def _notify_all(self) -> None:
-        """Wake all waiting threads. The caller holds the lock."""
         for condition in (self._portions_changed, *(session_queue.changed for session_queue in self._session_queues)):
             condition.notify_all()
 

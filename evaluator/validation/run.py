@@ -46,7 +46,6 @@ class Batching:
     rules: BatchRules
 
     def to_json(self) -> dict[str, int]:
-        """Return it as plain data."""
         return {"images_together": self.images_together, **self.rules.to_json()}
 
 
@@ -89,7 +88,6 @@ class RunInfo:
 
     @property
     def images(self) -> int:
-        """Return the number of images in this run."""
         first, end = self.span
         return end - first
 

@@ -77,7 +77,6 @@ class StageTimer:
             self.add(stage, time.perf_counter() - started)
 
     def add(self, stage: Stage, seconds: float) -> None:
-        """Add time measured by the caller."""
         with self._lock:
             self._seconds[stage] += seconds
 
@@ -103,7 +102,6 @@ class StageTimer:
             self._counts["canvas_pixels"] += rows * height * width
 
     def totals(self) -> StageTotals:
-        """Return the work done so far."""
         with self._lock:
             return StageTotals(dict(self._seconds), **self._counts)
 

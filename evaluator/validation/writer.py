@@ -83,7 +83,6 @@ class RunWriter:
         self._write(HEAT_MAPS_FILE, line, durable=True)
 
     def log(self, event: str, **fields: Any) -> None:
-        """Append a line with the date to log.jsonl."""
         date = datetime.now().astimezone().isoformat(timespec="seconds")
         self._write(LOG_FILE, (json.dumps({"event": event, "date": date, **fields}) + "\n").encode())
 

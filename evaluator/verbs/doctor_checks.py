@@ -68,7 +68,6 @@ class Finding:
     facts: Mapping[str, Any] = field(default_factory=dict)
 
     def to_json(self) -> dict[str, Any]:
-        """Return the finding as plain data."""
         return {"name": self.name, "message": self.message, "state": self.state, "fix": self.fix, "facts": self.facts}
 
 

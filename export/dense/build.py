@@ -61,12 +61,10 @@ class ValidCells:
 
     @property
     def rows(self) -> str:
-        """Return the name of the vector of valid rows."""
         return f"{self.layer}.valid_rows"
 
     @property
     def columns(self) -> str:
-        """Return the name of the vector of valid columns."""
         return f"{self.layer}.valid_columns"
 
 

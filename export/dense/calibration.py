@@ -58,12 +58,10 @@ class CalibrationImages:
 
     @property
     def for_ranges(self) -> Sequence[Sample]:
-        """Return the images that give the ranges."""
         return self.dataset.samples[::2]
 
     @property
     def held_out(self) -> Sequence[Sample]:
-        """Return the images that show the cost."""
         return self.dataset.samples[1::2]
 
     def decode(self, samples: Sequence[Sample], what: str) -> Iterator[tuple[Sample, DecodedImage]]:
@@ -218,7 +216,6 @@ def _deviations(found: Sequence[WindowArrays], expected: Sequence[WindowArrays])
 
 
 def calibration_of(images: CalibrationImages, tolerance: Tolerance, cost: Tolerance) -> Calibration:
-    """Return what the file states of its calibration."""
     return Calibration(images.fingerprint, len(images.dataset.samples), images.protocol.name, RULE, tolerance, cost)
 
 

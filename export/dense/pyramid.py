@@ -32,7 +32,6 @@ class PoolStep:
 
     @property
     def kernel(self) -> tuple[int, int]:
-        """Return rows and columns of the pool applied to `base`."""
         return (self.size[0] - self.base[0] + 1, self.size[1] - self.base[1] + 1)
 
 

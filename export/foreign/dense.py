@@ -250,7 +250,6 @@ def _constants(net: ModelProto, shapes: Shapes | None = None) -> Constants:
 
 
 def _shape(node: NodeProto, shapes: Shapes) -> npt.NDArray[np.int64]:
-    """Return what a Shape node returns."""
     places = {each.name: each.i for each in node.attribute}
     return np.array(shapes[node.input[0]][places.get("start", 0) : places.get("end")], np.int64)
 

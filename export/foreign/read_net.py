@@ -68,7 +68,6 @@ class NetInterface:
 
     @property
     def half(self) -> bool:
-        """Return whether the scores are in half precision."""
         return self.output_type == TensorProto.FLOAT16
 
 
@@ -130,7 +129,6 @@ def read_net(path: Path, output: Path) -> ModelProto:
 
 
 def opset_of(model: ModelProto) -> int:
-    """Return the version of the standard operators that a model uses."""
     return max((entry.version for entry in model.opset_import if entry.domain in {"", "ai.onnx"}), default=0)
 
 

@@ -60,7 +60,6 @@ class PixelSums:
 
     @classmethod
     def empty(cls, crop: int) -> "PixelSums":
-        """Return sums of zero images."""
         return cls(np.zeros((crop, crop, 3), np.int64), np.zeros((3, 3), np.int64))
 
     def statistics(self) -> DatasetStatistics:

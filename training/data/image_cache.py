@@ -72,7 +72,6 @@ class ImageCache:
         return kept
 
     def decode(self, sample: Sample) -> Image.Image:
-        """Decode an image without caching it; raises as `image` does."""
         return decode_image(self.dataset.read(sample))
 
     def central_view(self, index: int, scale: int, crop: int) -> UInt8Array:

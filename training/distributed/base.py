@@ -119,7 +119,6 @@ class ParallelNet(ABC):
 
 
 def select_rows(factors: Factors | None, rows: slice | list[int]) -> Factors | None:
-    """Return the dropout factors of some of the rows."""
     return None if factors is None else (factors[0][rows], factors[1][rows])
 
 

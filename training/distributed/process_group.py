@@ -47,7 +47,6 @@ class ProcessGroup:
 
     @property
     def is_first(self) -> bool:
-        """Return whether this process writes files and reports to the user."""
         return self.rank == 0
 
     def total(self, *values: float) -> list[float]:
@@ -59,7 +58,6 @@ class ProcessGroup:
         return [float(value) for value in sums]
 
     def any(self, flag: bool) -> bool:
-        """Return whether the flag is set in any process."""
         return self.total(float(flag))[0] > 0
 
     def all_gather(self, value: Value) -> list[Value]:
@@ -72,7 +70,6 @@ class ProcessGroup:
         return values
 
     def wait(self) -> None:
-        """Wait until every process has called this method."""
         self.total(0.0)
 
     def all_reduce(self, tensor: Tensor) -> "Pending":
@@ -201,7 +198,6 @@ def _device(name: str | None, local_rank: int) -> torch.device:
 
 
 def device_supports_bf16(device: torch.device) -> bool:
-    """Return whether a device has instructions for bfloat16."""
     return torch.cuda.is_bf16_supported(including_emulation=False) if device.type == "cuda" else supports_bf16()
 
 

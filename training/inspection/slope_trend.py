@@ -33,7 +33,6 @@ class SlopeTrend:
     rank_correlation: float | None
 
     def to_json(self) -> dict[str, Any]:
-        """Return plain data, with the sentence as `text`."""
         return {**asdict(self), "text": str(self)}
 
     def __str__(self) -> str:

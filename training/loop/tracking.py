@@ -62,7 +62,6 @@ class RunLogs:
             self._events.write(step, slopes)
 
     def close(self) -> None:
-        """Close the event file."""
         if self._events is not None:
             self._events.close()
 

@@ -23,7 +23,6 @@ class UnreadableImages:
         self.files.clear()
 
     def add(self, unreadable: Iterable[tuple[str, str]]) -> None:
-        """Add files that this process could not read."""
         self._new |= {file: reason for file, reason in unreadable if file not in self.files}
 
     def gather(self, group: ProcessGroup) -> None:

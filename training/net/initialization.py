@@ -96,7 +96,6 @@ def _is_deviation(std: float) -> bool:
 
 
 def initial_slope(activation: Activation) -> float:
-    """Return the initial slope a of the negative side."""
     return {"prelu": INITIAL_SLOPE, "prelu-shared": INITIAL_SLOPE, "relu": 0.0, "lrelu": LRELU_SLOPE}[activation]
 
 

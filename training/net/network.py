@@ -55,7 +55,6 @@ class PreluNet(nn.Module):
 
     @property
     def has_head(self) -> bool:
-        """Return whether this net has its fully connected layers."""
         return hasattr(self, FC_LAYERS[0])
 
     def drop_head(self) -> None:
@@ -174,7 +173,6 @@ def parameter_groups(
 
 
 def load_tensors(net: PreluNet, tensors: Mapping[str, Float32Array]) -> None:
-    """Copy a checkpoint's tensors into a net of the same architecture."""
     net.load_state_dict({name: torch.from_numpy(tensor) for name, tensor in tensors.items()})
 
 

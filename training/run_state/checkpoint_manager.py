@@ -75,5 +75,4 @@ class CheckpointManager:
 
 
 def is_kept(recipe: Recipe, step: int) -> bool:
-    """Return whether the checkpoint of a step is kept permanently."""
     return recipe.keep_every is not None and step % recipe.keep_every == 0

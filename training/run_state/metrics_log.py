@@ -23,7 +23,6 @@ class ErrorRates:
     val_loss: float
 
     def to_json(self) -> dict[str, Any]:
-        """Return plain data for metrics.jsonl and `prelunet.metrics`."""
         return asdict(self)
 
     def __str__(self) -> str:
@@ -60,6 +59,5 @@ class MetricsLog:
         write_atomically(self.path, b"".join(kept))
 
     def write(self, entry: dict[str, Any]) -> None:
-        """Append one line."""
         with self.path.open("a", encoding="utf-8") as file:
             file.write(json.dumps(entry, allow_nan=False) + "\n")

@@ -55,7 +55,6 @@ class TrainingProgress:
 
     @property
     def latest_errors(self) -> ErrorRates | None:
-        """Return the last evaluation."""
         return self.evaluations[-1] if self.evaluations else None
 
     @property
@@ -65,7 +64,6 @@ class TrainingProgress:
 
     @property
     def is_evaluated(self) -> bool:
-        """Return whether the net has been evaluated at the current step."""
         return self.latest_errors is not None and self.latest_errors.step == self.step
 
     def enter_environment(self, environment: Mapping[str, Any]) -> list[str]:
@@ -78,7 +76,6 @@ class TrainingProgress:
 
     @property
     def used_environments(self) -> list[dict[str, Any]]:
-        """Return the environments in which a step was completed."""
         return [environment for environment in self.environments if environment["from_step"] < self.step]
 
 

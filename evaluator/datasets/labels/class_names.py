@@ -29,7 +29,6 @@ class ClassList:
 
     @cached_property
     def by_wnid(self) -> dict[str, int]:
-        """Return the index of each wnid."""
         return {wnid: index for index, wnid in enumerate(self.wnids)}
 
     @cached_property

@@ -24,7 +24,6 @@ _FIX = "Pass real.json as published, or the built-in labels: --labels imagenet-r
 
 
 def is_real(labels: Path) -> bool:
-    """Return whether labels are in ReaL's form."""
     return labels == IMAGENET_REAL or labels.suffix.lower() == ".json"
 
 

@@ -72,12 +72,10 @@ class ArchiveSource:
         return self._tables[subfolder]
 
     def add_folder(self, parts: tuple[str, ...]) -> None:
-        """Add a folder and its parents."""
         for depth in range(len(parts)):
             self.tree.setdefault("/".join(parts[:depth]), set()).add(parts[depth])
 
     def add_image(self, parts: tuple[str, ...], member: ArchiveMember) -> None:
-        """Add an image and its parent folders."""
         self.members.add("/".join(parts), member)
         self.add_folder(parts[:-1])
 

@@ -57,7 +57,6 @@ class ArchiveIndex:
 
     @property
     def sizes(self) -> "array[int]":
-        """Return the size of each file in bytes."""
         return self.columns[ArchiveMember._fields.index("size")]
 
     def subtree(self, subfolder: str) -> "ArchiveIndex":

@@ -69,12 +69,10 @@ class LabelFile:
 
 
 def join(subfolder: str, name: str) -> str:
-    """Return the path from the top of a name in a subfolder."""
     return f"{subfolder}/{name}" if subfolder else name
 
 
 def describe_place(path: Path, subfolder: str) -> str:
-    """Return the path of a folder of a source, for messages."""
     return f"{path}/{subfolder}" if subfolder else str(path)
 
 

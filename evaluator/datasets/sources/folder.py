@@ -110,5 +110,4 @@ def _images(folder: Path, prefix: str, *, follow: bool) -> Iterator[tuple[str, i
 
 
 def label_file(path: Path) -> LabelFile:
-    """Return a file on disk as a label file."""
     return LabelFile(FolderSource(path.parent), "", path.name, path)

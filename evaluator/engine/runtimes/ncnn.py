@@ -39,7 +39,6 @@ class NcnnModel(openvino.OpenVinoModel):
         self._front, self._trunk, self._output = rest.front.create_infer_request(), trunk, output
 
     def compute(self, staged: Mapping[str, Any]) -> list[Any]:
-        """Run a batch; see `LoadedModel.compute`."""
         images = self._front.infer(staged, share_inputs=True)[0]
         return super().compute({**staged, openvino.FEATURE_MAP: np.stack([self._feature_map(row) for row in images])})
 

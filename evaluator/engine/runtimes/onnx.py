@@ -49,7 +49,6 @@ class OnnxRuntimeModel:
         self._binding = CudaBinding(runtime, session, cuda, self.scores_shape[-1]) if cuda else None
 
     def stage(self, images: UInt8Array, sizes: Int64Array) -> Any:
-        """Copy a batch to the device; see `LoadedModel.stage`."""
         return self._binding.stage(images, sizes) if self._binding else {"images": images, "sizes": sizes}
 
     def compute(self, staged: Any) -> Sequence[Any]:
@@ -247,5 +246,4 @@ def import_runtime() -> ModuleType:
 
 
 def _installed_runtimes() -> list[str]:
-    """Return the onnxruntime distributions that are installed."""
     return [name for name in _RUNTIMES if any(importlib.metadata.distributions(name=name))]

@@ -189,7 +189,6 @@ def _import() -> ModuleType:
 
 
 def _lengths(value: Any) -> list[Any]:
-    """Return a shape, with None for lengths that vary."""
     return [length.get_length() if length.is_static else None for length in value.get_partial_shape()]
 
 

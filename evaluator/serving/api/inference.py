@@ -74,30 +74,24 @@ class InferenceServicer(pb_grpc.GRPCInferenceServiceServicer):
         self._models, self._ready, self._repository = models, ready, repository
 
     async def ServerLive(self, request: pb.ServerLiveRequest, context: Context) -> pb.ServerLiveResponse:  # noqa: ARG002, N802
-        """Report that the server is alive."""
         return pb.ServerLiveResponse(live=True)
 
     async def ServerReady(self, request: pb.ServerReadyRequest, context: Context) -> pb.ServerReadyResponse:  # noqa: ARG002, N802
-        """Report whether the server accepts new work."""
         return pb.ServerReadyResponse(ready=self._ready())
 
     async def ModelReady(self, request: pb.ModelReadyRequest, context: Context) -> pb.ModelReadyResponse:  # noqa: ARG002, N802
-        """Report whether a model accepts new work."""
         served = self._models.has(_with_version(request.name, request.version))
         return pb.ModelReadyResponse(ready=served and self._ready())
 
     async def ServerMetadata(self, request: pb.ServerMetadataRequest, context: Context) -> pb.ServerMetadataResponse:  # noqa: ARG002, N802
-        """Describe the server."""
         version = importlib.metadata.version("prelunet")
         return pb.ServerMetadataResponse(name="prelunet", version=version, extensions=messages.EXTENSIONS)
 
     async def ModelMetadata(self, request: pb.ModelMetadataRequest, context: Context) -> pb.ModelMetadataResponse:  # noqa: ARG002, N802
-        """Describe the inputs and outputs of a model."""
         classifier = self._model(request.name, request.version)
         return messages.model_metadata(classifier, self._models.versions(classifier.name))
 
     async def ModelConfig(self, request: pb.ModelConfigRequest, context: Context) -> pb.ModelConfigResponse:  # noqa: ARG002, N802
-        """Return a model's configuration in Triton's form."""
         return pb.ModelConfigResponse(config=messages.model_config(self._model(request.name, request.version)))
 
     async def ModelStatistics(self, request: pb.ModelStatisticsRequest, context: Context) -> pb.ModelStatisticsResponse:  # noqa: ARG002, N802
@@ -118,7 +112,6 @@ class InferenceServicer(pb_grpc.GRPCInferenceServiceServicer):
         request: pb.RepositoryModelLoadRequest,
         context: Context,  # noqa: ARG002
     ) -> pb.RepositoryModelLoadResponse:
-        """Load a model, or one version of it, from the server's folder."""
         await self._changeable(request, ()).load(request.model_name)
         return pb.RepositoryModelLoadResponse()
 
@@ -127,7 +120,6 @@ class InferenceServicer(pb_grpc.GRPCInferenceServiceServicer):
         request: pb.RepositoryModelUnloadRequest,
         context: Context,  # noqa: ARG002
     ) -> pb.RepositoryModelUnloadResponse:
-        """Unload a model, or one version of it."""
         await self._changeable(request, ("unload_dependents",)).unload(request.model_name)
         return pb.RepositoryModelUnloadResponse()
 

@@ -133,7 +133,6 @@ class PreluNetServicer(pb_grpc.PreluNetServiceServicer):
         )
 
     async def GetModel(self, request: pb.GetModelRequest, context: Context) -> pb.GetModelResponse:  # noqa: ARG002, N802
-        """Describe one model."""
         return pb.GetModelResponse(model=prelunet_messages.model_message(self._models.get(request.name)))
 
 

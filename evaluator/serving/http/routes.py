@@ -106,7 +106,6 @@ class Routes:
             door.router.routes += report_routes(door, reports)
 
     def serve(self, models: Models, repository: Repository | None = None) -> None:
-        """Answer calls with these models. repository: None if they are fixed."""
         self._prelunet = PreluNetServicer(models, repository=repository)
         self._inference = InferenceServicer(models, self._ready, repository)
 

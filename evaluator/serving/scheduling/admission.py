@@ -79,7 +79,6 @@ class Usage:
 
 
 def with_reserve(limit: int) -> int:
-    """Return the limit plus the reserve for clients below their share."""
     return limit + limit // _RESERVE
 
 

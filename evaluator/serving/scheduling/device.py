@@ -48,7 +48,6 @@ class ServedDevice:
         self._executor = BatchExecutor(self.device_queue, self._answer, on_lost, name, stage_ahead=on_gpu)
 
     def add_threads(self, lanes: int) -> None:
-        """Have a compute thread for each lane of a session that is added."""
         self._executor.add_threads(lanes)
 
     def _decode_in_process(self) -> None:

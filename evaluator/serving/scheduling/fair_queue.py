@@ -31,7 +31,6 @@ class FlowScheduler:
         self._catching_up: list[tuple[float, str]] = []  # the same as a heap, may include flows that have rejoined
 
     def join(self, name: str) -> None:
-        """Add a flow."""
         self._start_tags[name] = max(self._virtual_time, self._ahead.pop(name, 0.0))
 
     def leave(self, name: str) -> None:

@@ -120,7 +120,6 @@ class ScheduledModel:
 
     @property
     def fills_batch(self) -> bool:
-        """Return whether its ready views fill the largest batch."""
         return self.fills(self.ready_pixels, self.ready_windows)
 
     def fills(self, pixels: int, windows: int, batches: int = 1) -> bool:
@@ -211,7 +210,6 @@ class Request:
         return 3 * self.pixels / (2 if self.protocol.mirror else 1)
 
     def expired(self, now: float) -> bool:
-        """Return whether its deadline has passed."""
         return self.caller.deadline is not None and self.caller.deadline <= now
 
     def ended_before(self, moment: float) -> bool:

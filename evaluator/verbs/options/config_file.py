@@ -81,7 +81,6 @@ def read_config(ctx: typer.Context, path: Path | None) -> Path | None:
 
 
 def options_by_key(ctx: typer.Context) -> Mapping[str, Any]:
-    """Return a command's options by their names in a file, in order."""
     options = [option for option in ctx.command.params if option.name not in _COMMAND_LINE_ONLY]
     return {str(max(option.opts, key=len).lstrip("-")): option for option in options}
 
