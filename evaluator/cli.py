@@ -29,8 +29,6 @@ import typer
 import typer.core
 from typer.main import get_command as build_command
 
-import prelunet
-
 from .errors import (
     EnvironmentFault,
     Interrupted,
@@ -145,7 +143,9 @@ _app = typer.Typer(
 
 def _print_version(requested: bool) -> None:
     if requested:
-        sys.stdout.write(f"prelunet {prelunet.__version__}\n")
+        from .. import __version__  # here: slow to find out
+
+        sys.stdout.write(f"prelunet {__version__}\n")
         raise typer.Exit
 
 

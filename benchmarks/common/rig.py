@@ -21,7 +21,9 @@ from benchmarks.common.results import digest_of, significant
 from prelunet.evaluator.architectures import Architecture, Conv, Pool, architecture, multiply_adds
 from prelunet.evaluator.contract import Canvas, FilePrecision, ModelContract
 from prelunet.evaluator.engine.load import open_with_placement
-from prelunet.evaluator.engine.session import Device, Placement, Precision, Session
+from prelunet.evaluator.engine.runtimes import Device
+from prelunet.evaluator.engine.runtimes.base import Precision
+from prelunet.evaluator.engine.session import Placement, Session
 from prelunet.export.dense.build import build_contract, build_model
 from prelunet.training.net.network import PreluNet, load_tensors
 

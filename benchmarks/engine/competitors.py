@@ -20,9 +20,10 @@ import numpy.typing as npt
 from prelunet.evaluator.arrays import Float64Array, UInt8Array
 from prelunet.evaluator.engine.classify import classify_images
 from prelunet.evaluator.engine.load import open_session
+from prelunet.evaluator.engine.runtimes import Device
 from prelunet.evaluator.engine.runtimes import openvino as openvino_runtime
 from prelunet.evaluator.engine.runtimes.onnx import import_runtime
-from prelunet.evaluator.engine.session import Device, Session
+from prelunet.evaluator.engine.session import Session
 from prelunet.evaluator.errors import EnvironmentFault
 from prelunet.evaluator.imaging.views import ViewImage, make_views
 from prelunet.evaluator.machine import supports_bf16

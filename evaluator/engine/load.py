@@ -25,12 +25,11 @@ from ..errors import ContractError, EnvironmentFault, PreluNetError, UsageError
 from ..files import sha256_of
 from ..json_checks import differences, format_differences
 from ..machine import cores, has_processor_flags, supports_int8
-from .first_run import try_first_run
 from .memory import cpu_rules, gpu_rules, require_loadable
-from .runtimes import ncnn, onnx, openvino
-from .runtimes.base import LoadedModel, error_summary
+from .runtimes import RUNTIMES, Device, onnx
+from .runtimes.base import LoadedModel, Precision, error_summary
 from .runtimes.onnx_metadata import read_metadata, read_precision
-from .session import Circumstances, Device, Placement, Precision, Session
+from .session import Circumstances, Placement, Session
 from .verify import describe_failure, verify
 
 log = logging.getLogger(__name__)
@@ -42,19 +41,6 @@ MAX_LANES_BYTES = 2**27  # of a file that `add_lanes` loads twice
 LARGE_NET_FLOPS = 10e9  # per crop: see `choose_cpu_device`. A has 38e9, E 1.9e9, the demo net 0.03e9
 # Per crop: see `self_check`. The golden images together, alone and on one canvas, are about 12 crops.
 QUICK_CHECK_FLOPS = 5e9
-
-# (device, precision of the file) → precisions that it can be computed in; the first is the default.
-_PRECISIONS: Mapping[tuple[str, str], tuple[Precision, ...]] = {
-    ("cpu", "fp32"): ("fp32",),
-    ("cpu", "fp16"): ("fp32",),  # with rounded weights: this provider drops the casts between layers
-    ("cpu", "int8"): ("fp32",),  # on the quantized numbers: see `onnx.load_on_cpu`
-    ("openvino", "fp32"): ("fp32", "bf16"),
-    ("openvino", "fp16"): ("fp32", "bf16"),
-    ("openvino", "int8"): ("int8",),
-    ("ncnn", "fp32"): ("fp32",),
-    ("cuda", "fp32"): ("fp32", "tf32"),
-    ("cuda", "fp16"): ("fp16",),
-}
 
 _EXPORTS = {"fp16": "fp16", "int8": "int8 --calibrate DATA"}  # option of `prelunet export`, by requested precision
 
@@ -73,7 +59,7 @@ def open_with_placement(
     Every runtime but onnxruntime's CPU provider, with which the file was checked when it was written, has to give the
     scores of its golden images (`self_check`). Where a GPU does not, or does not run, `auto` falls back to the CPU with
     a warning. An int8 file runs on CPUs only, and with OpenVINO first in a child process, since a runtime may crash
-    (`try_first_run`).
+    (`openvino.try_first_run`).
     preallocate: also run the largest batch, because many images will follow; digest: SHA-256 of the file, if known;
     check: False for a caller that compares the golden images itself.
 
@@ -143,7 +129,7 @@ def open_sessions(path: Path, placement: Placement, gpus: int = 1) -> list[Sessi
     Raises UsageError for several GPUs on a CPU, EnvironmentFault when too few are visible or they are not alike, and
     otherwise as `open_with_placement`.
     """
-    if gpus != 1 and placement.device in {"cpu", "openvino", "ncnn"}:
+    if gpus != 1 and placement.device != "auto" and not RUNTIMES[placement.device].gpu:
         raise UsageError(f"--gpus {gpus}: --device {placement.device} has no GPUs. {_ON_A_CPU}")
     if placement.device == "cuda" and gpus:
         _require_visible(gpus, placement.gpu)  # before anything is loaded
@@ -184,7 +170,14 @@ def _open(path: Path, placement: Placement, digest: str, *, preallocate: bool, c
         if placement.memory is not None:
             require_loadable(file_bytes, stated, placement.memory, device)
     masks = _needs_masks(path, device, placement.precision or "fp32")
-    loaded, arena = _load(path, placement, masks=masks)
+    loaded, arena = RUNTIMES[device].load(
+        path,
+        precision=placement.precision,
+        threads=placement.threads,
+        masks=masks,
+        gpu=placement.gpu,
+        gpu_memory=placement.gpu_memory,
+    )
     contract = contract_from_metadata(loaded.metadata, str(path))
     if not masks:
         contract = replace(contract, canvas="exact")
@@ -209,31 +202,13 @@ def _open(path: Path, placement: Placement, digest: str, *, preallocate: bool, c
 def _needs_masks(path: Path, device: Device, precision: Precision) -> bool:
     """Return whether images may be smaller than their canvas.
 
-    ncnn has no masks. In OpenVINO masks take 5 % of the time in bf16 with AMX, for nothing where `cpu_rules` gives each
-    image a canvas of its own shape.
+    In OpenVINO masks take 5 % of the time in bf16 with AMX, for nothing where `cpu_rules` gives each image a canvas of
+    its own shape.
     """
-    if device == "ncnn":
-        return False
-    if device != "openvino" or (contract := _read_contract(path)) is None:
-        return True
+    runtime = RUNTIMES[device]
+    if not runtime.ragged or not runtime.switch_seconds or (contract := _read_contract(path)) is None:
+        return runtime.ragged
     return cpu_rules(contract, None, 0, device=device, precision=precision).canvas_step > 1
-
-
-def _load(path: Path, placement: Placement, *, masks: bool) -> tuple[LoadedModel, int | None]:
-    """Load the file on exactly this device; return it and, on a GPU, the bytes its arena may take."""
-    precision, threads = placement.precision, placement.threads
-    if placement.device == "cuda":
-        tf32 = precision == "tf32"
-        return onnx.load_on_cuda(path, gpu=placement.gpu, tf32=tf32, memory=placement.gpu_memory)
-    if placement.device == "openvino":
-        kind: openvino.CpuPrecision = "int8" if read_precision(path) == "int8" else "fp32"
-        if kind == "int8":
-            openvino.check_processor(kind)
-            try_first_run(path, threads)
-        return openvino.load(path, "bf16" if precision == "bf16" else kind, threads=threads, masks=masks), None
-    if placement.device == "ncnn":
-        return ncnn.load(path, threads=threads), None
-    return onnx.load_on_cpu(path, threads=threads), None
 
 
 def _compute_precision(device: Device, stored: str, requested: Precision | None, path: Path) -> Precision:
@@ -241,13 +216,14 @@ def _compute_precision(device: Device, stored: str, requested: Precision | None,
 
     stored: precision of the file.
     """
-    possible = _PRECISIONS.get((device, stored), ())
+    possible = RUNTIMES[device].precisions.get(stored, ())
     if not possible:
         other = ", or use --device openvino" if stored == "int8" else ""
         raise UsageError(f"--device {device}: {path} stores {stored}. Export it with --precision fp32{other}")
     if requested is not None and requested not in possible:
-        others = [f"--device {other}" for (other, file), choices in _PRECISIONS.items()
-                  if file == stored and requested in choices]  # fmt: skip
+        others = [
+            f"--device {name}" for name, other in RUNTIMES.items() if requested in other.precisions.get(stored, ())
+        ]
         alone = "openvino" if requested == "int8" else "cuda"
         needed = " or ".join(others) or f"--device {alone} and another file"
         export = "" if others else f": prelunet export --precision {_EXPORTS.get(requested, 'fp32')}"

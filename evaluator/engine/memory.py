@@ -5,8 +5,8 @@
 Each part counts the copies that can exist at once. With model A in float32 and one view of 480x1920 pixels:
 
     base      Python, its libraries and the runtime                                                    0.1 GB
-    loading   the weights of the file, of the parsed graph, and those being reordered (`LOADING_COPIES`)   1.8 GB
-    weights   those that a runtime keeps (`WEIGHT_COPIES`)                                             1.1 to 1.8 GB
+    loading   the weights of the file, of the parsed graph, and those being reordered (`loading_copies`)   1.8 GB
+    weights   those that a runtime keeps (`weight_copies`)                                             1.1 to 1.8 GB
     batch     three of the trunk's largest maps, or the pooled features of every window                0.7 to 1.3 GB
     packed    pixels of batches that are being computed or wait for it                                 50 MB
     images    views of the portion of a chunk being computed, and of the one being prepared            0.8 GB
@@ -31,16 +31,11 @@ from ..imaging.resize import resized_size
 from ..machine import format_bytes
 from ..protocols import EvaluationProtocol
 from .batching import MAX_PIXELS, MAX_RULE_VALUE, MAX_WINDOWS, BatchRules
+from .runtimes import RUNTIMES
 
 if TYPE_CHECKING:
     from .session import Session
 
-# Copies by device, which is also the runtime: `cpu` is onnxruntime's own. OpenVINO reorders weights and windows for its
-# matrix products, and ncnn triples the trunk's weights for Winograd's method; on a GPU (not measured here) the arena
-# grows by powers of two. Measured: benchmarks/README.md.
-LOADING_COPIES: Mapping[str, float] = {"cpu": 2.5, "openvino": 2.5, "ncnn": 3, "cuda": 2.5}
-WEIGHT_COPIES: Mapping[str, float] = {"cpu": 1.5, "openvino": 2.5, "ncnn": 3, "cuda": 1.5}  # all in main memory
-BATCH_COPIES: Mapping[str, int] = {"cpu": 1, "openvino": 2, "ncnn": 2, "cuda": 2}
 BASE_BYTES, GPU_BASE_BYTES = 2**27, 2**31  # on a GPU with the libraries of CUDA and cuDNN (an assumption)
 WORKSPACE_BYTES = 2**25  # buffers of the runtime's threads, whatever the batch
 VALUE_BYTES: Mapping[str, int] = {"fp32": 4, "tf32": 4, "bf16": 2, "fp16": 2, "int8": 1}  # of a number in a map
@@ -57,12 +52,6 @@ PORTION_SHARE = 16  # a portion takes at most a sixteenth of a limit
 PACKED_BATCHES = 8  # in main memory: on a GPU three page-locked ones, of up to twice the size, and two packed ones
 RESULT_PORTIONS = 3  # portions whose results are kept until they are averaged
 LISTED_BYTES_PER_IMAGE = 512  # for names of 40 characters
-
-# Time in which OpenVINO prepares a batch of another shape than the last one, and operations/s while it computes small
-# nets. Constants, so that equal commands plan equal batches everywhere. Measured: 1.5 ms with AVX-512, 13 ms with AMX
-# (benchmarks/README.md). onnxruntime and ncnn need none.
-OPENVINO_SWITCH_SECONDS = 0.005
-OPENVINO_FLOPS: Mapping[str, float] = {"fp32": 200e9, "bf16": 400e9}
 
 # Assumptions about a GPU, not measured here.
 GPU_WEIGHT_COPIES = 2.5  # on the GPU
@@ -108,7 +97,7 @@ def batch_bytes(
             LIVE_MAPS * max(densities) * value * pixels,
             pools * densities[-1] * value * pixels + window * windows,
         )
-    return WORKSPACE_BYTES + math.ceil(BATCH_COPIES[device] * graph)
+    return WORKSPACE_BYTES + math.ceil(RUNTIMES[device].batch_copies * graph)
 
 
 def fit_rules(
@@ -137,17 +126,20 @@ def cpu_rules(
     other.
     """
     unlimited = BatchRules()
-    if device == "openvino" and contract.canvas == "ragged" and (switch := openvino_switch_pixels(contract, precision)):
+    if contract.canvas == "ragged" and (switch := switch_pixels(contract, device, precision)):
         unlimited = BatchRules(contract.trunk_stride, switch_pixels=switch)
     if memory is None:
         return unlimited
-    weights = WEIGHT_COPIES[device] * _weights_bytes(file_bytes, contract.precision, device)
+    weights = RUNTIMES[device].weight_copies * _weights_bytes(file_bytes, contract.precision, device)
     return fit_rules(contract, (memory - BASE_BYTES - weights - DECODE_BYTES) / 2, unlimited, precision, device)
 
 
-def openvino_switch_pixels(contract: ModelContract, precision: str) -> int:
-    """Return what a change of shape costs OpenVINO, in pixels; 0 for nets so large that it does not matter."""
-    switch = OPENVINO_SWITCH_SECONDS * OPENVINO_FLOPS[precision] / flops_per_pixel(contract)
+def switch_pixels(contract: ModelContract, device: str, precision: str) -> int:
+    """Return what a change of shape costs on a CPU, in pixels; 0 for nets so large that it does not matter."""
+    runtime = RUNTIMES[device]
+    if not runtime.switch_seconds:
+        return 0
+    switch = runtime.switch_seconds * runtime.flops[precision] / flops_per_pixel(contract)
     return min(int(switch), MAX_RULE_VALUE) if switch > contract.crop**2 / 4 else 0
 
 
@@ -257,7 +249,7 @@ def estimate_memory(
     contract, device, precision = session.contract, session.placement.device, session.circumstances.precision
     gpu, streams = device == "cuda", sessions * pipelines
     stored = _weights_bytes(session.model_bytes, contract.precision, device)
-    resident = math.ceil(WEIGHT_COPIES[device] * stored)
+    resident = math.ceil(RUNTIMES[device].weight_copies * stored)
     copies = 2 if session.lanes > 1 else 1  # of the runtime's model, which keeps the memory of its largest batch
     rules = session.rules
     if not gpu:
@@ -280,7 +272,7 @@ def estimate_memory(
 
 def loading_bytes(file_bytes: int, precision: str, device: str) -> int:
     """Return an upper bound of the bytes that loading a model file takes. precision: of the file."""
-    return math.ceil(LOADING_COPIES[device] * _weights_bytes(file_bytes, precision, device))
+    return math.ceil(RUNTIMES[device].loading_copies * _weights_bytes(file_bytes, precision, device))
 
 
 def require_loadable(file_bytes: int, precision: str, memory: int, device: str) -> None:

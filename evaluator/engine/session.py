@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property, partial
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar
 
 import numpy as np
 
@@ -19,11 +19,8 @@ from ..contract import ModelContract
 from ..errors import DeviceLost, OutOfMemory, UsageError
 from ..machine import parse_memory
 from .batching import BatchRules
-from .runtimes import onnx
-from .runtimes.base import LoadedModel, error_summary, is_device_lost, is_out_of_memory
-
-Device = Literal["auto", "cpu", "openvino", "ncnn", "cuda"]
-Precision = Literal["fp32", "tf32", "bf16", "fp16", "int8"]
+from .runtimes import Device, onnx
+from .runtimes.base import LoadedModel, Precision, error_summary, is_device_lost, is_out_of_memory
 
 log = logging.getLogger(__name__)
 

@@ -1,21 +1,25 @@
 """Compare the ways to compute a model on this CPU with the one in use: speed, and how many answers change."""
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from ..engine.classify import average_image, run_views
 from ..engine.load import open_with_placement
-from ..engine.session import Device, Precision, Session
+from ..engine.runtimes import RUNTIMES, Device
+from ..engine.runtimes.base import Precision
+from ..engine.session import Session
 from ..errors import PreluNetError
 from ..imaging.views import ViewImage
 from ..protocols import EvaluationProtocol
 
-_ENGINES: tuple[tuple[Device, Precision], ...] = (
-    ("cpu", "fp32"), ("openvino", "fp32"), ("openvino", "bf16"), ("openvino", "int8"), ("ncnn", "fp32"),
-)  # fmt: skip
+_ENGINES: Mapping[tuple[Device, Precision], None] = {
+    (cast(Device, device), precision): None
+    for device, runtime in RUNTIMES.items() if not runtime.gpu
+    for precisions in runtime.precisions.values() for precision in precisions
+}  # fmt: skip
 _ROUNDS = 2
 WORTHWHILE = 1.05  # times as fast; less is noise
 

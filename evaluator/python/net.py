@@ -21,7 +21,9 @@ from ..engine.classify import build_answer, classify_images
 from ..engine.heatmap import draw_heat_maps, png_bytes, why_flat
 from ..engine.load import open_session
 from ..engine.memory import portion_size, require_view_fits
-from ..engine.session import Device, Precision, Session
+from ..engine.runtimes import Device
+from ..engine.runtimes.base import Precision
+from ..engine.session import Session
 from ..errors import ImageError, UsageError
 from ..image_input import ImageInput, encoded_image, is_image
 from ..imaging.decode import decode_image

@@ -10,8 +10,8 @@ from ..engine.heatmap import why_flat
 from ..engine.memory import (
     MemoryEstimate,
     estimate_memory,
-    openvino_switch_pixels,
     require_fits,
+    switch_pixels,
 )
 from ..engine.session import Session
 from ..errors import UsageError
@@ -116,7 +116,7 @@ def is_slower_in_bf16(session: Session, protocol: EvaluationProtocol) -> bool:
     """Return whether views of many shapes run one by one, in bf16, on a net for which changes of shape dominate."""
     if session.circumstances.precision != "bf16" or session.rules.switch_pixels or protocol.crop is not None:
         return False
-    return openvino_switch_pixels(session.contract, "bf16") > 0
+    return switch_pixels(session.contract, session.placement.device, "bf16") > 0
 
 
 def estimate_run_memory(

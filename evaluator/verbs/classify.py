@@ -11,7 +11,8 @@ from typing import Annotated, Any
 import typer
 
 from ..answer import Answer
-from ..engine.session import Device, Placement
+from ..engine.runtimes import Device
+from ..engine.session import Placement
 from ..errors import ImageError, UsageError
 from ..files import write_atomically
 from ..image_input import encoded_image

@@ -4,14 +4,14 @@ import json
 import re
 from dataclasses import replace
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, cast
 
 import typer
 
 from ..datasets import DatasetSpec, parse_class_selection
 from ..engine.load import open_sessions
-from ..engine.runtimes import ncnn, onnx, openvino
-from ..engine.session import Device, Placement
+from ..engine.runtimes import RUNTIMES, Device
+from ..engine.session import Placement
 from ..errors import UsageError
 from ..protocols import ProtocolOverrides, build_protocol, default_protocol_name
 from ..reporting.page_data import MAX_HEAT_MAPS
@@ -117,12 +117,7 @@ def validate(
 
 def _recorded_device(folder: Path) -> Device:
     """Return the device of the run in a folder, which `auto` reuses when the run is resumed; `auto` for a new run."""
-    devices: dict[str, Device] = {
-        onnx.CPU: "cpu",
-        onnx.CUDA: "cuda",
-        openvino.PROVIDER: "openvino",
-        ncnn.PROVIDER: "ncnn",
-    }
+    devices = {runtime.provider: cast(Device, device) for device, runtime in RUNTIMES.items()}
     return devices.get(read_run_info(folder).circumstances["provider"], "auto") if is_run_folder(folder) else "auto"
 
 

@@ -29,7 +29,8 @@ from prelunet.evaluator.engine.memory import (
     require_loadable,
     require_view_fits,
 )
-from prelunet.evaluator.engine.session import Circumstances, Device, Placement, Session
+from prelunet.evaluator.engine.runtimes import Device
+from prelunet.evaluator.engine.session import Circumstances, Placement, Session
 from prelunet.evaluator.errors import UsageError
 from prelunet.evaluator.imaging.resize import resized_size
 from prelunet.evaluator.imaging.views import make_views

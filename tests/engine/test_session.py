@@ -23,9 +23,10 @@ from prelunet.evaluator.engine import load
 from prelunet.evaluator.engine.batching import BatchRules
 from prelunet.evaluator.engine.load import MAX_LANES_BYTES, choose_cpu_device, open_session, open_with_placement
 from prelunet.evaluator.engine.memory import gpu_rules
+from prelunet.evaluator.engine.runtimes import Device
 from prelunet.evaluator.engine.runtimes import onnx as onnx_runtime
-from prelunet.evaluator.engine.runtimes.base import error_summary, is_out_of_memory
-from prelunet.evaluator.engine.session import Circumstances, Device, Placement, Precision, Session
+from prelunet.evaluator.engine.runtimes.base import Precision, error_summary, is_out_of_memory
+from prelunet.evaluator.engine.session import Circumstances, Placement, Session
 from prelunet.evaluator.errors import ContractError, EnvironmentFault, UsageError
 from prelunet.evaluator.serving.models import ModelFile, load_model
 from tests.engine.contracts import build_contract

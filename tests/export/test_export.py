@@ -18,7 +18,7 @@ from PIL import Image
 from prelunet.evaluator.cli import run
 from prelunet.evaluator.contract import ModelContract, contract_from_metadata, golden_image
 from prelunet.evaluator.engine.load import open_session
-from prelunet.evaluator.engine.session import Device
+from prelunet.evaluator.engine.runtimes import Device
 from prelunet.evaluator.engine.verify import Deviation, verify
 from prelunet.evaluator.errors import ContractError, EnvironmentFault, UsageError
 from prelunet.evaluator.protocols import build_protocol

@@ -21,7 +21,9 @@ from prelunet.evaluator.cli import run
 from prelunet.evaluator.datasets.dataset import Dataset, DatasetSpec
 from prelunet.evaluator.datasets.open import open_from_spec
 from prelunet.evaluator.engine.classify import classify_images
-from prelunet.evaluator.engine.session import Device, Outputs, Placement, Precision
+from prelunet.evaluator.engine.runtimes import Device
+from prelunet.evaluator.engine.runtimes.base import Precision
+from prelunet.evaluator.engine.session import Outputs, Placement
 from prelunet.evaluator.errors import ContractError, DatasetError, EnvironmentFault
 from prelunet.evaluator.imaging.decode import decode_rgb
 from prelunet.evaluator.imaging.views import make_views

@@ -1,1 +1,15 @@
-"""The runtimes that execute a model file, behind one interface."""
+"""The runtimes that compute model files. To add one: a module, its name in `Device`, and its line in `RUNTIMES`."""
+
+from collections.abc import Mapping
+from typing import Literal
+
+from . import ncnn, onnx, openvino
+from .base import Runtime
+
+Device = Literal["auto", "cpu", "openvino", "ncnn", "cuda"]
+RUNTIMES: Mapping[str, Runtime] = {
+    "cpu": onnx.ON_CPU,
+    "openvino": openvino.RUNTIME,
+    "ncnn": ncnn.RUNTIME,
+    "cuda": onnx.ON_CUDA,
+}

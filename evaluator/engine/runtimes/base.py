@@ -1,13 +1,16 @@
 """The interface of a model file loaded in a runtime, and the classification of runtime errors."""
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
 from ...arrays import Int64Array, UInt8Array
 from ...contract import rewrite_hint
 from ...errors import ContractError, EnvironmentFault
+
+Precision = Literal["fp32", "tf32", "bf16", "fp16", "int8"]
 
 _MAX_SUMMARY, _SUMMARY_HEAD = 400, 120  # characters of a runtime's error text; its end names the cause
 # Out-of-memory messages: on the host, on a GPU within the arena's limit, and in CUDA and its libraries.
@@ -65,6 +68,32 @@ class LoadedModel(Protocol):
     def compute(self, staged: Any) -> Sequence[Any]:
         """Run a staged batch; return scores, logits, windows, and a function that fetches the window scores."""
         ...
+
+
+@dataclass(frozen=True)
+class Runtime:
+    """A way to compute model files, and what the engine has to know about it.
+
+    provider: the runtime's name for it, in run.json; load: loads a file, given its path and by name precision, threads,
+    masks, gpu and gpu_memory, and also returns the bytes that the arena of a GPU may take; precisions: of a file → in
+    which it can be computed, the default first.
+    loading_copies, weight_copies, batch_copies: copies in main memory of the weights while a file is loaded, of the
+    weights afterwards, and of a batch: measured, see benchmarks/README.md.
+    gpu: whether it computes on a GPU; ragged: whether images may be smaller than their canvas; switch_seconds: time to
+    prepare a batch of another shape than the last one, and flops: operations/s by precision while it computes small
+    nets. These two are constants, so that equal commands plan equal batches everywhere.
+    """
+
+    provider: str
+    load: Callable[..., tuple[LoadedModel, int | None]]
+    precisions: Mapping[str, tuple[Precision, ...]]
+    loading_copies: float
+    weight_copies: float
+    batch_copies: int
+    gpu: bool = False
+    ragged: bool = True
+    switch_seconds: float = 0.0
+    flops: Mapping[str, float] = field(default_factory=dict)
 
 
 def error_summary(error: Exception) -> str:

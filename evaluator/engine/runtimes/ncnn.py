@@ -21,6 +21,7 @@ from ...contract import INPUTS, contract_from_metadata
 from ...errors import ContractError, EnvironmentFault, UsageError, install_hint
 from ...machine import cores
 from . import openvino
+from .base import Runtime
 from .onnx_metadata import read_metadata
 
 PROVIDER = "ncnn"
@@ -109,3 +110,14 @@ def _import() -> ModuleType:
         ) from error
     module: ModuleType = ncnn
     return module
+
+
+RUNTIME = Runtime(
+    PROVIDER,
+    lambda path, *, threads, **_: (load(path, threads=threads), None),
+    {"fp32": ("fp32",)},
+    loading_copies=3,  # it triples the trunk's weights for Winograd's method
+    weight_copies=3,
+    batch_copies=2,
+    ragged=False,
+)

@@ -16,7 +16,7 @@ import numpy.typing as npt
 from ...arrays import Int64Array, UInt8Array
 from ...contract import OUTPUTS
 from ...errors import ContractError, EnvironmentFault, install_hint
-from .base import error_summary, is_out_of_memory, load_error
+from .base import Runtime, error_summary, is_out_of_memory, load_error
 from .cuda import CudaBinding, CudaRuntime, GpuPrecision, cuda_options
 from .onnx_metadata import read_precision
 
@@ -247,3 +247,28 @@ def import_runtime() -> ModuleType:
 
 def _installed_runtimes() -> list[str]:
     return [name for name in _RUNTIMES if any(importlib.metadata.distributions(name=name))]
+
+
+ON_CPU = Runtime(
+    CPU,
+    lambda path, *, threads, **_: (load_on_cpu(path, threads=threads), None),
+    {
+        "fp32": ("fp32",),
+        "fp16": ("fp32",),  # with rounded weights: this provider drops the casts between layers
+        "int8": ("fp32",),  # on the quantized numbers: see `load_on_cpu`
+    },
+    loading_copies=2.5,
+    weight_copies=1.5,
+    batch_copies=1,
+)
+ON_CUDA = Runtime(
+    CUDA,
+    lambda path, *, gpu, precision, gpu_memory, **_: load_on_cuda(
+        path, gpu=gpu, tf32=precision == "tf32", memory=gpu_memory
+    ),
+    {"fp32": ("fp32", "tf32"), "fp16": ("fp16",)},
+    loading_copies=2.5,
+    weight_copies=1.5,
+    batch_copies=2,  # not measured: the arena grows by powers of two
+    gpu=True,
+)

@@ -10,7 +10,7 @@ import pytest
 
 from prelunet.evaluator.contract import golden_image
 from prelunet.evaluator.engine.load import open_session, visible_gpus
-from prelunet.evaluator.engine.session import Precision
+from prelunet.evaluator.engine.runtimes.base import Precision
 from prelunet.evaluator.engine.verify import TOLERANCES
 from tests.conftest import ExportedNet
 

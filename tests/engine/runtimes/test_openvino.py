@@ -2,16 +2,18 @@
 
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pytest
 
 from prelunet.evaluator.cli import run
-from prelunet.evaluator.engine import load, memory
+from prelunet.evaluator.engine import load
 from prelunet.evaluator.engine.load import open_session
+from prelunet.evaluator.engine.runtimes import RUNTIMES
 from prelunet.evaluator.engine.runtimes import openvino as openvino_runtime
 from prelunet.evaluator.engine.verify import garbage_canvas
 from prelunet.evaluator.errors import ContractError, EnvironmentFault, UsageError
@@ -88,7 +90,8 @@ def test_images_of_different_sizes_share_a_canvas(exported: dict[str, ExportedNe
 def test_a_large_net_runs_without_masks_and_gives_the_same_scores_as_with_them(
     exported: dict[str, ExportedNet], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(memory, "OPENVINO_SWITCH_SECONDS", 0)  # makes every net count as large
+    fast = replace(RUNTIMES["openvino"], switch_seconds=1e-9)  # beside which every net is large
+    monkeypatch.setitem(cast(Any, RUNTIMES), "openvino", fast)
     path, images, sizes = exported["slimA-image"].path, noise(240, 301, seed=1)[None], np.array([[240, 301]])
     session, masked = open_session(path, "openvino"), openvino_runtime.load(path)
     assert (session.contract.canvas, session.rules.canvas_step) == ("exact", 1)
