@@ -48,6 +48,7 @@ _EXPORTS = {"fp16": "fp16", "int8": "int8 --calibrate DATA"}  # option of `prelu
 def open_session(
     path: Path, device: Device = "auto", *, precision: Precision | None = None, threads: int = 0
 ) -> Session:
+    """Load a model file on a device; see `open_with_placement`, also for the errors."""
     return open_with_placement(path, Placement(device, precision, threads))
 
 

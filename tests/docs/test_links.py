@@ -1,5 +1,6 @@
 """Links between pages, and to files of the project, lead somewhere."""
 
+import pkgutil
 import re
 import subprocess
 from pathlib import Path
@@ -34,3 +35,10 @@ def test_a_relative_link_leads_to_a_file_and_a_heading(page: Path) -> None:
         assert target.exists(), f"{link}: no such file"
         if anchor:
             assert anchor in anchors(target), f"{link}: no such heading"
+
+
+def test_the_functions_on_the_path_of_an_image_exist() -> None:
+    names = re.findall(r"`(prelunet\.[\w.]+)`", (ROOT / "evaluator" / "README.md").read_text(encoding="utf-8"))
+    assert len(names) >= 8
+    for name in names:
+        assert callable(pkgutil.resolve_name(name)), name

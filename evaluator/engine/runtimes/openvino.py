@@ -8,14 +8,13 @@ In bf16 it also rounds a mean image, which nothing in its interface prevents. In
 further off than with a channel mean: the convolution behind it rounds its input to as few bits.
 """
 
-import contextlib
 import importlib.metadata
 import os
 import signal
 import subprocess
 import sys
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -262,7 +261,7 @@ def try_first_run(path: Path, threads: int) -> None:
 
 def first_run(path: str, threads: int) -> None:
     """Load an int8 file, and run it on one and two images of each golden size: what the child process does."""
-    with contextlib.suppress(Exception):
+    with suppress(Exception):
         loaded = load(Path(path), "int8", threads=threads)
         for size in golden_sizes(contract_from_metadata(loaded.metadata, path).crop):
             for rows in (1, 2):
