@@ -5,10 +5,13 @@ time for the head of a request. Only this module imports uvicorn.
 """
 
 import asyncio
+import ctypes
 import logging
 import select
 import socket
 import ssl
+import struct
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -27,6 +30,8 @@ from ..network import explain_bind_error, host_port, is_wildcard
 
 _NO_DESCRIPTOR_PAUSE = 1.0  # seconds without accepting, when the process has no file descriptor left
 _POLL_INTERVAL = 0.01  # seconds between checks for open connections
+_HANDSHAKES = 0.05  # seconds in which handshakes that have begun end before a port is closed
+_SO_ATTACH_FILTER = 26  # of Linux; Python's socket module lacks it
 _RECEIVE_BYTES = 2**16  # at a time; by default 256 KiB, which tiny chunks would make 0.4 s of parsing
 
 log = logging.getLogger(__name__)
@@ -223,15 +228,20 @@ class Listener:
     async def close(self) -> None:
         """Close the port and idle connections; return when all are closed.
 
-        Connections that wait to be accepted are, and a new one stays open until its first request is answered, comes
-        too late (`ConnectionLimits.head`), or `abort` is called: by `Server`, CONNECTION_LINGER after the last call.
+        Connections that wait to be accepted are, since the kernel would reset them. A new one stays open until its
+        first request is answered, comes too late (`ConnectionLimits.head`), or `abort` is called: by `Server`,
+        CONNECTION_LINGER after the last call.
         """
+        if self._sockets:
+            for each in self._sockets:
+                _ignore_new_handshakes(each)
+            await asyncio.sleep(_HANDSHAKES)
         while self._sockets:  # once: the path of a closed socket may be that of the next server
             each = self._sockets.pop()
             listening = asyncio.get_running_loop().remove_reader(each)
             if each.family == socket.AF_UNIX:
                 Path(each.getsockname()).unlink(missing_ok=True)
-            while listening and self._accept(each):  # else the kernel would reset them, perhaps with a request
+            while listening and self._accept(each):
                 pass
             each.close()
         while self._connections or self._state.tasks:
@@ -312,6 +322,19 @@ class Listener:
 
     def _forget(self, connection: Connection) -> None:
         self._connections.pop(connection, None)
+
+
+def _ignore_new_handshakes(listener: socket.socket) -> None:
+    """Drop what opens a TCP connection (SYN), so that none waits in the instant in which the port is closed.
+
+    Its client sends it again a second later and is refused, which loses no request. Linux only.
+    """
+    if listener.family == socket.AF_UNIX or sys.platform != "linux":
+        return
+    load_flags, skip_unless_syn, drop, keep = (0x30, 0, 0, 13), (0x45, 0, 1, 2), (6, 0, 0, 0), (6, 0, 0, 2**32 - 1)
+    program = b"".join(struct.pack("=HBBI", *each) for each in (load_flags, skip_unless_syn, drop, keep))
+    code = ctypes.create_string_buffer(program, len(program))
+    listener.setsockopt(socket.SOL_SOCKET, _SO_ATTACH_FILTER, struct.pack("@HP", 4, ctypes.addressof(code)))
 
 
 def _bind(host: str, port: int) -> list[socket.socket]:
