@@ -36,17 +36,30 @@ def check_provider(rig: Rig) -> None:
         raise SystemExit(f"--device {rig.device}: {session.circumstances.provider} was opened instead of {expected}")
 
 
+def check_torch(device: str) -> None:
+    """Raise SystemExit if torch finds no GPU, or is built for another CUDA than onnxruntime."""
+    if device == "cuda" and not torch.cuda.is_available():
+        raise SystemExit(
+            f"--device cuda: unavailable: torch {torch.__version__} finds no GPU. "
+            "To rehearse without one: --device cpu --tiny"
+        )
+    major = str(torch.version.cuda).partition(".")[0]
+    theirs = str(getattr(import_runtime(), "cuda_version", "")).partition(".")[0]
+    if device == "cuda" and theirs and major != theirs:
+        raise SystemExit(
+            f"torch is built for CUDA {major} and onnxruntime for CUDA {theirs}: in one process one of them would load "
+            "the other's cuDNN. Install both for the same CUDA version"
+        )
+
+
 def noise_batch(rows: int, height: int, width: int, seed: int = 0) -> tuple[UInt8Array, Int64Array]:
     """Return images of noise that fill their canvases, and their sizes: a model's inputs."""
     images = np.random.default_rng(seed).integers(0, 256, (rows, height, width, 3), np.uint8)
     return images, np.tile(np.array([height, width], np.int64), (rows, 1))
 
 
-def raw_session(rig: Rig, path: Path, changes: Mapping[str, str] | None = None) -> Any:
-    """Open a model file directly in onnxruntime, on the rig's device.
-
-    changes: options of the CUDA provider that differ from ours; ignored on a CPU.
-    """
+def raw_session(rig: Rig, path: Path) -> Any:
+    """Open a model file directly in onnxruntime, on the rig's device and with our options."""
     runtime = import_runtime()
     options = runtime.SessionOptions()
     options.log_severity_level = 4
@@ -54,16 +67,11 @@ def raw_session(rig: Rig, path: Path, changes: Mapping[str, str] | None = None) 
         options.intra_op_num_threads = 1
         options.enable_mem_pattern = False
         options.add_session_config_entry("session.disable_cpu_ep_fallback", "1")
-    provider = (CUDA, {**cuda_options(), **(changes or {})}) if rig.on_gpu else CPU
+    provider = (CUDA, cuda_options()) if rig.on_gpu else CPU
     session = runtime.InferenceSession(os.fspath(path), options, providers=[provider], enable_fallback=0)
     if session.get_providers()[0] != (CUDA if rig.on_gpu else CPU):
         raise EnvironmentFault(f"{path.name}: the session runs on {session.get_providers()[0]}")
     return session
-
-
-def provider_options(rig: Rig, session: Any) -> dict[str, str]:
-    """Return the options that the provider of a raw session reports."""
-    return dict(session.get_provider_options()[CUDA if rig.on_gpu else CPU])
 
 
 def device_circumstances(rig: Rig, general: Mapping[str, Any], source: str) -> dict[str, Any]:

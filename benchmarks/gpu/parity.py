@@ -4,7 +4,7 @@ The oracle is `training.net.dense_reference.dense_windows` in float64, on the sa
 alone and, in ragged files, together with all others on one canvas filled with garbage, which must change nothing.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterator
 from functools import partial
 from typing import Any
 
@@ -12,56 +12,47 @@ import numpy as np
 
 from benchmarks.common.nets import MEAN
 from benchmarks.common.rig import Rig
-from benchmarks.common.runner import Case, Runner
-from prelunet.evaluator.contract import golden_image
+from benchmarks.common.runner import Case
+from prelunet.evaluator.contract import Canvas, golden_image
+from prelunet.evaluator.engine.runtimes.base import Precision
 from prelunet.evaluator.engine.session import Outputs, Session
 from prelunet.evaluator.engine.verify import TOLERANCES, garbage_canvas, tolerance_precision
 from prelunet.training.net.dense_reference import dense_windows
 
-NETS = ("A", "C", "E")
-CANVASES = ("ragged", "exact")
+# Net, canvas, precision.
+FILES: tuple[tuple[str, Canvas, Precision], ...] = (
+    ("A", "ragged", "fp16"), ("A", "ragged", "tf32"), ("A", "ragged", "fp32"), ("A", "exact", "fp16"),
+    ("E", "ragged", "fp16"), ("C", "ragged", "fp16"),
+)  # fmt: skip
 # Height and width for a crop of 224: one window, odd sides, both orientations, and the three scales of a 4:3 photo.
 SIZES = ((224, 224), (231, 301), (367, 225), (256, 341), (384, 512), (480, 640))
-ORACLE_SECONDS, CASE_SECONDS = 60, 25  # upper limits, including writing the files
+ORACLE_SECONDS, CASE_SECONDS = 15, 10  # estimates, including writing the files
+PLAN = (
+    f"{len(FILES)} files: {', '.join(' '.join(file) for file in FILES)}",
+    f"{len(SIZES)} images each ({', '.join(f'{h}x{w}' for h, w in SIZES)}), alone and together",
+    "about 90 seconds, mostly for writing the files",
+)
 
 Windows = list[tuple[np.ndarray, np.ndarray]]  # scores and logits of each image, float64 (rows, columns, K)
 
 
-def plan(rig: Rig) -> list[str]:
-    """Describe what would be measured, one line per item."""
-    return [
-        f"{len(_all_settings(rig))} files: {', '.join(NETS)} x {', '.join(CANVASES)} x {', '.join(rig.precisions)}",
-        f"{len(SIZES)} images each ({', '.join(f'{h}x{w}' for h, w in SIZES)}), alone and together",
-        "about 3 minutes, mostly for writing the files",
-    ]
-
-
-def run(rig: Rig, runner: Runner) -> None:
-    """Measure all cases."""
+def cases(rig: Rig) -> Iterator[Case]:
+    """Yield the cases, those of a net one after the other: its oracle is computed once."""
     images = [golden_image(rig.px(height), rig.px(width)) for height, width in SIZES]
     oracle: dict[str, Windows] = {}
 
-    def compared(settings: Mapping[str, Any]) -> dict[str, Any]:
-        name = settings["net"]
+    def compared(name: str, canvas: Canvas, precision: Precision) -> dict[str, Any]:
         if name not in oracle:
             oracle.clear()  # one net at a time
             oracle[name] = oracle_windows(rig, name, images)
-        session = rig.session(name, settings["precision"], settings["canvas"])
-        return compare(session, images, oracle[name])
+        return compare(rig.session(name, precision, canvas), images, oracle[name])
 
-    for settings in _all_settings(rig):
-        seconds = CASE_SECONDS + (0 if settings["net"] in oracle else ORACLE_SECONDS)
-        runner.measure(Case(settings, partial(compared, settings), seconds))
-
-
-def _all_settings(rig: Rig) -> list[dict[str, Any]]:
-    return [
-        {"what": "parity", "net": net, "canvas": canvas, "precision": precision}
-        for net in NETS
-        if not (rig.tiny and net == "C")  # its stand-in is that of A
-        for canvas in CANVASES
-        for precision in rig.precisions
-    ]
+    for name, canvas, precision in FILES:
+        if precision not in rig.precisions or (rig.tiny and name == "C"):  # C's stand-in is that of A
+            continue
+        settings = {"what": "parity", "net": name, "canvas": canvas, "precision": precision}
+        seconds = CASE_SECONDS + (0 if name in oracle else ORACLE_SECONDS)
+        yield Case(settings, partial(compared, name, canvas, precision), seconds)
 
 
 def oracle_windows(rig: Rig, name: str, images: list[np.ndarray]) -> Windows:

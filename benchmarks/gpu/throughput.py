@@ -1,8 +1,9 @@
 """Part `throughput`: images per second of whole protocols through the engine, on pictures of ImageNet's sizes.
 
 `views`: images that are already decoded and resized go through the pipeline of `validate`: planning, packing, upload,
-compute, averages. `jpegs`: the same from JPEG files in memory, with 16 threads that decode and resize: everything
-`validate` does except writing the run folder. The sizes are those of `imagenet_sizes.draw`.
+compute, averages. `torch`: the same photos in eager torch (mixed_shapes.py). `jpegs`: the engine from JPEG files in
+memory, with 16 threads that decode and resize: everything `validate` does except writing the run folder. The sizes are
+those of `imagenet_sizes.draw`.
 
 Useful operations are those of the views' own pixels, without padding: `share_of_peak` is what a user gets,
 `computed_share_of_peak` what the GPU does.
@@ -10,7 +11,7 @@ Useful operations are those of the views' own pixels, without padding: `share_of
 
 import io
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from functools import partial
@@ -22,12 +23,11 @@ from PIL import Image
 from benchmarks.common.imagenet_sizes import draw
 from benchmarks.common.photos import dataset_in_memory
 from benchmarks.common.rig import Rig
-from benchmarks.common.runner import Case, Runner
-from prelunet.evaluator.contract import ModelContract
+from benchmarks.common.runner import Case
+from benchmarks.gpu import mixed_shapes
 from prelunet.evaluator.datasets.dataset import Sample
-from prelunet.evaluator.engine.batching import plan_batches
 from prelunet.evaluator.engine.classify import average_image
-from prelunet.evaluator.engine.memory import gpu_rules, portion_size
+from prelunet.evaluator.engine.memory import gpu_rules
 from prelunet.evaluator.engine.session import Session
 from prelunet.evaluator.imaging.resize import resized_size
 from prelunet.evaluator.imaging.views import ViewImage
@@ -36,75 +36,25 @@ from prelunet.evaluator.validation.pipeline import Pipeline, evaluate_chunks
 from prelunet.evaluator.validation.run import Batching, build_run_info, describe_dataset
 from prelunet.evaluator.validation.timing import StageTimer
 
-IMAGES = 1024  # a chunk on a GPU
+PROTOCOL = "multi-scale"
+IMAGES = 512
+JPEGS = 2048  # two chunks on a GPU
 IMAGENET = 50_000
 THREADS = 16
 QUALITY = 95  # of the JPEGs; most of ImageNet's are about 100 kB
-PICTURES = IMAGES  # number of different JPEGs, which are repeated
+PICTURES = 1024  # number of different JPEGs, which are repeated
 REPEATS = 3
 SECONDS = 12  # no repeat starts after this time
-
-# Net, precision, protocol (for a crop of 224), images, images per portion (0: as in `validate`).
-VIEWS = (
-    ("C", "fp16", "multi-scale", IMAGES, 0),
-    ("C", "fp16", "multi-scale", IMAGES, 256),
-    ("A", "fp16", "multi-scale", IMAGES, 0),
-    ("B", "fp16", "multi-scale", IMAGES, 0),
-    ("C", "fp16", "dense-256", IMAGES, 0),
-    ("C", "fp16", "dense-384", IMAGES, 0),
-    ("A", "fp16", "dense-256", IMAGES, 0),
-    ("A", "fp16", "dense-384", IMAGES, 0),
-    ("B", "fp16", "dense-256", IMAGES, 0),
-    ("B", "fp16", "dense-384", IMAGES, 0),
-    ("C", "tf32", "multi-scale", IMAGES // 2, 0),
-    ("C", "fp32", "multi-scale", IMAGES // 4, 0),
-)
-JPEGS = (
-    ("C", "fp16", "multi-scale", 2 * IMAGES, 0),  # two chunks
-    ("A", "fp16", "dense-256", 4 * IMAGES, 0),
-    ("A", "fp16", "multi-scale", 2 * IMAGES, 0),
+PLAN = (
+    f"A and C, {PROTOCOL}, fp16: {IMAGES} images as views in memory, of mixed shapes; A from {JPEGS} JPEGs, too, with "
+    f"{THREADS} threads",
+    "the same views of A in eager torch, in mirrored pairs and in groups of equal shapes",
+    "what a change of shape costs A",
+    "about 3 minutes",
 )
 
 Settings = dict[str, Any]
 Size = tuple[int, int]  # height, width
-
-
-def plan(rig: Rig) -> list[str]:
-    """Describe what would be measured, one line per item."""
-    return [
-        f"{len(VIEWS)} combinations of net, protocol and precision, {rig.reduced(IMAGES)} images each, as views "
-        "in memory: A, B, C; dense-256, dense-384, multi-scale; fp16, and C multi-scale in tf32 and fp32; two portion "
-        "sizes",
-        f"{len(JPEGS)} combinations from JPEGs in memory, with {THREADS} threads",
-        "about 6 minutes",
-        *(f"planned: {line}" for net in ("C", "A") for line in _planned(rig, net)),
-    ]
-
-
-def _planned(rig: Rig, net: str) -> Iterator[str]:
-    """Describe how the views of a chunk would be packed on canvases for an fp16 file; needs no GPU."""
-    contract = rig.contract(net, "fp16")
-    rules, sizes = gpu_rules(contract, None), draw(IMAGES)
-    for name in ("dense-256", "multi-scale"):
-        protocol = protocol_of(rig, name, contract)
-        for together in (portion_size(protocol, IMAGES, None, gpu=True), 256):
-            plans = []
-            for start in range(0, IMAGES, together):
-                shapes = view_shapes(sizes[start : start + together], protocol)
-                plans.append(plan_batches(shapes, contract.window_grid, rules, max_side=contract.max_side))
-            padding = 1 - sum(plan.images_pixels for plan in plans) / sum(plan.canvas_pixels for plan in plans)
-            changes = sum(plan.canvas_changes for plan in plans)
-            yield (
-                f"{net} {name}, {IMAGES} images, {together} together: {padding:.1%} padding, "
-                f"{changes} changes of shape, {sum(len(plan.batches) for plan in plans)} batches"
-            )
-
-
-def protocol_of(rig: Rig, name: str, contract: ModelContract) -> EvaluationProtocol:
-    """Build a protocol from its name for nets with a crop of 224."""
-    if name.startswith("dense-"):
-        name = f"dense-{rig.px(int(name.removeprefix('dense-')))}"
-    return build_protocol(name, contract)
 
 
 def view_shapes(sizes: Sequence[Size], protocol: EvaluationProtocol) -> list[Size]:
@@ -112,17 +62,19 @@ def view_shapes(sizes: Sequence[Size], protocol: EvaluationProtocol) -> list[Siz
     return [resized_size(*size, view.scale, protocol.long_side_cap) for size in sizes for view in protocol.views]
 
 
-def run(rig: Rig, runner: Runner) -> None:
-    """Measure all cases, first those of the goals, without and with decoding."""
-    order = [("views", VIEWS[0]), *(("jpegs", case) for case in JPEGS[: rig.reduced(len(JPEGS))])]
-    order += [("views", case) for case in ((VIEWS[1], VIEWS[4]) if rig.tiny else VIEWS[1:])]
-    for what, (net, precision, protocol, images, together) in order:
-        if precision not in rig.precisions:
-            continue
-        settings: Settings = {"what": what, "net": net, "precision": precision, "protocol": protocol}
-        settings |= {"images": rig.reduced(images), "together": rig.reduced(together)}
-        work = partial(_views if what == "views" else _jpegs, rig, settings)
-        runner.measure(Case(settings, work, 60 if net == "C" or what == "jpegs" else 35))
+def cases(rig: Rig) -> Iterator[Case]:
+    """Yield the cases: A's are compared with torch."""
+
+    def case(what: str, net: str, images: int, work: Callable[[Rig, Settings], dict[str, Any]], seconds: float) -> Case:
+        settings: Settings = {"what": what, "net": net, "precision": "fp16", "images": rig.reduced(images)}
+        return Case(settings, partial(work, rig, settings), seconds)
+
+    yield case("views", "A", IMAGES, _views, 25)
+    for way in mixed_shapes.WAYS:
+        yield case(f"torch {way}", "A", IMAGES, partial(_torch, way=way), 25)
+    yield case("changes of shape", "A", 0, mixed_shapes.changes_of_shape, 10)
+    yield case("jpegs", "A", JPEGS, _jpegs, 45)
+    yield case("views", "C", IMAGES, _views, 45)
 
 
 class Work:
@@ -132,14 +84,14 @@ class Work:
         self.rig, self.settings, self.sizes = rig, settings, sizes
         self.memory_before = rig.used_memory_gb()
         self.session: Session = rig.session(settings["net"], settings["precision"])
-        self.protocol: EvaluationProtocol = protocol_of(rig, settings["protocol"], self.session.contract)
+        self.protocol: EvaluationProtocol = build_protocol(PROTOCOL, self.session.contract)
         if not rig.on_gpu:  # so that a rehearsal has the same kinds of canvases
             self.session.rules = gpu_rules(self.session.contract, None)
         dataset = dataset_in_memory([b"none"], len(sizes))
         info = build_run_info(self.session, "model.onnx", describe_dataset(dataset), self.protocol)
         assert info.batching is not None, "a computed run has batching information"
         self.batching: Batching = info.batching
-        self.together = settings["together"] or self.batching.images_together
+        self.together = self.batching.images_together
         self.chunk = max(info.chunk, self.together)
 
     def result(self, seconds: float, first: float, timer: StageTimer) -> dict[str, Any]:
@@ -193,6 +145,15 @@ def _views(rig: Rig, settings: Settings) -> dict[str, Any]:
     return work.result(seconds, passes[0][0], of_it)
 
 
+def _torch(rig: Rig, settings: Settings, *, way: str) -> dict[str, Any]:
+    """Run the same views in eager torch."""
+    sizes, protocol = draw(settings["images"]), build_protocol(PROTOCOL, rig.contract(settings["net"]))
+    views = [view.image for of_image in resized_noise(sizes, protocol) for view in of_image]
+    first, seconds = mixed_shapes.torch_seconds(rig, settings["net"], views, way)
+    flop = rig.flop(settings["net"], view_shapes(sizes, protocol))
+    return {**rig.rates(len(sizes), flop, seconds, "fp16"), "seconds": seconds, "first_seconds": first}
+
+
 def resized_noise(sizes: Sequence[Size], protocol: EvaluationProtocol) -> list[list[ViewImage]]:
     """Return the views of images of these sizes, each cut from another place of one large picture of noise."""
     cap, scales = protocol.long_side_cap, protocol.scales
@@ -217,7 +178,7 @@ def _jpegs(rig: Rig, settings: Settings) -> dict[str, Any]:
     """Evaluate JPEGs in memory, after one pass over the different ones, so that no shape is new."""
     different = draw(rig.reduced(PICTURES))
     with ThreadPoolExecutor(THREADS) as pool:
-        files = list(pool.map(_jpeg, different, range(len(different))))
+        files = list(pool.map(jpeg, different, range(len(different))))
     work = Work(rig, settings, [different[index % len(different)] for index in range(settings["images"])])
     took = []
     for count in (len(different), len(work.sizes)):
@@ -232,7 +193,7 @@ def _jpegs(rig: Rig, settings: Settings) -> dict[str, Any]:
     return {**work.result(took[1], took[0], timer), "threads": THREADS, "kilobytes_per_image": size}
 
 
-def _jpeg(size: tuple[int, int], seed: int) -> bytes:
+def jpeg(size: tuple[int, int], seed: int) -> bytes:
     """Return a JPEG as expensive to decode as a photo of this size: smooth shapes with a little grain."""
     height, width = size
     rng = np.random.default_rng(seed)

@@ -18,7 +18,7 @@ from packaging.requirements import Requirement
 
 from benchmarks.common.results import ROOT, read_results
 from benchmarks.common.rig import Rig
-from benchmarks.gpu import parity
+from benchmarks.gpu import parity, server
 from benchmarks.gpu import run as gpu
 from benchmarks.gpu.device import check_provider
 from prelunet.evaluator.contract import golden_image
@@ -65,38 +65,32 @@ def checkout(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-ALL_PARTS = """
-import sys
-from benchmarks.gpu.run import PARTS, main
-sys.exit(any(main(["--part", part, *sys.argv[1:]]) for part in PARTS))
-"""
-
-
-@pytest.fixture(scope="module")
-def results(checkout: Path) -> Path:
-    """Run all parts in one process, since each would import torch; return the folder of their results."""
+def test_all_parts_run_from_a_checkout_with_only_the_six_packages(checkout: Path) -> None:
     # -S: no site-packages; one thread, as the cores are shared
-    command = [sys.executable, "-S", "-c", ALL_PARTS, "--device", "cpu", "--tiny"]
-    command += ["--results", str(checkout), "--files", str(checkout / "files")]
+    command = [sys.executable, "-S", "-m", "benchmarks.gpu.run", "--device", "cpu", "--tiny"]
+    command += ["--output", str(checkout / "gpu.json"), "--files", str(checkout / "files")]
     environment = {**os.environ, "PYTHONPATH": "src:bare:.", "OMP_NUM_THREADS": "1"}
     done = subprocess.run(
         command, env=environment, cwd=checkout, capture_output=True, text=True, timeout=250, check=False
     )
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
     assert done.stdout.startswith(f"onnxruntime.package_name {onnxruntime.package_name}, providers [")
-    return checkout
-
-
-@pytest.mark.parametrize("part", gpu.PARTS)
-def test_a_part_runs_from_a_checkout_with_only_the_six_packages(results: Path, part: str) -> None:
-    data = read_results(results / f"gpu-{part}-tiny.json")
+    data = read_results(checkout / "gpu.json")
     (run,) = data["runs"]
-    assert (data["part"], run["tiny"], run["device"]) == (part, True, "cpu")
+    assert (run["tiny"], run["device"]) == (True, "cpu")
     assert {"torch", "cuda", "cudnn", "onnxruntime", "onnx", "numpy", "python"} <= set(run["versions"])
-    assert len(data["cases"]) >= 5
-    for case in data["cases"]:
-        assert "error" not in case["result"]
-        assert case["result"].get("passed", True)  # parity with the float64 oracle
+    measured = {
+        case["settings"]["what"] for case in data["cases"] if not case["result"].keys() & {"error", "not_available"}
+    }
+    expected = {"parity", "views", "torch pairs", "torch groups", "changes of shape", "jpegs", "training", "fused"}
+    assert measured == expected  # `server` needs packages that the machine lacks
+    assert all(case["result"].get("passed", True) for case in data["cases"])  # parity with the float64 oracle
+
+
+def test_the_server_is_measured_where_its_packages_are(tmp_path: Path) -> None:
+    for case in server.cases(Rig("cpu", tiny=True, files=tmp_path)):
+        result = case.work()
+        assert (result["calls"], result["failed"]) == (16, 0)
 
 
 class WithWrongScores:
@@ -128,9 +122,9 @@ def test_parity_detects_a_deviation_from_the_oracle(tmp_path: Path, fault: str) 
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU is available")
-def test_a_part_for_cuda_is_refused_without_a_gpu(tmp_path: Path) -> None:
+def test_cuda_is_refused_without_a_gpu(tmp_path: Path) -> None:
     with pytest.raises(SystemExit, match=r"--device cuda: unavailable: torch .* finds no GPU"):
-        gpu.main(["--part", "training", "--results", str(tmp_path)])
+        gpu.main(["--output", str(tmp_path / "gpu.json"), "--files", str(tmp_path)])
     assert not list(tmp_path.iterdir())
 
 
@@ -141,7 +135,7 @@ def test_an_onnxruntime_without_cuda_is_refused(tmp_path: Path) -> None:
 
 
 def test_the_plan_describes_every_part_and_measures_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert gpu.main(["--plan", "--results", str(tmp_path), "--files", str(tmp_path)]) == 0
+    assert gpu.main(["--plan", "--output", str(tmp_path / "gpu.json"), "--files", str(tmp_path)]) == 0
     printed = capsys.readouterr().out
     assert [line for line in printed.splitlines() if line[0] != " "] == [f"{part}:" for part in gpu.PARTS]
     assert not list(tmp_path.iterdir())

@@ -67,6 +67,6 @@ def test_the_page_of_the_gpu_benchmark_holds_the_committed_results(tmp_path: Pat
     page = ROOT / "benchmarks" / "gpu" / "README.md"
     copy = tmp_path / "README.md"
     copy.write_text(page.read_text(encoding="utf-8"), encoding="utf-8")
-    gpu_table.write_into(copy, gpu_table.table(RESULTS))
-    command = "run: python -m benchmarks.gpu.run --part table --output benchmarks/gpu/README.md"
+    gpu_table.write_into(copy, gpu_table.table(RESULTS / "gpu.json"))
+    command = "run: python -m benchmarks.gpu.run --table"
     assert copy.read_text(encoding="utf-8") == page.read_text(encoding="utf-8"), command

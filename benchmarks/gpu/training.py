@@ -5,7 +5,7 @@ parameter groups. The images are already on the device.
 """
 
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from functools import partial
 from typing import Any
 
@@ -14,7 +14,7 @@ import torch
 
 from benchmarks.common.nets import MEAN
 from benchmarks.common.rig import CROP, Rig, tf32
-from benchmarks.common.runner import Case, Runner
+from benchmarks.common.runner import Case
 from prelunet.training.data.augmentation import dropout_factors
 from prelunet.training.distributed.base import StepOptions
 from prelunet.training.distributed.data_parallel import build_parallel
@@ -22,61 +22,28 @@ from prelunet.training.distributed.process_group import ProcessGroup
 from prelunet.training.net.dense_reference import subtract_mean
 from prelunet.training.net.network import parameter_groups
 
-NETS = ("A", "C")
-PRECISIONS = ("bf16", "tf32", "fp32")
-BATCHES = (32, 64, 128, 256, 512)
-COMPILED_BATCHES = (128, 256)  # torch.compile takes a minute for each
+PRECISIONS = ("bf16", "tf32")
+BATCH = 128
 RATE, MOMENTUM, DECAY, DROPOUT = 1e-4, 0.9, 5e-4, 0.5  # a low rate: the weights are random
 STEPS, WARM = 6, 2
 SECONDS = 6  # no further step is measured after this time
+PLAN = (f"a step of A on {BATCH} images, in {' and '.join(PRECISIONS)}, channels last; about 20 seconds",)
 
 Settings = Mapping[str, Any]
 
 
-def plan(rig: Rig) -> list[str]:
-    """Describe what would be measured, one line per item."""
-    return [
-        f"{len(_all_settings(rig))} kinds of steps: {', '.join(NETS)} x {', '.join(PRECISIONS)} x channels_last or not "
-        f"x batches of {', '.join(map(str, BATCHES))}, and some compiled",
-        "about 10 minutes",
-    ]
-
-
-def run(rig: Rig, runner: Runner) -> None:
-    """Measure all cases; larger batches only if the smaller ones fit into memory."""
-    full: set[tuple[Any, ...]] = set()
-    for settings in _all_settings(rig):
-        kind = (settings["net"], settings["precision"], settings["channels_last"], settings["compile"])
-        if kind in full:
-            continue
-        seconds = (12 if settings["net"] == "C" else 8) + 60 * settings["compile"]
-        found = runner.measure(Case(settings, partial(_measure, rig, settings), seconds))
-        if rig.on_gpu:
-            torch.cuda.empty_cache()
-        if found and found.get("out_of_memory"):
-            full.add(kind)
-
-
-def _all_settings(rig: Rig) -> list[dict[str, Any]]:
-    kinds = [(precision, last, False) for precision in PRECISIONS for last in (True, False)]
-    kinds.insert(1, ("bf16", True, True))
-    return [
-        {
-            "what": "training", "net": net, "precision": precision, "channels_last": last, "compile": compiled,
-            "batch": batch,
-        }
-        for net in NETS[: rig.reduced(len(NETS), 1)]
-        for precision, last, compiled in kinds
-        for batch in ((2,) if rig.tiny else COMPILED_BATCHES if compiled else BATCHES)
-        if not (rig.tiny and compiled)  # compiling takes a minute; test_parallel.py compiles smaller nets
-    ]  # fmt: skip
+def cases(rig: Rig) -> Iterator[Case]:
+    """Yield the cases."""
+    for precision in PRECISIONS:
+        settings = {"what": "training", "net": "A", "precision": precision, "batch": rig.reduced(BATCH)}
+        yield Case(settings, partial(_measure, rig, settings), 12)
 
 
 def _measure(rig: Rig, settings: Settings) -> dict[str, Any]:
     """Time the steps of one case."""
     batch, precision = settings["batch"], settings["precision"]
     net = rig.torch_net(settings["net"]).train()
-    options = StepOptions("bf16" if precision == "bf16" else "fp32", settings["channels_last"], settings["compile"])
+    options = StepOptions("bf16" if precision == "bf16" else "fp32", channels_last=True)
     parallel = build_parallel("ddp", net, ProcessGroup(0, 1, torch.device(rig.device)), options)
     optimizer = torch.optim.SGD(parameter_groups(net, DECAY), lr=RATE, momentum=MOMENTUM)
     side = rig.px(CROP)
