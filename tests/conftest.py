@@ -1,6 +1,7 @@
 """Fixtures of several test files: exported discriminating nets, created once a session."""
 
 import fcntl
+import gc
 import os
 import signal
 from collections.abc import Generator, Iterator
@@ -24,6 +25,12 @@ from tests.helpers.discriminating_nets import discriminating_checkpoint
 
 settings.register_profile("default", deadline=None)  # of an example: a busy machine is no failure
 settings.load_profile("default")
+
+
+def pytest_collection_finish() -> None:
+    """Spare garbage collections what collecting the tests has created: it is never freed, and takes 0.4 s to visit."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(scope="session", autouse=True)

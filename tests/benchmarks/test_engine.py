@@ -48,7 +48,7 @@ def test_the_engine_benchmark_runs_from_end_to_end(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     output = tmp_path / "engine.json"
-    chosen = ["naive", "onnxruntime, plain export", "ours, cpu", "ours, openvino int8"]
+    chosen = ["naive", "onnxruntime, plain export", "ours, cpu"]
     arguments = ["--nets", "demo", "--protocols", "dense-28-45", "--images", "2", "2", "--seconds", "0"]
     arguments += ["--threads", "1", "--output", str(output), "--only", *chosen]
     monkeypatch.setattr("sys.argv", ["run.py", *arguments])

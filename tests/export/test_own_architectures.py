@@ -38,7 +38,7 @@ from tests.helpers.discriminating_nets import CHANNEL_MEAN, noise
 from tests.helpers.graph_memory import most_alive
 from tests.training.training_folders import make_dataset
 
-GROUPS, NETS = 10, 20 if os.environ.get("LARGE") else 10
+GROUPS, NETS = (10, 20) if os.environ.get("LARGE") else (6, 10)
 CLASSES = ("big-cat", "dog", "ox")
 
 

@@ -31,7 +31,6 @@ def encoded(kind: str, picture: np.ndarray = PICTURE, **options: object) -> byte
 
 
 WEBP = encoded("WEBP", lossless=True)
-LARGE = encoded("WEBP", np.zeros((7000, 7000, 3), np.uint8), lossless=True)  # takes about a second
 
 
 @pytest.fixture(scope="module")
@@ -202,8 +201,9 @@ def test_an_image_that_nobody_waits_for_is_given_up(process: DecodeProcess) -> N
         return len(limits) > 1
 
     started: list[int] = []
+    large = encoded("WEBP", np.zeros((7000, 7000, 3), np.uint8), lossless=True)  # decoded in about a second
     with pytest.raises(DeadlinePassed, match="nobody waits"):
-        process.prepare(LARGE, OPTIONS, started.append, given_up)
+        process.prepare(large, OPTIONS, started.append, given_up)
     assert "Max cpu time              unlimited" not in limits[-1]
     assert "Max address space         unlimited" not in limits[-1]
     assert nice[-1] >= os.getpriority(os.PRIO_PROCESS, 0) + 10 or nice[-1] == 19

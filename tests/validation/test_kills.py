@@ -20,8 +20,8 @@ from tests.validation.shared_data import contents, write_images
 
 IMAGES = 150  # two chunks and part of a third
 COPIES = 9  # of the images in a long run, which has 22 chunks
-KILLS = 20
-KILLS_OF_THE_PROGRAM = 3
+KILLS = 10
+KILLS_OF_THE_PROGRAM = 2
 PRELUNET = [sys.executable, "-c", "from prelunet.evaluator.cli import main; main()"]
 
 
@@ -76,7 +76,7 @@ def check_log(folder: Path, torn: int = 0) -> None:
             done = entry["done"]  # includes what was written and not logged before a kill
 
 
-def test_killed_at_twenty_random_moments_a_run_resumes_and_ends_in_the_same_bytes(
+def test_killed_at_random_moments_a_run_resumes_and_ends_in_the_same_bytes(
     children: ForkServer, data: Path, tmp_path: Path, whole: dict[int, dict[str, bytes]]
 ) -> None:
     moments = random.Random(7)
