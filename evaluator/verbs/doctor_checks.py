@@ -19,8 +19,8 @@ import numpy as np
 
 from ..contract import golden_image
 from ..engine.load import open_with_placement, visible_gpus
-from ..engine.runtimes import onnx, openvino
-from ..engine.runtimes.base import LoadedModel
+from ..engine.runtimes import RUNTIMES, onnx
+from ..engine.runtimes.base import LoadedModel, Precision, Runtime
 from ..engine.session import Placement, Session
 from ..engine.verify import TOLERANCES, Deviation, verify
 from ..errors import PreluNetError, install_hint
@@ -41,7 +41,6 @@ _IMAGES = 8  # generated, from square to nearly 1:2, to compare engines
 
 # A model file without metadata, with the contract's inputs and outputs: scores are the softmax of the mean of a 1x1
 # convolution from 3 to 2 channels, weights (1, 0, -1) / 64 and (0, 1, 0) / 64. tests/verbs/test_doctor.py rebuilds it.
-_PROBED: tuple[openvino.CpuPrecision, ...] = ("fp32", "bf16")  # int8 needs a quantized model
 PROBE_MODEL = b64decode(
     "CAo6nQQKHAoGaW1hZ2VzEgFmIgRDYXN0KgkKAnRvGAGgAQIKJAoBZhIBdCIJVHJhbnNwb3NlKhEKBHBlcm1AAEADQAFAAqABBwomCgF0CgF3EgFj"
     "IgRDb252KhUKDGtlcm5lbF9zaGFwZUABQAGgAQcKGQoBYxIBcCIRR2xvYmFsQXZlcmFnZVBvb2wKFAoBcBIGbG9naXRzIgdGbGF0dGVuCi8KBmxv"
@@ -108,46 +107,38 @@ def _runtime() -> Finding:
 
 
 def _devices() -> Iterator[Finding]:
-    """Try each device with a small model that all of them can run."""
+    """Try each device with a small model that all but those for our own layers can run."""
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "trial.onnx"
         path.write_bytes(PROBE_MODEL)
-        if failure := _failure(partial(onnx.load_on_cpu, path), "fp32"):
-            yield Finding("device cpu", "does not compute", "wrong", failure, {"precisions": []})
-        else:
-            yield Finding("device cpu", "computes in fp32", facts={"precisions": ["fp32"]})
-        yield _openvino(path)
-        yield _ncnn()
-        yield _cuda(path)
+        for name, runtime in RUNTIMES.items():
+            yield _cuda(path) if runtime.gpu else _on_the_cpu(f"device {name}", runtime, path)
 
 
-def _openvino(path: Path) -> Finding:
-    if _version("openvino") == "not installed":
-        message = "openvino is not installed; it is faster on a CPU"
-        return Finding("device openvino", message, "note", install_hint("openvino"), {"precisions": []})
-    failures: dict[openvino.CpuPrecision, str] = {
-        precision: _failure(partial(openvino.load, path, precision), precision) for precision in _PROBED
-    }
-    precisions = [precision for precision, failure in failures.items() if not failure]
-    facts = {"precisions": precisions, "version": _version("openvino")}
-    if "fp32" not in precisions:
-        return Finding("device openvino", "does not compute", "wrong", failures["fp32"], facts)
-    message = f"computes in {' and '.join(precisions)}"
+def _on_the_cpu(device: str, runtime: Runtime, path: Path) -> Finding:
+    facts: dict[str, Any] = {"precisions": []}
+    if (package := runtime.distribution) is not None:
+        if (version := _version(package)) == "not installed":
+            message = f"{package} is not installed; it is {runtime.benefit}"
+            return Finding(device, message, "note", install_hint(package), facts)
+        facts["version"] = version
+    precisions = runtime.precisions["fp32"]  # int8 needs a quantized model
+    if not runtime.any_graph:
+        facts["precisions"] = list(precisions)
+        return Finding(device, f"for {' and '.join(precisions)}; it is checked with a model (--model)", facts=facts)
+    failures = {precision: _failure(partial(_loaded, runtime, path, precision), precision) for precision in precisions}
+    facts["precisions"] = [precision for precision, failure in failures.items() if not failure]
+    if failures["fp32"]:
+        return Finding(device, "does not compute", "wrong", failures["fp32"], facts)
+    missing = [precision for precision, failure in failures.items() if failure]
+    message = f"computes in {' and '.join(facts['precisions'])}"
     return Finding(
-        "device openvino",
-        message if "bf16" in precisions else f"{message}; this CPU does not support bf16",
-        facts=facts,
+        device, f"{message}; this CPU does not support {' and '.join(missing)}" if missing else message, facts=facts
     )
 
 
-def _ncnn() -> Finding:
-    """Look for ncnn; only `check_model` runs it, because it needs a net with our layers."""
-    version = _version("ncnn")
-    if version == "not installed":
-        message = "ncnn is not installed; it is faster in fp32 for large nets"
-        return Finding("device ncnn", message, "note", install_hint("ncnn"), {"precisions": []})
-    message = "for fp32; it is checked with a model (--model)"
-    return Finding("device ncnn", message, facts={"precisions": ["fp32"], "version": version})
+def _loaded(runtime: Runtime, path: Path, precision: Precision) -> LoadedModel:
+    return runtime.load(path, precision=precision, threads=0, masks=True, gpu=0, gpu_memory=None)[0]
 
 
 def _cuda(path: Path) -> Finding:

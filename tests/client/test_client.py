@@ -578,12 +578,12 @@ def test_a_client_that_makes_many_calls_does_not_grow(client_to) -> None:
         def many() -> None:
             list(client.classify_many([b"cat"] * 20))
 
-        assert growth(one, 150) < 75  # half a block a call
-        assert growth(many, 8, 10) < 75
-        assert growth(lambda: kept.append(one()), 100, 0) > 500, "a leak would not be seen"
+        assert growth(one, 60) < 30  # half a block a call
+        assert growth(many, 4, 5) < 40
+        assert growth(lambda: kept.append(one()), 40, 0) > 200, "a leak would not be seen"
 
 
-def growth(call: Callable[[], object], times: int, first: int = 300) -> int:
+def growth(call: Callable[[], object], times: int, first: int = 100) -> int:
     """Return the blocks of Python's memory that `times` calls leave behind; an answer that is kept has about ten.
 
     first: calls before them, in which libraries set up what they keep. As some of it comes later, the least of three

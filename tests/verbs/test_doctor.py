@@ -168,7 +168,7 @@ def test_gpus_are_tried_one_by_one(
     ("works", "message"), [(("fp32", "bf16"), "fp32 and bf16"), (("fp32",), "does not support bf16")]
 )
 def test_openvinos_precisions_are_found(monkeypatch: pytest.MonkeyPatch, works: tuple[str, ...], message: str) -> None:
-    def load(path: Path, precision: str) -> Any:
+    def load(path: Path, precision: str, **_: Any) -> Any:
         if precision not in works:
             raise EnvironmentFault("computes in f32 instead")
         return onnx_runtime.load_on_cpu(path)

@@ -119,5 +119,8 @@ RUNTIME = Runtime(
     loading_copies=3,  # it triples the trunk's weights for Winograd's method
     weight_copies=3,
     batch_copies=2,
+    distribution="ncnn",
+    benefit="faster in fp32 for large nets",
+    any_graph=False,
     ragged=False,
 )
