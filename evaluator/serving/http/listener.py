@@ -30,7 +30,7 @@ from ..network import explain_bind_error, host_port, is_wildcard
 
 _NO_DESCRIPTOR_PAUSE = 1.0  # seconds without accepting, when the process has no file descriptor left
 _POLL_INTERVAL = 0.01  # seconds between checks for open connections
-_HANDSHAKES = 0.05  # seconds in which handshakes that have begun end before a port is closed
+_HANDSHAKES = 0.05  # seconds that handshakes which have begun get before a port is closed; slower ones are reset
 _SO_ATTACH_FILTER = 26  # of Linux; Python's socket module lacks it
 _RECEIVE_BYTES = 2**16  # at a time; by default 256 KiB, which tiny chunks would make 0.4 s of parsing
 
@@ -201,6 +201,7 @@ class Listener:
         self._config.load()
         self._state = ServerState()
         self._connections: dict[Connection, asyncio.Task[None]] = {}  # and what sets each up; oldest first
+        self._aborted = False
         try:
             self._sockets = _bind(host, port)
         except OSError as error:
@@ -232,9 +233,8 @@ class Listener:
         first request is answered, comes too late (`ConnectionLimits.head`), or `abort` is called: by `Server`,
         CONNECTION_LINGER after the last call.
         """
-        if self._sockets:
-            for each in self._sockets:
-                _ignore_new_handshakes(each)
+        ignoring = [_ignore_new_handshakes(each) for each in self._sockets]
+        if any(ignoring) and not self._aborted:
             await asyncio.sleep(_HANDSHAKES)
         while self._sockets:  # once: the path of a closed socket may be that of the next server
             each = self._sockets.pop()
@@ -261,7 +261,8 @@ class Listener:
         await self.close()
 
     def abort(self) -> None:
-        """Abort all connections, and with them the requests in progress."""
+        """Abort all connections, and with them the requests in progress; no further one is accepted."""
+        self._aborted = True
         for connection, setup in self._connections.items():
             setup.cancel()
             if connection.transport is not None:
@@ -288,7 +289,7 @@ class Listener:
         return True
 
     def _add(self, accepted: socket.socket) -> None:
-        if self._make_room():
+        if not self._aborted and self._make_room():
             connection = Connection(self._config, self._state, self._limits, self._forget)
             self._connections[connection] = asyncio.create_task(self._set_up(connection, accepted))
         else:
@@ -324,17 +325,22 @@ class Listener:
         self._connections.pop(connection, None)
 
 
-def _ignore_new_handshakes(listener: socket.socket) -> None:
-    """Drop what opens a TCP connection (SYN), so that none waits in the instant in which the port is closed.
+def _ignore_new_handshakes(listener: socket.socket) -> bool:
+    """Drop incoming SYNs, so that no connection waits at the instant in which a TCP port closes.
 
-    Its client sends it again a second later and is refused, which loses no request. Linux only.
+    The client sends its SYN again a second later and is refused then, before it has sent a request. Returns whether it
+    worked: Linux only, and not in every sandbox.
     """
     if listener.family == socket.AF_UNIX or sys.platform != "linux":
-        return
+        return False
     load_flags, skip_unless_syn, drop, keep = (0x30, 0, 0, 13), (0x45, 0, 1, 2), (6, 0, 0, 0), (6, 0, 0, 2**32 - 1)
     program = b"".join(struct.pack("=HBBI", *each) for each in (load_flags, skip_unless_syn, drop, keep))
     code = ctypes.create_string_buffer(program, len(program))
-    listener.setsockopt(socket.SOL_SOCKET, _SO_ATTACH_FILTER, struct.pack("@HP", 4, ctypes.addressof(code)))
+    try:
+        listener.setsockopt(socket.SOL_SOCKET, _SO_ATTACH_FILTER, struct.pack("@HP", 4, ctypes.addressof(code)))
+    except OSError:
+        return False
+    return True
 
 
 def _bind(host: str, port: int) -> list[socket.socket]:
