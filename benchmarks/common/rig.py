@@ -4,6 +4,7 @@ Imports only torch, onnx, onnxruntime, numpy, Pillow and msgspec: a borrowed GPU
 project is not installed there.
 """
 
+import gc
 import statistics
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -183,6 +184,12 @@ class Rig:
         free, total = torch.cuda.mem_get_info()
         return round((total - free) / 1e9, 2)
 
+    def free(self) -> None:
+        """Return torch's unused memory to the GPU: onnxruntime and other processes size themselves by what is free."""
+        gc.collect()
+        if self.on_gpu:
+            torch.cuda.empty_cache()
+
     def measure_peaks(self) -> dict[str, float]:
         """Measure 8192x8192 matrix products in torch; return TFLOP/s by precision.
 
@@ -197,6 +204,5 @@ class Rig:
                 timing = self.timed(partial(torch.matmul, one, other), seconds=0.5, min_calls=5, warm=5)
             peaks[name] = significant(2 * side**3 / timing["ms"] / 1e9)
         self.peaks = peaks
-        if self.on_gpu:
-            torch.cuda.empty_cache()  # otherwise its matrices would count as memory of the next case
+        self.free()
         return peaks

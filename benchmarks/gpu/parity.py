@@ -13,17 +13,13 @@ import numpy as np
 from benchmarks.common.nets import MEAN
 from benchmarks.common.rig import Rig
 from benchmarks.common.runner import Case
+from benchmarks.gpu.table import FILES
 from prelunet.evaluator.contract import Canvas, golden_image
 from prelunet.evaluator.engine.runtimes.base import Precision
 from prelunet.evaluator.engine.session import Outputs, Session
 from prelunet.evaluator.engine.verify import TOLERANCES, garbage_canvas, tolerance_precision
 from prelunet.training.net.dense_reference import dense_windows
 
-# Net, canvas, precision.
-FILES: tuple[tuple[str, Canvas, Precision], ...] = (
-    ("A", "ragged", "fp16"), ("A", "ragged", "tf32"), ("A", "ragged", "fp32"), ("A", "exact", "fp16"),
-    ("E", "ragged", "fp16"), ("C", "ragged", "fp16"),
-)  # fmt: skip
 # Height and width for a crop of 224: one window, odd sides, both orientations, and the three scales of a 4:3 photo.
 SIZES = ((224, 224), (231, 301), (367, 225), (256, 341), (384, 512), (480, 640))
 ORACLE_SECONDS, CASE_SECONDS = 15, 10  # estimates, including writing the files

@@ -1,4 +1,4 @@
-"""Measure the engine on a GPU within ten minutes, what is worth most first.
+"""Measure the engine on a GPU within ten minutes, the most valuable measurements first.
 
     python -m benchmarks.gpu.run                        measure all parts
     python -m benchmarks.gpu.run --parts parity server  only these
@@ -22,6 +22,7 @@ CUDA provider is unavailable, the script prints the reason and exits.
 import argparse
 import sys
 import tempfile
+import time
 from collections.abc import Sequence
 from importlib import import_module
 from pathlib import Path
@@ -33,12 +34,16 @@ from benchmarks.gpu.table import goals, table, write_into
 
 PARTS = ("parity", "throughput", "server", "training", "fused")
 # Sources that a result depends on, besides the versions.
-MEASURED = ("evaluator", "export", "training", "benchmarks/common", "benchmarks/gpu", "benchmarks/serving/load.py")
+MEASURED = (
+    "evaluator", "export", "training", "benchmarks/common", "benchmarks/serving",
+    *(f"benchmarks/gpu/{name}.py" for name in (*PARTS, "device", "mixed_shapes")),
+)  # fmt: skip
 LIMIT = 570  # seconds
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Measure; return 0, or 1 if a case failed, or 3 if the time limit left some out."""
+    begun = time.monotonic()
     words = list(sys.argv[1:] if arguments is None else arguments)
     parser = command_line(__doc__, limit=LIMIT)
     parser.add_argument("--parts", nargs="+", choices=PARTS, default=PARTS, help="parts to measure; default: all")
@@ -57,14 +62,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
         for part in options.parts:
             print(f"{part}:", *(f"  {line}" for line in _module_of(part).PLAN), sep="\n")
         return 0
-    return _measure(options, words)
+    return _measure(options, words, begun)
 
 
 def _module_of(part: str) -> ModuleType:
     return import_module(f"benchmarks.gpu.{part}")
 
 
-def _measure(options: argparse.Namespace, words: Sequence[str]) -> int:
+def _measure(options: argparse.Namespace, words: Sequence[str], begun: float) -> int:
     from benchmarks.common.rig import Rig
     from benchmarks.gpu.device import check_provider, check_torch, device_circumstances, watch
     from prelunet.evaluator.engine.runtimes.onnx import import_runtime
@@ -83,8 +88,11 @@ def _measure(options: argparse.Namespace, words: Sequence[str]) -> int:
     now["matmul_tflops"] = rig.measure_peaks()
     print("matrix products of torch, TFLOP/s: " + ", ".join(f"{name} {rate}" for name, rate in rig.peaks.items()))
     runner = Runner(output, "gpu", now, options.limit, lambda: watch(rig))
+    runner.begun = begun  # starting CUDA takes time, too
     for part in options.parts:
-        runner.run(_module_of(part).cases(rig))
+        for case in _module_of(part).cases(rig):
+            runner.measure(case)
+            rig.free()
     return runner.finish(lines=goals(output))
 
 

@@ -79,7 +79,7 @@ def bench(
         file_precision=session.contract.precision,
         model_threads=placed.threads,
         cores=cores(),
-        limited=(placed.gpu_memory if placed.device == "cuda" else placed.memory) is not None,
+        limited=(placed.gpu_memory if session.circumstances.on_gpu else placed.memory) is not None,
     )
     result = {
         "model": {"file": model.name, "sha256": session.model_sha256, "architecture": session.contract.name},

@@ -107,15 +107,15 @@ def _runtime() -> Finding:
 
 
 def _devices() -> Iterator[Finding]:
-    """Try each device with a small model that all but those for our own layers can run."""
+    """Try each device with a small model; runtimes limited to our own layers are only looked up."""
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "trial.onnx"
         path.write_bytes(PROBE_MODEL)
         for name, runtime in RUNTIMES.items():
-            yield _cuda(path) if runtime.gpu else _on_the_cpu(f"device {name}", runtime, path)
+            yield _cuda(path) if name == "cuda" else _tried(f"device {name}", runtime, path)
 
 
-def _on_the_cpu(device: str, runtime: Runtime, path: Path) -> Finding:
+def _tried(device: str, runtime: Runtime, path: Path) -> Finding:
     facts: dict[str, Any] = {"precisions": []}
     if (package := runtime.distribution) is not None:
         if (version := _version(package)) == "not installed":
@@ -133,7 +133,7 @@ def _on_the_cpu(device: str, runtime: Runtime, path: Path) -> Finding:
     missing = [precision for precision, failure in failures.items() if failure]
     message = f"computes in {' and '.join(facts['precisions'])}"
     return Finding(
-        device, f"{message}; this CPU does not support {' and '.join(missing)}" if missing else message, facts=facts
+        device, f"{message}; this machine does not support {' and '.join(missing)}" if missing else message, facts=facts
     )
 
 

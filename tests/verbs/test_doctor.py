@@ -165,7 +165,7 @@ def test_gpus_are_tried_one_by_one(
 
 
 @pytest.mark.parametrize(
-    ("works", "message"), [(("fp32", "bf16"), "fp32 and bf16"), (("fp32",), "does not support bf16")]
+    ("works", "message"), [(("fp32", "bf16"), "fp32 and bf16"), (("fp32",), "this machine does not support bf16")]
 )
 def test_openvinos_precisions_are_found(monkeypatch: pytest.MonkeyPatch, works: tuple[str, ...], message: str) -> None:
     def load(path: Path, precision: str, **_: Any) -> Any:
