@@ -130,14 +130,15 @@ def open_sessions(path: Path, placement: Placement, gpus: int = 1) -> list[Sessi
     Raises UsageError for several GPUs on a CPU, EnvironmentFault when too few are visible or they are not alike, and
     otherwise as `open_with_placement`.
     """
-    if gpus != 1 and placement.device != "auto" and not RUNTIMES[placement.device].gpu:
+    asked = RUNTIMES.get(placement.device)  # None for `auto`
+    if gpus != 1 and asked is not None and not asked.gpu:
         raise UsageError(f"--gpus {gpus}: --device {placement.device} has no GPUs. {_ON_A_CPU}")
-    if placement.device == "cuda" and gpus:
+    if gpus and asked is not None and asked.gpu:
         _require_visible(gpus, placement.gpu)  # before anything is loaded
     first = open_with_placement(path, placement, preallocate=True)
     if gpus == 1:
         return [first]
-    if first.placement.device != "cuda":
+    if not first.circumstances.on_gpu:
         raise EnvironmentFault(f"--gpus {gpus}: CUDA is unavailable, so the model would run on the CPU. {_ON_A_CPU}")
     _require_visible(gpus, placement.gpu)
     last = placement.gpu + gpus if gpus else visible_gpus()
@@ -164,7 +165,8 @@ def add_lanes(session: Session, path: Path) -> None:
 def _open(path: Path, placement: Placement, digest: str, *, preallocate: bool, check: bool) -> Session:
     """Load a model file on exactly this device and check that it runs there."""
     device, file_bytes = placement.device, path.stat().st_size
-    if device != "cuda" and placement.gpu_memory is not None:
+    gpu = RUNTIMES[device].gpu
+    if not gpu and placement.gpu_memory is not None:
         raise UsageError(f"--gpu-memory-limit: the model runs on a CPU (--device {device}). See --memory-limit")
     if stated := read_precision(path):  # refuse the impossible before a gigabyte is loaded
         _compute_precision(device, stated, placement.precision, path)
@@ -185,16 +187,16 @@ def _open(path: Path, placement: Placement, digest: str, *, preallocate: bool, c
     _check_interface(loaded, contract, path)
     precision = _compute_precision(device, contract.precision, placement.precision, path)
     circumstances = Circumstances(loaded.provider, precision, package_versions(loaded.packages))
-    if device == "cuda":
+    if gpu:
         rules = gpu_rules(contract, arena, file_bytes, precision=precision)
     else:
         rules = cpu_rules(contract, placement.memory, file_bytes, device=device, precision=precision)
     session = Session(loaded, contract, digest, circumstances, placement, rules=rules, model_bytes=file_bytes)
     if check and device != "cpu":
         self_check(session, path.name)
-    elif preallocate or device == "cuda":  # there a successful load does not even prove that cuDNN is installed
+    elif preallocate or gpu:  # there a successful load does not even prove that cuDNN is installed
         _run_blank(session, path.name, 1, contract.min_side)
-    if device == "cuda" and preallocate:  # the GPU memory regions allocated for the largest batch fit all later ones
+    if gpu and preallocate:  # the GPU memory regions allocated for the largest batch fit all later ones
         side = max(contract.default_scales)
         _run_blank(session, path.name, rules.max_rows(side**2, math.prod(contract.window_grid(side, side))), side)
     return session

@@ -247,7 +247,7 @@ def estimate_memory(
     pipelines: per session; images: in the dataset; encoded: bytes of all files that are read at a time.
     """
     contract, device, precision = session.contract, session.placement.device, session.circumstances.precision
-    gpu, streams = device == "cuda", sessions * pipelines
+    gpu, streams = RUNTIMES[device].gpu, sessions * pipelines
     stored = _weights_bytes(session.model_bytes, contract.precision, device)
     resident = math.ceil(RUNTIMES[device].weight_copies * stored)
     copies = 2 if session.lanes > 1 else 1  # of the runtime's model, which keeps the memory of its largest batch
@@ -280,7 +280,7 @@ def require_loadable(file_bytes: int, precision: str, memory: int, device: str) 
 
     precision: of the file; memory: bytes. Raises UsageError with the required memory.
     """
-    need = (GPU_BASE_BYTES if device == "cuda" else BASE_BYTES) + loading_bytes(file_bytes, precision, device)
+    need = (GPU_BASE_BYTES if RUNTIMES[device].gpu else BASE_BYTES) + loading_bytes(file_bytes, precision, device)
     if need > memory:
         raise UsageError(
             f"--memory-limit {format_bytes(memory)}: loading the model alone takes up to {format_bytes(need)}. "
@@ -304,7 +304,7 @@ def require_fits(
         enough = estimate_memory(session, protocol, chunk, sufficient, **workload)
     loading = need.total == need.base + need.loading
     of_views = need.batch + need.packed + need.images > need.total // 2
-    if loading or not of_views or protocol.crop is not None or session.placement.device == "cuda":
+    if loading or not of_views or protocol.crop is not None or session.circumstances.on_gpu:
         why, fix = "Loading the model needs most of it. " if loading else "", ""
     else:
         scale, longest = max(protocol.scales), protocol.long_side_cap
@@ -340,7 +340,7 @@ def _weights_bytes(file_bytes: int, precision: str, device: str) -> int:
 
     A GPU and OpenVINO's int8 keep the file's precision; all other CPU computation is in float32 (or bf16, from it).
     """
-    if device == "cuda" or (precision, device) == ("int8", "openvino"):
+    if RUNTIMES[device].gpu or (precision, device) == ("int8", "openvino"):
         return file_bytes
     return {"fp32": 1, "fp16": 2, "int8": 4}[precision] * file_bytes
 

@@ -19,10 +19,11 @@ from ..contract import ModelContract
 from ..errors import DeviceLost, OutOfMemory, UsageError
 from ..machine import parse_memory
 from .batching import BatchRules
-from .runtimes import Device, onnx
+from .runtimes import RUNTIMES, Device
 from .runtimes.base import LoadedModel, Precision, error_summary, is_device_lost, is_out_of_memory
 
 log = logging.getLogger(__name__)
+_GPU_PROVIDERS = {runtime.provider for runtime in RUNTIMES.values() if runtime.gpu}
 
 
 @dataclass(frozen=True)
@@ -54,7 +55,7 @@ class Circumstances:
 
     @property
     def on_gpu(self) -> bool:
-        return self.provider == onnx.CUDA
+        return self.provider in _GPU_PROVIDERS
 
     def to_json(self) -> dict[str, Any]:
         return {"provider": self.provider, "precision": self.precision, "versions": dict(sorted(self.versions.items()))}
@@ -201,7 +202,7 @@ class Session:
                 ) from error
             if not is_out_of_memory(error):
                 raise
-            option = "--gpu-memory-limit" if self.placement.device == "cuda" else "--memory-limit"
+            option = "--gpu-memory-limit" if self.circumstances.on_gpu else "--memory-limit"
             raise OutOfMemory(
                 f"{self.circumstances.provider} has too little memory for a batch ({error_summary(error)}). "
                 f"Use smaller scales, stop other programs, or make batches smaller with {option} of validate and bench"

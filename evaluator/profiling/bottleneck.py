@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from ..engine.memory import GPU_SWITCH_SECONDS
+from ..engine.runtimes import RUNTIMES
 from ..validation.pipeline import MAX_THREADS
 from .engines import WORTHWHILE, EngineComparison
 from .profile import Measurement
@@ -129,14 +130,15 @@ def advice(measured: Measurement, settings: ExecutionSettings, engines: Sequence
     if cause in {"compute", "sharing"}:
         less = cause == "sharing" and _largest_other_cost(measured) == "decoding"
         suggestions = [*([_LESS_DECODING] * less), *_faster_compute(settings, engines)]
-        option = "--gpu-memory-limit" if settings.device == "cuda" else "--memory-limit"
+        on_gpu = RUNTIMES[settings.device].gpu
+        option = "--gpu-memory-limit" if on_gpu else "--memory-limit"
         if measured.totals.padding > MUCH_PADDING and settings.limited:
             suggestions.append(
                 f"{measured.totals.padding:.0%} of the pixels are padding: a larger {option} batches more images of "
                 "similar shapes together"
             )
         changing = measured.totals.canvas_changes * GPU_SWITCH_SECONDS / (measured.sessions * measured.seconds)
-        if settings.device == "cuda" and changing > MUCH_CHANGING and settings.limited:
+        if on_gpu and changing > MUCH_CHANGING and settings.limited:
             suggestions.append(
                 f"changes of canvas take about {changing:.0%} of the time: a larger {option} reduces them"
             )

@@ -216,7 +216,7 @@ class Net:
         except (ImageError, UsageError) as error:
             error.args = (f"{place}{error}",)
             raise
-        if self.session.placement.device != "cuda":  # a GPU's runtime reports its own memory
+        if not self.session.circumstances.on_gpu:  # a GPU's runtime reports its own memory
             require_view_fits(self.session, protocol, (decoded.height, decoded.width), machine_memory())
         return decoded
 

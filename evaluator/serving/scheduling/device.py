@@ -5,6 +5,7 @@ import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
+from ...engine.runtimes import RUNTIMES
 from ...engine.session import Placement
 from ...errors import DeviceLost
 from ...machine import cores
@@ -17,7 +18,7 @@ from .request import Request, as_reported, deliver
 
 def device_name(placement: Placement) -> str:
     """Return the name of a placement's device. All runtimes on a CPU share one, because they share its cores."""
-    return f"cuda-{placement.gpu}" if placement.device == "cuda" else "cpu"
+    return f"{placement.device}-{placement.gpu}" if RUNTIMES[placement.device].gpu else "cpu"
 
 
 def decode_processes() -> int:
@@ -35,7 +36,7 @@ class ServedDevice:
         self.device_queue = DeviceQueue(queue, process_share=decode_processes() - 1)
         # Separate from the decoding threads: a computed image should not wait behind images that have just arrived, nor
         # behind heat maps, which take a hundred times as long.
-        on_gpu = name.startswith("cuda")
+        on_gpu = name != "cpu"
         self._answer_pool = ThreadPoolExecutor(cores(), thread_name_prefix=f"answer-{name}") if on_gpu else None
         self._heatmap_pool = ThreadPoolExecutor(cores(), thread_name_prefix=f"draw-{name}")
         self._decode_threads = [
