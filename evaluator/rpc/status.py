@@ -6,6 +6,7 @@ google.rpc.RetryInfo. Server and client share this module, so the two directions
 """
 
 import re
+from typing import Any
 
 import grpc
 from google.protobuf.any_pb2 import Any as AnyMessage
@@ -87,11 +88,14 @@ def status_of(error: BaseException, incident: str) -> grpc.Status:
     status = Status(code=code_of(error).value[0], message=client_message(error, incident))
     if reason := reason_for(error):
         status.details.append(_packed(ErrorInfo(reason=reason, domain=DOMAIN)))
+    pushback: tuple[tuple[str, str], ...] = ()
     if isinstance(error, Overloaded) and error.retry_after is not None:
-        delay = Duration()
-        delay.FromMilliseconds(round(1000 * error.retry_after))
+        milliseconds, delay = round(1000 * error.retry_after), Duration()
+        delay.FromMilliseconds(milliseconds)
         status.details.append(_packed(RetryInfo(retry_delay=delay)))
-    grpc_status: grpc.Status = rpc_status.to_status(status)
+        pushback = (("grpc-retry-pushback-ms", str(milliseconds)),)  # gRPC's own retries obey this (gRFC A6)
+    converted: Any = rpc_status.to_status(status)
+    grpc_status: grpc.Status = converted._replace(trailing_metadata=(*converted.trailing_metadata, *pushback))
     return grpc_status
 
 

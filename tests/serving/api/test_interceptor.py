@@ -2,6 +2,7 @@
 
 # ruff: noqa: N802  # gRPC's names of methods
 import asyncio
+import json
 import logging
 import threading
 import time
@@ -248,6 +249,26 @@ def test_exactly_the_calls_above_the_limit_are_refused() -> None:
         assert server.stub.Classify(request("next")).model.name == "next", "the calls should no longer be in flight"
         assert server.ended("RESOURCE_EXHAUSTED") == 3
         assert server.value("prelunet_refusals_total", model="", reason="calls") == 3
+
+
+def test_grpcs_own_retries_wait_as_long_as_a_full_server_asks() -> None:
+    policy = {"maxAttempts": 5, "initialBackoff": "60s", "maxBackoff": "60s", "backoffMultiplier": 1}
+    policy["retryableStatusCodes"] = ["RESOURCE_EXHAUSTED"]
+    config = json.dumps({"methodConfig": [{"name": [{}], "retryPolicy": policy}]})
+    with (
+        served(limit=1) as server,
+        grpc.insecure_channel(server.address, [("grpc.service_config", config)]) as channel,
+        ThreadPoolExecutor(1) as pool,
+    ):
+        held = pool.submit(server.stub.Classify, request("wait"), timeout=30)
+        eventually(lambda: server.toy.waiting == 1)
+        later = pb_grpc.PreluNetServiceStub(channel).Classify.future(request("later"), timeout=30)
+        eventually(lambda: server.ended("RESOURCE_EXHAUSTED") == 1)
+        begun = time.monotonic()
+        server.toy.gate.set()
+        assert later.result().model.name == "later"
+        assert 0.5 < time.monotonic() - begun < 20, "neither at once nor after the client's 60 s, but after about 1 s"
+        held.result()
 
 
 def test_a_call_above_the_limit_is_refused_before_its_message_is_read() -> None:
