@@ -4,12 +4,12 @@ import fcntl
 import gc
 import os
 import signal
-from collections.abc import Generator, Iterator
+from collections.abc import Callable, Generator, Iterator
 from copy import copy
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 import pytest
@@ -79,41 +79,60 @@ def with_contract(session: Session, contract: ModelContract) -> Session:
     return other
 
 
-class _ExportedNets(dict[str, ExportedNet]):
-    """Exports a net at its first use.
+Shared: TypeAlias = "Callable[[str, Callable[[Path], object]], Path]"
 
-    folder: shared by all processes that run tests, so that only one of them exports a net.
+
+@pytest.fixture(scope="session")
+def shared(tmp_path_factory: pytest.TempPathFactory) -> Shared:
+    """Return how to have a folder filled once for all processes that run tests: by its name, and what writes into it.
+
+    Tests only read it.
     """
+    own = tmp_path_factory.getbasetemp()
+    base = (own.parent if "PYTEST_XDIST_WORKER" in os.environ else own) / "shared"
+    base.mkdir(exist_ok=True)
 
-    def __init__(self, folder: Path) -> None:
+    def folder(name: str, write: Callable[[Path], object]) -> Path:
+        place, done = base / name, base / f"{name}.done"
+        with (base / f"{name}.lock").open("w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            if not done.exists():
+                place.mkdir(exist_ok=True)
+                write(place)
+                done.touch()
+        return place
+
+    return folder
+
+
+class _ExportedNets(dict[str, ExportedNet]):
+    """Exports a net at its first use."""
+
+    def __init__(self, shared: Shared) -> None:
         super().__init__()
-        self.folder = folder
+        self.shared = shared
 
     def __missing__(self, key: str) -> ExportedNet:
         name, variant = key.split("-")
-        folder = self.folder / key
-        folder.mkdir(parents=True, exist_ok=True)
         activations: dict[str, Activation] = {"shared": "prelu-shared", "relu": "relu", "lrelu": "lrelu"}
-        with (folder / "lock").open("w") as lock:
-            fcntl.flock(lock, fcntl.LOCK_EX)
-            if (folder / f"{name}.onnx").exists():
-                self[key] = _loaded(name, folder)
-            else:
-                self[key] = export_discriminating(
-                    name,
-                    "channel" if variant == "channel" else "image",
-                    folder,
-                    activation=activations.get(variant, "prelu"),
-                    canvas="exact" if variant == "exact" else "ragged",
-                )
+
+        def write(folder: Path) -> None:
+            export_discriminating(
+                name,
+                "channel" if variant == "channel" else "image",
+                folder,
+                activation=activations.get(variant, "prelu"),
+                canvas="exact" if variant == "exact" else "ragged",
+            )
+
+        self[key] = _loaded(name, self.shared(f"exported-{key}", write))
         return self[key]
 
 
 @pytest.fixture(scope="session")
-def exported(tmp_path_factory: pytest.TempPathFactory) -> dict[str, ExportedNet]:
+def exported(shared: Shared) -> dict[str, ExportedNet]:
     """Return exported nets by name: `slimA-image`, `slimE-image`, `demo-relu`, `demo-exact`, ..."""
-    own = tmp_path_factory.getbasetemp()
-    return _ExportedNets((own.parent if "PYTEST_XDIST_WORKER" in os.environ else own) / "exported")
+    return _ExportedNets(shared)
 
 
 @pytest.fixture(autouse=True, scope="session")

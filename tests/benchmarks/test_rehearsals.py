@@ -9,8 +9,6 @@ from typing import Any
 
 import pytest
 
-from benchmarks.reporting import imagenet_shape
-from benchmarks.reporting import run as reporting
 from benchmarks.training import step
 from prelunet.training.data.splits import embedded_dataset_path
 
@@ -49,11 +47,3 @@ def test_the_training_step_is_compared_with_the_loop(
     monkeypatch.setattr(step, "embedded_dataset_path", lambda: few_images)
     (case,) = rehearse(step, "--case", "demo:4:2")["cases"]
     assert case["interval"][0] <= case["ratio"] <= case["interval"][1]
-
-
-def test_every_reporting_verb_is_measured(rehearse: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(imagenet_shape, "CLASSES", 150)
-    monkeypatch.setattr(imagenet_shape, "PER_CLASS", 1)
-    monkeypatch.setattr(reporting, "LIMITS", {})  # for a machine that does nothing else
-    rows = rehearse(reporting, "--repeats", "1")["results"]
-    assert [row["verb"] for row in rows] == ["report", "compare", "ensemble of three", "report of the ensemble"]

@@ -25,6 +25,7 @@ from prelunet.evaluator.contract import ClassEntry
 from prelunet.export.dense.export import export_checkpoint
 from prelunet.training.data.splits import embedded_dataset_path
 from prelunet.training.net.checkpoints import write_checkpoint
+from tests.conftest import Shared
 from tests.docs.forked_program import forked_program
 from tests.helpers.discriminating_nets import discriminating_checkpoint, noise
 from tests.helpers.doc_pages import PAGES, Block, blocks, name_of
@@ -46,9 +47,12 @@ def test_every_block_is_run_saved_shown_or_says_why_not(page: Path) -> None:
 
 
 @pytest.fixture(scope="module")
-def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def files(shared: Shared) -> Path:
     """Return a folder with the files that the examples use."""
-    folder = tmp_path_factory.mktemp("files")
+    return shared("examples", _write_files)
+
+
+def _write_files(folder: Path) -> None:
     with zipfile.ZipFile(embedded_dataset_path()) as archive:
         members = sorted(archive.namelist())
         names = sorted({member.split("/")[1] for member in members})
@@ -65,7 +69,6 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (folder / "other.safetensors").unlink()
     Image.fromarray(noise(90, 120, seed=2)).save(folder / "photo.jpg")
     _export_classifier(folder / "classifier.onnx", len(classes))
-    return folder
 
 
 @pytest.fixture(scope="module")

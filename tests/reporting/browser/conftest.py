@@ -14,6 +14,7 @@ import pytest
 from playwright.sync_api import Browser, expect, sync_playwright
 
 from prelunet.evaluator.reporting.report_page import write_report
+from tests.conftest import Shared
 from tests.helpers.run_folders import evaluated, refused, write_ensemble, write_run
 from tests.reporting.browser.browsing import HOSTILE, LAPTOP, MonitoredPage, imagenet_shape
 from tests.reporting.pages import fingerprint_of, make_images
@@ -62,26 +63,36 @@ def html_of(run: Path) -> Path:
     return write_report(run).html
 
 
-@pytest.fixture(scope="package")
-def thousand(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Write the report of a run of 1,000 classes, five images each, in the shape that the benchmark defines."""
-    folder = tmp_path_factory.mktemp("thousand")
-    imagenet_shape(per_class=5, classes=1000).write(folder, 3, 1)
-    return html_of(folder)
+def _report_of_shape(shared: Shared, name: str, classes: int, change: Callable[[Path], None]) -> Path:
+    """Return the report of a run of five images a class, in the shape that the benchmark defines."""
+
+    def write(folder: Path) -> None:
+        imagenet_shape(per_class=5, classes=classes).write(folder, 3, 1)
+        change(folder)
+        html_of(folder)
+
+    return shared(name, write) / "report" / "report.html"
 
 
 @pytest.fixture(scope="package")
-def many(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Write the report of such a run of 200 classes, of which two share a name and one has a refused image."""
-    folder = tmp_path_factory.mktemp("many")
-    imagenet_shape(per_class=5, classes=200).write(folder, 3, 1)
-    lines = [json.loads(line) for line in (folder / "predictions.jsonl").read_text().splitlines()]
-    lines[717] = refused(lines[717]["file"], lines[717]["label"])
-    (folder / "predictions.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    run = json.loads((folder / "run.json").read_text())
-    run["classes"][117]["name"] = run["classes"][134]["name"] = "crane"
-    (folder / "run.json").write_text(json.dumps(run))
-    return html_of(folder)
+def thousand(shared: Shared) -> Path:
+    """Write the report of a run of 1,000 classes."""
+    return _report_of_shape(shared, "thousand", 1000, lambda _: None)
+
+
+@pytest.fixture(scope="package")
+def many(shared: Shared) -> Path:
+    """Write the report of a run of 200 classes, of which two share a name and one has a refused image."""
+
+    def change(folder: Path) -> None:
+        lines = [json.loads(line) for line in (folder / "predictions.jsonl").read_text().splitlines()]
+        lines[717] = refused(lines[717]["file"], lines[717]["label"])
+        (folder / "predictions.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+        run = json.loads((folder / "run.json").read_text())
+        run["classes"][117]["name"] = run["classes"][134]["name"] = "crane"
+        (folder / "run.json").write_text(json.dumps(run))
+
+    return _report_of_shape(shared, "many", 200, change)
 
 
 @pytest.fixture(scope="package")

@@ -10,6 +10,7 @@ from playwright.sync_api import Page, expect
 
 from prelunet.evaluator.reporting.compare import Comparison
 from prelunet.evaluator.reporting.compare_page import write_comparison
+from tests.conftest import Shared
 from tests.helpers.run_folders import evaluated, refused, write_run
 from tests.reporting.browser.browsing import (
     HOSTILE,
@@ -43,13 +44,18 @@ def compare_shapes(folder: Path, classes: int) -> Path:
 
 
 @pytest.fixture(scope="module")
-def thousand_compared(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return compare_shapes(tmp_path_factory.mktemp("thousand"), 1000)
+def thousand_compared(shared: Shared) -> Path:
+    return _page_in(shared("thousand compared", lambda folder: compare_shapes(folder, 1000)))
 
 
 @pytest.fixture(scope="module")
-def many_compared(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return compare_shapes(tmp_path_factory.mktemp("many"), 200)
+def many_compared(shared: Shared) -> Path:
+    return _page_in(shared("many compared", lambda folder: compare_shapes(folder, 200)))
+
+
+def _page_in(folder: Path) -> Path:
+    (page,) = folder.rglob("compare.html")
+    return page
 
 
 def ten_runs(names: list[str]) -> tuple[Run, Run]:
