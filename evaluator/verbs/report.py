@@ -47,7 +47,7 @@ def _summary(written: WrittenReport) -> str:
     lines = [headline(report)]
     if report["evaluated"]:
         macro, calibration = report["macro"], report["calibration"]
-        errors = " ".join(f"top-{k} {error_with_interval(macro, k)}" for k in TOPS)
+        errors = " ".join(f"top-{k} error {error_with_interval(macro, k)}" for k in TOPS)
         without = f" ({NO_MACRO_INTERVAL})" if macro["top1_interval"] is None else ""
         lines += [
             f"mean over {macro['classes']:,} classes: {errors} %{without}",

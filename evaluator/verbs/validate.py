@@ -156,5 +156,5 @@ def result_line(result: Report) -> str:
     counts = f"{result['evaluated']:,} of {result['images']:,} images" + (f" (only {only})" if only else "")
     if not result["evaluated"]:
         return f"{what}: no error can be computed, {counts}"
-    errors = " ".join(f"top-{k} {error_with_interval(result, k)}" for k in TOPS)
+    errors = " ".join(f"top-{k} error {error_with_interval(result, k)}" for k in TOPS)
     return f"{what}: {errors} %, {counts}"

@@ -221,7 +221,9 @@ def test_where_a_class_has_one_image_report_and_summary_state_why_the_mean_has_n
 ) -> None:
     two_each = write_run(tmp_path / "two", [*LINES, evaluated("n04/b.jpg", 3, [3, 1, 2, 0, 4], 1)])
     assert cli.run(["report", str(two_each)]) == 0
-    assert re.search(r"mean over 3 classes: top-1 55\.56 \[.*\] top-5 11\.11 \[.*\] %\n", capsys.readouterr().out)
+    assert re.search(
+        r"mean over 3 classes: top-1 error 55\.56 \[.*\] top-5 error 11\.11 \[.*\] %\n", capsys.readouterr().out
+    )
     report = report_of(tmp_path, [evaluated(f"{n}.jpg", n, [0, 1, 2, 3, 4], n + 1) for n in range(4)])
     assert report["macro"] == {
         "classes": 4, "top1_error": 75.0, "top1_interval": None, "top5_error": 0.0, "top5_interval": None
@@ -229,7 +231,10 @@ def test_where_a_class_has_one_image_report_and_summary_state_why_the_mean_has_n
     assert report["top1_interval"][0] < 75 < report["top1_interval"][1]
     assert cli.run(["report", str(tmp_path)]) == 0
     printed = capsys.readouterr().out
-    assert "mean over 4 classes: top-1 75.00 top-5 0.00 % (no interval: a class has only one image)\n" in printed
+    assert (
+        "mean over 4 classes: top-1 error 75.00 top-5 error 0.00 % (no interval: a class has only one image)\n"
+        in printed
+    )
     page = (tmp_path / "report" / "report.html").read_text()
     assert "mean over classes 75.00 (no interval: a class has only one image)" in page
 
@@ -498,7 +503,7 @@ def test_verb_writes_three_files_and_names_them(tmp_path: Path, capsys: pytest.C
     assert cli.run(["report", str(folder)]) == 0
     out = capsys.readouterr().out
     assert "top-1 error 66.67 % [30.00, 90.32]" in out
-    assert "mean over 3 classes: top-1 72.22 top-5 11.11 % (no interval" in out
+    assert "mean over 3 classes: top-1 error 72.22 top-5 error 11.11 % (no interval" in out
     assert "mean score of the top-1 class 60.0 %, expected calibration error 26.7 %" in out
     assert "warning" not in out
     assert "crane, mostly confused with crane (1 of 1)" in out

@@ -273,8 +273,8 @@ def test_the_last_line_has_the_errors_with_their_intervals_and_counts(
     (low1, high1), (low5, high5) = wilson_interval(top1, 148), wilson_interval(top5, 148)
     assert told.out == (
         "demo, multi-scale, mirrored, over all 6 classes (images of 5): "
-        f"top-1 {100 * top1 / 148:.2f} [{low1:.1f}, {high1:.1f}] "
-        f"top-5 {100 * top5 / 148:.2f} [{low5:.1f}, {high5:.1f}] %, 148 of 150 images\n"
+        f"top-1 error {100 * top1 / 148:.2f} [{low1:.1f}, {high1:.1f}] "
+        f"top-5 error {100 * top5 / 148:.2f} [{low5:.1f}, {high5:.1f}] %, 148 of 150 images\n"
     )
     for said in [
         "demo on CPUExecutionProvider, fp32",

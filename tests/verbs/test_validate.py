@@ -54,7 +54,9 @@ def test_layout_labels_and_selection_are_printed_first(
     assert "of the model's 12 classes (flat, devkit labels)" in printed.err
     assert "ids mapped by" in printed.err
     assert f"selection: classes {', '.join(WNIDS[:4])}, of these 5 images spread evenly" in printed.err
-    assert re.search(r"top-1 \d+\.\d\d \[.*\] top-5 .* %, \d of 5 images \(only classes n0.* evenly\)\n$", printed.out)
+    assert re.search(
+        r"top-1 error \d+\.\d\d \[.*\] top-5 error .* %, \d of 5 images \(only classes n0.* evenly\)\n$", printed.out
+    )
     assert json.loads((tmp_path / "run" / "run.json").read_text())["dataset"]["selection"].startswith("classes n0")
 
 
@@ -192,7 +194,7 @@ def test_an_error_rate_of_guessing_is_printed_with_a_suspicion(
         assert command(data, "--labels", str(labels), folder=f"run{shift}") == 0
         printed = capsys.readouterr()
         assert ("may be in a different order than the model's classes" in printed.err) == bool(shift)
-        assert f"top-1 {100 * shift:.2f}" in printed.out
+        assert f"top-1 error {100 * shift:.2f}" in printed.out
 
 
 def test_a_real_model_validates_a_flat_layout_like_class_folders(
