@@ -2,7 +2,7 @@
 # make demo DATA=DIR    the same on a folder with train/ and val/ class folders
 # make live             train the demo model unless it is there, and serve it with a page to drop pictures on;
 #                       DATA=DIR as above, HTTP_PORT=8080
-# make test             run all tests in three processes, because many tests wait; LARGE=1 adds models A, C and E,
+# make test             run all tests in three processes; LARGE=1 adds models A, C and E,
 #                       ARGS='-k oracle' is passed to pytest, PROCESSES=0 uses a single process
 # make test-avx2        repeat the tests of runtimes and precisions and the docs' examples with oneDNN's kernels for
 #                       processors without AVX-512, which OpenVINO and torch use

@@ -18,7 +18,7 @@ from typing import Any
 from benchmarks.common.results import read_results, write_result
 from prelunet.evaluator.engine.runtimes.base import is_device_lost, is_out_of_memory
 
-AGAIN = {"error", "not_available"}  # keys of results that are measured again
+_REPEATED = {"error", "not_available"}  # keys of results that are measured again
 # Keys of the circumstances; source: digest of the code.
 IDENTITY = ("device", "tiny", "gpu", "versions", "source", "threads", "pictures", "seed")
 
@@ -90,7 +90,7 @@ class Runner:
         """
         settings = json.loads(json.dumps(case.settings))  # as they are read back
         for stored in self.data["cases"]:
-            if stored["settings"] == settings and self._ours(stored) and not stored["result"].keys() & AGAIN:
+            if stored["settings"] == settings and self._ours(stored) and not stored["result"].keys() & _REPEATED:
                 print(f"  kept      {_short(settings)}")
                 return dict(stored["result"])
         if time.monotonic() - self.begun + case.seconds > self.limit:
