@@ -115,7 +115,14 @@ class DeviceLost(EnvironmentFault):
 
 
 class NotReady(EnvironmentFault):
-    """The server is still loading its models, or stopping."""
+    """The server is still loading its models, or stopping.
+
+    retry_after: seconds until a call may succeed, None if unknown.
+    """
+
+    def __init__(self, text: str = "", retry_after: float | None = None) -> None:
+        super().__init__(text)
+        self.retry_after = retry_after
 
 
 class Overloaded(PreluNetError):  # noqa: N818

@@ -9,8 +9,7 @@ docs/client.md covers the rest: asyncio, many images, evaluations, deadlines and
 
 from ..rpc.credentials import Credentials
 from .aio import AsyncClient
-from .calls import RetryPolicy
 from .messages import EvaluationProgress, ServedModel
 from .sync import Client
 
-__all__ = ["AsyncClient", "Client", "Credentials", "EvaluationProgress", "RetryPolicy", "ServedModel"]
+__all__ = ["AsyncClient", "Client", "Credentials", "EvaluationProgress", "ServedModel"]

@@ -1,44 +1,42 @@
 """The asyncio client."""
 
-from collections.abc import AsyncGenerator, AsyncIterable, Callable, Iterable, Sequence
-from contextlib import aclosing
+import asyncio
+from collections.abc import AsyncGenerator, AsyncIterable, AsyncIterator, Callable, Coroutine, Iterable
+from contextlib import asynccontextmanager
 from functools import partial
-from typing import TYPE_CHECKING, Any, ClassVar, Self
+from itertools import count
+from typing import TYPE_CHECKING, Any, Self, Unpack
 
 import grpc
+import grpc.aio
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from ..answer import Answer
-from ..errors import DeadlinePassed, Overloaded, PreluNetError, UsageError
-from ..image_input import ImageInput, encoded_image, is_image
+from ..errors import PreluNetError, UsageError
+from ..image_input import ImageInput
 from ..pb.prelunet.v1 import prelunet_pb2 as pb
 from ..pb.prelunet.v1 import prelunet_pb2_grpc as pb_grpc
-from ..rpc.convert import report_from_message
+from ..rpc.convert import answer_from_message, report_from_message
 from ..rpc.credentials import Credentials
-from .backends import AsyncBackend, Backend
-from .calls import DEFAULT_RETRY_POLICY, Call, ClientSettings, RetryPolicy, Timeout
-from .channel import CHANNEL_OPTIONS
+from ..rpc.status import is_misconfigured
+from .calls import MAX_PENDING, PROBE_TIMEOUT, UNANSWERED, Call, ClientSettings, ManyImages, Timeout
+from .channel import open_channel
 from .messages import (
+    ClassifyOptions,
+    EvaluateOptions,
     EvaluationProgress,
     LabelledImages,
     ServedModel,
     classify_request,
     evaluate_start,
     progress_from_message,
-    read_answer,
     served_model_from_message,
 )
-from .pacing import MAX_IN_FLIGHT, Pacer
-from .streams import MAX_PENDING, Exchange, PendingImages
 
 if TYPE_CHECKING:
     from ..datasets.dataset import Dataset
 
-_NO_TURN = (
-    f"the timeout has passed while the call waited for its turn: {MAX_IN_FLIGHT} others of this client, or as many as "
-    "the server accepts, are in flight. Allow more time, or make fewer calls at once"
-)
-_UNANSWERED = (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED)  # a health check without a server
+_MAX_INLINE_PREDICTIONS = 50  # reading an answer of 1000 classes takes 20 ms, too long for an event loop
 
 
 class AsyncClient:
@@ -47,20 +45,17 @@ class AsyncClient:
     It belongs to the event loop that runs the block. Cancelling a task also cancels its call on the server.
     """
 
-    _backend: ClassVar[Backend] = AsyncBackend()  # see backends.py
-
     def __init__(
         self,
         address: str,
         *,
         timeout: Timeout = "default",
-        retries: RetryPolicy = DEFAULT_RETRY_POLICY,
+        retries: bool = True,
         credentials: Credentials = Credentials(),
     ) -> None:
-        self._settings = ClientSettings(address, timeout, retries, credentials)
+        self._settings = ClientSettings(address, timeout, credentials, retries=retries)
         self._settings.closed = True  # until the block begins: gRPC's channel needs the running loop
-        self._pacer = Pacer(self._backend)
-        self._channel: Any = None
+        self._channel: grpc.aio.Channel | None = None
 
     @property
     def address(self) -> str:
@@ -70,11 +65,12 @@ class AsyncClient:
     async def __aenter__(self) -> Self:
         if self._channel is not None:
             raise UsageError("an AsyncClient can be used in only one `async with` block; create a new one")
-        self._loop = self._backend.running_loop()
-        self._channel = self._backend.new_channel(self.address, self._settings.channel_credentials, CHANNEL_OPTIONS)
-        self._stub: Any = pb_grpc.PreluNetServiceStub(self._channel)
-        self._health = health_pb2_grpc.HealthStub(self._channel)
-        self._settings.closed = False
+        settings = self._settings
+        self._loop = asyncio.get_running_loop()
+        self._channel = channel = open_channel(grpc.aio, settings.address, settings.credentials, settings.options())
+        self._stub: Any = pb_grpc.PreluNetServiceStub(channel)
+        self._health: Any = health_pb2_grpc.HealthStub(channel)
+        settings.closed = False
         return self
 
     async def __aexit__(self, *_: object) -> None:
@@ -84,199 +80,256 @@ class AsyncClient:
         """Close the connection; calls in flight end with Interrupted."""
         self._settings.closed = True
         if self._channel is not None:
-            await self._backend.close(self._channel)
+            await self._channel.close()
 
-    async def classify(  # noqa: PLR0913 - one argument per option
+    async def classify(
         self,
         image: ImageInput,
         *,
-        model: str | None = None,
-        protocol: str = "",
-        scales: Sequence[int] | None = None,
-        mirror: bool | None = None,
-        top_k: int | None = None,
-        heatmap: bool = False,
-        apply_exif: bool = False,
         timeout: Timeout = "default",
         request_id: str | None = None,
+        **options: Unpack[ClassifyOptions],
     ) -> Answer:
-        """Classify one image.
+        """Classify one image, as `Client.classify`. A thread reads the image, unless it is bytes."""
+        call = self._call(timeout, request_id)
+        new_request = partial(classify_request, image, **options)
+        request = new_request() if isinstance(image, bytes) else await asyncio.to_thread(new_request)
+        return await _read_answer(await self._unary("Classify", request, call))
 
-        Of any number of calls, at most 128 are in flight; the others wait in order of arrival, and then read their
-        images. A file is sent as it is, pixels as a PNG.
-        image: path of an image file, its bytes, a Pillow image, or an array: uint8 (H, W, 3), RGB, or (H, W), gray;
-        protocol: name, "" for the model's default; scales: shorter sides in pixels, None for the protocol's;
-        mirror: whether to add a mirrored copy of each view, None for the protocol's choice;
-        top_k: 1 to the number of classes, None for 5, or all if there are fewer;
-        heatmap: draw a heat map of each of the top five classes; apply_exif: apply EXIF orientation;
-        timeout: seconds from now to the answer, instead of the client's timeout.
-        """
-        request = classify_request(
-            image if isinstance(image, bytes) else b"",
-            model=model,
-            protocol=protocol,
-            scales=scales,
-            mirror=mirror,
-            top_k=top_k,
-            heatmap=heatmap,
-            apply_exif=apply_exif,
-        )
-        read = None if isinstance(image, bytes) else partial(encoded_image, image)
-        call = self._new_call(timeout, request_id)
-        return await read_answer(await self._unary_call("Classify", request, call, read), self._backend)
-
-    def classify_many(  # noqa: PLR0913 - one argument per option
+    def classify_many(
         self,
         images: AsyncIterable[Any] | Iterable[Any],
         *,
-        model: str | None = None,
-        protocol: str = "",
-        scales: Sequence[int] | None = None,
-        mirror: bool | None = None,
-        top_k: int | None = None,
-        heatmap: bool = False,
-        apply_exif: bool = False,
         max_pending: int = MAX_PENDING,
         timeout: float | None = None,
         request_id: str | None = None,
+        **options: Unpack[ClassifyOptions],
     ) -> AsyncGenerator[tuple[Any, Answer | PreluNetError], None]:
-        """Classify many images over one stream; yield the answers as they arrive, in any order.
+        """Classify many images, as `Client.classify_many`. images: may also be an asynchronous iterable."""
+        many = ManyImages(self._settings, images, options, max_pending, timeout, request_id)
+        return self._answers(many, images)
 
-        images: (id, image) pairs, where an id can be anything, or images alone, which get the ids 0, 1, 2, ...; each
-        image as for `classify`; read in another thread, since that may take long. Only `AsyncClient` accepts an
-        asynchronous iterable, too. Yields (id, answer), or (id, error) for a refused or unreadable image; the other
-        images continue.
-        max_pending: maximum number of images held; no more are read while this many are unanswered or their answers
-        are not taken. timeout: seconds for all images. The other arguments are those of `classify`.
+    async def _answers(
+        self, many: ManyImages, images: AsyncIterable[Any] | Iterable[Any]
+    ) -> AsyncGenerator[tuple[Any, Answer | PreluNetError], None]:
+        self._check_loop()
+        events: asyncio.Queue[Any] = asyncio.Queue()  # what `_read` puts, and calls that have ended
+        room = asyncio.Semaphore(many.max_pending)
+        reading = asyncio.create_task(_read(many, images, events, room))
+        calls: dict[Any, Any] = {}  # in flight, with the ids of their images
+        end: BaseException | None = None  # why there are no more images
+        try:
+            while calls or end is None:
+                try:
+                    event = await asyncio.wait_for(events.get(), many.call.left())
+                except TimeoutError:
+                    raise many.timed_out() from None
+                if isinstance(event, BaseException):
+                    end = event
+                    continue
+                key, result = (
+                    event if isinstance(event, tuple) else (calls.pop(event), await self._outcome(event, many))
+                )
+                if isinstance(result, pb.ClassifyRequest):
+                    await self._try_connection(many.call)
+                    call = self._stub.Classify(result, **many.arguments())
+                    calls[call] = key
+                    call.add_done_callback(events.put_nowait)
+                    continue
+                room.release()
+                yield key, result
+            many.raise_end(end)
+        finally:
+            for call in calls:
+                call.cancel()
+            reading.cancel()
+            await asyncio.wait({reading})  # leave the caller's iterable before returning
 
-        A broken stream is reopened for the unanswered images, and an image that met a transient error is sent again,
-        as far as the client's retries allow. An exception of `images` is raised after the answers to the images before
-        it.
-        """
-        if is_image(images):
-            raise UsageError(f"images is a {type(images).__name__}, but it must be several images, as in [image]")
-        request = partial(
-            classify_request,
-            model=model,
-            protocol=protocol,
-            scales=scales,
-            mirror=mirror,
-            top_k=top_k,
-            heatmap=heatmap,
-            apply_exif=apply_exif,
-        )
-        deadline = self._settings.deadline(timeout)
-        pending = PendingImages(self._settings, request, deadline, request_id, max_pending)
-        open_stream = partial(self._open_stream, "ClassifyStream", pending.call)
-        return Exchange(pending, self._backend, open_stream).answers(images)
+    async def _outcome(self, call: Any, many: ManyImages) -> Answer | PreluNetError:
+        try:
+            async with self._errors(many.call):
+                response = await call
+            return await _read_answer(_checked(response, many.call))
+        except PreluNetError as error:
+            return many.error_of_image(error)
 
-    async def evaluate(  # noqa: PLR0913 - one argument per option
+    async def evaluate(
         self,
         dataset: "Dataset",
         *,
-        model: str | None = None,
-        protocol: str = "",
-        scales: Sequence[int] | None = None,
-        mirror: bool | None = None,
-        apply_exif: bool = False,
         progress: Callable[[EvaluationProgress], object] | None = None,
         timeout: float | None = None,
         request_id: str | None = None,
+        **options: Unpack[EvaluateOptions],
     ) -> dict[str, Any]:
-        """Send a labeled dataset and return its report, the same as that of `prelunet validate` and `report`.
-
-        Unlike theirs, it lists only the first refused images, at most 1000 and 1 MiB of names and reasons.
-        progress: called with the progress about once a second; timeout: seconds for the whole call, None for no limit.
-        The other arguments are those of `classify`. Images are read in a thread. Nothing is retried after the first
-        image has been read. Raises DatasetError for an image that cannot be read.
-        """
-        call = self._new_call(timeout, request_id)
-        start = evaluate_start(
-            dataset, model=model, protocol=protocol, scales=scales, mirror=mirror, apply_exif=apply_exif
-        )
-        while True:
-            images, report = LabelledImages(dataset, start, self._backend), None
-            responses = self._open_stream("Evaluate", call, images.messages())
-            try:
-                async with aclosing(responses):
+        """Send a labeled dataset and return its report, as `Client.evaluate`."""
+        call = self._call(timeout, request_id)
+        images, report = LabelledImages(dataset, evaluate_start(dataset, **options)), None
+        await self._unary("ListModels", pb.ListModelsRequest(), call, self._settings.seconds("default"))
+        try:
+            async with self._errors(call):
+                responses = self._stub.Evaluate(_in_thread(images), **call.arguments())
+                end = StreamEnd(responses)
+                try:
                     async for response in responses:
-                        if response.HasField("report"):
+                        if _checked(response, call).HasField("report"):
                             report = response.report
                         elif progress is not None and response.HasField("progress"):
                             progress(progress_from_message(response.progress))
-            except grpc.RpcError as failed:
-                images.raise_error()  # takes precedence over the server's error
-                pause = call.pause_after(failed, repeatable=not images.begun)
-            else:
-                images.raise_error()
-                if report is None:
-                    raise call.invalid_response("the evaluation ended without a report")
-                return await self._backend.run_slow(report_from_message, report)  # 1000 classes take a while
-            await self._backend.sleep(pause)
+                except grpc.RpcError as failed:
+                    if (status := await end.status(failed)) is not None:
+                        raise status from None
+                finally:
+                    responses.cancel()
+        finally:
+            images.raise_error()  # takes precedence over the server's error
+        if report is None:
+            raise call.invalid_response("the evaluation ended without a report")
+        return await asyncio.to_thread(report_from_message, report)  # 1000 classes take a while
 
     async def models(self, *, timeout: Timeout = "default", request_id: str | None = None) -> list[ServedModel]:
         """Return the served models, in the server's order."""
-        deadline = self._settings.deadline(timeout)
-
-        async def send(method: str, request: object) -> Any:
-            return await self._unary_call(method, request, self._new_call(timeout, request_id, deadline))
-
-        listed = (await send("ListModels", pb.ListModelsRequest())).models
+        call = self._call(timeout, request_id)
+        listed = (await self._unary("ListModels", pb.ListModelsRequest(), call)).models
         requests = (pb.GetModelRequest(name=model.name) for model in listed)
-        return [served_model_from_message((await send("GetModel", request)).model) for request in requests]
+        return [served_model_from_message((await self._unary("GetModel", each, call)).model) for each in requests]
 
     async def ready(self, *, timeout: Timeout = "default") -> bool:
         """Whether the server accepts calls; False if it reports that it does not, or does not answer in time."""
-        call = self._new_call(timeout, None)
-        options = call.begin()
+        call = self._call(timeout, None)
         try:
-            response = await self._backend.unary(self._health.Check, health_pb2.HealthCheckRequest(), options)
+            response = await self._health.Check(health_pb2.HealthCheckRequest(), **call.arguments())
         except grpc.RpcError as failed:
-            if failed.code() in _UNANSWERED:
+            if failed.code() in UNANSWERED:
                 return False
-            raise call.failure_of(failed).error from failed
+            raise call.error(failed) from failed
         return bool(response.status == health_pb2.HealthCheckResponse.SERVING)
 
-    def _new_call(self, timeout: Timeout, request_id: str | None, deadline: float | None = None) -> Call:
-        patient = timeout == "default" and self._settings.default_timeout
-        call = Call(self._settings, deadline or self._settings.deadline(timeout), request_id, patient=patient)
+    def _call(self, timeout: Timeout, request_id: str | None) -> Call:
+        call = Call(self._settings, timeout, request_id)
         self._check_loop()
         return call
 
     def _check_loop(self) -> None:
-        if self._backend.running_loop() is not self._loop:
+        if asyncio.get_running_loop() is not self._loop:
             raise UsageError("this AsyncClient belongs to another event loop; create one in each loop")
 
-    async def _unary_call(self, method: str, request: Any, call: Call, read: Callable[[], bytes] | None = None) -> Any:
-        """Make a unary call, with retries, when its turn comes. read: returns the image that the request needs."""
-        again = False
-        while True:
-            if not await self._pacer.enter(call.turn_deadline, first=again):
-                raise call.with_request_id(DeadlinePassed(_NO_TURN))
-            try:
-                if read is not None:  # not before its turn: of a large burst, few images should be in memory
-                    request.image, read = await self._backend.run_slow(read), None
-                options = call.begin()
-                response = await self._backend.unary(getattr(self._stub, method), request, options)
-            except grpc.RpcError as failed:
-                failure, pause = call.failure_of(failed), 0.0
-                full = isinstance(failure.error, Overloaded)
-                again = not failure.absent  # a server has seen it, so its deadline has begun
-                if not (full and self._pacer.refused() and call.forgive_refusal()):
-                    pause = call.pause_after(failed)
-                    if full:  # keep the turn: the others would be refused, too
-                        await self._backend.sleep(pause)
-                        pause = 0.0
-            else:
-                call.answer_received()
-                self._pacer.answered()
-                return response
-            finally:
-                self._pacer.leave()
-            await self._backend.sleep(pause)
+    async def _unary(self, method: str, request: object, call: Call, limit: float | None = None) -> Any:
+        await self._try_connection(call)
+        async with self._errors(call):
+            response = await getattr(self._stub, method)(request, **call.arguments(limit))
+        return _checked(response, call)
 
-    def _open_stream(self, method: str, call: Call, requests: AsyncGenerator[Any, None]) -> AsyncGenerator[Any, None]:
-        """Begin an attempt of a streaming call and return its responses."""
-        self._check_loop()
-        options = call.begin()
-        return self._backend.stream(getattr(self._stub, method), requests, options)
+    async def _try_connection(self, call: Call) -> None:
+        """Before a client's first call, raise the error of a connection that waiting would not bring about."""
+        if not self._settings.probed:
+            self._settings.probed = True
+            failed = await self._no_connection(call.left(PROBE_TIMEOUT))
+            if failed is not None and is_misconfigured(failed):
+                self._settings.probed = False
+                raise call.error(failed) from failed
+
+    async def _no_connection(self, timeout: float | None) -> grpc.RpcError | None:
+        """Return why there is no connection to a server that accepts calls, None if there is or if it is not known."""
+        try:
+            await self._health.Check(health_pb2.HealthCheckRequest(), timeout=timeout)
+        except grpc.RpcError as failed:
+            return failed if failed.code() == grpc.StatusCode.UNAVAILABLE else None
+        return None
+
+    @asynccontextmanager
+    async def _errors(self, call: Call) -> AsyncIterator[None]:
+        """Convert gRPC's errors. A call that waits for a server in vain gets the reason, not only that time is up."""
+        try:
+            yield
+        except grpc.RpcError as failed:
+            if self._settings.retries and failed.code() == grpc.StatusCode.DEADLINE_EXCEEDED:
+                failed = await self._no_connection(PROBE_TIMEOUT) or failed
+            raise call.error(failed) from failed
+        except asyncio.CancelledError:
+            task = asyncio.current_task()
+            if self._settings.closed and task is not None and not task.cancelling():  # by the channel's end
+                raise call.interrupted() from None
+            raise
+
+
+def _checked(response: Any, call: Call) -> Any:
+    """Return the response. grpc.aio has None for bytes that are no message; synchronous gRPC raises an error."""
+    if response is None:
+        raise call.invalid_response("the response is not a message of this service")
+    return response
+
+
+async def _read_answer(message: pb.ClassifyResponse) -> Answer:
+    if len(message.predictions) > _MAX_INLINE_PREDICTIONS:
+        return await asyncio.to_thread(answer_from_message, message)
+    return answer_from_message(message)
+
+
+async def _in_thread(items: Iterable[Any]) -> AsyncGenerator[Any, None]:
+    """Yield the items of an iterable that takes long."""
+    iterator, end = iter(items), object()
+    while (item := await asyncio.to_thread(next, iterator, end)) is not end:
+        yield item
+
+
+async def _read(
+    many: ManyImages, images: AsyncIterable[Any] | Iterable[Any], events: "asyncio.Queue[Any]", room: asyncio.Semaphore
+) -> None:
+    """Build requests while there is room; at last, put why there are no more, and close the caller's generator."""
+    source = images if isinstance(images, AsyncIterable) else _in_thread(images)
+    try:
+        iterator = aiter(source)
+        for number in count():
+            await room.acquire()
+            image = await anext(iterator)
+            events.put_nowait(await asyncio.to_thread(many.build, number, image))
+    except BaseException as end:
+        events.put_nowait(end)
+    finally:
+        if isinstance(source, AsyncGenerator):
+            await source.aclose()
+
+
+_CORE_ERROR = "Internal error from Core"  # gRPC's text for a request that it could not send
+STATUS_TIMEOUT = 1.0  # seconds for the status that follows; it has arrived, or is on its way within this process
+
+
+class StreamEnd:
+    """How a stream ended.
+
+    If a server ends a stream while a request is being sent, grpc.aio replaces the server's status by its own INTERNAL
+    (grpc/grpc#36066), before or after the former arrives. Both run the done callbacks, so a callback records the
+    server's status.
+    """
+
+    def __init__(self, stream: Any) -> None:
+        self._status: asyncio.Future[grpc.aio.AioRpcError] = asyncio.get_running_loop().create_future()
+        stream.add_done_callback(self._note)
+
+    def _note(self, stream: Any) -> None:
+        details = _result(stream.details())
+        if not self._status.done() and details != _CORE_ERROR:
+            trailing = grpc.aio.Metadata(*(_result(stream.trailing_metadata()) or ()))
+            status = grpc.aio.AioRpcError(_result(stream.code()), grpc.aio.Metadata(), trailing, details)
+            self._status.set_result(status)
+
+    async def status(self, failed: grpc.RpcError) -> grpc.RpcError | None:
+        """Return the server's status, None if it is OK. failed: what grpc.aio raised."""
+        if failed.details() != _CORE_ERROR:
+            return failed
+        try:
+            async with asyncio.timeout(STATUS_TIMEOUT):
+                status = await self._status
+        except TimeoutError:
+            return failed
+        return None if status.code() == grpc.StatusCode.OK else status
+
+
+def _result(coroutine: Coroutine[Any, Any, Any]) -> Any:
+    """Return the result of a coroutine that does not suspend, as those of a call that has ended."""
+    try:
+        coroutine.send(None)
+    except StopIteration as done:
+        return done.value
+    raise AssertionError("the coroutine was suspended")

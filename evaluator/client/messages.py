@@ -1,17 +1,16 @@
 """The messages of a client: what it reads and what it sends."""
 
-from collections.abc import AsyncGenerator, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypedDict, Unpack
 
-from ..answer import Answer
 from ..contract import ClassEntry
 from ..errors import DatasetError, ImageError, UsageError
+from ..image_input import ImageInput, encoded_image
 from ..pb.prelunet.v1 import prelunet_pb2 as pb
-from ..rpc.convert import answer_from_message, to_plain
+from ..rpc.convert import to_plain
 from ..rpc.status import MAX_MESSAGE_BYTES
-from .backends import Backend
 
 if TYPE_CHECKING:
     from ..datasets.dataset import Dataset, Sample
@@ -73,101 +72,78 @@ def progress_from_message(progress: pb.EvaluateProgress) -> EvaluationProgress:
     return EvaluationProgress(progress.images, progress.refused, top1_error, progress.seconds)
 
 
-_MAX_INLINE_PREDICTIONS = 50  # reading an answer of 1000 classes takes 20 ms, too long for an event loop
-
-
-async def read_answer(message: pb.ClassifyResponse, backend: Backend) -> Answer:
-    """Read the answer for one image."""
-    if len(message.predictions) > _MAX_INLINE_PREDICTIONS:
-        return await backend.run_slow(answer_from_message, message)
-    return answer_from_message(message)
-
-
 # Requests.
+
+
+class EvaluateOptions(TypedDict, total=False):
+    """How the images of a dataset are classified.
+
+    model: name of a served model, needed if there are several; protocol: name, "" for the model's default;
+    scales: shorter sides in pixels, None for the protocol's; mirror: whether to add a mirrored copy of each view, None
+    for the protocol's choice; apply_exif: apply EXIF orientation.
+    """
+
+    model: str | None
+    protocol: str
+    scales: Sequence[int] | None
+    mirror: bool | None
+    apply_exif: bool
+
+
+class ClassifyOptions(EvaluateOptions, total=False):
+    """How an image is classified, and what its answer holds.
+
+    top_k: 1 to the number of classes, None for 5, or all if there are fewer; heatmap: draw a heat map of each of the
+    top five classes.
+    """
+
+    top_k: int | None
+    heatmap: bool
 
 
 _MESSAGE_OVERHEAD = 4096  # bytes of a message for the file's name, its class and the framing
 
 
-def classify_request(
-    image: bytes = b"",
-    *,
-    model: str | None = None,
-    protocol: str = "",
-    scales: Sequence[int] | None = None,
-    mirror: bool | None = None,
-    top_k: int | None = None,
-    heatmap: bool = False,
-    apply_exif: bool = False,
-) -> pb.ClassifyRequest:
-    """Return the request for one image; the arguments are those of `Client.classify`."""
-    if isinstance(top_k, int) and not 1 <= top_k < 2**31:
-        raise UsageError(f"top_k is {top_k}, but it must be between 1 and the model's number of classes")
-    with _invalid_options():
-        return pb.ClassifyRequest(
-            image=image,
-            model=model or "",
-            protocol=protocol,
-            scales=_checked(scales),
-            mirror=mirror,
-            top_k=top_k,
-            heatmap=heatmap,
-            apply_exif=apply_exif,
-        )
-
-
-def stream_request(number: int, request: pb.ClassifyRequest) -> pb.ClassifyStreamRequest:
-    """Return one request of a stream. Raises ImageError for an image so large that it would end the whole stream."""
-    if (size := request.ByteSize()) > MAX_MESSAGE_BYTES - _MESSAGE_OVERHEAD:
+def classify_request(image: ImageInput, **options: Unpack[ClassifyOptions]) -> pb.ClassifyRequest:
+    """Return the request for one image, which is read; this may take long. Raises UsageError and ImageError."""
+    data = encoded_image(image)
+    if len(data) > MAX_MESSAGE_BYTES - _MESSAGE_OVERHEAD:  # gRPC would repeat what no server accepts
         raise ImageError(
-            f"{size} bytes do not fit into a message, whose limit is {MAX_MESSAGE_BYTES} bytes. Send a smaller image"
+            f"{len(data)} bytes do not fit into a message, whose limit is {MAX_MESSAGE_BYTES} bytes. "
+            "Send a smaller image"
         )
-    return pb.ClassifyStreamRequest(id=str(number), request=request)
+    with _invalid_options():
+        top_k = options.get("top_k")
+        if isinstance(top_k, int) and not 1 <= top_k < 2**31:
+            raise UsageError(f"top_k is {top_k}, but it must be between 1 and the model's number of classes")
+        _check_scales(options.get("scales"))
+        return pb.ClassifyRequest(image=data, **options)
 
 
-def evaluate_start(
-    dataset: "Dataset",
-    *,
-    model: str | None,
-    protocol: str,
-    scales: Sequence[int] | None,
-    mirror: bool | None,
-    apply_exif: bool,
-) -> pb.EvaluateRequest:
-    """Return the first message of an evaluation; the arguments are those of `Client.evaluate`."""
+def evaluate_start(dataset: "Dataset", **options: Unpack[EvaluateOptions]) -> pb.EvaluateRequest:
+    """Return the first message of an evaluation. Raises UsageError."""
     if not hasattr(dataset, "samples"):
         raise UsageError(
             f"dataset is a {type(dataset).__name__}; open it first: prelunet.evaluator.datasets.open_dataset"
         )
     with _invalid_options():
-        start = pb.EvaluateStart(
-            model=model or "",
-            protocol=protocol,
-            dataset=dataset.location.name,
-            scales=_checked(scales),
-            mirror=mirror,
-            apply_exif=apply_exif,
-        )
-    return pb.EvaluateRequest(start=start)
+        _check_scales(options.get("scales"))
+        return pb.EvaluateRequest(start=pb.EvaluateStart(dataset=dataset.location.name, **options))
 
 
 class LabelledImages:
-    """The messages of one evaluation. begun: whether an image has been requested."""
+    """The messages of one evaluation, in order. An image that cannot be read ends them, and so the call."""
 
-    def __init__(self, dataset: "Dataset", start: pb.EvaluateRequest, backend: Backend) -> None:
-        self.begun = False
+    def __init__(self, dataset: "Dataset", start: pb.EvaluateRequest) -> None:
+        self._error: Exception | None = None
         self._dataset = dataset
         self._start = start
-        self._backend = backend
-        self._error: Exception | None = None
 
-    async def messages(self) -> AsyncGenerator[pb.EvaluateRequest, None]:
-        """Yield the messages in order. An image that cannot be read ends them, and so the call."""
+    def __iter__(self) -> Iterator[pb.EvaluateRequest]:
         yield self._start
-        self.begun = True
         try:
             for sample in self._dataset.samples:
-                yield await self._backend.run_slow(_labelled_image, self._dataset, sample)
+                yield _labelled_image(self._dataset, sample)
         except Exception as error:  # gRPC would only report that something failed here
             self._error = error
 
@@ -199,16 +175,15 @@ def _labelled_image(dataset: "Dataset", sample: "Sample") -> pb.EvaluateRequest:
 
 @contextmanager
 def _invalid_options() -> Iterator[None]:
-    """Convert what Python and protobuf raise for an option of a wrong type, and for text that is not Unicode."""
+    """Convert what Python and protobuf raise for an unknown option, a wrong type, and text that is not Unicode."""
     try:
         yield
     except (TypeError, ValueError) as error:
         raise UsageError(f"an option cannot be sent: {error}. Give a value of the documented type") from error
 
 
-def _checked(scales: Sequence[int] | None) -> Sequence[int]:
-    """Return the scales if a message can hold them; the server checks whether the model supports them."""
+def _check_scales(scales: Sequence[int] | None) -> None:
+    """Check that a message can hold the scales; the server checks whether the model supports them."""
     for scale in scales or ():
         if not 1 <= scale < 2**32:
             raise UsageError(f"scales has {scale}, but a scale is a shorter side in pixels, 1 or more")
-    return scales or ()

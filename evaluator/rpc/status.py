@@ -26,6 +26,7 @@ from ..errors import (
     ModelNotFound,
     ModelRefused,
     NotReady,
+    OutOfMemory,
     Overloaded,
     PermissionDenied,
     PreluNetError,
@@ -88,14 +89,16 @@ def status_of(error: BaseException, incident: str) -> grpc.Status:
     status = Status(code=code_of(error).value[0], message=client_message(error, incident))
     if reason := reason_for(error):
         status.details.append(_packed(ErrorInfo(reason=reason, domain=DOMAIN)))
-    pushback: tuple[tuple[str, str], ...] = ()
-    if isinstance(error, Overloaded) and error.retry_after is not None:
-        milliseconds, delay = round(1000 * error.retry_after), Duration()
-        delay.FromMilliseconds(milliseconds)
+    pushback: int | None = None  # milliseconds for gRPC's own retries (gRFC A6)
+    if isinstance(error, OutOfMemory):
+        pushback = -1  # no retry: it has the code of Overloaded, but would fail again
+    elif isinstance(error, Overloaded | NotReady) and error.retry_after is not None:
+        pushback, delay = round(1000 * error.retry_after), Duration()
+        delay.FromMilliseconds(pushback)
         status.details.append(_packed(RetryInfo(retry_delay=delay)))
-        pushback = (("grpc-retry-pushback-ms", str(milliseconds)),)  # gRPC's own retries obey this (gRFC A6)
     converted: Any = rpc_status.to_status(status)
-    grpc_status: grpc.Status = converted._replace(trailing_metadata=(*converted.trailing_metadata, *pushback))
+    pushed = () if pushback is None else (("grpc-retry-pushback-ms", str(pushback)),)
+    grpc_status: grpc.Status = converted._replace(trailing_metadata=(*converted.trailing_metadata, *pushed))
     return grpc_status
 
 
@@ -125,10 +128,11 @@ def error_from(call: grpc.RpcError, address: str) -> PreluNetError:
     if code == grpc.StatusCode.UNAVAILABLE:
         explanations = (explanation for pattern, explanation in _UNAVAILABLE if re.search(pattern, text))
         unexplained = "the call was interrupted, or the server cannot be reached; try again"
-        return EnvironmentFault(f"{address}: {next(explanations, unexplained)} ({text})")
+        kind = NotReady if _UNHEALTHY in text else EnvironmentFault
+        return kind(f"{address}: {next(explanations, unexplained)} ({text})")
     if code in _CLIENT_SIDE:
-        kind, explanation = _CLIENT_SIDE[code]
-        return kind(f"{address}: {explanation} ({text})")
+        other, explanation = _CLIENT_SIDE[code]
+        return other(f"{address}: {explanation} ({text})")
     return PreluNetError(f"{address}: {code.name}: {text}")
 
 
@@ -148,10 +152,12 @@ _CLIENT_SIDE: dict[grpc.StatusCode, tuple[type[PreluNetError], str]] = {
 
 # Beginning of gRPC's (1.81) text when it cannot connect: to any of several addresses, to the only one.
 _NO_CONNECTION = ("connections to all backends failing", "failed to connect to all addresses")
+_UNHEALTHY = "backend unhealthy"  # connected, but its health is NOT_SERVING
 _NOT_HTTP2 = "Failed parsing HTTP/2"
 _TLS_FAILED = "Tls handshake failed|Hostname Verification|security handshaker"
 # Pattern in gRPC's text for its own UNAVAILABLE, and our explanation; the first match counts.
 _UNAVAILABLE = (
+    (_UNHEALTHY, "the server is loading its models or stopping; try again later"),
     ("errors resolving", "the host name cannot be resolved; check the address"),
     ("WRONG_VERSION_NUMBER", "the server does not use TLS on this port; connect without TLS, or to its port with TLS"),
     ("certificate has expired", "the server's certificate has expired; its operator has to renew it"),
@@ -195,11 +201,17 @@ def is_unreachable(call: grpc.RpcError) -> bool:
     return unavailable and text.startswith(_NO_CONNECTION) and not re.search(f"{_NOT_HTTP2}|{_TLS_FAILED}", text)
 
 
+def is_misconfigured(call: grpc.RpcError) -> bool:
+    """Return whether a call failed because of its address or TLS, which waiting does not change."""
+    permanent = f"errors resolving|{_NOT_HTTP2}|{_TLS_FAILED}"
+    return call.code() == grpc.StatusCode.UNAVAILABLE and re.search(permanent, call.details() or "") is not None
+
+
 def error_for_reason(reason: str, retry_after: float | None, text: str) -> PreluNetError | None:
     """Return our error for a machine-readable reason (see `reason_for`); None if the table has no such reason."""
     kind = _ERROR_CLASSES.get(reason)
-    if kind is Overloaded:
-        return Overloaded(text, retry_after)
+    if kind is Overloaded or kind is NotReady:
+        return kind(text, retry_after)
     return None if kind is None else kind(text)
 
 

@@ -123,10 +123,10 @@ def classify(
         elif server is not None and model is None:
             if device is not None or placement.precision is not None:
                 raise UsageError("--device and --precision require --model: a server chooses them when it starts")
-            from ..client import Client, RetryPolicy
+            from ..client import Client
 
-            retries = RetryPolicy(restart_timeout=0)  # at a terminal, fail fast if no server is listening
-            connection = Client(server, timeout=timeout or DEFAULT_TIMEOUT, retries=retries, credentials=credentials)
+            # Without retries: at a terminal, fail fast if no server is listening.
+            connection = Client(server, timeout=timeout or DEFAULT_TIMEOUT, retries=False, credentials=credentials)
             client = stack.enter_context(connection)
             classify_image = partial(client.classify, model=name, protocol=protocol or "", **options)
         else:

@@ -272,12 +272,12 @@ def check_server(address: str, timeout: float, credentials: Credentials) -> Iter
     import grpc
     from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-    from ..client import Client, RetryPolicy
-    from ..client.backends import BlockingBackend
+    from ..client import Client
+    from ..client.channel import open_channel
     from ..rpc.status import error_from
 
-    options = [("grpc.enable_http_proxy", 0)]  # connect directly, as the client does
-    with BlockingBackend().new_channel(address, credentials.of_channel(), options) as channel:
+    options: list[tuple[str, Any]] = [("grpc.enable_http_proxy", 0)]  # connect directly, as the client does
+    with open_channel(grpc, address, credentials.of_channel(), options) as channel:
         check = health_pb2_grpc.HealthStub(channel).Check
         seconds = []
         try:
@@ -295,7 +295,7 @@ def check_server(address: str, timeout: float, credentials: Credentials) -> Iter
         return
     yield Finding("server", message, facts=facts)
     try:
-        with Client(address, timeout=timeout, retries=RetryPolicy.none(), credentials=credentials) as client:
+        with Client(address, timeout=timeout, retries=False, credentials=credentials) as client:
             models = client.models()
     except PreluNetError as error:
         yield Finding("served models", "cannot be listed", "wrong", str(error))

@@ -5,7 +5,7 @@ import socket
 import threading
 import time
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from concurrent import futures
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -14,13 +14,12 @@ from typing import Any
 import grpc
 from grpc_health.v1 import health, health_pb2_grpc
 
-from prelunet.evaluator.client import AsyncClient, RetryPolicy
-from prelunet.evaluator.errors import ImageError, Overloaded
+from prelunet.evaluator.client import AsyncClient
+from prelunet.evaluator.errors import Overloaded
 from prelunet.evaluator.pb.prelunet.v1 import prelunet_pb2 as pb
 from prelunet.evaluator.pb.prelunet.v1 import prelunet_pb2_grpc as pb_grpc
-from prelunet.evaluator.rpc.status import code_of, reason_for, status_of
+from prelunet.evaluator.rpc.status import status_of
 
-QUICK = RetryPolicy(initial_backoff=0.001, max_backoff=0.001, restart_timeout=0)
 AT_ONCE = Overloaded("too much to do", retry_after=0.001)
 
 
@@ -59,10 +58,6 @@ class ScriptedServicer(pb_grpc.PreluNetServiceServicer):
         step = self._step("Classify", context)
         return answer_to(request) if step is None else step(request, context)
 
-    def ClassifyStream(self, request_iterator, context):  # noqa: N802
-        step = self._step("ClassifyStream", context)
-        yield from (answers_to if step is None else step)(request_iterator, context)
-
     def Evaluate(self, request_iterator, context):  # noqa: N802
         step = self._step("Evaluate", context)
         yield from step(request_iterator, context)
@@ -84,56 +79,20 @@ def answer_to(request: pb.ClassifyRequest) -> pb.ClassifyResponse:
     )
 
 
-def good(request: pb.ClassifyStreamRequest) -> pb.ClassifyStreamResponse:
-    """Return a good answer to one image of a stream."""
-    return pb.ClassifyStreamResponse(id=request.id, response=answer_to(request.request))
-
-
-def bad(request: pb.ClassifyStreamRequest, error: Exception) -> pb.ClassifyStreamResponse:
-    """Return an error as the answer to one image of a stream."""
-    message = pb.CallError(
-        code=code_of(error).value[0],
-        reason=reason_for(error),
-        message=str(error),
-        retry_after_seconds=getattr(error, "retry_after", None),
-    )
-    return pb.ClassifyStreamResponse(id=request.id, error=message)
-
-
-def answers_to(requests: Iterable[pb.ClassifyStreamRequest], _: Any) -> Iterator[pb.ClassifyStreamResponse]:
-    """Answer every image of a stream well."""
-    yield from map(good, requests)
-
-
 def text_of(answer: Any) -> str:
     """Return which image an answer belongs to."""
     return answer.predictions[0].name
 
 
-class AlternatingServicer(pb_grpc.PreluNetServiceServicer):
-    """Answers, refuses and breaks in turns, and remembers nothing."""
-
-    turns = 0
-
-    def Classify(self, request, context):  # noqa: N802
-        self.turns += 1
-        if self.turns % 4 == 1:
-            context.abort_with_status(status_of(ImageError("no image"), ""))
-        if self.turns % 4 == 2:
-            context.abort(grpc.StatusCode.UNAVAILABLE, "gone")
-        return answer_to(request)
-
-    def ClassifyStream(self, request_iterator, context):  # noqa: N802
-        return answers_to(request_iterator, context)
-
-
 @contextmanager
-def served(servicer: pb_grpc.PreluNetServiceServicer, port: int = 0) -> Iterator[str]:
-    """Serve with gRPC's plain server; yields its address."""
+def served(
+    servicer: pb_grpc.PreluNetServiceServicer, port: int = 0, status: health.HealthServicer | None = None
+) -> Iterator[str]:
+    """Serve with gRPC's plain server; yields its address. status: its health, SERVING by default."""
     pool = futures.ThreadPoolExecutor(8)
     server = grpc.server(pool)
     pb_grpc.add_PreluNetServiceServicer_to_server(servicer, server)
-    health_pb2_grpc.add_HealthServicer_to_server(health.HealthServicer(), server)
+    health_pb2_grpc.add_HealthServicer_to_server(status or health.HealthServicer(), server)
     address = f"127.0.0.1:{server.add_insecure_port(f'127.0.0.1:{port}')}"
     server.start()
     try:
@@ -141,6 +100,12 @@ def served(servicer: pb_grpc.PreluNetServiceServicer, port: int = 0) -> Iterator
     finally:
         server.stop(None).wait()
         pool.shutdown()
+
+
+def free_port() -> int:
+    """Return a port on which nothing listens."""
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        return int(taken.getsockname()[1])
 
 
 class AsyncInThread:
@@ -204,11 +169,11 @@ class AsyncInThread:
 
 
 class Relay:
-    """A way to a server whose connections can be cut, or left open with nothing moving on them any more."""
+    """A way to a server whose connections can be cut."""
 
     def __init__(self, target: str) -> None:
         self._target = target
-        self._connections: list[tuple[socket.socket, socket.socket, threading.Event]] = []
+        self._sockets: list[socket.socket] = []
 
     def __enter__(self) -> "Relay":
         self._listening = socket.create_server(("127.0.0.1", 0))
@@ -223,34 +188,24 @@ class Relay:
 
     def _accept(self) -> None:
         host, _, port = self._target.rpartition(":")
-        while True:
-            try:
+        with suppress(OSError):  # closed
+            while True:
                 near, _ = self._listening.accept()
-            except OSError:  # closed
-                return
-            far, moving = socket.create_connection((host, int(port))), threading.Event()
-            moving.set()
-            self._connections.append((near, far, moving))
-            for pair in ((near, far), (far, near)):
-                threading.Thread(target=self._copy, args=(*pair, moving), daemon=True).start()
+                far = socket.create_connection((host, int(port)))
+                self._sockets += [near, far]
+                for pair in ((near, far), (far, near)):
+                    threading.Thread(target=self._copy, args=pair, daemon=True).start()
 
     @staticmethod
-    def _copy(source: socket.socket, target: socket.socket, moving: threading.Event) -> None:
+    def _copy(source: socket.socket, target: socket.socket) -> None:
         with suppress(OSError):  # cut
-            while (data := source.recv(65536)) and moving.wait():
+            while data := source.recv(65536):
                 target.sendall(data)
-
-    def freeze(self) -> None:
-        """Let nothing more through on the connections there are; new ones work."""
-        for _, _, moving in self._connections:
-            moving.clear()
 
     def cut(self) -> None:
         """Break every connection."""
-        connections, self._connections = self._connections, []
-        for near, far, moving in connections:
-            for each in (near, far):
-                with suppress(OSError):  # where the other side was quicker
-                    each.shutdown(socket.SHUT_RDWR)
-                each.close()
-            moving.set()
+        sockets, self._sockets = self._sockets, []
+        for each in sockets:
+            with suppress(OSError):  # where the other side was quicker
+                each.shutdown(socket.SHUT_RDWR)
+            each.close()

@@ -1,13 +1,10 @@
-"""What only asyncio has; what both clients do is in test_retries.py, test_streams.py and test_evaluations.py."""
+"""What only asyncio has; what both clients do is in the other files."""
 
 import asyncio
-import gc
 import inspect
 import os
 import threading
-import weakref
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,14 +13,14 @@ import grpc.aio
 import numpy as np
 import pytest
 
-import prelunet.evaluator.client.messages
 from prelunet.evaluator.client import AsyncClient, Client
-from prelunet.evaluator.client.backends import StreamEnd
-from prelunet.evaluator.client.calls import Attempts
 from prelunet.evaluator.datasets.dataset import Dataset, Sample
-from prelunet.evaluator.errors import ImageError, Overloaded, UsageError
+from prelunet.evaluator.errors import Overloaded, UsageError
 from prelunet.evaluator.pb.prelunet.v1 import prelunet_pb2 as pb
-from tests.client.client_harness import QUICK, ScriptedServicer, served, text_of
+from prelunet.evaluator.pb.prelunet.v1 import prelunet_pb2_grpc as pb_grpc
+from prelunet.evaluator.serving.network import channel_options
+from prelunet.evaluator.serving.options import ServerLimits
+from tests.client.client_harness import ScriptedServicer, answer_to, served, text_of
 from tests.helpers.fakes import FakeSession
 from tests.serving.serving_harness import png, running_server
 
@@ -61,7 +58,7 @@ def on_scripted(server: Any, use: Callable[[AsyncClient], Awaitable[Any]]) -> An
     """Run `use` with a client of a scripted server."""
 
     async def run(address: str) -> Any:
-        async with AsyncClient(address, retries=replace(QUICK, answers_per_retry=1)) as client:
+        async with AsyncClient(address) as client:
             return await asyncio.wait_for(use(client), 60)
 
     with served(server) as address:
@@ -101,13 +98,6 @@ def test_a_client_of_another_event_loop_is_refused() -> None:
         client = AsyncClient(address)
         asyncio.run(enter(client))
         asyncio.run(use(client))
-        with asyncio.Runner() as runner:  # whose loop still runs
-            client = AsyncClient(address)
-            runner.run(enter(client))
-            thread = threading.Thread(target=asyncio.run, args=(use(client),))
-            thread.start()
-            thread.join()
-            runner.run(client.close())
 
 
 def test_cancelling_a_task_cancels_its_call_on_the_server() -> None:
@@ -139,7 +129,7 @@ def test_cancelling_a_task_cancels_its_call_on_the_server() -> None:
             ended.clear()
         assert text_of(await client.classify(b"cat")) == "cat"
 
-    on_scripted(ScriptedServicer(hold, hold_stream, hold_stream), use)
+    on_scripted(ScriptedServicer(hold, hold, None, hold_stream), use)
 
 
 def test_a_cancelled_task_stays_cancelled_while_the_client_is_closed() -> None:
@@ -161,17 +151,19 @@ def test_a_cancelled_task_stays_cancelled_while_the_client_is_closed() -> None:
     on_scripted(ScriptedServicer(hold), use)
 
 
-def test_a_task_that_waits_for_its_next_attempt_can_be_cancelled(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_task_that_waits_for_its_next_attempt_can_be_cancelled() -> None:
+    server = ScriptedServicer(Overloaded("full", retry_after=3600))
+
     async def use(client: AsyncClient) -> None:
-        waiting, pause = asyncio.Event(), Attempts.pause
-        monkeypatch.setattr(Attempts, "pause", lambda self, error, **more: waiting.set() or pause(self, error, **more))
         task = asyncio.create_task(client.classify(b"cat", timeout=None))
-        await waiting.wait()
+        while not server.seen:
+            await asyncio.sleep(0.01)
+        await asyncio.sleep(0.1)
         task.cancel()
         with pytest.raises(asyncio.CancelledError):
             await task
 
-    on_scripted(ScriptedServicer(Overloaded("full", retry_after=3600)), use)
+    on_scripted(server, use)
 
 
 def test_an_asynchronous_generator_of_images_is_closed_while_one_of_them_is_prepared() -> None:
@@ -228,11 +220,8 @@ def test_images_may_come_from_an_asynchronous_iterable() -> None:
         await anext(results)
         await results.aclose()
         assert left.is_set()
-        assert [(key, text_of(answer)) async for key, answer in client.classify_many(images())] == [
-            ("CAT", "cat"),
-            ("DOG", "dog"),
-            ("FOX", "fox"),
-        ]
+        answers = {key: text_of(answer) async for key, answer in client.classify_many(images())}
+        assert answers == {"CAT": "cat", "DOG": "dog", "FOX": "fox"}
         closed.clear()
         results = client.classify_many(images())
         await anext(results)
@@ -256,7 +245,7 @@ def test_an_abandoned_stream_ends_with_its_loop_without_a_log_line(caplog: pytes
     assert [record.getMessage() for record in caplog.records if record.name == "asyncio"] == []
 
 
-def test_slow_work_runs_in_threads(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_images_are_read_in_threads(tmp_path: Path) -> None:
     where: dict[str, int] = {}
     file = tmp_path / "cat.jpg"
     file.write_bytes(b"cat")
@@ -281,114 +270,19 @@ def test_slow_work_runs_in_threads(monkeypatch: pytest.MonkeyPatch, tmp_path: Pa
     async def each_of(image: object) -> AsyncIterator[object]:
         yield image
 
-    def thousand(request, context):
-        return pb.ClassifyResponse(predictions=[pb.Prediction(class_index=n) for n in range(1000)])
-
     def report(requests, _):
         list(requests)
         yield pb.EvaluateResponse(report=pb.Report(worst=pb.WorstClasses()))
 
-    reading = prelunet.evaluator.client.messages.answer_from_message
-
-    def noting(message: pb.ClassifyResponse) -> Any:
-        where[f"{len(message.predictions)} predictions"] = threading.get_ident()
-        return reading(message)
-
-    monkeypatch.setattr(prelunet.evaluator.client.messages, "answer_from_message", noting)
-
     async def use(client: AsyncClient) -> None:
-        here = threading.get_ident()
-        assert len((await client.classify(b"cat")).predictions) == 1000
-        assert [key async for key, _ in client.classify_many(images())] == [0]
         await client.evaluate(Dataset(Path("pets"), ("n0",), [Sample("a", 0, 3)], Noting()))
+        assert [key async for key, _ in client.classify_many(images())] == [0]
         await client.classify(Noted("path"))
         assert [key async for key, _ in client.classify_many(each_of(Noted("path of many")))] == [0]
-        assert {name for name, thread in where.items() if thread == here} == {"1 predictions"}
-        assert len(where) == 6
+        assert where.keys() == {"images", "read", "path", "path of many"}
+        assert threading.get_ident() not in where.values()
 
-    on_scripted(ScriptedServicer(thousand, None, report), use)
-
-
-def test_many_tasks_share_a_client() -> None:
-    async def use(client: AsyncClient) -> None:
-        names = [f"{n}" for n in range(200)]
-        answers = await asyncio.gather(*(client.classify(name.encode()) for name in names))
-        assert [text_of(answer) for answer in answers] == names
-
-        async def many(name: str) -> list[str]:
-            return [text_of(answer) async for _, answer in client.classify_many([name.encode()] * 20)]
-
-        assert await asyncio.gather(*(many(name) for name in "abcd")) == [[name] * 20 for name in "abcd"]
-
-    on_scripted(ScriptedServicer(), use)
-
-
-class Ending:
-    """A stream of grpc.aio whose statuses arrive in an order chosen by the test."""
-
-    def __init__(self) -> None:
-        self.callbacks: list[Callable[[Any], None]] = []
-
-    def add_done_callback(self, callback: Callable[[Any], None]) -> None:
-        self.callbacks.append(callback)
-
-    def end(self, code: grpc.StatusCode, details: str) -> grpc.aio.AioRpcError:
-        self._status = grpc.aio.AioRpcError(code, grpc.aio.Metadata(), grpc.aio.Metadata(("key", details)), details)
-        for callback in self.callbacks:
-            callback(self)
-        return self._status
-
-    async def code(self) -> grpc.StatusCode:
-        return self._status.code()
-
-    async def details(self) -> str | None:
-        return self._status.details()
-
-    async def trailing_metadata(self) -> grpc.aio.Metadata:
-        return self._status.trailing_metadata()
-
-
-INTERNAL, NOT_FOUND, OK = grpc.StatusCode.INTERNAL, grpc.StatusCode.NOT_FOUND, grpc.StatusCode.OK
-CORE_ERROR = "Internal error from Core"
-
-
-@pytest.mark.parametrize("late", [False, True], ids=["before", "after"])
-def test_the_status_of_the_server_is_found_although_grpc_replaces_it_by_its_own(late: bool) -> None:
-    async def status(code: grpc.StatusCode, details: str) -> grpc.RpcError | None:
-        stream = Ending()
-        end = StreamEnd(stream)
-        if not late:
-            stream.end(code, details)
-        failed = stream.end(INTERNAL, CORE_ERROR)
-        asking = asyncio.create_task(end.status(failed))
-        await asyncio.sleep(0)
-        if late:
-            stream.end(code, details)
-        stream.end(grpc.StatusCode.CANCELLED, "cancelled here")
-        return await asking
-
-    async def check() -> None:
-        found = await status(NOT_FOUND, "no model")
-        assert found is not None
-        assert (found.code(), found.details()) == (NOT_FOUND, "no model")
-        assert tuple(found.trailing_metadata()) == (("key", "no model"),)
-        assert await status(OK, "") is None
-
-    asyncio.run(check())
-
-
-def test_the_wait_for_a_status_that_never_comes_ends(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("prelunet.evaluator.client.backends._STATUS_TIMEOUT", 0.01)
-
-    async def check() -> None:
-        stream = Ending()
-        end = StreamEnd(stream)
-        failed = stream.end(INTERNAL, CORE_ERROR)
-        assert await end.status(failed) is failed
-        other = stream.end(INTERNAL, "a mistake; its id is 7")
-        assert await end.status(other) is other
-
-    asyncio.run(check())
+    on_scripted(ScriptedServicer(None, report), use)
 
 
 def test_the_error_of_a_server_that_ends_a_stream_early_is_always_raised() -> None:
@@ -401,28 +295,35 @@ def test_the_error_of_a_server_that_ends_a_stream_early_is_always_raised() -> No
     async def use(client: AsyncClient) -> None:
         for _ in range(20):
             with pytest.raises(Exception, match="no such option"):
-                [_ async for _ in client.classify_many([b"x" * 1000] * 40)]
-            with pytest.raises(Exception, match="no such option"):
                 await client.evaluate(pets())
 
-    on_scripted(ScriptedServicer(*[refuse] * 40), use)
+    on_scripted(ScriptedServicer(*[None, refuse] * 20), use)
 
 
-def test_an_error_that_was_handled_keeps_nothing_alive() -> None:
-    async def use(client: AsyncClient) -> None:
-        with pytest.raises(ImageError) as caught:
-            await client.classify(b"cat")
-        seen = weakref.ref(caught.value)
-        caught = None
-        await asyncio.sleep(0)
-        assert seen() is None, "error, traceback and the request's image would live until the next collection"
+def test_of_a_burst_128_calls_are_in_flight_and_all_are_answered() -> None:
+    now = most = 0
 
-    gc.collect()
-    gc.disable()
-    try:
-        on_scripted(ScriptedServicer(ImageError("no image")), use)
-    finally:
-        gc.enable()
+    class Counting(pb_grpc.PreluNetServiceServicer):
+        async def Classify(self, request, context):  # noqa: N802
+            nonlocal now, most
+            now += 1
+            most = max(most, now)
+            await asyncio.sleep(0.02)
+            now -= 1
+            return answer_to(request)
+
+    async def burst() -> list[Any]:
+        server = grpc.aio.server(options=channel_options(ServerLimits()))
+        pb_grpc.add_PreluNetServiceServicer_to_server(Counting(), server)
+        address = f"127.0.0.1:{server.add_insecure_port('127.0.0.1:0')}"
+        await server.start()
+        async with AsyncClient(address) as client:
+            answers = await asyncio.gather(*(client.classify(b"%d" % n) for n in range(2000)))
+        await server.stop(None)
+        return answers
+
+    assert [text_of(answer) for answer in asyncio.run(burst())] == [f"{n}" for n in range(2000)]
+    assert 64 < most <= 128
 
 
 def pets() -> Dataset:

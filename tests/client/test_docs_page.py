@@ -1,25 +1,19 @@
-"""docs/client.md: its table of errors is what the clients do, and its defaults are those of the code."""
+"""docs/client.md: its table of errors is what the clients do."""
 
 import re
-from dataclasses import fields
 from pathlib import Path
 
 import grpc
 import pytest
 
 from prelunet.evaluator import errors
-from prelunet.evaluator.client import Client, RetryPolicy
+from prelunet.evaluator.client import Client
 from prelunet.evaluator.errors import ERROR_STATUSES, PreluNetError, error_status
-from tests.client.client_harness import QUICK, ScriptedServicer, served
+from tests.client.client_harness import ScriptedServicer, served
 
 PAGE = (Path(__file__).parents[2] / "docs" / "client.md").read_text()
 ROWS = re.findall(r"^\| `(\w+)` \| ([A-Z_]+) \| (yes|no) \|", PAGE, re.MULTILINE)
 assert ROWS
-
-
-def test_the_page_states_the_defaults_of_the_retry_policy() -> None:
-    for field in fields(RetryPolicy):
-        assert f"`{field.name}={field.default}`" in PAGE, field.name
 
 
 def test_the_table_has_every_error_that_a_server_can_return() -> None:
@@ -32,7 +26,7 @@ def test_a_row_of_the_table_is_what_the_client_does(name: str, status: str, agai
     kind: type[PreluNetError] = getattr(errors, name)
     assert error_status(kind("x")).grpc_status == status
     server = ScriptedServicer(kind("x") if kind is not PreluNetError else grpc.StatusCode.INTERNAL)
-    with served(server) as address, Client(address, retries=QUICK) as client:
+    with served(server) as address, Client(address) as client:
         if again == "yes":
             client.classify(b"cat")
         else:

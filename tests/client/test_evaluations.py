@@ -1,23 +1,19 @@
 """`evaluate` of both clients against a scripted server: what is sent, returned and retried."""
 
 import threading
+import time
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
 from pathlib import Path
 
 import grpc
 import pytest
 
 from prelunet.evaluator.client import EvaluationProgress
-from prelunet.evaluator.client.calls import Call
 from prelunet.evaluator.datasets.dataset import Dataset, Sample
-from prelunet.evaluator.errors import DatasetError, EnvironmentFault, Interrupted, NotReady, PreluNetError
+from prelunet.evaluator.errors import DatasetError, EnvironmentFault, Interrupted, Overloaded, PreluNetError
 from prelunet.evaluator.pb.prelunet.v1 import prelunet_pb2 as pb
 from prelunet.evaluator.rpc.status import status_of
-from tests.client.client_harness import QUICK, ScriptedServicer, served
-
-UNAVAILABLE = grpc.StatusCode.UNAVAILABLE
-CANCELLED = grpc.StatusCode.CANCELLED
+from tests.client.client_harness import ScriptedServicer, free_port, served
 
 
 class Photos:
@@ -58,7 +54,7 @@ def evaluated(requests, _):
 
 def test_an_evaluation_reports_its_progress_and_returns_the_report(client_to) -> None:
     steps: list[EvaluationProgress] = []
-    server = ScriptedServicer(evaluated, evaluated)
+    server = ScriptedServicer(None, evaluated, None, evaluated)
     with client_to(server) as client:
         result = client.evaluate(photos(), progress=steps.append, request_id="e1", timeout=50)
         assert (result["images"], result["top1_error"]) == (3, 25)
@@ -68,9 +64,10 @@ def test_an_evaluation_reports_its_progress_and_returns_the_report(client_to) ->
         EvaluationProgress(2, 1, 50, 1),
         EvaluationProgress(3, 1, 100 / 3, 1.5),
     ]
-    assert server.seen[0].metadata["x-request-id"] == "e1"
-    assert 40 < server.seen[0].remaining <= 51
-    assert server.seen[1].remaining > 10**6
+    first, second = (seen for seen in server.seen if seen.method == "Evaluate")
+    assert first.metadata["x-request-id"] == "e1"
+    assert 40 < first.remaining <= 51
+    assert second.remaining > 10**6
 
 
 def test_an_evaluation_sends_its_options_and_every_image_with_its_class(client_to) -> None:
@@ -81,51 +78,55 @@ def test_an_evaluation_sends_its_options_and_every_image_with_its_class(client_t
         yield report(3)
 
     options = {"model": "six", "protocol": "dense", "scales": [32], "mirror": True, "apply_exif": True}
-    with client_to(ScriptedServicer(look)) as client:
+    with client_to(ScriptedServicer(None, look)) as client:
         client.evaluate(photos(), **options)
     images = [pb.LabelledImage(file=name, data=name.encode(), wnid="n1") for name in "abc"]
     assert sent[0] == pb.EvaluateRequest(start=pb.EvaluateStart(dataset="pets", **options))
     assert sent[1:] == [pb.EvaluateRequest(image=image) for image in images]
 
 
-@pytest.mark.parametrize(("code", "error"), [(UNAVAILABLE, EnvironmentFault), (CANCELLED, Interrupted)])
-def test_an_evaluation_is_retried_only_before_its_first_image_is_read(
-    client_of, client_to, monkeypatch, code, error
-) -> None:
-    dataset = photos()
+@pytest.mark.parametrize("images", [0, 1], ids=["before the first image", "after it"])
+@pytest.mark.parametrize(
+    ("failure", "error"),
+    [
+        (grpc.StatusCode.UNAVAILABLE, EnvironmentFault),
+        (grpc.StatusCode.CANCELLED, Interrupted),
+        (Overloaded("full", retry_after=0.001), Overloaded),
+    ],
+    ids=repr,
+)
+def test_an_evaluation_that_has_begun_is_never_repeated(client_to, failure, error: type, images: int) -> None:
+    def broken(requests, context):
+        for _ in range(1 + images):
+            next(requests)
+        if isinstance(failure, grpc.StatusCode):
+            context.abort(failure, "broken")
+        context.abort_with_status(status_of(failure, ""))
 
-    def late(requests, context):
-        next(requests), next(requests)  # an image has arrived
-        context.abort(code, "too late")
+    server = ScriptedServicer(None, broken)
+    with client_to(server) as client, pytest.raises(error, match=r"broken|full"):
+        client.evaluate(photos())
+    assert [seen.method for seen in server.seen] == ["ListModels", "Evaluate"]
 
-    server = ScriptedServicer(late)
-    with client_to(server, retries=QUICK) as client:
-        with pytest.raises(error, match="too late"):
-            client.evaluate(dataset)
-        assert len(server.seen) == 1
-    dataset.reader.read_ones.clear()
-    begun, begin = [], Call.begin
-    monkeypatch.setattr(Call, "begin", lambda self: begun.append(self) or begin(self))
+
+def test_an_evaluation_waits_for_a_server_before_it_reads_images(client_of) -> None:
+    dataset, port = photos(), free_port()
+    with client_of(f"127.0.0.1:{port}") as client, ThreadPoolExecutor(1) as pool:
+        call = pool.submit(client.evaluate, dataset)
+        time.sleep(0.5)
+        assert not call.done()
+        assert dataset.reader.read_ones == []
+        with served(ScriptedServicer(None, evaluated), port):
+            assert call.result(30)["images"] == 3
+    assert dataset.reader.read_ones == ["a", "b", "c"]
+
+
+def test_an_evaluation_waits_for_a_server_up_to_the_timeout_of_the_client(client_of) -> None:
     with (
-        client_of("127.0.0.1:1", retries=QUICK) as client,  # nobody listens on that port
+        client_of(f"127.0.0.1:{free_port()}", timeout=0.3) as client,
         pytest.raises(EnvironmentFault, match="nothing listens there: connection refused"),
     ):
-        client.evaluate(dataset)
-    assert len(begun) == 4
-    assert dataset.reader.read_ones == []
-
-
-def test_an_evaluation_waits_for_a_server_that_loads_its_models_even_after_reading_images(client_to) -> None:
-    def loading(requests, context):
-        list(requests)
-        context.abort_with_status(status_of(NotReady("loading"), ""))
-        yield
-
-    dataset, server = photos(), ScriptedServicer(loading, loading, evaluated)
-    with client_to(server, retries=replace(QUICK, restart_timeout=20, attempts=1)) as client:
-        assert client.evaluate(dataset)["images"] == 3
-    assert len(server.seen) == 3
-    assert dataset.reader.read_ones == ["a", "b", "c"] * 3
+        client.evaluate(photos())
 
 
 def test_an_unreadable_image_is_raised_whatever_the_server_answers(client_to) -> None:
@@ -136,7 +137,7 @@ def test_an_unreadable_image_is_raised_whatever_the_server_answers(client_to) ->
         list(requests)
         context.abort(grpc.StatusCode.INVALID_ARGUMENT, "the stream had no image")
 
-    with client_to(ScriptedServicer(tolerant, strict)) as client:
+    with client_to(ScriptedServicer(None, tolerant, None, strict)) as client:
         for _ in range(2):
             with pytest.raises(DatasetError, match="b: it is gone"):
                 client.evaluate(photos("b"))
@@ -144,7 +145,9 @@ def test_an_unreadable_image_is_raised_whatever_the_server_answers(client_to) ->
 
 def test_an_evaluation_without_a_report_is_an_error_of_the_server(client_of) -> None:
     with (
-        served(ScriptedServicer(lambda requests, _: iter([pb.EvaluateResponse()] * len(list(requests))))) as address,
+        served(
+            ScriptedServicer(None, lambda requests, _: iter([pb.EvaluateResponse()] * len(list(requests))))
+        ) as address,
         client_of(address) as client,
         pytest.raises(PreluNetError, match=f"{address}: the evaluation ended without a report"),
     ):
@@ -161,7 +164,7 @@ def test_an_error_of_the_progress_callback_ends_the_call(client_to) -> None:
     def report_progress(_: EvaluationProgress) -> None:
         raise LookupError("the bar is gone")
 
-    with client_to(ScriptedServicer(watch)) as client:
+    with client_to(ScriptedServicer(None, watch)) as client:
         with pytest.raises(LookupError, match="the bar is gone"):
             client.evaluate(photos(), progress=report_progress)
         assert ended.wait(30)
@@ -175,20 +178,24 @@ def test_a_response_that_is_not_a_message_is_an_error(client_of) -> None:
     def each(requests, context):
         yield from (anything(request, context) for request in requests)
 
-    names = {"Classify": grpc.unary_unary_rpc_method_handler(anything)}
-    names |= {name: grpc.stream_stream_rpc_method_handler(each) for name in ("ClassifyStream", "Evaluate")}
+    def no_models(_request, _context):
+        return b""
+
+    names = {
+        "Classify": grpc.unary_unary_rpc_method_handler(anything),
+        "ListModels": grpc.unary_unary_rpc_method_handler(no_models),
+        "Evaluate": grpc.stream_stream_rpc_method_handler(each),
+    }
     with ThreadPoolExecutor(4) as pool:
         server = grpc.server(pool)
         server.add_generic_rpc_handlers([grpc.method_handlers_generic_handler("prelunet.v1.PreluNetService", names)])
         address = f"127.0.0.1:{server.add_insecure_port('127.0.0.1:0')}"
         server.start()
         with client_of(address) as client:
-            for ask in (
-                lambda: client.classify(b"cat"),
-                lambda: list(client.classify_many([b"cat"])),
-                lambda: client.evaluate(photos()),
-            ):
+            for ask in (lambda: client.classify(b"cat"), lambda: client.evaluate(photos())):
                 with pytest.raises(PreluNetError, match=f"^{address}: ") as caught:
                     ask()
                 assert type(caught.value) is PreluNetError
+            ((_, error),) = client.classify_many([b"cat"])
+            assert type(error) is PreluNetError
         server.stop(None).wait()
