@@ -173,7 +173,13 @@ class ModelContract:
         return self.max_side == self.crop
 
     def feature_map_side(self, side: int) -> int:
-        return feature_map_side(self.trunk, side)
+        if (found := self._feature_map_sides.get(side)) is None:
+            found = self._feature_map_sides[side] = feature_map_side(self.trunk, side)
+        return found
+
+    @cached_property
+    def _feature_map_sides(self) -> dict[int, int]:
+        return {}
 
     def window_grid(self, height: int, width: int) -> tuple[int, int]:
         """Return the rows and columns of the grid of windows of an image; both are >= 1 from `min_side` on."""

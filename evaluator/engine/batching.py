@@ -13,6 +13,7 @@ shapes only the first bound holds: among all partitions of seven random shapes t
 cases, and at most 6 % above the cheapest.
 """
 
+import math
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
@@ -126,15 +127,24 @@ def plan_batches(
     canonical = [(_round_up(height, step, max_side), _round_up(width, step, max_side)) for height, width in shapes]
     if shape_buckets is not None:
         canonical = [shape_buckets.canvas(*shape) or shape for shape in canonical]
-    costs = _Costs(rules, window_grid, {side for shape in canonical for side in shape}, shape_buckets)
-    canvas_of = _shared_canvases(Counter(canonical), costs) if step > 1 and rules.switch_pixels else {}
+    canvas_of: Mapping[tuple[int, int], tuple[int, int]] = {}
+    if step > 1 and rules.switch_pixels:
+        costs = _Costs(rules, window_grid, {side for shape in canonical for side in shape}, shape_buckets)
+        canvas_of = _shared_canvases(Counter(canonical), costs)
     members: dict[tuple[int, int], list[int]] = {}
     for index, shape in enumerate(canonical):
         members.setdefault(canvas_of.get(shape, shape), []).append(index)
     batches = [
         batch
         for (height, width), indices in members.items()
-        for batch in _batches_of(indices, height, width, costs, rules.switch_pixels, shape_buckets)
+        for batch in _batches_of(
+            indices,
+            height,
+            width,
+            rules.max_rows(height * width, math.prod(window_grid(height, width))),
+            rules.switch_pixels,
+            shape_buckets,
+        )
     ]
     return BatchPlan(tuple(batches), sum(height * width for height, width in shapes))
 
@@ -144,10 +154,14 @@ def _round_up(side: int, step: int, largest: int) -> int:
 
 
 def _batches_of(
-    indices: list[int], height: int, width: int, costs: "_Costs", switch_pixels: int, shape_buckets: ShapeBuckets | None
+    indices: list[int],
+    height: int,
+    width: int,
+    max_rows: int,
+    switch_pixels: int,
+    shape_buckets: ShapeBuckets | None,
 ) -> Iterator[Batch]:
     """Yield the batches of one canvas; with shape buckets their rows are rounded up to a bucket."""
-    max_rows = int(costs.max_rows(height, width))
     if shape_buckets is None or (height, width) != shape_buckets.canvas(height, width):
         yield from _cut(indices, height, width, max_rows, switch_pixels)
         return

@@ -210,6 +210,8 @@ def average_image(protocol: EvaluationProtocol, views: Sequence[ViewResult]) -> 
     """Average the views of one image as the protocol defines. Raises ContractError when the model returned NaN."""
     for view in views:
         check_finite(view.scores, f"the {view.height}x{view.width} view of an image")
+    if len(views) == 1 and protocol.averaging == "softmax":
+        return Classification(views[0].scores, tuple(views), protocol.averaging)
     weights = view_weights([view.view for view in views], [view.windows for view in views], protocol.weights)
     scores = average_views(
         [view.scores for view in views], [view.logits for view in views], weights, protocol.averaging

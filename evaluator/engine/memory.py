@@ -1,25 +1,25 @@
 """An upper bound of the main memory of a run, and batches that stay within a limit.
 
-    total = base + max(loading, weights + batch + packed + images + decoding + results + listed)
+    total = max(loading, base + weights + batches + images + decoding + results)
 
 Each part counts the copies that can exist at once. With model A in float32 and one view of 480x1920 pixels:
 
     base      Python, its libraries and the runtime                                                    0.1 GB
     loading   the weights of the file, of the parsed graph, and those being reordered (`loading_copies`)   1.8 GB
     weights   those that a runtime keeps (`weight_copies`)                                             1.1 to 1.8 GB
-    batch     three of the trunk's largest maps, or the pooled features of every window                0.7 to 1.3 GB
-    packed    pixels of batches that are being computed or wait for it                                 50 MB
+    batches   three of the trunk's largest maps, or the pooled features of every window                0.7 to 1.3 GB
+              pixels of batches that are being computed or wait for it                                 50 MB
     images    views of the portion of a chunk being computed, and of the one being prepared            0.8 GB
     decoding  pixels before resizing (`evaluator.imaging.decode_memory`)                               0.3 GB
     results   scores of views until they are averaged and written                                      15 MB
-    listed    names and labels of the images, and finally the lines of the run                         0.5 kB an image
+              names and labels of the images, and finally the lines of the run                         0.5 kB an image
 
-Only the last depends on the number of images. One image that alone exceeds the capacity for decoding is still decoded,
+Only the last line depends on the number of images. One image that alone exceeds the capacity for decoding is decoded
 by itself, beyond the bound (`decode.max_decode_bytes`). benchmarks/README.md compares the bound with measurements.
 """
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
@@ -197,37 +197,21 @@ def image_bytes(protocol: EvaluationProtocol) -> int:
 
 @dataclass(frozen=True)
 class MemoryEstimate:
-    """Upper bounds, in bytes, of the main memory of a process; the module's docstring explains each.
+    """Upper bounds of a process's main memory in bytes.
 
-    loading: while the file loads, when there are no batches and images yet.
+    parts: what is there at once, by name; loading: all that is there while a file is loaded, before most of them.
     """
 
-    base: int
+    parts: Mapping[str, int]
     loading: int
-    weights: int
-    batch: int
-    packed: int
-    images: int
-    decoding: int
-    results: int
-    listed: int
 
     @property
     def total(self) -> int:
-        steady = self.weights + self.batch + self.packed + self.images + self.decoding + self.results + self.listed
-        return self.base + max(self.loading, steady)
+        return max(self.loading, sum(self.parts.values()))
 
     def __str__(self) -> str:
-        parts = {
-            "base": self.base,
-            "weights": self.weights,
-            "batches": self.batch + self.packed,
-            "images": self.images,
-            "decoding": self.decoding,
-            "results": self.results + self.listed,
-        }
-        listed = ", ".join(f"{key} {format_bytes(value)}" for key, value in parts.items())
-        return f"{format_bytes(self.total)} ({listed}; {format_bytes(self.loading)} while loading the weights)"
+        parts = ", ".join(f"{name} {format_bytes(value)}" for name, value in self.parts.items())
+        return f"{format_bytes(self.total)} ({parts}; {format_bytes(self.loading)} while loading the weights)"
 
 
 def estimate_memory(
@@ -246,28 +230,57 @@ def estimate_memory(
     memory: the limit for which batches and portions are planned, or None; sessions: number of sessions like this one;
     pipelines: per session; images: in the dataset; encoded: bytes of all files that are read at a time.
     """
-    contract, device, precision = session.contract, session.placement.device, session.circumstances.precision
+    contract, device = session.contract, session.placement.device
     gpu, streams = RUNTIMES[device].gpu, sessions * pipelines
-    stored = _weights_bytes(session.model_bytes, contract.precision, device)
-    resident = math.ceil(RUNTIMES[device].weight_copies * stored)
-    copies = 2 if session.lanes > 1 else 1  # of the runtime's model, which keeps the memory of its largest batch
     rules = session.rules
     if not gpu:
+        precision = session.circumstances.precision
         rules = cpu_rules(contract, memory, session.model_bytes, device=device, precision=precision)
-    pixels, windows = _largest_batch(contract, protocol, rules)
     portion = portion_size(protocol, chunk, memory, gpu=gpu)
     scores = 4 * len(contract.classes) * (2 * len(protocol.views) + RESULT_PORTIONS)  # of an image and all its views
-    return MemoryEstimate(
-        base=GPU_BASE_BYTES if gpu else BASE_BYTES,
-        loading=loading_bytes(session.model_bytes, contract.precision, device) + (copies * sessions - 1) * resident,
-        weights=copies * sessions * resident,
-        batch=WORKSPACE_BYTES if gpu else copies * batch_bytes(contract, pixels, windows, precision, device),
-        packed=streams * PACKED_BATCHES * 3 * pixels,
-        images=streams * 2 * portion * image_bytes(protocol),
-        decoding=(GPU_DECODE_BYTES if gpu else DECODE_BYTES) + encoded,
-        results=streams * scores * (RESULT_PORTIONS * portion + chunk),
-        listed=LISTED_BYTES_PER_IMAGE * images,
-    )
+    loading, weights = weights_bytes(session)
+    base, scored = base_bytes(device), RESULT_PORTIONS * portion + chunk  # images whose scores are kept
+    parts = {
+        "base": base,
+        "weights": sessions * weights,
+        "batches": largest_batch_bytes(session, protocol, rules, pipelines=streams),
+        "images": streams * 2 * portion * image_bytes(protocol),
+        "decoding": (GPU_DECODE_BYTES if gpu else DECODE_BYTES) + encoded,
+        "results": streams * scores * scored + LISTED_BYTES_PER_IMAGE * images,
+    }
+    return MemoryEstimate(parts, base + loading + (sessions - 1) * weights)
+
+
+def base_bytes(device: str) -> int:
+    """Return what a process takes before it loads a model."""
+    return GPU_BASE_BYTES if RUNTIMES[device].gpu else BASE_BYTES
+
+
+def weights_bytes(session: "Session") -> tuple[int, int]:
+    """Return the bytes of a session's weights: the most while its file is loaded, and afterwards."""
+    device, precision = session.placement.device, session.contract.precision
+    copy = math.ceil(RUNTIMES[device].weight_copies * _weights_bytes(session.model_bytes, precision, device))
+    of_lanes = copy if session.lanes > 1 else 0
+    return loading_bytes(session.model_bytes, precision, device) + of_lanes, copy + of_lanes
+
+
+def largest_batch_bytes(
+    session: "Session", protocol: EvaluationProtocol, rules: BatchRules, *, view: int = 0, pipelines: int = 1
+) -> int:
+    """Return the bytes of the largest batch of a protocol's views, and of the pixels that each pipeline packs ahead.
+
+    view: if given, batches of any other protocol count too, and its views, of up to this many pixels.
+    """
+    contract, device, precision = session.contract, session.placement.device, session.circumstances.precision
+    batches = [_largest_batch(contract, protocol, rules)]
+    if view:
+        side = math.isqrt(view)  # of a square, which has the most windows
+        batches += [(rules.max_pixels, rules.max_windows), (view, math.prod(contract.window_grid(side, side)))]
+    maps = WORKSPACE_BYTES
+    if not RUNTIMES[device].gpu:
+        of_runtimes = 2 if session.lanes > 1 else 1  # each keeps the memory of its largest batch
+        maps = of_runtimes * max(batch_bytes(contract, *batch, precision, device) for batch in batches)
+    return maps + pipelines * PACKED_BATCHES * 3 * max(pixels for pixels, _ in batches)
 
 
 def loading_bytes(file_bytes: int, precision: str, device: str) -> int:
@@ -280,7 +293,7 @@ def require_loadable(file_bytes: int, precision: str, memory: int, device: str) 
 
     precision: of the file; memory: bytes. Raises UsageError with the required memory.
     """
-    need = (GPU_BASE_BYTES if RUNTIMES[device].gpu else BASE_BYTES) + loading_bytes(file_bytes, precision, device)
+    need = base_bytes(device) + loading_bytes(file_bytes, precision, device)
     if need > memory:
         raise UsageError(
             f"--memory-limit {format_bytes(memory)}: loading the model alone takes up to {format_bytes(need)}. "
@@ -295,15 +308,12 @@ def require_fits(
 
     Raises UsageError that states how much memory is needed, for what, and what to change.
     """
-    need = enough = estimate_memory(session, protocol, chunk, memory, **workload)
+    need = estimate_memory(session, protocol, chunk, memory, **workload)
     if need.total <= memory:
         return need
-    sufficient = memory
-    while enough.total > sufficient:  # ends, because batches and portions grow more slowly than the limit
-        sufficient = enough.total
-        enough = estimate_memory(session, protocol, chunk, sufficient, **workload)
-    loading = need.total == need.base + need.loading
-    of_views = need.batch + need.packed + need.images > need.total // 2
+    enough = sufficient_limit(lambda limit: estimate_memory(session, protocol, chunk, limit, **workload).total, memory)
+    loading = need.total == need.loading
+    of_views = need.parts["batches"] + need.parts["images"] > need.total // 2
     if loading or not of_views or protocol.crop is not None or session.circumstances.on_gpu:
         why, fix = "Loading the model needs most of it. " if loading else "", ""
     else:
@@ -312,8 +322,15 @@ def require_fits(
         fix = ", or use smaller scales (--scales)"
     raise UsageError(
         f"--memory-limit {format_bytes(memory)}: protocol {protocol.name} takes up to {need}. "
-        f"{why}Give {format_bytes(sufficient)} or more{fix}"
+        f"{why}Give {format_bytes(enough)} or more{fix}"
     )
+
+
+def sufficient_limit(total: Callable[[int], int], memory: int) -> int:
+    """Return a limit of at least `memory` bytes that is enough for the total within it, which grows more slowly."""
+    while (need := total(memory)) > memory:
+        memory = need
+    return memory
 
 
 def require_view_fits(session: "Session", protocol: EvaluationProtocol, image: tuple[int, int], available: int) -> None:

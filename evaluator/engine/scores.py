@@ -14,6 +14,8 @@ from ..arrays import Float32Array, Float64Array, Int64Array
 from ..errors import ContractError
 from ..protocols import Averaging, View, Weighting
 
+_FEW = 8  # classes for which as many searches for the best are faster than sorting
+
 
 def view_weights(views: Sequence[View], windows: Sequence[tuple[int, int]], weights: Weighting) -> Float64Array:
     """Return the weight of each view in an image's score, float64 (views,), which sum to 1.
@@ -126,9 +128,18 @@ def top_k(scores: Float32Array, k: int) -> list[tuple[int, float]]:
     Classes with the score -inf are left out (`restrict`).
     """
     k = min(k, len(scores))
+    if k <= _FEW:
+        left, best = scores.copy(), []
+        for _ in range(k):
+            index = int(left.argmax())  # the first of equal ones
+            if left[index] == -np.inf:
+                break
+            best.append((index, float(left[index])))
+            left[index] = -np.inf
+        return best
     candidates = np.flatnonzero(scores >= np.partition(scores, -k)[-k])  # more than k if the last ones are tied
-    best = candidates[np.argsort(-scores[candidates], kind="stable")][:k]
-    found = zip(best.tolist(), scores[best].tolist(), strict=True)
+    order = candidates[np.argsort(-scores[candidates], kind="stable")][:k]
+    found = zip(order.tolist(), scores[order].tolist(), strict=True)
     return [(index, score) for index, score in found if score > -np.inf]
 
 

@@ -172,12 +172,17 @@ def _image_errors(limits: DecodeLimits) -> Iterator[None]:
         ) from error
 
 
+def check_bytes(data: bytes, limits: DecodeLimits) -> None:
+    """Raise ImageError for a file that is too large."""
+    if len(data) > limits.max_bytes:
+        raise ImageError(f"{len(data)} bytes are more than the limit of {limits.max_bytes}. Send a smaller file")
+
+
 def _open(data: bytes, limits: DecodeLimits) -> ImageFile.ImageFile:
     """Read the header and check the limits, without decoding a pixel."""
     if not data:
         raise ImageError("no image: the file is empty. Get the file again from its source")
-    if len(data) > limits.max_bytes:
-        raise ImageError(f"{len(data)} bytes are more than the limit of {limits.max_bytes}. Send a smaller file")
+    check_bytes(data, limits)
     # Pillow limits the sides of plain WebP files to 16383 pixels, but of an extended one (RFC 9649, section 2.7) it
     # allocates the canvas while it reads the header.
     if data[:4] == b"RIFF" and data[8:16] == b"WEBPVP8X":

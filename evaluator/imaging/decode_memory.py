@@ -15,6 +15,7 @@ from ..errors import DeadlinePassed
 
 # The largest accepted JPEG, of 64 Mpixel, fits if it is neither progressive nor CMYK.
 DECODE_BYTES = 5 * 2**26
+LEAST_DECODE_BYTES = 2**26  # a JPEG of 12 Mpixel
 GPU_DECODE_BYTES = 2**30  # beside a GPU, fed by up to sixteen threads that decode 12 Mpixel each
 
 
@@ -71,10 +72,22 @@ class ByteSemaphore:
             release()
 
 
+def decode_capacity(memory: int | None = None, *, gpu: bool) -> int:
+    """Return the capacity of a semaphore in bytes; memory: a server's limit, None for none; gpu: as below."""
+    most = GPU_DECODE_BYTES if gpu else DECODE_BYTES
+    return most if memory is None else min(most, max(LEAST_DECODE_BYTES, memory // 8))
+
+
 # One per process, because the limit is for its memory, however many pipelines it has.
-_CPU_SEMAPHORE, _GPU_SEMAPHORE = ByteSemaphore(DECODE_BYTES), ByteSemaphore(GPU_DECODE_BYTES)
+_SEMAPHORES = {gpu: ByteSemaphore(decode_capacity(gpu=gpu)) for gpu in (False, True)}
 
 
 def decode_semaphore(*, gpu: bool) -> ByteSemaphore:
     """Return the semaphore that all pipelines of this process share; gpu: whether a GPU computes."""
-    return _GPU_SEMAPHORE if gpu else _CPU_SEMAPHORE
+    return _SEMAPHORES[gpu]
+
+
+def limit_decoding(memory: int | None) -> None:
+    """Make the capacity of this process's semaphores a part of a server's `--memory-limit`; None for the usual."""
+    for gpu, semaphore in _SEMAPHORES.items():
+        semaphore.capacity = decode_capacity(memory, gpu=gpu)

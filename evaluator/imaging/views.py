@@ -75,10 +75,11 @@ def pack(
     rows = len(images) if rows is None else rows
     assert rows >= len(images), f"{len(images)} images do not fit {rows} canvases"
     canvas = np.full((rows, height, width, 3), fill, dtype=np.uint8)
-    sizes = np.tile(np.array([height, width], dtype=np.int64), (rows, 1))
-    for place, size, image in zip(canvas, sizes, images, strict=False):  # the blank ones remain
-        size[:] = image.shape[:2]
-        assert (size <= (height, width)).all(), f"an image of {size} does not fit a canvas of {height}x{width}"
+    own = [image.shape[:2] for image in images]
+    fits = all(own_height <= height and own_width <= width for own_height, own_width in own)
+    assert fits, f"one of {own} does not fit a canvas of {height}x{width}"
+    sizes = np.array(own + (rows - len(own)) * [(height, width)], dtype=np.int64).reshape(rows, 2)
+    for place, image in zip(canvas, images, strict=False):  # the blank ones remain
         corner = place[: image.shape[0], : image.shape[1]]
         if image.strides[1] < 0:  # mirrored: numpy would copy single pixels, four times slower
             for channel in range(3):

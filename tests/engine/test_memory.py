@@ -104,23 +104,6 @@ def test_no_map_of_any_image_is_larger_than_the_bound_allows(name: str) -> None:
         assert 2 * features + 4 * maps[-1] <= bound
 
 
-@given(st.integers(1, 2**24), st.integers(1, 2**12), st.integers(1, 2**20), st.integers(1, 2**10))
-def test_a_batch_takes_more_with_each_pixel_and_window_and_in_a_wider_precision(
-    pixels: int, windows: int, more_pixels: int, more_windows: int
-) -> None:
-    bound = batch_bytes(A, pixels, windows)
-    assert bound <= batch_bytes(A, pixels + more_pixels, windows)
-    assert bound <= batch_bytes(A, pixels, windows + more_windows)
-    assert batch_bytes(A, pixels, windows, "bf16", "openvino") <= batch_bytes(A, pixels, windows, "fp32", "openvino")
-
-
-def test_a_batch_takes_more_with_more_classes_and_wider_layers() -> None:
-    many, wide = build_contract("A", 50_000), build_contract("C")
-    for pixels, windows in ((224 * 224, 1), (480 * 1920, 17 * 107)):
-        assert batch_bytes(A, pixels, windows) <= batch_bytes(many, pixels, windows)
-        assert batch_bytes(A, pixels, windows) <= batch_bytes(wide, pixels, windows)
-
-
 def adopted_contract(multiply_adds: int | None = None) -> ModelContract:
     net = OpaqueNet("resnet", "unknown", multiply_adds)
     return replace(A, architecture=net, canvas="exact", max_side=224, crop=224, default_scales=(224,))
@@ -147,11 +130,6 @@ def test_no_batch_of_several_images_takes_more_than_the_budget(
     rules = fit_rules(contract, budget, BatchRules(step, switch_pixels=step - 1))
     for batch in plan_batches(shapes, contract.window_grid, rules, max_side=contract.max_side).batches:
         assert batch.rows == 1 or batch_bytes_of(contract, batch.rows, batch.height, batch.width) <= budget
-
-
-def test_a_budget_is_used_up() -> None:
-    rules = fit_rules(A, G // 2, BatchRules())
-    assert 0.99 * G < 2 * batch_bytes(A, rules.max_pixels, rules.max_windows) <= G
 
 
 def test_without_a_limit_or_with_a_large_one_batches_are_the_usual_ones() -> None:
@@ -198,14 +176,6 @@ def test_small_nets_share_canvases_in_openvino_alone_and_large_nets_and_exact_fi
     assert limited.switch_pixels > 0
 
 
-def test_with_less_memory_both_limits_shrink_alike_and_nothing_else_changes() -> None:
-    most = BatchRules(32, 5000, 7_000_000, 123)
-    less = fit_rules(A, G, most)
-    assert less == replace(most, max_windows=less.max_windows, max_pixels=less.max_pixels)
-    assert less.max_pixels < most.max_pixels
-    assert less.max_windows / less.max_pixels == pytest.approx(5000 / 7_000_000, rel=1e-3)  # whole numbers
-
-
 def test_with_next_to_no_memory_every_image_is_a_batch() -> None:
     assert fit_rules(A, 0, BatchRules()) == cpu_rules(A, 1, A_FILE) == BatchRules(max_windows=1, max_pixels=1)
 
@@ -223,21 +193,14 @@ def test_the_more_the_runtime_keeps_of_the_file_the_smaller_the_batches() -> Non
 
 def test_gpu_canvases_grow_by_two_cells_of_the_feature_map_and_those_of_exact_files_not_at_all() -> None:
     assert gpu_rules(A, None).canvas_step == 32
-    exact = gpu_rules(replace(A, canvas="exact"), None)
-    assert exact.canvas_step == 1
-    assert exact.switch_pixels > 0, "equal numbers of rows save changes there too"
+    assert gpu_rules(replace(A, canvas="exact"), None).canvas_step == 1
 
 
-def test_the_faster_a_gpu_computes_the_more_pixels_a_change_of_canvas_costs() -> None:
+def test_a_change_of_canvas_costs_more_pixels_the_faster_they_are_computed_and_none_if_that_is_unknown() -> None:
     fp32, tf32, fp16 = (gpu_rules(A, None, precision=name).switch_pixels for name in ("fp32", "tf32", "fp16"))
-    assert 0 < fp32 < tf32 < fp16
+    assert 0 == gpu_rules(adopted_contract(), None).switch_pixels < fp32 < tf32 < fp16
     assert gpu_rules(replace(A, precision="fp16"), None).switch_pixels == fp16, "the file's own precision"
-    assert gpu_rules(build_contract("C"), None).switch_pixels < fp32, "a slower net computes fewer in that time"
-
-
-def test_a_net_of_unknown_cost_has_no_blank_canvases() -> None:
-    assert gpu_rules(adopted_contract(), None).switch_pixels == 0
-    assert gpu_rules(adopted_contract(4_000_000_000), None).switch_pixels > 0
+    assert gpu_rules(replace(A, canvas="exact"), None).switch_pixels > 0, "equal numbers of rows save changes there too"
 
 
 def test_gpu_batches_are_larger_than_those_of_a_cpu_and_shrink_with_the_limit() -> None:
@@ -245,18 +208,13 @@ def test_gpu_batches_are_larger_than_those_of_a_cpu_and_shrink_with_the_limit() 
     assert usual.max_pixels > small.max_pixels > 0
     assert usual.max_pixels > 4 * MAX_PIXELS
     assert usual.max_windows > 4 * MAX_WINDOWS
-    assert gpu_rules(A, None, precision="fp32").max_pixels < usual.max_pixels
     assert gpu_rules(A, 80 * G, precision="fp16") == usual, "more would make nothing faster"
 
 
-def test_operations_of_model_a_are_those_of_its_convolutions_and_some_for_its_windows() -> None:
-    crop = 2 * 18.9e9 / 224**2  # the convolutions of one crop (Table 3 counts the fully connected layers too)
+def test_operations_are_those_of_the_convolutions_and_some_for_windows_or_what_an_adopted_file_states() -> None:
+    crop = 2 * 18.9e9 / 224**2  # of A, without the fully connected layers, which Table 3 counts too
     assert crop < flops_per_pixel(A) < 1.5 * crop
-
-
-def test_operations_of_an_adopted_net_are_what_its_file_states() -> None:
     assert flops_per_pixel(adopted_contract(4_000_000_000)) == pytest.approx(8e9 / 224**2)
-    assert flops_per_pixel(adopted_contract()) == float("inf")
 
 
 # Portions of a chunk.
@@ -267,10 +225,6 @@ def test_operations_of_an_adopted_net_are_what_its_file_states() -> None:
 )
 def test_portions_without_a_limit_have_the_recorded_sizes(name: str, images: int) -> None:
     assert portion_size(build_protocol(name, A), 256, None) == images
-
-
-def test_portions_of_a_chunk_are_nearly_equal() -> None:
-    assert portion_size(build_protocol("multi-scale", A), 250, None) == 63  # 74 would fit: 63 + 63 + 63 + 61
 
 
 @given(st.integers(1, 2**36), st.sampled_from(["center", "ten-crop", "multi-scale", "spp-net"]), st.integers(1, 999))
@@ -332,9 +286,10 @@ def test_the_bound_is_above_every_measurement_and_not_far(case: dict[str, Any]) 
     bound = estimate_memory(
         session, build_protocol(name, contract), 1 if part == "classes" else 64, None, images=images
     )
-    assert measured["loading_mb"] * 2**20 <= bound.base + bound.loading <= 2 * measured["loading_mb"] * 2**20
-    assert measured["settled_mb"] * 2**20 <= bound.base + bound.weights <= 2 * measured["settled_mb"] * 2**20
-    running = replace(bound, loading=0).total
+    assert measured["loading_mb"] * 2**20 <= bound.loading <= 2 * measured["loading_mb"] * 2**20
+    settled = bound.parts["base"] + bound.parts["weights"]
+    assert measured["settled_mb"] * 2**20 <= settled <= 2 * measured["settled_mb"] * 2**20
+    running = sum(bound.parts.values())
     assert measured["peak_mb"] * 2**20 <= running <= MEASURED[part] * measured["peak_mb"] * 2**20
 
 
@@ -360,23 +315,7 @@ def test_no_planned_batch_of_a_protocols_views_takes_more_than_the_bound(
     ]  # fmt: skip
     rules = cpu_rules(contract, limit, A_FILE)
     for batch in plan_batches(shapes, contract.window_grid, rules, max_side=contract.max_side).batches:
-        assert batch_bytes_of(contract, batch.rows, batch.height, batch.width) <= bound.batch
-
-
-def test_the_bound_grows_with_everything_that_is_in_memory() -> None:
-    def total(name: str, chunk: int = CHUNK, session: Session | None = None, **workload: int) -> int:
-        session = session or session_of()
-        return estimate_memory(session, build_protocol(name, session.contract), chunk, None, **workload).total
-
-    multi = total("multi-scale")
-    assert total("dense-480") < total("dense-640") < total("dense-1024")
-    assert total("dense-480") < multi < total("multi-scale", 4 * CHUNK)
-    assert multi < total("multi-scale", session=session_of(build_contract("A", 22_000)))
-    assert multi < total("multi-scale", session=session_of(file_bytes=2 * A_FILE))
-    assert multi < total("multi-scale", session=session_of(device="openvino"))
-    assert total("multi-scale", images=1000) - multi >= 1000 * 400, "names, labels and lines"
-    assert total("multi-scale", encoded=10**6) == multi + 10**6
-    assert multi < total("multi-scale", pipelines=2) < total("multi-scale", pipelines=3)
+        assert batch_bytes_of(contract, batch.rows, batch.height, batch.width) <= bound.parts["batches"]
 
 
 def test_a_cpu_keeps_the_weights_of_a_float16_file_in_float32() -> None:
@@ -387,22 +326,13 @@ def test_a_cpu_keeps_the_weights_of_a_float16_file_in_float32() -> None:
 def test_sessions_on_gpus_share_nothing_and_load_one_after_the_other() -> None:
     protocol, session = build_protocol("multi-scale", A), session_of(device="cuda", precision="fp16")
     one, three = (estimate_memory(session, protocol, 1024, None, sessions=count) for count in (1, 3))
-    for part in ("images", "packed", "results", "weights"):
-        assert getattr(three, part) == 3 * getattr(one, part), part
-    assert three.loading == one.loading + 2 * one.weights
-    assert one.batch == WORKSPACE_BYTES, "the maps are on the GPU"
+    assert all(three.parts[part] == 3 * one.parts[part] for part in ("images", "results", "weights"))
+    assert three.loading == one.loading + 2 * one.parts["weights"]
+    packed = [each.parts["batches"] - WORKSPACE_BYTES for each in (one, three)]  # the maps are on the GPU
+    assert packed[1] == 3 * packed[0] > 0
 
 
 # Refusals.
-
-
-def test_a_run_within_its_limit_returns_its_estimate() -> None:
-    need = require_fits(session_of(), build_protocol("multi-scale", A), CHUNK, 4 * G)
-    assert need.total <= 4 * G
-    printed = (
-        r"\d\.\d\dG \(base 128M, weights \S+, batches \d+M, images \d+M, decoding 320M, results \S+M; \S+G while .*"
-    )
-    assert re.fullmatch(printed, str(need))
 
 
 def refusal_of(contract: ModelContract, name: str, memory: int) -> str:

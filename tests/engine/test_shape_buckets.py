@@ -16,7 +16,7 @@ from prelunet.evaluator.engine.shape_buckets import ASPECT_RATIOS, build_shape_b
 from prelunet.evaluator.imaging.views import make_views
 from prelunet.evaluator.protocols import build_protocol
 from prelunet.evaluator.serving.models import MAX_BATCH_PIXELS, serving_rules, warm_up
-from prelunet.evaluator.serving.scheduling.request import shape_buckets_of
+from prelunet.evaluator.serving.scheduling.model import shape_buckets_of
 from tests.helpers.fakes import FakeSession, fake_contract
 
 BUCKETS = build_shape_buckets(224, (256, 384, 480), 32, 2048)

@@ -231,7 +231,7 @@ def check_plans(session: Session) -> None:
     protocol = build_protocol("multi-scale", contract)
     images = [(100, 100), (100, 131), (400, 100)] * 70
     shapes = [resized_size(*image, scale, protocol.long_side_cap) for image in images for scale in protocol.scales]
-    bound = estimate_memory(session, protocol, len(images), None).batch
+    bound = estimate_memory(session, protocol, len(images), None).parts["batches"]
     for batch in plan_batches(shapes, contract.window_grid, session.rules, max_side=contract.max_side).batches:
         assert needed(contract, batch.rows, batch.height, batch.width) <= bound, contract.architecture
     rules = gpu_rules(contract, None)

@@ -10,7 +10,7 @@ import pytest
 from prelunet.evaluator.cli import run
 from prelunet.evaluator.files import sha256_of
 from prelunet.evaluator.rpc.convert import report_from_message
-from prelunet.evaluator.serving.api.prelunet_messages import report_message
+from prelunet.evaluator.serving.api.prelunet import report_message
 from prelunet.training.data.splits import open_splits
 from prelunet.training.loop.execution import Execution
 from prelunet.training.loop.train import train

@@ -113,15 +113,6 @@ def test_an_image_that_does_not_fit_waits_until_memory_is_released(size: int) ->
     thread.join(30)
 
 
-def test_an_image_that_fits_does_not_wait() -> None:
-    semaphore = ByteSemaphore(100)
-    with semaphore.reservation() as reserve:
-        reserve(60)
-        thread, reserved = waits(semaphore, 40)
-        assert reserved.wait(30)
-        thread.join(30)
-
-
 def test_memory_is_released_after_an_error_and_nothing_is_held_without_a_reservation() -> None:
     semaphore = ByteSemaphore(100)
     with pytest.raises(ImageError), semaphore.reservation() as reserve:
