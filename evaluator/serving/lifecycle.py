@@ -16,21 +16,22 @@ from prometheus_client import ProcessCollector
 from ..engine.session import Session
 from ..errors import DeviceLost, EnvironmentFault, UsageError, import_from_extra
 from ..imaging.decode import silence_decoders
+from ..imaging.decode_memory import limit_decoding
 from ..machine import format_bytes, machine_memory
 from ..rpc.tls import is_loopback, warn_of_readers
 from .access import AccessControl
-from .api.calls import CallsInFlight
+from .calls import CallsInFlight
 from .certificates import Certificates
-from .classifier import Classifier
 from .http.listener import Listener
 from .http.metrics import METRICS_CLOSE_TIMEOUT, METRICS_LIMITS, metrics_app
-from .memory import serving_memory
+from .memory import fit_limits, serving_memory
 from .models import Models, load_model
 from .network import raise_open_file_limit
 from .observability.logs import CallLog
 from .observability.metrics import Metrics
 from .options import RESERVED_FILES, ServeOptions, ServerLimits
 from .repository import Repository
+from .scheduling.model import ServedModel
 from .server import Server
 from .watched_files import in_thread, poll_forever, unfinished_threads
 
@@ -168,7 +169,9 @@ async def serve(options: ServeOptions, report: Callable[[str], None]) -> ServeRe
     cannot be used, and the errors of `Repository.start`.
     """
     _check_exposure(options)
-    limits = _cap_connections(options.limits, ports=1 + options.http.enabled)
+    fitted = fit_limits(options, options.placement.memory)
+    limit_decoding(options.placement.memory)
+    limits = _cap_connections(fitted.limits, ports=1 + options.http.enabled)
     events, metrics, call_log = ShutdownEvents(), Metrics(), CallLog(sampled=options.log_sampling)
     tracing = import_from_extra(_TRACING).Tracing() if options.tracing else None
     silence_decoders()
@@ -190,7 +193,7 @@ async def serve(options: ServeOptions, report: Callable[[str], None]) -> ServeRe
             metrics_port.open()
             log.info("metrics on http://%s/metrics", metrics_port.address)
         await server.open()
-        models = Models((), options.limits.image, options.queue, metrics, events.post)
+        models = Models((), options.limits.image, fitted.queue, metrics, events.post)
         repository = None
         if options.models_folder is not None:
             repository = Repository(options.models_folder, models, options, lambda: events.begun)
@@ -200,6 +203,7 @@ async def serve(options: ServeOptions, report: Callable[[str], None]) -> ServeRe
             return ServeResult(lost=events.lost, stuck=not await _close_in_time(models))
         memory = _estimate_memory([model.session for model in models.all()], options)
         await server.start(models, repository)
+        _limit_memory(server, models, options)
         if repository is not None:
             gc.freeze()  # the collections of `Repository.watch` then skip what was loaded before
             tasks.append(asyncio.create_task(repository.watch()))
@@ -287,6 +291,23 @@ def _cap_connections(limits: ServerLimits, ports: int) -> ServerLimits:
     return replace(limits, max_connections=available)
 
 
+def _limit_memory(server: Server, models: Models, options: ServeOptions) -> None:
+    """Have unfinished messages refused beyond the memory that is announced, now and after each change of the models.
+
+    Decoding is not counted: most of its memory is that of other processes.
+    """
+    wake = models.on_change
+
+    def change() -> None:
+        wake()
+        need = serving_memory(models.sessions(), replace(options, placement=replace(options.placement, memory=None)))
+        total = options.placement.memory or need.total
+        server.limit_memory(total - min(need.parts["decoding"], total // 2))
+
+    models.on_change = change
+    change()
+
+
 def _estimate_memory(sessions: list[Session], options: ServeOptions) -> int:
     """Log and return the bytes of main memory that serving takes at most; UsageError if over the limit."""
     need = serving_memory(sessions, options)
@@ -332,7 +353,7 @@ def start_line(address: str, others: Mapping[str, str], models: Models, memory: 
     return " | ".join([*parts, *(f"{name} on {other}" for name, other in others.items() if other)])
 
 
-def _circumstances(served: Sequence[Classifier]) -> str:
+def _circumstances(served: Sequence[ServedModel]) -> str:
     """Return the circumstances of the models; if they differ, with the models' names."""
     by_circumstances: dict[str, list[str]] = {}
     for model in served:

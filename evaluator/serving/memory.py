@@ -1,26 +1,77 @@
-"""An upper estimate of a server's main memory, computed before it answers calls."""
+"""The main memory that a server takes at most: the number of its start line, in four parts, each with its limits.
+
+Not counted: heat maps (0.8 MB each, four for an unread stream) and their window scores; answers with thousands of
+classes (a few MB for a stream); predictions of unfinished evaluations.
+"""
 
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
-from ..engine.memory import MemoryEstimate, estimate_memory, image_bytes, loading_bytes
+from ..engine.memory import (
+    MemoryEstimate,
+    base_bytes,
+    image_bytes,
+    largest_batch_bytes,
+    loading_bytes,
+    sufficient_limit,
+    weights_bytes,
+)
 from ..engine.runtimes.onnx_metadata import read_precision
 from ..engine.session import Session
 from ..errors import UsageError
 from ..imaging.decode import max_decode_bytes
-from ..imaging.decode_memory import decode_semaphore
+from ..imaging.decode_memory import decode_capacity
 from ..imaging.header import EASY_DECODE_BYTES
-from ..machine import cores, format_bytes, machine_memory
+from ..machine import format_bytes, machine_memory
 from ..protocols import build_protocol, default_protocol_name
 from .decoding import PROCESS_BYTES, SMALL_BYTES
-from .network import UNREAD_BYTES
+from .models import serving_rules
 from .options import ServeOptions
 from .scheduling.admission import with_reserve
-from .scheduling.device import decode_processes
+from .scheduling.executor import worker_threads
+from .scheduling.model import largest_own_view
 
-# Copies of an encoded image in memory while it waits: the image and, briefly, its message. Measured with 150 images of
-# 1.3 MB: 1.3. The rest is room for the images of streams that wait for admission.
-_COPIES = 2
+_COPIES = 2  # of an encoded image: in the queue, and in its message or a decoding process (measured: 1.3)
+
+
+def fit_limits(options: ServeOptions, memory: int | None) -> ServeOptions:
+    """Return the options with limits that are parts of `memory` (`--memory-limit`), where the user gave none.
+
+    The largest image always fits into a queue, and the largest message is always read (`max_arriving_bytes`).
+    """
+    if memory is None:
+        return options
+    queue, clients = options.queue, options.limits
+    queued = max(memory // 64, 4 * clients.image.max_bytes // 5)
+    unread = max(2**14, memory // 16 // with_reserve(clients.max_calls))
+    queue = replace(
+        queue,
+        queue_bytes=queue.queue_bytes or min(queue.max_bytes, queued),
+        ready_bytes=min(queue.ready_bytes, memory // 32),
+        decode_threads=max(1, min(queue.decode_threads, memory // 2**29)),
+    )
+    arriving = clients.arriving_bytes or min(clients.max_arriving_bytes, memory // 16)
+    clients = replace(clients, arriving_bytes=arriving, unread_bytes=min(clients.unread_bytes, unread))
+    return replace(options, queue=queue, limits=clients)
+
+
+def serving_memory(sessions: Sequence[Session], options: ServeOptions, queues: int | None = None) -> MemoryEstimate:
+    """Return the main memory that a server of these sessions takes at most.
+
+    queues: number of models that they are versions of, by default as many. Raises UsageError, which names a limit that
+    is enough, if the total is more than `--memory-limit`.
+    """
+    limit, queues = options.placement.memory, queues or len(sessions)
+    need = _estimate(sessions, options, queues, limit)
+    if limit is None or need.total <= limit:
+        return need
+    enough = sufficient_limit(lambda memory: _estimate(sessions, options, queues, memory).total, limit)
+    raise UsageError(
+        f"--memory-limit {format_bytes(limit)}: serving needs at least {_estimate(sessions, options, queues, enough)}. "
+        "Give that, or a smaller --queue-bytes, --arriving-bytes, --max-calls or --max-image-bytes"
+        f"{', or fewer models' * (len(sessions) > 1)}"
+    )
 
 
 def require_room_to_load(file: Path, sessions: Sequence[Session], options: ServeOptions, queues: int) -> None:
@@ -32,68 +83,41 @@ def require_room_to_load(file: Path, sessions: Sequence[Session], options: Serve
     if not sessions:
         return  # as at the start of a server, where `require_loadable` applies
     limit = options.placement.memory
-    estimate = _estimate(sessions, options, limit, queues)
-    used = estimate.total if limit is not None else estimate.base + estimate.weights
-    device = sessions[0].placement.device
-    loading = loading_bytes(file.stat().st_size, read_precision(file) or "fp32", device)
-    if used + loading > (available := limit or machine_memory()):
-        source = "--memory-limit is" if limit is not None else "this machine has"
+    need = _estimate(sessions, options, queues, limit)
+    used, available, source = need.total, limit, "--memory-limit is"
+    if available is None:
+        used, available, source = need.parts["models"], machine_memory(), "this machine has"
+    loading = loading_bytes(file.stat().st_size, read_precision(file) or "fp32", sessions[0].placement.device)
+    if used + loading > available:
         raise UsageError(
             f"loading it takes up to {format_bytes(loading)} beside the {format_bytes(used)} of the models in memory, "
             f"but {source} {format_bytes(available)}. Unload a model, or give the server more memory"
         )
 
 
-def serving_memory(sessions: Sequence[Session], options: ServeOptions, queues: int | None = None) -> MemoryEstimate:
-    """Return the main memory that a server of these sessions takes at most, at each model's default protocol.
-
-    queues: number of models that they are versions of, by default as many.
-
-    In addition to what validation takes (`evaluator.engine.memory`): a full queue of encoded images for each model, the
-    ready views, the views being created, and messages that are still arriving. Not counted: heat maps (0.8 MB each; at
-    most one for an unread call and four for an unread stream) and the window scores that they are drawn from; answers
-    with thousands of classes (a few MB for a stream); and predictions of unfinished evaluations.
-    Raises UsageError if the total is more than `--memory-limit`.
-    """
-    limit = options.placement.memory
-    queues = len(sessions) if queues is None else queues
-    total = _estimate(sessions, options, limit, queues)
-    if limit is None or total.total <= limit:
-        return total
-    enough = total
-    while (sufficient := enough.total) < (enough := _estimate(sessions, options, sufficient, queues)).total:
-        pass  # a higher limit allows larger batches; this ends, because they grow more slowly than the limit
-    raise UsageError(
-        f"--memory-limit {format_bytes(limit)}: serving needs at least {format_bytes(sufficient)}, most of it room for "
-        f"images and batches ({total}). Give that, or a smaller --queue-bytes or --max-image-pixels"
-        f"{', or fewer models' * (len(sessions) > 1)}"
-    )
-
-
-def _estimate(sessions: Sequence[Session], options: ServeOptions, limit: int | None, queues: int) -> MemoryEstimate:
+def _estimate(sessions: Sequence[Session], options: ServeOptions, queues: int, memory: int | None) -> MemoryEstimate:
+    options = fit_limits(options, memory)
+    queue, clients, gpu = options.queue, options.limits, any(session.circumstances.on_gpu for session in sessions)
     protocols = [build_protocol(default_protocol_name(session.contract), session.contract) for session in sessions]
-    needs = [
-        estimate_memory(session, protocol, 1, limit) for session, protocol in zip(sessions, protocols, strict=True)
-    ]
-    queue, on_gpu = options.queue, any(session.circumstances.on_gpu for session in sessions)
-    before, loading = 0, 0
-    for need in needs:  # models are loaded one after the other
-        loading = max(loading, before + need.loading)
-        before += need.weights
-    return MemoryEstimate(
-        base=max(need.base for need in needs),
-        loading=loading,
-        weights=before,
-        batch=sum(need.batch for need in needs),
-        packed=sum(need.packed for need in needs),
-        images=_COPIES * queues * with_reserve(queue.max_bytes)
-        + queue.ready_bytes
-        + options.limits.max_arriving_bytes
-        + with_reserve(options.limits.max_calls) * UNREAD_BYTES
-        + cores() * max(map(image_bytes, protocols)),
-        decoding=max(decode_semaphore(gpu=on_gpu).capacity, max_decode_bytes(options.limits.image))
-        + decode_processes() * (PROCESS_BYTES + SMALL_BYTES)
-        + cores() * EASY_DECODE_BYTES,
-        results=sum(8 * with_reserve(queue.max_views) * len(session.contract.classes) for session in sessions),
-        listed=0,
-    )
+    weights = [weights_bytes(session) for session in sessions]
+    threads = queue.decode_threads if gpu else worker_threads()
+    models = max(base_bytes(session.placement.device) for session in sessions) + sum(kept for _, kept in weights)
+    # `BatchRules` limit batches; `ready_bytes`, and one image of each decoder, the views that wait for them.
+    batches = queue.ready_bytes + (2 * threads + 1) * max(map(image_bytes, protocols))
+    for session, protocol in zip(sessions, protocols, strict=True):
+        view = 0 if session.contract.fixed_size else queue.max_view_pixels or largest_own_view(session.contract)
+        batches += largest_batch_bytes(session, protocol, serving_rules(session, memory), view=view)
+        batches += 8 * with_reserve(queue.max_views) * len(session.contract.classes)  # scores
+    # `decode_semaphore` limits the pixels in processes, but for small images. An image that exceeds it is decoded
+    # alone: counted without a limit, and with one beyond it, as the help of --memory-limit says.
+    decoding = decode_capacity(memory, gpu=gpu)
+    if memory is None:
+        decoding = max(decoding, max_decode_bytes(clients.image))
+    decoding += (queue.decode_threads + 1) * (PROCESS_BYTES + SMALL_BYTES) + threads * EASY_DECODE_BYTES
+    # `AdmissionController` limits the queue of each model, and gRPC what a call sends before it is read.
+    messages = clients.max_arriving_bytes + with_reserve(clients.max_calls) * clients.unread_bytes
+    messages += _COPIES * queues * max(with_reserve(queue.max_bytes), clients.image.max_bytes)
+    # One model is loaded after the other, before the first batch; later ones: `require_room_to_load`.
+    loading = models + max(most - kept for most, kept in weights)
+    parts = {"models": models, "batches": batches, "decoding": decoding, "messages": messages}
+    return MemoryEstimate(parts, loading)

@@ -11,16 +11,16 @@ import numpy as np
 
 from ..engine.batching import BatchRules
 from ..engine.load import add_lanes, open_with_placement, self_check
+from ..engine.memory import cpu_rules, fit_rules
 from ..engine.session import Placement, Session
 from ..engine.shape_buckets import ShapeBuckets
 from ..errors import DeviceLost, Interrupted, ModelNotFound
 from ..imaging.limits import DecodeLimits
-from .classifier import Classifier
 from .observability.metrics import Metrics
 from .options import ModelFile, QueueOptions
 from .scheduling.admission import AdmissionController
 from .scheduling.device import ServedDevice, device_name
-from .scheduling.request import shape_buckets_of
+from .scheduling.model import ServedModel, shape_buckets_of
 
 # Pixels of a server's largest batch: four times the cost of switching plans (model C in fp16), and a wait of some 50 ms
 # for the next caller. Assumed, not measured here.
@@ -36,6 +36,7 @@ def load_model(file: ModelFile, placement: Placement, stopped: Callable[[], bool
     """
     session = open_with_placement(file.path, placement)
     if (shape_buckets := shape_buckets_of(session)) is None:
+        session.rules = serving_rules(session, session.placement.memory)
         self_check(session, file.path.name, whole=True)
         add_lanes(session, file.path)
     else:  # on a GPU, where opening has run the self-check; batches are smaller than in validation
@@ -53,9 +54,16 @@ def load_model(file: ModelFile, placement: Placement, stopped: Callable[[], bool
     return session
 
 
-def serving_rules(session: Session) -> BatchRules:
-    """Return the rules of a server's batches: smaller batches on a GPU, to shorten the wait behind them."""
-    rules = session.rules
+def serving_rules(session: Session, memory: int | None = None) -> BatchRules:
+    """Return the rules of a server's batches: smaller batches on a GPU, to shorten the wait behind them.
+
+    memory: of which they take an eighth on a CPU, so that there is room for queues and other models.
+    """
+    rules, contract = session.rules, session.contract
+    if memory is not None and not session.circumstances.on_gpu:
+        device, precision = session.placement.device, session.circumstances.precision
+        unlimited = cpu_rules(contract, None, session.model_bytes, device=device, precision=precision)
+        return fit_rules(contract, memory / 8, unlimited, precision, device)
     if not session.circumstances.on_gpu or rules.max_pixels <= MAX_BATCH_PIXELS:
         return rules
     share = MAX_BATCH_PIXELS / rules.max_pixels
@@ -100,7 +108,7 @@ class Models:
         self._limits, self._queue, self._on_lost = limits, queue, on_lost
         self._devices: dict[str, ServedDevice] = {}
         self._admissions: dict[str, AdmissionController] = {}  # by name: versions share the limits of their model
-        self._by_name: dict[str, dict[str, Classifier]] = {}
+        self._by_name: dict[str, dict[str, ServedModel]] = {}
         self._sessions = WeakSet[Session]()
         for file, session in loaded:
             self.add(file, session)
@@ -110,14 +118,15 @@ class Models:
         device = device_name(session.placement)
         if device not in self._devices:
             self._devices[device] = ServedDevice(device, self._queue, self._on_lost)
-        self._devices[device].add_threads(session.lanes)
+        self._devices[device].ensure_threads(session.lanes)
         metrics = self.metrics.of_model(file.name)
         if file.name not in self._admissions:
             self._admissions[file.name] = AdmissionController(file.name, self._queue, metrics)
         self.remove(file.name, str(file.version))
-        self._by_name.setdefault(file.name, {})[str(file.version)] = Classifier(
-            file, session, self._devices[device], self._admissions[file.name], metrics=metrics, limits=self._limits
-        )
+        self._by_name.setdefault(file.name, {})[str(file.version)] = ServedModel(
+            file, session, self._devices[device].waiting, self._admissions[file.name], metrics,
+            limits=self._limits, max_view_pixels=self._queue.max_view_pixels,
+        )  # fmt: skip
         self._sessions.add(session)
         self.metrics.model_info.labels(*_info_labels(file.name, file.version, session)).set(1)
         self.on_change()
@@ -130,7 +139,7 @@ class Models:
                 del self._by_name[name]
             self.on_change()
 
-    def get(self, name: str) -> Classifier:
+    def get(self, name: str) -> ServedModel:
         """Return the newest version of the model NAME, or the version of NAME/VERSION; without a name, of the only one.
 
         Raises ModelNotFound, which lists what there is.
@@ -158,10 +167,10 @@ class Models:
         name, separator, version = name.partition("/")
         return version in self._by_name.get(name, {}) if separator else name in self._by_name
 
-    def all(self) -> list[Classifier]:
+    def all(self) -> list[ServedModel]:
         return [self.get(name) for name in self._by_name]
 
-    def versions(self, name: str) -> list[Classifier]:
+    def versions(self, name: str) -> list[ServedModel]:
         return sorted(self._by_name.get(name, {}).values(), key=lambda each: -each.version)
 
     def sessions(self) -> list[Session]:

@@ -4,7 +4,7 @@ import errno
 import os
 import resource
 import socket
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from pathlib import Path
 from urllib.parse import quote
@@ -13,7 +13,7 @@ from ..errors import EnvironmentFault
 from .options import RESERVED_FILES, ServerLimits
 from .proxies import parse_address
 
-UNREAD_BYTES = 2**16  # that a call may send before the server reads them
+_FULL = 0.75  # of the limit of connections, from which on idle ones are closed
 DESCRIPTORS = Path("/proc/self/fd")
 
 
@@ -22,12 +22,12 @@ def channel_options(limits: ServerLimits) -> list[tuple[str, int]]:
     options = [
         ("grpc.so_reuseport", 0),  # otherwise a second server started by mistake would silently share the calls
         ("grpc.max_receive_message_length", limits.max_message_bytes),
-        # gRPC decompresses before it checks the size: 400 kB on the wire become 400 MB. The interceptor decompresses.
+        # gRPC decompresses before it checks the size: 400 kB on the wire become 400 MB. `Method` decompresses.
         ("grpc.per_message_decompression", 0),
         # More than these only of a message that is being read. By default gRPC accepts as many as the bandwidth
         # suggests, 1 GiB over loopback, although nobody reads them.
         ("grpc.http2.bdp_probe", 0),
-        ("grpc.http2.lookahead_bytes", UNREAD_BYTES),
+        ("grpc.http2.lookahead_bytes", limits.unread_bytes),
         ("grpc.max_concurrent_streams", limits.max_streams),
         # gRPC counts a call until it is freed. By then its client has the answer and may have started another call.
         # This is the number of calls that may wait to be freed. With gRPC's default, calls of a client that makes more
@@ -131,14 +131,48 @@ def tcp_connections() -> Iterator[socket.socket]:
                 view.detach()
 
 
-def connections_to(port: int) -> int:
-    """Return the number of open TCP connections to a port of this process."""
-    count = 0
+def connections_to(port: int) -> Iterator[tuple[str, socket.socket]]:
+    """Yield the open TCP connections to a port of this process, each with gRPC's name of its peer; see above."""
     for connection in tcp_connections():
         with suppress(OSError):  # closed meanwhile
             name = connection.getsockname()
-            count += isinstance(name, tuple) and name[1] == port
-    return count
+            if isinstance(name, tuple) and name[1] == port:
+                yield peer_name(*connection.getpeername()[:2]), connection
+
+
+def peer_name(host: str, port: int) -> str:
+    """Return gRPC's name of a connection, so that a client has one identity over gRPC and HTTP."""
+    host = host.removeprefix("::ffff:")
+    return f"ipv6:%5B{host}%5D:{port}" if ":" in host else f"ipv4:{host}:{port}"
+
+
+class IdleConnections:
+    """Keeps room for new connections to a gRPC port: otherwise idle ones could lock out everybody else.
+
+    gRPC refuses connections beyond its limit, and keeps idle ones as long as they answer pings. limit: that limit.
+    """
+
+    def __init__(self, port: int, limit: int) -> None:
+        self._port, self._limit = port, limit
+        self._seen: dict[str, None] = {}  # connections without a call, in the order in which they were found so
+
+    def make_room(self, busy: Callable[[str], bool], recent: Mapping[str, None]) -> None:
+        """Close those that have been idle for longest, if few places are left.
+
+        busy: whether a peer has calls; recent: peers in the order of their latest calls, others have had none.
+        """
+        if not DESCRIPTORS.is_dir() or len(os.listdir(DESCRIPTORS)) < _FULL * self._limit:  # noqa: PTH208 - as above
+            return
+        peers = [peer for peer, _ in connections_to(self._port)]
+        idle = {peer: None for peer in peers if not busy(peer)}
+        self._seen = {peer: None for peer in (*self._seen, *idle) if peer in idle}
+        excess = len(peers) - int(_FULL * self._limit)
+        order = {peer: number for number, peer in enumerate(recent, 1)}
+        closed = set(sorted(self._seen, key=lambda peer: order.get(peer, 0))[: max(0, excess)])
+        for peer, connection in connections_to(self._port) if closed else ():
+            if peer in closed:
+                with suppress(OSError):
+                    connection.shutdown(socket.SHUT_RDWR)
 
 
 def raise_open_file_limit(connections: int) -> int:

@@ -11,6 +11,7 @@ from ..engine.session import Placement
 from ..errors import UsageError
 from ..files import open_regular
 from ..imaging.limits import DecodeLimits
+from ..machine import cores
 from ..rpc.status import MAX_MESSAGE_BYTES
 from .proxies import TrustedProxies
 
@@ -78,9 +79,9 @@ RESERVED_FILES = 256  # open files of a server besides connections: libraries, m
 class QueueOptions:
     """Limits on unanswered images, and how long a batch waits to fill.
 
-    ready_views, ready_bytes: decoded ahead of the device, over all models; batch_wait: in seconds; small_cost: images
-    that cost at most this much (in view pixels; 0.15 ms) are decoded by a CPU's compute thread, since handing them to
-    another thread costs more; on a GPU, which must not wait, by no compute thread.
+    ready_views, ready_bytes: decoded ahead of the device, over all models; decode_threads: beside a GPU, for images
+    that are easy to decode, and one process more for all others; batch_wait: in seconds; small_cost: a CPU's thread
+    takes several images at once if they cost at most this much, in view pixels (0.15 ms).
     """
 
     HELP_GROUP: ClassVar[str] = "Queue"
@@ -93,31 +94,46 @@ class QueueOptions:
             min=1,
         ),
     ] = 1024
-    max_bytes: Annotated[
-        int,
+    queue_bytes: Annotated[
+        int | None,
         CliOption(
             "The same limit for the encoded bytes of unanswered images per model.",
-            flag="queue-bytes",
             min=1,
+            default="268435456, or less to fit --memory-limit",
         ),
-    ] = 2**28
+    ] = None
+    max_view_pixels: Annotated[
+        int | None,
+        CliOption(
+            "Maximum size of a view, in pixels; all scales of an image together may have twice as many.",
+            min=1,
+            default="the largest of the model's own protocols",
+        ),
+    ] = None
     ready_views: int = 512
     ready_bytes: int = 2**27
+    decode_threads: int = field(default_factory=cores)
     small_cost: int = 50_000
     batch_wait: Annotated[
         float,
         CliOption("Milliseconds that a view may wait for others still being decoded.", min=0, max=1000, units=1000),
     ] = 0.002
 
+    @property
+    def max_bytes(self) -> int:
+        """Return the limit of encoded bytes."""
+        return 2**28 if self.queue_bytes is None else self.queue_bytes
+
 
 @dataclass(frozen=True)
 class ServerLimits:
     """Limits on clients; times in seconds.
 
-    message_timeout: to receive the message of a call, or the first of a stream; max_metadata: bytes of a call's
-    headers; keepalive_timeout: to answer a ping, or the connection is closed; min_ping_interval: between a client's own
-    pings, or the connection is closed; connection_age_grace: for calls in flight on a connection that reached its
-    maximum age; max_evaluation_images: of one evaluation, whose predictions stay in memory until its report.
+    unread_bytes: of a call, that gRPC takes before the server reads them; message_timeout: to receive the message of a
+    call, or the first of a stream; max_metadata: bytes of a call's headers; keepalive_timeout: to answer a ping, or the
+    connection is closed; min_ping_interval: between a client's own pings, or the connection is closed;
+    connection_age_grace: for calls in flight on a connection that reached its maximum age; max_evaluation_images: of
+    one evaluation, whose predictions stay in memory until its report.
     """
 
     HELP_GROUP: ClassVar[str] = "Limits on clients"
@@ -140,13 +156,14 @@ class ServerLimits:
         CliOption("Maximum number of calls in flight per connection; the client holds back more.", min=1, max=100_000),
     ] = 128
     arriving_bytes: Annotated[
-        int,
+        int | None,
         CliOption(
-            "Limit of the bytes of unfinished messages, over all clients; above it, calls of the address with the most "
-            "are refused. At least one message is always accepted.",
+            "Bytes for messages that are arriving or being decompressed; at least one. If the process grows beyond the "
+            "memory of its start line, unfinished messages of the client with the most are refused, but for as many.",
             min=1,
+            default="268435456, or less to fit --memory-limit",
         ),
-    ] = 2**28
+    ] = None
     handshake_timeout: Annotated[
         float, CliOption("Time for a new connection to start speaking HTTP/2, in seconds.", min=0.1, max=3600)
     ] = 20.0
@@ -170,6 +187,7 @@ class ServerLimits:
             default="no limit",
         ),
     ] = None
+    unread_bytes: int = 2**16
     message_timeout: float = 60.0
     max_metadata: int = 2**14
     keepalive_timeout: float = 20.0
@@ -185,7 +203,7 @@ class ServerLimits:
     @property
     def max_arriving_bytes(self) -> int:
         """Return the limit of unfinished messages: one of them has room always."""
-        return max(self.arriving_bytes, self.max_message_bytes)
+        return max(2**28 if self.arriving_bytes is None else self.arriving_bytes, self.max_message_bytes)
 
 
 @dataclass(frozen=True)

@@ -1,12 +1,12 @@
 """The server: our services, grpc.health.v1 and reflection over gRPC on one port, and over HTTP on another.
 
-The servicers only translate messages: no arithmetic, no numpy, no error handling (an interceptor does that), and
+The servicers only translate messages: no arithmetic, no numpy, no error handling (`Front` does that), and
 nothing slow on the event loop's thread.
 """
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Awaitable, Sequence
+from collections.abc import Awaitable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, cast
@@ -17,29 +17,29 @@ from grpc_health.v1 import health, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection, reflection_pb2
 from grpc_reflection.v1alpha._async import ReflectionServicer
 
-from ..errors import EnvironmentFault, NotReady
+from ..errors import EnvironmentFault
 from ..imaging.limits import DecodeLimits
 from ..pb.prelunet.v1 import prelunet_pb2_grpc as pb_grpc
 from .access import AccessControl
 from .api import inference
-from .api.arriving import ArrivingBytes
-from .api.calls import OUR_METHODS, PROBES, CallsInFlight
+from .api.front import Front
 from .api.health import Health
-from .api.interceptor import CallInterceptor
 from .api.prelunet import SERVICE, PreluNetServicer
+from .arriving import ArrivingBytes
+from .calls import CallsInFlight
 from .certificates import Certificates
+from .data_plane import DataPlane
 from .http.door import HttpDoor
 from .http.listener import ConnectionLimits, Listener
-from .http.routes import Routes
+from .http.routes import add_routes
 from .models import Models
-from .network import channel_options, connections_to, explain_bind_error, host_port, unix_host
-from .observability.call_context import Context
-from .observability.metrics import Metrics
+from .network import IdleConnections, channel_options, connections_to, explain_bind_error, host_port, unix_host
 from .options import HttpOptions, ServerLimits
 from .repository import Repository
 
 SERVICES = (SERVICE, inference.SERVICE)  # health reports each by name
 _FOREVER = 1e6  # seconds; `Server.stop` has its own timeout
+_ROOM_INTERVAL = 0.1  # seconds between checks that there is room for connections
 _POLL_INTERVAL = 0.02  # seconds between checks of the calls in flight
 # Seconds for connections to close after the last call. Clients that respond need one round trip. gRPC would wait 20 s
 # for a client that has disappeared, and without limit for one with an open reflection stream.
@@ -76,14 +76,13 @@ class Server:
         self._metrics.ready.set_function(lambda: self.serving)
         self._max_evaluation_images = limits.max_evaluation_images
         self._health = Health(SERVICES)
-        self._services = _Services(self._metrics)
         self._opened = False
-        arriving = ArrivingBytes(limits, self._metrics)
-        self._server = grpc.aio.server(
-            handlers=[self._services],
-            interceptors=[CallInterceptor(self._calls, limits, arriving, access)],
-            options=channel_options(limits),
-        )
+        self._max_connections = limits.max_connections
+        self._making_room: asyncio.Task[None] | None = None
+        self._arriving = arriving = ArrivingBytes(limits, self._metrics)
+        self._front = Front(self._calls, limits, arriving, access)
+        self._front.refusal_message = "the server is loading its models; try again later"
+        self._server = grpc.aio.server(handlers=[self._front], options=channel_options(limits))
         self._host = host if unix_socket is None else unix_host(unix_socket, "--unix-socket")
         address = host_port(self._host, port)
         try:
@@ -94,14 +93,13 @@ class Server:
         except RuntimeError as error:  # without the reason, which gRPC only logs
             raise EnvironmentFault(f"cannot listen on {address}: {explain_bind_error(self._host, port)}") from error
         if unix_socket is None:
-            self._metrics.grpc_connections.set_function(lambda: connections_to(self._port))
-        self._routes, self._http = None, None
+            self._metrics.grpc_connections.set_function(lambda: sum(1 for _ in connections_to(self._port)))
+        self._door, self._http, self._reports = None, None, http.reports
         if http.enabled:
             names = (host, *http.host_names)
-            door = HttpDoor(self._calls, limits, arriving, access, names, lambda: self.serving)
-            self._routes = Routes(door, http.reports)
+            self._door = HttpDoor(self._calls, limits, arriving, access, names, lambda: self.serving)
             self._http = Listener(
-                door,
+                self._door,
                 host if http.unix_socket is None else unix_host(http.unix_socket, "--http-unix-socket"),
                 http.port or 0,
                 ConnectionLimits(
@@ -137,13 +135,14 @@ class Server:
         Liveness probes succeed. An HTTP port refuses connections: many proxies take a server that accepts them for
         ready, and do not send a refused request to another.
         """
-        inference.add_to_server(cast(grpc.aio.Server, self._services), Models((), DecodeLimits()), lambda: False)
-        health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)
+        unloaded = DataPlane(Models((), DecodeLimits()), ready=lambda: False)
+        inference.add_to_server(cast(grpc.aio.Server, self._front), unloaded)
+        health_pb2_grpc.add_HealthServicer_to_server(self._health, self._front)
         names = (*SERVICES, health.SERVICE_NAME, reflection.SERVICE_NAME)
-        reflection.enable_server_reflection(names, self._server)
-        self._server.add_generic_rpc_handlers((_reflection_v1(names),))
+        self._front.add_generic_rpc_handlers(_reflection(names))
         self._opened = True
         await self._server.start()
+        self._making_room = asyncio.create_task(self._make_room())
 
     async def start(self, models: Models, repository: Repository | None = None) -> None:
         """Answer calls; health reports SERVING for the whole server, each of our services and each model.
@@ -152,16 +151,25 @@ class Server:
         """
         if not self._opened:
             await self.open()
-        self._services.clear()
         self._health.has_model, models.on_change = models.has, self._health.wake
-        servicer = PreluNetServicer(models, self._max_evaluation_images, repository)
-        pb_grpc.add_PreluNetServiceServicer_to_server(servicer, self._services)
-        inference.add_to_server(cast(grpc.aio.Server, self._services), models, lambda: self.serving, repository)
-        self._services.refusal_message = ""
+        plane = DataPlane(models, repository, lambda: self.serving, self._max_evaluation_images)
+        pb_grpc.add_PreluNetServiceServicer_to_server(PreluNetServicer(plane), self._front)
+        inference.add_to_server(cast(grpc.aio.Server, self._front), plane)
+        self._front.refusal_message = ""
         self._health.set_serving(serving=True)
-        if self._routes is not None and self._http is not None:
-            self._routes.serve(models, repository)
+        if self._door is not None and self._http is not None:
+            add_routes(self._door, plane, self._reports)
             self._http.open()
+
+    def limit_memory(self, size: int) -> None:
+        """Refuse unfinished messages while this process is larger than `size` bytes."""
+        self._arriving.max_memory = size
+
+    async def _make_room(self) -> None:
+        idle = IdleConnections(self._port, self._max_connections)
+        while True:
+            await asyncio.sleep(_ROOM_INTERVAL)
+            idle.make_room(self._calls.has, self._calls.recent)
 
     def set_not_serving(self) -> None:
         """Make health report NOT_SERVING; calls still work."""
@@ -174,10 +182,11 @@ class Server:
         refusals are held back for a second period, until the port is closed, so that no retry is on its way to it.
         """
         self.set_not_serving()
-        self._services.refusal_message = "this server is stopping; try another, or again later"
+        self._front.stopping = True
+        self._front.refusal_message = "this server is stopping; try another, or again later"
         await asyncio.wait({cutoff}, timeout=REFUSAL_PERIOD)
-        if self._services.refused_count and not cutoff.done():
-            self._services.refusals_released.clear()
+        if self._front.refused_count and not cutoff.done():
+            self._front.refusals_released.clear()
             await asyncio.wait({cutoff}, timeout=REFUSAL_PERIOD)
 
     async def stop(self, grace: float, cutoff: Awaitable[object] | None = None) -> int:
@@ -187,11 +196,13 @@ class Server:
         """
         self.set_not_serving()
         self._health.close()
+        if self._making_room is not None:
+            self._making_room.cancel()
         closing = [self._server.stop(_FOREVER)] + ([self._http.close()] if self._http is not None else [])
         stopping = asyncio.ensure_future(asyncio.gather(*closing))
-        if not self._services.refusals_released.is_set():
+        if not self._front.refusals_released.is_set():
             await asyncio.sleep(_POLL_INTERVAL)  # the port closes, and connected clients are notified
-            self._services.refusals_released.set()
+            self._front.refusals_released.set()
             await asyncio.sleep(_POLL_INTERVAL)  # the refusals are sent
         idle = asyncio.ensure_future(self._idle())
         waited: set[asyncio.Future[Any]] = {stopping, idle}
@@ -216,61 +227,12 @@ class Server:
                 last = time.monotonic()
 
 
-def _reflection_v1(services: Sequence[str]) -> grpc.GenericRpcHandler:
-    """Return reflection v1, which grpcio-reflection (1.81) lacks; its messages are those of v1alpha."""
+def _reflection(names: Sequence[str]) -> list[grpc.GenericRpcHandler]:
+    """Return reflection v1alpha, and v1, which grpcio-reflection (1.81) lacks; their messages are the same."""
     method = grpc.stream_stream_rpc_method_handler(
-        ReflectionServicer(services).ServerReflectionInfo,
+        ReflectionServicer(names).ServerReflectionInfo,
         reflection_pb2.ServerReflectionRequest.FromString,
         reflection_pb2.ServerReflectionResponse.SerializeToString,
     )
-    return grpc.method_handlers_generic_handler("grpc.reflection.v1.ServerReflection", {"ServerReflectionInfo": method})
-
-
-class _Services(grpc.GenericRpcHandler):
-    """Our services, from the end of loading until shutdown; calls before and after are refused, except probes.
-
-    refusal_message: the error of refused calls, empty while calls are answered; refusals_released: refused calls wait
-    until it is set; refused_count: number of calls refused during shutdown.
-    """
-
-    def __init__(self, metrics: Metrics) -> None:
-        self.refusal_message = "the server is loading its models; try again later"
-        self.refused_count = 0
-        self.refusals_released = asyncio.Event()
-        self.refusals_released.set()
-        self._ready = False
-        self._refusals = metrics.refusals
-        self._handlers: list[grpc.GenericRpcHandler] = []
-
-    def clear(self) -> None:
-        self._handlers.clear()
-        self._ready = True
-
-    def add_generic_rpc_handlers(self, handlers: Sequence[grpc.GenericRpcHandler]) -> None:
-        """Add a service; called by gRPC's generated code in place of the server's method."""
-        self._handlers.extend(handlers)
-
-    def add_registered_method_handlers(self, _service: str, _handlers: Any) -> None:
-        """Do nothing, like grpc.aio's server."""
-
-    def refusal(self, method: str) -> NotReady | None:
-        """Return the error of a call, if calls of its method are refused now."""
-        if not self.refusal_message or not method.startswith(OUR_METHODS) or method in PROBES:
-            return None
-        if self._ready:
-            self.refused_count += 1
-            self._refusals.labels("", "stopping").inc()
-        return NotReady(self.refusal_message)
-
-    def service(self, handler_call_details: grpc.HandlerCallDetails) -> "grpc.RpcMethodHandler[Any, Any] | None":
-        """Return the handler of a method, None if it is not ours."""
-        if (refusal := self.refusal(handler_call_details.method)) is not None:
-
-            async def refuse(_requests: AsyncIterator[Any], _context: Context) -> AsyncIterator[Any]:
-                await self.refusals_released.wait()
-                raise refusal
-                yield  # type: ignore[unreachable]  # makes this a stream handler, which can answer any kind of call
-
-            return grpc.stream_stream_rpc_method_handler(refuse)
-        candidates = (handler.service(handler_call_details) for handler in self._handlers)
-        return next((candidate for candidate in candidates if candidate is not None), None)
+    services = (reflection.SERVICE_NAME, "grpc.reflection.v1.ServerReflection")
+    return [grpc.method_handlers_generic_handler(each, {"ServerReflectionInfo": method}) for each in services]

@@ -22,8 +22,8 @@ from prelunet.evaluator.errors import DeviceLost
 from prelunet.evaluator.imaging.limits import DecodeLimits
 from prelunet.evaluator.pb.prelunet.v1 import prelunet_pb2_grpc as pb_grpc
 from prelunet.evaluator.serving.access import AccessControl
-from prelunet.evaluator.serving.api.calls import CallsInFlight
-from prelunet.evaluator.serving.api.interceptor import CallInterceptor
+from prelunet.evaluator.serving.api.front import Front
+from prelunet.evaluator.serving.calls import CallsInFlight
 from prelunet.evaluator.serving.certificates import Certificates
 from prelunet.evaluator.serving.models import Models
 from prelunet.evaluator.serving.observability.metrics import Metrics
@@ -68,11 +68,13 @@ def running_server(
     http: HttpOptions = HttpOptions(),
     unix_socket: Path | None = None,
     tracing: Any = None,
+    max_memory: int | None = None,
     **sessions: Any,
 ) -> Iterator[RunningServer]:
     """Serve sessions (real or fake) under their keywords; the files are called NAME.onnx in a folder /secret.
 
-    limits: on images; server_limits: all other limits; metrics: of the server, for tests to read; tracing: a `Tracing`.
+    limits: on images; server_limits: all other limits; metrics: of the server, for tests to read; tracing: a `Tracing`;
+    max_memory: of this process, above which unfinished messages are refused.
     """
     metrics = metrics or Metrics()
     clients = server_limits or ServerLimits()
@@ -88,6 +90,8 @@ def running_server(
         )  # fmt: skip
         models = Models(loaded, limits or DecodeLimits(), queue, metrics, **lost)
         await server.start(models)
+        if max_memory is not None:
+            server.limit_memory(max_memory)
         yield server, models
         await server.stop(grace=5)
         await asyncio.to_thread(models.close)
@@ -102,16 +106,14 @@ def running_servicer(
     calls: CallsInFlight,
     message_timeout: float = ServerLimits.message_timeout,
 ) -> Iterator[str]:
-    """Serve a test's servicer behind our interceptor; yields the address. message_timeout: as in ServerLimits."""
+    """Serve a test's servicer behind what every call passes; yields the address. message_timeout: of ServerLimits."""
 
     @asynccontextmanager
     async def served() -> AsyncIterator[str]:
-        server = grpc.aio.server(
-            interceptors=[CallInterceptor(calls, ServerLimits(message_timeout=message_timeout))],
-            options=[("grpc.so_reuseport", 0)],
-        )
-        pb_grpc.add_PreluNetServiceServicer_to_server(servicer, server)
-        health_pb2_grpc.add_HealthServicer_to_server(health.aio.HealthServicer(), server)
+        front = Front(calls, ServerLimits(message_timeout=message_timeout))
+        server = grpc.aio.server(handlers=[front], options=[("grpc.so_reuseport", 0)])
+        pb_grpc.add_PreluNetServiceServicer_to_server(servicer, front)
+        health_pb2_grpc.add_HealthServicer_to_server(health.aio.HealthServicer(), front)
         port = server.add_insecure_port("127.0.0.1:0")
         await server.start()
         yield f"127.0.0.1:{port}"

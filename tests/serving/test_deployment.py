@@ -134,11 +134,11 @@ def require_mounts(options: ServeOptions, folders: Collection[str]) -> None:
 
 
 def require_memory(options: ServeOptions, container: str) -> None:
-    """A container has room for what the limit does not count, and for a dense ResNet-18 and its next version: 5.46G."""
+    """A container has room for what the limit does not count, and for a dense ResNet-18 and its next version: 3.7G."""
     limit, whole = options.placement.memory, parse_memory(container)
     assert limit is not None
     assert whole is not None
-    assert 5.46 * 2**30 <= limit <= whole - 2**30
+    assert 3.7 * 2**30 <= limit <= whole - 2**30
 
 
 def require_time_to_drain(options: ServeOptions, seconds: float) -> None:

@@ -29,8 +29,8 @@ from prelunet.evaluator.pb.prelunet.v1 import prelunet_pb2_grpc as pb_grpc
 from prelunet.evaluator.rpc.status import error_from
 from prelunet.evaluator.serving import lifecycle, models, watched_files
 from prelunet.evaluator.serving import server as server_module
-from prelunet.evaluator.serving.api.calls import CallsInFlight
 from prelunet.evaluator.serving.api.health import LIVENESS
+from prelunet.evaluator.serving.calls import CallsInFlight
 from prelunet.evaluator.serving.http import reports
 from prelunet.evaluator.serving.lifecycle import ServeResult, ShutdownEvents, serve, wait_and_shut_down
 from prelunet.evaluator.serving.models import Models

@@ -14,7 +14,7 @@ import grpc
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from prelunet.evaluator.client import AsyncClient, Client, Credentials, RetryPolicy
+from prelunet.evaluator.client import AsyncClient, Client, Credentials
 from prelunet.evaluator.errors import EnvironmentFault, Overloaded, PermissionDenied, Unauthenticated, UsageError
 from prelunet.evaluator.pb.prelunet.v1 import prelunet_pb2 as pb
 from prelunet.evaluator.serving.access import REQUIRED, SCOPES, AccessControl, create_token
@@ -29,7 +29,6 @@ from tests.helpers.tls_files import TLS, secret_file, tls_options, write_tokens
 from tests.serving.serving_harness import RunningServer, png, running_server
 
 IMAGE = png(40, 57)
-AT_ONCE = RetryPolicy.none()
 TRUSTING = Credentials(tls_ca=TLS / "ca.pem")
 
 
@@ -67,7 +66,7 @@ def handshakes_with(pair: str) -> Iterator[str]:
 
 @pytest.fixture(params=[Client, AsyncInThread], ids=["sync", "async"])
 def client_of(request: pytest.FixtureRequest) -> Callable[..., Any]:
-    return partial(request.param, retries=AT_ONCE, timeout=20)
+    return partial(request.param, retries=False, timeout=20)
 
 
 # TLS.
@@ -283,7 +282,7 @@ def test_a_client_waits_as_long_as_the_rate_of_its_token_requires(tmp_path: Path
                 client.classify(IMAGE)
         assert time.monotonic() - begun > 9 / 20  # 20 at once, and one of the other 10 each twentieth of a second
         slow_credentials = Credentials(token_file=secret_file(tmp_path / "slow", slow))
-        with Client(server.address, credentials=slow_credentials, retries=AT_ONCE) as hasty:
+        with Client(server.address, credentials=slow_credentials, retries=False) as hasty:
             hasty.classify(IMAGE)
             with pytest.raises(Overloaded, match=r"token 'slow' may make 0\.01 calls per second"):
                 hasty.classify(IMAGE)
@@ -300,7 +299,7 @@ def test_no_log_line_metric_or_error_has_a_token(tmp_path: Path, caplog: pytest.
     texts = [repr(credentials)]
     with server_with(AccessOptions(), tmp_path / "tokens.toml") as (server, reload):
         for each in credentials:
-            with Client(server.address, credentials=each, retries=AT_ONCE) as client:
+            with Client(server.address, credentials=each, retries=False) as client:
                 try:
                     texts.append(repr(client.classify(IMAGE)))
                 except (PermissionDenied, Unauthenticated) as error:

@@ -6,14 +6,15 @@ import ssl
 import threading
 import time
 from concurrent import futures
+from functools import partial
 from pathlib import Path
 
 import httpx
 import pytest
 
-from prelunet.evaluator.client import Client, Credentials, RetryPolicy
+from prelunet.evaluator.client import Client, Credentials
 from tests.helpers.tls_files import TLS, install_pair, secret_file, tls_options, write_tokens
-from tests.serving.serving_harness import png
+from tests.serving.serving_harness import eventually, png
 from tests.serving.test_serving_process import model, run, serving  # noqa: F401 - `model` is a fixture
 
 IMAGE = png(40, 57)
@@ -49,7 +50,7 @@ def test_both_ports_use_the_files_of_the_configuration_and_read_them_again_witho
         def call_until_stopped() -> int:
             calls = 0
             while not stopped.is_set():  # on new connections
-                with Client(f"localhost:{grpc_port}", credentials=credentials, retries=RetryPolicy.none()) as client:
+                with Client(f"localhost:{grpc_port}", credentials=credentials, retries=False) as client:
                     assert client.classify(IMAGE).predictions
                 assert over_http(token.read_text().strip()) == 200
                 calls += 1
@@ -58,15 +59,15 @@ def test_both_ports_use_the_files_of_the_configuration_and_read_them_again_witho
         calling = pool.submit(call_until_stopped)
         try:
             for number, pair in ((1, "server-2"), (2, "server")):
-                install_pair(tmp_path, pair)  # read before the tokens, so in use when the new token is
+                install_pair(tmp_path, pair)
                 tokens.write_text("\n\n".join(lines[number - 1 : number + 1]))  # the new one beside the last
                 end = time.monotonic() + 30
                 while over_http(secrets[number]) != 200:
                     assert time.monotonic() < end, "the new token is not accepted"
                     time.sleep(0.1)
-                for port in (grpc_port, http):
-                    served = ssl.get_server_certificate(("127.0.0.1", int(port)))
-                    assert served == (TLS / f"{pair}.pem").read_text()
+                for port in (grpc_port, http):  # the files of TLS and the tokens are read at different moments
+                    certificate = partial(ssl.get_server_certificate, ("127.0.0.1", int(port)))
+                    eventually(lambda get=certificate, pair=pair: get() == (TLS / f"{pair}.pem").read_text())
                 secret_file(tmp_path / "new", secrets[number]).replace(token)
         finally:
             stopped.set()

@@ -1,1 +1,1 @@
-"""The gRPC services and the interceptor that every call passes through."""
+"""The gRPC services, and what every call of theirs passes."""

@@ -1,139 +1,116 @@
-"""The PreluNetService of proto/prelunet/v1: translates between its calls and the classifiers."""
+"""The PreluNetService of proto/prelunet/v1: translates calls for the data plane. Nothing is computed here."""
 
 import asyncio
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
-from contextlib import AsyncExitStack, aclosing, suppress
+from contextlib import aclosing, suppress
+from itertools import accumulate
+from pathlib import PurePosixPath
 from typing import TypeAlias
 
-from ...answer import resolve_top_k
-from ...errors import UsageError
+from google.protobuf.json_format import ParseDict
+
+from ...contract import MAX_SCALES, ModelContract
+from ...errors import DatasetError, Overloaded, UsageError
 from ...pb.prelunet.v1 import prelunet_pb2 as pb
 from ...pb.prelunet.v1 import prelunet_pb2_grpc as pb_grpc
-from ..models import Models
-from ..observability import call_context
-from ..observability.call_context import Caller, Context, caller_of
+from ...protocols import supported_protocols
+from ...reporting.report import Report
+from ...rpc.convert import convert_nested_lists
+from ...rpc.status import client_message, code_of, reason_for
+from ..concurrency import bounded, task_group, uncancelled
+from ..data_plane import DataPlane
+from ..evaluation import LabelledImage, Progress
+from ..observability.call_context import Call, Context, this_call
 from ..observability.logs import log_incident
-from ..options import ServerLimits
-from ..repository import Repository
-from . import prelunet_messages
-from .concurrency import bounded, task_group, uncancelled
-from .evaluation import LabelledImage, evaluate
-from .prelunet_messages import call_error
+from ..scheduling.model import Asked, ServedModel
+from ..scheduling.request import Answered
 
 SERVICE = pb.DESCRIPTOR.services_by_name["PreluNetService"].full_name
 
-_MAX_INLINE_PREDICTIONS = 100  # converted to a message on the event loop's thread, in 0.2 ms; more in another thread
+_MAX_INLINE_PREDICTIONS = 100  # converted on the event loop's thread, in 0.1 ms; more in another thread
+MAX_FILE_NAME = 1024  # characters
+# A report message lists only the first refused images: a million would not fit into a message, and after hours the
+# client would get an error instead of the report.
+MAX_LISTED_REFUSALS = 1000
+_MAX_PARTS = 4096  # kept of a plan: images of mixed sizes have many window grids
+_MAX_REFUSALS_BYTES = 2**20  # of names and reasons; a name may have 4 kB
 
 
 class PreluNetServicer(pb_grpc.PreluNetServiceServicer):
-    """Translates calls.
+    """Translates calls. The answers of Classify are serialized already."""
 
-    max_evaluation_images: maximum number of images of one evaluation; repository: of the models, None if they are
-    fixed.
-    """
+    def __init__(self, plane: DataPlane) -> None:
+        self._plane = plane
 
-    def __init__(
-        self,
-        models: Models,
-        max_evaluation_images: int = ServerLimits.max_evaluation_images,
-        repository: Repository | None = None,
-    ) -> None:
-        self._models, self._repository = models, repository
-        self._max_evaluation_images = max_evaluation_images
-
-    async def Classify(self, request: pb.ClassifyRequest, context: Context) -> pb.ClassifyResponse:  # noqa: N802
+    async def Classify(self, request: pb.ClassifyRequest, context: Context) -> bytes:  # noqa: ARG002, N802
         """Classify one image."""
-        answer = self._classify(request, caller_of(context))
+        answer = self._classify(request, this_call())
         del request  # it holds a second copy of the image
         return await answer
 
     def _classify(
-        self, request: pb.ClassifyRequest, caller: Caller, on_admitted: Callable[[], None] | None = None
-    ) -> Awaitable[pb.ClassifyResponse]:
-        """Validate a request, of Classify or of a stream, and return the awaitable that answers it without the message.
-
-        on_admitted: if given, the request waits while the queue is full, and this is called once it is admitted;
-        without it the request is refused instead.
-        """
-        classifier = self._models.get(request.model)
-        contract = classifier.session.contract
-        protocol = prelunet_messages.requested_protocol(request, contract)
-        top_k = resolve_top_k(request.top_k if request.HasField("top_k") else None, len(contract.classes))
-        heatmap, maps = request.heatmap, request.maps  # `answer` must not hold the message
-        call_context.record_views(classifier.name, len(protocol.views))
-
-        async def answer(image: bytes) -> pb.ClassifyResponse:
-            size, views = len(image), len(protocol.views)
-            async with AsyncExitStack() as stack:
-                if on_admitted is None:
-                    stack.enter_context(classifier.admission.admit_or_refuse(size, views, caller))
-                else:
-                    await stack.enter_async_context(classifier.admission.admit_or_wait(size, views, caller))
-                    on_admitted()
-                result = await classifier.answer(image, protocol, top_k, heatmap=heatmap, maps=maps, caller=caller)
-            if top_k > _MAX_INLINE_PREDICTIONS:
-                return await asyncio.to_thread(prelunet_messages.classify_response, result)
-            return prelunet_messages.classify_response(result)
-
-        return answer(request.image)  # an argument: a traceback would keep a variable of the closure alive
+        self, request: pb.ClassifyRequest, call: Call, on_admitted: Callable[[], None] | None = None
+    ) -> Awaitable[bytes]:
+        """Return the awaitable that answers a request, of Classify or of a stream, without the message."""
+        return _serialized(self._plane.classify(request.image, request.model, asked_in(request), call, on_admitted))
 
     async def ClassifyStream(  # noqa: N802
         self, request_iterator: AsyncIterator[pb.ClassifyStreamRequest], context: Context
     ) -> None:
         """Classify the images of a stream."""
-        caller = caller_of(context)
+        call = this_call()
         await classify_stream(
-            lambda request, on_admitted: self._classify(request, caller, on_admitted),
+            lambda request, on_admitted: self._classify(request, call, on_admitted),
             request_iterator,
             lambda answer: uncancelled(context.write(answer)),
+            call,
         )
 
     async def Evaluate(  # noqa: N802
         self, request_iterator: AsyncIterator[pb.EvaluateRequest], context: Context
     ) -> None:
         """Evaluate a streamed dataset."""
-        start = prelunet_messages.start_of(await anext(request_iterator, None))
-        classifier = self._models.get(start.model)
-        contract = classifier.session.contract
-        protocol = prelunet_messages.requested_protocol(start, contract)
-        call_context.record_views(classifier.name, 0)
-        call_context.note_done()  # `start` gets no answer of its own
+        start, call = start_of(await anext(request_iterator, None)), this_call()
+        contract = self._plane.model(start.model).session.contract
+        call.message_done()  # `start` gets no answer of its own
 
         async def images() -> AsyncGenerator[LabelledImage, None]:
             with suppress(StopAsyncIteration):
                 while True:  # without a variable, which would hold a message until the next arrives
-                    yield prelunet_messages.image_of(await anext(request_iterator), contract)
+                    yield image_of(await anext(request_iterator), contract)
+
+        async def send_progress(progress: Progress) -> None:
+            message = pb.EvaluateResponse(progress=pb.EvaluateProgress(**vars(progress)))
+            await uncancelled(context.write(message))
 
         async with aclosing(images()) as labeled:
-            report = await evaluate(
-                classifier,
-                protocol,
-                start.dataset,
-                labeled,
-                lambda progress: uncancelled(context.write(pb.EvaluateResponse(progress=progress))),
-                caller_of(context),
-                max_images=self._max_evaluation_images,
+            report = await self._plane.evaluate(
+                start.dataset, labeled, start.model, asked_in(start), call, send_progress
             )
-        await context.write(
-            pb.EvaluateResponse(report=await asyncio.to_thread(prelunet_messages.report_message, report))
-        )
+        await context.write(pb.EvaluateResponse(report=await asyncio.to_thread(report_message, report)))
 
     async def ListModels(self, request: pb.ListModelsRequest, context: Context) -> pb.ListModelsResponse:  # noqa: ARG002, N802
         """List the served models, and what is wrong with others."""
-        problems = {} if self._repository is None else self._repository.problems()
         return pb.ListModelsResponse(
             models=[
                 pb.ModelIdentity(name=each.name, sha256=each.session.model_sha256, version=each.version)
-                for each in self._models.all()
+                for each in self._plane.models()
             ],
             problems=[
                 pb.VersionProblem(name=version.name, version=version.number, reason=reason)
-                for version, reason in problems.items()
+                for version, reason in self._plane.problems().items()
             ],
         )
 
     async def GetModel(self, request: pb.GetModelRequest, context: Context) -> pb.GetModelResponse:  # noqa: ARG002, N802
-        return pb.GetModelResponse(model=prelunet_messages.model_message(self._models.get(request.name)))
+        return pb.GetModelResponse(model=model_message(self._plane.model(request.name)))
+
+
+async def _serialized(answer: Awaitable[Answered]) -> bytes:
+    answered = await answer
+    if answered.plan.top > _MAX_INLINE_PREDICTIONS or answered.maps:
+        return await asyncio.to_thread(classify_response, answered)
+    return classify_response(answered)
 
 
 # Many images in one call: each request is read, classified and answered independently.
@@ -156,11 +133,13 @@ _CLASSES_PER_SLOT = 1000  # 40 kB on the wire, a few times that as objects
 MAX_ID_LENGTH = 128  # characters
 
 # Takes a request and a callback for its admission. The awaitable must not hold the message, only what it needs of it.
-ClassifyOne: TypeAlias = Callable[[pb.ClassifyRequest, Callable[[], None]], Awaitable[pb.ClassifyResponse]]
+ClassifyOne: TypeAlias = Callable[[pb.ClassifyRequest, Callable[[], None]], Awaitable[bytes]]
 Send: TypeAlias = Callable[[pb.ClassifyStreamResponse], Awaitable[None]]
 
 
-async def classify_stream(classify: ClassifyOne, requests: AsyncIterator[pb.ClassifyStreamRequest], send: Send) -> None:
+async def classify_stream(
+    classify: ClassifyOne, requests: AsyncIterator[pb.ClassifyStreamRequest], send: Send, call: Call
+) -> None:
     """Answer each request of a stream as soon as its result is ready.
 
     classify: answers one request; its error becomes the answer to that request; send: sends an answer, and waits while
@@ -182,16 +161,17 @@ async def classify_stream(classify: ClassifyOne, requests: AsyncIterator[pb.Clas
             try:
                 classified = classify(request.request, admission.set)
                 del request  # it holds a second copy of the image
-                response = pb.ClassifyStreamResponse(id=id_, response=await classified)
-                call_context.record_answer(failed=False)
+                answered = pb.ClassifyResponse.FromString(await classified)
+                response = pb.ClassifyStreamResponse(id=id_, response=answered)
+                call.record_answer(failed=False)
             except Exception as error:
-                call_context.record_answer(failed=True)
+                call.record_answer(failed=True)
                 response = pb.ClassifyStreamResponse(id=id_, error=call_error(error, log_incident(error)))
         admission.set()
         async with sending:
             unanswered.discard(response.id)  # not later: the client may reuse the id once it has the answer
             await send(response)
-        call_context.note_done()
+        call.message_done()
         for _ in range(taken):
             slots.release()
 
@@ -226,3 +206,139 @@ def _id_error(id_: str, unanswered: set[str]) -> UsageError | None:
             f"id '{id_}' is already in use by a request that has no answer yet; give each its own id until then"
         )
     return None
+
+
+# Messages.
+
+
+def asked_in(request: pb.ClassifyRequest | pb.EvaluateStart) -> Asked:
+    """Return what a request asks of its images."""
+    scales = tuple(request.scales[: MAX_SCALES + 1]) or None  # one above the limit is enough to refuse millions
+    mirror = request.mirror if request.HasField("mirror") else None
+    if isinstance(request, pb.EvaluateStart):
+        return Asked(request.protocol, scales, mirror, request.apply_exif)
+    top = request.top_k if request.HasField("top_k") else None
+    return Asked(request.protocol, scales, mirror, request.apply_exif, top, request.heatmap, request.maps)
+
+
+def classify_response(answer: Answered) -> bytes:
+    """Return the serialized ClassifyResponse of an answer."""
+    classes = answer.model.session.contract.classes
+    own = pb.ClassifyResponse(
+        predictions=[
+            pb.Prediction(class_index=index, wnid=classes[index].wnid, name=classes[index].name, score=score)
+            for index, score in answer.classified.top(answer.plan.top)
+        ],
+        heatmap=answer.heatmap,
+        maps=[pb.HeatMap(**vars(of_class)) for of_class in answer.maps],
+        timings=pb.Timings(**vars(answer.timings)),
+    )
+    return own.SerializeToString() + _constant_part(answer)  # concatenation merges two messages
+
+
+def _constant_part(answer: Answered) -> bytes:
+    """Return the serialized fields that are equal for all images of the same plan and window grids."""
+    views, parts = answer.classified.views, answer.plan.parts
+    key = pb, answer.classified.capped, *(seen.windows for seen in views)
+    if (found := parts.get(key)) is None:
+        session = answer.model.session
+        response = pb.ClassifyResponse(
+            model=pb.ModelIdentity(name=answer.model.name, sha256=session.model_sha256, version=answer.model.version),
+            protocol=pb.Protocol(**answer.plan.protocol.to_json()),
+            views=[
+                pb.View(**seen.view.to_json(), windows=pb.WindowGrid(rows=seen.windows[0], columns=seen.windows[1]))
+                for seen in views
+            ],
+            capped=answer.classified.capped,
+            circumstances=pb.Circumstances(**session.circumstances.to_json()),
+        )
+        if len(parts) >= _MAX_PARTS:
+            parts.clear()
+        found = parts[key] = response.SerializeToString()
+    return found
+
+
+def call_error(error: BaseException, incident: str) -> pb.CallError:
+    """Convert an error to an answer of a stream, with the same content as its status; incident: see `status_of`."""
+    return pb.CallError(
+        code=code_of(error).value[0],
+        reason=reason_for(error),
+        message=client_message(error, incident),
+        retry_after_seconds=error.retry_after if isinstance(error, Overloaded) else None,
+    )
+
+
+def model_message(served: ServedModel) -> pb.Model:
+    """Describe a served model and the device that runs it."""
+    contract = served.session.contract
+    return pb.Model(
+        name=served.name,
+        version=served.version,
+        sha256=served.session.model_sha256,
+        architecture=contract.name,
+        activation=contract.architecture.activation,
+        classes=[pb.ClassEntry(wnid=entry.wnid, name=entry.name) for entry in contract.classes],
+        crop=contract.crop,
+        default_scales=contract.default_scales,
+        max_side=contract.max_side,
+        canvas=contract.canvas,
+        circumstances=ParseDict(served.session.circumstances.to_json(), pb.Circumstances()),
+        checkpoint_sha256=contract.checkpoint_sha256,
+        protocols=supported_protocols(contract),
+    )
+
+
+def start_of(request: pb.EvaluateRequest | None) -> pb.EvaluateStart:
+    """Return the `start` of an evaluation's first message; UsageError if it is missing or names no dataset."""
+    if request is None:
+        raise UsageError("the stream is empty; send `start` (model, protocol, dataset), then every image as `image`")
+    if request.WhichOneof("message") != "start":
+        raise UsageError("the first message of an evaluation should be `start` (model, protocol, dataset)")
+    if not PurePosixPath(request.start.dataset).name or len(request.start.dataset) > MAX_FILE_NAME:
+        raise UsageError(
+            f"`start` should name the dataset in 1 to {MAX_FILE_NAME} characters, for example dataset: 'flowers'"
+        )
+    return request.start
+
+
+def image_of(request: pb.EvaluateRequest, contract: ModelContract) -> LabelledImage:
+    """Return one labeled image of an evaluation; UsageError or DatasetError if the message is invalid."""
+    if request.WhichOneof("message") != "image":
+        raise UsageError("after the first message, `start`, every message of an evaluation should be an `image`")
+    image = request.image
+    if not 1 <= len(image.file) <= MAX_FILE_NAME:
+        raise DatasetError(f"an image's file name should have 1 to {MAX_FILE_NAME} characters, not {len(image.file)}")
+    if "\0" in image.file:
+        raise DatasetError("an image's file name should not contain a NUL character")
+    return LabelledImage(image.file, image.data, _label_of(image, contract))
+
+
+def _label_of(image: pb.LabelledImage, contract: ModelContract) -> int:
+    """Return the true class index, which the image gives as an index or as a wnid."""
+    truth = image.WhichOneof("truth")
+    if truth is None:
+        raise DatasetError(f"{image.file}: no true class; set `label` (class index) or `wnid`")
+    if truth == "label":
+        if image.label >= len(contract.classes):
+            raise DatasetError(
+                f"{image.file}: label {image.label}, but class indices are 0 to {len(contract.classes) - 1}"
+            )
+        return image.label
+    label = contract.class_index(image.wnid)
+    if label is None:
+        first = ", ".join(entry.wnid for entry in contract.classes[:5])
+        raise DatasetError(
+            f"{image.file}: the model has no class '{image.wnid}'. The first of its {len(contract.classes)}: {first}"
+        )
+    return label
+
+
+def report_message(report: Report) -> pb.Report:
+    """Convert report.json to its message; null becomes an unset field.
+
+    Only the first refused images are listed, up to the limits above; `refused` counts them all.
+    """
+    refusals = report["refusals"][:MAX_LISTED_REFUSALS]
+    sizes = accumulate(len(each["file"].encode()) + len(each["reason"].encode()) for each in refusals)
+    listed = {**report, "refusals": refusals[: sum(size <= _MAX_REFUSALS_BYTES for size in sizes)]}
+    return ParseDict(convert_nested_lists(listed, lambda numbers: {"values": numbers}), pb.Report())

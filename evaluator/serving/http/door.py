@@ -5,9 +5,10 @@ import math
 import time
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeAlias, cast
+from typing import Any, TypeAlias
 
 import msgspec
+from msgspec import Struct
 from starlette.datastructures import Headers, QueryParams
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
@@ -15,68 +16,60 @@ from starlette.responses import Response
 from starlette.routing import Router
 from starlette.types import Message, Receive, Scope, Send
 
-from ...errors import (
-    DeadlinePassed,
-    Overloaded,
-    PermissionDenied,
-    UsageError,
-    error_status,
-)
+from ...errors import DeadlinePassed, Overloaded, PermissionDenied, UsageError, error_status
 from ..access import AccessControl
-from ..api.arriving import ArrivingBytes
-from ..api.calls import PROBES, CallsInFlight, access_error, record_error
-from ..api.interceptor import decompressed
-from ..observability.call_context import (
-    REQUEST_ID,
-    Call,
-    Context,
-    current_call,
-    request_id_from,
-)
+from ..arriving import ArrivingBytes
+from ..calls import PROBES, CallsInFlight, access_error, record_error
+from ..network import peer_name
+from ..observability.call_context import REQUEST_ID, Call, current_call, request_id_from
 from ..options import ServerLimits
 from ..proxies import parse_address
 from .listener import Connection
 
 TIMEOUT_HEADER = "x-request-timeout"  # seconds from the arrival of the headers to the answer
 DEFAULT_TIMEOUT, MAX_TIMEOUT = 60.0, 3600.0  # seconds
+JSON = "application/json"
 _COMPRESSIONS = ("gzip", "deflate")
 
 
 class JsonResponse(Response):
-    """A response in JSON."""
+    """A response in JSON. content: plain data or structs."""
 
-    media_type = "application/json"
+    media_type = JSON
 
     def render(self, content: Any) -> bytes:
         """Return the content as JSON; NaN, which JSON does not have, is null."""
         return msgspec.json.encode(content)
 
 
-@dataclass(frozen=True)
-class Deadline:
-    """What servicers use of gRPC's context: who calls, and how many seconds are left."""
+class InferenceError(Struct, forbid_unknown_fields=True):
+    """What is wrong, and how to fix it."""
 
-    client: str
-    at: float  # of time.monotonic()
+    error: str
 
-    def peer(self) -> str:
-        """Return gRPC's name of the connection."""
-        return self.client
 
-    def time_remaining(self) -> float:
-        """Return the seconds until the deadline."""
-        return self.at - time.monotonic()
+class Error(Struct, forbid_unknown_fields=True):
+    """What is wrong, and how to fix it.
+
+    code: name of the gRPC status; reason: as in google.rpc.ErrorInfo, e.g. IMAGE_ERROR; request_id: as the header
+    x-request-id.
+    """
+
+    error: str
+    code: str
+    reason: str
+    request_id: str
 
 
 @dataclass
 class HttpCall:
-    """A request that has been admitted. parameters: of its path; body: complete and decompressed."""
+    """A request that has been admitted. call: has its deadline; parameters: of its path; body: all, decompressed."""
 
+    call: Call
     parameters: dict[str, str]
     query: QueryParams
     headers: Headers
     body: bytes
-    context: Context
 
     def take_body(self) -> bytes:
         """Return the body, which is not kept: an image may wait for long."""
@@ -84,7 +77,7 @@ class HttpCall:
         return body
 
 
-Answer: TypeAlias = Callable[[HttpCall], Awaitable[Response]]
+Endpoint: TypeAlias = Callable[[HttpCall], Awaitable[Response]]
 
 
 class HttpDoor:
@@ -159,7 +152,7 @@ class HttpDoor:
                 "let the proxy use HTTPS, or pass on the header Host unchanged"
             )
 
-    def endpoint_of(self, method: str, answer: Answer) -> Callable[[Request], Awaitable[Response]]:
+    def endpoint_of(self, method: str, answer: Endpoint) -> Callable[[Request], Awaitable[Response]]:
         """Return the endpoint of a route that does what a gRPC method does, with its scope and limits.
 
         method: as in "prelunet.v1.PreluNetService/Classify".
@@ -175,40 +168,40 @@ class HttpDoor:
                 raise error
             if not exempt:
                 self._calls.admit(call)
-            context = Deadline(call.peer, call.begun + _timeout(request.headers))
-            content = await self._arriving.receive(call, self._read(body, context))
-            content = await self._decompressed(content, request.headers)
+            call.deadline = call.begun + _timeout(request.headers)
+            content = await self._read(call, body, call.deadline)
+            content = await self._decompressed(call, content, request.headers)
             call.bytes = call.message_bytes = len(content)
-            admitted = HttpCall(
-                request.path_params, request.query_params, request.headers, content, cast("Context", context)
-            )
+            admitted = HttpCall(call, request.path_params, request.query_params, request.headers, content)
             del content
             try:
                 with request.scope["state"]["connection"].cancelled_by_disconnect():
-                    async with asyncio.timeout(context.time_remaining()):
+                    async with asyncio.timeout_at(call.deadline):  # of time.monotonic(), which is the loop's clock too
                         response = await answer(admitted)
             except TimeoutError:
                 continues = "; the model is still being loaded or unloaded" if "RepositoryModel" in method else ""
                 raise DeadlinePassed(
                     f"the time for this request is over{continues}; allow more in the header {TIMEOUT_HEADER}"
                 ) from None
+            finally:
+                call.message_admitted()
             call.status = "OK"
             return response
 
         return endpoint
 
-    async def _read(self, body: "_Body", context: Deadline) -> bytes:
-        seconds = min(self._limits.message_timeout, context.time_remaining())
+    async def _read(self, call: Call, body: "_Body", deadline: float) -> bytes:
+        seconds = min(self._limits.message_timeout, deadline - time.monotonic())
         try:
-            async with asyncio.timeout(seconds):
-                return await body.read()
+            content: bytes = await self._arriving.receive(call, body.read(), seconds)
         except TimeoutError:
             raise DeadlinePassed(f"the body of this request did not arrive within {seconds:g} s") from None
+        return content
 
-    async def _decompressed(self, data: bytes, headers: Headers) -> bytes:
+    async def _decompressed(self, call: Call, data: bytes, headers: Headers) -> bytes:
         encoding = headers.get("content-encoding", "identity").lower()
         if encoding in _COMPRESSIONS:
-            return await asyncio.to_thread(decompressed, data, self._limits.max_message_bytes)
+            return await self._arriving.decompressed(call, data)
         if encoding != "identity":
             raise HTTPException(415, f"Content-Encoding should be one of {', '.join(_COMPRESSIONS)}")
         return data
@@ -309,9 +302,7 @@ def error_response(call: Call, error: Exception, *, v2: bool) -> Response:
             headers["Retry-After"] = str(math.ceil(error.retry_after))
         if status == 401:
             headers["WWW-Authenticate"] = "Bearer"
-    content = {"error": call.error}
-    if not v2:
-        content |= {"code": call.status, "reason": call.reason, "request_id": call.request_id}
+    content = InferenceError(call.error) if v2 else Error(call.error, call.status, call.reason, call.request_id)
     return JsonResponse(content, status, headers)
 
 
@@ -342,6 +333,4 @@ def _peer(client: tuple[str, int] | None) -> str:
     """Return the name that gRPC gives a connection, so that a client has one identity at both doors."""
     if client is None:
         return "unix:"
-    host, port = client
-    host = host.removeprefix("::ffff:")
-    return f"ipv6:%5B{host}%5D:{port}" if ":" in host else f"ipv4:{host}:{port}"
+    return peer_name(*client)

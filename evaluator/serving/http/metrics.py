@@ -8,7 +8,6 @@ from starlette.responses import PlainTextResponse, Response
 from starlette.routing import Route, Router
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from ..api.health import LIVENESS
 from .listener import Connection, ConnectionLimits
 
 TIMEOUT = 10.0  # seconds to receive a request, to answer it, and for the client to read the response
@@ -36,7 +35,7 @@ def metrics_app(
     async def liveness(_request: Request) -> Response:
         return PlainTextResponse("live\n")
 
-    routes = [Route("/metrics", metrics), Route("/ready", readiness), Route(f"/{LIVENESS}", liveness)]
+    routes = [Route("/metrics", metrics), Route("/ready", readiness), Route("/liveness", liveness)]
     router = Router(routes, redirect_slashes=False)
 
     async def app(scope: Scope, receive: Receive, send: Send) -> None:

@@ -1,106 +1,149 @@
-"""The OpenAPI description of the HTTP port: its routes, with the schemas of /v1 from the proto file."""
+"""The OpenAPI description of the HTTP port, from the types that its routes declare."""
 
 import importlib.metadata
-from collections.abc import Iterable
-from typing import Any
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Annotated, Any, Literal, TypeAlias
 
-from google.protobuf.descriptor import FieldDescriptor
-from starlette.routing import Route
+import msgspec
 
-from ...pb.prelunet.v1 import prelunet_pb2 as pb
+from ..access import REQUIRED
+from ..calls import PROBES
+from .door import JSON, Endpoint, Error, InferenceError
 
-_NAMES = {  # of types in JSON Schema
-    FieldDescriptor.CPPTYPE_DOUBLE: "number",
-    FieldDescriptor.CPPTYPE_FLOAT: "number",
-    FieldDescriptor.CPPTYPE_INT32: "integer",
-    FieldDescriptor.CPPTYPE_UINT32: "integer",
-    FieldDescriptor.CPPTYPE_BOOL: "boolean",
-    FieldDescriptor.CPPTYPE_STRING: "string",
-}
-_ERROR = {
-    "type": "object",
-    "required": ["error"],
-    "properties": {
-        "error": {"type": "string", "description": "What is wrong, and how to fix it."},
-        "code": {"type": "string", "description": "Name of the gRPC status; not under /v2."},
-        "reason": {"type": "string", "description": "As in google.rpc.ErrorInfo, e.g. IMAGE_ERROR; not under /v2."},
-        "request_id": {"type": "string", "description": "As the header x-request-id; not under /v2."},
-    },
-}
-_QUERY = {
-    "model": ({"type": "string"}, "Name of a served model; required when there are several."),
-    "protocol": ({"type": "string"}, "As in the proto file, e.g. center, dense-256, multi-scale."),
-    "top_k": ({"type": "integer", "minimum": 1}, "Number of predictions; 5 by default."),
-    "heatmap": ({"enum": ["png", "maps"]}, "Heat maps of the five best classes: an image, or numbers in `maps`."),
-    "apply_exif": ({"type": "boolean"}, "Whether to apply the image's EXIF orientation."),
-    "scales": ({"type": "string", "pattern": r"^\d+(,\d+)*$"}, "Scales in pixels that replace the protocol's."),
-    "mirror": ({"type": "boolean"}, "Whether each scale is also classified mirrored."),
-}
-_FILE = {"type": "string", "contentMediaType": "application/octet-stream"}
-_FORM = {"type": "object", "properties": {"image": _FILE}, "required": ["image"], "additionalProperties": False}
-_ANSWERS = {
-    "/v1/classify": pb.ClassifyResponse.DESCRIPTOR,
-    "/v1/models": pb.ListModelsResponse.DESCRIPTOR,
-    "/v1/models/{name}": pb.Model.DESCRIPTOR,
+File: TypeAlias = Annotated[str, msgspec.Meta(extra_json_schema={"contentMediaType": "application/octet-stream"})]
+
+_ERRORS = {
+    400: "The request is invalid, or the server cannot load the model.",
+    401: "The server requires a token, and this request has none that it knows.",
+    403: "The token lacks the scope for this, or a web page of another site has sent the request.",
+    404: "The model or its version is not served.",
+    413: "The body is too large.",
+    429: "The server is at its limits, or has too little memory for the request; Retry-After may have the seconds.",
+    500: "A fault of the server, or of its model file.",
+    503: "The server is starting or stopping, or its machine has failed.",
+    504: "The time for the request is over.",
 }
 
 
-def description(routes: Iterable[Route]) -> dict[str, Any]:
-    """Return the description as plain data. routes: named after gRPC methods."""
-    schemas: dict[str, Any] = {"Error": _ERROR}
-    error = {"schema": {"$ref": "#/components/schemas/Error"}}
+@dataclass(frozen=True)
+class Operation:
+    """A route that does what a gRPC method does, with its scope and limits.
+
+    path: as Starlette has it; name: of the method; endpoint: answers a request; answer: type of its JSON; bodies: types
+    of the request by media type; query: struct of the parameters; binary: also answers with binary data; probe: has the
+    same answer with status 503; suffix: tells it from the other routes of its method.
+    """
+
+    method: Literal["GET", "POST"]
+    path: str
+    name: str
+    endpoint: Endpoint
+    answer: Any
+    bodies: Mapping[str, Any] = field(default_factory=dict)
+    query: type[msgspec.Struct] | None = None
+    binary: bool = False
+    probe: bool = False
+    suffix: str = ""
+
+    @property
+    def rpc(self) -> str:
+        """Return the full name of the method, as in "prelunet.v1.PreluNetService/Classify"."""
+        return f"{'inference.GRPCInferenceService' if self._inference else 'prelunet.v1.PreluNetService'}/{self.name}"
+
+    @property
+    def id(self) -> str:
+        """Return its name in the description, such as modelReadyOfVersion."""
+        return f"{self.name[0].lower()}{self.name[1:]}{self.suffix}"
+
+    @property
+    def _inference(self) -> bool:
+        return self.path.startswith("/v2")
+
+    @property
+    def answers(self) -> dict[str, Any]:
+        """Return the types of its answers by media type."""
+        return {JSON: self.answer} | ({"application/octet-stream": File} if self.binary else {})
+
+    @property
+    def error(self) -> type[msgspec.Struct]:
+        """Return the type of its errors."""
+        return InferenceError if self._inference else Error
+
+    def errors(self) -> Iterator[int]:
+        """Yield the statuses of errors; others come before a request has found its route."""
+        needs_token = REQUIRED[f"/{self.rpc}"] != "nothing"
+        yield 400
+        if needs_token:
+            yield 401
+        if needs_token or self.method == "POST":
+            yield 403
+        if "{" in self.path or self.query is not None:
+            yield 404
+        if self.bodies:
+            yield 413
+        if f"/{self.rpc}" not in PROBES:
+            yield 429
+        yield from (500, 503, 504)
+
+    @property
+    def types(self) -> list[Any]:
+        """Return all types that it declares."""
+        query = [] if self.query is None else [self.query]
+        return [*self.answers.values(), *self.bodies.values(), *query, self.error]
+
+
+def description(operations: Sequence[Operation]) -> dict[str, Any]:
+    """Return the description as plain data."""
+    types = [kind for operation in operations for kind in operation.types]
+    found, components = msgspec.json.schema_components(types, ref_template="#/components/schemas/{name}")
+    schemas = dict(zip(map(repr, types), found, strict=True))
     paths: dict[str, Any] = {}
-    for route in routes:
-        (method,) = (route.methods or set()) - {"HEAD"}
-        path = route.path_format
-        answer = _schema(_ANSWERS[path], schemas) if path in _ANSWERS else {}
-        operation: dict[str, Any] = {
-            "summary": f"As {route.name} over gRPC.",
-            "parameters": [
-                {"name": name, "in": "path", "required": True, "schema": {"type": "string"}}
-                for name in route.param_convertors
-            ],
-            "responses": {
-                "200": {"description": "The answer.", "content": {"application/json": {"schema": answer}}},
-                "default": {"description": "An error.", "content": {"application/json": error}},
-            },
-        }
-        if method == "POST":
-            operation["requestBody"] = {"content": {"*/*": {}}}
-        if path == "/v1/classify":
-            operation["requestBody"]["content"]["multipart/form-data"] = {"schema": _FORM}
-            operation["parameters"] = [
-                {"name": name, "in": "query", "schema": schema, "description": text}
-                for name, (schema, text) in _QUERY.items()
-            ]
-        paths[path] = {method.lower(): operation}
+    for each in operations:
+        path = each.path.replace(":path", "")
+        paths[path] = {each.method.lower(): _operation(each, path, schemas, components)}
+    for each in operations:
+        if each.query is not None:
+            components.pop(each.query.__name__, None)  # its fields are parameters
     return {
         "openapi": "3.1.0",
         "info": {"title": "prelunet", "version": importlib.metadata.version("prelunet")},
         "security": [{}, {"token": []}],
         "paths": paths,
-        "components": {"securitySchemes": {"token": {"type": "http", "scheme": "bearer"}}, "schemas": schemas},
+        "components": {"securitySchemes": {"token": {"type": "http", "scheme": "bearer"}}, "schemas": components},
     }
 
 
-def _schema(message: Any, schemas: dict[str, Any]) -> dict[str, Any]:
-    """Return a reference to the schema of a message, given its descriptor; the schema is added to `schemas`."""
-    if message.name not in schemas:
-        schemas[message.name] = {
-            "type": "object",
-            "properties": {field.name: _field_schema(field, schemas) for field in message.fields},
-            "required": [field.name for field in message.fields if not field.has_presence],
-            "additionalProperties": False,
-        }
-    return {"$ref": f"#/components/schemas/{message.name}"}
+def _operation(
+    operation: Operation, path: str, schemas: Mapping[str, Any], components: Mapping[str, Any]
+) -> dict[str, Any]:
+    """Return the description of one route. schemas: by the representation of the type."""
 
+    def content(types: Mapping[str, Any]) -> dict[str, Any]:
+        return {media_type: {"schema": schemas[repr(kind)]} for media_type, kind in types.items()}
 
-def _field_schema(field: FieldDescriptor, schemas: dict[str, Any]) -> dict[str, Any]:
-    inner = field.message_type
-    if inner is None:
-        one: dict[str, Any] = {"type": _NAMES[field.cpp_type]}
-    elif inner.GetOptions().map_entry:
-        return {"type": "object", "additionalProperties": _field_schema(inner.fields_by_name["value"], schemas)}
-    else:
-        one = _schema(inner, schemas)
-    return {"type": "array", "items": one} if field.is_repeated else one
+    parameters: list[dict[str, Any]] = [
+        {"name": name, "in": "path", "required": True, "schema": {"type": "string"}}
+        for name in ("name", "version")
+        if f"{{{name}}}" in path
+    ]
+    if operation.query is not None:
+        for name, schema in components[operation.query.__name__]["properties"].items():
+            lists = {"style": "form", "explode": False} if schema.get("type") == "array" else {}
+            parameters.append({"name": name, "in": "query", "schema": schema, **lists})
+    answer, error = content(operation.answers), content({JSON: operation.error})
+    responses = {
+        "200": {"description": "The answer.", "content": answer},
+        **{str(status): {"description": _ERRORS[status], "content": error} for status in operation.errors()},
+        "default": {"description": "Another error.", "content": error},
+    }
+    if operation.probe:
+        responses["503"] = {"description": "Not ready.", "content": answer}
+    body = {"requestBody": {"content": content(operation.bodies)}} if operation.bodies else {}
+    return {
+        "operationId": operation.id,
+        "summary": f"As {operation.rpc} over gRPC.",
+        "parameters": parameters,
+        **body,
+        "responses": responses,
+    }

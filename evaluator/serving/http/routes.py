@@ -1,212 +1,300 @@
-"""The routes of the HTTP port: each does what a gRPC method does, by the same servicer."""
+"""The routes of the HTTP port: they translate requests for the data plane, and its answers to JSON."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import replace
+from email.parser import BytesHeaderParser
 from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Annotated, Any, Literal, TypeVar
 
 import msgspec
-from google.protobuf.json_format import MessageToDict
-from google.protobuf.message import Message
+from msgspec import UNSET, Meta, Struct, UnsetType
+from starlette.datastructures import QueryParams
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
+from ...contract import MAX_SCALES
 from ...errors import ModelNotFound, UsageError
-from ...pb.inference import inference_pb2 as oip
-from ...pb.prelunet.v1 import prelunet_pb2 as pb
 from ...reporting.live_page import live_page
-from ..api import inference, prelunet
-from ..api.inference import InferenceServicer, run_inline_or_in_thread
-from ..api.prelunet import PreluNetServicer
-from ..models import Models
-from ..repository import Repository
-from .door import Answer, HttpCall, HttpDoor, JsonResponse
-from .forms import image_in_form
-from .inference_json import LENGTH_HEADER, infer_response, parse_infer_request, plain
-from .openapi import description
+from ..concurrency import run_inline_or_in_thread
+from ..data_plane import DataPlane
+from ..inference import Inference, ModelConfig, ModelIndex, ModelMetadata, ModelStatistics, ServerMetadata
+from ..scheduling.model import Asked
+from .answers import (
+    ClassifyResponse,
+    ListModelsResponse,
+    Model,
+    classify_response,
+    list_models_response,
+    model_response,
+)
+from .door import JSON, Endpoint, HttpCall, HttpDoor, JsonResponse
+from .inference_json import LENGTH_HEADER, ModelInferRequest, ModelInferResponse, infer_response, parse_infer_request
+from .openapi import File, Operation, description
 from .reports import report_routes
 
 _LARGE_BODY = 2**20  # bytes, whose JSON or form takes milliseconds to parse
-_LARGE_ANSWER = 10_000  # bytes of a message, whose JSON takes milliseconds, too
-_REPOSITORY = ("/v2/repository/models/{name}", "/v2/repository/models/{name}/versions/{version}")
-_MODEL = ("/v2/models/{name}", "/v2/models/{name}/versions/{version}")
+_MANY_PREDICTIONS, _MANY_CLASSES = 100, 1000  # which take 0.3 ms to convert
+_MAX_HEAD = 2**12  # bytes before the file in a form
 
 
-def _flag(text: str) -> bool:
-    return {"true": True, "false": False}[text]
+class ClassifyForm(Struct, forbid_unknown_fields=True):
+    """A form with one file."""
+
+    image: File
 
 
-def _number(text: str) -> int:
-    if not (text.isascii() and text.isdigit()):  # `int` also reads 1_0 and other scripts
+class ClassifyQuery(Struct):
+    """The query parameters of /v1/classify, as described; `_READERS` read them."""
+
+    model: Annotated[str, Meta(description="Name of a served model; required when there are several.")] = ""
+    protocol: Annotated[str, Meta(description="As in the proto file, e.g. center, dense-256, multi-scale.")] = ""
+    top_k: Annotated[int, Meta(ge=1, description="Number of predictions; 5 by default.")] | UnsetType = UNSET
+    heatmap: Annotated[
+        Literal["png", "maps"] | UnsetType,
+        Meta(description="Heat maps of the five best classes: an image, or numbers in `maps`."),
+    ] = UNSET
+    apply_exif: Annotated[bool, Meta(description="Whether to apply the image's EXIF orientation.")] = False
+    scales: (
+        Annotated[tuple[int, ...], Meta(min_length=1, description="Scales in pixels that replace the protocol's.")]
+        | UnsetType
+    ) = UNSET
+    mirror: Annotated[bool | UnsetType, Meta(description="Whether each scale is also classified mirrored.")] = UNSET
+
+
+def _number(text: str, bits: int) -> int:
+    if not (text.isascii() and text.isdigit()) or int(text) >= 2**bits:  # `int` also reads 1_0 and other scripts
         raise ValueError
     return int(text)
 
 
-# Query parameters of /v1/classify: fields of ClassifyRequest, and how to read them.
-CLASSIFY_PARAMETERS: Mapping[str, Callable[[str], Any]] = {
+# How to read each parameter; anything else raises KeyError or ValueError.
+_FLAG = {"true": True, "false": False}.__getitem__
+_READERS: Mapping[str, Callable[[str], Any]] = {
     "model": str,
     "protocol": str,
-    "top_k": _number,
-    "heatmap": {"png": "heatmap", "maps": "maps"}.__getitem__,  # the field to set
-    "apply_exif": _flag,
-    "scales": lambda text: [_number(each) for each in text.split(",")],
-    "mirror": _flag,
+    "top_k": partial(_number, bits=31),  # as in the proto file
+    "heatmap": {"png": "png", "maps": "maps"}.__getitem__,
+    "apply_exif": _FLAG,
+    # One scale above the limit is enough to refuse thousands.
+    "scales": lambda text: tuple(_number(each, bits=32) for each in text.split(","))[: MAX_SCALES + 1],
+    "mirror": _FLAG,
 }
 
 
-class _RepositoryRequest(msgspec.Struct, forbid_unknown_fields=True):
+class RepositoryModelRequest(Struct, forbid_unknown_fields=True):
+    """To load or unload a model. The body may also be empty."""
+
     parameters: dict[str, bool | int | str] = {}
 
 
-class _IndexRequest(msgspec.Struct, forbid_unknown_fields=True):
+class RepositoryIndexRequest(Struct, forbid_unknown_fields=True):
+    """To list models, or only those that accept new work. The body may also be empty."""
+
     ready: bool = False
 
 
-_RepositoryBody = TypeVar("_RepositoryBody", _RepositoryRequest, _IndexRequest)
+class RepositoryModelResponse(Struct, forbid_unknown_fields=True):
+    """The model is loaded, or unloaded."""
 
 
-class Routes:
-    """Adds the routes to a door, which works after `serve`. reports: folder of reports for the live page."""
+class ServerLiveResponse(Struct, forbid_unknown_fields=True):
+    """Whether the server is alive."""
 
-    def __init__(self, door: HttpDoor, reports: Path | None = None) -> None:
-        self._door, self._ready = door, door.ready
-        self._add("GET", "/v1/models", prelunet.SERVICE, "ListModels", self._list_models)
-        self._add("GET", "/v1/models/{name:path}", prelunet.SERVICE, "GetModel", self._get_model)
-        self._add("POST", "/v1/classify", prelunet.SERVICE, "Classify", self._classify)
-        routes: tuple[tuple[str, str, str, Answer], ...] = (
-            ("GET", "/v2", "ServerMetadata", partial(self._plain, "ServerMetadata")),
-            ("GET", "/v2/health/live", "ServerLive", partial(self._plain, "ServerLive")),
-            ("GET", "/v2/health/ready", "ServerReady", partial(self._probe, "ServerReady")),
-            ("POST", "/v2/repository/index", "RepositoryIndex", self._index),
-            ("GET", "/v2/models/stats", "ModelStatistics", partial(self._plain, "ModelStatistics")),
-            *(("POST", f"{path}/load", "RepositoryModelLoad", self._load) for path in _REPOSITORY),
-            *(("POST", f"{path}/unload", "RepositoryModelUnload", self._unload) for path in _REPOSITORY),
-            *(("GET", path, "ModelMetadata", partial(self._plain, "ModelMetadata")) for path in _MODEL),
-            *(("GET", f"{path}/ready", "ModelReady", partial(self._probe, "ModelReady")) for path in _MODEL),
-            *(("GET", f"{path}/config", "ModelConfig", self._config) for path in _MODEL),
-            *(("GET", f"{path}/stats", "ModelStatistics", partial(self._plain, "ModelStatistics")) for path in _MODEL),
-            *(("POST", f"{path}/infer", "ModelInfer", self._infer) for path in _MODEL),
-        )
-        for method, path, name, answer in routes:
-            self._add(method, path, inference.SERVICE, name, answer)
-        described = JsonResponse(description(each for each in door.router.routes if isinstance(each, Route))).body
+    live: bool
 
-        async def openapi(_request: Request) -> Response:
-            return Response(described, media_type=JsonResponse.media_type)
 
-        html, policy = live_page(reports=reports is not None)
-        headers = {"Content-Security-Policy": policy, "Cache-Control": "no-cache", "Referrer-Policy": "no-referrer"}
+class ReadyResponse(Struct, forbid_unknown_fields=True):
+    """Whether the server, or the model, accepts new work."""
 
-        async def page(_request: Request) -> Response:  # without a token: the page asks for one
-            return Response(html, headers=headers, media_type="text/html")
+    ready: bool
 
-        door.router.routes += [Route("/openapi.json", openapi), Route("/", page)]
-        if reports is not None:
-            door.router.routes += report_routes(door, reports)
 
-    def serve(self, models: Models, repository: Repository | None = None) -> None:
-        self._prelunet = PreluNetServicer(models, repository=repository)
-        self._inference = InferenceServicer(models, self._ready, repository)
+class ModelStatisticsResponse(Struct, forbid_unknown_fields=True):
+    """Statistics of the models."""
 
-    def _add(self, method: str, path: str, service: str, name: str, answer: Answer) -> None:
-        endpoint = self._door.endpoint_of(f"{service}/{name}", answer)
-        self._door.router.routes.append(Route(path, endpoint, methods=[method], name=f"{service}/{name}"))
+    model_stats: list[ModelStatistics]
 
-    async def _list_models(self, call: HttpCall) -> Response:
-        return await _proto_json(await self._prelunet.ListModels(pb.ListModelsRequest(), call.context))
 
-    async def _get_model(self, call: HttpCall) -> Response:
-        found = await self._prelunet.GetModel(pb.GetModelRequest(**call.parameters), call.context)
-        return await _proto_json(found.model)
+_Body = TypeVar("_Body", RepositoryModelRequest, RepositoryIndexRequest)
 
-    async def _classify(self, call: HttpCall) -> Response:
-        if call.headers.get("content-type", "").lower().startswith("multipart/"):
-            large = len(call.body) > _LARGE_BODY
-            call.body = await run_inline_or_in_thread(partial(image_in_form, call.take_body()), in_thread=large)
-        return await _proto_json(await self._prelunet.Classify(_classify_request(call), call.context))
 
-    async def _infer(self, call: HttpCall) -> Response:
-        version = call.parameters.get("version", "")
-        length, large = call.headers.get(LENGTH_HEADER), len(call.body) > _LARGE_BODY
-        parsed = await run_inline_or_in_thread(
-            partial(parse_infer_request, call.take_body(), length, call.parameters["name"], version), in_thread=large
-        )
-        answer, binary = self._inference.ModelInfer(parsed[0], call.context), parsed[1]
-        del parsed  # now `answer` alone holds the message, and frees it early
-        response = await answer
-        large = not binary and response.ByteSize() > _LARGE_ANSWER
-        body, headers = await run_inline_or_in_thread(partial(infer_response, response, binary=binary), in_thread=large)
+def add_routes(door: HttpDoor, plane: DataPlane, reports: Path | None = None) -> None:
+    """Add the routes to a door. reports: folder of reports for the live page."""
+    operations = _Routes(plane).operations()
+    routes = [Route(each.path, door.endpoint_of(each.rpc, each.endpoint), methods=[each.method]) for each in operations]
+    described = JsonResponse(description(operations)).body
+
+    async def openapi(_request: Request) -> Response:
+        return Response(described, media_type=JSON)
+
+    html, policy = live_page(reports=reports is not None)
+    headers = {"Content-Security-Policy": policy, "Cache-Control": "no-cache", "Referrer-Policy": "no-referrer"}
+
+    async def page(_request: Request) -> Response:  # without a token: the page asks for one
+        return Response(html, headers=headers, media_type="text/html")
+
+    routes += [Route("/openapi.json", openapi), Route("/", page)]
+    door.router.routes += routes + ([] if reports is None else report_routes(door, reports))
+
+
+class _Routes:
+    """What the routes do."""
+
+    def __init__(self, plane: DataPlane) -> None:
+        self._plane, self._inference = plane, Inference(plane)
+
+    def operations(self) -> list[Operation]:
+        """Return the operations, in the order in which their paths are tried."""
+        own = self._inference
+        image, index = {"*/*": File, "multipart/form-data": ClassifyForm}, {JSON: RepositoryIndexRequest}
+        operations = [
+            Operation("GET", "/v1/models", "ListModels", self._list_models, ListModelsResponse),
+            Operation("GET", "/v1/models/{name:path}", "GetModel", self._get_model, Model),
+            Operation("POST", "/v1/classify", "Classify", self._classify, ClassifyResponse, image, ClassifyQuery),
+            Operation("GET", "/v2", "ServerMetadata", _described(own.server_metadata), ServerMetadata),
+            Operation("GET", "/v2/health/live", "ServerLive", _described(_live), ServerLiveResponse),
+            Operation("GET", "/v2/health/ready", "ServerReady", self._server_ready, ReadyResponse, probe=True),
+            Operation("POST", "/v2/repository/index", "RepositoryIndex", self._index, list[ModelIndex], index),
+            Operation(
+                "GET", "/v2/models/stats", "ModelStatistics", _described(self._statistics), ModelStatisticsResponse,
+                suffix="OfAll",
+            ),
+        ]  # fmt: skip
+        for model, suffix in (("{name}", ""), ("{name}/versions/{version}", "OfVersion")):
+            operations += [replace(each, suffix=suffix) for each in self._of_model(model)]
+        return operations
+
+    def _of_model(self, model: str) -> list[Operation]:
+        """Return the operations on a model, or a version of it. model: its part of the path."""
+        path, stored, own = f"/v2/models/{model}", f"/v2/repository/models/{model}", self._inference
+        tensors, change = {JSON: ModelInferRequest, "application/octet-stream": File}, {JSON: RepositoryModelRequest}
+        return [
+            Operation("POST", f"{stored}/load", "RepositoryModelLoad", self._load, RepositoryModelResponse, change),
+            Operation(
+                "POST", f"{stored}/unload", "RepositoryModelUnload", self._unload, RepositoryModelResponse, change
+            ),
+            Operation("GET", path, "ModelMetadata", _described(own.model_metadata), ModelMetadata),
+            Operation("GET", f"{path}/ready", "ModelReady", self._model_ready, ReadyResponse, probe=True),
+            Operation("GET", f"{path}/config", "ModelConfig", _described(own.model_config), ModelConfig),
+            Operation("GET", f"{path}/stats", "ModelStatistics", _described(self._statistics), ModelStatisticsResponse),
+            Operation("POST", f"{path}/infer", "ModelInfer", self._infer, ModelInferResponse, tensors, binary=True),
+        ]
+
+    async def _list_models(self, _request: HttpCall) -> Response:
+        return JsonResponse(list_models_response(self._plane.models(), self._plane.problems()))
+
+    async def _get_model(self, request: HttpCall) -> Response:
+        served = self._plane.model(request.parameters["name"])
+        large = len(served.session.contract.classes) > _MANY_CLASSES
+        return await run_inline_or_in_thread(lambda: JsonResponse(model_response(served)), in_thread=large)
+
+    async def _classify(self, request: HttpCall) -> Response:
+        if request.headers.get("content-type", "").lower().startswith("multipart/"):
+            large = len(request.body) > _LARGE_BODY
+            read = partial(image_in_form, request.take_body())
+            request.body = await run_inline_or_in_thread(read, in_thread=large)
+            del read
+        model, asked = _asked_in(request.query)
+        answered = await self._plane.classify(request.take_body(), model, asked, request.call)
+        large = answered.plan.top > _MANY_PREDICTIONS or bool(answered.maps or answered.heatmap)
+        return await run_inline_or_in_thread(lambda: JsonResponse(classify_response(answered)), in_thread=large)
+
+    async def _infer(self, request: HttpCall) -> Response:
+        name, version, call = request.parameters["name"], request.parameters.get("version", ""), request.call
+        parse = partial(parse_infer_request, request.take_body(), request.headers.get(LENGTH_HEADER))
+        large = call.message_bytes > _LARGE_BODY
+        parsed, call.id, binary = await run_inline_or_in_thread(parse, in_thread=large)
+        answering = self._inference.infer(name, version, parsed, call)
+        del parse, parsed  # free them while waiting, with the second copy of the images
+        answer = await answering
+        write = partial(infer_response, answer, call.id, binary=binary)
+        body, headers = await run_inline_or_in_thread(write, in_thread=answer.large)
         return Response(body, headers=headers)
 
-    async def _message(self, name: str, call: HttpCall) -> dict[str, Any]:
-        """Call a method of the Open Inference Protocol whose request has no more than name and version of a model."""
-        request = getattr(oip, f"{name}Request")(**call.parameters)
-        return plain(await getattr(self._inference, name)(request, call.context))
+    def _statistics(self, name: str = "", version: str = "") -> ModelStatisticsResponse:
+        return ModelStatisticsResponse(self._inference.statistics(name, version))
 
-    async def _plain(self, name: str, call: HttpCall) -> Response:
-        return JsonResponse(await self._message(name, call))
+    async def _server_ready(self, _request: HttpCall) -> Response:
+        ready = self._inference.ready()
+        return JsonResponse(ReadyResponse(ready), 200 if ready else 503)
 
-    async def _probe(self, name: str, call: HttpCall) -> Response:
-        found = await self._message(name, call)
-        if not found["ready"] and self._ready():
+    async def _model_ready(self, request: HttpCall) -> Response:
+        if self._inference.ready() and not self._inference.has(**request.parameters):
             raise ModelNotFound("no such model or version is served; GET /v1/models lists all")  # no names: no token
-        return JsonResponse(found, 200 if found["ready"] else 503)
+        return await self._server_ready(request)
 
-    async def _config(self, call: HttpCall) -> Response:
-        return JsonResponse((await self._message("ModelConfig", call))["config"])
+    async def _index(self, request: HttpCall) -> Response:
+        only_ready = _body_of(request, RepositoryIndexRequest).ready
+        return JsonResponse(self._inference.index(only_ready=only_ready))
 
-    async def _index(self, call: HttpCall) -> Response:
-        request = oip.RepositoryIndexRequest(ready=_repository_body(call, _IndexRequest).ready)
-        return JsonResponse(plain(await self._inference.RepositoryIndex(request, call.context))["models"])
+    async def _load(self, request: HttpCall) -> Response:
+        await self._inference.load(*_repository_model(request))
+        return JsonResponse(RepositoryModelResponse())
 
-    async def _load(self, call: HttpCall) -> Response:
-        await self._inference.RepositoryModelLoad(oip.RepositoryModelLoadRequest(**_repository(call)), call.context)
-        return JsonResponse({})
-
-    async def _unload(self, call: HttpCall) -> Response:
-        await self._inference.RepositoryModelUnload(oip.RepositoryModelUnloadRequest(**_repository(call)), call.context)
-        return JsonResponse({})
+    async def _unload(self, request: HttpCall) -> Response:
+        await self._inference.unload(*_repository_model(request))
+        return JsonResponse(RepositoryModelResponse())
 
 
-def _repository_body(call: HttpCall, kind: type[_RepositoryBody]) -> _RepositoryBody:
+def _live() -> ServerLiveResponse:
+    return ServerLiveResponse(True)
+
+
+def _described(describe: Callable[..., Struct]) -> Endpoint:
+    """Return the endpoint that answers with a description, given the parameters of the path."""
+
+    async def endpoint(request: HttpCall) -> Response:
+        return JsonResponse(describe(**request.parameters))
+
+    return endpoint
+
+
+def _asked_in(query: QueryParams) -> tuple[str, Asked]:
+    """Return the name of the model, and what a request asks of its image; raises UsageError."""
+    values: dict[str, Any] = {}
+    for name, text in query.multi_items():
+        if name not in _READERS:
+            raise UsageError(f"no query parameter '{name[:100]}'. Valid: {', '.join(_READERS)}")
+        if len(query.getlist(name)) > 1:
+            raise UsageError(f"query parameter '{name}' is given twice; give it once, as in scales=256,384")
+        try:
+            values[name] = _READERS[name](text)
+        except (KeyError, ValueError):
+            raise UsageError(f"query parameter '{name}' has no valid value: '{text[:100]}'") from None
+    model, top, heatmap = values.pop("model", ""), values.pop("top_k", None), values.pop("heatmap", "")
+    return model, Asked(**values, top=top, heatmap=heatmap == "png", maps=heatmap == "maps")
+
+
+def image_in_form(body: bytes) -> bytes:
+    """Return the file in a form of one part, a file named image (RFC 7578). Raises UsageError for any other form.
+
+    With a single part there is little to parse. A parser for forms of all kinds (python-multipart 0.0.34) takes more
+    than a minute for 64 MiB that are meant to keep it busy.
+    """
+    head = body[: max(0, body.find(b"\r\n\r\n", 0, _MAX_HEAD))]
+    delimiter, _, fields = head.partition(b"\r\n")
+    end = body.find(b"\r\n" + delimiter, len(head))
+    part = BytesHeaderParser().parsebytes(fields)
+    named = part.get_param("name", header="content-disposition") == "image" and part.get_filename() is not None
+    alone = body.startswith(b"--", end + 2 + len(delimiter))  # the closing delimiter, RFC 2046, 5.1.1
+    if not delimiter.startswith(b"--") or end < 0 or not alone or not named:
+        raise UsageError(
+            "this form is not one file named image and nothing else; send curl -F image=@photo.jpg, or the image as "
+            "the body (curl --data-binary @photo.jpg), and options in the query, as in ?top_k=3"
+        )
+    return body[len(head) + 4 : end]
+
+
+def _body_of(request: HttpCall, kind: type[_Body]) -> _Body:
     """Return the body of a request to the repository, which may be empty; raises UsageError."""
     try:
-        return msgspec.json.decode(call.take_body() or b"{}", type=kind)
+        return msgspec.json.decode(request.take_body() or b"{}", type=kind)
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
         raise UsageError(f"the body is neither empty nor the JSON of such a request: {error}") from None
 
 
-def _repository(call: HttpCall) -> dict[str, Any]:
-    """Return the fields of a request to load or unload a model. The servicer checks the names of the parameters."""
-    parameters = _repository_body(call, _RepositoryRequest).parameters
-    return {
-        "model_name": "/".join(call.parameters.values()),
-        "parameters": dict.fromkeys(parameters, oip.ModelRepositoryParameter()),
-    }
-
-
-def _classify_request(call: HttpCall) -> pb.ClassifyRequest:
-    """Return the message of a request; raises UsageError."""
-    request = pb.ClassifyRequest(image=call.take_body())
-    for name, text in call.query.multi_items():
-        if name not in CLASSIFY_PARAMETERS:
-            raise UsageError(f"no query parameter '{name[:100]}'. Valid: {', '.join(CLASSIFY_PARAMETERS)}")
-        if len(call.query.getlist(name)) > 1:
-            raise UsageError(f"query parameter '{name}' is given twice; give it once, as in scales=256,384")
-        try:
-            value = CLASSIFY_PARAMETERS[name](text)
-            request.MergeFrom(pb.ClassifyRequest(**({value: True} if name == "heatmap" else {name: value})))
-        except (KeyError, ValueError):
-            raise UsageError(f"query parameter '{name}' has no valid value: '{text[:100]}'") from None
-    return request
-
-
-async def _proto_json(message: Message) -> Response:
-    """Return the JSON form of a message, with the names and all fields of the proto file."""
-
-    def convert() -> Response:
-        content = MessageToDict(message, preserving_proto_field_name=True, always_print_fields_with_no_presence=True)
-        return JsonResponse(content)
-
-    return await run_inline_or_in_thread(convert, in_thread=message.ByteSize() > _LARGE_ANSWER)
+def _repository_model(request: HttpCall) -> tuple[str, Iterable[str]]:
+    """Return the model to load or unload, and the names of the parameters."""
+    return "/".join(request.parameters.values()), _body_of(request, RepositoryModelRequest).parameters

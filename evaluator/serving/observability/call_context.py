@@ -5,8 +5,7 @@ import re
 import time
 from collections.abc import Callable, Sequence
 from contextvars import ContextVar
-from dataclasses import dataclass, field, replace
-from functools import cached_property
+from dataclasses import dataclass, field
 from typing import Any, Protocol, TypeAlias
 
 import grpc.aio
@@ -42,23 +41,27 @@ def identity_of(client: str) -> str:
     return client.rpartition(":")[0] or client
 
 
-@dataclass
+@dataclass(slots=True, eq=False)
 class Call:
-    """One RPC, filled in while it runs.
+    """One RPC: who calls, until when, and what its log line will report. Filled in while it runs.
 
     method: as in "prelunet.v1.PreluNetService/Classify"; begun: time.monotonic() at its start; peer: gRPC's name of the
-    connection; admitted: counted among the calls of its identity; identify: returns the identity behind a peer; share:
-    of the queue, at most for its identity; status: name of its gRPC status, empty until it ends; reason, error: of the
-    error as sent to the caller; id: of its message in the Open Inference Protocol; models: names of the requested
-    models; images, failed: number of images of a stream, and of those that got an error; views: of all its images;
-    bytes, message_bytes: of all its messages, and of the latest; message_done: to be called after each answered message
-    of a stream, None for a call with one message; trace: None unless it is sampled.
+    connection; deadline: of time.monotonic(), None for no deadline; admitted: counted among the calls of its identity;
+    identify: returns the identity behind a peer; share: of the queue, at most for its identity; status: name of its
+    gRPC status, empty until it ends; reason, error: of the error as sent to the caller; id: of its message in the Open
+    Inference Protocol; models: names of the requested models; images, failed: number of images of a stream, and of
+    those that got an error; views: of all its images; bytes, message_bytes: of all its messages, and of the latest;
+    message_done: to be called after each answered message of a stream; free_message: see `message_admitted`; trace:
+    None unless it is sampled.
+
+    Fair queueing alternates between identities, then between the connections of each.
     """
 
-    method: str
-    request_id: str
+    method: str = ""
+    request_id: str = ""
     begun: float = field(default_factory=time.monotonic)
     peer: str = ""
+    deadline: float | None = None
     admitted: bool = False
     identify: Callable[[str], str] = identity_of
     share: float | None = None
@@ -72,38 +75,42 @@ class Call:
     views: int = 0
     bytes: int = 0
     message_bytes: int = 0
-    message_done: Callable[[], None] | None = None
+    message_done: Callable[[], None] = lambda: None
+    free_message: Callable[[], None] | None = None
     trace: CallTrace | None = None
+    _identity: str = ""
 
-    @cached_property
+    @property
     def identity(self) -> str:
-        """Return the identity of the caller; not before the call has its peer."""
-        return self.identify(self.peer)
+        """Return the identity of the caller: the name of its token, by default its address."""
+        if not self._identity:
+            self._identity = self.identify(self.peer)
+        return self._identity
+
+    def message_admitted(self) -> None:
+        """Free the room of a message that has been decompressed: the queue counts its images now."""
+        if self.free_message is not None:
+            self.free_message()
+            self.free_message = None
+
+    def record_views(self, model: str, views: int) -> None:
+        """Note a requested model and its number of views."""
+        self.models.add(model)
+        self.views += views
+
+    def record_answer(self, *, failed: bool) -> None:
+        """Count an image of a stream that got its answer, or its error."""
+        self.images += 1
+        self.failed += failed
 
 
 # The call of this task, of the tasks that it starts and of their threads; None outside of calls.
 current_call: ContextVar[Call | None] = ContextVar("call", default=None)
 
 
-def record_views(model: str, views: int) -> None:
-    """Add a model and its number of views to the log line of the current call, if there is one."""
-    if (call := current_call.get()) is not None:
-        call.models.add(model)
-        call.views += views
-
-
-def record_answer(*, failed: bool) -> None:
-    """Count an image of a stream that got its answer, or its error."""
-    if (call := current_call.get()) is not None:
-        call.images += 1
-        call.failed += failed
-
-
-def note_done() -> None:
-    """Report that a message of a stream is done: its answer has been sent, or it needs none."""
-    call = current_call.get()
-    if call is not None and call.message_done is not None:
-        call.message_done()
+def this_call() -> Call:
+    """Return the call of this task; a new one outside of calls."""
+    return current_call.get() or Call()
 
 
 def request_id_from(metadata: Metadata) -> str:
@@ -113,41 +120,3 @@ def request_id_from(metadata: Metadata) -> str:
         return requested
     # Not from the kernel, as `secrets`: under load the call would wait for the GIL for half a millisecond.
     return f"{random.getrandbits(64):016x}"
-
-
-@dataclass(frozen=True)
-class Caller:
-    """The caller of a request.
-
-    client: fair queueing alternates between identities, then between the clients (today: connections) of each;
-    deadline: of time.monotonic(), None for no deadline; request_id: for log lines; identity: the name of its token, by
-    default the address; share: of the queue, at most for this identity, None for no such limit; trace: of the call.
-    """
-
-    client: str = ""
-    deadline: float | None = None
-    request_id: str = ""
-    identity: str = ""
-    share: float | None = None
-    trace: CallTrace | None = None
-
-    def __post_init__(self) -> None:
-        if not self.identity:
-            object.__setattr__(self, "identity", identity_of(self.client))
-
-    def remaining(self) -> float | None:
-        """Return the seconds until the deadline, negative after it; None without a deadline."""
-        return None if self.deadline is None else self.deadline - time.monotonic()
-
-    def with_timeout(self, seconds: float) -> "Caller":
-        """Return the same caller with a deadline at most `seconds` from now."""
-        deadline = time.monotonic() + seconds
-        return replace(self, deadline=deadline if self.deadline is None else min(self.deadline, deadline))
-
-
-def caller_of(context: Context) -> Caller:
-    """Return the caller of the current call, with its deadline and request id."""
-    remaining = context.time_remaining()
-    deadline = None if remaining is None else time.monotonic() + remaining
-    call = current_call.get() or Call("", "", peer=context.peer())
-    return Caller(context.peer(), deadline, call.request_id, call.identity, call.share, call.trace)

@@ -9,13 +9,13 @@ import asyncio
 import json
 import logging
 import os
-import queue
 import re
 import secrets
 import threading
 import time
 import traceback
-from collections.abc import Callable
+from collections import deque
+from collections.abc import Callable, Mapping
 from contextvars import copy_context
 from dataclasses import dataclass
 from datetime import UTC, datetime
@@ -35,6 +35,7 @@ _MAX_KINDS = 1000  # of calls that repeat; more are all logged
 _PLAIN = re.compile(r"[A-Za-z0-9._:/@%+,\[\]-]+")  # a value that needs no quotes
 
 log = logging.getLogger(__name__)
+_handler: "StderrHandler | None" = None  # of `configure_logging`
 
 
 def log_incident(error: BaseException) -> str:
@@ -78,13 +79,16 @@ class CallLog:
 
     def ended(self, call: Call, seconds: float) -> None:
         """Log a call, now or with others. seconds: its duration."""
+        if call.status == "OK" and not self._sampled:
+            log_call(call, seconds)
+            return
         kind = (call.identity, call.method, call.status, re.sub(r"[0-9.]+", "", call.error))
         if (repeats := self._repeats.get(kind)) is not None:
             repeats.calls += 1
             repeats.log_latest = partial(copy_context().run, log_call, call, seconds)
             return
         log_call(call, seconds)
-        if (call.status != "OK" or self._sampled) and len(self._repeats) < _MAX_KINDS:
+        if len(self._repeats) < _MAX_KINDS:
             self._begin_interval(kind)
 
     def _begin_interval(self, kind: tuple[str, ...]) -> None:
@@ -106,23 +110,28 @@ class CallLog:
 
 
 def log_call(call: Call, seconds: float, calls: int = 1) -> None:
-    """Log a call that has ended. seconds: its duration; calls: number of calls that the line stands for."""
-    fields = {
-        "peer": call.peer,
-        "client": call.identity if call.identity != identity_of(call.peer) else "",
-        "status": call.status,
-        "seconds": round(seconds, 6),
-        "id": call.id,
-        "model": ",".join(sorted(call.models)),
-        "images": call.images,
-        "failed": call.failed,
-        "views": call.views,
-        "bytes": call.bytes,
-        "reason": call.reason,
-        "error": call.error,
-        "calls": calls if calls > 1 else 0,
-    }
-    log.info("call ended", extra={"fields": {key: value for key, value in fields.items() if value}})
+    """Log a call that has ended. seconds: its duration; calls: number of calls that the line stands for.
+
+    Straight to our handler, if there is no other: `logging` itself takes longer than all the rest of a line.
+    """
+    if not log.isEnabledFor(logging.INFO):
+        return
+    fields: dict[str, Any] = {"peer": call.peer}
+    if call.identity != identity_of(call.peer):
+        fields["client"] = call.identity
+    fields["status"], fields["seconds"] = call.status, round(seconds, 6)
+    for name, value in (
+        ("id", call.id), ("model", ",".join(sorted(call.models))), ("images", call.images), ("failed", call.failed),
+        ("views", call.views), ("bytes", call.bytes), ("reason", call.reason), ("error", call.error),
+    ):  # fmt: skip
+        if value:
+            fields[name] = value
+    if calls > 1:
+        fields["calls"] = calls
+    if _handler is None or logging.root.handlers != [_handler]:
+        log.info("call ended", extra={"fields": fields})
+    else:
+        _handler.write(_handler.line(time.time(), "INFO", log.name, "call ended", _with_call(fields, call)))
 
 
 class JsonFormatter(logging.Formatter):
@@ -130,10 +139,16 @@ class JsonFormatter(logging.Formatter):
 
     def format(self, record: logging.LogRecord) -> str:
         """Return a record as JSON."""
-        line = {**_head(record), "message": truncate(record.getMessage(), MAX_LOG_MESSAGE), **_fields(record)}
+        fields = _fields(record)
         if text := _traceback(record):
-            line["traceback"] = text
-        return json.dumps(line)
+            fields["traceback"] = text
+        return self.line(record.created, record.levelname, record.name, record.getMessage(), fields)
+
+    @staticmethod
+    def line(created: float, level: str, logger: str, message: str, fields: Mapping[str, Any]) -> str:
+        """Return a line. created: seconds since 1970."""
+        head = {"time": _time(created), "level": level, "logger": logger}
+        return json.dumps(head | {"message": truncate(message, MAX_LOG_MESSAGE), **fields})
 
 
 class TextFormatter(logging.Formatter):
@@ -144,63 +159,76 @@ class TextFormatter(logging.Formatter):
 
     def format(self, record: logging.LogRecord) -> str:
         """Return a record as text."""
-        fields = [f"{key}={_value(value)}" for key, value in _fields(record).items()]
-        line = " ".join(
-            [*_head(record).values(), *fields, "|", escaped(truncate(record.getMessage(), MAX_LOG_MESSAGE))]
-        )
+        line = self.line(record.created, record.levelname, record.name, record.getMessage(), _fields(record))
         return "\n".join([line, *(f"    | {escaped(part)}" for part in _traceback(record).split("\n") if part)])
+
+    @staticmethod
+    def line(created: float, level: str, logger: str, message: str, fields: Mapping[str, Any]) -> str:
+        """Return a line. created: seconds since 1970."""
+        pairs = "".join([f"{key}={_value(value)} " for key, value in fields.items()])
+        return f"{_time(created)} {level} {logger} {pairs}| {escaped(truncate(message, MAX_LOG_MESSAGE))}"
 
 
 class StderrHandler(logging.Handler):
     """Writes log lines in its own thread, so that a slow or stopped reader of stderr does not block calls.
 
-    At most MAX_QUEUED_LINES wait. Further lines are dropped; the next line written reports their number.
+    form: of `FORMATTERS`. At most MAX_QUEUED_LINES wait. Further lines are dropped; the next line written reports their
+    number.
     """
 
-    def __init__(self, descriptor: int = 2) -> None:
+    def __init__(self, form: str = "text", descriptor: int = 2) -> None:
         super().__init__()
+        self.setFormatter(formatter := FORMATTERS[form]())
+        self.line = formatter.line
         self._descriptor = descriptor
-        self._lines: queue.Queue[str] = queue.Queue(MAX_QUEUED_LINES)
+        self._lines: deque[str] = deque()
+        self._came, self._writing = threading.Event(), False
         self._dropped = 0
         threading.Thread(target=self._write, name="log", daemon=True).start()
 
     def emit(self, record: logging.LogRecord) -> None:
-        """Queue a record; `logging` calls this in one thread at a time."""
+        """Queue a record."""
         try:
-            if self._dropped and not self._lines.full():
-                dropped, self._dropped = self._dropped, 0
-                notice = logging.LogRecord(
-                    log.name, logging.WARNING, "", 0, "%s lines dropped: stderr is read too slowly", (dropped,), None
-                )
-                self._lines.put_nowait(self.format(notice))
-            self._lines.put_nowait(self.format(record))
-        except queue.Full:
-            self._dropped += 1
+            self.write(self.format(record))
         except Exception:
             self.handleError(record)
 
+    def write(self, line: str) -> None:
+        """Queue a line, in any thread."""
+        if len(self._lines) >= MAX_QUEUED_LINES:
+            self._dropped += 1
+            return
+        if self._dropped:
+            dropped, self._dropped = self._dropped, 0
+            text = f"{dropped} lines dropped: stderr is read too slowly"
+            self._lines.append(self.line(time.time(), "WARNING", log.name, text, {}))
+        self._lines.append(line)
+        if not self._came.is_set():
+            self._came.set()
+
     def flush(self) -> None:
         """Wait until all lines are written, at most a second; `logging` calls this when the process exits."""
-        with self._lines.all_tasks_done:
-            self._lines.all_tasks_done.wait_for(lambda: not self._lines.unfinished_tasks, timeout=1)
+        latest = time.monotonic() + 1
+        while (self._came.is_set() or self._writing) and time.monotonic() < latest:
+            time.sleep(0.001)
 
     def _write(self) -> None:
         # Not through sys.stderr: a thread that blocks there holds a lock that Python needs at exit.
-        while True:
-            lines = [self._lines.get()]
+        while self._came.wait():
             time.sleep(_GATHER_SECONDS)  # waking this thread for each line would cost more than the line
-            lines += [self._lines.get_nowait() for _ in range(self._lines.qsize())]
-            data = "".join(f"{line}\n" for line in lines).encode("utf-8", "backslashreplace")
+            self._writing = True
+            self._came.clear()
+            data = "".join(f"{self._lines.popleft()}\n" for _ in range(len(self._lines)))
+            left = data.encode("utf-8", "backslashreplace")
             try:
-                while data:
-                    data = data[os.write(self._descriptor, data) :]
+                while left:
+                    left = left[os.write(self._descriptor, left) :]
             except OSError:  # no reader
                 pass
-            for _ in lines:
-                self._lines.task_done()
+            self._writing = False
 
 
-FORMATTERS = {"text": TextFormatter, "json": JsonFormatter}
+FORMATTERS: Mapping[str, type[TextFormatter | JsonFormatter]] = {"text": TextFormatter, "json": JsonFormatter}
 
 
 def configure_logging(form: str = "text", level: str = "INFO") -> None:
@@ -208,9 +236,9 @@ def configure_logging(form: str = "text", level: str = "INFO") -> None:
 
     Other libraries log from WARNING: at lower levels Pillow quotes the images that it decodes.
     """
-    handler = StderrHandler()
-    handler.setFormatter(FORMATTERS[form]())
-    logging.basicConfig(level=logging.WARNING, handlers=[handler], force=True)
+    global _handler  # noqa: PLW0603 - one per process, as `logging` itself
+    _handler = StderrHandler(form)
+    logging.basicConfig(level=logging.WARNING, handlers=[_handler], force=True)
     logging.getLogger("prelunet").setLevel(level)
     logging.captureWarnings(capture=True)
     # Its messages about broken images are in the errors sent to callers.
@@ -251,21 +279,25 @@ def escaped(text: str) -> str:
     )
 
 
-def _head(record: logging.LogRecord) -> dict[str, str]:
-    moment = datetime.fromtimestamp(record.created, UTC).isoformat(timespec="milliseconds")
-    return {"time": moment.replace("+00:00", "Z"), "level": record.levelname, "logger": record.name}
+def _time(created: float) -> str:
+    return f"{datetime.fromtimestamp(created, UTC).isoformat(timespec='milliseconds')[:-6]}Z"
 
 
 def _fields(record: logging.LogRecord) -> dict[str, Any]:
     """Return the fields of a log line: those of the current call, and the record's own `fields`."""
-    call = current_call.get()
-    of_call = {"request_id": call.request_id, "method": truncate(call.method, MAX_FIELD)} if call else {}
-    if call and call.trace:
-        of_call |= call.trace.exemplar
-    own = getattr(record, "fields", {})
-    return of_call | {
-        key: truncate(value, MAX_FIELD) if isinstance(value, str) else value for key, value in own.items()
-    }
+    return _with_call(getattr(record, "fields", {}), current_call.get())
+
+
+def _with_call(own: Mapping[str, Any], call: Call | None) -> dict[str, Any]:
+    fields: dict[str, Any] = {}
+    if call is not None:
+        fields["request_id"], fields["method"] = call.request_id, call.method
+        fields |= call.trace.exemplar if call.trace else {}
+    fields |= own
+    for key, value in fields.items():
+        if isinstance(value, str) and len(value) > MAX_FIELD:
+            fields[key] = truncate(value, MAX_FIELD)
+    return fields
 
 
 def _traceback(record: logging.LogRecord) -> str:
@@ -276,4 +308,6 @@ def _traceback(record: logging.LogRecord) -> str:
 def _value(value: Any) -> str:
     """Return a value as text: plain if it is unambiguous, otherwise in quotes."""
     text = str(value)
-    return text if _PLAIN.fullmatch(text) else '"{}"'.format(escaped(text).replace('"', '\\"'))
+    if isinstance(value, int | float) or _PLAIN.fullmatch(text):
+        return text
+    return '"{}"'.format(escaped(text).replace('"', '\\"'))

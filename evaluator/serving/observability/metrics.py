@@ -6,6 +6,7 @@ know what a request is.
 
 import importlib.metadata
 import platform
+import time
 from functools import partial
 
 import grpc
@@ -20,9 +21,12 @@ from prometheus_client import (
 )
 from prometheus_client.openmetrics import exposition as openmetrics
 
+from ...answer import Timings
+
 _SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)
 _PLAIN = "text/plain; version=0.0.4; charset=utf-8"
 _STAGES = ("queue", "decode", "compute", "average")
+_BY_REASON = ("model", "reason")
 _VIEWS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512)
 
 
@@ -34,9 +38,9 @@ class Metrics:
         self.registry = registry = CollectorRegistry()
         counter, gauge = partial(Counter, registry=registry), partial(Gauge, registry=registry)
         seconds = partial(Histogram, buckets=_SECONDS, registry=registry)
-        model, by_reason = ("model",), ("model", "reason")
         self.calls = counter("prelunet_calls", "Calls that ended, by method and status.", ("method", "status"))
         self.call_seconds = seconds("prelunet_call_seconds", "Time from a call's arrival to its end.", ("method",))
+        self._of_calls: dict[tuple[str, str], tuple[Counter, Histogram]] = {}
         self.calls_now = gauge("prelunet_calls_now", "Calls in flight.")
         self.limits = gauge("prelunet_limits", "Limits, by option: max-calls, max-connections and so on.", ("option",))
         self.ready = gauge("prelunet_ready", "1 while health reports SERVING, else 0.")
@@ -45,6 +49,25 @@ class Metrics:
         self.build_info.labels(*versions).set(1)
         self.grpc_connections = gauge("prelunet_grpc_connections", "Open TCP connections to the gRPC port; Linux only.")
         self.http_connections = gauge("prelunet_http_connections", "Open connections to the HTTP port.")
+        self.refusals = counter(
+            "prelunet_refusals",
+            "Refused requests, by reason: views, bytes, share, calls, arriving, message, stopping, token, scope, rate.",
+            _BY_REASON,
+        )
+        for reason in ("calls", "arriving", "message", "stopping", "token", "scope", "rate"):
+            self.refusals.labels("", reason)  # see ModelMetrics
+        self.reloads = counter(
+            "prelunet_reloads", "Changes of files and models that were loaded or refused.", ("files", "outcome")
+        )
+        self.certificate_expiry = gauge(
+            "prelunet_certificate_expiry_timestamp_seconds", "Unix time at which the certificate expires; 0: no TLS."
+        )
+        self._add_those_of_models()
+
+    def _add_those_of_models(self) -> None:
+        registry, model = self.registry, ("model",)
+        counter, gauge = partial(Counter, registry=registry), partial(Gauge, registry=registry)
+        seconds = partial(Histogram, buckets=_SECONDS, registry=registry)
         self.request_seconds = seconds("prelunet_request_seconds", "Time from an image's arrival to its answer.", model)
         self.failed_seconds = Summary(
             "prelunet_failed_seconds",
@@ -63,23 +86,10 @@ class Metrics:
         self.waiting_images = gauge("prelunet_waiting_images", "Unanswered images.", model)
         self.waiting_views = gauge("prelunet_waiting_views", "Views of unanswered images.", model)
         self.waiting_bytes = gauge("prelunet_waiting_bytes", "Encoded bytes of unanswered images.", model)
-        self.refusals = counter(
-            "prelunet_refusals",
-            "Refused requests, by reason: views, bytes, share, calls, arriving, message, stopping, token, scope, rate.",
-            by_reason,
-        )
-        for reason in ("calls", "arriving", "message", "stopping", "token", "scope", "rate"):
-            self.refusals.labels("", reason)  # see ModelMetrics
-        self.reloads = counter(
-            "prelunet_reloads", "Changes of files and models that were loaded or refused.", ("files", "outcome")
-        )
-        self.certificate_expiry = gauge(
-            "prelunet_certificate_expiry_timestamp_seconds", "Unix time at which the certificate expires; 0: no TLS."
-        )
         self.dropped_views = counter(
             "prelunet_dropped_views",
             "Views that were never computed, by reason: expired, cancelled, failed.",
-            by_reason,
+            _BY_REASON,
         )
         self.late_views = counter(
             "prelunet_late_views",
@@ -98,13 +108,21 @@ class Metrics:
             "prelunet_canvas_changes", "Batches whose shape differs from the one before: new plans on a GPU.", model
         )
         self.batch_failures = counter(
-            "prelunet_batch_failures", "Failed batches, of a single view or split and retried.", by_reason
+            "prelunet_batch_failures", "Failed batches, of a single view or split and retried.", _BY_REASON
         )
         self.model_info = gauge(
             "prelunet_model_info",
             "1 for each loaded version of a model.",
             ("model", "version", "sha256", "architecture", "provider", "precision"),
         )
+
+    def call_ended(self, method: str, status: str, seconds: float) -> None:
+        """Count a call. method: "unknown" unless it is one of ours; status: name of its gRPC status."""
+        if (children := self._of_calls.get((method, status))) is None:
+            children = self.calls.labels(method, status), self.call_seconds.labels(method)
+            self._of_calls[method, status] = children
+        children[0].inc()
+        children[1].observe(seconds)
 
     def of_model(self, name: str) -> "ModelMetrics":
         """Return the metrics of one model, of all its versions; its series exist from the first scrape, at 0."""
@@ -127,9 +145,9 @@ class ModelMetrics:
     def __init__(self, metrics: Metrics, model: str) -> None:
         self._metrics = metrics
         self._model = model
-        self.request_seconds = metrics.request_seconds.labels(model)
+        self._request_seconds = metrics.request_seconds.labels(model)
         self.failed_seconds = metrics.failed_seconds.labels(model)
-        self.last_answer = metrics.last_answer.labels(model)
+        self._last_answer = metrics.last_answer.labels(model)
         self.waiting_images = metrics.waiting_images.labels(model)
         self.waiting_views = metrics.waiting_views.labels(model)
         self.waiting_bytes = metrics.waiting_bytes.labels(model)
@@ -139,7 +157,8 @@ class ModelMetrics:
         self._view_pixels = metrics.view_pixels.labels(model)
         self._canvas_pixels = metrics.canvas_pixels.labels(model)
         self._canvas_changes = metrics.canvas_changes.labels(model)
-        self._stages = {stage: metrics.stage_seconds.labels(model, stage) for stage in _STAGES}
+        stages = (metrics.stage_seconds.labels(model, stage) for stage in _STAGES)
+        self._queue, self._decode, self._compute, self._average = stages
         # A series that starts with its first event hides that event: a single point has no rate.
         for counter, reasons in (
             (metrics.refusals, ("views", "bytes", "share")),
@@ -149,9 +168,14 @@ class ModelMetrics:
             for reason in reasons:
                 counter.labels(model, reason)
 
-    def stage(self, stage: str, seconds: float) -> None:
-        """Record the time of one image in a stage: queue, decode, compute or average."""
-        self._stages[stage].observe(seconds)
+    def answered(self, timings: Timings, average_seconds: float, exemplar: dict[str, str] | None) -> None:
+        """Record an answered image: its time in each stage, and in all."""
+        self._queue.observe(timings.queue_seconds)
+        self._decode.observe(timings.decode_seconds)
+        self._compute.observe(timings.compute_seconds)
+        self._average.observe(average_seconds)
+        self._request_seconds.observe(timings.total_seconds, exemplar)
+        self._last_answer.set(time.time())
 
     def refused(self, reason: str) -> None:
         """Count a request refused by admission. reason: views, bytes or share."""

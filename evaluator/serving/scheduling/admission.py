@@ -4,12 +4,11 @@ import asyncio
 import random
 import time
 from collections import Counter
-from collections.abc import AsyncIterator, Callable, Iterator
-from contextlib import asynccontextmanager, contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from ...errors import Overloaded
-from ..observability.call_context import Caller
+from ..observability.call_context import Call
 from ..observability.metrics import ModelMetrics
 from ..options import QueueOptions
 
@@ -50,19 +49,18 @@ class ThroughputEstimate:
         return views * self._seconds / self._views if self._views else None
 
 
-@dataclass(eq=False)
-class _Ticket:
-    """A request for admission. held: bytes that count as waiting."""
+class Ticket:
+    """Images of one request, from its arrival until `AdmissionController.leave`.
 
-    caller: Caller
-    size: int
-    views: int
-    images: int = 1
-    held: int = 0
+    size, views: totals over its images, size in bytes; held: bytes that count as waiting.
+    """
 
-    def __post_init__(self) -> None:
-        self.identity = self.caller.identity
-        self.client = (self.identity, self.caller.client)  # a proxy's connection has calls of several identities
+    __slots__ = ("client", "held", "identity", "images", "share", "size", "views")
+
+    def __init__(self, call: Call, size: int, views: int, images: int = 1) -> None:
+        self.identity, self.share = call.identity, call.share
+        self.client = (self.identity, call.peer)  # a proxy's connection has calls of several identities
+        self.size, self.views, self.images, self.held = size, views, images, 0
 
 
 @dataclass
@@ -104,43 +102,49 @@ class AdmissionController:
         self.used = Usage()
         self._clients: dict[tuple[str, str], Usage] = {}
         self._identities: dict[str, Usage] = {}
-        self.waiters: dict[_Ticket, asyncio.Future[None]] = {}
+        self.waiters: dict[Ticket, asyncio.Future[None]] = {}
         self._held: Counter[tuple[str, str]] = Counter()  # bytes of waiting images, by client
         self._held_bytes = 0
         metrics.waiting_images.set_function(lambda: self.used.images)
         metrics.waiting_views.set_function(lambda: self.used.views)
         metrics.waiting_bytes.set_function(lambda: self.used.bytes)
 
-    @contextmanager
-    def admit_or_refuse(self, size: int, views: int, caller: Caller = Caller(), images: int = 1) -> Iterator[None]:
-        """Admit images for as long as the block runs. size, views: totals over these images; size in bytes.
+    def admit_or_refuse(self, ticket: Ticket) -> None:
+        """Admit images until `leave`.
 
         Raises Overloaded, with the time after which to retry, when a limit is reached. If no image is unanswered, a
         request of any size is admitted.
         """
-        ticket = _Ticket(caller, size, views, images)
-        if (reason := self._refusal_reason(ticket, first_in_line=not self._room_awaited())) is not None:
+        ticket.size = min(ticket.size, self._queue.max_bytes)  # alone it is admitted, but leaves the reserve to others
+        first_in_line = not self.waiters or not self._room_awaited()
+        if (reason := self._refusal_reason(ticket, first_in_line=first_in_line)) is not None:
             raise self._overloaded(reason)
         self._enter(ticket)
-        with self._leaving(ticket):
-            yield
 
-    @asynccontextmanager
-    async def admit_or_wait(self, size: int, views: int, caller: Caller = Caller()) -> AsyncIterator[None]:
+    async def admit_or_wait(self, ticket: Ticket) -> None:
         """Do the same for one image, but wait instead of raising: for streams, which flow control slows down.
 
         Raises Overloaded if waiting images are too many bytes.
         """
-        ticket = _Ticket(caller, size, views)
         waits = ticket.client in self._held  # behind an earlier image of its client
         if waits or self._refusal_reason(ticket, first_in_line=not self._room_awaited()) is not None:
             await self._wait(ticket)
         else:
             self._enter(ticket)
-        with self._leaving(ticket):
-            yield
 
-    async def _wait(self, ticket: _Ticket) -> None:
+    def leave(self, ticket: Ticket, *, answered: bool) -> None:
+        """Forget admitted images, which have been answered or not."""
+        self._count(-1, ticket)
+        if not self._clients[ticket.client].images:
+            del self._clients[ticket.client]
+            self._identities[ticket.identity].clients -= 1
+        if not self._identities[ticket.identity].images:
+            del self._identities[ticket.identity]
+        self._throughput.record_departure(ticket.views if answered else 0)
+        if self.waiters:
+            self._admit_waiters()
+
+    async def _wait(self, ticket: Ticket) -> None:
         admission = self.waiters[ticket] = asyncio.get_running_loop().create_future()
         self._hold(ticket, ticket.size)
         self._refuse_waiters()
@@ -152,7 +156,7 @@ class AdmissionController:
                 self._hold(ticket, 0)
                 self._admit_waiters()  # those behind it
             else:  # admitted and cancelled at the same moment
-                self._leave(ticket, answered=0)
+                self.leave(ticket, answered=False)
             raise
 
     def _admit_waiters(self) -> None:
@@ -189,7 +193,7 @@ class AdmissionController:
             self._hold(ticket, 0)
             self.waiters[ticket].set_exception(self._overloaded("bytes"))
 
-    def _hold(self, ticket: _Ticket, size: int) -> None:
+    def _hold(self, ticket: Ticket, size: int) -> None:
         """Count `size` bytes as held by a waiting ticket."""
         self._held_bytes += size - ticket.held
         self._held[ticket.client] += size - ticket.held
@@ -197,7 +201,7 @@ class AdmissionController:
         if not self._held[ticket.client]:
             del self._held[ticket.client]
 
-    def _refusal_reason(self, ticket: _Ticket, *, first_in_line: bool) -> str | None:
+    def _refusal_reason(self, ticket: Ticket, *, first_in_line: bool) -> str | None:
         """Return the limit that the ticket would exceed: `views`, `bytes` or `share`; None if it can be admitted.
 
         first_in_line: no ticket that came earlier is waiting.
@@ -235,41 +239,21 @@ class AdmissionController:
             seen.add(ticket.client)
         return False
 
-    def _above_share(self, ticket: _Ticket) -> bool:
+    def _above_share(self, ticket: Ticket) -> bool:
         """Return whether a ticket would exceed the share of its identity; one image alone never does."""
         used = self._identities.get(ticket.identity)
-        if (share := ticket.caller.share) is None or used is None:
+        if (share := ticket.share) is None or used is None:
             return False
         views, size = used.views + ticket.views, used.bytes + ticket.size
         return views > share * self._queue.max_views or size > share * self._queue.max_bytes
 
-    def _enter(self, ticket: _Ticket) -> None:
+    def _enter(self, ticket: Ticket) -> None:
         if not self.used.images:
             self._throughput.begin()
         shared = self._identities.setdefault(ticket.identity, Usage())
         shared.clients += ticket.client not in self._clients
         self._clients.setdefault(ticket.client, Usage())
         self._count(1, ticket)
-
-    @contextmanager
-    def _leaving(self, ticket: _Ticket) -> Iterator[None]:
-        answered = 0
-        try:
-            yield
-            answered = ticket.views
-        finally:
-            self._leave(ticket, answered=answered)
-
-    def _leave(self, ticket: _Ticket, *, answered: int) -> None:
-        self._count(-1, ticket)
-        if not self._clients[ticket.client].images:
-            del self._clients[ticket.client]
-            self._identities[ticket.identity].clients -= 1
-        if not self._identities[ticket.identity].images:
-            del self._identities[ticket.identity]
-        self._throughput.record_departure(answered)
-        if self.waiters:
-            self._admit_waiters()
 
     def _overloaded(self, reason: str) -> Overloaded:
         self._metrics.refused(reason)
@@ -284,7 +268,7 @@ class AdmissionController:
             retry_after=wait,
         )
 
-    def _count(self, sign: int, ticket: _Ticket) -> None:
+    def _count(self, sign: int, ticket: Ticket) -> None:
         for usage in (self.used, self._clients[ticket.client], self._identities[ticket.identity]):
             usage.images += sign * ticket.images
             usage.views += sign * ticket.views

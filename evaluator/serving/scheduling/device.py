@@ -12,18 +12,13 @@ from ...machine import cores
 from ..decoding import DecodeProcess
 from ..options import QueueOptions
 from .executor import BatchExecutor
-from .queue import DeviceQueue
-from .request import Request, as_reported, deliver
+from .request import Decoder, Request, as_reported, deliver
+from .waiting import Waiting
 
 
 def device_name(placement: Placement) -> str:
     """Return the name of a placement's device. All runtimes on a CPU share one, because they share its cores."""
     return f"{placement.device}-{placement.gpu}" if RUNTIMES[placement.device].gpu else "cpu"
-
-
-def decode_processes() -> int:
-    """Return the number of decoding processes: one more than an identity may take, so that others find one free."""
-    return cores() + 1
 
 
 class ServedDevice:
@@ -33,37 +28,53 @@ class ServedDevice:
     """
 
     def __init__(self, name: str, queue: QueueOptions, on_lost: Callable[[DeviceLost], object]) -> None:
-        self.device_queue = DeviceQueue(queue, process_share=decode_processes() - 1)
+        gpu = name != "cpu"
+        # One process more than an identity may take, so that others find one free.
+        threads, processes = queue.decode_threads * gpu, queue.decode_threads + 1
+        self.waiting = Waiting(queue, process_share=processes - 1, decoders=gpu)
         # Separate from the decoding threads: a computed image should not wait behind images that have just arrived, nor
         # behind heat maps, which take a hundred times as long.
-        on_gpu = name != "cpu"
-        self._answer_pool = ThreadPoolExecutor(cores(), thread_name_prefix=f"answer-{name}") if on_gpu else None
+        self._answer_pool = ThreadPoolExecutor(cores(), thread_name_prefix=f"answer-{name}") if gpu else None
         self._heatmap_pool = ThreadPoolExecutor(cores(), thread_name_prefix=f"draw-{name}")
+        self._executor = BatchExecutor(self.waiting, self._answer, on_lost, name, gpu=gpu)
         self._decode_threads = [
             threading.Thread(target=decode, name=f"decode-{name}-{number}", daemon=True)
-            for decode, threads in ((self._decode, cores()), (self._decode_in_process, decode_processes()))
-            for number in range(threads)
+            for decode, count in ((self._decode, threads), (self._decode_in_process, processes))
+            for number in range(count)
         ]
         for thread in self._decode_threads:
             thread.start()
-        self._executor = BatchExecutor(self.device_queue, self._answer, on_lost, name, stage_ahead=on_gpu)
 
-    def add_threads(self, lanes: int) -> None:
-        self._executor.add_threads(lanes)
+    def ensure_threads(self, lanes: int) -> None:
+        self._executor.ensure_threads(lanes)
 
     def _decode_in_process(self) -> None:
         """Decode those images that may take long, or much memory, in a process of this thread."""
         process = DecodeProcess()
         try:
-            self._decode(process)
+            self._decode("process", process)
         finally:
             process.close()
 
-    def _decode(self, process: DecodeProcess | None = None) -> None:
-        """Decode and resize queued images, in fair order; without a process those that are easy."""
-        while (request := self.device_queue.next_image("thread" if process is None else "process")) is not None:
-            self.device_queue.decode(request, process)
-            del request  # free its pixels before waiting for the next image
+    def _decode(self, decoder: Decoder = "thread", process: DecodeProcess | None = None) -> None:
+        """Decode and resize queued images, in fair order."""
+        while (request := self._next_image(decoder)) is not None:
+            requests = [request]
+            del request
+            self._executor.decode(requests, process)
+
+    def _next_image(self, decoder: Decoder) -> Request | None:
+        """Wait for the next image and for room for its views; None when the queue is closed and empty."""
+        waiting = self.waiting
+        idle = waiting.decoders[decoder]
+        with waiting.lock:
+            while (request := waiting.take_image(decoder)) is None:
+                if waiting.closed and not waiting.images.waiting(decoder):
+                    return None
+                idle.wait()
+            if waiting.images.waiting(decoder):
+                idle.wake()  # there may be room for the next image too
+            return request
 
     def _answer(self, requests: Sequence[Request]) -> None:
         """Build answers: heat maps each in a pool, all others here, or in a pool where a GPU must not wait for them."""
@@ -78,28 +89,21 @@ class ServedDevice:
 
     def _build_answers(self, requests: Sequence[Request]) -> None:
         """Average the views of each request, build its answer or error, and deliver all of them together."""
-        finished = self.device_queue.finish(requests)
+        finished = self.waiting.finish(requests)
         for request in finished:
             try:
                 start = time.monotonic()
-                answer = request.build_result(request)
-                now = time.monotonic()
-                timings, metrics = request.timings(now), request.model.metrics
-                metrics.stage("queue", timings.queue_seconds)
-                metrics.stage("decode", timings.decode_seconds)
-                metrics.stage("compute", timings.compute_seconds)
-                metrics.stage("average", now - start)
-                trace = request.caller.trace
-                metrics.request_seconds.observe(timings.total_seconds, trace.exemplar if trace else None)
-                metrics.last_answer.set_to_current_time()
-                request.answer = answer, timings
+                request.answer = answer = request.build_answer()
+                trace = request.call.trace
+                exemplar = trace.exemplar if trace else None
+                request.model.metrics.answered(answer.timings, time.monotonic() - start, exemplar)
             except BaseException as error:
-                request.error = as_reported(request.model, error)
+                request.answer, request.error = None, as_reported(request.model, error)
         deliver(finished)
 
     def close(self) -> None:
         """Refuse new requests, finish those that wait, and end all threads."""
-        self.device_queue.close()
+        self.waiting.close()
         for thread in self._decode_threads:
             thread.join()
         self._executor.join()

@@ -1,9 +1,11 @@
-"""Batches of all models of a device: formed from waiting views, run, and, if they fail, run again in halves.
+"""The threads that compute the batches of all models of a device.
 
-A compute thread takes the next model in fair order, plans batches of that model's views with `engine.batching`, runs
-the batch that holds the first view, and starts over, so that views that have arrived meanwhile can join the next batch.
-On a GPU a second thread packs and uploads the next batch during a computation, but only a full one: no later view could
-join it. On a CPU several compute threads decode small images, and run batches side by side in the lanes of a session.
+A thread takes the next model in fair order, plans batches of that model's views with `engine.batching`, runs the batch
+that holds the first view, and starts over, so that views that have arrived meanwhile can join the next batch. On a CPU
+the same threads decode easy images, compute and answer: handing an image over costs more than most of these steps. They
+run batches side by side in the lanes of a session; without lanes one computes while the others decode. On a GPU one
+thread computes, and another packs and uploads the next batch meanwhile, but only a full one: no later view could join
+it.
 
 A failed batch is run again in halves, down to single views, so that one bad image, or too little memory for the whole
 batch, does not fail the others. A device that fails on every input is lost, and so is one that hangs
@@ -17,6 +19,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -24,9 +27,12 @@ import numpy as np
 from ...engine.batching import Batch, BatchPlan
 from ...engine.classify import PackedBatch, ViewResult, pack_batch, plan_views, unpack_results
 from ...errors import ContractError, DeviceLost, OutOfMemory, UsageError
+from ...machine import cores
+from ..decoding import DecodeProcess
 from ..observability.logs import release_frames
-from .queue import DeviceQueue
-from .request import BatchTimes, ReadyView, Request, ScheduledModel, as_reported
+from .model import BatchTimes, ServedModel
+from .request import ReadyView, Request, as_reported
+from .waiting import SMALL_PIXELS, Waiting
 from .watchdog import Watchdog
 
 _HOPELESS_FACTOR = 2  # a view is not run if its remaining time is less than 1/2 of its batch's expected time
@@ -34,46 +40,56 @@ _HOPELESS_FACTOR = 2  # a view is not run if its remaining time is less than 1/2
 log = logging.getLogger(__name__)
 
 
+def worker_threads() -> int:
+    """Return the number of threads on a CPU: one for each core, and two at least, to decode beside a batch."""
+    return max(2, cores())
+
+
 @dataclass
 class _FormedBatch:
-    """A batch whose views have left the queue. packed, staged: None before, and again once they are used up."""
+    """A batch whose views have left the queue.
 
-    model: ScheduledModel
+    packed, staged: None before, and again once they are used up; behind: views that its thread computes after it.
+    """
+
+    model: ServedModel
     views: Sequence[ReadyView]
     batch: Batch
     in_lane: bool = False
     packed: PackedBatch | None = None
     staged: Any = None
+    behind: Sequence[ReadyView] = ()
 
 
 class BatchExecutor:
-    """Runs the views queued for a device, on sessions that no other thread may run.
+    """Runs what waits for a device, on sessions that no other thread may run.
 
     on_complete: called with the requests whose views are all computed; on_lost: called once, when the device is lost;
-    stage_ahead: pack and stage full batches during the computation of others.
+    gpu: the thread that computes decodes nothing, and another stages full batches.
     """
 
     def __init__(
         self,
-        device_queue: DeviceQueue,
+        waiting: Waiting,
         on_complete: Callable[[list[Request]], object],
         on_lost: Callable[[DeviceLost], object],
         device: str,
         *,
-        stage_ahead: bool,
+        gpu: bool,
     ) -> None:
-        self._device_queue = device_queue
+        self._waiting = waiting
         self._on_complete = on_complete
         self._on_lost = on_lost
-        # Only one thread at a time forms batches; where none stages them, the queue sees to that.
-        self._forming = threading.Lock() if stage_ahead else nullcontext()
+        self._decodes = not gpu
+        # Only one thread at a time forms batches; where none stages them, `ReadyQueue.planning` sees to that.
+        self._forming = threading.Lock() if gpu else nullcontext()
         self._staged: _FormedBatch | None = None
         self._device = device
         self._threads: list[threading.Thread] = []
-        self._start(f"compute-{device}", self._compute)
-        if stage_ahead:
-            self._start(f"stage-{device}", self._stage)
         self._watchdog = Watchdog(self._on_hang)
+        self.ensure_threads(1 if gpu else worker_threads())
+        if gpu:
+            self._start(f"stage-{device}", self._stage)
         self._ended = threading.Event()
         watch = self._watchdog.watch
         self._watchdog_thread = threading.Thread(target=watch, args=(self._ended,), name=f"watch-{device}", daemon=True)
@@ -83,35 +99,131 @@ class BatchExecutor:
         self._threads.append(threading.Thread(target=work, name=name, daemon=True))
         self._threads[-1].start()
 
-    def add_threads(self, lanes: int) -> None:
-        """Have at least one compute thread for each lane; called before a session with lanes is used."""
-        while len(self._threads) < lanes:
-            self._start(f"compute-{self._device}", self._compute)
+    def ensure_threads(self, number: int) -> None:
+        """Have at least this many threads that compute; called before a session with so many lanes is used."""
+        while len(self._threads) < number:
+            self._start(f"compute-{self._device}", self._work)
 
     def join(self) -> None:
-        """Wait for the threads to end, after `DeviceQueue.close`."""
+        """Wait for the threads to end, after `Waiting.close`."""
         for thread in self._threads:
             thread.join()
         self._ended.set()
         self._watchdog_thread.join()
 
+    def _work(self) -> None:
+        while (task := self._next_task()) is not None:
+            task()
+            del task  # free what it holds before waiting for the next
+
+    def _next_task(self) -> Callable[[], None] | None:
+        with self._forming:
+            if self._staged is not None:
+                formed, self._staged = self._staged, None
+                return partial(self._compute, formed)
+            return self._wait_for_task()
+
+    def _wait_for_task(self) -> Callable[[], None] | None:
+        """Wait for images to decode or a batch to run; None when the queues are closed and empty.
+
+        A batch that is not full starts at once if another model has ready views too, or if `batch_wait` is over;
+        otherwise when there is nothing left that could join it. With lanes, larger batches gain little, so it does not
+        wait for what others decode. Images of clients without ready views come first: the batches of others may never
+        end.
+        """
+        waiting, ready = self._waiting, self._waiting.ready
+        with waiting.lock:
+            waiting.may_stage = False
+            while True:
+                if self._decodes and (images := waiting.take_small_images(newcomers=True)):
+                    if ready.startable() is not None:
+                        waiting.workers.wake()
+                    in_lane = waiting.reserve_lane(images)
+                    if in_lane is not None:
+                        return partial(self._decode_and_run, images, in_lane)
+                    return partial(self.decode, images)
+                model = ready.startable()
+                patience = None
+                if model is not None:
+                    patience = model.ready_since + waiting.options.batch_wait - time.monotonic()
+                    if patience <= 0 or ready.models > 1 or model.fills_batch:
+                        return self._batch_of(model)
+                if self._decodes and (images := waiting.take_small_images()):
+                    return partial(self.decode, images)
+                if model is not None and (not model.decoding or model.session.lanes > 1):
+                    return self._batch_of(model)
+                if model is None and waiting.finished():
+                    waiting.stageable.notify()
+                    return None
+                del model  # while this thread waits, it must not keep a version that is no longer served
+                waiting.workers.wait(patience)
+
+    def decode(self, requests: list[Request], process: DecodeProcess | None = None) -> None:
+        """Decode images in this thread, or in a process, and queue their views. Empties the list."""
+        while requests:
+            request = requests.pop(0)
+            try:
+                ready = request.decode(process)
+            except BaseException as error:  # the thread must survive, or callers would wait forever
+                release_frames(error)  # they refer to the request, and that to the error
+                self._waiting.decode_failed(request, as_reported(request.model, error))
+            else:
+                self._waiting.decoded(request, ready)
+                del ready
+            del request  # the error's traceback refers to this frame
+
+    def _decode_and_run(self, requests: list[Request], in_lane: bool) -> None:
+        """Decode images of one model and compute them at once: nothing else waits for the device. Empties the list."""
+        model = requests[0].model
+        decoded: list[Request] = []
+        views: list[ReadyView] = []
+        while requests:
+            request = requests.pop(0)
+            try:
+                views += request.decode(None)
+                decoded.append(request)
+            except BaseException as error:
+                release_frames(error)
+                self._waiting.decode_failed(request, as_reported(model, error))
+            del request
+        if in_lane and any(view.lanes == 1 for view in views):  # too large to be computed beside others
+            for request in decoded:
+                self._waiting.decoded(request, [view for view in views if view.request is request])
+            self._waiting.end_batch()
+            return
+        self._waiting.decoded_in_lane(decoded, views)
+        complete: list[Request] = []
+        try:
+            batches = _plan(model, views).batches
+            for number, planned in enumerate(batches, 1):
+                self._on_complete(complete)
+                chosen = [views[index] for index in planned.indices]
+                behind = [views[index] for later in batches[number:] for index in later.indices]
+                batch = _truncated(planned, len(chosen), model)
+                self._give_up_hopeless(model, batch, chosen, in_lane)
+                complete = self._run(_FormedBatch(model, chosen, batch, in_lane, behind=behind))
+        except Exception as error:
+            for request in decoded:
+                self._waiting.fail(request, as_reported(model, error))
+        self._waiting.end_batch()  # first: the next image may come as soon as an answer is sent
+        self._on_complete(complete)
+
     # Forming batches
 
-    def _next_batch(self) -> _FormedBatch | None:
-        """Return the staged batch, or wait for views and form one; None when the queue is closed and empty."""
-        with self._forming:
-            formed, self._staged = self._staged, None
-            while formed is None:
-                views = self._device_queue.next_views()
-                if views is None:
-                    return None
-                if isinstance(views, Request):
-                    self._device_queue.decode(views)
-                else:
-                    formed = self._form(views)
-                    self._device_queue.end_planning()
-                del views  # free an image before waiting for the next
-            return formed
+    def _batch_of(self, model: ServedModel) -> Callable[[], None]:
+        waiting = self._waiting
+        waiting.ready.planning = True
+        if self._decodes and waiting.images.waiting("thread"):
+            waiting.workers.wake()
+        return partial(self._run_first, waiting.ready.to_plan(model))
+
+    def _run_first(self, views: list[ReadyView]) -> None:
+        """Plan batches of views and run the first. Empties the list: the others stay in their queue."""
+        formed = self._form(views)
+        views.clear()
+        self._waiting.end_planning()
+        if formed is not None:
+            self._compute(formed)
 
     def _form(self, views: Sequence[ReadyView], *, full: bool = False) -> _FormedBatch | None:
         """Plan batches and take the views of the first one. full: only if no other view could join it.
@@ -124,21 +236,27 @@ class BatchExecutor:
             if full and not is_full(plan, model):
                 return None
             chosen = [views[index] for index in plan.batches[0].indices]
-            if in_lane := self._device_queue.use_lane(views):
-                chosen = chosen[: max(1, len(chosen) // views[0].lanes)]  # the others are for other lanes
+            if in_lane := self._waiting.ready.use_lane(views):
+                chosen = chosen[: _share_of_lane(chosen)]
             batch = _truncated(plan.batches[0], len(chosen), model)
-            if hopeless := _hopeless(model.batch_times[in_lane], batch, chosen):
-                model.batch_times[in_lane].forget_oldest()
-                self._device_queue.give_up(hopeless)
+            if self._give_up_hopeless(model, batch, chosen, in_lane):
                 return None
-            taken = self._device_queue.take(chosen, alone=not in_lane)
+            taken = self._waiting.take(chosen, alone=not in_lane)
             return _FormedBatch(model, chosen, batch, in_lane) if taken else None
         except Exception as error:  # this thread must survive, or every later call would wait forever
-            self._device_queue.fail(views[0].request, as_reported(model, error))
+            self._waiting.fail(views[0].request, as_reported(model, error))
             return None
 
+    def _give_up_hopeless(self, model: ServedModel, batch: Batch, views: Sequence[ReadyView], in_lane: bool) -> bool:
+        """End requests that have far less time left than their batch is expected to take; False if there are none."""
+        times = model.batch_times[in_lane]
+        if hopeless := _hopeless(times, batch, views):
+            times.forget_oldest()
+            self._waiting.give_up(hopeless)
+        return bool(hopeless)
+
     def _stage(self) -> None:
-        while (views := self._device_queue.next_full_batch()) is not None:
+        while (views := self._next_full_batch()) is not None:
             with self._forming:
                 if self._staged is None and (formed := self._form(views, full=True)) is not None:
                     self._staged = formed  # already now: if another batch hangs, it fails too
@@ -156,37 +274,49 @@ class BatchExecutor:
             log.warning("could not stage a batch ahead: %s", error)
             return formed
 
+    def _next_full_batch(self) -> list[ReadyView] | None:
+        """Wait until enough views for a full batch are ready during a computation; return them once per batch."""
+        waiting = self._waiting
+        with waiting.lock:
+            while not waiting.finished():
+                if waiting.may_stage and (model := waiting.ready.full()) is not None:
+                    waiting.may_stage = False
+                    return waiting.ready.to_plan(model)
+                waiting.stageable.wait()
+            return None
+
     # Computing batches
 
-    def _compute(self) -> None:
-        while (formed := self._next_batch()) is not None:
-            try:
-                self._run(formed)
-            except Exception as error:  # as above; `_run` handles the session's errors
-                for view in formed.views:
-                    self._device_queue.fail(view.request, error)
-            self._device_queue.end_batch()
-            del formed  # free its pixels before waiting for the next batch
+    def _compute(self, formed: _FormedBatch) -> None:
+        complete: list[Request] = []
+        try:
+            complete = self._run(formed)
+        except Exception as error:  # this thread must survive; `_run` handles the session's errors
+            for view in formed.views:
+                self._waiting.fail(view.request, error)
+        self._waiting.end_batch()  # first: the next image may come as soon as an answer is sent
+        self._on_complete(complete)
 
-    def _run(self, formed: _FormedBatch) -> None:
-        """Run a batch, without the views of requests that have ended, and pass on the requests that it completes."""
+    def _run(self, formed: _FormedBatch) -> list[Request]:
+        """Run a batch, without the views of requests that have ended; return the requests that it completes."""
         model, views, packed, staged = formed.model, formed.views, formed.packed, formed.staged
         formed.packed = formed.staged = None  # only the locals hold them, to free them before anything else is packed
         try:
             while True:
-                wanted, start = self._device_queue.begin(views)
+                wanted, start = self._waiting.begin(views)
                 if not wanted:
-                    return
+                    return []
                 if packed is not None and len(wanted) == len(views):
                     break
+                batch = formed.batch if len(wanted) == len(views) else _truncated(formed.batch, len(wanted), model)
                 views, packed, staged = wanted, None, None
-                packed = pack_batch(_truncated(formed.batch, len(wanted), model), [view.view for view in wanted])
+                packed = pack_batch(batch, [view.view for view in wanted])
             canvas = packed.images.shape[:3]
             pixels = sum(view.pixels for view in views)
             model.metrics.batch(len(views), pixels, math.prod(canvas), changed=canvas != model.canvas)
             model.canvas = canvas
             keep_windows = any(view.request.keep_windows for view in views)
-            with self._watchdog.watch_batch(model, views, math.prod(canvas)):
+            with self._watchdog.watch_batch(model, [*views, *formed.behind], math.prod(canvas)):
                 session = model.session
                 results = unpack_results(  # may copy more from the device
                     packed.packed_views,
@@ -198,9 +328,8 @@ class BatchExecutor:
         except Exception as error:
             packed = staged = None  # free the memory before a smaller batch is tried
             release_frames(error)
-            self._failed(model, views, error, in_lane=formed.in_lane)
-        else:
-            self._computed(formed, views, packed, results, start)
+            return self._failed(replace(formed, views=views), error)
+        return self._computed(formed, views, packed, results, start)
 
     def _computed(
         self,
@@ -209,8 +338,11 @@ class BatchExecutor:
         packed: PackedBatch,
         results: Mapping[int, ViewResult],
         start: float,
-    ) -> None:
-        """Store the results of a batch in its requests; other views of these may be in other lanes."""
+    ) -> list[Request]:
+        """Store the results of a batch in its requests, whose other views may be in other lanes; return complete ones.
+
+        A request may be complete in two lanes at once: `Waiting.finish` sees to that.
+        """
         model, now = formed.model, time.monotonic()
         model.batch_times[formed.in_lane].record(packed.images[..., 0].size, now - start)
         model.metrics.batch_seconds.observe(now - start)
@@ -221,33 +353,36 @@ class BatchExecutor:
             request.batches.append((start, now))
         for place, view in enumerate(views):
             result = results[place]
-            if not view.request.keep_windows:  # kept for another view of the batch
+            if result.window_scores is not None and not view.request.keep_windows:  # kept for another view
                 result = replace(result, window_scores=None)
             view.request.results[view.index] = result
-        if complete := [request for request in requests if not request.missing]:  # perhaps in two lanes: `finish`
-            self._on_complete(complete)
+        return [request for request in requests if not request.missing]
 
     # Failures
 
-    def _failed(self, model: ScheduledModel, views: Sequence[ReadyView], error: Exception, *, in_lane: bool) -> None:
+    def _failed(self, formed: _FormedBatch, error: Exception) -> list[Request]:
         """Run a failed batch again in halves, on all threads; if that was a single view, fail its request."""
+        model, views, behind = formed.model, formed.views, formed.behind
         memory = isinstance(error, OutOfMemory | MemoryError)
         lost = isinstance(error, DeviceLost)
         model.metrics.batch_failed("lost" if lost else "memory" if memory else "error")
         model.canvas = None
         if isinstance(error, DeviceLost):
             self._mark_lost(error, views)
-        elif len(views) > 1 or in_lane:
+        elif len(views) > 1 or formed.in_lane:
             log.warning(
                 "a batch of %d views of model '%s' failed, retrying in halves: %s", len(views), model.name, error
             )
-            for half in (views[: len(views) // 2], views[len(views) // 2 :]):
+            middle, complete = len(views) // 2, list[Request]()
+            for half, later in ((views[:middle], [*views[middle:], *behind]), (views[middle:], behind)):
                 for batch in _plan(model, half).batches:
-                    self._run(_FormedBatch(model, [half[index] for index in batch.indices], batch))
+                    chosen = [half[index] for index in batch.indices]
+                    complete += self._run(_FormedBatch(model, chosen, batch, behind=[*half, *later]))
+            return complete
         elif memory:
-            self._device_queue.fail(views[0].request, as_reported(model, error))
-        elif isinstance(error, UsageError | ContractError) or self._runs_at_all(model, views):
-            self._device_queue.fail(views[0].request, error)
+            self._waiting.fail(views[0].request, as_reported(model, error))
+        elif isinstance(error, UsageError | ContractError) or self._runs_at_all(model, [*views, *behind]):
+            self._waiting.fail(views[0].request, error)
         else:
             lost_device = DeviceLost(
                 f"{model.session.circumstances.provider} fails on every input ({type(error).__name__}: {error}). "
@@ -255,8 +390,9 @@ class BatchExecutor:
             )
             lost_device.__cause__ = error
             self._mark_lost(lost_device, views)
+        return []
 
-    def _runs_at_all(self, model: ScheduledModel, views: Sequence[ReadyView]) -> bool:
+    def _runs_at_all(self, model: ServedModel, views: Sequence[ReadyView]) -> bool:
         """Return whether the model still runs, on the smallest black canvas."""
         side = model.session.contract.min_side
         try:
@@ -275,29 +411,38 @@ class BatchExecutor:
         self._mark_lost(error, views)
 
     def _mark_lost(self, error: DeviceLost, views: Sequence[ReadyView]) -> None:
-        if self._device_queue.mark_lost(error, views):
+        if self._waiting.mark_lost(error, views):
             self._on_lost(error)
 
 
-def _plan(model: ScheduledModel, views: Sequence[ReadyView]) -> BatchPlan:
+def _plan(model: ServedModel, views: Sequence[ReadyView]) -> BatchPlan:
     return plan_views(model.session, [view.view for view in views], model.shape_buckets)
 
 
-def is_full(plan: BatchPlan, model: ScheduledModel) -> bool:
+def is_full(plan: BatchPlan, model: ServedModel) -> bool:
     """Return whether no other view could join the first batch of a plan."""
     first, *others = plan.batches
     another = bool(others) and (others[0].height, others[0].width) == (first.height, first.width)
     return another or len(first.indices) >= model.max_rows(first.height, first.width)
 
 
+def _share_of_lane(views: Sequence[ReadyView]) -> int:
+    """Return how many of a batch's views one lane computes, to leave the others to the other lanes.
+
+    Views so small that a batch costs more than they do stay together.
+    """
+    small = max(1, SMALL_PIXELS // views[0].canvas_pixels)
+    return max(len(views) // views[0].lanes, min(len(views), small))
+
+
 def _hopeless(times: BatchTimes, batch: Batch, views: Sequence[ReadyView]) -> list[Request]:
     """Return the requests whose remaining time is far less than the batch is expected to take."""
     minimum = times.expected(batch.rows * batch.height * batch.width) / _HOPELESS_FACTOR
-    remaining = {view.request: view.request.caller.remaining() for view in views} if minimum else {}
+    remaining = {view.request: view.request.remaining() for view in views} if minimum else {}
     return [request for request, seconds in remaining.items() if seconds is not None and seconds < minimum]
 
 
-def _truncated(batch: Batch, views: int, model: ScheduledModel) -> Batch:
+def _truncated(batch: Batch, views: int, model: ServedModel) -> Batch:
     """Return the batch with its first `views` views, numbered from 0. It keeps its rows if another shape has a cost."""
     rows = batch.rows if model.shape_buckets or model.session.rules.switch_pixels else views
     return replace(batch, indices=tuple(range(views)), rows=rows)

@@ -24,6 +24,8 @@ class FlowScheduler:
     So memory does not grow with the number of names ever seen.
     """
 
+    __slots__ = ("_ahead", "_catching_up", "_start_tags", "_virtual_time")
+
     def __init__(self) -> None:
         self._virtual_time = 0.0
         self._start_tags: dict[str, float] = {}  # of waiting flows, in order of arrival
@@ -52,6 +54,10 @@ class FlowScheduler:
         names = [name for name in self._start_tags if name not in without] if without else self._start_tags
         return min(names, key=self._start_tags.__getitem__, default=None)
 
+    def first(self) -> str:
+        """Return the same of all flows; there is one."""
+        return min(self._start_tags, key=self._start_tags.__getitem__)
+
     def charge(self, name: str, cost: float) -> None:
         """Charge a waiting flow for service, whether or not it was next."""
         start = self._start_tags[name]
@@ -70,6 +76,8 @@ class FlowScheduler:
 
 class _Node(Generic[Item]):
     """A flow that consists of flows, by name, or, at the last level, of items with their costs."""
+
+    __slots__ = ("children", "flows", "items")
 
     def __init__(self) -> None:
         self.flows = FlowScheduler()
@@ -137,11 +145,16 @@ class FairQueue(Generic[Item]):
 
     def first(self, without: Collection[str] = ()) -> Item | None:
         """Return the next item, None if nothing waits. without: names of flows that are passed over, at any level."""
-        return self._first(self._root, without) if self._paths else None
+        if without:
+            return self._first(self._root, without) if self._paths else None
+        node = self._root
+        while node.children:
+            node = node.children[node.flows.first()]
+        return next(iter(node.items), None)
 
     def _first(self, node: _Node[Item], without: Collection[str]) -> Item | None:
         if not node.children:
-            return next(iter(node.items))
+            return next(iter(node.items), None)
         empty = set(without)
         while (name := node.flows.next(empty)) is not None:
             if (item := self._first(node.children[name], without)) is not None:

@@ -12,7 +12,8 @@ from dataclasses import dataclass
 from weakref import WeakKeyDictionary
 
 from ...errors import DeviceLost
-from .request import ReadyView, ScheduledModel
+from .model import ServedModel
+from .request import ReadyView
 
 # A batch hangs if it takes this many times as long as the longest batch of its model so far, in proportion to its
 # pixels if it is larger. On a busy machine batch times differ by a factor of ten. A false alarm stops a working server,
@@ -27,7 +28,7 @@ CHECK_INTERVAL = 1.0  # seconds
 class _Batch:
     """A batch on the device. elapsed: seconds, without those in which the whole process was suspended."""
 
-    model: ScheduledModel
+    model: ServedModel
     views: Sequence[ReadyView]
     pixels: int
     elapsed: float = 0.0
@@ -43,10 +44,10 @@ class Watchdog:
         self._on_hang = on_hang
         self._lock = threading.Lock()
         self._batches: list[_Batch] = []
-        self._longest = WeakKeyDictionary[ScheduledModel, tuple[float, int]]()  # seconds and pixels
+        self._longest = WeakKeyDictionary[ServedModel, tuple[float, int]]()  # seconds and pixels
 
     @contextmanager
-    def watch_batch(self, model: ScheduledModel, views: Sequence[ReadyView], pixels: int) -> Iterator[None]:
+    def watch_batch(self, model: ServedModel, views: Sequence[ReadyView], pixels: int) -> Iterator[None]:
         """Watch a batch for as long as the block runs. pixels: of its canvases."""
         batch, start = _Batch(model, views, pixels), time.monotonic()
         with self._lock:

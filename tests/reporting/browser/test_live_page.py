@@ -13,8 +13,10 @@ from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from urllib.parse import parse_qs, urlsplit
 from urllib.request import urlopen
 
+import jsonschema
 import numpy as np
 import pytest
 from PIL import Image
@@ -140,6 +142,28 @@ def test_the_page_may_run_its_own_script_and_call_its_own_server_only(served: Ru
         for name in attributes
         if name in {"src", "style"} or name.startswith("on")
     ]
+
+
+def test_the_description_has_all_that_the_page_sends_and_gets(served: RunningServer, visit: Visit) -> None:
+    with urlopen(f"{page_of(served)}openapi.json") as answer:
+        description = json.load(answer)
+    page, seen = visit(page_of(served)).page, []
+    page.wait_for_load_state("networkidle")
+    page.on("response", lambda response: seen.append(response))  # noqa: PLW0108 - Playwright takes no built-in
+    page.reload()
+    choose(page, photo())
+    answered(page)
+    paths = set()
+    for response in seen:
+        url = urlsplit(response.url)
+        path = re.sub("(?<=^/v1/models/).*", "{name}", url.path)
+        if path.startswith("/v1/"):
+            paths.add(path)
+            operation = description["paths"][path][response.request.method.lower()]
+            assert parse_qs(url.query).keys() <= {each["name"] for each in operation.get("parameters", ())}
+            schema = operation["responses"]["200"]["content"]["application/json"]["schema"]
+            jsonschema.validate(response.json(), {**schema, "components": description["components"]})
+    assert paths >= {"/v1/models", "/v1/classify"}
 
 
 @pytest.mark.parametrize("way", ["drop", "paste", "file", "camera"])

@@ -38,14 +38,17 @@ from prelunet.evaluator.pb.prelunet.v1 import prelunet_pb2 as pb
 from prelunet.evaluator.pb.prelunet.v1 import prelunet_pb2_grpc as pb_grpc
 from prelunet.evaluator.protocols import ProtocolOverrides, build_protocol
 from prelunet.evaluator.rpc.convert import answer_from_message
-from prelunet.evaluator.serving import decoding, models
-from prelunet.evaluator.serving.api import evaluation, prelunet_messages
+from prelunet.evaluator.serving import decoding, evaluation, models
+from prelunet.evaluator.serving.api import prelunet
 from prelunet.evaluator.serving.api.prelunet import SERVICE
 from prelunet.evaluator.serving.lifecycle import serve
 from prelunet.evaluator.serving.options import ModelFile, ServeOptions, ServerLimits, parse_models
+from prelunet.evaluator.serving.scheduling.model import Asked
+from prelunet.evaluator.serving.scheduling.request import Answered
 from tests.conftest import ExportedNet
 from tests.helpers.fakes import FakeSession, fake_contract
 from tests.serving.api.inference_calls import infer_request
+from tests.serving.scheduling.scheduler_harness import build_model
 from tests.serving.serving_harness import GatedSession, eventually, png, running_server
 
 SMALL = fake_contract(classes=3, default_scales=(31, 44))
@@ -135,12 +138,19 @@ def test_the_caller_may_choose_scales_and_mirroring(stub, changes: dict, scales:
 
 def test_the_message_of_an_answer_is_its_json_with_every_field_and_digit() -> None:
     session = FakeSession(fake_contract(classes=1000))
-    for name, timings in (("multi-scale", None), ("ten-crop", Timings(0.1, 1 / 3, 1e-9, 2.5, 7))):
+    served = build_model(session)
+    served.version = 3
+    for name, timings in (
+        ("multi-scale", Timings(0.0, 0.0, 0.0, 0.0, 1)),
+        ("multi-scale", Timings(0.1, 1 / 3, 1e-9, 2.5, 7)),  # whose constant part is known already
+        ("ten-crop", Timings(0.1, 1 / 3, 1e-9, 2.5, 7)),
+    ):
         protocol = build_protocol(name, session.contract)
         (classified,) = classify_images(session, [decode_rgb(png(40, 57))], protocol)
         answer = build_answer(session, "fake", protocol, classified, 1000, b"a picture")
         answer = replace(answer, model={**answer.model, "version": 3}, timings=timings)
-        message = prelunet_messages.classify_response(answer)
+        answered = Answered(served, served.plan(Asked(name, top=1000)), classified, timings, b"a picture")
+        message = pb.ClassifyResponse.FromString(prelunet.classify_response(answered))
         assert message == ParseDict({**answer.to_json()}, pb.ClassifyResponse(heatmap=b"a picture"))
         back = answer_from_message(pb.ClassifyResponse.FromString(message.SerializeToString()))
         assert (back, back.timings, back.heatmap) == (answer, timings, b"a picture")
@@ -345,7 +355,7 @@ def test_no_slow_work_runs_on_the_event_loops_thread(monkeypatch) -> None:
         (classify, "average_views"),
         (overlay, "heat_maps"),
         (evaluation, "build_report"),
-        (prelunet_messages, "report_message"),
+        (prelunet, "report_message"),
     ]:
         record(owner, name)
     start = pb.EvaluateRequest(start=pb.EvaluateStart(dataset="photos"))
@@ -357,7 +367,6 @@ def test_no_slow_work_runs_on_the_event_loops_thread(monkeypatch) -> None:
     assert last.report.evaluated == 3
     assert len(threads) == 7
     assert [name for name, seen in threads.items() if server.loop_thread in seen] == []
-    assert len(threads["compute"]) == 1, "a session without lanes belongs to one thread"
 
 
 def test_a_stopped_server_leaves_no_thread_of_its_models(monkeypatch) -> None:
@@ -440,6 +449,33 @@ def test_refused_images_do_not_stay_in_memory_until_a_garbage_collection() -> No
             finally:
                 tracemalloc.stop()
                 gc.enable()
+
+
+@pytest.mark.parametrize("streamed", [False, True])
+def test_images_of_cancelled_calls_do_not_stay_in_memory_until_a_garbage_collection(streamed: bool) -> None:
+    session, image = GatedSession(), png(600, 700)  # 1.3 MB
+    with running_server(six=session) as server, grpc.insecure_channel(server.address) as channel:
+        stub, images = pb_grpc.PreluNetServiceStub(channel), [request(image=image)] * 20
+        first = stub.Classify.future(request(image=png(40, 57)))
+        assert session.entered.wait(30)
+        gc.collect()
+        gc.disable()
+        tracemalloc.start()
+        try:
+            if streamed:
+                named = (pb.ClassifyStreamRequest(id=f"{n}", request=each) for n, each in enumerate(images))
+                calls = [stub.ClassifyStream(named)]
+            else:
+                calls = [stub.Classify.future(each) for each in images]
+            eventually(lambda: server.metric("prelunet_waiting_images", model="six") == 21)
+            while calls:
+                calls.pop().cancel()
+            eventually(lambda: tracemalloc.get_traced_memory()[0] < 5 * len(image))
+        finally:
+            tracemalloc.stop()
+            gc.enable()
+            session.gate.set()
+        assert first.result(30).predictions
 
 
 def test_model_options_are_names_and_files() -> None:

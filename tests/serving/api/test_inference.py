@@ -19,8 +19,10 @@ from prelunet.evaluator.imaging.decode import decode_rgb
 from prelunet.evaluator.pb.inference import inference_pb2 as pb
 from prelunet.evaluator.pb.inference import inference_pb2_grpc as pb_grpc
 from prelunet.evaluator.protocols import ProtocolOverrides, build_protocol
+from prelunet.evaluator.serving import inference
 from prelunet.evaluator.serving.api import inference_messages
 from prelunet.evaluator.serving.api.inference import SERVICE, UNIMPLEMENTED_METHODS, InferenceServicer
+from prelunet.evaluator.serving.data_plane import DataPlane
 from prelunet.evaluator.serving.options import QueueOptions
 from tests.helpers.fakes import FakeSession, fake_contract
 from tests.serving.api.bad_calls import large_bmp
@@ -151,24 +153,24 @@ def test_large_messages_are_parsed_and_long_answers_built_in_threads(monkeypatch
     """Parsing 32 MB takes 50 ms, which should not delay other callers."""
     threads: dict[tuple[str, bool], int] = {}
 
-    def record(name: str, is_large: Callable[..., bool]) -> None:
-        function = getattr(inference_messages, name)
+    def record(module: Any, name: str, is_large: Callable[..., bool]) -> None:
+        function = getattr(module, name)
 
-        def recorded(*arguments: Any) -> Any:
+        def recorded(*arguments: Any, **options: Any) -> Any:
             threads[name, is_large(*arguments)] = threading.get_ident()
-            return function(*arguments)
+            return function(*arguments, **options)
 
-        monkeypatch.setattr(inference_messages, name, recorded)
+        monkeypatch.setattr(module, name, recorded)
 
-    record("parse_request", lambda request, *_: len(request.raw_input_contents[0]) > 2**20)
-    record("infer_response", lambda _, parsed, *__: len(parsed.images) > 1)
+    record(inference, "check_request", lambda request, _: len(request.tensor.images(request.tensor.shape[0])) > 1)
+    record(inference_messages, "infer_response", lambda answer, _: len(answer.scores) > 1)
     session = FakeSession(fake_contract(classes=300))
     with running_server(six=session) as server, grpc.insecure_channel(server.address) as channel:
         stub = pb_grpc.GRPCInferenceServiceStub(channel)
         stub.ModelInfer(infer_request(), timeout=60)
         stub.ModelInfer(infer_request([LARGE, *IMAGES]), timeout=60)
         in_loop = {what for what, thread in threads.items() if thread == server.loop_thread}
-    assert in_loop == {("parse_request", False), ("infer_response", False)}
+    assert in_loop == {("check_request", False), ("infer_response", False)}
     assert len(threads) == 4
 
 
@@ -237,12 +239,12 @@ def test_an_unanswered_request_is_held_only_as_its_images(streamed: bool) -> Non
         assert await answered
 
     with running_server(six=session) as server:
-        asyncio.run(scenario(InferenceServicer(server.models, lambda: True)))
+        asyncio.run(scenario(InferenceServicer(DataPlane(server.models))))
 
 
 def test_the_bytes_of_all_images_of_a_request_count_together() -> None:
     session = GatedSession()
-    queue = QueueOptions(max_bytes=3 * len(IMAGE))
+    queue = QueueOptions(queue_bytes=3 * len(IMAGE))
     with running_server(queue=queue, six=session) as server, grpc.insecure_channel(server.address) as channel:
         stub = pb_grpc.GRPCInferenceServiceStub(channel)
         first = stub.ModelInfer.future(infer_request(), timeout=60)
@@ -313,7 +315,7 @@ def test_the_server_is_live_and_ready_and_lists_its_models(stub) -> None:
 def test_a_server_that_accepts_no_new_work_is_live_but_not_ready() -> None:
     state = {"ready": True}
     with running_server(six=FakeSession()) as server:
-        servicer = InferenceServicer(server.models, lambda: state["ready"])
+        servicer = InferenceServicer(DataPlane(server.models, ready=lambda: state["ready"]))
 
         async def readiness() -> tuple[bool, bool, bool, list[tuple[str, str]]]:
             index = await servicer.RepositoryIndex(pb.RepositoryIndexRequest(), None)

@@ -1,45 +1,61 @@
 """Parsing of requests of the Open Inference Protocol, and unit tests of parts of its service."""
 
 import asyncio
-import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
 
+import msgspec
 import pytest
 from google.protobuf.message import DecodeError
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from prelunet.evaluator.errors import ImageError, UsageError
+from prelunet.evaluator.imaging.limits import DecodeLimits
 from prelunet.evaluator.pb.inference import inference_pb2 as pb
-from prelunet.evaluator.serving.api.inference import answer_in_order, model_statistics
-from prelunet.evaluator.serving.api.inference_messages import parse_request
-from prelunet.evaluator.serving.observability.call_context import Caller
+from prelunet.evaluator.serving.api import inference_messages
+from prelunet.evaluator.serving.api.inference import answer_in_order
+from prelunet.evaluator.serving.inference import CheckedRequest, check_request, model_statistics
+from prelunet.evaluator.serving.models import Models
 from prelunet.evaluator.serving.observability.metrics import Metrics
-from tests.helpers.fakes import fake_contract
+from prelunet.evaluator.serving.options import ModelFile
+from tests.helpers.fakes import FakeSession
 from tests.serving.api.inference_calls import IMAGE, image_input, infer_request, parameters, raw, scores_output
 from tests.serving.event_loop import async_test, settled
+
+Check = Callable[[pb.ModelInferRequest], CheckedRequest]
+
+
+@pytest.fixture(scope="module")
+def check() -> Iterator[Check]:
+    """Read a message, and check it for a model of six classes."""
+    models = Models([(ModelFile("six", Path("six.onnx")), FakeSession())], DecodeLimits())
+    yield lambda request: check_request(inference_messages.infer_request(request), models.get("six"))
+    models.close()
 
 
 def test_statistics_are_in_nanoseconds_and_each_in_its_field() -> None:
     metrics = Metrics()
-    six, other = (metrics.of_model(name) for name in ("six", "other"))
     for stage, seconds in {"queue": 0.25, "decode": 0.5, "compute": 1.0, "average": 0.125}.items():
-        six.stage(stage, seconds)
-        six.stage(stage, 2 * seconds)
+        for times in (1, 2):
+            metrics.stage_seconds.labels("six", stage).observe(times * seconds)
     for seconds in (4.0, 8.0):
-        six.request_seconds.observe(seconds)
-    six.failed_seconds.observe(16.0)
+        metrics.request_seconds.labels("six").observe(seconds)
+    metrics.failed_seconds.labels("six").observe(16.0)
     for _ in range(3):
-        six.batch(5, 100, 120, changed=False)
-        six.batch_seconds.observe(0.5)
-    six.last_answer.set(1.7e9)
-    other.request_seconds.observe(99.0)
+        metrics.batch_seconds.labels("six").observe(0.5)
+    metrics.last_answer.labels("six").set(1.7e9)
+    metrics.request_seconds.labels("other").observe(99.0)
     statistics = model_statistics("six", 1, metrics)
     assert (statistics.inference_count, statistics.execution_count, statistics.last_inference) == (
         2,
         3,
         1_700_000_000_000,
     )
-    parts = {field.name: (part.count, part.ns / 1e9) for field, part in statistics.inference_stats.ListFields()}
+    parts = {
+        name: (part["count"], part["ns"] / 1e9)
+        for name, part in msgspec.to_builtins(statistics.inference_stats).items()
+    }
     assert parts == {
         "success": (2, 12.0),
         "fail": (1, 16.0),
@@ -48,13 +64,6 @@ def test_statistics_are_in_nanoseconds_and_each_in_its_field() -> None:
         "compute_infer": (2, 3.0),
         "compute_output": (2, 0.375),
     }
-
-
-def test_the_deadline_is_that_of_the_call_or_of_the_request_whichever_is_earlier() -> None:
-    for call, seconds, left in [(None, 5, 5), (9, 5, 5), (2, 5, 2)]:
-        caller = Caller("me", None if call is None else time.monotonic() + call, "id").with_timeout(seconds)
-        assert left - 1 < caller.remaining() <= left
-        assert (caller.client, caller.request_id) == ("me", "id")
 
 
 @async_test
@@ -147,9 +156,9 @@ async def test_answers_in_order_precede_an_error_of_reading_and_are_cancelled_on
     ],
     ids=lambda value: str(value)[:40],
 )
-def test_an_invalid_request_is_explained(changes: dict, text: str) -> None:
+def test_an_invalid_request_is_explained(check: Check, changes: dict, text: str) -> None:
     with pytest.raises((UsageError, ImageError)) as refused:
-        parse_request(infer_request(**changes), fake_contract())
+        check(infer_request(**changes))
     assert text in str(refused.value)
 
 
@@ -164,16 +173,16 @@ def test_an_invalid_request_is_explained(changes: dict, text: str) -> None:
     ],
     ids=["input", "datatype", "output", "parameter", "parameter that is not offered"],
 )
-def test_long_text_from_a_caller_is_truncated_in_the_error(changes: dict) -> None:
+def test_long_text_from_a_caller_is_truncated_in_the_error(check: Check, changes: dict) -> None:
     with pytest.raises(UsageError) as refused:
-        parse_request(infer_request(**changes), fake_contract())
+        check(infer_request(**changes))
     assert "nnn…'" in str(refused.value)
     assert len(str(refused.value)) < 400
 
 
 @given(st.lists(st.binary(max_size=300), min_size=1, max_size=64))
-def test_raw_contents_are_split_into_their_images(images: list[bytes]) -> None:
-    assert parse_request(infer_request(images), fake_contract()).images == tuple(images)
+def test_raw_contents_are_split_into_their_images(check: Check, images: list[bytes]) -> None:
+    assert check(infer_request(images)).images == tuple(images)
 
 
 MESSAGE = infer_request(
@@ -183,7 +192,9 @@ MESSAGE = infer_request(
 
 @settings(max_examples=500)
 @given(st.lists(st.tuples(st.integers(0, len(MESSAGE)), st.integers(0, 3), st.binary(max_size=3)), max_size=6))
-def test_a_damaged_message_is_parsed_or_refused_with_a_usage_error(damages: list[tuple[int, int, bytes]]) -> None:
+def test_a_damaged_message_is_parsed_or_refused_with_a_usage_error(
+    check: Check, damages: list[tuple[int, int, bytes]]
+) -> None:
     data = bytearray(MESSAGE)
     for place, removed, put in damages:
         data[place : place + removed] = put
@@ -192,23 +203,23 @@ def test_a_damaged_message_is_parsed_or_refused_with_a_usage_error(damages: list
     except DecodeError:
         return
     try:
-        parsed = parse_request(request, fake_contract())
+        parsed = check(request)
     except UsageError:
         return
     assert 1 <= len(parsed.images) <= 64
 
 
-def test_a_parameter_without_a_value_is_refused() -> None:
+def test_a_parameter_without_a_value_is_refused(check: Check) -> None:
     request = infer_request()
     request.parameters["mirror"].SetInParent()
     with pytest.raises(UsageError, match="should be of type bool, not empty"):
-        parse_request(request, fake_contract())
+        check(request)
 
 
-def test_unsigned_parameters_are_accepted_as_integers() -> None:
+def test_unsigned_parameters_are_accepted_as_integers(check: Check) -> None:
     request = infer_request(outputs=[scores_output()])
     request.parameters["timeout"].uint64_param = 2_500_000
     request.outputs[0].parameters["classification"].uint64_param = 2
-    parsed = parse_request(request, fake_contract())
+    parsed = check(request)
     assert (parsed.timeout, parsed.top) == (2.5, 2)
     assert parameters({"mirror": True})["mirror"].bool_param  # a bool is not treated as a number here

@@ -8,7 +8,7 @@ from google.protobuf.message import DecodeError, Message
 
 from prelunet.evaluator.pb.inference import inference_pb2 as oip
 from prelunet.evaluator.pb.prelunet.v1 import prelunet_pb2 as pb
-from prelunet.evaluator.serving.api.interceptor import exceeds_part_limit
+from prelunet.evaluator.serving.api.front import exceeds_part_limit
 from tests.serving.api.inference_calls import IMAGE, image_input, infer_request, parameters, scores_output
 
 INFER = oip.ModelInferRequest.DESCRIPTOR

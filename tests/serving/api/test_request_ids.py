@@ -14,16 +14,17 @@ import pytest
 from prelunet.evaluator.errors import ImageError, Overloaded
 from prelunet.evaluator.pb.prelunet.v1 import prelunet_pb2 as pb
 from prelunet.evaluator.pb.prelunet.v1 import prelunet_pb2_grpc as pb_grpc
-from prelunet.evaluator.serving.api.calls import CallsInFlight
+from prelunet.evaluator.serving.calls import CallsInFlight
 from prelunet.evaluator.serving.observability.call_context import (
     REQUEST_ID,
-    Caller,
-    caller_of,
+    Call,
     current_call,
-    record_views,
     request_id_from,
+    this_call,
 )
 from prelunet.evaluator.serving.observability.logs import JsonFormatter
+from prelunet.evaluator.serving.scheduling.request import Request
+from prelunet.evaluator.serving.scheduling.waiting import Waiting
 from tests.helpers.fakes import FakeSession
 from tests.serving.serving_harness import eventually, png, running_server, running_servicer
 
@@ -31,14 +32,14 @@ log = logging.getLogger("prelunet.test_request_ids")
 
 
 class Toy(pb_grpc.PreluNetServiceServicer):
-    """Records the callers; raises the planted errors, one per call."""
+    """Records the calls; raises the planted errors, one per call."""
 
     def __init__(self) -> None:
-        self.callers: list[Caller] = []
+        self.calls: list[Call] = []
         self.planted: list[Exception] = []
 
     async def Classify(self, request: pb.ClassifyRequest, context) -> pb.ClassifyResponse:
-        self.callers.append(caller_of(context))
+        self.calls.append(this_call())
         if self.planted:
             raise self.planted.pop(0)
         await asyncio.create_task(self._log_in_a_task())
@@ -49,7 +50,7 @@ class Toy(pb_grpc.PreluNetServiceServicer):
         log.info("in a task")
 
     async def ClassifyStream(self, request_iterator, context) -> AsyncIterator[pb.ClassifyStreamResponse]:
-        self.callers.append(caller_of(context))
+        self.calls.append(this_call())
         if self.planted:
             raise self.planted.pop(0)
         async for request in request_iterator:
@@ -94,14 +95,14 @@ BAD = ["", " ", "x" * 129, "a b", "a/b", "a=b", 'a"b', "a,b", "a%0ab", "a{b}"]
 def test_the_callers_request_id_is_returned_and_reaches_the_queue(stub, toy, given: str) -> None:
     _, call = stub.Classify.with_call(pb.ClassifyRequest(), metadata=((REQUEST_ID, given),))
     assert request_id_in(call.trailing_metadata()) == given
-    assert toy.callers[-1].request_id == given
+    assert toy.calls[-1].request_id == given
 
 
 @pytest.mark.parametrize("given", BAD, ids=lambda given: ascii(given)[:20])
 def test_an_unsafe_request_id_is_replaced(stub, toy, given: str) -> None:
     _, call = stub.Classify.with_call(pb.ClassifyRequest(), metadata=((REQUEST_ID, given),))
     assert re.fullmatch("[0-9a-f]{16}", request_id_in(call.trailing_metadata()))
-    assert toy.callers[-1].request_id == request_id_in(call.trailing_metadata())
+    assert toy.calls[-1].request_id == request_id_in(call.trailing_metadata())
 
 
 @pytest.mark.parametrize("given", ["a\nb", "a\x85b", "ü", "a\u2028b", b"bytes"], ids=ascii)
@@ -151,10 +152,10 @@ def test_grpc_itself_can_retry_a_refused_call(address: str, toy: Toy) -> None:
         {"methodConfig": [{"name": [{"service": "prelunet.v1.PreluNetService"}], "retryPolicy": policy}]}
     )
     toy.planted = [Overloaded("planted"), Overloaded("planted")]
-    before = len(toy.callers)
+    before = len(toy.calls)
     with grpc.insecure_channel(address, options=[("grpc.service_config", config)]) as channel:
         pb_grpc.PreluNetServiceStub(channel).Classify(pb.ClassifyRequest(), timeout=30)
-    assert len(toy.callers) == before + 3
+    assert len(toy.calls) == before + 3
 
 
 def test_the_caller_is_the_connection_with_its_deadline_and_id(address: str, toy: Toy) -> None:
@@ -162,31 +163,29 @@ def test_the_caller_is_the_connection_with_its_deadline_and_id(address: str, toy
         for channel in (first, first, second):
             pb_grpc.PreluNetServiceStub(channel).Classify(pb.ClassifyRequest(), timeout=100)
         pb_grpc.PreluNetServiceStub(second).Classify(pb.ClassifyRequest())
-    callers = toy.callers[-4:]
-    assert callers[0].client == callers[1].client != callers[2].client == callers[3].client
-    assert all(caller.client.startswith("ipv4:127.0.0.1:") for caller in callers)
-    for caller in callers[:3]:
-        assert caller.deadline - time.monotonic() == pytest.approx(100, abs=5)  # gRPC sends it rounded
-    assert callers[3].deadline is None
-    assert len({caller.request_id for caller in callers}) == 4
+    calls = toy.calls[-4:]
+    assert calls[0].peer == calls[1].peer != calls[2].peer == calls[3].peer
+    assert all(call.peer.startswith("ipv4:127.0.0.1:") for call in calls)
+    for call in calls[:3]:
+        assert call.deadline is not None
+        assert call.deadline - time.monotonic() == pytest.approx(100, abs=5)  # gRPC sends it rounded
+    assert calls[3].deadline is None
+    assert len({call.request_id for call in calls}) == 4
 
 
-def test_every_image_reaches_the_queue_with_its_client_deadline_and_request_id() -> None:
-    callers: list[Caller] = []
+def test_every_image_reaches_the_queue_with_its_client_deadline_and_request_id(monkeypatch: pytest.MonkeyPatch) -> None:
+    queued: list[Request] = []
     image = png(40, 57)
     request = pb.ClassifyRequest(image=image, protocol="center")
     labelled = pb.LabelledImage(file="a", data=image, label=1)
+    add = Waiting.add
+
+    def recorded(waiting: Waiting, added: Request) -> None:
+        queued.append(added)
+        add(waiting, added)
+
+    monkeypatch.setattr(Waiting, "add", recorded)
     with running_server(fake=FakeSession()) as server, grpc.insecure_channel(server.address) as channel:
-        classifier = server.models.get("fake")
-
-        def recording(method):
-            async def recorded(*arguments, caller: Caller = Caller(), **options):
-                callers.append(caller)
-                return await method(*arguments, caller=caller, **options)
-
-            return recorded
-
-        classifier.answer, classifier.classify = recording(classifier.answer), recording(classifier.classify)
         stub = pb_grpc.PreluNetServiceStub(channel)
         with_id = {"timeout": 60, "metadata": ((REQUEST_ID, "mine"),)}
         stub.Classify(request, **with_id)
@@ -195,12 +194,12 @@ def test_every_image_reaches_the_queue_with_its_client_deadline_and_request_id()
         start = pb.EvaluateStart(dataset="photos", protocol="center")
         *_, last = stub.Evaluate(iter([pb.EvaluateRequest(start=start), pb.EvaluateRequest(image=labelled)]), **with_id)
         assert last.report.evaluated == 1
-    assert len(callers) == 4
-    assert {caller.request_id for caller in callers} == {"mine"}
-    assert len({caller.client for caller in callers}) == 1
-    assert callers[0].client.startswith("ipv4:127.0.0.1:")
-    assert all(0 < caller.deadline - time.monotonic() < 61 for caller in callers)
-    assert callers[1].deadline == callers[2].deadline, "the deadline of a stream is that of each image"
+    assert len(queued) == 4
+    assert {each.call.request_id for each in queued} == {"mine"}
+    assert len({each.call.peer for each in queued}) == 1
+    assert queued[0].call.peer.startswith("ipv4:127.0.0.1:")
+    assert all(0 < each.deadline - time.monotonic() < 61 for each in queued)
+    assert queued[1].deadline == queued[2].deadline, "the deadline of a stream is that of each image"
 
 
 def test_every_log_line_of_a_call_has_its_request_id_and_method(stub, calls) -> None:
@@ -228,5 +227,5 @@ def test_every_log_line_of_a_call_has_its_request_id_and_method(stub, calls) -> 
 
 
 def test_outside_of_calls_there_is_no_current_call() -> None:
-    record_views("nobody", 1)
+    this_call().record_views("nobody", 1)
     assert current_call.get() is None

@@ -1,7 +1,7 @@
 import asyncio
 import json
 import weakref
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import replace
@@ -28,19 +28,22 @@ from prelunet.evaluator.protocols import build_protocol
 from prelunet.evaluator.reporting.html import json_bytes
 from prelunet.evaluator.reporting.report import build_report
 from prelunet.evaluator.rpc.convert import report_from_message
-from prelunet.evaluator.serving.api import evaluation
-from prelunet.evaluator.serving.api.evaluation import MAX_IN_FLIGHT, LabelledImage, evaluate
-from prelunet.evaluator.serving.api.prelunet import PreluNetServicer
-from prelunet.evaluator.serving.api.prelunet_messages import MAX_LISTED_REFUSALS, report_message
-from prelunet.evaluator.serving.classifier import Classifier
+from prelunet.evaluator.serving import evaluation
+from prelunet.evaluator.serving.api.prelunet import MAX_LISTED_REFUSALS, PreluNetServicer, report_message
+from prelunet.evaluator.serving.data_plane import DataPlane
+from prelunet.evaluator.serving.evaluation import MAX_IN_FLIGHT, LabelledImage, evaluate
 from prelunet.evaluator.serving.models import Models
+from prelunet.evaluator.serving.observability.call_context import Call
 from prelunet.evaluator.serving.options import ModelFile, QueueOptions
+from prelunet.evaluator.serving.scheduling.model import Asked
+from prelunet.evaluator.serving.scheduling.request import Answered
 from prelunet.evaluator.validation.predictions import Prediction, build_prediction
 from prelunet.evaluator.validation.run import Run, build_run_info
 from tests.helpers.fakes import FakeSession, fake_contract, validated
 from tests.serving.event_loop import async_test, one_by_one
 from tests.serving.serving_harness import GatedSession, Referable, eventually, png, running_server
 
+CENTER, DENSE = Asked("center"), Asked("dense-28")
 SCHEMA = json.loads((Path(__file__).parents[3] / "docs" / "report.schema.json").read_text())
 
 
@@ -159,18 +162,22 @@ def test_concurrent_evaluations_do_not_mix(stub) -> None:
 
 
 @contextmanager
-def classifier_of(session: FakeSession, queue: QueueOptions = QueueOptions()) -> Iterator[Classifier]:
-    """Yield the classifier of a session, without a server."""
-    models = Models([(ModelFile("fake", Path("fake.onnx")), session)], DecodeLimits(), queue)
-    yield models.get("fake")
+def plane_of(session: FakeSession, max_images: int = 2**20) -> Iterator[DataPlane]:
+    """Yield the data plane of a session, without a server. max_images: of one evaluation."""
+    models = Models([(ModelFile("fake", Path("fake.onnx")), session)], DecodeLimits())
+    yield DataPlane(models, max_images=max_images)
     models.close()
+
+
+async def classified(plane: DataPlane, image: bytes, on_admitted: Callable[[], None]) -> Answered:
+    return await plane.classify(image, "fake", DENSE, Call(), on_admitted)
 
 
 def labelled(count: int) -> list[LabelledImage]:
     return [LabelledImage(f"{n:04}", png(28, 28 + n, seed=n), 1) for n in range(count)]
 
 
-def test_the_server_reads_no_faster_than_it_classifies(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_server_reads_no_faster_than_it_classifies() -> None:
     pulled, answered, most_ahead = 0, 0, 0
 
     def pulling() -> Iterator[LabelledImage]:
@@ -180,18 +187,17 @@ def test_the_server_reads_no_faster_than_it_classifies(monkeypatch: pytest.Monke
             most_ahead = max(most_ahead, pulled - answered)
             yield image
 
-    with classifier_of(FakeSession()) as classifier:
-        classify = classifier.classify
+    with plane_of(FakeSession()) as plane:
 
-        async def counted(*arguments, **options):
+        async def counted(image: bytes, on_admitted: Callable[[], None]) -> Answered:
             nonlocal answered
-            answer = await classify(*arguments, **options)
+            answer = await classified(plane, image, on_admitted)
             answered += 1
             return answer
 
-        monkeypatch.setattr(classifier, "classify", counted)
-        protocol = build_protocol("dense-28", classifier.session.contract)
-        report = asyncio.run(evaluate(classifier, protocol, "many", one_by_one(pulling())))
+        served = plane.model("fake")
+        evaluation_ = evaluate(counted, served, served.plan(DENSE).protocol, "many", one_by_one(pulling()), call=Call())
+        report = asyncio.run(evaluation_)
     assert report["evaluated"] == 5 * MAX_IN_FLIGHT
     assert MAX_IN_FLIGHT // 2 < most_ahead <= MAX_IN_FLIGHT
 
@@ -201,10 +207,10 @@ def test_an_error_of_the_iterator_of_images_ends_the_evaluation() -> None:
         yield from labelled(1)
         raise DatasetError("b: the label is missing")
 
-    with classifier_of(FakeSession()) as classifier:
-        protocol = build_protocol("center", classifier.session.contract)
+    with plane_of(FakeSession()) as plane:
+        evaluation_ = plane.evaluate("few", one_by_one(failing()), "fake", CENTER, Call())
         with pytest.raises(DatasetError, match="b: the label is missing"):
-            asyncio.run(evaluate(classifier, protocol, "few", one_by_one(failing())))
+            asyncio.run(evaluation_)
 
 
 def evaluated(images: list[LabelledImage], reports: list[pb.EvaluateProgress]) -> dict:
@@ -213,9 +219,8 @@ def evaluated(images: list[LabelledImage], reports: list[pb.EvaluateProgress]) -
     async def on_progress(progress: pb.EvaluateProgress) -> None:
         reports.append(progress)
 
-    with classifier_of(FakeSession()) as classifier:
-        protocol = build_protocol("center", classifier.session.contract)
-        return asyncio.run(evaluate(classifier, protocol, "many", one_by_one(images), on_progress))
+    with plane_of(FakeSession()) as plane:
+        return asyncio.run(plane.evaluate("many", one_by_one(images), "fake", CENTER, Call(), on_progress))
 
 
 def test_progress_counts_what_the_report_counts(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -263,23 +268,22 @@ def test_a_client_that_reads_no_progress_delays_only_one_image(
         reports.append(progress)
         await read.wait()
 
-    with classifier_of(FakeSession()) as classifier:
-        classify = classifier.classify
+    with plane_of(FakeSession()) as plane:
 
-        async def counted(*arguments, **options):
+        async def counted(image: bytes, on_admitted: Callable[[], None]) -> Answered:
             nonlocal answered
-            answer = await classify(*arguments, **options)
+            answer = await classified(plane, image, on_admitted)
             answered += 1
             if answered == 3 * MAX_IN_FLIGHT:
                 assert len(reports) == 1
                 read.set()
             return answer
 
-        monkeypatch.setattr(classifier, "classify", counted)
-        protocol = build_protocol("center", classifier.session.contract)
-        report = asyncio.run(
-            evaluate(classifier, protocol, "many", one_by_one(labelled(3 * MAX_IN_FLIGHT)), on_progress)
+        served, images = plane.model("fake"), one_by_one(labelled(3 * MAX_IN_FLIGHT))
+        evaluation_ = evaluate(
+            counted, served, served.plan(DENSE).protocol, "many", images, call=Call(), on_progress=on_progress
         )
+        report = asyncio.run(evaluation_)
     assert report["evaluated"] == 3 * MAX_IN_FLIGHT
 
 
@@ -315,15 +319,14 @@ def test_an_evaluation_waits_for_admission_when_a_separate_call_is_refused() -> 
 
 @pytest.mark.parametrize("images", [3, 4])
 def test_an_evaluation_with_too_many_images_is_refused(images: int) -> None:
-    with classifier_of(FakeSession()) as classifier:
-        protocol = build_protocol("center", classifier.session.contract)
-        evaluation_ = evaluate(classifier, protocol, "few", one_by_one(labelled(images)), max_images=3)
+    with plane_of(FakeSession(), max_images=3) as plane:
+        evaluation_ = plane.evaluate("few", one_by_one(labelled(images)), "fake", CENTER, Call())
         if images == 3:
             assert asyncio.run(evaluation_)["images"] == 3
             return
         with pytest.raises(UsageError, match="at most 3 images in one call, and '0003' is above the limit"):
             asyncio.run(evaluation_)
-        assert classifier.admission.used.images == 0
+        assert plane.model("fake").admission.used.images == 0
 
 
 def test_an_abandoned_evaluation_is_not_computed() -> None:
@@ -362,7 +365,7 @@ async def test_an_evaluation_holds_no_message_while_it_waits_for_the_next() -> N
 
     context = SimpleNamespace(time_remaining=lambda: None, peer=lambda: "me", write=write)
     models = Models([(ModelFile("fake", Path("fake.onnx")), FakeSession())], DecodeLimits())
-    await PreluNetServicer(models).Evaluate(requests(), context)
+    await PreluNetServicer(DataPlane(models)).Evaluate(requests(), context)
     models.close()
     assert [response.report.images for response in sent] == [1]
 
@@ -468,10 +471,9 @@ def test_an_evaluation_whose_names_and_refusals_take_too_much_memory_is_refused(
     data: bytes, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     images = [LabelledImage(f"{number:04}" + 500 * "x", data, 1) for number in range(100)]
-    with classifier_of(FakeSession()) as classifier:
-        protocol = build_protocol("center", classifier.session.contract)
+    with plane_of(FakeSession()) as plane:
         monkeypatch.setattr(evaluation, "MAX_TEXT_BYTES", 40_000)
         with pytest.raises(UsageError, match="names and refusals of this evaluation take more than 40000 bytes"):
-            asyncio.run(evaluate(classifier, protocol, "many", one_by_one(images)))
-        report = asyncio.run(evaluate(classifier, protocol, "few", one_by_one(images[:50])))
+            asyncio.run(plane.evaluate("many", one_by_one(images), "fake", CENTER, Call()))
+        report = asyncio.run(plane.evaluate("few", one_by_one(images[:50]), "fake", CENTER, Call()))
     assert report["images"] == 50

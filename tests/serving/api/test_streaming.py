@@ -15,9 +15,10 @@ from prelunet.evaluator.errors import ImageError, ModelNotFound, Overloaded
 from prelunet.evaluator.pb.prelunet.v1 import prelunet_pb2 as pb
 from prelunet.evaluator.pb.prelunet.v1 import prelunet_pb2_grpc as pb_grpc
 from prelunet.evaluator.rpc.status import error_from, reason_for
-from prelunet.evaluator.serving.api import concurrency
-from prelunet.evaluator.serving.api.concurrency import uncancelled
+from prelunet.evaluator.serving import concurrency
 from prelunet.evaluator.serving.api.prelunet import MAX_ID_LENGTH, STREAM_SLOTS, classify_stream, slots_for
+from prelunet.evaluator.serving.concurrency import uncancelled
+from prelunet.evaluator.serving.observability.call_context import Call
 from prelunet.evaluator.serving.options import QueueOptions
 from tests.helpers.fakes import FakeSession, fake_contract
 from tests.serving.event_loop import async_test, one_by_one, settled
@@ -44,7 +45,7 @@ class Answerer:
     def allow(self, name: str) -> None:
         self._allowed.setdefault(name, asyncio.Event()).set()
 
-    async def classify(self, request: pb.ClassifyRequest, on_admitted: Callable[[], None]) -> pb.ClassifyResponse:
+    async def classify(self, request: pb.ClassifyRequest, on_admitted: Callable[[], None]) -> bytes:
         self.begun.append(request.model)
         if request.model not in self._outside:
             on_admitted()
@@ -54,7 +55,7 @@ class Answerer:
         except asyncio.CancelledError:
             self.cancelled.append(request.model)
             raise
-        return pb.ClassifyResponse(model=pb.ModelIdentity(name=request.model))
+        return pb.ClassifyResponse(model=pb.ModelIdentity(name=request.model)).SerializeToString()
 
 
 class Reader:
@@ -82,7 +83,7 @@ def test_answers_are_sent_when_ready_and_not_in_the_order_of_the_requests() -> N
     async def scenario() -> list[str]:
         answerer, reader = Answerer(waits=True), Reader()
         stream = asyncio.create_task(
-            classify_stream(answerer.classify, one_by_one(numbered("a", "b", "c")), reader.send)
+            classify_stream(answerer.classify, one_by_one(numbered("a", "b", "c")), reader.send, Call())
         )
         for name in ("c", "a", "b"):
             answerer.allow(name)
@@ -106,7 +107,7 @@ async def test_reading_stops_at_the_limit_of_unanswered_requests(stuck: str) -> 
             yield request
 
     answerer, reader = Answerer(waits=stuck == "classifying"), Reader(reads=stuck == "classifying")
-    stream = asyncio.create_task(classify_stream(answerer.classify, one_by_one(pulling()), reader.send))
+    stream = asyncio.create_task(classify_stream(answerer.classify, one_by_one(pulling()), reader.send, Call()))
     await settled()
     assert (pulled, len(answerer.begun), reader.answers) == (STREAM_SLOTS, STREAM_SLOTS, [])
     if stuck == "classifying":
@@ -147,7 +148,7 @@ async def test_at_most_four_unread_heat_maps_are_drawn_and_later_requests_wait()
     ]
 
     answerer, reader = Answerer(), Reader(reads=False)
-    stream = asyncio.create_task(classify_stream(answerer.classify, one_by_one(requests), reader.send))
+    stream = asyncio.create_task(classify_stream(answerer.classify, one_by_one(requests), reader.send, Call()))
     await settled()
     assert (answerer.begun, reader.answers) == (maps[:4], [])
     reader.reads.set()
@@ -164,7 +165,7 @@ async def test_the_slots_of_a_heat_map_serve_as_many_small_answers_once_it_is_se
     ]
 
     answerer, reader = Answerer(waits=True), Reader()
-    stream = asyncio.create_task(classify_stream(answerer.classify, one_by_one(requests), reader.send))
+    stream = asyncio.create_task(classify_stream(answerer.classify, one_by_one(requests), reader.send, Call()))
     await settled()
     assert answerer.begun == ["map", *small[: STREAM_SLOTS - 8]]
     answerer.allow("map")
@@ -182,7 +183,7 @@ async def test_reading_stops_while_a_request_waits_for_admission() -> None:
 
     answerer, reader = Answerer(waits=True, outside="c"), Reader()
     stream = asyncio.create_task(
-        classify_stream(answerer.classify, one_by_one(numbered("a", "b", "c", "d")), reader.send)
+        classify_stream(answerer.classify, one_by_one(numbered("a", "b", "c", "d")), reader.send, Call())
     )
     await settled()
     assert answerer.begun == ["a", "b", "c"]
@@ -208,13 +209,13 @@ async def test_a_request_is_not_held_while_its_answer_is_pending() -> None:
 
     allowed = asyncio.Event()
 
-    def classify(request: object, on_admitted: Callable[[], None]) -> Awaitable[pb.ClassifyResponse]:
+    def classify(request: object, on_admitted: Callable[[], None]) -> Awaitable[bytes]:
         kept.append(weakref.ref(request))
 
-        async def answer() -> pb.ClassifyResponse:
+        async def answer() -> bytes:
             on_admitted()
             await allowed.wait()
-            return pb.ClassifyResponse()
+            return b""
 
         return answer()
 
@@ -223,7 +224,7 @@ async def test_a_request_is_not_held_while_its_answer_is_pending() -> None:
         await allowed.wait()
 
     reader = Reader(reads=False)
-    stream = asyncio.create_task(classify_stream(classify, incoming(), reader.send))
+    stream = asyncio.create_task(classify_stream(classify, incoming(), reader.send, Call()))
     await settled()
     gc.collect()
     assert [found() for found in kept] == [None], "while it is answered"
@@ -238,13 +239,13 @@ async def test_a_request_is_not_held_while_its_answer_is_pending() -> None:
 def test_a_failed_image_gets_its_own_error_and_the_stream_continues(caplog) -> None:
     failures = {"b": ImageError("no image"), "c": RuntimeError("/secret/broken"), "d": Overloaded("full", 2.5)}
 
-    async def classify(request: pb.ClassifyRequest, _inside: Callable[[], None]) -> pb.ClassifyResponse:
+    async def classify(request: pb.ClassifyRequest, _inside: Callable[[], None]) -> bytes:
         if request.model in failures:
             raise failures[request.model]
-        return pb.ClassifyResponse(capped=True)
+        return pb.ClassifyResponse(capped=True).SerializeToString()
 
     reader = Reader()
-    asyncio.run(classify_stream(classify, one_by_one(numbered("a", "b", "c", "d", "e")), reader.send))
+    asyncio.run(classify_stream(classify, one_by_one(numbered("a", "b", "c", "d", "e")), reader.send, Call()))
     answers = {answer.id: answer for answer in reader.answers}
     assert [answers[id_].response.capped for id_ in "ae"] == [True, True]
     assert answers["b"].error == pb.CallError(code=3, reason="IMAGE_ERROR", message="no image")
@@ -268,7 +269,7 @@ def test_a_failed_image_gets_its_own_error_and_the_stream_continues(caplog) -> N
 @async_test
 async def test_a_request_with_an_invalid_id_gets_an_error_without_an_id(ids: list[str], text: str) -> None:
     answerer, reader = Answerer(waits=True), Reader()
-    stream = asyncio.create_task(classify_stream(answerer.classify, one_by_one(numbered(*ids)), reader.send))
+    stream = asyncio.create_task(classify_stream(answerer.classify, one_by_one(numbered(*ids)), reader.send, Call()))
     await settled()
     (refused,) = reader.answers  # without the id: it could be confused with the answer to the other request
     assert (refused.id, refused.error.code, refused.error.reason) == ("", 3, "USAGE_ERROR")
@@ -282,7 +283,7 @@ async def test_a_request_with_an_invalid_id_gets_an_error_without_an_id(ids: lis
 
 def test_an_id_of_the_maximum_length_is_accepted() -> None:
     reader = Reader()
-    asyncio.run(classify_stream(Answerer().classify, one_by_one(numbered("ü" * MAX_ID_LENGTH)), reader.send))
+    asyncio.run(classify_stream(Answerer().classify, one_by_one(numbered("ü" * MAX_ID_LENGTH)), reader.send, Call()))
     assert [(len(answer.id), answer.HasField("response")) for answer in reader.answers] == [(MAX_ID_LENGTH, True)]
 
 
@@ -301,7 +302,7 @@ async def test_an_id_may_be_reused_as_soon_as_its_answer_has_arrived() -> None:
         await settled()  # the client is faster than the server
 
     requests.put_nowait(numbered("a")[0])
-    await classify_stream(Answerer().classify, incoming(), send)
+    await classify_stream(Answerer().classify, incoming(), send, Call())
     assert [(answer.id, answer.HasField("response")) for answer in answers] == [("a", True)] * 5
 
 
@@ -319,7 +320,7 @@ async def test_the_end_of_a_stream_cancels_all_unanswered_requests(end: str) -> 
     async def send(_: pb.ClassifyStreamResponse) -> None:
         raise ModelNotFound("planted")
 
-    stream = asyncio.create_task(classify_stream(answerer.classify, incoming(), send))
+    stream = asyncio.create_task(classify_stream(answerer.classify, incoming(), send, Call()))
     await settled()
     if end == "bad request":
         bad.set()

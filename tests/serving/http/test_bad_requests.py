@@ -264,7 +264,7 @@ def test_the_binary_data_of_many_inputs_is_not_copied_for_each_of_them() -> None
     body = head + b"x" * 4 * MIB
     tracemalloc.start()
     with pytest.raises(UsageError, match=f"has {4 * MIB - 100} bytes after the binary data"):
-        parse_infer_request(body, str(len(head)), "six", "")
+        parse_infer_request(body, str(len(head)))
     _, peak = tracemalloc.get_traced_memory()
     tracemalloc.stop()
     assert peak < MIB, "the head and its objects, far less than the data"

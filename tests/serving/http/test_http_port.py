@@ -24,8 +24,10 @@ from unittest.mock import Mock
 import grpc
 import httpx
 import jsonschema
+import msgspec
 import pytest
-from google.protobuf.json_format import ParseDict
+from google.protobuf.json_format import MessageToDict
+from google.protobuf.message import Message
 from prometheus_client.parser import text_string_to_metric_families
 from starlette.responses import Response
 from starlette.routing import Route
@@ -35,10 +37,10 @@ from prelunet.evaluator.imaging.limits import DecodeLimits
 from prelunet.evaluator.pb.prelunet.v1 import prelunet_pb2 as pb
 from prelunet.evaluator.pb.prelunet.v1 import prelunet_pb2_grpc as pb_grpc
 from prelunet.evaluator.serving.access import SCOPES, AccessControl, create_token
-from prelunet.evaluator.serving.api import inference_messages, prelunet_messages
-from prelunet.evaluator.serving.api.arriving import ArrivingBytes
-from prelunet.evaluator.serving.api.calls import CallsInFlight
+from prelunet.evaluator.serving.arriving import ArrivingBytes, process_memory
+from prelunet.evaluator.serving.calls import CallsInFlight
 from prelunet.evaluator.serving.certificates import Certificates
+from prelunet.evaluator.serving.http import answers, routes
 from prelunet.evaluator.serving.http.door import HttpCall, HttpDoor
 from prelunet.evaluator.serving.http.listener import ConnectionLimits, Listener
 from prelunet.evaluator.serving.models import Models
@@ -46,6 +48,7 @@ from prelunet.evaluator.serving.observability.logs import JsonFormatter
 from prelunet.evaluator.serving.observability.metrics import Metrics
 from prelunet.evaluator.serving.options import HttpOptions, ModelFile, ServerLimits
 from prelunet.evaluator.serving.proxies import TrustedProxies
+from prelunet.evaluator.serving.repository import Version
 from prelunet.evaluator.serving.server import Server
 from tests.helpers.fakes import FakeSession
 from tests.helpers.tls_files import TLS, install_pair, tls_options, write_tokens
@@ -63,11 +66,14 @@ def server() -> Iterator[RunningServer]:
 
 
 def classified(server: RunningServer, **changes: Any) -> pb.ClassifyResponse:
-    """Return the answer over gRPC, without timings."""
+    """Return the answer over gRPC."""
     with grpc.insecure_channel(server.address) as channel:
-        answer = pb_grpc.PreluNetServiceStub(channel).Classify(pb.ClassifyRequest(image=IMAGE, **changes), timeout=30)
-    answer.ClearField("timings")
-    return answer
+        return pb_grpc.PreluNetServiceStub(channel).Classify(pb.ClassifyRequest(image=IMAGE, **changes), timeout=30)
+
+
+def as_json(message: Message) -> dict[str, Any]:
+    """Return protobuf's own JSON form of a message, with the names and all fields of the proto file."""
+    return MessageToDict(message, preserving_proto_field_name=True, always_print_fields_with_no_presence=True)
 
 
 @pytest.mark.parametrize(
@@ -81,15 +87,17 @@ def classified(server: RunningServer, **changes: Any) -> pb.ClassifyResponse:
         ("?heatmap=maps&protocol=center", {"maps": True, "protocol": "center"}),
     ],
 )
-def test_classify_answers_as_over_grpc(server: RunningServer, query: str, fields: dict[str, Any]) -> None:
+def test_classify_answers_in_the_json_form_of_the_answer_over_grpc(
+    server: RunningServer, query: str, fields: dict[str, Any]
+) -> None:
     with client_to(server) as client:
         answer = client.post(f"/v1/classify{query}", content=IMAGE)
     assert answer.headers["content-type"] == "application/json"
-    found = answer.json()
-    assert found["timings"]["total_seconds"] > 0
-    del found["timings"]
-    assert found.keys() == {field.name for field in pb.ClassifyResponse.DESCRIPTOR.fields} - {"timings"}
-    assert ParseDict(found, pb.ClassifyResponse()) == classified(server, **fields)
+    found, expected = answer.json(), as_json(classified(server, **fields))
+    times, expected_times = found.pop("timings"), expected.pop("timings")
+    assert found == expected
+    assert times.keys() == expected_times.keys()
+    assert times["total_seconds"] > 0
 
 
 @pytest.mark.parametrize("name", ["photo.png", 'two "words".png', "größe.png"])
@@ -100,42 +108,84 @@ def test_a_form_is_answered_as_the_file_in_it(server: RunningServer, name: str) 
         described = client.get("/openapi.json").json()["paths"]["/v1/classify"]["post"]["requestBody"]["content"]
     assert sent.json()["predictions"] == plain["predictions"]
     assert described.keys() == {"*/*", "multipart/form-data"}
-    assert described["multipart/form-data"]["schema"]["required"] == ["image"]
+    assert described["multipart/form-data"]["schema"] == {"$ref": "#/components/schemas/ClassifyForm"}
 
 
-def test_the_models_are_those_of_grpc(server: RunningServer) -> None:
+def test_the_models_are_described_in_the_json_form_of_grpc(server: RunningServer) -> None:
     with client_to(server) as client, grpc.insecure_channel(server.address) as channel:
-        listed = pb_grpc.PreluNetServiceStub(channel).ListModels(pb.ListModelsRequest())
-        assert ParseDict(client.get("/v1/models").json(), pb.ListModelsResponse()) == listed
-        described = pb_grpc.PreluNetServiceStub(channel).GetModel(pb.GetModelRequest(name="six")).model
-        assert ParseDict(client.get("/v1/models/six").json(), pb.Model()) == described
+        stub = pb_grpc.PreluNetServiceStub(channel)
+        assert client.get("/v1/models").json() == as_json(stub.ListModels(pb.ListModelsRequest()))
+        described = as_json(stub.GetModel(pb.GetModelRequest(name="six")).model)
+        for name in ("six", "six/1"):
+            assert client.get(f"/v1/models/{name}").json() == described
         assert client.get("/v1/models/nine").status_code == 404
 
 
-def test_answers_have_the_schemas_of_the_description_and_its_paths_exist(server: RunningServer) -> None:
+def test_the_list_of_models_says_in_the_json_form_of_grpc_what_is_wrong_with_others() -> None:
+    message = pb.ListModelsResponse(problems=[pb.VersionProblem(name="six", version=2, reason="damaged")])
+    listed = answers.list_models_response([], {Version("six", 2): "damaged"})
+    assert msgspec.to_builtins(listed) == as_json(message)
+
+
+@pytest.mark.parametrize("tokens", [False, True])
+def test_every_answer_and_error_of_every_route_has_the_schema_of_the_description(tmp_path: Path, tokens: bool) -> None:
+    write_tokens(tmp_path / "tokens.toml", ("alice", ["evaluate"]))
+    access = AccessControl(tmp_path / "tokens.toml") if tokens else None
+    infer = json.dumps(infer_body()).encode()
+    good = {"classify": IMAGE, "modelInfer": infer, "modelInferOfVersion": infer}
+    with running_server(http=ON, access=access, six=FakeSession()) as server, client_to(server) as client:
+        description = client.get("/openapi.json").json()
+        described = {(path, method): each for path, of in description["paths"].items() for method, each in of.items()}
+
+        def check(path: str, method: str, **options: Any) -> int:
+            answer = client.request(method, path.format(**{"name": "six", "version": "1", **names}), **options)
+            responses = described[path, method]["responses"]
+            media_type = answer.headers["content-type"]
+            schema = responses[str(answer.status_code)]["content"][media_type]["schema"]
+            if media_type == "application/json":
+                jsonschema.validate(answer.json(), {**schema, "components": description["components"]})
+                if isinstance(answer.json(), dict):
+                    with pytest.raises(jsonschema.ValidationError):
+                        jsonschema.validate(
+                            {**answer.json(), "extra": 1}, {**schema, "components": description["components"]}
+                        )
+            return answer.status_code
+
+        for (path, method), operation in described.items():
+            names: dict[str, str] = {}
+            fixed = "RepositoryModel" in operation["summary"]  # the models of this server are
+            expected = 401 if "401" in operation["responses"] and tokens else 400 if fixed else 200
+            assert check(path, method, content=good.get(operation["operationId"], b"")) == expected, path
+            assert check(path, method, headers={"x-request-timeout": "0"}) in {400, expected}, path
+            if method == "post":
+                assert check(path, method, headers={"Origin": "http://evil.example"}) == 403
+                assert check(path, method, content=b"x") in {400, expected}, path
+            if "{name}" in path and not tokens and not fixed:
+                names = {"name": "nine"}
+                assert check(path, method, content=good.get(operation["operationId"], b"")) == 404
+
+
+def test_the_description_names_each_operation_once_with_its_parameters_and_bodies(server: RunningServer) -> None:
     with client_to(server) as client:
         description = client.get("/openapi.json").json()
-        answers = {
-            ("/v1/classify", "post"): client.post("/v1/classify?heatmap=maps", content=IMAGE),
-            ("/v1/models", "get"): client.get("/v1/models"),
-            ("/v1/models/{name}", "get"): client.get("/v1/models/six"),
-        }
-        for (path, method), answer in answers.items():
-            schema = description["paths"][path][method]["responses"]["200"]["content"]["application/json"]["schema"]
-            schema = {**schema, "components": description["components"]}
-            jsonschema.validate(answer.json(), schema)
-            assert answer.json()
-            with pytest.raises(jsonschema.ValidationError):
-                jsonschema.validate({**answer.json(), "extra": 1}, schema)
-        error = {"$ref": "#/components/schemas/Error", "components": description["components"]}
-        jsonschema.validate(client.post("/v1/classify", content=b"x").json(), error)
-        for path, methods in description["paths"].items():
-            for method in methods:
-                found = client.request(method, path.format(name="six", version="1"), content=b"x")
-                refused = path.endswith(("infer", "classify", "load", "index"))  # x is no request
-                assert found.status_code in ({400} if refused else {200}), path
-    parameters = {each["name"] for each in description["paths"]["/v1/classify"]["post"]["parameters"]}
-    assert parameters == {field.name for field in pb.ClassifyRequest.DESCRIPTOR.fields} - {"image", "maps"}
+    operations = [each for of in description["paths"].values() for each in of.values()]
+    assert len({each["operationId"] for each in operations}) == len(operations) == 22
+    classify = description["paths"]["/v1/classify"]["post"]
+    parameters = {each["name"]: each["schema"] for each in classify["parameters"]}
+    assert parameters.keys() == {field.name for field in pb.ClassifyRequest.DESCRIPTOR.fields} - {"image", "maps"}
+    assert {schema.get("type", "enum") for schema in parameters.values()} == {
+        "string", "integer", "boolean", "array", "enum",
+    }  # fmt: skip
+    assert {"400", "401", "403", "404", "413", "429", "500", "503", "504"} < classify["responses"].keys()
+    infer = description["paths"]["/v2/models/{name}/infer"]["post"]
+    schema = {**infer["requestBody"]["content"]["application/json"]["schema"], "components": description["components"]}
+    jsonschema.validate(infer_body(), schema)
+    with pytest.raises(jsonschema.ValidationError):
+        jsonschema.validate({"inputs": [{"name": "images"}]}, schema)
+    probe = description["paths"]["/v2/health/ready"]["get"]["responses"]
+    assert "401" not in probe
+    assert probe["503"]["content"] == probe["200"]["content"]
+    jsonschema.Draft202012Validator.check_schema({"$defs": description["components"]["schemas"]})
 
 
 @pytest.mark.skipif(importlib.util.find_spec("geventhttpclient") is None, reason="pip install '.[dev]' has the client")
@@ -188,15 +238,17 @@ def test_calls_over_http_fill_the_calls_in_flight_of_grpc_from_the_same_address(
         eventually(lambda: server.metric("prelunet_calls_now") == 0)
 
 
-def test_unfinished_bodies_are_refused_above_the_limit_of_arriving_bytes() -> None:
-    limits = ServerLimits(arriving_bytes=1)  # so one message: 64 MiB
-    with running_server(http=ON, server_limits=limits, six=FakeSession()) as server:
+def test_unfinished_bodies_are_refused_in_a_process_beyond_its_memory() -> None:
+    limits = ServerLimits(arriving_bytes=1)  # so each client may always have one
+    with running_server(
+        http=ON, server_limits=limits, max_memory=process_memory() + 2**25, six=FakeSession()
+    ) as server:
         host, _, port = server.http.rpartition(":")
         half, head = b"x" * 40 * 2**20, request("POST /v1/classify", f"Content-Length: {60 * 2**20}")
-        connections = [socket.create_connection((host, int(port)), timeout=30) for _ in range(2)]
+        connections = [socket.create_connection((host, int(port)), timeout=30) for _ in range(4)]
         for each in connections:
             each.sendall(head + half)
-        eventually(lambda: server.metric("prelunet_refusals_total", model="", reason="arriving") == 1)
+        eventually(lambda: server.metric("prelunet_refusals_total", model="", reason="arriving") >= 1)
         for each in connections:
             each.close()
         eventually(lambda: server.metric("prelunet_calls_now") == 0)
@@ -283,8 +335,8 @@ def test_an_error_of_ours_is_500_with_the_id_of_the_log_entry_and_without_its_te
     def broken(*_: Any) -> None:
         raise RuntimeError("the file /secret/six.onnx is broken")
 
-    monkeypatch.setattr(prelunet_messages, "classify_response", broken)
-    monkeypatch.setattr(inference_messages, "infer_response", broken)
+    monkeypatch.setattr(routes, "classify_response", broken)
+    monkeypatch.setattr(routes, "infer_response", broken)
     with client_to(server) as client:
         for path, content in (("/v1/classify", IMAGE), ("/v2/models/six/infer", json.dumps(infer_body()).encode())):
             failed = client.post(path, content=content)
@@ -306,6 +358,16 @@ def test_a_request_that_takes_too_long_ends_with_504() -> None:
         late = client.post("/v1/classify?protocol=center", content=IMAGE, headers={"x-request-timeout": "0.3"})
         assert (late.status_code, late.json()["code"]) == (504, "DEADLINE_EXCEEDED")
         assert "model" not in late.json()["error"]
+        session.gate.set()
+
+
+def test_the_parameter_timeout_ends_a_call_before_its_header_and_not_after() -> None:
+    session = GatedSession()
+    with running_server(http=ON, six=session) as server, client_to(server) as client:
+        for header, parameter in (("30", 200_000), ("0.2", 30_000_000)):
+            body = {**infer_body(), "parameters": {"protocol": "center", "timeout": parameter}}
+            late = client.post("/v2/models/six/infer", json=body, headers={"x-request-timeout": header}, timeout=20)
+            assert late.status_code == 504
         session.gate.set()
 
 
@@ -516,7 +578,9 @@ async def test_connections_are_refused_while_models_load_and_calls_answered_unti
         classifying = asyncio.create_task(client.post("/v1/classify?protocol=center", content=IMAGE))
         await until(session.entered.is_set)
         server.set_not_serving()
-        assert (await client.get("/v2/health/ready")).status_code == 503
+        for path in ("/v2/health/ready", "/v2/models/six/ready"):
+            answer = await client.get(path)
+            assert (answer.status_code, answer.json()) == (503, {"ready": False})
         assert closes(await client.get("/v1/models"))  # lame duck
         await server.refuse(asyncio.get_running_loop().create_future())
         assert closes(await client.get("/v1/models"))
@@ -618,7 +682,7 @@ def test_metrics_have_limits_readiness_and_versions_and_nothing_about_creation(s
 def test_faults_of_the_server_have_the_status_that_makes_clients_try_again_only_where_that_helps(
     server: RunningServer, monkeypatch: pytest.MonkeyPatch, error: Exception, status: int
 ) -> None:
-    monkeypatch.setattr(prelunet_messages, "classify_response", Mock(side_effect=error))
+    monkeypatch.setattr(routes, "classify_response", Mock(side_effect=error))
     with client_to(server) as client:
         failed = client.post("/v1/classify", content=IMAGE)
     assert (failed.status_code, "secret" in failed.text) == (status, False)

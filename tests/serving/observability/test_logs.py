@@ -12,13 +12,14 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import copy_context
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from prelunet.evaluator.errors import ImageError
 from prelunet.evaluator.serving.observability import logs
-from prelunet.evaluator.serving.observability.call_context import Call, current_call, record_views
+from prelunet.evaluator.serving.observability.call_context import Call, current_call
 from prelunet.evaluator.serving.observability.logs import (
     FORMATTERS,
     MAX_FIELD,
@@ -30,7 +31,6 @@ from prelunet.evaluator.serving.observability.logs import (
     log_call,
     log_incident,
 )
-from tests.serving.serving_harness import eventually
 
 FORGERY = "2026-01-01T00:00:00.000Z INFO evaluator status=OK | all is well"
 NASTY = [
@@ -195,7 +195,7 @@ def test_the_log_line_of_a_call_has_its_request_and_status() -> None:
     def during_the_call() -> dict:
         current_call.set(call)
         for model, views in (("roses", 6), ("tulips", 2), ("roses", 1)):
-            record_views(model, views)
+            call.record_views(model, views)
         with written("json") as stream:
             log_call(call, 0.0123456789)
         return json.loads(stream.getvalue())
@@ -215,6 +215,35 @@ def test_the_log_line_of_a_call_has_its_request_and_status() -> None:
         "views": 9,
         "bytes": 812,
     }
+
+
+@pytest.mark.parametrize("form", FORMATTERS)
+def test_the_line_of_a_call_is_the_same_past_the_logging_module(form: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Our handler is given the line directly, if it is in use."""
+    reading, writing = os.pipe()
+    handler, call = StderrHandler(form, writing), Call("m", "id-1", peer=NASTY[0], error="e" * 1000, models={"a", "b"})
+    call.trace = SimpleNamespace(exemplar={"trace_id": "abc"})  # type: ignore[assignment]
+
+    def log_twice() -> list[str]:
+        current_call.set(call)
+        with written(form) as stream:
+            log_call(call, 0.5)
+        monkeypatch.setattr(logs, "_handler", handler)
+        with written(form):  # for the level
+            monkeypatch.setattr(logging.root, "handlers", [handler])
+            log_call(call, 0.5)
+            monkeypatch.undo()
+        handler.flush()
+        os.close(writing)
+        with os.fdopen(reading) as direct:
+            return [
+                re.sub(r"\d{4}-\d\d-\d\dT[0-9:.]+Z", "TIME", text, count=1)
+                for text in (stream.getvalue(), direct.read())
+            ]
+
+    through_logging, directly = copy_context().run(log_twice)
+    assert directly == through_logging
+    assert "TIME" in directly
 
 
 PROGRAM = """
@@ -253,8 +282,7 @@ def test_our_loggers_have_the_given_level_and_libraries_except_pillow_log_from_w
 
 def test_a_log_that_is_not_read_blocks_nothing_and_counts_the_dropped_lines() -> None:
     reading, writing = os.pipe()
-    handler = StderrHandler(writing)
-    handler.setFormatter(FORMATTERS["json"]())
+    handler = StderrHandler("json", writing)
     logger = logging.Logger("a test's")
     logger.addHandler(handler)
     total = 3 * MAX_QUEUED_LINES
@@ -268,9 +296,9 @@ def test_a_log_that_is_not_read_blocks_nothing_and_counts_the_dropped_lines() ->
 
     reader = threading.Thread(target=read)
     reader.start()
-    eventually(lambda: not handler._lines.unfinished_tasks)
+    handler.flush()
     logger.warning("read again")
-    eventually(lambda: not handler._lines.unfinished_tasks)
+    handler.flush()
     os.close(writing)
     reader.join(30)
     numbers = [int(message.split()[1]) for message in received if message.startswith("line ")]
@@ -284,12 +312,12 @@ def test_a_log_that_is_not_read_blocks_nothing_and_counts_the_dropped_lines() ->
 def test_a_log_without_a_reader_blocks_nothing() -> None:
     reading, writing = os.pipe()
     os.close(reading)
-    handler = StderrHandler(writing)
+    handler = StderrHandler(descriptor=writing)
     logger = logging.Logger("a test's")
     logger.addHandler(handler)
     for _ in range(3):
         logger.warning("to nobody")
-    eventually(lambda: not handler._lines.unfinished_tasks)
+    handler.flush()
     os.close(writing)
 
 

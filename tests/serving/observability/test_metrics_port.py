@@ -14,6 +14,7 @@ import pytest
 from prometheus_client.openmetrics import parser as openmetrics
 from prometheus_client.parser import text_string_to_metric_families
 
+from prelunet.evaluator.answer import Timings
 from prelunet.evaluator.errors import EnvironmentFault
 from prelunet.evaluator.serving.http.listener import ConnectionLimits, Listener
 from prelunet.evaluator.serving.http.metrics import METRICS_CLOSE_TIMEOUT, METRICS_LIMITS, metrics_app
@@ -98,7 +99,7 @@ PROMETHEUS_ACCEPTS = "application/openmetrics-text;version=1.0.0;q=0.5,text/plai
 @async_test
 async def test_a_scrape_gets_openmetrics_if_it_accepts_that(accept: str, media_type: str, parse: Any) -> None:
     metrics = Metrics()
-    metrics.of_model("flowers").request_seconds.observe(0.2, {"trace_id": "abc"})
+    metrics.of_model("flowers").answered(Timings(0.0, 0.1, 0.1, 0.2, 1), 0.001, {"trace_id": "abc"})
     app = metrics_app(metrics.text, lambda: True)
     port = Listener(app, "127.0.0.1", 0, METRICS_LIMITS, option="--metrics-port")
     port.open()

@@ -1,14 +1,16 @@
 """Models on devices without gRPC, and sessions that a test can block, for tests of the scheduler."""
 
 import asyncio
+import math
 import threading
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import asynccontextmanager, contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pytest
 
 from prelunet.evaluator.engine.batching import BatchRules
 from prelunet.evaluator.engine.classify import Classification
@@ -16,12 +18,16 @@ from prelunet.evaluator.engine.session import Outputs
 from prelunet.evaluator.errors import DeviceLost
 from prelunet.evaluator.imaging.limits import DecodeLimits
 from prelunet.evaluator.protocols import EvaluationProtocol, build_protocol
+from prelunet.evaluator.serving.data_plane import DataPlane
 from prelunet.evaluator.serving.decoding import DecodeProcess
 from prelunet.evaluator.serving.models import Models
-from prelunet.evaluator.serving.observability.call_context import Caller
+from prelunet.evaluator.serving.observability.call_context import Call
+from prelunet.evaluator.serving.observability.metrics import Metrics
 from prelunet.evaluator.serving.options import ModelFile, QueueOptions
-from prelunet.evaluator.serving.scheduling.admission import Usage
-from prelunet.evaluator.serving.scheduling.request import Request
+from prelunet.evaluator.serving.scheduling.admission import AdmissionController, Ticket, Usage
+from prelunet.evaluator.serving.scheduling.model import Asked, ServedModel
+from prelunet.evaluator.serving.scheduling.request import ReadyView, Request
+from prelunet.evaluator.serving.scheduling.waiting import Waiting
 from tests.helpers.fakes import FakeSession, fake_contract
 from tests.serving.event_loop import until
 from tests.serving.serving_harness import png
@@ -94,20 +100,15 @@ def serve_models(
         for thread in threading.enumerate()
         if thread not in before and not thread.name.startswith("asyncio_")
     ] == []
-    for classifier in models.all():
-        device_queue, model = classifier._device_queue, classifier._model
-        assert (sum(map(len, device_queue._encoded.values())), len(device_queue._ready), device_queue._decoding) == (
-            0,
-            0,
-            0,
-        )
-        assert (device_queue._decoding_views, device_queue._decoded_bytes) == (0, 0)
-        assert (device_queue._running, device_queue._planning) == (0, False)
+    for model in models.all():
+        images, ready = model.waiting.images, model.waiting.ready
+        assert (list(images), images.decoding, images.views, images.bytes) == ([], 0, 0, 0)
+        assert (len(ready), ready.bytes, ready.running, ready.planning) == (0, 0, 0, False)
         assert (model.decoding, model.ready_pixels, model.ready_windows) == (0, 0, 0)
-        assert classifier.admission.used == Usage()
+        assert model.admission.used == Usage()
         for gauge in ("images", "views", "bytes"):
-            assert metric_value(models, f"waiting_{gauge}", classifier.name) == 0
-        assert metric_value(models, "late_views_total", classifier.name) == late
+            assert metric_value(models, f"waiting_{gauge}", model.name) == 0
+        assert metric_value(models, "late_views_total", model.name) == late
 
 
 def metric_value(models: Models, what: str, model: str, **labels: str) -> float:
@@ -120,29 +121,42 @@ def dense_protocol(*scales: int, mirror: bool = False) -> EvaluationProtocol:
     return replace(build_protocol(f"dense-{'-'.join(map(str, scales))}", CONTRACT), mirror=mirror)
 
 
+def call_of(client: str = "", *, identity: str = "", share: float | None = None, deadline: float | None = None) -> Call:
+    """Return a call. client: its connection; identity: the name of its token, by default the client's address."""
+    call = Call(peer=client, share=share, deadline=deadline)
+    if identity:
+        call.identify = lambda _: identity
+    return call
+
+
 def start_classify(
-    models: Models, image: bytes, protocol: EvaluationProtocol, *, model: str = "fake", **caller: object
+    models: Models,
+    image: bytes,
+    protocol: EvaluationProtocol,
+    *,
+    model: str = "fake",
+    client: str = "",
+    deadline: float | None = None,
 ) -> "asyncio.Task[Classification]":
     """Start classifying an image, without waiting for the answer."""
-    classifier = models.get(model)
+    asked = Asked(protocol.name, mirror=protocol.mirror)
 
     async def classify() -> Classification:
-        with classifier.admission.admit_or_refuse(len(image), len(protocol.views)):
-            return await classifier.classify(image, protocol, lambda classified: classified, caller=Caller(**caller))
+        return (await DataPlane(models).classify(image, model, asked, call_of(client, deadline=deadline))).classified
 
     return asyncio.create_task(classify())
 
 
 def ready_view_count(models: Models) -> int:
     """Return the number of views waiting for the device."""
-    return len(models.all()[0]._device_queue._ready)
+    return len(models.all()[0].waiting.ready)
 
 
 def all_decoded(models: Models, requests: int) -> bool:
     """Return whether this many images are unanswered and all of them are decoded."""
-    device_queue = models.all()[0]._device_queue
-    return sum(classifier.admission.used.images for classifier in models.all()) == requests and not (
-        any(device_queue._encoded.values()) or device_queue._decoding
+    images = models.all()[0].waiting.images
+    return sum(model.admission.used.images for model in models.all()) == requests and not (
+        list(images) or images.decoding
     )
 
 
@@ -172,19 +186,91 @@ async def stage_batch(
 
 
 class DecodeGate:
-    """Blocks the threads that decode images of given sizes in bytes. threads: name of that of each image so far."""
+    """Blocks the threads that decode images of given sizes in bytes for the model `fake`.
 
-    def __init__(self, models: Models, held: set[int]) -> None:
+    threads: name of that of each image so far.
+    """
+
+    def __init__(self, held: set[int]) -> None:
         self.entered, self.open = threading.Event(), threading.Event()
         self.threads: list[str] = []
-        self._model = models.get("fake")._model
-        self._prepare = self._model.decode_views
         self._held = held
-        self._model.decode_views = self._prepared
+        self._patch = pytest.MonkeyPatch()
 
-    def _prepared(self, request: Request, process: DecodeProcess | None):
-        self.threads.append(threading.current_thread().name)
-        if len(request.image) in self._held:
-            self.entered.set()
-            assert self.open.wait(30)
-        return self._prepare(request, process)
+    def __enter__(self) -> "DecodeGate":
+        decode = Request.decode
+
+        def gated(request: Request, process: DecodeProcess | None) -> list[ReadyView]:
+            if request.model.name != "fake":
+                return decode(request, process)
+            self.threads.append(threading.current_thread().name)
+            if len(request.image) in self._held:
+                self.entered.set()
+                assert self.open.wait(30)
+            return decode(request, process)
+
+        self._patch.setattr(Request, "decode", gated)
+        return self
+
+    def __exit__(self, *_error: object) -> None:
+        self.open.set()
+        self._patch.undo()
+
+
+# Parts of a server, without threads
+
+
+def build_model(
+    session: Any = None,
+    *,
+    name: str = "fake",
+    queue: QueueOptions = QueueOptions(small_cost=0),
+    process_share: float = math.inf,
+) -> ServedModel:
+    """Return a model on a device of its own, whose queues nobody serves."""
+    session, metrics = session or FakeSession(), Metrics().of_model(name)
+    waiting = Waiting(queue, process_share, decoders=session.circumstances.on_gpu)
+    admission = AdmissionController(name, queue, metrics)
+    return ServedModel(ModelFile(name, Path(f"{name}.onnx")), session, waiting, admission, metrics)
+
+
+def build_request(
+    model: ServedModel, image: bytes, protocol: EvaluationProtocol, client: str = "", deadline: float | None = None
+) -> Request:
+    """Return a request whose answer nobody awaits."""
+    reply = asyncio.get_running_loop().create_future()
+    plan = model.plan(Asked(protocol.name, mirror=protocol.mirror))
+    return Request(model, plan, image, call_of(client), deadline, reply)
+
+
+def build_admission(max_views: int = 1024, max_bytes: int | None = None) -> tuple[AdmissionController, Metrics]:
+    metrics = Metrics()
+    return AdmissionController("fake", QueueOptions(max_views, max_bytes), metrics.of_model("fake")), metrics
+
+
+@contextmanager
+def admitted(
+    admission: AdmissionController, size: int, views: int, call: Call | None = None, images: int = 1
+) -> Iterator[None]:
+    """Admit images, or raise, for as long as the block runs; they are answered if it does not fail."""
+    ticket, answered = Ticket(call or Call(), size, views, images), False
+    admission.admit_or_refuse(ticket)
+    try:
+        yield
+        answered = True
+    finally:
+        admission.leave(ticket, answered=answered)
+
+
+@asynccontextmanager
+async def admitted_later(
+    admission: AdmissionController, size: int, views: int, call: Call | None = None
+) -> AsyncIterator[None]:
+    """Wait until an image is admitted; it is for as long as the block runs."""
+    ticket, answered = Ticket(call or Call(), size, views), False
+    await admission.admit_or_wait(ticket)
+    try:
+        yield
+        answered = True
+    finally:
+        admission.leave(ticket, answered=answered)

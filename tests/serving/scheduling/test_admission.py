@@ -8,7 +8,7 @@ import gc
 import random
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
+from functools import partial
 
 import grpc
 import pytest
@@ -16,21 +16,26 @@ import pytest
 from prelunet.evaluator.engine.batching import BatchRules
 from prelunet.evaluator.errors import DeadlinePassed, ImageError, Overloaded, UsageError
 from prelunet.evaluator.imaging.header import PNG_SIGNATURE
-from prelunet.evaluator.imaging.limits import DecodeLimits
 from prelunet.evaluator.pb.prelunet.v1 import prelunet_pb2 as pb
 from prelunet.evaluator.pb.prelunet.v1 import prelunet_pb2_grpc as pb_grpc
 from prelunet.evaluator.protocols import build_protocol
-from prelunet.evaluator.serving.classifier import max_view_pixels
-from prelunet.evaluator.serving.decoding import PrepareOptions, prepare_image
+from prelunet.evaluator.serving.data_plane import DataPlane
+from prelunet.evaluator.serving.decoding import prepare_image
 from prelunet.evaluator.serving.models import Models
-from prelunet.evaluator.serving.observability.call_context import Caller
-from prelunet.evaluator.serving.observability.metrics import Metrics
+from prelunet.evaluator.serving.observability.call_context import Call
 from prelunet.evaluator.serving.options import QueueOptions
-from prelunet.evaluator.serving.scheduling.queue import DeviceQueue
-from prelunet.evaluator.serving.scheduling.request import Decoder, Request, ScheduledModel, views_and_pixels
+from prelunet.evaluator.serving.scheduling.model import Asked
+from prelunet.evaluator.serving.scheduling.request import Decoder, Request
 from tests.helpers.fakes import FakeSession, fake_contract
 from tests.serving.event_loop import async_test, until
-from tests.serving.scheduling.scheduler_harness import SteppedSession, metric_value, serve_models
+from tests.serving.scheduling.scheduler_harness import (
+    SteppedSession,
+    build_model,
+    build_request,
+    call_of,
+    metric_value,
+    serve_models,
+)
 from tests.serving.serving_harness import png, running_server
 
 CENTER = build_protocol("center", fake_contract())
@@ -42,14 +47,13 @@ async def test_exactly_the_calls_above_the_limit_are_refused_at_once_and_the_oth
     session = SteppedSession()
 
     with serve_models(QueueOptions(small_cost=0, max_views=12), fake=session) as models:
-        classifier = models.get("fake")
+        plane = DataPlane(models)
 
         async def ask(number: int) -> str:
             image = png(40, 41 + number, number)
             try:
-                with classifier.admission.admit_or_refuse(len(image), 1):
-                    answer = await classifier.answer(image, CENTER, 1, heatmap=False)
-                    return answer.predictions[0].name
+                answered = await plane.classify(image, "fake", Asked("center"), Call())
+                return str(answered.classified.scores.argmax())
             except Overloaded as error:
                 return "refused" if error.retry_after else "refused for ever"
 
@@ -91,39 +95,47 @@ async def test_a_view_that_would_take_gigabytes_is_refused_before_it_is_created(
     with serve_models(fake=FakeSession(contract)) as models:
 
         async def ask(name: str) -> object:
-            protocol = build_protocol(name, contract)
-            return await models.get("fake").answer(png(20, 200), protocol, 1, heatmap=False)
+            return await DataPlane(models).classify(png(20, 200), "fake", Asked(name), Call())
 
-        with pytest.raises(UsageError, match="1600x6400 pixels, more than this server's limit of 2097152"):
+        with pytest.raises(UsageError, match="1600x6400 pixels, more than this server's limit of 25600"):
             await ask("dense-1600")
         with pytest.raises(
-            UsageError, match="together have 4334420 pixels, more than this server's limit of 4194304"
+            UsageError, match="together have 74900 pixels, more than this server's limit of 51200"
         ):  # each fits
-            await ask("dense-600-601-602")
+            await ask("dense-78-79-80")
         assert await ask("dense-40")
+
+
+@async_test
+async def test_a_server_may_allow_larger_views_than_the_model_needs() -> None:
+    contract, queue = fake_contract(max_side=16384), QueueOptions(small_cost=0, max_view_pixels=300 * 1200)
+
+    with serve_models(queue, fake=FakeSession(contract)) as models:
+        ask = partial(DataPlane(models).classify, png(20, 200), "fake", call=Call())
+        assert await ask(asked=Asked("dense-300"))
+        with pytest.raises(UsageError, match="301x1204 pixels, more than this server's limit of 360000"):
+            await ask(asked=Asked("dense-301"))
 
 
 def test_a_model_with_large_default_scales_is_served_at_these_scales() -> None:
     contract = fake_contract(default_scales=(800, 900), max_side=4096)
-    protocol = build_protocol("multi-scale", contract)
-    options = PrepareOptions(protocol, DecodeLimits(), max_view_pixels(contract, protocol), picture=False)
-    assert prepare_image(png(20, 200), options).resized[900][0].shape == (900, 3600, 3)
+    plan = build_model(FakeSession(contract)).plan(Asked("multi-scale"))
+    assert prepare_image(png(20, 200), plan.prepare).resized[900][0].shape == (900, 3600, 3)
 
 
 @pytest.mark.parametrize("heatmap", [False, True])
 @async_test
 async def test_an_answer_has_the_timings_of_its_stages(heatmap: bool) -> None:
     session = SteppedSession(rules=BatchRules(max_pixels=2 * 37 * 53))
-    protocol = build_protocol("dense-37-40-43", session.contract)
+    asked = Asked("dense-37-40-43", top=2, heatmap=heatmap)
 
     with serve_models(fake=session) as models:
-        answer = models.get("fake").answer(png(40, 57), protocol, 2, heatmap=heatmap)
+        answer = DataPlane(models).classify(png(40, 57), "fake", asked, Call())
         task = asyncio.create_task(answer)
         await until(lambda: session.entered)
         await asyncio.sleep(0.05)
         session.release_all()
         timings = (await task).timings
-        assert timings is not None
         assert timings.batches == len(session.calls) == 5  # at 37 both views fit one batch, at 40 and 43 one each
         assert timings.compute_seconds >= 0.05
         assert timings.decode_seconds > 0
@@ -141,40 +153,54 @@ async def test_an_answer_has_the_timings_of_its_stages(heatmap: bool) -> None:
         assert metric_value(models, "last_answer_timestamp_seconds", "fake") > 1e9
 
 
-@pytest.mark.parametrize("provider", ["CPUExecutionProvider", "CUDAExecutionProvider"])
-def test_requests_cancelled_at_any_time_leave_nothing_and_every_view_is_computed_or_dropped(provider: str) -> None:
+@pytest.mark.parametrize(
+    ("provider", "lanes", "small_cost"),
+    [
+        ("CPUExecutionProvider", 1, 0),
+        ("CPUExecutionProvider", 1, 50_000),
+        ("CPUExecutionProvider", 3, 0),
+        ("CPUExecutionProvider", 3, 50_000),
+        ("CUDAExecutionProvider", 1, 0),
+    ],
+)
+def test_requests_cancelled_at_any_time_leave_nothing_and_every_view_is_computed_or_dropped(
+    provider: str, lanes: int, small_cost: int
+) -> None:
     """Callers arrive, cancel and pass their deadline at random, some with invalid images."""
     rules = BatchRules(canvas_step=4, max_pixels=9 * 40 * 60, switch_pixels=10**4)
     sessions = {
         name: SteppedSession(provider=provider, rules=rules if provider.startswith("CUDA") else None, seed=seed)
         for seed, name in enumerate(("one", "two"))
     }
+    for session in sessions.values():
+        session.lanes = lanes
     chance = random.Random(0)
     images = [png(30 + number, 50 - number, number) for number in range(8)]
-    protocols = [build_protocol(name, fake_contract()) for name in ("center", "dense-33-41", "ten-crop", "spp-18")]
+    protocols = ("center", "dense-33-41", "ten-crop", "spp-18")
     became: Counter[str] = Counter()
     admitted: Counter[str] = Counter()  # views, by model
 
     async def caller(models: Models, number: int) -> None:
         await asyncio.sleep(chance.random() / 4)
         name, protocol = chance.choice(("one", "two")), chance.choice(protocols)
-        image, views = chance.choice(images)[: 60 if number % 8 == 2 else None], len(protocol.views)
+        image = chance.choice(images)[: 60 if number % 8 == 2 else None]
         in_a_moment = asyncio.get_running_loop().time() + 0.001 + chance.random() / 10
-        who = Caller(f"{number % 9}", in_a_moment if number % 4 == 0 else None)
+        call = call_of(f"{number % 9}", deadline=in_a_moment if number % 4 == 0 else None)
         if number % 4 == 1:
             task = asyncio.current_task()
             assert task is not None
             asyncio.get_running_loop().call_at(in_a_moment, task.cancel)
         try:
-            with models.get(name).admission.admit_or_refuse(len(image), views):
-                admitted[name] += views
-                await models.get(name).answer(image, protocol, 1, heatmap=chance.random() < 0.1, caller=who)
+            await DataPlane(models).classify(image, name, Asked(protocol, heatmap=chance.random() < 0.1), call)
             became["answered"] += 1
         except (ImageError, DeadlinePassed, Overloaded, asyncio.CancelledError) as error:
             became[type(error).__name__] += 1
+            if isinstance(error, Overloaded):
+                return
+        admitted[name] += call.views
 
     async def scenario() -> None:
-        with serve_models(QueueOptions(small_cost=0, max_views=60, ready_views=20), **sessions) as models:
+        with serve_models(QueueOptions(small_cost=small_cost, max_views=60, ready_views=20), **sessions) as models:
             tasks = [asyncio.create_task(caller(models, number)) for number in range(200)]
             await until(lambda: {"DeadlinePassed", "CancelledError", "Overloaded"} <= set(became))
             while not all(task.done() for task in tasks):
@@ -199,26 +225,28 @@ def test_requests_cancelled_at_any_time_leave_nothing_and_every_view_is_computed
 async def test_bytes_that_are_not_an_image_fail_and_are_counted() -> None:
     with serve_models(fake=FakeSession()) as models:
         with pytest.raises(ImageError):
-            await models.get("fake").answer(b"none", CENTER, 1, heatmap=False)
+            await DataPlane(models).classify(b"none", "fake", Asked("center"), Call())
         assert metric_value(models, "dropped_views_total", "fake", reason="failed") == 1
         assert metric_value(models, "failed_seconds_count", "fake") == 1
         assert metric_value(models, "request_seconds_count", "fake") == 0
 
 
 def test_a_mirrored_protocol_costs_twice_as_much_as_a_plain_one() -> None:
-    plain = replace(build_protocol("dense-33-41", fake_contract()), mirror=False)
-    assert views_and_pixels(plain) == (2, 33 * 33 + 41 * 41)
-    assert views_and_pixels(replace(plain, mirror=True)) == (4, 2 * (33 * 33 + 41 * 41))
-    assert views_and_pixels(build_protocol("ten-crop", fake_contract())) == (10, 10 * 28 * 28)
+    model = build_model()
+
+    def views_and_pixels(asked: Asked) -> tuple[int, int]:
+        plan = model.plan(asked)
+        return plan.views, plan.pixels
+
+    assert views_and_pixels(Asked("dense-33-41", mirror=False)) == (2, 33 * 33 + 41 * 41)
+    assert views_and_pixels(Asked("dense-33-41", mirror=True)) == (4, 2 * (33 * 33 + 41 * 41))
+    assert views_and_pixels(Asked("ten-crop")) == (10, 10 * 28 * 28)
 
 
 @async_test
 async def test_a_header_of_absurd_size_costs_no_more_than_the_largest_image() -> None:
-    model = ScheduledModel("fake", FakeSession(), Metrics().of_model("fake"), lambda *_: [])
-    costs = [
-        Request(model, PNG_START + 2 * side.to_bytes(4), CENTER, Caller(), lambda _: None, asyncio.Future()).decode_cost
-        for side in (2**13, 2**32 - 1)
-    ]
+    model = build_model()
+    costs = [build_request(model, PNG_START + 2 * side.to_bytes(4), CENTER).decode_cost for side in (2**13, 2**32 - 1)]
     assert costs[0] == costs[1]
 
 
@@ -227,30 +255,28 @@ PNG_START = PNG_SIGNATURE + (13).to_bytes(4) + b"IHDR"  # width and height follo
 
 @async_test
 async def test_an_identity_takes_no_more_decoding_processes_than_its_share() -> None:
-    models = [ScheduledModel(name, FakeSession(), Metrics().of_model(name), lambda *_: []) for name in ("one", "two")]
-    device_queue, reply = DeviceQueue(QueueOptions(), process_share=2), asyncio.get_running_loop().create_future()
+    one = build_model(name="one", process_share=2)
+    models, waiting = (one, build_model(name="two")), one.waiting
     for model, client in zip((0, 1, 1, 0, 1), ("many:1", "many:2", "many:3", "many:4", "polite:1"), strict=True):
-        device_queue.add(Request(models[model], b"GIF89a", CENTER, Caller(client), lambda _: None, reply))
-    taken = [device_queue.next_image("process") for _ in range(3)]
-    assert [request.caller.client for request in taken if request] == ["many:1", "many:2", "polite:1"]
+        waiting.add(build_request(models[model], b"GIF89a", CENTER, client))
+    taken = [waiting.take_image("process") for _ in range(3)]
+    assert [request.call.peer for request in taken if request] == ["many:1", "many:2", "polite:1"]
     assert taken[0] is not None
-    device_queue.decode_failed(taken[0], ImageError("damaged"))
-    last = device_queue.next_image("process")
+    waiting.decode_failed(taken[0], ImageError("damaged"))
+    last = waiting.take_image("process")
     assert last is not None
-    assert last.caller.identity == "many"
+    assert last.call.identity == "many"
 
 
 @pytest.mark.parametrize("decoder", ["thread", "process"])
 @async_test
 async def test_decoding_is_shared_among_clients_by_the_pixels_of_their_files(decoder: Decoder) -> None:
     """An image of 16 times as many pixels costs about 16 times as much, also where its file is no larger."""
-    session = FakeSession()
-    model = ScheduledModel("fake", session, Metrics().of_model("fake"), lambda *_: [])
-    device_queue, reply = DeviceQueue(QueueOptions(small_cost=0)), asyncio.get_running_loop().create_future()
+    model = build_model()
     for client, side, number in (("large", 800, 30), ("small", 200, 100)):
         image = PNG_START + 2 * side.to_bytes(4) if decoder == "thread" else b"GIF89a" + 2 * side.to_bytes(2, "little")
         for _ in range(number):
-            device_queue.add(Request(model, image, CENTER, Caller(client), lambda _: None, reply))
-    order = [request.caller.client for _ in range(100) if (request := device_queue.next_image(decoder)) is not None]
+            model.waiting.add(build_request(model, image, CENTER, client))
+    order = [request.call.peer for _ in range(100) if (request := model.waiting.take_image(decoder)) is not None]
     assert order.count("small") == pytest.approx(100 * 16 / 17, abs=2)
     assert order[: order.index("large") + 50].count("large") > 1

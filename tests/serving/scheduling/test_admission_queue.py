@@ -10,33 +10,33 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from prelunet.evaluator.errors import ImageError, Overloaded
-from prelunet.evaluator.serving.observability.call_context import Caller
-from prelunet.evaluator.serving.observability.metrics import Metrics
-from prelunet.evaluator.serving.options import QueueOptions
+from prelunet.evaluator.serving.data_plane import DataPlane
+from prelunet.evaluator.serving.observability.call_context import Call
 from prelunet.evaluator.serving.scheduling.admission import AdmissionController, Usage
+from prelunet.evaluator.serving.scheduling.model import Asked
+from tests.helpers.fakes import FakeSession
 from tests.serving.event_loop import async_test, settled, until
-
-
-def build_admission(**queue: int) -> tuple[AdmissionController, Metrics]:
-    metrics = Metrics()
-    return AdmissionController("fake", QueueOptions(**queue), metrics.of_model("fake")), metrics
+from tests.serving.scheduling.scheduler_harness import admitted, admitted_later, build_admission, call_of, serve_models
+from tests.serving.serving_harness import png
 
 
 def test_images_beyond_the_limit_of_bytes_are_refused_but_not_an_image_alone() -> None:
     admission, metrics = build_admission(max_bytes=1000)
-    with admission.admit_or_refuse(5000, 2):
-        assert metrics.registry.get_sample_value("prelunet_waiting_bytes", {"model": "fake"}) == 5000
+    with admitted(admission, 5000, 2):
+        assert metrics.registry.get_sample_value("prelunet_waiting_bytes", {"model": "fake"}) == 1000
         with (
-            pytest.raises(Overloaded, match=r"2 unanswered views \(5000 bytes\)"),
-            admission.admit_or_refuse(1, 1),
+            pytest.raises(Overloaded, match=r"2 unanswered views \(1000 bytes\)"),
+            admitted(admission, 1, 1),
         ):
             pass
-    with admission.admit_or_refuse(600, 1), admission.admit_or_refuse(400, 1):
+        with admitted(admission, 200, 1, call_of("another")):
+            pass  # the reserve is left
+    with admitted(admission, 600, 1), admitted(admission, 400, 1):
         pass
     with (
-        admission.admit_or_refuse(600, 1),
+        admitted(admission, 600, 1),
         pytest.raises(Overloaded, match=r"1 unanswered views \(600 bytes\)"),
-        admission.admit_or_refuse(401, 1),
+        admitted(admission, 401, 1),
     ):
         pass
     assert admission.used == Usage()
@@ -47,12 +47,12 @@ def test_images_beyond_the_limit_of_bytes_are_refused_but_not_an_image_alone() -
 def test_an_image_with_more_views_than_the_limit_is_admitted_alone() -> None:
     admission, _ = build_admission(max_views=3)
     with (
-        admission.admit_or_refuse(1, 60),
+        admitted(admission, 1, 60),
         pytest.raises(Overloaded, match=r"60 unanswered views \(1 bytes\)"),
-        admission.admit_or_refuse(1, 1),
+        admitted(admission, 1, 1),
     ):
         pass
-    with admission.admit_or_refuse(1, 2), admission.admit_or_refuse(1, 1):
+    with admitted(admission, 1, 2), admitted(admission, 1, 1):
         assert admission.used.views == 3
 
 
@@ -60,7 +60,7 @@ def enter(admission: AdmissionController, stack: ExitStack, client: str, images:
     """Try to admit this many images of a client; return how many were admitted."""
     for number in range(images):
         try:
-            stack.enter_context(admission.admit_or_refuse(10, views, Caller(client)))
+            stack.enter_context(admitted(admission, 10, views, call_of(client)))
         except Overloaded:
             return number
     return images
@@ -91,18 +91,18 @@ def test_a_new_client_gets_its_share_among_many() -> None:
 def test_an_identity_gets_no_more_than_its_share_and_one_image_alone_always_fits() -> None:
     admission, metrics = build_admission(max_views=40, max_bytes=1000)
     with ExitStack() as stack:
-        stack.enter_context(admission.admit_or_refuse(10, 1, Caller("another")))
-        half = Caller("half", identity="token:half", share=0.5)
+        stack.enter_context(admitted(admission, 10, 1, call_of("another")))
+        half = call_of("half", identity="token:half", share=0.5)
         for connection in ("1", "2"):  # an identity is one, whatever its connections
-            stack.enter_context(admission.admit_or_refuse(10, 10, Caller(connection, identity="token:half", share=0.5)))
+            stack.enter_context(admitted(admission, 10, 10, call_of(connection, identity="token:half", share=0.5)))
         with pytest.raises(Overloaded, match="the limit is the share of this token"):
-            stack.enter_context(admission.admit_or_refuse(10, 1, half))
+            stack.enter_context(admitted(admission, 10, 1, half))
         assert enter(admission, stack, "another", 5) == 5, "there is room for others"
     with ExitStack() as stack:
-        stack.enter_context(admission.admit_or_refuse(10, 1, Caller("another")))
-        stack.enter_context(admission.admit_or_refuse(10, 30, half))
+        stack.enter_context(admitted(admission, 10, 1, call_of("another")))
+        stack.enter_context(admitted(admission, 10, 30, half))
         with pytest.raises(Overloaded):
-            stack.enter_context(admission.admit_or_refuse(1, 1, half))
+            stack.enter_context(admitted(admission, 1, 1, half))
     refusals = metrics.registry.get_sample_value("prelunet_refusals_total", {"model": "fake", "reason": "share"})
     assert refusals == 2
 
@@ -112,7 +112,7 @@ def test_who_waits_for_the_own_share_holds_up_nobody_else() -> None:
         driver.shares["a"] = 0.25
         await driver.come("a0", "a1", "a2", "b0", "b1")
         assert driver.inside == ["a0", "a1", "b0", "b1"]
-        with driver.admission.admit_or_refuse(10, 1, Caller("c")):
+        with admitted(driver.admission, 10, 1, call_of("c")):
             pass
         await driver.leave("a0")
         assert driver.inside[4:] == ["a2"]
@@ -127,7 +127,7 @@ async def test_waiting_requests_are_admitted_in_order_as_others_leave_and_not_co
     leave = [asyncio.Event() for _ in range(8)]
 
     async def hold(number: int) -> None:
-        async with admission.admit_or_wait(10, 2, Caller("one")):
+        async with admitted_later(admission, 10, 2, call_of("one")):
             inside.append(number)
             await leave[number].wait()
 
@@ -148,12 +148,16 @@ async def test_waiting_requests_are_admitted_in_order_as_others_leave_and_not_co
     }  # fmt: skip
 
 
-@pytest.mark.parametrize("error", [ImageError("x"), asyncio.CancelledError(), KeyboardInterrupt()])
-def test_a_request_leaves_admission_whatever_its_error(error: BaseException) -> None:
-    admission, _ = build_admission()
-    with pytest.raises(type(error)), admission.admit_or_refuse(10, 3):
+@pytest.mark.parametrize("error", [ImageError("x"), asyncio.CancelledError()])
+@async_test
+async def test_a_request_leaves_admission_whatever_its_error(error: BaseException) -> None:
+    def fail() -> None:
         raise error
-    assert admission.used == Usage()
+
+    with serve_models(fake=FakeSession()) as models:
+        with pytest.raises(type(error)):
+            await DataPlane(models).classify(png(28, 28), "fake", Asked(), Call(), on_admitted=fail)
+        assert models.get("fake").admission.used == Usage()
 
 
 def client_of(name: str) -> str:
@@ -187,8 +191,8 @@ class AdmissionDriver:
 
     async def _hold(self, name: str, size: int, views: int) -> None:
         try:
-            async with self.admission.admit_or_wait(
-                size, views, Caller(client_of(name), share=self.shares.get(name[0]))
+            async with admitted_later(
+                self.admission, size, views, call_of(client_of(name), share=self.shares.get(name[0]))
             ):
                 self.inside.append(name)
                 await self._leave[name].wait()
@@ -276,10 +280,10 @@ def test_a_request_that_has_just_been_cancelled_holds_up_nobody() -> None:
     async def scenario(driver: AdmissionDriver) -> None:
         await driver.come("a0", "a1", "b0")
         await driver.come("a2", views=9)
-        with pytest.raises(Overloaded), driver.admission.admit_or_refuse(10, 1, Caller("a")):
+        with pytest.raises(Overloaded), admitted(driver.admission, 10, 1, call_of("a")):
             pass
         driver.cancel("a2")
-        with driver.admission.admit_or_refuse(10, 1, Caller("a")):  # before the task of a2 ends
+        with admitted(driver.admission, 10, 1, call_of("a")):  # before the task of a2 ends
             assert driver.admission.used.views == 4
 
     with_driver(scenario, max_views=4)
@@ -302,9 +306,9 @@ def test_a_call_that_does_not_wait_does_not_take_the_room_of_a_waiting_request()
         await driver.come("a0", views=9)
         await driver.come("b0", views=5)
         await driver.come("a1", views=9)
-        with pytest.raises(Overloaded), driver.admission.admit_or_refuse(10, 3, Caller("a")):  # it would fit into 20
+        with pytest.raises(Overloaded), admitted(driver.admission, 10, 3, call_of("a")):  # it would fit into 20
             pass
-        with driver.admission.admit_or_refuse(10, 3, Caller("b")):  # it has less than its share
+        with admitted(driver.admission, 10, 3, call_of("b")):  # it has less than its share
             pass
         assert driver.inside == ["a0", "b0"]
         await driver.leave("b0")
@@ -361,7 +365,7 @@ def test_a_request_behind_a_cancelled_one_is_admitted() -> None:
 @pytest.mark.parametrize("first", ["let in", "cancelled"])
 def test_a_request_admitted_and_cancelled_at_the_same_moment_makes_room_for_the_next(first: str) -> None:
     async def scenario(driver: AdmissionDriver) -> None:
-        inside = driver.admission.admit_or_refuse(10, 1, Caller("a"))
+        inside = admitted(driver.admission, 10, 1, call_of("a"))
         inside.__enter__()
         await driver.come("a1", "a2")
         if first == "let in":
@@ -380,7 +384,7 @@ def test_a_request_admitted_and_cancelled_at_the_same_moment_makes_room_for_the_
 
 def test_images_of_one_request_are_counted_individually() -> None:
     admission, metrics = build_admission(max_views=40)
-    with admission.admit_or_refuse(1000, 20, Caller("a"), images=10), admission.admit_or_refuse(10, 2, Caller("a")):
+    with admitted(admission, 1000, 20, call_of("a"), images=10), admitted(admission, 10, 2, call_of("a")):
         assert (
             metrics.registry.get_sample_value("prelunet_waiting_images", {"model": "fake"})
             == admission.used.images
@@ -494,8 +498,8 @@ def test_admission_decides_as_plain_lists_do(
             if step == "call":
                 calls[who.name], refused = ExitStack(), not plain.has_room(who, first=plain.first(plain.line))
                 try:
-                    caller = Caller(client, share=driver.shares.get(client[0]))
-                    calls[who.name].enter_context(admission.admit_or_refuse(size, views, caller))
+                    caller = call_of(client, share=driver.shares.get(client[0]))
+                    calls[who.name].enter_context(admitted(admission, size, views, caller))
                     assert not refused
                     plain.inside.append(who)
                 except Overloaded:

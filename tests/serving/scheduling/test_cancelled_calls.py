@@ -15,13 +15,12 @@ from prelunet.evaluator.imaging.decode_memory import ByteSemaphore
 from prelunet.evaluator.imaging.views import ViewImage
 from prelunet.evaluator.machine import cores
 from prelunet.evaluator.protocols import View
-from prelunet.evaluator.serving import classifier
-from prelunet.evaluator.serving.observability.call_context import Caller
-from prelunet.evaluator.serving.observability.metrics import Metrics
 from prelunet.evaluator.serving.options import QueueOptions
 from prelunet.evaluator.serving.scheduling import executor
-from prelunet.evaluator.serving.scheduling.queue import DeviceQueue, build_ready_views
-from prelunet.evaluator.serving.scheduling.request import BatchTimes, Request, ScheduledModel
+from prelunet.evaluator.serving.scheduling import request as request_module
+from prelunet.evaluator.serving.scheduling.model import BatchTimes
+from prelunet.evaluator.serving.scheduling.request import ReadyView, Request
+from prelunet.evaluator.serving.scheduling.waiting import Waiting
 from tests.helpers.fakes import FakeSession
 from tests.serving.event_loop import async_test, until
 from tests.serving.scheduling.scheduler_harness import (
@@ -29,6 +28,8 @@ from tests.serving.scheduling.scheduler_harness import (
     STAGING,
     DecodeGate,
     SteppedSession,
+    build_model,
+    build_request,
     deadline_in,
     dense_protocol,
     metric_value,
@@ -69,18 +70,17 @@ async def test_a_request_cancelled_before_or_during_decoding_is_never_computed()
     session = SteppedSession()
     with serve_models(QueueOptions(small_cost=0, ready_views=1), fake=session) as models:
         busy = await occupy_device(models, session)
-        gate = DecodeGate(models, {len(held)})
-        decoding = start_classify(models, held, dense_protocol(32, 50))
-        await until(gate.entered.is_set)
-        waiting = start_classify(models, png(40, 57), dense_protocol(40, 44, 48))
-        await until(lambda: metric_value(models, "waiting_images", "fake") == 3)
-        for task in (waiting, decoding):
-            task.cancel()
-            with pytest.raises(asyncio.CancelledError):
-                await task
-        assert metric_value(models, "dropped_views_total", "fake", reason="cancelled") == 3
-        assert len(gate.threads) == 1
-        gate.open.set()
+        with DecodeGate({len(held)}) as gate:
+            decoding = start_classify(models, held, dense_protocol(32, 50))
+            await until(gate.entered.is_set)
+            waiting = start_classify(models, png(40, 57), dense_protocol(40, 44, 48))
+            await until(lambda: metric_value(models, "waiting_images", "fake") == 3)
+            for task in (waiting, decoding):
+                task.cancel()
+                with pytest.raises(asyncio.CancelledError):
+                    await task
+            assert metric_value(models, "dropped_views_total", "fake", reason="cancelled") == 3
+            assert len(gate.threads) == 1
         await until(lambda: metric_value(models, "dropped_views_total", "fake", reason="cancelled") == 5)
         assert session.entered == 1
         assert ready_view_count(models) == 0
@@ -121,12 +121,14 @@ async def test_a_request_past_its_deadline_fails_at_once_and_is_not_computed() -
     assert session.calls == [(1, 28, 28, 3)]
 
 
+@pytest.mark.parametrize("lanes", [1, 2])
 @async_test
-async def test_a_view_with_far_less_time_than_its_batch_takes_is_not_run_but_later_ones_are() -> None:
+async def test_a_view_with_far_less_time_than_its_batch_takes_is_not_run_but_later_ones_are(lanes: int) -> None:
     session = FakeSession()
+    session.lanes = lanes
 
     with serve_models(fake=session) as models:
-        model = models.get("")._model
+        model = models.get("")
         model.batch_times[False].record(28 * 28, 3600.0)
         model.batch_times[False].record(28 * 28, 3600.0)
         for _ in range(2):
@@ -189,12 +191,12 @@ async def test_small_images_need_no_free_decoding_memory_and_others_free_their_t
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     semaphore = ByteSemaphore(100)
-    monkeypatch.setattr(classifier, "decode_semaphore", lambda *, gpu: semaphore)
+    monkeypatch.setattr(request_module, "decode_semaphore", lambda *, gpu: semaphore)
     with serve_models(fake=FakeSession()) as models:
         with semaphore.reservation() as reserve:
             reserve(100)
             await start_classify(models, webp(32, 41), dense_protocol(32))
-            monkeypatch.setattr(classifier, "SMALL_BYTES", 0)
+            monkeypatch.setattr(request_module, "SMALL_BYTES", 0)
             tasks = [
                 start_classify(models, webp(32, 41), dense_protocol(32), deadline=deadline_in(1)) for _ in range(3)
             ]
@@ -227,8 +229,8 @@ async def test_a_staged_batch_runs_without_requests_cancelled_meanwhile() -> Non
 async def test_a_view_computed_although_its_caller_has_left_is_counted(monkeypatch: pytest.MonkeyPatch) -> None:
     """This counter is 0 in all other tests; here the views of a cancelled call are computed deliberately."""
     session = SteppedSession(**STAGING)
-    begin = DeviceQueue.begin
-    monkeypatch.setattr(DeviceQueue, "begin", lambda device_queue, views: (list(views), begin(device_queue, views)[1]))
+    begin = Waiting.begin
+    monkeypatch.setattr(Waiting, "begin", lambda waiting, views: (list(views), begin(waiting, views)[1]))
 
     with serve_models(late=1, fake=session) as models:
         _, tasks = await stage_batch(models, session)
@@ -263,25 +265,22 @@ async def test_a_request_that_ends_while_a_batch_is_planned_is_not_in_it(monkeyp
 @async_test
 async def test_an_expired_request_is_dropped_even_if_its_timer_has_not_fired() -> None:
     """As when the event loop is blocked."""
-    model = ScheduledModel("fake", FakeSession(), Metrics().of_model("fake"), lambda *_: [])
+    model = build_model()
+    waiting, view = model.waiting, ViewImage(View(32, mirrored=False), np.zeros((32, 41, 3)), False)
 
     def waiting_request(seconds: float) -> Request:
-        reply = asyncio.get_running_loop().create_future()
-        return Request(model, b"", dense_protocol(32), Caller(deadline=deadline_in(seconds)), lambda _: None, reply)
+        return build_request(model, b"", dense_protocol(32), deadline=deadline_in(seconds))
 
-    device_queue = DeviceQueue(QueueOptions(small_cost=0))
-    views = [ViewImage(View(32, mirrored=False), np.zeros((32, 41, 3)), False)]
     late, fine, later = requests = [waiting_request(seconds) for seconds in (0.0, 30.0, 30.0)]
     for request in requests:
-        device_queue.add(request)
-    assert [device_queue.next_image("process") for _ in range(2)] == [fine, later]
+        waiting.add(request)
+    assert [waiting.take_image("process") for _ in range(2)] == [fine, later]
     for request in (fine, later):
-        device_queue.decoded(request, build_ready_views(request, views))
-    planned = device_queue.next_views()
-    assert planned is not None
-    assert device_queue.take(planned)
-    later.caller = Caller(deadline=deadline_in(0.0))
-    wanted, _ = device_queue.begin(planned)
+        waiting.decoded(request, [ReadyView(request, 0, view)])
+    planned = waiting.ready.to_plan(model)
+    assert waiting.take(planned, alone=True)
+    later.deadline = deadline_in(0.0)
+    wanted, _ = waiting.begin(planned)
     assert [view.request for view in wanted] == [fine]
     for request in (late, later):
         with pytest.raises(DeadlinePassed):
@@ -300,7 +299,7 @@ async def test_closing_the_models_finishes_waiting_requests_and_refuses_new_ones
         ]
         await until(lambda: metric_value(models, "waiting_images", "fake") == 6)
         closing = asyncio.create_task(asyncio.to_thread(models.close))
-        await until(lambda: models.get("")._device_queue._closed)
+        await until(lambda: models.get("").waiting.closed)
         with pytest.raises(Interrupted, match="the server has stopped"):
             await start_classify(models, png(32, 41), dense_protocol(32))
         session.release_all()

@@ -9,17 +9,16 @@ import pytest
 
 from prelunet.evaluator.engine.batching import BatchRules
 from prelunet.evaluator.engine.classify import classify_images
+from prelunet.evaluator.engine.session import Outputs
 from prelunet.evaluator.imaging.decode import decode_rgb
-from prelunet.evaluator.imaging.views import make_views
 from prelunet.evaluator.machine import cores
 from prelunet.evaluator.protocols import EvaluationProtocol, build_protocol
-from prelunet.evaluator.serving import classifier
+from prelunet.evaluator.serving.data_plane import DataPlane
 from prelunet.evaluator.serving.decoding import DecodeProcess
-from prelunet.evaluator.serving.observability.call_context import Caller
-from prelunet.evaluator.serving.observability.metrics import Metrics
+from prelunet.evaluator.serving.observability.call_context import Call
 from prelunet.evaluator.serving.options import QueueOptions
-from prelunet.evaluator.serving.scheduling.queue import build_ready_views
-from prelunet.evaluator.serving.scheduling.request import Request, ScheduledModel
+from prelunet.evaluator.serving.scheduling import request as request_module
+from prelunet.evaluator.serving.scheduling.model import Asked
 from tests.helpers.fakes import FakeSession, fake_contract
 from tests.serving.event_loop import async_test, until
 from tests.serving.scheduling.scheduler_harness import (
@@ -27,6 +26,8 @@ from tests.serving.scheduling.scheduler_harness import (
     DecodeGate,
     SteppedSession,
     all_decoded,
+    build_model,
+    build_request,
     dense_protocol,
     metric_value,
     occupy_device,
@@ -60,22 +61,29 @@ async def test_requests_share_batches_and_get_the_answers_they_get_alone(provide
 
 
 @async_test
-async def test_small_images_are_decoded_between_batches_without_the_decoding_threads() -> None:
+async def test_on_a_cpu_a_thread_that_does_not_compute_decodes_images_small_or_not() -> None:
     session = SteppedSession(provider="CPUExecutionProvider", rules=BatchRules())
 
-    with serve_models(QueueOptions(small_cost=50_000), fake=session) as models:
-        gate = DecodeGate(models, set())
+    with serve_models(QueueOptions(small_cost=50_000), fake=session) as models, DecodeGate(set()) as gate:
         await occupy_device(models, session)
         tasks = [start_classify(models, png(32, 41, seed), dense_protocol(32)) for seed in range(4)]
-        tasks[1].cancel()
-        await asyncio.gather(tasks[1], return_exceptions=True)
-        assert gate.threads == ["compute-cpu"], "none of them is decoded during the batch"
+        await until(lambda: ready_view_count(models) == 4)
+        assert session.calls == [], "all of them are decoded during the batch"
         session.release_all()
-        await asyncio.gather(tasks[0], *tasks[2:])
-        await start_classify(models, png(32, 41) + bytes(10_000), dense_protocol(32))
-    assert gate.threads[:-1] == ["compute-cpu"] * 4, "a cancelled one never"
-    assert gate.threads[-1].startswith("decode-cpu")
-    assert session.calls == [(1, 28, 28, 3), (3, 32, 41, 3), (1, 32, 41, 3)]
+        await asyncio.gather(*tasks)
+        await start_classify(models, png(100, 128), dense_protocol(32))
+    assert gate.threads == ["compute-cpu"] * 6
+    assert session.calls == [(1, 28, 28, 3), (4, 32, 41, 3), (1, 32, 41, 3)]
+
+
+@async_test
+async def test_on_a_gpu_the_thread_that_computes_decodes_nothing() -> None:
+    session = FakeSession(provider="CUDAExecutionProvider", rules=GPU_RULES)
+
+    with serve_models(QueueOptions(small_cost=50_000), fake=session) as models, DecodeGate(set()) as gate:
+        for image in (png(32, 41), png(100, 128)):
+            await start_classify(models, image, dense_protocol(32))
+    assert [thread.rpartition("-")[0] for thread in gate.threads] == ["decode-cuda-0"] * 2
 
 
 @async_test
@@ -142,7 +150,7 @@ async def test_a_large_client_delays_the_small_image_of_another_by_at_most_one_b
 
 
 @async_test
-async def test_models_of_one_device_take_turns_and_share_one_thread() -> None:
+async def test_models_of_one_device_take_turns_and_share_its_threads() -> None:
     rules = BatchRules(max_pixels=2 * 32 * 41)
     sessions = {name: SteppedSession(rules=rules, seed=seed) for seed, name in enumerate(("busy", "quiet"))}
     order = []
@@ -164,7 +172,26 @@ async def test_models_of_one_device_take_turns_and_share_one_thread() -> None:
         await asyncio.gather(*tasks)
     assert sorted(order[1:7]) == ["busy"] * 3 + ["quiet"] * 3
     threads = {thread for session in sessions.values() for thread in session.computing}
-    assert [thread.name for thread in threads] == ["compute-cpu"]
+    assert {thread.name for thread in threads} == {"compute-cpu"}
+    assert len(threads) <= max(2, cores())
+
+
+@async_test
+async def test_a_session_without_lanes_never_runs_in_two_threads_at_once() -> None:
+    class Watched(FakeSession):
+        def compute(self, staged: Any) -> Outputs:
+            free.append(running.acquire(blocking=False))
+            try:
+                return super().compute(staged)
+            finally:
+                running.release()
+
+    running, free = threading.Lock(), list[bool]()
+    with serve_models(QueueOptions(), fake=Watched(rules=BatchRules(max_pixels=2 * 32 * 60))) as models:
+        images = [png(32, 41 + seed % 5, seed) for seed in range(60)]
+        await asyncio.gather(*(start_classify(models, image, dense_protocol(32)) for image in images))
+    assert len(free) >= 30
+    assert all(free)
 
 
 @async_test
@@ -191,8 +218,10 @@ async def test_a_batch_that_could_grow_waits_for_an_image_being_decoded() -> Non
     session = FakeSession()
     late = png(32, 41, 2) + b"end"
 
-    with serve_models(QueueOptions(small_cost=0, batch_wait=60), fake=session) as models:
-        gate = DecodeGate(models, {len(late)})
+    with (
+        serve_models(QueueOptions(small_cost=0, batch_wait=60), fake=session) as models,
+        DecodeGate({len(late)}) as gate,
+    ):
         second = start_classify(models, late, dense_protocol(32))
         await until(gate.entered.is_set)
         first = start_classify(models, png(32, 41, 1), dense_protocol(32))
@@ -215,8 +244,7 @@ async def test_a_batch_that_could_grow_waits_for_an_image_being_decoded() -> Non
 async def test_a_batch_does_not_wait_for_an_image_being_decoded_if(options: QueueOptions, rules: BatchRules) -> None:
     late = png(32, 41, 2) + b"end"
 
-    with serve_models(options, fake=FakeSession(rules=rules)) as models:
-        gate = DecodeGate(models, {len(late)})
+    with serve_models(options, fake=FakeSession(rules=rules)) as models, DecodeGate({len(late)}) as gate:
         second = start_classify(models, late, dense_protocol(32))
         await until(gate.entered.is_set)
         await start_classify(models, png(32, 41, 1), dense_protocol(32))
@@ -227,11 +255,13 @@ async def test_a_batch_does_not_wait_for_an_image_being_decoded_if(options: Queu
 
 @async_test
 async def test_a_batch_does_not_wait_while_another_model_could_compute() -> None:
-    late = png(32, 41, 2) + b"end"
+    late = webp(32, 41) + b"end"
     session = SteppedSession()
 
-    with serve_models(QueueOptions(small_cost=0, batch_wait=3600), fake=session, other=FakeSession()) as models:
-        gate = DecodeGate(models, {len(late)})
+    with (
+        serve_models(QueueOptions(small_cost=0, batch_wait=3600), fake=session, other=FakeSession()) as models,
+        DecodeGate({len(late)}) as gate,
+    ):
         busy = await occupy_device(models, session)
         second = start_classify(models, late, dense_protocol(32))
         await until(gate.entered.is_set)
@@ -256,8 +286,10 @@ async def test_a_batch_does_not_wait_if_nothing_is_being_decoded() -> None:
 async def test_decoding_stops_at_the_limit_of_ready_views_but_a_new_client_still_has_room() -> None:
     session, small = SteppedSession(), png(33, 35) + b"end"
 
-    with serve_models(QueueOptions(small_cost=0, ready_views=8), fake=session) as models:
-        gate = DecodeGate(models, {len(small)})
+    with (
+        serve_models(QueueOptions(small_cost=0, ready_views=8), fake=session) as models,
+        DecodeGate({len(small)}) as gate,
+    ):
         await occupy_device(models, session)
         tasks = [start_classify(models, png(32, 41, seed), dense_protocol(32), client="large") for seed in range(40)]
         await until(lambda: ready_view_count(models) == 6)
@@ -293,13 +325,9 @@ async def test_decoding_stops_at_the_limit_of_ready_bytes_but_one_image_is_alway
 )
 @async_test
 async def test_the_room_reserved_for_a_square_image_is_what_its_views_take(protocol: EvaluationProtocol) -> None:
-    session = FakeSession()
-    model = ScheduledModel("fake", session, Metrics().of_model("fake"), lambda *_: [])
-    reply = asyncio.get_running_loop().create_future()
-    request = Request(model, png(60, 60), protocol, Caller(), lambda _: None, reply)
-    views = make_views(decode_rgb(request.image), protocol)
-    ready = build_ready_views(request, views)
-    taken = sum(view.image.nbytes for view in views if not view.view.mirrored)
+    request = build_request(build_model(), png(60, 60), protocol)
+    ready = request.decode(None)
+    taken = sum(ready_view.view.image.nbytes for ready_view in ready if not ready_view.view.view.mirrored)
     assert request.decoded_bytes == sum(view.bytes for view in ready) == taken
 
 
@@ -312,16 +340,20 @@ async def test_slow_heat_maps_do_not_delay_other_answers(monkeypatch: pytest.Mon
         assert go_on.wait(30)
         return b"drawn"
 
-    monkeypatch.setattr(classifier, "png_bytes", slow)
+    monkeypatch.setattr(request_module, "png_bytes", slow)
 
     with serve_models(fake=FakeSession()) as models:
-        answer = models.get("").answer
-        maps = [asyncio.create_task(answer(png(40, 57), dense_protocol(40), 1, heatmap=True)) for _ in range(20)]
+
+        async def answer(*, heatmap: bool) -> bytes:
+            asked = Asked("dense-40", mirror=False, heatmap=heatmap)
+            return (await DataPlane(models).classify(png(40, 57), "fake", asked, Call())).heatmap
+
+        maps = [asyncio.create_task(answer(heatmap=True)) for _ in range(20)]
         await until(drawing.is_set)
-        assert (await answer(png(40, 57), dense_protocol(40), 1, heatmap=False)).heatmap == b""
+        assert await answer(heatmap=False) == b""
         assert not any(task.done() for task in maps)
         go_on.set()
-        assert {answered.heatmap for answered in await asyncio.gather(*maps)} == {b"drawn"}
+        assert {*await asyncio.gather(*maps)} == {b"drawn"}
 
 
 @async_test

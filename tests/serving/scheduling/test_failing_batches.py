@@ -3,6 +3,7 @@
 import asyncio
 import threading
 import weakref
+from contextlib import ExitStack
 from dataclasses import replace
 
 import numpy as np
@@ -13,9 +14,11 @@ from prelunet.evaluator.engine.classify import classify_images
 from prelunet.evaluator.errors import DeviceLost, OutOfMemory
 from prelunet.evaluator.imaging.decode import decode_rgb
 from prelunet.evaluator.machine import cores
+from prelunet.evaluator.serving.data_plane import DataPlane
+from prelunet.evaluator.serving.observability.call_context import Call
 from prelunet.evaluator.serving.options import QueueOptions
 from prelunet.evaluator.serving.scheduling import executor
-from prelunet.evaluator.serving.scheduling.request import ScheduledModel
+from prelunet.evaluator.serving.scheduling.model import Asked, ServedModel
 from tests.helpers.fakes import FakeSession
 from tests.serving.event_loop import async_test, until
 from tests.serving.scheduling.scheduler_harness import (
@@ -128,11 +131,14 @@ async def test_a_lost_device_fails_all_waiting_and_later_requests_and_is_reporte
     lost, reported = threading.Event(), []
     session = SteppedSession(fail=broken)
 
-    with serve_models(
-        QueueOptions(small_cost=0, ready_views=5), reported.append, fake=session, other=FakeSession()
-    ) as models:
+    with (
+        serve_models(
+            QueueOptions(small_cost=0, ready_views=5), reported.append, fake=session, other=FakeSession()
+        ) as models,
+        ExitStack() as stack,
+    ):
         first = await occupy_device(models, session)
-        gate = DecodeGate(models, set())
+        gate = stack.enter_context(DecodeGate(set()))
         tasks = [
             start_classify(models, png(32, 41 + seed, seed), dense_protocol(32), client=f"{seed}") for seed in range(4)
         ]
@@ -143,7 +149,7 @@ async def test_a_lost_device_fails_all_waiting_and_later_requests_and_is_reporte
         for task in (first, *tasks, start_classify(models, png(32, 41), dense_protocol(32), model="other")):
             with pytest.raises(DeviceLost, match="planted"):
                 await task
-        assert not models.get("fake")._device_queue.mark_lost(DeviceLost("again"), []), "the device was lost already"
+        assert not models.get("fake").waiting.mark_lost(DeviceLost("again"), []), "the device was lost already"
         assert len(gate.threads) == 4, "waiting images are not decoded any more"
     assert len(reported) == 1
     assert "planted" in str(reported[0])
@@ -162,8 +168,10 @@ async def test_an_image_being_decoded_when_the_device_is_lost_fails_too() -> Non
 
     session = SteppedSession(fail=lost_at_first)
     session.release_all()
-    with serve_models(QueueOptions(small_cost=0, batch_wait=0), on_lost=reported.append, fake=session) as models:
-        gate = DecodeGate(models, {len(late)})
+    with (
+        serve_models(QueueOptions(small_cost=0, batch_wait=0), on_lost=reported.append, fake=session) as models,
+        DecodeGate({len(late)}) as gate,
+    ):
         decoding = start_classify(models, late, dense_protocol(32))
         await until(gate.entered.is_set)
         for task in (start_classify(models, png(32, 41), dense_protocol(32)), decoding):
@@ -176,7 +184,7 @@ async def test_an_image_being_decoded_when_the_device_is_lost_fails_too() -> Non
 
 @pytest.mark.parametrize(
     ("owner", "function"),
-    [(executor, "plan_views"), (executor, "pack_batch"), (executor, "unpack_results"), (ScheduledModel, "canvas_of")],
+    [(executor, "plan_views"), (executor, "pack_batch"), (executor, "unpack_results"), (ServedModel, "canvas_of")],
 )
 @async_test
 async def test_an_error_outside_of_the_session_fails_one_request_and_all_threads_continue(
@@ -228,8 +236,9 @@ async def test_window_scores_that_cannot_be_fetched_fail_only_the_request_that_n
 
     with serve_models(fake=session) as models:
         await occupy_device(models, session)
-        image, classifier = png(32, 41, 1), models.get("fake")
-        mapped = asyncio.create_task(classifier.answer(image, dense_protocol(32), 2, heatmap=True))
+        asked = Asked("dense-32", mirror=False, heatmap=True)
+        answer = DataPlane(models).classify(png(32, 41, 1), "fake", asked, Call())
+        mapped = asyncio.create_task(answer)
         plain = start_classify(models, png(32, 41, 2), dense_protocol(32))
         await until(lambda: ready_view_count(models) == 2)
         session.release_all()

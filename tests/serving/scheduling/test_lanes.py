@@ -10,13 +10,12 @@ from prelunet.evaluator.engine.classify import classify_images
 from prelunet.evaluator.errors import OutOfMemory
 from prelunet.evaluator.imaging.decode import decode_rgb
 from prelunet.evaluator.serving.models import Models
-from prelunet.evaluator.serving.observability.call_context import Caller
-from prelunet.evaluator.serving.observability.metrics import Metrics
-from prelunet.evaluator.serving.scheduling.request import Request, ScheduledModel
 from tests.helpers.fakes import FakeSession
 from tests.serving.event_loop import async_test, until
 from tests.serving.scheduling.scheduler_harness import (
     SteppedSession,
+    build_model,
+    build_request,
     dense_protocol,
     metric_value,
     occupy_device,
@@ -27,7 +26,7 @@ from tests.serving.scheduling.scheduler_harness import (
 from tests.serving.serving_harness import png
 
 LANES = 3
-PROTOCOL = dense_protocol(32)
+PROTOCOL = dense_protocol(64)  # two of its views are too large to be computed one after the other in one lane
 
 
 def with_lanes(**options) -> SteppedSession:
@@ -39,14 +38,14 @@ def with_lanes(**options) -> SteppedSession:
 async def views_behind_a_batch(models: Models, session: SteppedSession, count: int) -> list[asyncio.Task[Any]]:
     """Occupy the device, and let this many images of one view wait for it."""
     await occupy_device(models, session)
-    tasks = [start_classify(models, png(32, 41, seed), PROTOCOL) for seed in range(count)]
+    tasks = [start_classify(models, png(64, 72, seed), PROTOCOL) for seed in range(count)]
     await until(lambda: ready_view_count(models) == count)
     return tasks
 
 
 @async_test
 async def test_waiting_views_are_divided_among_the_lanes_and_get_the_answers_they_get_alone() -> None:
-    session, images = with_lanes(), [png(32, 41, seed) for seed in range(7)]
+    session, images = with_lanes(), [png(64, 72, seed) for seed in range(7)]
     with serve_models(fake=session) as models:
         first = await occupy_device(models, session)
         tasks = [start_classify(models, image, PROTOCOL) for image in images]
@@ -69,7 +68,7 @@ async def test_too_few_views_for_half_of_the_lanes_are_computed_on_all_threads()
     session.lanes = 4  # of which the two views of a mirrored image are half
     with serve_models(fake=session) as models:
         session.release_all()
-        await start_classify(models, png(32, 41), dense_protocol(32, mirror=True))
+        await start_classify(models, png(64, 72), dense_protocol(64, mirror=True))
     assert session.runs == [(False, 2)]
 
 
@@ -78,15 +77,14 @@ async def test_a_model_without_lanes_never_runs_beside_another_and_keeps_its_tur
     small, large = with_lanes(), SteppedSession(seed=1)
     with serve_models(small=small, large=large) as models:
         await occupy_device(models, small, "small")
-        tasks = [start_classify(models, png(32, 41, seed), PROTOCOL, model="small") for seed in range(3)]
+        tasks = [start_classify(models, png(64, 72, seed), PROTOCOL, model="small") for seed in range(3)]
         await until(lambda: ready_view_count(models) == 3)
         small.release_batches()
         await until(lambda: small.entered == 4)  # in all three lanes
-        tasks.append(start_classify(models, png(32, 41), PROTOCOL, model="large"))
-        await until(lambda: ready_view_count(models) == 1)
+        tasks.append(start_classify(models, png(64, 72), PROTOCOL, model="large"))
         small.release_batches(2)
-        await until(lambda: len(small.calls) == 3)
-        tasks += [start_classify(models, png(32, 41, seed), PROTOCOL, model="small") for seed in range(3)]
+        await until(lambda: ready_view_count(models) == 1)  # decoded by a thread that has left its lane
+        tasks += [start_classify(models, png(64, 72, seed), PROTOCOL, model="small") for seed in range(3)]
         await until(lambda: ready_view_count(models) == 4)
         assert (small.entered, large.entered) == (4, 0), "two lanes are empty, but it is the other model's turn"
         small.release_batches()
@@ -102,7 +100,7 @@ async def test_a_model_without_lanes_never_runs_beside_another_and_keeps_its_tur
 @async_test
 async def test_views_too_large_for_a_lane_each_have_all_threads() -> None:
     """All lanes together take no more memory than one batch."""
-    session = with_lanes(rules=BatchRules(max_pixels=LANES * 32 * 41 - 1))
+    session = with_lanes(rules=BatchRules(max_pixels=LANES * 64 * 72 - 1))
     with serve_models(fake=session) as models:
         tasks = await views_behind_a_batch(models, session, 4)
         session.release_batches()
@@ -131,8 +129,8 @@ async def test_a_failed_batch_is_run_again_in_halves_and_leaves_its_lane() -> No
 
 @async_test
 async def test_an_image_whose_views_are_in_several_lanes_is_answered_once_all_are_computed() -> None:
-    session, image = with_lanes(), png(32, 41)
-    protocol = dense_protocol(32, 40, 48, mirror=True)
+    session, image = with_lanes(), png(64, 72)
+    protocol = dense_protocol(64, 68, 72, mirror=True)
     with serve_models(fake=session) as models:
         await occupy_device(models, session)
         task = start_classify(models, image, protocol)
@@ -146,13 +144,11 @@ async def test_an_image_whose_views_are_in_several_lanes_is_answered_once_all_ar
 
 @async_test
 async def test_the_computing_time_of_an_image_counts_batches_that_overlap_once() -> None:
-    model = ScheduledModel("fake", FakeSession(), Metrics().of_model("fake"), lambda *_: [])
-    reply = asyncio.get_running_loop().create_future()
-    request = Request(model, png(32, 41), PROTOCOL, Caller(), lambda _: None, reply)
+    request = build_request(build_model(), png(64, 72), PROTOCOL)
     request.batches += [(5.0, 6.0), (2.0, 3.5), (3.0, 4.0), (3.1, 3.2)]
     assert request.compute_seconds == 3.0  # 2 to 4 and 5 to 6
     assert request.computed == 6.0
-    assert request.timings(7.0).batches == 4
+    assert request._timings(7.0).batches == 4
 
 
 @async_test
@@ -183,11 +179,25 @@ async def test_once_few_views_wait_the_lanes_are_left() -> None:
         session.release_batches()
         await until(lambda: session.entered == 5)  # in four of the six lanes
         session.release_batches(3)
-        await until(lambda: len(session.calls) == 4)
-        tasks.append(start_classify(models, png(32, 41), PROTOCOL))
+        await until(lambda: sum(task.done() for task in tasks) == 3)
+        tasks.append(start_classify(models, png(64, 72), PROTOCOL))
         await until(lambda: ready_view_count(models) == 1)
         assert session.entered == 5, "two of six lanes would be in use"
         session.release_all()
         for task in tasks:
             await task
     assert session.runs[-1] == (False, 1)
+
+
+@async_test
+async def test_views_so_small_that_a_batch_costs_more_than_they_do_stay_together_in_a_lane() -> None:
+    session = with_lanes()
+    with serve_models(fake=session) as models:
+        await occupy_device(models, session)
+        tasks = [start_classify(models, png(32, 41, seed), dense_protocol(32)) for seed in range(8)]
+        await until(lambda: ready_view_count(models) == 8)
+        session.release_all()
+        for task in tasks:
+            await task
+    assert session.runs[0] == (False, 1)
+    assert sorted(session.runs[1:]) == [(True, 2), (True, 6)]

@@ -7,15 +7,15 @@ import pytest
 from prelunet.evaluator.errors import Overloaded
 from prelunet.evaluator.serving.scheduling import admission as admission_module
 from prelunet.evaluator.serving.scheduling.admission import ThroughputEstimate
-from tests.serving.scheduling.test_admission_queue import build_admission
+from tests.serving.scheduling.scheduler_harness import admitted, build_admission
 
 
 def test_requests_refused_together_get_different_retry_delays() -> None:
     admission, _ = build_admission(max_views=1)
     delays = set()
-    with admission.admit_or_refuse(1, 1):
+    with admitted(admission, 1, 1):
         for _ in range(20):
-            with pytest.raises(Overloaded) as refusal, admission.admit_or_refuse(1, 1):
+            with pytest.raises(Overloaded) as refusal, admitted(admission, 1, 1):
                 pass
             delays.add(refusal.value.retry_after)
     assert len(delays) > 10
@@ -82,8 +82,8 @@ def test_the_retry_delay_is_the_expected_time_of_the_unanswered_views(
     admission, _ = build_admission(max_views=3)
     clock = admission._throughput._clock = Clock()
     if seconds is not None:
-        with admission.admit_or_refuse(1, 1):
+        with admitted(admission, 1, 1):
             clock.now += seconds
-    with admission.admit_or_refuse(1, 3), pytest.raises(Overloaded) as refusal, admission.admit_or_refuse(1, 1):
+    with admitted(admission, 1, 3), pytest.raises(Overloaded) as refusal, admitted(admission, 1, 1):
         pass
     assert refusal.value.retry_after == pytest.approx(expected)

@@ -15,16 +15,15 @@ from prelunet.evaluator.errors import DeviceLost
 from prelunet.evaluator.protocols import build_protocol
 from prelunet.evaluator.serving import models as models_module
 from prelunet.evaluator.serving.models import load_model
-from prelunet.evaluator.serving.observability.metrics import Metrics
 from prelunet.evaluator.serving.options import ModelFile
 from prelunet.evaluator.serving.scheduling import executor
-from prelunet.evaluator.serving.scheduling.request import ScheduledModel
 from tests.helpers.fakes import FakeSession
 from tests.serving.event_loop import async_test, until
 from tests.serving.scheduling.scheduler_harness import (
     GPU_RULES,
     STAGING,
     SteppedSession,
+    build_model,
     dense_protocol,
     occupy_device,
     ready_view_count,
@@ -121,8 +120,7 @@ async def test_enough_views_of_different_shapes_for_no_full_batch_are_not_staged
 def test_a_batch_is_full_if_one_more_view_would_not_fit_or_would_join_another(batches: list[Batch], full: bool) -> None:
     rules = replace(GPU_RULES, max_pixels=5 * 32 * 44 + 1)
     session = FakeSession(provider="CUDAExecutionProvider", rules=rules)
-    model = ScheduledModel("fake", session, Metrics().of_model("fake"), lambda *_: [])
-    assert executor.is_full(BatchPlan(tuple(batches), 1), model) == full
+    assert executor.is_full(BatchPlan(tuple(batches), 1), build_model(session)) == full
 
 
 @pytest.mark.parametrize("switch_pixels", [10**6, 0], ids=["known work", "unknown work"])

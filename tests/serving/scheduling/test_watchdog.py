@@ -2,6 +2,7 @@
 
 import asyncio
 import threading
+from contextlib import ExitStack
 from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
@@ -9,11 +10,11 @@ from typing import Any
 import pytest
 
 from prelunet.evaluator.errors import DeviceLost
+from prelunet.evaluator.machine import cores
 from prelunet.evaluator.serving import lifecycle
-from prelunet.evaluator.serving.observability.metrics import Metrics
 from prelunet.evaluator.serving.options import QueueOptions
 from prelunet.evaluator.serving.scheduling import watchdog
-from prelunet.evaluator.serving.scheduling.request import ScheduledModel
+from prelunet.evaluator.serving.scheduling.model import ServedModel
 from prelunet.evaluator.serving.scheduling.watchdog import (
     CHECK_INTERVAL,
     FIRST_BATCH_TIMEOUT,
@@ -21,12 +22,13 @@ from prelunet.evaluator.serving.scheduling.watchdog import (
     MIN_TIMEOUT,
     Watchdog,
 )
-from tests.helpers.fakes import FakeSession
 from tests.serving.event_loop import async_test, until
 from tests.serving.scheduling.scheduler_harness import (
     STAGING,
+    DecodeGate,
     SteppedSession,
     all_decoded,
+    build_model,
     dense_protocol,
     metric_value,
     occupy_device,
@@ -53,12 +55,7 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     return clock
 
 
-def served_model(name: str = "model") -> ScheduledModel:
-    session: Any = FakeSession()
-    return ScheduledModel(name, session, Metrics().of_model(name), lambda *_: [])
-
-
-def hang_timeout(watching: Watchdog, reported: list[DeviceLost], of: ScheduledModel, pixels: int) -> int:
+def hang_timeout(watching: Watchdog, reported: list[DeviceLost], of: ServedModel, pixels: int) -> int:
     """Return the number of seconds after which a batch is reported as hanging."""
     with watching.watch_batch(of, [], pixels):
         for seconds in range(100_000):
@@ -71,9 +68,9 @@ def hang_timeout(watching: Watchdog, reported: list[DeviceLost], of: ScheduledMo
 
 def test_a_batch_may_take_twenty_times_the_longest_of_its_model_in_proportion_to_its_size(clock: Clock) -> None:
     reported: list[DeviceLost] = []
-    watching, model, other = Watchdog(lambda error, _: reported.append(error)), served_model(), served_model("other")
+    watching, model, other = Watchdog(lambda error, _: reported.append(error)), build_model(), build_model(name="other")
 
-    def measured(of: ScheduledModel, seconds: int, pixels: int) -> None:
+    def measured(of: ServedModel, seconds: int, pixels: int) -> None:
         with watching.watch_batch(of, [], pixels):
             for _ in range(seconds):
                 clock.now += 1
@@ -93,7 +90,7 @@ def test_a_batch_may_take_twenty_times_the_longest_of_its_model_in_proportion_to
 
 def test_an_hour_of_suspension_does_not_raise_the_timeout(clock: Clock) -> None:
     reported: list[DeviceLost] = []
-    watching, model = Watchdog(lambda error, _: reported.append(error)), served_model()
+    watching, model = Watchdog(lambda error, _: reported.append(error)), build_model()
     with watching.watch_batch(model, [], 100):
         clock.now += 3600  # without a check
     assert hang_timeout(watching, reported, model, 100) == MIN_TIMEOUT
@@ -101,7 +98,7 @@ def test_an_hour_of_suspension_does_not_raise_the_timeout(clock: Clock) -> None:
 
 def test_a_batch_that_fails_says_nothing_of_the_time_of_others(clock: Clock) -> None:
     reported: list[DeviceLost] = []
-    watching, model = Watchdog(lambda error, _: reported.append(error)), served_model()
+    watching, model = Watchdog(lambda error, _: reported.append(error)), build_model()
     with pytest.raises(MemoryError), watching.watch_batch(model, [], 100):
         raise MemoryError
     assert hang_timeout(watching, reported, model, 100) == FIRST_BATCH_TIMEOUT
@@ -109,7 +106,7 @@ def test_a_batch_that_fails_says_nothing_of_the_time_of_others(clock: Clock) -> 
 
 def test_a_hanging_batch_is_reported_once_with_its_views_and_no_other_is(clock: Clock) -> None:
     reported: list[tuple[DeviceLost, Any]] = []
-    watching, model = Watchdog(lambda *arguments: reported.append(arguments)), served_model()
+    watching, model = Watchdog(lambda *arguments: reported.append(arguments)), build_model()
     hung, late = [object()], [object()]
     with watching.watch_batch(model, hung, 9):  # type: ignore[arg-type]
         watching.check(FIRST_BATCH_TIMEOUT)
@@ -132,7 +129,7 @@ def test_time_in_which_the_process_was_suspended_does_not_count(clock: Clock) ->
         clock.now += 1e6
         return looks > FIRST_BATCH_TIMEOUT / CHECK_INTERVAL
 
-    with watching.watch_batch(served_model(), [], 9):
+    with watching.watch_batch(build_model(), [], 9):
         watching.watch(SimpleNamespace(wait=wait))  # type: ignore[arg-type]
         assert reported == []
         looks = 0
@@ -169,6 +166,32 @@ async def test_a_hanging_device_fails_all_waiting_and_later_requests_and_is_repo
         session.release_all()  # the batch ends after all, without effect
     assert len(reported) == 1
     assert session.entered == 1
+
+
+@pytest.mark.usefixtures("impatient")
+@async_test
+async def test_images_decoded_in_one_go_with_that_of_a_hanging_batch_fail_too() -> None:
+    session = SteppedSession()
+    session.lanes = threads = max(2, cores())
+
+    with serve_models(QueueOptions(), fake=session) as models, ExitStack() as stack:
+        damaged = [png(32, 41)[: 1000 - number] for number in range(threads)]
+        gates = [stack.enter_context(DecodeGate({len(image)})) for image in damaged]
+        holding = []
+        for image, gate in zip(damaged, gates, strict=True):
+            holding.append(start_classify(models, image, dense_protocol(28)))
+            await until(gate.entered.is_set)
+        tasks = [start_classify(models, png(28, 30 + 4 * number), dense_protocol(28)) for number in range(threads)]
+        await until(lambda: len(list(models.get("fake").waiting.images)) == threads)
+        gates[0].open.set()  # its thread takes all of them, which need a batch each
+        for task in tasks:
+            with pytest.raises(DeviceLost, match="computing one batch"):
+                async with asyncio.timeout(10):
+                    await task
+        assert session.entered == 1
+        for gate in gates:
+            gate.open.set()
+        await asyncio.gather(*holding, return_exceptions=True)
 
 
 @pytest.mark.usefixtures("impatient")

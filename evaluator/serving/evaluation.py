@@ -9,18 +9,17 @@ from functools import partial
 from pathlib import Path
 from typing import TypeAlias
 
-from ...datasets.dataset import Dataset, Sample
-from ...errors import DatasetError, ImageError, UsageError
-from ...pb.prelunet.v1 import prelunet_pb2 as pb
-from ...protocols import EvaluationProtocol
-from ...reporting.report import Report, build_report
-from ...validation.predictions import Prediction, Predictions, build_prediction
-from ...validation.run import Run, build_run_info, describe_dataset
-from ..classifier import Classifier
-from ..observability import call_context
-from ..observability.call_context import Caller
-from ..options import ServerLimits
+from ..datasets.dataset import Dataset, Sample
+from ..errors import DatasetError, ImageError, UsageError
+from ..protocols import EvaluationProtocol
+from ..reporting.report import Report, build_report
+from ..validation.predictions import Prediction, Predictions, build_prediction
+from ..validation.run import Run, build_run_info, describe_dataset
 from .concurrency import bounded, task_group
+from .observability.call_context import Call
+from .options import ServerLimits
+from .scheduling.model import ServedModel
+from .scheduling.request import Answered
 
 MAX_IN_FLIGHT = 32  # unanswered images of one evaluation; at this number no more are read, so the client has to wait
 MAX_TEXT_BYTES = 2**26  # of an evaluation's names and refusals: 67 bytes for each of a million images
@@ -36,17 +35,30 @@ class LabelledImage:
     label: int
 
 
-ProgressCallback: TypeAlias = Callable[[pb.EvaluateProgress], Awaitable[None]]
+@dataclass(frozen=True)
+class Progress:
+    """images: answered so far, refused ones included; top1_error: in percent, None before the first."""
+
+    images: int
+    refused: int
+    top1_error: float | None
+    seconds: float
+
+
+ProgressCallback: TypeAlias = Callable[[Progress], Awaitable[None]]
+# Classifies an image, and calls the function once it is admitted.
+Classify: TypeAlias = Callable[[bytes, Callable[[], None]], Awaitable[Answered]]
 
 
 async def evaluate(
-    classifier: Classifier,
+    classify: Classify,
+    served: ServedModel,
     protocol: EvaluationProtocol,
     dataset_name: str,
     images: AsyncIterator[LabelledImage],
-    on_progress: ProgressCallback | None = None,
-    caller: Caller = Caller(),
     *,
+    call: Call,
+    on_progress: ProgressCallback | None = None,
     max_images: int = ServerLimits.max_evaluation_images,
 ) -> Report:
     """Classify every image and return the report, equal to that of `prelunet validate` on the same images.
@@ -59,34 +71,32 @@ async def evaluate(
     Raises DatasetError if there is no image or if two have the same name, and UsageError if there are too many, or if
     their names are too long.
     """
-    answers = _CollectedAnswers(len(classifier.session.contract.classes), len(protocol.views))
+    answers = _CollectedAnswers(len(served.session.contract.classes), len(protocol.views))
     slots = asyncio.Semaphore(MAX_IN_FLIGHT)
     progress = _ProgressReporter(on_progress)
 
-    async def classify(image: LabelledImage, admission: asyncio.Event) -> None:
-        to_prediction = partial(build_prediction, image.file, image.label)
+    async def predict(image: LabelledImage, admission: asyncio.Event) -> None:
         try:
-            async with classifier.admission.admit_or_wait(len(image.data), len(protocol.views), caller):
-                admission.set()
-                prediction = await classifier.classify(image.data, protocol, to_prediction, caller=caller)
+            answer = await classify(image.data, admission.set)
+            prediction = build_prediction(image.file, image.label, answer.classified)
         except ImageError as error:
             prediction = Prediction(image.file, image.label, refused=str(error))
+        admission.set()
         answers.add(prediction, len(image.data))
-        call_context.note_done()
+        call.message_done()
         await progress.count(prediction)
         slots.release()
 
     async with task_group() as group:
         async for image in bounded(images, slots):
             answers.expect(image.file, max_images)
-            call_context.record_views(classifier.name, len(protocol.views))
             admission = asyncio.Event()
-            group.create_task(classify(image, admission))
+            group.create_task(predict(image, admission))
             del image  # free it while waiting for the next
             await admission.wait()
     if not answers.places:
         raise DatasetError("the stream had no image; send at least one `image` after `start`")
-    return await asyncio.to_thread(_report, classifier, protocol, dataset_name, answers)
+    return await asyncio.to_thread(_report, served, protocol, dataset_name, answers)
 
 
 class _CollectedAnswers:
@@ -158,9 +168,7 @@ class _ProgressReporter:
         self._reporting, self._last_report = True, now
         evaluated = self._images - self._refused
         error = 100 * self._wrong / evaluated if evaluated else None
-        await self._on_progress(
-            pb.EvaluateProgress(images=self._images, refused=self._refused, top1_error=error, seconds=now - self._begun)
-        )
+        await self._on_progress(Progress(self._images, self._refused, error, now - self._begun))
         self._reporting = False
 
 
@@ -171,11 +179,9 @@ class _DiscardedImages:
         raise AssertionError(f"{file}: a streamed image is not kept")
 
 
-def _report(
-    classifier: Classifier, protocol: EvaluationProtocol, dataset_name: str, answers: _CollectedAnswers
-) -> Report:
+def _report(served: ServedModel, protocol: EvaluationProtocol, dataset_name: str, answers: _CollectedAnswers) -> Report:
     samples, predictions = answers.in_order()
-    wnids = tuple(entry.wnid for entry in classifier.session.contract.classes)
+    wnids = tuple(entry.wnid for entry in served.session.contract.classes)
     dataset = Dataset(Path(dataset_name), wnids, samples, _DiscardedImages(), layout="stream")
-    info = build_run_info(classifier.session, classifier.file, describe_dataset(dataset), protocol)
+    info = build_run_info(served.session, served.file, describe_dataset(dataset), protocol)
     return build_report(Run(info, predictions))

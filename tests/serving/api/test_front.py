@@ -1,4 +1,4 @@
-"""The interceptor of every call: status, limit of calls in flight, metrics and log line."""
+"""What every call passes: status, limit of calls in flight, metrics and log line."""
 
 # ruff: noqa: N802  # gRPC's names of methods
 import asyncio
@@ -26,9 +26,10 @@ from prelunet.evaluator.errors import ERROR_STATUSES, DeadlinePassed, ImageError
 from prelunet.evaluator.pb.prelunet.v1 import prelunet_pb2 as pb
 from prelunet.evaluator.pb.prelunet.v1 import prelunet_pb2_grpc as pb_grpc
 from prelunet.evaluator.rpc.status import error_from
-from prelunet.evaluator.serving.api.calls import CallsInFlight
-from prelunet.evaluator.serving.api.interceptor import WrappedMethod, disconnect_status
-from prelunet.evaluator.serving.observability.call_context import Call, record_views
+from prelunet.evaluator.serving.api.front import Front, Method, disconnect_status
+from prelunet.evaluator.serving.calls import CallsInFlight
+from prelunet.evaluator.serving.observability.call_context import Call, this_call
+from prelunet.evaluator.serving.observability.logs import CallLog
 from prelunet.evaluator.serving.observability.metrics import Metrics
 from prelunet.evaluator.serving.options import ServerLimits
 from tests.helpers.fakes import FakeSession
@@ -51,7 +52,7 @@ class Toy(pb_grpc.PreluNetServiceServicer):
         self.left: list[str] = []
 
     async def _answer(self, name: str) -> pb.ClassifyResponse:
-        record_views("toy", 3)
+        this_call().record_views("toy", 3)
         if name in self.planted:
             raise self.planted[name]
         if name == "wait":
@@ -89,7 +90,7 @@ class Toy(pb_grpc.PreluNetServiceServicer):
 
 @dataclass
 class Served:
-    """A toy behind our interceptor."""
+    """A toy behind our front."""
 
     toy: Toy
     calls: CallsInFlight
@@ -204,15 +205,14 @@ def test_the_generator_of_answers_is_closed_before_an_abandoned_call_ends(gone: 
         async def write(self, _answer: bytes) -> None:
             raise gone
 
-    async def scenario() -> Call:
-        call = Call(STREAM, "id")
-        watched = WrappedMethod(grpc.unary_stream_rpc_method_handler(answers), call).handler()
+    async def scenario() -> None:
         with pytest.raises(asyncio.CancelledError):  # which gRPC accepts silently
-            await watched.stream_stream(None, Unread(b"a question"))
+            await method.stream_stream(None, Unread(b"a question"))
         assert closed == [True]
-        return call
 
-    assert asyncio.run(scenario()).status == "CANCELLED"
+    method, ended = wrapped(grpc.unary_stream_rpc_method_handler(answers), STREAM)
+    asyncio.run(scenario())
+    assert [call.status for call in ended] == ["CANCELLED"]
 
 
 @pytest.mark.parametrize(
@@ -333,11 +333,10 @@ def test_a_message_with_too_many_parts_is_refused_before_it_is_decoded(scales: i
         return b"answered"
 
     context = FakeContext(data)
-    handler = grpc.unary_unary_rpc_method_handler(classify, decode)
-    call = Call(CLASSIFY, "id")
-    asyncio.run(WrappedMethod(handler, call).handler().stream_unary(None, context))
+    method, ended = wrapped(grpc.unary_unary_rpc_method_handler(classify, decode))
+    asyncio.run(method.stream_unary(None, context))
     assert (len(data) in sizes) == decoded
-    assert (call.status, call.bytes) == ("OK" if decoded else "INVALID_ARGUMENT", len(data))
+    assert [(call.status, call.bytes) for call in ended] == [("OK" if decoded else "INVALID_ARGUMENT", len(data))]
     assert bool(context.refusals) is not decoded
 
 
@@ -348,15 +347,15 @@ async def test_a_caller_that_leaves_before_its_message_counts_as_cancelled() -> 
     async def classify(_request: bytes, _context: object) -> bytes:
         return b"answered"
 
-    call, context = Call(CLASSIFY, "id"), FakeContext(grpc.aio.EOF)
-    watched = WrappedMethod(grpc.unary_unary_rpc_method_handler(classify), call).handler()
-    running = asyncio.create_task(watched.stream_unary(None, context))
+    context = FakeContext(grpc.aio.EOF)
+    method, ended = wrapped(grpc.unary_unary_rpc_method_handler(classify))
+    running = asyncio.create_task(method.stream_unary(None, context))
     for _ in range(20):
         await asyncio.sleep(0)
     running.cancel()
     with pytest.raises(asyncio.CancelledError):
         await running
-    assert (call.status, context.refusals) == ("CANCELLED", [])
+    assert ([call.status for call in ended], context.refusals) == (["CANCELLED"], [])
 
 
 def test_only_the_method_holds_a_message() -> None:
@@ -376,10 +375,28 @@ def test_only_the_method_holds_a_message() -> None:
         kept.append(message() is not None)
         return b"answered"
 
-    handler = grpc.unary_unary_rpc_method_handler(classify, Message)
-    watched = WrappedMethod(handler, Call(CLASSIFY, "id")).handler()
-    asyncio.run(watched.stream_unary(None, FakeContext(b"a message")))
+    method, _ = wrapped(grpc.unary_unary_rpc_method_handler(classify, Message))
+    asyncio.run(method.stream_unary(None, FakeContext(b"a message")))
     assert kept == [False]
+
+
+class EndedCalls(CallLog):
+    """Keeps calls that end instead of logging them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls: list[Call] = []
+
+    def ended(self, call: Call, seconds: float) -> None:
+        assert seconds >= 0
+        self.calls.append(call)
+
+
+def wrapped(handler: Any, method: str = CLASSIFY, **limits: float) -> tuple[Any, list[Call]]:
+    """Return gRPC's handler for a method of ours, and the list of its calls, which grows as they end."""
+    log = EndedCalls()
+    front = Front(CallsInFlight(log=log), ServerLimits(**limits))
+    return Method(front, f"/{method}", handler).handler(), log.calls
 
 
 class FakeContext:
@@ -391,6 +408,9 @@ class FakeContext:
 
     def peer(self) -> str:
         return "nobody"
+
+    def invocation_metadata(self) -> None:
+        return None
 
     def set_trailing_metadata(self, _metadata: object) -> None:
         pass
@@ -602,13 +622,14 @@ async def test_the_message_timeout_runs_only_while_the_server_waits_and_no_messa
     loop, sent, reads = asyncio.get_running_loop(), asyncio.Queue[bytes](), asyncio.Event()
     clock = -10_000.0  # it must not reach the time limit of this test, set by the real clock
     loop.time = lambda: clock  # type: ignore[method-assign]
-    call, context = Call(STREAM, "id"), FakeContext(None)
+    calls, context = list[Call](), FakeContext(None)
 
     async def received() -> AsyncIterator[bytes]:
         while True:
             yield await sent.get()
 
     async def method(requests: AsyncIterator[bytes], _context: object) -> AsyncIterator[bytes]:
+        calls.append(this_call())
         async for _ in requests:
             await reads.wait()
         yield b""
@@ -622,9 +643,10 @@ async def test_the_message_timeout_runs_only_while_the_server_waits_and_no_messa
         return not context.refusals
 
     handler = grpc.stream_stream_rpc_method_handler(method)
-    watched = WrappedMethod(handler, call, ServerLimits(message_timeout=10, stream_idle_timeout=100)).handler()
+    watched, _ = wrapped(handler, STREAM, message_timeout=10, stream_idle_timeout=100)
     running = asyncio.create_task(watched.stream_stream(received(), context))
     assert await passes(0)
+    (call,) = calls
     assert await passes(9)
     sent.put_nowait(b"first")
     reads.set()

@@ -7,21 +7,22 @@ from typing import TYPE_CHECKING
 
 import grpc
 
-from ...errors import Overloaded, PreluNetError
-from ...rpc.status import reason_for, status_of
-from ..access import REQUIRED, AccessControl
-from ..observability.call_context import Call, Metadata
-from ..observability.logs import CallLog, log_incident
-from ..observability.metrics import Metrics
-from ..options import ServerLimits
-from ..scheduling.admission import with_reserve
+from ..errors import Overloaded, PreluNetError
+from ..rpc.status import reason_for, status_of
+from .access import REQUIRED, AccessControl
+from .observability.call_context import Call, Metadata
+from .observability.logs import CallLog, log_incident
+from .observability.metrics import Metrics
+from .options import ServerLimits
+from .scheduling.admission import with_reserve
 
 if TYPE_CHECKING:  # the extra `otel` may be missing
-    from ..observability.tracing import Tracing
+    from .observability.tracing import Tracing
 
 OUR_METHODS = ("/prelunet.v1.", "/inference.")  # prefixes of the methods that we implement
 # Liveness and readiness probes. They are exempt from the limit: a prober without an answer might kill a busy server.
 PROBES = tuple(f"/inference.GRPCInferenceService/{name}" for name in ("ServerLive", "ServerReady", "ModelReady"))
+_MAX_RECENT = 10_000  # connections that are remembered
 _RETRY_AFTER = 1.0  # seconds, for a call above the limit; how long the calls in flight will take is unknown
 
 
@@ -44,6 +45,7 @@ class CallsInFlight:
         self._limit = limit
         self._log = log or CallLog()
         self._tracing = tracing
+        self.recent: dict[str, None] = {}  # connections by the end of their latest call, the latest last
         self.metrics.calls_now.set_function(lambda: self.count)
 
     def begin(self, call: Call, metadata: Metadata = (), *, exempt: bool = False) -> Overloaded | None:
@@ -82,6 +84,10 @@ class CallsInFlight:
         self._by_identity[call.identity][call.peer] += 1
         call.admitted = True
 
+    def has(self, peer: str) -> bool:
+        """Return whether a connection has calls in flight. peer: gRPC's name of it."""
+        return any(peer in connections for connections in self._by_identity.values())
+
     def _overloaded(self) -> Overloaded:
         self.metrics.refusals.labels("", "calls").inc()
         return Overloaded(f"the server already has {self._limit} calls in flight. Try again later", _RETRY_AFTER)
@@ -92,11 +98,14 @@ class CallsInFlight:
             self.metrics.refusals.labels("", "message").inc()
         seconds = time.monotonic() - call.begun
         method = call.method if f"/{call.method}" in REQUIRED else "unknown"
-        self.metrics.calls.labels(method, call.status).inc()
-        self.metrics.call_seconds.labels(method).observe(seconds)
+        self.metrics.call_ended(method, call.status, seconds)
         self._log.ended(call, seconds)
         if call.trace is not None:
             call.trace.end(call, method)
+        self.recent.pop(call.peer, None)
+        self.recent[call.peer] = None
+        if len(self.recent) > _MAX_RECENT:
+            del self.recent[next(iter(self.recent))]
         if call.admitted:
             own = self._by_identity[call.identity]
             own[call.peer] -= 1

@@ -1,0 +1,162 @@
+"""A limit on the memory of messages that are still arriving, and on that of messages being decompressed.
+
+gRPC keeps an unfinished message in memory and reports neither its size nor its progress, over any kind of socket. So
+what is limited is the process: when it grows beyond the memory that the server has announced at its start, calls whose
+messages are unfinished are refused.
+"""
+
+import asyncio
+import math
+import resource
+import time
+from collections import Counter
+from collections.abc import Awaitable
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from ..errors import Overloaded
+from .decompression import decompressed
+from .observability.call_context import Call
+from .observability.metrics import Metrics
+from .options import ServerLimits
+
+_INTERVAL = 0.05  # seconds between checks while calls wait for messages; one that waits for less is not refused
+_RETRY_AFTER = 1.0  # seconds
+_MAX_RATIO = 1032  # of deflate: a message of n bytes becomes at most that many times as large
+_MEMORY, _PAGE = Path("/proc/self/statm"), resource.getpagesize()
+
+
+@dataclass(eq=False)
+class _Wait:
+    """The wait of a call's task for a message. latest: its end, of time.monotonic(); checked: already at a check."""
+
+    call: Call
+    task: "asyncio.Task[Any]"
+    latest: float
+    checked: bool = False
+    error: Exception | None = None
+
+
+class ArrivingBytes:
+    """Refuses calls whose messages are unfinished while the process is too large. Only for the event loop's thread.
+
+    max_memory: of the process in bytes, None until the server has announced it.
+    """
+
+    def __init__(self, limits: ServerLimits = ServerLimits(), metrics: Metrics | None = None) -> None:
+        self.max_memory: int | None = None
+        self._refusals = (metrics or Metrics()).refusals.labels("", "arriving")
+        self._waits: dict[_Wait, None] = {}  # the oldest first
+        self._timer: asyncio.TimerHandle | None = None
+        self._peak = 0  # bytes of the process at the latest refusal, 0 if it has shrunk since
+        self._max_message = self._room = limits.max_message_bytes
+        self._spared = limits.max_arriving_bytes // self._max_message  # unfinished messages that each may always have
+        self._queue: dict[asyncio.Future[None], tuple[str, int]] = {}  # to be decompressed: client and bytes
+        self._served = ""  # the client whose message was decompressed last
+
+    async def receive(self, call: Call, message: Awaitable[Any], seconds: float = math.inf) -> Any:
+        """Await the next message of a call.
+
+        Raises Overloaded if the call is refused meanwhile, TimeoutError after these seconds, one check late at most.
+        """
+        task = asyncio.current_task()
+        assert task is not None, "gRPC and HTTP run each call in a task"
+        wait = _Wait(call, task, time.monotonic() + seconds)
+        self._waits[wait] = None
+        if self._timer is None:
+            self._timer = asyncio.get_running_loop().call_later(_INTERVAL, self._check)
+        try:
+            return await message
+        except asyncio.CancelledError:
+            if wait.error is None:
+                raise
+            task.uncancel()
+            raise wait.error from None
+        finally:
+            self._waits.pop(wait, None)
+
+    def _check(self) -> None:
+        """End waits that are over, and refuse unfinished messages each time that the process has grown too large."""
+        self._timer, now = None, time.monotonic()
+        for wait in [wait for wait in self._waits if wait.latest <= now]:
+            self._end(wait, TimeoutError())
+        if self.max_memory is not None:
+            self._refuse(process_memory(), self.max_memory)
+        for wait in self._waits:
+            wait.checked = True
+        if self._waits:
+            self._timer = asyncio.get_running_loop().call_later(_INTERVAL, self._check)
+
+    def _refuse(self, size: int, limit: int) -> None:
+        """Refuse the unfinished messages of the client with the most, if the process has grown beyond its limit."""
+        old = [wait for wait in self._waits if wait.checked]
+        if size <= limit:
+            self._peak = 0
+        elif old and size > self._peak:
+            self._peak = size
+            # A stream that has got a message may be idle: it is not among the first.
+            suspects = [wait for wait in old if not wait.call.bytes] or old
+            identity, _ = Counter(wait.call.identity for wait in suspects).most_common(1)[0]
+            for wait in [wait for wait in suspects if wait.call.identity == identity][self._spared :]:
+                self._refusals.inc()
+                text = (
+                    f"this server has {size} bytes in memory, more than the {limit} of its start line, and most of the "
+                    f"unfinished messages are from {identity}. Send fewer large messages at a time, or later"
+                )
+                self._end(wait, Overloaded(text, _RETRY_AFTER))
+
+    def _end(self, wait: _Wait, error: Exception) -> None:
+        wait.error = error
+        wait.task.cancel()
+        del self._waits[wait]
+
+    async def decompressed(self, call: Call, data: bytes) -> bytes:
+        """Decompress a message when there is room for it, which it has until `Call.message_admitted`.
+
+        There is room for one of the largest: several would hold Python's lock by turns. What it becomes is not known
+        before, so the largest possible size is reserved. Clients take turns.
+        """
+        call.message_admitted()  # the one before it, of a stream
+        size = min(len(data) * _MAX_RATIO, self._max_message)
+        if self._queue or size > self._room:
+            turn = asyncio.get_running_loop().create_future()
+            self._queue[turn] = call.identity, size
+            try:
+                await turn
+            except asyncio.CancelledError:
+                if self._queue.pop(turn, None) is None:  # its turn came at the same moment
+                    self._free(size)
+                raise
+        else:
+            self._room -= size
+        call.free_message = partial(self._free, size)
+        try:
+            return await asyncio.to_thread(decompressed, data, self._max_message)
+        except BaseException:
+            call.message_admitted()
+            raise
+
+    def _free(self, size: int) -> None:
+        """Free reserved bytes, for those who wait."""
+        self._room += size
+        while self._queue:
+            others = (turn for turn, (client, _) in self._queue.items() if client != self._served)
+            turn = next(others, next(iter(self._queue)))
+            client, wanted = self._queue[turn]
+            if wanted > self._room:
+                return
+            del self._queue[turn]
+            if not turn.done():
+                self._room -= wanted
+                self._served = client
+                turn.set_result(None)
+
+
+def process_memory() -> int:
+    """Return the resident bytes of this process; 0 on systems without /proc."""
+    try:
+        return int(_MEMORY.read_text().split()[1]) * _PAGE
+    except OSError:
+        return 0

@@ -1,0 +1,185 @@
+"""The JSON answers of /v1: protobuf's JSON form of proto/prelunet/v1, with its names and all its fields."""
+
+from collections.abc import Iterable, Mapping
+from dataclasses import replace
+
+import numpy as np
+from msgspec import UNSET, Struct, UnsetType
+
+from ...answer import ClassMap, ClassScore, Timings
+from ...contract import ClassEntry
+from ...engine.session import Circumstances
+from ...protocols import supported_protocols
+from ..repository import Version
+from ..scheduling.model import ServedModel
+from ..scheduling.request import Answered
+
+_MAX_PARTS = 4096  # kept of a plan: images of mixed sizes have many window grids
+
+
+class _Answer(Struct, forbid_unknown_fields=True):
+    pass
+
+
+class ModelIdentity(_Answer):
+    """The model that answered. sha256: of its file; version: 1 for a model of the command line."""
+
+    name: str
+    sha256: str
+    version: int
+
+
+class Protocol(_Answer):
+    """Which views of an image are classified, and how they are averaged. crop: unset for the whole image."""
+
+    name: str
+    kind: str
+    scales: list[int]
+    mirror: bool
+    averaging: str
+    weights: str
+    long_side_cap: int
+    interpolation: str
+    apply_exif: bool
+    crop: int | UnsetType = UNSET
+
+
+class WindowGrid(_Answer):
+    """The number of windows of a view: rows times columns."""
+
+    rows: int
+    columns: int
+
+
+class View(_Answer):
+    """One view of the image that the model classified. scale: shorter side in pixels."""
+
+    scale: int
+    mirrored: bool
+    part: str
+    windows: WindowGrid
+
+
+class ClassifyResponse(_Answer):
+    """The best classes of one image, and how it was classified. heatmap: base64 of a PNG file, empty unless requested.
+
+    predictions: best first; capped: whether a long side was cut to its center; maps: empty unless requested.
+    """
+
+    predictions: list[ClassScore]
+    model: ModelIdentity
+    protocol: Protocol
+    views: list[View]
+    capped: bool
+    circumstances: Circumstances
+    heatmap: bytes
+    timings: Timings
+    maps: list[ClassMap]
+
+
+class VersionProblem(_Answer):
+    """What is wrong with a version of a model."""
+
+    name: str
+    version: int
+    reason: str
+
+
+class ListModelsResponse(_Answer):
+    """The newest loaded version of each model, and what is wrong with versions in the server's folder."""
+
+    models: list[ModelIdentity]
+    problems: list[VersionProblem]
+
+
+class Model(_Answer):
+    """One model, and the device that runs it. The index of a class is its position; sides are in pixels."""
+
+    name: str
+    sha256: str
+    architecture: str
+    activation: str
+    classes: tuple[ClassEntry, ...]
+    crop: int
+    default_scales: tuple[int, ...]
+    max_side: int
+    canvas: str
+    circumstances: Circumstances
+    checkpoint_sha256: str
+    protocols: tuple[str, ...]
+    version: int
+
+
+def classify_response(answer: Answered) -> ClassifyResponse:
+    """Return the answer to one image."""
+    classes, (model, protocol, views) = answer.model.session.contract.classes, _constant_parts(answer)
+    return ClassifyResponse(
+        predictions=[
+            ClassScore(index, classes[index].wnid, classes[index].name, _shortest(score))
+            for index, score in answer.classified.top(answer.plan.top)
+        ],
+        model=model,
+        protocol=protocol,
+        views=views,
+        capped=answer.classified.capped,
+        circumstances=answer.model.session.circumstances,
+        heatmap=answer.heatmap,
+        timings=answer.timings,
+        maps=[replace(each, scores=tuple(map(_shortest, each.scores))) for each in answer.maps],
+    )
+
+
+def _constant_parts(answer: Answered) -> tuple[ModelIdentity, Protocol, list[View]]:
+    """Return the parts that are equal for all images of the same plan and window grids."""
+    views, parts = answer.classified.views, answer.plan.parts
+    key = ClassifyResponse, *(seen.windows for seen in views)
+    found: tuple[ModelIdentity, Protocol, list[View]] | None = parts.get(key)
+    if found is None:
+        protocol = answer.plan.protocol.to_json()
+        crop = protocol.pop("crop")
+        found = (
+            _identity(answer.model),
+            Protocol(**protocol, crop=UNSET if crop is None else crop),
+            [View(**seen.view.to_json(), windows=WindowGrid(*seen.windows)) for seen in views],
+        )
+        if len(parts) >= _MAX_PARTS:
+            parts.clear()
+        parts[key] = found
+    return found
+
+
+def _shortest(score: float) -> float:
+    """Return the number with the fewest digits that is the same in float32: 0.1 instead of 0.10000000149011612."""
+    return float(str(np.float32(score)))
+
+
+def _identity(served: ServedModel) -> ModelIdentity:
+    return ModelIdentity(served.name, served.session.model_sha256, served.version)
+
+
+def list_models_response(models: Iterable[ServedModel], problems: Mapping[Version, str]) -> ListModelsResponse:
+    """Return the list of models. problems: of versions in the server's folder."""
+    return ListModelsResponse(
+        [_identity(each) for each in models],
+        [VersionProblem(version.name, version.number, reason) for version, reason in problems.items()],
+    )
+
+
+def model_response(served: ServedModel) -> Model:
+    """Describe a served model."""
+    contract, session = served.session.contract, served.session
+    return Model(
+        name=served.name,
+        sha256=session.model_sha256,
+        architecture=contract.name,
+        activation=contract.architecture.activation,
+        classes=contract.classes,
+        crop=contract.crop,
+        default_scales=contract.default_scales,
+        max_side=contract.max_side,
+        canvas=contract.canvas,
+        circumstances=session.circumstances,
+        checkpoint_sha256=contract.checkpoint_sha256,
+        protocols=supported_protocols(contract),
+        version=served.version,
+    )

@@ -1,0 +1,522 @@
+"""The Open Inference Protocol in plain types, under both front ends: neither protobuf nor HTTP.
+
+https://github.com/kserve/open-inference-protocol, with Triton's extensions. A front end reads an `InferRequest`,
+`Inference` checks it and has its images classified, and the front end writes the `InferAnswer`. Descriptions are
+structs with the names and the order of proto/inference.
+"""
+
+import importlib.metadata
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from types import NoneType
+from typing import Any, Literal, TypeAlias
+
+import numpy as np
+from msgspec import Struct
+from prometheus_client import Gauge, Histogram, Summary
+
+from ..arrays import Float32Array
+from ..contract import MAX_SCALES
+from ..engine.scores import top_k
+from ..errors import ModelNotFound, UsageError
+from .concurrency import run_inline_or_in_thread
+from .data_plane import DataPlane
+from .observability.call_context import Call
+from .observability.logs import truncate
+from .observability.metrics import Metrics
+from .repository import Version
+from .scheduling.model import Asked, ServedModel
+
+INPUT, OUTPUT = "images", "scores"
+MAX_IMAGES = 64  # per call
+MAX_VIEWS = 1024  # of all images together, if a call has several
+LENGTH_PREFIX = 4  # bytes before each element of raw BYTES, little-endian
+# Names as in Triton's documentation.
+EXTENSIONS = ("classification", "model_configuration", "model_repository", "statistics", "parameters")
+
+_LARGE_MESSAGE = 2**20  # bytes; splitting it copies it, in half a millisecond
+_MANY_ELEMENTS = 1000  # scores or texts; converting them takes a millisecond
+_PLATFORM = "prelunet_onnx"
+_EXPECTED_INPUT = f"this model takes one input: '{INPUT}', datatype BYTES, shape [N] with N from 1 to {MAX_IMAGES}"
+_MAX_QUOTED = 100  # characters of a client's text in an error message
+_SCALES = re.compile(r"\d{1,9}(,\d{1,9})*", re.ASCII)
+
+# Parameters, and the types that each may have.
+_REQUEST_PARAMETERS: Mapping[str, tuple[type, ...]] = {
+    "protocol": (str,),
+    "scales": (int, str),
+    "mirror": (bool,),
+    "apply_exif": (bool,),
+    "timeout": (int,),
+    "priority": (int,),
+    "triton_enable_empty_final_response": (bool,),  # sent by Triton's C++ client with every call
+}
+_OUTPUT_PARAMETERS: Mapping[str, tuple[type, ...]] = {"classification": (int,)}
+_INPUT_PARAMETERS: Mapping[str, tuple[type, ...]] = {}
+_TYPE_NAMES = {bool: "bool", int: "int64", float: "double", str: "string", NoneType: "empty"}  # the protocol's
+# Triton's parameters, by prefix. Its clients send a whole family when the user sets one of it.
+_UNSUPPORTED_PARAMETERS: Mapping[str, str] = {
+    "sequence_": "this server has no sequences, each request is independent. Call without a sequence_id",
+    "shared_memory_": "this server accepts images only in the message, and answers in one. Call without shared memory",
+}
+
+Parameters: TypeAlias = Mapping[str, bool | int | float | str | None]  # None: named, but without a value
+
+
+# Requests and answers.
+
+
+@dataclass(frozen=True, slots=True)
+class InputTensor:
+    """An input as sent. images: returns the given number of elements, or raises UsageError."""
+
+    name: str
+    datatype: str
+    shape: Sequence[int]
+    parameters: Parameters
+    images: Callable[[int], Sequence[bytes]]
+
+
+@dataclass(frozen=True, slots=True)
+class InferRequest:
+    """A request as sent, with any number of inputs and outputs: there may be millions, and only one each is valid.
+
+    inputs: their number; tensor: the first of them; outputs: the names of the requested ones; output_parameters: of the
+    first of them.
+    """
+
+    parameters: Parameters
+    inputs: int
+    tensor: InputTensor | None
+    outputs: Sequence[str]
+    output_parameters: Parameters
+
+
+@dataclass(frozen=True, slots=True)
+class CheckedRequest:
+    """A valid request.
+
+    images: encoded, 1 to MAX_IMAGES; top: number of best classes to return for each image, None for all scores;
+    timeout: in seconds, None for only the call's deadline.
+    """
+
+    images: tuple[bytes, ...]
+    asked: Asked
+    top: int | None
+    timeout: float | None
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class InferAnswer:
+    """The answer to a request: its one output. scores: float32 (classes,) of each image; top: as in `CheckedRequest`.
+
+    It is written in a thread if it is `large`.
+    """
+
+    model: ServedModel
+    scores: Sequence[Float32Array]
+    top: int | None
+
+    @property
+    def datatype(self) -> Literal["FP32", "BYTES"]:
+        return "FP32" if self.top is None else "BYTES"
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        return len(self.scores), self.top or len(self.model.session.contract.classes)
+
+    @property
+    def large(self) -> bool:
+        return self.shape[0] * self.shape[1] > _MANY_ELEMENTS
+
+    def numbers(self) -> list[float]:
+        """Return all scores, image by image."""
+        scores: list[float] = np.concatenate(self.scores).tolist()
+        return scores
+
+    def texts(self) -> list[str]:
+        """Return the best classes of each image in Triton's format: `score:class index:name`."""
+        classes = self.model.session.contract.classes
+        return [
+            f"{score:f}:{index}:{classes[index].name}"
+            for of_image in self.scores
+            for index, score in top_k(of_image, self.top or 0)
+        ]
+
+    def raw(self) -> bytes:
+        """Return the elements of the output as binary data."""
+        if self.top is None:
+            return np.concatenate(self.scores).astype("<f4", copy=False).tobytes()
+        elements = [text.encode() for text in self.texts()]
+        return b"".join(len(each).to_bytes(LENGTH_PREFIX, "little") + each for each in elements)
+
+
+# Descriptions. Their names are those of the messages, and of the schemas in the OpenAPI description.
+
+
+class _Description(Struct, forbid_unknown_fields=True):
+    pass
+
+
+class ServerMetadata(_Description):
+    """Name and version of the server, and the extensions of the protocol that it supports."""
+
+    name: str
+    version: str
+    extensions: tuple[str, ...]
+
+
+class TensorMetadata(_Description):
+    """An input or output of a model; -1 is any number of images."""
+
+    name: str
+    datatype: Literal["BYTES", "FP32"]
+    shape: tuple[int, ...]
+
+
+class ModelMetadata(_Description):
+    """The inputs and outputs of a model. versions: the loaded ones, newest first."""
+
+    name: str
+    versions: tuple[str, ...]
+    platform: str
+    inputs: tuple[TensorMetadata, ...]
+    outputs: tuple[TensorMetadata, ...]
+
+
+class ModelTensor(_Description):
+    """An input or output in a model's configuration; its dimensions exclude the batch."""
+
+    name: str
+    data_type: Literal["TYPE_STRING", "TYPE_FP32"]
+    dims: tuple[int, ...]
+
+
+class ModelDynamicBatching(_Description):
+    """Requests of all clients share batches."""
+
+
+class ModelParameter(_Description):
+    """A value of a model's parameters."""
+
+    string_value: str
+
+
+class ModelConfig(_Description):
+    """A model's configuration in Triton's form."""
+
+    name: str
+    platform: str
+    max_batch_size: int
+    input: tuple[ModelTensor, ...]
+    output: tuple[ModelTensor, ...]
+    dynamic_batching: ModelDynamicBatching
+    parameters: dict[str, ModelParameter]
+    backend: str
+
+
+class StatisticDuration(_Description):
+    """Number of events, and their total duration in nanoseconds."""
+
+    count: int
+    ns: int
+
+
+class InferStatistics(_Description):
+    """Statistics of the images sent to a model, by stage."""
+
+    success: StatisticDuration
+    fail: StatisticDuration
+    queue: StatisticDuration
+    compute_input: StatisticDuration
+    compute_infer: StatisticDuration
+    compute_output: StatisticDuration
+
+
+class ModelStatistics(_Description):
+    """Statistics of all versions of a model since the server started.
+
+    version: the newest; last_inference: in milliseconds since 1970, 0 before the first answer.
+    """
+
+    name: str
+    version: str
+    last_inference: int
+    inference_count: int
+    execution_count: int
+    inference_stats: InferStatistics
+
+
+class ModelIndex(_Description):
+    """A version of a model. reason: why it is not served, or what is wrong with its folder; otherwise empty."""
+
+    name: str
+    version: str
+    state: Literal["READY", "UNAVAILABLE"]
+    reason: str
+
+
+class Inference:
+    """Answers the calls of the protocol, on the event loop's thread; nothing is computed here.
+
+    name, version: of a model; without a version the newest. Raises ModelNotFound if it is not served.
+    """
+
+    def __init__(self, plane: DataPlane) -> None:
+        self._plane = plane
+
+    def ready(self) -> bool:
+        """Return whether the server accepts new work."""
+        return self._plane.ready()
+
+    def has(self, name: str, version: str = "") -> bool:
+        """Return whether a model is served, by a server that is ready or not."""
+        return self._plane.has(_with_version(name, version))
+
+    def server_metadata(self) -> ServerMetadata:
+        return ServerMetadata("prelunet", importlib.metadata.version("prelunet"), EXTENSIONS)
+
+    def model_metadata(self, name: str, version: str = "") -> ModelMetadata:
+        served = self._model(name, version)
+        versions = tuple(str(each.version) for each in self._plane.versions(served.name))
+        inputs = TensorMetadata(INPUT, "BYTES", (-1, 1))
+        outputs = TensorMetadata(OUTPUT, "FP32", (-1, len(served.session.contract.classes)))
+        return ModelMetadata(served.name, versions, _PLATFORM, (inputs,), (outputs,))
+
+    def model_config(self, name: str, version: str = "") -> ModelConfig:
+        served = self._model(name, version)
+        session = served.session
+        parameters = {
+            "sha256": session.model_sha256,
+            "architecture": session.contract.name,
+            "provider": session.circumstances.provider,
+            "precision": session.circumstances.precision,
+        }
+        return ModelConfig(
+            name=served.name,
+            platform=_PLATFORM,
+            max_batch_size=MAX_IMAGES,
+            input=(ModelTensor(INPUT, "TYPE_STRING", (1,)),),
+            output=(ModelTensor(OUTPUT, "TYPE_FP32", (len(session.contract.classes),)),),
+            dynamic_batching=ModelDynamicBatching(),
+            parameters={key: ModelParameter(value) for key, value in parameters.items()},
+            backend="prelunet",
+        )
+
+    def statistics(self, name: str = "", version: str = "") -> list[ModelStatistics]:
+        """Return the statistics of a model, or of each without a name."""
+        models = [self._model(name, version)] if name else self._plane.models()
+        return [model_statistics(model.name, model.version, self._plane.metrics) for model in models]
+
+    def index(self, *, only_ready: bool) -> list[ModelIndex]:
+        """List the loaded versions of all models, and those that are not served, with what is wrong with them."""
+        ready = self._plane.ready()
+        served = [each for model in self._plane.models() for each in self._plane.versions(model.name)]
+        reason = "" if ready else "the server accepts no new work"
+        loaded = dict.fromkeys((Version(each.name, each.version) for each in served), reason)
+        return [
+            ModelIndex(name, str(number), "READY" if ready and (name, number) in loaded else "UNAVAILABLE", reason)
+            for (name, number), reason in {**loaded, **self._plane.problems()}.items()
+            if not only_ready or (ready and (name, number) in loaded)
+        ]
+
+    async def load(self, name: str, parameters: Iterable[str]) -> None:
+        """Load a model of the server's folder. name: or NAME/VERSION; parameters: UsageError if there are any."""
+        _require_known(parameters, ())
+        await self._plane.load(name)
+
+    async def unload(self, name: str, parameters: Iterable[str]) -> None:
+        """Do the reverse."""
+        _require_known(parameters, ("unload_dependents",))
+        await self._plane.unload(name)
+
+    async def infer(self, name: str, version: str, request: InferRequest, call: Call) -> InferAnswer:
+        """Classify the images of a request, of a call with its `message_bytes`.
+
+        Raises UsageError for an invalid request, and the errors of `DataPlane.classify_all`.
+        """
+        check = partial(check_request, request, self._model(name, version))
+        del request  # free it while waiting, with the second copy of its images
+        checked = await run_inline_or_in_thread(check, in_thread=call.message_bytes > _LARGE_MESSAGE)
+        del check
+        answers = await self._plane.classify_all(
+            checked.images, _with_version(name, version), checked.asked, call, checked.timeout, INPUT
+        )
+        return InferAnswer(answers[0].model, [answer.classified.scores for answer in answers], checked.top)
+
+    def _model(self, name: str, version: str) -> ServedModel:
+        """Return a served model; the protocol requires a name even if there is only one model."""
+        if not name:
+            available = ", ".join(model.name for model in self._plane.models())
+            raise ModelNotFound(f"the request names no model. Available: {available}")
+        return self._plane.model(_with_version(name, version))
+
+
+def _with_version(name: str, version: str) -> str:
+    return f"{name}/{version}" if version else name
+
+
+def _require_known(parameters: Iterable[str], known: Sequence[str]) -> None:
+    if unknown := sorted(set(parameters) - set(known)):
+        raise UsageError(
+            f"parameter '{truncate(unknown[0], _MAX_QUOTED)}' is not supported: models and their configuration come "
+            "only from the server's folder"
+        )
+
+
+# Checking a request.
+
+
+def check_request(request: InferRequest, served: ServedModel) -> CheckedRequest:
+    """Check a request. Raises UsageError."""
+    values = _checked(request.parameters, _REQUEST_PARAMETERS, "the request")
+    tensor = _input_of(request)
+    count = _image_count(tensor.shape)
+    images = tensor.images(count)
+    asked = Asked(
+        protocol=values.get("protocol", ""),
+        scales=_scales_of(values.get("scales")),
+        mirror=values.get("mirror"),
+        apply_exif=values.get("apply_exif", False),
+    )
+    plan = served.plan(asked)
+    if count > 1 and count * plan.views > MAX_VIEWS:
+        raise UsageError(
+            f"{count} images have {count * plan.views} views with protocol {plan.protocol.name}, but a call may "
+            f"have at most {MAX_VIEWS}. Send fewer images per call"
+        )
+    top = _top_of(request, len(served.session.contract.classes))
+    return CheckedRequest(tuple(images), asked, top, _timeout_of(values))
+
+
+def _checked(parameters: Parameters, allowed: Mapping[str, tuple[type, ...]], where: str) -> dict[str, Any]:
+    """Return parameters that are all known and of the right type; otherwise raise UsageError."""
+    for name, value in sorted(parameters.items()):  # a map has no order on the wire
+        if name.startswith(tuple(_UNSUPPORTED_PARAMETERS)):
+            reason = next(why for prefix, why in _UNSUPPORTED_PARAMETERS.items() if name.startswith(prefix))
+            raise UsageError(f"{where} has a parameter '{truncate(name, _MAX_QUOTED)}': {reason}")
+        if name not in allowed:
+            raise UsageError(
+                f"{where} has an unknown parameter '{truncate(name, _MAX_QUOTED)}'. "
+                f"Allowed: {', '.join(allowed) or 'none'}"
+            )
+        if type(value) not in allowed[name]:
+            types = " or ".join(_TYPE_NAMES[each] for each in allowed[name])
+            raise UsageError(f"parameter '{name}' of {where} should be of type {types}, not {_TYPE_NAMES[type(value)]}")
+    return dict(parameters)
+
+
+def _input_of(request: InferRequest) -> InputTensor:
+    """Return the input tensor; UsageError unless it is the only one and has the expected name and type."""
+    tensor = request.tensor
+    if tensor is None:
+        raise UsageError(f"the request has no input; {_EXPECTED_INPUT}")
+    if request.inputs > 1:
+        raise UsageError(f"the request has {request.inputs} inputs; {_EXPECTED_INPUT}")
+    if tensor.name != INPUT:
+        raise UsageError(f"the model has no input '{truncate(tensor.name, _MAX_QUOTED)}'; {_EXPECTED_INPUT}")
+    if tensor.datatype != "BYTES":
+        raise UsageError(f"input '{INPUT}' has datatype '{truncate(tensor.datatype, _MAX_QUOTED)}'; {_EXPECTED_INPUT}")
+    _checked(tensor.parameters, _INPUT_PARAMETERS, f"input '{INPUT}'")
+    return tensor
+
+
+def _image_count(shape: Sequence[int]) -> int:
+    """Return the number of images that a shape declares."""
+    if not (len(shape) == 1 or (len(shape) == 2 and shape[1] == 1)) or not 1 <= shape[0] <= MAX_IMAGES:
+        dimensions = ", ".join(map(str, shape[:8])) + (", …" if len(shape) > 8 else "")
+        raise UsageError(f"input '{INPUT}' has shape [{dimensions}]; {_EXPECTED_INPUT}")
+    return shape[0]
+
+
+def split_elements(raw: bytes, count: int) -> list[bytes]:
+    """Return the images in binary data, each of which follows its length."""
+    images, end = [], 0
+    for index in range(count):
+        start = end + LENGTH_PREFIX
+        end = start + int.from_bytes(raw[end:start], "little")
+        if end > len(raw):
+            raise UsageError(
+                f"`raw_input_contents` of {len(raw)} bytes ends within {INPUT}[{index}], but its shape declares "
+                f"{count}. Precede each image by its length as {LENGTH_PREFIX} bytes, little-endian"
+            )
+        images.append(raw[start:end])
+    if end < len(raw):
+        raise UsageError(
+            f"`raw_input_contents` has {len(raw) - end} bytes after {INPUT}[{count - 1}]; the shape of '{INPUT}' "
+            "should give the number of images"
+        )
+    return images
+
+
+def _scales_of(value: str | int | None) -> tuple[int, ...] | None:
+    if value is None:
+        return None
+    if isinstance(value, str) and (len(value) > 6 * MAX_SCALES or not _SCALES.fullmatch(value)):
+        raise UsageError(
+            f"parameter 'scales' should be 1 to {MAX_SCALES} comma-separated integers in pixels, as in '256,384,480'"
+        )
+    return tuple(map(int, str(value).split(",")))
+
+
+def _timeout_of(values: Mapping[str, int]) -> float | None:
+    """Return the requested timeout in seconds; None for only the call's deadline."""
+    if values.get("priority", 0) != 0:
+        raise UsageError("parameter 'priority' should be 0: this server has no priorities, it serves clients in turn")
+    microseconds = values.get("timeout", 0)
+    if microseconds < 0:
+        raise UsageError(f"parameter 'timeout' is {microseconds} microseconds; it should be 0 (none) or more")
+    return microseconds / 1e6 or None
+
+
+def _top_of(request: InferRequest, classes: int) -> int | None:
+    """Return the number of best classes to return for each image; None for all scores. classes: of the model."""
+    if not request.outputs:
+        return None
+    if (name := next((name for name in request.outputs if name != OUTPUT), None)) is not None:
+        raise UsageError(f"the model has no output '{truncate(name, _MAX_QUOTED)}'. Its only output: {OUTPUT}")
+    if len(request.outputs) > 1:
+        raise UsageError(f"output '{OUTPUT}' is requested {len(request.outputs)} times; request it once")
+    top: int | None = _checked(request.output_parameters, _OUTPUT_PARAMETERS, f"output '{OUTPUT}'").get(
+        "classification"
+    )
+    if top is not None and not 1 <= top <= classes:
+        raise UsageError(
+            f"parameter 'classification' is {top}, but this model has {classes} classes; give 1 to {classes}"
+        )
+    return top
+
+
+# Triton's model statistics, derived from the server's Prometheus metrics.
+
+_STAGES = {"queue": "queue", "compute_input": "decode", "compute_infer": "compute", "compute_output": "average"}
+
+
+def model_statistics(name: str, version: int, metrics: Metrics) -> ModelStatistics:
+    """Return the statistics of one model, of all its versions, since the server started. version: the newest."""
+    success = _duration(metrics.request_seconds.labels(name))
+    stages = {field: _duration(metrics.stage_seconds.labels(name, stage)) for field, stage in _STAGES.items()}
+    return ModelStatistics(
+        name=name,
+        version=str(version),
+        last_inference=round(1000 * _samples(metrics.last_answer.labels(name))[""]),
+        inference_count=success.count,
+        execution_count=_duration(metrics.batch_seconds.labels(name)).count,
+        inference_stats=InferStatistics(success=success, fail=_duration(metrics.failed_seconds.labels(name)), **stages),
+    )
+
+
+def _duration(instrument: Histogram | Summary) -> StatisticDuration:
+    """Return the number of observations and their sum in nanoseconds. instrument: observes seconds."""
+    samples = _samples(instrument)
+    return StatisticDuration(round(samples["_count"]), round(1e9 * samples["_sum"]))
+
+
+def _samples(instrument: Gauge | Histogram | Summary) -> dict[str, float]:
+    """Return an instrument's values by the suffix of their names: "_count" and "_sum"; for a gauge only ""."""
+    (metric,) = instrument.collect()
+    return {
+        sample.name.removeprefix(metric.name): sample.value for sample in metric.samples if "le" not in sample.labels
+    }

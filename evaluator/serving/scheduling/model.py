@@ -1,0 +1,196 @@
+"""A served version of a model: what it takes to answer a request, and its scheduling state on its device."""
+
+import itertools
+import math
+from collections import deque
+from dataclasses import dataclass, field
+from functools import lru_cache
+from statistics import median
+from typing import Any
+
+from ...answer import resolve_top_k
+from ...contract import ModelContract
+from ...engine.session import Session
+from ...engine.shape_buckets import ShapeBuckets, build_shape_buckets
+from ...imaging.limits import DecodeLimits
+from ...protocols import (
+    EvaluationProtocol,
+    ProtocolOverrides,
+    build_protocol,
+    default_protocol_name,
+    supported_protocols,
+)
+from ..decoding import PrepareOptions
+from ..observability.metrics import ModelMetrics
+from ..options import ModelFile
+from .admission import AdmissionController
+
+_RECENT_BATCHES = 8  # used to estimate the time of a model's next batch
+_MAX_PLANS = 1000  # kept of a model
+
+_numbers = itertools.count()
+
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """How a client wants an image classified; the defaults are the model's.
+
+    protocol: name; scales: shorter sides in pixels that replace the protocol's; top: number of best classes; heatmap,
+    maps: return heat maps of the five best classes, as a picture, as numbers.
+    """
+
+    protocol: str = ""
+    scales: tuple[int, ...] | None = None
+    mirror: bool | None = None
+    apply_exif: bool = False
+    top: int | None = None
+    heatmap: bool = False
+    maps: bool = False
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class Plan:
+    """What all requests that ask the same of a model have in common.
+
+    top: number of best classes; heatmap, maps: as in `Asked`; prepare: how to decode an image; views: of an image;
+    pixels: an estimate of theirs; parts: of answers, those that do not depend on the image, as the front ends keep
+    them.
+    """
+
+    protocol: EvaluationProtocol
+    top: int
+    heatmap: bool
+    maps: bool
+    prepare: PrepareOptions
+    views: int
+    pixels: int
+    parts: dict[Any, Any] = field(default_factory=dict)
+
+
+class BatchTimes:
+    """Estimates the time of a model's batches from recent ones. Safe in the compute and staging threads."""
+
+    def __init__(self) -> None:
+        self._batches: deque[tuple[int, float]] = deque(maxlen=_RECENT_BATCHES)
+
+    def record(self, pixels: int, seconds: float) -> None:
+        """Record a batch. pixels: of its canvases."""
+        self._batches.append((pixels, seconds))
+
+    def expected(self, pixels: int) -> float:
+        """Return a lower estimate of a batch's time in seconds, 0 before the first batch.
+
+        A batch smaller than a measured one takes its share of that time, a larger one at least as long. The median,
+        because single batches can be slow for unrelated reasons.
+        """
+        shares = [seconds * min(1.0, pixels / measured) for measured, seconds in tuple(self._batches)]
+        return median(shares) if shares else 0.0
+
+    def forget_oldest(self) -> None:
+        """Forget the oldest batch. Otherwise, if all batches were expected to be too slow, none would run again."""
+        if self._batches:
+            self._batches.popleft()
+
+
+class ServedModel:
+    """A version of a model on its device.
+
+    file: last component of its path; waiting: the `Waiting` of its device, which knows this module; admission: of all
+    versions of a model; key: of its flow in the fair queues, since versions, whose views must not share a batch,
+    have the same name; decoding: number of requests being decoded; ready_pixels, ready_windows: totals over the
+    canvases of ready views; ready_since: arrival of the first of these views; batch_times: on all threads, and in a
+    lane; canvas: of the last batch. The lock of `Waiting` protects all fields that change, except the last two.
+
+    Nothing closes it. Calls keep the version that they began with, so session and memory of a version that is no longer
+    served are freed when its last call ends. Therefore it must not be part of a reference cycle.
+    """
+
+    def __init__(
+        self,
+        file: ModelFile,
+        session: Session,
+        waiting: Any,
+        admission: AdmissionController,
+        metrics: ModelMetrics,
+        *,
+        limits: DecodeLimits = DecodeLimits(),
+        max_view_pixels: int | None = None,
+    ) -> None:
+        self.name, self.version, self.file = file.name, file.version, file.path.name
+        self.session, self.waiting, self.admission, self.metrics = session, waiting, admission, metrics
+        self.key = f"{self.name} {next(_numbers)}"
+        self.decoding = self.ready_pixels = self.ready_windows = 0
+        self.ready_since = 0.0
+        self.batch_times = BatchTimes(), BatchTimes()
+        self.canvas: tuple[int, ...] | None = None
+        self.shape_buckets = shape_buckets_of(session)
+        self._grid = lru_cache(4096)(session.contract.window_grid)
+        self._shapes: dict[tuple[int, int], tuple[int, int, int]] = {}
+        self._limits, self._max_view_pixels = limits, max_view_pixels or largest_own_view(session.contract)
+        self._plans: dict[Asked, Plan] = {}
+
+    def plan(self, asked: Asked) -> Plan:
+        """Return the plan of a request; UsageError if the model cannot do what it asks."""
+        if (plan := self._plans.get(asked)) is None:
+            contract = self.session.contract
+            overrides = ProtocolOverrides(scales=asked.scales, mirror=asked.mirror, apply_exif=asked.apply_exif)
+            protocol = build_protocol(asked.protocol or default_protocol_name(contract), contract, overrides)
+            prepare = PrepareOptions(protocol, self._limits, self._max_view_pixels, asked.heatmap)
+            top = resolve_top_k(asked.top, len(contract.classes))
+            # Before decoding the shape of a whole image is unknown; it is taken as square.
+            pixels = sum((protocol.crop or view.scale) ** 2 for view in protocol.views)
+            plan = Plan(protocol, top, asked.heatmap, asked.maps, prepare, len(protocol.views), pixels)
+            if len(self._plans) >= _MAX_PLANS:
+                self._plans.clear()
+            self._plans[asked] = plan
+        return plan
+
+    def canvas_of(self, height: int, width: int) -> tuple[int, int, int]:
+        """Return pixels, windows and lanes of a view's canvas in a batch of equal shapes."""
+        if (found := self._shapes.get((height, width))) is None:
+            step = self.session.rules.canvas_step
+            canvas = -(-height // step) * step, -(-width // step) * step
+            canvas = (self.shape_buckets.canvas(*canvas) if self.shape_buckets else None) or canvas
+            pixels, windows = math.prod(canvas), math.prod(self._grid(*canvas))
+            # In as many lanes as it has if one such canvas in each fits the largest batch.
+            lanes = self.session.lanes
+            lanes = lanes if self.session.rules.max_rows(pixels, windows) >= lanes else 1
+            if len(self._shapes) >= 4096:
+                self._shapes.clear()
+            found = self._shapes[height, width] = pixels, windows, lanes
+        return found
+
+    def max_rows(self, height: int, width: int) -> int:
+        """Return the number of such canvases in the largest batch."""
+        rows, columns = self._grid(height, width)
+        limit = self.session.rules.max_rows(height * width, rows * columns)
+        if self.shape_buckets and self.shape_buckets.canvas(height, width):
+            return self.shape_buckets.round_down_rows(limit)
+        return limit
+
+    @property
+    def fills_batch(self) -> bool:
+        return self.fills(self.ready_pixels, self.ready_windows)
+
+    def fills(self, pixels: int, windows: int, batches: int = 1) -> bool:
+        """Return whether this many pixels or windows fill `batches` of the largest batches."""
+        rules = self.session.rules
+        return pixels >= batches * rules.max_pixels or windows >= batches * rules.max_windows
+
+
+def largest_own_view(contract: ModelContract) -> int:
+    """Return the pixels of the largest view that a protocol of the model itself can have."""
+    protocols = [build_protocol(name, contract) for name in supported_protocols(contract)]
+    return max(each.long_side_cap * max(each.scales) ** 2 for each in protocols)
+
+
+def shape_buckets_of(session: Session) -> ShapeBuckets | None:
+    """Return the shape buckets of a server's batches; None where a new shape costs nothing, as on a CPU.
+
+    With a file for exact canvases an image fills its canvas, whatever its size, so only the crop has a bucket.
+    """
+    contract = session.contract
+    if not session.circumstances.on_gpu:
+        return None
+    scales = contract.default_scales if contract.canvas != "exact" else ()
+    return build_shape_buckets(contract.crop, scales, session.rules.canvas_step, contract.max_side)
