@@ -16,7 +16,7 @@ from benchmarks.common.server_process import PreluNetServer
 from benchmarks.reliability.cases import NAME, Json, ServerTestBed, claim, verdict
 from benchmarks.serving.load import Http, Workload
 from benchmarks.serving.peers import TLS
-from prelunet.evaluator.client import AsyncClient, Credentials, RetryPolicy
+from prelunet.evaluator.client import AsyncClient, Credentials
 from prelunet.evaluator.errors import PreluNetError, Unauthenticated
 from prelunet.evaluator.serving.access import create_token
 
@@ -176,7 +176,7 @@ async def _connection(
     """Connect, yield a function that makes a call with the token that the file has then, and disconnect."""
     if door == "grpc":
         credentials = Credentials(tls_ca=TLS / "ca.pem", token_file=token)
-        async with AsyncClient(server.address, credentials=credentials, retries=RetryPolicy.none()) as client:
+        async with AsyncClient(server.address, credentials=credentials, retries=False) as client:
             yield lambda: client.classify(image, protocol="center")
         return
     http = Http(Workload(server.http, "HTTP", NAME, "center", 1, 0, 0, 0.0, tls_ca=str(TLS / "ca.pem")), [image])

@@ -19,7 +19,6 @@ Exit codes: 0 no call failed, 1 a call failed or a case could not run, 3 the tim
 """
 
 import json
-import logging
 import os
 import re
 import shutil
@@ -90,7 +89,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--only", nargs="+", choices=list(CASES), default=list(CASES), metavar="NAME")
     parser.add_argument("--seed", type=int, default=1, help="random seed of the pictures")
     options = parser.parse_args(words)
-    logging.getLogger("prelunet.evaluator.client").setLevel(logging.ERROR)  # it reports every restart
     facts = {"device": "cpu", "tiny": options.tiny, "source": digest_of(*MEASURED), "seed": options.seed}
     now = {**circumstances(__file__, options, PACKAGES, words), **facts}
     runner = Runner(options.output, "rolling-restart", now, options.limit)

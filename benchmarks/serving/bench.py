@@ -160,7 +160,7 @@ class ServingBench:
 
 @dataclass(frozen=True)
 class LoadTarget:
-    """How a server is called. model: its name there; clients: calls in flight; rate: calls per second, or None.
+    """How a server is called. model: its name there; clients: calls in flight.
 
     servers: of several, each client process calls one.
     """
@@ -171,7 +171,6 @@ class LoadTarget:
     protocol: str
     images: tuple[int, ...]
     clients: int
-    rate: float | None = None
 
     def best(self, client: Worker) -> list[Any]:
         """Return the best classes of each picture from the server."""
@@ -189,7 +188,7 @@ class LoadTarget:
             found: bytes = stub.Classify(classify_request(load, image), timeout=CALL_SECONDS).SerializeToString()
         return found
 
-    def run_turn(self, workers: Sequence[Worker], calls: int, number: int) -> TurnResult:
+    def run_turn(self, workers: Sequence[Worker], calls: int, _number: int) -> TurnResult:
         """Make `calls` calls, spread over the client processes."""
         workers = workers[: self.clients]
         share = math.ceil(calls / len(workers))
@@ -202,8 +201,6 @@ class LoadTarget:
                 calls=share,
                 first=place * share,
                 begin_at=begin_at,
-                rate=self.rate and self.rate / len(workers),
-                seed=number * PROCESSES + place,
             )
             worker.send({"load": load, "images": self.images})
         results = [worker.receive() for worker in workers]
@@ -237,9 +234,9 @@ class LoadTarget:
         }
 
 
-def in_process(engine: Worker, way: str, protocol: str, images: Sequence[int], calls: int, _number: int) -> TurnResult:
+def in_process(engine: Worker, protocol: str, images: Sequence[int], calls: int, _number: int) -> TurnResult:
     """Let the engine classify `calls` pictures."""
-    engine.send({"way": way, "protocol": protocol, "images": images, "calls": calls})
+    engine.send({"protocol": protocol, "images": images, "calls": calls})
     result = engine.receive()
     return TurnResult(calls, result["seconds"], result["cpu_seconds"])
 
@@ -265,14 +262,15 @@ def check_answers(name: str, found: Sequence[Any], expected: Sequence[Any]) -> f
     return off
 
 
-def interleave(contenders: Mapping[str, Turn], calls: int, rounds: int) -> Json:
-    """Let all take turns, in an order shuffled for each round; return the summary of each by name.
+def interleave(contenders: Mapping[str, Turn], calls: int, rounds: int, first: int = 0) -> Json:
+    """Let all take turns in rounds from number `first` on; return the summary of each by name.
 
-    If calls of a contender fail, its summary has the first error, and its numbers mean nothing.
+    The order is shuffled for every even round and reversed for the next, so that no one is always early or late. If
+    calls of a contender fail, its summary has the first error, and its numbers mean nothing.
     """
     turns: dict[str, list[TurnResult]] = {name: [] for name in contenders}
-    for number in range(rounds):
-        for name in shuffled(contenders, number):
+    for number in range(first, first + rounds):
+        for name in shuffled(contenders, number // 2)[:: -1 if number % 2 else 1]:
             turns[name].append(contenders[name](calls, number))
     return {name: summary(of_one) for name, of_one in turns.items()}
 
@@ -280,7 +278,7 @@ def interleave(contenders: Mapping[str, Turn], calls: int, rounds: int) -> Json:
 def summary(turns: Sequence[TurnResult]) -> Json:
     """Summarize one contender for the result file.
 
-    ms: per call; percentiles and cpu_ms are over the calls of all rounds, cpus_ms has one number for each round.
+    ms: per call, over the calls of all rounds.
     """
     calls = sum(turn.calls for turn in turns)
     latencies = sorted(latency for turn in turns for latency in turn.latencies)
@@ -289,7 +287,6 @@ def summary(turns: Sequence[TurnResult]) -> Json:
         "rates": [significant(turn.calls / turn.seconds) for turn in turns],
         "calls": calls,
         "cpu_ms": significant(1000 * sum(turn.cpu for turn in turns) / calls),
-        "cpus_ms": [significant(1000 * turn.cpu / turn.calls) for turn in turns],
         "threads_ms": _threads(turns),
         "client_cpu_ms": significant(1000 * sum(turn.client_cpu for turn in turns) / calls),
         **{f"p{share}_ms": significant(1000 * percentile(latencies, share)) for share in (50, 99) if latencies},

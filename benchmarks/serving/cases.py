@@ -1,12 +1,14 @@
-"""The three parts of run.py: the contenders of each case and their calls."""
+"""The parts of run.py: the cases of one start of the servers, their contenders and calls."""
 
 import math
-import statistics
-from collections.abc import Mapping, Sequence
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Any
 
-from benchmarks.common.runner import Case, Runner
+from benchmarks.common.runner import Case
+from benchmarks.common.server_process import PreluNetServer, free_port
 from benchmarks.serving.bench import (
     Json,
     LoadTarget,
@@ -17,121 +19,158 @@ from benchmarks.serving.bench import (
     in_process,
     interleave,
 )
-from benchmarks.serving.engine import DECODING, IN_FLIGHT, WAYS
 from benchmarks.serving.peers import STARTERS
+from prelunet.evaluator.client import Client
 from prelunet.evaluator.engine.load import open_session
 from prelunet.evaluator.protocols import EvaluationProtocol, build_protocol
 
-OUR_APIS = ("Classify", "ClassifyStream", "OIP")
-SERVED = (("A", "center"), ("demo", "multi-scale"))  # net and protocol of the first part
+# Net and protocol of the first part → clients, and calls of a turn: 26, 6 and 3 s.
+SERVED = {("A", "multi-scale"): (4, 4), ("A", "center"): (16, 32), ("demo", "multi-scale"): (16, 192)}
 NET = "demo"  # of the other parts: small, so that they end in time and the server's own cost shows
+PROTOCOL = "center"  # of models that compute nothing, of HTTP and TLS, and of the restarts
 PEER_PROTOCOLS = {"center": "center", "dense": "dense-64"}  # name of a peer's model → its protocol
-NULL_PROTOCOL = "center"
 PICTURES = ("equal", "mixed")
 CLIENTS = (1, 4, 16)
-SHARE = 0.7  # rate of calls at random moments, as a share of the slowest server's throughput
+APIS = {  # of our server → as load.py calls it, and whether over TLS
+    "Classify": ("Classify", False),
+    "OIP": ("OIP", False),
+    "HTTP": ("HTTP", False),
+    "Classify, TLS": ("Classify", True),
+    "HTTP, TLS": ("HTTP", True),
+}
 
-# Seconds of one turn, rounds, and the minimum number of calls of a turn.
-SERVED_TURN = {"A": (10.0, 5, 32), "demo": (3.0, 7, 64)}
-PEER_TURN, OPEN_TURN = (1.5, 3, 48), (4.0, 2, 48)
-OVERHEAD_TURN = {1: (200, 5), 16: (960, 5)}  # number of clients → calls of a turn, rounds
+# Seconds of one turn, turns after each start, and the minimum number of calls of a turn.
+PEER_TURN, API_TURN = (1.5, 1, 48), (1.0, 1, 32)
+NULL_CALLS = 960  # of a turn
 TINY_CALLS = 8
+CALLERS, CALLS, RESTARTS = 16, 2000, 3
 
 
-def throughput(bench: ServingBench, runner: Runner) -> None:
-    """Compare our server with 16 clients to the engine in process."""
-    for net, protocol in SERVED[-1:] if bench.rig.tiny else SERVED:
-        settings = {"part": "throughput", "net": net, "protocol": protocol, "clients": IN_FLIGHT, "pictures": "mixed"}
-        seconds, rounds, _ = SERVED_TURN[net]
-        contenders = len(OUR_APIS) + len(WAYS)
-        duration = seconds * (rounds + 1) * contenders + 20
-        runner.measure(Case(settings, partial(_served, bench, net, protocol), duration))
-        if not bench.rig.tiny:
-            bench.stop()
+def throughput(bench: ServingBench, start: int) -> Iterator[Case]:
+    """Compare our server to the engine in process."""
+    for (net, protocol), (clients, calls) in list(SERVED.items())[-1 if bench.rig.tiny else 0 :]:
+        settings = {"part": "throughput", "net": net, "protocol": protocol, "clients": clients, "pictures": "mixed"}
+        yield Case({**settings, "start": start}, partial(_served, bench, net, protocol, clients, calls, start), 120)
 
 
-def _served(bench: ServingBench, net: str, protocol: str) -> Json:
-    images, engine = bench.pictures.mixed, bench.engine(net)
-    server = bench.ours(net)
-    ours = {api: LoadTarget((server,), api, net, protocol, images, IN_FLIGHT) for api in OUR_APIS}
-    off = _check(bench, ours, best_in_process(engine, protocol, images))
-    contenders: dict[str, Turn] = {way: partial(in_process, engine, way, protocol, images) for way in WAYS}
-    contenders |= {api: partial(target.run_turn, bench.clients()) for api, target in ours.items()}
-    turn = turn_lengths(bench, contenders, SERVED_TURN[net], IN_FLIGHT)
-    return {**measured(contenders, *turn), "off": off}
+def _served(bench: ServingBench, net: str, protocol: str, clients: int, calls: int, start: int) -> Json:
+    images, engine = bench.pictures.mixed[:clients], bench.engine(net)
+    target = LoadTarget((bench.ours(net),), "Classify", net, protocol, images, clients)
+    off = _check(bench, {"Classify": target}, best_in_process(engine, protocol, images))  # warms both up
+    contenders: dict[str, Turn] = {
+        "validate": partial(in_process, engine, protocol, images),
+        "Classify": partial(target.run_turn, bench.clients()),
+    }
+    return {**measured(contenders, TINY_CALLS if bench.rig.tiny else calls, 1, start), "off": off}
 
 
-def peers(bench: ServingBench, runner: Runner) -> None:
-    """Measure three servers of the same model file under the same load."""
-    given = [name for name in STARTERS if bench.pythons[name] is not None]
+def peers(bench: ServingBench, start: int) -> Iterator[Case]:
+    """Compare servers of the same model file under the same load."""
     for name, protocol in list(PEER_PROTOCOLS.items())[-1 if bench.rig.tiny else 0 :]:
         for pictures in PICTURES[-1:] if bench.rig.tiny else PICTURES:
-            common = {"part": "peers", "net": NET, "protocol": protocol, "pictures": pictures, "peers": given}
-            case = partial(_beside_peers, bench, name, pictures)
-            found: Json | None = None
             for clients in CLIENTS[-1:] if bench.rig.tiny else CLIENTS:
-                settings = {**common, "load": "closed", "clients": clients}
-                seconds, rounds, _ = PEER_TURN
-                found = runner.measure(Case(settings, partial(case, clients, None), seconds * (rounds + 2) * 4 + 5))
-            if found and "contenders" in found:
-                slowest = min(statistics.median(one["rates"]) for one in found["contenders"].values())
-                seconds, rounds, _ = OPEN_TURN
-                settings = {**common, "load": "open", "clients": CLIENTS[-1]}
-                work = partial(case, CLIENTS[-1], SHARE * slowest)
-                runner.measure(Case(settings, work, seconds * (rounds + 1) * 4 + 5))
+                settings = {"part": "peers", "net": NET, "protocol": protocol, "pictures": pictures, "clients": clients}
+                work = partial(_beside_peers, bench, name, pictures, clients, start)
+                yield Case({**settings, "peers": _given(bench), "start": start}, work)
 
 
-def _beside_peers(bench: ServingBench, name: str, pictures: str, clients: int, rate: float | None) -> Json:
+def _beside_peers(bench: ServingBench, name: str, pictures: str, clients: int, start: int) -> Json:
     images, protocol = getattr(bench.pictures, pictures), PEER_PROTOCOLS[name]
-    targets = {
-        "prelunet": LoadTarget((bench.ours(NET),), "Classify", NET, protocol, images, clients, rate),
-        "prelunet, OIP": LoadTarget((bench.ours(NET),), "OIP", NET, protocol, images, clients, rate),
-    }
+    targets = {"prelunet": LoadTarget((bench.ours(NET),), "Classify", NET, protocol, images, clients)}
     if clients > 1:
-        targets["prelunet, two servers"] = LoadTarget(bench.pair(NET), "Classify", NET, protocol, images, clients, rate)
+        targets["prelunet, two servers"] = LoadTarget(bench.pair(NET), "Classify", NET, protocol, images, clients)
     for peer, server in bench.peers(NET, _of_peers(bench)).items():
-        targets[peer] = LoadTarget((server,), "OIP of a peer", name, protocol, images, clients, rate)
+        targets[peer] = LoadTarget((server,), "OIP of a peer", name, protocol, images, clients)
     off = _check(bench, targets, best_in_process(bench.engine(NET), protocol, images))
     contenders = {one: partial(target.run_turn, bench.clients()) for one, target in targets.items()}
-    if rate is None:
-        turn = turn_lengths(bench, contenders, PEER_TURN, clients)
-    else:
-        seconds, rounds, minimum = OPEN_TURN
-        turn = (TINY_CALLS, 1) if bench.rig.tiny else (max(minimum, round(seconds * rate)), rounds)
-    rates = {} if rate is None else {"calls_per_second": round(rate, 2)}
-    return {**measured(contenders, *turn), "off": off, **rates}
+    return {**measured(contenders, *turn_lengths(bench, contenders, PEER_TURN, clients), start), "off": off}
 
 
-def overhead(bench: ServingBench, runner: Runner) -> None:
-    """Measure calls to models that compute nothing, one after the other and under load."""
-    given = [name for name in STARTERS if bench.pythons[name] is not None]
-    for clients, lengths in list(OVERHEAD_TURN.items())[-1 if bench.rig.tiny else 0 :]:
-        settings = {"part": "overhead", "clients": clients, "peers": given}
-        runner.measure(Case(settings, partial(_overhead, bench, clients, *lengths), 90))
+def apis(bench: ServingBench, start: int) -> Iterator[Case]:
+    """Compare gRPC, HTTP and TLS, on the demo net and on a model that computes nothing, there also with peers."""
+    for clients in CLIENTS[-1:] if bench.rig.tiny else CLIENTS:
+        settings = {"part": "apis", "net": NET, "protocol": PROTOCOL, "pictures": "mixed", "clients": clients}
+        yield Case({**settings, "start": start}, partial(_apis, bench, clients, start))
+    settings = {"part": "overhead", "clients": CLIENTS[-1], "peers": _given(bench)}
+    yield Case({**settings, "start": start}, partial(_overhead, bench, CLIENTS[-1], start), 60)
 
 
-def _overhead(bench: ServingBench, clients: int, calls: int, rounds: int) -> Json:
+def _apis(bench: ServingBench, clients: int, start: int) -> Json:
+    images = bench.pictures.mixed
+    targets = _of_ours(bench, images, clients, null=False)
+    off = _check(bench, targets, best_in_process(bench.engine(NET), PROTOCOL, images))
+    contenders = {name: partial(one.run_turn, bench.clients()) for name, one in targets.items()}
+    return {**measured(contenders, *turn_lengths(bench, contenders, API_TURN, clients), start), "off": off}
+
+
+def _overhead(bench: ServingBench, clients: int, start: int) -> Json:
     images = bench.pictures.smallest
-    server = bench.ours(NET, null=True)
-    apis = (*OUR_APIS, "ServerLive")
-    targets = {f"prelunet, {api}": LoadTarget((server,), api, NET, NULL_PROTOCOL, images, clients) for api in apis}
+    targets = _of_ours(bench, images, clients, null=True)
     picture = sorted(bench.pictures.folder.iterdir())[images[0]].read_bytes()
     echo = bench.echo(targets["prelunet, Classify"].answer(picture))
-    targets["echo, Classify"] = LoadTarget((echo,), "Classify", NET, NULL_PROTOCOL, images, clients)
+    targets["echo, Classify"] = LoadTarget((echo,), "Classify", NET, PROTOCOL, images, clients)
     for peer, there in bench.peers(NET, _of_peers(bench)).items():
         targets[f"{peer}, OIP"] = LoadTarget((there,), "OIP of a peer", "null", "", images, clients)
-        targets[f"{peer}, ServerLive"] = LoadTarget((there,), "ServerLive", "null", "", images, clients)
-    contenders: dict[str, Turn] = {name: partial(one.run_turn, bench.clients()) for name, one in targets.items()}
-    contenders[DECODING] = partial(in_process, bench.engine(NET), DECODING, NULL_PROTOCOL, images)
-    turn = (TINY_CALLS, 1) if bench.rig.tiny else (calls, rounds)
-    interleave(contenders, turn[0], 1)  # untimed
-    return measured(contenders, *turn)
+    contenders = {name: partial(one.run_turn, bench.clients()) for name, one in targets.items()}
+    calls = TINY_CALLS if bench.rig.tiny else NULL_CALLS
+    interleave(contenders, calls, 1)  # untimed
+    return measured(contenders, calls, 1, start)
+
+
+def _of_ours(bench: ServingBench, images: tuple[int, ...], clients: int, *, null: bool) -> dict[str, LoadTarget]:
+    return {
+        f"prelunet, {name}": LoadTarget(
+            (bench.ours(NET, null=null, http=True, tls=tls),), api, NET, PROTOCOL, images, clients
+        )
+        for name, (api, tls) in APIS.items()
+    }
+
+
+def restarts(bench: ServingBench, start: int) -> Iterator[Case]:
+    """Stop our server and start it again on its port, three times, under the calls of our client; only once."""
+    if start == 0:
+        settings = {"part": "restarts", "net": NET, "protocol": PROTOCOL, "pictures": "mixed", "clients": CALLERS}
+        calls = CALLS // 10 if bench.rig.tiny else CALLS
+        yield Case({**settings, "calls": calls, "restarts": RESTARTS}, partial(_restarted, bench, calls), 60)
+
+
+def _restarted(bench: ServingBench, calls: int) -> Json:
+    files = sorted(bench.pictures.folder.iterdir())
+    images = [files[index].read_bytes() for index in bench.pictures.mixed]
+    port = free_port()
+    options = ["--device", "cpu", "--threads", str(bench.threads), "--lame-duck", "0", "--port", str(port)]
+    took: list[float] = []
+    errors: list[str] = []
+    codes = []
+
+    def call(number: int) -> None:
+        begun = time.monotonic()
+        try:
+            client.classify(images[number % len(images)], protocol=PROTOCOL)
+        except Exception as error:  # whatever it is, the call is lost
+            errors.append(f"{type(error).__name__}: {error}")
+        took.append(time.monotonic() - begun)
+
+    with ThreadPoolExecutor(CALLERS) as pool, Client(f"127.0.0.1:{port}") as client:
+        for life in range(RESTARTS + 1):
+            log = bench.folder / f"restarted-{life}.log"
+            with PreluNetServer({NET: bench.rig.model_file(NET)}, *options, log=log) as server:
+                if life == 0:
+                    pool.map(call, range(calls))
+                while len(took) < (life + 1) * calls // (RESTARTS + 1):
+                    time.sleep(0.01)
+                codes.append(server.stop().code)
+    return {"lost": len(errors), "errors": errors[:3], "slowest_seconds": round(max(took), 2), "exit_codes": codes}
+
+
+def _given(bench: ServingBench) -> list[str]:
+    return [name for name in STARTERS if bench.pythons[name] is not None]
 
 
 def _of_peers(bench: ServingBench) -> Mapping[str, EvaluationProtocol]:
     """Return the protocols of the peers' models, by the name of the model."""
     contract = open_session(bench.rig.model_file(NET), "cpu").contract
-    names = {**PEER_PROTOCOLS, "null": NULL_PROTOCOL}
+    names = {**PEER_PROTOCOLS, "null": PROTOCOL}
     return {model: build_protocol(name, contract) for model, name in names.items()}
 
 
@@ -156,6 +195,6 @@ def turn_lengths(
     return math.ceil(wanted / clients) * clients, rounds
 
 
-def measured(contenders: Mapping[str, Turn], calls: int, rounds: int) -> Json:
-    """Run a case and return its entry of the result file."""
-    return {"calls_of_a_turn": calls, "rounds": rounds, "contenders": interleave(contenders, calls, rounds)}
+def measured(contenders: Mapping[str, Turn], calls: int, rounds: int, first: int = 0) -> Json:
+    """Run a case and return its entry of the result file. first: number of the first round."""
+    return {"calls_of_a_turn": calls, "rounds": rounds, "contenders": interleave(contenders, calls, rounds, first)}

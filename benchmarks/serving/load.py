@@ -1,15 +1,13 @@
-"""The clients of one process: a fixed number of calls in flight, or calls at random moments, with latencies.
+"""The clients of one process: a fixed number of calls in flight, with latencies.
 
     python -m benchmarks.serving.load FOLDER      folder of pictures; then one question per line, see `Workload`
 
 Uses plain generated stubs, and streams of bytes for HTTP, in one event loop, like a program with many calls. Each
-client has its own connection and calls again after its answer; over `ClassifyStream` all clients of the process share
-one stream.
+client has its own connection and calls again after its answer.
 """
 
 import asyncio
 import json
-import random
 import ssl
 import struct
 import sys
@@ -44,10 +42,9 @@ Json = dict[str, Any]
 class Workload:
     """The calls of one process.
 
-    api: a key of UNARY, ClassifyStream or HTTP; model, protocol: of the requests (peers have one protocol per model);
+    api: a key of UNARY, or HTTP; model, protocol: of the requests (peers have one protocol per model);
     clients, calls: of this process; first: index of its first picture; begin_at: on the clock of time.monotonic();
-    rate: calls per second at random moments (Poisson) of this process, None for closed-loop clients; tls_ca: file of
-    the authorities of the server's certificate, None without TLS.
+    tls_ca: file of the authorities of the server's certificate, None without TLS.
     """
 
     address: str
@@ -58,8 +55,6 @@ class Workload:
     calls: int
     first: int
     begin_at: float
-    rate: float | None = None
-    seed: int = 0
     tls_ca: str | None = None
 
 
@@ -108,10 +103,7 @@ UNARY: dict[str, tuple[Any, str, Callable[[Workload, bytes], Any], Callable[[Any
     "Classify": (pb_grpc.PreluNetServiceStub, "Classify", classify_request, best_of_prediction),
     "OIP": (oip_grpc.GRPCInferenceServiceStub, "ModelInfer", oip_request, best_of_ours),
     "OIP of a peer": (oip_grpc.GRPCInferenceServiceStub, "ModelInfer", oip_request, best_of_peer),
-    "ServerLive": (  # an empty call
-        oip_grpc.GRPCInferenceServiceStub, "ServerLive", lambda _load, _image: oip.ServerLiveRequest(), lambda _: [],
-    ),
-}  # fmt: skip
+}
 
 
 def open_channel(channels: Any, address: str, tls_ca: str | Path | None, options: Any = ()) -> Any:
@@ -148,52 +140,6 @@ class Unary:
         await self._channel.close()
 
 
-class Stream:
-    """One ClassifyStream on one connection; answers come in any order."""
-
-    def __init__(self, load: Workload, images: Sequence[bytes]) -> None:
-        self._channel = open_channel(grpc.aio, load.address, load.tls_ca, CHANNEL)
-        self._requests = [classify_request(load, image) for image in images]
-        self._call = pb_grpc.PreluNetServiceStub(self._channel).ClassifyStream(timeout=CALL_SECONDS)
-        self._pending: dict[str, asyncio.Future[Best]] = {}
-        self._sent = 0
-        self._turn = asyncio.Lock()  # one message at a time
-        self._reading = asyncio.create_task(self._read())
-
-    async def connect(self) -> None:
-        """Connect, also over TLS."""
-        await self._channel.channel_ready()
-
-    async def __call__(self, index: int) -> Best:
-        """Classify a picture and return its best classes."""
-        self._sent += 1
-        name = str(self._sent)
-        answer: asyncio.Future[Best] = asyncio.get_running_loop().create_future()
-        self._pending[name] = answer
-        request = pb.ClassifyStreamRequest(id=name, request=self._requests[index % len(self._requests)])
-        async with self._turn:
-            await self._call.write(request)
-        return await answer
-
-    async def _read(self) -> None:
-        try:
-            async for response in self._call:
-                answer = self._pending.pop(response.id)
-                if response.HasField("error"):
-                    answer.set_exception(RuntimeError(response.error.message))
-                else:
-                    answer.set_result(best_of_prediction(response.response))
-        except grpc.RpcError as error:
-            for answer in self._pending.values():
-                answer.set_exception(error)
-
-    async def close(self) -> None:
-        """Close the stream and the connection."""
-        await self._call.done_writing()
-        await self._reading
-        await self._channel.close()
-
-
 class Http:
     """Calls of `POST /v1/classify`, one image each, over one connection that stays open. token: sent if not empty."""
 
@@ -227,10 +173,9 @@ class Http:
         self._sent.close()
 
 
-async def connected(load: Workload, images: Sequence[bytes]) -> Unary | Stream | Http:
+async def connected(load: Workload, images: Sequence[bytes]) -> Unary | Http:
     """Connect to the server; call the result with the index of a picture."""
-    kinds: dict[str, type[Unary | Stream | Http]] = {"HTTP": Http, "ClassifyStream": Stream}
-    connection = kinds.get(load.api, Unary)(load, images)
+    connection = Http(load, images) if load.api == "HTTP" else Unary(load, images)
     async with asyncio.timeout(CALL_SECONDS):
         await connection.connect()
     return connection
@@ -242,56 +187,41 @@ async def run(load: Workload, images: Sequence[bytes]) -> Json:
     Returns latencies in seconds, in order of completion, begin and end on the clock of time.monotonic(), and the
     errors. The calls begin late if connecting takes until after `begin_at`.
     """
-    connections = [await connected(load, images) for _ in range(1 if load.api == "ClassifyStream" else load.clients)]
+    connections = [await connected(load, images) for _ in range(load.clients)]
     latencies: list[float] = []
     errors: list[str] = []
     begun = ended = max(load.begin_at, time.monotonic())
     numbers = iter(range(load.first, load.first + load.calls))  # shared by all clients of the process
 
-    async def call(connection: Unary | Stream | Http, index: int, since: float) -> None:
+    async def client(connection: Unary | Http) -> None:
         nonlocal ended
-        try:
-            await connection(index)
-        except (grpc.RpcError, RuntimeError, OSError, EOFError) as error:
-            details = error.details() if isinstance(error, grpc.aio.AioRpcError) else None
-            errors.append(details or str(error))
-        ended = time.monotonic()
-        latencies.append(ended - since)
-
-    async def closed_loop_client(connection: Unary | Stream | Http) -> None:
         for number in numbers:
-            await call(connection, number, time.monotonic())
+            since = time.monotonic()
+            try:
+                await connection(number)
+            except (grpc.RpcError, RuntimeError, OSError, EOFError) as error:
+                details = error.details() if isinstance(error, grpc.aio.AioRpcError) else None
+                errors.append(details or str(error))
+            ended = time.monotonic()
+            latencies.append(ended - since)
 
     try:
-        await _sleep_until(begun)
-        if load.rate is None:
-            several = (connections[client % len(connections)] for client in range(load.clients))
-            await asyncio.gather(*map(closed_loop_client, several))
-        else:  # at random moments regardless of answers; latencies count from the due time
-            chance, due = random.Random(load.seed), begun
-            async with asyncio.TaskGroup() as group:
-                for place, number in enumerate(numbers):
-                    due += chance.expovariate(load.rate)
-                    await _sleep_until(due)
-                    group.create_task(call(connections[place % len(connections)], number, due))
+        await asyncio.sleep(max(0.0, begun - time.monotonic()))
+        await asyncio.gather(*map(client, connections))
     finally:
         for connection in connections:
             await connection.close()
     return {"latencies": latencies, "begun": begun, "ended": ended, "errors": errors}
 
 
-async def _sleep_until(moment: float) -> None:
-    if (seconds := moment - time.monotonic()) > 0:
-        await asyncio.sleep(seconds)
-
-
 async def best_of_all(load: Workload, images: Sequence[bytes]) -> list[Best]:
-    """Classify each picture once, one after the other."""
-    connection = await connected(load, images)
+    """Classify each picture once, all at the same time, each over a connection of its own."""
+    connections = [await connected(load, images) for _ in images]
     try:
-        return [await connection(index) for index in range(len(images))]
+        return await asyncio.gather(*(connection(index) for index, connection in enumerate(connections)))
     finally:
-        await connection.close()
+        for connection in connections:
+            await connection.close()
 
 
 def main() -> None:

@@ -4,16 +4,16 @@
         [--output benchmarks/results/serving.json]      measure what is not in the file yet
 
 peers.py explains how to create the two environments. A peer without its option, or that does not start, is reported as
-not measured. Servers, engine and clients are separate processes on this machine; contenders take turns in rounds, in an
-order shuffled for each round. All answers are compared with the engine's before anything is timed. Each case is written
-as soon as it is measured (runner.py), with the tables beside it. On two otherwise idle cores all parts take about 13
-minutes.
+not measured. Servers, engine and clients are separate processes on this machine. All servers are started five times;
+after each start all answers are compared with the engine's, then the contenders of a case take one turn each, in
+shuffled orders. Each case is written as soon as it is measured (runner.py), and the tables at the end. On two otherwise
+idle cores all parts take about 25 minutes, of which model A at `multi-scale` takes ten.
 
-- throughput: images/s of `prelunet serve` with 16 clients, compared to the engine in process; model A and the demo net
-- peers:      images/s, median and 99th percentile of the latency of three servers; 1, 4 and 16 closed-loop clients, and
-              calls at random moments
-- overhead:   calls to a model that computes nothing, sequential and with 16 clients; also to a bare grpc.aio server
-              (echo.py), and the CPU time of each thread of ours
+- throughput: images/s of `prelunet serve`, compared to the engine in process; model A and the demo net
+- peers:      images/s and latency of three servers; 1, 4 and 16 clients
+- apis:       gRPC, HTTP and TLS: the demo net with 1, 4 and 16 clients, and a model that computes nothing with 16,
+              there beside the peers and a bare grpc.aio server (echo.py), with the CPU time of each thread of ours
+- restarts:   2,000 calls of our client from 16 threads while the server is stopped and started again three times
 """
 
 import sys
@@ -28,7 +28,7 @@ from benchmarks.common.results import RESULTS, circumstances, digest_of
 from benchmarks.common.rig import Rig
 from benchmarks.common.runner import Runner, command_line
 from benchmarks.serving.bench import Pictures, ServingBench
-from benchmarks.serving.cases import overhead, peers, throughput
+from benchmarks.serving.cases import apis, peers, restarts, throughput
 from benchmarks.serving.peers import STARTERS
 from benchmarks.serving.table import goals_of, tables
 from prelunet.evaluator.contract import golden_image
@@ -36,8 +36,9 @@ from prelunet.evaluator.machine import cores
 
 PACKAGES = ("prelunet", "onnxruntime", "numpy", "pillow", "grpcio", "protobuf")  # that can change a number
 MEASURED = ("evaluator", "benchmarks/serving", "benchmarks/common/server_process.py")
-PARTS = {"throughput": throughput, "peers": peers, "overhead": overhead}
-LIMIT = 1000  # seconds
+PARTS = {"throughput": throughput, "peers": peers, "apis": apis, "restarts": restarts}
+STARTS = 5  # of all servers
+LIMIT = 1800  # seconds
 QUALITY = 90  # JPEG quality of the pictures
 
 
@@ -68,9 +69,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         rig = Rig("cpu", options.tiny, Path(folder) / "files")
         pythons = {name: getattr(options, f"{name}_python") for name in STARTERS}
         with ServingBench(rig, Path(folder), pictures, options.threads, pythons, now) as bench:
-            for part in options.parts:
-                PARTS[part](bench, runner)
-                if not options.tiny:  # a rehearsal has fewer processes
+            for start in range(1 if options.tiny else STARTS):
+                for part in options.parts:
+                    runner.run(PARTS[part](bench, start))
                     bench.stop()
     return runner.finish(tables(runner.data), goals_of(runner.data))
 

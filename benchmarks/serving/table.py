@@ -1,35 +1,39 @@
 """Tables and verdicts from the cases of run.py. Pure functions."""
 
+import json
+import math
 import statistics
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from benchmarks.common.intervals import differs, median_ratio
 from benchmarks.common.results import described_run, latest, markdown
-from benchmarks.serving.engine import DECODING, WAYS
 
 NOTES = (
-    "All contenders of a table take turns in rounds, in an order shuffled for each round; every turn makes the same "
-    "calls on the same pictures. *images/s*: median over rounds, then the lowest and the highest; from the first call "
-    "to the last answer, including decoding. *ratio*: median over rounds of the ratio in one round, ± its standard "
-    "error. *ms*: of all calls of all rounds, measured by the client; *p99*: 99th percentile. *CPU ms*: CPU time per "
-    "call, of the server's (or engine's) processes and of the clients', which share the cores. *off by*: the largest "
-    "difference of a score from the engine in process; classes and their order were the same."
+    "All contenders of a table take turns in rounds, in shuffled orders; all turns after one start of the servers make "
+    "the same calls on the same pictures. *images/s*: median over turns, then the lowest and the "
+    "highest; from the first call to the last answer, including decoding. *ratio*: median over rounds of the ratio in "
+    "one round, ± its standard error. *ms*: measured by the client, median over starts; *p99*: 99th percentile. *CPU "
+    "ms*: CPU time per call, of the server's (or engine's) processes and of the clients', which share the cores; also "
+    "medians over starts. *off by*: the largest difference of a score from the engine in process; classes and their "
+    "order were the same."
 )
-THREADS = ("main", "decode", "compute", "answer", "log")  # first words of the names of our server's threads
+THREADS = ("main", "compute", "log")  # first words of the names of our server's threads
+MEDIANS = ("p50_ms", "p99_ms", "cpu_ms", "client_cpu_ms")  # of a contender, over starts
 
-GOALS = {("A", "center"): 0.97, ("demo", "multi-scale"): 0.93}  # of the engine's throughput, server with 16 clients
-DENSE_GOAL, CENTER_GOAL = 1.0, 0.9  # of Triton's throughput; dense protocols also at most its p50
-NULL_GOAL = 1.1  # of Triton's p50, by a model that computes nothing
-FRONT_GOAL = 2.0  # of the CPU time of the echo, without decoding
-GOAL_API = "Classify"
-OURS, TRITON = "prelunet", "triton"
-ECHO = f"echo, {GOAL_API}"
+SERVED_GOAL = 0.97  # of the engine's throughput, for model A at multi-scale
+PEER_GOAL, PEER_AIM = 0.7, 0.85  # of Triton's throughput, in every row
+MEAN_GOAL, MEAN_AIM = 0.85, 0.95  # in the mean of these rows
+NULL_GOAL, NULL_AIM = 0.95, 0.8  # ms of CPU of a call to a model that computes nothing
+API_GOAL = 0.9  # of the calls/s of gRPC without TLS
+APIS = ("HTTP", "Classify, TLS", "HTTP, TLS")
+OURS, TRITON, ENGINE = "prelunet", "triton", "validate"
+GRPC = f"{OURS}, Classify"
 
 Json = Mapping[str, Any]
-KINDS = ("throughput", "closed", "open", "overhead")  # of cases, in the order of the tables
-_LATENCY_HEADER = ("p50 ms", "p99 ms", "x p50", "x p99", "CPU ms")
-_HEADER = ("images/s", "lowest to highest", "ratio", "p50 ms", "p99 ms", "CPU ms", "clients' CPU ms", "off by")
+Found = tuple[float, float | None]  # a number and its standard error
+PARTS = ("throughput", "peers", "apis", "overhead", "restarts")  # in the order of the tables
+_HEADER = ("images/s", "lowest to highest", "ratio", "p50 ms", "p99 ms", "CPU ms", "clients' CPU ms")
 
 
 def tables(data: Json) -> str:
@@ -38,9 +42,8 @@ def tables(data: Json) -> str:
     for run in data["runs"]:
         lines += [f"{described_run(run)} Threads of every engine: {run['threads']}.", ""]
     lines += [NOTES, ""]
-    measured = [case for case in latest(data) if "contenders" in case["result"]]
-    for case in sorted(measured, key=lambda case: KINDS.index(_kind(case))):
-        lines += _section(case)
+    for case in joined(data):
+        lines += [f"## {_title(case)}", "", *_section(case), ""]
     settings = [
         f"- {name}: " + ", ".join(f"{key} {value}" for key, value in facts.items() if key != "ready after seconds")
         for run in data["runs"]
@@ -56,145 +59,157 @@ def tables(data: Json) -> str:
     return "\n".join([*lines, "## Goals", "", *goals_of(data)]) + "\n"
 
 
-def fastest_way(contenders: Json) -> str:
-    """Return the faster way in process."""
-    return max(WAYS, key=lambda way: statistics.median(contenders[way]["rates"]))
+def joined(data: Json) -> list[Json]:
+    """Return the cases in the order of PARTS, each with the contenders of all starts joined."""
+    found: dict[str, list[Json]] = {}
+    for case in latest(data):
+        if case["result"].keys() & {"contenders", "lost"}:
+            settings = {key: value for key, value in case["settings"].items() if key != "start"}
+            found.setdefault(json.dumps(settings, sort_keys=True), []).append({**case, "settings": settings})
+    cases = [{**cases[-1], "result": _joined([case["result"] for case in cases])} for cases in found.values()]
+    return sorted(cases, key=lambda case: PARTS.index(case["settings"]["part"]))
+
+
+def _joined(results: Sequence[Json]) -> Json:
+    if "contenders" not in results[0]:
+        return results[-1]
+    names = [name for name in results[0]["contenders"] if all(name in one["contenders"] for one in results)]
+    return {
+        "starts": len(results),
+        "calls_of_a_turn": [one["calls_of_a_turn"] for one in results],
+        "contenders": {name: _contender([one["contenders"][name] for one in results]) for name in names},
+        "off": {name: max(one.get("off", {}).get(name, 0.0) for one in results) for name in results[0].get("off", {})},
+    }
+
+
+def _contender(ones: Sequence[Json]) -> Json:
+    """Join the summaries of one contender; cpus_ms: of each start."""
+    return {
+        "rates": [rate for one in ones for rate in one["rates"]],
+        "cpus_ms": [one["cpu_ms"] for one in ones],
+        "threads_ms": {name: statistics.median(one["threads_ms"].get(name, 0.0) for one in ones) for name in THREADS},
+        "failed": sum(one["failed"] for one in ones),
+        "first_error": next((one["first_error"] for one in ones if one["failed"]), None),
+        **{key: statistics.median(one[key] for one in ones) for key in MEDIANS if all(key in one for one in ones)},
+    }
 
 
 def _title(case: Json) -> str:
     """Return the title of a case's table."""
-    settings, kind, clients = case["settings"], _kind(case), _clients(case)
-    name = f"{settings.get('net')}, {settings.get('protocol')}"
+    settings = case["settings"]
+    part, clients = settings["part"], settings["clients"]
     load = f"{clients} client{'s' * (clients > 1)}"
-    if kind == "throughput":
-        return f"{name}: compared with the engine in process"
-    if kind == "overhead":
+    if part == "overhead":
         return f"Calls to a model that computes nothing: {load}"
-    if kind == "open":
-        load = f"{case['result']['calls_per_second']:g} calls/s at random moments"
-    return f"{name}, {settings['pictures']} pictures: {load}"
+    name = f"{settings['net']}, {settings['protocol']}"
+    if part == "throughput":
+        return f"{name}: compared with the engine in process"
+    if part == "restarts":
+        return f"{name}: {settings['restarts']} restarts of the server under {settings['calls']} calls of {load}"
+    return f"{name}, {settings['pictures']} pictures: {'gRPC, HTTP and TLS, ' * (part == 'apis')}{load}"
 
 
 def _section(case: Json) -> list[str]:
-    """Return title, explanation and table of a case."""
-    result, clients, kind = case["result"], _clients(case), _kind(case)
-    contenders, off, rounds = result["contenders"], result.get("off", {}), result["rounds"]
-    turns = f"{rounds} round{'s' * (rounds > 1)}, {result['calls_of_a_turn']} calls a turn"
-    other = contenders.get(OURS)
-    if kind == "throughput":
-        way = fastest_way(contenders)
-        text = f"{clients} clients, photos of mixed sizes; {turns}. *ratio*: to {way} in process."
-        other = contenders[way]
-    elif kind == "closed":
-        text = (
-            f"Each client calls again after its answer; {turns}. *ratio*: to {OURS}, Classify. *two servers*: each has "
-            "half the threads and serves half the clients."
-        )
-    elif kind == "open":
-        text = f"70 % of the slowest server's throughput with {clients} clients; the same moments for all; {turns}."
+    """Return explanation and table of a case."""
+    settings, result = case["settings"], case["result"]
+    part = settings["part"]
+    if part == "restarts":
+        cells = (result["lost"], result["slowest_seconds"], ", ".join(map(str, result["exit_codes"])))
+        text = "Our client, with its retries; the server is stopped with SIGTERM."
+        return [text, "", markdown(("lost calls", "slowest call, s", "exit codes"), [cells])]
+    contenders, calls = result["contenders"], result["calls_of_a_turn"]
+    base = {"throughput": ENGINE, "peers": OURS}.get(part, GRPC)
+    starts, turns = result["starts"], len(contenders[base]["rates"])
+    text = f"Starts of the servers: {starts}, turns: {turns}, of {statistics.median(calls):g} calls."
+    if part == "throughput":
+        text += f" {settings['clients']} clients, photos of mixed sizes. *ratio*: to `validate` in process."
     else:
-        text = (
-            "Each client calls again after its answer, with a picture of 32x32 pixels that every server but the echo "
-            f"decodes and resizes; {turns}. *x*: relative to our Classify. *x echo*: CPU time without *decoding* (of "
-            "the same picture again and again in one thread) ÷ that of a bare grpc.aio server that parses the same "
-            "messages and has the answer ready; median over rounds, ± its standard error. Then CPU ms by thread: "
-            "*main* has the event loop, *others* are gRPC's."
+        text += f" Each client calls again after its answer. *ratio*: to {base}."
+    if part == "peers":
+        text += " *two servers*: each has half the threads and serves half the clients."
+    if part == "overhead":
+        text += (
+            " A picture of 32x32 pixels, which every server but the echo decodes and resizes. *echo*: a bare grpc.aio "
+            "server that parses the same messages and has the answer ready. Then CPU ms by thread: *main* has the "
+            "event loop, *others* are gRPC's."
         )
-        other = contenders[f"{OURS}, {GOAL_API}"]
-    row, header = (_rates, _HEADER) if kind in {"throughput", "closed"} else (_latencies, _LATENCY_HEADER)
-    split = ("x echo", *THREADS, "others") if DECODING in contenders else ()
     rows = []
     for name, one in contenders.items():
-        failed = f" (failed calls: {one['failed']}, {one.get('first_error')})" if one["failed"] else ""
-        label = f"{name}{' in process' * (name in {*WAYS, DECODING})}{failed}"
-        rows.append((label, *row(one, other, off.get(name)), *(_split(contenders, name) if split else ())))
-    return [f"## {_title(case)}", "", text, "", markdown(("", *header, *split), rows), ""]
+        failed = f" (failed calls: {one['failed']}, {one['first_error']})" if one["failed"] else ""
+        cells = _cells(one, contenders[base])
+        last = _threads(name, one) if part == "overhead" else (result["off"].get(name),)
+        rows.append((f"{name}{' in process' * (name == ENGINE)}{failed}", *cells, *last))
+    last_header = (*THREADS, "others") if part == "overhead" else ("off by",)
+    return [text, "", markdown(("", *_HEADER, *last_header), rows)]
 
 
-def _clients(case: Json) -> int:
-    clients: int = case["settings"].get("clients", 1)
-    return clients
+def _cells(one: Json, base: Json) -> tuple[Any, ...]:
+    rates, (ratio, error) = one["rates"], median_ratio(one["rates"], base["rates"])
+    spread = "" if error is None else f" ± {error:.2f}"
+    times = (one.get("p50_ms"), one.get("p99_ms"), one["cpu_ms"], one["client_cpu_ms"] or None)
+    return float(statistics.median(rates)), f"{min(rates):.3g} to {max(rates):.3g}", f"{ratio:.2f}{spread}", *times
 
 
-def _kind(case: Json) -> str:
-    """Return which of KINDS a case is."""
-    settings = case["settings"]
-    kind: str = settings.get("load", settings["part"])
-    return kind
-
-
-def _rates(one: Json, other: Json, off: float | None) -> tuple[Any, ...]:
-    rates = one["rates"]
-    ratio = _spread(*median_ratio(rates, other["rates"]))
-    times = one.get("p50_ms"), one.get("p99_ms"), one["cpu_ms"], one["client_cpu_ms"] or None
-    return float(statistics.median(rates)), f"{min(rates):.3g} to {max(rates):.3g}", ratio, *times, off
-
-
-def _latencies(one: Json, other: Json, _off: float | None) -> tuple[Any, ...]:
-    if "p50_ms" not in one:  # in process
-        return None, None, None, None, one["cpu_ms"]
-    ratios = (one[key] / other[key] for key in ("p50_ms", "p99_ms"))
-    return one["p50_ms"], one["p99_ms"], *ratios, one["cpu_ms"]
-
-
-def front_ratio(contenders: Json, name: str) -> tuple[float, float | None]:
-    """Return the CPU time of a server's calls without decoding as a multiple of the echo's, and its standard error."""
-    front, decoding, echo = (contenders[one]["cpus_ms"] for one in (name, DECODING, ECHO))
-    return median_ratio([whole - part for whole, part in zip(front, decoding, strict=True)], echo)
-
-
-def _split(contenders: Json, name: str) -> tuple[Any, ...]:
-    """Return the cells that say where a server's CPU time goes; empty for others than ours and the echo."""
+def _threads(name: str, one: Json) -> tuple[Any, ...]:
+    """Return the CPU time by thread; empty for others than ours and the echo."""
     if not name.startswith((OURS, "echo")):
-        return (None,) * (len(THREADS) + 2)
-    one = contenders[name]
-    threads = [one["threads_ms"].get(thread) for thread in THREADS]
-    decodes = name.startswith(OURS) and not name.endswith("ServerLive")
-    ratio = _spread(*front_ratio(contenders, name)) if decodes else None
-    return ratio, *threads, max(0.0, one["cpu_ms"] - sum(filter(None, threads)))
-
-
-def _spread(median: float, error: float | None) -> str:
-    return f"{median:.2f}" if error is None else f"{median:.2f} ± {error:.2f}"
+        return (None,) * (len(THREADS) + 1)
+    threads = [one["threads_ms"][thread] or None for thread in THREADS]
+    return *threads, max(0.0, one["cpu_ms"] - sum(filter(None, threads)))
 
 
 def goals_of(data: Json) -> list[str]:
     """Return a verdict for each measured goal; rehearsals have none."""
-    lines = []
-    for case in latest(data):
-        if "contenders" not in case["result"] or data["runs"][case["run"]]["tiny"]:
-            continue
-        failed = sum(one["failed"] for one in case["result"]["contenders"].values())
-        for what, (found, error), limit in _goals(case):
-            upper = what.endswith("at most")
-            met = (found <= limit if upper else found >= limit) and not failed
-            spread = "" if error is None else f" ± {error:.2g}"
-            sure = "" if error is None or differs(found, limit, error) else ", not significant"
-            lines.append(
-                f"- {'met' if met else 'NOT met'}: {_title(case)}: {what} {limit}; measured {found:.3f}{spread}{sure}"
-                + f"; {failed} calls of that table failed" * bool(failed)
-            )
+    cases = [case for case in joined(data) if not data["runs"][case["run"]]["tiny"]]
+    lines = [line for case in cases for line in _goals(case)]
+    rows = [ratio for case in cases if (ratio := _beside_triton(case)) is not None]
+    if rows:
+        errors = [math.nan if error is None else error for _, error in rows]
+        error = math.hypot(*errors) / len(rows)
+        found = statistics.mean(ratio for ratio, _ in rows), None if math.isnan(error) else error
+        lines.append(_verdict(f"mean of {len(rows)} rows: images/s ÷ Triton's", found, MEAN_GOAL, aim=MEAN_AIM))
     return lines or ["- none measured"]
 
 
-def _goals(case: Json) -> Iterator[tuple[str, tuple[float, float | None], float]]:
-    """Iterate over the goals of a case: what is measured, the ratio and its standard error, and the limit."""
-    settings, contenders, kind = case["settings"], case["result"]["contenders"], _kind(case)
-    if kind == "throughput":
-        way, goal = fastest_way(contenders), GOALS[settings["net"], settings["protocol"]]
-        ratio = median_ratio(contenders[GOAL_API]["rates"], contenders[way]["rates"])
-        yield f"{GOAL_API} ÷ {way} in process, images/s at least", ratio, goal
-    elif kind == "overhead":
-        ours, peer = contenders[f"{OURS}, {GOAL_API}"], contenders.get(f"{TRITON}, OIP")
-        if _clients(case) == 1 and peer:
-            yield f"{GOAL_API} ÷ Triton, p50 at most", (ours["p50_ms"] / peer["p50_ms"], None), NULL_GOAL
-        if _clients(case) > 1:
-            ratio = front_ratio(contenders, f"{OURS}, {GOAL_API}")
-            yield f"{GOAL_API} without decoding ÷ echo, CPU at most", ratio, FRONT_GOAL
-    elif peer := contenders.get(TRITON):
-        ours, dense = contenders[OURS], settings["protocol"].startswith("dense")
-        if kind == "closed":
-            goal = DENSE_GOAL if dense else CENTER_GOAL
-            yield f"{GOAL_API} ÷ Triton, images/s at least", median_ratio(ours["rates"], peer["rates"]), goal
-        if dense:
-            yield f"{GOAL_API} ÷ Triton, p50 at most", (ours["p50_ms"] / peer["p50_ms"], None), DENSE_GOAL
+def _beside_triton(case: Json) -> Found | None:
+    """Return the ratio of our images/s to Triton's, if the case has it."""
+    contenders = case["result"].get("contenders", {})
+    if case["settings"]["part"] != "peers" or TRITON not in contenders:
+        return None
+    return median_ratio(contenders[OURS]["rates"], contenders[TRITON]["rates"])
+
+
+def _goals(case: Json) -> Iterator[str]:
+    """Iterate over the verdicts of a case."""
+    settings, title, part = case["settings"], _title(case), case["settings"]["part"]
+    if part == "restarts":
+        yield _verdict(f"{title}: lost calls", (case["result"]["lost"], None), 0, at_most=True)
+        return
+    contenders = case["result"]["contenders"]
+    failed = sum(one["failed"] for one in contenders.values())
+    if (settings.get("net"), settings.get("protocol"), part) == ("A", "multi-scale", "throughput"):
+        ratio = median_ratio(contenders["Classify"]["rates"], contenders[ENGINE]["rates"])
+        yield _verdict(f"{title}: images/s ÷ the engine's", ratio, SERVED_GOAL, failed=failed)
+    if (ratio_to_triton := _beside_triton(case)) is not None:
+        yield _verdict(f"{title}: images/s ÷ Triton's", ratio_to_triton, PEER_GOAL, aim=PEER_AIM, failed=failed)
+    if part == "overhead" and settings["clients"] > 1:
+        cpus = contenders[GRPC]["cpus_ms"]
+        milliseconds = median_ratio(cpus, [1.0] * len(cpus))
+        yield _verdict(f"{title}: CPU ms", milliseconds, NULL_GOAL, aim=NULL_AIM, failed=failed, at_most=True)
+    for api in APIS:
+        if other := contenders.get(f"{OURS}, {api}"):
+            ratio = median_ratio(other["rates"], contenders[GRPC]["rates"])
+            yield _verdict(f"{title}: calls/s of {api} ÷ Classify", ratio, API_GOAL, failed=failed)
+
+
+def _verdict(
+    what: str, found: Found, limit: float, *, aim: float | None = None, failed: int = 0, at_most: bool = False
+) -> str:
+    """Return one line. aim: more than the goal; failed: calls of the table, with which no goal is met."""
+    value, error = found
+    met = (value <= limit if at_most else value >= limit) and not failed
+    spread = "" if error is None else f" ± {error:.2g}"
+    sure = "" if error is None or differs(value, limit, error) else ", not significant"
+    wanted = f"at {'most' if at_most else 'least'} {limit}{'' if aim is None else f' (aim {aim})'}"
+    missed = f"; {failed} calls of that table failed" * bool(failed)
+    return f"- {'met' if met else 'NOT met'}: {what} {wanted}; measured {value:.3f}{spread}{sure}{missed}"
