@@ -126,17 +126,24 @@ class ArrivingBytes:
             try:
                 await turn
             except asyncio.CancelledError:
-                if self._queue.pop(turn, None) is None:  # its turn came at the same moment
+                self._queue.pop(turn, None)
+                if not turn.cancelled():  # its turn came at the same moment
                     self._free(size)
                 raise
         else:
             self._room -= size
-        call.free_message = partial(self._free, size)
+        working = asyncio.ensure_future(asyncio.to_thread(decompressed, data, self._max_message))
         try:
-            return await asyncio.to_thread(decompressed, data, self._max_message)
+            message = await asyncio.shield(working)
         except BaseException:
-            call.message_admitted()
+            working.add_done_callback(partial(self._freed, size))  # if the caller has left, its thread continues
             raise
+        call.free_message = partial(self._free, size)
+        return message
+
+    def _freed(self, size: int, working: "asyncio.Future[bytes]") -> None:
+        working.exception()  # else asyncio would log that nobody looked at it
+        self._free(size)
 
     def _free(self, size: int) -> None:
         """Free reserved bytes, for those who wait."""

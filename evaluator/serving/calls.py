@@ -84,9 +84,9 @@ class CallsInFlight:
         self._by_identity[call.identity][call.peer] += 1
         call.admitted = True
 
-    def has(self, peer: str) -> bool:
-        """Return whether a connection has calls in flight. peer: gRPC's name of it."""
-        return any(peer in connections for connections in self._by_identity.values())
+    def peers(self) -> set[str]:
+        """Return gRPC's names of the connections with calls in flight."""
+        return set().union(*self._by_identity.values())
 
     def _overloaded(self) -> Overloaded:
         self.metrics.refusals.labels("", "calls").inc()

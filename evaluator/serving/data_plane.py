@@ -1,7 +1,8 @@
 """What a client may ask of a server, in plain types: neither protobuf nor HTTP. Both front ends only translate.
 
 Classify, ModelInfer, POST /v1/classify, POST /v2/…/infer      classify, classify_all
-ClassifyStream, ModelStreamInfer                               the same for each message, waiting for room
+ClassifyStream                                                 classify for each message, waiting for room
+ModelStreamInfer                                               classify_all for each message
 Evaluate                                                       evaluate
 the lists and descriptions of models                           model, models, versions, problems
 RepositoryModelLoad, RepositoryModelUnload                     load, unload

@@ -300,9 +300,9 @@ def _limit_memory(server: Server, models: Models, options: ServeOptions) -> None
 
     def change() -> None:
         wake()
-        need = serving_memory(models.sessions(), replace(options, placement=replace(options.placement, memory=None)))
-        total = options.placement.memory or need.total
-        server.limit_memory(total - min(need.parts["decoding"], total // 2))
+        if sessions := models.sessions():
+            need = serving_memory(sessions, options, max(1, len(models.all())))
+            server.limit_memory(need.total - need.parts["decoding"])
 
     models.on_change = change
     change()

@@ -4,7 +4,7 @@ import errno
 import os
 import resource
 import socket
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import suppress
 from pathlib import Path
 from urllib.parse import quote
@@ -156,15 +156,16 @@ class IdleConnections:
         self._port, self._limit = port, limit
         self._seen: dict[str, None] = {}  # connections without a call, in the order in which they were found so
 
-    def make_room(self, busy: Callable[[str], bool], recent: Mapping[str, None]) -> None:
+    def make_room(self, busy: Callable[[], Collection[str]], recent: Mapping[str, None]) -> None:
         """Close those that have been idle for longest, if few places are left.
 
-        busy: whether a peer has calls; recent: peers in the order of their latest calls, others have had none.
+        busy: returns the peers with calls; recent: peers in the order of their latest calls, others have had none.
         """
         if not DESCRIPTORS.is_dir() or len(os.listdir(DESCRIPTORS)) < _FULL * self._limit:  # noqa: PTH208 - as above
             return
         peers = [peer for peer, _ in connections_to(self._port)]
-        idle = {peer: None for peer in peers if not busy(peer)}
+        with_calls = busy()
+        idle = {peer: None for peer in peers if peer not in with_calls}
         self._seen = {peer: None for peer in (*self._seen, *idle) if peer in idle}
         excess = len(peers) - int(_FULL * self._limit)
         order = {peer: number for number, peer in enumerate(recent, 1)}

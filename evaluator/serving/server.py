@@ -169,7 +169,7 @@ class Server:
         idle = IdleConnections(self._port, self._max_connections)
         while True:
             await asyncio.sleep(_ROOM_INTERVAL)
-            idle.make_room(self._calls.has, self._calls.recent)
+            idle.make_room(self._calls.peers, self._calls.recent)
 
     def set_not_serving(self) -> None:
         """Make health report NOT_SERVING; calls still work."""

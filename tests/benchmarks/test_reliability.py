@@ -62,7 +62,7 @@ def test_killed_clients_leave_nothing_behind(bed: ServerTestBed) -> None:
 
 def test_polite_clients_lose_no_call_beside_images_that_are_dear_for_their_bytes(bed: ServerTestBed) -> None:
     result = held(bed, attacks, "few pixels, expensive bytes, another address")
-    assert {"OK"} < set(result["statuses"])  # some are refused: as images, or because others are being decompressed
+    assert {"OK", "INVALID_ARGUMENT"} <= set(result["statuses"])
 
 
 @pytest.mark.parametrize("attack", ["idle connections", "large views, refused"])

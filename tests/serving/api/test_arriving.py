@@ -9,17 +9,19 @@ from ipaddress import ip_network
 from pathlib import Path
 
 import grpc
+import numpy as np
 import pytest
 
-from prelunet.evaluator.errors import Overloaded
+from prelunet.evaluator.errors import Overloaded, UsageError
 from prelunet.evaluator.pb.prelunet.v1 import prelunet_pb2 as pb
 from prelunet.evaluator.pb.prelunet.v1 import prelunet_pb2_grpc as pb_grpc
 from prelunet.evaluator.rpc.status import error_from
-from prelunet.evaluator.serving.arriving import process_memory
+from prelunet.evaluator.serving.arriving import ArrivingBytes, process_memory
+from prelunet.evaluator.serving.observability.call_context import Call
 from prelunet.evaluator.serving.options import ServerLimits
 from prelunet.evaluator.serving.proxies import TrustedProxies
 from tests.helpers.fakes import FakeSession
-from tests.serving.event_loop import async_test, new_channel, until
+from tests.serving.event_loop import async_test, new_channel, settled, until
 from tests.serving.serving_harness import RunningServer, png, running_server
 
 MIB = 2**20
@@ -189,3 +191,34 @@ async def test_compressed_messages_are_decompressed_only_as_far_as_there_is_room
     assert codes <= ({None} if answered else {"INVALID_ARGUMENT", "RESOURCE_EXHAUSTED"})
     # At most four images fit into the queue, each twice while it is parsed; and a message that waits for its turn.
     assert most - before < 12 * 60 * MIB, "all of them would take 30 times as much"
+
+
+@async_test
+async def test_a_client_that_leaves_the_queue_for_decompression_leaves_no_room_behind() -> None:
+    """It leaves in the moment in which its turn would come."""
+    arriving, calls = ArrivingBytes(), [Call(peer=f"ipv4:192.0.2.{number}:1") for number in range(4)]
+    data = gzip.compress(
+        np.random.default_rng(0).bytes(70_000)
+    )  # may become 64 MiB; there is room for one
+    await arriving.decompressed(calls[0], data)
+    waiting = [asyncio.create_task(arriving.decompressed(call, data)) for call in calls[1:]]
+    await settled()
+    waiting[0].cancel()
+    calls[0].message_admitted()
+    assert len(await waiting[1]) == 70_000
+    await asyncio.sleep(0.2)
+    assert not waiting[2].done(), "there is room for one"
+    calls[2].message_admitted()
+    assert len(await waiting[2]) == 70_000
+
+
+@async_test
+async def test_a_message_that_cannot_be_decompressed_and_one_whose_client_has_left_free_their_room() -> None:
+    arriving, data = ArrivingBytes(), gzip.compress(np.random.default_rng(0).bytes(70_000))
+    with pytest.raises(UsageError, match="cannot be decompressed"):
+        await arriving.decompressed(Call(), data[:100] + data)
+    leaving = asyncio.create_task(arriving.decompressed(Call(), data))
+    await asyncio.sleep(0)
+    leaving.cancel()
+    async with asyncio.timeout(10):
+        assert len(await arriving.decompressed(Call(), data)) == 70_000
