@@ -43,7 +43,7 @@ def fit_limits(options: ServeOptions, memory: int | None) -> ServeOptions:
     if memory is None:
         return options
     queue, clients = options.queue, options.limits
-    queued = max(memory // 64, 4 * clients.image.max_bytes // 5)
+    queued = max(memory // 32, 4 * clients.image.max_bytes // 5)
     unread = max(2**14, memory // 16 // with_reserve(clients.max_calls))
     queue = replace(
         queue,
