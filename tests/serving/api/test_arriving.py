@@ -197,9 +197,7 @@ async def test_compressed_messages_are_decompressed_only_as_far_as_there_is_room
 async def test_a_client_that_leaves_the_queue_for_decompression_leaves_no_room_behind() -> None:
     """It leaves in the moment in which its turn would come."""
     arriving, calls = ArrivingBytes(), [Call(peer=f"ipv4:192.0.2.{number}:1") for number in range(4)]
-    data = gzip.compress(
-        np.random.default_rng(0).bytes(70_000)
-    )  # may become 64 MiB; there is room for one
+    data = gzip.compress(np.random.default_rng(0).bytes(70_000))  # may become 64 MiB; there is room for one
     await arriving.decompressed(calls[0], data)
     waiting = [asyncio.create_task(arriving.decompressed(call, data)) for call in calls[1:]]
     await settled()
