@@ -84,15 +84,24 @@ def text_of(answer: Any) -> str:
     return answer.predictions[0].name
 
 
+def health_servicer() -> health.HealthServicer:
+    """Return the health of a server, SERVING at first. Each client that watches it takes a thread of the server.
+
+    The servicer's default, which takes none, sends while it holds its lock, and a connection that is reset at that
+    moment stops the whole server: the thread that serves it waits for the same lock.
+    """
+    return health.HealthServicer(experimental_non_blocking=False)
+
+
 @contextmanager
 def served(
     servicer: pb_grpc.PreluNetServiceServicer, port: int = 0, status: health.HealthServicer | None = None
 ) -> Iterator[str]:
-    """Serve with gRPC's plain server; yields its address. status: its health, SERVING by default."""
-    pool = futures.ThreadPoolExecutor(8)
+    """Serve with gRPC's plain server; yields its address. status: its health, of `health_servicer`."""
+    pool = futures.ThreadPoolExecutor(16)
     server = grpc.server(pool)
     pb_grpc.add_PreluNetServiceServicer_to_server(servicer, server)
-    health_pb2_grpc.add_HealthServicer_to_server(status or health.HealthServicer(), server)
+    health_pb2_grpc.add_HealthServicer_to_server(status or health_servicer(), server)
     address = f"127.0.0.1:{server.add_insecure_port(f'127.0.0.1:{port}')}"
     server.start()
     try:

@@ -18,7 +18,7 @@ import pytest
 from google.protobuf.any_pb2 import Any as AnyMessage
 from google.rpc.error_details_pb2 import ErrorInfo
 from google.rpc.status_pb2 import Status
-from grpc_health.v1 import health, health_pb2, health_pb2_grpc
+from grpc_health.v1 import health_pb2, health_pb2_grpc
 from PIL import Image
 
 from prelunet.evaluator.client import Client
@@ -42,7 +42,7 @@ from prelunet.evaluator.imaging.decode import decode_rgb
 from prelunet.evaluator.pb.prelunet.v1 import prelunet_pb2 as pb
 from prelunet.evaluator.protocols import build_protocol
 from prelunet.evaluator.rpc.status import MAX_MESSAGE_BYTES
-from tests.client.client_harness import ScriptedServicer, served
+from tests.client.client_harness import ScriptedServicer, health_servicer, served
 from tests.helpers.fakes import FakeSession
 from tests.serving.serving_harness import eventually, png, running_server
 
@@ -194,8 +194,8 @@ def test_a_sample_that_cannot_be_sent_is_named_and_the_next_call_works(
 
 
 def test_ready_follows_the_health_of_the_server() -> None:
-    status = health.HealthServicer()
-    server = grpc.server(futures.ThreadPoolExecutor(1))
+    status = health_servicer()
+    server = grpc.server(futures.ThreadPoolExecutor(2))
     health_pb2_grpc.add_HealthServicer_to_server(status, server)
     address = f"127.0.0.1:{server.add_insecure_port('127.0.0.1:0')}"
     server.start()

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import grpc
 import pytest
-from grpc_health.v1 import health, health_pb2
+from grpc_health.v1 import health_pb2
 
 from prelunet.evaluator.client import Client
 from prelunet.evaluator.errors import (
@@ -31,7 +31,7 @@ from prelunet.evaluator.serving.models import Models
 from prelunet.evaluator.serving.observability.metrics import Metrics
 from prelunet.evaluator.serving.options import ModelFile, QueueOptions
 from prelunet.evaluator.serving.server import Server
-from tests.client.client_harness import AT_ONCE, Relay, ScriptedServicer, free_port, served, text_of
+from tests.client.client_harness import AT_ONCE, Relay, ScriptedServicer, free_port, health_servicer, served, text_of
 from tests.helpers.fakes import FakeSession
 from tests.serving.serving_harness import eventually, png, run_in_thread
 
@@ -157,7 +157,7 @@ def test_a_server_that_starts_late_is_waited_for(client_of, method: str) -> None
 
 @pytest.mark.parametrize("method", ASKED)
 def test_waiting_for_a_server_that_loads_its_models_costs_no_attempt(client_of, method: str) -> None:
-    server, status = ScriptedServicer(), health.HealthServicer()
+    server, status = ScriptedServicer(), health_servicer()
     status.set("", health_pb2.HealthCheckResponse.NOT_SERVING)
     with served(server, status=status) as address, client_of(address) as client, ThreadPoolExecutor(1) as pool:
         call = pool.submit(ASKED[method], client)
@@ -179,7 +179,7 @@ def test_an_absent_server_is_reported_with_its_address_at_the_deadline(client_of
 
 
 def test_a_server_that_loads_its_models_for_too_long_is_reported_as_not_ready(client_of) -> None:
-    status = health.HealthServicer()
+    status = health_servicer()
     status.set("", health_pb2.HealthCheckResponse.NOT_SERVING)
     with (
         served(ScriptedServicer(), status=status) as address,
@@ -212,7 +212,7 @@ def test_a_call_whose_connection_is_reset_is_retried(client_of) -> None:
 
 
 def test_calls_take_turns_among_the_servers_of_a_name_and_continue_when_one_stops(client_of) -> None:
-    first, second, status = ScriptedServicer(), ScriptedServicer(), health.HealthServicer()
+    first, second, status = ScriptedServicer(), ScriptedServicer(), health_servicer()
     with served(first) as one, served(second, status=status) as two, client_of(f"ipv4:{one},{two}") as client:
         while not (first.seen and second.seen):  # until both are connected
             client.classify(b"cat")
