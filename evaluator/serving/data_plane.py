@@ -25,7 +25,7 @@ from .observability.call_context import Call
 from .options import ServerLimits
 from .repository import Repository, Version
 from .scheduling.admission import Ticket
-from .scheduling.model import Asked, Plan, ServedModel
+from .scheduling.model import Plan, RequestOptions, ServedModel
 from .scheduling.request import Answered, Request
 
 _FIXED = "this server's models are fixed at its start; it changes those of a folder: prelunet serve --models DIR"
@@ -90,7 +90,12 @@ class DataPlane:
     # Images
 
     async def classify(
-        self, image: bytes, model: str, asked: Asked, call: Call, on_admitted: Callable[[], None] | None = None
+        self,
+        image: bytes,
+        model: str,
+        options: RequestOptions,
+        call: Call,
+        on_admitted: Callable[[], None] | None = None,
     ) -> Answered:
         """Classify one encoded image.
 
@@ -102,10 +107,10 @@ class DataPlane:
         has not started.
         """
         served = self._models.get(model)
-        return await _classify(served, served.plan(asked), call, image, on_admitted)
+        return await _classify(served, served.plan(options), call, image, on_admitted)
 
     async def classify_all(
-        self, images: Sequence[bytes], model: str, asked: Asked, call: Call, timeout: float | None, name: str
+        self, images: Sequence[bytes], model: str, options: RequestOptions, call: Call, timeout: float | None, name: str
     ) -> list[Answered]:
         """Classify the images of a request, which are admitted or refused together; the first failure ends the others.
 
@@ -113,7 +118,7 @@ class DataPlane:
         Raises the same errors.
         """
         served = self._models.get(model)
-        plan, deadline = served.plan(asked), call.deadline
+        plan, deadline = served.plan(options), call.deadline
         views = len(images) * plan.views
         if timeout is not None:
             deadline = min(time.monotonic() + timeout, math.inf if deadline is None else deadline)
@@ -142,13 +147,13 @@ class DataPlane:
         dataset: str,
         images: AsyncIterator[LabelledImage],
         model: str,
-        asked: Asked,
+        options: RequestOptions,
         call: Call,
         on_progress: ProgressCallback | None = None,
     ) -> Report:
         """Classify the images of a labeled dataset and return its report; see `evaluation.evaluate`."""
         served = self._models.get(model)
-        plan = served.plan(asked)
+        plan = served.plan(options)
         return await evaluate(
             partial(_classify, served, plan, call), served, plan.protocol, dataset, images,
             call=call, on_progress=on_progress, max_images=self._max_images,

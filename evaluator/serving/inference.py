@@ -27,7 +27,7 @@ from .observability.call_context import Call
 from .observability.logs import truncate
 from .observability.metrics import Metrics
 from .repository import Version
-from .scheduling.model import Asked, ServedModel
+from .scheduling.model import RequestOptions, ServedModel
 
 INPUT, OUTPUT = "images", "scores"
 MAX_IMAGES = 64  # per call
@@ -103,7 +103,7 @@ class CheckedRequest:
     """
 
     images: tuple[bytes, ...]
-    asked: Asked
+    options: RequestOptions
     top: int | None
     timeout: float | None
 
@@ -342,7 +342,7 @@ class Inference:
         checked = await run_inline_or_in_thread(check, in_thread=call.message_bytes > _LARGE_MESSAGE)
         del check
         answers = await self._plane.classify_all(
-            checked.images, _with_version(name, version), checked.asked, call, checked.timeout, INPUT
+            checked.images, _with_version(name, version), checked.options, call, checked.timeout, INPUT
         )
         return InferAnswer(answers[0].model, [answer.classified.scores for answer in answers], checked.top)
 
@@ -375,20 +375,20 @@ def check_request(request: InferRequest, served: ServedModel) -> CheckedRequest:
     tensor = _input_of(request)
     count = _image_count(tensor.shape)
     images = tensor.images(count)
-    asked = Asked(
+    options = RequestOptions(
         protocol=values.get("protocol", ""),
         scales=_scales_of(values.get("scales")),
         mirror=values.get("mirror"),
         apply_exif=values.get("apply_exif", False),
     )
-    plan = served.plan(asked)
+    plan = served.plan(options)
     if count > 1 and count * plan.views > MAX_VIEWS:
         raise UsageError(
             f"{count} images have {count * plan.views} views with protocol {plan.protocol.name}, but a call may "
             f"have at most {MAX_VIEWS}. Send fewer images per call"
         )
     top = _top_of(request, len(served.session.contract.classes))
-    return CheckedRequest(tuple(images), asked, top, _timeout_of(values))
+    return CheckedRequest(tuple(images), options, top, _timeout_of(values))
 
 
 def _checked(parameters: Parameters, allowed: Mapping[str, tuple[type, ...]], where: str) -> dict[str, Any]:

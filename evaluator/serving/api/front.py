@@ -29,11 +29,12 @@ _CANCEL_DELAY = 0.1  # seconds in which gRPC cancels the call of a client that h
 # A larger message may have at most `_MAX_PARTS` parts; 64 images and 32 scales have about 200. A smaller one is decoded
 # in less than a millisecond, whatever its number of parts.
 _SMALL_MESSAGE, _MAX_PARTS = 2**14, 1000
-
-
 # Seconds after which refused callers may try again. Of gRPC's five attempts, one may meet a server that stops, and then
 # the port is closed; the others outlast 15 s of loading.
 _RETRY_AFTER_STOP, _RETRY_AFTER_LOADING = 1.0, 5.0
+# Compressed messages arrive as they are (`network.channel_options`). No message of ours begins like one: 0x1f is of
+# an unknown type, and 0x78 the field 15, which none has.
+_COMPRESSED = (b"\x1f\x8b", b"\x78\x01", b"\x78\x5e", b"\x78\x9c", b"\x78\xda")  # RFC 1952, 2.3.1; RFC 1950, 2.2
 
 
 class Front(grpc.GenericRpcHandler):
@@ -87,7 +88,7 @@ class Front(grpc.GenericRpcHandler):
 
         known: whether its method exists.
         """
-        path, metadata = f"/{call.method}", metadata_of(context)
+        path, metadata = f"/{call.method}", _metadata_of(context)
         if self.limits.proxies.networks:
             call.identify = partial(self.limits.proxies.identity, metadata)
         refusal: PreluNetError | None = access_error(self._access, call, metadata, known=known)
@@ -135,19 +136,19 @@ class Method:
         return grpc.stream_unary_rpc_method_handler(self._single)
 
     async def _single(self, received: Any, context: Context) -> Any:
-        call = new_call(self._path, context)
+        call = _new_call(self._path, context)
         try:
             await self._admit(call, context)
             return _serialized(await self._function(await self._input(call, received, context), context))
         except BaseException as error:
-            if await ended_by(call, context, error):
+            if await _ended_by(call, context, error):
                 raise
         finally:
             call.message_admitted()
             _note_status(call, context)
 
     async def _stream(self, received: Any, context: Context) -> None:
-        call = new_call(self._path, context)
+        call = _new_call(self._path, context)
         try:
             await self._admit(call, context)
             answers = self._function(await self._input(call, received, context), context)
@@ -158,7 +159,7 @@ class Method:
                 async for answer in answers:
                     await context.write(answer)
         except BaseException as error:
-            if await ended_by(call, context, error):
+            if await _ended_by(call, context, error):
                 raise
         finally:
             call.message_admitted()
@@ -217,10 +218,10 @@ class Method:
             ) from None
 
 
-def new_call(path: str, context: Context) -> Call:
+def _new_call(path: str, context: Context) -> Call:
     """Return the call that begins here, which log lines of its tasks and threads name."""
     remaining = context.time_remaining()
-    call = Call(path.removeprefix("/"), request_id_from(metadata_of(context)), peer=context.peer())
+    call = Call(path.removeprefix("/"), request_id_from(_metadata_of(context)), peer=context.peer())
     call.deadline = None if remaining is None else call.begun + remaining
     current_call.set(call)
     # Not in the initial metadata, which would be sent in a packet of its own.
@@ -228,7 +229,7 @@ def new_call(path: str, context: Context) -> Call:
     return call
 
 
-def metadata_of(context: Context) -> Metadata:
+def _metadata_of(context: Context) -> Metadata:
     """Return the metadata of a call; names are in lower case."""
     return cast("Metadata", context.invocation_metadata() or ())
 
@@ -238,7 +239,7 @@ def _note_status(call: Call, context: Context) -> None:
         call.status = context.code().name if context.code() else "OK"
 
 
-async def ended_by(call: Call, context: Context, error: BaseException) -> bool:
+async def _ended_by(call: Call, context: Context, error: BaseException) -> bool:
     """Note the error that ends a call; return whether gRPC's handler should raise it.
 
     Otherwise ends the call with the error's status. Nothing here may raise the error itself, which would then refer to
@@ -265,11 +266,6 @@ def disconnect_status(call: Call, context: Context) -> str:
     remaining = context.time_remaining()
     tolerance = _CLOCK_SKEW + _TIMEOUT_ROUNDING * (time.monotonic() - call.begun)
     return "DEADLINE_EXCEEDED" if remaining is not None and remaining <= tolerance else "CANCELLED"
-
-
-# Compressed messages arrive as they are (`network.channel_options`). No message of ours begins like one: 0x1f is of
-# an unknown type, and 0x78 the field 15, which none has.
-_COMPRESSED = (b"\x1f\x8b", b"\x78\x01", b"\x78\x5e", b"\x78\x9c", b"\x78\xda")  # RFC 1952, 2.3.1; RFC 1950, 2.2
 
 
 def _serialized(answer: Any) -> Any:

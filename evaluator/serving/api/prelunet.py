@@ -22,7 +22,7 @@ from ..data_plane import DataPlane
 from ..evaluation import LabelledImage, Progress
 from ..observability.call_context import Call, Context, this_call
 from ..observability.logs import log_incident
-from ..scheduling.model import Asked, ServedModel
+from ..scheduling.model import RequestOptions, ServedModel
 from ..scheduling.request import Answered
 
 SERVICE = pb.DESCRIPTOR.services_by_name["PreluNetService"].full_name
@@ -52,7 +52,7 @@ class PreluNetServicer(pb_grpc.PreluNetServiceServicer):
         self, request: pb.ClassifyRequest, call: Call, on_admitted: Callable[[], None] | None = None
     ) -> Awaitable[bytes]:
         """Return the awaitable that answers a request, of Classify or of a stream, without the message."""
-        return _serialized(self._plane.classify(request.image, request.model, asked_in(request), call, on_admitted))
+        return _serialized(self._plane.classify(request.image, request.model, options_in(request), call, on_admitted))
 
     async def ClassifyStream(  # noqa: N802
         self, request_iterator: AsyncIterator[pb.ClassifyStreamRequest], context: Context
@@ -85,7 +85,7 @@ class PreluNetServicer(pb_grpc.PreluNetServiceServicer):
 
         async with aclosing(images()) as labeled:
             report = await self._plane.evaluate(
-                start.dataset, labeled, start.model, asked_in(start), call, send_progress
+                start.dataset, labeled, start.model, options_in(start), call, send_progress
             )
         await context.write(pb.EvaluateResponse(report=await asyncio.to_thread(report_message, report)))
 
@@ -211,14 +211,14 @@ def _id_error(id_: str, unanswered: set[str]) -> UsageError | None:
 # Messages.
 
 
-def asked_in(request: pb.ClassifyRequest | pb.EvaluateStart) -> Asked:
+def options_in(request: pb.ClassifyRequest | pb.EvaluateStart) -> RequestOptions:
     """Return what a request asks of its images."""
     scales = tuple(request.scales[: MAX_SCALES + 1]) or None  # one above the limit is enough to refuse millions
     mirror = request.mirror if request.HasField("mirror") else None
     if isinstance(request, pb.EvaluateStart):
-        return Asked(request.protocol, scales, mirror, request.apply_exif)
+        return RequestOptions(request.protocol, scales, mirror, request.apply_exif)
     top = request.top_k if request.HasField("top_k") else None
-    return Asked(request.protocol, scales, mirror, request.apply_exif, top, request.heatmap, request.maps)
+    return RequestOptions(request.protocol, scales, mirror, request.apply_exif, top, request.heatmap, request.maps)
 
 
 def classify_response(answer: Answered) -> bytes:
@@ -233,29 +233,22 @@ def classify_response(answer: Answered) -> bytes:
         maps=[pb.HeatMap(**vars(of_class)) for of_class in answer.maps],
         timings=pb.Timings(**vars(answer.timings)),
     )
-    return own.SerializeToString() + _constant_part(answer)  # concatenation merges two messages
+    return own.SerializeToString() + answer.constant_part(_constant_part)  # concatenation merges two messages
 
 
 def _constant_part(answer: Answered) -> bytes:
-    """Return the serialized fields that are equal for all images of the same plan and window grids."""
-    views, parts = answer.classified.views, answer.plan.parts
-    key = pb, answer.classified.capped, *(seen.windows for seen in views)
-    if (found := parts.get(key)) is None:
-        session = answer.model.session
-        response = pb.ClassifyResponse(
-            model=pb.ModelIdentity(name=answer.model.name, sha256=session.model_sha256, version=answer.model.version),
-            protocol=pb.Protocol(**answer.plan.protocol.to_json()),
-            views=[
-                pb.View(**seen.view.to_json(), windows=pb.WindowGrid(rows=seen.windows[0], columns=seen.windows[1]))
-                for seen in views
-            ],
-            capped=answer.classified.capped,
-            circumstances=pb.Circumstances(**session.circumstances.to_json()),
-        )
-        if len(parts) >= _MAX_PARTS:
-            parts.clear()
-        found = parts[key] = response.SerializeToString()
-    return found
+    session = answer.model.session
+    response = pb.ClassifyResponse(
+        model=pb.ModelIdentity(name=answer.model.name, sha256=session.model_sha256, version=answer.model.version),
+        protocol=pb.Protocol(**answer.plan.protocol.to_json()),
+        views=[
+            pb.View(**seen.view.to_json(), windows=pb.WindowGrid(rows=seen.windows[0], columns=seen.windows[1]))
+            for seen in answer.classified.views
+        ],
+        capped=answer.classified.capped,
+        circumstances=pb.Circumstances(**session.circumstances.to_json()),
+    )
+    return response.SerializeToString()
 
 
 def call_error(error: BaseException, incident: str) -> pb.CallError:

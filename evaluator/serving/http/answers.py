@@ -3,18 +3,16 @@
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
 
-import numpy as np
 from msgspec import UNSET, Struct, UnsetType
 
 from ...answer import ClassMap, ClassScore, Timings
 from ...contract import ClassEntry
+from ...engine.scores import shortest_decimal
 from ...engine.session import Circumstances
 from ...protocols import supported_protocols
 from ..repository import Version
 from ..scheduling.model import ServedModel
 from ..scheduling.request import Answered
-
-_MAX_PARTS = 4096  # kept of a plan: images of mixed sizes have many window grids
 
 
 class _Answer(Struct, forbid_unknown_fields=True):
@@ -112,10 +110,11 @@ class Model(_Answer):
 
 def classify_response(answer: Answered) -> ClassifyResponse:
     """Return the answer to one image."""
-    classes, (model, protocol, views) = answer.model.session.contract.classes, _constant_parts(answer)
+    classes = answer.model.session.contract.classes
+    model, protocol, views = answer.constant_part(_constant_part)
     return ClassifyResponse(
         predictions=[
-            ClassScore(index, classes[index].wnid, classes[index].name, _shortest(score))
+            ClassScore(index, classes[index].wnid, classes[index].name, shortest_decimal(score))
             for index, score in answer.classified.top(answer.plan.top)
         ],
         model=model,
@@ -125,32 +124,18 @@ def classify_response(answer: Answered) -> ClassifyResponse:
         circumstances=answer.model.session.circumstances,
         heatmap=answer.heatmap,
         timings=answer.timings,
-        maps=[replace(each, scores=tuple(map(_shortest, each.scores))) for each in answer.maps],
+        maps=[replace(each, scores=tuple(map(shortest_decimal, each.scores))) for each in answer.maps],
     )
 
 
-def _constant_parts(answer: Answered) -> tuple[ModelIdentity, Protocol, list[View]]:
-    """Return the parts that are equal for all images of the same plan and window grids."""
-    views, parts = answer.classified.views, answer.plan.parts
-    key = ClassifyResponse, *(seen.windows for seen in views)
-    found: tuple[ModelIdentity, Protocol, list[View]] | None = parts.get(key)
-    if found is None:
-        protocol = answer.plan.protocol.to_json()
-        crop = protocol.pop("crop")
-        found = (
-            _identity(answer.model),
-            Protocol(**protocol, crop=UNSET if crop is None else crop),
-            [View(**seen.view.to_json(), windows=WindowGrid(*seen.windows)) for seen in views],
-        )
-        if len(parts) >= _MAX_PARTS:
-            parts.clear()
-        parts[key] = found
-    return found
-
-
-def _shortest(score: float) -> float:
-    """Return the number with the fewest digits that is the same in float32: 0.1 instead of 0.10000000149011612."""
-    return float(str(np.float32(score)))
+def _constant_part(answer: Answered) -> tuple[ModelIdentity, Protocol, list[View]]:
+    protocol = answer.plan.protocol.to_json()
+    crop = protocol.pop("crop")
+    return (
+        _identity(answer.model),
+        Protocol(**protocol, crop=UNSET if crop is None else crop),
+        [View(**seen.view.to_json(), windows=WindowGrid(*seen.windows)) for seen in answer.classified.views],
+    )
 
 
 def _identity(served: ServedModel) -> ModelIdentity:

@@ -20,7 +20,7 @@ from ...reporting.live_page import live_page
 from ..concurrency import run_inline_or_in_thread
 from ..data_plane import DataPlane
 from ..inference import Inference, ModelConfig, ModelIndex, ModelMetadata, ModelStatistics, ServerMetadata
-from ..scheduling.model import Asked
+from ..scheduling.model import RequestOptions
 from .answers import (
     ClassifyResponse,
     ListModelsResponse,
@@ -196,8 +196,8 @@ class _Routes:
             read = partial(image_in_form, request.take_body())
             request.body = await run_inline_or_in_thread(read, in_thread=large)
             del read
-        model, asked = _asked_in(request.query)
-        answered = await self._plane.classify(request.take_body(), model, asked, request.call)
+        model, options = _options_in(request.query)
+        answered = await self._plane.classify(request.take_body(), model, options, request.call)
         large = answered.plan.top > _MANY_PREDICTIONS or bool(answered.maps or answered.heatmap)
         return await run_inline_or_in_thread(lambda: JsonResponse(classify_response(answered)), in_thread=large)
 
@@ -251,7 +251,7 @@ def _described(describe: Callable[..., Struct]) -> Endpoint:
     return endpoint
 
 
-def _asked_in(query: QueryParams) -> tuple[str, Asked]:
+def _options_in(query: QueryParams) -> tuple[str, RequestOptions]:
     """Return the name of the model, and what a request asks of its image; raises UsageError."""
     values: dict[str, Any] = {}
     for name, text in query.multi_items():
@@ -264,7 +264,7 @@ def _asked_in(query: QueryParams) -> tuple[str, Asked]:
         except (KeyError, ValueError):
             raise UsageError(f"query parameter '{name}' has no valid value: '{text[:100]}'") from None
     model, top, heatmap = values.pop("model", ""), values.pop("top_k", None), values.pop("heatmap", "")
-    return model, Asked(**values, top=top, heatmap=heatmap == "png", maps=heatmap == "maps")
+    return model, RequestOptions(**values, top=top, heatmap=heatmap == "png", maps=heatmap == "maps")
 
 
 def image_in_form(body: bytes) -> bytes:

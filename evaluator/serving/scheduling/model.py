@@ -27,12 +27,13 @@ from .admission import AdmissionController
 
 _RECENT_BATCHES = 8  # used to estimate the time of a model's next batch
 _MAX_PLANS = 1000  # kept of a model
+_MAX_SHAPES = 4096  # of canvases, as many
 
 _numbers = itertools.count()
 
 
 @dataclass(frozen=True, slots=True)
-class Asked:
+class RequestOptions:
     """How a client wants an image classified; the defaults are the model's.
 
     protocol: name; scales: shorter sides in pixels that replace the protocol's; top: number of best classes; heatmap,
@@ -52,9 +53,8 @@ class Asked:
 class Plan:
     """What all requests that ask the same of a model have in common.
 
-    top: number of best classes; heatmap, maps: as in `Asked`; prepare: how to decode an image; views: of an image;
-    pixels: an estimate of theirs; parts: of answers, those that do not depend on the image, as the front ends keep
-    them.
+    top: number of best classes; heatmap, maps: as in `RequestOptions`; prepare: how to decode an image; views: of an
+    image; pixels: an estimate of theirs; parts: of answers, kept by `Answered.constant_part`.
     """
 
     protocol: EvaluationProtocol
@@ -124,25 +124,25 @@ class ServedModel:
         self.batch_times = BatchTimes(), BatchTimes()
         self.canvas: tuple[int, ...] | None = None
         self.shape_buckets = shape_buckets_of(session)
-        self._grid = lru_cache(4096)(session.contract.window_grid)
+        self._grid = lru_cache(_MAX_SHAPES)(session.contract.window_grid)
         self._shapes: dict[tuple[int, int], tuple[int, int, int]] = {}
         self._limits, self._max_view_pixels = limits, max_view_pixels or largest_own_view(session.contract)
-        self._plans: dict[Asked, Plan] = {}
+        self._plans: dict[RequestOptions, Plan] = {}
 
-    def plan(self, asked: Asked) -> Plan:
+    def plan(self, options: RequestOptions) -> Plan:
         """Return the plan of a request; UsageError if the model cannot do what it asks."""
-        if (plan := self._plans.get(asked)) is None:
+        if (plan := self._plans.get(options)) is None:
             contract = self.session.contract
-            overrides = ProtocolOverrides(scales=asked.scales, mirror=asked.mirror, apply_exif=asked.apply_exif)
-            protocol = build_protocol(asked.protocol or default_protocol_name(contract), contract, overrides)
-            prepare = PrepareOptions(protocol, self._limits, self._max_view_pixels, asked.heatmap)
-            top = resolve_top_k(asked.top, len(contract.classes))
+            overrides = ProtocolOverrides(scales=options.scales, mirror=options.mirror, apply_exif=options.apply_exif)
+            protocol = build_protocol(options.protocol or default_protocol_name(contract), contract, overrides)
+            prepare = PrepareOptions(protocol, self._limits, self._max_view_pixels, options.heatmap)
+            top = resolve_top_k(options.top, len(contract.classes))
             # Before decoding the shape of a whole image is unknown; it is taken as square.
             pixels = sum((protocol.crop or view.scale) ** 2 for view in protocol.views)
-            plan = Plan(protocol, top, asked.heatmap, asked.maps, prepare, len(protocol.views), pixels)
+            plan = Plan(protocol, top, options.heatmap, options.maps, prepare, len(protocol.views), pixels)
             if len(self._plans) >= _MAX_PLANS:
                 self._plans.clear()
-            self._plans[asked] = plan
+            self._plans[options] = plan
         return plan
 
     def canvas_of(self, height: int, width: int) -> tuple[int, int, int]:
@@ -155,7 +155,7 @@ class ServedModel:
             # In as many lanes as it has if one such canvas in each fits the largest batch.
             lanes = self.session.lanes
             lanes = lanes if self.session.rules.max_rows(pixels, windows) >= lanes else 1
-            if len(self._shapes) >= 4096:
+            if len(self._shapes) >= _MAX_SHAPES:
                 self._shapes.clear()
             found = self._shapes[height, width] = pixels, windows, lanes
         return found

@@ -43,7 +43,7 @@ from prelunet.evaluator.serving.api import prelunet
 from prelunet.evaluator.serving.api.prelunet import SERVICE
 from prelunet.evaluator.serving.lifecycle import serve
 from prelunet.evaluator.serving.options import ModelFile, ServeOptions, ServerLimits, parse_models
-from prelunet.evaluator.serving.scheduling.model import Asked
+from prelunet.evaluator.serving.scheduling.model import RequestOptions
 from prelunet.evaluator.serving.scheduling.request import Answered
 from tests.conftest import ExportedNet
 from tests.helpers.fakes import FakeSession, fake_contract
@@ -149,7 +149,7 @@ def test_the_message_of_an_answer_is_its_json_with_every_field_and_digit() -> No
         (classified,) = classify_images(session, [decode_rgb(png(40, 57))], protocol)
         answer = build_answer(session, "fake", protocol, classified, 1000, b"a picture")
         answer = replace(answer, model={**answer.model, "version": 3}, timings=timings)
-        answered = Answered(served, served.plan(Asked(name, top=1000)), classified, timings, b"a picture")
+        answered = Answered(served, served.plan(RequestOptions(name, top=1000)), classified, timings, b"a picture")
         message = pb.ClassifyResponse.FromString(prelunet.classify_response(answered))
         assert message == ParseDict({**answer.to_json()}, pb.ClassifyResponse(heatmap=b"a picture"))
         back = answer_from_message(pb.ClassifyResponse.FromString(message.SerializeToString()))

@@ -35,7 +35,7 @@ from prelunet.evaluator.serving.evaluation import MAX_IN_FLIGHT, LabelledImage, 
 from prelunet.evaluator.serving.models import Models
 from prelunet.evaluator.serving.observability.call_context import Call
 from prelunet.evaluator.serving.options import ModelFile, QueueOptions
-from prelunet.evaluator.serving.scheduling.model import Asked
+from prelunet.evaluator.serving.scheduling.model import RequestOptions
 from prelunet.evaluator.serving.scheduling.request import Answered
 from prelunet.evaluator.validation.predictions import Prediction, build_prediction
 from prelunet.evaluator.validation.run import Run, build_run_info
@@ -43,7 +43,7 @@ from tests.helpers.fakes import FakeSession, fake_contract, validated
 from tests.serving.event_loop import async_test, one_by_one
 from tests.serving.serving_harness import GatedSession, Referable, eventually, png, running_server
 
-CENTER, DENSE = Asked("center"), Asked("dense-28")
+CENTER, DENSE = RequestOptions("center"), RequestOptions("dense-28")
 SCHEMA = json.loads((Path(__file__).parents[3] / "docs" / "report.schema.json").read_text())
 
 

@@ -25,7 +25,7 @@ from prelunet.evaluator.serving.observability.call_context import Call
 from prelunet.evaluator.serving.observability.metrics import Metrics
 from prelunet.evaluator.serving.options import ModelFile, QueueOptions
 from prelunet.evaluator.serving.scheduling.admission import AdmissionController, Ticket, Usage
-from prelunet.evaluator.serving.scheduling.model import Asked, ServedModel
+from prelunet.evaluator.serving.scheduling.model import RequestOptions, ServedModel
 from prelunet.evaluator.serving.scheduling.request import ReadyView, Request
 from prelunet.evaluator.serving.scheduling.waiting import Waiting
 from tests.helpers.fakes import FakeSession, fake_contract
@@ -139,10 +139,10 @@ def start_classify(
     deadline: float | None = None,
 ) -> "asyncio.Task[Classification]":
     """Start classifying an image, without waiting for the answer."""
-    asked = Asked(protocol.name, mirror=protocol.mirror)
+    options = RequestOptions(protocol.name, mirror=protocol.mirror)
 
     async def classify() -> Classification:
-        return (await DataPlane(models).classify(image, model, asked, call_of(client, deadline=deadline))).classified
+        return (await DataPlane(models).classify(image, model, options, call_of(client, deadline=deadline))).classified
 
     return asyncio.create_task(classify())
 
@@ -239,7 +239,7 @@ def build_request(
 ) -> Request:
     """Return a request whose answer nobody awaits."""
     reply = asyncio.get_running_loop().create_future()
-    plan = model.plan(Asked(protocol.name, mirror=protocol.mirror))
+    plan = model.plan(RequestOptions(protocol.name, mirror=protocol.mirror))
     return Request(model, plan, image, call_of(client), deadline, reply)
 
 

@@ -24,7 +24,7 @@ from prelunet.evaluator.serving.decoding import prepare_image
 from prelunet.evaluator.serving.models import Models
 from prelunet.evaluator.serving.observability.call_context import Call
 from prelunet.evaluator.serving.options import QueueOptions
-from prelunet.evaluator.serving.scheduling.model import Asked
+from prelunet.evaluator.serving.scheduling.model import RequestOptions
 from prelunet.evaluator.serving.scheduling.request import Decoder, Request
 from tests.helpers.fakes import FakeSession, fake_contract
 from tests.serving.event_loop import async_test, until
@@ -52,7 +52,7 @@ async def test_exactly_the_calls_above_the_limit_are_refused_at_once_and_the_oth
         async def ask(number: int) -> str:
             image = png(40, 41 + number, number)
             try:
-                answered = await plane.classify(image, "fake", Asked("center"), Call())
+                answered = await plane.classify(image, "fake", RequestOptions("center"), Call())
                 return str(answered.classified.scores.argmax())
             except Overloaded as error:
                 return "refused" if error.retry_after else "refused for ever"
@@ -95,7 +95,7 @@ async def test_a_view_that_would_take_gigabytes_is_refused_before_it_is_created(
     with serve_models(fake=FakeSession(contract)) as models:
 
         async def ask(name: str) -> object:
-            return await DataPlane(models).classify(png(20, 200), "fake", Asked(name), Call())
+            return await DataPlane(models).classify(png(20, 200), "fake", RequestOptions(name), Call())
 
         with pytest.raises(UsageError, match="1600x6400 pixels, more than this server's limit of 25600"):
             await ask("dense-1600")
@@ -112,14 +112,14 @@ async def test_a_server_may_allow_larger_views_than_the_model_needs() -> None:
 
     with serve_models(queue, fake=FakeSession(contract)) as models:
         ask = partial(DataPlane(models).classify, png(20, 200), "fake", call=Call())
-        assert await ask(asked=Asked("dense-300"))
+        assert await ask(options=RequestOptions("dense-300"))
         with pytest.raises(UsageError, match="301x1204 pixels, more than this server's limit of 360000"):
-            await ask(asked=Asked("dense-301"))
+            await ask(options=RequestOptions("dense-301"))
 
 
 def test_a_model_with_large_default_scales_is_served_at_these_scales() -> None:
     contract = fake_contract(default_scales=(800, 900), max_side=4096)
-    plan = build_model(FakeSession(contract)).plan(Asked("multi-scale"))
+    plan = build_model(FakeSession(contract)).plan(RequestOptions("multi-scale"))
     assert prepare_image(png(20, 200), plan.prepare).resized[900][0].shape == (900, 3600, 3)
 
 
@@ -127,10 +127,10 @@ def test_a_model_with_large_default_scales_is_served_at_these_scales() -> None:
 @async_test
 async def test_an_answer_has_the_timings_of_its_stages(heatmap: bool) -> None:
     session = SteppedSession(rules=BatchRules(max_pixels=2 * 37 * 53))
-    asked = Asked("dense-37-40-43", top=2, heatmap=heatmap)
+    options = RequestOptions("dense-37-40-43", top=2, heatmap=heatmap)
 
     with serve_models(fake=session) as models:
-        answer = DataPlane(models).classify(png(40, 57), "fake", asked, Call())
+        answer = DataPlane(models).classify(png(40, 57), "fake", options, Call())
         task = asyncio.create_task(answer)
         await until(lambda: session.entered)
         await asyncio.sleep(0.05)
@@ -191,7 +191,7 @@ def test_requests_cancelled_at_any_time_leave_nothing_and_every_view_is_computed
             assert task is not None
             asyncio.get_running_loop().call_at(in_a_moment, task.cancel)
         try:
-            await DataPlane(models).classify(image, name, Asked(protocol, heatmap=chance.random() < 0.1), call)
+            await DataPlane(models).classify(image, name, RequestOptions(protocol, heatmap=chance.random() < 0.1), call)
             became["answered"] += 1
         except (ImageError, DeadlinePassed, Overloaded, asyncio.CancelledError) as error:
             became[type(error).__name__] += 1
@@ -225,7 +225,7 @@ def test_requests_cancelled_at_any_time_leave_nothing_and_every_view_is_computed
 async def test_bytes_that_are_not_an_image_fail_and_are_counted() -> None:
     with serve_models(fake=FakeSession()) as models:
         with pytest.raises(ImageError):
-            await DataPlane(models).classify(b"none", "fake", Asked("center"), Call())
+            await DataPlane(models).classify(b"none", "fake", RequestOptions("center"), Call())
         assert metric_value(models, "dropped_views_total", "fake", reason="failed") == 1
         assert metric_value(models, "failed_seconds_count", "fake") == 1
         assert metric_value(models, "request_seconds_count", "fake") == 0
@@ -234,13 +234,13 @@ async def test_bytes_that_are_not_an_image_fail_and_are_counted() -> None:
 def test_a_mirrored_protocol_costs_twice_as_much_as_a_plain_one() -> None:
     model = build_model()
 
-    def views_and_pixels(asked: Asked) -> tuple[int, int]:
-        plan = model.plan(asked)
+    def views_and_pixels(options: RequestOptions) -> tuple[int, int]:
+        plan = model.plan(options)
         return plan.views, plan.pixels
 
-    assert views_and_pixels(Asked("dense-33-41", mirror=False)) == (2, 33 * 33 + 41 * 41)
-    assert views_and_pixels(Asked("dense-33-41", mirror=True)) == (4, 2 * (33 * 33 + 41 * 41))
-    assert views_and_pixels(Asked("ten-crop")) == (10, 10 * 28 * 28)
+    assert views_and_pixels(RequestOptions("dense-33-41", mirror=False)) == (2, 33 * 33 + 41 * 41)
+    assert views_and_pixels(RequestOptions("dense-33-41", mirror=True)) == (4, 2 * (33 * 33 + 41 * 41))
+    assert views_and_pixels(RequestOptions("ten-crop")) == (10, 10 * 28 * 28)
 
 
 @async_test

@@ -13,7 +13,7 @@ from prelunet.evaluator.errors import ImageError, Overloaded
 from prelunet.evaluator.serving.data_plane import DataPlane
 from prelunet.evaluator.serving.observability.call_context import Call
 from prelunet.evaluator.serving.scheduling.admission import AdmissionController, Usage
-from prelunet.evaluator.serving.scheduling.model import Asked
+from prelunet.evaluator.serving.scheduling.model import RequestOptions
 from tests.helpers.fakes import FakeSession
 from tests.serving.event_loop import async_test, settled, until
 from tests.serving.scheduling.scheduler_harness import admitted, admitted_later, build_admission, call_of, serve_models
@@ -156,7 +156,7 @@ async def test_a_request_leaves_admission_whatever_its_error(error: BaseExceptio
 
     with serve_models(fake=FakeSession()) as models:
         with pytest.raises(type(error)):
-            await DataPlane(models).classify(png(28, 28), "fake", Asked(), Call(), on_admitted=fail)
+            await DataPlane(models).classify(png(28, 28), "fake", RequestOptions(), Call(), on_admitted=fail)
         assert models.get("fake").admission.used == Usage()
 
 

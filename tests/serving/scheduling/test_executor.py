@@ -18,7 +18,7 @@ from prelunet.evaluator.serving.decoding import DecodeProcess
 from prelunet.evaluator.serving.observability.call_context import Call
 from prelunet.evaluator.serving.options import QueueOptions
 from prelunet.evaluator.serving.scheduling import request as request_module
-from prelunet.evaluator.serving.scheduling.model import Asked
+from prelunet.evaluator.serving.scheduling.model import RequestOptions
 from tests.helpers.fakes import FakeSession, fake_contract
 from tests.serving.event_loop import async_test, until
 from tests.serving.scheduling.scheduler_harness import (
@@ -345,8 +345,8 @@ async def test_slow_heat_maps_do_not_delay_other_answers(monkeypatch: pytest.Mon
     with serve_models(fake=FakeSession()) as models:
 
         async def answer(*, heatmap: bool) -> bytes:
-            asked = Asked("dense-40", mirror=False, heatmap=heatmap)
-            return (await DataPlane(models).classify(png(40, 57), "fake", asked, Call())).heatmap
+            options = RequestOptions("dense-40", mirror=False, heatmap=heatmap)
+            return (await DataPlane(models).classify(png(40, 57), "fake", options, Call())).heatmap
 
         maps = [asyncio.create_task(answer(heatmap=True)) for _ in range(20)]
         await until(drawing.is_set)

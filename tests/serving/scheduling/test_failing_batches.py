@@ -18,7 +18,7 @@ from prelunet.evaluator.serving.data_plane import DataPlane
 from prelunet.evaluator.serving.observability.call_context import Call
 from prelunet.evaluator.serving.options import QueueOptions
 from prelunet.evaluator.serving.scheduling import executor
-from prelunet.evaluator.serving.scheduling.model import Asked, ServedModel
+from prelunet.evaluator.serving.scheduling.model import RequestOptions, ServedModel
 from tests.helpers.fakes import FakeSession
 from tests.serving.event_loop import async_test, until
 from tests.serving.scheduling.scheduler_harness import (
@@ -236,8 +236,8 @@ async def test_window_scores_that_cannot_be_fetched_fail_only_the_request_that_n
 
     with serve_models(fake=session) as models:
         await occupy_device(models, session)
-        asked = Asked("dense-32", mirror=False, heatmap=True)
-        answer = DataPlane(models).classify(png(32, 41, 1), "fake", asked, Call())
+        options = RequestOptions("dense-32", mirror=False, heatmap=True)
+        answer = DataPlane(models).classify(png(32, 41, 1), "fake", options, Call())
         mapped = asyncio.create_task(answer)
         plain = start_classify(models, png(32, 41, 2), dense_protocol(32))
         await until(lambda: ready_view_count(models) == 2)
