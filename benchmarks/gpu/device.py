@@ -15,7 +15,7 @@ import torch
 
 from benchmarks.common.rig import TINY, Rig
 from prelunet.evaluator.arrays import Int64Array, UInt8Array
-from prelunet.evaluator.engine.runtimes.cuda import cuda_options
+from prelunet.evaluator.engine.runtimes.cuda import DISABLED_OPTIMIZERS, cuda_options
 from prelunet.evaluator.engine.runtimes.onnx import CPU, CUDA, import_runtime
 from prelunet.evaluator.errors import EnvironmentFault
 
@@ -68,7 +68,9 @@ def raw_session(rig: Rig, path: Path) -> Any:
         options.enable_mem_pattern = False
         options.add_session_config_entry("session.disable_cpu_ep_fallback", "1")
     provider = (CUDA, cuda_options()) if rig.on_gpu else CPU
-    session = runtime.InferenceSession(os.fspath(path), options, providers=[provider], enable_fallback=0)
+    session = runtime.InferenceSession(
+        os.fspath(path), options, providers=[provider], enable_fallback=0, disabled_optimizers=DISABLED_OPTIMIZERS
+    )
     if session.get_providers()[0] != (CUDA if rig.on_gpu else CPU):
         raise EnvironmentFault(f"{path.name}: the session runs on {session.get_providers()[0]}")
     return session

@@ -24,7 +24,8 @@ from prelunet.evaluator.engine.runtimes.onnx import import_runtime
 
 WAYS = ("pairs", "groups")
 MAX_PIXELS = 16 * 384 * 512  # limit for a group of equal shapes
-# Six shapes of two images each, like mirrored pairs of different photos.
+# Six shapes, on canvases as many as `validate` has in a batch.
+ROWS = 32
 SHAPES = ((256, 352), (352, 256), (256, 384), (384, 512), (512, 384), (384, 576))
 TURNS = 24  # calls with a change of shape before each; a multiple of the number of shapes
 
@@ -64,7 +65,7 @@ def _torch_pass(rig: Rig, net: DenseNet, batches: Sequence[np.ndarray]) -> float
 
 
 def changes_of_shape(rig: Rig, settings: dict[str, Any]) -> dict[str, Any]:
-    """Time pairs of images of six shapes in onnxruntime: each repeated, then all in turn. Nothing leaves the device.
+    """Time batches of six shapes in onnxruntime: each repeated, then all in turn. Nothing leaves the device.
 
     switch_ms: extra time of a call after one of another shape; `evaluator.engine.memory.GPU_SWITCH_SECONDS` assumes it;
     tflops: of the repeated calls; `GPU_FLOPS` there assumes it.
@@ -74,7 +75,7 @@ def changes_of_shape(rig: Rig, settings: dict[str, Any]) -> dict[str, Any]:
     bindings = []
     for seed, size in enumerate(sizes):
         binding = session.io_binding()
-        for name, array in zip(INPUTS, noise_batch(2, *size, seed), strict=True):
+        for name, array in zip(INPUTS, noise_batch(rig.reduced(ROWS), *size, seed), strict=True):
             value = import_runtime().OrtValue.ortvalue_from_numpy(array, rig.device, 0)
             binding.bind_ortvalue_input(name, value)
         for name in OUTPUTS:
@@ -86,7 +87,7 @@ def changes_of_shape(rig: Rig, settings: dict[str, Any]) -> dict[str, Any]:
         run(binding)  # so that the first of the turns below follows another shape too
     order = islice(cycle(bindings), rig.reduced(TURNS, len(bindings)))
     took = [rig.timed(partial(run, binding), seconds=0, min_calls=1, warm=0)["ms"] for binding in order]
-    flop = rig.flop(settings["net"], [size for size in sizes for _ in range(2)])
+    flop = rig.flop(settings["net"], [size for size in sizes for _ in range(rig.reduced(ROWS))])
     return {
         "repeated_ms": float(np.mean(repeated)),
         "switch_ms": float(np.mean(took) - np.mean(repeated)),

@@ -17,7 +17,7 @@ from benchmarks.gpu.table import FILES
 from prelunet.evaluator.contract import Canvas, golden_image
 from prelunet.evaluator.engine.runtimes.base import Precision
 from prelunet.evaluator.engine.session import Outputs, Session
-from prelunet.evaluator.engine.verify import TOLERANCES, garbage_canvas, tolerance_precision
+from prelunet.evaluator.engine.verify import garbage_canvas, tolerance_for, tolerance_precision
 from prelunet.training.net.dense_reference import dense_windows
 
 # Height and width for a crop of 224: one window, odd sides, both orientations, and the three scales of a 4:3 photo.
@@ -78,7 +78,7 @@ def compare(session: Session, images: list[np.ndarray], oracle: Windows) -> dict
             f"{case}_{key}": float(np.max([row[key] for row in found])) for key in ("scores", "logits", "windows")
         }
         result[f"{case}_other_classes"] = sum(int(row["other_class"]) for row in found)
-    tolerance = TOLERANCES[tolerance_precision(session)]
+    tolerance = tolerance_for(tolerance_precision(session), [np.abs(logits).max() for _, logits in oracle])
     result["passed"] = all(
         result[f"{case}_scores"] <= tolerance.scores
         and result[f"{case}_windows"] <= tolerance.scores

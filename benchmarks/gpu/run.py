@@ -7,8 +7,8 @@
     python -m benchmarks.gpu.run --device cpu --tiny    rehearse in seconds; the file is marked as tiny
 
 Runs from a checkout, without network, with only torch, onnx, onnxruntime-gpu, numpy, Pillow and msgspec; where the
-project is not installed, set PYTHONPATH=src. Part `server` needs the project's own requirements, and is left out
-without them. Each case is written to benchmarks/results/gpu.json (or --output) at once. The same command resumes an
+project is not installed, set PYTHONPATH=src. Part `server` needs the project installed with its requirements, and is
+left out without them. Each case is written to benchmarks/results/gpu.json (or --output) at once. The same command resumes an
 interrupted run and measures nothing twice. With `--device cuda` (the default) nothing silently runs on a CPU: if the
 CUDA provider is unavailable, the script prints the reason and exits.
 

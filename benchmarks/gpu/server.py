@@ -6,6 +6,7 @@ Clients and server share the cores of the machine, and every call carries a JPEG
 import tempfile
 from collections.abc import Iterator
 from functools import partial
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -34,7 +35,9 @@ def _measure(rig: Rig, settings: dict[str, Any]) -> dict[str, Any]:
         from benchmarks.serving.bench import LoadTarget, summary
         from benchmarks.serving.peers import Contender
         from benchmarks.serving.worker import Worker
-    except ImportError as error:  # the project's own requirements are not installed
+
+        version("prelunet")  # which the server states
+    except ImportError as error:  # the project and its requirements are not installed
         return {"not_available": str(error)}
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)

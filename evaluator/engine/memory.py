@@ -53,11 +53,11 @@ PACKED_BATCHES = 8  # in main memory: on a GPU three page-locked ones, of up to 
 RESULT_PORTIONS = 3  # portions whose results are kept until they are averaged
 LISTED_BYTES_PER_IMAGE = 512  # for names of 40 characters
 
-# Assumptions about a GPU, not measured here.
+# Of a GPU. The last two are of net A on an H100 (benchmarks/gpu), in fp16; the other numbers are assumptions.
 GPU_WEIGHT_COPIES = 2.5  # on the GPU
 GPU_BATCH_BYTES = 6 * 2**30  # unless a limit is lower: about 10 Mpixel of net C, far more than fill a GPU
-GPU_SWITCH_SECONDS = 0.020  # time in which the CUDA provider rebuilds the plans of about 20 convolutions
-GPU_FLOPS: Mapping[str, float] = {"fp16": 400e12, "tf32": 200e12, "fp32": 45e12}  # operations/s over a whole net
+GPU_SWITCH_SECONDS = 0.036  # time in which the CUDA provider plans about 20 convolutions anew
+GPU_FLOPS: Mapping[str, float] = {"fp16": 350e12, "tf32": 200e12, "fp32": 45e12}  # operations/s over a whole net
 GPU_CANVAS_CELLS = 2  # step in cells of the feature map: 32 px for A, B, C, so 256, 384, 480 fit exactly
 
 

@@ -1,8 +1,8 @@
-"""The canvases and batch sizes that a server uses on a GPU: few enough to run all of them once before it is ready.
+"""The canvases and batch sizes that a server uses on a GPU: few enough to run all canvases before it is ready.
 
-For each new batch shape a GPU loads kernels, allocates memory, and page-locks as much on the host. A batch job pays
-this once; a server's callers would pay it now and then, for days. So a server rounds its batches to buckets: sides that
-fit the usual photos at the model's own scales, and rows of 1, 2, 3, 4, 6, 8, 12 …
+For new canvases a GPU loads kernels, allocates memory, and page-locks as much on the host. A batch job pays this once;
+a server's callers would pay it now and then, for days. So a server rounds its batches to buckets: sides that fit the
+usual photos at the model's own scales, and rows of 1, 2, 3, 4, 6, 8, 12 …
 """
 
 from bisect import bisect_left, bisect_right
@@ -42,19 +42,19 @@ class ShapeBuckets:
         """Return the largest allowed number of rows that is at most `limit`, which must be at least 1."""
         return self.rows[bisect_right(self.rows, limit) - 1]
 
-    def batch_shapes(self, max_rows: Callable[[int, int], int]) -> list[tuple[int, int, int]]:
-        """Return every possible batch: rows, height and width, those with the most pixels first.
+    def warm_up_shapes(self, max_rows: Callable[[int, int], int]) -> list[tuple[int, int, int]]:
+        """Return the largest and the smallest batch of every canvas: rows, height, width; the most pixels first.
 
+        Those between need no kernels and no memory that these do not.
         max_rows: (height, width) of a canvas → the rows that the batch rules allow, at least 1.
         """
-        shapes = [
+        shapes = {
             (rows, height, width)
             for height in self.sides
             for width in self.sides
             if min(height, width) <= self.max_short_side
-            for rows in self.rows
-            if rows <= self.round_down_rows(max_rows(height, width))
-        ]
+            for rows in (self.round_down_rows(max_rows(height, width)), 1)
+        }
         return sorted(shapes, key=lambda shape: (-shape[0] * shape[1] * shape[2], shape))
 
 

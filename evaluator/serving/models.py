@@ -30,7 +30,7 @@ log = logging.getLogger(__name__)
 
 
 def load_model(file: ModelFile, placement: Placement, stopped: Callable[[], bool] = lambda: False) -> Session:
-    """Load a model and compare its golden images; on a GPU also run every batch shape of its shape buckets.
+    """Load a model and compare its golden images; on a GPU also run every canvas of its shape buckets.
 
     stopped: called between batches; True cancels. Raises Interrupted then, and the errors of `open_with_placement`.
     """
@@ -48,7 +48,7 @@ def load_model(file: ModelFile, placement: Placement, stopped: Callable[[], bool
                 raise Interrupted(f"loading of model '{file.name}' was cancelled during its warm-up")
             if 10 * done // total > 10 * (done - 1) // total:
                 seconds = time.monotonic() - start
-                log.info("model %s: warm-up, %d of %d batch shapes in %.0f s", file.name, done, total, seconds)
+                log.info("model %s: warm-up, %d of %d batches in %.0f s", file.name, done, total, seconds)
 
         warm_up(session, shape_buckets, on_progress)
     return session
@@ -71,19 +71,19 @@ def serving_rules(session: Session, memory: int | None = None) -> BatchRules:
 
 
 def warm_up(session: Session, shape_buckets: ShapeBuckets, on_progress: Callable[[int, int], None]) -> None:
-    """Run every batch shape once, the largest first, so that the others fit into the memory regions that it allocates.
+    """Run every canvas, the largest batch first, so that the others fit into the memory regions that it allocates.
 
-    on_progress: called with the number of shapes run so far and their total. Raises the errors of `Session.run`.
+    on_progress: called with the number of batches run so far and their total. Raises the errors of `Session.run`.
     """
     rules, contract = session.rules, session.contract
 
     def max_rows(height: int, width: int) -> int:
         return rules.max_rows(height * width, math.prod(contract.window_grid(height, width)))
 
-    batch_shapes = shape_buckets.batch_shapes(max_rows)
-    for done, (rows, height, width) in enumerate(batch_shapes, 1):
+    shapes = shape_buckets.warm_up_shapes(max_rows)
+    for done, (rows, height, width) in enumerate(shapes, 1):
         session.run(np.zeros((rows, height, width, 3), np.uint8), np.full((rows, 2), (height, width), np.int64))
-        on_progress(done, len(batch_shapes))
+        on_progress(done, len(shapes))
 
 
 class Models:

@@ -225,24 +225,27 @@ def _trunk(
         else:
             if masked and layer.pad and index > 0:  # the front has already masked the image
                 value = _mask(graph, value, valid, f"{layer.name}.masked")
-            value = _convolution(graph, layer, tensors, value)
+            value = _convolution(graph, layer, tensors, value, half=valid.half)
             value = _activation(graph, architecture.activation, tensors, layer.name, value, slope_shape=(-1, 1, 1))
             value = graph.quantize(value, following[layer.name])
         valid = _valid_after(graph, valid, layer.name, layer.kernel, layer.stride, layer.pad)
     return value, valid
 
 
-def _convolution(graph: LayerBuilder, layer: Conv, tensors: Mapping[str, FloatArray], value: str) -> str:
+def _convolution(graph: LayerBuilder, layer: Conv, tensors: Mapping[str, FloatArray], value: str, *, half: bool) -> str:
+    """Add a convolution. half: with the bias in a node of its own (`cuda.DISABLED_OPTIMIZERS`); CPUs join the two."""
     weight = graph.weight(layer.name, tensors[f"{layer.name}.weight"], channel_axis=0)
-    bias = graph.constant(f"{layer.name}.bias", tensors[f"{layer.name}.bias"])
-    return graph.node(
+    bias, name = tensors[f"{layer.name}.bias"], f"{layer.name}.bias"
+    bias = graph.constant(name, bias.reshape(-1, 1, 1) if half else bias)
+    value = graph.node(
         "Conv",
-        [graph.dequantize(value, layer.name), weight, bias],
-        layer.name,
+        [graph.dequantize(value, layer.name), weight, *(() if half else (bias,))],
+        f"{layer.name}.product" if half else layer.name,
         kernel_shape=[layer.kernel] * 2,
         strides=[layer.stride] * 2,
         pads=[layer.pad] * 4,  # symmetric: asymmetric padding is slow in cuDNN
     )
+    return graph.node("Add", [value, bias], layer.name) if half else value
 
 
 def _activation(

@@ -74,9 +74,8 @@ def range_canvases(contract: ModelContract) -> Iterator[tuple[UInt8Array, Int64A
 
 def probed_tensors(architecture: Architecture) -> dict[str, list[str]]:
     """Return layer → its tensors that are rounded to float16 and can exceed their inputs (pools cannot)."""
-    probed = {conv.name: [conv.name, f"{conv.name}.activation"] for conv in architecture.convs}
-    for name in ("fc1", "fc2"):
-        probed[name] = [f"{name}.product", name, f"{name}.activation"]
+    layers = [*(conv.name for conv in architecture.convs), "fc1", "fc2"]
+    probed = {name: [f"{name}.product", name, f"{name}.activation"] for name in layers}
     return {**probed, "fc3": ["fc3.product", "fc3"]}
 
 

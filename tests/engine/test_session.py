@@ -275,10 +275,10 @@ def test_the_runtime_with_which_files_are_written_does_not_have_to_prove_itself_
 
 
 @pytest.mark.parametrize(
-    ("file", "precision", "fused"), [("fp32", None, "0"), ("fp32", "tf32", "1"), ("fp16", None, "1")]
+    ("file", "precision", "tensor_cores"), [("fp32", None, "0"), ("fp32", "tf32", "1"), ("fp16", None, "1")]
 )
-def test_biases_are_fused_where_float32_is_not_promised(
-    use, tmp_path: Path, file: Any, precision: Precision | None, fused: str
+def test_tensor_cores_are_used_where_float32_is_not_promised(
+    use, tmp_path: Path, file: Any, precision: Precision | None, tensor_cores: str
 ) -> None:
     contract = fake_contract(precision=file)
     path = tmp_path / "model.onnx"
@@ -288,7 +288,7 @@ def test_biases_are_fused_where_float32_is_not_promised(
     runtime = use(FakeRuntime(CUDA, contract=contract))
     open_session(path, "cuda", precision=precision)
     ((_, ((_, settings),)),) = runtime.loads
-    assert (settings["fuse_conv_bias"], settings["use_tf32"]) == (fused, str(int(precision == "tf32")))
+    assert settings["use_tf32"] == tensor_cores
 
 
 def test_a_limit_of_the_gpus_memory_is_refused_where_the_model_runs_on_a_cpu(use, model: Path) -> None:

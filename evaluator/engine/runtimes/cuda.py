@@ -24,6 +24,9 @@ SLOTS = 3  # batches on the GPU: one computing, one waiting, one being uploaded
 ARENA_SHARE = 0.8  # of free memory; the rest is for batches, cuDNN, the driver and other programs
 ARENA_STEP = 2**29  # bytes: small changes of free memory change no batches, and so no results
 
+# Biases that a file adds in nodes of their own stay there: cuDNN's kernel for a convolution's bias takes twice as long.
+DISABLED_OPTIMIZERS = ["ConvAddFusion"]
+
 _HOST_TO_DEVICE, _NON_BLOCKING = 1, 1  # cudaMemcpyHostToDevice, cudaStreamNonBlocking
 _PROPERTIES, _NAME = 4096, 256  # bytes: more than struct cudaDeviceProp has, and of the name at its start
 
@@ -36,12 +39,11 @@ def cuda_options(gpu: int = 0, *, precision: GpuPrecision = "fp16", memory: int 
     """
     options = {
         "device_id": str(gpu),
-        # The other searches rebuild every convolution's plan for 100-300 ms at each change of shape.
+        # The other searches plan every convolution anew for longer at each change of shape, and plan it worse.
         "cudnn_conv_algo_search": "HEURISTIC",
         "prefer_nhwc": "1",  # the layout of the tensor cores
-        # NHWC only. Without a fused plan in cuDNN the provider retries with TF32, so fp32 must not use it.
-        "fuse_conv_bias": str(int(precision != "fp32")),
-        "use_tf32": str(int(precision == "tf32")),
+        # In half precision too: without it cuDNN first looks in vain for a plan without tensor cores.
+        "use_tf32": str(int(precision != "fp32")),
         "arena_extend_strategy": "kNextPowerOfTwo",  # exact regions would never be merged, and shapes vary
     }
     return options if memory is None else {**options, "gpu_mem_limit": str(memory)}

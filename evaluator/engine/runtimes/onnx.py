@@ -17,7 +17,7 @@ from ...arrays import Int64Array, UInt8Array
 from ...contract import OUTPUTS
 from ...errors import ContractError, EnvironmentFault, install_hint
 from .base import Runtime, error_summary, is_out_of_memory, load_error
-from .cuda import CudaBinding, CudaRuntime, GpuPrecision, cuda_options
+from .cuda import DISABLED_OPTIMIZERS, CudaBinding, CudaRuntime, GpuPrecision, cuda_options
 from .onnx_metadata import read_precision
 
 CPU, CUDA = "CPUExecutionProvider", "CUDAExecutionProvider"
@@ -152,6 +152,7 @@ def _create_session(
             options,
             providers=[(provider, dict(settings))] if settings else [provider],
             enable_fallback=0,
+            disabled_optimizers=DISABLED_OPTIMIZERS if cuda else None,
         )
     except Exception as error:
         # The runtime names its exception classes after its status codes.

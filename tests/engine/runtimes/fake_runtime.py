@@ -75,7 +75,13 @@ class FakeRuntime(ModuleType):
         assert severity == 4
 
     def InferenceSession(  # noqa: N802
-        self, path: str, options: SessionOptions, *, providers: list[Any], enable_fallback: int
+        self,
+        path: str,
+        options: SessionOptions,
+        *,
+        providers: list[Any],
+        enable_fallback: int,
+        disabled_optimizers: list[str] | None,
     ) -> Any:
         assert enable_fallback == 0, "the runtime would try the CPU and print"
         self.loads.append((options, providers))

@@ -359,15 +359,10 @@ def test_a_missing_libcudart_is_reported_by_name(monkeypatch: pytest.MonkeyPatch
 
 
 def test_options_are_text_and_hold_the_gpu_the_precision_and_the_limit() -> None:
-    plain, limited = cuda_options(), cuda_options(2, precision="tf32", memory=5_000_000_000)
+    plain, limited = cuda_options(precision="fp32"), cuda_options(2, precision="tf32", memory=5_000_000_000)
     assert all(isinstance(value, str) for value in limited.values()), "the runtime takes nothing else"
     assert (plain["device_id"], plain["use_tf32"], "gpu_mem_limit" in plain) == ("0", "0", False)
     assert (limited["device_id"], limited["use_tf32"], limited["gpu_mem_limit"]) == ("2", "1", "5000000000")
-
-
-def test_the_reference_precision_fuses_no_bias_because_the_provider_would_retry_such_a_plan_in_tf32() -> None:
-    fused = {precision: cuda_options(precision=precision)["fuse_conv_bias"] for precision in ("fp32", "tf32", "fp16")}
-    assert fused == {"fp32": "0", "tf32": "1", "fp16": "1"}
 
 
 def test_the_arena_may_have_four_fifths_of_what_is_free_in_steps_or_less_where_less_is_asked(
