@@ -235,8 +235,8 @@ def _trunk(
 def _convolution(graph: LayerBuilder, layer: Conv, tensors: Mapping[str, FloatArray], value: str, *, half: bool) -> str:
     """Add a convolution. half: with the bias in a node of its own (`cuda.DISABLED_OPTIMIZERS`); CPUs join the two."""
     weight = graph.weight(layer.name, tensors[f"{layer.name}.weight"], channel_axis=0)
-    bias, name = tensors[f"{layer.name}.bias"], f"{layer.name}.bias"
-    bias = graph.constant(name, bias.reshape(-1, 1, 1) if half else bias)
+    numbers = tensors[f"{layer.name}.bias"]
+    bias = graph.constant(f"{layer.name}.bias", numbers.reshape(-1, 1, 1) if half else numbers)
     value = graph.node(
         "Conv",
         [graph.dequantize(value, layer.name), weight, *(() if half else (bias,))],
