@@ -9,8 +9,8 @@
 Runs from a checkout, without network, with only torch, onnx, onnxruntime-gpu, numpy, Pillow and msgspec; where the
 project is not installed, set PYTHONPATH=src. Part `server` needs the project installed with its requirements, and is
 left out without them. Each case is written to benchmarks/results/gpu.json (or --output) at once. The same command
-resumes an interrupted run and measures nothing twice. With `--device cuda` (the default) nothing silently runs on a CPU:
-if the CUDA provider is unavailable, the script prints the reason and exits.
+resumes an interrupted run and measures nothing twice. With `--device cuda` (the default) nothing silently runs on a
+CPU: if the CUDA provider is unavailable, the script prints the reason and exits.
 
 - parity:      deviation of every kind of file from the float64 oracle, alone and on a shared ragged canvas
 - throughput:  images/s of whole protocols through the engine, and of torch on the same photos of mixed shapes
