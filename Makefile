@@ -38,7 +38,7 @@ live: .venv/with-train
 	PATH="$(CURDIR)/$(BIN):$$PATH" HTTP_PORT=$(HTTP_PORT) tools/demo.sh --live $(DATA)
 
 test: .venv/with-dev
-	LARGE=$(LARGE) OMP_NUM_THREADS=1 $(BIN)/pytest --numprocesses $(PROCESSES) --dist worksteal $(ARGS)
+	LARGE=$(LARGE) OMP_NUM_THREADS=1 $(BIN)/pytest --numprocesses $(PROCESSES) --dist worksteal -m "not browser" $(ARGS)
 
 test-avx2: .venv/with-dev
 	ONEDNN_MAX_CPU_ISA=AVX2 OMP_NUM_THREADS=1 $(BIN)/pytest --numprocesses $(PROCESSES) --dist worksteal -m processor $(ARGS)

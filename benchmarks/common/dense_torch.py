@@ -58,6 +58,14 @@ class DenseNet(nn.Module):
         self.trunk = nn.Sequential(*self._trunk_of(net))
         self.head = nn.Sequential(*self._head_of(net, onednn=onednn))
 
+    def keep_from_compiler(self) -> None:
+        """Let torch.compile leave out what it would slow down. Imports the compiler, which takes a while."""
+        # The pyramid's 63 slices would become 63 kernels and take minutes to compile; one copy is enough.
+        # Instead of oneDNN's products it would use MKL's, at half the speed.
+        slower = [(self, "pyramid"), *((layer, "forward") for layer in self.head if isinstance(layer, _Product))]
+        for module, method in slower:
+            setattr(module, method, torch.compiler.disable(getattr(module, method)))  # type: ignore[no-untyped-call]
+
     @torch.inference_mode()
     def scores(self, images: np.ndarray) -> np.ndarray:
         """Return the scores, (N, K), of images of one size, uint8 (N, H, W, 3), on the net's device."""
@@ -76,7 +84,6 @@ class DenseNet(nn.Module):
         scores: Tensor = logits.softmax(1).reshape(images.shape[0], -1, logits.shape[1]).mean(1)
         return scores
 
-    @torch.compiler.disable  # type: ignore[untyped-decorator]  # 63 slices would become 63 kernels and take minutes to compile; one copy is enough
     def pyramid(self, feature_map: Tensor) -> Tensor:
         """Return every window's bins, (N, rows, columns, bins·C), of a feature map (N, C, h, w).
 
@@ -143,7 +150,6 @@ class _Product(nn.Module):
         return F.linear(rows, self.weight, self.bias)
 
 
-@torch.compiler.disable  # type: ignore[untyped-decorator]  # the compiler would use MKL's product, at half the speed
 def _onednn_product(rows: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
     product: Tensor = torch.ops.mkldnn._linear_pointwise(rows, weight, bias, "none", [], "")
     return product

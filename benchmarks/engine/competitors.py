@@ -184,6 +184,7 @@ def _compiled(case: BenchmarkNet) -> OpenedCompetitor:
     # Sizes vary between images. Freezing converts weights to oneDNN's layout once, also in float32.
     options: dict[str, Any] = {"freezing": True}
     os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(case.folder / "inductor")  # so that nothing compiled earlier is reused
+    case.net.keep_from_compiler()
     net = torch.compile(case.net, dynamic=True, options=options)
 
     def run(images: UInt8Array) -> Scores:

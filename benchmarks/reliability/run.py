@@ -1,4 +1,4 @@
-"""Test the server's promises: overload, deadlines, mixed shapes, memory, drain, bad clients, faults, fuzz, soak.
+"""Test the promises of the server: overload, deadlines, shapes, memory, drain, bad clients, faults, fuzz and others.
 
     python -m benchmarks.reliability.run [--only NAME ...] [--tiny] [--seed N] [--soak-seconds S]
                                          [--output FILE] [--page benchmarks/reliability/README.md]
@@ -21,7 +21,18 @@ from pathlib import Path
 
 from benchmarks.common.results import RESULTS, circumstances, digest_of
 from benchmarks.common.runner import Case, Runner, command_line
-from benchmarks.reliability import attacks, bad_clients, deadlines, draining, faults, memory, overload, shapes, soak
+from benchmarks.reliability import (
+    attacks,
+    bad_clients,
+    deadlines,
+    draining,
+    faults,
+    memory,
+    overload,
+    rotation,
+    shapes,
+    soak,
+)
 from benchmarks.reliability.cases import ServerTestBed
 from benchmarks.reliability.fuzz import fuzzing
 from benchmarks.reliability.table import filled, not_held, summary, table
@@ -38,6 +49,7 @@ GROUPS: dict[str, Callable[[ServerTestBed], Iterable[Case]]] = {
     "shapes": shapes.cases,
     "faults": faults.cases,
     "drain": draining.cases,
+    "rotation": rotation.cases,
     "clients": bad_clients.cases,
     "attacks": attacks.cases,
     "memory": memory.cases,

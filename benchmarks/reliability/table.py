@@ -36,6 +36,11 @@ _HEADLINE_NUMBERS: Mapping[str, tuple[tuple[str, str, Callable[[list[Any]], Any]
         ("rolling restarts", "restarts", sum),
         ("latest answers after restarts, s", "late_seconds", lambda lists: max(map(max, lists))),
     ),
+    "rotation": (
+        ("rotations", "rotations", sum),
+        ("calls over gRPC", "calls.grpc", sum),
+        ("calls over HTTP", "calls.http", sum),
+    ),
     "clients": (("good calls meanwhile", "good_calls", sum), ("their largest p99, ms", "meanwhile.p99_ms", max)),
     "memory": (("growth from the middle to the end, MB, each case, the leaking control last", "growth_mb", list),),
     "soak": (("calls", "calls", sum), ("growth, MB", "growth_mb", max)),

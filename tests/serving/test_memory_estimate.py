@@ -25,7 +25,7 @@ from tests.helpers.fakes import FakeSession
 from tests.serving.test_serving_process import run, serving
 
 OPTIONS = ServeOptions((ModelFile("a", Path("a.onnx")),))
-CLIENTS = 16
+CLIENTS = 6  # more than decode at once
 
 
 def session(mb: int = 2) -> Any:

@@ -23,7 +23,7 @@ from prelunet.evaluator.datasets.dataset import Dataset, Sample
 from prelunet.evaluator.engine.session import Session
 from prelunet.evaluator.errors import DatasetError, EnvironmentFault, Interrupted
 from prelunet.evaluator.validation.pipeline import ChunkResult
-from prelunet.evaluator.validation.ray_cluster import MAX_ATTEMPTS, Cluster, evaluate_on_ray
+from prelunet.evaluator.validation.ray_cluster import Cluster, evaluate_on_ray
 from prelunet.evaluator.validation.run import CHUNK
 from tests.helpers.child_processes import fork_server
 from tests.helpers.fakes import validated
@@ -33,7 +33,7 @@ from tests.validation.shared_data import contents
 
 Validate = Callable[..., list[str]]
 CPUS = 2
-KILLS = 2  # of the driver
+ATTEMPTS = 2  # of a chunk and of a start, where workers die: each takes seconds to start
 
 HEAD = """
 import os, sys
@@ -223,11 +223,12 @@ def test_images_that_no_worker_survives_end_the_run_which_can_be_resumed(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr("prelunet.evaluator.validation.ray_cluster.Worker", CrashingWorker)
+    monkeypatch.setattr("prelunet.evaluator.validation.ray_cluster.MAX_ATTEMPTS", ATTEMPTS)
     with pytest.raises(EnvironmentFault) as caught:
         on_cluster()
     done = lines_in(tmp_path / "run")
     assert done % CHUNK == 0
-    assert f"{MAX_ATTEMPTS} workers were lost while evaluating images " in str(caught.value)
+    assert f"{ATTEMPTS} workers were lost while evaluating images " in str(caught.value)
     assert f"{done} of {TOTAL} images are done and saved" in str(caught.value)
     said = resumed_here(session, dataset, tmp_path / "run")
     assert done == 0 or f"{tmp_path / 'run'}: resuming after {done} of {TOTAL} images" in said
@@ -238,7 +239,8 @@ def test_workers_that_die_at_start_are_not_restarted_forever(
     on_cluster: Validate, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("prelunet.evaluator.validation.ray_cluster.Worker", WorkerCrashingAtStart)
-    with pytest.raises(EnvironmentFault, match=f"{MAX_ATTEMPTS} workers in a row were lost while starting .* 0 of"):
+    monkeypatch.setattr("prelunet.evaluator.validation.ray_cluster.MAX_ATTEMPTS", ATTEMPTS)
+    with pytest.raises(EnvironmentFault, match=f"{ATTEMPTS} workers in a row were lost while starting .* 0 of"):
         on_cluster()
 
 
@@ -287,22 +289,20 @@ def test_a_missing_image_stops_the_run_with_its_name_and_the_machine(
         on_cluster(dataset=listed)
 
 
-def test_a_run_whose_driver_is_killed_at_random_moments_resumes_and_ends_in_the_same_bytes(
+def test_a_run_whose_driver_is_killed_at_a_random_moment_resumes_and_ends_in_the_same_bytes(
     head: RayHead, model: Path, data: Path, tmp_path: Path, local: dict[str, bytes]
 ) -> None:
-    moments, kills = random.Random(17), 0
+    moments, code = random.Random(17), 0
     runs = (tmp_path / str(number) for number in count())
     folder = next(runs)
     with fork_server() as children:
         order = {"data": data, "copies": COPIES, "model": model, "address": head.address}
-        while kills < KILLS:
+        while code == 0:
             code = children.kill_after(moments.uniform(0, 2.5), folder=folder, **order)
             if code == 0:
                 assert contents(folder) == local
                 folder = next(runs)  # it was faster; the kills go on with another
-            else:
-                assert code == -signal.SIGKILL
-                kills += 1
+        assert code == -signal.SIGKILL
         assert waited_for(lambda: not head.workers()), "workers outlive their driver"
         children.begin(folder=folder, **order)
         assert children.end() == 0
