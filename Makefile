@@ -2,12 +2,11 @@
 # make demo DATA=DIR    the same on a folder with train/ and val/ class folders
 # make live             train the demo model unless it is there, and serve it with a page to drop pictures on;
 #                       DATA=DIR as above, HTTP_PORT=8080
-# make test             run all tests in three processes; LARGE=1 adds models A, C and E,
+# make test             run all tests but those in a browser, in three processes; LARGE=1 adds models A, C and E,
 #                       ARGS='-k oracle' is passed to pytest, PROCESSES=0 uses a single process
 # make test-avx2        repeat the tests of runtimes and precisions and the docs' examples with oneDNN's kernels for
 #                       processors without AVX-512, which OpenVINO and torch use
-# make test-browser     open the report and the live page in Chromium as laptop and phone; `make test` does so too if
-#                       Chromium is installed
+# make test-browser     open the report and the live page in Chromium, as laptop and phone
 # make check-install    check that a clean environment without torch and onnx serves, validates and reports
 # make check-placement  check without a GPU that every node of the model files is placed on CUDA, without copies
 # make docs             build the site of docs/ into build/site

@@ -41,7 +41,7 @@ PACKAGES = ("prelunet", "onnxruntime", "openvino", "numpy", "pillow", "grpcio", 
 MEASURED = (
     "evaluator", "benchmarks/reliability", "benchmarks/common/server_process.py", "tests/serving/api/raw_http2.py",
 )  # fmt: skip
-LIMIT = 3200  # seconds
+LIMIT = 3400  # seconds
 SOAK = 60.0  # seconds
 GROUPS: dict[str, Callable[[ServerTestBed], Iterable[Case]]] = {
     "overload": overload.cases,
