@@ -1,10 +1,10 @@
 """Plan which images share a call of the session. A pure function of shapes: equal shapes give equal plans.
 
 A CPU computes every pixel of a canvas, so only images of equal shape share one there (`canvas_step` 1). The CUDA
-provider rebuilds the plan of each convolution (15-30 ms in total) whenever the shape of its input changes, even to a
-shape that it has seen before, and OpenVINO takes a few milliseconds, in which a small net computes several images. So
-on CUDA, and for small nets in OpenVINO, sides are rounded up, and images of different shapes share a canvas as long as
-the change that this saves costs more than the padding that it adds. The graph ignores pixels outside each image.
+provider rebuilds the plan of each convolution (36 ms in total for net A) whenever the shape of its input changes, even
+to a shape that it has seen before, and OpenVINO takes a few milliseconds, in which a small net computes several images.
+So on CUDA, and for small nets in OpenVINO, sides are rounded up, and images of different shapes share a canvas as long
+as the change that this saves costs more than the padding that it adds. The graph ignores pixels outside each image.
 
 Quality of a plan: its cost is its canvas pixels plus `switch_pixels` for each change of shape. The cost never exceeds
 that of one canvas per rounded shape. Where one side is common (all images of one scale and orientation), it never

@@ -154,6 +154,7 @@ def test_where_cuda_works_it_runs_with_our_options(use, model: Path, device: Dev
     assert all(isinstance(value, str) for value in settings.values()), "the runtime takes text only"
     assert options.entries == {"session.disable_cpu_ep_fallback": "1"}
     assert (options.intra_op_num_threads, options.enable_mem_pattern) == (1, False)
+    assert runtime.disabled_optimizers == ["ConvAddFusion"], "biases stay in nodes of their own"
     assert runtime.events[-2:] == ["preload_dlls", f"load on {CUDA}"]
     assert settings["gpu_mem_limit"] == str(10 * GIB), "no more than is free"
     assert FakeBinding.staged == [(1, 28, 28, 3)]

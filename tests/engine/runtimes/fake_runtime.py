@@ -54,6 +54,7 @@ class FakeRuntime(ModuleType):
         self._sides = sides
         self._contract = contract or fake_contract()
         self.loads: list[tuple[SessionOptions, list[Any]]] = []
+        self.disabled_optimizers: list[str] | None = None  # of the last load
         self.events: list[str] = []
         self.on_run: Callable[[], object] = lambda: None
 
@@ -85,6 +86,7 @@ class FakeRuntime(ModuleType):
     ) -> Any:
         assert enable_fallback == 0, "the runtime would try the CPU and print"
         self.loads.append((options, providers))
+        self.disabled_optimizers = disabled_optimizers
         requested = providers[0] if isinstance(providers[0], str) else providers[0][0]
         self.events.append(f"load on {requested}")
         if requested in self._fails:
