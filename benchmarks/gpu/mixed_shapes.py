@@ -24,8 +24,7 @@ from prelunet.evaluator.engine.runtimes.onnx import import_runtime
 
 WAYS = ("pairs", "groups")
 MAX_PIXELS = 16 * 384 * 512  # limit for a group of equal shapes
-# Six shapes, on canvases as many as `validate` has in a batch.
-ROWS = 32
+ROWS = 32  # about as many as in a batch of `validate`
 SHAPES = ((256, 352), (352, 256), (256, 384), (384, 512), (512, 384), (384, 576))
 TURNS = 24  # calls with a change of shape before each; a multiple of the number of shapes
 

@@ -37,9 +37,13 @@ from benchmarks.reliability.cases import ServerTestBed
 from benchmarks.reliability.fuzz import fuzzing
 from benchmarks.reliability.table import filled, not_held, summary, table
 
-PACKAGES = ("prelunet", "onnxruntime", "openvino", "numpy", "pillow", "grpcio", "protobuf")  # that can change a result
+PACKAGES = (  # that can change a result
+    "prelunet", "onnxruntime", "openvino", "numpy", "pillow", "grpcio", "protobuf",
+    "uvicorn", "starlette", "h11", "msgspec",
+)  # fmt: skip
 MEASURED = (
-    "evaluator", "benchmarks/reliability", "benchmarks/common/server_process.py", "tests/serving/api/raw_http2.py",
+    "evaluator", "benchmarks/reliability", "benchmarks/serving", "benchmarks/common/server_process.py",
+    "tests/serving/api/raw_http2.py",
 )  # fmt: skip
 LIMIT = 3400  # seconds
 SOAK = 60.0  # seconds

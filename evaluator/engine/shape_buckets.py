@@ -1,4 +1,4 @@
-"""The canvases and batch sizes that a server uses on a GPU: few enough to run all canvases before it is ready.
+"""The canvases and batch sizes that a server uses on a GPU: few enough to run each canvas before it is ready.
 
 For new canvases a GPU loads kernels, allocates memory, and page-locks as much on the host. A batch job pays this once;
 a server's callers would pay it now and then, for days. So a server rounds its batches to buckets: sides that fit the
@@ -45,7 +45,7 @@ class ShapeBuckets:
     def warm_up_shapes(self, max_rows: Callable[[int, int], int]) -> list[tuple[int, int, int]]:
         """Return the largest and the smallest batch of every canvas: rows, height, width; the most pixels first.
 
-        Those between need no kernels and no memory that these do not.
+        Those between are assumed to need no kernels and no memory that these do not.
         max_rows: (height, width) of a canvas → the rows that the batch rules allow, at least 1.
         """
         shapes = {

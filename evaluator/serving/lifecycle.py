@@ -249,7 +249,7 @@ def _check_exposure(options: ServeOptions) -> None:
 async def _load(options: ServeOptions, models: Models, repository: Repository | None, events: ShutdownEvents) -> bool:
     """Load the models one by one; return False as soon as a shutdown event comes.
 
-    On a GPU this runs every batch shape once, before the server reports that it is ready.
+    On a GPU this runs each canvas, before the server reports that it is ready.
     """
 
     async def load_all() -> None:

@@ -30,7 +30,7 @@ log = logging.getLogger(__name__)
 
 
 def load_model(file: ModelFile, placement: Placement, stopped: Callable[[], bool] = lambda: False) -> Session:
-    """Load a model and compare its golden images; on a GPU also run every canvas of its shape buckets.
+    """Load a model and compare its golden images; on a GPU also run each canvas of its shape buckets.
 
     stopped: called between batches; True cancels. Raises Interrupted then, and the errors of `open_with_placement`.
     """
@@ -71,7 +71,7 @@ def serving_rules(session: Session, memory: int | None = None) -> BatchRules:
 
 
 def warm_up(session: Session, shape_buckets: ShapeBuckets, on_progress: Callable[[int, int], None]) -> None:
-    """Run every canvas, the largest batch first, so that the others fit into the memory regions that it allocates.
+    """Run each canvas, the largest batch first, so that the others fit into the memory regions that it allocates.
 
     on_progress: called with the number of batches run so far and their total. Raises the errors of `Session.run`.
     """

@@ -1,4 +1,4 @@
-"""A server's batches on a GPU use only the shape buckets, and all canvases of these run before it is ready."""
+"""A server's batches on a GPU use only the shape buckets, and each canvas of these runs before it is ready."""
 
 import math
 from collections.abc import Collection, Sequence
@@ -44,9 +44,9 @@ WARM_UP_SHAPES = BUCKETS.warm_up_shapes(max_rows)
 
 
 def is_warmed(shape: tuple[int, ...], shapes: Collection[tuple[int, ...]]) -> bool:
-    """Return whether batches of this canvas have run, one with as many rows or more and one with a single row."""
+    """Return whether a batch has rows of a bucket, and its canvas has run, with as many rows or more and with one."""
     rows = [other[0] for other in shapes if other[1:] == shape[1:]]
-    return bool(rows) and min(rows) == 1 and max(rows) >= shape[0]
+    return shape[0] in BUCKETS.rows and bool(rows) and min(rows) == 1 and max(rows) >= shape[0]
 
 
 @given(SHAPES)

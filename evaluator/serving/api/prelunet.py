@@ -32,7 +32,6 @@ MAX_FILE_NAME = 1024  # characters
 # A report message lists only the first refused images: a million would not fit into a message, and after hours the
 # client would get an error instead of the report.
 MAX_LISTED_REFUSALS = 1000
-_MAX_PARTS = 4096  # kept of a plan: images of mixed sizes have many window grids
 _MAX_REFUSALS_BYTES = 2**20  # of names and reasons; a name may have 4 kB
 
 

@@ -27,7 +27,7 @@ from .admission import AdmissionController
 
 _RECENT_BATCHES = 8  # used to estimate the time of a model's next batch
 _MAX_PLANS = 1000  # kept of a model
-_MAX_SHAPES = 4096  # of canvases, as many
+_MAX_SHAPES = 4096  # of views, kept of a model
 
 _numbers = itertools.count()
 

@@ -24,7 +24,7 @@ from .model import Plan, ServedModel
 # image in each pass, whichever is more: 17 ns a byte, 4 ns a pixel and pass, 3 ns a view pixel.
 _PIXELS_PER_BYTE, _PIXELS_PER_PIXEL = 6, 1.3
 _UNKNOWN_PIXELS, _MAX_PIXELS = 2**24, 2**26  # of an image whose header states none; more are not decoded
-_MAX_PARTS = 4096  # kept of a plan: images of mixed sizes have many window grids
+_MAX_KEPT_PARTS = 4096  # kept of a plan: images of mixed sizes have many window grids
 Decoder = Literal["thread", "process"]
 Part = TypeVar("Part")
 
@@ -43,13 +43,13 @@ class Answered:
     def constant_part(self, build: "Callable[[Answered], Part]") -> Part:
         """Return a part of the answer that is equal for all images of the same plan and window grids.
 
-        It is kept. build: a function of a module that makes it.
+        It is kept. build: makes it; a function of a module, not a lambda, as it is part of the key.
         """
         parts: dict[object, Part] = self.plan.parts
         key = build, self.classified.capped, *(seen.windows for seen in self.classified.views)
         found = parts.get(key)
         if found is None:
-            if len(parts) >= _MAX_PARTS:
+            if len(parts) >= _MAX_KEPT_PARTS:
                 parts.clear()
             found = parts[key] = build(self)
         return found
