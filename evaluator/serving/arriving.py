@@ -24,6 +24,7 @@ from .options import ServerLimits
 
 _INTERVAL = 0.05  # seconds between checks while calls wait for messages; one that waits for less is not refused
 _RETRY_AFTER = 1.0  # seconds
+_MAX_PAUSE = 0.5  # seconds between large decompressed messages
 _MAX_RATIO = 1032  # of deflate: a message of n bytes becomes at most that many times as large
 _MEMORY, _PAGE = Path("/proc/self/statm"), resource.getpagesize()
 
@@ -138,8 +139,13 @@ class ArrivingBytes:
         except BaseException:
             working.add_done_callback(partial(self._freed, size))  # if the caller has left, its thread continues
             raise
-        call.free_message = partial(self._free, size)
+        call.free_message = partial(self._free_later, size, time.monotonic())
         return message
+
+    def _free_later(self, size: int, begun: float) -> None:
+        """Free reserved bytes after as long again as their message took: parsing a large one delays all calls."""
+        pause = min(time.monotonic() - begun, _MAX_PAUSE)  # of a stream, it may have waited for the next message
+        asyncio.get_running_loop().call_later(pause, self._free, size)
 
     def _freed(self, size: int, working: "asyncio.Future[bytes]") -> None:
         working.exception()  # else asyncio would log that nobody looked at it
