@@ -20,7 +20,7 @@ from tests.validation.shared_data import contents, write_images
 
 IMAGES = 150  # two chunks and part of a third
 COPIES = 9  # of the images in a long run, which has 22 chunks
-KILLS = 10
+KILLS = 6
 KILLS_OF_THE_PROGRAM = 2
 PRELUNET = [sys.executable, "-c", "from prelunet.evaluator.cli import main; main()"]
 
