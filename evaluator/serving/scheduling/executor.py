@@ -238,7 +238,7 @@ class BatchExecutor:
             chosen = [views[index] for index in plan.batches[0].indices]
             if in_lane := self._waiting.ready.use_lane(views):
                 chosen = chosen[: _share_of_lane(chosen)]
-            batch = model.keep_shape(_truncated(plan.batches[0], len(chosen), model))
+            batch = _truncated(plan.batches[0], len(chosen), model)
             if self._give_up_hopeless(model, batch, chosen, in_lane):
                 return None
             taken = self._waiting.take(chosen, alone=not in_lane)
@@ -311,8 +311,7 @@ class BatchExecutor:
                 batch = formed.batch if len(wanted) == len(views) else _truncated(formed.batch, len(wanted), model)
                 views, packed, staged = wanted, None, None
                 packed = pack_batch(batch, [view.view for view in wanted])
-            rows, height, width, _ = packed.images.shape
-            canvas = rows, height, width
+            canvas = packed.images.shape[:3]
             pixels = sum(view.pixels for view in views)
             model.metrics.batch(len(views), pixels, math.prod(canvas), changed=canvas != model.canvas)
             model.canvas = canvas

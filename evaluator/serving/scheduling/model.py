@@ -3,14 +3,13 @@
 import itertools
 import math
 from collections import deque
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import lru_cache
 from statistics import median
 from typing import Any
 
 from ...answer import resolve_top_k
 from ...contract import ModelContract
-from ...engine.batching import Batch
 from ...engine.session import Session
 from ...engine.shape_buckets import ShapeBuckets, build_shape_buckets
 from ...imaging.limits import DecodeLimits
@@ -100,8 +99,7 @@ class ServedModel:
     versions of a model; key: of its flow in the fair queues, since versions, whose views must not share a batch,
     have the same name; decoding: number of requests being decoded; ready_pixels, ready_windows: totals over the
     canvases of ready views; ready_since: arrival of the first of these views; batch_times: on all threads, and in a
-    lane; canvas: rows, height and width of the last batch. The lock of `Waiting` protects all fields that change,
-    except the last two.
+    lane; canvas: of the last batch. The lock of `Waiting` protects all fields that change, except the last two.
 
     Nothing closes it. Calls keep the version that they began with, so session and memory of a version that is no longer
     served are freed when its last call ends. Therefore it must not be part of a reference cycle.
@@ -124,8 +122,7 @@ class ServedModel:
         self.decoding = self.ready_pixels = self.ready_windows = 0
         self.ready_since = 0.0
         self.batch_times = BatchTimes(), BatchTimes()
-        self.canvas: tuple[int, int, int] | None = None
-        self._in_vain = 0
+        self.canvas: tuple[int, ...] | None = None
         self.shape_buckets = shape_buckets_of(session)
         self._grid = lru_cache(_MAX_SHAPES)(session.contract.window_grid)
         self._shapes: dict[tuple[int, int], tuple[int, int, int]] = {}
@@ -170,25 +167,6 @@ class ServedModel:
         if self.shape_buckets and self.shape_buckets.canvas(height, width):
             return self.shape_buckets.round_down_rows(limit)
         return limit
-
-    def keep_shape(self, batch: Batch) -> Batch:
-        """Return a batch, on a GPU in the shape of the one before if that is large enough and a change would cost more.
-
-        What is computed in vain in a shape is summed up until it exceeds the cost of a change: so both together cost at
-        most twice as much as the better choice for the batches that are still to come (the ski-rental rule).
-        """
-        if self.shape_buckets is None or self.canvas is None:
-            return batch
-        rows, height, width = self.canvas
-        wide_enough = height >= batch.height and width >= batch.width
-        if self.session.contract.canvas == "exact":  # an image fills its canvas
-            wide_enough = (height, width) == (batch.height, batch.width)
-        if wide_enough and rows >= batch.rows:
-            self._in_vain += rows * height * width - batch.rows * batch.height * batch.width
-            if self._in_vain <= self.session.rules.switch_pixels:
-                return replace(batch, rows=rows, height=height, width=width)
-        self._in_vain = 0
-        return batch
 
     @property
     def fills_batch(self) -> bool:

@@ -17,8 +17,8 @@ from prelunet.evaluator.serving import models as models_module
 from prelunet.evaluator.serving.models import load_model
 from prelunet.evaluator.serving.options import ModelFile
 from prelunet.evaluator.serving.scheduling import executor
-from prelunet.evaluator.serving.scheduling.model import ServedModel, shape_buckets_of
-from tests.helpers.fakes import FakeSession, fake_contract
+from prelunet.evaluator.serving.scheduling.model import shape_buckets_of
+from tests.helpers.fakes import FakeSession
 from tests.serving.event_loop import async_test, until
 from tests.serving.scheduling.scheduler_harness import (
     GPU_RULES,
@@ -156,39 +156,6 @@ async def test_on_a_gpu_only_canvases_of_the_warm_up_run(switch_pixels: int, mon
     buckets = shape_buckets_of(loaded)
     assert buckets is not None
     assert all(count in buckets.rows and count <= most_rows[*canvas] for count, *canvas in session.calls)
-
-
-def shapes_of(model: ServedModel, *batches: Batch) -> list[tuple[int, int, int]]:
-    """Return the shapes in which a model computes batches, one after the other."""
-    found = []
-    for batch in batches:
-        kept = model.keep_shape(batch)
-        assert kept.indices == batch.indices
-        model.canvas = kept.rows, kept.height, kept.width
-        found.append(model.canvas)
-    return found
-
-
-def test_on_a_gpu_a_batch_keeps_a_larger_shape_until_as_much_was_computed_in_vain_as_a_change_costs() -> None:
-    rules = replace(GPU_RULES, switch_pixels=5 * 48 * 64)
-    model = build_model(FakeSession(provider="CUDAExecutionProvider", rules=rules))
-    large, half, wide = Batch((0, 1, 2), 48, 64, 4), Batch((0, 1), 48, 64, 2), Batch((0,), 32, 80, 1)
-    assert shapes_of(model, large, half, large, half, half) == [(4, 48, 64)] * 4 + [(2, 48, 64)]
-    assert shapes_of(model, large, half, half, wide) == [(4, 48, 64)] * 3 + [(1, 32, 80)], "wider than the others"
-    model.canvas = None  # a batch has failed
-    assert shapes_of(model, half) == [(2, 48, 64)]
-
-
-def test_a_file_for_exact_canvases_keeps_rows_but_no_larger_canvas() -> None:
-    contract = fake_contract(canvas="exact")
-    model = build_model(FakeSession(contract, provider="CUDAExecutionProvider", rules=GPU_RULES))
-    batches = Batch((0, 1), 32, 44, 4), Batch((0,), 32, 44, 1), Batch((0,), 28, 28, 1)
-    assert shapes_of(model, *batches) == [(4, 32, 44), (4, 32, 44), (1, 28, 28)]
-
-
-def test_on_a_cpu_every_batch_has_its_own_shape() -> None:
-    model = build_model(FakeSession(rules=GPU_RULES))
-    assert shapes_of(model, Batch((0, 1), 32, 44, 4), Batch((0,), 32, 44, 1)) == [(4, 32, 44), (1, 32, 44)]
 
 
 @async_test
