@@ -58,6 +58,7 @@ LARGE_VIEW = 1024  # pixels, side of a view
 LARGE = 60 * 2**20  # bytes of a large message
 UNFINISHED_MESSAGE = message(bytes(LARGE))[:-10]
 PAUSE = 1.0  # seconds until a stream or message that the server has ended begins anew
+TINY_ATTACK = 3.0  # seconds, in which a busy machine refuses some of what it admitted
 RAMP = 1 / 12  # of the attack's duration: its calls begin at random moments before, so that they do not end together
 
 
@@ -91,7 +92,7 @@ class Attack:
 def cases(bed: ServerTestBed) -> Iterator[Case]:
     """Return a case for each attack and each place that it comes from."""
     for attack, place in [(each, place) for each in ATTACKS for place in each.places]:
-        seconds = 1.0 if bed.tiny else attack.seconds
+        seconds = TINY_ATTACK if bed.tiny else attack.seconds
         jpeg, webp = attack.slower[place]
         yield claim(
             f"{attack.name}, {place}",

@@ -45,7 +45,7 @@ MEASURED = (
     "evaluator", "benchmarks/reliability", "benchmarks/serving", "benchmarks/common/server_process.py",
     "tests/serving/api/raw_http2.py",
 )  # fmt: skip
-LIMIT = 3400  # seconds
+LIMIT = 3200  # seconds
 SOAK = 60.0  # seconds
 GROUPS: dict[str, Callable[[ServerTestBed], Iterable[Case]]] = {
     "overload": overload.cases,

@@ -56,9 +56,8 @@ LISTED_BYTES_PER_IMAGE = 512  # for names of 40 characters
 # Of a GPU: assumptions, unless a measurement is named.
 GPU_WEIGHT_COPIES = 2.5  # on the GPU
 GPU_BATCH_BYTES = 6 * 2**30  # unless a limit is lower: about 10 Mpixel of net C, far more than fill a GPU
-GPU_SWITCH_SECONDS = (
-    0.036  # to plan all convolutions anew: net A in fp16 on an H100 (benchmarks/results/gpu-options.md)
-)
+# To plan all convolutions anew: net A in fp16 on an H100 (benchmarks/results/gpu-options.md).
+GPU_SWITCH_SECONDS = 0.036
 # Operations/s over a whole net; fp16 of net A on an H100 (benchmarks/gpu).
 GPU_FLOPS: Mapping[str, float] = {"fp16": 340e12, "tf32": 200e12, "fp32": 45e12}
 GPU_CANVAS_CELLS = 2  # step in cells of the feature map: 32 px for A, B, C, so 256, 384, 480 fit exactly

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from benchmarks.common.results import ROOT, environment
-from benchmarks.reliability import attacks, bad_clients, deadlines, faults, memory, overload, rotation, run, soak
+from benchmarks.reliability import attacks, bad_clients, deadlines, faults, memory, overload, run, soak
 from benchmarks.reliability.cases import TIMING_CONDITIONS, ServerTestBed
 from benchmarks.reliability.fuzz import fuzzing
 from benchmarks.reliability.fuzz.fuzz_cases import case_of, methods
@@ -62,16 +62,11 @@ def test_killed_clients_leave_nothing_behind(bed: ServerTestBed) -> None:
 
 def test_polite_clients_lose_no_call_beside_images_that_are_dear_for_their_bytes(bed: ServerTestBed) -> None:
     result = held(bed, attacks, "few pixels, expensive bytes, another address")
-    assert "OK" in result["statuses"]
-    assert {"INVALID_ARGUMENT", "RESOURCE_EXHAUSTED"} & set(result["statuses"]), "by the image, or before it was read"
+    assert {"OK", "INVALID_ARGUMENT"} <= set(result["statuses"])
 
 
 def test_polite_clients_lose_no_call_beside_large_views(bed: ServerTestBed) -> None:
     assert held(bed, attacks, "large views, refused, another address")["statuses"]["OK"] > 0
-
-
-def test_certificates_and_tokens_are_replaced_without_a_failed_call(bed: ServerTestBed) -> None:
-    assert held(bed, rotation, "rotation")["rotations"] >= 4
 
 
 def test_a_soak_runs_its_scenarios(bed: ServerTestBed, monkeypatch: pytest.MonkeyPatch) -> None:

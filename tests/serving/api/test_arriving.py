@@ -2,6 +2,7 @@
 
 import asyncio
 import gzip
+import time
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field
@@ -220,3 +221,25 @@ async def test_a_message_that_cannot_be_decompressed_and_one_whose_client_has_le
     leaving.cancel()
     async with asyncio.timeout(10):
         assert len(await arriving.decompressed(Call(), data)) == 70_000
+
+
+@async_test
+async def test_after_a_message_that_held_up_the_event_loop_the_next_waits_as_long_but_not_for_an_idle_stream() -> None:
+    arriving, calls = ArrivingBytes(), [Call(), Call(), Call()]
+    data = gzip.compress(np.random.default_rng(0).bytes(70_000))  # may become 64 MiB; there is room for one
+    loop = asyncio.get_running_loop()
+
+    async def waited(call: Call, held: float) -> float:
+        """Return how long another call waits after this one has held up the loop."""
+        await arriving.decompressed(call, data)
+        waiting = asyncio.create_task(arriving.decompressed(calls[-1], data))
+        await settled()
+        time.sleep(held)
+        call.message_admitted()
+        begun = loop.time()
+        await waiting
+        calls[-1].message_admitted()
+        return loop.time() - begun
+
+    assert await waited(calls[0], 0.3) >= 0.3
+    assert 0.5 <= await waited(calls[1], 1.5) < 1.5
