@@ -80,8 +80,8 @@ class QueueOptions:
     """Limits on unanswered images, and how long a batch waits to fill.
 
     ready_views, ready_bytes: decoded ahead of the device, over all models; decode_threads: beside a GPU, for images
-    that are easy to decode, and one process more for all others; batch_wait: in seconds; small_cost: a CPU's thread
-    takes several images at once if they cost at most this much, in view pixels (0.15 ms).
+    that are easy to decode, and one process more for all others; batch_wait: in seconds; turn_cost: a CPU's thread
+    takes several images at once whose decoding costs at most this much together, in view pixels (6 ms).
     """
 
     HELP_GROUP: ClassVar[str] = "Queue"
@@ -113,7 +113,7 @@ class QueueOptions:
     ready_views: int = 512
     ready_bytes: int = 2**27
     decode_threads: int = field(default_factory=cores)
-    small_cost: int = 50_000
+    turn_cost: int = 2_000_000
     batch_wait: Annotated[
         float,
         CliOption("Milliseconds that a view may wait for others still being decoded.", min=0, max=1000, units=1000),

@@ -135,7 +135,7 @@ class BatchExecutor:
         with waiting.lock:
             waiting.may_stage = False
             while True:
-                if self._decodes and (images := waiting.take_small_images(newcomers=True)):
+                if self._decodes and (images := waiting.take_images(newcomers=True)):
                     if ready.startable() is not None:
                         waiting.workers.wake()
                     in_lane = waiting.reserve_lane(images)
@@ -148,7 +148,7 @@ class BatchExecutor:
                     patience = model.ready_since + waiting.options.batch_wait - time.monotonic()
                     if patience <= 0 or ready.models > 1 or model.fills_batch:
                         return self._batch_of(model)
-                if self._decodes and (images := waiting.take_small_images()):
+                if self._decodes and (images := waiting.take_images()):
                     return partial(self.decode, images)
                 if model is not None and (not model.decoding or model.session.lanes > 1):
                     return self._batch_of(model)

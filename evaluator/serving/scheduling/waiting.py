@@ -23,7 +23,7 @@ from .request import Decoder, ReadyView, Request, deliver
 # Clients that already have ready views may use this share of the limits on ready views. The rest is for other clients,
 # so that their images are decoded during a busy client's batch and not after it.
 _READY_SHARE = 0.75
-_TAKEN_AT_ONCE = 8  # images at most, if they are small: the lock and the device are taken once for all
+_TAKEN_AT_ONCE = 8  # images at most: the lock and the device are taken once for all, and their views share a batch
 SMALL_PIXELS = 2**13  # of all views: waking another thread would cost more than computing so few
 _TOO_LATE = "the call's deadline {}, so the image was not computed. Use a longer deadline, or try again later"
 
@@ -129,28 +129,28 @@ class Waiting:
             self.images.begin(request)
         return request
 
-    def take_small_images(self, *, newcomers: bool = False) -> list[Request]:
-        """Take this thread's share of the images that threads decode: one, and if it is small, small ones behind it.
+    def take_images(self, *, newcomers: bool = False) -> list[Request]:
+        """Take this thread's share of the images that threads decode: one, and those behind it up to `turn_cost`.
 
         newcomers: only of clients without ready views. All are of one model.
         """
         taken: list[Request] = []
         if not (waiting := self.images.waiting("thread")):
             return taken
-        share, pixels = -(-waiting // (1 + len(self.workers))), 0
+        share, pixels, cost = -(-waiting // (1 + len(self.workers))), 0, 0.0
         while len(taken) < _TAKEN_AT_ONCE and (request := self._next_image("thread")) is not None:
-            small = request.decode_cost <= self.options.small_cost
             pixels += request.plan.pixels
-            if taken and not (
-                small and request.model is taken[0].model and (len(taken) < share or pixels <= SMALL_PIXELS)
+            cost += request.decode_cost
+            if taken and (
+                request.model is not taken[0].model
+                or cost > self.options.turn_cost
+                or (len(taken) >= share and pixels > SMALL_PIXELS)
             ):
                 break
             if newcomers and self.ready.has(request.path):
                 break
             self.images.begin(request)
             taken.append(request)
-            if not small:
-                break
         if taken and self.images.waiting("thread"):
             self.workers.wake()
         return taken

@@ -75,7 +75,7 @@ class SteppedSession(FakeSession):
 
 @contextmanager
 def serve_models(
-    queue: QueueOptions = QueueOptions(small_cost=0),
+    queue: QueueOptions = QueueOptions(turn_cost=0),
     on_lost: Callable[[DeviceLost], object] = lambda _: None,
     late: int = 0,
     **sessions: Any,
@@ -224,7 +224,7 @@ def build_model(
     session: Any = None,
     *,
     name: str = "fake",
-    queue: QueueOptions = QueueOptions(small_cost=0),
+    queue: QueueOptions = QueueOptions(turn_cost=0),
     process_share: float = math.inf,
 ) -> ServedModel:
     """Return a model on a device of its own, whose queues nobody serves."""

@@ -46,7 +46,7 @@ CENTER = build_protocol("center", fake_contract())
 async def test_exactly_the_calls_above_the_limit_are_refused_at_once_and_the_others_are_answered(surplus: int) -> None:
     session = SteppedSession()
 
-    with serve_models(QueueOptions(small_cost=0, max_views=12), fake=session) as models:
+    with serve_models(QueueOptions(turn_cost=0, max_views=12), fake=session) as models:
         plane = DataPlane(models)
 
         async def ask(number: int) -> str:
@@ -108,7 +108,7 @@ async def test_a_view_that_would_take_gigabytes_is_refused_before_it_is_created(
 
 @async_test
 async def test_a_server_may_allow_larger_views_than_the_model_needs() -> None:
-    contract, queue = fake_contract(max_side=16384), QueueOptions(small_cost=0, max_view_pixels=300 * 1200)
+    contract, queue = fake_contract(max_side=16384), QueueOptions(turn_cost=0, max_view_pixels=300 * 1200)
 
     with serve_models(queue, fake=FakeSession(contract)) as models:
         ask = partial(DataPlane(models).classify, png(20, 200), "fake", call=Call())
@@ -154,7 +154,7 @@ async def test_an_answer_has_the_timings_of_its_stages(heatmap: bool) -> None:
 
 
 @pytest.mark.parametrize(
-    ("provider", "lanes", "small_cost"),
+    ("provider", "lanes", "turn_cost"),
     [
         ("CPUExecutionProvider", 1, 0),
         ("CPUExecutionProvider", 1, 50_000),
@@ -164,7 +164,7 @@ async def test_an_answer_has_the_timings_of_its_stages(heatmap: bool) -> None:
     ],
 )
 def test_requests_cancelled_at_any_time_leave_nothing_and_every_view_is_computed_or_dropped(
-    provider: str, lanes: int, small_cost: int
+    provider: str, lanes: int, turn_cost: int
 ) -> None:
     """Callers arrive, cancel and pass their deadline at random, some with invalid images."""
     rules = BatchRules(canvas_step=4, max_pixels=9 * 40 * 60, switch_pixels=10**4)
@@ -200,7 +200,7 @@ def test_requests_cancelled_at_any_time_leave_nothing_and_every_view_is_computed
         admitted[name] += call.views
 
     async def scenario() -> None:
-        with serve_models(QueueOptions(small_cost=small_cost, max_views=60, ready_views=20), **sessions) as models:
+        with serve_models(QueueOptions(turn_cost=turn_cost, max_views=60, ready_views=20), **sessions) as models:
             tasks = [asyncio.create_task(caller(models, number)) for number in range(200)]
             await until(lambda: {"DeadlinePassed", "CancelledError", "Overloaded"} <= set(became))
             while not all(task.done() for task in tasks):

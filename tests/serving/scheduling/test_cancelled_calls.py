@@ -68,7 +68,7 @@ async def test_a_request_cancelled_before_or_during_decoding_is_never_computed()
     held = png(32, 41, 2) + b"end"
 
     session = SteppedSession()
-    with serve_models(QueueOptions(small_cost=0, ready_views=1), fake=session) as models:
+    with serve_models(QueueOptions(turn_cost=0, ready_views=1), fake=session) as models:
         busy = await occupy_device(models, session)
         with DecodeGate({len(held)}) as gate:
             decoding = start_classify(models, held, dense_protocol(32, 50))

@@ -64,7 +64,7 @@ async def test_requests_share_batches_and_get_the_answers_they_get_alone(provide
 async def test_on_a_cpu_a_thread_that_does_not_compute_decodes_images_small_or_not() -> None:
     session = SteppedSession(provider="CPUExecutionProvider", rules=BatchRules())
 
-    with serve_models(QueueOptions(small_cost=50_000), fake=session) as models, DecodeGate(set()) as gate:
+    with serve_models(QueueOptions(turn_cost=50_000), fake=session) as models, DecodeGate(set()) as gate:
         await occupy_device(models, session)
         tasks = [start_classify(models, png(32, 41, seed), dense_protocol(32)) for seed in range(4)]
         await until(lambda: ready_view_count(models) == 4)
@@ -80,7 +80,7 @@ async def test_on_a_cpu_a_thread_that_does_not_compute_decodes_images_small_or_n
 async def test_on_a_gpu_the_thread_that_computes_decodes_nothing() -> None:
     session = FakeSession(provider="CUDAExecutionProvider", rules=GPU_RULES)
 
-    with serve_models(QueueOptions(small_cost=50_000), fake=session) as models, DecodeGate(set()) as gate:
+    with serve_models(QueueOptions(turn_cost=50_000), fake=session) as models, DecodeGate(set()) as gate:
         for image in (png(32, 41), png(100, 128)):
             await start_classify(models, image, dense_protocol(32))
     assert [thread.rpartition("-")[0] for thread in gate.threads] == ["decode-cuda-0"] * 2
@@ -200,7 +200,7 @@ async def test_small_images_are_decoded_while_the_views_of_another_client_never_
     session = SteppedSession(rules=BatchRules(max_pixels=32 * 41))  # one view a batch
     small = png(28, 28)
 
-    with serve_models(QueueOptions(small_cost=20_000, batch_wait=0), fake=session) as models:
+    with serve_models(QueueOptions(turn_cost=20_000, batch_wait=0), fake=session) as models:
         await occupy_device(models, session)
         busy = [start_classify(models, png(60, 77, seed), dense_protocol(32), client="busy") for seed in range(5)]
         await until(lambda: ready_view_count(models) == 5)
@@ -219,7 +219,7 @@ async def test_a_batch_that_could_grow_waits_for_an_image_being_decoded() -> Non
     late = png(32, 41, 2) + b"end"
 
     with (
-        serve_models(QueueOptions(small_cost=0, batch_wait=60), fake=session) as models,
+        serve_models(QueueOptions(turn_cost=0, batch_wait=60), fake=session) as models,
         DecodeGate({len(late)}) as gate,
     ):
         second = start_classify(models, late, dense_protocol(32))
@@ -235,8 +235,8 @@ async def test_a_batch_that_could_grow_waits_for_an_image_being_decoded() -> Non
 @pytest.mark.parametrize(
     ("options", "rules"),
     [
-        (QueueOptions(small_cost=0, batch_wait=0.01), BatchRules()),
-        (QueueOptions(small_cost=0, batch_wait=60), BatchRules(max_pixels=32 * 41)),
+        (QueueOptions(turn_cost=0, batch_wait=0.01), BatchRules()),
+        (QueueOptions(turn_cost=0, batch_wait=60), BatchRules(max_pixels=32 * 41)),
     ],
     ids=["the time is over", "the batch is full"],
 )
@@ -259,7 +259,7 @@ async def test_a_batch_does_not_wait_while_another_model_could_compute() -> None
     session = SteppedSession()
 
     with (
-        serve_models(QueueOptions(small_cost=0, batch_wait=3600), fake=session, other=FakeSession()) as models,
+        serve_models(QueueOptions(turn_cost=0, batch_wait=3600), fake=session, other=FakeSession()) as models,
         DecodeGate({len(late)}) as gate,
     ):
         busy = await occupy_device(models, session)
@@ -278,7 +278,7 @@ async def test_a_batch_does_not_wait_while_another_model_could_compute() -> None
 
 @async_test
 async def test_a_batch_does_not_wait_if_nothing_is_being_decoded() -> None:
-    with serve_models(QueueOptions(small_cost=0, batch_wait=3600), fake=FakeSession()) as models:
+    with serve_models(QueueOptions(turn_cost=0, batch_wait=3600), fake=FakeSession()) as models:
         await start_classify(models, png(32, 41, 1), dense_protocol(32))
 
 
@@ -287,7 +287,7 @@ async def test_decoding_stops_at_the_limit_of_ready_views_but_a_new_client_still
     session, small = SteppedSession(), png(33, 35) + b"end"
 
     with (
-        serve_models(QueueOptions(small_cost=0, ready_views=8), fake=session) as models,
+        serve_models(QueueOptions(turn_cost=0, ready_views=8), fake=session) as models,
         DecodeGate({len(small)}) as gate,
     ):
         await occupy_device(models, session)
@@ -305,7 +305,7 @@ async def test_decoding_stops_at_the_limit_of_ready_views_but_a_new_client_still
 async def test_decoding_stops_at_the_limit_of_ready_bytes_but_one_image_is_always_decoded() -> None:
     session = SteppedSession()
 
-    with serve_models(QueueOptions(small_cost=0, ready_bytes=4 * 3 * 32 * 41), fake=session) as models:
+    with serve_models(QueueOptions(turn_cost=0, ready_bytes=4 * 3 * 32 * 41), fake=session) as models:
         await occupy_device(models, session)
         tasks = [start_classify(models, png(32, 41, seed), dense_protocol(32), client=f"{seed}") for seed in range(12)]
         await until(lambda: ready_view_count(models) == 4)

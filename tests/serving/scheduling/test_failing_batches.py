@@ -133,7 +133,7 @@ async def test_a_lost_device_fails_all_waiting_and_later_requests_and_is_reporte
 
     with (
         serve_models(
-            QueueOptions(small_cost=0, ready_views=5), reported.append, fake=session, other=FakeSession()
+            QueueOptions(turn_cost=0, ready_views=5), reported.append, fake=session, other=FakeSession()
         ) as models,
         ExitStack() as stack,
     ):
@@ -169,7 +169,7 @@ async def test_an_image_being_decoded_when_the_device_is_lost_fails_too() -> Non
     session = SteppedSession(fail=lost_at_first)
     session.release_all()
     with (
-        serve_models(QueueOptions(small_cost=0, batch_wait=0), on_lost=reported.append, fake=session) as models,
+        serve_models(QueueOptions(turn_cost=0, batch_wait=0), on_lost=reported.append, fake=session) as models,
         DecodeGate({len(late)}) as gate,
     ):
         decoding = start_classify(models, late, dense_protocol(32))

@@ -152,7 +152,7 @@ async def test_a_hanging_device_fails_all_waiting_and_later_requests_and_is_repo
     reported: list[DeviceLost] = []
     session = SteppedSession()
 
-    with serve_models(QueueOptions(small_cost=0, ready_views=2), reported.append, fake=session) as models:
+    with serve_models(QueueOptions(turn_cost=0, ready_views=2), reported.append, fake=session) as models:
         tasks = [await occupy_device(models, session)]
         tasks += [
             start_classify(models, png(32, 41 + seed, seed), dense_protocol(32), client=f"{seed}") for seed in range(5)
