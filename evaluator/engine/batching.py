@@ -21,6 +21,7 @@ from itertools import pairwise
 from typing import Any
 
 import numpy as np
+from msgspec import Struct
 
 from ..json_checks import require_int, require_keys
 from .shape_buckets import ShapeBuckets
@@ -68,8 +69,7 @@ class BatchRules:
         return cls(**require_keys(data, "the rules of batches", {field.name for field in fields(cls)}))
 
 
-@dataclass(frozen=True)
-class Batch:
+class Batch(Struct, frozen=True):
     """Images that share one canvas size and one call.
 
     indices: into the given shapes; height, width: of the canvas in pixels; rows: number of computed canvases; those
@@ -82,8 +82,7 @@ class Batch:
     rows: int
 
 
-@dataclass(frozen=True)
-class BatchPlan:
+class BatchPlan(Struct, frozen=True):
     """Batches in the order in which they run. images_pixels: of all images together."""
 
     batches: tuple[Batch, ...]

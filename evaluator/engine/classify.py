@@ -13,11 +13,12 @@ evaluator/README.md explains the path with an example.
 """
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import islice
 
 import numpy as np
+from msgspec import Struct
+from msgspec.structs import replace
 
 from ..answer import Answer, AveragedView, ClassScore
 from ..arrays import Float32Array, Int64Array, UInt8Array
@@ -40,8 +41,7 @@ from .session import Outputs, Session
 from .shape_buckets import ShapeBuckets
 
 
-@dataclass(frozen=True)
-class ViewResult:
+class ViewResult(Struct, frozen=True):
     """The model's result for one view.
 
     scores, logits: float32 (classes,), means over the view's windows; windows: rows and columns of their grid;
@@ -60,8 +60,7 @@ class ViewResult:
     window_scores: Float32Array | None = None
 
 
-@dataclass(frozen=True)
-class Classification:
+class Classification(Struct, frozen=True, dict=True):
     """The result for one image.
 
     scores: float32 (classes,), which sum to 1; views: in the protocol's order; candidates: the class indices among
@@ -154,8 +153,7 @@ def plan_views(session: Session, views: Sequence[ViewImage], shape_buckets: Shap
     )
 
 
-@dataclass(frozen=True)
-class PackedView:
+class PackedView(Struct, frozen=True):
     """A view in a batch, without its pixels. index: its position among the planned views."""
 
     index: int
@@ -165,8 +163,7 @@ class PackedView:
     capped: bool
 
 
-@dataclass(frozen=True)
-class PackedBatch:
+class PackedBatch(Struct, frozen=True):
     """Arguments of `Session.stage` for one batch. packed_views: the view of each row; blank rows follow them."""
 
     images: UInt8Array

@@ -5,13 +5,13 @@ A session states what really runs it. An unavailable device or precision is an e
 
 import logging
 import threading
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cached_property, partial
-from typing import Annotated, Any, ClassVar
+from typing import Annotated, Any, ClassVar, NoReturn
 
 import numpy as np
+from msgspec import Struct
 
 from ..arrays import Float32Array, Int64Array, UInt8Array
 from ..cli_option import CliOption
@@ -26,8 +26,7 @@ log = logging.getLogger(__name__)
 _GPU_PROVIDERS = {runtime.provider for runtime in RUNTIMES.values() if runtime.gpu}
 
 
-@dataclass(frozen=True)
-class Outputs:
+class Outputs(Struct, frozen=True, dict=True):
     """Outputs of the graph for N canvases (docs/formats.md).
 
     scores, logits: float32 (N, K); windows: int64 (N, 2), the valid grid of each image;
@@ -166,47 +165,47 @@ class Session:
         `max_side`, sizes larger than the canvas, or (in a file exported with --canvas exact) sizes that do not fill it.
         """
         check_canvas(self.contract, images, sizes)
-        with self._device_errors():
+        try:
             return self._loaded.stage(images, sizes)
+        except Exception as error:
+            self._raise_in_our_words(error)
 
     def compute(self, staged: Any, *, in_lane: bool = False) -> Outputs:
         """Run staged canvases, after those of other threads; in a lane at the same time, on this thread alone.
 
         Raises OutOfMemory when the device has too little memory, DeviceLost when this process can no longer use it.
         """
-        with self._device_errors():
+        try:
             if in_lane:
                 assert self._one_thread is not None, "no lanes were added"
                 scores, logits, windows, fetch = self._one_thread.compute(staged)
             else:
                 with self._computing:
                     scores, logits, windows, fetch = self._loaded.compute(staged)
+        except Exception as error:
+            self._raise_in_our_words(error)
+        return Outputs(scores, logits, windows, partial(self._fetched, fetch))
 
-        def fetch_window_scores() -> Float32Array:
-            with self._device_errors():  # the later copy can fail too
-                window_scores: Float32Array = fetch()
-            return window_scores
-
-        return Outputs(scores, logits, windows, fetch_window_scores)
-
-    @contextmanager
-    def _device_errors(self) -> Iterator[None]:
+    def _fetched(self, fetch: Callable[[], Float32Array]) -> Float32Array:
         try:
-            yield
-        except Exception as error:  # the runtime's own classes, and ours for CUDA calls
-            if is_device_lost(error):
-                raise DeviceLost(
-                    f"{self.circumstances.provider} failed and returns only errors from now on "
-                    f"({error_summary(error)}). Restart the program. If this happens again, check the device with "
-                    "nvidia-smi and dmesg"
-                ) from error
-            if not is_out_of_memory(error):
-                raise
+            return fetch()
+        except Exception as error:
+            self._raise_in_our_words(error)
+
+    def _raise_in_our_words(self, error: Exception) -> NoReturn:
+        """Raise an error of the device; any other one, which may be a bug, as it is."""
+        if is_device_lost(error):  # errors of the runtime's own classes, and ours for CUDA calls
+            raise DeviceLost(
+                f"{self.circumstances.provider} failed and returns only errors from now on ({error_summary(error)}). "
+                "Restart the program. If this happens again, check the device with nvidia-smi and dmesg"
+            ) from error
+        if is_out_of_memory(error):
             option = "--gpu-memory-limit" if self.circumstances.on_gpu else "--memory-limit"
             raise OutOfMemory(
                 f"{self.circumstances.provider} has too little memory for a batch ({error_summary(error)}). "
                 f"Use smaller scales, stop other programs, or make batches smaller with {option} of validate and bench"
             ) from error
+        raise error
 
 
 def check_canvas(contract: ModelContract, images: UInt8Array, sizes: Int64Array) -> None:
@@ -218,11 +217,12 @@ def check_canvas(contract: ModelContract, images: UInt8Array, sizes: Int64Array)
     height, width = images.shape[1:3]
     if max(height, width) > contract.max_side:
         raise UsageError(f"a canvas of {height}x{width} is larger than this model's {contract.max_side} pixels")
-    if sizes.min() < contract.min_side:
-        raise UsageError(f"an image side of {sizes.min()} is below this model's crop of {contract.min_side} pixels")
-    if (sizes > (height, width)).any():
+    different = set(map(tuple, sizes.tolist()))  # faster than numpy for the few of a batch
+    if (least := min(map(min, different))) < contract.min_side:
+        raise UsageError(f"an image side of {least} is below this model's crop of {contract.min_side} pixels")
+    if any(rows > height or columns > width for rows, columns in different):
         raise UsageError(f"sizes up to {sizes.max(axis=0).tolist()} exceed the canvas of {height}x{width}")
-    if contract.canvas == "exact" and (sizes != (height, width)).any():
+    if contract.canvas == "exact" and different != {(height, width)}:
         raise UsageError(
             "this file was exported with --canvas exact, or runs without masks, as in ncnn, and in OpenVINO if the net "
             "is large: every image must fill its canvas. "

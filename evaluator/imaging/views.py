@@ -1,10 +1,10 @@
 """The views of one image: what a protocol shows to the model, and how the views of several share an input array."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
+from msgspec import Struct
 
 from ..arrays import UInt8Array
 from ..errors import UsageError
@@ -12,8 +12,7 @@ from ..protocols import EvaluationProtocol, View, ViewPart
 from .resize import DecodedImage, resize_to_scales
 
 
-@dataclass(frozen=True)
-class ViewImage:
+class ViewImage(Struct, frozen=True):
     """The pixels of one view. image: uint8 (h, w, 3); capped: part of a long image was cut off.
 
     A mirrored image is a reversed view of the plain one's memory and takes no more.

@@ -61,8 +61,7 @@ class PrepareOptions:
     picture: bool
 
 
-@dataclass(frozen=True)
-class PreparedImage:
+class PreparedImage(msgspec.Struct, frozen=True):
     """An image at each scale.
 
     height, width: of the decoded image; resized: by scale, the pixels, uint8 (h, w, 3), and whether they were capped;

@@ -1,10 +1,10 @@
 """Positions of windows in an image, against receptive fields traced cell by cell; and the picture of heat maps."""
 
 import io
-from dataclasses import replace
 
 import numpy as np
 import pytest
+from msgspec.structs import replace
 from PIL import Image
 
 from prelunet.evaluator.engine.classify import Classification, ViewResult, classify_images

@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from msgspec import structs
 from PIL import Image
 
 from prelunet.evaluator.engine import classify, scores
@@ -221,7 +222,7 @@ def not_mirrored(patch: pytest.MonkeyPatch) -> None:
     def wrong(image: np.ndarray, protocol: EvaluationProtocol) -> list[views.ViewImage]:
         made = right(image, protocol)
         plain = {(view.view.scale, view.view.part): view.image for view in made if not view.view.mirrored}
-        return [replace(view, image=plain[view.view.scale, view.view.part]) for view in made]
+        return [structs.replace(view, image=plain[view.view.scale, view.view.part]) for view in made]
 
     patch.setattr(classify, "make_views", wrong)
 

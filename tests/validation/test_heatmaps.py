@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from msgspec import structs
 from PIL import Image
 
 from prelunet.evaluator.cli import run as prelunet
@@ -103,9 +104,9 @@ def test_in_a_restricted_run_each_window_is_scored_among_the_classes_of_the_rest
             assert view.window_scores is not None
             among = np.zeros_like(view.window_scores)
             among[..., kept] = view.window_scores[..., kept] / view.window_scores[..., kept].sum(-1, keepdims=True)
-            views.append(replace(view, window_scores=among))
+            views.append(structs.replace(view, window_scores=among))
         shown, size = [line["answer"], line["label"]], (line["rows"], line["columns"])
-        restricted = replace(answer, views=tuple(views))
+        restricted = structs.replace(answer, views=tuple(views))
         expected = heat_maps(restricted, shown, image.shape[:2], size, session.contract, MULTI_SCALE)
         for text, values in zip(line["maps"], expected, strict=True):
             codes = np.frombuffer(base64.b64decode(text), np.uint8)

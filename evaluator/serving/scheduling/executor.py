@@ -23,6 +23,7 @@ from functools import partial
 from typing import Any
 
 import numpy as np
+from msgspec import structs
 
 from ...engine.batching import Batch, BatchPlan
 from ...engine.classify import PackedBatch, ViewResult, pack_batch, plan_views, unpack_results
@@ -354,7 +355,7 @@ class BatchExecutor:
         for place, view in enumerate(views):
             result = results[place]
             if result.window_scores is not None and not view.request.keep_windows:  # kept for another view
-                result = replace(result, window_scores=None)
+                result = structs.replace(result, window_scores=None)
             view.request.results[view.index] = result
         return [request for request in requests if not request.missing]
 
@@ -445,4 +446,4 @@ def _hopeless(times: BatchTimes, batch: Batch, views: Sequence[ReadyView]) -> li
 def _truncated(batch: Batch, views: int, model: ServedModel) -> Batch:
     """Return the batch with its first `views` views, numbered from 0. It keeps its rows if another shape has a cost."""
     rows = batch.rows if model.shape_buckets or model.session.rules.switch_pixels else views
-    return replace(batch, indices=tuple(range(views)), rows=rows)
+    return structs.replace(batch, indices=tuple(range(views)), rows=rows)

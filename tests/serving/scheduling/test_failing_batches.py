@@ -8,6 +8,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+from msgspec import structs
 
 from prelunet.evaluator.engine.batching import BatchRules
 from prelunet.evaluator.engine.classify import classify_images
@@ -230,7 +231,7 @@ async def test_window_scores_that_cannot_be_fetched_fail_only_the_request_that_n
             def fetch():
                 raise error
 
-            return replace(super().compute(staged), fetch_window_scores=fetch)
+            return structs.replace(super().compute(staged), fetch_window_scores=fetch)
 
     session = NoWindows()
 
