@@ -28,6 +28,7 @@ from types import ModuleType
 from typing import Any
 
 import numpy as np
+from msgspec import structs
 
 from prelunet.evaluator.cli import main
 from prelunet.evaluator.engine.load import open_with_placement
@@ -105,7 +106,7 @@ class FaultySession:
             return outputs
         scores, logits = np.array(outputs.scores), np.array(outputs.logits)
         scores[marked] = logits[marked] = np.nan
-        return replace(outputs, scores=scores, logits=logits)
+        return structs.replace(outputs, scores=scores, logits=logits)
 
 
 def write_control(path: Path, **faults: Any) -> None:

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
-from msgspec import structs
+from msgspec.structs import replace
 from PIL import Image, ImageDraw, ImageFont
 
 from ..answer import ClassMap
@@ -78,7 +78,7 @@ def heat_maps(
         assert view.window_scores is not None, "classify_images was called without keep_windows"
         shape = view.window_scores.shape
         windows = restrict(view.window_scores.reshape(-1, shape[-1]), classified.candidates).reshape(shape)
-        maps = _view_maps(structs.replace(view, window_scores=windows), classes, image_size, map_size, contract, protocol)
+        maps = _view_maps(replace(view, window_scores=windows), classes, image_size, map_size, contract, protocol)
         by_scale.setdefault(view.view.scale, []).append(maps)
     return _mean_where_seen([_mean_where_seen(pair) for pair in by_scale.values()])
 

@@ -26,7 +26,7 @@ from .options import ServerLimits
 from .repository import Repository, Version
 from .scheduling.admission import Ticket
 from .scheduling.model import Plan, RequestOptions, ServedModel
-from .scheduling.request import Answered, Request
+from .scheduling.request import Answered, Request, Write
 
 _FIXED = "this server's models are fixed at its start; it changes those of a folder: prelunet serve --models DIR"
 
@@ -95,19 +95,20 @@ class DataPlane:
         model: str,
         options: RequestOptions,
         call: Call,
+        write: Write | None = None,
         on_admitted: Callable[[], None] | None = None,
     ) -> Answered:
         """Classify one encoded image.
 
-        on_admitted: for an image of a stream, which waits for room in the queue; called once it has that. Without it
-        the image is refused instead: Overloaded. Raises ModelNotFound, UsageError for what the model cannot do or too
-        large a view, ImageError for bytes that are not an image, ContractError if the model outputs NaN, DeadlinePassed
-        when the call's deadline passes or is too close, OutOfMemory if the device has too little memory for a view,
-        DeviceLost if it fails on every input, and Interrupted once the server has stopped. Cancellation drops work that
-        has not started.
+        write: of the answer's `written`; on_admitted: for an image of a stream, which waits for room in the queue;
+        called once it has that. Without it the image is refused instead: Overloaded. Raises ModelNotFound, UsageError
+        for what the model cannot do or too large a view, ImageError for bytes that are not an image, ContractError if
+        the model outputs NaN, DeadlinePassed when the call's deadline passes or is too close, OutOfMemory if the device
+        has too little memory for a view, DeviceLost if it fails on every input, and Interrupted once the server has
+        stopped. Cancellation drops work that has not started.
         """
         served = self._models.get(model)
-        return await _classify(served, served.plan(options), call, image, on_admitted)
+        return await _classify(served, served.plan(options), call, image, on_admitted, write)
 
     async def classify_all(
         self, images: Sequence[bytes], model: str, options: RequestOptions, call: Call, timeout: float | None, name: str
@@ -161,7 +162,12 @@ class DataPlane:
 
 
 async def _classify(
-    served: ServedModel, plan: Plan, call: Call, image: bytes, on_admitted: Callable[[], None] | None
+    served: ServedModel,
+    plan: Plan,
+    call: Call,
+    image: bytes,
+    on_admitted: Callable[[], None] | None,
+    write: Write | None = None,
 ) -> Answered:
     call.record_views(served.name, plan.views)
     check_bytes(image, plan.prepare.limits)  # before it takes room in the queue
@@ -174,19 +180,21 @@ async def _classify(
     try:
         if on_admitted is not None:
             on_admitted()
-        answer = await _answer(served, plan, call, image, call.deadline)
+        answer = await _answer(served, plan, call, image, call.deadline, write)
         return answer
     finally:
         served.admission.leave(ticket, answered=answer is not None)
         del image  # an error's traceback refers to this frame
 
 
-async def _answer(served: ServedModel, plan: Plan, call: Call, image: bytes, deadline: float | None) -> Answered:
+async def _answer(
+    served: ServedModel, plan: Plan, call: Call, image: bytes, deadline: float | None, write: Write | None = None
+) -> Answered:
     """Have an admitted image computed. deadline: of time.monotonic(), which is the clock of asyncio's loops, too."""
     if deadline is not None and deadline <= time.monotonic():
         raise DeadlinePassed("the call's deadline has passed, so the image was not computed. Use a longer deadline")
     loop = asyncio.get_running_loop()
-    request = Request(served, plan, image, call, deadline, loop.create_future())
+    request = Request(served, plan, image, call, deadline, loop.create_future(), write=write)
     del image  # the request has it until it ends
     served.waiting.add(request)
     timer = None if deadline is None else loop.call_at(deadline, served.waiting.expire, request)

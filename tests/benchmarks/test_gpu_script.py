@@ -6,7 +6,6 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +13,7 @@ import numpy as np
 import onnxruntime
 import pytest
 import torch
+from msgspec.structs import replace
 from packaging.requirements import Requirement
 
 from benchmarks.common.results import ROOT, read_results

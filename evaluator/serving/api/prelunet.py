@@ -1,6 +1,7 @@
 """The PreluNetService of proto/prelunet/v1: translates calls for the data plane. Nothing is computed here."""
 
 import asyncio
+import struct
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
 from contextlib import aclosing, suppress
 from itertools import accumulate
@@ -27,11 +28,11 @@ from ..scheduling.request import Answered
 
 SERVICE = pb.DESCRIPTOR.services_by_name["PreluNetService"].full_name
 
-_MAX_INLINE_PREDICTIONS = 100  # converted on the event loop's thread, in 0.1 ms; more in another thread
 MAX_FILE_NAME = 1024  # characters
 # A report message lists only the first refused images: a million would not fit into a message, and after hours the
 # client would get an error instead of the report.
 MAX_LISTED_REFUSALS = 1000
+_SCORE = struct.Struct("<f")  # as protobuf writes a float
 _MAX_REFUSALS_BYTES = 2**20  # of names and reasons; a name may have 4 kB
 
 
@@ -51,7 +52,11 @@ class PreluNetServicer(pb_grpc.PreluNetServiceServicer):
         self, request: pb.ClassifyRequest, call: Call, on_admitted: Callable[[], None] | None = None
     ) -> Awaitable[bytes]:
         """Return the awaitable that answers a request, of Classify or of a stream, without the message."""
-        return _serialized(self._plane.classify(request.image, request.model, options_in(request), call, on_admitted))
+        return _written(
+            self._plane.classify(
+                request.image, request.model, options_in(request), call, classify_response, on_admitted
+            )
+        )
 
     async def ClassifyStream(  # noqa: N802
         self, request_iterator: AsyncIterator[pb.ClassifyStreamRequest], context: Context
@@ -105,11 +110,8 @@ class PreluNetServicer(pb_grpc.PreluNetServiceServicer):
         return pb.GetModelResponse(model=model_message(self._plane.model(request.name)))
 
 
-async def _serialized(answer: Awaitable[Answered]) -> bytes:
-    answered = await answer
-    if answered.plan.top > _MAX_INLINE_PREDICTIONS or answered.maps:
-        return await asyncio.to_thread(classify_response, answered)
-    return classify_response(answered)
+async def _written(answer: Awaitable[Answered]) -> bytes:
+    return (await answer).written
 
 
 # Many images in one call: each request is read, classified and answered independently.
@@ -221,18 +223,23 @@ def options_in(request: pb.ClassifyRequest | pb.EvaluateStart) -> RequestOptions
 
 
 def classify_response(answer: Answered) -> bytes:
-    """Return the serialized ClassifyResponse of an answer."""
-    classes = answer.model.session.contract.classes
-    own = pb.ClassifyResponse(
-        predictions=[
-            pb.Prediction(class_index=index, wnid=classes[index].wnid, name=classes[index].name, score=score)
-            for index, score in answer.classified.top(answer.plan.top)
-        ],
-        heatmap=answer.heatmap,
-        maps=[pb.HeatMap(**vars(of_class)) for of_class in answer.maps],
-        timings=pb.Timings(**vars(answer.timings)),
-    )
-    return own.SerializeToString() + answer.constant_part(_constant_part)  # concatenation merges two messages
+    """Return the serialized ClassifyResponse of an answer; serialized messages one after the other are one message."""
+    parts = [_prediction(answer.model, index, score) for index, score in answer.classified.top(answer.plan.top)]
+    own = pb.ClassifyResponse(timings=pb.Timings(**vars(answer.timings)))
+    if answer.heatmap or answer.maps:
+        own.heatmap = answer.heatmap
+        own.maps.extend(pb.HeatMap(**vars(of_class)) for of_class in answer.maps)
+    return b"".join([*parts, own.SerializeToString(), answer.constant_part(_constant_part)])
+
+
+def _prediction(served: ServedModel, index: int, score: float) -> bytes:
+    """Return a serialized ClassifyResponse with one prediction. All but its last four bytes, the score, are kept."""
+    if (head := served.predictions.get(index)) is None:
+        entry = served.session.contract.classes[index]
+        prediction = pb.Prediction(class_index=index, wnid=entry.wnid, name=entry.name, score=1)
+        head = pb.ClassifyResponse(predictions=[prediction]).SerializeToString()[: -_SCORE.size]
+        served.predictions[index] = head
+    return head + _SCORE.pack(score)
 
 
 def _constant_part(answer: Answered) -> bytes:

@@ -21,6 +21,7 @@ from ..concurrency import run_inline_or_in_thread
 from ..data_plane import DataPlane
 from ..inference import Inference, ModelConfig, ModelIndex, ModelMetadata, ModelStatistics, ServerMetadata
 from ..scheduling.model import RequestOptions
+from ..scheduling.request import Answered
 from .answers import (
     ClassifyResponse,
     ListModelsResponse,
@@ -35,7 +36,7 @@ from .openapi import File, Operation, description
 from .reports import report_routes
 
 _LARGE_BODY = 2**20  # bytes, whose JSON or form takes milliseconds to parse
-_MANY_PREDICTIONS, _MANY_CLASSES = 100, 1000  # which take 0.3 ms to convert
+_MANY_CLASSES = 1000  # which take 0.3 ms to convert
 _MAX_HEAD = 2**12  # bytes before the file in a form
 
 
@@ -197,9 +198,8 @@ class _Routes:
             request.body = await run_inline_or_in_thread(read, in_thread=large)
             del read
         model, options = _options_in(request.query)
-        answered = await self._plane.classify(request.take_body(), model, options, request.call)
-        large = answered.plan.top > _MANY_PREDICTIONS or bool(answered.maps or answered.heatmap)
-        return await run_inline_or_in_thread(lambda: JsonResponse(classify_response(answered)), in_thread=large)
+        answered = await self._plane.classify(request.take_body(), model, options, request.call, _written)
+        return Response(answered.written, media_type=JSON)
 
     async def _infer(self, request: HttpCall) -> Response:
         name, version, call = request.parameters["name"], request.parameters.get("version", ""), request.call
@@ -236,6 +236,10 @@ class _Routes:
     async def _unload(self, request: HttpCall) -> Response:
         await self._inference.unload(*_repository_model(request))
         return JsonResponse(RepositoryModelResponse())
+
+
+def _written(answer: Answered) -> bytes:
+    return msgspec.json.encode(classify_response(answer))
 
 
 def _live() -> ServerLiveResponse:

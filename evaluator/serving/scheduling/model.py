@@ -8,6 +8,8 @@ from functools import lru_cache
 from statistics import median
 from typing import Any
 
+from msgspec import Struct
+
 from ...answer import resolve_top_k
 from ...contract import ModelContract
 from ...engine.session import Session
@@ -32,8 +34,7 @@ _MAX_SHAPES = 4096  # of views, kept of a model
 _numbers = itertools.count()
 
 
-@dataclass(frozen=True, slots=True)
-class RequestOptions:
+class RequestOptions(Struct, frozen=True):
     """How a client wants an image classified; the defaults are the model's.
 
     protocol: name; scales: shorter sides in pixels that replace the protocol's; top: number of best classes; heatmap,
@@ -96,10 +97,11 @@ class ServedModel:
     """A version of a model on its device.
 
     file: last component of its path; waiting: the `Waiting` of its device, which knows this module; admission: of all
-    versions of a model; key: of its flow in the fair queues, since versions, whose views must not share a batch,
-    have the same name; decoding: number of requests being decoded; ready_pixels, ready_windows: totals over the
-    canvases of ready views; ready_since: arrival of the first of these views; batch_times: on all threads, and in a
-    lane; canvas: of the last batch. The lock of `Waiting` protects all fields that change, except the last two.
+    versions of a model; key: of its flow in the fair queues, since versions, whose views must not share a batch, have
+    the same name; decoding: number of requests being decoded; ready_pixels, ready_windows: totals over the canvases of
+    ready views; ready_since: arrival of the first of these views; batch_times: on all threads, and in a lane; canvas:
+    of the last batch; predictions: parts of answers by class, kept by a front end. The lock of `Waiting` protects all
+    fields that change, except the last three.
 
     Nothing closes it. Calls keep the version that they began with, so session and memory of a version that is no longer
     served are freed when its last call ends. Therefore it must not be part of a reference cycle.
@@ -128,6 +130,7 @@ class ServedModel:
         self._shapes: dict[tuple[int, int], tuple[int, int, int]] = {}
         self._limits, self._max_view_pixels = limits, max_view_pixels or largest_own_view(session.contract)
         self._plans: dict[RequestOptions, Plan] = {}
+        self.predictions: dict[int, bytes] = {}
 
     def plan(self, options: RequestOptions) -> Plan:
         """Return the plan of a request; UsageError if the model cannot do what it asks."""

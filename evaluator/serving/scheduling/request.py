@@ -4,8 +4,9 @@ import asyncio
 import contextlib
 import time
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
-from typing import Literal, TypeVar
+from typing import Literal, TypeAlias, TypeVar
+
+from msgspec import Struct
 
 from ...answer import ClassMap, Timings
 from ...arrays import UInt8Array
@@ -29,9 +30,12 @@ Decoder = Literal["thread", "process"]
 Part = TypeVar("Part")
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class Answered:
-    """The answer to one image. heatmap: a PNG file, empty unless requested; maps: empty unless requested."""
+class Answered(Struct, eq=False):
+    """The answer to one image.
+
+    heatmap: a PNG file, empty unless requested; maps: empty unless requested; written: as `Write` made it, empty
+    without one.
+    """
 
     model: ServedModel
     plan: Plan
@@ -39,6 +43,7 @@ class Answered:
     timings: Timings
     heatmap: bytes = b""
     maps: tuple[ClassMap, ...] = ()
+    written: bytes = b""
 
     def constant_part(self, build: "Callable[[Answered], Part]") -> Part:
         """Return a part of the answer that is equal for all images of the same plan and window grids.
@@ -55,16 +60,20 @@ class Answered:
         return found
 
 
+# Writes an answer as a front end sends it, in the thread that has computed it.
+Write: TypeAlias = Callable[[Answered], bytes]
+
+
 class Request:
     """One image to classify.
 
     image: encoded, emptied when the request ends; deadline: of time.monotonic(), None for none; reply: gets the answer,
-    on its loop; keep_windows: keep the window scores, for heat maps; decoder: a thread of the server if the image is
-    easy, else a process; decode_cost: in view pixels; ended: time of its end, None before; end_reason: answered,
-    failed, expired or cancelled; answer, error: its outcome, one of them once it is delivered; batches: begin and end
-    of each that has ended; queued_views: ready, in no batch yet; image_size: height and width, once decoded; picture:
-    of the image at the size of a heat map's panel. Times are of time.monotonic(), 0 until then: decoding starts
-    (begun), views are ready, the first batch starts.
+    on its loop; write: of a front end, None if it takes the answer as it is; keep_windows: keep the window scores, for
+    heat maps; decoder: a thread of the server if the image is easy, else a process; decode_cost: in view pixels; ended:
+    time of its end, None before; end_reason: answered, failed, expired or cancelled; answer, error: its outcome, one of
+    them once it is delivered; batches: begin and end of each that has ended; queued_views: ready, in no batch yet;
+    image_size: height and width, once decoded; picture: of the image at the size of a heat map's panel. Times are of
+    time.monotonic(), 0 until then: decoding starts (begun), views are ready, the first batch starts.
     """
 
     __slots__ = (
@@ -92,6 +101,7 @@ class Request:
         "ready",
         "reply",
         "results",
+        "write",
     )  # fmt: skip
 
     def __init__(
@@ -102,9 +112,11 @@ class Request:
         call: Call,
         deadline: float | None,
         reply: "asyncio.Future[Answered]",
+        *,
+        write: Write | None = None,
     ) -> None:
-        self.model, self.plan, self.image, self.call, self.deadline, self.reply = (
-            model, plan, image, call, deadline, reply
+        self.model, self.plan, self.image, self.call, self.deadline, self.reply, self.write = (
+            model, plan, image, call, deadline, reply, write
         )  # fmt: skip
         self.keep_windows = plan.heatmap or plan.maps
         self.path = (model.key, call.identity, call.peer)  # in the fair queues
@@ -180,7 +192,7 @@ class Request:
         return self.expired(moment) or (self.ended is not None and self.ended < moment)
 
     def build_answer(self) -> Answered:
-        """Average the results of all views, and draw or compute heat maps. Raises ContractError for NaN."""
+        """Average the results of all views, draw or compute heat maps, and write all. Raises ContractError for NaN."""
         results = [result for result in self.results if result is not None]
         plan, contract, size = self.plan, self.model.session.contract, self.image_size
         classified = average_image(plan.protocol, results)
@@ -189,7 +201,10 @@ class Request:
             picture = png_bytes(draw_heat_maps(self.picture, size, classified, contract, plan.protocol))
         if plan.maps:
             maps = class_maps(classified, size, contract, plan.protocol)
-        return Answered(self.model, plan, classified, self._timings(time.monotonic()), picture, maps)
+        answer = Answered(self.model, plan, classified, self._timings(time.monotonic()), picture, maps)
+        if self.write is not None:
+            answer.written = self.write(answer)
+        return answer
 
     def _timings(self, now: float) -> Timings:
         """Return its timings, if it is answered now."""

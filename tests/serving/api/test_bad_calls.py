@@ -4,13 +4,13 @@ import logging
 import re
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
 from pathlib import Path
 
 import grpc
 import numpy as np
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
+from msgspec.structs import replace
 
 from prelunet.evaluator.engine.classify import classify_images
 from prelunet.evaluator.errors import OutOfMemory

@@ -170,7 +170,7 @@ def plane_of(session: FakeSession, max_images: int = 2**20) -> Iterator[DataPlan
 
 
 async def classified(plane: DataPlane, image: bytes, on_admitted: Callable[[], None]) -> Answered:
-    return await plane.classify(image, "fake", DENSE, Call(), on_admitted)
+    return await plane.classify(image, "fake", DENSE, Call(), on_admitted=on_admitted)
 
 
 def labelled(count: int) -> list[LabelledImage]:
