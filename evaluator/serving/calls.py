@@ -10,7 +10,7 @@ import grpc
 from ..errors import Overloaded, PreluNetError
 from ..rpc.status import reason_for, status_of
 from .access import REQUIRED, AccessControl
-from .observability.call_context import Call, Metadata
+from .observability.call_context import Call
 from .observability.logs import CallLog, log_incident
 from .observability.metrics import Metrics
 from .options import ServerLimits
@@ -48,16 +48,16 @@ class CallsInFlight:
         self.recent: dict[str, None] = {}  # connections by the end of their latest call, the latest last
         self.metrics.calls_now.set_function(lambda: self.count)
 
-    def begin(self, call: Call, metadata: Metadata = (), *, exempt: bool = False) -> Overloaded | None:
+    def begin(self, call: Call, *, exempt: bool = False) -> Overloaded | None:
         """Count a call as in flight, until gRPC ends it after sending its answer; above the limit, return its error.
 
-        metadata: with the caller's trace context; exempt: always admit the call, and do not count it. `begin` must be
-        called in the task in which gRPC runs the call, before its first message is read.
+        exempt: always admit the call, and do not count it. `begin` must be called in the task in which gRPC runs the
+        call, before its first message is read.
 
         Who calls is not known here yet, so there is room for a quarter more; `admit` decides on it.
         """
         if self._tracing is not None and f"/{call.method}" not in PROBES:
-            call.trace = self._tracing.begin(call, metadata)
+            call.trace = self._tracing.begin(call)
         counted = not exempt and self.count < with_reserve(self._limit)
         task = asyncio.current_task()
         assert task is not None, "gRPC runs each call in a task"
@@ -117,17 +117,15 @@ class CallsInFlight:
             self.count -= 1  # last: a server that stops waits for this; earlier, the log line would be lost
 
 
-def access_error(
-    access: AccessControl | None, call: Call, metadata: Metadata, *, known: bool = True
-) -> PreluNetError | None:
+def access_error(access: AccessControl | None, call: Call, *, known: bool = True) -> PreluNetError | None:
     """Return the error of a call that its token, or the lack of one, does not allow; note whose token it is.
 
-    access: None without tokens; metadata: of the call, or its HTTP headers; known: whether its method exists.
+    access: None without tokens; known: whether its method exists.
     """
     if access is None:
         return None
     try:
-        authorizations = [value for key, value in metadata if key == "authorization"]
+        authorizations = [value for key, value in call.metadata if key == "authorization"]
         found = access.check(f"/{call.method}", authorizations, known=known)
     except PreluNetError as error:
         return error

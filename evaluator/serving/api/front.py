@@ -83,18 +83,18 @@ class Front(grpc.GenericRpcHandler):
             self._methods[path] = wrapped
         return wrapped
 
-    def begin(self, call: Call, context: Context, *, known: bool) -> PreluNetError | None:
+    def begin(self, call: Call, *, known: bool) -> PreluNetError | None:
         """Count a call, if its method has limits, and return the error with which it is refused.
 
         known: whether its method exists.
         """
-        path, metadata = f"/{call.method}", _metadata_of(context)
+        path = f"/{call.method}"
         if self.limits.proxies.networks:
-            call.identify = partial(self.limits.proxies.identity, metadata)
-        refusal: PreluNetError | None = access_error(self._access, call, metadata, known=known)
+            call.identify = partial(self.limits.proxies.identity, call.metadata)
+        refusal: PreluNetError | None = access_error(self._access, call, known=known)
         ours, exempt = not known or path.startswith(OUR_METHODS), path in PROBES
         if ours or refusal is not None:
-            refusal = self.calls.begin(call, metadata, exempt=exempt or refusal is not None) or refusal
+            refusal = self.calls.begin(call, exempt=exempt or refusal is not None) or refusal
         if refusal is None and ours and not exempt:
             self.calls.admit(call)
         return refusal
@@ -166,7 +166,7 @@ class Method:
             _note_status(call, context)
 
     async def _admit(self, call: Call, context: Context) -> None:
-        if (refusal := self._front.begin(call, context, known=self._known)) is not None:
+        if (refusal := self._front.begin(call, known=self._known)) is not None:
             raise refusal
         if self._front.refusal_message:
             await self._front.refuse(self._path)
@@ -221,17 +221,13 @@ class Method:
 def _new_call(path: str, context: Context) -> Call:
     """Return the call that begins here, which log lines of its tasks and threads name."""
     remaining = context.time_remaining()
-    call = Call(path.removeprefix("/"), request_id_from(_metadata_of(context)), peer=context.peer())
+    metadata = cast("Metadata", context.invocation_metadata() or ())  # names are in lower case
+    call = Call(path.removeprefix("/"), request_id_from(metadata), peer=context.peer(), metadata=metadata)
     call.deadline = None if remaining is None else call.begun + remaining
     current_call.set(call)
     # Not in the initial metadata, which would be sent in a packet of its own.
     context.set_trailing_metadata(((REQUEST_ID, call.request_id),))
     return call
-
-
-def _metadata_of(context: Context) -> Metadata:
-    """Return the metadata of a call; names are in lower case."""
-    return cast("Metadata", context.invocation_metadata() or ())
 
 
 def _note_status(call: Call, context: Context) -> None:

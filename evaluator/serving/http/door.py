@@ -5,6 +5,7 @@ import math
 import time
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, TypeAlias
 
 import msgspec
@@ -106,9 +107,10 @@ class HttpDoor:
         """Answer a request."""
         connection: Connection = scope["state"]["connection"]
         headers = Headers(scope=scope)
-        call = Call("unknown", request_id_from(headers.items()), peer=_peer(scope["client"]))
+        metadata = headers.items()
+        call = Call("unknown", request_id_from(metadata), peer=_peer(scope["client"]), metadata=metadata)
         if self._limits.proxies.networks:
-            call.identify = lambda peer: self._limits.proxies.identity(headers.items(), peer)
+            call.identify = partial(self._limits.proxies.identity, metadata)
         current_call.set(call)
         body = _Body(headers, receive, self._limits.max_message_bytes)
         scope.update({"app": self, "body": body, "call": call})  # `app`: the router raises errors
@@ -127,7 +129,7 @@ class HttpDoor:
             call.status = "CANCELLED"  # the client has left, or the server cuts off its calls
         except Exception as error:
             if call.method == "unknown":
-                self._calls.begin(call, headers.items(), exempt=True)  # for its log line
+                self._calls.begin(call, exempt=True)  # for its log line
             response = error_response(call, error, v2=scope["path"].startswith("/v2"))
             await response(scope, body.receive, sending.send)
 
@@ -161,9 +163,9 @@ class HttpDoor:
         async def endpoint(request: Request) -> Response:
             call, body = request.scope["call"], request.scope["body"]
             call.method = method
-            refused = access_error(self._access, call, request.headers.items())
+            refused = access_error(self._access, call)
             exempt = f"/{method}" in PROBES
-            overloaded = self._calls.begin(call, request.headers.items(), exempt=exempt or refused is not None)
+            overloaded = self._calls.begin(call, exempt=exempt or refused is not None)
             if (error := refused or overloaded) is not None:
                 raise error
             if not exempt:

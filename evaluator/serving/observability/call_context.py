@@ -46,13 +46,13 @@ class Call:
     """One RPC: who calls, until when, and what its log line will report. Filled in while it runs.
 
     method: as in "prelunet.v1.PreluNetService/Classify"; begun: time.monotonic() at its start; peer: gRPC's name of the
-    connection; deadline: of time.monotonic(), None for no deadline; admitted: counted among the calls of its identity;
-    identify: returns the identity behind a peer; share: of the queue, at most for its identity; status: name of its
-    gRPC status, empty until it ends; reason, error: of the error as sent to the caller; id: of its message in the Open
-    Inference Protocol; models: names of the requested models; images, failed: number of images of a stream, and of
-    those that got an error; views: of all its images; bytes, message_bytes: of all its messages, and of the latest;
-    message_done: to be called after each answered message of a stream; free_message: see `message_admitted`; trace:
-    None unless it is sampled.
+    connection; metadata: of gRPC, or the HTTP headers; deadline: of time.monotonic(), None for no deadline; admitted:
+    counted among the calls of its identity; identify: returns the identity behind a peer; share: of the queue, at most
+    for its identity; status: name of its gRPC status, empty until it ends; reason, error: of the error as sent to the
+    caller; id: of its message in the Open Inference Protocol; models: names of the requested models; images, failed:
+    number of images of a stream, and of those that got an error; views: of all its images; bytes, message_bytes: of all
+    its messages, and of the latest; message_done: to be called after each answered message of a stream; free_message:
+    see `message_admitted`; trace: None unless it is sampled.
 
     Fair queueing alternates between identities, then between the connections of each.
     """
@@ -61,6 +61,7 @@ class Call:
     request_id: str = ""
     begun: float = field(default_factory=time.monotonic)
     peer: str = ""
+    metadata: Metadata = ()
     deadline: float | None = None
     admitted: bool = False
     identify: Callable[[str], str] = identity_of
@@ -115,8 +116,10 @@ def this_call() -> Call:
 
 def request_id_from(metadata: Metadata) -> str:
     """Return the request id in the caller's metadata, or a new one if there is none or it is invalid."""
-    requested = next((value for key, value in metadata if key == REQUEST_ID), "")
-    if isinstance(requested, str) and _REQUEST_ID.fullmatch(requested):
-        return requested
+    for key, value in metadata:
+        if key == REQUEST_ID:
+            if isinstance(value, str) and _REQUEST_ID.fullmatch(value):
+                return value
+            break
     # Not from the kernel, as `secrets`: under load the call would wait for the GIL for half a millisecond.
     return f"{random.getrandbits(64):016x}"

@@ -112,10 +112,21 @@ class CallLog:
 def log_call(call: Call, seconds: float, calls: int = 1) -> None:
     """Log a call that has ended. seconds: its duration; calls: number of calls that the line stands for.
 
-    Straight to our handler, if there is no other: `logging` itself takes longer than all the rest of a line.
+    Straight to our handler, if there is no other, whose thread builds the line: `logging` takes longer than all else.
     """
     if not log.isEnabledFor(logging.INFO):
         return
+    if _handler is None or logging.root.handlers != [_handler]:
+        log.info("call ended", extra={"fields": _fields_of(call, seconds, calls)})
+    else:
+        _handler.write(partial(_call_line, _handler.line, time.time(), call, seconds, calls))
+
+
+def _call_line(line: Callable[..., str], ended: float, call: Call, seconds: float, calls: int) -> str:
+    return line(ended, "INFO", log.name, "call ended", _with_call(_fields_of(call, seconds, calls), call))
+
+
+def _fields_of(call: Call, seconds: float, calls: int) -> dict[str, Any]:
     fields: dict[str, Any] = {"peer": call.peer}
     if call.identity != identity_of(call.peer):
         fields["client"] = call.identity
@@ -128,10 +139,7 @@ def log_call(call: Call, seconds: float, calls: int = 1) -> None:
             fields[name] = value
     if calls > 1:
         fields["calls"] = calls
-    if _handler is None or logging.root.handlers != [_handler]:
-        log.info("call ended", extra={"fields": fields})
-    else:
-        _handler.write(_handler.line(time.time(), "INFO", log.name, "call ended", _with_call(fields, call)))
+    return fields
 
 
 class JsonFormatter(logging.Formatter):
@@ -181,7 +189,7 @@ class StderrHandler(logging.Handler):
         self.setFormatter(formatter := FORMATTERS[form]())
         self.line = formatter.line
         self._descriptor = descriptor
-        self._lines: deque[str] = deque()
+        self._lines: deque[Callable[[], str]] = deque()
         self._came, self._writing = threading.Event(), False
         self._dropped = 0
         threading.Thread(target=self._write, name="log", daemon=True).start()
@@ -189,19 +197,19 @@ class StderrHandler(logging.Handler):
     def emit(self, record: logging.LogRecord) -> None:
         """Queue a record."""
         try:
-            self.write(self.format(record))
+            self.write(partial(str, self.format(record)))
         except Exception:
             self.handleError(record)
 
-    def write(self, line: str) -> None:
-        """Queue a line, in any thread."""
+    def write(self, line: Callable[[], str]) -> None:
+        """Queue a line, in any thread; it is built later."""
         if len(self._lines) >= MAX_QUEUED_LINES:
             self._dropped += 1
             return
         if self._dropped:
             dropped, self._dropped = self._dropped, 0
             text = f"{dropped} lines dropped: stderr is read too slowly"
-            self._lines.append(self.line(time.time(), "WARNING", log.name, text, {}))
+            self._lines.append(partial(self.line, time.time(), "WARNING", log.name, text, {}))
         self._lines.append(line)
         if not self._came.is_set():
             self._came.set()
@@ -218,7 +226,7 @@ class StderrHandler(logging.Handler):
             time.sleep(_GATHER_SECONDS)  # waking this thread for each line would cost more than the line
             self._writing = True
             self._came.clear()
-            data = "".join(f"{self._lines.popleft()}\n" for _ in range(len(self._lines)))
+            data = "".join(f"{self._lines.popleft()()}\n" for _ in range(len(self._lines)))
             left = data.encode("utf-8", "backslashreplace")
             try:
                 while left:

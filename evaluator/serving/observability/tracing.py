@@ -20,7 +20,7 @@ from opentelemetry.trace import Span, SpanKind, StatusCode, Tracer, format_trace
 from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
 from ...errors import UsageError
-from .call_context import Call, Metadata
+from .call_context import Call
 
 TRACING_CLOSE_TIMEOUT = 1.0  # seconds to export the last spans when the server stops
 MAX_TRACED_IMAGES = 64  # of a call: all of a message, the first ones of a stream
@@ -55,10 +55,10 @@ class Tracing:
             raise UsageError(f"--tracing: a variable OTEL_… has a value that the SDK cannot use: {error}") from error
         self._tracer = self._provider.get_tracer("prelunet", version)
 
-    def begin(self, call: Call, metadata: Metadata) -> "CallTrace | None":
+    def begin(self, call: Call) -> "CallTrace | None":
         """Begin the span of a call, as a child of the one that its metadata names; None if it is not sampled."""
         names = ("traceparent", "tracestate")
-        parent = _W3C.extract({name: [value for key, value in metadata if key == name] for name in names})
+        parent = _W3C.extract({name: [value for key, value in call.metadata if key == name] for name in names})
         epoch = time.time_ns() - time.monotonic_ns()
         span = self._tracer.start_span(call.method, parent, SpanKind.SERVER, start_time=epoch + round(1e9 * call.begun))
         return CallTrace(self._tracer, span, epoch) if span.is_recording() else None

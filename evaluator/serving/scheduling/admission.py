@@ -76,6 +76,9 @@ class Usage:
     clients: int = 0
 
 
+_NONE = Usage()
+
+
 def with_reserve(limit: int) -> int:
     return limit + limit // _RESERVE
 
@@ -206,26 +209,26 @@ class AdmissionController:
 
         first_in_line: no ticket that came earlier is waiting.
         """
-        if not self.used.images:
+        used, limits = self.used, self._queue
+        if not used.images:
             return None
         if self._above_share(ticket):
             return "share"
-        if self.used.views + ticket.views > with_reserve(self._queue.max_views):  # at once, as thousands may wait
-            return "views"
-        own, shared = self._clients.get(ticket.client, Usage()), self._identities.get(ticket.identity, Usage())
+        wanted = (
+            ("views", used.views + ticket.views, limits.max_views),
+            ("bytes", used.bytes + ticket.size, limits.max_bytes),
+        )
+        if first_in_line and all(total <= limit for _, total, limit in wanted):
+            return None
+        own, shared = self._clients.get(ticket.client, _NONE), self._identities.get(ticket.identity, _NONE)
         identities = len(self._identities) + (ticket.identity not in self._identities)
         clients = shared.clients + (ticket.client not in self._clients)
-
-        def exceeds(used: int, shared_used: int, own_used: int, requested: int, limit: int) -> bool:
-            share = limit // identities
-            if not shared.images or shared_used + requested <= share or own_used + requested <= share // clients:
-                return used + requested > with_reserve(limit)
-            return not first_in_line or used + requested > limit
-
-        if exceeds(self.used.views, shared.views, own.views, ticket.views, self._queue.max_views):
-            return "views"
-        if exceeds(self.used.bytes, shared.bytes, own.bytes, ticket.size, self._queue.max_bytes):
-            return "bytes"
+        for name, total, limit in wanted:
+            requested, share = total - getattr(used, name), limit // identities
+            of_identity, of_client = getattr(shared, name) + requested, getattr(own, name) + requested
+            below = not shared.images or of_identity <= share or of_client <= share // clients
+            if total > (with_reserve(limit) if below else limit) or not (below or first_in_line):
+                return name
         return None
 
     def _room_awaited(self) -> bool:
