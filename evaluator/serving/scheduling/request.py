@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable, Iterable
 from typing import Literal, TypeAlias, TypeVar
 
-from msgspec import Struct
+from msgspec import Struct, field
 
 from ...answer import ClassMap, Timings
 from ...arrays import UInt8Array
@@ -64,75 +64,50 @@ class Answered(Struct, eq=False):
 Write: TypeAlias = Callable[[Answered], bytes]
 
 
-class Request:
+class Request(Struct, eq=False, weakref=True):
     """One image to classify.
 
     image: encoded, emptied when the request ends; deadline: of time.monotonic(), None for none; reply: gets the answer,
     on its loop; write: of a front end, None if it takes the answer as it is; keep_windows: keep the window scores, for
-    heat maps; decoder: a thread of the server if the image is easy, else a process; decode_cost: in view pixels; ended:
-    time of its end, None before; end_reason: answered, failed, expired or cancelled; answer, error: its outcome, one of
-    them once it is delivered; batches: begin and end of each that has ended; queued_views: ready, in no batch yet;
-    image_size: height and width, once decoded; picture: of the image at the size of a heat map's panel. Times are of
-    time.monotonic(), 0 until then: decoding starts (begun), views are ready, the first batch starts.
+    heat maps; path: in the fair queues; decoder: a thread of the server if the image is easy, else a process;
+    decode_cost: in view pixels; ended: time of its end, None before; end_reason: answered, failed, expired or
+    cancelled; answer, error: its outcome, one of them once it is delivered; batches: begin and end of each that has
+    ended; queued_views: ready, in no batch yet; image_size: height and width, once decoded; picture: of the image at
+    the size of a heat map's panel. Times are of time.monotonic(), 0 until then: decoding starts (begun), views are
+    ready, the first batch starts.
     """
 
-    __slots__ = (
-        "__weakref__",
-        "answer",
-        "arrived",
-        "batch_begun",
-        "batches",
-        "begun",
-        "call",
-        "deadline",
-        "decode_cost",
-        "decoder",
-        "end_reason",
-        "ended",
-        "error",
-        "image",
-        "image_size",
-        "keep_windows",
-        "model",
-        "path",
-        "picture",
-        "plan",
-        "queued_views",
-        "ready",
-        "reply",
-        "results",
-        "write",
-    )  # fmt: skip
+    model: ServedModel
+    plan: Plan
+    image: bytes
+    call: Call
+    deadline: float | None
+    reply: "asyncio.Future[Answered]"
+    write: Write | None = None
+    arrived: float = field(default_factory=time.monotonic)
+    begun: float = 0.0
+    ready: float = 0.0
+    batch_begun: float = 0.0
+    batches: list[tuple[float, float]] = []
+    ended: float | None = None
+    end_reason: str = ""
+    answer: Answered | None = None
+    error: BaseException | None = None
+    queued_views: "set[ReadyView]" = set()
+    results: list[ViewResult | None] = []
+    image_size: tuple[int, int] = (0, 0)
+    picture: UInt8Array | None = None
+    keep_windows: bool = False
+    path: tuple[str, ...] = ()
+    decoder: Decoder = "thread"
+    decode_cost: float = 0.0
 
-    def __init__(
-        self,
-        model: ServedModel,
-        plan: Plan,
-        image: bytes,
-        call: Call,
-        deadline: float | None,
-        reply: "asyncio.Future[Answered]",
-        *,
-        write: Write | None = None,
-    ) -> None:
-        self.model, self.plan, self.image, self.call, self.deadline, self.reply, self.write = (
-            model, plan, image, call, deadline, reply, write
-        )  # fmt: skip
+    def __post_init__(self) -> None:
+        model, plan, image, call = self.model, self.plan, self.image, self.call
         self.keep_windows = plan.heatmap or plan.maps
-        self.path = (model.key, call.identity, call.peer)  # in the fair queues
-        self.arrived = time.monotonic()
-        self.begun = self.ready = self.batch_begun = 0.0
-        self.batches: list[tuple[float, float]] = []
-        self.ended: float | None = None
-        self.end_reason = ""
-        self.answer: Answered | None = None
-        self.error: BaseException | None = None
-        self.queued_views: set[ReadyView] = set()
-        self.results: list[ViewResult | None] = []
-        self.image_size = (0, 0)
-        self.picture: UInt8Array | None = None
+        self.path = (model.key, call.identity, call.peer)
         header = read_header(image)
-        self.decoder: Decoder = "thread" if header.easy else "process"
+        self.decoder = "thread" if header.easy else "process"
         pixels = _UNKNOWN_PIXELS if header.pixels is None else min(header.pixels, _MAX_PIXELS)
         of_pixels = _PIXELS_PER_PIXEL * header.passes * pixels
         self.decode_cost = plan.pixels + max(_PIXELS_PER_BYTE * len(image), of_pixels)
