@@ -17,15 +17,15 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import Overloaded
-from .decompression import decompressed
+from .decompression import decompressed, max_decompressed
 from .observability.call_context import Call
 from .observability.metrics import Metrics
 from .options import ServerLimits
 
-_INTERVAL = 0.05  # seconds between checks while calls wait for messages; one that waits for less is not refused
+# Seconds between checks while calls wait for messages. One that waits for less is not refused; over loopback 2 GB may
+# arrive in a second.
+_INTERVAL = 0.02
 _RETRY_AFTER = 1.0  # seconds
-_MAX_PAUSE = 0.5  # seconds between large decompressed messages
-_MAX_RATIO = 1032  # of deflate: a message of n bytes becomes at most that many times as large
 _MEMORY, _PAGE = Path("/proc/self/statm"), resource.getpagesize()
 
 
@@ -117,10 +117,10 @@ class ArrivingBytes:
         """Decompress a message when there is room for it, which it has until `Call.message_admitted`.
 
         There is room for one of the largest: several would hold Python's lock by turns. What it becomes is not known
-        before, so the largest possible size is reserved. Clients take turns.
+        before, so what it may become is reserved. Clients take turns.
         """
         call.message_admitted()  # the one before it, of a stream
-        size = min(len(data) * _MAX_RATIO, self._max_message)
+        size = max_decompressed(data, self._max_message)
         if self._queue or size > self._room:
             turn = asyncio.get_running_loop().create_future()
             self._queue[turn] = call.identity, size
@@ -133,19 +133,14 @@ class ArrivingBytes:
                 raise
         else:
             self._room -= size
-        working = asyncio.ensure_future(asyncio.to_thread(decompressed, data, self._max_message))
+        working = asyncio.ensure_future(asyncio.to_thread(decompressed, data, size))
         try:
             message = await asyncio.shield(working)
         except BaseException:
             working.add_done_callback(partial(self._freed, size))  # if the caller has left, its thread continues
             raise
-        call.free_message = partial(self._free_later, size, time.monotonic())
+        call.free_message = partial(self._free, size)
         return message
-
-    def _free_later(self, size: int, begun: float) -> None:
-        """Free reserved bytes after as long again as their message took: parsing a large one delays all calls."""
-        pause = min(time.monotonic() - begun, _MAX_PAUSE)  # of a stream, it may have waited for the next message
-        asyncio.get_running_loop().call_later(pause, self._free, size)
 
     def _freed(self, size: int, working: "asyncio.Future[bytes]") -> None:
         working.exception()  # else asyncio would log that nobody looked at it
