@@ -26,6 +26,7 @@ from .options import ServerLimits
 # arrive in a second.
 _INTERVAL = 0.02
 _RETRY_AFTER = 1.0  # seconds
+_ROOM = 2**20  # bytes of messages that are decompressed at a time; a larger one alone
 _MEMORY, _PAGE = Path("/proc/self/statm"), resource.getpagesize()
 
 
@@ -52,7 +53,7 @@ class ArrivingBytes:
         self._waits: dict[_Wait, None] = {}  # the oldest first
         self._timer: asyncio.TimerHandle | None = None
         self._peak = 0  # bytes of the process at the latest refusal, 0 if it has shrunk since
-        self._max_message = self._room = limits.max_message_bytes
+        self._max_message, self._room = limits.max_message_bytes, _ROOM
         self._spared = limits.max_arriving_bytes // self._max_message  # unfinished messages that each may always have
         self._queue: dict[asyncio.Future[None], tuple[str, int]] = {}  # to be decompressed: client and bytes
         self._served = ""  # the client whose message was decompressed last
@@ -116,11 +117,12 @@ class ArrivingBytes:
     async def decompressed(self, call: Call, data: bytes) -> bytes:
         """Decompress a message when there is room for it, which it has until `Call.message_admitted`.
 
-        There is room for one of the largest: several would hold Python's lock by turns. What it becomes is not known
-        before, so what it may become is reserved. Clients take turns.
+        There is room for one large message, since several would take all cores and hold Python's lock by turns, or for
+        a few small ones. What it becomes is not known before, so what it may become is reserved. Clients take turns.
         """
         call.message_admitted()  # the one before it, of a stream
-        size = max_decompressed(data, self._max_message)
+        limit = max_decompressed(data, self._max_message)
+        size = min(limit, _ROOM)
         if self._queue or size > self._room:
             turn = asyncio.get_running_loop().create_future()
             self._queue[turn] = call.identity, size
@@ -133,7 +135,7 @@ class ArrivingBytes:
                 raise
         else:
             self._room -= size
-        working = asyncio.ensure_future(asyncio.to_thread(decompressed, data, size))
+        working = asyncio.ensure_future(asyncio.to_thread(decompressed, data, limit))
         try:
             message = await asyncio.shield(working)
         except BaseException:

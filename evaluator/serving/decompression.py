@@ -4,7 +4,7 @@ import zlib
 
 from ..errors import UsageError
 
-_MAX_RATIO, _ALWAYS = 32, 2**20  # images hardly become smaller; a form or JSON around a small one may
+_MAX_RATIO, _ALWAYS = 8, 2**18  # images hardly become smaller; a form or JSON around a small one may
 
 
 def max_decompressed(data: bytes, limit: int) -> int:
