@@ -36,9 +36,11 @@ from .json_checks import (
 if TYPE_CHECKING:
     from .arrays import UInt8Array
 
-CONTRACT_VERSION = 2  # that of int8 files; all others remain readable by readers of version 1
+# 3: of adopted nets that state how images are resized; 2: of int8 files. All others remain readable by readers of 1.
+CONTRACT_VERSION = 3
 PREFIX = "prelunet."
 MAX_CANVAS_SIDE = 65536  # pixels
+MAX_CROPS_PER_SIDE = 16  # limit of a cropped scale, in crops; at larger scales a crop shows almost nothing of the image
 MAX_SCALES = 32  # of `multi-scale`; SPP-net uses six
 MAX_GOLDEN_IMAGES = 16
 MAX_MULTIPLY_ADDS = 2**63 - 1  # of one crop; larger numbers would overflow in float arithmetic
@@ -54,6 +56,8 @@ Canvas = Literal["ragged", "exact"]
 FilePrecision = Literal["fp32", "fp16", "int8"]
 MeanKind = Literal["channel", "image"]
 Interpolation = Literal["bilinear", "bicubic"]
+# How an image gets a scale: its shorter side has that many pixels, and the other side in proportion; or both sides.
+Resize = Literal["shorter", "squash"]
 
 
 @dataclass(frozen=True)
@@ -135,6 +139,7 @@ class ModelContract:
     precision: FilePrecision
     checkpoint_sha256: str
     interpolation: Interpolation = "bilinear"  # for resizing images, always antialiased
+    resize: Resize = "shorter"  # how images are resized
     center_scale: int | None = None  # the scale of `center` and `ten-crop`; None for 8/7 of the crop, as in the paper
     training: Mapping[str, Any] = field(default_factory=dict)  # recipe, dataset, metrics, slopes, provenance, if known
     golden: tuple[GoldenImage, ...] = ()
@@ -200,10 +205,17 @@ class ModelContract:
     def _index_by_wnid(self) -> dict[str, int]:
         return {entry.wnid: index for index, entry in enumerate(self.classes)}
 
+    @property
+    def _version(self) -> int:
+        """Return the lowest version whose readers understand the file."""
+        if self.resize != "shorter" or (self.center_scale or 0) > self.max_side:
+            return 3
+        return 1 if self.calibration is None else 2
+
     def to_metadata(self) -> dict[str, str]:
         """Return the metadata of the file: key to JSON text, keys sorted, deterministic."""
         values: dict[str, Any] = {
-            "contract_version": 1 if self.calibration is None else CONTRACT_VERSION,
+            "contract_version": self._version,
             "architecture": self.architecture.to_json(),
             "classes": [entry.to_json() for entry in self.classes],
             "mean_kind": self.mean_kind,
@@ -227,6 +239,8 @@ class ModelContract:
                 for g in self.golden
             ],
         }
+        if self.resize != "shorter":
+            values["resize"] = self.resize
         if self.center_scale is not None:
             values["center_scale"] = self.center_scale
         if self.calibration is not None:
@@ -268,8 +282,12 @@ def _contradictions(contract: ModelContract) -> Iterator[tuple[bool, str]]:
         not 1 <= len(set(scales)) == len(scales) <= MAX_SCALES,
         f"there should be 1 to {MAX_SCALES} scales",
     )
-    scales = (*scales, contract.center_scale or crop)
     yield not all(crop <= scale <= contract.max_side for scale in scales), "scales should be from crop to max_side"
+    center = contract.center_scale or crop
+    yield not crop <= center <= MAX_CROPS_PER_SIDE * crop, f"center_scale should be 1 to {MAX_CROPS_PER_SIDE} crops"
+    squashes = contract.resize == "squash"
+    yield squashes and not contract.fixed_size, "a net that squashes images should take only its crop size"
+    yield squashes and contract.center_scale not in {None, crop}, "a net that squashes images has no other scale"
     is_int8 = contract.precision == "int8"
     yield is_int8 != (contract.calibration is not None), "an int8 file, and no other, should state its calibration"
     yield is_int8 and contract.canvas != "exact", "an int8 file should have an exact canvas"
@@ -412,6 +430,7 @@ def contract_from_metadata(metadata: Mapping[str, str], where: str) -> ModelCont
             precision=file.choose("precision", get_args(FilePrecision)),
             checkpoint_sha256=_require_sha256(file.read("checkpoint_sha256", str), "checkpoint_sha256"),
             interpolation=file.choose("interpolation", get_args(Interpolation)),
+            resize=file.choose("resize", get_args(Resize)) if f"{PREFIX}resize" in metadata else "shorter",
             center_scale=file.read("center_scale", int) if f"{PREFIX}center_scale" in metadata else None,
             training=training,
             golden=tuple(

@@ -111,8 +111,9 @@ def _view_maps(
 ) -> Float64Array:
     """Map the window scores of one view onto the image; NaN where the view does not cover it."""
     assert view.window_scores is not None
-    full = resized_size(*image_size, view.view.scale, UNCAPPED)
-    kept = resized_size(*image_size, view.view.scale, protocol.long_side_cap)
+    full, kept = (
+        resized_size(*image_size, view.view.scale, cap, protocol.resize) for cap in (UNCAPPED, protocol.long_side_cap)
+    )
     shown = (view.height, view.width)
     origin = (0, 0) if protocol.crop is None else crop_origin(*kept, view.view.part, protocol.crop)
     weights = []

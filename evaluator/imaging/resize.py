@@ -1,5 +1,7 @@
 """Resize to a scale: the shorter side gets that many pixels, the longer side keeps the aspect ratio, up to a cap.
 
+Nets of other origin may have been trained on images that are squashed to a square: both sides get the scale.
+
 Training, export and serving all use Pillow's bilinear filter, which widens when it shrinks (antialiasing). Its bicubic
 filter is for adopted classifiers that were trained with it.
 """
@@ -10,7 +12,7 @@ import numpy as np
 from PIL import Image
 
 from ..arrays import UInt8Array
-from ..contract import Interpolation
+from ..contract import Interpolation, Resize
 from ..protocols import LONG_SIDE_CAP
 
 DecodedImage = UInt8Array | Image.Image  # (H, W, 3), or the result of `decode_image`
@@ -22,17 +24,22 @@ PANEL_LONG_SIDE = 320  # pixels of a heat map's panel; tiny images are enlarged 
 PANEL_SHORT_SIDE = 40  # pixels at least, so that even a 1x20000 image gets a visible panel
 
 
-def resized_size(height: int, width: int, scale: int, cap: int = LONG_SIDE_CAP) -> tuple[int, int]:
-    """Return height and width of a height x width image resized to a scale by `resize_shorter_side`.
+def resized_size(
+    height: int, width: int, scale: int, cap: int = LONG_SIDE_CAP, resize: Resize = "shorter"
+) -> tuple[int, int]:
+    """Return height and width of a height x width image resized to a scale by `resize_to_scales`.
 
-    The shorter side is `scale`, the longer one floor(long·scale/short + 1/2), but at most cap·scale.
+    The shorter side is `scale`, the longer one floor(long·scale/short + 1/2), but at most cap·scale; both are `scale`
+    in an image that is squashed.
     """
-    full_height, full_width = _uncapped_size(height, width, scale)
+    full_height, full_width = _uncapped_size(height, width, scale, resize)
     return min(full_height, cap * scale), min(full_width, cap * scale)
 
 
-def _uncapped_size(height: int, width: int, scale: int) -> tuple[int, int]:
+def _uncapped_size(height: int, width: int, scale: int, resize: Resize = "shorter") -> tuple[int, int]:
     """Return the size without a cap, in integers: with floats some sizes would lose a row."""
+    if resize == "squash":
+        return scale, scale
     short = min(height, width)
     return (2 * height * scale + short) // (2 * short), (2 * width * scale + short) // (2 * short)
 
@@ -51,17 +58,21 @@ def resize_shorter_side(
 
 
 def resize_to_scales(
-    image: DecodedImage, scales: Iterable[int], cap: int = LONG_SIDE_CAP, interpolation: Interpolation = "bilinear"
+    image: DecodedImage,
+    scales: Iterable[int],
+    cap: int = LONG_SIDE_CAP,
+    interpolation: Interpolation = "bilinear",
+    resize: Resize = "shorter",
 ) -> dict[int, tuple[UInt8Array, bool]]:
     """Resize an image to each scale, always from the original; return the result of `resize_shorter_side` for each.
 
-    image: uint8 (H, W, 3), which Pillow copies once, or a Pillow RGB image.
+    image: uint8 (H, W, 3), which Pillow copies once, or a Pillow RGB image; resize: of its shorter side, or squash it.
     """
     picture = image if isinstance(image, Image.Image) else Image.fromarray(image)
     resized = {}
     for scale in scales:
-        full = _uncapped_size(picture.height, picture.width, scale)
-        kept = resized_size(picture.height, picture.width, scale, cap)
+        full = _uncapped_size(picture.height, picture.width, scale, resize)
+        kept = resized_size(picture.height, picture.width, scale, cap, resize)
         first = (full[0] - kept[0]) // 2, (full[1] - kept[1]) // 2
         resized[scale] = _resize_region(picture, full, first, kept, interpolation), kept != full
     return resized

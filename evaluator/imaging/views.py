@@ -28,7 +28,12 @@ def make_views(image: DecodedImage, protocol: EvaluationProtocol) -> list[ViewIm
 
     Each scale is resized once. Raises UsageError when a crop does not fit into its scale.
     """
-    return cut_views(resize_to_scales(image, protocol.scales, protocol.long_side_cap, protocol.interpolation), protocol)
+    return cut_views(resized_of(image, protocol), protocol)
+
+
+def resized_of(image: DecodedImage, protocol: EvaluationProtocol) -> dict[int, tuple[UInt8Array, bool]]:
+    """Resize an image to each scale of a protocol, as `resize_to_scales` does."""
+    return resize_to_scales(image, protocol.scales, protocol.long_side_cap, protocol.interpolation, protocol.resize)
 
 
 def cut_views(resized: Mapping[int, tuple[UInt8Array, bool]], protocol: EvaluationProtocol) -> list[ViewImage]:

@@ -141,7 +141,10 @@ def describe_protocol(protocol: Mapping[str, Any]) -> str:
     """Return a short description of a protocol: `scales 256,384,480 mirrored`."""
     scales = ",".join(map(str, protocol["scales"]))
     words = f"scale{'s' if len(protocol['scales']) > 1 else ''} {scales}"
-    words += _PARTS_SHOWN[protocol["kind"]].format(crop=protocol["crop"])
+    if protocol.get("resize") == "squash":
+        words = f"whole images squashed to {scales}x{scales}"
+    else:
+        words += _PARTS_SHOWN[protocol["kind"]].format(crop=protocol["crop"])
     words += " mirrored" if protocol["mirror"] else ""
     words += ", logits averaged" if protocol["averaging"] == "logit" else ""
     return words + (", every window alike" if protocol["weights"] == "view" else "")

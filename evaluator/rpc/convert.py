@@ -42,7 +42,16 @@ def report_from_message(message: pb.Report) -> dict[str, Any]:
     for model in (report["model"], *(member["model"] for member in report["members"])):
         if model is not None and model["calibration"] is None:  # only int8 files have the key
             del model["calibration"]
+    for protocol in (report["protocol"], *(member["protocol"] for member in report["members"])):
+        if protocol is not None:
+            _drop_usual_resize(protocol)
     return report
+
+
+def _drop_usual_resize(protocol: dict[str, Any]) -> None:
+    """Remove the key that only protocols of nets that squash their images have."""
+    if protocol["resize"] is None:
+        del protocol["resize"]
 
 
 def convert_nested_lists(report: Mapping[str, Any], change: Callable[[Any], Any]) -> dict[str, Any]:
@@ -57,4 +66,5 @@ def answer_from_message(message: pb.ClassifyResponse) -> Answer:
     message.ClearField("heatmap")  # else it would be converted to base64 text first
     plain = to_plain(message)
     del plain["heatmap"], plain["maps"]
+    _drop_usual_resize(plain["protocol"])
     return answer_from_json(plain, heatmap)

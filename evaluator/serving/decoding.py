@@ -33,7 +33,8 @@ from ..arrays import UInt8Array
 from ..errors import DeadlinePassed, ImageError, OutOfMemory, PreluNetError, UsageError
 from ..imaging.decode import decode_image, silence_decoders
 from ..imaging.limits import DecodeLimits
-from ..imaging.resize import panel_picture, resize_to_scales, resized_size
+from ..imaging.resize import panel_picture, resized_size
+from ..imaging.views import resized_of
 from ..protocols import EvaluationProtocol
 
 CPU_SECONDS = 30  # per image; the largest accepted one takes about 5
@@ -85,14 +86,15 @@ def prepare_image(
     protocol = options.protocol
     decoded = decode_image(image, options.limits, apply_exif=protocol.apply_exif, reserve=reserve)
     _check_size(decoded.height, decoded.width, protocol, options.max_view_pixels)
-    resized = resize_to_scales(decoded, protocol.scales, protocol.long_side_cap, protocol.interpolation)
+    resized = resized_of(decoded, protocol)
     picture = panel_picture(decoded) if options.picture else None
     return PreparedImage(decoded.height, decoded.width, resized, picture)
 
 
 def _check_size(height: int, width: int, protocol: EvaluationProtocol, limit: int) -> None:
     """Refuse views that would take gigabytes. All scales of an image wait together, so their total is limited too."""
-    sizes = [resized_size(height, width, scale, protocol.long_side_cap) for scale in protocol.scales]
+    cap, resize = protocol.long_side_cap, protocol.resize
+    sizes = [resized_size(height, width, scale, cap, resize) for scale in protocol.scales]
     rows, columns = max(sizes, key=lambda size: size[0] * size[1])
     if rows * columns > limit:
         raise UsageError(

@@ -40,7 +40,7 @@ from .read_net import (
 )
 from .wrap_net import prepare_net, probability_floor, wrap_net
 
-OutputKind = Literal["auto", "logits", "softmax"]
+OutputKind = Literal["auto", "logits", "softmax", "sigmoid"]
 
 OLDEST_SCAN = 9  # the first opset with the current form of Scan
 _REPEATED_IMAGES = 2  # pictures that the net is run on twice
@@ -48,14 +48,15 @@ _REPEATED_IMAGES = 2  # pictures that the net is run on twice
 _REPEAT_TOLERANCE_HALF, _REPEAT_TOLERANCE_SINGLE = 1e-3, 1e-6
 # Allowed difference from 1 of the sum of up to a few thousand rounded probabilities.
 _SUM_TOLERANCE_HALF, _SUM_TOLERANCE_SINGLE = 1e-2, 1e-3
+_ALIKE = 1e-6  # largest difference of outputs for pictures that a net does not tell apart
 
 
 @dataclass(frozen=True)
 class AdoptOptions:
     """The user's options for a net; None: determined from the file.
 
-    crop: pixels; net_output: name of the output with the scores; kind: type of that output; name: of the architecture;
-    dense: let the head score every window of a larger image (`export.foreign.dense`).
+    crop, center_scale: pixels; net_output: name of the output with the scores; kind: type of that output; name: of the
+    architecture; dense: let the head score every window of a larger image (`export.foreign.dense`).
     """
 
     preprocessing: Preprocessing
@@ -65,6 +66,7 @@ class AdoptOptions:
     kind: OutputKind = "auto"
     name: str | None = None
     dense: bool = False
+    center_scale: int | None = None
 
 
 @dataclass(frozen=True)
@@ -72,7 +74,7 @@ class AdoptResult:
     """The contract of an adopted net, and what was detected.
 
     sequential_reason: why the images of a batch run one at a time, or empty if they run together; deviations: of every
-    run compared with the original net.
+    run compared with the original net; alike: the net gives the same scores to all test images.
     """
 
     contract: ModelContract
@@ -81,6 +83,7 @@ class AdoptResult:
     probabilities: bool
     sequential_reason: str
     deviations: tuple[Deviation, ...]
+    alike: bool
 
 
 @dataclass(frozen=True)
@@ -106,12 +109,19 @@ def adopt(path: Path, output: Path, classes: Path, options: AdoptOptions) -> Ado
         entries = read_class_list(classes)
         net = read_net(path, output)
         interface = find_interface(path, net, crop=options.crop, layout=options.layout, output=options.net_output)
+        if options.dense and options.preprocessing.resize == "squash":
+            raise UsageError(
+                f"{path}: --resize squash with --dense: a net that squashes whole images has seen no windows of larger "
+                "ones. Omit one of them"
+            )
         _check_preprocessing(path, interface, options.preprocessing)
         pictures = _pictures(interface.crop)
         raw = _run_net(path, interface, options.preprocessing, pictures, random_operators(net))
+        interface = replace(interface, one_score=len(raw[0]) == 1)
         _check_classes(path, classes, len(raw[0]), len(entries))
         probabilities = _are_probabilities(path, options.kind, raw, half=interface.half)
         floor = probability_floor(interface) if probabilities else None
+        alike = all(np.allclose(row, raw[0], rtol=_ALIKE, atol=_ALIKE) for row in raw)
         references = [
             _Reference(picture, *_scores_and_logits(row, floor))
             for picture, row in zip(pictures.values(), raw, strict=True)
@@ -135,7 +145,7 @@ def adopt(path: Path, output: Path, classes: Path, options: AdoptOptions) -> Ado
             sequential_reason, deviations = "", _write_dense(file, path, build, references, windows)
         else:
             sequential_reason, deviations = _write_checked(file, path, build, opset, references)
-    return AdoptResult(contract, interface, opset, probabilities, sequential_reason, tuple(deviations))
+    return AdoptResult(contract, interface, opset, probabilities, sequential_reason, tuple(deviations), alike)
 
 
 def _pictures(crop: int) -> dict[str, UInt8Array]:
@@ -176,9 +186,9 @@ def _check_preprocessing(path: Path, interface: NetInterface, preprocessing: Pre
 
 
 def _check_classes(path: Path, classes: Path, outputs: int, listed: int) -> None:
-    if outputs == listed:
+    if outputs == listed > 1 or (outputs, listed) == (1, 2):
         return
-    hint = ""
+    hint = " score, that of the second of two classes. Give a list of both" if outputs == 1 else ""
     if outputs == listed + 1:
         hint = (
             ". Nets with 1001 classes often start with a background class: give a list that starts with a line for it"
@@ -202,12 +212,14 @@ def _run_net(
     def run(name: str, picture: UInt8Array) -> Float64Array:
         output = net.run({interface.input: interface.feed(preprocessing.apply(picture))}, interface.output)
         batch = interface.batch or 1
-        if output.ndim < 2 or output.shape[0] != batch or output.shape[1] < 2 or output.shape[2:] not in {(), (1, 1)}:
+        squeezed = output.ndim < 2 and (batch == 1 or output.shape == (batch,))
+        whole = output.ndim >= 2 and output.shape[0] == batch and output.shape[2:] in {(), (1, 1)}
+        if not (squeezed or whole) or not output.size:
             raise ContractError(
                 f"{path}: output '{interface.output}' has shape {output.shape}, but a classifier returns "
                 f"({batch}, classes). Choose another output, or export the net with its classification layer"
             )
-        row: Float64Array = output[0].reshape(-1).astype(np.float64)
+        row: Float64Array = output.reshape(batch, -1)[0].astype(np.float64)
         if not np.isfinite(row).all():
             raise ContractError(
                 f"{path}: returns NaN or infinity for an image ({name}). Check --mean, --std and --range"
@@ -229,7 +241,12 @@ def _run_net(
 
 
 def _scores_and_logits(output: Float64Array, floor: float | None) -> tuple[Float64Array, Float64Array]:
-    """Return scores and logits for a net's output (..., K). floor: of its probabilities, None if they are logits."""
+    """Return scores and logits for a net's output (..., K), or (..., 1) for two classes.
+
+    floor: of its probabilities, None if they are logits.
+    """
+    if output.shape[-1] == 1:
+        output = np.concatenate([output * 0 if floor is None else 1 - output, output], axis=-1)
     return (softmax(output), output) if floor is None else (output, np.log(output + floor))
 
 
@@ -288,12 +305,21 @@ def _windows(
 
 
 def _are_probabilities(path: Path, kind: OutputKind, rows: list[Float64Array], *, half: bool) -> bool:
-    """Detect from the outputs for several pictures whether the net ends in a softmax.
+    """Detect from the outputs for several pictures whether the net ends in a softmax, or one score in a sigmoid.
 
     Raises UsageError if that contradicts `kind`, or if the outputs look like neither logits nor probabilities.
     """
+    one = len(rows[0]) == 1
+    if kind in {"softmax", "sigmoid"} and one != (kind == "sigmoid"):
+        returned = "one score, of the second of two classes" if one else f"{len(rows[0])} scores"
+        fix = "Omit --kind" if one else "Omit --kind, or pass --kind logits for a net whose classes may all be present"
+        raise UsageError(f"{path}: --kind {kind}, but it returns {returned}. {fix}")
     tolerance = _SUM_TOLERANCE_HALF if half else _SUM_TOLERANCE_SINGLE
     within = all(row.min() >= 0 and row.max() <= 1 + tolerance for row in rows)
+    if one:
+        if kind == "sigmoid" and not within:
+            raise UsageError(f"{path}: --kind sigmoid, but its score is not always from 0 to 1. Omit --kind")
+        return within and kind != "logits"
     summed = within and all(abs(row.sum() - 1) <= tolerance for row in rows)
     totals = sorted(float(row.sum()) for row in rows)
     sums = f"sums over all classes range from {totals[0]:.3g} to {totals[-1]:.3g}"
@@ -337,6 +363,8 @@ def _contract(
             precision="fp16" if half else "fp32",
             checkpoint_sha256=sha256_of(path),
             interpolation=options.preprocessing.interpolation,
+            resize=options.preprocessing.resize,
+            center_scale=options.center_scale,
             training={"adopted": {**tensors, **options.preprocessing.to_json()}},
         )
     except ValueError as error:

@@ -9,7 +9,7 @@ stride 1 (ResNet, He et al. 2016, section 3.4), or a convolution with the layer'
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -40,8 +40,9 @@ class Head:
     """Where the head of a net begins.
 
     feature_map: name of the map, (N, channels, window, window) for one crop; reader: the node that takes in all of it;
-    skipped: nodes between them, which only reshape; rows: shape of what the reader returns for one image; trunk: one
-    layer whose maps have the sides of the feature map; shapes: of the net's tensors for one crop.
+    skipped: nodes between them, which only reshape; channels_last: these move the channels of the map behind its
+    columns, as in TensorFlow's nets; rows: shape of what the reader returns for one image; trunk: one layer whose maps
+    have the sides of the feature map; shapes: of the net's tensors for one crop.
     """
 
     feature_map: str
@@ -49,6 +50,7 @@ class Head:
     window: int
     reader: NodeProto
     skipped: tuple[NodeProto, ...]
+    channels_last: bool
     rows: tuple[int, ...]
     trunk: TrunkLayer
     shapes: Shapes
@@ -123,14 +125,26 @@ def find_head(path: Path, net: ModelProto, interface: NetInterface) -> Head:
         source = graph.source(node)
         shape, result = graph.shapes.get(source), graph.shapes.get(name)
         if shape is not None and result is not None and len(shape) == 4 and shape[0] == graph.images:
-            _, channels, *sides = shape
+            feature_map, moving = _channels_first(graph, source)
+            _, channels, *sides = graph.shapes[feature_map]
             if node.op_type in _GLOBAL_POOLS and 1 < channels == np.prod(result[1:]):
-                return _head(graph, source, node, (), tuple(result[1:]))
+                return _head(graph, feature_map, node, moving, tuple(result[1:]))
             if len(result) == 2 and result[1] == np.prod(shape[1:]) and max(sides) > 1:
                 reader, skipped = _fully_connected(graph, [node, *(passed for _, passed in reversed(after))])
-                return _head(graph, source, reader, skipped, tuple(graph.shapes[reader.output[0]][1:]))
+                rows = tuple(graph.shapes[reader.output[0]][1:])
+                return replace(_head(graph, feature_map, reader, (*moving, *skipped), rows), channels_last=bool(moving))
         after.append((name, node))
     raise graph.refusal("no global average pool and no flattened feature map comes before its last layers")
+
+
+def _channels_first(graph: _Net, name: str) -> tuple[str, tuple[NodeProto, ...]]:
+    """Return the map, (N, channels, rows, columns), behind a tensor, and the node that moved its channels if any."""
+    node = graph.producers.get(name)
+    if node is not None and node.op_type == "Transpose":
+        for attribute in node.attribute:
+            if attribute.name == "perm" and list(attribute.ints) == [0, 2, 3, 1]:
+                return node.input[0], (node,)
+    return name, ()
 
 
 def _fully_connected(graph: _Net, nodes: Sequence[NodeProto]) -> tuple[NodeProto, tuple[NodeProto, ...]]:
@@ -163,7 +177,9 @@ def _head(
         )
     pad = max(0, offset - stride + 1)
     trunk = TrunkLayer(stride + 2 * pad - offset, stride, pad)
-    return Head(feature_map, channels, height, reader, skipped, rows, trunk, graph.shapes)
+    return Head(
+        feature_map, channels, height, reader, skipped, channels_last=False, rows=rows, trunk=trunk, shapes=graph.shapes
+    )
 
 
 def _check_padding(graph: _Net) -> None:
@@ -273,9 +289,7 @@ def make_dense(net: ModelProto, head: Head) -> None:
     if head.reader.op_type in _GLOBAL_POOLS:
         read = helper.make_node("AveragePool", [head.feature_map], ["dense.read"], kernel_shape=side, strides=[1, 1])
     else:
-        transposed = any(each.name == "transB" and each.i for each in head.reader.attribute)
-        weights = constants[head.reader.input[1]]
-        kernels = (weights if transposed else weights.T).reshape(-1, head.channels, *side)
+        kernels = _kernels(head, constants[head.reader.input[1]])
         inputs = [head.feature_map, constant("dense.kernels", kernels), *list(head.reader.input)[2:]]
         read = helper.make_node("Conv", inputs, ["dense.read"], kernel_shape=side)
     rows = constant("dense.rows", np.array([-1, *head.rows], np.int64))
@@ -306,6 +320,16 @@ def make_dense(net: ModelProto, head: Head) -> None:
     for tensor in list(net.graph.initializer):
         if tensor.name in head.reader.input and tensor.name not in used:  # hundreds of MB, now in the kernels
             net.graph.initializer.remove(tensor)
+
+
+def _kernels(head: Head, weights: npt.NDArray[Any]) -> npt.NDArray[Any]:
+    """Return the weights of a fully connected reader as those of a convolution."""
+    if not any(each.name == "transB" and each.i for each in head.reader.attribute):
+        weights = weights.T
+    side = head.window
+    if head.channels_last:
+        return weights.reshape(-1, side, side, head.channels).transpose(0, 3, 1, 2)
+    return weights.reshape(-1, head.channels, side, side)
 
 
 def _copies_all(node: NodeProto, constants: Constants, shapes: Shapes) -> bool:

@@ -27,6 +27,7 @@ MAX_BATCH_PIXELS = 2**26  # of one batch, if the file has a fixed batch size: 0.
 _INPUT_TYPES = {TensorProto.FLOAT, TensorProto.FLOAT16, TensorProto.UINT8}
 _FLOATS = {"DOUBLE", "BFLOAT16"}  # types that can be converted to an allowed one
 _OUTPUT_TYPES = {TensorProto.FLOAT, TensorProto.FLOAT16}
+_INTEGERS = {TensorProto.INT32, TensorProto.INT64}
 
 Dimension = int | None  # of a shape; None if the file does not fix it
 
@@ -36,7 +37,8 @@ class NetInterface:
     """The input and output of a net.
 
     input, output: names; input_type, output_type: of onnx (`TensorProto.FLOAT`, ...); batch: fixed batch size, None if
-    dynamic; crop: side of its images in pixels; any_size: whether the file leaves height and width open.
+    dynamic; crop: side of its images in pixels; any_size: whether the file leaves height and width open; one_score:
+    whether its output is only the score of the second of two classes, as after a sigmoid.
     """
 
     input: str
@@ -47,6 +49,7 @@ class NetInterface:
     output: str
     output_type: int
     any_size: bool
+    one_score: bool = False
 
     def shape(self, images: int) -> tuple[int, int, int, int]:
         """Return the shape of an input batch of `images` images."""
@@ -270,6 +273,8 @@ def _tensor_of(path: Path, value: Any, role: str, allowed: Collection[int]) -> t
         known = tensor.elem_type in TensorProto.DataType.values()
         kind = TensorProto.DataType.Name(tensor.elem_type) if known else f"of an unknown type ({tensor.elem_type})"
         fix = "Convert the net to single or half precision" if kind in _FLOATS else "Export the net with one of these"
+        if role == "output" and tensor.elem_type in _INTEGERS:
+            fix = "It is probably the index of the best class (argmax): export the net with its scores"
         raise ContractError(f"{path}: {role} '{value.name}' is {kind}, not {words}. {fix}")
     if not tensor.HasField("shape"):
         return tensor.elem_type, None

@@ -81,15 +81,16 @@ def wrap_net(
     images of a batch through the net one at a time, in a Scan; version: of prelunet; head: of a net made dense.
     """
     classes = len(contract.classes)
+    outputs = 1 if interface.one_score else classes
     outer = GraphBuilder()
     pixels = _front(outer, interface, preprocessing)
     if one_by_one:
-        raw = _add_scan(outer, net.graph, interface, pixels, classes)
+        raw = _add_scan(outer, net.graph, interface, pixels, outputs)
     else:
         outer.node("Identity", [pixels], _prefixed(interface.input))
         outer.embed(net.graph)
         raw = _prefixed(interface.output)
-    rows = _score_rows(outer, raw, interface, classes, probabilities=probabilities)
+    rows = _score_rows(outer, raw, interface, outputs, probabilities=probabilities)
     if head is None:
         _one_window(outer, rows, interface.crop, classes)
         graph = contract_graph(outer, classes, canvas=(contract.crop, contract.crop), grid=(1, 1))
@@ -128,8 +129,8 @@ def _front(outer: GraphBuilder, interface: NetInterface, preprocessing: Preproce
     return value
 
 
-def _add_scan(outer: GraphBuilder, net: GraphProto, interface: NetInterface, pixels: str, classes: int) -> str:
-    """Add a Scan that runs the net on one image at a time; return the name of its output (N, K).
+def _add_scan(outer: GraphBuilder, net: GraphProto, interface: NetInterface, pixels: str, outputs: int) -> str:
+    """Add a Scan that runs the net on one image at a time; return the name of its output (N, outputs).
 
     A net with a fixed batch size B gets each image B times, and only the first row of its output is used.
     """
@@ -143,23 +144,30 @@ def _add_scan(outer: GraphBuilder, net: GraphProto, interface: NetInterface, pix
     else:
         body.node("Concat", [image] * batch, target, axis=0)
     body.embed(net)
-    rows = outer.constant("one.rows", np.array([batch, classes], np.int64))
+    rows = outer.constant("one.rows", np.array([batch, outputs], np.int64))
     first = outer.constant("one.first", np.array(0, np.int64))
     table = body.node("Reshape", [_prefixed(interface.output), rows], "one.table")
     body.node("Gather", [table, first], "one.scores", axis=0)
     image_info = helper.make_tensor_value_info("one.image", interface.input_type, one[1:])
-    scores_info = helper.make_tensor_value_info("one.scores", interface.output_type, [classes])
+    scores_info = helper.make_tensor_value_info("one.scores", interface.output_type, [outputs])
     graph = body.graph("one_image", [image_info], [scores_info])
     graph.sparse_initializer.extend(net.sparse_initializer)
     return outer.node("Scan", [pixels], "net.scores", body=graph, num_scan_inputs=1)
 
 
 def _score_rows(
-    outer: GraphBuilder, raw: str, interface: NetInterface, classes: int, *, probabilities: bool
+    outer: GraphBuilder, raw: str, interface: NetInterface, outputs: int, *, probabilities: bool
 ) -> dict[str, str]:
-    """Add float32 scores and logits after the net's output, (rows, K) or (rows, K, 1, 1); return their names."""
-    value = outer.node("Reshape", [raw, outer.constant("table", np.array([-1, classes], np.int64))], "net.table")
+    """Add float32 scores and logits after the net's output, `outputs` numbers for each row; return their names.
+
+    One score s becomes 1 - s and s, one logit z becomes 0 and z, whose softmax is the sigmoid of z.
+    """
+    value = outer.node("Reshape", [raw, outer.constant("table", np.array([-1, outputs], np.int64))], "net.table")
     value = outer.node("Cast", [value], "net.float", to=TensorProto.FLOAT)
+    if interface.one_score:
+        whole = outer.constant("one", np.array(1, np.float32)) if probabilities else value
+        other = outer.node("Sub", [whole, value], "net.other")
+        value = outer.node("Concat", [other, value], "net.both", axis=1)
     if probabilities:
         floor = outer.constant("floor", np.array(probability_floor(interface), np.float32))
         logits = outer.node("Log", [outer.node("Add", [value, floor], "net.positive")], "net.logits")

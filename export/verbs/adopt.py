@@ -6,9 +6,10 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
-from ...evaluator.contract import Interpolation
+from ...evaluator.contract import Interpolation, Resize
+from ...evaluator.errors import UsageError
 from ...evaluator.files import require_new
-from ...evaluator.terminal import echo
+from ...evaluator.terminal import echo, report
 from ...training.importing.preprocessing import (
     PRESETS,
     Channels,
@@ -26,16 +27,23 @@ PANEL = "Preprocessing"
 
 def adopt(
     *,
-    net: Annotated[Path, typer.Argument(help="ONNX classifier with a fixed input size.", metavar="NET.onnx")],
-    classes: Annotated[
+    net: Annotated[
         Path,
-        typer.Option(
-            help="Classes in the order of the net's outputs: imagenet-1k, or a file: text, one per line (wnid and "
-            "name, or name), or JSON.",
-            metavar="imagenet-1k|FILE",
+        typer.Argument(
+            help="ONNX classifier with a fixed input size, or a folder with one and what its makers wrote beside it.",
+            metavar="NET.onnx|DIR",
         ),
     ],
     output: Annotated[Path, typer.Option("-o", "--output", help="Model file to write.")],
+    classes: Annotated[
+        Path | None,
+        typer.Option(
+            help="Classes in the order of the net's outputs: imagenet-1k, or a file: text, one per line (wnid and "
+            "name, or name), JSON or YAML.",
+            metavar="imagenet-1k|FILE",
+            show_default="from config.json beside the net",
+        ),
+    ] = None,
     crop: Annotated[
         int | None,
         typer.Option(
@@ -82,14 +90,23 @@ def adopt(
         Interpolation | None,
         typer.Option(help="Resize filter used in the net's training.", show_default="bilinear", rich_help_panel=PANEL),
     ] = None,
+    resize: Annotated[
+        Resize | None,
+        typer.Option(
+            help="What was resized in the net's training. shorter: the shorter side, before a crop; squash: both "
+            "sides, to the net's own.",
+            show_default="shorter",
+            rich_help_panel=PANEL,
+        ),
+    ] = None,
     layout: Annotated[
         Layout | None,
         typer.Option(help="Axes of the net's input.", show_default="from the input's shape"),
     ] = None,
     net_output: Annotated[str | None, typer.Option(help="Output with the scores, if the net has several.")] = None,
     kind: Annotated[
-        Literal["auto", "logits", "softmax"],
-        typer.Option(help="Type of the net's output; auto: detected by running the net."),
+        Literal["auto", "logits", "softmax", "sigmoid"],
+        typer.Option(help="Type of the net's output (sigmoid: one score); auto: detected by running the net."),
     ] = "auto",
     name: Annotated[
         str | None, typer.Option(help="Name of the architecture in reports.", show_default="the file name")
@@ -108,18 +125,28 @@ def adopt(
     """
     from ..foreign.adopt import AdoptOptions
     from ..foreign.adopt import adopt as adopt_net
+    from ..foreign.sidecars import Stated, find_net, read_sidecars
 
     require_new(output, force=force)
+    net = find_net(net)
+    stated = read_sidecars(net) if preset is None else Stated()
+    if (classes := classes or stated.classes) is None:
+        raise UsageError(f"{net}: no classes. Give --classes; no config.json beside the net has them")
     given: dict[str, Any] = {
         "mean": None if mean is None else parse_channel_values(mean, "--mean"),
         "std": None if std is None else parse_channel_values(std, "--std"),
         "pixel_range": None if pixel_range is None else int(pixel_range),
         "channels": channels,
         "interpolation": interpolation,
+        "resize": resize,
     }
-    usual = Preprocessing(None, None) if preset is None else PRESETS[preset]
+    values = dict(stated.values)
+    stated_crop, center_scale = values.pop("crop", None), values.pop("center_scale", None)
+    usual = Preprocessing(**{"mean": None, "std": None, **values}) if preset is None else PRESETS[preset]
     preprocessing = replace(usual, **{name: value for name, value in given.items() if value is not None})
-    options = AdoptOptions(preprocessing, crop, layout, net_output, kind, name, dense)
+    if str(stated):
+        echo(f"beside the net: {stated}")
+    options = AdoptOptions(preprocessing, crop or stated_crop, layout, net_output, kind, name, dense, center_scale)
     _report(output, adopt_net(net, output, classes, options), preprocessing, detected=kind == "auto")
 
 
@@ -127,6 +154,9 @@ def _report(output: Path, adopted: "AdoptResult", preprocessing: object, *, dete
     """Print what was detected, so that the user can check it."""
     contract, net = adopted.contract, adopted.interface
     kind = "probabilities (logits are their logarithms)" if adopted.probabilities else "logits"
+    if net.one_score:
+        kind = f"one {'probability' if adopted.probabilities else 'logit'}, of '{contract.classes[1].name}' "
+        kind += f"(from {'0.5' if adopted.probabilities else '0'} on; else '{contract.classes[0].name}')"
     count = contract.multiply_adds(contract.crop, contract.crop)
     how = ", detected by running the net" if detected else ""
     cost = "multiply-adds unknown" if count is None else f"{count:.4g} multiply-adds per crop"
@@ -141,9 +171,14 @@ def _report(output: Path, adopted: "AdoptResult", preprocessing: object, *, dete
     worst = max(adopted.deviations, key=lambda d: d.scores)
     echo(
         f"input '{net.input}': {net.layout}, crops of {net.crop}x{net.crop} pixels; {preprocessing}\n"
-        f"output '{net.output}': {kind} of {len(contract.classes)} classes{how}\n"
+        f"output '{net.output}': {kind}{'' if net.one_score else f' of {len(contract.classes)} classes'}{how}\n"
         f"images of a batch run through the net {batches}\n{dense}"
         f"{output}: {contract.name}, {output.stat().st_size / 1e6:.1f} MB, opset {adopted.opset}, "
         f"{contract.precision}, {cost}; {len(adopted.deviations)} runs agree with the original net, largest "
         f"score deviation {worst.scores:.1e} ({worst.case})"
     )
+    if adopted.alike:
+        report(
+            "warning: the net gives the same scores to all test images, among them black, white and noise. Its weights "
+            "may be missing, or --mean, --std and --range may be far from those of its training"
+        )

@@ -42,6 +42,43 @@ def test_names_alone_are_their_own_wnids_and_those_that_several_have_get_their_i
     ]
 
 
+COLORS = ["red", "no", "sky blue", "green, dark"]
+NUMBERED = {name: index for index, name in enumerate(COLORS)}
+BY_NUMBER = {str(index): name for index, name in enumerate(COLORS)}
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        json.dumps(dict(sorted(NUMBERED.items()))),
+        json.dumps({"architectures": ["ViT"], "id2label": BY_NUMBER, "label2id": NUMBERED, "hidden_size": 768}),
+        json.dumps({"architecture": "resnet18", "num_classes": 4, "label_names": COLORS}),
+        repr(dict(enumerate(COLORS))),
+        repr(NUMBERED),
+        "path: ../data\nnames: [red, no, sky blue, 'green, dark']\nnc: 4\n",
+        "train: images\nnames:\n  0: red\n  1: no\n  2: sky blue\n  3: green, dark\n",
+        "names:\n- red\n- no\n- sky blue\n- green, dark\n",
+        "0,red\n1,no\n2,sky blue\n3,green, dark\n",
+        "2: sky blue\n0: red\n3: green, dark\n1: no\n",
+        "0 red\n1 no\n2 sky blue\n3 green, dark\n",
+        "green, dark;3\nred;0\nno;1\nsky blue;2\n",
+        "red\t0\nno\t1\nsky blue\t2\ngreen, dark\t3\n",
+    ],
+    ids=[
+        "class_to_idx", "config.json of Hugging Face", "config.json of timm", "Python dict", "Python dict of names",
+        "YAML list", "YAML map", "YAML lines", "index, name", "index: name", "index name", "name;index", "name, index",
+    ],
+)  # fmt: skip
+def test_the_classes_are_found_in_the_files_of_other_tools_in_the_order_of_their_indices(
+    content: str, tmp_path: Path
+) -> None:
+    path = tmp_path / "classes"
+    path.write_text(content)
+    assert [entry.name for entry in read_class_list(path)] == COLORS
+    path.write_bytes(content.encode("utf-16"))
+    assert [entry.name for entry in read_class_list(path)] == COLORS, "as Notepad saves it"
+
+
 def test_more_than_ten_classes_of_an_object_are_ordered_by_number_and_not_by_text(tmp_path: Path) -> None:
     path = tmp_path / "classes.json"
     path.write_text(json.dumps({str(index): f"name {index}" for index in range(12)}, sort_keys=True))
@@ -67,6 +104,11 @@ def test_two_classes_may_have_one_name_when_their_wnids_differ_and_a_wnid_alone_
         (b'{"0": "a", "2": "b"}', "class index 1 of 2 classes is missing"),
         (b'{"0": ["n00000001", "a", "b"]}', "class 0 should be a name, or a wnid and a name, not 3 strings"),
         (b'[{"wnid": "a"}]', "class 0 lacks 'name'"),
+        (b"red\t50\ngreen\t70\n", "'red' has the number 50, but 2 class indices go from 0 to 1, each once"),
+        (b"1,red\n2,green\n", "'green' has the number 2, but 2 class indices go from 0 to 1, each once"),
+        (b'{"red": 1, "green": 1}', "'green' has the number 1, but 2 class indices go from 0 to 1, each once"),
+        (b"names: [red\n", "not YAML: while parsing a flow sequence"),
+        (b"{'red': open}", "Expecting property name enclosed in double quotes"),
         (b"[1, 2]", "class 0 should be a list"),
         (b'["a", "  "]', "class 1 has neither a wnid nor a name"),
         (b"[]", "lists no classes"),

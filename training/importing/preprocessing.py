@@ -7,7 +7,7 @@ from typing import Any, Literal
 import numpy as np
 import numpy.typing as npt
 
-from ...evaluator.contract import Interpolation
+from ...evaluator.contract import Interpolation, Resize
 from ...evaluator.errors import UsageError
 
 Channels = Literal["rgb", "bgr"]
@@ -23,7 +23,8 @@ class Preprocessing:
     """How pixels 0-255 become the net's input: (pixel · pixel_range / 255 − mean) / std, in float32.
 
     mean, std: one number per channel in the net's channel order (`channels`), or None if the net takes bytes;
-    pixel_range: 1 or 255, the largest pixel value when the mean is subtracted; interpolation: of the resize before it.
+    pixel_range: 1 or 255, the largest pixel value when the mean is subtracted; interpolation, resize: of the images
+    before it.
     Raises UsageError for inconsistent numbers.
     """
 
@@ -32,6 +33,7 @@ class Preprocessing:
     pixel_range: int = 1
     channels: Channels = "rgb"
     interpolation: Interpolation = "bilinear"
+    resize: Resize = "shorter"
 
     def __post_init__(self) -> None:
         if (self.mean is None) != (self.std is None):
@@ -94,7 +96,7 @@ class Preprocessing:
         }
 
     def __str__(self) -> str:
-        resized = f"resized with the {self.interpolation} filter"
+        resized = f"{'squashed' if self.resize == 'squash' else 'resized'} with the {self.interpolation} filter"
         if self.mean is None or self.std is None:
             return f"unchanged {self.channels.upper()} bytes, {resized}"
         parts = (f"{c} (x - {m:g}) / {s:g}" for c, m, s in zip(self.channels.upper(), self.mean, self.std, strict=True))

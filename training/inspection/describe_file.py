@@ -58,10 +58,10 @@ def inspect_file(path: Path) -> dict[str, Any]:
     multiply_adds (one crop), window, trunk_stride, mean, recipe, dataset, metrics, provenance (or null), slopes
     (`summarize_slopes`, each with `paper`: the value of Table 1 or null), slope_trend (`SlopeTrend`, or null without
     slopes). A checkpoint also has unchecked (whether it states no sha256 of its content). A model also has precision,
-    calibration (of int8, else null), canvas, default_scales, min_side, max_side, checkpoint_sha256, golden_images.
-    An adopted net has kind `adopted`, crop, interpolation, precision and `adopted` (its preprocessing), and none of the
-    keys specific to our own nets.
-    Raises UsageError if the path cannot be read; CheckpointError or ContractError if the file is damaged.
+    calibration (of int8, else null), canvas, default_scales, min_side, max_side, checkpoint_sha256, golden_images. An
+    adopted net has kind `adopted`, crop, interpolation, resize, precision and `adopted` (its preprocessing), and none
+    of the keys specific to our own nets. Raises UsageError if the path cannot be read; CheckpointError or ContractError
+    if the file is damaged.
     """
     try:
         with open_regular(path) as file:
@@ -189,6 +189,7 @@ def _inspect_adopted(path: Path, session: Session) -> dict[str, Any]:
         "max_side": contract.max_side,
         "multiply_adds": contract.multiply_adds(contract.crop, contract.crop),
         "interpolation": contract.interpolation,
+        "resize": contract.resize,
         "precision": contract.precision,
         "adopted": contract.training.get("adopted"),
         "checkpoint_sha256": contract.checkpoint_sha256,
@@ -241,6 +242,7 @@ def _adopted_facts(inspection: Mapping[str, Any]) -> dict[str, str]:
     """Return the rows of the table for an adopted net."""
     crop, cost = inspection["crop"], inspection["multiply_adds"]
     dense, side = inspection["max_side"] > crop, inspection["window"]
+    resized = "squashed" if inspection["resize"] == "squash" else "resized"
     dense_facts = {
         "window": f"{side}x{side} cells of its feature map, stride {inspection['trunk_stride']} px",
         "scales": f"{', '.join(map(str, inspection['default_scales']))} px for multi-scale",
@@ -249,7 +251,7 @@ def _adopted_facts(inspection: Mapping[str, Any]) -> dict[str, str]:
         "kind": f"adopted: a third-party classifier, {'dense' if dense else 'of one size'}",
         "sha256": inspection["sha256"],
         "name": str(inspection["architecture"]["name"]),
-        "crop": f"{crop}x{crop} px{'' if dense else ' only'}, resized with {inspection['interpolation']}",
+        "crop": f"{crop}x{crop} px{'' if dense else ' only'}, {resized} with {inspection['interpolation']}",
         **(dense_facts if dense else {}),
         "classes": _classes_text(inspection["classes"]),
         "multiply-adds": f"{cost:.4g} for one crop" if cost is not None else "unknown",

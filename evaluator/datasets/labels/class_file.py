@@ -1,10 +1,14 @@
-"""Read the class list of a new or imported net from text or JSON, in the usual formats.
+"""Read the class list of a new or imported net from text, JSON or YAML, in the usual formats.
 
-Text has one class per line: `wnid<TAB>name`; `wnid name` if every line starts with a wnid (n and eight digits); else
-the whole line is the name. JSON: a list of names, a list of {"wnid", "name"}, or an object from class index to
-[wnid, name] (imagenet_class_index.json) or to the name.
+Text has one class per line: `wnid<TAB>name`; `wnid name` if every line starts with a wnid (n and eight digits); class
+index and name, in either order; else the whole line is the name. JSON: a list of names, a list of {"wnid", "name"}, an
+object from class index to [wnid, name] (imagenet_class_index.json) or to the name, or from name to class index
+(torchvision's class_to_idx, Keras's class_indices); a config.json of Hugging Face, with `id2label`. Python's notation
+of the same, and YAML with `names:` (Ultralytics).
 """
 
+import ast
+import codecs
 import re
 from collections import Counter
 from collections.abc import Sequence
@@ -19,6 +23,11 @@ from ...json_checks import parse_json, require_keys, require_list, require_str
 WNID = re.compile(r"n\d{8}", re.ASCII)  # of ImageNet
 IMAGENET_1K = "imagenet-1k"  # the name of the built-in list: ImageNet's 1000 classes in sorted wnid order
 MAX_CLASSES = 100_000  # a typo beyond this would request more memory than machines have
+_LISTS = ("id2label", "label_names", "names")  # the key of the classes in files of Hugging Face, timm and Ultralytics
+_YAML_NAMES = re.compile(r"^names\s*:", re.MULTILINE)
+_INDEX_FIRST = re.compile(r"(?P<index>\d{1,6})(\s*[,;:\t]\s*|\s+)(?P<name>\S.*)", re.ASCII)
+_INDEX_LAST = re.compile(r"(?P<name>.*\S)\s*[,;\t]\s*(?P<index>\d{1,6})", re.ASCII)
+_UTF_16 = (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)
 
 
 def read_class_list(path: Path) -> tuple[ClassEntry, ...]:
@@ -31,7 +40,9 @@ def read_class_list(path: Path) -> tuple[ClassEntry, ...]:
     if str(path) == IMAGENET_1K:
         path = Path(__file__).with_name(f"{IMAGENET_1K}.txt")
     try:
-        content = read_regular(path).decode("utf-8-sig").replace("\r\n", "\n").replace("\r", "\n")
+        data = read_regular(path)
+        content = data.decode("utf-16" if data.startswith(_UTF_16) else "utf-8-sig")
+        content = content.replace("\r\n", "\n").replace("\r", "\n")
     except FileNotFoundError as error:
         raise UsageError(
             f"{path}: no such file. Give an existing class list, or {IMAGENET_1K} for ImageNet's 1000 classes"
@@ -41,12 +52,37 @@ def read_class_list(path: Path) -> tuple[ClassEntry, ...]:
     except UnicodeDecodeError as error:
         raise UsageError(f"{path}: not UTF-8 text (byte {error.start}). Save the class list as UTF-8") from error
     try:
-        pairs = _from_json(parse_json(content)) if content.lstrip()[:1] in {"[", "{"} else _from_lines(content)
-        return _entries(pairs)
+        if content.lstrip()[:1] in {"[", "{"}:
+            return _entries(_from_data(_parsed(content)))
+        if _YAML_NAMES.search(content):
+            return _entries(_from_data(_parsed_yaml(content)))
+        return _entries(_from_lines(content))
     except ValueError as error:
         raise UsageError(
             f"{path}: {error}. Use text with one class per line (wnid and name, or only the name), or JSON"
         ) from error
+
+
+def _parsed(content: str) -> Any:
+    """Parse JSON, or the same in Python's notation."""
+    try:
+        return parse_json(content)
+    except ValueError:
+        try:
+            return ast.literal_eval(content.strip())
+        except (ValueError, SyntaxError, MemoryError, RecursionError):
+            pass
+        raise
+
+
+def _parsed_yaml(content: str) -> Any:
+    """Parse YAML, in which all values are strings: as YAML has it, a class called `no` would be false."""
+    import yaml
+
+    try:
+        return yaml.load(content, yaml.BaseLoader)  # noqa: S506 - it creates only strings, lists and dicts
+    except (yaml.YAMLError, RecursionError) as error:
+        raise ValueError(f"not YAML: {' '.join(str(error).split())[:200]}") from None
 
 
 def _from_lines(content: str) -> list[tuple[str, str]]:
@@ -54,6 +90,10 @@ def _from_lines(content: str) -> list[tuple[str, str]]:
     lines = [line.strip() for line in content.rstrip().split("\n")]
     if "" in lines:
         raise ValueError(f"line {lines.index('') + 1} is empty")
+    for form in (_INDEX_FIRST, _INDEX_LAST):
+        matches = [match for line in lines if (match := form.fullmatch(line)) is not None]
+        if len(matches) == len(lines):
+            return [("", name) for name in _by_index([(match["name"], int(match["index"])) for match in matches])]
     if _holds_for_all("has a tab", ["\t" in line for line in lines]):
         separator = "\t"
     elif _holds_for_all("begins with a wnid", [bool(WNID.fullmatch(line.split()[0])) for line in lines]):
@@ -71,9 +111,25 @@ def _holds_for_all(what: str, by_line: Sequence[bool]) -> bool:
     return by_line[0]
 
 
-def _from_json(data: Any) -> list[tuple[str, str]]:
-    """Return (wnid, name) for each class in parsed JSON; the wnid is empty if the class has none."""
+def _by_index(numbered: Sequence[tuple[str, int]]) -> list[str]:
+    """Return names in the order of their numbers; ValueError unless these are class indices."""
+    names = dict.fromkeys(range(len(numbered)), "")
+    for name, index in numbered:
+        if names.get(index) != "":
+            expected = f"from 0 to {len(numbered) - 1}, each once"
+            raise ValueError(f"'{name[:40]}' has the number {index}, but {len(numbered)} class indices go {expected}")
+        names[index] = name
+    return list(names.values())
+
+
+def _from_data(data: Any) -> list[tuple[str, str]]:
+    """Return (wnid, name) for each class in parsed JSON or YAML; the wnid is empty if the class has none."""
     if isinstance(data, dict):
+        data = next((data[key] for key in _LISTS if isinstance(data.get(key), dict | list)), data)
+    if isinstance(data, dict) and data and all(type(value) is int for value in data.values()):
+        data = _by_index([(require_str(name, "a name"), index) for name, index in data.items()])
+    elif isinstance(data, dict):
+        data = {str(index): value for index, value in data.items()}
         expected = [str(index) for index in range(len(data))]
         if missing := sorted(set(expected) - data.keys(), key=int):
             raise ValueError(f"class index {missing[0]} of {len(data)} classes is missing")

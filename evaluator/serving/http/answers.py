@@ -28,7 +28,10 @@ class ModelIdentity(_Answer):
 
 
 class Protocol(_Answer):
-    """Which views of an image are classified, and how they are averaged. crop: unset for the whole image."""
+    """Which views of an image are classified, and how they are averaged.
+
+    crop: unset for the whole image; resize: unset if the shorter side gets the scale.
+    """
 
     name: str
     kind: str
@@ -40,6 +43,7 @@ class Protocol(_Answer):
     interpolation: str
     apply_exif: bool
     crop: int | UnsetType = UNSET
+    resize: str | UnsetType = UNSET
 
 
 class WindowGrid(_Answer):

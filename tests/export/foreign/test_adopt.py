@@ -1,5 +1,6 @@
 """An adopted classifier gives the scores of the original net in every protocol and verb."""
 
+import io
 import json
 import re
 import subprocess
@@ -20,12 +21,13 @@ from prelunet.evaluator.cli import run
 from prelunet.evaluator.client import Client
 from prelunet.evaluator.contract import golden_image
 from prelunet.evaluator.engine.classify import classify_images
+from prelunet.evaluator.engine.heatmap import heat_maps
 from prelunet.evaluator.engine.load import open_session
 from prelunet.evaluator.engine.runtimes.onnx import RawOnnxModel
 from prelunet.evaluator.engine.verify import verify
 from prelunet.evaluator.errors import ContractError, UsageError
 from prelunet.evaluator.imaging.decode import decode_rgb
-from prelunet.evaluator.protocols import build_protocol, default_protocol_name
+from prelunet.evaluator.protocols import build_protocol, default_protocol_name, protocol_from_json
 from prelunet.export.foreign.adopt import AdoptOptions, adopt
 from prelunet.training.importing.preprocessing import PRESETS, Preprocessing, Preset
 from tests.conftest import with_contract
@@ -155,6 +157,73 @@ def test_outputs_above_one_are_logits_even_if_none_is_negative(tmp_path: Path) -
     assert raw.min() == 0
     assert 1.1 < raw.max() < 10, "near to 1, where a sigmoid might be suspected"
     assert not adopted(tmp_path, path)[1].probabilities
+
+
+def one_score(*end: str) -> Build:
+    """Return a net that ends in one number for each image, after further operators."""
+
+    def build(n: NetBuilder, x: str) -> str:
+        axis = n.constant(np.array([1], np.int64))
+        value = n.add("ReduceSum", features(n, x), axis, keepdims=0 if end[-1:] == ("squeezed",) else 1)
+        for op in end:
+            value = value if op == "squeezed" else n.add(op, value)
+        return value
+
+    return build
+
+
+@pytest.mark.parametrize("options", [{}, {"batch": 1}, {"opset": 13, "side": "S"}], ids=["", "batch of 1", "any size"])
+@pytest.mark.parametrize(
+    ("end", "probability"), [((), False), (("Sigmoid",), True), (("Sigmoid", "squeezed"), True), (("squeezed",), False)]
+)
+def test_one_score_is_that_of_the_second_of_two_classes(
+    end: tuple[str, ...], probability: bool, options: dict[str, Any], tmp_path: Path
+) -> None:
+    path = net(tmp_path, one_score(*end), **options)
+    output = tmp_path / "adopted.onnx"
+    found = adopt(path, output, write_classes(tmp_path, 2), AdoptOptions(RGB, crop=CROP))
+    assert found.interface.one_score
+    assert found.probabilities == probability
+    session, plain = open_session(output, "cpu"), ReferenceNet(path, probabilities=True)
+    protocol = build_protocol("center", session.contract)
+    for result, data in zip(
+        classify_images(session, [decode_rgb(each) for each in PHOTOS], protocol), PHOTOS, strict=True
+    ):
+        (score,) = plain.center(data)
+        second = score if probability else 1 / (1 + np.exp(-score))
+        np.testing.assert_allclose(result.scores, [1 - second, second], rtol=0, atol=TOLERANCE)
+        assert result.top(1)[0][0] == int(score >= (0.5 if probability else 0))
+
+
+def test_what_kind_of_score_it_is_and_which_class_it_is_for_is_printed(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    classes = tmp_path / "classes"
+    classes.write_text("cat\ndog\n")
+    options = ["--classes", str(classes), "--preset", "torchvision", "--crop", str(CROP), "-o"]
+    for end, text in (
+        (("Sigmoid",), "one probability, of 'dog' (from 0.5 on; else 'cat'), detected by running the net"),
+        ((), "one logit, of 'dog' (from 0 on; else 'cat'), detected by running the net"),
+    ):
+        path = net(tmp_path, one_score(*end), name=f"net{len(end)}")
+        assert run(["adopt", str(path), *options, str(tmp_path / f"{len(end)}.onnx")]) == 0
+        printed = capsys.readouterr()
+        assert text in printed.out
+        assert "warning" not in printed.err
+
+
+def test_a_net_that_scores_all_images_alike_is_adopted_with_a_warning(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def constant(n: NetBuilder, x: str) -> str:
+        nothing = n.add("Mul", features(n, x), n.constant(np.zeros(1, np.float32)))
+        return n.add("Add", nothing, n.constant(np.arange(CLASSES, dtype=np.float32)))
+
+    path = net(tmp_path, constant)
+    classes = str(write_classes(tmp_path))
+    options = ["--classes", classes, "--preset", "torchvision", "-o", str(tmp_path / "o.onnx")]
+    assert run(["adopt", str(path), *options]) == 0
+    assert "warning: the net gives the same scores to all test images" in capsys.readouterr().err
 
 
 # 3x3 convolutions to 20x20x8, 20x20x8 and 10x10x12, and 12 features to 7 classes
@@ -355,6 +424,59 @@ def test_an_adopted_net_is_classified_validated_reported_and_served(
         expected = plain.center(files[1].read_bytes(), scale=44)
         assert answer.predictions[0].class_index == expected.argmax()
         assert abs(answer.predictions[0].score - expected.max()) < TOLERANCE
+
+
+def test_a_net_that_squashes_its_images_gets_them_squashed_and_says_so_everywhere(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path, model = net(tmp_path), tmp_path / "squashing.onnx"
+    options = ["--classes", str(write_classes(tmp_path)), "--preset", "torchvision", "--resize", "squash"]
+    assert run(["adopt", str(path), *options, "-o", str(model)]) == 0
+    assert "squashed with the bilinear filter" in capsys.readouterr().out
+    session, plain = open_session(model, "cpu"), ReferenceNet(path)
+    protocol = build_protocol(default_protocol_name(session.contract), session.contract)
+    results = classify_images(session, [decode_rgb(data) for data in PHOTOS], protocol)
+    wanted = [
+        plain.scores(np.asarray(Image.open(io.BytesIO(data)).convert("RGB").resize((CROP, CROP), plain.resample)))
+        for data in PHOTOS
+    ]
+    np.testing.assert_allclose([result.scores for result in results], wanted, rtol=0, atol=TOLERANCE)
+    cropped = [plain.center(data) for data in PHOTOS]
+    assert np.abs(np.array(cropped) - wanted).max() > 0.01, "crops would give other scores"
+
+    assert protocol.to_json()["resize"] == "squash"
+    assert protocol_from_json(protocol.to_json()) == protocol
+    for name in ("ten-crop", "center-46", "dense-40", "multi-scale"):
+        with pytest.raises(UsageError, match=r"takes whole images, squashed to 40x40 pixels.* It supports: center"):
+            build_protocol(name, session.contract)
+
+    with running_server(ours=session) as server, Client(server.address) as client:
+        answer = client.classify(PHOTOS[0])
+        assert answer.protocol == protocol.to_json()
+        assert abs(answer.predictions[0].score - wanted[0].max()) < TOLERANCE
+
+    data = tmp_path / "data"
+    for index, photo_bytes in enumerate(PHOTOS):
+        (data / f"n{index:08}").mkdir(parents=True)
+        (data / f"n{index:08}" / "photo.png").write_bytes(photo_bytes)
+    assert run(["validate", "--model", str(model), "--data", str(data), "--run", str(tmp_path / "run")]) == 0
+    assert run(["report", str(tmp_path / "run")]) == 0
+    report = json.loads((tmp_path / "run" / "report" / "report.json").read_text())
+    assert report["protocol"] == protocol.to_json()
+    assert "whole images squashed to 40x40" in (tmp_path / "run" / "report" / "report.html").read_text()
+
+
+def test_a_heat_map_of_a_squashed_image_covers_all_of_it(tmp_path: Path) -> None:
+    session, _ = adopted(tmp_path, net(tmp_path), replace(RGB, resize="squash"))
+    protocol = build_protocol("center", session.contract)
+    (result,) = classify_images(session, [decode_rgb(PHOTOS[0])], protocol, keep_windows=True)
+    (found,) = heat_maps(result, [2], (61, 83), (10, 14), session.contract, protocol)
+    np.testing.assert_allclose(found, np.full((10, 14), result.scores[2]), rtol=1e-6)
+
+
+def test_squashing_and_dense_windows_exclude_each_other(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="--resize squash with --dense: a net that squashes whole images"):
+        adopted(tmp_path, net(tmp_path), replace(RGB, resize="squash"), dense=True)
 
 
 # What each preset does with a pixel x from 0 to 255, R, G, B, as the libraries document it.

@@ -49,6 +49,14 @@ def single(n: NetBuilder, x: str) -> str:
     return n.add("ReduceMax", features(n, x), n.constant(np.array([1], np.int64)), keepdims=1)
 
 
+def best_class(n: NetBuilder, x: str) -> str:
+    return n.add("ArgMax", features(n, x), axis=1)
+
+
+def all_images(n: NetBuilder, x: str) -> str:
+    return n.add("ReduceMax", features(n, x), n.constant(np.array([0], np.int64)), keepdims=0)
+
+
 def feature_map(n: NetBuilder, x: str) -> str:
     return n.add("Relu", x)
 
@@ -81,7 +89,16 @@ BAD_NETS: dict[str, tuple[Build, dict[str, Any], dict[str, Any], type[PreluNetEr
     "opset 8": (of_one, {"batch": 1, "opset": 8}, {}, ContractError, "opset 8 has no loop over images"),
     "NaN": (nan, {}, {}, ContractError, "returns NaN or infinity"),
     "random": (random_dropout, {}, {}, ContractError, "returns different scores for the same image"),
-    "one number": (single, {}, {}, ContractError, "has shape (1, 1), but a classifier returns (1, classes)"),
+    "one number": (single, {}, {}, UsageError, "lists 7 classes, but {} has 1 score, that of the second"),
+    "best class": (
+        best_class,
+        {"output_type": TensorProto.INT64},
+        {},
+        ContractError,
+        "the best class (argmax): export",
+    ),
+    "one row for all": (all_images, {"batch": 2}, {}, ContractError, "has shape (7,), but a classifier returns (2, "),
+    "one score of many": (features, {}, {"kind": "sigmoid"}, UsageError, "--kind sigmoid, but it returns 7 scores"),
     "feature map": (feature_map, {}, {}, ContractError, "has shape (1, 3, 40, 40), but a classifier"),
     "two rows": (repeats, {}, {}, ContractError, "has shape (2, 7), but a classifier"),
     "sigmoid": (sigmoid, {}, {}, UsageError, "as after a sigmoid"),
@@ -100,7 +117,7 @@ def test_what_is_no_classifier_of_one_image_size_is_refused_and_an_old_file_stay
     output.write_bytes(b"old")
     with pytest.raises(error) as refused:
         adopted(tmp_path, path, **options)
-    assert message in str(refused.value)
+    assert message.replace("{}", str(path)) in str(refused.value)
     assert output.read_bytes() == b"old"
     assert sorted(file.name for file in tmp_path.iterdir()) == ["adopted.onnx", "classes.txt", "net.onnx"]
 

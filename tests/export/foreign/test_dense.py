@@ -84,6 +84,31 @@ def test_a_net_exported_for_any_batch_or_size_becomes_dense(
         np.testing.assert_allclose(outputs.window_scores[row], expected, atol=TOLERANCE)
 
 
+@pytest.mark.parametrize("pooled", [False, True])
+def test_a_net_whose_channels_come_last_before_its_head_becomes_dense(pooled: bool, tmp_path: Path) -> None:
+    """As TensorFlow's nets. Its windows are crops eight pixels apart, since its trunk pads nothing."""
+
+    def build(n: NetBuilder, x: str) -> str:
+        x = n.add("Transpose", x, perm=[0, 3, 1, 2])
+        x = n.add("Relu", n.add("Conv", x, n.weights(6, 3, 8, 8, low=-0.1, high=0.1), strides=[8, 8]))
+        x = n.add("Transpose", x, perm=[0, 2, 3, 1])
+        if pooled:
+            x = n.add("ReduceMean", x, n.constant(np.array([1, 2], np.int64)), keepdims=0)
+        else:
+            x = n.add("Reshape", x, n.constant(np.array([-1, 5 * 5 * 6], np.int64)))
+        return n.add("MatMul", x, n.weights(6 if pooled else 150, CLASSES))
+
+    path = foreign_nets.net(tmp_path, build, layout="NHWC")
+    session, result = adopted(tmp_path, path, dense=True)
+    assert (result.contract.window, result.contract.trunk_stride) == (5, 8)
+    image, plain = golden_image(61, 83), foreign_nets.ReferenceNet(path, nhwc=True)
+    outputs = session.run(image[None], np.array([[61, 83]], np.int64))
+    assert outputs.windows.tolist() == [[3, 6]]
+    expected = [plain.scores(image[8 * row :, 8 * column :][:40, :40]) for row, column in np.ndindex(3, 6)]
+    np.testing.assert_allclose(outputs.window_scores[0].reshape(18, -1), expected, rtol=0, atol=TOLERANCE)
+    assert np.ptp(expected, axis=0).max() > 0.01
+
+
 def test_a_net_in_half_precision_between_single_precision_ends_becomes_dense(tmp_path: Path) -> None:
     def build(n: NetBuilder, x: str) -> str:
         x = n.add("Cast", x, to=TensorProto.FLOAT16)

@@ -153,7 +153,7 @@ class WindowGrid(_message.Message):
     def __init__(self, rows: _Optional[int] = ..., columns: _Optional[int] = ...) -> None: ...
 
 class Protocol(_message.Message):
-    __slots__ = ("name", "kind", "scales", "mirror", "averaging", "weights", "long_side_cap", "crop", "interpolation", "apply_exif")
+    __slots__ = ("name", "kind", "scales", "mirror", "averaging", "weights", "long_side_cap", "crop", "interpolation", "apply_exif", "resize")
     NAME_FIELD_NUMBER: _ClassVar[int]
     KIND_FIELD_NUMBER: _ClassVar[int]
     SCALES_FIELD_NUMBER: _ClassVar[int]
@@ -164,6 +164,7 @@ class Protocol(_message.Message):
     CROP_FIELD_NUMBER: _ClassVar[int]
     INTERPOLATION_FIELD_NUMBER: _ClassVar[int]
     APPLY_EXIF_FIELD_NUMBER: _ClassVar[int]
+    RESIZE_FIELD_NUMBER: _ClassVar[int]
     name: str
     kind: str
     scales: _containers.RepeatedScalarFieldContainer[int]
@@ -174,7 +175,8 @@ class Protocol(_message.Message):
     crop: int
     interpolation: str
     apply_exif: bool
-    def __init__(self, name: _Optional[str] = ..., kind: _Optional[str] = ..., scales: _Optional[_Iterable[int]] = ..., mirror: _Optional[bool] = ..., averaging: _Optional[str] = ..., weights: _Optional[str] = ..., long_side_cap: _Optional[int] = ..., crop: _Optional[int] = ..., interpolation: _Optional[str] = ..., apply_exif: _Optional[bool] = ...) -> None: ...
+    resize: str
+    def __init__(self, name: _Optional[str] = ..., kind: _Optional[str] = ..., scales: _Optional[_Iterable[int]] = ..., mirror: _Optional[bool] = ..., averaging: _Optional[str] = ..., weights: _Optional[str] = ..., long_side_cap: _Optional[int] = ..., crop: _Optional[int] = ..., interpolation: _Optional[str] = ..., apply_exif: _Optional[bool] = ..., resize: _Optional[str] = ...) -> None: ...
 
 class Circumstances(_message.Message):
     __slots__ = ("provider", "precision", "versions")

@@ -1,0 +1,139 @@
+"""What lies beside a net says how its images are prepared."""
+
+import io
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from prelunet.evaluator.cli import run
+from prelunet.evaluator.engine.classify import classify_images
+from prelunet.evaluator.engine.load import open_session
+from prelunet.evaluator.imaging.decode import decode_rgb
+from prelunet.evaluator.protocols import build_protocol
+from tests.export.foreign.foreign_nets import CLASSES, CROP, ReferenceNet, net, photo
+
+PHOTOS = (photo(61, 83, "PNG"), photo(97, 52, "PNG", seed=1))
+LABELS = {str(index): f"thing {index}" for index in range(CLASSES)}
+HALF = {"image_mean": [0.5, 0.5, 0.5], "image_std": [0.5, 0.25, 0.5]}
+CLIP_MEAN, CLIP_STD = [0.48145466, 0.4578275, 0.40821073], [0.26862954, 0.26130258, 0.27577711]
+VIT = {"do_resize": True, "size": {"height": CROP, "width": CROP}, "resample": 2, **HALF}
+CLIP = {
+    "do_center_crop": True, "crop_size": {"height": CROP, "width": CROP}, "size": {"shortest_edge": 46}, "resample": 3,
+    "image_mean": CLIP_MEAN, "image_std": CLIP_STD,
+}  # fmt: skip
+CONVNEXT = {"size": {"shortest_edge": CROP}, "crop_pct": 0.8, "resample": 3, **HALF}
+BYTES = {**VIT, "do_rescale": False, "do_normalize": False, "size": CROP}
+TIMM = {
+    "input_size": [3, CROP, CROP], "interpolation": "bicubic", "crop_pct": 0.9, "crop_mode": "center",
+    "mean": CLIP_MEAN, "std": CLIP_STD,
+}  # fmt: skip
+
+
+def folder_of(folder: Path, **files: Any) -> Path:
+    """Write a net, and JSON files beside it."""
+    net(folder, name="model")
+    for name, content in files.items():
+        (folder / f"{name}.json").write_text(content if isinstance(content, str) else json.dumps(content))
+    return folder
+
+
+# files beside the net → scale (None: squashed), filter, mean, std, and the largest pixel value
+STATED: dict[str, tuple[dict[str, Any], int | None, str, list[float], list[float], int]] = {
+    "ViT": ({"preprocessor_config": VIT}, None, "bilinear", [0.5] * 3, [0.5, 0.25, 0.5], 1),
+    "CLIP": ({"preprocessor_config": CLIP}, 46, "bicubic", CLIP_MEAN, CLIP_STD, 1),
+    "ConvNeXt": ({"preprocessor_config": CONVNEXT}, 50, "bicubic", [0.5] * 3, [0.5, 0.25, 0.5], 1),
+    "pixels as they are": ({"preprocessor_config": BYTES}, None, "bilinear", [0.0] * 3, [1.0] * 3, 255),
+    "timm": ({"pretrained_cfg": TIMM}, 44, "bicubic", CLIP_MEAN, CLIP_STD, 1),
+    "timm, squashed": (
+        {"pretrained_cfg": {**TIMM, "crop_mode": "squash", "crop_pct": 1.0}}, None, "bicubic", CLIP_MEAN, CLIP_STD, 1
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", STATED)
+def test_a_folder_is_adopted_without_options_and_evaluated_as_its_files_say(
+    name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    stated, scale, resampling, mean, std, largest = STATED[name]
+    if "pretrained_cfg" in stated:
+        files = {"config": {**stated, "label_names": list(LABELS.values())}}
+    else:
+        files = {"config": {"id2label": LABELS}, **stated}
+    folder_of(tmp_path, **files)
+    output = tmp_path / "adopted.prelunet.onnx"
+    assert run(["adopt", str(tmp_path), "-o", str(output)]) == 0
+    assert "beside the net: " in capsys.readouterr().out
+    session = open_session(output, "cpu")
+    assert [entry.name for entry in session.contract.classes] == list(LABELS.values())
+    filters = {"bilinear": Image.Resampling.BILINEAR, "bicubic": Image.Resampling.BICUBIC}
+    plain = ReferenceNet(tmp_path / "model.onnx", mean=mean, std=std, pixel_range=largest, resample=filters[resampling])
+
+    def expected(data: bytes) -> np.ndarray:
+        if scale is not None:
+            return plain.center(data, scale=scale)
+        image = Image.open(io.BytesIO(data)).convert("RGB")
+        return plain.scores(np.asarray(image.resize((CROP, CROP), plain.resample)))
+
+    results = classify_images(session, map(decode_rgb, PHOTOS), build_protocol("center", session.contract))
+    # float32 in the graph and in numpy, in the same order: only the order of sums differs
+    np.testing.assert_allclose([each.scores for each in results], list(map(expected, PHOTOS)), rtol=0, atol=1e-5)
+
+
+def test_options_replace_what_the_files_say(tmp_path: Path) -> None:
+    folder = folder_of(tmp_path, config={"id2label": LABELS}, preprocessor_config=VIT)
+    output = tmp_path / "adopted.prelunet.onnx"
+    words = ["adopt", str(folder), "--std", "0.7", "--interpolation", "bicubic", "-o", str(output)]
+    assert run(words) == 0
+    contract = open_session(output, "cpu").contract
+    assert contract.interpolation == "bicubic"
+    assert contract.training["adopted"]["mean"] == [0.5] * 3
+    assert contract.training["adopted"]["std"] == [0.7] * 3
+
+
+@pytest.mark.parametrize(
+    ("files", "message"),
+    [
+        ({"config": {"id2label": LABELS, "image_size": 64}, "preprocessor_config": VIT},
+         "crop 64, but preprocessor_config.json: 40. Correct one of them, or move it away and give --crop"),
+        ({"config": {"id2label": LABELS}}, "Give --preset, or --mean and --std"),
+        ({"preprocessor_config": VIT}, "no classes. Give --classes; no config.json beside the net has them"),
+        ({"preprocessor_config": {**VIT, "resample": 0}}, "'resample' is 0, but only 2 (bilinear) and 3 (bicubic)"),
+        ({"preprocessor_config": {**VIT, "rescale_factor": 1 / 127.5}}, "'rescale_factor' is 0.00784"),
+        ({"preprocessor_config": {**VIT, "rescale_offset": True}}, "images to -1 to 1 ('rescale_offset')"),
+        ({"preprocessor_config": {**CLIP, "do_center_crop": False}}, "it crops nothing"),
+        ({"preprocessor_config": {**CLIP, "crop_pct": 0.9}}, "it has both 'crop_pct' and 'crop_size'"),
+        ({"preprocessor_config": {**VIT, "size": {"height": 32, "width": 40}}}, "images of 32x40 pixels, but crops"),
+        ({"preprocessor_config": {**VIT, "size": {"height": 48, "width": 48}, "crop_size": 40, "do_center_crop": True}},
+         "it squashes images to 48 pixels and crops 40 of them"),
+        ({"preprocessor_config": {"size": 40}}, "preprocessor_config.json: cannot be used: 'image_mean'. Move it away"),
+        ({"preprocessor_config": "[1, 2"}, "preprocessor_config.json: cannot be used: Expecting"),
+        ({"config": {"pretrained_cfg": {**TIMM, "crop_mode": "border"}}}, "'crop_mode' is border with 'crop_pct' 0.9"),
+        ({"config": {"pretrained_cfg": {**TIMM, "interpolation": "random"}}}, "'interpolation' is random, but only"),
+    ],
+)  # fmt: skip
+def test_what_contradicts_itself_or_cannot_be_computed_is_refused_with_its_file(
+    files: dict[str, Any], message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = folder_of(tmp_path, **files)
+    assert run(["adopt", str(folder), "-o", str(tmp_path / "new")]) == 2
+    assert message in " ".join(capsys.readouterr().err.split())
+    assert not (tmp_path / "new").exists()
+
+
+def test_the_net_of_a_folder_may_lie_in_onnx_and_is_named_if_there_are_several(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "onnx").mkdir()
+    folder_of(tmp_path / "onnx")
+    (tmp_path / "onnx" / "model_quantized.onnx").write_bytes(b"")
+    (tmp_path / "config.json").write_text(json.dumps({"id2label": LABELS}))
+    (tmp_path / "preprocessor_config.json").write_text(json.dumps(VIT))
+    assert run(["adopt", str(tmp_path), "-o", str(tmp_path / "adopted")]) == 0
+    (tmp_path / "onnx" / "model.onnx").rename(tmp_path / "onnx" / "model_fp32.onnx")
+    capsys.readouterr()
+    assert run(["adopt", str(tmp_path), "-o", str(tmp_path / "new")]) == 2
+    assert "several ONNX files, or none (onnx/model_fp32.onnx, onnx/model_quantized.onnx)" in capsys.readouterr().err
