@@ -284,7 +284,10 @@ def _contradictions(contract: ModelContract) -> Iterator[tuple[bool, str]]:
     )
     yield not all(crop <= scale <= contract.max_side for scale in scales), "scales should be from crop to max_side"
     center = contract.center_scale or crop
-    yield not crop <= center <= MAX_CROPS_PER_SIDE * crop, f"center_scale should be 1 to {MAX_CROPS_PER_SIDE} crops"
+    yield (
+        not crop <= center <= MAX_CROPS_PER_SIDE * crop,
+        f"center_scale should be from crop to {MAX_CROPS_PER_SIDE} crops",
+    )
     squashes = contract.resize == "squash"
     yield squashes and not contract.fixed_size, "a net that squashes images should take only its crop size"
     yield squashes and contract.center_scale not in {None, crop}, "a net that squashes images has no other scale"

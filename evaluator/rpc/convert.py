@@ -42,15 +42,13 @@ def report_from_message(message: pb.Report) -> dict[str, Any]:
     for model in (report["model"], *(member["model"] for member in report["members"])):
         if model is not None and model["calibration"] is None:  # only int8 files have the key
             del model["calibration"]
-    for protocol in (report["protocol"], *(member["protocol"] for member in report["members"])):
-        if protocol is not None:
-            _drop_usual_resize(protocol)
+    _drop_usual_resize(report["protocol"])
     return report
 
 
-def _drop_usual_resize(protocol: dict[str, Any]) -> None:
-    """Remove the key that only protocols of nets that squash their images have."""
-    if protocol["resize"] is None:
+def _drop_usual_resize(protocol: dict[str, Any] | None) -> None:
+    """Remove the key that only protocols of nets that squash their images have. protocol: None in an empty message."""
+    if protocol is not None and protocol["resize"] is None:
         del protocol["resize"]
 
 

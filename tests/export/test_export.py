@@ -211,7 +211,7 @@ def with_metadata(exported: dict[str, ExportedNet], folder: Path, drop: str = ""
 def test_a_model_of_a_newer_contract_is_refused_naming_both_versions(
     exported: dict[str, ExportedNet], tmp_path: Path
 ) -> None:
-    with pytest.raises(ContractError, match=r"version 99.*up to 2.*prelunet export"):
+    with pytest.raises(ContractError, match=r"version 99.*up to 3.*prelunet export"):
         open_session(with_metadata(exported, tmp_path, contract_version=99), "cpu")
 
 
@@ -276,7 +276,8 @@ def test_a_model_with_a_malformed_value_is_refused(
 
 
 @pytest.mark.parametrize(
-    ("value", "message"), [("27", "from crop"), ("30.5", "whole number"), ('"30"', "whole number")]
+    ("value", "message"),
+    [("27", "from crop"), ("500", "to 16 crops"), ("30.5", "whole number"), ('"30"', "whole number")],
 )
 def test_a_scale_of_center_that_no_crop_has_is_refused(
     exported: dict[str, ExportedNet], value: str, message: str

@@ -350,7 +350,7 @@ def test_no_slow_work_runs_on_the_event_loops_thread(monkeypatch) -> None:
     data = png(40, 57)
     for owner, name in [
         (Image, "open"),  # Pillow's own: decoding
-        (decoding, "resize_to_scales"),
+        (decoding, "resized_of"),
         (session, "compute"),
         (classify, "average_views"),
         (overlay, "heat_maps"),
