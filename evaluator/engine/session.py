@@ -168,7 +168,7 @@ class Session:
         try:
             return self._loaded.stage(images, sizes)
         except Exception as error:
-            self._raise_in_our_words(error)
+            self._raise_device_error(error)
 
     def compute(self, staged: Any, *, in_lane: bool = False) -> Outputs:
         """Run staged canvases, after those of other threads; in a lane at the same time, on this thread alone.
@@ -183,16 +183,16 @@ class Session:
                 with self._computing:
                     scores, logits, windows, fetch = self._loaded.compute(staged)
         except Exception as error:
-            self._raise_in_our_words(error)
+            self._raise_device_error(error)
         return Outputs(scores, logits, windows, partial(self._fetched, fetch))
 
     def _fetched(self, fetch: Callable[[], Float32Array]) -> Float32Array:
         try:
             return fetch()
         except Exception as error:
-            self._raise_in_our_words(error)
+            self._raise_device_error(error)
 
-    def _raise_in_our_words(self, error: Exception) -> NoReturn:
+    def _raise_device_error(self, error: Exception) -> NoReturn:
         """Raise an error of the device; any other one, which may be a bug, as it is."""
         if is_device_lost(error):  # errors of the runtime's own classes, and ours for CUDA calls
             raise DeviceLost(

@@ -63,6 +63,7 @@ class ArrivingBytes:
 
         Raises Overloaded if the call is refused meanwhile, TimeoutError after these seconds, one check late at most.
         """
+        call.message_admitted()  # the one before it, of a stream that may now be idle for long
         task = asyncio.current_task()
         assert task is not None, "gRPC and HTTP run each call in a task"
         wait = _Wait(call, task, time.monotonic() + seconds)
@@ -120,7 +121,6 @@ class ArrivingBytes:
         There is room for one large message, since several would take all cores and hold Python's lock by turns, or for
         a few small ones. What it becomes is not known before, so what it may become is reserved. Clients take turns.
         """
-        call.message_admitted()  # the one before it, of a stream
         limit = max_decompressed(data, self._max_message)
         size = min(limit, _ROOM)
         if self._queue or size > self._room:

@@ -108,7 +108,7 @@ class DataPlane:
         stopped. Cancellation drops work that has not started.
         """
         served = self._models.get(model)
-        return await _classify(served, served.plan(options), call, image, on_admitted, write)
+        return await _classify(served, served.plan(options), call, image, write=write, on_admitted=on_admitted)
 
     async def classify_all(
         self, images: Sequence[bytes], model: str, options: RequestOptions, call: Call, timeout: float | None, name: str
@@ -167,6 +167,7 @@ async def _classify(
     call: Call,
     image: bytes,
     on_admitted: Callable[[], None] | None,
+    *,
     write: Write | None = None,
 ) -> Answered:
     call.record_views(served.name, plan.views)

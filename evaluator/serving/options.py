@@ -80,8 +80,9 @@ class QueueOptions:
     """Limits on unanswered images, and how long a batch waits to fill.
 
     ready_views, ready_bytes: decoded ahead of the device, over all models; decode_threads: beside a GPU, for images
-    that are easy to decode, and one process more for all others; batch_wait: in seconds; turn_cost: a CPU's thread
-    takes several images at once whose decoding costs at most this much together, in view pixels (6 ms).
+    that are easy to decode, and one process more for all others; batch_wait: in seconds; turn_cost, turn_work: a
+    CPU's thread takes several images at once whose decoding costs at most this much together, in view pixels (6 ms),
+    and whose views take at most so many multiply-adds (some 10 ms): a newcomer should not wait behind more.
     """
 
     HELP_GROUP: ClassVar[str] = "Queue"
@@ -114,6 +115,7 @@ class QueueOptions:
     ready_bytes: int = 2**27
     decode_threads: int = field(default_factory=cores)
     turn_cost: int = 2_000_000
+    turn_work: int = 2 * 10**8
     batch_wait: Annotated[
         float,
         CliOption("Milliseconds that a view may wait for others still being decoded.", min=0, max=1000, units=1000),

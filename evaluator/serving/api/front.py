@@ -31,7 +31,7 @@ _CANCEL_DELAY = 0.1  # seconds in which gRPC cancels the call of a client that h
 # A larger message may have at most `_MAX_PARTS` parts; 64 images and 32 scales have about 200. A smaller one is decoded
 # in less than a millisecond, whatever its number of parts.
 _SMALL_MESSAGE, _MAX_PARTS = 2**14, 1000
-_MAX_BESIDE_IMAGE = 2**20  # bytes
+_MAX_BESIDE_IMAGE = 2**20  # bytes of a message
 # Seconds after which refused callers may try again. Of gRPC's five attempts, one may meet a server that stops, and then
 # the port is closed; the others outlast 15 s of loading.
 _RETRY_AFTER_STOP, _RETRY_AFTER_LOADING = 1.0, 5.0
@@ -128,6 +128,7 @@ class Method:
                 handler.unary_unary or handler.unary_stream or handler.stream_unary or handler.stream_stream
             )
             self._decode = handler.request_deserializer
+        self._ours = path.startswith(OUR_METHODS)
         # A message of one image. In a stream a large image gets an answer of its own.
         of_image = path.startswith(OUR_METHODS[0]) and self._known and not handler.request_streaming
         self._max_bytes = front.limits.image.max_bytes + _MAX_BESIDE_IMAGE if of_image else math.inf
@@ -217,6 +218,8 @@ class Method:
                 f"this message of {len(data)} bytes has more than {_MAX_PARTS} fields and numbers; send each image as "
                 "its encoded file, in one bytes field"
             )
+        if not self._ours:  # no image will be admitted
+            call.message_admitted()
         try:
             return self._decode(data)
         except DecodeError:

@@ -4,13 +4,14 @@ import asyncio
 import struct
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
 from contextlib import aclosing, suppress
+from functools import lru_cache
 from itertools import accumulate
 from pathlib import PurePosixPath
 from typing import TypeAlias
 
 from google.protobuf.json_format import ParseDict
 
-from ...contract import MAX_SCALES, ModelContract
+from ...contract import MAX_SCALES, ClassEntry, ModelContract
 from ...errors import DatasetError, Overloaded, UsageError
 from ...pb.prelunet.v1 import prelunet_pb2 as pb
 from ...pb.prelunet.v1 import prelunet_pb2_grpc as pb_grpc
@@ -224,22 +225,19 @@ def options_in(request: pb.ClassifyRequest | pb.EvaluateStart) -> RequestOptions
 
 def classify_response(answer: Answered) -> bytes:
     """Return the serialized ClassifyResponse of an answer; serialized messages one after the other are one message."""
-    parts = [_prediction(answer.model, index, score) for index, score in answer.classified.top(answer.plan.top)]
-    own = pb.ClassifyResponse(timings=pb.Timings(**vars(answer.timings)))
-    if answer.heatmap or answer.maps:
-        own.heatmap = answer.heatmap
-        own.maps.extend(pb.HeatMap(**vars(of_class)) for of_class in answer.maps)
+    classes = answer.model.session.contract.classes
+    best = answer.classified.top(answer.plan.top)
+    parts = [_prediction(index, classes[index]) + _SCORE.pack(score) for index, score in best]
+    maps = [pb.HeatMap(**vars(of_class)) for of_class in answer.maps]
+    own = pb.ClassifyResponse(heatmap=answer.heatmap, maps=maps, timings=pb.Timings(**vars(answer.timings)))
     return b"".join([*parts, own.SerializeToString(), answer.constant_part(_constant_part)])
 
 
-def _prediction(served: ServedModel, index: int, score: float) -> bytes:
-    """Return a serialized ClassifyResponse with one prediction. All but its last four bytes, the score, are kept."""
-    if (head := served.predictions.get(index)) is None:
-        entry = served.session.contract.classes[index]
-        prediction = pb.Prediction(class_index=index, wnid=entry.wnid, name=entry.name, score=1)
-        head = pb.ClassifyResponse(predictions=[prediction]).SerializeToString()[: -_SCORE.size]
-        served.predictions[index] = head
-    return head + _SCORE.pack(score)
+@lru_cache(2**14)
+def _prediction(index: int, entry: ClassEntry) -> bytes:
+    """Return a serialized ClassifyResponse with one prediction, without its last bytes: those of the score."""
+    prediction = pb.Prediction(class_index=index, wnid=entry.wnid, name=entry.name, score=1)
+    return pb.ClassifyResponse(predictions=[prediction]).SerializeToString()[: -_SCORE.size]
 
 
 def _constant_part(answer: Answered) -> bytes:

@@ -116,17 +116,6 @@ def log_call(call: Call, seconds: float, calls: int = 1) -> None:
     """
     if not log.isEnabledFor(logging.INFO):
         return
-    if _handler is None or logging.root.handlers != [_handler]:
-        log.info("call ended", extra={"fields": _fields_of(call, seconds, calls)})
-    else:
-        _handler.write(partial(_call_line, _handler.line, time.time(), call, seconds, calls))
-
-
-def _call_line(line: Callable[..., str], ended: float, call: Call, seconds: float, calls: int) -> str:
-    return line(ended, "INFO", log.name, "call ended", _with_call(_fields_of(call, seconds, calls), call))
-
-
-def _fields_of(call: Call, seconds: float, calls: int) -> dict[str, Any]:
     fields: dict[str, Any] = {"peer": call.peer}
     if call.identity != identity_of(call.peer):
         fields["client"] = call.identity
@@ -139,7 +128,10 @@ def _fields_of(call: Call, seconds: float, calls: int) -> dict[str, Any]:
             fields[name] = value
     if calls > 1:
         fields["calls"] = calls
-    return fields
+    if _handler is None or logging.root.handlers != [_handler]:
+        log.info("call ended", extra={"fields": fields})
+    else:
+        _handler.write(partial(_handler.line, time.time(), "INFO", log.name, "call ended", _with_call(fields, call)))
 
 
 class JsonFormatter(logging.Formatter):

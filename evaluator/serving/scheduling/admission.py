@@ -220,6 +220,8 @@ class AdmissionController:
         )
         if first_in_line and all(total <= limit for _, total, limit in wanted):
             return None
+        if wanted[0][1] > with_reserve(limits.max_views):  # at once, as thousands may wait
+            return "views"
         own, shared = self._clients.get(ticket.client, _NONE), self._identities.get(ticket.identity, _NONE)
         identities = len(self._identities) + (ticket.identity not in self._identities)
         clients = shared.clients + (ticket.client not in self._clients)

@@ -55,7 +55,8 @@ class Plan:
     """What all requests that ask the same of a model have in common.
 
     top: number of best classes; heatmap, maps: as in `RequestOptions`; prepare: how to decode an image; views: of an
-    image; pixels: an estimate of theirs; parts: of answers, kept by `Answered.constant_part`.
+    image; pixels, multiply_adds: an estimate of theirs, infinity if unknown; parts: of answers, kept by
+    `Answered.constant_part`.
     """
 
     protocol: EvaluationProtocol
@@ -65,6 +66,7 @@ class Plan:
     prepare: PrepareOptions
     views: int
     pixels: int
+    multiply_adds: float
     parts: dict[Any, Any] = field(default_factory=dict)
 
 
@@ -100,8 +102,7 @@ class ServedModel:
     versions of a model; key: of its flow in the fair queues, since versions, whose views must not share a batch, have
     the same name; decoding: number of requests being decoded; ready_pixels, ready_windows: totals over the canvases of
     ready views; ready_since: arrival of the first of these views; batch_times: on all threads, and in a lane; canvas:
-    of the last batch; predictions: parts of answers by class, kept by a front end. The lock of `Waiting` protects all
-    fields that change, except the last three.
+    of the last batch. The lock of `Waiting` protects all fields that change, except the last two.
 
     Nothing closes it. Calls keep the version that they began with, so session and memory of a version that is no longer
     served are freed when its last call ends. Therefore it must not be part of a reference cycle.
@@ -130,7 +131,6 @@ class ServedModel:
         self._shapes: dict[tuple[int, int], tuple[int, int, int]] = {}
         self._limits, self._max_view_pixels = limits, max_view_pixels or largest_own_view(session.contract)
         self._plans: dict[RequestOptions, Plan] = {}
-        self.predictions: dict[int, bytes] = {}
 
     def plan(self, options: RequestOptions) -> Plan:
         """Return the plan of a request; UsageError if the model cannot do what it asks."""
@@ -142,7 +142,9 @@ class ServedModel:
             top = resolve_top_k(options.top, len(contract.classes))
             # Before decoding the shape of a whole image is unknown; it is taken as square.
             pixels = sum((protocol.crop or view.scale) ** 2 for view in protocol.views)
-            plan = Plan(protocol, top, options.heatmap, options.maps, prepare, len(protocol.views), pixels)
+            of_crop = contract.multiply_adds(contract.crop, contract.crop)
+            work = math.inf if of_crop is None else of_crop * pixels / contract.crop**2
+            plan = Plan(protocol, top, options.heatmap, options.maps, prepare, len(protocol.views), pixels, work)
             if len(self._plans) >= _MAX_PLANS:
                 self._plans.clear()
             self._plans[options] = plan

@@ -130,20 +130,21 @@ class Waiting:
         return request
 
     def take_images(self, *, newcomers: bool = False) -> list[Request]:
-        """Take this thread's share of the images that threads decode: one, and those behind it up to `turn_cost`.
+        """Take this thread's share of the images that threads decode: one, and those behind it within a turn's limits.
 
         newcomers: only of clients without ready views. All are of one model.
         """
         taken: list[Request] = []
         if not (waiting := self.images.waiting("thread")):
             return taken
-        share, pixels, cost = -(-waiting // (1 + len(self.workers))), 0, 0.0
+        options, share, pixels, cost, work = self.options, -(-waiting // (1 + len(self.workers))), 0, 0.0, 0.0
         while len(taken) < _TAKEN_AT_ONCE and (request := self._next_image("thread")) is not None:
             pixels += request.plan.pixels
-            cost += request.decode_cost
+            cost, work = cost + request.decode_cost, work + request.plan.multiply_adds
             if taken and (
                 request.model is not taken[0].model
-                or cost > self.options.turn_cost
+                or cost > options.turn_cost
+                or work > options.turn_work
                 or (len(taken) >= share and pixels > SMALL_PIXELS)
             ):
                 break
