@@ -1,14 +1,14 @@
 """What the makers of a net wrote beside it: its classes, and how its images are prepared.
 
 Hugging Face's `config.json` and `preprocessor_config.json` (transformers, image processors), and timm's `config.json`,
-with `pretrained_cfg` (timm/data/config.py). Values of other libraries are refused, not approximated.
+with `pretrained_cfg` (timm/data/config.py). What no model file can state, such as another filter, is refused.
 """
 
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 from ...evaluator.errors import UsageError, from_os_error
 from ...evaluator.files import read_regular
@@ -16,10 +16,7 @@ from ...evaluator.json_checks import parse_json, require_object
 
 _RESAMPLING = {2: "bilinear", 3: "bicubic"}  # of Pillow
 _CONVNEXT_SQUASHES = 384  # pixels, from which on this processor resizes both sides
-_OPTIONS = {
-    "center_scale": "--protocol center-S",
-    "pixel_range": "--range",
-}  # of the values, where it is not their name
+_Read: TypeAlias = Callable[[Mapping[str, Any]], dict[str, Any]]
 
 
 @dataclass(frozen=True)
@@ -63,32 +60,37 @@ def read_sidecars(net: Path) -> Stated:
 
     Raises UsageError for a value that cannot be used, and for files that contradict each other.
     """
-    stated = Stated()
     folder = net.parent.parent if net.parent.name == "onnx" else net.parent
+    values: dict[str, Any] = {}
+    sources: dict[str, str] = {}
+    classes = None
     for name, read in _READERS.items():
-        file = folder / name
-        if not file.is_file():
+        if not (file := folder / name).is_file():
             continue
-        try:
-            data = require_object(parse_json(read_regular(file)), name)
-            values = {key: value for key, value in read(data).items() if value is not None}
-        except OSError as error:
-            raise from_os_error(error) from error
-        except (ValueError, TypeError, KeyError, IndexError) as error:
-            raise UsageError(
-                f"{file}: cannot be used: {error}. Move it away, and give the values as options"
-            ) from error
-        if name == "config.json" and ("id2label" in data or "label_names" in data):
-            stated = Stated(stated.values, file, stated.sources)
-        for key, value in values.items():
-            if stated.values.setdefault(key, value) != value:
-                option = _OPTIONS.get(key, f"--{key}")
+        data, found = _read(file, read)
+        if "id2label" in data or "label_names" in data:
+            classes = file
+        for key, value in found.items():
+            if value is not None and values.setdefault(key, value) != value:
                 raise UsageError(
-                    f"{file}: {key} {_shown(value)}, but {stated.sources[key]}: {_shown(stated.values[key])}. Correct "
-                    f"one of them, or move it away and give {option}"
+                    f"{file}: {key} {_shown(value)}, but {sources[key]}: {_shown(values[key])}. Correct one of "
+                    "them, or move it away"
                 )
-            stated.sources.setdefault(key, name)
-    return stated
+            if value is not None:
+                sources.setdefault(key, name)
+    return Stated(values, classes, sources)
+
+
+def _read(file: Path, read: _Read) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Return the object in a file, and the values that `read` finds in it."""
+    try:
+        data = require_object(parse_json(read_regular(file)), "it")
+        return data, read(data)
+    except OSError as error:
+        raise from_os_error(error) from error
+    except (ValueError, TypeError, KeyError, IndexError) as error:
+        reason = f"it lacks {error}" if isinstance(error, KeyError) else error
+        raise UsageError(f"{file}: cannot be used: {reason}. Move it away and give the values as options") from error
 
 
 def _shown(value: Any) -> str:
@@ -106,7 +108,7 @@ def _of_processor(data: Mapping[str, Any]) -> dict[str, Any]:
         raise ValueError("it rescales images to -1 to 1 ('rescale_offset')")
     if not data.get("do_resize", True):
         raise ValueError("it does not resize images ('do_resize' is false)")
-    if (resample := data.get("resample", 2)) not in _RESAMPLING:
+    if (resample := data["resample"]) not in _RESAMPLING:  # its default depends on the processor
         raise ValueError(f"'resample' is {resample}, but only 2 (bilinear) and 3 (bicubic) are supported")
     return {**values, "interpolation": _RESAMPLING[resample], **_geometry_of(data)}
 
@@ -171,7 +173,7 @@ def _square(size: Any) -> int:
     return rows
 
 
-_READERS: Mapping[str, Callable[[Mapping[str, Any]], dict[str, Any]]] = {
+_READERS: Mapping[str, _Read] = {
     "preprocessor_config.json": _of_processor,
     "config.json": _of_config,
 }

@@ -79,6 +79,13 @@ def test_the_classes_are_found_in_the_files_of_other_tools_in_the_order_of_their
     assert [entry.name for entry in read_class_list(path)] == COLORS, "as Notepad saves it"
 
 
+@pytest.mark.parametrize("names", [["1 cent", "2 cent", "5 cent", "1 euro"], ["3", "8"], ["boeing 707", "airbus 320"]])
+def test_a_number_in_a_name_is_part_of_it(names: list[str], tmp_path: Path) -> None:
+    path = tmp_path / "classes"
+    path.write_text("\n".join(names))
+    assert [entry.name for entry in read_class_list(path)] == names
+
+
 def test_more_than_ten_classes_of_an_object_are_ordered_by_number_and_not_by_text(tmp_path: Path) -> None:
     path = tmp_path / "classes.json"
     path.write_text(json.dumps({str(index): f"name {index}" for index in range(12)}, sort_keys=True))

@@ -12,6 +12,7 @@ import codecs
 import re
 from collections import Counter
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -25,8 +26,11 @@ IMAGENET_1K = "imagenet-1k"  # the name of the built-in list: ImageNet's 1000 cl
 MAX_CLASSES = 100_000  # a typo beyond this would request more memory than machines have
 _LISTS = ("id2label", "label_names", "names")  # the key of the classes in files of Hugging Face, timm and Ultralytics
 _YAML_NAMES = re.compile(r"^names\s*:", re.MULTILINE)
-_INDEX_FIRST = re.compile(r"(?P<index>\d{1,6})(\s*[,;:\t]\s*|\s+)(?P<name>\S.*)", re.ASCII)
-_INDEX_LAST = re.compile(r"(?P<name>.*\S)\s*[,;\t]\s*(?P<index>\d{1,6})", re.ASCII)
+_NUMBERED = (
+    re.compile(r"(?P<index>\d{1,6})\s*[,;:\t]\s*(?P<name>\S.*)", re.ASCII),
+    re.compile(r"(?P<name>.*\S)\s*[,;\t]\s*(?P<index>\d{1,6})", re.ASCII),
+)
+_NUMBER_AND_NAME = re.compile(r"(?P<index>\d{1,6}) +(?P<name>\S.*)", re.ASCII)  # perhaps only a name, such as 2 euro
 _UTF_16 = (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)
 
 
@@ -68,10 +72,8 @@ def _parsed(content: str) -> Any:
     try:
         return parse_json(content)
     except ValueError:
-        try:
+        with suppress(ValueError, SyntaxError, MemoryError, RecursionError):
             return ast.literal_eval(content.strip())
-        except (ValueError, SyntaxError, MemoryError, RecursionError):
-            pass
         raise
 
 
@@ -90,10 +92,12 @@ def _from_lines(content: str) -> list[tuple[str, str]]:
     lines = [line.strip() for line in content.rstrip().split("\n")]
     if "" in lines:
         raise ValueError(f"line {lines.index('') + 1} is empty")
-    for form in (_INDEX_FIRST, _INDEX_LAST):
+    for form in (*_NUMBERED, _NUMBER_AND_NAME):
         matches = [match for line in lines if (match := form.fullmatch(line)) is not None]
-        if len(matches) == len(lines):
-            return [("", name) for name in _by_index([(match["name"], int(match["index"])) for match in matches])]
+        numbered = [(match["name"], int(match["index"])) for match in matches]
+        in_use = form in _NUMBERED or sorted(index for _, index in numbered) == [*range(len(lines))]
+        if len(numbered) == len(lines) and in_use:
+            return [("", name) for name in _by_index(numbered)]
     if _holds_for_all("has a tab", ["\t" in line for line in lines]):
         separator = "\t"
     elif _holds_for_all("begins with a wnid", [bool(WNID.fullmatch(line.split()[0])) for line in lines]):

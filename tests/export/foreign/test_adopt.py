@@ -10,6 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import httpx
 import numpy as np
 import onnx
 import pytest
@@ -28,6 +29,7 @@ from prelunet.evaluator.engine.verify import verify
 from prelunet.evaluator.errors import ContractError, UsageError
 from prelunet.evaluator.imaging.decode import decode_rgb
 from prelunet.evaluator.protocols import build_protocol, default_protocol_name, protocol_from_json
+from prelunet.evaluator.serving.options import HttpOptions
 from prelunet.export.foreign.adopt import AdoptOptions, adopt
 from prelunet.training.importing.preprocessing import PRESETS, Preprocessing, Preset
 from tests.conftest import with_contract
@@ -445,14 +447,17 @@ def test_a_net_that_squashes_its_images_gets_them_squashed_and_says_so_everywher
     assert np.abs(np.array(cropped) - wanted).max() > 0.01, "crops would give other scores"
 
     assert protocol.to_json()["resize"] == "squash"
+    assert session.contract.to_metadata()["prelunet.contract_version"] == "3", "older readers would not squash"
     assert protocol_from_json(protocol.to_json()) == protocol
     for name in ("ten-crop", "center-46", "dense-40", "multi-scale"):
         with pytest.raises(UsageError, match=r"takes whole images, squashed to 40x40 pixels.* It supports: center"):
             build_protocol(name, session.contract)
 
-    with running_server(ours=session) as server, Client(server.address) as client:
+    with running_server(ours=session, http=HttpOptions(port=0)) as server, Client(server.address) as client:
         answer = client.classify(PHOTOS[0])
         assert answer.protocol == protocol.to_json()
+        over_http = httpx.post(f"http://{server.http}/v1/classify", content=PHOTOS[0]).json()
+        assert over_http["protocol"] == protocol.to_json()
         assert abs(answer.predictions[0].score - wanted[0].max()) < TOLERANCE
 
     data = tmp_path / "data"

@@ -69,6 +69,7 @@ def test_a_folder_is_adopted_without_options_and_evaluated_as_its_files_say(
     assert "beside the net: " in capsys.readouterr().out
     session = open_session(output, "cpu")
     assert [entry.name for entry in session.contract.classes] == list(LABELS.values())
+    assert session.contract.to_metadata()["prelunet.contract_version"] == "3"
     filters = {"bilinear": Image.Resampling.BILINEAR, "bicubic": Image.Resampling.BICUBIC}
     plain = ReferenceNet(tmp_path / "model.onnx", mean=mean, std=std, pixel_range=largest, resample=filters[resampling])
 
@@ -98,7 +99,7 @@ def test_options_replace_what_the_files_say(tmp_path: Path) -> None:
     ("files", "message"),
     [
         ({"config": {"id2label": LABELS, "image_size": 64}, "preprocessor_config": VIT},
-         "crop 64, but preprocessor_config.json: 40. Correct one of them, or move it away and give --crop"),
+         "crop 64, but preprocessor_config.json: 40. Correct one of them, or move it away"),
         ({"config": {"id2label": LABELS}}, "Give --preset, or --mean and --std"),
         ({"preprocessor_config": VIT}, "no classes. Give --classes; no config.json beside the net has them"),
         ({"preprocessor_config": {**VIT, "resample": 0}}, "'resample' is 0, but only 2 (bilinear) and 3 (bicubic)"),
@@ -109,7 +110,8 @@ def test_options_replace_what_the_files_say(tmp_path: Path) -> None:
         ({"preprocessor_config": {**VIT, "size": {"height": 32, "width": 40}}}, "images of 32x40 pixels, but crops"),
         ({"preprocessor_config": {**VIT, "size": {"height": 48, "width": 48}, "crop_size": 40, "do_center_crop": True}},
          "it squashes images to 48 pixels and crops 40 of them"),
-        ({"preprocessor_config": {"size": 40}}, "preprocessor_config.json: cannot be used: 'image_mean'. Move it away"),
+        ({"preprocessor_config": {"size": 40}}, "preprocessor_config.json: cannot be used: it lacks 'image_mean'"),
+        ({"preprocessor_config": {"size": 40, **HALF}}, "it lacks 'resample'"),
         ({"preprocessor_config": "[1, 2"}, "preprocessor_config.json: cannot be used: Expecting"),
         ({"config": {"pretrained_cfg": {**TIMM, "crop_mode": "border"}}}, "'crop_mode' is border with 'crop_pct' 0.9"),
         ({"config": {"pretrained_cfg": {**TIMM, "interpolation": "random"}}}, "'interpolation' is random, but only"),

@@ -221,3 +221,19 @@ async def test_a_message_that_cannot_be_decompressed_and_one_whose_client_has_le
     leaving.cancel()
     async with asyncio.timeout(10):
         assert len(await arriving.decompressed(Call(), data)) == SIZE
+
+
+@async_test
+async def test_a_stream_that_waits_holds_no_room_for_the_compressed_messages_of_others() -> None:
+    start = pb.EvaluateRequest(start=pb.EvaluateStart(dataset="photos"))
+    with running_server(fake=FakeSession()) as server:
+        async with new_channel(server.address) as channel:
+            evaluate = channel.stream_stream("/prelunet.v1.PreluNetService/Evaluate")
+            idle = [evaluate() for _ in range(8)]
+            for stream in idle:
+                await stream.write(gzip.compress(start.SerializeToString()))
+            data = gzip.compress(pb.ClassifyRequest(image=png(40, 57)).SerializeToString())
+            answer = await channel.unary_unary("/prelunet.v1.PreluNetService/Classify")(data, timeout=20)
+            assert pb.ClassifyResponse.FromString(answer).predictions
+            for stream in idle:
+                stream.cancel()

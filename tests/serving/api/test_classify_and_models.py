@@ -355,6 +355,7 @@ def test_no_slow_work_runs_on_the_event_loops_thread(monkeypatch) -> None:
         (classify, "average_views"),
         (overlay, "heat_maps"),
         (evaluation, "build_report"),
+        (prelunet, "classify_response"),
         (prelunet, "report_message"),
     ]:
         record(owner, name)
@@ -365,7 +366,7 @@ def test_no_slow_work_runs_on_the_event_loops_thread(monkeypatch) -> None:
         assert stub.Classify(pb.ClassifyRequest(image=data, heatmap=True)).heatmap
         *_, last = stub.Evaluate(iter([start, *(pb.EvaluateRequest(image=image) for image in labelled)]))
     assert last.report.evaluated == 3
-    assert len(threads) == 7
+    assert len(threads) == 8
     assert [name for name, seen in threads.items() if server.loop_thread in seen] == []
 
 

@@ -76,6 +76,30 @@ async def test_on_a_cpu_a_thread_that_does_not_compute_decodes_images_small_or_n
     assert session.calls == [(1, 28, 28, 3), (4, 32, 41, 3), (1, 32, 41, 3)]
 
 
+@pytest.mark.parametrize(
+    ("limits", "turns"),
+    [
+        ({}, [4, 1]),  # a view of 45x45 takes 44 million multiply-adds here, of 200
+        ({"turn_work": 10**8}, [2, 2, 1]),
+        ({"turn_work": 10**6}, [1, 1, 1, 1, 1]),
+        ({"turn_cost": 5 * 10**5}, [2, 2, 1]),
+        ({"turn_cost": 10**5}, [1, 1, 1, 1, 1]),
+    ],
+)
+@async_test
+async def test_a_thread_takes_several_photos_in_a_turn_that_decoding_or_the_net_makes_short(
+    limits: dict[str, int], turns: list[int]
+) -> None:
+    """A newcomer waits for the turns that have begun."""
+    model = build_model(queue=QueueOptions(**limits))  # type: ignore[arg-type]
+    for seed in range(5):
+        model.waiting.add(build_request(model, png(100, 128, seed), dense_protocol(45)))
+    found: list[int] = []
+    while taken := model.waiting.take_images():
+        found.append(len(taken))
+    assert found == turns
+
+
 @async_test
 async def test_on_a_gpu_the_thread_that_computes_decodes_nothing() -> None:
     session = FakeSession(provider="CUDAExecutionProvider", rules=GPU_RULES)
