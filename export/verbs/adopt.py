@@ -144,6 +144,8 @@ def adopt(
     stated_crop, center_scale = values.pop("crop", None), values.pop("center_scale", None)
     usual = Preprocessing(**{"mean": None, "std": None, **values}) if preset is None else PRESETS[preset]
     preprocessing = replace(usual, **{name: value for name, value in given.items() if value is not None})
+    if preprocessing.resize == "squash":  # also if the files beside the net say otherwise
+        center_scale = None
     if str(stated):
         echo(f"beside the net: {stated}")
     options = AdoptOptions(preprocessing, crop or stated_crop, layout, net_output, kind, name, dense, center_scale)

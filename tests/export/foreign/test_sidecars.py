@@ -95,6 +95,13 @@ def test_options_replace_what_the_files_say(tmp_path: Path) -> None:
     assert contract.training["adopted"]["std"] == [0.7] * 3
 
 
+def test_squashing_by_option_replaces_the_scale_that_the_files_say(tmp_path: Path) -> None:
+    folder = folder_of(tmp_path, config={"id2label": LABELS}, preprocessor_config=CLIP)
+    assert run(["adopt", str(folder), "--resize", "squash", "-o", str(tmp_path / "adopted")]) == 0
+    contract = open_session(tmp_path / "adopted", "cpu").contract
+    assert build_protocol("center", contract).scales == (CROP,)
+
+
 @pytest.mark.parametrize(
     ("files", "message"),
     [
