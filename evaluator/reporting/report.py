@@ -137,12 +137,15 @@ _PARTS_SHOWN: Mapping[ProtocolKind, str] = {
 }
 
 
+_WHOLE_SHOWN = {"squash": "squashed", "pad": "padded"}
+
+
 def describe_protocol(protocol: Mapping[str, Any]) -> str:
     """Return a short description of a protocol: `scales 256,384,480 mirrored`."""
     scales = ",".join(map(str, protocol["scales"]))
     words = f"scale{'s' if len(protocol['scales']) > 1 else ''} {scales}"
-    if protocol.get("resize") == "squash":
-        words = f"whole images squashed to {scales}x{scales}"
+    if resize := _WHOLE_SHOWN.get(protocol.get("preparation", {}).get("resize")):
+        words = f"whole images {resize} to {scales}x{scales}"
     else:
         words += _PARTS_SHOWN[protocol["kind"]].format(crop=protocol["crop"])
     words += " mirrored" if protocol["mirror"] else ""

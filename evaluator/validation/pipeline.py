@@ -114,7 +114,9 @@ def prepare(
             data = dataset.read(sample)
         with (semaphore or decode_semaphore(gpu=False)).reservation() as reserve:
             with timer.timed("decode"):
-                image = decode_image(data, apply_exif=protocol.apply_exif, reserve=reserve)
+                image = decode_image(
+                    data, apply_exif=protocol.apply_exif, preparation=protocol.preparation, reserve=reserve
+                )
             with timer.timed("resize"):
                 views = make_views(image, protocol)
             del image  # before its reservation is released

@@ -10,6 +10,7 @@ from functools import partial
 from pathlib import Path
 from typing import BinaryIO, Literal
 
+import msgspec.structs
 import numpy as np
 from onnx import ModelProto, TensorProto
 from onnx.helper import np_dtype_to_tensor_dtype
@@ -109,11 +110,13 @@ def adopt(path: Path, output: Path, classes: Path, options: AdoptOptions) -> Ado
         entries = read_class_list(classes)
         net = read_net(path, output)
         interface = find_interface(path, net, crop=options.crop, layout=options.layout, output=options.net_output)
-        if options.dense and options.preprocessing.resize == "squash":
+        preparation = options.preprocessing.preparation
+        if options.dense and preparation.whole:
             raise UsageError(
-                f"{path}: --resize squash with --dense: a net that squashes whole images has seen no windows of larger "
-                "ones. Omit one of them"
+                f"{path}: --resize {preparation.resize} with --dense: a net that takes whole images has seen no "
+                "windows of larger ones. Omit one of them"
             )
+        options = _with_channels(path, interface, options)
         _check_preprocessing(path, interface, options.preprocessing)
         pictures = _pictures(interface.crop)
         raw = _run_net(path, interface, options.preprocessing, pictures, random_operators(net))
@@ -168,6 +171,20 @@ def _pictures(crop: int) -> dict[str, UInt8Array]:
         "all black": np.zeros_like(golden),
         "all white": np.full_like(golden, 255),
     }
+
+
+def _with_channels(path: Path, interface: NetInterface, options: AdoptOptions) -> AdoptOptions:
+    """Return the options, for a gray net with gray images. Raises UsageError for channels that contradict the net."""
+    given = options.preprocessing
+    if interface.channels == 1 and given.channels == "bgr":
+        raise UsageError(f"{path}: takes gray images, which have one channel. Omit --channels bgr")
+    if interface.channels == 3 and given.channels != "gray":
+        return options
+    for option, numbers in (("--mean", given.mean), ("--std", given.std)):
+        if len(set(numbers or ())) > 1:
+            raise UsageError(f"{path}: takes gray images. Give one number as {option}, of its one channel")
+    preparation = msgspec.structs.replace(given.preparation, gray=True)
+    return replace(options, preprocessing=replace(given, channels="gray", preparation=preparation))
 
 
 def _check_preprocessing(path: Path, interface: NetInterface, preprocessing: Preprocessing) -> None:
@@ -363,8 +380,8 @@ def _contract(
             precision="fp16" if half else "fp32",
             checkpoint_sha256=sha256_of(path),
             interpolation=options.preprocessing.interpolation,
-            resize=options.preprocessing.resize,
-            center_scale=options.center_scale,
+            preparation=options.preprocessing.preparation,
+            center_scale=options.center_scale or (crop if options.preprocessing.tight else None),
             training={"adopted": {**tensors, **options.preprocessing.to_json()}},
         )
     except ValueError as error:

@@ -23,7 +23,7 @@ _Read: TypeAlias = Callable[[Mapping[str, Any]], dict[str, Any]]
 class Stated:
     """What the files beside a net state.
 
-    values: mean, std, pixel_range, interpolation and resize, as in `Preprocessing`, crop and center_scale in pixels;
+    values: of `Preprocessing` and `Preparation`, by their names there; crop and center_scale in pixels;
     classes: a file for `read_class_list`, None if there is none; sources: name of the file of each value.
     """
 

@@ -1,14 +1,16 @@
 """`prelunet adopt`: wrap another ONNX classifier into a model file."""
 
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
+import msgspec.structs
 import typer
 
-from ...evaluator.contract import Interpolation, Resize
 from ...evaluator.errors import UsageError
 from ...evaluator.files import require_new
+from ...evaluator.preparation import Color, Interpolation, Preparation, Resize
 from ...evaluator.terminal import echo, report
 from ...training.importing.preprocessing import (
     PRESETS,
@@ -55,7 +57,8 @@ def adopt(
         typer.Option(
             help="Usual preprocessing: torchvision (ImageNet's mean and std, bilinear), timm (the same, bicubic), "
             "timm-inception (mean and std 0.5, bicubic), keras-tf (mean and std 0.5, bilinear), keras-caffe (BGR, "
-            "pixels from 0 to 255 minus the mean, bilinear). The options below override its values.",
+            "pixels from 0 to 255 minus the mean, bilinear), ultralytics (pixels from 0 to 1), clip (its mean and std, "
+            "bicubic), hf-vit (mean and std 0.5, squashed). The options below override its values.",
             rich_help_panel=PANEL,
         ),
     ] = None,
@@ -84,7 +87,11 @@ def adopt(
     ] = None,
     channels: Annotated[
         Channels | None,
-        typer.Option(help="Channel order of the net's input.", show_default="rgb", rich_help_panel=PANEL),
+        typer.Option(
+            help="Channel order of the net's input.",
+            show_default="rgb, gray if it has one channel",
+            rich_help_panel=PANEL,
+        ),
     ] = None,
     interpolation: Annotated[
         Interpolation | None,
@@ -94,8 +101,26 @@ def adopt(
         Resize | None,
         typer.Option(
             help="What was resized in the net's training. shorter: the shorter side, before a crop; squash: both "
-            "sides, to the net's own.",
+            "sides, to the net's own; pad: the longer side, with a border around the image.",
             show_default="shorter",
+            rich_help_panel=PANEL,
+        ),
+    ] = None,
+    pad_color: Annotated[
+        str | None,
+        typer.Option(
+            help="Color of the border, levels from 0 to 255, or one for gray.",
+            metavar="R,G,B",
+            show_default="0,0,0",
+            rich_help_panel=PANEL,
+        ),
+    ] = None,
+    antialias: Annotated[
+        bool | None,
+        typer.Option(
+            "--antialias/--no-antialias",
+            help="Resize as Pillow does, or as OpenCV, TensorFlow and torch's interpolate.",
+            show_default="antialias",
             rich_help_panel=PANEL,
         ),
     ] = None,
@@ -139,17 +164,37 @@ def adopt(
         "channels": channels,
         "interpolation": interpolation,
         "resize": resize,
+        "pad_color": None if pad_color is None else _parse_color(pad_color),
+        "antialias": antialias,
     }
     values = dict(stated.values)
     stated_crop, center_scale = values.pop("crop", None), values.pop("center_scale", None)
-    usual = Preprocessing(**{"mean": None, "std": None, **values}) if preset is None else PRESETS[preset]
-    preprocessing = replace(usual, **{name: value for name, value in given.items() if value is not None})
-    if preprocessing.resize == "squash":  # also if the files beside the net say otherwise
+    usual = _changed(Preprocessing(None, None) if preset is None else PRESETS[preset], values)
+    preprocessing = _changed(usual, {name: value for name, value in given.items() if value is not None})
+    if pad_color is not None and preprocessing.preparation.resize != "pad":
+        raise UsageError("--pad-color is of --resize pad. Give both, or neither")
+    if preprocessing.preparation.whole:  # also if the files beside the net say otherwise
         center_scale = None
     if str(stated):
         echo(f"beside the net: {stated}")
     options = AdoptOptions(preprocessing, crop or stated_crop, layout, net_output, kind, name, dense, center_scale)
     _report(output, adopt_net(net, output, classes, options), preprocessing, detected=kind == "auto")
+
+
+def _changed(usual: Preprocessing, values: Mapping[str, Any]) -> Preprocessing:
+    """Return the preprocessing with some values of its own and of its preparation."""
+    inner = {name: value for name, value in values.items() if name in Preparation.__struct_fields__}
+    own = {name: value for name, value in values.items() if name not in inner}
+    return replace(usual, preparation=msgspec.structs.replace(usual.preparation, **inner), **own)
+
+
+def _parse_color(text: str) -> Color:
+    """Parse `124,116,104`, or one level for all channels; raises UsageError for anything else."""
+    levels = parse_channel_values(text, "--pad-color")
+    if any(level not in range(256) for level in levels):
+        raise UsageError(f"--pad-color {text}: should be whole numbers from 0 to 255")
+    red, green, blue = map(int, levels)
+    return red, green, blue
 
 
 def _report(output: Path, adopted: "AdoptResult", preprocessing: object, *, detected: bool) -> None:

@@ -211,21 +211,23 @@ class ReferenceNet:
         return raw if self.probabilities else np.exp(raw - raw.max()) / np.exp(raw - raw.max()).sum()
 
     def resized(self, data: bytes, scale: int) -> np.ndarray:
+        """Resize as torchvision's Resize does."""
         image = Image.open(io.BytesIO(data)).convert("RGB")
         short = min(image.size)
-        return np.asarray(image.resize([int(side * scale / short + 0.5) for side in image.size], self.resample))
+        return np.asarray(image.resize([int(scale * side / short) for side in image.size], self.resample))
 
     def center(self, data: bytes, scale: int = 46, crop: int = CROP) -> np.ndarray:
-        """Return the scores of the central crop; 46 = 40 · 256/224, rounded."""
+        """Return the scores of torchvision's CenterCrop; 46 = 40 · 256/224, rounded."""
         image = self.resized(data, scale)
-        top, left = (image.shape[0] - crop) // 2, (image.shape[1] - crop) // 2
+        top, left = (round((side - crop) / 2.0) for side in image.shape[:2])
         return self.scores(image[top : top + crop, left : left + crop])
 
     def ten_crop(self, data: bytes, scale: int = 46, crop: int = CROP) -> np.ndarray:
         """Return the mean scores of the four corners and the center, plain and mirrored."""
         image = self.resized(data, scale)
         bottom, right = image.shape[0] - crop, image.shape[1] - crop
-        places = [(0, 0), (0, right), (bottom, 0), (bottom, right), (bottom // 2, right // 2)]
+        middle = round(bottom / 2.0), round(right / 2.0)
+        places = [(0, 0), (0, right), (bottom, 0), (bottom, right), middle]
         crops = [image[top : top + crop, left : left + crop] for top, left in places]
         return np.mean([self.scores(c) for crop in crops for c in (crop, crop[:, ::-1])], axis=0)
 

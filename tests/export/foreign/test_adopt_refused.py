@@ -70,7 +70,7 @@ def repeats(n: NetBuilder, x: str) -> str:
 BAD_NETS: dict[str, tuple[Build, dict[str, Any], dict[str, Any], type[PreluNetError], str]] = {
     "rank 2": (features, {"shape": ["N", 4800]}, {}, ContractError, "'x' has rank 2"),
     "no shape": (features, {"shape": ["N"]}, {}, ContractError, "'x' has rank 1"),
-    "grey": (features, {"shape": ["N", 1, CROP, CROP]}, {}, ContractError, "shape ?x1x40x40 has no axis of 3"),
+    "two channels": (features, {"shape": ["N", 2, CROP, CROP]}, {}, ContractError, "?x2x40x40 has no axis of 3 or 1"),
     "open axes": (features, {"shape": list("abcd")}, {}, UsageError, "specify its channel axis with --layout"),
     "wrong layout": (features, {}, {"layout": "NHWC"}, UsageError, "--layout NHWC would give 40 channels"),
     "not square": (features, {"shape": [1, 3, 40, 48]}, {}, ContractError, "40x48 pixels, but crops are square"),
