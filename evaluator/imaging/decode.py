@@ -8,7 +8,8 @@ any number of threads may decode. Only `silence_decoders` changes the process; p
 import ctypes
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from typing import Literal, get_args
 
 import numpy as np
 import PIL._imaging
@@ -58,6 +59,11 @@ _EXIF_TRANSPOSE = {
     8: Image.Transpose.ROTATE_90,
 }
 
+# What files may have that nets see in one way or another: transparency, more than 8 bits, four inks, and an EXIF
+# orientation other than upright.
+Trait = Literal["alpha", "16-bit", "cmyk", "rotated"]
+TRAITS: tuple[Trait, ...] = get_args(Trait)
+
 # See `decode_bytes`: of WebP with transparency and of a CMYK JPEG, each with a rotated copy.
 _MAX_BYTES_PER_PIXEL, _BASELINE_BYTES_PER_PIXEL = 28 + 4, 9 + 4
 
@@ -97,11 +103,12 @@ def decode_image(
     apply_exif: bool = False,
     preparation: Preparation = USUAL,
     reserve: Callable[[int], None] = lambda _bytes: None,
+    notice: Callable[[Trait], None] | None = None,
 ) -> Image.Image:
     """Decode as `decode_rgb` does, but to a Pillow RGB image.
 
     preparation: of the net's images; reserve: called after the header and before any pixel with the most bytes that
-    decoding and resizing will take; it may block (`evaluator.imaging.decode_memory`).
+    decoding and resizing will take; it may block (`evaluator.imaging.decode_memory`); notice: called with each trait.
 
     Use this before resizing: conversion to an array copies all pixels twice, which takes two fifths of the time of a
     12-Mpixel photo at one scale (benchmarks/results/decoding.md) and half of its memory.
@@ -109,14 +116,35 @@ def decode_image(
     with _image_errors(limits):
         image = _open(data, limits)
         reserve(decode_bytes(image, apply_exif=apply_exif))
-        rgb = _to_rgb(_pixels_of(image, data), preparation.transparency)
+        deep = bool(image.tile) and ";16" in str(image.tile[0].args)
+        pixels = _pixels_of(image, data)
+        turn = _transpose_of(image) if apply_exif else None
+        if notice:
+            for trait in _traits_of(image, pixels, deep=deep):
+                notice(trait)
+        rgb = _to_rgb(pixels, preparation.transparency)
         if preparation.gray:
             rgb = rgb.convert("L").convert("RGB")
-        if not apply_exif:
-            return rgb
-        check_exif(image)
-        orientation = image.getexif().get(_ORIENTATION)
-        return rgb.transpose(_EXIF_TRANSPOSE[orientation]) if orientation in _EXIF_TRANSPOSE else rgb
+        return rgb.transpose(turn) if apply_exif and turn is not None else rgb
+
+
+def _traits_of(image: ImageFile.ImageFile, pixels: Image.Image, *, deep: bool) -> Iterator[Trait]:
+    """Yield the traits of a file, whose decoded pixels are given. deep: whether its decoder reads 16 bits."""
+    if pixels.has_transparency_data:
+        yield "alpha"
+    if deep or pixels.mode.startswith("I"):
+        yield "16-bit"
+    if pixels.mode == "CMYK":
+        yield "cmyk"
+    with suppress(Exception):  # damaged, or too large to be read: it turns nothing
+        if _transpose_of(image) is not None:
+            yield "rotated"
+
+
+def _transpose_of(image: ImageFile.ImageFile) -> Image.Transpose | None:
+    """Return what turns an image upright as its EXIF says; None if it is, or says nothing. Call it after the pixels."""
+    check_exif(image)
+    return _EXIF_TRANSPOSE.get(image.getexif().get(_ORIENTATION, 1))
 
 
 def decode_bytes(image: Image.Image, *, apply_exif: bool = False) -> int:

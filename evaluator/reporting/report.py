@@ -6,10 +6,12 @@ Errors are in percent of the evaluated images; refused images are counted and li
 
 import csv
 import io
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import asdict
 from typing import Any
 
+from ..imaging.decode import TRAITS
 from ..protocols import ProtocolKind
 from ..validation.run import Run, require_labels, require_unsharded
 from .statistics import TOPS, calibration, rank_summary, risk_coverage
@@ -43,12 +45,14 @@ def build_report(run: Run) -> Report:
     errors = error_fields([int((seen.rank > k).sum()) for k in TOPS], len(seen.rank))
     calibrated = calibration(seen.score, seen.rank == 1)
     selective = risk_coverage(seen.score, seen.rank == 1)
+    traits = Counter(trait for prediction in run.predictions for trait in prediction.traits)
     return {
         "version": REPORT_VERSION,
         "images": len(run.predictions),
         "evaluated": len(seen.rank),
         "refused": len(run.predictions) - len(seen.rank),
         "capped": sum(prediction.capped for prediction in run.predictions),
+        **({"traits": {trait: traits[trait] for trait in TRAITS if traits[trait]}} if traits else {}),
         **errors,
         "macro": macro_fields(classes),
         "calibration": None if calibrated is None else asdict(calibrated),
@@ -151,6 +155,19 @@ def describe_protocol(protocol: Mapping[str, Any]) -> str:
     words += " mirrored" if protocol["mirror"] else ""
     words += ", logits averaged" if protocol["averaging"] == "logit" else ""
     return words + (", every window alike" if protocol["weights"] == "view" else "")
+
+
+def describe_traits(report: Report) -> str:
+    """Return how many files have which traits, and what became of them; '' if none has any."""
+    protocol = report["protocol"]
+    dropped = protocol.get("preparation", {}).get("transparency") == "dropped"
+    words = {
+        "alpha": f"transparent (transparency {'dropped' if dropped else 'over white'})",
+        "16-bit": "of 16 bits (the upper 8 count)",
+        "cmyk": "CMYK (converted without color profiles)",
+        "rotated": f"rotated by EXIF ({'applied' if protocol['apply_exif'] else 'ignored'})",
+    }
+    return ", ".join(f"{count:,} {words[trait]}" for trait, count in report.get("traits", {}).items())
 
 
 def short_provider(circumstances: Mapping[str, Any]) -> str:

@@ -168,3 +168,58 @@ def test_options_that_contradict_the_net_are_refused(
     assert run(words) == 2
     assert message in capsys.readouterr().err
     assert not (tmp_path / "adopted").exists()
+
+
+def rotated(height: int, width: int) -> bytes:
+    exif = Image.Exif()
+    exif[0x0112] = 6
+    buffer = io.BytesIO()
+    Image.open(io.BytesIO(photo(height, width, "PNG", seed=3))).save(buffer, "JPEG", exif=exif)
+    return buffer.getvalue()
+
+
+def saved(pixels: Image.Image, encoding: str) -> bytes:
+    buffer = io.BytesIO()
+    pixels.save(buffer, encoding)
+    return buffer.getvalue()
+
+
+DEEP = np.random.default_rng(8).integers(0, 2**16, (50, 61), dtype=np.uint16)
+TRAITS = {
+    "alpha.png": (transparent(45, 70), ["alpha"]),
+    "cmyk.jpg": (saved(Image.open(io.BytesIO(FILES["a.png"])).convert("CMYK"), "JPEG"), ["cmyk"]),
+    "deep.png": (saved(Image.fromarray(DEEP), "PNG"), ["16-bit"]),
+    "plain.jpg": (FILES["b.jpg"], None),
+    "rotated.jpg": (rotated(44, 60), ["rotated"]),
+}
+
+
+def test_a_run_counts_what_files_have_that_nets_see_in_different_ways(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path, model, folder = net(tmp_path), tmp_path / "adopted", tmp_path / "run"
+    words = ["adopt", str(path), "--classes", str(write_classes(tmp_path)), "--preset", "torchvision"]
+    assert run([*words, "-o", str(model)]) == 0
+    data = tmp_path / "data" / "n00000003"
+    data.mkdir(parents=True)
+    for file, (content, _) in TRAITS.items():
+        (data / file).write_bytes(content)
+    words = ["validate", "--model", str(model), "--data", str(tmp_path / "data"), "--run", str(folder)]
+    said = (
+        "1 transparent (transparency dropped), 1 of 16 bits (the upper 8 count), 1 CMYK (converted without color "
+        "profiles), 1 rotated by EXIF (ignored)"
+    )
+    capsys.readouterr()
+    assert run(words) == 0
+    assert f"images: {said}\n" in capsys.readouterr().err
+    lines = [json.loads(line) for line in (folder / "predictions.jsonl").read_text().splitlines()]
+    assert [line.get("traits") for line in lines] == [traits for _, traits in TRAITS.values()]
+    assert run(["report", str(folder)]) == 0
+    report = json.loads((folder / "report" / "report.json").read_text())
+    assert report["traits"] == {"alpha": 1, "16-bit": 1, "cmyk": 1, "rotated": 1}
+    assert said in (folder / "report" / "report.html").read_text()
+
+    lines[0]["traits"] = ["cmyk", "alpha"]
+    (folder / "predictions.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    assert run(["report", str(folder), "-o", str(tmp_path / "other")]) != 0
+    assert "traits should be in the order of their list" in capsys.readouterr().err
