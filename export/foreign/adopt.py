@@ -18,7 +18,6 @@ from onnx.helper import np_dtype_to_tensor_dtype
 from ...evaluator.architectures import OpaqueNet, TrunkLayer
 from ...evaluator.arrays import Float64Array, UInt8Array
 from ...evaluator.contract import ClassEntry, GoldenImage, ModelContract, golden_image, golden_sizes
-from ...evaluator.datasets.labels.class_file import read_class_list
 from ...evaluator.engine.load import open_session
 from ...evaluator.engine.runtimes.base import error_summary
 from ...evaluator.engine.runtimes.onnx import RawOnnxModel
@@ -39,6 +38,7 @@ from .read_net import (
     random_operators,
     read_net,
 )
+from .sidecars import ClassList
 from .wrap_net import prepare_net, probability_floor, wrap_net
 
 OutputKind = Literal["auto", "logits", "softmax", "sigmoid"]
@@ -96,7 +96,7 @@ class _Reference:
     logits: Float64Array
 
 
-def adopt(path: Path, output: Path, classes: Path, options: AdoptOptions) -> AdoptResult:
+def adopt(path: Path, output: Path, classes: ClassList, options: AdoptOptions) -> AdoptResult:
     """Write the model file of a foreign ONNX classifier.
 
     The net is run in onnxruntime on a few pictures, preprocessed in numpy. The file is written under a temporary name,
@@ -105,9 +105,8 @@ def adopt(path: Path, output: Path, classes: Path, options: AdoptOptions) -> Ado
     """
     for name in (path, Path(os.path.realpath(output))):
         os.fspath(name).encode("utf-8")  # UnicodeEncodeError for paths that the runtime could not open
-    check_not_input(output, (path, classes))
+    check_not_input(output, [path])
     with open_atomically(output) as file:  # first, so that an unwritable path is refused before the work
-        entries = read_class_list(classes)
         net = read_net(path, output)
         interface = find_interface(path, net, crop=options.crop, layout=options.layout, output=options.net_output)
         preparation = options.preprocessing.preparation
@@ -121,7 +120,7 @@ def adopt(path: Path, output: Path, classes: Path, options: AdoptOptions) -> Ado
         pictures = _pictures(interface.crop)
         raw = _run_net(path, interface, options.preprocessing, pictures, random_operators(net))
         interface = replace(interface, one_score=len(raw[0]) == 1)
-        _check_classes(path, classes, len(raw[0]), len(entries))
+        _check_classes(path, classes, len(raw[0]))
         probabilities = _are_probabilities(path, options.kind, raw, half=interface.half)
         floor = probability_floor(interface) if probabilities else None
         alike = all(np.allclose(row, raw[0], rtol=_ALIKE, atol=_ALIKE) for row in raw)
@@ -135,7 +134,7 @@ def adopt(path: Path, output: Path, classes: Path, options: AdoptOptions) -> Ado
         golden: tuple[GoldenImage, ...] = (golden_answer(crop, crop, plain.scores, plain.logits),)
         if windows:
             golden = golden_answers(crop, windows)
-        contract = replace(_contract(path, net, interface, entries, options, head), golden=golden)
+        contract = replace(_contract(path, net, interface, classes.entries, options, head), golden=golden)
         opset = opset_of(net)
         if head is not None:
             make_dense(net, head)
@@ -202,7 +201,8 @@ def _check_preprocessing(path: Path, interface: NetInterface, preprocessing: Pre
         )
 
 
-def _check_classes(path: Path, classes: Path, outputs: int, listed: int) -> None:
+def _check_classes(path: Path, classes: ClassList, outputs: int) -> None:
+    listed = len(classes.entries)
     if outputs == listed > 1 or (outputs, listed) == (1, 2):
         return
     hint = " score, that of the second of two classes. Give a list of both" if outputs == 1 else ""
@@ -210,7 +210,7 @@ def _check_classes(path: Path, classes: Path, outputs: int, listed: int) -> None
         hint = (
             ". Nets with 1001 classes often start with a background class: give a list that starts with a line for it"
         )
-    raise UsageError(f"{classes}: lists {listed} classes, but {path} has {outputs}{hint}")
+    raise UsageError(f"{classes.source}: lists {listed} classes, but {path} has {outputs}{hint}")
 
 
 def _run_net(

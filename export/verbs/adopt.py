@@ -8,8 +8,9 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import msgspec.structs
 import typer
 
+from ...evaluator.datasets.labels.class_file import read_class_list
 from ...evaluator.errors import UsageError
-from ...evaluator.files import require_new
+from ...evaluator.files import check_not_input, require_new
 from ...evaluator.preparation import Color, Interpolation, Preparation, Resize
 from ...evaluator.terminal import echo, report
 from ...training.importing.preprocessing import (
@@ -43,7 +44,7 @@ def adopt(
             help="Classes in the order of the net's outputs: imagenet-1k, or a file: text, one per line (wnid and "
             "name, or name), JSON or YAML.",
             metavar="imagenet-1k|FILE",
-            show_default="from config.json beside the net",
+            show_default="from what its makers wrote beside it",
         ),
     ] = None,
     crop: Annotated[
@@ -150,13 +151,18 @@ def adopt(
     """
     from ..foreign.adopt import AdoptOptions
     from ..foreign.adopt import adopt as adopt_net
-    from ..foreign.sidecars import Stated, find_net, read_sidecars
+    from ..foreign.sidecars import ClassList, find_net, read_sidecars
 
     require_new(output, force=force)
     net = find_net(net)
-    stated = read_sidecars(net) if preset is None else Stated()
-    if (classes := classes or stated.classes) is None:
-        raise UsageError(f"{net}: no classes. Give --classes; no config.json beside the net has them")
+    stated = read_sidecars(net, values=preset is None, classes=classes is None)
+    if classes is not None:
+        check_not_input(output, [classes])
+        listed = ClassList(read_class_list(classes), str(classes))
+    elif stated.classes is not None:
+        listed = stated.classes
+    else:
+        raise UsageError(f"{net}: no classes. Give --classes; neither the net's metadata nor a file beside it has them")
     given: dict[str, Any] = {
         "mean": None if mean is None else parse_channel_values(mean, "--mean"),
         "std": None if std is None else parse_channel_values(std, "--std"),
@@ -178,7 +184,7 @@ def adopt(
     if str(stated):
         echo(f"beside the net: {stated}")
     options = AdoptOptions(preprocessing, crop or stated_crop, layout, net_output, kind, name, dense, center_scale)
-    _report(output, adopt_net(net, output, classes, options), preprocessing, detected=kind == "auto")
+    _report(output, adopt_net(net, output, listed, options), preprocessing, detected=kind == "auto")
 
 
 def _changed(usual: Preprocessing, values: Mapping[str, Any]) -> Preprocessing:

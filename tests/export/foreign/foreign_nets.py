@@ -12,9 +12,11 @@ import onnxruntime
 from onnx import TensorProto, helper, numpy_helper
 from PIL import Image
 
+from prelunet.evaluator.datasets.labels.class_file import read_class_list
 from prelunet.evaluator.engine.load import open_session
 from prelunet.evaluator.engine.session import Session
 from prelunet.export.foreign.adopt import AdoptOptions, AdoptResult, adopt
+from prelunet.export.foreign.sidecars import ClassList
 from prelunet.training.importing.preprocessing import Preprocessing
 
 CROP = 40
@@ -175,6 +177,11 @@ def write_classes(folder: Path, count: int = CLASSES) -> Path:
     return path
 
 
+def class_list(folder: Path, count: int = CLASSES) -> ClassList:
+    path = write_classes(folder, count)
+    return ClassList(read_class_list(path), str(path))
+
+
 @dataclass(frozen=True)
 class ReferenceNet:
     """Scores of a net without prelunet, from Pillow, numpy and onnxruntime."""
@@ -248,6 +255,6 @@ def adopted(
     folder: Path, path: Path, preprocessing: Preprocessing = RGB, **options: Any
 ) -> tuple[Session, AdoptResult]:
     output = folder / "adopted.onnx"
-    result = adopt(path, output, write_classes(folder), AdoptOptions(preprocessing, **{"crop": CROP, **options}))
+    result = adopt(path, output, class_list(folder), AdoptOptions(preprocessing, **{"crop": CROP, **options}))
     onnx.checker.check_model(output, full_check=True)
     return open_session(output, "cpu"), result

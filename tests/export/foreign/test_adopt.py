@@ -48,6 +48,7 @@ from tests.export.foreign.foreign_nets import (
     adopted,
     certain,
     channels_last,
+    class_list,
     features,
     from_bytes,
     mixing,
@@ -184,7 +185,7 @@ def test_one_score_is_that_of_the_second_of_two_classes(
 ) -> None:
     path = net(tmp_path, one_score(*end), **options)
     output = tmp_path / "adopted.onnx"
-    found = adopt(path, output, write_classes(tmp_path, 2), AdoptOptions(RGB, crop=CROP))
+    found = adopt(path, output, class_list(tmp_path, 2), AdoptOptions(RGB, crop=CROP))
     assert found.interface.one_score
     assert found.probabilities == probability
     session, plain = open_session(output, "cpu"), ReferenceNet(path, probabilities=True)
@@ -358,7 +359,7 @@ def test_sparse_weights_stay_where_the_net_reads_them(batch: str | int, tmp_path
     model.graph.sparse_initializer.append(helper.make_sparse_tensor(values, places, [CLASSES]))
     onnx.save(model, path)
     output = tmp_path / "adopted.onnx"
-    adopt(path, output, write_classes(tmp_path), AdoptOptions(RGB))
+    adopt(path, output, class_list(tmp_path), AdoptOptions(RGB))
     session = open_session(output, "cpu")
     (result,) = classify_images(session, [decode_rgb(PHOTOS[1])], build_protocol("center", session.contract))
     np.testing.assert_allclose(result.scores, ReferenceNet(path).center(PHOTOS[1]), rtol=0, atol=TOLERANCE)

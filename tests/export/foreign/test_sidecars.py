@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import onnx
 import pytest
 from PIL import Image
 
@@ -33,9 +34,12 @@ TIMM = {
 }  # fmt: skip
 
 
-def folder_of(folder: Path, **files: Any) -> Path:
-    """Write a net, and JSON files beside it."""
-    net(folder, name="model")
+def folder_of(folder: Path, metadata: dict[str, str] | None = None, **files: Any) -> Path:
+    """Write a net with metadata, and JSON files beside it."""
+    path = net(folder, name="model")
+    model = onnx.load(path)
+    onnx.helper.set_model_props(model, metadata or {})
+    onnx.save(model, path)
     for name, content in files.items():
         (folder / f"{name}.json").write_text(content if isinstance(content, str) else json.dumps(content))
     return folder
@@ -48,6 +52,7 @@ STATED: dict[str, tuple[dict[str, Any], int | None, str, list[float], list[float
     "ConvNeXt": ({"preprocessor_config": CONVNEXT}, 50, "bicubic", [0.5] * 3, [0.5, 0.25, 0.5], 1),
     "pixels as they are": ({"preprocessor_config": BYTES}, None, "bilinear", [0.0] * 3, [1.0] * 3, 255),
     "timm": ({"pretrained_cfg": TIMM}, 44, "bicubic", CLIP_MEAN, CLIP_STD, 1),
+    "nearest": ({"preprocessor_config": {**VIT, "resample": 0}}, None, "nearest", [0.5] * 3, [0.5, 0.25, 0.5], 1),
     "timm, squashed": (
         {"pretrained_cfg": {**TIMM, "crop_mode": "squash", "crop_pct": 1.0}}, None, "bicubic", CLIP_MEAN, CLIP_STD, 1
     ),
@@ -70,7 +75,7 @@ def test_a_folder_is_adopted_without_options_and_evaluated_as_its_files_say(
     session = open_session(output, "cpu")
     assert [entry.name for entry in session.contract.classes] == list(LABELS.values())
     assert session.contract.to_metadata()["prelunet.contract_version"] == "3"
-    filters = {"bilinear": Image.Resampling.BILINEAR, "bicubic": Image.Resampling.BICUBIC}
+    filters = {each.name.lower(): each for each in Image.Resampling}
     plain = ReferenceNet(tmp_path / "model.onnx", mean=mean, std=std, pixel_range=largest, resample=filters[resampling])
 
     def expected(data: bytes) -> np.ndarray:
@@ -108,8 +113,8 @@ def test_squashing_by_option_replaces_the_scale_that_the_files_say(tmp_path: Pat
         ({"config": {"id2label": LABELS, "image_size": 64}, "preprocessor_config": VIT},
          "crop 64, but preprocessor_config.json: 40. Correct one of them, or move it away"),
         ({"config": {"id2label": LABELS}}, "Give --preset, or --mean and --std"),
-        ({"preprocessor_config": VIT}, "no classes. Give --classes; no config.json beside the net has them"),
-        ({"preprocessor_config": {**VIT, "resample": 0}}, "'resample' is 0, but only 2 (bilinear) and 3 (bicubic)"),
+        ({"preprocessor_config": VIT}, "no classes. Give --classes; neither the net's metadata nor a file beside it"),
+        ({"preprocessor_config": {**VIT, "resample": 1}}, "'resample' is 1, but only 0 (nearest), 2 (bilinear) and 3"),
         ({"preprocessor_config": {**VIT, "rescale_factor": 1 / 127.5}}, "'rescale_factor' is 0.00784"),
         ({"preprocessor_config": {**VIT, "rescale_offset": True}}, "images to -1 to 1 ('rescale_offset')"),
         ({"preprocessor_config": {**CLIP, "do_center_crop": False}}, "it crops nothing"),
@@ -146,3 +151,121 @@ def test_the_net_of_a_folder_may_lie_in_onnx_and_is_named_if_there_are_several(
     capsys.readouterr()
     assert run(["adopt", str(tmp_path), "-o", str(tmp_path / "new")]) == 2
     assert "several ONNX files, or none (onnx/model_fp32.onnx, onnx/model_quantized.onnx)" in capsys.readouterr().err
+
+
+THINGS = list(LABELS.values())
+ULTRALYTICS = {
+    "author": "Ultralytics", "task": "classify", "imgsz": f"[{CROP}, {CROP}]", "names": str(dict(enumerate(THINGS))),
+}  # fmt: skip
+NUMBERED = {name: index for index, name in enumerate(THINGS)}
+
+
+def test_the_metadata_of_ultralytics_need_no_options(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = folder_of(tmp_path, ULTRALYTICS)
+    output = tmp_path / "adopted.prelunet.onnx"
+    assert run(["adopt", str(folder / "model.onnx"), "-o", str(output)]) == 0
+    said = f"metadata of model.onnx: mean 0,0,0, std 1,1,1, interpolation bilinear, crop {CROP}, center_scale {CROP}, 7"
+    assert f"beside the net: {said} classes" in capsys.readouterr().out
+    session = open_session(output, "cpu")
+    assert [entry.name for entry in session.contract.classes] == THINGS
+    plain = ReferenceNet(tmp_path / "model.onnx", mean=(0.0,) * 3, std=(1.0,) * 3)
+    results = classify_images(session, map(decode_rgb, PHOTOS), build_protocol("center", session.contract))
+    wanted = [plain.center(data, scale=CROP) for data in PHOTOS]
+    np.testing.assert_allclose([each.scores for each in results], wanted, rtol=0, atol=1e-5)  # as above
+
+
+@pytest.mark.parametrize(
+    ("metadata", "files"),
+    [
+        ({"names": str(THINGS)}, {}),
+        ({"names": json.dumps(THINGS)}, {}),
+        ({"character": "\n".join(THINGS)}, {}),
+        ({}, {"class_indices.json": json.dumps(NUMBERED)}),
+        ({}, {"class_to_idx.json": json.dumps(NUMBERED)}),
+        ({}, {"metadata.yaml": "names:\n" + "".join(f"  {index}: {name}\n" for index, name in enumerate(THINGS))}),
+        ({}, {"data.yaml": "nc: 7\nnames: [" + ", ".join(THINGS) + "]\n"}),
+        ({"names": str(THINGS)}, {"class_to_idx.json": json.dumps(NUMBERED)}),
+    ],
+)
+def test_classes_are_found_where_makers_write_them(
+    metadata: dict[str, str], files: dict[str, str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder_of(tmp_path, metadata)
+    for name, content in files.items():
+        (tmp_path / name).write_text(content)
+    output = tmp_path / "adopted.prelunet.onnx"
+    assert run(["adopt", str(tmp_path / "model.onnx"), "--preset", "torchvision", "-o", str(output)]) == 0
+    assert [entry.name for entry in open_session(output, "cpu").contract.classes] == THINGS
+    source = next(iter(files), "metadata of model.onnx")
+    assert f"beside the net: {source}: 7 classes\n" in capsys.readouterr().out
+
+
+def test_lists_of_classes_that_contradict_each_other_are_refused_unless_one_is_given(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder_of(tmp_path, {"names": str([*THINGS[:3], "another", *THINGS[4:]])}, class_to_idx=NUMBERED)
+    words = ["adopt", str(tmp_path / "model.onnx"), "--preset", "torchvision", "-o", str(tmp_path / "adopted")]
+    assert run(words) == 2
+    said = "metadata of model.onnx: class 3 is 'another', but class_to_idx.json: 'thing 3'. Give --classes"
+    assert said in capsys.readouterr().err
+    (tmp_path / "class_to_idx.json").write_text(json.dumps(THINGS[:5]))
+    assert run(words) == 2
+    assert "metadata of model.onnx: 7 classes, but class_to_idx.json: 5. Give" in capsys.readouterr().err
+    (tmp_path / "names.txt").write_text("\n".join(THINGS))
+    assert run([*words, "--classes", str(tmp_path / "names.txt")]) == 0
+
+
+IMAGE = {"Image.BitmapPixelFormat": "Bgr8", "Image.NominalPixelRange": "Normalized_1_1"}
+
+
+@pytest.mark.parametrize(
+    ("nominal", "mean", "std", "largest"),
+    [("NominalRange_0_255", 0.0, 1.0, 255), ("Normalized_0_1", 0.0, 1.0, 1), ("Normalized_1_1", 0.5, 0.5, 1)],
+)
+def test_onnxs_own_metadata_about_images_are_obeyed(
+    nominal: str, mean: float, std: float, largest: int, tmp_path: Path
+) -> None:
+    folder = folder_of(tmp_path, {**IMAGE, "Image.NominalPixelRange": nominal}, class_to_idx=NUMBERED)
+    output = tmp_path / "adopted.prelunet.onnx"
+    assert run(["adopt", str(folder), "-o", str(output)]) == 0
+    session = open_session(output, "cpu")
+    plain = ReferenceNet(folder / "model.onnx", mean=(mean,) * 3, std=(std,) * 3, pixel_range=largest, bgr=True)
+    results = classify_images(session, map(decode_rgb, PHOTOS), build_protocol("center", session.contract))
+    np.testing.assert_allclose([each.scores for each in results], list(map(plain.center, PHOTOS)), rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("metadata", "message"),
+    [
+        (
+            {**IMAGE, "Image.BitmapPixelFormat": "Bgra8"},
+            "'Image.BitmapPixelFormat' is Bgra8, but only Rgb8, Bgr8, Gray8",
+        ),
+        (
+            {**IMAGE, "Image.NominalPixelRange": "NominalRange_16_235"},
+            "'Image.NominalPixelRange' is NominalRange_16_235",
+        ),
+        ({**ULTRALYTICS, "imgsz": "[40, 64]"}, "images of 40x64 pixels, but crops are square"),
+        ({**ULTRALYTICS, "imgsz": "open("}, "model.onnx: its metadata: cannot be used"),
+        (
+            {**ULTRALYTICS, "names": "{0: 'a', 2: 'b'}"},
+            "'names' of its metadata: class index 1 of 2 classes is missing",
+        ),
+    ],
+)
+def test_metadata_that_cannot_be_used_are_refused_with_their_key(
+    metadata: dict[str, str], message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = folder_of(tmp_path, metadata, class_to_idx=NUMBERED)
+    assert run(["adopt", str(folder), "-o", str(tmp_path / "adopted")]) == 2
+    assert message in capsys.readouterr().err
+    assert not (tmp_path / "adopted").exists()
+
+
+def test_a_border_of_timm_has_the_color_of_the_mean(tmp_path: Path) -> None:
+    stated = {**TIMM, "crop_mode": "border", "crop_pct": 1.0}
+    folder = folder_of(tmp_path, config={"pretrained_cfg": stated, "label_names": THINGS})
+    output = tmp_path / "adopted.prelunet.onnx"
+    assert run(["adopt", str(folder), "-o", str(output)]) == 0
+    preparation = open_session(output, "cpu").contract.preparation
+    assert (preparation.resize, preparation.pad_color) == ("pad", (123, 117, 104))  # 255 times the mean of CLIP
