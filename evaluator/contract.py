@@ -286,9 +286,10 @@ def _contradictions(contract: ModelContract) -> Iterator[tuple[bool, str]]:
         not crop <= center <= MAX_CROPS_PER_SIDE * crop,
         f"center_scale should be from crop to {MAX_CROPS_PER_SIDE} crops",
     )
-    whole = contract.preparation.whole
-    yield whole and not contract.fixed_size, "a net that takes whole images should take only its crop size"
-    yield whole and contract.center_scale not in {None, crop}, "a net that takes whole images has no other scale"
+    preparation = contract.preparation
+    yield preparation.whole and not contract.fixed_size, "a net that takes whole images should take only its crop size"
+    odd = contract.interpolation == "lanczos" and not preparation.antialias
+    yield odd, "lanczos is supported with antialiasing only"
     is_int8 = contract.precision == "int8"
     yield is_int8 != (contract.calibration is not None), "an int8 file, and no other, should state its calibration"
     yield is_int8 and contract.canvas != "exact", "an int8 file should have an exact canvas"

@@ -269,11 +269,12 @@ def _kind_and_scales(name: str, contract: ModelContract) -> tuple[ProtocolKind, 
 
 def _check_supported(protocol: EvaluationProtocol, contract: ModelContract) -> None:
     """Raise UsageError, with the reason, if the model does not support the protocol."""
-    if contract.preparation.whole and (protocol.kind, protocol.scales) != ("center", (contract.crop,)):
+    side = contract.center_scale or contract.crop
+    if contract.preparation.whole and (protocol.kind, protocol.scales) != ("center", (side,)):
         how = "padded" if contract.preparation.resize == "pad" else "squashed"
         raise UsageError(
-            f"protocol {protocol.name}: this model takes whole images, {how} to {contract.crop}x{contract.crop} "
-            "pixels, so they have no crops and no other scales. It supports: center"
+            f"protocol {protocol.name}: this model takes whole images, {how} to {side}x{side} pixels, so they have no "
+            "other crops and no other scales. It supports: center"
         )
     if protocol.crop is not None:
         if not contract.crop <= min(protocol.scales) <= max(protocol.scales) <= MAX_CROPS_PER_SIDE * contract.crop:

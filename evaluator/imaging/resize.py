@@ -24,6 +24,7 @@ _FILTERS = {
     "nearest": (Image.Resampling.NEAREST, 0),
     "bilinear": (Image.Resampling.BILINEAR, 1),
     "bicubic": (Image.Resampling.BICUBIC, 2),
+    "lanczos": (Image.Resampling.LANCZOS, 3),
 }
 _CUBIC = -0.75  # the parameter of torch, OpenCV and TensorFlow without antialiasing; Pillow's is -0.5
 _STRIP = 32  # rows resized at once without antialiasing, so that no array of the whole image is needed
@@ -74,7 +75,7 @@ def _full_size(height: int, width: int, scale: int, preparation: Preparation) ->
     if preparation.resize == "pad":
         rows, columns = (max(1, round(Fraction(side * scale, long))) for side in (height, width))
         return rows, columns
-    if preparation.rounding == "torchvision":
+    if preparation.rounding != "half-up":
         return height * scale // short, width * scale // short
     return (2 * height * scale + short) // (2 * short), (2 * width * scale + short) // (2 * short)
 

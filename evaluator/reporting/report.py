@@ -150,7 +150,7 @@ def describe_protocol(protocol: Mapping[str, Any]) -> str:
     words = f"scale{'s' if len(protocol['scales']) > 1 else ''} {scales}"
     if resize := _WHOLE_SHOWN.get(protocol.get("preparation", {}).get("resize")):
         words = f"whole images {resize} to {scales}x{scales}"
-    else:
+    if not resize or protocol["scales"] != [protocol["crop"]]:
         words += _PARTS_SHOWN[protocol["kind"]].format(crop=protocol["crop"])
     words += " mirrored" if protocol["mirror"] else ""
     words += ", logits averaged" if protocol["averaging"] == "logit" else ""

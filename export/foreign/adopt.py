@@ -10,7 +10,6 @@ from functools import partial
 from pathlib import Path
 from typing import BinaryIO, Literal
 
-import msgspec.structs
 import numpy as np
 from onnx import ModelProto, TensorProto
 from onnx.helper import np_dtype_to_tensor_dtype
@@ -182,7 +181,7 @@ def _with_channels(path: Path, interface: NetInterface, options: AdoptOptions) -
     for option, numbers in (("--mean", given.mean), ("--std", given.std)):
         if len(set(numbers or ())) > 1:
             raise UsageError(f"{path}: takes gray images. Give one number as {option}, of its one channel")
-    preparation = msgspec.structs.replace(given.preparation, gray=True)
+    preparation = replace(given.preparation, gray=True)
     return replace(options, preprocessing=replace(given, channels="gray", preparation=preparation))
 
 
@@ -385,7 +384,9 @@ def _contract(
             training={"adopted": {**tensors, **options.preprocessing.to_json()}},
         )
     except ValueError as error:
-        raise UsageError(f"{path}: cannot be adopted: {error}. Change --name or the class list") from error
+        raise UsageError(
+            f"{path}: cannot be adopted: {error}. Change --name, the class list or the option that it is about"
+        ) from error
 
 
 def _write_checked(

@@ -8,6 +8,7 @@ Hugging Face's `config.json` and `preprocessor_config.json` (transformers, image
 
 import ast
 import math
+import re
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -22,7 +23,13 @@ from ...evaluator.files import read_regular
 from ...evaluator.json_checks import parse_json, require_object
 from ...training.importing.preprocessing import PRESETS
 
-_RESAMPLING = {0: "nearest", 2: "bilinear", 3: "bicubic"}  # of Pillow
+_RESAMPLING = {0: "nearest", 1: "lanczos", 2: "bilinear", 3: "bicubic"}  # of Pillow
+# Image processors of transformers that resize, crop, rescale and normalize, → whether they crop if their file does not
+# say. Others do more, such as dividing by the std twice (EfficientNet) or resizing to another size (LeViT).
+_PROCESSORS = {
+    **dict.fromkeys(("ViT", "Beit", "ConvNext", "Pvt", "Siglip"), False),
+    **dict.fromkeys(("DeiT", "CLIP", "Bit", "MobileNetV1", "MobileNetV2"), True),
+}
 _CONVNEXT_SQUASHES = 384  # pixels, from which on this processor resizes both sides
 _CLASS_FILES = ("class_indices.json", "class_to_idx.json", "metadata.yaml", "data.yaml")
 # ONNX's Image.NominalPixelRange → mean, std and largest value of the pixels
@@ -163,6 +170,10 @@ def _shown(value: Any) -> str:
 
 def _of_processor(data: Mapping[str, Any]) -> dict[str, Any]:
     """Read an image processor of transformers; its steps are resize, center crop, rescale, normalize."""
+    kind = data.get("image_processor_type", data.get("feature_extractor_type", "ViTImageProcessor"))
+    if (name := re.sub("(ImageProcessor|FeatureExtractor).*", "", kind)) not in _PROCESSORS:
+        raise ValueError(f"'image_processor_type' is {kind}, but only those of {', '.join(_PROCESSORS)} are supported")
+    data = {"do_center_crop": _PROCESSORS[name], **data}
     values: dict[str, Any] = {"pixel_range": _range(data.get("rescale_factor", 1 / 255), data.get("do_rescale", True))}
     if data.get("do_normalize", True):
         values |= {key: tuple(map(float, data[f"image_{key}"])) for key in ("mean", "std")}
@@ -173,8 +184,8 @@ def _of_processor(data: Mapping[str, Any]) -> dict[str, Any]:
     if not data.get("do_resize", True):
         raise ValueError("it does not resize images ('do_resize' is false)")
     if (resample := data["resample"]) not in _RESAMPLING:  # its default depends on the processor
-        raise ValueError(f"'resample' is {resample}, but only 0 (nearest), 2 (bilinear) and 3 (bicubic) are supported")
-    return {**values, "interpolation": _RESAMPLING[resample], **_geometry_of(data)}
+        raise ValueError(f"'resample' is {resample}, but only 0 to 3 (Pillow's nearest to bicubic) are supported")
+    return {**values, "interpolation": _RESAMPLING[resample], "rounding": "transformers", **_geometry_of(data)}
 
 
 def _geometry_of(data: Mapping[str, Any]) -> dict[str, Any]:
@@ -195,19 +206,17 @@ def _geometry_of(data: Mapping[str, Any]) -> dict[str, Any]:
             raise ValueError("it crops nothing ('do_center_crop' is false), so images have different sizes")
         return {"resize": "shorter", "crop": _square(crop), "center_scale": size["shortest_edge"]}
     side = _square(size)
-    if crop is not None and _square(crop) != side:
-        raise ValueError(f"it squashes images to {side} pixels and crops {_square(crop)} of them")
-    return {"resize": "squash", "crop": side}
+    return {"resize": "squash", "crop": side if crop is None else _square(crop), "center_scale": side}
 
 
 def _of_config(data: Mapping[str, Any]) -> dict[str, Any]:
-    """Read timm's `pretrained_cfg`, or the size that a model of transformers states."""
+    """Read timm's `pretrained_cfg`. The `image_size` of transformers' models need not be that of their images."""
     if "pretrained_cfg" not in data:
-        return {"crop": data.get("image_size") if isinstance(data.get("image_size"), int) else None}
+        return {}
     stated = require_object(data["pretrained_cfg"], "pretrained_cfg")
     interpolation = stated.get("interpolation", "bilinear")
     if interpolation not in _RESAMPLING.values():
-        raise ValueError(f"'interpolation' is {interpolation}, but only nearest, bilinear and bicubic are supported")
+        raise ValueError(f"'interpolation' is {interpolation}, but only Pillow's four filters are supported")
     _, rows, columns = stated["input_size"]
     crop, part, mode = (
         _square({"height": rows, "width": columns}),
@@ -216,13 +225,10 @@ def _of_config(data: Mapping[str, Any]) -> dict[str, Any]:
     )
     values: dict[str, Any] = {key: tuple(map(float, stated[key])) for key in ("mean", "std")}
     values |= {"pixel_range": 1, "interpolation": interpolation, "crop": crop}
-    if mode == "squash" and part == 1:
-        return values | {"resize": "squash"}
-    if mode == "border" and part == 1:
+    values["center_scale"] = math.floor(crop / part)
+    if mode == "border":
         return values | {"resize": "pad", "pad_color": tuple(round(255 * level) for level in values["mean"])}
-    if mode != "center":
-        raise ValueError(f"'crop_mode' is {mode} with 'crop_pct' {part}, which is not supported")
-    return values | {"resize": "shorter", "center_scale": math.floor(crop / part)}
+    return values | {"resize": _known("crop_mode", mode, {"center": "shorter", "squash": "squash"})}
 
 
 def _range(factor: float, rescaled: bool) -> int:
@@ -265,5 +271,6 @@ def _known(key: str, value: str, known: Mapping[str, Any]) -> Any:
 
 _READERS: Mapping[str, _Read] = {
     "preprocessor_config.json": _of_processor,
+    "processor_config.json": lambda data: _of_processor(data["image_processor"]) if "image_processor" in data else {},
     "config.json": _of_config,
 }

@@ -5,13 +5,12 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
-import msgspec.structs
 import typer
 
 from ...evaluator.datasets.labels.class_file import read_class_list
 from ...evaluator.errors import UsageError
 from ...evaluator.files import check_not_input, require_new
-from ...evaluator.preparation import Color, Interpolation, Preparation, Resize
+from ...evaluator.preparation import Color, Interpolation, Resize
 from ...evaluator.terminal import echo, report
 from ...training.importing.preprocessing import (
     PRESETS,
@@ -51,6 +50,15 @@ def adopt(
         int | None,
         typer.Option(
             min=1, max=4096, help="Side of the net's input images, in pixels.", show_default="from the input's shape"
+        ),
+    ] = None,
+    scale: Annotated[
+        int | None,
+        typer.Option(
+            min=1,
+            help="Side to which an image is resized before its central crop, in pixels.",
+            show_default="crop·256/224; of whole images, the crop",
+            rich_help_panel=PANEL,
         ),
     ] = None,
     preset: Annotated[
@@ -174,13 +182,14 @@ def adopt(
         "antialias": antialias,
     }
     values = dict(stated.values)
-    stated_crop, center_scale = values.pop("crop", None), values.pop("center_scale", None)
+    stated_crop, stated_scale = values.pop("crop", None), values.pop("center_scale", None)
     usual = _changed(Preprocessing(None, None) if preset is None else PRESETS[preset], values)
     preprocessing = _changed(usual, {name: value for name, value in given.items() if value is not None})
     if pad_color is not None and preprocessing.preparation.resize != "pad":
         raise UsageError("--pad-color is of --resize pad. Give both, or neither")
-    if preprocessing.preparation.whole:  # also if the files beside the net say otherwise
-        center_scale = None
+    if resize is not None:  # the scale was that of another way to resize
+        stated_scale = None
+    center_scale = scale or stated_scale
     if str(stated):
         echo(f"beside the net: {stated}")
     options = AdoptOptions(preprocessing, crop or stated_crop, layout, net_output, kind, name, dense, center_scale)
@@ -189,9 +198,9 @@ def adopt(
 
 def _changed(usual: Preprocessing, values: Mapping[str, Any]) -> Preprocessing:
     """Return the preprocessing with some values of its own and of its preparation."""
-    inner = {name: value for name, value in values.items() if name in Preparation.__struct_fields__}
+    inner = {name: value for name, value in values.items() if name in vars(usual.preparation)}
     own = {name: value for name, value in values.items() if name not in inner}
-    return replace(usual, preparation=msgspec.structs.replace(usual.preparation, **inner), **own)
+    return replace(usual, preparation=replace(usual.preparation, **inner), **own)
 
 
 def _parse_color(text: str) -> Color:

@@ -1,12 +1,11 @@
 """Pixel preprocessing of third-party nets, with a numpy implementation to which adopted graphs are compared."""
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import numpy as np
 import numpy.typing as npt
-from msgspec.structs import replace
 
 from ...evaluator.errors import UsageError
 from ...evaluator.preparation import Interpolation, Preparation

@@ -110,6 +110,13 @@ CASES: dict[str, tuple[Build, dict[str, Any], list[str], Callable[[Image.Image],
         0.25,
     ),
     "torchvision": (features, {}, ["--preset", "torchvision"], pillow("RGB", shorter(46), BILINEAR), *USUAL),
+    "another scale": (
+        features, {}, ["--preset", "timm", "--scale", "49"], pillow("RGB", shorter(49), BICUBIC), *USUAL
+    ),
+    "squashed and cropped": (
+        features, {}, [*HALF, "--resize", "squash", "--scale", "47", "--interpolation", "lanczos"],
+        pillow("RGB", lambda _image: (47, 47), Image.Resampling.LANCZOS), 0.5, 0.25,
+    ),
     "clip": (features, {}, ["--preset", "clip"], pillow("RGB", shorter(CROP), BICUBIC), *CLIP),
     "ultralytics": (features, {}, ["--preset", "ultralytics"], pillow("RGB", shorter(CROP), BILINEAR), 0.0, 1.0),
     "hf-vit": (features, {}, ["--preset", "hf-vit"], pillow("RGB", square, BILINEAR), 0.5, 0.5),
@@ -157,6 +164,13 @@ def test_a_net_sees_the_images_that_its_makers_made(name: str, tmp_path: Path) -
         (of_gray, ["N", 1, CROP, CROP], [*HALF, "--channels", "bgr"], "takes gray images, which have one channel"),
         (features, None, [*HALF, "--pad-color", "0"], "--pad-color is of --resize pad"),
         (features, None, [*HALF, "--resize", "pad", "--pad-color", "0,0,256"], "should be whole numbers from 0 to 255"),
+        (
+            features,
+            None,
+            [*HALF, "--interpolation", "lanczos", "--no-antialias"],
+            "lanczos is supported with antialiasing",
+        ),
+        (features, None, [*HALF, "--scale", "39"], "center_scale should be from crop to 16 crops"),
         (features, None, [*HALF, "--resize", "pad", "--dense"], "--resize pad with --dense: a net that takes whole"),
     ],
 )

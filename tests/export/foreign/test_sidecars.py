@@ -23,13 +23,14 @@ HALF = {"image_mean": [0.5, 0.5, 0.5], "image_std": [0.5, 0.25, 0.5]}
 CLIP_MEAN, CLIP_STD = [0.48145466, 0.4578275, 0.40821073], [0.26862954, 0.26130258, 0.27577711]
 VIT = {"do_resize": True, "size": {"height": CROP, "width": CROP}, "resample": 2, **HALF}
 CLIP = {
-    "do_center_crop": True, "crop_size": {"height": CROP, "width": CROP}, "size": {"shortest_edge": 46}, "resample": 3,
+    "do_center_crop": True, "crop_size": {"height": CROP, "width": CROP}, "size": {"shortest_edge": 47}, "resample": 3,
     "image_mean": CLIP_MEAN, "image_std": CLIP_STD,
 }  # fmt: skip
 CONVNEXT = {"size": {"shortest_edge": CROP}, "crop_pct": 0.8, "resample": 3, **HALF}
+DEIT = {"size": {"height": 47, "width": 47}, "crop_size": {"height": CROP, "width": CROP}, "resample": 3, **HALF}
 BYTES = {**VIT, "do_rescale": False, "do_normalize": False, "size": CROP}
 TIMM = {
-    "input_size": [3, CROP, CROP], "interpolation": "bicubic", "crop_pct": 0.9, "crop_mode": "center",
+    "input_size": [3, CROP, CROP], "interpolation": "bicubic", "crop_pct": 0.84, "crop_mode": "center",
     "mean": CLIP_MEAN, "std": CLIP_STD,
 }  # fmt: skip
 
@@ -45,16 +46,29 @@ def folder_of(folder: Path, metadata: dict[str, str] | None = None, **files: Any
     return folder
 
 
-# files beside the net → scale (None: squashed), filter, mean, std, and the largest pixel value
-STATED: dict[str, tuple[dict[str, Any], int | None, str, list[float], list[float], int]] = {
-    "ViT": ({"preprocessor_config": VIT}, None, "bilinear", [0.5] * 3, [0.5, 0.25, 0.5], 1),
-    "CLIP": ({"preprocessor_config": CLIP}, 46, "bicubic", CLIP_MEAN, CLIP_STD, 1),
-    "ConvNeXt": ({"preprocessor_config": CONVNEXT}, 50, "bicubic", [0.5] * 3, [0.5, 0.25, 0.5], 1),
-    "pixels as they are": ({"preprocessor_config": BYTES}, None, "bilinear", [0.0] * 3, [1.0] * 3, 255),
-    "timm": ({"pretrained_cfg": TIMM}, 44, "bicubic", CLIP_MEAN, CLIP_STD, 1),
-    "nearest": ({"preprocessor_config": {**VIT, "resample": 0}}, None, "nearest", [0.5] * 3, [0.5, 0.25, 0.5], 1),
+# files beside the net → what gets the scale and the scale, filter, mean, std, and the largest pixel value
+STATED: dict[str, tuple[dict[str, Any], tuple[str, int], str, list[float], list[float], int]] = {
+    "ViT": ({"preprocessor_config": VIT}, ("squash", CROP), "bilinear", [0.5] * 3, [0.5, 0.25, 0.5], 1),
+    "DeiT": (
+        {"preprocessor_config": {**DEIT, "image_processor_type": "DeiTImageProcessor"}}, ("squash", 47), "bicubic",
+        [0.5] * 3, [0.5, 0.25, 0.5], 1,
+    ),
+    "CLIP": ({"preprocessor_config": CLIP}, ("shorter", 47), "bicubic", CLIP_MEAN, CLIP_STD, 1),
+    "a whole processor": (
+        {"processor_config": {"image_processor": CLIP}}, ("shorter", 47), "bicubic", CLIP_MEAN, CLIP_STD, 1
+    ),
+    "ConvNeXt": (
+        {"preprocessor_config": {**CONVNEXT, "image_processor_type": "ConvNextImageProcessorFast"}}, ("shorter", 50),
+        "bicubic", [0.5] * 3, [0.5, 0.25, 0.5], 1,
+    ),
+    "pixels as they are": ({"preprocessor_config": BYTES}, ("squash", CROP), "bilinear", [0.0] * 3, [1.0] * 3, 255),
+    "nearest": (
+        {"preprocessor_config": {**VIT, "resample": 0}}, ("squash", CROP), "nearest", [0.5] * 3, [0.5, 0.25, 0.5], 1
+    ),
+    "timm": ({"pretrained_cfg": TIMM}, ("shorter", 47), "bicubic", CLIP_MEAN, CLIP_STD, 1),
     "timm, squashed": (
-        {"pretrained_cfg": {**TIMM, "crop_mode": "squash", "crop_pct": 1.0}}, None, "bicubic", CLIP_MEAN, CLIP_STD, 1
+        {"pretrained_cfg": {**TIMM, "crop_mode": "squash", "interpolation": "lanczos"}}, ("squash", 47), "lanczos",
+        CLIP_MEAN, CLIP_STD, 1,
     ),
 }  # fmt: skip
 
@@ -63,7 +77,7 @@ STATED: dict[str, tuple[dict[str, Any], int | None, str, list[float], list[float
 def test_a_folder_is_adopted_without_options_and_evaluated_as_its_files_say(
     name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    stated, scale, resampling, mean, std, largest = STATED[name]
+    stated, (resize, scale), resampling, mean, std, largest = STATED[name]
     if "pretrained_cfg" in stated:
         files = {"config": {**stated, "label_names": list(LABELS.values())}}
     else:
@@ -79,10 +93,13 @@ def test_a_folder_is_adopted_without_options_and_evaluated_as_its_files_say(
     plain = ReferenceNet(tmp_path / "model.onnx", mean=mean, std=std, pixel_range=largest, resample=filters[resampling])
 
     def expected(data: bytes) -> np.ndarray:
-        if scale is not None:
-            return plain.center(data, scale=scale)
         image = Image.open(io.BytesIO(data)).convert("RGB")
-        return plain.scores(np.asarray(image.resize((CROP, CROP), plain.resample)))
+        size = [int(scale * side / min(image.size)) for side in image.size] if resize == "shorter" else [scale, scale]
+        pixels = np.asarray(image.resize(size, plain.resample))
+        # transformers' center_crop rounds down, torchvision's, which timm uses, to the even number
+        down = "pretrained_cfg" not in stated
+        top, left = ((side - CROP) // 2 if down else round((side - CROP) / 2.0) for side in pixels.shape[:2])
+        return plain.scores(pixels[top : top + CROP, left : left + CROP])
 
     results = classify_images(session, map(decode_rgb, PHOTOS), build_protocol("center", session.contract))
     # float32 in the graph and in numpy, in the same order: only the order of sums differs
@@ -110,22 +127,23 @@ def test_squashing_by_option_replaces_the_scale_that_the_files_say(tmp_path: Pat
 @pytest.mark.parametrize(
     ("files", "message"),
     [
-        ({"config": {"id2label": LABELS, "image_size": 64}, "preprocessor_config": VIT},
-         "crop 64, but preprocessor_config.json: 40. Correct one of them, or move it away"),
+        ({"config": {"pretrained_cfg": TIMM}, "preprocessor_config": {**CLIP, "resample": 2}},
+         "config.json: interpolation bicubic, but preprocessor_config.json: bilinear. Correct one of them, or move"),
         ({"config": {"id2label": LABELS}}, "Give --preset, or --mean and --std"),
         ({"preprocessor_config": VIT}, "no classes. Give --classes; neither the net's metadata nor a file beside it"),
-        ({"preprocessor_config": {**VIT, "resample": 1}}, "'resample' is 1, but only 0 (nearest), 2 (bilinear) and 3"),
+        ({"preprocessor_config": {**VIT, "resample": 4}}, "'resample' is 4, but only 0 to 3"),
         ({"preprocessor_config": {**VIT, "rescale_factor": 1 / 127.5}}, "'rescale_factor' is 0.00784"),
         ({"preprocessor_config": {**VIT, "rescale_offset": True}}, "images to -1 to 1 ('rescale_offset')"),
         ({"preprocessor_config": {**CLIP, "do_center_crop": False}}, "it crops nothing"),
         ({"preprocessor_config": {**CLIP, "crop_pct": 0.9}}, "it has both 'crop_pct' and 'crop_size'"),
         ({"preprocessor_config": {**VIT, "size": {"height": 32, "width": 40}}}, "images of 32x40 pixels, but crops"),
-        ({"preprocessor_config": {**VIT, "size": {"height": 48, "width": 48}, "crop_size": 40, "do_center_crop": True}},
-         "it squashes images to 48 pixels and crops 40 of them"),
+        ({"preprocessor_config": {**VIT, "image_processor_type": "LevitImageProcessor"}}, "is LevitImageProcessor,"),
+        ({"config": {"id2label": LABELS}, "preprocessor_config": {**CLIP, "size": {"shortest_edge": 36}}},
+         "center_scale should be from crop"),
         ({"preprocessor_config": {"size": 40}}, "preprocessor_config.json: cannot be used: it lacks 'image_mean'"),
         ({"preprocessor_config": {"size": 40, **HALF}}, "it lacks 'resample'"),
         ({"preprocessor_config": "[1, 2"}, "preprocessor_config.json: cannot be used: Expecting"),
-        ({"config": {"pretrained_cfg": {**TIMM, "crop_mode": "border"}}}, "'crop_mode' is border with 'crop_pct' 0.9"),
+        ({"config": {"pretrained_cfg": {**TIMM, "crop_mode": "zoom"}}}, "'crop_mode' is zoom, but only center, squash"),
         ({"config": {"pretrained_cfg": {**TIMM, "interpolation": "random"}}}, "'interpolation' is random, but only"),
     ],
 )  # fmt: skip
@@ -263,9 +281,11 @@ def test_metadata_that_cannot_be_used_are_refused_with_their_key(
 
 
 def test_a_border_of_timm_has_the_color_of_the_mean(tmp_path: Path) -> None:
-    stated = {**TIMM, "crop_mode": "border", "crop_pct": 1.0}
+    stated = {**TIMM, "crop_mode": "border"}
     folder = folder_of(tmp_path, config={"pretrained_cfg": stated, "label_names": THINGS})
     output = tmp_path / "adopted.prelunet.onnx"
     assert run(["adopt", str(folder), "-o", str(output)]) == 0
-    preparation = open_session(output, "cpu").contract.preparation
+    contract = open_session(output, "cpu").contract
+    preparation = contract.preparation
+    assert build_protocol("center", contract).scales == (47,)
     assert (preparation.resize, preparation.pad_color) == ("pad", (123, 117, 104))  # 255 times the mean of CLIP
