@@ -194,15 +194,18 @@ def test_reader_works_in_threads_and_other_processes(pack: Pack, tmp_path: Path)
     assert contents(pickle.loads(pickle.dumps(dataset))) == VAL
 
 
-def test_links_to_files_and_to_class_folders_are_followed(tmp_path: Path) -> None:
+def test_links_to_files_and_to_folders_are_followed_at_any_depth(tmp_path: Path) -> None:
     root = as_folder(tmp_path, VAL)
     elsewhere = tmp_path / "elsewhere"
     elsewhere.mkdir()
     (elsewhere / "bee.png").write_bytes(b"bee")
     (root / "bee").symlink_to(elsewhere)
     (root / "cat" / "link.png").symlink_to(elsewhere / "bee.png")
-    (root / "cat" / "loop").symlink_to(root)  # deeper links to folders are not followed, or this would not terminate
-    assert contents(open_dataset(root, split="val")) == VAL | {"bee/bee.png": b"bee", "cat/link.png": b"bee"}
+    (root / "cat" / "more").symlink_to(elsewhere)
+    (root / "cat" / "loop").symlink_to(root)  # links to a folder around them are not followed, or this would not end
+    (elsewhere / "self").symlink_to(elsewhere)
+    linked = {"bee/bee.png": b"bee", "cat/link.png": b"bee", "cat/more/bee.png": b"bee"}
+    assert contents(open_dataset(root, split="val")) == VAL | linked
 
 
 def test_broken_link_and_pipe_with_an_image_name_are_named(tmp_path: Path) -> None:

@@ -38,7 +38,7 @@ def reading_error(error: OSError, path: Path | str) -> PreluNetError:
 
 @dataclass(frozen=True)
 class FolderSource:
-    """The tree below a folder. Follows links to files and links to class folders."""
+    """The tree below a folder. Follows links to files and folders."""
 
     root: Path
 
@@ -54,9 +54,14 @@ class FolderSource:
     def images(self, subfolder: str) -> Iterator[tuple[str, int]]:
         """Yield name (relative to `subfolder`, with '/') and size in bytes of all images in a folder, at any depth.
 
-        Links to folders are followed only at the first level, where they are classes: deeper links could form loops.
+        Links to folders are followed, unless they lead to a folder that they lie in.
         """
-        yield from _images(self.root / subfolder, "", follow=True)
+        folder = self.root / subfolder
+        try:
+            around = frozenset(map(_identity, self.root.resolve().parents))
+            yield from _images(folder, "", around | ({_identity(self.root)} if subfolder else set()))
+        except OSError as error:
+            raise reading_error(error, error.filename or folder) from error
 
     def reader(self, subfolder: str) -> "FolderSource":
         """Return a reader for the names that `images` yields."""
@@ -93,20 +98,25 @@ class FolderSource:
         return data
 
 
-def _images(folder: Path, prefix: str, *, follow: bool) -> Iterator[tuple[str, int]]:
-    try:
-        with os.scandir(folder) as entries:
-            found = [entry for entry in entries if is_visible(entry.name)]
-        for entry in found:
-            if entry.is_dir(follow_symlinks=follow):
-                yield from _images(folder / entry.name, f"{prefix}{entry.name}/", follow=False)
-            elif is_image_name(entry.name):
-                status = entry.stat()
-                if not stat.S_ISREG(status.st_mode):
-                    raise DatasetError(f"{entry.path}: named like an image, but not a regular file. Remove it")
-                yield prefix + entry.name, status.st_size
-    except OSError as error:
-        raise reading_error(error, error.filename or folder) from error
+def _images(folder: Path, prefix: str, around: frozenset[tuple[int, int]]) -> Iterator[tuple[str, int]]:
+    """Yield the images of a folder. around: the folders that it lies in, through which a link would never end."""
+    if (identity := _identity(folder)) in around:
+        return
+    with os.scandir(folder) as entries:
+        found = [entry for entry in entries if is_visible(entry.name)]
+    for entry in found:
+        if entry.is_dir():
+            yield from _images(folder / entry.name, f"{prefix}{entry.name}/", around | {identity})
+        elif is_image_name(entry.name):
+            status = entry.stat()
+            if not stat.S_ISREG(status.st_mode):
+                raise DatasetError(f"{entry.path}: named like an image, but not a regular file. Remove it")
+            yield prefix + entry.name, status.st_size
+
+
+def _identity(folder: Path) -> tuple[int, int]:
+    status = folder.stat()
+    return status.st_dev, status.st_ino
 
 
 def label_file(path: Path) -> LabelFile:
