@@ -6,14 +6,23 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import httpx
 import numpy as np
 import onnxruntime
 import pytest
 import torch
 from PIL import Image
 
+import prelunet
 from prelunet.evaluator.cli import run
+from prelunet.evaluator.client import Client
+from prelunet.evaluator.engine.classify import classify_images
+from prelunet.evaluator.engine.heatmap import heat_maps
+from prelunet.evaluator.imaging.decode import decode_image
+from prelunet.evaluator.protocols import build_protocol
+from prelunet.evaluator.serving.options import HttpOptions
 from tests.export.foreign.foreign_nets import CLASSES, CROP, Build, NetBuilder, features, net, photo, write_classes
+from tests.serving.serving_harness import running_server
 
 # As in test_adopt.py: only the order of sums inside the net may differ.
 TOLERANCE = 1e-6
@@ -237,3 +246,34 @@ def test_a_run_counts_what_files_have_that_nets_see_in_different_ways(
     (folder / "predictions.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     assert run(["report", str(folder), "-o", str(tmp_path / "other")]) != 0
     assert "traits should be in the order of their list" in capsys.readouterr().err
+
+
+def test_server_python_and_heat_maps_see_the_same_images_as_validate(tmp_path: Path) -> None:
+    path, model = net(tmp_path, of_gray, shape=["N", 1, CROP, CROP]), tmp_path / "adopted"
+    options = [*HALF, "--resize", "pad", "--pad-color", "9", "--no-antialias", "--interpolation", "bicubic"]
+    assert run(["adopt", str(path), "--classes", str(write_classes(tmp_path)), *options, "-o", str(model)]) == 0
+    data = tmp_path / "data" / "n00000003"
+    data.mkdir(parents=True)
+    for file, content in FILES.items():
+        (data / file).write_bytes(content)
+    words = ["validate", "--model", str(model), "--data", str(tmp_path / "data"), "--run", str(tmp_path / "run")]
+    assert run(words) == 0
+    wanted = np.load(tmp_path / "run" / "scores.f32.npy")
+    adopted = prelunet.load(model)
+    with running_server(ours=adopted.session, http=HttpOptions(port=0)) as server, Client(server.address) as client:
+        for content, row in zip(FILES.values(), wanted, strict=True):
+            best, score = int(row.argmax()), float(row.max())
+            answer = client.classify(content)
+            over_http = httpx.post(f"http://{server.http}/v1/classify", content=content).json()
+            in_python = adopted.classify(content)
+            assert answer.protocol == over_http["protocol"]
+            for found in (answer.predictions[0], in_python.predictions[0]):
+                assert (found.class_index, found.score) == (best, pytest.approx(score, abs=TOLERANCE))
+            assert over_http["predictions"][0]["score"] == pytest.approx(score, abs=TOLERANCE)
+
+    protocol = build_protocol("center", adopted.session.contract)
+    image = np.asarray(decode_image(FILES["a.png"], preparation=protocol.preparation))
+    (result,) = classify_images(adopted.session, [image], protocol, keep_windows=True)
+    (found,) = heat_maps(result, [2], (61, 83), (10, 14), adopted.session.contract, protocol)
+    # The only window covers all of the image, whose border lies outside of it.
+    np.testing.assert_allclose(found, np.full((10, 14), result.scores[2]), rtol=1e-6)
