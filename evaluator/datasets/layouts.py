@@ -108,6 +108,11 @@ def label_training_images(images: ImageListing, split: str) -> Dataset:
             f"{images.place}: no class folders found ({len(images.names)} images outside any folder). "
             "Put the images of each class into a folder named after the class, or use webdataset shards"
         )
+    if empty := _empty_folders(images, folders):
+        raise DatasetError(
+            f"{images.place}: no images in {len(empty)} of {len(folders)} class folders: {format_names(empty)}. "
+            "Add images, or remove the folders"
+        )
     return _by_folder(images, {folder: index for index, folder in enumerate(folders)}, folders, [])
 
 
@@ -267,21 +272,27 @@ def _match_folders(folders: Sequence[str], classes: ClassList, place: str) -> tu
 def _by_folder(images: ImageListing, index: Mapping[str, int], wnids: Sequence[str], remarks: Sequence[str]) -> Dataset:
     """Label images by their folders, skipping images outside the folders. index: folder → class index.
 
-    Raises DatasetError for folders without images: an incomplete copy is likelier than an unused class.
+    Raises DatasetError if all folders are empty.
     """
     in_folders = [position for position, name in enumerate(images.names) if "/" in name]
-    filled = {images.names[position].partition("/")[0] for position in in_folders}
-    if empty := [folder for folder in index if folder not in filled]:
+    empty = _empty_folders(images, list(index))
+    if len(empty) == len(index):
         raise DatasetError(
-            f"{images.place}: no images in {len(empty)} of {len(index)} class folders: {format_names(empty)}. "
-            "Add images, or remove the folders"
+            f"{images.place}: no images in {len(index)} class folders: {format_names(empty)}. Add images"
         )
+    if empty:
+        remarks = [*remarks, f"{images.place}: {len(empty):,} class folders are empty: {format_names(empty)}"]
     if loose := len(images.names) - len(in_folders):
         remarks = [*remarks, f"{images.place}: skipped {loose:,} images that are outside the class folders"]
         sizes = array("q", (images.sizes[position] for position in in_folders))
         images = replace(images, names=[images.names[position] for position in in_folders], sizes=sizes)
     labels = [index[name.partition("/")[0]] for name in images.names]
     return images.labeled(wnids, labels, CLASS_FOLDERS, remarks)
+
+
+def _empty_folders(images: ImageListing, folders: Sequence[str]) -> list[str]:
+    filled = {name.partition("/")[0] for name in images.names if "/" in name}
+    return [folder for folder in folders if folder not in filled]
 
 
 # The label file of images without class folders: the one that --labels names, or the only candidate.

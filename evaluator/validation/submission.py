@@ -11,6 +11,7 @@ from itertools import pairwise
 from pathlib import Path
 
 from ..datasets.labels.imagenet_devkit import GROUND_TRUTH, MAPPING_FILES, META_MAT
+from ..datasets.labels.label_lists import orders_of
 from ..errors import RunFolderError, UsageError
 from ..files import check_not_input, open_atomically
 from ..terminal import escape_unprintable
@@ -54,6 +55,11 @@ def write_submission(
                 "name, so their order is undefined. A submission needs distinct names, such as "
                 "ILSVRC2012_test_00000001.JPEG"
             )
+    if (orders := orders_of(list(map(_base_name, lines)))) is not None:
+        raise RunFolderError(
+            f"{run.folder}: line i is about the i-th image, but the order of the images is not clear: {orders}. A "
+            "submission needs names with leading zeros, such as ILSVRC2012_test_00000001.JPEG"
+        )
     refused = [line for line in lines if line.refused is not None]
     if refused and not allow_refused:
         first = escape_unprintable(f"{refused[0].file}: {refused[0].refused}")

@@ -170,6 +170,25 @@ def test_class_folder_without_images_is_named(pack: Pack, rubbish: dict[str, byt
 
 
 @packed
+def test_an_empty_class_folder_is_a_note_where_images_are_evaluated(pack: Pack, tmp_path: Path) -> None:
+    path = pack(tmp_path, {**VAL, "empty/": b"", "empty/notes.txt": b"no image"})
+    dataset = open_dataset(path, split="val", wnids=[*sorted({name.split("/")[0] for name in VAL}), "empty"])
+    assert contents(dataset) == VAL
+    assert f"{path}: 1 class folders are empty: empty" in dataset.remarks
+
+
+@packed
+def test_what_systems_keep_in_folders_is_no_image_and_no_class(pack: Pack, tmp_path: Path) -> None:
+    kept = {
+        "cat/@eaDir/a.png/THUMB.jpg": b"small", "@eaDir/b.png": b"small", "cat/deep/@eaDir/c.png": b"small",
+        "lost+found/d.png": b"found", "__MACOSX/cat/._a.png": b"mac", "$RECYCLE.BIN/e.png": b"thrown away",
+        "System Volume Information/f.png": b"windows",
+    }  # fmt: skip
+    dataset = open_dataset(pack(tmp_path, VAL | kept), split="val", wnids=sorted({n.split("/")[0] for n in VAL}))
+    assert contents(dataset) == VAL
+
+
+@packed
 def test_images_without_class_folders_are_refused_with_their_number(pack: Pack, tmp_path: Path) -> None:
     path = pack(tmp_path, {"a.png": b"a", "b.jpg": b"b", "c.txt": b"c"})
     with pytest.raises(DatasetError, match=r"no class folders found \(2 images outside any folder\). Put"):
@@ -208,12 +227,18 @@ def test_links_to_files_and_to_folders_are_followed_at_any_depth(tmp_path: Path)
     assert contents(open_dataset(root, split="val")) == VAL | linked
 
 
-def test_broken_link_and_pipe_with_an_image_name_are_named(tmp_path: Path) -> None:
+def test_all_broken_links_are_named_at_once_with_their_likely_cause(tmp_path: Path) -> None:
     root = as_folder(tmp_path, VAL)
-    (root / "cat" / "gone.png").symlink_to(tmp_path / "nowhere")
-    with pytest.raises(DatasetError, match=r"cat/gone\.png: no longer exists"):
+    for number in range(7):
+        (root / "cat" / f"gone{number}.png").symlink_to(tmp_path / "nowhere")
+    with pytest.raises(
+        DatasetError, match=r"do not exist: 7, cat/gone0\.png.*cat/gone4\.png, …\. The copy may lack what"
+    ):
         open_dataset(root, split="val")
-    (root / "cat" / "gone.png").unlink()
+
+
+def test_pipe_with_an_image_name_is_named(tmp_path: Path) -> None:
+    root = as_folder(tmp_path, VAL)
     os.mkfifo(root / "cat" / "pipe.png")
     with pytest.raises(DatasetError, match=r"cat/pipe\.png: named like an image, but not a regular file"):
         open_dataset(root, split="val")

@@ -151,6 +151,18 @@ def test_a_list_that_is_no_text_is_refused(flat: Path, tmp_path: Path) -> None:
         opened(flat, tmp_path / "l.txt", no_labels=True)
 
 
+def test_labels_by_position_are_refused_where_text_and_numbers_order_the_images_differently(tmp_path: Path) -> None:
+    folder = write_folder(tmp_path / "images", {f"img{number}.png": b"x" for number in (1, 2, 3, 10, 11)})
+    numbers = listed(tmp_path, ["0", "1", "2", "3", "4"])
+    message = refusal(folder, numbers)
+    assert f"{numbers}: line i is the label of the i-th image, but the order of the images is not clear: " in message
+    assert "as text img1.png, img10.png, img11.png, img2.png, but by number img1.png, img2.png, img3.png," in message
+    named = listed(tmp_path, [f"img{number}.png {label}" for label, number in enumerate((1, 2, 3, 10, 11))])
+    assert [(s.file, s.label) for s in opened(folder, named).samples][:3] == [
+        ("img1.png", 0), ("img10.png", 3), ("img11.png", 4)
+    ]  # fmt: skip
+
+
 @pytest.mark.parametrize("count", [IMAGES - 1, IMAGES + 1])
 def test_labels_by_position_must_be_as_many_as_the_images(flat: Path, tmp_path: Path, count: int) -> None:
     lines = [*map(str, LABELS.values()), "1"][:count]

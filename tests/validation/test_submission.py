@@ -81,6 +81,15 @@ def test_images_of_the_same_name_in_two_folders_are_refused(tmp_path: Path, out:
     assert not out.exists()
 
 
+def test_names_without_leading_zeros_have_no_clear_order_and_are_refused(tmp_path: Path, out: Path) -> None:
+    files = ["a/test1.png", "a/test10.png", "a/test2.png"]
+    run = read_run(write_scored_run(tmp_path / "run", random_scores(0, 3), [None] * 3, files=files, classes=CLASSES))
+    with pytest.raises(
+        RunFolderError, match=r"as text test1\.png, test10\.png, test2\.png, but by number test1\.png, t"
+    ):
+        write_submission(run, IDS, out)
+
+
 def test_a_class_without_a_devkit_id_is_refused_with_its_wnid(tmp_path: Path, out: Path) -> None:
     run = read_run(scored_run(tmp_path / "run"))
     for unknown in (CLASSES[:1], CLASSES[2:]):

@@ -17,7 +17,7 @@ from ..sources.base import LabelFile, format_names
 from ..sources.folder import label_file
 from .class_file import WNID
 from .class_names import ClassList
-from .label_lists import check_count
+from .label_lists import check_positions
 
 GROUND_TRUTH = "ILSVRC2012_validation_ground_truth.txt"
 META_MAT = "meta.mat"
@@ -50,7 +50,7 @@ def labels_of_devkit(file: LabelFile, images: Sequence[str], classes: ClassList)
                 f"{file.path}: {name} is image {number} in sorted order, so it would get another image's label. "
                 "Restore the missing images, or pass a list of names and labels"
             )
-    check_count(len(ids), images, file.path)
+    check_positions(len(ids), images, file.path)
     mapping = _mapping_beside(file)
     wnid_of = _read_mapping(mapping, classes.by_wnid)
     places: dict[str, str] = {}  # wnid → where its id first occurs

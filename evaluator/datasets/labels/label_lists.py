@@ -20,6 +20,7 @@ _LABEL_HEADERS = {"label", "wnid", "class", "predictionstring", "synset", "class
 _ROW_NUMBER = "index"  # pandas writes the row number under this name; others write the class
 _BOX = 5  # words per box in Kaggle's list: wnid and four coordinates
 _NUMBER = re.compile(r"-?\d+", re.ASCII)
+_DIGITS = re.compile(r"(\d+)", re.ASCII)
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,7 +54,7 @@ def labels_of_list(
     index, kind = classes.resolve_labels(words, by_position=by_position)
     remarks = [f"labels from {file.path}, read as {kind}{columns}"]
     if by_position:
-        check_count(len(entries), images, file.path)
+        check_positions(len(entries), images, file.path)
         remarks.append(f"{file.path} contains no image names: line i is the label of the i-th name in sorted order")
         return [index[entry.label] for entry in entries], remarks
     key = _key_of_names(entries, images, subfolder, file.path)
@@ -63,13 +64,28 @@ def labels_of_list(
     return [index[entries[position].label] for position in positions], remarks
 
 
-def check_count(labels: int, images: Sequence[str], path: Path) -> None:
-    """Refuse a list of labels by position whose number of lines differs from the number of images."""
+def check_positions(labels: int, images: Sequence[str], path: Path) -> None:
+    """Refuse a list of labels by position that is longer or shorter than the images, or whose order is not clear."""
     if labels != len(images):
         raise DatasetError(
             f"{path}: {labels:,} labels for {len(images):,} images, so labels cannot be matched to images by position. "
             "Use all images of the list (with --limit or --classes to select some), or a list of names and labels"
         )
+    if (orders := orders_of(images)) is not None:
+        raise DatasetError(
+            f"{path}: line i is the label of the i-th image, but the order of the images is not clear: {orders}. Use a "
+            "list of names and labels, or rename the images with leading zeros"
+        )
+
+
+def orders_of(names: Sequence[str]) -> str | None:
+    """Return in words how sorted names would follow each other by their numbers, None if in the same order."""
+    by_number = sorted(names, key=_by_number)
+    if list(names) == by_number:
+        return None
+    first = next(place for place, pair in enumerate(zip(names, by_number, strict=True)) if pair[0] != pair[1])
+    shown = slice(max(0, first - 1), first + 3)
+    return f"as text {format_names(names[shown])}, but by number {format_names(by_number[shown])}"
 
 
 def read_label_list(file: LabelFile) -> tuple[list[LabelEntry], str]:
@@ -211,6 +227,11 @@ def _match(entries: list[LabelEntry], images: Sequence[str], key: "_Key", path: 
             "them, or remove the images"
         )
     return entry_of
+
+
+def _by_number(name: str) -> list[int | str]:
+    """Return the parts of a name between and of digits, the latter as numbers."""
+    return [int(part) if place % 2 else part for place, part in enumerate(_DIGITS.split(name))]
 
 
 @dataclass(frozen=True)

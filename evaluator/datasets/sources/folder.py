@@ -10,7 +10,10 @@ from pathlib import Path
 from ...errors import DatasetError, PreluNetError, from_os_error
 from ...files import open_regular
 from ...imaging.decode import SUFFIXES
-from .base import LABEL_SUFFIXES, PARQUET, TAR, LabelFile, too_large
+from .base import LABEL_SUFFIXES, PARQUET, TAR, LabelFile, format_names, too_large
+
+# Of macOS's archiver, of Synology (thumbnails), of ext4 and of Windows.
+_OF_SYSTEMS = {"__MACOSX", "@eaDir", "lost+found", "$RECYCLE.BIN", "System Volume Information"}
 
 
 def is_image_name(name: str) -> bool:
@@ -19,8 +22,8 @@ def is_image_name(name: str) -> bool:
 
 
 def is_visible(name: str) -> bool:
-    """Return whether a file or folder is considered: it is neither hidden nor metadata of the macOS archiver."""
-    return not name.startswith(".") and name != "__MACOSX"
+    """Return whether a file or folder is considered: it is neither hidden nor one that a system keeps for itself."""
+    return not name.startswith(".") and name not in _OF_SYSTEMS
 
 
 def reading_error(error: OSError, path: Path | str) -> PreluNetError:
@@ -56,12 +59,18 @@ class FolderSource:
 
         Links to folders are followed, unless they lead to a folder that they lie in.
         """
-        folder = self.root / subfolder
+        folder, dangling = self.root / subfolder, list[str]()
         try:
             around = frozenset(map(_identity, self.root.resolve().parents))
-            yield from _images(folder, "", around | ({_identity(self.root)} if subfolder else set()))
+            yield from _images(folder, "", around | ({_identity(self.root)} if subfolder else set()), dangling)
         except OSError as error:
             raise reading_error(error, error.filename or folder) from error
+        if dangling:
+            raise DatasetError(
+                f"{folder}: links to images that do not exist: {len(dangling):,}, {format_names(sorted(dangling))}. "
+                "The copy may lack what they point to: fetch it (as with git annex and DVC), copy again with rsync -L, "
+                "or remove the links"
+            )
 
     def reader(self, subfolder: str) -> "FolderSource":
         """Return a reader for the names that `images` yields."""
@@ -98,17 +107,29 @@ class FolderSource:
         return data
 
 
-def _images(folder: Path, prefix: str, around: frozenset[tuple[int, int]]) -> Iterator[tuple[str, int]]:
-    """Yield the images of a folder. around: the folders that it lies in, through which a link would never end."""
+def _images(
+    folder: Path, prefix: str, around: frozenset[tuple[int, int]], dangling: list[str]
+) -> Iterator[tuple[str, int]]:
+    """Yield the images of a folder.
+
+    around: the folders that it lies in, through which a link would never end; dangling: gets the names of links that
+    lead nowhere.
+    """
     if (identity := _identity(folder)) in around:
         return
     with os.scandir(folder) as entries:
         found = [entry for entry in entries if is_visible(entry.name)]
     for entry in found:
         if entry.is_dir():
-            yield from _images(folder / entry.name, f"{prefix}{entry.name}/", around | {identity})
+            yield from _images(folder / entry.name, f"{prefix}{entry.name}/", around | {identity}, dangling)
         elif is_image_name(entry.name):
-            status = entry.stat()
+            try:
+                status = entry.stat()
+            except FileNotFoundError:
+                if not entry.is_symlink():
+                    raise
+                dangling.append(prefix + entry.name)
+                continue
             if not stat.S_ISREG(status.st_mode):
                 raise DatasetError(f"{entry.path}: named like an image, but not a regular file. Remove it")
             yield prefix + entry.name, status.st_size
