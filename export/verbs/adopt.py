@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import typer
 
 from ...evaluator.contract import Interpolation, Resize
+from ...evaluator.engine.verify import TOLERANCES
 from ...evaluator.errors import UsageError
 from ...evaluator.files import require_new
 from ...evaluator.machine import onnxruntime_supports_int8
@@ -189,6 +190,11 @@ def _report(output: Path, adopted: "AdoptResult", preprocessing: object, *, dete
         f"{contract.precision}, {cost}; {len(adopted.deviations)} runs agree with the original net, largest "
         f"score deviation {worst.scores:.1e} ({worst.case})"
     )
+    if adopted.int8_moves is not None and adopted.int8_moves.scores > TOLERANCES["bf16"].scores:  # 8 bits, too
+        report(
+            "warning: int8 and fp32 differ so much that runs on processors with and without VNNI cannot be compared, "
+            "and prelunet verify notices only larger errors"
+        )
     if adopted.alike:
         report(
             "warning: the net gives the same scores to all test images, among them black, white and noise. Its weights "

@@ -21,6 +21,8 @@ from prelunet.evaluator.engine.verify import verify
 from prelunet.evaluator.errors import ContractError, EnvironmentFault, UsageError
 from prelunet.evaluator.machine import onnxruntime_supports_int8, supports_int8
 from prelunet.evaluator.protocols import build_protocol
+from prelunet.evaluator.rpc.convert import report_from_message
+from prelunet.evaluator.serving.api.prelunet import report_message
 from prelunet.export.foreign.quantized import difference, int8_tolerance
 from tests.export.foreign.foreign_nets import CLASSES, CROP, RGB, NetBuilder, ReferenceNet, adopted, net, write_classes
 
@@ -164,6 +166,7 @@ def test_the_precision_is_int8_with_vnni_and_fp32_without_and_every_output_says_
         assert each["model"]["calibration"]["tolerance"]["scores"] >= 0.01
         assert each["model"]["calibration"]["dataset_fingerprint"] is None
     jsonschema.validate(report, json.loads(Path("docs/report.schema.json").read_text()))
+    assert report_from_message(report_message(report)) == report, "also over gRPC"
     page = (folder / "report" / "report.html").read_text()
     assert ("fp32 (the file stores int8)" in page) != vnni
     assert "ranges: those of the adopted net" in page
@@ -290,6 +293,18 @@ def test_openvino_computes_the_net_in_int8_and_auto_stays_with_onnxruntime(tmp_p
             open_session(path, device)  # type: ignore[arg-type]
 
 
+@pytest.mark.skipif(not supports_int8(), reason="this processor has neither VNNI nor AMX")
+def test_openvino_refuses_a_net_of_which_it_computes_a_layer_in_float(tmp_path: Path) -> None:
+    def build(n: NetBuilder, x: str) -> str:
+        x = n.add("Conv", x, n.weights(3, 3, 1, 1))  # as quantizers leave the first layer
+        return qdq(n, x)
+
+    session, found = adopted(tmp_path, net(tmp_path, build))
+    assert (found.form, session.contract.precision) == ("qdq", "int8")
+    with pytest.raises(EnvironmentFault, match=r"OpenVINO computes in f32, .*adopted in int8, use --device cpu"):
+        open_session(tmp_path / "adopted.onnx", "openvino")
+
+
 def test_the_tolerance_is_twice_what_int8_was_seen_to_move_and_at_least_that_of_few_levels() -> None:
     fp32 = np.array([[0.5, 0.5], [0.9, 0.1]]), np.array([[4.0, -2.0], [1.0, 0.5]])
     int8 = np.array([[0.52, 0.48], [0.9, 0.1]]), np.array([[4.0, -2.2], [1.1, 0.5]])
@@ -297,6 +312,21 @@ def test_the_tolerance_is_twice_what_int8_was_seen_to_move_and_at_least_that_of_
     assert (moved.scores, moved.logits) == (pytest.approx(0.02), pytest.approx(0.1))  # 0.1 of 1.0, 0.05 of 4.0
     assert int8_tolerance(fp32[1], moved) == Tolerance(0.04, 0.2)
     assert int8_tolerance(fp32[1], Tolerance(0.0, 0.0)) == Tolerance(0.01, 0.01)
+
+
+def test_a_net_whose_precisions_differ_much_is_adopted_with_a_warning(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("prelunet.export.foreign.adopt.difference", lambda *_: Tolerance(0.3, 0.4))
+    model = str(tmp_path / "model.onnx")
+    options = ["--preset", "torchvision", "--classes", str(write_classes(tmp_path)), "-o", model]
+    assert run(["adopt", str(net(tmp_path, qdq)), *options]) == 0
+    printed = capsys.readouterr()
+    assert "int8 and fp32 differ by up to 3.0e-01 in a score" in printed.out
+    assert "runs on processors with and without VNNI cannot be compared" in printed.err
+    calibration = open_session(Path(model), "cpu").contract.calibration
+    assert calibration is not None
+    assert calibration.tolerance == Tolerance(0.6, 0.8)
 
 
 @pytest.mark.parametrize(
