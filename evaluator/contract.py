@@ -37,7 +37,8 @@ from .preparation import USUAL, Interpolation, Preparation, preparation_from_jso
 if TYPE_CHECKING:
     from .arrays import UInt8Array
 
-# 3: of adopted nets that state how images are prepared; 2: of int8 files. All others remain readable by readers of 1.
+# 3: of adopted nets that state how images are prepared or that are quantized; 2: of our int8 files. All others remain
+# readable by readers of 1.
 CONTRACT_VERSION = 3
 PREFIX = "prelunet."
 MAX_CANVAS_SIDE = 65536  # pixels
@@ -100,20 +101,23 @@ class Calibration:
 
     dataset_fingerprint: of the dataset; images: number of images chosen from it; protocol: name of the one that defined
     their views; rule: how a range follows from the values of an activation; tolerance: of the golden images, derived at
-    export; cost: how far int8 itself moves their scores and logits from those of the unrounded net.
+    export; cost: how far int8 itself moves their scores and logits from those of the unrounded net. All but the
+    tolerance is None in an adopted net, whose file does not tell.
     """
 
-    dataset_fingerprint: str
-    images: int
-    protocol: str
-    rule: str
+    dataset_fingerprint: str | None
+    images: int | None
+    protocol: str | None
+    rule: str | None
     tolerance: Tolerance
-    cost: Tolerance
+    cost: Tolerance | None
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self)
 
     def __str__(self) -> str:
+        if self.rule is None:
+            return "those of the adopted net"
         return (
             f"{self.rule} of {self.images} from the dataset with fingerprint {self.dataset_fingerprint}, "
             f"{self.protocol}"
@@ -208,7 +212,7 @@ class ModelContract:
         """Return the lowest version whose readers understand the file."""
         if self.preparation != USUAL or (self.center_scale or 0) > self.max_side:
             return 3
-        return 1 if self.calibration is None else 2
+        return 1 if self.calibration is None else 3 if self.calibration.rule is None else 2
 
     def to_metadata(self) -> dict[str, str]:
         """Return the metadata of the file: key to JSON text, keys sorted, deterministic."""
@@ -332,10 +336,14 @@ def parse_provenance(value: Any) -> dict[str, Any] | None:
 def parse_calibration(value: Any) -> Calibration:
     """Read the output of `Calibration.to_json`. Raises ValueError with the fault."""
     entry = require_keys(value, "the calibration", {field.name for field in fields(Calibration)})
-    deviations = {key: require_keys(entry[key], key, {"scores", "logits"}) for key in ("tolerance", "cost")}
+    adopted = all(value is None for key, value in entry.items() if key != "tolerance")
+    measured = ("tolerance",) if adopted else ("tolerance", "cost")
+    deviations = {key: require_keys(entry[key], key, {"scores", "logits"}) for key in measured}
     for number in (number for deviation in deviations.values() for number in deviation.values()):
         if not isinstance(number, float) or not 0 <= number < math.inf:
             raise ValueError("tolerance and cost should be numbers from 0")
+    if adopted:
+        return Calibration(None, None, None, None, Tolerance(**deviations["tolerance"]), None)
     for text in (entry["protocol"], entry["rule"]):
         if fault := _name_fault(text):
             raise ValueError(fault)

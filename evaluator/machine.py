@@ -2,6 +2,7 @@
 
 import math
 import os
+import platform
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -14,6 +15,7 @@ MAX_MEMORY = 2**60
 _UNITS = "MGT"
 _AMOUNT = re.compile(r"(?P<number>\d{1,15}(?:\.\d{1,6})?)(?P<unit>[MGTmgt])(?:iB|(?P<decimal>B))?", re.ASCII)
 
+_INT8_FLAGS = frozenset({"avx_vnni", "avx512_vnni", "amx_int8"})
 # The flags of /proc/cpuinfo that oneDNN, which computes for OpenVINO and torch, still makes use of under a value of
 # ONEDNN_MAX_CPU_ISA; the values that are not listed allow all.
 _USED_BY_ONEDNN = {
@@ -83,7 +85,16 @@ def supports_int8() -> bool:
 
     Others add two products in 16 bits, where the sum of two large ones overflows.
     """
-    return has_processor_flags("avx_vnni", "avx512_vnni", "amx_int8")
+    return has_processor_flags(*_INT8_FLAGS)
+
+
+def onnxruntime_supports_int8() -> bool:
+    """Whether onnxruntime adds products of 8-bit numbers in 32 bits by default: `supports_int8` asks about oneDNN.
+
+    Only x86 also has instructions that add in 16 bits.
+    """
+    is_x86 = platform.machine().lower() in {"x86_64", "amd64"}
+    return not is_x86 or not _INT8_FLAGS.isdisjoint(cpuinfo_value("flags").split())
 
 
 def _groups(controller: str, root: Path) -> Iterator[tuple[Path, int]]:

@@ -8,8 +8,9 @@ import numpy as np
 
 from ..evaluator.arrays import FloatArray
 from ..evaluator.contract import GoldenImage, Tolerance, golden_image, golden_sizes
-from ..evaluator.engine.load import open_session
-from ..evaluator.engine.session import Outputs
+from ..evaluator.engine.load import open_with_placement
+from ..evaluator.engine.runtimes.base import Precision
+from ..evaluator.engine.session import Outputs, Placement
 from ..evaluator.engine.verify import (
     Deviation,
     deviation,
@@ -30,12 +31,18 @@ def golden_answers(crop: int, windows: Sequence[WindowArrays]) -> tuple[GoldenIm
     )
 
 
-def check_parity(path: Path, windows: Sequence[WindowArrays], tolerance: Tolerance | None = None) -> list[Deviation]:
+def check_parity(
+    path: Path,
+    windows: Sequence[WindowArrays],
+    tolerance: Tolerance | None = None,
+    compute_in: Precision | None = None,
+) -> list[Deviation]:
     """Compare the windows of the golden images between the file, in onnxruntime on the CPU, and the oracle.
 
-    The score deviation of an image is that of its worst window. tolerance: None for that of the file's precision.
+    The score deviation of an image is that of its worst window. tolerance: None for that of the file's precision;
+    compute_in: None for the default.
     """
-    session = open_session(path, "cpu")
+    session = open_with_placement(path, Placement("cpu", compute_in), check=False)
     sizes = golden_sizes(session.contract.crop)
     deviations = []
     for case, outputs, row, index in run_cases(session, [golden_image(*size) for size in sizes]):

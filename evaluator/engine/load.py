@@ -14,6 +14,7 @@ from typing import get_args
 
 import numpy as np
 
+from ..architectures import OpaqueNet
 from ..contract import (
     INPUTS,
     OUTPUTS,
@@ -24,7 +25,7 @@ from ..contract import (
 from ..errors import ContractError, EnvironmentFault, PreluNetError, UsageError
 from ..files import sha256_of
 from ..json_checks import differences, format_differences
-from ..machine import cores, has_processor_flags, supports_int8
+from ..machine import cores, has_processor_flags, onnxruntime_supports_int8, supports_int8
 from .memory import cpu_rules, gpu_rules, require_loadable
 from .runtimes import RUNTIMES, Device, onnx
 from .runtimes.base import LoadedModel, Precision, error_summary
@@ -57,10 +58,10 @@ def open_with_placement(
 ) -> Session:
     """Load a model file with a placement; the session's `circumstances` state what really runs it.
 
-    Every runtime but onnxruntime's CPU provider, with which the file was checked when it was written, has to give the
-    scores of its golden images (`self_check`). Where a GPU does not, or does not run, `auto` falls back to the CPU with
-    a warning. An int8 file runs on CPUs only, and with OpenVINO first in a child process, since a runtime may crash
-    (`openvino.try_first_run`).
+    Every runtime but onnxruntime's CPU provider in fp32, with which the file was checked when it was written, has to
+    give the scores of its golden images (`self_check`). Where a GPU does not, or does not run, `auto` falls back to the
+    CPU with a warning. An int8 file runs on CPUs only, and with OpenVINO first in a child process, since a runtime may
+    crash (`openvino.try_first_run`).
     preallocate: also run the largest batch, because many images will follow; digest: SHA-256 of the file, if known;
     check: False for a caller that compares the golden images itself.
 
@@ -76,27 +77,30 @@ def open_with_placement(
     if placement.threads < 0:
         raise UsageError(f"threads is {placement.threads}: give a number of threads, or 0 for one per core")
     digest = digest or sha256_of(path)
-    if placement.device != "auto":
-        return _open(path, placement, digest, preallocate=preallocate, check=check)
-    is_int8 = read_precision(path) == "int8"
-    if placement.precision != "bf16" and not is_int8 and onnx.has_cuda_provider():
-        try:
-            return _open(path, replace(placement, device="cuda"), digest, preallocate=preallocate, check=check)
-        except EnvironmentFault as error:
-            log.warning("device auto: running on the CPU, because CUDA cannot be used: %s", error)
-    device = choose_cpu_device(path, placement.precision)
-    if is_int8 and device == "cpu" and placement.precision is None:
-        reason = "openvino is not installed" if supports_int8() else "this processor has neither VNNI nor AMX"
-        log.warning("device auto: computing the int8 file %s in fp32, because %s", path, reason)
-    return _open(path, replace(placement, device=device), digest, preallocate=preallocate, check=check)
+    is_int8, device = read_precision(path) == "int8", placement.device
+    if device == "auto":
+        if placement.precision != "bf16" and not is_int8 and onnx.has_cuda_provider():
+            try:
+                return _open(path, replace(placement, device="cuda"), digest, preallocate=preallocate, check=check)
+            except EnvironmentFault as error:
+                log.warning("device auto: running on the CPU, because CUDA cannot be used: %s", error)
+        device = choose_cpu_device(path, placement.precision)
+    session = _open(path, replace(placement, device=device), digest, preallocate=preallocate, check=check)
+    adopted = isinstance(session.contract.architecture, OpaqueNet)
+    chosen = placement.precision is None and (adopted or placement.device == "auto")
+    if is_int8 and chosen and session.circumstances.precision == "fp32":
+        missing = not adopted and supports_int8()
+        reason = "openvino is not installed" if missing else "this processor has neither VNNI nor AMX"
+        log.warning("device %s: computing the int8 file %s in fp32, because %s", placement.device, path, reason)
+    return session
 
 
 def choose_cpu_device(path: Path, precision: Precision | None = None) -> Device:
     """Return the device with which `auto` runs a model file on this CPU: `openvino` or `cpu`.
 
     A fixed rule rather than a timing, so that a repeated run chooses the same. OpenVINO for bf16 and, if it is
-    installed, for int8 files, which only it computes in int8, on a processor that can (unless fp32 is requested), and
-    for a net of at least LARGE_NET_FLOPS operations per crop on a processor with AVX-512: elsewhere and for smaller
+    installed, for our int8 files, which only it computes in int8, on a processor that can (unless fp32 is requested),
+    and for a net of at least LARGE_NET_FLOPS operations per crop on a processor with AVX-512: elsewhere and for smaller
     nets onnxruntime is as fast or faster in fp32 (benchmarks/results/engine-cpu-avx2.md). A malformed file is left to
     the device that loads it.
     """
@@ -106,9 +110,11 @@ def choose_cpu_device(path: Path, precision: Precision | None = None) -> Device:
         return "cpu"
     if importlib.util.find_spec("onnxruntime") is None:
         return "openvino"
+    contract = _read_contract(path)
     if read_precision(path) == "int8":
-        return "openvino" if precision == "int8" or (precision is None and supports_int8()) else "cpu"
-    if not has_processor_flags("avx512f") or (contract := _read_contract(path)) is None:
+        ours = contract is None or not isinstance(contract.architecture, OpaqueNet)
+        return "openvino" if ours and (precision == "int8" or (precision is None and supports_int8())) else "cpu"
+    if contract is None or not has_processor_flags("avx512f"):
         return "cpu"
     operations = 2 * (contract.multiply_adds(contract.crop, contract.crop) or 0)
     return "openvino" if operations >= LARGE_NET_FLOPS else "cpu"
@@ -159,7 +165,8 @@ def add_lanes(session: Session, path: Path) -> None:
     """
     where, lanes = session.placement, min(session.placement.threads or cores(), cores())
     if where.device == "cpu" and where.memory is None and lanes > 1 and session.model_bytes <= MAX_LANES_BYTES:
-        session.add_lanes(onnx.load_on_cpu(path, threads=1), lanes)
+        quantized = session.circumstances.precision == "int8"
+        session.add_lanes(onnx.load_on_cpu(path, threads=1, quantized=quantized), lanes)
 
 
 def _open(path: Path, placement: Placement, digest: str, *, preallocate: bool, check: bool) -> Session:
@@ -168,14 +175,15 @@ def _open(path: Path, placement: Placement, digest: str, *, preallocate: bool, c
     gpu = RUNTIMES[device].gpu
     if not gpu and placement.gpu_memory is not None:
         raise UsageError(f"--gpu-memory-limit: the model runs on a CPU (--device {device}). See --memory-limit")
-    if stated := read_precision(path):  # refuse the impossible before a gigabyte is loaded
-        _compute_precision(device, stated, placement.precision, path)
-        if placement.memory is not None:
-            require_loadable(file_bytes, stated, placement.memory, device)
+    precision = placement.precision
+    if (stated := _read_contract(path)) is not None:  # refuse the impossible before a gigabyte is loaded
+        precision = _compute_precision(device, stated, precision, path)
+    if placement.memory is not None and (stored := read_precision(path)):
+        require_loadable(file_bytes, stored, placement.memory, device)
     masks = _needs_masks(path, device, placement.precision or "fp32")
     loaded, arena = RUNTIMES[device].load(
         path,
-        precision=placement.precision,
+        precision=precision,
         threads=placement.threads,
         masks=masks,
         gpu=placement.gpu,
@@ -185,14 +193,14 @@ def _open(path: Path, placement: Placement, digest: str, *, preallocate: bool, c
     if not masks:
         contract = replace(contract, canvas="exact")
     _check_interface(loaded, contract, path)
-    precision = _compute_precision(device, contract.precision, placement.precision, path)
+    precision = _compute_precision(device, contract, placement.precision, path)
     circumstances = Circumstances(loaded.provider, precision, package_versions(loaded.packages))
     if gpu:
         rules = gpu_rules(contract, arena, file_bytes, precision=precision)
     else:
         rules = cpu_rules(contract, placement.memory, file_bytes, device=device, precision=precision)
     session = Session(loaded, contract, digest, circumstances, placement, rules=rules, model_bytes=file_bytes)
-    if check and device != "cpu":
+    if check and (device != "cpu" or precision == "int8"):
         self_check(session, path.name)
     elif preallocate or gpu:  # there a successful load does not even prove that cuDNN is installed
         _run_blank(session, path.name, 1, contract.min_side)
@@ -214,23 +222,33 @@ def _needs_masks(path: Path, device: Device, precision: Precision) -> bool:
     return cpu_rules(contract, None, 0, device=device, precision=precision).canvas_step > 1
 
 
-def _compute_precision(device: Device, stored: str, requested: Precision | None, path: Path) -> Precision:
-    """Return the precision that the model computes in; UsageError when the requested one is impossible.
+def precisions_of(device: str, contract: ModelContract) -> tuple[Precision, ...]:
+    """Return the precisions in which a device can compute a file, the default first.
 
-    stored: precision of the file.
+    onnxruntime computes an adopted int8 net as it computes the original, where the processor has the instructions.
     """
-    possible = RUNTIMES[device].precisions.get(stored, ())
+    if contract.precision == "int8" and isinstance(contract.architecture, OpaqueNet):
+        adopted = contract.training.get("adopted")
+        if isinstance(adopted, dict) and adopted.get("quantized") == "operators":  # of integers, which only it knows
+            return ("int8",) if device == "cpu" else ()
+        if device == "cpu":
+            return ("int8", "fp32") if onnxruntime_supports_int8() else ("fp32", "int8")
+    return RUNTIMES[device].precisions.get(contract.precision, ())
+
+
+def _compute_precision(device: Device, contract: ModelContract, requested: Precision | None, path: Path) -> Precision:
+    """Return the precision that the model computes in; UsageError when the requested one is impossible."""
+    possible, stored = precisions_of(device, contract), contract.precision
+    adopted = isinstance(contract.architecture, OpaqueNet)
     if not possible:
-        other = ", or use --device openvino" if stored == "int8" else ""
-        raise UsageError(f"--device {device}: {path} stores {stored}. Export it with --precision fp32{other}")
+        fix = "Export it with --precision fp32" + (", or use --device openvino" if stored == "int8" else "")
+        raise UsageError(f"--device {device}: {path} stores {stored}. {'Use --device cpu' if adopted else fix}")
     if requested is not None and requested not in possible:
-        others = [
-            f"--device {name}" for name, other in RUNTIMES.items() if requested in other.precisions.get(stored, ())
-        ]
+        others = [f"--device {name}" for name in RUNTIMES if requested in precisions_of(name, contract)]
         alone = "openvino" if requested == "int8" else "cuda"
         needed = " or ".join(others) or f"--device {alone} and another file"
         export = "" if others else f": prelunet export --precision {_EXPORTS.get(requested, 'fp32')}"
-        fix = f"{requested} needs {needed}{export}"
+        fix = "Omit --precision" if adopted and not others else f"{requested} needs {needed}{export}"
         raise UsageError(
             f"--precision {requested}: {path} stores {stored}, which --device {device} computes in "
             f"{' or '.join(possible)}. {fix}"

@@ -36,8 +36,7 @@ def verify(
         bounds = require_verified(str(model), session, deviations)
     if not as_json:
         echo(f"{model}: verified on {session.circumstances}: deviation at most {bounds}")
-        if (calibration := session.contract.calibration) is not None:
-            cost = calibration.cost
+        if (calibration := session.contract.calibration) is not None and (cost := calibration.cost) is not None:
             echo(
                 f"int8 itself moves the scores of these images by up to {cost.scores:g}, logits by {cost.logits:g} of "
                 "the largest. They are no photos; what it costs on yours: prelunet compare"

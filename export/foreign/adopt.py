@@ -2,13 +2,12 @@
 
 import importlib.metadata
 import os
-import re
 import tempfile
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import BinaryIO, Literal
+from typing import Literal
 
 import numpy as np
 from onnx import ModelProto, TensorProto
@@ -16,19 +15,20 @@ from onnx.helper import np_dtype_to_tensor_dtype
 
 from ...evaluator.architectures import OpaqueNet, TrunkLayer
 from ...evaluator.arrays import Float64Array, UInt8Array
-from ...evaluator.contract import ClassEntry, GoldenImage, ModelContract, golden_image, golden_sizes
-from ...evaluator.engine.load import open_session
-from ...evaluator.engine.runtimes.base import error_summary
+from ...evaluator.contract import ClassEntry, GoldenImage, ModelContract, Tolerance, golden_image, golden_sizes
+from ...evaluator.engine.runtimes.base import Precision
 from ...evaluator.engine.runtimes.onnx import RawOnnxModel
 from ...evaluator.engine.scores import softmax
-from ...evaluator.engine.verify import Deviation, deviation, golden_answer
-from ...evaluator.errors import ContractError, EnvironmentFault, UsageError
+from ...evaluator.engine.verify import Deviation, golden_answer
+from ...evaluator.errors import ContractError, UsageError
 from ...evaluator.files import check_not_input, open_atomically, sha256_of
 from ...evaluator.protocols import LONG_SIDE_CAP
 from ...training.importing.preprocessing import Layout, Preprocessing
 from ..dense.build import MAX_CANVAS_SIDE
-from ..parity import WindowArrays, check_parity, golden_answers
+from ..parity import WindowArrays, golden_answers
+from .check import Reference, summarize, write_checked, write_dense
 from .dense import MULTI_SCALE, Head, find_head, make_dense, part_of
+from .quantized import Form, difference, find_form, in_int8, int8_tolerance, loader
 from .read_net import (
     NetInterface,
     count_multiply_adds,
@@ -42,7 +42,6 @@ from .wrap_net import prepare_net, probability_floor, wrap_net
 
 OutputKind = Literal["auto", "logits", "softmax", "sigmoid"]
 
-OLDEST_SCAN = 9  # the first opset with the current form of Scan
 _REPEATED_IMAGES = 2  # pictures that the net is run on twice
 # Allowed difference between the two runs, as a fraction of the largest output.
 _REPEAT_TOLERANCE_HALF, _REPEAT_TOLERANCE_SINGLE = 1e-3, 1e-6
@@ -74,7 +73,8 @@ class AdoptResult:
     """The contract of an adopted net, and what was detected.
 
     sequential_reason: why the images of a batch run one at a time, or empty if they run together; deviations: of every
-    run compared with the original net; alike: the net gives the same scores to all test images.
+    run compared with the original net; alike: the net gives the same scores to all test images; form: how a net in int8
+    is quantized; int8_moves: how far its scores in int8 are from those on the same numbers in float32.
     """
 
     contract: ModelContract
@@ -84,15 +84,8 @@ class AdoptResult:
     sequential_reason: str
     deviations: tuple[Deviation, ...]
     alike: bool
-
-
-@dataclass(frozen=True)
-class _Reference:
-    """One picture, uint8 (crop, crop, 3), and the original net's scores and logits for it, float64 (K,)."""
-
-    picture: UInt8Array
-    scores: Float64Array
-    logits: Float64Array
+    form: Form | None
+    int8_moves: Tolerance | None
 
 
 def adopt(path: Path, output: Path, classes: ClassList, options: AdoptOptions) -> AdoptResult:
@@ -108,32 +101,46 @@ def adopt(path: Path, output: Path, classes: ClassList, options: AdoptOptions) -
     with open_atomically(output) as file:  # first, so that an unwritable path is refused before the work
         net = read_net(path, output)
         interface = find_interface(path, net, crop=options.crop, layout=options.layout, output=options.net_output)
-        preparation = options.preprocessing.preparation
-        if options.dense and preparation.whole:
-            raise UsageError(
-                f"{path}: --resize {preparation.resize} with --dense: a net that takes whole images has seen no "
-                "windows of larger ones. Omit one of them"
-            )
         options = _with_channels(path, interface, options)
-        _check_preprocessing(path, interface, options.preprocessing)
+        _check_preprocessing(path, interface, options)
         pictures = _pictures(interface.crop)
-        raw = _run_net(path, interface, options.preprocessing, pictures, random_operators(net))
+        load = loader(path, net)
+        form = find_form(load, net)
+        if options.dense and form == "operators":
+            raise ContractError(
+                f"{path}: cannot become dense: it is quantized with operators of integers. Quantize it in the format "
+                "QDQ, or adopt it without --dense"
+            )
+        run = partial(_run_net, path, interface, options.preprocessing, pictures)
+        raw = run(load(), random_operators(net))
         interface = replace(interface, one_score=len(raw[0]) == 1)
         _check_classes(path, classes, len(raw[0]))
-        probabilities = _are_probabilities(path, options.kind, raw, half=interface.half)
+        probabilities = _are_probabilities(path, options.kind, raw, half=interface.half, form=form)
         floor = probability_floor(interface) if probabilities else None
         alike = all(np.allclose(row, raw[0], rtol=_ALIKE, atol=_ALIKE) for row in raw)
-        references = [
-            _Reference(picture, *_scores_and_logits(row, floor))
-            for picture, row in zip(pictures.values(), raw, strict=True)
-        ]
+        expected = _scores_and_logits(np.stack(raw), floor)
+        answers: dict[Precision, tuple[Float64Array, Float64Array]] = {
+            "int8" if form == "operators" else "fp32": expected
+        }
+        tolerance = spread = None
+        if form == "qdq":
+            answers["int8"] = _scores_and_logits(np.stack(run(load(quantized=True), [])), floor)
+        if form is not None:
+            spread = difference(expected, answers["int8"])
+            tolerance = int8_tolerance(expected[1], spread)
+        references = {
+            precision: [Reference(*each) for each in zip(pictures.values(), *both, strict=True)]
+            for precision, both in answers.items()
+        }
         head = find_head(path, net, interface) if options.dense else None
         windows = _windows(path, net, interface, head, options.preprocessing, floor) if head is not None else ()
-        crop, plain = interface.crop, references[0]
-        golden: tuple[GoldenImage, ...] = (golden_answer(crop, crop, plain.scores, plain.logits),)
+        crop = interface.crop
+        golden: tuple[GoldenImage, ...] = (golden_answer(crop, crop, *(rows[0] for rows in expected)),)
         if windows:
             golden = golden_answers(crop, windows)
         contract = replace(_contract(path, net, interface, classes.entries, options, head), golden=golden)
+        if form is not None and tolerance is not None:
+            contract = in_int8(contract, form, tolerance)
         opset = opset_of(net)
         if head is not None:
             make_dense(net, head)
@@ -143,10 +150,11 @@ def adopt(path: Path, output: Path, classes: ClassList, options: AdoptOptions) -
             version=importlib.metadata.version("prelunet"), head=head,
         )  # fmt: skip
         if head is not None:
-            sequential_reason, deviations = "", _write_dense(file, path, build, references, windows)
+            sequential_reason, deviations = "", write_dense(file, path, build, references, windows, tolerance)
         else:
-            sequential_reason, deviations = _write_checked(file, path, build, opset, references)
-    return AdoptResult(contract, interface, opset, probabilities, sequential_reason, tuple(deviations), alike)
+            sequential_reason, deviations = write_checked(file, path, build, opset, references)
+    found = (sequential_reason, tuple(deviations), alike, form, spread)
+    return AdoptResult(contract, interface, opset, probabilities, *found)
 
 
 def _pictures(crop: int) -> dict[str, UInt8Array]:
@@ -185,8 +193,17 @@ def _with_channels(path: Path, interface: NetInterface, options: AdoptOptions) -
     return replace(options, preprocessing=replace(given, channels="gray", preparation=preparation))
 
 
-def _check_preprocessing(path: Path, interface: NetInterface, preprocessing: Preprocessing) -> None:
-    """Raise UsageError for a mean if the net takes bytes, or no mean if it takes floats: nothing is guessed."""
+def _check_preprocessing(path: Path, interface: NetInterface, options: AdoptOptions) -> None:
+    """Raise UsageError for a mean if the net takes bytes, or none if it takes floats, and for windows of whole images.
+
+    Nothing is guessed.
+    """
+    preprocessing, resize = options.preprocessing, options.preprocessing.preparation.resize
+    if options.dense and preprocessing.preparation.whole:
+        raise UsageError(
+            f"{path}: --resize {resize} with --dense: a net that takes whole images has seen no windows of larger "
+            "ones. Omit one of them"
+        )
     if interface.takes_bytes and preprocessing.mean is not None:
         raise UsageError(
             f"{path}: input '{interface.input}' takes bytes, so the net subtracts the mean itself. "
@@ -217,13 +234,13 @@ def _run_net(
     interface: NetInterface,
     preprocessing: Preprocessing,
     pictures: Mapping[str, UInt8Array],
+    net: RawOnnxModel,
     random_ops: list[str],
 ) -> list[Float64Array]:
     """Return the original net's output for each picture, run alone: float64 (K,).
 
     random_ops: operators of the net that draw random numbers.
     """
-    net = RawOnnxModel(path, threads=1)  # the last bits of the golden scores depend on the number of threads
 
     def run(name: str, picture: UInt8Array) -> Float64Array:
         output = net.run({interface.input: interface.feed(preprocessing.apply(picture))}, interface.output)
@@ -312,7 +329,7 @@ def _windows(
                 table = np.reshape(outputs, (rows, columns, -1)).astype(np.float64)
                 windows.append(_scores_and_logits(table, floor))
         except ContractError as error:
-            text = _summarize(error).replace(folder, "").strip()
+            text = summarize(error).replace(folder, "").strip()
             raise ContractError(
                 f"{path}: cannot become dense: on an image of {size[0]}x{size[1]} pixels {text}. Export the net "
                 "with dynamic height and width, or adopt it without --dense"
@@ -320,7 +337,9 @@ def _windows(
     return windows
 
 
-def _are_probabilities(path: Path, kind: OutputKind, rows: list[Float64Array], *, half: bool) -> bool:
+def _are_probabilities(
+    path: Path, kind: OutputKind, rows: list[Float64Array], *, half: bool, form: Form | None
+) -> bool:
     """Detect from the outputs for several pictures whether the net ends in a softmax, or one score in a sigmoid.
 
     Raises UsageError if that contradicts `kind`, or if the outputs look like neither logits nor probabilities.
@@ -344,9 +363,10 @@ def _are_probabilities(path: Path, kind: OutputKind, rows: list[Float64Array], *
     if kind == "logits" and summed:
         raise UsageError(f"{path}: --kind logits, but its outputs are probabilities ({sums}). Omit --kind")
     if kind == "auto" and within and not summed:
+        rounded = " or a softmax that is rounded to 8 bits: quantize the net without it" if form else ""
         raise UsageError(
             f"{path}: its outputs are between 0 and 1 but do not sum to 1 over the classes ({sums}), as after "
-            "a sigmoid. To treat them as logits anyway, pass --kind logits"
+            f"a sigmoid{rounded}. To treat them as logits anyway, pass --kind logits"
         )
     return summed
 
@@ -387,95 +407,3 @@ def _contract(
         raise UsageError(
             f"{path}: cannot be adopted: {error}. Change --name, the class list or the option that it is about"
         ) from error
-
-
-def _write_checked(
-    file: BinaryIO, path: Path, build: Callable[..., ModelProto], opset: int, references: list[_Reference]
-) -> tuple[str, list[Deviation]]:
-    """Write the file so that a batch runs together or, if the net does not support that, one image at a time.
-
-    build: `wrap_net` with all but `one_by_one`; opset: of the net.
-    Returns the reason for running one at a time (empty: together) and the deviations. Raises ContractError with the
-    reasons if neither reproduces the net's scores.
-    """
-    reason = ""
-    for one_by_one in (False, True):
-        if one_by_one and opset < OLDEST_SCAN:
-            reason += f"; opset {opset} has no loop over images, which needs opset {OLDEST_SCAN}"
-            break
-        file.seek(0)
-        file.truncate()
-        file.write(build(one_by_one=one_by_one).SerializeToString(deterministic=True))
-        file.flush()
-        try:
-            with np.errstate(all="ignore"):  # NaN and infinity count as deviations
-                deviations = list(_deviations(Path(file.name), references))
-        except EnvironmentFault:  # insufficient memory, which the other way would not fix
-            raise
-        except Exception as error:  # the runtime's exception classes, which only the session module imports
-            text = _summarize(error).replace(file.name, path.name)
-        else:
-            failed = [d for d in deviations if not d.passed]
-            if not failed:
-                return reason, deviations
-            text = _worst(failed)
-        reason += f"; one at a time: {text}" if one_by_one else f"together: {text}"
-    raise ContractError(
-        f"{path}: images can run neither together nor one at a time ({reason}). "
-        "Export the net with a dynamic batch size"
-    )
-
-
-def _write_dense(
-    file: BinaryIO,
-    path: Path,
-    build: Callable[..., ModelProto],
-    references: list[_Reference],
-    windows: Sequence[WindowArrays],
-) -> list[Deviation]:
-    """Write the file of a dense net. Raises ContractError unless crops and all windows have the net's scores."""
-    file.write(build(one_by_one=False).SerializeToString(deterministic=True))
-    file.flush()
-    try:
-        deviations = [*check_parity(Path(file.name), windows), *_deviations(Path(file.name), references)]
-    except EnvironmentFault:
-        raise
-    except Exception as error:  # as above
-        text, in_batches = _summarize(error).replace(file.name, path.name), True
-    else:
-        failed = [d for d in deviations if not d.passed]
-        if not failed:
-            return deviations
-        text, in_batches = _worst(failed), all(d.case == "together" for d in failed)
-    fix = "Export the net with a dynamic batch size, or adopt" if in_batches else "Adopt"
-    raise ContractError(f"{path}: cannot become dense: {text}. {fix} it without --dense")
-
-
-def _worst(failed: Sequence[Deviation]) -> str:
-    worst = max(failed, key=lambda d: (d.scores, d.logits))
-    return (
-        f"scores of the same image run {worst.case} differ by {worst.scores:.1e}, logits by {worst.logits:.1e} of the "
-        f"largest ({worst.height}x{worst.width} pixels)"
-    )
-
-
-def _summarize(error: Exception) -> str:
-    """Summarize the runtime's error for a failed run: the node if it names one, else the beginning of its text."""
-    text = error_summary(error)
-    if node := re.search(r"running (\w+) node\. Name:'(?:net/)?([^']*)'", text):
-        return f"its {node[1]} node{' ' + node[2] if node[2] else ''} fails"
-    return text
-
-
-def _deviations(path: Path, references: list[_Reference]) -> Iterator[Deviation]:
-    """Compare the file, in onnxruntime on the CPU, with the original net: each picture alone and all together."""
-    session = open_session(path, "cpu")
-    crop = session.contract.crop
-    sizes = np.full((len(references), 2), crop, np.int64)
-    together = session.run(np.stack([entry.picture for entry in references]), sizes)
-    for row, entry in enumerate(references):
-        alone = session.run(entry.picture[None], sizes[:1])
-        for case, outputs, index in (("alone", alone, 0), ("together", together, row)):
-            yield deviation(
-                case, (crop, crop), outputs, index, entry.scores, entry.logits, precision=session.contract.precision
-            )

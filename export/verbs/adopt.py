@@ -8,8 +8,10 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import typer
 
 from ...evaluator.datasets.labels.class_file import read_class_list
+from ...evaluator.engine.verify import TOLERANCES
 from ...evaluator.errors import UsageError
 from ...evaluator.files import check_not_input, require_new
+from ...evaluator.machine import onnxruntime_supports_int8
 from ...evaluator.preparation import Color, Interpolation, Resize
 from ...evaluator.terminal import echo, report
 from ...training.importing.preprocessing import (
@@ -230,15 +232,29 @@ def _report(output: Path, adopted: "AdoptResult", preprocessing: object, *, dete
             f"dense: windows of {contract.window}x{contract.window} cells of its feature map, {contract.trunk_stride} "
             f"pixels apart; multi-scale at {scales}\n"
         )
+    int8 = ""
+    if adopted.form is not None and adopted.int8_moves is not None:
+        here = "int8, as the original"
+        if not onnxruntime_supports_int8():
+            instead = "fp32, on the rounded numbers" if adopted.form == "qdq" else "int8, slowly, but without overflow"
+            here = f"{instead}, because this processor has neither VNNI nor AMX"
+        if adopted.form == "qdq":
+            here += f" (int8 and fp32 differ by up to {adopted.int8_moves.scores:.1e} in a score)"
+        int8 = f"quantized to int8; on this processor onnxruntime computes it in {here}\n"
     worst = max(adopted.deviations, key=lambda d: d.scores)
     echo(
         f"input '{net.input}': {net.layout}, crops of {net.crop}x{net.crop} pixels; {preprocessing}\n"
         f"output '{net.output}': {kind}{'' if net.one_score else f' of {len(contract.classes)} classes'}{how}\n"
-        f"images of a batch run through the net {batches}\n{dense}"
+        f"images of a batch run through the net {batches}\n{dense}{int8}"
         f"{output}: {contract.name}, {output.stat().st_size / 1e6:.1f} MB, opset {adopted.opset}, "
         f"{contract.precision}, {cost}; {len(adopted.deviations)} runs agree with the original net, largest "
         f"score deviation {worst.scores:.1e} ({worst.case})"
     )
+    if adopted.int8_moves is not None and adopted.int8_moves.scores > TOLERANCES["bf16"].scores:  # 8 bits, too
+        report(
+            "warning: int8 and fp32 differ so much that runs on processors with and without VNNI cannot be compared, "
+            "and prelunet verify notices only larger errors"
+        )
     if adopted.alike:
         report(
             "warning: the net gives the same scores to all test images, among them black, white and noise. Its weights "

@@ -16,6 +16,7 @@ import numpy.typing as npt
 from ...arrays import Int64Array, UInt8Array
 from ...contract import OUTPUTS
 from ...errors import ContractError, EnvironmentFault, install_hint
+from ...machine import onnxruntime_supports_int8
 from .base import Runtime, error_summary, is_out_of_memory, load_error
 from .cuda import DISABLED_OPTIMIZERS, CudaBinding, CudaRuntime, GpuPrecision, cuda_options
 from .onnx_metadata import read_precision
@@ -68,14 +69,15 @@ def has_cuda_provider() -> bool:
     return CUDA in runtime.get_available_providers()
 
 
-def load_on_cpu(path: Path, *, threads: int = 0) -> OnnxRuntimeModel:
-    """Load a model file on the CPU provider; threads: 0 for one per core. Raises as `open_session` does."""
+def load_on_cpu(path: Path, *, threads: int = 0, quantized: bool = False) -> OnnxRuntimeModel:
+    """Load a model file on the CPU provider. Raises as `open_session` does.
+
+    threads: 0 for one per core; quantized: compute quantized layers in int8, with the runtime's kernels for them.
+    """
     runtime = import_runtime()
     options = _options(runtime)
     options.intra_op_num_threads = threads
-    # Compute int8 files in float32, on the quantized numbers: this provider has no int8 convolution with a PReLU, and
-    # its mixture of float32 convolutions, int8 products and weights dequantized in every run was slower on model A.
-    options.add_session_config_entry("session.disable_quant_qdq", "1")
+    _choose_kernels(options, quantized=quantized)
     # Threads spin between the operators of a batch, where waking them takes longer than many an operator, but not
     # between batches, where they would take cores from decoding and gRPC: benchmarks/README.md.
     options.add_session_config_entry("session.force_spinning_stop", "1")
@@ -130,6 +132,19 @@ def _options(runtime: ModuleType) -> Any:
     return options
 
 
+def _choose_kernels(options: Any, *, quantized: bool) -> None:
+    """Compute layers between QuantizeLinear and DequantizeLinear in int8, or in float32 on the rounded numbers.
+
+    Our own int8 files are computed in float32: this provider has no int8 convolution with a PReLU, and its mixture of
+    float32 convolutions, int8 products and weights dequantized in every run was slower on model A.
+    """
+    options.add_session_config_entry("session.disable_quant_qdq", "0" if quantized else "1")
+    if not onnxruntime_supports_int8():
+        # There sums of products of bytes and signed weights overflow in 16 bits, without a word. This makes the weights
+        # unsigned, whose sums are exact: slower, and bit for bit those of VNNI.
+        options.add_session_config_entry("session.x64quantprecision", "1")
+
+
 def _bound_folding(options: Any, path: Path) -> None:
     """Bound the constants that are computed when a file is loaded, and kept beside all estimates of its memory.
 
@@ -176,19 +191,31 @@ def _create_session(
 class RawOnnxModel:
     """Any ONNX file on the CPU, without our contract; adopted nets are compared with it.
 
-    threads: 0 for one per core.
+    content: the net instead of the file's; threads: 0 for one per core; quantized: as for `load_on_cpu`; optimized:
+    where to write the graph that really runs.
     Raises ContractError with the runtime's message when the file cannot be loaded or run, or a run takes more than
     MAX_RUN_SECONDS; EnvironmentFault when memory is insufficient.
     """
 
-    def __init__(self, path: Path, *, threads: int = 0) -> None:
+    def __init__(
+        self,
+        path: Path,
+        content: bytes | None = None,
+        *,
+        threads: int = 0,
+        quantized: bool = False,
+        optimized: Path | None = None,
+    ) -> None:
         self._runtime = import_runtime()
         self._path = path
         options = _options(self._runtime)
         options.intra_op_num_threads = threads
+        _choose_kernels(options, quantized=quantized)
         _bound_folding(options, path)
+        if optimized is not None:
+            options.optimized_model_filepath = os.fspath(optimized)
         with self._errors("load"):
-            self._session = self._runtime.InferenceSession(os.fspath(path), options, providers=[CPU])
+            self._session = self._runtime.InferenceSession(content or os.fspath(path), options, providers=[CPU])
 
     def run(self, feeds: Mapping[str, npt.NDArray[Any]], output: str) -> npt.NDArray[Any]:
         """Return one output, by name, for these inputs."""
@@ -252,11 +279,11 @@ def _installed_runtimes() -> list[str]:
 
 ON_CPU = Runtime(
     CPU,
-    lambda path, *, threads, **_: (load_on_cpu(path, threads=threads), None),
+    lambda path, *, threads, precision, **_: (load_on_cpu(path, threads=threads, quantized=precision == "int8"), None),
     {
         "fp32": ("fp32",),
         "fp16": ("fp32",),  # with rounded weights: this provider drops the casts between layers
-        "int8": ("fp32",),  # on the quantized numbers: see `load_on_cpu`
+        "int8": ("fp32",),  # on the quantized numbers: see `_choose_kernels`; adopted nets: `load.precisions_of`
     },
     loading_copies=2.5,
     weight_copies=1.5,

@@ -224,7 +224,7 @@ def _unsupported_precision(precision: CpuPrecision, actual: str) -> EnvironmentF
     return EnvironmentFault(
         f"--device openvino --precision {precision}: on this CPU OpenVINO computes in {actual} instead. "
         "bf16 needs a CPU with AVX512_BF16 or AMX, int8 a file of prelunet export --precision int8. For fp32, use an "
-        "fp32 file, and omit --precision"
+        "fp32 file, and omit --precision. For a net that was adopted in int8, use --device cpu"
     )
 
 

@@ -59,6 +59,11 @@ def all_images(n: NetBuilder, x: str) -> str:
     return n.add("ReduceMax", features(n, x), n.constant(np.array([0], np.int64)), keepdims=0)
 
 
+def mixing_with_attributes(n: NetBuilder, x: str) -> str:
+    """Subtract the mean over the batch, in an old opset."""
+    return features(n, n.add("Sub", x, n.add("ReduceMean", x, axes=[0], keepdims=1)))
+
+
 def feature_map(n: NetBuilder, x: str) -> str:
     return n.add("Relu", x)
 
@@ -88,7 +93,21 @@ BAD_NETS: dict[str, tuple[Build, dict[str, Any], dict[str, Any], type[PreluNetEr
     ),
     "mean for bytes": (from_bytes, BYTES, {}, UsageError, "takes bytes, so the net subtracts the mean itself"),
     "opset 6": (features, {"opset": 6}, {}, ContractError, "opset 6, but the oldest opset supported by runtimes is 7"),
-    "opset 8": (of_one, {"batch": 1, "opset": 8}, {}, ContractError, "opset 8 has no loop over images"),
+    "opset 8": (
+        of_one,
+        {"batch": 1, "opset": 8},
+        {},
+        ContractError,
+        "does not run on several images together (its Reshape node fails), and opset 8 has no loop over images. "
+        "Export the net with a dynamic batch size, or with opset 9 or newer",
+    ),
+    "opset 8, mixes its batch": (
+        mixing_with_attributes,
+        {"opset": 8},
+        {},
+        ContractError,
+        "scores an image by the others in its batch, as with their mean or their range (scores of the same image run",
+    ),
     "NaN": (nan, {}, {}, ContractError, "returns NaN or infinity"),
     "random": (random_dropout, {}, {}, ContractError, "returns different scores for the same image"),
     "one number": (single, {}, {}, UsageError, "lists 7 classes, but {} has 1 score, that of the second"),
@@ -222,7 +241,8 @@ def test_a_graph_that_deviates_from_the_net_never_becomes_a_file(
     plain = Preprocessing.apply
     monkeypatch.setattr(Preprocessing, "apply", lambda self, image: plain(self, image) + np.float32(0.01))
     with pytest.raises(
-        ContractError, match=r"neither together nor one at a time \(together: scores .* differ by .*; one at a time"
+        ContractError,
+        match=r"is computed otherwise behind its preprocessing \(scores of the same image run alone differ",
     ):
         adopted(tmp_path, path)
     assert not (tmp_path / "adopted.onnx").exists()
