@@ -74,6 +74,9 @@ class DatasetSpec:
             metavar="SET",
         ),
     ] = None
+    listed_only: Annotated[
+        bool, CliOption("With a list of labels, leave out images that it does not list, and lines without an image.")
+    ] = False
 
     def __post_init__(self) -> None:
         if self.limit is not None and self.limit < 1:

@@ -72,6 +72,14 @@ class ImageListing:
         )
 
 
+@dataclass(frozen=True)
+class Choice:
+    """What the user wants of a dataset. listed_only: as in `DatasetSpec`; of_some_classes: if it has `classes`."""
+
+    listed_only: bool = False
+    of_some_classes: bool = False
+
+
 def list_images(source: Source, path: Path, subfolder: str) -> ImageListing:
     """List the images in a folder. Raises DatasetError for a name that can be neither printed nor written to a run."""
     found = sorted(source.images(subfolder))
@@ -117,7 +125,7 @@ def label_training_images(images: ImageListing, split: str) -> Dataset:
 
 
 def label_images(
-    images: ImageListing, split: str, classes: ClassList, labels: Path | None, *, no_labels: bool
+    images: ImageListing, split: str, classes: ClassList, labels: Path | None, choice: Choice, *, no_labels: bool
 ) -> Dataset:
     """Detect how images are labeled, and label them with a model's classes. Raises as `open_dataset`."""
     source, folders, tars = images.source, images.source.folders(images.subfolder), shard_files(images, TAR)
@@ -140,17 +148,17 @@ def label_images(
     if not images.names and (labels is not None or not folders):
         raise DatasetError(f"{images.place}: no images found. Pass a folder or an archive that contains images")
     if labels is not None:
-        return _by_file(images, resolve_labels_option(labels), classes)
+        return _by_file(images, resolve_labels_option(labels), classes, listed_only=choice.listed_only)
     loose = sum("/" not in name for name in images.names)
     if loose and loose == len(images.names):
-        return _flat(images, classes)
+        return _flat(images, classes, listed_only=choice.listed_only)
     if loose and not in_class_folders and classes.folder_numbers(folders, images.place) is None:
         raise DatasetError(
             f"{images.place}: {loose:,} images are outside any folder, and {len(images.names) - loose:,} are in "
             f"folders that are not classes of the model ({format_names(folders)}). Pass labels for all images with "
             "--labels FILE, or pass the intended folder as --data"
         )
-    return _by_class_folder(images, folders, classes)
+    return _by_class_folder(images, folders, classes, extra=choice.of_some_classes)
 
 
 def with_real_labels(dataset: Dataset, labels: Path, classes: ClassList) -> Dataset:
@@ -191,7 +199,7 @@ def _open_shards(
     return listed, words, found_at, [*remarks, remark]
 
 
-def _flat(images: ImageListing, classes: ClassList) -> Dataset:
+def _flat(images: ImageListing, classes: ClassList, *, listed_only: bool) -> Dataset:
     """Label images outside any folder: by the wnids in their names, or by the only label file found."""
     if (found := wnids_in_names(images.names, classes)) is not None:
         return images.labeled(classes.wnids, found[0], "flat, wnids in the names", found[1])
@@ -203,7 +211,7 @@ def _flat(images: ImageListing, classes: ClassList) -> Dataset:
             "For a test set without labels, use --no-labels"
         )
     try:
-        return _by_file(images, file, classes)
+        return _by_file(images, file, classes, listed_only=listed_only)
     except DatasetError as error:
         raise DatasetError(
             f"{error}. This label file was found by its name. Pass another one with --labels. "
@@ -211,28 +219,44 @@ def _flat(images: ImageListing, classes: ClassList) -> Dataset:
         ) from error
 
 
-def _by_file(images: ImageListing, file: LabelFile, classes: ClassList) -> Dataset:
-    """Label images from a list or from the devkit."""
+def _by_file(images: ImageListing, file: LabelFile, classes: ClassList, *, listed_only: bool = False) -> Dataset:
+    """Label images from a list or from the devkit. listed_only: see `DatasetSpec`."""
     layout = "folders" if any("/" in name for name in images.names) else "flat"
     if file.name == GROUND_TRUTH:
         labels, remarks = labels_of_devkit(file, images.names, classes)
         layout += ", devkit labels"
     else:
-        labels, remarks = labels_of_list(file, images.names, classes, images.subfolder)
+        labels, remarks = labels_of_list(file, images.names, classes, images.subfolder, listed_only=listed_only)
         layout += f", labels from {file.path.name}"
     if any(map(classes.contains, images.source.folders(images.subfolder))):
         remarks.append(f"{images.place}: some folders are named after classes, but the labels come from {file.path}")
     labels_from = file.path if isinstance(file.source, FolderSource) else None
-    return images.labeled(classes.wnids, labels, layout, remarks, labels_from)
+    dataset = images.labeled(classes.wnids, labels, layout, remarks, labels_from)
+    listed = [sample for sample in dataset.samples if sample.label != UNLABELLED]
+    if len(listed) == len(dataset.samples):
+        return dataset
+    return replace(dataset, samples=listed, selection=f"images listed in {file.path.name}")
 
 
-def _by_class_folder(images: ImageListing, folders: Sequence[str], classes: ClassList) -> Dataset:
+def _by_class_folder(
+    images: ImageListing, folders: Sequence[str], classes: ClassList, *, extra: bool = False
+) -> Dataset:
     """Label images by their folders, which are named by wnid, class index or class name.
 
+    extra: leave out folders that are not classes of the model.
     Raises DatasetError when a folder is not a class of the model or could be several, and when two folders stand for
     the same class: in another class list they may be two classes.
     """
+    others = [folder for folder in folders if not classes.contains(folder)] if extra else []
+    if 0 < len(others) < len(folders):
+        folders = [folder for folder in folders if folder not in others]
     index, remarks = _match_folders(folders, classes, images.place)
+    if len(folders) > 0 and others and others[0] not in index:
+        count = sum(name.partition("/")[0] in others for name in images.names if "/" in name)
+        remarks.append(
+            f"{images.place}: left out {count:,} images in {len(others):,} folders that are not classes of the model: "
+            f"{format_names(others)}"
+        )
     folder_of: dict[int, str] = {}
     for folder, number in index.items():
         if (first := folder_of.setdefault(number, folder)) != folder:
@@ -255,15 +279,16 @@ def _match_folders(folders: Sequence[str], classes: ClassList, place: str) -> tu
     numbers = classes.folder_numbers(folders, place)
     if numbers is not None:
         return numbers, [
-            f"{place}: the folders are named 0 to {len(folders) - 1}; the names are read as class indices, "
-            "in numeric order (in text order, 10 would come before 2)"
+            f"{place}: the folders are named {min(numbers.values())} to {max(numbers.values())}; the names are read as "
+            "class indices, in numeric order (in text order, 10 would come before 2)"
         ]
     unknown = [folder for folder in folders if not classes.contains(folder)]
     if unknown:
         raise DatasetError(
             f"{place}: {len(unknown)} of {len(folders)} class folders are not among the model's {len(classes.wnids)} "
             f"classes: {format_names(unknown)}. The model's classes start with {format_names(classes.wnids)}. "
-            "Rename the folders to the model's wnids, remove them, or pass labels with --labels FILE"
+            "Rename the folders to the model's wnids, remove them, select the model's own with --classes, or pass "
+            "labels with --labels FILE"
         )
     index, kind = classes.resolve_labels({folder: f"{place}/{folder}" for folder in folders})
     return index, [f"{place}: folders matched to the model's classes by {kind}"]
@@ -274,7 +299,7 @@ def _by_folder(images: ImageListing, index: Mapping[str, int], wnids: Sequence[s
 
     Raises DatasetError if all folders are empty.
     """
-    in_folders = [position for position, name in enumerate(images.names) if "/" in name]
+    in_folders = [position for position, name in enumerate(images.names) if name.partition("/")[0] in index]
     empty = _empty_folders(images, list(index))
     if len(empty) == len(index):
         raise DatasetError(
@@ -282,8 +307,9 @@ def _by_folder(images: ImageListing, index: Mapping[str, int], wnids: Sequence[s
         )
     if empty:
         remarks = [*remarks, f"{images.place}: {len(empty):,} class folders are empty: {format_names(empty)}"]
-    if loose := len(images.names) - len(in_folders):
+    if loose := sum("/" not in name for name in images.names):
         remarks = [*remarks, f"{images.place}: skipped {loose:,} images that are outside the class folders"]
+    if len(in_folders) < len(images.names):
         sizes = array("q", (images.sizes[position] for position in in_folders))
         images = replace(images, names=[images.names[position] for position in in_folders], sizes=sizes)
     labels = [index[name.partition("/")[0]] for name in images.names]
@@ -302,7 +328,8 @@ def _empty_folders(images: ImageListing, folders: Sequence[str]) -> list[str]:
 
 
 TINY_IMAGENET_LABELS = "val_annotations.txt"
-_LABEL_FILE_NAMES = ("val.txt", "val.csv", "labels.txt", "labels.csv", "LOC_val_solution.csv", TINY_IMAGENET_LABELS)
+_LABEL_FILE_NAMES = ("val.txt", "val.csv", "labels.txt", "labels.csv", "LOC_val_solution.csv", TINY_IMAGENET_LABELS,
+    "metadata.jsonl", "metadata.csv")  # fmt: skip
 KAGGLE_IMAGES = "Data/CLS-LOC"  # in Kaggle's folder ILSVRC, whose LOC_val_solution.csv lies beside that folder
 
 

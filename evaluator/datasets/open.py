@@ -13,6 +13,8 @@ from .labels.real_labels import is_real
 from .layouts import (
     KAGGLE_IMAGES,
     TINY_IMAGENET_LABELS,
+    Choice,
+    ImageListing,
     has_label_file,
     label_images,
     label_training_images,
@@ -45,6 +47,7 @@ def open_from_spec(spec: DatasetSpec, classes: Sequence[ClassEntry]) -> Dataset:
         names=[entry.name for entry in classes],
         labels=spec.labels,
         no_labels=spec.no_labels,
+        choice=Choice(spec.listed_only, of_some_classes=bool(spec.classes)),
     )
     part = select(dataset, limit=spec.limit, classes=spec.classes)
     return restrict(part, dataset, spec.restrict_classes, classes)
@@ -64,6 +67,7 @@ def open_dataset(
     names: Sequence[str] = (),
     labels: Path | None = None,
     no_labels: bool = False,
+    choice: Choice = Choice(),
     any_split: bool = True,
 ) -> Dataset:
     """Open a folder, .tar, .tar.gz, .zip or .parquet of images in any layout of docs/datasets.md.
@@ -73,7 +77,8 @@ def open_dataset(
     wnids: of the model's classes, in label order; None (a training set) accepts only class folders, in sorted order,
     webdataset shards, parquet files, and for `val` a label list. names: of these classes, in the same order. labels: a
     label list or devkit; None searches in and next to the dataset where labels are needed. no_labels: ignore labels, as
-    for a test set; any_split: with no_labels, require that only one set exists, instead of choosing `split`.
+    for a test set; choice: see `Choice`; any_split: with no_labels, require that only one set exists, instead of
+    choosing `split`.
     The samples are all files with an image suffix, at any depth, sorted by name. Hidden files, `__MACOSX` and other
     files are skipped.
     Raises UsageError when `path` or `labels` does not exist. Raises DatasetError when something cannot be read, the
@@ -88,9 +93,7 @@ def open_dataset(
     else:
         subfolder, found_remarks = _find_image_folder(source, path, split, classes, any_split=no_labels and any_split)
     images = list_images(source, path, subfolder)
-    if images.names and (unread := [name for name in source.other_files(subfolder) if name.endswith((TAR, PARQUET))]):
-        note = f"{images.place}: only loose images are used; not read: {format_names(unread)}"
-        found_remarks = [*found_remarks, note]
+    found_remarks = [*found_remarks, *_remarks_on_others(source, images)]
     real = labels if labels is not None and is_real(labels) else None
     if parquet := find_parquet(images):
         if real is not None:
@@ -105,7 +108,7 @@ def open_dataset(
         dataset = label_training_images(images, split)
     else:
         own = labels if real is None else None
-        dataset = label_images(images, split, classes, own, no_labels=no_labels or real is not None)
+        dataset = label_images(images, split, classes, own, choice, no_labels=no_labels or real is not None)
     if real is not None and classes is not None:
         dataset = with_real_labels(dataset, real, classes)
     remarks = (*found_remarks, *dataset.remarks)
@@ -115,7 +118,21 @@ def open_dataset(
             "are read from that file; delete it when the run and its reports are done"
         )
         remarks = (unpacked, *remarks)
-    return replace(dataset, remarks=remarks, spec=dataset.spec and replace(dataset.spec, no_labels=no_labels))
+    spec = dataset.spec and replace(dataset.spec, no_labels=no_labels, listed_only=choice.listed_only)
+    return replace(dataset, remarks=remarks, spec=spec)
+
+
+def _remarks_on_others(source: Source, images: ImageListing) -> list[str]:
+    """Return remarks about files beside the images that are not read."""
+    remarks = list[str]()
+    if not images.names:
+        return remarks
+    if unread := [name for name in source.other_files(images.subfolder) if name.endswith((TAR, PARQUET))]:
+        remarks.append(f"{images.place}: only loose images are used; not read: {format_names(unread)}")
+    if skipped := source.skipped(images.subfolder):
+        kinds = ", ".join(f"{suffix or 'no suffix'} {count:,}" for suffix, count in skipped.most_common(5))
+        remarks.append(f"{images.place}: skipped {skipped.total():,} files that are no images: {kinds}")
+    return remarks
 
 
 def _open_source(path: Path) -> Source:
@@ -145,25 +162,26 @@ def _find_image_folder(
     """
     subfolder = _kaggle_root(source) or _hub_root(source) or _single_root(source, path, classes)
     subfolders = source.folders(subfolder)
-    beside_classes = any(classes.contains(name) for name in subfolders if name not in _SETS)
+    beside_classes = any(classes.contains(name) for name in subfolders if name.lower() not in _SETS)
     # CIFAR-100 has a class "train". Beside class folders, `valid` may be a class of another list.
     names = (*SPLITS, "test") if beside_classes else _SETS
-    sets = [name for name in subfolders if name in names and not classes.contains(name)]
+    sets = [name for name in subfolders if name.lower() in names and not classes.contains(name)]
     if any_split:
         if len(sets) > 1:
             raise _several_sets_error(source, path, subfolder, sets, "without labels")
         alone = bool(sets) and all(name.startswith(f"{sets[0]}/") for name, _ in source.images(subfolder))
         return _enter(source, path, subfolder, sets, sets[0] if alone else None)
     chosen = _find_split(source, path, subfolder, sets, split)
-    if chosen is None and "test" in sets and not beside_classes:
-        folders = source.folders(join(subfolder, "test"))
-        if sets == ["test"] or len(folders) > 1 or any(map(classes.contains, folders)):
-            chosen = "test"
+    test = next((name for name in sets if name.lower() == "test"), None)
+    if chosen is None and test is not None and not beside_classes:
+        folders = source.folders(join(subfolder, test))
+        if len(sets) == 1 or len(folders) > 1 or any(map(classes.contains, folders)):
+            chosen = test
     if chosen is None and sets:
         raise _missing_split_error(describe_place(path, subfolder), sets[-1], split)
     inside, remarks = _enter(source, path, subfolder, sets, chosen)
     if chosen is not None and beside_classes:
-        unused = format_names([name for name in subfolders if name not in _SETS and classes.contains(name)])
+        unused = format_names([name for name in subfolders if name.lower() not in _SETS and classes.contains(name)])
         remarks.append(f"{describe_place(path, subfolder)}: beside '{chosen}', these are not used: {unused}")
     return inside, remarks
 
@@ -172,7 +190,8 @@ def _find_split(source: Source, path: Path, subfolder: str, sets: Sequence[str],
     """Return the set of a split, under any usual name; None if there is none. Raises DatasetError for several."""
     if split in sets:
         return split
-    found = [name for name in sets if split in VALIDATION and name in VALIDATION]
+    wanted = VALIDATION if split in VALIDATION else (split,)
+    found = [name for name in sets if name.lower() in wanted]
     if len(found) > 1:
         purpose = f"as '{split}' (for training, rename that one to '{split}')"
         raise _several_sets_error(source, path, subfolder, found, purpose)
@@ -186,7 +205,7 @@ def _enter(
     remarks = []
     if chosen is not None:
         place, is_kaggle = describe_place(path, subfolder), subfolder.endswith(KAGGLE_IMAGES)
-        if chosen not in SPLITS or not {*VALIDATION[1:]}.isdisjoint(sets):
+        if chosen not in SPLITS or not {*VALIDATION[1:]}.isdisjoint(name.lower() for name in sets):
             remarks.append(f"{place}: contains {', '.join(sets)}; the images are those in '{chosen}'")
         subfolder = join(subfolder, chosen)
         if is_kaggle:
@@ -218,7 +237,7 @@ def _hub_root(source: Source) -> str:
 def _single_root(source: Source, path: Path, classes: ClassList) -> str:
     """Return the single top folder that most archives have, or the folder next to a label file; '' if none."""
     subfolders = source.folders("")
-    if any(name in _SETS or classes.contains(name) for name in subfolders):
+    if any(name.lower() in _SETS or classes.contains(name) for name in subfolders):
         return ""
     if _has_shards(source, "", TAR):
         return ""
@@ -234,11 +253,11 @@ def _find_class_folders(source: Source, path: Path, split: str) -> tuple[str, li
     """Return the folder with the class folders of the split, when the classes are not known in advance, and remarks."""
     kaggle, top = _kaggle_root(source), source.folders("")
     subfolder = kaggle or _hub_root(source)
-    if not subfolder and split not in top and len(top) == 1 and top[0] not in SPLITS:
+    if not subfolder and split not in top and len(top) == 1 and top[0].lower() not in SPLITS:
         subfolder = top[0] if source.folders(top[0]) or _has_shards(source, top[0]) else ""
     subfolders = source.folders(subfolder)
-    names = {*SPLITS, split, *(VALIDATION if "train" in subfolders else ())}
-    places = {name: join(subfolder, name) for name in subfolders if name in names}
+    names = {*SPLITS, split, *(VALIDATION if "train" in map(str.lower, subfolders) else ())}
+    places = {name: join(subfolder, name) for name in subfolders if name.lower() in names}
     # A folder named `train` or `val` without folders or shards inside is a class.
     splits = [name for name, place in places.items() if kaggle or source.folders(place) or _has_shards(source, place)]
     chosen = _find_split(source, path, subfolder, splits, split)

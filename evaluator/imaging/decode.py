@@ -31,7 +31,7 @@ from ..arrays import UInt8Array
 from ..errors import ImageError, OutOfMemory, PreluNetError
 from ..preparation import USUAL, Preparation, Transparency
 from .cost_limits import check_exif, check_plain, open_bounded, skip_directories
-from .header import read_header
+from .header import PNG_SIGNATURE, read_header
 from .limits import DecodeLimits
 
 _PLUGINS = (
@@ -45,7 +45,13 @@ _PLUGINS = (
     PpmImagePlugin.PpmImageFile,
 )
 FORMATS = tuple(plugin.format for plugin in _PLUGINS if plugin.format != "MPO")
-SUFFIXES = (".jpg", ".jpeg", ".png", ".gif", ".webp", ".bmp", ".tif", ".tiff", ".ppm")  # in any case
+SUFFIXES = (  # in any case
+    *(".jpg", ".jpeg", ".jfif", ".jpe", ".png", ".gif", ".webp", ".bmp", ".tif", ".tiff"),
+    *(".ppm", ".pgm", ".pbm", ".pnm"),
+)
+# How files of these formats begin: JPEG, PNG, GIF, BMP, TIFF, BigTIFF; WebP begins with RIFF and a size.
+_BEGINNINGS = (b"\xff\xd8\xff", PNG_SIGNATURE, b"GIF8", b"BM", b"II*\0", b"MM\0*", b"II+\0", b"MM\0+")
+BEGINNING = 12  # bytes that `begins_like_an_image` looks at
 
 _TILE_WIDTH, _TILE_LENGTH, _BITS_PER_SAMPLE = 322, 323, 258  # TIFF 6.0, sections 15 and 3
 _ORIENTATION = 274  # Exif 2.32, section 4.6.4
@@ -66,6 +72,11 @@ TRAITS: tuple[Trait, ...] = get_args(Trait)
 
 # See `decode_bytes`: of WebP with transparency and of a CMYK JPEG, each with a rotated copy.
 _MAX_BYTES_PER_PIXEL, _BASELINE_BYTES_PER_PIXEL = 28 + 4, 9 + 4
+
+
+def begins_like_an_image(data: bytes) -> bool:
+    """Return whether a file that begins with these bytes may be an image; PPM is not recognized, as `P6` is a word."""
+    return data.startswith(_BEGINNINGS) or (data[:4] == b"RIFF" and data[8:12] == b"WEBP")
 
 
 def silence_decoders() -> None:

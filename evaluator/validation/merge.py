@@ -123,6 +123,7 @@ def _command(path: Path, info: RunInfo, shard: tuple[int, int]) -> str:
     if spec is not None:
         words += ["--labels", str(spec.labels)] if spec.labels is not None else []
         words += ["--no-labels"] if spec.no_labels else []
+        words += ["--listed-only"] if spec.listed_only else []
         words += ["--limit", str(spec.limit)] if spec.limit is not None else []
         words += ["--classes", _listed(info, spec.classes)] if spec.classes else []
     if info.candidates is not None:

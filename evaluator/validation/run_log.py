@@ -24,6 +24,7 @@ class _StartEvent(Struct):
     no_labels: bool = False
     limit: Annotated[int, Meta(ge=1)] | None = None
     classes: tuple[str, ...] = ()
+    listed_only: bool = False
 
 
 def find_dataset(folder: Path) -> DatasetSpec | None:
@@ -37,7 +38,10 @@ def find_dataset(folder: Path) -> DatasetSpec | None:
         try:
             start = convert(parse_json(line), _StartEvent)
             labels = None if start.labels is None else _path(start.labels)
-            return DatasetSpec(_path(start.dataset), labels, start.no_labels, start.limit, start.classes)
+            return DatasetSpec(
+                _path(start.dataset), labels, start.no_labels, start.limit, start.classes,
+                listed_only=start.listed_only,
+            )  # fmt: skip
         except ValueError:
             continue
     return None
@@ -57,4 +61,5 @@ def spec_to_log(spec: DatasetSpec) -> dict[str, Any]:
         "no_labels": spec.no_labels,
         "limit": spec.limit,
         "classes": list(spec.classes),
+        "listed_only": spec.listed_only,
     }

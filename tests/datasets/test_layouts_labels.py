@@ -368,15 +368,27 @@ def test_numbered_folders_are_numbers_and_not_text(tmp_path: Path) -> None:
     assert [sample.label for sample in again.samples] == [sample.label for sample in trained.samples]
 
 
-def test_numbered_folders_from_one_or_with_gaps_are_refused(tmp_path: Path) -> None:
+def test_numbered_folders_from_one_on_are_refused(tmp_path: Path) -> None:
     files = {f"{number}/a.png": b"a" for number in range(1, 13)}
     assert "the folders are numbers 1 to 12, and none of them is 0: are they devkit ids" in refusal(
         write_folder(tmp_path / "one", files)
     )
-    files = {f"{number}/a.png": b"a" for number in range(11)}
-    assert "11 of 11 class folders are not among the model's 12 classes: 0, 1, 10, 2, 3" in refusal(
-        write_folder(tmp_path / "gap", files)
+    files = {f"{number}/a.png": b"a" for number in range(1, 4)}
+    assert "the folders are numbers 1 to 3, and none of them is 0" in refusal(write_folder(tmp_path / "few", files))
+    files = {f"{number}/a.png": b"a" for number in range(2, 14)}
+    assert "12 of 12 class folders are not among the model's 12 classes" in refusal(
+        write_folder(tmp_path / "beyond", files)
     )
+
+
+@pytest.mark.parametrize("numbers", [[0, 1, 2, 3, 4, 6, 7, 8, 9, 10, 11], range(5), [3, 10]])
+def test_some_of_the_numbered_folders_are_class_indices_and_it_is_said(tmp_path: Path, numbers: Sequence[int]) -> None:
+    files = {f"{number}/a.png": b"a" for number in numbers}
+    dataset = opened(write_folder(tmp_path / "some", files))
+    assert {sample.file: sample.label for sample in dataset.samples} == {f"{n}/a.png": n for n in numbers}
+    said = f"the folders are named {min(numbers)} to {max(numbers)}; the names are read as class indices, in numeric"
+    assert any(said in remark for remark in dataset.remarks)
+    assert any(f"no folders for {12 - len(numbers)} of the model's 12 classes" in r for r in dataset.remarks)
 
 
 def test_a_name_of_two_classes_is_refused_with_the_pair(tmp_path: Path) -> None:

@@ -8,7 +8,6 @@ of the same, and YAML with `names:` (Ultralytics).
 """
 
 import ast
-import codecs
 import re
 from collections import Counter
 from collections.abc import Sequence
@@ -20,6 +19,7 @@ from ...contract import ClassEntry
 from ...errors import UsageError, from_os_error
 from ...files import read_regular
 from ...json_checks import parse_json, require_keys, require_list, require_str
+from ..sources.base import UTF_16
 
 WNID = re.compile(r"n\d{8}", re.ASCII)  # of ImageNet
 IMAGENET_1K = "imagenet-1k"  # the name of the built-in list: ImageNet's 1000 classes in sorted wnid order
@@ -31,7 +31,6 @@ _NUMBERED = (
     re.compile(r"(?P<name>.*\S)\s*[,;\t]\s*(?P<index>\d{1,6})", re.ASCII),
 )
 _NUMBER_AND_NAME = re.compile(r"(?P<index>\d{1,6}) +(?P<name>\S.*)", re.ASCII)  # perhaps only a name, such as 2 euro
-_UTF_16 = (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)
 
 
 def read_class_list(path: Path) -> tuple[ClassEntry, ...]:
@@ -43,7 +42,7 @@ def read_class_list(path: Path) -> tuple[ClassEntry, ...]:
         path = Path(__file__).with_name(f"{IMAGENET_1K}.txt")
     try:
         data = read_regular(path)
-        content = data.decode("utf-16" if data.startswith(_UTF_16) else "utf-8-sig")
+        content = data.decode("utf-16" if data.startswith(UTF_16) else "utf-8-sig")
         content = content.replace("\r\n", "\n").replace("\r", "\n")
     except FileNotFoundError as error:
         raise UsageError(

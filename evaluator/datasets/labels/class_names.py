@@ -17,6 +17,7 @@ from .class_file import IMAGENET_1K, WNID, read_class_list
 
 NUMBER = re.compile(r"-?\d{1,9}", re.ASCII)
 _IMAGENET_WNIDS = "ImageNet's wnids, matched to the model's class names by the list of ImageNet's 1000 classes"
+_RENUMBERED, _IMAGENET = 200, 1000  # classes of ImageNet-A and -R, which copies may number on their own, and of all
 NO_LABEL = "-1"  # the label in public copies of ImageNet's test set
 
 
@@ -98,16 +99,20 @@ class ClassList:
         return {word: self._index_by_name(word, place) for word, place in words.items()}, kind
 
     def folder_numbers(self, folders: Sequence[str], place: str) -> dict[str, int] | None:
-        """Return the class index of each folder if the folders are numbered from 0, one per class; otherwise None.
+        """Return the class index of each folder if all names are different class indices; otherwise None.
 
-        Raises DatasetError if they are numbered from 1.
+        Raises DatasetError if they are the numbers from 1 on.
         """
         if not folders or any(map(self.contains, folders)) or not all(map(NUMBER.fullmatch, folders)):
             return None
         numbers = {folder: int(folder) for folder in folders}
-        if sorted(numbers.values()) == list(range(1, len(self.wnids) + 1)):
+        in_order = sorted(numbers.values())
+        if in_order == list(range(1, len(folders) + 1)):
             raise DatasetError(f"{place}: the folders are {_one_based_hint(numbers.values())}, or rename the folders")
-        return numbers if sorted(numbers.values()) == list(range(len(self.wnids))) else None
+        if in_order == list(range(_RENUMBERED)) and len(self.wnids) == _IMAGENET:  # perhaps ImageNet-A or -R
+            return None
+        different = len(set(in_order)) == len(in_order)
+        return numbers if different and in_order[0] >= 0 and in_order[-1] < len(self.wnids) else None
 
     def _is_imagenet_wnid(self, word: str) -> bool:
         return bool(WNID.fullmatch(word)) and word in self.by_imagenet_wnid

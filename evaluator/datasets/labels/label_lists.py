@@ -11,6 +11,8 @@ from pathlib import Path
 
 from ...errors import DatasetError
 from ...imaging.decode import SUFFIXES
+from ...json_checks import parse_json
+from ..dataset import UNLABELLED
 from ..sources.base import LabelFile, format_names
 from .class_file import WNID
 from .class_names import ClassList
@@ -33,11 +35,12 @@ class LabelEntry:
 
 
 def labels_of_list(
-    file: LabelFile, images: Sequence[str], classes: ClassList, subfolder: str
+    file: LabelFile, images: Sequence[str], classes: ClassList, subfolder: str, *, listed_only: bool = False
 ) -> tuple[list[int], list[str]]:
     """Return the label of each image from a list, and remarks for the user.
 
-    images: names in sorted order; subfolder: the folder of the dataset that contains them.
+    images: names in sorted order; subfolder: the folder of the dataset that contains them; listed_only: lines and
+    images that do not match are left out; such an image gets UNLABELLED.
     Raises DatasetError, with file, line and fix, when the list cannot be read, labels an image that does not exist or
     labels one twice, leaves images without a label, or contains labels that are not classes of the model.
     """
@@ -60,8 +63,12 @@ def labels_of_list(
     key = _key_of_names(entries, images, subfolder, file.path)
     if key.composed:
         remarks.append(f"{file.path}: names are compared in Unicode form NFC, because accents are encoded differently")
-    positions = _match(entries, images, key, file.path)
-    return [index[entries[position].label] for position in positions], remarks
+    positions = _match(entries, images, key, file.path, listed_only=listed_only)
+    missing, unlisted = len(entries) - sum(place >= 0 for place in positions), positions.count(-1)
+    if missing or unlisted:
+        left_out = f"{unlisted:,} images that it does not list, and {missing:,} lines without an image"
+        remarks.append(f"{file.path}: left out {left_out}")
+    return [index[entries[place].label] if place >= 0 else UNLABELLED for place in positions], remarks
 
 
 def check_positions(labels: int, images: Sequence[str], path: Path) -> None:
@@ -97,19 +104,21 @@ def read_label_list(file: LabelFile) -> tuple[list[LabelEntry], str]:
     filled = next((line for line in lines if line.strip()), None)
     if filled is None:
         raise DatasetError(f"{file.path}: empty. Use a list with a line `name label` for each image")
-    if _NUMBER.fullmatch(filled.strip()):
-        numbers = [LabelEntry(line, "", text.strip()) for line, text in enumerate(lines, 1) if text.strip()]
-        if odd := next((entry for entry in numbers if not _NUMBER.fullmatch(entry.label)), None):
-            raise DatasetError(
-                f"{file.path}: line {odd.line} should be one number, like the first line, not {odd.label!a:.80}. "
-                "Fix the file"
-            )
-        return numbers, ""
+    if filled.lstrip()[:1] in {"{", "["}:
+        return _read_json(file)
+    for form, what in ((_NUMBER, "number"), (WNID, "wnid")):
+        if form.fullmatch(filled.strip()):
+            return _labels_alone(lines, form, what, file.path), ""
+    return _read_table(lines, filled, file.path)
+
+
+def _read_table(lines: list[str], filled: str, path: Path) -> tuple[list[LabelEntry], str]:
+    """Read lines with a name and a label, as `read_label_list` returns them. filled: the first one."""
     words: dict[str, str] = {}  # keeps one copy of each label in memory
     entries, columns, width, columns_note = list[LabelEntry](), None, 2, ""
-    for line, row in _rows(lines, filled, file.path):
+    for line, row in _rows(lines, filled, path):
         if columns is None:
-            columns = _header(row, f"{file.path}: line {line}")
+            columns = _header(row, f"{path}: line {line}")
             if columns is not None:
                 head, label_head = (row[column].strip() for column in columns)
                 counts = [word.strip() for word in row if word.strip().casefold() == _ROW_NUMBER]
@@ -122,22 +131,65 @@ def read_label_list(file: LabelFile) -> tuple[list[LabelEntry], str]:
         name, label = (row[column].strip() for column in columns) if len(row) == width else ("", "")
         if not name:
             raise DatasetError(
-                f"{file.path}: line {line} should be `name label` or `name,label`, not {','.join(row)!a:.80}. "
+                f"{path}: line {line} should be `name label` or `name,label`, not {','.join(row)!a:.80}. "
                 "Fix the line, or name the columns in the first line: name,label"
             )
-        word = _word(label, file.path, line)
+        word = _word(label, path, line)
         entries.append(LabelEntry(line, name, words.setdefault(word, word)))
     with_suffix = [entry.name.lower().endswith(SUFFIXES) for entry in entries]
     if len(entries) > 1 and not columns_note and not with_suffix[0] and all(with_suffix[1:]):
-        raise _unknown_header(f"{file.path}: line {entries[0].line}", [entries[0].name, entries[0].label])
+        raise _unknown_header(f"{path}: line {entries[0].line}", [entries[0].name, entries[0].label])
     if not entries:
-        raise DatasetError(f"{file.path}: contains only a header. Use a list with a line `name,label` for each image")
+        raise DatasetError(f"{path}: contains only a header. Use a list with a line `name,label` for each image")
     return entries, columns_note
 
 
+def _labels_alone(lines: Sequence[str], form: re.Pattern[str], what: str, path: Path) -> list[LabelEntry]:
+    """Return the labels of a list that names no images. form, what: of each line."""
+    entries = [LabelEntry(line, "", text.strip()) for line, text in enumerate(lines, 1) if text.strip()]
+    if odd := next((entry for entry in entries if not form.fullmatch(entry.label)), None):
+        raise DatasetError(
+            f"{path}: line {odd.line} should be one {what}, like the first line, not {odd.label!a:.80}. Fix the file"
+        )
+    return entries
+
+
+def _read_json(file: LabelFile) -> tuple[list[LabelEntry], str]:
+    """Read a list in JSON: an object from name to label, or objects, each with a name and a label, as in a list or a
+    line each (Hugging Face's metadata.jsonl).
+    """
+    try:
+        try:
+            data = parse_json(file.text)
+        except ValueError:
+            data = [parse_json(line) for line in file.text.splitlines() if line.strip()]
+    except ValueError as error:
+        raise DatasetError(
+            f"{file.path}: neither JSON nor a JSON object in each line ({error}). Fix the file"
+        ) from error
+    if isinstance(data, dict) and not {*map(str.casefold, data)}.isdisjoint(_NAME_HEADERS):  # of a single line
+        data = [data]
+    if isinstance(data, dict) and all(isinstance(label, str | int) for label in data.values()):
+        pairs, note = list(data.items()), ""
+    else:
+        rows = data if isinstance(data, list) else []
+        keys = list(rows[0]) if rows and isinstance(rows[0], dict) else []
+        columns = _header(keys, f"{file.path}: its first object")
+        if columns is None or not all(
+            isinstance(row, dict) and {keys[c] for c in columns} <= row.keys() for row in rows
+        ):
+            raise DatasetError(
+                f"{file.path}: not a list of lists of class indices (ReaL), and no list of labels. Use an object from "
+                'image name to label, or one for each image, such as {"file_name": "a.jpg", "label": "cat"}'
+            )
+        name, label = (keys[column] for column in columns)
+        pairs, note = [(row[name], row[label]) for row in rows], f" (keys {name!r} and {label!r})"
+    return [LabelEntry(n, str(name), _word(str(label), file.path, n)) for n, (name, label) in enumerate(pairs, 1)], note
+
+
 def _rows(lines: list[str], filled: str, path: Path) -> Iterator[tuple[int, list[str]]]:
-    """Yield number and fields of each line: CSV if the first line has a comma or a tab, otherwise `name label`."""
-    separator = next((mark for mark in ",\t" if mark in filled), None)
+    """Yield number and fields of each line: CSV if the first line has `,`, a tab or `;`, otherwise `name label`."""
+    separator = next((mark for mark in ",\t;" if mark in filled), None)
     if separator is None:
         for number, line in enumerate(lines, 1):
             if line.strip():
@@ -199,8 +251,13 @@ def _word(label: str, path: Path, line: int) -> str:
     return words[0]
 
 
-def _match(entries: list[LabelEntry], images: Sequence[str], key: "_Key", path: Path) -> list[int]:
-    """Return the position of each image's entry. Raises DatasetError unless entries and images match one to one."""
+def _match(
+    entries: list[LabelEntry], images: Sequence[str], key: "_Key", path: Path, *, listed_only: bool
+) -> list[int]:
+    """Return the position of each image's entry, -1 if it has none.
+
+    Raises DatasetError unless entries and images match one to one, or, with listed_only, at most one.
+    """
     position_of = {key(name): position for position, name in enumerate(images)}
     if len(position_of) < len(images):
         twice = next(name for name, count in Counter(map(key, images)).items() if count > 1)
@@ -209,11 +266,13 @@ def _match(entries: list[LabelEntry], images: Sequence[str], key: "_Key", path: 
     entry_of = [-1] * len(images)
     for number, entry in enumerate(entries):
         position = position_of.get(key(entry.name))
+        if position is None and listed_only:
+            continue
         if position is None:
             unknown = [e.name for e in entries if key(e.name) not in position_of]
             raise DatasetError(
                 f"{path}: line {entry.line} is the first of {len(unknown):,} lines that name missing images: "
-                f"{format_names(unknown)}. Restore the images, or remove the lines"
+                f"{format_names(unknown)}. Restore the images, or remove the lines, or use --listed-only"
             )
         if entry_of[position] >= 0:
             raise DatasetError(
@@ -221,10 +280,11 @@ def _match(entries: list[LabelEntry], images: Sequence[str], key: "_Key", path: 
                 f"{entries[entry_of[position]].line}. Keep only the right one"
             )
         entry_of[position] = number
-    if missing := [name for name, number in zip(images, entry_of, strict=True) if number < 0]:
+    missing = [name for name, number in zip(images, entry_of, strict=True) if number < 0]
+    if missing and not listed_only:
         raise DatasetError(
             f"{path}: no label for {len(missing):,} of {len(images):,} images: {format_names(missing)}. Add lines for "
-            "them, or remove the images"
+            "them, remove the images, or use --listed-only"
         )
     return entry_of
 

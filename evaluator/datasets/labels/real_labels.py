@@ -5,7 +5,9 @@ none of the classes; it is left out. An answer is right if it is any of the true
 """
 
 import gzip
+import re
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Annotated
 
@@ -20,11 +22,17 @@ from .class_names import ClassList
 from .imagenet_devkit import VAL_NAME, refuse_test_images
 
 IMAGENET_REAL = Path("imagenet-real")  # the name of the built-in labels
+_LISTS = re.compile(rb"\s*\[\s*\[")
 _FIX = "Pass real.json as published, or the built-in labels: --labels imagenet-real"
 
 
 def is_real(labels: Path) -> bool:
-    return labels == IMAGENET_REAL or labels.suffix.lower() == ".json"
+    """Return whether labels are ReaL's: built in, or a JSON file that begins like a list of lists."""
+    if labels == IMAGENET_REAL or labels.suffix.lower() != ".json":
+        return labels == IMAGENET_REAL
+    with suppress(OSError), labels.open("rb") as file:
+        return _LISTS.match(file.read(64)) is not None
+    return False
 
 
 def labels_of_real(path: Path, images: Sequence[str], classes: ClassList) -> tuple[list[tuple[int, ...]], list[str]]:

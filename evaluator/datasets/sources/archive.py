@@ -12,6 +12,7 @@ import struct
 import tarfile
 import zipfile
 import zlib
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -19,7 +20,7 @@ from typing import BinaryIO
 
 from ...errors import DatasetError, PreluNetError
 from .archive_index import ArchiveIndex, ArchiveMember
-from .base import LABEL_SUFFIXES, too_large
+from .base import LABEL_SUFFIXES, suffix_of, too_large
 from .decompress import UNPACKED_SUFFIX, compression_of, ensure_unpacked
 from .folder import is_image_name, is_visible, reading_error
 
@@ -39,6 +40,7 @@ class ArchiveSource:
     tree: dict[str, set[str]] = field(default_factory=dict)
     members: ArchiveIndex = field(default_factory=ArchiveIndex)  # the images
     labels: ArchiveIndex = field(default_factory=ArchiveIndex)  # possible label files
+    others: Counter[str] = field(default_factory=Counter)  # all further files, by suffix
     _tables: dict[str, ArchiveIndex] = field(default_factory=dict, repr=False)
 
     def folders(self, subfolder: str) -> list[str]:
@@ -49,6 +51,10 @@ class ArchiveSource:
         """Yield name (relative to `subfolder`, with '/') and size in bytes of all images in a folder, at any depth."""
         table = self._subtree(subfolder)
         yield from zip(table.names, table.sizes, strict=True)
+
+    def skipped(self, _subfolder: str) -> Counter[str]:
+        """Count the visible files by suffix that are not images, anywhere in the archive; '' for none."""
+        return self.others
 
     def reader(self, subfolder: str) -> "ArchiveReader":
         """Return a reader for the names that `images` yields; it shares the names."""
@@ -161,6 +167,8 @@ def _list_tar(path: Path, file: BinaryIO) -> ArchiveSource:
                     source.add_image(parts, member)
                 elif parts[-1].endswith(LABEL_SUFFIXES):
                     source.labels.add("/".join(parts), member)
+                else:
+                    source.others[suffix_of(parts[-1])] += 1
             elif member.isdir():
                 source.add_folder(parts)
             elif is_image_name(parts[-1]):
@@ -245,6 +253,8 @@ def _list_zip(path: Path, file: BinaryIO) -> ArchiveSource:
                 source.add_image(parts, _zip_member(path, info, archive_size))
             elif parts[-1].endswith(LABEL_SUFFIXES) and _is_plain(info) and _is_readable(info):
                 source.labels.add("/".join(parts), _zip_member(path, info, archive_size))
+            else:
+                source.others[suffix_of(parts[-1])] += 1
     return source
 
 

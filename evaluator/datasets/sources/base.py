@@ -1,8 +1,10 @@
 """The common interface of folders and archives: a tree of folders with images and a few other files."""
 
+import codecs
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import Protocol
 
 from ...errors import DatasetError
@@ -10,9 +12,11 @@ from ...terminal import escape_unprintable
 from ..dataset import Reader
 
 # Suffixes of files other than images: label lists, devkit files, labels in webdataset shards.
-LABEL_SUFFIXES = (".txt", ".csv", ".mat", ".cls", ".json")
+LABEL_SUFFIXES = (".txt", ".csv", ".mat", ".cls", ".json", ".jsonl")
+UTF_16 = (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)
 TAR, PARQUET = ".tar", ".parquet"  # files of these contain images and their labels
 MAX_LIST_BYTES = 256 * 1024**2  # bytes; a list of ImageNet's 1.3 million training images has 60 MB
+_LONGEST_SUFFIX = 12  # characters
 _LONGEST_NAME = 80  # characters of a name in a message
 
 
@@ -25,6 +29,10 @@ class Source(Protocol):
 
     def images(self, subfolder: str) -> Iterator[tuple[str, int]]:
         """Yield name (relative to `subfolder`, with '/') and size in bytes of all images in a folder, at any depth."""
+        ...
+
+    def skipped(self, subfolder: str) -> Counter[str]:
+        """Count the visible files by suffix that `images` skipped there, without possible label files; '' for none."""
         ...
 
     def reader(self, subfolder: str) -> Reader:
@@ -57,15 +65,24 @@ class LabelFile:
     def text(self) -> str:
         """Return the content as text. Raises DatasetError when it is not UTF-8."""
         try:
-            return self.data().decode("utf-8-sig")  # some programs write a byte order mark
+            data = self.data()
+            return data.decode("utf-16" if data.startswith(UTF_16) else "utf-8-sig")  # programs of Windows write both
         except UnicodeDecodeError as error:
-            raise DatasetError(f"{self.path}: not UTF-8 text. Pass a list of labels with --labels FILE") from error
+            raise DatasetError(
+                f"{self.path}: not UTF-8 text, or UTF-16 with its mark. Pass a list of labels with --labels FILE"
+            ) from error
 
     def beside(self, name: str) -> "LabelFile | None":
         """Return the file with this name in the same folder, or None."""
         if name not in self.source.other_files(self.subfolder):
             return None
         return LabelFile(self.source, self.subfolder, name, self.path.with_name(name))
+
+
+def suffix_of(name: str) -> str:
+    """Return a name's suffix in lower case, with its dot; '' if it has none, or a long one, which is no suffix."""
+    suffix = PurePosixPath(name).suffix.lower()
+    return suffix if len(suffix) <= _LONGEST_SUFFIX else ""
 
 
 def join(subfolder: str, name: str) -> str:
