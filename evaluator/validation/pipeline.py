@@ -343,6 +343,7 @@ class Pipeline:
                 outputs = session_queue.session.compute(ready.staged)
             with self._timer.timed("average"):
                 ready.portion.results.update(unpack_results(ready.packed_views, outputs))
+            self._timer.on_views(len(ready.packed_views))
         except BaseException as error:  # re-raised in the caller
             self._fail(ready.portion, error)
         else:

@@ -6,7 +6,7 @@ Always enabled: the overhead, about 3 microseconds per stage and image, is far b
 import threading
 import time
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Literal, get_args
@@ -58,9 +58,10 @@ class StageTotals:
 
 
 class StageTimer:
-    """A thread-safe timer of stages and counter of work."""
+    """A thread-safe timer of stages and counter of work. on_views: called with the number of views just computed."""
 
     def __init__(self) -> None:
+        self.on_views: Callable[[int], None] = lambda _count: None
         self._lock = threading.Lock()
         self._seconds: dict[Stage, float] = dict.fromkeys(STAGES, 0.0)
         self._counts: Counter[str] = Counter()

@@ -4,6 +4,7 @@ A chunk is evaluated in portions that are small enough for their views to fit in
 one portion is written, `pipeline` computes the next and decodes the one after it.
 """
 
+import threading
 import time
 from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import closing, contextmanager
@@ -81,7 +82,7 @@ def validate(  # noqa: PLR0913 - one argument per option
             chunks = [samples[start : start + info.chunk] for start in range(writer.done, total, info.chunk)]
             # closing() stops the evaluation at once, not when the generator is garbage-collected.
             with closing((chunk_evaluator or evaluate_locally)(chunks)) as results:
-                _write(results, writer, total, timer)
+                _write(results, writer, total, len(info.protocol.views), timer)
         if heatmaps > 0:
             store_heat_maps(sessions[0], dataset, read_run(folder), heatmaps, writer)
     return read_run(folder)
@@ -117,9 +118,11 @@ def _resumable(writer: RunWriter, total: int) -> Iterator[None]:
         ) from error
 
 
-def _write(results: Iterator[ChunkResult], writer: RunWriter, total: int, timer: StageTimer) -> None:
-    """Write each chunk and log its times by stage. total: images of the run; timer: of all stages so far."""
+def _write(results: Iterator[ChunkResult], writer: RunWriter, total: int, views: int, timer: StageTimer) -> None:
+    """Write each chunk and log its times by stage. total: images of the run; views: of each; timer: of all stages."""
     with progress("validate", total, "images", done=writer.done) as advance:
+        shown = _Shown(advance, writer.done, views)
+        timer.on_views = shown.computed
         started, before = time.monotonic(), timer.totals()
         for predictions, scores in results:
             index = writer.done // writer.chunk
@@ -129,4 +132,29 @@ def _write(results: Iterator[ChunkResult], writer: RunWriter, total: int, timer:
             fields = totals.since(before).to_json()
             writer.log("chunk", index=index, images=len(predictions), seconds=round(now - started, 3), **fields)
             started, before = now, totals
-            advance(len(predictions))
+            shown.written(writer.done)
+
+
+class _Shown:
+    """Shows images as they are computed, since a chunk of a slow net takes minutes. Thread-safe.
+
+    done: images that were written before; views: of each image.
+    """
+
+    def __init__(self, advance: Callable[[int], None], done: int, views: int) -> None:
+        self._advance, self._done, self._images, self._views, self._computed = advance, done, done, views, 0
+        self._lock = threading.Lock()
+
+    def computed(self, views: int) -> None:
+        with self._lock:
+            self._computed += views
+            self._show(self._done + self._computed // self._views)
+
+    def written(self, images: int) -> None:
+        with self._lock:
+            self._show(images)
+
+    def _show(self, images: int) -> None:
+        if images > self._images:
+            self._advance(images - self._images)
+            self._images = images

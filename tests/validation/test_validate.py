@@ -1,6 +1,7 @@
 """Validation of a dataset gives the same numbers as image by image, interrupted or not; `prelunet validate`."""
 
 import json
+import re
 import shutil
 from collections.abc import Callable
 from dataclasses import replace
@@ -12,6 +13,7 @@ import pytest
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
+from prelunet.evaluator import terminal
 from prelunet.evaluator.architectures import architecture
 from prelunet.evaluator.cli import run
 from prelunet.evaluator.datasets.dataset import Dataset
@@ -85,6 +87,25 @@ def test_every_line_of_a_run_is_what_the_model_predicts_for_the_image_alone(data
         assert [(index, np.float32(score)) for index, score in prediction.top] == alone.top(5)
         assert prediction.rank == alone.rank(sample.label)
         assert list(prediction.view_ranks) == alone.view_ranks(sample.label)
+
+
+def test_progress_is_shown_before_the_first_chunk_is_written(
+    dataset: Dataset, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(terminal, "LINE_INTERVAL", 0)
+    validated(FakeSession(), dataset, MULTI_SCALE, tmp_path / "run")
+    shown = [int(found[1]) for found in re.finditer(r"^validate: (\d+)/150 images", capsys.readouterr().err, re.M)]
+    assert shown == sorted(set(shown)), "never back, never twice"
+    assert shown[0] < CHUNK
+    assert shown[-1] == 150, "refused images count, too"
+
+    damaged = tmp_path / "run" / "predictions.jsonl"
+    damaged.write_bytes(b"".join(damaged.read_bytes().splitlines(keepends=True)[:70]))
+    validated(FakeSession(), dataset, MULTI_SCALE, tmp_path / "run")
+    shown = [int(found[1]) for found in re.finditer(r"^validate: (\d+)/150 images", capsys.readouterr().err, re.M)]
+    assert shown == sorted(set(shown))
+    assert shown[0] > 64, "a resumed run begins where it was"
+    assert shown[-1] == 150
 
 
 def test_a_refused_image_is_recorded_with_the_reason_and_the_others_are_evaluated(
