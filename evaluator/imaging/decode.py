@@ -14,10 +14,12 @@ from typing import Literal, get_args
 import numpy as np
 import PIL._imaging
 from PIL import (  # plugins by name: otherwise Pillow would load them at the first image, in several threads at once
+    AvifImagePlugin,
     BmpImagePlugin,
     GifImagePlugin,
     Image,
     ImageFile,
+    Jpeg2KImagePlugin,
     JpegImagePlugin,
     MpoImagePlugin,
     PngImagePlugin,
@@ -31,7 +33,7 @@ from ..arrays import UInt8Array
 from ..errors import ImageError, OutOfMemory, PreluNetError
 from ..preparation import USUAL, Preparation, Transparency
 from .cost_limits import check_exif, check_plain, open_bounded, skip_directories
-from .header import PNG_SIGNATURE, read_header
+from .header import JPEG_2000_SIGNATURE, PNG_SIGNATURE, read_header
 from .limits import DecodeLimits
 
 _PLUGINS = (
@@ -43,14 +45,20 @@ _PLUGINS = (
     BmpImagePlugin.BmpImageFile,
     TiffImagePlugin.TiffImageFile,
     PpmImagePlugin.PpmImageFile,
+    AvifImagePlugin.AvifImageFile,  # these two need libraries that some builds of Pillow lack
+    Jpeg2KImagePlugin.Jpeg2KImageFile,
 )
 FORMATS = tuple(plugin.format for plugin in _PLUGINS if plugin.format != "MPO")
 SUFFIXES = (  # in any case
     *(".jpg", ".jpeg", ".jfif", ".jpe", ".png", ".gif", ".webp", ".bmp", ".tif", ".tiff"),
-    *(".ppm", ".pgm", ".pbm", ".pnm"),
+    *(".ppm", ".pgm", ".pbm", ".pnm", ".avif", ".jp2", ".j2k", ".jpx"),
 )
-# How files of these formats begin: JPEG, PNG, GIF, BMP, TIFF, BigTIFF; WebP begins with RIFF and a size.
-_BEGINNINGS = (b"\xff\xd8\xff", PNG_SIGNATURE, b"GIF8", b"BM", b"II*\0", b"MM\0*", b"II+\0", b"MM\0+")
+# How files of these formats begin: JPEG, PNG, GIF, BMP, TIFF, BigTIFF, JPEG 2000; WebP begins with RIFF and a size, and
+# AVIF with a size.
+_BEGINNINGS = (
+    *(b"\xff\xd8\xff", PNG_SIGNATURE, b"GIF8", b"BM", b"II*\0", b"MM\0*", b"II+\0", b"MM\0+"),
+    JPEG_2000_SIGNATURE,
+)
 BEGINNING = 12  # bytes that `begins_like_an_image` looks at
 
 _TILE_WIDTH, _TILE_LENGTH, _BITS_PER_SAMPLE = 322, 323, 258  # TIFF 6.0, sections 15 and 3
@@ -76,7 +84,8 @@ _MAX_BYTES_PER_PIXEL, _BASELINE_BYTES_PER_PIXEL = 28 + 4, 9 + 4
 
 def begins_like_an_image(data: bytes) -> bool:
     """Return whether a file that begins with these bytes may be an image; PPM is not recognized, as `P6` is a word."""
-    return data.startswith(_BEGINNINGS) or (data[:4] == b"RIFF" and data[8:12] == b"WEBP")
+    webp, avif = data[:4] == b"RIFF" and data[8:12] == b"WEBP", data[4:12] in {b"ftypavif", b"ftypavis"}
+    return data.startswith(_BEGINNINGS) or webp or avif
 
 
 def silence_decoders() -> None:
@@ -169,6 +178,10 @@ def decode_bytes(image: Image.Image, *, apply_exif: bool = False) -> int:
         each = 12 if image.info.get("progressive") else 5 if plain else 9  # 12: the coefficients of all scans
     elif image.format == "WEBP":
         each = 19 if plain else 28
+    elif image.format == "JPEG2000":
+        each = {"L": 9, "I;16": 12, "RGB": 21}.get(image.mode, 28)
+    elif image.format == "AVIF":
+        each = 14 if plain else 22
     elif plain:
         each = 5 if image.format in {"PNG", "BMP"} else 11  # TIFF: a strip may be the whole image
     else:

@@ -12,6 +12,7 @@ import sys
 import textwrap
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -302,6 +303,21 @@ print(json.dumps(refusals))
         assert REFUSED[name] in message, name
 
 
+@pytest.mark.parametrize(
+    ("kind", "options", "tolerance"), [("JPEG2000", {}, 0), ("AVIF", {"quality": 100, "subsampling": "4:4:4"}, 6)]
+)
+def test_avif_and_jpeg_2000_give_the_saved_pixels(kind: str, options: dict[str, Any], tolerance: int) -> None:
+    """Tolerance: AVIF's conversion to another color space rounds, and the fastest encoder is used."""
+    pixels = decode_rgb(encoded(Image.fromarray(PICTURE), kind, **options))
+    assert np.abs(pixels.astype(np.int64) - PICTURE).max() <= tolerance
+    alpha = np.random.default_rng(2).integers(0, 256, PICTURE.shape[:2], dtype=np.uint8)
+    with_alpha = Image.fromarray(np.dstack([PICTURE, alpha]))
+    blended = decode_rgb(encoded(with_alpha, kind, **options))
+    assert np.abs(blended.astype(np.int64) - on_white(PICTURE, alpha)).max() <= tolerance
+    with pytest.raises(ImageError, match=r"damaged|truncated"):
+        decode_rgb(encoded(Image.fromarray(PICTURE), kind, **options)[:-40])
+
+
 def test_formats_outside_the_list_never_reach_their_decoder(monkeypatch: pytest.MonkeyPatch) -> None:
     Image.init()
 
@@ -312,8 +328,8 @@ def test_formats_outside_the_list_never_reach_their_decoder(monkeypatch: pytest.
     assert "EPS" in others
     for name, opener in others.items():
         monkeypatch.setitem(Image.OPEN, name, opener)
-    for kind in ("ICO", "TGA", "PCX", "JPEG2000", "QOI"):
-        with pytest.raises(ImageError, match="Accepted formats: JPEG, PNG, GIF, WEBP, BMP, TIFF, PPM"):
+    for kind in ("ICO", "TGA", "PCX", "SGI", "QOI"):
+        with pytest.raises(ImageError, match="Accepted formats: JPEG, PNG, GIF, WEBP, BMP, TIFF, PPM, AVIF, JPEG2000"):
             decode_rgb(encoded(Image.fromarray(PICTURE), kind))
 
 

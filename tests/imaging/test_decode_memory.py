@@ -46,6 +46,12 @@ MEASURED = [
     ("TIFF", "RGB", {"compression": "tiff_lzw"}, 84),
     ("TIFF", "RGBA", {"compression": "tiff_lzw"}, 204),
     ("BMP", "RGB", {}, 58),
+    ("AVIF", "RGB", {"subsampling": "4:4:4"}, 133),
+    ("AVIF", "RGBA", {}, 250),
+    ("JPEG2000", "L", {}, 73),
+    ("JPEG2000", "RGB", {}, 232),
+    ("JPEG2000", "RGBA", {}, 293),
+    ("JPEG2000", "I;16", {}, 120),
 ]
 
 
