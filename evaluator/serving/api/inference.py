@@ -8,6 +8,7 @@ from typing import Any, TypeVar
 
 import grpc
 import grpc.aio
+from msgspec import to_builtins
 
 from ...errors import UsageError
 from ...pb.inference import inference_pb2 as pb
@@ -66,29 +67,25 @@ class InferenceServicer(pb_grpc.GRPCInferenceServiceServicer):
         return pb.ModelReadyResponse(ready=ready)
 
     async def ServerMetadata(self, request: pb.ServerMetadataRequest, context: Context) -> pb.ServerMetadataResponse:  # noqa: ARG002, N802
-        return messages.description(self._inference.server_metadata(), pb.ServerMetadataResponse())
+        return pb.ServerMetadataResponse(**to_builtins(self._inference.server_metadata()))
 
     async def ModelMetadata(self, request: pb.ModelMetadataRequest, context: Context) -> pb.ModelMetadataResponse:  # noqa: ARG002, N802
         described = self._inference.model_metadata(request.name, request.version)
-        return messages.description(described, pb.ModelMetadataResponse())
+        return pb.ModelMetadataResponse(**to_builtins(described))
 
     async def ModelConfig(self, request: pb.ModelConfigRequest, context: Context) -> pb.ModelConfigResponse:  # noqa: ARG002, N802
         config = self._inference.model_config(request.name, request.version)
-        return pb.ModelConfigResponse(config=messages.description(config, pb.ModelConfig()))
+        return pb.ModelConfigResponse(config=to_builtins(config))
 
     async def ModelStatistics(self, request: pb.ModelStatisticsRequest, context: Context) -> pb.ModelStatisticsResponse:  # noqa: ARG002, N802
         """Return the statistics of one model, or of each."""
         found = self._inference.statistics(request.name, request.version)
-        return pb.ModelStatisticsResponse(
-            model_stats=[messages.description(each, pb.ModelStatistics()) for each in found]
-        )
+        return pb.ModelStatisticsResponse(model_stats=to_builtins(found))
 
     async def RepositoryIndex(self, request: pb.RepositoryIndexRequest, context: Context) -> pb.RepositoryIndexResponse:  # noqa: ARG002, N802
         """List the loaded versions of all models, and those that are not served."""
         _require_no_repository(request.repository_name)
-        rows = self._inference.index(only_ready=request.ready)
-        model_index = pb.RepositoryIndexResponse.ModelIndex
-        return pb.RepositoryIndexResponse(models=[messages.description(row, model_index()) for row in rows])
+        return pb.RepositoryIndexResponse(models=to_builtins(self._inference.index(only_ready=request.ready)))
 
     async def RepositoryModelLoad(  # noqa: N802
         self,

@@ -10,21 +10,22 @@ from pathlib import PurePosixPath
 from typing import TypeAlias
 
 from google.protobuf.json_format import ParseDict
+from msgspec import to_builtins
 
 from ...contract import MAX_SCALES, ClassEntry, ModelContract
 from ...errors import DatasetError, Overloaded, UsageError
 from ...pb.prelunet.v1 import prelunet_pb2 as pb
 from ...pb.prelunet.v1 import prelunet_pb2_grpc as pb_grpc
-from ...protocols import supported_protocols
 from ...reporting.report import Report
 from ...rpc.convert import convert_nested_lists
 from ...rpc.status import client_message, code_of, reason_for
+from ..answers import constant_part, list_models_response, model_response
 from ..concurrency import bounded, task_group, uncancelled
 from ..data_plane import DataPlane
 from ..evaluation import LabelledImage, Progress
 from ..observability.call_context import Call, Context, this_call
 from ..observability.logs import log_incident
-from ..scheduling.model import RequestOptions, ServedModel
+from ..scheduling.model import RequestOptions
 from ..scheduling.request import Answered
 
 SERVICE = pb.DESCRIPTOR.services_by_name["PreluNetService"].full_name
@@ -96,19 +97,10 @@ class PreluNetServicer(pb_grpc.PreluNetServiceServicer):
 
     async def ListModels(self, request: pb.ListModelsRequest, context: Context) -> pb.ListModelsResponse:  # noqa: ARG002, N802
         """List the served models, and what is wrong with others."""
-        return pb.ListModelsResponse(
-            models=[
-                pb.ModelIdentity(name=each.name, sha256=each.session.model_sha256, version=each.version)
-                for each in self._plane.models()
-            ],
-            problems=[
-                pb.VersionProblem(name=version.name, version=version.number, reason=reason)
-                for version, reason in self._plane.problems().items()
-            ],
-        )
+        return pb.ListModelsResponse(**to_builtins(list_models_response(self._plane.models(), self._plane.problems())))
 
     async def GetModel(self, request: pb.GetModelRequest, context: Context) -> pb.GetModelResponse:  # noqa: ARG002, N802
-        return pb.GetModelResponse(model=model_message(self._plane.model(request.name)))
+        return pb.GetModelResponse(model=to_builtins(model_response(self._plane.model(request.name))))
 
 
 async def _written(answer: Awaitable[Answered]) -> bytes:
@@ -230,7 +222,7 @@ def classify_response(answer: Answered) -> bytes:
     parts = [_prediction(index, classes[index]) + _SCORE.pack(score) for index, score in best]
     maps = [pb.HeatMap(**vars(of_class)) for of_class in answer.maps]
     own = pb.ClassifyResponse(heatmap=answer.heatmap, maps=maps, timings=pb.Timings(**vars(answer.timings)))
-    return b"".join([*parts, own.SerializeToString(), answer.constant_part(_constant_part)])
+    return b"".join([*parts, own.SerializeToString(), answer.constant_part(_constant_bytes)])
 
 
 @lru_cache(2**14)
@@ -240,19 +232,8 @@ def _prediction(index: int, entry: ClassEntry) -> bytes:
     return pb.ClassifyResponse(predictions=[prediction]).SerializeToString()[: -_SCORE.size]
 
 
-def _constant_part(answer: Answered) -> bytes:
-    session = answer.model.session
-    response = pb.ClassifyResponse(
-        model=pb.ModelIdentity(name=answer.model.name, sha256=session.model_sha256, version=answer.model.version),
-        protocol=pb.Protocol(**answer.plan.protocol.to_json()),
-        views=[
-            pb.View(**seen.view.to_json(), windows=pb.WindowGrid(rows=seen.windows[0], columns=seen.windows[1]))
-            for seen in answer.classified.views
-        ],
-        capped=answer.classified.capped,
-        circumstances=pb.Circumstances(**session.circumstances.to_json()),
-    )
-    return response.SerializeToString()
+def _constant_bytes(answer: Answered) -> bytes:
+    return pb.ClassifyResponse(**to_builtins(constant_part(answer))).SerializeToString()
 
 
 def call_error(error: BaseException, incident: str) -> pb.CallError:
@@ -262,26 +243,6 @@ def call_error(error: BaseException, incident: str) -> pb.CallError:
         reason=reason_for(error),
         message=client_message(error, incident),
         retry_after_seconds=error.retry_after if isinstance(error, Overloaded) else None,
-    )
-
-
-def model_message(served: ServedModel) -> pb.Model:
-    """Describe a served model and the device that runs it."""
-    contract = served.session.contract
-    return pb.Model(
-        name=served.name,
-        version=served.version,
-        sha256=served.session.model_sha256,
-        architecture=contract.name,
-        activation=contract.architecture.activation,
-        classes=[pb.ClassEntry(wnid=entry.wnid, name=entry.name) for entry in contract.classes],
-        crop=contract.crop,
-        default_scales=contract.default_scales,
-        max_side=contract.max_side,
-        canvas=contract.canvas,
-        circumstances=ParseDict(served.session.circumstances.to_json(), pb.Circumstances()),
-        checkpoint_sha256=contract.checkpoint_sha256,
-        protocols=supported_protocols(contract),
     )
 
 

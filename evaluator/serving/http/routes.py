@@ -17,12 +17,7 @@ from starlette.routing import Route
 from ...contract import MAX_SCALES
 from ...errors import ModelNotFound, UsageError
 from ...reporting.live_page import live_page
-from ..concurrency import run_inline_or_in_thread
-from ..data_plane import DataPlane
-from ..inference import Inference, ModelConfig, ModelIndex, ModelMetadata, ModelStatistics, ServerMetadata
-from ..scheduling.model import RequestOptions
-from ..scheduling.request import Answered
-from .answers import (
+from ..answers import (
     ClassifyResponse,
     ListModelsResponse,
     Model,
@@ -30,6 +25,11 @@ from .answers import (
     list_models_response,
     model_response,
 )
+from ..concurrency import run_inline_or_in_thread
+from ..data_plane import DataPlane
+from ..inference import Inference, ModelConfig, ModelIndex, ModelMetadata, ModelStatistics, ServerMetadata
+from ..scheduling.model import RequestOptions
+from ..scheduling.request import Answered
 from .door import JSON, Endpoint, HttpCall, HttpDoor, JsonResponse
 from .inference_json import LENGTH_HEADER, ModelInferRequest, ModelInferResponse, infer_response, parse_infer_request
 from .openapi import File, Operation, description

@@ -37,10 +37,11 @@ from prelunet.evaluator.imaging.limits import DecodeLimits
 from prelunet.evaluator.pb.prelunet.v1 import prelunet_pb2 as pb
 from prelunet.evaluator.pb.prelunet.v1 import prelunet_pb2_grpc as pb_grpc
 from prelunet.evaluator.serving.access import SCOPES, AccessControl, create_token
+from prelunet.evaluator.serving.answers import list_models_response
 from prelunet.evaluator.serving.arriving import ArrivingBytes, process_memory
 from prelunet.evaluator.serving.calls import CallsInFlight
 from prelunet.evaluator.serving.certificates import Certificates
-from prelunet.evaluator.serving.http import answers, routes
+from prelunet.evaluator.serving.http import routes
 from prelunet.evaluator.serving.http.door import HttpCall, HttpDoor
 from prelunet.evaluator.serving.http.listener import ConnectionLimits, Listener
 from prelunet.evaluator.serving.models import Models
@@ -123,7 +124,7 @@ def test_the_models_are_described_in_the_json_form_of_grpc(server: RunningServer
 
 def test_the_list_of_models_says_in_the_json_form_of_grpc_what_is_wrong_with_others() -> None:
     message = pb.ListModelsResponse(problems=[pb.VersionProblem(name="six", version=2, reason="damaged")])
-    listed = answers.list_models_response([], {Version("six", 2): "damaged"})
+    listed = list_models_response([], {Version("six", 2): "damaged"})
     assert msgspec.to_builtins(listed) == as_json(message)
 
 
