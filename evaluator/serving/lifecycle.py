@@ -181,8 +181,8 @@ async def serve(options: ServeOptions, report: Callable[[str], None]) -> ServeRe
     # Before this, while files may block, a signal ends the process at once, unless it is the first one of a container.
     events.install_signal_handlers()
     server = Server(
-        options.host, options.port, limits, CallsInFlight(limits.max_calls, metrics, call_log, tracing),
-        certificates=certificates, access=access, http=options.http, unix_socket=options.unix_socket,
+        options.host, options.port, CallsInFlight(limits, metrics, call_log, tracing, access),
+        certificates=certificates, http=options.http, unix_socket=options.unix_socket,
     )  # fmt: skip
     metrics_port = None
     tasks = [asyncio.create_task(poll_forever(each.files)) for each in (certificates, access) if each is not None]

@@ -15,12 +15,10 @@ import grpc.aio
 from google.protobuf.descriptor import Descriptor, FieldDescriptor
 from google.protobuf.message import DecodeError
 
-from ...errors import DeadlinePassed, NotReady, PreluNetError, UsageError
+from ...errors import DeadlinePassed, NotReady, UsageError
 from ...imaging.decode import check_bytes
-from ..access import AccessControl
-from ..arriving import ArrivingBytes
-from ..calls import OUR_METHODS, PROBES, CallsInFlight, access_error, record_error
-from ..observability.call_context import REQUEST_ID, Call, Context, Metadata, current_call, request_id_from
+from ..calls import OUR_METHODS, PROBES, CallsInFlight, record_error
+from ..observability.call_context import REQUEST_ID, Call, Context, Metadata
 from ..options import ServerLimits
 
 Handler: TypeAlias = "grpc.RpcMethodHandler[Any, Any]"
@@ -43,21 +41,12 @@ _COMPRESSED = (b"\x1f\x8b", b"\x78\x01", b"\x78\x5e", b"\x78\x9c", b"\x78\xda") 
 class Front(grpc.GenericRpcHandler):
     """The services of a gRPC server, with what every call of theirs passes. Health and reflection have no limits.
 
-    access: None without tokens.
     refusal_message: the error of calls of our methods, except probes; empty while they are answered; stopping: they are
     refused because the server stops; refused_count: number of these; refusals_released: they wait until it is set.
     """
 
-    def __init__(
-        self,
-        calls: CallsInFlight,
-        limits: ServerLimits = ServerLimits(),
-        arriving: ArrivingBytes | None = None,
-        access: AccessControl | None = None,
-    ) -> None:
-        self.calls, self.limits = calls, limits
-        self.arriving = arriving or ArrivingBytes(limits)
-        self._access = access
+    def __init__(self, calls: CallsInFlight) -> None:
+        self.calls = calls
         self._services: list[grpc.GenericRpcHandler] = []
         self._methods: dict[str, Handler] = {}  # by path, those that have been called
         self.refusal_message = ""
@@ -85,22 +74,6 @@ class Front(grpc.GenericRpcHandler):
         if handler is not None:
             self._methods[path] = wrapped
         return wrapped
-
-    def begin(self, call: Call, *, known: bool) -> PreluNetError | None:
-        """Count a call, if its method has limits, and return the error with which it is refused.
-
-        known: whether its method exists.
-        """
-        path = f"/{call.method}"
-        if self.limits.proxies.networks:
-            call.identify = partial(self.limits.proxies.identity, call.metadata)
-        refusal: PreluNetError | None = access_error(self._access, call, known=known)
-        ours, exempt = not known or path.startswith(OUR_METHODS), path in PROBES
-        if ours or refusal is not None:
-            refusal = self.calls.begin(call, exempt=exempt or refusal is not None) or refusal
-        if refusal is None and ours and not exempt:
-            self.calls.admit(call)
-        return refusal
 
     async def refuse(self, path: str) -> None:
         """Raise NotReady if calls of a method are refused now."""
@@ -131,7 +104,8 @@ class Method:
         self._ours = path.startswith(OUR_METHODS)
         # A message of one image. In a stream a large image gets an answer of its own.
         of_image = path.startswith(OUR_METHODS[0]) and self._known and not handler.request_streaming
-        self._max_bytes = front.limits.image.max_bytes + _MAX_BESIDE_IMAGE if of_image else math.inf
+        self._limits, self._arriving = front.calls.limits, front.calls.arriving
+        self._max_bytes = self._limits.image.max_bytes + _MAX_BESIDE_IMAGE if of_image else math.inf
 
     def handler(self) -> Handler:
         """Return the handler for gRPC, which receives messages as bytes.
@@ -143,7 +117,7 @@ class Method:
         return grpc.stream_unary_rpc_method_handler(self._single)
 
     async def _single(self, received: Any, context: Context) -> Any:
-        call = _new_call(self._path, context)
+        call = self._new_call(context)
         try:
             await self._admit(call, context)
             return _serialized(await self._function(await self._input(call, received, context), context))
@@ -155,7 +129,7 @@ class Method:
             _note_status(call, context)
 
     async def _stream(self, received: Any, context: Context) -> None:
-        call = _new_call(self._path, context)
+        call = self._new_call(context)
         try:
             await self._admit(call, context)
             answers = self._function(await self._input(call, received, context), context)
@@ -172,9 +146,17 @@ class Method:
             call.message_admitted()
             _note_status(call, context)
 
+    def _new_call(self, context: Context) -> Call:
+        remaining = context.time_remaining()
+        metadata = cast("Metadata", context.invocation_metadata() or ())  # names are in lower case
+        call = self._front.calls.arrived(self._path[1:], context.peer(), metadata)
+        call.deadline = None if remaining is None else call.begun + remaining
+        # Not in the initial metadata, which would be sent in a packet of its own.
+        context.set_trailing_metadata(((REQUEST_ID, call.request_id),))
+        return call
+
     async def _admit(self, call: Call, context: Context) -> None:
-        if (refusal := self._front.begin(call, known=self._known)) is not None:
-            raise refusal
+        self._front.calls.begin(call, known=self._known)
         if self._front.refusal_message:
             await self._front.refuse(self._path)
         if not self._known:
@@ -185,16 +167,15 @@ class Method:
 
         Only one message of a unary call is read; gRPC holds back further ones and drops them when the call ends.
         """
-        front = self._front
         if self._handler.request_streaming:
             messages = _Messages(
-                received, partial(front.arriving.receive, call), partial(self._decoded, call), front.limits
+                received, partial(self._arriving.receive, call), partial(self._decoded, call), self._limits
             )
             call.message_done = messages.done
             return messages
-        seconds = front.limits.message_timeout
+        seconds = self._limits.message_timeout
         try:
-            data = await front.arriving.receive(call, context.read(), seconds)  # `received`, a generator, costs time
+            data = await self._arriving.receive(call, context.read(), seconds)  # `received`, a generator, costs time
         except TimeoutError:
             raise DeadlinePassed(
                 f"the message of this call did not arrive within {seconds:g} s; send all of it when the call starts"
@@ -206,11 +187,11 @@ class Method:
 
     async def _decoded(self, call: Call, data: bytes) -> Any:
         if data.startswith(_COMPRESSED):
-            data = await self._front.arriving.decompressed(call, data)
+            data = await self._arriving.decompressed(call, data)
         call.message_bytes = len(data)
         call.bytes += len(data)
         if len(data) > self._max_bytes:  # before two copies are made of it
-            check_bytes(data, self._front.limits.image)
+            check_bytes(data, self._limits.image)
         if self._decode is None:
             return data
         if len(data) > _SMALL_MESSAGE and exceeds_part_limit(data, self._decode(b"").DESCRIPTOR, _MAX_PARTS):
@@ -227,18 +208,6 @@ class Method:
                 "the request cannot be decoded as a message of this method; use this server's proto file, and compress "
                 "messages with gzip or deflate if at all"
             ) from None
-
-
-def _new_call(path: str, context: Context) -> Call:
-    """Return the call that begins here, which log lines of its tasks and threads name."""
-    remaining = context.time_remaining()
-    metadata = cast("Metadata", context.invocation_metadata() or ())  # names are in lower case
-    call = Call(path.removeprefix("/"), request_id_from(metadata), peer=context.peer(), metadata=metadata)
-    call.deadline = None if remaining is None else call.begun + remaining
-    current_call.set(call)
-    # Not in the initial metadata, which would be sent in a packet of its own.
-    context.set_trailing_metadata(((REQUEST_ID, call.request_id),))
-    return call
 
 
 def _note_status(call: Call, context: Context) -> None:

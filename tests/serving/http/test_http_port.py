@@ -38,7 +38,7 @@ from prelunet.evaluator.pb.prelunet.v1 import prelunet_pb2 as pb
 from prelunet.evaluator.pb.prelunet.v1 import prelunet_pb2_grpc as pb_grpc
 from prelunet.evaluator.serving.access import SCOPES, AccessControl, create_token
 from prelunet.evaluator.serving.answers import list_models_response
-from prelunet.evaluator.serving.arriving import ArrivingBytes, process_memory
+from prelunet.evaluator.serving.arriving import process_memory
 from prelunet.evaluator.serving.calls import CallsInFlight
 from prelunet.evaluator.serving.certificates import Certificates
 from prelunet.evaluator.serving.http import routes
@@ -374,9 +374,9 @@ def test_the_parameter_timeout_ends_a_call_before_its_header_and_not_after() -> 
 
 @async_test
 async def test_a_response_that_nobody_reads_stays_in_flight_until_its_time_is_over() -> None:
-    metrics, limits = Metrics(), ServerLimits(message_timeout=0.5)
-    calls = CallsInFlight(4, metrics)
-    door = HttpDoor(calls, limits, ArrivingBytes(limits, metrics), None)
+    metrics = Metrics()
+    calls = CallsInFlight(ServerLimits(max_calls=4, message_timeout=0.5), metrics)
+    door = HttpDoor(calls)
 
     async def much(_call: HttpCall) -> Response:
         return Response(b"x" * 2**24)  # more than a connection's buffers
