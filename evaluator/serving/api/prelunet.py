@@ -77,7 +77,7 @@ class PreluNetServicer(pb_grpc.PreluNetServiceServicer):
     ) -> None:
         """Evaluate a streamed dataset."""
         start, call = start_of(await anext(request_iterator, None)), this_call()
-        contract = self._plane.model(start.model).session.contract
+        contract = self._plane.models.get(start.model).session.contract
         call.message_done()  # `start` gets no answer of its own
 
         async def images() -> AsyncGenerator[LabelledImage, None]:
@@ -97,10 +97,12 @@ class PreluNetServicer(pb_grpc.PreluNetServiceServicer):
 
     async def ListModels(self, request: pb.ListModelsRequest, context: Context) -> pb.ListModelsResponse:  # noqa: ARG002, N802
         """List the served models, and what is wrong with others."""
-        return pb.ListModelsResponse(**to_builtins(list_models_response(self._plane.models(), self._plane.problems())))
+        return pb.ListModelsResponse(
+            **to_builtins(list_models_response(self._plane.models.all(), self._plane.problems()))
+        )
 
     async def GetModel(self, request: pb.GetModelRequest, context: Context) -> pb.GetModelResponse:  # noqa: ARG002, N802
-        return pb.GetModelResponse(model=to_builtins(model_response(self._plane.model(request.name))))
+        return pb.GetModelResponse(model=to_builtins(model_response(self._plane.models.get(request.name))))
 
 
 async def _written(answer: Awaitable[Answered]) -> bytes:

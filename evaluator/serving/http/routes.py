@@ -184,10 +184,10 @@ class _Routes:
         ]
 
     async def _list_models(self, _request: HttpCall) -> Response:
-        return JsonResponse(list_models_response(self._plane.models(), self._plane.problems()))
+        return JsonResponse(list_models_response(self._plane.models.all(), self._plane.problems()))
 
     async def _get_model(self, request: HttpCall) -> Response:
-        served = self._plane.model(request.parameters["name"])
+        served = self._plane.models.get(request.parameters["name"])
         large = len(served.session.contract.classes) > _MANY_CLASSES
         return await run_inline_or_in_thread(lambda: JsonResponse(model_response(served)), in_thread=large)
 
