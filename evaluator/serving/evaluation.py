@@ -15,7 +15,7 @@ from ..protocols import EvaluationProtocol
 from ..reporting.report import Report, build_report
 from ..validation.predictions import Prediction, Predictions, build_prediction
 from ..validation.run import Run, build_run_info, describe_dataset
-from .concurrency import bounded, task_group
+from .concurrency import answer_all
 from .observability.call_context import Call
 from .options import ServerLimits
 from .scheduling.model import ServedModel
@@ -75,25 +75,20 @@ async def evaluate(
     slots = asyncio.Semaphore(MAX_IN_FLIGHT)
     progress = _ProgressReporter(on_progress)
 
-    async def predict(image: LabelledImage, admission: asyncio.Event) -> None:
+    async def predict(image: LabelledImage, on_admitted: Callable[[], None]) -> None:
+        answers.expect(image.file, max_images)
         try:
-            answer = await classify(image.data, admission.set)
+            answer = await classify(image.data, on_admitted)
             prediction = build_prediction(image.file, image.label, answer.classified)
         except ImageError as error:
             prediction = Prediction(image.file, image.label, refused=str(error))
-        admission.set()
+        on_admitted()
         answers.add(prediction, len(image.data))
         call.message_done()
         await progress.count(prediction)
         slots.release()
 
-    async with task_group() as group:
-        async for image in bounded(images, slots):
-            answers.expect(image.file, max_images)
-            admission = asyncio.Event()
-            group.create_task(predict(image, admission))
-            del image  # free it while waiting for the next
-            await admission.wait()
+    await answer_all(images, slots, predict)
     if not answers.places:
         raise DatasetError("the stream had no image; send at least one `image` after `start`")
     return await asyncio.to_thread(_report, served, protocol, dataset_name, answers)

@@ -20,7 +20,7 @@ from ...reporting.report import Report
 from ...rpc.convert import convert_nested_lists
 from ...rpc.status import client_message, code_of, reason_for
 from ..answers import constant_part, list_models_response, model_response
-from ..concurrency import bounded, task_group, uncancelled
+from ..concurrency import answer_all, uncancelled
 from ..data_plane import DataPlane
 from ..evaluation import LabelledImage, Progress
 from ..observability.call_context import Call, Context, this_call
@@ -146,24 +146,23 @@ async def classify_stream(
     sending = asyncio.Lock()
     unanswered: set[str] = set()
 
-    async def answer(
-        request: pb.ClassifyStreamRequest, refusal: UsageError | None, admission: asyncio.Event, taken: int
-    ) -> None:
-        """Answer one request and free its slots. admission: set once the next request may be read."""
-        if refusal is not None:
-            response = pb.ClassifyStreamResponse(error=call_error(refusal, ""))
-        else:
-            id_ = request.id
-            try:
-                classified = classify(request.request, admission.set)
-                del request  # it holds a second copy of the image
-                answered = pb.ClassifyResponse.FromString(await classified)
-                response = pb.ClassifyStreamResponse(id=id_, response=answered)
-                call.record_answer(failed=False)
-            except Exception as error:
-                call.record_answer(failed=True)
-                response = pb.ClassifyStreamResponse(id=id_, error=call_error(error, log_incident(error)))
-        admission.set()
+    async def answer(request: pb.ClassifyStreamRequest, on_admitted: Callable[[], None]) -> None:
+        taken = slots_for(request.request)
+        for _ in range(1, taken):
+            await slots.acquire()
+        response = pb.ClassifyStreamResponse()
+        try:
+            _require_new(request.id, unanswered)
+            unanswered.add(request.id)
+            response.id = request.id
+            classified = classify(request.request, on_admitted)
+            del request  # it holds a second copy of the image
+            response.response.ParseFromString(await classified)
+        except Exception as error:
+            response.error.CopyFrom(call_error(error, log_incident(error)))
+        if response.id:
+            call.record_answer(failed=response.HasField("error"))
+        on_admitted()
         async with sending:
             unanswered.discard(response.id)  # not later: the client may reuse the id once it has the answer
             await send(response)
@@ -171,18 +170,7 @@ async def classify_stream(
         for _ in range(taken):
             slots.release()
 
-    async with task_group() as group:
-        async for request in bounded(requests, slots):
-            taken = slots_for(request.request)
-            for _ in range(1, taken):
-                await slots.acquire()
-            refusal = _id_error(request.id, unanswered)
-            if refusal is None:
-                unanswered.add(request.id)
-            admission = asyncio.Event()
-            group.create_task(answer(request, refusal, admission, taken))
-            del request  # free it while waiting for the next
-            await admission.wait()
+    await answer_all(requests, slots, answer)
 
 
 def slots_for(request: pb.ClassifyRequest) -> int:
@@ -191,17 +179,16 @@ def slots_for(request: pb.ClassifyRequest) -> int:
     return min(STREAM_SLOTS, max(1, classes, _HEATMAP_SLOTS if request.heatmap else 1))
 
 
-def _id_error(id_: str, unanswered: set[str]) -> UsageError | None:
-    """Return the error of a request's id if it is invalid or already in use."""
+def _require_new(id_: str, unanswered: set[str]) -> None:
+    """Raise UsageError for a request's id that is invalid or already in use."""
     if not 1 <= len(id_) <= MAX_ID_LENGTH:
-        return UsageError(
+        raise UsageError(
             f"a request's `id` should have 1 to {MAX_ID_LENGTH} characters, not {len(id_)}: '{id_[:MAX_ID_LENGTH]}'"
         )
     if id_ in unanswered:
-        return UsageError(
+        raise UsageError(
             f"id '{id_}' is already in use by a request that has no answer yet; give each its own id until then"
         )
-    return None
 
 
 # Messages.
