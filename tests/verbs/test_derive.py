@@ -10,14 +10,14 @@ import pytest
 import typer
 from typer.testing import CliRunner, Result
 
-from prelunet.evaluator.cli_option import CliOption
+from prelunet.evaluator.cli_option import CliOption, option
 from prelunet.evaluator.verbs.options.derive import Only, derive_options
 
 
 @dataclass(frozen=True)
 class Limits:
-    calls: Annotated[int, CliOption("Number of calls.", min=1, max=9)] = 3
-    wait: Annotated[float, CliOption("Milliseconds.", units=1000)] = 0.002
+    calls: int = option(3, "Number of calls.", min=1, max=9)
+    wait: float = option(0.002, "Milliseconds.", units=1000)
     hidden: int = 7
 
 

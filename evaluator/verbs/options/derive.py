@@ -57,7 +57,8 @@ def replace_parameter(
 
 
 def _option_of(field: "Field[Any]") -> CliOption | None:
-    return next((detail for detail in get_args(field.type) if isinstance(detail, CliOption)), None)
+    declared = (field.metadata.get("option"), *get_args(field.type))  # or Annotated[int, CliOption(…)]
+    return next((each for each in declared if isinstance(each, CliOption)), None)
 
 
 def _declared(
@@ -99,7 +100,8 @@ def _parameter(
         rich_help_panel=group,
         envvar=prefix and prefix + (option.flag or field.name).replace("-", "_").upper(),
     )
-    annotation: Any = Annotated[option.kind or get_args(field.type)[0], shown]
+    kind = get_args(field.type)[0] if get_origin(field.type) is Annotated else field.type
+    annotation: Any = Annotated[option.kind or kind, shown]
     return inspect.Parameter(
         _name(field, option), inspect.Parameter.KEYWORD_ONLY, default=default, annotation=annotation
     )
