@@ -49,7 +49,7 @@ class ArrivingBytes:
 
     def __init__(self, limits: ServerLimits = ServerLimits(), metrics: Metrics | None = None) -> None:
         self.max_memory: int | None = None
-        self._refusals = (metrics or Metrics()).refusals.labels("", "arriving")
+        self._refusals = (metrics or Metrics()).refused["arriving"]
         self._waits: dict[_Wait, None] = {}  # the oldest first
         self._timer: asyncio.TimerHandle | None = None
         self._peak = 0  # bytes of the process at the latest refusal, 0 if it has shrunk since

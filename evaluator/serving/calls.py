@@ -108,7 +108,7 @@ class CallsInFlight:
             if own.total() >= share:
                 allowed = (limit + allowed) // 2 if own[call.peer] < part else limit
             if self.count >= allowed:
-                self.metrics.refusals.labels("", "calls").inc()
+                self.metrics.refused["calls"].inc()
                 raise Overloaded(f"the server already has {limit} calls in flight. Try again later", _RETRY_AFTER)
         self.count += 1
         self._by_identity[call.identity][call.peer] += 1
@@ -121,7 +121,7 @@ class CallsInFlight:
     def _end(self, call: Call) -> None:
         call.status = call.status or "CANCELLED"  # the client left, or its message was too large for gRPC
         if call.status == "CANCELLED" and not call.bytes:
-            self.metrics.refusals.labels("", "message").inc()
+            self.metrics.refused["message"].inc()
         seconds = time.monotonic() - call.begun
         method = call.method if f"/{call.method}" in REQUIRED else "unknown"
         self.metrics.call_ended(method, call.status, seconds)

@@ -82,7 +82,7 @@ class Front(grpc.GenericRpcHandler):
         refusal = NotReady(self.refusal_message, _RETRY_AFTER_STOP if self.stopping else _RETRY_AFTER_LOADING)
         if self.stopping:
             self.refused_count += 1
-            self.calls.metrics.refusals.labels("", "stopping").inc()
+            self.calls.metrics.refused["stopping"].inc()
         await self.refusals_released.wait()
         raise refusal
 

@@ -366,7 +366,7 @@ class BatchExecutor:
         model, views, behind = formed.model, formed.views, formed.behind
         memory = isinstance(error, OutOfMemory | MemoryError)
         lost = isinstance(error, DeviceLost)
-        model.metrics.batch_failed("lost" if lost else "memory" if memory else "error")
+        model.metrics.failed["lost" if lost else "memory" if memory else "error"].inc()
         model.canvas = None
         if isinstance(error, DeviceLost):
             self._mark_lost(error, views)
@@ -408,7 +408,7 @@ class BatchExecutor:
         """Mark the device as lost, because a batch hangs; a batch staged behind it never runs."""
         staged = self._staged  # without the lock: a hanging thread may hold it
         views = [*views, *(staged.views if staged is not None else ())]
-        views[0].request.model.metrics.batch_failed("lost")
+        views[0].request.model.metrics.failed["lost"].inc()
         self._mark_lost(error, views)
 
     def _mark_lost(self, error: DeviceLost, views: Sequence[ReadyView]) -> None:

@@ -212,7 +212,7 @@ class Waiting:
         with self.lock:
             self.images.end(request)
             if request.ended is not None:
-                request.model.metrics.dropped(request.end_reason, len(views))
+                request.model.metrics.dropped[request.end_reason].inc(len(views))
             elif self._lost is not None:
                 self._fail(request, DeviceLost(self._lost))
             else:
@@ -230,7 +230,7 @@ class Waiting:
         with self.lock:
             self.images.end(request)
             end_reason = request.end_reason or ("expired" if isinstance(error, DeadlinePassed) else "failed")
-            request.model.metrics.dropped(end_reason, request.plan.views)
+            request.model.metrics.dropped[end_reason].inc(request.plan.views)
             self._fail(request, error, end_reason)
             self.notify_room()
             self.workers.wake()
@@ -268,7 +268,7 @@ class Waiting:
                     wanted.append(view)
                     request.batch_begun = request.batch_begun or now
                 else:
-                    request.model.metrics.dropped(request.end_reason or "expired", 1)
+                    request.model.metrics.dropped[request.end_reason or "expired"].inc()
                     self._fail(request, DeadlinePassed(_TOO_LATE.format("has passed")), "expired")
             self.may_stage = True
             self.stageable.notify()
@@ -317,7 +317,7 @@ class Waiting:
         request.model.metrics.failed_seconds.observe(request.ended - request.arrived)
         dropped = self.ready.withdraw(request) + (request.plan.views if self.images.withdraw(request) else 0)
         if dropped:
-            request.model.metrics.dropped(end_reason, dropped)
+            request.model.metrics.dropped[end_reason].inc(dropped)
             self.notify_room()
             self.workers.wake()
         return True
