@@ -97,7 +97,7 @@ class HttpDoor:
         """Answer a request."""
         connection: Connection = scope["state"]["connection"]
         headers = Headers(scope=scope)
-        call = self._calls.arrived("unknown", _peer(scope["client"]), headers.items())
+        call = self._calls.arrived("unknown", peer_name(*(scope["client"] or ("", 0))), headers.items())
         body = _Body(headers, receive, self._limits.max_message_bytes)
         scope.update({"app": self, "body": body, "call": call})  # `app`: the router raises errors
         connection.begin()
@@ -309,10 +309,3 @@ def _timeout(headers: Headers) -> float:
     if not 0 < seconds <= MAX_TIMEOUT:
         raise UsageError(f"header {TIMEOUT_HEADER} should be a number of seconds up to {MAX_TIMEOUT:g}: '{text[:100]}'")
     return seconds
-
-
-def _peer(client: tuple[str, int] | None) -> str:
-    """Return the name that gRPC gives a connection, so that a client has one identity at both doors."""
-    if client is None:
-        return "unix:"
-    return peer_name(*client)

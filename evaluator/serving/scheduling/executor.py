@@ -16,7 +16,7 @@ import logging
 import math
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
@@ -31,7 +31,7 @@ from ...errors import ContractError, DeviceLost, OutOfMemory, UsageError
 from ...machine import cores
 from ..decoding import DecodeProcess
 from ..observability.logs import release_frames
-from .model import BatchTimes, ServedModel
+from .model import ServedModel
 from .request import ReadyView, Request, as_reported
 from .waiting import SMALL_PIXELS, Waiting
 from .watchdog import Watchdog
@@ -163,15 +163,19 @@ class BatchExecutor:
         """Decode images in this thread, or in a process, and queue their views. Empties the list."""
         while requests:
             request = requests.pop(0)
-            try:
-                ready = request.decode(process)
-            except BaseException as error:  # the thread must survive, or callers would wait forever
-                release_frames(error)  # they refer to the request, and that to the error
-                self._waiting.decode_failed(request, as_reported(request.model, error))
-            else:
+            if (ready := self._decoded(request, process)) is not None:
                 self._waiting.decoded(request, ready)
-                del ready
+            del request, ready
+
+    def _decoded(self, request: Request, process: DecodeProcess | None = None) -> list[ReadyView] | None:
+        """Return the views of an image; None if it cannot be decoded, which has ended its request."""
+        try:
+            return request.decode(process)
+        except BaseException as error:  # the thread must survive, or callers would wait forever
+            release_frames(error)  # they refer to the request, and that to the error
+            self._waiting.decode_failed(request, as_reported(request.model, error))
             del request  # the error's traceback refers to this frame
+            return None
 
     def _decode_and_run(self, requests: list[Request], in_lane: bool) -> None:
         """Decode images of one model and compute them at once: nothing else waits for the device. Empties the list."""
@@ -180,12 +184,9 @@ class BatchExecutor:
         views: list[ReadyView] = []
         while requests:
             request = requests.pop(0)
-            try:
-                views += request.decode(None)
+            if (ready := self._decoded(request)) is not None:
+                views += ready
                 decoded.append(request)
-            except BaseException as error:
-                release_frames(error)
-                self._waiting.decode_failed(request, as_reported(model, error))
             del request
         if in_lane and any(view.lanes == 1 for view in views):  # too large to be computed beside others
             for request in decoded:
@@ -195,14 +196,10 @@ class BatchExecutor:
         self._waiting.decoded_in_lane(decoded, views)
         complete: list[Request] = []
         try:
-            batches = _plan(model, views).batches
-            for number, planned in enumerate(batches, 1):
+            for formed in _planned(model, views, in_lane=in_lane):
                 self._on_complete(complete)
-                chosen = [views[index] for index in planned.indices]
-                behind = [views[index] for later in batches[number:] for index in later.indices]
-                batch = _truncated(planned, len(chosen), model)
-                self._give_up_hopeless(model, batch, chosen, in_lane)
-                complete = self._run(_FormedBatch(model, chosen, batch, in_lane, behind=behind))
+                self._give_up_hopeless(formed)
+                complete = self._run(formed)
         except Exception as error:
             for request in decoded:
                 self._waiting.fail(request, as_reported(model, error))
@@ -239,19 +236,21 @@ class BatchExecutor:
             chosen = [views[index] for index in plan.batches[0].indices]
             if in_lane := self._waiting.ready.use_lane(views):
                 chosen = chosen[: _share_of_lane(chosen)]
-            batch = _truncated(plan.batches[0], len(chosen), model)
-            if self._give_up_hopeless(model, batch, chosen, in_lane):
+            formed = _FormedBatch(model, chosen, _truncated(plan.batches[0], len(chosen), model), in_lane)
+            if self._give_up_hopeless(formed) or not self._waiting.take(chosen, alone=not in_lane):
                 return None
-            taken = self._waiting.take(chosen, alone=not in_lane)
-            return _FormedBatch(model, chosen, batch, in_lane) if taken else None
+            return formed
         except Exception as error:  # this thread must survive, or every later call would wait forever
             self._waiting.fail(views[0].request, as_reported(model, error))
             return None
 
-    def _give_up_hopeless(self, model: ServedModel, batch: Batch, views: Sequence[ReadyView], in_lane: bool) -> bool:
+    def _give_up_hopeless(self, formed: _FormedBatch) -> bool:
         """End requests that have far less time left than their batch is expected to take; False if there are none."""
-        times = model.batch_times[in_lane]
-        if hopeless := _hopeless(times, batch, views):
+        times, batch = formed.model.batch_times[formed.in_lane], formed.batch
+        minimum = times.expected(batch.rows * batch.height * batch.width) / _HOPELESS_FACTOR
+        remaining = {view.request: view.request.remaining() for view in formed.views} if minimum else {}
+        hopeless = [request for request, seconds in remaining.items() if seconds is not None and seconds < minimum]
+        if hopeless:
             times.forget_oldest()
             self._waiting.give_up(hopeless)
         return bool(hopeless)
@@ -376,9 +375,8 @@ class BatchExecutor:
             )
             middle, complete = len(views) // 2, list[Request]()
             for half, later in ((views[:middle], [*views[middle:], *behind]), (views[middle:], behind)):
-                for batch in _plan(model, half).batches:
-                    chosen = [half[index] for index in batch.indices]
-                    complete += self._run(_FormedBatch(model, chosen, batch, behind=[*half, *later]))
+                for smaller in _planned(model, half, behind=later):
+                    complete += self._run(smaller)
             return complete
         elif memory:
             self._waiting.fail(views[0].request, as_reported(model, error))
@@ -420,6 +418,18 @@ def _plan(model: ServedModel, views: Sequence[ReadyView]) -> BatchPlan:
     return plan_views(model.session, [view.view for view in views], model.shape_buckets)
 
 
+def _planned(
+    model: ServedModel, views: Sequence[ReadyView], *, in_lane: bool = False, behind: Sequence[ReadyView] = ()
+) -> Iterator[_FormedBatch]:
+    """Yield batches of views that have left the queue. behind: views that this thread computes after them."""
+    batches = _plan(model, views).batches
+    for number, batch in enumerate(batches, 1):
+        chosen = [views[index] for index in batch.indices]
+        later = [views[index] for other in batches[number:] for index in other.indices]
+        truncated = _truncated(batch, len(chosen), model)
+        yield _FormedBatch(model, chosen, truncated, in_lane, behind=[*later, *behind])
+
+
 def is_full(plan: BatchPlan, model: ServedModel) -> bool:
     """Return whether no other view could join the first batch of a plan."""
     first, *others = plan.batches
@@ -434,13 +444,6 @@ def _share_of_lane(views: Sequence[ReadyView]) -> int:
     """
     small = max(1, SMALL_PIXELS // views[0].canvas_pixels)
     return max(len(views) // views[0].lanes, min(len(views), small))
-
-
-def _hopeless(times: BatchTimes, batch: Batch, views: Sequence[ReadyView]) -> list[Request]:
-    """Return the requests whose remaining time is far less than the batch is expected to take."""
-    minimum = times.expected(batch.rows * batch.height * batch.width) / _HOPELESS_FACTOR
-    remaining = {view.request: view.request.remaining() for view in views} if minimum else {}
-    return [request for request, seconds in remaining.items() if seconds is not None and seconds < minimum]
 
 
 def _truncated(batch: Batch, views: int, model: ServedModel) -> Batch:
