@@ -6,9 +6,7 @@ messages are unfinished are refused.
 """
 
 import asyncio
-import math
 import resource
-import time
 from collections import Counter
 from collections.abc import Awaitable
 from dataclasses import dataclass
@@ -32,11 +30,12 @@ _MEMORY, _PAGE = Path("/proc/self/statm"), resource.getpagesize()
 
 @dataclass(eq=False)
 class _Wait:
-    """The wait of a call's task for a message. latest: its end, of time.monotonic(); checked: already at a check."""
+    """The wait of a call's task for a message, for some seconds. checked: already at a check."""
 
     call: Call
     task: "asyncio.Task[Any]"
-    latest: float
+    seconds: float
+    begun: float
     checked: bool = False
     error: Exception | None = None
 
@@ -58,18 +57,20 @@ class ArrivingBytes:
         self._queue: dict[asyncio.Future[None], tuple[str, int]] = {}  # to be decompressed: client and bytes
         self._served = ""  # the client whose message was decompressed last
 
-    async def receive(self, call: Call, message: Awaitable[Any], seconds: float = math.inf) -> Any:
+    async def receive(self, call: Call, message: Awaitable[Any], seconds: float) -> Any:
         """Await the next message of a call.
 
         Raises Overloaded if the call is refused meanwhile, TimeoutError after these seconds, one check late at most.
+        They begin once no other message of the call is in progress: until then its client may wait for the answer.
         """
         call.message_admitted()  # the one before it, of a stream that may now be idle for long
         task = asyncio.current_task()
         assert task is not None, "gRPC and HTTP run each call in a task"
-        wait = _Wait(call, task, time.monotonic() + seconds)
+        loop = asyncio.get_running_loop()
+        wait = _Wait(call, task, seconds, loop.time())
         self._waits[wait] = None
         if self._timer is None:
-            self._timer = asyncio.get_running_loop().call_later(_INTERVAL, self._check)
+            self._timer = loop.call_later(_INTERVAL, self._check)
         try:
             return await message
         except asyncio.CancelledError:
@@ -82,15 +83,19 @@ class ArrivingBytes:
 
     def _check(self) -> None:
         """End waits that are over, and refuse unfinished messages each time that the process has grown too large."""
-        self._timer, now = None, time.monotonic()
-        for wait in [wait for wait in self._waits if wait.latest <= now]:
-            self._end(wait, TimeoutError())
+        loop = asyncio.get_running_loop()
+        self._timer, now = None, loop.time()
+        for wait in list(self._waits):
+            if wait.call.in_progress > 0:
+                wait.begun = now
+            elif now - wait.begun > wait.seconds:
+                self._end(wait, TimeoutError())
         if self.max_memory is not None:
             self._refuse(process_memory(), self.max_memory)
         for wait in self._waits:
             wait.checked = True
         if self._waits:
-            self._timer = asyncio.get_running_loop().call_later(_INTERVAL, self._check)
+            self._timer = loop.call_later(_INTERVAL, self._check)
 
     def _refuse(self, size: int, limit: int) -> None:
         """Refuse the unfinished messages of the client with the most, if the process has grown beyond its limit."""

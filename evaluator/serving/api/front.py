@@ -5,9 +5,8 @@ import inspect
 import math
 import random
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 from contextlib import aclosing
-from functools import partial
 from typing import Any, TypeAlias, cast
 
 import grpc
@@ -19,7 +18,6 @@ from ...errors import DeadlinePassed, NotReady, UsageError
 from ...imaging.decode import check_bytes
 from ..calls import OUR_METHODS, PROBES, CallsInFlight, record_error
 from ..observability.call_context import REQUEST_ID, Call, Context, Metadata
-from ..options import ServerLimits
 
 Handler: TypeAlias = "grpc.RpcMethodHandler[Any, Any]"
 # A client's deadline passes earlier than the server's copy of it, by at most this much: the call takes time to arrive,
@@ -113,38 +111,27 @@ class Method:
         The request is always a stream: gRPC itself would wait for the message of a unary call forever.
         """
         if not self._known or self._handler.response_streaming:  # a stream of answers can also end without one
-            return grpc.stream_stream_rpc_method_handler(self._stream, None, _serialized)
-        return grpc.stream_unary_rpc_method_handler(self._single)
+            return grpc.stream_stream_rpc_method_handler(self._answer, None, _serialized)
+        return grpc.stream_unary_rpc_method_handler(self._answer)
 
-    async def _single(self, received: Any, context: Context) -> Any:
+    async def _answer(self, received: Any, context: Context) -> Any:
+        """Answer a call: with the message that this returns, or with those that are written meanwhile."""
         call = self._new_call(context)
         try:
             await self._admit(call, context)
-            return _serialized(await self._function(await self._input(call, received, context), context))
+            answer = self._function(await self._input(call, received, context), context)
+            if not inspect.isasyncgen(answer):  # a method that streams may also write its answers itself
+                return _serialized(await answer)
+            async with aclosing(answer):
+                async for each in answer:
+                    await context.write(each)
         except BaseException as error:
             if await _ended_by(call, context, error):
                 raise
         finally:
             call.message_admitted()
-            _note_status(call, context)
-
-    async def _stream(self, received: Any, context: Context) -> None:
-        call = self._new_call(context)
-        try:
-            await self._admit(call, context)
-            answers = self._function(await self._input(call, received, context), context)
-            if not inspect.isasyncgen(answers):  # the method writes its answers itself
-                await answers
-                return
-            async with aclosing(answers):
-                async for answer in answers:
-                    await context.write(answer)
-        except BaseException as error:
-            if await _ended_by(call, context, error):
-                raise
-        finally:
-            call.message_admitted()
-            _note_status(call, context)
+            if not call.status:
+                call.status = context.code().name if context.code() else "OK"
 
     def _new_call(self, context: Context) -> Call:
         remaining = context.time_remaining()
@@ -168,11 +155,7 @@ class Method:
         Only one message of a unary call is read; gRPC holds back further ones and drops them when the call ends.
         """
         if self._handler.request_streaming:
-            messages = _Messages(
-                received, partial(self._arriving.receive, call), partial(self._decoded, call), self._limits
-            )
-            call.message_done = messages.done
-            return messages
+            return self._messages(call, received)
         seconds = self._limits.message_timeout
         try:
             data = await self._arriving.receive(call, context.read(), seconds)  # `received`, a generator, costs time
@@ -185,7 +168,31 @@ class Method:
             raise UsageError("this call has no message; send one")
         return await self._decoded(call, data)
 
-    async def _decoded(self, call: Call, data: bytes) -> Any:
+    async def _messages(self, call: Call, received: AsyncIterator[bytes]) -> AsyncGenerator[Any, None]:
+        """Yield the messages of a stream, with a timeout for each, so that an idle stream does not stay in flight.
+
+        A timeout may be a tenth longer, chosen for each stream: a thousand streams that began together must not end
+        together, which takes half a second.
+        """
+        patience, seconds, begun = random.uniform(1.0, 1.1), self._limits.message_timeout, False  # noqa: S311 - no secret
+        while True:
+            try:  # without a variable, which would hold a message until the next arrives
+                yield await self._decoded(
+                    call, await self._arriving.receive(call, anext(received), patience * seconds), in_stream=True
+                )
+            except StopAsyncIteration:
+                return
+            except TimeoutError:
+                raise DeadlinePassed(
+                    f"no message arrived within {seconds:g} s, and none is in progress; end a stream that has nothing "
+                    "to send, and open a new one later (server option --stream-idle-timeout)"
+                    if begun
+                    else f"the first message of this stream did not arrive within {seconds:g} s; send it at the start"
+                ) from None
+            begun, seconds = True, self._limits.stream_idle_timeout
+
+    async def _decoded(self, call: Call, data: bytes, *, in_stream: bool = False) -> Any:
+        call.in_progress += in_stream
         if data.startswith(_COMPRESSED):
             data = await self._arriving.decompressed(call, data)
         call.message_bytes = len(data)
@@ -208,11 +215,6 @@ class Method:
                 "the request cannot be decoded as a message of this method; use this server's proto file, and compress "
                 "messages with gzip or deflate if at all"
             ) from None
-
-
-def _note_status(call: Call, context: Context) -> None:
-    if not call.status:
-        call.status = context.code().name if context.code() else "OK"
 
 
 async def _ended_by(call: Call, context: Context, error: BaseException) -> bool:
@@ -245,60 +247,7 @@ def disconnect_status(call: Call, context: Context) -> str:
 
 
 def _serialized(answer: Any) -> Any:
-    return answer if isinstance(answer, bytes) else answer.SerializeToString()
-
-
-class _Messages:
-    """The decoded messages of a stream, with a timeout for each, so that an idle stream does not stay in flight.
-
-    The clock runs only while the server waits for a message and no message is in progress. It stands still while the
-    server does not read, and while the client may be waiting for an answer. A timeout may be a tenth longer, chosen for
-    each stream: a thousand streams that began together must not end together, which takes half a second.
-    """
-
-    def __init__(
-        self,
-        received: AsyncIterator[bytes],
-        receive: Callable[[Awaitable[Any]], Awaitable[Any]],
-        decode: Callable[[bytes], Awaitable[Any]],
-        limits: ServerLimits,
-    ) -> None:
-        self._received = received
-        self._receive = receive
-        self._decode = decode
-        self._limits = limits
-        self._patience = random.uniform(1.0, 1.1)  # noqa: S311 - no secret
-        self._begun = False
-        self._in_progress = 0
-        self._timeout: asyncio.Timeout | None = None  # of the current wait for a message
-
-    def __aiter__(self) -> AsyncIterator[Any]:
-        return self
-
-    async def __anext__(self) -> Any:
-        seconds = self._limits.stream_idle_timeout if self._begun else self._limits.message_timeout
-        try:
-            async with asyncio.timeout(None if self._in_progress else self._patience * seconds) as self._timeout:
-                data = await self._receive(anext(self._received))
-        except TimeoutError:
-            raise DeadlinePassed(
-                f"no message arrived within {seconds:g} s, and none is in progress; end a stream that has nothing to "
-                "send, and open a new one later (server option --stream-idle-timeout)"
-                if self._begun
-                else f"the first message of this stream did not arrive within {seconds:g} s; send it at the start"
-            ) from None
-        finally:
-            self._timeout = None
-        self._begun = True
-        self._in_progress += 1
-        return await self._decode(data)
-
-    def done(self) -> None:
-        """Record that a message is no longer in progress."""
-        self._in_progress -= 1
-        if self._timeout is not None and not self._in_progress:
-            seconds = self._patience * self._limits.stream_idle_timeout
-            self._timeout.reschedule(asyncio.get_running_loop().time() + seconds)
+    return answer if answer is None or isinstance(answer, bytes) else answer.SerializeToString()
 
 
 # Count the parts of a message before decoding it.
