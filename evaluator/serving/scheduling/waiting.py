@@ -25,7 +25,6 @@ from .request import Decoder, ReadyView, Request, deliver
 _READY_SHARE = 0.75
 _TAKEN_AT_ONCE = 8  # images at most: the lock and the device are taken once for all, and their views share a batch
 SMALL_PIXELS = 2**13  # of all views: waking another thread would cost more than computing so few
-_TOO_LATE = "the call's deadline {}, so the image was not computed. Use a longer deadline, or try again later"
 
 
 class IdleThreads:
@@ -111,7 +110,8 @@ class Waiting:
 
     def expire(self, request: Request) -> None:
         """End a request with DeadlinePassed, unless it has ended."""
-        self.fail(request, DeadlinePassed(_TOO_LATE.format("has passed")), "expired")
+        with self.lock:
+            self._expire(request)
 
     def close(self) -> None:
         """Refuse new requests; the threads end when the queues are empty."""
@@ -161,7 +161,7 @@ class Waiting:
         while (request := self.images.first(decoder)) is not None:
             if not request.expired(time.monotonic()):
                 return request if self._has_room(request) else None
-            self._fail(request, DeadlinePassed(_TOO_LATE.format("has passed")), "expired")
+            self._expire(request)
         return None
 
     def _has_room(self, request: Request) -> bool:
@@ -269,7 +269,7 @@ class Waiting:
                     request.batch_begun = request.batch_begun or now
                 else:
                     request.model.metrics.dropped[request.end_reason or "expired"].inc()
-                    self._fail(request, DeadlinePassed(_TOO_LATE.format("has passed")), "expired")
+                    self._expire(request)
             self.may_stage = True
             self.stageable.notify()
         return wanted, now
@@ -278,7 +278,7 @@ class Waiting:
         """End requests whose deadline leaves less time than their batch takes."""
         with self.lock:
             for request in requests:
-                self._fail(request, DeadlinePassed(_TOO_LATE.format("leaves less time than a batch takes")), "expired")
+                self._expire(request, "leaves less time than a batch takes")
 
     def finish(self, requests: Iterable[Request]) -> list[Request]:
         """End requests as answered; return those that had not ended before."""
@@ -301,6 +301,10 @@ class Waiting:
             for request in {*(view.request for view in (*views, *self.ready)), *self.images}:
                 self._fail(request, DeviceLost(self._lost))
         return first
+
+    def _expire(self, request: Request, reason: str = "has passed") -> None:
+        text = f"the call's deadline {reason}, so the image was not computed. Use a longer deadline, or try again later"
+        self._fail(request, DeadlinePassed(text), "expired")
 
     def _fail(self, request: Request, error: BaseException, end_reason: str = "failed") -> None:
         if self._end(request, end_reason):
