@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import TypeAlias
 
 import grpc
@@ -203,6 +204,7 @@ async def serve(options: ServeOptions, report: Callable[[str], None]) -> ServeRe
             return ServeResult(lost=events.lost, stuck=not await _close_in_time(models))
         memory = _estimate_memory([model.session for model in models.all()], options)
         await server.start(models, repository)
+        models.on_change.append(partial(_limit_memory, server, models, options))
         _limit_memory(server, models, options)
         if repository is not None:
             gc.freeze()  # the collections of `Repository.watch` then skip what was loaded before
@@ -292,20 +294,13 @@ def _cap_connections(limits: ServerLimits, ports: int) -> ServerLimits:
 
 
 def _limit_memory(server: Server, models: Models, options: ServeOptions) -> None:
-    """Have unfinished messages refused beyond the memory that is announced, now and after each change of the models.
+    """Have unfinished messages refused beyond the memory that is announced; called after each change of the models.
 
     Decoding is not counted: most of its memory is that of other processes.
     """
-    wake = models.on_change
-
-    def change() -> None:
-        wake()
-        if sessions := models.sessions():
-            need = serving_memory(sessions, options, max(1, len(models.all())))
-            server.limit_memory(need.total - need.parts["decoding"])
-
-    models.on_change = change
-    change()
+    if sessions := models.sessions():
+        need = serving_memory(sessions, options, max(1, len(models.all())))
+        server.limit_memory(need.total - need.parts["decoding"])
 
 
 def _estimate_memory(sessions: list[Session], options: ServeOptions) -> int:

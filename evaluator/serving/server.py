@@ -146,7 +146,8 @@ class Server:
         """
         if not self._opened:
             await self.open()
-        self._health.has_model, models.on_change = models.has, self._health.wake
+        self._health.has_model = models.has
+        models.on_change.append(self._health.wake)
         plane = DataPlane(models, repository, lambda: self.serving, self._max_evaluation_images)
         pb_grpc.add_PreluNetServiceServicer_to_server(PreluNetServicer(plane), self._front)
         inference.add_to_server(cast(grpc.aio.Server, self._front), plane)

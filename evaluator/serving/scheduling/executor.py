@@ -252,7 +252,8 @@ class BatchExecutor:
         hopeless = [request for request, seconds in remaining.items() if seconds is not None and seconds < minimum]
         if hopeless:
             times.forget_oldest()
-            self._waiting.give_up(hopeless)
+            for request in hopeless:
+                self._waiting.expire(request, "leaves less time than a batch takes")
         return bool(hopeless)
 
     def _stage(self) -> None:

@@ -108,10 +108,10 @@ class Waiting:
             with self.lock:
                 self._end(request, "expired" if request.expired(time.monotonic()) else "cancelled")
 
-    def expire(self, request: Request) -> None:
-        """End a request with DeadlinePassed, unless it has ended."""
+    def expire(self, request: Request, reason: str = "has passed") -> None:
+        """End a request with DeadlinePassed, unless it has ended. reason: what is wrong with its deadline."""
         with self.lock:
-            self._expire(request)
+            self._expire(request, reason)
 
     def close(self) -> None:
         """Refuse new requests; the threads end when the queues are empty."""
@@ -273,12 +273,6 @@ class Waiting:
             self.may_stage = True
             self.stageable.notify()
         return wanted, now
-
-    def give_up(self, requests: Iterable[Request]) -> None:
-        """End requests whose deadline leaves less time than their batch takes."""
-        with self.lock:
-            for request in requests:
-                self._expire(request, "leaves less time than a batch takes")
 
     def finish(self, requests: Iterable[Request]) -> list[Request]:
         """End requests as answered; return those that had not ended before."""
