@@ -7,6 +7,7 @@ messages are unfinished are refused.
 
 import asyncio
 import resource
+import zlib
 from collections import Counter
 from collections.abc import Awaitable
 from dataclasses import dataclass
@@ -14,8 +15,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from ..errors import Overloaded
-from .decompression import decompressed, max_decompressed
+from ..errors import Overloaded, UsageError
 from .observability.call_context import Call
 from .observability.metrics import Metrics
 from .options import ServerLimits
@@ -25,6 +25,7 @@ from .options import ServerLimits
 _INTERVAL = 0.02
 _RETRY_AFTER = 1.0  # seconds
 _ROOM = 2**20  # bytes of messages that are decompressed at a time; a larger one alone
+_MAX_RATIO, _ALWAYS = 8, 2**18  # images hardly become smaller; a form or JSON around a small one may
 _MEMORY, _PAGE = Path("/proc/self/statm"), resource.getpagesize()
 
 
@@ -140,7 +141,7 @@ class ArrivingBytes:
                 raise
         else:
             self._room -= size
-        working = asyncio.ensure_future(asyncio.to_thread(decompressed, data, limit))
+        working = asyncio.ensure_future(asyncio.to_thread(decompress, data, limit))
         try:
             message = await asyncio.shield(working)
         except BaseException:
@@ -167,6 +168,26 @@ class ArrivingBytes:
                 self._room -= wanted
                 self._served = client
                 turn.set_result(None)
+
+
+def max_decompressed(data: bytes, limit: int) -> int:
+    """Return how many bytes a compressed message may become. limit: of any message."""
+    return min(_MAX_RATIO * len(data) + _ALWAYS, limit)
+
+
+def decompress(data: bytes, limit: int) -> bytes:
+    """Decompress a message, of gzip or deflate, to at most `limit` bytes."""
+    inflater = zlib.decompressobj(32 + zlib.MAX_WBITS)  # 32: either kind of header
+    try:
+        message = inflater.decompress(data, limit)
+    except zlib.error as error:
+        raise UsageError(f"this message is damaged: it cannot be decompressed ({error})") from None
+    if inflater.unconsumed_tail or not inflater.eof:
+        raise UsageError(
+            f"this message is cut off, or larger than {limit} bytes when it is decompressed, more than its {len(data)} "
+            "bytes may become; send such a message without compression"
+        )
+    return message
 
 
 def process_memory() -> int:

@@ -22,7 +22,6 @@ from ..machine import format_bytes, machine_memory
 from ..rpc.tls import is_loopback, warn_of_readers
 from .access import AccessControl
 from .calls import CallsInFlight
-from .certificates import Certificates
 from .http.listener import Listener
 from .http.metrics import METRICS_CLOSE_TIMEOUT, METRICS_LIMITS, metrics_app
 from .memory import fit_limits, serving_memory
@@ -34,7 +33,7 @@ from .options import RESERVED_FILES, ServeOptions, ServerLimits
 from .repository import Repository
 from .scheduling.model import ServedModel
 from .server import Server
-from .watched_files import in_thread, poll_forever, unfinished_threads
+from .watched_files import Certificates, in_thread, poll_forever, unfinished_threads
 
 ShutdownEvent: TypeAlias = signal.Signals | DeviceLost
 

@@ -25,7 +25,6 @@ from .api.front import Front
 from .api.health import Health
 from .api.prelunet import SERVICE, PreluNetServicer
 from .calls import CallsInFlight
-from .certificates import Certificates
 from .data_plane import DataPlane
 from .http.door import HttpDoor
 from .http.listener import ConnectionLimits, Listener
@@ -34,6 +33,7 @@ from .models import Models
 from .network import IdleConnections, channel_options, connections_to, explain_bind_error, host_port, unix_host
 from .options import HttpOptions
 from .repository import Repository
+from .watched_files import Certificates
 
 SERVICES = (SERVICE, inference.SERVICE)  # health reports each by name
 _FOREVER = 1e6  # seconds; `Server.stop` has its own timeout

@@ -24,11 +24,11 @@ from prelunet.evaluator.pb.prelunet.v1 import prelunet_pb2_grpc as pb_grpc
 from prelunet.evaluator.serving.access import AccessControl
 from prelunet.evaluator.serving.api.front import Front
 from prelunet.evaluator.serving.calls import CallsInFlight
-from prelunet.evaluator.serving.certificates import Certificates
 from prelunet.evaluator.serving.models import Models
 from prelunet.evaluator.serving.observability.metrics import Metrics
 from prelunet.evaluator.serving.options import HttpOptions, ModelFile, QueueOptions, ServerLimits
 from prelunet.evaluator.serving.server import Server
+from prelunet.evaluator.serving.watched_files import Certificates
 from tests.helpers.fakes import FakeSession
 
 

@@ -40,7 +40,6 @@ from prelunet.evaluator.serving.access import SCOPES, AccessControl, create_toke
 from prelunet.evaluator.serving.answers import list_models_response
 from prelunet.evaluator.serving.arriving import process_memory
 from prelunet.evaluator.serving.calls import CallsInFlight
-from prelunet.evaluator.serving.certificates import Certificates
 from prelunet.evaluator.serving.http import routes
 from prelunet.evaluator.serving.http.door import HttpCall, HttpDoor
 from prelunet.evaluator.serving.http.listener import ConnectionLimits, Listener
@@ -51,6 +50,7 @@ from prelunet.evaluator.serving.options import HttpOptions, ModelFile, ServerLim
 from prelunet.evaluator.serving.proxies import TrustedProxies
 from prelunet.evaluator.serving.repository import Version
 from prelunet.evaluator.serving.server import Server
+from prelunet.evaluator.serving.watched_files import Certificates
 from tests.helpers.fakes import FakeSession
 from tests.helpers.tls_files import TLS, install_pair, tls_options, write_tokens
 from tests.serving.event_loop import async_test, until
