@@ -44,7 +44,7 @@ class PreluNetServicer(pb_grpc.PreluNetServiceServicer):
     def __init__(self, plane: DataPlane) -> None:
         self._plane = plane
 
-    async def Classify(self, request: pb.ClassifyRequest, context: Context) -> bytes:  # noqa: ARG002, N802
+    async def Classify(self, request: pb.ClassifyRequest, context: Context) -> bytes:
         """Classify one image."""
         answer = self._classify(request, this_call())
         del request  # it holds a second copy of the image
@@ -60,9 +60,7 @@ class PreluNetServicer(pb_grpc.PreluNetServiceServicer):
             )
         )
 
-    async def ClassifyStream(  # noqa: N802
-        self, request_iterator: AsyncIterator[pb.ClassifyStreamRequest], context: Context
-    ) -> None:
+    async def ClassifyStream(self, request_iterator: AsyncIterator[pb.ClassifyStreamRequest], context: Context) -> None:
         """Classify the images of a stream."""
         call = this_call()
         await classify_stream(
@@ -72,9 +70,7 @@ class PreluNetServicer(pb_grpc.PreluNetServiceServicer):
             call,
         )
 
-    async def Evaluate(  # noqa: N802
-        self, request_iterator: AsyncIterator[pb.EvaluateRequest], context: Context
-    ) -> None:
+    async def Evaluate(self, request_iterator: AsyncIterator[pb.EvaluateRequest], context: Context) -> None:
         """Evaluate a streamed dataset."""
         start, call = start_of(await anext(request_iterator, None)), this_call()
         contract = self._plane.models.get(start.model).session.contract
@@ -95,13 +91,13 @@ class PreluNetServicer(pb_grpc.PreluNetServiceServicer):
             )
         await context.write(pb.EvaluateResponse(report=await asyncio.to_thread(report_message, report)))
 
-    async def ListModels(self, request: pb.ListModelsRequest, context: Context) -> pb.ListModelsResponse:  # noqa: ARG002, N802
+    async def ListModels(self, request: pb.ListModelsRequest, context: Context) -> pb.ListModelsResponse:
         """List the served models, and what is wrong with others."""
         return pb.ListModelsResponse(
             **to_builtins(list_models_response(self._plane.models.all(), self._plane.problems()))
         )
 
-    async def GetModel(self, request: pb.GetModelRequest, context: Context) -> pb.GetModelResponse:  # noqa: ARG002, N802
+    async def GetModel(self, request: pb.GetModelRequest, context: Context) -> pb.GetModelResponse:
         return pb.GetModelResponse(model=to_builtins(model_response(self._plane.models.get(request.name))))
 
 

@@ -5,7 +5,7 @@ import math
 import time
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeAlias
+from typing import Annotated, Any, TypeAlias
 
 import msgspec
 from msgspec import Struct
@@ -27,6 +27,7 @@ from .listener import Connection
 TIMEOUT_HEADER = "x-request-timeout"  # seconds from the arrival of the headers to the answer
 DEFAULT_TIMEOUT, MAX_TIMEOUT = 60.0, 3600.0  # seconds
 JSON = "application/json"
+_Timeout: TypeAlias = Annotated[float, msgspec.Meta(gt=0, le=MAX_TIMEOUT)]
 _COMPRESSIONS = ("gzip", "deflate")
 
 
@@ -100,14 +101,8 @@ class HttpDoor:
         call = self._calls.arrived("unknown", peer_name(*(scope["client"] or ("", 0))), headers.items())
         body = _Body(headers, receive, self._limits.max_message_bytes)
         scope.update({"app": self, "body": body, "call": call})  # `app`: the router raises errors
+        sending = _Sending(send, call, connection, self._limits, lambda: body.complete and not self.ready())
         connection.begin()
-        try:
-            sending = _Sending(send, call, connection, self._limits, lambda: body.complete and not self.ready())
-            await self._answer(scope, headers, call, body, sending)
-        finally:
-            connection.end(complete=body.complete)
-
-    async def _answer(self, scope: Scope, headers: Headers, call: Call, body: "_Body", sending: "_Sending") -> None:
         try:
             self._check_head(scope, headers)
             await self.router(scope, body.receive, sending.send)
@@ -118,6 +113,8 @@ class HttpDoor:
                 self._calls.record(call)
             response = error_response(call, error, v2=scope["path"].startswith("/v2"))
             await response(scope, body.receive, sending.send)
+        finally:
+            connection.end(complete=body.complete)
 
     def _check_head(self, scope: Scope, headers: Headers) -> None:
         """Refuse requests that another program might take for two, or that a web page sends in a foreign name."""
@@ -303,9 +300,8 @@ def _timeout(headers: Headers) -> float:
     """Return the seconds that a request may take."""
     text = headers.get(TIMEOUT_HEADER, str(DEFAULT_TIMEOUT))
     try:
-        seconds = math.nan if "_" in text else float(text)  # `float` also reads 5_0
-    except ValueError:
-        seconds = math.nan
-    if not 0 < seconds <= MAX_TIMEOUT:
-        raise UsageError(f"header {TIMEOUT_HEADER} should be a number of seconds up to {MAX_TIMEOUT:g}: '{text[:100]}'")
-    return seconds
+        return msgspec.convert(text, _Timeout, strict=False)
+    except msgspec.ValidationError:
+        raise UsageError(
+            f"header {TIMEOUT_HEADER} should be a number of seconds up to {MAX_TIMEOUT:g}: '{text[:100]}'"
+        ) from None
