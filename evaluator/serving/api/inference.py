@@ -26,12 +26,8 @@ SERVICE = pb.DESCRIPTOR.services_by_name["GRPCInferenceService"].full_name
 
 _SHARED = "this server accepts images only in the message; send them in `raw_input_contents` or `contents`"
 UNIMPLEMENTED_METHODS: Mapping[str, str] = {
-    "SystemSharedMemoryStatus": _SHARED,
-    "SystemSharedMemoryRegister": _SHARED,
-    "SystemSharedMemoryUnregister": _SHARED,
-    "CudaSharedMemoryStatus": _SHARED,
-    "CudaSharedMemoryRegister": _SHARED,
-    "CudaSharedMemoryUnregister": _SHARED,
+    **{f"SystemSharedMemory{verb}": _SHARED for verb in ("Status", "Register", "Unregister")},
+    **{f"CudaSharedMemory{verb}": _SHARED for verb in ("Status", "Register", "Unregister")},
     "TraceSetting": "this server has no trace settings",
     "LogSettings": "this server's log settings are fixed at its start",
 }

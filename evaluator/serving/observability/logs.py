@@ -130,9 +130,8 @@ class JsonFormatter(logging.Formatter):
 
     def format(self, record: logging.LogRecord) -> str:
         """Return a record as JSON."""
-        fields = _fields(record)
-        if text := _traceback(record):
-            fields["traceback"] = text
+        text = _traceback(record)
+        fields = _fields(record) | ({"traceback": text} if text else {})
         return self.line(record.created, record.levelname, record.name, record.getMessage(), fields)
 
     @staticmethod
