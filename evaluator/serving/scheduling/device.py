@@ -1,6 +1,5 @@
 """One device with its queue and its threads, which decode, compute and build answers."""
 
-import threading
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -37,13 +36,9 @@ class ServedDevice:
         self._answer_pool = ThreadPoolExecutor(cores(), thread_name_prefix=f"answer-{name}") if gpu else None
         self._heatmap_pool = ThreadPoolExecutor(cores(), thread_name_prefix=f"draw-{name}")
         self._executor = BatchExecutor(self.waiting, self._answer, on_lost, name, gpu=gpu)
-        self._decode_threads = [
-            threading.Thread(target=decode, name=f"decode-{name}-{number}", daemon=True)
-            for decode, count in ((self._decode, threads), (self._decode_in_process, processes))
-            for number in range(count)
-        ]
-        for thread in self._decode_threads:
-            thread.start()
+        for decode, count in ((self._decode, threads), (self._decode_in_process, processes)):
+            for number in range(count):
+                self._executor.start(f"decode-{name}-{number}", decode)
 
     def ensure_threads(self, lanes: int) -> None:
         self._executor.ensure_threads(lanes)
@@ -104,8 +99,6 @@ class ServedDevice:
     def close(self) -> None:
         """Refuse new requests, finish those that wait, and end all threads."""
         self.waiting.close()
-        for thread in self._decode_threads:
-            thread.join()
         self._executor.join()
         if self._answer_pool is not None:
             self._answer_pool.shutdown()

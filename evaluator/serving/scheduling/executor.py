@@ -87,23 +87,26 @@ class BatchExecutor:
         self._staged: _FormedBatch | None = None
         self._device = device
         self._threads: list[threading.Thread] = []
+        self._computing = 0  # threads that compute
         self._watchdog = Watchdog(self._on_hang)
         self.ensure_threads(1 if gpu else worker_threads())
         if gpu:
-            self._start(f"stage-{device}", self._stage)
+            self.start(f"stage-{device}", self._stage)
         self._ended = threading.Event()
         watch = self._watchdog.watch
         self._watchdog_thread = threading.Thread(target=watch, args=(self._ended,), name=f"watch-{device}", daemon=True)
         self._watchdog_thread.start()
 
-    def _start(self, name: str, work: Callable[[], None]) -> None:
+    def start(self, name: str, work: Callable[[], None]) -> None:
+        """Start a thread that ends after `Waiting.close`."""
         self._threads.append(threading.Thread(target=work, name=name, daemon=True))
         self._threads[-1].start()
 
     def ensure_threads(self, number: int) -> None:
         """Have at least this many threads that compute; called before a session with so many lanes is used."""
-        while len(self._threads) < number:
-            self._start(f"compute-{self._device}", self._work)
+        while self._computing < number:
+            self._computing += 1
+            self.start(f"compute-{self._device}", self._work)
 
     def join(self) -> None:
         """Wait for the threads to end, after `Waiting.close`."""
