@@ -118,7 +118,7 @@ class Models:
         device = device_name(session.placement)
         if device not in self._devices:
             self._devices[device] = ServedDevice(device, self._queue, self._on_lost)
-        self._devices[device].ensure_threads(session.lanes)
+        self._devices[device].executor.ensure_threads(session.lanes)
         metrics = self.metrics.of_model(file.name)
         if file.name not in self._admissions:
             self._admissions[file.name] = AdmissionController(file.name, self._queue, metrics)

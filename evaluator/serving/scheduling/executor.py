@@ -142,8 +142,8 @@ class BatchExecutor:
                 if self._decodes and (images := waiting.take_images(newcomers=True)):
                     if ready.startable() is not None:
                         waiting.workers.wake()
-                    in_lane = waiting.reserve_lane(images)
-                    if in_lane is not None:
+                    lanes, expected = images[0].model.session.lanes, len(images) + waiting.images.waiting("thread")
+                    if lanes > 1 and (in_lane := ready.reserve(lanes, expected)) is not None:
                         return partial(self._decode_and_run, images, in_lane)
                     return partial(self.decode, images)
                 model = ready.startable()

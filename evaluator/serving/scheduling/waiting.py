@@ -184,14 +184,6 @@ class Waiting:
             elif self.images.waiting(decoder):
                 idle.wake()
 
-    def reserve_lane(self, images: Sequence[Request]) -> bool | None:
-        """Reserve the device for images of one model that were just taken, until `end_batch`, if nothing waits for it.
-
-        Returns whether their batches are for a lane, None if others come first.
-        """
-        lanes = images[0].model.session.lanes
-        return self.ready.reserve(lanes, len(images) + self.images.waiting("thread")) if lanes > 1 else None
-
     # For all threads
 
     def decoded_in_lane(self, requests: Sequence[Request], views: Sequence[ReadyView]) -> None:
