@@ -6,12 +6,9 @@ import time
 from collections.abc import Callable, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import Any, Protocol, TypeAlias
 
 import grpc.aio
-
-if TYPE_CHECKING:  # the extra `otel` may be missing
-    from .tracing import CallTrace
 
 REQUEST_ID = "x-request-id"  # metadata key, of requests and responses
 _REQUEST_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")  # no characters with a meaning in logs or terminals
@@ -19,6 +16,21 @@ _REQUEST_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")  # no characters with a mean
 Metadata: TypeAlias = Sequence[tuple[str, str | bytes]]  # keys in lower case, of gRPC or of HTTP headers
 
 Context: TypeAlias = "grpc.aio.ServicerContext[Any, Any]"
+
+
+class CallTrace(Protocol):
+    """The spans of one sampled call. `tracing`, which requires an extra, creates them.
+
+    exemplar: labels that lead from a metric to this trace.
+    """
+
+    exemplar: dict[str, str]
+
+    def add_image(self, stages: Sequence[tuple[str, float, float]], failure: str) -> None:
+        """Add an image that has ended. stages: name, begin and end of each; failure: of the last stage, or empty."""
+
+    def end(self, call: "Call", method: str) -> None:
+        """End the span of the call, and create those of its images. method: "unknown" unless it is one of ours."""
 
 
 def identity_of(client: str) -> str:
@@ -66,7 +78,7 @@ class Call:
     message_bytes: int = 0
     in_progress: int = 0
     free_message: Callable[[], None] | None = None
-    trace: "CallTrace | None" = None
+    trace: CallTrace | None = None
     _identity: str = ""
 
     @property
