@@ -1,13 +1,13 @@
 """Command-line options that are declared at the fields of dataclasses."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 
 @dataclass(frozen=True)
 class CliOption:
-    """How the command line sets a field: `max_calls: Annotated[int, CliOption("Maximum …", min=1)] = 2048`.
+    """How the command line sets a field: `max_calls: int = option(2048, "Maximum …", min=1)`.
 
     evaluator/verbs/options/derive.py makes options of them. `HELP_GROUP: ClassVar[str]` of the dataclass is their
     heading in `--help`; `ENVIRONMENT_PREFIX: ClassVar[str]` and the flag's name are the variable that sets each, too.
@@ -26,6 +26,11 @@ class CliOption:
     units: float = 1
     kind: Any = None
     parse: Callable[[Any], Any] | None = None
+
+
+def option(value: Any, text: str, /, **details: Any) -> Any:
+    """Return a field with a default, which the command line sets. text: the help; details: of `CliOption`."""
+    return field(default=value, metadata={"option": CliOption(text, **details)})
 
 
 def split_commas(values: Sequence[str] | None) -> list[str]:

@@ -8,9 +8,9 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, fields, replace
 from functools import cached_property, lru_cache
-from typing import Annotated, Any, ClassVar, Literal, get_args, get_type_hints
+from typing import Any, ClassVar, Literal, get_args, get_type_hints
 
-from .cli_option import CliOption
+from .cli_option import option
 from .contract import MAX_CROPS_PER_SIDE, MAX_SCALES, ModelContract, center_scale
 from .errors import UsageError
 from .json_checks import (
@@ -149,26 +149,22 @@ class ProtocolOverrides:
     """A user's changes to a protocol; None keeps the protocol's value."""
 
     HELP_GROUP: ClassVar[str] = "Protocol"
-    scales: Annotated[
-        tuple[int, ...] | None,
-        CliOption(
-            "Scales (shorter sides in pixels) that replace the protocol's, e.g. 256,384.",
-            kind=str | None,
-            parse=_parse_scales,
-        ),
-    ] = None
-    mirror: Annotated[
-        bool | None,
-        CliOption("Add a mirrored copy of every view, or not.", flag="flip/--no-flip", default="set by the protocol"),
-    ] = None
-    averaging: Annotated[
-        Averaging | None, CliOption("Average the softmax scores of the windows or their logits.", default="softmax")
-    ] = None
-    weights: Annotated[
-        Weighting | None,
-        CliOption("Give equal weight to each scale or to each window of every view.", default="scale; view for spp-18"),
-    ] = None
-    apply_exif: Annotated[bool | None, CliOption("Apply EXIF orientation.", flag="exif", kind=bool)] = None
+    scales: tuple[int, ...] | None = option(
+        None,
+        "Scales (shorter sides in pixels) that replace the protocol's, e.g. 256,384.",
+        kind=str | None,
+        parse=_parse_scales,
+    )
+    mirror: bool | None = option(
+        None, "Add a mirrored copy of every view, or not.", flag="flip/--no-flip", default="set by the protocol"
+    )
+    averaging: Averaging | None = option(
+        None, "Average the softmax scores of the windows or their logits.", default="softmax"
+    )
+    weights: Weighting | None = option(
+        None, "Give equal weight to each scale or to each window of every view.", default="scale; view for spp-18"
+    )
+    apply_exif: bool | None = option(None, "Apply EXIF orientation.", flag="exif", kind=bool)
 
 
 PROTOCOL_NAMES = ("center", "ten-crop", "multi-scale", "spp-18", "spp-net", "resnet", "dense-S")

@@ -2,12 +2,12 @@
 
 import hashlib
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import MISSING, dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Annotated, Any, Protocol
+from typing import Any, Protocol
 
-from ..cli_option import CliOption
+from ..cli_option import option
 from ..errors import DatasetError, ImageError, UsageError
 from ..imaging.limits import DecodeLimits
 
@@ -48,35 +48,29 @@ class DatasetSpec:
     classes, () for all; restrict_classes: name of a set of classes, or a list of them; None for all of the model's.
     """
 
-    path: Annotated[
-        Path,
-        CliOption(
-            "Folder, .tar, .tar.gz, .zip or .parquet of images: in class folders, flat with labels, or shards "
-            "(docs/datasets.md). A `val` (`valid`, `validation`) folder in it is used.",
-            flag="data",
-        ),
-    ]
-    labels: Annotated[
-        Path | None,
-        CliOption(
-            "Labels of flat images: a list of `name,label` or `name wnid`, or the ILSVRC devkit; or ReaL's labels of "
-            "ImageNet's validation images: imagenet-real (built in) or its real.json."
-        ),
-    ] = None
-    no_labels: Annotated[bool, CliOption("Evaluate without labels (a test set), for `prelunet submission`.")] = False
-    limit: Annotated[int | None, CliOption("Evaluate only this many images, evenly spaced.", min=1)] = None
+    path: Path = option(
+        MISSING,
+        "Folder, .tar, .tar.gz, .zip or .parquet of images: in class folders, flat with labels, or shards "
+        "(docs/datasets.md). A `val` (`valid`, `validation`) folder in it is used.",
+        flag="data",
+    )
+    labels: Path | None = option(
+        None,
+        "Labels of flat images: a list of `name,label` or `name wnid`, or the ILSVRC devkit; or ReaL's labels of "
+        "ImageNet's validation images: imagenet-real (built in) or its real.json.",
+    )
+    no_labels: bool = option(False, "Evaluate without labels (a test set), for `prelunet submission`.")
+    limit: int | None = option(None, "Evaluate only this many images, evenly spaced.", min=1)
     classes: tuple[str, ...] = ()
-    restrict_classes: Annotated[
-        str | None,
-        CliOption(
-            "Predict among these classes only, as ImageNet-A and -R are published: imagenet-a, imagenet-r, dataset "
-            "(those with images), or as for --classes.",
-            metavar="SET",
-        ),
-    ] = None
-    listed_only: Annotated[
-        bool, CliOption("With a list of labels, leave out images that it does not list, and lines without an image.")
-    ] = False
+    restrict_classes: str | None = option(
+        None,
+        "Predict among these classes only, as ImageNet-A and -R are published: imagenet-a, imagenet-r, dataset "
+        "(those with images), or as for --classes.",
+        metavar="SET",
+    )
+    listed_only: bool = option(
+        False, "With a list of labels, leave out images that it does not list, and lines without an image."
+    )
 
     def __post_init__(self) -> None:
         if self.limit is not None and self.limit < 1:

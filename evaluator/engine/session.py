@@ -8,13 +8,13 @@ import threading
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cached_property, partial
-from typing import Annotated, Any, ClassVar, NoReturn
+from typing import Any, ClassVar, NoReturn
 
 import numpy as np
 from msgspec import Struct
 
 from ..arrays import Float32Array, Int64Array, UInt8Array
-from ..cli_option import CliOption
+from ..cli_option import option
 from ..contract import ModelContract
 from ..errors import DeviceLost, OutOfMemory, UsageError
 from ..machine import parse_memory
@@ -74,50 +74,39 @@ class Placement:
     """
 
     HELP_GROUP: ClassVar[str] = "Device"
-    device: Annotated[
-        Device,
-        CliOption(
-            "Device that runs the model: cpu (onnxruntime), openvino or ncnn (also the CPU, faster for large nets), "
-            "cuda, or auto: cuda if available, else openvino or cpu by a fixed rule (docs/performance.md)."
-        ),
-    ] = "auto"
-    precision: Annotated[
-        Precision | None,
-        CliOption(
-            "Precision of the computation: bf16 (openvino), tf32 (cuda), fp32; or fp16 (cuda) and int8 (openvino), for "
-            "files exported in it.",
-            default="the file's if the device supports it, else fp32",
-        ),
-    ] = None
-    threads: Annotated[
-        int,
-        CliOption(
-            "CPU threads for the model, and in validate and bench for decoding; 0 uses one per core.", min=0, max=1024
-        ),
-    ] = 0
+    device: Device = option(
+        "auto",
+        "Device that runs the model: cpu (onnxruntime), openvino or ncnn (also the CPU, faster for large nets), "
+        "cuda, or auto: cuda if available, else openvino or cpu by a fixed rule (docs/performance.md).",
+    )
+    precision: Precision | None = option(
+        None,
+        "Precision of the computation: bf16 (openvino), tf32 (cuda), fp32; or fp16 (cuda) and int8 (openvino), for "
+        "files exported in it.",
+        default="the file's if the device supports it, else fp32",
+    )
+    threads: int = option(
+        0, "CPU threads for the model, and in validate and bench for decoding; 0 uses one per core.", min=0, max=1024
+    )
     gpu: int = 0
-    memory: Annotated[
-        int | None,
-        CliOption(
-            "Limit of this process's main memory, e.g. 4G or 900M; a single very large image may exceed it.",
-            flag="memory-limit",
-            metavar="SIZE",
-            default="no limit, tuned for speed",
-            kind=str | None,
-            parse=parse_memory,
-        ),
-    ] = None
-    gpu_memory: Annotated[
-        int | None,
-        CliOption(
-            "With cuda: limit of the memory for weights and batches on each GPU, e.g. 6G.",
-            flag="gpu-memory-limit",
-            metavar="SIZE",
-            default="the free memory, tuned for speed",
-            kind=str | None,
-            parse=partial(parse_memory, option="--gpu-memory-limit"),
-        ),
-    ] = None
+    memory: int | None = option(
+        None,
+        "Limit of this process's main memory, e.g. 4G or 900M; a single very large image may exceed it.",
+        flag="memory-limit",
+        metavar="SIZE",
+        default="no limit, tuned for speed",
+        kind=str | None,
+        parse=parse_memory,
+    )
+    gpu_memory: int | None = option(
+        None,
+        "With cuda: limit of the memory for weights and batches on each GPU, e.g. 6G.",
+        flag="gpu-memory-limit",
+        metavar="SIZE",
+        default="the free memory, tuned for speed",
+        kind=str | None,
+        parse=partial(parse_memory, option="--gpu-memory-limit"),
+    )
 
 
 class Session:

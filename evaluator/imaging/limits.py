@@ -1,9 +1,8 @@
 """Limits on the images that are decoded."""
 
 from dataclasses import dataclass
-from typing import Annotated
 
-from ..cli_option import CliOption
+from ..cli_option import option
 from ..errors import UsageError
 
 # Pillow itself refuses more: 178,956,970 pixels.
@@ -17,12 +16,12 @@ class DecodeLimits:
     baseline_factor: a baseline JPEG may have this many times max_pixels.
     """
 
-    max_bytes: Annotated[
-        int, CliOption("Maximum size of an encoded image, in bytes.", flag="max-image-bytes", min=1, max=2**29)
-    ] = 32 * 1024 * 1024
-    max_pixels: Annotated[
-        int, CliOption("Maximum size of a decoded image, in pixels (height x width).", flag="max-image-pixels", min=1)
-    ] = 64_000_000
+    max_bytes: int = option(
+        32 * 1024 * 1024, "Maximum size of an encoded image, in bytes.", flag="max-image-bytes", min=1, max=2**29
+    )
+    max_pixels: int = option(
+        64_000_000, "Maximum size of a decoded image, in pixels (height x width).", flag="max-image-pixels", min=1
+    )
     baseline_factor: int = 1
 
     def __post_init__(self) -> None:

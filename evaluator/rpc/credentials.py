@@ -4,9 +4,9 @@ import re
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
-from ..cli_option import CliOption
+from ..cli_option import option
 from ..errors import UsageError
 from .tls import check_authorities, check_key_pair, is_loopback, read_small_file, warn_of_readers
 
@@ -26,12 +26,12 @@ class Credentials:
 
     HELP_GROUP: ClassVar[str] = "Connection to --server"
     ENVIRONMENT_PREFIX: ClassVar[str] = "PRELUNET_"
-    tls: Annotated[bool, CliOption("Use TLS, and trust the usual certificate authorities.")] = False
-    tls_ca: Annotated[Path | None, CliOption("Use TLS, and trust the certificate authorities of a file (PEM).")] = None
-    tls_cert: Annotated[Path | None, CliOption("Certificate (PEM), for servers that require one of clients.")] = None
-    tls_key: Annotated[Path | None, CliOption("Private key of that certificate (PEM), not encrypted.")] = None
-    token_file: Annotated[Path | None, CliOption("File with the token, for servers that require one.")] = None
-    insecure: Annotated[bool, CliOption("Send the token to other machines without TLS, too.")] = False
+    tls: bool = option(False, "Use TLS, and trust the usual certificate authorities.")
+    tls_ca: Path | None = option(None, "Use TLS, and trust the certificate authorities of a file (PEM).")
+    tls_cert: Path | None = option(None, "Certificate (PEM), for servers that require one of clients.")
+    tls_key: Path | None = option(None, "Private key of that certificate (PEM), not encrypted.")
+    token_file: Path | None = option(None, "File with the token, for servers that require one.")
+    insecure: bool = option(False, "Send the token to other machines without TLS, too.")
 
     def __post_init__(self) -> None:
         for name in ("tls_ca", "tls_cert", "tls_key", "token_file"):

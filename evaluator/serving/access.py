@@ -128,10 +128,10 @@ class AccessControl:
         try:
             name, token = self._authenticate(authorizations)
         except Unauthenticated:
-            self._metrics.refusals.labels("", "token").inc()
+            self._metrics.refused["token"].inc()
             raise
         if known and required != "token" and required not in token.scopes:
-            self._metrics.refusals.labels("", "scope").inc()
+            self._metrics.refused["scope"].inc()
             lacking = "no scope allows it" if required is None else f"it requires the scope '{required}'"
             raise PermissionDenied(
                 f"token '{name}' may not call {method.removeprefix('/')}: {lacking}, and this token has "
@@ -165,7 +165,7 @@ class AccessControl:
         left = min(limit, left + rate * (now - since))
         self._left[name] = (left - (left >= 1), now)
         if left < 1:
-            self._metrics.refusals.labels("", "rate").inc()
+            self._metrics.refused["rate"].inc()
             wait = (1 - left) / rate
             raise Overloaded(f"token '{name}' may make {rate:g} calls per second. Try again in {wait:.2g} s", wait)
 

@@ -6,9 +6,8 @@ messages are unfinished are refused.
 """
 
 import asyncio
-import math
 import resource
-import time
+import zlib
 from collections import Counter
 from collections.abc import Awaitable
 from dataclasses import dataclass
@@ -16,8 +15,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from ..errors import Overloaded
-from .decompression import decompressed, max_decompressed
+from ..errors import Overloaded, UsageError
 from .observability.call_context import Call
 from .observability.metrics import Metrics
 from .options import ServerLimits
@@ -27,16 +25,18 @@ from .options import ServerLimits
 _INTERVAL = 0.02
 _RETRY_AFTER = 1.0  # seconds
 _ROOM = 2**20  # bytes of messages that are decompressed at a time; a larger one alone
+_MAX_RATIO, _ALWAYS = 8, 2**18  # images hardly become smaller; a form or JSON around a small one may
 _MEMORY, _PAGE = Path("/proc/self/statm"), resource.getpagesize()
 
 
 @dataclass(eq=False)
 class _Wait:
-    """The wait of a call's task for a message. latest: its end, of time.monotonic(); checked: already at a check."""
+    """The wait of a call's task for a message, for some seconds. checked: already at a check."""
 
     call: Call
     task: "asyncio.Task[Any]"
-    latest: float
+    seconds: float
+    begun: float
     checked: bool = False
     error: Exception | None = None
 
@@ -49,7 +49,7 @@ class ArrivingBytes:
 
     def __init__(self, limits: ServerLimits = ServerLimits(), metrics: Metrics | None = None) -> None:
         self.max_memory: int | None = None
-        self._refusals = (metrics or Metrics()).refusals.labels("", "arriving")
+        self._refusals = (metrics or Metrics()).refused["arriving"]
         self._waits: dict[_Wait, None] = {}  # the oldest first
         self._timer: asyncio.TimerHandle | None = None
         self._peak = 0  # bytes of the process at the latest refusal, 0 if it has shrunk since
@@ -58,18 +58,20 @@ class ArrivingBytes:
         self._queue: dict[asyncio.Future[None], tuple[str, int]] = {}  # to be decompressed: client and bytes
         self._served = ""  # the client whose message was decompressed last
 
-    async def receive(self, call: Call, message: Awaitable[Any], seconds: float = math.inf) -> Any:
+    async def receive(self, call: Call, message: Awaitable[Any], seconds: float) -> Any:
         """Await the next message of a call.
 
         Raises Overloaded if the call is refused meanwhile, TimeoutError after these seconds, one check late at most.
+        They begin once no other message of the call is in progress: until then its client may wait for the answer.
         """
         call.message_admitted()  # the one before it, of a stream that may now be idle for long
         task = asyncio.current_task()
         assert task is not None, "gRPC and HTTP run each call in a task"
-        wait = _Wait(call, task, time.monotonic() + seconds)
+        loop = asyncio.get_running_loop()
+        wait = _Wait(call, task, seconds, loop.time())
         self._waits[wait] = None
         if self._timer is None:
-            self._timer = asyncio.get_running_loop().call_later(_INTERVAL, self._check)
+            self._timer = loop.call_later(_INTERVAL, self._check)
         try:
             return await message
         except asyncio.CancelledError:
@@ -82,15 +84,19 @@ class ArrivingBytes:
 
     def _check(self) -> None:
         """End waits that are over, and refuse unfinished messages each time that the process has grown too large."""
-        self._timer, now = None, time.monotonic()
-        for wait in [wait for wait in self._waits if wait.latest <= now]:
-            self._end(wait, TimeoutError())
+        loop = asyncio.get_running_loop()
+        self._timer, now = None, loop.time()
+        for wait in list(self._waits):
+            if wait.call.in_progress > 0:
+                wait.begun = now
+            elif now - wait.begun > wait.seconds:
+                self._end(wait, TimeoutError())
         if self.max_memory is not None:
             self._refuse(process_memory(), self.max_memory)
         for wait in self._waits:
             wait.checked = True
         if self._waits:
-            self._timer = asyncio.get_running_loop().call_later(_INTERVAL, self._check)
+            self._timer = loop.call_later(_INTERVAL, self._check)
 
     def _refuse(self, size: int, limit: int) -> None:
         """Refuse the unfinished messages of the client with the most, if the process has grown beyond its limit."""
@@ -135,7 +141,7 @@ class ArrivingBytes:
                 raise
         else:
             self._room -= size
-        working = asyncio.ensure_future(asyncio.to_thread(decompressed, data, limit))
+        working = asyncio.ensure_future(asyncio.to_thread(decompress, data, limit))
         try:
             message = await asyncio.shield(working)
         except BaseException:
@@ -162,6 +168,26 @@ class ArrivingBytes:
                 self._room -= wanted
                 self._served = client
                 turn.set_result(None)
+
+
+def max_decompressed(data: bytes, limit: int) -> int:
+    """Return how many bytes a compressed message may become. limit: of any message."""
+    return min(_MAX_RATIO * len(data) + _ALWAYS, limit)
+
+
+def decompress(data: bytes, limit: int) -> bytes:
+    """Decompress a message, of gzip or deflate, to at most `limit` bytes."""
+    inflater = zlib.decompressobj(32 + zlib.MAX_WBITS)  # 32: either kind of header
+    try:
+        message = inflater.decompress(data, limit)
+    except zlib.error as error:
+        raise UsageError(f"this message is damaged: it cannot be decompressed ({error})") from None
+    if inflater.unconsumed_tail or not inflater.eof:
+        raise UsageError(
+            f"this message is cut off, or larger than {limit} bytes when it is decompressed, more than its {len(data)} "
+            "bytes may become; send such a message without compression"
+        )
+    return message
 
 
 def process_memory() -> int:

@@ -1,8 +1,9 @@
-"""What both doors, gRPC and HTTP, do with every call: limit those in flight, check tokens, record the end."""
+"""What both doors, gRPC and HTTP, do with every call: check its token, limit those in flight, record the end."""
 
 import asyncio
 import time
 from collections import Counter, defaultdict
+from functools import partial
 from typing import TYPE_CHECKING
 
 import grpc
@@ -10,7 +11,8 @@ import grpc
 from ..errors import Overloaded, PreluNetError
 from ..rpc.status import reason_for, status_of
 from .access import REQUIRED, AccessControl
-from .observability.call_context import Call
+from .arriving import ArrivingBytes
+from .observability.call_context import Call, Metadata, current_call, request_id_from
 from .observability.logs import CallLog, log_incident
 from .observability.metrics import Metrics
 from .options import ServerLimits
@@ -19,7 +21,7 @@ from .scheduling.admission import with_reserve
 if TYPE_CHECKING:  # the extra `otel` may be missing
     from .observability.tracing import Tracing
 
-OUR_METHODS = ("/prelunet.v1.", "/inference.")  # prefixes of the methods that we implement
+OUR_METHODS = ("/prelunet.", "/inference.")  # prefixes of the methods that we implement
 # Liveness and readiness probes. They are exempt from the limit: a prober without an answer might kill a busy server.
 PROBES = tuple(f"/inference.GRPCInferenceService/{name}" for name in ("ServerLive", "ServerReady", "ModelReady"))
 _MAX_RECENT = 10_000  # connections that are remembered
@@ -29,58 +31,86 @@ _RETRY_AFTER = 1.0  # seconds, for a call above the limit; how long the calls in
 class CallsInFlight:
     """The calls in flight of all clients: counts and limits them, and records their ends in metrics, log and traces.
 
-    limit: maximum number of calls in flight; metrics: of the server; tracing: None without traces.
+    limits: on clients; metrics: of the server; tracing: None without traces; access: None without tokens; arriving: the
+    messages of all calls.
     """
 
     def __init__(
         self,
-        limit: int = ServerLimits.max_calls,
+        limits: ServerLimits = ServerLimits(),
         metrics: Metrics | None = None,
         log: CallLog | None = None,
         tracing: "Tracing | None" = None,
+        access: AccessControl | None = None,
     ) -> None:
         self.count = 0
-        self.metrics = metrics or Metrics()
+        self.limits, self.metrics = limits, metrics or Metrics()
+        self.arriving = ArrivingBytes(limits, self.metrics)
         self._by_identity: defaultdict[str, Counter[str]] = defaultdict(Counter)  # calls of each of its connections
-        self._limit = limit
-        self._log = log or CallLog()
-        self._tracing = tracing
+        self._log, self._tracing, self._access = log or CallLog(), tracing, access
         self.recent: dict[str, None] = {}  # connections by the end of their latest call, the latest last
         self.metrics.calls_now.set_function(lambda: self.count)
 
-    def begin(self, call: Call, *, exempt: bool = False) -> Overloaded | None:
-        """Count a call as in flight, until gRPC ends it after sending its answer; above the limit, return its error.
+    def arrived(self, method: str, peer: str, metadata: Metadata) -> Call:
+        """Return a call that begins here, which log lines of this task, of its tasks and threads name."""
+        call = Call(method, request_id_from(metadata), peer=peer, metadata=metadata)
+        if self.limits.proxies.networks:
+            call.identify = partial(self.limits.proxies.identity, metadata)
+        current_call.set(call)
+        return call
 
-        exempt: always admit the call, and do not count it. `begin` must be called in the task in which gRPC runs the
-        call, before its first message is read.
+    def begin(self, call: Call, *, known: bool = True) -> None:
+        """Count a call as in flight until its task ends, which is after its answer is sent; called in that task.
 
-        Who calls is not known here yet, so there is room for a quarter more; `admit` decides on it.
+        Raises the error with which it is refused: for its token or the lack of one, or because there are too many.
+        Probes are not limited, and health and reflection are only recorded if they are refused.
+        known: whether its method exists.
         """
+        path = f"/{call.method}"
+        ours = not known or path.startswith(OUR_METHODS)
+        try:
+            if self._access is not None:
+                self._check_token(self._access, call, known=known)
+            if ours and path not in PROBES:
+                self._admit(call)
+        except PreluNetError:
+            self.record(call)
+            raise
+        if ours:
+            self.record(call)
+
+    def record(self, call: Call) -> None:
+        """Record the end of a call in metrics, log and traces, once the task ends that calls this."""
         if self._tracing is not None and f"/{call.method}" not in PROBES:
             call.trace = self._tracing.begin(call)
-        counted = not exempt and self.count < with_reserve(self._limit)
         task = asyncio.current_task()
-        assert task is not None, "gRPC runs each call in a task"
-        task.add_done_callback(lambda _: self._end(call, counted=counted))
-        if counted:
-            self.count += 1
-        elif not exempt:
-            return self._overloaded()
-        return None
+        assert task is not None, "gRPC and HTTP run each call in a task"
+        task.add_done_callback(lambda _: self._end(call))
 
-    def admit(self, call: Call) -> None:
-        """Raise Overloaded above the limit, unless the caller has less than its share of the calls.
+    def _check_token(self, access: AccessControl, call: Call, *, known: bool) -> None:
+        authorizations = [value for key, value in call.metadata if key == "authorization"]
+        if (found := access.check(f"/{call.method}", authorizations, known=known)) is not None:
+            name, token = found
+            call.identify, call.share = lambda _: f"token:{name}", token.share
+
+    def _admit(self, call: Call) -> None:
+        """Count a call. Above the limit, raise Overloaded unless the caller has less than its share of the calls.
 
         Identities below their share may use all the reserve, connections below their part of it only half: otherwise
         an address with many connections would leave nothing to the others.
         """
-        if self.count > self._limit:
+        limit = self.limits.max_calls
+        if self.count >= limit:
             own = self._by_identity.get(call.identity, Counter())
-            share = self._limit // (len(self._by_identity) + (not own))
+            share = limit // (len(self._by_identity) + (not own))
             part = share // (len(own) + (call.peer not in own))
-            half = (self._limit + with_reserve(self._limit)) // 2
-            if own.total() >= share and (own[call.peer] >= part or self.count > half):
-                raise self._overloaded()
+            allowed = with_reserve(limit)
+            if own.total() >= share:
+                allowed = (limit + allowed) // 2 if own[call.peer] < part else limit
+            if self.count >= allowed:
+                self.metrics.refused["calls"].inc()
+                raise Overloaded(f"the server already has {limit} calls in flight. Try again later", _RETRY_AFTER)
+        self.count += 1
         self._by_identity[call.identity][call.peer] += 1
         call.admitted = True
 
@@ -88,14 +118,10 @@ class CallsInFlight:
         """Return gRPC's names of the connections with calls in flight."""
         return set().union(*self._by_identity.values())
 
-    def _overloaded(self) -> Overloaded:
-        self.metrics.refusals.labels("", "calls").inc()
-        return Overloaded(f"the server already has {self._limit} calls in flight. Try again later", _RETRY_AFTER)
-
-    def _end(self, call: Call, *, counted: bool) -> None:
+    def _end(self, call: Call) -> None:
         call.status = call.status or "CANCELLED"  # the client left, or its message was too large for gRPC
         if call.status == "CANCELLED" and not call.bytes:
-            self.metrics.refusals.labels("", "message").inc()
+            self.metrics.refused["message"].inc()
         seconds = time.monotonic() - call.begun
         method = call.method if f"/{call.method}" in REQUIRED else "unknown"
         self.metrics.call_ended(method, call.status, seconds)
@@ -113,26 +139,7 @@ class CallsInFlight:
                 del own[call.peer]
             if not own:
                 del self._by_identity[call.identity]
-        if counted:
             self.count -= 1  # last: a server that stops waits for this; earlier, the log line would be lost
-
-
-def access_error(access: AccessControl | None, call: Call, *, known: bool = True) -> PreluNetError | None:
-    """Return the error of a call that its token, or the lack of one, does not allow; note whose token it is.
-
-    access: None without tokens; known: whether its method exists.
-    """
-    if access is None:
-        return None
-    try:
-        authorizations = [value for key, value in call.metadata if key == "authorization"]
-        found = access.check(f"/{call.method}", authorizations, known=known)
-    except PreluNetError as error:
-        return error
-    if found is not None:
-        name, token = found
-        call.identify, call.share = lambda _: f"token:{name}", token.share
-    return None
 
 
 def record_error(call: Call, error: Exception) -> grpc.Status:

@@ -1,9 +1,9 @@
 """Many messages of a call in progress at a time: back pressure, and how a failure ends the others."""
 
 import asyncio
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Coroutine
 from contextlib import asynccontextmanager, suppress
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from .observability.logs import release_frames
 
@@ -20,6 +20,24 @@ async def bounded(messages: AsyncIterator[Message], slots: asyncio.Semaphore) ->
     with suppress(StopAsyncIteration):
         while await slots.acquire():
             yield await anext(messages)  # without a variable, which would hold the message until the next arrives
+
+
+async def answer_all(
+    messages: AsyncIterator[Message],
+    slots: asyncio.Semaphore,
+    answer: Callable[[Message, Callable[[], None]], Coroutine[Any, Any, None]],
+) -> None:
+    """Answer each message in a task of its own.
+
+    answer: frees the slots of the message; calls its second argument once the next may be read. Its first error, or one
+    of `messages`, cancels the other tasks.
+    """
+    async with task_group() as group:
+        async for message in bounded(messages, slots):
+            admission = asyncio.Event()
+            group.create_task(answer(message, admission.set))
+            del message  # free it while waiting for the next
+            await admission.wait()
 
 
 async def uncancelled(write: Awaitable[object]) -> None:

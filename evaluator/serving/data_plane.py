@@ -4,8 +4,8 @@ Classify, ModelInfer, POST /v1/classify, POST /v2/…/infer      classify, class
 ClassifyStream                                                 classify for each message, waiting for room
 ModelStreamInfer                                               classify_all for each message
 Evaluate                                                       evaluate
-the lists and descriptions of models                           model, models, versions, problems
-RepositoryModelLoad, RepositoryModelUnload                     load, unload
+the lists and descriptions of models                           models, problems
+RepositoryModelLoad, RepositoryModelUnload                     folder
 """
 
 import asyncio
@@ -45,49 +45,18 @@ class DataPlane:
         ready: Callable[[], bool] = lambda: True,
         max_images: int = ServerLimits.max_evaluation_images,
     ) -> None:
-        self._models, self._repository, self.ready = models, repository, ready
+        self.models, self._repository, self.ready = models, repository, ready
         self._max_images = max_images
-        self.metrics = models.metrics
-
-    # Models
-
-    def model(self, name: str) -> ServedModel:
-        """Return the newest version of the model NAME, or the version of NAME/VERSION; without a name, of the only one.
-
-        Raises ModelNotFound, which lists what there is.
-        """
-        return self._models.get(name)
-
-    def has(self, name: str) -> bool:
-        """Return whether a model, or a version of one, is served."""
-        return self._models.has(name)
-
-    def models(self) -> list[ServedModel]:
-        """Return the newest version of each model."""
-        return self._models.all()
-
-    def versions(self, name: str) -> list[ServedModel]:
-        """Return the served versions of a model, the newest first."""
-        return self._models.versions(name)
 
     def problems(self) -> Mapping[Version, str]:
         """Return what is wrong with versions in the server's folder."""
         return {} if self._repository is None else self._repository.problems()
 
-    async def load(self, name: str) -> None:
-        """Load a model of the folder; see `Repository.load`. Raises UsageError if the models are fixed."""
-        await self._changeable().load(name)
-
-    async def unload(self, name: str) -> None:
-        """Stop serving a model of the folder; see `Repository.unload`. Raises UsageError if the models are fixed."""
-        await self._changeable().unload(name)
-
-    def _changeable(self) -> Repository:
+    def folder(self) -> Repository:
+        """Return the folder of models, which loads and unloads them. Raises UsageError if the models are fixed."""
         if self._repository is None:
             raise UsageError(_FIXED)
         return self._repository
-
-    # Images
 
     async def classify(
         self,
@@ -107,7 +76,7 @@ class DataPlane:
         has too little memory for a view, DeviceLost if it fails on every input, and Interrupted once the server has
         stopped. Cancellation drops work that has not started.
         """
-        served = self._models.get(model)
+        served = self.models.get(model)
         return await _classify(served, served.plan(options), call, image, write=write, on_admitted=on_admitted)
 
     async def classify_all(
@@ -118,7 +87,7 @@ class DataPlane:
         timeout: in seconds, None for only the call's deadline; name: of the list of images, for the error of one.
         Raises the same errors.
         """
-        served = self._models.get(model)
+        served = self.models.get(model)
         plan, deadline = served.plan(options), call.deadline
         views = len(images) * plan.views
         if timeout is not None:
@@ -153,7 +122,7 @@ class DataPlane:
         on_progress: ProgressCallback | None = None,
     ) -> Report:
         """Classify the images of a labeled dataset and return its report; see `evaluation.evaluate`."""
-        served = self._models.get(model)
+        served = self.models.get(model)
         plan = served.plan(options)
         return await evaluate(
             partial(_classify, served, plan, call), served, plan.protocol, dataset, images,

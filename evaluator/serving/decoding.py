@@ -117,21 +117,16 @@ class Reservation(msgspec.Struct, tag=True):
     bytes: int
 
 
-class Pixels(msgspec.Struct):
-    """Announces an image, uint8 (height, width, 3), whose pixels follow in a message of their own."""
-
-    height: int
-    width: int
-    capped: bool = False
-
-
 class Prepared(msgspec.Struct, tag=True):
-    """Announces a `PreparedImage`. resized: by scale."""
+    """Announces a `PreparedImage`, whose pixels follow, each image's in a message of its own.
+
+    resized: by scale, the height and width, and whether they were capped; picture: its height and width.
+    """
 
     height: int
     width: int
-    resized: dict[int, Pixels]
-    picture: Pixels | None
+    resized: dict[int, tuple[int, int, bool]]
+    picture: tuple[int, int] | None
 
 
 class Refused(msgspec.Struct, tag=True):
@@ -218,16 +213,14 @@ def _received_image(
                 connection.send_bytes(b"go on")
             case Refused(name, text):
                 raise _ERRORS.get(name, ImageError)(text)
-            case Prepared(height, width, announced, picture):
-                resized = {scale: (_received(connection, each), each.capped) for scale, each in announced.items()}
-                return PreparedImage(
-                    height, width, resized, None if picture is None else _received(connection, picture)
-                )
+            case Prepared(height, width, sizes, picture_size):
+                resized = {scale: (_pixels(connection, *size), capped) for scale, (*size, capped) in sizes.items()}
+                picture = None if picture_size is None else _pixels(connection, *picture_size)
+                return PreparedImage(height, width, resized, picture)
 
 
-def _received(connection: Connection, announced: Pixels) -> UInt8Array:
-    pixels = np.frombuffer(connection.recv_bytes(), np.uint8)
-    return pixels.reshape(announced.height, announced.width, 3)
+def _pixels(connection: Connection, height: int, width: int) -> UInt8Array:
+    return np.frombuffer(connection.recv_bytes(), np.uint8).reshape(height, width, 3)
 
 
 # In the process.
@@ -264,18 +257,13 @@ def _prepare(connection: Connection, options: PrepareOptions, image: bytes) -> N
         return
     finally:
         _limit(resource.RLIMIT_AS, None)
-    resized = {scale: _announced(*image) for scale, image in prepared.resized.items()}
-    picture = None if prepared.picture is None else _announced(prepared.picture)
-    connection.send_bytes(msgspec.json.encode(Prepared(prepared.height, prepared.width, resized, picture)))
-    for pixels, _ in prepared.resized.values():
+    sizes = {scale: (len(pixels), len(pixels[0]), capped) for scale, (pixels, capped) in prepared.resized.items()}
+    picture = prepared.picture
+    picture_size = None if picture is None else (len(picture), len(picture[0]))
+    connection.send_bytes(msgspec.json.encode(Prepared(prepared.height, prepared.width, sizes, picture_size)))
+    images = [pixels for pixels, _ in prepared.resized.values()]
+    for pixels in images if picture is None else [*images, picture]:
         connection.send_bytes(pixels.data.cast("B"))
-    if prepared.picture is not None:
-        connection.send_bytes(prepared.picture.data.cast("B"))
-
-
-def _announced(pixels: UInt8Array, capped: bool = False) -> Pixels:
-    height, width, _ = pixels.shape
-    return Pixels(height, width, capped)
 
 
 def _limit(kind: int, limit: int | None) -> None:

@@ -15,7 +15,7 @@ from ..protocols import EvaluationProtocol
 from ..reporting.report import Report, build_report
 from ..validation.predictions import Prediction, Predictions, build_prediction
 from ..validation.run import Run, build_run_info, describe_dataset
-from .concurrency import bounded, task_group
+from .concurrency import answer_all
 from .observability.call_context import Call
 from .options import ServerLimits
 from .scheduling.model import ServedModel
@@ -71,46 +71,43 @@ async def evaluate(
     Raises DatasetError if there is no image or if two have the same name, and UsageError if there are too many, or if
     their names are too long.
     """
-    answers = _CollectedAnswers(len(served.session.contract.classes), len(protocol.views))
+    answers = _CollectedAnswers(len(served.session.contract.classes), len(protocol.views), on_progress)
     slots = asyncio.Semaphore(MAX_IN_FLIGHT)
-    progress = _ProgressReporter(on_progress)
 
-    async def predict(image: LabelledImage, admission: asyncio.Event) -> None:
+    async def predict(image: LabelledImage, on_admitted: Callable[[], None]) -> None:
+        answers.expect(image.file, max_images)
         try:
-            answer = await classify(image.data, admission.set)
+            answer = await classify(image.data, on_admitted)
             prediction = build_prediction(image.file, image.label, answer.classified)
         except ImageError as error:
             prediction = Prediction(image.file, image.label, refused=str(error))
-        admission.set()
+        on_admitted()
         answers.add(prediction, len(image.data))
         call.message_done()
-        await progress.count(prediction)
+        await answers.report_progress()
         slots.release()
 
-    async with task_group() as group:
-        async for image in bounded(images, slots):
-            answers.expect(image.file, max_images)
-            admission = asyncio.Event()
-            group.create_task(predict(image, admission))
-            del image  # free it while waiting for the next
-            await admission.wait()
+    await answer_all(images, slots, predict)
     if not answers.places:
         raise DatasetError("the stream had no image; send at least one `image` after `start`")
     return await asyncio.to_thread(_report, served, protocol, dataset_name, answers)
 
 
 class _CollectedAnswers:
-    """Names, predictions and sizes of the images of an evaluation, in the order of the answers.
+    """Names, predictions and sizes of the images of an evaluation, in the order of the answers; reports the progress.
 
     places: position of each file name in that order; None for an image without an answer yet.
     """
 
-    def __init__(self, classes: int, views: int) -> None:
+    def __init__(self, classes: int, views: int, on_progress: ProgressCallback | None) -> None:
         self.places: dict[str, int | None] = {}
         self._new = partial(Predictions, classes, views)
         self._predictions = self._new()
         self._sizes = array("Q")
         self._text_bytes = 0  # of names and refusals
+        self._on_progress, self._reporting = on_progress, False
+        self._begun = self._last_report = time.monotonic()
+        self._refused = self._wrong = 0
 
     def expect(self, file: str, max_images: int) -> None:
         """Register the name of an image that has been read."""
@@ -135,6 +132,19 @@ class _CollectedAnswers:
         self._predictions.append(prediction)
         self._sizes.append(size)
         self._text_bytes += len(prediction.refused or "")
+        self._refused += prediction.refused is not None
+        self._wrong += prediction.rank > 1
+
+    async def report_progress(self) -> None:
+        """Report the progress if it is due and the client has received the previous report."""
+        now = time.monotonic()
+        if self._on_progress is None or self._reporting or now - self._last_report < PROGRESS_INTERVAL:
+            return
+        self._reporting, self._last_report = True, now
+        evaluated = len(self._predictions) - self._refused
+        error = 100 * self._wrong / evaluated if evaluated else None
+        await self._on_progress(Progress(len(self._predictions), self._refused, error, now - self._begun))
+        self._reporting = False
 
     def in_order(self) -> tuple[list[Sample], Predictions]:
         """Return samples and predictions in the order of the file names, the order of every run."""
@@ -146,30 +156,6 @@ class _CollectedAnswers:
             samples.append(Sample(file, prediction.label, self._sizes[place]))
             predictions.append(prediction)
         return samples, predictions
-
-
-class _ProgressReporter:
-    """Counts answers and reports them at intervals."""
-
-    def __init__(self, on_progress: ProgressCallback | None) -> None:
-        self._on_progress = on_progress
-        self._begun = self._last_report = time.monotonic()
-        self._reporting = False
-        self._images = self._refused = self._wrong = 0
-
-    async def count(self, prediction: Prediction) -> None:
-        """Count an answer; report the progress if it is due and the client has received the previous report."""
-        self._images += 1
-        self._refused += prediction.refused is not None
-        self._wrong += prediction.rank > 1
-        now = time.monotonic()
-        if self._on_progress is None or self._reporting or now - self._last_report < PROGRESS_INTERVAL:
-            return
-        self._reporting, self._last_report = True, now
-        evaluated = self._images - self._refused
-        error = 100 * self._wrong / evaluated if evaluated else None
-        await self._on_progress(Progress(self._images, self._refused, error, now - self._begun))
-        self._reporting = False
 
 
 class _DiscardedImages:

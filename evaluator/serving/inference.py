@@ -273,14 +273,14 @@ class Inference:
 
     def has(self, name: str, version: str = "") -> bool:
         """Return whether a model is served, by a server that is ready or not."""
-        return self._plane.has(_with_version(name, version))
+        return self._plane.models.has(_with_version(name, version))
 
     def server_metadata(self) -> ServerMetadata:
         return ServerMetadata("prelunet", importlib.metadata.version("prelunet"), EXTENSIONS)
 
     def model_metadata(self, name: str, version: str = "") -> ModelMetadata:
         served = self._model(name, version)
-        versions = tuple(str(each.version) for each in self._plane.versions(served.name))
+        versions = tuple(str(each.version) for each in self._plane.models.versions(served.name))
         inputs = TensorMetadata(INPUT, "BYTES", (-1, 1))
         outputs = TensorMetadata(OUTPUT, "FP32", (-1, len(served.session.contract.classes)))
         return ModelMetadata(served.name, versions, _PLATFORM, (inputs,), (outputs,))
@@ -307,13 +307,13 @@ class Inference:
 
     def statistics(self, name: str = "", version: str = "") -> list[ModelStatistics]:
         """Return the statistics of a model, or of each without a name."""
-        models = [self._model(name, version)] if name else self._plane.models()
-        return [model_statistics(model.name, model.version, self._plane.metrics) for model in models]
+        models = [self._model(name, version)] if name else self._plane.models.all()
+        return [model_statistics(model.name, model.version, self._plane.models.metrics) for model in models]
 
     def index(self, *, only_ready: bool) -> list[ModelIndex]:
         """List the loaded versions of all models, and those that are not served, with what is wrong with them."""
         ready = self._plane.ready()
-        served = [each for model in self._plane.models() for each in self._plane.versions(model.name)]
+        served = [each for model in self._plane.models.all() for each in self._plane.models.versions(model.name)]
         reason = "" if ready else "the server accepts no new work"
         loaded = dict.fromkeys((Version(each.name, each.version) for each in served), reason)
         return [
@@ -325,12 +325,12 @@ class Inference:
     async def load(self, name: str, parameters: Iterable[str]) -> None:
         """Load a model of the server's folder. name: or NAME/VERSION; parameters: UsageError if there are any."""
         _require_known(parameters, ())
-        await self._plane.load(name)
+        await self._plane.folder().load(name)
 
     async def unload(self, name: str, parameters: Iterable[str]) -> None:
         """Do the reverse."""
         _require_known(parameters, ("unload_dependents",))
-        await self._plane.unload(name)
+        await self._plane.folder().unload(name)
 
     async def infer(self, name: str, version: str, request: InferRequest, call: Call) -> InferAnswer:
         """Classify the images of a request, of a call with its `message_bytes`.
@@ -349,9 +349,9 @@ class Inference:
     def _model(self, name: str, version: str) -> ServedModel:
         """Return a served model; the protocol requires a name even if there is only one model."""
         if not name:
-            available = ", ".join(model.name for model in self._plane.models())
+            available = ", ".join(model.name for model in self._plane.models.all())
             raise ModelNotFound(f"the request names no model. Available: {available}")
-        return self._plane.model(_with_version(name, version))
+        return self._plane.models.get(_with_version(name, version))
 
 
 def _with_version(name: str, version: str) -> str:

@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import TypeAlias
 
 import grpc
@@ -21,7 +22,6 @@ from ..machine import format_bytes, machine_memory
 from ..rpc.tls import is_loopback, warn_of_readers
 from .access import AccessControl
 from .calls import CallsInFlight
-from .certificates import Certificates
 from .http.listener import Listener
 from .http.metrics import METRICS_CLOSE_TIMEOUT, METRICS_LIMITS, metrics_app
 from .memory import fit_limits, serving_memory
@@ -33,7 +33,7 @@ from .options import RESERVED_FILES, ServeOptions, ServerLimits
 from .repository import Repository
 from .scheduling.model import ServedModel
 from .server import Server
-from .watched_files import in_thread, poll_forever, unfinished_threads
+from .watched_files import Certificates, in_thread, poll_forever, unfinished_threads
 
 ShutdownEvent: TypeAlias = signal.Signals | DeviceLost
 
@@ -181,8 +181,8 @@ async def serve(options: ServeOptions, report: Callable[[str], None]) -> ServeRe
     # Before this, while files may block, a signal ends the process at once, unless it is the first one of a container.
     events.install_signal_handlers()
     server = Server(
-        options.host, options.port, limits, CallsInFlight(limits.max_calls, metrics, call_log, tracing),
-        certificates=certificates, access=access, http=options.http, unix_socket=options.unix_socket,
+        options.host, options.port, CallsInFlight(limits, metrics, call_log, tracing, access),
+        certificates=certificates, http=options.http, unix_socket=options.unix_socket,
     )  # fmt: skip
     metrics_port = None
     tasks = [asyncio.create_task(poll_forever(each.files)) for each in (certificates, access) if each is not None]
@@ -203,6 +203,7 @@ async def serve(options: ServeOptions, report: Callable[[str], None]) -> ServeRe
             return ServeResult(lost=events.lost, stuck=not await _close_in_time(models))
         memory = _estimate_memory([model.session for model in models.all()], options)
         await server.start(models, repository)
+        models.on_change.append(partial(_limit_memory, server, models, options))
         _limit_memory(server, models, options)
         if repository is not None:
             gc.freeze()  # the collections of `Repository.watch` then skip what was loaded before
@@ -292,20 +293,13 @@ def _cap_connections(limits: ServerLimits, ports: int) -> ServerLimits:
 
 
 def _limit_memory(server: Server, models: Models, options: ServeOptions) -> None:
-    """Have unfinished messages refused beyond the memory that is announced, now and after each change of the models.
+    """Have unfinished messages refused beyond the memory that is announced; called after each change of the models.
 
     Decoding is not counted: most of its memory is that of other processes.
     """
-    wake = models.on_change
-
-    def change() -> None:
-        wake()
-        if sessions := models.sessions():
-            need = serving_memory(sessions, options, max(1, len(models.all())))
-            server.limit_memory(need.total - need.parts["decoding"])
-
-    models.on_change = change
-    change()
+    if sessions := models.sessions():
+        need = serving_memory(sessions, options, max(1, len(models.all())))
+        server.limit_memory(need.total - need.parts["decoding"])
 
 
 def _estimate_memory(sessions: list[Session], options: ServeOptions) -> int:

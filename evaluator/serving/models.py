@@ -90,7 +90,7 @@ class Models:
     """The loaded versions of all models, by name, in the order in which the models were loaded. Owns their devices.
 
     on_lost: called once for each device, in any thread, when it is lost; its calls fail from then on. on_change: called
-    when a version is added or removed. All methods but `close` belong to the event loop's thread.
+    each time that a version is added or removed. All methods but `close` belong to the event loop's thread.
     """
 
     def __init__(
@@ -104,7 +104,7 @@ class Models:
         self.metrics = metrics or Metrics()
         self.metrics.limits.labels("queue-views").set(queue.max_views)
         self.metrics.limits.labels("queue-bytes").set(queue.max_bytes)
-        self.on_change: Callable[[], object] = lambda: None
+        self.on_change: list[Callable[[], object]] = []
         self._limits, self._queue, self._on_lost = limits, queue, on_lost
         self._devices: dict[str, ServedDevice] = {}
         self._admissions: dict[str, AdmissionController] = {}  # by name: versions share the limits of their model
@@ -118,7 +118,7 @@ class Models:
         device = device_name(session.placement)
         if device not in self._devices:
             self._devices[device] = ServedDevice(device, self._queue, self._on_lost)
-        self._devices[device].ensure_threads(session.lanes)
+        self._devices[device].executor.ensure_threads(session.lanes)
         metrics = self.metrics.of_model(file.name)
         if file.name not in self._admissions:
             self._admissions[file.name] = AdmissionController(file.name, self._queue, metrics)
@@ -129,7 +129,7 @@ class Models:
         )  # fmt: skip
         self._sessions.add(session)
         self.metrics.model_info.labels(*_info_labels(file.name, file.version, session)).set(1)
-        self.on_change()
+        self._notify()
 
     def remove(self, name: str, version: str) -> None:
         """Stop serving a version if it is loaded. Its memory is freed when the last call that uses it has ended."""
@@ -137,7 +137,11 @@ class Models:
             self.metrics.model_info.remove(*_info_labels(name, removed.version, removed.session))
             if not self._by_name[name]:
                 del self._by_name[name]
-            self.on_change()
+            self._notify()
+
+    def _notify(self) -> None:
+        for listener in self.on_change:
+            listener()
 
     def get(self, name: str) -> ServedModel:
         """Return the newest version of the model NAME, or the version of NAME/VERSION; without a name, of the only one.

@@ -116,32 +116,34 @@ def is_wildcard(host: str) -> bool:
     return address is not None and address.version == 6 and address.is_unspecified
 
 
-def tcp_connections() -> Iterator[socket.socket]:
-    """Yield this process's open TCP connections, gRPC's too, without copying them: do not close or keep them.
-
-    Nothing on systems without /proc.
-    """
-    for name in os.listdir(DESCRIPTORS) if DESCRIPTORS.is_dir() else ():  # noqa: PTH208 - five times as fast as iterdir
-        with suppress(OSError):  # something else, of another kind, or closed
-            view = socket.socket(socket.AF_INET6, socket.SOCK_STREAM, 0, int(name))
-            try:
-                view.getpeername()
-                yield view
-            finally:
-                view.detach()
+def _descriptors() -> list[str]:
+    """Return the numbers of this process's open files; none on systems without /proc."""
+    try:
+        return os.listdir(DESCRIPTORS)  # noqa: PTH208 - five times as fast as iterdir
+    except FileNotFoundError:
+        return []
 
 
 def connections_to(port: int) -> Iterator[tuple[str, socket.socket]]:
-    """Yield the open TCP connections to a port of this process, each with gRPC's name of its peer; see above."""
-    for connection in tcp_connections():
-        with suppress(OSError):  # closed meanwhile
-            name = connection.getsockname()
-            if isinstance(name, tuple) and name[1] == port:
-                yield peer_name(*connection.getpeername()[:2]), connection
+    """Yield the open TCP connections to a port of this process, each with gRPC's name of its peer.
+
+    They are not copies: do not close or keep them. Nothing on systems without /proc.
+    """
+    for number in _descriptors():
+        with suppress(OSError):  # something else, of another kind, or closed
+            connection = socket.socket(socket.AF_INET6, socket.SOCK_STREAM, 0, int(number))
+            try:
+                peer, name = connection.getpeername(), connection.getsockname()
+                if isinstance(name, tuple) and name[1] == port:
+                    yield peer_name(*peer[:2]), connection
+            finally:
+                connection.detach()
 
 
 def peer_name(host: str, port: int) -> str:
-    """Return gRPC's name of a connection, so that a client has one identity over gRPC and HTTP."""
+    """Return gRPC's name of a connection, so that a client has one identity over gRPC and HTTP. host: "" for Unix's."""
+    if not host:
+        return "unix:"
     host = host.removeprefix("::ffff:")
     return f"ipv6:%5B{host}%5D:{port}" if ":" in host else f"ipv4:{host}:{port}"
 
@@ -161,7 +163,7 @@ class IdleConnections:
 
         busy: returns the peers with calls; recent: peers in the order of their latest calls, others have had none.
         """
-        if not DESCRIPTORS.is_dir() or len(os.listdir(DESCRIPTORS)) < _FULL * self._limit:  # noqa: PTH208 - as above
+        if len(_descriptors()) < _FULL * self._limit:
             return
         peers = [peer for peer, _ in connections_to(self._port)]
         with_calls = busy()

@@ -4,9 +4,9 @@ import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated, ClassVar
+from typing import ClassVar
 
-from ..cli_option import CliOption, split_commas
+from ..cli_option import option, split_commas
 from ..engine.session import Placement
 from ..errors import UsageError
 from ..files import open_regular
@@ -31,11 +31,11 @@ class ModelFile:
 def parse_models(options: Sequence[str] | None) -> tuple[ModelFile, ...]:
     """Parse `NAME=MODEL.onnx` options. Raises UsageError for an invalid option or a repeated name."""
     files = []
-    for option in options or ():
-        name, separator, path = option.partition("=")
+    for text in options or ():
+        name, separator, path = text.partition("=")
         if not separator or not path or not MODEL_NAME.fullmatch(name):
             raise UsageError(
-                f"--model {option}: give a name and a file, as in --model flowers=flowers.onnx. "
+                f"--model {text}: give a name and a file, as in --model flowers=flowers.onnx. "
                 "A name has up to 100 letters, digits, '.', '_' or '-' and starts with a letter or digit"
             )
         files.append(ModelFile(name, Path(path)))
@@ -60,15 +60,13 @@ def require_files(files: Iterable[ModelFile]) -> None:
 class ServedImageLimits(DecodeLimits):
     """The largest image that a server accepts: photos of all phones, but nothing that takes seconds to decode."""
 
-    max_pixels: Annotated[
-        int,
-        CliOption(
-            "Maximum size of a decoded image, in pixels (height x width); a baseline JPEG, which takes far less time "
-            "and memory, may have three times as many.",
-            flag="max-image-pixels",
-            min=1,
-        ),
-    ] = 16_000_000
+    max_pixels: int = option(
+        16_000_000,
+        "Maximum size of a decoded image, in pixels (height x width); a baseline JPEG, which takes far less time "
+        "and memory, may have three times as many.",
+        flag="max-image-pixels",
+        min=1,
+    )
     baseline_factor: int = 3
 
 
@@ -86,40 +84,33 @@ class QueueOptions:
     """
 
     HELP_GROUP: ClassVar[str] = "Queue"
-    max_views: Annotated[
-        int,
-        CliOption(
-            "Limit of unanswered views per model: calls beyond it are refused, and streams wait. An image alone is "
-            "always accepted; clients below their share may exceed the limit by a quarter.",
-            flag="queue-views",
-            min=1,
-        ),
-    ] = 1024
-    queue_bytes: Annotated[
-        int | None,
-        CliOption(
-            "The same limit for the encoded bytes of unanswered images per model.",
-            min=1,
-            default="268435456, or less to fit --memory-limit",
-        ),
-    ] = None
-    max_view_pixels: Annotated[
-        int | None,
-        CliOption(
-            "Maximum size of a view, in pixels; all scales of an image together may have twice as many.",
-            min=1,
-            default="the largest of the model's own protocols",
-        ),
-    ] = None
+    max_views: int = option(
+        1024,
+        "Limit of unanswered views per model: calls beyond it are refused, and streams wait. An image alone is "
+        "always accepted; clients below their share may exceed the limit by a quarter.",
+        flag="queue-views",
+        min=1,
+    )
+    queue_bytes: int | None = option(
+        None,
+        "The same limit for the encoded bytes of unanswered images per model.",
+        min=1,
+        default="268435456, or less to fit --memory-limit",
+    )
+    max_view_pixels: int | None = option(
+        None,
+        "Maximum size of a view, in pixels; all scales of an image together may have twice as many.",
+        min=1,
+        default="the largest of the model's own protocols",
+    )
     ready_views: int = 512
     ready_bytes: int = 2**27
     decode_threads: int = field(default_factory=cores)
     turn_cost: int = 2_000_000
     turn_work: int = 2 * 10**8
-    batch_wait: Annotated[
-        float,
-        CliOption("Milliseconds that a view may wait for others still being decoded.", min=0, max=1000, units=1000),
-    ] = 0.002
+    batch_wait: float = option(
+        0.002, "Milliseconds that a view may wait for others still being decoded.", min=0, max=1000, units=1000
+    )
 
     @property
     def max_bytes(self) -> int:
@@ -141,54 +132,42 @@ class ServerLimits:
     HELP_GROUP: ClassVar[str] = "Limits on clients"
     image: ServedImageLimits = field(default_factory=ServedImageLimits)
     proxies: TrustedProxies = field(default_factory=TrustedProxies)
-    max_calls: Annotated[
-        int,
-        CliOption(
-            "Maximum number of calls in flight, over all clients, not counting health checks and reflection; more are "
-            "refused, but addresses below their share may exceed the limit by a quarter.",
-            min=1,
-        ),
-    ] = 2048
-    max_connections: Annotated[
-        int,
-        CliOption("Maximum number of connections to each port; more are closed at once.", min=1, max=1_000_000),
-    ] = 4096
-    max_streams: Annotated[
-        int,
-        CliOption("Maximum number of calls in flight per connection; the client holds back more.", min=1, max=100_000),
-    ] = 128
-    arriving_bytes: Annotated[
-        int | None,
-        CliOption(
-            "Bytes for messages that are arriving or being decompressed; at least one. If the process grows beyond the "
-            "memory of its start line, unfinished messages of the client with the most are refused, but for as many.",
-            min=1,
-            default="268435456, or less to fit --memory-limit",
-        ),
-    ] = None
-    handshake_timeout: Annotated[
-        float, CliOption("Time for a new connection to start speaking HTTP/2, in seconds.", min=0.1, max=3600)
-    ] = 20.0
-    stream_idle_timeout: Annotated[
-        float,
-        CliOption(
-            "Time after which an idle stream (no message, no request in progress) is ended, in seconds.",
-            min=0.1,
-            max=_DAY,
-        ),
-    ] = 300.0
-    keepalive: Annotated[float, CliOption("Idle time after which a client is pinged, in seconds.", min=1, max=_DAY)] = (
-        60.0
+    max_calls: int = option(
+        2048,
+        "Maximum number of calls in flight, over all clients, not counting health checks and reflection; more are "
+        "refused, but addresses below their share may exceed the limit by a quarter.",
+        min=1,
     )
-    max_connection_age: Annotated[
-        float | None,
-        CliOption(
-            "Maximum age of a connection, in seconds; the client then reconnects, which lets load balancers move it.",
-            min=1,
-            max=_DAY,
-            default="no limit",
-        ),
-    ] = None
+    max_connections: int = option(
+        4096, "Maximum number of connections to each port; more are closed at once.", min=1, max=1_000_000
+    )
+    max_streams: int = option(
+        128, "Maximum number of calls in flight per connection; the client holds back more.", min=1, max=100_000
+    )
+    arriving_bytes: int | None = option(
+        None,
+        "Bytes for messages that are arriving or being decompressed; at least one. If the process grows beyond the "
+        "memory of its start line, unfinished messages of the client with the most are refused, but for as many.",
+        min=1,
+        default="268435456, or less to fit --memory-limit",
+    )
+    handshake_timeout: float = option(
+        20.0, "Time for a new connection to start speaking HTTP/2, in seconds.", min=0.1, max=3600
+    )
+    stream_idle_timeout: float = option(
+        300.0,
+        "Time after which an idle stream (no message, no request in progress) is ended, in seconds.",
+        min=0.1,
+        max=_DAY,
+    )
+    keepalive: float = option(60.0, "Idle time after which a client is pinged, in seconds.", min=1, max=_DAY)
+    max_connection_age: float | None = option(
+        None,
+        "Maximum age of a connection, in seconds; the client then reconnects, which lets load balancers move it.",
+        min=1,
+        max=_DAY,
+        default="no limit",
+    )
     unread_bytes: int = 2**16
     message_timeout: float = 60.0
     max_metadata: int = 2**14
@@ -213,20 +192,17 @@ class AccessOptions:
     """Who may connect and call: files for TLS, and of tokens. All are read again when they change."""
 
     HELP_GROUP: ClassVar[str] = "TLS and tokens"
-    tls_cert: Annotated[
-        Path | None, CliOption("Certificate (PEM), with those of intermediate authorities.", default="no TLS")
-    ] = None
-    tls_key: Annotated[Path | None, CliOption("Private key of the certificate (PEM), not encrypted.")] = None
-    tls_client_ca: Annotated[
-        Path | None, CliOption("Certificate authorities (PEM): clients must have a certificate of one of them.")
-    ] = None
-    token_file: Annotated[
-        Path | None,
-        CliOption("Tokens, a file of `prelunet token`: calls without one are refused, except health checks."),
-    ] = None
-    insecure: Annotated[
-        bool, CliOption("Allow connections without TLS on other addresses than loopback; has no effect with TLS.")
-    ] = False
+    tls_cert: Path | None = option(None, "Certificate (PEM), with those of intermediate authorities.", default="no TLS")
+    tls_key: Path | None = option(None, "Private key of the certificate (PEM), not encrypted.")
+    tls_client_ca: Path | None = option(
+        None, "Certificate authorities (PEM): clients must have a certificate of one of them."
+    )
+    token_file: Path | None = option(
+        None, "Tokens, a file of `prelunet token`: calls without one are refused, except health checks."
+    )
+    insecure: bool = option(
+        False, "Allow connections without TLS on other addresses than loopback; has no effect with TLS."
+    )
 
     def __post_init__(self) -> None:
         if (self.tls_cert is None) != (self.tls_key is None):
@@ -256,41 +232,32 @@ class HttpOptions:
     """The second port, for HTTP."""
 
     HELP_GROUP: ClassVar[str] = "HTTP"
-    port: Annotated[
-        int | None,
-        CliOption(
-            "Port for HTTP, on --host; 0 picks a free port.", flag="http-port", min=0, max=65535, default="no HTTP"
-        ),
-    ] = None
-    host_names: Annotated[
-        tuple[str, ...],
-        CliOption(
-            "Names of this server that HTTP requests may have in their Host header, besides localhost and IP "
-            "addresses; repeatable.",
-            flag="http-host-names",
-            metavar="NAME[,NAME]",
-            kind=list[str] | None,
-            parse=parse_host_names,
-        ),
-    ] = ()
-    unix_socket: Annotated[
-        Path | None,
-        CliOption("Unix socket for HTTP, in place of a port.", flag="http-unix-socket", default="none"),
-    ] = None
-    keep_alive: Annotated[
-        float,
-        CliOption(
-            "Time after which an idle HTTP connection is closed, in seconds. Give more than a proxy's own, so that the "
-            "proxy never sends a request on a connection that is just being closed.",
-            flag="http-keep-alive",
-            min=1,
-            max=_DAY,
-        ),
-    ] = 75.0
-    reports: Annotated[
-        Path | None,
-        CliOption("Folder with runs and comparisons, whose reports the live page lists.", default="none"),
-    ] = None
+    port: int | None = option(
+        None, "Port for HTTP, on --host; 0 picks a free port.", flag="http-port", min=0, max=65535, default="no HTTP"
+    )
+    host_names: tuple[str, ...] = option(
+        (),
+        "Names of this server that HTTP requests may have in their Host header, besides localhost and IP "
+        "addresses; repeatable.",
+        flag="http-host-names",
+        metavar="NAME[,NAME]",
+        kind=list[str] | None,
+        parse=parse_host_names,
+    )
+    unix_socket: Path | None = option(
+        None, "Unix socket for HTTP, in place of a port.", flag="http-unix-socket", default="none"
+    )
+    keep_alive: float = option(
+        75.0,
+        "Time after which an idle HTTP connection is closed, in seconds. Give more than a proxy's own, so that the "
+        "proxy never sends a request on a connection that is just being closed.",
+        flag="http-keep-alive",
+        min=1,
+        max=_DAY,
+    )
+    reports: Path | None = option(
+        None, "Folder with runs and comparisons, whose reports the live page lists.", default="none"
+    )
 
     def __post_init__(self) -> None:
         if self.port is not None and self.unix_socket is not None:
@@ -309,80 +276,63 @@ class HttpOptions:
 class ServeOptions:
     """All options of a server."""
 
-    models: Annotated[
-        tuple[ModelFile, ...],
-        CliOption(
-            "Model file and the name it is served under; repeatable.",
-            flag="model",
-            metavar="NAME=MODEL.onnx",
-            kind=list[str] | None,
-            parse=parse_models,
-        ),
-    ]
-    models_folder: Annotated[
-        Path | None,
-        CliOption(
-            "Folder of models, NAME/VERSION/model.onnx: the newest version of each is served, and new ones replace it "
-            "while the server runs.",
-            flag="models",
-            metavar="DIR",
-            default="none",
-        ),
-    ] = None
-    strict: Annotated[
-        bool,
-        CliOption("Exit at the start unless the newest version of each model in that folder can be loaded."),
-    ] = False
-    host: Annotated[str, CliOption("Address to listen on; 0.0.0.0 listens on all interfaces.")] = "127.0.0.1"
-    port: Annotated[int, CliOption("Port to listen on; 0 picks a free port.", min=0, max=65535)] = 50051
-    unix_socket: Annotated[
-        Path | None, CliOption("Unix socket to listen on, instead of --host and --port.", default="none")
-    ] = None
+    models: tuple[ModelFile, ...] = option(
+        (),
+        "Model file and the name it is served under; repeatable.",
+        flag="model",
+        metavar="NAME=MODEL.onnx",
+        kind=list[str] | None,
+        parse=parse_models,
+    )
+    models_folder: Path | None = option(
+        None,
+        "Folder of models, NAME/VERSION/model.onnx: the newest version of each is served, and new ones replace it "
+        "while the server runs.",
+        flag="models",
+        metavar="DIR",
+        default="none",
+    )
+    strict: bool = option(
+        False, "Exit at the start unless the newest version of each model in that folder can be loaded."
+    )
+    host: str = option("127.0.0.1", "Address to listen on; 0.0.0.0 listens on all interfaces.")
+    port: int = option(50051, "Port to listen on; 0 picks a free port.", min=0, max=65535)
+    unix_socket: Path | None = option(None, "Unix socket to listen on, instead of --host and --port.", default="none")
     http: HttpOptions = field(default_factory=HttpOptions)
     access: AccessOptions = field(default_factory=AccessOptions)
     placement: Placement = field(default_factory=Placement)
     queue: QueueOptions = field(default_factory=QueueOptions)
     limits: ServerLimits = field(default_factory=ServerLimits)
-    lame_duck: Annotated[
-        float,
-        CliOption(
-            "Seconds after SIGTERM or Ctrl-C during which new calls are still accepted, while health checks report "
-            "NOT_SERVING.",
-            min=0,
-            max=3600,
-        ),
-    ] = 5.0
-    grace: Annotated[
-        float,
-        CliOption(
-            "Seconds after the lame-duck period that calls in flight have to finish, while new ones are refused; then "
-            "they are cut off.",
-            min=0,
-            max=_DAY,
-        ),
-    ] = 30.0
-    metrics_port: Annotated[
-        int | None,
-        CliOption(
-            "Port for Prometheus metrics over HTTP, on --host; 0 picks a free port.",
-            min=0,
-            max=65535,
-            default="no metrics",
-        ),
-    ] = None
-    tracing: Annotated[
-        bool,
-        CliOption(
-            "Export traces with OpenTelemetry over OTLP/gRPC, as its variables OTEL_… say; requires the extra `otel`."
-        ),
-    ] = False
-    log_sampling: Annotated[
-        bool,
-        CliOption(
-            "Log at most one answered call per second for each client and method, with the number of calls that the "
-            "line stands for. Calls that fail in the same way are always logged like this."
-        ),
-    ] = False
+    lame_duck: float = option(
+        5.0,
+        "Seconds after SIGTERM or Ctrl-C during which new calls are still accepted, while health checks report "
+        "NOT_SERVING.",
+        min=0,
+        max=3600,
+    )
+    grace: float = option(
+        30.0,
+        "Seconds after the lame-duck period that calls in flight have to finish, while new ones are refused; then "
+        "they are cut off.",
+        min=0,
+        max=_DAY,
+    )
+    metrics_port: int | None = option(
+        None,
+        "Port for Prometheus metrics over HTTP, on --host; 0 picks a free port.",
+        min=0,
+        max=65535,
+        default="no metrics",
+    )
+    tracing: bool = option(
+        False,
+        "Export traces with OpenTelemetry over OTLP/gRPC, as its variables OTEL_… say; requires the extra `otel`.",
+    )
+    log_sampling: bool = option(
+        False,
+        "Log at most one answered call per second for each client and method, with the number of calls that the "
+        "line stands for. Calls that fail in the same way are always logged like this.",
+    )
 
     def __post_init__(self) -> None:
         if not self.models and self.models_folder is None:

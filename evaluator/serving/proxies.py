@@ -4,10 +4,10 @@ import ipaddress
 import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Annotated, ClassVar, TypeAlias
+from typing import ClassVar, TypeAlias
 from urllib.parse import unquote
 
-from ..cli_option import CliOption, split_commas
+from ..cli_option import option, split_commas
 from ..errors import UsageError
 from .observability.call_context import identity_of
 
@@ -29,26 +29,22 @@ class TrustedProxies:
     """Which proxies to trust, and the metadata key in which they name the address of their client."""
 
     HELP_GROUP: ClassVar[str] = "Proxies"
-    key: Annotated[
-        str | None,
-        CliOption(
-            "Metadata key in which trusted proxies name the address of their client, such as x-forwarded-for.",
-            flag="client-address-key",
-            metavar="KEY",
-            default="the address of the connection counts",
-        ),
-    ] = None
-    networks: Annotated[
-        tuple[Network, ...],
-        CliOption(
-            "Networks of the proxies that are trusted to name the address of their client, unix: for those on a Unix "
-            "socket; repeatable.",
-            flag="trusted-proxies",
-            metavar="CIDR[,CIDR]",
-            kind=list[str] | None,
-            parse=parse_networks,
-        ),
-    ] = ()
+    key: str | None = option(
+        None,
+        "Metadata key in which trusted proxies name the address of their client, such as x-forwarded-for.",
+        flag="client-address-key",
+        metavar="KEY",
+        default="the address of the connection counts",
+    )
+    networks: tuple[Network, ...] = option(
+        (),
+        "Networks of the proxies that are trusted to name the address of their client, unix: for those on a Unix "
+        "socket; repeatable.",
+        flag="trusted-proxies",
+        metavar="CIDR[,CIDR]",
+        kind=list[str] | None,
+        parse=parse_networks,
+    )
 
     def __post_init__(self) -> None:
         if (self.key is None) != (not self.networks):

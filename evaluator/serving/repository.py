@@ -32,7 +32,7 @@ from .options import MODEL_NAME, ModelFile, ServeOptions
 from .watched_files import INTERVAL, in_thread
 
 FILE = "model.onnx"
-_NUMBER = re.compile(r"[1-9][0-9]{0,8}")
+_PATH = re.compile(rf"({MODEL_NAME.pattern})/([1-9][0-9]{{0,8}})/{re.escape(FILE)}")
 _DELETED, _STOPPING = "its file has been deleted; it is served from memory", "the server is stopping"
 _MAX_QUOTED = 100  # characters of a client's text in an error message
 
@@ -267,11 +267,12 @@ class Repository:
         for depth in ("", "*/", "*/*/"):
             pattern = f"{glob.escape(str(self._folder))}/{depth}*.onnx"
             for path in map(Path, glob.iglob(pattern)):  # noqa: PTH207 - Path.glob raises for a folder deleted meanwhile
-                if (version := _version_of(path.relative_to(self._folder))) is None:
-                    unknown.add(path.relative_to(self._folder))
+                relative = path.relative_to(self._folder)
+                if (found := _PATH.fullmatch(str(relative))) is None:
+                    unknown.add(relative)
                 else:
                     with suppress(OSError):  # deleted meanwhile
-                        look[version] = _signature(path)
+                        look[Version(found[1], int(found[2]))] = _signature(path)
         for path in sorted(unknown - self._unknown):
             log.warning("%s is ignored: a version is called NAME/VERSION/%s", path, FILE)
         self._unknown = unknown
@@ -285,14 +286,6 @@ async def _finish(work: Coroutine[Any, Any, Exception | None]) -> None:
     """Wait for a change, which continues if the caller leaves, and raise the error that it returns."""
     if (problem := await asyncio.shield(asyncio.create_task(work))) is not None:
         raise problem
-
-
-def _version_of(path: Path) -> Version | None:
-    """Return the version that a file in the folder is, by its relative path; None if it is none."""
-    match path.parts:
-        case (name, number, file) if file == FILE and MODEL_NAME.fullmatch(name) and _NUMBER.fullmatch(number):
-            return Version(name, int(number))
-    return None
 
 
 def _signature(path: Path) -> Signature:

@@ -20,22 +20,20 @@ from grpc_reflection.v1alpha._async import ReflectionServicer
 from ..errors import EnvironmentFault
 from ..imaging.limits import DecodeLimits
 from ..pb.prelunet.v1 import prelunet_pb2_grpc as pb_grpc
-from .access import AccessControl
 from .api import inference
 from .api.front import Front
 from .api.health import Health
 from .api.prelunet import SERVICE, PreluNetServicer
-from .arriving import ArrivingBytes
 from .calls import CallsInFlight
-from .certificates import Certificates
 from .data_plane import DataPlane
 from .http.door import HttpDoor
 from .http.listener import ConnectionLimits, Listener
 from .http.routes import add_routes
 from .models import Models
 from .network import IdleConnections, channel_options, connections_to, explain_bind_error, host_port, unix_host
-from .options import HttpOptions, ServerLimits
+from .options import HttpOptions
 from .repository import Repository
+from .watched_files import Certificates
 
 SERVICES = (SERVICE, inference.SERVICE)  # health reports each by name
 _FOREVER = 1e6  # seconds; `Server.stop` has its own timeout
@@ -56,21 +54,19 @@ class Server:
         self,
         host: str,
         port: int,
-        limits: ServerLimits = ServerLimits(),
         calls: CallsInFlight | None = None,
         *,
         certificates: Certificates | None = None,
-        access: AccessControl | None = None,
         http: HttpOptions = HttpOptions(),
         unix_socket: Path | None = None,
     ) -> None:
         """Bind the ports, so that a port in use is reported before models load for minutes.
 
-        limits: on clients; calls: with metrics, log and traces; certificates: None without TLS; access: None without
-        tokens; unix_socket: for gRPC, instead of host and port. Raises EnvironmentFault if a port is unavailable.
+        calls: with the limits on clients, tokens, metrics, log and traces; certificates: None without TLS; unix_socket:
+        for gRPC, instead of host and port. Raises EnvironmentFault if a port is unavailable.
         """
-        self._calls = calls or CallsInFlight(limits.max_calls)
-        self._metrics = self._calls.metrics
+        self._calls = calls = calls or CallsInFlight()
+        self._metrics, limits = calls.metrics, calls.limits
         self._metrics.limits.labels("max-calls").set(limits.max_calls)
         self._metrics.limits.labels("max-connections").set(limits.max_connections)
         self._metrics.ready.set_function(lambda: self.serving)
@@ -79,8 +75,7 @@ class Server:
         self._opened = False
         self._max_connections = limits.max_connections
         self._making_room: asyncio.Task[None] | None = None
-        self._arriving = arriving = ArrivingBytes(limits, self._metrics)
-        self._front = Front(self._calls, limits, arriving, access)
+        self._front = Front(calls)
         self._front.refusal_message = "the server is loading its models; try again later"
         self._server = grpc.aio.server(handlers=[self._front], options=channel_options(limits))
         self._host = host if unix_socket is None else unix_host(unix_socket, "--unix-socket")
@@ -97,7 +92,7 @@ class Server:
         self._door, self._http, self._reports = None, None, http.reports
         if http.enabled:
             names = (host, *http.host_names)
-            self._door = HttpDoor(self._calls, limits, arriving, access, names, lambda: self.serving)
+            self._door = HttpDoor(calls, names, lambda: self.serving)
             self._http = Listener(
                 self._door,
                 host if http.unix_socket is None else unix_host(http.unix_socket, "--http-unix-socket"),
@@ -151,7 +146,8 @@ class Server:
         """
         if not self._opened:
             await self.open()
-        self._health.has_model, models.on_change = models.has, self._health.wake
+        self._health.has_model = models.has
+        models.on_change.append(self._health.wake)
         plane = DataPlane(models, repository, lambda: self.serving, self._max_evaluation_images)
         pb_grpc.add_PreluNetServiceServicer_to_server(PreluNetServicer(plane), self._front)
         inference.add_to_server(cast(grpc.aio.Server, self._front), plane)
@@ -163,7 +159,7 @@ class Server:
 
     def limit_memory(self, size: int) -> None:
         """Refuse unfinished messages while this process is larger than `size` bytes."""
-        self._arriving.max_memory = size
+        self._calls.arriving.max_memory = size
 
     async def _make_room(self) -> None:
         idle = IdleConnections(self._port, self._max_connections)

@@ -24,11 +24,11 @@ from prelunet.evaluator.pb.prelunet.v1 import prelunet_pb2_grpc as pb_grpc
 from prelunet.evaluator.serving.access import AccessControl
 from prelunet.evaluator.serving.api.front import Front
 from prelunet.evaluator.serving.calls import CallsInFlight
-from prelunet.evaluator.serving.certificates import Certificates
 from prelunet.evaluator.serving.models import Models
 from prelunet.evaluator.serving.observability.metrics import Metrics
 from prelunet.evaluator.serving.options import HttpOptions, ModelFile, QueueOptions, ServerLimits
 from prelunet.evaluator.serving.server import Server
+from prelunet.evaluator.serving.watched_files import Certificates
 from tests.helpers.fakes import FakeSession
 
 
@@ -77,17 +77,13 @@ def running_server(
     max_memory: of this process, above which unfinished messages are refused.
     """
     metrics = metrics or Metrics()
-    clients = server_limits or ServerLimits()
-    calls = CallsInFlight(clients.max_calls, metrics, tracing=tracing)
+    calls = CallsInFlight(server_limits or ServerLimits(), metrics, tracing=tracing, access=access)
     loaded = [(ModelFile(name, Path(f"/secret/{name}.onnx")), session) for name, session in sessions.items()]
     lost = {} if on_lost is None else {"on_lost": on_lost}
 
     @asynccontextmanager
     async def served() -> AsyncIterator[tuple[Server, Models]]:
-        server = Server(
-            "127.0.0.1", 0, clients, calls, certificates=certificates, access=access, http=http,
-            unix_socket=unix_socket,
-        )  # fmt: skip
+        server = Server("127.0.0.1", 0, calls, certificates=certificates, http=http, unix_socket=unix_socket)
         models = Models(loaded, limits or DecodeLimits(), queue, metrics, **lost)
         await server.start(models)
         if max_memory is not None:
@@ -101,16 +97,12 @@ def running_server(
 
 
 @contextmanager
-def running_servicer(
-    servicer: pb_grpc.PreluNetServiceServicer,
-    calls: CallsInFlight,
-    message_timeout: float = ServerLimits.message_timeout,
-) -> Iterator[str]:
-    """Serve a test's servicer behind what every call passes; yields the address. message_timeout: of ServerLimits."""
+def running_servicer(servicer: pb_grpc.PreluNetServiceServicer, calls: CallsInFlight) -> Iterator[str]:
+    """Serve a test's servicer behind what every call passes; yields the address."""
 
     @asynccontextmanager
     async def served() -> AsyncIterator[str]:
-        front = Front(calls, ServerLimits(message_timeout=message_timeout))
+        front = Front(calls)
         server = grpc.aio.server(handlers=[front], options=[("grpc.so_reuseport", 0)])
         pb_grpc.add_PreluNetServiceServicer_to_server(servicer, front)
         health_pb2_grpc.add_HealthServicer_to_server(health.aio.HealthServicer(), front)

@@ -17,9 +17,9 @@ from prelunet.evaluator.errors import UsageError
 from prelunet.evaluator.pb.prelunet.v1 import prelunet_pb2 as pb
 from prelunet.evaluator.pb.prelunet.v1 import prelunet_pb2_grpc as pb_grpc
 from prelunet.evaluator.serving.access import REQUIRED, AccessControl, create_token
-from prelunet.evaluator.serving.certificates import Certificates
 from prelunet.evaluator.serving.observability.logs import JsonFormatter
 from prelunet.evaluator.serving.observability.metrics import Metrics
+from prelunet.evaluator.serving.watched_files import Certificates
 from tests.helpers.bad_calls_page import documented
 from tests.helpers.fakes import FakeSession
 from tests.helpers.tls_files import TLS, install_pair, tls_options

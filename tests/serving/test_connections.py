@@ -22,6 +22,7 @@ from prelunet.evaluator.pb.inference import inference_pb2
 from prelunet.evaluator.pb.prelunet.v1 import prelunet_pb2
 from prelunet.evaluator.rpc.tls import is_loopback
 from prelunet.evaluator.serving import models
+from prelunet.evaluator.serving.calls import CallsInFlight
 from prelunet.evaluator.serving.lifecycle import serve
 from prelunet.evaluator.serving.network import (
     explain_bind_error,
@@ -59,7 +60,7 @@ SHORT = 0.2  # seconds; no test fails if a slow machine takes longer
 @asynccontextmanager
 async def listening(**changes: object) -> AsyncIterator[str]:
     """Run a server with health, without models and with changed limits; yields its address."""
-    server = Server("127.0.0.1", 0, replace(ServerLimits(), **changes))  # type: ignore[arg-type]
+    server = Server("127.0.0.1", 0, CallsInFlight(replace(ServerLimits(), **changes)))  # type: ignore[arg-type]
     await server.open()
     try:
         yield server.address

@@ -84,8 +84,7 @@ async def draining_server(
     http: HttpOptions = HttpOptions(),
 ) -> AsyncIterator[DrainingServer]:
     """Serve a session as `model` until shutdown is requested."""
-    calls = CallsInFlight(limits.max_calls, metrics)
-    events, server = ShutdownEvents(), Server("127.0.0.1", 0, limits, calls, http=http)
+    events, server = ShutdownEvents(), Server("127.0.0.1", 0, CallsInFlight(limits, metrics), http=http)
     served = Models([(ModelFile("model", Path("model.onnx")), session)], DecodeLimits(), on_lost=events.post)
     await server.start(served)
     ended = asyncio.create_task(wait_and_shut_down(server, served, events, lame_duck=lame_duck, grace=grace))

@@ -18,10 +18,10 @@ from prelunet.evaluator.client import AsyncClient, Client, Credentials
 from prelunet.evaluator.errors import EnvironmentFault, Overloaded, PermissionDenied, Unauthenticated, UsageError
 from prelunet.evaluator.pb.prelunet.v1 import prelunet_pb2 as pb
 from prelunet.evaluator.serving.access import REQUIRED, SCOPES, AccessControl, create_token
-from prelunet.evaluator.serving.certificates import Certificates
 from prelunet.evaluator.serving.observability.logs import JsonFormatter, TextFormatter
 from prelunet.evaluator.serving.observability.metrics import Metrics
 from prelunet.evaluator.serving.options import AccessOptions
+from prelunet.evaluator.serving.watched_files import Certificates
 from tests.client.client_harness import AsyncInThread
 from tests.helpers.bad_calls_page import documented
 from tests.helpers.fakes import FakeSession

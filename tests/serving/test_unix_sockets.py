@@ -21,12 +21,12 @@ from prelunet.evaluator.imaging.limits import DecodeLimits
 from prelunet.evaluator.pb.prelunet.v1 import prelunet_pb2 as pb
 from prelunet.evaluator.pb.prelunet.v1 import prelunet_pb2_grpc as pb_grpc
 from prelunet.evaluator.serving.access import AccessControl
-from prelunet.evaluator.serving.certificates import Certificates
 from prelunet.evaluator.serving.models import Models
 from prelunet.evaluator.serving.observability.metrics import Metrics
 from prelunet.evaluator.serving.options import HttpOptions, ServerLimits
 from prelunet.evaluator.serving.proxies import TrustedProxies, parse_networks
 from prelunet.evaluator.serving.server import Server
+from prelunet.evaluator.serving.watched_files import Certificates
 from tests.helpers.fakes import FakeSession
 from tests.helpers.tls_files import secret_file, tls_options, write_tokens
 from tests.serving.event_loop import async_test

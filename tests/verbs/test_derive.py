@@ -2,7 +2,7 @@
 
 import shlex
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import MISSING, dataclass, field
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -10,27 +10,27 @@ import pytest
 import typer
 from typer.testing import CliRunner, Result
 
-from prelunet.evaluator.cli_option import CliOption
+from prelunet.evaluator.cli_option import option
 from prelunet.evaluator.verbs.options.derive import Only, derive_options
 
 
 @dataclass(frozen=True)
 class Limits:
-    calls: Annotated[int, CliOption("Number of calls.", min=1, max=9)] = 3
-    wait: Annotated[float, CliOption("Milliseconds.", units=1000)] = 0.002
+    calls: int = option(3, "Number of calls.", min=1, max=9)
+    wait: float = option(0.002, "Milliseconds.", units=1000)
     hidden: int = 7
 
 
 @dataclass(frozen=True)
 class Options:
-    path: Annotated[Path, CliOption("A file.", flag="data")]
+    path: Path = option(MISSING, "A file.", flag="data")
     limits: Limits = field(default_factory=Limits)
-    kind: Annotated[Literal["a", "b"] | None, CliOption("A kind.", default="the file's")] = None
-    names: Annotated[
-        tuple[str, ...], CliOption("Names.", flag="name", kind=list[str] | None, parse=lambda names: tuple(names or ()))
-    ] = ()
-    turn: Annotated[bool | None, CliOption("Turn.", flag="turn/--no-turn")] = None
-    loud: Annotated[bool, CliOption("Loud.")] = False
+    kind: Literal["a", "b"] | None = option(None, "A kind.", default="the file's")
+    names: tuple[str, ...] = option(
+        (), "Names.", flag="name", kind=list[str] | None, parse=lambda names: tuple(names or ())
+    )
+    turn: bool | None = option(None, "Turn.", flag="turn/--no-turn")
+    loud: bool = option(False, "Loud.")
 
 
 def call(*arguments: str, only: Sequence[str] = ()) -> tuple[Result, list[Any]]:

@@ -8,8 +8,8 @@ import pytest
 
 from prelunet.evaluator.cli import run
 from prelunet.evaluator.serving.access import AccessControl, parse_tokens
-from prelunet.evaluator.serving.certificates import Certificates
 from prelunet.evaluator.serving.observability.metrics import Metrics
+from prelunet.evaluator.serving.watched_files import Certificates
 from tests.helpers.fakes import FakeSession
 from tests.helpers.tls_files import TLS, tls_options
 from tests.serving.serving_harness import png, running_server

@@ -2,9 +2,9 @@
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, ClassVar, Literal
+from typing import ClassVar, Literal
 
-from ...evaluator.cli_option import CliOption
+from ...evaluator.cli_option import option
 from ...evaluator.errors import UsageError
 
 
@@ -18,34 +18,28 @@ class Execution:
     """
 
     HELP_GROUP: ClassVar[str] = "Execution"
-    device: Annotated[str | None, CliOption("cpu or cuda.", default="cuda if available", metavar="DEVICE")] = None
-    parallel: Annotated[
-        Literal["ddp", "hybrid"] | None,
-        CliOption(
-            "How several processes (torchrun) share the work: ddp, or hybrid, the paper's scheme, with the fc layers "
-            "in one process.",
-            default="ddp",
-        ),
-    ] = None
-    workers: Annotated[
-        int | None,
-        CliOption(
-            "Decoding workers per training process; 0 decodes in the process itself.",
-            min=0,
-            default="number of cores - 1, divided among the processes of a machine, at most 16 for each",
-        ),
-    ] = None
-    diagnose: Annotated[bool, CliOption("Measure the layers at every evaluation, for prelunet inspect RUN.")] = False
-    deterministic: Annotated[
-        bool,
-        CliOption(
-            "Use only algorithms that repeat a run bit for bit on the same device with the same versions; slower on a "
-            "GPU. A CPU repeats a run anyway, with the same number of threads."
-        ),
-    ] = False
-    cudnn_benchmark: Annotated[
-        bool, CliOption("Let cuDNN time its algorithms for convolutions on the GPU and use the fastest.")
-    ] = False
+    device: str | None = option(None, "cpu or cuda.", default="cuda if available", metavar="DEVICE")
+    parallel: Literal["ddp", "hybrid"] | None = option(
+        None,
+        "How several processes (torchrun) share the work: ddp, or hybrid, the paper's scheme, with the fc layers "
+        "in one process.",
+        default="ddp",
+    )
+    workers: int | None = option(
+        None,
+        "Decoding workers per training process; 0 decodes in the process itself.",
+        min=0,
+        default="number of cores - 1, divided among the processes of a machine, at most 16 for each",
+    )
+    diagnose: bool = option(False, "Measure the layers at every evaluation, for prelunet inspect RUN.")
+    deterministic: bool = option(
+        False,
+        "Use only algorithms that repeat a run bit for bit on the same device with the same versions; slower on a "
+        "GPU. A CPU repeats a run anyway, with the same number of threads.",
+    )
+    cudnn_benchmark: bool = option(
+        False, "Let cuDNN time its algorithms for convolutions on the GPU and use the fastest."
+    )
     events: bool = False
     cache: Path | None = None
 

@@ -5,9 +5,8 @@ import inspect
 import math
 import random
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 from contextlib import aclosing
-from functools import partial
 from typing import Any, TypeAlias, cast
 
 import grpc
@@ -15,13 +14,10 @@ import grpc.aio
 from google.protobuf.descriptor import Descriptor, FieldDescriptor
 from google.protobuf.message import DecodeError
 
-from ...errors import DeadlinePassed, NotReady, PreluNetError, UsageError
+from ...errors import DeadlinePassed, NotReady, UsageError
 from ...imaging.decode import check_bytes
-from ..access import AccessControl
-from ..arriving import ArrivingBytes
-from ..calls import OUR_METHODS, PROBES, CallsInFlight, access_error, record_error
-from ..observability.call_context import REQUEST_ID, Call, Context, Metadata, current_call, request_id_from
-from ..options import ServerLimits
+from ..calls import OUR_METHODS, PROBES, CallsInFlight, record_error
+from ..observability.call_context import REQUEST_ID, Call, Context, Metadata
 
 Handler: TypeAlias = "grpc.RpcMethodHandler[Any, Any]"
 # A client's deadline passes earlier than the server's copy of it, by at most this much: the call takes time to arrive,
@@ -43,21 +39,12 @@ _COMPRESSED = (b"\x1f\x8b", b"\x78\x01", b"\x78\x5e", b"\x78\x9c", b"\x78\xda") 
 class Front(grpc.GenericRpcHandler):
     """The services of a gRPC server, with what every call of theirs passes. Health and reflection have no limits.
 
-    access: None without tokens.
     refusal_message: the error of calls of our methods, except probes; empty while they are answered; stopping: they are
     refused because the server stops; refused_count: number of these; refusals_released: they wait until it is set.
     """
 
-    def __init__(
-        self,
-        calls: CallsInFlight,
-        limits: ServerLimits = ServerLimits(),
-        arriving: ArrivingBytes | None = None,
-        access: AccessControl | None = None,
-    ) -> None:
-        self.calls, self.limits = calls, limits
-        self.arriving = arriving or ArrivingBytes(limits)
-        self._access = access
+    def __init__(self, calls: CallsInFlight) -> None:
+        self.calls = calls
         self._services: list[grpc.GenericRpcHandler] = []
         self._methods: dict[str, Handler] = {}  # by path, those that have been called
         self.refusal_message = ""
@@ -86,22 +73,6 @@ class Front(grpc.GenericRpcHandler):
             self._methods[path] = wrapped
         return wrapped
 
-    def begin(self, call: Call, *, known: bool) -> PreluNetError | None:
-        """Count a call, if its method has limits, and return the error with which it is refused.
-
-        known: whether its method exists.
-        """
-        path = f"/{call.method}"
-        if self.limits.proxies.networks:
-            call.identify = partial(self.limits.proxies.identity, call.metadata)
-        refusal: PreluNetError | None = access_error(self._access, call, known=known)
-        ours, exempt = not known or path.startswith(OUR_METHODS), path in PROBES
-        if ours or refusal is not None:
-            refusal = self.calls.begin(call, exempt=exempt or refusal is not None) or refusal
-        if refusal is None and ours and not exempt:
-            self.calls.admit(call)
-        return refusal
-
     async def refuse(self, path: str) -> None:
         """Raise NotReady if calls of a method are refused now."""
         if not path.startswith(OUR_METHODS) or path in PROBES:
@@ -109,7 +80,7 @@ class Front(grpc.GenericRpcHandler):
         refusal = NotReady(self.refusal_message, _RETRY_AFTER_STOP if self.stopping else _RETRY_AFTER_LOADING)
         if self.stopping:
             self.refused_count += 1
-            self.calls.metrics.refusals.labels("", "stopping").inc()
+            self.calls.metrics.refused["stopping"].inc()
         await self.refusals_released.wait()
         raise refusal
 
@@ -131,7 +102,8 @@ class Method:
         self._ours = path.startswith(OUR_METHODS)
         # A message of one image. In a stream a large image gets an answer of its own.
         of_image = path.startswith(OUR_METHODS[0]) and self._known and not handler.request_streaming
-        self._max_bytes = front.limits.image.max_bytes + _MAX_BESIDE_IMAGE if of_image else math.inf
+        self._limits, self._arriving = front.calls.limits, front.calls.arriving
+        self._max_bytes = self._limits.image.max_bytes + _MAX_BESIDE_IMAGE if of_image else math.inf
 
     def handler(self) -> Handler:
         """Return the handler for gRPC, which receives messages as bytes.
@@ -139,42 +111,39 @@ class Method:
         The request is always a stream: gRPC itself would wait for the message of a unary call forever.
         """
         if not self._known or self._handler.response_streaming:  # a stream of answers can also end without one
-            return grpc.stream_stream_rpc_method_handler(self._stream, None, _serialized)
-        return grpc.stream_unary_rpc_method_handler(self._single)
+            return grpc.stream_stream_rpc_method_handler(self._answer, None, _serialized)
+        return grpc.stream_unary_rpc_method_handler(self._answer)
 
-    async def _single(self, received: Any, context: Context) -> Any:
-        call = _new_call(self._path, context)
+    async def _answer(self, received: Any, context: Context) -> Any:
+        """Answer a call: with the message that this returns, or with those that are written meanwhile."""
+        call = self._new_call(context)
         try:
             await self._admit(call, context)
-            return _serialized(await self._function(await self._input(call, received, context), context))
+            answer = self._function(await self._input(call, received, context), context)
+            if not inspect.isasyncgen(answer):  # a method that streams may also write its answers itself
+                return _serialized(await answer)
+            async with aclosing(answer):
+                async for each in answer:
+                    await context.write(each)
         except BaseException as error:
             if await _ended_by(call, context, error):
                 raise
         finally:
             call.message_admitted()
-            _note_status(call, context)
+            if not call.status:
+                call.status = context.code().name if context.code() else "OK"
 
-    async def _stream(self, received: Any, context: Context) -> None:
-        call = _new_call(self._path, context)
-        try:
-            await self._admit(call, context)
-            answers = self._function(await self._input(call, received, context), context)
-            if not inspect.isasyncgen(answers):  # the method writes its answers itself
-                await answers
-                return
-            async with aclosing(answers):
-                async for answer in answers:
-                    await context.write(answer)
-        except BaseException as error:
-            if await _ended_by(call, context, error):
-                raise
-        finally:
-            call.message_admitted()
-            _note_status(call, context)
+    def _new_call(self, context: Context) -> Call:
+        remaining = context.time_remaining()
+        metadata = cast("Metadata", context.invocation_metadata() or ())  # names are in lower case
+        call = self._front.calls.arrived(self._path[1:], context.peer(), metadata)
+        call.deadline = None if remaining is None else call.begun + remaining
+        # Not in the initial metadata, which would be sent in a packet of its own.
+        context.set_trailing_metadata(((REQUEST_ID, call.request_id),))
+        return call
 
     async def _admit(self, call: Call, context: Context) -> None:
-        if (refusal := self._front.begin(call, known=self._known)) is not None:
-            raise refusal
+        self._front.calls.begin(call, known=self._known)
         if self._front.refusal_message:
             await self._front.refuse(self._path)
         if not self._known:
@@ -185,16 +154,11 @@ class Method:
 
         Only one message of a unary call is read; gRPC holds back further ones and drops them when the call ends.
         """
-        front = self._front
         if self._handler.request_streaming:
-            messages = _Messages(
-                received, partial(front.arriving.receive, call), partial(self._decoded, call), front.limits
-            )
-            call.message_done = messages.done
-            return messages
-        seconds = front.limits.message_timeout
+            return self._messages(call, received)
+        seconds = self._limits.message_timeout
         try:
-            data = await front.arriving.receive(call, context.read(), seconds)  # `received`, a generator, costs time
+            data = await self._arriving.receive(call, context.read(), seconds)  # `received`, a generator, costs time
         except TimeoutError:
             raise DeadlinePassed(
                 f"the message of this call did not arrive within {seconds:g} s; send all of it when the call starts"
@@ -204,13 +168,37 @@ class Method:
             raise UsageError("this call has no message; send one")
         return await self._decoded(call, data)
 
-    async def _decoded(self, call: Call, data: bytes) -> Any:
+    async def _messages(self, call: Call, received: AsyncIterator[bytes]) -> AsyncGenerator[Any, None]:
+        """Yield the messages of a stream, with a timeout for each, so that an idle stream does not stay in flight.
+
+        A timeout may be a tenth longer, chosen for each stream: a thousand streams that began together must not end
+        together, which takes half a second.
+        """
+        patience, seconds, begun = random.uniform(1.0, 1.1), self._limits.message_timeout, False  # noqa: S311 - no secret
+        while True:
+            try:  # without a variable, which would hold a message until the next arrives
+                yield await self._decoded(
+                    call, await self._arriving.receive(call, anext(received), patience * seconds), in_stream=True
+                )
+            except StopAsyncIteration:
+                return
+            except TimeoutError:
+                raise DeadlinePassed(
+                    f"no message arrived within {seconds:g} s, and none is in progress; end a stream that has nothing "
+                    "to send, and open a new one later (server option --stream-idle-timeout)"
+                    if begun
+                    else f"the first message of this stream did not arrive within {seconds:g} s; send it at the start"
+                ) from None
+            begun, seconds = True, self._limits.stream_idle_timeout
+
+    async def _decoded(self, call: Call, data: bytes, *, in_stream: bool = False) -> Any:
+        call.in_progress += in_stream
         if data.startswith(_COMPRESSED):
-            data = await self._front.arriving.decompressed(call, data)
+            data = await self._arriving.decompressed(call, data)
         call.message_bytes = len(data)
         call.bytes += len(data)
         if len(data) > self._max_bytes:  # before two copies are made of it
-            check_bytes(data, self._front.limits.image)
+            check_bytes(data, self._limits.image)
         if self._decode is None:
             return data
         if len(data) > _SMALL_MESSAGE and exceeds_part_limit(data, self._decode(b"").DESCRIPTOR, _MAX_PARTS):
@@ -227,23 +215,6 @@ class Method:
                 "the request cannot be decoded as a message of this method; use this server's proto file, and compress "
                 "messages with gzip or deflate if at all"
             ) from None
-
-
-def _new_call(path: str, context: Context) -> Call:
-    """Return the call that begins here, which log lines of its tasks and threads name."""
-    remaining = context.time_remaining()
-    metadata = cast("Metadata", context.invocation_metadata() or ())  # names are in lower case
-    call = Call(path.removeprefix("/"), request_id_from(metadata), peer=context.peer(), metadata=metadata)
-    call.deadline = None if remaining is None else call.begun + remaining
-    current_call.set(call)
-    # Not in the initial metadata, which would be sent in a packet of its own.
-    context.set_trailing_metadata(((REQUEST_ID, call.request_id),))
-    return call
-
-
-def _note_status(call: Call, context: Context) -> None:
-    if not call.status:
-        call.status = context.code().name if context.code() else "OK"
 
 
 async def _ended_by(call: Call, context: Context, error: BaseException) -> bool:
@@ -276,60 +247,7 @@ def disconnect_status(call: Call, context: Context) -> str:
 
 
 def _serialized(answer: Any) -> Any:
-    return answer if isinstance(answer, bytes) else answer.SerializeToString()
-
-
-class _Messages:
-    """The decoded messages of a stream, with a timeout for each, so that an idle stream does not stay in flight.
-
-    The clock runs only while the server waits for a message and no message is in progress. It stands still while the
-    server does not read, and while the client may be waiting for an answer. A timeout may be a tenth longer, chosen for
-    each stream: a thousand streams that began together must not end together, which takes half a second.
-    """
-
-    def __init__(
-        self,
-        received: AsyncIterator[bytes],
-        receive: Callable[[Awaitable[Any]], Awaitable[Any]],
-        decode: Callable[[bytes], Awaitable[Any]],
-        limits: ServerLimits,
-    ) -> None:
-        self._received = received
-        self._receive = receive
-        self._decode = decode
-        self._limits = limits
-        self._patience = random.uniform(1.0, 1.1)  # noqa: S311 - no secret
-        self._begun = False
-        self._in_progress = 0
-        self._timeout: asyncio.Timeout | None = None  # of the current wait for a message
-
-    def __aiter__(self) -> AsyncIterator[Any]:
-        return self
-
-    async def __anext__(self) -> Any:
-        seconds = self._limits.stream_idle_timeout if self._begun else self._limits.message_timeout
-        try:
-            async with asyncio.timeout(None if self._in_progress else self._patience * seconds) as self._timeout:
-                data = await self._receive(anext(self._received))
-        except TimeoutError:
-            raise DeadlinePassed(
-                f"no message arrived within {seconds:g} s, and none is in progress; end a stream that has nothing to "
-                "send, and open a new one later (server option --stream-idle-timeout)"
-                if self._begun
-                else f"the first message of this stream did not arrive within {seconds:g} s; send it at the start"
-            ) from None
-        finally:
-            self._timeout = None
-        self._begun = True
-        self._in_progress += 1
-        return await self._decode(data)
-
-    def done(self) -> None:
-        """Record that a message is no longer in progress."""
-        self._in_progress -= 1
-        if self._timeout is not None and not self._in_progress:
-            seconds = self._patience * self._limits.stream_idle_timeout
-            self._timeout.reschedule(asyncio.get_running_loop().time() + seconds)
+    return answer if answer is None or isinstance(answer, bytes) else answer.SerializeToString()
 
 
 # Count the parts of a message before decoding it.

@@ -47,13 +47,13 @@ class Health(health_pb2_grpc.HealthServicer):  # type: ignore[misc]  # generated
         changed, self._changed = self._changed, asyncio.Event()
         changed.set()
 
-    async def Check(self, request: Any, context: Context) -> Any:  # noqa: N802
+    async def Check(self, request: Any, context: Context) -> Any:
         """Return the current health; NOT_FOUND for an unknown service, as the protocol requires."""
         if (status := self._status(request.service)) == Response.SERVICE_UNKNOWN:
             await context.abort(grpc.StatusCode.NOT_FOUND, "no such service")
         return Response(status=status)
 
-    async def Watch(self, request: Any, context: Context) -> AsyncIterator[Any]:  # noqa: ARG002, N802
+    async def Watch(self, request: Any, context: Context) -> AsyncIterator[Any]:
         """Send the current health, and again at each change."""
         last_sent = None
         while True:

@@ -8,6 +8,7 @@ from typing import Any, TypeVar
 
 import grpc
 import grpc.aio
+from msgspec import to_builtins
 
 from ...errors import UsageError
 from ...pb.inference import inference_pb2 as pb
@@ -25,12 +26,8 @@ SERVICE = pb.DESCRIPTOR.services_by_name["GRPCInferenceService"].full_name
 
 _SHARED = "this server accepts images only in the message; send them in `raw_input_contents` or `contents`"
 UNIMPLEMENTED_METHODS: Mapping[str, str] = {
-    "SystemSharedMemoryStatus": _SHARED,
-    "SystemSharedMemoryRegister": _SHARED,
-    "SystemSharedMemoryUnregister": _SHARED,
-    "CudaSharedMemoryStatus": _SHARED,
-    "CudaSharedMemoryRegister": _SHARED,
-    "CudaSharedMemoryUnregister": _SHARED,
+    **{f"SystemSharedMemory{verb}": _SHARED for verb in ("Status", "Register", "Unregister")},
+    **{f"CudaSharedMemory{verb}": _SHARED for verb in ("Status", "Register", "Unregister")},
     "TraceSetting": "this server has no trace settings",
     "LogSettings": "this server's log settings are fixed at its start",
 }
@@ -55,60 +52,52 @@ class InferenceServicer(pb_grpc.GRPCInferenceServiceServicer):
     def __init__(self, plane: DataPlane) -> None:
         self._inference = Inference(plane)
 
-    async def ServerLive(self, request: pb.ServerLiveRequest, context: Context) -> pb.ServerLiveResponse:  # noqa: ARG002, N802
+    async def ServerLive(self, request: pb.ServerLiveRequest, context: Context) -> pb.ServerLiveResponse:
         return pb.ServerLiveResponse(live=True)
 
-    async def ServerReady(self, request: pb.ServerReadyRequest, context: Context) -> pb.ServerReadyResponse:  # noqa: ARG002, N802
+    async def ServerReady(self, request: pb.ServerReadyRequest, context: Context) -> pb.ServerReadyResponse:
         return pb.ServerReadyResponse(ready=self._inference.ready())
 
-    async def ModelReady(self, request: pb.ModelReadyRequest, context: Context) -> pb.ModelReadyResponse:  # noqa: ARG002, N802
+    async def ModelReady(self, request: pb.ModelReadyRequest, context: Context) -> pb.ModelReadyResponse:
         ready = self._inference.has(request.name, request.version) and self._inference.ready()
         return pb.ModelReadyResponse(ready=ready)
 
-    async def ServerMetadata(self, request: pb.ServerMetadataRequest, context: Context) -> pb.ServerMetadataResponse:  # noqa: ARG002, N802
-        return messages.description(self._inference.server_metadata(), pb.ServerMetadataResponse())
+    async def ServerMetadata(self, request: pb.ServerMetadataRequest, context: Context) -> pb.ServerMetadataResponse:
+        return pb.ServerMetadataResponse(**to_builtins(self._inference.server_metadata()))
 
-    async def ModelMetadata(self, request: pb.ModelMetadataRequest, context: Context) -> pb.ModelMetadataResponse:  # noqa: ARG002, N802
+    async def ModelMetadata(self, request: pb.ModelMetadataRequest, context: Context) -> pb.ModelMetadataResponse:
         described = self._inference.model_metadata(request.name, request.version)
-        return messages.description(described, pb.ModelMetadataResponse())
+        return pb.ModelMetadataResponse(**to_builtins(described))
 
-    async def ModelConfig(self, request: pb.ModelConfigRequest, context: Context) -> pb.ModelConfigResponse:  # noqa: ARG002, N802
+    async def ModelConfig(self, request: pb.ModelConfigRequest, context: Context) -> pb.ModelConfigResponse:
         config = self._inference.model_config(request.name, request.version)
-        return pb.ModelConfigResponse(config=messages.description(config, pb.ModelConfig()))
+        return pb.ModelConfigResponse(config=to_builtins(config))
 
-    async def ModelStatistics(self, request: pb.ModelStatisticsRequest, context: Context) -> pb.ModelStatisticsResponse:  # noqa: ARG002, N802
+    async def ModelStatistics(self, request: pb.ModelStatisticsRequest, context: Context) -> pb.ModelStatisticsResponse:
         """Return the statistics of one model, or of each."""
         found = self._inference.statistics(request.name, request.version)
-        return pb.ModelStatisticsResponse(
-            model_stats=[messages.description(each, pb.ModelStatistics()) for each in found]
-        )
+        return pb.ModelStatisticsResponse(model_stats=to_builtins(found))
 
-    async def RepositoryIndex(self, request: pb.RepositoryIndexRequest, context: Context) -> pb.RepositoryIndexResponse:  # noqa: ARG002, N802
+    async def RepositoryIndex(self, request: pb.RepositoryIndexRequest, context: Context) -> pb.RepositoryIndexResponse:
         """List the loaded versions of all models, and those that are not served."""
         _require_no_repository(request.repository_name)
-        rows = self._inference.index(only_ready=request.ready)
-        model_index = pb.RepositoryIndexResponse.ModelIndex
-        return pb.RepositoryIndexResponse(models=[messages.description(row, model_index()) for row in rows])
+        return pb.RepositoryIndexResponse(models=to_builtins(self._inference.index(only_ready=request.ready)))
 
-    async def RepositoryModelLoad(  # noqa: N802
-        self,
-        request: pb.RepositoryModelLoadRequest,
-        context: Context,  # noqa: ARG002
+    async def RepositoryModelLoad(
+        self, request: pb.RepositoryModelLoadRequest, context: Context
     ) -> pb.RepositoryModelLoadResponse:
         _require_no_repository(request.repository_name)
         await self._inference.load(request.model_name, request.parameters)
         return pb.RepositoryModelLoadResponse()
 
-    async def RepositoryModelUnload(  # noqa: N802
-        self,
-        request: pb.RepositoryModelUnloadRequest,
-        context: Context,  # noqa: ARG002
+    async def RepositoryModelUnload(
+        self, request: pb.RepositoryModelUnloadRequest, context: Context
     ) -> pb.RepositoryModelUnloadResponse:
         _require_no_repository(request.repository_name)
         await self._inference.unload(request.model_name, request.parameters)
         return pb.RepositoryModelUnloadResponse()
 
-    async def ModelInfer(self, request: pb.ModelInferRequest, context: Context) -> pb.ModelInferResponse:  # noqa: ARG002, N802
+    async def ModelInfer(self, request: pb.ModelInferRequest, context: Context) -> pb.ModelInferResponse:
         """Classify the images of a request."""
         call = this_call()
         call.id = request.id
@@ -122,10 +111,8 @@ class InferenceServicer(pb_grpc.GRPCInferenceServiceServicer):
         answer = self._inference.infer(name, version, messages.infer_request(request), call)
         return _response(answer, request.id, raw=len(request.raw_input_contents) > 0)
 
-    async def ModelStreamInfer(  # noqa: N802
-        self,
-        request_iterator: AsyncIterator[pb.ModelInferRequest],
-        context: Context,  # noqa: ARG002
+    async def ModelStreamInfer(
+        self, request_iterator: AsyncIterator[pb.ModelInferRequest], context: Context
     ) -> AsyncIterator[pb.ModelStreamInferResponse]:
         """Classify the images of a stream of requests."""
         call = this_call()

@@ -1,17 +1,10 @@
 """Translate messages of proto/inference to the plain types of `serving.inference`, and back."""
 
 from collections.abc import Mapping, Sequence
-from typing import TypeVar
-
-import msgspec
-from google.protobuf.json_format import ParseDict
-from google.protobuf.message import Message
 
 from ...errors import UsageError
 from ...pb.inference import inference_pb2 as pb
 from ..inference import INPUT, OUTPUT, InferAnswer, InferRequest, InputTensor, Parameters, split_elements
-
-Described = TypeVar("Described", bound=Message)
 
 
 def infer_request(request: pb.ModelInferRequest) -> InferRequest:
@@ -89,8 +82,3 @@ def infer_response(answer: InferAnswer, id_: str, *, raw: bool) -> pb.ModelInfer
     else:
         output.contents.bytes_contents.extend(text.encode() for text in answer.texts())
     return response
-
-
-def description(plain: msgspec.Struct, message: Described) -> Described:
-    """Return a message with the fields of a description, which have the same names."""
-    return ParseDict(msgspec.to_builtins(plain), message)

@@ -10,21 +10,22 @@ from pathlib import PurePosixPath
 from typing import TypeAlias
 
 from google.protobuf.json_format import ParseDict
+from msgspec import to_builtins
 
 from ...contract import MAX_SCALES, ClassEntry, ModelContract
 from ...errors import DatasetError, Overloaded, UsageError
 from ...pb.prelunet.v1 import prelunet_pb2 as pb
 from ...pb.prelunet.v1 import prelunet_pb2_grpc as pb_grpc
-from ...protocols import supported_protocols
 from ...reporting.report import Report
 from ...rpc.convert import convert_nested_lists
 from ...rpc.status import client_message, code_of, reason_for
-from ..concurrency import bounded, task_group, uncancelled
+from ..answers import constant_part, list_models_response, model_response
+from ..concurrency import answer_all, uncancelled
 from ..data_plane import DataPlane
 from ..evaluation import LabelledImage, Progress
 from ..observability.call_context import Call, Context, this_call
 from ..observability.logs import log_incident
-from ..scheduling.model import RequestOptions, ServedModel
+from ..scheduling.model import RequestOptions
 from ..scheduling.request import Answered
 
 SERVICE = pb.DESCRIPTOR.services_by_name["PreluNetService"].full_name
@@ -43,7 +44,7 @@ class PreluNetServicer(pb_grpc.PreluNetServiceServicer):
     def __init__(self, plane: DataPlane) -> None:
         self._plane = plane
 
-    async def Classify(self, request: pb.ClassifyRequest, context: Context) -> bytes:  # noqa: ARG002, N802
+    async def Classify(self, request: pb.ClassifyRequest, context: Context) -> bytes:
         """Classify one image."""
         answer = self._classify(request, this_call())
         del request  # it holds a second copy of the image
@@ -59,9 +60,7 @@ class PreluNetServicer(pb_grpc.PreluNetServiceServicer):
             )
         )
 
-    async def ClassifyStream(  # noqa: N802
-        self, request_iterator: AsyncIterator[pb.ClassifyStreamRequest], context: Context
-    ) -> None:
+    async def ClassifyStream(self, request_iterator: AsyncIterator[pb.ClassifyStreamRequest], context: Context) -> None:
         """Classify the images of a stream."""
         call = this_call()
         await classify_stream(
@@ -71,12 +70,10 @@ class PreluNetServicer(pb_grpc.PreluNetServiceServicer):
             call,
         )
 
-    async def Evaluate(  # noqa: N802
-        self, request_iterator: AsyncIterator[pb.EvaluateRequest], context: Context
-    ) -> None:
+    async def Evaluate(self, request_iterator: AsyncIterator[pb.EvaluateRequest], context: Context) -> None:
         """Evaluate a streamed dataset."""
         start, call = start_of(await anext(request_iterator, None)), this_call()
-        contract = self._plane.model(start.model).session.contract
+        contract = self._plane.models.get(start.model).session.contract
         call.message_done()  # `start` gets no answer of its own
 
         async def images() -> AsyncGenerator[LabelledImage, None]:
@@ -94,21 +91,14 @@ class PreluNetServicer(pb_grpc.PreluNetServiceServicer):
             )
         await context.write(pb.EvaluateResponse(report=await asyncio.to_thread(report_message, report)))
 
-    async def ListModels(self, request: pb.ListModelsRequest, context: Context) -> pb.ListModelsResponse:  # noqa: ARG002, N802
+    async def ListModels(self, request: pb.ListModelsRequest, context: Context) -> pb.ListModelsResponse:
         """List the served models, and what is wrong with others."""
         return pb.ListModelsResponse(
-            models=[
-                pb.ModelIdentity(name=each.name, sha256=each.session.model_sha256, version=each.version)
-                for each in self._plane.models()
-            ],
-            problems=[
-                pb.VersionProblem(name=version.name, version=version.number, reason=reason)
-                for version, reason in self._plane.problems().items()
-            ],
+            **to_builtins(list_models_response(self._plane.models.all(), self._plane.problems()))
         )
 
-    async def GetModel(self, request: pb.GetModelRequest, context: Context) -> pb.GetModelResponse:  # noqa: ARG002, N802
-        return pb.GetModelResponse(model=model_message(self._plane.model(request.name)))
+    async def GetModel(self, request: pb.GetModelRequest, context: Context) -> pb.GetModelResponse:
+        return pb.GetModelResponse(model=to_builtins(model_response(self._plane.models.get(request.name))))
 
 
 async def _written(answer: Awaitable[Answered]) -> bytes:
@@ -152,24 +142,23 @@ async def classify_stream(
     sending = asyncio.Lock()
     unanswered: set[str] = set()
 
-    async def answer(
-        request: pb.ClassifyStreamRequest, refusal: UsageError | None, admission: asyncio.Event, taken: int
-    ) -> None:
-        """Answer one request and free its slots. admission: set once the next request may be read."""
-        if refusal is not None:
-            response = pb.ClassifyStreamResponse(error=call_error(refusal, ""))
-        else:
-            id_ = request.id
-            try:
-                classified = classify(request.request, admission.set)
-                del request  # it holds a second copy of the image
-                answered = pb.ClassifyResponse.FromString(await classified)
-                response = pb.ClassifyStreamResponse(id=id_, response=answered)
-                call.record_answer(failed=False)
-            except Exception as error:
-                call.record_answer(failed=True)
-                response = pb.ClassifyStreamResponse(id=id_, error=call_error(error, log_incident(error)))
-        admission.set()
+    async def answer(request: pb.ClassifyStreamRequest, on_admitted: Callable[[], None]) -> None:
+        taken = slots_for(request.request)
+        for _ in range(1, taken):
+            await slots.acquire()
+        response = pb.ClassifyStreamResponse()
+        try:
+            _require_new(request.id, unanswered)
+            unanswered.add(request.id)
+            response.id = request.id
+            classified = classify(request.request, on_admitted)
+            del request  # it holds a second copy of the image
+            response.response.ParseFromString(await classified)
+        except Exception as error:
+            response.error.CopyFrom(call_error(error, log_incident(error)))
+        if response.id:
+            call.record_answer(failed=response.HasField("error"))
+        on_admitted()
         async with sending:
             unanswered.discard(response.id)  # not later: the client may reuse the id once it has the answer
             await send(response)
@@ -177,18 +166,7 @@ async def classify_stream(
         for _ in range(taken):
             slots.release()
 
-    async with task_group() as group:
-        async for request in bounded(requests, slots):
-            taken = slots_for(request.request)
-            for _ in range(1, taken):
-                await slots.acquire()
-            refusal = _id_error(request.id, unanswered)
-            if refusal is None:
-                unanswered.add(request.id)
-            admission = asyncio.Event()
-            group.create_task(answer(request, refusal, admission, taken))
-            del request  # free it while waiting for the next
-            await admission.wait()
+    await answer_all(requests, slots, answer)
 
 
 def slots_for(request: pb.ClassifyRequest) -> int:
@@ -197,17 +175,16 @@ def slots_for(request: pb.ClassifyRequest) -> int:
     return min(STREAM_SLOTS, max(1, classes, _HEATMAP_SLOTS if request.heatmap else 1))
 
 
-def _id_error(id_: str, unanswered: set[str]) -> UsageError | None:
-    """Return the error of a request's id if it is invalid or already in use."""
+def _require_new(id_: str, unanswered: set[str]) -> None:
+    """Raise UsageError for a request's id that is invalid or already in use."""
     if not 1 <= len(id_) <= MAX_ID_LENGTH:
-        return UsageError(
+        raise UsageError(
             f"a request's `id` should have 1 to {MAX_ID_LENGTH} characters, not {len(id_)}: '{id_[:MAX_ID_LENGTH]}'"
         )
     if id_ in unanswered:
-        return UsageError(
+        raise UsageError(
             f"id '{id_}' is already in use by a request that has no answer yet; give each its own id until then"
         )
-    return None
 
 
 # Messages.
@@ -230,7 +207,7 @@ def classify_response(answer: Answered) -> bytes:
     parts = [_prediction(index, classes[index]) + _SCORE.pack(score) for index, score in best]
     maps = [pb.HeatMap(**vars(of_class)) for of_class in answer.maps]
     own = pb.ClassifyResponse(heatmap=answer.heatmap, maps=maps, timings=pb.Timings(**vars(answer.timings)))
-    return b"".join([*parts, own.SerializeToString(), answer.constant_part(_constant_part)])
+    return b"".join([*parts, own.SerializeToString(), answer.constant_part(_constant_bytes)])
 
 
 @lru_cache(2**14)
@@ -240,19 +217,8 @@ def _prediction(index: int, entry: ClassEntry) -> bytes:
     return pb.ClassifyResponse(predictions=[prediction]).SerializeToString()[: -_SCORE.size]
 
 
-def _constant_part(answer: Answered) -> bytes:
-    session = answer.model.session
-    response = pb.ClassifyResponse(
-        model=pb.ModelIdentity(name=answer.model.name, sha256=session.model_sha256, version=answer.model.version),
-        protocol=pb.Protocol(**answer.plan.protocol.to_json()),
-        views=[
-            pb.View(**seen.view.to_json(), windows=pb.WindowGrid(rows=seen.windows[0], columns=seen.windows[1]))
-            for seen in answer.classified.views
-        ],
-        capped=answer.classified.capped,
-        circumstances=pb.Circumstances(**session.circumstances.to_json()),
-    )
-    return response.SerializeToString()
+def _constant_bytes(answer: Answered) -> bytes:
+    return pb.ClassifyResponse(**to_builtins(constant_part(answer))).SerializeToString()
 
 
 def call_error(error: BaseException, incident: str) -> pb.CallError:
@@ -262,26 +228,6 @@ def call_error(error: BaseException, incident: str) -> pb.CallError:
         reason=reason_for(error),
         message=client_message(error, incident),
         retry_after_seconds=error.retry_after if isinstance(error, Overloaded) else None,
-    )
-
-
-def model_message(served: ServedModel) -> pb.Model:
-    """Describe a served model and the device that runs it."""
-    contract = served.session.contract
-    return pb.Model(
-        name=served.name,
-        version=served.version,
-        sha256=served.session.model_sha256,
-        architecture=contract.name,
-        activation=contract.architecture.activation,
-        classes=[pb.ClassEntry(wnid=entry.wnid, name=entry.name) for entry in contract.classes],
-        crop=contract.crop,
-        default_scales=contract.default_scales,
-        max_side=contract.max_side,
-        canvas=contract.canvas,
-        circumstances=ParseDict(served.session.circumstances.to_json(), pb.Circumstances()),
-        checkpoint_sha256=contract.checkpoint_sha256,
-        protocols=supported_protocols(contract),
     )
 
 

@@ -5,8 +5,7 @@ import math
 import time
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
-from functools import partial
-from typing import Any, TypeAlias
+from typing import Annotated, Any, TypeAlias
 
 import msgspec
 from msgspec import Struct
@@ -18,11 +17,9 @@ from starlette.routing import Router
 from starlette.types import Message, Receive, Scope, Send
 
 from ...errors import DeadlinePassed, Overloaded, PermissionDenied, UsageError, error_status
-from ..access import AccessControl
-from ..arriving import ArrivingBytes
-from ..calls import PROBES, CallsInFlight, access_error, record_error
+from ..calls import CallsInFlight, record_error
 from ..network import peer_name
-from ..observability.call_context import REQUEST_ID, Call, current_call, request_id_from
+from ..observability.call_context import REQUEST_ID, Call
 from ..options import ServerLimits
 from ..proxies import parse_address
 from .listener import Connection
@@ -30,6 +27,7 @@ from .listener import Connection
 TIMEOUT_HEADER = "x-request-timeout"  # seconds from the arrival of the headers to the answer
 DEFAULT_TIMEOUT, MAX_TIMEOUT = 60.0, 3600.0  # seconds
 JSON = "application/json"
+_Timeout: TypeAlias = Annotated[float, msgspec.Meta(gt=0, le=MAX_TIMEOUT)]
 _COMPRESSIONS = ("gzip", "deflate")
 
 
@@ -84,44 +82,27 @@ Endpoint: TypeAlias = Callable[[HttpCall], Awaitable[Response]]
 class HttpDoor:
     """The ASGI application of the HTTP port.
 
-    router: of the routes, whose endpoints are plain or made by `endpoint_of`; access: None without tokens; host_names:
-    that requests may name besides addresses; ready: whether the server accepts new work, as reported by health. While
-    it does not, each response closes its connection, so that the client's next request may reach another server.
+    router: of the routes, whose endpoints are plain or made by `endpoint_of`; host_names: that requests may name
+    besides addresses; ready: whether the server accepts new work, as reported by health. While it does not, each
+    response closes its connection, so that the client's next request may reach another server.
     """
 
     def __init__(
-        self,
-        calls: CallsInFlight,
-        limits: ServerLimits,
-        arriving: ArrivingBytes,
-        access: AccessControl | None,
-        host_names: Sequence[str] = (),
-        ready: Callable[[], bool] = lambda: True,
+        self, calls: CallsInFlight, host_names: Sequence[str] = (), ready: Callable[[], bool] = lambda: True
     ) -> None:
         self.router, self.ready = Router(redirect_slashes=False), ready
-        self._calls, self._limits, self._arriving = calls, limits, arriving
-        self._access = access
+        self._calls, self._limits, self._arriving = calls, calls.limits, calls.arriving
         self._host_names = frozenset(name.lower() for name in ("localhost", *host_names))
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer a request."""
         connection: Connection = scope["state"]["connection"]
         headers = Headers(scope=scope)
-        metadata = headers.items()
-        call = Call("unknown", request_id_from(metadata), peer=_peer(scope["client"]), metadata=metadata)
-        if self._limits.proxies.networks:
-            call.identify = partial(self._limits.proxies.identity, metadata)
-        current_call.set(call)
+        call = self._calls.arrived("unknown", peer_name(*(scope["client"] or ("", 0))), headers.items())
         body = _Body(headers, receive, self._limits.max_message_bytes)
         scope.update({"app": self, "body": body, "call": call})  # `app`: the router raises errors
+        sending = _Sending(send, call, connection, self._limits, lambda: body.complete and not self.ready())
         connection.begin()
-        try:
-            sending = _Sending(send, call, connection, self._limits, lambda: body.complete and not self.ready())
-            await self._answer(scope, headers, call, body, sending)
-        finally:
-            connection.end(complete=body.complete)
-
-    async def _answer(self, scope: Scope, headers: Headers, call: Call, body: "_Body", sending: "_Sending") -> None:
         try:
             self._check_head(scope, headers)
             await self.router(scope, body.receive, sending.send)
@@ -129,9 +110,11 @@ class HttpDoor:
             call.status = "CANCELLED"  # the client has left, or the server cuts off its calls
         except Exception as error:
             if call.method == "unknown":
-                self._calls.begin(call, exempt=True)  # for its log line
+                self._calls.record(call)
             response = error_response(call, error, v2=scope["path"].startswith("/v2"))
             await response(scope, body.receive, sending.send)
+        finally:
+            connection.end(complete=body.complete)
 
     def _check_head(self, scope: Scope, headers: Headers) -> None:
         """Refuse requests that another program might take for two, or that a web page sends in a foreign name."""
@@ -163,13 +146,7 @@ class HttpDoor:
         async def endpoint(request: Request) -> Response:
             call, body = request.scope["call"], request.scope["body"]
             call.method = method
-            refused = access_error(self._access, call)
-            exempt = f"/{method}" in PROBES
-            overloaded = self._calls.begin(call, exempt=exempt or refused is not None)
-            if (error := refused or overloaded) is not None:
-                raise error
-            if not exempt:
-                self._calls.admit(call)
+            self._calls.begin(call)
             call.deadline = call.begun + _timeout(request.headers)
             content = await self._read(call, body, call.deadline)
             content = await self._decompressed(call, content, request.headers)
@@ -323,16 +300,8 @@ def _timeout(headers: Headers) -> float:
     """Return the seconds that a request may take."""
     text = headers.get(TIMEOUT_HEADER, str(DEFAULT_TIMEOUT))
     try:
-        seconds = math.nan if "_" in text else float(text)  # `float` also reads 5_0
-    except ValueError:
-        seconds = math.nan
-    if not 0 < seconds <= MAX_TIMEOUT:
-        raise UsageError(f"header {TIMEOUT_HEADER} should be a number of seconds up to {MAX_TIMEOUT:g}: '{text[:100]}'")
-    return seconds
-
-
-def _peer(client: tuple[str, int] | None) -> str:
-    """Return the name that gRPC gives a connection, so that a client has one identity at both doors."""
-    if client is None:
-        return "unix:"
-    return peer_name(*client)
+        return msgspec.convert(text, _Timeout, strict=False)
+    except msgspec.ValidationError:
+        raise UsageError(
+            f"header {TIMEOUT_HEADER} should be a number of seconds up to {MAX_TIMEOUT:g}: '{text[:100]}'"
+        ) from None

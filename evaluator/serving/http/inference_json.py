@@ -7,10 +7,10 @@ docs/protocol/extension_binary_data.md. `serving.inference` checks the requests.
 import base64
 import math
 from functools import partial
-from typing import Literal, TypeAlias
+from typing import Annotated, Literal, TypeAlias
 
 import msgspec
-from msgspec import UNSET, Struct, UnsetType
+from msgspec import UNSET, Meta, Struct, UnsetType
 
 from ...errors import UsageError
 from ..inference import OUTPUT, InferAnswer, InferRequest, InputTensor, split_elements
@@ -19,7 +19,8 @@ LENGTH_HEADER = "inference-header-content-length"  # bytes of JSON before the bi
 # Decoding holds the GIL, and each value becomes an object many times its size; as for protobuf's messages.
 _SMALL_JSON, _MAX_PARTS = 2**14, 1000
 
-Value: TypeAlias = bool | int | float | str
+Int64: TypeAlias = Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)]
+Value: TypeAlias = bool | Int64 | float | str
 Parameters: TypeAlias = dict[str, Value]
 
 
@@ -27,7 +28,7 @@ class RequestInput(Struct, forbid_unknown_fields=True):
     """An input tensor. data: of a BYTES tensor, base64 of each element; otherwise the data is binary."""
 
     name: str
-    shape: list[int]
+    shape: list[Int64]
     datatype: str
     parameters: Parameters = {}
     data: list[str | list[str]] | None = None
@@ -78,16 +79,13 @@ def parse_infer_request(body: bytes, length: str | None) -> tuple[InferRequest, 
     text, binary = (body, memoryview(b"")) if length is None else (body[: int(length)], memoryview(body)[int(length) :])
     parsed = _decode(text)
     binary_answer = _flag(parsed.parameters, "binary_data_output")
-    _require_64_bits(parsed.parameters)
     tensors = []
     for each in parsed.inputs:
         size = each.parameters.pop("binary_data_size", None)
-        _require_64_bits(each.parameters, each.shape)
         tensor, binary = _input(each, size, binary)
         tensors.append(tensor)
     for wanted in parsed.outputs:
         binary_answer = _flag(wanted.parameters, "binary_data", default=binary_answer)
-        _require_64_bits(wanted.parameters)
     if binary:
         raise UsageError(f"the body has {len(binary)} bytes after the binary data of its inputs")
     names = [output.name for output in parsed.outputs]
@@ -111,12 +109,6 @@ def _flag(parameters: Parameters, name: str, *, default: bool = False) -> bool:
     if not isinstance(value, bool):
         raise UsageError(f"parameter '{name}' should be true or false")
     return value
-
-
-def _require_64_bits(parameters: Parameters, shape: list[int] | tuple[()] = ()) -> None:
-    for number in (*parameters.values(), *shape):
-        if isinstance(number, int) and not -(2**63) <= number < 2**63:
-            raise UsageError(f"the request has a number that is too large: Value out of range: {number}")
 
 
 def _input(tensor: RequestInput, size: Value | None, binary: memoryview) -> tuple[InputTensor, memoryview]:

@@ -1,14 +1,13 @@
 """The OpenAPI description of the HTTP port, from the types that its routes declare."""
 
 import importlib.metadata
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Annotated, Any, Literal, TypeAlias
 
 import msgspec
 
 from ..access import REQUIRED
-from ..calls import PROBES
 from .door import JSON, Endpoint, Error, InferenceError
 
 File: TypeAlias = Annotated[str, msgspec.Meta(extra_json_schema={"contentMediaType": "application/octet-stream"})]
@@ -70,21 +69,10 @@ class Operation:
         """Return the type of its errors."""
         return InferenceError if self._inference else Error
 
-    def errors(self) -> Iterator[int]:
-        """Yield the statuses of errors; others come before a request has found its route."""
+    def errors(self) -> list[int]:
+        """Return the statuses of errors; others come before a request has found its route."""
         needs_token = REQUIRED[f"/{self.rpc}"] != "nothing"
-        yield 400
-        if needs_token:
-            yield 401
-        if needs_token or self.method == "POST":
-            yield 403
-        if "{" in self.path or self.query is not None:
-            yield 404
-        if self.bodies:
-            yield 413
-        if f"/{self.rpc}" not in PROBES:
-            yield 429
-        yield from (500, 503, 504)
+        return [status for status in _ERRORS if status != 401 or needs_token]
 
     @property
     def types(self) -> list[Any]:

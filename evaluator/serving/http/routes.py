@@ -1,11 +1,11 @@
 """The routes of the HTTP port: they translate requests for the data plane, and its answers to JSON."""
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from email.parser import BytesHeaderParser
 from functools import partial
 from pathlib import Path
-from typing import Annotated, Any, Literal, TypeVar
+from typing import Annotated, Any, Literal, TypeAlias, TypeVar
 
 import msgspec
 from msgspec import UNSET, Meta, Struct, UnsetType
@@ -17,12 +17,7 @@ from starlette.routing import Route
 from ...contract import MAX_SCALES
 from ...errors import ModelNotFound, UsageError
 from ...reporting.live_page import live_page
-from ..concurrency import run_inline_or_in_thread
-from ..data_plane import DataPlane
-from ..inference import Inference, ModelConfig, ModelIndex, ModelMetadata, ModelStatistics, ServerMetadata
-from ..scheduling.model import RequestOptions
-from ..scheduling.request import Answered
-from .answers import (
+from ..answers import (
     ClassifyResponse,
     ListModelsResponse,
     Model,
@@ -30,14 +25,19 @@ from .answers import (
     list_models_response,
     model_response,
 )
+from ..concurrency import run_inline_or_in_thread
+from ..data_plane import DataPlane
+from ..inference import Inference, ModelConfig, ModelIndex, ModelMetadata, ModelStatistics, ServerMetadata
+from ..scheduling.model import RequestOptions
+from ..scheduling.request import Answered
 from .door import JSON, Endpoint, HttpCall, HttpDoor, JsonResponse
 from .inference_json import LENGTH_HEADER, ModelInferRequest, ModelInferResponse, infer_response, parse_infer_request
 from .openapi import File, Operation, description
 from .reports import report_routes
 
-_LARGE_BODY = 2**20  # bytes, whose JSON or form takes milliseconds to parse
-_MANY_CLASSES = 1000  # which take 0.3 ms to convert
+_LARGE_BODY = 2**20  # bytes, whose JSON takes milliseconds to parse
 _MAX_HEAD = 2**12  # bytes before the file in a form
+_Scale: TypeAlias = Annotated[int, Meta(ge=1, lt=2**32)]
 
 
 class ClassifyForm(Struct, forbid_unknown_fields=True):
@@ -46,42 +46,22 @@ class ClassifyForm(Struct, forbid_unknown_fields=True):
     image: File
 
 
-class ClassifyQuery(Struct):
-    """The query parameters of /v1/classify, as described; `_READERS` read them."""
+class ClassifyQuery(Struct, forbid_unknown_fields=True):
+    """The query parameters of /v1/classify."""
 
     model: Annotated[str, Meta(description="Name of a served model; required when there are several.")] = ""
     protocol: Annotated[str, Meta(description="As in the proto file, e.g. center, dense-256, multi-scale.")] = ""
-    top_k: Annotated[int, Meta(ge=1, description="Number of predictions; 5 by default.")] | UnsetType = UNSET
+    top_k: Annotated[int, Meta(ge=1, lt=2**31, description="Number of predictions; 5 by default.")] | UnsetType = UNSET
     heatmap: Annotated[
         Literal["png", "maps"] | UnsetType,
         Meta(description="Heat maps of the five best classes: an image, or numbers in `maps`."),
     ] = UNSET
     apply_exif: Annotated[bool, Meta(description="Whether to apply the image's EXIF orientation.")] = False
     scales: (
-        Annotated[tuple[int, ...], Meta(min_length=1, description="Scales in pixels that replace the protocol's.")]
+        Annotated[tuple[_Scale, ...], Meta(min_length=1, description="Scales in pixels that replace the protocol's.")]
         | UnsetType
     ) = UNSET
     mirror: Annotated[bool | UnsetType, Meta(description="Whether each scale is also classified mirrored.")] = UNSET
-
-
-def _number(text: str, bits: int) -> int:
-    if not (text.isascii() and text.isdigit()) or int(text) >= 2**bits:  # `int` also reads 1_0 and other scripts
-        raise ValueError
-    return int(text)
-
-
-# How to read each parameter; anything else raises KeyError or ValueError.
-_FLAG = {"true": True, "false": False}.__getitem__
-_READERS: Mapping[str, Callable[[str], Any]] = {
-    "model": str,
-    "protocol": str,
-    "top_k": partial(_number, bits=31),  # as in the proto file
-    "heatmap": {"png": "png", "maps": "maps"}.__getitem__,
-    "apply_exif": _FLAG,
-    # One scale above the limit is enough to refuse thousands.
-    "scales": lambda text: tuple(_number(each, bits=32) for each in text.split(","))[: MAX_SCALES + 1],
-    "mirror": _FLAG,
-}
 
 
 class RepositoryModelRequest(Struct, forbid_unknown_fields=True):
@@ -184,19 +164,14 @@ class _Routes:
         ]
 
     async def _list_models(self, _request: HttpCall) -> Response:
-        return JsonResponse(list_models_response(self._plane.models(), self._plane.problems()))
+        return JsonResponse(list_models_response(self._plane.models.all(), self._plane.problems()))
 
     async def _get_model(self, request: HttpCall) -> Response:
-        served = self._plane.model(request.parameters["name"])
-        large = len(served.session.contract.classes) > _MANY_CLASSES
-        return await run_inline_or_in_thread(lambda: JsonResponse(model_response(served)), in_thread=large)
+        return JsonResponse(model_response(self._plane.models.get(request.parameters["name"])))
 
     async def _classify(self, request: HttpCall) -> Response:
         if request.headers.get("content-type", "").lower().startswith("multipart/"):
-            large = len(request.body) > _LARGE_BODY
-            read = partial(image_in_form, request.take_body())
-            request.body = await run_inline_or_in_thread(read, in_thread=large)
-            del read
+            request.body = image_in_form(request.body)
         model, options = _options_in(request.query)
         answered = await self._plane.classify(request.take_body(), model, options, request.call, _written)
         return Response(answered.written, media_type=JSON)
@@ -257,18 +232,19 @@ def _described(describe: Callable[..., Struct]) -> Endpoint:
 
 def _options_in(query: QueryParams) -> tuple[str, RequestOptions]:
     """Return the name of the model, and what a request asks of its image; raises UsageError."""
-    values: dict[str, Any] = {}
-    for name, text in query.multi_items():
-        if name not in _READERS:
-            raise UsageError(f"no query parameter '{name[:100]}'. Valid: {', '.join(_READERS)}")
-        if len(query.getlist(name)) > 1:
-            raise UsageError(f"query parameter '{name}' is given twice; give it once, as in scales=256,384")
-        try:
-            values[name] = _READERS[name](text)
-        except (KeyError, ValueError):
-            raise UsageError(f"query parameter '{name}' has no valid value: '{text[:100]}'") from None
-    model, top, heatmap = values.pop("model", ""), values.pop("top_k", None), values.pop("heatmap", "")
-    return model, RequestOptions(**values, top=top, heatmap=heatmap == "png", maps=heatmap == "maps")
+    values: dict[str, Any] = dict(query)
+    if len(values) < len(query.multi_items()):
+        raise UsageError("a query parameter is given twice; give each once, as in scales=256,384")
+    if "scales" in values:
+        values["scales"] = values["scales"].split(",")[: MAX_SCALES + 1]  # one above the limit, to refuse thousands
+    try:
+        asked = msgspec.convert(values, ClassifyQuery, strict=False)
+    except msgspec.ValidationError as error:
+        valid = ", ".join(ClassifyQuery.__struct_fields__)
+        raise UsageError(f"the query of this request is not valid: {error}. Its parameters may be: {valid}") from None
+    given = {name: value for name, value in msgspec.structs.asdict(asked).items() if value is not UNSET}
+    model, top, heatmap = given.pop("model"), given.pop("top_k", None), given.pop("heatmap", "")
+    return model, RequestOptions(**given, top=top, heatmap=heatmap == "png", maps=heatmap == "maps")
 
 
 def image_in_form(body: bytes) -> bytes:

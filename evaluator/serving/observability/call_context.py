@@ -51,8 +51,8 @@ class Call:
     for its identity; status: name of its gRPC status, empty until it ends; reason, error: of the error as sent to the
     caller; id: of its message in the Open Inference Protocol; models: names of the requested models; images, failed:
     number of images of a stream, and of those that got an error; views: of all its images; bytes, message_bytes: of all
-    its messages, and of the latest; message_done: to be called after each answered message of a stream; free_message:
-    see `message_admitted`; trace: None unless it is sampled.
+    its messages, and of the latest; in_progress: messages of a stream that have no answer yet; free_message: see
+    `message_admitted`; trace: None unless it is sampled.
 
     Fair queueing alternates between identities, then between the connections of each.
     """
@@ -76,7 +76,7 @@ class Call:
     views: int = 0
     bytes: int = 0
     message_bytes: int = 0
-    message_done: Callable[[], None] = lambda: None
+    in_progress: int = 0
     free_message: Callable[[], None] | None = None
     trace: CallTrace | None = None
     _identity: str = ""
@@ -93,6 +93,10 @@ class Call:
         if self.free_message is not None:
             self.free_message()
             self.free_message = None
+
+    def message_done(self) -> None:
+        """Note that a message of a stream is answered."""
+        self.in_progress -= 1
 
     def record_views(self, model: str, views: int) -> None:
         """Note a requested model and its number of views."""

@@ -17,7 +17,6 @@ import traceback
 from collections import deque
 from collections.abc import Callable, Mapping
 from contextvars import copy_context
-from dataclasses import dataclass
 from datetime import UTC, datetime
 from functools import partial
 from typing import Any
@@ -32,6 +31,7 @@ MAX_QUEUED_LINES = 4096  # lines; some 2 MB
 _GATHER_SECONDS = 0.02
 REPEAT_INTERVAL = 1.0  # seconds
 _MAX_KINDS = 1000  # of calls that repeat; more are all logged
+_NONE: tuple[int, Callable[[int], None]] = 0, lambda _: None
 _PLAIN = re.compile(r"[A-Za-z0-9._:/@%+,\[\]-]+")  # a value that needs no quotes
 
 log = logging.getLogger(__name__)
@@ -58,14 +58,6 @@ def release_frames(error: BaseException | None) -> None:
         error = error.__cause__ or error.__context__
 
 
-@dataclass
-class _Repeats:
-    """Calls of one kind since their last line. calls: their number; log_latest: logs the latest, given that number."""
-
-    calls: int
-    log_latest: Callable[[int], None]
-
-
 class CallLog:
     """Logs calls that end. Of calls that repeat it logs one each REPEAT_INTERVAL, with the number that it stands for.
 
@@ -75,7 +67,8 @@ class CallLog:
 
     def __init__(self, *, sampled: bool = False) -> None:
         self._sampled = sampled
-        self._repeats: dict[tuple[str, ...], _Repeats] = {}  # of kinds whose last line is younger than the interval
+        # Of kinds whose last line is younger than the interval: their calls since, and what logs the latest.
+        self._repeats: dict[tuple[str, ...], tuple[int, Callable[[int], None]]] = {}
 
     def ended(self, call: Call, seconds: float) -> None:
         """Log a call, now or with others. seconds: its duration."""
@@ -83,30 +76,28 @@ class CallLog:
             log_call(call, seconds)
             return
         kind = (call.identity, call.method, call.status, re.sub(r"[0-9.]+", "", call.error))
-        if (repeats := self._repeats.get(kind)) is not None:
-            repeats.calls += 1
-            repeats.log_latest = partial(copy_context().run, log_call, call, seconds)
+        if kind in self._repeats:
+            calls, _ = self._repeats[kind]
+            self._repeats[kind] = calls + 1, partial(copy_context().run, log_call, call, seconds)
             return
         log_call(call, seconds)
         if len(self._repeats) < _MAX_KINDS:
             self._begin_interval(kind)
 
     def _begin_interval(self, kind: tuple[str, ...]) -> None:
-        self._repeats[kind] = _Repeats(0, lambda _: None)
+        self._repeats[kind] = _NONE
         asyncio.get_running_loop().call_later(REPEAT_INTERVAL, self._end_interval, kind)
 
     def _end_interval(self, kind: tuple[str, ...]) -> None:
-        repeats = self._repeats.pop(kind)
-        if repeats.calls:
-            repeats.log_latest(repeats.calls)
+        calls, log_latest = self._repeats.pop(kind, _NONE)  # closed meanwhile
+        if calls:
+            log_latest(calls)
             self._begin_interval(kind)
 
     def close(self) -> None:
         """Log what has not been logged yet; called once no more calls end."""
-        for repeats in self._repeats.values():
-            if repeats.calls:
-                repeats.log_latest(repeats.calls)
-                repeats.calls = 0  # the interval may end before the loop does
+        for kind in list(self._repeats):
+            self._end_interval(kind)
 
 
 def log_call(call: Call, seconds: float, calls: int = 1) -> None:
@@ -139,9 +130,8 @@ class JsonFormatter(logging.Formatter):
 
     def format(self, record: logging.LogRecord) -> str:
         """Return a record as JSON."""
-        fields = _fields(record)
-        if text := _traceback(record):
-            fields["traceback"] = text
+        text = _traceback(record)
+        fields = _fields(record) | ({"traceback": text} if text else {})
         return self.line(record.created, record.levelname, record.name, record.getMessage(), fields)
 
     @staticmethod

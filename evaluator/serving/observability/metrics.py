@@ -26,92 +26,80 @@ from ...answer import Timings
 _SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)
 _PLAIN = "text/plain; version=0.0.4; charset=utf-8"
 _STAGES = ("queue", "decode", "compute", "average")
-_BY_REASON = ("model", "reason")
 _VIEWS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512)
 
 
 class Metrics:
-    """All metrics of a server."""
+    """All metrics of a server. refused: those refusals that are not of a model, by reason."""
 
     def __init__(self) -> None:
         disable_created_metrics()  # type: ignore[no-untyped-call]  # a second series for each, which nobody needs
         self.registry = registry = CollectorRegistry()
-        counter, gauge = partial(Counter, registry=registry), partial(Gauge, registry=registry)
-        seconds = partial(Histogram, buckets=_SECONDS, registry=registry)
-        self.calls = counter("prelunet_calls", "Calls that ended, by method and status.", ("method", "status"))
-        self.call_seconds = seconds("prelunet_call_seconds", "Time from a call's arrival to its end.", ("method",))
+        counter = partial(Counter, namespace="prelunet", registry=registry)
+        gauge = partial(Gauge, namespace="prelunet", registry=registry)
+        summary = partial(Summary, namespace="prelunet", registry=registry)
+        histogram = partial(Histogram, namespace="prelunet", registry=registry)
+        seconds = partial(histogram, buckets=_SECONDS)
+        self.calls = counter("calls", "Calls that ended, by method and status.", ("method", "status"))
+        self.call_seconds = seconds("call_seconds", "Time from a call's arrival to its end.", ("method",))
         self._of_calls: dict[tuple[str, str], tuple[Counter, Histogram]] = {}
-        self.calls_now = gauge("prelunet_calls_now", "Calls in flight.")
-        self.limits = gauge("prelunet_limits", "Limits, by option: max-calls, max-connections and so on.", ("option",))
-        self.ready = gauge("prelunet_ready", "1 while health reports SERVING, else 0.")
-        self.build_info = gauge("prelunet_build_info", "1, with the versions.", ("version", "python", "grpcio"))
+        self.calls_now = gauge("calls_now", "Calls in flight.")
+        self.limits = gauge("limits", "Limits, by option: max-calls, max-connections and so on.", ("option",))
+        self.ready = gauge("ready", "1 while health reports SERVING, else 0.")
+        self.build_info = gauge("build_info", "1, with the versions.", ("version", "python", "grpcio"))
         versions = importlib.metadata.version("prelunet"), platform.python_version(), grpc.__version__
         self.build_info.labels(*versions).set(1)
-        self.grpc_connections = gauge("prelunet_grpc_connections", "Open TCP connections to the gRPC port; Linux only.")
-        self.http_connections = gauge("prelunet_http_connections", "Open connections to the HTTP port.")
+        self.grpc_connections = gauge("grpc_connections", "Open TCP connections to the gRPC port; Linux only.")
+        self.http_connections = gauge("http_connections", "Open connections to the HTTP port.")
         self.refusals = counter(
-            "prelunet_refusals",
+            "refusals",
             "Refused requests, by reason: views, bytes, share, calls, arriving, message, stopping, token, scope, rate.",
-            _BY_REASON,
+            ("model", "reason"),
         )
-        for reason in ("calls", "arriving", "message", "stopping", "token", "scope", "rate"):
-            self.refusals.labels("", reason)  # see ModelMetrics
+        # A series that starts with its first event hides that event: a single point has no rate.
+        reasons = ("calls", "arriving", "message", "stopping", "token", "scope", "rate")
+        self.refused = {reason: self.refusals.labels("", reason) for reason in reasons}
         self.reloads = counter(
-            "prelunet_reloads", "Changes of files and models that were loaded or refused.", ("files", "outcome")
+            "reloads", "Changes of files and models that were loaded or refused.", ("files", "outcome")
         )
         self.certificate_expiry = gauge(
-            "prelunet_certificate_expiry_timestamp_seconds", "Unix time at which the certificate expires; 0: no TLS."
+            "certificate_expiry_timestamp_seconds", "Unix time at which the certificate expires; 0: no TLS."
         )
-        self._add_those_of_models()
-
-    def _add_those_of_models(self) -> None:
-        registry, model = self.registry, ("model",)
-        counter, gauge = partial(Counter, registry=registry), partial(Gauge, registry=registry)
-        seconds = partial(Histogram, buckets=_SECONDS, registry=registry)
-        self.request_seconds = seconds("prelunet_request_seconds", "Time from an image's arrival to its answer.", model)
-        self.failed_seconds = Summary(
-            "prelunet_failed_seconds",
-            "Time from an image's arrival to its error or cancellation.",
-            model,
-            registry=registry,
+        # Those of models
+        of, by_reason = ("model",), ("model", "reason")
+        self.request_seconds = seconds("request_seconds", "Time from an image's arrival to its answer.", of)
+        self.failed_seconds = summary(
+            "failed_seconds", "Time from an image's arrival to its error or cancellation.", of
         )
         self.last_answer = gauge(
-            "prelunet_last_answer_timestamp_seconds", "Unix time of the last answered image; 0 before the first.", model
+            "last_answer_timestamp_seconds", "Unix time of the last answered image; 0 before the first.", of
         )
         self.stage_seconds = seconds(
-            "prelunet_stage_seconds",
-            "Time of an image in a stage: queue, decode, compute, average.",
-            ("model", "stage"),
+            "stage_seconds", "Time of an image in a stage: queue, decode, compute, average.", ("model", "stage")
         )
-        self.waiting_images = gauge("prelunet_waiting_images", "Unanswered images.", model)
-        self.waiting_views = gauge("prelunet_waiting_views", "Views of unanswered images.", model)
-        self.waiting_bytes = gauge("prelunet_waiting_bytes", "Encoded bytes of unanswered images.", model)
+        self.waiting_images = gauge("waiting_images", "Unanswered images.", of)
+        self.waiting_views = gauge("waiting_views", "Views of unanswered images.", of)
+        self.waiting_bytes = gauge("waiting_bytes", "Encoded bytes of unanswered images.", of)
         self.dropped_views = counter(
-            "prelunet_dropped_views",
-            "Views that were never computed, by reason: expired, cancelled, failed.",
-            _BY_REASON,
+            "dropped_views", "Views that were never computed, by reason: expired, cancelled, failed.", by_reason
         )
         self.late_views = counter(
-            "prelunet_late_views",
+            "late_views",
             "Views computed although their caller had left before the batch began; always 0 unless there is a bug.",
-            model,
+            of,
         )
-        self.batch_views = Histogram(
-            "prelunet_batch_views", "Views in a batch.", model, buckets=_VIEWS, registry=registry
-        )
-        self.batch_seconds = seconds("prelunet_batch_seconds", "Time of a batch on the device.", model)
-        self.view_pixels = counter("prelunet_view_pixels", "Pixels of views in batches.", model)
-        self.canvas_pixels = counter(
-            "prelunet_canvas_pixels", "Pixels of the canvases of batches, with padding.", model
-        )
+        self.batch_views = histogram("batch_views", "Views in a batch.", of, buckets=_VIEWS)
+        self.batch_seconds = seconds("batch_seconds", "Time of a batch on the device.", of)
+        self.view_pixels = counter("view_pixels", "Pixels of views in batches.", of)
+        self.canvas_pixels = counter("canvas_pixels", "Pixels of the canvases of batches, with padding.", of)
         self.canvas_changes = counter(
-            "prelunet_canvas_changes", "Batches whose shape differs from the one before: new plans on a GPU.", model
+            "canvas_changes", "Batches whose shape differs from the one before: new plans on a GPU.", of
         )
         self.batch_failures = counter(
-            "prelunet_batch_failures", "Failed batches, of a single view or split and retried.", _BY_REASON
+            "batch_failures", "Failed batches, of a single view or split and retried.", by_reason
         )
         self.model_info = gauge(
-            "prelunet_model_info",
+            "model_info",
             "1 for each loaded version of a model.",
             ("model", "version", "sha256", "architecture", "provider", "precision"),
         )
@@ -140,11 +128,12 @@ class Metrics:
 
 
 class ModelMetrics:
-    """The metrics of one model. Thread-safe."""
+    """The metrics of one model. Thread-safe.
+
+    refused, dropped, failed: requests refused by admission, views that will never be computed, and batches, by reason.
+    """
 
     def __init__(self, metrics: Metrics, model: str) -> None:
-        self._metrics = metrics
-        self._model = model
         self._request_seconds = metrics.request_seconds.labels(model)
         self.failed_seconds = metrics.failed_seconds.labels(model)
         self._last_answer = metrics.last_answer.labels(model)
@@ -159,14 +148,10 @@ class ModelMetrics:
         self._canvas_changes = metrics.canvas_changes.labels(model)
         stages = (metrics.stage_seconds.labels(model, stage) for stage in _STAGES)
         self._queue, self._decode, self._compute, self._average = stages
-        # A series that starts with its first event hides that event: a single point has no rate.
-        for counter, reasons in (
-            (metrics.refusals, ("views", "bytes", "share")),
-            (metrics.dropped_views, ("expired", "cancelled", "failed")),
-            (metrics.batch_failures, ("memory", "lost", "error")),
-        ):
-            for reason in reasons:
-                counter.labels(model, reason)
+        views, batches, refusals = metrics.dropped_views, metrics.batch_failures, metrics.refusals
+        self.refused = {reason: refusals.labels(model, reason) for reason in ("views", "bytes", "share")}
+        self.dropped = {reason: views.labels(model, reason) for reason in ("expired", "cancelled", "failed")}
+        self.failed = {reason: batches.labels(model, reason) for reason in ("memory", "lost", "error")}
 
     def answered(self, timings: Timings, average_seconds: float, exemplar: dict[str, str] | None) -> None:
         """Record an answered image: its time in each stage, and in all."""
@@ -177,21 +162,9 @@ class ModelMetrics:
         self._request_seconds.observe(timings.total_seconds, exemplar)
         self._last_answer.set(time.time())
 
-    def refused(self, reason: str) -> None:
-        """Count a request refused by admission. reason: views, bytes or share."""
-        self._metrics.refusals.labels(self._model, reason).inc()
-
-    def dropped(self, reason: str, views: int) -> None:
-        """Count views that will never be computed. reason: expired, cancelled or failed."""
-        self._metrics.dropped_views.labels(self._model, reason).inc(views)
-
     def batch(self, views: int, view_pixels: int, canvas_pixels: int, *, changed: bool) -> None:
         """Count a batch sent to the device. changed: its canvas differs from that of the previous batch."""
         self._batch_views.observe(views)
         self._view_pixels.inc(view_pixels)
         self._canvas_pixels.inc(canvas_pixels)
         self._canvas_changes.inc(changed)
-
-    def batch_failed(self, reason: str) -> None:
-        """Count a failed batch. reason: memory, lost or error."""
-        self._metrics.batch_failures.labels(self._model, reason).inc()

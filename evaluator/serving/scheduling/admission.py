@@ -261,7 +261,7 @@ class AdmissionController:
         self._count(1, ticket)
 
     def _overloaded(self, reason: str) -> Overloaded:
-        self._metrics.refused(reason)
+        self._metrics.refused[reason].inc()
         expected = self._throughput.seconds(self.used.views)
         wait = DEFAULT_RETRY_AFTER if expected is None else expected
         # Jitter: otherwise all callers refused now would retry at the same time.

@@ -1,6 +1,5 @@
 """One device with its queue and its threads, which decode, compute and build answers."""
 
-import threading
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -24,7 +23,7 @@ def device_name(placement: Placement) -> str:
 class ServedDevice:
     """A device shared by any number of models.
 
-    name: from `device_name`; on_lost: called once, in any thread, when the device is lost.
+    name: from `device_name`; on_lost: called once, in any thread, when the device is lost; executor: of its batches.
     """
 
     def __init__(self, name: str, queue: QueueOptions, on_lost: Callable[[DeviceLost], object]) -> None:
@@ -36,17 +35,10 @@ class ServedDevice:
         # behind heat maps, which take a hundred times as long.
         self._answer_pool = ThreadPoolExecutor(cores(), thread_name_prefix=f"answer-{name}") if gpu else None
         self._heatmap_pool = ThreadPoolExecutor(cores(), thread_name_prefix=f"draw-{name}")
-        self._executor = BatchExecutor(self.waiting, self._answer, on_lost, name, gpu=gpu)
-        self._decode_threads = [
-            threading.Thread(target=decode, name=f"decode-{name}-{number}", daemon=True)
-            for decode, count in ((self._decode, threads), (self._decode_in_process, processes))
-            for number in range(count)
-        ]
-        for thread in self._decode_threads:
-            thread.start()
-
-    def ensure_threads(self, lanes: int) -> None:
-        self._executor.ensure_threads(lanes)
+        self.executor = BatchExecutor(self.waiting, self._answer, on_lost, name, gpu=gpu)
+        for decode, count in ((self._decode, threads), (self._decode_in_process, processes)):
+            for number in range(count):
+                self.executor.start(f"decode-{name}-{number}", decode)
 
     def _decode_in_process(self) -> None:
         """Decode those images that may take long, or much memory, in a process of this thread."""
@@ -61,7 +53,7 @@ class ServedDevice:
         while (request := self._next_image(decoder)) is not None:
             requests = [request]
             del request
-            self._executor.decode(requests, process)
+            self.executor.decode(requests, process)
 
     def _next_image(self, decoder: Decoder) -> Request | None:
         """Wait for the next image and for room for its views; None when the queue is closed and empty."""
@@ -104,9 +96,7 @@ class ServedDevice:
     def close(self) -> None:
         """Refuse new requests, finish those that wait, and end all threads."""
         self.waiting.close()
-        for thread in self._decode_threads:
-            thread.join()
-        self._executor.join()
+        self.executor.join()
         if self._answer_pool is not None:
             self._answer_pool.shutdown()
         self._heatmap_pool.shutdown()

@@ -16,7 +16,7 @@ import logging
 import math
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
@@ -31,7 +31,7 @@ from ...errors import ContractError, DeviceLost, OutOfMemory, UsageError
 from ...machine import cores
 from ..decoding import DecodeProcess
 from ..observability.logs import release_frames
-from .model import BatchTimes, ServedModel
+from .model import ServedModel
 from .request import ReadyView, Request, as_reported
 from .waiting import SMALL_PIXELS, Waiting
 from .watchdog import Watchdog
@@ -87,23 +87,26 @@ class BatchExecutor:
         self._staged: _FormedBatch | None = None
         self._device = device
         self._threads: list[threading.Thread] = []
+        self._computing = 0  # threads that compute
         self._watchdog = Watchdog(self._on_hang)
         self.ensure_threads(1 if gpu else worker_threads())
         if gpu:
-            self._start(f"stage-{device}", self._stage)
+            self.start(f"stage-{device}", self._stage)
         self._ended = threading.Event()
         watch = self._watchdog.watch
         self._watchdog_thread = threading.Thread(target=watch, args=(self._ended,), name=f"watch-{device}", daemon=True)
         self._watchdog_thread.start()
 
-    def _start(self, name: str, work: Callable[[], None]) -> None:
+    def start(self, name: str, work: Callable[[], None]) -> None:
+        """Start a thread that ends after `Waiting.close`."""
         self._threads.append(threading.Thread(target=work, name=name, daemon=True))
         self._threads[-1].start()
 
     def ensure_threads(self, number: int) -> None:
         """Have at least this many threads that compute; called before a session with so many lanes is used."""
-        while len(self._threads) < number:
-            self._start(f"compute-{self._device}", self._work)
+        while self._computing < number:
+            self._computing += 1
+            self.start(f"compute-{self._device}", self._work)
 
     def join(self) -> None:
         """Wait for the threads to end, after `Waiting.close`."""
@@ -139,8 +142,8 @@ class BatchExecutor:
                 if self._decodes and (images := waiting.take_images(newcomers=True)):
                     if ready.startable() is not None:
                         waiting.workers.wake()
-                    in_lane = waiting.reserve_lane(images)
-                    if in_lane is not None:
+                    lanes, expected = images[0].model.session.lanes, len(images) + waiting.images.waiting("thread")
+                    if lanes > 1 and (in_lane := ready.reserve(lanes, expected)) is not None:
                         return partial(self._decode_and_run, images, in_lane)
                     return partial(self.decode, images)
                 model = ready.startable()
@@ -163,15 +166,19 @@ class BatchExecutor:
         """Decode images in this thread, or in a process, and queue their views. Empties the list."""
         while requests:
             request = requests.pop(0)
-            try:
-                ready = request.decode(process)
-            except BaseException as error:  # the thread must survive, or callers would wait forever
-                release_frames(error)  # they refer to the request, and that to the error
-                self._waiting.decode_failed(request, as_reported(request.model, error))
-            else:
+            if (ready := self._decoded(request, process)) is not None:
                 self._waiting.decoded(request, ready)
-                del ready
+            del request, ready
+
+    def _decoded(self, request: Request, process: DecodeProcess | None = None) -> list[ReadyView] | None:
+        """Return the views of an image; None if it cannot be decoded, which has ended its request."""
+        try:
+            return request.decode(process)
+        except BaseException as error:  # the thread must survive, or callers would wait forever
+            release_frames(error)  # they refer to the request, and that to the error
+            self._waiting.decode_failed(request, as_reported(request.model, error))
             del request  # the error's traceback refers to this frame
+            return None
 
     def _decode_and_run(self, requests: list[Request], in_lane: bool) -> None:
         """Decode images of one model and compute them at once: nothing else waits for the device. Empties the list."""
@@ -180,12 +187,9 @@ class BatchExecutor:
         views: list[ReadyView] = []
         while requests:
             request = requests.pop(0)
-            try:
-                views += request.decode(None)
+            if (ready := self._decoded(request)) is not None:
+                views += ready
                 decoded.append(request)
-            except BaseException as error:
-                release_frames(error)
-                self._waiting.decode_failed(request, as_reported(model, error))
             del request
         if in_lane and any(view.lanes == 1 for view in views):  # too large to be computed beside others
             for request in decoded:
@@ -195,14 +199,10 @@ class BatchExecutor:
         self._waiting.decoded_in_lane(decoded, views)
         complete: list[Request] = []
         try:
-            batches = _plan(model, views).batches
-            for number, planned in enumerate(batches, 1):
+            for formed in _planned(model, views, in_lane=in_lane):
                 self._on_complete(complete)
-                chosen = [views[index] for index in planned.indices]
-                behind = [views[index] for later in batches[number:] for index in later.indices]
-                batch = _truncated(planned, len(chosen), model)
-                self._give_up_hopeless(model, batch, chosen, in_lane)
-                complete = self._run(_FormedBatch(model, chosen, batch, in_lane, behind=behind))
+                self._give_up_hopeless(formed)
+                complete = self._run(formed)
         except Exception as error:
             for request in decoded:
                 self._waiting.fail(request, as_reported(model, error))
@@ -239,21 +239,24 @@ class BatchExecutor:
             chosen = [views[index] for index in plan.batches[0].indices]
             if in_lane := self._waiting.ready.use_lane(views):
                 chosen = chosen[: _share_of_lane(chosen)]
-            batch = _truncated(plan.batches[0], len(chosen), model)
-            if self._give_up_hopeless(model, batch, chosen, in_lane):
+            formed = _FormedBatch(model, chosen, _truncated(plan.batches[0], len(chosen), model), in_lane)
+            if self._give_up_hopeless(formed) or not self._waiting.take(chosen, alone=not in_lane):
                 return None
-            taken = self._waiting.take(chosen, alone=not in_lane)
-            return _FormedBatch(model, chosen, batch, in_lane) if taken else None
+            return formed
         except Exception as error:  # this thread must survive, or every later call would wait forever
             self._waiting.fail(views[0].request, as_reported(model, error))
             return None
 
-    def _give_up_hopeless(self, model: ServedModel, batch: Batch, views: Sequence[ReadyView], in_lane: bool) -> bool:
+    def _give_up_hopeless(self, formed: _FormedBatch) -> bool:
         """End requests that have far less time left than their batch is expected to take; False if there are none."""
-        times = model.batch_times[in_lane]
-        if hopeless := _hopeless(times, batch, views):
+        times, batch = formed.model.batch_times[formed.in_lane], formed.batch
+        minimum = times.expected(batch.rows * batch.height * batch.width) / _HOPELESS_FACTOR
+        remaining = {view.request: view.request.remaining() for view in formed.views} if minimum else {}
+        hopeless = [request for request, seconds in remaining.items() if seconds is not None and seconds < minimum]
+        if hopeless:
             times.forget_oldest()
-            self._waiting.give_up(hopeless)
+            for request in hopeless:
+                self._waiting.expire(request, "leaves less time than a batch takes")
         return bool(hopeless)
 
     def _stage(self) -> None:
@@ -366,7 +369,7 @@ class BatchExecutor:
         model, views, behind = formed.model, formed.views, formed.behind
         memory = isinstance(error, OutOfMemory | MemoryError)
         lost = isinstance(error, DeviceLost)
-        model.metrics.batch_failed("lost" if lost else "memory" if memory else "error")
+        model.metrics.failed["lost" if lost else "memory" if memory else "error"].inc()
         model.canvas = None
         if isinstance(error, DeviceLost):
             self._mark_lost(error, views)
@@ -376,9 +379,8 @@ class BatchExecutor:
             )
             middle, complete = len(views) // 2, list[Request]()
             for half, later in ((views[:middle], [*views[middle:], *behind]), (views[middle:], behind)):
-                for batch in _plan(model, half).batches:
-                    chosen = [half[index] for index in batch.indices]
-                    complete += self._run(_FormedBatch(model, chosen, batch, behind=[*half, *later]))
+                for smaller in _planned(model, half, behind=later):
+                    complete += self._run(smaller)
             return complete
         elif memory:
             self._waiting.fail(views[0].request, as_reported(model, error))
@@ -408,7 +410,7 @@ class BatchExecutor:
         """Mark the device as lost, because a batch hangs; a batch staged behind it never runs."""
         staged = self._staged  # without the lock: a hanging thread may hold it
         views = [*views, *(staged.views if staged is not None else ())]
-        views[0].request.model.metrics.batch_failed("lost")
+        views[0].request.model.metrics.failed["lost"].inc()
         self._mark_lost(error, views)
 
     def _mark_lost(self, error: DeviceLost, views: Sequence[ReadyView]) -> None:
@@ -418,6 +420,18 @@ class BatchExecutor:
 
 def _plan(model: ServedModel, views: Sequence[ReadyView]) -> BatchPlan:
     return plan_views(model.session, [view.view for view in views], model.shape_buckets)
+
+
+def _planned(
+    model: ServedModel, views: Sequence[ReadyView], *, in_lane: bool = False, behind: Sequence[ReadyView] = ()
+) -> Iterator[_FormedBatch]:
+    """Yield batches of views that have left the queue. behind: views that this thread computes after them."""
+    batches = _plan(model, views).batches
+    for number, batch in enumerate(batches, 1):
+        chosen = [views[index] for index in batch.indices]
+        later = [views[index] for other in batches[number:] for index in other.indices]
+        truncated = _truncated(batch, len(chosen), model)
+        yield _FormedBatch(model, chosen, truncated, in_lane, behind=[*later, *behind])
 
 
 def is_full(plan: BatchPlan, model: ServedModel) -> bool:
@@ -434,13 +448,6 @@ def _share_of_lane(views: Sequence[ReadyView]) -> int:
     """
     small = max(1, SMALL_PIXELS // views[0].canvas_pixels)
     return max(len(views) // views[0].lanes, min(len(views), small))
-
-
-def _hopeless(times: BatchTimes, batch: Batch, views: Sequence[ReadyView]) -> list[Request]:
-    """Return the requests whose remaining time is far less than the batch is expected to take."""
-    minimum = times.expected(batch.rows * batch.height * batch.width) / _HOPELESS_FACTOR
-    remaining = {view.request: view.request.remaining() for view in views} if minimum else {}
-    return [request for request, seconds in remaining.items() if seconds is not None and seconds < minimum]
 
 
 def _truncated(batch: Batch, views: int, model: ServedModel) -> Batch:

@@ -3,7 +3,7 @@
 import asyncio
 import contextlib
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Literal, TypeAlias, TypeVar
 
 from msgspec import Struct, field
@@ -230,14 +230,11 @@ def as_reported(model: ServedModel, error: BaseException) -> BaseException:
     return out_of_memory
 
 
-def deliver(requests: Iterable[Request]) -> None:
-    """Deliver outcomes to their callers, from any thread; each event loop is woken once for all of its requests."""
-    by_loop: dict[asyncio.AbstractEventLoop, list[Request]] = {}
-    for request in requests:
-        by_loop.setdefault(request.reply.get_loop(), []).append(request)
-    for loop, own_requests in by_loop.items():
+def deliver(requests: Sequence[Request]) -> None:
+    """Deliver outcomes to their callers, all of one event loop, from any thread."""
+    if requests:
         with contextlib.suppress(RuntimeError):  # the loop is closed, so nobody waits
-            loop.call_soon_threadsafe(_reply, own_requests)
+            requests[0].reply.get_loop().call_soon_threadsafe(_reply, requests)
 
 
 def _reply(requests: Iterable[Request]) -> None:

@@ -25,7 +25,6 @@ from .request import Decoder, ReadyView, Request, deliver
 _READY_SHARE = 0.75
 _TAKEN_AT_ONCE = 8  # images at most: the lock and the device are taken once for all, and their views share a batch
 SMALL_PIXELS = 2**13  # of all views: waking another thread would cost more than computing so few
-_TOO_LATE = "the call's deadline {}, so the image was not computed. Use a longer deadline, or try again later"
 
 
 class IdleThreads:
@@ -109,9 +108,10 @@ class Waiting:
             with self.lock:
                 self._end(request, "expired" if request.expired(time.monotonic()) else "cancelled")
 
-    def expire(self, request: Request) -> None:
-        """End a request with DeadlinePassed, unless it has ended."""
-        self.fail(request, DeadlinePassed(_TOO_LATE.format("has passed")), "expired")
+    def expire(self, request: Request, reason: str = "has passed") -> None:
+        """End a request with DeadlinePassed, unless it has ended. reason: what is wrong with its deadline."""
+        with self.lock:
+            self._expire(request, reason)
 
     def close(self) -> None:
         """Refuse new requests; the threads end when the queues are empty."""
@@ -161,7 +161,7 @@ class Waiting:
         while (request := self.images.first(decoder)) is not None:
             if not request.expired(time.monotonic()):
                 return request if self._has_room(request) else None
-            self._fail(request, DeadlinePassed(_TOO_LATE.format("has passed")), "expired")
+            self._expire(request)
         return None
 
     def _has_room(self, request: Request) -> bool:
@@ -184,14 +184,6 @@ class Waiting:
             elif self.images.waiting(decoder):
                 idle.wake()
 
-    def reserve_lane(self, images: Sequence[Request]) -> bool | None:
-        """Reserve the device for images of one model that were just taken, until `end_batch`, if nothing waits for it.
-
-        Returns whether their batches are for a lane, None if others come first.
-        """
-        lanes = images[0].model.session.lanes
-        return self.ready.reserve(lanes, len(images) + self.images.waiting("thread")) if lanes > 1 else None
-
     # For all threads
 
     def decoded_in_lane(self, requests: Sequence[Request], views: Sequence[ReadyView]) -> None:
@@ -212,7 +204,7 @@ class Waiting:
         with self.lock:
             self.images.end(request)
             if request.ended is not None:
-                request.model.metrics.dropped(request.end_reason, len(views))
+                request.model.metrics.dropped[request.end_reason].inc(len(views))
             elif self._lost is not None:
                 self._fail(request, DeviceLost(self._lost))
             else:
@@ -230,7 +222,7 @@ class Waiting:
         with self.lock:
             self.images.end(request)
             end_reason = request.end_reason or ("expired" if isinstance(error, DeadlinePassed) else "failed")
-            request.model.metrics.dropped(end_reason, request.plan.views)
+            request.model.metrics.dropped[end_reason].inc(request.plan.views)
             self._fail(request, error, end_reason)
             self.notify_room()
             self.workers.wake()
@@ -268,17 +260,11 @@ class Waiting:
                     wanted.append(view)
                     request.batch_begun = request.batch_begun or now
                 else:
-                    request.model.metrics.dropped(request.end_reason or "expired", 1)
-                    self._fail(request, DeadlinePassed(_TOO_LATE.format("has passed")), "expired")
+                    request.model.metrics.dropped[request.end_reason or "expired"].inc()
+                    self._expire(request)
             self.may_stage = True
             self.stageable.notify()
         return wanted, now
-
-    def give_up(self, requests: Iterable[Request]) -> None:
-        """End requests whose deadline leaves less time than their batch takes."""
-        with self.lock:
-            for request in requests:
-                self._fail(request, DeadlinePassed(_TOO_LATE.format("leaves less time than a batch takes")), "expired")
 
     def finish(self, requests: Iterable[Request]) -> list[Request]:
         """End requests as answered; return those that had not ended before."""
@@ -302,6 +288,10 @@ class Waiting:
                 self._fail(request, DeviceLost(self._lost))
         return first
 
+    def _expire(self, request: Request, reason: str = "has passed") -> None:
+        text = f"the call's deadline {reason}, so the image was not computed. Use a longer deadline, or try again later"
+        self._fail(request, DeadlinePassed(text), "expired")
+
     def _fail(self, request: Request, error: BaseException, end_reason: str = "failed") -> None:
         if self._end(request, end_reason):
             request.error = error
@@ -317,7 +307,7 @@ class Waiting:
         request.model.metrics.failed_seconds.observe(request.ended - request.arrived)
         dropped = self.ready.withdraw(request) + (request.plan.views if self.images.withdraw(request) else 0)
         if dropped:
-            request.model.metrics.dropped(end_reason, dropped)
+            request.model.metrics.dropped[end_reason].inc(dropped)
             self.notify_room()
             self.workers.wake()
         return True

@@ -56,10 +56,6 @@ def replace_parameter(
     return with_options
 
 
-def _option_of(field: "Field[Any]") -> CliOption | None:
-    return next((detail for detail in get_args(field.type) if isinstance(detail, CliOption)), None)
-
-
 def _declared(
     kind: Any, only: Sequence[str] | None = None, group: str | None = None
 ) -> Iterator[tuple["Field[Any]", CliOption, str | None]]:
@@ -71,7 +67,7 @@ def _declared(
     for field in fields(kind):
         if only is not None and field.name not in only:
             continue
-        if (option := _option_of(field)) is not None:
+        if (option := field.metadata.get("option")) is not None:
             yield field, option, group
         elif is_dataclass(field.type):
             yield from _declared(field.type, group=group)
@@ -99,7 +95,7 @@ def _parameter(
         rich_help_panel=group,
         envvar=prefix and prefix + (option.flag or field.name).replace("-", "_").upper(),
     )
-    annotation: Any = Annotated[option.kind or get_args(field.type)[0], shown]
+    annotation: Any = Annotated[option.kind or field.type, shown]
     return inspect.Parameter(
         _name(field, option), inspect.Parameter.KEYWORD_ONLY, default=default, annotation=annotation
     )
@@ -109,7 +105,7 @@ def _build(kind: Any, values: Mapping[str, Any]) -> Any:
     """Build a dataclass and those in it from the values of the options, by name."""
     own: dict[str, Any] = {}
     for field in fields(kind):
-        option = _option_of(field)
+        option: CliOption | None = field.metadata.get("option")
         if option is None and is_dataclass(field.type):
             own[field.name] = _build(field.type, values)
         elif option is not None and (name := _name(field, option)) in values:

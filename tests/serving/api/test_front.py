@@ -113,8 +113,8 @@ class Served:
 @contextmanager
 def served(limit: int = 100, message_timeout: float = ServerLimits.message_timeout) -> Iterator[Served]:
     toy, metrics = Toy(), Metrics()
-    calls = CallsInFlight(limit, metrics)
-    with running_servicer(toy, calls, message_timeout) as address, grpc.insecure_channel(address) as channel:
+    calls = CallsInFlight(ServerLimits(max_calls=limit, message_timeout=message_timeout), metrics)
+    with running_servicer(toy, calls) as address, grpc.insecure_channel(address) as channel:
         try:
             yield Served(toy, calls, metrics, channel, address)
         finally:
@@ -395,7 +395,7 @@ class EndedCalls(CallLog):
 def wrapped(handler: Any, method: str = CLASSIFY, **limits: float) -> tuple[Any, list[Call]]:
     """Return gRPC's handler for a method of ours, and the list of its calls, which grows as they end."""
     log = EndedCalls()
-    front = Front(CallsInFlight(log=log), ServerLimits(**limits))
+    front = Front(CallsInFlight(ServerLimits(**limits), log=log))
     return Method(front, f"/{method}", handler).handler(), log.calls
 
 
@@ -737,11 +737,8 @@ def test_by_default_a_connection_has_at_most_half_of_the_calls_in_flight() -> No
 
 async def held_call(calls: CallsInFlight, peer: str, held: asyncio.Event) -> str:
     """Make a call that lasts until `held` is set; return "refused" or "answered"."""
-    of_peer = Call("o", "1", peer=peer)
     try:
-        if (overloaded := calls.begin(of_peer)) is not None:
-            raise overloaded
-        calls.admit(of_peer)
+        calls.begin(Call(CLASSIFY, "1", peer=peer))
     except Overloaded:
         return "refused"
     await held.wait()
@@ -749,7 +746,7 @@ async def held_call(calls: CallsInFlight, peer: str, held: asyncio.Event) -> str
 
 
 def test_an_address_that_takes_all_calls_leaves_a_quarter_more_for_others() -> None:
-    calls = CallsInFlight(8)
+    calls = CallsInFlight(ServerLimits(max_calls=8))
 
     async def scenario() -> None:
         held = asyncio.Event()
@@ -773,7 +770,7 @@ def test_an_address_that_takes_all_calls_leaves_a_quarter_more_for_others() -> N
 
 
 def test_connections_that_take_all_calls_leave_an_eighth_more_for_others_of_their_address() -> None:
-    calls = CallsInFlight(80)
+    calls = CallsInFlight(ServerLimits(max_calls=80))
 
     async def scenario() -> None:
         held = asyncio.Event()
@@ -799,12 +796,12 @@ def test_connections_that_take_all_calls_leave_an_eighth_more_for_others_of_thei
 
 
 def test_probes_do_not_count_as_calls_in_flight() -> None:
-    calls = CallsInFlight(1)
+    calls = CallsInFlight(ServerLimits(max_calls=1))
 
     async def two_calls() -> None:
-        assert calls.begin(Call("p", "1"), exempt=True) is None
+        calls.begin(Call("inference.GRPCInferenceService/ServerLive", "1"))
         assert calls.count == 0
-        assert calls.begin(Call("o", "2")) is None
+        calls.begin(Call(CLASSIFY, "2"))
         assert calls.count == 1
 
     asyncio.run(two_calls())

@@ -195,7 +195,7 @@ def test_the_server_reads_no_faster_than_it_classifies() -> None:
             answered += 1
             return answer
 
-        served = plane.model("fake")
+        served = plane.models.get("fake")
         evaluation_ = evaluate(counted, served, served.plan(DENSE).protocol, "many", one_by_one(pulling()), call=Call())
         report = asyncio.run(evaluation_)
     assert report["evaluated"] == 5 * MAX_IN_FLIGHT
@@ -279,7 +279,7 @@ def test_a_client_that_reads_no_progress_delays_only_one_image(
                 read.set()
             return answer
 
-        served, images = plane.model("fake"), one_by_one(labelled(3 * MAX_IN_FLIGHT))
+        served, images = plane.models.get("fake"), one_by_one(labelled(3 * MAX_IN_FLIGHT))
         evaluation_ = evaluate(
             counted, served, served.plan(DENSE).protocol, "many", images, call=Call(), on_progress=on_progress
         )
@@ -326,7 +326,7 @@ def test_an_evaluation_with_too_many_images_is_refused(images: int) -> None:
             return
         with pytest.raises(UsageError, match="at most 3 images in one call, and '0003' is above the limit"):
             asyncio.run(evaluation_)
-        assert plane.model("fake").admission.used.images == 0
+        assert plane.models.get("fake").admission.used.images == 0
 
 
 def test_an_abandoned_evaluation_is_not_computed() -> None:

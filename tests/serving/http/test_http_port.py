@@ -37,10 +37,10 @@ from prelunet.evaluator.imaging.limits import DecodeLimits
 from prelunet.evaluator.pb.prelunet.v1 import prelunet_pb2 as pb
 from prelunet.evaluator.pb.prelunet.v1 import prelunet_pb2_grpc as pb_grpc
 from prelunet.evaluator.serving.access import SCOPES, AccessControl, create_token
-from prelunet.evaluator.serving.arriving import ArrivingBytes, process_memory
+from prelunet.evaluator.serving.answers import list_models_response
+from prelunet.evaluator.serving.arriving import process_memory
 from prelunet.evaluator.serving.calls import CallsInFlight
-from prelunet.evaluator.serving.certificates import Certificates
-from prelunet.evaluator.serving.http import answers, routes
+from prelunet.evaluator.serving.http import routes
 from prelunet.evaluator.serving.http.door import HttpCall, HttpDoor
 from prelunet.evaluator.serving.http.listener import ConnectionLimits, Listener
 from prelunet.evaluator.serving.models import Models
@@ -50,6 +50,7 @@ from prelunet.evaluator.serving.options import HttpOptions, ModelFile, ServerLim
 from prelunet.evaluator.serving.proxies import TrustedProxies
 from prelunet.evaluator.serving.repository import Version
 from prelunet.evaluator.serving.server import Server
+from prelunet.evaluator.serving.watched_files import Certificates
 from tests.helpers.fakes import FakeSession
 from tests.helpers.tls_files import TLS, install_pair, tls_options, write_tokens
 from tests.serving.event_loop import async_test, until
@@ -123,7 +124,7 @@ def test_the_models_are_described_in_the_json_form_of_grpc(server: RunningServer
 
 def test_the_list_of_models_says_in_the_json_form_of_grpc_what_is_wrong_with_others() -> None:
     message = pb.ListModelsResponse(problems=[pb.VersionProblem(name="six", version=2, reason="damaged")])
-    listed = answers.list_models_response([], {Version("six", 2): "damaged"})
+    listed = list_models_response([], {Version("six", 2): "damaged"})
     assert msgspec.to_builtins(listed) == as_json(message)
 
 
@@ -373,9 +374,9 @@ def test_the_parameter_timeout_ends_a_call_before_its_header_and_not_after() -> 
 
 @async_test
 async def test_a_response_that_nobody_reads_stays_in_flight_until_its_time_is_over() -> None:
-    metrics, limits = Metrics(), ServerLimits(message_timeout=0.5)
-    calls = CallsInFlight(4, metrics)
-    door = HttpDoor(calls, limits, ArrivingBytes(limits, metrics), None)
+    metrics = Metrics()
+    calls = CallsInFlight(ServerLimits(max_calls=4, message_timeout=0.5), metrics)
+    door = HttpDoor(calls)
 
     async def much(_call: HttpCall) -> Response:
         return Response(b"x" * 2**24)  # more than a connection's buffers

@@ -70,7 +70,7 @@ async def answer_to(request: bytes, port: Listener, host: str = "127.0.0.1") -> 
 @async_test
 async def test_a_scrape_returns_the_metrics() -> None:
     metrics = Metrics()
-    metrics.of_model("flowers").refused("views")
+    metrics.of_model("flowers").refused["views"].inc()
     async with running_metrics_server(lambda: metrics.text()[0]) as port:
         status, body = await answer_to(b"GET /metrics HTTP/1.1\r\nHost: x\r\n\r\n", port)
         samples = {

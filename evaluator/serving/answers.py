@@ -1,19 +1,23 @@
-"""The JSON answers of /v1: protobuf's JSON form of proto/prelunet/v1, with its names and all its fields."""
+"""The answers of our own API in plain types, under both front ends.
+
+They have the names and all the fields of proto/prelunet/v1: gRPC makes its messages of them, HTTP the JSON of /v1.
+"""
 
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
+from typing import Any
 
 from msgspec import UNSET, Struct, UnsetType
 
-from ...answer import ClassMap, ClassScore, Timings
-from ...contract import ClassEntry
-from ...engine.scores import shortest_decimal
-from ...engine.session import Circumstances
-from ...preparation import Preparation
-from ...protocols import supported_protocols
-from ..repository import Version
-from ..scheduling.model import ServedModel
-from ..scheduling.request import Answered
+from ..answer import ClassMap, ClassScore, Timings
+from ..contract import ClassEntry
+from ..engine.scores import shortest_decimal
+from ..engine.session import Circumstances
+from ..preparation import Preparation
+from ..protocols import supported_protocols
+from .repository import Version
+from .scheduling.model import ServedModel
+from .scheduling.request import Answered
 
 
 class _Answer(Struct, forbid_unknown_fields=True):
@@ -116,31 +120,29 @@ class Model(_Answer):
 def classify_response(answer: Answered) -> ClassifyResponse:
     """Return the answer to one image."""
     classes = answer.model.session.contract.classes
-    model, protocol, views = answer.constant_part(_constant_part)
     return ClassifyResponse(
         predictions=[
             ClassScore(index, classes[index].wnid, classes[index].name, shortest_decimal(score))
             for index, score in answer.classified.top(answer.plan.top)
         ],
-        model=model,
-        protocol=protocol,
-        views=views,
-        capped=answer.classified.capped,
-        circumstances=answer.model.session.circumstances,
         heatmap=answer.heatmap,
         timings=answer.timings,
         maps=[replace(each, scores=tuple(map(shortest_decimal, each.scores))) for each in answer.maps],
+        **answer.constant_part(constant_part),
     )
 
 
-def _constant_part(answer: Answered) -> tuple[ModelIdentity, Protocol, list[View]]:
+def constant_part(answer: Answered) -> dict[str, Any]:
+    """Return the fields of an answer that are equal for all images of the same plan and window grids."""
     protocol = answer.plan.protocol.to_json()
     crop = protocol.pop("crop")
-    return (
-        _identity(answer.model),
-        Protocol(**protocol, crop=UNSET if crop is None else crop),
-        [View(**seen.view.to_json(), windows=WindowGrid(*seen.windows)) for seen in answer.classified.views],
-    )
+    return {
+        "model": _identity(answer.model),
+        "protocol": Protocol(**protocol, crop=UNSET if crop is None else crop),
+        "views": [View(**seen.view.to_json(), windows=WindowGrid(*seen.windows)) for seen in answer.classified.views],
+        "capped": answer.classified.capped,
+        "circumstances": answer.model.session.circumstances,
+    }
 
 
 def _identity(served: ServedModel) -> ModelIdentity:
