@@ -78,6 +78,7 @@ def validate(  # noqa: PLR0913 - one argument per option
                 done=writer.done,
                 **spec_to_log(dataset.spec or DatasetSpec(dataset.location)),
                 device=sessions[0].circumstances.provider,
+                remarks=list(dataset.remarks),
             )
             chunks = [samples[start : start + info.chunk] for start in range(writer.done, total, info.chunk)]
             # closing() stops the evaluation at once, not when the generator is garbage-collected.
