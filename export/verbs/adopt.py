@@ -1,12 +1,13 @@
 """`prelunet adopt`: wrap another ONNX classifier into a model file."""
 
-from collections.abc import Mapping
-from dataclasses import replace
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
 import typer
 
+from ...evaluator.cli_option import option
 from ...evaluator.datasets.labels.class_file import read_class_list
 from ...evaluator.engine.verify import TOLERANCES
 from ...evaluator.errors import UsageError
@@ -14,9 +15,11 @@ from ...evaluator.files import check_not_input, require_new
 from ...evaluator.machine import onnxruntime_supports_int8
 from ...evaluator.preparation import Color, Interpolation, Resize
 from ...evaluator.terminal import echo, report
+from ...evaluator.verbs.options.derive import derive_options
 from ...training.importing.preprocessing import (
     PRESETS,
     Channels,
+    ChannelValues,
     Layout,
     Preprocessing,
     Preset,
@@ -26,9 +29,89 @@ from ...training.importing.preprocessing import (
 if TYPE_CHECKING:
     from ..foreign.adopt import AdoptResult
 
-PANEL = "Preprocessing"
+
+def _numbers(option: str) -> Callable[[str | None], ChannelValues | None]:
+    return lambda text: None if text is None else parse_channel_values(text, option)
 
 
+def _parse_color(text: str | None) -> Color | None:
+    """Parse `124,116,104`, or one level for all channels; raises UsageError for anything else."""
+    if text is None:
+        return None
+    levels = parse_channel_values(text, "--pad-color")
+    if any(level not in range(256) for level in levels):
+        raise UsageError(f"--pad-color {text}: should be whole numbers from 0 to 255")
+    red, green, blue = map(int, levels)
+    return red, green, blue
+
+
+@dataclass(frozen=True)
+class PreprocessingOptions:
+    """How the net's images were made in training; None: as the makers' files, the preset or the usual has it."""
+
+    HELP_GROUP: ClassVar[str] = "Preprocessing"
+    preset: Preset | None = option(
+        None,
+        "Usual preprocessing: torchvision (ImageNet's mean and std, bilinear), timm (the same, bicubic), "
+        "timm-inception (mean and std 0.5, bicubic), keras-tf (mean and std 0.5, bilinear), keras-caffe (BGR, pixels "
+        "from 0 to 255 minus the mean, bilinear), ultralytics (pixels from 0 to 1), clip (its mean and std, bicubic), "
+        "hf-vit (mean and std 0.5, squashed). The options below override its values.",
+    )
+    mean: ChannelValues | None = option(
+        None,
+        "Mean per channel, in the net's channel order, or one number.",
+        metavar="M,M,M",
+        kind=str | None,
+        parse=_numbers("--mean"),
+    )
+    std: ChannelValues | None = option(
+        None,
+        "Standard deviation per channel, by which the difference is divided.",
+        metavar="S,S,S",
+        kind=str | None,
+        parse=_numbers("--std"),
+    )
+    pixel_range: int | None = option(
+        None,
+        "Largest pixel value when the mean is subtracted.",
+        flag="range",
+        default="1",
+        kind=Literal["1", "255"] | None,
+        parse=lambda text: text and int(text),
+    )
+    channels: Channels | None = option(
+        None, "Channel order of the net's input.", default="rgb, gray if it has one channel"
+    )
+    resize: Resize | None = option(
+        None,
+        "What was resized. shorter: the shorter side, before a crop; squash: both sides, to a square; pad: the longer "
+        "side, with a border around the image.",
+        default="shorter",
+    )
+    scale: int | None = option(
+        None,
+        "Pixels of that side before the central crop.",
+        default="crop·256/224; of whole images, the crop",
+        min=1,
+    )
+    interpolation: Interpolation | None = option(None, "Filter of resizing.", default="bilinear")
+    antialias: bool | None = option(
+        None,
+        "Resize as Pillow does, or as OpenCV, TensorFlow and torch's interpolate.",
+        flag="antialias/--no-antialias",
+        default="antialias",
+    )
+    pad_color: Color | None = option(
+        None,
+        "Color of the border, levels from 0 to 255, or one for gray.",
+        metavar="R,G,B",
+        default="0,0,0",
+        kind=str | None,
+        parse=_parse_color,
+    )
+
+
+@derive_options
 def adopt(
     *,
     net: Annotated[
@@ -54,87 +137,7 @@ def adopt(
             min=1, max=4096, help="Side of the net's input images, in pixels.", show_default="from the input's shape"
         ),
     ] = None,
-    scale: Annotated[
-        int | None,
-        typer.Option(
-            min=1,
-            help="Side to which an image is resized before its central crop, in pixels.",
-            show_default="crop·256/224; of whole images, the crop",
-            rich_help_panel=PANEL,
-        ),
-    ] = None,
-    preset: Annotated[
-        Preset | None,
-        typer.Option(
-            help="Usual preprocessing: torchvision (ImageNet's mean and std, bilinear), timm (the same, bicubic), "
-            "timm-inception (mean and std 0.5, bicubic), keras-tf (mean and std 0.5, bilinear), keras-caffe (BGR, "
-            "pixels from 0 to 255 minus the mean, bilinear), ultralytics (pixels from 0 to 1), clip (its mean and std, "
-            "bicubic), hf-vit (mean and std 0.5, squashed). The options below override its values.",
-            rich_help_panel=PANEL,
-        ),
-    ] = None,
-    mean: Annotated[
-        str | None,
-        typer.Option(
-            help="Mean per channel, in the net's channel order, or one number.", metavar="M,M,M", rich_help_panel=PANEL
-        ),
-    ] = None,
-    std: Annotated[
-        str | None,
-        typer.Option(
-            help="Standard deviation per channel, by which the difference is divided.",
-            metavar="S,S,S",
-            rich_help_panel=PANEL,
-        ),
-    ] = None,
-    pixel_range: Annotated[
-        Literal["1", "255"] | None,
-        typer.Option(
-            "--range",
-            help="Largest pixel value when the mean is subtracted.",
-            show_default="1",
-            rich_help_panel=PANEL,
-        ),
-    ] = None,
-    channels: Annotated[
-        Channels | None,
-        typer.Option(
-            help="Channel order of the net's input.",
-            show_default="rgb, gray if it has one channel",
-            rich_help_panel=PANEL,
-        ),
-    ] = None,
-    interpolation: Annotated[
-        Interpolation | None,
-        typer.Option(help="Resize filter used in the net's training.", show_default="bilinear", rich_help_panel=PANEL),
-    ] = None,
-    resize: Annotated[
-        Resize | None,
-        typer.Option(
-            help="What was resized in the net's training. shorter: the shorter side, before a crop; squash: both "
-            "sides, to the net's own; pad: the longer side, with a border around the image.",
-            show_default="shorter",
-            rich_help_panel=PANEL,
-        ),
-    ] = None,
-    pad_color: Annotated[
-        str | None,
-        typer.Option(
-            help="Color of the border, levels from 0 to 255, or one for gray.",
-            metavar="R,G,B",
-            show_default="0,0,0",
-            rich_help_panel=PANEL,
-        ),
-    ] = None,
-    antialias: Annotated[
-        bool | None,
-        typer.Option(
-            "--antialias/--no-antialias",
-            help="Resize as Pillow does, or as OpenCV, TensorFlow and torch's interpolate.",
-            show_default="antialias",
-            rich_help_panel=PANEL,
-        ),
-    ] = None,
+    preprocessing: PreprocessingOptions,
     layout: Annotated[
         Layout | None,
         typer.Option(help="Axes of the net's input.", show_default="from the input's shape"),
@@ -165,7 +168,7 @@ def adopt(
 
     require_new(output, force=force)
     net = find_net(net)
-    stated = read_sidecars(net, values=preset is None, classes=classes is None)
+    stated = read_sidecars(net, values=preprocessing.preset is None, classes=classes is None)
     if classes is not None:
         check_not_input(output, [classes])
         listed = ClassList(read_class_list(classes), str(classes))
@@ -173,29 +176,20 @@ def adopt(
         listed = stated.classes
     else:
         raise UsageError(f"{net}: no classes. Give --classes; neither the net's metadata nor a file beside it has them")
-    given: dict[str, Any] = {
-        "mean": None if mean is None else parse_channel_values(mean, "--mean"),
-        "std": None if std is None else parse_channel_values(std, "--std"),
-        "pixel_range": None if pixel_range is None else int(pixel_range),
-        "channels": channels,
-        "interpolation": interpolation,
-        "resize": resize,
-        "pad_color": None if pad_color is None else _parse_color(pad_color),
-        "antialias": antialias,
-    }
     values = dict(stated.values)
     stated_crop, stated_scale = values.pop("crop", None), values.pop("center_scale", None)
+    given = {name: value for name, value in vars(preprocessing).items() if value is not None}
+    preset, scale = given.pop("preset", None), given.pop("scale", None)
+    if "resize" not in given:  # the scale stated is that of the way to resize
+        scale = scale or stated_scale
     usual = _changed(Preprocessing(None, None) if preset is None else PRESETS[preset], values)
-    preprocessing = _changed(usual, {name: value for name, value in given.items() if value is not None})
-    if pad_color is not None and preprocessing.preparation.resize != "pad":
+    chosen = _changed(usual, given)
+    if "pad_color" in given and chosen.preparation.resize != "pad":
         raise UsageError("--pad-color is of --resize pad. Give both, or neither")
-    if resize is not None:  # the scale was that of another way to resize
-        stated_scale = None
-    center_scale = scale or stated_scale
     if str(stated):
         echo(f"beside the net: {stated}")
-    options = AdoptOptions(preprocessing, crop or stated_crop, layout, net_output, kind, name, dense, center_scale)
-    _report(output, adopt_net(net, output, listed, options), preprocessing, detected=kind == "auto")
+    options = AdoptOptions(chosen, crop or stated_crop, layout, net_output, kind, name, dense, scale)
+    _report(output, adopt_net(net, output, listed, options), chosen, detected=kind == "auto")
 
 
 def _changed(usual: Preprocessing, values: Mapping[str, Any]) -> Preprocessing:
@@ -203,15 +197,6 @@ def _changed(usual: Preprocessing, values: Mapping[str, Any]) -> Preprocessing:
     inner = {name: value for name, value in values.items() if name in vars(usual.preparation)}
     own = {name: value for name, value in values.items() if name not in inner}
     return replace(usual, preparation=replace(usual.preparation, **inner), **own)
-
-
-def _parse_color(text: str) -> Color:
-    """Parse `124,116,104`, or one level for all channels; raises UsageError for anything else."""
-    levels = parse_channel_values(text, "--pad-color")
-    if any(level not in range(256) for level in levels):
-        raise UsageError(f"--pad-color {text}: should be whole numbers from 0 to 255")
-    red, green, blue = map(int, levels)
-    return red, green, blue
 
 
 def _report(output: Path, adopted: "AdoptResult", preprocessing: object, *, detected: bool) -> None:
