@@ -32,11 +32,12 @@ from .json_checks import (
     require_object,
     require_str,
 )
+from .preparation import USUAL, Interpolation, Preparation, preparation_from_json
 
 if TYPE_CHECKING:
     from .arrays import UInt8Array
 
-# 3: of adopted nets that state how images are resized; 2: of int8 files. All others remain readable by readers of 1.
+# 3: of adopted nets that state how images are prepared; 2: of int8 files. All others remain readable by readers of 1.
 CONTRACT_VERSION = 3
 PREFIX = "prelunet."
 MAX_CANVAS_SIDE = 65536  # pixels
@@ -55,9 +56,6 @@ _KINDS = {int: "a whole number", str: "text", list: "a list", dict: "an object"}
 Canvas = Literal["ragged", "exact"]
 FilePrecision = Literal["fp32", "fp16", "int8"]
 MeanKind = Literal["channel", "image"]
-Interpolation = Literal["bilinear", "bicubic"]
-# How an image gets a scale: its shorter side has that many pixels, and the other side in proportion; or both sides.
-Resize = Literal["shorter", "squash"]
 
 
 @dataclass(frozen=True)
@@ -138,8 +136,8 @@ class ModelContract:
     canvas: Canvas
     precision: FilePrecision
     checkpoint_sha256: str
-    interpolation: Interpolation = "bilinear"  # for resizing images, always antialiased
-    resize: Resize = "shorter"  # how images are resized
+    interpolation: Interpolation = "bilinear"  # for resizing images
+    preparation: Preparation = USUAL
     center_scale: int | None = None  # the scale of `center` and `ten-crop`; None for 8/7 of the crop, as in the paper
     training: Mapping[str, Any] = field(default_factory=dict)  # recipe, dataset, metrics, slopes, provenance, if known
     golden: tuple[GoldenImage, ...] = ()
@@ -208,7 +206,7 @@ class ModelContract:
     @property
     def _version(self) -> int:
         """Return the lowest version whose readers understand the file."""
-        if self.resize != "shorter" or (self.center_scale or 0) > self.max_side:
+        if self.preparation != USUAL or (self.center_scale or 0) > self.max_side:
             return 3
         return 1 if self.calibration is None else 2
 
@@ -239,8 +237,8 @@ class ModelContract:
                 for g in self.golden
             ],
         }
-        if self.resize != "shorter":
-            values["resize"] = self.resize
+        if self.preparation != USUAL:
+            values["preparation"] = self.preparation.to_json()
         if self.center_scale is not None:
             values["center_scale"] = self.center_scale
         if self.calibration is not None:
@@ -288,9 +286,10 @@ def _contradictions(contract: ModelContract) -> Iterator[tuple[bool, str]]:
         not crop <= center <= MAX_CROPS_PER_SIDE * crop,
         f"center_scale should be from crop to {MAX_CROPS_PER_SIDE} crops",
     )
-    squashes = contract.resize == "squash"
-    yield squashes and not contract.fixed_size, "a net that squashes images should take only its crop size"
-    yield squashes and contract.center_scale not in {None, crop}, "a net that squashes images has no other scale"
+    preparation = contract.preparation
+    yield preparation.whole and not contract.fixed_size, "a net that takes whole images should take only its crop size"
+    odd = contract.interpolation == "lanczos" and not preparation.antialias
+    yield odd, "lanczos is supported with antialiasing only"
     is_int8 = contract.precision == "int8"
     yield is_int8 != (contract.calibration is not None), "an int8 file, and no other, should state its calibration"
     yield is_int8 and contract.canvas != "exact", "an int8 file should have an exact canvas"
@@ -400,6 +399,10 @@ def contract_from_metadata(metadata: Mapping[str, str], where: str) -> ModelCont
     Raises ContractError if a key is missing or unreadable, or if the file has a newer version.
     """
     file = _Reader(metadata, where)
+
+    def has(key: str) -> bool:
+        return PREFIX + key in metadata
+
     if not any(key.startswith(PREFIX) for key in metadata):
         raise ContractError(
             f"{where}: not a model file of prelunet. An ONNX classifier of another origin is wrapped first: "
@@ -417,8 +420,7 @@ def contract_from_metadata(metadata: Mapping[str, str], where: str) -> ModelCont
     try:
         if "provenance" in training:  # absent in files of earlier versions
             training["provenance"] = parse_provenance(training["provenance"])
-        stated = f"{PREFIX}calibration" in metadata
-        calibration = parse_calibration(file.read("calibration", dict)) if stated else None
+        calibration = parse_calibration(file.read("calibration", dict)) if has("calibration") else None
         contract = ModelContract(
             architecture=net_from_json(file.read("architecture", dict)),
             classes=tuple(ClassEntry(c["wnid"], c["name"]) for c in file.read("classes", list)),
@@ -433,8 +435,8 @@ def contract_from_metadata(metadata: Mapping[str, str], where: str) -> ModelCont
             precision=file.choose("precision", get_args(FilePrecision)),
             checkpoint_sha256=_require_sha256(file.read("checkpoint_sha256", str), "checkpoint_sha256"),
             interpolation=file.choose("interpolation", get_args(Interpolation)),
-            resize=file.choose("resize", get_args(Resize)) if f"{PREFIX}resize" in metadata else "shorter",
-            center_scale=file.read("center_scale", int) if f"{PREFIX}center_scale" in metadata else None,
+            preparation=preparation_from_json(file.read("preparation", dict)) if has("preparation") else USUAL,
+            center_scale=file.read("center_scale", int) if has("center_scale") else None,
             training=training,
             golden=tuple(
                 GoldenImage(g["height"], g["width"], tuple(g["scores"]), tuple(g["logits"]))

@@ -11,7 +11,7 @@ from functools import cached_property, lru_cache
 from typing import Annotated, Any, ClassVar, Literal, get_args, get_type_hints
 
 from .cli_option import CliOption
-from .contract import MAX_CROPS_PER_SIDE, MAX_SCALES, Interpolation, ModelContract, Resize, center_scale
+from .contract import MAX_CROPS_PER_SIDE, MAX_SCALES, ModelContract, center_scale
 from .errors import UsageError
 from .json_checks import (
     require_bool,
@@ -22,6 +22,7 @@ from .json_checks import (
     require_object,
     require_str,
 )
+from .preparation import USUAL, Interpolation, Preparation, preparation_from_json
 
 ProtocolKind = Literal["dense", "spp-18", "center", "ten-crop"]
 ViewPart = Literal["whole", "nine", "top-left", "top-right", "bottom-left", "bottom-right", "center"]
@@ -76,9 +77,9 @@ class EvaluationProtocol:
     weights: Weighting = "scale"
     long_side_cap: int = LONG_SIDE_CAP
     crop: int | None = None  # side of the crops in pixels; None if the whole image is used
-    interpolation: Interpolation = "bilinear"  # Pillow's filter of that name, antialiased
+    interpolation: Interpolation = "bilinear"  # the filter of that name
     apply_exif: bool = False  # whether to apply EXIF orientation; ImageNet's evaluations do not
-    resize: Resize = "shorter"  # "squash": both sides get the scale
+    preparation: Preparation = USUAL
 
     def __post_init__(self) -> None:
         _check_scale_count(self.scales)
@@ -96,11 +97,11 @@ class EvaluationProtocol:
         )
 
     def to_json(self) -> dict[str, Any]:
-        """Return the protocol as plain data for run.json and messages; without `resize` if it is `shorter`."""
-        plain = {**vars(self), "scales": list(self.scales)}
+        """Return the protocol as plain data for run.json and messages; without `preparation` if it is usual."""
+        plain = {**vars(self), "scales": list(self.scales), "preparation": self.preparation.to_json()}
         plain.pop("views", None)
-        if self.resize == "shorter":
-            del plain["resize"]
+        if self.preparation == USUAL:
+            del plain["preparation"]
         return plain
 
 
@@ -113,7 +114,8 @@ def protocol_from_json(data: Any) -> EvaluationProtocol:
     """Create a protocol from the output of `EvaluationProtocol.to_json`; UsageError for other data."""
     try:
         names = {field.name for field in fields(EvaluationProtocol)}
-        plain = require_keys(data, "it", names if "resize" in require_object(data, "it") else names - {"resize"})
+        unusual = "preparation" in require_object(data, "it")
+        plain = require_keys(data, "it", names if unusual else names - {"preparation"})
         return EvaluationProtocol(**{key: _value_of(key, value) for key, value in plain.items()})
     except ValueError as error:
         raise UsageError(f"not a protocol: {error}") from error
@@ -123,12 +125,14 @@ def _value_of(key: str, value: Any) -> Any:
     match key:
         case "name":
             return require_str(value, key)
-        case "kind" | "averaging" | "weights" | "interpolation" | "resize":
+        case "kind" | "averaging" | "weights" | "interpolation":
             return require_choice(value, key, get_args(get_type_hints(EvaluationProtocol)[key]))
         case "scales":
             return tuple(require_int(scale, "a scale", 1) for scale in require_list(value, key))
         case "mirror" | "apply_exif":
             return require_bool(value, key)
+        case "preparation":
+            return preparation_from_json(value)
     return None if key == "crop" and value is None else require_int(value, key, 1)  # crop, long_side_cap
 
 
@@ -193,14 +197,13 @@ def build_protocol(
     """Build the protocol of that name for a model, with a user's changes.
 
     `center`: scale round(crop·256/224), within the range that the net was trained at, if that is known; central crop,
-    not mirrored; of a net that squashes its images, the whole image squashed to the crop. `ten-crop`: the same scale;
-    the crops at the corners of the whole resized image and at its center, also mirrored (Tables 2 and 5). `dense-S`:
-    the whole image at shorter side S, also mirrored; several scales as in dense-256-384. `multi-scale`, `spp-net`,
-    `resnet`: dense at the model's default scales, at SPP-net's six, at ResNet's five. `spp-18`: SPP-net's 96 views, 18
-    windows of the feature map at each of its six scales. `center`, `ten-crop` and `spp-18` with other scales:
-    center-240, ten-crop-300, spp-18-256-360. `overrides.scales` changes the name accordingly. Raises UsageError for an
-    unknown name, for scales both in the name and in `overrides`, and, with the reason, for a scale or a view that the
-    model does not support.
+    not mirrored; of a net that takes whole images, that image. `ten-crop`: the same scale; the crops at the corners of
+    the whole resized image and at its center, also mirrored (Tables 2 and 5). `dense-S`: the whole image at shorter
+    side S, also mirrored; several scales as in dense-256-384. `multi-scale`, `spp-net`, `resnet`: dense at the model's
+    default scales, at SPP-net's six, at ResNet's five. `spp-18`: SPP-net's 96 views, 18 windows of the feature map at
+    each of its six scales. `center`, `ten-crop` and `spp-18` with other scales: center-240, ten-crop-300,
+    spp-18-256-360. `overrides.scales` changes the name accordingly. Raises UsageError for an unknown name, for scales
+    both in the name and in `overrides`, and, with the reason, for a scale or a view that the model does not support.
     """
     overrides = overrides or ProtocolOverrides()
     if len(name) > _MAX_NAME_LENGTH:
@@ -221,7 +224,7 @@ def build_protocol(
         weights="view" if kind == "spp-18" else "scale",
         crop=contract.crop if crops else None,
         interpolation=contract.interpolation,
-        resize=contract.resize,
+        preparation=contract.preparation,
     )
     protocol = replace(protocol, **changes)
     _check_supported(protocol, contract)
@@ -251,7 +254,7 @@ def _kind_and_scales(name: str, contract: ModelContract) -> tuple[ProtocolKind, 
         return kind, tuple(map(int, match[2].split("-")[1:]))
     if name in {"center", "ten-crop"}:
         kind = "center" if name == "center" else "ten-crop"
-        usual = contract.crop if contract.resize == "squash" else center_scale(contract.crop)
+        usual = contract.crop if contract.preparation.whole else center_scale(contract.crop)
         return kind, (contract.center_scale or usual,)
     if name == "multi-scale":
         return "dense", contract.default_scales
@@ -266,10 +269,12 @@ def _kind_and_scales(name: str, contract: ModelContract) -> tuple[ProtocolKind, 
 
 def _check_supported(protocol: EvaluationProtocol, contract: ModelContract) -> None:
     """Raise UsageError, with the reason, if the model does not support the protocol."""
-    if contract.resize == "squash" and (protocol.kind, protocol.scales) != ("center", (contract.crop,)):
+    side = contract.center_scale or contract.crop
+    if contract.preparation.whole and (protocol.kind, protocol.scales) != ("center", (side,)):
+        how = "padded" if contract.preparation.resize == "pad" else "squashed"
         raise UsageError(
-            f"protocol {protocol.name}: this model takes whole images, squashed to {contract.crop}x{contract.crop} "
-            "pixels, so they have no crops and no other scales. It supports: center"
+            f"protocol {protocol.name}: this model takes whole images, {how} to {side}x{side} pixels, so they have no "
+            "other crops and no other scales. It supports: center"
         )
     if protocol.crop is not None:
         if not contract.crop <= min(protocol.scales) <= max(protocol.scales) <= MAX_CROPS_PER_SIDE * contract.crop:

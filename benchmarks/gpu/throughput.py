@@ -32,7 +32,7 @@ from prelunet.evaluator.engine.session import Session
 from prelunet.evaluator.imaging.resize import resized_size
 from prelunet.evaluator.imaging.views import ViewImage
 from prelunet.evaluator.protocols import EvaluationProtocol, build_protocol
-from prelunet.evaluator.validation.pipeline import Pipeline, evaluate_chunks
+from prelunet.evaluator.validation.pipeline import Pipeline, PreparedViews, evaluate_chunks
 from prelunet.evaluator.validation.run import Batching, build_run_info, describe_dataset
 from prelunet.evaluator.validation.timing import StageTimer
 
@@ -131,10 +131,14 @@ def _views(rig: Rig, settings: Settings) -> dict[str, Any]:
     numbers = [Sample(str(index), 0, 1) for index in range(len(views))]
     portions = [numbers[start : start + work.together] for start in range(0, len(numbers), work.together)]
     passes: list[tuple[float, StageTimer]] = []
+
+    def prepared(sample: Sample) -> PreparedViews:
+        return PreparedViews(views[int(sample.file)], ())
+
     while len(passes) < rig.reduced(1 + REPEATS) and (len(passes) < 2 or sum(took for took, _ in passes[1:]) < SECONDS):
         timer, begun = StageTimer(), time.perf_counter()
         # The pipeline of `validate`, but with views instead of files.
-        with closing(Pipeline([work.session], portions, lambda one: views[int(one.file)], THREADS, timer)) as line:
+        with closing(Pipeline([work.session], portions, prepared, THREADS, timer)) as line:
             for portion in line.finished():
                 in_order = [portion.results[index] for index in range(len(portion.results))]
                 for first in range(0, len(in_order), len(work.protocol.views)):

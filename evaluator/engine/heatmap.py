@@ -14,7 +14,7 @@ from PIL import Image, ImageDraw, ImageFont
 from ..answer import ClassMap
 from ..arrays import Float64Array, UInt8Array
 from ..contract import ModelContract
-from ..imaging.resize import resized_size
+from ..imaging.resize import placed
 from ..imaging.views import crop_origin
 from ..protocols import EvaluationProtocol
 from .classify import Classification, ViewResult
@@ -111,14 +111,16 @@ def _view_maps(
 ) -> Float64Array:
     """Map the window scores of one view onto the image; NaN where the view does not cover it."""
     assert view.window_scores is not None
-    full, kept = (
-        resized_size(*image_size, view.view.scale, cap, protocol.resize) for cap in (UNCAPPED, protocol.long_side_cap)
-    )
+    full, first, kept = placed(*image_size, view.view.scale, protocol.long_side_cap, protocol.preparation)
     shown = (view.height, view.width)
-    origin = (0, 0) if protocol.crop is None else crop_origin(*kept, view.view.part, protocol.crop)
+    origin = (
+        (0, 0)
+        if protocol.crop is None
+        else crop_origin(*kept, view.view.part, protocol.crop, protocol.preparation.rounding)
+    )
     weights = []
     for axis in (0, 1):
-        offset = (full[axis] - kept[axis]) // 2 + origin[axis]  # of the capped image, and of the crop within it
+        offset = first[axis] + origin[axis]  # of the view, and of the crop within it
         point = np.arange(map_size[axis])
         positions = (point + 0.5) * full[axis] / map_size[axis] - 0.5 - offset
         # A point of the map is a square, from `point` to `point + 1`. It counts as seen if any part of it is, so that

@@ -8,7 +8,8 @@ any number of threads may decode. Only `silence_decoders` changes the process; p
 import ctypes
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from typing import Literal, get_args
 
 import numpy as np
 import PIL._imaging
@@ -28,6 +29,7 @@ from PIL import (  # plugins by name: otherwise Pillow would load them at the fi
 
 from ..arrays import UInt8Array
 from ..errors import ImageError, OutOfMemory, PreluNetError
+from ..preparation import USUAL, Preparation, Transparency
 from .cost_limits import check_exif, check_plain, open_bounded, skip_directories
 from .header import read_header
 from .limits import DecodeLimits
@@ -57,6 +59,11 @@ _EXIF_TRANSPOSE = {
     8: Image.Transpose.ROTATE_90,
 }
 
+# What files may have that nets see in one way or another: transparency, more than 8 bits, four inks, and an EXIF
+# orientation other than upright.
+Trait = Literal["alpha", "16-bit", "cmyk", "rotated"]
+TRAITS: tuple[Trait, ...] = get_args(Trait)
+
 # See `decode_bytes`: of WebP with transparency and of a CMYK JPEG, each with a rotated copy.
 _MAX_BYTES_PER_PIXEL, _BASELINE_BYTES_PER_PIXEL = 28 + 4, 9 + 4
 
@@ -79,7 +86,8 @@ def decode_rgb(data: bytes, limits: DecodeLimits = DecodeLimits(), *, apply_exif
     """Decode an image file to uint8 (H, W, 3), RGB, 0-255.
 
     Gray is repeated in the three channels. 16-bit images keep the upper 8 bits. CMYK becomes (255-C)(255-K)/255 and so
-    on, without its color profile. Transparency is blended with white, round(alpha·value + (1-alpha)·255). Of an
+    on, without its color profile. Transparency is blended with white, round(alpha·value + (1-alpha)·255), unless a
+    `Preparation` drops it. Of an
     animation the first frame is used. EXIF orientation is ignored unless `apply_exif` (TIFF's own orientation is part
     of that format and always applied).
     Raises ImageError for bytes that are not an image of `FORMATS`, are truncated or damaged, or exceed the limits.
@@ -93,12 +101,14 @@ def decode_image(
     limits: DecodeLimits = DecodeLimits(),
     *,
     apply_exif: bool = False,
+    preparation: Preparation = USUAL,
     reserve: Callable[[int], None] = lambda _bytes: None,
+    notice: Callable[[Trait], None] | None = None,
 ) -> Image.Image:
     """Decode as `decode_rgb` does, but to a Pillow RGB image.
 
-    reserve: called after the header and before any pixel with the most bytes that decoding and resizing will take; it
-    may block (`evaluator.imaging.decode_memory`).
+    preparation: of the net's images; reserve: called after the header and before any pixel with the most bytes that
+    decoding and resizing will take; it may block (`evaluator.imaging.decode_memory`); notice: called with each trait.
 
     Use this before resizing: conversion to an array copies all pixels twice, which takes two fifths of the time of a
     12-Mpixel photo at one scale (benchmarks/results/decoding.md) and half of its memory.
@@ -106,12 +116,35 @@ def decode_image(
     with _image_errors(limits):
         image = _open(data, limits)
         reserve(decode_bytes(image, apply_exif=apply_exif))
-        rgb = _to_rgb(_pixels_of(image, data))
-        if not apply_exif:
-            return rgb
-        check_exif(image)
-        orientation = image.getexif().get(_ORIENTATION)
-        return rgb.transpose(_EXIF_TRANSPOSE[orientation]) if orientation in _EXIF_TRANSPOSE else rgb
+        deep = bool(image.tile) and ";16" in str(image.tile[0].args)
+        pixels = _pixels_of(image, data)
+        turn = _transpose_of(image) if apply_exif else None
+        if notice:
+            for trait in _traits_of(image, pixels, deep=deep):
+                notice(trait)
+        rgb = _to_rgb(pixels, preparation.transparency)
+        if preparation.gray:
+            rgb = rgb.convert("L").convert("RGB")
+        return rgb.transpose(turn) if apply_exif and turn is not None else rgb
+
+
+def _traits_of(image: ImageFile.ImageFile, pixels: Image.Image, *, deep: bool) -> Iterator[Trait]:
+    """Yield the traits of a file, whose decoded pixels are given. deep: whether its decoder reads 16 bits."""
+    if pixels.has_transparency_data:
+        yield "alpha"
+    if deep or pixels.mode.startswith("I"):
+        yield "16-bit"
+    if pixels.mode == "CMYK":
+        yield "cmyk"
+    with suppress(Exception):  # damaged, or too large to be read: it turns nothing
+        if _transpose_of(image) is not None:
+            yield "rotated"
+
+
+def _transpose_of(image: ImageFile.ImageFile) -> Image.Transpose | None:
+    """Return what turns an image upright as its EXIF says; None if it is, or says nothing. Call it after the pixels."""
+    check_exif(image)
+    return _EXIF_TRANSPOSE.get(image.getexif().get(_ORIENTATION, 1))
 
 
 def decode_bytes(image: Image.Image, *, apply_exif: bool = False) -> int:
@@ -222,7 +255,7 @@ def _pixels_of(image: ImageFile.ImageFile, data: bytes) -> Image.Image:
     return Image.frombytes(image.mode, image.size, scaled[np.minimum(values, largest)].tobytes())
 
 
-def _to_rgb(image: Image.Image) -> Image.Image:
+def _to_rgb(image: Image.Image, transparency: Transparency) -> Image.Image:
     """Convert any Pillow mode to RGB by the rules of `decode_rgb`."""
     if image.mode.startswith("I"):  # keep the upper 8 of 16 bits; Pillow would clip everything above 255 to white
         values = np.asarray(image)
@@ -234,14 +267,14 @@ def _to_rgb(image: Image.Image) -> Image.Image:
             )
         gray = (values >> 8).astype(np.uint8)
         transparent = image.info.get("transparency")
-        if isinstance(transparent, int):
+        if isinstance(transparent, int) and transparency == "white":
             gray[values == transparent] = 255
         return Image.fromarray(gray).convert("RGB")
     if image.mode in {"F", "LAB"}:  # floating-point pixels have no standard range, Pillow's LAB no standard white
         raise ImageError("floating-point and CIELAB pixels are refused. Convert the image to 8-bit RGB")
-    if image.has_transparency_data:
-        if image.mode == "La":  # premultiplied gray, which Pillow can convert only to LA
-            image = image.convert("LA")
+    if image.mode == "La":  # premultiplied gray, which Pillow can convert only to LA
+        image = image.convert("LA")
+    if image.has_transparency_data and transparency == "white":
         rgba = image.convert("RGBA")
         rgb = Image.new("RGB", image.size, (255, 255, 255))
         rgb.paste(rgba.convert("RGB"), mask=rgba.getchannel("A"))  # rounds exactly, see tests/imaging/test_decode.py

@@ -1,60 +1,94 @@
 """Resize to a scale: the shorter side gets that many pixels, the longer side keeps the aspect ratio, up to a cap.
 
-Nets of other origin may have been trained on images that are squashed to a square: both sides get the scale.
-
-Training, export and serving all use Pillow's bilinear filter, which widens when it shrinks (antialiasing). Its bicubic
-filter is for adopted classifiers that were trained with it.
+Training, export and serving all use Pillow's bilinear filter, which widens when it shrinks (antialiasing). Nets of
+other origin may have been trained on other images, such as whole ones, squashed or padded to a square
+(`evaluator.preparation`).
 """
 
 from collections.abc import Iterable
+from fractions import Fraction
+from typing import NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 from PIL import Image
 
 from ..arrays import UInt8Array
-from ..contract import Interpolation, Resize
+from ..preparation import USUAL, Interpolation, Preparation
 from ..protocols import LONG_SIDE_CAP
 
 DecodedImage = UInt8Array | Image.Image  # (H, W, 3), or the result of `decode_image`
 
 # Pillow's filter, and its support: pixels of the coarser grid on either side.
-_FILTERS = {"bilinear": (Image.Resampling.BILINEAR, 1), "bicubic": (Image.Resampling.BICUBIC, 2)}
+_FILTERS = {
+    "nearest": (Image.Resampling.NEAREST, 0),
+    "bilinear": (Image.Resampling.BILINEAR, 1),
+    "bicubic": (Image.Resampling.BICUBIC, 2),
+    "lanczos": (Image.Resampling.LANCZOS, 3),
+}
+_CUBIC = -0.75  # the parameter of torch, OpenCV and TensorFlow without antialiasing; Pillow's is -0.5
+_STRIP = 32  # rows resized at once without antialiasing, so that no array of the whole image is needed
 
 PANEL_LONG_SIDE = 320  # pixels of a heat map's panel; tiny images are enlarged and huge ones shrunk to it
 PANEL_SHORT_SIDE = 40  # pixels at least, so that even a 1x20000 image gets a visible panel
 
 
-def resized_size(
-    height: int, width: int, scale: int, cap: int = LONG_SIDE_CAP, resize: Resize = "shorter"
-) -> tuple[int, int]:
-    """Return height and width of a height x width image resized to a scale by `resize_to_scales`.
+class Placement(NamedTuple):
+    """Where a view lies in its resized image: height and width of the whole image, and of the view; in pixels.
 
-    The shorter side is `scale`, the longer one floor(long·scale/short + 1/2), but at most cap·scale; both are `scale`
-    in an image that is squashed.
+    first: row and column of the view's first pixel in the whole image; negative where the view has a border.
     """
-    full_height, full_width = _uncapped_size(height, width, scale, resize)
-    return min(full_height, cap * scale), min(full_width, cap * scale)
+
+    full: tuple[int, int]
+    first: tuple[int, int]
+    size: tuple[int, int]
 
 
-def _uncapped_size(height: int, width: int, scale: int, resize: Resize = "shorter") -> tuple[int, int]:
-    """Return the size without a cap, in integers: with floats some sizes would lose a row."""
-    if resize == "squash":
+def placed(
+    height: int, width: int, scale: int, cap: int = LONG_SIDE_CAP, preparation: Preparation = USUAL
+) -> Placement:
+    """Return the placement of a height x width image that is resized to a scale by `resize_to_scales`.
+
+    The shorter side is `scale`, the longer one long·scale/short, rounded, but at most cap·scale. Both are `scale` in an
+    image that is squashed or padded; the sides of a padded image itself are rounded to the nearest.
+    """
+    full = _full_size(height, width, scale, preparation)
+    if preparation.resize == "pad":
+        border = (scale - full[0]) // 2, (scale - full[1]) // 2
+        return Placement(full, (-border[0], -border[1]), (scale, scale))
+    size = min(full[0], cap * scale), min(full[1], cap * scale)
+    return Placement(full, ((full[0] - size[0]) // 2, (full[1] - size[1]) // 2), size)
+
+
+def resized_size(
+    height: int, width: int, scale: int, cap: int = LONG_SIDE_CAP, preparation: Preparation = USUAL
+) -> tuple[int, int]:
+    """Return height and width of the result of `resize_to_scales` for a height x width image."""
+    return placed(height, width, scale, cap, preparation).size
+
+
+def _full_size(height: int, width: int, scale: int, preparation: Preparation) -> tuple[int, int]:
+    """Return the size without a cap and a border, in integers: with floats some sizes would lose a row."""
+    if preparation.resize == "squash":
         return scale, scale
-    short = min(height, width)
+    short, long = sorted((height, width))
+    if preparation.resize == "pad":
+        rows, columns = (max(1, round(Fraction(side * scale, long))) for side in (height, width))
+        return rows, columns
+    if preparation.rounding != "half-up":
+        return height * scale // short, width * scale // short
     return (2 * height * scale + short) // (2 * short), (2 * width * scale + short) // (2 * short)
 
 
-def resize_shorter_side(
-    image: DecodedImage, scale: int, cap: int = LONG_SIDE_CAP, interpolation: Interpolation = "bilinear"
-) -> tuple[UInt8Array, bool]:
-    """Resize an image so that its shorter side has `scale` pixels.
+def resize_shorter_side(image: DecodedImage, scale: int, cap: int = LONG_SIDE_CAP) -> tuple[UInt8Array, bool]:
+    """Resize an image as training does, so that its shorter side has `scale` pixels.
 
     image: uint8 (H, W, 3) or a Pillow RGB image, any sides from 1 on. Returns uint8 (h, w, 3) and whether it was
     capped. A long side beyond cap·scale keeps only the cap·scale pixels of its center, from floor((long − cap·scale)/2)
     on, and only these are computed (a 1x20000 image at scale 256 would otherwise become 256x5120000). They differ from
     those of the whole by at most one level, in few places: Pillow takes the part's position as float32.
     """
-    return resize_to_scales(image, (scale,), cap, interpolation)[scale]
+    return resize_to_scales(image, (scale,), cap)[scale]
 
 
 def resize_to_scales(
@@ -62,19 +96,24 @@ def resize_to_scales(
     scales: Iterable[int],
     cap: int = LONG_SIDE_CAP,
     interpolation: Interpolation = "bilinear",
-    resize: Resize = "shorter",
+    preparation: Preparation = USUAL,
 ) -> dict[int, tuple[UInt8Array, bool]]:
-    """Resize an image to each scale, always from the original; return the result of `resize_shorter_side` for each.
+    """Resize an image to each scale, always from the original; return a result of `resize_shorter_side` for each.
 
-    image: uint8 (H, W, 3), which Pillow copies once, or a Pillow RGB image; resize: of its shorter side, or squash it.
+    image: uint8 (H, W, 3), which Pillow copies once, or a Pillow RGB image.
     """
     picture = image if isinstance(image, Image.Image) else Image.fromarray(image)
     resized = {}
     for scale in scales:
-        full = _uncapped_size(picture.height, picture.width, scale, resize)
-        kept = resized_size(picture.height, picture.width, scale, cap, resize)
-        first = (full[0] - kept[0]) // 2, (full[1] - kept[1]) // 2
-        resized[scale] = _resize_region(picture, full, first, kept, interpolation), kept != full
+        full, first, size = placed(picture.height, picture.width, scale, cap, preparation)
+        if preparation.resize == "pad":
+            canvas = np.full((*size, 3), preparation.pad_color, np.uint8)
+            inner = canvas[-first[0] : full[0] - first[0], -first[1] : full[1] - first[1]]
+            inner[...] = _resize_region(picture, full, (0, 0), full, interpolation, antialias=preparation.antialias)
+            resized[scale] = canvas, False
+        else:
+            part = _resize_region(picture, full, first, size, interpolation, antialias=preparation.antialias)
+            resized[scale] = part, size != full
     return resized
 
 
@@ -92,11 +131,9 @@ def resize_part(
     values beyond 0 or 255 are clipped between the passes.)
     """
     picture = image if isinstance(image, Image.Image) else Image.fromarray(image)
-    full = _uncapped_size(picture.height, picture.width, scale)
-    capped = resized_size(picture.height, picture.width, scale, cap)
+    full, first, capped = placed(picture.height, picture.width, scale, cap)
     assert all(0 <= place <= side - count for place, side, count in zip(origin, capped, size, strict=True))
-    first = (full[0] - capped[0]) // 2 + origin[0], (full[1] - capped[1]) // 2 + origin[1]
-    return _resize_region(picture, full, first, size, "bilinear")
+    return _resize_region(picture, full, (first[0] + origin[0], first[1] + origin[1]), size, "bilinear")
 
 
 def panel_picture(image: DecodedImage) -> UInt8Array:
@@ -113,9 +150,18 @@ def _resize_region(
     first: tuple[int, int],
     count: tuple[int, int],
     interpolation: Interpolation,
+    *,
+    antialias: bool = True,
 ) -> UInt8Array:
     """Return `count` rows and columns, from `first` on, of the picture resized to `full`."""
     width, height = picture.size
+    if not antialias:
+        columns = _taps(width, full[1], first[1], count[1], interpolation)
+        strips = []
+        for row in range(0, count[0], _STRIP):
+            rows = _taps(height, full[0], first[0] + row, min(_STRIP, count[0] - row), interpolation)
+            strips.append(_interpolated(picture, rows, columns))
+        return np.concatenate(strips)
     resampling, support = _FILTERS[interpolation]
     top, bottom, box_top, box_bottom = _source_span(height, full[0], first[0], count[0], support)
     left, right, box_left, box_right = _source_span(width, full[1], first[1], count[1], support)
@@ -138,3 +184,59 @@ def _source_span(side: int, full: int, offset: int, count: int, support: int) ->
     first = max(offset * side // full - reach, 0)
     last = min(-(-(offset + count) * side // full) + reach, side)
     return first, last, (offset * side - first * full) / full, ((offset + count) * side - first * full) / full
+
+
+class _Taps(NamedTuple):
+    """For each of n resized pixels along one side, its t source pixels, int64 (n, t), and their weights, float32."""
+
+    places: npt.NDArray[np.int64]
+    weights: npt.NDArray[np.float32]
+
+
+def _taps(side: int, full: int, first: int, count: int, interpolation: Interpolation) -> _Taps:
+    """Return what `count` of `full` pixels, from `first` on, take from a side without antialiasing.
+
+    In torch's order of float32 operations, so that both round alike (`torch.nn.functional.interpolate` with
+    align_corners=False).
+    """
+    step, pixel = np.float32(side / full), np.arange(first, first + count, dtype=np.float32)
+    if interpolation == "nearest":
+        return _Taps(np.minimum((pixel * step).astype(np.int64), side - 1)[:, None], np.ones((count, 1), np.float32))
+    place = step * (pixel + np.float32(0.5)) - np.float32(0.5)
+    if interpolation == "bilinear":
+        place = np.maximum(place, np.float32(0))
+    before = np.floor(place)
+    t = place - before
+    one = np.float32(1)
+    if interpolation == "bilinear":
+        offsets, weights = [0, 1], [one - t, t]
+    else:
+        offsets, weights = [-1, 0, 1, 2], [_outer(t + one), _inner(t), _inner(one - t), _outer(one - t + one)]
+    places = np.clip(before.astype(np.int64)[:, None] + offsets, 0, side - 1)
+    return _Taps(places, np.stack(weights, axis=1))
+
+
+def _inner(x: npt.NDArray[np.float32]) -> npt.NDArray[np.float32]:
+    """Return the cubic kernel at distances from 0 to 1 (Keys 1981, with the parameter `_CUBIC`)."""
+    a = np.float32(_CUBIC)
+    return ((a + 2) * x - (a + 3)) * x * x + 1
+
+
+def _outer(x: npt.NDArray[np.float32]) -> npt.NDArray[np.float32]:
+    """Return the cubic kernel at distances from 1 to 2."""
+    a = np.float32(_CUBIC)
+    return ((a * x - 5 * a) * x + 8 * a) * x - 4 * a
+
+
+def _interpolated(picture: Image.Image, rows: _Taps, columns: _Taps) -> UInt8Array:
+    """Return the weighted sums of the source pixels, rounded, uint8 (rows, columns, 3)."""
+    top, bottom = int(rows.places.min()), int(rows.places.max()) + 1
+    source = np.asarray(picture.crop((0, top, picture.width, bottom)))
+    total = np.zeros((len(rows.places), len(columns.places), 3), np.float32)
+    for row, row_weight in zip((rows.places - top).T, rows.weights.T, strict=True):
+        line = source[row]
+        pairs = zip(columns.places.T, columns.weights.T, strict=True)
+        of_row = sum(weight[:, None] * line[:, column] for column, weight in pairs)
+        total += row_weight[:, None, None] * of_row
+    result: UInt8Array = np.clip(np.rint(total), 0, 255).astype(np.uint8)
+    return result

@@ -1,6 +1,8 @@
 """The views of one image: what a protocol shows to the model, and how the views of several share an input array."""
 
 from collections.abc import Mapping, Sequence
+from fractions import Fraction
+from math import floor
 
 import numpy as np
 import numpy.typing as npt
@@ -8,6 +10,7 @@ from msgspec import Struct
 
 from ..arrays import UInt8Array
 from ..errors import UsageError
+from ..preparation import Rounding
 from ..protocols import EvaluationProtocol, View, ViewPart
 from .resize import DecodedImage, resize_to_scales
 
@@ -33,7 +36,9 @@ def make_views(image: DecodedImage, protocol: EvaluationProtocol) -> list[ViewIm
 
 def resized_of(image: DecodedImage, protocol: EvaluationProtocol) -> dict[int, tuple[UInt8Array, bool]]:
     """Resize an image to each scale of a protocol, as `resize_to_scales` does."""
-    return resize_to_scales(image, protocol.scales, protocol.long_side_cap, protocol.interpolation, protocol.resize)
+    return resize_to_scales(
+        image, protocol.scales, protocol.long_side_cap, protocol.interpolation, protocol.preparation
+    )
 
 
 def cut_views(resized: Mapping[int, tuple[UInt8Array, bool]], protocol: EvaluationProtocol) -> list[ViewImage]:
@@ -45,24 +50,25 @@ def cut_views(resized: Mapping[int, tuple[UInt8Array, bool]], protocol: Evaluati
     for view in protocol.views:
         pixels, capped = resized[view.scale]
         if protocol.crop is not None:
-            pixels = crop_at(pixels, view.part, protocol.crop)
+            pixels = crop_at(pixels, view.part, protocol.crop, protocol.preparation.rounding)
         views.append(ViewImage(view, pixels[:, ::-1] if view.mirrored else pixels, capped))
     return views
 
 
-def crop_at(image: UInt8Array, part: ViewPart, crop: int) -> UInt8Array:
+def crop_at(image: UInt8Array, part: ViewPart, crop: int, rounding: Rounding = "half-up") -> UInt8Array:
     """Cut crop x crop pixels out of uint8 (h, w, 3) at a corner or the center; UsageError if they do not fit."""
     height, width = image.shape[:2]
     if min(height, width) < crop:
         raise UsageError(f"a crop of {crop} pixels does not fit an image of {height}x{width}; use a larger scale")
-    top, left = crop_origin(height, width, part, crop)
+    top, left = crop_origin(height, width, part, crop, rounding)
     return np.ascontiguousarray(image[top : top + crop, left : left + crop])
 
 
-def crop_origin(height: int, width: int, part: ViewPart, crop: int) -> tuple[int, int]:
-    """Return the row and column where a crop begins: at a corner, or centered, at floor((side − crop)/2)."""
+def crop_origin(height: int, width: int, part: ViewPart, crop: int, rounding: Rounding = "half-up") -> tuple[int, int]:
+    """Return the row and column where a crop begins: at a corner, or centered, at (side − crop)/2, rounded."""
     if part == "center":
-        return (height - crop) // 2, (width - crop) // 2
+        nearest = round if rounding == "torchvision" else floor  # round: halves to the even number
+        return nearest(Fraction(height - crop, 2)), nearest(Fraction(width - crop, 2))
     return (0 if part.startswith("top") else height - crop), (0 if part.endswith("left") else width - crop)
 
 

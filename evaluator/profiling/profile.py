@@ -222,7 +222,7 @@ def measure_isolated(
             prepared: list[Prepared] = list(
                 pool.map(lambda sample: prepare(dataset, sample, protocol, idle), portions[number])
             )
-            views = [view for images in prepared if not isinstance(images, ImageError) for view in images]
+            views = [view for image in prepared if not isinstance(image, ImageError) for view in image.views]
             for batch in plan_views(session, views).batches:
                 packed = pack_batch(batch, views)
                 staged = session.stage(packed.images, packed.sizes)

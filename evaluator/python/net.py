@@ -212,7 +212,7 @@ class Net:
             data = encoded_image(image)  # its errors name the path
             if isinstance(image, str | os.PathLike):
                 place += f"{os.fsdecode(image)}: "
-            decoded = decode_image(data, limits, apply_exif=protocol.apply_exif)
+            decoded = decode_image(data, limits, apply_exif=protocol.apply_exif, preparation=protocol.preparation)
         except (ImageError, UsageError) as error:
             error.args = (f"{place}{error}",)
             raise

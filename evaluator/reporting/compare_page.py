@@ -112,7 +112,7 @@ _ARITHMETIC = ("provider", "precision")  # in the circumstances of a run
 
 def protocol_remark(comparison: Comparison) -> str:
     """Return a remark if the protocols differ, stating whether the models differ too; else an empty string."""
-    of_model = {"name", "crop", "interpolation", "resize"}  # the name, and what follows from the model
+    of_model = {"name", "crop", "interpolation", "preparation"}  # the name, and what follows from the model
     a, b = ({k: v for k, v in comparison[side]["protocol"].items() if k not in of_model} for side in ("a", "b"))
     if a == b:
         return ""

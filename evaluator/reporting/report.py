@@ -6,10 +6,12 @@ Errors are in percent of the evaluated images; refused images are counted and li
 
 import csv
 import io
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import asdict
 from typing import Any
 
+from ..imaging.decode import TRAITS
 from ..protocols import ProtocolKind
 from ..validation.run import Run, require_labels, require_unsharded
 from .statistics import TOPS, calibration, rank_summary, risk_coverage
@@ -43,12 +45,14 @@ def build_report(run: Run) -> Report:
     errors = error_fields([int((seen.rank > k).sum()) for k in TOPS], len(seen.rank))
     calibrated = calibration(seen.score, seen.rank == 1)
     selective = risk_coverage(seen.score, seen.rank == 1)
+    traits = Counter(trait for prediction in run.predictions for trait in prediction.traits)
     return {
         "version": REPORT_VERSION,
         "images": len(run.predictions),
         "evaluated": len(seen.rank),
         "refused": len(run.predictions) - len(seen.rank),
         "capped": sum(prediction.capped for prediction in run.predictions),
+        **({"traits": {trait: traits[trait] for trait in TRAITS if traits[trait]}} if traits else {}),
         **errors,
         "macro": macro_fields(classes),
         "calibration": None if calibrated is None else asdict(calibrated),
@@ -137,17 +141,33 @@ _PARTS_SHOWN: Mapping[ProtocolKind, str] = {
 }
 
 
+_WHOLE_SHOWN = {"squash": "squashed", "pad": "padded"}
+
+
 def describe_protocol(protocol: Mapping[str, Any]) -> str:
     """Return a short description of a protocol: `scales 256,384,480 mirrored`."""
     scales = ",".join(map(str, protocol["scales"]))
     words = f"scale{'s' if len(protocol['scales']) > 1 else ''} {scales}"
-    if protocol.get("resize") == "squash":
-        words = f"whole images squashed to {scales}x{scales}"
-    else:
+    if resize := _WHOLE_SHOWN.get(protocol.get("preparation", {}).get("resize")):
+        words = f"whole images {resize} to {scales}x{scales}"
+    if not resize or protocol["scales"] != [protocol["crop"]]:
         words += _PARTS_SHOWN[protocol["kind"]].format(crop=protocol["crop"])
     words += " mirrored" if protocol["mirror"] else ""
     words += ", logits averaged" if protocol["averaging"] == "logit" else ""
     return words + (", every window alike" if protocol["weights"] == "view" else "")
+
+
+def describe_traits(report: Report) -> str:
+    """Return how many files have which traits, and what became of them; '' if none has any."""
+    protocol = report["protocol"]
+    dropped = protocol.get("preparation", {}).get("transparency") == "dropped"
+    words = {
+        "alpha": f"transparent (transparency {'dropped' if dropped else 'over white'})",
+        "16-bit": "of 16 bits (the upper 8 count)",
+        "cmyk": "CMYK (converted without color profiles)",
+        "rotated": f"rotated by EXIF ({'applied' if protocol['apply_exif'] else 'ignored'})",
+    }
+    return ", ".join(f"{count:,} {words[trait]}" for trait, count in report.get("traits", {}).items())
 
 
 def short_provider(circumstances: Mapping[str, Any]) -> str:

@@ -42,14 +42,14 @@ def report_from_message(message: pb.Report) -> dict[str, Any]:
     for model in (report["model"], *(member["model"] for member in report["members"])):
         if model is not None and model["calibration"] is None:  # only int8 files have the key
             del model["calibration"]
-    _drop_usual_resize(report["protocol"])
+    _drop_usual_preparation(report["protocol"])
     return report
 
 
-def _drop_usual_resize(protocol: dict[str, Any] | None) -> None:
-    """Remove the key that only protocols of nets that squash their images have. protocol: None in an empty message."""
-    if protocol is not None and protocol["resize"] is None:
-        del protocol["resize"]
+def _drop_usual_preparation(protocol: dict[str, Any] | None) -> None:
+    """Remove the key that only protocols of adopted nets have. protocol: None in an empty message."""
+    if protocol is not None and protocol["preparation"] is None:
+        del protocol["preparation"]
 
 
 def convert_nested_lists(report: Mapping[str, Any], change: Callable[[Any], Any]) -> dict[str, Any]:
@@ -64,5 +64,5 @@ def answer_from_message(message: pb.ClassifyResponse) -> Answer:
     message.ClearField("heatmap")  # else it would be converted to base64 text first
     plain = to_plain(message)
     del plain["heatmap"], plain["maps"]
-    _drop_usual_resize(plain["protocol"])
+    _drop_usual_preparation(plain["protocol"])
     return answer_from_json(plain, heatmap)

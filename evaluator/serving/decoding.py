@@ -84,7 +84,9 @@ def prepare_image(
     Raises ImageError for bytes that are not an acceptable image, UsageError if a view would be too large.
     """
     protocol = options.protocol
-    decoded = decode_image(image, options.limits, apply_exif=protocol.apply_exif, reserve=reserve)
+    decoded = decode_image(
+        image, options.limits, apply_exif=protocol.apply_exif, preparation=protocol.preparation, reserve=reserve
+    )
     _check_size(decoded.height, decoded.width, protocol, options.max_view_pixels)
     resized = resized_of(decoded, protocol)
     picture = panel_picture(decoded) if options.picture else None
@@ -93,8 +95,9 @@ def prepare_image(
 
 def _check_size(height: int, width: int, protocol: EvaluationProtocol, limit: int) -> None:
     """Refuse views that would take gigabytes. All scales of an image wait together, so their total is limited too."""
-    cap, resize = protocol.long_side_cap, protocol.resize
-    sizes = [resized_size(height, width, scale, cap, resize) for scale in protocol.scales]
+    sizes = [
+        resized_size(height, width, scale, protocol.long_side_cap, protocol.preparation) for scale in protocol.scales
+    ]
     rows, columns = max(sizes, key=lambda size: size[0] * size[1])
     if rows * columns > limit:
         raise UsageError(

@@ -253,4 +253,5 @@ def _lines(runs: Sequence[Run], block: slice, scores: Float32Array, ranks: Int64
             continue
         top = tuple((index, shortest_decimal(score)) for index, score in top_k(row, TOP_CLASSES))
         known = rank if label != UNLABELLED else 0
-        yield Prediction(file, label, top, known, capped=any(line.capped for line in lines), also=also)
+        capped = any(line.capped for line in lines)
+        yield Prediction(file, label, top, known, capped=capped, also=also, traits=lines[0].traits)

@@ -82,7 +82,7 @@ def store_heat_maps(session: Session, dataset: Dataset, run: Run, count: int, wr
 def _compute(session: Session, dataset: Dataset, sample: Sample, answer: int, info: RunInfo) -> MistakeMaps:
     protocol = info.protocol
     try:
-        image = decode_image(dataset.read(sample), apply_exif=protocol.apply_exif)
+        image = decode_image(dataset.read(sample), apply_exif=protocol.apply_exif, preparation=protocol.preparation)
     except ImageError as error:
         raise DatasetError(
             f"{dataset.location}: {sample.file} can no longer be read ({error}). Restore it, or repeat the run with "

@@ -39,7 +39,7 @@ from ..engine.classify import (
 )
 from ..engine.session import Session
 from ..errors import ContractError, ImageError
-from ..imaging.decode import decode_image
+from ..imaging.decode import Trait, decode_image
 from ..imaging.decode_memory import ByteSemaphore, decode_semaphore
 from ..imaging.views import ViewImage, make_views
 from ..machine import cores
@@ -52,7 +52,16 @@ MAX_DECODED_PORTIONS = 2  # per session: one is packed and computed, one is deco
 MAX_STARTED_PORTIONS = 3  # per session, until they are averaged and written
 MAX_READY_BATCHES = 2  # per session, besides the one being computed
 
-Prepared = list[ViewImage] | ImageError  # the views of one image, or why it is refused
+
+@dataclass(frozen=True)
+class PreparedViews:
+    """The views of one image, and the traits of its file."""
+
+    views: list[ViewImage]
+    traits: tuple[Trait, ...]
+
+
+Prepared = PreparedViews | ImageError  # ImageError: why the image is refused
 ChunkResult = tuple[list[Prediction], npt.NDArray[np.float32]]  # lines and rows of scores
 
 
@@ -109,16 +118,23 @@ def prepare(
     semaphore: ByteSemaphore | None = None,
 ) -> Prepared:
     """Read, decode and resize one image. Thread-safe. semaphore: limits decoded pixels, None for the CPU's default."""
+    traits: list[Trait] = []
     try:
         with timer.timed("read"):
             data = dataset.read(sample)
         with (semaphore or decode_semaphore(gpu=False)).reservation() as reserve:
             with timer.timed("decode"):
-                image = decode_image(data, apply_exif=protocol.apply_exif, reserve=reserve)
+                image = decode_image(
+                    data,
+                    apply_exif=protocol.apply_exif,
+                    preparation=protocol.preparation,
+                    reserve=reserve,
+                    notice=traits.append,
+                )
             with timer.timed("resize"):
                 views = make_views(image, protocol)
             del image  # before its reservation is released
-        return views
+        return PreparedViews(views, tuple(traits))
     except ImageError as error:
         return error
     finally:
@@ -130,12 +146,13 @@ class Portion:
     """Some images in the pipeline.
 
     prepared: cleared when the images are packed, because it holds the pixels; views: for each image the number of views
-    or why it is refused; results: view number in the portion → result; error: why the portion failed.
+    and the traits of its file, or why it is refused; results: view number in the portion → result; error: why the
+    portion failed.
     """
 
     number: int
     prepared: list[Future[Prepared]] = field(default_factory=list)
-    views: list[int | ImageError] = field(default_factory=list)
+    views: list[tuple[int, tuple[Trait, ...]] | ImageError] = field(default_factory=list)
     results: dict[int, ViewResult] = field(default_factory=dict)
     done: bool = False
     error: BaseException | None = None
@@ -278,8 +295,10 @@ class Pipeline:
     def _pack_portion(self, session_queue: _SessionQueue, portion: Portion) -> None:
         prepared = [future.result() for future in portion.prepared]
         portion.prepared.clear()  # the futures also hold the pixels
-        portion.views = [images if isinstance(images, ImageError) else len(images) for images in prepared]
-        views = [view for images in prepared if not isinstance(images, ImageError) for view in images]
+        portion.views = [
+            image if isinstance(image, ImageError) else (len(image.views), image.traits) for image in prepared
+        ]
+        views = [view for image in prepared if not isinstance(image, ImageError) for view in image.views]
         with self._timer.timed("pack"):
             batches = plan_views(session_queue.session, views).batches
         if not batches:
@@ -376,13 +395,14 @@ def _average_portion(
     candidates: the class indices among which predictions are made, None for all; `scores` are those of all.
     """
     results = iter([portion.results[index] for index in range(len(portion.results))])
-    for sample, views, row in zip(samples, portion.views, scores, strict=True):
-        if isinstance(views, ImageError):
-            yield Prediction(sample.file, sample.label, refused=str(views), also=sample.also)
+    for sample, image, row in zip(samples, portion.views, scores, strict=True):
+        if isinstance(image, ImageError):
+            yield Prediction(sample.file, sample.label, refused=str(image), also=sample.also)
             continue
+        views, traits = image
         try:
             classified = average_image(protocol, list(islice(results, views)))
         except ContractError as error:
             raise ContractError(f"{sample.file}: {error}") from error
         row[:] = classified.scores
-        yield build_prediction(sample.file, sample.label, classified.among(candidates), sample.also)
+        yield build_prediction(sample.file, sample.label, classified.among(candidates), sample.also, traits)

@@ -15,6 +15,7 @@ from ..engine.classify import Classification
 from ..engine.scores import shortest_decimal
 from ..errors import RunFolderError
 from ..files import open_regular
+from ..imaging.decode import TRAITS, Trait
 from ..json_checks import parse_json
 
 TOP_CLASSES = 5  # classes kept per image: the paper's top-5
@@ -28,7 +29,7 @@ class Prediction:
     label: true class index, UNLABELLED (-1, in the file null) if unknown; top: up to five (class index, score), best
     first; rank: of the true class, from 1, or 0 if unknown; view_ranks: its rank in each view alone, in the order of
     `RunInfo.views`; refused: why the image could not be evaluated; such an image has neither top nor rank; also: its
-    other true classes. With several, the ranks are those of the best one.
+    other true classes. With several, the ranks are those of the best one; traits: of its file, in the order of TRAITS.
     """
 
     file: str
@@ -39,6 +40,7 @@ class Prediction:
     capped: bool = False
     refused: str | None = None
     also: tuple[int, ...] = ()
+    traits: tuple[Trait, ...] = ()
 
     @property
     def labels(self) -> tuple[int, ...]:
@@ -59,10 +61,17 @@ class Prediction:
             "rank": self.rank or None,
             "view_ranks": list(self.view_ranks),
             "capped": self.capped,
+            **({"traits": list(self.traits)} if self.traits else {}),
         }
 
 
-def build_prediction(file: str, label: int, classified: Classification, also: tuple[int, ...] = ()) -> Prediction:
+def build_prediction(
+    file: str,
+    label: int,
+    classified: Classification,
+    also: tuple[int, ...] = (),
+    traits: tuple[Trait, ...] = (),
+) -> Prediction:
     """Build the line of one classified image. label: true class index, or UNLABELLED; also: other true classes."""
     has_label = label != UNLABELLED
     return Prediction(
@@ -73,9 +82,11 @@ def build_prediction(file: str, label: int, classified: Classification, also: tu
         view_ranks=tuple(classified.view_ranks(label, *also)) if has_label else (),
         capped=classified.capped,
         also=also,
+        traits=traits,
     )
 
 
+_TRAITS_OF = [tuple(t for place, t in enumerate(TRAITS) if bits >> place & 1) for bits in range(1 << len(TRAITS))]
 LARGEST_SCORE = 1.001  # a probability plus the rounding error of half precision
 _Index = Annotated[int, Meta(ge=0, lt=2**31)]  # of a class
 _Rank = Annotated[int, Meta(ge=1, lt=2**31)]
@@ -101,6 +112,7 @@ class _EvaluatedLine(Struct, forbid_unknown_fields=True):
     view_ranks: tuple[_Rank, ...]
     capped: bool
     also: tuple[_Index, ...] = ()
+    traits: tuple[Trait, ...] = ()
 
 
 def parse_prediction(text: bytes, classes: int, views: int, candidates: Collection[int] | None = None) -> Prediction:
@@ -124,7 +136,11 @@ def parse_prediction(text: bytes, classes: int, views: int, candidates: Collecti
     _check_top(line.top, classes, candidates)
     if (line.rank is None) != (label == UNLABELLED) or (label == UNLABELLED and line.view_ranks):
         raise ValueError("rank and view_ranks should be given with a label, and only then")
-    prediction = Prediction(line.file, label, line.top, line.rank or 0, line.view_ranks, line.capped, also=line.also)
+    if line.traits != tuple(trait for trait in TRAITS if trait in line.traits):
+        raise ValueError("traits should be in the order of their list, none of them twice")
+    prediction = Prediction(
+        line.file, label, line.top, line.rank or 0, line.view_ranks, line.capped, also=line.also, traits=line.traits
+    )
     if label != UNLABELLED:
         _check_ranks(prediction, len(candidates), views)
     return prediction
@@ -183,6 +199,7 @@ class Predictions(Sequence[Prediction]):
         self._classes, self._scores = array(small), array("d")  # `_answers` for each image
         self._rank, self._view_ranks = array(small), array(small)  # `_views` for each image
         self._capped = array("B")
+        self._traits = array("B")  # a bit for each of TRAITS
         self._refused: dict[int, str] = {}
         self._also: dict[int, tuple[int, ...]] = {}
 
@@ -204,6 +221,7 @@ class Predictions(Sequence[Prediction]):
         self._rank.append(prediction.rank)
         self._view_ranks.extend(view_ranks)
         self._capped.append(prediction.capped)
+        self._traits.append(sum(1 << TRAITS.index(trait) for trait in prediction.traits))
 
     def __len__(self) -> int:
         return len(self._label)
@@ -230,23 +248,25 @@ class Predictions(Sequence[Prediction]):
         span, tops = slice(first, stop), slice(first * self._answers, stop * self._answers)
         files = self._files[self._ends[first] : self._ends[stop]].decode("utf-8", "surrogatepass").split("\0")
         answers = zip(self._classes[tops], self._scores[tops], strict=True)
-        view_ranks = iter(self._view_ranks[first * self._views : stop * self._views])
+        of_views = iter(self._view_ranks[first * self._views : stop * self._views])
         columns = zip(
             range(first, stop),
             files[:-1],
             self._label[span],
             zip(*[answers] * self._answers, strict=True),  # of one iterator: consecutive answers are grouped
             self._rank[span],
-            zip(*[view_ranks] * self._views, strict=True) if self._views else repeat((), stop - first),
+            zip(*[of_views] * self._views, strict=True) if self._views else repeat((), stop - first),
             self._capped[span],
+            self._traits[span],
             strict=True,
         )
-        for number, file, label, top, rank, ranks, capped in columns:
+        for number, file, label, top, rank, ranks, capped, bits in columns:
             also = self._also.get(number, ())
             if number in self._refused:
                 yield Prediction(file, label, refused=self._refused[number], also=also)
             else:
-                yield Prediction(file, label, top, rank, ranks if rank else (), bool(capped), also=also)
+                view_ranks = ranks if rank else ()
+                yield Prediction(file, label, top, rank, view_ranks, bool(capped), also=also, traits=_TRAITS_OF[bits])
 
 
 def read_predictions(path: Path, classes: int, views: int, candidates: Collection[int] | None = None) -> Predictions:

@@ -111,7 +111,7 @@ def _other_engines(
     count = min(measured.images_together, max(1, round(ENGINE_SECONDS * measured.images_per_second)))
     samples = [dataset.samples[number * len(dataset.samples) // count] for number in range(count)]
     prepared = [prepare(dataset, sample, protocol, StageTimer()) for sample in samples]
-    images = [views for views in prepared if not isinstance(views, ImageError)]
+    images = [image.views for image in prepared if not isinstance(image, ImageError)]
     return list(compare_engines(session, model, images, protocol)) if images else []
 
 

@@ -15,7 +15,7 @@ from ..engine.session import Placement
 from ..errors import UsageError
 from ..protocols import ProtocolOverrides, build_protocol, default_protocol_name
 from ..reporting.page_data import MAX_HEAT_MAPS
-from ..reporting.report import Report, build_report, error_with_interval, scored_over
+from ..reporting.report import Report, build_report, describe_traits, error_with_interval, scored_over
 from ..reporting.statistics import TOPS
 from ..terminal import echo, report
 from ..validation.evaluate_model import evaluate_model
@@ -137,6 +137,8 @@ def _report_result(finished: Run, run: Path, *, as_json: bool) -> None:
         result = build_report(finished)
         if result["suspicion"]:
             report(f"warning: {result['suspicion']}")
+        if traits := describe_traits(result):
+            report(f"images: {traits}")
         numbers = {key: result[key] for key in JSON_FIELDS}
         line = result_line(result)
     echo(json.dumps({"run": str(run), **numbers}) if as_json else line)

@@ -17,7 +17,6 @@ from onnx.helper import np_dtype_to_tensor_dtype
 from ...evaluator.architectures import OpaqueNet, TrunkLayer
 from ...evaluator.arrays import Float64Array, UInt8Array
 from ...evaluator.contract import ClassEntry, GoldenImage, ModelContract, golden_image, golden_sizes
-from ...evaluator.datasets.labels.class_file import read_class_list
 from ...evaluator.engine.load import open_session
 from ...evaluator.engine.runtimes.base import error_summary
 from ...evaluator.engine.runtimes.onnx import RawOnnxModel
@@ -38,6 +37,7 @@ from .read_net import (
     random_operators,
     read_net,
 )
+from .sidecars import ClassList
 from .wrap_net import prepare_net, probability_floor, wrap_net
 
 OutputKind = Literal["auto", "logits", "softmax", "sigmoid"]
@@ -95,7 +95,7 @@ class _Reference:
     logits: Float64Array
 
 
-def adopt(path: Path, output: Path, classes: Path, options: AdoptOptions) -> AdoptResult:
+def adopt(path: Path, output: Path, classes: ClassList, options: AdoptOptions) -> AdoptResult:
     """Write the model file of a foreign ONNX classifier.
 
     The net is run in onnxruntime on a few pictures, preprocessed in numpy. The file is written under a temporary name,
@@ -104,21 +104,22 @@ def adopt(path: Path, output: Path, classes: Path, options: AdoptOptions) -> Ado
     """
     for name in (path, Path(os.path.realpath(output))):
         os.fspath(name).encode("utf-8")  # UnicodeEncodeError for paths that the runtime could not open
-    check_not_input(output, (path, classes))
+    check_not_input(output, [path])
     with open_atomically(output) as file:  # first, so that an unwritable path is refused before the work
-        entries = read_class_list(classes)
         net = read_net(path, output)
         interface = find_interface(path, net, crop=options.crop, layout=options.layout, output=options.net_output)
-        if options.dense and options.preprocessing.resize == "squash":
+        preparation = options.preprocessing.preparation
+        if options.dense and preparation.whole:
             raise UsageError(
-                f"{path}: --resize squash with --dense: a net that squashes whole images has seen no windows of larger "
-                "ones. Omit one of them"
+                f"{path}: --resize {preparation.resize} with --dense: a net that takes whole images has seen no "
+                "windows of larger ones. Omit one of them"
             )
+        options = _with_channels(path, interface, options)
         _check_preprocessing(path, interface, options.preprocessing)
         pictures = _pictures(interface.crop)
         raw = _run_net(path, interface, options.preprocessing, pictures, random_operators(net))
         interface = replace(interface, one_score=len(raw[0]) == 1)
-        _check_classes(path, classes, len(raw[0]), len(entries))
+        _check_classes(path, classes, len(raw[0]))
         probabilities = _are_probabilities(path, options.kind, raw, half=interface.half)
         floor = probability_floor(interface) if probabilities else None
         alike = all(np.allclose(row, raw[0], rtol=_ALIKE, atol=_ALIKE) for row in raw)
@@ -132,7 +133,7 @@ def adopt(path: Path, output: Path, classes: Path, options: AdoptOptions) -> Ado
         golden: tuple[GoldenImage, ...] = (golden_answer(crop, crop, plain.scores, plain.logits),)
         if windows:
             golden = golden_answers(crop, windows)
-        contract = replace(_contract(path, net, interface, entries, options, head), golden=golden)
+        contract = replace(_contract(path, net, interface, classes.entries, options, head), golden=golden)
         opset = opset_of(net)
         if head is not None:
             make_dense(net, head)
@@ -170,6 +171,20 @@ def _pictures(crop: int) -> dict[str, UInt8Array]:
     }
 
 
+def _with_channels(path: Path, interface: NetInterface, options: AdoptOptions) -> AdoptOptions:
+    """Return the options, for a gray net with gray images. Raises UsageError for channels that contradict the net."""
+    given = options.preprocessing
+    if interface.channels == 1 and given.channels == "bgr":
+        raise UsageError(f"{path}: takes gray images, which have one channel. Omit --channels bgr")
+    if interface.channels == 3 and given.channels != "gray":
+        return options
+    for option, numbers in (("--mean", given.mean), ("--std", given.std)):
+        if len(set(numbers or ())) > 1:
+            raise UsageError(f"{path}: takes gray images. Give one number as {option}, of its one channel")
+    preparation = replace(given.preparation, gray=True)
+    return replace(options, preprocessing=replace(given, channels="gray", preparation=preparation))
+
+
 def _check_preprocessing(path: Path, interface: NetInterface, preprocessing: Preprocessing) -> None:
     """Raise UsageError for a mean if the net takes bytes, or no mean if it takes floats: nothing is guessed."""
     if interface.takes_bytes and preprocessing.mean is not None:
@@ -185,7 +200,8 @@ def _check_preprocessing(path: Path, interface: NetInterface, preprocessing: Pre
         )
 
 
-def _check_classes(path: Path, classes: Path, outputs: int, listed: int) -> None:
+def _check_classes(path: Path, classes: ClassList, outputs: int) -> None:
+    listed = len(classes.entries)
     if outputs == listed > 1 or (outputs, listed) == (1, 2):
         return
     hint = " score, that of the second of two classes. Give a list of both" if outputs == 1 else ""
@@ -193,7 +209,7 @@ def _check_classes(path: Path, classes: Path, outputs: int, listed: int) -> None
         hint = (
             ". Nets with 1001 classes often start with a background class: give a list that starts with a line for it"
         )
-    raise UsageError(f"{classes}: lists {listed} classes, but {path} has {outputs}{hint}")
+    raise UsageError(f"{classes.source}: lists {listed} classes, but {path} has {outputs}{hint}")
 
 
 def _run_net(
@@ -363,12 +379,14 @@ def _contract(
             precision="fp16" if half else "fp32",
             checkpoint_sha256=sha256_of(path),
             interpolation=options.preprocessing.interpolation,
-            resize=options.preprocessing.resize,
-            center_scale=options.center_scale,
+            preparation=options.preprocessing.preparation,
+            center_scale=options.center_scale or (crop if options.preprocessing.tight else None),
             training={"adopted": {**tensors, **options.preprocessing.to_json()}},
         )
     except ValueError as error:
-        raise UsageError(f"{path}: cannot be adopted: {error}. Change --name or the class list") from error
+        raise UsageError(
+            f"{path}: cannot be adopted: {error}. Change --name, the class list or the option that it is about"
+        ) from error
 
 
 def _write_checked(

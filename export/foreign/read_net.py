@@ -27,6 +27,7 @@ MAX_BATCH_PIXELS = 2**26  # of one batch, if the file has a fixed batch size: 0.
 _INPUT_TYPES = {TensorProto.FLOAT, TensorProto.FLOAT16, TensorProto.UINT8}
 _FLOATS = {"DOUBLE", "BFLOAT16"}  # types that can be converted to an allowed one
 _OUTPUT_TYPES = {TensorProto.FLOAT, TensorProto.FLOAT16}
+_CHANNELS = (3, 1)  # of color and gray images
 _INTEGERS = {TensorProto.INT32, TensorProto.INT64}
 
 Dimension = int | None  # of a shape; None if the file does not fix it
@@ -36,14 +37,16 @@ Dimension = int | None  # of a shape; None if the file does not fix it
 class NetInterface:
     """The input and output of a net.
 
-    input, output: names; input_type, output_type: of onnx (`TensorProto.FLOAT`, ...); batch: fixed batch size, None if
-    dynamic; crop: side of its images in pixels; any_size: whether the file leaves height and width open; one_score:
-    whether its output is only the score of the second of two classes, as after a sigmoid.
+    input, output: names; input_type, output_type: of onnx (`TensorProto.FLOAT`, ...); channels: 3, or 1 of a gray net;
+    batch: fixed batch size, None if dynamic; crop: side of its images in pixels; any_size: whether the file leaves
+    height and width open; one_score: whether its output is only the score of the second of two classes, as after a
+    sigmoid.
     """
 
     input: str
     input_type: int
     layout: Layout
+    channels: int
     batch: int | None
     crop: int
     output: str
@@ -54,12 +57,13 @@ class NetInterface:
     def shape(self, images: int) -> tuple[int, int, int, int]:
         """Return the shape of an input batch of `images` images."""
         if self.layout == "NCHW":
-            return (images, 3, self.crop, self.crop)
-        return (images, self.crop, self.crop, 3)
+            return (images, self.channels, self.crop, self.crop)
+        return (images, self.crop, self.crop, self.channels)
 
     def feed(self, preprocessed: npt.NDArray[Any]) -> npt.NDArray[Any]:
         """Return the net's input for one image, (H, W, 3) in its channel order, repeated to a full batch."""
-        image = preprocessed.transpose(2, 0, 1) if self.layout == "NCHW" else preprocessed
+        image = preprocessed[:, :, : self.channels]
+        image = image.transpose(2, 0, 1) if self.layout == "NCHW" else image
         batch = np.repeat(image[None], self.batch or 1, axis=0)
         with np.errstate(over="ignore"):  # infinities in half precision show up in the net's output
             return np.ascontiguousarray(batch.astype(tensor_dtype_to_np_dtype(self.input_type)))
@@ -221,7 +225,7 @@ def find_interface(
             f"{path}: input '{pixels.name}' has {actual}, but a batch of images has rank 4. "
             "Export the net with such an input"
         )
-    actual_layout = _layout(path, shape, layout)
+    actual_layout, channels = _layout(path, shape, layout)
     sides = shape[2:] if actual_layout == "NCHW" else shape[1:3]
     side = _crop(path, sides, crop)
     if side**2 * (shape[0] or 1) > MAX_BATCH_PIXELS:
@@ -235,6 +239,7 @@ def find_interface(
         input=pixels.name,
         input_type=input_type,
         layout=actual_layout,
+        channels=channels,
         batch=shape[0],
         crop=side,
         output=scores.name,
@@ -281,22 +286,20 @@ def _tensor_of(path: Path, value: Any, role: str, allowed: Collection[int]) -> t
     return tensor.elem_type, [dim.dim_value if dim.dim_value > 0 else None for dim in tensor.shape.dim]
 
 
-def _layout(path: Path, shape: Sequence[Dimension], requested: Layout | None) -> Layout:
-    """Find the channel axis by its size of 3. Raises UsageError if it is ambiguous or contradicts the option."""
+def _layout(path: Path, shape: Sequence[Dimension], requested: Layout | None) -> tuple[Layout, int]:
+    """Find the channel axis by its size, 3 or 1; return both. Raises UsageError if ambiguous, or not as requested."""
     channels_of: dict[Layout, Dimension] = {"NCHW": shape[1], "NHWC": shape[3]}
     if requested is not None:
-        if channels_of[requested] not in {3, None}:
-            raise UsageError(
-                f"{path}: --layout {requested} would give {channels_of[requested]} channels, not 3. Omit --layout"
-            )
-        return requested
-    matching = [layout for layout, channels in channels_of.items() if channels == 3]
+        if (channels := channels_of[requested] or 3) not in _CHANNELS:
+            raise UsageError(f"{path}: --layout {requested} would give {channels} channels, not 3 or 1. Omit --layout")
+        return requested, channels
+    matching = [(layout, channels) for layout, channels in channels_of.items() if channels in _CHANNELS]
     if len(matching) == 1:
         return matching[0]
     if not matching and None not in channels_of.values():
         raise ContractError(
-            f"{path}: an input of shape {_shape_text(shape)} has no axis of 3 channels; prelunet classifies color "
-            "images"
+            f"{path}: an input of shape {_shape_text(shape)} has no axis of 3 or 1 channels; prelunet classifies "
+            "color and gray images"
         )
     raise UsageError(
         f"{path}: an input of shape {_shape_text(shape)}: specify its channel axis with --layout NCHW or --layout NHWC"

@@ -1,43 +1,70 @@
-"""What the makers of a net wrote beside it: its classes, and how its images are prepared.
+"""What the makers of a net wrote beside it or into it: its classes, and how its images are prepared.
 
-Hugging Face's `config.json` and `preprocessor_config.json` (transformers, image processors), and timm's `config.json`,
-with `pretrained_cfg` (timm/data/config.py). What no model file can state, such as another filter, is refused.
+Hugging Face's `config.json` and `preprocessor_config.json` (transformers, image processors); timm's `config.json`, with
+`pretrained_cfg` (timm/data/config.py); Keras's `class_indices.json`, torchvision's `class_to_idx.json`, YAML with
+`names`; the ONNX file's own metadata: Ultralytics' (its exporter), PaddleOCR's `character`, and ONNX's `Image.*`
+(docs/MetadataProps.md of onnx). What no model file can state, such as another filter, is refused.
 """
 
+import ast
 import math
-from collections.abc import Callable, Mapping
+import re
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeAlias
 
+from ...evaluator.contract import ClassEntry
+from ...evaluator.datasets.labels.class_file import parse_class_list, read_class_list
+from ...evaluator.engine.runtimes.onnx_metadata import read_metadata
 from ...evaluator.errors import UsageError, from_os_error
 from ...evaluator.files import read_regular
 from ...evaluator.json_checks import parse_json, require_object
+from ...training.importing.preprocessing import PRESETS
 
-_RESAMPLING = {2: "bilinear", 3: "bicubic"}  # of Pillow
+_RESAMPLING = {0: "nearest", 1: "lanczos", 2: "bilinear", 3: "bicubic"}  # of Pillow
+# Image processors of transformers that resize, crop, rescale and normalize, → whether they crop if their file does not
+# say. Others do more, such as dividing by the std twice (EfficientNet) or resizing to another size (LeViT).
+_PROCESSORS = {
+    **dict.fromkeys(("ViT", "Beit", "ConvNext", "Pvt", "Siglip"), False),
+    **dict.fromkeys(("DeiT", "CLIP", "Bit", "MobileNetV1", "MobileNetV2"), True),
+}
 _CONVNEXT_SQUASHES = 384  # pixels, from which on this processor resizes both sides
+_CLASS_FILES = ("class_indices.json", "class_to_idx.json", "metadata.yaml", "data.yaml")
+# ONNX's Image.NominalPixelRange → mean, std and largest value of the pixels
+_RANGES = {"NominalRange_0_255": (0.0, 1.0, 255), "Normalized_0_1": (0.0, 1.0, 1), "Normalized_1_1": (0.5, 0.5, 1)}
+_FORMATS = {"Rgb8": "rgb", "Bgr8": "bgr", "Gray8": "gray"}  # its Image.BitmapPixelFormat
 _Read: TypeAlias = Callable[[Mapping[str, Any]], dict[str, Any]]
 
 
 @dataclass(frozen=True)
-class Stated:
-    """What the files beside a net state.
+class ClassList:
+    """The classes of a net, in the order of its outputs. source: where they come from, for messages."""
 
-    values: mean, std, pixel_range, interpolation and resize, as in `Preprocessing`, crop and center_scale in pixels;
-    classes: a file for `read_class_list`, None if there is none; sources: name of the file of each value.
+    entries: tuple[ClassEntry, ...]
+    source: str
+
+
+@dataclass(frozen=True)
+class Stated:
+    """What the makers of a net state.
+
+    values: of `Preprocessing` and `Preparation`, by their names there; crop and center_scale in pixels; sources: name
+    of the source of each value.
     """
 
     values: dict[str, Any] = field(default_factory=dict)
-    classes: Path | None = None
+    classes: ClassList | None = None
     sources: dict[str, str] = field(default_factory=dict)
 
     def __str__(self) -> str:
-        by_file: dict[str, list[str]] = {}
-        for name, file in self.sources.items():
-            by_file.setdefault(file, []).append(f"{name} {_shown(self.values[name])}")
+        by_source: dict[str, list[str]] = {}
+        for name, source in self.sources.items():
+            by_source.setdefault(source, []).append(f"{name} {_shown(self.values[name])}")
         if self.classes is not None:
-            by_file.setdefault(self.classes.name, []).append("classes")
-        return "; ".join(f"{file}: {', '.join(parts)}" for file, parts in by_file.items())
+            by_source.setdefault(self.classes.source, []).append(f"{len(self.classes.entries)} classes")
+        return "; ".join(f"{source}: {', '.join(parts)}" for source, parts in by_source.items())
 
 
 def find_net(path: Path) -> Path:
@@ -55,42 +82,86 @@ def find_net(path: Path) -> Path:
     return chosen[0]
 
 
-def read_sidecars(net: Path) -> Stated:
-    """Read what lies beside a net, or in the folder above if it lies in `onnx`.
+def read_sidecars(net: Path, *, values: bool = True, classes: bool = True) -> Stated:
+    """Read what a net's file states, and what lies beside it, or in the folder above if it lies in `onnx`.
 
-    Raises UsageError for a value that cannot be used, and for files that contradict each other.
+    values, classes: what to read. Raises UsageError for a value that cannot be used, and for sources that contradict
+    each other.
     """
     folder = net.parent.parent if net.parent.name == "onnx" else net.parent
-    values: dict[str, Any] = {}
-    sources: dict[str, str] = {}
-    classes = None
-    for name, read in _READERS.items():
-        if not (file := folder / name).is_file():
-            continue
-        data, found = _read(file, read)
-        if "id2label" in data or "label_names" in data:
-            classes = file
-        for key, value in found.items():
-            if value is not None and values.setdefault(key, value) != value:
+    found = Stated(classes=_agreed(_class_lists(net, folder)) if classes else None)
+    for source, stated in _stated_values(net, folder) if values else ():
+        for key, value in stated.items():
+            if value is not None and found.values.setdefault(key, value) != value:
+                there, other = found.sources[key], _shown(found.values[key])
                 raise UsageError(
-                    f"{file}: {key} {_shown(value)}, but {sources[key]}: {_shown(values[key])}. Correct one of "
-                    "them, or move it away"
+                    f"{source}: {key} {_shown(value)}, but {there}: {other}. Correct one of them, or move it away"
                 )
             if value is not None:
-                sources.setdefault(key, name)
-    return Stated(values, classes, sources)
+                found.sources.setdefault(key, source)
+    return found
 
 
-def _read(file: Path, read: _Read) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Return the object in a file, and the values that `read` finds in it."""
+def _stated_values(net: Path, folder: Path) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Yield each source and its values."""
+    for name, read in _READERS.items():
+        if (file := folder / name).is_file():
+            data = _json_object(file)
+            with _usable(file):
+                values = read(data)
+            yield name, values
+    metadata = read_metadata(net)
+    with _usable(f"{net}: its metadata"):
+        values = _of_metadata(metadata)
+    yield f"metadata of {net.name}", values
+
+
+def _class_lists(net: Path, folder: Path) -> Iterator[ClassList]:
+    """Yield each list of the net's classes."""
+    for name in _READERS:
+        if (file := folder / name).is_file() and not {"id2label", "label_names"}.isdisjoint(_json_object(file)):
+            yield ClassList(read_class_list(file), name)
+    for name in _CLASS_FILES:
+        if (file := folder / name).is_file():
+            yield ClassList(read_class_list(file), name)
+    metadata = read_metadata(net)
+    for key in ("names", "character"):  # of Ultralytics and PaddleOCR
+        if key in metadata:
+            source = f"metadata of {net.name}"
+            yield ClassList(parse_class_list(metadata[key], f"{net}: '{key}' of its metadata"), source)
+
+
+def _agreed(lists: Iterator[ClassList]) -> ClassList | None:
+    """Return the first list. Raises UsageError for another one with other names."""
+    if (first := next(lists, None)) is None:
+        return None
+    for other in lists:
+        names, others = ([entry.name for entry in each.entries] for each in (first, other))
+        if len(names) != len(others):
+            raise UsageError(f"{other.source}: {len(others)} classes, but {first.source}: {len(names)}. Give --classes")
+        for index, (name, another) in enumerate(zip(names, others, strict=True)):
+            if name != another:
+                raise UsageError(
+                    f"{other.source}: class {index} is '{another}', but {first.source}: '{name}'. Give --classes"
+                )
+    return first
+
+
+def _json_object(file: Path) -> dict[str, Any]:
+    with _usable(file):
+        return require_object(parse_json(read_regular(file)), "it")
+
+
+@contextmanager
+def _usable(where: Path | str) -> Iterator[None]:
+    """Turn what is wrong with data into a UsageError. where: names them."""
     try:
-        data = require_object(parse_json(read_regular(file)), "it")
-        return data, read(data)
+        yield
     except OSError as error:
         raise from_os_error(error) from error
-    except (ValueError, TypeError, KeyError, IndexError) as error:
+    except (ValueError, TypeError, KeyError, IndexError, SyntaxError) as error:
         reason = f"it lacks {error}" if isinstance(error, KeyError) else error
-        raise UsageError(f"{file}: cannot be used: {reason}. Move it away and give the values as options") from error
+        raise UsageError(f"{where}: cannot be used: {reason}. Move it away and give the values as options") from error
 
 
 def _shown(value: Any) -> str:
@@ -99,6 +170,10 @@ def _shown(value: Any) -> str:
 
 def _of_processor(data: Mapping[str, Any]) -> dict[str, Any]:
     """Read an image processor of transformers; its steps are resize, center crop, rescale, normalize."""
+    kind = data.get("image_processor_type", data.get("feature_extractor_type", "ViTImageProcessor"))
+    if (name := re.sub("(ImageProcessor|FeatureExtractor).*", "", kind)) not in _PROCESSORS:
+        raise ValueError(f"'image_processor_type' is {kind}, but only those of {', '.join(_PROCESSORS)} are supported")
+    data = {"do_center_crop": _PROCESSORS[name], **data}
     values: dict[str, Any] = {"pixel_range": _range(data.get("rescale_factor", 1 / 255), data.get("do_rescale", True))}
     if data.get("do_normalize", True):
         values |= {key: tuple(map(float, data[f"image_{key}"])) for key in ("mean", "std")}
@@ -109,8 +184,8 @@ def _of_processor(data: Mapping[str, Any]) -> dict[str, Any]:
     if not data.get("do_resize", True):
         raise ValueError("it does not resize images ('do_resize' is false)")
     if (resample := data["resample"]) not in _RESAMPLING:  # its default depends on the processor
-        raise ValueError(f"'resample' is {resample}, but only 2 (bilinear) and 3 (bicubic) are supported")
-    return {**values, "interpolation": _RESAMPLING[resample], **_geometry_of(data)}
+        raise ValueError(f"'resample' is {resample}, but only 0 to 3 (Pillow's nearest to bicubic) are supported")
+    return {**values, "interpolation": _RESAMPLING[resample], "rounding": "transformers", **_geometry_of(data)}
 
 
 def _geometry_of(data: Mapping[str, Any]) -> dict[str, Any]:
@@ -131,19 +206,17 @@ def _geometry_of(data: Mapping[str, Any]) -> dict[str, Any]:
             raise ValueError("it crops nothing ('do_center_crop' is false), so images have different sizes")
         return {"resize": "shorter", "crop": _square(crop), "center_scale": size["shortest_edge"]}
     side = _square(size)
-    if crop is not None and _square(crop) != side:
-        raise ValueError(f"it squashes images to {side} pixels and crops {_square(crop)} of them")
-    return {"resize": "squash", "crop": side}
+    return {"resize": "squash", "crop": side if crop is None else _square(crop), "center_scale": side}
 
 
 def _of_config(data: Mapping[str, Any]) -> dict[str, Any]:
-    """Read timm's `pretrained_cfg`, or the size that a model of transformers states."""
+    """Read timm's `pretrained_cfg`. The `image_size` of transformers' models need not be that of their images."""
     if "pretrained_cfg" not in data:
-        return {"crop": data.get("image_size") if isinstance(data.get("image_size"), int) else None}
+        return {}
     stated = require_object(data["pretrained_cfg"], "pretrained_cfg")
     interpolation = stated.get("interpolation", "bilinear")
     if interpolation not in _RESAMPLING.values():
-        raise ValueError(f"'interpolation' is {interpolation}, but only bilinear and bicubic are supported")
+        raise ValueError(f"'interpolation' is {interpolation}, but only Pillow's four filters are supported")
     _, rows, columns = stated["input_size"]
     crop, part, mode = (
         _square({"height": rows, "width": columns}),
@@ -152,11 +225,10 @@ def _of_config(data: Mapping[str, Any]) -> dict[str, Any]:
     )
     values: dict[str, Any] = {key: tuple(map(float, stated[key])) for key in ("mean", "std")}
     values |= {"pixel_range": 1, "interpolation": interpolation, "crop": crop}
-    if mode == "squash" and part == 1:
-        return values | {"resize": "squash"}
-    if mode != "center":
-        raise ValueError(f"'crop_mode' is {mode} with 'crop_pct' {part}, which is not supported")
-    return values | {"resize": "shorter", "center_scale": math.floor(crop / part)}
+    values["center_scale"] = math.floor(crop / part)
+    if mode == "border":
+        return values | {"resize": "pad", "pad_color": tuple(round(255 * level) for level in values["mean"])}
+    return values | {"resize": _known("crop_mode", mode, {"center": "shorter", "squash": "squash"})}
 
 
 def _range(factor: float, rescaled: bool) -> int:
@@ -173,7 +245,32 @@ def _square(size: Any) -> int:
     return rows
 
 
+def _of_metadata(data: Mapping[str, str]) -> dict[str, Any]:
+    """Read the metadata of an ONNX file: of Ultralytics, or ONNX's own about images."""
+    if data.get("author") == "Ultralytics" and data.get("task") == "classify":
+        usual = PRESETS["ultralytics"]
+        side = _square(dict(zip(("height", "width"), ast.literal_eval(data["imgsz"]), strict=True)))
+        return {
+            "mean": usual.mean, "std": usual.std, "interpolation": usual.interpolation, "crop": side,
+            "center_scale": side,
+        }  # fmt: skip
+    values: dict[str, Any] = {}
+    if (pixels := data.get("Image.BitmapPixelFormat")) is not None:
+        values["channels"] = _known("Image.BitmapPixelFormat", pixels, _FORMATS)
+    if (nominal := data.get("Image.NominalPixelRange")) is not None:
+        mean, std, values["pixel_range"] = _known("Image.NominalPixelRange", nominal, _RANGES)
+        values |= {"mean": (mean,) * 3, "std": (std,) * 3}
+    return values
+
+
+def _known(key: str, value: str, known: Mapping[str, Any]) -> Any:
+    if value not in known:
+        raise ValueError(f"'{key}' is {value}, but only {', '.join(known)} are supported")
+    return known[value]
+
+
 _READERS: Mapping[str, _Read] = {
     "preprocessor_config.json": _of_processor,
+    "processor_config.json": lambda data: _of_processor(data["image_processor"]) if "image_processor" in data else {},
     "config.json": _of_config,
 }

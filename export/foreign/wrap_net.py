@@ -11,7 +11,7 @@ from onnx import GraphProto, ModelProto, NodeProto, TensorProto, helper
 
 from ...evaluator.contract import ModelContract
 from ...evaluator.errors import ContractError
-from ...training.importing.preprocessing import Preprocessing
+from ...training.importing.preprocessing import LUMA, LUMA_UNIT, Preprocessing
 from ..onnx_graph import IR_VERSION, GraphBuilder, build_file, contract_graph
 from .dense import WINDOWS, Head
 from .read_net import NetInterface, opset_of
@@ -109,24 +109,41 @@ def wrap_net(
 def _front(outer: GraphBuilder, interface: NetInterface, preprocessing: Preprocessing) -> str:
     """Add the preprocessing from `images` to the net's input, in the order of operations of `Preprocessing.apply`."""
     value = "images"
+    if preprocessing.channels == "gray":
+        value = _luma(outer, interface.channels)
     if preprocessing.channels == "bgr":
         order = outer.constant("bgr", np.array([2, 1, 0], np.int64))
         value = outer.node("Gather", [value, order], "images.bgr", axis=3)
-    shape = (1, 1, 1, 3)
+    shape = (1, 1, 1, interface.channels)
     if interface.layout == "NCHW":
-        shape = (1, 3, 1, 1)
+        shape = (1, interface.channels, 1, 1)
         value = outer.node("Transpose", [value], "images.channels_first", perm=[0, 3, 1, 2])
     if preprocessing.mean is None or preprocessing.std is None:
         return value
     value = outer.node("Cast", [value], "images.float", to=TensorProto.FLOAT)
     if preprocessing.pixel_range == 1:
         value = outer.node("Div", [value, outer.constant("white", np.array(255, np.float32))], "images.scaled")
-    mean = outer.constant("mean", np.array(preprocessing.mean, np.float32).reshape(shape))
-    std = outer.constant("std", np.array(preprocessing.std, np.float32).reshape(shape))
+    numbers = [np.array(each[: interface.channels], np.float32) for each in (preprocessing.mean, preprocessing.std)]
+    mean, std = (outer.constant(name, each.reshape(shape)) for name, each in zip(("mean", "std"), numbers, strict=True))
     value = outer.node("Div", [outer.node("Sub", [value, mean], "images.centred"), std], "images.normalised")
     if interface.input_type != TensorProto.FLOAT:
         value = outer.node("Cast", [value], "images.cast", to=interface.input_type)
     return value
+
+
+def _luma(outer: GraphBuilder, channels: int) -> str:
+    """Add the gray values of `images`, uint8, in whole numbers as `Preprocessing.apply` computes them."""
+    pixels = outer.node("Cast", ["images"], "images.whole", to=TensorProto.INT32)
+    weights = outer.constant("luma", np.array(LUMA, np.int32))
+    weighted = outer.node("Mul", [pixels, weights], "images.weighted")
+    value = outer.constant("luma.half", np.array(LUMA_UNIT // 2, np.int32))
+    for channel in range(3):  # no sum over an axis: its axes were an attribute before opset 13
+        index = outer.constant(f"luma.{channel}", np.array([channel], np.int64))
+        part = outer.node("Gather", [weighted, index], f"images.weighted.{channel}", axis=3)
+        value = outer.node("Add", [part, value], f"images.sum.{channel}")
+    unit = outer.constant("luma.unit", np.array(LUMA_UNIT, np.int32))
+    luma = outer.node("Cast", [outer.node("Div", [value, unit], "images.luma")], "images.gray", to=TensorProto.UINT8)
+    return luma if channels == 1 else outer.node("Concat", [luma] * channels, "images.grays", axis=3)
 
 
 def _add_scan(outer: GraphBuilder, net: GraphProto, interface: NetInterface, pixels: str, outputs: int) -> str:

@@ -1,14 +1,16 @@
 """`prelunet adopt`: wrap another ONNX classifier into a model file."""
 
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
-from ...evaluator.contract import Interpolation, Resize
+from ...evaluator.datasets.labels.class_file import read_class_list
 from ...evaluator.errors import UsageError
-from ...evaluator.files import require_new
+from ...evaluator.files import check_not_input, require_new
+from ...evaluator.preparation import Color, Interpolation, Resize
 from ...evaluator.terminal import echo, report
 from ...training.importing.preprocessing import (
     PRESETS,
@@ -41,7 +43,7 @@ def adopt(
             help="Classes in the order of the net's outputs: imagenet-1k, or a file: text, one per line (wnid and "
             "name, or name), JSON or YAML.",
             metavar="imagenet-1k|FILE",
-            show_default="from config.json beside the net",
+            show_default="from what its makers wrote beside it",
         ),
     ] = None,
     crop: Annotated[
@@ -50,12 +52,22 @@ def adopt(
             min=1, max=4096, help="Side of the net's input images, in pixels.", show_default="from the input's shape"
         ),
     ] = None,
+    scale: Annotated[
+        int | None,
+        typer.Option(
+            min=1,
+            help="Side to which an image is resized before its central crop, in pixels.",
+            show_default="crop·256/224; of whole images, the crop",
+            rich_help_panel=PANEL,
+        ),
+    ] = None,
     preset: Annotated[
         Preset | None,
         typer.Option(
             help="Usual preprocessing: torchvision (ImageNet's mean and std, bilinear), timm (the same, bicubic), "
             "timm-inception (mean and std 0.5, bicubic), keras-tf (mean and std 0.5, bilinear), keras-caffe (BGR, "
-            "pixels from 0 to 255 minus the mean, bilinear). The options below override its values.",
+            "pixels from 0 to 255 minus the mean, bilinear), ultralytics (pixels from 0 to 1), clip (its mean and std, "
+            "bicubic), hf-vit (mean and std 0.5, squashed). The options below override its values.",
             rich_help_panel=PANEL,
         ),
     ] = None,
@@ -84,7 +96,11 @@ def adopt(
     ] = None,
     channels: Annotated[
         Channels | None,
-        typer.Option(help="Channel order of the net's input.", show_default="rgb", rich_help_panel=PANEL),
+        typer.Option(
+            help="Channel order of the net's input.",
+            show_default="rgb, gray if it has one channel",
+            rich_help_panel=PANEL,
+        ),
     ] = None,
     interpolation: Annotated[
         Interpolation | None,
@@ -94,8 +110,26 @@ def adopt(
         Resize | None,
         typer.Option(
             help="What was resized in the net's training. shorter: the shorter side, before a crop; squash: both "
-            "sides, to the net's own.",
+            "sides, to the net's own; pad: the longer side, with a border around the image.",
             show_default="shorter",
+            rich_help_panel=PANEL,
+        ),
+    ] = None,
+    pad_color: Annotated[
+        str | None,
+        typer.Option(
+            help="Color of the border, levels from 0 to 255, or one for gray.",
+            metavar="R,G,B",
+            show_default="0,0,0",
+            rich_help_panel=PANEL,
+        ),
+    ] = None,
+    antialias: Annotated[
+        bool | None,
+        typer.Option(
+            "--antialias/--no-antialias",
+            help="Resize as Pillow does, or as OpenCV, TensorFlow and torch's interpolate.",
+            show_default="antialias",
             rich_help_panel=PANEL,
         ),
     ] = None,
@@ -125,13 +159,18 @@ def adopt(
     """
     from ..foreign.adopt import AdoptOptions
     from ..foreign.adopt import adopt as adopt_net
-    from ..foreign.sidecars import Stated, find_net, read_sidecars
+    from ..foreign.sidecars import ClassList, find_net, read_sidecars
 
     require_new(output, force=force)
     net = find_net(net)
-    stated = read_sidecars(net) if preset is None else Stated()
-    if (classes := classes or stated.classes) is None:
-        raise UsageError(f"{net}: no classes. Give --classes; no config.json beside the net has them")
+    stated = read_sidecars(net, values=preset is None, classes=classes is None)
+    if classes is not None:
+        check_not_input(output, [classes])
+        listed = ClassList(read_class_list(classes), str(classes))
+    elif stated.classes is not None:
+        listed = stated.classes
+    else:
+        raise UsageError(f"{net}: no classes. Give --classes; neither the net's metadata nor a file beside it has them")
     given: dict[str, Any] = {
         "mean": None if mean is None else parse_channel_values(mean, "--mean"),
         "std": None if std is None else parse_channel_values(std, "--std"),
@@ -139,17 +178,38 @@ def adopt(
         "channels": channels,
         "interpolation": interpolation,
         "resize": resize,
+        "pad_color": None if pad_color is None else _parse_color(pad_color),
+        "antialias": antialias,
     }
     values = dict(stated.values)
-    stated_crop, center_scale = values.pop("crop", None), values.pop("center_scale", None)
-    usual = Preprocessing(**{"mean": None, "std": None, **values}) if preset is None else PRESETS[preset]
-    preprocessing = replace(usual, **{name: value for name, value in given.items() if value is not None})
-    if preprocessing.resize == "squash":  # also if the files beside the net say otherwise
-        center_scale = None
+    stated_crop, stated_scale = values.pop("crop", None), values.pop("center_scale", None)
+    usual = _changed(Preprocessing(None, None) if preset is None else PRESETS[preset], values)
+    preprocessing = _changed(usual, {name: value for name, value in given.items() if value is not None})
+    if pad_color is not None and preprocessing.preparation.resize != "pad":
+        raise UsageError("--pad-color is of --resize pad. Give both, or neither")
+    if resize is not None:  # the scale was that of another way to resize
+        stated_scale = None
+    center_scale = scale or stated_scale
     if str(stated):
         echo(f"beside the net: {stated}")
     options = AdoptOptions(preprocessing, crop or stated_crop, layout, net_output, kind, name, dense, center_scale)
-    _report(output, adopt_net(net, output, classes, options), preprocessing, detected=kind == "auto")
+    _report(output, adopt_net(net, output, listed, options), preprocessing, detected=kind == "auto")
+
+
+def _changed(usual: Preprocessing, values: Mapping[str, Any]) -> Preprocessing:
+    """Return the preprocessing with some values of its own and of its preparation."""
+    inner = {name: value for name, value in values.items() if name in vars(usual.preparation)}
+    own = {name: value for name, value in values.items() if name not in inner}
+    return replace(usual, preparation=replace(usual.preparation, **inner), **own)
+
+
+def _parse_color(text: str) -> Color:
+    """Parse `124,116,104`, or one level for all channels; raises UsageError for anything else."""
+    levels = parse_channel_values(text, "--pad-color")
+    if any(level not in range(256) for level in levels):
+        raise UsageError(f"--pad-color {text}: should be whole numbers from 0 to 255")
+    red, green, blue = map(int, levels)
+    return red, green, blue
 
 
 def _report(output: Path, adopted: "AdoptResult", preprocessing: object, *, detected: bool) -> None:

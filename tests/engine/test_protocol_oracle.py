@@ -189,20 +189,20 @@ Patch = Callable[[pytest.MonkeyPatch], None]
 def corners_swapped(patch: pytest.MonkeyPatch) -> None:
     right = views.crop_origin
     swapped = {"top-left": "top-right", "top-right": "top-left"}
-    patch.setattr(views, "crop_origin", lambda h, w, part, crop: right(h, w, swapped.get(part, part), crop))
+    patch.setattr(views, "crop_origin", lambda h, w, part, *more: right(h, w, swapped.get(part, part), *more))
 
 
 def rows_and_columns_swapped(patch: pytest.MonkeyPatch) -> None:
     right = views.crop_origin
     swapped = {"top-right": "bottom-left", "bottom-left": "top-right"}
-    patch.setattr(views, "crop_origin", lambda h, w, part, crop: right(h, w, swapped.get(part, part), crop))
+    patch.setattr(views, "crop_origin", lambda h, w, part, *more: right(h, w, swapped.get(part, part), *more))
 
 
 def center_rounded_up(patch: pytest.MonkeyPatch) -> None:
     right = views.crop_origin
 
-    def wrong(height: int, width: int, part: Any, crop: int) -> tuple[int, int]:
-        return right(height + 1, width + 1, part, crop) if part == "center" else right(height, width, part, crop)
+    def wrong(height: int, width: int, part: Any, *more: Any) -> tuple[int, int]:
+        return right(height + 1, width + 1, part, *more) if part == "center" else right(height, width, part, *more)
 
     patch.setattr(views, "crop_origin", wrong)
 
@@ -210,8 +210,8 @@ def center_rounded_up(patch: pytest.MonkeyPatch) -> None:
 def mirrored_before_it_is_cropped(patch: pytest.MonkeyPatch) -> None:
     right = views.crop_at
 
-    def wrong(image: np.ndarray, part: Any, crop: int) -> np.ndarray:
-        return right(image[:, ::-1], part, crop)[:, ::-1]
+    def wrong(image: np.ndarray, part: Any, *more: Any) -> np.ndarray:
+        return right(image[:, ::-1], part, *more)[:, ::-1]
 
     patch.setattr(views, "crop_at", wrong)
 

@@ -186,7 +186,7 @@ def test_a_protocol_survives_json(name: str) -> None:
     ("change", "text"),
     [
         ({"kind": "sparse"}, "kind should be one of dense, spp-18, center, ten-crop"),
-        ({"interpolation": "nearest"}, "interpolation should be one of bilinear, bicubic"),
+        ({"interpolation": "box"}, "interpolation should be one of nearest, bilinear, bicubic"),
         ({"averaging": "max"}, "averaging should be one of softmax, logit"),
         ({"weights": 1}, "weights should be text"),
         ({"scales": [256, True]}, "a scale should be a whole number"),

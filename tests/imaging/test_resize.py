@@ -10,8 +10,9 @@ from hypothesis import strategies as st
 from PIL import Image
 
 from prelunet.evaluator.arrays import Float64Array, UInt8Array
-from prelunet.evaluator.contract import Interpolation, golden_image
+from prelunet.evaluator.contract import golden_image
 from prelunet.evaluator.imaging.resize import resize_part, resize_shorter_side, resize_to_scales, resized_size
+from prelunet.evaluator.preparation import Interpolation
 
 # Pillow rounds after the columns and again after the rows, half a gray level each.
 TOLERANCE = 1.0 + 1e-3
@@ -90,7 +91,7 @@ def test_resized_image_equals_a_plain_triangle_filter(height: int, width: int, s
 @pytest.mark.parametrize(("height", "width", "scale"), [(37, 53, 28), (53, 37, 64), (90, 250, 7), (3, 2, 40)])
 def test_bicubic_equals_a_plain_cubic_filter(height: int, width: int, scale: int) -> None:
     image = 80 + noise(height, width) // 3  # so that it shoots over neither end, where Pillow cuts
-    resized, _ = resize_shorter_side(image, scale, interpolation="bicubic")
+    resized, _ = resize_to_scales(image, (scale,), interpolation="bicubic")[scale]
     expected = plain_resize(image, scale, 4, "bicubic")
     # Half a gray level from the rows; half from the columns, which the rows' weights (some < 0) make at most 0.7.
     assert np.abs(resized - expected).max() <= 1.2
@@ -156,7 +157,7 @@ def test_capped_image_is_the_center_of_the_whole_resized_image(
     height: int, width: int, scale: int, cap: int, interpolation: Interpolation
 ) -> None:
     image = noise(height, width)
-    resized, capped = resize_shorter_side(image, scale, cap, interpolation)
+    resized, capped = resize_to_scales(image, (scale,), cap, interpolation)[scale]
     short = min(height, width)
     sides = [math.floor(Fraction(side * scale, short) + Fraction(1, 2)) for side in (height, width)]
     whole = np.asarray(Image.fromarray(image).resize((sides[1], sides[0]), FILTERS[interpolation]))
@@ -175,7 +176,7 @@ def test_capped_image_is_the_center_of_the_whole_resized_image(
 def test_a_capped_image_includes_all_that_bicubic_reaches_beyond_the_cut() -> None:
     image = np.full((300, 6000, 3), 128, np.uint8)  # 30 pixels become one; kept are columns 2400 to 3600
     image[:, 2355:2370] = 255  # 1.5 to 2 pixels from the center of the first one kept: the end of the kernel, below 0
-    resized, _ = resize_shorter_side(image, 10, 4, "bicubic")
+    resized, _ = resize_to_scales(image, (10,), 4, "bicubic")[10]
     expected = plain_resize(image, 10, 4, "bicubic")
     assert expected[0, 0, 0] < 126.5
     assert np.abs(resized - expected).max() <= 1.2

@@ -16,8 +16,10 @@ from onnx import ModelProto, TensorProto, helper, numpy_helper
 
 from prelunet.evaluator.architectures import architecture, parameter_shapes
 from prelunet.evaluator.contract import Canvas, ClassEntry, FilePrecision, MeanKind
+from prelunet.evaluator.datasets.labels.class_file import IMAGENET_1K, read_class_list
 from prelunet.export.dense.build import build_contract, build_model
 from prelunet.export.foreign.adopt import AdoptOptions, adopt
+from prelunet.export.foreign.sidecars import ClassList
 from prelunet.export.onnx_graph import IR_VERSION, OPSET
 from prelunet.training.importing.preprocessing import PRESETS
 
@@ -77,7 +79,12 @@ def adopted_dense() -> ModelProto:
     with tempfile.TemporaryDirectory() as folder:
         source, output = Path(folder) / "net.onnx", Path(folder) / "dense.onnx"
         onnx.save(_model(nodes, [images], [logits], constants), source)
-        adopt(source, output, Path("imagenet-1k"), AdoptOptions(PRESETS["torchvision"], dense=True))
+        adopt(
+            source,
+            output,
+            ClassList(read_class_list(Path(IMAGENET_1K)), IMAGENET_1K),
+            AdoptOptions(PRESETS["torchvision"], dense=True),
+        )
         return onnx.load(output)
 
 

@@ -1,21 +1,24 @@
 """Pixel preprocessing of third-party nets, with a numpy implementation to which adopted graphs are compared."""
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import numpy as np
 import numpy.typing as npt
 
-from ...evaluator.contract import Interpolation, Resize
 from ...evaluator.errors import UsageError
+from ...evaluator.preparation import Interpolation, Preparation
 
-Channels = Literal["rgb", "bgr"]
+Channels = Literal["rgb", "bgr", "gray"]
 Layout = Literal["NCHW", "NHWC"]
 ChannelValues = tuple[float, float, float]
-Preset = Literal["torchvision", "timm", "timm-inception", "keras-tf", "keras-caffe"]
+Preset = Literal["torchvision", "timm", "timm-inception", "keras-tf", "keras-caffe", "ultralytics", "clip", "hf-vit"]
 
 PIXEL_RANGES = (1, 255)
+LUMA, LUMA_UNIT = (19595, 38470, 7471), 2**16  # of red, green and blue, as in Pillow: ITU-R 601-2
+# Nets of other origin see what Pillow and torchvision, and what is written after them, make of an image file.
+USUAL_ELSEWHERE = Preparation(rounding="torchvision", transparency="dropped")
 
 
 @dataclass(frozen=True)
@@ -23,8 +26,9 @@ class Preprocessing:
     """How pixels 0-255 become the net's input: (pixel · pixel_range / 255 − mean) / std, in float32.
 
     mean, std: one number per channel in the net's channel order (`channels`), or None if the net takes bytes;
-    pixel_range: 1 or 255, the largest pixel value when the mean is subtracted; interpolation, resize: of the images
-    before it.
+    pixel_range: 1 or 255, the largest pixel value when the mean is subtracted; channels: `gray` is Pillow's luma, in
+    all of the net's channels; interpolation, preparation: of the images before it; tight: a central crop has all of the
+    shorter side, as in CLIP.
     Raises UsageError for inconsistent numbers.
     """
 
@@ -33,7 +37,8 @@ class Preprocessing:
     pixel_range: int = 1
     channels: Channels = "rgb"
     interpolation: Interpolation = "bilinear"
-    resize: Resize = "shorter"
+    preparation: Preparation = USUAL_ELSEWHERE
+    tight: bool = False
 
     def __post_init__(self) -> None:
         if (self.mean is None) != (self.std is None):
@@ -79,6 +84,9 @@ class Preprocessing:
         Returns float32, or uint8 with unchanged values if the net takes bytes.
         """
         pixels = image[:, :, ::-1] if self.channels == "bgr" else image
+        if self.channels == "gray":  # in whole numbers, as Pillow computes it
+            luma = (image @ np.array(LUMA, np.int64) + LUMA_UNIT // 2) // LUMA_UNIT
+            pixels = np.repeat(luma.astype(np.uint8)[:, :, None], 3, axis=2)
         if self.mean is None or self.std is None:
             return pixels
         values = pixels.astype(np.float32)
@@ -96,10 +104,13 @@ class Preprocessing:
         }
 
     def __str__(self) -> str:
-        resized = f"{'squashed' if self.resize == 'squash' else 'resized'} with the {self.interpolation} filter"
+        how = {"shorter": "resized", "squash": "squashed", "pad": "padded"}[self.preparation.resize]
+        resized = f"{how} with the {self.interpolation} filter"
+        resized += "" if self.preparation.antialias else ", not antialiased"
         if self.mean is None or self.std is None:
-            return f"unchanged {self.channels.upper()} bytes, {resized}"
-        parts = (f"{c} (x - {m:g}) / {s:g}" for c, m, s in zip(self.channels.upper(), self.mean, self.std, strict=True))
+            return f"unchanged {self.channels if self.channels == 'gray' else self.channels.upper()} bytes, {resized}"
+        names = ["gray"] if self.channels == "gray" else self.channels.upper()
+        parts = (f"{c} (x - {m:g}) / {s:g}" for c, m, s in zip(names, self.mean, self.std, strict=False))
         return f"{', '.join(parts)}, x from 0 to {self.pixel_range}; {resized}"
 
 
@@ -107,13 +118,19 @@ _MEAN, _STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)  # of ImageNet's pixe
 _HALF = (0.5, 0.5, 0.5)
 
 # timm calls these constants IMAGENET_DEFAULT_* and IMAGENET_INCEPTION_*; Keras has its own as modes of
-# `imagenet_utils.preprocess_input`, whose mode "torch" is `torchvision` here.
+# `imagenet_utils.preprocess_input`, whose mode "torch" is `torchvision` here. Ultralytics: `classify_transforms`; CLIP:
+# `_transform` of its clip.py; hf-vit: the defaults of transformers' ViTImageProcessor.
 PRESETS: dict[Preset, Preprocessing] = {
     "torchvision": Preprocessing(_MEAN, _STD),
     "timm": Preprocessing(_MEAN, _STD, interpolation="bicubic"),
     "timm-inception": Preprocessing(_HALF, _HALF, interpolation="bicubic"),
     "keras-tf": Preprocessing(_HALF, _HALF),
     "keras-caffe": Preprocessing((103.939, 116.779, 123.68), (1, 1, 1), pixel_range=255, channels="bgr"),
+    "ultralytics": Preprocessing((0, 0, 0), (1, 1, 1), tight=True),
+    "clip": Preprocessing(
+        (0.48145466, 0.4578275, 0.40821073), (0.26862954, 0.26130258, 0.27577711), interpolation="bicubic", tight=True
+    ),
+    "hf-vit": Preprocessing(_HALF, _HALF, preparation=replace(USUAL_ELSEWHERE, resize="squash")),
 }
 
 

@@ -59,9 +59,9 @@ def inspect_file(path: Path) -> dict[str, Any]:
     (`summarize_slopes`, each with `paper`: the value of Table 1 or null), slope_trend (`SlopeTrend`, or null without
     slopes). A checkpoint also has unchecked (whether it states no sha256 of its content). A model also has precision,
     calibration (of int8, else null), canvas, default_scales, min_side, max_side, checkpoint_sha256, golden_images. An
-    adopted net has kind `adopted`, crop, interpolation, resize, precision and `adopted` (its preprocessing), and none
-    of the keys specific to our own nets. Raises UsageError if the path cannot be read; CheckpointError or ContractError
-    if the file is damaged.
+    adopted net has kind `adopted`, crop, interpolation, preparation, precision and `adopted` (its preprocessing), and
+    none of the keys specific to our own nets. Raises UsageError if the path cannot be read; CheckpointError or
+    ContractError if the file is damaged.
     """
     try:
         with open_regular(path) as file:
@@ -189,7 +189,7 @@ def _inspect_adopted(path: Path, session: Session) -> dict[str, Any]:
         "max_side": contract.max_side,
         "multiply_adds": contract.multiply_adds(contract.crop, contract.crop),
         "interpolation": contract.interpolation,
-        "resize": contract.resize,
+        "preparation": contract.preparation.to_json(),
         "precision": contract.precision,
         "adopted": contract.training.get("adopted"),
         "checkpoint_sha256": contract.checkpoint_sha256,
@@ -242,7 +242,7 @@ def _adopted_facts(inspection: Mapping[str, Any]) -> dict[str, str]:
     """Return the rows of the table for an adopted net."""
     crop, cost = inspection["crop"], inspection["multiply_adds"]
     dense, side = inspection["max_side"] > crop, inspection["window"]
-    resized = "squashed" if inspection["resize"] == "squash" else "resized"
+    resized = {"shorter": "resized", "squash": "squashed", "pad": "padded"}[inspection["preparation"]["resize"]]
     dense_facts = {
         "window": f"{side}x{side} cells of its feature map, stride {inspection['trunk_stride']} px",
         "scales": f"{', '.join(map(str, inspection['default_scales']))} px for multi-scale",

@@ -37,9 +37,7 @@ _UTF_16 = (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)
 def read_class_list(path: Path) -> tuple[ClassEntry, ...]:
     """Read a class list, or the built-in one for the path `imagenet-1k`; the position in the list is the class index.
 
-    A class without a wnid uses its name as the wnid; if several classes share that name, the class index is appended,
-    as in `crane (134)`. Raises UsageError, naming the line, for a malformed list, a repeated wnid, and more than
-    MAX_CLASSES classes.
+    Raises UsageError, naming the line, for a file that cannot be read, and as `parse_class_list` does.
     """
     if str(path) == IMAGENET_1K:
         path = Path(__file__).with_name(f"{IMAGENET_1K}.txt")
@@ -55,6 +53,16 @@ def read_class_list(path: Path) -> tuple[ClassEntry, ...]:
         raise from_os_error(error) from error
     except UnicodeDecodeError as error:
         raise UsageError(f"{path}: not UTF-8 text (byte {error.start}). Save the class list as UTF-8") from error
+    return parse_class_list(content, str(path))
+
+
+def parse_class_list(content: str, where: str) -> tuple[ClassEntry, ...]:
+    """Parse the content of a class list. where: names it in errors.
+
+    A class without a wnid uses its name as the wnid; if several classes share that name, the class index is appended,
+    as in `crane (134)`. Raises UsageError, naming the line, for a malformed list, a repeated wnid, and more than
+    MAX_CLASSES classes.
+    """
     try:
         if content.lstrip()[:1] in {"[", "{"}:
             return _entries(_from_data(_parsed(content)))
@@ -63,7 +71,7 @@ def read_class_list(path: Path) -> tuple[ClassEntry, ...]:
         return _entries(_from_lines(content))
     except ValueError as error:
         raise UsageError(
-            f"{path}: {error}. Use text with one class per line (wnid and name, or only the name), or JSON"
+            f"{where}: {error}. Use text with one class per line (wnid and name, or only the name), or JSON"
         ) from error
 
 

@@ -9,6 +9,7 @@ from ...answer import ClassMap, ClassScore, Timings
 from ...contract import ClassEntry
 from ...engine.scores import shortest_decimal
 from ...engine.session import Circumstances
+from ...preparation import Preparation
 from ...protocols import supported_protocols
 from ..repository import Version
 from ..scheduling.model import ServedModel
@@ -30,7 +31,7 @@ class ModelIdentity(_Answer):
 class Protocol(_Answer):
     """Which views of an image are classified, and how they are averaged.
 
-    crop: unset for the whole image; resize: unset if the shorter side gets the scale.
+    crop: unset for the whole image; preparation: unset where it is usual.
     """
 
     name: str
@@ -43,7 +44,7 @@ class Protocol(_Answer):
     interpolation: str
     apply_exif: bool
     crop: int | UnsetType = UNSET
-    resize: str | UnsetType = UNSET
+    preparation: Preparation | UnsetType = UNSET
 
 
 class WindowGrid(_Answer):

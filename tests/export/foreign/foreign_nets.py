@@ -12,9 +12,11 @@ import onnxruntime
 from onnx import TensorProto, helper, numpy_helper
 from PIL import Image
 
+from prelunet.evaluator.datasets.labels.class_file import read_class_list
 from prelunet.evaluator.engine.load import open_session
 from prelunet.evaluator.engine.session import Session
 from prelunet.export.foreign.adopt import AdoptOptions, AdoptResult, adopt
+from prelunet.export.foreign.sidecars import ClassList
 from prelunet.training.importing.preprocessing import Preprocessing
 
 CROP = 40
@@ -175,6 +177,11 @@ def write_classes(folder: Path, count: int = CLASSES) -> Path:
     return path
 
 
+def class_list(folder: Path, count: int = CLASSES) -> ClassList:
+    path = write_classes(folder, count)
+    return ClassList(read_class_list(path), str(path))
+
+
 @dataclass(frozen=True)
 class ReferenceNet:
     """Scores of a net without prelunet, from Pillow, numpy and onnxruntime."""
@@ -211,21 +218,23 @@ class ReferenceNet:
         return raw if self.probabilities else np.exp(raw - raw.max()) / np.exp(raw - raw.max()).sum()
 
     def resized(self, data: bytes, scale: int) -> np.ndarray:
+        """Resize as torchvision's Resize does."""
         image = Image.open(io.BytesIO(data)).convert("RGB")
         short = min(image.size)
-        return np.asarray(image.resize([int(side * scale / short + 0.5) for side in image.size], self.resample))
+        return np.asarray(image.resize([int(scale * side / short) for side in image.size], self.resample))
 
     def center(self, data: bytes, scale: int = 46, crop: int = CROP) -> np.ndarray:
-        """Return the scores of the central crop; 46 = 40 · 256/224, rounded."""
+        """Return the scores of torchvision's CenterCrop; 46 = 40 · 256/224, rounded."""
         image = self.resized(data, scale)
-        top, left = (image.shape[0] - crop) // 2, (image.shape[1] - crop) // 2
+        top, left = (round((side - crop) / 2.0) for side in image.shape[:2])
         return self.scores(image[top : top + crop, left : left + crop])
 
     def ten_crop(self, data: bytes, scale: int = 46, crop: int = CROP) -> np.ndarray:
         """Return the mean scores of the four corners and the center, plain and mirrored."""
         image = self.resized(data, scale)
         bottom, right = image.shape[0] - crop, image.shape[1] - crop
-        places = [(0, 0), (0, right), (bottom, 0), (bottom, right), (bottom // 2, right // 2)]
+        middle = round(bottom / 2.0), round(right / 2.0)
+        places = [(0, 0), (0, right), (bottom, 0), (bottom, right), middle]
         crops = [image[top : top + crop, left : left + crop] for top, left in places]
         return np.mean([self.scores(c) for crop in crops for c in (crop, crop[:, ::-1])], axis=0)
 
@@ -246,6 +255,6 @@ def adopted(
     folder: Path, path: Path, preprocessing: Preprocessing = RGB, **options: Any
 ) -> tuple[Session, AdoptResult]:
     output = folder / "adopted.onnx"
-    result = adopt(path, output, write_classes(folder), AdoptOptions(preprocessing, **{"crop": CROP, **options}))
+    result = adopt(path, output, class_list(folder), AdoptOptions(preprocessing, **{"crop": CROP, **options}))
     onnx.checker.check_model(output, full_check=True)
     return open_session(output, "cpu"), result

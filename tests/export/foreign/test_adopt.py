@@ -28,6 +28,7 @@ from prelunet.evaluator.engine.runtimes.onnx import RawOnnxModel
 from prelunet.evaluator.engine.verify import verify
 from prelunet.evaluator.errors import ContractError, UsageError
 from prelunet.evaluator.imaging.decode import decode_rgb
+from prelunet.evaluator.preparation import Preparation
 from prelunet.evaluator.protocols import build_protocol, default_protocol_name, protocol_from_json
 from prelunet.evaluator.serving.options import HttpOptions
 from prelunet.export.foreign.adopt import AdoptOptions, adopt
@@ -47,6 +48,7 @@ from tests.export.foreign.foreign_nets import (
     adopted,
     certain,
     channels_last,
+    class_list,
     features,
     from_bytes,
     mixing,
@@ -183,7 +185,7 @@ def test_one_score_is_that_of_the_second_of_two_classes(
 ) -> None:
     path = net(tmp_path, one_score(*end), **options)
     output = tmp_path / "adopted.onnx"
-    found = adopt(path, output, write_classes(tmp_path, 2), AdoptOptions(RGB, crop=CROP))
+    found = adopt(path, output, class_list(tmp_path, 2), AdoptOptions(RGB, crop=CROP))
     assert found.interface.one_score
     assert found.probabilities == probability
     session, plain = open_session(output, "cpu"), ReferenceNet(path, probabilities=True)
@@ -357,7 +359,7 @@ def test_sparse_weights_stay_where_the_net_reads_them(batch: str | int, tmp_path
     model.graph.sparse_initializer.append(helper.make_sparse_tensor(values, places, [CLASSES]))
     onnx.save(model, path)
     output = tmp_path / "adopted.onnx"
-    adopt(path, output, write_classes(tmp_path), AdoptOptions(RGB))
+    adopt(path, output, class_list(tmp_path), AdoptOptions(RGB))
     session = open_session(output, "cpu")
     (result,) = classify_images(session, [decode_rgb(PHOTOS[1])], build_protocol("center", session.contract))
     np.testing.assert_allclose(result.scores, ReferenceNet(path).center(PHOTOS[1]), rtol=0, atol=TOLERANCE)
@@ -446,7 +448,7 @@ def test_a_net_that_squashes_its_images_gets_them_squashed_and_says_so_everywher
     cropped = [plain.center(data) for data in PHOTOS]
     assert np.abs(np.array(cropped) - wanted).max() > 0.01, "crops would give other scores"
 
-    assert protocol.to_json()["resize"] == "squash"
+    assert protocol.to_json()["preparation"]["resize"] == "squash"
     assert session.contract.to_metadata()["prelunet.contract_version"] == "3", "older readers would not squash"
     assert protocol_from_json(protocol.to_json()) == protocol
     for name in ("ten-crop", "center-46", "dense-40", "multi-scale"):
@@ -472,7 +474,7 @@ def test_a_net_that_squashes_its_images_gets_them_squashed_and_says_so_everywher
 
 
 def test_a_heat_map_of_a_squashed_image_covers_all_of_it(tmp_path: Path) -> None:
-    session, _ = adopted(tmp_path, net(tmp_path), replace(RGB, resize="squash"))
+    session, _ = adopted(tmp_path, net(tmp_path), replace(RGB, preparation=Preparation(resize="squash")))
     protocol = build_protocol("center", session.contract)
     (result,) = classify_images(session, [decode_rgb(PHOTOS[0])], protocol, keep_windows=True)
     (found,) = heat_maps(result, [2], (61, 83), (10, 14), session.contract, protocol)
@@ -480,9 +482,11 @@ def test_a_heat_map_of_a_squashed_image_covers_all_of_it(tmp_path: Path) -> None
 
 
 def test_squashing_and_dense_windows_exclude_each_other(tmp_path: Path) -> None:
-    with pytest.raises(UsageError, match="--resize squash with --dense: a net that squashes whole images"):
-        adopted(tmp_path, net(tmp_path), replace(RGB, resize="squash"), dense=True)
+    with pytest.raises(UsageError, match="--resize squash with --dense: a net that takes whole images"):
+        adopted(tmp_path, net(tmp_path), replace(RGB, preparation=Preparation(resize="squash")), dense=True)
 
+
+CLIP_MEAN, CLIP_STD = (0.48145466, 0.4578275, 0.40821073), (0.26862954, 0.26130258, 0.27577711)
 
 # What each preset does with a pixel x from 0 to 255, R, G, B, as the libraries document it.
 PRESET_FORMULAS: dict[str, tuple[str, Callable[[np.ndarray], np.ndarray]]] = {
@@ -491,6 +495,9 @@ PRESET_FORMULAS: dict[str, tuple[str, Callable[[np.ndarray], np.ndarray]]] = {
     "timm-inception": ("bicubic", lambda x: (x / 255 - 0.5) / 0.5),
     "keras-tf": ("bilinear", lambda x: x / 127.5 - 1),
     "keras-caffe": ("bilinear", lambda x: x[..., ::-1] - [103.939, 116.779, 123.68]),
+    "ultralytics": ("bilinear", lambda x: x / 255),
+    "clip": ("bicubic", lambda x: (x / 255 - CLIP_MEAN) / CLIP_STD),
+    "hf-vit": ("bilinear", lambda x: (x / 255 - 0.5) / 0.5),
 }
 
 

@@ -28,6 +28,7 @@ from tests.export.foreign.foreign_nets import (
     Build,
     NetBuilder,
     adopted,
+    class_list,
     features,
     net,
     photo,
@@ -78,7 +79,7 @@ def test_external_weights_of_a_branch_are_not_overwritten_either(place: str, tmp
     model.graph.node.append(helper.make_node("If", ["yes"], ["out"], then_branch=branch, else_branch=branch))
     onnx.save(model, path)
     with pytest.raises(UsageError, match=r"far\.bin: is the input itself"):
-        adopt(path, tmp_path / "far.bin", write_classes(tmp_path), AdoptOptions(RGB))
+        adopt(path, tmp_path / "far.bin", class_list(tmp_path), AdoptOptions(RGB))
     assert (tmp_path / "far.bin").read_bytes() == bytes(8)
 
 

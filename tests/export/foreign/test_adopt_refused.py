@@ -9,8 +9,10 @@ import onnx
 import pytest
 from onnx import TensorProto, helper
 
+from prelunet.evaluator.datasets.labels.class_file import read_class_list
 from prelunet.evaluator.errors import ContractError, EnvironmentFault, PreluNetError, UsageError
 from prelunet.export.foreign.adopt import AdoptOptions, adopt
+from prelunet.export.foreign.sidecars import ClassList
 from prelunet.training.importing.preprocessing import Preprocessing, parse_channel_values
 from tests.export.foreign.foreign_nets import (
     BYTES,
@@ -22,13 +24,13 @@ from tests.export.foreign.foreign_nets import (
     Build,
     NetBuilder,
     adopted,
+    class_list,
     features,
     from_bytes,
     net,
     of_one,
     of_two,
     softmax_end,
-    write_classes,
 )
 
 
@@ -70,7 +72,7 @@ def repeats(n: NetBuilder, x: str) -> str:
 BAD_NETS: dict[str, tuple[Build, dict[str, Any], dict[str, Any], type[PreluNetError], str]] = {
     "rank 2": (features, {"shape": ["N", 4800]}, {}, ContractError, "'x' has rank 2"),
     "no shape": (features, {"shape": ["N"]}, {}, ContractError, "'x' has rank 1"),
-    "grey": (features, {"shape": ["N", 1, CROP, CROP]}, {}, ContractError, "shape ?x1x40x40 has no axis of 3"),
+    "two channels": (features, {"shape": ["N", 2, CROP, CROP]}, {}, ContractError, "?x2x40x40 has no axis of 3 or 1"),
     "open axes": (features, {"shape": list("abcd")}, {}, UsageError, "specify its channel axis with --layout"),
     "wrong layout": (features, {}, {"layout": "NHWC"}, UsageError, "--layout NHWC would give 40 channels"),
     "not square": (features, {"shape": [1, 3, 40, 48]}, {}, ContractError, "40x48 pixels, but crops are square"),
@@ -206,9 +208,10 @@ def test_a_class_list_of_another_length_is_refused_with_a_hint_for_a_background_
         (9, "lists 9 classes, .* has 7$"),
     ):
         with pytest.raises(UsageError, match=message):
-            adopt(path, tmp_path / "o.onnx", write_classes(tmp_path, count), AdoptOptions(RGB))
+            adopt(path, tmp_path / "o.onnx", class_list(tmp_path, count), AdoptOptions(RGB))
+    imagenet = ClassList(read_class_list(Path("imagenet-1k")), "imagenet-1k")
     with pytest.raises(UsageError, match=r"^imagenet-1k: lists 1000 classes, but .* has 7$"):
-        adopt(path, tmp_path / "o.onnx", Path("imagenet-1k"), AdoptOptions(RGB))
+        adopt(path, tmp_path / "o.onnx", imagenet, AdoptOptions(RGB))
     assert not (tmp_path / "o.onnx").exists()
 
 
@@ -264,5 +267,5 @@ def test_a_machine_with_too_little_memory_is_not_the_nets_fault(
 def test_a_model_file_is_not_adopted_again(tmp_path: Path) -> None:
     adopted(tmp_path, net(tmp_path))
     with pytest.raises(UsageError, match="already a model file of prelunet"):
-        adopt(tmp_path / "adopted.onnx", tmp_path / "twice.onnx", write_classes(tmp_path), AdoptOptions(RGB))
+        adopt(tmp_path / "adopted.onnx", tmp_path / "twice.onnx", class_list(tmp_path), AdoptOptions(RGB))
     assert not (tmp_path / "twice.onnx").exists()

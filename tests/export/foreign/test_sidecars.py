@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import onnx
 import pytest
 from PIL import Image
 
@@ -22,34 +23,52 @@ HALF = {"image_mean": [0.5, 0.5, 0.5], "image_std": [0.5, 0.25, 0.5]}
 CLIP_MEAN, CLIP_STD = [0.48145466, 0.4578275, 0.40821073], [0.26862954, 0.26130258, 0.27577711]
 VIT = {"do_resize": True, "size": {"height": CROP, "width": CROP}, "resample": 2, **HALF}
 CLIP = {
-    "do_center_crop": True, "crop_size": {"height": CROP, "width": CROP}, "size": {"shortest_edge": 46}, "resample": 3,
+    "do_center_crop": True, "crop_size": {"height": CROP, "width": CROP}, "size": {"shortest_edge": 47}, "resample": 3,
     "image_mean": CLIP_MEAN, "image_std": CLIP_STD,
 }  # fmt: skip
 CONVNEXT = {"size": {"shortest_edge": CROP}, "crop_pct": 0.8, "resample": 3, **HALF}
+DEIT = {"size": {"height": 47, "width": 47}, "crop_size": {"height": CROP, "width": CROP}, "resample": 3, **HALF}
 BYTES = {**VIT, "do_rescale": False, "do_normalize": False, "size": CROP}
 TIMM = {
-    "input_size": [3, CROP, CROP], "interpolation": "bicubic", "crop_pct": 0.9, "crop_mode": "center",
+    "input_size": [3, CROP, CROP], "interpolation": "bicubic", "crop_pct": 0.84, "crop_mode": "center",
     "mean": CLIP_MEAN, "std": CLIP_STD,
 }  # fmt: skip
 
 
-def folder_of(folder: Path, **files: Any) -> Path:
-    """Write a net, and JSON files beside it."""
-    net(folder, name="model")
+def folder_of(folder: Path, metadata: dict[str, str] | None = None, **files: Any) -> Path:
+    """Write a net with metadata, and JSON files beside it."""
+    path = net(folder, name="model")
+    model = onnx.load(path)
+    onnx.helper.set_model_props(model, metadata or {})
+    onnx.save(model, path)
     for name, content in files.items():
         (folder / f"{name}.json").write_text(content if isinstance(content, str) else json.dumps(content))
     return folder
 
 
-# files beside the net → scale (None: squashed), filter, mean, std, and the largest pixel value
-STATED: dict[str, tuple[dict[str, Any], int | None, str, list[float], list[float], int]] = {
-    "ViT": ({"preprocessor_config": VIT}, None, "bilinear", [0.5] * 3, [0.5, 0.25, 0.5], 1),
-    "CLIP": ({"preprocessor_config": CLIP}, 46, "bicubic", CLIP_MEAN, CLIP_STD, 1),
-    "ConvNeXt": ({"preprocessor_config": CONVNEXT}, 50, "bicubic", [0.5] * 3, [0.5, 0.25, 0.5], 1),
-    "pixels as they are": ({"preprocessor_config": BYTES}, None, "bilinear", [0.0] * 3, [1.0] * 3, 255),
-    "timm": ({"pretrained_cfg": TIMM}, 44, "bicubic", CLIP_MEAN, CLIP_STD, 1),
+# files beside the net → what gets the scale and the scale, filter, mean, std, and the largest pixel value
+STATED: dict[str, tuple[dict[str, Any], tuple[str, int], str, list[float], list[float], int]] = {
+    "ViT": ({"preprocessor_config": VIT}, ("squash", CROP), "bilinear", [0.5] * 3, [0.5, 0.25, 0.5], 1),
+    "DeiT": (
+        {"preprocessor_config": {**DEIT, "image_processor_type": "DeiTImageProcessor"}}, ("squash", 47), "bicubic",
+        [0.5] * 3, [0.5, 0.25, 0.5], 1,
+    ),
+    "CLIP": ({"preprocessor_config": CLIP}, ("shorter", 47), "bicubic", CLIP_MEAN, CLIP_STD, 1),
+    "a whole processor": (
+        {"processor_config": {"image_processor": CLIP}}, ("shorter", 47), "bicubic", CLIP_MEAN, CLIP_STD, 1
+    ),
+    "ConvNeXt": (
+        {"preprocessor_config": {**CONVNEXT, "image_processor_type": "ConvNextImageProcessorFast"}}, ("shorter", 50),
+        "bicubic", [0.5] * 3, [0.5, 0.25, 0.5], 1,
+    ),
+    "pixels as they are": ({"preprocessor_config": BYTES}, ("squash", CROP), "bilinear", [0.0] * 3, [1.0] * 3, 255),
+    "nearest": (
+        {"preprocessor_config": {**VIT, "resample": 0}}, ("squash", CROP), "nearest", [0.5] * 3, [0.5, 0.25, 0.5], 1
+    ),
+    "timm": ({"pretrained_cfg": TIMM}, ("shorter", 47), "bicubic", CLIP_MEAN, CLIP_STD, 1),
     "timm, squashed": (
-        {"pretrained_cfg": {**TIMM, "crop_mode": "squash", "crop_pct": 1.0}}, None, "bicubic", CLIP_MEAN, CLIP_STD, 1
+        {"pretrained_cfg": {**TIMM, "crop_mode": "squash", "interpolation": "lanczos"}}, ("squash", 47), "lanczos",
+        CLIP_MEAN, CLIP_STD, 1,
     ),
 }  # fmt: skip
 
@@ -58,7 +77,7 @@ STATED: dict[str, tuple[dict[str, Any], int | None, str, list[float], list[float
 def test_a_folder_is_adopted_without_options_and_evaluated_as_its_files_say(
     name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    stated, scale, resampling, mean, std, largest = STATED[name]
+    stated, (resize, scale), resampling, mean, std, largest = STATED[name]
     if "pretrained_cfg" in stated:
         files = {"config": {**stated, "label_names": list(LABELS.values())}}
     else:
@@ -70,14 +89,17 @@ def test_a_folder_is_adopted_without_options_and_evaluated_as_its_files_say(
     session = open_session(output, "cpu")
     assert [entry.name for entry in session.contract.classes] == list(LABELS.values())
     assert session.contract.to_metadata()["prelunet.contract_version"] == "3"
-    filters = {"bilinear": Image.Resampling.BILINEAR, "bicubic": Image.Resampling.BICUBIC}
+    filters = {each.name.lower(): each for each in Image.Resampling}
     plain = ReferenceNet(tmp_path / "model.onnx", mean=mean, std=std, pixel_range=largest, resample=filters[resampling])
 
     def expected(data: bytes) -> np.ndarray:
-        if scale is not None:
-            return plain.center(data, scale=scale)
         image = Image.open(io.BytesIO(data)).convert("RGB")
-        return plain.scores(np.asarray(image.resize((CROP, CROP), plain.resample)))
+        size = [int(scale * side / min(image.size)) for side in image.size] if resize == "shorter" else [scale, scale]
+        pixels = np.asarray(image.resize(size, plain.resample))
+        # transformers' center_crop rounds down, torchvision's, which timm uses, to the even number
+        down = "pretrained_cfg" not in stated
+        top, left = ((side - CROP) // 2 if down else round((side - CROP) / 2.0) for side in pixels.shape[:2])
+        return plain.scores(pixels[top : top + CROP, left : left + CROP])
 
     results = classify_images(session, map(decode_rgb, PHOTOS), build_protocol("center", session.contract))
     # float32 in the graph and in numpy, in the same order: only the order of sums differs
@@ -105,22 +127,23 @@ def test_squashing_by_option_replaces_the_scale_that_the_files_say(tmp_path: Pat
 @pytest.mark.parametrize(
     ("files", "message"),
     [
-        ({"config": {"id2label": LABELS, "image_size": 64}, "preprocessor_config": VIT},
-         "crop 64, but preprocessor_config.json: 40. Correct one of them, or move it away"),
+        ({"config": {"pretrained_cfg": TIMM}, "preprocessor_config": {**CLIP, "resample": 2}},
+         "config.json: interpolation bicubic, but preprocessor_config.json: bilinear. Correct one of them, or move"),
         ({"config": {"id2label": LABELS}}, "Give --preset, or --mean and --std"),
-        ({"preprocessor_config": VIT}, "no classes. Give --classes; no config.json beside the net has them"),
-        ({"preprocessor_config": {**VIT, "resample": 0}}, "'resample' is 0, but only 2 (bilinear) and 3 (bicubic)"),
+        ({"preprocessor_config": VIT}, "no classes. Give --classes; neither the net's metadata nor a file beside it"),
+        ({"preprocessor_config": {**VIT, "resample": 4}}, "'resample' is 4, but only 0 to 3"),
         ({"preprocessor_config": {**VIT, "rescale_factor": 1 / 127.5}}, "'rescale_factor' is 0.00784"),
         ({"preprocessor_config": {**VIT, "rescale_offset": True}}, "images to -1 to 1 ('rescale_offset')"),
         ({"preprocessor_config": {**CLIP, "do_center_crop": False}}, "it crops nothing"),
         ({"preprocessor_config": {**CLIP, "crop_pct": 0.9}}, "it has both 'crop_pct' and 'crop_size'"),
         ({"preprocessor_config": {**VIT, "size": {"height": 32, "width": 40}}}, "images of 32x40 pixels, but crops"),
-        ({"preprocessor_config": {**VIT, "size": {"height": 48, "width": 48}, "crop_size": 40, "do_center_crop": True}},
-         "it squashes images to 48 pixels and crops 40 of them"),
+        ({"preprocessor_config": {**VIT, "image_processor_type": "LevitImageProcessor"}}, "is LevitImageProcessor,"),
+        ({"config": {"id2label": LABELS}, "preprocessor_config": {**CLIP, "size": {"shortest_edge": 36}}},
+         "center_scale should be from crop"),
         ({"preprocessor_config": {"size": 40}}, "preprocessor_config.json: cannot be used: it lacks 'image_mean'"),
         ({"preprocessor_config": {"size": 40, **HALF}}, "it lacks 'resample'"),
         ({"preprocessor_config": "[1, 2"}, "preprocessor_config.json: cannot be used: Expecting"),
-        ({"config": {"pretrained_cfg": {**TIMM, "crop_mode": "border"}}}, "'crop_mode' is border with 'crop_pct' 0.9"),
+        ({"config": {"pretrained_cfg": {**TIMM, "crop_mode": "zoom"}}}, "'crop_mode' is zoom, but only center, squash"),
         ({"config": {"pretrained_cfg": {**TIMM, "interpolation": "random"}}}, "'interpolation' is random, but only"),
     ],
 )  # fmt: skip
@@ -146,3 +169,123 @@ def test_the_net_of_a_folder_may_lie_in_onnx_and_is_named_if_there_are_several(
     capsys.readouterr()
     assert run(["adopt", str(tmp_path), "-o", str(tmp_path / "new")]) == 2
     assert "several ONNX files, or none (onnx/model_fp32.onnx, onnx/model_quantized.onnx)" in capsys.readouterr().err
+
+
+THINGS = list(LABELS.values())
+ULTRALYTICS = {
+    "author": "Ultralytics", "task": "classify", "imgsz": f"[{CROP}, {CROP}]", "names": str(dict(enumerate(THINGS))),
+}  # fmt: skip
+NUMBERED = {name: index for index, name in enumerate(THINGS)}
+
+
+def test_the_metadata_of_ultralytics_need_no_options(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = folder_of(tmp_path, ULTRALYTICS)
+    output = tmp_path / "adopted.prelunet.onnx"
+    assert run(["adopt", str(folder / "model.onnx"), "-o", str(output)]) == 0
+    said = f"metadata of model.onnx: mean 0,0,0, std 1,1,1, interpolation bilinear, crop {CROP}, center_scale {CROP}, 7"
+    assert f"beside the net: {said} classes" in capsys.readouterr().out
+    session = open_session(output, "cpu")
+    assert [entry.name for entry in session.contract.classes] == THINGS
+    plain = ReferenceNet(tmp_path / "model.onnx", mean=(0.0,) * 3, std=(1.0,) * 3)
+    results = classify_images(session, map(decode_rgb, PHOTOS), build_protocol("center", session.contract))
+    wanted = [plain.center(data, scale=CROP) for data in PHOTOS]
+    np.testing.assert_allclose([each.scores for each in results], wanted, rtol=0, atol=1e-5)  # as above
+
+
+@pytest.mark.parametrize(
+    ("metadata", "files"),
+    [
+        ({"names": str(THINGS)}, {}),
+        ({"names": json.dumps(THINGS)}, {}),
+        ({"character": "\n".join(THINGS)}, {}),
+        ({}, {"class_indices.json": json.dumps(NUMBERED)}),
+        ({}, {"class_to_idx.json": json.dumps(NUMBERED)}),
+        ({}, {"metadata.yaml": "names:\n" + "".join(f"  {index}: {name}\n" for index, name in enumerate(THINGS))}),
+        ({}, {"data.yaml": "nc: 7\nnames: [" + ", ".join(THINGS) + "]\n"}),
+        ({"names": str(THINGS)}, {"class_to_idx.json": json.dumps(NUMBERED)}),
+    ],
+)
+def test_classes_are_found_where_makers_write_them(
+    metadata: dict[str, str], files: dict[str, str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder_of(tmp_path, metadata)
+    for name, content in files.items():
+        (tmp_path / name).write_text(content)
+    output = tmp_path / "adopted.prelunet.onnx"
+    assert run(["adopt", str(tmp_path / "model.onnx"), "--preset", "torchvision", "-o", str(output)]) == 0
+    assert [entry.name for entry in open_session(output, "cpu").contract.classes] == THINGS
+    source = next(iter(files), "metadata of model.onnx")
+    assert f"beside the net: {source}: 7 classes\n" in capsys.readouterr().out
+
+
+def test_lists_of_classes_that_contradict_each_other_are_refused_unless_one_is_given(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder_of(tmp_path, {"names": str([*THINGS[:3], "another", *THINGS[4:]])}, class_to_idx=NUMBERED)
+    words = ["adopt", str(tmp_path / "model.onnx"), "--preset", "torchvision", "-o", str(tmp_path / "adopted")]
+    assert run(words) == 2
+    said = "metadata of model.onnx: class 3 is 'another', but class_to_idx.json: 'thing 3'. Give --classes"
+    assert said in capsys.readouterr().err
+    (tmp_path / "class_to_idx.json").write_text(json.dumps(THINGS[:5]))
+    assert run(words) == 2
+    assert "metadata of model.onnx: 7 classes, but class_to_idx.json: 5. Give" in capsys.readouterr().err
+    (tmp_path / "names.txt").write_text("\n".join(THINGS))
+    assert run([*words, "--classes", str(tmp_path / "names.txt")]) == 0
+
+
+IMAGE = {"Image.BitmapPixelFormat": "Bgr8", "Image.NominalPixelRange": "Normalized_1_1"}
+
+
+@pytest.mark.parametrize(
+    ("nominal", "mean", "std", "largest"),
+    [("NominalRange_0_255", 0.0, 1.0, 255), ("Normalized_0_1", 0.0, 1.0, 1), ("Normalized_1_1", 0.5, 0.5, 1)],
+)
+def test_onnxs_own_metadata_about_images_are_obeyed(
+    nominal: str, mean: float, std: float, largest: int, tmp_path: Path
+) -> None:
+    folder = folder_of(tmp_path, {**IMAGE, "Image.NominalPixelRange": nominal}, class_to_idx=NUMBERED)
+    output = tmp_path / "adopted.prelunet.onnx"
+    assert run(["adopt", str(folder), "-o", str(output)]) == 0
+    session = open_session(output, "cpu")
+    plain = ReferenceNet(folder / "model.onnx", mean=(mean,) * 3, std=(std,) * 3, pixel_range=largest, bgr=True)
+    results = classify_images(session, map(decode_rgb, PHOTOS), build_protocol("center", session.contract))
+    np.testing.assert_allclose([each.scores for each in results], list(map(plain.center, PHOTOS)), rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("metadata", "message"),
+    [
+        (
+            {**IMAGE, "Image.BitmapPixelFormat": "Bgra8"},
+            "'Image.BitmapPixelFormat' is Bgra8, but only Rgb8, Bgr8, Gray8",
+        ),
+        (
+            {**IMAGE, "Image.NominalPixelRange": "NominalRange_16_235"},
+            "'Image.NominalPixelRange' is NominalRange_16_235",
+        ),
+        ({**ULTRALYTICS, "imgsz": "[40, 64]"}, "images of 40x64 pixels, but crops are square"),
+        ({**ULTRALYTICS, "imgsz": "open("}, "model.onnx: its metadata: cannot be used"),
+        (
+            {**ULTRALYTICS, "names": "{0: 'a', 2: 'b'}"},
+            "'names' of its metadata: class index 1 of 2 classes is missing",
+        ),
+    ],
+)
+def test_metadata_that_cannot_be_used_are_refused_with_their_key(
+    metadata: dict[str, str], message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = folder_of(tmp_path, metadata, class_to_idx=NUMBERED)
+    assert run(["adopt", str(folder), "-o", str(tmp_path / "adopted")]) == 2
+    assert message in capsys.readouterr().err
+    assert not (tmp_path / "adopted").exists()
+
+
+def test_a_border_of_timm_has_the_color_of_the_mean(tmp_path: Path) -> None:
+    stated = {**TIMM, "crop_mode": "border"}
+    folder = folder_of(tmp_path, config={"pretrained_cfg": stated, "label_names": THINGS})
+    output = tmp_path / "adopted.prelunet.onnx"
+    assert run(["adopt", str(folder), "-o", str(output)]) == 0
+    contract = open_session(output, "cpu").contract
+    preparation = contract.preparation
+    assert build_protocol("center", contract).scales == (47,)
+    assert (preparation.resize, preparation.pad_color) == ("pad", (123, 117, 104))  # 255 times the mean of CLIP

@@ -153,7 +153,7 @@ class WindowGrid(_message.Message):
     def __init__(self, rows: _Optional[int] = ..., columns: _Optional[int] = ...) -> None: ...
 
 class Protocol(_message.Message):
-    __slots__ = ("name", "kind", "scales", "mirror", "averaging", "weights", "long_side_cap", "crop", "interpolation", "apply_exif", "resize")
+    __slots__ = ("name", "kind", "scales", "mirror", "averaging", "weights", "long_side_cap", "crop", "interpolation", "apply_exif", "preparation")
     NAME_FIELD_NUMBER: _ClassVar[int]
     KIND_FIELD_NUMBER: _ClassVar[int]
     SCALES_FIELD_NUMBER: _ClassVar[int]
@@ -164,7 +164,7 @@ class Protocol(_message.Message):
     CROP_FIELD_NUMBER: _ClassVar[int]
     INTERPOLATION_FIELD_NUMBER: _ClassVar[int]
     APPLY_EXIF_FIELD_NUMBER: _ClassVar[int]
-    RESIZE_FIELD_NUMBER: _ClassVar[int]
+    PREPARATION_FIELD_NUMBER: _ClassVar[int]
     name: str
     kind: str
     scales: _containers.RepeatedScalarFieldContainer[int]
@@ -175,8 +175,24 @@ class Protocol(_message.Message):
     crop: int
     interpolation: str
     apply_exif: bool
+    preparation: Preparation
+    def __init__(self, name: _Optional[str] = ..., kind: _Optional[str] = ..., scales: _Optional[_Iterable[int]] = ..., mirror: _Optional[bool] = ..., averaging: _Optional[str] = ..., weights: _Optional[str] = ..., long_side_cap: _Optional[int] = ..., crop: _Optional[int] = ..., interpolation: _Optional[str] = ..., apply_exif: _Optional[bool] = ..., preparation: _Optional[_Union[Preparation, _Mapping]] = ...) -> None: ...
+
+class Preparation(_message.Message):
+    __slots__ = ("resize", "antialias", "rounding", "pad_color", "transparency", "gray")
+    RESIZE_FIELD_NUMBER: _ClassVar[int]
+    ANTIALIAS_FIELD_NUMBER: _ClassVar[int]
+    ROUNDING_FIELD_NUMBER: _ClassVar[int]
+    PAD_COLOR_FIELD_NUMBER: _ClassVar[int]
+    TRANSPARENCY_FIELD_NUMBER: _ClassVar[int]
+    GRAY_FIELD_NUMBER: _ClassVar[int]
     resize: str
-    def __init__(self, name: _Optional[str] = ..., kind: _Optional[str] = ..., scales: _Optional[_Iterable[int]] = ..., mirror: _Optional[bool] = ..., averaging: _Optional[str] = ..., weights: _Optional[str] = ..., long_side_cap: _Optional[int] = ..., crop: _Optional[int] = ..., interpolation: _Optional[str] = ..., apply_exif: _Optional[bool] = ..., resize: _Optional[str] = ...) -> None: ...
+    antialias: bool
+    rounding: str
+    pad_color: _containers.RepeatedScalarFieldContainer[int]
+    transparency: str
+    gray: bool
+    def __init__(self, resize: _Optional[str] = ..., antialias: _Optional[bool] = ..., rounding: _Optional[str] = ..., pad_color: _Optional[_Iterable[int]] = ..., transparency: _Optional[str] = ..., gray: _Optional[bool] = ...) -> None: ...
 
 class Circumstances(_message.Message):
     __slots__ = ("provider", "precision", "versions")
