@@ -179,7 +179,7 @@ def _with_channels(path: Path, interface: NetInterface, options: AdoptOptions) -
     if interface.channels == 3 and given.channels != "gray":
         return options
     for option, numbers in (("--mean", given.mean), ("--std", given.std)):
-        if len(set(numbers or ())) > 1:
+        if interface.channels == 1 and len(set(numbers or ())) > 1:
             raise UsageError(f"{path}: takes gray images. Give one number as {option}, of its one channel")
     preparation = replace(given.preparation, gray=True)
     return replace(options, preprocessing=replace(given, channels="gray", preparation=preparation))

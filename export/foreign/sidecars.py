@@ -227,6 +227,8 @@ def _of_config(data: Mapping[str, Any]) -> dict[str, Any]:
     values |= {"pixel_range": 1, "interpolation": interpolation, "crop": crop}
     values["center_scale"] = math.floor(crop / part)
     if mode == "border":
+        if values["center_scale"] != crop:  # each side is padded or cropped to the crop, not to a square before it
+            raise ValueError(f"'crop_mode' is border with 'crop_pct' {part}, but only 1 is supported")
         return values | {"resize": "pad", "pad_color": tuple(round(255 * level) for level in values["mean"])}
     return values | {"resize": _known("crop_mode", mode, {"center": "shorter", "squash": "squash"})}
 

@@ -100,6 +100,9 @@ CASES: dict[str, tuple[Build, dict[str, Any], list[str], Callable[[Image.Image],
     "gray in three channels": (
         features, {}, [*HALF, "--channels", "gray"], pillow("L", shorter(46), BILINEAR), 0.5, 0.25
     ),
+    "gray in three channels, normalized as colors": (
+        features, {}, ["--preset", "torchvision", "--channels", "gray"], pillow("L", shorter(46), BILINEAR), *USUAL
+    ),
     "padded": (
         features, {}, [*HALF, "--resize", "pad", "--pad-color", "114,7,0", "--interpolation", "bicubic"], padded, 0.5,
         0.25,

@@ -280,12 +280,17 @@ def test_metadata_that_cannot_be_used_are_refused_with_their_key(
     assert not (tmp_path / "adopted").exists()
 
 
-def test_a_border_of_timm_has_the_color_of_the_mean(tmp_path: Path) -> None:
-    stated = {**TIMM, "crop_mode": "border"}
+def test_a_border_of_timm_has_the_color_of_the_mean_and_is_not_cropped(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    stated = {**TIMM, "crop_mode": "border", "crop_pct": 1.0}
     folder = folder_of(tmp_path, config={"pretrained_cfg": stated, "label_names": THINGS})
     output = tmp_path / "adopted.prelunet.onnx"
     assert run(["adopt", str(folder), "-o", str(output)]) == 0
     contract = open_session(output, "cpu").contract
     preparation = contract.preparation
-    assert build_protocol("center", contract).scales == (47,)
+    assert build_protocol("center", contract).scales == (CROP,)
     assert (preparation.resize, preparation.pad_color) == ("pad", (123, 117, 104))  # 255 times the mean of CLIP
+    folder_of(tmp_path, config={"pretrained_cfg": {**stated, "crop_pct": 0.84}, "label_names": THINGS})
+    assert run(["adopt", str(folder), "-o", str(output), "--force"]) == 2
+    assert "'crop_mode' is border with 'crop_pct' 0.84, but only 1 is supported" in capsys.readouterr().err
