@@ -73,12 +73,14 @@ class AdoptOptions:
 class AdoptResult:
     """The contract of an adopted net, and what was detected.
 
-    sequential_reason: why the images of a batch run one at a time, or empty if they run together; deviations: of every
-    run compared with the original net; alike: the net gives the same scores to all test images.
+    preprocessing: as given, of gray images if the net takes these; sequential_reason: why the images of a batch run one
+    at a time, or empty if they run together; deviations: of every run compared with the original net; alike: the net
+    gives the same scores to all test images.
     """
 
     contract: ModelContract
     interface: NetInterface
+    preprocessing: Preprocessing
     opset: int
     probabilities: bool
     sequential_reason: str
@@ -146,7 +148,9 @@ def adopt(path: Path, output: Path, classes: ClassList, options: AdoptOptions) -
             sequential_reason, deviations = "", _write_dense(file, path, build, references, windows)
         else:
             sequential_reason, deviations = _write_checked(file, path, build, opset, references)
-    return AdoptResult(contract, interface, opset, probabilities, sequential_reason, tuple(deviations), alike)
+    return AdoptResult(
+        contract, interface, options.preprocessing, opset, probabilities, sequential_reason, tuple(deviations), alike
+    )
 
 
 def _pictures(crop: int) -> dict[str, UInt8Array]:

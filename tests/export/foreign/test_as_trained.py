@@ -13,7 +13,17 @@ import torch
 from PIL import Image
 
 from prelunet.evaluator.cli import run
-from tests.export.foreign.foreign_nets import CLASSES, CROP, Build, NetBuilder, features, net, photo, write_classes
+from tests.export.foreign.foreign_nets import (
+    CLASSES,
+    CROP,
+    Build,
+    NetBuilder,
+    features,
+    net,
+    of_gray,
+    photo,
+    write_classes,
+)
 
 # As in test_adopt.py: only the order of sums inside the net may differ.
 TOLERANCE = 1e-6
@@ -27,11 +37,6 @@ def transparent(height: int, width: int) -> bytes:
 
 
 FILES = {"a.png": photo(61, 83, "PNG"), "b.jpg": photo(97, 52, "JPEG", seed=1), "c.png": transparent(45, 70)}
-
-
-def of_gray(n: NetBuilder, x: str) -> str:
-    """Take (N, 1, H, W): a convolution of its own makes three channels of it."""
-    return features(n, n.add("Conv", x, n.weights(3, 1, 3, 3), kernel_shape=[3, 3], pads=[1] * 4))
 
 
 def of_gray_last(n: NetBuilder, x: str) -> str:
