@@ -72,13 +72,15 @@ class AdoptOptions:
 class AdoptResult:
     """The contract of an adopted net, and what was detected.
 
-    sequential_reason: why the images of a batch run one at a time, or empty if they run together; deviations: of every
-    run compared with the original net; alike: the net gives the same scores to all test images; form: how a net in int8
-    is quantized; int8_moves: how far its scores in int8 are from those on the same numbers in float32.
+    preprocessing: as given, of gray images if the net takes these; sequential_reason: why the images of a batch run one
+    at a time, or empty if they run together; deviations: of every run compared with the original net; alike: the net
+    gives the same scores to all test images; form: how a net in int8 is quantized; int8_moves: how far its scores in
+    int8 are from those on the same numbers in float32.
     """
 
     contract: ModelContract
     interface: NetInterface
+    preprocessing: Preprocessing
     opset: int
     probabilities: bool
     sequential_reason: str
@@ -154,7 +156,7 @@ def adopt(path: Path, output: Path, classes: ClassList, options: AdoptOptions) -
         else:
             sequential_reason, deviations = write_checked(file, path, build, opset, references)
     found = (sequential_reason, tuple(deviations), alike, form, spread)
-    return AdoptResult(contract, interface, opset, probabilities, *found)
+    return AdoptResult(contract, interface, options.preprocessing, opset, probabilities, *found)
 
 
 def _pictures(crop: int) -> dict[str, UInt8Array]:
@@ -187,7 +189,7 @@ def _with_channels(path: Path, interface: NetInterface, options: AdoptOptions) -
     if interface.channels == 3 and given.channels != "gray":
         return options
     for option, numbers in (("--mean", given.mean), ("--std", given.std)):
-        if len(set(numbers or ())) > 1:
+        if interface.channels == 1 and len(set(numbers or ())) > 1:
             raise UsageError(f"{path}: takes gray images. Give one number as {option}, of its one channel")
     preparation = replace(given.preparation, gray=True)
     return replace(options, preprocessing=replace(given, channels="gray", preparation=preparation))

@@ -176,7 +176,7 @@ def _of_processor(data: Mapping[str, Any]) -> dict[str, Any]:
     data = {"do_center_crop": _PROCESSORS[name], **data}
     values: dict[str, Any] = {"pixel_range": _range(data.get("rescale_factor", 1 / 255), data.get("do_rescale", True))}
     if data.get("do_normalize", True):
-        values |= {key: tuple(map(float, data[f"image_{key}"])) for key in ("mean", "std")}
+        values |= {key: _channels(f"image_{key}", data) for key in ("mean", "std")}
     else:
         values |= {"mean": (0.0, 0.0, 0.0), "std": (1.0, 1.0, 1.0)}
     if data.get("rescale_offset"):
@@ -223,12 +223,22 @@ def _of_config(data: Mapping[str, Any]) -> dict[str, Any]:
         stated["crop_pct"],
         stated.get("crop_mode", "center"),
     )
-    values: dict[str, Any] = {key: tuple(map(float, stated[key])) for key in ("mean", "std")}
+    values: dict[str, Any] = {key: _channels(key, stated) for key in ("mean", "std")}
     values |= {"pixel_range": 1, "interpolation": interpolation, "crop": crop}
     values["center_scale"] = math.floor(crop / part)
     if mode == "border":
+        if values["center_scale"] != crop:  # each side is padded or cropped to the crop, not to a square before it
+            raise ValueError(f"'crop_mode' is border with 'crop_pct' {part}, but only 1 is supported")
         return values | {"resize": "pad", "pad_color": tuple(round(255 * level) for level in values["mean"])}
     return values | {"resize": _known("crop_mode", mode, {"center": "shorter", "squash": "squash"})}
+
+
+def _channels(key: str, data: Mapping[str, Any]) -> tuple[float, ...]:
+    """Return three numbers; those of gray images are given as one, in a list or alone."""
+    numbers = tuple(map(float, data[key] if isinstance(data[key], list) else [data[key]]))
+    if len(numbers) not in {1, 3}:
+        raise ValueError(f"'{key}' has {len(numbers)} numbers, but images have one or three channels")
+    return numbers * 3 if len(numbers) == 1 else numbers
 
 
 def _range(factor: float, rescaled: bool) -> int:

@@ -189,7 +189,7 @@ def adopt(
     if str(stated):
         echo(f"beside the net: {stated}")
     options = AdoptOptions(chosen, crop or stated_crop, layout, net_output, kind, name, dense, scale)
-    _report(output, adopt_net(net, output, listed, options), chosen, detected=kind == "auto")
+    _report(output, adopt_net(net, output, listed, options), detected=kind == "auto")
 
 
 def _changed(usual: Preprocessing, values: Mapping[str, Any]) -> Preprocessing:
@@ -199,7 +199,7 @@ def _changed(usual: Preprocessing, values: Mapping[str, Any]) -> Preprocessing:
     return replace(usual, preparation=replace(usual.preparation, **inner), **own)
 
 
-def _report(output: Path, adopted: "AdoptResult", preprocessing: object, *, detected: bool) -> None:
+def _report(output: Path, adopted: "AdoptResult", *, detected: bool) -> None:
     """Print what was detected, so that the user can check it."""
     contract, net = adopted.contract, adopted.interface
     kind = "probabilities (logits are their logarithms)" if adopted.probabilities else "logits"
@@ -228,7 +228,7 @@ def _report(output: Path, adopted: "AdoptResult", preprocessing: object, *, dete
         int8 = f"quantized to int8; on this processor onnxruntime computes it in {here}\n"
     worst = max(adopted.deviations, key=lambda d: d.scores)
     echo(
-        f"input '{net.input}': {net.layout}, crops of {net.crop}x{net.crop} pixels; {preprocessing}\n"
+        f"input '{net.input}': {net.layout}, crops of {net.crop}x{net.crop} pixels; {adopted.preprocessing}\n"
         f"output '{net.output}': {kind}{'' if net.one_score else f' of {len(contract.classes)} classes'}{how}\n"
         f"images of a batch run through the net {batches}\n{dense}{int8}"
         f"{output}: {contract.name}, {output.stat().st_size / 1e6:.1f} MB, opset {adopted.opset}, "

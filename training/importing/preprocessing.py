@@ -109,8 +109,9 @@ class Preprocessing:
         resized += "" if self.preparation.antialias else ", not antialiased"
         if self.mean is None or self.std is None:
             return f"unchanged {self.channels if self.channels == 'gray' else self.channels.upper()} bytes, {resized}"
-        names = ["gray"] if self.channels == "gray" else self.channels.upper()
-        parts = (f"{c} (x - {m:g}) / {s:g}" for c, m, s in zip(names, self.mean, self.std, strict=False))
+        names = ["gray"] * 3 if self.channels == "gray" else list(self.channels.upper())
+        numbers = zip(names, self.mean, self.std, strict=True)
+        parts = dict.fromkeys(f"{name} (x - {mean:g}) / {std:g}" for name, mean, std in numbers)  # gray may be one
         return f"{', '.join(parts)}, x from 0 to {self.pixel_range}; {resized}"
 
 

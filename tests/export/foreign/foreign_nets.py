@@ -70,6 +70,11 @@ def features(n: NetBuilder, x: str, flatten: Build | None = None, **of_gemm: Any
     return n.add("Gemm", x, n.weights(CLASSES, 12, low=-0.7, high=0.7), n.weights(CLASSES), transB=1, **of_gemm)
 
 
+def of_gray(n: NetBuilder, x: str) -> str:
+    """Take (N, 1, H, W): a convolution of its own makes three channels of it."""
+    return features(n, n.add("Conv", x, n.weights(3, 1, 3, 3), kernel_shape=[3, 3], pads=[1] * 4))
+
+
 def net(
     folder: Path,
     build: Build = features,

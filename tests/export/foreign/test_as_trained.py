@@ -21,7 +21,17 @@ from prelunet.evaluator.engine.heatmap import heat_maps
 from prelunet.evaluator.imaging.decode import decode_image
 from prelunet.evaluator.protocols import build_protocol
 from prelunet.evaluator.serving.options import HttpOptions
-from tests.export.foreign.foreign_nets import CLASSES, CROP, Build, NetBuilder, features, net, photo, write_classes
+from tests.export.foreign.foreign_nets import (
+    CLASSES,
+    CROP,
+    Build,
+    NetBuilder,
+    features,
+    net,
+    of_gray,
+    photo,
+    write_classes,
+)
 from tests.serving.serving_harness import running_server
 
 # As in test_adopt.py: only the order of sums inside the net may differ.
@@ -36,11 +46,6 @@ def transparent(height: int, width: int) -> bytes:
 
 
 FILES = {"a.png": photo(61, 83, "PNG"), "b.jpg": photo(97, 52, "JPEG", seed=1), "c.png": transparent(45, 70)}
-
-
-def of_gray(n: NetBuilder, x: str) -> str:
-    """Take (N, 1, H, W): a convolution of its own makes three channels of it."""
-    return features(n, n.add("Conv", x, n.weights(3, 1, 3, 3), kernel_shape=[3, 3], pads=[1] * 4))
 
 
 def of_gray_last(n: NetBuilder, x: str) -> str:
@@ -108,6 +113,9 @@ CASES: dict[str, tuple[Build, dict[str, Any], list[str], Callable[[Image.Image],
     ),
     "gray in three channels": (
         features, {}, [*HALF, "--channels", "gray"], pillow("L", shorter(46), BILINEAR), 0.5, 0.25
+    ),
+    "gray in three channels, normalized as colors": (
+        features, {}, ["--preset", "torchvision", "--channels", "gray"], pillow("L", shorter(46), BILINEAR), *USUAL
     ),
     "padded": (
         features, {}, [*HALF, "--resize", "pad", "--pad-color", "114,7,0", "--interpolation", "bicubic"], padded, 0.5,

@@ -15,7 +15,7 @@ from prelunet.evaluator.engine.classify import classify_images
 from prelunet.evaluator.engine.load import open_session
 from prelunet.evaluator.imaging.decode import decode_rgb
 from prelunet.evaluator.protocols import build_protocol
-from tests.export.foreign.foreign_nets import CLASSES, CROP, ReferenceNet, net, photo
+from tests.export.foreign.foreign_nets import CLASSES, CROP, ReferenceNet, net, of_gray, photo
 
 PHOTOS = (photo(61, 83, "PNG"), photo(97, 52, "PNG", seed=1))
 LABELS = {str(index): f"thing {index}" for index in range(CLASSES)}
@@ -145,6 +145,8 @@ def test_squashing_by_option_replaces_the_scale_that_the_files_say(tmp_path: Pat
         ({"preprocessor_config": "[1, 2"}, "preprocessor_config.json: cannot be used: Expecting"),
         ({"config": {"pretrained_cfg": {**TIMM, "crop_mode": "zoom"}}}, "'crop_mode' is zoom, but only center, squash"),
         ({"config": {"pretrained_cfg": {**TIMM, "interpolation": "random"}}}, "'interpolation' is random, but only"),
+        ({"config": {"pretrained_cfg": {**TIMM, "std": [0.5, 0.5]}}}, "'std' has 2 numbers, but images have one or"),
+        ({"preprocessor_config": {**VIT, "image_mean": [0.5] * 4}}, "'image_mean' has 4 numbers, but images have"),
     ],
 )  # fmt: skip
 def test_what_contradicts_itself_or_cannot_be_computed_is_refused_with_its_file(
@@ -280,12 +282,29 @@ def test_metadata_that_cannot_be_used_are_refused_with_their_key(
     assert not (tmp_path / "adopted").exists()
 
 
-def test_a_border_of_timm_has_the_color_of_the_mean(tmp_path: Path) -> None:
-    stated = {**TIMM, "crop_mode": "border"}
+def test_a_border_of_timm_has_the_color_of_the_mean_and_is_not_cropped(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    stated = {**TIMM, "crop_mode": "border", "crop_pct": 1.0}
     folder = folder_of(tmp_path, config={"pretrained_cfg": stated, "label_names": THINGS})
     output = tmp_path / "adopted.prelunet.onnx"
     assert run(["adopt", str(folder), "-o", str(output)]) == 0
     contract = open_session(output, "cpu").contract
     preparation = contract.preparation
-    assert build_protocol("center", contract).scales == (47,)
+    assert build_protocol("center", contract).scales == (CROP,)
     assert (preparation.resize, preparation.pad_color) == ("pad", (123, 117, 104))  # 255 times the mean of CLIP
+    folder_of(tmp_path, config={"pretrained_cfg": {**stated, "crop_pct": 0.84}, "label_names": THINGS})
+    assert run(["adopt", str(folder), "-o", str(output), "--force"]) == 2
+    assert "'crop_mode' is border with 'crop_pct' 0.84, but only 1 is supported" in capsys.readouterr().err
+
+
+def test_one_number_of_timm_is_that_of_gray_images(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    net(tmp_path, of_gray, name="model", shape=["N", 1, CROP, CROP])
+    stated = {**TIMM, "input_size": [1, CROP, CROP], "mean": [0.4], "std": [0.25]}
+    stated |= {"crop_mode": "border", "crop_pct": 1.0}
+    (tmp_path / "config.json").write_text(json.dumps({"pretrained_cfg": stated, "label_names": THINGS}))
+    assert run(["adopt", str(tmp_path), "-o", str(tmp_path / "adopted")]) == 0
+    contract = open_session(tmp_path / "adopted", "cpu").contract
+    assert contract.preparation.gray
+    assert contract.preparation.pad_color == (102, 102, 102)
+    assert "gray (x - 0.4) / 0.25, x from 0 to 1" in capsys.readouterr().out
