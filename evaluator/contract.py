@@ -424,6 +424,8 @@ def contract_from_metadata(metadata: Mapping[str, str], where: str) -> ModelCont
             f"{where}: contract version {version}, but this prelunet supports versions up to {CONTRACT_VERSION}. "
             f"Install a newer prelunet. Or keep this one: {file.fix}"
         )
+    if has("resize"):  # of adopted nets that squash, for a day
+        raise ContractError(f"{where}: written by a development version. {file.fix}")
     training = file.read("training", dict)
     try:
         if "provenance" in training:  # absent in files of earlier versions

@@ -111,6 +111,10 @@ def open_dataset(
         dataset = label_images(images, split, classes, own, choice, no_labels=no_labels or real is not None)
     if real is not None and classes is not None:
         dataset = with_real_labels(dataset, real, classes)
+    if choice.listed_only and "labels from" not in dataset.layout:
+        raise UsageError(
+            f"--listed-only: {path} is not labeled by a list of image names. Omit it, or give --labels FILE"
+        )
     remarks = (*found_remarks, *dataset.remarks)
     if isinstance(source, ArchiveSource) and source.path != path:
         unpacked = (
@@ -131,7 +135,8 @@ def _remarks_on_others(source: Source, images: ImageListing) -> list[str]:
         remarks.append(f"{images.place}: only loose images are used; not read: {format_names(unread)}")
     if skipped := source.skipped(images.subfolder):
         kinds = ", ".join(f"{suffix or 'no suffix'} {count:,}" for suffix, count in skipped.most_common(5))
-        remarks.append(f"{images.place}: skipped {skipped.total():,} files that are no images: {kinds}")
+        more = ", …" if len(skipped) > 5 else ""
+        remarks.append(f"{images.place}: skipped files of other formats, by suffix: {kinds}{more}")
     return remarks
 
 

@@ -33,7 +33,7 @@ from ..arrays import UInt8Array
 from ..errors import ImageError, OutOfMemory, PreluNetError
 from ..preparation import USUAL, Preparation, Transparency
 from .cost_limits import check_exif, check_plain, open_bounded, skip_directories
-from .header import JPEG_2000_SIGNATURE, PNG_SIGNATURE, read_header
+from .header import JPEG_2000_SIGNATURE, JPEG_2000_STREAM, PNG_SIGNATURE, read_header
 from .limits import DecodeLimits
 
 _PLUGINS = (
@@ -45,7 +45,9 @@ _PLUGINS = (
     BmpImagePlugin.BmpImageFile,
     TiffImagePlugin.TiffImageFile,
     PpmImagePlugin.PpmImageFile,
-    AvifImagePlugin.AvifImageFile,  # these two need libraries that some builds of Pillow lack
+    # These two need libraries that some builds of Pillow lack. A forged AVIF may decode a larger image than it states;
+    # a server decodes it in a process of limited memory.
+    AvifImagePlugin.AvifImageFile,
     Jpeg2KImagePlugin.Jpeg2KImageFile,
 )
 FORMATS = tuple(plugin.format for plugin in _PLUGINS if plugin.format != "MPO")
@@ -57,7 +59,7 @@ SUFFIXES = (  # in any case
 # AVIF with a size.
 _BEGINNINGS = (
     *(b"\xff\xd8\xff", PNG_SIGNATURE, b"GIF8", b"BM", b"II*\0", b"MM\0*", b"II+\0", b"MM\0+"),
-    JPEG_2000_SIGNATURE,
+    *(JPEG_2000_SIGNATURE, JPEG_2000_STREAM),
 )
 BEGINNING = 12  # bytes that `begins_like_an_image` looks at
 
@@ -106,8 +108,7 @@ def decode_rgb(data: bytes, limits: DecodeLimits = DecodeLimits(), *, apply_exif
     """Decode an image file to uint8 (H, W, 3), RGB, 0-255.
 
     Gray is repeated in the three channels. 16-bit images keep the upper 8 bits. CMYK becomes (255-C)(255-K)/255 and so
-    on, without its color profile. Transparency is blended with white, round(alpha·value + (1-alpha)·255), unless a
-    `Preparation` drops it. Of an
+    on, without its color profile. Transparency is blended with white, round(alpha·value + (1-alpha)·255). Of an
     animation the first frame is used. EXIF orientation is ignored unless `apply_exif` (TIFF's own orientation is part
     of that format and always applied).
     Raises ImageError for bytes that are not an image of `FORMATS`, are truncated or damaged, or exceed the limits.
@@ -125,7 +126,7 @@ def decode_image(
     reserve: Callable[[int], None] = lambda _bytes: None,
     notice: Callable[[Trait], None] | None = None,
 ) -> Image.Image:
-    """Decode as `decode_rgb` does, but to a Pillow RGB image.
+    """Decode as `decode_rgb` does, but to a Pillow RGB image, or a gray one if the net's images are gray.
 
     preparation: of the net's images; reserve: called after the header and before any pixel with the most bytes that
     decoding and resizing will take; it may block (`evaluator.imaging.decode_memory`); notice: called with each trait.
@@ -144,7 +145,7 @@ def decode_image(
                 notice(trait)
         rgb = _to_rgb(pixels, preparation.transparency)
         if preparation.gray:
-            rgb = rgb.convert("L").convert("RGB")
+            rgb = rgb.convert("L")
         return rgb.transpose(turn) if apply_exif and turn is not None else rgb
 
 

@@ -11,7 +11,7 @@ from msgspec import Struct
 
 PNG_SIGNATURE = b"\x89PNG\r\n\x1a\n"
 JPEG_2000_SIGNATURE = b"\0\0\0\x0cjP  \r\n\x87\n"  # of the file format; a bare stream begins with the next
-_JPEG_2000_STREAM = b"\xff\x4f\xff\x51"
+JPEG_2000_STREAM = b"\xff\x4f\xff\x51"
 # Everything within these limits is decoded in about 50 ms or less, whatever its bytes.
 _EASY_PIXELS = 2**21
 EASY_DECODE_BYTES = 22 * _EASY_PIXELS  # the most that decoding and resizing one takes; see `decode.decode_bytes`
@@ -52,7 +52,7 @@ def read_header(data: bytes) -> ImageHeader:
             position += 12 + _number(data, position, 4)
             chunks += 1
         return ImageHeader(pixels, passes, _few_bytes(data, pixels) and chunks <= _EASY_SEGMENTS)
-    if data.startswith((JPEG_2000_SIGNATURE, _JPEG_2000_STREAM)):
+    if data.startswith((JPEG_2000_SIGNATURE, JPEG_2000_STREAM)):
         passes = 50  # measured, too
     return ImageHeader(_other_pixels(data), passes, easy=False)
 

@@ -5,7 +5,7 @@ other origin may have been trained on other images, such as whole ones, squashed
 (`evaluator.preparation`).
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from fractions import Fraction
 from typing import NamedTuple
 
@@ -17,7 +17,7 @@ from ..arrays import UInt8Array
 from ..preparation import USUAL, Interpolation, Preparation
 from ..protocols import LONG_SIDE_CAP
 
-DecodedImage = UInt8Array | Image.Image  # (H, W, 3), or the result of `decode_image`
+DecodedImage = UInt8Array | Image.Image  # (H, W, 3), or the result of `decode_image`, RGB or gray
 
 # Pillow's filter, and its support: pixels of the coarser grid on either side.
 _FILTERS = {
@@ -27,7 +27,7 @@ _FILTERS = {
     "lanczos": (Image.Resampling.LANCZOS, 3),
 }
 _CUBIC = -0.75  # the parameter of torch, OpenCV and TensorFlow without antialiasing; Pillow's is -0.5
-_STRIP = 32  # rows resized at once without antialiasing, so that no array of the whole image is needed
+_BLOCK = 64, 2**14  # source rows and columns of a block resized at once without antialiasing: 10 MB of copies
 
 PANEL_LONG_SIDE = 320  # pixels of a heat map's panel; tiny images are enlarged and huge ones shrunk to it
 PANEL_SHORT_SIDE = 40  # pixels at least, so that even a 1x20000 image gets a visible panel
@@ -141,7 +141,7 @@ def panel_picture(image: DecodedImage) -> UInt8Array:
     picture = image if isinstance(image, Image.Image) else Image.fromarray(image)
     factor = PANEL_LONG_SIDE / max(picture.size)
     width, height = (max(PANEL_SHORT_SIDE, round(side * factor)) for side in picture.size)
-    return np.array(picture.resize((width, height), Image.Resampling.BICUBIC))
+    return np.array(picture.resize((width, height), Image.Resampling.BICUBIC).convert("RGB"))
 
 
 def _resize_region(
@@ -156,18 +156,19 @@ def _resize_region(
     """Return `count` rows and columns, from `first` on, of the picture resized to `full`."""
     width, height = picture.size
     if not antialias:
-        columns = _taps(width, full[1], first[1], count[1], interpolation)
-        strips = []
-        for row in range(0, count[0], _STRIP):
-            rows = _taps(height, full[0], first[0] + row, min(_STRIP, count[0] - row), interpolation)
-            strips.append(_interpolated(picture, rows, columns))
-        return np.concatenate(strips)
+        above, beside = (
+            list(_blocks(side, full[axis], first[axis], count[axis], interpolation, _BLOCK[axis]))
+            for axis, side in enumerate((height, width))
+        )
+        blocks = [[_interpolated(picture, rows, columns) for columns in beside] for rows in above]
+        return np.concatenate([np.concatenate(row, axis=1) for row in blocks])
     resampling, support = _FILTERS[interpolation]
     top, bottom, box_top, box_bottom = _source_span(height, full[0], first[0], count[0], support)
     left, right, box_left, box_right = _source_span(width, full[1], first[1], count[1], support)
     if (top, left, bottom, right) != (0, 0, height, width):
         picture = picture.crop((left, top, right, bottom))
-    return np.array(picture.resize((count[1], count[0]), resampling, box=(box_left, box_top, box_right, box_bottom)))
+    resized = picture.resize((count[1], count[0]), resampling, box=(box_left, box_top, box_right, box_bottom))
+    return np.array(resized.convert("RGB"))  # of a gray image
 
 
 def _source_span(side: int, full: int, offset: int, count: int, support: int) -> tuple[int, int, float, float]:
@@ -216,6 +217,13 @@ def _taps(side: int, full: int, first: int, count: int, interpolation: Interpola
     return _Taps(places, np.stack(weights, axis=1))
 
 
+def _blocks(side: int, full: int, first: int, count: int, interpolation: Interpolation, most: int) -> Iterator[_Taps]:
+    """Yield the taps of consecutive pixels along one side. most: source pixels that those of one block reach, about."""
+    together = max(1, most * full // side)
+    for start in range(0, count, together):
+        yield _taps(side, full, first + start, min(together, count - start), interpolation)
+
+
 def _inner(x: npt.NDArray[np.float32]) -> npt.NDArray[np.float32]:
     """Return the cubic kernel at distances from 0 to 1 (Keys 1981, with the parameter `_CUBIC`)."""
     a = np.float32(_CUBIC)
@@ -230,13 +238,12 @@ def _outer(x: npt.NDArray[np.float32]) -> npt.NDArray[np.float32]:
 
 def _interpolated(picture: Image.Image, rows: _Taps, columns: _Taps) -> UInt8Array:
     """Return the weighted sums of the source pixels, rounded, uint8 (rows, columns, 3)."""
-    top, bottom = int(rows.places.min()), int(rows.places.max()) + 1
-    source = np.asarray(picture.crop((0, top, picture.width, bottom)))
+    (top, bottom), (left, right) = ((int(t.places.min()), int(t.places.max()) + 1) for t in (rows, columns))
+    source = np.asarray(picture.crop((left, top, right, bottom)).convert("RGB"))
     total = np.zeros((len(rows.places), len(columns.places), 3), np.float32)
     for row, row_weight in zip((rows.places - top).T, rows.weights.T, strict=True):
-        line = source[row]
-        pairs = zip(columns.places.T, columns.weights.T, strict=True)
-        of_row = sum(weight[:, None] * line[:, column] for column, weight in pairs)
+        pairs = zip((columns.places - left).T, columns.weights.T, strict=True)
+        of_row = sum(weight[:, None] * source[row[:, None], column] for column, weight in pairs)
         total += row_weight[:, None, None] * of_row
     result: UInt8Array = np.clip(np.rint(total), 0, 255).astype(np.uint8)
     return result

@@ -17,8 +17,9 @@ from ..datasets import DatasetSpec, open_from_spec
 from ..datasets.dataset import Dataset, Sample
 from ..datasets.labels.real_labels import IMAGENET_REAL
 from ..errors import DatasetError, PreluNetError, RunFolderError
-from ..imaging.decode import decode_rgb
+from ..imaging.decode import decode_image
 from ..machine import cores
+from ..protocols import EvaluationProtocol
 from ..validation.mistakes import choose_mistakes, mistakes_as_shown
 from ..validation.predictions import Prediction
 from ..validation.run import Run
@@ -129,13 +130,13 @@ def _with_pictures(gallery: Gallery, dataset: Dataset, run: Run) -> Gallery:
                 "damaged. Restore predictions.jsonl, or restart the run with --fresh"
             )
     shown, rest = wanted[: len(gallery.mistakes)], wanted[len(gallery.mistakes) :]
-    exif = run.info.protocol.apply_exif
+    protocol = run.info.protocol
     with ThreadPoolExecutor(cores()) as pool:
-        pictures = _pictures(pool, dataset, [samples[file] for file in shown], THUMBNAIL, apply_exif=exif)
+        pictures = _pictures(pool, dataset, [samples[file] for file in shown], THUMBNAIL, protocol=protocol)
         mistakes = tuple(replace(m, thumbnail=p) for m, p in zip(gallery.mistakes, pictures, strict=True))
         left = PICTURE_BYTES - sum(len(mistake.thumbnail or "") for mistake in mistakes)
         tiles: dict[str, str] = {}
-        small = _pictures(pool, dataset, [samples[file] for file in rest], TILE, apply_exif=exif)
+        small = _pictures(pool, dataset, [samples[file] for file in rest], TILE, protocol=protocol)
         for file, tile in zip(rest, small, strict=True):
             left -= len(tile or "")
             if left < 0:
@@ -146,7 +147,7 @@ def _with_pictures(gallery: Gallery, dataset: Dataset, run: Run) -> Gallery:
 
 
 def _pictures(
-    pool: ThreadPoolExecutor, dataset: Dataset, samples: Sequence[Sample], side: int, *, apply_exif: bool
+    pool: ThreadPoolExecutor, dataset: Dataset, samples: Sequence[Sample], side: int, *, protocol: EvaluationProtocol
 ) -> Iterator[str | None]:
     """Yield samples as `data:` URLs in order, their longer sides at most `side`, encoding at most one batch ahead.
 
@@ -155,7 +156,7 @@ def _pictures(
 
     def picture(sample: Sample) -> str | None:
         try:
-            image = Image.fromarray(decode_rgb(dataset.read(sample), apply_exif=apply_exif))
+            image = decode_image(dataset.read(sample), apply_exif=protocol.apply_exif, preparation=protocol.preparation)
         except (PreluNetError, OSError):
             return None
         coded, kind = io.BytesIO(), "png"

@@ -162,7 +162,7 @@ def describe_traits(report: Report) -> str:
     protocol = report["protocol"]
     dropped = protocol.get("preparation", {}).get("transparency") == "dropped"
     words = {
-        "alpha": f"transparent (transparency {'dropped' if dropped else 'over white'})",
+        "alpha": f"with an alpha channel ({'dropped' if dropped else 'over white'})",
         "16-bit": "of 16 bits (the upper 8 count)",
         "cmyk": "CMYK (converted without color profiles)",
         "rotated": f"rotated by EXIF ({'applied' if protocol['apply_exif'] else 'ignored'})",

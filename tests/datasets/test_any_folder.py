@@ -43,7 +43,7 @@ def test_all_suffixes_of_images_are_read_and_so_are_images_without_one(tmp_path:
     )
     dataset = opened(folder)
     assert labels_of(dataset).keys() == {*IMAGES, *more}
-    said = f"{folder}: skipped 6 files that are no images: .heic 3, no suffix 2, .psd 1"
+    said = f"{folder}: skipped files of other formats, by suffix: .heic 3, no suffix 2, .psd 1"
     assert said in dataset.remarks
     assert {dataset.read(sample) for sample in dataset.samples} == {PNG, *more.values()}
 
@@ -53,7 +53,9 @@ def test_what_is_skipped_in_an_archive_is_counted(tmp_path: Path, pack: Callable
     others = {"red/i.heic": b"x", "red/j.heic": b"x", "red/h": b"no image", "notes.txt": b"words"}
     dataset = opened(pack(tmp_path / "data.archive", IMAGES | others))
     assert labels_of(dataset).keys() == {*IMAGES}
-    assert any("skipped 3 files that are no images: .heic 2, no suffix 1" in remark for remark in dataset.remarks)
+    assert any(
+        "skipped files of other formats, by suffix: .heic 2, no suffix 1" in remark for remark in dataset.remarks
+    )
 
 
 def test_nothing_is_said_where_nothing_is_skipped(tmp_path: Path) -> None:
@@ -114,6 +116,13 @@ def test_metadata_beside_the_images_label_them(tmp_path: Path) -> None:
     assert labels_of(opened(write_folder(tmp_path / "data", data))) == {"a.png": 2, "b.png": 1}
 
 
+@pytest.mark.parametrize("content", ["blue\nred\ngreen\n", '["blue", "red", "green"]', "[2, 0, 1]", "2\n0\n1\n"])
+def test_a_list_of_labels_alone_labels_by_position(content: str, tmp_path: Path) -> None:
+    folder = write_folder(tmp_path / "data", {f"{number}.png": PNG for number in (1, 2, 3)})
+    (tmp_path / "list.any").write_text(content)
+    assert labels_of(opened(folder, labels=tmp_path / "list.any")) == {"1.png": 2, "2.png": 0, "3.png": 1}
+
+
 def test_a_list_of_wnids_alone_labels_by_position(tmp_path: Path) -> None:
     folder = write_folder(tmp_path / "data", {f"{number}.png": PNG for number in (1, 2, 3)})
     (tmp_path / "list.txt").write_text("n00000002\nn00000000\nn00000001\n")
@@ -126,10 +135,19 @@ def test_a_list_of_wnids_alone_labels_by_position(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        ('{"annotations": [], "images": []}', "no list of labels. Use an object from image name to label"),
-        ('["red/a.png", "red"]', "no list of labels"),
+        (
+            '{"annotations": [], "images": []}',
+            "entry 1 is no image with a label, and this is not a list of lists of class",
+        ),
+        ('{"": "red", "b.png": "blue"}', "entry 1 is no image with a label"),
+        ('{"red/a.png": null}', "entry 1 is no image with a label"),
+        ('{"red/a.png": true}', "entry 1 is no image with a label"),
+        ('[{"file_name": "red/a.png", "label": "red"}, {"file_name": "b.png"}]', "entry 2 is no image with a label"),
         ('[{"file_name": "red/a.png"}]', "its first object looks like a header"),
-        ('{"a": ', "neither JSON nor a JSON object in each line"),
+        ('{"file_name": "red/a.png", "label": "  "}', "line 1 has no label"),
+        ("{}", "empty. Use a list"),
+        ('{"a": ', "neither JSON nor JSON in each line"),
+        ("red/a.png red".encode("utf-16-le").decode("latin-1"), "perhaps UTF-16 without its mark"),
     ],
 )
 def test_other_json_is_refused_with_what_would_be_read(content: str, message: str, tmp_path: Path) -> None:

@@ -381,7 +381,16 @@ def test_numbered_folders_from_one_on_are_refused(tmp_path: Path) -> None:
     )
 
 
-@pytest.mark.parametrize("numbers", [[0, 1, 2, 3, 4, 6, 7, 8, 9, 10, 11], range(5), [3, 10]])
+@pytest.mark.parametrize("numbers", [[1, 2, 3, 4, 5, 7, 8, 9, 10, 11], [3, 10], [4, 12]])
+def test_numbered_folders_without_a_0_may_be_counted_from_1_and_are_refused(
+    tmp_path: Path, numbers: Sequence[int]
+) -> None:
+    files = {f"{number}/a.png": b"a" for number in numbers}
+    message = refusal(write_folder(tmp_path / "some", files))
+    assert f"the folders are numbers {min(numbers)} to {max(numbers)}, and none of them is 0" in message
+
+
+@pytest.mark.parametrize("numbers", [[0, 1, 2, 3, 4, 6, 7, 8, 9, 10, 11], range(5), [0, 10]])
 def test_some_of_the_numbered_folders_are_class_indices_and_it_is_said(tmp_path: Path, numbers: Sequence[int]) -> None:
     files = {f"{number}/a.png": b"a" for number in numbers}
     dataset = opened(write_folder(tmp_path / "some", files))

@@ -153,7 +153,7 @@ REFUSED: dict[str, tuple[dict[str, bytes], Any, str]] = {
     "a class beyond": (DATA, [[12]] * IMAGES, "the label 12 is not a class index from 0 to 11"),
     "a class below": (DATA, [[-1]] * IMAGES, "not a list of lists of class indices"),
     "a class twice": (DATA, [[3, 4], [5, 3, 5]], "list 2 has a class twice"),
-    "no lists": (DATA, [1, 2, 3], "not a list of lists of class indices"),
+    "no lists": (DATA, [1, [2], 3], "not a list of lists of class indices"),
     "an object": (DATA, {"1": [2]}, "not a list of lists of class indices"),
     "words": (DATA, [["tench"]], "not a list of lists of class indices"),
 }

@@ -1,6 +1,7 @@
 """Preparations of nets of other origin, against torch, Pillow and the formulas of torchvision."""
 
 import io
+import tracemalloc
 from typing import Any
 
 import numpy as np
@@ -12,7 +13,7 @@ from PIL import Image
 
 from prelunet.evaluator.arrays import Float32Array, UInt8Array
 from prelunet.evaluator.imaging.decode import decode_image
-from prelunet.evaluator.imaging.resize import placed, resize_to_scales
+from prelunet.evaluator.imaging.resize import panel_picture, placed, resize_to_scales
 from prelunet.evaluator.imaging.views import crop_origin
 from prelunet.evaluator.preparation import Interpolation, Preparation, preparation_from_json
 
@@ -158,7 +159,30 @@ def test_gray_is_pillows_luma_in_all_channels(name: str) -> None:
     opened = Image.open(io.BytesIO(FILES[name]))
     wanted = np.asarray((opened.convert("RGB") if opened.mode == "CMYK" else opened).convert("L"))
     found = np.asarray(decode_image(FILES[name], preparation=Preparation(transparency="dropped", gray=True)))
-    np.testing.assert_array_equal(found, np.repeat(wanted[..., None], 3, axis=2))
+    np.testing.assert_array_equal(found, wanted)
+
+
+@pytest.mark.parametrize("antialias", [True, False])
+def test_gray_views_have_three_equal_channels(antialias: bool) -> None:
+    gray = Image.fromarray(noise(31, 43)).convert("L")
+    views = [
+        resize_to_scales(image, (20,), 4, "bicubic", Preparation(antialias=antialias))[20][0]
+        for image in (gray, gray.convert("RGB"))
+    ]
+    np.testing.assert_array_equal(*views)
+    np.testing.assert_array_equal(panel_picture(gray), panel_picture(gray.convert("RGB")))
+
+
+@pytest.mark.parametrize(("height", "width"), [(1, 2**21), (2**21, 1), (1500, 1400)])
+def test_resizing_without_antialiasing_copies_little_of_an_image(height: int, width: int) -> None:
+    image = Image.new("RGB", (width, height), (1, 2, 3))
+    for resize in ("shorter", "squash"):
+        tracemalloc.start()
+        resize_to_scales(image, (32, 224), 4, "bicubic", Preparation(resize=resize, antialias=False))
+        _, peak = tracemalloc.get_traced_memory()
+        tracemalloc.stop()
+        # Blocks of 64 x 16384 pixels, in up to three copies, and the float32 sums of a view of up to 224 x 896.
+        assert peak < 25e6
 
 
 def test_a_preparation_survives_json_and_other_data_is_refused_with_the_reason() -> None:

@@ -79,7 +79,7 @@ def _parsed(content: str) -> Any:
     try:
         return parse_json(content)
     except ValueError:
-        with suppress(ValueError, SyntaxError, MemoryError, RecursionError):
+        with suppress(ValueError, TypeError, SyntaxError, MemoryError, RecursionError):
             return ast.literal_eval(content.strip())
         raise
 
@@ -90,7 +90,7 @@ def _parsed_yaml(content: str) -> Any:
 
     try:
         return yaml.load(content, yaml.BaseLoader)  # noqa: S506 - it creates only strings, lists and dicts
-    except (yaml.YAMLError, RecursionError) as error:
+    except (yaml.YAMLError, RecursionError, OverflowError, ValueError) as error:
         raise ValueError(f"not YAML: {' '.join(str(error).split())[:200]}") from None
 
 

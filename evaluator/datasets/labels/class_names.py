@@ -101,13 +101,13 @@ class ClassList:
     def folder_numbers(self, folders: Sequence[str], place: str) -> dict[str, int] | None:
         """Return the class index of each folder if all names are different class indices; otherwise None.
 
-        Raises DatasetError if they are the numbers from 1 on.
+        Raises DatasetError if they may be counted from 1: none is 0, and all are from 1 to the number of classes.
         """
         if not folders or any(map(self.contains, folders)) or not all(map(NUMBER.fullmatch, folders)):
             return None
         numbers = {folder: int(folder) for folder in folders}
         in_order = sorted(numbers.values())
-        if in_order == list(range(1, len(folders) + 1)):
+        if 1 <= in_order[0] <= in_order[-1] <= len(self.wnids):
             raise DatasetError(f"{place}: the folders are {_one_based_hint(numbers.values())}, or rename the folders")
         if in_order == list(range(_RENUMBERED)) and len(self.wnids) == _IMAGENET:  # perhaps ImageNet-A or -R
             return None
@@ -169,8 +169,8 @@ class ClassList:
 
 
 def _normalized(name: str) -> str:
-    """Normalize a name for comparison: folder names may have '_' or '-' for spaces, and decomposed accents."""
-    return " ".join(re.split(r"[\s_-]+", unicodedata.normalize("NFC", name.strip().casefold())))
+    """Normalize a name for comparison: folder names may have '_' or '-' for spaces and '/', and decomposed accents."""
+    return " ".join(re.split(r"[\s_/-]+", unicodedata.normalize("NFC", name.strip().casefold())))
 
 
 def _one_based_hint(numbers: Collection[int]) -> str:

@@ -22,6 +22,7 @@ _LABEL_HEADERS = {"label", "wnid", "class", "predictionstring", "synset", "class
 _ROW_NUMBER = "index"  # pandas writes the row number under this name; others write the class
 _BOX = 5  # words per box in Kaggle's list: wnid and four coordinates
 _NUMBER = re.compile(r"-?\d+", re.ASCII)
+_WORD = re.compile(r"[^\s,;]+")
 _DIGITS = re.compile(r"(\d+)", re.ASCII)
 
 
@@ -106,9 +107,15 @@ def read_label_list(file: LabelFile) -> tuple[list[LabelEntry], str]:
         raise DatasetError(f"{file.path}: empty. Use a list with a line `name label` for each image")
     if filled.lstrip()[:1] in {"{", "["}:
         return _read_json(file)
+    if "\0" in filled:
+        raise DatasetError(f"{file.path}: not UTF-8 text; perhaps UTF-16 without its mark. Save the list as UTF-8")
     for form, what in ((_NUMBER, "number"), (WNID, "wnid")):
         if form.fullmatch(filled.strip()):
             return _labels_alone(lines, form, what, file.path), ""
+    if all(
+        _WORD.fullmatch(line.strip()) and not line.strip().lower().endswith(SUFFIXES) for line in lines if line.strip()
+    ):
+        return _labels_alone(lines, _WORD, "class", file.path), ""
     return _read_table(lines, filled, file.path)
 
 
@@ -155,8 +162,8 @@ def _labels_alone(lines: Sequence[str], form: re.Pattern[str], what: str, path: 
 
 
 def _read_json(file: LabelFile) -> tuple[list[LabelEntry], str]:
-    """Read a list in JSON: an object from name to label, or objects, each with a name and a label, as in a list or a
-    line each (Hugging Face's metadata.jsonl).
+    """Read a list in JSON: labels alone; an object from name to label; or objects, each with a name and a label, in a
+    list or one a line (Hugging Face's metadata.jsonl). The line of an entry is its number.
     """
     try:
         try:
@@ -164,27 +171,36 @@ def _read_json(file: LabelFile) -> tuple[list[LabelEntry], str]:
         except ValueError:
             data = [parse_json(line) for line in file.text.splitlines() if line.strip()]
     except ValueError as error:
-        raise DatasetError(
-            f"{file.path}: neither JSON nor a JSON object in each line ({error}). Fix the file"
-        ) from error
+        raise DatasetError(f"{file.path}: neither JSON nor JSON in each line ({error}). Fix the file") from error
     if isinstance(data, dict) and not {*map(str.casefold, data)}.isdisjoint(_NAME_HEADERS):  # of a single line
         data = [data]
-    if isinstance(data, dict) and all(isinstance(label, str | int) for label in data.values()):
-        pairs, note = list(data.items()), ""
+    rows, note = data if isinstance(data, list) else [], ""
+    if isinstance(data, dict):
+        pairs = list(data.items())
+    elif not any(isinstance(row, dict) for row in rows):
+        pairs = [(None, label) for label in rows]
     else:
-        rows = data if isinstance(data, list) else []
-        keys = list(rows[0]) if rows and isinstance(rows[0], dict) else []
-        columns = _header(keys, f"{file.path}: its first object")
-        if columns is None or not all(
-            isinstance(row, dict) and {keys[c] for c in columns} <= row.keys() for row in rows
-        ):
-            raise DatasetError(
-                f"{file.path}: not a list of lists of class indices (ReaL), and no list of labels. Use an object from "
-                'image name to label, or one for each image, such as {"file_name": "a.jpg", "label": "cat"}'
-            )
+        keys = list(rows[0]) if isinstance(rows[0], dict) else []
+        if (columns := _header(keys, f"{file.path}: its first object")) is None:
+            raise _no_list(file.path, 1)
         name, label = (keys[column] for column in columns)
-        pairs, note = [(row[name], row[label]) for row in rows], f" (keys {name!r} and {label!r})"
-    return [LabelEntry(n, str(name), _word(str(label), file.path, n)) for n, (name, label) in enumerate(pairs, 1)], note
+        note = f" (keys {name!r} and {label!r})"
+        pairs = [(row.get(name, ""), row.get(label)) if isinstance(row, dict) else ("", None) for row in rows]
+    entries = []
+    for number, (named, labeled) in enumerate(pairs, 1):
+        if (named is not None and (not isinstance(named, str) or not named)) or type(labeled) not in {str, int}:
+            raise _no_list(file.path, number)
+        entries.append(LabelEntry(number, named or "", _word(str(labeled), file.path, number)))
+    if not entries:
+        raise DatasetError(f"{file.path}: empty. Use a list with a label for each image")
+    return entries, note
+
+
+def _no_list(path: Path, number: int) -> DatasetError:
+    return DatasetError(
+        f"{path}: entry {number} is no image with a label, and this is not a list of lists of class indices (ReaL). Use "
+        'an object from image name to label, or one for each image, such as {"file_name": "a.jpg", "label": "cat"}'
+    )
 
 
 def _rows(lines: list[str], filled: str, path: Path) -> Iterator[tuple[int, list[str]]]:
@@ -237,7 +253,7 @@ def _unknown_header(place: str, row: list[str]) -> DatasetError:
 
 def _word(label: str, path: Path, line: int) -> str:
     """Return the label in a field; for Kaggle's boxes, the wnid that they share."""
-    if not label:
+    if not label.strip():
         raise DatasetError(f"{path}: line {line} has no label. Add a label for each image")
     words = label.split()
     if len(words) % _BOX or not all(words[number].isdigit() for number in range(1, _BOX)):
@@ -289,9 +305,10 @@ def _match(
     return entry_of
 
 
-def _by_number(name: str) -> list[int | str]:
-    """Return the parts of a name between and of digits, the latter as numbers."""
-    return [int(part) if place % 2 else part for place, part in enumerate(_DIGITS.split(name))]
+def _by_number(name: str) -> list[str | tuple[int, str]]:
+    """Return the parts of a name between and of digits, the latter so that they compare as numbers."""
+    parts = enumerate(_DIGITS.split(name))
+    return [(len(part.lstrip("0")), part.lstrip("0")) if place % 2 else part for place, part in parts]
 
 
 @dataclass(frozen=True)

@@ -237,7 +237,7 @@ def test_a_run_counts_what_files_have_that_nets_see_in_different_ways(
         (data / file).write_bytes(content)
     words = ["validate", "--model", str(model), "--data", str(tmp_path / "data"), "--run", str(folder)]
     said = (
-        "1 transparent (transparency dropped), 1 of 16 bits (the upper 8 count), 1 CMYK (converted without color "
+        "1 with an alpha channel (dropped), 1 of 16 bits (the upper 8 count), 1 CMYK (converted without color "
         "profiles), 1 rotated by EXIF (ignored)"
     )
     capsys.readouterr()
