@@ -15,7 +15,15 @@ from onnx.helper import np_dtype_to_tensor_dtype
 
 from ...evaluator.architectures import OpaqueNet, TrunkLayer
 from ...evaluator.arrays import Float64Array, UInt8Array
-from ...evaluator.contract import ClassEntry, GoldenImage, ModelContract, Tolerance, golden_image, golden_sizes
+from ...evaluator.contract import (
+    MAX_CROPS_PER_SIDE,
+    ClassEntry,
+    GoldenImage,
+    ModelContract,
+    Tolerance,
+    golden_image,
+    golden_sizes,
+)
 from ...evaluator.engine.runtimes.base import Precision
 from ...evaluator.engine.runtimes.onnx import RawOnnxModel
 from ...evaluator.engine.scores import softmax
@@ -383,6 +391,11 @@ def _contract(
 ) -> ModelContract:
     """Build the contract of the file, without golden images; head: of a dense net. Otherwise the crop is one window."""
     crop, count = interface.crop, count_multiply_adds(net, interface)
+    if options.center_scale is not None and not crop <= options.center_scale <= MAX_CROPS_PER_SIDE * crop:
+        raise UsageError(
+            f"{path}: images resized to {options.center_scale} pixels, but crops of {crop} need from {crop} to "
+            f"{MAX_CROPS_PER_SIDE * crop}. Give the scale of this crop with --scale"
+        )
     half = any(tensor.data_type == TensorProto.FLOAT16 for tensor in net.graph.initializer)
     scales = (crop,) if head is None else tuple(int(crop * scale / 224 + 0.5) for scale in MULTI_SCALE)
     tensors = {"input": interface.input, "layout": interface.layout, "output": interface.output}

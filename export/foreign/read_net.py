@@ -317,7 +317,10 @@ def _crop(path: Path, sides: Sequence[Dimension], requested: int | None) -> int:
     if side is None:
         raise UsageError(f"{path}: takes images of any size. Specify the size used in training: --crop PIXELS")
     if requested not in {None, side}:
-        raise UsageError(f"{path}: --crop {requested}, but it takes images of {side}x{side} pixels. Use --crop {side}")
+        raise UsageError(
+            f"{path}: --crop {requested}, given or from the files beside it, but it takes images of {side}x{side} "
+            f"pixels. Use --crop {side}, with the --scale of its training"
+        )
     if side > MAX_CROP:
         raise ContractError(
             f"{path}: crops of {side}x{side} pixels, but the maximum is {MAX_CROP}. Export it for smaller images"

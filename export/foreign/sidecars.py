@@ -20,7 +20,7 @@ from ...evaluator.datasets.labels.class_file import parse_class_list, read_class
 from ...evaluator.engine.runtimes.onnx_metadata import read_metadata
 from ...evaluator.errors import UsageError, from_os_error
 from ...evaluator.files import read_regular
-from ...evaluator.json_checks import parse_json, require_object
+from ...evaluator.json_checks import parse_json, require_int, require_object
 from ...training.importing.preprocessing import PRESETS
 
 _RESAMPLING = {0: "nearest", 1: "lanczos", 2: "bilinear", 3: "bicubic"}  # of Pillow
@@ -77,8 +77,9 @@ def find_net(path: Path) -> Path:
     found = sorted([*path.glob("*.onnx"), *path.glob("onnx/*.onnx")])
     chosen = [file for file in found if file.name == "model.onnx"] if len(found) > 1 else found
     if len(chosen) != 1:
-        names = ", ".join(str(file.relative_to(path)) for file in found[:5]) or "none"
-        raise UsageError(f"{path}: a folder with several ONNX files, or none ({names}). Give the file of the net")
+        names = ", ".join(str(file.relative_to(path)) for file in found[:5])
+        what = f"several ONNX files ({names})" if found else "no ONNX file, also not in its folder `onnx`"
+        raise UsageError(f"{path}: a folder with {what}. Give the file of the net")
     return chosen[0]
 
 
@@ -88,7 +89,8 @@ def read_sidecars(net: Path, *, values: bool = True, classes: bool = True) -> St
     values, classes: what to read. Raises UsageError for a value that cannot be used, and for sources that contradict
     each other.
     """
-    folder = net.parent.parent if net.parent.name == "onnx" else net.parent
+    beside = net.absolute().parent
+    folder = beside.parent if beside.name == "onnx" and not _states_something(beside) else beside
     found = Stated(classes=_agreed(_class_lists(net, folder)) if classes else None)
     for source, stated in _stated_values(net, folder) if values else ():
         for key, value in stated.items():
@@ -100,6 +102,10 @@ def read_sidecars(net: Path, *, values: bool = True, classes: bool = True) -> St
             if value is not None:
                 found.sources.setdefault(key, source)
     return found
+
+
+def _states_something(folder: Path) -> bool:
+    return any((folder / name).is_file() for name in (*_READERS, *_CLASS_FILES))
 
 
 def _stated_values(net: Path, folder: Path) -> Iterator[tuple[str, dict[str, Any]]]:
@@ -159,9 +165,9 @@ def _usable(where: Path | str) -> Iterator[None]:
         yield
     except OSError as error:
         raise from_os_error(error) from error
-    except (ValueError, TypeError, KeyError, IndexError, SyntaxError) as error:
-        reason = f"it lacks {error}" if isinstance(error, KeyError) else error
-        raise UsageError(f"{where}: cannot be used: {reason}. Move it away and give the values as options") from error
+    except (ValueError, TypeError, LookupError, ArithmeticError, SyntaxError, RecursionError, MemoryError) as error:
+        reason = f"it lacks {error}" if isinstance(error, KeyError) else str(error) or type(error).__name__
+        raise UsageError(f"{where}: cannot be used: {reason}. Pass --preset, and options for what differs") from error
 
 
 def _shown(value: Any) -> str:
@@ -183,7 +189,9 @@ def _of_processor(data: Mapping[str, Any]) -> dict[str, Any]:
         raise ValueError("it rescales images to -1 to 1 ('rescale_offset')")
     if not data.get("do_resize", True):
         raise ValueError("it does not resize images ('do_resize' is false)")
-    if (resample := data["resample"]) not in _RESAMPLING:  # its default depends on the processor
+    if (
+        resample := require_int(data["resample"], "resample", 0)
+    ) not in _RESAMPLING:  # its default depends on the processor
         raise ValueError(f"'resample' is {resample}, but only 0 to 3 (Pillow's nearest to bicubic) are supported")
     return {**values, "interpolation": _RESAMPLING[resample], "rounding": "transformers", **_geometry_of(data)}
 
@@ -204,7 +212,8 @@ def _geometry_of(data: Mapping[str, Any]) -> dict[str, Any]:
     if "shortest_edge" in size:
         if crop is None:
             raise ValueError("it crops nothing ('do_center_crop' is false), so images have different sizes")
-        return {"resize": "shorter", "crop": _square(crop), "center_scale": size["shortest_edge"]}
+        scale = require_int(size["shortest_edge"], "shortest_edge", 1)
+        return {"resize": "shorter", "crop": _square(crop), "center_scale": scale}
     side = _square(size)
     return {"resize": "squash", "crop": side if crop is None else _square(crop), "center_scale": side}
 
@@ -235,10 +244,10 @@ def _of_config(data: Mapping[str, Any]) -> dict[str, Any]:
 
 def _channels(key: str, data: Mapping[str, Any]) -> tuple[float, ...]:
     """Return three numbers; those of gray images are given as one, in a list or alone."""
-    numbers = tuple(map(float, data[key] if isinstance(data[key], list) else [data[key]]))
-    if len(numbers) not in {1, 3}:
-        raise ValueError(f"'{key}' has {len(numbers)} numbers, but images have one or three channels")
-    return numbers * 3 if len(numbers) == 1 else numbers
+    numbers = data[key] if isinstance(data[key], list) else [data[key]]
+    if len(numbers) not in {1, 3} or not {*map(type, numbers)} <= {int, float}:
+        raise ValueError(f"'{key}' should be three numbers, or one of gray images")
+    return tuple(map(float, numbers)) * (3 // len(numbers))
 
 
 def _range(factor: float, rescaled: bool) -> int:
@@ -250,9 +259,9 @@ def _range(factor: float, rescaled: bool) -> int:
 def _square(size: Any) -> int:
     """Return the side of a square, given as a number or as height and width."""
     rows, columns = (size, size) if isinstance(size, int) else (size["height"], size["width"])
-    if rows != columns or not isinstance(rows, int):
+    if rows != columns:
         raise ValueError(f"images of {rows}x{columns} pixels, but crops are square")
-    return rows
+    return require_int(rows, "their side", 1)
 
 
 def _of_metadata(data: Mapping[str, str]) -> dict[str, Any]:
@@ -281,6 +290,8 @@ def _known(key: str, value: str, known: Mapping[str, Any]) -> Any:
 
 _READERS: Mapping[str, _Read] = {
     "preprocessor_config.json": _of_processor,
-    "processor_config.json": lambda data: _of_processor(data["image_processor"]) if "image_processor" in data else {},
+    "processor_config.json": lambda data: (
+        _of_processor(require_object(data["image_processor"], "image_processor")) if "image_processor" in data else {}
+    ),
     "config.json": _of_config,
 }

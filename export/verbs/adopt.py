@@ -180,7 +180,7 @@ def adopt(
     stated_crop, stated_scale = values.pop("crop", None), values.pop("center_scale", None)
     given = {name: value for name, value in vars(preprocessing).items() if value is not None}
     preset, scale = given.pop("preset", None), given.pop("scale", None)
-    if "resize" not in given:  # the scale stated is that of the way to resize
+    if "resize" not in given and crop is None:  # the scale stated is that of the way to resize, for the crop stated
         scale = scale or stated_scale
     usual = _changed(Preprocessing(None, None) if preset is None else PRESETS[preset], values)
     chosen = _changed(usual, given)

@@ -198,8 +198,8 @@ def _read_json(file: LabelFile) -> tuple[list[LabelEntry], str]:
 
 def _no_list(path: Path, number: int) -> DatasetError:
     return DatasetError(
-        f"{path}: entry {number} is no image with a label, and this is not a list of lists of class indices (ReaL). Use "
-        'an object from image name to label, or one for each image, such as {"file_name": "a.jpg", "label": "cat"}'
+        f"{path}: entry {number} is no image with a label, and this is not a list of lists of class indices (ReaL). "
+        'Use an object from image name to label, or one for each image, such as {"file_name": "a.jpg", "label": "cat"}'
     )
 
 

@@ -81,7 +81,13 @@ BAD_NETS: dict[str, tuple[Build, dict[str, Any], dict[str, Any], type[PreluNetEr
     "open axes": (features, {"shape": list("abcd")}, {}, UsageError, "specify its channel axis with --layout"),
     "wrong layout": (features, {}, {"layout": "NHWC"}, UsageError, "--layout NHWC would give 40 channels"),
     "not square": (features, {"shape": [1, 3, 40, 48]}, {}, ContractError, "40x48 pixels, but crops are square"),
-    "another crop": (features, {}, {"crop": 44}, UsageError, "--crop 44, but it takes images of 40x40"),
+    "another crop": (
+        features,
+        {},
+        {"crop": 44},
+        UsageError,
+        "--crop 44, given or from the files beside it, but it takes images of 40x40",
+    ),
     "no crop": (features, {"side": "S"}, {"crop": None}, UsageError, "images of any size. Specify"),
     "int8": (features, {"input_type": TensorProto.INT8}, {}, ContractError, "'x' is INT8, not FLOAT or"),
     "no mean": (

@@ -187,7 +187,12 @@ def test_a_net_sees_the_images_that_its_makers_made(name: str, tmp_path: Path) -
             [*HALF, "--interpolation", "lanczos", "--no-antialias"],
             "lanczos is supported with antialiasing",
         ),
-        (features, None, [*HALF, "--scale", "39"], "center_scale should be from crop to 16 crops"),
+        (
+            features,
+            None,
+            [*HALF, "--scale", "39"],
+            "crops of 40 need from 40 to 640. Give the scale of this crop with --scale",
+        ),
         (features, None, [*HALF, "--resize", "pad", "--dense"], "--resize pad with --dense: a net that takes whole"),
     ],
 )

@@ -139,14 +139,22 @@ def test_squashing_by_option_replaces_the_scale_that_the_files_say(tmp_path: Pat
         ({"preprocessor_config": {**VIT, "size": {"height": 32, "width": 40}}}, "images of 32x40 pixels, but crops"),
         ({"preprocessor_config": {**VIT, "image_processor_type": "LevitImageProcessor"}}, "is LevitImageProcessor,"),
         ({"config": {"id2label": LABELS}, "preprocessor_config": {**CLIP, "size": {"shortest_edge": 36}}},
-         "center_scale should be from crop"),
+         "images resized to 36 pixels, but crops of 40 need from 40 to 640"),
         ({"preprocessor_config": {"size": 40}}, "preprocessor_config.json: cannot be used: it lacks 'image_mean'"),
         ({"preprocessor_config": {"size": 40, **HALF}}, "it lacks 'resample'"),
         ({"preprocessor_config": "[1, 2"}, "preprocessor_config.json: cannot be used: Expecting"),
         ({"config": {"pretrained_cfg": {**TIMM, "crop_mode": "zoom"}}}, "'crop_mode' is zoom, but only center, squash"),
         ({"config": {"pretrained_cfg": {**TIMM, "interpolation": "random"}}}, "'interpolation' is random, but only"),
-        ({"config": {"pretrained_cfg": {**TIMM, "std": [0.5, 0.5]}}}, "'std' has 2 numbers, but images have one or"),
-        ({"preprocessor_config": {**VIT, "image_mean": [0.5] * 4}}, "'image_mean' has 4 numbers, but images have"),
+        ({"config": {"pretrained_cfg": {**TIMM, "crop_pct": 0}}}, "config.json: cannot be used: division by zero"),
+        ({"config": {"pretrained_cfg": {**TIMM, "crop_pct": 1e-320}}}, "config.json: cannot be used: cannot convert"),
+        ({"config": {"pretrained_cfg": {**TIMM, "mean": [True] * 3}}}, "'mean' should be three numbers, or one"),
+        ({"processor_config": {"image_processor": None}}, "image_processor should be an object, not null"),
+        ({"preprocessor_config": {**CLIP, "size": {"shortest_edge": 0}}}, "shortest_edge should be a whole"),
+        ({"preprocessor_config": {**CLIP, "size": {"shortest_edge": None}}}, "shortest_edge should be a whole"),
+        ({"preprocessor_config": {**VIT, "resample": True}}, "resample should be a whole number"),
+        ({"preprocessor_config": {**VIT, "image_std": [10**400] * 3}}, "preprocessor_config.json: cannot be used: int"),
+        ({"config": {"pretrained_cfg": {**TIMM, "std": [0.5, 0.5]}}}, "'std' should be three numbers, or one of gray"),
+        ({"preprocessor_config": {**VIT, "image_mean": [0.5] * 4}}, "'image_mean' should be three numbers, or one"),
     ],
 )  # fmt: skip
 def test_what_contradicts_itself_or_cannot_be_computed_is_refused_with_its_file(
@@ -170,7 +178,7 @@ def test_the_net_of_a_folder_may_lie_in_onnx_and_is_named_if_there_are_several(
     (tmp_path / "onnx" / "model.onnx").rename(tmp_path / "onnx" / "model_fp32.onnx")
     capsys.readouterr()
     assert run(["adopt", str(tmp_path), "-o", str(tmp_path / "new")]) == 2
-    assert "several ONNX files, or none (onnx/model_fp32.onnx, onnx/model_quantized.onnx)" in capsys.readouterr().err
+    assert "several ONNX files (onnx/model_fp32.onnx, onnx/model_quantized.onnx)" in capsys.readouterr().err
 
 
 THINGS = list(LABELS.values())
@@ -267,6 +275,8 @@ def test_onnxs_own_metadata_about_images_are_obeyed(
         ),
         ({**ULTRALYTICS, "imgsz": "[40, 64]"}, "images of 40x64 pixels, but crops are square"),
         ({**ULTRALYTICS, "imgsz": "open("}, "model.onnx: its metadata: cannot be used"),
+        ({**ULTRALYTICS, "imgsz": "1+" * 100_000 + "1"}, "model.onnx: its metadata: cannot be used"),
+        ({**ULTRALYTICS, "names": "{[1]: 'a'}"}, "'names' of its metadata: "),
         (
             {**ULTRALYTICS, "names": "{0: 'a', 2: 'b'}"},
             "'names' of its metadata: class index 1 of 2 classes is missing",
