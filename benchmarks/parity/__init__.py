@@ -1,1 +1,1 @@
-"""Scores of adopted nets beside those of their makers' own pipelines. README.md tells how."""
+"""Scores of adopted nets beside those of their makers' own pipelines."""

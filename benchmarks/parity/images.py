@@ -29,10 +29,9 @@ def write_images(folder: Path) -> None:
     """Write all test images; the same bytes for the same versions of numpy and Pillow."""
     folder.mkdir(parents=True)
     for number, (name, (width, height, mode)) in enumerate(IMAGES.items()):
-        picture = _picture(np.random.default_rng([SEED, number]), width, height)
-        image = Image.fromarray(picture)
+        image = Image.fromarray(picture(np.random.default_rng([SEED, number]), width, height))
         if mode == "RGBA":
-            image.putalpha(Image.fromarray(_picture(np.random.default_rng([SEED, 100]), width, height)[:, :, 0]))
+            image.putalpha(Image.fromarray(picture(np.random.default_rng([SEED, 100]), width, height)[:, :, 0]))
         elif mode == "P":
             image = image.quantize(64)
         elif mode != "RGB":
@@ -40,7 +39,7 @@ def write_images(folder: Path) -> None:
         image.save(folder / name, quality=93)
 
 
-def _picture(random: np.random.Generator, width: int, height: int) -> np.ndarray:
+def picture(random: np.random.Generator, width: int, height: int) -> np.ndarray:
     """Return uint8 (height, width, 3): random fields of several grains, an edge, and a little noise.
 
     The coarse fields give each picture colors of its own; the fine ones make filters differ.

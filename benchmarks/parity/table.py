@@ -1,25 +1,34 @@
 """The result as Markdown. Pure functions."""
 
 import shlex
-from collections.abc import Mapping
-from pathlib import Path
+from collections.abc import Mapping, Sequence
 from typing import Any
 
-from benchmarks.common.results import described_run, markdown
+from benchmarks.common.results import cell, described_run, markdown
 
 NOTES = (
-    "Each maker's pipeline and `prelunet validate` score the same image files. *scores*: the largest difference of a "
-    "score over all images and classes; *pixels*: of a pixel of the net's input, in grey levels; *resized by*: what the "
-    "maker resizes with. Pillow: pixels must be the same and scores within 1e-5; others: pixels within one grey level, "
-    "scores within 1e-3. *spread*: how far apart the scores of different images are, the median over images. *errors*: "
-    "wrong answers of both, with labels made so that every other one is wrong."
+    "Each maker's pipeline and `prelunet validate` score the same image files. *scores*: largest difference of a "
+    "score over all images and classes; *pixels*: of a pixel of the net's input, in grey levels; *resized by*: what "
+    "the maker resizes with. Pillow: pixels must be the same and scores within 1e-5; others: pixels within one grey "
+    "level, scores within 1e-3. *spread*: how far apart the scores of different images are, the median over images. "
+    "*maker's other*: how far another pipeline of the same maker is from the one compared, scores and pixels; of "
+    "transformers it is the one with Pillow."
 )
+KINDS = {
+    "equal": "as its maker's",
+    "refused": "refused, with the reason",
+    "not stated": "no option states its pipeline, so that it was not adopted",
+    "DIFFERENT": "farther from its maker's than the rule allows",
+    "ALIKE": "scores too much alike to show anything",
+    "REFUSED": "refused, but should not be",
+}
 
 
 def table(result: Mapping[str, Any]) -> str:
     """Return the whole result in Markdown."""
     rows, run = result["rows"], result["run"]
-    counts = ", ".join(f"{sum(row['status'] == status for row in rows)} {status}" for status in _statuses(rows))
+    counts = {status: sum(row["status"] == status for row in rows) for status in KINDS}
+    kinds = "; ".join(f"{count} {status} ({KINDS[status]})" for status, count in counts.items() if count)
     lines = [
         "# Adopted nets beside their makers' own pipelines",
         "",
@@ -27,43 +36,64 @@ def table(result: Mapping[str, Any]) -> str:
         "",
         NOTES,
         "",
-        f"{len(rows)} nets: {counts}.",
+        f"{len(rows)} rows: {kinds}.",
         "",
         markdown(
-            ("net", "status", "scores", "pixels", "resized by", "spread", "images", "classes", "errors", "worst image"),
-            ((row["name"], row["status"], row.get("scores"), row.get("pixels"), row["resizer"], row["spread"],
-              row["images"], row["classes"], _errors(row), row.get("worst")) for row in rows),
+            ("net", "options", "status", "scores", "pixels", "resized by", "spread", "images", "maker's other"),
+            ((row["name"], _options(row), row["status"], row.get("scores"), row.get("pixels"), row["resizer"],
+              row["spread"], row["images"], _pair(row["other"])) for row in rows),
         ),
+        *_two_commands(result["loop"]),
         "",
-        "## Wrong options, which must show",
+        "## One wrong option, which must show",
         "",
         markdown(
-            ("net", "wrong", "status", "scores", "pixels"),
-            ((row["name"], control["name"], control["status"], control.get("scores"), control.get("pixels"))
-             for row in rows for control in row["controls"]),
+            ("net", "scores as stated", "wrong option", "scores", "pixels", "shows"),
+            ((row["name"], row.get("scores"), f"`{wrong['option']}`", wrong.get("scores"), wrong.get("pixels"),
+              shows(row, wrong))
+             for row in rows for wrong in row["wrong"]),
         ),
         "",
-        "## Nets and options",
+        "## The nets",
         "",
+        *(f"- **{row['name']}**: {row['origin']}.{_remarks(row)}" for row in rows),
     ]  # fmt: skip
-    for row in rows:
-        how = "files beside it state all" if row["sidecars"] and not row["options"] else f"`{_words(row['options'])}`"
-        protocol = f"; `--protocol {row['protocol']}`" if row["protocol"] else ""
-        lines.append(f"- **{row['name']}**: {row['origin']}. {how}{protocol}.{_remarks(row)}")
     return "\n".join(lines) + "\n"
 
 
-def _statuses(rows: list[Mapping[str, Any]]) -> list[str]:
-    return list(dict.fromkeys(row["status"] for row in rows))
+def shows(row: Mapping[str, Any], wrong: Mapping[str, Any]) -> bool:
+    """Return whether a wrong option moves the scores away from the maker's, beyond the rule and the right options."""
+    return wrong["status"] == "DIFFERENT" and "scores" in row and bool(wrong["scores"] > 10 * row["scores"])
 
 
-def _errors(row: Mapping[str, Any]) -> str | None:
-    return None if "errors" not in row else f"{row['errors'][0]} and {row['errors'][1]}"
+def _options(row: Mapping[str, Any]) -> str:
+    if row["options"] is None:
+        return "–"
+    words = shlex.join(row["options"])
+    return f"`{words}`" if words else "none"
 
 
-def _words(options: list[str]) -> str:
-    """Return options with files by name only."""
-    return shlex.join(Path(word).name if word.startswith("/") else word for word in options)
+def _pair(values: Sequence[float] | None) -> str:
+    return "–" if values is None else ", ".join(map(cell, values))
+
+
+def _two_commands(loop: Mapping[str, Any] | None) -> list[str]:
+    if loop is None:
+        return []
+    lines = [
+        f"- transformers' own pipeline, {how}: {' and '.join(loop[resizer]['errors'])} %; images that only one of the "
+        f"two gets right: {loop[resizer]['images_right_for_one_only']}"
+        for resizer, how in (("Pillow", "resizing with Pillow"), ("tensors", "resizing tensors, its default"))
+    ]
+    return [
+        "",
+        "## Two commands for a ViT's folder",
+        "",
+        f"`{'` and `'.join(loop['commands'])}`, on {loop['images']} images in class folders: top-1 and top-5 error "
+        f"{' and '.join(loop['errors'])} %.",
+        "",
+        *lines,
+    ]
 
 
 def _remarks(row: Mapping[str, Any]) -> str:

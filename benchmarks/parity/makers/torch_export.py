@@ -2,15 +2,11 @@
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import nn
 
-from benchmarks.parity.makers.net import Array, softmax
-
-CLASSES = tuple(f"class {letter}" for letter in "abcdefghij")
-SPREAD = 2.0  # standard deviation of a class's logits over the images
+from benchmarks.parity.makers.net import SPREAD, Array, Run, softmax
 
 
 def discriminating(net: nn.Module, inputs: torch.Tensor, logits: Callable[[torch.Tensor], torch.Tensor]) -> None:
@@ -47,8 +43,8 @@ class Logits(nn.Module):
         self.net = net
 
     def forward(self, pixel_values: torch.Tensor) -> torch.Tensor:
-        answer: Any = self.net(pixel_values=pixel_values)
-        return answer.logits
+        logits: torch.Tensor = self.net(pixel_values=pixel_values).logits
+        return logits
 
 
 def export(net: nn.Module, example: torch.Tensor, file: Path, *, fixed_batch: bool = False) -> None:
@@ -60,7 +56,7 @@ def export(net: nn.Module, example: torch.Tensor, file: Path, *, fixed_batch: bo
     )  # fmt: skip
 
 
-def runner(net: nn.Module, read: Callable[[Path], torch.Tensor]) -> Callable[[Path], tuple[Array, Array]]:
+def runner(net: nn.Module, read: Callable[[Path], torch.Tensor]) -> Run:
     """Return what runs a net of logits on an image file; read: the maker's preprocessing, (1, channels, r, c)."""
 
     def run(image: Path) -> tuple[Array, Array]:
@@ -69,13 +65,6 @@ def runner(net: nn.Module, read: Callable[[Path], torch.Tensor]) -> Callable[[Pa
             return values.numpy(), softmax(net(values)[0].numpy())
 
     return run
-
-
-def write_classes(folder: Path) -> tuple[str, str]:
-    """Write the classes; return the option that names them."""
-    file = folder / "classes.txt"
-    file.write_text("\n".join(CLASSES) + "\n", encoding="utf-8")
-    return "--classes", str(file)
 
 
 def stacked(read: Callable[[Path], torch.Tensor], images: Sequence[Path]) -> torch.Tensor:
