@@ -287,5 +287,5 @@ def _several_sets_error(source: Source, path: Path, subfolder: str, sets: Sequen
 def _missing_split_error(place: str, other: str, split: str) -> DatasetError:
     return DatasetError(
         f"{place}: class folders in '{other}' but none in '{split}'. "
-        f"Put the {split} images into class folders in '{split}', next to '{other}'"
+        f"Put the {split} images into class folders in '{split}', next to '{other}', or pass the folder of another set"
     )

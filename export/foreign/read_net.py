@@ -129,8 +129,10 @@ def read_net(path: Path, output: Path) -> ModelProto:
             external_data_helper.load_external_data_for_model(model, str(path.parent))
     except Exception as error:  # several classes of onnx, and OSError
         reason = " ".join(str(error).split())[:200]
+        linked = "link" in str(error)  # as in Hugging Face's cache; onnx refuses to follow any
+        fix = "Copy the folder without links: cp -rL" if linked else "Put them in the same folder"
         raise ContractError(
-            f"{path}: its weights are in other files, which cannot be read ({reason}). Put them in the same folder"
+            f"{path}: its weights are in other files, which cannot be read ({reason}). {fix}"
         ) from error
     return model
 

@@ -144,11 +144,13 @@ def _agreed(lists: Iterator[ClassList]) -> ClassList | None:
     for other in lists:
         names, others = ([entry.name for entry in each.entries] for each in (first, other))
         if len(names) != len(others):
-            raise UsageError(f"{other.source}: {len(others)} classes, but {first.source}: {len(names)}. Give --classes")
+            raise UsageError(
+                f"{other.source}: {len(others)} classes, but {len(names)} in {first.source}. Give --classes"
+            )
         for index, (name, another) in enumerate(zip(names, others, strict=True)):
             if name != another:
                 raise UsageError(
-                    f"{other.source}: class {index} is '{another}', but {first.source}: '{name}'. Give --classes"
+                    f"{other.source}: class {index} is '{another}', but '{name}' in {first.source}. Give --classes"
                 )
     return first
 

@@ -234,11 +234,11 @@ def test_lists_of_classes_that_contradict_each_other_are_refused_unless_one_is_g
     folder_of(tmp_path, {"names": str([*THINGS[:3], "another", *THINGS[4:]])}, class_to_idx=NUMBERED)
     words = ["adopt", str(tmp_path / "model.onnx"), "--preset", "torchvision", "-o", str(tmp_path / "adopted")]
     assert run(words) == 2
-    said = "metadata of model.onnx: class 3 is 'another', but class_to_idx.json: 'thing 3'. Give --classes"
+    said = "metadata of model.onnx: class 3 is 'another', but 'thing 3' in class_to_idx.json. Give --classes"
     assert said in capsys.readouterr().err
     (tmp_path / "class_to_idx.json").write_text(json.dumps(THINGS[:5]))
     assert run(words) == 2
-    assert "metadata of model.onnx: 7 classes, but class_to_idx.json: 5. Give" in capsys.readouterr().err
+    assert "metadata of model.onnx: 7 classes, but 5 in class_to_idx.json. Give" in capsys.readouterr().err
     (tmp_path / "names.txt").write_text("\n".join(THINGS))
     assert run([*words, "--classes", str(tmp_path / "names.txt")]) == 0
 
