@@ -6,7 +6,7 @@ PYTHON belongs to an environment with requirements.txt. There each net's maker p
 here `prelunet adopt` takes its file with the options that its code states, and `prelunet validate` scores the same
 files. With --work, what the makers answered is kept and used again.
 
-Exit codes: 0 each net is equal, refused, not stated, or no farther from its maker's pipeline than its maker's other one
+Exit codes: 0 each net is equal, refused, not stated, or no farther from its maker's pipeline than a second one
 is; each wrong option shows; and a ViT's folder has the error of transformers' own pipeline after two commands;
 1 otherwise.
 """
@@ -68,8 +68,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def held(row: Mapping[str, Any]) -> bool:
     """Return whether a row is as it should be, its wrong options included."""
     shown = all(shows(row, wrong) for wrong in row["wrong"])
-    far = row["status"] == "DIFFERENT" and row["other"] is not None and row["scores"] > 1.1 * row["other"][0]
-    return shown and not far and (row["status"] in {"equal", "refused", "not stated"} or row["other"] is not None)
+    as_far = row["status"] == "DIFFERENT" and row["other"] is not None and row["scores"] <= 1.1 * row["other"][0]
+    return shown and (row["status"] in {"equal", "refused", "not stated"} or as_far)
 
 
 def compared(options: argparse.Namespace, work: Path) -> Iterator[dict[str, Any]]:

@@ -11,8 +11,7 @@ NOTES = (
     "score over all images and classes; *pixels*: of a pixel of the net's input, in grey levels; *resized by*: what "
     "the maker resizes with. Pillow: pixels must be the same and scores within 1e-5; others: pixels within one grey "
     "level, scores within 1e-3. *spread*: how far apart the scores of different images are, the median over images. "
-    "*maker's other*: how far another pipeline of the same maker is from the one compared, scores and pixels; of "
-    "transformers it is the one with Pillow."
+    "*other*: how far another pipeline is from the maker's, scores and pixels; for transformers, its own with Pillow."
 )
 KINDS = {
     "equal": "as its maker's",
@@ -39,7 +38,7 @@ def table(result: Mapping[str, Any]) -> str:
         f"{len(rows)} rows: {kinds}.",
         "",
         markdown(
-            ("net", "options", "status", "scores", "pixels", "resized by", "spread", "images", "maker's other"),
+            ("net", "options", "status", "scores", "pixels", "resized by", "spread", "images", "other"),
             ((row["name"], _options(row), row["status"], row.get("scores"), row.get("pixels"), row["resizer"],
               row["spread"], row["images"], _pair(row["other"])) for row in rows),
         ),

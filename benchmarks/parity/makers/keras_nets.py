@@ -56,7 +56,7 @@ def _described(folder: Path, images: Sequence[Path]) -> Iterator[tuple[str, str,
             "resizer": "TensorFlow", "pixels": Pixels(largest=255, layout="NHWC"),
             "left_out": {image.name: JPEG for image in images if image.suffix == ".jpg"},
             "wrong": ("--antialias", "--interpolation bicubic"),
-            "note": "Its other pipeline rounds the resized pixels to whole levels, which TensorFlow does not.",
+            "note": "Other: the same with resized pixels rounded to whole levels, which TensorFlow does not do.",
         },
     )  # fmt: skip
     yield (

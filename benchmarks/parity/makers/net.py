@@ -47,7 +47,7 @@ class MakerNet:
     run: takes an image file, returns the net's input for it, float32 (1, ...), and its scores, float (classes,);
     options: those that the maker's code states, none where files beside the net or its metadata state them; None if no
     option can state its pipeline, so that it is not adopted; resizer: what the maker resizes with, which decides the
-    tolerance; other: a second pipeline of the same maker, to see how far both are from each other;
+    tolerance; other: a second pipeline, to see whose a difference is;
     left_out: test images that the maker's pipeline refuses or reads otherwise, with the reason;
     wrong: one wrong option each, under which pixels or scores must differ; refused: what the refusal must say, if it is
     to be refused; note: what a reader should know.
