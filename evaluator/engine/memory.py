@@ -343,7 +343,7 @@ def require_view_fits(session: "Session", protocol: EvaluationProtocol, image: t
     """
     if protocol.crop is not None:
         return
-    height, width = resized_size(*image, max(protocol.scales), protocol.long_side_cap)
+    height, width = resized_size(*image, max(protocol.scales), protocol.long_side_cap, protocol.preparation)
     windows = math.prod(session.contract.window_grid(height, width))
     precision, device = session.circumstances.precision, session.placement.device
     need = batch_bytes(session.contract, height * width, windows, precision, device)

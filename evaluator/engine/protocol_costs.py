@@ -93,7 +93,8 @@ def _cost_of(
     """Sum the costs of a protocol's views."""
     windows, total, crop = 0, 0, protocol.crop
     for view in protocol.views:
-        size = resized_size(*image, view.scale, protocol.long_side_cap) if crop is None else (crop, crop)
+        whole = resized_size(*image, view.scale, protocol.long_side_cap, protocol.preparation)
+        size = whole if crop is None else (crop, crop)
         rows, columns = contract.window_grid(*size)
         windows += len(nine_places(rows)) * len(nine_places(columns)) if view.part == "nine" else rows * columns
         total += contract.multiply_adds(*size) or 0  # a file states all counts or none

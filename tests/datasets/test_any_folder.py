@@ -10,7 +10,7 @@ from prelunet.evaluator.contract import ClassEntry
 from prelunet.evaluator.datasets import DatasetSpec, open_dataset
 from prelunet.evaluator.datasets.dataset import Dataset
 from prelunet.evaluator.datasets.open import open_from_spec
-from prelunet.evaluator.errors import DatasetError
+from prelunet.evaluator.errors import DatasetError, UsageError
 from tests.helpers.tiny_datasets import write_folder, write_tar, write_zip
 
 NAMES = ("red", "green", "blue")
@@ -79,6 +79,17 @@ def test_a_list_of_some_images_or_of_more_is_used_by_choice_only(tmp_path: Path)
     assert labels_of(dataset) == {"red/a.png": 0, "green/b.png": 1, "blue/b.png": 2}
     assert f"{file}: left out 3 images that it does not list, and 1 lines without an image" in dataset.remarks
     assert dataset.selection == "images listed in list.txt"
+
+
+def test_listed_only_needs_a_list(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match=r"--listed-only: .* is not labeled by a list of image names"):
+        opened(write_folder(tmp_path / "data", IMAGES), listed_only=True)
+
+
+def test_only_the_most_frequent_of_many_suffixes_are_named(tmp_path: Path) -> None:
+    others = {f"red/{number}.{suffix}": b"x" for suffix in ("a1", "a2", "a3", "a4", "a5", "a6") for number in (1, 2)}
+    dataset = opened(write_folder(tmp_path / "data", IMAGES | others))
+    assert any(remark.endswith("2, …") and remark.count(" 2") == 5 for remark in dataset.remarks)
 
 
 def test_folders_of_other_classes_are_left_out_where_classes_are_selected(tmp_path: Path) -> None:

@@ -242,7 +242,9 @@ def _adopted_facts(inspection: Mapping[str, Any]) -> dict[str, str]:
     """Return the rows of the table for an adopted net."""
     crop, cost = inspection["crop"], inspection["multiply_adds"]
     dense, side = inspection["max_side"] > crop, inspection["window"]
-    resized = {"shorter": "resized", "squash": "squashed", "pad": "padded"}[inspection["preparation"]["resize"]]
+    made = inspection["preparation"]
+    resized = {"shorter": "resized", "squash": "squashed", "pad": "padded"}[made["resize"]]
+    filtered = f"{inspection['interpolation']}{'' if made['antialias'] else ', not antialiased'}"
     dense_facts = {
         "window": f"{side}x{side} cells of its feature map, stride {inspection['trunk_stride']} px",
         "scales": f"{', '.join(map(str, inspection['default_scales']))} px for multi-scale",
@@ -251,7 +253,7 @@ def _adopted_facts(inspection: Mapping[str, Any]) -> dict[str, str]:
         "kind": f"adopted: a third-party classifier, {'dense' if dense else 'of one size'}",
         "sha256": inspection["sha256"],
         "name": str(inspection["architecture"]["name"]),
-        "crop": f"{crop}x{crop} px{'' if dense else ' only'}, {resized} with {inspection['interpolation']}",
+        "crop": f"{crop}x{crop} px{'' if dense else ' only'}, {resized} with {filtered}",
         **(dense_facts if dense else {}),
         "classes": _classes_text(inspection["classes"]),
         "multiply-adds": f"{cost:.4g} for one crop" if cost is not None else "unknown",

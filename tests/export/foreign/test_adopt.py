@@ -329,6 +329,10 @@ def test_weights_in_another_file_are_taken_into_the_model(tmp_path: Path) -> Non
     expected = ReferenceNet(path).center(PHOTOS[0])
     onnx.save(onnx.load(path), path, save_as_external_data=True, location="weights.bin", size_threshold=0)
     session, _ = adopted(tmp_path, path)
+    (tmp_path / "weights.bin").rename(tmp_path / "blob")
+    (tmp_path / "weights.bin").symlink_to(tmp_path / "blob")  # as in Hugging Face's cache
+    with pytest.raises(ContractError, match=r"which cannot be read .*Copy the folder without links: cp -rL"):
+        adopted(tmp_path, path)
     (tmp_path / "weights.bin").unlink()
     session = open_session(tmp_path / "adopted.onnx", "cpu")
     (result,) = classify_images(session, [decode_rgb(PHOTOS[0])], build_protocol("center", session.contract))

@@ -140,18 +140,23 @@ CASES: dict[str, tuple[Build, dict[str, Any], list[str], Callable[[Image.Image],
 }  # fmt: skip
 
 
+def validate(folder: Path, model: Path, files: dict[str, bytes]) -> None:
+    """Evaluate images of one class into `run`."""
+    data = folder / "data" / "n00000003"
+    data.mkdir(parents=True)
+    for file, content in files.items():
+        (data / file).write_bytes(content)
+    words = ["validate", "--model", str(model), "--data", str(folder / "data"), "--run", str(folder / "run")]
+    assert run(words) == 0
+
+
 @pytest.mark.parametrize("name", CASES)
 def test_a_net_sees_the_images_that_its_makers_made(name: str, tmp_path: Path) -> None:
     build, written, options, prepare, mean, std = CASES[name]
     path, model = net(tmp_path, build, **written), tmp_path / "adopted"
     classes = ["--classes", str(write_classes(tmp_path))]
     assert run(["adopt", str(path), *classes, *options, "-o", str(model)]) == 0
-    data = tmp_path / "data" / "n00000003"
-    data.mkdir(parents=True)
-    for file, content in FILES.items():
-        (data / file).write_bytes(content)
-    words = ["validate", "--model", str(model), "--data", str(tmp_path / "data"), "--run", str(tmp_path / "run")]
-    assert run(words) == 0
+    validate(tmp_path, model, FILES)
 
     session = onnxruntime.InferenceSession(str(path), providers=["CPUExecutionProvider"])
     (x,) = session.get_inputs()
@@ -236,17 +241,12 @@ def test_a_run_counts_what_files_have_that_nets_see_in_different_ways(
     path, model, folder = net(tmp_path), tmp_path / "adopted", tmp_path / "run"
     words = ["adopt", str(path), "--classes", str(write_classes(tmp_path)), "--preset", "torchvision"]
     assert run([*words, "-o", str(model)]) == 0
-    data = tmp_path / "data" / "n00000003"
-    data.mkdir(parents=True)
-    for file, (content, _) in TRAITS.items():
-        (data / file).write_bytes(content)
-    words = ["validate", "--model", str(model), "--data", str(tmp_path / "data"), "--run", str(folder)]
     said = (
         "1 with an alpha channel (dropped), 1 of 16 bits (the upper 8 count), 1 CMYK (converted without color "
         "profiles), 1 rotated by EXIF (ignored)"
     )
     capsys.readouterr()
-    assert run(words) == 0
+    validate(tmp_path, model, {file: content for file, (content, _) in TRAITS.items()})
     assert f"images: {said}\n" in capsys.readouterr().err
     lines = [json.loads(line) for line in (folder / "predictions.jsonl").read_text().splitlines()]
     assert [line.get("traits") for line in lines] == [traits for _, traits in TRAITS.values()]
@@ -265,12 +265,7 @@ def test_server_python_and_heat_maps_see_the_same_images_as_validate(tmp_path: P
     path, model = net(tmp_path, of_gray, shape=["N", 1, CROP, CROP]), tmp_path / "adopted"
     options = [*HALF, "--resize", "pad", "--pad-color", "9", "--no-antialias", "--interpolation", "bicubic"]
     assert run(["adopt", str(path), "--classes", str(write_classes(tmp_path)), *options, "-o", str(model)]) == 0
-    data = tmp_path / "data" / "n00000003"
-    data.mkdir(parents=True)
-    for file, content in FILES.items():
-        (data / file).write_bytes(content)
-    words = ["validate", "--model", str(model), "--data", str(tmp_path / "data"), "--run", str(tmp_path / "run")]
-    assert run(words) == 0
+    validate(tmp_path, model, FILES)
     wanted = np.load(tmp_path / "run" / "scores.f32.npy")
     adopted = prelunet.load(model)
     with running_server(ours=adopted.session, http=HttpOptions(port=0)) as server, Client(server.address) as client:

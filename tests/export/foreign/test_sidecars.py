@@ -13,6 +13,7 @@ from PIL import Image
 from prelunet.evaluator.cli import run
 from prelunet.evaluator.engine.classify import classify_images
 from prelunet.evaluator.engine.load import open_session
+from prelunet.evaluator.errors import ContractError
 from prelunet.evaluator.imaging.decode import decode_rgb
 from prelunet.evaluator.protocols import build_protocol
 from tests.export.foreign.foreign_nets import CLASSES, CROP, ReferenceNet, net, of_gray, photo
@@ -318,3 +319,28 @@ def test_one_number_of_timm_is_that_of_gray_images(tmp_path: Path, capsys: pytes
     assert contract.preparation.gray
     assert contract.preparation.pad_color == (102, 102, 102)
     assert "gray (x - 0.4) / 0.25, x from 0 to 1" in capsys.readouterr().out
+
+
+def test_a_folder_without_a_net_says_so(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["adopt", str(tmp_path), "--preset", "timm", "-o", str(tmp_path / "adopted")]) == 2
+    assert f"{tmp_path}: a folder with no ONNX file, also not in its folder `onnx`" in capsys.readouterr().err
+
+
+def test_what_lies_beside_a_net_in_a_folder_called_onnx_counts_first(tmp_path: Path) -> None:
+    inner = tmp_path / "onnx"
+    inner.mkdir()
+    folder_of(inner, class_to_idx=NUMBERED)
+    (tmp_path / "class_to_idx.json").write_text(json.dumps(["other"] * 3))
+    words = ["adopt", str(inner / "model.onnx"), "--preset", "torchvision", "-o", str(tmp_path / "adopted")]
+    assert run(words) == 0
+    assert [entry.name for entry in open_session(tmp_path / "adopted", "cpu").contract.classes] == THINGS
+
+
+def test_a_file_of_a_development_version_that_squashed_is_refused(tmp_path: Path) -> None:
+    folder = folder_of(tmp_path, class_to_idx=NUMBERED)
+    assert run(["adopt", str(folder), "--preset", "torchvision", "-o", str(tmp_path / "adopted")]) == 0
+    model = onnx.load(tmp_path / "adopted")
+    model.metadata_props.add(key="prelunet.resize", value='"squash"')
+    onnx.save(model, tmp_path / "old")
+    with pytest.raises(ContractError, match=r"written by a development version\. Write the file again"):
+        open_session(tmp_path / "old", "cpu")
