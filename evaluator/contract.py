@@ -32,7 +32,7 @@ from .json_checks import (
     require_object,
     require_str,
 )
-from .preparation import USUAL, Interpolation, Preparation, preparation_from_json
+from .preparation import FILTERS, USUAL, Interpolation, Preparation, preparation_from_json
 
 if TYPE_CHECKING:
     from .arrays import UInt8Array
@@ -292,8 +292,8 @@ def _contradictions(contract: ModelContract) -> Iterator[tuple[bool, str]]:
     )
     preparation = contract.preparation
     yield preparation.whole and not contract.fixed_size, "a net that takes whole images should take only its crop size"
-    odd = contract.interpolation == "lanczos" and not preparation.antialias
-    yield odd, "lanczos is supported with antialiasing only"
+    odd = contract.interpolation not in FILTERS[preparation.antialias]
+    yield odd, f"{contract.interpolation} is not supported with antialias {preparation.antialias}"
     is_int8 = contract.precision == "int8"
     yield is_int8 != (contract.calibration is not None), "an int8 file, and no other, should state its calibration"
     yield is_int8 and contract.canvas != "exact", "an int8 file should have an exact canvas"

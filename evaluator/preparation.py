@@ -6,9 +6,18 @@ from typing import Any, Literal, get_args
 from .json_checks import require_bool, require_choice, require_int, require_keys, require_list
 
 Interpolation = Literal["nearest", "bilinear", "bicubic", "lanczos"]
+Antialias = Literal["pillow", "torch", "none"]
 Resize = Literal["shorter", "squash", "pad"]
 Rounding = Literal["half-up", "torchvision", "transformers"]
 Transparency = Literal["white", "dropped"]
+# The filters that each kind of antialiasing has.
+FILTERS: dict[Antialias, tuple[Interpolation, ...]] = {
+    "pillow": ("nearest", "bilinear", "bicubic", "lanczos"),
+    "torch": ("bilinear", "bicubic"),
+    "none": ("nearest", "bilinear", "bicubic"),
+}
+# What is said of each behind the filter's name.
+ANTIALIASED: dict[Antialias, str] = {"pillow": "", "torch": ", antialiased as torch's", "none": ", not antialiased"}
 Color = tuple[int, int, int]  # red, green, blue, from 0 to 255
 
 
@@ -18,8 +27,9 @@ class Preparation:
 
     resize: what gets the scale. `shorter`: the shorter side, and the other one in proportion; `squash`: both sides;
     `pad`: the longer side, and the image lies in the middle of a square of `pad_color`;
-    antialias: a filter that shrinks an image widens, as Pillow's do; otherwise it touches the nearest pixels only, as
-    in torch's `interpolate`, OpenCV and TensorFlow;
+    antialias: whether a filter that shrinks an image widens: as Pillow's do (`pillow`); as torch's do on uint8 tensors,
+    in torchvision and transformers (`torch`); or not (`none`), so that it touches the nearest pixels only, as in
+    torch's `interpolate`, OpenCV and TensorFlow;
     rounding: of the side in proportion, x, and the place of a central crop, y. `half-up`: floor(x + 1/2), floor(y);
     `torchvision`: floor(x), y to the nearest, halves to the even number, as its Resize and CenterCrop do;
     `transformers`: floor(x), floor(y), as its image processors do;
@@ -27,7 +37,7 @@ class Preparation:
     """
 
     resize: Resize = "shorter"
-    antialias: bool = True
+    antialias: Antialias = "pillow"
     rounding: Rounding = "half-up"
     pad_color: Color = (0, 0, 0)
     transparency: Transparency = "white"
@@ -54,7 +64,7 @@ def preparation_from_json(data: Any) -> Preparation:
         raise ValueError(f"pad_color should have three levels, not {len(color)}")
     return Preparation(
         resize=require_choice(plain["resize"], "resize", get_args(Resize)),
-        antialias=require_bool(plain["antialias"], "antialias"),
+        antialias=require_choice(plain["antialias"], "antialias", get_args(Antialias)),
         rounding=require_choice(plain["rounding"], "rounding", get_args(Rounding)),
         pad_color=(color[0], color[1], color[2]),
         transparency=require_choice(plain["transparency"], "transparency", get_args(Transparency)),

@@ -64,6 +64,7 @@ _BEGINNINGS = (
 BEGINNING = 12  # bytes that `begins_like_an_image` looks at
 
 _TILE_WIDTH, _TILE_LENGTH, _BITS_PER_SAMPLE = 322, 323, 258  # TIFF 6.0, sections 15 and 3
+_LONGEST_AS_TORCH = 2**16 - 1  # pixels, as of a JPEG: numpy sums up to 4 for each of a side, one by one
 _ORIENTATION = 274  # Exif 2.32, section 4.6.4
 _EXIF_TRANSPOSE = {
     2: Image.Transpose.FLIP_LEFT_RIGHT,
@@ -136,6 +137,9 @@ def decode_image(
     """
     with _image_errors(limits):
         image = _open(data, limits)
+        if preparation.antialias == "torch" and max(image.size) > _LONGEST_AS_TORCH:
+            size = f"{image.width}x{image.height}"
+            raise ImageError(f"{size} pixels: this model's images have at most {_LONGEST_AS_TORCH} on a side. Crop it")
         reserve(decode_bytes(image, apply_exif=apply_exif))
         deep = bool(image.tile) and ";16" in str(image.tile[0].args)
         pixels = _pixels_of(image, data)

@@ -5,17 +5,17 @@ other origin may have been trained on other images, such as whole ones, squashed
 (`evaluator.preparation`).
 """
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from fractions import Fraction
 from typing import NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 from PIL import Image
 
 from ..arrays import UInt8Array
-from ..preparation import USUAL, Interpolation, Preparation
+from ..preparation import USUAL, Antialias, Interpolation, Preparation
 from ..protocols import LONG_SIDE_CAP
+from .as_torch import as_torch
 
 DecodedImage = UInt8Array | Image.Image  # (H, W, 3), or the result of `decode_image`, RGB or gray
 
@@ -26,8 +26,6 @@ _FILTERS = {
     "bicubic": (Image.Resampling.BICUBIC, 2),
     "lanczos": (Image.Resampling.LANCZOS, 3),
 }
-_CUBIC = -0.75  # the parameter of torch, OpenCV and TensorFlow without antialiasing; Pillow's is -0.5
-_BLOCK = 64, 2**14  # source rows and columns of a block resized at once without antialiasing: 10 MB of copies
 
 PANEL_LONG_SIDE = 320  # pixels of a heat map's panel; tiny images are enlarged and huge ones shrunk to it
 PANEL_SHORT_SIDE = 40  # pixels at least, so that even a 1x20000 image gets a visible panel
@@ -151,17 +149,12 @@ def _resize_region(
     count: tuple[int, int],
     interpolation: Interpolation,
     *,
-    antialias: bool = True,
+    antialias: Antialias = "pillow",
 ) -> UInt8Array:
     """Return `count` rows and columns, from `first` on, of the picture resized to `full`."""
     width, height = picture.size
-    if not antialias:
-        above, beside = (
-            list(_blocks(side, full[axis], first[axis], count[axis], interpolation, _BLOCK[axis]))
-            for axis, side in enumerate((height, width))
-        )
-        blocks = [[_interpolated(picture, rows, columns) for columns in beside] for rows in above]
-        return np.concatenate([np.concatenate(row, axis=1) for row in blocks])
+    if antialias != "pillow":
+        return as_torch(picture, full, first, count, interpolation, antialias=antialias == "torch")
     resampling, support = _FILTERS[interpolation]
     top, bottom, box_top, box_bottom = _source_span(height, full[0], first[0], count[0], support)
     left, right, box_left, box_right = _source_span(width, full[1], first[1], count[1], support)
@@ -185,65 +178,3 @@ def _source_span(side: int, full: int, offset: int, count: int, support: int) ->
     first = max(offset * side // full - reach, 0)
     last = min(-(-(offset + count) * side // full) + reach, side)
     return first, last, (offset * side - first * full) / full, ((offset + count) * side - first * full) / full
-
-
-class _Taps(NamedTuple):
-    """For each of n resized pixels along one side, its t source pixels, int64 (n, t), and their weights, float32."""
-
-    places: npt.NDArray[np.int64]
-    weights: npt.NDArray[np.float32]
-
-
-def _taps(side: int, full: int, first: int, count: int, interpolation: Interpolation) -> _Taps:
-    """Return what `count` of `full` pixels, from `first` on, take from a side without antialiasing.
-
-    In torch's order of float32 operations, so that both round alike (`torch.nn.functional.interpolate` with
-    align_corners=False).
-    """
-    step, pixel = np.float32(side / full), np.arange(first, first + count, dtype=np.float32)
-    if interpolation == "nearest":
-        return _Taps(np.minimum((pixel * step).astype(np.int64), side - 1)[:, None], np.ones((count, 1), np.float32))
-    place = step * (pixel + np.float32(0.5)) - np.float32(0.5)
-    if interpolation == "bilinear":
-        place = np.maximum(place, np.float32(0))
-    before = np.floor(place)
-    t = place - before
-    one = np.float32(1)
-    if interpolation == "bilinear":
-        offsets, weights = [0, 1], [one - t, t]
-    else:
-        offsets, weights = [-1, 0, 1, 2], [_outer(t + one), _inner(t), _inner(one - t), _outer(one - t + one)]
-    places = np.clip(before.astype(np.int64)[:, None] + offsets, 0, side - 1)
-    return _Taps(places, np.stack(weights, axis=1))
-
-
-def _blocks(side: int, full: int, first: int, count: int, interpolation: Interpolation, most: int) -> Iterator[_Taps]:
-    """Yield the taps of consecutive pixels along one side. most: source pixels that those of one block reach, about."""
-    together = max(1, most * full // side)
-    for start in range(0, count, together):
-        yield _taps(side, full, first + start, min(together, count - start), interpolation)
-
-
-def _inner(x: npt.NDArray[np.float32]) -> npt.NDArray[np.float32]:
-    """Return the cubic kernel at distances from 0 to 1 (Keys 1981, with the parameter `_CUBIC`)."""
-    a = np.float32(_CUBIC)
-    return ((a + 2) * x - (a + 3)) * x * x + 1
-
-
-def _outer(x: npt.NDArray[np.float32]) -> npt.NDArray[np.float32]:
-    """Return the cubic kernel at distances from 1 to 2."""
-    a = np.float32(_CUBIC)
-    return ((a * x - 5 * a) * x + 8 * a) * x - 4 * a
-
-
-def _interpolated(picture: Image.Image, rows: _Taps, columns: _Taps) -> UInt8Array:
-    """Return the weighted sums of the source pixels, rounded, uint8 (rows, columns, 3)."""
-    (top, bottom), (left, right) = ((int(t.places.min()), int(t.places.max()) + 1) for t in (rows, columns))
-    source = np.asarray(picture.crop((left, top, right, bottom)).convert("RGB"))
-    total = np.zeros((len(rows.places), len(columns.places), 3), np.float32)
-    for row, row_weight in zip((rows.places - top).T, rows.weights.T, strict=True):
-        pairs = zip((columns.places - left).T, columns.weights.T, strict=True)
-        of_row = sum(weight[:, None] * source[row[:, None], column] for column, weight in pairs)
-        total += row_weight[:, None, None] * of_row
-    result: UInt8Array = np.clip(np.rint(total), 0, 255).astype(np.uint8)
-    return result

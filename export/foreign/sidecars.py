@@ -24,6 +24,7 @@ from ...evaluator.json_checks import parse_json, require_int, require_object
 from ...training.importing.preprocessing import PRESETS
 
 _RESAMPLING = {0: "nearest", 1: "lanczos", 2: "bilinear", 3: "bicubic"}  # of Pillow
+_ANTIALIASING = {0: "none", 1: "pillow", 2: "torch", 3: "torch"}  # of transformers, which resizes tensors where it can
 # Image processors of transformers that resize, crop, rescale and normalize, → whether they crop if their file does not
 # say. Others do more, such as dividing by the std twice (EfficientNet) or resizing to another size (LeViT).
 _PROCESSORS = {
@@ -195,7 +196,8 @@ def _of_processor(data: Mapping[str, Any]) -> dict[str, Any]:
         resample := require_int(data["resample"], "resample", 0)
     ) not in _RESAMPLING:  # its default depends on the processor
         raise ValueError(f"'resample' is {resample}, but only 0 to 3 (Pillow's nearest to bicubic) are supported")
-    return {**values, "interpolation": _RESAMPLING[resample], "rounding": "transformers", **_geometry_of(data)}
+    filtered = {"interpolation": _RESAMPLING[resample], "antialias": _ANTIALIASING[resample]}
+    return {**values, **filtered, "rounding": "transformers", **_geometry_of(data)}
 
 
 def _geometry_of(data: Mapping[str, Any]) -> dict[str, Any]:

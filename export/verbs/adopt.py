@@ -13,7 +13,7 @@ from ...evaluator.engine.verify import TOLERANCES
 from ...evaluator.errors import UsageError
 from ...evaluator.files import check_not_input, require_new
 from ...evaluator.machine import onnxruntime_supports_int8
-from ...evaluator.preparation import Color, Interpolation, Resize
+from ...evaluator.preparation import Antialias, Color, Interpolation, Resize
 from ...evaluator.terminal import echo, report
 from ...evaluator.verbs.options.derive import derive_options
 from ...training.importing.preprocessing import (
@@ -95,11 +95,11 @@ class PreprocessingOptions:
         min=1,
     )
     interpolation: Interpolation | None = option(None, "Filter of resizing.", default="bilinear")
-    antialias: bool | None = option(
+    antialias: Antialias | None = option(
         None,
-        "Resize as Pillow does, or as OpenCV, TensorFlow and torch's interpolate.",
-        flag="antialias/--no-antialias",
-        default="antialias",
+        "How the filter widens where images shrink. pillow: as Pillow's; torch: as torchvision's and transformers' on "
+        "tensors; none: not, as in OpenCV, TensorFlow and torch's interpolate.",
+        default="pillow",
     )
     pad_color: Color | None = option(
         None,

@@ -2,7 +2,7 @@
 
 import io
 import tracemalloc
-from typing import Any
+from typing import Any, get_args
 
 import numpy as np
 import pytest
@@ -12,10 +12,11 @@ from hypothesis import strategies as st
 from PIL import Image
 
 from prelunet.evaluator.arrays import Float32Array, UInt8Array
+from prelunet.evaluator.errors import ImageError
 from prelunet.evaluator.imaging.decode import decode_image
 from prelunet.evaluator.imaging.resize import panel_picture, placed, resize_to_scales
 from prelunet.evaluator.imaging.views import crop_origin
-from prelunet.evaluator.preparation import Interpolation, Preparation, preparation_from_json
+from prelunet.evaluator.preparation import Antialias, Interpolation, Preparation, preparation_from_json
 
 FILTERS: tuple[Interpolation, ...] = ("nearest", "bilinear", "bicubic")
 TORCHVISION = Preparation(rounding="torchvision")
@@ -44,7 +45,7 @@ def test_without_antialiasing_pixels_are_those_of_torch(
     interpolation: Interpolation, height: int, width: int, scale: int
 ) -> None:
     image = noise(height, width)
-    preparation = Preparation(resize="squash", antialias=False)
+    preparation = Preparation(resize="squash", antialias="none")
     ours, capped = resize_to_scales(image, (scale,), 4, interpolation, preparation)[scale]
     np.testing.assert_allclose(ours, of_torch(image, (scale, scale), interpolation), rtol=0, atol=HALF_A_LEVEL)
     assert not capped
@@ -55,20 +56,54 @@ def test_a_long_image_without_antialiasing_is_the_middle_of_what_torch_makes_of_
     interpolation: Interpolation,
 ) -> None:
     image = noise(37, 400)
-    ours, capped = resize_to_scales(image, (53,), 4, interpolation, Preparation(antialias=False))[53]
+    ours, capped = resize_to_scales(image, (53,), 4, interpolation, Preparation(antialias="none"))[53]
     whole = of_torch(image, (53, 573), interpolation)
     assert ours.shape == (53, 212, 3)
     np.testing.assert_allclose(ours, whole[:, (573 - 212) // 2 :][:, :212], rtol=0, atol=HALF_A_LEVEL)
     assert capped
 
 
-def test_without_antialiasing_differs_from_pillow_where_images_shrink() -> None:
+def of_torchs_bytes(image: UInt8Array, size: tuple[int, int], interpolation: Interpolation) -> UInt8Array:
+    planes = torch.from_numpy(image.transpose(2, 0, 1)[None])
+    found = torch.nn.functional.interpolate(planes, size, mode=interpolation, align_corners=False, antialias=True)
+    pixels: UInt8Array = found.numpy()[0].transpose(1, 2, 0)
+    return pixels
+
+
+@pytest.mark.parametrize("interpolation", ["bilinear", "bicubic"])
+@given(st.integers(1, 90), st.integers(1, 90), st.integers(1, 70), st.booleans())
+def test_antialiased_as_torch_pixels_equal_those_of_its_uint8_tensors(
+    interpolation: Interpolation, height: int, width: int, scale: int, clipped: bool
+) -> None:
+    image = noise(height, width)
+    if clipped:  # bicubic sums beyond 0 and 255, between the passes too
+        image = np.where(image < 128, np.uint8(0), np.uint8(255))
+    preparation = Preparation(resize="squash", antialias="torch")
+    ours, capped = resize_to_scales(image, (scale,), 4, interpolation, preparation)[scale]
+    np.testing.assert_array_equal(ours, of_torchs_bytes(image, (scale, scale), interpolation))
+    assert not capped
+
+
+@pytest.mark.parametrize("interpolation", ["bilinear", "bicubic"])
+def test_a_long_image_antialiased_as_torch_is_the_middle_of_what_torch_makes_of_it(
+    interpolation: Interpolation,
+) -> None:
+    image = noise(137, 1400)
+    ours, capped = resize_to_scales(image, (53,), 4, interpolation, Preparation(antialias="torch"))[53]
+    whole = of_torchs_bytes(image, (53, 542), interpolation).astype(np.float32)
+    # Integers for the weights have places for the largest, which of the middle may be smaller than of the whole.
+    np.testing.assert_allclose(ours, whole[:, (542 - 212) // 2 :][:, :212], rtol=0, atol=1)
+    assert capped
+
+
+def test_kinds_of_antialiasing_differ_where_images_shrink() -> None:
     image = noise(90, 90)
-    with_, without = (
-        resize_to_scales(image, (30,), 4, "bilinear", Preparation(antialias=antialias))[30][0]
-        for antialias in (True, False)
+    pillow, as_torch, without = (
+        resize_to_scales(image, (30,), 4, "bicubic", Preparation(antialias=antialias))[30][0].astype(np.float32)
+        for antialias in get_args(Antialias)
     )
-    assert np.abs(with_.astype(np.float32) - without).mean() > 20
+    assert np.abs(pillow - without).mean() > 20
+    assert 0 < np.abs(pillow - as_torch).mean() < 1
 
 
 def test_nearest_is_pillows_unless_it_should_be_torchs() -> None:
@@ -162,8 +197,8 @@ def test_gray_is_pillows_luma_in_all_channels(name: str) -> None:
     np.testing.assert_array_equal(found, wanted)
 
 
-@pytest.mark.parametrize("antialias", [True, False])
-def test_gray_views_have_three_equal_channels(antialias: bool) -> None:
+@pytest.mark.parametrize("antialias", get_args(Antialias))
+def test_gray_views_have_three_equal_channels(antialias: Antialias) -> None:
     gray = Image.fromarray(noise(31, 43)).convert("L")
     views = [
         resize_to_scales(image, (20,), 4, "bicubic", Preparation(antialias=antialias))[20][0]
@@ -173,20 +208,34 @@ def test_gray_views_have_three_equal_channels(antialias: bool) -> None:
     np.testing.assert_array_equal(panel_picture(gray), panel_picture(gray.convert("RGB")))
 
 
-@pytest.mark.parametrize(("height", "width"), [(1, 2**21), (2**21, 1), (1500, 1400)])
-def test_resizing_without_antialiasing_copies_little_of_an_image(height: int, width: int) -> None:
+@pytest.mark.parametrize(
+    ("antialias", "height", "width"),
+    [
+        *(("none", 1, 2**21), ("none", 2**21, 1), ("none", 1500, 1400)),
+        *(("torch", 1, 2**16 - 1), ("torch", 2**16 - 1, 1), ("torch", 1500, 1400)),
+    ],
+)
+def test_resizing_as_torch_copies_little_of_an_image(antialias: Antialias, height: int, width: int) -> None:
     image = Image.new("RGB", (width, height), (1, 2, 3))
     for resize in ("shorter", "squash"):
         tracemalloc.start()
-        resize_to_scales(image, (32, 224), 4, "bicubic", Preparation(resize=resize, antialias=False))
+        resize_to_scales(image, (32, 224), 4, "bicubic", Preparation(resize=resize, antialias=antialias))
         _, peak = tracemalloc.get_traced_memory()
         tracemalloc.stop()
         # Blocks of 64 x 16384 pixels, in up to three copies, and the float32 sums of a view of up to 224 x 896.
         assert peak < 25e6
 
 
+def test_an_image_that_would_take_long_to_resize_as_torch_is_refused() -> None:
+    file = io.BytesIO()
+    Image.new("L", (1, 2**16)).save(file, "PNG")
+    assert decode_image(file.getvalue(), preparation=Preparation(antialias="none")).size == (1, 2**16)
+    with pytest.raises(ImageError, match="1x65536 pixels: this model's images have at most 65535 on a side"):
+        decode_image(file.getvalue(), preparation=Preparation(antialias="torch"))
+
+
 def test_a_preparation_survives_json_and_other_data_is_refused_with_the_reason() -> None:
-    unusual = Preparation("pad", antialias=False, rounding="torchvision", pad_color=(1, 2, 255), gray=True)
+    unusual = Preparation("pad", antialias="none", rounding="torchvision", pad_color=(1, 2, 255), gray=True)
     assert preparation_from_json(unusual.to_json()) == unusual
     plain = unusual.to_json()
     for data, message in (
@@ -195,7 +244,7 @@ def test_a_preparation_survives_json_and_other_data_is_refused_with_the_reason()
         ({**plain, "transparency": 1}, "transparency should be text"),
         ({**plain, "pad_color": [0, 0, 256]}, "pad_color should be a whole number from 0 to 255"),
         ({**plain, "pad_color": [0, 0]}, "pad_color should have three levels, not 2"),
-        ({**plain, "antialias": 1}, "antialias should be true or false"),
+        ({**plain, "antialias": "yes"}, "antialias should be one of pillow, torch, none"),
         ({**plain, "color": "gray"}, "unknown key 'color'"),
         ([], "preparation should be an object"),
     ):

@@ -8,7 +8,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ...evaluator.errors import UsageError
-from ...evaluator.preparation import Interpolation, Preparation
+from ...evaluator.preparation import ANTIALIASED, Interpolation, Preparation
 
 Channels = Literal["rgb", "bgr", "gray"]
 Layout = Literal["NCHW", "NHWC"]
@@ -106,7 +106,7 @@ class Preprocessing:
     def __str__(self) -> str:
         how = {"shorter": "resized", "squash": "squashed", "pad": "padded"}[self.preparation.resize]
         resized = f"{how} with the {self.interpolation} filter"
-        resized += "" if self.preparation.antialias else ", not antialiased"
+        resized += ANTIALIASED[self.preparation.antialias]
         if self.mean is None or self.std is None:
             return f"unchanged {self.channels if self.channels == 'gray' else self.channels.upper()} bytes, {resized}"
         names = ["gray"] * 3 if self.channels == "gray" else list(self.channels.upper())
@@ -131,7 +131,7 @@ PRESETS: dict[Preset, Preprocessing] = {
     "clip": Preprocessing(
         (0.48145466, 0.4578275, 0.40821073), (0.26862954, 0.26130258, 0.27577711), interpolation="bicubic", tight=True
     ),
-    "hf-vit": Preprocessing(_HALF, _HALF, preparation=replace(USUAL_ELSEWHERE, resize="squash")),
+    "hf-vit": Preprocessing(_HALF, _HALF, preparation=replace(USUAL_ELSEWHERE, resize="squash", antialias="torch")),
 }
 
 

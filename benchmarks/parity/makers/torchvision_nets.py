@@ -17,7 +17,10 @@ from benchmarks.parity.makers.torch_export import discriminating, export, runner
 NETS: tuple[tuple[str, str, str, tuple[str, ...]], ...] = (
     (
         "resnet18", "IMAGENET1K_V1", "",
-        ("--interpolation bicubic", "--no-antialias", "--channels bgr", "--resize squash", "--scale 232", "--mean 0.5"),
+        (
+            *("--interpolation bicubic", "--antialias none", "--channels bgr"),
+            *("--resize squash", "--scale 232", "--mean 0.5"),
+        ),
     ),
     ("mobilenet_v3_small", "IMAGENET1K_V1", "", ()),
     ("mobilenet_v3_large", "IMAGENET1K_V2", "--scale 232", ("--scale 256",)),

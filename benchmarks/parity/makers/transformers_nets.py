@@ -117,7 +117,10 @@ def nets(folder: Path, images: Sequence[Path]) -> Iterator[MakerNet]:
         yield MakerNet(
             f"transformers {name}, tensors", origin, place, tensors, resizer="tensors", pixels=pixels, other=pillow
         )
-        yield MakerNet(f"transformers {name}, Pillow", origin, place, pillow, pixels=pixels, wrong=WRONG.get(name, ()))
+        yield MakerNet(
+            f"transformers {name}, Pillow", origin, place, pillow, ("--antialias", "pillow"), pixels=pixels,
+            wrong=WRONG.get(name, ()),
+        )  # fmt: skip
 
 
 def read(processor: Any, image: Path) -> torch.Tensor:

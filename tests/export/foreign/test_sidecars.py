@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import onnx
 import pytest
+import torch
 from PIL import Image
 
 from prelunet.evaluator.cli import run
@@ -91,15 +92,22 @@ def test_a_folder_is_adopted_without_options_and_evaluated_as_its_files_say(
     assert [entry.name for entry in session.contract.classes] == list(LABELS.values())
     assert session.contract.to_metadata()["prelunet.contract_version"] == "3"
     filters = {each.name.lower(): each for each in Image.Resampling}
-    plain = ReferenceNet(tmp_path / "model.onnx", mean=mean, std=std, pixel_range=largest, resample=filters[resampling])
+    plain = ReferenceNet(tmp_path / "model.onnx", mean=mean, std=std, pixel_range=largest)
 
     def expected(data: bytes) -> np.ndarray:
         image = Image.open(io.BytesIO(data)).convert("RGB")
         size = [int(scale * side / min(image.size)) for side in image.size] if resize == "shorter" else [scale, scale]
-        pixels = np.asarray(image.resize(size, plain.resample))
-        # transformers' center_crop rounds down, torchvision's, which timm uses, to the even number
-        down = "pretrained_cfg" not in stated
-        top, left = ((side - CROP) // 2 if down else round((side - CROP) / 2.0) for side in pixels.shape[:2])
+        # transformers resizes tensors, and its center_crop rounds down; timm has torchvision's for Pillow, which rounds
+        # to the even number
+        tensors = "pretrained_cfg" not in stated
+        if tensors:
+            planes = torch.from_numpy(np.asarray(image).transpose(2, 0, 1)[None].copy())
+            wide = {} if resampling == "nearest" else {"antialias": True}
+            planes = torch.nn.functional.interpolate(planes, size[::-1], mode=resampling, **wide)
+            pixels = planes.numpy()[0].transpose(1, 2, 0)
+        else:
+            pixels = np.asarray(image.resize(size, filters[resampling]))
+        top, left = ((side - CROP) // 2 if tensors else round((side - CROP) / 2.0) for side in pixels.shape[:2])
         return plain.scores(pixels[top : top + CROP, left : left + CROP])
 
     results = classify_images(session, map(decode_rgb, PHOTOS), build_protocol("center", session.contract))

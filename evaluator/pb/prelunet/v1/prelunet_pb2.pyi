@@ -187,12 +187,12 @@ class Preparation(_message.Message):
     TRANSPARENCY_FIELD_NUMBER: _ClassVar[int]
     GRAY_FIELD_NUMBER: _ClassVar[int]
     resize: str
-    antialias: bool
+    antialias: str
     rounding: str
     pad_color: _containers.RepeatedScalarFieldContainer[int]
     transparency: str
     gray: bool
-    def __init__(self, resize: _Optional[str] = ..., antialias: _Optional[bool] = ..., rounding: _Optional[str] = ..., pad_color: _Optional[_Iterable[int]] = ..., transparency: _Optional[str] = ..., gray: _Optional[bool] = ...) -> None: ...
+    def __init__(self, resize: _Optional[str] = ..., antialias: _Optional[str] = ..., rounding: _Optional[str] = ..., pad_color: _Optional[_Iterable[int]] = ..., transparency: _Optional[str] = ..., gray: _Optional[bool] = ...) -> None: ...
 
 class Circumstances(_message.Message):
     __slots__ = ("provider", "precision", "versions")
