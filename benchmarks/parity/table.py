@@ -7,11 +7,12 @@ from typing import Any
 from benchmarks.common.results import cell, described_run, markdown
 
 NOTES = (
-    "Each maker's pipeline and `prelunet validate` score the same image files. *scores*: largest difference of a "
-    "score over all images and classes; *pixels*: of a pixel of the net's input, in grey levels; *resized by*: what "
-    "the maker resizes with. Pillow: pixels must be the same and scores within 1e-5; others: pixels within one grey "
-    "level, scores within 1e-3. *spread*: how far apart the scores of different images are, the median over images. "
-    "*other*: how far another pipeline is from the maker's, scores and pixels; for transformers, its own with Pillow."
+    "Each maker's pipeline and `prelunet validate` score the same image files. *scores*: largest difference of a score "
+    "over all images and classes; *pixels*: of a pixel of the net's input, in grey levels; *resized by*: what the "
+    "maker resizes with. Pillow and tensors: pixels must be the same and scores within 1e-5; others: pixels within one "
+    "grey level, scores within 1e-3. *spread*: how far apart the scores of different images are, the median over "
+    "images. *other*: how far another pipeline is from the maker's, scores and pixels; for transformers' tensors, its "
+    "own with Pillow."
 )
 KINDS = {
     "equal": "as its maker's",

@@ -1,8 +1,8 @@
 """Resize as torch's `interpolate` does, in numpy: without antialiasing, or as it resizes uint8 tensors with it.
 
-The latter is what torchvision's `Resize` and the image processors of transformers do with tensors. It differs from
-Pillow by a few levels: weights have 16 bits, and rows are computed first. Where a processor lacks AVX2, or has AVX-512,
-torchvision takes another way for bilinear images, which are then up to one level off.
+The latter is what torchvision and the image processors of transformers do with tensors. It differs from Pillow by a few
+levels: weights have 16 bits, and rows are computed first. (Without AVX2 and on no ARM torchvision computes bilinear
+images in float32, up to one level off.)
 """
 
 from collections.abc import Iterator

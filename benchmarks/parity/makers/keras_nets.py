@@ -1,4 +1,4 @@
-"""Nets of Keras with random weights, written by tf2onnx, with the two ways in which Keras reads image files.
+"""Nets of Keras, written by tf2onnx, with the two ways in which Keras reads image files; random weights but for one.
 
 `image_dataset_from_directory` decodes and resizes in TensorFlow, `load_img` in Pillow.
 """
@@ -20,7 +20,9 @@ import tensorflow
 import tf2onnx
 from keras import layers
 from keras.utils import image_dataset_from_directory, img_to_array, load_img
+from PIL import Image
 
+from benchmarks.parity.images import SEED, picture
 from benchmarks.parity.makers.net import CLASSES, SPREAD, Array, MakerNet, Pixels, Run, stated, two_classes
 
 Read = Callable[[Path], Array]
@@ -36,7 +38,8 @@ def nets(folder: Path, images: Sequence[Path]) -> Iterator[MakerNet]:
     keras.utils.set_random_seed(1)
     for name, origin, net, read, words, facts in _described(folder, images):
         used = [image for image in images if image.name not in facts.get("left_out", ())]
-        _discriminating(net, np.concatenate([read(image) for image in used]))
+        if not facts.pop("trained", False):
+            _discriminating(net, np.concatenate([read(image) for image in used]))
         file = folder / f"{re.sub('[^a-z0-9]+', '-', name.lower())}.onnx"
         signature = (tensorflow.TensorSpec((None, *net.input_shape[1:]), tensorflow.float32),)
         tf2onnx.convert.from_keras(net, input_signature=signature, opset=18, output_path=str(file))
@@ -50,9 +53,11 @@ def _described(folder: Path, images: Sequence[Path]) -> Iterator[tuple[str, str,
     """Yield name, what is to be seen, net, what reads an image, options, and further facts of each row."""
     apps = keras.applications
     yield (
-        "convnet, dataset", "read by image_dataset_from_directory: squashed in TensorFlow, not antialiased",
-        _convnet(3, 10), _of_dataset(folder, images), f"{RAW} --resize squash --antialias none",
+        "convnet, dataset", "trained and read by image_dataset_from_directory: squashed in TensorFlow, not antialiased",
+        _trained(_convnet(3, len(CLASSES)), folder / "train"), _of_dataset(folder, images),
+        f"{RAW} --resize squash --antialias none",
         {
+            "trained": True,
             "resizer": "TensorFlow", "pixels": Pixels(largest=255, layout="NHWC"),
             "left_out": {image.name: JPEG for image in images if image.suffix == ".jpg"},
             "wrong": ("--antialias pillow", "--interpolation bicubic"),
@@ -124,6 +129,22 @@ def _convnet(channels: int, classes: int) -> Any:
         x = layers.ReLU()(layers.BatchNormalization()(x))
     x = layers.GlobalAveragePooling2D()(x)
     return keras.Model(image, layers.Dense(classes, activation="softmax" if classes > 1 else "sigmoid")(x))
+
+
+def _trained(net: Any, folder: Path) -> Any:
+    """Train on class folders as Keras's tutorial does; half of each image is the same in all of its class."""
+    random = np.random.default_rng(SEED)
+    for number, name in enumerate(CLASSES):
+        (folder / name).mkdir(parents=True)
+        for image in range(30):
+            width, height = map(int, random.integers(100, 300, 2))
+            common = picture(np.random.default_rng([SEED, number]), width, height).astype(np.uint16)
+            pixels = (common + picture(random, width, height)) // 2
+            Image.fromarray(pixels.astype(np.uint8)).save(folder / name / f"{image}.png")
+    data = image_dataset_from_directory(folder, image_size=(SIDE, SIDE), seed=SEED, verbose=False)
+    net.compile("adam", "sparse_categorical_crossentropy")
+    net.fit(data, epochs=30, verbose=0)
+    return net
 
 
 def _loaded(preprocess: Callable[[Array], Array], image: Path, **options: Any) -> Array:
