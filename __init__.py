@@ -13,16 +13,18 @@ if TYPE_CHECKING:
     from .evaluator.client import AsyncClient, Client, Credentials
     from .evaluator.python.evaluation import compare
     from .evaluator.python.net import load
+    from .export.finding.find import find_input
 
     __version__: str
 
-__all__ = ["AsyncClient", "Client", "Credentials", "__version__", "compare", "load"]
+__all__ = ["AsyncClient", "Client", "Credentials", "__version__", "compare", "find_input", "load"]
 
 _MODULES = {
     "AsyncClient": "prelunet.evaluator.client",
     "Client": "prelunet.evaluator.client",
     "Credentials": "prelunet.evaluator.client",
     "compare": "prelunet.evaluator.python.evaluation",
+    "find_input": "prelunet.export.finding.find",
     "load": "prelunet.evaluator.python.net",
 }
 

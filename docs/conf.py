@@ -35,7 +35,7 @@ SECTIONS = {
         "quickstart", "python", "evaluation", "protocols", "datasets", "statistics", "reports", "many-machines",
     ),
     "Serve": ("serving", "client", "open-inference-protocol", "security", "operations"),
-    "Train": ("training", "importing", "adopting", "paper", "claims"),
+    "Train": ("training", "importing", "adopting", "finding", "paper", "claims"),
     "Look up": ("performance", "formats", "errors", "_generated/options", "_generated/api", "glossary"),
 }  # fmt: skip
 

@@ -143,9 +143,9 @@ _app = typer.Typer(
 
 def _print_version(requested: bool) -> None:
     if requested:
-        from .. import __version__  # here: slow to find out
+        from importlib.metadata import version  # here, because it takes long to load
 
-        sys.stdout.write(f"prelunet {__version__}\n")
+        sys.stdout.write(f"prelunet {version('prelunet')}\n")
         raise typer.Exit
 
 

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 from onnx import ModelProto, TensorProto
@@ -63,7 +63,8 @@ class AdoptOptions:
     """The user's options for a net; None: determined from the file.
 
     crop, center_scale: pixels; net_output: name of the output with the scores; kind: type of that output; name: of the
-    architecture; dense: let the head score every window of a larger image (`export.foreign.dense`).
+    architecture; dense: let the head score every window of a larger image (`export.foreign.dense`); found: how the
+    preprocessing was found (`export.finding`), for the file.
     """
 
     preprocessing: Preprocessing
@@ -74,6 +75,7 @@ class AdoptOptions:
     name: str | None = None
     dense: bool = False
     center_scale: int | None = None
+    found: Mapping[str, Any] | None = None
 
 
 @dataclass(frozen=True)
@@ -124,7 +126,7 @@ def adopt(path: Path, output: Path, classes: ClassList, options: AdoptOptions) -
         run = partial(_run_net, path, interface, options.preprocessing, pictures)
         raw = run(load(), random_operators(net))
         interface = replace(interface, one_score=len(raw[0]) == 1)
-        _check_classes(path, classes, len(raw[0]))
+        check_classes(path, classes, len(raw[0]))
         probabilities = _are_probabilities(path, options.kind, raw, half=interface.half, form=form)
         floor = probability_floor(interface) if probabilities else None
         alike = all(np.allclose(row, raw[0], rtol=_ALIKE, atol=_ALIKE) for row in raw)
@@ -227,7 +229,8 @@ def _check_preprocessing(path: Path, interface: NetInterface, options: AdoptOpti
         )
 
 
-def _check_classes(path: Path, classes: ClassList, outputs: int) -> None:
+def check_classes(path: Path, classes: ClassList, outputs: int) -> None:
+    """Raise UsageError for a list that has not as many classes as the net has outputs."""
     listed = len(classes.entries)
     if outputs == listed > 1 or (outputs, listed) == (1, 2):
         return
@@ -398,6 +401,7 @@ def _contract(
         )
     half = any(tensor.data_type == TensorProto.FLOAT16 for tensor in net.graph.initializer)
     scales = (crop,) if head is None else tuple(int(crop * scale / 224 + 0.5) for scale in MULTI_SCALE)
+    found = {} if options.found is None else {"found": options.found}
     tensors = {"input": interface.input, "layout": interface.layout, "output": interface.output}
     try:
         return ModelContract(
@@ -416,7 +420,7 @@ def _contract(
             interpolation=options.preprocessing.interpolation,
             preparation=options.preprocessing.preparation,
             center_scale=options.center_scale or (crop if options.preprocessing.tight else None),
-            training={"adopted": {**tensors, **options.preprocessing.to_json()}},
+            training={"adopted": {**tensors, **options.preprocessing.to_json(), **found}},
         )
     except ValueError as error:
         raise UsageError(

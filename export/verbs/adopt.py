@@ -27,7 +27,8 @@ from ...training.importing.preprocessing import (
 )
 
 if TYPE_CHECKING:
-    from ..foreign.adopt import AdoptResult
+    from ..foreign.adopt import AdoptOptions, AdoptResult
+    from ..foreign.sidecars import ClassList, Stated
 
 
 def _numbers(option: str) -> Callable[[str | None], ChannelValues | None]:
@@ -111,6 +112,28 @@ class PreprocessingOptions:
     )
 
 
+@dataclass(frozen=True)
+class FindOptions:
+    """How to find the preprocessing."""
+
+    HELP_GROUP: ClassVar[str] = "Finding the preprocessing"
+    find_input: Path | None = option(
+        None,
+        "Find how the net's images were prepared, from these labeled images, or from those of --reference "
+        "(docs/finding.md). Without -o only print it.",
+        metavar="DATA",
+    )
+    reference: Path | None = option(
+        None, "Outputs of the original pipeline for these images, (images, classes), by name.", metavar="FILE.npy"
+    )
+    find_images: int = option(400, "Labeled images to draw.", min=1)
+    find_log: Path | None = option(
+        None,
+        "What was computed. A repeated command goes on from there.",
+        default="NET.find-input.jsonl, in the current folder",
+    )
+
+
 @derive_options
 def adopt(
     *,
@@ -121,7 +144,9 @@ def adopt(
             metavar="NET.onnx|DIR",
         ),
     ],
-    output: Annotated[Path, typer.Option("-o", "--output", help="Model file to write.")],
+    output: Annotated[
+        Path | None, typer.Option("-o", "--output", help="Model file to write; may be omitted with --find-input.")
+    ] = None,
     classes: Annotated[
         Path | None,
         typer.Option(
@@ -138,6 +163,7 @@ def adopt(
         ),
     ] = None,
     preprocessing: PreprocessingOptions,
+    find: FindOptions,
     layout: Annotated[
         Layout | None,
         typer.Option(help="Axes of the net's input.", show_default="from the input's shape"),
@@ -164,18 +190,41 @@ def adopt(
     """
     from ..foreign.adopt import AdoptOptions
     from ..foreign.adopt import adopt as adopt_net
-    from ..foreign.sidecars import ClassList, find_net, read_sidecars
+    from ..foreign.sidecars import find_net, read_sidecars
 
-    require_new(output, force=force)
+    if output is not None:
+        require_new(output, force=force)
+    elif find.find_input is None:
+        raise UsageError("no -o: give the model file to write")
+    if find.reference is not None and find.find_input is None:
+        raise UsageError("--reference without --find-input: give its images as --find-input DATA")
     net = find_net(net)
     stated = read_sidecars(net, values=preprocessing.preset is None, classes=classes is None)
-    if classes is not None:
+    if classes is not None and output is not None:
         check_not_input(output, [classes])
-        listed = ClassList(read_class_list(classes), str(classes))
-    elif stated.classes is not None:
-        listed = stated.classes
-    else:
+    listed = stated.classes if classes is None else _class_list(classes)
+    if listed is None and (output is not None or find.reference is None):
         raise UsageError(f"{net}: no classes. Give --classes; neither the net's metadata nor a file beside it has them")
+    if str(stated):
+        echo(f"beside the net: {stated}")
+    chosen, stated_crop, scale = _chosen(preprocessing, stated, crop)
+    options = AdoptOptions(chosen, crop or stated_crop, layout, net_output, kind, name, dense, scale)
+    if find.find_input is not None:
+        options = _with_found(net, find, listed, options)
+    if output is not None and listed is not None:
+        _report(output, adopt_net(net, output, listed, options), detected=kind == "auto")
+
+
+def _class_list(classes: Path) -> "ClassList":
+    from ..foreign.sidecars import ClassList
+
+    return ClassList(read_class_list(classes), str(classes))
+
+
+def _chosen(
+    preprocessing: PreprocessingOptions, stated: "Stated", crop: int | None
+) -> tuple[Preprocessing, int | None, int | None]:
+    """Return the preprocessing, its crop as stated beside the net, and its scale, both in pixels."""
     values = dict(stated.values)
     stated_crop, stated_scale = values.pop("crop", None), values.pop("center_scale", None)
     given = {name: value for name, value in vars(preprocessing).items() if value is not None}
@@ -186,10 +235,24 @@ def adopt(
     chosen = _changed(usual, given)
     if "pad_color" in given and chosen.preparation.resize != "pad":
         raise UsageError("--pad-color is of --resize pad. Give both, or neither")
-    if str(stated):
-        echo(f"beside the net: {stated}")
-    options = AdoptOptions(chosen, crop or stated_crop, layout, net_output, kind, name, dense, scale)
-    _report(output, adopt_net(net, output, listed, options), detected=kind == "auto")
+    return chosen, stated_crop, scale
+
+
+def _with_found(net: Path, find: FindOptions, classes: "ClassList | None", options: "AdoptOptions") -> "AdoptOptions":
+    """Print how the net's images were prepared, and return the options with that."""
+    from ..finding.find import find_input
+
+    assert find.find_input is not None
+    log = Path(f"{net.stem}.find-input.jsonl") if find.find_log is None else find.find_log
+    given = None if options.preprocessing.mean is None else options.preprocessing
+    found = find_input(
+        net, find.find_input, classes=None if classes is None else classes.entries, reference=find.reference,
+        images=find.find_images, log=log, crop=options.crop, layout=options.layout, net_output=options.net_output,
+        given=given,
+    )  # fmt: skip
+    echo(str(found))
+    best = found.candidate
+    return replace(options, preprocessing=best.preprocessing, center_scale=best.scale, found=found.to_json())
 
 
 def _changed(usual: Preprocessing, values: Mapping[str, Any]) -> Preprocessing:

@@ -243,7 +243,10 @@ def _adopted_facts(inspection: Mapping[str, Any]) -> dict[str, str]:
     """Return the rows of the table for an adopted net."""
     crop, cost = inspection["crop"], inspection["multiply_adds"]
     dense, side = inspection["max_side"] > crop, inspection["window"]
-    made = inspection["preparation"]
+    made, adopted, found = inspection["preparation"], inspection["adopted"], None
+    if isinstance(adopted, dict):
+        found = adopted.get("found")
+        adopted = {key: value for key, value in adopted.items() if key != "found"}
     resized = {"shorter": "resized", "squash": "squashed", "pad": "padded"}[made["resize"]]
     filtered = f"{inspection['interpolation']}{ANTIALIASED[made['antialias']]}"
     dense_facts = {
@@ -259,7 +262,8 @@ def _adopted_facts(inspection: Mapping[str, Any]) -> dict[str, str]:
         "classes": _classes_text(inspection["classes"]),
         "multiply-adds": f"{cost:.4g} for one crop" if cost is not None else "unknown",
         "precision": inspection["precision"],
-        "adopted as": _data_text(inspection["adopted"]) if isinstance(inspection["adopted"], dict) else "not recorded",
+        "adopted as": _data_text(adopted) if isinstance(adopted, dict) else "not recorded",
+        **({} if found is None else {"found": _data_text(found) if isinstance(found, dict) else str(found)}),
         "net": inspection["checkpoint_sha256"],
         "golden images": str(inspection["golden_images"]),
     }

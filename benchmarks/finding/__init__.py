@@ -1,0 +1,1 @@
+"""Whether `prelunet adopt --find-input` finds how nets were really trained."""

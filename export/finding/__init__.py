@@ -1,0 +1,1 @@
+"""Finds the preprocessing that a net was trained with, from labeled images or from outputs of the original pipeline."""

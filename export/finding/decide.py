@@ -1,0 +1,99 @@
+"""Which answers fit a net: paired differences between candidates on the same images, with their uncertainty."""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from statistics import NormalDist
+
+import numpy as np
+
+from ...evaluator.arrays import Float64Array
+from .measure import TEMPERATURES
+
+# Differences to a reference output, as parts of its largest number: of pipelines that are equal up to the rounding of
+# kernels, and of one that is equal in any case. What differs thrice as much as the best is another.
+EXACT, _EQUAL, _ANOTHER = 1e-3, 1e-5, 3
+_SAME = 1e-5  # difference of losses between candidates that give the net the same input
+# Nets fit images that show objects larger or smaller than the center of their training did: at the best test size the
+# error of a ResNet-50 is 6 % smaller than at that of its training (Touvron et al. 2019, table 1). So a geometry or
+# filter is only excluded if its loss is larger by more than this part.
+TOLERATED = 0.1
+
+
+@dataclass(frozen=True)
+class Standing:
+    """How a candidate compares with the best one on the images that both have seen.
+
+    kept: whether it cannot be told apart from the best; images: how many; cost: of labels, points of top-1 error above
+    that of the best, and half the width of its 95 % interval; of references, the difference and 0.
+    """
+
+    kept: bool
+    images: int
+    cost: float
+    margin: float
+
+
+def by_labels(values: Float64Array, error: float, tolerated: float = 0.0) -> list[Standing]:
+    """Compare candidates by the log loss of the true class, each at the temperature that suits it best.
+
+    values: (candidates, images, values) of `Labels`; error: probability that the true answer is not kept, shared among
+    the comparisons (Bonferroni); tolerated: part by which its loss may be larger than that of the best.
+    """
+    losses = best_losses(values)
+    wrong = values[:, :, -1]
+    best = int(losses.mean(1).argmin())
+    level = 1 - error / max(1, len(values) - 1)
+    standings = []
+    for own, failed in zip(losses, wrong, strict=True):
+        difference, points = own - (1 + tolerated) * losses[best], 100 * (failed - wrong[best])
+        kept = bool(difference.mean() <= _quantile(level, len(own)) * _standard_error(difference) + _SAME)
+        standings.append(Standing(kept, len(own), float(points.mean()), 1.96 * _standard_error(points)))
+    return standings
+
+
+def by_references(values: Float64Array) -> list[Standing]:
+    """Compare candidates by their largest difference to the reference outputs. values: (candidates, images, 1)."""
+    largest = values[:, :, 0].max(1)
+    limit = max(_EQUAL, _ANOTHER * float(largest.min()) if largest.min() <= EXACT else float(largest.min()))
+    return [Standing(bool(each <= limit), values.shape[1], float(each), 0.0) for each in largest]
+
+
+def best_losses(values: Float64Array) -> Float64Array:
+    """Return the losses (candidates, images) at the temperature with the smallest mean of each candidate."""
+    losses = values[:, :, : len(TEMPERATURES)]
+    best = losses.mean(1).argmin(1)
+    return np.stack([own[:, place] for own, place in zip(losses, best, strict=True)])
+
+
+def better_than_chance(values: Float64Array, error: float) -> bool:
+    """Return whether a candidate knows the labels: its loss is smaller than expected with those of other images.
+
+    values: (images, values) of `Labels`.
+    """
+    count = len(TEMPERATURES)
+    place = int(values[:, :count].mean(0).argmin())
+    difference = values[:, count + place] - values[:, place]
+    return bool(difference.mean() > _quantile(1 - error, len(values)) * _standard_error(difference))
+
+
+def usable(values: Float64Array) -> Float64Array:
+    """Return the values of the images that could be decoded."""
+    kept: Float64Array = values[:, ~np.isnan(values).any((0, 2))]
+    return kept
+
+
+def ranked(standings: Sequence[Standing], values: Float64Array) -> list[int]:
+    """Return the places of candidates, best first."""
+    order = best_losses(values).mean(1) if values.shape[2] > 1 else values[:, :, 0].max(1)
+    return sorted(range(len(standings)), key=lambda place: (not standings[place].kept, order[place]))
+
+
+def _standard_error(numbers: Float64Array) -> float:
+    return float(numbers.std(ddof=1)) / math.sqrt(len(numbers))
+
+
+def _quantile(level: float, images: int) -> float:
+    """Return a quantile of Student's t, by the first two terms of its expansion (Cornish and Fisher 1938)."""
+    z, freedom = NormalDist().inv_cdf(level), images - 1
+    return z + (z**3 + z) / (4 * freedom) + (5 * z**5 + 16 * z**3 + 3 * z) / (96 * freedom**2)

@@ -1,0 +1,254 @@
+"""The preprocessing of a net is found from labels, or from outputs of the original pipeline."""
+
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx
+import onnxruntime
+import pytest
+import torch
+from onnx import TensorProto, helper, numpy_helper
+from PIL import Image
+
+from prelunet.evaluator.cli import run
+from prelunet.evaluator.contract import ClassEntry
+from prelunet.evaluator.engine.load import open_session
+from prelunet.evaluator.errors import UsageError
+from prelunet.export.finding.find import Found, find_input
+
+CROP, CLASSES, EACH = 28, 5, 24
+LEVELS = 30  # of a pixel for a radian of the nets' waves
+SIZES = ((71, 52), (47, 66), (90, 61), (44, 59), (63, 83))  # of the images of each class
+NAMES = [f"kind {letter}" for letter in "abcde"]
+ENTRIES = tuple(ClassEntry(name, name) for name in NAMES)
+
+
+@dataclass(frozen=True)
+class Truth:
+    """A pipeline without prelunet: of an RGB image to a net's input."""
+
+    order: str
+    normalization: str
+    geometry: str
+    mean: Any
+    std: Any
+    largest: int = 1
+    filter: str = "bilinear"
+
+    def __call__(self, image: Image.Image) -> np.ndarray:
+        pixels = self.crop(image.convert("RGB")).astype(np.float32) * np.float32(self.largest / 255)
+        pixels = pixels[:, :, ::-1] if self.order == "BGR" else pixels
+        return ((pixels - np.float32(self.mean)) / np.float32(self.std)).transpose(2, 0, 1)
+
+    def crop(self, image: Image.Image) -> np.ndarray:
+        if self.geometry.startswith("squashed"):
+            return self.resized(image, (CROP, CROP))
+        if self.geometry.startswith("padded"):
+            part = self.resized(image, tuple(round(side * CROP / max(image.size)) for side in image.size))
+            top, left = ((CROP - side) // 2 for side in part.shape[:2])
+            canvas = np.full((CROP, CROP, 3), 114, np.uint8)
+            canvas[top : top + part.shape[0], left : left + part.shape[1]] = part
+            return canvas
+        scale = int(self.geometry.split()[3].rstrip(","))
+        whole = self.resized(image, tuple(scale * side // min(image.size) for side in image.size))
+        down = "transformers" in self.geometry
+        top, left = ((side - CROP) // 2 if down else round((side - CROP) / 2) for side in whole.shape[:2])
+        return whole[top : top + CROP, left : left + CROP]
+
+    def resized(self, image: Image.Image, size: Any) -> np.ndarray:
+        if self.filter == "bicubic, as torch's on tensors":
+            planes = torch.from_numpy(np.asarray(image).transpose(2, 0, 1)[None].copy())
+            planes = torch.nn.functional.interpolate(planes, size[::-1], mode="bicubic", antialias=True)
+            return planes.numpy()[0].transpose(1, 2, 0)
+        return np.asarray(image.resize(size, Image.Resampling[self.filter.upper()]))
+
+
+SHORTER = f"shorter side to 32, crop of {CROP}"
+IMAGENET = {"mean": (0.485, 0.456, 0.406), "std": (0.229, 0.224, 0.225)}
+TRUTHS = {
+    "torchvision": Truth("RGB", "ImageNet's", SHORTER, **IMAGENET),
+    "squashed, Caffe": Truth("BGR", "Caffe's mean (", f"squashed to {CROP}", (103.939, 116.779, 123.68), 1, 255),
+    "padded, Lite": Truth("RGB", "127 and 128", f"padded to {CROP}, gray 114", 127, 128, 255),
+}
+AS_TRANSFORMERS = Truth(
+    "RGB", "0.5 and 0.5", f"shorter side to 29, crop of {CROP}, rounded as transformers'", 0.5, 0.5,
+    filter="bicubic, as torch's on tensors",
+)  # fmt: skip
+
+
+def pictures(kind: int, count: int) -> list[Image.Image]:
+    """Return images of a class: its own picture, in small and large patterns, and noise."""
+    random = np.random.default_rng([7, kind])
+    width, height = SIZES[kind]
+    base = np.zeros((height, width, 3))
+    for cells in (3, 7, 19):
+        grid = random.normal(size=(cells, cells, 3)).astype(np.float32)
+        layers = [Image.fromarray(grid[:, :, c]).resize((width, height), Image.Resampling.BICUBIC) for c in range(3)]
+        base += 30 * np.stack([np.asarray(layer) for layer in layers], 2)
+    # Noise in patches, which a crop does not average away: some images are taken for others.
+    images = []
+    for _ in range(count):
+        noise = random.normal(size=(6, 6, 3)).repeat(height // 6 + 1, 0).repeat(width // 6 + 1, 1)[:height, :width]
+        images.append(Image.fromarray(np.clip(np.round(125 + base + 40 * noise), 0, 255).astype(np.uint8)))
+    return images
+
+
+def write_net(path: Path, truth: Truth) -> Path:
+    """Write a net that looks for the classes' patterns in waves of the pixels, which need the right mean and std."""
+    gain = np.float32(np.mean(truth.std) * 255 / truth.largest / LEVELS)
+    waves = [np.stack([np.sin(gain * truth(image)).ravel() for image in pictures(kind, 60)]) for kind in range(CLASSES)]
+    means = np.stack([each.mean(0) for each in waves])
+    scale = 8 / np.abs(np.concatenate(waves) @ means.T).max()
+    tensors = {"gain": gain, "weights": np.float32(scale * means), "bias": np.float32(-scale / 2 * (means**2).sum(1))}
+    nodes = [
+        helper.make_node("Mul", ["x", "gain"], ["scaled"]),
+        helper.make_node("Sin", ["scaled"], ["waves"]),
+        helper.make_node("Flatten", ["waves"], ["flat"]),
+        helper.make_node("Gemm", ["flat", "weights", "bias"], ["y"], transB=1),
+    ]
+    x = helper.make_tensor_value_info("x", TensorProto.FLOAT, ["N", 3, CROP, CROP])
+    y = helper.make_tensor_value_info("y", TensorProto.FLOAT, ["N", CLASSES])
+    initial = [numpy_helper.from_array(np.asarray(value), name) for name, value in tensors.items()]
+    graph = helper.make_graph(nodes, "net", [x], [y], initial)
+    onnx.save(helper.make_model(graph, opset_imports=[helper.make_opsetid("", 17)], ir_version=8), path)
+    return path
+
+
+@pytest.fixture(scope="session")
+def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("finding") / "data"
+    for kind, name in enumerate(NAMES):
+        (folder / name).mkdir(parents=True)
+        for number, image in enumerate(pictures(kind, EACH)):
+            image.save(folder / name / f"{kind}{number:03}.png")
+    return folder
+
+
+def names_kept(found: Found, question: Any) -> list[str]:
+    return [name for answer in found.answers[question] if answer.standing.kept for name in answer.names]
+
+
+@pytest.mark.parametrize("name", TRUTHS)
+def test_labels_keep_what_a_net_was_made_for_and_say_what_others_cost(name: str, data: Path, tmp_path: Path) -> None:
+    truth = TRUTHS[name]
+    found = find_input(write_net(tmp_path / "net.onnx", truth), data, classes=ENTRIES)
+    assert names_kept(found, "channel order") == [truth.order]
+    assert any(each.startswith(truth.normalization) for each in names_kept(found, "mean and std"))
+    assert truth.geometry in names_kept(found, "geometry")
+    assert truth.filter in names_kept(found, "filter")
+    wrong = [answer for answer in found.answers["channel order"] if not answer.standing.kept]
+    assert wrong[0].standing.cost > wrong[0].standing.margin > 0
+    assert "points of error" in str(found)
+    assert "what fits the net, which need not be what it was trained with" in str(found)
+
+
+@pytest.mark.parametrize("truth", [*TRUTHS.values(), AS_TRANSFORMERS])
+def test_outputs_of_the_original_pipeline_name_all_of_it(truth: Truth, data: Path, tmp_path: Path) -> None:
+    net, folder = write_net(tmp_path / "net.onnx", truth), tmp_path / "some"
+    folder.mkdir()
+    session, outputs = onnxruntime.InferenceSession(str(net)), []
+    for file in sorted(data.glob("*/*.png"))[::6]:
+        (folder / file.name).write_bytes(file.read_bytes())
+        outputs.append(session.run(None, {"x": truth(Image.open(file))[None]})[0][0])
+    np.save(tmp_path / "outputs.npy", np.stack(outputs))
+    found = find_input(net, folder, reference=tmp_path / "outputs.npy")
+    assert found.exact
+    assert names_kept(found, "channel order") == [truth.order]
+    assert [each.startswith(truth.normalization) for each in names_kept(found, "mean and std")] == [True]
+    assert names_kept(found, "geometry") == [truth.geometry]
+    assert names_kept(found, "filter") == [truth.filter]
+    assert f"reproduces the outputs for all {len(outputs)} images" in str(found)
+
+
+def test_outputs_that_nothing_reproduces_leave_it_open(data: Path, tmp_path: Path) -> None:
+    net = write_net(tmp_path / "net.onnx", TRUTHS["torchvision"])
+    np.save(tmp_path / "outputs.npy", np.random.default_rng(1).normal(size=(CLASSES * EACH, CLASSES)))
+    found = find_input(net, data, reference=tmp_path / "outputs.npy")
+    assert not found.exact
+    assert "no answer reproduces the outputs" in str(found)
+
+
+def test_a_net_that_wants_another_contrast_than_all_answers_is_said_to(data: Path, tmp_path: Path) -> None:
+    found = find_input(write_net(tmp_path / "net.onnx", Truth("RGB", "", SHORTER, 0, 0.5)), data, classes=ENTRIES)
+    assert found.contrast != 1
+    assert "times the contrast would fit better: its mean and std are not in the table" in str(found)
+
+
+def test_what_cannot_be_found_is_said(data: Path, tmp_path: Path) -> None:
+    net = write_net(tmp_path / "net.onnx", TRUTHS["torchvision"])
+    for kind, name in enumerate(NAMES):
+        for place, file in enumerate(sorted((data / name).iterdir())):
+            other = tmp_path / "shuffled" / NAMES[(kind + place) % CLASSES]
+            other.mkdir(parents=True, exist_ok=True)
+            (other / file.name).write_bytes(file.read_bytes())
+            if place < 2:
+                (tmp_path / "few" / name).mkdir(parents=True, exist_ok=True)
+                (tmp_path / "few" / name / file.name).write_bytes(file.read_bytes())
+    with pytest.raises(UsageError, match="knows the labels no better than by chance"):
+        find_input(net, tmp_path / "shuffled", classes=ENTRIES)
+    with pytest.raises(UsageError, match="10 labeled images are too few to tell answers apart"):
+        find_input(net, tmp_path / "few", classes=ENTRIES)
+    with pytest.raises(UsageError, match="lists 6 classes, but"):
+        find_input(net, data, classes=(*ENTRIES, ClassEntry("sixth", "sixth")))
+    outputs = tmp_path / "outputs.npy"
+    for array, message in (
+        (np.zeros((3, CLASSES)), "3 x 5 numbers, but there are 10 images"),
+        (np.zeros((10, 4)), "has 5 outputs, but the reference 4"),
+        (np.full((10, CLASSES), np.nan), "Give finite outputs"),
+        (np.array(["a"]), "not a .npy file of numbers"),
+    ):
+        np.save(outputs, array)
+        with pytest.raises(UsageError, match=message):
+            find_input(net, tmp_path / "few", reference=outputs)
+
+
+def test_images_that_cannot_be_decoded_are_counted_and_left_out(data: Path, tmp_path: Path) -> None:
+    shutil.copytree(data, tmp_path / "data")
+    for file in sorted((tmp_path / "data").glob("*/*.png"))[::40]:
+        file.write_bytes(file.read_bytes()[:200])
+    found = find_input(write_net(tmp_path / "net.onnx", TRUTHS["torchvision"]), tmp_path / "data", classes=ENTRIES)
+    assert (found.images, found.undecodable) == (CLASSES * EACH - 3, 3)
+    assert names_kept(found, "channel order") == ["RGB"]
+    assert "3 images could not be decoded" in str(found)
+
+
+def test_a_search_goes_on_where_it_was_killed(data: Path, tmp_path: Path) -> None:
+    net, log = write_net(tmp_path / "net.onnx", TRUTHS["torchvision"]), tmp_path / "log.jsonl"
+    found = find_input(net, data, classes=ENTRIES, log=log)
+    lines = log.read_text().splitlines(keepends=True)
+    log.write_text("".join(lines[: len(lines) // 2]) + lines[len(lines) // 2][:9])
+    resumed = find_input(net, data, classes=ENTRIES, log=log)
+    assert str(resumed) == str(found)
+    assert sorted(log.read_text().splitlines(keepends=True)) == sorted(lines), "nothing was computed again"
+    other = write_net(tmp_path / "other.onnx", TRUTHS["padded, Lite"])
+    with pytest.raises(UsageError, match=r"log\.jsonl: of another net, dataset or version"):
+        find_input(other, data, classes=ENTRIES, log=log)
+
+
+def test_adopt_prints_what_it_found_and_writes_it_only_with_an_output(
+    data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    net, model = write_net(tmp_path / "net.onnx", TRUTHS["squashed, Caffe"]), tmp_path / "model.onnx"
+    (tmp_path / "classes.txt").write_text("\n".join(NAMES))
+    words = ["adopt", str(net), "--classes", "classes.txt", "--find-input", str(data)]
+    assert run(words) == 0
+    printed = capsys.readouterr().out
+    assert "channel order   BGR\n" in printed
+    assert (tmp_path / "net.find-input.jsonl").exists()
+    assert not model.exists()
+    assert run([*words, "-o", str(model)]) == 0
+    contract = open_session(model, "cpu").contract
+    assert contract.preparation.resize == "squash"
+    adopted = contract.training["adopted"]
+    assert adopted["channels"] == "bgr"
+    assert adopted["found"]["answers"]["channel order"] == ["BGR"]
+    assert (adopted["found"]["confidence"], adopted["found"]["images"]) == (0.95, CLASSES * EACH)
+    capsys.readouterr()
+    assert run(["inspect", str(model)]) == 0
+    assert f"images {CLASSES * EACH}" in " ".join(capsys.readouterr().out.split())
+    assert run(["adopt", str(net), "--classes", "classes.txt"]) == 2
+    assert "no -o: give the model file to write" in capsys.readouterr().err
