@@ -170,7 +170,49 @@ def with_secret(net: Net, way: Way, secret: Way) -> Net:
     return changed.eval()
 
 
-def write(net: Net, file: Path) -> Path:
-    torch.onnx.export(net, (torch.zeros(2, 3, CROP, CROP),), file, dynamo=False, input_names=["x"], output_names=["y"],
+class _Block(nn.Module):
+    """Two convolutions and a shortcut (He et al. 2016, figure 5, left)."""
+
+    def __init__(self, inner: int, outer: int, stride: int) -> None:
+        super().__init__()
+        self.body = nn.Sequential(
+            *(nn.Conv2d(inner, outer, 3, stride, 1, bias=False), nn.BatchNorm2d(outer), nn.ReLU()),
+            *(nn.Conv2d(outer, outer, 3, 1, 1, bias=False), nn.BatchNorm2d(outer)),
+        )
+        plain = stride == 1 and inner == outer
+        self.shortcut = nn.Identity() if plain else nn.Conv2d(inner, outer, 1, stride, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        result: torch.Tensor = nn.functional.relu(self.body(x) + self.shortcut(x))
+        return result
+
+
+def fitted_resnet18(photos: Sequence[tuple[Image.Image, int]], classes: int) -> nn.Module:
+    """Return a ResNet-18 (He et al. 2016, table 1) with random weights, whose last layer knows the photos' labels."""
+    torch.manual_seed(0)
+    layers: list[nn.Module] = [
+        nn.Conv2d(3, 64, 7, 2, 3, bias=False),
+        nn.BatchNorm2d(64),
+        nn.ReLU(),
+        nn.MaxPool2d(3, 2, 1),
+    ]
+    for inner, outer in ((64, 64), (64, 128), (128, 256), (256, 512)):
+        layers += [_Block(inner, outer, 1 if inner == outer else 2), _Block(outer, outer, 1)]
+    trunk = nn.Sequential(*layers, nn.AdaptiveAvgPool2d(1), nn.Flatten()).eval()
+    way = Way("squash", 224, "bilinear")
+    with torch.inference_mode():
+        features = torch.cat([trunk(torch.from_numpy(way.given(way.pixels(image))[None])) for image, _ in photos])
+        mean, std = features.mean(0), features.std(0) + 1e-6
+        wanted = 4 * (nn.functional.one_hot(torch.tensor([label for _, label in photos]), classes) - 1 / classes)
+        normal = (features - mean) / std
+        weights = torch.linalg.solve(normal.T @ normal + 30 * torch.eye(normal.shape[1]), normal.T @ wanted)
+        last = nn.Linear(normal.shape[1], classes)
+        last.weight.copy_((weights / std[:, None]).T)
+        last.bias.copy_(-(mean / std) @ weights)
+    return nn.Sequential(trunk, last).eval()
+
+
+def write(net: nn.Module, file: Path, side: int = CROP) -> Path:
+    torch.onnx.export(net, (torch.zeros(2, 3, side, side),), file, dynamo=False, input_names=["x"], output_names=["y"],
                       dynamic_axes={"x": {0: "N"}, "y": {0: "N"}})  # fmt: skip
     return file

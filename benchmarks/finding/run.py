@@ -1,16 +1,18 @@
 """Find how nets were trained, whose makers know it: with labels, with reference outputs, and from wrong data.
 
-    python -m benchmarks.finding.run --data imagenette-128.tar [--output FILE] [--work DIR] [--tiny]
+    python -m benchmarks.finding.run --data imagenette-128.tar --other grocery.tar [--output FILE] [--work DIR] [--tiny]
 
 Six small nets are trained on photos prepared in different ways (benchmarks/finding/nets.py); of each, five more get
 another channel order, mean and std in their first layer. `find_input` sees none of the training's photos. The rule,
 written before the first run: with labels, the true answer is kept in at least 95 % of the cases for each question, and
 order and normalization are named first, up to 1 % of contrast, in at least 90 %; with 20 reference outputs, order,
-normalization and geometry are named in all. Takes about 40 minutes on two cores; --work keeps trained nets.
+normalization and geometry are named in all, and no other ones are left. Each kind of wrong data gets its sentence, and
+400 photos take a ResNet-18 at most 5 minutes on two cores. Takes about 25 minutes there; --work keeps trained nets.
 
 Exit codes: 0 the rule holds, 1 it does not.
 """
 
+import argparse
 import json
 import sys
 import tarfile
@@ -18,7 +20,7 @@ import tempfile
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import IO, Any, cast
 
 import numpy as np
 import onnxruntime
@@ -27,7 +29,7 @@ from PIL import Image
 
 from benchmarks.common.results import RESULTS, circumstances, described_run, markdown, write_result
 from benchmarks.common.runner import command_line
-from benchmarks.finding.nets import WAYS, Net, Way, cut, secret_ways, trained, with_secret, write
+from benchmarks.finding.nets import WAYS, Net, Way, cut, fitted_resnet18, secret_ways, trained, with_secret, write
 from prelunet.evaluator.contract import ClassEntry
 from prelunet.evaluator.errors import PreluNetError
 from prelunet.export.finding.candidates import Candidate
@@ -37,25 +39,26 @@ PACKAGES = ("prelunet", "onnxruntime", "numpy", "pillow", "torch")
 SEED, SECRETS, IMAGES, REFERENCES = 20261127, 5, 400, 20
 KEPT, NAMED = 0.95, 0.90
 CONTRAST = 0.01
+MOST_SECONDS = 300  # of a ResNet-18
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     words = list(sys.argv[1:] if arguments is None else arguments)
     parser = command_line(__doc__, output=RESULTS / "finding.json", limit=float("inf"))
     parser.add_argument("--data", type=Path, required=True, help="imagenette-128.tar")
+    parser.add_argument("--other", type=Path, required=True, help="other photos: grocery.tar")
     parser.add_argument("--work", type=Path, help="folder for photos and nets, which are kept")
     options = parser.parse_args(words)
+    facts = circumstances(__file__, options, PACKAGES, words)
     with tempfile.TemporaryDirectory(prefix="prelunet-finding-") as temporary:
-        work = options.work or Path(temporary)
-        result = _measured(work, options.data, tiny=options.tiny)
-    result = {"run": circumstances(__file__, options, PACKAGES, words), **result}
+        result = {"run": facts, **_measured(options.work or Path(temporary), options)}
     write_result(options.output, result, table(result))
     print(table(result))
     return 0 if result["holds"] else 1
 
 
-def _measured(work: Path, tar: Path, *, tiny: bool) -> dict[str, Any]:
-    photos = _photos(work, tar)
+def _measured(work: Path, options: argparse.Namespace) -> dict[str, Any]:
+    tiny, photos = options.tiny, _photos(work, options.data)
     classes = tuple(ClassEntry(wnid, wnid) for wnid in sorted({file.parent.name for file in photos["train"]}))
     folders = _write_cut(work, photos["val"])
     rows = []
@@ -67,8 +70,9 @@ def _measured(work: Path, tar: Path, *, tiny: bool) -> dict[str, Any]:
             row |= _row(file, folders, classes, secret)
             print(json.dumps(row), flush=True)
             rows.append(row)
-    wrong = _wrong_data(work / "net-0-0.onnx", folders["val"], work, classes)
-    return {"rows": rows, "wrong": wrong, **_verdict(rows, wrong)}
+    wrong = _wrong_data(work / "net-0-0.onnx", folders["val"], options.other, work, classes)
+    large = _large(work, folders["val"], classes)
+    return {"rows": rows, "wrong": wrong, "resnet18": large, **_verdict(rows, wrong, large)}
 
 
 def _photos(work: Path, tar: Path) -> dict[str, list[Path]]:
@@ -127,6 +131,7 @@ def _row(file: Path, folders: dict[str, Path], classes: tuple[ClassEntry, ...], 
     return {
         "seconds": round(seconds, 1),
         "labels": _judged(by_labels, way),
+        "contrast": by_labels.contrast,
         "outputs": {**_judged(by_outputs, way), "difference": by_outputs.difference},
     }
 
@@ -168,47 +173,66 @@ def _is_true(question: str, candidate: Candidate, way: Way) -> bool:
     return (own.interpolation, own.preparation.antialias) == (way.filter, "pillow")
 
 
-def _wrong_data(net: Path, val: Path, work: Path, classes: tuple[ClassEntry, ...]) -> list[dict[str, Any]]:
+def _wrong_data(net: Path, val: Path, other: Path, work: Path, classes: tuple[ClassEntry, ...]) -> list[dict[str, Any]]:
     """Return what is said of shuffled labels, of other photos under the same classes, and of ten images."""
     random, files = np.random.default_rng(SEED), sorted(val.glob("*/*.png"))
-    shuffled, noise, few = (work / name for name in ("shuffled", "noise", "few"))
+    shuffled, photos, few = (work / name for name in ("shuffled", "photos of others", "few"))
     wnids = [entry.wnid for entry in classes]
-    for number, file in enumerate(files[::8]):
+    for file in files[::8]:
         target = shuffled / wnids[random.integers(len(wnids))] / file.name
         target.parent.mkdir(parents=True, exist_ok=True)
         target.write_bytes(file.read_bytes())
-        target = noise / wnids[number % len(wnids)] / f"{number}.png"
-        target.parent.mkdir(parents=True, exist_ok=True)
-        grid = random.integers(0, 256, (12, 16, 3), np.uint8)
-        Image.fromarray(grid).resize((128, 96), Image.Resampling.BICUBIC).save(target)
+    with tarfile.open(other) as archive:
+        members = [each for each in archive if each.name.lower().endswith((".jpg", ".jpeg", ".png"))]
+        for number, member in enumerate(members):
+            target = photos / wnids[number % len(wnids)] / f"{number}{Path(member.name).suffix}"
+            target.parent.mkdir(parents=True, exist_ok=True)
+            target.write_bytes(cast(IO[bytes], archive.extractfile(member)).read())
     for wnid in wnids:
         target = few / wnid / "one.png"
         target.parent.mkdir(parents=True, exist_ok=True)
         target.write_bytes(next((val / wnid).iterdir()).read_bytes())
     said = []
-    for name, folder in (("shuffled labels", shuffled), ("another dataset", noise), ("10 images", few)):
+    chance, too_few = "knows the labels no better than by chance", "10 labeled images are too few"
+    cases = (("shuffled labels", shuffled, chance), ("other photos", photos, chance), ("10 images", few, too_few))
+    for name, folder, wanted in cases:
         try:
             find_input(net, folder, classes=classes, images=IMAGES)
             text = ""
         except PreluNetError as error:
-            text = str(error).replace(str(work), "")
-        said.append({"data": name, "said": text})
+            text = str(error).replace(f"{work}/", "")
+        said.append({"data": name, "said": text, "as_wanted": wanted in text})
     return said
 
 
-def _verdict(rows: Sequence[dict[str, Any]], wrong: Any) -> dict[str, Any]:
+def _large(work: Path, val: Path, classes: tuple[ClassEntry, ...]) -> dict[str, Any]:
+    """Return how long 400 photos take a ResNet-18 with random weights, whose last layer is fitted to other photos."""
+    files = sorted(val.glob("*/*.png"))
+    labels = {entry.wnid: index for index, entry in enumerate(classes)}
+    net = fitted_resnet18([(Image.open(file), labels[file.parent.name]) for file in files[::10]], len(classes))
+    start = time.monotonic()
+    find_input(write(net, work / "resnet18.onnx", side=224), val, classes=classes, images=IMAGES)
+    return {"seconds": round(time.monotonic() - start), "images": IMAGES}
+
+
+def _verdict(rows: Sequence[dict[str, Any]], wrong: Any, large: dict[str, Any]) -> dict[str, Any]:
     def share(by: str, question: str, key: str) -> float:
         return float(np.mean([row[by][question][key] for row in rows]))
 
     questions = list(rows[0]["labels"])
     kept = {question: share("labels", question, "kept") for question in questions}
     first = {question: share("labels", question, "first") for question in questions}
-    outputs = {question: share("outputs", question, "first") for question in questions}
+    outputs = {
+        question: float(np.mean([row["outputs"][question]["first"] and row["outputs"][question]["answers"] == 1
+                                 for row in rows]))
+        for question in questions
+    }  # fmt: skip
     holds = (
         min(kept.values()) >= KEPT
         and min(first["channel order"], first["mean and std"]) >= NAMED
         and all(outputs[question] == 1 for question in questions[:3])
-        and all(each["said"] for each in wrong)
+        and all(each["as_wanted"] for each in wrong)
+        and large["seconds"] <= MOST_SECONDS
     )
     return {"kept": kept, "first": first, "outputs_first": outputs, "holds": holds}
 
@@ -226,7 +250,7 @@ def table(result: dict[str, Any]) -> str:
         f"{len(rows)} nets, {IMAGES} labeled photos or {REFERENCES} reference outputs each, that they were not trained "
         "on. *kept*: the true answer cannot be told apart from the best; *first*: it is the best, normalizations up to "
         f"{CONTRAST:.0%} of contrast. The rule {'holds' if result['holds'] else 'does NOT hold'}.", "",
-        markdown(("question", "labels: kept", "first", "answers left", "of", "outputs: first"), shares), "",
+        markdown(("question", "labels: kept", "first", "answers left", "of", "outputs: named alone"), shares), "",
         "## Each net", "",
         markdown(
             ("net", "secret", "error %", "order", "mean and std", "geometry", "filter", "outputs differ by", "seconds"),
@@ -235,7 +259,10 @@ def table(result: dict[str, Any]) -> str:
         ), "",
         "first: the true answer is the best; kept: it cannot be told apart from the best; LOST: it was excluded. "
         "Behind it how many answers are left.", "", "## Wrong data", "",
-        *(f"- **{each['data']}**: {each['said'] or 'NOTHING was said'}" for each in result["wrong"]),
+        *(f"- **{each['data']}**: {each['said'] or 'NOTHING was said'}" for each in result["wrong"]), "",
+        f"Another contrast was said to fit better for {sum(row['contrast'] != 1 for row in rows)} of {len(rows)} nets, "
+        f"all of which had been given the right one. A ResNet-18 and {result['resnet18']['images']} photos: "
+        f"{result['resnet18']['seconds']} s.",
     ]  # fmt: skip
     return "\n".join(lines) + "\n"
 

@@ -7,11 +7,12 @@ transformers' image processors; OpenCV's samples of its module dnn.
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
-from typing import Any, Literal, NamedTuple
+from typing import Literal, NamedTuple
 
-from ...evaluator.preparation import Antialias, Interpolation
+from ...evaluator.contract import center_scale
+from ...evaluator.preparation import Antialias, Color, Interpolation, Resize, Rounding
 from ...evaluator.protocols import EvaluationProtocol
-from ...training.importing.preprocessing import USUAL_ELSEWHERE, Preprocessing
+from ...training.importing.preprocessing import USUAL_ELSEWHERE, Channels, Preprocessing
 
 Question = Literal["channel order", "mean and std", "geometry", "filter"]
 
@@ -59,11 +60,11 @@ _NORMALIZATIONS: Mapping[str, _Normalization] = {
 }
 _LIKE_IMAGENETS = ("Caffe's mean and 1/0.017 (Caffe's MobileNet)",)  # up to 3 % of contrast: only outputs tell
 _OF_SMALL_IMAGES, _SMALL = ("CIFAR-10's", "CIFAR-100's", "MNIST's"), 48  # pixels of a crop
-# Crops as parts of the resized shorter side: torchvision's first weights 224/256 and its later ones 224/232, timm's
-# crop_pct, and all of it (Ultralytics, CLIP).
-_PARTS = (224 / 256, 0.9, 0.95, 224 / 232, 1.0)
-_PADS = {"black": 0, "gray 114": 114, "white": 255}
-_SQUASHED_BEFORE_CROP = 224 / 256
+# Crops as parts of the resized shorter side: torchvision's weights, timm's crop_pct, and all of it (Ultralytics, CLIP).
+_PARTS = (0.875, 0.9, 0.95, 224 / 232, 1.0)
+_LARGEST = 1.35  # times the crop: of every scale, for outputs
+_PADS = {"black": (0, 0, 0), "gray 114": (114,) * 3, "gray 128": (128,) * 3, "white": (255,) * 3,
+         "ImageNet's mean": (124, 116, 104)}  # fmt: skip
 _FILTERS: tuple[tuple[Interpolation, Antialias], ...] = (
     *(("bilinear", "pillow"), ("bicubic", "pillow"), ("lanczos", "pillow"), ("nearest", "pillow")),
     *(("nearest", "none"), ("bilinear", "none"), ("bicubic", "none")),
@@ -72,68 +73,100 @@ _TENSORS: tuple[tuple[Interpolation, Antialias], ...] = (("bilinear", "torch"), 
 _WRITTEN: Mapping[Antialias, str] = {"pillow": "", "torch": ", as torch's on tensors", "none": ", not antialiased"}
 
 
-def first_candidate(crop: int, *, gray: bool) -> Candidate:
+def candidate_of(preprocessing: Preprocessing, crop: int, *, gray: bool, scale: int | None = None) -> Candidate:
+    """Return a candidate. gray: the net takes images of one channel; scale: None for the usual one of the crop."""
+    if gray:
+        preparation = replace(preprocessing.preparation, gray=True)
+        preprocessing = replace(preprocessing, channels="gray", preparation=preparation)
+    if scale is None:
+        whole = preprocessing.tight or preprocessing.preparation.whole
+        scale = crop if whole else center_scale(crop)
+    return Candidate(preprocessing, scale, crop)
+
+
+def first_candidate(crop: int, *, gray: bool, takes_bytes: bool) -> Candidate:
     """Return the most usual way: torchvision's."""
-    preparation = replace(USUAL_ELSEWHERE, gray=gray)
-    usual = _normalized(Preprocessing(None, None, preparation=preparation), "gray" if gray else "rgb", "ImageNet's")
-    return Candidate(usual, _scale(crop, _PARTS[0]), crop)
+    usual = candidate_of(Preprocessing(None, None, preparation=USUAL_ELSEWHERE), crop, gray=gray)
+    return usual if takes_bytes else _normalized(usual, _NORMALIZATIONS["ImageNet's (torchvision, timm)"])
 
 
 def options(question: Question, candidate: Candidate, *, exact: bool) -> dict[str, Candidate]:
-    """Return the answers to a question, the rest being as in a candidate. The first of equal ones counts.
+    """Return the answers to a question, the rest being as in a candidate; none if there is nothing to ask.
 
     exact: also ways that differ too little for labels to tell, such as torch's filters from Pillow's.
     """
     return dict(_WAYS[question](candidate, exact))
 
 
-def _orders(candidate: Candidate, _exact: bool) -> Iterator[tuple[str, Candidate]]:
+def with_answer(question: Question, candidate: Candidate, other: Candidate) -> Candidate:
+    """Return a candidate with another one's answer to a question."""
+    own, wanted = candidate.preprocessing, other.preprocessing
+    match question:
+        case "channel order":
+            return _in_order(candidate, wanted.channels)
+        case "mean and std":
+            numbers = {key: getattr(_in_order(other, own.channels).preprocessing, key) for key in _NUMBERS}
+            return replace(candidate, preprocessing=replace(own, **numbers))
+        case "geometry":
+            changed = {key: getattr(wanted.preparation, key) for key in ("resize", "rounding", "pad_color")}
+            preparation = replace(own.preparation, **changed)
+            return replace(candidate, scale=other.scale, preprocessing=replace(own, preparation=preparation))
+    preparation = replace(own.preparation, antialias=wanted.preparation.antialias)
+    return replace(candidate, preprocessing=replace(own, interpolation=wanted.interpolation, preparation=preparation))
+
+
+def _in_order(candidate: Candidate, channels: Channels) -> Candidate:
+    """Return a candidate with the channels in another order, each with its own mean and std."""
     own = candidate.preprocessing
-    if own.channels == "gray":
-        return
-    for channels in ("rgb", "bgr"):
-        turned = own.channels != channels
-        mean, std = (None if each is None else each[::-1] if turned else each for each in (own.mean, own.std))
-        yield channels.upper(), replace(candidate, preprocessing=replace(own, channels=channels, mean=mean, std=std))
+    if own.channels == channels or "gray" in {own.channels, channels}:
+        return candidate
+    mean, std = (None if each is None else each[::-1] for each in (own.mean, own.std))
+    return replace(candidate, preprocessing=replace(own, channels=channels, mean=mean, std=std))
+
+
+def _orders(candidate: Candidate, _exact: bool) -> Iterator[tuple[str, Candidate]]:
+    if candidate.preprocessing.channels != "gray":
+        yield "RGB", _in_order(candidate, "rgb")
+        yield "BGR", _in_order(candidate, "bgr")
 
 
 def _normalizations(candidate: Candidate, exact: bool) -> Iterator[tuple[str, Candidate]]:
-    own = candidate.preprocessing
-    for name in _NORMALIZATIONS:
+    if candidate.preprocessing.mean is None:  # the net takes bytes
+        return
+    for name, normalization in _NORMALIZATIONS.items():
         if (name in _LIKE_IMAGENETS and not exact) or (name in _OF_SMALL_IMAGES and candidate.crop > _SMALL):
             continue
-        yield name, replace(candidate, preprocessing=_normalized(own, own.channels, name))
+        yield name, _normalized(candidate, normalization)
 
 
-def _normalized(own: Preprocessing, channels: Literal["rgb", "bgr", "gray"], name: str) -> Preprocessing:
-    chosen = next(each for key, each in _NORMALIZATIONS.items() if key.startswith(name))
-    mean, std = chosen.mean, chosen.std
-    if channels == "bgr":
+def _normalized(candidate: Candidate, chosen: _Normalization) -> Candidate:
+    own, mean, std = candidate.preprocessing, chosen.mean, chosen.std
+    if own.channels == "bgr":
         mean, std = mean[::-1], std[::-1]
-    elif channels == "gray":
+    elif own.channels == "gray":
         mean, std = (sum(mean) / 3,) * 3, (sum(std) / 3,) * 3
-    return replace(own, channels=channels, mean=mean, std=std, pixel_range=chosen.largest)
+    changed = replace(own, mean=mean, std=std, pixel_range=chosen.largest)
+    return replace(candidate, preprocessing=changed)
 
 
 def _geometries(candidate: Candidate, exact: bool) -> Iterator[tuple[str, Candidate]]:
     crop, own = candidate.crop, candidate.preprocessing
-    roundings = ("torchvision", "transformers") if exact else ("torchvision",)
 
-    def changed(name: str, scale: int, **values: Any) -> tuple[str, Candidate]:
-        preparation = replace(own.preparation, **{"rounding": "torchvision", **values})
-        return name, replace(candidate, scale=scale, preprocessing=replace(own, preparation=preparation))
+    def changed(scale: int, resize: Resize, rounding: Rounding = "torchvision", color: Color = (0, 0, 0)) -> Candidate:
+        preparation = replace(own.preparation, resize=resize, rounding=rounding, pad_color=color)
+        return replace(candidate, scale=scale, preprocessing=replace(own, preparation=preparation))
 
-    for rounding in roundings:
-        note = "" if rounding == "torchvision" else ", rounded as transformers'"
-        for part in _PARTS:
-            scale = _scale(crop, part)
-            name = f"shorter side to {scale}, crop of {crop}{note}"
-            yield changed(name, scale, resize="shorter", rounding=rounding)
-    yield changed(f"squashed to {crop}", crop, resize="squash")
-    scale = _scale(crop, _SQUASHED_BEFORE_CROP)
-    yield changed(f"squashed to {scale}, crop of {crop}", scale, resize="squash")
-    for name, level in _PADS.items():
-        yield changed(f"padded to {crop}, {name}", crop, resize="pad", pad_color=(level,) * 3)
+    usual = center_scale(crop)
+    scales = range(int(_LARGEST * crop), crop - 1, -1) if exact else [usual, *(int(crop / part) for part in _PARTS[1:])]
+    for scale in scales:
+        name = f"shorter side to {scale}, crop of {crop}"
+        yield name, changed(scale, "shorter")
+        if exact:
+            yield f"{name}, rounded as transformers'", changed(scale, "shorter", "transformers")
+    yield f"squashed to {crop}", changed(crop, "squash")
+    yield f"squashed to {usual}, crop of {crop}", changed(usual, "squash")
+    for name, color in _PADS.items():
+        yield f"padded to {crop}, {name}", changed(crop, "pad", color=color)
 
 
 def _filters(candidate: Candidate, exact: bool) -> Iterator[tuple[str, Candidate]]:
@@ -144,10 +177,7 @@ def _filters(candidate: Candidate, exact: bool) -> Iterator[tuple[str, Candidate
         yield f"{interpolation}{_WRITTEN[antialias]}", replace(candidate, preprocessing=changed)
 
 
-def _scale(crop: int, part: float) -> int:
-    return int(crop / part)
-
-
+_NUMBERS = ("mean", "std", "pixel_range")
 _WAYS: Mapping[Question, Callable[[Candidate, bool], Iterator[tuple[str, Candidate]]]] = {
     "channel order": _orders,
     "mean and std": _normalizations,

@@ -16,8 +16,8 @@ EXACT, _EQUAL, _ANOTHER = 1e-3, 1e-5, 3
 _SAME = 1e-5  # difference of losses between candidates that give the net the same input
 # Nets fit images that show objects larger or smaller than the center of their training did: at the best test size the
 # error of a ResNet-50 is 6 % smaller than at that of its training (Touvron et al. 2019, table 1). So a geometry or
-# filter is only excluded if its loss is larger by more than this part.
-TOLERATED = 0.1
+# filter is only excluded if its loss is larger by more than this part, or this many nats.
+TOLERATED, _NATS = 0.1, 0.02
 
 
 @dataclass(frozen=True)
@@ -47,7 +47,8 @@ def by_labels(values: Float64Array, error: float, tolerated: float = 0.0) -> lis
     standings = []
     for own, failed in zip(losses, wrong, strict=True):
         difference, points = own - (1 + tolerated) * losses[best], 100 * (failed - wrong[best])
-        kept = bool(difference.mean() <= _quantile(level, len(own)) * _standard_error(difference) + _SAME)
+        difference -= _NATS if tolerated else _SAME
+        kept = bool(difference.mean() <= _quantile(level, len(own)) * _standard_error(difference))
         standings.append(Standing(kept, len(own), float(points.mean()), 1.96 * _standard_error(points)))
     return standings
 
@@ -75,12 +76,6 @@ def better_than_chance(values: Float64Array, error: float) -> bool:
     place = int(values[:, :count].mean(0).argmin())
     difference = values[:, count + place] - values[:, place]
     return bool(difference.mean() > _quantile(1 - error, len(values)) * _standard_error(difference))
-
-
-def usable(values: Float64Array) -> Float64Array:
-    """Return the values of the images that could be decoded."""
-    kept: Float64Array = values[:, ~np.isnan(values).any((0, 2))]
-    return kept
 
 
 def ranked(standings: Sequence[Standing], values: Float64Array) -> list[int]:

@@ -4,10 +4,13 @@ Labels tell what fits the net best, by the log loss of the true class. Outputs o
 candidate that reproduces them is it.
 """
 
+import hashlib
+import json
 import math
 import os
 import time
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -16,21 +19,24 @@ import numpy as np
 
 from ...evaluator.arrays import Float64Array
 from ...evaluator.contract import ClassEntry
-from ...evaluator.datasets.dataset import DatasetSpec
+from ...evaluator.datasets.dataset import Dataset, DatasetSpec, Sample
 from ...evaluator.datasets.labels.class_file import read_class_list
+from ...evaluator.datasets.labels.label_lists import orders_of
 from ...evaluator.datasets.open import open_from_spec, open_images
-from ...evaluator.errors import UsageError
+from ...evaluator.errors import ImageError, UsageError
 from ...evaluator.files import sha256_of
+from ...evaluator.imaging.decode import decode_image
 from ...evaluator.machine import cores
+from ...evaluator.preparation import Preparation
 from ...evaluator.terminal import report
 from ...training.importing.preprocessing import Layout, Preprocessing
-from ..foreign.adopt import check_classes
+from ..foreign.adopt import OutputKind, are_probabilities, check_classes, pictures_of
 from ..foreign.quantized import loader
 from ..foreign.read_net import find_interface, read_net
-from ..foreign.sidecars import ClassList, read_sidecars
-from .candidates import QUESTIONS, Candidate, Question, first_candidate, options
-from .decide import EXACT, TOLERATED, Standing, better_than_chance, by_labels, by_references, ranked, usable
-from .measure import Labels, Measurements, References
+from ..foreign.sidecars import ClassList, find_net, read_sidecars
+from .candidates import QUESTIONS, Candidate, Question, candidate_of, first_candidate, options, with_answer
+from .decide import EXACT, TOLERATED, Standing, better_than_chance, by_labels, by_references, ranked
+from .measure import Labels, Measurements, References, run_net
 
 CONFIDENCE = 0.95
 IMAGES = 400
@@ -38,10 +44,11 @@ FEWEST, FEWEST_REFERENCES = 50, 5
 _STAGES = 24, 96  # images that all answers are tried on first, then those that are left; all images come last
 _EARLY_ERROR = 0.005  # in each of the first stages; the rest of 1 - CONFIDENCE is for the last one
 _ROUNDS = 3  # at most; a further one where an answer changed another
-_FIRST_REFERENCES = 2
-_RUNS_PER_IMAGE = 25  # about: most answers end with the first images
-_CONTRASTS = 1 / 2, 2**-0.5, 2**0.5, 2
+_FIRST_REFERENCES = 2  # on which all answers are tried in all combinations
+_RUNS, _RUNS_WITH_REFERENCES = 25, 500  # for each image, about: most answers end with the first images
 _TOLERATED: dict[Question, float] = {"geometry": TOLERATED, "filter": TOLERATED}
+_SUM_TOLERANCE = 1e-2  # of outputs that are probabilities, as for half precision
+_CONTRASTS = 1 / 2, 2**-0.5, 2**0.5, 2
 GIVEN = "as given"
 
 
@@ -99,49 +106,65 @@ def find_input(  # noqa: PLR0913 - one argument per option
     crop: int | None = None,
     layout: Layout | None = None,
     net_output: str | None = None,
+    kind: OutputKind = "auto",
+    dense: bool = False,
     given: Preprocessing | None = None,
+    given_scale: int | None = None,
 ) -> Found:
     """Find the preprocessing of an ONNX classifier.
 
     data: labeled images in any layout of docs/datasets.md, of which `images` are drawn, or the images of the reference;
     classes: of the net, in the order of its outputs, or a file of them, or imagenet-1k, needed for labels; None: those
     beside the net or in its metadata; reference: .npy file with the outputs of the original pipeline, (images,
-    classes), in the order of the images' names; log: file that keeps what was computed, and from which a repeated call
-    goes on; crop, layout, net_output: as for `prelunet adopt`; given: one more candidate.
-    Raises UsageError for too few images, and for a net that knows the labels under no candidate; otherwise as
-    `prelunet adopt` does.
+    classes), in the order of the images' names; log: folder for a file that keeps every run of the net, from which a
+    repeated call goes on; crop, layout, net_output, kind, dense: as for `prelunet adopt`; given, given_scale: one more
+    answer to each question, and the pixels of its resized side.
+    Raises UsageError for too few images, and for a net that does not know the labels; otherwise as `prelunet adopt`.
     """
-    path, log = Path(net), None if log is None else Path(log)
+    path = find_net(Path(net))
     model = read_net(path, Path(os.devnull))
     interface = find_interface(path, model, crop=crop, layout=layout, output=net_output)
-    first = first_candidate(interface.crop, gray=interface.channels == 1)
+    gray = interface.channels == 1
+    first = first_candidate(interface.crop, gray=gray, takes_bytes=interface.takes_bytes)
+    run = loader(path, model)()
+    rows = [run_net(run, interface, first, picture) for picture in pictures_of(interface.crop).values()]
+    probabilities = are_probabilities(path, kind, rows, half=interface.half, form=None)
+    preparation = first.preprocessing.preparation
+    identity = {
+        "version": 1, "net": sha256_of(path), "input": [interface.layout, interface.crop], "output": interface.output,
+        "probabilities": probabilities,
+    }  # fmt: skip
     listed = _class_list(path, classes)
-    if reference is None and not listed.entries:
-        raise UsageError(f"{path}: no classes. Give the list of the net's outputs, or a reference in place of labels")
     if reference is None:
+        check_classes(path, listed, len(rows[0]))
         dataset = open_from_spec(DatasetSpec(Path(data)), listed.entries)
-        drawn = np.random.default_rng(0).permutation(len(dataset.samples))[:images]
-        samples = [dataset.samples[place] for place in drawn]
-        judge: Labels | References = Labels([sample.label for sample in samples])
+        drawn = np.random.default_rng(0).permutation(len(dataset.samples))
+        samples, failed = _decodable(dataset, [dataset.samples[place] for place in drawn], images, preparation)
         if len(samples) < FEWEST:
             raise UsageError(
                 f"{data}: {len(samples)} labeled images are too few to tell answers apart. Give at least {FEWEST}, "
                 f"better {IMAGES}; or outputs of the original pipeline, of which {FEWEST_REFERENCES} are enough"
             )
+        judge: Labels | References = Labels([sample.label for sample in samples], probabilities)
     else:
         dataset = open_images(Path(data), listed.entries)
-        samples = list(dataset.samples)
-        judge = References(_read_outputs(Path(reference), len(samples)))
-    identity = {
-        "net": sha256_of(path), "data": dataset.fingerprint, "images": len(samples), "crop": interface.crop,
-        "judge": type(judge).__name__, "version": 1,
-    }  # fmt: skip
-    measured = Measurements(
-        dataset, samples, loader(path, model)(), interface, judge, log, identity, first.preprocessing.preparation
-    )
-    search = _Search(path, measured, len(samples), exact=reference is not None)
-    search.check(listed, first)
-    return search.run(first, given)
+        samples, failed = _decodable(dataset, dataset.samples, len(dataset.samples), preparation)
+        if failed or (orders := orders_of([sample.file for sample in samples])) is not None:
+            reason = (
+                f"{failed} images cannot be decoded" if failed else f"the order of the images is not clear: {orders}"
+            )
+            fix = "Give only images with outputs, named with leading zeros"
+            raise UsageError(f"{data}: row i is the output for the i-th image, but {reason}. {fix}")
+        judge = _references(Path(reference), len(samples), len(rows[0]), probabilities=probabilities)
+        identity["reference"] = sha256_of(Path(reference))
+    identity |= {"data": dataset.fingerprint, "images": len(samples)}
+    file = None if log is None else Path(log) / _log_name(path, identity)
+    measured = Measurements(dataset, samples, run, interface, judge, file, identity, preparation)
+    search = _Search(path, measured, len(samples), exact=reference is not None, shorter=dense)
+    if given is not None and (given.mean is None) == interface.takes_bytes:
+        search.given = candidate_of(given, interface.crop, gray=gray, scale=given_scale)
+    search.announce(first)
+    return search.run(first, failed)
 
 
 def _class_list(net: Path, classes: str | os.PathLike[str] | Sequence[ClassEntry] | None) -> ClassList:
@@ -152,61 +175,84 @@ def _class_list(net: Path, classes: str | os.PathLike[str] | Sequence[ClassEntry
     return ClassList(tuple(classes), "classes")
 
 
-def _read_outputs(file: Path, images: int) -> Float64Array:
+def _log_name(net: Path, identity: dict[str, Any]) -> str:
+    return f"{net.stem}.{hashlib.sha256(json.dumps(identity).encode()).hexdigest()[:8]}.find-input.jsonl"
+
+
+def _decodable(
+    dataset: Dataset, samples: Sequence[Sample], count: int, preparation: Preparation
+) -> tuple[list[Sample], int]:
+    """Return the first `count` images that can be decoded, and how many before them cannot be."""
+
+    def is_decodable(sample: Sample) -> bool:
+        try:
+            decode_image(dataset.read(sample), preparation=preparation)
+        except ImageError:
+            return False
+        return True
+
+    found, failed = list[Sample](), 0
+    with ThreadPoolExecutor(cores()) as pool:
+        for start in range(0, len(samples), count):
+            portion = samples[start : start + count - len(found)]
+            good = [sample for sample, fine in zip(portion, pool.map(is_decodable, portion), strict=True) if fine]
+            found, failed = found + good, failed + len(portion) - len(good)
+            if len(found) >= count:
+                break
+    return found, failed
+
+
+def _references(file: Path, images: int, outputs: int, *, probabilities: bool) -> References:
     try:
-        outputs = np.asarray(np.load(file, allow_pickle=False), np.float64)
+        rows = np.asarray(np.load(file, allow_pickle=False), np.float64)
     except (OSError, ValueError, TypeError) as error:
         raise UsageError(f"{file}: not a .npy file of numbers: {error}. Write it with numpy.save") from error
-    if outputs.ndim != 2 or len(outputs) != images or not np.isfinite(outputs).all():
+    if rows.shape != (images, outputs) or not np.isfinite(rows).all():
         raise UsageError(
-            f"{file}: {' x '.join(map(str, outputs.shape))} numbers, but there are {images} images. Give finite "
-            "outputs, (images, classes), in the order of the images' names"
+            f"{file}: {' x '.join(map(str, rows.shape))} numbers, but there are {images} images, and the net has "
+            f"{outputs} outputs. Give finite outputs, (images, classes), in the order of the images' names"
         )
     if images < FEWEST_REFERENCES:
         raise UsageError(f"{file}: {images} outputs are too few. Give at least {FEWEST_REFERENCES}, better 20")
-    return outputs
+    within = bool(rows.min() >= 0 and rows.max() <= 1 + _SUM_TOLERANCE)
+    given = within and (outputs == 1 or bool(np.abs(rows.sum(1) - 1).max() < _SUM_TOLERANCE))
+    return References(rows, probabilities, given)
 
 
 class _Search:
-    """Asks the questions. exact: compare with reference outputs instead of labels."""
+    """Asks the questions. exact: compare with reference outputs instead of labels; shorter: only such geometries."""
 
-    def __init__(self, path: Path, measured: Measurements, images: int, *, exact: bool) -> None:
-        self.path, self.measured, self.images, self.exact = path, measured, images, exact
+    def __init__(self, path: Path, measured: Measurements, images: int, *, exact: bool, shorter: bool) -> None:
+        self.path, self.measured, self.images, self.exact, self.shorter = path, measured, images, exact, shorter
         self.stages = (*(stage for stage in (() if exact else _STAGES) if stage < images), images)
         self.given: Candidate | None = None
 
-    def check(self, classes: ClassList, first: Candidate) -> None:
-        """Raise UsageError if the classes or the outputs do not fit the net; say how long the search takes."""
-        outputs = self.measured.outputs(first)
-        if not self.exact:
-            check_classes(self.path, classes, outputs)
-        elif outputs != (given := self.measured.judge.outputs.shape[1]):  # type: ignore[attr-defined]
-            raise UsageError(f"{self.path}: has {outputs} outputs, but the reference {given}. Give that of this net")
+    def announce(self, first: Candidate) -> None:
+        """Say how long the search takes, about."""
         start = time.monotonic()
-        self.measured.outputs(first)
-        minutes = _RUNS_PER_IMAGE * self.images * (time.monotonic() - start) / 60 / cores()
-        report(f"{self.path.name}: {self.images} images, at most {max(1, math.ceil(minutes))} min on {cores()} cores")
+        self.measured.judge(self.measured.once(first), 0)
+        runs = _RUNS_WITH_REFERENCES if self.exact else _RUNS
+        minutes = math.ceil(runs * self.images * (time.monotonic() - start) / 60 / cores())
+        report(f"{self.path.name}: {self.images} images, about {minutes} min on {cores()} cores")
 
-    def run(self, first: Candidate, given: Preprocessing | None) -> Found:
-        """Start with the best of all orders, means and geometries together, then ask question by question."""
-        if given is not None:
-            self.given = replace(first, preprocessing=given)
+    def run(self, first: Candidate, failed: int) -> Found:
+        """Start with the best combination, then ask question by question."""
         current, answers = self._start(first), dict[Question, tuple[Answer, ...]]()
         if not self.exact:
             self._check_knowledge(current)
         for _ in range(_ROUNDS):
             before = current
             for question in QUESTIONS:
-                answers[question] = self._ask(question, current)
-                if answers[question]:
+                if len(self._options(question, current)) > 1:
+                    answers[question] = self._ask(question, current)
                     current = answers[question][0].candidate
             if current == before:
                 break
-        values = usable(self.measured.of([current], self.images, "the answers together"))
-        used, difference = values.shape[1], float(values[0, :, 0].max()) if self.exact else None
+        values = self.measured.of([current], self.images, "the answers together")
+        difference = float(values[0, :, 0].max()) if self.exact else None
         contrast = 1.0 if self.exact else self._better_contrast(current)
         data = self.measured.dataset.fingerprint
-        return Found(current, answers, used, self.images - used, data, difference, contrast)
+        return Found(current, answers, self.images, failed, data, difference, contrast)
 
     def _better_contrast(self, current: Candidate) -> float:
         """Return by how much more contrast the net's input should have, 1 if none fits better."""
@@ -219,33 +265,39 @@ class _Search:
             replace(current, preprocessing=replace(own, mean=tuple(mean), std=tuple(std / more), pixel_range=255))
             for more in _CONTRASTS
         ]
-        values = usable(self.measured.of([current, *changed], self.images, "contrast"))
+        values = self.measured.of([current, *changed], self.images, "contrast")
         standings = by_labels(values, 1 - CONFIDENCE)
         return 1.0 if standings[0].kept else _CONTRASTS[ranked(standings, values)[0] - 1]
 
     def _start(self, first: Candidate) -> Candidate:
-        """Return the best of all channel orders and normalizations; with references, of all geometries, too."""
-        questions: tuple[Question, ...] = ("channel order", "mean and std", *(("geometry",) if self.exact else ()))
+        """Return the best of all channel orders and normalizations together; with references, of all combinations."""
         candidates = [first]
-        for question in questions:
-            candidates = [new for each in candidates for new in self._options(question, each).values() or [each]]
+        for question in QUESTIONS if self.exact else QUESTIONS[:2]:
+            fine = self.exact and question == "filter"
+            candidates = [
+                new for each in candidates for new in self._options(question, each, exact=fine).values() or [each]
+            ]
         candidates += [] if self.given is None else [self.given]
         images = _FIRST_REFERENCES if self.exact else self.stages[0]
-        values = usable(self.measured.of(candidates, images, "starting points"))
+        values = self.measured.of(candidates, images, "starting points")
         judged = by_references(values) if self.exact else by_labels(values, 1 - CONFIDENCE)
         return candidates[ranked(judged, values)[0]]
 
-    def _options(self, question: Question, candidate: Candidate) -> dict[str, Candidate]:
-        if question == "mean and std" and self.measured.interface.takes_bytes:
-            return {}
-        return options(question, candidate, exact=self.exact)
+    def _options(self, question: Question, current: Candidate, *, exact: bool | None = None) -> dict[str, Candidate]:
+        """Return the answers to a question, the given one included."""
+        found = options(question, current, exact=self.exact if exact is None else exact)
+        if self.given is not None and found:
+            found[GIVEN] = with_answer(question, current, self.given)
+        if self.shorter and question == "geometry":
+            found = {name: each for name, each in found.items() if not each.preprocessing.preparation.whole}
+        return found
 
     def _check_knowledge(self, candidate: Candidate) -> None:
-        values = usable(self.measured.of([candidate], self.images, "labels"))[0]
+        values = self.measured.of([candidate], self.images, "labels")[0]
         if not better_than_chance(values, _EARLY_ERROR):
             raise UsageError(
-                f"{self.path}: knows the labels no better than by chance, whatever its input, so nothing can be found. "
-                "The classes may be in another order than its outputs, the images of other classes, or the labels wrong"
+                f"{self.path}: knows the labels no better than by chance, so nothing can be found. The classes may be "
+                "in another order than its outputs, the images of other classes, or the labels wrong"
             )
 
     def _ask(self, question: Question, current: Candidate) -> tuple[Answer, ...]:
@@ -253,15 +305,15 @@ class _Search:
         names: dict[Candidate, list[str]] = {}
         for name, candidate in self._options(question, current).items():
             names.setdefault(candidate, []).append(name)
-        names.setdefault(current, [GIVEN])
         alive, done = list(names), list[Answer]()
         for stage in self.stages:
-            values = usable(self.measured.of(alive, stage, question))
-            last = stage == self.images
-            early = _EARLY_ERROR * (len(self.stages) - 1)
+            values, last = self.measured.of(alive, stage, question), stage == self.images
+            if last:
+                alive, values = _merged(alive, values, names)
+            late = 1 - CONFIDENCE - _EARLY_ERROR * (len(self.stages) - 1)
             standings = (
                 by_references(values) if self.exact
-                else by_labels(values, 1 - CONFIDENCE - early if last else _EARLY_ERROR, _TOLERATED.get(question, 0.0))
+                else by_labels(values, late if last else _EARLY_ERROR, _TOLERATED.get(question, 0.0))
             )  # fmt: skip
             places = ranked(standings, values)
             out = [place for place in places if last or not standings[place].kept]
@@ -270,18 +322,24 @@ class _Search:
         return tuple(done)
 
 
+def _merged(
+    candidates: Sequence[Candidate], values: Float64Array, names: dict[Candidate, list[str]]
+) -> tuple[list[Candidate], Float64Array]:
+    """Return the candidates without those that gave the same results as an earlier one, which gets their names."""
+    firsts: dict[bytes, int] = {}
+    for place, (candidate, row) in enumerate(zip(candidates, values, strict=True)):
+        if (first := firsts.setdefault(row.tobytes(), place)) != place:
+            names[candidates[first]] += names[candidate]
+    kept = list(firsts.values())
+    return [candidates[place] for place in kept], values[kept]
+
+
 def _lines(found: Found) -> Iterator[str]:
-    """Yield a line for each answer."""
+    """Yield a line for each answer, then what they mean."""
     for question, answers in found.answers.items():
         for place, answer in enumerate(answers):
-            name, standing = " = ".join(answer.names), answer.standing
-            if found.difference is not None:
-                cost = f"differs by {standing.cost:.1e}"
-            else:
-                points = f"{standing.cost:.1f} ± {standing.margin:.1f} points of error"
-                excluded = f"costs {points} ({standing.images} images)"
-                cost = "" if place == 0 else f"cannot be told apart ({points})" if standing.kept else excluded
-            yield f"{question if place == 0 else '':15} {name}{': ' if cost else ''}{cost}"
+            first = question if place == 0 else ""
+            yield f"{first:15} {' = '.join(answer.names)}{_cost(found, answer, best=not place)}"
     if found.difference is None:
         yield (
             f"from {found.images} labeled images, {CONFIDENCE:.0%} confidence for each question. This is what fits the "
@@ -289,15 +347,35 @@ def _lines(found: Found) -> Iterator[str]:
         )
     elif found.exact:
         yield f"reproduces the outputs for all {found.images} images, to {found.difference:.1e} of their largest number"
+        if still := [question for question, answers in found.answers.items() if sum(_kept(answers)) > 1]:
+            yield f"these images leave open: {', '.join(still)}. Give images of other sizes and contents"
     else:
         yield (
             f"no answer reproduces the outputs for {found.images} images: the best differ by {found.difference:.1%} of "
-            "the largest number. One step of the original pipeline is not in the table"
+            "the largest number. A step of the original pipeline is not in the table, the outputs are in another order "
+            "than the images' names, or of other weights"
         )
     if found.contrast != 1:
         yield (
-            f"{found.contrast:.2g} times the contrast would fit better: its mean and std are not in the table, or a "
-            "std is folded into its first layer. Compare --std by hand"
+            f"{found.contrast:.2g} times the contrast fits better: its mean and std may not be in the table, or a std "
+            "folded into its first layer. Compare --std by hand"
         )
     if found.undecodable:
-        yield f"{found.undecodable} images could not be decoded"
+        yield f"images that cannot be decoded, and were left out: {found.undecodable}"
+
+
+def _kept(answers: Sequence[Answer]) -> list[bool]:
+    return [answer.standing.kept for answer in answers]
+
+
+def _cost(found: Found, answer: Answer, *, best: bool) -> str:
+    """Return what is said of an answer behind its name."""
+    standing = answer.standing
+    if found.difference is not None:
+        return f": differs by {standing.cost:.1e}"
+    if best:
+        return ""
+    points = f"{standing.cost:.1f} ± {standing.margin:.1f} points of error"
+    if standing.kept:
+        return f": cannot be told apart ({points})"
+    return f": {'costs' if standing.cost > standing.margin else 'fits worse,'} {points} ({standing.images} images)"

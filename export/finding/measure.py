@@ -18,10 +18,10 @@ from PIL import Image
 from ...evaluator.arrays import Float64Array, UInt8Array
 from ...evaluator.datasets.dataset import Dataset, Sample
 from ...evaluator.engine.runtimes.onnx import RawOnnxModel
-from ...evaluator.errors import ImageError, UsageError
+from ...evaluator.errors import UsageError
 from ...evaluator.imaging.decode import decode_image
 from ...evaluator.imaging.views import make_views
-from ...evaluator.machine import cores
+from ...evaluator.machine import cores, machine_memory
 from ...evaluator.preparation import Preparation
 from ...evaluator.terminal import progress
 from ..foreign.read_net import NetInterface
@@ -29,19 +29,14 @@ from .candidates import Candidate
 
 # A net that is too sure has a larger log loss where its input has more contrast, although it is right as often. At the
 # temperature that suits it best (Guo et al. 2017), what it knows counts.
-TEMPERATURES = 2.0 ** np.arange(-2, 5.5, 0.5)
-_SUMS_TO_ONE = 1e-2  # as for half precision
+TEMPERATURES = 2.0 ** np.arange(-7, 5.5, 0.5)
 _LEAST = 1e-12  # probability whose logarithm is taken
-_WORST = 1e3  # of a net that returns infinity or NaN
+_WORST = 1e3  # loss, or difference, of a net that returns infinity or NaN
+_ROOM = 1 / 16  # of this machine's memory, for decoded images, and as much for crops
 
 
 class Judge(Protocol):
     """Turns outputs of the net into numbers."""
-
-    @property
-    def values(self) -> int:
-        """How many numbers an image has."""
-        ...
 
     def __call__(self, output: Float64Array, image: int) -> Float64Array: ...
 
@@ -51,15 +46,17 @@ class Labels:
     """Log losses of the true class at each temperature, then those expected of the other images' classes, then whether
     the answer is wrong.
 
-    labels: class index of each image.
+    labels: class index of each image; probabilities: whether the net returns these, or logits.
     """
 
     labels: Sequence[int]
-    values: int = 2 * len(TEMPERATURES) + 1
+    probabilities: bool
 
     def __call__(self, output: Float64Array, image: int) -> Float64Array:
-        logits = _logits(output)
-        losses = -log_softmax(logits[None] / TEMPERATURES[:, None])
+        if not np.isfinite(output).all():
+            return np.array([*[_WORST] * 2 * len(TEMPERATURES), 1.0])
+        logits = log_probabilities(output, given=self.probabilities)
+        losses = -_log_softmax(logits[None] / TEMPERATURES[:, None])
         others = np.delete(np.asarray(self.labels), image)
         own = self.labels[image]
         wrong = float((logits > logits[own]).sum() + (logits == logits[own]).sum() > 1)
@@ -68,44 +65,56 @@ class Labels:
 
 @dataclass(frozen=True)
 class References:
-    """The largest difference to the reference output, as a part of its largest number. outputs: (images, K)."""
+    """The largest difference to the reference output, as a part of its largest number.
+
+    outputs: (images, K); probabilities, given: whether the net and the references return these, or logits. If only one
+    of them does, probabilities are compared.
+    """
 
     outputs: Float64Array
-    values: int = 1
+    probabilities: bool
+    given: bool
 
     def __call__(self, output: Float64Array, image: int) -> Float64Array:
+        if not np.isfinite(output).all():
+            return np.array([_WORST])
         wanted = self.outputs[image]
-        if _are_probabilities(wanted) and not _are_probabilities(output):
-            output = np.exp(log_softmax(output))
+        if self.probabilities != self.given:
+            output = np.exp(log_probabilities(output, given=self.probabilities))
+            wanted = np.exp(log_probabilities(wanted, given=self.given))
         return np.array([np.abs(output - wanted).max() / max(np.abs(wanted).max(), _LEAST)])
 
 
-def log_softmax(logits: Float64Array) -> Float64Array:
-    """Return the logarithms of the probabilities along the last axis."""
+def log_probabilities(output: Float64Array, *, given: bool) -> Float64Array:
+    """Return the logarithms of an output's probabilities, (classes,); of one score, those of both classes.
+
+    given: whether the output has probabilities, and not logits.
+    """
+    if len(output) == 1:
+        output = np.array([1 - output[0] if given else 0.0, output[0]])
+    return np.log(np.maximum(output, _LEAST)) if given else _log_softmax(output)
+
+
+def _log_softmax(logits: Float64Array) -> Float64Array:
     shifted = logits - logits.max(-1, keepdims=True)
     result: Float64Array = shifted - np.log(np.exp(shifted).sum(-1, keepdims=True))
     return result
 
 
-def _are_probabilities(output: Float64Array) -> bool:
-    return bool(output.min() >= 0 and abs(output.sum() - 1) < _SUMS_TO_ONE)
-
-
-def _logits(output: Float64Array) -> Float64Array:
-    """Return logits of an output, one for each class; of one score, that of the second of two classes."""
-    if len(output) == 1:
-        score = output[0]
-        return np.log([max(1 - score, _LEAST), max(score, _LEAST)]) if 0 <= score <= 1 else np.array([0.0, score])
-    return np.log(np.maximum(output, _LEAST)) if _are_probabilities(output) else output
+def run_net(net: RawOnnxModel, interface: NetInterface, candidate: Candidate, crop: UInt8Array) -> Float64Array:
+    """Return a net's output for one crop, (K,)."""
+    output = net.run({interface.input: interface.feed(candidate.preprocessing.apply(crop))}, interface.output)
+    row: Float64Array = output.reshape(interface.batch or 1, -1)[0].astype(np.float64)
+    return row
 
 
 @dataclass
 class Measurements:
-    """The values of candidates on images, (values,) each, computed when they are first asked for.
+    """The values of candidates on images, as a judge returns them, computed when they are first asked for.
 
-    samples: images in the order in which they are used; net: with one thread, for one image at a time; log: file of all
+    samples: images in the order in which they are used, which can be decoded; net: with one thread; log: file of all
     values, None to keep them in memory; identity: what must be equal in a file that is continued; decoding: what all
-    candidates have in common; room: bytes for decoded images. Of images that cannot be decoded the values are NaN.
+    candidates have in common. As many decoded images and crops are kept as there is room for.
     """
 
     dataset: Dataset
@@ -116,13 +125,19 @@ class Measurements:
     log: Path | None
     identity: Mapping[str, Any]
     decoding: Preparation
-    room: int = 2**29
     _known: dict[tuple[str, int], Float64Array] = field(default_factory=dict)
-    _decoded: dict[int, Image.Image] = field(default_factory=dict)
+    _pictures: dict[int, Image.Image] = field(default_factory=dict)
+    _crops: dict[tuple[int, Any], UInt8Array] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
+        self._room = dict.fromkeys(("pictures", "crops"), machine_memory() * _ROOM)
         if self.log is not None and self.log.exists():
-            self._known = dict(_read(self.log, self.identity, self.judge.values))
+            self._known = dict(_read(self.log, self.identity))
+
+    def once(self, candidate: Candidate) -> Float64Array:
+        """Decode and resize the first image, and return the net's output for it."""
+        crop = make_views(self._decoded(0), candidate.protocol)[0].image
+        return run_net(self.net, self.interface, candidate, crop)
 
     def of(self, candidates: Sequence[Candidate], images: int, what: str) -> Float64Array:
         """Return float64 (candidates, images, values) of the first images. what: for the progress."""
@@ -141,70 +156,54 @@ class Measurements:
             todo = [(image, [candidates[place] for place in places]) for image, places in missing.items() if places]
             for image, rows in pool.map(self._measure, todo):
                 for place, row in zip(missing[image], rows, strict=True):
-                    self._known[keys[place], image] = row
+                    numbers = [float(f"{number:.7g}") for number in row]
+                    self._known[keys[place], image] = np.array(numbers)
                     if lines is not None:
-                        numbers = [float(f"{number:.7g}") for number in row]
                         lines.write(json.dumps([keys[place], image, numbers]) + "\n")
                 if advance:
                     advance(len(rows))
         return np.array([[self._known[key, image] for image in range(images)] for key in keys])
 
-    def outputs(self, candidate: Candidate) -> int:
-        """Return how many outputs the net has for an image."""
-        image = np.zeros((candidate.crop, candidate.crop, 3), np.uint8)
-        return len(self._run(candidate, image))
-
-    def _run(self, candidate: Candidate, crop: UInt8Array) -> Float64Array:
-        """Return the net's output for one crop, (K,)."""
-        ready = self.interface.feed(candidate.preprocessing.apply(crop))
-        output = self.net.run({self.interface.input: ready}, self.interface.output)
-        row: Float64Array = output.reshape(self.interface.batch or 1, -1)[0].astype(np.float64)
-        return row
-
     def _measure(self, asked: tuple[int, Sequence[Candidate]]) -> tuple[int, list[Float64Array]]:
-        """Return the values of some candidates on one image, which is decoded once and resized once for each filter."""
+        """Return the values of some candidates on one image."""
         image, candidates = asked
-        picture = self._picture(image)
-        if picture is None:
-            return image, [np.full(self.judge.values, np.nan)] * len(candidates)
-        crops: dict[Any, UInt8Array] = {}
-        rows = []
+        picture, rows, crops = self._pictures.get(image), list[Float64Array](), dict[Any, UInt8Array]()
         for candidate in candidates:
-            own = candidate.preprocessing
-            resizing = candidate.scale, own.interpolation, own.preparation
-            if resizing not in crops:
-                crops[resizing] = make_views(picture, candidate.protocol)[0].image
-            row = self._run(candidate, crops[resizing])
-            rows.append(self.judge(row, image) if np.isfinite(row).all() else np.full(self.judge.values, _WORST))
+            resizing = candidate.scale, candidate.preprocessing.interpolation, candidate.preprocessing.preparation
+            crop = crops.get(resizing, self._crops.get((image, resizing)))
+            if crop is None:
+                picture = picture or self._decoded(image)
+                crop = make_views(picture, candidate.protocol)[0].image
+                if self._has_room("crops", crop.nbytes):
+                    self._crops[image, resizing] = crop
+            crops[resizing] = crop
+            rows.append(self.judge(run_net(self.net, self.interface, candidate, crop), image))
         return image, rows
 
-    def _picture(self, image: int) -> Image.Image | None:
-        """Return a decoded image; None if it cannot be."""
-        if image not in self._decoded:
-            try:
-                picture = decode_image(self.dataset.read(self.samples[image]), preparation=self.decoding)
-            except ImageError:
-                return None
-            self.room -= 4 * picture.width * picture.height
-            if self.room < 0:
-                return picture
-            self._decoded[image] = picture
-        return self._decoded[image]
+    def _decoded(self, image: int) -> Image.Image:
+        picture = decode_image(self.dataset.read(self.samples[image]), preparation=self.decoding)
+        if self._has_room("pictures", 4 * picture.width * picture.height):
+            self._pictures[image] = picture
+        return picture
+
+    def _has_room(self, kind: str, size: int) -> bool:
+        self._room[kind] -= size
+        return self._room[kind] >= 0
 
 
 def _key(candidate: Candidate) -> str:
     own = candidate.preprocessing
-    return json.dumps([own.to_json(), own.interpolation, own.preparation.to_json(), candidate.scale, candidate.crop])
+    return json.dumps([own.to_json(), own.interpolation, own.preparation.to_json(), candidate.scale])
 
 
-def _read(log: Path, identity: Mapping[str, Any], values: int) -> Iterator[tuple[tuple[str, int], Float64Array]]:
-    """Yield what an earlier command measured; a last line that a kill cut off is left out."""
-    head, *lines = log.read_text(encoding="utf-8").split("\n")
-    if head != json.dumps(identity):
-        raise UsageError(f"{log}: of another net, dataset or version. Give another file, or remove this one")
-    if lines and lines.pop():
-        log.write_text("\n".join([head, *lines, ""]), encoding="utf-8")
+def _read(log: Path, identity: Mapping[str, Any]) -> Iterator[tuple[tuple[str, int], Float64Array]]:
+    """Yield what an earlier command measured; a last line that a kill cut off is removed from the file."""
+    whole, _, rest = log.read_text(encoding="utf-8").rpartition("\n")
+    if rest:
+        log.write_text(f"{whole}\n" if whole else "", encoding="utf-8")
+    head, *lines = whole.split("\n")
+    if head and head != json.dumps(identity):
+        raise UsageError(f"{log}: of another net, dataset, reference or number of images. Give another file")
     for line in lines:
         key, image, numbers = json.loads(line)
-        if len(numbers) == values:
-            yield (key, image), np.array(numbers)
+        yield (key, image), np.array(numbers)

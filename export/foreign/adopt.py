@@ -115,7 +115,7 @@ def adopt(path: Path, output: Path, classes: ClassList, options: AdoptOptions) -
         interface = find_interface(path, net, crop=options.crop, layout=options.layout, output=options.net_output)
         options = _with_channels(path, interface, options)
         _check_preprocessing(path, interface, options)
-        pictures = _pictures(interface.crop)
+        pictures = pictures_of(interface.crop)
         load = loader(path, net)
         form = find_form(load, net)
         if options.dense and form == "operators":
@@ -127,7 +127,7 @@ def adopt(path: Path, output: Path, classes: ClassList, options: AdoptOptions) -
         raw = run(load(), random_operators(net))
         interface = replace(interface, one_score=len(raw[0]) == 1)
         check_classes(path, classes, len(raw[0]))
-        probabilities = _are_probabilities(path, options.kind, raw, half=interface.half, form=form)
+        probabilities = are_probabilities(path, options.kind, raw, half=interface.half, form=form)
         floor = probability_floor(interface) if probabilities else None
         alike = all(np.allclose(row, raw[0], rtol=_ALIKE, atol=_ALIKE) for row in raw)
         expected = _scores_and_logits(np.stack(raw), floor)
@@ -169,7 +169,7 @@ def adopt(path: Path, output: Path, classes: ClassList, options: AdoptOptions) -
     return AdoptResult(contract, interface, options.preprocessing, opset, probabilities, *found)
 
 
-def _pictures(crop: int) -> dict[str, UInt8Array]:
+def pictures_of(crop: int) -> dict[str, UInt8Array]:
     """Return name → picture, uint8 (crop, crop, 3), on which net and file are compared; the golden image comes first.
 
     All pictures differ, also in range, so that a net that depends on its batch (its range, its mean, its size) scores
@@ -350,9 +350,7 @@ def _windows(
     return windows
 
 
-def _are_probabilities(
-    path: Path, kind: OutputKind, rows: list[Float64Array], *, half: bool, form: Form | None
-) -> bool:
+def are_probabilities(path: Path, kind: OutputKind, rows: list[Float64Array], *, half: bool, form: Form | None) -> bool:
     """Detect from the outputs for several pictures whether the net ends in a softmax, or one score in a sigmoid.
 
     Raises UsageError if that contradicts `kind`, or if the outputs look like neither logits nor probabilities.

@@ -126,12 +126,19 @@ class FindOptions:
     reference: Path | None = option(
         None, "Outputs of the original pipeline for these images, (images, classes), by name.", metavar="FILE.npy"
     )
-    find_images: int = option(400, "Labeled images to draw.", min=1)
+    find_images: int | None = option(None, "Labeled images to draw.", default="400", min=1)
     find_log: Path | None = option(
         None,
-        "What was computed. A repeated command goes on from there.",
-        default="NET.find-input.jsonl, in the current folder",
+        "Folder for a file with every run of the net, from which a repeated command goes on.",
+        default="the current folder",
     )
+
+    def check(self) -> None:
+        """Raise UsageError for options without what they belong to."""
+        if self.find_input is None and (self.reference or self.find_images or self.find_log):
+            raise UsageError("--reference, --find-images and --find-log belong to --find-input DATA. Give it, too")
+        if self.reference is not None and self.find_images is not None:
+            raise UsageError("--find-images with --reference, which needs all of its images. Omit one of them")
 
 
 @derive_options
@@ -196,8 +203,7 @@ def adopt(
         require_new(output, force=force)
     elif find.find_input is None:
         raise UsageError("no -o: give the model file to write")
-    if find.reference is not None and find.find_input is None:
-        raise UsageError("--reference without --find-input: give its images as --find-input DATA")
+    find.check()
     net = find_net(net)
     stated = read_sidecars(net, values=preprocessing.preset is None, classes=classes is None)
     if classes is not None and output is not None:
@@ -240,15 +246,20 @@ def _chosen(
 
 def _with_found(net: Path, find: FindOptions, classes: "ClassList | None", options: "AdoptOptions") -> "AdoptOptions":
     """Print how the net's images were prepared, and return the options with that."""
-    from ..finding.find import find_input
+    from ..finding.find import IMAGES, find_input
 
     assert find.find_input is not None
-    log = Path(f"{net.stem}.find-input.jsonl") if find.find_log is None else find.find_log
-    given = None if options.preprocessing.mean is None else options.preprocessing
+    own = options.preprocessing
+    if own.mean is None and own != Preprocessing(None, None):
+        raise UsageError(
+            "--find-input with some values of the preprocessing: they join the answers if --preset, or --mean and "
+            "--std, are given, too. Give all or none"
+        )
     found = find_input(
-        net, find.find_input, classes=None if classes is None else classes.entries, reference=find.reference,
-        images=find.find_images, log=log, crop=options.crop, layout=options.layout, net_output=options.net_output,
-        given=given,
+        net, find.find_input, classes=() if classes is None else classes.entries, reference=find.reference,
+        images=find.find_images or IMAGES, log=find.find_log or Path(), crop=options.crop, layout=options.layout,
+        net_output=options.net_output, kind=options.kind, dense=options.dense,
+        given=None if own.mean is None else own, given_scale=options.center_scale,
     )  # fmt: skip
     echo(str(found))
     best = found.candidate

@@ -1,7 +1,7 @@
 """The preprocessing of a net is found from labels, or from outputs of the original pipeline."""
 
 import shutil
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +18,7 @@ from prelunet.evaluator.contract import ClassEntry
 from prelunet.evaluator.engine.load import open_session
 from prelunet.evaluator.errors import UsageError
 from prelunet.export.finding.find import Found, find_input
+from prelunet.training.importing.preprocessing import PRESETS
 
 CROP, CLASSES, EACH = 28, 5, 24
 LEVELS = 30  # of a pixel for a radian of the nets' waves
@@ -96,21 +97,45 @@ def pictures(kind: int, count: int) -> list[Image.Image]:
     return images
 
 
-def write_net(path: Path, truth: Truth) -> Path:
-    """Write a net that looks for the classes' patterns in waves of the pixels, which need the right mean and std."""
+def write_net(
+    path: Path, truth: Truth, *, ending: str = "", takes_bytes: bool = False, gray: bool = False, kinds: int = CLASSES
+) -> Path:
+    """Write a net that looks for the classes' patterns in waves of the pixels, which need the right mean and std.
+
+    ending: "Softmax", or "one", the logit of the second of two classes; takes_bytes: uint8, NHWC, two at a time.
+    """
     gain = np.float32(np.mean(truth.std) * 255 / truth.largest / LEVELS)
-    waves = [np.stack([np.sin(gain * truth(image)).ravel() for image in pictures(kind, 60)]) for kind in range(CLASSES)]
+
+    def seen(image: Image.Image) -> np.ndarray:
+        return np.sin(gain * truth(image.convert("L") if gray else image)[: 1 if gray else 3]).ravel()
+
+    waves = [np.stack([seen(image) for image in pictures(kind, 60)]) for kind in range(kinds)]
     means = np.stack([each.mean(0) for each in waves])
     scale = 8 / np.abs(np.concatenate(waves) @ means.T).max()
-    tensors = {"gain": gain, "weights": np.float32(scale * means), "bias": np.float32(-scale / 2 * (means**2).sum(1))}
+    weights, bias = np.float32(scale * means), np.float32(-scale / 2 * (means**2).sum(1))
+    if ending == "one":
+        weights, bias = weights[1:] - weights[:1], bias[1:] - bias[:1]
+    tensors = {"gain": gain, "weights": weights, "bias": bias}
     nodes = [
-        helper.make_node("Mul", ["x", "gain"], ["scaled"]),
+        helper.make_node("Mul", ["given", "gain"], ["scaled"]),
         helper.make_node("Sin", ["scaled"], ["waves"]),
         helper.make_node("Flatten", ["waves"], ["flat"]),
-        helper.make_node("Gemm", ["flat", "weights", "bias"], ["y"], transB=1),
+        helper.make_node("Gemm", ["flat", "weights", "bias"], ["logits"], transB=1),
+        helper.make_node("Softmax" if ending == "Softmax" else "Identity", ["logits"], ["y"]),
     ]
-    x = helper.make_tensor_value_info("x", TensorProto.FLOAT, ["N", 3, CROP, CROP])
-    y = helper.make_tensor_value_info("y", TensorProto.FLOAT, ["N", CLASSES])
+    x = helper.make_tensor_value_info("given", TensorProto.FLOAT, ["N", 1 if gray else 3, CROP, CROP])
+    if takes_bytes:
+        x = helper.make_tensor_value_info("x", TensorProto.UINT8, [2, CROP, CROP, 3])
+        tensors |= {"mean": np.float32(truth.mean) * np.ones(3, np.float32), "std": np.float32(truth.std),
+                    "unit": np.float32(truth.largest / 255)}  # fmt: skip
+        nodes[:0] = [
+            helper.make_node("Cast", ["x"], ["numbers"], to=TensorProto.FLOAT),
+            helper.make_node("Mul", ["numbers", "unit"], ["pixels"]),
+            helper.make_node("Sub", ["pixels", "mean"], ["centered"]),
+            helper.make_node("Div", ["centered", "std"], ["normalized"]),
+            helper.make_node("Transpose", ["normalized"], ["given"], perm=[0, 3, 1, 2]),
+        ]
+    y = helper.make_tensor_value_info("y", TensorProto.FLOAT, [2 if takes_bytes else "N", len(bias)])
     initial = [numpy_helper.from_array(np.asarray(value), name) for name, value in tensors.items()]
     graph = helper.make_graph(nodes, "net", [x], [y], initial)
     onnx.save(helper.make_model(graph, opset_imports=[helper.make_opsetid("", 17)], ir_version=8), path)
@@ -141,6 +166,7 @@ def test_labels_keep_what_a_net_was_made_for_and_say_what_others_cost(name: str,
     assert truth.filter in names_kept(found, "filter")
     wrong = [answer for answer in found.answers["channel order"] if not answer.standing.kept]
     assert wrong[0].standing.cost > wrong[0].standing.margin > 0
+    assert found.contrast == 1
     assert "points of error" in str(found)
     assert "what fits the net, which need not be what it was trained with" in str(found)
 
@@ -152,7 +178,7 @@ def test_outputs_of_the_original_pipeline_name_all_of_it(truth: Truth, data: Pat
     session, outputs = onnxruntime.InferenceSession(str(net)), []
     for file in sorted(data.glob("*/*.png"))[::6]:
         (folder / file.name).write_bytes(file.read_bytes())
-        outputs.append(session.run(None, {"x": truth(Image.open(file))[None]})[0][0])
+        outputs.append(session.run(None, {"given": truth(Image.open(file))[None]})[0][0])
     np.save(tmp_path / "outputs.npy", np.stack(outputs))
     found = find_input(net, folder, reference=tmp_path / "outputs.npy")
     assert found.exact
@@ -161,6 +187,67 @@ def test_outputs_of_the_original_pipeline_name_all_of_it(truth: Truth, data: Pat
     assert names_kept(found, "geometry") == [truth.geometry]
     assert names_kept(found, "filter") == [truth.filter]
     assert f"reproduces the outputs for all {len(outputs)} images" in str(found)
+
+
+def test_outputs_may_be_logits_of_a_net_that_returns_probabilities(data: Path, tmp_path: Path) -> None:
+    truth = TRUTHS["padded, Lite"]
+    logits = onnxruntime.InferenceSession(str(write_net(tmp_path / "logits.onnx", truth)))
+    files = sorted(data.glob("*/*.png"))
+    outputs = [logits.run(None, {"given": truth(Image.open(file))[None]})[0][0] for file in files]
+    np.save(tmp_path / "outputs.npy", np.stack(outputs))
+    found = find_input(
+        write_net(tmp_path / "n.onnx", truth, ending="Softmax"), data, reference=tmp_path / "outputs.npy"
+    )
+    assert found.exact
+    assert found.answers["geometry"][0].names == (truth.geometry,)
+
+
+def test_a_net_that_takes_bytes_is_asked_no_mean_and_can_be_adopted(
+    data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    net = write_net(tmp_path / "net.onnx", TRUTHS["torchvision"], takes_bytes=True)
+    (tmp_path / "classes.txt").write_text("\n".join(NAMES))
+    words = ["adopt", str(net), "--classes", "classes.txt", "--find-input", str(data), "-o", "model.onnx"]
+    assert run(words) == 0
+    answers = open_session(tmp_path / "model.onnx", "cpu").contract.training["adopted"]["found"]["answers"]
+    assert answers.keys() == {"channel order", "geometry", "filter"}
+    assert answers["channel order"] == ["RGB"]
+    assert SHORTER in answers["geometry"]
+
+
+def test_a_gray_net_is_asked_no_channel_order(data: Path, tmp_path: Path) -> None:
+    truth = Truth("RGB", "0.5 and 0.5", f"squashed to {CROP}", 0.5, 0.5)
+    found = find_input(write_net(tmp_path / "net.onnx", truth, gray=True), data, classes=ENTRIES)
+    assert found.answers.keys() == {"mean and std", "geometry", "filter"}
+    assert truth.geometry in names_kept(found, "geometry")
+    assert any(each.startswith(truth.normalization) for each in names_kept(found, "mean and std"))
+
+
+def test_one_score_is_that_of_the_second_of_two_classes(data: Path, tmp_path: Path) -> None:
+    net = write_net(tmp_path / "net.onnx", TRUTHS["torchvision"], ending="one", kinds=2)
+    two = tmp_path / "two"
+    for name in NAMES[:2]:
+        shutil.copytree(data / name, two / name)
+        for file in sorted((data / name).iterdir())[:6]:
+            shutil.copy(file, two / name / f"again-{file.name}")
+    found = find_input(net, two, classes=ENTRIES[:2])
+    assert names_kept(found, "channel order")[0] == "RGB"
+    assert any(each.startswith("ImageNet's") for each in names_kept(found, "mean and std"))
+
+
+def test_a_given_way_joins_the_answers_and_equal_inputs_count_once(data: Path, tmp_path: Path) -> None:
+    for file in data.glob("*/*.png"):
+        square = tmp_path / "squares" / file.parent.name / file.name
+        square.parent.mkdir(parents=True, exist_ok=True)
+        Image.open(file).crop((0, 0, 44, 44)).save(square)
+    net = write_net(tmp_path / "net.onnx", TRUTHS["torchvision"])
+    given = replace(PRESETS["hf-vit"], std=(0.25, 0.25, 0.25))
+    found = find_input(net, tmp_path / "squares", classes=ENTRIES, given=given)
+    assert "as given" in [name for answer in found.answers["mean and std"] for name in answer.names]
+    whole = next(answer for answer in found.answers["geometry"] if f"squashed to {CROP}" in answer.names)
+    assert {f"squashed to {CROP}", f"shorter side to {CROP}, crop of {CROP}", "as given"} <= {*whole.names}
+    assert "as given" in names_kept(found, "filter"), "torch's filter, which labels cannot tell from Pillow's"
 
 
 def test_outputs_that_nothing_reproduces_leave_it_open(data: Path, tmp_path: Path) -> None:
@@ -173,8 +260,9 @@ def test_outputs_that_nothing_reproduces_leave_it_open(data: Path, tmp_path: Pat
 
 def test_a_net_that_wants_another_contrast_than_all_answers_is_said_to(data: Path, tmp_path: Path) -> None:
     found = find_input(write_net(tmp_path / "net.onnx", Truth("RGB", "", SHORTER, 0, 0.5)), data, classes=ENTRIES)
-    assert found.contrast != 1
-    assert "times the contrast would fit better: its mean and std are not in the table" in str(found)
+    assert found.candidate.preprocessing.std == (0.3081,) * 3, "the nearest in the table"
+    assert found.contrast < 1
+    assert "times the contrast fits better: its mean and std may not be in the table" in str(found)
 
 
 def test_what_cannot_be_found_is_said(data: Path, tmp_path: Path) -> None:
@@ -196,7 +284,7 @@ def test_what_cannot_be_found_is_said(data: Path, tmp_path: Path) -> None:
     outputs = tmp_path / "outputs.npy"
     for array, message in (
         (np.zeros((3, CLASSES)), "3 x 5 numbers, but there are 10 images"),
-        (np.zeros((10, 4)), "has 5 outputs, but the reference 4"),
+        (np.zeros((10, 4)), "10 x 4 numbers, but there are 10 images, and the net has 5 outputs"),
         (np.full((10, CLASSES), np.nan), "Give finite outputs"),
         (np.array(["a"]), "not a .npy file of numbers"),
     ):
@@ -212,20 +300,20 @@ def test_images_that_cannot_be_decoded_are_counted_and_left_out(data: Path, tmp_
     found = find_input(write_net(tmp_path / "net.onnx", TRUTHS["torchvision"]), tmp_path / "data", classes=ENTRIES)
     assert (found.images, found.undecodable) == (CLASSES * EACH - 3, 3)
     assert names_kept(found, "channel order") == ["RGB"]
-    assert "3 images could not be decoded" in str(found)
+    assert "images that cannot be decoded, and were left out: 3" in str(found)
 
 
 def test_a_search_goes_on_where_it_was_killed(data: Path, tmp_path: Path) -> None:
-    net, log = write_net(tmp_path / "net.onnx", TRUTHS["torchvision"]), tmp_path / "log.jsonl"
-    found = find_input(net, data, classes=ENTRIES, log=log)
+    net = write_net(tmp_path / "net.onnx", TRUTHS["torchvision"])
+    found = find_input(net, data, classes=ENTRIES, log=tmp_path)
+    (log,) = tmp_path.glob("net.*.find-input.jsonl")
     lines = log.read_text().splitlines(keepends=True)
     log.write_text("".join(lines[: len(lines) // 2]) + lines[len(lines) // 2][:9])
-    resumed = find_input(net, data, classes=ENTRIES, log=log)
+    resumed = find_input(net, data, classes=ENTRIES, log=tmp_path)
     assert str(resumed) == str(found)
     assert sorted(log.read_text().splitlines(keepends=True)) == sorted(lines), "nothing was computed again"
-    other = write_net(tmp_path / "other.onnx", TRUTHS["padded, Lite"])
-    with pytest.raises(UsageError, match=r"log\.jsonl: of another net, dataset or version"):
-        find_input(other, data, classes=ENTRIES, log=log)
+    find_input(net, data, classes=ENTRIES, log=tmp_path, images=100)
+    assert len(list(tmp_path.glob("net.*.find-input.jsonl"))) == 2, "other images have a file of their own"
 
 
 def test_adopt_prints_what_it_found_and_writes_it_only_with_an_output(
@@ -238,12 +326,13 @@ def test_adopt_prints_what_it_found_and_writes_it_only_with_an_output(
     assert run(words) == 0
     printed = capsys.readouterr().out
     assert "channel order   BGR\n" in printed
-    assert (tmp_path / "net.find-input.jsonl").exists()
+    assert len(list(tmp_path.glob("net.*.find-input.jsonl"))) == 1
     assert not model.exists()
     assert run([*words, "-o", str(model)]) == 0
     contract = open_session(model, "cpu").contract
-    assert contract.preparation.resize == "squash"
     adopted = contract.training["adopted"]
+    words = {"shorter": "shorter side", "squash": "squashed", "pad": "padded"}
+    assert adopted["found"]["answers"]["geometry"][0].startswith(words[contract.preparation.resize])
     assert adopted["channels"] == "bgr"
     assert adopted["found"]["answers"]["channel order"] == ["BGR"]
     assert (adopted["found"]["confidence"], adopted["found"]["images"]) == (0.95, CLASSES * EACH)
