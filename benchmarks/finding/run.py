@@ -132,6 +132,7 @@ def _row(file: Path, folders: dict[str, Path], classes: tuple[ClassEntry, ...], 
         "seconds": round(seconds, 1),
         "labels": _judged(by_labels, way),
         "contrast": by_labels.contrast,
+        "printed": str(by_labels),
         "outputs": {**_judged(by_outputs, way), "difference": by_outputs.difference},
     }
 
@@ -251,6 +252,7 @@ def table(result: dict[str, Any]) -> str:
         "on. *kept*: the true answer cannot be told apart from the best; *first*: it is the best, normalizations up to "
         f"{CONTRAST:.0%} of contrast. The rule {'holds' if result['holds'] else 'does NOT hold'}.", "",
         markdown(("question", "labels: kept", "first", "answers left", "of", "outputs: named alone"), shares), "",
+        "## What is printed", "", f"Of the first net, {rows[0]['net']}:", "", "```text", rows[0]["printed"], "```", "",
         "## Each net", "",
         markdown(
             ("net", "secret", "error %", "order", "mean and std", "geometry", "filter", "outputs differ by", "seconds"),

@@ -1,7 +1,7 @@
 """Resize as torch's `interpolate` does, in numpy: without antialiasing, or as it resizes uint8 tensors with it.
 
 The latter is what torchvision and the image processors of transformers do with tensors. It differs from Pillow by a few
-levels: weights have 16 bits, and rows are computed first. (Without AVX2 and on no ARM torchvision computes bilinear
+levels: weights have 16 bits, and rows are computed first. (Without AVX2, except on ARM, torchvision computes bilinear
 images in float32, up to one level off.)
 """
 
