@@ -172,7 +172,7 @@ async def test_each_signal_shuts_down_and_two_at_once_count_as_one(
     events.install_signal_handlers()
     os.kill(os.getpid(), first)
     os.kill(os.getpid(), signal.SIGINT)
-    assert await events.next(LONG) == first
+    assert await events.next(LONG) in {first, signal.SIGINT}  # the system may deliver two that wait in either order
     assert await events.next(0.1) is None
     monkeypatch.setattr(lifecycle, "SIGNAL_DEBOUNCE", 0.0)
     os.kill(os.getpid(), signal.SIGINT)
