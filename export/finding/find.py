@@ -49,6 +49,7 @@ _RUNS, _RUNS_WITH_REFERENCES = 25, 500  # for each image, about: most answers en
 _TOLERATED: dict[Question, float] = {"geometry": TOLERATED, "filter": TOLERATED}
 _SUM_TOLERANCE = 1e-2  # of outputs that are probabilities, as for half precision
 _CONTRASTS = 1 / 2, 2**-0.5, 2**0.5, 2
+_SHOWN = 12  # answers to a question, at least; with references there are all scales
 GIVEN = "as given"
 
 
@@ -337,9 +338,12 @@ def _merged(
 def _lines(found: Found) -> Iterator[str]:
     """Yield a line for each answer, then what they mean."""
     for question, answers in found.answers.items():
-        for place, answer in enumerate(answers):
+        shown = max(_SHOWN, sum(_kept(answers)))
+        for place, answer in enumerate(answers[:shown]):
             first = question if place == 0 else ""
             yield f"{first:15} {' = '.join(answer.names)}{_cost(found, answer, best=not place)}"
+        if rest := answers[shown:]:
+            yield f"{'':15} {len(rest)} more"
     if found.difference is None:
         yield (
             f"from {found.images} labeled images, {CONFIDENCE:.0%} confidence for each question. This is what fits the "
