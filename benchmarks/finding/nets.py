@@ -200,7 +200,7 @@ def fitted_resnet18(photos: Sequence[tuple[Image.Image, int]], classes: int) -> 
         layers += [_Block(inner, outer, 1 if inner == outer else 2), _Block(outer, outer, 1)]
     trunk = nn.Sequential(*layers, nn.AdaptiveAvgPool2d(1), nn.Flatten()).eval()
     way = Way("squash", 224, "bilinear")
-    with torch.inference_mode():
+    with torch.no_grad():
         features = torch.cat([trunk(torch.from_numpy(way.given(way.pixels(image))[None])) for image, _ in photos])
         mean, std = features.mean(0), features.std(0) + 1e-6
         wanted = 4 * (nn.functional.one_hot(torch.tensor([label for _, label in photos]), classes) - 1 / classes)
