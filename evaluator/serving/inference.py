@@ -21,7 +21,7 @@ from ..arrays import Float32Array
 from ..contract import MAX_SCALES
 from ..engine.scores import top_k
 from ..errors import ModelNotFound, UsageError
-from .concurrency import run_inline_or_in_thread
+from .concurrency import Result, run_inline_or_in_thread
 from .data_plane import DataPlane
 from .observability.call_context import Call
 from .observability.logs import truncate
@@ -110,10 +110,7 @@ class CheckedRequest:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class InferAnswer:
-    """The answer to a request: its one output. scores: float32 (classes,) of each image; top: as in `CheckedRequest`.
-
-    It is written in a thread if it is `large`.
-    """
+    """An answer: its one output. scores: float32 (classes,) of each image; top: as in `CheckedRequest`."""
 
     model: ServedModel
     scores: Sequence[Float32Array]
@@ -126,10 +123,6 @@ class InferAnswer:
     @property
     def shape(self) -> tuple[int, int]:
         return len(self.scores), self.top or len(self.model.session.contract.classes)
-
-    @property
-    def large(self) -> bool:
-        return self.shape[0] * self.shape[1] > _MANY_ELEMENTS
 
     def numbers(self) -> list[float]:
         """Return all scores, image by image."""
@@ -332,8 +325,10 @@ class Inference:
         _require_known(parameters, ("unload_dependents",))
         await self._plane.folder().unload(name)
 
-    async def infer(self, name: str, version: str, request: InferRequest, call: Call) -> InferAnswer:
-        """Classify the images of a request, of a call with its `message_bytes`.
+    async def infer(
+        self, name: str, version: str, request: InferRequest, call: Call, write: Callable[[InferAnswer], Result]
+    ) -> Result:
+        """Classify the images of a request, of a call with its `message_bytes`, and return the answer as written.
 
         Raises UsageError for an invalid request, and the errors of `DataPlane.classify_all`.
         """
@@ -344,7 +339,9 @@ class Inference:
         answers = await self._plane.classify_all(
             checked.images, _with_version(name, version), checked.options, call, checked.timeout, INPUT
         )
-        return InferAnswer(answers[0].model, [answer.classified.scores for answer in answers], checked.top)
+        answer = InferAnswer(answers[0].model, [each.classified.scores for each in answers], checked.top)
+        large = answer.shape[0] * answer.shape[1] > _MANY_ELEMENTS
+        return await run_inline_or_in_thread(partial(write, answer), in_thread=large)
 
     def _model(self, name: str, version: str) -> ServedModel:
         """Return a served model; the protocol requires a name even if there is only one model."""

@@ -14,9 +14,9 @@ from ...errors import UsageError
 from ...pb.inference import inference_pb2 as pb
 from ...pb.inference import inference_pb2_grpc as pb_grpc
 from ...rpc.status import client_message
-from ..concurrency import bounded, run_inline_or_in_thread
+from ..concurrency import bounded
 from ..data_plane import DataPlane
-from ..inference import InferAnswer, Inference
+from ..inference import Inference
 from ..observability.call_context import Call, Context, this_call
 from ..observability.logs import log_incident
 from . import inference_messages as messages
@@ -107,9 +107,9 @@ class InferenceServicer(pb_grpc.GRPCInferenceServiceServicer):
 
     def _infer(self, request: pb.ModelInferRequest, call: Call) -> Awaitable[pb.ModelInferResponse]:
         """Return the awaitable that answers a request, alone or of a stream, without the message."""
+        write = partial(messages.infer_response, id_=request.id, raw=len(request.raw_input_contents) > 0)
         name, version = request.model_name, request.model_version
-        answer = self._inference.infer(name, version, messages.infer_request(request), call)
-        return _response(answer, request.id, raw=len(request.raw_input_contents) > 0)
+        return self._inference.infer(name, version, messages.infer_request(request), call, write)
 
     async def ModelStreamInfer(
         self, request_iterator: AsyncIterator[pb.ModelInferRequest], context: Context
@@ -137,13 +137,6 @@ class InferenceServicer(pb_grpc.GRPCInferenceServiceServicer):
             async for response in responses:
                 yield response
                 call.message_done()
-
-
-async def _response(answer: Awaitable[InferAnswer], id_: str, *, raw: bool) -> pb.ModelInferResponse:
-    answered = await answer
-    return await run_inline_or_in_thread(
-        partial(messages.infer_response, answered, id_, raw=raw), in_thread=answered.large
-    )
 
 
 def _require_no_repository(name: str) -> None:

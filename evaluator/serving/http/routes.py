@@ -179,13 +179,11 @@ class _Routes:
     async def _infer(self, request: HttpCall) -> Response:
         name, version, call = request.parameters["name"], request.parameters.get("version", ""), request.call
         parse = partial(parse_infer_request, request.take_body(), request.headers.get(LENGTH_HEADER))
-        large = call.message_bytes > _LARGE_BODY
-        parsed, call.id, binary = await run_inline_or_in_thread(parse, in_thread=large)
-        answering = self._inference.infer(name, version, parsed, call)
+        parsed, call.id, binary = await run_inline_or_in_thread(parse, in_thread=call.message_bytes > _LARGE_BODY)
+        write = partial(infer_response, id_=call.id, binary=binary)
+        answering = self._inference.infer(name, version, parsed, call, write)
         del parse, parsed  # free them while waiting, with the second copy of the images
-        answer = await answering
-        write = partial(infer_response, answer, call.id, binary=binary)
-        body, headers = await run_inline_or_in_thread(write, in_thread=answer.large)
+        body, headers = await answering
         return Response(body, headers=headers)
 
     def _statistics(self, name: str = "", version: str = "") -> ModelStatisticsResponse:

@@ -163,7 +163,7 @@ def test_large_messages_are_parsed_and_long_answers_built_in_threads(monkeypatch
         monkeypatch.setattr(module, name, recorded)
 
     record(inference, "check_request", lambda request, _: len(request.tensor.images(request.tensor.shape[0])) > 1)
-    record(inference_messages, "infer_response", lambda answer, _: len(answer.scores) > 1)
+    record(inference_messages, "infer_response", lambda answer: len(answer.scores) > 1)
     session = FakeSession(fake_contract(classes=300))
     with running_server(six=session) as server, grpc.insecure_channel(server.address) as channel:
         stub = pb_grpc.GRPCInferenceServiceStub(channel)
