@@ -148,9 +148,7 @@ class HttpDoor:
             call.method = method
             self._calls.begin(call)
             call.deadline = call.begun + _timeout(request.headers)
-            content = await self._read(call, body, call.deadline)
-            content = await self._decompressed(call, content, request.headers)
-            call.bytes = call.message_bytes = len(content)
+            content = await self._content(call, call.deadline, body, request.headers)
             admitted = HttpCall(call, request.path_params, request.query_params, request.headers, content)
             del content
             try:
@@ -169,21 +167,20 @@ class HttpDoor:
 
         return endpoint
 
-    async def _read(self, call: Call, body: "_Body", deadline: float) -> bytes:
+    async def _content(self, call: Call, deadline: float, body: "_Body", headers: Headers) -> bytes:
+        """Return the body of a request, decompressed."""
         seconds = min(self._limits.message_timeout, deadline - time.monotonic())
         try:
             content: bytes = await self._arriving.receive(call, body.read(), seconds)
         except TimeoutError:
             raise DeadlinePassed(f"the body of this request did not arrive within {seconds:g} s") from None
-        return content
-
-    async def _decompressed(self, call: Call, data: bytes, headers: Headers) -> bytes:
         encoding = headers.get("content-encoding", "identity").lower()
         if encoding in _COMPRESSIONS:
-            return await self._arriving.decompressed(call, data)
-        if encoding != "identity":
+            content = await self._arriving.decompressed(call, content)
+        elif encoding != "identity":
             raise HTTPException(415, f"Content-Encoding should be one of {', '.join(_COMPRESSIONS)}")
-        return data
+        call.bytes = call.message_bytes = len(content)
+        return content
 
 
 class _Body:
@@ -242,22 +239,18 @@ class _Sending:
             self._head = {**message, "headers": [*message["headers"], *self._headers, *close]}
             return
         try:
-            await self._drain()
             with self._connection.batch:
                 if self._head is not None:
                     await self._send(self._head)
                     self._head = None
                 await self._send({**message, "more_body": True})
-            await self._drain()
+            if self._connection.flow.write_paused:
+                async with asyncio.timeout(self._seconds):
+                    await self._connection.flow.drain()
             await self._send({"type": "http.response.body", "more_body": message.get("more_body", False)})
         except TimeoutError:
             self._call.status = "CANCELLED"
             self._connection.transport.abort()
-
-    async def _drain(self) -> None:
-        if self._connection.flow.write_paused:
-            async with asyncio.timeout(self._seconds):
-                await self._connection.flow.drain()
 
 
 # Errors of HTTP itself: our text for the router's, and gRPC's words for the status.

@@ -285,15 +285,12 @@ class Listener:
             loop.call_later(_NO_DESCRIPTOR_PAUSE, self._resume, listener)
             return False
         accepted.setblocking(False)
-        self._add(accepted)
-        return True
-
-    def _add(self, accepted: socket.socket) -> None:
         if not self._aborted and self._make_room():
             connection = Connection(self._config, self._state, self._limits, self._forget)
             self._connections[connection] = asyncio.create_task(self._set_up(connection, accepted))
         else:
             accepted.close()
+        return True
 
     def _make_room(self) -> bool:
         """Return whether one more connection fits, after aborting the oldest idle one if necessary.
@@ -311,8 +308,6 @@ class Listener:
         return True
 
     async def _set_up(self, connection: Connection, accepted: socket.socket) -> None:
-        if accepted.family != socket.AF_UNIX:
-            accepted.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)  # else a response may wait 40 ms for an ACK
         tls = None if self._tls is None else self._tls()
         try:
             await asyncio.get_running_loop().connect_accepted_socket(
@@ -361,10 +356,11 @@ def _bind(host: str, port: int) -> list[socket.socket]:
 
 def _bound(family: int, address: Any, *, dual_stack: bool = False) -> socket.socket:
     """Do what `socket.create_server` does, but do not listen."""
-    created = socket.socket(family, socket.SOCK_STREAM)
+    tcp = family != socket.AF_UNIX  # for which asyncio sets TCP_NODELAY, else a response may wait 40 ms for an ACK
+    created = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP if tcp else 0)
     try:
         created.setblocking(False)
-        if family != socket.AF_UNIX:
+        if tcp:
             created.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         if family == socket.AF_INET6:
             created.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, not dual_stack)
