@@ -189,7 +189,5 @@ def _naming(name: str) -> Iterator[None]:
     """Name one of several images in an error that is about it."""
     try:
         yield
-    except ImageError as error:
-        raise ImageError(f"{name}: {error}") from error
-    except UsageError as error:
-        raise UsageError(f"{name}: {error}") from error
+    except (ImageError, UsageError) as error:
+        raise type(error)(f"{name}: {error}") from error
