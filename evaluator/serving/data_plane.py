@@ -15,7 +15,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mappin
 from contextlib import contextmanager
 from functools import partial
 
-from ..errors import DeadlinePassed, ImageError, UsageError
+from ..errors import ImageError, UsageError
 from ..imaging.decode import check_bytes
 from ..reporting.report import Report
 from .concurrency import task_group
@@ -161,8 +161,6 @@ async def _answer(
     served: ServedModel, plan: Plan, call: Call, image: bytes, deadline: float | None, write: Write | None = None
 ) -> Answered:
     """Have an admitted image computed. deadline: of time.monotonic(), which is the clock of asyncio's loops, too."""
-    if deadline is not None and deadline <= time.monotonic():
-        raise DeadlinePassed("the call's deadline has passed, so the image was not computed. Use a longer deadline")
     loop = asyncio.get_running_loop()
     request = Request(served, plan, image, call, deadline, loop.create_future(), write=write)
     del image  # the request has it until it ends

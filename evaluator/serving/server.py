@@ -70,10 +70,7 @@ class Server:
         self._metrics.limits.labels("max-calls").set(limits.max_calls)
         self._metrics.limits.labels("max-connections").set(limits.max_connections)
         self._metrics.ready.set_function(lambda: self.serving)
-        self._max_evaluation_images = limits.max_evaluation_images
         self._health = Health(SERVICES)
-        self._opened = False
-        self._max_connections = limits.max_connections
         self._making_room: asyncio.Task[None] | None = None
         self._front = Front(calls)
         self._front.refusal_message = "the server is loading its models; try again later"
@@ -135,7 +132,6 @@ class Server:
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self._front)
         names = (*SERVICES, health.SERVICE_NAME, reflection.SERVICE_NAME)
         self._front.add_generic_rpc_handlers(_reflection(names))
-        self._opened = True
         await self._server.start()
         self._making_room = asyncio.create_task(self._make_room())
 
@@ -144,11 +140,11 @@ class Server:
 
         repository: None if the models are fixed.
         """
-        if not self._opened:
+        if self._making_room is None:
             await self.open()
         self._health.has_model = models.has
         models.on_change.append(self._health.wake)
-        plane = DataPlane(models, repository, lambda: self.serving, self._max_evaluation_images)
+        plane = DataPlane(models, repository, lambda: self.serving, self._calls.limits.max_evaluation_images)
         pb_grpc.add_PreluNetServiceServicer_to_server(PreluNetServicer(plane), self._front)
         inference.add_to_server(cast(grpc.aio.Server, self._front), plane)
         self._front.refusal_message = ""
@@ -157,12 +153,8 @@ class Server:
             add_routes(self._door, plane, self._reports)
             self._http.open()
 
-    def limit_memory(self, size: int) -> None:
-        """Refuse unfinished messages while this process is larger than `size` bytes."""
-        self._calls.arriving.max_memory = size
-
     async def _make_room(self) -> None:
-        idle = IdleConnections(self._port, self._max_connections)
+        idle = IdleConnections(self._port, self._calls.limits.max_connections)
         while True:
             await asyncio.sleep(_ROOM_INTERVAL)
             idle.make_room(self._calls.peers, self._calls.recent)
