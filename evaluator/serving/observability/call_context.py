@@ -121,9 +121,7 @@ def this_call() -> Call:
 def request_id_from(metadata: Metadata) -> str:
     """Return the request id in the caller's metadata, or a new one if there is none or it is invalid."""
     for key, value in metadata:
-        if key == REQUEST_ID:
-            if isinstance(value, str) and _REQUEST_ID.fullmatch(value):
-                return value
-            break
+        if key == REQUEST_ID and isinstance(value, str) and _REQUEST_ID.fullmatch(value):
+            return value
     # Not from the kernel, as `secrets`: under load the call would wait for the GIL for half a millisecond.
     return f"{random.getrandbits(64):016x}"
