@@ -126,12 +126,17 @@ class Connection(H11Protocol):
         if self._timer is not None:
             self._timer.cancel()
 
-    def end(self, *, complete: bool) -> None:
-        """Note that a request has been answered. complete: its body has been read, or it had none."""
+    @property
+    def body_received(self) -> bool:
+        """Return whether all of the request's body has arrived, or it has none."""
+        return not self.cycle.more_body
+
+    def end(self) -> None:
+        """Note that a request has been answered."""
         self.requests -= 1
         if not self.requests and self in self.connections:  # uvicorn's set; one that is lost needs no timer
-            self._between_requests = complete
-            self._abort_after(self._limits.idle if complete else self._limits.unread)
+            self._between_requests = self.body_received
+            self._abort_after(self._limits.idle if self.body_received else self._limits.unread)
 
     def close_if_idle(self) -> None:
         """Close the connection between two requests, unless bytes of the next have arrived: these are answered."""
