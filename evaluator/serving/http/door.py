@@ -144,6 +144,7 @@ class HttpDoor:
 
         async def endpoint(request: Request) -> Response:
             call: Call = request.scope["call"]
+            connection: Connection = request.scope["state"]["connection"]
             call.method = method
             self._calls.begin(call)
             call.deadline = call.begun + _timeout(request.headers)
@@ -151,15 +152,16 @@ class HttpDoor:
             admitted = HttpCall(call, request.path_params, request.query_params, request.headers, content)
             del content
             try:
-                with request.scope["state"]["connection"].cancelled_by_disconnect():
-                    async with asyncio.timeout_at(call.deadline):  # of time.monotonic(), which is the loop's clock too
-                        response = await answer(admitted)
+                connection.cancel_if_lost()
+                async with asyncio.timeout_at(call.deadline):  # of time.monotonic(), which is the loop's clock too
+                    response = await answer(admitted)
             except TimeoutError:
                 continues = "; the model is still being loaded or unloaded" if "RepositoryModel" in method else ""
                 raise DeadlinePassed(
                     f"the time for this request is over{continues}; allow more in the header {TIMEOUT_HEADER}"
                 ) from None
             finally:
+                connection.answering = None
                 call.message_admitted()
             call.status = "OK"
             return response

@@ -12,8 +12,8 @@ import socket
 import ssl
 import struct
 import sys
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
@@ -93,7 +93,7 @@ class Connection(H11Protocol):
         self._on_lost = on_lost
         self._between_requests = False
         self._timer: asyncio.TimerHandle | None = None
-        self._answering: asyncio.Task[Any] | None = None  # ends if the client leaves
+        self.answering: asyncio.Task[Any] | None = None  # is cancelled if the client leaves
 
     def connection_made(self, transport: Any) -> None:
         """Wait for the first request."""
@@ -107,8 +107,8 @@ class Connection(H11Protocol):
         self._on_lost(self)
         if self._timer is not None:
             self._timer.cancel()
-        if self._answering is not None:
-            self._answering.cancel()
+        if self.answering is not None:
+            self.answering.cancel()
         self._unset_keepalive_if_required()  # uvicorn's timer; after a reset it would keep this object for two minutes
         super().connection_lost(exc)
 
@@ -146,17 +146,12 @@ class Connection(H11Protocol):
             if not poll.poll(0):
                 self.transport.close()
 
-    @contextmanager
-    def cancelled_by_disconnect(self) -> Iterator[None]:
-        """Cancel this task, which has read its request, if the client leaves meanwhile, as gRPC does."""
+    def cancel_if_lost(self) -> None:
+        """Have this task, which has read its request, cancelled if the client leaves, as gRPC does."""
         if self.transport.is_closing():
             raise asyncio.CancelledError
         self.flow.resume_reading()  # paused by a large body, it would not notice
-        self._answering = asyncio.current_task()
-        try:
-            yield
-        finally:
-            self._answering = None
+        self.answering = asyncio.current_task()
 
     def _abort_after(self, seconds: float) -> None:
         if self._timer is not None:

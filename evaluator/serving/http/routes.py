@@ -128,14 +128,14 @@ class _Routes:
 
     def operations(self) -> list[Operation]:
         """Return the operations, in the order in which their paths are tried."""
-        own = self._inference
+        own, live = self._inference, _described(lambda: ServerLiveResponse(True))
         image, index = {"*/*": File, "multipart/form-data": ClassifyForm}, {JSON: RepositoryIndexRequest}
         operations = [
             Operation("GET", "/v1/models", "ListModels", self._list_models, ListModelsResponse),
             Operation("GET", "/v1/models/{name:path}", "GetModel", self._get_model, Model),
             Operation("POST", "/v1/classify", "Classify", self._classify, ClassifyResponse, image, ClassifyQuery),
             Operation("GET", "/v2", "ServerMetadata", _described(own.server_metadata), ServerMetadata),
-            Operation("GET", "/v2/health/live", "ServerLive", _described(_live), ServerLiveResponse),
+            Operation("GET", "/v2/health/live", "ServerLive", live, ServerLiveResponse),
             Operation("GET", "/v2/health/ready", "ServerReady", self._server_ready, ReadyResponse, probe=True),
             Operation("POST", "/v2/repository/index", "RepositoryIndex", self._index, list[ModelIndex], index),
             Operation(
@@ -213,10 +213,6 @@ class _Routes:
 
 def _written(answer: Answered) -> bytes:
     return msgspec.json.encode(classify_response(answer))
-
-
-def _live() -> ServerLiveResponse:
-    return ServerLiveResponse(True)
 
 
 def _described(describe: Callable[..., Struct]) -> Endpoint:
