@@ -47,12 +47,12 @@ class Call:
 
     method: as in "prelunet.v1.PreluNetService/Classify"; begun: time.monotonic() at its start; peer: gRPC's name of the
     connection; metadata: of gRPC, or the HTTP headers; deadline: of time.monotonic(), None for no deadline; admitted:
-    counted among the calls of its identity; identify: returns the identity behind a peer; share: of the queue, at most
-    for its identity; status: name of its gRPC status, empty until it ends; reason, error: of the error as sent to the
-    caller; id: of its message in the Open Inference Protocol; models: names of the requested models; images, failed:
-    number of images of a stream, and of those that got an error; views: of all its images; bytes, message_bytes: of all
-    its messages, and of the latest; in_progress: messages of a stream that have no answer yet; free_message: see
-    `message_admitted`; trace: None unless it is sampled.
+    counted among the calls of its identity; identity: of the caller, the name of its token or by default its address;
+    share: of the queue, at most for its identity; status: name of its gRPC status, empty until it ends; reason, error:
+    of the error as sent to the caller; id: of its message in the Open Inference Protocol; models: names of the
+    requested models; images, failed: number of images of a stream, and of those that got an error; views: of all its
+    images; bytes, message_bytes: of all its messages, and of the latest; in_progress: messages of a stream that have no
+    answer yet; free_message: see `message_admitted`; trace: None unless it is sampled.
 
     Fair queueing alternates between identities, then between the connections of each.
     """
@@ -64,7 +64,7 @@ class Call:
     metadata: Metadata = ()
     deadline: float | None = None
     admitted: bool = False
-    identify: Callable[[str], str] = identity_of
+    identity: str = ""
     share: float | None = None
     status: str = ""
     reason: str = ""
@@ -79,14 +79,9 @@ class Call:
     in_progress: int = 0
     free_message: Callable[[], None] | None = None
     trace: CallTrace | None = None
-    _identity: str = ""
 
-    @property
-    def identity(self) -> str:
-        """Return the identity of the caller: the name of its token, by default its address."""
-        if not self._identity:
-            self._identity = self.identify(self.peer)
-        return self._identity
+    def __post_init__(self) -> None:
+        self.identity = self.identity or identity_of(self.peer)
 
     def message_admitted(self) -> None:
         """Free the room of a message that has been decompressed: the queue counts its images now."""

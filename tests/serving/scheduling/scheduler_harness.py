@@ -123,10 +123,7 @@ def dense_protocol(*scales: int, mirror: bool = False) -> EvaluationProtocol:
 
 def call_of(client: str = "", *, identity: str = "", share: float | None = None, deadline: float | None = None) -> Call:
     """Return a call. client: its connection; identity: the name of its token, by default the client's address."""
-    call = Call(peer=client, share=share, deadline=deadline)
-    if identity:
-        call.identify = lambda _: identity
-    return call
+    return Call(peer=client, identity=identity, share=share, deadline=deadline)
 
 
 def start_classify(
