@@ -80,18 +80,16 @@ class DataPlane:
         return await _classify(served, served.plan(options), call, image, write=write, on_admitted=on_admitted)
 
     async def classify_all(
-        self, images: Sequence[bytes], model: str, options: RequestOptions, call: Call, timeout: float | None, name: str
+        self, images: Sequence[bytes], model: str, options: RequestOptions, call: Call, timeout: float, name: str
     ) -> list[Answered]:
         """Classify the images of a request, which are admitted or refused together; the first failure ends the others.
 
-        timeout: in seconds, None for only the call's deadline; name: of the list of images, for the error of one.
+        timeout: in seconds, beside the call's deadline; name: of the list of images, for the error of one.
         Raises the same errors.
         """
         served = self.models.get(model)
-        plan, deadline = served.plan(options), call.deadline
+        plan, deadline = served.plan(options), min(call.deadline, time.monotonic() + timeout)
         views = len(images) * plan.views
-        if timeout is not None:
-            deadline = min(time.monotonic() + timeout, math.inf if deadline is None else deadline)
         call.record_views(served.name, views)
         for index, image in enumerate(images):
             with _naming(f"{name}[{index}]"):
@@ -158,14 +156,14 @@ async def _classify(
 
 
 async def _answer(
-    served: ServedModel, plan: Plan, call: Call, image: bytes, deadline: float | None, write: Write | None = None
+    served: ServedModel, plan: Plan, call: Call, image: bytes, deadline: float, write: Write | None = None
 ) -> Answered:
     """Have an admitted image computed. deadline: of time.monotonic(), which is the clock of asyncio's loops, too."""
     loop = asyncio.get_running_loop()
     request = Request(served, plan, image, call, deadline, loop.create_future(), write=write)
     del image  # the request has it until it ends
     served.waiting.add(request)
-    timer = None if deadline is None else loop.call_at(deadline, served.waiting.expire, request)
+    timer = loop.call_at(deadline, served.waiting.expire, request) if deadline < math.inf else None
     try:
         return await request.reply
     finally:

@@ -6,6 +6,7 @@ structs with the names and the order of proto/inference.
 """
 
 import importlib.metadata
+import math
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -99,13 +100,13 @@ class CheckedRequest:
     """A valid request.
 
     images: encoded, 1 to MAX_IMAGES; top: number of best classes to return for each image, None for all scores;
-    timeout: in seconds, None for only the call's deadline.
+    timeout: in seconds, infinity for only the call's deadline.
     """
 
     images: tuple[bytes, ...]
     options: RequestOptions
     top: int | None
-    timeout: float | None
+    timeout: float
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -458,14 +459,14 @@ def _scales_of(value: str | int | None) -> tuple[int, ...] | None:
     return tuple(map(int, str(value).split(",")))
 
 
-def _timeout_of(values: Mapping[str, int]) -> float | None:
-    """Return the requested timeout in seconds; None for only the call's deadline."""
+def _timeout_of(values: Mapping[str, int]) -> float:
+    """Return the requested timeout in seconds."""
     if values.get("priority", 0) != 0:
         raise UsageError("parameter 'priority' should be 0: this server has no priorities, it serves clients in turn")
     microseconds = values.get("timeout", 0)
     if microseconds < 0:
         raise UsageError(f"parameter 'timeout' is {microseconds} microseconds; it should be 0 (none) or more")
-    return microseconds / 1e6 or None
+    return microseconds / 1e6 or math.inf
 
 
 def _top_of(request: InferRequest, classes: int) -> int | None:

@@ -137,7 +137,8 @@ class Method:
         remaining = context.time_remaining()
         metadata = cast("Metadata", context.invocation_metadata() or ())  # names are in lower case
         call = self._front.calls.arrived(self._path[1:], context.peer(), metadata)
-        call.deadline = None if remaining is None else call.begun + remaining
+        if remaining is not None:
+            call.deadline = call.begun + remaining
         # Not in the initial metadata, which would be sent in a packet of its own.
         context.set_trailing_metadata(((REQUEST_ID, call.request_id),))
         return call

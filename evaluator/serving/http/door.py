@@ -148,7 +148,7 @@ class HttpDoor:
             call.method = method
             self._calls.begin(call)
             call.deadline = call.begun + _timeout(request.headers)
-            content = await self._content(call, call.deadline, request)
+            content = await self._content(call, request)
             admitted = HttpCall(call, request.path_params, request.query_params, request.headers, content)
             del content
             try:
@@ -168,9 +168,9 @@ class HttpDoor:
 
         return endpoint
 
-    async def _content(self, call: Call, deadline: float, request: Request) -> bytes:
+    async def _content(self, call: Call, request: Request) -> bytes:
         """Return the body of a request, decompressed."""
-        seconds = min(self._limits.message_timeout, deadline - time.monotonic())
+        seconds = min(self._limits.message_timeout, call.deadline - time.monotonic())
         try:
             content: bytes = await self._arriving.receive(call, _read(request, self._limits.max_message_bytes), seconds)
         except TimeoutError:

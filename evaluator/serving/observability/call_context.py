@@ -1,5 +1,6 @@
 """The current call: what its log line reports, its request id, and its caller."""
 
+import math
 import random
 import re
 import time
@@ -46,7 +47,7 @@ class Call:
     """One RPC: who calls, until when, and what its log line will report. Filled in while it runs.
 
     method: as in "prelunet.v1.PreluNetService/Classify"; begun: time.monotonic() at its start; peer: gRPC's name of the
-    connection; metadata: of gRPC, or the HTTP headers; deadline: of time.monotonic(), None for no deadline; admitted:
+    connection; metadata: of gRPC, or the HTTP headers; deadline: of time.monotonic(); admitted:
     counted among the calls of its identity; identity: of the caller, the name of its token or by default its address;
     share: of the queue, at most for its identity; status: name of its gRPC status, empty until it ends; reason, error:
     of the error as sent to the caller; id: of its message in the Open Inference Protocol; models: names of the
@@ -62,7 +63,7 @@ class Call:
     begun: float = field(default_factory=time.monotonic)
     peer: str = ""
     metadata: Metadata = ()
-    deadline: float | None = None
+    deadline: float = math.inf
     admitted: bool = False
     identity: str = ""
     share: float | None = None

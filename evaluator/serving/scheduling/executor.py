@@ -251,8 +251,8 @@ class BatchExecutor:
         """End requests that have far less time left than their batch is expected to take; False if there are none."""
         times, batch = formed.model.batch_times[formed.in_lane], formed.batch
         minimum = times.expected(batch.rows * batch.height * batch.width) / _HOPELESS_FACTOR
-        remaining = {view.request: view.request.remaining() for view in formed.views} if minimum else {}
-        hopeless = [request for request, seconds in remaining.items() if seconds is not None and seconds < minimum]
+        latest = time.monotonic() + minimum
+        hopeless = [view.request for view in formed.views if minimum and view.request.deadline < latest]
         if hopeless:
             times.forget_oldest()
             for request in hopeless:

@@ -106,7 +106,7 @@ class Waiting:
         """End a request whose caller has left, unless it has ended; work that has not started is dropped."""
         if request.ended is None:
             with self.lock:
-                self._end(request, "expired" if request.expired(time.monotonic()) else "cancelled")
+                self._end(request, "expired" if request.deadline <= time.monotonic() else "cancelled")
 
     def expire(self, request: Request, reason: str = "has passed") -> None:
         """End a request with DeadlinePassed, unless it has ended. reason: what is wrong with its deadline."""
@@ -159,7 +159,7 @@ class Waiting:
     def _next_image(self, decoder: Decoder) -> Request | None:
         """Return the next image if there is room for its views; end those whose deadline has passed."""
         while (request := self.images.first(decoder)) is not None:
-            if not request.expired(time.monotonic()):
+            if request.deadline > time.monotonic():
                 return request if self._has_room(request) else None
             self._expire(request)
         return None
@@ -256,7 +256,7 @@ class Waiting:
             now = time.monotonic()
             for view in views:
                 request = view.request
-                if request.ended is None and not request.expired(now):
+                if request.ended is None and request.deadline > now:
                     wanted.append(view)
                     request.batch_begun = request.batch_begun or now
                 else:
