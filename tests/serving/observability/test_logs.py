@@ -95,7 +95,7 @@ def test_text_from_a_caller_forges_no_line_or_field_of_text_logs(nasty: str) -> 
     first, second = lines(stream.getvalue())
     assert first.isprintable()
     assert second.isprintable()
-    assert set(pairs(first)) == {"peer", "status", "seconds", "error"}
+    assert set(pairs(first)) == {"request_id", "method", "peer", "status", "seconds", "error"}
     assert pairs(first)["status"] == "INTERNAL"
     assert pairs(second) == {}, "a message comes after the bar"
 
