@@ -150,7 +150,7 @@ class BatchExecutor:
                 patience = None
                 if model is not None:
                     patience = model.ready_since + waiting.options.batch_wait - time.monotonic()
-                    if patience <= 0 or ready.models > 1 or model.fills_batch:
+                    if patience <= 0 or ready.flow_count() > 1 or model.fills_batch:
                         return self._batch_of(model)
                 if self._decodes and (images := waiting.take_images()):
                     return partial(self.decode, images)

@@ -210,7 +210,7 @@ class Waiting:
             else:
                 request.ready = time.monotonic()
                 request.results = [None] * len(views)
-                self.ready.put(request, views)
+                self.ready.add(request, views)
                 if self.may_stage:
                     self.stageable.notify()
                 if self.decoders[request.decoder] is not self.workers:  # otherwise this thread continues with its views
@@ -228,9 +228,9 @@ class Waiting:
             self.workers.wake()
 
     def take(self, views: Sequence[ReadyView], *, alone: bool) -> bool:
-        """Take views for a batch; see `ReadyQueue.take`."""
+        """Take views for a batch; see `ReadyQueue.begin_batch`."""
         with self.lock:
-            taken = self.ready.take(views, alone=alone)
+            taken = self.ready.begin_batch(views, alone=alone)
             if taken:
                 self.notify_room()
             return taken
@@ -245,7 +245,7 @@ class Waiting:
     def end_batch(self) -> None:
         """Note that a batch has ended, so that others may start."""
         with self.lock:
-            self.ready.end_batch()
+            self.ready.running -= 1
             if self.ready:
                 self.workers.wake()
 
@@ -305,7 +305,7 @@ class Waiting:
         if end_reason == "answered":
             return True
         request.model.metrics.failed_seconds.observe(request.ended - request.arrived)
-        dropped = self.ready.withdraw(request) + (request.plan.views if self.images.withdraw(request) else 0)
+        dropped = self.ready.drop(request) + (request.plan.views if self.images.withdraw(request) else 0)
         if dropped:
             request.model.metrics.dropped[end_reason].inc(dropped)
             self.notify_room()
