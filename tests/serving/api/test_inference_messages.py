@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from prelunet.evaluator.errors import ImageError, UsageError
 from prelunet.evaluator.imaging.limits import DecodeLimits
 from prelunet.evaluator.pb.inference import inference_pb2 as pb
-from prelunet.evaluator.serving.api import inference_messages
+from prelunet.evaluator.serving.api import inference as grpc_inference
 from prelunet.evaluator.serving.api.inference import answer_in_order
 from prelunet.evaluator.serving.inference import CheckedRequest, check_request, model_statistics
 from prelunet.evaluator.serving.models import Models
@@ -30,7 +30,7 @@ Check = Callable[[pb.ModelInferRequest], CheckedRequest]
 def check() -> Iterator[Check]:
     """Read a message, and check it for a model of six classes."""
     models = Models([(ModelFile("six", Path("six.onnx")), FakeSession())], DecodeLimits())
-    yield lambda request: check_request(inference_messages.infer_request(request), models.get("six"))
+    yield lambda request: check_request(grpc_inference.infer_request(request), models.get("six"))
     models.close()
 
 
