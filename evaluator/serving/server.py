@@ -30,14 +30,13 @@ from .http.door import HttpDoor
 from .http.listener import ConnectionLimits, Listener
 from .http.routes import add_routes
 from .models import Models
-from .network import IdleConnections, channel_options, connections_to, explain_bind_error, host_port, unix_host
+from .network import channel_options, connections_to, explain_bind_error, host_port, keep_room, unix_host
 from .options import HttpOptions
 from .repository import Repository
 from .watched_files import Certificates
 
 SERVICES = (SERVICE, inference.SERVICE)  # health reports each by name
 _FOREVER = 1e6  # seconds; `Server.stop` has its own timeout
-_ROOM_INTERVAL = 0.1  # seconds between checks that there is room for connections
 _POLL_INTERVAL = 0.02  # seconds between checks of the calls in flight
 # Seconds for connections to close after the last call. Clients that respond need one round trip. gRPC would wait 20 s
 # for a client that has disappeared, and without limit for one with an open reflection stream.
@@ -133,7 +132,8 @@ class Server:
         names = (*SERVICES, health.SERVICE_NAME, reflection.SERVICE_NAME)
         self._front.add_generic_rpc_handlers(_reflection(names))
         await self._server.start()
-        self._making_room = asyncio.create_task(self._make_room())
+        calls, limit = self._calls, self._calls.limits.max_connections
+        self._making_room = asyncio.create_task(keep_room(self._port, limit, calls.peers, calls.recent))
 
     async def start(self, models: Models, repository: Repository | None = None) -> None:
         """Answer calls; health reports SERVING for the whole server, each of our services and each model.
@@ -152,12 +152,6 @@ class Server:
         if self._door is not None and self._http is not None:
             add_routes(self._door, plane, self._reports)
             self._http.open()
-
-    async def _make_room(self) -> None:
-        idle = IdleConnections(self._port, self._calls.limits.max_connections)
-        while True:
-            await asyncio.sleep(_ROOM_INTERVAL)
-            idle.make_room(self._calls.peers, self._calls.recent)
 
     def set_not_serving(self) -> None:
         """Make health report NOT_SERVING; calls still work."""
