@@ -208,10 +208,7 @@ class _Sending:
     ) -> None:
         self._send, self._call, self._connection, self._ready = send, call, connection, ready
         self._seconds = limits.message_timeout
-        self._headers = [
-            (REQUEST_ID.encode(), call.request_id.encode()),
-            (b"x-content-type-options", b"nosniff"),
-        ]
+        self._headers = [(REQUEST_ID.encode(), call.request_id.encode()), (b"x-content-type-options", b"nosniff")]
         self._head: Message | None = None  # to be sent with the first part of the body
 
     async def send(self, message: Message) -> None:
