@@ -11,11 +11,10 @@ import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from types import NoneType
-from typing import Any, Literal, TypeAlias
+from typing import Annotated, Literal, TypeAlias, TypeVar
 
 import numpy as np
-from msgspec import Struct
+from msgspec import UNSET, Meta, Struct, UnsetType, ValidationError, convert
 from prometheus_client import Gauge, Histogram, Summary
 
 from ..arrays import Float32Array
@@ -44,25 +43,13 @@ _EXPECTED_INPUT = f"this model takes one input: '{INPUT}', datatype BYTES, shape
 _MAX_QUOTED = 100  # characters of a client's text in an error message
 _SCALES = re.compile(r"\d{1,9}(,\d{1,9})*", re.ASCII)
 
-# Parameters, and the types that each may have.
-_REQUEST_PARAMETERS: Mapping[str, tuple[type, ...]] = {
-    "protocol": (str,),
-    "scales": (int, str),
-    "mirror": (bool,),
-    "apply_exif": (bool,),
-    "timeout": (int,),
-    "priority": (int,),
-    "triton_enable_empty_final_response": (bool,),  # sent by Triton's C++ client with every call
-}
-_OUTPUT_PARAMETERS: Mapping[str, tuple[type, ...]] = {"classification": (int,)}
-_INPUT_PARAMETERS: Mapping[str, tuple[type, ...]] = {}
-_TYPE_NAMES = {bool: "bool", int: "int64", float: "double", str: "string", NoneType: "empty"}  # the protocol's
 # Triton's parameters, by prefix. Its clients send a whole family when the user sets one of it.
 _UNSUPPORTED_PARAMETERS: Mapping[str, str] = {
     "sequence_": "this server has no sequences, each request is independent. Call without a sequence_id",
     "shared_memory_": "this server accepts images only in the message, and answers in one. Call without shared memory",
 }
 
+Kind = TypeVar("Kind", bound=Struct)
 Parameters: TypeAlias = Mapping[str, bool | int | float | str | None]  # None: named, but without a value
 
 
@@ -150,11 +137,33 @@ class InferAnswer:
 # Descriptions. Their names are those of the messages, and of the schemas in the OpenAPI description.
 
 
-class _Description(Struct, forbid_unknown_fields=True):
+class _Declared(Struct, forbid_unknown_fields=True):
     pass
 
 
-class ServerMetadata(_Description):
+class RequestParameters(_Declared):
+    """The parameters of a request. scales: comma-separated; timeout: in microseconds, 0 for none; priority: 0."""
+
+    protocol: str = ""
+    scales: int | str | UnsetType = UNSET
+    mirror: bool | UnsetType = UNSET
+    apply_exif: bool = False
+    timeout: Annotated[int, Meta(ge=0)] = 0
+    priority: int = 0
+    triton_enable_empty_final_response: bool = False  # sent by Triton's C++ client with every call
+
+
+class InputParameters(_Declared):
+    """The parameters of an input: none."""
+
+
+class OutputParameters(_Declared):
+    """The parameters of an output. classification: number of best classes, instead of all scores."""
+
+    classification: int | UnsetType = UNSET
+
+
+class ServerMetadata(_Declared):
     """Name and version of the server, and the extensions of the protocol that it supports."""
 
     name: str
@@ -162,7 +171,7 @@ class ServerMetadata(_Description):
     extensions: tuple[str, ...]
 
 
-class TensorMetadata(_Description):
+class TensorMetadata(_Declared):
     """An input or output of a model; -1 is any number of images."""
 
     name: str
@@ -170,7 +179,7 @@ class TensorMetadata(_Description):
     shape: tuple[int, ...]
 
 
-class ModelMetadata(_Description):
+class ModelMetadata(_Declared):
     """The inputs and outputs of a model. versions: the loaded ones, newest first."""
 
     name: str
@@ -180,7 +189,7 @@ class ModelMetadata(_Description):
     outputs: tuple[TensorMetadata, ...]
 
 
-class ModelTensor(_Description):
+class ModelTensor(_Declared):
     """An input or output in a model's configuration; its dimensions exclude the batch."""
 
     name: str
@@ -188,17 +197,17 @@ class ModelTensor(_Description):
     dims: tuple[int, ...]
 
 
-class ModelDynamicBatching(_Description):
+class ModelDynamicBatching(_Declared):
     """Requests of all clients share batches."""
 
 
-class ModelParameter(_Description):
+class ModelParameter(_Declared):
     """A value of a model's parameters."""
 
     string_value: str
 
 
-class ModelConfig(_Description):
+class ModelConfig(_Declared):
     """A model's configuration in Triton's form."""
 
     name: str
@@ -211,14 +220,14 @@ class ModelConfig(_Description):
     backend: str
 
 
-class StatisticDuration(_Description):
+class StatisticDuration(_Declared):
     """Number of events, and their total duration in nanoseconds."""
 
     count: int
     ns: int
 
 
-class InferStatistics(_Description):
+class InferStatistics(_Declared):
     """Statistics of the images sent to a model, by stage."""
 
     success: StatisticDuration
@@ -229,7 +238,7 @@ class InferStatistics(_Description):
     compute_output: StatisticDuration
 
 
-class ModelStatistics(_Description):
+class ModelStatistics(_Declared):
     """Statistics of all versions of a model since the server started.
 
     version: the newest; last_inference: in milliseconds since 1970, 0 before the first answer.
@@ -243,7 +252,7 @@ class ModelStatistics(_Description):
     inference_stats: InferStatistics
 
 
-class ModelIndex(_Description):
+class ModelIndex(_Declared):
     """A version of a model. reason: why it is not served, or what is wrong with its folder; otherwise empty."""
 
     name: str
@@ -369,16 +378,14 @@ def _require_known(parameters: Iterable[str], known: Sequence[str]) -> None:
 
 def check_request(request: InferRequest, served: ServedModel) -> CheckedRequest:
     """Check a request. Raises UsageError."""
-    values = _checked(request.parameters, _REQUEST_PARAMETERS, "the request")
+    asked = _converted(request.parameters, RequestParameters, "the request")
+    if asked.priority != 0:
+        raise UsageError("parameter 'priority' should be 0: this server has no priorities, it serves clients in turn")
     tensor = _input_of(request)
     count = _image_count(tensor.shape)
     images = tensor.images(count)
-    options = RequestOptions(
-        protocol=values.get("protocol", ""),
-        scales=_scales_of(values.get("scales")),
-        mirror=values.get("mirror"),
-        apply_exif=values.get("apply_exif", False),
-    )
+    mirror = None if asked.mirror is UNSET else asked.mirror
+    options = RequestOptions(asked.protocol, _scales_of(asked.scales), mirror, asked.apply_exif)
     plan = served.plan(options)
     if count > 1 and count * plan.views > MAX_VIEWS:
         raise UsageError(
@@ -386,24 +393,20 @@ def check_request(request: InferRequest, served: ServedModel) -> CheckedRequest:
             f"have at most {MAX_VIEWS}. Send fewer images per call"
         )
     top = _top_of(request, len(served.session.contract.classes))
-    return CheckedRequest(tuple(images), options, top, _timeout_of(values))
+    return CheckedRequest(tuple(images), options, top, asked.timeout / 1e6 or math.inf)
 
 
-def _checked(parameters: Parameters, allowed: Mapping[str, tuple[type, ...]], where: str) -> dict[str, Any]:
+def _converted(parameters: Parameters, kind: type[Kind], where: str) -> Kind:
     """Return parameters that are all known and of the right type; otherwise raise UsageError."""
-    for name, value in sorted(parameters.items()):  # a map has no order on the wire
-        if name.startswith(tuple(_UNSUPPORTED_PARAMETERS)):
-            reason = next(why for prefix, why in _UNSUPPORTED_PARAMETERS.items() if name.startswith(prefix))
-            raise UsageError(f"{where} has a parameter '{truncate(name, _MAX_QUOTED)}': {reason}")
-        if name not in allowed:
-            raise UsageError(
-                f"{where} has an unknown parameter '{truncate(name, _MAX_QUOTED)}'. "
-                f"Allowed: {', '.join(allowed) or 'none'}"
-            )
-        if type(value) not in allowed[name]:
-            types = " or ".join(_TYPE_NAMES[each] for each in allowed[name])
-            raise UsageError(f"parameter '{name}' of {where} should be of type {types}, not {_TYPE_NAMES[type(value)]}")
-    return dict(parameters)
+    for name in sorted(parameters):  # a map has no order on the wire
+        for prefix, reason in _UNSUPPORTED_PARAMETERS.items():
+            if name.startswith(prefix):
+                raise UsageError(f"{where} has a parameter '{truncate(name, _MAX_QUOTED)}': {reason}")
+    try:
+        return convert(parameters, kind)
+    except ValidationError as error:
+        allowed, text = ", ".join(kind.__struct_fields__) or "none", truncate(str(error), 2 * _MAX_QUOTED)
+        raise UsageError(f"the parameters of {where} are not valid: {text}. Allowed: {allowed}") from None
 
 
 def _input_of(request: InferRequest) -> InputTensor:
@@ -417,7 +420,7 @@ def _input_of(request: InferRequest) -> InputTensor:
         raise UsageError(f"the model has no input '{truncate(tensor.name, _MAX_QUOTED)}'; {_EXPECTED_INPUT}")
     if tensor.datatype != "BYTES":
         raise UsageError(f"input '{INPUT}' has datatype '{truncate(tensor.datatype, _MAX_QUOTED)}'; {_EXPECTED_INPUT}")
-    _checked(tensor.parameters, _INPUT_PARAMETERS, f"input '{INPUT}'")
+    _converted(tensor.parameters, InputParameters, f"input '{INPUT}'")
     return tensor
 
 
@@ -449,24 +452,14 @@ def split_elements(raw: bytes, count: int) -> list[bytes]:
     return images
 
 
-def _scales_of(value: str | int | None) -> tuple[int, ...] | None:
-    if value is None:
+def _scales_of(value: str | int | UnsetType) -> tuple[int, ...] | None:
+    if value is UNSET:
         return None
     if isinstance(value, str) and (len(value) > 6 * MAX_SCALES or not _SCALES.fullmatch(value)):
         raise UsageError(
             f"parameter 'scales' should be 1 to {MAX_SCALES} comma-separated integers in pixels, as in '256,384,480'"
         )
     return tuple(map(int, str(value).split(",")))
-
-
-def _timeout_of(values: Mapping[str, int]) -> float:
-    """Return the requested timeout in seconds."""
-    if values.get("priority", 0) != 0:
-        raise UsageError("parameter 'priority' should be 0: this server has no priorities, it serves clients in turn")
-    microseconds = values.get("timeout", 0)
-    if microseconds < 0:
-        raise UsageError(f"parameter 'timeout' is {microseconds} microseconds; it should be 0 (none) or more")
-    return microseconds / 1e6 or math.inf
 
 
 def _top_of(request: InferRequest, classes: int) -> int | None:
@@ -477,10 +470,10 @@ def _top_of(request: InferRequest, classes: int) -> int | None:
         raise UsageError(f"the model has no output '{truncate(name, _MAX_QUOTED)}'. Its only output: {OUTPUT}")
     if len(request.outputs) > 1:
         raise UsageError(f"output '{OUTPUT}' is requested {len(request.outputs)} times; request it once")
-    top: int | None = _checked(request.output_parameters, _OUTPUT_PARAMETERS, f"output '{OUTPUT}'").get(
-        "classification"
-    )
-    if top is not None and not 1 <= top <= classes:
+    top = _converted(request.output_parameters, OutputParameters, f"output '{OUTPUT}'").classification
+    if top is UNSET:
+        return None
+    if not 1 <= top <= classes:
         raise UsageError(
             f"parameter 'classification' is {top}, but this model has {classes} classes; give 1 to {classes}"
         )
