@@ -368,8 +368,7 @@ class BatchExecutor:
         """Run a failed batch again in halves, on all threads; if that was a single view, fail its request."""
         model, views, behind = formed.model, formed.views, formed.behind
         memory = isinstance(error, OutOfMemory | MemoryError)
-        lost = isinstance(error, DeviceLost)
-        model.metrics.failed["lost" if lost else "memory" if memory else "error"].inc()
+        model.metrics.failed["lost" if isinstance(error, DeviceLost) else "memory" if memory else "error"].inc()
         model.canvas = None
         if isinstance(error, DeviceLost):
             self._mark_lost(error, views)
@@ -382,10 +381,8 @@ class BatchExecutor:
                 for smaller in _planned(model, half, behind=later):
                     complete += self._run(smaller)
             return complete
-        elif memory:
+        elif memory or isinstance(error, UsageError | ContractError) or self._runs_at_all(model, [*views, *behind]):
             self._waiting.fail(views[0].request, as_reported(model, error))
-        elif isinstance(error, UsageError | ContractError) or self._runs_at_all(model, [*views, *behind]):
-            self._waiting.fail(views[0].request, error)
         else:
             lost_device = DeviceLost(
                 f"{model.session.circumstances.provider} fails on every input ({type(error).__name__}: {error}). "
