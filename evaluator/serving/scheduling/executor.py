@@ -16,7 +16,7 @@ import logging
 import math
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
@@ -124,7 +124,7 @@ class BatchExecutor:
         with self._forming:
             if self._staged is not None:
                 formed, self._staged = self._staged, None
-                return partial(self._compute, formed)
+                return partial(self._compute, [formed], formed.views)
             return self._wait_for_task()
 
     def _wait_for_task(self) -> Callable[[], None] | None:
@@ -197,17 +197,7 @@ class BatchExecutor:
             self._waiting.end_batch()
             return
         self._waiting.decoded_in_lane(decoded, views)
-        complete: list[Request] = []
-        try:
-            for formed in _planned(model, views, in_lane=in_lane):
-                self._on_complete(complete)
-                self._give_up_hopeless(formed)
-                complete = self._run(formed)
-        except Exception as error:
-            for request in decoded:
-                self._waiting.fail(request, as_reported(model, error))
-        self._waiting.end_batch()  # first: the next image may come as soon as an answer is sent
-        self._on_complete(complete)
+        self._compute(_planned(model, views, in_lane=in_lane), views)
 
     # Forming batches
 
@@ -224,7 +214,7 @@ class BatchExecutor:
         views.clear()
         self._waiting.end_planning()
         if formed is not None:
-            self._compute(formed)
+            self._compute([formed], formed.views)
 
     def _form(self, views: Sequence[ReadyView], *, full: bool = False) -> _FormedBatch | None:
         """Plan batches and take the views of the first one. full: only if no other view could join it.
@@ -240,24 +230,10 @@ class BatchExecutor:
             if in_lane := self._waiting.ready.use_lane(views):
                 chosen = chosen[: _share_of_lane(chosen)]
             formed = _FormedBatch(model, chosen, _truncated(plan.batches[0], len(chosen), model), in_lane)
-            if self._give_up_hopeless(formed) or not self._waiting.take(chosen, alone=not in_lane):
-                return None
-            return formed
+            return formed if self._waiting.take(chosen, alone=not in_lane) else None
         except Exception as error:  # this thread must survive, or every later call would wait forever
             self._waiting.fail(views[0].request, as_reported(model, error))
             return None
-
-    def _give_up_hopeless(self, formed: _FormedBatch) -> bool:
-        """End requests that have far less time left than their batch is expected to take; False if there are none."""
-        times, batch = formed.model.batch_times[formed.in_lane], formed.batch
-        minimum = times.expected(batch.rows * batch.height * batch.width) / _HOPELESS_FACTOR
-        latest = time.monotonic() + minimum
-        hopeless = [view.request for view in formed.views if minimum and view.request.deadline < latest]
-        if hopeless:
-            times.forget_oldest()
-            for request in hopeless:
-                self._waiting.expire(request, "leaves less time than a batch takes")
-        return bool(hopeless)
 
     def _stage(self) -> None:
         while (views := self._next_full_batch()) is not None:
@@ -291,15 +267,30 @@ class BatchExecutor:
 
     # Computing batches
 
-    def _compute(self, formed: _FormedBatch) -> None:
+    def _compute(self, batches: Iterable[_FormedBatch], views: Sequence[ReadyView]) -> None:
+        """Run batches, which hold these views, and have those requests answered that they complete."""
         complete: list[Request] = []
         try:
-            complete = self._run(formed)
+            for formed in batches:
+                self._on_complete(complete)
+                self._give_up_hopeless(formed)
+                complete = self._run(formed)
         except Exception as error:  # this thread must survive; `_run` handles the session's errors
-            for view in formed.views:
-                self._waiting.fail(view.request, error)
+            for view in views:
+                self._waiting.fail(view.request, as_reported(view.request.model, error))
         self._waiting.end_batch()  # first: the next image may come as soon as an answer is sent
         self._on_complete(complete)
+
+    def _give_up_hopeless(self, formed: _FormedBatch) -> None:
+        """End requests that have far less time left than their batch is expected to take."""
+        times, batch = formed.model.batch_times[formed.in_lane], formed.batch
+        minimum = times.expected(batch.rows * batch.height * batch.width) / _HOPELESS_FACTOR
+        latest = time.monotonic() + minimum
+        hopeless = [view.request for view in formed.views if minimum and view.request.deadline < latest]
+        if hopeless:
+            times.forget_oldest()
+            for request in hopeless:
+                self._waiting.expire(request, "leaves less time than a batch takes")
 
     def _run(self, formed: _FormedBatch) -> list[Request]:
         """Run a batch, without the views of requests that have ended; return the requests that it completes."""
