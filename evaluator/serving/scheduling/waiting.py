@@ -34,7 +34,7 @@ class IdleThreads:
     method is called.
     """
 
-    def __init__(self, lock: threading.Lock) -> None:
+    def __init__(self, lock: threading.RLock) -> None:
         self._lock = lock
         self._waiting: list[threading.Lock] = []
         self._on_its_way = False
@@ -80,7 +80,7 @@ class Waiting:
     def __init__(self, options: QueueOptions, process_share: float, *, decoders: bool) -> None:
         self.options = options
         self.images, self.ready = DecodeQueue(process_share), ReadyQueue()
-        self.lock = threading.Lock()
+        self.lock = threading.RLock()  # also a thread that holds it may end requests
         self.workers, self.stageable = IdleThreads(self.lock), threading.Condition(self.lock)
         self.decoders: dict[Decoder, IdleThreads] = {
             "thread": IdleThreads(self.lock) if decoders else self.workers,
@@ -110,8 +110,8 @@ class Waiting:
 
     def expire(self, request: Request, reason: str = "has passed") -> None:
         """End a request with DeadlinePassed, unless it has ended. reason: what is wrong with its deadline."""
-        with self.lock:
-            self._expire(request, reason)
+        text = f"the call's deadline {reason}, so the image was not computed. Use a longer deadline, or try again later"
+        self.fail(request, DeadlinePassed(text), "expired")
 
     def close(self) -> None:
         """Refuse new requests; the threads end when the queues are empty."""
@@ -161,7 +161,7 @@ class Waiting:
         while (request := self.images.first(decoder)) is not None:
             if request.deadline > time.monotonic():
                 return request if self._has_room(request) else None
-            self._expire(request)
+            self.expire(request)
         return None
 
     def _has_room(self, request: Request) -> bool:
@@ -194,7 +194,7 @@ class Waiting:
                 self.images.end(request)
                 request.ready = now
                 if self._lost is not None:
-                    self._fail(request, DeviceLost(self._lost))
+                    self.fail(request, DeviceLost(self._lost))
             for view in views:
                 view.request.results.append(None)
             self.notify_room()
@@ -206,7 +206,7 @@ class Waiting:
             if request.ended is not None:
                 request.model.metrics.dropped[request.end_reason].inc(len(views))
             elif self._lost is not None:
-                self._fail(request, DeviceLost(self._lost))
+                self.fail(request, DeviceLost(self._lost))
             else:
                 request.ready = time.monotonic()
                 request.results = [None] * len(views)
@@ -223,7 +223,7 @@ class Waiting:
             self.images.end(request)
             end_reason = request.end_reason or ("expired" if isinstance(error, DeadlinePassed) else "failed")
             request.model.metrics.dropped[end_reason].inc(request.plan.views)
-            self._fail(request, error, end_reason)
+            self.fail(request, error, end_reason)
             self.notify_room()
             self.workers.wake()
 
@@ -261,7 +261,7 @@ class Waiting:
                     request.batch_begun = request.batch_begun or now
                 else:
                     request.model.metrics.dropped[request.end_reason or "expired"].inc()
-                    self._expire(request)
+                    self.expire(request)
             self.may_stage = True
             self.stageable.notify()
         return wanted, now
@@ -274,7 +274,9 @@ class Waiting:
     def fail(self, request: Request, error: BaseException, end_reason: str = "failed") -> None:
         """End a request with an error, unless it has ended."""
         with self.lock:
-            self._fail(request, error, end_reason)
+            if self._end(request, end_reason):
+                request.error = error
+                deliver([request])
 
     def mark_lost(self, error: DeviceLost, views: Sequence[ReadyView]) -> bool:
         """Mark the device as lost: fail all waiting requests, those of `views` and all later ones.
@@ -285,17 +287,8 @@ class Waiting:
             first = self._lost is None
             self._lost = self._lost or str(error)
             for request in {*(view.request for view in (*views, *self.ready)), *self.images}:
-                self._fail(request, DeviceLost(self._lost))
+                self.fail(request, DeviceLost(self._lost))
         return first
-
-    def _expire(self, request: Request, reason: str = "has passed") -> None:
-        text = f"the call's deadline {reason}, so the image was not computed. Use a longer deadline, or try again later"
-        self._fail(request, DeadlinePassed(text), "expired")
-
-    def _fail(self, request: Request, error: BaseException, end_reason: str = "failed") -> None:
-        if self._end(request, end_reason):
-            request.error = error
-            deliver([request])
 
     def _end(self, request: Request, end_reason: str) -> bool:
         """End a request and drop its waiting views; False if it had ended."""
