@@ -9,7 +9,7 @@ import time
 from collections.abc import Awaitable, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import grpc
 import grpc.aio
@@ -127,7 +127,7 @@ class Server:
         ready, and do not send a refused request to another.
         """
         unloaded = DataPlane(Models((), DecodeLimits()), ready=lambda: False)
-        inference.add_to_server(cast(grpc.aio.Server, self._front), unloaded)
+        inference.add_to_front(self._front, unloaded)
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self._front)
         names = (*SERVICES, health.SERVICE_NAME, reflection.SERVICE_NAME)
         self._front.add_generic_rpc_handlers(_reflection(names))
@@ -146,7 +146,7 @@ class Server:
         models.on_change.append(self._health.wake)
         plane = DataPlane(models, repository, lambda: self.serving, self._calls.limits.max_evaluation_images)
         pb_grpc.add_PreluNetServiceServicer_to_server(PreluNetServicer(plane), self._front)
-        inference.add_to_server(cast(grpc.aio.Server, self._front), plane)
+        inference.add_to_front(self._front, plane)
         self._front.refusal_message = ""
         self._health.set_serving(serving=True)
         if self._door is not None and self._http is not None:

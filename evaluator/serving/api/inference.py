@@ -7,7 +7,6 @@ from functools import partial
 from typing import Any, TypeVar
 
 import grpc
-import grpc.aio
 from msgspec import to_builtins
 
 from ...errors import UsageError
@@ -19,6 +18,7 @@ from ..data_plane import DataPlane
 from ..inference import INPUT, OUTPUT, InferAnswer, Inference, InferRequest, InputTensor, Parameters, split_elements
 from ..observability.call_context import Call, Context, this_call
 from ..observability.logs import log_incident
+from .front import Front
 from .prelunet import STREAM_SLOTS
 
 SERVICE = pb.DESCRIPTOR.services_by_name["GRPCInferenceService"].full_name
@@ -32,9 +32,9 @@ UNIMPLEMENTED_METHODS: Mapping[str, str] = {
 }
 
 
-def add_to_server(server: grpc.aio.Server, plane: DataPlane) -> None:
-    """Add the Open Inference Protocol to a server."""
-    pb_grpc.add_GRPCInferenceServiceServicer_to_server(InferenceServicer(plane), server)
+def add_to_front(front: Front, plane: DataPlane) -> None:
+    """Add the Open Inference Protocol to the services of a server."""
+    pb_grpc.add_GRPCInferenceServiceServicer_to_server(InferenceServicer(plane), front)
 
     async def refuse(text: str, _request: bytes, context: Context) -> bytes:
         await context.abort(grpc.StatusCode.UNIMPLEMENTED, text)
@@ -42,7 +42,7 @@ def add_to_server(server: grpc.aio.Server, plane: DataPlane) -> None:
     refusals: dict[str, grpc.RpcMethodHandler[bytes, bytes]] = {
         name: grpc.unary_unary_rpc_method_handler(partial(refuse, text)) for name, text in UNIMPLEMENTED_METHODS.items()
     }
-    server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(SERVICE, refusals),))
+    front.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(SERVICE, refusals),))
 
 
 class InferenceServicer(pb_grpc.GRPCInferenceServiceServicer):
