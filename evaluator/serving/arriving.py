@@ -10,10 +10,11 @@ import resource
 import zlib
 from collections import Counter
 from collections.abc import Awaitable
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 from weakref import WeakValueDictionary
+
+from msgspec import Struct
 
 from ..errors import Overloaded, UsageError
 from .observability.call_context import Call
@@ -29,8 +30,7 @@ _MAX_RATIO, _ALWAYS = 8, 2**18  # images hardly become smaller; a form or JSON a
 _MEMORY, _PAGE = Path("/proc/self/statm"), resource.getpagesize()
 
 
-@dataclass(eq=False)
-class _Wait:
+class _Wait(Struct, eq=False):
     """The wait of a call's task for a message, for some seconds. checked: already at a check."""
 
     call: Call

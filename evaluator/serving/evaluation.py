@@ -4,10 +4,11 @@ import asyncio
 import time
 from array import array
 from collections.abc import AsyncIterator, Awaitable, Callable
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import TypeAlias
+
+from msgspec import Struct
 
 from ..datasets.dataset import Dataset, Sample
 from ..errors import DatasetError, ImageError, UsageError
@@ -26,8 +27,7 @@ MAX_TEXT_BYTES = 2**26  # of an evaluation's names and refusals: 67 bytes for ea
 PROGRESS_INTERVAL = 1.0  # minimum number of seconds between two progress reports
 
 
-@dataclass(frozen=True)
-class LabelledImage:
+class LabelledImage(Struct, frozen=True):
     """One image of a streamed dataset. file: its name in the dataset; data: encoded; label: class index."""
 
     file: str
@@ -35,8 +35,7 @@ class LabelledImage:
     label: int
 
 
-@dataclass(frozen=True)
-class Progress:
+class Progress(Struct, frozen=True):
     """images: answered so far, refused ones included; top1_error: in percent, None before the first."""
 
     images: int

@@ -9,7 +9,6 @@ import importlib.metadata
 import math
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from functools import partial
 from typing import Annotated, Literal, TypeAlias, TypeVar
 
@@ -56,8 +55,7 @@ Parameters: TypeAlias = Mapping[str, bool | int | float | str | None]  # None: n
 # Requests and answers.
 
 
-@dataclass(frozen=True, slots=True)
-class InputTensor:
+class InputTensor(Struct, frozen=True):
     """An input as sent. images: returns the given number of elements, or raises UsageError."""
 
     name: str
@@ -67,8 +65,7 @@ class InputTensor:
     images: Callable[[int], Sequence[bytes]]
 
 
-@dataclass(frozen=True, slots=True)
-class InferRequest:
+class InferRequest(Struct, frozen=True):
     """A request as sent, with any number of inputs and outputs: there may be millions, and only one each is valid.
 
     inputs: their number; tensor: the first of them; outputs: the names of the requested ones; output_parameters: of the
@@ -82,8 +79,7 @@ class InferRequest:
     output_parameters: Parameters
 
 
-@dataclass(frozen=True, slots=True)
-class CheckedRequest:
+class CheckedRequest(Struct, frozen=True):
     """A valid request.
 
     images: encoded, 1 to MAX_IMAGES; top: number of best classes to return for each image, None for all scores;
@@ -96,8 +92,7 @@ class CheckedRequest:
     timeout: float
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class InferAnswer:
+class InferAnswer(Struct, frozen=True, eq=False):
     """An answer: its one output. scores: float32 (classes,) of each image; top: as in `CheckedRequest`."""
 
     model: ServedModel

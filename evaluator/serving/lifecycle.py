@@ -7,11 +7,12 @@ import signal
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from typing import TypeAlias
 
 import grpc
+from msgspec import Struct
 from prometheus_client import ProcessCollector
 
 from ..engine.session import Session
@@ -95,8 +96,7 @@ class ShutdownEvents:
             return None
 
 
-@dataclass(frozen=True)
-class ServeResult:
+class ServeResult(Struct, frozen=True):
     """How a server ended.
 
     unfinished: number of calls that were cut off; lost: the error of a lost device; stuck: a thread did not end, so a

@@ -82,7 +82,7 @@ class PreluNetServicer(pb_grpc.PreluNetServiceServicer):
                     yield image_of(await anext(request_iterator), contract)
 
         async def send_progress(progress: Progress) -> None:
-            message = pb.EvaluateResponse(progress=pb.EvaluateProgress(**vars(progress)))
+            message = pb.EvaluateResponse(progress=pb.EvaluateProgress(**to_builtins(progress)))
             await uncancelled(context.write(message))
 
         async with aclosing(images()) as labeled:

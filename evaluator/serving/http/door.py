@@ -4,7 +4,6 @@ import asyncio
 import math
 import time
 from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import dataclass
 from typing import Annotated, Any, TypeAlias
 
 import msgspec
@@ -60,8 +59,7 @@ class Error(Struct, forbid_unknown_fields=True):
     request_id: str
 
 
-@dataclass
-class HttpCall:
+class HttpCall(Struct):
     """A request that has been admitted. call: has its deadline; parameters: of its path; body: all, decompressed."""
 
     call: Call

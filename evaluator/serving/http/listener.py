@@ -14,12 +14,12 @@ import struct
 import sys
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
 from urllib.parse import unquote
 
 import h11
+from msgspec import Struct
 from starlette.types import ASGIApp
 from uvicorn import Config
 from uvicorn.protocols.http.h11_impl import H11Protocol
@@ -37,8 +37,7 @@ _RECEIVE_BYTES = 2**16  # at a time; by default 256 KiB, which tiny chunks would
 log = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True)
-class ConnectionLimits:
+class ConnectionLimits(Struct, frozen=True):
     """Limits of a port; times in seconds.
 
     count: of open connections; head_bytes: of request line and headers; head: to complete a handshake, and to receive

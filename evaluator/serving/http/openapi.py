@@ -2,7 +2,6 @@
 
 import importlib.metadata
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
 from typing import Annotated, Any, Literal, TypeAlias
 
 import msgspec
@@ -25,8 +24,7 @@ _ERRORS = {
 }
 
 
-@dataclass(frozen=True)
-class Operation:
+class Operation(msgspec.Struct, frozen=True):
     """A route that does what a gRPC method does, with its scope and limits.
 
     path: as Starlette has it; name: of the method; endpoint: answers a request; answer: type of its JSON; bodies: types
@@ -39,7 +37,7 @@ class Operation:
     name: str
     endpoint: Endpoint
     answer: Any
-    bodies: Mapping[str, Any] = field(default_factory=dict)
+    bodies: Mapping[str, Any] = {}
     query: type[msgspec.Struct] | None = None
     binary: bool = False
     probe: bool = False

@@ -1,7 +1,6 @@
 """The routes of the HTTP port: they translate requests for the data plane, and its answers to JSON."""
 
 from collections.abc import Callable, Iterable
-from dataclasses import replace
 from email.parser import BytesHeaderParser
 from functools import partial
 from pathlib import Path
@@ -144,7 +143,7 @@ class _Routes:
             ),
         ]  # fmt: skip
         for model, suffix in (("{name}", ""), ("{name}/versions/{version}", "OfVersion")):
-            operations += [replace(each, suffix=suffix) for each in self._of_model(model)]
+            operations += [msgspec.structs.replace(each, suffix=suffix) for each in self._of_model(model)]
         return operations
 
     def _of_model(self, model: str) -> list[Operation]:

@@ -6,10 +6,10 @@ import re
 import time
 from collections.abc import Callable, Sequence
 from contextvars import ContextVar
-from dataclasses import dataclass, field
 from typing import Any, Protocol, TypeAlias
 
 import grpc.aio
+from msgspec import Struct, field
 
 REQUEST_ID = "x-request-id"  # metadata key, of requests and responses
 _REQUEST_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")  # no characters with a meaning in logs or terminals
@@ -42,8 +42,7 @@ def identity_of(client: str) -> str:
     return client.rpartition(":")[0] or client
 
 
-@dataclass(slots=True, eq=False)
-class Call:
+class Call(Struct, eq=False):
     """One RPC: who calls, until when, and what its log line will report. Filled in while it runs.
 
     method: as in "prelunet.v1.PreluNetService/Classify"; begun: time.monotonic() at its start; peer: gRPC's name of the
@@ -71,7 +70,7 @@ class Call:
     reason: str = ""
     error: str = ""
     id: str = ""
-    models: set[str] = field(default_factory=set)
+    models: set[str] = set()
     images: int = 0
     failed: int = 0
     views: int = 0

@@ -5,7 +5,8 @@ import random
 import time
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass
+
+from msgspec import Struct
 
 from ...errors import Overloaded
 from ..observability.call_context import Call
@@ -63,8 +64,7 @@ class Ticket:
         self.size, self.views, self.images = size, views, images
 
 
-@dataclass
-class Usage:
+class Usage(Struct):
     """Images, views and bytes admitted and not yet answered, in total, of one client or of one identity.
 
     clients: of an identity, with admitted images.

@@ -18,12 +18,11 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
 import numpy as np
-from msgspec import structs
+from msgspec import Struct, structs
 
 from ...engine.batching import Batch, BatchPlan
 from ...engine.classify import PackedBatch, ViewResult, pack_batch, plan_views, unpack_results
@@ -46,8 +45,7 @@ def worker_threads() -> int:
     return max(2, cores())
 
 
-@dataclass
-class _FormedBatch:
+class _FormedBatch(Struct, eq=False):
     """A batch whose views have left the queue.
 
     packed, staged: None before, and again once they are used up; behind: views that its thread computes after it.
@@ -249,7 +247,9 @@ class BatchExecutor:
         try:
             packed = pack_batch(formed.batch, [view.view for view in formed.views])
             with self._watchdog.watch_batch(formed.model, formed.views, packed.images[..., 0].size):
-                return replace(formed, packed=packed, staged=formed.model.session.stage(packed.images, packed.sizes))
+                return structs.replace(
+                    formed, packed=packed, staged=formed.model.session.stage(packed.images, packed.sizes)
+                )
         except Exception as error:
             log.warning("could not stage a batch ahead: %s", error)
             return formed
@@ -323,7 +323,7 @@ class BatchExecutor:
         except Exception as error:
             packed = staged = None  # free the memory before a smaller batch is tried
             release_frames(error)
-            return self._failed(replace(formed, views=views), error)
+            return self._failed(structs.replace(formed, views=views), error)
         return self._computed(formed, views, packed, results, start)
 
     def _computed(

@@ -3,7 +3,6 @@
 import itertools
 import math
 from collections import deque
-from dataclasses import dataclass, field
 from functools import lru_cache, partial
 from statistics import median
 from typing import Any
@@ -50,8 +49,7 @@ class RequestOptions(Struct, frozen=True):
     maps: bool = False
 
 
-@dataclass(frozen=True, eq=False, slots=True)
-class Plan:
+class Plan(Struct, frozen=True, eq=False):
     """What all requests that ask the same of a model have in common.
 
     top: number of best classes; heatmap, maps: as in `RequestOptions`; prepare: how to decode an image; views: of an
@@ -67,7 +65,7 @@ class Plan:
     views: int
     pixels: int
     multiply_adds: float
-    parts: dict[Any, Any] = field(default_factory=dict)
+    parts: dict[Any, Any] = {}
 
 
 class BatchTimes:
