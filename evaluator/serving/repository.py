@@ -62,7 +62,6 @@ class Repository:
         self._refused: dict[Version, tuple[Signature, PreluNetError]] = {}  # tried again once the file changes
         self._deleted: set[Version] = set()  # loaded ones
         self._unknown: set[Path] = set()  # ONNX files in the folder that are no version
-        self._retry = False
         for outcome in ("loaded", "refused", "deleted", "unloaded"):
             self._count(outcome, 0)
 
@@ -73,7 +72,7 @@ class Repository:
 
     def retry(self) -> None:
         """Let the next look try again what was refused, and load what was unloaded."""
-        self._retry = True
+        self._refused = {}
 
     async def start(self) -> None:
         """Load the newest version of each model that can be loaded; the others are reported as they are later.
@@ -101,8 +100,6 @@ class Repository:
             async with self._lock:
                 look, before = await in_thread(self._look, reads="models"), self._last_look
                 self._last_look = look
-                if self._retry:
-                    self._retry, self._refused = False, {}
                 self._refused = {version: of for version, of in self._refused.items() if version in look}
                 deleted = {version for version in self._loaded if version not in look}
                 for version in deleted - self._deleted:
