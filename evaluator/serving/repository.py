@@ -106,9 +106,7 @@ class Repository:
                     self._count("deleted")
                     log.warning("model %s: %s", version, _DELETED)
                 self._deleted = deleted
-                settled = {
-                    version: signature for version, signature in look.items() if before.get(version) == signature
-                }
+                settled = {version: found for version, found in look.items() if before.get(version) == found}
                 changing = {version.name for version in self._loaded if look.get(version) != before.get(version)}
                 for name in sorted({version.name for version in settled} - changing):
                     await self._update(name, settled)

@@ -6,7 +6,7 @@ import re
 import time
 from collections.abc import Callable, Sequence
 from contextvars import ContextVar
-from typing import Any, Protocol, TypeAlias
+from typing import Any, TypeAlias
 
 import grpc.aio
 from msgspec import Struct, field
@@ -17,21 +17,6 @@ _REQUEST_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")  # no characters with a mean
 Metadata: TypeAlias = Sequence[tuple[str, str | bytes]]  # keys in lower case, of gRPC or of HTTP headers
 
 Context: TypeAlias = "grpc.aio.ServicerContext[Any, Any]"
-
-
-class CallTrace(Protocol):
-    """The spans of one sampled call. `tracing`, which requires an extra, creates them.
-
-    exemplar: labels that lead from a metric to this trace.
-    """
-
-    exemplar: dict[str, str]
-
-    def add_image(self, stages: Sequence[tuple[str, float, float]], failure: str) -> None:
-        """Add an image that has ended. stages: name, begin and end of each; failure: of the last stage, or empty."""
-
-    def end(self, call: "Call", method: str) -> None:
-        """End the span of the call, and create those of its images. method: "unknown" unless it is one of ours."""
 
 
 def identity_of(client: str) -> str:
@@ -52,7 +37,8 @@ class Call(Struct, eq=False):
     of the error as sent to the caller; id: of its message in the Open Inference Protocol; models: names of the
     requested models; images, failed: number of images of a stream, and of those that got an error; views: of all its
     images; bytes, message_bytes: of all its messages, and of the latest; in_progress: messages of a stream that have no
-    answer yet; free_message: see `message_admitted`; trace: None unless it is sampled.
+    answer yet; free_message: see `message_admitted`; trace: a `CallTrace`, whose module requires an extra, None
+    unless it is sampled.
 
     Fair queueing alternates between identities, then between the connections of each.
     """
@@ -78,7 +64,7 @@ class Call(Struct, eq=False):
     message_bytes: int = 0
     in_progress: int = 0
     free_message: Callable[[], None] | None = None
-    trace: CallTrace | None = None
+    trace: Any = None
 
     def __post_init__(self) -> None:
         self.identity = self.identity or identity_of(self.peer)
