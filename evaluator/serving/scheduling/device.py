@@ -59,10 +59,10 @@ class ServedDevice:
         idle = waiting.decoders[decoder]
         with waiting.lock:
             while (request := waiting.take_image(decoder)) is None:
-                if waiting.closed and not waiting.images.waiting(decoder):
+                if waiting.closed and not waiting.images.waiting[decoder]:
                     return None
                 idle.wait()
-            if waiting.images.waiting(decoder):
+            if waiting.images.waiting[decoder]:
                 idle.wake()  # there may be room for the next image too
             return request
 

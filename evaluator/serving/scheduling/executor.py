@@ -140,7 +140,7 @@ class BatchExecutor:
                 if self._decodes and (images := waiting.take_images(newcomers=True)):
                     if ready.startable() is not None:
                         waiting.workers.wake()
-                    lanes, expected = images[0].model.session.lanes, len(images) + waiting.images.waiting("thread")
+                    lanes, expected = images[0].model.session.lanes, len(images) + len(waiting.images.waiting["thread"])
                     if lanes > 1 and (in_lane := ready.reserve(lanes, expected)) is not None:
                         return partial(self._decode_and_run, images, in_lane)
                     return partial(self.decode, images)
@@ -202,7 +202,7 @@ class BatchExecutor:
     def _batch_of(self, model: ServedModel) -> Callable[[], None]:
         waiting = self._waiting
         waiting.ready.planning = True
-        if self._decodes and waiting.images.waiting("thread"):
+        if self._decodes and waiting.images.waiting["thread"]:
             waiting.workers.wake()
         return partial(self._run_first, waiting.ready.to_plan(model))
 

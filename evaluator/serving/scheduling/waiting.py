@@ -99,7 +99,7 @@ class Waiting:
                 raise DeviceLost(self._lost)
             if self.closed:
                 raise Interrupted("the server has stopped")
-            self.images.put(request)
+            self.images.waiting[request.decoder].put(request, request.path, request.decode_cost)
             self.decoders[request.decoder].wake()
 
     def abandon(self, request: Request) -> None:
@@ -135,7 +135,7 @@ class Waiting:
         newcomers: only of clients without ready views. All are of one model.
         """
         taken: list[Request] = []
-        if not (waiting := self.images.waiting("thread")):
+        if not (waiting := len(self.images.waiting["thread"])):
             return taken
         options, share, pixels, cost, work = self.options, -(-waiting // (1 + len(self.workers))), 0, 0.0, 0.0
         while len(taken) < _TAKEN_AT_ONCE and (request := self._next_image("thread")) is not None:
@@ -152,7 +152,7 @@ class Waiting:
                 break
             self.images.begin(request)
             taken.append(request)
-        if taken and self.images.waiting("thread"):
+        if taken and self.images.waiting["thread"]:
             self.workers.wake()
         return taken
 
@@ -181,7 +181,7 @@ class Waiting:
         for decoder, idle in self.decoders.items():
             if self.closed:  # they may be about to end
                 idle.wake_all()
-            elif self.images.waiting(decoder):
+            elif self.images.waiting[decoder]:
                 idle.wake()
 
     # For all threads
