@@ -95,11 +95,11 @@ async def evaluate(
 class _CollectedAnswers:
     """Names, predictions and sizes of the images of an evaluation, in the order of the answers; reports the progress.
 
-    places: position of each file name in that order; None for an image without an answer yet.
+    places: position of each file name in that order, -1 before its answer.
     """
 
     def __init__(self, classes: int, views: int, on_progress: ProgressCallback | None) -> None:
-        self.places: dict[str, int | None] = {}
+        self.places: dict[str, int] = {}
         self._new = partial(Predictions, classes, views)
         self._predictions = self._new()
         self._sizes = array("Q")
@@ -122,7 +122,7 @@ class _CollectedAnswers:
                 f"the names and refusals of this evaluation take more than {MAX_TEXT_BYTES} bytes. Use shorter names, "
                 "evaluate the dataset in parts, or use `prelunet validate`"
             )
-        self.places[file] = None
+        self.places[file] = -1
         self._text_bytes += len(file.encode())
 
     def add(self, prediction: Prediction, size: int) -> None:
@@ -148,9 +148,7 @@ class _CollectedAnswers:
     def in_order(self) -> tuple[list[Sample], Predictions]:
         """Return samples and predictions in the order of the file names, the order of every run."""
         samples, predictions = [], self._new()
-        for file in sorted(self.places):
-            place = self.places[file]
-            assert place is not None, "all images are answered by now"
+        for file, place in sorted(self.places.items()):
             prediction = self._predictions[place]
             samples.append(Sample(file, prediction.label, self._sizes[place]))
             predictions.append(prediction)
