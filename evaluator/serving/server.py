@@ -65,10 +65,10 @@ class Server:
         for gRPC, instead of host and port. Raises EnvironmentFault if a port is unavailable.
         """
         self._calls = calls = calls or CallsInFlight()
-        self._metrics, limits = calls.metrics, calls.limits
-        self._metrics.limits.labels("max-calls").set(limits.max_calls)
-        self._metrics.limits.labels("max-connections").set(limits.max_connections)
-        self._metrics.ready.set_function(lambda: self.serving)
+        metrics, limits = calls.metrics, calls.limits
+        metrics.limits.labels("max-calls").set(limits.max_calls)
+        metrics.limits.labels("max-connections").set(limits.max_connections)
+        metrics.ready.set_function(lambda: self.serving)
         self._health = Health(SERVICES)
         self._making_room: asyncio.Task[None] | None = None
         self._front = Front(calls)
@@ -84,11 +84,10 @@ class Server:
         except RuntimeError as error:  # without the reason, which gRPC only logs
             raise EnvironmentFault(f"cannot listen on {address}: {explain_bind_error(self._host, port)}") from error
         if unix_socket is None:
-            self._metrics.grpc_connections.set_function(lambda: sum(1 for _ in connections_to(self._port)))
+            metrics.grpc_connections.set_function(lambda: sum(1 for _ in connections_to(self._port)))
         self._door, self._http, self._reports = None, None, http.reports
         if http.enabled:
-            names = (host, *http.host_names)
-            self._door = HttpDoor(calls, names, lambda: self.serving)
+            self._door = HttpDoor(calls, (host, *http.host_names), lambda: self.serving)
             self._http = Listener(
                 self._door,
                 host if http.unix_socket is None else unix_host(http.unix_socket, "--http-unix-socket"),
@@ -99,7 +98,7 @@ class Server:
                 option="--http-port",
                 tls=None if certificates is None or http.unix_socket is not None else certificates.context,
             )
-            self._metrics.http_connections.set_function(partial(getattr, self._http, "connections"))
+            metrics.http_connections.set_function(partial(getattr, self._http, "connections"))
 
     @property
     def address(self) -> str:
