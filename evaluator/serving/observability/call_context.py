@@ -31,14 +31,14 @@ class Call(Struct, eq=False):
     """One RPC: who calls, until when, and what its log line will report. Filled in while it runs.
 
     method: as in "prelunet.v1.PreluNetService/Classify"; begun: time.monotonic() at its start; peer: gRPC's name of the
-    connection; metadata: of gRPC, or the HTTP headers; deadline: of time.monotonic(); admitted:
-    counted among the calls of its identity; identity: of the caller, the name of its token or by default its address;
-    share: of the queue, at most for its identity; status: name of its gRPC status, empty until it ends; reason, error:
-    of the error as sent to the caller; id: of its message in the Open Inference Protocol; models: names of the
-    requested models; images, failed: number of images of a stream, and of those that got an error; views: of all its
-    images; bytes, message_bytes: of all its messages, and of the latest; in_progress: messages of a stream that have no
-    answer yet; free_message: see `message_admitted`; trace: a `CallTrace`, whose module requires an extra, None
-    unless it is sampled.
+    connection; metadata: of gRPC, or the HTTP headers; deadline: of time.monotonic(); admitted: counted among the calls
+    of its identity; identity: of the caller, the name of its token or by default its address; share: of the queue, at
+    most for its identity; status: name of its gRPC status, empty until it ends; reason, error: of the error as sent to
+    the caller; id: of its message in the Open Inference Protocol; models: names of the requested models; images,
+    failed: number of images of a stream, and of those that got an error; views: of all its images; bytes,
+    message_bytes: of all its messages, and of the latest; in_progress: messages of a stream that have no answer yet;
+    free_message: see `message_admitted`; trace: a `CallTrace`, whose module requires an extra, None unless it is
+    sampled.
 
     Fair queueing alternates between identities, then between the connections of each.
     """
