@@ -6,6 +6,7 @@ messages are unfinished are refused.
 """
 
 import asyncio
+import math
 import resource
 import zlib
 from collections import Counter
@@ -44,11 +45,11 @@ class _Wait(Struct, eq=False):
 class ArrivingBytes:
     """Refuses calls whose messages are unfinished while the process is too large. Only for the event loop's thread.
 
-    max_memory: of the process in bytes, None until the server has announced it.
+    max_memory: of the process in bytes, infinity until the server has announced it.
     """
 
     def __init__(self, limits: ServerLimits = ServerLimits(), metrics: Metrics | None = None) -> None:
-        self.max_memory: int | None = None
+        self.max_memory = math.inf
         self._refusals = (metrics or Metrics()).refused["arriving"]
         self._waits: dict[_Wait, None] = {}  # the oldest first
         self._timer: asyncio.TimerHandle | None = None
@@ -91,14 +92,13 @@ class ArrivingBytes:
                 wait.begun = now
             elif now - wait.begun > wait.seconds:
                 self._end(wait, TimeoutError())
-        if self.max_memory is not None:
-            self._refuse(process_memory(), self.max_memory)
+        self._refuse(process_memory(), self.max_memory)
         for wait in self._waits:
             wait.checked = True
         if self._waits:
             self._timer = loop.call_later(_INTERVAL, self._check)
 
-    def _refuse(self, size: int, limit: int) -> None:
+    def _refuse(self, size: int, limit: float) -> None:
         """Refuse the unfinished messages of the client with the most, if the process has grown beyond its limit."""
         old = [wait for wait in self._waits if wait.checked]
         if size <= limit:

@@ -265,10 +265,6 @@ class Inference:
     def __init__(self, plane: DataPlane) -> None:
         self._plane = plane
 
-    def ready(self) -> bool:
-        """Return whether the server accepts new work."""
-        return self._plane.ready()
-
     def has(self, name: str, version: str = "") -> bool:
         """Return whether a model is served, by a server that is ready or not."""
         return self._plane.models.has(_with_version(name, version))

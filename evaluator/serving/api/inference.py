@@ -49,16 +49,16 @@ class InferenceServicer(pb_grpc.GRPCInferenceServiceServicer):
     """Translates calls."""
 
     def __init__(self, plane: DataPlane) -> None:
-        self._inference = Inference(plane)
+        self._plane, self._inference = plane, Inference(plane)
 
     async def ServerLive(self, request: pb.ServerLiveRequest, context: Context) -> pb.ServerLiveResponse:
         return pb.ServerLiveResponse(live=True)
 
     async def ServerReady(self, request: pb.ServerReadyRequest, context: Context) -> pb.ServerReadyResponse:
-        return pb.ServerReadyResponse(ready=self._inference.ready())
+        return pb.ServerReadyResponse(ready=self._plane.ready())
 
     async def ModelReady(self, request: pb.ModelReadyRequest, context: Context) -> pb.ModelReadyResponse:
-        ready = self._inference.has(request.name, request.version) and self._inference.ready()
+        ready = self._inference.has(request.name, request.version) and self._plane.ready()
         return pb.ModelReadyResponse(ready=ready)
 
     async def ServerMetadata(self, request: pb.ServerMetadataRequest, context: Context) -> pb.ServerMetadataResponse:

@@ -189,11 +189,11 @@ class _Routes:
         return ModelStatisticsResponse(self._inference.statistics(name, version))
 
     async def _server_ready(self, _request: HttpCall) -> Response:
-        ready = self._inference.ready()
+        ready = self._plane.ready()
         return JsonResponse(ReadyResponse(ready), 200 if ready else 503)
 
     async def _model_ready(self, request: HttpCall) -> Response:
-        if self._inference.ready() and not self._inference.has(**request.parameters):
+        if self._plane.ready() and not self._inference.has(**request.parameters):
             raise ModelNotFound("no such model or version is served; GET /v1/models lists all")  # no names: no token
         return await self._server_ready(request)
 
