@@ -4,7 +4,7 @@ Classify, ModelInfer, POST /v1/classify, POST /v2/…/infer      classify, class
 ClassifyStream                                                 classify for each message, waiting for room
 ModelStreamInfer                                               classify_all for each message
 Evaluate                                                       evaluate
-the lists and descriptions of models                           models, problems
+the lists and descriptions of models                           list_models, get_model, models, problems
 RepositoryModelLoad, RepositoryModelUnload                     folder
 """
 
@@ -18,6 +18,7 @@ from functools import partial
 from ..errors import ImageError, UsageError
 from ..imaging.decode import check_bytes
 from ..reporting.report import Report
+from .answers import ListModelsResponse, Model, list_models_response, model_response
 from .concurrency import task_group
 from .evaluation import LabelledImage, ProgressCallback, evaluate
 from .models import Models
@@ -51,6 +52,14 @@ class DataPlane:
     def problems(self) -> Mapping[Version, str]:
         """Return what is wrong with versions in the server's folder."""
         return {} if self._repository is None else self._repository.problems()
+
+    def list_models(self) -> ListModelsResponse:
+        """List the served models, and what is wrong with others."""
+        return list_models_response(self.models.all(), self.problems())
+
+    def get_model(self, name: str) -> Model:
+        """Describe a served model. Raises ModelNotFound."""
+        return model_response(self.models.get(name))
 
     def folder(self) -> Repository:
         """Return the folder of models, which loads and unloads them. Raises UsageError if the models are fixed."""

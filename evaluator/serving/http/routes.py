@@ -16,14 +16,7 @@ from starlette.routing import Route
 from ...contract import MAX_SCALES
 from ...errors import ModelNotFound, UsageError
 from ...reporting.live_page import live_page
-from ..answers import (
-    ClassifyResponse,
-    ListModelsResponse,
-    Model,
-    classify_response,
-    list_models_response,
-    model_response,
-)
+from ..answers import ClassifyResponse, ListModelsResponse, Model, classify_response
 from ..concurrency import run_inline_or_in_thread
 from ..data_plane import DataPlane
 from ..inference import Inference, ModelConfig, ModelIndex, ModelMetadata, ModelStatistics, ServerMetadata
@@ -130,8 +123,8 @@ class _Routes:
         own, live = self._inference, _described(lambda: ServerLiveResponse(True))
         image, index = {"*/*": File, "multipart/form-data": ClassifyForm}, {JSON: RepositoryIndexRequest}
         operations = [
-            Operation("GET", "/v1/models", "ListModels", self._list_models, ListModelsResponse),
-            Operation("GET", "/v1/models/{name:path}", "GetModel", self._get_model, Model),
+            Operation("GET", "/v1/models", "ListModels", _described(self._plane.list_models), ListModelsResponse),
+            Operation("GET", "/v1/models/{name:path}", "GetModel", _described(self._plane.get_model), Model),
             Operation("POST", "/v1/classify", "Classify", self._classify, ClassifyResponse, image, ClassifyQuery),
             Operation("GET", "/v2", "ServerMetadata", _described(own.server_metadata), ServerMetadata),
             Operation("GET", "/v2/health/live", "ServerLive", live, ServerLiveResponse),
@@ -161,12 +154,6 @@ class _Routes:
             Operation("GET", f"{path}/stats", "ModelStatistics", _described(self._statistics), ModelStatisticsResponse),
             Operation("POST", f"{path}/infer", "ModelInfer", self._infer, ModelInferResponse, tensors, binary=True),
         ]
-
-    async def _list_models(self, _request: HttpCall) -> Response:
-        return JsonResponse(list_models_response(self._plane.models.all(), self._plane.problems()))
-
-    async def _get_model(self, request: HttpCall) -> Response:
-        return JsonResponse(model_response(self._plane.models.get(request.parameters["name"])))
 
     async def _classify(self, request: HttpCall) -> Response:
         if request.headers.get("content-type", "").lower().startswith("multipart/"):
