@@ -247,6 +247,12 @@ class ModelStatistics(_Declared):
     inference_stats: InferStatistics
 
 
+class ModelStatisticsResponse(_Declared):
+    """Statistics of the models."""
+
+    model_stats: list[ModelStatistics]
+
+
 class ModelIndex(_Declared):
     """A version of a model. reason: why it is not served, or what is wrong with its folder; otherwise empty."""
 
@@ -299,10 +305,11 @@ class Inference:
             backend="prelunet",
         )
 
-    def statistics(self, name: str = "", version: str = "") -> list[ModelStatistics]:
+    def statistics(self, name: str = "", version: str = "") -> ModelStatisticsResponse:
         """Return the statistics of a model, or of each without a name."""
         models = [self._model(name, version)] if name else self._plane.models.all()
-        return [model_statistics(model.name, model.version, self._plane.models.metrics) for model in models]
+        metrics = self._plane.models.metrics
+        return ModelStatisticsResponse([model_statistics(model.name, model.version, metrics) for model in models])
 
     def index(self, *, only_ready: bool) -> list[ModelIndex]:
         """List the loaded versions of all models, and those that are not served, with what is wrong with them."""

@@ -74,8 +74,7 @@ class InferenceServicer(pb_grpc.GRPCInferenceServiceServicer):
 
     async def ModelStatistics(self, request: pb.ModelStatisticsRequest, context: Context) -> pb.ModelStatisticsResponse:
         """Return the statistics of one model, or of each."""
-        found = self._inference.statistics(request.name, request.version)
-        return pb.ModelStatisticsResponse(model_stats=to_builtins(found))
+        return pb.ModelStatisticsResponse(**to_builtins(self._inference.statistics(request.name, request.version)))
 
     async def RepositoryIndex(self, request: pb.RepositoryIndexRequest, context: Context) -> pb.RepositoryIndexResponse:
         """List the loaded versions of all models, and those that are not served."""

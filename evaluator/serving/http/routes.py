@@ -19,7 +19,7 @@ from ...reporting.live_page import live_page
 from ..answers import ClassifyResponse, ListModelsResponse, Model, classify_response
 from ..concurrency import run_inline_or_in_thread
 from ..data_plane import DataPlane
-from ..inference import Inference, ModelConfig, ModelIndex, ModelMetadata, ModelStatistics, ServerMetadata
+from ..inference import Inference, ModelConfig, ModelIndex, ModelMetadata, ModelStatisticsResponse, ServerMetadata
 from ..scheduling.model import RequestOptions
 from ..scheduling.request import Answered
 from .door import JSON, Endpoint, HttpCall, HttpDoor, JsonResponse
@@ -84,12 +84,6 @@ class ReadyResponse(Struct, forbid_unknown_fields=True):
     ready: bool
 
 
-class ModelStatisticsResponse(Struct, forbid_unknown_fields=True):
-    """Statistics of the models."""
-
-    model_stats: list[ModelStatistics]
-
-
 _Body = TypeVar("_Body", RepositoryModelRequest, RepositoryIndexRequest)
 
 
@@ -131,7 +125,7 @@ class _Routes:
             Operation("GET", "/v2/health/ready", "ServerReady", self._server_ready, ReadyResponse, probe=True),
             Operation("POST", "/v2/repository/index", "RepositoryIndex", self._index, list[ModelIndex], index),
             Operation(
-                "GET", "/v2/models/stats", "ModelStatistics", _described(self._statistics), ModelStatisticsResponse,
+                "GET", "/v2/models/stats", "ModelStatistics", _described(own.statistics), ModelStatisticsResponse,
                 suffix="OfAll",
             ),
         ]  # fmt: skip
@@ -151,7 +145,7 @@ class _Routes:
             Operation("GET", path, "ModelMetadata", _described(own.model_metadata), ModelMetadata),
             Operation("GET", f"{path}/ready", "ModelReady", self._model_ready, ReadyResponse, probe=True),
             Operation("GET", f"{path}/config", "ModelConfig", _described(own.model_config), ModelConfig),
-            Operation("GET", f"{path}/stats", "ModelStatistics", _described(self._statistics), ModelStatisticsResponse),
+            Operation("GET", f"{path}/stats", "ModelStatistics", _described(own.statistics), ModelStatisticsResponse),
             Operation("POST", f"{path}/infer", "ModelInfer", self._infer, ModelInferResponse, tensors, binary=True),
         ]
 
@@ -171,9 +165,6 @@ class _Routes:
         del parse, parsed  # free them while waiting, with the second copy of the images
         body, headers = await answering
         return Response(body, headers=headers)
-
-    def _statistics(self, name: str = "", version: str = "") -> ModelStatisticsResponse:
-        return ModelStatisticsResponse(self._inference.statistics(name, version))
 
     async def _server_ready(self, _request: HttpCall) -> Response:
         ready = self._plane.ready()
