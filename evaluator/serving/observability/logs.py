@@ -123,38 +123,42 @@ def log_call(call: Call, seconds: float, calls: int = 1) -> None:
         _handler.write(partial(_handler.line, time.time(), "INFO", log.name, "call ended", _with_call(fields, call)))
 
 
-class JsonFormatter(logging.Formatter):
-    """One JSON object per line, in ASCII: `time` (UTC), `level`, `logger`, `message` and further fields."""
+class LineFormatter(logging.Formatter):
+    """Formats records with the fields of their call, and the end of their traceback, which has location and error."""
+
+    line: Callable[[float, str, str, str, dict[str, Any]], str]
 
     def format(self, record: logging.LogRecord) -> str:
-        """Return a record as JSON."""
-        text = _traceback(record)
-        fields = _fields(record) | ({"traceback": text} if text else {})
+        """Return the line, or lines, of a record."""
+        fields = _with_call(getattr(record, "fields", {}), getattr(record, "call", None) or current_call.get())
+        if record.exc_info:
+            fields["traceback"] = self.formatException(record.exc_info)[-MAX_TRACEBACK:]
         return self.line(record.created, record.levelname, record.name, record.getMessage(), fields)
 
+
+class JsonFormatter(LineFormatter):
+    """One JSON object per line, in ASCII: `time` (UTC), `level`, `logger`, `message` and further fields."""
+
     @staticmethod
-    def line(created: float, level: str, logger: str, message: str, fields: Mapping[str, Any]) -> str:
+    def line(created: float, level: str, logger: str, message: str, fields: dict[str, Any]) -> str:
         """Return a line. created: seconds since 1970."""
         head = {"time": _time(created), "level": level, "logger": logger}
         return json.dumps(head | {"message": truncate(message, MAX_LOG_MESSAGE), **fields})
 
 
-class TextFormatter(logging.Formatter):
+class TextFormatter(LineFormatter):
     """`TIME LEVEL LOGGER field=value … | message`, then the lines of a traceback, each after a bar.
 
     The message comes last, so that none of its text can be mistaken for a field.
     """
 
-    def format(self, record: logging.LogRecord) -> str:
-        """Return a record as text."""
-        line = self.line(record.created, record.levelname, record.name, record.getMessage(), _fields(record))
-        return "\n".join([line, *(f"    | {escaped(part)}" for part in _traceback(record).split("\n") if part)])
-
     @staticmethod
-    def line(created: float, level: str, logger: str, message: str, fields: Mapping[str, Any]) -> str:
+    def line(created: float, level: str, logger: str, message: str, fields: dict[str, Any]) -> str:
         """Return a line. created: seconds since 1970."""
+        trace = fields.pop("traceback", "")
         pairs = "".join([f"{key}={_value(value)} " for key, value in fields.items()])
-        return f"{_time(created)} {level} {logger} {pairs}| {escaped(truncate(message, MAX_LOG_MESSAGE))}"
+        line = f"{_time(created)} {level} {logger} {pairs}| {escaped(truncate(message, MAX_LOG_MESSAGE))}"
+        return "\n".join([line, *(f"    | {escaped(part)}" for part in trace.split("\n") if part)])
 
 
 class StderrHandler(logging.Handler):
@@ -271,11 +275,6 @@ def _time(created: float) -> str:
     return f"{datetime.fromtimestamp(created, UTC).isoformat(timespec='milliseconds')[:-6]}Z"
 
 
-def _fields(record: logging.LogRecord) -> dict[str, Any]:
-    """Return the fields of a log line: those of the record's `call` or the current one, and the record's `fields`."""
-    return _with_call(getattr(record, "fields", {}), getattr(record, "call", None) or current_call.get())
-
-
 def _with_call(own: Mapping[str, Any], call: Call | None) -> dict[str, Any]:
     fields: dict[str, Any] = {}
     if call is not None:
@@ -286,11 +285,6 @@ def _with_call(own: Mapping[str, Any], call: Call | None) -> dict[str, Any]:
         if isinstance(value, str) and len(value) > MAX_FIELD:
             fields[key] = truncate(value, MAX_FIELD)
     return fields
-
-
-def _traceback(record: logging.LogRecord) -> str:
-    """Return the end of a record's traceback, which has the location and the error."""
-    return logging.Formatter().formatException(record.exc_info)[-MAX_TRACEBACK:] if record.exc_info else ""
 
 
 def _value(value: Any) -> str:
