@@ -8,7 +8,6 @@ from typing import Any, TypeVar
 from .observability.logs import release_frames
 
 Message = TypeVar("Message")
-Result = TypeVar("Result")
 _UNREAD_SECONDS = 10.0  # in which a client should read a message, or it may not get its call's error
 
 
@@ -73,8 +72,3 @@ async def task_group() -> AsyncIterator[asyncio.TaskGroup]:
         raise failure from failure.__cause__  # in the log without the cancellation of the other tasks
     finally:
         del failure
-
-
-async def run_inline_or_in_thread(function: Callable[[], Result], *, in_thread: bool) -> Result:
-    """Call a function, in a thread only if it takes long: handing over to a thread costs 0.1 ms."""
-    return await asyncio.to_thread(function) if in_thread else function()

@@ -1,5 +1,6 @@
 """The routes of the HTTP port: they translate requests for the data plane, and its answers to JSON."""
 
+import asyncio
 from collections.abc import Callable, Iterable
 from email.parser import BytesHeaderParser
 from functools import partial
@@ -17,7 +18,6 @@ from ...contract import MAX_SCALES
 from ...errors import ModelNotFound, UsageError
 from ...reporting.live_page import live_page
 from ..answers import ClassifyResponse, ListModelsResponse, Model, classify_response
-from ..concurrency import run_inline_or_in_thread
 from ..data_plane import DataPlane
 from ..inference import Inference, ModelConfig, ModelIndex, ModelMetadata, ModelStatisticsResponse, ServerMetadata
 from ..scheduling.model import RequestOptions
@@ -159,7 +159,7 @@ class _Routes:
     async def _infer(self, request: HttpCall) -> Response:
         name, version, call = request.parameters["name"], request.parameters.get("version", ""), request.call
         parse = partial(parse_infer_request, request.take_body(), request.headers.get(LENGTH_HEADER))
-        parsed, call.id, binary = await run_inline_or_in_thread(parse, in_thread=call.message_bytes > _LARGE_BODY)
+        parsed, call.id, binary = await asyncio.to_thread(parse) if call.message_bytes > _LARGE_BODY else parse()
         write = partial(infer_response, id_=call.id, binary=binary)
         answering = self._inference.infer(name, version, parsed, call, write)
         del parse, parsed  # free them while waiting, with the second copy of the images
