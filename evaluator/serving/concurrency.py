@@ -8,6 +8,7 @@ from typing import Any, TypeVar
 from .observability.logs import release_frames
 
 Message = TypeVar("Message")
+Result = TypeVar("Result")
 _UNREAD_SECONDS = 10.0  # in which a client should read a message, or it may not get its call's error
 
 
@@ -72,3 +73,11 @@ async def task_group() -> AsyncIterator[asyncio.TaskGroup]:
         raise failure from failure.__cause__  # in the log without the cancellation of the other tasks
     finally:
         del failure
+
+
+async def unbroken(work: Coroutine[Any, Any, Result], when_done: Callable[[], object] = lambda: None) -> Result:
+    """Await work that continues if this is cancelled; nobody gets its error then. when_done: called at its end."""
+    task = asyncio.create_task(work)
+    task.add_done_callback(lambda _: when_done())
+    task.add_done_callback(lambda done: done.cancelled() or done.exception())  # else asyncio logs that nobody looked
+    return await asyncio.shield(task)

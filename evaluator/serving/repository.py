@@ -11,13 +11,14 @@ import gc
 import glob
 import logging
 import re
-from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, NamedTuple, TypeAlias
+from typing import NamedTuple, TypeAlias
 
 from ..engine.session import Placement, Session
 from ..errors import EnvironmentFault, Interrupted, ModelNotFound, ModelRefused, PreluNetError, UsageError
+from .concurrency import unbroken
 from .memory import require_room_to_load, serving_memory
 from .models import Models, load_model
 from .observability.logs import release_frames
@@ -120,7 +121,7 @@ class Repository:
         Returns when it is served. Raises ModelNotFound if it is not in the folder, ModelRefused with the reason if it
         cannot be loaded.
         """
-        await _finish(self._load(model))
+        await unbroken(self._load(model))
 
     async def _load(self, model: str) -> None:
         async with self._lock:
@@ -145,7 +146,7 @@ class Repository:
         If it was the newest, the next older version in the folder takes its place first. Raises ModelNotFound if it is
         not loaded, UsageError for a model of `--model`.
         """
-        await _finish(self._unload(model))
+        await unbroken(self._unload(model))
 
     async def _unload(self, model: str) -> None:
         async with self._lock:
@@ -257,13 +258,6 @@ class Repository:
 
     def _count(self, outcome: str, number: int = 1) -> None:
         self._models.metrics.reloads.labels("models", outcome).inc(number)
-
-
-async def _finish(change: Coroutine[Any, Any, None]) -> None:
-    """Wait for a change, which continues if the caller leaves; nobody gets its error then."""
-    task = asyncio.create_task(change)
-    task.add_done_callback(lambda done: done.cancelled() or done.exception())
-    await asyncio.shield(task)
 
 
 def _signature(path: Path) -> Signature:
