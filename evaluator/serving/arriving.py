@@ -6,14 +6,16 @@ messages are unfinished are refused.
 """
 
 import asyncio
+import math
 import resource
 import zlib
 from collections import Counter
 from collections.abc import Awaitable
-from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
+from weakref import WeakValueDictionary
+
+from msgspec import Struct
 
 from ..errors import Overloaded, UsageError
 from .observability.call_context import Call
@@ -24,13 +26,12 @@ from .options import ServerLimits
 # arrive in a second.
 _INTERVAL = 0.02
 _RETRY_AFTER = 1.0  # seconds
-_ROOM = 2**20  # bytes of messages that are decompressed at a time; a larger one alone
+_SMALL = 2**14  # bytes of a decompressed message that may wait for its answer, as the call itself does
 _MAX_RATIO, _ALWAYS = 8, 2**18  # images hardly become smaller; a form or JSON around a small one may
 _MEMORY, _PAGE = Path("/proc/self/statm"), resource.getpagesize()
 
 
-@dataclass(eq=False)
-class _Wait:
+class _Wait(Struct, eq=False):
     """The wait of a call's task for a message, for some seconds. checked: already at a check."""
 
     call: Call
@@ -44,19 +45,19 @@ class _Wait:
 class ArrivingBytes:
     """Refuses calls whose messages are unfinished while the process is too large. Only for the event loop's thread.
 
-    max_memory: of the process in bytes, None until the server has announced it.
+    max_memory: of the process in bytes, infinity until the server has announced it.
     """
 
     def __init__(self, limits: ServerLimits = ServerLimits(), metrics: Metrics | None = None) -> None:
-        self.max_memory: int | None = None
+        self.max_memory = math.inf
         self._refusals = (metrics or Metrics()).refused["arriving"]
         self._waits: dict[_Wait, None] = {}  # the oldest first
         self._timer: asyncio.TimerHandle | None = None
         self._peak = 0  # bytes of the process at the latest refusal, 0 if it has shrunk since
-        self._max_message, self._room = limits.max_message_bytes, _ROOM
+        self._max_message = limits.max_message_bytes
         self._spared = limits.max_arriving_bytes // self._max_message  # unfinished messages that each may always have
-        self._queue: dict[asyncio.Future[None], tuple[str, int]] = {}  # to be decompressed: client and bytes
-        self._served = ""  # the client whose message was decompressed last
+        self._turn = asyncio.Lock()  # of the message that is decompressed
+        self._of_client = WeakValueDictionary[str, asyncio.Lock]()  # of those that wait for their turn, by identity
 
     async def receive(self, call: Call, message: Awaitable[Any], seconds: float) -> Any:
         """Await the next message of a call.
@@ -91,14 +92,13 @@ class ArrivingBytes:
                 wait.begun = now
             elif now - wait.begun > wait.seconds:
                 self._end(wait, TimeoutError())
-        if self.max_memory is not None:
-            self._refuse(process_memory(), self.max_memory)
+        self._refuse(process_memory(), self.max_memory)
         for wait in self._waits:
             wait.checked = True
         if self._waits:
             self._timer = loop.call_later(_INTERVAL, self._check)
 
-    def _refuse(self, size: int, limit: int) -> None:
+    def _refuse(self, size: int, limit: float) -> None:
         """Refuse the unfinished messages of the client with the most, if the process has grown beyond its limit."""
         old = [wait for wait in self._waits if wait.checked]
         if size <= limit:
@@ -122,61 +122,33 @@ class ArrivingBytes:
         del self._waits[wait]
 
     async def decompressed(self, call: Call, data: bytes) -> bytes:
-        """Decompress a message when there is room for it, which it has until `Call.message_admitted`.
+        """Decompress a message in its turn, which lasts until `Call.message_admitted` unless the message is small.
 
-        There is room for one large message, since several would take all cores and hold Python's lock by turns, or for
-        a few small ones. What it becomes is not known before, so what it may become is reserved. Clients take turns.
+        One at a time: several would take all cores, hold Python's lock by turns, and together become any size. Only one
+        message of each client waits for the turn, the others for that one: so clients take turns.
         """
-        limit = max_decompressed(data, self._max_message)
-        size = min(limit, _ROOM)
-        if self._queue or size > self._room:
-            turn = asyncio.get_running_loop().create_future()
-            self._queue[turn] = call.identity, size
-            try:
-                await turn
-            except asyncio.CancelledError:
-                self._queue.pop(turn, None)
-                if not turn.cancelled():  # its turn came at the same moment
-                    self._free(size)
-                raise
-        else:
-            self._room -= size
-        working = asyncio.ensure_future(asyncio.to_thread(decompress, data, limit))
+        async with self._of_client.setdefault(call.identity, asyncio.Lock()):
+            await self._turn.acquire()
+        working = asyncio.ensure_future(asyncio.to_thread(decompress, data, self._max_message))
         try:
             message = await asyncio.shield(working)
         except BaseException:
-            working.add_done_callback(partial(self._freed, size))  # if the caller has left, its thread continues
+            working.add_done_callback(self._end_turn)  # if the caller has left, its thread continues
             raise
-        call.free_message = partial(self._free, size)
+        if len(message) > _SMALL:
+            call.free_message = self._turn.release
+        else:
+            self._turn.release()
         return message
 
-    def _freed(self, size: int, working: "asyncio.Future[bytes]") -> None:
+    def _end_turn(self, working: "asyncio.Future[bytes]") -> None:
         working.exception()  # else asyncio would log that nobody looked at it
-        self._free(size)
-
-    def _free(self, size: int) -> None:
-        """Free reserved bytes, for those who wait."""
-        self._room += size
-        while self._queue:
-            others = (turn for turn, (client, _) in self._queue.items() if client != self._served)
-            turn = next(others, next(iter(self._queue)))
-            client, wanted = self._queue[turn]
-            if wanted > self._room:
-                return
-            del self._queue[turn]
-            if not turn.done():
-                self._room -= wanted
-                self._served = client
-                turn.set_result(None)
+        self._turn.release()
 
 
-def max_decompressed(data: bytes, limit: int) -> int:
-    """Return how many bytes a compressed message may become. limit: of any message."""
-    return min(_MAX_RATIO * len(data) + _ALWAYS, limit)
-
-
-def decompress(data: bytes, limit: int) -> bytes:
-    """Decompress a message, of gzip or deflate, to at most `limit` bytes."""
+def decompress(data: bytes, max_bytes: int) -> bytes:
+    """Decompress a message, of gzip or deflate, to at most `max_bytes`, and to less if it is small."""
+    limit = min(_MAX_RATIO * len(data) + _ALWAYS, max_bytes)
     inflater = zlib.decompressobj(32 + zlib.MAX_WBITS)  # 32: either kind of header
     try:
         message = inflater.decompress(data, limit)

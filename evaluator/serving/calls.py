@@ -3,7 +3,6 @@
 import asyncio
 import time
 from collections import Counter, defaultdict
-from functools import partial
 from typing import TYPE_CHECKING
 
 import grpc
@@ -55,7 +54,7 @@ class CallsInFlight:
         """Return a call that begins here, which log lines of this task, of its tasks and threads name."""
         call = Call(method, request_id_from(metadata), peer=peer, metadata=metadata)
         if self.limits.proxies.networks:
-            call.identify = partial(self.limits.proxies.identity, metadata)
+            call.identity = self.limits.proxies.identity(metadata, peer)
         current_call.set(call)
         return call
 
@@ -91,7 +90,7 @@ class CallsInFlight:
         authorizations = [value for key, value in call.metadata if key == "authorization"]
         if (found := access.check(f"/{call.method}", authorizations, known=known)) is not None:
             name, token = found
-            call.identify, call.share = lambda _: f"token:{name}", token.share
+            call.identity, call.share = f"token:{name}", token.share
 
     def _admit(self, call: Call) -> None:
         """Count a call. Above the limit, raise Overloaded unless the caller has less than its share of the calls.

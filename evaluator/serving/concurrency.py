@@ -75,6 +75,9 @@ async def task_group() -> AsyncIterator[asyncio.TaskGroup]:
         del failure
 
 
-async def run_inline_or_in_thread(function: Callable[[], Result], *, in_thread: bool) -> Result:
-    """Call a function, in a thread only if it takes long: handing over to a thread costs 0.1 ms."""
-    return await asyncio.to_thread(function) if in_thread else function()
+async def unbroken(work: Coroutine[Any, Any, Result], when_done: Callable[[], object] = lambda: None) -> Result:
+    """Await work that continues if this is cancelled; nobody gets its error then. when_done: called at its end."""
+    task = asyncio.create_task(work)
+    task.add_done_callback(lambda _: when_done())
+    task.add_done_callback(lambda done: done.cancelled() or done.exception())  # else asyncio logs that nobody looked
+    return await asyncio.shield(task)

@@ -4,7 +4,7 @@ Classify, ModelInfer, POST /v1/classify, POST /v2/…/infer      classify, class
 ClassifyStream                                                 classify for each message, waiting for room
 ModelStreamInfer                                               classify_all for each message
 Evaluate                                                       evaluate
-the lists and descriptions of models                           models, problems
+the lists and descriptions of models                           list_models, get_model, models, problems
 RepositoryModelLoad, RepositoryModelUnload                     folder
 """
 
@@ -15,9 +15,10 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mappin
 from contextlib import contextmanager
 from functools import partial
 
-from ..errors import DeadlinePassed, ImageError, UsageError
+from ..errors import ImageError, UsageError
 from ..imaging.decode import check_bytes
 from ..reporting.report import Report
+from .answers import ListModelsResponse, Model, list_models_response, model_response
 from .concurrency import task_group
 from .evaluation import LabelledImage, ProgressCallback, evaluate
 from .models import Models
@@ -52,6 +53,14 @@ class DataPlane:
         """Return what is wrong with versions in the server's folder."""
         return {} if self._repository is None else self._repository.problems()
 
+    def list_models(self) -> ListModelsResponse:
+        """List the served models, and what is wrong with others."""
+        return list_models_response(self.models.all(), self.problems())
+
+    def get_model(self, name: str) -> Model:
+        """Describe a served model. Raises ModelNotFound."""
+        return model_response(self.models.get(name))
+
     def folder(self) -> Repository:
         """Return the folder of models, which loads and unloads them. Raises UsageError if the models are fixed."""
         if self._repository is None:
@@ -80,18 +89,16 @@ class DataPlane:
         return await _classify(served, served.plan(options), call, image, write=write, on_admitted=on_admitted)
 
     async def classify_all(
-        self, images: Sequence[bytes], model: str, options: RequestOptions, call: Call, timeout: float | None, name: str
+        self, images: Sequence[bytes], model: str, options: RequestOptions, call: Call, timeout: float, name: str
     ) -> list[Answered]:
         """Classify the images of a request, which are admitted or refused together; the first failure ends the others.
 
-        timeout: in seconds, None for only the call's deadline; name: of the list of images, for the error of one.
+        timeout: in seconds, beside the call's deadline; name: of the list of images, for the error of one.
         Raises the same errors.
         """
         served = self.models.get(model)
-        plan, deadline = served.plan(options), call.deadline
+        plan, deadline = served.plan(options), min(call.deadline, time.monotonic() + timeout)
         views = len(images) * plan.views
-        if timeout is not None:
-            deadline = min(time.monotonic() + timeout, math.inf if deadline is None else deadline)
         call.record_views(served.name, views)
         for index, image in enumerate(images):
             with _naming(f"{name}[{index}]"):
@@ -158,16 +165,14 @@ async def _classify(
 
 
 async def _answer(
-    served: ServedModel, plan: Plan, call: Call, image: bytes, deadline: float | None, write: Write | None = None
+    served: ServedModel, plan: Plan, call: Call, image: bytes, deadline: float, write: Write | None = None
 ) -> Answered:
     """Have an admitted image computed. deadline: of time.monotonic(), which is the clock of asyncio's loops, too."""
-    if deadline is not None and deadline <= time.monotonic():
-        raise DeadlinePassed("the call's deadline has passed, so the image was not computed. Use a longer deadline")
     loop = asyncio.get_running_loop()
     request = Request(served, plan, image, call, deadline, loop.create_future(), write=write)
     del image  # the request has it until it ends
     served.waiting.add(request)
-    timer = None if deadline is None else loop.call_at(deadline, served.waiting.expire, request)
+    timer = loop.call_at(deadline, served.waiting.expire, request) if deadline < math.inf else None
     try:
         return await request.reply
     finally:
@@ -189,7 +194,5 @@ def _naming(name: str) -> Iterator[None]:
     """Name one of several images in an error that is about it."""
     try:
         yield
-    except ImageError as error:
-        raise ImageError(f"{name}: {error}") from error
-    except UsageError as error:
-        raise UsageError(f"{name}: {error}") from error
+    except (ImageError, UsageError) as error:
+        raise type(error)(f"{name}: {error}") from error

@@ -22,7 +22,6 @@ import sys
 import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
-from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from pathlib import Path
 
@@ -49,8 +48,7 @@ _START = "import sys; from prelunet.evaluator.serving.decoding import work; work
 _ERRORS: dict[str, type[PreluNetError]] = {kind.__name__: kind for kind in (ImageError, UsageError, OutOfMemory)}
 
 
-@dataclass(frozen=True)
-class PrepareOptions:
+class PrepareOptions(msgspec.Struct, frozen=True):
     """What to do with an image.
 
     max_view_pixels: of a view; twice that for all scales together; picture: whether to make one for heat maps.

@@ -4,10 +4,11 @@ import asyncio
 import time
 from array import array
 from collections.abc import AsyncIterator, Awaitable, Callable
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import TypeAlias
+
+from msgspec import Struct
 
 from ..datasets.dataset import Dataset, Sample
 from ..errors import DatasetError, ImageError, UsageError
@@ -26,8 +27,7 @@ MAX_TEXT_BYTES = 2**26  # of an evaluation's names and refusals: 67 bytes for ea
 PROGRESS_INTERVAL = 1.0  # minimum number of seconds between two progress reports
 
 
-@dataclass(frozen=True)
-class LabelledImage:
+class LabelledImage(Struct, frozen=True):
     """One image of a streamed dataset. file: its name in the dataset; data: encoded; label: class index."""
 
     file: str
@@ -35,8 +35,7 @@ class LabelledImage:
     label: int
 
 
-@dataclass(frozen=True)
-class Progress:
+class Progress(Struct, frozen=True):
     """images: answered so far, refused ones included; top1_error: in percent, None before the first."""
 
     images: int
@@ -96,11 +95,11 @@ async def evaluate(
 class _CollectedAnswers:
     """Names, predictions and sizes of the images of an evaluation, in the order of the answers; reports the progress.
 
-    places: position of each file name in that order; None for an image without an answer yet.
+    places: position of each file name in that order, -1 before its answer.
     """
 
     def __init__(self, classes: int, views: int, on_progress: ProgressCallback | None) -> None:
-        self.places: dict[str, int | None] = {}
+        self.places: dict[str, int] = {}
         self._new = partial(Predictions, classes, views)
         self._predictions = self._new()
         self._sizes = array("Q")
@@ -123,7 +122,7 @@ class _CollectedAnswers:
                 f"the names and refusals of this evaluation take more than {MAX_TEXT_BYTES} bytes. Use shorter names, "
                 "evaluate the dataset in parts, or use `prelunet validate`"
             )
-        self.places[file] = None
+        self.places[file] = -1
         self._text_bytes += len(file.encode())
 
     def add(self, prediction: Prediction, size: int) -> None:
@@ -149,9 +148,7 @@ class _CollectedAnswers:
     def in_order(self) -> tuple[list[Sample], Predictions]:
         """Return samples and predictions in the order of the file names, the order of every run."""
         samples, predictions = [], self._new()
-        for file in sorted(self.places):
-            place = self.places[file]
-            assert place is not None, "all images are answered by now"
+        for file, place in sorted(self.places.items()):
             prediction = self._predictions[place]
             samples.append(Sample(file, prediction.label, self._sizes[place]))
             predictions.append(prediction)

@@ -5,23 +5,22 @@ https://github.com/kserve/open-inference-protocol, with Triton's extensions. A f
 structs with the names and the order of proto/inference.
 """
 
+import asyncio
 import importlib.metadata
+import math
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from functools import partial
-from types import NoneType
-from typing import Any, Literal, TypeAlias
+from typing import Annotated, Literal, TypeAlias, TypeVar
 
 import numpy as np
-from msgspec import Struct
+from msgspec import UNSET, Meta, Struct, UnsetType, ValidationError, convert
 from prometheus_client import Gauge, Histogram, Summary
 
 from ..arrays import Float32Array
 from ..contract import MAX_SCALES
 from ..engine.scores import top_k
 from ..errors import ModelNotFound, UsageError
-from .concurrency import run_inline_or_in_thread
 from .data_plane import DataPlane
 from .observability.call_context import Call
 from .observability.logs import truncate
@@ -36,40 +35,28 @@ LENGTH_PREFIX = 4  # bytes before each element of raw BYTES, little-endian
 # Names as in Triton's documentation.
 EXTENSIONS = ("classification", "model_configuration", "model_repository", "statistics", "parameters")
 
-_LARGE_MESSAGE = 2**20  # bytes; splitting it copies it, in half a millisecond
+_LARGE_MESSAGE = 2**20  # bytes; splitting it copies it, in half a millisecond; a thread costs 0.1 ms
 _MANY_ELEMENTS = 1000  # scores or texts; converting them takes a millisecond
 _PLATFORM = "prelunet_onnx"
 _EXPECTED_INPUT = f"this model takes one input: '{INPUT}', datatype BYTES, shape [N] with N from 1 to {MAX_IMAGES}"
 _MAX_QUOTED = 100  # characters of a client's text in an error message
 _SCALES = re.compile(r"\d{1,9}(,\d{1,9})*", re.ASCII)
 
-# Parameters, and the types that each may have.
-_REQUEST_PARAMETERS: Mapping[str, tuple[type, ...]] = {
-    "protocol": (str,),
-    "scales": (int, str),
-    "mirror": (bool,),
-    "apply_exif": (bool,),
-    "timeout": (int,),
-    "priority": (int,),
-    "triton_enable_empty_final_response": (bool,),  # sent by Triton's C++ client with every call
-}
-_OUTPUT_PARAMETERS: Mapping[str, tuple[type, ...]] = {"classification": (int,)}
-_INPUT_PARAMETERS: Mapping[str, tuple[type, ...]] = {}
-_TYPE_NAMES = {bool: "bool", int: "int64", float: "double", str: "string", NoneType: "empty"}  # the protocol's
 # Triton's parameters, by prefix. Its clients send a whole family when the user sets one of it.
 _UNSUPPORTED_PARAMETERS: Mapping[str, str] = {
     "sequence_": "this server has no sequences, each request is independent. Call without a sequence_id",
     "shared_memory_": "this server accepts images only in the message, and answers in one. Call without shared memory",
 }
 
+Kind = TypeVar("Kind", bound=Struct)
+Written = TypeVar("Written")
 Parameters: TypeAlias = Mapping[str, bool | int | float | str | None]  # None: named, but without a value
 
 
 # Requests and answers.
 
 
-@dataclass(frozen=True, slots=True)
-class InputTensor:
+class InputTensor(Struct, frozen=True):
     """An input as sent. images: returns the given number of elements, or raises UsageError."""
 
     name: str
@@ -79,8 +66,7 @@ class InputTensor:
     images: Callable[[int], Sequence[bytes]]
 
 
-@dataclass(frozen=True, slots=True)
-class InferRequest:
+class InferRequest(Struct, frozen=True):
     """A request as sent, with any number of inputs and outputs: there may be millions, and only one each is valid.
 
     inputs: their number; tensor: the first of them; outputs: the names of the requested ones; output_parameters: of the
@@ -94,26 +80,21 @@ class InferRequest:
     output_parameters: Parameters
 
 
-@dataclass(frozen=True, slots=True)
-class CheckedRequest:
+class CheckedRequest(Struct, frozen=True):
     """A valid request.
 
     images: encoded, 1 to MAX_IMAGES; top: number of best classes to return for each image, None for all scores;
-    timeout: in seconds, None for only the call's deadline.
+    timeout: in seconds, infinity for only the call's deadline.
     """
 
     images: tuple[bytes, ...]
     options: RequestOptions
     top: int | None
-    timeout: float | None
+    timeout: float
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class InferAnswer:
-    """The answer to a request: its one output. scores: float32 (classes,) of each image; top: as in `CheckedRequest`.
-
-    It is written in a thread if it is `large`.
-    """
+class InferAnswer(Struct, frozen=True, eq=False):
+    """An answer: its one output. scores: float32 (classes,) of each image; top: as in `CheckedRequest`."""
 
     model: ServedModel
     scores: Sequence[Float32Array]
@@ -126,10 +107,6 @@ class InferAnswer:
     @property
     def shape(self) -> tuple[int, int]:
         return len(self.scores), self.top or len(self.model.session.contract.classes)
-
-    @property
-    def large(self) -> bool:
-        return self.shape[0] * self.shape[1] > _MANY_ELEMENTS
 
     def numbers(self) -> list[float]:
         """Return all scores, image by image."""
@@ -156,11 +133,33 @@ class InferAnswer:
 # Descriptions. Their names are those of the messages, and of the schemas in the OpenAPI description.
 
 
-class _Description(Struct, forbid_unknown_fields=True):
+class _Declared(Struct, forbid_unknown_fields=True):
     pass
 
 
-class ServerMetadata(_Description):
+class RequestParameters(_Declared):
+    """The parameters of a request. scales: comma-separated; timeout: in microseconds, 0 for none; priority: 0."""
+
+    protocol: str = ""
+    scales: int | str | UnsetType = UNSET
+    mirror: bool | UnsetType = UNSET
+    apply_exif: bool = False
+    timeout: Annotated[int, Meta(ge=0)] = 0
+    priority: int = 0
+    triton_enable_empty_final_response: bool = False  # sent by Triton's C++ client with every call
+
+
+class InputParameters(_Declared):
+    """The parameters of an input: none."""
+
+
+class OutputParameters(_Declared):
+    """The parameters of an output. classification: number of best classes, instead of all scores."""
+
+    classification: int | UnsetType = UNSET
+
+
+class ServerMetadata(_Declared):
     """Name and version of the server, and the extensions of the protocol that it supports."""
 
     name: str
@@ -168,7 +167,7 @@ class ServerMetadata(_Description):
     extensions: tuple[str, ...]
 
 
-class TensorMetadata(_Description):
+class TensorMetadata(_Declared):
     """An input or output of a model; -1 is any number of images."""
 
     name: str
@@ -176,7 +175,7 @@ class TensorMetadata(_Description):
     shape: tuple[int, ...]
 
 
-class ModelMetadata(_Description):
+class ModelMetadata(_Declared):
     """The inputs and outputs of a model. versions: the loaded ones, newest first."""
 
     name: str
@@ -186,7 +185,7 @@ class ModelMetadata(_Description):
     outputs: tuple[TensorMetadata, ...]
 
 
-class ModelTensor(_Description):
+class ModelTensor(_Declared):
     """An input or output in a model's configuration; its dimensions exclude the batch."""
 
     name: str
@@ -194,17 +193,17 @@ class ModelTensor(_Description):
     dims: tuple[int, ...]
 
 
-class ModelDynamicBatching(_Description):
+class ModelDynamicBatching(_Declared):
     """Requests of all clients share batches."""
 
 
-class ModelParameter(_Description):
+class ModelParameter(_Declared):
     """A value of a model's parameters."""
 
     string_value: str
 
 
-class ModelConfig(_Description):
+class ModelConfig(_Declared):
     """A model's configuration in Triton's form."""
 
     name: str
@@ -217,14 +216,14 @@ class ModelConfig(_Description):
     backend: str
 
 
-class StatisticDuration(_Description):
+class StatisticDuration(_Declared):
     """Number of events, and their total duration in nanoseconds."""
 
     count: int
     ns: int
 
 
-class InferStatistics(_Description):
+class InferStatistics(_Declared):
     """Statistics of the images sent to a model, by stage."""
 
     success: StatisticDuration
@@ -235,7 +234,7 @@ class InferStatistics(_Description):
     compute_output: StatisticDuration
 
 
-class ModelStatistics(_Description):
+class ModelStatistics(_Declared):
     """Statistics of all versions of a model since the server started.
 
     version: the newest; last_inference: in milliseconds since 1970, 0 before the first answer.
@@ -249,7 +248,13 @@ class ModelStatistics(_Description):
     inference_stats: InferStatistics
 
 
-class ModelIndex(_Description):
+class ModelStatisticsResponse(_Declared):
+    """Statistics of the models."""
+
+    model_stats: list[ModelStatistics]
+
+
+class ModelIndex(_Declared):
     """A version of a model. reason: why it is not served, or what is wrong with its folder; otherwise empty."""
 
     name: str
@@ -266,10 +271,6 @@ class Inference:
 
     def __init__(self, plane: DataPlane) -> None:
         self._plane = plane
-
-    def ready(self) -> bool:
-        """Return whether the server accepts new work."""
-        return self._plane.ready()
 
     def has(self, name: str, version: str = "") -> bool:
         """Return whether a model is served, by a server that is ready or not."""
@@ -305,10 +306,11 @@ class Inference:
             backend="prelunet",
         )
 
-    def statistics(self, name: str = "", version: str = "") -> list[ModelStatistics]:
+    def statistics(self, name: str = "", version: str = "") -> ModelStatisticsResponse:
         """Return the statistics of a model, or of each without a name."""
         models = [self._model(name, version)] if name else self._plane.models.all()
-        return [model_statistics(model.name, model.version, self._plane.models.metrics) for model in models]
+        metrics = self._plane.models.metrics
+        return ModelStatisticsResponse([model_statistics(model.name, model.version, metrics) for model in models])
 
     def index(self, *, only_ready: bool) -> list[ModelIndex]:
         """List the loaded versions of all models, and those that are not served, with what is wrong with them."""
@@ -332,19 +334,23 @@ class Inference:
         _require_known(parameters, ("unload_dependents",))
         await self._plane.folder().unload(name)
 
-    async def infer(self, name: str, version: str, request: InferRequest, call: Call) -> InferAnswer:
-        """Classify the images of a request, of a call with its `message_bytes`.
+    async def infer(
+        self, name: str, version: str, request: InferRequest, call: Call, write: Callable[[InferAnswer], Written]
+    ) -> Written:
+        """Classify the images of a request, of a call with its `message_bytes`, and return the answer as written.
 
         Raises UsageError for an invalid request, and the errors of `DataPlane.classify_all`.
         """
         check = partial(check_request, request, self._model(name, version))
         del request  # free it while waiting, with the second copy of its images
-        checked = await run_inline_or_in_thread(check, in_thread=call.message_bytes > _LARGE_MESSAGE)
+        checked = await asyncio.to_thread(check) if call.message_bytes > _LARGE_MESSAGE else check()
         del check
         answers = await self._plane.classify_all(
             checked.images, _with_version(name, version), checked.options, call, checked.timeout, INPUT
         )
-        return InferAnswer(answers[0].model, [answer.classified.scores for answer in answers], checked.top)
+        answer = InferAnswer(answers[0].model, [each.classified.scores for each in answers], checked.top)
+        many = answer.shape[0] * answer.shape[1] > _MANY_ELEMENTS
+        return await asyncio.to_thread(write, answer) if many else write(answer)
 
     def _model(self, name: str, version: str) -> ServedModel:
         """Return a served model; the protocol requires a name even if there is only one model."""
@@ -371,16 +377,14 @@ def _require_known(parameters: Iterable[str], known: Sequence[str]) -> None:
 
 def check_request(request: InferRequest, served: ServedModel) -> CheckedRequest:
     """Check a request. Raises UsageError."""
-    values = _checked(request.parameters, _REQUEST_PARAMETERS, "the request")
+    asked = _converted(request.parameters, RequestParameters, "the request")
+    if asked.priority != 0:
+        raise UsageError("parameter 'priority' should be 0: this server has no priorities, it serves clients in turn")
     tensor = _input_of(request)
     count = _image_count(tensor.shape)
     images = tensor.images(count)
-    options = RequestOptions(
-        protocol=values.get("protocol", ""),
-        scales=_scales_of(values.get("scales")),
-        mirror=values.get("mirror"),
-        apply_exif=values.get("apply_exif", False),
-    )
+    mirror = None if asked.mirror is UNSET else asked.mirror
+    options = RequestOptions(asked.protocol, _scales_of(asked.scales), mirror, asked.apply_exif)
     plan = served.plan(options)
     if count > 1 and count * plan.views > MAX_VIEWS:
         raise UsageError(
@@ -388,24 +392,20 @@ def check_request(request: InferRequest, served: ServedModel) -> CheckedRequest:
             f"have at most {MAX_VIEWS}. Send fewer images per call"
         )
     top = _top_of(request, len(served.session.contract.classes))
-    return CheckedRequest(tuple(images), options, top, _timeout_of(values))
+    return CheckedRequest(tuple(images), options, top, asked.timeout / 1e6 or math.inf)
 
 
-def _checked(parameters: Parameters, allowed: Mapping[str, tuple[type, ...]], where: str) -> dict[str, Any]:
+def _converted(parameters: Parameters, kind: type[Kind], where: str) -> Kind:
     """Return parameters that are all known and of the right type; otherwise raise UsageError."""
-    for name, value in sorted(parameters.items()):  # a map has no order on the wire
-        if name.startswith(tuple(_UNSUPPORTED_PARAMETERS)):
-            reason = next(why for prefix, why in _UNSUPPORTED_PARAMETERS.items() if name.startswith(prefix))
-            raise UsageError(f"{where} has a parameter '{truncate(name, _MAX_QUOTED)}': {reason}")
-        if name not in allowed:
-            raise UsageError(
-                f"{where} has an unknown parameter '{truncate(name, _MAX_QUOTED)}'. "
-                f"Allowed: {', '.join(allowed) or 'none'}"
-            )
-        if type(value) not in allowed[name]:
-            types = " or ".join(_TYPE_NAMES[each] for each in allowed[name])
-            raise UsageError(f"parameter '{name}' of {where} should be of type {types}, not {_TYPE_NAMES[type(value)]}")
-    return dict(parameters)
+    for name in sorted(parameters):  # a map has no order on the wire
+        for prefix, reason in _UNSUPPORTED_PARAMETERS.items():
+            if name.startswith(prefix):
+                raise UsageError(f"{where} has a parameter '{truncate(name, _MAX_QUOTED)}': {reason}")
+    try:
+        return convert(parameters, kind)
+    except ValidationError as error:
+        allowed, text = ", ".join(kind.__struct_fields__) or "none", truncate(str(error), 2 * _MAX_QUOTED)
+        raise UsageError(f"the parameters of {where} are not valid: {text}. Allowed: {allowed}") from None
 
 
 def _input_of(request: InferRequest) -> InputTensor:
@@ -419,7 +419,7 @@ def _input_of(request: InferRequest) -> InputTensor:
         raise UsageError(f"the model has no input '{truncate(tensor.name, _MAX_QUOTED)}'; {_EXPECTED_INPUT}")
     if tensor.datatype != "BYTES":
         raise UsageError(f"input '{INPUT}' has datatype '{truncate(tensor.datatype, _MAX_QUOTED)}'; {_EXPECTED_INPUT}")
-    _checked(tensor.parameters, _INPUT_PARAMETERS, f"input '{INPUT}'")
+    _converted(tensor.parameters, InputParameters, f"input '{INPUT}'")
     return tensor
 
 
@@ -451,24 +451,14 @@ def split_elements(raw: bytes, count: int) -> list[bytes]:
     return images
 
 
-def _scales_of(value: str | int | None) -> tuple[int, ...] | None:
-    if value is None:
+def _scales_of(value: str | int | UnsetType) -> tuple[int, ...] | None:
+    if value is UNSET:
         return None
     if isinstance(value, str) and (len(value) > 6 * MAX_SCALES or not _SCALES.fullmatch(value)):
         raise UsageError(
             f"parameter 'scales' should be 1 to {MAX_SCALES} comma-separated integers in pixels, as in '256,384,480'"
         )
     return tuple(map(int, str(value).split(",")))
-
-
-def _timeout_of(values: Mapping[str, int]) -> float | None:
-    """Return the requested timeout in seconds; None for only the call's deadline."""
-    if values.get("priority", 0) != 0:
-        raise UsageError("parameter 'priority' should be 0: this server has no priorities, it serves clients in turn")
-    microseconds = values.get("timeout", 0)
-    if microseconds < 0:
-        raise UsageError(f"parameter 'timeout' is {microseconds} microseconds; it should be 0 (none) or more")
-    return microseconds / 1e6 or None
 
 
 def _top_of(request: InferRequest, classes: int) -> int | None:
@@ -479,10 +469,10 @@ def _top_of(request: InferRequest, classes: int) -> int | None:
         raise UsageError(f"the model has no output '{truncate(name, _MAX_QUOTED)}'. Its only output: {OUTPUT}")
     if len(request.outputs) > 1:
         raise UsageError(f"output '{OUTPUT}' is requested {len(request.outputs)} times; request it once")
-    top: int | None = _checked(request.output_parameters, _OUTPUT_PARAMETERS, f"output '{OUTPUT}'").get(
-        "classification"
-    )
-    if top is not None and not 1 <= top <= classes:
+    top = _converted(request.output_parameters, OutputParameters, f"output '{OUTPUT}'").classification
+    if top is UNSET:
+        return None
+    if not 1 <= top <= classes:
         raise UsageError(
             f"parameter 'classification' is {top}, but this model has {classes} classes; give 1 to {classes}"
         )

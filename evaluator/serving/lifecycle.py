@@ -7,11 +7,12 @@ import signal
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from typing import TypeAlias
 
 import grpc
+from msgspec import Struct
 from prometheus_client import ProcessCollector
 
 from ..engine.session import Session
@@ -21,6 +22,7 @@ from ..imaging.decode_memory import limit_decoding
 from ..machine import format_bytes, machine_memory
 from ..rpc.tls import is_loopback, warn_of_readers
 from .access import AccessControl
+from .arriving import ArrivingBytes
 from .calls import CallsInFlight
 from .http.listener import Listener
 from .http.metrics import METRICS_CLOSE_TIMEOUT, METRICS_LIMITS, metrics_app
@@ -94,8 +96,7 @@ class ShutdownEvents:
             return None
 
 
-@dataclass(frozen=True)
-class ServeResult:
+class ServeResult(Struct, frozen=True):
     """How a server ended.
 
     unfinished: number of calls that were cut off; lost: the error of a lost device; stuck: a thread did not end, so a
@@ -171,7 +172,6 @@ async def serve(options: ServeOptions, report: Callable[[str], None]) -> ServeRe
     _check_exposure(options)
     fitted = fit_limits(options, options.placement.memory)
     limit_decoding(options.placement.memory)
-    limits = _cap_connections(fitted.limits, ports=1 + options.http.enabled)
     events, metrics, call_log = ShutdownEvents(), Metrics(), CallLog(sampled=options.log_sampling)
     tracing = import_from_extra(_TRACING).Tracing() if options.tracing else None
     silence_decoders()
@@ -180,8 +180,9 @@ async def serve(options: ServeOptions, report: Callable[[str], None]) -> ServeRe
     access = AccessControl(options.access.token_file, metrics) if options.access.token_file is not None else None
     # Before this, while files may block, a signal ends the process at once, unless it is the first one of a container.
     events.install_signal_handlers()
+    calls = CallsInFlight(_cap_connections(fitted.limits, 1 + options.http.enabled), metrics, call_log, tracing, access)
     server = Server(
-        options.host, options.port, CallsInFlight(limits, metrics, call_log, tracing, access),
+        options.host, options.port, calls,
         certificates=certificates, http=options.http, unix_socket=options.unix_socket,
     )  # fmt: skip
     metrics_port = None
@@ -203,8 +204,8 @@ async def serve(options: ServeOptions, report: Callable[[str], None]) -> ServeRe
             return ServeResult(lost=events.lost, stuck=not await _close_in_time(models))
         memory = _estimate_memory([model.session for model in models.all()], options)
         await server.start(models, repository)
-        models.on_change.append(partial(_limit_memory, server, models, options))
-        _limit_memory(server, models, options)
+        models.on_change.append(partial(_limit_memory, calls.arriving, models, options))
+        _limit_memory(calls.arriving, models, options)
         if repository is not None:
             gc.freeze()  # the collections of `Repository.watch` then skip what was loaded before
             tasks.append(asyncio.create_task(repository.watch()))
@@ -292,14 +293,14 @@ def _cap_connections(limits: ServerLimits, ports: int) -> ServerLimits:
     return replace(limits, max_connections=available)
 
 
-def _limit_memory(server: Server, models: Models, options: ServeOptions) -> None:
+def _limit_memory(arriving: ArrivingBytes, models: Models, options: ServeOptions) -> None:
     """Have unfinished messages refused beyond the memory that is announced; called after each change of the models.
 
     Decoding is not counted: most of its memory is that of other processes.
     """
     if sessions := models.sessions():
         need = serving_memory(sessions, options, max(1, len(models.all())))
-        server.limit_memory(need.total - need.parts["decoding"])
+        arriving.max_memory = need.total - need.parts["decoding"]
 
 
 def _estimate_memory(sessions: list[Session], options: ServeOptions) -> int:

@@ -3,7 +3,7 @@
 import logging
 import math
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from weakref import WeakSet
 
@@ -42,15 +42,12 @@ def load_model(file: ModelFile, placement: Placement, stopped: Callable[[], bool
     else:  # on a GPU, where opening has run the self-check; batches are smaller than in validation
         session.rules = serving_rules(session)
         start = time.monotonic()
-
-        def on_progress(done: int, total: int) -> None:
+        for done, total in warm_up(session, shape_buckets):
             if stopped():
                 raise Interrupted(f"loading of model '{file.name}' was cancelled during its warm-up")
             if 10 * done // total > 10 * (done - 1) // total:
                 seconds = time.monotonic() - start
                 log.info("model %s: warm-up, %d of %d batches in %.0f s", file.name, done, total, seconds)
-
-        warm_up(session, shape_buckets, on_progress)
     return session
 
 
@@ -70,10 +67,10 @@ def serving_rules(session: Session, memory: int | None = None) -> BatchRules:
     return replace(rules, max_pixels=MAX_BATCH_PIXELS, max_windows=max(1, int(share * rules.max_windows)))
 
 
-def warm_up(session: Session, shape_buckets: ShapeBuckets, on_progress: Callable[[int, int], None]) -> None:
+def warm_up(session: Session, shape_buckets: ShapeBuckets) -> Iterator[tuple[int, int]]:
     """Run each canvas, the largest batch first, so that the others fit into the memory regions that it allocates.
 
-    on_progress: called with the number of batches run so far and their total. Raises the errors of `Session.run`.
+    Yields after each batch their number so far and the total. Raises the errors of `Session.run`.
     """
     rules, contract = session.rules, session.contract
 
@@ -83,7 +80,7 @@ def warm_up(session: Session, shape_buckets: ShapeBuckets, on_progress: Callable
     shapes = shape_buckets.warm_up_shapes(max_rows)
     for done, (rows, height, width) in enumerate(shapes, 1):
         session.run(np.zeros((rows, height, width, 3), np.uint8), np.full((rows, 2), (height, width), np.int64))
-        on_progress(done, len(shapes))
+        yield done, len(shapes)
 
 
 class Models:

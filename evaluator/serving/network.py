@@ -1,5 +1,6 @@
 """Network settings: the limits that gRPC enforces on connections, messages and pings; addresses and open files."""
 
+import asyncio
 import errno
 import os
 import resource
@@ -14,6 +15,7 @@ from .options import RESERVED_FILES, ServerLimits
 from .proxies import parse_address
 
 _FULL = 0.75  # of the limit of connections, from which on idle ones are closed
+_ROOM_INTERVAL = 0.1  # seconds between checks that there is room for connections
 DESCRIPTORS = Path("/proc/self/fd")
 
 
@@ -148,31 +150,25 @@ def peer_name(host: str, port: int) -> str:
     return f"ipv6:%5B{host}%5D:{port}" if ":" in host else f"ipv4:{host}:{port}"
 
 
-class IdleConnections:
-    """Keeps room for new connections to a gRPC port: otherwise idle ones could lock out everybody else.
+async def keep_room(port: int, limit: int, busy: Callable[[], Collection[str]], recent: Mapping[str, None]) -> None:
+    """Keep room for new connections to a gRPC port: otherwise idle ones could lock out everybody else.
 
-    gRPC refuses connections beyond its limit, and keeps idle ones as long as they answer pings. limit: that limit.
+    gRPC refuses connections beyond its limit, and keeps idle ones as long as they answer pings. This closes those that
+    have been idle for longest while few places are left. limit: gRPC's; busy: returns the peers with calls; recent:
+    peers in the order of their latest calls, others have had none.
     """
-
-    def __init__(self, port: int, limit: int) -> None:
-        self._port, self._limit = port, limit
-        self._seen: dict[str, None] = {}  # connections without a call, in the order in which they were found so
-
-    def make_room(self, busy: Callable[[], Collection[str]], recent: Mapping[str, None]) -> None:
-        """Close those that have been idle for longest, if few places are left.
-
-        busy: returns the peers with calls; recent: peers in the order of their latest calls, others have had none.
-        """
-        if len(_descriptors()) < _FULL * self._limit:
-            return
-        peers = [peer for peer, _ in connections_to(self._port)]
-        with_calls = busy()
+    seen: dict[str, None] = {}  # connections without a call, in the order in which they were found so
+    while True:
+        await asyncio.sleep(_ROOM_INTERVAL)
+        if len(_descriptors()) < _FULL * limit:
+            continue
+        peers, with_calls = [peer for peer, _ in connections_to(port)], busy()
         idle = {peer: None for peer in peers if peer not in with_calls}
-        self._seen = {peer: None for peer in (*self._seen, *idle) if peer in idle}
-        excess = len(peers) - int(_FULL * self._limit)
+        seen = {peer: None for peer in (*seen, *idle) if peer in idle}
+        excess = len(peers) - int(_FULL * limit)
         order = {peer: number for number, peer in enumerate(recent, 1)}
-        closed = set(sorted(self._seen, key=lambda peer: order.get(peer, 0))[: max(0, excess)])
-        for peer, connection in connections_to(self._port) if closed else ():
+        closed = set(sorted(seen, key=lambda peer: order.get(peer, 0))[: max(0, excess)])
+        for peer, connection in connections_to(port) if closed else ():
             if peer in closed:
                 with suppress(OSError):
                     connection.shutdown(socket.SHUT_RDWR)

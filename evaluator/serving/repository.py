@@ -11,20 +11,14 @@ import gc
 import glob
 import logging
 import re
-from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, NamedTuple, TypeAlias
+from typing import NamedTuple, TypeAlias
 
 from ..engine.session import Placement, Session
-from ..errors import (
-    EnvironmentFault,
-    Interrupted,
-    ModelNotFound,
-    ModelRefused,
-    PreluNetError,
-    UsageError,
-)
+from ..errors import EnvironmentFault, Interrupted, ModelNotFound, ModelRefused, PreluNetError, UsageError
+from .concurrency import unbroken
 from .memory import require_room_to_load, serving_memory
 from .models import Models, load_model
 from .observability.logs import release_frames
@@ -69,7 +63,6 @@ class Repository:
         self._refused: dict[Version, tuple[Signature, PreluNetError]] = {}  # tried again once the file changes
         self._deleted: set[Version] = set()  # loaded ones
         self._unknown: set[Path] = set()  # ONNX files in the folder that are no version
-        self._retry = False
         for outcome in ("loaded", "refused", "deleted", "unloaded"):
             self._count(outcome, 0)
 
@@ -80,7 +73,7 @@ class Repository:
 
     def retry(self) -> None:
         """Let the next look try again what was refused, and load what was unloaded."""
-        self._retry = True
+        self._refused = {}
 
     async def start(self) -> None:
         """Load the newest version of each model that can be loaded; the others are reported as they are later.
@@ -108,13 +101,13 @@ class Repository:
             async with self._lock:
                 look, before = await in_thread(self._look, reads="models"), self._last_look
                 self._last_look = look
-                if self._retry:
-                    self._retry, self._refused = False, {}
                 self._refused = {version: of for version, of in self._refused.items() if version in look}
-                self._note_deleted(look)
-                settled = {
-                    version: signature for version, signature in look.items() if before.get(version) == signature
-                }
+                deleted = {version for version in self._loaded if version not in look}
+                for version in deleted - self._deleted:
+                    self._count("deleted")
+                    log.warning("model %s: %s", version, _DELETED)
+                self._deleted = deleted
+                settled = {version: found for version, found in look.items() if before.get(version) == found}
                 changing = {version.name for version in self._loaded if look.get(version) != before.get(version)}
                 for name in sorted({version.name for version in settled} - changing):
                     await self._update(name, settled)
@@ -128,14 +121,14 @@ class Repository:
         Returns when it is served. Raises ModelNotFound if it is not in the folder, ModelRefused with the reason if it
         cannot be loaded.
         """
-        await _finish(self._load_requested(model))
+        await unbroken(self._load(model))
 
-    async def _load_requested(self, model: str) -> Exception | None:
+    async def _load(self, model: str) -> None:
         async with self._lock:
             look = await in_thread(self._look, reads="models")
             wanted = _matching(look, model)
             if not wanted:
-                return ModelNotFound(
+                raise ModelNotFound(
                     f"the server's folder has no model '{model[:_MAX_QUOTED]}'; it should be in NAME/VERSION/{FILE}"
                 )
             for version in wanted:
@@ -145,8 +138,7 @@ class Repository:
             elif await self._ensure_loaded(wanted[0], look):
                 self._kept.add(wanted[0])
             if (refused := self._refused.get(wanted[0])) is not None:
-                return ModelRefused(f"{wanted[0]}: {refused[1]}")
-            return None
+                raise ModelRefused(f"{wanted[0]}: {refused[1]}")
 
     async def unload(self, model: str) -> None:
         """Stop serving all versions of the model NAME, or only NAME/VERSION, until it is loaded or its file changes.
@@ -154,16 +146,16 @@ class Repository:
         If it was the newest, the next older version in the folder takes its place first. Raises ModelNotFound if it is
         not loaded, UsageError for a model of `--model`.
         """
-        await _finish(self._unload_requested(model))
+        await unbroken(self._unload(model))
 
-    async def _unload_requested(self, model: str) -> Exception | None:
+    async def _unload(self, model: str) -> None:
         async with self._lock:
             look = await in_thread(self._look, reads="models")
             removed = _matching(self._loaded, model)
             if not removed:
                 if self._models.has(model):
-                    return UsageError(f"model '{model}' was given by --model and stays until the server stops")
-                return ModelNotFound(f"model '{model[:_MAX_QUOTED]}' is not loaded")
+                    raise UsageError(f"model '{model}' was given by --model and stays until the server stops")
+                raise ModelNotFound(f"model '{model[:_MAX_QUOTED]}' is not loaded")
             for version in _matching(look, model):
                 self._refused[version] = look[version], ModelRefused("unloaded")
             for version in removed:
@@ -174,7 +166,6 @@ class Repository:
                 self._remove(version)
                 self._count("unloaded")
                 log.info("model %s is unloaded", version)
-            return None
 
     # One model
 
@@ -198,15 +189,9 @@ class Repository:
         if served and served[0].session.circumstances.on_gpu:
             placement = served[0].session.placement  # with `auto`, a model must not move to the CPU for lack of memory
         log.info("loading model %s", version)
+        sessions, queues = self._models.sessions(), len(self._models.all()) + (not served)
         try:
-            session = await in_thread(
-                self._prepare,
-                version,
-                signature,
-                placement,
-                self._models.sessions(),
-                len(self._models.all()) + (not served),
-            )
+            session = await in_thread(self._prepare, version, signature, placement, sessions, queues)
             if self._stopped():
                 raise Interrupted(_STOPPING)
         except Exception as error:  # whatever it is, what is served stays, and later versions are tried
@@ -250,13 +235,6 @@ class Repository:
         self._kept.discard(version)
         self._deleted.discard(version)
 
-    def _note_deleted(self, look: Look) -> None:
-        deleted = {version for version in self._loaded if version not in look}
-        for version in deleted - self._deleted:
-            self._count("deleted")
-            log.warning("model %s: %s", version, _DELETED)
-        self._deleted = deleted
-
     def _file(self, version: Version) -> ModelFile:
         return ModelFile(version.name, self._folder / version.name / str(version.number) / FILE, version.number)
 
@@ -280,12 +258,6 @@ class Repository:
 
     def _count(self, outcome: str, number: int = 1) -> None:
         self._models.metrics.reloads.labels("models", outcome).inc(number)
-
-
-async def _finish(work: Coroutine[Any, Any, Exception | None]) -> None:
-    """Wait for a change, which continues if the caller leaves, and raise the error that it returns."""
-    if (problem := await asyncio.shield(asyncio.create_task(work))) is not None:
-        raise problem
 
 
 def _signature(path: Path) -> Signature:

@@ -9,7 +9,7 @@ import time
 from collections.abc import Awaitable, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import grpc
 import grpc.aio
@@ -30,14 +30,13 @@ from .http.door import HttpDoor
 from .http.listener import ConnectionLimits, Listener
 from .http.routes import add_routes
 from .models import Models
-from .network import IdleConnections, channel_options, connections_to, explain_bind_error, host_port, unix_host
+from .network import channel_options, connections_to, explain_bind_error, host_port, keep_room, unix_host
 from .options import HttpOptions
 from .repository import Repository
 from .watched_files import Certificates
 
 SERVICES = (SERVICE, inference.SERVICE)  # health reports each by name
 _FOREVER = 1e6  # seconds; `Server.stop` has its own timeout
-_ROOM_INTERVAL = 0.1  # seconds between checks that there is room for connections
 _POLL_INTERVAL = 0.02  # seconds between checks of the calls in flight
 # Seconds for connections to close after the last call. Clients that respond need one round trip. gRPC would wait 20 s
 # for a client that has disappeared, and without limit for one with an open reflection stream.
@@ -66,14 +65,11 @@ class Server:
         for gRPC, instead of host and port. Raises EnvironmentFault if a port is unavailable.
         """
         self._calls = calls = calls or CallsInFlight()
-        self._metrics, limits = calls.metrics, calls.limits
-        self._metrics.limits.labels("max-calls").set(limits.max_calls)
-        self._metrics.limits.labels("max-connections").set(limits.max_connections)
-        self._metrics.ready.set_function(lambda: self.serving)
-        self._max_evaluation_images = limits.max_evaluation_images
+        metrics, limits = calls.metrics, calls.limits
+        metrics.limits.labels("max-calls").set(limits.max_calls)
+        metrics.limits.labels("max-connections").set(limits.max_connections)
+        metrics.ready.set_function(lambda: self.serving)
         self._health = Health(SERVICES)
-        self._opened = False
-        self._max_connections = limits.max_connections
         self._making_room: asyncio.Task[None] | None = None
         self._front = Front(calls)
         self._front.refusal_message = "the server is loading its models; try again later"
@@ -88,11 +84,10 @@ class Server:
         except RuntimeError as error:  # without the reason, which gRPC only logs
             raise EnvironmentFault(f"cannot listen on {address}: {explain_bind_error(self._host, port)}") from error
         if unix_socket is None:
-            self._metrics.grpc_connections.set_function(lambda: sum(1 for _ in connections_to(self._port)))
+            metrics.grpc_connections.set_function(lambda: sum(1 for _ in connections_to(self._port)))
         self._door, self._http, self._reports = None, None, http.reports
         if http.enabled:
-            names = (host, *http.host_names)
-            self._door = HttpDoor(calls, names, lambda: self.serving)
+            self._door = HttpDoor(calls, (host, *http.host_names), lambda: self.serving)
             self._http = Listener(
                 self._door,
                 host if http.unix_socket is None else unix_host(http.unix_socket, "--http-unix-socket"),
@@ -103,7 +98,7 @@ class Server:
                 option="--http-port",
                 tls=None if certificates is None or http.unix_socket is not None else certificates.context,
             )
-            self._metrics.http_connections.set_function(partial(getattr, self._http, "connections"))
+            metrics.http_connections.set_function(partial(getattr, self._http, "connections"))
 
     @property
     def address(self) -> str:
@@ -131,41 +126,31 @@ class Server:
         ready, and do not send a refused request to another.
         """
         unloaded = DataPlane(Models((), DecodeLimits()), ready=lambda: False)
-        inference.add_to_server(cast(grpc.aio.Server, self._front), unloaded)
+        inference.add_to_front(self._front, unloaded)
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self._front)
         names = (*SERVICES, health.SERVICE_NAME, reflection.SERVICE_NAME)
         self._front.add_generic_rpc_handlers(_reflection(names))
-        self._opened = True
         await self._server.start()
-        self._making_room = asyncio.create_task(self._make_room())
+        calls, limit = self._calls, self._calls.limits.max_connections
+        self._making_room = asyncio.create_task(keep_room(self._port, limit, calls.peers, calls.recent))
 
     async def start(self, models: Models, repository: Repository | None = None) -> None:
         """Answer calls; health reports SERVING for the whole server, each of our services and each model.
 
         repository: None if the models are fixed.
         """
-        if not self._opened:
+        if self._making_room is None:
             await self.open()
         self._health.has_model = models.has
         models.on_change.append(self._health.wake)
-        plane = DataPlane(models, repository, lambda: self.serving, self._max_evaluation_images)
+        plane = DataPlane(models, repository, lambda: self.serving, self._calls.limits.max_evaluation_images)
         pb_grpc.add_PreluNetServiceServicer_to_server(PreluNetServicer(plane), self._front)
-        inference.add_to_server(cast(grpc.aio.Server, self._front), plane)
+        inference.add_to_front(self._front, plane)
         self._front.refusal_message = ""
         self._health.set_serving(serving=True)
         if self._door is not None and self._http is not None:
             add_routes(self._door, plane, self._reports)
             self._http.open()
-
-    def limit_memory(self, size: int) -> None:
-        """Refuse unfinished messages while this process is larger than `size` bytes."""
-        self._calls.arriving.max_memory = size
-
-    async def _make_room(self) -> None:
-        idle = IdleConnections(self._port, self._max_connections)
-        while True:
-            await asyncio.sleep(_ROOM_INTERVAL)
-            idle.make_room(self._calls.peers, self._calls.recent)
 
     def set_not_serving(self) -> None:
         """Make health report NOT_SERVING; calls still work."""

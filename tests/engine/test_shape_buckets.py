@@ -130,8 +130,7 @@ def test_warming_up_runs_every_batch_once_and_reports_progress() -> None:
     session.rules = replace(session.rules, max_pixels=40_000)
     shape_buckets = shape_buckets_of(session)
     assert shape_buckets is not None
-    reported: list[tuple[int, int]] = []
-    warm_up(session, shape_buckets, lambda done, of: reported.append((done, of)))
+    reported = list(warm_up(session, shape_buckets))
     count = len(session.calls)
     assert len(set(session.calls)) == count > 100
     assert reported == [(done, count) for done in range(1, count + 1)]
@@ -142,7 +141,7 @@ def test_what_a_server_gets_to_compute_was_warmed_before() -> None:
     recorder, session = on_a_gpu(RecordingSession), on_a_gpu()
     shape_buckets = shape_buckets_of(session)
     assert shape_buckets is not None
-    warm_up(recorder, shape_buckets, lambda done, of: None)
+    list(warm_up(recorder, shape_buckets))
     random = np.random.default_rng(5)
     protocol = build_protocol("multi-scale", session.contract)
     images = [random.integers(0, 256, (*sides, 3), np.uint8) for sides in [(40, 61), (90, 31), (50, 50), (33, 130)]]

@@ -2,6 +2,7 @@
 
 import asyncio
 import io
+import math
 import threading
 import time
 from collections.abc import AsyncIterator, Callable, Iterator
@@ -86,8 +87,7 @@ def running_server(
         server = Server("127.0.0.1", 0, calls, certificates=certificates, http=http, unix_socket=unix_socket)
         models = Models(loaded, limits or DecodeLimits(), queue, metrics, **lost)
         await server.start(models)
-        if max_memory is not None:
-            server.limit_memory(max_memory)
+        calls.arriving.max_memory = max_memory or math.inf
         yield server, models
         await server.stop(grace=5)
         await asyncio.to_thread(models.close)

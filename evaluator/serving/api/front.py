@@ -118,7 +118,11 @@ class Method:
         """Answer a call: with the message that this returns, or with those that are written meanwhile."""
         call = self._new_call(context)
         try:
-            await self._admit(call, context)
+            self._front.calls.begin(call, known=self._known)
+            if self._front.refusal_message:
+                await self._front.refuse(self._path)
+            if not self._known:
+                await context.abort(grpc.StatusCode.UNIMPLEMENTED, "this server has no such method")
             answer = self._function(await self._input(call, received, context), context)
             if not inspect.isasyncgen(answer):  # a method that streams may also write its answers itself
                 return _serialized(await answer)
@@ -137,17 +141,11 @@ class Method:
         remaining = context.time_remaining()
         metadata = cast("Metadata", context.invocation_metadata() or ())  # names are in lower case
         call = self._front.calls.arrived(self._path[1:], context.peer(), metadata)
-        call.deadline = None if remaining is None else call.begun + remaining
+        if remaining is not None:
+            call.deadline = call.begun + remaining
         # Not in the initial metadata, which would be sent in a packet of its own.
         context.set_trailing_metadata(((REQUEST_ID, call.request_id),))
         return call
-
-    async def _admit(self, call: Call, context: Context) -> None:
-        self._front.calls.begin(call, known=self._known)
-        if self._front.refusal_message:
-            await self._front.refuse(self._path)
-        if not self._known:
-            await context.abort(grpc.StatusCode.UNIMPLEMENTED, "this server has no such method")
 
     async def _input(self, call: Call, received: AsyncIterator[bytes], context: Context) -> Any:
         """Return the argument of the method: the message, or an iterator over the messages of a stream.

@@ -1,25 +1,24 @@
-"""The Open Inference Protocol over gRPC: translates between its messages and `serving.inference`."""
+"""The Open Inference Protocol over gRPC: translates between its messages and the plain types of `serving.inference`."""
 
 import asyncio
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Mapping
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import aclosing
 from functools import partial
 from typing import Any, TypeVar
 
 import grpc
-import grpc.aio
 from msgspec import to_builtins
 
 from ...errors import UsageError
 from ...pb.inference import inference_pb2 as pb
 from ...pb.inference import inference_pb2_grpc as pb_grpc
 from ...rpc.status import client_message
-from ..concurrency import bounded, run_inline_or_in_thread
+from ..concurrency import bounded
 from ..data_plane import DataPlane
-from ..inference import InferAnswer, Inference
+from ..inference import INPUT, OUTPUT, InferAnswer, Inference, InferRequest, InputTensor, Parameters, split_elements
 from ..observability.call_context import Call, Context, this_call
 from ..observability.logs import log_incident
-from . import inference_messages as messages
+from .front import Front
 from .prelunet import STREAM_SLOTS
 
 SERVICE = pb.DESCRIPTOR.services_by_name["GRPCInferenceService"].full_name
@@ -33,9 +32,9 @@ UNIMPLEMENTED_METHODS: Mapping[str, str] = {
 }
 
 
-def add_to_server(server: grpc.aio.Server, plane: DataPlane) -> None:
-    """Add the Open Inference Protocol to a server."""
-    pb_grpc.add_GRPCInferenceServiceServicer_to_server(InferenceServicer(plane), server)
+def add_to_front(front: Front, plane: DataPlane) -> None:
+    """Add the Open Inference Protocol to the services of a server."""
+    pb_grpc.add_GRPCInferenceServiceServicer_to_server(InferenceServicer(plane), front)
 
     async def refuse(text: str, _request: bytes, context: Context) -> bytes:
         await context.abort(grpc.StatusCode.UNIMPLEMENTED, text)
@@ -43,23 +42,23 @@ def add_to_server(server: grpc.aio.Server, plane: DataPlane) -> None:
     refusals: dict[str, grpc.RpcMethodHandler[bytes, bytes]] = {
         name: grpc.unary_unary_rpc_method_handler(partial(refuse, text)) for name, text in UNIMPLEMENTED_METHODS.items()
     }
-    server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(SERVICE, refusals),))
+    front.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(SERVICE, refusals),))
 
 
 class InferenceServicer(pb_grpc.GRPCInferenceServiceServicer):
     """Translates calls."""
 
     def __init__(self, plane: DataPlane) -> None:
-        self._inference = Inference(plane)
+        self._plane, self._inference = plane, Inference(plane)
 
     async def ServerLive(self, request: pb.ServerLiveRequest, context: Context) -> pb.ServerLiveResponse:
         return pb.ServerLiveResponse(live=True)
 
     async def ServerReady(self, request: pb.ServerReadyRequest, context: Context) -> pb.ServerReadyResponse:
-        return pb.ServerReadyResponse(ready=self._inference.ready())
+        return pb.ServerReadyResponse(ready=self._plane.ready())
 
     async def ModelReady(self, request: pb.ModelReadyRequest, context: Context) -> pb.ModelReadyResponse:
-        ready = self._inference.has(request.name, request.version) and self._inference.ready()
+        ready = self._inference.has(request.name, request.version) and self._plane.ready()
         return pb.ModelReadyResponse(ready=ready)
 
     async def ServerMetadata(self, request: pb.ServerMetadataRequest, context: Context) -> pb.ServerMetadataResponse:
@@ -75,8 +74,7 @@ class InferenceServicer(pb_grpc.GRPCInferenceServiceServicer):
 
     async def ModelStatistics(self, request: pb.ModelStatisticsRequest, context: Context) -> pb.ModelStatisticsResponse:
         """Return the statistics of one model, or of each."""
-        found = self._inference.statistics(request.name, request.version)
-        return pb.ModelStatisticsResponse(model_stats=to_builtins(found))
+        return pb.ModelStatisticsResponse(**to_builtins(self._inference.statistics(request.name, request.version)))
 
     async def RepositoryIndex(self, request: pb.RepositoryIndexRequest, context: Context) -> pb.RepositoryIndexResponse:
         """List the loaded versions of all models, and those that are not served."""
@@ -107,9 +105,9 @@ class InferenceServicer(pb_grpc.GRPCInferenceServiceServicer):
 
     def _infer(self, request: pb.ModelInferRequest, call: Call) -> Awaitable[pb.ModelInferResponse]:
         """Return the awaitable that answers a request, alone or of a stream, without the message."""
+        write = partial(infer_response, id_=request.id, raw=len(request.raw_input_contents) > 0)
         name, version = request.model_name, request.model_version
-        answer = self._inference.infer(name, version, messages.infer_request(request), call)
-        return _response(answer, request.id, raw=len(request.raw_input_contents) > 0)
+        return self._inference.infer(name, version, infer_request(request), call, write)
 
     async def ModelStreamInfer(
         self, request_iterator: AsyncIterator[pb.ModelInferRequest], context: Context
@@ -137,13 +135,6 @@ class InferenceServicer(pb_grpc.GRPCInferenceServiceServicer):
             async for response in responses:
                 yield response
                 call.message_done()
-
-
-async def _response(answer: Awaitable[InferAnswer], id_: str, *, raw: bool) -> pb.ModelInferResponse:
-    answered = await answer
-    return await run_inline_or_in_thread(
-        partial(messages.infer_response, answered, id_, raw=raw), in_thread=answered.large
-    )
 
 
 def _require_no_repository(name: str) -> None:
@@ -191,3 +182,83 @@ async def answer_in_order(
         for each in unfinished:
             each.cancel()
         await asyncio.gather(*unfinished, return_exceptions=True)
+
+
+# Messages to plain types, and back.
+
+
+def infer_request(request: pb.ModelInferRequest) -> InferRequest:
+    """Return a request in plain types, which hold the message until its images are read."""
+    outputs = request.outputs
+    return InferRequest(
+        parameters=_parameters(request.parameters),
+        inputs=len(request.inputs),
+        tensor=_input(request, request.inputs[0]) if request.inputs else None,
+        outputs=[output.name for output in outputs],
+        output_parameters=_parameters(outputs[0].parameters) if outputs else {},
+    )
+
+
+def _parameters(parameters: Mapping[str, pb.InferParameter]) -> Parameters:
+    return {name: _value(parameter) for name, parameter in parameters.items()}
+
+
+def _value(parameter: pb.InferParameter) -> bool | int | float | str | None:
+    choice = parameter.WhichOneof("parameter_choice")
+    value: bool | int | float | str | None = choice and getattr(parameter, choice)
+    return value
+
+
+def _input(request: pb.ModelInferRequest, tensor: pb.ModelInferRequest.InferInputTensor) -> InputTensor:
+    def images(count: int) -> Sequence[bytes]:
+        return _raw_images(request, tensor, count) if request.raw_input_contents else _typed_images(tensor, count)
+
+    return InputTensor(tensor.name, tensor.datatype, tensor.shape, _parameters(tensor.parameters), images)
+
+
+def _raw_images(
+    request: pb.ModelInferRequest, tensor: pb.ModelInferRequest.InferInputTensor, count: int
+) -> Sequence[bytes]:
+    """Return the images in `raw_input_contents`."""
+    if tensor.contents.ListFields():
+        raise UsageError(
+            f"input '{INPUT}' has elements both in `contents` and in `raw_input_contents`; send only one of them"
+        )
+    if len(request.raw_input_contents) > 1:
+        raise UsageError(
+            f"`raw_input_contents` has {len(request.raw_input_contents)} entries for one input; send one entry"
+        )
+    return split_elements(request.raw_input_contents[0], count)
+
+
+def _typed_images(tensor: pb.ModelInferRequest.InferInputTensor, count: int) -> Sequence[bytes]:
+    """Return the images in `contents`."""
+    filled = [field.name for field, _ in tensor.contents.ListFields()]
+    if wrong := [name for name in filled if name != "bytes_contents"]:
+        raise UsageError(f"input '{INPUT}' has `{wrong[0]}`; the elements of a BYTES tensor go into `bytes_contents`")
+    elements = tensor.contents.bytes_contents
+    if not elements:
+        raise UsageError(
+            f"input '{INPUT}' has no elements; send the images in `raw_input_contents`, or as `bytes_contents` in the "
+            "input's `contents`"
+        )
+    if len(elements) != count:
+        raise UsageError(
+            f"input '{INPUT}' has {len(elements)} elements in `bytes_contents`, but its shape declares {count}; the "
+            "two should be equal"
+        )
+    return elements
+
+
+def infer_response(answer: InferAnswer, id_: str, *, raw: bool) -> pb.ModelInferResponse:
+    """Return the message of an answer. id_: the request's; raw: with its elements as binary data, as the request's."""
+    model = answer.model
+    response = pb.ModelInferResponse(model_name=model.name, model_version=str(model.version), id=id_)
+    output = response.outputs.add(name=OUTPUT, datatype=answer.datatype, shape=answer.shape)
+    if raw:
+        response.raw_output_contents.append(answer.raw())
+    elif answer.top is None:
+        output.contents.fp32_contents.extend(answer.numbers())
+    else:
+        output.contents.bytes_contents.extend(text.encode() for text in answer.texts())
+    return response

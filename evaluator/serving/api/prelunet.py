@@ -19,7 +19,7 @@ from ...pb.prelunet.v1 import prelunet_pb2_grpc as pb_grpc
 from ...reporting.report import Report
 from ...rpc.convert import convert_nested_lists
 from ...rpc.status import client_message, code_of, reason_for
-from ..answers import constant_part, list_models_response, model_response
+from ..answers import constant_part
 from ..concurrency import answer_all, uncancelled
 from ..data_plane import DataPlane
 from ..evaluation import LabelledImage, Progress
@@ -82,7 +82,7 @@ class PreluNetServicer(pb_grpc.PreluNetServiceServicer):
                     yield image_of(await anext(request_iterator), contract)
 
         async def send_progress(progress: Progress) -> None:
-            message = pb.EvaluateResponse(progress=pb.EvaluateProgress(**vars(progress)))
+            message = pb.EvaluateResponse(progress=pb.EvaluateProgress(**to_builtins(progress)))
             await uncancelled(context.write(message))
 
         async with aclosing(images()) as labeled:
@@ -93,12 +93,10 @@ class PreluNetServicer(pb_grpc.PreluNetServiceServicer):
 
     async def ListModels(self, request: pb.ListModelsRequest, context: Context) -> pb.ListModelsResponse:
         """List the served models, and what is wrong with others."""
-        return pb.ListModelsResponse(
-            **to_builtins(list_models_response(self._plane.models.all(), self._plane.problems()))
-        )
+        return pb.ListModelsResponse(**to_builtins(self._plane.list_models()))
 
     async def GetModel(self, request: pb.GetModelRequest, context: Context) -> pb.GetModelResponse:
-        return pb.GetModelResponse(model=to_builtins(model_response(self._plane.models.get(request.name))))
+        return pb.GetModelResponse(model=to_builtins(self._plane.get_model(request.name)))
 
 
 async def _written(answer: Awaitable[Answered]) -> bytes:

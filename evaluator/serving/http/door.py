@@ -4,14 +4,13 @@ import asyncio
 import math
 import time
 from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import dataclass
 from typing import Annotated, Any, TypeAlias
 
 import msgspec
 from msgspec import Struct
 from starlette.datastructures import Headers, QueryParams
 from starlette.exceptions import HTTPException
-from starlette.requests import Request
+from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.routing import Router
 from starlette.types import Message, Receive, Scope, Send
@@ -60,8 +59,7 @@ class Error(Struct, forbid_unknown_fields=True):
     request_id: str
 
 
-@dataclass
-class HttpCall:
+class HttpCall(Struct):
     """A request that has been admitted. call: has its deadline; parameters: of its path; body: all, decompressed."""
 
     call: Call
@@ -99,22 +97,21 @@ class HttpDoor:
         connection: Connection = scope["state"]["connection"]
         headers = Headers(scope=scope)
         call = self._calls.arrived("unknown", peer_name(*(scope["client"] or ("", 0))), headers.items())
-        body = _Body(headers, receive, self._limits.max_message_bytes)
-        scope.update({"app": self, "body": body, "call": call})  # `app`: the router raises errors
-        sending = _Sending(send, call, connection, self._limits, lambda: body.complete and not self.ready())
+        scope.update({"app": self, "call": call})  # `app`: the router raises errors
+        sending = _Sending(send, call, connection, self._limits, self.ready)
         connection.begin()
         try:
             self._check_head(scope, headers)
-            await self.router(scope, body.receive, sending.send)
-        except asyncio.CancelledError:
+            await self.router(scope, receive, sending.send)
+        except (asyncio.CancelledError, ClientDisconnect):
             call.status = "CANCELLED"  # the client has left, or the server cuts off its calls
         except Exception as error:
             if call.method == "unknown":
                 self._calls.record(call)
             response = error_response(call, error, v2=scope["path"].startswith("/v2"))
-            await response(scope, body.receive, sending.send)
+            await response(scope, receive, sending.send)
         finally:
-            connection.end(complete=body.complete)
+            connection.end()
 
     def _check_head(self, scope: Scope, headers: Headers) -> None:
         """Refuse requests that another program might take for two, or that a web page sends in a foreign name."""
@@ -144,120 +141,94 @@ class HttpDoor:
         """
 
         async def endpoint(request: Request) -> Response:
-            call, body = request.scope["call"], request.scope["body"]
+            call: Call = request.scope["call"]
+            connection: Connection = request.scope["state"]["connection"]
             call.method = method
             self._calls.begin(call)
             call.deadline = call.begun + _timeout(request.headers)
-            content = await self._read(call, body, call.deadline)
-            content = await self._decompressed(call, content, request.headers)
-            call.bytes = call.message_bytes = len(content)
+            content = await self._content(call, request)
             admitted = HttpCall(call, request.path_params, request.query_params, request.headers, content)
             del content
             try:
-                with request.scope["state"]["connection"].cancelled_by_disconnect():
-                    async with asyncio.timeout_at(call.deadline):  # of time.monotonic(), which is the loop's clock too
-                        response = await answer(admitted)
+                connection.cancel_if_lost()
+                async with asyncio.timeout_at(call.deadline):  # of time.monotonic(), which is the loop's clock too
+                    response = await answer(admitted)
             except TimeoutError:
                 continues = "; the model is still being loaded or unloaded" if "RepositoryModel" in method else ""
                 raise DeadlinePassed(
                     f"the time for this request is over{continues}; allow more in the header {TIMEOUT_HEADER}"
                 ) from None
             finally:
+                connection.answering = None
                 call.message_admitted()
             call.status = "OK"
             return response
 
         return endpoint
 
-    async def _read(self, call: Call, body: "_Body", deadline: float) -> bytes:
-        seconds = min(self._limits.message_timeout, deadline - time.monotonic())
+    async def _content(self, call: Call, request: Request) -> bytes:
+        """Return the body of a request, decompressed."""
+        seconds = min(self._limits.message_timeout, call.deadline - time.monotonic())
         try:
-            content: bytes = await self._arriving.receive(call, body.read(), seconds)
+            content: bytes = await self._arriving.receive(call, _read(request, self._limits.max_message_bytes), seconds)
         except TimeoutError:
             raise DeadlinePassed(f"the body of this request did not arrive within {seconds:g} s") from None
+        encoding = request.headers.get("content-encoding", "identity").lower()
+        if encoding in _COMPRESSIONS:
+            content = await self._arriving.decompressed(call, content)
+        elif encoding != "identity":
+            raise HTTPException(415, f"Content-Encoding should be one of {', '.join(_COMPRESSIONS)}")
+        call.bytes = call.message_bytes = len(content)
         return content
 
-    async def _decompressed(self, call: Call, data: bytes, headers: Headers) -> bytes:
-        encoding = headers.get("content-encoding", "identity").lower()
-        if encoding in _COMPRESSIONS:
-            return await self._arriving.decompressed(call, data)
-        if encoding != "identity":
-            raise HTTPException(415, f"Content-Encoding should be one of {', '.join(_COMPRESSIONS)}")
-        return data
 
-
-class _Body:
-    """The body of a request. complete: nothing of it is left to read."""
-
-    def __init__(self, headers: Headers, receive: Receive, limit: int) -> None:
-        self._receive, self._limit = receive, limit
-        self._length = headers.get("content-length", "0")
-        self.complete = self._length == "0" and "transfer-encoding" not in headers
-
-    async def receive(self) -> Message:
-        """Receive the next part, or the disconnection of the client."""
-        message = await self._receive()
-        if message["type"] == "http.request" and not message.get("more_body"):
-            self.complete = True
-        return message
-
-    async def read(self) -> bytes:
-        """Return all of it. Raises HTTPException if it is too large, before reading it if its length is known."""
-        too_large = HTTPException(413, f"the body exceeds this server's limit of {self._limit} bytes")
-        if int(self._length) > self._limit:  # h11 has checked the number
+async def _read(request: Request, limit: int) -> bytes:
+    """Return the body of a request. Raises HTTPException if it is too large, at once if its length is known."""
+    too_large = HTTPException(413, f"the body exceeds this server's limit of {limit} bytes")
+    if int(request.headers.get("content-length", "0")) > limit:  # h11 has checked the number
+        raise too_large
+    data = bytearray()
+    async for part in request.stream():
+        data += part
+        if len(data) > limit:
             raise too_large
-        data = bytearray()
-        while True:
-            message = await self.receive()
-            if message["type"] == "http.disconnect":
-                raise asyncio.CancelledError
-            data += message["body"]
-            if len(data) > self._limit:
-                raise too_large
-            if not message.get("more_body"):
-                return bytes(data)
+    return bytes(data)
 
 
 class _Sending:
     """Sends a response: in time, with the headers that all responses have.
 
-    closes: whether it closes the connection, which would keep many clients from reading it before their body is sent.
+    It closes the connection if the server is not ready, unless its client still sends the body: many would not read it.
     """
 
     def __init__(
-        self, send: Send, call: Call, connection: Connection, limits: ServerLimits, closes: Callable[[], bool]
+        self, send: Send, call: Call, connection: Connection, limits: ServerLimits, ready: Callable[[], bool]
     ) -> None:
-        self._send, self._call, self._connection, self._closes = send, call, connection, closes
+        self._send, self._call, self._connection, self._ready = send, call, connection, ready
         self._seconds = limits.message_timeout
-        self._headers = [
-            (REQUEST_ID.encode(), call.request_id.encode()),
-            (b"x-content-type-options", b"nosniff"),
-        ]
+        self._headers = [(REQUEST_ID.encode(), call.request_id.encode()), (b"x-content-type-options", b"nosniff")]
         self._head: Message | None = None  # to be sent with the first part of the body
 
     async def send(self, message: Message) -> None:
         """Send a part of a response; return once the client has read most of it."""
         if message["type"] == "http.response.start":
-            close = [(b"connection", b"close")] if self._closes() else []
+            closes = self._connection.body_received and not self._ready()
+            close = [(b"connection", b"close")] if closes else []
             self._head = {**message, "headers": [*message["headers"], *self._headers, *close]}
             return
         try:
-            await self._drain()
             with self._connection.batch:
                 if self._head is not None:
                     await self._send(self._head)
                     self._head = None
                 await self._send({**message, "more_body": True})
-            await self._drain()
+            if self._connection.flow.write_paused:
+                async with asyncio.timeout(self._seconds):
+                    await self._connection.flow.drain()
             await self._send({"type": "http.response.body", "more_body": message.get("more_body", False)})
         except TimeoutError:
             self._call.status = "CANCELLED"
             self._connection.transport.abort()
-
-    async def _drain(self) -> None:
-        if self._connection.flow.write_paused:
-            async with asyncio.timeout(self._seconds):
-                await self._connection.flow.drain()
 
 
 # Errors of HTTP itself: our text for the router's, and gRPC's words for the status.

@@ -12,14 +12,14 @@ import socket
 import ssl
 import struct
 import sys
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, cast
 from urllib.parse import unquote
 
 import h11
+from msgspec import Struct
 from starlette.types import ASGIApp
 from uvicorn import Config
 from uvicorn.protocols.http.h11_impl import H11Protocol
@@ -37,8 +37,7 @@ _RECEIVE_BYTES = 2**16  # at a time; by default 256 KiB, which tiny chunks would
 log = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True)
-class ConnectionLimits:
+class ConnectionLimits(Struct, frozen=True):
     """Limits of a port; times in seconds.
 
     count: of open connections; head_bytes: of request line and headers; head: to complete a handshake, and to receive
@@ -93,7 +92,7 @@ class Connection(H11Protocol):
         self._on_lost = on_lost
         self._between_requests = False
         self._timer: asyncio.TimerHandle | None = None
-        self._answering: asyncio.Task[Any] | None = None  # ends if the client leaves
+        self.answering: asyncio.Task[Any] | None = None  # is cancelled if the client leaves
 
     def connection_made(self, transport: Any) -> None:
         """Wait for the first request."""
@@ -107,8 +106,8 @@ class Connection(H11Protocol):
         self._on_lost(self)
         if self._timer is not None:
             self._timer.cancel()
-        if self._answering is not None:
-            self._answering.cancel()
+        if self.answering is not None:
+            self.answering.cancel()
         self._unset_keepalive_if_required()  # uvicorn's timer; after a reset it would keep this object for two minutes
         super().connection_lost(exc)
 
@@ -126,12 +125,17 @@ class Connection(H11Protocol):
         if self._timer is not None:
             self._timer.cancel()
 
-    def end(self, *, complete: bool) -> None:
-        """Note that a request has been answered. complete: its body has been read, or it had none."""
+    @property
+    def body_received(self) -> bool:
+        """Return whether all of the request's body has arrived, or it has none."""
+        return not self.cycle.more_body
+
+    def end(self) -> None:
+        """Note that a request has been answered."""
         self.requests -= 1
         if not self.requests and self in self.connections:  # uvicorn's set; one that is lost needs no timer
-            self._between_requests = complete
-            self._abort_after(self._limits.idle if complete else self._limits.unread)
+            self._between_requests = self.body_received
+            self._abort_after(self._limits.idle if self.body_received else self._limits.unread)
 
     def close_if_idle(self) -> None:
         """Close the connection between two requests, unless bytes of the next have arrived: these are answered."""
@@ -141,17 +145,12 @@ class Connection(H11Protocol):
             if not poll.poll(0):
                 self.transport.close()
 
-    @contextmanager
-    def cancelled_by_disconnect(self) -> Iterator[None]:
-        """Cancel this task, which has read its request, if the client leaves meanwhile, as gRPC does."""
+    def cancel_if_lost(self) -> None:
+        """Have this task, which has read its request, cancelled if the client leaves, as gRPC does."""
         if self.transport.is_closing():
             raise asyncio.CancelledError
         self.flow.resume_reading()  # paused by a large body, it would not notice
-        self._answering = asyncio.current_task()
-        try:
-            yield
-        finally:
-            self._answering = None
+        self.answering = asyncio.current_task()
 
     def _abort_after(self, seconds: float) -> None:
         if self._timer is not None:
@@ -285,15 +284,12 @@ class Listener:
             loop.call_later(_NO_DESCRIPTOR_PAUSE, self._resume, listener)
             return False
         accepted.setblocking(False)
-        self._add(accepted)
-        return True
-
-    def _add(self, accepted: socket.socket) -> None:
         if not self._aborted and self._make_room():
             connection = Connection(self._config, self._state, self._limits, self._forget)
             self._connections[connection] = asyncio.create_task(self._set_up(connection, accepted))
         else:
             accepted.close()
+        return True
 
     def _make_room(self) -> bool:
         """Return whether one more connection fits, after aborting the oldest idle one if necessary.
@@ -311,8 +307,6 @@ class Listener:
         return True
 
     async def _set_up(self, connection: Connection, accepted: socket.socket) -> None:
-        if accepted.family != socket.AF_UNIX:
-            accepted.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)  # else a response may wait 40 ms for an ACK
         tls = None if self._tls is None else self._tls()
         try:
             await asyncio.get_running_loop().connect_accepted_socket(
@@ -361,10 +355,11 @@ def _bind(host: str, port: int) -> list[socket.socket]:
 
 def _bound(family: int, address: Any, *, dual_stack: bool = False) -> socket.socket:
     """Do what `socket.create_server` does, but do not listen."""
-    created = socket.socket(family, socket.SOCK_STREAM)
+    tcp = family != socket.AF_UNIX  # for which asyncio sets TCP_NODELAY, else a response may wait 40 ms for an ACK
+    created = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP if tcp else 0)
     try:
         created.setblocking(False)
-        if family != socket.AF_UNIX:
+        if tcp:
             created.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         if family == socket.AF_INET6:
             created.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, not dual_stack)

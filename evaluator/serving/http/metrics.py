@@ -53,6 +53,6 @@ def metrics_app(
         except (TimeoutError, asyncio.CancelledError):
             connection.transport.abort()
         finally:
-            connection.end(complete=True)
+            connection.end()
 
     return app

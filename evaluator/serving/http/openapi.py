@@ -2,7 +2,6 @@
 
 import importlib.metadata
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
 from typing import Annotated, Any, Literal, TypeAlias
 
 import msgspec
@@ -25,13 +24,12 @@ _ERRORS = {
 }
 
 
-@dataclass(frozen=True)
-class Operation:
+class Operation(msgspec.Struct, frozen=True):
     """A route that does what a gRPC method does, with its scope and limits.
 
     path: as Starlette has it; name: of the method; endpoint: answers a request; answer: type of its JSON; bodies: types
     of the request by media type; query: struct of the parameters; binary: also answers with binary data; probe: has the
-    same answer with status 503; suffix: tells it from the other routes of its method.
+    same answer with status 503; suffix: of its name in the description, which is such as modelReadyOfVersion.
     """
 
     method: Literal["GET", "POST"]
@@ -39,7 +37,7 @@ class Operation:
     name: str
     endpoint: Endpoint
     answer: Any
-    bodies: Mapping[str, Any] = field(default_factory=dict)
+    bodies: Mapping[str, Any] = {}
     query: type[msgspec.Struct] | None = None
     binary: bool = False
     probe: bool = False
@@ -48,51 +46,20 @@ class Operation:
     @property
     def rpc(self) -> str:
         """Return the full name of the method, as in "prelunet.v1.PreluNetService/Classify"."""
-        return f"{'inference.GRPCInferenceService' if self._inference else 'prelunet.v1.PreluNetService'}/{self.name}"
-
-    @property
-    def id(self) -> str:
-        """Return its name in the description, such as modelReadyOfVersion."""
-        return f"{self.name[0].lower()}{self.name[1:]}{self.suffix}"
-
-    @property
-    def _inference(self) -> bool:
-        return self.path.startswith("/v2")
-
-    @property
-    def answers(self) -> dict[str, Any]:
-        """Return the types of its answers by media type."""
-        return {JSON: self.answer} | ({"application/octet-stream": File} if self.binary else {})
-
-    @property
-    def error(self) -> type[msgspec.Struct]:
-        """Return the type of its errors."""
-        return InferenceError if self._inference else Error
-
-    def errors(self) -> list[int]:
-        """Return the statuses of errors; others come before a request has found its route."""
-        needs_token = REQUIRED[f"/{self.rpc}"] != "nothing"
-        return [status for status in _ERRORS if status != 401 or needs_token]
-
-    @property
-    def types(self) -> list[Any]:
-        """Return all types that it declares."""
-        query = [] if self.query is None else [self.query]
-        return [*self.answers.values(), *self.bodies.values(), *query, self.error]
+        service = "inference.GRPCInferenceService" if self.path.startswith("/v2") else "prelunet.v1.PreluNetService"
+        return f"{service}/{self.name}"
 
 
 def description(operations: Sequence[Operation]) -> dict[str, Any]:
     """Return the description as plain data."""
-    types = [kind for operation in operations for kind in operation.types]
+    declared = [kind for each in operations for kind in (each.answer, *each.bodies.values())]
+    types: list[Any] = [File, Error, InferenceError, *declared]
     found, components = msgspec.json.schema_components(types, ref_template="#/components/schemas/{name}")
     schemas = dict(zip(map(repr, types), found, strict=True))
     paths: dict[str, Any] = {}
     for each in operations:
         path = each.path.replace(":path", "")
-        paths[path] = {each.method.lower(): _operation(each, path, schemas, components)}
-    for each in operations:
-        if each.query is not None:
-            components.pop(each.query.__name__, None)  # its fields are parameters
+        paths[path] = {each.method.lower(): _operation(each, path, schemas)}
     return {
         "openapi": "3.1.0",
         "info": {"title": "prelunet", "version": importlib.metadata.version("prelunet")},
@@ -102,9 +69,7 @@ def description(operations: Sequence[Operation]) -> dict[str, Any]:
     }
 
 
-def _operation(
-    operation: Operation, path: str, schemas: Mapping[str, Any], components: Mapping[str, Any]
-) -> dict[str, Any]:
+def _operation(operation: Operation, path: str, schemas: Mapping[str, Any]) -> dict[str, Any]:
     """Return the description of one route. schemas: by the representation of the type."""
 
     def content(types: Mapping[str, Any]) -> dict[str, Any]:
@@ -116,20 +81,27 @@ def _operation(
         if f"{{{name}}}" in path
     ]
     if operation.query is not None:
-        for name, schema in components[operation.query.__name__]["properties"].items():
+        fields = msgspec.json.schema(operation.query)["$defs"][operation.query.__name__]["properties"]
+        for name, schema in fields.items():
             lists = {"style": "form", "explode": False} if schema.get("type") == "array" else {}
             parameters.append({"name": name, "in": "query", "schema": schema, **lists})
-    answer, error = content(operation.answers), content({JSON: operation.error})
+    answer = content({JSON: operation.answer} | ({"application/octet-stream": File} if operation.binary else {}))
+    error = content({JSON: InferenceError if path.startswith("/v2") else Error})
+    needs_token = REQUIRED[f"/{operation.rpc}"] != "nothing"
     responses = {
         "200": {"description": "The answer.", "content": answer},
-        **{str(status): {"description": _ERRORS[status], "content": error} for status in operation.errors()},
+        **{
+            str(status): {"description": text, "content": error}
+            for status, text in _ERRORS.items()
+            if status != 401 or needs_token
+        },
         "default": {"description": "Another error.", "content": error},
     }
     if operation.probe:
         responses["503"] = {"description": "Not ready.", "content": answer}
     body = {"requestBody": {"content": content(operation.bodies)}} if operation.bodies else {}
     return {
-        "operationId": operation.id,
+        "operationId": f"{operation.name[0].lower()}{operation.name[1:]}{operation.suffix}",
         "summary": f"As {operation.rpc} over gRPC.",
         "parameters": parameters,
         **body,

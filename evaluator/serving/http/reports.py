@@ -22,6 +22,7 @@ from starlette.responses import Response, StreamingResponse
 from starlette.routing import Route
 
 from ...reporting.html import asset
+from ..concurrency import unbroken
 from ..watched_files import in_thread
 from .door import HttpCall, HttpDoor, JsonResponse
 
@@ -45,9 +46,8 @@ def report_routes(door: HttpDoor, folder: Path) -> list[Route]:
 
     async def read(function: Callable[..., Any], *arguments: Any) -> Any:
         await threads.acquire()
-        reading = asyncio.ensure_future(in_thread(function, *arguments))
-        reading.add_done_callback(lambda _: threads.release())
-        return await asyncio.shield(reading)  # a caller that is cancelled leaves a thread behind, which still counts
+        # A caller that is cancelled leaves a thread behind, which still counts.
+        return await unbroken(in_thread(function, *arguments), threads.release)
 
     async def chunks(page: BinaryIO) -> AsyncIterator[bytes]:
         try:

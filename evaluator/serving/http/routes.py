@@ -1,7 +1,7 @@
 """The routes of the HTTP port: they translate requests for the data plane, and its answers to JSON."""
 
+import asyncio
 from collections.abc import Callable, Iterable
-from dataclasses import replace
 from email.parser import BytesHeaderParser
 from functools import partial
 from pathlib import Path
@@ -17,17 +17,9 @@ from starlette.routing import Route
 from ...contract import MAX_SCALES
 from ...errors import ModelNotFound, UsageError
 from ...reporting.live_page import live_page
-from ..answers import (
-    ClassifyResponse,
-    ListModelsResponse,
-    Model,
-    classify_response,
-    list_models_response,
-    model_response,
-)
-from ..concurrency import run_inline_or_in_thread
+from ..answers import ClassifyResponse, ListModelsResponse, Model, classify_response
 from ..data_plane import DataPlane
-from ..inference import Inference, ModelConfig, ModelIndex, ModelMetadata, ModelStatistics, ServerMetadata
+from ..inference import Inference, ModelConfig, ModelIndex, ModelMetadata, ModelStatisticsResponse, ServerMetadata
 from ..scheduling.model import RequestOptions
 from ..scheduling.request import Answered
 from .door import JSON, Endpoint, HttpCall, HttpDoor, JsonResponse
@@ -92,12 +84,6 @@ class ReadyResponse(Struct, forbid_unknown_fields=True):
     ready: bool
 
 
-class ModelStatisticsResponse(Struct, forbid_unknown_fields=True):
-    """Statistics of the models."""
-
-    model_stats: list[ModelStatistics]
-
-
 _Body = TypeVar("_Body", RepositoryModelRequest, RepositoryIndexRequest)
 
 
@@ -128,23 +114,23 @@ class _Routes:
 
     def operations(self) -> list[Operation]:
         """Return the operations, in the order in which their paths are tried."""
-        own = self._inference
+        own, live = self._inference, _described(lambda: ServerLiveResponse(True))
         image, index = {"*/*": File, "multipart/form-data": ClassifyForm}, {JSON: RepositoryIndexRequest}
         operations = [
-            Operation("GET", "/v1/models", "ListModels", self._list_models, ListModelsResponse),
-            Operation("GET", "/v1/models/{name:path}", "GetModel", self._get_model, Model),
+            Operation("GET", "/v1/models", "ListModels", _described(self._plane.list_models), ListModelsResponse),
+            Operation("GET", "/v1/models/{name:path}", "GetModel", _described(self._plane.get_model), Model),
             Operation("POST", "/v1/classify", "Classify", self._classify, ClassifyResponse, image, ClassifyQuery),
             Operation("GET", "/v2", "ServerMetadata", _described(own.server_metadata), ServerMetadata),
-            Operation("GET", "/v2/health/live", "ServerLive", _described(_live), ServerLiveResponse),
+            Operation("GET", "/v2/health/live", "ServerLive", live, ServerLiveResponse),
             Operation("GET", "/v2/health/ready", "ServerReady", self._server_ready, ReadyResponse, probe=True),
             Operation("POST", "/v2/repository/index", "RepositoryIndex", self._index, list[ModelIndex], index),
             Operation(
-                "GET", "/v2/models/stats", "ModelStatistics", _described(self._statistics), ModelStatisticsResponse,
+                "GET", "/v2/models/stats", "ModelStatistics", _described(own.statistics), ModelStatisticsResponse,
                 suffix="OfAll",
             ),
         ]  # fmt: skip
         for model, suffix in (("{name}", ""), ("{name}/versions/{version}", "OfVersion")):
-            operations += [replace(each, suffix=suffix) for each in self._of_model(model)]
+            operations += [msgspec.structs.replace(each, suffix=suffix) for each in self._of_model(model)]
         return operations
 
     def _of_model(self, model: str) -> list[Operation]:
@@ -159,15 +145,9 @@ class _Routes:
             Operation("GET", path, "ModelMetadata", _described(own.model_metadata), ModelMetadata),
             Operation("GET", f"{path}/ready", "ModelReady", self._model_ready, ReadyResponse, probe=True),
             Operation("GET", f"{path}/config", "ModelConfig", _described(own.model_config), ModelConfig),
-            Operation("GET", f"{path}/stats", "ModelStatistics", _described(self._statistics), ModelStatisticsResponse),
+            Operation("GET", f"{path}/stats", "ModelStatistics", _described(own.statistics), ModelStatisticsResponse),
             Operation("POST", f"{path}/infer", "ModelInfer", self._infer, ModelInferResponse, tensors, binary=True),
         ]
-
-    async def _list_models(self, _request: HttpCall) -> Response:
-        return JsonResponse(list_models_response(self._plane.models.all(), self._plane.problems()))
-
-    async def _get_model(self, request: HttpCall) -> Response:
-        return JsonResponse(model_response(self._plane.models.get(request.parameters["name"])))
 
     async def _classify(self, request: HttpCall) -> Response:
         if request.headers.get("content-type", "").lower().startswith("multipart/"):
@@ -179,24 +159,19 @@ class _Routes:
     async def _infer(self, request: HttpCall) -> Response:
         name, version, call = request.parameters["name"], request.parameters.get("version", ""), request.call
         parse = partial(parse_infer_request, request.take_body(), request.headers.get(LENGTH_HEADER))
-        large = call.message_bytes > _LARGE_BODY
-        parsed, call.id, binary = await run_inline_or_in_thread(parse, in_thread=large)
-        answering = self._inference.infer(name, version, parsed, call)
+        parsed, call.id, binary = await asyncio.to_thread(parse) if call.message_bytes > _LARGE_BODY else parse()
+        write = partial(infer_response, id_=call.id, binary=binary)
+        answering = self._inference.infer(name, version, parsed, call, write)
         del parse, parsed  # free them while waiting, with the second copy of the images
-        answer = await answering
-        write = partial(infer_response, answer, call.id, binary=binary)
-        body, headers = await run_inline_or_in_thread(write, in_thread=answer.large)
+        body, headers = await answering
         return Response(body, headers=headers)
 
-    def _statistics(self, name: str = "", version: str = "") -> ModelStatisticsResponse:
-        return ModelStatisticsResponse(self._inference.statistics(name, version))
-
     async def _server_ready(self, _request: HttpCall) -> Response:
-        ready = self._inference.ready()
+        ready = self._plane.ready()
         return JsonResponse(ReadyResponse(ready), 200 if ready else 503)
 
     async def _model_ready(self, request: HttpCall) -> Response:
-        if self._inference.ready() and not self._inference.has(**request.parameters):
+        if self._plane.ready() and not self._inference.has(**request.parameters):
             raise ModelNotFound("no such model or version is served; GET /v1/models lists all")  # no names: no token
         return await self._server_ready(request)
 
@@ -215,10 +190,6 @@ class _Routes:
 
 def _written(answer: Answered) -> bytes:
     return msgspec.json.encode(classify_response(answer))
-
-
-def _live() -> ServerLiveResponse:
-    return ServerLiveResponse(True)
 
 
 def _described(describe: Callable[..., Struct]) -> Endpoint:

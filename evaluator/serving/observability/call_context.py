@@ -1,14 +1,15 @@
 """The current call: what its log line reports, its request id, and its caller."""
 
+import math
 import random
 import re
 import time
 from collections.abc import Callable, Sequence
 from contextvars import ContextVar
-from dataclasses import dataclass, field
-from typing import Any, Protocol, TypeAlias
+from typing import Any, TypeAlias
 
 import grpc.aio
+from msgspec import Struct, field
 
 REQUEST_ID = "x-request-id"  # metadata key, of requests and responses
 _REQUEST_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")  # no characters with a meaning in logs or terminals
@@ -16,21 +17,6 @@ _REQUEST_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")  # no characters with a mean
 Metadata: TypeAlias = Sequence[tuple[str, str | bytes]]  # keys in lower case, of gRPC or of HTTP headers
 
 Context: TypeAlias = "grpc.aio.ServicerContext[Any, Any]"
-
-
-class CallTrace(Protocol):
-    """The spans of one sampled call. `tracing`, which requires an extra, creates them.
-
-    exemplar: labels that lead from a metric to this trace.
-    """
-
-    exemplar: dict[str, str]
-
-    def add_image(self, stages: Sequence[tuple[str, float, float]], failure: str) -> None:
-        """Add an image that has ended. stages: name, begin and end of each; failure: of the last stage, or empty."""
-
-    def end(self, call: "Call", method: str) -> None:
-        """End the span of the call, and create those of its images. method: "unknown" unless it is one of ours."""
 
 
 def identity_of(client: str) -> str:
@@ -41,18 +27,18 @@ def identity_of(client: str) -> str:
     return client.rpartition(":")[0] or client
 
 
-@dataclass(slots=True, eq=False)
-class Call:
+class Call(Struct, eq=False):
     """One RPC: who calls, until when, and what its log line will report. Filled in while it runs.
 
     method: as in "prelunet.v1.PreluNetService/Classify"; begun: time.monotonic() at its start; peer: gRPC's name of the
-    connection; metadata: of gRPC, or the HTTP headers; deadline: of time.monotonic(), None for no deadline; admitted:
-    counted among the calls of its identity; identify: returns the identity behind a peer; share: of the queue, at most
-    for its identity; status: name of its gRPC status, empty until it ends; reason, error: of the error as sent to the
-    caller; id: of its message in the Open Inference Protocol; models: names of the requested models; images, failed:
-    number of images of a stream, and of those that got an error; views: of all its images; bytes, message_bytes: of all
-    its messages, and of the latest; in_progress: messages of a stream that have no answer yet; free_message: see
-    `message_admitted`; trace: None unless it is sampled.
+    connection; metadata: of gRPC, or the HTTP headers; deadline: of time.monotonic(); admitted: counted among the calls
+    of its identity; identity: of the caller, the name of its token or by default its address; share: of the queue, at
+    most for its identity; status: name of its gRPC status, empty until it ends; reason, error: of the error as sent to
+    the caller; id: of its message in the Open Inference Protocol; models: names of the requested models; images,
+    failed: number of images of a stream, and of those that got an error; views: of all its images; bytes,
+    message_bytes: of all its messages, and of the latest; in_progress: messages of a stream that have no answer yet;
+    free_message: see `message_admitted`; trace: a `CallTrace`, whose module requires an extra, None unless it is
+    sampled.
 
     Fair queueing alternates between identities, then between the connections of each.
     """
@@ -62,15 +48,15 @@ class Call:
     begun: float = field(default_factory=time.monotonic)
     peer: str = ""
     metadata: Metadata = ()
-    deadline: float | None = None
+    deadline: float = math.inf
     admitted: bool = False
-    identify: Callable[[str], str] = identity_of
+    identity: str = ""
     share: float | None = None
     status: str = ""
     reason: str = ""
     error: str = ""
     id: str = ""
-    models: set[str] = field(default_factory=set)
+    models: set[str] = set()
     images: int = 0
     failed: int = 0
     views: int = 0
@@ -78,15 +64,10 @@ class Call:
     message_bytes: int = 0
     in_progress: int = 0
     free_message: Callable[[], None] | None = None
-    trace: CallTrace | None = None
-    _identity: str = ""
+    trace: Any = None
 
-    @property
-    def identity(self) -> str:
-        """Return the identity of the caller: the name of its token, by default its address."""
-        if not self._identity:
-            self._identity = self.identify(self.peer)
-        return self._identity
+    def __post_init__(self) -> None:
+        self.identity = self.identity or identity_of(self.peer)
 
     def message_admitted(self) -> None:
         """Free the room of a message that has been decompressed: the queue counts its images now."""
@@ -121,9 +102,7 @@ def this_call() -> Call:
 def request_id_from(metadata: Metadata) -> str:
     """Return the request id in the caller's metadata, or a new one if there is none or it is invalid."""
     for key, value in metadata:
-        if key == REQUEST_ID:
-            if isinstance(value, str) and _REQUEST_ID.fullmatch(value):
-                return value
-            break
+        if key == REQUEST_ID and isinstance(value, str) and _REQUEST_ID.fullmatch(value):
+            return value
     # Not from the kernel, as `secrets`: under load the call would wait for the GIL for half a millisecond.
     return f"{random.getrandbits(64):016x}"

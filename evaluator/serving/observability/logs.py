@@ -16,7 +16,6 @@ import time
 import traceback
 from collections import deque
 from collections.abc import Callable, Mapping
-from contextvars import copy_context
 from datetime import UTC, datetime
 from functools import partial
 from typing import Any
@@ -31,7 +30,7 @@ MAX_QUEUED_LINES = 4096  # lines; some 2 MB
 _GATHER_SECONDS = 0.02
 REPEAT_INTERVAL = 1.0  # seconds
 _MAX_KINDS = 1000  # of calls that repeat; more are all logged
-_NONE: tuple[int, Callable[[int], None]] = 0, lambda _: None
+_NONE: tuple[int, Call | None, float] = 0, None, 0.0
 _PLAIN = re.compile(r"[A-Za-z0-9._:/@%+,\[\]-]+")  # a value that needs no quotes
 
 log = logging.getLogger(__name__)
@@ -67,8 +66,8 @@ class CallLog:
 
     def __init__(self, *, sampled: bool = False) -> None:
         self._sampled = sampled
-        # Of kinds whose last line is younger than the interval: their calls since, and what logs the latest.
-        self._repeats: dict[tuple[str, ...], tuple[int, Callable[[int], None]]] = {}
+        # Of kinds whose last line is younger than the interval: the number of calls since, the latest and its seconds.
+        self._repeats: dict[tuple[str, ...], tuple[int, Call | None, float]] = {}
 
     def ended(self, call: Call, seconds: float) -> None:
         """Log a call, now or with others. seconds: its duration."""
@@ -77,8 +76,7 @@ class CallLog:
             return
         kind = (call.identity, call.method, call.status, re.sub(r"[0-9.]+", "", call.error))
         if kind in self._repeats:
-            calls, _ = self._repeats[kind]
-            self._repeats[kind] = calls + 1, partial(copy_context().run, log_call, call, seconds)
+            self._repeats[kind] = self._repeats[kind][0] + 1, call, seconds
             return
         log_call(call, seconds)
         if len(self._repeats) < _MAX_KINDS:
@@ -89,9 +87,9 @@ class CallLog:
         asyncio.get_running_loop().call_later(REPEAT_INTERVAL, self._end_interval, kind)
 
     def _end_interval(self, kind: tuple[str, ...]) -> None:
-        calls, log_latest = self._repeats.pop(kind, _NONE)  # closed meanwhile
-        if calls:
-            log_latest(calls)
+        calls, latest, seconds = self._repeats.pop(kind, _NONE)  # closed meanwhile
+        if latest is not None:
+            log_call(latest, seconds, calls)
             self._begin_interval(kind)
 
     def close(self) -> None:
@@ -120,43 +118,47 @@ def log_call(call: Call, seconds: float, calls: int = 1) -> None:
     if calls > 1:
         fields["calls"] = calls
     if _handler is None or logging.root.handlers != [_handler]:
-        log.info("call ended", extra={"fields": fields})
+        log.info("call ended", extra={"fields": fields, "call": call})
     else:
         _handler.write(partial(_handler.line, time.time(), "INFO", log.name, "call ended", _with_call(fields, call)))
 
 
-class JsonFormatter(logging.Formatter):
-    """One JSON object per line, in ASCII: `time` (UTC), `level`, `logger`, `message` and further fields."""
+class LineFormatter(logging.Formatter):
+    """Formats records with the fields of their call, and the end of their traceback, which has location and error."""
+
+    line: Callable[[float, str, str, str, dict[str, Any]], str]
 
     def format(self, record: logging.LogRecord) -> str:
-        """Return a record as JSON."""
-        text = _traceback(record)
-        fields = _fields(record) | ({"traceback": text} if text else {})
+        """Return the line, or lines, of a record."""
+        fields = _with_call(getattr(record, "fields", {}), getattr(record, "call", None) or current_call.get())
+        if record.exc_info:
+            fields["traceback"] = self.formatException(record.exc_info)[-MAX_TRACEBACK:]
         return self.line(record.created, record.levelname, record.name, record.getMessage(), fields)
 
+
+class JsonFormatter(LineFormatter):
+    """One JSON object per line, in ASCII: `time` (UTC), `level`, `logger`, `message` and further fields."""
+
     @staticmethod
-    def line(created: float, level: str, logger: str, message: str, fields: Mapping[str, Any]) -> str:
+    def line(created: float, level: str, logger: str, message: str, fields: dict[str, Any]) -> str:
         """Return a line. created: seconds since 1970."""
         head = {"time": _time(created), "level": level, "logger": logger}
         return json.dumps(head | {"message": truncate(message, MAX_LOG_MESSAGE), **fields})
 
 
-class TextFormatter(logging.Formatter):
+class TextFormatter(LineFormatter):
     """`TIME LEVEL LOGGER field=value … | message`, then the lines of a traceback, each after a bar.
 
     The message comes last, so that none of its text can be mistaken for a field.
     """
 
-    def format(self, record: logging.LogRecord) -> str:
-        """Return a record as text."""
-        line = self.line(record.created, record.levelname, record.name, record.getMessage(), _fields(record))
-        return "\n".join([line, *(f"    | {escaped(part)}" for part in _traceback(record).split("\n") if part)])
-
     @staticmethod
-    def line(created: float, level: str, logger: str, message: str, fields: Mapping[str, Any]) -> str:
+    def line(created: float, level: str, logger: str, message: str, fields: dict[str, Any]) -> str:
         """Return a line. created: seconds since 1970."""
+        trace = fields.pop("traceback", "")
         pairs = "".join([f"{key}={_value(value)} " for key, value in fields.items()])
-        return f"{_time(created)} {level} {logger} {pairs}| {escaped(truncate(message, MAX_LOG_MESSAGE))}"
+        line = f"{_time(created)} {level} {logger} {pairs}| {escaped(truncate(message, MAX_LOG_MESSAGE))}"
+        return "\n".join([line, *(f"    | {escaped(part)}" for part in trace.split("\n") if part)])
 
 
 class StderrHandler(logging.Handler):
@@ -273,11 +275,6 @@ def _time(created: float) -> str:
     return f"{datetime.fromtimestamp(created, UTC).isoformat(timespec='milliseconds')[:-6]}Z"
 
 
-def _fields(record: logging.LogRecord) -> dict[str, Any]:
-    """Return the fields of a log line: those of the current call, and the record's own `fields`."""
-    return _with_call(getattr(record, "fields", {}), current_call.get())
-
-
 def _with_call(own: Mapping[str, Any], call: Call | None) -> dict[str, Any]:
     fields: dict[str, Any] = {}
     if call is not None:
@@ -288,11 +285,6 @@ def _with_call(own: Mapping[str, Any], call: Call | None) -> dict[str, Any]:
         if isinstance(value, str) and len(value) > MAX_FIELD:
             fields[key] = truncate(value, MAX_FIELD)
     return fields
-
-
-def _traceback(record: logging.LogRecord) -> str:
-    """Return the end of a record's traceback, which has the location and the error."""
-    return logging.Formatter().formatException(record.exc_info)[-MAX_TRACEBACK:] if record.exc_info else ""
 
 
 def _value(value: Any) -> str:

@@ -10,21 +10,12 @@ import time
 from functools import partial
 
 import grpc
-from prometheus_client import (
-    CollectorRegistry,
-    Counter,
-    Gauge,
-    Histogram,
-    Summary,
-    disable_created_metrics,
-    generate_latest,
-)
-from prometheus_client.openmetrics import exposition as openmetrics
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, Summary, disable_created_metrics
+from prometheus_client.exposition import choose_encoder
 
 from ...answer import Timings
 
 _SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)
-_PLAIN = "text/plain; version=0.0.4; charset=utf-8"
 _STAGES = ("queue", "decode", "compute", "average")
 _VIEWS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512)
 
@@ -117,14 +108,9 @@ class Metrics:
         return ModelMetrics(self, name)
 
     def text(self, accept: str = "") -> tuple[bytes, str]:
-        """Return all metrics and their media type: OpenMetrics, with exemplars, where `Accept` names it, or plain text.
-
-        Prometheus prefers OpenMetrics whenever it names it.
-        """
-        if "application/openmetrics-text" in accept:
-            text: bytes = openmetrics.generate_latest(self.registry)  # type: ignore[no-untyped-call]
-            return text, openmetrics.CONTENT_TYPE_LATEST
-        return generate_latest(self.registry), _PLAIN
+        """Return all metrics and their media type: OpenMetrics, with exemplars, where `Accept` names it, or text."""
+        encode, media_type = choose_encoder(accept)
+        return encode(self.registry), media_type
 
 
 class ModelMetrics:

@@ -5,7 +5,8 @@ import random
 import time
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass
+
+from msgspec import Struct
 
 from ...errors import Overloaded
 from ..observability.call_context import Call
@@ -52,19 +53,18 @@ class ThroughputEstimate:
 class Ticket:
     """Images of one request, from its arrival until `AdmissionController.leave`.
 
-    size, views: totals over its images, size in bytes; held: bytes that count as waiting.
+    size, views: totals over its images, size in bytes.
     """
 
-    __slots__ = ("client", "held", "identity", "images", "share", "size", "views")
+    __slots__ = ("client", "identity", "images", "share", "size", "views")
 
     def __init__(self, call: Call, size: int, views: int, images: int = 1) -> None:
         self.identity, self.share = call.identity, call.share
         self.client = (self.identity, call.peer)  # a proxy's connection has calls of several identities
-        self.size, self.views, self.images, self.held = size, views, images, 0
+        self.size, self.views, self.images = size, views, images
 
 
-@dataclass
-class Usage:
+class Usage(Struct):
     """Images, views and bytes admitted and not yet answered, in total, of one client or of one identity.
 
     clients: of an identity, with admitted images.
@@ -106,8 +106,6 @@ class AdmissionController:
         self._clients: dict[tuple[str, str], Usage] = {}
         self._identities: dict[str, Usage] = {}
         self.waiters: dict[Ticket, asyncio.Future[None]] = {}
-        self._held: Counter[tuple[str, str]] = Counter()  # bytes of waiting images, by client
-        self._held_bytes = 0
         metrics.waiting_images.set_function(lambda: self.used.images)
         metrics.waiting_views.set_function(lambda: self.used.views)
         metrics.waiting_bytes.set_function(lambda: self.used.bytes)
@@ -129,8 +127,8 @@ class AdmissionController:
 
         Raises Overloaded if waiting images are too many bytes.
         """
-        waits = ticket.client in self._held  # behind an earlier image of its client
-        if waits or self._refusal_reason(ticket, first_in_line=not self._room_awaited()) is not None:
+        behind = any(each.client == ticket.client for each in self._waiting())  # an earlier image of its client
+        if behind or self._refusal_reason(ticket, first_in_line=not self._room_awaited()) is not None:
             await self._wait(ticket)
         else:
             self._enter(ticket)
@@ -149,14 +147,12 @@ class AdmissionController:
 
     async def _wait(self, ticket: Ticket) -> None:
         admission = self.waiters[ticket] = asyncio.get_running_loop().create_future()
-        self._hold(ticket, ticket.size)
         self._refuse_waiters()
         try:
             await admission
         except BaseException:
             if ticket in self.waiters:
                 del self.waiters[ticket]
-                self._hold(ticket, 0)
                 self._admit_waiters()  # those behind it
             else:  # admitted and cancelled at the same moment
                 self.leave(ticket, answered=False)
@@ -171,38 +167,26 @@ class AdmissionController:
                 continue
             if (reason := self._refusal_reason(ticket, first_in_line=first_in_line)) is None:
                 del self.waiters[ticket]
-                self._hold(ticket, 0)
                 self._enter(ticket)
                 admission.set_result(None)
             else:
                 blocked_clients.add(ticket.client)
                 first_in_line = first_in_line and reason == "share"  # it waits for its own images, not for room
 
+    def _waiting(self) -> list[Ticket]:
+        """Return the tickets that wait, without those that are cancelled or refused and about to be removed."""
+        return [ticket for ticket, admission in self.waiters.items() if not admission.done()]
+
     def _refuse_waiters(self) -> None:
         """Refuse waiting tickets, the latest first, until the others are within the limit; one alone may exceed it."""
-        for each, admission in self.waiters.items():
-            if admission.cancelled():  # about to be removed
-                self._hold(each, 0)
-        while self._held_bytes > self._queue.max_bytes // _HELD:
-            held = [each for each in self.waiters if each.held]
-            if len(held) == 1:
-                return
-            by_identity: Counter[str] = Counter()
+        held = self._waiting()
+        while len(held) > 1 and sum(each.size for each in held) > self._queue.max_bytes // _HELD:
+            of_identity, of_client = Counter[str](), Counter[tuple[str, str]]()
             for each in held:
-                by_identity[each.identity] += each.held
-            _, ticket = max(
-                enumerate(held), key=lambda at: (by_identity[at[1].identity], self._held[at[1].client], at[0])
-            )
-            self._hold(ticket, 0)
-            self.waiters[ticket].set_exception(self._overloaded("bytes"))
-
-    def _hold(self, ticket: Ticket, size: int) -> None:
-        """Count `size` bytes as held by a waiting ticket."""
-        self._held_bytes += size - ticket.held
-        self._held[ticket.client] += size - ticket.held
-        ticket.held = size
-        if not self._held[ticket.client]:
-            del self._held[ticket.client]
+                of_identity[each.identity] += each.size
+                of_client[each.client] += each.size
+            *_, place = max((of_identity[each.identity], of_client[each.client], at) for at, each in enumerate(held))
+            self.waiters[held.pop(place)].set_exception(self._overloaded("bytes"))
 
     def _refusal_reason(self, ticket: Ticket, *, first_in_line: bool) -> str | None:
         """Return the limit that the ticket would exceed: `views`, `bytes` or `share`; None if it can be admitted.
@@ -236,9 +220,7 @@ class AdmissionController:
     def _room_awaited(self) -> bool:
         """Return whether a ticket waits for room, not for images of its own identity or for one of its client."""
         seen: set[tuple[str, str]] = set()
-        for ticket, admission in self.waiters.items():
-            if admission.done():  # about to be removed
-                continue
+        for ticket in self._waiting():
             if ticket.client not in seen and not self._above_share(ticket):
                 return True
             seen.add(ticket.client)

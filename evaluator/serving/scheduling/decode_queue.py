@@ -15,29 +15,22 @@ from .request import Decoder, Request
 class DecodeQueue:
     """process_share: decoding processes that the images of one identity may take at once.
 
-    decoding: requests being decoded; views, bytes: of these, estimated.
+    waiting: images, by what decodes them; decoding: requests being decoded; views, bytes: of these, estimated.
     """
 
     def __init__(self, process_share: float) -> None:
         self._process_share = process_share
         self._processes: Counter[str] = Counter()  # taken, by identity
-        self._waiting: dict[Decoder, FairQueue[Request]] = {"thread": FairQueue(), "process": FairQueue()}
+        self.waiting: dict[Decoder, FairQueue[Request]] = {"thread": FairQueue(), "process": FairQueue()}
         self.decoding = self.views = 0
         self.bytes = 0.0
 
     def __iter__(self) -> Iterator[Request]:
-        return chain.from_iterable(self._waiting.values())
-
-    def waiting(self, decoder: Decoder) -> int:
-        """Return the number of images that wait for a kind of decoder."""
-        return len(self._waiting[decoder])
-
-    def put(self, request: Request) -> None:
-        self._waiting[request.decoder].put(request, request.path, request.decode_cost)
+        return chain.from_iterable(self.waiting.values())
 
     def withdraw(self, request: Request) -> bool:
         """Remove an image that is not to be decoded; False if it does not wait."""
-        if request not in (waiting := self._waiting[request.decoder]):
+        if request not in (waiting := self.waiting[request.decoder]):
             return False
         waiting.withdraw(request)
         return True
@@ -45,11 +38,11 @@ class DecodeQueue:
     def first(self, decoder: Decoder) -> Request | None:
         """Return the next image; those of identities that have all the processes they may wait."""
         taken = self._processes.items() if decoder == "process" else ()
-        return self._waiting[decoder].first([each for each, number in taken if number >= self._process_share])
+        return self.waiting[decoder].first([each for each, number in taken if number >= self._process_share])
 
     def begin(self, request: Request) -> None:
         """Take an image, which is decoded from now on until `end`."""
-        self._waiting[request.decoder].take(request)
+        self.waiting[request.decoder].take(request)
         request.begun = time.monotonic()
         self._count(request, 1)
 

@@ -3,6 +3,7 @@
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 
 from ...engine.runtimes import RUNTIMES
 from ...engine.session import Placement
@@ -36,24 +37,21 @@ class ServedDevice:
         self._answer_pool = ThreadPoolExecutor(cores(), thread_name_prefix=f"answer-{name}") if gpu else None
         self._heatmap_pool = ThreadPoolExecutor(cores(), thread_name_prefix=f"draw-{name}")
         self.executor = BatchExecutor(self.waiting, self._answer, on_lost, name, gpu=gpu)
-        for decode, count in ((self._decode, threads), (self._decode_in_process, processes)):
-            for number in range(count):
-                self.executor.start(f"decode-{name}-{number}", decode)
+        for number in range(threads):
+            self.executor.start(f"decode-{name}-{number}", partial(self._decode, "thread", None))
+        for number in range(processes):
+            self.executor.start(f"decode-{name}-{number}", partial(self._decode, "process", DecodeProcess()))
 
-    def _decode_in_process(self) -> None:
-        """Decode those images that may take long, or much memory, in a process of this thread."""
-        process = DecodeProcess()
+    def _decode(self, decoder: Decoder, process: DecodeProcess | None) -> None:
+        """Decode and resize queued images in fair order: those that may take long, or much memory, in a process."""
         try:
-            self._decode("process", process)
+            while (request := self._next_image(decoder)) is not None:
+                requests = [request]
+                del request
+                self.executor.decode(requests, process)
         finally:
-            process.close()
-
-    def _decode(self, decoder: Decoder = "thread", process: DecodeProcess | None = None) -> None:
-        """Decode and resize queued images, in fair order."""
-        while (request := self._next_image(decoder)) is not None:
-            requests = [request]
-            del request
-            self.executor.decode(requests, process)
+            if process is not None:
+                process.close()
 
     def _next_image(self, decoder: Decoder) -> Request | None:
         """Wait for the next image and for room for its views; None when the queue is closed and empty."""
@@ -61,10 +59,10 @@ class ServedDevice:
         idle = waiting.decoders[decoder]
         with waiting.lock:
             while (request := waiting.take_image(decoder)) is None:
-                if waiting.closed and not waiting.images.waiting(decoder):
+                if waiting.closed and not waiting.images.waiting[decoder]:
                     return None
                 idle.wait()
-            if waiting.images.waiting(decoder):
+            if waiting.images.waiting[decoder]:
                 idle.wake()  # there may be room for the next image too
             return request
 

@@ -16,14 +16,13 @@ import logging
 import math
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
 import numpy as np
-from msgspec import structs
+from msgspec import Struct, structs
 
 from ...engine.batching import Batch, BatchPlan
 from ...engine.classify import PackedBatch, ViewResult, pack_batch, plan_views, unpack_results
@@ -46,8 +45,7 @@ def worker_threads() -> int:
     return max(2, cores())
 
 
-@dataclass
-class _FormedBatch:
+class _FormedBatch(Struct, eq=False):
     """A batch whose views have left the queue.
 
     packed, staged: None before, and again once they are used up; behind: views that its thread computes after it.
@@ -124,7 +122,7 @@ class BatchExecutor:
         with self._forming:
             if self._staged is not None:
                 formed, self._staged = self._staged, None
-                return partial(self._compute, formed)
+                return partial(self._compute, [formed], formed.views)
             return self._wait_for_task()
 
     def _wait_for_task(self) -> Callable[[], None] | None:
@@ -142,7 +140,7 @@ class BatchExecutor:
                 if self._decodes and (images := waiting.take_images(newcomers=True)):
                     if ready.startable() is not None:
                         waiting.workers.wake()
-                    lanes, expected = images[0].model.session.lanes, len(images) + waiting.images.waiting("thread")
+                    lanes, expected = images[0].model.session.lanes, len(images) + len(waiting.images.waiting["thread"])
                     if lanes > 1 and (in_lane := ready.reserve(lanes, expected)) is not None:
                         return partial(self._decode_and_run, images, in_lane)
                     return partial(self.decode, images)
@@ -150,7 +148,7 @@ class BatchExecutor:
                 patience = None
                 if model is not None:
                     patience = model.ready_since + waiting.options.batch_wait - time.monotonic()
-                    if patience <= 0 or ready.models > 1 or model.fills_batch:
+                    if patience <= 0 or ready.flow_count() > 1 or model.fills_batch:
                         return self._batch_of(model)
                 if self._decodes and (images := waiting.take_images()):
                     return partial(self.decode, images)
@@ -197,24 +195,14 @@ class BatchExecutor:
             self._waiting.end_batch()
             return
         self._waiting.decoded_in_lane(decoded, views)
-        complete: list[Request] = []
-        try:
-            for formed in _planned(model, views, in_lane=in_lane):
-                self._on_complete(complete)
-                self._give_up_hopeless(formed)
-                complete = self._run(formed)
-        except Exception as error:
-            for request in decoded:
-                self._waiting.fail(request, as_reported(model, error))
-        self._waiting.end_batch()  # first: the next image may come as soon as an answer is sent
-        self._on_complete(complete)
+        self._compute(_planned(model, views, in_lane=in_lane), views)
 
     # Forming batches
 
     def _batch_of(self, model: ServedModel) -> Callable[[], None]:
         waiting = self._waiting
         waiting.ready.planning = True
-        if self._decodes and waiting.images.waiting("thread"):
+        if self._decodes and waiting.images.waiting["thread"]:
             waiting.workers.wake()
         return partial(self._run_first, waiting.ready.to_plan(model))
 
@@ -224,7 +212,7 @@ class BatchExecutor:
         views.clear()
         self._waiting.end_planning()
         if formed is not None:
-            self._compute(formed)
+            self._compute([formed], formed.views)
 
     def _form(self, views: Sequence[ReadyView], *, full: bool = False) -> _FormedBatch | None:
         """Plan batches and take the views of the first one. full: only if no other view could join it.
@@ -240,24 +228,10 @@ class BatchExecutor:
             if in_lane := self._waiting.ready.use_lane(views):
                 chosen = chosen[: _share_of_lane(chosen)]
             formed = _FormedBatch(model, chosen, _truncated(plan.batches[0], len(chosen), model), in_lane)
-            if self._give_up_hopeless(formed) or not self._waiting.take(chosen, alone=not in_lane):
-                return None
-            return formed
+            return formed if self._waiting.take(chosen, alone=not in_lane) else None
         except Exception as error:  # this thread must survive, or every later call would wait forever
             self._waiting.fail(views[0].request, as_reported(model, error))
             return None
-
-    def _give_up_hopeless(self, formed: _FormedBatch) -> bool:
-        """End requests that have far less time left than their batch is expected to take; False if there are none."""
-        times, batch = formed.model.batch_times[formed.in_lane], formed.batch
-        minimum = times.expected(batch.rows * batch.height * batch.width) / _HOPELESS_FACTOR
-        remaining = {view.request: view.request.remaining() for view in formed.views} if minimum else {}
-        hopeless = [request for request, seconds in remaining.items() if seconds is not None and seconds < minimum]
-        if hopeless:
-            times.forget_oldest()
-            for request in hopeless:
-                self._waiting.expire(request, "leaves less time than a batch takes")
-        return bool(hopeless)
 
     def _stage(self) -> None:
         while (views := self._next_full_batch()) is not None:
@@ -273,7 +247,9 @@ class BatchExecutor:
         try:
             packed = pack_batch(formed.batch, [view.view for view in formed.views])
             with self._watchdog.watch_batch(formed.model, formed.views, packed.images[..., 0].size):
-                return replace(formed, packed=packed, staged=formed.model.session.stage(packed.images, packed.sizes))
+                return structs.replace(
+                    formed, packed=packed, staged=formed.model.session.stage(packed.images, packed.sizes)
+                )
         except Exception as error:
             log.warning("could not stage a batch ahead: %s", error)
             return formed
@@ -291,15 +267,30 @@ class BatchExecutor:
 
     # Computing batches
 
-    def _compute(self, formed: _FormedBatch) -> None:
+    def _compute(self, batches: Iterable[_FormedBatch], views: Sequence[ReadyView]) -> None:
+        """Run batches, which hold these views, and have those requests answered that they complete."""
         complete: list[Request] = []
         try:
-            complete = self._run(formed)
+            for formed in batches:
+                self._on_complete(complete)
+                self._give_up_hopeless(formed)
+                complete = self._run(formed)
         except Exception as error:  # this thread must survive; `_run` handles the session's errors
-            for view in formed.views:
-                self._waiting.fail(view.request, error)
+            for view in views:
+                self._waiting.fail(view.request, as_reported(view.request.model, error))
         self._waiting.end_batch()  # first: the next image may come as soon as an answer is sent
         self._on_complete(complete)
+
+    def _give_up_hopeless(self, formed: _FormedBatch) -> None:
+        """End requests that have far less time left than their batch is expected to take."""
+        times, batch = formed.model.batch_times[formed.in_lane], formed.batch
+        minimum = times.expected(batch.rows * batch.height * batch.width) / _HOPELESS_FACTOR
+        latest = time.monotonic() + minimum
+        hopeless = [view.request for view in formed.views if minimum and view.request.deadline < latest]
+        if hopeless:
+            times.forget_oldest()
+            for request in hopeless:
+                self._waiting.expire(request, "leaves less time than a batch takes")
 
     def _run(self, formed: _FormedBatch) -> list[Request]:
         """Run a batch, without the views of requests that have ended; return the requests that it completes."""
@@ -332,7 +323,7 @@ class BatchExecutor:
         except Exception as error:
             packed = staged = None  # free the memory before a smaller batch is tried
             release_frames(error)
-            return self._failed(replace(formed, views=views), error)
+            return self._failed(structs.replace(formed, views=views), error)
         return self._computed(formed, views, packed, results, start)
 
     def _computed(
@@ -368,8 +359,7 @@ class BatchExecutor:
         """Run a failed batch again in halves, on all threads; if that was a single view, fail its request."""
         model, views, behind = formed.model, formed.views, formed.behind
         memory = isinstance(error, OutOfMemory | MemoryError)
-        lost = isinstance(error, DeviceLost)
-        model.metrics.failed["lost" if lost else "memory" if memory else "error"].inc()
+        model.metrics.failed["lost" if isinstance(error, DeviceLost) else "memory" if memory else "error"].inc()
         model.canvas = None
         if isinstance(error, DeviceLost):
             self._mark_lost(error, views)
@@ -382,10 +372,8 @@ class BatchExecutor:
                 for smaller in _planned(model, half, behind=later):
                     complete += self._run(smaller)
             return complete
-        elif memory:
+        elif memory or isinstance(error, UsageError | ContractError) or self._runs_at_all(model, [*views, *behind]):
             self._waiting.fail(views[0].request, as_reported(model, error))
-        elif isinstance(error, UsageError | ContractError) or self._runs_at_all(model, [*views, *behind]):
-            self._waiting.fail(views[0].request, error)
         else:
             lost_device = DeviceLost(
                 f"{model.session.circumstances.provider} fails on every input ({type(error).__name__}: {error}). "

@@ -3,8 +3,7 @@
 import itertools
 import math
 from collections import deque
-from dataclasses import dataclass, field
-from functools import lru_cache
+from functools import lru_cache, partial
 from statistics import median
 from typing import Any
 
@@ -50,8 +49,7 @@ class RequestOptions(Struct, frozen=True):
     maps: bool = False
 
 
-@dataclass(frozen=True, eq=False, slots=True)
-class Plan:
+class Plan(Struct, frozen=True, eq=False):
     """What all requests that ask the same of a model have in common.
 
     top: number of best classes; heatmap, maps: as in `RequestOptions`; prepare: how to decode an image; views: of an
@@ -67,7 +65,7 @@ class Plan:
     views: int
     pixels: int
     multiply_adds: float
-    parts: dict[Any, Any] = field(default_factory=dict)
+    parts: dict[Any, Any] = {}
 
 
 class BatchTimes:
@@ -101,8 +99,9 @@ class ServedModel:
     file: last component of its path; waiting: the `Waiting` of its device, which knows this module; admission: of all
     versions of a model; key: of its flow in the fair queues, since versions, whose views must not share a batch, have
     the same name; decoding: number of requests being decoded; ready_pixels, ready_windows: totals over the canvases of
-    ready views; ready_since: arrival of the first of these views; batch_times: on all threads, and in a lane; canvas:
-    of the last batch. The lock of `Waiting` protects all fields that change, except the last two.
+    ready views; ready_since: arrival of the first of these views; plan: returns that of a request; canvas_of: returns
+    pixels, windows and lanes of a view's canvas; batch_times: on all threads, and in a lane; canvas: of the last batch.
+    The lock of `Waiting` protects all fields that change, except the last two.
 
     Nothing closes it. Calls keep the version that they began with, so session and memory of a version that is no longer
     served are freed when its last call ends. Therefore it must not be part of a reference cycle.
@@ -127,47 +126,14 @@ class ServedModel:
         self.batch_times = BatchTimes(), BatchTimes()
         self.canvas: tuple[int, ...] | None = None
         self.shape_buckets = shape_buckets_of(session)
-        self._grid = lru_cache(_MAX_SHAPES)(session.contract.window_grid)
-        self._shapes: dict[tuple[int, int], tuple[int, int, int]] = {}
-        self._limits, self._max_view_pixels = limits, max_view_pixels or largest_own_view(session.contract)
-        self._plans: dict[RequestOptions, Plan] = {}
-
-    def plan(self, options: RequestOptions) -> Plan:
-        """Return the plan of a request; UsageError if the model cannot do what it asks."""
-        if (plan := self._plans.get(options)) is None:
-            contract = self.session.contract
-            overrides = ProtocolOverrides(scales=options.scales, mirror=options.mirror, apply_exif=options.apply_exif)
-            protocol = build_protocol(options.protocol or default_protocol_name(contract), contract, overrides)
-            prepare = PrepareOptions(protocol, self._limits, self._max_view_pixels, options.heatmap)
-            top = resolve_top_k(options.top, len(contract.classes))
-            # Before decoding the shape of a whole image is unknown; it is taken as square.
-            pixels = sum((protocol.crop or view.scale) ** 2 for view in protocol.views)
-            of_crop = contract.multiply_adds(contract.crop, contract.crop)
-            work = math.inf if of_crop is None else of_crop * pixels / contract.crop**2
-            plan = Plan(protocol, top, options.heatmap, options.maps, prepare, len(protocol.views), pixels, work)
-            if len(self._plans) >= _MAX_PLANS:
-                self._plans.clear()
-            self._plans[options] = plan
-        return plan
-
-    def canvas_of(self, height: int, width: int) -> tuple[int, int, int]:
-        """Return pixels, windows and lanes of a view's canvas in a batch of equal shapes."""
-        if (found := self._shapes.get((height, width))) is None:
-            step = self.session.rules.canvas_step
-            canvas = -(-height // step) * step, -(-width // step) * step
-            canvas = (self.shape_buckets.canvas(*canvas) if self.shape_buckets else None) or canvas
-            pixels, windows = math.prod(canvas), math.prod(self._grid(*canvas))
-            # In as many lanes as it has if one such canvas in each fits the largest batch.
-            lanes = self.session.lanes
-            lanes = lanes if self.session.rules.max_rows(pixels, windows) >= lanes else 1
-            if len(self._shapes) >= _MAX_SHAPES:
-                self._shapes.clear()
-            found = self._shapes[height, width] = pixels, windows, lanes
-        return found
+        max_view_pixels = max_view_pixels or largest_own_view(session.contract)
+        # Not methods: their caches would refer to this object, and it to them.
+        self.plan = lru_cache(_MAX_PLANS)(partial(_plan, session.contract, limits, max_view_pixels))
+        self.canvas_of = lru_cache(_MAX_SHAPES)(partial(_canvas_of, session, self.shape_buckets))
 
     def max_rows(self, height: int, width: int) -> int:
         """Return the number of such canvases in the largest batch."""
-        rows, columns = self._grid(height, width)
+        rows, columns = self.session.contract.window_grid(height, width)
         limit = self.session.rules.max_rows(height * width, rows * columns)
         if self.shape_buckets and self.shape_buckets.canvas(height, width):
             return self.shape_buckets.round_down_rows(limit)
@@ -181,6 +147,30 @@ class ServedModel:
         """Return whether this many pixels or windows fill `batches` of the largest batches."""
         rules = self.session.rules
         return pixels >= batches * rules.max_pixels or windows >= batches * rules.max_windows
+
+
+def _plan(contract: ModelContract, limits: DecodeLimits, max_view_pixels: int, options: RequestOptions) -> Plan:
+    """Return the plan of a request; UsageError if the model cannot do what it asks."""
+    overrides = ProtocolOverrides(scales=options.scales, mirror=options.mirror, apply_exif=options.apply_exif)
+    protocol = build_protocol(options.protocol or default_protocol_name(contract), contract, overrides)
+    prepare = PrepareOptions(protocol, limits, max_view_pixels, options.heatmap)
+    top = resolve_top_k(options.top, len(contract.classes))
+    # Before decoding the shape of a whole image is unknown; it is taken as square.
+    pixels = sum((protocol.crop or view.scale) ** 2 for view in protocol.views)
+    of_crop = contract.multiply_adds(contract.crop, contract.crop)
+    work = math.inf if of_crop is None else of_crop * pixels / contract.crop**2
+    return Plan(protocol, top, options.heatmap, options.maps, prepare, len(protocol.views), pixels, work)
+
+
+def _canvas_of(session: Session, shape_buckets: ShapeBuckets | None, height: int, width: int) -> tuple[int, int, int]:
+    """Return pixels, windows and lanes of a view's canvas in a batch of equal shapes."""
+    step = session.rules.canvas_step
+    canvas = -(-height // step) * step, -(-width // step) * step
+    canvas = (shape_buckets.canvas(*canvas) if shape_buckets else None) or canvas
+    pixels, windows = math.prod(canvas), math.prod(session.contract.window_grid(*canvas))
+    # In as many lanes as it has if one such canvas in each fits the largest batch.
+    lanes = session.lanes if session.rules.max_rows(pixels, windows) >= session.lanes else 1
+    return pixels, windows, lanes
 
 
 def largest_own_view(contract: ModelContract) -> int:

@@ -1,6 +1,6 @@
 """Decoded views that wait for a device, in fair order, and which of them may start. The owner holds its lock."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 from .fair_queue import FairQueue
 from .model import ServedModel
@@ -9,71 +9,56 @@ from .request import ReadyView, Request
 _PLANNED_BATCHES = 3  # plan no more views at a time than these batches hold: hundreds take tens of milliseconds
 
 
-class ReadyQueue:
+class ReadyQueue(FairQueue[ReadyView]):
     """bytes: of the waiting views; running: batches that have left the queue and not ended; planning: one is formed."""
 
     def __init__(self) -> None:
-        self._views: FairQueue[ReadyView] = FairQueue()
+        super().__init__()
         self.bytes = 0.0
         self.running = 0
         self.planning = False
         self._alone = False  # a batch that runs has the device to itself
 
-    def __len__(self) -> int:
-        return len(self._views)
-
-    def __iter__(self) -> Iterator[ReadyView]:
-        return iter(self._views)
-
-    def has(self, path: tuple[str, ...]) -> bool:
-        """Return whether a view of this path waits."""
-        return self._views.has(path)
-
-    @property
-    def models(self) -> int:
-        """Return the number of models with waiting views."""
-        return self._views.flow_count()
-
-    def put(self, request: Request, views: Sequence[ReadyView]) -> None:
+    def add(self, request: Request, views: Sequence[ReadyView]) -> None:
         """Add the views of a request, which has its time `ready`."""
         model = request.model
         if not model.ready_pixels:
             model.ready_since = request.ready
         for view in views:
-            self._views.put(view, request.path, view.pixels)
+            self.put(view, request.path, view.pixels)
             self._count(view, 1)
         request.queued_views.update(views)
 
-    def withdraw(self, request: Request) -> int:
+    def drop(self, request: Request) -> int:
         """Remove all views of a request; return their number."""
         for view in request.queued_views:
-            self._views.withdraw(view)
+            self.withdraw(view)
             self._count(view, -1)
         dropped = len(request.queued_views)
         request.queued_views.clear()
         return dropped
 
-    def take(self, views: Sequence[ReadyView], *, alone: bool) -> bool:
-        """Take views for a batch, until `end_batch`; False, and takes none, if one of them has left the queue.
+    def begin_batch(self, views: Sequence[ReadyView], *, alone: bool) -> bool:
+        """Take views for a batch, until `Waiting.end_batch`; False, and takes none, if one of them has left the queue.
 
         alone: no other batch may run beside it.
         """
-        if not all(view in self._views for view in views):
+        if not all(view in self for view in views):
             return False
         self.running, self._alone = self.running + 1, alone
         for view in views:
-            self._views.take(view)
+            self.take(view)
             self._count(view, -1)
             view.request.queued_views.discard(view)
         return True
 
     def reserve(self, lanes: int, images: int) -> bool | None:
-        """Begin batches of images that are about to be decoded, until `end_batch`, if nothing waits or is planned.
+        """Begin batches of images that are about to be decoded, until `Waiting.end_batch`, if nothing waits.
 
         images: that there are, at most one view for each is expected. Returns whether they are for a lane, None if they
         have to wait in the queue.
         """
-        if self._views or self.planning or (self.running and (self._alone or self.running >= lanes)):
+        if len(self) or self.planning or (self.running and (self._alone or self.running >= lanes)):
             return None
         in_lane = 2 * (self.running + images) > lanes
         if not in_lane and self.running:
@@ -81,29 +66,26 @@ class ReadyQueue:
         self.running, self._alone = self.running + 1, not in_lane
         return in_lane
 
-    def end_batch(self) -> None:
-        self.running -= 1
-
     def startable(self) -> ServedModel | None:
         """Return the next model, unless its batch has to wait for others: beside them it may only start in a lane.
 
         Of several threads one at a time forms a batch.
         """
-        if self.planning or (first := self._views.first()) is None:
+        if self.planning or (first := self.first()) is None:
             return None
-        if self.running and (self._alone or not self._use_lane(first, len(self._views))):
+        if self.running and (self._alone or not self._use_lane(first, len(self))):
             return None
         return first.request.model
 
     def full(self) -> ServedModel | None:
         """Return the next model if its views fill a batch."""
-        first = self._views.first()
+        first = self.first()
         return first.request.model if first is not None and first.request.model.fills_batch else None
 
     def to_plan(self, model: ServedModel) -> list[ReadyView]:
         """Return the next views of a model, in fair order, at most as many as a few batches hold."""
         views, pixels, windows = [], 0, 0
-        for view in self._views.in_order(model.key):
+        for view in self.in_order(model.key):
             views.append(view)
             pixels += view.canvas_pixels
             windows += view.windows

@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import math
 import time
 from collections.abc import Callable, Iterable, Sequence
 from typing import Literal, TypeAlias, TypeVar
@@ -67,7 +68,7 @@ Write: TypeAlias = Callable[[Answered], bytes]
 class Request(Struct, eq=False, weakref=True):
     """One image to classify.
 
-    image: encoded, emptied when the request ends; deadline: of time.monotonic(), None for none; reply: gets the answer,
+    image: encoded, emptied when the request ends; deadline: of time.monotonic(); reply: gets the answer,
     on its loop; write: of a front end, None if it takes the answer as it is; keep_windows: keep the window scores, for
     heat maps; path: in the fair queues; decoder: a thread of the server if the image is easy, else a process;
     decode_cost: in view pixels; ended: time of its end, None before; end_reason: answered, failed, expired or
@@ -81,7 +82,7 @@ class Request(Struct, eq=False, weakref=True):
     plan: Plan
     image: bytes
     call: Call
-    deadline: float | None
+    deadline: float
     reply: "asyncio.Future[Answered]"
     write: Write | None = None
     arrived: float = field(default_factory=time.monotonic)
@@ -123,7 +124,7 @@ class Request(Struct, eq=False, weakref=True):
             prepared = prepare_image(self.image, self.plan.prepare)
         else:
             semaphore = decode_semaphore(gpu=self.model.session.circumstances.on_gpu)
-            with semaphore.reservation(self.deadline) as reserve:
+            with semaphore.reservation(self.deadline if self.deadline < math.inf else None) as reserve:
 
                 def reserve_if_large(size: int) -> None:
                     if size > SMALL_BYTES:
@@ -155,16 +156,9 @@ class Request(Struct, eq=False, weakref=True):
             latest = max(latest, end)
         return total
 
-    def remaining(self) -> float | None:
-        """Return the seconds until the deadline, negative after it; None without a deadline."""
-        return None if self.deadline is None else self.deadline - time.monotonic()
-
-    def expired(self, now: float) -> bool:
-        return self.deadline is not None and self.deadline <= now
-
     def ended_before(self, moment: float) -> bool:
         """Return whether it had ended or expired before a moment."""
-        return self.expired(moment) or (self.ended is not None and self.ended < moment)
+        return self.deadline <= moment or (self.ended is not None and self.ended < moment)
 
     def build_answer(self) -> Answered:
         """Average the results of all views, draw or compute heat maps, and write all. Raises ContractError for NaN."""

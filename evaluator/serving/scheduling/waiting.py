@@ -34,7 +34,7 @@ class IdleThreads:
     method is called.
     """
 
-    def __init__(self, lock: threading.Lock) -> None:
+    def __init__(self, lock: threading.RLock) -> None:
         self._lock = lock
         self._waiting: list[threading.Lock] = []
         self._on_its_way = False
@@ -80,7 +80,7 @@ class Waiting:
     def __init__(self, options: QueueOptions, process_share: float, *, decoders: bool) -> None:
         self.options = options
         self.images, self.ready = DecodeQueue(process_share), ReadyQueue()
-        self.lock = threading.Lock()
+        self.lock = threading.RLock()  # also a thread that holds it may end requests
         self.workers, self.stageable = IdleThreads(self.lock), threading.Condition(self.lock)
         self.decoders: dict[Decoder, IdleThreads] = {
             "thread": IdleThreads(self.lock) if decoders else self.workers,
@@ -99,19 +99,19 @@ class Waiting:
                 raise DeviceLost(self._lost)
             if self.closed:
                 raise Interrupted("the server has stopped")
-            self.images.put(request)
+            self.images.waiting[request.decoder].put(request, request.path, request.decode_cost)
             self.decoders[request.decoder].wake()
 
     def abandon(self, request: Request) -> None:
         """End a request whose caller has left, unless it has ended; work that has not started is dropped."""
         if request.ended is None:
             with self.lock:
-                self._end(request, "expired" if request.expired(time.monotonic()) else "cancelled")
+                self._end(request, "expired" if request.deadline <= time.monotonic() else "cancelled")
 
     def expire(self, request: Request, reason: str = "has passed") -> None:
         """End a request with DeadlinePassed, unless it has ended. reason: what is wrong with its deadline."""
-        with self.lock:
-            self._expire(request, reason)
+        text = f"the call's deadline {reason}, so the image was not computed. Use a longer deadline, or try again later"
+        self.fail(request, DeadlinePassed(text), "expired")
 
     def close(self) -> None:
         """Refuse new requests; the threads end when the queues are empty."""
@@ -135,7 +135,7 @@ class Waiting:
         newcomers: only of clients without ready views. All are of one model.
         """
         taken: list[Request] = []
-        if not (waiting := self.images.waiting("thread")):
+        if not (waiting := len(self.images.waiting["thread"])):
             return taken
         options, share, pixels, cost, work = self.options, -(-waiting // (1 + len(self.workers))), 0, 0.0, 0.0
         while len(taken) < _TAKEN_AT_ONCE and (request := self._next_image("thread")) is not None:
@@ -152,16 +152,16 @@ class Waiting:
                 break
             self.images.begin(request)
             taken.append(request)
-        if taken and self.images.waiting("thread"):
+        if taken and self.images.waiting["thread"]:
             self.workers.wake()
         return taken
 
     def _next_image(self, decoder: Decoder) -> Request | None:
         """Return the next image if there is room for its views; end those whose deadline has passed."""
         while (request := self.images.first(decoder)) is not None:
-            if not request.expired(time.monotonic()):
+            if request.deadline > time.monotonic():
                 return request if self._has_room(request) else None
-            self._expire(request)
+            self.expire(request)
         return None
 
     def _has_room(self, request: Request) -> bool:
@@ -181,7 +181,7 @@ class Waiting:
         for decoder, idle in self.decoders.items():
             if self.closed:  # they may be about to end
                 idle.wake_all()
-            elif self.images.waiting(decoder):
+            elif self.images.waiting[decoder]:
                 idle.wake()
 
     # For all threads
@@ -194,7 +194,7 @@ class Waiting:
                 self.images.end(request)
                 request.ready = now
                 if self._lost is not None:
-                    self._fail(request, DeviceLost(self._lost))
+                    self.fail(request, DeviceLost(self._lost))
             for view in views:
                 view.request.results.append(None)
             self.notify_room()
@@ -206,11 +206,11 @@ class Waiting:
             if request.ended is not None:
                 request.model.metrics.dropped[request.end_reason].inc(len(views))
             elif self._lost is not None:
-                self._fail(request, DeviceLost(self._lost))
+                self.fail(request, DeviceLost(self._lost))
             else:
                 request.ready = time.monotonic()
                 request.results = [None] * len(views)
-                self.ready.put(request, views)
+                self.ready.add(request, views)
                 if self.may_stage:
                     self.stageable.notify()
                 if self.decoders[request.decoder] is not self.workers:  # otherwise this thread continues with its views
@@ -223,14 +223,14 @@ class Waiting:
             self.images.end(request)
             end_reason = request.end_reason or ("expired" if isinstance(error, DeadlinePassed) else "failed")
             request.model.metrics.dropped[end_reason].inc(request.plan.views)
-            self._fail(request, error, end_reason)
+            self.fail(request, error, end_reason)
             self.notify_room()
             self.workers.wake()
 
     def take(self, views: Sequence[ReadyView], *, alone: bool) -> bool:
-        """Take views for a batch; see `ReadyQueue.take`."""
+        """Take views for a batch; see `ReadyQueue.begin_batch`."""
         with self.lock:
-            taken = self.ready.take(views, alone=alone)
+            taken = self.ready.begin_batch(views, alone=alone)
             if taken:
                 self.notify_room()
             return taken
@@ -245,7 +245,7 @@ class Waiting:
     def end_batch(self) -> None:
         """Note that a batch has ended, so that others may start."""
         with self.lock:
-            self.ready.end_batch()
+            self.ready.running -= 1
             if self.ready:
                 self.workers.wake()
 
@@ -256,12 +256,12 @@ class Waiting:
             now = time.monotonic()
             for view in views:
                 request = view.request
-                if request.ended is None and not request.expired(now):
+                if request.ended is None and request.deadline > now:
                     wanted.append(view)
                     request.batch_begun = request.batch_begun or now
                 else:
                     request.model.metrics.dropped[request.end_reason or "expired"].inc()
-                    self._expire(request)
+                    self.expire(request)
             self.may_stage = True
             self.stageable.notify()
         return wanted, now
@@ -274,7 +274,9 @@ class Waiting:
     def fail(self, request: Request, error: BaseException, end_reason: str = "failed") -> None:
         """End a request with an error, unless it has ended."""
         with self.lock:
-            self._fail(request, error, end_reason)
+            if self._end(request, end_reason):
+                request.error = error
+                deliver([request])
 
     def mark_lost(self, error: DeviceLost, views: Sequence[ReadyView]) -> bool:
         """Mark the device as lost: fail all waiting requests, those of `views` and all later ones.
@@ -285,17 +287,8 @@ class Waiting:
             first = self._lost is None
             self._lost = self._lost or str(error)
             for request in {*(view.request for view in (*views, *self.ready)), *self.images}:
-                self._fail(request, DeviceLost(self._lost))
+                self.fail(request, DeviceLost(self._lost))
         return first
-
-    def _expire(self, request: Request, reason: str = "has passed") -> None:
-        text = f"the call's deadline {reason}, so the image was not computed. Use a longer deadline, or try again later"
-        self._fail(request, DeadlinePassed(text), "expired")
-
-    def _fail(self, request: Request, error: BaseException, end_reason: str = "failed") -> None:
-        if self._end(request, end_reason):
-            request.error = error
-            deliver([request])
 
     def _end(self, request: Request, end_reason: str) -> bool:
         """End a request and drop its waiting views; False if it had ended."""
@@ -305,7 +298,7 @@ class Waiting:
         if end_reason == "answered":
             return True
         request.model.metrics.failed_seconds.observe(request.ended - request.arrived)
-        dropped = self.ready.withdraw(request) + (request.plan.views if self.images.withdraw(request) else 0)
+        dropped = self.ready.drop(request) + (request.plan.views if self.images.withdraw(request) else 0)
         if dropped:
             request.model.metrics.dropped[end_reason].inc(dropped)
             self.notify_room()

@@ -8,8 +8,9 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from weakref import WeakKeyDictionary
+
+from msgspec import Struct
 
 from ...errors import DeviceLost
 from .model import ServedModel
@@ -24,8 +25,7 @@ FIRST_BATCH_TIMEOUT = 600.0  # seconds, while the model's speed is unknown: it m
 CHECK_INTERVAL = 1.0  # seconds
 
 
-@dataclass(eq=False)
-class _Batch:
+class _Batch(Struct, eq=False):
     """A batch on the device. elapsed: seconds, without those in which the whole process was suspended."""
 
     model: ServedModel

@@ -1,6 +1,7 @@
 """The limit on the memory of unfinished and of compressed messages: who is refused, and who is not."""
 
 import asyncio
+import gc
 import gzip
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
@@ -212,15 +213,24 @@ async def test_a_client_that_leaves_the_queue_for_decompression_leaves_no_room_b
 
 
 @async_test
-async def test_a_message_that_cannot_be_decompressed_and_one_whose_client_has_left_free_their_room() -> None:
+async def test_a_message_that_cannot_be_decompressed_and_one_whose_client_has_left_free_their_room(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     arriving, data = ArrivingBytes(), gzip.compress(np.random.default_rng(0).bytes(SIZE))
     with pytest.raises(UsageError, match="cannot be decompressed"):
         await arriving.decompressed(Call(), data[:100] + data)
-    leaving = asyncio.create_task(arriving.decompressed(Call(), data))
-    await asyncio.sleep(0)
-    leaving.cancel()
-    async with asyncio.timeout(10):
-        assert len(await arriving.decompressed(Call(), data)) == SIZE
+    for message in (data, data[:100] + data):
+        leaving = asyncio.create_task(arriving.decompressed(Call(), message))
+        await asyncio.sleep(0)
+        leaving.cancel()
+        next_call = Call()
+        async with asyncio.timeout(10):
+            assert len(await arriving.decompressed(next_call, data)) == SIZE
+        next_call.message_admitted()
+        del leaving
+        await settled()
+    gc.collect()
+    assert caplog.messages == [], "nobody looks at the errors of those that have left"
 
 
 @async_test

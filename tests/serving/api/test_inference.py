@@ -20,7 +20,7 @@ from prelunet.evaluator.pb.inference import inference_pb2 as pb
 from prelunet.evaluator.pb.inference import inference_pb2_grpc as pb_grpc
 from prelunet.evaluator.protocols import ProtocolOverrides, build_protocol
 from prelunet.evaluator.serving import inference
-from prelunet.evaluator.serving.api import inference_messages
+from prelunet.evaluator.serving.api import inference as grpc_inference
 from prelunet.evaluator.serving.api.inference import SERVICE, UNIMPLEMENTED_METHODS, InferenceServicer
 from prelunet.evaluator.serving.data_plane import DataPlane
 from prelunet.evaluator.serving.options import QueueOptions
@@ -163,7 +163,7 @@ def test_large_messages_are_parsed_and_long_answers_built_in_threads(monkeypatch
         monkeypatch.setattr(module, name, recorded)
 
     record(inference, "check_request", lambda request, _: len(request.tensor.images(request.tensor.shape[0])) > 1)
-    record(inference_messages, "infer_response", lambda answer, _: len(answer.scores) > 1)
+    record(grpc_inference, "infer_response", lambda answer: len(answer.scores) > 1)
     session = FakeSession(fake_contract(classes=300))
     with running_server(six=session) as server, grpc.insecure_channel(server.address) as channel:
         stub = pb_grpc.GRPCInferenceServiceStub(channel)

@@ -135,7 +135,7 @@ def test_tritonclients_asyncio_client_gets_the_scores_of_the_model(results, scor
     [
         ("bad image", "INVALID_ARGUMENT", "images[1]: "),
         ("bad model", "NOT_FOUND", "no model 'nine' is served. There are: six"),
-        ("negative timeout", "INVALID_ARGUMENT", "'timeout' is -1 microseconds"),
+        ("negative timeout", "INVALID_ARGUMENT", "Expected `int` >= 0 - at `$.timeout`"),
         ("priority", "INVALID_ARGUMENT", "'priority' should be 0"),
         ("sequence", "INVALID_ARGUMENT", "Call without a sequence_id"),
         ("no time", "DEADLINE_EXCEEDED", ""),

@@ -333,7 +333,7 @@ def test_a_client_that_leaves_cancels_its_call() -> None:
 def test_an_error_of_ours_is_500_with_the_id_of_the_log_entry_and_without_its_text(
     server: RunningServer, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    def broken(*_: Any) -> None:
+    def broken(*_: Any, **__: Any) -> None:
         raise RuntimeError("the file /secret/six.onnx is broken")
 
     monkeypatch.setattr(routes, "classify_response", broken)

@@ -95,7 +95,7 @@ def test_text_from_a_caller_forges_no_line_or_field_of_text_logs(nasty: str) -> 
     first, second = lines(stream.getvalue())
     assert first.isprintable()
     assert second.isprintable()
-    assert set(pairs(first)) == {"peer", "status", "seconds", "error"}
+    assert set(pairs(first)) == {"request_id", "method", "peer", "status", "seconds", "error"}
     assert pairs(first)["status"] == "INTERNAL"
     assert pairs(second) == {}, "a message comes after the bar"
 
@@ -383,7 +383,7 @@ def test_failures_that_differ_and_answered_calls_are_each_logged() -> None:
 
 
 def test_answered_calls_are_logged_once_per_interval_on_request() -> None:
-    calls = [refused(n, status="OK", error="", identify=lambda _, n=n: f"token:{n % 2}") for n in range(10)]
+    calls = [refused(n, status="OK", error="", identity=f"token:{n % 2}") for n in range(10)]
     found = ended_calls(*calls, sampled=True, wait=False)
     assert [(line["request_id"], line["client"], line.get("calls", 1)) for line in found] == [
         ("id-0", "token:0", 1),

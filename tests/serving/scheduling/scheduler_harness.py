@@ -121,12 +121,9 @@ def dense_protocol(*scales: int, mirror: bool = False) -> EvaluationProtocol:
     return replace(build_protocol(f"dense-{'-'.join(map(str, scales))}", CONTRACT), mirror=mirror)
 
 
-def call_of(client: str = "", *, identity: str = "", share: float | None = None, deadline: float | None = None) -> Call:
+def call_of(client: str = "", *, identity: str = "", share: float | None = None, deadline: float = math.inf) -> Call:
     """Return a call. client: its connection; identity: the name of its token, by default the client's address."""
-    call = Call(peer=client, share=share, deadline=deadline)
-    if identity:
-        call.identify = lambda _: identity
-    return call
+    return Call(peer=client, identity=identity, share=share, deadline=deadline)
 
 
 def start_classify(
@@ -136,7 +133,7 @@ def start_classify(
     *,
     model: str = "fake",
     client: str = "",
-    deadline: float | None = None,
+    deadline: float = math.inf,
 ) -> "asyncio.Task[Classification]":
     """Start classifying an image, without waiting for the answer."""
     options = RequestOptions(protocol.name, mirror=protocol.mirror)
@@ -235,7 +232,7 @@ def build_model(
 
 
 def build_request(
-    model: ServedModel, image: bytes, protocol: EvaluationProtocol, client: str = "", deadline: float | None = None
+    model: ServedModel, image: bytes, protocol: EvaluationProtocol, client: str = "", deadline: float = math.inf
 ) -> Request:
     """Return a request whose answer nobody awaits."""
     reply = asyncio.get_running_loop().create_future()

@@ -5,6 +5,7 @@ Admission control alone: test_admission_queue.py.
 
 import asyncio
 import gc
+import math
 import random
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
@@ -185,7 +186,7 @@ def test_requests_cancelled_at_any_time_leave_nothing_and_every_view_is_computed
         name, protocol = chance.choice(("one", "two")), chance.choice(protocols)
         image = chance.choice(images)[: 60 if number % 8 == 2 else None]
         in_a_moment = asyncio.get_running_loop().time() + 0.001 + chance.random() / 10
-        call = call_of(f"{number % 9}", deadline=in_a_moment if number % 4 == 0 else None)
+        call = call_of(f"{number % 9}", deadline=in_a_moment if number % 4 == 0 else math.inf)
         if number % 4 == 1:
             task = asyncio.current_task()
             assert task is not None

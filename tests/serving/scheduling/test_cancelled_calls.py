@@ -117,7 +117,7 @@ async def test_a_request_past_its_deadline_fails_at_once_and_is_not_computed() -
             await start_classify(models, png(40, 57), dense_protocol(40), deadline=deadline_in(-0.01))
         session.release_all()
         await first
-        assert metric_value(models, "dropped_views_total", "fake", reason="expired") == 2
+        assert metric_value(models, "dropped_views_total", "fake", reason="expired") == 3
     assert session.calls == [(1, 28, 28, 3)]
 
 

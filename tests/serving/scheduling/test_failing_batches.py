@@ -19,7 +19,8 @@ from prelunet.evaluator.serving.data_plane import DataPlane
 from prelunet.evaluator.serving.observability.call_context import Call
 from prelunet.evaluator.serving.options import QueueOptions
 from prelunet.evaluator.serving.scheduling import executor
-from prelunet.evaluator.serving.scheduling.model import RequestOptions, ServedModel
+from prelunet.evaluator.serving.scheduling import request as request_module
+from prelunet.evaluator.serving.scheduling.model import RequestOptions
 from tests.helpers.fakes import FakeSession
 from tests.serving.event_loop import async_test, until
 from tests.serving.scheduling.scheduler_harness import (
@@ -185,7 +186,7 @@ async def test_an_image_being_decoded_when_the_device_is_lost_fails_too() -> Non
 
 @pytest.mark.parametrize(
     ("owner", "function"),
-    [(executor, "plan_views"), (executor, "pack_batch"), (executor, "unpack_results"), (ServedModel, "canvas_of")],
+    [(executor, "plan_views"), (executor, "pack_batch"), (executor, "unpack_results"), (request_module, "cut_views")],
 )
 @async_test
 async def test_an_error_outside_of_the_session_fails_one_request_and_all_threads_continue(
