@@ -43,7 +43,7 @@ IMAGES = 400
 FEWEST, FEWEST_REFERENCES = 50, 5
 _STAGES = 24, 96  # images that all answers are tried on first, then those that are left; all images come last
 _EARLY_ERROR = 0.005  # in each of the first stages; the rest of 1 - CONFIDENCE is for the last one
-_ROUNDS = 3  # at most; a further one where what the other answers were found with is excluded
+_ROUNDS = 3  # at most; a question is asked again where what it was asked with is excluded afterwards
 _FIRST_REFERENCES = 2  # on which all answers are tried in all combinations
 _RUNS, _RUNS_WITH_REFERENCES = 25, 500  # for each image, about: most answers end with the first images
 _TOLERATED: dict[Question, float] = {"geometry": TOLERATED, "filter": TOLERATED}
@@ -241,16 +241,14 @@ class _Search:
         current, answers = self._start(first), dict[Question, tuple[Answer, ...]]()
         if not self.exact:
             self._check_knowledge(current)
-        for _ in range(_ROUNDS):
-            settled = True
-            for question in QUESTIONS:
-                if len(self._options(question, current)) > 1:
-                    answers[question] = self._ask(question, current)
-                    kept = [answer.candidate for answer in answers[question] if answer.standing.kept]
-                    settled = settled and current in kept
-                    current = kept[0]
-            if settled:
-                break
+        open_questions = {question for question in QUESTIONS if len(self._options(question, current)) > 1}
+        asked = frozenset(open_questions)
+        for question in _ROUNDS * QUESTIONS:
+            if question in open_questions:
+                answers[question] = self._ask(question, current)
+                kept = [answer.candidate for answer in answers[question] if answer.standing.kept]
+                open_questions = (open_questions if current in kept else {*asked}) - {question}
+                current = kept[0]
         values = self.measured.of([current], self.images, "the answers together")
         difference = float(values[0, :, 0].max()) if self.exact else None
         contrast = 1.0 if self.exact else self._better_contrast(current)
