@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from typing import Literal, NamedTuple
 
 from ...evaluator.contract import center_scale
-from ...evaluator.preparation import Antialias, Color, Interpolation, Resize, Rounding
+from ...evaluator.preparation import ANTIALIASED, FILTERS, Color, Resize, Rounding
 from ...evaluator.protocols import EvaluationProtocol
 from ...training.importing.preprocessing import USUAL_ELSEWHERE, Channels, Preprocessing
 
@@ -65,12 +65,6 @@ _PARTS = (0.875, 0.9, 0.95, 224 / 232, 1.0)
 _LARGEST = 1.35  # times the crop: of every scale, for outputs
 _PADS = {"black": (0, 0, 0), "gray 114": (114,) * 3, "gray 128": (128,) * 3, "white": (255,) * 3,
          "ImageNet's mean": (124, 116, 104)}  # fmt: skip
-_FILTERS: tuple[tuple[Interpolation, Antialias], ...] = (
-    *(("bilinear", "pillow"), ("bicubic", "pillow"), ("lanczos", "pillow"), ("nearest", "pillow")),
-    *(("nearest", "none"), ("bilinear", "none"), ("bicubic", "none")),
-)
-_TENSORS: tuple[tuple[Interpolation, Antialias], ...] = (("bilinear", "torch"), ("bicubic", "torch"))
-_WRITTEN: Mapping[Antialias, str] = {"pillow": "", "torch": ", as torch's on tensors", "none": ", not antialiased"}
 
 
 def candidate_of(preprocessing: Preprocessing, crop: int, *, gray: bool, scale: int | None = None) -> Candidate:
@@ -171,10 +165,11 @@ def _geometries(candidate: Candidate, exact: bool) -> Iterator[tuple[str, Candid
 
 def _filters(candidate: Candidate, exact: bool) -> Iterator[tuple[str, Candidate]]:
     own = candidate.preprocessing
-    for interpolation, antialias in (*_FILTERS, *(_TENSORS if exact else ())):
-        preparation = replace(own.preparation, antialias=antialias)
-        changed = replace(own, interpolation=interpolation, preparation=preparation)
-        yield f"{interpolation}{_WRITTEN[antialias]}", replace(candidate, preprocessing=changed)
+    for antialias, interpolations in FILTERS.items():
+        for interpolation in interpolations if exact or antialias != "torch" else ():
+            preparation = replace(own.preparation, antialias=antialias)
+            changed = replace(own, interpolation=interpolation, preparation=preparation)
+            yield f"{interpolation}{ANTIALIASED[antialias]}", replace(candidate, preprocessing=changed)
 
 
 _NUMBERS = ("mean", "std", "pixel_range")

@@ -8,15 +8,15 @@ from statistics import NormalDist
 import numpy as np
 
 from ...evaluator.arrays import Float64Array
+from ...evaluator.reporting.paired import NO_IMAGES, PairedErrors
 from .measure import TEMPERATURES
 
 # Differences to a reference output, as parts of its largest number: of pipelines that are equal up to the rounding of
 # kernels, and of one that is equal in any case. What differs thrice as much as the best is another.
 EXACT, _EQUAL, _ANOTHER = 1e-3, 1e-5, 3
 _SAME = 1e-5  # difference of losses between candidates that give the net the same input
-# Nets fit images that show objects larger or smaller than the center of their training did: at the best test size the
-# error of a ResNet-50 is 6 % smaller than at that of its training (Touvron et al. 2019, table 1). So a geometry or
-# filter is only excluded if its loss is larger by more than this part, or this many nats.
+# Nets trained on random crops fit test images that show objects larger than their own preprocessing does (Touvron et
+# al. 2019). So a geometry or filter is only excluded if its loss is larger by more than this part, or this many nats.
 TOLERATED, _NATS = 0.1, 0.02
 
 
@@ -24,14 +24,13 @@ TOLERATED, _NATS = 0.1, 0.02
 class Standing:
     """How a candidate compares with the best one on the images that both have seen.
 
-    kept: whether it cannot be told apart from the best; images: how many; cost: of labels, points of top-1 error above
-    that of the best, and half the width of its 95 % interval; of references, the difference and 0.
+    kept: whether it cannot be told apart from the best; loss: mean log loss, or the largest difference to a reference;
+    errors: with labels, those of the best and of this one.
     """
 
     kept: bool
-    images: int
-    cost: float
-    margin: float
+    loss: float
+    errors: PairedErrors = NO_IMAGES
 
 
 def by_labels(values: Float64Array, error: float, tolerated: float = 0.0) -> list[Standing]:
@@ -40,16 +39,18 @@ def by_labels(values: Float64Array, error: float, tolerated: float = 0.0) -> lis
     values: (candidates, images, values) of `Labels`; error: probability that the true answer is not kept, shared among
     the comparisons (Bonferroni); tolerated: part by which its loss may be larger than that of the best.
     """
-    losses = best_losses(values)
-    wrong = values[:, :, -1]
+    losses = values[:, :, : len(TEMPERATURES)]
+    losses = np.stack([own[:, place] for own, place in zip(losses, losses.mean(1).argmin(1), strict=True)])
+    wrong = values[:, :, -1] > 0
     best = int(losses.mean(1).argmin())
     level = 1 - error / max(1, len(values) - 1)
     standings = []
     for own, failed in zip(losses, wrong, strict=True):
-        difference, points = own - (1 + tolerated) * losses[best], 100 * (failed - wrong[best])
-        difference -= _NATS if tolerated else _SAME
+        difference = own - (1 + tolerated) * losses[best] - (_NATS if tolerated else _SAME)
         kept = bool(difference.mean() <= _quantile(level, len(own)) * _standard_error(difference))
-        standings.append(Standing(kept, len(own), float(points.mean()), 1.96 * _standard_error(points)))
+        counts = np.bincount(2 * wrong[best] + failed, minlength=4)
+        neither, only_own, only_best, both = map(int, counts)
+        standings.append(Standing(kept, float(own.mean()), PairedErrors(both, only_best, only_own, neither)))
     return standings
 
 
@@ -57,14 +58,7 @@ def by_references(values: Float64Array) -> list[Standing]:
     """Compare candidates by their largest difference to the reference outputs. values: (candidates, images, 1)."""
     largest = values[:, :, 0].max(1)
     limit = max(_EQUAL, _ANOTHER * float(largest.min()) if largest.min() <= EXACT else float(largest.min()))
-    return [Standing(bool(each <= limit), values.shape[1], float(each), 0.0) for each in largest]
-
-
-def best_losses(values: Float64Array) -> Float64Array:
-    """Return the losses (candidates, images) at the temperature with the smallest mean of each candidate."""
-    losses = values[:, :, : len(TEMPERATURES)]
-    best = losses.mean(1).argmin(1)
-    return np.stack([own[:, place] for own, place in zip(losses, best, strict=True)])
+    return [Standing(bool(each <= limit), float(each)) for each in largest]
 
 
 def better_than_chance(values: Float64Array, error: float) -> bool:
@@ -78,10 +72,9 @@ def better_than_chance(values: Float64Array, error: float) -> bool:
     return bool(difference.mean() > _quantile(1 - error, len(values)) * _standard_error(difference))
 
 
-def ranked(standings: Sequence[Standing], values: Float64Array) -> list[int]:
+def ranked(standings: Sequence[Standing]) -> list[int]:
     """Return the places of candidates, best first."""
-    order = best_losses(values).mean(1) if values.shape[2] > 1 else values[:, :, 0].max(1)
-    return sorted(range(len(standings)), key=lambda place: (not standings[place].kept, order[place]))
+    return sorted(range(len(standings)), key=lambda place: (not standings[place].kept, standings[place].loss))
 
 
 def _standard_error(numbers: Float64Array) -> float:

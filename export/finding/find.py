@@ -25,9 +25,7 @@ from ...evaluator.datasets.labels.label_lists import orders_of
 from ...evaluator.datasets.open import open_from_spec, open_images
 from ...evaluator.errors import ImageError, UsageError
 from ...evaluator.files import sha256_of
-from ...evaluator.imaging.decode import decode_image
 from ...evaluator.machine import cores
-from ...evaluator.preparation import Preparation
 from ...evaluator.terminal import report
 from ...training.importing.preprocessing import Layout, Preprocessing
 from ..foreign.adopt import OutputKind, are_probabilities, check_classes, pictures_of
@@ -36,7 +34,7 @@ from ..foreign.read_net import find_interface, read_net
 from ..foreign.sidecars import ClassList, find_net, read_sidecars
 from .candidates import QUESTIONS, Candidate, Question, candidate_of, first_candidate, options, with_answer
 from .decide import EXACT, TOLERATED, Standing, better_than_chance, by_labels, by_references, ranked
-from .measure import Labels, Measurements, References, run_net
+from .measure import Labels, Measurements, Pictures, References, run_net
 
 CONFIDENCE = 0.95
 IMAGES = 400
@@ -50,7 +48,7 @@ _TOLERATED: dict[Question, float] = {"geometry": TOLERATED, "filter": TOLERATED}
 _SUM_TOLERANCE = 1e-2  # of outputs that are probabilities, as for half precision
 _CONTRASTS = 1 / 2, 2**-0.5, 2**0.5, 2
 _SHOWN = 12  # answers to a question, at least; with references there are all scales
-GIVEN = "as given"
+_GIVEN = "as given"
 
 
 @dataclass(frozen=True)
@@ -123,44 +121,33 @@ def find_input(  # noqa: PLR0913 - one argument per option
     Raises UsageError for too few images, and for a net that does not know the labels; otherwise as `prelunet adopt`.
     """
     path = find_net(Path(net))
-    model = read_net(path, Path(os.devnull))
+    model = read_net(path, Path(os.devnull))  # which is none of its data files
     interface = find_interface(path, model, crop=crop, layout=layout, output=net_output)
-    gray = interface.channels == 1
+    gray = interface.channels == 1 or (given is not None and given.channels == "gray")
     first = first_candidate(interface.crop, gray=gray, takes_bytes=interface.takes_bytes)
     run = loader(path, model)()
     rows = [run_net(run, interface, first, picture) for picture in pictures_of(interface.crop).values()]
-    probabilities = are_probabilities(path, kind, rows, half=interface.half, form=None)
-    preparation = first.preprocessing.preparation
-    identity = {
-        "version": 1, "net": sha256_of(path), "input": [interface.layout, interface.crop], "output": interface.output,
-        "probabilities": probabilities,
-    }  # fmt: skip
+    probabilities, outputs = are_probabilities(path, kind, rows, half=interface.half, form=None), len(rows[0])
     listed = _class_list(path, classes)
+    preparation = first.preprocessing.preparation
     if reference is None:
-        check_classes(path, listed, len(rows[0]))
+        check_classes(path, listed, outputs)
         dataset = open_from_spec(DatasetSpec(Path(data)), listed.entries)
-        drawn = np.random.default_rng(0).permutation(len(dataset.samples))
-        samples, failed = _decodable(dataset, [dataset.samples[place] for place in drawn], images, preparation)
-        if len(samples) < FEWEST:
-            raise UsageError(
-                f"{data}: {len(samples)} labeled images are too few to tell answers apart. Give at least {FEWEST}, "
-                f"better {IMAGES}; or outputs of the original pipeline, of which {FEWEST_REFERENCES} are enough"
-            )
+        pictures = Pictures(dataset, preparation)
+        samples, failed = _drawn(dataset, pictures, images)
         judge: Labels | References = Labels([sample.label for sample in samples], probabilities)
     else:
         dataset = open_images(Path(data), listed.entries)
-        samples, failed = _decodable(dataset, dataset.samples, len(dataset.samples), preparation)
-        if failed or (orders := orders_of([sample.file for sample in samples])) is not None:
-            reason = (
-                f"{failed} images cannot be decoded" if failed else f"the order of the images is not clear: {orders}"
-            )
-            fix = "Give only images with outputs, named with leading zeros"
-            raise UsageError(f"{data}: row i is the output for the i-th image, but {reason}. {fix}")
-        judge = _references(Path(reference), len(samples), len(rows[0]), probabilities=probabilities)
-        identity["reference"] = sha256_of(Path(reference))
-    identity |= {"data": dataset.fingerprint, "images": len(samples)}
+        pictures, failed = Pictures(dataset, preparation), 0
+        samples = _in_clear_order(dataset, pictures)
+        judge = _references(Path(reference), len(samples), outputs, probabilities=probabilities)
+    identity = {
+        "version": 1, "net": sha256_of(path), "input": [interface.layout, interface.crop], "output": interface.output,
+        "probabilities": probabilities, "gray": gray, "data": dataset.fingerprint, "images": len(samples),
+        "reference": None if reference is None else sha256_of(Path(reference)),
+    }  # fmt: skip
     file = None if log is None else Path(log) / _log_name(path, identity)
-    measured = Measurements(dataset, samples, run, interface, judge, file, identity, preparation)
+    measured = Measurements(pictures, samples, run, interface, judge, file, identity)
     search = _Search(path, measured, len(samples), exact=reference is not None, shorter=dense)
     if given is not None and (given.mean is None) == interface.takes_bytes:
         search.given = candidate_of(given, interface.crop, gray=gray, scale=given_scale)
@@ -180,27 +167,46 @@ def _log_name(net: Path, identity: dict[str, Any]) -> str:
     return f"{net.stem}.{hashlib.sha256(json.dumps(identity).encode()).hexdigest()[:8]}.find-input.jsonl"
 
 
-def _decodable(
-    dataset: Dataset, samples: Sequence[Sample], count: int, preparation: Preparation
-) -> tuple[list[Sample], int]:
-    """Return the first `count` images that can be decoded, and how many before them cannot be."""
+def _drawn(dataset: Dataset, pictures: Pictures, count: int) -> tuple[list[Sample], int]:
+    """Draw images, and return how many cannot be decoded and were replaced. Raises UsageError for too few."""
+    order = [dataset.samples[place] for place in np.random.default_rng(0).permutation(len(dataset.samples))]
+    found, tried = list[Sample](), 0
+    while len(found) < count and tried < len(order):
+        portion = order[tried : tried + count - len(found)]
+        tried += len(portion)
+        found += _decodable(pictures, portion)
+    if len(found) < FEWEST:
+        raise UsageError(
+            f"{dataset.location}: {len(found)} labeled images are too few to tell answers apart. Give at least "
+            f"{FEWEST}, better {IMAGES}; or outputs of the original pipeline, of which {FEWEST_REFERENCES} are enough"
+        )
+    return found, tried - len(found)
 
+
+def _in_clear_order(dataset: Dataset, pictures: Pictures) -> list[Sample]:
+    """Return all images. Raises UsageError where it is not clear which output is whose."""
+    good = _decodable(pictures, dataset.samples)
+    orders = orders_of([sample.file for sample in dataset.samples])
+    if len(good) < len(dataset.samples):
+        reason = f"{len(dataset.samples) - len(good)} images cannot be decoded"
+    elif orders is not None:
+        reason = f"the order of the images is not clear: {orders}"
+    else:
+        return good
+    fix = "Give only images with outputs, named with leading zeros"
+    raise UsageError(f"{dataset.location}: row i is the output for the i-th image, but {reason}. {fix}")
+
+
+def _decodable(pictures: Pictures, samples: Sequence[Sample]) -> list[Sample]:
     def is_decodable(sample: Sample) -> bool:
         try:
-            decode_image(dataset.read(sample), preparation=preparation)
+            pictures.of(sample)
         except ImageError:
             return False
         return True
 
-    found, failed = list[Sample](), 0
     with ThreadPoolExecutor(cores()) as pool:
-        for start in range(0, len(samples), count):
-            portion = samples[start : start + count - len(found)]
-            good = [sample for sample, fine in zip(portion, pool.map(is_decodable, portion), strict=True) if fine]
-            found, failed = found + good, failed + len(portion) - len(good)
-            if len(found) >= count:
-                break
-    return found, failed
+        return [sample for sample, fine in zip(samples, pool.map(is_decodable, samples), strict=True) if fine]
 
 
 def _references(file: Path, images: int, outputs: int, *, probabilities: bool) -> References:
@@ -252,7 +258,7 @@ class _Search:
         values = self.measured.of([current], self.images, "the answers together")
         difference = float(values[0, :, 0].max()) if self.exact else None
         contrast = 1.0 if self.exact else self._better_contrast(current)
-        data = self.measured.dataset.fingerprint
+        data = str(self.measured.identity["data"])
         return Found(current, answers, self.images, failed, data, difference, contrast)
 
     def _better_contrast(self, current: Candidate) -> float:
@@ -268,7 +274,7 @@ class _Search:
         ]
         values = self.measured.of([current, *changed], self.images, "contrast")
         standings = by_labels(values, 1 - CONFIDENCE)
-        return 1.0 if standings[0].kept else _CONTRASTS[ranked(standings, values)[0] - 1]
+        return 1.0 if standings[0].kept else _CONTRASTS[ranked(standings)[0] - 1]
 
     def _start(self, first: Candidate) -> Candidate:
         """Return the best of all channel orders and normalizations together; with references, of all combinations."""
@@ -282,13 +288,13 @@ class _Search:
         images = _FIRST_REFERENCES if self.exact else self.stages[0]
         values = self.measured.of(candidates, images, "starting points")
         judged = by_references(values) if self.exact else by_labels(values, 1 - CONFIDENCE)
-        return candidates[ranked(judged, values)[0]]
+        return candidates[ranked(judged)[0]]
 
     def _options(self, question: Question, current: Candidate, *, exact: bool | None = None) -> dict[str, Candidate]:
         """Return the answers to a question, the given one included."""
         found = options(question, current, exact=self.exact if exact is None else exact)
         if self.given is not None and found:
-            found[GIVEN] = with_answer(question, current, self.given)
+            found[_GIVEN] = with_answer(question, current, self.given)
         if self.shorter and question == "geometry":
             found = {name: each for name, each in found.items() if not each.preprocessing.preparation.whole}
         return found
@@ -316,7 +322,7 @@ class _Search:
                 by_references(values) if self.exact
                 else by_labels(values, late if last else _EARLY_ERROR, _TOLERATED.get(question, 0.0))
             )  # fmt: skip
-            places = ranked(standings, values)
+            places = ranked(standings)
             out = [place for place in places if last or not standings[place].kept]
             done = [*(Answer(tuple(names[alive[place]]), alive[place], standings[place]) for place in out), *done]
             alive = [alive[place] for place in places if place not in out]
@@ -376,10 +382,12 @@ def _cost(found: Found, answer: Answer, *, best: bool) -> str:
     """Return what is said of an answer behind its name."""
     standing = answer.standing
     if found.difference is not None:
-        return f": differs by {standing.cost:.1e}"
+        return f": differs by {standing.loss:.1e}"
     if best:
         return ""
-    points = f"{standing.cost:.1f} ± {standing.margin:.1f} points of error"
+    errors = standing.errors
+    low, high = errors.interval or (0.0, 0.0)
+    points = f"{errors.difference:.1f} [{low:.1f}, {high:.1f}] points of error"
     if standing.kept:
         return f": cannot be told apart ({points})"
-    return f": {'costs' if standing.cost > standing.margin else 'fits worse,'} {points} ({standing.images} images)"
+    return f": {'costs' if low > 0 else 'fits worse,'} {points} ({errors.images} images)"

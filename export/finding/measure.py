@@ -10,7 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 from PIL import Image
@@ -33,12 +33,6 @@ TEMPERATURES = 2.0 ** np.arange(-7, 5.5, 0.5)
 _LEAST = 1e-12  # probability whose logarithm is taken
 _WORST = 1e3  # loss, or difference, of a net that returns infinity or NaN
 _ROOM = 1 / 16  # of this machine's memory, for decoded images, and as much for crops
-
-
-class Judge(Protocol):
-    """Turns outputs of the net into numbers."""
-
-    def __call__(self, output: Float64Array, image: int) -> Float64Array: ...
 
 
 @dataclass(frozen=True)
@@ -108,35 +102,63 @@ def run_net(net: RawOnnxModel, interface: NetInterface, candidate: Candidate, cr
     return row
 
 
+class Room:
+    """Keeps things as long as they fit into a part of this machine's memory, so that none of them is made twice."""
+
+    def __init__(self) -> None:
+        self._left, self._kept = machine_memory() * _ROOM, dict[Any, Any]()
+
+    def get(self, key: Any) -> Any:
+        """Return what is kept under a key, or None."""
+        return self._kept.get(key)
+
+    def keep(self, key: Any, thing: Any, size: int) -> None:
+        """Keep a thing of `size` bytes if there is room."""
+        if size <= self._left:
+            self._left -= size
+            self._kept[key] = thing
+
+
+class Pictures:
+    """The images of a dataset, decoded. preparation: what all candidates have in common of it."""
+
+    def __init__(self, dataset: Dataset, preparation: Preparation) -> None:
+        self._dataset, self._preparation, self._room = dataset, preparation, Room()
+
+    def of(self, sample: Sample) -> Image.Image:
+        """Return a decoded image. Raises ImageError."""
+        picture: Image.Image | None = self._room.get(sample.file)
+        if picture is None:
+            picture = decode_image(self._dataset.read(sample), preparation=self._preparation)
+            self._room.keep(sample.file, picture, 4 * picture.width * picture.height)
+        return picture
+
+
 @dataclass
 class Measurements:
     """The values of candidates on images, as a judge returns them, computed when they are first asked for.
 
     samples: images in the order in which they are used, which can be decoded; net: with one thread; log: file of all
-    values, None to keep them in memory; identity: what must be equal in a file that is continued; decoding: what all
-    candidates have in common. As many decoded images and crops are kept as there is room for.
+    values, None to keep them in memory; identity: what must be equal in a file that is continued.
     """
 
-    dataset: Dataset
+    pictures: Pictures
     samples: Sequence[Sample]
     net: RawOnnxModel
     interface: NetInterface
-    judge: Judge
+    judge: Labels | References
     log: Path | None
     identity: Mapping[str, Any]
-    decoding: Preparation
     _known: dict[tuple[str, int], Float64Array] = field(default_factory=dict)
-    _pictures: dict[int, Image.Image] = field(default_factory=dict)
-    _crops: dict[tuple[int, Any], UInt8Array] = field(default_factory=dict)
+    _crops: Room = field(default_factory=Room)
 
     def __post_init__(self) -> None:
-        self._room = dict.fromkeys(("pictures", "crops"), machine_memory() * _ROOM)
         if self.log is not None and self.log.exists():
             self._known = dict(_read(self.log, self.identity))
 
     def once(self, candidate: Candidate) -> Float64Array:
         """Decode and resize the first image, and return the net's output for it."""
-        crop = make_views(self._decoded(0), candidate.protocol)[0].image
+        crop = make_views(self.pictures.of(self.samples[0]), candidate.protocol)[0].image
         return run_net(self.net, self.interface, candidate, crop)
 
     def of(self, candidates: Sequence[Candidate], images: int, what: str) -> Float64Array:
@@ -167,28 +189,17 @@ class Measurements:
     def _measure(self, asked: tuple[int, Sequence[Candidate]]) -> tuple[int, list[Float64Array]]:
         """Return the values of some candidates on one image."""
         image, candidates = asked
-        picture, rows, crops = self._pictures.get(image), list[Float64Array](), dict[Any, UInt8Array]()
+        rows, crops, picture = list[Float64Array](), dict[Any, UInt8Array](), None
         for candidate in candidates:
             resizing = candidate.scale, candidate.preprocessing.interpolation, candidate.preprocessing.preparation
             crop = crops.get(resizing, self._crops.get((image, resizing)))
             if crop is None:
-                picture = picture or self._decoded(image)
+                picture = picture or self.pictures.of(self.samples[image])
                 crop = make_views(picture, candidate.protocol)[0].image
-                if self._has_room("crops", crop.nbytes):
-                    self._crops[image, resizing] = crop
+                self._crops.keep((image, resizing), crop, crop.nbytes)
             crops[resizing] = crop
             rows.append(self.judge(run_net(self.net, self.interface, candidate, crop), image))
         return image, rows
-
-    def _decoded(self, image: int) -> Image.Image:
-        picture = decode_image(self.dataset.read(self.samples[image]), preparation=self.decoding)
-        if self._has_room("pictures", 4 * picture.width * picture.height):
-            self._pictures[image] = picture
-        return picture
-
-    def _has_room(self, kind: str, size: int) -> bool:
-        self._room[kind] -= size
-        return self._room[kind] >= 0
 
 
 def _key(candidate: Candidate) -> str:
