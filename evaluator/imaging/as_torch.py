@@ -58,22 +58,24 @@ def as_torch(
     return np.concatenate([np.concatenate(row, axis=1) for row in blocks])
 
 
-def _wide_blocks(
-    side: int, full: int, first: int, count: int, interpolation: Interpolation, most: int
-) -> Iterator[_Taps]:
-    """Yield what `_blocks` does for a filter with antialiasing: integers, rounded as torch does.
+def _wide_blocks(side: int, full: int, first: int, count: int, interpolation: Interpolation, most: int) -> list[_Taps]:
+    """Return what `_blocks` yields, for a filter with antialiasing: integers, rounded as torch does.
 
     They have as many binary places as the largest of the weights allows. Of a part of a side, that may be more than
     torch's have for the whole, which can move a pixel by one level.
     """
     together = max(1, _OVERLAP * most * full // side)
-    parts = [(start, min(together, count - start)) for start in range(0, count, together)]
-    largest = max(_wide_weights(side, full, first + start, number, interpolation)[1].max() for start, number in parts)
-    too_many = (bits for bits in range(_MOST_BITS) if int(0.5 + largest * 2 ** (bits + 1)) >= 2**_WEIGHT_BITS)
-    bits = next(too_many, _MOST_BITS)
-    for start, number in parts:
-        places, weights = _wide_weights(side, full, first + start, number, interpolation)
-        yield _Taps(places, np.trunc(weights * 2**bits + np.copysign(0.5, weights)).astype(np.int16), bits)
+    blocks = [
+        _wide_weights(side, full, first + start, min(together, count - start), interpolation)
+        for start in range(0, count, together)
+    ]
+    largest = max(weights.max() for _, weights in blocks)
+    enough = (bits for bits in range(_MOST_BITS) if int(0.5 + largest * 2 ** (bits + 1)) >= 2**_WEIGHT_BITS)
+    bits = next(enough, _MOST_BITS)
+    return [
+        _Taps(places, np.trunc(weights * 2**bits + np.copysign(0.5, weights)).astype(np.int16), bits)
+        for places, weights in blocks
+    ]
 
 
 def _wide_weights(
@@ -139,10 +141,8 @@ def _taps(side: int, full: int, first: int, count: int, interpolation: Interpola
     if interpolation == "bilinear":
         offsets, weights = [0, 1], [one - t, t]
     else:
-        offsets, weights = (
-            [-1, 0, 1, 2],
-            [_outer(t + one, a), _inner(t, a), _inner(one - t, a), _outer(one - t + one, a)],
-        )
+        offsets = [-1, 0, 1, 2]
+        weights = [_outer(t + one, a), _inner(t, a), _inner(one - t, a), _outer(one - t + one, a)]
     places = np.clip(before.astype(np.int32)[:, None] + offsets, 0, side - 1)
     return _Taps(places, np.stack(weights, axis=1))
 

@@ -75,7 +75,7 @@ async def task_group() -> AsyncIterator[asyncio.TaskGroup]:
         del failure
 
 
-async def unbroken(work: Coroutine[Any, Any, Result], when_done: Callable[[], object] = lambda: None) -> Result:
+async def shielded(work: Coroutine[Any, Any, Result], when_done: Callable[[], object] = lambda: None) -> Result:
     """Await work that continues if this is cancelled; nobody gets its error then. when_done: called at its end."""
     task = asyncio.create_task(work)
     task.add_done_callback(lambda _: when_done())

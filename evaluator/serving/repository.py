@@ -18,7 +18,7 @@ from typing import NamedTuple, TypeAlias
 
 from ..engine.session import Placement, Session
 from ..errors import EnvironmentFault, Interrupted, ModelNotFound, ModelRefused, PreluNetError, UsageError
-from .concurrency import unbroken
+from .concurrency import shielded
 from .memory import require_room_to_load, serving_memory
 from .models import Models, load_model
 from .observability.logs import release_frames
@@ -121,7 +121,7 @@ class Repository:
         Returns when it is served. Raises ModelNotFound if it is not in the folder, ModelRefused with the reason if it
         cannot be loaded.
         """
-        await unbroken(self._load(model))
+        await shielded(self._load(model))
 
     async def _load(self, model: str) -> None:
         async with self._lock:
@@ -146,7 +146,7 @@ class Repository:
         If it was the newest, the next older version in the folder takes its place first. Raises ModelNotFound if it is
         not loaded, UsageError for a model of `--model`.
         """
-        await unbroken(self._unload(model))
+        await shielded(self._unload(model))
 
     async def _unload(self, model: str) -> None:
         async with self._lock:

@@ -20,7 +20,6 @@ import numpy as np
 from ...evaluator.arrays import Float64Array
 from ...evaluator.contract import ClassEntry
 from ...evaluator.datasets.dataset import Dataset, DatasetSpec, Sample
-from ...evaluator.datasets.labels.class_file import read_class_list
 from ...evaluator.datasets.labels.label_lists import orders_of
 from ...evaluator.datasets.open import open_from_spec, open_images
 from ...evaluator.errors import ImageError, UsageError
@@ -31,7 +30,7 @@ from ...training.importing.preprocessing import Layout, Preprocessing
 from ..foreign.adopt import OutputKind, are_probabilities, check_classes, pictures_of
 from ..foreign.quantized import loader
 from ..foreign.read_net import find_interface, read_net
-from ..foreign.sidecars import ClassList, find_net, read_sidecars
+from ..foreign.sidecars import ClassList, find_net, read_classes, read_sidecars
 from .candidates import QUESTIONS, Candidate, Question, candidate_of, first_candidate, options, with_answer
 from .decide import EXACT, TOLERATED, Standing, better_than_chance, by_labels, by_references, ranked
 from .measure import Labels, Measurements, Pictures, References, run_net
@@ -159,7 +158,7 @@ def _class_list(net: Path, classes: str | os.PathLike[str] | Sequence[ClassEntry
     if classes is None:
         return read_sidecars(net, values=False).classes or ClassList((), "no list of classes")
     if isinstance(classes, (str, os.PathLike)):
-        return ClassList(read_class_list(Path(classes)), str(classes))
+        return read_classes(Path(classes))
     return ClassList(tuple(classes), "classes")
 
 

@@ -68,6 +68,11 @@ class Stated:
         return "; ".join(f"{source}: {', '.join(parts)}" for source, parts in by_source.items())
 
 
+def read_classes(file: Path) -> ClassList:
+    """Read a class list that the user gave. Raises UsageError."""
+    return ClassList(read_class_list(file), str(file))
+
+
 def find_net(path: Path) -> Path:
     """Return the ONNX file that a path means: itself, or the only one of a folder or of `onnx` in it, or model.onnx.
 

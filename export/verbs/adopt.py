@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 import typer
 
 from ...evaluator.cli_option import option
-from ...evaluator.datasets.labels.class_file import read_class_list
 from ...evaluator.engine.verify import TOLERANCES
 from ...evaluator.errors import UsageError
 from ...evaluator.files import check_not_input, require_new
@@ -197,7 +196,7 @@ def adopt(
     """
     from ..foreign.adopt import AdoptOptions
     from ..foreign.adopt import adopt as adopt_net
-    from ..foreign.sidecars import find_net, read_sidecars
+    from ..foreign.sidecars import find_net, read_classes, read_sidecars
 
     if output is not None:
         require_new(output, force=force)
@@ -208,7 +207,7 @@ def adopt(
     stated = read_sidecars(net, values=preprocessing.preset is None, classes=classes is None)
     if classes is not None and output is not None:
         check_not_input(output, [classes])
-    listed = stated.classes if classes is None else _class_list(classes)
+    listed = stated.classes if classes is None else read_classes(classes)
     if listed is None and (output is not None or find.reference is None):
         raise UsageError(f"{net}: no classes. Give --classes; neither the net's metadata nor a file beside it has them")
     if str(stated):
@@ -216,15 +215,9 @@ def adopt(
     chosen, stated_crop, scale = _chosen(preprocessing, stated, crop)
     options = AdoptOptions(chosen, crop or stated_crop, layout, net_output, kind, name, dense, scale)
     if find.find_input is not None:
-        options = _with_found(net, find, listed, options)
+        options = _with_found(net, find.find_input, find, listed, options)
     if output is not None and listed is not None:
         _report(output, adopt_net(net, output, listed, options), detected=kind == "auto")
-
-
-def _class_list(classes: Path) -> "ClassList":
-    from ..foreign.sidecars import ClassList
-
-    return ClassList(read_class_list(classes), str(classes))
 
 
 def _chosen(
@@ -244,11 +237,12 @@ def _chosen(
     return chosen, stated_crop, scale
 
 
-def _with_found(net: Path, find: FindOptions, classes: "ClassList | None", options: "AdoptOptions") -> "AdoptOptions":
+def _with_found(
+    net: Path, data: Path, find: FindOptions, classes: "ClassList | None", options: "AdoptOptions"
+) -> "AdoptOptions":
     """Print how the net's images were prepared, and return the options with that."""
     from ..finding.find import IMAGES, find_input
 
-    assert find.find_input is not None
     own = options.preprocessing
     if own.mean is None and own != Preprocessing(None, None):
         raise UsageError(
@@ -256,7 +250,7 @@ def _with_found(net: Path, find: FindOptions, classes: "ClassList | None", optio
             "--std, are given, too. Give all or none"
         )
     found = find_input(
-        net, find.find_input, classes=() if classes is None else classes.entries, reference=find.reference,
+        net, data, classes=() if classes is None else classes.entries, reference=find.reference,
         images=find.find_images or IMAGES, log=find.find_log or Path(), crop=options.crop, layout=options.layout,
         net_output=options.net_output, kind=options.kind, dense=options.dense,
         given=None if own.mean is None else own, given_scale=options.center_scale,

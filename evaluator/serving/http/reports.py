@@ -22,7 +22,7 @@ from starlette.responses import Response, StreamingResponse
 from starlette.routing import Route
 
 from ...reporting.html import asset
-from ..concurrency import unbroken
+from ..concurrency import shielded
 from ..watched_files import in_thread
 from .door import HttpCall, HttpDoor, JsonResponse
 
@@ -47,7 +47,7 @@ def report_routes(door: HttpDoor, folder: Path) -> list[Route]:
     async def read(function: Callable[..., Any], *arguments: Any) -> Any:
         await threads.acquire()
         # A caller that is cancelled leaves a thread behind, which still counts.
-        return await unbroken(in_thread(function, *arguments), threads.release)
+        return await shielded(in_thread(function, *arguments), threads.release)
 
     async def chunks(page: BinaryIO) -> AsyncIterator[bytes]:
         try:
