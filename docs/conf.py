@@ -58,6 +58,11 @@ API = """# Python API
 .. autoclass:: prelunet.evaluator.reporting.compare_page.WrittenComparison
    :members:
 
+.. autofunction:: prelunet.find_input
+
+.. autoclass:: prelunet.export.finding.find.Found
+   :members:
+
 .. autoclass:: prelunet.Client
    :members:
    :inherited-members:

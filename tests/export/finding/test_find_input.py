@@ -13,11 +13,12 @@ import torch
 from onnx import TensorProto, helper, numpy_helper
 from PIL import Image
 
+from prelunet import find_input
 from prelunet.evaluator.cli import run
 from prelunet.evaluator.contract import ClassEntry
 from prelunet.evaluator.engine.load import open_session
 from prelunet.evaluator.errors import UsageError
-from prelunet.export.finding.find import Found, find_input
+from prelunet.export.finding.find import Found
 from prelunet.training.importing.preprocessing import PRESETS
 
 CROP, CLASSES, EACH = 28, 5, 24
