@@ -25,7 +25,7 @@ from ..arrays import Float32Array, Int64Array, UInt8Array
 from ..imaging.resize import DecodedImage
 from ..imaging.views import ViewImage, make_views, pack
 from ..protocols import Averaging, EvaluationProtocol, View
-from .batching import Batch, BatchPlan, plan_batches
+from .batching import Batch, BatchPlan, BatchRules, plan_batches
 from .scores import (
     average_views,
     best_ranks,
@@ -144,12 +144,17 @@ def run_batch(
     return unpack_results(packed.packed_views, outputs, keep_windows=keep_windows)
 
 
-def plan_views(session: Session, views: Sequence[ViewImage], shape_buckets: ShapeBuckets | None = None) -> BatchPlan:
-    """Plan the batches of views by the session's rules; shape_buckets: allowed canvases and rows, if restricted."""
+def plan_views(
+    session: Session,
+    views: Sequence[ViewImage],
+    shape_buckets: ShapeBuckets | None = None,
+    rules: BatchRules | None = None,
+) -> BatchPlan:
+    """Plan the batches of views; shape_buckets: allowed canvases and rows, if any; rules: if not the session's."""
     contract = session.contract
     shapes = [(view.image.shape[0], view.image.shape[1]) for view in views]
     return plan_batches(
-        shapes, contract.window_grid, session.rules, max_side=contract.max_side, shape_buckets=shape_buckets
+        shapes, contract.window_grid, rules or session.rules, max_side=contract.max_side, shape_buckets=shape_buckets
     )
 
 

@@ -188,6 +188,7 @@ def _open(path: Path, placement: Placement, digest: str, *, preallocate: bool, c
         masks=masks,
         gpu=placement.gpu,
         gpu_memory=placement.gpu_memory,
+        prepared_shapes=placement.prepared_shapes,
     )
     contract = contract_from_metadata(loaded.metadata, str(path))
     if not masks:

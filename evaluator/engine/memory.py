@@ -32,6 +32,7 @@ from ..machine import format_bytes
 from ..protocols import EvaluationProtocol
 from .batching import MAX_PIXELS, MAX_RULE_VALUE, MAX_WINDOWS, BatchRules
 from .runtimes import RUNTIMES
+from .runtimes.cuda import GPU_WEIGHT_COPIES
 
 if TYPE_CHECKING:
     from .session import Session
@@ -54,7 +55,6 @@ RESULT_PORTIONS = 3  # portions whose results are kept until they are averaged
 LISTED_BYTES_PER_IMAGE = 512  # for names of 40 characters
 
 # Of a GPU: assumptions, unless a measurement is named.
-GPU_WEIGHT_COPIES = 2.5  # on the GPU
 GPU_BATCH_BYTES = 6 * 2**30  # unless a limit is lower: about 10 Mpixel of net C, far more than fill a GPU
 # To plan all convolutions anew: net A in fp16 on an H100 (benchmarks/results/gpu-options.md).
 GPU_SWITCH_SECONDS = 0.036
@@ -262,8 +262,8 @@ def weights_bytes(session: "Session") -> tuple[int, int]:
     """Return the bytes of a session's weights: the most while its file is loaded, and afterwards."""
     device, precision = session.placement.device, session.contract.precision
     copy = math.ceil(RUNTIMES[device].weight_copies * _weights_bytes(session.model_bytes, precision, device))
-    of_lanes = copy if session.lanes > 1 else 0
-    return loading_bytes(session.model_bytes, precision, device) + of_lanes, copy + of_lanes
+    others = copy * (session.prepared_shapes - 1 + (session.lanes > 1))
+    return loading_bytes(session.model_bytes, precision, device) + others, copy + others
 
 
 def largest_batch_bytes(

@@ -69,8 +69,9 @@ class Placement:
     """Where and how a model runs.
 
     gpu: index, from 0; memory: limit of the process's main memory in bytes, see `evaluator.engine.memory`, None for the
-    fastest setting; gpu_memory: limit of the runtime's arena on each GPU in bytes, None for the fastest setting that
-    free memory allows.
+    fastest setting; gpu_memory: limit of the runtime's arenas on each GPU in bytes, None for the fastest setting that
+    free memory allows; prepared_shapes: on a GPU, the most shapes of batches that may alternate without a change, each
+    with a copy of the weights.
     """
 
     HELP_GROUP: ClassVar[str] = "Device"
@@ -107,13 +108,14 @@ class Placement:
         kind=str | None,
         parse=partial(parse_memory, option="--gpu-memory-limit"),
     )
+    prepared_shapes: int = 1
 
 
 class Session:
     """A loaded model. Threads may share it; it computes for one at a time, except in lanes.
 
     placement: as requested, with the device that was chosen; rules: how batches are planned; model_bytes: of the file;
-    lanes: number of batches that it can compute side by side, see `add_lanes`.
+    lanes: number of batches that it can compute side by side, see `add_lanes`; prepared_shapes: see `LoadedModel`.
     """
 
     def __init__(
@@ -136,6 +138,7 @@ class Session:
         self.rules = rules
         self.model_bytes = model_bytes
         self.lanes = 1
+        self.prepared_shapes = loaded.prepared_shapes
         self._one_thread: LoadedModel | None = None
 
     def add_lanes(self, loaded: LoadedModel, lanes: int) -> None:

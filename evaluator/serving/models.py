@@ -25,6 +25,9 @@ from .scheduling.model import ServedModel, shape_buckets_of
 # Pixels of a server's largest batch: four times the cost of switching plans (model C in fp16), and a wait of some 50 ms
 # for the next caller. Assumed, not measured here.
 MAX_BATCH_PIXELS = 2**23
+# Of batches that alternate on a GPU. Simulated (benchmarks/results/gpu-options.md): with 8 a server of net A answers a
+# quarter fewer calls, with 32 an eighth more, and each takes a copy of the weights and 0.8 s at the start.
+PREPARED_SHAPES = 16
 
 log = logging.getLogger(__name__)
 
@@ -34,7 +37,7 @@ def load_model(file: ModelFile, placement: Placement, stopped: Callable[[], bool
 
     stopped: called between batches; True cancels. Raises Interrupted then, and the errors of `open_with_placement`.
     """
-    session = open_with_placement(file.path, placement)
+    session = open_with_placement(file.path, replace(placement, prepared_shapes=PREPARED_SHAPES))
     if (shape_buckets := shape_buckets_of(session)) is None:
         session.rules = serving_rules(session, session.placement.memory)
         self_check(session, file.path.name, whole=True)

@@ -88,8 +88,9 @@ def test_all_parts_run_from_a_checkout_with_only_the_six_packages(checkout: Path
 
 
 def test_the_server_is_measured_where_its_packages_are(tmp_path: Path) -> None:
-    result = next(server.cases(Rig("cpu", tiny=True, files=tmp_path))).work()
-    assert (result["calls"], result["failed"]) == (16, 0)
+    results = [(case.settings["clients"], case.work()) for case in server.cases(Rig("cpu", tiny=True, files=tmp_path))]
+    assert [(result["calls"], result["failed"]) for _, result in results] == [(clients, 0) for clients, _ in results]
+    assert {clients for clients, _ in results} == {16, 64}
 
 
 class WithWrongScores:

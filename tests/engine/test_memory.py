@@ -58,7 +58,7 @@ def session_of(
 ) -> Session:
     """Return a session of which nothing runs."""
     rules = gpu_rules(contract, None, precision=precision) if device == "cuda" else BatchRules()
-    circumstances, loaded = Circumstances("provider", precision, {}), SimpleNamespace()
+    circumstances, loaded = Circumstances("provider", precision, {}), SimpleNamespace(prepared_shapes=1)
     return Session(loaded, contract, "", circumstances, Placement(device), rules=rules, model_bytes=file_bytes)  # type: ignore[arg-type]
 
 

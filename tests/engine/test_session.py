@@ -184,6 +184,20 @@ def test_a_limit_of_the_gpu_and_what_is_free_there_bound_the_arena_and_its_batch
         assert opened.rules == gpu_rules(fake_contract(), arena, file_bytes=9)
 
 
+@pytest.mark.parametrize(
+    ("free", "sessions"), [(2 * GIB, 1), (10 * GIB, 3), (100 * GIB, 4)], ids=["room for one", "for three", "for all"]
+)
+def test_a_gpu_prepares_as_many_shapes_as_are_asked_for_and_find_room_each_with_an_equal_part_of_the_arena(
+    use, model: Path, monkeypatch: pytest.MonkeyPatch, free: int, sessions: int
+) -> None:
+    monkeypatch.setattr(FakeCudaRuntime, "arena_bytes", lambda *_: free)
+    runtime = use(FakeRuntime(CUDA))
+    opened = open_with_placement(model, Placement("cuda", prepared_shapes=4))
+    assert opened.prepared_shapes == len(runtime.loads) == sessions
+    assert {settings["gpu_mem_limit"] for _, ((_, settings),) in runtime.loads} == {str(free // sessions)}
+    assert opened.rules == gpu_rules(fake_contract(), free // sessions, file_bytes=9)
+
+
 @pytest.mark.parametrize("many", [False, True])
 def test_what_does_not_run_on_the_gpu_is_an_error_there_and_runs_on_the_cpu_where_any_device_will_do(
     use, model: Path, caplog: pytest.LogCaptureFixture, many: bool
@@ -521,6 +535,8 @@ def test_threads_that_share_a_session_compute_one_at_a_time() -> None:
     met: list[object] = []
 
     class CrowdedModel:
+        prepared_shapes = 1
+
         def compute(self, staged: object) -> tuple[object, ...]:
             with suppress(threading.BrokenBarrierError):
                 met.append(meeting.wait())

@@ -62,7 +62,7 @@ class FakeSession:
         self.rules = rules or (gpu_rules(self.contract, None) if on_gpu else BatchRules())
         self.placement = Placement("cuda" if on_gpu else "cpu", threads=1)
         self.model_bytes = 0
-        self.lanes = 1
+        self.lanes = self.prepared_shapes = 1
         self.calls: list[tuple[int, ...]] = []
         self.runs: list[tuple[bool, int]] = []
         self._weights = np.random.default_rng(seed).normal(

@@ -50,7 +50,8 @@ class LoadedModel(Protocol):
 
     provider: the runtime's name for what runs it; metadata: of the file; inputs, outputs: names;
     image_shape, scores_shape: of the first input and output, numbers where the graph fixes a length;
-    packages: name → version of everything that can change a score.
+    packages: name → version of everything that can change a score; prepared_shapes: number of shapes, those of the last
+    batches, that it computes again without preparing anything.
     """
 
     provider: str
@@ -60,6 +61,7 @@ class LoadedModel(Protocol):
     image_shape: Sequence[Any]
     scores_shape: Sequence[Any]
     packages: Mapping[str, str]
+    prepared_shapes: int
 
     def stage(self, images: UInt8Array, sizes: Int64Array) -> Any:
         """Copy a batch to the device. Any thread may call this, also while another batch is computed."""
@@ -75,8 +77,8 @@ class Runtime:
     """A way to compute model files, and what the engine has to know about it.
 
     provider: the runtime's name for it, in run.json; load: loads a file, given its path and by name precision, threads,
-    masks, gpu and gpu_memory, and also returns the bytes that the arena of a GPU may take; precisions: of a file → in
-    which it can be computed, the default first.
+    masks, gpu, gpu_memory and prepared_shapes, and also returns the bytes that the arena of a GPU may take; precisions:
+    of a file → in which it can be computed, the default first.
     loading_copies, weight_copies, batch_copies: copies in main memory of the weights while a file is loaded, of the
     weights afterwards, and of a batch: measured, see benchmarks/README.md.
     distribution: the package that it needs, also the name of its extra, None for onnxruntime; benefit: of that package,

@@ -6,7 +6,7 @@ README.md gives the reason for each option, with measurements of the alternative
 import ctypes
 import queue
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from types import ModuleType
@@ -23,6 +23,8 @@ GpuPrecision = Literal["fp32", "tf32", "fp16"]
 SLOTS = 3  # batches on the GPU: one computing, one waiting, one being uploaded
 ARENA_SHARE = 0.8  # of free memory; the rest is for batches, cuDNN, the driver and other programs
 ARENA_STEP = 2**29  # bytes: small changes of free memory change no batches, and so no results
+GPU_WEIGHT_COPIES = 2.5  # of a model file, in each session: an assumption
+SESSION_BATCH_BYTES = 3 * 2**30  # at least, where there are several: 8 Mpixel of net A, as in a server's largest batch
 
 # Biases that a file adds in nodes of their own stay there: cuDNN's kernel for a convolution's bias takes twice as long.
 DISABLED_OPTIMIZERS = ["ConvAddFusion"]
@@ -47,6 +49,14 @@ def cuda_options(gpu: int = 0, *, precision: GpuPrecision = "fp16", memory: int 
         "arena_extend_strategy": "kNextPowerOfTwo",  # exact regions would never be merged, and shapes vary
     }
     return options if memory is None else {**options, "gpu_mem_limit": str(memory)}
+
+
+def sessions_in(arena: int, wanted: int, file_bytes: int) -> int:
+    """Return how many sessions of a file, from 1 to `wanted`, can share the bytes of an arena.
+
+    Each keeps the plans of the last shape that it ran, so as many shapes can alternate without a change.
+    """
+    return max(1, min(wanted, int(arena / (GPU_WEIGHT_COPIES * file_bytes + SESSION_BATCH_BYTES))))
 
 
 @dataclass(eq=False)
@@ -78,7 +88,7 @@ class UploadedBatch:
 
 
 class CudaBinding:
-    """Binds a session's inputs and outputs to GPU memory.
+    """Binds the inputs and outputs of a model's sessions to GPU memory, and chooses the session for each batch.
 
     `stage` uploads a batch in one thread, on its own CUDA stream, while `compute` runs another. The small outputs go
     straight into numpy arrays; window scores, 2 MB a view, stay on the GPU until they are fetched.
@@ -88,9 +98,10 @@ class CudaBinding:
     handed out (issue 32342).
     """
 
-    def __init__(self, runtime: ModuleType, session: Any, cuda: "CudaRuntime", classes: int):
+    def __init__(self, runtime: ModuleType, sessions: Sequence[Any], cuda: "CudaRuntime", classes: int):
         self._runtime = runtime
-        self._session = session
+        # With the shape that each ran last; the one that has been idle for longest comes first.
+        self._sessions: list[tuple[tuple[int, ...], Any]] = [((), session) for session in sessions]
         self._cuda = cuda
         self._classes = classes
         self._worker = ThreadPoolExecutor(1, thread_name_prefix=f"cuda-{cuda.gpu}")
@@ -135,17 +146,25 @@ class CudaBinding:
             np.empty((rows, 2), np.int64),
         ]
         try:
-            binding = self._session.io_binding()  # a new one, because outputs stay bound to the previous run
+            session = self._session_for(batch.shape)
+            binding = session.io_binding()  # a new one, because outputs stay bound to the previous run
             binding.bind_input("images", "cuda", gpu, np.uint8, batch.shape, batch.slot.on_gpu.address)
             binding.bind_cpu_input("sizes", batch.sizes)
             for name, array in zip(OUTPUTS, small, strict=False):
                 binding.bind_ortvalue_output(name, value.ortvalue_from_numpy(array))
             binding.bind_output(OUTPUTS[-1], "cuda", gpu)
-            self._session.run_with_iobinding(binding)
+            session.run_with_iobinding(binding)
         finally:
             batch.free()  # here, because an interrupted caller leaves while the GPU still reads the batch
         window_scores = binding.get_outputs()[-1]
         return [*small, window_scores.numpy]
+
+    def _session_for(self, shape: tuple[int, ...]) -> Any:
+        """Return the session that ran this shape last, else the one that has been idle for longest."""
+        place = next((place for place, (last, _) in enumerate(self._sessions) if last == shape), 0)
+        _, session = self._sessions.pop(place)
+        self._sessions.append((shape, session))
+        return session
 
 
 class CudaRuntime:

@@ -18,7 +18,7 @@ from ...contract import OUTPUTS
 from ...errors import ContractError, EnvironmentFault, install_hint
 from ...machine import onnxruntime_supports_int8
 from .base import Runtime, error_summary, is_out_of_memory, load_error
-from .cuda import DISABLED_OPTIMIZERS, CudaBinding, CudaRuntime, GpuPrecision, cuda_options
+from .cuda import DISABLED_OPTIMIZERS, CudaBinding, CudaRuntime, GpuPrecision, cuda_options, sessions_in
 from .onnx_metadata import read_precision
 
 CPU, CUDA = "CPUExecutionProvider", "CUDAExecutionProvider"
@@ -32,10 +32,11 @@ _RUNTIMES = ("onnxruntime", "onnxruntime-gpu", "onnxruntime-openvino")  # three 
 class OnnxRuntimeModel:
     """A model file loaded on exactly one provider; see `LoadedModel`.
 
-    On CUDA, packages also holds the name of the GPU. cuda: its GPU, if the provider is CUDA.
+    On CUDA, packages also holds the name of the GPU. sessions: on CUDA, one for each prepared shape; cuda: its GPU.
     """
 
-    def __init__(self, runtime: ModuleType, session: Any, provider: str, cuda: CudaRuntime | None = None):
+    def __init__(self, runtime: ModuleType, sessions: Sequence[Any], provider: str, cuda: CudaRuntime | None = None):
+        session = sessions[0]
         self.provider: str = provider
         self.metadata: Mapping[str, str] = session.get_modelmeta().custom_metadata_map
         self.inputs: tuple[str, ...] = tuple(value.name for value in session.get_inputs())
@@ -46,8 +47,9 @@ class OnnxRuntimeModel:
         self.packages: Mapping[str, str] = {
             package: str(runtime.__version__), **({"gpu": cuda.name()} if cuda else {})
         }  # fmt: skip
+        self.prepared_shapes: int = len(sessions)
         self._session = session
-        self._binding = CudaBinding(runtime, session, cuda, self.scores_shape[-1]) if cuda else None
+        self._binding = CudaBinding(runtime, sessions, cuda, self.scores_shape[-1]) if cuda else None
 
     def stage(self, images: UInt8Array, sizes: Int64Array) -> Any:
         return self._binding.stage(images, sizes) if self._binding else {"images": images, "sizes": sizes}
@@ -82,16 +84,17 @@ def load_on_cpu(path: Path, *, threads: int = 0, quantized: bool = False) -> Onn
     # between batches, where they would take cores from decoding and gRPC: benchmarks/README.md.
     options.add_session_config_entry("session.force_spinning_stop", "1")
     _bound_folding(options, path)
-    return OnnxRuntimeModel(runtime, _create_session(runtime, path, options, CPU), CPU)
+    return OnnxRuntimeModel(runtime, [_create_session(runtime, path, options, CPU)], CPU)
 
 
 def load_on_cuda(
-    path: Path, *, gpu: int = 0, tf32: bool = False, memory: int | None = None
+    path: Path, *, gpu: int = 0, tf32: bool = False, memory: int | None = None, prepared_shapes: int = 1
 ) -> tuple[OnnxRuntimeModel, int]:
     """Load a model file on the CUDA provider of one GPU; nothing of it may run on the CPU.
 
-    tf32: let float32 convolutions and products round their inputs to TF32; memory: limit of the provider's arena in
-    bytes, also bounded by the free memory of the GPU. Returns the model and the arena's limit.
+    tf32: let float32 convolutions and products round their inputs to TF32; memory: limit of the provider's arenas in
+    bytes, also bounded by the free memory of the GPU; prepared_shapes: see `Placement`. Returns the model and the limit
+    of the arena in which a batch is computed.
     Raises EnvironmentFault when CUDA is unavailable, otherwise as `open_session` does.
     """
     runtime = import_runtime()
@@ -107,11 +110,12 @@ def load_on_cuda(
     try:
         cuda = CudaRuntime(runtime, gpu)
         arena = cuda.arena_bytes(memory)
+        count = sessions_in(arena, prepared_shapes, path.stat().st_size)
         # fp32, the most careful choice, if the file does not state it
         precision: GpuPrecision = "tf32" if tf32 else "fp16" if read_precision(path) == "fp16" else "fp32"
-        settings = cuda_options(gpu, precision=precision, memory=arena)
-        session = _create_session(runtime, path, options, CUDA, settings)
-        return OnnxRuntimeModel(runtime, session, CUDA, cuda), arena
+        settings = cuda_options(gpu, precision=precision, memory=arena // count)
+        sessions = [_create_session(runtime, path, options, CUDA, settings) for _ in range(count)]
+        return OnnxRuntimeModel(runtime, sessions, CUDA, cuda), arena // count
     except EnvironmentFault as error:
         raise EnvironmentFault(f"{error}. {missing}" if missing else str(error)) from error
 
@@ -291,8 +295,8 @@ ON_CPU = Runtime(
 )
 ON_CUDA = Runtime(
     CUDA,
-    lambda path, *, gpu, precision, gpu_memory, **_: load_on_cuda(
-        path, gpu=gpu, tf32=precision == "tf32", memory=gpu_memory
+    lambda path, *, gpu, precision, gpu_memory, prepared_shapes, **_: load_on_cuda(
+        path, gpu=gpu, tf32=precision == "tf32", memory=gpu_memory, prepared_shapes=prepared_shapes
     ),
     {"fp32": ("fp32", "tf32"), "fp16": ("fp16",)},
     loading_copies=2.5,

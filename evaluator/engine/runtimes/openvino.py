@@ -57,6 +57,7 @@ class OpenVinoModel:
         self.outputs: tuple[str, ...] = tuple(value.get_any_name() for value in model.outputs)
         self.image_shape: Sequence[Any] = _lengths(model.inputs[0])
         self.scores_shape: Sequence[Any] = _lengths(model.outputs[0])
+        self.prepared_shapes = 1
         self.packages: Mapping[str, str] = {"openvino": str(runtime.__version__).partition("-")[0]}
         self._request = compiled.create_infer_request()
 

@@ -227,7 +227,8 @@ class BatchExecutor:
             chosen = [views[index] for index in plan.batches[0].indices]
             if in_lane := self._waiting.ready.use_lane(views):
                 chosen = chosen[: _share_of_lane(chosen)]
-            formed = _FormedBatch(model, chosen, _truncated(plan.batches[0], len(chosen), model), in_lane)
+            batch = model.in_prepared_shape(_truncated(plan.batches[0], len(chosen), model))
+            formed = _FormedBatch(model, chosen, batch, in_lane)
             return formed if self._waiting.take(chosen, alone=not in_lane) else None
         except Exception as error:  # this thread must survive, or every later call would wait forever
             self._waiting.fail(views[0].request, as_reported(model, error))
@@ -407,7 +408,7 @@ class BatchExecutor:
 
 
 def _plan(model: ServedModel, views: Sequence[ReadyView]) -> BatchPlan:
-    return plan_views(model.session, [view.view for view in views], model.shape_buckets)
+    return plan_views(model.session, [view.view for view in views], model.shape_buckets, model.planning_rules)
 
 
 def _planned(

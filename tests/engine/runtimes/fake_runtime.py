@@ -132,7 +132,7 @@ class FakeBinding:
     images: Any = None
     computes: Any = None
 
-    def __init__(self, _runtime: Any, _session: Any, card: FakeCudaRuntime, classes: int):
+    def __init__(self, _runtime: Any, _sessions: Any, card: FakeCudaRuntime, classes: int):
         assert isinstance(card, FakeCudaRuntime)
         assert classes == 6
 

@@ -127,19 +127,19 @@ class FakeIoBinding:
 
 
 class FakeInferenceSession:
-    """A session whose scores depend on the pixels it received. runs: their number; threads: the threads that ran it."""
+    """A session whose scores depend on the pixels it received. shapes: of its runs; threads: those that ran it."""
 
     def __init__(self) -> None:
-        self.runs = 0
+        self.shapes: list[tuple[int, ...]] = []
         self.threads: set[threading.Thread] = set()
 
     def io_binding(self) -> FakeIoBinding:
         return FakeIoBinding()
 
     def run_with_iobinding(self, binding: FakeIoBinding) -> None:
-        self.runs += 1
         self.threads.add(threading.current_thread())
         images, sizes = binding.inputs["images"], binding.inputs["sizes"]
+        self.shapes.append(images.shape[:3])
         assert list(binding.outputs) == list(OUTPUTS)
         sums = images.reshape(len(images), -1).astype(np.float64).sum(axis=1)
         binding.outputs["scores"].array[:] = sums[:, None]
@@ -155,9 +155,9 @@ def library(monkeypatch: pytest.MonkeyPatch) -> FakeCudart:
     return found
 
 
-def bound(session: FakeInferenceSession | None = None) -> CudaBinding:
+def bound(*sessions: FakeInferenceSession) -> CudaBinding:
     runtime: Any = SimpleNamespace(OrtValue=FakeOrtValue, cuda_version="13.0")
-    return CudaBinding(runtime, session or FakeInferenceSession(), CudaRuntime(runtime, 1), CLASSES)
+    return CudaBinding(runtime, sessions or [FakeInferenceSession()], CudaRuntime(runtime, 1), CLASSES)
 
 
 def stage_in_thread(binding: CudaBinding) -> threading.Thread:
@@ -244,6 +244,20 @@ def test_a_slot_grows_by_powers_of_two_so_that_it_rarely_does(library: FakeCudar
     assert 3 * 3 * 299 <= max(sizes) < 2 * 3 * 3 * 299
 
 
+def test_each_shape_runs_in_the_session_that_ran_it_last_and_a_new_one_where_the_longest_time_has_passed(
+    library: FakeCudart,
+) -> None:
+    """A session plans its convolutions anew whenever the shape changes."""
+    sessions = [FakeInferenceSession() for _ in range(3)]
+    binding = bound(*sessions)
+    for shape in [(2, 5, 7), (3, 5, 7), (2, 7, 5), (2, 5, 7), (3, 5, 7), (1, 9, 4), (2, 5, 7), (2, 7, 5)]:
+        images, sizes = batch(*shape, seed=sum(shape))
+        np.testing.assert_array_equal(binding.compute(binding.stage(images, sizes))[3](), images)
+    assert sorted(session.shapes for session in sessions) == [
+        [(2, 5, 7)] * 3, [(2, 7, 5), (1, 9, 4)], [(3, 5, 7)] * 2 + [(2, 7, 5)]
+    ]  # fmt: skip
+
+
 def test_one_thread_computes_for_all_callers(library: FakeCudart) -> None:
     """onnxruntime issue 29351: run from fresh threads, the arena of a session grows and grows."""
     session = FakeInferenceSession()
@@ -255,7 +269,7 @@ def test_one_thread_computes_for_all_callers(library: FakeCudart) -> None:
     del caller
     binding.compute(binding.stage(*batch(1, 4, 4, seed=3)))
     (thread,) = session.threads
-    assert session.runs == 4
+    assert len(session.shapes) == 4
     assert thread is not threading.current_thread()
     assert thread.is_alive()
     del binding

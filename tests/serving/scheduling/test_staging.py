@@ -9,6 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from prelunet.evaluator.contract import Canvas
 from prelunet.evaluator.engine.batching import Batch, BatchPlan, BatchRules
 from prelunet.evaluator.engine.session import Outputs, Placement
 from prelunet.evaluator.errors import DeviceLost
@@ -17,8 +18,8 @@ from prelunet.evaluator.serving import models as models_module
 from prelunet.evaluator.serving.models import load_model
 from prelunet.evaluator.serving.options import ModelFile
 from prelunet.evaluator.serving.scheduling import executor
-from prelunet.evaluator.serving.scheduling.model import shape_buckets_of
-from tests.helpers.fakes import FakeSession
+from prelunet.evaluator.serving.scheduling.model import ServedModel, shape_buckets_of
+from tests.helpers.fakes import FakeSession, fake_contract
 from tests.serving.event_loop import async_test, until
 from tests.serving.scheduling.scheduler_harness import (
     GPU_RULES,
@@ -156,6 +157,59 @@ async def test_on_a_gpu_only_canvases_of_the_warm_up_run(switch_pixels: int, mon
     buckets = shape_buckets_of(loaded)
     assert buckets is not None
     assert all(count in buckets.rows and count <= most_rows[*canvas] for count, *canvas in session.calls)
+
+
+def shapes_of(model: ServedModel, *batches: Batch) -> list[tuple[int, int, int]]:
+    """Return the shapes in which a model computes batches, one after the other."""
+    found = []
+    for batch in batches:
+        computed = model.in_prepared_shape(batch)
+        assert computed.indices == batch.indices
+        found.append((computed.rows, computed.height, computed.width))
+    return found
+
+
+LARGE, HALF, WIDE = Batch((0, 1, 2), 48, 64, 4), Batch((0, 1), 48, 64, 2), Batch((0,), 32, 80, 1)
+
+
+def gpu_model(
+    prepared_shapes: int, *, canvas: Canvas = "ragged", provider: str = "CUDAExecutionProvider"
+) -> ServedModel:
+    """Return a served model whose changes of shape cost as much as five canvases of 48x64."""
+    rules = replace(GPU_RULES, switch_pixels=5 * 48 * 64)
+    session = FakeSession(fake_contract(canvas=canvas), provider=provider, rules=rules)
+    session.prepared_shapes = prepared_shapes
+    return build_model(session)
+
+
+def test_on_a_gpu_a_batch_keeps_a_larger_shape_until_as_much_was_computed_in_vain_as_a_change_costs() -> None:
+    model = gpu_model(1)
+    assert shapes_of(model, LARGE, HALF, LARGE, HALF, HALF) == [(4, 48, 64)] * 4 + [(2, 48, 64)]
+    assert shapes_of(model, LARGE, HALF, HALF, WIDE) == [(4, 48, 64)] * 3 + [(1, 32, 80)], "wider than the others"
+
+
+def test_on_a_gpu_a_batch_takes_the_smallest_of_the_last_shapes_that_is_large_enough() -> None:
+    small = Batch((0,), 48, 60, 1)
+    model = gpu_model(3)
+    assert shapes_of(model, LARGE, WIDE, small, small) == [(4, 48, 64), (1, 32, 80), (4, 48, 64), (1, 48, 60)]
+    assert shapes_of(model, small, LARGE, WIDE) == [(1, 48, 60), (4, 48, 64), (1, 32, 80)], "all three are kept"
+    other = Batch((0,), 28, 96, 1)
+    assert shapes_of(model, other, small) == [(1, 28, 96), (4, 48, 64)], "a fourth replaces the oldest"
+
+
+def test_a_file_for_exact_canvases_keeps_rows_but_no_larger_canvas() -> None:
+    batches = Batch((0, 1), 32, 44, 4), Batch((0,), 32, 44, 1), Batch((0,), 28, 28, 1)
+    assert shapes_of(gpu_model(2, canvas="exact"), *batches) == [(4, 32, 44), (4, 32, 44), (1, 28, 28)]
+
+
+def test_on_a_cpu_every_batch_has_its_own_shape() -> None:
+    assert shapes_of(gpu_model(1, provider="CPUExecutionProvider"), LARGE, HALF) == [(4, 48, 64), (2, 48, 64)]
+
+
+def test_where_most_changes_are_free_fewer_images_share_a_canvas() -> None:
+    one, several = gpu_model(1), gpu_model(16)
+    assert several.planning_rules.switch_pixels < one.planning_rules.switch_pixels == 5 * 48 * 64
+    assert several.session.rules == one.session.rules
 
 
 @async_test
