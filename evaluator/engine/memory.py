@@ -262,8 +262,8 @@ def weights_bytes(session: "Session") -> tuple[int, int]:
     """Return the bytes of a session's weights: the most while its file is loaded, and afterwards."""
     device, precision = session.placement.device, session.contract.precision
     copy = math.ceil(RUNTIMES[device].weight_copies * _weights_bytes(session.model_bytes, precision, device))
-    others = copy * (session.prepared_shapes - 1 + (session.lanes > 1))
-    return loading_bytes(session.model_bytes, precision, device) + others, copy + others
+    of_lanes = copy if session.lanes > 1 else 0
+    return loading_bytes(session.model_bytes, precision, device) + of_lanes, copy + of_lanes
 
 
 def largest_batch_bytes(
