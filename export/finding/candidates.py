@@ -34,6 +34,21 @@ class Candidate:
             interpolation=preprocessing.interpolation, preparation=preprocessing.preparation,
         )  # fmt: skip
 
+    @property
+    def options(self) -> str:
+        """Return the options of `prelunet adopt` that mean it, but for transformers' rounding, which has none."""
+        own, preparation = self.preprocessing, self.preprocessing.preparation
+        words = ["--channels", own.channels]
+        for name, values in (("--mean", own.mean), ("--std", own.std)):
+            if values is not None:
+                words += [name, ",".join(f"{value:.8g}" for value in (values if len(set(values)) > 1 else values[:1]))]
+        words += [] if own.mean is None else ["--range", str(own.pixel_range)]
+        words += ["--resize", preparation.resize, "--scale", str(self.scale), "--interpolation", own.interpolation]
+        words += ["--antialias", preparation.antialias]
+        if preparation.resize == "pad":
+            words += ["--pad-color", ",".join(map(str, preparation.pad_color))]
+        return " ".join(words)
+
 
 class _Normalization(NamedTuple):
     """Of red, green and blue; largest: value of a pixel when the mean is subtracted."""

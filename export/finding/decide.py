@@ -7,7 +7,7 @@ from statistics import NormalDist
 
 import numpy as np
 
-from ...evaluator.arrays import Float64Array
+from ...evaluator.arrays import Float64Array, Int64Array
 from ...evaluator.reporting.paired import NO_IMAGES, PairedErrors
 from .measure import TEMPERATURES
 
@@ -18,6 +18,7 @@ _SAME = 1e-5  # difference of losses between candidates that give the net the sa
 # Nets trained on random crops fit test images that show objects larger than their own preprocessing does (Touvron et
 # al. 2019). So a geometry or filter is only excluded if its loss is larger by more than this part, or this many nats.
 TOLERATED, _NATS = 0.1, 0.02
+_OF_ANOTHER_ORDER = 0.2  # of the images
 
 
 @dataclass(frozen=True)
@@ -70,6 +71,24 @@ def better_than_chance(values: Float64Array, error: float) -> bool:
     place = int(values[:, :count].mean(0).argmin())
     difference = values[:, count + place] - values[:, place]
     return bool(difference.mean() > _quantile(1 - error, len(values)) * _standard_error(difference))
+
+
+def fits_another_order(answers: Int64Array, labels: Int64Array) -> bool:
+    """Return whether a net would know far more labels if its outputs meant other classes.
+
+    answers: index of each image's best output; labels: of its class. What counts is beyond what shuffled labels give:
+    with as many classes as images, every output has a class that suits it.
+    """
+    rng = np.random.default_rng(0)
+
+    def suited(labels: Int64Array) -> float:
+        table = np.zeros((answers.max() + 1, labels.max() + 1))
+        np.add.at(table, (answers, labels), 1)
+        return float(table.max(1).sum() / len(labels))
+
+    by_chance = float(np.mean([suited(rng.permutation(labels)) for _ in range(20)]))
+    known = (suited(labels) - by_chance) / max(1 - by_chance, 0.1)
+    return known > float((answers == labels).mean()) + _OF_ANOTHER_ORDER
 
 
 def ranked(standings: Sequence[Standing]) -> list[int]:

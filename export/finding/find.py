@@ -22,8 +22,8 @@ from ...evaluator.contract import ClassEntry
 from ...evaluator.datasets.dataset import Dataset, DatasetSpec, Sample
 from ...evaluator.datasets.labels.label_lists import orders_of
 from ...evaluator.datasets.open import open_from_spec, open_images
-from ...evaluator.errors import ImageError, UsageError
-from ...evaluator.files import sha256_of
+from ...evaluator.errors import ImageError, UsageError, from_os_error
+from ...evaluator.files import create_folder, sha256_of
 from ...evaluator.machine import cores
 from ...evaluator.terminal import report
 from ...training.importing.preprocessing import Layout, Preprocessing
@@ -32,7 +32,16 @@ from ..foreign.quantized import loader
 from ..foreign.read_net import find_interface, read_net
 from ..foreign.sidecars import ClassList, find_net, read_classes, read_sidecars
 from .candidates import QUESTIONS, Candidate, Question, candidate_of, first_candidate, options, with_answer
-from .decide import EXACT, TOLERATED, Standing, better_than_chance, by_labels, by_references, ranked
+from .decide import (
+    EXACT,
+    TOLERATED,
+    Standing,
+    better_than_chance,
+    by_labels,
+    by_references,
+    fits_another_order,
+    ranked,
+)
 from .measure import Labels, Measurements, Pictures, References, run_net
 
 CONFIDENCE = 0.95
@@ -52,11 +61,16 @@ _GIVEN = "as given"
 
 @dataclass(frozen=True)
 class Answer:
-    """One answer to a question. names: several if they give the net the same input; standing: beside the best."""
+    """One answer to a question.
+
+    names: several if they give the net the same input of these images; alike: number of ways among them that differ on
+    others; standing: beside the best.
+    """
 
     names: tuple[str, ...]
     candidate: Candidate
     standing: Standing
+    alike: int = 1
 
 
 @dataclass(frozen=True)
@@ -65,8 +79,8 @@ class Found:
 
     candidate: the best answers together; answers: to each question, best first; images: how many were used;
     undecodable: how many more could not be; data: fingerprint of the dataset; difference: of references, the largest of
-    the best candidate, as a part of the largest number of an output, None with labels; contrast: by how much more of it
-    the net's input should have, 1 if none fits better.
+    the best candidate, as a part of the largest number of an output, None with labels; error: with labels, top-1 of the
+    best candidate in percent; contrast: by how much more of it the net's input should have, 1 if none fits better.
     """
 
     candidate: Candidate
@@ -75,6 +89,7 @@ class Found:
     undecodable: int
     data: str
     difference: float | None
+    error: float | None = None
     contrast: float = 1.0
 
     @property
@@ -97,7 +112,7 @@ def find_input(  # noqa: PLR0913 - one argument per option
     net: str | os.PathLike[str],
     data: str | os.PathLike[str],
     *,
-    classes: str | os.PathLike[str] | Sequence[ClassEntry] | None = None,
+    classes: str | os.PathLike[str] | Sequence[ClassEntry | str] | None = None,
     reference: str | os.PathLike[str] | None = None,
     images: int = IMAGES,
     log: str | os.PathLike[str] | None = None,
@@ -112,13 +127,15 @@ def find_input(  # noqa: PLR0913 - one argument per option
     """Find the preprocessing of an ONNX classifier.
 
     data: labeled images in any layout of docs/datasets.md, of which `images` are drawn, or the images of the reference;
-    classes: of the net, in the order of its outputs, or a file of them, or imagenet-1k, needed for labels; None: those
-    beside the net or in its metadata; reference: .npy file with the outputs of the original pipeline, (images,
-    classes), in the order of the images' names; log: folder for a file that keeps every run of the net, from which a
-    repeated call goes on; crop, layout, net_output, kind, dense: as for `prelunet adopt`; given, given_scale: one more
-    answer to each question, and the pixels of its resized side.
+    classes: of the net, or their names, in the order of its outputs, or a file of them, or imagenet-1k, needed for
+    labels; None: those beside the net or in its metadata; reference: .npy file with the outputs of the original
+    pipeline, (images, classes), in the order of the images' names; log: folder for a file that keeps every run of the
+    net, from which a repeated call goes on; crop, layout, net_output, kind, dense: as for `prelunet adopt`; given,
+    given_scale: one more answer to each question, and the pixels of its resized side.
     Raises UsageError for too few images, and for a net that does not know the labels; otherwise as `prelunet adopt`.
     """
+    if log is not None:
+        create_folder(Path(log), "--find-log")  # before the images are read
     path = find_net(Path(net))
     model = read_net(path, Path(os.devnull))  # which is none of its data files
     interface = find_interface(path, model, crop=crop, layout=layout, output=net_output)
@@ -130,10 +147,16 @@ def find_input(  # noqa: PLR0913 - one argument per option
     listed = _class_list(path, classes)
     preparation = first.preprocessing.preparation
     if reference is None:
+        if not listed.entries:
+            raise UsageError(f"{path}: no classes, which labels need. Give the net's classes, or reference outputs")
         check_classes(path, listed, outputs)
         dataset = open_from_spec(DatasetSpec(Path(data)), listed.entries)
         pictures = Pictures(dataset, preparation)
         samples, failed = _drawn(dataset, pictures, images)
+        if len({sample.label for sample in samples}) < 2:
+            raise UsageError(
+                f"{dataset.location}: images of one class only tell nothing. Give images of several classes"
+            )
         judge: Labels | References = Labels([sample.label for sample in samples], probabilities)
     else:
         dataset = open_images(Path(data), listed.entries)
@@ -141,7 +164,7 @@ def find_input(  # noqa: PLR0913 - one argument per option
         samples = _in_clear_order(dataset, pictures)
         judge = _references(Path(reference), len(samples), outputs, probabilities=probabilities)
     identity = {
-        "version": 1, "net": sha256_of(path), "input": [interface.layout, interface.crop], "output": interface.output,
+        "version": 2, "net": sha256_of(path), "input": [interface.layout, interface.crop], "output": interface.output,
         "probabilities": probabilities, "gray": gray, "data": dataset.fingerprint, "images": len(samples),
         "reference": None if reference is None else sha256_of(Path(reference)),
     }  # fmt: skip
@@ -154,12 +177,13 @@ def find_input(  # noqa: PLR0913 - one argument per option
     return search.run(first, failed)
 
 
-def _class_list(net: Path, classes: str | os.PathLike[str] | Sequence[ClassEntry] | None) -> ClassList:
+def _class_list(net: Path, classes: str | os.PathLike[str] | Sequence[ClassEntry | str] | None) -> ClassList:
     if classes is None:
         return read_sidecars(net, values=False).classes or ClassList((), "no list of classes")
     if isinstance(classes, (str, os.PathLike)):
         return read_classes(Path(classes))
-    return ClassList(tuple(classes), "classes")
+    entries = (each if isinstance(each, ClassEntry) else ClassEntry(each, each) for each in classes)
+    return ClassList(tuple(entries), "classes")
 
 
 def _log_name(net: Path, identity: dict[str, Any]) -> str:
@@ -187,7 +211,7 @@ def _in_clear_order(dataset: Dataset, pictures: Pictures) -> list[Sample]:
     good = _decodable(pictures, dataset.samples)
     orders = orders_of([sample.file for sample in dataset.samples])
     if len(good) < len(dataset.samples):
-        reason = f"{len(dataset.samples) - len(good)} images cannot be decoded"
+        reason = f"of {len(dataset.samples)} images {len(dataset.samples) - len(good)} cannot be decoded"
     elif orders is not None:
         reason = f"the order of the images is not clear: {orders}"
     else:
@@ -211,13 +235,18 @@ def _decodable(pictures: Pictures, samples: Sequence[Sample]) -> list[Sample]:
 def _references(file: Path, images: int, outputs: int, *, probabilities: bool) -> References:
     try:
         rows = np.asarray(np.load(file, allow_pickle=False), np.float64)
-    except (OSError, ValueError, TypeError) as error:
-        raise UsageError(f"{file}: not a .npy file of numbers: {error}. Write it with numpy.save") from error
-    if rows.shape != (images, outputs) or not np.isfinite(rows).all():
+    except OSError as error:
+        raise from_os_error(error) from error
+    except (ValueError, TypeError) as error:
+        raise UsageError(f"{file}: not a .npy file of numbers. Write it with numpy.save") from error
+    if rows.shape != (images, outputs):
         raise UsageError(
-            f"{file}: {' x '.join(map(str, rows.shape))} numbers, but there are {images} images, and the net has "
-            f"{outputs} outputs. Give finite outputs, (images, classes), in the order of the images' names"
+            f"{file}: its shape is {rows.shape}, but should be ({images}, {outputs}): {images} images, in the order of "
+            f"their names, and {outputs} outputs of the net"
         )
+    if not np.isfinite(rows).all() or not rows.any():
+        what = "has only zeros" if np.isfinite(rows).all() else "has numbers that are infinite or NaN"
+        raise UsageError(f"{file}: {what}. Give outputs of the original pipeline")
     if images < FEWEST_REFERENCES:
         raise UsageError(f"{file}: {images} outputs are too few. Give at least {FEWEST_REFERENCES}, better 20")
     within = bool(rows.min() >= 0 and rows.max() <= 1 + _SUM_TOLERANCE)
@@ -245,7 +274,7 @@ class _Search:
         """Start with the best combination, then ask question by question."""
         current, answers = self._start(first), dict[Question, tuple[Answer, ...]]()
         if not self.exact:
-            self._check_knowledge(current)
+            self._check_knowledge([current, first])
         open_questions = {question for question in QUESTIONS if len(self._options(question, current)) > 1}
         asked = frozenset(open_questions)
         for question in _ROUNDS * QUESTIONS:
@@ -256,9 +285,10 @@ class _Search:
                 current = kept[0]
         values = self.measured.of([current], self.images, "the answers together")
         difference = float(values[0, :, 0].max()) if self.exact else None
+        error = None if self.exact else 100 * float(values[0, :, -1].mean())
         contrast = 1.0 if self.exact else self._better_contrast(current)
         data = str(self.measured.identity["data"])
-        return Found(current, answers, self.images, failed, data, difference, contrast)
+        return Found(current, answers, self.images, failed, data, difference, error, contrast)
 
     def _better_contrast(self, current: Candidate) -> float:
         """Return by how much more contrast the net's input should have, 1 if none fits better."""
@@ -298,9 +328,17 @@ class _Search:
             found = {name: each for name, each in found.items() if not each.preprocessing.preparation.whole}
         return found
 
-    def _check_knowledge(self, candidate: Candidate) -> None:
-        values = self.measured.of([candidate], self.images, "labels")[0]
-        if not better_than_chance(values, _EARLY_ERROR):
+    def _check_knowledge(self, candidates: Sequence[Candidate]) -> None:
+        """Raise UsageError for a net that does not know the labels. candidates: the best one first."""
+        values = self.measured.of(candidates, self.images, "labels")
+        assert isinstance(self.measured.judge, Labels), "there is nothing to know of references"
+        labels = np.array(self.measured.judge.labels)
+        if any(fits_another_order(own[:, -2].astype(np.int64), labels) for own in values):
+            raise UsageError(
+                f"{self.path}: would know far more of the labels if its outputs were other classes. Give the classes "
+                "in the order of its outputs"
+            )
+        if not better_than_chance(values[0], _EARLY_ERROR):
             raise UsageError(
                 f"{self.path}: knows the labels no better than by chance, so nothing can be found. The classes may be "
                 "in another order than its outputs, the images of other classes, or the labels wrong"
@@ -312,10 +350,11 @@ class _Search:
         for name, candidate in self._options(question, current).items():
             names.setdefault(candidate, []).append(name)
         alive, done = list(names), list[Answer]()
+        alike: dict[Candidate, int] = dict.fromkeys(names, 1)
         for stage in self.stages:
             values, last = self.measured.of(alive, stage, question), stage == self.images
             if last:
-                alive, values = _merged(alive, values, names)
+                alive, values = _merged(alive, values, names, alike)
             late = 1 - CONFIDENCE - _EARLY_ERROR * (len(self.stages) - 1)
             standings = (
                 by_references(values) if self.exact
@@ -323,19 +362,24 @@ class _Search:
             )  # fmt: skip
             places = ranked(standings)
             out = [place for place in places if last or not standings[place].kept]
-            done = [*(Answer(tuple(names[alive[place]]), alive[place], standings[place]) for place in out), *done]
+            ended = [(alive[place], standings[place]) for place in out]
+            done = [*(Answer(tuple(names[each]), each, standing, alike[each]) for each, standing in ended), *done]
             alive = [alive[place] for place in places if place not in out]
         return tuple(done)
 
 
 def _merged(
-    candidates: Sequence[Candidate], values: Float64Array, names: dict[Candidate, list[str]]
+    candidates: Sequence[Candidate],
+    values: Float64Array,
+    names: dict[Candidate, list[str]],
+    alike: dict[Candidate, int],
 ) -> tuple[list[Candidate], Float64Array]:
     """Return the candidates without those that gave the same results as an earlier one, which gets their names."""
     firsts: dict[bytes, int] = {}
     for place, (candidate, row) in enumerate(zip(candidates, values, strict=True)):
         if (first := firsts.setdefault(row.tobytes(), place)) != place:
             names[candidates[first]] += names[candidate]
+            alike[candidates[first]] += 1
     kept = list(firsts.values())
     return [candidates[place] for place in kept], values[kept]
 
@@ -348,29 +392,42 @@ def _lines(found: Found) -> Iterator[str]:
             first = question if place == 0 else ""
             yield f"{first:15} {' = '.join(answer.names)}{_cost(found, answer, best=not place)}"
         if rest := answers[shown:]:
-            yield f"{'':15} {len(rest)} more"
-    if found.difference is None:
+            yield f"{'':15} and {len(rest)} more"
+    still = [question for question, answers in found.answers.items() if sum(_kept(answers)) > 1 or answers[0].alike > 1]
+    if found.error is not None:
         yield (
-            f"from {found.images} labeled images, {CONFIDENCE:.0%} confidence for each question. This is what fits the "
-            "net, which need not be what it was trained with: a larger crop or a sharper filter may fit better"
+            f"The best answers together have a top-1 error of {found.error:.1f} % on {found.images} labeled images. "
+            f"Answers are judged by the log loss, each question with {CONFIDENCE:.0%} confidence. This is what fits "
+            "the net, which need not be what it was trained with: a larger crop or a sharper filter may fit better"
         )
     elif found.exact:
-        yield f"reproduces the outputs for all {found.images} images, to {found.difference:.1e} of their largest number"
-        if still := [question for question, answers in found.answers.items() if sum(_kept(answers)) > 1]:
-            yield f"these images leave open: {', '.join(still)}. Give images of other sizes and contents"
+        yield (
+            f"The best answers together reproduce the outputs of all {found.images} images, to "
+            f"{_part(found.difference)} of their largest number"
+        )
     else:
         yield (
-            f"no answer reproduces the outputs for {found.images} images: the best differ by {found.difference:.1%} of "
-            "the largest number. A step of the original pipeline is not in the table, the outputs are in another order "
-            "than the images' names, or of other weights"
+            f"No answer reproduces the outputs of the {found.images} images: the best differ by "
+            f"{_part(found.difference)} of the largest number. A step of the original pipeline is not in the table, "
+            "the outputs are in another order than the images' names, or the net has other weights"
         )
+    if still and (found.exact or found.error is not None):
+        fix = "" if found.error is not None else ". Images of other sizes and contents tell more"
+        yield f"These images leave open: {', '.join(still)}{fix}"
+    yield f"As options: {found.candidate.options}"
     if found.contrast != 1:
         yield (
             f"{found.contrast:.2g} times the contrast fits better: its mean and std may not be in the table, or a std "
             "folded into its first layer. Compare --std by hand"
         )
     if found.undecodable:
-        yield f"images that cannot be decoded, and were left out: {found.undecodable}"
+        yield f"Images that cannot be decoded, and were left out: {found.undecodable}"
+
+
+def _part(difference: float | None) -> str:
+    """Return a part of the largest number: in percent, or as a power of ten where it is tiny."""
+    difference = difference or 0.0
+    return f"{difference:.1%}" if difference >= EXACT else f"{difference:.0e}"
 
 
 def _kept(answers: Sequence[Answer]) -> list[bool]:
@@ -381,12 +438,14 @@ def _cost(found: Found, answer: Answer, *, best: bool) -> str:
     """Return what is said of an answer behind its name."""
     standing = answer.standing
     if found.difference is not None:
-        return f": differs by {standing.loss:.1e}"
+        return f": differs by {_part(standing.loss)}"
     if best:
         return ""
     errors = standing.errors
     low, high = errors.interval or (0.0, 0.0)
-    points = f"{errors.difference:.1f} [{low:.1f}, {high:.1f}] points of error"
+    points = "{:.1f} [{:.1f}, {:.1f}] points of error".format(
+        *(round(x or 0.0, 1) + 0.0 for x in (errors.difference, low, high))
+    )
     if standing.kept:
-        return f": cannot be told apart ({points})"
-    return f": {'costs' if low > 0 else 'fits worse,'} {points} ({errors.images} images)"
+        return f": not excluded ({points})"
+    return f": {'costs' if low > 0 else 'has a larger loss:'} {points} ({errors.images} images)"

@@ -37,8 +37,8 @@ _ROOM = 1 / 16  # of this machine's memory, for decoded images, and as much for 
 
 @dataclass(frozen=True)
 class Labels:
-    """Log losses of the true class at each temperature, then those expected of the other images' classes, then whether
-    the answer is wrong.
+    """Log losses of the true class at each temperature, then those expected of the other images' classes, then the best
+    output's index, then whether the answer is wrong.
 
     labels: class index of each image; probabilities: whether the net returns these, or logits.
     """
@@ -48,13 +48,13 @@ class Labels:
 
     def __call__(self, output: Float64Array, image: int) -> Float64Array:
         if not np.isfinite(output).all():
-            return np.array([*[_WORST] * 2 * len(TEMPERATURES), 1.0])
+            return np.array([*[_WORST] * 2 * len(TEMPERATURES), 0.0, 1.0])
         logits = log_probabilities(output, given=self.probabilities)
         losses = -_log_softmax(logits[None] / TEMPERATURES[:, None])
         others = np.delete(np.asarray(self.labels), image)
         own = self.labels[image]
         wrong = float((logits > logits[own]).sum() + (logits == logits[own]).sum() > 1)
-        return np.array([*losses[:, own], *losses[:, others].mean(1), wrong])
+        return np.array([*losses[:, own], *losses[:, others].mean(1), float(logits.argmax()), wrong])
 
 
 @dataclass(frozen=True)
@@ -214,7 +214,10 @@ def _read(log: Path, identity: Mapping[str, Any]) -> Iterator[tuple[tuple[str, i
         log.write_text(f"{whole}\n" if whole else "", encoding="utf-8")
     head, *lines = whole.split("\n")
     if head and head != json.dumps(identity):
-        raise UsageError(f"{log}: of another net, dataset, reference or number of images. Give another file")
-    for line in lines:
-        key, image, numbers = json.loads(line)
-        yield (key, image), np.array(numbers)
+        raise UsageError(f"{log}: damaged, or of another version. Delete it, or give another folder with --find-log")
+    for number, line in enumerate(lines, 2):
+        try:
+            key, image, numbers = json.loads(line)
+            yield (key, image), np.array(numbers, np.float64)
+        except (ValueError, TypeError) as error:
+            raise UsageError(f"{log}: line {number} is damaged. Delete the file; its runs are repeated") from error

@@ -9,7 +9,7 @@ import typer
 
 from ...evaluator.cli_option import option
 from ...evaluator.engine.verify import TOLERANCES
-from ...evaluator.errors import UsageError
+from ...evaluator.errors import CheckFailed, UsageError
 from ...evaluator.files import check_not_input, require_new
 from ...evaluator.machine import onnxruntime_supports_int8
 from ...evaluator.preparation import Antialias, Color, Interpolation, Resize
@@ -135,7 +135,7 @@ class FindOptions:
     def check(self) -> None:
         """Raise UsageError for options without what they belong to."""
         if self.find_input is None and (self.reference or self.find_images or self.find_log):
-            raise UsageError("--reference, --find-images and --find-log belong to --find-input DATA. Give it, too")
+            raise UsageError("--reference, --find-images and --find-log need --find-input DATA. Give that too")
         if self.reference is not None and self.find_images is not None:
             raise UsageError("--find-images with --reference, which needs all of its images. Omit one of them")
 
@@ -198,11 +198,11 @@ def adopt(
     from ..foreign.adopt import adopt as adopt_net
     from ..foreign.sidecars import find_net, read_classes, read_sidecars
 
+    find.check()
     if output is not None:
         require_new(output, force=force)
     elif find.find_input is None:
         raise UsageError("no -o: give the model file to write")
-    find.check()
     net = find_net(net)
     stated = read_sidecars(net, values=preprocessing.preset is None, classes=classes is None)
     if classes is not None and output is not None:
@@ -256,6 +256,8 @@ def _with_found(
         given=None if own.mean is None else own, given_scale=options.center_scale,
     )  # fmt: skip
     echo(str(found))
+    if find.reference is not None and not found.exact:
+        raise CheckFailed(f"{net}: the outputs of {find.reference} were not reproduced, so no model file is written")
     best = found.candidate
     return replace(options, preprocessing=best.preprocessing, center_scale=best.scale, found=found.to_json())
 

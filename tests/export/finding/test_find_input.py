@@ -1,5 +1,6 @@
 """The preprocessing of a net is found from labels, or from outputs of the original pipeline."""
 
+import re
 import shutil
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -187,7 +188,8 @@ def test_outputs_of_the_original_pipeline_name_all_of_it(truth: Truth, data: Pat
     assert [each.startswith(truth.normalization) for each in names_kept(found, "mean and std")] == [True]
     assert names_kept(found, "geometry") == [truth.geometry]
     assert names_kept(found, "filter") == [truth.filter]
-    assert f"reproduces the outputs for all {len(outputs)} images" in str(found)
+    assert f"reproduce the outputs of all {len(outputs)} images" in str(found)
+    assert "leave open" not in str(found)
 
 
 def test_outputs_may_be_logits_of_a_net_that_returns_probabilities(data: Path, tmp_path: Path) -> None:
@@ -256,7 +258,12 @@ def test_outputs_that_nothing_reproduces_leave_it_open(data: Path, tmp_path: Pat
     np.save(tmp_path / "outputs.npy", np.random.default_rng(1).normal(size=(CLASSES * EACH, CLASSES)))
     found = find_input(net, data, reference=tmp_path / "outputs.npy")
     assert not found.exact
-    assert "no answer reproduces the outputs" in str(found)
+    assert "No answer reproduces the outputs" in str(found)
+    (tmp_path / "classes.txt").write_text("\n".join(NAMES))
+    words = ["adopt", str(net), "--classes", str(tmp_path / "classes.txt"), "--find-input", str(data)]
+    words += ["--reference", str(tmp_path / "outputs.npy"), "--find-log", str(tmp_path), "-o", str(tmp_path / "m.onnx")]
+    assert run(words) == 6
+    assert not (tmp_path / "m.onnx").exists()
 
 
 def test_a_net_that_wants_another_contrast_than_all_answers_is_said_to(data: Path, tmp_path: Path) -> None:
@@ -284,9 +291,10 @@ def test_what_cannot_be_found_is_said(data: Path, tmp_path: Path) -> None:
         find_input(net, data, classes=(*ENTRIES, ClassEntry("sixth", "sixth")))
     outputs = tmp_path / "outputs.npy"
     for array, message in (
-        (np.zeros((3, CLASSES)), "3 x 5 numbers, but there are 10 images"),
-        (np.zeros((10, 4)), "10 x 4 numbers, but there are 10 images, and the net has 5 outputs"),
-        (np.full((10, CLASSES), np.nan), "Give finite outputs"),
+        (np.ones((3, CLASSES)), r"its shape is \(3, 5\), but should be \(10, 5\): 10 images"),
+        (np.ones((10, 4)), r"its shape is \(10, 4\), but should be \(10, 5\)"),
+        (np.full((10, CLASSES), np.nan), "infinite or NaN"),
+        (np.zeros((10, CLASSES)), "has only zeros"),
         (np.array(["a"]), "not a .npy file of numbers"),
     ):
         np.save(outputs, array)
@@ -301,7 +309,66 @@ def test_images_that_cannot_be_decoded_are_counted_and_left_out(data: Path, tmp_
     found = find_input(write_net(tmp_path / "net.onnx", TRUTHS["torchvision"]), tmp_path / "data", classes=ENTRIES)
     assert (found.images, found.undecodable) == (CLASSES * EACH - 3, 3)
     assert names_kept(found, "channel order") == ["RGB"]
-    assert "images that cannot be decoded, and were left out: 3" in str(found)
+    assert "Images that cannot be decoded, and were left out: 3" in str(found)
+
+
+def test_classes_in_another_order_are_not_taken_for_a_poor_net(data: Path, tmp_path: Path) -> None:
+    net = write_net(tmp_path / "net.onnx", TRUTHS["torchvision"])
+    changed = [*NAMES[1::-1], *NAMES[2:]]  # two of five: better than chance
+    with pytest.raises(UsageError, match="would know far more of the labels if its outputs were other classes"):
+        find_input(net, data, classes=changed)
+    found = find_input(net, data, classes=NAMES)
+    assert found.error is not None
+    assert f"a top-1 error of {found.error:.1f} % on {CLASSES * EACH} labeled images" in str(found)
+    for copy in "abc":
+        shutil.copytree(data / NAMES[0], tmp_path / "one" / NAMES[0] / copy)
+    with pytest.raises(UsageError, match="images of one class only"):
+        find_input(net, tmp_path / "one", classes=NAMES, images=50)
+
+
+def test_ways_that_these_images_cannot_tell_apart_are_open(data: Path, tmp_path: Path) -> None:
+    """Images of the crop's size are not resized, so that no filter differs."""
+    net, folder = write_net(tmp_path / "net.onnx", TRUTHS["padded, Lite"]), tmp_path / "small"
+    folder.mkdir()
+    session, outputs = onnxruntime.InferenceSession(str(net)), []
+    for file in sorted(data.glob("*/*.png"))[::12]:
+        image = Image.open(file).crop((0, 0, CROP, CROP))
+        image.save(folder / file.name)
+        outputs.append(session.run(None, {"given": TRUTHS["padded, Lite"](image)[None]})[0][0])
+    np.save(tmp_path / "outputs.npy", np.stack(outputs))
+    found = find_input(net, folder, reference=tmp_path / "outputs.npy")
+    assert found.exact
+    assert "These images leave open: geometry, filter" in str(found)
+
+
+def test_the_options_printed_mean_what_was_found(
+    data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    net = write_net(tmp_path / "net.onnx", TRUTHS["squashed, Caffe"])
+    (tmp_path / "classes.txt").write_text("\n".join(NAMES))
+    words = ["adopt", str(net), "--classes", "classes.txt"]
+    assert run([*words, "--find-input", str(data), "-o", "found.onnx"]) == 0
+    (options,) = re.findall(r"^As options: (.*)$", capsys.readouterr().out, re.MULTILINE)
+    assert run([*words, *options.split(), "-o", "given.onnx"]) == 0
+    one, other = (open_session(tmp_path / f"{name}.onnx", "cpu") for name in ("found", "given"))
+    assert one.contract.preparation == other.contract.preparation
+    keys = ("mean", "std", "range", "channels")
+    assert [one.contract.training["adopted"][key] for key in keys] == [
+        other.contract.training["adopted"][key] for key in keys
+    ]
+
+
+@pytest.mark.parametrize("line", ["garbage\n", '["x"]\n'])
+def test_a_damaged_log_is_named(data: Path, tmp_path: Path, line: str) -> None:
+    net = write_net(tmp_path / "net.onnx", TRUTHS["torchvision"])
+    find_input(net, data, classes=ENTRIES, log=tmp_path / "log", images=60)
+    (log,) = (tmp_path / "log").iterdir()
+    lines = log.read_text().splitlines(keepends=True)
+    for number in (0, 3):
+        log.write_text("".join([*lines[:number], line, *lines[number + 1 :]]))
+        with pytest.raises(UsageError, match=r"damaged.*Delete"):
+            find_input(net, data, classes=ENTRIES, log=tmp_path / "log", images=60)
 
 
 def test_a_search_goes_on_where_it_was_killed(data: Path, tmp_path: Path) -> None:
