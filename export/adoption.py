@@ -6,7 +6,7 @@ import os
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypedDict
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 import msgspec
 
@@ -169,40 +169,14 @@ class NetOptions:
     )
 
 
-class NetKeywords(TypedDict, total=False):
-    """The same as keyword arguments of `prelunet.load`."""
-
-    classes: str | os.PathLike[str]
-    crop: int
-    preset: Preset
-    mean: ChannelValues
-    std: ChannelValues
-    pixel_range: int
-    channels: Channels
-    resize: Resize
-    scale: int
-    interpolation: Interpolation
-    antialias: Antialias
-    pad_color: Color
-    find_input: str | os.PathLike[str]
-    reference: str | os.PathLike[str]
-    find_images: int
-    find_log: str | os.PathLike[str]
-    layout: Layout
-    net_output: str
-    kind: Literal["auto", "logits", "softmax", "sigmoid"]
-    name: str
-    dense: bool
-
-
-def net_options(keywords: NetKeywords) -> NetOptions:
-    """Return keyword arguments as options. Raises UsageError for names that do not exist, and for wrong values."""
-    if unknown := keywords.keys() - NetKeywords.__annotations__:
-        names = ", ".join(NetKeywords.__annotations__)
-        raise UsageError(f"{', '.join(sorted(unknown))}: no such option. There are: {names}")
-    values: dict[str, Any] = dict(keywords)
+def net_options(keywords: Mapping[str, Any]) -> NetOptions:
+    """Return options given by the names of their fields. Raises UsageError for other names, and for wrong values."""
+    values, names = dict(keywords), {each.name for each in fields(NetOptions)} - {"preprocessing", "find"}
     for part, kind in (("preprocessing", PreprocessingOptions), ("find", FindOptions)):
-        values[part] = {each.name: values.pop(each.name) for each in fields(kind) if each.name in values}
+        inner = {each.name for each in fields(kind)}
+        values[part], names = {name: values.pop(name) for name in inner & keywords.keys()}, names | inner
+    if unknown := keywords.keys() - names:
+        raise UsageError(f"{', '.join(sorted(unknown))}: no such option. There are: {', '.join(sorted(names))}")
     try:
         return msgspec.convert(values, NetOptions, dec_hook=lambda kind, value: kind(value))  # of paths
     except msgspec.ValidationError as error:
@@ -299,11 +273,7 @@ def _chosen(
 
 
 def _with_found(
-    net: Path,
-    find: FindOptions,
-    classes: ClassList | None,
-    options: "AdoptOptions",
-    report: Callable[[str], None],
+    net: Path, find: FindOptions, classes: ClassList | None, options: "AdoptOptions", report: Callable[[str], None]
 ) -> "AdoptOptions":
     """Report how the net's images were prepared, and return the options with that."""
     from .finding.find import IMAGES, find_input

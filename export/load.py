@@ -6,18 +6,13 @@ import tempfile
 import weakref
 from contextlib import ExitStack
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import Any
 
 from ..evaluator.engine.runtimes import Device
 from ..evaluator.engine.runtimes.base import Precision
 from ..evaluator.engine.runtimes.onnx_metadata import is_model_file
 from ..evaluator.python.net import Net
 from ..evaluator.python.net import load as load_model_file
-
-if TYPE_CHECKING:
-    from typing import Unpack
-
-    from .adoption import NetKeywords
 
 log = logging.getLogger(__name__)
 
@@ -28,15 +23,15 @@ def load(
     *,
     precision: Precision | None = None,
     threads: int = 0,
-    **options: "Unpack[NetKeywords]",
+    **options: Any,
 ) -> Net:
     """Load a model file that `prelunet export` or `prelunet adopt` wrote, or adopt another ONNX classifier.
 
     path: of the file, or of a folder with a net and what its makers wrote beside it; device: `cpu`, `openvino`, `ncnn`,
     `cuda`, or `auto`, by the rule in docs/performance.md; precision: to compute in, None for the file's if the device
     supports it, else fp32; threads: for the model and for decoding, 0 for one per core; options: of `prelunet adopt`,
-    for a net that is no model file: `preset="torchvision"`, `classes="classes.txt"`. It is adopted at each call, which
-    takes seconds, to a temporary file that goes with the net.
+    for a net that is no model file, such as `preset="torchvision"`, `mean=(0.5, 0.5, 0.5)`, `pixel_range=255` and
+    `classes="classes.txt"`. It is adopted at each call, which takes seconds, to a temporary file that goes with it.
     Raises UsageError if the file cannot be read or no such device, precision or option exists, ContractError if the
     net cannot be used, MissingExtra for a net to adopt without the extra `adopt`, EnvironmentFault if the device or its
     runtime is unavailable.

@@ -5,16 +5,17 @@ import subprocess
 import sys
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, get_type_hints
+from typing import Any
 
+import onnx
 import pytest
+from onnx import numpy_helper
 
 import prelunet
 from prelunet.evaluator.cli import run
 from prelunet.evaluator.engine.session import Session
 from prelunet.evaluator.errors import MissingExtra, UsageError
 from prelunet.evaluator.validation.run import read_run
-from prelunet.export.adoption import FindOptions, NetKeywords, NetOptions, PreprocessingOptions
 from tests.export.foreign.foreign_nets import CLASSES, net, photo, write_classes
 from tests.helpers.tiny_datasets import write_folder
 
@@ -83,6 +84,17 @@ def test_another_net_of_the_same_name_or_other_options_are_another_run(here: Pat
     runs = [read_run(path.parent) for path in here.glob("runs/*/run.json")]
     assert len({each.info.model["sha256"] for each in runs}) == 3
     assert {path.stem for path in here.glob("runs/*.onnx")} == {Path(each.info.model["file"]).stem for each in runs}
+
+
+def test_other_weights_in_a_file_of_their_own_are_another_run(here: Path) -> None:
+    for factor in (1, 2):
+        model = onnx.load("net.onnx")
+        weights = model.graph.initializer[0]
+        weights.CopyFrom(numpy_helper.from_array(numpy_helper.to_array(weights) * factor, weights.name))
+        Path("weights").unlink(missing_ok=True)
+        onnx.save(model, "large.onnx", save_as_external_data=True, location="weights", size_threshold=0)
+        assert run(["evaluate", "large.onnx", "data", *STATED, "--limit", "9"]) == 0
+    assert len(list(here.glob("runs/large-*.onnx"))) == 2, "the bytes of large.onnx are the same"
 
 
 def test_an_interrupted_run_is_resumed_by_the_same_command(
@@ -190,7 +202,7 @@ def test_a_loaded_net_classifies_as_its_adopted_file_and_leaves_no_file(
 
 WRONG: list[tuple[dict[str, Any], str]] = [
     ({"preset": "pytorch"}, "options of the net: .*'pytorch'.*preset"),
-    ({"presett": "timm"}, "presett: no such option. There are: classes, crop, preset"),
+    ({"presett": "timm"}, "presett: no such option. There are: antialias, channels, classes, crop, dense, find_images"),
     ({"mean": (0.5, 0.5)}, "length 3, got 2"),
     ({"classes": 3}, "classes"),
     ({}, "--preset.*--find-input"),
@@ -201,11 +213,6 @@ WRONG: list[tuple[dict[str, Any], str]] = [
 def test_wrong_options_of_a_net_are_refused_with_what_is_right(options: dict[str, Any], text: str, here: Path) -> None:
     with pytest.raises(UsageError, match=text):
         prelunet.load("net.onnx", **options)
-
-
-def test_load_takes_the_options_of_adopt() -> None:
-    options = {name for kind in (NetOptions, PreprocessingOptions, FindOptions) for name in get_type_hints(kind)}
-    assert get_type_hints(NetKeywords).keys() == options - {"preprocessing", "find", "HELP_GROUP"}
 
 
 def test_a_net_to_adopt_without_onnx_is_refused_with_the_extra(here: Path) -> None:
