@@ -134,7 +134,7 @@ class FindOptions:
         default="the current folder",
     )
 
-    def check(self) -> None:
+    def __post_init__(self) -> None:
         """Raise UsageError for options without what they belong to."""
         if self.find_input is None and (self.reference or self.find_images or self.find_log):
             raise UsageError("--reference, --find-images and --find-log need --find-input DATA. Give that too")
@@ -193,7 +193,6 @@ def resolve_options(
     """
     from .foreign.adopt import HOW_TO_STATE, AdoptOptions
 
-    own.find.check()
     stated = read_sidecars(net, values=own.preprocessing.preset is None, classes=own.classes is None)
     listed = stated.classes if own.classes is None else read_classes(own.classes)
     chosen, stated_crop, scale = _chosen(own.preprocessing, stated, own.crop)

@@ -35,7 +35,6 @@ def adopt(
     """
     from ..foreign.adopt import adopt as adopt_net
 
-    own.find.check()
     if output is not None:
         require_new(output, force=force)
     elif own.find.find_input is None:
