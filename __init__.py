@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from .evaluator.client import AsyncClient, Client, Credentials
     from .evaluator.python.evaluation import compare
-    from .evaluator.python.net import load
     from .export.finding.find import find_input
+    from .export.load import load
 
     __version__: str
 
@@ -25,7 +25,7 @@ _MODULES = {
     "Credentials": "prelunet.evaluator.client",
     "compare": "prelunet.evaluator.python.evaluation",
     "find_input": "prelunet.export.finding.find",
-    "load": "prelunet.evaluator.python.net",
+    "load": "prelunet.export.load",
 }
 
 

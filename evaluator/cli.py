@@ -64,6 +64,9 @@ VERBS: dict[str, Verb] = {  # in the usual order of use
     "inspect": Verb("Describe a checkpoint or a model file.", entry_point=True),
     "export": Verb("Export a checkpoint to an ONNX model file.", entry_point=True),
     "adopt": Verb("Wrap another ONNX classifier into a model file.", entry_point=True),
+    "evaluate": Verb(
+        "Adopt a net if needed, evaluate it on a dataset and write the report.", entry_point=True, words=("net", "data")
+    ),
     "verify": Verb("Check a model on this machine with its golden images."),
     "protocols": Verb("List the evaluation protocols and their costs.", words=("model",)),
     "classify": Verb("Classify images with a model file or through a server."),

@@ -65,7 +65,7 @@ class DatasetSpec:
     restrict_classes: str | None = option(
         None,
         "Predict among these classes only, as ImageNet-A and -R are published: imagenet-a, imagenet-r, dataset "
-        "(those with images), or as for --classes.",
+        "(those with images), or wnids separated by commas, or a file of them.",
         metavar="SET",
     )
     listed_only: bool = option(

@@ -3,7 +3,6 @@
 What only an evaluation needs is imported by `Net.evaluate`, so that the first answer comes soon.
 """
 
-import hashlib
 import io
 import logging
 import os
@@ -151,21 +150,17 @@ class Net:
         it cannot be written.
         """
         from ..datasets import DatasetSpec, parse_class_selection
-        from ..validation.evaluate_model import evaluate_model
+        from ..validation.evaluate_model import default_folder, evaluate_model
         from .evaluation import write_evaluation
 
         if heatmaps < 0:
             raise UsageError(f"heatmaps={heatmaps}: give a number of mistakes, at least 0")
-        path, evaluation_protocol = Path(data), self._protocol(protocol, apply_exif=apply_exif)
+        evaluation_protocol = self._protocol(protocol, apply_exif=apply_exif)
         selected = () if classes is None else parse_class_selection(_comma_separated(classes), self.classes)
         among = None if restrict_classes is None else _comma_separated(restrict_classes)
-        labels = None if labels is None else Path(labels)
-        spec = DatasetSpec(path, labels, limit=limit, classes=selected, restrict_classes=among)
-        part = "" if limit is None else f"-{limit}"
-        if labels or selected or among:
-            part += f"-{hashlib.sha256(repr((labels, selected, among)).encode()).hexdigest()[:8]}"
-        default = Path("runs", f"{self.path.stem}-{path.resolve().stem}-{evaluation_protocol.name}{part}")
-        folder = default if output is None else Path(output)
+        listed = None if labels is None else Path(labels)
+        spec = DatasetSpec(Path(data), listed, limit=limit, classes=selected, restrict_classes=among)
+        folder = default_folder(self.path, spec, evaluation_protocol) if output is None else Path(output)
         evaluate_model(
             [self.session],
             self.path,

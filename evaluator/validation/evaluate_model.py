@@ -1,5 +1,6 @@
 """Evaluate a model on a dataset, as `prelunet validate` does: open the dataset, report what will be done, validate."""
 
+import hashlib
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -50,7 +51,7 @@ def evaluate_model(  # noqa: PLR0913 - one argument per option
     session = sessions[0]
     dataset = open_from_spec(data, session.contract.classes)
     labels = {sample.label for sample in dataset.samples}
-    _require_outside_images(folder, dataset)
+    require_outside_images(folder, dataset)
     if heatmaps > 0:
         if shard is not None:
             raise UsageError(
@@ -98,7 +99,16 @@ def evaluate_model(  # noqa: PLR0913 - one argument per option
     )
 
 
-def _require_outside_images(folder: Path, dataset: Dataset) -> None:
+def default_folder(model: Path, data: DatasetSpec, protocol: EvaluationProtocol) -> Path:
+    """Return runs/MODEL-DATA-PROTOCOL, at the end the limit and a digest of labels and classes, if given."""
+    part = "" if data.limit is None else f"-{data.limit}"
+    chosen = data.labels, data.classes, data.restrict_classes
+    if any(chosen):
+        part += f"-{hashlib.sha256(repr(chosen).encode()).hexdigest()[:8]}"
+    return Path("runs", f"{model.stem}-{data.path.resolve().stem}-{protocol.name}{part}")
+
+
+def require_outside_images(folder: Path, dataset: Dataset) -> None:
     """Refuse a run that adds a folder to the class folders: opened again, the dataset would have one class more."""
     if dataset.layout != CLASS_FOLDERS or not isinstance(dataset.reader, FolderSource):
         return

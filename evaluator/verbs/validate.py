@@ -11,7 +11,7 @@ import typer
 from ..datasets import DatasetSpec, parse_class_selection
 from ..engine.load import open_sessions
 from ..engine.runtimes import RUNTIMES, Device
-from ..engine.session import Placement
+from ..engine.session import Placement, Session
 from ..errors import UsageError
 from ..protocols import ProtocolOverrides, build_protocol, default_protocol_name
 from ..reporting.page_data import MAX_HEAT_MAPS
@@ -26,6 +26,16 @@ from .options.shared import GpusOption, ModelOption, ProtocolOption, report_next
 
 # What --json prints of the report.
 JSON_FIELDS = ("images", "evaluated", "refused", "top1_error", "top1_interval", "top5_error", "top5_interval")
+
+HeatmapsOption = Annotated[
+    int,
+    typer.Option(
+        min=0,
+        metavar="N",
+        help=f"Store heat maps of the N most confident mistakes; reports show up to {MAX_HEAT_MAPS}.",
+    ),
+]
+FreshOption = Annotated[bool, typer.Option("--fresh", help="Delete the existing run and start over.")]
 
 
 @derive_options
@@ -67,15 +77,8 @@ def validate(
             rich_help_panel="Ray cluster",
         ),
     ] = 0,
-    heatmaps: Annotated[
-        int,
-        typer.Option(
-            min=0,
-            metavar="N",
-            help=f"Store heat maps of the N most confident mistakes; reports show up to {MAX_HEAT_MAPS}.",
-        ),
-    ] = 0,
-    fresh: Annotated[bool, typer.Option("--fresh", help="Delete the existing run and start over.")] = False,
+    heatmaps: HeatmapsOption = 0,
+    fresh: FreshOption = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print the result as JSON.")] = False,
 ) -> None:
     """Evaluate a model on a dataset; the same command resumes."""
@@ -90,16 +93,10 @@ def validate(
         if found is None or int(found[1]) > int(found[2]):
             raise UsageError(f"--shard {shard}: give I/N with I from 1 to N, e.g. 2/5 for the second of five parts")
         part = int(found[1]), int(found[2])
-    if placement.device == "auto" and not fresh:
-        placement = replace(placement, device=_recorded_device(run))
-    sessions = open_sessions(model, placement, gpus)
-    session = sessions[0]
-    evaluation_protocol = build_protocol(
-        protocol or default_protocol_name(session.contract), session.contract, overrides
-    )
-    several = f", on {len(sessions)} GPUs" if len(sessions) > 1 else ""
-    report(f"{model.name}: {session.contract.name} on {session.circumstances}{several}")
-    chosen = parse_class_selection(classes, session.contract.classes) if classes is not None else ()
+    sessions = open_for_run(model, run, placement, gpus, fresh=fresh)
+    contract = sessions[0].contract
+    evaluation_protocol = build_protocol(protocol or default_protocol_name(contract), contract, overrides)
+    chosen = parse_class_selection(classes, contract.classes) if classes is not None else ()
     finished = evaluate_model(
         sessions,
         model,
@@ -112,7 +109,21 @@ def validate(
         fresh=fresh,
         report=report,
     )
-    _report_result(finished, run, as_json=as_json)
+    report_result(finished, run, as_json=as_json)
+    if finished.info.shard is not None:
+        report(f"when all {finished.info.shard[1]} shards are done: prelunet merge")
+    else:
+        report_next_command(finished, run)
+
+
+def open_for_run(model: Path, run: Path, placement: Placement, gpus: int, *, fresh: bool) -> list[Session]:
+    """Open a model, with device `auto` on the one that began the run, and report what it runs on."""
+    if placement.device == "auto" and not fresh:
+        placement = replace(placement, device=_recorded_device(run))
+    sessions = open_sessions(model, placement, gpus)
+    several = f", on {len(sessions)} GPUs" if len(sessions) > 1 else ""
+    report(f"{model.name}: {sessions[0].contract.name} on {sessions[0].circumstances}{several}")
+    return sessions
 
 
 def _recorded_device(folder: Path) -> Device:
@@ -121,8 +132,8 @@ def _recorded_device(folder: Path) -> Device:
     return devices.get(read_run_info(folder).circumstances["provider"], "auto") if is_run_folder(folder) else "auto"
 
 
-def _report_result(finished: Run, run: Path, *, as_json: bool) -> None:
-    """Print the errors, or, for a shard or for images without labels, what was evaluated; then the next command."""
+def report_result(finished: Run, run: Path, *, as_json: bool = False) -> None:
+    """Print the errors, or, for a shard or for images without labels, what was evaluated."""
     images, refused = len(finished.predictions), sum(line.refused is not None for line in finished.predictions)
     if refused:
         report(
@@ -142,10 +153,6 @@ def _report_result(finished: Run, run: Path, *, as_json: bool) -> None:
         numbers = {key: result[key] for key in JSON_FIELDS}
         line = result_line(result)
     echo(json.dumps({"run": str(run), **numbers}) if as_json else line)
-    if finished.info.shard is not None:
-        report(f"when all {finished.info.shard[1]} shards are done: prelunet merge")
-    else:
-        report_next_command(finished, run)
 
 
 def result_line(result: Report) -> str:

@@ -55,6 +55,7 @@ _REPEATED_IMAGES = 2  # pictures that the net is run on twice
 _REPEAT_TOLERANCE_HALF, _REPEAT_TOLERANCE_SINGLE = 1e-3, 1e-6
 # Allowed difference from 1 of the sum of up to a few thousand rounded probabilities.
 _SUM_TOLERANCE_HALF, _SUM_TOLERANCE_SINGLE = 1e-2, 1e-3
+HOW_TO_STATE = "--preset, or --mean and --std as in training, or --find-input DATA to find them from labeled images"
 _ALIKE = 1e-6  # largest difference of outputs for pictures that a net does not tell apart
 
 
@@ -224,8 +225,7 @@ def _check_preprocessing(path: Path, interface: NetInterface, options: AdoptOpti
     if not interface.takes_bytes and preprocessing.mean is None:
         raise UsageError(
             f"{path}: input '{interface.input}' takes floats, and the file does not record the preprocessing. "
-            "Give --preset, or --mean and --std as in training (--mean 0 --std 1 --range 255 if the net normalizes "
-            "pixels itself)"
+            f"Give {HOW_TO_STATE} (--mean 0 --std 1 --range 255 if the net normalizes pixels itself)"
         )
 
 

@@ -13,8 +13,7 @@ from onnx import ModelProto, NodeProto, TensorProto, external_data_helper, helpe
 from onnx.helper import tensor_dtype_to_np_dtype
 from onnx.numpy_helper import to_array
 
-from ...evaluator.contract import PREFIX
-from ...evaluator.engine.runtimes.onnx_metadata import read_metadata
+from ...evaluator.engine.runtimes.onnx_metadata import is_model_file
 from ...evaluator.errors import ContractError, UsageError, from_os_error
 from ...evaluator.files import check_not_input, read_regular, require_regular_file
 from ...training.importing.preprocessing import Layout
@@ -95,7 +94,7 @@ def read_net(path: Path, output: Path) -> ModelProto:
         raise ContractError(f"{path}: not an ONNX model. Give an ONNX file") from error
     if not model.graph.node or not model.opset_import:
         raise ContractError(f"{path}: not an ONNX model, or one without a graph. Give an ONNX file of a net")
-    if any(key.startswith(PREFIX) for key in read_metadata(path)):
+    if is_model_file(path):
         raise UsageError(f"{path}: already a model file of prelunet. Use it as it is, or adopt the original ONNX file")
     opset = opset_of(model)
     if opset < OLDEST_OPSET:

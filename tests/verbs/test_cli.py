@@ -57,6 +57,7 @@ def sections(text: str) -> dict[str, str]:
                    "Limits on clients": ["--max-calls", "--max-image-pixels"], "Proxies": ["--trusted-proxies"]}),
         ("train", {"Options": ["--recipe"], "Execution": ["--workers"]}),
         ("adopt", {"Options": ["--crop", "--classes"], "Preprocessing": ["--preset", "--mean"]}),
+        ("evaluate", {"Options": ["--net", "--run"], "Preprocessing": ["--preset"], "Device": ["--device"]}),
     ],
 )  # fmt: skip
 def test_help_groups_options_after_those_of_no_group(
@@ -74,7 +75,7 @@ def test_help_groups_options_after_those_of_no_group(
     ("verb", "old"),
     [("validate", "--run"), ("merge", "--run"), ("ensemble", "--run"), ("train", "--out"), ("report", "--out"),
      ("compare", "--out"), ("submission", "--out"), ("inspect", "--plot"), ("classify", "--heatmap"), ("bench", ""),
-     ("init", ""), ("import", ""), ("export", ""), ("adopt", "")],
+     ("init", ""), ("import", ""), ("export", ""), ("adopt", ""), ("evaluate", "--run")],
 )  # fmt: skip
 def test_what_a_verb_writes_is_named_by_output_and_by_the_name_that_it_had(
     verb: str, old: str, capsys: pytest.CaptureFixture[str]
@@ -93,7 +94,7 @@ def test_the_entry_points_are_those_that_the_verbs_are_found_by() -> None:
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["valdate"], "No such command 'valdate'. Did you mean 'validate'?"),
+        (["valdate"], "No such command 'valdate'. Did you mean 'validate', 'evaluate'?"),
         (["report", "run", "--ouput", "x"], "No such option: --ouput (Possible options: --out, --output)"),
         (["adopt", "net.onnx", "--preset", "pytorch"], "'pytorch' is not one of 'torchvision', 'timm'"),
     ],

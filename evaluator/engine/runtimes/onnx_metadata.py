@@ -36,6 +36,11 @@ def read_metadata(path: Path) -> dict[str, str]:
         raise from_os_error(error) from error
 
 
+def is_model_file(path: Path) -> bool:
+    """Return whether an ONNX file is a model file of prelunet, whatever its version. Raises as `read_metadata`."""
+    return any(key.startswith(PREFIX) for key in read_metadata(path))
+
+
 def read_precision(path: Path) -> str | None:
     """Return the precision stated in a model file, `fp32`, `fp16` or `int8`; None if it states none."""
     stated = read_metadata(path).get(f"{PREFIX}precision", "").strip('"')

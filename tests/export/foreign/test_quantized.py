@@ -104,7 +104,7 @@ def oracle(pixels: np.ndarray, *, overflow: bool = False) -> np.ndarray:
 def processor(monkeypatch: pytest.MonkeyPatch, *, vnni: bool) -> None:
     """Let onnxruntime's processor count as one with or without VNNI."""
     monkeypatch.setattr("prelunet.evaluator.engine.load.onnxruntime_supports_int8", lambda: vnni)
-    monkeypatch.setattr("prelunet.export.verbs.adopt.onnxruntime_supports_int8", lambda: vnni)
+    monkeypatch.setattr("prelunet.export.adoption.onnxruntime_supports_int8", lambda: vnni)
     monkeypatch.setattr("prelunet.evaluator.engine.runtimes.onnx.onnxruntime_supports_int8", lambda: vnni)
 
 
