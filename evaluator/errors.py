@@ -20,7 +20,8 @@
     │   └── NotReady          a server that is still loading its models, or stopping
     ├── Overloaded            a server at its limits; try again later
     ├── DeadlinePassed        the caller's deadline has passed
-    └── CheckFailed           a requested check did not pass
+    ├── CheckFailed           a requested check did not pass
+    └── CannotTell            there are too few images for a requested check
 
 Libraries raise errors. Only the command line prints them and exits; only the server sets a status.
 """
@@ -144,6 +145,10 @@ class CheckFailed(PreluNetError):  # noqa: N818
     """A check that the user requested did not pass."""
 
 
+class CannotTell(PreluNetError):  # noqa: N818
+    """A check that the user requested neither passed nor failed: there are too few images."""
+
+
 @dataclass(frozen=True)
 class ErrorStatus:
     """The exit code, gRPC status and HTTP status of one class of errors."""
@@ -178,6 +183,7 @@ ERROR_STATUSES: dict[type[PreluNetError], ErrorStatus] = {
     Overloaded: ErrorStatus(5, "RESOURCE_EXHAUSTED", 429),
     DeadlinePassed: ErrorStatus(5, "DEADLINE_EXCEEDED", 504),
     CheckFailed: ErrorStatus(6, "DATA_LOSS", 500),
+    CannotTell: ErrorStatus(7, "DATA_LOSS", 500),
 }
 
 

@@ -108,8 +108,8 @@ def default_folder(model: Path, data: DatasetSpec, protocol: EvaluationProtocol)
     return Path("runs", f"{model.stem}-{data.path.resolve().stem}-{protocol.name}{part}")
 
 
-def require_outside_images(folder: Path, dataset: Dataset) -> None:
-    """Refuse a run that adds a folder to the class folders: opened again, the dataset would have one class more."""
+def require_outside_images(folder: Path, dataset: Dataset, option: str = "--run") -> None:
+    """Refuse an output that adds a folder to the class folders: opened again, the dataset would have one class more."""
     if dataset.layout != CLASS_FOLDERS or not isinstance(dataset.reader, FolderSource):
         return
     root = dataset.reader.root
@@ -118,7 +118,7 @@ def require_outside_images(folder: Path, dataset: Dataset) -> None:
     first = folder.resolve().relative_to(root.resolve()).parts[:1]
     if first and is_visible(first[0]) and not any(sample.file.startswith(f"{first[0]}/") for sample in dataset.samples):
         raise UsageError(
-            f"--run {folder}: inside {root}, where it would be taken for a class. Choose a folder outside of it"
+            f"{option} {folder}: inside {root}, where it would be taken for a class. Choose a folder outside of it"
         )
 
 
