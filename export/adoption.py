@@ -171,7 +171,10 @@ class NetOptions:
 
 def net_options(keywords: Mapping[str, Any]) -> NetOptions:
     """Return options given by the names of their fields. Raises UsageError for other names, and for wrong values."""
-    values, names = dict(keywords), {each.name for each in fields(NetOptions)} - {"preprocessing", "find"}
+    values, names = (
+        {name: _spread(name, value) for name, value in keywords.items()},
+        {each.name for each in fields(NetOptions)} - {"preprocessing", "find"},
+    )
     for part, kind in (("preprocessing", PreprocessingOptions), ("find", FindOptions)):
         inner = {each.name for each in fields(kind)}
         values[part], names = {name: values.pop(name) for name in inner & keywords.keys()}, names | inner
@@ -180,15 +183,26 @@ def net_options(keywords: Mapping[str, Any]) -> NetOptions:
     try:
         return msgspec.convert(values, NetOptions, dec_hook=lambda kind, value: kind(value))  # of paths
     except msgspec.ValidationError as error:
-        raise UsageError(f"options of the net: {error}") from error
+        raise UsageError(f"options of the net: {error}. prelunet adopt --help lists what each may be") from error
+
+
+def _spread(name: str, value: Any) -> Any:
+    """Return one number as that of all three channels, as on the command line."""
+    return (value,) * 3 if name in {"mean", "std", "pad_color"} and isinstance(value, int | float) else value
 
 
 def resolve_options(
-    net: Path, own: NetOptions, report: Callable[[str], None], *, classes_needed: bool = True
+    net: Path,
+    own: NetOptions,
+    report: Callable[[str], None],
+    *,
+    classes_needed: bool = True,
+    check: Callable[[ClassList], None] | None = None,
 ) -> tuple[ClassList | None, "AdoptOptions"]:
     """Return a net's classes, None if it has none and they are not needed, and how to adopt it.
 
-    report: receives what was read beside the net, and what was found with `--find-input`.
+    report: receives what was read beside the net, and what was found with `--find-input`; check: is called with the
+    classes before anything is found, which may take minutes.
     Raises UsageError for options that contradict each other, and for what neither they nor the net state.
     """
     from .foreign.adopt import HOW_TO_STATE, AdoptOptions
@@ -205,6 +219,8 @@ def resolve_options(
         )
     if str(stated):
         report(f"beside the net: {stated}")
+    if check is not None and listed is not None:
+        check(listed)
     crop = own.crop or stated_crop
     options = AdoptOptions(chosen, crop, own.layout, own.net_output, own.kind, own.name, own.dense, scale)
     return listed, options if own.find.find_input is None else _with_found(net, own.find, listed, options, report)
@@ -238,15 +254,13 @@ def model_file(
     from .foreign.read_net import read_net
 
     digest = hashlib.sha256(read_net(net, Path(os.devnull)).SerializeToString(deterministic=True))
-    classes, options = resolve_options(net, own, report)
+    classes, options = resolve_options(net, own, report, check=check)
     assert classes is not None
     digest.update(repr((classes.entries, options, importlib.metadata.version("prelunet"))).encode())
     output = folder / f"{net.stem}-{digest.hexdigest()[:8]}.onnx"
     if output.exists():
         report(f"{net}: already adopted, as {output}")
         return output
-    if check is not None:
-        check(classes)
     create_folder(folder, "--run")
     adopted = adopt(net, output, classes, options)
     for text in (describe(output, adopted, detected=own.kind == "auto"), *warnings_of(adopted)):
@@ -286,8 +300,8 @@ def _with_found(
     assert find.find_input is not None
     found = find_input(
         net, find.find_input, classes=() if classes is None else classes.entries, reference=find.reference,
-        images=find.find_images or IMAGES, log=find.find_log or Path(), crop=options.crop, layout=options.layout,
-        net_output=options.net_output, kind=options.kind, dense=options.dense,
+        images=IMAGES if find.find_images is None else find.find_images, log=find.find_log or Path(),
+        crop=options.crop, layout=options.layout, net_output=options.net_output, kind=options.kind, dense=options.dense,
         given=None if own.mean is None else own, given_scale=options.center_scale,
     )  # fmt: skip
     report(str(found))

@@ -43,7 +43,11 @@ def load(
 
     with ExitStack() as stack:
         folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="prelunet-"))
-        model = model_file(path, net_options(options), Path(folder), log.info)
+        model = model_file(path, net_options(options), Path(folder), _log)
         net = load_model_file(model, device, precision=precision, threads=threads)
         weakref.finalize(net, stack.pop_all().close)
         return net
+
+
+def _log(text: str) -> None:
+    log.log(logging.WARNING if text.startswith("warning: ") else logging.INFO, text)

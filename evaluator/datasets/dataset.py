@@ -45,7 +45,8 @@ class DatasetSpec:
     """Everything needed to open the same dataset again.
 
     labels: None if the dataset itself contains them; limit: None for all images; classes: wnids of the selected
-    classes, () for all; restrict_classes: name of a set of classes, or a list of them; None for all of the model's.
+    classes, () for all; restrict_classes: name of a set of classes, or a list of them; None for all of the model's;
+    first_random: only so many of these images, the first in a random order, and the seed of it.
     """
 
     path: Path = option(
@@ -71,6 +72,8 @@ class DatasetSpec:
     listed_only: bool = option(
         False, "With a list of labels, leave out images that it does not list, and lines without an image."
     )
+
+    first_random: tuple[int, int] | None = None
 
     def __post_init__(self) -> None:
         if self.limit is not None and self.limit < 1:

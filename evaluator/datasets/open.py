@@ -22,7 +22,7 @@ from .layouts import (
     with_real_labels,
 )
 from .parquet import find_parquet, label_parquet
-from .selection import restrict, select
+from .selection import first_images, restrict, select
 from .sources.archive import ArchiveSource, open_archive
 from .sources.base import PARQUET, TAR, Source, describe_place, format_names, join
 from .sources.folder import FolderSource, reading_error
@@ -50,6 +50,8 @@ def open_from_spec(spec: DatasetSpec, classes: Sequence[ClassEntry]) -> Dataset:
         choice=Choice(spec.listed_only, of_some_classes=bool(spec.classes)),
     )
     part = select(dataset, limit=spec.limit, classes=spec.classes)
+    if spec.first_random is not None:
+        part = first_images(part, *spec.first_random)
     return restrict(part, dataset, spec.restrict_classes, classes)
 
 

@@ -9,6 +9,8 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
+
 from ..contract import MAX_NAME_LENGTH, ClassEntry
 from ..errors import DatasetError, UsageError
 from .dataset import UNLABELLED, Dataset
@@ -18,6 +20,7 @@ from .sources.folder import label_file
 
 _OPTION = "--restrict-classes"
 _OF_DATASET = "dataset"
+IN_RANDOM_ORDER = "in random order"  # in the selection of a run that was stopped when it was decided
 PUBLISHED = {"imagenet-a": "ImageNet-A", "imagenet-r": "ImageNet-R"}  # built-in sets of 200 wnids each
 _NAMED = 8  # a selection names up to this many classes, more are described by their number and a digest
 _LONGEST = MAX_NAME_LENGTH // 2  # characters of these names; the whole selection must fit into run.json
@@ -100,6 +103,24 @@ def select(dataset: Dataset, *, limit: int | None, classes: Sequence[str]) -> Da
         return replace(dataset, remarks=tuple(remarks))
     spec = dataset.spec and replace(dataset.spec, limit=limit, classes=tuple(classes))
     return replace(dataset, samples=samples, remarks=tuple(remarks), selection=", of these ".join(words), spec=spec)
+
+
+def random_order(dataset: Dataset, seed: int) -> list[int]:
+    """Return the numbers of all images in random order."""
+    order: list[int] = np.random.default_rng(seed).permutation(len(dataset.samples)).tolist()
+    return order
+
+
+def first_images(dataset: Dataset, count: int, seed: int) -> Dataset:
+    """Return the first images in random order, sorted by name; all of them are the dataset itself."""
+    total = len(dataset.samples)
+    if count >= total:
+        return dataset
+    samples = [dataset.samples[index] for index in sorted(random_order(dataset, seed)[:count])]
+    words = [] if dataset.selection is None else [dataset.selection]
+    text = ", of these ".join([*words, f"the first {count:,} of {total:,} images {IN_RANDOM_ORDER}"])
+    spec = dataset.spec and replace(dataset.spec, first_random=(count, seed))
+    return replace(dataset, samples=samples, selection=text, spec=spec)
 
 
 def restrict(part: Dataset, whole: Dataset, chosen: str | None, classes: Sequence[ClassEntry]) -> Dataset:

@@ -150,7 +150,7 @@ class Net:
         it cannot be written.
         """
         from ..datasets import DatasetSpec, parse_class_selection
-        from ..validation.evaluate_model import default_folder, evaluate_model
+        from ..validation.evaluate_model import default_run_folder, evaluate_model
         from .evaluation import write_evaluation
 
         if heatmaps < 0:
@@ -160,7 +160,11 @@ class Net:
         among = None if restrict_classes is None else _comma_separated(restrict_classes)
         listed = None if labels is None else Path(labels)
         spec = DatasetSpec(Path(data), listed, limit=limit, classes=selected, restrict_classes=among)
-        folder = default_folder(self.path, spec, evaluation_protocol) if output is None else Path(output)
+        folder = (
+            default_run_folder(self.path, spec, evaluation_protocol, ProtocolOverrides(apply_exif=apply_exif))
+            if output is None
+            else Path(output)
+        )
         evaluate_model(
             [self.session],
             self.path,

@@ -1,6 +1,5 @@
 """Whether B is worse than A by more than a number of points, as builds read it: exit codes, Markdown, JUnit."""
 
-import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,7 +11,7 @@ from ..files import write_atomically
 from .compare import METRICS, Comparison, judgment
 from .html import signed
 
-_SUMMARY_VARIABLE = "GITHUB_STEP_SUMMARY"  # in which GitHub's and Gitea's runners name a file
+_RESULTS = {"not worse": "holds", "worse": "does not hold", "cannot tell": "cannot tell"}
 
 
 @dataclass(frozen=True)
@@ -30,7 +29,7 @@ class Check:
 
 
 def check_comparison(comparison: Comparison, points: float, metrics: Sequence[str]) -> list[Check]:
-    """Return whether B's errors exceed A's by more than `points`; one check for each metric.
+    """Check for each metric whether B's error exceeds A's by more than `points`.
 
     Worse: the difference of compare.json does, over the images that both evaluated, or over all that A evaluated, with
     those that B refused counted as wrong; otherwise B could pass by refusing images. Not worse: its 95 % interval ends
@@ -42,8 +41,11 @@ def check_comparison(comparison: Comparison, points: float, metrics: Sequence[st
     for key in metrics:
         metric, title = comparison[key], f"top-{METRICS[key]} error"
         errors = [comparison[side][f"{key}_error"] for side in ("b", "a")]
-        text = "{} {:.2f} % against {:.2f} %, {:+g} points".format(title, *errors, metric["difference"])
+        text = f"{title} {errors[0]:.2f} % against {errors[1]:.2f} %, {signed(metric['difference'], minus='-')} points"
         changed = metric["only_a_wrong"] + metric["only_b_wrong"]
+        # Moved by what refusals add, if they count as wrong.
+        refusals = max(0.0, metric["difference_with_refusals"] - metric["difference"])
+        high = metric["interval"][1] + refusals
         verdict: Literal["not worse", "worse", "cannot tell"] = "not worse"
         if metric["difference"] > points:
             verdict = "worse"
@@ -53,9 +55,9 @@ def check_comparison(comparison: Comparison, points: float, metrics: Sequence[st
                 f"{title} {metric['difference_with_refusals']:+g} points, counting the images that only B refused "
                 f"({comparison['refused_by_b_only']:,}) as wrong in B; {metric['difference']:+g} without them"
             )
-        elif changed and metric["interval"][1] > points:
+        elif (changed or refusals) and high > points:
             verdict = "cannot tell"
-            text += f", but up to {signed(metric['interval'][1], minus='-')} with 95 % confidence"
+            text += f", but up to {signed(high, minus='-')} with 95 % confidence"
         found.append(Check(key, points, verdict, text))
     return found
 
@@ -70,13 +72,12 @@ def raise_unless_passed(checks: Sequence[Check]) -> None:
             raise error(words.format(of_kind[0].points, "; ".join(check.text for check in of_kind)))
 
 
-def write_markdown(path: Path, text: str) -> None:
+def write_markdown(path: Path, text: str, summary: Path | None = None) -> None:
     """Write a summary, and append it to the file that the build system names for the summary of a build, if it does."""
-    summary = os.environ.get(_SUMMARY_VARIABLE)
-    if summary:
-        with Path(summary).open("a", encoding="utf-8") as file:
+    if summary is not None:
+        with summary.open("a", encoding="utf-8") as file:
             file.write(f"{text}\n")
-    if not summary or not (path.exists() and path.samefile(summary)):
+    if summary is None or not (path.exists() and path.samefile(summary)):
         write_atomically(path, f"{text}\n".encode())
 
 
@@ -104,7 +105,8 @@ def markdown_of(titles: Mapping[str, str], rows: Sequence[Sequence[str]], checks
     header = ("error", "A", "B", "B − A, points", "95 % interval", "result")
     a, b = (titles[side].replace("`", "'") for side in ("a", "b"))
     lines = [f"### B `{b}` compared with A `{a}`", "", *(_row(row) for row in (header, ["---"] * len(header), *rows))]
-    return "\n".join([*lines, "", *(f"- **{check.verdict}**: {check.title} ({check.text})" for check in checks)])
+    results = (f"- {check.title}: **{_RESULTS[check.verdict]}** ({check.text})" for check in checks)
+    return "\n".join([*lines, "", *results])
 
 
 def _row(cells: Sequence[str]) -> str:

@@ -6,6 +6,7 @@ from html import escape
 from pathlib import Path
 from typing import Any
 
+from ..datasets.selection import IN_RANDOM_ORDER
 from ..errors import RunFolderError, UsageError
 from ..files import create_folder, write_atomically
 from ..json_checks import parse_json
@@ -63,7 +64,7 @@ def render_comparison(comparison: Comparison, flipped: Mapping[str, Gallery]) ->
         comparison=comparison,
         sides=sides,
         titles=run_titles(comparison),
-        remark=protocol_remark(comparison),
+        remark=" ".join(remarks(comparison)),
         protocols=_described({key: side["protocol"] for key, side in sides.items()}),
         providers={key: short_provider(side["circumstances"]) for key, side in sides.items()},
         metrics={key: f"top-{k}" for key, k in METRICS.items()},
@@ -108,6 +109,16 @@ def _described(protocols: Mapping[str, Mapping[str, Any]]) -> dict[str, str]:
 
 
 _ARITHMETIC = ("provider", "precision")  # in the circumstances of a run
+
+
+def remarks(comparison: Comparison) -> list[str]:
+    """Return what to know about the figures."""
+    stopped = (
+        "These are the images on which compare --until-decided stopped. The intervals and p-values here do not allow "
+        "for that; decision.json has those that do."
+    )
+    chosen = IN_RANDOM_ORDER in (comparison["dataset"]["selection"] or "")
+    return [text for text in (protocol_remark(comparison), stopped if chosen else "") if text]
 
 
 def protocol_remark(comparison: Comparison) -> str:
@@ -166,8 +177,7 @@ def _summary(comparison: Comparison) -> list[str]:
         + (f", among {len(restriction['classes']):,} classes" if restriction else "")
         + (f"; {left_out:,} refused in A or B and left out" if left_out else "")
     )
-    if remark := protocol_remark(comparison):
-        lines.append(remark)
+    lines += remarks(comparison)
     for key in METRICS:
         lines += ["", *_metric_lines(comparison, key)]
     return lines

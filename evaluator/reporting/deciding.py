@@ -1,7 +1,7 @@
 """Evaluate two models until it is known which is better: `prelunet compare --until-decided`."""
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -10,19 +10,22 @@ import numpy as np
 
 from ..arrays import Int64Array
 from ..errors import RunFolderError, UsageError
-from ..files import create_folder, write_atomically
+from ..files import create_folder, remove_leftovers, write_atomically
 from ..json_checks import differences, format_differences, parse_json
-from ..validation.portions import Contestant, check_same_images, evaluate_portions, merge_portions
+from ..validation.portions import ComparedModel, check_same_images, evaluate_portions, merge_portions
 from ..validation.run import Run
 from .checks import Check, difference_cells
 from .compare import METRICS
 from .html import signed
+from .paired import PairedErrors
 from .sequence import DifferenceSequence, expected_images
-from .statistics import error_percent
+from .statistics import DECIMALS, error_percent
+
+Verdict = Literal["B is better", "B is worse", "within the margin", "cannot tell", "undecided"]
 
 DECISION_FILE, DECISION_VERSION = "decision.json", 1
 _USUAL_DISCORDANT, _CLEAR = 0.1, 2.0  # share of images and points, for what is expected beforehand
-_FOUND = ("margin", "verdict", "images", "looks")  # keys of decision.json that a repeated call may change
+_RESULT_KEYS = ("margin", "limit", "verdict", "images", "looks")  # of decision.json, which a repeated call may change
 
 
 @dataclass(frozen=True)
@@ -34,27 +37,44 @@ class Decision:
 
     def __str__(self) -> str:
         metric, a, b, difference, interval, verdict = self.row
-        return (
-            f"{verdict}: {metric} error {b} against {a}, {difference} points; on all images {interval}, with 95 % "
-            f"confidence at all times\n{', '.join(map(str, self.folders))}, {DECISION_FILE}"
+        some = self.data["images"] < self.data["of"]
+        of_what = "the difference on all images is" if some else "for images like these the difference is"
+        files = (*self.folders, self.folders[0].parent / DECISION_FILE)
+        refused = "".join(
+            f"\n{name} refused {count:,} images"
+            for name, count in zip("AB", self.last["refused"], strict=True)
+            if count
         )
+        return (
+            f"{verdict}: {metric} error {b} against {a}, {difference} points; {of_what} {interval}, "
+            f"with 95 % confidence{refused}\n{', '.join(map(str, files))}"
+        )
+
+    @property
+    def last(self) -> dict[str, Any]:
+        """Return the last look."""
+        look: dict[str, Any] = self.data["looks"][-1]
+        return look
 
     @property
     def row(self) -> list[str]:
         """Return the result as a row of `markdown_of`."""
         data = self.data
-        verdict = f"{data['verdict']} after {data['images']:,} of {data['of']:,} images"
-        last = data["looks"][-1]
+        words = {"undecided": "undecided which is better", "cannot tell": "cannot tell which is better"}
+        which = words.get(data["verdict"], data["verdict"])
+        verdict = f"{which} after {data['images']:,} of {data['of']:,} images"
+        last = self.last
         errors = ["–" if last[key] is None else f"{last[key]:.2f} %" for key in ("a_error", "b_error")]
         return [f"top-{METRICS[data['metric']]}", *errors, *difference_cells(last), verdict]
 
 
 def compare_until_decided(
-    a: Contestant,
-    b: Contestant,
-    folder: Path,
+    a: ComparedModel,
+    b: ComparedModel,
     *,
+    folder: Path,
     margin: float,
+    limit: float | None = None,
     metric: str = "top1",
     seed: int = 0,
     report: Callable[[str], None] = lambda _text: None,
@@ -62,13 +82,15 @@ def compare_until_decided(
     """Evaluate two models on random portions of a dataset until their difference is known, or resume such a call.
 
     folder: for decision.json, the portions and, at the end, the merged runs `a` and `b`; margin: a difference in points
-    that does not matter; metric: `top1` or `top5`; seed: of the order of the images; report: receives a sentence
-    beforehand and after each portion. The verdict is about the images of the dataset (`DifferenceSequence`).
+    that does not matter; limit: stop instead when it is known whether B's error exceeds A's by more points than this
+    (`check_decision`); metric: `top1` or `top5`; seed: of the order of the images; report: receives a sentence
+    beforehand and after each portion. While images are left, the verdict is about those of the dataset
+    (`DifferenceSequence`); after all, about images like these.
     Raises UsageError for a margin that is smaller than an image, RunFolderError if the folder holds another comparison,
     DatasetError if the models have different classes, and as `validate` does.
     """
     check_same_images(a, b)
-    images = len(a.dataset.samples)
+    images, k = len(a.dataset.samples), METRICS[metric]
     if margin * images < 100:
         raise UsageError(
             f"--margin {margin:g}: one of {images:,} images is already {100 / images:.2g} points. Give a larger margin"
@@ -82,98 +104,131 @@ def compare_until_decided(
         "seed": seed,
         "of": images,
     }
-    data: dict[str, Any] = {**start, "margin": margin, "verdict": "undecided", "images": 0, "looks": []}
-    _open(folder, start, data)
+    result: dict[str, Any] = {"margin": margin, "limit": limit, "verdict": "undecided", "images": 0, "looks": []}
+    data: dict[str, Any] = {**start, **result}
+    written = _open(folder, start, data)
     report(_expectation(images, margin))
-    order = np.random.default_rng(seed).permutation(images).tolist()
     pairs: list[tuple[Run, Run]] = []
     ranks = np.empty((2, 0), np.int64)  # of the true class in A and B; 0 where an image was refused
-    for (run_a, run_b), files in evaluate_portions((a, b), folder, order):
+    for (run_a, run_b), files in evaluate_portions((a, b), folder, seed):
         pairs.append((run_a, run_b))
         of_files = [{line.file: line.rank for line in run.predictions} for run in (run_a, run_b)]
         ranks = np.hstack([ranks, [[of_file[file] for file in files] for of_file in of_files]])
-        seen = _sequence(ranks, METRICS[metric], images)
-        look = _look(ranks, METRICS[metric], seen)
-        data |= {"verdict": seen.verdict(margin), "images": look["images"], "looks": [*data["looks"], look]}
-        _write(folder, data)
-        low, high = seen.interval
-        report(f"{data['images']:,} of {images:,} images: difference from {low:+.2f} to {high:+.2f} points")
-        if data["verdict"] != "undecided":
+        look = _look(ranks, k, images)
+        low, high = look["interval"]
+        data |= {"images": look["images"], "looks": [*data["looks"], look]}
+        data["verdict"] = _verdict(low, high, margin, complete=look["images"] == images)
+        if len(data["looks"]) > written:
+            _write(folder, data)
+        report(f"{look['images']:,} of {images:,} images: difference between {_points(low)} and {_points(high)} points")
+        if data["verdict"] != "undecided" if limit is None else low > limit or high <= limit:
             break
+    _write(folder, data)
     for each, runs in zip((a, b), zip(*pairs, strict=True), strict=True):
-        merge_portions(each, runs, folder / each.name, order, report)
+        merge_portions(each, runs, folder / each.name, seed, report)
     return Decision(data, (folder / a.name, folder / b.name))
 
 
 def _expectation(images: int, margin: float) -> str:
     clear, within = (f"{expected_images(points, _USUAL_DISCORDANT, images):,}" for points in (_CLEAR, margin))
     return (
-        f"{images:,} images; expected to need about {clear} if the errors differ by {_CLEAR:g} points, {within} to "
-        f"show that they differ by no more than {margin:g} (if only one is right on {100 * _USUAL_DISCORDANT:g} %)"
+        f"{images:,} images; if only one model is right on {100 * _USUAL_DISCORDANT:g} % of them, expected to need "
+        f"about {clear} where the errors differ by {_CLEAR:g} points, {within} to show that it is at most {margin:g}"
     )
 
 
-def _look(ranks: Int64Array, k: int, seen: DifferenceSequence) -> dict[str, Any]:
-    """Return what is known after a portion; the errors are of the images that both evaluated."""
-    both = ranks[:, (ranks > 0).all(axis=0)]
-    a_error, b_error = (error_percent(int((of_run > k).sum()), both.shape[1]) for of_run in both)
+def _points(difference: float) -> str:
+    return signed(difference, minus="-")
+
+
+def _look(ranks: Int64Array, k: int, images: int) -> dict[str, Any]:
+    """Return what is known after a portion: errors on the images that both evaluated, and bounds of their difference.
+
+    ranks: (2, t), 0 where refused; k: an image is wrong beyond this rank. While images are left, the bounds are for all
+    of them (`DifferenceSequence`). After all, they are the interval of `compare`, for images like these; images that
+    only one model evaluated widen it by as much as they may differ.
+    """
+    refused, wrong = ranks == 0, ranks > k
+    unknown, both = refused[0] != refused[1], ~refused.any(axis=0)
+    only_a, only_b = (int((wrong[own] & ~wrong[1 - own] & both).sum()) for own in (0, 1))
+    both_wrong = int((wrong.all(axis=0) & both).sum())
+    paired = PairedErrors(both_wrong, only_a, only_b, int(both.sum()) - both_wrong - only_a - only_b)
+    if ranks.shape[1] < images:
+        differences = np.where(both, wrong[1].astype(np.int64) - wrong[0], 0)
+        low, high = DifferenceSequence(differences, unknown, images).interval
+    else:
+        more = 100 * float(unknown.mean())
+        low, high = paired.interval or (-100.0, 100.0)
+        low, high = round(max(-100.0, low - more), DECIMALS), round(min(100.0, high + more), DECIMALS)
     return {
-        "images": len(seen.differences),
-        "a_error": a_error,
-        "b_error": b_error,
-        "difference": seen.difference,
-        "interval": list(seen.interval),
+        "images": ranks.shape[1],
+        "refused": [int(of_run.sum()) for of_run in refused],
+        "a_error": error_percent(paired.wrong_a, paired.images),
+        "b_error": error_percent(paired.wrong_b, paired.images),
+        "difference": paired.difference,
+        "interval": [low, high],
     }
 
 
-def _write(folder: Path, data: dict[str, Any]) -> None:
+def _verdict(low: float, high: float, margin: float, *, complete: bool) -> Verdict:
+    """Return what is known. low, high: bounds in points; complete: no images are left."""
+    if high < 0:
+        return "B is better"
+    if low > 0:
+        return "B is worse"
+    if -margin <= low and high <= margin:
+        return "within the margin"
+    return "cannot tell" if complete else "undecided"
+
+
+def _write(folder: Path, data: Mapping[str, Any]) -> None:
     write_atomically(folder / DECISION_FILE, (json.dumps(data, indent=1) + "\n").encode())
 
 
-def _described(contestant: Contestant) -> dict[str, Any]:
-    session = contestant.session
-    circumstances = session.circumstances.to_json()
-    return {
-        "model": session.model_sha256,
-        "protocol": contestant.protocol.to_json(),
-        "provider": circumstances["provider"],
-        "precision": circumstances["precision"],
-    }
+def _described(model: ComparedModel) -> dict[str, Any]:
+    """Return what determines a model's scores."""
+    info = model.run_info(model.dataset)
+    batching = info.batching and info.batching.to_json()
+    circumstances = dict(info.circumstances)
+    return {"model": info.model["sha256"], "protocol": info.protocol.to_json(), **circumstances, "batching": batching}
 
 
-def _open(folder: Path, start: dict[str, Any], data: dict[str, Any]) -> None:
-    """Create the folder with a decision that is not made, or check that it holds this comparison."""
+def _open(folder: Path, start: Mapping[str, Any], data: Mapping[str, Any]) -> int:
+    """Create the folder with a decision that is not made, or check that it holds this comparison.
+
+    Returns the number of looks that it holds for this margin and limit, which a call that is stopped before must keep.
+    """
     create_folder(folder, "--out")
+    remove_leftovers(folder, (DECISION_FILE,))
     path = folder / DECISION_FILE
     if not path.exists():
         if next(folder.iterdir(), None) is not None:
             raise RunFolderError(f"{folder}: not empty and not a comparison. Choose an empty or new folder with --out")
         _write(folder, data)
-        return
+        return 0
     try:
-        there = {key: value for key, value in parse_json(path.read_bytes()).items() if key not in _FOUND}
-    except (ValueError, AttributeError) as error:
+        there = dict(parse_json(path.read_bytes()))
+        known = {key: there.pop(key) for key in _RESULT_KEYS}
+    except (ValueError, TypeError, KeyError) as error:
         raise RunFolderError(f"{path}: damaged ({error}). Delete {folder}, or choose another with --out") from error
     if found := differences(there, start):
         raise RunFolderError(
             f"{folder}: holds another comparison:\n{format_differences(found)}\n"
             "Choose another folder with --out, or delete this one"
         )
-
-
-def _sequence(ranks: Int64Array, k: int, images: int) -> DifferenceSequence:
-    """Return the differences of two runs. ranks: (2, t), 0 where refused; k: an image is wrong beyond this rank."""
-    refused, wrong = ranks == 0, (ranks > k).astype(np.int64)
-    return DifferenceSequence(np.where(refused.any(axis=0), 0, wrong[1] - wrong[0]), refused[0] != refused[1], images)
+    same = all(known[key] == data[key] for key in ("margin", "limit"))
+    return len(known["looks"]) if same else 0
 
 
 def check_decision(decision: Decision, points: float) -> Check:
-    """Return whether B's error exceeds A's by more than `points` on the images of the dataset."""
-    last, metric = decision.data["looks"][-1], decision.data["metric"]
+    """Check whether B's error exceeds A's by more than `points`; if no images are left, as `check_comparison` does."""
+    last, metric = decision.last, decision.data["metric"]
     low, high = last["interval"]
+    worse = low > points or (decision.data["images"] == decision.data["of"] and (last["difference"] or 0) > points)
     verdict: Literal["not worse", "worse", "cannot tell"] = (
-        "worse" if low > points else "not worse" if high <= points else "cannot tell"
+        "worse" if worse else "not worse" if high <= points else "cannot tell"
     )
-    bounds = " to ".join(signed(bound, minus="-") for bound in (low, high))
-    text = f"top-{METRICS[metric]} error {bounds} points above A's on all images, with 95 % confidence at all times"
+    text = (
+        f"top-{METRICS[metric]} error between {_points(low)} and {_points(high)} points above A's, with 95 % confidence"
+    )
     return Check(metric, points, verdict, text)

@@ -15,14 +15,11 @@ get so rich by denying is excluded, on either side: 5 % in total.
 import math
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Literal
 
 import numpy as np
 
 from ..arrays import BoolArray, Float64Array, Int64Array
 from .statistics import CONFIDENCE, DECIMALS, error_percent
-
-Verdict = Literal["B is better", "B is worse", "within the margin", "cannot tell", "undecided"]
 
 # The capital is divided among several bettors, who stake different shares, because the best one depends on the unknown
 # difference: it is difference / discordant share. The largest part bets on 1 to 2 points where a tenth of the images
@@ -38,7 +35,7 @@ EXCLUDED = math.log(2 / (1 - CONFIDENCE))  # logarithm of the capital, on each s
 
 @dataclass(frozen=True)
 class DifferenceSequence:
-    """Differences of two errors on images in random order, and what they say of all images.
+    """Differences of two errors on images in random order, and their bounds for all images.
 
     differences: int64 (t,), 1 for images that only B gets wrong, −1 for those that only A does, else 0; unknown: bool
     (t,), images that only one of the two evaluated, whose difference may be anything; images: of the whole set.
@@ -59,22 +56,11 @@ class DifferenceSequence:
         """Return the bounds of the difference over all images, (low, high), in points: 95 % at all times at once."""
         low = _lower_bound(np.where(self.unknown, -1, self.differences), self.images)
         high = -_lower_bound(np.where(self.unknown, -1, -self.differences), self.images)
-        return round(100 * low, DECIMALS), round(100 * high, DECIMALS)
-
-    def verdict(self, margin: float) -> Verdict:
-        """Return what is known about all images. margin: in points, a difference that does not matter."""
-        low, high = self.interval
-        if high < 0:
-            return "B is better"
-        if low > 0:
-            return "B is worse"
-        if -margin <= low and high <= margin:
-            return "within the margin"
-        return "cannot tell" if len(self.differences) == self.images else "undecided"
+        return round(100 * low, DECIMALS) + 0.0, round(100 * high, DECIMALS) + 0.0  # without negative zeros
 
 
 def capital(differences: Int64Array, images: int, mean: float) -> Float64Array:
-    """Return the logarithm of the largest capital so far of who bets that the mean is above `mean`, (t,).
+    """Return the logarithm of the largest capital so far of a bettor who bets that the mean is above `mean`, (t,).
 
     differences: int64 (t,), −1, 0 or 1; images: of the whole set; mean: over all of them, −1 to 1. Infinite from where
     the images that are left cannot bring the mean down to it. At EXCLUDED, it is excluded that the mean is no larger.

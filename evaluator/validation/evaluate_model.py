@@ -3,6 +3,7 @@
 import hashlib
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 from ..datasets import DatasetSpec, open_from_spec
 from ..datasets.dataset import CLASS_FOLDERS, UNLABELLED, Dataset
@@ -19,7 +20,7 @@ from ..errors import UsageError
 from ..imaging.decode import max_decode_bytes
 from ..imaging.decode_memory import decode_semaphore
 from ..machine import format_bytes, machine_memory
-from ..protocols import EvaluationProtocol
+from ..protocols import EvaluationProtocol, ProtocolOverrides
 from .pipeline import decoding_threads
 from .ray_cluster import MAX_CHUNKS_IN_FLIGHT, Cluster, evaluate_on_ray
 from .run import Run, build_run_info, describe_dataset
@@ -99,10 +100,14 @@ def evaluate_model(  # noqa: PLR0913 - one argument per option
     )
 
 
-def default_folder(model: Path, data: DatasetSpec, protocol: EvaluationProtocol) -> Path:
-    """Return runs/MODEL-DATA-PROTOCOL, at the end the limit and a digest of labels and classes, if given."""
+def default_run_folder(
+    model: Path, data: DatasetSpec, protocol: EvaluationProtocol, overrides: ProtocolOverrides
+) -> Path:
+    """Return runs/MODEL-DATA-PROTOCOL, at the end the limit and a digest of everything else that was chosen."""
     part = "" if data.limit is None else f"-{data.limit}"
-    chosen = data.labels, data.classes, data.restrict_classes
+    chosen: tuple[Any, ...] = data.labels, data.classes, data.restrict_classes
+    if data.listed_only or overrides != ProtocolOverrides():
+        chosen = *chosen, data.listed_only, overrides
     if any(chosen):
         part += f"-{hashlib.sha256(repr(chosen).encode()).hexdigest()[:8]}"
     return Path("runs", f"{model.stem}-{data.path.resolve().stem}-{protocol.name}{part}")

@@ -9,12 +9,13 @@ from pathlib import Path
 
 import numpy as np
 
-from ..datasets.dataset import Dataset, Sample
+from ..datasets.dataset import Dataset
+from ..datasets.selection import IN_RANDOM_ORDER, first_images, random_order
 from ..engine.session import Session
 from ..errors import DatasetError
 from ..protocols import EvaluationProtocol
 from ..terminal import progress
-from .run import Run, build_run_info, describe_dataset, is_run_folder, read_run, read_run_info
+from .run import Run, RunInfo, build_run_info, describe_dataset, is_run_folder, read_run_info
 from .stored_runs import log_start, read_rows
 from .validate import validate
 from .writer import open_run
@@ -23,8 +24,8 @@ PORTION = 500  # images
 
 
 @dataclass(frozen=True)
-class Contestant:
-    """A model that is compared. name: of its subfolders; model: its file; dataset: with labels for its classes."""
+class ComparedModel:
+    """One of two models. name: of its subfolders; model: its file; dataset: with labels for its classes."""
 
     name: str
     session: Session
@@ -32,8 +33,12 @@ class Contestant:
     protocol: EvaluationProtocol
     dataset: Dataset
 
+    def run_info(self, dataset: Dataset) -> RunInfo:
+        """Describe a run on these images."""
+        return build_run_info(self.session, self.model.name, describe_dataset(dataset), self.protocol)
 
-def check_same_images(a: Contestant, b: Contestant) -> None:
+
+def check_same_images(a: ComparedModel, b: ComparedModel) -> None:
     """Raise DatasetError if two models see different images or labels in a dataset."""
     one, other = ([(sample.file, sample.labels) for sample in each.dataset.samples] for each in (a, b))
     if one != other:
@@ -44,51 +49,43 @@ def check_same_images(a: Contestant, b: Contestant) -> None:
 
 
 def evaluate_portions(
-    contestants: Sequence[Contestant], folder: Path, order: Sequence[int]
+    models: Sequence[ComparedModel], folder: Path, seed: int
 ) -> Iterator[tuple[list[Run], Sequence[str]]]:
     """Evaluate portion after portion on all models; yield the runs of each, and its files in random order.
 
-    order: the numbers of the images in random order. Raises as `validate` does.
+    seed: of that order. Raises as `validate` does.
     """
+    order = random_order(models[0].dataset, seed)
     for number, start in enumerate(range(0, len(order), PORTION), 1):
         chosen, runs = order[start : start + PORTION], []
-        for each in contestants:
-            words = f"images {start + 1:,} to {start + len(chosen):,} in random order"
-            dataset = _part(each.dataset, chosen, words)
-            info = build_run_info(each.session, each.model.name, describe_dataset(dataset), each.protocol)
+        for each in models:
+            words = f"images {start + 1:,} to {start + len(chosen):,} {IN_RANDOM_ORDER}"
+            selection = words if each.dataset.selection is None else f"{each.dataset.selection}, of these {words}"
+            samples = [each.dataset.samples[index] for index in sorted(chosen)]
+            dataset = replace(each.dataset, samples=samples, selection=selection)
             where = folder / "portions" / f"{number:04}-{each.name}"
-            runs.append(validate([each.session], dataset, info, where, threads=each.session.placement.threads))
-        yield runs, [contestants[0].dataset.samples[index].file for index in chosen]
+            threads = each.session.placement.threads
+            runs.append(validate([each.session], dataset, each.run_info(dataset), where, threads=threads))
+        yield runs, [models[0].dataset.samples[index].file for index in chosen]
 
 
 def merge_portions(
-    contestant: Contestant, runs: Sequence[Run], folder: Path, order: Sequence[int], report: Callable[[str], None]
-) -> Run:
+    model: ComparedModel, runs: Sequence[Run], folder: Path, seed: int, report: Callable[[str], None]
+) -> None:
     """Write the portions of a model into one run, in order of name, or resume a call that was killed.
 
-    order: the numbers of all images in random order; the portions are its beginning.
+    The run replaces one of fewer images, which was enough for a larger margin.
     """
-    total = len(contestant.dataset.samples)
     images = sum(run.info.images for run in runs)
-    words = f"the first {images:,} of {total:,} images in random order"
-    dataset = contestant.dataset if images == total else _part(contestant.dataset, order[:images], words)
+    dataset = first_images(model.dataset, images, seed)
     places = {line.file: (run, row) for run in runs for row, line in enumerate(run.predictions)}
-    info = build_run_info(contestant.session, contestant.model.name, describe_dataset(dataset), contestant.protocol)
-    fresh = is_run_folder(folder) and read_run_info(folder).images != images  # of a larger margin
-    with open_run(folder, info, dataset.samples, fresh=fresh) as writer:
-        log_start(writer, images, [run.folder for run in runs if run.folder], report)
-        with progress(f"merge {contestant.name}", images, "images", done=writer.done) as advance:
+    fresh = is_run_folder(folder) and read_run_info(folder).images != images
+    with open_run(folder, model.run_info(dataset), dataset.samples, fresh=fresh) as writer:
+        log_start(writer, images, [run.folder for run in runs if run.folder], report, dataset.spec)
+        with progress(f"merge {model.name}", images, "images", done=writer.done) as advance:
             while writer.done < images:
-                chunk = dataset.samples[writer.done : writer.done + info.chunk]
+                chunk = dataset.samples[writer.done : writer.done + writer.chunk]
                 found = [places[sample.file] for sample in chunk]
                 rows = np.concatenate([read_rows(run, row, row + 1) for run, row in found])
                 writer.append([run.predictions[row] for run, row in found], rows)
                 advance(len(chunk))
-    return read_run(folder)
-
-
-def _part(dataset: Dataset, chosen: Sequence[int], words: str) -> Dataset:
-    """Return some images of a dataset, in order of name. words: what they are, for run.json."""
-    samples: list[Sample] = [dataset.samples[index] for index in sorted(chosen)]
-    selection = words if dataset.selection is None else f"{dataset.selection}, of these {words}"
-    return replace(dataset, samples=samples, selection=selection)

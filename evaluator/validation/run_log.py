@@ -25,6 +25,7 @@ class _StartEvent(Struct):
     limit: Annotated[int, Meta(ge=1)] | None = None
     classes: tuple[str, ...] = ()
     listed_only: bool = False
+    first_random: tuple[Annotated[int, Meta(ge=1)], Annotated[int, Meta(ge=0)]] | None = None
 
 
 def find_dataset(folder: Path) -> DatasetSpec | None:
@@ -40,7 +41,7 @@ def find_dataset(folder: Path) -> DatasetSpec | None:
             labels = None if start.labels is None else _path(start.labels)
             return DatasetSpec(
                 _path(start.dataset), labels, start.no_labels, start.limit, start.classes,
-                listed_only=start.listed_only,
+                listed_only=start.listed_only, first_random=start.first_random,
             )  # fmt: skip
         except ValueError:
             continue
@@ -62,4 +63,5 @@ def spec_to_log(spec: DatasetSpec) -> dict[str, Any]:
         "limit": spec.limit,
         "classes": list(spec.classes),
         "listed_only": spec.listed_only,
+        **({} if spec.first_random is None else {"first_random": list(spec.first_random)}),
     }

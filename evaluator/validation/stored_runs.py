@@ -6,6 +6,7 @@ from pathlib import Path
 import numpy as np
 
 from ..arrays import BoolArray, Float32Array
+from ..datasets.dataset import DatasetSpec
 from ..engine.scores import ranks_of, restrict
 from ..errors import RunFolderError
 from ..files import open_regular
@@ -97,17 +98,23 @@ def _same_best(rows: Float32Array, lines: Sequence[Prediction]) -> BoolArray:
 # Used by merged runs and ensembles, which are derived from the folders of other runs.
 
 
-def log_start(writer: RunWriter, images: int, sources: Sequence[Path], report: Callable[[str], None]) -> None:
+def log_start(
+    writer: RunWriter,
+    images: int,
+    sources: Sequence[Path],
+    report: Callable[[str], None],
+    spec: DatasetSpec | None = None,
+) -> None:
     """Report and log where the writing of a derived run starts.
 
-    The log also records where the dataset was, from the first source whose log has it: reports look there.
+    The log also records where the dataset was, by default from the first source whose log has it: reports look there.
     """
     if writer.done == images:
         report(f"{writer.folder}: already finished")
         return
     new = writer.done == 0
     report(f"{writer.folder}: {'new' if new else f'resuming after {writer.done} of {images} images'}")
-    spec = next((spec for source in sources if (spec := find_dataset(source)) is not None), None)
+    spec = spec or next((found for source in sources if (found := find_dataset(source)) is not None), None)
     writer.log(
         STARTED if new else RESUMED,
         done=writer.done,

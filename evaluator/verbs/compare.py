@@ -1,6 +1,7 @@
 """`prelunet compare`: compare two runs on the same images, class by class (the paper's Fig. 7), or two models."""
 
 import math
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,7 +12,7 @@ import typer
 from ..datasets import DatasetSpec, open_from_spec
 from ..engine.load import open_with_placement
 from ..engine.session import Placement
-from ..errors import PreluNetError, UsageError
+from ..errors import PreluNetError, UsageError, from_os_error
 from ..protocols import ProtocolOverrides, build_protocol, default_protocol_name
 from ..reporting.checks import (
     Check,
@@ -28,13 +29,14 @@ from ..reporting.deciding import check_decision, compare_until_decided
 from ..reporting.html import json_bytes
 from ..terminal import echo, report
 from ..validation.evaluate_model import require_outside_images
-from ..validation.portions import Contestant
+from ..validation.portions import ComparedModel
 from .options.derive import Only, derive_options
 from .options.shared import ProtocolOption
 
 Metric = Literal["top1", "top5", "both"]
 
 _DECIDE = "Until decided"  # heading of options
+_SUMMARY_VARIABLE = "GITHUB_STEP_SUMMARY"  # in which GitHub's and Gitea's runners name a file
 
 
 @derive_options
@@ -64,13 +66,17 @@ def compare(
         float | None,
         typer.Option(
             metavar="POINTS",
-            min=0,
             help="Exit with code 6 if B's error exceeds A's by more than this many percentage points: over the images "
             "that both evaluated, or over all that A evaluated, with those that B refused counted as wrong. Exit with "
             "code 7 if it may, with 95 % confidence, and the images cannot tell.",
         ),
     ] = None,
-    metric: Annotated[Metric, typer.Option(help="Error that --fail-if-worse checks.")] = "both",
+    metric: Annotated[
+        Metric | None,
+        typer.Option(
+            help="Error that --fail-if-worse checks, or that decides.", show_default="both; top1 with --until-decided"
+        ),
+    ] = None,
     markdown: Annotated[
         Path | None,
         typer.Option(
@@ -87,7 +93,8 @@ def compare(
         bool,
         typer.Option(
             "--until-decided",
-            help="Evaluate the models A and B on random portions of the images until it is known which is better.",
+            help="Evaluate the models A and B on random portions of the images until it is known which is better, or, "
+            "with --fail-if-worse, whether B is worse by more.",
             rich_help_panel=_DECIDE,
         ),
     ] = False,
@@ -101,35 +108,69 @@ def compare(
     ] = None,
     protocol: ProtocolOption = None,
     overrides: ProtocolOverrides,
-    placement: Annotated[Placement, Only("device", "precision", "threads", "memory", "gpu_memory")],
+    placement: Annotated[Placement, Only("device", "precision", "threads", "gpu_memory")],
 ) -> None:
     """Compare run B with run A, the baseline: which is better, by how much, and could it be chance."""
     for name, points in (("--fail-if-worse", fail_if_worse), ("--margin", margin)):
         if points is not None and not 0 <= points < math.inf:
-            raise UsageError(f"{name} {points}: give a number of points, e.g. {name} 0.5")
+            raise UsageError(f"{name} {points:g}: give a number of points, 0 or more, e.g. {name} 0.5")
     if junit is not None and fail_if_worse is None:
         raise UsageError("--junit writes the verdicts of --fail-if-worse; give --fail-if-worse POINTS too")
     if images is not None and data is not None:
         raise UsageError(f"{images}: --data is given too. Give one of them")
     data = images or data
     outputs = _Outputs(markdown, junit, as_json=as_json)
-    if not until_decided:
-        written = write_comparison(a, b, out=out, data=data)
-        metrics = list(METRICS) if metric == "both" else [metric]
-        checks = [] if fail_if_worse is None else check_comparison(written.comparison, fail_if_worse, metrics)
-        rows = comparison_rows(written.comparison)
-        outputs.write(f"{written}\n", written.comparison, run_titles(written.comparison), rows, checks)
+    if until_decided:
+        evaluated = _Evaluated(labels, protocol, overrides, placement)
+        sides = [evaluated.model(name, model, data, metric) for name, model in (("a", a), ("b", b))]
+        folder = out or Path("runs", f"{b.stem}-against-{a.stem}-{sides[0].dataset.location.resolve().stem}")
+        require_outside_images(folder, sides[0].dataset, "--out")
+        decision = compare_until_decided(
+            *sides, folder=folder, margin=margin, limit=fail_if_worse, metric=metric or "top1", seed=seed, report=report
+        )
+        checks = [] if fail_if_worse is None else [check_decision(decision, fail_if_worse)]
+        outputs.write(f"{decision}\n", decision.data, {"a": a.name, "b": b.name}, [decision.row], checks)
         return
-    if data is None:
-        raise UsageError("--until-decided evaluates models on images: prelunet compare A.onnx B.onnx DATA")
-    spec = DatasetSpec(data, labels)
-    sides = [_contestant(name, model, spec, protocol, overrides, placement) for name, model in (("a", a), ("b", b))]
-    folder = out or Path("runs", f"{b.stem}-against-{a.stem}-{data.resolve().stem}")
-    require_outside_images(folder, sides[0].dataset, "--out")
-    key = "top5" if metric == "top5" else "top1"
-    decision = compare_until_decided(sides[0], sides[1], folder, margin=margin, metric=key, seed=seed, report=report)
-    checks = [] if fail_if_worse is None else [check_decision(decision, fail_if_worse)]
-    outputs.write(f"{decision}\n", decision.data, {"a": a.name, "b": b.name}, [decision.row], checks)
+    if (margin, seed, _Evaluated(labels, protocol, overrides, placement)) != (0.5, 0, _Evaluated()):
+        raise UsageError(
+            "--margin, --seed, --labels and the options of protocols and devices belong to --until-decided, which "
+            "evaluates models. Give it, or omit them"
+        )
+    for folder in (a, b):
+        if folder.is_file():
+            raise UsageError(f"{folder}: a file, not the folder of a run. To compare models: --until-decided")
+    written = write_comparison(a, b, out=out, data=data)
+    metrics = [metric] if metric in METRICS else list(METRICS)
+    checks = [] if fail_if_worse is None else check_comparison(written.comparison, fail_if_worse, metrics)
+    rows = comparison_rows(written.comparison)
+    outputs.write(f"{written}\n", written.comparison, run_titles(written.comparison), rows, checks)
+
+
+@dataclass(frozen=True)
+class _Evaluated:
+    """How models are evaluated."""
+
+    labels: Path | None = None
+    protocol: str | None = None
+    overrides: ProtocolOverrides = ProtocolOverrides()
+    placement: Placement = Placement()
+
+    def model(self, name: str, model: Path, data: Path | None, metric: str | None) -> ComparedModel:
+        """Open a model and the dataset with labels for its classes. Raises UsageError for what does not fit."""
+        if data is None:
+            raise UsageError("--until-decided evaluates models on images: prelunet compare A.onnx B.onnx DATA")
+        if metric == "both":
+            raise UsageError("--metric both: --until-decided needs one error that decides. Give top1 or top5")
+        if model.is_dir():
+            raise UsageError(f"{model}: a folder, not a model file. To compare runs, omit --until-decided")
+        session = open_with_placement(model, self.placement, preallocate=True)
+        contract = session.contract
+        chosen = build_protocol(self.protocol or default_protocol_name(contract), contract, self.overrides)
+        report(f"{model.name}: {contract.name} on {session.circumstances}")
+        dataset = open_from_spec(DatasetSpec(data, self.labels), contract.classes)
+        for remark in dataset.remarks:
+            report(remark)
+        return ComparedModel(name, session, model, chosen, dataset)
 
 
 @dataclass(frozen=True)
@@ -139,6 +180,11 @@ class _Outputs:
     markdown: Path | None
     junit: Path | None
     as_json: bool
+
+    def __post_init__(self) -> None:
+        for path in (self.markdown, self.junit):
+            if path is not None and not path.absolute().parent.is_dir():
+                raise UsageError(f"{path}: the folder {path.parent} does not exist. Create it, or give another path")
 
     def write(
         self,
@@ -157,30 +203,20 @@ class _Outputs:
                     "leave them out; --fail-if-worse also counts them as wrong in B"
                 )
         finally:  # also if the reader of stdout has closed it
-            fault = None
             try:
-                if self.markdown is not None:
-                    write_markdown(self.markdown, markdown_of(titles, rows, checks))
-                if self.junit is not None:
-                    write_junit(self.junit, titles, checks)
+                self._write_files(titles, rows, checks)
             except (PreluNetError, OSError) as error:
-                report(f"warning: {error}")
-                fault = error
+                try:
+                    raise_unless_passed(checks)
+                except PreluNetError:
+                    report(f"warning: {from_os_error(error) if isinstance(error, OSError) else error}")
+                    raise
+                raise
             raise_unless_passed(checks)
-            if fault is not None:
-                raise fault
 
-
-def _contestant(
-    name: str,
-    model: Path,
-    data: DatasetSpec,
-    protocol: str | None,
-    overrides: ProtocolOverrides,
-    placement: Placement,
-) -> Contestant:
-    """Open a model and the dataset with labels for its classes."""
-    session = open_with_placement(model, placement, preallocate=True)
-    chosen = build_protocol(protocol or default_protocol_name(session.contract), session.contract, overrides)
-    report(f"{model.name}: {session.contract.name} on {session.circumstances}")
-    return Contestant(name, session, model, chosen, open_from_spec(data, session.contract.classes))
+    def _write_files(self, titles: Mapping[str, str], rows: Sequence[Sequence[str]], checks: Sequence[Check]) -> None:
+        if self.markdown is not None:
+            named = os.environ.get(_SUMMARY_VARIABLE)
+            write_markdown(self.markdown, markdown_of(titles, rows, checks), Path(named) if named else None)
+        if self.junit is not None:
+            write_junit(self.junit, titles, checks)

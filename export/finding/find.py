@@ -333,7 +333,8 @@ class _Search:
         values = self.measured.of(candidates, self.images, "labels")
         assert isinstance(self.measured.judge, Labels), "there is nothing to know of references"
         labels = np.array(self.measured.judge.labels)
-        if any(fits_another_order(own[:, -2].astype(np.int64), labels) for own in values):
+        known = 1 - float(values[:, :, -1].mean(1).min())
+        if any(fits_another_order(own[:, -2].astype(np.int64), labels, known) for own in values):
             raise UsageError(
                 f"{self.path}: would know far more of the labels if its outputs were other classes. Give the classes "
                 "in the order of its outputs"
@@ -448,4 +449,4 @@ def _cost(found: Found, answer: Answer, *, best: bool) -> str:
     )
     if standing.kept:
         return f": not excluded ({points})"
-    return f": {'costs' if low > 0 else 'has a larger loss:'} {points} ({errors.images} images)"
+    return f": {'costs' if low > 0 else 'excluded by its loss,'} {points} ({errors.images} images)"

@@ -13,7 +13,7 @@ from ...evaluator.engine.session import Placement
 from ...evaluator.protocols import ProtocolOverrides, build_protocol, default_protocol_name
 from ...evaluator.reporting.report_page import write_report
 from ...evaluator.terminal import echo, report
-from ...evaluator.validation.evaluate_model import default_folder, evaluate_model, require_outside_images
+from ...evaluator.validation.evaluate_model import default_run_folder, evaluate_model, require_outside_images
 from ...evaluator.verbs.options.derive import Only, derive_options
 from ...evaluator.verbs.options.shared import GpusOption, ProtocolOption
 from ...evaluator.verbs.validate import FreshOption, HeatmapsOption, open_for_run, report_result
@@ -70,7 +70,7 @@ def evaluate(
     evaluation_protocol = build_protocol(protocol or default_protocol_name(contract), contract, overrides)
     if only_classes is not None:
         data = replace(data, classes=parse_class_selection(only_classes, contract.classes, "--only-classes"))
-    folder = default_folder(model, data, evaluation_protocol) if run is None else run
+    folder = default_run_folder(model, data, evaluation_protocol, overrides) if run is None else run
     sessions = open_for_run(model, folder, placement, gpus, fresh=fresh)
     finished = evaluate_model(
         sessions, model, data, evaluation_protocol, folder, heatmaps=heatmaps, fresh=fresh, report=report

@@ -45,7 +45,8 @@ def test_a_build_passes_fails_or_cannot_tell(
     cells = [token.content for token in tokens if token.type == "inline"]
     assert cells[:7] == ["B `c.onnx (B)` compared with A `c.onnx (A)`", "error", "A", "B", "B − A, points",
                          "95 % interval", "result"]  # fmt: skip
-    assert cells[-1].startswith(f"**{verdict}**: top-1 error of B at most 5 points above A's")
+    results = {"not worse": "holds", "worse": "does not hold", "cannot tell": "cannot tell"}
+    assert cells[-1].startswith(f"top-1 error of B at most 5 points above A's: **{results[verdict]}**")
     (suite,) = ElementTree.parse(tmp_path / "junit.xml").getroot()
     assert [suite.get(key) for key in ("tests", "failures", "errors", "skipped")] == [
         "1", str(int(code == 6)), "0", str(int(code == 7))
@@ -71,14 +72,18 @@ def test_the_summary_is_appended_to_the_file_that_the_build_system_names(
 def test_a_summary_that_cannot_be_written_is_named_and_the_verdict_stays(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], option: str
 ) -> None:
-    missing = tmp_path / "none" / "summary"
-    assert cli.run([*two_runs(tmp_path, 2, 5), option, str(missing)]) == 6
+    words, missing = two_runs(tmp_path, 2, 5), tmp_path / "none" / "summary"
+    assert cli.run([*words, option, str(missing)]) == 2
+    assert f"{missing}: the folder {missing.parent} does not exist" in capsys.readouterr().err
+    assert not (tmp_path / "b" / "report").exists(), "noticed before anything was compared"
+    (tmp_path / "taken").mkdir()
+    assert cli.run([*words, option, str(tmp_path / "taken")]) == 6
     captured = capsys.readouterr()
-    assert f"warning: {missing}" in captured.err
+    assert f"warning: {tmp_path / 'taken'}" in captured.err
     assert "B is worse than A by more than 5 points" in captured.err
     assert "McNemar" in captured.out
     assert (tmp_path / "b" / "report" / "compared-with-a" / "compare.json").exists()
-    assert cli.run([*two_runs(tmp_path, 0, 0), option, str(missing)]) == 2
+    assert cli.run([*two_runs(tmp_path / "same", 0, 0), option, str(tmp_path / "taken")]) == 2
 
 
 def test_names_cannot_break_out_of_the_summary(tmp_path: Path) -> None:
@@ -101,3 +106,12 @@ def test_options_that_belong_together(tmp_path: Path, capsys: pytest.CaptureFixt
     assert cli.run([*words, str(tmp_path), "--data", str(tmp_path)]) == 2
     assert cli.run([*words, "--until-decided"]) == 2
     assert "prelunet compare A.onnx B.onnx DATA" in capsys.readouterr().err
+    for words_only, message in (
+        ([*words, "--margin", "3"], "belong to --until-decided"),
+        ([*words, "--device", "cpu"], "belong to --until-decided"),
+        ([*words[:3], str(tmp_path), "--until-decided", "--metric", "both"], "needs one error that decides"),
+        ([*words[:3], str(tmp_path), "--until-decided"], "a folder, not a model file"),
+        (["compare", __file__, words[2]], "a file, not the folder of a run"),
+    ):
+        assert cli.run(words_only) == 2
+        assert message in capsys.readouterr().err

@@ -83,9 +83,7 @@ class Metrics:
         self.batch_seconds = seconds("batch_seconds", "Time of a batch on the device.", of)
         self.view_pixels = counter("view_pixels", "Pixels of views in batches.", of)
         self.canvas_pixels = counter("canvas_pixels", "Pixels of the canvases of batches, with padding.", of)
-        self.canvas_changes = counter(
-            "canvas_changes", "Batches whose shape differs from the one before: new plans on a GPU.", of
-        )
+        self.canvas_changes = counter("canvas_changes", "Batches whose shape differs from the one before.", of)
         self.batch_failures = counter(
             "batch_failures", "Failed batches, of a single view or split and retried.", by_reason
         )

@@ -227,9 +227,10 @@ class BatchExecutor:
             chosen = [views[index] for index in plan.batches[0].indices]
             if in_lane := self._waiting.ready.use_lane(views):
                 chosen = chosen[: _share_of_lane(chosen)]
+            if not self._waiting.take(chosen, alone=not in_lane):
+                return None
             batch = model.in_prepared_shape(_truncated(plan.batches[0], len(chosen), model))
-            formed = _FormedBatch(model, chosen, batch, in_lane)
-            return formed if self._waiting.take(chosen, alone=not in_lane) else None
+            return _FormedBatch(model, chosen, batch, in_lane)
         except Exception as error:  # this thread must survive, or every later call would wait forever
             self._waiting.fail(views[0].request, as_reported(model, error))
             return None

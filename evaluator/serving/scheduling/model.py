@@ -105,9 +105,9 @@ class ServedModel:
     versions of a model; key: of its flow in the fair queues, since versions, whose views must not share a batch, have
     the same name; decoding: number of requests being decoded; ready_pixels, ready_windows: totals over the canvases of
     ready views; ready_since: arrival of the first of these views; plan: returns that of a request; canvas_of: returns
-    pixels, windows and lanes of a view's canvas; batch_times: on all threads, and in a lane; canvas: of the last batch;
-    planning_rules: of the session's batches, with the expected cost of a change of shape.
-    The lock of `Waiting` protects all fields that change, except the last two.
+    pixels, windows and lanes of a view's canvas; planning_rules: of batches, with the expected cost of a change of
+    shape; batch_times: on all threads, and in a lane; canvas: of the last batch. The lock of `Waiting` protects all
+    fields that change, except the last two; what `in_prepared_shape` changes belongs to the thread that forms batches.
 
     Nothing closes it. Calls keep the version that they began with, so session and memory of a version that is no longer
     served are freed when its last call ends. Therefore it must not be part of a reference cycle.
@@ -155,7 +155,7 @@ class ServedModel:
         """Return a batch, on a GPU in a larger shape if that is prepared and the batch's own would cost more.
 
         The pixels that are computed in vain in larger shapes are summed up until they exceed the cost of a new shape,
-        which is then paid: the more often a shape is missed, the sooner it is prepared (the ski-rental rule).
+        which is then paid (the ski-rental rule).
         """
         if self.shape_buckets is None:
             return batch

@@ -326,6 +326,30 @@ def test_classes_in_another_order_are_not_taken_for_a_poor_net(data: Path, tmp_p
         find_input(net, tmp_path / "one", classes=NAMES, images=50)
 
 
+def test_a_net_of_colors_in_bgr_is_not_taken_for_one_of_other_classes(tmp_path: Path) -> None:
+    """In RGB it calls red blue and blue red, as if its classes were in another order."""
+    nodes = [
+        helper.make_node("GlobalAveragePool", ["x"], ["mean"]),
+        helper.make_node("Flatten", ["mean"], ["y"]),
+    ]
+    x = helper.make_tensor_value_info("x", TensorProto.FLOAT, ["N", 3, CROP, CROP])
+    y = helper.make_tensor_value_info("y", TensorProto.FLOAT, ["N", 3])
+    graph = helper.make_graph(nodes, "colors", [x], [y])
+    onnx.save(
+        helper.make_model(graph, opset_imports=[helper.make_opsetid("", 17)], ir_version=8), tmp_path / "net.onnx"
+    )
+    random = np.random.default_rng(3)
+    for place, name in enumerate(("red", "green", "blue")):
+        (tmp_path / "data" / name).mkdir(parents=True)
+        for number in range(20):
+            pixels = random.integers(0, 200, (40, 50, 3), np.uint8)
+            pixels[..., place] += 50
+            Image.fromarray(pixels).save(tmp_path / "data" / name / f"{number}.png")
+    found = find_input(tmp_path / "net.onnx", tmp_path / "data", classes=["blue", "green", "red"])
+    assert names_kept(found, "channel order") == ["BGR"]
+    assert found.error == 0
+
+
 def test_ways_that_these_images_cannot_tell_apart_are_open(data: Path, tmp_path: Path) -> None:
     """Images of the crop's size are not resized, so that no filter differs."""
     net, folder = write_net(tmp_path / "net.onnx", TRUTHS["padded, Lite"]), tmp_path / "small"
