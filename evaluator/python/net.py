@@ -160,11 +160,8 @@ class Net:
         among = None if restrict_classes is None else _comma_separated(restrict_classes)
         listed = None if labels is None else Path(labels)
         spec = DatasetSpec(Path(data), listed, limit=limit, classes=selected, restrict_classes=among)
-        folder = (
-            default_run_folder(self.path, spec, evaluation_protocol, ProtocolOverrides(apply_exif=apply_exif))
-            if output is None
-            else Path(output)
-        )
+        overrides = ProtocolOverrides(apply_exif=True) if apply_exif else ProtocolOverrides()
+        folder = default_run_folder(self.path, spec, evaluation_protocol, overrides) if output is None else Path(output)
         evaluate_model(
             [self.session],
             self.path,
