@@ -44,6 +44,7 @@ def load_model(file: ModelFile, placement: Placement, stopped: Callable[[], bool
         add_lanes(session, file.path)
     else:  # on a GPU, where opening has run the self-check; batches are smaller than in validation
         session.rules = serving_rules(session)
+        log.info("model %s: room for %d shapes of batches at once", file.name, session.prepared_shapes)
         start = time.monotonic()
         for done, total in warm_up(session, shape_buckets):
             if stopped():
