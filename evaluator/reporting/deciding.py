@@ -228,7 +228,7 @@ def check_decision(decision: Decision, points: float) -> Check:
     verdict: Literal["not worse", "worse", "cannot tell"] = (
         "worse" if worse else "not worse" if high <= points else "cannot tell"
     )
-    text = (
-        f"top-{METRICS[metric]} error between {_points(low)} and {_points(high)} points above A's, with 95 % confidence"
-    )
+    difference = "–" if last["difference"] is None else _points(last["difference"])
+    bounds = f"between {_points(low)} and {_points(high)} with 95 % confidence"
+    text = f"top-{METRICS[metric]} error {difference} points above A's, {bounds}"
     return Check(metric, points, verdict, text)
