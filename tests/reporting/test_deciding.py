@@ -187,7 +187,7 @@ def test_a_limit_is_what_it_stops_at_though_the_better_model_is_known_before(
     if error is None:
         raise_unless_passed([check_decision(found, limit)])
     else:
-        with pytest.raises(error, match="points above A's, between .* with 95 % confidence"):
+        with pytest.raises(error, match=r"points above A's, between .* with 95 % confidence"):
             raise_unless_passed([check_decision(found, limit)])
 
 
