@@ -211,6 +211,11 @@ def _open(folder: Path, start: Mapping[str, Any], data: Mapping[str, Any]) -> in
         known = {key: there.pop(key) for key in _RESULT_KEYS}
     except (ValueError, TypeError, KeyError) as error:
         raise RunFolderError(f"{path}: damaged ({error}). Delete {folder}, or choose another with --out") from error
+    if there.get("dataset") != start["dataset"]:
+        raise RunFolderError(
+            f"{folder}: begun with other images or labels: {there.get('of')} images then, {start['of']} now. Restore "
+            "them, or choose another folder with --out"
+        )
     if found := differences(there, start):
         raise RunFolderError(
             f"{folder}: holds another comparison:\n{format_differences(found)}\n"

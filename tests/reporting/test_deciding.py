@@ -142,6 +142,12 @@ def test_what_does_not_fit_is_refused(dataset: Dataset, tmp_path: Path) -> None:
     decided(dataset, tmp_path / "out", NONE, HALF)
     with pytest.raises(RunFolderError, match=r"holds another comparison:\n +seed: 0 in the folder, 1 now"):
         decided(dataset, tmp_path / "out", NONE, HALF, seed=1)
+    (tmp_path / "data" / dataset.samples[3].file).unlink()
+    fewer = open_dataset(tmp_path / "data", split="val", wnids=CLASSES)
+    with pytest.raises(
+        RunFolderError, match=f"begun with other images or labels: {IMAGES} images then, {IMAGES - 1} now"
+    ):
+        decided(fewer, tmp_path / "out", NONE, HALF)
     (tmp_path / "full").mkdir()
     (tmp_path / "full" / "notes.txt").write_text("mine")
     with pytest.raises(RunFolderError, match="not empty and not a comparison"):
