@@ -226,7 +226,7 @@ def resolve_options(
     return listed, options if own.find.find_input is None else _with_found(net, own.find, listed, options, report)
 
 
-def model_file(
+def ensure_model_file(
     net: Path,
     own: NetOptions,
     folder: Path,

@@ -39,11 +39,11 @@ def load(
     path = Path(path)
     if not options and path.is_file() and is_model_file(path):
         return load_model_file(path, device, precision=precision, threads=threads)
-    from .adoption import model_file, net_options  # here, so that the first answer of a model file comes soon
+    from .adoption import ensure_model_file, net_options  # here, so that the first answer of a model file comes soon
 
     with ExitStack() as stack:
         folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="prelunet-"))
-        model = model_file(path, net_options(options), Path(folder), _log)
+        model = ensure_model_file(path, net_options(options), Path(folder), _log)
         net = load_model_file(model, device, precision=precision, threads=threads)
         weakref.finalize(net, stack.pop_all().close)
         return net

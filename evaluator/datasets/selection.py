@@ -116,11 +116,16 @@ def first_images(dataset: Dataset, count: int, seed: int) -> Dataset:
     total = len(dataset.samples)
     if count >= total:
         return dataset
-    samples = [dataset.samples[index] for index in sorted(random_order(dataset, seed)[:count])]
-    words = [] if dataset.selection is None else [dataset.selection]
-    text = ", of these ".join([*words, f"the first {count:,} of {total:,} images {IN_RANDOM_ORDER}"])
-    spec = dataset.spec and replace(dataset.spec, first_random=(count, seed))
-    return replace(dataset, samples=samples, selection=text, spec=spec)
+    words = f"the first {count:,} of {total:,} images {IN_RANDOM_ORDER}"
+    part = part_of(dataset, random_order(dataset, seed)[:count], words)
+    return replace(part, spec=dataset.spec and replace(dataset.spec, first_random=(count, seed)))
+
+
+def part_of(dataset: Dataset, chosen: Sequence[int], words: str) -> Dataset:
+    """Return some images of a dataset, by their numbers, in order of name. words: what they are."""
+    samples = [dataset.samples[index] for index in sorted(chosen)]
+    selection = words if dataset.selection is None else f"{dataset.selection}, of these {words}"
+    return replace(dataset, samples=samples, selection=selection)
 
 
 def restrict(part: Dataset, whole: Dataset, chosen: str | None, classes: Sequence[ClassEntry]) -> Dataset:

@@ -39,7 +39,7 @@ def compare_runs(a: Run, b: Run) -> Comparison:
     label = np.fromiter((prediction.label for prediction in a.predictions), np.int64)
     rank_a, rank_b = (np.fromiter((prediction.rank for prediction in run.predictions), np.int64) for run in (a, b))
     ranks = rank_a, rank_b  # of the true class of every image, 0 for refused images
-    counts = {key: _count(label, ranks, k, len(a.info.classes)) for key, k in METRICS.items()}
+    counts = {key: count_pairs(label, ranks, k, len(a.info.classes)) for key, k in METRICS.items()}
     images = [count.images for count in counts["top1"]]
     metrics = {key: _class_metrics(of_class) for key, of_class in counts.items()}
     return {
@@ -149,8 +149,11 @@ def _first_difference(a: Sequence[str], b: Sequence[str]) -> str:
     return f"class {index} is {a[index][:100]!r} in the first, {b[index][:100]!r} in the second"
 
 
-def _count(label: Int64Array, ranks: tuple[Int64Array, Int64Array], k: int, classes: int) -> list[PairedErrors]:
-    """Count right and wrong images per class over those that both runs evaluated. ranks: of A and B, 0 if refused."""
+def count_pairs(label: Int64Array, ranks: Sequence[Int64Array], k: int, classes: int) -> list[PairedErrors]:
+    """Count right and wrong images per class over those that both runs evaluated.
+
+    label: of each image; ranks: of the true class in A and B, 0 if refused; k: an image is wrong beyond this rank.
+    """
     rank_a, rank_b = ranks
     kind = 4 * label + 2 * (rank_a > k) + (rank_b > k)
     table = np.bincount(kind[(rank_a > 0) & (rank_b > 0)], minlength=4 * classes).reshape(classes, 4)

@@ -15,10 +15,9 @@ from ..json_checks import differences, format_differences, parse_json
 from ..validation.portions import ComparedModel, check_same_images, evaluate_portions, merge_portions
 from ..validation.run import Run
 from .checks import Check, difference_cells
-from .compare import METRICS
+from .compare import METRICS, count_pairs
 from .html import signed
-from .paired import PairedErrors
-from .sequence import DifferenceSequence, expected_images
+from .sequence import bounds_of_all, expected_images
 from .statistics import DECIMALS, error_percent
 
 Verdict = Literal["B is better", "B is worse", "within the margin", "cannot tell", "undecided"]
@@ -85,7 +84,7 @@ def compare_until_decided(
     that does not matter; limit: stop instead when it is known whether B's error exceeds A's by more points than this
     (`check_decision`); metric: `top1` or `top5`; seed: of the order of the images; report: receives a sentence
     beforehand and after each portion. While images are left, the verdict is about those of the dataset
-    (`DifferenceSequence`); after all, about images like these.
+    (`bounds_of_all`); after all, about images like these.
     Raises UsageError for a margin that is smaller than an image, RunFolderError if the folder holds another comparison,
     DatasetError if the models have different classes, and as `validate` does.
     """
@@ -145,23 +144,21 @@ def _look(ranks: Int64Array, k: int, images: int) -> dict[str, Any]:
     """Return what is known after a portion: errors on the images that both evaluated, and bounds of their difference.
 
     ranks: (2, t), 0 where refused; k: an image is wrong beyond this rank. While images are left, the bounds are for all
-    of them (`DifferenceSequence`). After all, they are the interval of `compare`, for images like these; images that
+    of them (`bounds_of_all`). After all, they are the interval of `compare`, for images like these; images that
     only one model evaluated widen it by as much as they may differ.
     """
-    refused, wrong = ranks == 0, ranks > k
-    unknown, both = refused[0] != refused[1], ~refused.any(axis=0)
-    only_a, only_b = (int((wrong[own] & ~wrong[1 - own] & both).sum()) for own in (0, 1))
-    both_wrong = int((wrong.all(axis=0) & both).sum())
-    paired = PairedErrors(both_wrong, only_a, only_b, int(both.sum()) - both_wrong - only_a - only_b)
-    if ranks.shape[1] < images:
-        differences = np.where(both, wrong[1].astype(np.int64) - wrong[0], 0)
-        low, high = DifferenceSequence(differences, unknown, images).interval
+    refused, seen = ranks == 0, ranks.shape[1]
+    unknown = refused[0] != refused[1]
+    (paired,) = count_pairs(np.zeros(seen, np.int64), list(ranks), k, classes=1)
+    if seen < images:
+        wrong_a, wrong_b = (ranks > k).astype(np.int64)
+        low, high = bounds_of_all(np.where(refused.any(axis=0), 0, wrong_b - wrong_a), unknown, images)
     else:
         more = 100 * float(unknown.mean())
         low, high = paired.interval or (-100.0, 100.0)
         low, high = round(max(-100.0, low - more), DECIMALS), round(min(100.0, high + more), DECIMALS)
     return {
-        "images": ranks.shape[1],
+        "images": seen,
         "refused": [int(of_run.sum()) for of_run in refused],
         "a_error": error_percent(paired.wrong_a, paired.images),
         "b_error": error_percent(paired.wrong_b, paired.images),

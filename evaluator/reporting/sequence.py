@@ -1,25 +1,23 @@
 """A confidence sequence for the difference of two errors on the same images, which are looked at in random order.
 
-An interval computed after each image would be wrong sooner or later: whoever looks often enough sees chance. A
-confidence sequence is right at all times at once, with 95 % probability, so that an evaluation may stop whenever it
-has seen enough. It holds for the difference over a finite set of images, drawn without replacement: after all of them
-it is exact.
+Ordinary intervals, computed again and again, are wrong sooner or later: whoever looks often enough is fooled by chance.
+A confidence sequence is right at all times at once, with 95 % probability, so an evaluation may stop as soon as it has
+seen enough. It is about the difference over a finite set of images, drawn without replacement: after all of them it is
+exact.
 
 By betting (I. Waudby-Smith and A. Ramdas, "Estimating means of bounded random variables by betting", J. R. Statist.
-Soc. B 86 (2024) 1, sections 4 and 5). Whoever bets against "the difference is m" at fair odds multiplies the capital by
-1 + λ (d − m_t) with each image, where d is −1, 0 or 1 (only A, neither or only B wrong) and m_t the mean of the images
-that are left, if m is true. If it is, the capital exceeds 40 with a probability of at most 1/40 (Ville). What one could
-get so rich by denying is excluded, on either side: 5 % in total.
+Soc. B 86 (2024) 1, sections 4 and 5). A bettor against "the difference is m" multiplies the capital by 1 + λ (d − m_t)
+with each image, where d is −1, 0 or 1 (only A, neither or only B wrong) and m_t the mean of the images that are left if
+m is true. If it is, the bets are fair, and the capital ever reaches 40 with a probability of at most 1/40 (Ville). So
+an m against which a bettor gets that rich is excluded: on two sides, with an error of 5 % in total.
 """
 
 import math
-from dataclasses import dataclass
-from functools import cached_property
 
 import numpy as np
 
 from ..arrays import BoolArray, Float64Array, Int64Array
-from .statistics import CONFIDENCE, DECIMALS, error_percent
+from .statistics import CONFIDENCE, DECIMALS
 
 # The capital is divided among several bettors, who stake different shares, because the best one depends on the unknown
 # difference: it is difference / discordant share. The largest part bets on 1 to 2 points where a tenth of the images
@@ -33,30 +31,16 @@ _ROUNDING = 1e-6  # images
 EXCLUDED = math.log(2 / (1 - CONFIDENCE))  # logarithm of the capital, on each side
 
 
-@dataclass(frozen=True)
-class DifferenceSequence:
-    """Differences of two errors on images in random order, and their bounds for all images.
+def bounds_of_all(differences: Int64Array, unknown: BoolArray, images: int) -> tuple[float, float]:
+    """Return the bounds of the difference over a whole set of images, (low, high), in points.
 
-    differences: int64 (t,), 1 for images that only B gets wrong, −1 for those that only A does, else 0; unknown: bool
-    (t,), images that only one of the two evaluated, whose difference may be anything; images: of the whole set.
+    They hold with 95 % probability at all times at once.
+    differences: int64 (t,), of the images so far in random order: 1 for those that only B gets wrong, −1 for those that
+    only A does, else 0; unknown: bool (t,), those whose difference may be anything; images: of the whole set.
     """
-
-    differences: Int64Array
-    unknown: BoolArray
-    images: int
-
-    @property
-    def difference(self) -> float | None:
-        """Return the difference over the images so far that both or neither evaluated, B − A, in points, if any."""
-        known = self.differences[~self.unknown]
-        return error_percent(int(known.sum()), len(known))
-
-    @cached_property
-    def interval(self) -> tuple[float, float]:
-        """Return the bounds of the difference over all images, (low, high), in points: 95 % at all times at once."""
-        low = _lower_bound(np.where(self.unknown, -1, self.differences), self.images)
-        high = -_lower_bound(np.where(self.unknown, -1, -self.differences), self.images)
-        return round(100 * low, DECIMALS) + 0.0, round(100 * high, DECIMALS) + 0.0  # without negative zeros
+    low = _lower_bound(np.where(unknown, -1, differences), images)
+    high = -_lower_bound(np.where(unknown, -1, -differences), images)
+    return round(100 * low, DECIMALS) + 0.0, round(100 * high, DECIMALS) + 0.0  # without negative zeros
 
 
 def capital(differences: Int64Array, images: int, mean: float) -> Float64Array:

@@ -4,13 +4,13 @@ Each portion is an ordinary run of each model, so what is done survives a kill, 
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 
 from ..datasets.dataset import Dataset
-from ..datasets.selection import IN_RANDOM_ORDER, first_images, random_order
+from ..datasets.selection import IN_RANDOM_ORDER, first_images, part_of, random_order
 from ..engine.session import Session
 from ..errors import DatasetError
 from ..protocols import EvaluationProtocol
@@ -60,9 +60,7 @@ def evaluate_portions(
         chosen, runs = order[start : start + PORTION], []
         for each in models:
             words = f"images {start + 1:,} to {start + len(chosen):,} {IN_RANDOM_ORDER}"
-            selection = words if each.dataset.selection is None else f"{each.dataset.selection}, of these {words}"
-            samples = [each.dataset.samples[index] for index in sorted(chosen)]
-            dataset = replace(each.dataset, samples=samples, selection=selection)
+            dataset = part_of(each.dataset, chosen, words)
             where = folder / "portions" / f"{number:04}-{each.name}"
             threads = each.session.placement.threads
             runs.append(validate([each.session], dataset, each.run_info(dataset), where, threads=threads))

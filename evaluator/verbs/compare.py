@@ -12,7 +12,8 @@ import typer
 from ..datasets import DatasetSpec, open_from_spec
 from ..engine.load import open_with_placement
 from ..engine.session import Placement
-from ..errors import PreluNetError, UsageError, from_os_error
+from ..errors import UsageError
+from ..files import require_writable
 from ..protocols import ProtocolOverrides, build_protocol, default_protocol_name
 from ..reporting.checks import (
     Check,
@@ -25,7 +26,7 @@ from ..reporting.checks import (
 )
 from ..reporting.compare import METRICS
 from ..reporting.compare_page import run_titles, write_comparison
-from ..reporting.deciding import check_decision, compare_until_decided
+from ..reporting.deciding import Decision, check_decision, compare_until_decided
 from ..reporting.html import json_bytes
 from ..terminal import echo, report
 from ..validation.evaluate_model import require_outside_images
@@ -68,7 +69,7 @@ def compare(
             metavar="POINTS",
             help="Exit with code 6 if B's error exceeds A's by more than this many percentage points: over the images "
             "that both evaluated, or over all that A evaluated, with those that B refused counted as wrong. Exit with "
-            "code 7 if it may, with 95 % confidence, and the images cannot tell.",
+            "code 7 if the images cannot tell: the 95 % interval of the difference reaches beyond.",
         ),
     ] = None,
     metric: Annotated[
@@ -120,18 +121,13 @@ def compare(
         raise UsageError(f"{images}: --data is given too. Give one of them")
     data = images or data
     outputs = _Outputs(markdown, junit, as_json=as_json)
+    evaluated = _Evaluated(labels, protocol, overrides, placement)
     if until_decided:
-        evaluated = _Evaluated(labels, protocol, overrides, placement)
-        sides = [evaluated.model(name, model, data, metric) for name, model in (("a", a), ("b", b))]
-        folder = out or Path("runs", f"{b.stem}-against-{a.stem}-{sides[0].dataset.location.resolve().stem}")
-        require_outside_images(folder, sides[0].dataset, "--out")
-        decision = compare_until_decided(
-            *sides, folder=folder, margin=margin, limit=fail_if_worse, metric=metric or "top1", seed=seed, report=report
-        )
+        decision = _decide(a, b, data, out, evaluated, margin, fail_if_worse, metric or "top1", seed)
         checks = [] if fail_if_worse is None else [check_decision(decision, fail_if_worse)]
         outputs.write(f"{decision}\n", decision.data, {"a": a.name, "b": b.name}, [decision.row], checks)
         return
-    if (margin, seed, _Evaluated(labels, protocol, overrides, placement)) != (0.5, 0, _Evaluated()):
+    if (margin, seed, evaluated) != (0.5, 0, _Evaluated()):
         raise UsageError(
             "--margin, --seed, --labels and the options of protocols and devices belong to --until-decided, which "
             "evaluates models. Give it, or omit them"
@@ -155,12 +151,8 @@ class _Evaluated:
     overrides: ProtocolOverrides = ProtocolOverrides()
     placement: Placement = Placement()
 
-    def model(self, name: str, model: Path, data: Path | None, metric: str | None) -> ComparedModel:
-        """Open a model and the dataset with labels for its classes. Raises UsageError for what does not fit."""
-        if data is None:
-            raise UsageError("--until-decided evaluates models on images: prelunet compare A.onnx B.onnx DATA")
-        if metric == "both":
-            raise UsageError("--metric both: --until-decided needs one error that decides. Give top1 or top5")
+    def model(self, name: str, model: Path, data: Path) -> ComparedModel:
+        """Open a model and the dataset with labels for its classes."""
         if model.is_dir():
             raise UsageError(f"{model}: a folder, not a model file. To compare runs, omit --until-decided")
         session = open_with_placement(model, self.placement, preallocate=True)
@@ -168,23 +160,48 @@ class _Evaluated:
         chosen = build_protocol(self.protocol or default_protocol_name(contract), contract, self.overrides)
         report(f"{model.name}: {contract.name} on {session.circumstances}")
         dataset = open_from_spec(DatasetSpec(data, self.labels), contract.classes)
-        for remark in dataset.remarks:
-            report(remark)
         return ComparedModel(name, session, model, chosen, dataset)
 
 
-@dataclass(frozen=True)
+def _decide(
+    a: Path,
+    b: Path,
+    data: Path | None,
+    out: Path | None,
+    evaluated: _Evaluated,
+    margin: float,
+    limit: float | None,
+    metric: Metric,
+    seed: int,
+) -> Decision:
+    """Evaluate two models until it is known which is better."""
+    if data is None:
+        raise UsageError("--until-decided evaluates models on images: prelunet compare A.onnx B.onnx DATA")
+    if metric == "both":
+        raise UsageError("--metric both: --until-decided needs one error that decides. Give top1 or top5")
+    one, other = (evaluated.model(name, model, data) for name, model in (("a", a), ("b", b)))
+    for remark in one.dataset.remarks:
+        report(remark)
+    folder = out or Path("runs", f"{b.stem}-against-{a.stem}-{data.resolve().stem}")
+    require_outside_images(folder, one.dataset, "--out")
+    return compare_until_decided(
+        one, other, folder=folder, margin=margin, limit=limit, metric=metric, seed=seed, report=report
+    )
+
+
 class _Outputs:
-    """Where a comparison is written, besides its own files. markdown, junit: files; as_json: to stdout, for a text."""
+    """Where a comparison is written, besides its own files.
 
-    markdown: Path | None
-    junit: Path | None
-    as_json: bool
+    markdown, junit: files; as_json: to stdout, instead of a text. Raises UsageError if a file cannot be written.
+    """
 
-    def __post_init__(self) -> None:
-        for path in (self.markdown, self.junit):
-            if path is not None and not path.absolute().parent.is_dir():
-                raise UsageError(f"{path}: the folder {path.parent} does not exist. Create it, or give another path")
+    def __init__(self, markdown: Path | None, junit: Path | None, *, as_json: bool) -> None:
+        self._markdown, self._junit, self._as_json = markdown, junit, as_json
+        named = os.environ.get(_SUMMARY_VARIABLE) if markdown is not None else None
+        self._summary = Path(named) if named else None
+        for path in (markdown, junit, self._summary):
+            if path is not None:
+                require_writable(path)
 
     def write(
         self,
@@ -194,9 +211,9 @@ class _Outputs:
         rows: Sequence[Sequence[str]],
         checks: Sequence[Check],
     ) -> None:
-        """Print the result and write the files; then raise if a check did not pass, else if a file was not written."""
+        """Print the result and write the files, then raise if a check did not pass."""
         try:
-            echo(json_bytes(result).decode("ascii") if self.as_json else text, end="")
+            echo(json_bytes(result).decode("ascii") if self._as_json else text, end="")
             if refused := result.get("refused_by_b_only"):
                 report(
                     f"warning: B refused {refused:,} image{'s' if refused > 1 else ''} that A evaluated. Both errors "
@@ -204,19 +221,9 @@ class _Outputs:
                 )
         finally:  # also if the reader of stdout has closed it
             try:
-                self._write_files(titles, rows, checks)
-            except (PreluNetError, OSError) as error:
-                try:
-                    raise_unless_passed(checks)
-                except PreluNetError:
-                    report(f"warning: {from_os_error(error) if isinstance(error, OSError) else error}")
-                    raise
-                raise
-            raise_unless_passed(checks)
-
-    def _write_files(self, titles: Mapping[str, str], rows: Sequence[Sequence[str]], checks: Sequence[Check]) -> None:
-        if self.markdown is not None:
-            named = os.environ.get(_SUMMARY_VARIABLE)
-            write_markdown(self.markdown, markdown_of(titles, rows, checks), Path(named) if named else None)
-        if self.junit is not None:
-            write_junit(self.junit, titles, checks)
+                if self._markdown is not None:
+                    write_markdown(self._markdown, markdown_of(titles, rows, checks), self._summary)
+                if self._junit is not None:
+                    write_junit(self._junit, titles, checks)
+            finally:  # also if the disk is full: the verdict decides the exit code
+                raise_unless_passed(checks)

@@ -274,7 +274,7 @@ class _Search:
         """Start with the best combination, then ask question by question."""
         current, answers = self._start(first), dict[Question, tuple[Answer, ...]]()
         if not self.exact:
-            self._check_knowledge([current, first])
+            self._check_knowledge(list(dict.fromkeys([current, first])))
         open_questions = {question for question in QUESTIONS if len(self._options(question, current)) > 1}
         asked = frozenset(open_questions)
         for question in _ROUNDS * QUESTIONS:

@@ -17,7 +17,7 @@ from ...evaluator.validation.evaluate_model import default_run_folder, evaluate_
 from ...evaluator.verbs.options.derive import Only, derive_options
 from ...evaluator.verbs.options.shared import GpusOption, ProtocolOption
 from ...evaluator.verbs.validate import FreshOption, HeatmapsOption, open_for_run, report_result
-from ..adoption import NetOptions, model_file
+from ..adoption import NetOptions, ensure_model_file
 from ..foreign.sidecars import ClassList
 
 
@@ -65,7 +65,7 @@ def evaluate(
         """Refuse a dataset that does not fit before the net is adopted, which may take minutes."""
         require_outside_images(run or Path("runs"), open_from_spec(data, classes.entries))
 
-    model = model_file(net, own, Path("runs") if run is None else run.parent, report, check)
+    model = ensure_model_file(net, own, Path("runs") if run is None else run.parent, report, check)
     contract = contract_from_metadata(read_metadata(model), str(model))
     evaluation_protocol = build_protocol(protocol or default_protocol_name(contract), contract, overrides)
     if only_classes is not None:

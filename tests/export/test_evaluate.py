@@ -215,6 +215,22 @@ def test_wrong_options_of_a_net_are_refused_with_what_is_right(options: dict[str
         prelunet.load("net.onnx", **options)
 
 
+def test_one_number_is_that_of_all_channels_as_on_the_command_line(here: Path) -> None:
+    one = prelunet.load("net.onnx", mean=0.5, std=0.25, classes="classes.txt")
+    three = prelunet.load("net.onnx", mean=(0.5,) * 3, std=(0.25,) * 3, classes="classes.txt")
+    adopted = [each.session.contract.training["adopted"] for each in (one, three)]
+    assert adopted[0] == adopted[1]
+    assert adopted[0]["std"] == [0.25] * 3
+
+
+def test_images_are_looked_at_before_the_preprocessing_is_looked_for(
+    here: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run(["evaluate", "net.onnx", "missing", "--classes", "classes.txt", "--find-input", "data"]) == 2
+    assert "missing" in capsys.readouterr().err
+    assert not list(here.glob("*.find-input.jsonl"))
+
+
 def test_a_net_to_adopt_without_onnx_is_refused_with_the_extra(here: Path) -> None:
     program = "import sys; sys.modules['onnx'] = None; import prelunet; prelunet.load('net.onnx', preset='timm')"
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)

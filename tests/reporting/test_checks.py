@@ -7,6 +7,7 @@ import pytest
 from markdown_it import MarkdownIt
 
 from prelunet.evaluator import cli
+from prelunet.evaluator.errors import EnvironmentFault
 from tests.helpers.run_folders import evaluated, write_run
 
 RIGHT, WRONG = [0, 1, 2, 3, 4], [1, 0, 2, 3, 4]
@@ -68,22 +69,39 @@ def test_the_summary_is_appended_to_the_file_that_the_build_system_names(
     assert summary.read_text() == f"before\n{2 * own.read_text()}"
 
 
-@pytest.mark.parametrize("option", ["--markdown", "--junit"])
-def test_a_summary_that_cannot_be_written_is_named_and_the_verdict_stays(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], option: str
+@pytest.mark.parametrize("option", ["--markdown", "--junit", "GITHUB_STEP_SUMMARY"])
+def test_a_summary_that_cannot_be_written_is_named_before_anything_is_compared(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, option: str
 ) -> None:
-    words, missing = two_runs(tmp_path, 2, 5), tmp_path / "none" / "summary"
-    assert cli.run([*words, option, str(missing)]) == 2
-    assert f"{missing}: the folder {missing.parent} does not exist" in capsys.readouterr().err
-    assert not (tmp_path / "b" / "report").exists(), "noticed before anything was compared"
-    (tmp_path / "taken").mkdir()
-    assert cli.run([*words, option, str(tmp_path / "taken")]) == 6
+    words, taken = two_runs(tmp_path, 2, 5), tmp_path / "taken"
+    taken.mkdir()
+    for path, fault in ((tmp_path / "none" / "summary", "does not exist"), (taken, "not a regular file")):
+        if option.startswith("--"):
+            options = [option, str(path)]
+        else:
+            monkeypatch.setenv(option, str(path))
+            options = ["--markdown", str(tmp_path / "own.md")]
+        assert cli.run([*words, *options]) == 2
+        message = capsys.readouterr().err
+        assert str(path) in message
+        assert fault in message
+    assert not (tmp_path / "b" / "report").exists()
+
+
+def test_the_verdict_is_the_exit_code_even_if_the_disk_is_full(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*_arguments: object) -> None:
+        raise EnvironmentFault("the disk is full")
+
+    monkeypatch.setattr("prelunet.evaluator.verbs.compare.write_junit", full)
+    file = ["--junit", str(tmp_path / "junit.xml")]
+    assert cli.run([*two_runs(tmp_path, 2, 5), *file]) == 6
     captured = capsys.readouterr()
-    assert f"warning: {tmp_path / 'taken'}" in captured.err
     assert "B is worse than A by more than 5 points" in captured.err
     assert "McNemar" in captured.out
     assert (tmp_path / "b" / "report" / "compared-with-a" / "compare.json").exists()
-    assert cli.run([*two_runs(tmp_path / "same", 0, 0), option, str(tmp_path / "taken")]) == 2
+    assert cli.run([*two_runs(tmp_path / "same", 0, 0), *file]) == 5
 
 
 def test_names_cannot_break_out_of_the_summary(tmp_path: Path) -> None:

@@ -10,8 +10,9 @@ import numpy as np
 import pytest
 
 from prelunet.evaluator.contract import Canvas
-from prelunet.evaluator.engine.batching import Batch, BatchPlan, BatchRules
+from prelunet.evaluator.engine.batching import Batch, BatchPlan, BatchRules, plan_batches
 from prelunet.evaluator.engine.session import Outputs, Placement
+from prelunet.evaluator.engine.shape_buckets import ShapeBuckets
 from prelunet.evaluator.errors import DeviceLost
 from prelunet.evaluator.protocols import build_protocol
 from prelunet.evaluator.serving import models as models_module
@@ -206,10 +207,23 @@ def test_on_a_cpu_every_batch_has_its_own_shape() -> None:
     assert shapes_of(gpu_model(1, provider="CPUExecutionProvider"), LARGE, HALF) == [(4, 48, 64), (2, 48, 64)]
 
 
-def test_where_most_changes_are_free_fewer_images_share_a_canvas() -> None:
-    one, several = gpu_model(1), gpu_model(16)
-    assert several.planning_rules.switch_pixels < one.planning_rules.switch_pixels == 5 * 48 * 64
-    assert several.session.rules == one.session.rules
+@async_test
+async def test_where_most_changes_are_free_fewer_shapes_share_a_canvas(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Eight views of two shapes: the padding costs less than a change of shape, but more than a quarter of one."""
+    shapes, canvases, plan_views = [(40, 64), (64, 40)] * 4, [], executor.plan_views
+
+    def planned(session: FakeSession, views: object, buckets: ShapeBuckets, rules: BatchRules) -> BatchPlan:
+        grid, largest = session.contract.window_grid, session.contract.max_side
+        plan = plan_batches(shapes, grid, rules, max_side=largest, shape_buckets=buckets)
+        canvases.append({(batch.height, batch.width) for batch in plan.batches})
+        return plan_views(session, views, buckets, rules)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(executor, "plan_views", planned)
+    for prepared_shapes in (1, 16):
+        session = gpu_model(prepared_shapes).session
+        with serve_models(fake=session) as models:
+            await start_classify(models, png(40, 64, 1), build_protocol("center", session.contract))
+    assert canvases == [{(64, 64)}, {(44, 64), (64, 44)}]
 
 
 @async_test
