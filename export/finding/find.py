@@ -272,9 +272,12 @@ class _Search:
 
     def run(self, first: Candidate, failed: int) -> Found:
         """Start with the best combination, then ask question by question."""
-        current, answers = self._start(first), dict[Question, tuple[Answer, ...]]()
+        points, answers = self._starting_points(first), dict[Question, tuple[Answer, ...]]()
+        values = self.measured.of(points, _FIRST_REFERENCES if self.exact else self.stages[0], "starting points")
+        judged = by_references(values) if self.exact else by_labels(values, 1 - CONFIDENCE)
+        current = points[ranked(judged)[0]]
         if not self.exact:
-            self._check_knowledge(list(dict.fromkeys([current, first])))
+            self._check_knowledge(current, points)
         open_questions = {question for question in QUESTIONS if len(self._options(question, current)) > 1}
         asked = frozenset(open_questions)
         for question in _ROUNDS * QUESTIONS:
@@ -305,19 +308,15 @@ class _Search:
         standings = by_labels(values, 1 - CONFIDENCE)
         return 1.0 if standings[0].kept else _CONTRASTS[ranked(standings)[0] - 1]
 
-    def _start(self, first: Candidate) -> Candidate:
-        """Return the best of all channel orders and normalizations together; with references, of all combinations."""
+    def _starting_points(self, first: Candidate) -> list[Candidate]:
+        """Return all channel orders and normalizations together; with references, all combinations."""
         candidates = [first]
         for question in QUESTIONS if self.exact else QUESTIONS[:2]:
             fine = self.exact and question == "filter"
             candidates = [
                 new for each in candidates for new in self._options(question, each, exact=fine).values() or [each]
             ]
-        candidates += [] if self.given is None else [self.given]
-        images = _FIRST_REFERENCES if self.exact else self.stages[0]
-        values = self.measured.of(candidates, images, "starting points")
-        judged = by_references(values) if self.exact else by_labels(values, 1 - CONFIDENCE)
-        return candidates[ranked(judged)[0]]
+        return [*dict.fromkeys([*candidates, *([] if self.given is None else [self.given])])]
 
     def _options(self, question: Question, current: Candidate, *, exact: bool | None = None) -> dict[str, Candidate]:
         """Return the answers to a question, the given one included."""
@@ -328,18 +327,22 @@ class _Search:
             found = {name: each for name, each in found.items() if not each.preprocessing.preparation.whole}
         return found
 
-    def _check_knowledge(self, candidates: Sequence[Candidate]) -> None:
-        """Raise UsageError for a net that does not know the labels. candidates: the best one first."""
-        values = self.measured.of(candidates, self.images, "labels")
+    def _check_knowledge(self, current: Candidate, points: Sequence[Candidate]) -> None:
+        """Raise UsageError for a net that does not know the labels.
+
+        With wrong labels the best starting point, `current`, is a wrong one, so all of them are looked at.
+        """
+        some = min(self.images, _STAGES[-1])
+        values = self.measured.of(points, some, "labels")
         assert isinstance(self.measured.judge, Labels), "there is nothing to know of references"
-        labels = np.array(self.measured.judge.labels)
+        labels = np.array(self.measured.judge.labels[:some])
         known = 1 - float(values[:, :, -1].mean(1).min())
         if any(fits_another_order(own[:, -2].astype(np.int64), labels, known) for own in values):
             raise UsageError(
                 f"{self.path}: would know far more of the labels if its outputs were other classes. Give the classes "
                 "in the order of its outputs"
             )
-        if not better_than_chance(values[0], _EARLY_ERROR):
+        if not better_than_chance(self.measured.of([current], self.images, "labels")[0], _EARLY_ERROR):
             raise UsageError(
                 f"{self.path}: knows the labels no better than by chance, so nothing can be found. The classes may be "
                 "in another order than its outputs, the images of other classes, or the labels wrong"

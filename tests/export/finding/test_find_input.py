@@ -312,6 +312,13 @@ def test_images_that_cannot_be_decoded_are_counted_and_left_out(data: Path, tmp_
     assert "Images that cannot be decoded, and were left out: 3" in str(found)
 
 
+@pytest.mark.parametrize("name", TRUTHS)
+def test_reversed_classes_are_noticed_however_the_images_were_prepared(name: str, data: Path, tmp_path: Path) -> None:
+    net = write_net(tmp_path / "net.onnx", TRUTHS[name])
+    with pytest.raises(UsageError, match="would know far more of the labels if its outputs were other classes"):
+        find_input(net, data, classes=NAMES[::-1])
+
+
 def test_classes_in_another_order_are_not_taken_for_a_poor_net(data: Path, tmp_path: Path) -> None:
     net = write_net(tmp_path / "net.onnx", TRUTHS["torchvision"])
     changed = [*NAMES[1::-1], *NAMES[2:]]  # two of five: better than chance
