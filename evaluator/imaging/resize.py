@@ -161,7 +161,7 @@ def _resize_region(
     if (top, left, bottom, right) != (0, 0, height, width):
         picture = picture.crop((left, top, right, bottom))
     resized = picture.resize((count[1], count[0]), resampling, box=(box_left, box_top, box_right, box_bottom))
-    return np.array(resized.convert("RGB"))  # of a gray image
+    return np.asarray(resized if resized.mode == "RGB" else resized.convert("RGB"))  # convert would copy an RGB image
 
 
 def _source_span(side: int, full: int, offset: int, count: int, support: int) -> tuple[int, int, float, float]:

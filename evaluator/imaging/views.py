@@ -1,8 +1,6 @@
 """The views of one image: what a protocol shows to the model, and how the views of several share an input array."""
 
 from collections.abc import Mapping, Sequence
-from fractions import Fraction
-from math import floor
 
 import numpy as np
 import numpy.typing as npt
@@ -67,8 +65,9 @@ def crop_at(image: UInt8Array, part: ViewPart, crop: int, rounding: Rounding = "
 def crop_origin(height: int, width: int, part: ViewPart, crop: int, rounding: Rounding = "half-up") -> tuple[int, int]:
     """Return the row and column where a crop begins: at a corner, or centered, at (side − crop)/2, rounded."""
     if part == "center":
-        nearest = round if rounding == "torchvision" else floor  # round: halves to the even number
-        return nearest(Fraction(height - crop, 2)), nearest(Fraction(width - crop, 2))
+        if rounding == "torchvision":  # halves to the even number
+            return round((height - crop) / 2), round((width - crop) / 2)
+        return (height - crop) // 2, (width - crop) // 2
     return (0 if part.startswith("top") else height - crop), (0 if part.endswith("left") else width - crop)
 
 
@@ -84,10 +83,12 @@ def pack(
     """
     rows = len(images) if rows is None else rows
     assert rows >= len(images), f"{len(images)} images do not fit {rows} canvases"
-    canvas = np.full((rows, height, width, 3), fill, dtype=np.uint8)
     own = [image.shape[:2] for image in images]
     fits = all(own_height <= height and own_width <= width for own_height, own_width in own)
     assert fits, f"one of {own} does not fit a canvas of {height}x{width}"
+    canvas = np.empty((rows, height, width, 3), dtype=np.uint8)
+    if own != rows * [(height, width)]:  # otherwise each pixel is written below
+        canvas.fill(fill)
     sizes = np.array(own + (rows - len(own)) * [(height, width)], dtype=np.int64).reshape(rows, 2)
     for place, image in zip(canvas, images, strict=False):  # the blank ones remain
         corner = place[: image.shape[0], : image.shape[1]]
