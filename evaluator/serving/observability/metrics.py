@@ -28,9 +28,7 @@ class Metrics:
         self.registry = registry = CollectorRegistry()
         counter = partial(Counter, namespace="prelunet", registry=registry)
         gauge = partial(Gauge, namespace="prelunet", registry=registry)
-        summary = partial(Summary, namespace="prelunet", registry=registry)
-        histogram = partial(Histogram, namespace="prelunet", registry=registry)
-        seconds = partial(histogram, buckets=_SECONDS)
+        seconds = partial(Histogram, namespace="prelunet", registry=registry, buckets=_SECONDS)
         self.calls = counter("calls", "Calls that ended, by method and status.", ("method", "status"))
         self.call_seconds = seconds("call_seconds", "Time from a call's arrival to its end.", ("method",))
         self._of_calls: dict[tuple[str, str], tuple[Counter, Histogram]] = {}
@@ -56,7 +54,14 @@ class Metrics:
         self.certificate_expiry = gauge(
             "certificate_expiry_timestamp_seconds", "Unix time at which the certificate expires; 0: no TLS."
         )
-        # Those of models
+        self._create_those_of_models()
+
+    def _create_those_of_models(self) -> None:
+        counter = partial(Counter, namespace="prelunet", registry=self.registry)
+        gauge = partial(Gauge, namespace="prelunet", registry=self.registry)
+        summary = partial(Summary, namespace="prelunet", registry=self.registry)
+        histogram = partial(Histogram, namespace="prelunet", registry=self.registry)
+        seconds = partial(histogram, buckets=_SECONDS)
         of, by_reason = ("model",), ("model", "reason")
         self.request_seconds = seconds("request_seconds", "Time from an image's arrival to its answer.", of)
         self.failed_seconds = summary(
