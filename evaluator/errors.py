@@ -4,6 +4,7 @@
     ├── UsageError            an invalid option, path or class list
     │   └── DivergenceError   training values that are no longer finite
     ├── ImageError            bytes that are not an image, or an image beyond the limits
+    │   └── ImageTooLarge     an encoded image with too many bytes
     ├── DatasetError          a folder or archive that is not a labeled dataset
     ├── RunFolderError        a run folder of another model, dataset or protocol, or a damaged one
     ├── ModelNotFound         a model name that the server does not serve
@@ -61,6 +62,10 @@ class DivergenceError(UsageError):
 
 class ImageError(PreluNetError):
     """The bytes are not an acceptable image; the caller must send another."""
+
+
+class ImageTooLarge(ImageError):  # noqa: N818
+    """The encoded image has too many bytes."""
 
 
 class DatasetError(PreluNetError):
@@ -166,6 +171,7 @@ ERROR_STATUSES: dict[type[PreluNetError], ErrorStatus] = {
     UsageError: ErrorStatus(2, "INVALID_ARGUMENT", 400),
     DivergenceError: ErrorStatus(2, "INVALID_ARGUMENT", 400),
     ImageError: ErrorStatus(2, "INVALID_ARGUMENT", 400),
+    ImageTooLarge: ErrorStatus(2, "INVALID_ARGUMENT", 413),
     DatasetError: ErrorStatus(2, "INVALID_ARGUMENT", 400),
     RunFolderError: ErrorStatus(2, "FAILED_PRECONDITION", 500),
     ModelNotFound: ErrorStatus(2, "NOT_FOUND", 404),

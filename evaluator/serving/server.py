@@ -111,6 +111,11 @@ class Server:
         return "" if self._http is None else self._http.address
 
     @property
+    def http_url(self) -> str:
+        """Return the URL of the live page, unix:PATH for a Unix socket, "" without HTTP."""
+        return "" if self._http is None else self._http.url
+
+    @property
     def serving(self) -> bool:
         """Return whether new calls are answered, as health reports it."""
         return self._health.serving

@@ -38,6 +38,12 @@ class ClassifyForm(Struct, forbid_unknown_fields=True):
     image: File
 
 
+class ClassifyBody(Struct, forbid_unknown_fields=True):
+    """A JSON body. image: the encoded image, in base64."""
+
+    image: bytes
+
+
 class ClassifyQuery(Struct, forbid_unknown_fields=True):
     """The query parameters of /v1/classify."""
 
@@ -115,7 +121,8 @@ class _Routes:
     def operations(self) -> list[Operation]:
         """Return the operations, in the order in which their paths are tried."""
         own, live = self._inference, _described(lambda: ServerLiveResponse(True))
-        image, index = {"*/*": File, "multipart/form-data": ClassifyForm}, {JSON: RepositoryIndexRequest}
+        image = {"*/*": File, "multipart/form-data": ClassifyForm, JSON: ClassifyBody}
+        index = {JSON: RepositoryIndexRequest}
         operations = [
             Operation("GET", "/v1/models", "ListModels", _described(self._plane.list_models), ListModelsResponse),
             Operation("GET", "/v1/models/{name:path}", "GetModel", _described(self._plane.get_model), Model),
@@ -150,8 +157,11 @@ class _Routes:
         ]
 
     async def _classify(self, request: HttpCall) -> Response:
-        if request.headers.get("content-type", "").lower().startswith("multipart/"):
+        media_type = request.headers.get("content-type", "").lower()
+        if media_type.startswith("multipart/"):
             request.body = image_in_form(request.body)
+        elif media_type.startswith(JSON):
+            request.body = image_in_json(request.body)
         model, options = _options_in(request.query)
         answered = await self._plane.classify(request.take_body(), model, options, request.call, _written)
         return Response(answered.written, media_type=JSON)
@@ -211,8 +221,11 @@ def _options_in(query: QueryParams) -> tuple[str, RequestOptions]:
     try:
         asked = msgspec.convert(values, ClassifyQuery, strict=False)
     except msgspec.ValidationError as error:
-        valid = ", ".join(ClassifyQuery.__struct_fields__)
-        raise UsageError(f"the query of this request is not valid: {error}. Its parameters may be: {valid}") from None
+        text, valid = (
+            str(error).replace("Expected `bool`, got `str`", "true or false is expected"),
+            ", ".join(ClassifyQuery.__struct_fields__),
+        )
+        raise UsageError(f"the query of this request is not valid: {text}. Its parameters may be: {valid}") from None
     given = {name: value for name, value in msgspec.structs.asdict(asked).items() if value is not UNSET}
     model, top, heatmap = given.pop("model"), given.pop("top_k", None), given.pop("heatmap", "")
     return model, RequestOptions(**given, top=top, heatmap=heatmap == "png", maps=heatmap == "maps")
@@ -236,6 +249,17 @@ def image_in_form(body: bytes) -> bytes:
             "the body (curl --data-binary @photo.jpg), and options in the query, as in ?top_k=3"
         )
     return body[len(head) + 4 : end]
+
+
+def image_in_json(body: bytes) -> bytes:
+    """Return the image in a JSON body. Raises UsageError for any other."""
+    try:
+        return msgspec.json.decode(body, type=ClassifyBody).image
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise UsageError(
+            f'this JSON is not {{"image": "…"}} with the encoded image in base64: {error}; options go into the query, '
+            "as in ?top_k=3"
+        ) from None
 
 
 def _body_of(request: HttpCall, kind: type[_Body]) -> _Body:
