@@ -265,12 +265,14 @@ class HttpOptions:
     reports: Path | None = option(
         None, "Folder with runs and comparisons, whose reports the live page lists.", default="none"
     )
+    examples: Path | None = option(None, "Folder of images that the live page offers to try.", default="none")
 
     def __post_init__(self) -> None:
         if self.port is not None and self.unix_socket is not None:
             raise UsageError("--http-port and --http-unix-socket exclude each other: give one of them")
-        if self.reports is not None and not self.enabled:
-            raise UsageError("--reports requires HTTP: give --http-port or --http-unix-socket, too")
+        for name, folder in (("reports", self.reports), ("examples", self.examples)):
+            if folder is not None and not self.enabled:
+                raise UsageError(f"--{name} requires HTTP: give --http-port or --http-unix-socket, too")
         if self.reports is not None and not self.reports.is_dir():
             raise UsageError(f"--reports {self.reports}: not a folder. Give one with runs, such as runs/")
 

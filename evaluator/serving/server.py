@@ -27,6 +27,7 @@ from .api.prelunet import SERVICE, PreluNetServicer
 from .calls import CallsInFlight
 from .data_plane import DataPlane
 from .http.door import HttpDoor
+from .http.examples import read_examples
 from .http.listener import ConnectionLimits, Listener
 from .http.routes import add_routes
 from .models import Models
@@ -86,6 +87,7 @@ class Server:
         if unix_socket is None:
             metrics.grpc_connections.set_function(lambda: sum(1 for _ in connections_to(self._port)))
         self._door, self._http, self._reports = None, None, http.reports
+        self._examples = {} if http.examples is None else read_examples(http.examples)
         if http.enabled:
             self._door = HttpDoor(calls, (host, *http.host_names), lambda: self.serving)
             self._http = Listener(
@@ -154,7 +156,7 @@ class Server:
         self._front.refusal_message = ""
         self._health.set_serving(serving=True)
         if self._door is not None and self._http is not None:
-            add_routes(self._door, plane, self._reports)
+            add_routes(self._door, plane, self._reports, self._examples)
             self._http.open()
 
     def set_not_serving(self) -> None:

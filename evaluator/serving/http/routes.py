@@ -1,7 +1,7 @@
 """The routes of the HTTP port: they translate requests for the data plane, and its answers to JSON."""
 
 import asyncio
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from email.parser import BytesHeaderParser
 from functools import partial
 from pathlib import Path
@@ -23,6 +23,7 @@ from ..inference import Inference, ModelConfig, ModelIndex, ModelMetadata, Model
 from ..scheduling.model import RequestOptions
 from ..scheduling.request import Answered
 from .door import JSON, Endpoint, HttpCall, HttpDoor, JsonResponse
+from .examples import example_routes
 from .inference_json import LENGTH_HEADER, ModelInferRequest, ModelInferResponse, infer_response, parse_infer_request
 from .openapi import File, Operation, description
 from .reports import report_routes
@@ -93,8 +94,10 @@ class ReadyResponse(Struct, forbid_unknown_fields=True):
 _Body = TypeVar("_Body", RepositoryModelRequest, RepositoryIndexRequest)
 
 
-def add_routes(door: HttpDoor, plane: DataPlane, reports: Path | None = None) -> None:
-    """Add the routes to a door. reports: folder of reports for the live page."""
+def add_routes(
+    door: HttpDoor, plane: DataPlane, reports: Path | None = None, examples: Mapping[str, bytes] = {}
+) -> None:
+    """Add the routes to a door. reports: folder of reports for the live page; examples: images for it, by name."""
     operations = _Routes(plane).operations()
     routes = [Route(each.path, door.endpoint_of(each.rpc, each.endpoint), methods=[each.method]) for each in operations]
     described = JsonResponse(description(operations)).body
@@ -102,14 +105,15 @@ def add_routes(door: HttpDoor, plane: DataPlane, reports: Path | None = None) ->
     async def openapi(_request: Request) -> Response:
         return Response(described, media_type=JSON)
 
-    html, policy = live_page(reports=reports is not None)
+    html, policy = live_page(reports=reports is not None, examples=bool(examples))
     headers = {"Content-Security-Policy": policy, "Cache-Control": "no-cache", "Referrer-Policy": "no-referrer"}
 
     async def page(_request: Request) -> Response:  # without a token: the page asks for one
         return Response(html, headers=headers, media_type="text/html")
 
     routes += [Route("/openapi.json", openapi), Route("/", page)]
-    door.router.routes += routes + ([] if reports is None else report_routes(door, reports))
+    routes += [] if reports is None else report_routes(door, reports)
+    door.router.routes += routes + (example_routes(door, examples) if examples else [])
 
 
 class _Routes:
