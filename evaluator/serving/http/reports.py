@@ -1,6 +1,6 @@
-"""The reports in a folder: found anew for each request, and only what is found can be opened.
+"""The reports in a folder, and a table of its runs: found anew for each request, and only what is found can be opened.
 
-No link is followed, and files are opened relative to the folder in which they were found, so nothing outside is read.
+No link is followed, so nothing outside is read (`walk_without_links`).
 """
 
 import asyncio
@@ -95,17 +95,9 @@ def open_report(folder: Path, name: str) -> BinaryIO:
 
 def _pages(folder: Path, wanted: str | None = None) -> Iterator[tuple[str, BinaryIO]]:
     """Yield the path of each page below a folder, or of the wanted one, and the opened file."""
-    top = folder.resolve()
-    for place, folders, files, descriptor in islice(os.fwalk(top), _MAX_FOLDERS):
-        below = Path(place).relative_to(top)
-        if len(below.parts) == _DEPTH:
-            folders.clear()
+    for below, files, open_file in walk_without_links(folder.resolve(), depth=_DEPTH, limit=_MAX_FOLDERS):
         for file in _PAGES.intersection(files):
             name = os.fsencode(below / file).decode(errors="replace")
             if wanted in (None, name):
                 with suppress(OSError):  # a link, not readable, or removed
-                    yield name, open(file, "rb", opener=partial(_open_no_link, descriptor))  # noqa: SIM115
-
-
-def _open_no_link(folder: int, file: str, flags: int) -> int:
-    return os.open(file, flags | os.O_NOFOLLOW | os.O_NONBLOCK, dir_fd=folder)
+                    yield name, open_file(below / file)
