@@ -203,6 +203,7 @@ _EXTRA_OF_MODULE = {
     "scipy": "report",
     "vl_convert": "report",
     "opentelemetry": "otel",
+    "mlflow": "mlflow",
 }
 
 

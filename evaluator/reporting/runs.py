@@ -10,7 +10,7 @@ from typing import Any, TypeAlias
 
 from ..datasets.dataset import UNLABELLED
 from ..errors import RunFolderError
-from ..files import OpenFile, walk_without_links
+from ..files import OpenFile, open_regular, walk_without_links
 from ..validation.run import PREDICTIONS_FILE, RUN_FILE, RunInfo, read_lines, read_run_info
 from ..validation.run_log import LOG_FILE, speed_and_date
 from .html import render_html
@@ -35,19 +35,27 @@ _PORTIONS = "portions"  # of `compare --until-decided`, which merges those of ea
 _READ = (RUN_FILE, PREDICTIONS_FILE, LOG_FILE)
 
 
-def read_runs(folder: Path, known: Rows | None = None, *, depth: int | None = None, limit: int | None = None) -> Rows:
+def read_runs(
+    folder: Path,
+    known: Rows | None = None,
+    *,
+    open_file: OpenFile | None = open_regular,
+    depth: int | None = None,
+    limit: int | None = None,
+) -> Rows:
     """Return a row of COLUMNS for each run below a folder, by dataset, protocol and top-1 error, lowest first.
 
     status: finished, unfinished, shard, unlabeled or damaged, of which only the first has errors; problem: what to know
     about the others; errors and intervals are in percent; views, restriction, versions: in words; report: path of
     report.html below the folder, if there is one.
-    known: an earlier result, whose rows are taken where no file has changed; depth, limit: of `walk_without_links`.
+    known: an earlier result, whose rows are taken where no file has changed; open_file: None to follow no links, as in
+    a server; depth, limit: of `walk_without_links`.
     """
     known, rows, reports = known or {}, Rows(), dict[Path, str]()
-    for below, files, open_file in walk_without_links(folder.resolve(), depth=depth, limit=limit):
+    for below, files, open_here in walk_without_links(folder.resolve(), depth=depth, limit=limit):
         if RUN_FILE in files and below.parent.name != _PORTIONS:
-            key = (below, *(_stamp(below / name, open_file) for name in _READ))
-            rows[key] = known.get(key) or _read_row(folder, below, open_file)
+            key = (below, *(_stamp(folder / below / name, open_file or open_here) for name in _READ))
+            rows[key] = known.get(key) or _read_row(folder, below, open_file or open_here)
         if below.name == REPORT_FOLDER and "report.html" in files:
             reports[below.parent] = str(below / "report.html")
     found = {key: row | {"report": reports.get(key[0])} for key, row in rows.items()}

@@ -21,10 +21,10 @@ _NUMBERS = _HEADERS[2:5]
 
 def runs(
     folder: Annotated[Path, typer.Argument(metavar="DIR", help="Folder with run folders, at any depth.")],
-    html: Annotated[
-        Path | None, typer.Option(help="HTML file for the table, which a click on a header sorts.")
+    html: Annotated[Path | None, typer.Option(help="HTML file for the table, which a click on a header sorts.")] = None,
+    csv: Annotated[
+        Path | None, typer.Option(help="CSV file for the table: plain numbers, one row for each run.")
     ] = None,
-    csv: Annotated[Path | None, typer.Option(help="CSV file for the table: plain numbers, one row for each run.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print the rows of the CSV file as JSON.")] = False,
 ) -> None:
     """Show all runs below a folder in one table: lowest top-1 error first within each dataset and protocol."""
@@ -34,16 +34,19 @@ def runs(
         require_writable(path)
     rows = list(read_runs(folder).values())
     if not rows:
-        raise UsageError(f"{folder}: no run in this folder or below. Create one: prelunet evaluate NET DATA -o {folder}/NAME")
-    if html is not None:
-        place = html.resolve().parent
-        page = render_runs(
-            rows, folder.resolve().name, lambda path: quote(os.fsencode(os.path.relpath(folder.resolve() / path, place)))
+        raise UsageError(
+            f"{folder}: no run in this folder or below. Create one: prelunet evaluate NET DATA -o {folder}/NAME"
         )
-        write_atomically(html, page)
+    if html is not None:
+        top, place = folder.resolve(), html.resolve().parent
+
+        def link(page: str) -> str:
+            return quote(os.fsencode(os.path.relpath(top / page, place)))
+
+        write_atomically(html, render_runs(rows, top.name, link))
     if csv is not None:
         write_atomically(csv, runs_csv(rows))
-    echo(json_bytes({"runs": rows}).decode("ascii") if as_json else "\n".join(_lines(rows)), end="" if as_json else "\n")
+    echo(json_bytes({"runs": rows}).decode("ascii") if as_json else "".join(map("{}\n".format, _lines(rows))), end="")
     for row in rows:
         if row["status"] == "damaged":
             report(f"left out: {row['problem']}")
