@@ -30,7 +30,7 @@ def log_to_mlflow(folder: Path, written: WrittenReport) -> str:
     Raises MissingExtra without the extra `mlflow`, EnvironmentFault if MLflow refuses or cannot be reached.
     """
     os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")  # nobody is told but the server that the user chose
-    os.environ.setdefault("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "2")  # seconds; its default takes 4 minutes
+    os.environ.setdefault("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "2")  # 7 by default, which take 4 minutes
     mlflow = import_from_extra("mlflow")
     (row,) = read_runs(folder, depth=0).values()
     digest = sha256_of(folder / RUN_FILE)
