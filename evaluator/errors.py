@@ -209,6 +209,7 @@ _EXTRA_OF_MODULE = {
     "scipy": "report",
     "vl_convert": "report",
     "opentelemetry": "otel",
+    "mlflow": "mlflow",
 }
 
 

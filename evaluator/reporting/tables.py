@@ -72,6 +72,11 @@ def error_fields(wrong: Sequence[int], total: int) -> dict[str, Any]:
     return result
 
 
+def run_errors(seen: EvaluatedImages) -> dict[str, Any]:
+    """Return `error_fields` over all evaluated images of a run."""
+    return error_fields([int((seen.rank > k).sum()) for k in TOPS], len(seen.rank))
+
+
 def macro_fields(classes: Sequence[dict[str, Any]]) -> dict[str, Any]:
     """Return the mean errors over classes. classes: as returned by `class_table`."""
     totals = [entry["evaluated"] for entry in classes]

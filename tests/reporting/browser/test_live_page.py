@@ -422,7 +422,7 @@ def test_a_listed_report_opens_with_its_charts_and_downloads_and_can_reach_no_se
         page.context.on("request", lambda request: addresses.append(request.url))
         if secured:
             use_token(page, secret)
-        item = page.locator("#reports li")
+        item = page.locator("#reports li").last
         expect(item).to_contain_text("top-1 error 25.00 %")
         assert watched.overflow() == 0
         with page.expect_popup() as opening:
@@ -450,6 +450,36 @@ def test_a_listed_report_opens_with_its_charts_and_downloads_and_can_reach_no_se
         assert report.page.evaluate("[self.origin, opener === null]") == ["null", not secured]
         own = (page_of(server), "blob:", "data:")
         assert not [each for each in addresses if secret in each or not each.startswith(own)]
+        expected_failures(watched)
+
+
+@pytest.mark.parametrize("secured", [False, True])
+def test_the_listed_table_of_runs_sorts_and_without_a_token_leads_to_each_report(
+    tmp_path: Path, few: Path, visit: Visit, secured: bool
+) -> None:
+    runs = few.parents[2]
+    with (
+        guarded(tmp_path, ["evaluate"], reports=runs) as (locked, secret),
+        running_server(http=HttpOptions(0, reports=runs), colors=FakeSession(color_contract())) as free,
+    ):
+        server = locked if secured else free
+        watched = visit(page_of(server))
+        page = watched.page
+        if secured:
+            use_token(page, secret)
+        with page.expect_popup() as opening:
+            page.get_by_role("link", name="Table of runs").click()
+        table = MonitoredPage(opening.value, page_of(server))
+        expect(table.page.locator("table.runs tbody tr")).to_contain_text("25.00")
+        table.page.get_by_role("button", name="Images/s").click()
+        expect(table.page.locator("th[aria-sort]")).to_have_text("Images/s")
+        links = table.page.locator("table.runs tbody a")
+        if secured:
+            expect(links).to_have_count(0)
+        else:
+            links.click()
+            expect(table.page.locator("#error-chart svg")).to_be_visible()
+        assert table.wrong == []
         expected_failures(watched)
 
 
