@@ -37,13 +37,14 @@ if TYPE_CHECKING:
         UsageError,
     )
     from .evaluator.python.evaluation import Comparison, Evaluation, compare
-    from .evaluator.python.net import Classified, Net
+    from .evaluator.python.net import Answers, Classified, Net
     from .export.finding.find import find_input
     from .export.load import load
 
     __version__: str
 
 __all__ = [
+    "Answers",
     "AsyncClient",
     "CannotTell",
     "CheckFailed",
@@ -81,6 +82,7 @@ __all__ = [
 ]
 
 _MODULES = {
+    "Answers": "prelunet.evaluator.python.net",
     "AsyncClient": "prelunet.evaluator.client",
     "Classified": "prelunet.evaluator.python.net",
     "Client": "prelunet.evaluator.client",

@@ -156,7 +156,7 @@ class Comparison(WrittenComparison):
             f"B: {names['b']}, compared with A: {names['a']}",
             f"{found['evaluated']:,} of {found['images']:,} images of {found['dataset']['name']}",
             *map(line, remarks(found)),
-            table(_change_rows(errors)),
+            table(_change_rows(errors)) or line(judgment(found["top1"])),
             heading("Classes that changed most, by top-1 error") if changed else "",
             table(_change_rows(changed)),
             *(
