@@ -100,7 +100,7 @@ class Answer:
 
     def _repr_html_(self) -> str:
         """Return the best classes as a table with bars, for notebooks."""
-        return table((escape(found.name), bar(found.score), f"{found.score:.1%}") for found in self.predictions)
+        return table((escape(found.name), f"{found.score:.1%}", bar(found.score)) for found in self.predictions)
 
 
 def answer_from_json(data: Mapping[str, Any], heatmap: bytes = b"") -> Answer:

@@ -28,11 +28,12 @@ def heading(text: str) -> str:
 
 
 def table(rows: Iterable[Iterable[str]]) -> str:
-    """Return a table. rows: their cells, HTML; the first one of each is its name."""
+    """Return a table. rows: their cells, HTML; the first of each is its name. Numbers do not break."""
     style = f"{_FLAT};text-align:left;vertical-align:middle;padding:2px 16px 2px 0;font-weight:normal"
     lines = ""
     for name, *cells in rows:
-        others = "".join(f"<td style='{style}'>{cell}</td>" for cell in cells)
+        whole = ";white-space:nowrap" if len(cells) > 1 else ""  # a single cell is text
+        others = "".join(f"<td style='{style}{whole}'>{cell}</td>" for cell in cells)
         lines += f"<tr style='{_FLAT}'><th scope='row' style='{style}'>{name}</th>{others}</tr>"
     return f"<table style='{_FLAT};margin:4px 0'><tbody>{lines}</tbody></table>" if lines else ""
 
@@ -48,7 +49,7 @@ def bar(end: float, *, start: float = 0.0, interval: tuple[float, float] | None 
         parts += part(start, start, "top:-3px;bottom:-3px;border-left:1px solid")
     if interval is not None:
         parts += part(*interval, "top:40%;height:20%;background:currentColor")
-    frame = "position:relative;width:200px;height:12px;background:rgba(128,128,128,.18)"
+    frame = "position:relative;width:min(200px,20vw);height:12px;background:rgba(128,128,128,.18)"
     return f"<div aria-hidden='true' style='{frame}'>{parts}</div>"
 
 

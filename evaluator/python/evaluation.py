@@ -107,7 +107,7 @@ class Evaluation:
 def _error_row(name: str, errors: dict[str, Any], key: str, k: int, remark: str = "") -> list[str]:
     low, high = errors[f"{key}_interval"]
     drawn = bar(errors[f"{key}_error"] / 100, interval=(low / 100, high / 100))
-    return [escape(name), drawn, error_with_interval(errors, k, unit=" %"), escape(remark)]
+    return [escape(name), error_with_interval(errors, k, unit=" %"), drawn, escape(remark)]
 
 
 def _taken_for(entry: dict[str, Any]) -> str:
@@ -180,7 +180,7 @@ def _change_rows(changes: Iterable[tuple[str, dict[str, Any], float, float, str]
             interval=(0.5 + low / width, 0.5 + high / width),
             color=ORANGE if difference > 0 else BLUE,
         )
-        yield [escape(name), drawn, f"{error_a:.1f} → {error_b:.1f} %", _points(pair), escape(remark)]
+        yield [escape(name), _points(pair), drawn, f"{error_a:.1f} → {error_b:.1f} %", escape(remark)]
 
 
 def _points(pair: dict[str, Any]) -> str:
