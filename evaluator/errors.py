@@ -36,6 +36,8 @@ from dataclasses import dataclass
 from typing import Any
 from urllib.parse import unquote, urlsplit
 
+from .terminal import escape_unprintable
+
 _LONG_WORD = re.compile(r"(?<!\S)\S{500,}")
 _MAX_TEXT = 10_000  # characters
 
@@ -50,6 +52,10 @@ class PreluNetError(Exception):
         text = _LONG_WORD.sub(lambda word: f"{word[0][:100]}…{word[0][-100:]}", text)
         half = _MAX_TEXT // 2
         super().__init__(text if len(text) <= _MAX_TEXT else f"{text[:half]} … {text[-half:]}")
+
+    def _render_traceback_(self) -> list[str]:
+        """Return what a notebook shows (IPython's protocol). Its %debug, and sys.last_value, keep the traceback."""
+        return [f"{type(self).__name__}: {escape_unprintable(str(self), newlines=True)}"]
 
 
 class UsageError(PreluNetError):
@@ -191,6 +197,9 @@ ERROR_STATUSES: dict[type[PreluNetError], ErrorStatus] = {
     CheckFailed: ErrorStatus(6, "DATA_LOSS", 500),
     CannotTell: ErrorStatus(7, "DATA_LOSS", 500),
 }
+
+for _kind in (PreluNetError, *ERROR_STATUSES):
+    _kind.__module__ = "prelunet"  # where users import it from: tracebacks name it so
 
 
 def error_status(error: BaseException) -> ErrorStatus:

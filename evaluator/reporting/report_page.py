@@ -9,7 +9,7 @@ from ..errors import MissingExtra
 from ..files import create_folder, write_atomically
 from ..validation.run import Run, read_run
 from .charts import FEW_CLASSES, error_chart
-from .gallery import Gallery, build_gallery
+from .gallery import Gallery, Mistake, build_gallery
 from .html import json_bytes, render_html
 from .page_data import describe_view, page_data
 from .report import (
@@ -122,14 +122,15 @@ REPORT_FOLDER = "report"
 class WrittenReport:
     """A report and its files.
 
-    html: None if the extra `report` is not installed; missing: why there is no page, or no pictures on it; None if it
-    has them or needs none.
+    html: None if the extra `report` is not installed; mistakes: those of the gallery; missing: why there is no page, or
+    no pictures on it; None if it has them or needs none.
     """
 
     report: Report
     json: Path
     csv: Path
     html: Path | None
+    mistakes: tuple[Mistake, ...]
     missing: str | None = None
 
 
@@ -152,7 +153,7 @@ def write_report(folder: Path, *, out: Path | None = None, data: Path | None = N
     target = out or folder / REPORT_FOLDER
     create_folder(target, "--out")
     html = None if page is None else target / "report.html"
-    written = WrittenReport(report, target / "report.json", target / "classes.csv", html, missing)
+    written = WrittenReport(report, target / "report.json", target / "classes.csv", html, gallery.mistakes, missing)
     write_atomically(written.json, json_bytes(report))
     write_atomically(written.csv, classes_csv(report))
     if html is not None and page is not None:
