@@ -240,8 +240,8 @@ function showAnswer(answer, measured, unsure) {
   if (!same) image?.remove();
   setShape(height, width);
   const canvas = mapCanvas(height, width);
-  const peak = make("span.peak");
-  frame.replaceChildren(...(same ? [image] : []), canvas, peak);
+  const range = make("span.range");
+  frame.replaceChildren(...(same ? [image] : []), canvas, range);
   frame.hidden = false;
   const shapeNote = same ? "" : "The map is shown alone, because this browser may not show the image as the server reads it. ";
   byId("seen").textContent = shapeNote + seenText(answer);
@@ -259,8 +259,8 @@ function showAnswer(answer, measured, unsure) {
     if (place === null) return;
     const bytes = bytesOf(answer.maps[place].scores);
     drawHeatMap(canvas, bytes, answer.maps[place].columns);
-    canvas.setAttribute("aria-label", `Heat map of ${answer.predictions[place].name}, ${peakText(bytes)}`);
-    peak.textContent = peakText(bytes);
+    canvas.setAttribute("aria-label", `Heat map of ${answer.predictions[place].name}, ${rangeText(bytes)}`);
+    range.textContent = rangeText(bytes);
   };
   for (const [place, button] of buttons.entries()) {
     const point = (on) => {
@@ -278,7 +278,7 @@ function showAnswer(answer, measured, unsure) {
   }
   byId("classes").inert = false;
   byId("classes").replaceChildren(...buttons.map((button) => make("li", null, button)));
-  byId("legend").replaceChildren("Point at a class, or tap it, to see where the model sees it: the score in the windows around each point, mean over the views. ", colorScale());
+  byId("legend").replaceChildren("Point at a class, or tap it, to see where the model sees it: its score around each point, ", ...colorScale());
   const spoken = answer.predictions.slice(0, 3).map((found) => `${found.name} ${percent(found.score)}, `); // the others can see the list
   byId("status").replaceChildren(make("span.unseen", null, spoken), `Answered in ${inTime(measured)}.`);
   showTimes(answer.timings, measured);
@@ -298,7 +298,7 @@ function classButton(found) {
   const bar = make("i");
   bar.style.width = `${(100 * found.score).toFixed(2)}%`;
   return make("button", { type: "button", "aria-pressed": false }, make("span.name", null, found.name),
-    make("span.number", null, percent(found.score)), make("span.bar", { "aria-hidden": true }, bar));
+    make("span.bar", { "aria-hidden": true }, bar), make("span.number", null, percent(found.score)));
 }
 
 /** Say what the model saw of the picture. */

@@ -28,7 +28,7 @@ from prelunet.evaluator.imaging.limits import DecodeLimits
 from prelunet.evaluator.serving.access import AccessControl, create_token
 from prelunet.evaluator.serving.options import HttpOptions
 from tests.helpers.fakes import FakeSession, fake_contract
-from tests.reporting.browser.browsing import HOSTILE, LAPTOP, MonitoredPage, brightness
+from tests.reporting.browser.browsing import HOSTILE, LAPTOP, MonitoredPage, brightness, violations
 from tests.reporting.pages import Elements
 from tests.serving.serving_harness import GatedSession, RunningServer, eventually, png, running_server
 
@@ -238,6 +238,16 @@ def test_a_map_is_white_where_no_view_shows_the_picture(
     ]
 
 
+def test_axe_finds_nothing_to_object_to(served: RunningServer, visit: Visit) -> None:
+    page = visit(page_of(served)).page
+    expect(page.locator("#options")).to_be_visible()
+    assert violations(page) == []
+    choose(page, photo())
+    answered(page)
+    page.locator("#classes button").first.click()
+    assert violations(page) == []
+
+
 @pytest.mark.parametrize("kind", ["TIFF", "WEBP"])
 def test_a_picture_that_the_browser_shows_otherwise_or_not_at_all_has_its_map_alone(
     served: RunningServer, visit: Visit, kind: str
@@ -263,7 +273,7 @@ def test_keys_show_and_keep_maps_and_the_answer_is_announced(served: RunningServ
     page.keyboard.press("Tab")
     expect(first).to_be_focused()
     expect(canvas).to_be_visible()
-    expect(canvas).to_have_attribute("aria-label", re.compile(r"Heat map of none, peak \d+ %"))
+    expect(canvas).to_have_attribute("aria-label", re.compile(r"Heat map of none, (\d+ – )?\d+ %"))
     page.keyboard.press("Tab")
     page.keyboard.press("Enter")
     expect(second).to_have_attribute("aria-pressed", "true")
