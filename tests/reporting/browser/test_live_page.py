@@ -248,6 +248,50 @@ def test_axe_finds_nothing_to_object_to(served: RunningServer, visit: Visit) -> 
     assert violations(page) == []
 
 
+def test_of_several_files_the_first_is_shown_and_each_gets_its_class(served: RunningServer, visit: Visit) -> None:
+    visited = visit(page_of(served))
+    visited.calls_may_fail, page = True, visited.page
+    pictures = {"red.png": (255, 0, 0), "blue.png": (0, 0, 255), "green.png": (0, 255, 0)}
+    files = [("notes.txt", b"no image"), *((name, filled(color)) for name, color in pictures.items())]
+    page.set_input_files("#file", [{"name": name, "mimeType": "", "buffer": data} for name, data in files[::-1]])
+    answered(page)
+    items = page.locator("#files-list li")
+    expect(items).to_have_count(4)
+    for item, name in zip(items.all(), ("green", "blue", "red"), strict=False):
+        expect(item).to_contain_text(f"{name}, ")
+    expect(items.last).to_contain_text("The server cannot classify this file.")
+    assert page.locator("#frame img").get_attribute("alt") == "green.png"
+    items.nth(1).get_by_role("button").click()
+    expect(page.locator("#frame img")).to_have_attribute("alt", "blue.png")
+    assert answered(page)[0][0] == "blue"
+    page.get_by_label("Model").select_option("six")  # all are classified again
+    for item in items.all()[:3]:
+        expect(item).not_to_contain_text(re.compile("green|blue|red"))
+    assert violations(page) == []
+
+
+def test_the_examples_of_a_server_are_offered_and_answered(tmp_path: Path, visit: Visit) -> None:
+    (tmp_path / "1 red.png").write_bytes(filled((255, 0, 0)))
+    (tmp_path / "2 <b>blue.png").write_bytes(filled((0, 0, 255)))
+    (tmp_path / "notes.txt").write_text("no image")
+    colors = seeing_colors(FakeSession(color_contract()))
+    with running_server(http=HttpOptions(port=0, examples=tmp_path), colors=colors) as server:
+        page = visit(page_of(server)).page
+        buttons = page.locator("#examples-list button")
+        expect(buttons).to_have_count(2)
+        buttons.last.click()
+        assert answered(page)[0][0] == "blue"
+        expect(page.locator("#frame img")).to_have_attribute("alt", "2 <b>blue.png")
+        assert violations(page) == []
+
+
+def filled(color: tuple[int, int, int]) -> bytes:
+    """Return a PNG file of one color."""
+    buffer = io.BytesIO()
+    Image.new("RGB", (150, 130), color).save(buffer, "PNG")
+    return buffer.getvalue()
+
+
 @pytest.mark.parametrize("kind", ["TIFF", "WEBP"])
 def test_a_picture_that_the_browser_shows_otherwise_or_not_at_all_has_its_map_alone(
     served: RunningServer, visit: Visit, kind: str
