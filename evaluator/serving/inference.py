@@ -6,6 +6,7 @@ structs with the names and the order of proto/inference.
 """
 
 import asyncio
+import base64
 import importlib.metadata
 import math
 import re
@@ -38,7 +39,10 @@ EXTENSIONS = ("classification", "model_configuration", "model_repository", "stat
 _LARGE_MESSAGE = 2**20  # bytes; splitting it copies it, in half a millisecond; a thread costs 0.1 ms
 _MANY_ELEMENTS = 1000  # scores or texts; converting them takes a millisecond
 _PLATFORM = "prelunet_onnx"
-_EXPECTED_INPUT = f"this model takes one input: '{INPUT}', datatype BYTES, shape [N] with N from 1 to {MAX_IMAGES}"
+EXPECTED_INPUT = (
+    f"this model takes one input: '{INPUT}', datatype BYTES, shape [N] with N from 1 to {MAX_IMAGES}: image files, "
+    "not arrays of pixels"
+)
 _MAX_QUOTED = 100  # characters of a client's text in an error message
 _SCALES = re.compile(r"\d{1,9}(,\d{1,9})*", re.ASCII)
 
@@ -50,29 +54,35 @@ _UNSUPPORTED_PARAMETERS: Mapping[str, str] = {
 
 Kind = TypeVar("Kind", bound=Struct)
 Written = TypeVar("Written")
-Parameters: TypeAlias = Mapping[str, bool | int | float | str | None]  # None: named, but without a value
+Parameters: TypeAlias = Mapping[str, bool | int | float | str | None]  # None is as if it were not there
+# MLServer's: the elements are base64, as they always are in JSON.
+ContentType: TypeAlias = Annotated[str, Meta(pattern="^(base64|str)$")]
 
 
 # Requests and answers.
 
 
 class InputTensor(Struct, frozen=True):
-    """An input as sent. images: returns the given number of elements, or raises UsageError."""
+    """An input as sent. elements: returns them, given their number, or raises UsageError; in JSON they are base64."""
 
     name: str
     datatype: str
     shape: Sequence[int]
     parameters: Parameters
-    images: Callable[[int], Sequence[bytes]]
+    elements: Callable[[int], Sequence[bytes | str]]
+    json: bool = False
 
 
 class InferRequest(Struct, frozen=True):
     """A request as sent, with any number of inputs and outputs: there may be millions, and only one each is valid.
 
-    inputs: their number; tensor: the first of them; outputs: the names of the requested ones; output_parameters: of the
-    first of them.
+    version: "" for the newest; inputs: their number; tensor: the first of them; outputs: the names of the requested
+    ones; output_parameters: of the first of them.
     """
 
+    model: str
+    version: str
+    id: str
     parameters: Parameters
     inputs: int
     tensor: InputTensor | None
@@ -84,21 +94,27 @@ class CheckedRequest(Struct, frozen=True):
     """A valid request.
 
     images: encoded, 1 to MAX_IMAGES; top: number of best classes to return for each image, None for all scores;
-    timeout: in seconds, infinity for only the call's deadline.
+    binary: answer with binary data, over HTTP; timeout: in seconds, infinity for only the call's deadline.
     """
 
     images: tuple[bytes, ...]
     options: RequestOptions
     top: int | None
+    binary: bool
     timeout: float
 
 
 class InferAnswer(Struct, frozen=True, eq=False):
-    """An answer: its one output. scores: float32 (classes,) of each image; top: as in `CheckedRequest`."""
+    """An answer: its one output.
+
+    id: the request's; scores: float32 (classes,) of each image; top, binary: as in `CheckedRequest`.
+    """
 
     model: ServedModel
+    id: str
     scores: Sequence[Float32Array]
     top: int | None
+    binary: bool
 
     @property
     def datatype(self) -> Literal["FP32", "BYTES"]:
@@ -138,7 +154,10 @@ class _Declared(Struct, forbid_unknown_fields=True):
 
 
 class RequestParameters(_Declared):
-    """The parameters of a request. scales: comma-separated; timeout: in microseconds, 0 for none; priority: 0."""
+    """The parameters of a request. scales: comma-separated; timeout: in microseconds, 0 for none; priority: 0.
+
+    content_type: of an input that does not state its own.
+    """
 
     protocol: str = ""
     scales: int | str | UnsetType = UNSET
@@ -146,17 +165,23 @@ class RequestParameters(_Declared):
     apply_exif: bool = False
     timeout: Annotated[int, Meta(ge=0)] = 0
     priority: int = 0
+    binary_data_output: bool = False
+    content_type: ContentType | UnsetType = UNSET
     triton_enable_empty_final_response: bool = False  # sent by Triton's C++ client with every call
 
 
 class InputParameters(_Declared):
-    """The parameters of an input: none."""
+    """The parameters of an input. binary_data_size: number of bytes behind the JSON; sent over gRPC, too, by KServe."""
+
+    binary_data_size: int | UnsetType = UNSET
+    content_type: ContentType | UnsetType = UNSET
 
 
 class OutputParameters(_Declared):
     """The parameters of an output. classification: number of best classes, instead of all scores."""
 
     classification: int | UnsetType = UNSET
+    binary_data: bool | UnsetType = UNSET
 
 
 class ServerMetadata(_Declared):
@@ -334,21 +359,19 @@ class Inference:
         _require_known(parameters, ("unload_dependents",))
         await self._plane.folder().unload(name)
 
-    async def infer(
-        self, name: str, version: str, request: InferRequest, call: Call, write: Callable[[InferAnswer], Written]
-    ) -> Written:
+    async def infer(self, request: InferRequest, call: Call, write: Callable[[InferAnswer], Written]) -> Written:
         """Classify the images of a request, of a call with its `message_bytes`, and return the answer as written.
 
         Raises UsageError for an invalid request, and the errors of `DataPlane.classify_all`.
         """
-        check = partial(check_request, request, self._model(name, version))
+        name, id_ = _with_version(request.model, request.version), request.id
+        check = partial(check_request, request, self._model(request.model, request.version))
         del request  # free it while waiting, with the second copy of its images
         checked = await asyncio.to_thread(check) if call.message_bytes > _LARGE_MESSAGE else check()
         del check
-        answers = await self._plane.classify_all(
-            checked.images, _with_version(name, version), checked.options, call, checked.timeout, INPUT
-        )
-        answer = InferAnswer(answers[0].model, [each.classified.scores for each in answers], checked.top)
+        answers = await self._plane.classify_all(checked.images, name, checked.options, call, checked.timeout, INPUT)
+        scores = [each.classified.scores for each in answers]
+        answer = InferAnswer(answers[0].model, id_, scores, checked.top, checked.binary)
         many = answer.shape[0] * answer.shape[1] > _MANY_ELEMENTS
         return await asyncio.to_thread(write, answer) if many else write(answer)
 
@@ -380,9 +403,8 @@ def check_request(request: InferRequest, served: ServedModel) -> CheckedRequest:
     asked = _converted(request.parameters, RequestParameters, "the request")
     if asked.priority != 0:
         raise UsageError("parameter 'priority' should be 0: this server has no priorities, it serves clients in turn")
-    tensor = _input_of(request)
-    count = _image_count(tensor.shape)
-    images = tensor.images(count)
+    images = _images_of(request, asked.content_type)
+    count = len(images)
     mirror = None if asked.mirror is UNSET else asked.mirror
     options = RequestOptions(asked.protocol, _scales_of(asked.scales), mirror, asked.apply_exif)
     plan = served.plan(options)
@@ -391,8 +413,10 @@ def check_request(request: InferRequest, served: ServedModel) -> CheckedRequest:
             f"{count} images have {count * plan.views} views with protocol {plan.protocol.name}, but a call may "
             f"have at most {MAX_VIEWS}. Send fewer images per call"
         )
-    top = _top_of(request, len(served.session.contract.classes))
-    return CheckedRequest(tuple(images), options, top, asked.timeout / 1e6 or math.inf)
+    output = _output_of(request, len(served.session.contract.classes))
+    top = None if output.classification is UNSET else output.classification
+    binary = asked.binary_data_output if output.binary_data is UNSET else output.binary_data
+    return CheckedRequest(tuple(images), options, top, binary, asked.timeout / 1e6 or math.inf)
 
 
 def _converted(parameters: Parameters, kind: type[Kind], where: str) -> Kind:
@@ -402,32 +426,49 @@ def _converted(parameters: Parameters, kind: type[Kind], where: str) -> Kind:
             if name.startswith(prefix):
                 raise UsageError(f"{where} has a parameter '{truncate(name, _MAX_QUOTED)}': {reason}")
     try:
-        return convert(parameters, kind)
+        return convert({name: value for name, value in parameters.items() if value is not None}, kind)
     except ValidationError as error:
         allowed, text = ", ".join(kind.__struct_fields__) or "none", truncate(str(error), 2 * _MAX_QUOTED)
         raise UsageError(f"the parameters of {where} are not valid: {text}. Allowed: {allowed}") from None
 
 
-def _input_of(request: InferRequest) -> InputTensor:
-    """Return the input tensor; UsageError unless it is the only one and has the expected name and type."""
+def _images_of(request: InferRequest, content_type: str | UnsetType) -> Sequence[bytes]:
+    """Return the images; UsageError unless they are in one input of the expected name, type and shape.
+
+    content_type: of the request.
+    """
     tensor = request.tensor
     if tensor is None:
-        raise UsageError(f"the request has no input; {_EXPECTED_INPUT}")
+        raise UsageError(f"the request has no input; {EXPECTED_INPUT}")
     if request.inputs > 1:
-        raise UsageError(f"the request has {request.inputs} inputs; {_EXPECTED_INPUT}")
+        raise UsageError(f"the request has {request.inputs} inputs; {EXPECTED_INPUT}")
     if tensor.name != INPUT:
-        raise UsageError(f"the model has no input '{truncate(tensor.name, _MAX_QUOTED)}'; {_EXPECTED_INPUT}")
+        raise UsageError(f"the model has no input '{truncate(tensor.name, _MAX_QUOTED)}'; {EXPECTED_INPUT}")
     if tensor.datatype != "BYTES":
-        raise UsageError(f"input '{INPUT}' has datatype '{truncate(tensor.datatype, _MAX_QUOTED)}'; {_EXPECTED_INPUT}")
-    _converted(tensor.parameters, InputParameters, f"input '{INPUT}'")
-    return tensor
+        raise UsageError(f"input '{INPUT}' has datatype '{truncate(tensor.datatype, _MAX_QUOTED)}'; {EXPECTED_INPUT}")
+    own = _converted(tensor.parameters, InputParameters, f"input '{INPUT}'").content_type
+    count = _image_count(tensor.shape)
+    elements = tensor.elements(count)
+    if len(elements) != count:
+        raise UsageError(
+            f"input '{INPUT}' has {len(elements)} elements, but its shape declares {count}; the two should be equal"
+        )
+    if not tensor.json and own is content_type is UNSET:
+        return elements
+    try:
+        return [base64.b64decode(each, validate=True) for each in elements]
+    except (TypeError, ValueError):  # an element of JSON may be anything
+        raise UsageError(
+            f"the elements of input '{INPUT}' are not base64; send each image file in base64, or as binary data "
+            "without the parameter 'content_type'"
+        ) from None
 
 
 def _image_count(shape: Sequence[int]) -> int:
     """Return the number of images that a shape declares."""
     if not (len(shape) == 1 or (len(shape) == 2 and shape[1] == 1)) or not 1 <= shape[0] <= MAX_IMAGES:
         dimensions = ", ".join(map(str, shape[:8])) + (", …" if len(shape) > 8 else "")
-        raise UsageError(f"input '{INPUT}' has shape [{dimensions}]; {_EXPECTED_INPUT}")
+        raise UsageError(f"input '{INPUT}' has shape [{dimensions}]; {EXPECTED_INPUT}")
     return shape[0]
 
 
@@ -439,13 +480,13 @@ def split_elements(raw: bytes, count: int) -> list[bytes]:
         end = start + int.from_bytes(raw[end:start], "little")
         if end > len(raw):
             raise UsageError(
-                f"`raw_input_contents` of {len(raw)} bytes ends within {INPUT}[{index}], but its shape declares "
+                f"the binary data of {len(raw)} bytes ends within {INPUT}[{index}], but its shape declares "
                 f"{count}. Precede each image by its length as {LENGTH_PREFIX} bytes, little-endian"
             )
         images.append(raw[start:end])
     if end < len(raw):
         raise UsageError(
-            f"`raw_input_contents` has {len(raw) - end} bytes after {INPUT}[{count - 1}]; the shape of '{INPUT}' "
+            f"the binary data has {len(raw) - end} bytes after {INPUT}[{count - 1}]; the shape of '{INPUT}' "
             "should give the number of images"
         )
     return images
@@ -461,22 +502,19 @@ def _scales_of(value: str | int | UnsetType) -> tuple[int, ...] | None:
     return tuple(map(int, str(value).split(",")))
 
 
-def _top_of(request: InferRequest, classes: int) -> int | None:
-    """Return the number of best classes to return for each image; None for all scores. classes: of the model."""
-    if not request.outputs:
-        return None
+def _output_of(request: InferRequest, classes: int) -> OutputParameters:
+    """Return the valid parameters of the requested output. classes: of the model."""
     if (name := next((name for name in request.outputs if name != OUTPUT), None)) is not None:
         raise UsageError(f"the model has no output '{truncate(name, _MAX_QUOTED)}'. Its only output: {OUTPUT}")
     if len(request.outputs) > 1:
         raise UsageError(f"output '{OUTPUT}' is requested {len(request.outputs)} times; request it once")
-    top = _converted(request.output_parameters, OutputParameters, f"output '{OUTPUT}'").classification
-    if top is UNSET:
-        return None
-    if not 1 <= top <= classes:
+    asked = _converted(request.output_parameters, OutputParameters, f"output '{OUTPUT}'")
+    if asked.classification is not UNSET and not 1 <= asked.classification <= classes:
         raise UsageError(
-            f"parameter 'classification' is {top}, but this model has {classes} classes; give 1 to {classes}"
+            f"parameter 'classification' is {asked.classification}, but this model has {classes} classes; give 1 to "
+            f"{classes}"
         )
-    return top
+    return asked
 
 
 # Triton's model statistics, derived from the server's Prometheus metrics.

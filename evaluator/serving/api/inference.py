@@ -105,9 +105,8 @@ class InferenceServicer(pb_grpc.GRPCInferenceServiceServicer):
 
     def _infer(self, request: pb.ModelInferRequest, call: Call) -> Awaitable[pb.ModelInferResponse]:
         """Return the awaitable that answers a request, alone or of a stream, without the message."""
-        write = partial(infer_response, id_=request.id, raw=len(request.raw_input_contents) > 0)
-        name, version = request.model_name, request.model_version
-        return self._inference.infer(name, version, infer_request(request), call, write)
+        write = partial(infer_response, raw=len(request.raw_input_contents) > 0)
+        return self._inference.infer(infer_request(request), call, write)
 
     async def ModelStreamInfer(
         self, request_iterator: AsyncIterator[pb.ModelInferRequest], context: Context
@@ -191,6 +190,9 @@ def infer_request(request: pb.ModelInferRequest) -> InferRequest:
     """Return a request in plain types, which hold the message until its images are read."""
     outputs = request.outputs
     return InferRequest(
+        model=request.model_name,
+        version=request.model_version,
+        id=request.id,
         parameters=_parameters(request.parameters),
         inputs=len(request.inputs),
         tensor=_input(request, request.inputs[0]) if request.inputs else None,
@@ -210,16 +212,16 @@ def _value(parameter: pb.InferParameter) -> bool | int | float | str | None:
 
 
 def _input(request: pb.ModelInferRequest, tensor: pb.ModelInferRequest.InferInputTensor) -> InputTensor:
-    def images(count: int) -> Sequence[bytes]:
-        return _raw_images(request, tensor, count) if request.raw_input_contents else _typed_images(tensor, count)
+    def elements(count: int) -> Sequence[bytes]:
+        return _raw_elements(request, tensor, count) if request.raw_input_contents else _typed_elements(tensor)
 
-    return InputTensor(tensor.name, tensor.datatype, tensor.shape, _parameters(tensor.parameters), images)
+    return InputTensor(tensor.name, tensor.datatype, tensor.shape, _parameters(tensor.parameters), elements)
 
 
-def _raw_images(
+def _raw_elements(
     request: pb.ModelInferRequest, tensor: pb.ModelInferRequest.InferInputTensor, count: int
 ) -> Sequence[bytes]:
-    """Return the images in `raw_input_contents`."""
+    """Return the elements in `raw_input_contents`."""
     if tensor.contents.ListFields():
         raise UsageError(
             f"input '{INPUT}' has elements both in `contents` and in `raw_input_contents`; send only one of them"
@@ -231,29 +233,23 @@ def _raw_images(
     return split_elements(request.raw_input_contents[0], count)
 
 
-def _typed_images(tensor: pb.ModelInferRequest.InferInputTensor, count: int) -> Sequence[bytes]:
-    """Return the images in `contents`."""
+def _typed_elements(tensor: pb.ModelInferRequest.InferInputTensor) -> Sequence[bytes]:
+    """Return the elements in `contents`."""
     filled = [field.name for field, _ in tensor.contents.ListFields()]
     if wrong := [name for name in filled if name != "bytes_contents"]:
         raise UsageError(f"input '{INPUT}' has `{wrong[0]}`; the elements of a BYTES tensor go into `bytes_contents`")
-    elements = tensor.contents.bytes_contents
-    if not elements:
+    if not tensor.contents.bytes_contents:
         raise UsageError(
             f"input '{INPUT}' has no elements; send the images in `raw_input_contents`, or as `bytes_contents` in the "
             "input's `contents`"
         )
-    if len(elements) != count:
-        raise UsageError(
-            f"input '{INPUT}' has {len(elements)} elements in `bytes_contents`, but its shape declares {count}; the "
-            "two should be equal"
-        )
-    return elements
+    return tensor.contents.bytes_contents
 
 
-def infer_response(answer: InferAnswer, id_: str, *, raw: bool) -> pb.ModelInferResponse:
-    """Return the message of an answer. id_: the request's; raw: with its elements as binary data, as the request's."""
+def infer_response(answer: InferAnswer, *, raw: bool) -> pb.ModelInferResponse:
+    """Return the message of an answer. raw: with its elements as binary data, as the request's."""
     model = answer.model
-    response = pb.ModelInferResponse(model_name=model.name, model_version=str(model.version), id=id_)
+    response = pb.ModelInferResponse(model_name=model.name, model_version=str(model.version), id=answer.id)
     output = response.outputs.add(name=OUTPUT, datatype=answer.datatype, shape=answer.shape)
     if raw:
         response.raw_output_contents.append(answer.raw())

@@ -4,24 +4,23 @@ https://github.com/kserve/open-inference-protocol, specification/protocol/infere
 docs/protocol/extension_binary_data.md. `serving.inference` checks the requests.
 """
 
-import base64
-import math
-from functools import partial
-from typing import Annotated, Literal, TypeAlias
+from collections.abc import Sequence
+from typing import Annotated, Any, Literal, TypeAlias
 
 import msgspec
 from msgspec import UNSET, Meta, Struct, UnsetType
 
 from ...errors import UsageError
-from ..inference import OUTPUT, InferAnswer, InferRequest, InputTensor, split_elements
+from ..inference import EXPECTED_INPUT, INPUT, OUTPUT, InferAnswer, InferRequest, InputTensor, split_elements
 
 LENGTH_HEADER = "inference-header-content-length"  # bytes of JSON before the binary data
 # Decoding holds the GIL, and each value becomes an object many times its size; as for protobuf's messages.
 _SMALL_JSON, _MAX_PARTS = 2**14, 1000
 
 Int64: TypeAlias = Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)]
-Value: TypeAlias = bool | Int64 | float | str
-Parameters: TypeAlias = dict[str, Value]
+Parameters: TypeAlias = dict[str, bool | Int64 | float | str | None]
+# Any kind is parsed, so that the check of the datatype can explain a tensor of numbers.
+Data: TypeAlias = Annotated[list[Any], Meta(extra_json_schema={"items": {"type": "string"}})]
 
 
 class RequestInput(Struct, forbid_unknown_fields=True):
@@ -30,24 +29,26 @@ class RequestInput(Struct, forbid_unknown_fields=True):
     name: str
     shape: list[Int64]
     datatype: str
-    parameters: Parameters = {}
-    data: list[str | list[str]] | None = None
+    parameters: Parameters | None = None
+    data: Data | None = None
 
 
 class RequestOutput(Struct, forbid_unknown_fields=True):
     """A requested output tensor."""
 
     name: str
-    parameters: Parameters = {}
+    parameters: Parameters | None = None
 
 
 class ModelInferRequest(Struct, forbid_unknown_fields=True):
-    """1 to 64 images, and the protocol to classify them with."""
+    """1 to 64 images, and the protocol to classify them with. model_name, model_version: as in the path, if at all."""
 
     inputs: list[RequestInput]
-    id: str = ""
-    parameters: Parameters = {}
-    outputs: list[RequestOutput] = []
+    id: str | None = None
+    model_name: str | None = None
+    model_version: str | None = None
+    parameters: Parameters | None = None
+    outputs: list[RequestOutput] | None = None
 
 
 class ResponseOutput(Struct, forbid_unknown_fields=True):
@@ -69,89 +70,71 @@ class ModelInferResponse(Struct, forbid_unknown_fields=True):
     id: str | UnsetType = UNSET
 
 
-def parse_infer_request(body: bytes, length: str | None) -> tuple[InferRequest, str, bool]:
-    """Return a request in plain types, its id, and whether its answer should be binary.
+def parse_infer_request(body: bytes, length: str | None, name: str, version: str = "") -> InferRequest:
+    """Return a request in plain types. length: value of LENGTH_HEADER; name, version: of the path.
 
-    length: value of LENGTH_HEADER. Raises UsageError.
+    Raises UsageError.
     """
     if length is not None and not (length.isdecimal() and len(length) < 20 and int(length) <= len(body)):
         raise UsageError(f"header {LENGTH_HEADER} should be the number of bytes of JSON in a body of {len(body)} bytes")
     text, binary = (body, memoryview(b"")) if length is None else (body[: int(length)], memoryview(body)[int(length) :])
     parsed = _decode(text)
-    binary_answer = _flag(parsed.parameters, "binary_data_output")
-    tensors = []
-    for each in parsed.inputs:
-        size = each.parameters.pop("binary_data_size", None)
-        tensor, binary = _input(each, size, binary)
-        tensors.append(tensor)
-    for wanted in parsed.outputs:
-        binary_answer = _flag(wanted.parameters, "binary_data", default=binary_answer)
-    if binary:
-        raise UsageError(f"the body has {len(binary)} bytes after the binary data of its inputs")
-    names = [output.name for output in parsed.outputs]
-    of_output = parsed.outputs[0].parameters if names else {}
-    request = InferRequest(parsed.parameters, len(tensors), tensors[0] if tensors else None, names, of_output)
-    return request, parsed.id, binary_answer
+    given, outputs = parsed.model_version or version, parsed.outputs or []
+    if (parsed.model_name or name, version or given) != (name, given):
+        of_body, of_path = f"{parsed.model_name or name}/{given}", f"{name}/{version or given}"
+        raise UsageError(
+            f"the body is for model {of_body[:200]!r}, but the path for {of_path[:200]!r}; leave out `model_name` and "
+            "`model_version`, or give those of the path"
+        )
+    return InferRequest(
+        model=name,
+        version=given,
+        id=parsed.id or "",
+        parameters=parsed.parameters or {},
+        inputs=len(parsed.inputs),
+        tensor=_input(parsed.inputs[0], binary) if parsed.inputs else None,
+        outputs=[output.name for output in outputs],
+        output_parameters=(outputs and outputs[0].parameters) or {},
+    )
 
 
 def _decode(text: bytes) -> ModelInferRequest:
     if len(text) > _SMALL_JSON and sum(map(text.count, (b",", b"[", b"{"))) > _MAX_PARTS:
-        raise UsageError(f"the JSON of this request has more than {_MAX_PARTS} values; send fewer images")
+        raise UsageError(f"the JSON of this request has more than {_MAX_PARTS} values; {EXPECTED_INPUT}")
     try:
         return msgspec.json.decode(text, type=ModelInferRequest)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise UsageError(f"the body is not a request of the Open Inference Protocol: {error}") from None
 
 
-def _flag(parameters: Parameters, name: str, *, default: bool = False) -> bool:
-    """Remove a parameter that only HTTP has, and return its value."""
-    value = parameters.pop(name, default)
-    if not isinstance(value, bool):
-        raise UsageError(f"parameter '{name}' should be true or false")
-    return value
+def _input(tensor: RequestInput, binary: memoryview) -> InputTensor:
+    parameters, data = tensor.parameters or {}, tensor.data
+    size = parameters.get("binary_data_size")
+
+    def elements(count: int) -> Sequence[bytes | str]:
+        if (size is None) == (data is None):
+            raise UsageError(
+                f"input '{INPUT}' should have either `data`, the images in base64, or the parameter `binary_data_size`"
+            )
+        if (size or 0) != len(binary):
+            raise UsageError(f"`binary_data_size` is {size or 0}, but the body has {len(binary)} bytes of binary data")
+        if data is None:
+            return split_elements(bytes(binary), count)
+        return [element for row in data for element in (row if isinstance(row, list) else [row])]
+
+    return InputTensor(tensor.name, tensor.datatype, tensor.shape, parameters, elements, json=data is not None)
 
 
-def _input(tensor: RequestInput, size: Value | None, binary: memoryview) -> tuple[InputTensor, memoryview]:
-    """Return a tensor, and the binary data after its own. size: of the tensor's binary data, None for base64."""
-    if (size is None) == (tensor.data is None):
-        raise UsageError(
-            f"input '{tensor.name[:100]}' should have either `data`, the images in base64, or the parameter "
-            "`binary_data_size`"
-        )
-    if tensor.data is not None:
-        elements = _decoded(tensor, tensor.data)
-        images, rest = (lambda _: elements), binary
-    elif isinstance(size, bool) or not isinstance(size, int) or not 0 <= size <= len(binary):
-        raise UsageError(f"`binary_data_size` is {size!r}, but the body has {len(binary)} bytes of binary data")
-    else:
-        images, rest = partial(split_elements, bytes(binary[:size])), binary[size:]
-    return InputTensor(tensor.name, tensor.datatype, tensor.shape, tensor.parameters, images), rest
-
-
-def _decoded(tensor: RequestInput, data: list[str | list[str]]) -> list[bytes]:
-    """Return the elements of a tensor. data: its rows."""
-    texts = [text for row in data for text in ([row] if isinstance(row, str) else row)]
-    try:
-        elements = [base64.b64decode(text, validate=True) for text in texts]
-    except ValueError:
-        raise UsageError(f"the elements of input '{tensor.name[:100]}' are not base64; or send binary data") from None
-    if len(elements) != math.prod(tensor.shape[:2]):
-        raise UsageError(
-            f"input '{tensor.name[:100]}' has {len(elements)} elements, but its shape is {tensor.shape[:8]}"
-        )
-    return elements
-
-
-def infer_response(answer: InferAnswer, id_: str, *, binary: bool) -> tuple[bytes, dict[str, str]]:
-    """Return body and headers of an answer. id_: the request's; binary: with its elements behind the JSON."""
+def infer_response(answer: InferAnswer) -> tuple[bytes, dict[str, str]]:
+    """Return body and headers of an answer, whose elements may be binary data behind the JSON."""
     raw, output = b"", ResponseOutput(OUTPUT, answer.datatype, answer.shape)
-    if binary:
+    if answer.binary:
         raw = answer.raw()
         output.parameters = {"binary_data_size": len(raw)}
     else:
         output.data = [*answer.numbers()] if answer.top is None else [*answer.texts()]
     model = answer.model
-    text = msgspec.json.encode(ModelInferResponse(model.name, str(model.version), [output], id_ or UNSET))
-    if not binary:
+    text = msgspec.json.encode(ModelInferResponse(model.name, str(model.version), [output], answer.id or UNSET))
+    if not answer.binary:
         return text, {"content-type": "application/json"}
     return text + raw, {"content-type": "application/octet-stream", LENGTH_HEADER: str(len(text))}

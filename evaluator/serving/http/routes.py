@@ -171,11 +171,11 @@ class _Routes:
         return Response(answered.written, media_type=JSON)
 
     async def _infer(self, request: HttpCall) -> Response:
-        name, version, call = request.parameters["name"], request.parameters.get("version", ""), request.call
-        parse = partial(parse_infer_request, request.take_body(), request.headers.get(LENGTH_HEADER))
-        parsed, call.id, binary = await asyncio.to_thread(parse) if call.message_bytes > _LARGE_BODY else parse()
-        write = partial(infer_response, id_=call.id, binary=binary)
-        answering = self._inference.infer(name, version, parsed, call, write)
+        call, length = request.call, request.headers.get(LENGTH_HEADER)
+        parse = partial(parse_infer_request, request.take_body(), length, **request.parameters)
+        parsed = await asyncio.to_thread(parse) if call.message_bytes > _LARGE_BODY else parse()
+        call.id = parsed.id
+        answering = self._inference.infer(parsed, call, infer_response)
         del parse, parsed  # free them while waiting, with the second copy of the images
         body, headers = await answering
         return Response(body, headers=headers)

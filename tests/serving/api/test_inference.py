@@ -162,7 +162,7 @@ def test_large_messages_are_parsed_and_long_answers_built_in_threads(monkeypatch
 
         monkeypatch.setattr(module, name, recorded)
 
-    record(inference, "check_request", lambda request, _: len(request.tensor.images(request.tensor.shape[0])) > 1)
+    record(inference, "check_request", lambda request, _: len(request.tensor.elements(request.tensor.shape[0])) > 1)
     record(grpc_inference, "infer_response", lambda answer: len(answer.scores) > 1)
     session = FakeSession(fake_contract(classes=300))
     with running_server(six=session) as server, grpc.insecure_channel(server.address) as channel:
