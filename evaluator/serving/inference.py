@@ -453,7 +453,7 @@ def _images_of(request: InferRequest, content_type: str | UnsetType) -> Sequence
         raise UsageError(
             f"input '{INPUT}' has {len(elements)} elements, but its shape declares {count}; the two should be equal"
         )
-    if not tensor.json and own is content_type is UNSET:
+    if not tensor.json and own is UNSET and content_type is UNSET:
         return elements
     try:
         return [base64.b64decode(each, validate=True) for each in elements]

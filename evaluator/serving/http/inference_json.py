@@ -79,16 +79,17 @@ def parse_infer_request(body: bytes, length: str | None, name: str, version: str
         raise UsageError(f"header {LENGTH_HEADER} should be the number of bytes of JSON in a body of {len(body)} bytes")
     text, binary = (body, memoryview(b"")) if length is None else (body[: int(length)], memoryview(body)[int(length) :])
     parsed = _decode(text)
-    given, outputs = parsed.model_version or version, parsed.outputs or []
-    if (parsed.model_name or name, version or given) != (name, given):
-        of_body, of_path = f"{parsed.model_name or name}/{given}", f"{name}/{version or given}"
-        raise UsageError(
-            f"the body is for model {of_body[:200]!r}, but the path for {of_path[:200]!r}; leave out `model_name` and "
-            "`model_version`, or give those of the path"
-        )
+    outputs = parsed.outputs or []
+    named = (("model_name", parsed.model_name, name), ("model_version", parsed.model_version, version))
+    for field, of_body, of_path in named:
+        if of_body and of_path and of_body != of_path:
+            raise UsageError(
+                f"`{field}` is {of_body[:100]!r}, but the path has {of_path[:100]!r}; leave it out, or give that of "
+                "the path"
+            )
     return InferRequest(
         model=name,
-        version=given,
+        version=version or parsed.model_version or "",
         id=parsed.id or "",
         parameters=parsed.parameters or {},
         inputs=len(parsed.inputs),

@@ -120,6 +120,8 @@ MORE_OVER_OIP: Mapping[str, Call] = {
         inputs=[image_input(contents=oip.InferTensorContents(int_contents=[1]))], raw_input_contents=[]
     ),
     "parameter of an input": infer(inputs=[image_input(parameters=parameters({"shared_memory_region": "r"}))]),
+    "content_type np": infer(inputs=[image_input(parameters=parameters({"content_type": "np"}))]),
+    "content_type base64 of an image that is not": infer(values={"content_type": "base64"}),
     "duplicate output": infer(outputs=[scores_output(), scores_output()]),
     "parameter of an output": infer(outputs=[scores_output(shared_memory_region="r")]),
     "classification 0": infer(outputs=[scores_output(classification=0)]),

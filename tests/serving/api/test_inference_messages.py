@@ -1,6 +1,7 @@
 """Parsing of requests of the Open Inference Protocol, and unit tests of parts of its service."""
 
 import asyncio
+import base64
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -138,6 +139,11 @@ async def test_answers_in_order_precede_an_error_of_reading_and_are_cancelled_on
         ({"values": {"sequenced": 3}}, "unknown field `sequenced`. Allowed: protocol, scales, "),
         ({"values": {"sequence_id": 3}}, "each request is independent. Call without a sequence_id"),
         ({"inputs": [image_input(parameters=parameters({"shared_memory_region": "r"}))]}, "Call without shared memory"),
+        (
+            {"inputs": [image_input(parameters=parameters({"content_type": "np"}))]},
+            "Expected `str` matching regex '^(base64|str)$' - at `$.content_type`",
+        ),
+        ({"values": {"content_type": "str"}}, "are not base64; send each image file in base64, or as binary data"),
         ({"outputs": [scores_output(shared_memory_offset=3)]}, "Call without shared memory"),
         ({"outputs": [scores_output("logits")]}, "the model has no output 'logits'. Its only output: scores"),
         ({"outputs": [scores_output(), scores_output()]}, "requested 2 times; request it once"),
@@ -207,6 +213,22 @@ def test_a_damaged_message_is_parsed_or_refused_with_a_usage_error(
     except UsageError:
         return
     assert 1 <= len(parsed.images) <= 64
+
+
+def test_parameters_that_change_nothing_over_grpc_are_accepted(check: Check) -> None:
+    tensor = image_input(parameters=parameters({"binary_data_size": len(IMAGE) + 4}))
+    values = {"protocol": "center", "binary_data_output": False}
+    asked = check(infer_request(values=values, inputs=[tensor], outputs=[scores_output(binary_data=True)]))
+    assert (asked.images, asked.top) == ((IMAGE,), None)
+
+
+@pytest.mark.parametrize("of_input", [True, False])
+@pytest.mark.parametrize("content_type", ["base64", "str"])
+def test_images_with_a_content_type_are_decoded_from_base64(check: Check, content_type: str, of_input: bool) -> None:
+    given = {"content_type": content_type}
+    tensor = image_input(parameters=parameters(given if of_input else {}))
+    request = infer_request([base64.b64encode(IMAGE)], inputs=[tensor], values={} if of_input else given)
+    assert check(request).images == (IMAGE,)
 
 
 def test_a_parameter_without_a_value_is_as_if_it_were_not_there(check: Check) -> None:

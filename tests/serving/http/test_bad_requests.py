@@ -124,6 +124,10 @@ BAD = {
     "no JSON": infer(b"images"),
     "JSON of another kind": infer([]),
     "an unknown field": infer({**tensor(), "model": "six"}),
+    "the name of a model other than the path's": infer({**tensor(), "model_name": "three"}),
+    "the name of a version other than the path's": with_length(
+        "POST /v2/models/six/versions/1/infer", json.dumps({**tensor(), "model_version": "2"}).encode()
+    ),
     "JSON that is deeply nested": infer(b'{"inputs":' + b"[" * 900 + b"]" * 900 + b"}"),
     "JSON of a hundred thousand tensors": infer({"inputs": tensor()["inputs"] * 2 + [{}] * 100_000}),
     "another input": infer(tensor(name="image")),
@@ -132,6 +136,9 @@ BAD = {
     "a shape of 2^70": infer(tensor(shape=[2**70])),
     "a negative shape": infer(tensor(shape=[-1])),
     "neither base64 nor binary": infer(tensor(data=["?"])),
+    "a number in the place of base64": infer(tensor(data=[7])),
+    "base64 of another kind": infer(tensor(parameters={"content_type": "np"})),
+    "a parameter of an input": infer(tensor(parameters={"sequence": None, "resize": 224})),
     "no data": infer(tensor(data=None)),
     "two kinds of data": infer(tensor(parameters={"binary_data_size": 3})),
     "a binary size beyond the body": infer(tensor(data=None, parameters={"binary_data_size": 3})),
@@ -270,6 +277,24 @@ def test_the_binary_data_of_many_inputs_is_not_copied_for_each_of_them() -> None
     _, peak = tracemalloc.get_traced_memory()
     tracemalloc.stop()
     assert peak < MIB, "the head and its objects, far less than the data"
+
+
+@pytest.mark.parametrize("side", [5, 224])
+def test_pixels_in_json_are_refused_with_what_the_model_takes(server: RunningServer, side: int) -> None:
+    plane = [[0.5] * side] * side
+    nested, flat = [[plane] * 3], [0.5] * (3 * side * side)
+    for data in (nested, flat):
+        sent = infer(tensor(shape=[1, 3, side, side], datatype="FP32", data=data))
+        status, _, body = raw_call(server, sent)
+        assert (status, "'images', datatype BYTES, shape [N]" in error_in(body)) == (400, True)
+        assert error_in(body).endswith("image files, not arrays of pixels")
+
+
+def test_a_model_in_the_body_that_is_not_the_paths_is_refused_with_both(server: RunningServer) -> None:
+    _, _, body = raw_call(server, BAD["the name of a model other than the path's"])
+    assert "`model_name` is 'three', but the path has 'six'" in error_in(body)
+    _, _, body = raw_call(server, BAD["the name of a version other than the path's"])
+    assert "`model_version` is '2', but the path has '1'" in error_in(body)
 
 
 def test_pipelined_requests_are_answered_in_order(server: RunningServer) -> None:
