@@ -12,7 +12,7 @@ import math
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
-from typing import Annotated, Literal, TypeAlias, TypeVar
+from typing import Annotated, Any, Literal, TypeAlias, TypeVar
 
 import numpy as np
 from msgspec import UNSET, Meta, Struct, UnsetType, ValidationError, convert
@@ -63,13 +63,16 @@ ContentType: TypeAlias = Annotated[str, Meta(pattern="^(base64|str)$")]
 
 
 class InputTensor(Struct, frozen=True):
-    """An input as sent. elements: returns them, given their number, or raises UsageError; in JSON they are base64."""
+    """An input as sent.
+
+    elements: returns them, given their number, or raises UsageError; json: they should be base64 and may be anything.
+    """
 
     name: str
     datatype: str
     shape: Sequence[int]
     parameters: Parameters
-    elements: Callable[[int], Sequence[bytes | str]]
+    elements: Callable[[int], Sequence[Any]]
     json: bool = False
 
 
@@ -428,7 +431,7 @@ def _converted(parameters: Parameters, kind: type[Kind], where: str) -> Kind:
     try:
         return convert({name: value for name, value in parameters.items() if value is not None}, kind)
     except ValidationError as error:
-        allowed, text = ", ".join(kind.__struct_fields__) or "none", truncate(str(error), 2 * _MAX_QUOTED)
+        allowed, text = ", ".join(kind.__struct_fields__), truncate(str(error), 2 * _MAX_QUOTED)
         raise UsageError(f"the parameters of {where} are not valid: {text}. Allowed: {allowed}") from None
 
 
@@ -438,9 +441,7 @@ def _images_of(request: InferRequest, content_type: str | UnsetType) -> Sequence
     content_type: of the request.
     """
     tensor = request.tensor
-    if tensor is None:
-        raise UsageError(f"the request has no input; {EXPECTED_INPUT}")
-    if request.inputs > 1:
+    if tensor is None or request.inputs > 1:
         raise UsageError(f"the request has {request.inputs} inputs; {EXPECTED_INPUT}")
     if tensor.name != INPUT:
         raise UsageError(f"the model has no input '{truncate(tensor.name, _MAX_QUOTED)}'; {EXPECTED_INPUT}")
@@ -457,7 +458,7 @@ def _images_of(request: InferRequest, content_type: str | UnsetType) -> Sequence
         return elements
     try:
         return [base64.b64decode(each, validate=True) for each in elements]
-    except (TypeError, ValueError):  # an element of JSON may be anything
+    except (TypeError, ValueError):
         raise UsageError(
             f"the elements of input '{INPUT}' are not base64; send each image file in base64, or as binary data "
             "without the parameter 'content_type'"

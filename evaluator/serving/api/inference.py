@@ -202,13 +202,8 @@ def infer_request(request: pb.ModelInferRequest) -> InferRequest:
 
 
 def _parameters(parameters: Mapping[str, pb.InferParameter]) -> Parameters:
-    return {name: _value(parameter) for name, parameter in parameters.items()}
-
-
-def _value(parameter: pb.InferParameter) -> bool | int | float | str | None:
-    choice = parameter.WhichOneof("parameter_choice")
-    value: bool | int | float | str | None = choice and getattr(parameter, choice)
-    return value
+    choices = {name: each.WhichOneof("parameter_choice") for name, each in parameters.items()}
+    return {name: choice and getattr(parameters[name], choice) for name, choice in choices.items()}
 
 
 def _input(request: pb.ModelInferRequest, tensor: pb.ModelInferRequest.InferInputTensor) -> InputTensor:

@@ -112,7 +112,7 @@ def _input(tensor: RequestInput, binary: memoryview) -> InputTensor:
     parameters, data = tensor.parameters or {}, tensor.data
     size = parameters.get("binary_data_size")
 
-    def elements(count: int) -> Sequence[bytes | str]:
+    def elements(count: int) -> Sequence[Any]:
         if (size is None) == (data is None):
             raise UsageError(
                 f"input '{INPUT}' should have either `data`, the images in base64, or the parameter `binary_data_size`"
