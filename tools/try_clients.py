@@ -1,7 +1,7 @@
 """Call a server with the Python client of KServe or of MLServer, and record what it sends for `make test`.
 
     python3 -m venv kserve && kserve/bin/pip install kserve==0.21.0
-    python3 -m venv mlserver && mlserver/bin/pip install mlserver==1.7.1
+    python3 -m venv mlserver && mlserver/bin/pip install mlserver==1.7.1 httpx
     prelunet serve --model demo=model.onnx --http-port 8080
     kserve/bin/python tools/try_clients.py kserve
     mlserver/bin/python tools/try_clients.py mlserver
@@ -39,16 +39,12 @@ class Calls:
         self.scores: Any = None
 
     def record(self, name: str, body: bytes, headers: Mapping[str, str] | None = None) -> None:
-        kept = {
-            name: value for name, value in (headers or {}).items() if "content" in name and name != "content-length"
-        }
-        over = "grpc" if headers is None else "http"
-        encoded = (
-            {"text": body.decode()}
-            if body.isascii() and over == "http"
-            else {"base64": base64.b64encode(body).decode()}
-        )
-        self.sent.append({"call": f"{name}, {over}", "headers": kept, **encoded})
+        """Keep what was sent. headers: over HTTP; body: kept as readable text if it is JSON."""
+        over, own = ("grpc", {}) if headers is None else ("http", headers)
+        kept = {each: own[each] for each in ("content-type", "inference-header-content-length") if each in own}
+        is_json = over == "http" and body.isascii()
+        sent = {"text": body.decode()} if is_json else {"base64": base64.b64encode(body).decode()}
+        self.sent.append({"call": f"{name}, {over}", "headers": kept, **sent})
 
     def answered(self, scores: Any) -> None:
         """Check scores, (2, classes)."""
@@ -58,6 +54,7 @@ class Calls:
         print(self.sent[-1]["call"], scores.max(axis=1))
 
     def refused(self, text: str) -> None:
+        """Check the error, which only pixels should get."""
         assert "pixels" in self.sent[-1]["call"], text
         assert "BYTES" in text, text
         print(self.sent[-1]["call"], text)
@@ -76,11 +73,11 @@ async def kserve(calls: Calls, http: str, address: str) -> None:
     pixels = InferInput("input", [*PIXELS.shape], "FP32")
     pixels.set_data_from_numpy(PIXELS, binary_data=False)
     requests = {
-        "base64": InferRequest("demo", [InferInput("images", [2], "BYTES", BASE64)]),
-        "binary": InferRequest("demo", [raw()]),
-        "binary answer": InferRequest("demo", [raw()], request_id="7", **binary),
-        "binary answer to all": InferRequest("demo", [raw()], parameters={"binary_data_output": True}),
-        "pixels": InferRequest("demo", [pixels]),
+        "base64": InferRequest("demo", [InferInput("images", [2], "BYTES", BASE64)], "7"),
+        "binary": InferRequest("demo", [raw()], "7"),
+        "binary answer": InferRequest("demo", [raw()], "7", **binary),
+        "binary answer to all": InferRequest("demo", [raw()], "7", parameters={"binary_data_output": True}),
+        "pixels": InferRequest("demo", [pixels], "7"),
     }
     names = iter(requests)
 
@@ -99,7 +96,7 @@ async def kserve(calls: Calls, http: str, address: str) -> None:
     assert await client.is_server_ready(http)
     assert await client.is_model_ready(http, "demo")
     del requests["base64"]  # only in JSON
-    requests["bytes"] = InferRequest("demo", [InferInput("images", [2], "BYTES", IMAGES)])
+    requests["bytes"] = InferRequest("demo", [InferInput("images", [2], "BYTES", IMAGES)], "7")
     async with InferenceGRPCClient(address) as stub:
         for name, request in requests.items():
             calls.record(name, request.to_grpc().SerializeToString())
@@ -141,7 +138,7 @@ async def mlserver(calls: Calls, http: str, address: str) -> None:
     async with grpc.aio.insecure_channel(address) as channel:
         stub = GRPCInferenceServiceStub(channel)
         for name, request in requests.items():
-            for raw in (False, True):
+            for raw in (False, True):  # raw takes the data out of the request
                 message = converters.ModelInferRequestConverter.from_types(request, "demo", "", use_raw=raw)
                 calls.record(f"{name}{' raw' * raw}", message.SerializeToString())
                 try:

@@ -295,6 +295,9 @@ def test_a_model_in_the_body_that_is_not_the_paths_is_refused_with_both(server: 
     assert "`model_name` is 'three', but the path has 'six'" in error_in(body)
     _, _, body = raw_call(server, BAD["the name of a version other than the path's"])
     assert "`model_version` is '2', but the path has '1'" in error_in(body)
+    for version, expected in (("1", 200), ("2", 404)):
+        sent = infer({**tensor(), "model_name": "six", "model_version": version})
+        assert raw_call(server, sent)[0] == expected, "the version of the body counts where the path has none"
 
 
 def test_pipelined_requests_are_answered_in_order(server: RunningServer) -> None:
