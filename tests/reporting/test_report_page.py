@@ -362,7 +362,9 @@ def test_members_of_an_ensemble_are_listed_with_their_weights(tmp_path: Path) ->
 
 
 def test_a_page_opens_on_the_worst_classes_and_ends_with_what_to_paste(tmp_path: Path) -> None:
-    page = page_of(tmp_path, [mistake("n01/a.png", 0, 2), mistake("n02/b.png", 1, 2), evaluated("n03/c.png", 2, [2], 1)])
+    page = page_of(
+        tmp_path, [mistake("n01/a.png", 0, 2), mistake("n02/b.png", 1, 2), evaluated("n03/c.png", 2, [2], 1)]
+    )
     sections = [str(element["id"]) for element in page.named("section")]
     assert sections[:5] == ["worst", "confusions", "mistakes", "classes", "table"]
     assert sections[-1] == "details"
@@ -393,7 +395,9 @@ def test_pairs_that_occur_once_are_listed_only_where_no_pair_occurs_twice(tmp_pa
     assert "The most frequent pair" in twice.text
 
 
-@pytest.mark.parametrize(("score", "shown"), [(0.9996, "0.999"), (0.5, "0.500"), (0.0123, "0.012"), (0.00047, "0.0005")])
+@pytest.mark.parametrize(
+    ("score", "shown"), [(0.9996, "0.999"), (0.5, "0.500"), (0.0123, "0.012"), (0.00047, "0.0005")]
+)
 def test_a_threshold_is_rounded_and_never_up_to_one_that_keeps_nothing(
     tmp_path: Path, score: float, shown: str
 ) -> None:

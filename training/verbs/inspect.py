@@ -71,7 +71,9 @@ def inspect(
         require_writable(plot)
     runs = [file for file in files if file.is_dir()]
     if runs and len(files) > 1:
-        raise UsageError(f"{runs[0]}: a run is shown alone. To compare nets, give checkpoints, such as last.safetensors")
+        raise UsageError(
+            f"{runs[0]}: a run is shown alone. To compare nets, give checkpoints, such as last.safetensors"
+        )
     if runs:
         _show_history(runs[0], data, plot, as_json=as_json)
         return

@@ -124,7 +124,12 @@ def test_the_panel_of_a_class_begins_with_its_images_above_the_fold(
 
 def test_bars_stand_beside_names_and_not_under_them(few: Path, visit: Callable[..., MonitoredPage]) -> None:
     page = visit(few, "#class-0").page
-    for row, bar in ((".pairs li", ".bar"), ("#mistakes li", "i"), (".taken-for li", ".bar"), ("#class-view figure li", "i")):
+    for row, bar in (
+        (".pairs li", ".bar"),
+        ("#mistakes li", "i"),
+        (".taken-for li", ".bar"),
+        ("#class-view figure li", "i"),
+    ):
         name, beside = (page.locator(row).first.locator(part).first.bounding_box() for part in (".name", bar))
         assert name is not None
         assert beside is not None
