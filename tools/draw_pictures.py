@@ -49,6 +49,8 @@ def main() -> None:
             page.goto(report)
             picture(page, f"report{ending}", 1060)
             page.goto(f"{report}#class-{worst_class(page)}")
+            for button in page.locator("#class-view .maps button:first-child").all():
+                button.click()
             page.wait_for_timeout(500)
             picture(page, f"class{ending}", 1060)
             page.goto(comparison)

@@ -2,7 +2,7 @@
 
 import json
 import shlex
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -16,7 +16,7 @@ from ...evaluator.terminal import echo, report
 from ..inspection.describe_file import inspect_file, print_inspection
 from ..inspection.layer_log import DEFAULT_IMAGES, read_layer_log
 
-Inspection = Mapping[str, Any]  # of `inspect_file`, with the measurements if there are any
+Inspection = dict[str, Any]  # of `inspect_file`, with the measurements if there are any
 
 
 def inspect(
@@ -60,7 +60,7 @@ def inspect(
             metavar="FILE.svg",
         ),
     ] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON: an object, or a list for several files.")] = False,
 ) -> None:
     """Describe a checkpoint or model file, compare its slopes with the paper's, and measure its layers on images."""
     if data is None and (images or labels):
@@ -71,7 +71,9 @@ def inspect(
         require_writable(plot)
     runs = [file for file in files if file.is_dir()]
     if runs and len(files) > 1:
-        raise UsageError(f"{runs[0]}: a run is shown alone. To compare nets, give checkpoints, such as last.safetensors")
+        raise UsageError(
+            f"{runs[0]}: a run is shown alone. To compare nets, give checkpoints, such as last.safetensors"
+        )
     if runs:
         _show_history(runs[0], data, plot, as_json=as_json)
         return

@@ -45,5 +45,5 @@ function rangeText(bytes) {
 function colorScale() {
   const colors = make("i", { "aria-hidden": true });
   colors.style.background = `linear-gradient(to right, ${data.inferno.map((color) => `rgb(${color.join(" ")})`).join(", ")})`;
-  return ["from the map’s lowest ", make("span.whole", null, colors, " to its highest"), ", or ten points more; its corner states both."];
+  return ["from the map’s lowest ", colors, " to its highest, or ten points more; its corner states both."];
 }
