@@ -178,7 +178,7 @@ class PreluNetServer(ServerProcess):
             self.kill()
             raise
         self.ready_after = time.monotonic() - begun
-        ports = dict(re.findall(r"(serving|http|metrics) on (\d+\.\d+\.\d+\.\d+:\d+)", line))
+        ports = dict(re.findall(r"(serving|http|metrics) on (?:https?://)?(\d+\.\d+\.\d+\.\d+:\d+)", line))
         self.address, self.http, self._metrics = (ports.get(name, "") for name in ("serving", "http", "metrics"))
         stated = re.search(r"memory at most (\S+)", line)
         self.promised_mb = (parse_memory(stated[1]) or 0) / 2**20 if stated else 0.0

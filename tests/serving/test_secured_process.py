@@ -38,7 +38,7 @@ def test_both_ports_use_the_files_of_the_configuration_and_read_them_again_witho
     trusting = ssl.create_default_context(cafile=TLS / "ca.pem")
     credentials, stopped = Credentials(tls_ca=TLS / "ca.pem", token_file=token), threading.Event()
     with serving(model, "--config", str(config)) as (process, line, address), futures.ThreadPoolExecutor(1) as pool:
-        http, metrics = re.findall(r"(?:http|metrics) on 0\.0\.0\.0:(\d+)", line)
+        http, metrics = re.findall(r"(?:http on https://|metrics on )0\.0\.0\.0:(\d+)", line)
         assert httpx.get(f"http://127.0.0.1:{metrics}/ready", trust_env=False).status_code == 200
         grpc_port = address.rpartition(":")[2]
 
