@@ -117,9 +117,15 @@ def _own_client(address: str, image: bytes) -> Iterator[Call]:
 
 
 @contextmanager
-def _plain_grpc(address: str, image: bytes, config: Json | None = None, *, tls: bool = False) -> Iterator[Call]:
-    """Yield a call on a channel of its own that is never retried."""
-    options: list[tuple[str, int | str]] = [("grpc.use_local_subchannel_pool", 1), ("grpc.enable_retries", 0)]
+def _plain_grpc(
+    address: str, image: bytes, config: Json | None = None, *, tls: bool = False, unseen: bool = False
+) -> Iterator[Call]:
+    """Yield a call on a channel of its own that is never retried.
+
+    unseen: but sent again, as gRPC does by default, if the other end says that it has not seen it.
+    """
+    options: list[tuple[str, int | str]] = [("grpc.use_local_subchannel_pool", 1)]
+    options.append(("grpc.enable_retries", int(unseen)))
     options.append(("grpc.service_config", json.dumps(config or {})))
     trusted = grpc.ssl_channel_credentials((CERTIFICATES / "ca.pem").read_bytes())
     opened = grpc.secure_channel(address, trusted, options) if tls else grpc.insecure_channel(address, options)
@@ -375,9 +381,11 @@ _PLAIN: Mapping[str, tuple[str, Callable[..., Json]]] = {
         partial(_behind_a_name, client=partial(_plain_grpc, config=HEALTH_CHECKING)),
     ),
     "nginx-grpc": (
-        "each of three servers behind nginx is marked down, stopped, drains and starts again: no call of clients that "
-        "never retry fails",
-        partial(_behind_one_address, balanced=partial(_nginx, grpc=True), client=_plain_grpc),
+        "each of three servers behind nginx is marked down, stopped, drains and starts again: no call of clients "
+        "without a retry policy fails",
+        partial(
+            _behind_one_address, balanced=partial(_nginx, grpc=True), client=partial(_plain_grpc, unseen=True)
+        ),
     ),
     "nginx": (
         "each of three servers behind nginx is stopped, drains and starts again: no HTTP call fails",
