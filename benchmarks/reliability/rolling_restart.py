@@ -144,7 +144,9 @@ def _http(addresses: str, image: bytes, *, tls: bool = False) -> Iterator[Call]:
         def classify() -> None:
             while True:
                 try:
-                    client.post(f"{scheme}://{servers[0]}/v1/classify?protocol=center", content=image).raise_for_status()
+                    client.post(
+                        f"{scheme}://{servers[0]}/v1/classify?protocol=center", content=image
+                    ).raise_for_status()
                     return
                 except httpx.ConnectError:  # another error is a lost call
                     servers.append(servers.pop(0))
@@ -383,9 +385,7 @@ _PLAIN: Mapping[str, tuple[str, Callable[..., Json]]] = {
     "nginx-grpc": (
         "each of three servers behind nginx is marked down, stopped, drains and starts again: no call of clients "
         "without a retry policy fails",
-        partial(
-            _behind_one_address, balanced=partial(_nginx, grpc=True), client=partial(_plain_grpc, unseen=True)
-        ),
+        partial(_behind_one_address, balanced=partial(_nginx, grpc=True), client=partial(_plain_grpc, unseen=True)),
     ),
     "nginx": (
         "each of three servers behind nginx is stopped, drains and starts again: no HTTP call fails",

@@ -3,7 +3,8 @@
 Hugging Face's `config.json` and `preprocessor_config.json` (transformers, image processors); timm's `config.json`, with
 `pretrained_cfg` (timm/data/config.py); Keras's `class_indices.json`, torchvision's `class_to_idx.json`, TorchServe's
 `index_to_name.json`, YAML with `names`; the ONNX file's own metadata: Ultralytics' (its exporter), PaddleOCR's
-`character`, and ONNX's `Image.*` (docs/MetadataProps.md of onnx). What no model file can state, such as another filter, is refused.
+`character`, and ONNX's `Image.*` (docs/MetadataProps.md of onnx). What no model file can state, such as another
+filter, is refused.
 """
 
 import ast

@@ -105,7 +105,13 @@ def test_the_manifests_follow_the_schemas_of_kubernetes_kserve_and_prometheus(ve
     folder = Path(package.origin).parent / "kubernetes-json-schema" / f"{version}-local-strict"
     definitions = Resource.from_contents(json.loads((folder / "_definitions.json").read_text()))
     custom = json.loads(CUSTOM_RESOURCES.read_text(encoding="utf-8"))
-    for each in (*manifests(), *manifests("tls"), *manifests("autoscaled"), kserve("runtime"), kserve("inference-service")):
+    for each in (
+        *manifests(),
+        *manifests("tls"),
+        *manifests("autoscaled"),
+        kserve("runtime"),
+        kserve("inference-service"),
+    ):
         group, _, number = each["apiVersion"].rpartition("/")
         name = "-".join(filter(None, (each["kind"].lower(), group.partition(".")[0], number)))
         if each["kind"] in custom["$defs"]:
@@ -208,7 +214,7 @@ def test_the_runtime_of_kserve_serves_an_inference_service_and_stops_within_kube
 ) -> None:
     spec, service = kserve("runtime")["spec"], kserve("inference-service")
     (found,) = spec["containers"]
-    name, model = service["metadata"]["name"], service["spec"]["predictor"]["model"]
+    name, chosen = service["metadata"]["name"], service["spec"]["predictor"]["model"]
     filled = [each.replace("{{.Name}}", name).replace("{{.Namespace}}", "default") for each in found["args"]]
     assert not any("{" in each for each in filled)
     options = served(*filled)
@@ -218,8 +224,8 @@ def test_the_runtime_of_kserve_serves_an_inference_service_and_stops_within_kube
     assert [port["containerPort"] for port in found["ports"]] == [options.http.port]
     assert found["readinessProbe"]["httpGet"] == {"path": "/v2/health/ready", "port": options.http.port}
     assert spec["annotations"]["prometheus.kserve.io/port"] == str(options.metrics_port)
-    assert model["protocolVersion"] in spec["protocolVersions"]
-    assert model["modelFormat"]["name"] in {each["name"] for each in spec["supportedModelFormats"]}
+    assert chosen["protocolVersion"] in spec["protocolVersions"]
+    assert chosen["modelFormat"]["name"] in {each["name"] for each in spec["supportedModelFormats"]}
     assert {f"{name}-predictor", "*.default.svc"} <= set(options.http.host_names)
 
 
