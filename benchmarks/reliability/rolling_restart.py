@@ -292,8 +292,10 @@ def _proxy(name: str, bed: ServerTestBed, *options: str) -> Iterator[subprocess.
         time.sleep(PAUSE)  # for the first checks
         if not server.is_alive():
             raise RuntimeError(f"{name} did not start: {server.log[-1000:]}")
-        yield server.process
-        server.stop()  # a SIGKILL would leave nginx's workers behind
+        try:
+            yield server.process
+        finally:
+            server.stop()  # a SIGKILL would leave nginx's workers behind
 
 
 def _behind_a_name(bed: ServerTestBed, client: Callable[[str, bytes], Opened]) -> Json:
@@ -400,7 +402,7 @@ _SECURED = {
     f"{name}-tls": (f"{_PLAIN[name][0]}, with TLS to the proxy and to the servers", partial(_PLAIN[name][1], tls=True))
     for name in ("haproxy", "nginx-grpc", "nginx")
 }
-CASES = {**_PLAIN, **_SECURED}
+CASES: Mapping[str, tuple[str, Callable[..., Json]]] = {**_PLAIN, **_SECURED}
 
 if __name__ == "__main__":
     sys.exit(main())
