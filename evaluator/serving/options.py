@@ -226,10 +226,10 @@ class AccessOptions:
 def parse_host_names(options: Sequence[str] | None) -> tuple[str, ...]:
     """Parse `NAME[,NAME…]` options. Raises UsageError for what no `Host` header has as its name."""
     names = tuple(split_commas(options))
-    if wrong := [name for name in names if not re.fullmatch(r"[A-Za-z0-9._-]+", name)]:
+    if wrong := [name for name in names if not re.fullmatch(r"(\*\.)?[A-Za-z0-9._-]+", name)]:
         raise UsageError(
             f"--http-host-names: '{wrong[0]}' is not a host name. Give names without scheme and port, such as "
-            "flowers.example.org"
+            "flowers.example.org, or *.example.org for all below example.org"
         )
     return names
 
@@ -245,7 +245,7 @@ class HttpOptions:
     host_names: tuple[str, ...] = option(
         (),
         "Names of this server that HTTP requests may have in their Host header, besides localhost and IP "
-        "addresses; repeatable.",
+        "addresses, or *.example.org for all names below example.org; repeatable.",
         flag="http-host-names",
         metavar="NAME[,NAME]",
         kind=list[str] | None,

@@ -1,9 +1,10 @@
 """What the makers of a net wrote beside it or into it: its classes, and how its images are prepared.
 
 Hugging Face's `config.json` and `preprocessor_config.json` (transformers, image processors); timm's `config.json`, with
-`pretrained_cfg` (timm/data/config.py); Keras's `class_indices.json`, torchvision's `class_to_idx.json`, YAML with
-`names`; the ONNX file's own metadata: Ultralytics' (its exporter), PaddleOCR's `character`, and ONNX's `Image.*`
-(docs/MetadataProps.md of onnx). What no model file can state, such as another filter, is refused.
+`pretrained_cfg` (timm/data/config.py); Keras's `class_indices.json`, torchvision's `class_to_idx.json`, TorchServe's
+`index_to_name.json`, YAML with `names`; the ONNX file's own metadata: Ultralytics' (its exporter), PaddleOCR's
+`character`, and ONNX's `Image.*` (docs/MetadataProps.md of onnx). What no model file can state, such as another
+filter, is refused.
 """
 
 import ast
@@ -32,7 +33,7 @@ _PROCESSORS = {
     **dict.fromkeys(("DeiT", "CLIP", "Bit", "MobileNetV1", "MobileNetV2"), True),
 }
 _CONVNEXT_SQUASHES = 384  # pixels, from which on this processor resizes both sides
-_CLASS_FILES = ("class_indices.json", "class_to_idx.json", "metadata.yaml", "data.yaml")
+_CLASS_FILES = ("class_indices.json", "class_to_idx.json", "index_to_name.json", "metadata.yaml", "data.yaml")
 # ONNX's Image.NominalPixelRange → mean, std and largest value of the pixels
 _RANGES = {"NominalRange_0_255": (0.0, 1.0, 255), "Normalized_0_1": (0.0, 1.0, 1), "Normalized_1_1": (0.5, 0.5, 1)}
 _FORMATS = {"Rgb8": "rgb", "Bgr8": "bgr", "Gray8": "gray"}  # its Image.BitmapPixelFormat

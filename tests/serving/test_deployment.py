@@ -20,6 +20,7 @@ import yaml
 from prometheus_client.parser import text_string_to_metric_families
 from referencing import Registry, Resource
 
+from benchmarks.reliability.rolling_restart import NGINX_MAIN
 from prelunet.evaluator.client import Client, Credentials
 from prelunet.evaluator.machine import parse_memory
 from prelunet.evaluator.serving.api.health import LIVENESS
@@ -35,6 +36,7 @@ from tests.serving.test_serving_process import model, serving  # noqa: F401 - `m
 
 ROOT = Path(__file__).parents[2]
 DEPLOY = ROOT / "deploy"
+CUSTOM_RESOURCES = ROOT / "tests" / "data" / "kubernetes" / "custom-resources.schema.json"
 PROMETHEUS, DASHBOARD = DEPLOY / "prometheus", DEPLOY / "grafana" / "dashboards" / "prelunet.json"
 DOCKERFILE = (ROOT / "Dockerfile").read_text(encoding="utf-8")
 OLDEST, NEWEST = "v1.27.0", "v1.37.0"  # the first has gRPC probes for good
@@ -49,19 +51,19 @@ def read_yaml(path: Path) -> list[Any]:
 
 
 @cache
-def manifests(*, tls: bool = False) -> list[Json]:
-    """Return the objects that kubectl makes of deploy/kubernetes/base, or of tls; skips the test without kubectl."""
+def manifests(folder: str = "base") -> list[Json]:
+    """Return the objects that kubectl makes of a folder of deploy/kubernetes; skips the test without kubectl."""
     kubectl = shutil.which("kubectl", path=f"{os.environ.get('PATH', '')}:{ROOT}/.kubectl")
     if kubectl is None:
         pytest.skip("kubectl is missing: make .kubectl/kubectl")
-    words = [kubectl, "kustomize", str(DEPLOY / "kubernetes" / ("tls" if tls else "base"))]
+    words = [kubectl, "kustomize", str(DEPLOY / "kubernetes" / folder)]
     done = subprocess.run(words, capture_output=True, text=True, timeout=60, check=False)
     assert done.returncode == 0, done.stderr
     return list(yaml.safe_load_all(done.stdout))
 
 
 def deployment(*, tls: bool = False) -> Json:
-    (found,) = (each for each in manifests(tls=tls) if each["kind"] == "Deployment")
+    (found,) = (each for each in manifests("tls" if tls else "base") if each["kind"] == "Deployment")
     return found
 
 
@@ -73,6 +75,11 @@ def pod(*, tls: bool = False) -> Json:
 def container(*, tls: bool = False) -> Json:
     (found,) = pod(tls=tls)["containers"]
     return dict(found)
+
+
+def kserve(name: str) -> Json:
+    (document,) = read_yaml(DEPLOY / "kserve" / f"{name}.yaml")
+    return dict(document)
 
 
 def compose() -> Json:
@@ -91,16 +98,26 @@ def image_environment(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("version", [OLDEST, NEWEST])
-def test_the_manifests_follow_the_schemas_of_kubernetes(version: str) -> None:
+def test_the_manifests_follow_the_schemas_of_kubernetes_kserve_and_prometheus(version: str) -> None:
     package = importlib.util.find_spec("kubernetes_validate")
     if package is None or package.origin is None:
         pytest.skip("kubernetes-validate, which holds the schemas, is not installed: pip install '.[dev]'")
     folder = Path(package.origin).parent / "kubernetes-json-schema" / f"{version}-local-strict"
     definitions = Resource.from_contents(json.loads((folder / "_definitions.json").read_text()))
-    for each in (*manifests(), *manifests(tls=True)):
+    custom = json.loads(CUSTOM_RESOURCES.read_text(encoding="utf-8"))
+    for each in (
+        *manifests(),
+        *manifests("tls"),
+        *manifests("autoscaled"),
+        kserve("runtime"),
+        kserve("inference-service"),
+    ):
         group, _, number = each["apiVersion"].rpartition("/")
         name = "-".join(filter(None, (each["kind"].lower(), group.partition(".")[0], number)))
-        schema = json.loads((folder / f"{name}.json").read_text())
+        if each["kind"] in custom["$defs"]:
+            schema = {**custom, "$ref": f"#/$defs/{each['kind']}"}
+        else:
+            schema = json.loads((folder / f"{name}.json").read_text())
         registry = Resource.from_contents(schema) @ (definitions @ Registry())
         jsonschema.Draft202012Validator(schema, registry=registry).validate(each)
 
@@ -187,6 +204,49 @@ def test_services_budget_and_policy_select_the_pods_and_name_their_ports(served:
     name = f"prelunet-http.{deployment()['metadata']['namespace']}.svc.cluster.local".split(".")
     names = tuple(".".join(name[:count]) for count in (1, 2, 3, 5))
     assert served(*container()["args"]).http.host_names == names, "HTTP refuses other names"
+
+
+# KServe
+
+
+def test_the_runtime_of_kserve_serves_an_inference_service_and_stops_within_kubernetes_own_period(
+    served: Served, image_environment: None
+) -> None:
+    spec, service = kserve("runtime")["spec"], kserve("inference-service")
+    (found,) = spec["containers"]
+    name, chosen = service["metadata"]["name"], service["spec"]["predictor"]["model"]
+    filled = [each.replace("{{.Name}}", name).replace("{{.Namespace}}", "default") for each in found["args"]]
+    assert not any("{" in each for each in filled)
+    options = served(*filled)
+    require_time_to_drain(options, 30)
+    require_memory(options, found["resources"]["limits"]["memory"].removesuffix("i"))
+    assert [(each.name, str(each.path)) for each in options.models] == [(name, "/mnt/models/model.onnx")]
+    assert [port["containerPort"] for port in found["ports"]] == [options.http.port]
+    assert found["readinessProbe"]["httpGet"] == {"path": "/v2/health/ready", "port": options.http.port}
+    assert spec["annotations"]["prometheus.kserve.io/port"] == str(options.metrics_port)
+    assert chosen["protocolVersion"] in spec["protocolVersions"]
+    assert chosen["modelFormat"]["name"] in {each["name"] for each in spec["supportedModelFormats"]}
+    assert {f"{name}-predictor", "*.default.svc"} <= set(options.http.host_names)
+
+
+# Autoscaling
+
+
+def test_the_autoscaler_reads_a_metric_that_the_monitor_collects_and_the_adapter_hands_over(served: Served) -> None:
+    found = {each["kind"]: each for each in manifests("autoscaled") if each["kind"] != "Service"}
+    (metric,) = found["HorizontalPodAutoscaler"]["spec"]["metrics"]
+    (rule,) = adapter_rules()
+    assert rule["seriesQuery"].partition("{")[0] == metric["pods"]["metric"]["name"]
+    target, spec = found["HorizontalPodAutoscaler"]["spec"]["scaleTargetRef"], found["Deployment"]["spec"]
+    assert target == {"apiVersion": "apps/v1", "kind": "Deployment", "name": found["Deployment"]["metadata"]["name"]}
+    assert "replicas" not in spec, "kubectl apply would set them again"
+    (container,) = spec["template"]["spec"]["containers"]
+    assert served(*container["args"]).limits.max_connection_age, "or gRPC clients never find new servers"
+    (endpoint,) = found["ServiceMonitor"]["spec"]["endpoints"]
+    wanted = found["ServiceMonitor"]["spec"]["selector"]["matchLabels"].items()
+    services = [each for each in manifests("autoscaled") if each["kind"] == "Service"]
+    chosen = [each for each in services if wanted <= each["metadata"].get("labels", {}).items()]
+    assert [port["name"] for each in chosen for port in each["spec"]["ports"]].count(endpoint["port"]) == 1
 
 
 # Docker
@@ -300,11 +360,28 @@ def dashboard_expressions() -> list[str]:
     return queries + [variable["query"]["query"] for variable in dashboard["templating"]["list"]]
 
 
-@pytest.mark.parametrize("source", [rule_expressions, dashboard_expressions])
+def adapter_rules() -> list[Json]:
+    (document,) = read_yaml(DEPLOY / "kubernetes" / "autoscaled" / "adapter-values.yaml")
+    return list(document["rules"]["custom"])
+
+
+def adapter_expressions() -> list[str]:
+    """Return the queries of prometheus-adapter for one pod."""
+    filled = {"<<.LabelMatchers>>": 'namespace="prelunet",pod="a"', "<<.GroupBy>>": "pod"}
+    expressions = []
+    for rule in adapter_rules():
+        query = rule["metricsQuery"].replace("<<.Series>>", rule["seriesQuery"].partition("{")[0])
+        for name, value in filled.items():
+            query = query.replace(name, value)
+        expressions += [rule["seriesQuery"], query]
+    return expressions
+
+
+@pytest.mark.parametrize("source", [rule_expressions, dashboard_expressions, adapter_expressions])
 def test_every_metric_and_label_of_rules_and_dashboard_is_exported(
     exported_series: list[tuple[str, dict[str, str]]], source: Callable[[], list[str]]
 ) -> None:
-    own = {"job", "instance"}  # Prometheus adds them to each series
+    own = {"job", "instance", "namespace", "pod"}  # Prometheus adds them to each series
     for expression in source():
         selectors = re.findall(r"\b((?:prelunet|process)_\w+)(?:\{([^}]*)\})?", expression)
         known = set(own)
@@ -338,9 +415,9 @@ def test_promtool_accepts_the_configuration_and_the_alerts_come_when_they_should
     checked_by("promtool", "prometheus", *words)
 
 
-def test_promtool_parses_every_query_of_the_dashboard(tmp_path: Path) -> None:
+def test_promtool_parses_every_query_of_the_dashboard_and_of_the_autoscaler(tmp_path: Path) -> None:
     dashboard = json.loads(DASHBOARD.read_text(encoding="utf-8"))
-    queries = [target["expr"] for panel in dashboard["panels"] for target in panel["targets"]]
+    queries = [target["expr"] for panel in dashboard["panels"] for target in panel["targets"]] + adapter_expressions()
     rules = [
         {"record": f"query:{number}", "expr": query.replace("$__rate_interval", "5m")}
         for number, query in enumerate(queries)
@@ -349,8 +426,20 @@ def test_promtool_parses_every_query_of_the_dashboard(tmp_path: Path) -> None:
     checked_by("promtool", "prometheus", "check", "rules", str(tmp_path / "queries.yml"))
 
 
-def test_haproxy_accepts_its_configuration() -> None:
-    checked_by("haproxy", "haproxy", "-c", "-f", str(DEPLOY / "haproxy" / "haproxy.cfg"))
+@pytest.mark.parametrize("tls", [False, True])
+def test_proxies_accept_their_configurations(tmp_path: Path, tls: bool) -> None:
+    for source in ("haproxy/haproxy.cfg", "nginx/prelunet.conf"):
+        text = (DEPLOY / source).read_text(encoding="utf-8")
+        if tls:
+            text = re.sub(r"^( *).*# with TLS: ", r"\1", text, flags=re.MULTILINE)
+            text = re.sub(r"/etc/(haproxy|nginx)/", f"{tmp_path}/", text)
+        (tmp_path / Path(source).name).write_text(text, encoding="utf-8")
+    (tmp_path / "proxy.pem").write_text((TLS / "server.pem").read_text() + (TLS / "server.key").read_text())
+    shutil.copyfile(TLS / "server.key", tmp_path / "proxy.key")
+    shutil.copyfile(TLS / "ca.pem", tmp_path / "ca.pem")
+    (tmp_path / "nginx.conf").write_text(NGINX_MAIN, encoding="utf-8")
+    checked_by("haproxy", "haproxy", "-c", "-f", str(tmp_path / "haproxy.cfg"))
+    checked_by("nginx", "nginx-light", "-t", "-p", str(tmp_path), "-c", str(tmp_path / "nginx.conf"))
 
 
 def checked_by(program: str, package: str, *words: str) -> None:

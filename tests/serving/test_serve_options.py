@@ -76,10 +76,10 @@ def test_every_option_reaches_the_server_in_its_unit(served: Served) -> None:
         "2G", "--device", "cpu", "--threads", "3", "--stream-idle-timeout", "16", "--arriving-bytes", "17",
         "--client-address-key", "x-forwarded-for", "--trusted-proxies", "10.0.0.0/8,fd00::/8", "--trusted-proxies",
         "127.0.0.1", "--tls-cert", "c.pem", "--tls-key", "c.key", "--tls-client-ca", "ca.pem", "--token-file", "t.toml",
-        "--insecure", "--http-port", "18", "--http-host-names", "a.example.org,b_1", "--http-host-names", "c",
+        "--insecure", "--http-port", "18", "--http-host-names", "a.example.org,b_1", "--http-host-names", "*.c",
         "--http-keep-alive", "19", "--decode-processes", "20",
     )  # fmt: skip
-    assert options.http == HttpOptions(18, ("a.example.org", "b_1", "c"), keep_alive=19)
+    assert options.http == HttpOptions(18, ("a.example.org", "b_1", "*.c"), keep_alive=19)
     assert options.access == AccessOptions(Path("c.pem"), Path("c.key"), Path("ca.pem"), Path("t.toml"), insecure=True)
     assert (options.host, options.port, options.metrics_port) == ("::1", 1, 15)
     assert options.queue == QueueOptions(2, 3, batch_wait=0.004, decode_processes=20)
@@ -106,6 +106,8 @@ def test_every_option_reaches_the_server_in_its_unit(served: Served) -> None:
         ),
         (["--http-host-names", "flowers.example.org:8000"], "'flowers.example.org:8000' is not a host name"),
         (["--http-host-names", "a.example.org,"], "'' is not a host name"),
+        (["--http-host-names", "*"], "'*' is not a host name"),
+        (["--http-host-names", "a*.example.org"], "or *.example.org for all below example.org"),
         (["--trusted-proxies", "proxy", "--client-address-key", "k"], "'proxy' does not appear to be an IPv4 or IPv6"),
         (["--trusted-proxies", "::/0", "--client-address-key", "X-Real-IP"], "X-Real-IP: not a metadata key of text"),
         (["--trusted-proxies", "::/0", "--client-address-key", "ip-bin"], "ip-bin: not a metadata key of text"),

@@ -35,7 +35,7 @@ class Problem extends Error {
   }
 }
 
-/** Call the server and return its answer; a Problem if there is none. */
+/** Call the server and return its answer; a Problem if there is none. path: relative, for a proxy may add a prefix. */
 async function call(path, options = {}) {
   const headers = { ...options.headers, ...(token === null ? {} : { Authorization: `Bearer ${token}` }) };
   let response;
@@ -78,13 +78,13 @@ async function start() {
   byId("problem").hidden = true;
   try {
     if (!models.length) {
-      ({ models } = await call("/v1/models"));
+      ({ models } = await call("v1/models"));
       byId("model").replaceChildren(...models.map(({ name }) => make("option", { value: name }, name)));
       if (!models.length) throw new Problem(503, "no model is loaded.");
     }
     const place = byId("model").selectedIndex;
     byId("protocol").disabled = true; // those shown are another model's
-    models[place].protocols ?? (models[place] = await call(`/v1/models/${models[place].name}`));
+    models[place].protocols ?? (models[place] = await call(`v1/models/${models[place].name}`));
     if (byId("model").selectedIndex !== place) return; // another model has been chosen
     showModel(models[place]);
   } catch (error) {
@@ -118,7 +118,7 @@ function shelfItem(file, text) {
 
 async function listReports() {
   try {
-    const { reports } = await call("/reports");
+    const { reports } = await call("reports");
     byId("reports-note").textContent = reports.length ? "" : "There is no report yet.";
     byId("reports").replaceChildren(...reports.map(reportItem));
   } catch (error) {
@@ -129,14 +129,14 @@ async function listReports() {
 }
 
 function reportItem({ name, title, summary, modified }) {
-  const path = `/reports/${name.split("/").map(encodeURIComponent).join("/")}`;
+  const path = `reports/${name.split("/").map(encodeURIComponent).join("/")}`;
   const link = make("a", { href: path, target: "_blank", rel: "noopener" }, title);
   if (token !== null) { // which no link can carry
     link.addEventListener("click", (event) => {
       event.preventDefault();
       const secret = `?${crypto.getRandomValues(new Uint32Array(4)).join("-")}`;
       reportTabs.set(secret, path);
-      open(`/report-viewer${secret}`);
+      open(`report-viewer${secret}`);
     });
   }
   const date = new Date(1000 * modified).toLocaleString("en", { dateStyle: "medium", timeStyle: "short" });
@@ -168,11 +168,11 @@ function showModel(model) {
 function callPath() {
   const query = new URLSearchParams({ model: byId("model").value, protocol: byId("protocol").value });
   if (byId("exif").checked) query.set("apply_exif", "true");
-  return `/v1/classify?${query}`;
+  return `v1/classify?${query}`;
 }
 
 function showCalls() {
-  const calls = callCommands(`${location.origin}${callPath()}`, picture?.name ?? "photo.jpg", typeOf(picture), token !== null);
+  const calls = callCommands(new URL(callPath(), location).href, picture?.name ?? "photo.jpg", typeOf(picture), token !== null);
   for (const [name, text] of Object.entries(calls)) byId(name).textContent = text;
   byId("token-file").hidden = token === null;
   byId("authority").hidden = location.protocol !== "https:";

@@ -81,8 +81,8 @@ class HttpDoor:
     """The ASGI application of the HTTP port.
 
     router: of the routes, whose endpoints are plain or made by `endpoint_of`; host_names: that requests may name
-    besides addresses; ready: whether the server accepts new work, as reported by health. While it does not, each
-    response closes its connection, so that the client's next request may reach another server.
+    besides addresses, also as *.example.org; ready: whether the server accepts new work, as reported by health. While
+    it does not, each response closes its connection, so that the client's next request may reach another server.
     """
 
     def __init__(
@@ -91,6 +91,7 @@ class HttpDoor:
         self.router, self.ready = Router(redirect_slashes=False), ready
         self._calls, self._limits, self._arriving = calls, calls.limits, calls.arriving
         self._host_names = frozenset(name.lower() for name in ("localhost", *host_names))
+        self._domains = tuple(name[1:] for name in self._host_names if name.startswith("*."))
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer a request."""
@@ -124,7 +125,8 @@ class HttpDoor:
         host = headers.get("host", "localhost").lower()
         name = host.rpartition(":")[0] if not host.endswith("]") and ":" in host else host
         # No attacker's name server can redirect an address (DNS rebinding).
-        if name not in self._host_names and parse_address(name.strip("[]")) is None:
+        known = name in self._host_names or name.endswith(self._domains)
+        if not known and parse_address(name.strip("[]")) is None:
             raise HTTPException(
                 421, f"this server is not known as '{name[:100]}'; its operator can allow it: --http-host-names"
             )

@@ -219,6 +219,15 @@ def test_the_metadata_of_ultralytics_need_no_options(tmp_path: Path, capsys: pyt
         ({"character": "\n".join(THINGS)}, {}),
         ({}, {"class_indices.json": json.dumps(NUMBERED)}),
         ({}, {"class_to_idx.json": json.dumps(NUMBERED)}),
+        ({}, {"index_to_name.json": json.dumps({str(index): name for name, index in NUMBERED.items()})}),
+        (
+            {},
+            {
+                "index_to_name.json": json.dumps(
+                    {str(index): [f"n{index:08}", name] for name, index in NUMBERED.items()}
+                )
+            },
+        ),
         ({}, {"metadata.yaml": "names:\n" + "".join(f"  {index}: {name}\n" for index, name in enumerate(THINGS))}),
         ({}, {"data.yaml": "nc: 7\nnames: [" + ", ".join(THINGS) + "]\n"}),
         ({"names": str(THINGS)}, {"class_to_idx.json": json.dumps(NUMBERED)}),

@@ -6,6 +6,8 @@ import io
 import json
 import os
 import re
+import shutil
+import socket
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -22,6 +24,7 @@ import pytest
 from PIL import Image
 from playwright.sync_api import Page, expect
 
+from benchmarks.reliability.rolling_restart import NGINX_MAIN
 from prelunet.evaluator.client import Client
 from prelunet.evaluator.contract import ClassEntry
 from prelunet.evaluator.imaging.limits import DecodeLimits
@@ -35,6 +38,7 @@ from tests.serving.serving_harness import GatedSession, RunningServer, eventuall
 pytestmark = pytest.mark.browser
 
 Visit = Callable[..., MonitoredPage]
+DEPLOY = Path(__file__).parents[3] / "deploy"
 SMALL_PHONE = (360, 740)
 COLORS = ("red", "green", "blue", "none")
 UNSEEN = [255, 255, 255]
@@ -135,7 +139,7 @@ def test_the_page_may_run_its_own_script_and_call_its_own_server_only(served: Ru
     assert "default-src 'none'" in policy
     assert "connect-src 'self'" in policy
     assert not re.search("unsafe|https?:", policy)
-    assert {link["href"] for tag in ("a", "link") for link in found.named(tag)} == {"/openapi.json", "data:,"}
+    assert {link["href"] for tag in ("a", "link") for link in found.named(tag)} == {"openapi.json", "data:,"}
     assert not [
         name
         for _, attributes in found.elements
@@ -570,6 +574,52 @@ def test_new_reports_appear_and_problems_with_them_are_explained(tmp_path: Path,
         if not opening.value.is_closed():
             opening.value.wait_for_event("close")
         assert page.evaluate("window.hacked") is None
+        expected_failures(watched)
+
+
+@contextmanager
+def nginx_with_prefix(folder: Path, server: RunningServer) -> Iterator[str]:
+    """Run nginx with the committed file and the prefix that it shows; yield its address."""
+    program = shutil.which("nginx", path=f"{os.environ.get('PATH', '')}:/usr/sbin")
+    if program is None:
+        pytest.skip("nginx is missing; on Debian: apt-get install --no-install-recommends nginx-light")
+    with socket.create_server(("127.0.0.1", 0)) as free, socket.create_server(("127.0.0.1", 0)) as unused:
+        port, other = free.getsockname()[1], unused.getsockname()[1]
+    text = (DEPLOY / "nginx" / "prelunet.conf").read_text(encoding="utf-8")
+    text = re.sub(r"10\.0\.0\.1\d:8080", str(server.http), text).replace("listen 50050", f"listen 127.0.0.1:{other}")
+    text = re.sub(r"# Under a prefix.*?: (location .*)", r"\1", text).replace("listen 8000", f"listen 127.0.0.1:{port}")
+    (folder / "prelunet.conf").write_text(text, encoding="utf-8")
+    (folder / "nginx.conf").write_text(NGINX_MAIN, encoding="utf-8")
+    process = subprocess.Popen([program, "-p", str(folder), "-c", str(folder / "nginx.conf")])
+    try:
+        eventually(lambda: socket.socket().connect_ex(("127.0.0.1", port)) == 0)
+        yield f"http://127.0.0.1:{port}/flowers/"
+    finally:
+        process.terminate()
+        process.wait(20)
+
+
+def test_the_page_works_behind_a_proxy_that_strips_a_prefix(tmp_path: Path, few: Path, visit: Visit) -> None:
+    """`visit` fails for each request outside the prefix."""
+    run = tmp_path / "runs" / "one"
+    run.mkdir(parents=True)
+    (run / "report.html").write_bytes(few.read_bytes())
+    with (
+        guarded(tmp_path, ["classify", "evaluate"], reports=tmp_path / "runs") as (server, secret),
+        nginx_with_prefix(tmp_path, server) as address,
+    ):
+        watched = visit(address)
+        page = watched.page
+        use_token(page, secret)
+        choose(page, photo())
+        assert answered(page)[0][0] == "red"
+        expect(page.locator("#curl")).to_contain_text(f"{address}v1/classify?")
+        with page.expect_popup() as opening:
+            page.locator("#reports").get_by_role("link").click()
+        expect(opening.value.locator("h1")).to_contain_text("val")
+        assert opening.value.url.startswith(f"{address}report-viewer?")
+        link = page.get_by_role("link", name="OpenAPI description").first
+        assert page.request.get(str(link.evaluate("(a) => a.href"))).json()["openapi"]
         expected_failures(watched)
 
 

@@ -441,10 +441,12 @@ async def test_a_response_that_nobody_reads_stays_in_flight_until_its_time_is_ov
 
 
 def test_only_own_names_and_addresses_are_accepted_as_host() -> None:
-    with running_server(http=HttpOptions(0, ("Flowers.example.org",)), six=FakeSession()) as server:
+    with running_server(http=HttpOptions(0, ("Flowers.example.org", "*.Svc.example.net")), six=FakeSession()) as server:
         for host, status in {
             "localhost": 200, "127.0.0.1:80": 200, "[::1]:8000": 200, "10.1.2.3": 200, "flowers.example.ORG:1": 200,
             "example.org": 421, "flowers.example.org.evil.com": 421, "localhost.evil.com": 421, "": 421, "[::1": 421,
+            "a.svc.example.NET:80": 200, "a.b.svc.example.net": 200, "svc.example.net": 421, "asvc.example.net": 421,
+            "a.svc.example.net.evil.com": 421,
         }.items():  # fmt: skip
             sent = f"GET /v1/models HTTP/1.1\r\nHost: {host}\r\nOrigin: http://evil.com\r\n\r\n".encode()
             found, headers, _ = raw_call(server, sent)
