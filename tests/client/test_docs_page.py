@@ -8,23 +8,22 @@ import pytest
 
 from prelunet.evaluator import errors
 from prelunet.evaluator.client import Client
-from prelunet.evaluator.errors import ERROR_STATUSES, PreluNetError, error_status
+from prelunet.evaluator.errors import ERROR_STATUSES, PreluNetError
 from tests.client.client_harness import ScriptedServicer, served
 
 PAGE = (Path(__file__).parents[2] / "docs" / "client.md").read_text()
-ROWS = re.findall(r"^\| `(\w+)` \| ([A-Z_]+) \| (yes|no) \|", PAGE, re.MULTILINE)
+ROWS = re.findall(r"^\| `(\w+)` \| (yes|no) \|", PAGE, re.MULTILINE)
 assert ROWS
 
 
 def test_the_table_has_every_error_that_a_server_can_return() -> None:
     never = {"RunFolderError", "CheckpointError", "CheckFailed", "CannotTell", "DivergenceError", "MissingExtra"}
-    assert {name for name, _, _ in ROWS} == {kind.__name__ for kind in ERROR_STATUSES} - never | {"PreluNetError"}
+    assert {name for name, _ in ROWS} == {kind.__name__ for kind in ERROR_STATUSES} - never | {"PreluNetError"}
 
 
-@pytest.mark.parametrize(("name", "status", "again"), ROWS)
-def test_a_row_of_the_table_is_what_the_client_does(name: str, status: str, again: str) -> None:
+@pytest.mark.parametrize(("name", "again"), ROWS)
+def test_a_row_of_the_table_is_what_the_client_does(name: str, again: str) -> None:
     kind: type[PreluNetError] = getattr(errors, name)
-    assert error_status(kind("x")).grpc_status == status
     server = ScriptedServicer(kind("x") if kind is not PreluNetError else grpc.StatusCode.INTERNAL)
     with served(server) as address, Client(address) as client:
         if again == "yes":
