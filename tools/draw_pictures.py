@@ -51,6 +51,7 @@ def main() -> None:
             page.goto(f"{report}#class-{worst_class(page)}")
             for button in page.locator("#class-view .maps button:first-child").all():
                 button.click()
+            page.locator("#class-view").evaluate("(panel) => panel.scrollTo(0, 0)")
             page.wait_for_timeout(500)
             picture(page, f"class{ending}", 1060)
             page.goto(comparison)

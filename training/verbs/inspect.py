@@ -60,7 +60,9 @@ def inspect(
             metavar="FILE.svg",
         ),
     ] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON, a list for several files.")] = False,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="Print JSON: an object, or a list for several files.")
+    ] = False,
 ) -> None:
     """Describe a checkpoint or model file, compare its slopes with the paper's, and measure its layers on images."""
     if data is None and (images or labels):
