@@ -18,6 +18,7 @@ from prelunet.evaluator.cli import run
 from prelunet.evaluator.client import Client
 from prelunet.evaluator.engine.classify import classify_images
 from prelunet.evaluator.engine.heatmap import heat_maps
+from prelunet.evaluator.engine.load import open_session
 from prelunet.evaluator.imaging.decode import decode_image
 from prelunet.evaluator.protocols import build_protocol
 from prelunet.evaluator.serving.options import HttpOptions
@@ -273,8 +274,8 @@ def test_server_python_and_heat_maps_see_the_same_images_as_validate(tmp_path: P
     assert run(["adopt", str(path), "--classes", str(write_classes(tmp_path)), *options, "-o", str(model)]) == 0
     validate(tmp_path, model, FILES)
     wanted = np.load(tmp_path / "run" / "scores.f32.npy")
-    adopted = prelunet.load(model)
-    with running_server(ours=adopted.session, http=HttpOptions(port=0)) as server, Client(server.address) as client:
+    adopted, session = prelunet.load(model), open_session(model, "cpu")
+    with running_server(ours=session, http=HttpOptions(port=0)) as server, Client(server.address) as client:
         for content, row in zip(FILES.values(), wanted, strict=True):
             best, score = int(row.argmax()), float(row.max())
             answer = client.classify(content)
@@ -285,9 +286,9 @@ def test_server_python_and_heat_maps_see_the_same_images_as_validate(tmp_path: P
                 assert (found.class_index, found.score) == (best, pytest.approx(score, abs=TOLERANCE))
             assert over_http["predictions"][0]["score"] == pytest.approx(score, abs=TOLERANCE)
 
-    protocol = build_protocol("center", adopted.session.contract)
+    protocol = build_protocol("center", session.contract)
     image = np.asarray(decode_image(FILES["a.png"], preparation=protocol.preparation))
-    (result,) = classify_images(adopted.session, [image], protocol, keep_windows=True)
-    (found,) = heat_maps(result, [2], (61, 83), (10, 14), adopted.session.contract, protocol)
+    (result,) = classify_images(session, [image], protocol, keep_windows=True)
+    (found,) = heat_maps(result, [2], (61, 83), (10, 14), session.contract, protocol)
     # The only window covers all of the image, whose border lies outside of it.
     np.testing.assert_allclose(found, np.full((10, 14), result.scores[2]), rtol=1e-6)
