@@ -11,6 +11,7 @@ from sphinx.application import Sphinx
 from sphinx.writers.html5 import HTML5Translator
 
 from prelunet.evaluator.cli import VERBS, load_verb
+from prelunet.evaluator.errors import ERROR_STATUSES, PreluNetError
 
 DOCS = Path(__file__).parent
 GENERATED = DOCS / "_generated"  # not committed: options.md and api.md
@@ -44,19 +45,22 @@ API = """# Python API
 ```{eval-rst}
 .. autofunction:: prelunet.load
 
-.. autoclass:: prelunet.evaluator.python.net.Net
+.. autoclass:: prelunet.Net
    :members:
 
-.. autoclass:: prelunet.evaluator.python.net.Classified
+.. autoclass:: prelunet.Classified
    :members:
 
-.. autoclass:: prelunet.evaluator.python.evaluation.Evaluation
+.. autoclass:: prelunet.Answers
+
+.. autoclass:: prelunet.Prediction
+
+.. autoclass:: prelunet.Evaluation
    :members:
 
 .. autofunction:: prelunet.compare
 
-.. autoclass:: prelunet.evaluator.reporting.compare_page.WrittenComparison
-   :members:
+.. autoclass:: prelunet.Comparison
 
 .. autofunction:: prelunet.find_input
 
@@ -75,7 +79,8 @@ API = """# Python API
    :members:
 
 .. automodule:: prelunet.evaluator.errors
-   :members:
+
+{errors}
 ```
 """
 
@@ -99,7 +104,8 @@ def write_generated_pages(_app: Sphinx) -> None:
     """Write the pages that are made of code."""
     GENERATED.mkdir(exist_ok=True)
     (GENERATED / "options.md").write_text(options_page())
-    (GENERATED / "api.md").write_text(API)
+    names = [f".. autoexception:: prelunet.{kind.__name__}" for kind in (PreluNetError, *ERROR_STATUSES)]
+    (GENERATED / "api.md").write_text(API.replace("{errors}", "\n\n".join(names)))
 
 
 def prepare_page(_app: Sphinx, name: str, source: list[str]) -> None:

@@ -8,13 +8,15 @@ from dataclasses import asdict, dataclass, field
 from html import escape
 from typing import Any, SupportsIndex
 
+from .cards import bar, table
 from .errors import UsageError
+from .terminal import escape_unprintable
 
 DEFAULT_TOP_K = 5  # classes in an answer, unless another number is requested
 
 
 @dataclass(frozen=True)
-class ClassScore:
+class Prediction:
     """One class and its score, 0 to 1."""
 
     class_index: int
@@ -64,7 +66,7 @@ class Timings:
     batches: int
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Answer:
     """The answer for one image.
 
@@ -74,7 +76,7 @@ class Answer:
     requested; timings: of a server's answer, ignored when answers are compared.
     """
 
-    predictions: tuple[ClassScore, ...]
+    predictions: tuple[Prediction, ...]
     model: Mapping[str, Any]
     protocol: Mapping[str, Any]
     views: tuple[AveragedView, ...]
@@ -92,20 +94,18 @@ class Answer:
             del plain["timings"]
         return plain
 
+    def __repr__(self) -> str:
+        found = ", ".join(f"{prediction.name} {prediction.score:.1%}" for prediction in self.predictions)
+        return escape_unprintable(f"<Answer: {found}>")
+
     def _repr_html_(self) -> str:
-        """Return the best classes as a table with bars, for notebooks. Its colors suit light and dark pages."""
-        bar = "<td style='width:12em'><div style='background:#4a86c8;height:0.8em;width:{:.1%}'></div></td>"
-        rows = "".join(
-            f"<tr><td style='text-align:left'>{escape(found.name)}</td><td>{found.score:.1%}</td>"
-            f"{bar.format(found.score)}</tr>"
-            for found in self.predictions
-        )
-        return f"<table>{rows}</table>"
+        """Return the best classes as a table with bars, for notebooks."""
+        return table((escape(found.name), f"{found.score:.1%}", bar(found.score)) for found in self.predictions)
 
 
 def answer_from_json(data: Mapping[str, Any], heatmap: bytes = b"") -> Answer:
     """Create an answer from the output of `Answer.to_json`."""
-    predictions = tuple(ClassScore(**entry) for entry in data["predictions"])
+    predictions = tuple(Prediction(**entry) for entry in data["predictions"])
     views = tuple(AveragedView(**view) for view in data["views"])
     timings = Timings(**data["timings"]) if data.get("timings") is not None else None
     return Answer(**{**data, "predictions": predictions, "views": views, "heatmap": heatmap, "timings": timings})

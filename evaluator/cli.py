@@ -76,6 +76,7 @@ VERBS: dict[str, Verb] = {  # in the usual order of use
     "submission": Verb("Write a file for the ILSVRC server."),
     "report": Verb("Write report.json, classes.csv and report.html of a run."),
     "compare": Verb("Compare two runs, class by class."),
+    "runs": Verb("Show all runs below a folder in one table."),
     "bench": Verb("Measure where an evaluation spends its time.", words=("model", "data")),
     "serve": Verb("Serve models over gRPC and HTTP.", configurable=True),
     "token": Verb("Create a token for a client of a server."),

@@ -4,6 +4,7 @@
     ├── UsageError            an invalid option, path or class list
     │   └── DivergenceError   training values that are no longer finite
     ├── ImageError            bytes that are not an image, or an image beyond the limits
+    │   └── ImageTooLarge     an encoded image with too many bytes
     ├── DatasetError          a folder or archive that is not a labeled dataset
     ├── RunFolderError        a run folder of another model, dataset or protocol, or a damaged one
     ├── ModelNotFound         a model name that the server does not serve
@@ -35,6 +36,8 @@ from dataclasses import dataclass
 from typing import Any
 from urllib.parse import unquote, urlsplit
 
+from .terminal import escape_unprintable
+
 _LONG_WORD = re.compile(r"(?<!\S)\S{500,}")
 _MAX_TEXT = 10_000  # characters
 
@@ -50,6 +53,10 @@ class PreluNetError(Exception):
         half = _MAX_TEXT // 2
         super().__init__(text if len(text) <= _MAX_TEXT else f"{text[:half]} … {text[-half:]}")
 
+    def _render_traceback_(self) -> list[str]:
+        """Return what a notebook shows (IPython's protocol). Its %debug, and sys.last_value, keep the traceback."""
+        return [f"{type(self).__name__}: {escape_unprintable(str(self), newlines=True)}"]
+
 
 class UsageError(PreluNetError):
     """An option, a path or a class list is invalid."""
@@ -61,6 +68,10 @@ class DivergenceError(UsageError):
 
 class ImageError(PreluNetError):
     """The bytes are not an acceptable image; the caller must send another."""
+
+
+class ImageTooLarge(ImageError):  # noqa: N818
+    """The encoded image has too many bytes."""
 
 
 class DatasetError(PreluNetError):
@@ -166,6 +177,7 @@ ERROR_STATUSES: dict[type[PreluNetError], ErrorStatus] = {
     UsageError: ErrorStatus(2, "INVALID_ARGUMENT", 400),
     DivergenceError: ErrorStatus(2, "INVALID_ARGUMENT", 400),
     ImageError: ErrorStatus(2, "INVALID_ARGUMENT", 400),
+    ImageTooLarge: ErrorStatus(2, "INVALID_ARGUMENT", 413),
     DatasetError: ErrorStatus(2, "INVALID_ARGUMENT", 400),
     RunFolderError: ErrorStatus(2, "FAILED_PRECONDITION", 500),
     ModelNotFound: ErrorStatus(2, "NOT_FOUND", 404),
@@ -186,6 +198,9 @@ ERROR_STATUSES: dict[type[PreluNetError], ErrorStatus] = {
     CannotTell: ErrorStatus(7, "DATA_LOSS", 500),
 }
 
+for _kind in (PreluNetError, *ERROR_STATUSES):
+    _kind.__module__ = "prelunet"  # where users import it from: tracebacks name it so
+
 
 def error_status(error: BaseException) -> ErrorStatus:
     """Return the statuses of an error; INTERNAL if it is not a PreluNetError."""
@@ -203,6 +218,7 @@ _EXTRA_OF_MODULE = {
     "scipy": "report",
     "vl_convert": "report",
     "opentelemetry": "otel",
+    "mlflow": "mlflow",
 }
 
 

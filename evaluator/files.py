@@ -7,15 +7,18 @@ import os
 import secrets
 import stat
 import tomllib
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
+from functools import partial
 from io import BufferedReader
+from itertools import islice
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, TypeAlias
 
 from .errors import EnvironmentFault, RunFolderError, UsageError, from_os_error
 
 MAX_TEXT_BYTES = 2**26  # of a file that a person writes: options, a recipe, a class list
+OpenFile: TypeAlias = Callable[[Path], BinaryIO]  # opens a file for reading, or raises OSError
 
 
 class NotRegularFileError(OSError):
@@ -33,6 +36,28 @@ def open_regular(path: str | Path) -> BufferedReader:
         raise NotRegularFileError(path)
     # Does not wait even if a pipe takes the file's place now.
     return open(path, "rb", opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK))
+
+
+def walk_without_links(
+    top: Path, *, depth: int | None = None, limit: int | None = None
+) -> Iterator[tuple[Path, list[str], OpenFile]]:
+    """Yield each folder: its path below `top`, the names of its files, and a function that opens one of them.
+
+    depth: of folders below `top`; limit: number of folders. No link is followed, and files are opened relative to the
+    folder in which they were found, so nothing outside `top` is read. The function works until the next folder.
+    """
+    for place, folders, files, descriptor in islice(os.fwalk(top), limit):
+        below = Path(place).relative_to(top)
+        if len(below.parts) == depth:
+            folders.clear()
+        yield below, files, partial(_open_in, descriptor)
+
+
+def _open_in(folder: int, path: Path) -> BinaryIO:
+    def opener(name: str, flags: int) -> int:
+        return os.open(name, flags | os.O_NOFOLLOW | os.O_NONBLOCK, dir_fd=folder)
+
+    return open(path.name, "rb", opener=opener)
 
 
 def read_regular(path: Path, limit: int = MAX_TEXT_BYTES) -> bytes:

@@ -88,7 +88,7 @@ def server(model: Path) -> Iterator[str]:
             line = process.stdout.readline()
             address = re.search(r"http on (\S+)", line)
             assert address, line
-            yield f"http://{address[1]}"
+            yield address[1].rstrip("/")
         finally:
             process.terminate()
 

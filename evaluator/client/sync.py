@@ -44,7 +44,7 @@ class Client:
     retries: whether to wait for a server that is absent, loading or stopping, and to repeat a call that may succeed
     later, up to four times; credentials: for TLS and tokens.
 
-    Every method raises the server's error as a class of `evaluator.errors`, and EnvironmentFault with the address if
+    Every method raises the server's error as one of `prelunet`'s, and EnvironmentFault with the address if
     no server can be reached. `request_id` (1 to 128 letters, digits, '.', '_', ':' and '-') appears in the server's log
     and in the errors of the call.
     """

@@ -20,7 +20,7 @@ import numpy as np
 from msgspec import Struct
 from msgspec.structs import replace
 
-from ..answer import Answer, AveragedView, ClassScore
+from ..answer import Answer, AveragedView, Prediction
 from ..arrays import Float32Array, Int64Array, UInt8Array
 from ..imaging.resize import DecodedImage
 from ..imaging.views import ViewImage, make_views, pack
@@ -233,7 +233,7 @@ def build_answer(
     classes = session.contract.classes
     return Answer(
         predictions=tuple(
-            ClassScore(index, classes[index].wnid, classes[index].name, shortest_decimal(score))
+            Prediction(index, classes[index].wnid, classes[index].name, shortest_decimal(score))
             for index, score in classified.top(top)
         ),
         model={"name": name, "sha256": session.model_sha256},

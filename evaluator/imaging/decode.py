@@ -30,7 +30,7 @@ from PIL import (  # plugins by name: otherwise Pillow would load them at the fi
 )
 
 from ..arrays import UInt8Array
-from ..errors import ImageError, OutOfMemory, PreluNetError
+from ..errors import ImageError, ImageTooLarge, OutOfMemory, PreluNetError
 from ..preparation import USUAL, Preparation, Transparency
 from .cost_limits import check_exif, check_plain, open_bounded, skip_directories
 from .header import JPEG_2000_SIGNATURE, JPEG_2000_STREAM, PNG_SIGNATURE, read_header
@@ -235,9 +235,9 @@ def _image_errors(limits: DecodeLimits) -> Iterator[None]:
 
 
 def check_bytes(data: bytes, limits: DecodeLimits) -> None:
-    """Raise ImageError for a file that is too large."""
+    """Raise ImageTooLarge for a file with too many bytes."""
     if len(data) > limits.max_bytes:
-        raise ImageError(f"{len(data)} bytes are more than the limit of {limits.max_bytes}. Send a smaller file")
+        raise ImageTooLarge(f"{len(data)} bytes are more than the limit of {limits.max_bytes}. Send a smaller file")
 
 
 def _open(data: bytes, limits: DecodeLimits) -> ImageFile.ImageFile:

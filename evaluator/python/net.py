@@ -3,18 +3,21 @@
 What only an evaluation needs is imported by `Net.evaluate`, so that the first answer comes soon.
 """
 
+import base64
 import io
 import logging
 import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from html import escape
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, overload
 
 from PIL import Image
 
-from ..answer import Answer, ClassScore, resolve_top_k
+from ..answer import Answer, Prediction, resolve_top_k
+from ..cards import card, pictures, side_by_side, table
 from ..contract import ClassEntry
 from ..engine.classify import build_answer, classify_images
 from ..engine.heatmap import draw_heat_maps, png_bytes, why_flat
@@ -23,7 +26,7 @@ from ..engine.memory import portion_size, require_view_fits
 from ..engine.runtimes import Device
 from ..engine.runtimes.base import Precision
 from ..engine.session import Session
-from ..errors import ImageError, UsageError
+from ..errors import ImageError, PreluNetError, UsageError
 from ..image_input import ImageInput, encoded_image, is_image
 from ..imaging.decode import decode_image
 from ..imaging.limits import DecodeLimits
@@ -38,6 +41,8 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 _IMAGES_TOGETHER = 64  # at most, of a list: their views share batches
+_IMAGES_SHOWN, _ANSWERS_IN_TEXT = 24, 5  # of a list
+_NAMES_SHOWN = 12  # classes on the card of a net
 _PNG_LIMITS = DecodeLimits(max_bytes=2**29)  # for pixels: the PNG of a photo is several times as large as its JPEG
 
 
@@ -56,21 +61,38 @@ def load(
 
 
 class Net:
-    """A loaded model. Threads may share it. session: what runs it; path: of its file."""
+    """A loaded model, from `prelunet.load`. Threads may share it. path: of its file."""
 
     def __init__(self, session: Session, path: Path) -> None:
-        self.session = session
+        self._session = session
         self.path = path
 
     def __repr__(self) -> str:
-        contract = self.session.contract
-        name = escape_unprintable(f"{self.path.name}: {contract.name}")
-        return f"<Net {name}, {len(contract.classes):,} classes, on {self.session.circumstances}>"
+        return escape_unprintable(
+            f"<Net {self.path.name}: {self._session.contract.name}, {len(self.classes):,} classes, on {self._runs_on}>"
+        )
+
+    @property
+    def _runs_on(self) -> str:
+        circumstances = self._session.circumstances
+        return f"{circumstances.provider.removesuffix('ExecutionProvider')}, {circumstances.precision}"
+
+    def _repr_html_(self) -> str:
+        from ..reporting.report import describe_protocol
+
+        names, more = [entry.name for entry in self.classes[:_NAMES_SHOWN]], len(self.classes) - _NAMES_SHOWN
+        protocol = self._protocol(None, apply_exif=False)
+        rows = {
+            f"{len(self.classes):,} classes": ", ".join(names) + (f" and {more:,} more" if more > 0 else ""),
+            "default protocol": f"{protocol.name}: {describe_protocol(protocol.to_json())}",
+            "runs on": self._runs_on,
+        }
+        return card(self.path.name, self._session.contract.name, table(map(escape, row) for row in rows.items()))
 
     @property
     def classes(self) -> tuple[ClassEntry, ...]:
         """Return the classes, each with `wnid` and `name`, in the order of their indices."""
-        return self.session.contract.classes
+        return self._session.contract.classes
 
     @overload
     def classify(  # type: ignore[overload-overlap]  # str and bytes are sequences too, but of no images
@@ -91,7 +113,7 @@ class Net:
         top_k: int | None = None,
         heatmap: bool = False,
         apply_exif: bool = False,
-    ) -> "list[Classified]": ...
+    ) -> "Answers": ...
     def classify(
         self,
         image: Any,
@@ -100,7 +122,7 @@ class Net:
         top_k: int | None = None,
         heatmap: bool = False,
         apply_exif: bool = False,
-    ) -> "Classified | list[Classified]":
+    ) -> "Classified | Answers":
         """Classify an image, or each image of a list; the views of a list's images share batches.
 
         image: path of an image file, its bytes, a Pillow image, or an array: uint8 (H, W, 3), RGB, or (H, W), gray;
@@ -114,8 +136,8 @@ class Net:
         top = resolve_top_k(top_k, len(self.classes))
         if is_image(image) or not isinstance(image, Sequence):
             return self._classify({"": image}, evaluation_protocol, top, heatmap=heatmap)[0]
-        together = portion_size(evaluation_protocol, _IMAGES_TOGETHER, None, gpu=self.session.circumstances.on_gpu)
-        results: list[Classified] = []
+        together = portion_size(evaluation_protocol, _IMAGES_TOGETHER, None, gpu=self._session.circumstances.on_gpu)
+        results = Answers()
         for start in range(0, len(image), together):
             portion = {f"images[{start + n}]: ": each for n, each in enumerate(image[start : start + together])}
             results += self._classify(portion, evaluation_protocol, top, heatmap=heatmap)
@@ -163,7 +185,7 @@ class Net:
         overrides = ProtocolOverrides(apply_exif=True) if apply_exif else ProtocolOverrides()
         folder = default_run_folder(self.path, spec, evaluation_protocol, overrides) if output is None else Path(output)
         evaluate_model(
-            [self.session],
+            [self._session],
             self.path,
             spec,
             evaluation_protocol,
@@ -175,7 +197,7 @@ class Net:
         return write_evaluation(folder)
 
     def _protocol(self, name: str | None, *, apply_exif: bool) -> EvaluationProtocol:
-        contract = self.session.contract
+        contract = self._session.contract
         overrides = ProtocolOverrides(apply_exif=apply_exif)
         return build_protocol(name or default_protocol_name(contract), contract, overrides)
 
@@ -185,22 +207,24 @@ class Net:
         """Classify images together. images: by their place in the caller's list, for errors."""
         draw = [partial(self._draw, place, image, protocol, top) for place, image in images.items()]
         if heatmap:
-            return [Classified(each(), each) for each in draw]
+            return [Classified(each(), each, image) for each, image in zip(draw, images.values(), strict=True)]
         decoded = (self._decode(place, image, protocol) for place, image in images.items())  # one at a time in memory
         return [
-            Classified(build_answer(self.session, self.path.stem, protocol, classified, top), each)
-            for classified, each in zip(classify_images(self.session, decoded, protocol), draw, strict=True)
+            Classified(build_answer(self._session, self.path.stem, protocol, classified, top), each, image)
+            for classified, each, image in zip(
+                classify_images(self._session, decoded, protocol), draw, images.values(), strict=True
+            )
         ]
 
     def _draw(self, place: str, image: ImageInput, protocol: EvaluationProtocol, top: int) -> Answer:
         """Classify one image and draw its heat maps."""
-        if (reason := why_flat(self.session.contract, protocol)) is not None:
+        if (reason := why_flat(self._session.contract, protocol)) is not None:
             log.warning("warning: %s", reason)
         decoded = self._decode(place, image, protocol)
-        (classified,) = classify_images(self.session, [decoded], protocol, keep_windows=True)
+        (classified,) = classify_images(self._session, [decoded], protocol, keep_windows=True)
         picture, size = panel_picture(decoded), (decoded.height, decoded.width)
-        heat_maps = png_bytes(draw_heat_maps(picture, size, classified, self.session.contract, protocol))
-        return build_answer(self.session, self.path.stem, protocol, classified, top, heat_maps)
+        heat_maps = png_bytes(draw_heat_maps(picture, size, classified, self._session.contract, protocol))
+        return build_answer(self._session, self.path.stem, protocol, classified, top, heat_maps)
 
     def _decode(self, place: str, image: ImageInput, protocol: EvaluationProtocol) -> Image.Image:
         limits = DecodeLimits() if isinstance(image, bytes | str | os.PathLike) else _PNG_LIMITS
@@ -212,8 +236,8 @@ class Net:
         except (ImageError, UsageError) as error:
             error.args = (f"{place}{error}",)
             raise
-        if not self.session.circumstances.on_gpu:  # a GPU's runtime reports its own memory
-            require_view_fits(self.session, protocol, (decoded.height, decoded.width), machine_memory())
+        if not self._session.circumstances.on_gpu:  # a GPU's runtime reports its own memory
+            require_view_fits(self._session, protocol, (decoded.height, decoded.width), machine_memory())
         return decoded
 
 
@@ -230,13 +254,13 @@ class Classified:
 
     answer: Answer
     _draw: Callable[[], Answer] = field(compare=False)
+    _image: ImageInput = field(compare=False)
 
     def __repr__(self) -> str:
-        found = ", ".join(f"{prediction.name} {prediction.score:.1%}" for prediction in self.predictions)
-        return escape_unprintable(f"<Classified: {found}>")
+        return repr(self.answer).replace("Answer", "Classified", 1)
 
     @property
-    def predictions(self) -> tuple[ClassScore, ...]:
+    def predictions(self) -> tuple[Prediction, ...]:
         """Return the best classes, best first, each with `class_index`, `wnid`, `name` and `score`, 0 to 1."""
         return self.answer.predictions
 
@@ -249,4 +273,42 @@ class Classified:
         return Image.open(io.BytesIO(self.answer.heatmap or self._draw().heatmap))
 
     def _repr_html_(self) -> str:
-        return self.answer._repr_html_()
+        scores = self.answer._repr_html_()
+        if not self.answer.heatmap:
+            return card(self._name, "", side_by_side(pictures([(self._thumbnail(), self._name, "")]), scores))
+        url = f"data:image/png;base64,{base64.b64encode(self.answer.heatmap).decode('ascii')}"
+        return card(self._name, "", scores, f"<img src='{url}' alt='heat maps' style='max-width:100%'>")
+
+    @property
+    def _name(self) -> str:
+        """Return the image's path; '' for other images."""
+        return os.fsdecode(self._image) if isinstance(self._image, str | os.PathLike) else ""
+
+    def _thumbnail(self) -> str | None:
+        """Return the image as a small `data:` URL, None if it can no longer be read."""
+        from ..reporting.gallery import TILE, picture_url
+
+        try:
+            data = encoded_image(self._image)
+            image = decode_image(data, _PNG_LIMITS, apply_exif=self.answer.protocol["apply_exif"])
+        except PreluNetError:
+            return None
+        return picture_url(image, TILE)
+
+
+class Answers(list[Classified]):
+    """The answers for a list of images, in its order: a list that notebooks show with its images."""
+
+    def __repr__(self) -> str:
+        first = [f"{best.name} {best.score:.1%}" for best in (each.predictions[0] for each in self[:_ANSWERS_IN_TEXT])]
+        more = [] if len(first) == len(self) else ["…"]
+        return escape_unprintable(f"<Answers for {len(self):,} images: {', '.join(first + more)}>")
+
+    def _repr_html_(self) -> str:
+        found = [(each, each.predictions[0]) for each in self[:_IMAGES_SHOWN]]
+        more = len(self) - len(found)
+        return card(
+            f"{len(self):,} images",
+            f"the first {len(found)}" if more else "",
+            pictures((each._thumbnail(), each._name, f"{best.name} {best.score:.1%}") for each, best in found),
+        )

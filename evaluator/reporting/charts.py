@@ -5,6 +5,8 @@ Colors are CSS variables of base.css, so that one chart works for light mode, da
 
 from typing import Any
 
+from .tables import worst_first
+
 FEW_CLASSES = 40  # up to this many classes are named along an axis; more become a curve
 TOP1, TOP5 = "top-1", "top-5"
 
@@ -117,9 +119,8 @@ def chart_spec(values: list[dict[str, Any]], **rest: Any) -> Spec:
 def _named_classes(classes: list[dict[str, Any]]) -> Spec:
     """Return a row per class, worst first; the axis identifies classes by index because names may not be unique."""
     values = _rows(classes, "top1", TOP1) + _rows(classes, "top5", TOP5)
-    worst_first = sorted(classes, key=lambda entry: (-entry["top1_error"], -entry["top5_error"], entry["index"]))
     names = {str(entry["index"]): entry["name"] for entry in classes}
-    y = class_axis([entry["index"] for entry in worst_first])
+    y = class_axis([entry["index"] for entry in sorted(classes, key=worst_first)])
     y["scale"] = {"paddingInner": 0.45, "paddingOuter": 0.3}
     offset = {"field": "metric", "sort": [TOP1, TOP5]}
     color = {"field": "metric", "type": "nominal", "scale": _COLORS}

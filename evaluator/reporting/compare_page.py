@@ -2,7 +2,6 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from html import escape
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +22,7 @@ from .compare import (
 )
 from .compare_charts import change_of, difference_chart
 from .gallery import Gallery, build_galleries
-from .html import json_bytes, notebook_link, render_html, signed
+from .html import json_bytes, render_html, signed
 from .report import describe_protocol, short_provider
 from .report_page import REPORT_FOLDER
 from .statistics import NO_MACRO_INTERVAL
@@ -147,23 +146,16 @@ def most_changed_classes(comparison: Comparison, key: str, direction: str) -> li
 
 @dataclass(frozen=True)
 class WrittenComparison:
-    """A comparison and its files."""
+    """A comparison and its files. _flipped: as by `gather_flips`."""
 
     comparison: Comparison = field(repr=False)
     json: Path
     csv: Path
     html: Path
+    _flipped: Mapping[str, Gallery] = field(repr=False, compare=False)
 
     def __str__(self) -> str:
         return "\n".join([*_summary(self.comparison), "", f"{self.html}, {self.json.name}, {self.csv.name}"])
-
-    def __repr__(self) -> str:
-        top1 = self.comparison["top1"]
-        return f"<{type(self).__name__}: top-1 error of B - A {top1['difference']} points, 95 % {top1['interval']}>"
-
-    def _repr_html_(self) -> str:
-        text = "\n".join(_summary(self.comparison))
-        return f"<pre>{escape(text)}</pre>{notebook_link(self.html)}"
 
 
 def _summary(comparison: Comparison) -> list[str]:
@@ -230,9 +222,11 @@ def write_comparison(a: Path, b: Path, *, out: Path | None = None, data: Path | 
     target = out or b / REPORT_FOLDER / f"compared-with-{a.resolve().name}"
     if out is None:
         _check_same_baseline(target / "compare.json", comparison)
-    page = render_comparison(comparison, gather_flips(comparison, run_a, run_b, data))
+    flipped = gather_flips(comparison, run_a, run_b, data)
+    page = render_comparison(comparison, flipped)
     create_folder(target, "--out")
-    written = WrittenComparison(comparison, target / "compare.json", target / "compare.csv", target / "compare.html")
+    json, csv, html = (target / f"compare.{kind}" for kind in ("json", "csv", "html"))
+    written = WrittenComparison(comparison, json, csv, html, flipped)
     write_atomically(written.json, json_bytes(comparison))
     write_atomically(written.csv, comparison_csv(comparison))
     write_atomically(written.html, page)

@@ -146,6 +146,18 @@ def _with_pictures(gallery: Gallery, dataset: Dataset, run: Run) -> Gallery:
     return replace(gallery, mistakes=mistakes, tiles=tiles)
 
 
+def picture_url(image: Image.Image, side: int) -> str:
+    """Return an image as a `data:` URL: a PNG if it is tiny, else a WebP with its longer side at most `side`."""
+    coded, kind = io.BytesIO(), "png"
+    if max(image.size) <= MAX_UNSCALED_SIDE:
+        image.save(coded, "PNG", optimize=True)
+    else:
+        kind = "webp"
+        image.thumbnail((side, side), Image.Resampling.LANCZOS)
+        image.save(coded, "WEBP", quality=WEBP_QUALITY)
+    return f"data:image/{kind};base64,{base64.b64encode(coded.getvalue()).decode('ascii')}"
+
+
 def _pictures(
     pool: ThreadPoolExecutor, dataset: Dataset, samples: Sequence[Sample], side: int, *, protocol: EvaluationProtocol
 ) -> Iterator[str | None]:
@@ -159,14 +171,7 @@ def _pictures(
             image = decode_image(dataset.read(sample), apply_exif=protocol.apply_exif, preparation=protocol.preparation)
         except (PreluNetError, OSError):
             return None
-        coded, kind = io.BytesIO(), "png"
-        if max(image.size) <= MAX_UNSCALED_SIDE:
-            image.save(coded, "PNG", optimize=True)
-        else:
-            kind = "webp"
-            image.thumbnail((side, side), Image.Resampling.LANCZOS)
-            image.save(coded, "WEBP", quality=WEBP_QUALITY)
-        return f"data:image/{kind};base64,{base64.b64encode(coded.getvalue()).decode('ascii')}"
+        return picture_url(image, side)
 
     for start in range(0, len(samples), BATCH_SIZE):
         yield from pool.map(picture, samples[start : start + BATCH_SIZE])

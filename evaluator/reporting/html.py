@@ -5,6 +5,7 @@ security policy of each page blocks all loads.
 """
 
 import json
+import math
 import os
 import re
 from functools import cache
@@ -52,6 +53,7 @@ def _environment() -> "jinja2.Environment":
         "count": "{:,}".format,
         "signed": signed,
         "rank": _rank,
+        "threshold": _threshold,
         "own_wnid": _own_wnid,
     }
     environment.globals |= {
@@ -81,6 +83,11 @@ def _percent(value: float | None, digits: int = 1) -> str:
 
 def _rank(value: float) -> str:
     return f"{value:,.0f}" if value == int(value) else f"{value:,.1f}"
+
+
+def _threshold(score: float) -> str:
+    """Return a threshold rounded down, so that it keeps every answer that the exact one keeps."""
+    return f"{math.floor(1000 * score) / 1000:.3f}" if score >= 0.001 else f"{score:.1g}"
 
 
 def _own_wnid(entry: dict[str, Any]) -> str:

@@ -11,8 +11,8 @@ _STYLES = ("base.css", "heatmaps.css", "live.css")
 _SCRIPTS = ("elements.js", "heatmap.js", "live_calls.js", "live.js")
 
 
-def live_page(*, reports: bool) -> tuple[bytes, str]:
-    """Return the page, which may list reports, and its policy, which allows this script and this style only."""
+def live_page(*, reports: bool, examples: bool = False) -> tuple[bytes, str]:
+    """Return the page, which may list reports and examples, and its policy: only this script and this style."""
     style = "\n".join(map(asset, _STYLES))
     colors = f"const data = {json.dumps({'inferno': map_colors()}, separators=(',', ':'))};"
     script = "\n".join(['"use strict";', colors, *map(asset, _SCRIPTS)])
@@ -20,7 +20,7 @@ def live_page(*, reports: bool) -> tuple[bytes, str]:
         f"default-src 'none'; script-src {_hash_of(script)}; style-src {_hash_of(style)}; img-src blob: data:; "
         "connect-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
     )
-    return render_html("live.html.j2", style=style, script=script, reports=reports), policy
+    return render_html("live.html.j2", style=style, script=script, reports=reports, examples=examples), policy
 
 
 def _hash_of(text: str) -> str:

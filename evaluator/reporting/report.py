@@ -18,9 +18,9 @@ from .statistics import TOPS, calibration, rank_summary, risk_coverage
 from .tables import (
     class_table,
     confusion_pairs,
-    error_fields,
     evaluated_images,
     macro_fields,
+    run_errors,
     same_names,
     view_tables,
     worst_matrix,
@@ -42,7 +42,7 @@ def build_report(run: Run) -> Report:
     seen = evaluated_images(run.predictions, len(info.views))
     classes = class_table(info.classes, run.predictions, seen)
     candidates = len(info.candidates or info.classes)
-    errors = error_fields([int((seen.rank > k).sum()) for k in TOPS], len(seen.rank))
+    errors = run_errors(seen)
     calibrated = calibration(seen.score, seen.rank == 1)
     selective = risk_coverage(seen.score, seen.rank == 1)
     traits = Counter(trait for prediction in run.predictions for trait in prediction.traits)

@@ -9,7 +9,7 @@ from ..errors import MissingExtra
 from ..files import create_folder, write_atomically
 from ..validation.run import Run, read_run
 from .charts import FEW_CLASSES, error_chart
-from .gallery import Gallery, build_gallery
+from .gallery import Gallery, Mistake, build_gallery
 from .html import json_bytes, render_html
 from .page_data import describe_view, page_data
 from .report import (
@@ -24,10 +24,10 @@ from .report import (
 )
 from .score_charts import bin_sizes_chart, histogram_chart, reliability_chart, risk_chart
 from .statistics import NO_MACRO_INTERVAL
-from .tables import worst_classes
+from .tables import worst_classes, worst_first
 
 WORST_CLASSES = 10
-MAX_PERFECT_LISTED = 12  # a longer list of classes without errors is collapsed
+MATRIX_FILLED = 0.1  # share of the cells off the diagonal from which on a matrix shows more than the list of pairs
 CONFUSIONS_SHOWN = 20
 REFUSALS_SHOWN = 200
 COVERAGES_SHOWN = (95, 90, 80, 50)  # percent of the images that are answered
@@ -37,7 +37,7 @@ ACTIVATIONS = {"prelu": "PReLU", "prelu-shared": "PReLU, shared slopes", "relu":
 
 def render_page(report: Report, run: Run, gallery: Gallery) -> bytes:
     """Return report.html; the same report, run and gallery give the same bytes."""
-    classes = report["classes"]
+    classes, pairs = report["classes"], report["confusions"]
     seen = [entry for entry in classes if entry["evaluated"]]
     charts = {
         "error": error_chart(report),
@@ -62,16 +62,24 @@ def render_page(report: Report, run: Run, gallery: Gallery) -> bytes:
         classes=classes,
         seen=seen,
         few=len(seen) <= FEW_CLASSES,
-        worst={key: worst_classes(classes, key, min(WORST_CLASSES, (len(seen) + 1) // 2)) for key in ("top1", "top5")},
-        perfect={key: [entry for entry in seen if entry[f"{key}_error"] == 0] for key in ("top1", "top5")},
-        named_openly=MAX_PERFECT_LISTED,
+        worst_first=sorted(classes, key=worst_first),
+        worst=worst_classes(classes, "top1", min(WORST_CLASSES, (len(seen) + 1) // 2)),
+        perfect={key: sum(not entry[f"{key}_wrong"] for entry in seen) for key in ("top1", "top5")},
         no_macro_interval=NO_MACRO_INTERVAL,
-        confusions=report["confusions"][:CONFUSIONS_SHOWN],
+        confusions=([pair for pair in pairs if pair["count"] > 1] or pairs)[:CONFUSIONS_SHOWN],
+        matrix=is_filled(report["worst"]["counts"]),
+        elsewhere=any(report["worst"]["elsewhere"]),
         kept=coverage_rows(report),
         averaging=averaging_rows(report),
         views_shown=VIEWS_SHOWN,
         refusals_shown=REFUSALS_SHOWN,
     )
+
+
+def is_filled(matrix: list[list[int]]) -> bool:
+    """Return whether enough cells of a confusion matrix off its diagonal hold an answer."""
+    others = [count for row, counts in enumerate(matrix) for column, count in enumerate(counts) if row != column]
+    return any(others) and sum(map(bool, others)) >= MATRIX_FILLED * len(others)
 
 
 def coverage_rows(report: Report) -> list[dict[str, Any]]:
@@ -122,14 +130,15 @@ REPORT_FOLDER = "report"
 class WrittenReport:
     """A report and its files.
 
-    html: None if the extra `report` is not installed; missing: why there is no page, or no pictures on it; None if it
-    has them or needs none.
+    html: None if the extra `report` is not installed; mistakes: those of the gallery; missing: why there is no page, or
+    no pictures on it; None if it has them or needs none.
     """
 
     report: Report
     json: Path
     csv: Path
     html: Path | None
+    mistakes: tuple[Mistake, ...]
     missing: str | None = None
 
 
@@ -152,7 +161,7 @@ def write_report(folder: Path, *, out: Path | None = None, data: Path | None = N
     target = out or folder / REPORT_FOLDER
     create_folder(target, "--out")
     html = None if page is None else target / "report.html"
-    written = WrittenReport(report, target / "report.json", target / "classes.csv", html, missing)
+    written = WrittenReport(report, target / "report.json", target / "classes.csv", html, gallery.mistakes, missing)
     write_atomically(written.json, json_bytes(report))
     write_atomically(written.csv, classes_csv(report))
     if html is not None and page is not None:

@@ -11,9 +11,9 @@ _BIN_TOOLTIP = [
     {"field": "images", "title": "images"},
 ]
 _RISK_TOOLTIP = [
-    {"field": "coverage", "title": "coverage"},
-    {"field": "top1_error", "title": "top-1 error"},
-    {"field": "threshold", "title": "score at least"},
+    {"field": "coverage", "title": "coverage", "format": ".1f"},
+    {"field": "top1_error", "title": "top-1 error", "format": ".2f"},
+    {"field": "threshold", "title": "score at least", "format": ".3f"},
     {"field": "images", "title": "images"},
 ]
 _SIDE = {"domain": False, "ticks": False, "minExtent": 44, "maxExtent": 44}  # aligns the two charts

@@ -72,6 +72,11 @@ def error_fields(wrong: Sequence[int], total: int) -> dict[str, Any]:
     return result
 
 
+def run_errors(seen: EvaluatedImages) -> dict[str, Any]:
+    """Return `error_fields` over all evaluated images of a run."""
+    return error_fields([int((seen.rank > k).sum()) for k in TOPS], len(seen.rank))
+
+
 def macro_fields(classes: Sequence[dict[str, Any]]) -> dict[str, Any]:
     """Return the mean errors over classes. classes: as returned by `class_table`."""
     totals = [entry["evaluated"] for entry in classes]
@@ -169,13 +174,23 @@ def confusion_pairs(seen: EvaluatedImages) -> list[dict[str, Any]]:
 
 
 def worst_classes(classes: Sequence[dict[str, Any]], key: str, limit: int) -> list[dict[str, Any]]:
-    """Return the classes with the highest error (> 0) of `key` (top1 or top5), worst first, ties by index."""
-    wrong = [entry for entry in classes if entry[f"{key}_error"]]
-    return sorted(wrong, key=lambda entry: (-entry[f"{key}_error"], entry["index"]))[:limit]
+    """Return the worst classes by `key` (top1 or top5), of those with errors."""
+    return sorted((entry for entry in classes if entry[f"{key}_error"]), key=lambda e: worst_first(e, key))[:limit]
+
+
+def worst_first(entry: dict[str, Any], key: str = "top1") -> tuple[float, ...]:
+    """Return the sort key of a class: by the lower end of its interval, so that a single unlucky image does not lead.
+
+    Ties: by the error, then by the other error, then by confidence. Classes without evaluated images come last.
+    """
+    if not entry["evaluated"]:
+        return 1, entry["index"]
+    (low, _), (low5, _) = entry[f"{key}_interval"], entry["top5_interval"]
+    return -low, -entry[f"{key}_error"], -low5, -entry["confidence"], entry["index"]
 
 
 def worst_matrix(classes: Sequence[dict[str, Any]], seen: EvaluatedImages) -> dict[str, Any]:
-    """Return the confusion matrix of the classes with the highest top-1 error, with their other answers.
+    """Return the confusion matrix of the worst classes by top-1 error, with their other answers.
 
     classes: as returned by `class_table`. counts: a row per true class, a column per answer; elsewhere: per row, the
     images answered with a class outside the matrix.

@@ -36,6 +36,7 @@ _RULES = (
     ("classify", "prelunet.v1.PreluNetService", "Classify ClassifyStream"),
     ("classify", "inference.GRPCInferenceService", "ModelInfer ModelStreamInfer"),
     ("evaluate", "prelunet.v1.PreluNetService", "Evaluate"),
+    ("classify", "prelunet.http", "Examples"),
     ("evaluate", "prelunet.http", "Reports"),
     ("admin", "inference.GRPCInferenceService", "RepositoryModelLoad RepositoryModelUnload"),
     # They would change the server or read its files; unimplemented today.

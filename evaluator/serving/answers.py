@@ -9,7 +9,7 @@ from typing import Any
 
 from msgspec import UNSET, Struct, UnsetType
 
-from ..answer import ClassMap, ClassScore, Timings
+from ..answer import ClassMap, Prediction, Timings
 from ..contract import ClassEntry
 from ..engine.scores import shortest_decimal
 from ..engine.session import Circumstances
@@ -73,7 +73,7 @@ class ClassifyResponse(_Answer):
     predictions: best first; capped: whether a long side was cut to its center; maps: empty unless requested.
     """
 
-    predictions: list[ClassScore]
+    predictions: list[Prediction]
     model: ModelIdentity
     protocol: Protocol
     views: list[View]
@@ -122,7 +122,7 @@ def classify_response(answer: Answered) -> ClassifyResponse:
     classes = answer.model.session.contract.classes
     return ClassifyResponse(
         predictions=[
-            ClassScore(index, classes[index].wnid, classes[index].name, shortest_decimal(score))
+            Prediction(index, classes[index].wnid, classes[index].name, shortest_decimal(score))
             for index, score in answer.classified.top(answer.plan.top)
         ],
         heatmap=answer.heatmap,

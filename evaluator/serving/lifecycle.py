@@ -209,7 +209,7 @@ async def serve(options: ServeOptions, report: Callable[[str], None]) -> ServeRe
         if repository is not None:
             gc.freeze()  # the collections of `Repository.watch` then skip what was loaded before
             tasks.append(asyncio.create_task(repository.watch()))
-        addresses = {"http": server.http_address, "metrics": "" if metrics_port is None else metrics_port.address}
+        addresses = {"http": server.http_url, "metrics": "" if metrics_port is None else metrics_port.address}
         _log_start(server.address, addresses, models, memory)
         report(start_line(server.address, addresses, models, memory))
         ended = await wait_and_shut_down(server, models, events, lame_duck=options.lame_duck, grace=options.grace)

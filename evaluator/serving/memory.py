@@ -50,6 +50,7 @@ def fit_limits(options: ServeOptions, memory: int | None) -> ServeOptions:
         queue_bytes=queue.queue_bytes or min(queue.max_bytes, queued),
         ready_bytes=min(queue.ready_bytes, memory // 32),
         decode_threads=max(1, min(queue.decode_threads, memory // 2**29)),
+        decode_processes=max(2, min(queue.decode_processes, 1 + memory // 2**29)),
     )
     arriving = clients.arriving_bytes or min(clients.max_arriving_bytes, memory // 16)
     clients = replace(clients, arriving_bytes=arriving, unread_bytes=min(clients.unread_bytes, unread))
@@ -113,7 +114,7 @@ def _estimate(sessions: Sequence[Session], options: ServeOptions, queues: int, m
     decoding = decode_capacity(memory, gpu=gpu)
     if memory is None:
         decoding = max(decoding, max_decode_bytes(clients.image))
-    decoding += (queue.decode_threads + 1) * (PROCESS_BYTES + SMALL_BYTES) + threads * EASY_DECODE_BYTES
+    decoding += queue.decode_processes * (PROCESS_BYTES + SMALL_BYTES) + threads * EASY_DECODE_BYTES
     # `AdmissionController` limits the queue of each model, and gRPC what a call sends before it is read.
     messages = clients.max_arriving_bytes + with_reserve(clients.max_calls) * clients.unread_bytes
     messages += _COPIES * queues * max(with_reserve(queue.max_bytes), clients.image.max_bytes)

@@ -78,9 +78,9 @@ class QueueOptions:
     """Limits on unanswered images, and how long a batch waits to fill.
 
     ready_views, ready_bytes: decoded ahead of the device, over all models; decode_threads: beside a GPU, for images
-    that are easy to decode, and one process more for all others; batch_wait: in seconds; turn_cost, turn_work: a
-    CPU's thread takes several images at once whose decoding costs at most this much together, in view pixels (6 ms),
-    and whose views take at most so many multiply-adds (some 10 ms): a newcomer should not wait behind more.
+    that are easy to decode; batch_wait: in seconds; turn_cost, turn_work: a CPU's thread takes several images at once
+    whose decoding costs at most this much together, in view pixels (6 ms), and whose views take at most so many
+    multiply-adds (some 10 ms): a newcomer should not wait behind more.
     """
 
     HELP_GROUP: ClassVar[str] = "Queue"
@@ -106,6 +106,13 @@ class QueueOptions:
     ready_views: int = 512
     ready_bytes: int = 2**27
     decode_threads: int = field(default_factory=cores)
+    decode_processes: int = option(
+        cores() + 1,
+        "Processes that decode large images, and all but plain JPEG and PNG; a client may take all but one.",
+        min=2,
+        max=1000,
+        default="one more than cores",
+    )
     turn_cost: int = 2_000_000
     turn_work: int = 2 * 10**8
     batch_wait: float = option(
@@ -258,12 +265,14 @@ class HttpOptions:
     reports: Path | None = option(
         None, "Folder with runs and comparisons, whose reports the live page lists.", default="none"
     )
+    examples: Path | None = option(None, "Folder of images that the live page offers to try.", default="none")
 
     def __post_init__(self) -> None:
         if self.port is not None and self.unix_socket is not None:
             raise UsageError("--http-port and --http-unix-socket exclude each other: give one of them")
-        if self.reports is not None and not self.enabled:
-            raise UsageError("--reports requires HTTP: give --http-port or --http-unix-socket, too")
+        for name, folder in (("reports", self.reports), ("examples", self.examples)):
+            if folder is not None and not self.enabled:
+                raise UsageError(f"--{name} requires HTTP: give --http-port or --http-unix-socket, too")
         if self.reports is not None and not self.reports.is_dir():
             raise UsageError(f"--reports {self.reports}: not a folder. Give one with runs, such as runs/")
 
@@ -335,5 +344,6 @@ class ServeOptions:
     )
 
     def __post_init__(self) -> None:
+        object.__setattr__(self, "host", self.host.strip("[]"))  # as an IPv6 address stands before a port
         if not self.models and self.models_folder is None:
             raise UsageError("no model to serve; give at least one: --model NAME=MODEL.onnx, or --models DIR")

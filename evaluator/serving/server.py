@@ -27,6 +27,7 @@ from .api.prelunet import SERVICE, PreluNetServicer
 from .calls import CallsInFlight
 from .data_plane import DataPlane
 from .http.door import HttpDoor
+from .http.examples import read_examples
 from .http.listener import ConnectionLimits, Listener
 from .http.routes import add_routes
 from .models import Models
@@ -86,6 +87,7 @@ class Server:
         if unix_socket is None:
             metrics.grpc_connections.set_function(lambda: sum(1 for _ in connections_to(self._port)))
         self._door, self._http, self._reports = None, None, http.reports
+        self._examples = {} if http.examples is None else read_examples(http.examples)
         if http.enabled:
             self._door = HttpDoor(calls, (host, *http.host_names), lambda: self.serving)
             self._http = Listener(
@@ -109,6 +111,11 @@ class Server:
     def http_address(self) -> str:
         """Return host:port or unix:PATH of HTTP, "" without it."""
         return "" if self._http is None else self._http.address
+
+    @property
+    def http_url(self) -> str:
+        """Return the URL of the live page, unix:PATH for a Unix socket, "" without HTTP."""
+        return "" if self._http is None else self._http.url
 
     @property
     def serving(self) -> bool:
@@ -149,7 +156,7 @@ class Server:
         self._front.refusal_message = ""
         self._health.set_serving(serving=True)
         if self._door is not None and self._http is not None:
-            add_routes(self._door, plane, self._reports)
+            add_routes(self._door, plane, self._reports, self._examples)
             self._http.open()
 
     def set_not_serving(self) -> None:

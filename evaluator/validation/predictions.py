@@ -14,7 +14,7 @@ from ..datasets.dataset import UNLABELLED
 from ..engine.classify import Classification
 from ..engine.scores import shortest_decimal
 from ..errors import RunFolderError
-from ..files import open_regular
+from ..files import OpenFile, open_regular
 from ..imaging.decode import TRAITS, Trait
 from ..json_checks import parse_json
 
@@ -269,7 +269,13 @@ class Predictions(Sequence[Prediction]):
                 yield Prediction(file, label, top, rank, view_ranks, bool(capped), also=also, traits=_TRAITS_OF[bits])
 
 
-def read_predictions(path: Path, classes: int, views: int, candidates: Collection[int] | None = None) -> Predictions:
+def read_predictions(
+    path: Path,
+    classes: int,
+    views: int,
+    candidates: Collection[int] | None = None,
+    open_file: OpenFile = open_regular,
+) -> Predictions:
     """Read predictions.jsonl, whose lines are in the order of the file names. A missing file has no lines.
 
     classes, views: their numbers in the run; candidates: see `RunInfo.candidates`.
@@ -281,7 +287,7 @@ def read_predictions(path: Path, classes: int, views: int, candidates: Collectio
         return predictions
     last = ""
     try:
-        file = open_regular(path)
+        file = open_file(path)
     except OSError as error:
         raise RunFolderError(
             f"{path}: cannot be read ({error.strerror}). Restore the file, or repeat the run in another folder"

@@ -19,11 +19,11 @@ from ..engine.batching import BatchRules
 from ..engine.memory import portion_size
 from ..engine.session import Session
 from ..errors import RunFolderError, UsageError
-from ..files import open_regular
+from ..files import OpenFile, open_regular
 from ..json_checks import check_plain, parse_json
 from ..protocols import EvaluationProtocol, View, protocol_from_json
 from ..terminal import escape_unprintable
-from .predictions import Prediction, read_predictions
+from .predictions import Prediction, Predictions, read_predictions
 
 RUN_VERSION = 3
 MAX_SHARDS = 999_999
@@ -351,11 +351,11 @@ def is_run_folder(folder: Path) -> bool:
     return type(data) is dict and data.keys() >= _KEYS_OF_ANY_VERSION
 
 
-def read_run_info(folder: Path) -> RunInfo:
+def read_run_info(folder: Path, open_file: OpenFile = open_regular) -> RunInfo:
     """Read run.json of a folder. Raises RunFolderError when it is missing or cannot be read."""
     path = folder / RUN_FILE
     try:
-        data = parse_json(_bytes_of(path))
+        data = parse_json(_bytes_of(path, open_file))
         version = convert(data, _AnyVersion).version
         if version == RUN_VERSION:
             return run_info_from_json(data)
@@ -371,8 +371,8 @@ def read_run_info(folder: Path) -> RunInfo:
     raise RunFolderError(f"{path}: version {version}, but this prelunet reads version {RUN_VERSION}. {fix}")
 
 
-def _bytes_of(path: Path) -> bytes:
-    with open_regular(path) as file:
+def _bytes_of(path: Path, open_file: OpenFile = open_regular) -> bytes:
+    with open_file(path) as file:
         return file.read()
 
 
@@ -382,16 +382,22 @@ def read_run(folder: Path) -> Run:
     Raises RunFolderError when there is no run, when it is not finished, or when a line is damaged (with its number).
     """
     info = read_run_info(folder)
-    predictions = read_predictions(folder / PREDICTIONS_FILE, len(info.classes), len(info.views), info.candidates)
-    images = info.images
-    if len(predictions) < images:
+    predictions = read_lines(folder, info)
+    if len(predictions) < info.images:
         raise RunFolderError(
-            f"{folder}: {len(predictions)} of {images} images are done. "
+            f"{folder}: {len(predictions)} of {info.images} images are done. "
             "Finish the run first: run the same command to resume"
         )
-    if len(predictions) > images:
+    return Run(info, predictions, folder)
+
+
+def read_lines(folder: Path, info: RunInfo, open_file: OpenFile = open_regular) -> Predictions:
+    """Read the images of a run that may be unfinished. Raises RunFolderError for a damaged line or too many lines."""
+    path = folder / PREDICTIONS_FILE
+    predictions = read_predictions(path, len(info.classes), len(info.views), info.candidates, open_file)
+    if len(predictions) > info.images:
         raise RunFolderError(
-            f"{folder / PREDICTIONS_FILE}: {len(predictions)} lines, but the run has {images} images. "
+            f"{path}: {len(predictions)} lines, but the run has {info.images} images. "
             "Restore the file, or run the command of this run again to truncate it"
         )
-    return Run(info, predictions, folder)
+    return predictions

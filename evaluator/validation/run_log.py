@@ -4,6 +4,8 @@ The log is only for information and never affects a result. Damaged lines are ig
 """
 
 import os
+from collections.abc import Iterable
+from datetime import datetime
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -26,6 +28,24 @@ class _StartEvent(Struct):
     classes: tuple[str, ...] = ()
     listed_only: bool = False
     first_random: tuple[Annotated[int, Meta(ge=1)], Annotated[int, Meta(ge=0)]] | None = None
+
+
+class _Event(Struct):
+    date: datetime
+    images: Annotated[int, Meta(ge=0)] = 0  # of a chunk, as are its seconds
+    seconds: Annotated[float, Meta(ge=0)] = 0.0
+
+
+def speed_and_date(log: Iterable[bytes]) -> tuple[float | None, datetime | None]:
+    """Return the images per second over all chunks, and the date of the last event; None if the log does not say."""
+    images, seconds, date = 0, 0.0, None
+    for line in log:
+        try:
+            event = convert(parse_json(line), _Event)
+        except ValueError:
+            continue
+        images, seconds, date = images + event.images, seconds + event.seconds, event.date
+    return (images / seconds if images and seconds else None), date
 
 
 def find_dataset(folder: Path) -> DatasetSpec | None:

@@ -11,6 +11,7 @@ from typing import Annotated, Any
 import typer
 
 from ..answer import Answer
+from ..engine.load import open_session
 from ..engine.runtimes import Device
 from ..engine.session import Placement
 from ..errors import ImageError, UsageError
@@ -18,7 +19,7 @@ from ..files import write_atomically
 from ..image_input import encoded_image
 from ..imaging.limits import DecodeLimits
 from ..protocols import ProtocolOverrides, build_protocol, default_protocol_name
-from ..python.net import load
+from ..python.net import Net
 from ..rpc.credentials import Credentials
 from ..terminal import echo, report
 from .options.derive import Only, derive_options
@@ -102,20 +103,20 @@ def classify(
         if model is not None and server is None:
             if name is not None or timeout is not None:
                 raise UsageError("--name and --timeout require --server; leave them out with --model")
-            net = load(model, device or "auto", precision=placement.precision)
-            report(f"{model.name}: {net.session.contract.name} on {net.session.circumstances}")
+            session = open_session(model, device or "auto", precision=placement.precision)
+            contract = session.contract
+            report(f"{model.name}: {contract.name} on {session.circumstances}")
             if outputs:
                 from ..validation.unlabelled import write_classes
 
-                contract = net.session.contract
                 views = build_protocol(protocol or default_protocol_name(contract), contract, overrides)
-                count, refused = write_classes(
-                    net.session, model, Path(images[0]), views, outputs, top=top, report=report
-                )
+                count, refused = write_classes(session, model, Path(images[0]), views, outputs, top=top, report=report)
                 numbers = {"images": count, "evaluated": count - refused, "refused": refused}
                 text = f"{' and '.join(map(str, outputs.values()))}: {count:,} images, {refused:,} of them refused"
                 echo(json.dumps(numbers) if as_json else text)
                 return
+
+            net = Net(session, model)
 
             def classify_image(data: bytes) -> Answer:
                 return net.classify(data, protocol=protocol, **options).answer

@@ -6,11 +6,13 @@ from typing import Annotated
 import typer
 
 from ..reporting.html import json_bytes
+from ..reporting.mlflow import log_to_mlflow
 from ..reporting.report import error_with_interval, headline
 from ..reporting.report_page import WrittenReport, write_report
 from ..reporting.statistics import NO_MACRO_INTERVAL, TOPS
 from ..reporting.tables import worst_classes
 from ..terminal import echo
+from ..terminal import report as print_message
 
 WORST_PRINTED = 5
 
@@ -30,6 +32,13 @@ def report(
     as_json: Annotated[
         bool, typer.Option("--json", help="Print report.json to stdout instead of the summary.")
     ] = False,
+    mlflow: Annotated[
+        bool,
+        typer.Option(
+            "--mlflow",
+            help="Log the run with its report to MLflow, where MLFLOW_TRACKING_URI and MLFLOW_EXPERIMENT_NAME say.",
+        ),
+    ] = False,
 ) -> None:
     """Write report.json, classes.csv and report.html of a run, and print its errors and worst classes."""
     written = write_report(run, out=out, data=data)
@@ -38,6 +47,8 @@ def report(
         echo(f"note: there is no report.html: {written.missing}", err=True)
     elif written.missing is not None:
         echo(f"note: {written.html} has no images. {written.missing} Give their place with --data DIR", err=True)
+    if mlflow:
+        print_message(f"logged to MLflow: {log_to_mlflow(run, written)}")
 
 
 def _summary(written: WrittenReport) -> str:

@@ -382,8 +382,8 @@ def test_importing_the_client_loads_only_what_it_needs_and_changes_nothing_proce
     """
     result = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
     allowed = {
-        "answer", "architectures", "cli_option", "client", "contract", "errors", "files", "image_input", "json_checks",
-        "pb", "preparation", "rpc",
+        "answer", "architectures", "cards", "cli_option", "client", "contract", "errors", "files", "image_input",
+        "json_checks", "pb", "preparation", "rpc", "terminal",
     }  # fmt: skip
     assert set(result.stdout.split()) == allowed
 

@@ -159,7 +159,7 @@ def files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     Image.fromarray(PICTURES[0]).save(tmp_path / "good.png")
     Image.fromarray(PICTURES[1]).save(tmp_path / "other.png")
     (tmp_path / "bad.jpg").write_text("no image")
-    monkeypatch.setattr("prelunet.evaluator.python.net.open_session", lambda _path, _device, **_: FakeSession())
+    monkeypatch.setattr("prelunet.evaluator.verbs.classify.open_session", lambda _path, _device, **_: FakeSession())
     monkeypatch.chdir(tmp_path)
     return tmp_path
 
@@ -180,7 +180,7 @@ def test_a_view_that_does_not_fit_into_this_machine_is_refused_unless_a_gpu_has_
     files: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, provider: str, code: int
 ) -> None:
     session = FakeSession(provider=provider)
-    monkeypatch.setattr("prelunet.evaluator.python.net.open_session", lambda _path, _device, **_: session)
+    monkeypatch.setattr("prelunet.evaluator.verbs.classify.open_session", lambda _path, _device, **_: session)
     monkeypatch.setattr("prelunet.evaluator.python.net.machine_memory", lambda: 2**20)
     assert run(["classify", "good.png", "--model", "m.onnx"]) == code
     assert ("this machine has 1.00M" in capsys.readouterr().err) == (code == 2)

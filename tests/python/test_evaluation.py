@@ -2,6 +2,7 @@
 
 import json
 import logging
+import re
 import sys
 from pathlib import Path
 from typing import Any
@@ -22,6 +23,7 @@ from prelunet.evaluator.errors import (
     UsageError,
 )
 from prelunet.evaluator.python.net import Net
+from prelunet.evaluator.reporting.html import signed
 from prelunet.evaluator.reporting.statistics import wilson_interval
 from tests.conftest import ExportedNet
 from tests.helpers import tiny_datasets
@@ -212,10 +214,43 @@ def test_without_pandas_the_error_has_the_command_that_installs_it(here: Path, m
         found.to_pandas()
 
 
-def test_a_notebook_shows_the_headline_and_a_link_to_the_report(here: Path) -> None:
+def test_the_card_of_an_evaluation_shows_errors_worst_classes_and_mistakes(here: Path) -> None:
+    write_images(here / "val", CLASSES[:4], 60)
+    found = fake_net().evaluate("val", protocol="center")
+    lines = [json.loads(line) for line in (found.folder / "predictions.jsonl").read_text().splitlines()]
+    card = found._repr_html_()
+    for k in (1, 5):
+        wrong = sum(line["rank"] > k for line in lines)
+        low, high = wilson_interval(wrong, 60) or (0, 0)
+        assert f">{100 * wrong / 60:.2f} % [{low:.1f}, {high:.1f}]<" in card
+    wrong_of = [sum(line["rank"] > 1 for line in lines if line["label"] == label) for label in range(4)]
+    worst = sorted(range(4), key=lambda label: (-wrong_of[label], label))  # of 15 images each
+    assert re.findall(r"scope='row'[^>]*>(class \d)<", card) == [f"class {label}" for label in worst if wrong_of[label]]
+    mistakes = sorted((line for line in lines if line["rank"] > 1), key=lambda line: -line["top"][0][1])
+    text = f"class {mistakes[0]['label']}, taken for class {mistakes[0]['top'][0][0]} ({mistakes[0]['top'][0][1]:.0%})"
+    assert card.count("<img src='data:image/") == min(12, len(mistakes))
+    assert re.findall(r">(class \d, taken for [^<]*)<", card)[0] == text
+    assert repr(found) == f"<Evaluation: {str(found).split(' | ', maxsplit=1)[0]}>"
+    assert [name for name in dir(found) if not name.startswith("_")] == [
+        *("folder", "html", "report", "to_pandas", "top1_error", "top1_interval", "top5_error", "top5_interval")
+    ]
+
+
+def test_the_card_of_an_evaluation_without_usable_images_says_so(here: Path) -> None:
+    path = here / "val" / CLASSES[0] / "bad.png"
+    path.parent.mkdir(parents=True)
+    path.write_text("no image")
+    found = fake_net().evaluate("val", protocol="center")
+    assert repr(found) == "<Evaluation: no image evaluated; 1 of 1 refused, listed>"
+    assert "no image evaluated; 1 of 1 refused, listed" in found._repr_html_()
+    assert "<img" not in found._repr_html_()
+    assert "no image was evaluated in both" in prelunet.compare(found, found)._repr_html_()
+
+
+def test_a_notebook_shows_the_protocol_and_a_link_to_the_report(here: Path) -> None:
     write_images(here / "val", CLASSES, 12)
     found = fake_net().evaluate("val", protocol="center", output="a <b> #1")
-    assert str(found).replace("<", "&lt;") in found._repr_html_()
+    assert str(found).partition(" | ")[2] in found._repr_html_()
     assert '<a href="a%20%3Cb%3E%20%231/report/report.html"' in found._repr_html_()
     assert ">a &lt;b&gt; #1/report/report.html</a>" in found._repr_html_()
     absolute = fake_net().evaluate("val", protocol="center", output=here / "run")
@@ -228,7 +263,8 @@ def test_a_comparison_of_evaluations_or_folders_is_that_of_the_command(
     write_images(here / "val", CLASSES, 30)
     a, b = (fake_net().evaluate("val", protocol=name, output=name) for name in ("center", "dense-40"))
     by_python = prelunet.compare(a, b)
-    assert f"top-1 error of B - A {by_python.comparison['top1']['difference']} points" in repr(by_python)
+    top1 = by_python.comparison["top1"]
+    assert repr(by_python).startswith(f"<Comparison: top-1 error of B - A: {signed(top1['difference'])} points [")
     files = [Path("dense-40/report/compared-with-center", f"compare.{kind}") for kind in ("json", "csv", "html")]
     written = [file.read_bytes() for file in files]
     assert [by_python.json, by_python.csv, by_python.html] == files
@@ -243,3 +279,24 @@ def test_a_comparison_of_evaluations_or_folders_is_that_of_the_command(
     assert '<a href="elsewhere/compare.html"' in elsewhere._repr_html_()
     with pytest.raises(RunFolderError, match=r"gone: no run\.json"):
         prelunet.compare("gone", b)
+
+
+def test_the_card_of_a_comparison_shows_changed_classes_and_the_images_that_only_one_run_gets_wrong(here: Path) -> None:
+    write_images(here / "val", CLASSES[:4], 60)
+    runs = [fake_net().evaluate("val", protocol=name, output=name) for name in ("center", "dense-40")]
+    found = prelunet.compare(*runs)
+    card = found._repr_html_()
+    changes = [entry["top1"]["difference"] for entry in found.comparison["classes"]]
+    worse = sorted((n for n in range(4) if changes[n] > 0), key=lambda n: (-changes[n], n))
+    better = sorted((n for n in range(4) if changes[n] < 0), key=lambda n: (changes[n], n))
+    assert worse or better, "some class changes"
+    assert re.findall(r"scope='row'[^>]*>(class \d)<", card) == [f"class {n}" for n in worse + better]
+    lines = [[json.loads(line) for line in (run.folder / "predictions.jsonl").read_text().splitlines()] for run in runs]
+    flips = {
+        side: sum((a["rank"] > 1, b["rank"] > 1) == way for a, b in zip(*lines, strict=True))
+        for side, way in (("A", (True, False)), ("B", (False, True)))
+    }
+    for side, count in flips.items():
+        assert (f"Wrong in {side} only: {count} images" in card) == (count > 0)
+    assert 0 < card.count("<img src='data:image/") <= sum(flips.values())
+    assert [name for name in dir(found) if not name.startswith("_")] == ["comparison", "csv", "html", "json"]

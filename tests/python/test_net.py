@@ -1,5 +1,6 @@
 """`prelunet.load` and `Net.classify`: any kind of image, one or many, gives what `prelunet classify` prints."""
 
+import base64
 import io
 import json
 import subprocess
@@ -14,7 +15,7 @@ import pytest
 from PIL import Image
 
 import prelunet
-from prelunet.evaluator.answer import Answer, ClassScore, answer_from_json
+from prelunet.evaluator.answer import Answer, Prediction, answer_from_json
 from prelunet.evaluator.cli import run
 from prelunet.evaluator.contract import ClassEntry
 from prelunet.evaluator.errors import ContractError, ImageError, PreluNetError, UsageError
@@ -190,19 +191,75 @@ def test_wrong_arguments_are_refused_with_the_valid_ones(net: Net, tmp_path: Pat
 
 def test_a_net_shows_its_classes_and_what_runs_it(net: Net) -> None:
     assert [entry.name for entry in net.classes] == [f"thing {number}" for number in range(23)]
-    assert repr(net).startswith("<Net demo.onnx: demo, 23 classes, on CPUExecutionProvider, fp32")
+    assert repr(net) == "<Net demo.onnx: demo, 23 classes, on CPU, fp32>"
+    card = net._repr_html_()
+    assert all(text in card for text in ("demo.onnx", "23 classes", "thing 0, thing 1, ", "CPU, fp32", "multi-scale"))
+    assert "thing 11 and 11 more" in card
+
+
+def test_a_shell_completes_only_what_is_documented(net: Net) -> None:
+    def completed(result: object) -> list[str]:
+        return [name for name in dir(result) if not name.startswith("_")]
+
+    assert completed(net) == ["classes", "classify", "evaluate", "path"]
+    assert completed(net.classify(PIXELS)) == ["answer", "heatmap", "predictions"]
+    assert completed(net.classify([PIXELS])) == completed([])
+
+
+def test_answers_for_a_list_are_a_list_whose_card_shows_each_image_with_its_best_class(net: Net, photo: Path) -> None:
+    gone = photo.with_name("<gone>.png")
+    photo.rename(gone)
+    images = [noise(40 + number, 50, seed=number) for number in range(25)]
+    found = net.classify([gone, *images])
+    assert isinstance(found, list)
+    assert isinstance(found, prelunet.Answers)
+    assert found == list(found)
+    assert [each.predictions[0].name for each in found] == [
+        net.classify(image).predictions[0].name for image in [gone, *images]
+    ]
+    assert repr(found).startswith(f"<Answers for 26 images: {found[0].predictions[0].name} ")
+    assert repr(found).endswith(", …>")
+    assert found._repr_html_().count("<img src='data:image/") == 24
+    few = net.classify([gone, *images[:2]])
+    gone.unlink()
+    card = few._repr_html_()
+    assert card.count("<img src='data:image/") == 2, "an image that is gone has no picture"
+    for each in few:
+        assert f">{each.predictions[0].name} {each.predictions[0].score:.1%}</div>" in card
+    assert "&lt;gone&gt;.png" in card
+    assert "<gone>" not in card
+    assert net.classify([])._repr_html_().count("<img") == 0
+
+
+def test_the_card_of_an_answer_shows_the_image_or_the_heat_maps_that_were_drawn(net: Net, photo: Path) -> None:
+    plain, drawn = (net.classify(photo, heatmap=heatmap) for heatmap in (False, True))
+    for found in (plain, drawn):
+        assert found._repr_html_().count("<img src='data:image/") == 1
+        assert all(entry.name in found._repr_html_() for entry in found.predictions)
+    assert base64.b64encode(drawn.answer.heatmap).decode() in drawn._repr_html_()
+
+
+def test_a_notebook_shows_an_error_as_one_line_and_keeps_its_cause_for_a_debugger(net: Net, photo: Path) -> None:
+    photo.write_bytes(photo.read_bytes()[:100])
+    with pytest.raises(prelunet.ImageError) as caught:
+        net.classify(photo)
+    (line,) = caught.value._render_traceback_()  # IPython calls it
+    assert line.startswith("ImageError: photo.png: ")
+    assert "\n" not in line
+    assert caught.value.__cause__ is not None
+    assert UsageError("\x1b[2J")._render_traceback_() == [r"UsageError: \x1b[2J"]
 
 
 def answered(name: str) -> Answer:
     """Return an answer with one prediction of that name."""
-    return Answer((ClassScore(3, "n3", name, 0.4567),), {}, {}, (), capped=False, circumstances={})
+    return Answer((Prediction(3, "n3", name, 0.4567),), {}, {}, (), capped=False, circumstances={})
 
 
 def test_an_answer_is_displayed_as_a_table_in_which_names_are_only_text() -> None:
     html = answered("<script>alert('x')</script>")._repr_html_()
     assert "<script" not in html
     assert "&lt;script&gt;alert(&#x27;x&#x27;)&lt;/script&gt;" in html
-    assert "<td>45.7%</td>" in html
+    assert ">45.7%</td>" in html
     assert "width:45.7%" in html
     assert "color:" not in html.replace("background", ""), "text keeps the color of the page, light or dark"
 

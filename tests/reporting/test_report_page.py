@@ -274,6 +274,21 @@ def test_many_classes_become_two_curves_that_each_ascend(tmp_path: Path) -> None
     assert "over all images (dashed)" in svg
 
 
+def test_the_worst_class_is_that_of_many_mistakes_and_not_that_of_a_single_unlucky_image(tmp_path: Path) -> None:
+    lines = [mistake("n01/a.png", 0, 2)]  # 1 of 1
+    lines += [mistake(f"n02/{n}.png", 1, 2) if n else evaluated("n02/0.png", 1, [1], 1) for n in range(10)]  # 9 of 10
+    lines += [mistake(f"n03/{n}.png", 2, 1, 0.9 - n / 50) for n in range(2)]  # 2 of 2, as in the next class
+    lines += [mistake(f"n04/{n}.png", 3, 1, 0.99 - n / 50) for n in range(2)]  # more confident
+    lines += [evaluated("n05/a.png", 4, [4], 1)]
+    run = read_run(write_run(tmp_path, lines))
+    report = build_report(run)
+    assert [entry["index"] for entry in worst_classes(report["classes"], "top1", 9)] == [1, 3, 2, 0]
+    page = Elements(render_page(report, run, build_gallery(run, None)).decode())
+    rows = [str(row["id"]) for row in page.named("tr") if row.get("id")]
+    assert rows == [f"class-{index}" for index in (1, 3, 2, 0, 4, 5, 6)]  # without images: last
+    assert "9 of 10 wrong, answered bottle" in page.text
+
+
 def test_worst_classes_leave_out_perfect_and_unseen_ones(tmp_path: Path) -> None:
     lines = [
         mistake("a.png", 0, 2),
@@ -346,6 +361,50 @@ def test_members_of_an_ensemble_are_listed_with_their_weights(tmp_path: Path) ->
     assert page.text.index("weight 0.25") < page.text.index("weight 0.75")
 
 
+def test_a_page_opens_on_the_worst_classes_and_ends_with_what_to_paste(tmp_path: Path) -> None:
+    page = page_of(
+        tmp_path, [mistake("n01/a.png", 0, 2), mistake("n02/b.png", 1, 2), evaluated("n03/c.png", 2, [2], 1)]
+    )
+    sections = [str(element["id"]) for element in page.named("section")]
+    assert sections[:5] == ["worst", "confusions", "mistakes", "classes", "table"]
+    assert sections[-1] == "details"
+    assert page.text.index("Details\n") < page.text.index("top-1 error 66.67")
+
+
+def test_a_confusion_matrix_that_would_be_nearly_empty_is_left_to_the_list_of_pairs(tmp_path: Path) -> None:
+    def named(lines: list[dict[str, Any]], folder: str) -> bool:
+        return "Confusion matrix" in page_of(tmp_path / folder, lines, classes=many_classes(50)).text
+
+    wrong = [mistake(f"{label}.png", label, (label + 1) % 12, classes=50) for label in range(12)]
+    assert not named(wrong, "sparse")  # 12 of 132 cells
+    assert named([*wrong, *(mistake(f"{n}b.png", n, n + 2, classes=50) for n in range(2))], "filled")  # 14 of 132
+    assert not named([mistake(f"{n}.png", n, 40 + n, classes=50) for n in range(5)], "outside")
+
+
+def test_elsewhere_is_a_column_only_where_an_answer_is_elsewhere(tmp_path: Path) -> None:
+    inside = [mistake("n01/a.png", 0, 1), mistake("n02/b.png", 1, 0)]
+    assert "elsewhere" not in page_of(tmp_path / "inside", inside).text
+    assert "elsewhere" in page_of(tmp_path / "outside", [*inside, mistake("n02/c.png", 1, 5)]).text
+
+
+def test_pairs_that_occur_once_are_listed_only_where_no_pair_occurs_twice(tmp_path: Path) -> None:
+    once = [mistake("n01/a.png", 0, 2), mistake("n02/b.png", 1, 2)]
+    assert "The 2 most frequent pairs" in page_of(tmp_path / "once", once).text
+    assert "The 1 most frequent pairs" not in page_of(tmp_path / "once", once).text
+    twice = page_of(tmp_path / "twice", [*once, mistake("n02/c.png", 1, 2)])
+    assert "The most frequent pair" in twice.text
+
+
+@pytest.mark.parametrize(
+    ("score", "shown"), [(0.9996, "0.999"), (0.5, "0.500"), (0.0123, "0.012"), (0.00047, "0.0005")]
+)
+def test_a_threshold_is_rounded_and_never_up_to_one_that_keeps_nothing(
+    tmp_path: Path, score: float, shown: str
+) -> None:
+    page = page_of(tmp_path, [evaluated("n01/a.png", 0, [0], 1, first=score)])
+    assert re.search(rf"100\.0 %\s*{re.escape(shown)}\s*0\.00", page.text)
+
+
 def test_matrix_of_the_worst_classes_counts_the_diagonal_and_elsewhere(tmp_path: Path) -> None:
     lines = [
         *(mistake(f"n01/{n}.png", 0, 1) for n in range(3)),
@@ -357,7 +416,7 @@ def test_matrix_of_the_worst_classes_counts_the_diagonal_and_elsewhere(tmp_path:
     matrix = text[text.index('<table class="matrix">') :]
     body = matrix[matrix.index("<tbody>") : matrix.index("</tbody>")]
     rows = [re.findall(r"<td[^>]*>(?:<a [^>]*>)?(\d*)", row) for row in body.split("<tr>")[1:]]
-    assert rows == [["", "1", "1"], ["3", "1", "0"]]  # the second class is the worst; fox is elsewhere
+    assert rows == [["", "1", "1"], ["3", "1", ""]]  # the second class is the worst; fox is elsewhere
     assert re.findall(r'href="#(pair-[^"]*)"[^>]*>(\d+)', body) == [("pair-1-0", "1"), ("pair-0-1", "3")]
 
 
@@ -411,15 +470,15 @@ def test_page_shows_the_threshold_and_the_error_of_each_coverage_once(tmp_path: 
     report = build_report(run)
     assert [(row["coverage"], row["threshold"]) for row in coverage_rows(report)] == [(100, 0.51234567), (50, 0.86)]
     page = Elements(render_page(report, run, build_gallery(run, None)).decode())
-    assert re.search(r"50\.0 %\s*0\.86\s*0\.00\s*0\.00 – 43\.45", page.text)
+    assert re.search(r"50\.0 %\s*0\.860\s*0\.00\s*0\.00 – 43\.45", page.text)
     chart = risk_chart(report)
     assert chart is not None
     vl_convert.vegalite_to_svg({**chart, "width": 400}, vl_version=VEGA_LITE)
 
 
 def test_the_matrix_is_named_a_confusion_matrix(tmp_path: Path) -> None:
-    page = page_of(tmp_path, [mistake("n01/a.png", 0, 2), mistake("n02/b.png", 1, 2)])
-    assert "Confusion matrix of the 2 classes with the highest top-1 error" in page.text
+    page = page_of(tmp_path, [mistake("n01/a.png", 0, 2), mistake("n02/b.png", 1, 2), mistake("n03/c.png", 2, 0)])
+    assert "Confusion matrix of the 3 worst classes" in page.text
     (name,) = [element["aria-labelledby"] for element in page.named("div") if element.get("role") == "region"]
     assert name in {element.get("id") for element in page.named("h3")}
 

@@ -91,7 +91,8 @@ def test_every_method_of_every_service_has_a_rule() -> None:
     }
     methods.add("/grpc.reflection.v1.ServerReflection/ServerReflectionInfo")  # the same messages
     assert set(REQUIRED) == methods | {f"/inference.GRPCInferenceService/{name}" for name in UNIMPLEMENTED_METHODS} | {
-        "/prelunet.http/Reports"
+        "/prelunet.http/Examples",
+        "/prelunet.http/Reports",
     }
 
 

@@ -611,9 +611,9 @@ async def test_reports_that_hang_in_their_transfer_take_four_threads_and_never_p
     )  # fmt: skip
     serving = asyncio.create_task(serve(options, lines.append))
     await until(lambda: lines)
-    address = lines[0].partition("http on ")[2].split()[0]
+    url = lines[0].partition("http on ")[2].split()[0]
     before = set(threading.enumerate())
-    async with httpx.AsyncClient(base_url=f"http://{address}", timeout=30, trust_env=False) as client:
+    async with httpx.AsyncClient(base_url=url, timeout=30, trust_env=False) as client:
         views = [asyncio.create_task(client.get("/reports/report.html")) for _ in range(8)]
         await until(lambda: len(set(threading.enumerate()) - before) == 4)
         await asyncio.sleep(0.1)  # more would have started by now

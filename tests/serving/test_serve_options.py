@@ -69,7 +69,7 @@ def test_a_missing_model_file_is_reported_before_any_other_is_loaded(
 
 def test_every_option_reaches_the_server_in_its_unit(served: Served) -> None:
     options = served(
-        *MODEL, "--host", "::1", "--port", "1", "--queue-views", "2", "--queue-bytes", "3", "--batch-wait", "4",
+        *MODEL, "--host", "[::1]", "--port", "1", "--queue-views", "2", "--queue-bytes", "3", "--batch-wait", "4",
         "--max-image-bytes", "5", "--max-image-pixels", "6", "--max-calls", "7", "--max-connections", "8",
         "--max-streams", "9", "--handshake-timeout", "10", "--keepalive", "11", "--max-connection-age", "12",
         "--lame-duck", "13", "--grace", "14", "--metrics-port", "15", "--memory-limit", "1G", "--gpu-memory-limit",
@@ -77,12 +77,12 @@ def test_every_option_reaches_the_server_in_its_unit(served: Served) -> None:
         "--client-address-key", "x-forwarded-for", "--trusted-proxies", "10.0.0.0/8,fd00::/8", "--trusted-proxies",
         "127.0.0.1", "--tls-cert", "c.pem", "--tls-key", "c.key", "--tls-client-ca", "ca.pem", "--token-file", "t.toml",
         "--insecure", "--http-port", "18", "--http-host-names", "a.example.org,b_1", "--http-host-names", "*.c",
-        "--http-keep-alive", "19",
+        "--http-keep-alive", "19", "--decode-processes", "20",
     )  # fmt: skip
     assert options.http == HttpOptions(18, ("a.example.org", "b_1", "*.c"), keep_alive=19)
     assert options.access == AccessOptions(Path("c.pem"), Path("c.key"), Path("ca.pem"), Path("t.toml"), insecure=True)
     assert (options.host, options.port, options.metrics_port) == ("::1", 1, 15)
-    assert options.queue == QueueOptions(2, 3, batch_wait=0.004)
+    assert options.queue == QueueOptions(2, 3, batch_wait=0.004, decode_processes=20)
     assert options.limits == ServerLimits(
         image=ServedImageLimits(5, 6), max_calls=7, max_connections=8, max_streams=9, handshake_timeout=10,
         keepalive=11, max_connection_age=12, stream_idle_timeout=16, arriving_bytes=17,

@@ -1,9 +1,11 @@
 """The one import package `prelunet`; check_install.sh tries the installed wheel."""
 
+import pickle
 import re
 import subprocess
 import sys
 import tomllib
+import traceback
 from pathlib import Path
 
 import pytest
@@ -11,6 +13,7 @@ import yaml
 from packaging.version import Version
 
 import prelunet
+from prelunet.evaluator import errors
 
 ROOT = Path(__file__).parents[2]
 
@@ -33,6 +36,46 @@ def test_the_package_gives_everything_public_by_name() -> None:
     done = run("from prelunet import *; print(AsyncClient, Client, __version__, compare.__name__, load.__name__)", "-P")
     assert done.returncode == 0, done.stderr
     assert done.stdout == f"{prelunet.AsyncClient} {prelunet.Client} {prelunet.__version__} compare load\n"
+
+
+def test_every_error_has_a_name_in_the_package_which_its_traceback_shows() -> None:
+    for kind in (errors.PreluNetError, *errors.ERROR_STATUSES):
+        assert getattr(prelunet, kind.__name__) is kind
+        assert kind.__name__ in prelunet.__all__
+        assert traceback.format_exception_only(kind("text")) == [f"prelunet.{kind.__name__}: text\n"]
+    lost = pickle.loads(pickle.dumps(errors.ImageError("lost")))
+    assert (type(lost), str(lost)) == (errors.ImageError, "lost")
+
+
+USER = """
+import prelunet
+
+def names(net: prelunet.Net, paths: list[str]) -> list[str]:
+    answers: list[prelunet.Classified] = net.classify(paths)
+    best: list[prelunet.Prediction] = [answer.predictions[0] for answer in answers]
+    return [prediction.name for prediction in best]
+
+def worse(net: prelunet.Net) -> prelunet.Comparison | None:
+    try:
+        evaluation: prelunet.Evaluation = net.evaluate("data")
+    except prelunet.DatasetError as error:
+        print(error)
+        return None
+    return prelunet.compare("runs/old", evaluation)
+
+names(prelunet.load(1), [])
+prelunet.load("model.onnx").session
+"""
+
+
+def test_mypy_checks_a_users_program_against_the_public_names(tmp_path: Path) -> None:
+    (tmp_path / "user.py").write_text(USER)
+    command = [sys.executable, "-m", "mypy", "--strict", "--no-pretty", "user.py"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
+    first, second, *_ = done.stdout.splitlines()
+    assert 'Argument 1 to "load" has incompatible type "int"' in first, done.stdout
+    assert '"Net" has no attribute "session"' in second
+    assert "Found 2 errors" in done.stdout
 
 
 def test_code_after_a_release_has_a_development_version_so_that_pip_replaces_the_release() -> None:

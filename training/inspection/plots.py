@@ -1,6 +1,7 @@
 """The plots of `prelunet inspect`: pure functions of layer measurements (`LayerResponse.to_json`), as SVG."""
 
 import math
+import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -17,17 +18,26 @@ _PANELS = {
     "slope": ("mean slope of the negative side", False),
     "never_positive": ("channels never positive (percent)", False),
 }
+_NET_COLORS = ["var(--accent)", "#b3541e", "#3f8f6b", "#7a4fa0"]
+_NET_DASHES = [[1, 0], [6, 3], [2, 2], [8, 3, 2, 3]]  # so that nets differ in gray print, too
 _MIN_AXIS_END = {"slope": 0.25, "never_positive": 1.0}  # minimum upper end of a linear axis
 
 
-def draw_layers(layers: Layers) -> bytes:
-    """Return the SVG of one measurement: responses, gradients, slopes and never-positive channels, by depth."""
-    names = [layer["layer"] for layer in layers]
+def draw_layers(nets: Mapping[str, Layers]) -> bytes:
+    """Return the SVG of measurements by depth, a line per net: responses, gradients, slopes, never-positive channels.
+
+    nets: name → its layers.
+    """
+    names = sorted({layer["layer"] for layers in nets.values() for layer in layers}, key=_depth)
     x: Spec = {"field": "layer", "type": "nominal", "sort": names, "title": None, "scale": {"domain": names}}
     x["axis"] = {"labelAngle": -50, "domain": False, "ticks": False, "labelPadding": 6}
-    point = {"size": 45, "color": "var(--accent)"}
-    mark = {"type": "line", "point": point, "color": "var(--accent)", "strokeWidth": 2}
-    return _panels(_rows(layers, step=0), {"mark": mark, "encoding": {"x": x}})
+    mark = {"type": "line", "point": {"size": 45}, "strokeWidth": 2}
+    legend = {"orient": "bottom", "symbolType": "stroke", "symbolStrokeWidth": 3, "labelLimit": 0}
+    net = {"field": "net", "type": "nominal", "sort": list(nets), "legend": legend if len(nets) > 1 else None}
+    color = {**net, "scale": {"domain": list(nets), "range": _NET_COLORS}}
+    dash = {**net, "scale": {"domain": list(nets), "range": _NET_DASHES}}
+    rows = [{**row, "net": name} for name, layers in nets.items() for row in _rows(layers, step=0)]
+    return _panels(rows, {"mark": mark, "encoding": {"x": x, "color": color, "strokeDash": dash}})
 
 
 def draw_history(entries: Sequence[Mapping[str, Any]]) -> bytes:
@@ -40,6 +50,11 @@ def draw_history(entries: Sequence[Mapping[str, Any]]) -> bytes:
     color["scale"] = {"domain": names, "scheme": "viridis"}  # dark at conv1, light at fc3
     mark = {"type": "line", "point": {"size": 14}, "strokeWidth": 1.75}
     return _panels(rows, {"mark": mark, "encoding": {"x": x, "color": color}})
+
+
+def _depth(layer: str) -> tuple[bool, list[int]]:
+    """Return the sort key of `conv3_10` or `fc1` on an axis that nets of different depths share."""
+    return layer.startswith("fc"), [int(number) for number in re.findall(r"\d+", layer)]
 
 
 def _rows(layers: Layers, step: int) -> list[dict[str, Any]]:

@@ -2,8 +2,9 @@
 
 import json
 import shlex
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 from rich.console import Console
@@ -15,13 +16,16 @@ from ...evaluator.terminal import echo, report
 from ..inspection.describe_file import inspect_file, print_inspection
 from ..inspection.layer_log import DEFAULT_IMAGES, read_layer_log
 
+Inspection = Mapping[str, Any]  # of `inspect_file`, with the measurements if there are any
+
 
 def inspect(
-    file: Annotated[
-        Path,
+    files: Annotated[
+        list[Path],
         typer.Argument(
-            help="A checkpoint, an exported model, or the folder of a run trained with --diagnose.",
-            metavar="CKPT|MODEL.onnx|RUN",
+            help="Checkpoints or exported models, or the folder of a run trained with --diagnose. With --plot, several "
+            "checkpoints share the axes.",
+            metavar="CKPT|MODEL.onnx|RUN...",
         ),
     ],
     data: Annotated[
@@ -65,50 +69,63 @@ def inspect(
         if plot.suffix.lower() != ".svg":  # a .png, say, would contain SVG text
             raise UsageError(f"--plot {plot}: plots are written as SVG. Give a name that ends in .svg")
         require_writable(plot)
-    if file.is_dir():
-        _show_history(file, data, plot, as_json=as_json)
-    elif data is not None:
-        _show_responses(file, DatasetSpec(data, labels), images, plot, as_json=as_json)
-    elif plot is not None:
+    runs = [file for file in files if file.is_dir()]
+    if runs and len(files) > 1:
+        raise UsageError(f"{runs[0]}: a run is shown alone. To compare nets, give checkpoints, such as last.safetensors")
+    if runs:
+        _show_history(runs[0], data, plot, as_json=as_json)
+        return
+    if plot is not None and data is None:
         raise UsageError(f"--plot {plot}: nothing to plot without measurements. Add --data DIR")
-    else:
-        inspection = inspect_file(file)
-        if as_json:
-            echo(json.dumps(inspection, indent=2))
-        else:
-            print_inspection(inspection, Console())
-
-
-def _show_responses(file: Path, data: DatasetSpec, images: int | None, plot: Path | None, *, as_json: bool) -> None:
-    """Measure a checkpoint on images, and print the result below its description."""
-    inspection = inspect_file(file)
-    if inspection["kind"] != "checkpoint":
-        raise UsageError(
-            f"{file}: layers cannot be measured in a model file. Give the checkpoint that it was exported from"
-        )
-    from ..inspection.layer_statistics import measure_checkpoint
-    from ..net.checkpoints import read_checkpoint
-
-    measured = measure_checkpoint(read_checkpoint(file), data, images or DEFAULT_IMAGES)
-    for name, reason in measured.refused.items():
-        report(f"skipped: {name}: {reason}")
-    if images is not None and measured.images + len(measured.refused) < images:
-        report(f"{data.path}: has fewer than the {images} images requested, so all of them are used")
-    layers = [layer.to_json() for layer in measured.layers]
+    inspections = [inspect_file(file) for file in files]
+    if data is not None:
+        inspections = _with_responses(files, inspections, DatasetSpec(data, labels), images)
     if as_json:
-        result = {**inspection, "images": measured.images, "refused": measured.refused, "layers": layers}
-        echo(json.dumps(result, indent=2))
+        echo(json.dumps(inspections if len(files) > 1 else inspections[0], indent=2))
     else:
-        from ..inspection.tables import print_responses
-
-        console = Console()
-        print_inspection(inspection, console)
-        console.print()
-        print_responses(layers, measured.images, inspection["architecture"]["activation"], console)
+        _print_inspections(inspections)
     if plot is not None:
         from ..inspection.plots import draw_layers
 
-        _write_plot(plot, draw_layers(layers))
+        _write_plot(plot, draw_layers({str(file): i["layers"] for file, i in zip(files, inspections, strict=True)}))
+
+
+def _with_responses(
+    files: Sequence[Path], inspections: Sequence[Inspection], data: DatasetSpec, images: int | None
+) -> list[Inspection]:
+    """Return the inspections of checkpoints with the measurements of their layers on images."""
+    for file, inspection in zip(files, inspections, strict=True):
+        if inspection["kind"] != "checkpoint":
+            raise UsageError(
+                f"{file}: layers cannot be measured in a model file. Give the checkpoint that it was exported from"
+            )
+    from ..inspection.layer_statistics import measure_checkpoint
+    from ..net.checkpoints import read_checkpoint
+
+    results = []
+    for file, inspection in zip(files, inspections, strict=True):
+        measured = measure_checkpoint(read_checkpoint(file), data, images or DEFAULT_IMAGES)
+        for name, reason in measured.refused.items():
+            report(f"skipped: {name}: {reason}")
+        if images is not None and measured.images + len(measured.refused) < images:
+            report(f"{data.path}: has fewer than the {images} images requested, so all of them are used")
+        layers = [layer.to_json() for layer in measured.layers]
+        results.append({**inspection, "images": measured.images, "refused": measured.refused, "layers": layers})
+    return results
+
+
+def _print_inspections(inspections: Sequence[Inspection]) -> None:
+    from ..inspection.tables import print_responses
+
+    console = Console()
+    for number, inspection in enumerate(inspections):
+        if number:
+            console.rule()
+        print_inspection(inspection, console)
+        if "layers" in inspection:
+            console.print()
+            activation = inspection["architecture"]["activation"]
+            print_responses(inspection["layers"], inspection["images"], activation, console)
 
 
 def _show_history(folder: Path, data: Path | None, plot: Path | None, *, as_json: bool) -> None:

@@ -8,6 +8,7 @@ function drawCharts() {
     window.vegaEmbed(`#${name}-chart`, spec, options).then(({ view }) => {
       view.addEventListener("click", (_, item) => goToClass(item?.datum));
       addChartButtons(name, view);
+      document.querySelector(`#${name}-chart svg`).setAttribute("aria-hidden", true); // the element around it has a name
     });
   }
 }

@@ -28,7 +28,6 @@ for (const metric of METRICS) {
     [`Significant by ${title}`, (entry) => entry[metric].stands],
   );
 }
-FILTERS.push(["No images", (entry) => !entry.evaluated]);
 
 drawCharts();
 const { reveal } = startTable({ entries: compared, columns: COLUMNS, smallestFirst: ["index", "name"], filters: FILTERS });

@@ -5,7 +5,7 @@ function addHeatMaps(figure, [height, width, columns, ...maps]) {
   if (!figure.querySelector(".picture")) figure.prepend(make("div.picture"));
   const picture = figure.querySelector(".picture");
   const canvas = mapCanvas(height, width);
-  const peak = make("span.peak");
+  const range = make("span.range");
   const buttons = ["answer", "true class"].map((label, n) => {
     const bytes = Uint8Array.from(atob(maps[n]), (character) => character.charCodeAt(0));
     const button = make("button", { type: "button", "aria-pressed": false, title: `Heat map of the ${label}` }, label);
@@ -15,19 +15,18 @@ function addHeatMaps(figure, [height, width, columns, ...maps]) {
       picture.classList.toggle("mapped", shown);
       if (shown) drawHeatMap(canvas, bytes, columns);
       canvas.setAttribute("aria-label", `Heat map of the ${label}`);
-      peak.textContent = peakText(bytes);
+      range.textContent = rangeText(bytes);
     });
     return button;
   });
-  picture.append(canvas, peak);
+  picture.append(canvas, range);
   picture.after(make("div.maps", { role: "group", "aria-label": "Heat map" }, buttons));
   if (!picture.querySelector("img")) buttons[0].click();
 }
 
 function heatMapLegend() {
   return make("p.about.map-legend", null,
-    "Heat maps: the score of the answer or of the true class in the windows around each point, mean over the views; “peak” is the highest. ",
-    colorScale());
+    "Heat maps show the score of the answer, or of the true class, around each point, ", colorScale());
 }
 
 /** Add the maps to the gallery of mistakes. */

@@ -16,6 +16,7 @@ const PROBLEMS = {
   504: "The server did not finish in time.",
 };
 const AGAIN = [0, 429, 500, 503, 504]; // statuses after which the same call may succeed; 0: no answer
+const MOST_FILES = 100; // classified together
 const TOKEN_PROBLEMS = ["no token", "wrong token", 403];
 
 let models = []; // as listed; with their details once they are chosen
@@ -24,6 +25,7 @@ let picture = null; // the file
 let shown = null; // resolves once the browser shows the picture, or cannot
 const reportTabs = new Map(); // secret of each tab that shows a report, and its path
 let running = null; // the AbortController of the call in progress
+let files = []; // those that were chosen together
 
 class Problem extends Error {
   constructor(status, detail, retryAfter) {
@@ -90,7 +92,28 @@ async function start() {
     return;
   }
   if (byId("reports")) listReports();
+  if (byId("examples")) listExamples();
   if (picture) choose(picture);
+  if (files.length) classifyAll();
+}
+
+async function listExamples() {
+  if (byId("examples-list").children.length) return;
+  const { examples } = await call("examples").catch(() => ({ examples: [] })); // the page works without them
+  const blobs = await Promise.all(examples.map((name) => call(`examples/${encodeURIComponent(name)}`, { kind: "blob" }).catch(() => null)));
+  const readable = blobs.flatMap((blob, place) => (blob ? [new File([blob], examples[place])] : []));
+  byId("examples").hidden = !readable.length;
+  byId("examples-list").replaceChildren(...readable.map((file) => shelfItem(file, "")));
+}
+
+/** Return a picture on a shelf: a button that chooses it, with a text below. */
+function shelfItem(file, text) {
+  const image = make("img", { alt: file.name });
+  for (const event of ["load", "error"]) image.addEventListener(event, () => URL.revokeObjectURL(image.src));
+  image.src = URL.createObjectURL(file);
+  const button = make("button", { type: "button" }, image, make("span", null, text));
+  button.addEventListener("click", () => choose(file));
+  return make("li", null, button);
 }
 
 async function listReports() {
@@ -156,6 +179,34 @@ function showCalls() {
 }
 
 const typeOf = (file) => file?.type || (file ? "application/octet-stream" : "image/jpeg");
+
+/** Show the first of several files, and classify all of them. */
+function chooseAll(list) {
+  if (!list.length) return;
+  files = list.length > 1 ? [...list].slice(0, MOST_FILES) : [];
+  byId("files").hidden = !files.length;
+  choose(list[0]);
+  if (files.length && byId("protocol").value) classifyAll();
+  byId("files-note").textContent = list.length > MOST_FILES ? `The first ${MOST_FILES} of ${integer(list.length)} images.` : "";
+}
+
+/** Classify the files that were chosen together, one after the other. */
+async function classifyAll() {
+  const own = (files = [...files]); // others may be chosen meanwhile
+  const items = own.map((file) => shelfItem(file, "…"));
+  byId("files-list").replaceChildren(...items);
+  for (const [place, file] of own.entries()) {
+    let text;
+    try {
+      const { predictions: [best] } = await call(callPath(), { method: "POST", body: file, headers: { "Content-Type": typeOf(file) } });
+      text = `${best.name}, ${percent(best.score)}`;
+    } catch (error) {
+      text = error.message.split("\n")[0];
+    }
+    if (own !== files) return;
+    items[place].querySelector("span").textContent = text;
+  }
+}
 
 /** Show a picture and classify it. */
 function choose(file) {
@@ -240,8 +291,8 @@ function showAnswer(answer, measured, unsure) {
   if (!same) image?.remove();
   setShape(height, width);
   const canvas = mapCanvas(height, width);
-  const peak = make("span.peak");
-  frame.replaceChildren(...(same ? [image] : []), canvas, peak);
+  const range = make("span.range");
+  frame.replaceChildren(...(same ? [image] : []), canvas, range);
   frame.hidden = false;
   const shapeNote = same ? "" : "The map is shown alone, because this browser may not show the image as the server reads it. ";
   byId("seen").textContent = shapeNote + seenText(answer);
@@ -259,8 +310,8 @@ function showAnswer(answer, measured, unsure) {
     if (place === null) return;
     const bytes = bytesOf(answer.maps[place].scores);
     drawHeatMap(canvas, bytes, answer.maps[place].columns);
-    canvas.setAttribute("aria-label", `Heat map of ${answer.predictions[place].name}, ${peakText(bytes)}`);
-    peak.textContent = peakText(bytes);
+    canvas.setAttribute("aria-label", `Heat map of ${answer.predictions[place].name}, ${rangeText(bytes)}`);
+    range.textContent = rangeText(bytes);
   };
   for (const [place, button] of buttons.entries()) {
     const point = (on) => {
@@ -278,7 +329,7 @@ function showAnswer(answer, measured, unsure) {
   }
   byId("classes").inert = false;
   byId("classes").replaceChildren(...buttons.map((button) => make("li", null, button)));
-  byId("legend").replaceChildren("Point at a class, or tap it, to see where the model sees it: the score in the windows around each point, mean over the views. ", colorScale());
+  byId("legend").replaceChildren("Point at a class, or tap it, to see where the model sees it: its score around each point, ", ...colorScale());
   const spoken = answer.predictions.slice(0, 3).map((found) => `${found.name} ${percent(found.score)}, `); // the others can see the list
   byId("status").replaceChildren(make("span.unseen", null, spoken), `Answered in ${inTime(measured)}.`);
   showTimes(answer.timings, measured);
@@ -298,7 +349,7 @@ function classButton(found) {
   const bar = make("i");
   bar.style.width = `${(100 * found.score).toFixed(2)}%`;
   return make("button", { type: "button", "aria-pressed": false }, make("span.name", null, found.name),
-    make("span.number", null, percent(found.score)), make("span.bar", { "aria-hidden": true }, bar));
+    make("span.bar", { "aria-hidden": true }, bar), make("span.number", null, percent(found.score)));
 }
 
 /** Say what the model saw of the picture. */
@@ -333,14 +384,14 @@ function showTimes(timings, measured) {
 
 for (const id of ["file", "camera"]) {
   byId(id).addEventListener("change", (event) => {
-    choose(event.target.files[0]);
+    chooseAll([...event.target.files]);
     event.target.value = ""; // so that the same file can be chosen again
   });
 }
-if (navigator.maxTouchPoints) byId("hint").textContent = "Choose an image or take a photo";
+if (navigator.maxTouchPoints) byId("hint").textContent = "Choose images or take a photo";
 else byId("camera").parentNode.remove(); // it would open the same dialog as the other button
 byId("drop").addEventListener("click", () => picture ?? byId("file").click());
-document.addEventListener("paste", (event) => choose(event.clipboardData.files[0]));
+document.addEventListener("paste", (event) => chooseAll([...event.clipboardData.files]));
 document.addEventListener("dragover", (event) => {
   event.preventDefault();
   byId("drop").classList.add("over");
@@ -349,12 +400,15 @@ document.addEventListener("dragleave", (event) => event.relatedTarget ?? byId("d
 document.addEventListener("drop", (event) => {
   event.preventDefault(); // otherwise the browser would open the file instead of this page
   byId("drop").classList.remove("over");
-  choose(event.dataTransfer.files[0]);
+  chooseAll([...event.dataTransfer.files]);
 });
 byId("options").addEventListener("change", (event) => {
   showCalls();
   if (event.target.id === "model") start();
-  else if (picture) choose(picture);
+  else {
+    if (picture) choose(picture);
+    if (files.length) classifyAll();
+  }
 });
 byId("options").addEventListener("submit", (event) => event.preventDefault());
 byId("list-reports")?.addEventListener("click", listReports);

@@ -2,7 +2,7 @@
 // The URL fragment names the class: #class-123. So links open classes, and the browser's "back" closes them.
 
 const CONFUSIONS_SHOWN = 8;
-const TILES_SHOWN = 24;
+const TILES_SHOWN = 12;
 const ROWS_SHOWN = 100;
 
 /** order: returns the classes that the table shows, in which "next" and "previous" step. */
@@ -59,9 +59,8 @@ function classContent(entry, around) {
     classBar(around),
     classHead(entry),
     classFigures(entry),
-    entry.evaluated ? classConfusions(entry) : null,
+    ...classImages(entry, entry.evaluated ? classConfusions(entry) : null),
     entry.evaluated && data.views.length > 1 ? classViews(entry) : null,
-    ...classImages(entry),
   ].filter((part) => part);
 }
 
@@ -102,8 +101,8 @@ function classFigures(entry) {
     return make("div.class-figures", null, figure("Images", integer(entry.images), "none evaluated"));
   }
   const error = (label, value, wrong, low, high, all) =>
-    figure(label, [decimal(value), make("small", null, " %")], `${decimal(low)} – ${decimal(high)}`,
-      `${integer(wrong)} of ${integer(entry.evaluated)} images`, besideAverage(value - all));
+    figure(label, [decimal(value), make("small", null, " %")],
+      [`${integer(wrong)} of ${integer(entry.evaluated)} `, make("span.whole", null, `(${decimal(low)} – ${decimal(high)})`)], besideAverage(value - all));
   return make(
     "div.class-figures",
     null,
@@ -117,7 +116,7 @@ function classFigures(entry) {
 
 function besideAverage(points) {
   const text = decimal(Math.abs(points));
-  return text === "0.0" ? "same as all images" : `${text} points ${points > 0 ? "above" : "below"} all images`;
+  return text === "0.0" ? "average" : `${text} points ${points > 0 ? "above" : "below"} average`;
 }
 
 function classConfusions(entry) {
@@ -126,8 +125,8 @@ function classConfusions(entry) {
     const reach = Math.max(...pairs.map(([, count]) => count), 1);
     const list = make("ol.taken-for");
     const rows = pairs.map(([index, count]) =>
-      make("li", null, classLink(index), make("a.number", { href: pairOf(index), title: "Show the images" }, integer(count), all ? make("small", null, ` · ${decimal((100 * count) / all)} %`) : null),
-        make("span.bar", { "aria-hidden": true }, make("i", { style: `width:${((100 * count) / reach).toFixed(1)}%` }))));
+      make("li", null, classLink(index), make("span.bar", { "aria-hidden": true }, make("i", { style: `width:${((100 * count) / reach).toFixed(1)}%` })),
+        make("a.number", { href: pairOf(index), title: "Show the images" }, integer(count), all ? make("small", null, ` · ${decimal((100 * count) / all)} %`) : null)));
     return make("div", null, make("h3", null, title), pairs.length ? list : make("p.quiet", null, none), ...paged(list, rows, CONFUSIONS_SHOWN, "classes"));
   };
   return make(
@@ -162,7 +161,8 @@ function classViews(entry) {
   );
 }
 
-function classImages(entry) {
+/** Return the images of a class, with its confusions between its mistakes and its right answers. */
+function classImages(entry, confusions) {
   const images = imagesOf(entry.index);
   const refused = images.filter((image) => image.refused !== undefined);
   const seen = images.filter((image) => image.refused === undefined);
@@ -171,6 +171,7 @@ function classImages(entry) {
   const rest = entry.images - images.length;
   return [
     imageSection(entry, "Mistakes", entry.wrong1, wrong, "Most confident first."),
+    confusions,
     imageSection(entry, "Right answers", entry.evaluated - entry.wrong1, right, "Least confident first."),
     refused.length ? make("section", null, make("h3", null, `Refused (${integer(entry.refused)})`),
       make("ul.refused-files", null, refused.map((image) => make("li", null, fileName(image.file), " ", make("span.quiet", null, image.refused))))) : null,
@@ -207,8 +208,8 @@ function imageTile(entry, image) {
     image.picture ? make("div.picture", null, make(tag, { src: image.picture, alt: `${entry.name}, ${image.file}` })) : null,
     make("figcaption", null, make("p.truth", null, alsoTrue(image), make("small", null, imageNote(image))),
       make("ol", null, image.top.map(([index, score]) =>
-        make(image.labels.includes(index) ? "li.right" : "li", null, classLink(index), make("span.number", null, score.toFixed(2)),
-          score >= 0.005 ? make("i", { style: `width:${(100 * Math.min(score, 1)).toFixed(1)}%` }) : null))),
+        make(image.labels.includes(index) ? "li.right" : "li", null, classLink(index),
+          make("i", { style: `--part:${(100 * Math.min(score, 1)).toFixed(1)}` }), make("span.number", null, score.toFixed(2))))),
       make("p.file", null, fileName(image.file))),
   );
   if (image.heatMaps) addHeatMaps(figure, image.heatMaps);
@@ -226,8 +227,8 @@ function imageRow(entry, image) {
     null,
     make("p.file", null, fileName(image.file)),
     make("span.number.quiet", null, imageNote(image)),
-    make("p.answers", null, answers, image.labels.length > 1 ? `; ${alsoTrue(image)}` : ""),
     make("span.bar", { "aria-hidden": true, class: image.rank > 1 ? "bar second" : "bar" }, make("i", { style: `width:${confidence.toFixed(1)}%` })),
+    make("p.answers", null, answers, image.labels.length > 1 ? `; ${alsoTrue(image)}` : ""),
   );
 }
 

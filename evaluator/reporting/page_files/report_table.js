@@ -20,14 +20,14 @@ const FILTERS = [
   ["Without error", (entry) => entry.evaluated && entry.wrong1 === 0],
   ["Refused images", (entry) => entry.refused > 0],
   ["Shared names", (entry) => sharing.has(entry.index)],
-  ["No images", (entry) => !entry.evaluated],
 ];
 
 /** Start the table; a click anywhere in a row opens its class. Return a function that lists the classes shown. */
 function startReportTable() {
   const smallestFirst = ["index", "name", "confidence"];
-  const { order } = startTable({ entries: classes, columns: COLUMNS, smallestFirst, filters: FILTERS });
   const [body] = document.querySelector("table.all").tBodies;
+  const entries = [...body.rows].map((row) => classes[row.id.replace("class-", "")]);
+  const { order } = startTable({ entries, columns: COLUMNS, smallestFirst, filters: FILTERS });
   for (const row of body.rows) row.removeAttribute("id"); // so that #class-7 opens the class without scrolling
   body.addEventListener("click", (event) => {
     const link = event.target.closest("tr")?.querySelector("a");

@@ -19,6 +19,8 @@ function startTable({ entries, columns, smallestFirst, filters }) {
   const search = tools.querySelector("input");
   const found = document.getElementById("found");
   const more = document.getElementById("more");
+  const unseen = entries.filter((entry) => !entry.evaluated).length;
+  const withUnseen = make("input", { type: "checkbox" });
   const rows = [...body.rows].map((row, place) => ({ row, entry: entries[place], text: searched(entries[place]) }));
   const [[, everything]] = filters;
   let expanded = rows.length <= FIRST + 5;
@@ -27,11 +29,13 @@ function startTable({ entries, columns, smallestFirst, filters }) {
 
   function show() {
     const wanted = search.value.trim().toLowerCase();
-    shown = rows.filter(({ entry, text }) => accepts(entry) && (String(entry.index) === wanted || text.includes(wanted)));
+    const hidesUnseen = !wanted && accepts === everything && !withUnseen.checked;
+    const pool = hidesUnseen ? rows.filter(({ entry }) => entry.evaluated) : rows;
+    shown = pool.filter(({ entry, text }) => accepts(entry) && (String(entry.index) === wanted || text.includes(wanted)));
     const hits = new Set(shown);
     for (const hit of rows) hit.row.hidden = !hits.has(hit);
     shown.forEach(({ row }, place) => row.classList.toggle("later", !expanded && place >= FIRST));
-    found.textContent = shown.length < rows.length ? `${integer(shown.length)} of ${integer(rows.length)} classes` : "";
+    found.textContent = shown.length < pool.length ? `${integer(shown.length)} of ${integer(pool.length)} classes` : "";
     more.hidden = expanded || shown.length <= FIRST;
     more.textContent = `Show all ${integer(shown.length)} classes`;
   }
@@ -54,6 +58,7 @@ function startTable({ entries, columns, smallestFirst, filters }) {
     if (hit.row.hidden) {
       search.value = "";
       tools.querySelector(".chips button")?.click(); // all
+      withUnseen.checked ||= !hit.entry.evaluated;
     }
     expanded = true;
     show();
@@ -68,14 +73,15 @@ function startTable({ entries, columns, smallestFirst, filters }) {
     accepts = filter;
     show();
   }));
-  search.addEventListener("input", show);
+  if (unseen) tools.append(make("label.switch", null, withUnseen, `Show ${integer(unseen)} classes without images`));
+  for (const field of [search, withUnseen]) field.addEventListener("input", show);
   more.addEventListener("click", () => {
     expanded = true;
     show();
     shown[FIRST].row.querySelector("a").focus({ preventScroll: true });
   });
   walkByKeys(search, body, () => shown);
-  tools.hidden = rows.length <= FEW;
+  tools.hidden = rows.length <= FEW && !unseen;
   show();
   return { order: () => shown.map(({ entry }) => entry.index), reveal };
 }
@@ -95,12 +101,12 @@ function comparing(value, sign) {
   };
 }
 
-/** Return one button per filter that accepts some classes but not all. The pressed one is active. */
+/** Return one button per filter that accepts some classes but not all, with their number. The pressed one is active. */
 function filterButtons(entries, filters, choose) {
   const buttons = filters.map(([label, accepts], place) => {
     const count = entries.filter(accepts).length;
     if (place && (count === 0 || count === entries.length)) return null;
-    const button = make("button", { type: "button", "aria-pressed": place === 0 }, label, " ", make("small", null, integer(count)));
+    const button = make("button", { type: "button", "aria-pressed": place === 0 }, label, place ? [" ", make("small", null, integer(count))] : null);
     button.addEventListener("click", () => {
       for (const other of button.parentNode.children) other.setAttribute("aria-pressed", other === button);
       choose(accepts);

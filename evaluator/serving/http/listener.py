@@ -12,8 +12,11 @@ import socket
 import ssl
 import struct
 import sys
+import time
 from collections.abc import Callable
 from contextlib import suppress
+from email.utils import formatdate
+from functools import lru_cache
 from pathlib import Path
 from typing import Any, cast
 from urllib.parse import unquote
@@ -116,6 +119,7 @@ class Connection(H11Protocol):
         if self._between_requests:
             self._between_requests = False
             self._abort_after(self._limits.head)
+        self.server_state.default_headers = [(b"date", _date(int(time.time())))]
         super().data_received(data)
 
     def begin(self) -> None:
@@ -221,6 +225,13 @@ class Listener:
             self._resume(each)
 
     @property
+    def url(self) -> str:
+        """Return the URL of the path /; unix:PATH for a Unix socket."""
+        if self.address.startswith("unix:"):
+            return self.address
+        return f"{'http' if self._tls is None else 'https'}://{self.address}/"
+
+    @property
     def connections(self) -> int:
         """Return the number of connections, also those that are being set up."""
         return len(self._connections)
@@ -317,6 +328,12 @@ class Listener:
 
     def _forget(self, connection: Connection) -> None:
         self._connections.pop(connection, None)
+
+
+@lru_cache(1)
+def _date(seconds: int) -> bytes:
+    """Return the value of the header Date. seconds: since 1970."""
+    return formatdate(seconds, usegmt=True).encode()
 
 
 def _ignore_new_handshakes(listener: socket.socket) -> bool:

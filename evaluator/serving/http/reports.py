@@ -1,33 +1,37 @@
-"""The reports in a folder: found anew for each request, and only what is found can be opened.
+"""The reports in a folder, and a table of its runs: found anew for each request, and only what is found can be opened.
 
-No link is followed, and files are opened relative to the folder in which they were found, so nothing outside is read.
+No link is followed, so nothing outside is read (`walk_without_links`).
 """
 
 import asyncio
 import html
 import os
 import re
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator, Set
 from contextlib import suppress
 from functools import partial
-from itertools import islice
 from operator import itemgetter
 from pathlib import Path
 from threading import Thread
 from typing import Any, BinaryIO
+from urllib.parse import quote
 
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import Response, StreamingResponse
 from starlette.routing import Route
 
+from ...files import walk_without_links
 from ...reporting.html import asset
+from ...reporting.runs import Rows, read_runs, render_runs
+from ...validation.run import RUN_FILE
 from ..concurrency import shielded
 from ..watched_files import in_thread
 from .door import HttpCall, HttpDoor, JsonResponse
 
 _METHOD = "prelunet.http/Reports"  # for access.py and the log; gRPC has no such method
 _PAGES = {"report.html", "compare.html"}
+_TABLE = "runs.html"  # made on request; no file of this name is a report
 _DEPTH = 3  # folders below: RUN/report/compared-with-OTHER
 _MAX_FOLDERS, _MAX_REPORTS = 2000, 200
 _HEAD, _CHUNK = 2**13, 2**18  # bytes: of a page up to its style, at most; read at a time
@@ -40,9 +44,13 @@ _HEADERS = {"Content-Security-Policy": _POLICY, "Cache-Control": "no-store", "Re
 
 
 def report_routes(door: HttpDoor, folder: Path) -> list[Route]:
-    """Return the routes of the list, of each report, and of the viewer, which shows what the live page has fetched."""
+    """Return the routes of the list, of the table of runs, of each report, and of the viewer.
+
+    The viewer shows what the live page has fetched with a token. A link there has no token, so the table has none then.
+    """
 
     threads = asyncio.Semaphore(_THREADS)
+    known: Rows = {}
 
     async def read(function: Callable[..., Any], *arguments: Any) -> Any:
         await threads.acquire()
@@ -59,6 +67,13 @@ def report_routes(door: HttpDoor, folder: Path) -> list[Route]:
     async def listed(_call: HttpCall) -> Response:
         return JsonResponse({"reports": await read(list_reports, folder)})
 
+    async def table(call: HttpCall) -> Response:
+        nonlocal known
+        known = await read(partial(read_runs, folder, known, open_file=None, depth=_DEPTH, limit=_MAX_FOLDERS))
+        link = None if call.headers.get("authorization", "").lower().startswith("bearer") else _address
+        page = await read(render_runs, list(known.values()), folder.resolve().name, link)
+        return Response(page, headers=_HEADERS, media_type="text/html")
+
     async def opened(call: HttpCall) -> Response:
         page = await read(open_report, folder, call.parameters["name"])
         return StreamingResponse(chunks(page), headers=_HEADERS, media_type="text/html")
@@ -68,44 +83,51 @@ def report_routes(door: HttpDoor, folder: Path) -> list[Route]:
 
     return [
         Route("/reports", door.endpoint_of(_METHOD, listed), methods=["GET"]),
+        Route(f"/reports/{_TABLE}", door.endpoint_of(_METHOD, table), methods=["GET"]),
         Route("/reports/{name:path}", door.endpoint_of(_METHOD, opened), methods=["GET"]),
         Route("/report-viewer", viewer),
     ]
 
 
 def list_reports(folder: Path) -> list[dict[str, Any]]:
-    """Return the newest reports: name, title, summary, and when they were written, in seconds since 1970."""
-    found = []
-    for name, page in _pages(folder):
+    """Return the newest reports: name, title, summary, and when they were written, in seconds since 1970.
+
+    The table of runs comes first, if there are runs.
+    """
+    found, runs = [], []
+    for name, page in _pages(folder, {*_PAGES, RUN_FILE}):
         with page:
+            modified = os.fstat(page.fileno()).st_mtime
+            if Path(name).name == RUN_FILE:
+                runs.append(modified)
+                continue
             head = page.read(_HEAD).decode(errors="replace")
             texts = [re.search(each, head) for each in ("<title>(.*?)</title>", 'name="description" content="(.*?)"')]
             title, summary = (html.unescape(text[1]) if text else "" for text in texts)
-            modified = os.fstat(page.fileno()).st_mtime
             found.append({"name": name, "title": title or name, "summary": summary, "modified": modified})
-    return sorted(found, key=itemgetter("modified"), reverse=True)[:_MAX_REPORTS]
+    newest = sorted(found, key=itemgetter("modified"), reverse=True)[:_MAX_REPORTS]
+    if not runs:
+        return newest
+    summary = f"{len(runs):,} run{'s' if len(runs) > 1 else ''}: errors, speed, and what computed them"
+    return [{"name": _TABLE, "title": "Table of runs", "summary": summary, "modified": max(runs)}, *newest]
 
 
 def open_report(folder: Path, name: str) -> BinaryIO:
     """Open a report, given its name in the list. Raises HTTPException, 404, for any other."""
-    for _, page in _pages(folder, name):
+    for _, page in _pages(folder, wanted=name):
         return page
     raise HTTPException(404, f"no report '{name[:200]}'; GET /reports lists all")
 
 
-def _pages(folder: Path, wanted: str | None = None) -> Iterator[tuple[str, BinaryIO]]:
-    """Yield the path of each page below a folder, or of the wanted one, and the opened file."""
-    top = folder.resolve()
-    for place, folders, files, descriptor in islice(os.fwalk(top), _MAX_FOLDERS):
-        below = Path(place).relative_to(top)
-        if len(below.parts) == _DEPTH:
-            folders.clear()
-        for file in _PAGES.intersection(files):
+def _address(page: str) -> str:
+    return quote(os.fsencode(page).decode(errors="replace"))  # relative to the table's
+
+
+def _pages(folder: Path, names: Set[str] = _PAGES, wanted: str | None = None) -> Iterator[tuple[str, BinaryIO]]:
+    """Yield the path of each file of these names below a folder, or of the wanted one, and the opened file."""
+    for below, files, open_file in walk_without_links(folder.resolve(), depth=_DEPTH, limit=_MAX_FOLDERS):
+        for file in names & set(files):
             name = os.fsencode(below / file).decode(errors="replace")
             if wanted in (None, name):
                 with suppress(OSError):  # a link, not readable, or removed
-                    yield name, open(file, "rb", opener=partial(_open_no_link, descriptor))  # noqa: SIM115
-
-
-def _open_no_link(folder: int, file: str, flags: int) -> int:
-    return os.open(file, flags | os.O_NOFOLLOW | os.O_NONBLOCK, dir_fd=folder)
+                    yield name, open_file(below / file)

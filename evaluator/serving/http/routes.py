@@ -1,7 +1,7 @@
 """The routes of the HTTP port: they translate requests for the data plane, and its answers to JSON."""
 
 import asyncio
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from email.parser import BytesHeaderParser
 from functools import partial
 from pathlib import Path
@@ -23,6 +23,7 @@ from ..inference import Inference, ModelConfig, ModelIndex, ModelMetadata, Model
 from ..scheduling.model import RequestOptions
 from ..scheduling.request import Answered
 from .door import JSON, Endpoint, HttpCall, HttpDoor, JsonResponse
+from .examples import example_routes
 from .inference_json import LENGTH_HEADER, ModelInferRequest, ModelInferResponse, infer_response, parse_infer_request
 from .openapi import File, Operation, description
 from .reports import report_routes
@@ -36,6 +37,12 @@ class ClassifyForm(Struct, forbid_unknown_fields=True):
     """A form with one file."""
 
     image: File
+
+
+class ClassifyBody(Struct, forbid_unknown_fields=True):
+    """A JSON body. image: the encoded image, in base64."""
+
+    image: bytes
 
 
 class ClassifyQuery(Struct, forbid_unknown_fields=True):
@@ -87,8 +94,10 @@ class ReadyResponse(Struct, forbid_unknown_fields=True):
 _Body = TypeVar("_Body", RepositoryModelRequest, RepositoryIndexRequest)
 
 
-def add_routes(door: HttpDoor, plane: DataPlane, reports: Path | None = None) -> None:
-    """Add the routes to a door. reports: folder of reports for the live page."""
+def add_routes(
+    door: HttpDoor, plane: DataPlane, reports: Path | None = None, examples: Mapping[str, bytes] = {}
+) -> None:
+    """Add the routes to a door. reports: folder of reports for the live page; examples: images for it, by name."""
     operations = _Routes(plane).operations()
     routes = [Route(each.path, door.endpoint_of(each.rpc, each.endpoint), methods=[each.method]) for each in operations]
     described = JsonResponse(description(operations)).body
@@ -96,14 +105,15 @@ def add_routes(door: HttpDoor, plane: DataPlane, reports: Path | None = None) ->
     async def openapi(_request: Request) -> Response:
         return Response(described, media_type=JSON)
 
-    html, policy = live_page(reports=reports is not None)
+    html, policy = live_page(reports=reports is not None, examples=bool(examples))
     headers = {"Content-Security-Policy": policy, "Cache-Control": "no-cache", "Referrer-Policy": "no-referrer"}
 
     async def page(_request: Request) -> Response:  # without a token: the page asks for one
         return Response(html, headers=headers, media_type="text/html")
 
     routes += [Route("/openapi.json", openapi), Route("/", page)]
-    door.router.routes += routes + ([] if reports is None else report_routes(door, reports))
+    routes += [] if reports is None else report_routes(door, reports)
+    door.router.routes += routes + (example_routes(door, examples) if examples else [])
 
 
 class _Routes:
@@ -115,7 +125,8 @@ class _Routes:
     def operations(self) -> list[Operation]:
         """Return the operations, in the order in which their paths are tried."""
         own, live = self._inference, _described(lambda: ServerLiveResponse(True))
-        image, index = {"*/*": File, "multipart/form-data": ClassifyForm}, {JSON: RepositoryIndexRequest}
+        image = {"*/*": File, "multipart/form-data": ClassifyForm, JSON: ClassifyBody}
+        index = {JSON: RepositoryIndexRequest}
         operations = [
             Operation("GET", "/v1/models", "ListModels", _described(self._plane.list_models), ListModelsResponse),
             Operation("GET", "/v1/models/{name:path}", "GetModel", _described(self._plane.get_model), Model),
@@ -150,8 +161,11 @@ class _Routes:
         ]
 
     async def _classify(self, request: HttpCall) -> Response:
-        if request.headers.get("content-type", "").lower().startswith("multipart/"):
+        media_type = request.headers.get("content-type", "").lower()
+        if media_type.startswith("multipart/"):
             request.body = image_in_form(request.body)
+        elif media_type.startswith(JSON):
+            request.body = image_in_json(request.body)
         model, options = _options_in(request.query)
         answered = await self._plane.classify(request.take_body(), model, options, request.call, _written)
         return Response(answered.written, media_type=JSON)
@@ -211,8 +225,11 @@ def _options_in(query: QueryParams) -> tuple[str, RequestOptions]:
     try:
         asked = msgspec.convert(values, ClassifyQuery, strict=False)
     except msgspec.ValidationError as error:
-        valid = ", ".join(ClassifyQuery.__struct_fields__)
-        raise UsageError(f"the query of this request is not valid: {error}. Its parameters may be: {valid}") from None
+        text, valid = (
+            str(error).replace("Expected `bool`, got `str`", "true or false is expected"),
+            ", ".join(ClassifyQuery.__struct_fields__),
+        )
+        raise UsageError(f"the query of this request is not valid: {text}. Its parameters may be: {valid}") from None
     given = {name: value for name, value in msgspec.structs.asdict(asked).items() if value is not UNSET}
     model, top, heatmap = given.pop("model"), given.pop("top_k", None), given.pop("heatmap", "")
     return model, RequestOptions(**given, top=top, heatmap=heatmap == "png", maps=heatmap == "maps")
@@ -236,6 +253,17 @@ def image_in_form(body: bytes) -> bytes:
             "the body (curl --data-binary @photo.jpg), and options in the query, as in ?top_k=3"
         )
     return body[len(head) + 4 : end]
+
+
+def image_in_json(body: bytes) -> bytes:
+    """Return the image in a JSON body. Raises UsageError for any other."""
+    try:
+        return msgspec.json.decode(body, type=ClassifyBody).image
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise UsageError(
+            f'this JSON is not {{"image": "…"}} with the encoded image in base64: {error}; options go into the query, '
+            "as in ?top_k=3"
+        ) from None
 
 
 def _body_of(request: HttpCall, kind: type[_Body]) -> _Body:

@@ -29,9 +29,8 @@ class ServedDevice:
 
     def __init__(self, name: str, queue: QueueOptions, on_lost: Callable[[DeviceLost], object]) -> None:
         gpu = name != "cpu"
-        # One process more than an identity may take, so that others find one free.
-        threads, processes = queue.decode_threads * gpu, queue.decode_threads + 1
-        self.waiting = Waiting(queue, process_share=processes - 1, decoders=gpu)
+        threads, processes = queue.decode_threads * gpu, queue.decode_processes
+        self.waiting = Waiting(queue, process_share=processes - 1, decoders=gpu)  # so that others find one free
         # Separate from the decoding threads: a computed image should not wait behind images that have just arrived, nor
         # behind heat maps, which take a hundred times as long.
         self._answer_pool = ThreadPoolExecutor(cores(), thread_name_prefix=f"answer-{name}") if gpu else None

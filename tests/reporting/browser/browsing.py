@@ -3,6 +3,7 @@
 import importlib.util
 import re
 from collections.abc import Callable, Mapping, Sequence
+from importlib.resources import files
 from types import ModuleType
 from typing import Any
 
@@ -51,6 +52,26 @@ class MonitoredPage:
         return max(widths)
 
 
+AXE = (files("axe_playwright_python") / "axe.min.js").read_text()
+AXE_RUN = """async () => (await axe.run(document.querySelector("dialog[open]") ?? document, {
+  resultTypes: ["violations"],
+  rules: { "label-content-name-mismatch": { enabled: true }, "target-size": { enabled: true } },
+})).violations.flatMap(({ id, nodes }) => nodes.map((node) => `${id}: ${node.html.slice(0, 120)}`))"""
+
+
+def violations(page: Page) -> list[str]:
+    """Return what axe-core finds in a page, or in its open panel, in light and in dark mode."""
+    panel = page.evaluate("document.querySelector('dialog[open]')?.scrollHeight")
+    if panel:  # axe takes links below the fold of a panel for skip links
+        page.set_viewport_size({"width": LAPTOP[0], "height": panel})
+    page.evaluate(AXE)
+    found: list[str] = []
+    for scheme in ("light", "dark"):
+        page.emulate_media(color_scheme="dark" if scheme == "dark" else "light")
+        found += [f"{scheme}: {violation}" for violation in page.evaluate(AXE_RUN)]
+    return found
+
+
 def names_of(page: Page) -> list[str]:
     """Return the names in the table rows that match the search and filters, in order."""
     return page.eval_on_selector_all(
@@ -63,8 +84,12 @@ def check_sorting(
 ) -> None:
     """Check that the button of each column sorts the table both ways, and that rows without a number stay last.
 
+    Classes without images are shown for it.
+
     keys: column → what it shows of a class; the column of names, which every table has, is not sorted.
     """
+    for switch in page.locator(".switch input").all():
+        switch.check()
     columns = page.eval_on_selector_all("th[data-key]", "(heads) => heads.map((head) => head.dataset.key)")
     assert set(columns) == {*keys, "name"}
     for column, key in keys.items():

@@ -13,7 +13,7 @@ from prelunet.evaluator.reporting.report_page import write_report
 from prelunet.evaluator.validation.mistakes import mistakes_as_shown
 from prelunet.evaluator.validation.run import read_run
 from tests.helpers.run_folders import evaluated, write_heat_maps, write_run
-from tests.reporting.browser.browsing import LAPTOP, PHONE, MonitoredPage
+from tests.reporting.browser.browsing import LAPTOP, PHONE, MonitoredPage, violations
 from tests.reporting.pages import fingerprint_of, make_images, mistake
 
 pytestmark = pytest.mark.browser
@@ -51,7 +51,6 @@ def color(figure: Locator, x: float, y: float) -> list[int]:
 
 
 BLACK, YELLOW, WHITE = [0, 0, 4], [252, 255, 164], [255, 255, 255]
-ORANGE = pytest.approx(apply_color_map(np.array(178 / 254)).tolist(), abs=1)  # between two colors
 
 
 @pytest.mark.parametrize("size", [LAPTOP, PHONE])
@@ -70,7 +69,7 @@ def test_the_buttons_of_a_mistake_show_and_hide_the_maps_of_the_answer_and_of_th
     expect(answer).to_have_attribute("aria-pressed", "true")
     expect(canvas).to_be_visible()
     assert [color(figure, x, 0.5) for x in (0.02, 0.6, 0.98)] == [YELLOW, BLACK, WHITE]
-    expect(figure.locator(".peak")).to_have_text("peak 100 %")
+    expect(figure.locator(".range")).to_have_text("0 – 100 %")
     shapes = [figure.locator(tag).evaluate("(e) => (e.naturalWidth ?? e.width) / (e.naturalHeight ?? e.height)")
               for tag in ("img", "canvas")]  # fmt: skip
     assert shapes == [pytest.approx(160 / 120, rel=0.01)] * 2
@@ -78,20 +77,40 @@ def test_the_buttons_of_a_mistake_show_and_hide_the_maps_of_the_answer_and_of_th
     expect(answer).to_have_attribute("aria-pressed", "false")
     expect(truth).to_have_attribute("aria-pressed", "true")
     assert color(figure, 0.02, 0.1) == BLACK
-    assert color(figure, 0.5, 0.95) == ORANGE
-    expect(figure.locator(".peak")).to_have_text("peak 70 %")
+    assert color(figure, 0.5, 0.95) == YELLOW
+    expect(figure.locator(".range")).to_have_text("0 – 70 %")
     assert watched.overflow() == 0
     truth.click()
     expect(canvas).to_be_hidden()
     expect(figure.locator("img")).to_have_css("filter", "none")
-    expect(page.locator("#mistakes .map-legend")).to_contain_text("0  100 %")
+    expect(page.locator("#mistakes .map-legend")).to_contain_text("its corner states both")
+    assert violations(page) == []
+
+
+# lowest and highest score of a map in percent, and where its lowest and its highest lie on the scale of colors
+@pytest.mark.parametrize(
+    ("low", "high", "darkest", "brightest"),
+    [(30, 70, 0, 1), (50, 52, 0, 0.2), (0, 4, 0, 0.4), (98, 100, 0.8, 1), (2, 60, 0, 1)],
+)
+def test_the_map_of_an_uncertain_net_spans_the_colors_and_one_without_differences_is_not_orange(
+    low: int, high: int, darkest: float, brightest: float, tmp_path: Path, visit: Callable[..., MonitoredPage]
+) -> None:
+    line = mistake("n01/a.png", 0, 2)
+    write_run(tmp_path, [line])
+    halves = [[round(2.54 * low)] * 8 + [round(2.54 * high)] * 8] * 4
+    write_heat_maps(tmp_path, [(line, (120, 160), [halves, halves])])
+    figure = visit(write_report(tmp_path).html).page.locator("#mistakes figure")
+    expect(figure.locator(".range")).to_have_text(f"{low} – {high} %")
+    for x, place in ((0.05, darkest), (0.95, brightest)):
+        # a byte is 0.4 points, and a step of the scale at least 4 of its 255 colors
+        assert color(figure, x, 0.5) == pytest.approx(apply_color_map(np.array(place)).tolist(), abs=14)
 
 
 def test_the_panel_of_a_class_has_the_maps_too(mapped: Path, visit: Callable[..., MonitoredPage]) -> None:
     page = visit(mapped, "#class-1").page
     figure = page.locator("#class-view figure")
     figure.get_by_role("button", name="true class").click()
-    assert color(figure, 0.5, 0.95) == ORANGE
+    assert color(figure, 0.5, 0.95) == YELLOW
     expect(page.locator("#class-view .map-legend")).to_have_count(1)
     page.goto(f"{mapped.as_uri()}#class-2")
     expect(page.locator("#class-view h2")).to_have_text("bottle")

@@ -31,7 +31,7 @@ from prelunet.evaluator.imaging.limits import DecodeLimits
 from prelunet.evaluator.serving.access import AccessControl, create_token
 from prelunet.evaluator.serving.options import HttpOptions
 from tests.helpers.fakes import FakeSession, fake_contract
-from tests.reporting.browser.browsing import HOSTILE, LAPTOP, MonitoredPage, brightness
+from tests.reporting.browser.browsing import HOSTILE, LAPTOP, MonitoredPage, brightness, violations
 from tests.reporting.pages import Elements
 from tests.serving.serving_harness import GatedSession, RunningServer, eventually, png, running_server
 
@@ -242,6 +242,60 @@ def test_a_map_is_white_where_no_view_shows_the_picture(
     ]
 
 
+def test_axe_finds_nothing_to_object_to(served: RunningServer, visit: Visit) -> None:
+    page = visit(page_of(served)).page
+    expect(page.locator("#options")).to_be_visible()
+    assert violations(page) == []
+    choose(page, photo())
+    answered(page)
+    page.locator("#classes button").first.click()
+    assert violations(page) == []
+
+
+def test_of_several_files_the_first_is_shown_and_each_gets_its_class(served: RunningServer, visit: Visit) -> None:
+    visited = visit(page_of(served))
+    visited.calls_may_fail, page = True, visited.page
+    pictures = {"red.png": (255, 0, 0), "blue.png": (0, 0, 255), "green.png": (0, 255, 0)}
+    files = [("notes.txt", b"no image"), *((name, filled(color)) for name, color in pictures.items())]
+    page.set_input_files("#file", [{"name": name, "mimeType": "", "buffer": data} for name, data in files[::-1]])
+    answered(page)
+    items = page.locator("#files-list li")
+    expect(items).to_have_count(4)
+    for item, name in zip(items.all(), ("green", "blue", "red"), strict=False):
+        expect(item).to_contain_text(f"{name}, ")
+    expect(items.last).to_contain_text("The server cannot classify this file.")
+    assert page.locator("#frame img").get_attribute("alt") == "green.png"
+    items.nth(1).get_by_role("button").click()
+    expect(page.locator("#frame img")).to_have_attribute("alt", "blue.png")
+    assert answered(page)[0][0] == "blue"
+    page.get_by_label("Model").select_option("six")  # all are classified again
+    for item in items.all()[:3]:
+        expect(item).not_to_contain_text(re.compile("green|blue|red"))
+    assert violations(page) == []
+
+
+def test_the_examples_of_a_server_are_offered_and_answered(tmp_path: Path, visit: Visit) -> None:
+    (tmp_path / "1 red.png").write_bytes(filled((255, 0, 0)))
+    (tmp_path / "2 <b>blue.png").write_bytes(filled((0, 0, 255)))
+    (tmp_path / "notes.txt").write_text("no image")
+    colors = seeing_colors(FakeSession(color_contract()))
+    with running_server(http=HttpOptions(port=0, examples=tmp_path), colors=colors) as server:
+        page = visit(page_of(server)).page
+        buttons = page.locator("#examples-list button")
+        expect(buttons).to_have_count(2)
+        buttons.last.click()
+        assert answered(page)[0][0] == "blue"
+        expect(page.locator("#frame img")).to_have_attribute("alt", "2 <b>blue.png")
+        assert violations(page) == []
+
+
+def filled(color: tuple[int, int, int]) -> bytes:
+    """Return a PNG file of one color."""
+    buffer = io.BytesIO()
+    Image.new("RGB", (150, 130), color).save(buffer, "PNG")
+    return buffer.getvalue()
+
+
 @pytest.mark.parametrize("kind", ["TIFF", "WEBP"])
 def test_a_picture_that_the_browser_shows_otherwise_or_not_at_all_has_its_map_alone(
     served: RunningServer, visit: Visit, kind: str
@@ -267,7 +321,7 @@ def test_keys_show_and_keep_maps_and_the_answer_is_announced(served: RunningServ
     page.keyboard.press("Tab")
     expect(first).to_be_focused()
     expect(canvas).to_be_visible()
-    expect(canvas).to_have_attribute("aria-label", re.compile(r"Heat map of none, peak \d+ %"))
+    expect(canvas).to_have_attribute("aria-label", re.compile(r"Heat map of none, (\d+ – )?\d+ %"))
     page.keyboard.press("Tab")
     page.keyboard.press("Enter")
     expect(second).to_have_attribute("aria-pressed", "true")
@@ -426,7 +480,7 @@ def test_a_listed_report_opens_with_its_charts_and_downloads_and_can_reach_no_se
         page.context.on("request", lambda request: addresses.append(request.url))
         if secured:
             use_token(page, secret)
-        item = page.locator("#reports li")
+        item = page.locator("#reports li").last
         expect(item).to_contain_text("top-1 error 25.00 %")
         assert watched.overflow() == 0
         with page.expect_popup() as opening:
@@ -454,6 +508,36 @@ def test_a_listed_report_opens_with_its_charts_and_downloads_and_can_reach_no_se
         assert report.page.evaluate("[self.origin, opener === null]") == ["null", not secured]
         own = (page_of(server), "blob:", "data:")
         assert not [each for each in addresses if secret in each or not each.startswith(own)]
+        expected_failures(watched)
+
+
+@pytest.mark.parametrize("secured", [False, True])
+def test_the_listed_table_of_runs_sorts_and_without_a_token_leads_to_each_report(
+    tmp_path: Path, few: Path, visit: Visit, secured: bool
+) -> None:
+    runs = few.parents[2]
+    with (
+        guarded(tmp_path, ["evaluate"], reports=runs) as (locked, secret),
+        running_server(http=HttpOptions(0, reports=runs), colors=FakeSession(color_contract())) as free,
+    ):
+        server = locked if secured else free
+        watched = visit(page_of(server))
+        page = watched.page
+        if secured:
+            use_token(page, secret)
+        with page.expect_popup() as opening:
+            page.get_by_role("link", name="Table of runs").click()
+        table = MonitoredPage(opening.value, page_of(server))
+        expect(table.page.locator("table.runs tbody tr")).to_contain_text("25.00")
+        table.page.get_by_role("button", name="Images/s").click()
+        expect(table.page.locator("th[aria-sort]")).to_have_text("Images/s")
+        links = table.page.locator("table.runs tbody a")
+        if secured:
+            expect(links).to_have_count(0)
+        else:
+            links.click()
+            expect(table.page.locator("#error-chart svg")).to_be_visible()
+        assert table.wrong == []
         expected_failures(watched)
 
 

@@ -16,6 +16,8 @@ from asyncio.sslproto import SSLProtocol
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
+from datetime import UTC, datetime, timedelta
+from email.utils import parsedate_to_datetime
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -108,8 +110,49 @@ def test_a_form_is_answered_as_the_file_in_it(server: RunningServer, name: str) 
         sent = client.post("/v1/classify?protocol=center", files={"image": (name, IMAGE, "image/png")})
         described = client.get("/openapi.json").json()["paths"]["/v1/classify"]["post"]["requestBody"]["content"]
     assert sent.json()["predictions"] == plain["predictions"]
-    assert described.keys() == {"*/*", "multipart/form-data"}
+    assert described.keys() == {"*/*", "multipart/form-data", "application/json"}
     assert described["multipart/form-data"]["schema"] == {"$ref": "#/components/schemas/ClassifyForm"}
+
+
+def test_json_with_an_image_in_base64_is_answered_as_the_image(server: RunningServer) -> None:
+    image = base64.b64encode(IMAGE).decode()
+    with client_to(server) as client:
+        plain = client.post("/v1/classify?protocol=center", content=IMAGE).json()
+        sent = client.post("/v1/classify?protocol=center", json={"image": image})
+        wrong = [
+            client.post("/v1/classify", json=body) for body in ({"image": image[1:]}, {"picture": image}, {}, [image])
+        ]
+    assert sent.json()["predictions"] == plain["predictions"]
+    for each in wrong:
+        assert each.status_code == 400
+        assert 'this JSON is not {"image": "…"} with the encoded image in base64' in each.json()["error"]
+
+
+@pytest.mark.parametrize("text", ["false", "False", "FALSE", "0"])
+def test_a_boolean_in_a_query_may_be_written_in_any_case(server: RunningServer, text: str) -> None:
+    with client_to(server) as client:
+        answer = client.post(f"/v1/classify?protocol=dense-40&mirror={text}", content=IMAGE)
+        wrong = client.post("/v1/classify?mirror=no", content=IMAGE)
+    assert answer.json()["protocol"]["mirror"] is False
+    assert wrong.status_code == 400
+    assert "true or false is expected - at `$.mirror`" in wrong.json()["error"]
+
+
+def test_every_response_has_the_date_of_the_server(server: RunningServer) -> None:
+    with client_to(server) as client:
+        answers = [client.get("/v1/models"), client.get("/nothing"), client.post("/v1/classify", content=b"no image")]
+    now = datetime.now(UTC)
+    for answer in answers:
+        assert abs(now - parsedate_to_datetime(answer.headers["date"])) < timedelta(seconds=60)  # of a slow machine
+
+
+def test_an_image_with_too_many_bytes_gets_413() -> None:
+    limits = DecodeLimits(max_bytes=len(IMAGE) - 1)
+    with running_server(limits, http=ON, six=FakeSession()) as server, client_to(server) as client:
+        answer = client.post("/v1/classify", content=IMAGE)
+    assert answer.status_code == 413
+    assert answer.json()["reason"] == "IMAGE_TOO_LARGE"
+    assert f"{len(IMAGE)} bytes are more than the limit" in answer.json()["error"]
 
 
 def test_the_models_are_described_in_the_json_form_of_grpc(server: RunningServer) -> None:

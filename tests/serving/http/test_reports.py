@@ -3,7 +3,7 @@
 import os
 from collections.abc import Iterator
 from pathlib import Path
-from urllib.parse import quote
+from urllib.parse import quote, urljoin
 
 import httpx
 import pytest
@@ -16,6 +16,7 @@ from prelunet.evaluator.serving.options import HttpOptions
 from tests.helpers.fakes import FakeSession
 from tests.helpers.run_folders import evaluated, write_run
 from tests.helpers.tls_files import write_tokens
+from tests.reporting.pages import Elements
 from tests.serving.http.http_calls import ON, client_to, raw_call, request
 from tests.serving.serving_harness import RunningServer, eventually, running_server
 
@@ -54,7 +55,7 @@ def listed(client: httpx.Client) -> list[str]:
 def test_reports_and_comparisons_are_listed_newest_first_with_their_errors(client: httpx.Client, runs: Path) -> None:
     report = write_report(runs / "a").report
     os.utime(runs / "a" / "report" / "report.html", (1000, 1000))
-    comparison, hostile, b, a = client.get("/reports").json()["reports"]
+    _, comparison, hostile, b, a = client.get("/reports").json()["reports"]
     assert [each["modified"] for each in (comparison, hostile, b, a)] == [2000, 1002, 1001, 1000]
     assert a["name"] == "a/report/report.html"
     assert a["title"] == f"{report['model']['file']} on {report['dataset']['name']}: evaluation report"
@@ -65,7 +66,8 @@ def test_reports_and_comparisons_are_listed_newest_first_with_their_errors(clien
 
 
 def test_every_listed_report_is_opened_byte_for_byte_and_may_reach_nothing(client: httpx.Client, runs: Path) -> None:
-    for name in listed(client):
+    _, *names = listed(client)
+    for name in names:
         answer = client.get(f"/reports/{quote(name)}")
         page = runs / name.replace("\ufffd", "\udcff")
         assert answer.content == page.read_bytes()
@@ -80,7 +82,7 @@ def test_every_listed_report_is_opened_byte_for_byte_and_may_reach_nothing(clien
 def test_a_new_run_appears_and_a_removed_one_is_gone(server: RunningServer, client: httpx.Client, runs: Path) -> None:
     write_report(write_run(runs / "group" / "c", LINES))
     (runs / "a" / "report" / "report.html").unlink()
-    assert listed(client)[0] == "group/c/report/report.html"
+    assert listed(client)[:2] == ["runs.html", "group/c/report/report.html"]
     assert "a/report/report.html" not in listed(client)
     assert client.get("/reports/a/report/report.html").status_code == 404
     counted = {"method": "prelunet.http/Reports", "status": "OK"}
@@ -99,13 +101,58 @@ def test_links_deep_folders_and_other_files_are_neither_listed_nor_opened(
     deep.mkdir(parents=True)
     (deep / "report.html").write_text("deep")
     os.mkfifo(runs / "1" / "compare.html")
-    assert len(listed(client)) == 5  # with the pipe, which reads as empty and blocks nobody
+    assert len(listed(client)) == 6  # with the pipe, which reads as empty and blocks nobody
     for path in (
         "report.html", "linked/report.html", "1/2/3/4/report.html", "a/report/report.json", "a/run.json", "",
         "../secret.html", "..%2fsecret.html", "a/../../secret.html", str(tmp_path / "secret.html"), "%00", "a",
     ):  # fmt: skip
         found, _, body = raw_call(server, request(f"GET /reports/{path}"))
         assert (found, b"GET /reports lists all" in body) == (404, True), path
+
+
+def test_the_table_of_runs_comes_first_and_links_to_each_report(client: httpx.Client, runs: Path) -> None:
+    write_run(runs / "group" / "begun", LINES, images=10)
+    first, *_ = client.get("/reports").json()["reports"]
+    newest = max(path.stat().st_mtime for path in runs.rglob("run.json"))
+    assert (first["name"], first["title"], first["modified"]) == ("runs.html", "Table of runs", newest)
+    assert first["summary"].startswith("4 runs:")
+    answer = client.get("/reports/runs.html")
+    assert "sandbox allow-scripts allow-downloads;" in answer.headers["content-security-policy"]
+    page = Elements(answer.text)
+    assert "unfinished: 8 of 10 images are done" in page.text
+    links = [each["href"] or "" for each in page.named("a")]
+    assert len(links) == 3
+    for link in links:
+        opened = client.get(urljoin("/reports/runs.html", link))
+        assert "<title>c.onnx on val: evaluation report</title>" in opened.text
+    write_run(runs / "a", LINES[:4], images=10)
+    assert "unfinished: 4 of 10 images are done" in client.get("/reports/runs.html").text
+    assert client.get("/reports/a/run.json").status_code == 404
+
+
+def test_the_table_of_runs_follows_no_link_and_does_not_tell_where_the_folder_is(
+    client: httpx.Client, runs: Path, tmp_path: Path
+) -> None:
+    secret = write_run(tmp_path / "outside", LINES) / "run.json"
+    secret.write_text(secret.read_text().replace("c.onnx", "secret.onnx"))
+    (runs / "linked").symlink_to(tmp_path / "outside")
+    (runs / "link").mkdir()
+    (runs / "link" / "run.json").symlink_to(secret)
+    deep = write_run(runs / "1" / "2" / "3" / "4", LINES)
+    assert deep.is_dir()
+    os.mkfifo(runs / "1" / "run.json")
+    page = Elements(client.get("/reports/runs.html").text)
+    assert "link: no run.json in this folder (Too many levels of symbolic links)" in page.text
+    assert "1/run.json: damaged" in page.text
+    for text in ("secret", "linked", "1/2/3/4", str(tmp_path)):
+        assert text not in page.text
+
+
+def test_a_folder_without_runs_has_no_table_in_its_list(client: httpx.Client, runs: Path) -> None:
+    for path in runs.rglob("run.json"):
+        path.unlink()
+    assert listed(client)[0] == "b/report/compared-with-a/compare.html"
+    assert "0 runs" in Elements(client.get("/reports/runs.html").text).text
 
 
 def test_reports_require_the_scope_evaluate(runs: Path, tmp_path: Path) -> None:
@@ -115,7 +162,7 @@ def test_reports_require_the_scope_evaluate(runs: Path, tmp_path: Path) -> None:
         running_server(http=HttpOptions(0, reports=runs), access=access, six=FakeSession()) as server,
         client_to(server) as client,
     ):
-        for path in ("/reports", "/reports/a/report/report.html"):
+        for path in ("/reports", "/reports/runs.html", "/reports/a/report/report.html"):
             alice, bob = (client.get(path, headers={"authorization": f"Bearer {each}"}) for each in secrets)
             assert client.get(path).status_code == 401
             assert (alice.status_code, "requires the scope 'evaluate'" in alice.json()["error"]) == (403, True)

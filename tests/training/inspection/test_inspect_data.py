@@ -20,6 +20,7 @@ from prelunet.evaluator.protocols import EvaluationProtocol
 from prelunet.training.inspection.describe_file import inspect_file
 from prelunet.training.inspection.layer_log import LayerResponse
 from prelunet.training.inspection.layer_statistics import measure_layers
+from prelunet.training.inspection.plots import draw_layers
 from prelunet.training.inspection.slope_trend import slope_trend
 from prelunet.training.loop.tracking import RunLogs
 from prelunet.training.net.checkpoints import read_checkpoint, write_checkpoint
@@ -135,6 +136,52 @@ def test_the_plot_shows_every_layer(net: Path, tmp_path: Path, capsys: pytest.Ca
     assert texts.count("conv2") == texts.count("fc3") == 4  # panels
 
 
+def test_a_plot_of_two_nets_draws_both_on_the_same_axes_and_names_them(
+    net: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    data = make_dataset(tmp_path / "data", val=2, classes=WNIDS)
+    plain = tiny_checkpoint("relu")
+    write_checkpoint(tmp_path / "relu", plain)
+    pair = [str(net), str(tmp_path / "relu")]
+    plot = tmp_path / "both.svg"
+    assert run(["inspect", *pair, "--data", str(data), "--plot", str(plot), "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert [entry["layers"] for entry in found] == [plain_measurement(Path(file), data, [*range(6)]) for file in pair]
+    tree = ElementTree.parse(plot)
+    texts = ["".join(text.itertext()) for text in tree.iter(f"{SVG}text")]
+    assert [texts.count(name) for name in pair] == [1, 1]  # one legend for all panels
+    assert texts.count("conv2") == 4  # panels, each with one axis
+    lines = [line for line in tree.iter(f"{SVG}path") if line.get("aria-roledescription") == "line mark"]
+    assert len(lines) == 2 + 2 + 1 + 2  # a net of ReLUs has no slopes
+    colors = {line.get("stroke") for line in lines}
+    assert len(colors) == 2
+
+
+def test_nets_of_different_depths_share_an_axis_in_order_of_depth() -> None:
+    layers = {
+        "deep": ["conv1", "conv2_1", "conv2_2", "conv2_10", "fc1", "fc3"],
+        "other": ["conv1_1", "conv1_2", "conv2_1", "fc1", "fc2", "fc3"],
+    }
+    measured = {
+        net: [LayerResponse(name, 0.0, 1.0, 1e-4, 0.5, 0.25).to_json() for name in names]
+        for net, names in layers.items()
+    }
+    tree = ElementTree.fromstring(draw_layers(measured))
+    texts = ["".join(text.itertext()) for text in tree.iter(f"{SVG}text")]
+    first_axis = [text for text in texts if text.startswith(("conv", "fc"))][:9]
+    assert first_axis == ["conv1", "conv1_1", "conv1_2", "conv2_1", "conv2_2", "conv2_10", "fc1", "fc2", "fc3"]
+
+
+def test_several_files_are_described_one_after_another(
+    net: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write_checkpoint(tmp_path / "relu", tiny_checkpoint("relu"))
+    out = output_of(["inspect", net, tmp_path / "relu"], capsys)
+    assert out.index("Slopes of this net") < out.index("No slopes: relu learns none.")
+    assert run(["inspect", str(net), str(tmp_path / "relu"), "--json"]) == 0
+    assert json.loads(capsys.readouterr().out) == [inspect_file(net), inspect_file(tmp_path / "relu")]
+
+
 @pytest.mark.parametrize(
     ("command", "reason"),
     [
@@ -151,6 +198,8 @@ def test_the_plot_shows_every_layer(net: Path, tmp_path: Path, capsys: pytest.Ca
         ("run --plot svg", "Give a name that ends in .svg"),
         ("run --data 'my images'", "prelunet inspect run/last.safetensors --data 'my images'"),
         ("empty", "no diagnosis.jsonl, so"),
+        ("net run --plot both.svg", "run: a run is shown alone. To compare nets, give checkpoints"),
+        ("net run --data data", "run: a run is shown alone"),
     ],
 )
 @pytest.mark.usefixtures("net")
