@@ -456,7 +456,8 @@ def test_haproxy_finds_a_stopping_server_in_its_lame_duck_period(served: Served)
     given = re.findall(r"^# Give the servers: (.*) --trusted-proxies", text, re.MULTILINE)[0].split()
     options = served("--model", "a=a.onnx", *given, "--trusted-proxies", "10.0.0.1")
     (check,) = re.findall(r"check inter (\d+)ms fall (\d+) .*port (\d+)", text)
-    assert int(check[0]) * int(check[1]) / 1000 < options.lame_duck
+    (late,) = re.findall(r"timeout check (\d+)s", text)
+    assert int(check[0]) * int(check[1]) / 1000 + int(late) < options.lame_duck
     assert int(check[2]) == options.metrics_port
 
 
