@@ -10,7 +10,7 @@ from playwright.sync_api import Page, expect
 
 from prelunet.evaluator.cli import run
 from tests.helpers.run_folders import evaluated, write_run
-from tests.reporting.browser.browsing import HOSTILE, LAPTOP, PHONE, MonitoredPage, brightness
+from tests.reporting.browser.browsing import HOSTILE, LAPTOP, PHONE, MonitoredPage, brightness, violations
 
 pytestmark = pytest.mark.browser
 
@@ -58,6 +58,11 @@ def ordered(numbers: list[int], key: Callable[[int], Any], sign: int = 1) -> lis
 
 def error(number: int) -> int | None:
     return None if number == UNFINISHED else WRONG[number]
+
+
+@pytest.mark.parametrize("size", [LAPTOP, PHONE])
+def test_axe_finds_nothing_to_object_to(ten: Path, visit: Callable[..., MonitoredPage], size: tuple[int, int]) -> None:
+    assert violations(visit(ten, size=size).page) == []
 
 
 def test_a_heading_sorts_both_ways_by_click_and_by_keyboard_and_the_dataset_restores_the_order(
