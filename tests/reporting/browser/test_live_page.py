@@ -435,7 +435,7 @@ def test_a_refused_token_is_explained(
     ("content", "limit", "texts"),
     [
         (b"no picture at all", 2**25, ["cannot classify this file", "Not a readable image"]),
-        (photo(), 1000, ["cannot classify this file", "1000"]),
+        (photo(), 1000, ["The image is too large for this server", "1000"]),
         (b"\0" * (2**26 + 2**20), 2**25, ["too large"]),
     ],
 )
