@@ -191,7 +191,7 @@ def test_the_headline_is_copied_with_and_without_the_clipboard_api(few: Path, vi
     page.evaluate("addEventListener('copy', () => { window.copiedText = String(getSelection()); })")
     page.evaluate("() => { navigator.clipboard.writeText = async (text) => { window.written = text; }; }")
     button = page.get_by_role("button", name="Copy the headline")
-    status = page.locator("header.page [aria-live=polite]")
+    status = page.locator("#headline + .save [aria-live=polite]")
     button.press("Enter")
     expect(status).to_have_text("copied")
     assert page.evaluate("window.written") == headline
