@@ -27,7 +27,7 @@ from .api.prelunet import SERVICE, PreluNetServicer
 from .calls import CallsInFlight
 from .data_plane import DataPlane
 from .http.door import HttpDoor
-from .http.examples import read_examples
+from .http.examples import find_examples
 from .http.listener import ConnectionLimits, Listener
 from .http.routes import add_routes
 from .models import Models
@@ -87,7 +87,7 @@ class Server:
         if unix_socket is None:
             metrics.grpc_connections.set_function(lambda: sum(1 for _ in connections_to(self._port)))
         self._door, self._http, self._reports = None, None, http.reports
-        self._examples = {} if http.examples is None else read_examples(http.examples)
+        self._examples = {} if http.examples is None else find_examples(http.examples)
         if http.enabled:
             self._door = HttpDoor(calls, (host, *http.host_names), lambda: self.serving)
             self._http = Listener(

@@ -42,12 +42,7 @@ function startTable({ entries, columns, smallestFirst, filters }) {
 
   function sort(head) {
     const { key } = head.dataset;
-    const usual = smallestFirst.includes(key) ? "ascending" : "descending";
-    const other = usual === "ascending" ? "descending" : "ascending";
-    const order = head.getAttribute("aria-sort") === usual ? other : usual;
-    for (const cell of head.parentNode.cells) cell.removeAttribute("aria-sort");
-    head.setAttribute("aria-sort", order);
-    rows.sort(comparing(columns[key], order === "ascending" ? 1 : -1));
+    rows.sort(comparing(columns[key], turned(head, smallestFirst.includes(key))));
     body.append(...rows.map(({ row }) => row));
     show();
   }
@@ -88,6 +83,15 @@ function startTable({ entries, columns, smallestFirst, filters }) {
 
 function searched(entry) {
   return `${entry.name}\n${entry.wnid}`.toLowerCase();
+}
+
+/** Mark a heading as the one that sorts, in its usual order or, the second time, in the other; return 1 if ascending. */
+function turned(head, ascendingFirst) {
+  const [usual, other] = ascendingFirst ? ["ascending", "descending"] : ["descending", "ascending"];
+  const order = head.getAttribute("aria-sort") === usual ? other : usual;
+  for (const cell of head.parentNode.cells) cell.removeAttribute("aria-sort");
+  head.setAttribute("aria-sort", order);
+  return order === "ascending" ? 1 : -1;
 }
 
 /** Return a comparison of rows by a value. Rows without a value come last in either order; ties sort by class index. */

@@ -171,6 +171,7 @@ class Connection(H11Protocol):
             self.cycle.message_event.set()
         body = b'{"error":"not a valid HTTP/1.1 request, or its head is larger than this server accepts"}'
         headers = [("content-type", "application/json"), ("content-length", str(len(body))), ("connection", "close")]
+        headers.append(("date", _date(int(time.time())).decode()))
         for event in (h11.Response(status_code=400, headers=headers), h11.Data(data=body), h11.EndOfMessage()):
             self.transport.write(self.conn.send(event) or b"")
         self.transport.close()

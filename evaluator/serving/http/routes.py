@@ -95,7 +95,7 @@ _Body = TypeVar("_Body", RepositoryModelRequest, RepositoryIndexRequest)
 
 
 def add_routes(
-    door: HttpDoor, plane: DataPlane, reports: Path | None = None, examples: Mapping[str, bytes] = {}
+    door: HttpDoor, plane: DataPlane, reports: Path | None = None, examples: Mapping[str, Path] = {}
 ) -> None:
     """Add the routes to a door. reports: folder of reports for the live page; examples: images for it, by name."""
     operations = _Routes(plane).operations()

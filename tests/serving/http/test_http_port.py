@@ -141,9 +141,10 @@ def test_a_boolean_in_a_query_may_be_written_in_any_case(server: RunningServer, 
 def test_every_response_has_the_date_of_the_server(server: RunningServer) -> None:
     with client_to(server) as client:
         answers = [client.get("/v1/models"), client.get("/nothing"), client.post("/v1/classify", content=b"no image")]
+    _, of_no_http, _ = raw_call(server, b"no HTTP\r\n\r\n")
     now = datetime.now(UTC)
-    for answer in answers:
-        assert abs(now - parsedate_to_datetime(answer.headers["date"])) < timedelta(seconds=60)  # of a slow machine
+    for headers in (*(answer.headers for answer in answers), of_no_http):
+        assert abs(now - parsedate_to_datetime(headers["date"])) < timedelta(seconds=60)  # of a slow machine
 
 
 def test_an_image_with_too_many_bytes_gets_413() -> None:
