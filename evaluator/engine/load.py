@@ -38,7 +38,7 @@ log = logging.getLogger(__name__)
 _DRIVER = "libcuda.so.1"  # part of the driver, whatever CUDA version the runtime brings
 _ON_A_CPU = "On a CPU one session uses all cores: omit --gpus, and see --threads"
 
-MAX_LANES_BYTES = 2**27  # of a file that `add_lanes` loads twice
+MAX_LANES_BYTES, LANES_SHARE = 2**27, 2**-5  # of a file that `add_lanes` loads twice; of a memory limit
 LARGE_NET_FLOPS = 10e9  # per crop: see `choose_cpu_device`. A has 38e9, E 1.9e9, the demo net 0.03e9
 # Per crop: see `self_check`. The golden images together, alone and on one canvas, are about 12 crops.
 QUICK_CHECK_FLOPS = 5e9
@@ -160,11 +160,12 @@ def add_lanes(session: Session, path: Path) -> None:
     """Let a server's session on onnxruntime's CPU provider compute batches side by side, each on one thread.
 
     The threads of one batch wait for each other at every layer, which costs small nets and busy machines up to half of
-    their throughput. All lanes share a second copy of the weights, so large files and servers with a memory limit have
-    none. path: the session's file.
+    their throughput. All lanes share a second copy of the weights, so files that are large, also by the memory limit,
+    have none. path: the session's file.
     """
     where, lanes = session.placement, min(session.placement.threads or cores(), cores())
-    if where.device == "cpu" and where.memory is None and lanes > 1 and session.model_bytes <= MAX_LANES_BYTES:
+    largest = min(MAX_LANES_BYTES, LANES_SHARE * (where.memory or math.inf))
+    if where.device == "cpu" and lanes > 1 and session.model_bytes <= largest:
         quantized = session.circumstances.precision == "int8"
         session.add_lanes(onnx.load_on_cpu(path, threads=1, quantized=quantized), lanes)
 

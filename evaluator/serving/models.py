@@ -25,6 +25,8 @@ from .scheduling.model import ServedModel, shape_buckets_of
 # Pixels of a server's largest batch: four times the cost of switching plans (model C in fp16), and a wait of some 50 ms
 # for the next caller. Assumed, not measured here.
 MAX_BATCH_PIXELS = 2**23
+# For which each lane has room: 362x362 pixels, or 256 windows (a view of 64x85 of the demo's net has 150).
+LANE_PIXELS, LANE_WINDOWS = 2**17, 2**8
 # Of batches that alternate on a GPU. Simulated (benchmarks/results/gpu-options.md): with 8 a server of net A answers a
 # quarter fewer calls, with 32 an eighth more, and each takes a copy of the weights and 0.8 s at the start.
 PREPARED_SHAPES = 16
@@ -39,9 +41,9 @@ def load_model(file: ModelFile, placement: Placement, stopped: Callable[[], bool
     """
     session = open_with_placement(file.path, replace(placement, prepared_shapes=PREPARED_SHAPES))
     if (shape_buckets := shape_buckets_of(session)) is None:
-        session.rules = serving_rules(session, session.placement.memory)
         self_check(session, file.path.name, whole=True)
         add_lanes(session, file.path)
+        session.rules = serving_rules(session, session.placement.memory)
     else:  # on a GPU, where opening has run the self-check; batches are smaller than in validation
         session.rules = serving_rules(session)
         log.info("model %s: room for %d shapes of batches at once", file.name, session.prepared_shapes)
@@ -61,11 +63,16 @@ def serving_rules(session: Session, memory: int | None = None) -> BatchRules:
     memory: of which they take an eighth on a CPU, so that there is room for queues and other models.
     """
     rules, contract = session.rules, session.contract
-    if memory is not None and not session.circumstances.on_gpu:
-        device, precision = session.placement.device, session.circumstances.precision
-        unlimited = cpu_rules(contract, None, session.model_bytes, device=device, precision=precision)
-        return fit_rules(contract, memory / 8, unlimited, precision, device)
-    if not session.circumstances.on_gpu or rules.max_pixels <= MAX_BATCH_PIXELS:
+    if not session.circumstances.on_gpu:
+        device, precision, lanes = session.placement.device, session.circumstances.precision, session.lanes
+        if memory is not None:
+            rules = cpu_rules(contract, None, session.model_bytes, device=device, precision=precision)
+        if lanes > 1:  # together they take no more memory than the largest batch
+            pixels, windows = max(rules.max_pixels, lanes * LANE_PIXELS), max(rules.max_windows, lanes * LANE_WINDOWS)
+            rules = replace(rules, max_pixels=pixels, max_windows=windows)
+        runtimes = 2 if lanes > 1 else 1  # that keep the memory of such a batch
+        return rules if memory is None else fit_rules(contract, memory / 8 / runtimes, rules, precision, device)
+    if rules.max_pixels <= MAX_BATCH_PIXELS:
         return rules
     share = MAX_BATCH_PIXELS / rules.max_pixels
     return replace(rules, max_pixels=MAX_BATCH_PIXELS, max_windows=max(1, int(share * rules.max_windows)))

@@ -5,6 +5,7 @@ test_export.py tests how the real runtime answers damaged files and wrong canvas
 
 import hashlib
 import importlib.util
+import math
 import os
 import re
 import threading
@@ -375,10 +376,10 @@ def test_a_served_model_has_the_threads_that_were_requested_for_one_batch_or_one
     ("placement", "file_bytes"),
     [
         (Placement("cpu", threads=1), 9),
-        (Placement("cpu", threads=3, memory=2**40), 9),
+        (Placement("cpu", threads=3, memory=2**30), 2**25 + 1),
         (Placement("cpu", threads=3), MAX_LANES_BYTES + 1),
     ],
-    ids=["one thread", "a memory limit", "a large file"],
+    ids=["one thread", "a large part of the memory limit", "a large file"],
 )
 def test_without_room_or_threads_for_lanes_a_served_model_is_loaded_once(
     use, model: Path, placement: Placement, file_bytes: int
@@ -387,6 +388,16 @@ def test_without_room_or_threads_for_lanes_a_served_model_is_loaded_once(
     runtime = use(FakeRuntime())
     assert load_model(ModelFile("x", model), placement).lanes == 1
     assert len(runtime.loads) == 1
+
+
+@pytest.mark.parametrize(("number", "memory"), [(4, None), (16, None), (64, None), (16, 2**33)])
+def test_on_every_machine_a_servers_lanes_can_all_compute_a_view_of_the_usual_size(
+    exported, monkeypatch: pytest.MonkeyPatch, number: int, memory: int | None
+) -> None:
+    monkeypatch.setattr(load, "cores", lambda: number)
+    session = load_model(ModelFile("x", exported["demo-image"].path), Placement("cpu", memory=memory))
+    windows = math.prod(session.contract.window_grid(64, 85))
+    assert session.rules.max_rows(64 * 85, windows) >= session.lanes == number
 
 
 def test_lanes_compute_at_the_same_time_what_all_threads_compute(exported) -> None:

@@ -189,12 +189,11 @@ class BatchExecutor:
                 views += ready
                 decoded.append(request)
             del request
-        if in_lane and any(view.lanes == 1 for view in views):  # too large to be computed beside others
+        if not self._waiting.begin_decoded(decoded, views, in_lane=in_lane):  # too large to be computed beside others
             for request in decoded:
                 self._waiting.decoded(request, [view for view in views if view.request is request])
             self._waiting.end_batch()
             return
-        self._waiting.decoded_in_lane(decoded, views)
         self._compute(_planned(model, views, in_lane=in_lane), views)
 
     # Forming batches

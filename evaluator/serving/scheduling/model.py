@@ -206,9 +206,9 @@ def _canvas_of(session: Session, shape_buckets: ShapeBuckets | None, height: int
     canvas = -(-height // step) * step, -(-width // step) * step
     canvas = (shape_buckets.canvas(*canvas) if shape_buckets else None) or canvas
     pixels, windows = math.prod(canvas), math.prod(session.contract.window_grid(*canvas))
-    # In as many lanes as it has if one such canvas in each fits the largest batch.
-    lanes = session.lanes if session.rules.max_rows(pixels, windows) >= session.lanes else 1
-    return pixels, windows, lanes
+    # Together the lanes take no more memory than the largest batch. With few of them most threads would have no work.
+    lanes = min(session.lanes, session.rules.max_rows(pixels, windows))
+    return pixels, windows, lanes if 2 * lanes > session.lanes else 1
 
 
 def largest_own_view(contract: ModelContract) -> int:

@@ -17,7 +17,7 @@ class ReadyQueue(FairQueue[ReadyView]):
         self.bytes = 0.0
         self.running = 0
         self.planning = False
-        self._alone = False  # a batch that runs has the device to itself
+        self._lanes = 1  # batches that may run at once beside those that run; 1: the one that runs has all threads
 
     def add(self, request: Request, views: Sequence[ReadyView]) -> None:
         """Add the views of a request, which has its time `ready`."""
@@ -45,7 +45,7 @@ class ReadyQueue(FairQueue[ReadyView]):
         """
         if not all(view in self for view in views):
             return False
-        self.running, self._alone = self.running + 1, alone
+        self._begin(1 if alone else _lanes_of(views))
         for view in views:
             self.take(view)
             self._count(view, -1)
@@ -58,13 +58,26 @@ class ReadyQueue(FairQueue[ReadyView]):
         images: that there are, at most one view for each is expected. Returns whether they are for a lane, None if they
         have to wait in the queue.
         """
-        if len(self) or self.planning or (self.running and (self._alone or self.running >= lanes)):
+        if len(self) or self.planning or (self.running and self.running >= min(lanes, self._lanes)):
             return None
         in_lane = 2 * (self.running + images) > lanes
         if not in_lane and self.running:
             return None
-        self.running, self._alone = self.running + 1, not in_lane
+        self._begin(lanes if in_lane else 1)
         return in_lane
+
+    def keep_lane(self, views: Sequence[ReadyView]) -> bool:
+        """Return whether decoded views may be computed in the lane that was reserved for their images."""
+        lanes = min(self._lanes, _lanes_of(views))
+        if lanes == 1 or self.running > lanes:
+            return False
+        self._lanes = lanes
+        return True
+
+    def _begin(self, lanes: int) -> None:
+        """Begin a batch beside which so many may run; those that run have agreed to no fewer than there are then."""
+        self._lanes = min(self._lanes, lanes) if self.running else lanes
+        self.running += 1
 
     def startable(self) -> ServedModel | None:
         """Return the next model, unless its batch has to wait for others: beside them it may only start in a lane.
@@ -73,7 +86,7 @@ class ReadyQueue(FairQueue[ReadyView]):
         """
         if self.planning or (first := self.first()) is None:
             return None
-        if self.running and (self._alone or not self._use_lane(first, len(self))):
+        if self.running and not self._use_lane(first, len(self)):
             return None
         return first.request.model
 
@@ -105,10 +118,15 @@ class ReadyQueue(FairQueue[ReadyView]):
         Together with the batches that run they should fill more than half of the lanes. Fewer are sooner done one batch
         after the other, on all threads.
         """
-        return self.running < view.lanes and 2 * (self.running + views) > view.lanes > 1
+        lanes = min(view.lanes, self._lanes) if self.running else view.lanes
+        return self.running < lanes and 2 * (self.running + views) > lanes > 1
 
     def _count(self, view: ReadyView, sign: int) -> None:
         model = view.request.model
         model.ready_pixels += sign * view.canvas_pixels
         model.ready_windows += sign * view.windows
         self.bytes += sign * view.bytes
+
+
+def _lanes_of(views: Sequence[ReadyView]) -> int:
+    return min(view.lanes for view in views)

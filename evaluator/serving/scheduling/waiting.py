@@ -186,9 +186,14 @@ class Waiting:
 
     # For all threads
 
-    def decoded_in_lane(self, requests: Sequence[Request], views: Sequence[ReadyView]) -> None:
-        """Note that images are decoded whose views this thread computes now, in the lane that it has reserved."""
+    def begin_decoded(self, requests: Sequence[Request], views: Sequence[ReadyView], *, in_lane: bool) -> bool:
+        """Begin with the views of decoded images, for which this thread has reserved a lane or all threads.
+
+        Returns False, and does nothing, if they are too large for a lane beside those that run.
+        """
         with self.lock:
+            if in_lane and views and not self.ready.keep_lane(views):
+                return False
             now = time.monotonic()
             for request in requests:
                 self.images.end(request)
@@ -198,6 +203,7 @@ class Waiting:
             for view in views:
                 view.request.results.append(None)
             self.notify_room()
+            return True
 
     def decoded(self, request: Request, views: Sequence[ReadyView]) -> None:
         """Queue the views of an image for the device; they are dropped if the request has ended."""

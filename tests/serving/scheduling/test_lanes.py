@@ -98,9 +98,24 @@ async def test_a_model_without_lanes_never_runs_beside_another_and_keeps_its_tur
 
 
 @async_test
-async def test_views_too_large_for_a_lane_each_have_all_threads() -> None:
-    """All lanes together take no more memory than one batch."""
+async def test_large_views_use_as_many_lanes_as_the_memory_of_one_batch_allows() -> None:
     session = with_lanes(rules=BatchRules(max_pixels=LANES * 64 * 72 - 1))
+    with serve_models(fake=session) as models:
+        tasks = await views_behind_a_batch(models, session, 2)
+        session.release_batches()
+        await until(lambda: session.entered == 3)
+        tasks.append(start_classify(models, png(32, 41), dense_protocol(32)))
+        await until(lambda: ready_view_count(models) == 1)
+        assert session.entered == 3, "the third lane has no memory left beside these two"
+        session.release_all()
+        for task in tasks:
+            await task
+    assert session.runs[:3] == [(False, 1), (True, 1), (True, 1)]
+
+
+@async_test
+async def test_views_too_large_for_half_of_the_lanes_each_have_all_threads() -> None:
+    session = with_lanes(rules=BatchRules(max_pixels=2 * 64 * 72 - 1))
     with serve_models(fake=session) as models:
         tasks = await views_behind_a_batch(models, session, 4)
         session.release_batches()
@@ -108,7 +123,7 @@ async def test_views_too_large_for_a_lane_each_have_all_threads() -> None:
         session.release_all()
         for task in tasks:
             await task
-    assert session.runs == [(False, 1), (False, 2), (False, 2)]
+    assert session.runs == 5 * [(False, 1)]
 
 
 @async_test
