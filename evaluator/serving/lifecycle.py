@@ -32,6 +32,7 @@ from .network import raise_open_file_limit
 from .observability.logs import CallLog
 from .observability.metrics import Metrics
 from .options import RESERVED_FILES, ServeOptions, ServerLimits
+from .processes.siblings import Siblings
 from .repository import Repository
 from .scheduling.model import ServedModel
 from .server import Server
@@ -161,10 +162,11 @@ async def _close_in_time(models: Models) -> bool:
     return True
 
 
-async def serve(options: ServeOptions, report: Callable[[str], None]) -> ServeResult:
+async def serve(options: ServeOptions, report: Callable[[str], None], siblings: Siblings | None = None) -> ServeResult:
     """Serve until SIGTERM, SIGINT or the loss of a device, then finish the calls in flight.
 
-    report: called once with the start line, when all models are loaded and calls are answered.
+    report: called once with the start line, when all models are loaded and calls are answered; siblings: the other
+    processes of this server, which share its ports.
     Raises EnvironmentFault if the port, the device or enough open files are unavailable, ContractError for a
     `--model` that is none, UsageError if serving needs more memory than the limit, or for files of TLS or tokens that
     cannot be used, and the errors of `Repository.start`.
@@ -181,49 +183,88 @@ async def serve(options: ServeOptions, report: Callable[[str], None]) -> ServeRe
     # Before this, while files may block, a signal ends the process at once, unless it is the first one of a container.
     events.install_signal_handlers()
     calls = CallsInFlight(_cap_connections(fitted.limits, 1 + options.http.enabled), metrics, call_log, tracing, access)
-    server = Server(
-        options.host, options.port, calls,
-        certificates=certificates, http=options.http, unix_socket=options.unix_socket,
-    )  # fmt: skip
-    metrics_port = None
+    ports = _Ports(options, calls, certificates, siblings)
+    server = None
     tasks = [asyncio.create_task(poll_forever(each.files)) for each in (certificates, access) if each is not None]
     try:
-        if options.metrics_port is not None:
-            app = metrics_app(metrics.text, lambda: server.serving)
-            metrics_port = Listener(app, options.host, options.metrics_port, METRICS_LIMITS, option="--metrics-port")
-            metrics_port.open()
-            log.info("metrics on http://%s/metrics", metrics_port.address)
-        await server.open()
+        if siblings is None or not siblings.late:
+            server = await ports.open()
         models = Models((), options.limits.image, fitted.queue, metrics, events.post)
         repository = None
         if options.models_folder is not None:
-            repository = Repository(options.models_folder, models, options, lambda: events.begun)
+            chosen = None if siblings is None else siblings.chosen
+            repository = Repository(options.models_folder, models, options, lambda: events.begun, chosen)
             asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, repository.retry)
         if not await _load(options, models, repository, events):
             log.info("stopped while loading models")
             return ServeResult(lost=events.lost, stuck=not await _close_in_time(models))
-        memory = _estimate_memory([model.session for model in models.all()], options)
+        processes = 1 if siblings is None else options.processes
+        memory = _estimate_memory([model.session for model in models.all()], options, processes)
+        if siblings is not None:
+            siblings.join(metrics, repository)
+        server = server or await ports.open()
         await server.start(models, repository)
         models.on_change.append(partial(_limit_memory, calls.arriving, models, options))
         _limit_memory(calls.arriving, models, options)
         if repository is not None:
             gc.freeze()  # the collections of `Repository.watch` then skip what was loaded before
             tasks.append(asyncio.create_task(repository.watch()))
-        addresses = {"http": server.http_url, "metrics": "" if metrics_port is None else metrics_port.address}
+        addresses = {"http": server.http_url, "metrics": ports.metrics_address}
         _log_start(server.address, addresses, models, memory)
-        report(start_line(server.address, addresses, models, memory))
+        report(start_line(server.address, addresses, models, memory, processes))
         ended = await wait_and_shut_down(server, models, events, lame_duck=options.lame_duck, grace=options.grace)
         log.info("stopped", extra={"fields": {"unfinished": ended.unfinished, "lost": ended.lost is not None}})
         return ended
     finally:
         for task in tasks:
             task.cancel()
-        await server.stop(0)
+        await ports.stop()
         call_log.close()
         if tracing is not None:
             await asyncio.to_thread(tracing.close)
-        if metrics_port is not None:
-            await metrics_port.close_within(METRICS_CLOSE_TIMEOUT)
+        await ports.close_metrics()
+
+
+class _Ports:
+    """The ports of a server, once they are open.
+
+    metrics_address: host:port, "" without metrics.
+    """
+
+    def __init__(
+        self, options: ServeOptions, calls: CallsInFlight, certificates: Certificates | None, siblings: Siblings | None
+    ) -> None:
+        self._options, self._calls, self._certificates, self._siblings = options, calls, certificates, siblings
+        self._server: Server | None = None
+        self._metrics: Listener | None = None
+        self.metrics_address = ""
+
+    async def open(self) -> Server:
+        """Bind all ports, and answer on those for gRPC and metrics; see `Server.open`."""
+        options, shared = self._options, self._siblings is not None
+        self._server = server = Server(
+            options.host, options.port, self._calls,
+            certificates=self._certificates, http=options.http, unix_socket=options.unix_socket, shared=shared,
+        )  # fmt: skip
+        if options.metrics_port is not None:
+            text = self._calls.metrics.text if self._siblings is None else self._siblings.metrics_text
+            self._metrics = Listener(
+                metrics_app(text, lambda: server.serving), options.host, options.metrics_port, METRICS_LIMITS,
+                option="--metrics-port", shared=shared,
+            )  # fmt: skip
+            self._metrics.open()
+            self.metrics_address = self._metrics.address
+            log.info("metrics on http://%s/metrics", self.metrics_address)
+        await server.open()
+        return server
+
+    async def stop(self) -> None:
+        if self._server is not None:
+            await self._server.stop(0)
+
+    async def close_metrics(self) -> None:
+        if self._metrics is not None:
+            await self._metrics.close_within(METRICS_CLOSE_TIMEOUT)
 
 
 def _check_exposure(options: ServeOptions) -> None:
@@ -303,17 +344,20 @@ def _limit_memory(arriving: ArrivingBytes, models: Models, options: ServeOptions
         arriving.max_memory = need.total - need.parts["decoding"]
 
 
-def _estimate_memory(sessions: list[Session], options: ServeOptions) -> int:
-    """Log and return the bytes of main memory that serving takes at most; UsageError if over the limit."""
+def _estimate_memory(sessions: list[Session], options: ServeOptions, processes: int) -> int:
+    """Log and return the bytes of main memory that serving takes at most; UsageError if over the limit.
+
+    processes: that each take as much.
+    """
     need = serving_memory(sessions, options)
     log.info("memory: at most %s", need)
-    if need.total > (machine_bytes := machine_memory()):
+    if processes * need.total > (machine_bytes := machine_memory()):
         log.warning(
             "this machine has %s of memory, too little if the queues are full of the largest images: give "
             "--memory-limit or a smaller --queue-bytes",
             format_bytes(machine_bytes),
         )
-    return need.total
+    return processes * need.total
 
 
 def _log_start(address: str, others: Mapping[str, str], models: Models, memory: int) -> None:
@@ -335,8 +379,11 @@ def _log_start(address: str, others: Mapping[str, str], models: Models, memory: 
     log.info("serving", extra={"fields": fields})
 
 
-def start_line(address: str, others: Mapping[str, str], models: Models, memory: int) -> str:
-    """Return the start line: address, models, provider, precision, versions, memory, and the other addresses if any."""
+def start_line(address: str, others: Mapping[str, str], models: Models, memory: int, processes: int = 1) -> str:
+    """Return the start line: address, models, provider, precision, versions, memory, and the other addresses if any.
+
+    processes: number of those that serve, which together take the memory.
+    """
     served = models.all()
     names = ", ".join(
         f"{model.name} ({model.session.contract.name}, {len(model.session.contract.classes)} classes, "
@@ -344,7 +391,7 @@ def start_line(address: str, others: Mapping[str, str], models: Models, memory: 
         for model in served
     )
     parts = [f"serving on {address}: {names}", f"{_circumstances(served)} grpcio {grpc.__version__}"]
-    parts += [f"memory at most {format_bytes(memory)}"]
+    parts += [f"memory at most {format_bytes(memory)}" + f", {processes} processes" * (processes > 1)]
     return " | ".join([*parts, *(f"{name} on {other}" for name, other in others.items() if other)])
 
 

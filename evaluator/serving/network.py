@@ -19,10 +19,13 @@ _ROOM_INTERVAL = 0.1  # seconds between checks that there is room for connection
 DESCRIPTORS = Path("/proc/self/fd")
 
 
-def channel_options(limits: ServerLimits) -> list[tuple[str, int]]:
-    """Return the options of the gRPC server."""
+def channel_options(limits: ServerLimits, *, shared: bool = False) -> list[tuple[str, int]]:
+    """Return the options of the gRPC server. shared: its port, with other processes of the same server."""
     options = [
-        ("grpc.so_reuseport", 0),  # otherwise a second server started by mistake would silently share the calls
+        (
+            "grpc.so_reuseport",
+            int(shared),
+        ),  # else a second server started by mistake would share the calls
         ("grpc.max_receive_message_length", limits.max_message_bytes),
         # gRPC decompresses before it checks the size: 400 kB on the wire become 400 MB. `Method` decompresses.
         ("grpc.per_message_decompression", 0),

@@ -304,6 +304,14 @@ class ServeOptions:
     strict: bool = option(
         False, "Exit at the start unless the newest version of each model in that folder can be loaded."
     )
+    processes: int = option(
+        0,
+        "Processes that answer calls, each with the models in memory; new connections are shared out among them. "
+        "0 takes one for every four cores, at most eight, and only one for models above 128 MB, GPUs, other devices "
+        "than cpu and Unix sockets.",
+        min=0,
+        max=64,
+    )
     host: str = option("127.0.0.1", "Address to listen on; 0.0.0.0 listens on all interfaces.")
     port: int = option(50051, "Port to listen on; 0 picks a free port.", min=0, max=65535)
     unix_socket: Path | None = option(None, "Unix socket to listen on, instead of --host and --port.", default="none")

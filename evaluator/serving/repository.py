@@ -11,10 +11,10 @@ import gc
 import glob
 import logging
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import NamedTuple, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 from ..engine.session import Placement, Session
 from ..errors import EnvironmentFault, Interrupted, ModelNotFound, ModelRefused, PreluNetError, UsageError
@@ -45,22 +45,36 @@ class Version(NamedTuple):
 
 Signature: TypeAlias = tuple[int, int, int]  # size, time of the last change and inode of a file
 Look: TypeAlias = Mapping[Version, Signature]
+Chosen: TypeAlias = tuple[set[Version], dict[Version, tuple[Signature, PreluNetError]]]
 
 
 class Repository:
     """Keeps the served models equal to those in a folder. All methods belong to the event loop's thread.
 
-    stopped: whether the server stops, so that nothing is loaded any more.
+    stopped: whether the server stops, so that nothing is loaded any more; chosen: by another process of the server;
+    relay: has all its processes load or unload a model, by default only this one.
     """
 
-    def __init__(self, folder: Path, models: Models, options: ServeOptions, stopped: Callable[[], bool]) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        models: Models,
+        options: ServeOptions,
+        stopped: Callable[[], bool],
+        chosen: Chosen | None = None,
+    ) -> None:
         self._folder, self._models, self._options, self._stopped = folder, models, options, stopped
+        self.relay: Callable[[str, str], Coroutine[Any, Any, None]] = self.change
         self._fixed = {file.name for file in options.models}
         self._lock = asyncio.Lock()  # one load at a time: each takes much memory
         self._last_look: Look = {}
         self._loaded: dict[Version, Signature] = {}
-        self._kept: set[Version] = set()  # loaded by their number, until they are unloaded
-        self._refused: dict[Version, tuple[Signature, PreluNetError]] = {}  # tried again once the file changes
+        # Versions loaded by their number, until they are unloaded; those to be tried again once their file changes.
+        self._kept: set[Version] = set()
+        self._refused: dict[Version, tuple[Signature, PreluNetError]] = {}
+        if chosen is not None:
+            self._kept, self._refused = chosen
+        self._started_late = chosen is not None
         self._deleted: set[Version] = set()  # loaded ones
         self._unknown: set[Path] = set()  # ONNX files in the folder that are no version
         for outcome in ("loaded", "refused", "deleted", "unloaded"):
@@ -70,6 +84,11 @@ class Repository:
         """Return the versions that are not served, and why, and those that are served but no longer in the folder."""
         problems = {version: str(fault) for version, (_, fault) in self._refused.items()}
         return dict(sorted((problems | dict.fromkeys(self._deleted, _DELETED)).items()))
+
+    @property
+    def chosen(self) -> Chosen:
+        """Return what clients and files have decided, for another process that is to serve the same."""
+        return self._kept, self._refused
 
     def retry(self) -> None:
         """Let the next look try again what was refused, and load what was unloaded."""
@@ -90,6 +109,10 @@ class Repository:
             )
         for name in sorted({version.name for version in look}):
             await self._update(name, look)
+        for version in self._kept & set(look):
+            await self._ensure_loaded(version, look)
+        if self._started_late:
+            return
         if self._refused and not self._stopped() and (self._options.strict or not self._models.all()):
             version, (_, fault) = next(iter(self._refused.items()))
             raise type(fault)(f"--models {self._folder}: {version}: {fault}")
@@ -121,7 +144,11 @@ class Repository:
         Returns when it is served. Raises ModelNotFound if it is not in the folder, ModelRefused with the reason if it
         cannot be loaded.
         """
-        await shielded(self._load(model))
+        await shielded(self.relay("load", model))
+
+    async def change(self, change: str, model: str) -> None:
+        """Load or unload in this process. change: "load" or "unload"."""
+        await (self._load(model) if change == "load" else self._unload(model))
 
     async def _load(self, model: str) -> None:
         async with self._lock:
@@ -146,7 +173,7 @@ class Repository:
         If it was the newest, the next older version in the folder takes its place first. Raises ModelNotFound if it is
         not loaded, UsageError for a model of `--model`.
         """
-        await shielded(self._unload(model))
+        await shielded(self.relay("unload", model))
 
     async def _unload(self, model: str) -> None:
         async with self._lock:

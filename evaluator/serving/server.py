@@ -59,11 +59,13 @@ class Server:
         certificates: Certificates | None = None,
         http: HttpOptions = HttpOptions(),
         unix_socket: Path | None = None,
+        shared: bool = False,
     ) -> None:
         """Bind the ports, so that a port in use is reported before models load for minutes.
 
         calls: with the limits on clients, tokens, metrics, log and traces; certificates: None without TLS; unix_socket:
-        for gRPC, instead of host and port. Raises EnvironmentFault if a port is unavailable.
+        for gRPC, instead of host and port; shared: the ports, with other processes. Raises EnvironmentFault for a port
+        that is unavailable.
         """
         self._calls = calls = calls or CallsInFlight()
         metrics, limits = calls.metrics, calls.limits
@@ -74,7 +76,7 @@ class Server:
         self._making_room: asyncio.Task[None] | None = None
         self._front = Front(calls)
         self._front.refusal_message = "the server is loading its models; try again later"
-        self._server = grpc.aio.server(handlers=[self._front], options=channel_options(limits))
+        self._server = grpc.aio.server(handlers=[self._front], options=channel_options(limits, shared=shared))
         self._host = host if unix_socket is None else unix_host(unix_socket, "--unix-socket")
         address = host_port(self._host, port)
         try:
@@ -99,6 +101,7 @@ class Server:
                 ),
                 option="--http-port",
                 tls=None if certificates is None or http.unix_socket is not None else certificates.context,
+                shared=shared,
             )
             metrics.http_connections.set_function(partial(getattr, self._http, "connections"))
 

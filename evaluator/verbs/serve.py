@@ -14,6 +14,7 @@ from ..errors import error_status
 from ..serving.lifecycle import serve as serve_until_stopped
 from ..serving.observability.logs import configure_logging, flush
 from ..serving.options import ServeOptions, require_files
+from ..serving.processes.parent import Parent, choose_processes
 from ..terminal import echo
 from .options.config_file import read_config
 from .options.derive import derive_options
@@ -49,7 +50,11 @@ def serve(
     configure_logging(log_format, log_level.upper())
     require_files(options.models)
     try:
-        ended = asyncio.run(serve_until_stopped(options, _try_echo))
+        if (count := choose_processes(options)) > 1:
+            parent = Parent(options, count, log_format, log_level.upper())
+            ended = asyncio.run(parent.serve(_try_echo))
+        else:
+            ended = asyncio.run(serve_until_stopped(options, _try_echo))
     finally:
         flush()  # a thread writes the log; all of it should precede the last message
     if ended.unfinished:

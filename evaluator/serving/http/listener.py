@@ -194,6 +194,7 @@ class Listener:
         *,
         option: str,
         tls: Callable[[], ssl.SSLContext] | None = None,
+        shared: bool = False,
     ) -> None:
         self._limits, self._tls = limits, tls
         self._config = Config(
@@ -207,7 +208,7 @@ class Listener:
         self._connections: dict[Connection, asyncio.Task[None]] = {}  # and what sets each up; oldest first
         self._aborted = False
         try:
-            self._sockets = _bind(host, port)
+            self._sockets = bind(host, port, shared=shared)
         except OSError as error:
             reason = explain_bind_error(host, port, option)
             raise EnvironmentFault(f"cannot listen on {host_port(host, port)} ({option}): {reason}") from error
@@ -355,23 +356,26 @@ def _ignore_new_handshakes(listener: socket.socket) -> bool:
     return True
 
 
-def _bind(host: str, port: int) -> list[socket.socket]:
-    """Return sockets on all addresses of a host, on the same port, that do not listen yet, except Unix sockets."""
+def bind(host: str, port: int, *, shared: bool = False) -> list[socket.socket]:
+    """Return sockets on all addresses of a host, on the same port, that do not listen yet, except Unix sockets.
+
+    shared: with other sockets of this user that are shared, too.
+    """
     if host.startswith("unix:"):
         created = _bound(socket.AF_UNIX, unquote(host.removeprefix("unix:")))
         created.listen()  # else another server would take this one for dead, and its path
         return [created]
     if is_wildcard(host) and socket.has_dualstack_ipv6():  # as gRPC: IPv4 too
-        return [_bound(socket.AF_INET6, (host, port), dual_stack=True)]
+        return [_bound(socket.AF_INET6, (host, port), dual_stack=True, shared=shared)]
     found: list[socket.socket] = []
     addresses = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
     for family, _, _, _, address in addresses:
-        found.append(_bound(family, (address[0], port)))
+        found.append(_bound(family, (address[0], port), shared=shared))
         port = port or found[0].getsockname()[1]
     return found
 
 
-def _bound(family: int, address: Any, *, dual_stack: bool = False) -> socket.socket:
+def _bound(family: int, address: Any, *, dual_stack: bool = False, shared: bool = False) -> socket.socket:
     """Do what `socket.create_server` does, but do not listen."""
     tcp = family != socket.AF_UNIX  # for which asyncio sets TCP_NODELAY, else a response may wait 40 ms for an ACK
     created = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP if tcp else 0)
@@ -379,6 +383,8 @@ def _bound(family: int, address: Any, *, dual_stack: bool = False) -> socket.soc
         created.setblocking(False)
         if tcp:
             created.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            if shared:
+                created.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
         if family == socket.AF_INET6:
             created.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, not dual_stack)
         created.bind(address)

@@ -11,11 +11,13 @@ import logging
 import os
 import re
 import secrets
+import select
 import threading
 import time
 import traceback
 from collections import deque
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from datetime import UTC, datetime
 from functools import partial
 from typing import Any
@@ -35,6 +37,7 @@ _PLAIN = re.compile(r"[A-Za-z0-9._:/@%+,\[\]-]+")  # a value that needs no quote
 
 log = logging.getLogger(__name__)
 _handler: "StderrHandler | None" = None  # of `configure_logging`
+_process: int | None = None  # likewise
 
 
 def log_incident(error: BaseException) -> str:
@@ -210,26 +213,34 @@ class StderrHandler(logging.Handler):
             time.sleep(_GATHER_SECONDS)  # waking this thread for each line would cost more than the line
             self._writing = True
             self._came.clear()
-            data = "".join(f"{self._lines.popleft()()}\n" for _ in range(len(self._lines)))
-            left = data.encode("utf-8", "backslashreplace")
-            try:
-                while left:
-                    left = left[os.write(self._descriptor, left) :]
-            except OSError:  # no reader
-                pass
+            data = b""
+            for _ in range(len(self._lines)):
+                line = f"{self._lines.popleft()()}\n".encode("utf-8", "backslashreplace")
+                if len(data) + len(line) > select.PIPE_BUF:  # more could mix with the lines of other processes
+                    self._put(data)
+                    data = b""
+                data += line
+            self._put(data)
             self._writing = False
+
+    def _put(self, data: bytes) -> None:
+        with suppress(OSError):  # no reader
+            while data:
+                data = data[os.write(self._descriptor, data) :]
 
 
 FORMATTERS: Mapping[str, type[TextFormatter | JsonFormatter]] = {"text": TextFormatter, "json": JsonFormatter}
 
 
-def configure_logging(form: str = "text", level: str = "INFO") -> None:
+def configure_logging(form: str = "text", level: str = "INFO", process: int | None = None) -> None:
     """Send the logs of this process to stderr. form: "text" or "json"; level: of our own loggers, as in `logging`.
+
+    process: its number, for each line, if it is one of several.
 
     Other libraries log from WARNING: at lower levels Pillow quotes the images that it decodes.
     """
-    global _handler  # noqa: PLW0603 - one per process, as `logging` itself
-    _handler = StderrHandler(form)
+    global _handler, _process
+    _handler, _process = StderrHandler(form), process
     logging.basicConfig(level=logging.WARNING, handlers=[_handler], force=True)
     logging.getLogger("prelunet").setLevel(level)
     logging.captureWarnings(capture=True)
@@ -276,7 +287,7 @@ def _time(created: float) -> str:
 
 
 def _with_call(own: Mapping[str, Any], call: Call | None) -> dict[str, Any]:
-    fields: dict[str, Any] = {}
+    fields: dict[str, Any] = {} if _process is None else {"process": _process}
     if call is not None:
         fields["request_id"], fields["method"] = call.request_id, call.method
         fields |= call.trace.exemplar if call.trace else {}

@@ -7,10 +7,11 @@ know what a request is.
 import importlib.metadata
 import platform
 import time
+from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
 
 import grpc
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, Summary, disable_created_metrics
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, Metric, Summary, disable_created_metrics
 from prometheus_client.exposition import choose_encoder
 
 from ...answer import Timings
@@ -110,10 +111,34 @@ class Metrics:
         """Return the metrics of one model, of all its versions; its series exist from the first scrape, at 0."""
         return ModelMetrics(self, name)
 
-    def text(self, accept: str = "") -> tuple[bytes, str]:
-        """Return all metrics and their media type: OpenMetrics, with exemplars, where `Accept` names it, or text."""
+    def collect(self) -> list[Metric]:
+        """Return the current metrics."""
+        return list(self.registry.collect())
+
+    def text(self, accept: str = "", by_process: Mapping[int, Sequence[Metric]] | None = None) -> tuple[bytes, str]:
+        """Return all metrics and their media type: OpenMetrics, with exemplars, where `Accept` names it, or text.
+
+        by_process: those of several processes by number, which becomes the label `process`. They are not added up: the
+        sum would fall when a process starts anew, and a rate of it would show events that never happened.
+        """
         encode, media_type = choose_encoder(accept)
-        return encode(self.registry), media_type
+        return encode(self.registry if by_process is None else _OfProcesses(by_process)), media_type
+
+
+class _OfProcesses:
+    """What prometheus_client encodes like a registry."""
+
+    def __init__(self, by_process: Mapping[int, Sequence[Metric]]) -> None:
+        self._by_process = by_process
+
+    def collect(self) -> Iterable[Metric]:
+        families: dict[str, Metric] = {}
+        for number, metrics in sorted(self._by_process.items()):
+            for each in metrics:
+                family = families.setdefault(each.name, Metric(each.name, each.documentation, each.type, each.unit))
+                label = {"process": str(number)}
+                family.samples += [sample._replace(labels={**sample.labels, **label}) for sample in each.samples]
+        return families.values()
 
 
 class ModelMetrics:

@@ -1,0 +1,250 @@
+"""The parent of several processes that serve the same models on the same ports; it answers no call itself.
+
+The kernel gives each new connection to one of the processes (SO_REUSEPORT), and no work moves between them. The parent
+holds the ports, so that no other server can take part; it passes signals on, starts another process for one that died,
+and has all processes load and unload the same models.
+"""
+
+import asyncio
+import importlib.metadata
+import logging
+import signal
+import socket
+import sys
+import time
+from collections.abc import Callable, Coroutine, Iterator, Mapping
+from contextlib import contextmanager, suppress
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+from prometheus_client import Metric
+
+from ...engine.load import MAX_LANES_BYTES
+from ...errors import EnvironmentFault, PreluNetError, UsageError
+from ...machine import cores
+from ..http.listener import bind
+from ..lifecycle import SHUTDOWN_SIGNALS, ServeResult
+from ..network import explain_bind_error, host_port
+from ..options import ServeOptions
+from .link import Link
+from .worker import Setup
+
+CORES, MAX_PROCESSES = 4, 8  # for each process by default; processes by default at most
+_MEMORY = 2**31  # of `--memory-limit`, for each process by default
+_PARENT_BYTES = 2**27  # that the parent itself takes
+_HEALTHY, _LONGEST_PAUSE = 60.0, 60.0  # seconds: see `_keep`
+_START = "import sys; from prelunet.evaluator.serving.processes.worker import work; work(int(sys.argv[1]))"
+
+log = logging.getLogger(__name__)
+
+
+def choose_processes(options: ServeOptions) -> int:
+    """Return the number of processes: the given one, or by default as many as help.
+
+    One on a GPU, whose memory each would take, with a Unix socket, which cannot be shared, and where one process uses
+    all cores: for a large model file, or on another device than `cpu`. Else one for every CORES cores
+    (docs/performance.md), as far as the memory limit allows.
+    Raises UsageError if the given number cannot share a Unix socket.
+    """
+    sockets = options.unix_socket is not None or options.http.unix_socket is not None
+    if options.processes > 1 and sockets:
+        raise UsageError(f"--processes {options.processes}: a Unix socket belongs to one process. Use ports instead")
+    if options.processes:
+        return options.processes
+    placement = options.placement
+    possible = min(cores() // CORES, MAX_PROCESSES, (placement.memory or MAX_PROCESSES * _MEMORY) // _MEMORY)
+    gpu = placement.device == "auto" and any(importlib.metadata.distributions(name="onnxruntime-gpu"))
+    if possible < 2 or sockets or gpu or placement.device not in {"auto", "cpu"} or placement.precision == "bf16":
+        return 1
+    files = [file.path for file in options.models]
+    if options.models_folder is not None:
+        files += options.models_folder.glob("*/*/model.onnx")
+    with suppress(OSError):  # loading reports it
+        if all(file.stat().st_size <= MAX_LANES_BYTES for file in files):
+            return possible
+    return 1
+
+
+class Parent:
+    """Keeps `count` processes running until a signal."""
+
+    def __init__(self, options: ServeOptions, count: int, log_format: str, log_level: str) -> None:
+        self._options, self._count, self._log = _part_of(options, count), count, (log_format, log_level)
+        self._ready: dict[int, Link] = {}  # of the processes that serve
+        self._processes: dict[int, asyncio.subprocess.Process] = {}
+        self._links: dict[int, Link] = {}
+        self._ended: dict[int, ServeResult | PreluNetError] = {}
+        self._changing = asyncio.Lock()
+        self._first_ready, self._stopping = asyncio.Event(), asyncio.Event()
+        self._report: Callable[[str], None] = lambda _line: None
+
+    async def serve(self, report: Callable[[str], None]) -> ServeResult:
+        """Serve until a signal; see `lifecycle.serve`. Raises the error of a process that cannot start."""
+        self._report = report
+        loop = asyncio.get_running_loop()
+        for number in SHUTDOWN_SIGNALS:
+            if signal.getsignal(number) != signal.SIG_IGN:  # as nohup ignores SIGHUP
+                loop.add_signal_handler(number, self._pass_on, number)
+        with _held_ports(self._options) as self._options:
+            keepers = [asyncio.create_task(self._keep(number)) for number in range(1, self._count + 1)]
+            # One ends by itself only if it cannot start; otherwise a signal has ended all.
+            await asyncio.wait(keepers, return_when=asyncio.FIRST_COMPLETED)
+            if not self._stopping.is_set():
+                self._pass_on(signal.SIGTERM)
+            outcomes = await asyncio.gather(*keepers)
+        results = []
+        for outcome in outcomes:
+            if isinstance(outcome, PreluNetError):
+                raise outcome
+            results.append(outcome)
+        lost = next((each.lost for each in results if each.lost is not None), None)
+        return ServeResult(sum(each.unfinished for each in results), lost)
+
+    def _pass_on(self, number: signal.Signals) -> None:
+        if number != signal.SIGHUP or self._options.models_folder is None:  # else it looks at the folder again
+            self._stopping.set()
+            self._first_ready.set()
+        for process in self._processes.values():
+            with suppress(ProcessLookupError):
+                process.send_signal(number)
+
+    async def _keep(self, number: int) -> ServeResult | PreluNetError:
+        """Keep a process running, and return how the last one ended; at the start an error is the server's.
+
+        After a process that lived for less than _HEALTHY seconds the next one waits, twice as long each time.
+        """
+        pause, started = 0.5, False
+        if number > 1:
+            await self._first_ready.wait()
+        while not self._stopping.is_set():
+            begun = time.monotonic()
+            code = await self._run(number)
+            started = started or number in self._ready
+            self._ready.pop(number, None)
+            ended = self._ended.pop(number, None)
+            if self._stopping.is_set():
+                return ended or ServeResult()
+            if not started:
+                return ended or EnvironmentFault(f"process {number} ended with status {code} at its start: see its log")
+            pause = 1.0 if time.monotonic() - begun > _HEALTHY else min(2 * pause, _LONGEST_PAUSE)
+            reason = ended.lost if isinstance(ended, ServeResult) else ended
+            log.error(
+                "process %d has ended, and another one starts in %g s: %s", number, pause, reason or f"status {code}"
+            )
+            with suppress(TimeoutError):
+                await asyncio.wait_for(self._stopping.wait(), pause)
+        return ServeResult()
+
+    async def _run(self, number: int) -> int:
+        """Run a process; return its exit status once it has ended."""
+        ours, theirs = socket.socketpair()
+        with theirs:
+            process = await asyncio.create_subprocess_exec(
+                sys.executable, "-P", "-c", _START, str(theirs.fileno()),
+                pass_fds=[theirs.fileno()], stdin=asyncio.subprocess.DEVNULL,
+            )  # fmt: skip
+        self._processes[number] = process
+        if self._stopping.is_set():
+            process.terminate()
+        handlers: dict[str, Callable[..., Coroutine[Any, Any, Any]]] = {
+            "setup": self._setup,
+            "ready": self._on_ready,
+            "ended": self._on_ended,
+            "change": self._change,
+            "metrics": self._metrics,
+        }
+        link = self._links[number] = Link({name: partial(handler, number) for name, handler in handlers.items()})
+        await link.open(ours)
+        await link.run()
+        return await process.wait()
+
+    # What a process asks, with its number
+
+    async def _setup(self, number: int) -> Setup:
+        chosen = None
+        for link in list(self._ready.values())[:1]:
+            with suppress(ConnectionError):
+                chosen = await link.call("chosen")
+        return Setup(self._options, *self._log, number, first=not self._ready, chosen=chosen)
+
+    async def _on_ready(self, number: int, start_line: str) -> None:
+        self._ready[number] = self._links[number]
+        self._first_ready.set()
+        if len(self._ready) == self._count:
+            self._report(start_line)
+            self._report = lambda _line: None
+
+    async def _on_ended(self, number: int, ended: ServeResult | PreluNetError) -> None:
+        self._ended[number] = ended
+
+    async def _change(self, number: int, change: str, model: str) -> None:
+        """Load or unload a model in the process that was asked, which checks it, and then in the others.
+
+        One that fails where that did not is replaced: it would answer otherwise.
+        """
+        async with self._changing:
+            await self._ready[number].call("change", change, model)
+            others = {other: link for other, link in self._ready.items() if other != number}
+            calls = [link.call("change", change, model) for link in others.values()]
+            for other, outcome in zip(others, await asyncio.gather(*calls, return_exceptions=True), strict=True):
+                if isinstance(outcome, Exception):
+                    log.error(
+                        "process %d is replaced, because it could not %s model %s: %s", other, change, model, outcome
+                    )
+                    with suppress(ProcessLookupError):
+                        self._processes[other].terminate()
+
+    async def _metrics(self, number: int, seconds: float) -> Mapping[int, list[Metric]]:
+        """Return the metrics of the other processes that answer in this time."""
+
+        async def of(link: Link) -> list[Metric]:
+            async with asyncio.timeout(seconds):
+                found: list[Metric] = await link.call("metrics")
+                return found
+
+        others = {other: link for other, link in self._ready.items() if other != number}
+        found = await asyncio.gather(*map(of, others.values()), return_exceptions=True)
+        return {other: each for other, each in zip(others, found, strict=True) if isinstance(each, list)}
+
+
+def _part_of(options: ServeOptions, count: int) -> ServeOptions:
+    """Return the options of one of so many processes, with its part of the memory and of the decoding processes."""
+    placement, queue = options.placement, options.queue
+    if placement.memory is not None:
+        placement = replace(placement, memory=max(1, (placement.memory - _PARENT_BYTES) // count))
+    queue = replace(queue, decode_processes=max(2, -(-queue.decode_processes // count)))
+    return replace(options, processes=count, placement=placement, queue=queue)
+
+
+@contextmanager
+def _held_ports(options: ServeOptions) -> Iterator[ServeOptions]:
+    """Hold the ports for the processes; yield the options with their numbers.
+
+    Raises EnvironmentFault for a port that another program uses, also one that would share it.
+    """
+    held: list[socket.socket] = []
+
+    def hold(port: int, option: str) -> int:
+        try:
+            alone = bind(options.host, port)
+            port = alone[0].getsockname()[1]
+            for each in alone:
+                each.close()
+            held.extend(bind(options.host, port, shared=True))
+        except OSError as error:
+            reason = explain_bind_error(options.host, port, option)
+            raise EnvironmentFault(f"cannot listen on {host_port(options.host, port)} ({option}): {reason}") from error
+        return port
+
+    try:
+        http, metrics = options.http, options.metrics_port
+        port = hold(options.port, "--port")
+        if http.port is not None:
+            http = replace(http, port=hold(http.port, "--http-port"))
+        if metrics is not None:
+            metrics = hold(metrics, "--metrics-port")
+        yield replace(options, port=port, http=http, metrics_port=metrics)
+    finally:
+        for each in held:
+            each.close()
