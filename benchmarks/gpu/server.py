@@ -66,7 +66,7 @@ def _measure(rig: Rig, start: Any, protocol: str, clients: int, calls: int) -> d
         return {"not_available": str(error)}
     server = Contender("prelunet", process, {})
     server.wait(["a"])
-    load = LoadTarget((server,), "Classify", "a", protocol, tuple(range(rig.reduced(PICTURES))), clients)
+    load = LoadTarget(server, "Classify", "a", protocol, tuple(range(rig.reduced(PICTURES))), clients)
     load.run_turn(workers, rig.reduced(WARM, clients), 0)
     before = process.metrics()
     turn = load.run_turn(workers, rig.reduced(calls, clients), 1)

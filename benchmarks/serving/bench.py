@@ -20,10 +20,11 @@ from benchmarks.serving.load import CALL_SECONDS, Workload, classify_request, op
 from benchmarks.serving.peers import STARTERS, Contender, Spec, start_echo, start_ours
 from benchmarks.serving.worker import Worker
 from prelunet.evaluator.errors import EnvironmentFault
+from prelunet.evaluator.machine import cores
 from prelunet.evaluator.pb.prelunet.v1 import prelunet_pb2_grpc as pb_grpc
 from prelunet.evaluator.protocols import EvaluationProtocol
 
-PROCESSES = 2  # of clients: one alone would take a third of the time of the demo model
+PROCESSES = max(2, cores() // 4)  # of clients: one alone would take a third of the time of the demo model
 TOLERANCE = 1e-4  # of a score: another order of summation, and six digits where scores are sent as text
 Json = dict[str, Any]
 Turn = Callable[[int, int], "TurnResult"]  # (number of calls, number of the round) → result
@@ -59,13 +60,16 @@ class TurnResult:
 class ServingBench:
     """The processes, started on first use.
 
-    now: circumstances of this run in the result file; servers, and peers that are unavailable, are added to it.
+    processes: of our servers beside the peers, if several; clients: of a case; now: circumstances of this run in the
+    result file; servers, and peers that are unavailable, are added to it.
     """
 
     rig: Rig
     folder: Path
     pictures: Pictures
     threads: int
+    processes: Sequence[int]
+    clients: Sequence[int]
     pythons: Mapping[str, Path | None]
     now: Json
     _servers: dict[str, Contender] = field(default_factory=dict)
@@ -88,15 +92,14 @@ class ServingBench:
         for name in [name for name in self._workers if name.startswith("engine")]:
             self._workers.pop(name).close()
 
-    def ours(self, net: str, *, null: bool = False, http: bool = False, tls: bool = False) -> Contender:
+    def ours(
+        self, net: str, *, processes: int = 1, null: bool = False, http: bool = False, tls: bool = False
+    ) -> Contender:
         """Return our server of a net; null: one that computes nothing; http: with an HTTP port; tls: over TLS."""
-        start = partial(start_ours, {net: self.rig.model_file(net)}, self.threads, null=null, http=http, tls=tls)
-        return self._server(f"prelunet {net}{', null' * null}{', HTTP' * http}{', TLS' * tls}", start, [net])
-
-    def pair(self, net: str) -> tuple[Contender, ...]:
-        """Return two of our servers with half the threads each: two processes that share nothing, not even a queue."""
-        start = partial(start_ours, {net: self.rig.model_file(net)}, max(1, self.threads // 2))
-        return tuple(self._server(f"prelunet {net}, {which} of two", start, [net]) for which in ("first", "second"))
+        models = {net: self.rig.model_file(net)}
+        start = partial(start_ours, models, self.threads, processes=processes, null=null, http=http, tls=tls)
+        several = f", {processes} processes" * (processes > 1)
+        return self._server(f"prelunet {net}{several}{', null' * null}{', HTTP' * http}{', TLS' * tls}", start, [net])
 
     def echo(self, answer: bytes) -> Contender:
         """Return a bare grpc.aio server that gives this answer to every Classify."""
@@ -145,7 +148,7 @@ class ServingBench:
         settings = {"model": str(model), "threads": self.threads, "folder": str(folder)}
         return self._worker(f"engine {net}", "benchmarks.serving.engine", json.dumps(settings))
 
-    def clients(self) -> list[Worker]:
+    def callers(self) -> list[Worker]:
         """Return the client processes."""
         return [
             self._worker(f"clients {number}", "benchmarks.serving.load", str(self.pictures.folder))
@@ -160,29 +163,27 @@ class ServingBench:
 
 @dataclass(frozen=True)
 class LoadTarget:
-    """How a server is called. model: its name there; clients: calls in flight.
+    """How a server is called. model: its name there; clients: calls in flight; one_connection: for all of them."""
 
-    servers: of several, each client process calls one.
-    """
-
-    servers: tuple[Contender, ...]
+    server: Contender
     api: str
     model: str
     protocol: str
     images: tuple[int, ...]
     clients: int
+    one_connection: bool = False
 
     def best(self, client: Worker) -> list[Any]:
         """Return the best classes of each picture from the server."""
-        load = self._load(self.servers[0], clients=1, calls=0, first=0, begin_at=0.0)
+        load = self._load(clients=1, calls=0, first=0, begin_at=0.0)
         client.send({"best": load, "images": self.images})
         best: list[Any] = client.receive()["best"]
         return best
 
     def answer(self, image: bytes) -> bytes:
         """Return the serialized answer of Classify to a picture."""
-        server = self.servers[0]
-        load = Workload(**self._load(server, clients=1, calls=1, first=0, begin_at=0.0))
+        server = self.server
+        load = Workload(**self._load(clients=1, calls=1, first=0, begin_at=0.0))
         with open_channel(grpc, server.address, server.tls_ca) as channel:
             stub = pb_grpc.PreluNetServiceStub(channel)
             found: bytes = stub.Classify(classify_request(load, image), timeout=CALL_SECONDS).SerializeToString()
@@ -190,18 +191,12 @@ class LoadTarget:
 
     def run_turn(self, workers: Sequence[Worker], calls: int, _number: int) -> TurnResult:
         """Make `calls` calls, spread over the client processes."""
-        workers = workers[: self.clients]
+        workers = workers[: 1 if self.one_connection else self.clients]
         share = math.ceil(calls / len(workers))
         cpu, threads = self._cpu_seconds()
         begin_at = time.monotonic() + 0.1
         for place, worker in enumerate(workers):
-            load = self._load(
-                self.servers[place % len(self.servers)],
-                clients=self.clients // len(workers),
-                calls=share,
-                first=place * share,
-                begin_at=begin_at,
-            )
+            load = self._load(clients=self.clients // len(workers), calls=share, first=place * share, begin_at=begin_at)
             worker.send({"load": load, "images": self.images})
         results = [worker.receive() for worker in workers]
         cpu_after, threads_after = self._cpu_seconds()
@@ -216,20 +211,18 @@ class LoadTarget:
         )
 
     def _cpu_seconds(self) -> tuple[float, Counter[str]]:
-        """Return the CPU time of the servers so far, and that of their threads by name."""
-        threads: Counter[str] = Counter()
-        for server in self.servers:
-            threads.update(server.process.thread_seconds())
-        return sum(server.process.cpu_seconds() for server in self.servers), threads
+        """Return the CPU time of the server so far, and that of its threads by name."""
+        return self.server.process.cpu_seconds(), Counter(self.server.process.thread_seconds())
 
-    def _load(self, server: Contender, **call: Any) -> Json:
-        tls_ca = server.tls_ca
+    def _load(self, **call: Any) -> Json:
+        server, tls_ca = self.server, self.server.tls_ca
         return {
             "address": server.http if self.api == "HTTP" else server.address,
             "api": self.api,
             "model": self.model,
             "protocol": self.protocol,
             "tls_ca": None if tls_ca is None else str(tls_ca),
+            "one_connection": self.one_connection,
             **call,
         }
 

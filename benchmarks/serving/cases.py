@@ -31,6 +31,7 @@ PROTOCOL = "center"  # of models that compute nothing, of HTTP and TLS, and of t
 PEER_PROTOCOLS = {"center": "center", "dense": "dense-64"}  # name of a peer's model → its protocol
 PICTURES = ("equal", "mixed")
 CLIENTS = (1, 4, 16)
+ON_ONE_CONNECTION = 32  # clients that share a connection, and so one of several processes
 APIS = {  # of our server → as load.py calls it, and whether over TLS
     "Classify": ("Classify", False),
     "OIP": ("OIP", False),
@@ -55,11 +56,11 @@ def throughput(bench: ServingBench, start: int) -> Iterator[Case]:
 
 def _served(bench: ServingBench, net: str, protocol: str, clients: int, calls: int, start: int) -> Json:
     images, engine = bench.pictures.mixed[:clients], bench.engine(net)
-    target = LoadTarget((bench.ours(net),), "Classify", net, protocol, images, clients)
+    target = LoadTarget(bench.ours(net), "Classify", net, protocol, images, clients)
     off = _check(bench, {"Classify": target}, best_in_process(engine, protocol, images))  # warms both up
     contenders: dict[str, Turn] = {
         "validate": partial(in_process, engine, protocol, images),
-        "Classify": partial(target.run_turn, bench.clients()),
+        "Classify": partial(target.run_turn, bench.callers()),
     }
     return {**measured(contenders, TINY_CALLS if bench.rig.tiny else calls, 1, start), "off": off}
 
@@ -68,21 +69,24 @@ def peers(bench: ServingBench, start: int) -> Iterator[Case]:
     """Compare servers of the same model file under the same load."""
     for name, protocol in list(PEER_PROTOCOLS.items())[-1 if bench.rig.tiny else 0 :]:
         for pictures in PICTURES[-1:] if bench.rig.tiny else PICTURES:
-            for clients in CLIENTS[-1:] if bench.rig.tiny else CLIENTS:
-                settings = {"part": "peers", "net": NET, "protocol": protocol, "pictures": pictures, "clients": clients}
+            for clients in (*bench.clients, ON_ONE_CONNECTION)[-1 if bench.rig.tiny else 0 :]:
+                settings: Json = {"part": "peers", "net": NET, "protocol": protocol, "pictures": pictures}
+                settings |= {"clients": clients, "peers": _given(bench), "processes": list(bench.processes)}
                 work = partial(_beside_peers, bench, name, pictures, clients, start)
-                yield Case({**settings, "peers": _given(bench), "start": start}, work)
+                yield Case({**settings, "start": start}, work)
 
 
 def _beside_peers(bench: ServingBench, name: str, pictures: str, clients: int, start: int) -> Json:
-    images, protocol = getattr(bench.pictures, pictures), PEER_PROTOCOLS[name]
-    targets = {"prelunet": LoadTarget((bench.ours(NET),), "Classify", NET, protocol, images, clients)}
-    if clients > 1:
-        targets["prelunet, two servers"] = LoadTarget(bench.pair(NET), "Classify", NET, protocol, images, clients)
+    images, protocol, one = getattr(bench.pictures, pictures), PEER_PROTOCOLS[name], clients == ON_ONE_CONNECTION
+    targets = {}
+    for processes in (1, *bench.processes):
+        ours = f"prelunet, {processes} processes" if processes > 1 else "prelunet"
+        server = bench.ours(NET, processes=processes)
+        targets[ours] = LoadTarget(server, "Classify", NET, protocol, images, clients, one)
     for peer, server in bench.peers(NET, _of_peers(bench)).items():
-        targets[peer] = LoadTarget((server,), "OIP of a peer", name, protocol, images, clients)
+        targets[peer] = LoadTarget(server, "OIP of a peer", name, protocol, images, clients, one)
     off = _check(bench, targets, best_in_process(bench.engine(NET), protocol, images))
-    contenders = {one: partial(target.run_turn, bench.clients()) for one, target in targets.items()}
+    contenders = {one: partial(target.run_turn, bench.callers()) for one, target in targets.items()}
     return {**measured(contenders, *turn_lengths(bench, contenders, PEER_TURN, clients), start), "off": off}
 
 
@@ -99,7 +103,7 @@ def _apis(bench: ServingBench, clients: int, start: int) -> Json:
     images = bench.pictures.mixed
     targets = _of_ours(bench, images, clients, null=False)
     off = _check(bench, targets, best_in_process(bench.engine(NET), PROTOCOL, images))
-    contenders = {name: partial(one.run_turn, bench.clients()) for name, one in targets.items()}
+    contenders = {name: partial(one.run_turn, bench.callers()) for name, one in targets.items()}
     return {**measured(contenders, *turn_lengths(bench, contenders, API_TURN, clients), start), "off": off}
 
 
@@ -108,10 +112,10 @@ def _overhead(bench: ServingBench, clients: int, start: int) -> Json:
     targets = _of_ours(bench, images, clients, null=True)
     picture = sorted(bench.pictures.folder.iterdir())[images[0]].read_bytes()
     echo = bench.echo(targets["prelunet, Classify"].answer(picture))
-    targets["echo, Classify"] = LoadTarget((echo,), "Classify", NET, PROTOCOL, images, clients)
+    targets["echo, Classify"] = LoadTarget(echo, "Classify", NET, PROTOCOL, images, clients)
     for peer, there in bench.peers(NET, _of_peers(bench)).items():
-        targets[f"{peer}, OIP"] = LoadTarget((there,), "OIP of a peer", "null", "", images, clients)
-    contenders = {name: partial(one.run_turn, bench.clients()) for name, one in targets.items()}
+        targets[f"{peer}, OIP"] = LoadTarget(there, "OIP of a peer", "null", "", images, clients)
+    contenders = {name: partial(one.run_turn, bench.callers()) for name, one in targets.items()}
     calls = TINY_CALLS if bench.rig.tiny else NULL_CALLS
     interleave(contenders, calls, 1)  # untimed
     return measured(contenders, calls, 1, start)
@@ -120,7 +124,7 @@ def _overhead(bench: ServingBench, clients: int, start: int) -> Json:
 def _of_ours(bench: ServingBench, images: tuple[int, ...], clients: int, *, null: bool) -> dict[str, LoadTarget]:
     return {
         f"prelunet, {name}": LoadTarget(
-            (bench.ours(NET, null=null, http=True, tls=tls),), api, NET, PROTOCOL, images, clients
+            bench.ours(NET, null=null, http=True, tls=tls), api, NET, PROTOCOL, images, clients
         )
         for name, (api, tls) in APIS.items()
     }
@@ -175,7 +179,7 @@ def _of_peers(bench: ServingBench) -> Mapping[str, EvaluationProtocol]:
 
 
 def _check(bench: ServingBench, targets: Mapping[str, LoadTarget], expected: Sequence[Any]) -> dict[str, float]:
-    client = bench.clients()[0]
+    client = bench.callers()[0]
     return {name: check_answers(name, target.best(client), expected) for name, target in targets.items()}
 
 

@@ -44,7 +44,7 @@ class Workload:
 
     api: a key of UNARY, or HTTP; model, protocol: of the requests (peers have one protocol per model);
     clients, calls: of this process; first: index of its first picture; begin_at: on the clock of time.monotonic();
-    tls_ca: file of the authorities of the server's certificate, None without TLS.
+    tls_ca: file of the authorities of the server's certificate, None without TLS; one_connection: of all its clients.
     """
 
     address: str
@@ -56,6 +56,7 @@ class Workload:
     first: int
     begin_at: float
     tls_ca: str | None = None
+    one_connection: bool = False
 
 
 def classify_request(load: Workload, image: bytes) -> pb.ClassifyRequest:
@@ -187,7 +188,8 @@ async def run(load: Workload, images: Sequence[bytes]) -> Json:
     Returns latencies in seconds, in order of completion, begin and end on the clock of time.monotonic(), and the
     errors. The calls begin late if connecting takes until after `begin_at`.
     """
-    connections = [await connected(load, images) for _ in range(load.clients)]
+    connections = [await connected(load, images) for _ in range(1 if load.one_connection else load.clients)]
+    connections *= load.clients // len(connections)
     latencies: list[float] = []
     errors: list[str] = []
     begun = ended = max(load.begin_at, time.monotonic())
@@ -209,7 +211,7 @@ async def run(load: Workload, images: Sequence[bytes]) -> Json:
         await asyncio.sleep(max(0.0, begun - time.monotonic()))
         await asyncio.gather(*map(client, connections))
     finally:
-        for connection in connections:
+        for connection in set(connections):
             await connection.close()
     return {"latencies": latencies, "begun": begun, "ended": ended, "errors": errors}
 

@@ -120,17 +120,33 @@ class Contender:
 
 
 def start_ours(
-    models: Mapping[str, Path], threads: int, folder: Path, *, null: bool = False, http: bool = False, tls: bool = False
+    models: Mapping[str, Path],
+    threads: int,
+    folder: Path,
+    *,
+    processes: int = 1,
+    null: bool = False,
+    http: bool = False,
+    tls: bool = False,
 ) -> Contender:
     """Start `prelunet serve` of this checkout.
 
-    null: with sessions that return zeros (null.py); http: with an HTTP port; tls: with the certificate of the tests.
+    processes: that share the port; null: with sessions that return zeros (null.py); http: with an HTTP port; tls: with
+    the certificate of the tests.
     """
-    options = ["--device", "cpu", "--threads", str(threads), "--lame-duck", "0", *(["--http-port", "0"] * http)]
+    options = ["--device", "cpu", "--threads", str(threads), "--processes", str(processes), "--lame-duck", "0"]
+    options += ["--http-port", "0"] * http
     if tls:
         options += ["--tls-cert", str(TLS / "server.pem"), "--tls-key", str(TLS / "server.key")]
     process = PreluNetServer(models, *options, log=folder / "prelunet.log", program=NULL if null else PRELUNET)
-    own = ", ".join(["--lame-duck 0", *(["--http-port 0"] * http), *(["--tls-cert and --tls-key"] * tls)])
+    own = ", ".join(
+        [
+            f"--processes {processes}",
+            "--lame-duck 0",
+            *(["--http-port 0"] * http),
+            *(["--tls-cert and --tls-key"] * tls),
+        ]
+    )
     settings = {"threads": threads, "options": f"defaults of prelunet serve, but {own}"}
     name = f"prelunet{', null' * null}"
     return Contender(name, process, settings, process.http, TLS / "ca.pem" if tls else None)

@@ -10,7 +10,8 @@ shuffled orders. Each case is written as soon as it is measured (runner.py), and
 idle cores all parts take about 25 minutes, of which model A at `multi-scale` takes ten.
 
 - throughput: images/s of `prelunet serve`, compared to the engine in process; model A and the demo net
-- peers:      images/s and latency of three servers; 1, 4 and 16 clients
+- peers:      images/s and latency of three servers, and of ours with several processes; 1, 4 and 16 clients, and 32
+              that share a connection
 - apis:       gRPC, HTTP and TLS: the demo net with 1, 4 and 16 clients, and a model that computes nothing with 16,
               there beside the peers and a bare grpc.aio server (echo.py), with the CPU time of each thread of ours
 - restarts:   2,000 calls of our client from 16 threads while the server is stopped and started again three times
@@ -28,7 +29,7 @@ from benchmarks.common.results import RESULTS, circumstances, digest_of
 from benchmarks.common.rig import Rig
 from benchmarks.common.runner import Runner, command_line
 from benchmarks.serving.bench import Pictures, ServingBench
-from benchmarks.serving.cases import apis, peers, restarts, throughput
+from benchmarks.serving.cases import CLIENTS, apis, peers, restarts, throughput
 from benchmarks.serving.peers import STARTERS
 from benchmarks.serving.table import goals_of, tables
 from prelunet.evaluator.contract import golden_image
@@ -52,6 +53,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         parser.add_argument(f"--{name}-python", type=Path, help=f"Python of an environment with {name} (peers.py)")
     parser.add_argument("--data", type=Path, help="folder of photos; default: synthetic pictures")
     parser.add_argument("--threads", type=int, default=cores(), help="threads of every engine and of its decoding")
+    parser.add_argument("--processes", type=int, nargs="*", default=[2], help="processes of our servers beside peers")
+    parser.add_argument("--clients", type=int, nargs="+", default=CLIENTS, help="clients of a case beside peers")
+    parser.add_argument("--starts", type=int, default=STARTS, help="how often all servers are started")
     options = parser.parse_args(words)
     now = {
         **circumstances(__file__, options, PACKAGES, words),
@@ -68,8 +72,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         pictures = write_pictures(Path(folder) / "pictures", options.data, tiny=options.tiny)
         rig = Rig("cpu", options.tiny, Path(folder) / "files")
         pythons = {name: getattr(options, f"{name}_python") for name in STARTERS}
-        with ServingBench(rig, Path(folder), pictures, options.threads, pythons, now) as bench:
-            for start in range(1 if options.tiny else STARTS):
+        own = options.threads, options.processes, options.clients
+        with ServingBench(rig, Path(folder), pictures, *own, pythons, now) as bench:
+            for start in range(1 if options.tiny else options.starts):
                 for part in options.parts:
                     runner.run(PARTS[part](bench, start))
                     bench.stop()

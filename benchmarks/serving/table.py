@@ -8,6 +8,7 @@ from typing import Any
 
 from benchmarks.common.intervals import differs, median_ratio
 from benchmarks.common.results import described_run, latest, markdown
+from benchmarks.serving.cases import ON_ONE_CONNECTION
 
 NOTES = (
     "All contenders of a table take turns in rounds, in shuffled orders; all turns after one start of the servers make "
@@ -25,6 +26,8 @@ SERVED_GOAL = 0.97  # of the engine's throughput, for model A at multi-scale
 PEER_GOAL, PEER_AIM = 0.7, 0.85  # of Triton's throughput, in every row
 MEAN_GOAL, MEAN_AIM = 0.85, 0.95  # in the mean of these rows
 NULL_GOAL, NULL_AIM = 0.95, 0.8  # ms of CPU of a call to a model that computes nothing
+SEVERAL_GOAL, SEVERAL_AIM = 0.85, 0.95  # of Triton's throughput, for several processes
+ONE_CONNECTION_GOAL = 0.95  # of one process's throughput
 API_GOAL = 0.9  # of the calls/s of gRPC without TLS
 APIS = ("HTTP", "Classify, TLS", "HTTP, TLS")
 OURS, TRITON, ENGINE = "prelunet", "triton", "validate"
@@ -98,7 +101,7 @@ def _title(case: Json) -> str:
     """Return the title of a case's table."""
     settings = case["settings"]
     part, clients = settings["part"], settings["clients"]
-    load = f"{clients} client{'s' * (clients > 1)}"
+    load = f"{clients} client{'s' * (clients > 1)}" + " on one connection" * (clients == ON_ONE_CONNECTION)
     if part == "overhead":
         return f"Calls to a model that computes nothing: {load}"
     name = f"{settings['net']}, {settings['protocol']}"
@@ -125,8 +128,6 @@ def _section(case: Json) -> list[str]:
         text += f" {settings['clients']} clients, photos of mixed sizes. *ratio*: to `validate` in process."
     else:
         text += f" Each client calls again after its answer. *ratio*: to {base}."
-    if part == "peers":
-        text += " *two servers*: each has half the threads and serves half the clients."
     if part == "overhead":
         text += (
             " A picture of 32x32 pixels, which every server but the echo decodes and resizes. *echo*: a bare grpc.aio "
@@ -162,7 +163,8 @@ def goals_of(data: Json) -> list[str]:
     """Return a verdict for each measured goal; rehearsals have none."""
     cases = [case for case in joined(data) if not data["runs"][case["run"]]["tiny"]]
     lines = [line for case in cases for line in _goals(case)]
-    rows = [ratio for case in cases if (ratio := _beside_triton(case)) is not None]
+    separate = [case for case in cases if case["settings"]["clients"] != ON_ONE_CONNECTION]
+    rows = [ratio for case in separate if (ratio := _beside_triton(case)) is not None]
     if rows:
         errors = [math.nan if error is None else error for _, error in rows]
         error = math.hypot(*errors) / len(rows)
@@ -190,8 +192,14 @@ def _goals(case: Json) -> Iterator[str]:
     if (settings.get("net"), settings.get("protocol"), part) == ("A", "multi-scale", "throughput"):
         ratio = median_ratio(contenders["Classify"]["rates"], contenders[ENGINE]["rates"])
         yield _verdict(f"{title}: images/s ÷ the engine's", ratio, SERVED_GOAL, failed=failed)
-    if (ratio_to_triton := _beside_triton(case)) is not None:
+    one_connection = settings["clients"] == ON_ONE_CONNECTION
+    if (ratio_to_triton := _beside_triton(case)) is not None and not one_connection:
         yield _verdict(f"{title}: images/s ÷ Triton's", ratio_to_triton, PEER_GOAL, aim=PEER_AIM, failed=failed)
+    for name in [name for name in contenders if part == "peers" and name.endswith("processes")]:
+        base, goal, aim = (OURS, ONE_CONNECTION_GOAL, None) if one_connection else (TRITON, SEVERAL_GOAL, SEVERAL_AIM)
+        if base in contenders:
+            ratio = median_ratio(contenders[name]["rates"], contenders[base]["rates"])
+            yield _verdict(f"{title}: images/s of {name} ÷ {base}'s", ratio, goal, aim=aim, failed=failed)
     if part == "overhead" and settings["clients"] > 1:
         cpus = contenders[GRPC]["cpus_ms"]
         milliseconds = median_ratio(cpus, [1.0] * len(cpus))

@@ -190,6 +190,7 @@ def _open(path: Path, placement: Placement, digest: str, *, preallocate: bool, c
         gpu=placement.gpu,
         gpu_memory=placement.gpu_memory,
         prepared_shapes=placement.prepared_shapes,
+        spinning=placement.spinning,
     )
     contract = contract_from_metadata(loaded.metadata, str(path))
     if not masks:

@@ -71,7 +71,8 @@ class Placement:
     gpu: index, from 0; memory: limit of the process's main memory in bytes, see `evaluator.engine.memory`, None for the
     fastest setting; gpu_memory: limit of the runtime's arenas on each GPU in bytes, None for the fastest setting that
     free memory allows; prepared_shapes: on a GPU, the most shapes of batches that may alternate without a change, each
-    with a copy of the weights.
+    with a copy of the weights; spinning: whether onnxruntime's threads on a CPU wait for each other without sleeping,
+    which is faster unless other processes compute on the same cores.
     """
 
     HELP_GROUP: ClassVar[str] = "Device"
@@ -109,6 +110,7 @@ class Placement:
         parse=partial(parse_memory, option="--gpu-memory-limit"),
     )
     prepared_shapes: int = 1
+    spinning: bool = True
 
 
 class Session:

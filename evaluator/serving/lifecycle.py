@@ -391,7 +391,7 @@ def start_line(address: str, others: Mapping[str, str], models: Models, memory: 
         for model in served
     )
     parts = [f"serving on {address}: {names}", f"{_circumstances(served)} grpcio {grpc.__version__}"]
-    parts += [f"memory at most {format_bytes(memory)}" + f", {processes} processes" * (processes > 1)]
+    parts += [f"memory at most {format_bytes(memory)}", *[f"{processes} processes"] * (processes > 1)]
     return " | ".join([*parts, *(f"{name} on {other}" for name, other in others.items() if other)])
 
 

@@ -71,15 +71,17 @@ def has_cuda_provider() -> bool:
     return CUDA in runtime.get_available_providers()
 
 
-def load_on_cpu(path: Path, *, threads: int = 0, quantized: bool = False) -> OnnxRuntimeModel:
+def load_on_cpu(path: Path, *, threads: int = 0, quantized: bool = False, spinning: bool = True) -> OnnxRuntimeModel:
     """Load a model file on the CPU provider. Raises as `open_session` does.
 
-    threads: 0 for one per core; quantized: compute quantized layers in int8, with the runtime's kernels for them.
+    threads: 0 for one per core; quantized: compute quantized layers in int8, with the runtime's kernels for them;
+    spinning: see `Placement`.
     """
     runtime = import_runtime()
     options = _options(runtime)
     options.intra_op_num_threads = threads
     _choose_kernels(options, quantized=quantized)
+    options.add_session_config_entry("session.intra_op.allow_spinning", str(int(spinning)))
     # Threads spin between the operators of a batch, where waking them takes longer than many an operator, but not
     # between batches, where they would take cores from decoding and gRPC: benchmarks/README.md.
     options.add_session_config_entry("session.force_spinning_stop", "1")
@@ -283,7 +285,10 @@ def _installed_runtimes() -> list[str]:
 
 ON_CPU = Runtime(
     CPU,
-    lambda path, *, threads, precision, **_: (load_on_cpu(path, threads=threads, quantized=precision == "int8"), None),
+    lambda path, *, threads, precision, spinning, **_: (
+        load_on_cpu(path, threads=threads, quantized=precision == "int8", spinning=spinning),
+        None,
+    ),
     {
         "fp32": ("fp32",),
         "fp16": ("fp32",),  # with rounded weights: this provider drops the casts between layers

@@ -210,7 +210,7 @@ class Parent:
 
 def _part_of(options: ServeOptions, count: int) -> ServeOptions:
     """Return the options of one of so many processes, with its part of the memory and of the decoding processes."""
-    placement, queue = options.placement, options.queue
+    placement, queue = replace(options.placement, spinning=False), options.queue
     if placement.memory is not None:
         placement = replace(placement, memory=max(1, (placement.memory - _PARENT_BYTES) // count))
     queue = replace(queue, decode_processes=max(2, -(-queue.decode_processes // count)))
