@@ -165,8 +165,9 @@ class PreluNetServer(ServerProcess):
     def __init__(self, models: Mapping[str, Path], *options: str, log: Path, program: Sequence[str] = PRELUNET) -> None:
         named = [word for name, path in models.items() for word in ("--model", f"{name}={path}")]
         port = () if "--port" in options else ("--port", "0")
+        alone = () if "--processes" in options else ("--processes", "1")
         begun = time.monotonic()
-        super().__init__([*program, "serve", *named, *port, *options], log, env=environment(), read_stdout=True)
+        super().__init__([*program, "serve", *named, *port, *alone, *options], log, env=environment(), read_stdout=True)
         stdout = self.process.stdout
         assert stdout is not None
         try:

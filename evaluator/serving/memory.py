@@ -67,9 +67,11 @@ def serving_memory(sessions: Sequence[Session], options: ServeOptions, queues: i
     need = _estimate(sessions, options, queues, limit)
     if limit is None or need.total <= limit:
         return need
+    each = f" in each of {options.processes} processes" * (options.processes > 1)
     enough = sufficient_limit(lambda memory: _estimate(sessions, options, queues, memory).total, limit)
+    need = _estimate(sessions, options, queues, enough)
     raise UsageError(
-        f"--memory-limit {format_bytes(limit)}: serving needs at least {_estimate(sessions, options, queues, enough)}. "
+        f"--memory-limit {format_bytes(limit)}: serving needs at least {need}{each}. "
         "Give that, or a smaller --queue-bytes, --arriving-bytes, --max-calls or --max-image-bytes"
         f"{', or fewer models' * (len(sessions) > 1)}"
     )

@@ -304,6 +304,9 @@ class ServeOptions:
     strict: bool = option(
         False, "Exit at the start unless the newest version of each model in that folder can be loaded."
     )
+    host: str = option("127.0.0.1", "Address to listen on; 0.0.0.0 listens on all interfaces.")
+    port: int = option(50051, "Port to listen on; 0 picks a free port.", min=0, max=65535)
+    unix_socket: Path | None = option(None, "Unix socket to listen on, instead of --host and --port.", default="none")
     processes: int = option(
         0,
         "Processes that answer calls, each with the models in memory; new connections are shared out among them. "
@@ -312,9 +315,6 @@ class ServeOptions:
         min=0,
         max=64,
     )
-    host: str = option("127.0.0.1", "Address to listen on; 0.0.0.0 listens on all interfaces.")
-    port: int = option(50051, "Port to listen on; 0 picks a free port.", min=0, max=65535)
-    unix_socket: Path | None = option(None, "Unix socket to listen on, instead of --host and --port.", default="none")
     http: HttpOptions = field(default_factory=HttpOptions)
     access: AccessOptions = field(default_factory=AccessOptions)
     placement: Placement = field(default_factory=Placement)

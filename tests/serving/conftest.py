@@ -26,6 +26,7 @@ def served(monkeypatch: pytest.MonkeyPatch) -> Served:
         assert run(["serve", *arguments]) == 0
         return seen.pop()
 
+    monkeypatch.setattr(serve_verb, "choose_processes", lambda _: 1)
     monkeypatch.setattr(serve_verb, "serve_until_stopped", serve)
     monkeypatch.setattr(serve_verb, "configure_logging", lambda *_: None)  # it would replace the tests' handlers
     monkeypatch.setattr(serve_verb, "require_files", lambda _: None)

@@ -65,7 +65,8 @@ def serving(
     model: Path, *options: str, program: list[str] = PRELUNET
 ) -> Iterator[tuple[subprocess.Popen[str], str, str]]:
     """Run `prelunet serve` on a free port; yields the process, the start line and the address."""
-    command = [*program, "serve", "--model", f"telling={model}", "--device", "cpu", "--port", "0", *options]
+    command = [*program, "serve", "--model", f"telling={model}", "--device", "cpu", "--port", "0", "--processes", "1"]
+    command += options
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     try:
         assert process.stdout is not None
