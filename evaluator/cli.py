@@ -6,7 +6,6 @@ evaluator are found through the entry-point group `prelunet.verbs`, so nothing h
 
 import contextlib
 import importlib
-import io
 import os
 import signal
 import sys
@@ -47,7 +46,7 @@ class Verb:
 
     entry_point: whether it is found by its entry point; the others are functions in modules of their name in
     `evaluator.verbs`; configurable: whether its options can also be set in the environment and in a file; words: names
-    of options that may be given without their names, in this order, before all others.
+    of options that may be given without their names, in this order.
     """
 
     help: str
@@ -56,31 +55,31 @@ class Verb:
     words: tuple[str, ...] = ()
 
 
-VERBS: dict[str, Verb] = {  # in the usual order of use
+VERBS: dict[str, Verb] = {  # in the order of README
+    "evaluate": Verb(
+        "Adopt a net if needed, evaluate it on a dataset and write the report.", entry_point=True, words=("net", "data")
+    ),
+    "compare": Verb("Compare two runs, class by class.", words=("data",)),
+    "report": Verb("Write report.json, classes.csv and report.html of a run."),
+    "runs": Verb("Show all runs below a folder in one table."),
+    "adopt": Verb("Wrap another ONNX classifier into a model file.", entry_point=True),
+    "classify": Verb("Classify images with a model file or through a server."),
+    "serve": Verb("Serve models over gRPC and HTTP.", configurable=True, words=("model",)),
+    "token": Verb("Create a token for a client of a server."),
+    "doctor": Verb("Check this machine and its setup.", words=("model",)),
     "init": Verb("Write an initialized, untrained checkpoint.", entry_point=True),
     "import": Verb("Convert weights trained elsewhere to a checkpoint.", entry_point=True),
     "train": Verb("Train a net from a recipe; the same command resumes.", entry_point=True),
     "stats": Verb("Measure the mean and the color variation of a training set.", entry_point=True, words=("data",)),
     "inspect": Verb("Describe a checkpoint or a model file.", entry_point=True),
     "export": Verb("Export a checkpoint to an ONNX model file.", entry_point=True),
-    "adopt": Verb("Wrap another ONNX classifier into a model file.", entry_point=True),
-    "evaluate": Verb(
-        "Adopt a net if needed, evaluate it on a dataset and write the report.", entry_point=True, words=("net", "data")
-    ),
-    "verify": Verb("Check a model on this machine with its golden images."),
-    "protocols": Verb("List the evaluation protocols and their costs.", words=("model",)),
-    "classify": Verb("Classify images with a model file or through a server."),
     "validate": Verb("Evaluate a model on a dataset; the same command resumes.", words=("model", "data")),
     "merge": Verb("Join the shards of a run into one run."),
     "ensemble": Verb("Average the scores of several models' runs."),
     "submission": Verb("Write a file for the ILSVRC server."),
-    "report": Verb("Write report.json, classes.csv and report.html of a run."),
-    "compare": Verb("Compare two runs, class by class."),
-    "runs": Verb("Show all runs below a folder in one table."),
+    "verify": Verb("Check a model on this machine with its golden images."),
+    "protocols": Verb("List the evaluation protocols and their costs.", words=("model",)),
     "bench": Verb("Measure where an evaluation spends its time.", words=("model", "data")),
-    "serve": Verb("Serve models over gRPC and HTTP.", configurable=True),
-    "token": Verb("Create a token for a client of a server."),
-    "doctor": Verb("Check this machine and its setup.", words=("model",)),
 }
 
 
@@ -188,11 +187,10 @@ def run(arguments: list[str] | None = None) -> int:
     except UnicodeEncodeError as error:  # an argument that is not UTF-8 but would be sent to a server
         return _fail(UsageError(f"{error.object[:80]!a}: cannot be encoded as {error.encoding}. Use plain text"))
     except Exception as error:
-        if hasattr(error, "exit_code") and hasattr(error, "show"):  # an error of the parser
-            message = io.StringIO()
-            error.show(message)
-            sys.stderr.write(escape_unprintable(message.getvalue(), newlines=True))
-            return int(error.exit_code)
+        if hasattr(error, "exit_code") and hasattr(error, "format_message"):  # an error of the parser
+            verb = getattr(getattr(error, "ctx", None), "command_path", "prelunet")
+            text = error.format_message().rstrip(".")
+            return _fail(UsageError(f"{text}{'' if text.endswith('?') else '.'} See {verb} --help"))
         raise
     return result if isinstance(result, int) else 0
 

@@ -29,11 +29,13 @@ class ModelFile:
 
 
 def parse_models(options: Sequence[str] | None) -> tuple[ModelFile, ...]:
-    """Parse `NAME=MODEL.onnx` options. Raises UsageError for an invalid option or a repeated name."""
+    """Parse `NAME=MODEL.onnx`, or `NAME.onnx`. Raises UsageError for an invalid option or a repeated name."""
     files = []
     for text in options or ():
         name, separator, path = text.partition("=")
-        if not separator or not path or not MODEL_NAME.fullmatch(name):
+        if not separator:  # an unnamed file
+            name, path = Path(text).stem, text
+        if not path or not MODEL_NAME.fullmatch(name):
             raise UsageError(
                 f"--model {text}: give a name and a file, as in --model flowers=flowers.onnx. "
                 "A name has up to 100 letters, digits, '.', '_' or '-' and starts with a letter or digit"
@@ -287,9 +289,9 @@ class ServeOptions:
 
     models: tuple[ModelFile, ...] = option(
         (),
-        "Model file and the name it is served under; repeatable.",
+        "Model file and the name it is served under, by default the file's; repeatable.",
         flag="model",
-        metavar="NAME=MODEL.onnx",
+        metavar="[NAME=]MODEL.onnx",
         kind=list[str] | None,
         parse=parse_models,
     )

@@ -39,13 +39,14 @@ def evaluate_model(  # noqa: PLR0913 - one argument per option
     heatmaps: int = 0,
     fresh: bool = False,
     report: Callable[[str], None],
+    verbose: bool = False,
 ) -> Run:
     """Evaluate a model on a dataset, or resume an earlier call with the same arguments, and return the finished run.
 
     sessions: of the model, which share the work; model: its file; folder: of the run, created if missing;
     shard: number (from 1) and count of the parts, None for the whole dataset; cluster: evaluates instead of the
     sessions; heatmaps: number of mistakes whose heat maps are stored; fresh: start over; report: receives sentences on
-    the dataset, the memory and where the run starts.
+    the dataset and where the run starts; verbose: and the estimated memory.
     Raises UsageError if the run needs more than a session's memory limit, and otherwise as `open_from_spec` and
     `validate` do.
     """
@@ -80,7 +81,7 @@ def evaluate_model(  # noqa: PLR0913 - one argument per option
         report(f"shard {info.shard[0]}/{info.shard[1]}: images {first + 1:,} to {end:,} in order of name")
     pipelines = MAX_CHUNKS_IN_FLIGHT if cluster is not None else 1
     need = estimate_run_memory(session, protocol, info.chunk, dataset, sessions=len(sessions), pipelines=pipelines)
-    report_memory(need, report, gpu=session.circumstances.on_gpu)
+    report_memory(need, report, gpu=session.circumstances.on_gpu, verbose=verbose)
     if is_slower_in_bf16(session, protocol):
         report(
             "note: OpenVINO takes longer to prepare each shape of this small net than bf16 saves. Omit --precision and "
@@ -158,14 +159,17 @@ def estimate_run_memory(
     return require_fits(session, protocol, chunk, limit, **workload)
 
 
-def report_memory(need: MemoryEstimate, report: Callable[[str], None], *, gpu: bool = False) -> None:
-    """Report the estimated peak memory, and a warning if the machine has less."""
-    decode_capacity = decode_semaphore(gpu=gpu).capacity
-    report(f"memory: at most {need}")
-    report(
-        f"memory: an image that needs more than {format_bytes(decode_capacity)} to decode (docs/performance.md) is "
-        f"decoded alone and takes up to {format_bytes(max_decode_bytes() - decode_capacity)} more"
-    )
+def report_memory(
+    need: MemoryEstimate, report: Callable[[str], None], *, gpu: bool = False, verbose: bool = False
+) -> None:
+    """Report the estimated peak memory if `verbose`, and a warning if the machine has less."""
+    if verbose:
+        decode_capacity = decode_semaphore(gpu=gpu).capacity
+        report(f"memory: at most {need}")
+        report(
+            f"memory: an image that needs more than {format_bytes(decode_capacity)} to decode (docs/performance.md) is "
+            f"decoded alone and takes up to {format_bytes(max_decode_bytes() - decode_capacity)} more"
+        )
     if need.total > (available := machine_memory()):
         report(
             f"warning: this machine has only {format_bytes(available)}, too little for images as elongated as the "

@@ -37,7 +37,7 @@ def classify(
         list[str],
         typer.Argument(
             help="Image files; - reads one from stdin. With --csv or --jsonl: one folder or archive.",
-            metavar="IMAGE...",
+            metavar="IMAGE",
         ),
     ],
     model: OptionalModelOption = None,

@@ -45,7 +45,6 @@ def compare(
     *,
     a: Annotated[Path, typer.Argument(help="Folder of a finished run, the baseline; a model with --until-decided.")],
     b: Annotated[Path, typer.Argument(help="Folder of the run to compare with it, on the same dataset; or a model.")],
-    images: Annotated[Path | None, typer.Argument(metavar="[DATA]", help="The same as --data.")] = None,
     out: Annotated[
         Path | None,
         typer.Option(
@@ -117,9 +116,6 @@ def compare(
             raise UsageError(f"{name} {points:g}: give a number of points, 0 or more, e.g. {name} 0.5")
     if junit is not None and fail_if_worse is None:
         raise UsageError("--junit writes the verdicts of --fail-if-worse; give --fail-if-worse POINTS too")
-    if images is not None and data is not None:
-        raise UsageError(f"{images}: --data is given too. Give one of them")
-    data = images or data
     outputs = _Outputs(markdown, junit, as_json=as_json)
     evaluated = _Evaluated(labels, protocol, overrides, placement)
     if until_decided:

@@ -22,7 +22,7 @@ def doctor(
     *,
     model: OptionalModelOption = None,
     placement: Annotated[Placement, Only("device", "precision", "threads")],
-    server: Annotated[str | None, typer.Option(help="HOST:PORT or unix:PATH of a running server to check too.")] = None,
+    server: Annotated[str | None, typer.Option(help="HOST:PORT or unix:PATH of a running server to check.")] = None,
     timeout: Annotated[
         float, typer.Option(min=0.1, max=600, help="Timeout of each request to the server, in seconds.")
     ] = 5.0,
@@ -33,7 +33,7 @@ def doctor(
     ] = ServeOptions.port,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:
-    """Check what this machine can run and whether it is set up correctly; also check --model and --server.
+    """Check what this machine can run and whether it is set up correctly, and --model; or check only --server.
 
     Exits 6 if something is wrong, and prints how to fix it.
     """
@@ -41,7 +41,8 @@ def doctor(
         from ..client.channel import checked_address
 
         checked_address(server)
-    findings = list(check_machine(host, port, placement.device))
+    # A client's machine needs none of what a server's does.
+    findings = [] if server is not None and model is None else list(check_machine(host, port, placement.device))
     if model is not None:
         findings += check_model(model, placement)
     if server is not None:
@@ -58,9 +59,10 @@ def _print(findings: Sequence[Finding], *, passed: bool, as_json: bool) -> None:
     if as_json:
         echo(json.dumps({"passed": passed, "findings": [finding.to_json() for finding in findings]}))
         return
-    table = Table("", "", "", show_header=False)
+    table, given = Table("", "", "", show_header=False), set[str]()
     for finding in findings:
-        fix = f"\n→ {finding.fix}" if finding.fix else ""
+        fix = f"\n→ {finding.fix}" if finding.fix not in given | {""} else ""
+        given.add(finding.fix)
         table.add_row(finding.state, finding.name, escape_unprintable(finding.message + fix, newlines=True))
     print_table(table)
 

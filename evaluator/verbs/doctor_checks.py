@@ -56,7 +56,7 @@ PROBE_MODEL = b64decode(
 class Finding:
     """The result of one check.
 
-    message: what was found; state: `note` means that it works, but could work better; fix: how to fix it, empty if
+    message: what was found; state: `note` means that it is absent, or could work better; fix: how to fix it, empty if
     there is nothing to fix; facts: the findings for programs.
     """
 
@@ -151,7 +151,7 @@ def _cuda(path: Path) -> Finding:
     facts: dict[str, Any] = {"visible": gpus, "names": []}
     if not gpus:
         message = "no GPU is visible" + ("; this onnxruntime could use one" if has_cuda else "")
-        return Finding("device cuda", message, facts=facts)
+        return Finding("device cuda", message, "note", facts=facts)
     if not has_cuda:
         message = f"{gpus} GPUs are visible, but this onnxruntime does not support CUDA"
         return Finding("device cuda", message, "note", f"in a fresh environment: {install_hint('gpu')}", facts)

@@ -22,7 +22,7 @@ from ..validation.evaluate_model import evaluate_model
 from ..validation.ray_cluster import Cluster
 from ..validation.run import Run, is_run_folder, read_run_info
 from .options.derive import Only, derive_options
-from .options.shared import GpusOption, ModelOption, ProtocolOption, report_next_command
+from .options.shared import GpusOption, ModelOption, ProtocolOption, VerboseOption, report_next_command
 
 # What --json prints of the report.
 JSON_FIELDS = ("images", "evaluated", "refused", "top1_error", "top1_interval", "top5_error", "top5_interval")
@@ -79,6 +79,7 @@ def validate(
     ] = 0,
     heatmaps: HeatmapsOption = 0,
     fresh: FreshOption = False,
+    verbose: VerboseOption = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print the result as JSON.")] = False,
 ) -> None:
     """Evaluate a model on a dataset; the same command resumes."""
@@ -108,6 +109,7 @@ def validate(
         heatmaps=heatmaps,
         fresh=fresh,
         report=report,
+        verbose=verbose,
     )
     report_result(finished, run, as_json=as_json)
     if finished.info.shard is not None:

@@ -15,7 +15,7 @@ from ...evaluator.reporting.report_page import write_report
 from ...evaluator.terminal import echo, report
 from ...evaluator.validation.evaluate_model import default_run_folder, evaluate_model, require_outside_images
 from ...evaluator.verbs.options.derive import Only, derive_options
-from ...evaluator.verbs.options.shared import GpusOption, ProtocolOption
+from ...evaluator.verbs.options.shared import GpusOption, ProtocolOption, VerboseOption
 from ...evaluator.verbs.validate import FreshOption, HeatmapsOption, open_for_run, report_result
 from ..adoption import NetOptions, ensure_model_file
 from ..foreign.sidecars import ClassList
@@ -55,6 +55,7 @@ def evaluate(
     gpus: GpusOption = 1,
     heatmaps: HeatmapsOption = 0,
     fresh: FreshOption = False,
+    verbose: VerboseOption = False,
 ) -> None:
     """Adopt a net if needed, evaluate it on a dataset and write the report; the same command resumes.
 
@@ -73,8 +74,9 @@ def evaluate(
     folder = default_run_folder(model, data, evaluation_protocol, overrides) if run is None else run
     sessions = open_for_run(model, folder, placement, gpus, fresh=fresh)
     finished = evaluate_model(
-        sessions, model, data, evaluation_protocol, folder, heatmaps=heatmaps, fresh=fresh, report=report
-    )
+        sessions, model, data, evaluation_protocol, folder,
+        heatmaps=heatmaps, fresh=fresh, report=report, verbose=verbose,
+    )  # fmt: skip
     report_result(finished, folder)
     written = write_report(folder)
     if written.missing is not None:

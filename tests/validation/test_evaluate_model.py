@@ -21,17 +21,21 @@ from tests.conftest import ExportedNet
 from tests.helpers.fakes import FakeSession
 
 
-def test_the_estimate_of_a_run_within_its_limit_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_estimate_of_a_run_within_its_limit_is_printed_if_asked_for(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     session = FakeSession()
     protocol = build_protocol("multi-scale", session.contract)
     need = estimate_run_memory(session, protocol, 64)  # type: ignore[arg-type]
     assert need == estimate_memory(session, protocol, 64, None)  # type: ignore[arg-type]
     report_memory(need, report)
+    assert capsys.readouterr() == ("", "")
+    report_memory(need, report, verbose=True)
     printed = capsys.readouterr()
     assert printed.out == "", "stdout holds only the result"
     assert printed.err.splitlines()[0] == f"memory: at most {need}"
     assert "needs more than 320M to decode" in printed.err.splitlines()[1]
-    report_memory(need, report, gpu=True)
+    report_memory(need, report, gpu=True, verbose=True)
     assert "needs more than 1.00G to decode" in capsys.readouterr().err
 
 

@@ -119,7 +119,7 @@ def test_a_shell_completes_verbs_options_and_choices(words: str, completed: list
     assert (done.stdout.split(), done.stderr) == (completed, "")
 
 
-def test_the_words_before_the_options_are_model_and_data(
+def test_words_anywhere_among_the_options_are_model_and_data(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def verb(*, model: str = "", data: str = "", limit: int = 0) -> None:
@@ -127,15 +127,17 @@ def test_the_words_before_the_options_are_model_and_data(
 
     received: list[tuple[str, str, int]] = []
     monkeypatch.setattr("prelunet.evaluator.verbs.bench.bench", verb)
-    for words in (["--model=m", "--data=d"], ["m", "d"], ["m", "--data", "d"], ["m", "d", "--limit", "3"]):
+    for words in (["--model=m", "--data=d"], ["m", "d"], ["m", "--data", "d"], ["--data", "d", "m"]):
         assert run(["bench", *words]) == 0
-    assert received == [*[("m", "d", 0)] * 3, ("m", "d", 3)]
+    for line in ("m d --limit 3", "--limit 3 m d", "m --limit=3 d", "--limit 3 -- m d"):
+        assert run(["bench", *line.split()]) == 0
+    assert received == [*[("m", "d", 0)] * 4, *[("m", "d", 3)] * 4]
     assert run(["bench", "m", "d", "--data=e"]) == 2
     assert capsys.readouterr().err == "prelunet: d: --data is given too. Give one of them\n"
     assert run(["bench", "m", "d", "third"]) == 2
     assert "third" in capsys.readouterr().err
     assert run(["bench", "--help"]) == 0
-    assert "prelunet bench [MODEL] [DATA] [OPTIONS]" in capsys.readouterr().out
+    assert "prelunet bench [OPTIONS] [MODEL] [DATA]" in capsys.readouterr().out
 
 
 def test_the_version_is_that_of_the_package(capsys: pytest.CaptureFixture[str]) -> None:

@@ -25,7 +25,7 @@ def inspect(
         typer.Argument(
             help="Checkpoints or exported models, or the folder of a run trained with --diagnose. With --plot, several "
             "checkpoints share the axes.",
-            metavar="CKPT|MODEL.onnx|RUN...",
+            metavar="CKPT|MODEL.onnx|RUN",
         ),
     ],
     data: Annotated[

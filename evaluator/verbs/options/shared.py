@@ -1,6 +1,5 @@
 """Options and messages shared by several verbs."""
 
-from itertools import takewhile
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -13,10 +12,12 @@ from ...protocols import ProtocolOverrides
 from ...terminal import report
 from ...validation.run import Run
 
+_PLACEHOLDERS = {"int>": "N", "int range>": "N", "float>": "X", "float range>": "X", "path>": "PATH", "str>": "TEXT"}
 _MODEL_HELP = "Model file written by `prelunet export` or `prelunet adopt`."
 ModelOption = Annotated[Path, typer.Option("--model", help=_MODEL_HELP)]
 OptionalModelOption = Annotated[Path | None, typer.Option("--model", help=_MODEL_HELP)]
 
+VerboseOption = Annotated[bool, typer.Option("--verbose", help="Print the estimated peak memory, too.")]
 ProtocolOption = Annotated[
     str | None,
     typer.Option(
@@ -46,23 +47,37 @@ def report_next_command(run: Run, folder: Path) -> None:
 
 
 class VerbCommand(typer.core.TyperCommand):
-    """A verb. words: names of options that the words before the first option stand for, in order."""
+    """A verb. words: names of options that may also be given as words, in this order, anywhere on the command line."""
 
     words: tuple[str, ...] = ()
 
-    def parse_args(self, ctx: typer.Context, args: list[str]) -> list[str]:  # type: ignore[override]
-        """Parse the arguments; raises UsageError for an option that is given both with and without its name."""
-        leading = list(takewhile(lambda argument: not argument.startswith("-"), args))
-        named, rest = list[str](), args
-        for name, word in zip(self.words, leading, strict=False):
-            named, rest = [*named, f"--{name}={word}"], rest[1:]
-            if any(argument.partition("=")[0] == f"--{name}" for argument in rest):
-                raise UsageError(f"{word}: --{name} is given too. Give one of them")
-        return super().parse_args(ctx, [*named, *rest])
+    def make_parser(self, ctx: typer.Context) -> Any:  # type: ignore[override]
+        """Return the parser, which takes what is left for the options of `words`.
+
+        It raises UsageError for an option that is given both with and without its name.
+        """
+        parser = super().make_parser(ctx)  # type: ignore[arg-type]
+        parse, several = parser.parse_args, {each.name: getattr(each, "multiple", False) for each in self.params}
+
+        def parse_words(args: list[str]) -> tuple[dict[str, Any], list[str], list[Any]]:
+            values, left, order = parse(args=args)
+            for name in self.words:
+                taken = left if several[name] else left[:1]
+                if taken and name in values:
+                    raise UsageError(f"{taken[0]}: --{name} is given too. Give one of them")
+                if taken:
+                    values[name] = taken if several[name] else taken[0]
+                left = left[len(taken) :]
+            return values, left, order
+
+        parser.parse_args = parse_words
+        return parser
 
     def collect_usage_pieces(self, ctx: typer.Context) -> list[str]:  # type: ignore[override]
         """Return the parts of the usage line after the verb's name."""
-        return [*(f"[{name.upper()}]" for name in self.words), *super().collect_usage_pieces(ctx)]
+        pieces = super().collect_usage_pieces(ctx)  # type: ignore[arg-type]
+        own = [_as_placeholder(piece.replace("{", "").replace("}", "")) for piece in pieces]
+        return [*own, *(f"[{name.upper()}]" for name in self.words)]
 
     def format_options(self, ctx: typer.Context, formatter: Any) -> None:  # type: ignore[override]
         """Write the options under the headings of their help panels."""
@@ -70,8 +85,21 @@ class VerbCommand(typer.core.TyperCommand):
         for parameter in self.get_params(ctx):
             if (record := parameter.get_help_record(ctx)) is not None:
                 usual = "Arguments" if parameter.param_type_name == "argument" else "Options"
-                sections.setdefault(getattr(parameter, "rich_help_panel", None) or usual, []).append(record)
+                heading = getattr(parameter, "rich_help_panel", None) or usual
+                sections.setdefault(heading, []).append((_with_placeholder(record[0], usual), record[1]))
         for heading, records in sections.items():
             if records:
                 with formatter.section(heading):
                     formatter.write_dl(records)
+
+
+def _with_placeholder(name: str, kind: str) -> str:
+    """Return the name of an option, or of an argument, with a placeholder where the parser has a type."""
+    name, _, shown = name.partition(" <")
+    if kind == "Arguments":
+        return _as_placeholder(name)
+    return f"{name} {_PLACEHOLDERS.get(shown, f'<{shown}')}" if shown else name
+
+
+def _as_placeholder(name: str) -> str:
+    return name.upper() if name.islower() else name
