@@ -20,6 +20,7 @@ from prelunet.evaluator.engine.runtimes import onnx as onnx_runtime
 from prelunet.evaluator.engine.runtimes import openvino
 from prelunet.evaluator.errors import EnvironmentFault
 from prelunet.evaluator.serving.server import Server
+from prelunet.evaluator.verbs import doctor as doctor_verb
 from prelunet.evaluator.verbs import doctor_checks
 from prelunet.evaluator.verbs.doctor_checks import PROBE_MODEL, Finding, check_machine
 from tests.conftest import ExportedNet, with_contract
@@ -59,8 +60,8 @@ def test_a_requested_device_that_does_not_compute_is_wrong(device: str, monkeypa
     monkeypatch.setattr(doctor_checks, "visible_gpus", lambda: 0)
     monkeypatch.setattr(doctor_checks, "_version", lambda _package: "not installed")
     states = {finding.name: finding.state for finding in check_machine("127.0.0.1", 0, device)}
-    for missing, otherwise in (("cuda", "ok"), ("openvino", "note")):
-        assert states[f"device {missing}"] == ("wrong" if missing == device else otherwise)
+    for missing in ("cuda", "openvino"):
+        assert states[f"device {missing}"] == ("wrong" if missing == device else "note")
     assert states["device cpu"] == "ok"
 
 
@@ -139,8 +140,8 @@ def test_a_damaged_onnxruntime_is_found_and_the_other_checks_still_run(
 @pytest.mark.parametrize(
     ("gpus", "has_cuda", "failure", "state", "message"),
     [
-        (0, False, "", "ok", "no GPU is visible"),
-        (0, True, "", "ok", "could use one"),
+        (0, False, "", "note", "no GPU is visible"),
+        (0, True, "", "note", "could use one"),
         (2, False, "", "note", "does not support CUDA"),
         (2, True, "", "ok", "2 compute: H100, H100"),
         (2, True, "no cuDNN", "wrong", "2 of 2 do not compute"),
@@ -286,8 +287,29 @@ def test_with_the_table_each_fault_is_printed_once(capsys: pytest.CaptureFixture
         address = f"127.0.0.1:{taken.getsockname()[1]}"
     assert run(["doctor", "--server", address, "--port", "0"]) == 6
     printed = capsys.readouterr()
-    assert printed.err == "prelunet: 1 of 11 findings is wrong: server. The table shows how to fix this\n"
-    assert "connection refused" in printed.out
+    assert printed.err == "prelunet: 1 of 1 findings is wrong: server. The table shows how to fix this\n"
+    assert "connection refused" in " ".join(printed.out.replace("│", "").split())
+
+
+def test_with_the_table_each_advice_is_printed_once(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    same = [Finding(name, "it could work better", "note", "buy another machine") for name in ("one", "two")]
+    monkeypatch.setattr(doctor_verb, "check_machine", lambda *_: same)
+    assert run(["doctor"]) == 0
+    out = capsys.readouterr().out
+    assert (out.count("it could work better"), out.count("buy another machine")) == (2, 1)
+
+
+def test_of_a_client_only_the_server_is_checked_unless_it_has_a_model(
+    exported, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with running_server(six=FakeSession()) as server:
+        _, findings, _ = doctor(capsys, "--server", server.address)
+        assert set(findings) == {"server", "served models"}
+        model = str(exported["demo-image"].path)
+        _, findings, _ = doctor(capsys, "--server", server.address, "--model", model, "--port", "0")
+        assert set(findings) > {"server", "model", "device cpu"}
 
 
 def test_a_missing_server_is_found(capsys: pytest.CaptureFixture[str]) -> None:

@@ -285,7 +285,7 @@ def _installed_runtimes() -> list[str]:
 
 ON_CPU = Runtime(
     CPU,
-    lambda path, *, threads, precision, spinning, **_: (
+    lambda path, *, threads, precision, spinning=True, **_: (
         load_on_cpu(path, threads=threads, quantized=precision == "int8", spinning=spinning),
         None,
     ),

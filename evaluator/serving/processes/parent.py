@@ -20,7 +20,7 @@ from typing import Any
 
 from prometheus_client import Metric
 
-from ...engine.load import MAX_LANES_BYTES
+from ...engine.load import MAX_LANES_BYTES, choose_cpu_device
 from ...errors import EnvironmentFault, PreluNetError, UsageError
 from ...machine import cores
 from ..http.listener import bind
@@ -42,9 +42,9 @@ log = logging.getLogger(__name__)
 def choose_processes(options: ServeOptions) -> int:
     """Return the number of processes: the given one, or by default as many as help.
 
-    One on a GPU, whose memory each would take, with a Unix socket, which cannot be shared, and where one process uses
-    all cores: for a large model file, or on another device than `cpu`. Else one for every CORES cores
-    (docs/performance.md), as far as the memory limit allows.
+    One on a GPU, whose memory each would take, with a Unix socket, which cannot be shared, on systems that do not share
+    out connections, and where one process uses all cores: for a large model file, or on another device than `cpu`. Else
+    one for every CORES cores (docs/performance.md), as far as the memory limit allows.
     Raises UsageError if the given number cannot share a Unix socket.
     """
     sockets = options.unix_socket is not None or options.http.unix_socket is not None
@@ -55,13 +55,15 @@ def choose_processes(options: ServeOptions) -> int:
     placement = options.placement
     possible = min(cores() // CORES, MAX_PROCESSES, (placement.memory or MAX_PROCESSES * _MEMORY) // _MEMORY)
     gpu = placement.device == "auto" and any(importlib.metadata.distributions(name="onnxruntime-gpu"))
-    if possible < 2 or sockets or gpu or placement.device not in {"auto", "cpu"} or placement.precision == "bf16":
+    if possible < 2 or sockets or gpu or placement.device not in {"auto", "cpu"} or sys.platform != "linux":
         return 1
     files = [file.path for file in options.models]
     if options.models_folder is not None:
         files += options.models_folder.glob("*/*/model.onnx")
-    with suppress(OSError):  # loading reports it
-        if all(file.stat().st_size <= MAX_LANES_BYTES for file in files):
+    with suppress(OSError, PreluNetError):  # loading reports it
+        auto = placement.device == "auto"
+        devices = {choose_cpu_device(file, placement.precision) if auto else placement.device for file in files}
+        if devices == {"cpu"} and all(file.stat().st_size <= MAX_LANES_BYTES for file in files):
             return possible
     return 1
 

@@ -56,7 +56,7 @@ class VerbCommand(typer.core.TyperCommand):
 
         It raises UsageError for an option that is given both with and without its name.
         """
-        parser = super().make_parser(ctx)  # type: ignore[arg-type]
+        parser = super().make_parser(ctx)
         parse, several = parser.parse_args, {each.name: getattr(each, "multiple", False) for each in self.params}
 
         def parse_words(args: list[str]) -> tuple[dict[str, Any], list[str], list[Any]]:
@@ -70,12 +70,12 @@ class VerbCommand(typer.core.TyperCommand):
                 left = left[len(taken) :]
             return values, left, order
 
-        parser.parse_args = parse_words
+        parser.parse_args = parse_words  # type: ignore[method-assign]
         return parser
 
     def collect_usage_pieces(self, ctx: typer.Context) -> list[str]:  # type: ignore[override]
         """Return the parts of the usage line after the verb's name."""
-        pieces = super().collect_usage_pieces(ctx)  # type: ignore[arg-type]
+        pieces = super().collect_usage_pieces(ctx)
         own = [_as_placeholder(piece.replace("{", "").replace("}", "")) for piece in pieces]
         return [*own, *(f"[{name.upper()}]" for name in self.words)]
 

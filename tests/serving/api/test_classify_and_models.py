@@ -480,16 +480,17 @@ def test_images_of_cancelled_calls_do_not_stay_in_memory_until_a_garbage_collect
 
 
 def test_model_options_are_names_and_files() -> None:
-    assert parse_models(["a=x=y.onnx", "b-2.1=z.onnx"]) == (
+    assert parse_models(["a=x=y.onnx", "b-2.1=z.onnx", "there/c-3.onnx"]) == (
         ModelFile("a", Path("x=y.onnx")),
         ModelFile("b-2.1", Path("z.onnx")),
+        ModelFile("c-3", Path("there/c-3.onnx")),
     )
 
 
 @pytest.mark.parametrize(
     ("options", "text"),
     [
-        (["x.onnx"], "NAME|a name and a file"),
+        (["-.onnx"], "a name and a file"),
         (["=x.onnx"], "a name and a file"),
         (["a="], "a name and a file"),
         (["a/b=x.onnx"], "letters, digits"),
