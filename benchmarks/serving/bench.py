@@ -163,7 +163,10 @@ class ServingBench:
 
 @dataclass(frozen=True)
 class LoadTarget:
-    """How a server is called. model: its name there; clients: calls in flight; one_connection: for all of them."""
+    """How a server is called. model: its name there; clients: calls in flight; one_connection: for all of them.
+
+    rate: of calls at random moments, in calls/s, over as many connections; 0: each client calls after its answer.
+    """
 
     server: Contender
     api: str
@@ -172,6 +175,7 @@ class LoadTarget:
     images: tuple[int, ...]
     clients: int
     one_connection: bool = False
+    rate: float = 0.0
 
     def best(self, client: Worker) -> list[Any]:
         """Return the best classes of each picture from the server."""
@@ -196,7 +200,8 @@ class LoadTarget:
         cpu, threads = self._cpu_seconds()
         begin_at = time.monotonic() + 0.1
         for place, worker in enumerate(workers):
-            load = self._load(clients=self.clients // len(workers), calls=share, first=place * share, begin_at=begin_at)
+            own = {"clients": self.clients // len(workers), "calls": share, "rate": self.rate / len(workers)}
+            load = self._load(**own, first=place * share, begin_at=begin_at)
             worker.send({"load": load, "images": self.images})
         results = [worker.receive() for worker in workers]
         cpu_after, threads_after = self._cpu_seconds()

@@ -4,6 +4,7 @@ import math
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -31,6 +32,7 @@ PROTOCOL = "center"  # of models that compute nothing, of HTTP and TLS, and of t
 PEER_PROTOCOLS = {"center": "center", "dense": "dense-64"}  # name of a peer's model → its protocol
 PICTURES = ("equal", "mixed")
 CLIENTS = (1, 4, 16)
+ARRIVALS = 0.7  # of the calls/s that Triton answers to so many clients
 ON_ONE_CONNECTION = 32  # clients that share a connection, and so one of several processes
 APIS = {  # of our server → as load.py calls it, and whether over TLS
     "Classify": ("Classify", False),
@@ -74,9 +76,32 @@ def peers(bench: ServingBench, start: int) -> Iterator[Case]:
                 settings |= {"clients": clients, "peers": _given(bench), "processes": list(bench.processes)}
                 work = partial(_beside_peers, bench, name, pictures, clients, start)
                 yield Case({**settings, "start": start}, work)
+            if bench.pythons["triton"] is not None:
+                settings |= {"part": "arrivals", "clients": CLIENTS[-1], "share": ARRIVALS}
+                yield Case({**settings, "start": start}, partial(_arrivals, bench, name, pictures, start))
 
 
 def _beside_peers(bench: ServingBench, name: str, pictures: str, clients: int, start: int) -> Json:
+    targets, off = _peer_targets(bench, name, pictures, clients)
+    contenders = {one: partial(target.run_turn, bench.callers()) for one, target in targets.items()}
+    return {**measured(contenders, *turn_lengths(bench, contenders, PEER_TURN, clients), start), "off": off}
+
+
+def _arrivals(bench: ServingBench, name: str, pictures: str, start: int) -> Json:
+    """Measure latencies when calls come at random moments, at a share of the rate that Triton answers."""
+    targets, off = _peer_targets(bench, name, pictures, CLIENTS[-1])
+    triton = partial(targets["triton"].run_turn, bench.callers())
+    calls, _ = turn_lengths(bench, {"triton": triton}, PEER_TURN, CLIENTS[-1])
+    full = triton(calls, start)
+    rate = ARRIVALS * full.calls / full.seconds
+    contenders = {one: partial(replace(target, rate=rate).run_turn, bench.callers()) for one, target in targets.items()}
+    return {**measured(contenders, 2 * calls, 1, start), "off": off}
+
+
+def _peer_targets(
+    bench: ServingBench, name: str, pictures: str, clients: int
+) -> tuple[dict[str, LoadTarget], dict[str, float]]:
+    """Return how each contender is called, and by how much its scores differ from the engine's."""
     images, protocol, one = getattr(bench.pictures, pictures), PEER_PROTOCOLS[name], clients == ON_ONE_CONNECTION
     targets = {}
     for processes in (1, *bench.processes):
@@ -85,9 +110,7 @@ def _beside_peers(bench: ServingBench, name: str, pictures: str, clients: int, s
         targets[ours] = LoadTarget(server, "Classify", NET, protocol, images, clients, one)
     for peer, server in bench.peers(NET, _of_peers(bench)).items():
         targets[peer] = LoadTarget(server, "OIP of a peer", name, protocol, images, clients, one)
-    off = _check(bench, targets, best_in_process(bench.engine(NET), protocol, images))
-    contenders = {one: partial(target.run_turn, bench.callers()) for one, target in targets.items()}
-    return {**measured(contenders, *turn_lengths(bench, contenders, PEER_TURN, clients), start), "off": off}
+    return targets, _check(bench, targets, best_in_process(bench.engine(NET), protocol, images))
 
 
 def apis(bench: ServingBench, start: int) -> Iterator[Case]:

@@ -44,7 +44,8 @@ class Workload:
 
     api: a key of UNARY, or HTTP; model, protocol: of the requests (peers have one protocol per model);
     clients, calls: of this process; first: index of its first picture; begin_at: on the clock of time.monotonic();
-    tls_ca: file of the authorities of the server's certificate, None without TLS; one_connection: of all its clients.
+    tls_ca: file of the authorities of the server's certificate, None without TLS; one_connection: of all its clients;
+    rate: of calls at random moments, in calls/s of this process, instead of those of clients that wait for answers.
     """
 
     address: str
@@ -57,6 +58,7 @@ class Workload:
     begin_at: float
     tls_ca: str | None = None
     one_connection: bool = False
+    rate: float = 0.0
 
 
 def classify_request(load: Workload, image: bytes) -> pb.ClassifyRequest:
@@ -195,21 +197,30 @@ async def run(load: Workload, images: Sequence[bytes]) -> Json:
     begun = ended = max(load.begin_at, time.monotonic())
     numbers = iter(range(load.first, load.first + load.calls))  # shared by all clients of the process
 
-    async def client(connection: Unary | Http) -> None:
+    async def call(connection: Unary | Http, number: int, since: float) -> None:
         nonlocal ended
+        try:
+            await connection(number)
+        except (grpc.RpcError, RuntimeError, OSError, EOFError) as error:
+            details = error.details() if isinstance(error, grpc.aio.AioRpcError) else None
+            errors.append(details or str(error))
+        ended = time.monotonic()
+        latencies.append(ended - since)
+
+    async def client(connection: Unary | Http) -> None:
         for number in numbers:
-            since = time.monotonic()
-            try:
-                await connection(number)
-            except (grpc.RpcError, RuntimeError, OSError, EOFError) as error:
-                details = error.details() if isinstance(error, grpc.aio.AioRpcError) else None
-                errors.append(details or str(error))
-            ended = time.monotonic()
-            latencies.append(ended - since)
+            await call(connection, number, time.monotonic())
+
+    async def arrivals() -> None:
+        moments = begun + np.cumsum(np.random.default_rng(load.first).exponential(1 / load.rate, load.calls))
+        async with asyncio.TaskGroup() as group:
+            for number, moment in zip(numbers, moments.tolist(), strict=True):
+                await asyncio.sleep(max(0.0, moment - time.monotonic()))
+                group.create_task(call(connections[number % len(connections)], number, moment))
 
     try:
         await asyncio.sleep(max(0.0, begun - time.monotonic()))
-        await asyncio.gather(*map(client, connections))
+        await (arrivals() if load.rate else asyncio.gather(*map(client, connections)))
     finally:
         for connection in set(connections):
             await connection.close()

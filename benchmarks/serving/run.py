@@ -11,7 +11,7 @@ idle cores all parts take about 25 minutes, of which model A at `multi-scale` ta
 
 - throughput: images/s of `prelunet serve`, compared to the engine in process; model A and the demo net
 - peers:      images/s and latency of three servers, and of ours with several processes; 1, 4 and 16 clients, and 32
-              that share a connection
+              that share a connection; and latencies when calls come at random moments
 - apis:       gRPC, HTTP and TLS: the demo net with 1, 4 and 16 clients, and a model that computes nothing with 16,
               there beside the peers and a bare grpc.aio server (echo.py), with the CPU time of each thread of ours
 - restarts:   2,000 calls of our client from 16 threads while the server is stopped and started again three times

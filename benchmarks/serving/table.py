@@ -27,6 +27,7 @@ PEER_GOAL, PEER_AIM = 0.7, 0.85  # of Triton's throughput, in every row
 MEAN_GOAL, MEAN_AIM = 0.85, 0.95  # in the mean of these rows
 NULL_GOAL, NULL_AIM = 0.95, 0.8  # ms of CPU of a call to a model that computes nothing
 SEVERAL_GOAL, SEVERAL_AIM = 0.85, 0.95  # of Triton's throughput, for several processes
+ARRIVALS_GOAL = 1.1  # of Triton's p50
 ONE_CONNECTION_GOAL = 0.95  # of one process's throughput
 API_GOAL = 0.9  # of the calls/s of gRPC without TLS
 APIS = ("HTTP", "Classify, TLS", "HTTP, TLS")
@@ -35,7 +36,7 @@ GRPC = f"{OURS}, Classify"
 
 Json = Mapping[str, Any]
 Found = tuple[float, float | None]  # a number and its standard error
-PARTS = ("throughput", "peers", "apis", "overhead", "restarts")  # in the order of the tables
+PARTS = ("throughput", "peers", "arrivals", "apis", "overhead", "restarts")  # in the order of the tables
 _HEADER = ("images/s", "lowest to highest", "ratio", "p50 ms", "p99 ms", "CPU ms", "clients' CPU ms")
 
 
@@ -102,6 +103,8 @@ def _title(case: Json) -> str:
     settings = case["settings"]
     part, clients = settings["part"], settings["clients"]
     load = f"{clients} client{'s' * (clients > 1)}" + " on one connection" * (clients == ON_ONE_CONNECTION)
+    if part == "arrivals":
+        load = f"random arrivals at {100 * settings['share']:g} % of Triton's rate, {clients} connections"
     if part == "overhead":
         return f"Calls to a model that computes nothing: {load}"
     name = f"{settings['net']}, {settings['protocol']}"
@@ -121,11 +124,13 @@ def _section(case: Json) -> list[str]:
         text = "Our client, with its retries; the server is stopped with SIGTERM."
         return [text, "", markdown(("lost calls", "slowest call, s", "exit codes"), [cells])]
     contenders, calls = result["contenders"], result["calls_of_a_turn"]
-    base = {"throughput": ENGINE, "peers": OURS}.get(part, GRPC)
+    base = {"throughput": ENGINE, "peers": OURS, "arrivals": OURS}.get(part, GRPC)
     starts, turns = result["starts"], len(contenders[base]["rates"])
     text = f"Starts of the servers: {starts}, turns: {turns}, of {statistics.median(calls):g} calls."
     if part == "throughput":
         text += f" {settings['clients']} clients, photos of mixed sizes. *ratio*: to `validate` in process."
+    elif part == "arrivals":
+        text += f" Calls do not wait for answers; latencies count from the moment of arrival. *ratio*: to {base}."
     else:
         text += f" Each client calls again after its answer. *ratio*: to {base}."
     if part == "overhead":
@@ -192,14 +197,11 @@ def _goals(case: Json) -> Iterator[str]:
     if (settings.get("net"), settings.get("protocol"), part) == ("A", "multi-scale", "throughput"):
         ratio = median_ratio(contenders["Classify"]["rates"], contenders[ENGINE]["rates"])
         yield _verdict(f"{title}: images/s ÷ the engine's", ratio, SERVED_GOAL, failed=failed)
-    one_connection = settings["clients"] == ON_ONE_CONNECTION
-    if (ratio_to_triton := _beside_triton(case)) is not None and not one_connection:
-        yield _verdict(f"{title}: images/s ÷ Triton's", ratio_to_triton, PEER_GOAL, aim=PEER_AIM, failed=failed)
-    for name in [name for name in contenders if part == "peers" and name.endswith("processes")]:
-        base, goal, aim = (OURS, ONE_CONNECTION_GOAL, None) if one_connection else (TRITON, SEVERAL_GOAL, SEVERAL_AIM)
-        if base in contenders:
-            ratio = median_ratio(contenders[name]["rates"], contenders[base]["rates"])
-            yield _verdict(f"{title}: images/s of {name} ÷ {base}'s", ratio, goal, aim=aim, failed=failed)
+    if part == "peers":
+        yield from _peer_goals(case, title, failed)
+    for name in [name for name in contenders if part == "arrivals" and name.startswith(OURS)]:
+        ratio = contenders[name]["p50_ms"] / contenders[TRITON]["p50_ms"], None
+        yield _verdict(f"{title}: p50 of {name} ÷ triton's", ratio, ARRIVALS_GOAL, failed=failed, at_most=True)
     if part == "overhead" and settings["clients"] > 1:
         cpus = contenders[GRPC]["cpus_ms"]
         milliseconds = median_ratio(cpus, [1.0] * len(cpus))
@@ -208,6 +210,17 @@ def _goals(case: Json) -> Iterator[str]:
         if other := contenders.get(f"{OURS}, {api}"):
             ratio = median_ratio(other["rates"], contenders[GRPC]["rates"])
             yield _verdict(f"{title}: calls/s of {api} ÷ Classify", ratio, API_GOAL, failed=failed)
+
+
+def _peer_goals(case: Json, title: str, failed: int) -> Iterator[str]:
+    contenders, one_connection = case["result"]["contenders"], case["settings"]["clients"] == ON_ONE_CONNECTION
+    if (ratio_to_triton := _beside_triton(case)) is not None and not one_connection:
+        yield _verdict(f"{title}: images/s ÷ Triton's", ratio_to_triton, PEER_GOAL, aim=PEER_AIM, failed=failed)
+    for name in [name for name in contenders if name.endswith("processes")]:
+        base, goal, aim = (OURS, ONE_CONNECTION_GOAL, None) if one_connection else (TRITON, SEVERAL_GOAL, SEVERAL_AIM)
+        if base in contenders:
+            ratio = median_ratio(contenders[name]["rates"], contenders[base]["rates"])
+            yield _verdict(f"{title}: images/s of {name} ÷ {base}'s", ratio, goal, aim=aim, failed=failed)
 
 
 def _verdict(
