@@ -174,7 +174,8 @@ async def serve(options: ServeOptions, report: Callable[[str], None], siblings: 
     _check_exposure(options)
     fitted = fit_limits(options, options.placement.memory)
     limit_decoding(options.placement.memory)
-    events, metrics, call_log = ShutdownEvents(), Metrics(), CallLog(sampled=options.log_sampling)
+    metrics = Metrics() if siblings is None else siblings.metrics
+    events, call_log = ShutdownEvents(), CallLog(sampled=options.log_sampling)
     tracing = import_from_extra(_TRACING).Tracing() if options.tracing else None
     silence_decoders()
     ProcessCollector(registry=metrics.registry)  # memory, CPU time and open files of this process
@@ -192,16 +193,21 @@ async def serve(options: ServeOptions, report: Callable[[str], None], siblings: 
         models = Models((), options.limits.image, fitted.queue, metrics, events.post)
         repository = None
         if options.models_folder is not None:
-            chosen = None if siblings is None else siblings.chosen
-            repository = Repository(options.models_folder, models, options, lambda: events.begun, chosen)
+            repository = Repository(
+                options.models_folder,
+                models,
+                options,
+                lambda: events.begun,
+                None if siblings is None else siblings.chosen,
+            )
             asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, repository.retry)
         if not await _load(options, models, repository, events):
             log.info("stopped while loading models")
             return ServeResult(lost=events.lost, stuck=not await _close_in_time(models))
         processes = 1 if siblings is None else options.processes
         memory = _estimate_memory([model.session for model in models.all()], options, processes)
-        if siblings is not None:
-            siblings.join(metrics, repository)
+        if siblings is not None and repository is not None:
+            siblings.share(repository)
         server = server or await ports.open()
         await server.start(models, repository)
         models.on_change.append(partial(_limit_memory, calls.arriving, models, options))

@@ -8,25 +8,12 @@ from collections.abc import Awaitable, Callable, Mapping
 from contextlib import suppress
 from typing import Any
 
-from msgspec import Struct
-
-
-class _Call(Struct, frozen=True):
-    number: int
-    name: str
-    arguments: tuple[Any, ...]
-
-
-class _Outcome(Struct, frozen=True):
-    number: int
-    result: Any
-    error: Exception | None = None
-
 
 class Link:
     """One end. handlers: what the other end may call, by name.
 
-    Messages are pickled, which only programs of one trust domain may exchange: both ends belong to one server.
+    Messages are pickled, which only programs of one trust domain may exchange: both ends belong to one server. Each is
+    (number, name, arguments) for a call, and (number, None, (result, error)) for its outcome.
     """
 
     def __init__(self, handlers: Mapping[str, Callable[..., Awaitable[Any]]]) -> None:
@@ -44,13 +31,13 @@ class Link:
         try:
             while True:
                 length = int.from_bytes(await self._reader.readexactly(4))
-                message = pickle.loads(await self._reader.readexactly(length))  # noqa: S301
-                if isinstance(message, _Call):
-                    task = asyncio.create_task(self._answer(message))
+                number, name, content = pickle.loads(await self._reader.readexactly(length))  # noqa: S301
+                if name is not None:
+                    task = asyncio.create_task(self._answer(number, name, content))
                     self._answering.add(task)
                     task.add_done_callback(self._answering.discard)
-                elif not (waiting := self._waiting.pop(message.number)).done():
-                    waiting.set_result(message)
+                elif not (waiting := self._waiting.pop(number)).done():  # else its caller has left
+                    waiting.set_result(content)
         except (asyncio.IncompleteReadError, OSError):
             pass
         finally:
@@ -65,25 +52,26 @@ class Link:
         """
         number = next(self._numbers)
         waiting = self._waiting[number] = asyncio.get_running_loop().create_future()
-        self._send(_Call(number, name, arguments))
+        self._send(number, name, arguments)
         await asyncio.wait({waiting})
         if waiting.cancelled():
             raise ConnectionError("the process at the other end has ended")
-        outcome: _Outcome = waiting.result()
-        if outcome.error is not None:
-            raise outcome.error
-        return outcome.result
+        result, error = waiting.result()
+        if error is not None:
+            raise error
+        return result
 
-    async def _answer(self, call: _Call) -> None:
+    async def _answer(self, number: int, name: str, arguments: tuple[Any, ...]) -> None:
+        outcome: tuple[Any, Exception | None]
         try:
-            outcome = _Outcome(call.number, await self._handlers[call.name](*call.arguments))
+            outcome = await self._handlers[name](*arguments), None
         except Exception as error:
-            outcome = _Outcome(call.number, None, error)
+            outcome = None, error
         with suppress(ConnectionError):
-            self._send(outcome)
+            self._send(number, None, outcome)
 
-    def _send(self, message: _Call | _Outcome) -> None:
-        content = pickle.dumps(message)
+    def _send(self, *message: Any) -> None:
         if self._writer.is_closing():
             raise ConnectionError("the process at the other end has ended")
+        content = pickle.dumps(message)
         self._writer.write(len(content).to_bytes(4) + content)

@@ -18,21 +18,20 @@ class Siblings:
     """What a process asks of the others, and they of it.
 
     number: of this process, from 1; chosen: see `Repository`; late: the others serve already, so that this one must not
-    open its ports before it is ready, too.
+    open its ports before it is ready, too; metrics: of this process, which the others ask for.
     """
 
     def __init__(self) -> None:
         self.link = Link({"change": self._change, "metrics": self._own_metrics, "chosen": self._chosen})
         self.number, self.late, self.chosen = 0, False, cast(Chosen | None, None)
+        self.metrics = Metrics()
         self._repository: Repository | None = None
-        self._metrics: Metrics | None = None
         self._loop = asyncio.get_running_loop()
 
-    def join(self, metrics: Metrics, repository: Repository | None) -> None:
-        """Let the others ask for these metrics, and change the models of this folder."""
-        self._metrics, self._repository = metrics, repository
-        if repository is not None:
-            repository.relay = self._relay
+    def share(self, repository: Repository) -> None:
+        """Load and unload models in this folder when the others do, and have them do so too."""
+        self._repository = repository
+        repository.relay = self._relay
 
     def report(self, start_line: str) -> None:
         """Tell the parent that calls are answered."""
@@ -40,10 +39,9 @@ class Siblings:
 
     def metrics_text(self, accept: str) -> tuple[bytes, str]:
         """Return the metrics of all processes; called in a thread. See `Metrics.text`."""
-        assert self._metrics is not None
         asked = asyncio.run_coroutine_threadsafe(self.link.call("metrics", _OTHERS_SECONDS), self._loop)
         others: Mapping[int, Sequence[Metric]] = asked.result()
-        return self._metrics.text(accept, {**others, self.number: self._metrics.collect()})
+        return self.metrics.text(accept, {**others, self.number: self.metrics.collect()})
 
     async def _relay(self, change: str, model: str) -> None:
         await self.link.call("change", change, model)
@@ -53,7 +51,7 @@ class Siblings:
         await self._repository.change(change, model)
 
     async def _own_metrics(self) -> list[Metric]:
-        return [] if self._metrics is None else await in_thread(self._metrics.collect)
+        return await in_thread(self.metrics.collect)
 
     async def _chosen(self) -> Chosen | None:
         return None if self._repository is None else self._repository.chosen
