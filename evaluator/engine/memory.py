@@ -223,17 +223,16 @@ def estimate_memory(
     memory: int | None,
     *,
     sessions: int = 1,
-    pipelines: int = 1,
     images: int = 0,
     encoded: int = 0,
 ) -> MemoryEstimate:
     """Return upper bounds of the main memory that evaluating chunks of images takes.
 
     memory: the limit for which batches and portions are planned, or None; sessions: number of sessions like this one;
-    pipelines: per session; images: in the dataset; encoded: bytes of all files that are read at a time.
+    images: in the dataset; encoded: bytes of all files that are read at a time.
     """
     contract, device = session.contract, session.placement.device
-    gpu, streams = RUNTIMES[device].gpu, sessions * pipelines
+    gpu = RUNTIMES[device].gpu
     rules = session.rules
     if not gpu:
         precision = session.circumstances.precision
@@ -245,10 +244,10 @@ def estimate_memory(
     parts = {
         "base": base,
         "weights": sessions * weights,
-        "batches": largest_batch_bytes(session, protocol, rules, pipelines=streams),
-        "images": streams * 2 * portion * image_bytes(protocol),
+        "batches": largest_batch_bytes(session, protocol, rules, pipelines=sessions),
+        "images": sessions * 2 * portion * image_bytes(protocol),
         "decoding": (GPU_DECODE_BYTES if gpu else DECODE_BYTES) + encoded,
-        "results": streams * scores * scored + LISTED_BYTES_PER_IMAGE * images,
+        "results": sessions * scores * scored + LISTED_BYTES_PER_IMAGE * images,
     }
     return MemoryEstimate(parts, base + loading + (sessions - 1) * weights)
 

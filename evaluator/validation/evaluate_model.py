@@ -22,7 +22,7 @@ from ..imaging.decode_memory import decode_semaphore
 from ..machine import format_bytes, machine_memory
 from ..protocols import EvaluationProtocol, ProtocolOverrides
 from .pipeline import decoding_threads
-from .ray_cluster import MAX_CHUNKS_IN_FLIGHT, Cluster, evaluate_on_ray
+from .ray_cluster import Cluster, evaluate_on_ray
 from .run import Run, build_run_info, describe_dataset
 from .validate import validate
 
@@ -79,8 +79,7 @@ def evaluate_model(  # noqa: PLR0913 - one argument per option
     if info.shard is not None and info.images:  # an empty one is refused by `validate`
         first, end = info.span
         report(f"shard {info.shard[0]}/{info.shard[1]}: images {first + 1:,} to {end:,} in order of name")
-    pipelines = MAX_CHUNKS_IN_FLIGHT if cluster is not None else 1
-    need = estimate_run_memory(session, protocol, info.chunk, dataset, sessions=len(sessions), pipelines=pipelines)
+    need = estimate_run_memory(session, protocol, info.chunk, dataset, sessions=len(sessions))
     report_memory(need, report, gpu=session.circumstances.on_gpu, verbose=verbose)
     if is_slower_in_bf16(session, protocol):
         report(
@@ -142,17 +141,16 @@ def estimate_run_memory(
     dataset: Dataset | None = None,
     *,
     sessions: int = 1,
-    pipelines: int = 1,
 ) -> MemoryEstimate:
     """Estimate the peak main memory of a run.
 
     chunk: images per chunk; dataset: None to leave out its images; sessions: number of sessions like this one in the
-    process; pipelines: number of pipelines that each session serves.
+    process.
     Raises UsageError if the estimate exceeds `--memory-limit`.
     """
-    readers = pipelines * decoding_threads(session.placement.threads)
-    workload = {"sessions": sessions, "pipelines": pipelines}
+    workload = {"sessions": sessions}
     if dataset is not None:
+        readers = decoding_threads(session.placement.threads)
         workload |= {"images": len(dataset.samples), "encoded": readers * dataset.largest_image}
     if (limit := session.placement.memory) is None:
         return estimate_memory(session, protocol, chunk, None, **workload)

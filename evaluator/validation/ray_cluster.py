@@ -1,13 +1,12 @@
-"""Evaluate on the machines of a Ray cluster: an adapter between `validate` and Ray's actors.
+"""Evaluate on the machines of a Ray cluster: an adapter between `validate` and Ray's tasks.
 
-The driver distributes chunks. Only the driver writes the run folder, chunk by chunk and in order, so the run equals
-that of a single machine. A worker opens the model file and the dataset by their paths, and must verify that they match
-the driver's before it receives chunks. The chunks of a lost worker are distributed again, and late answers from it are
-ignored, so that each image counts once.
+A task evaluates a group of consecutive chunks and returns their results one by one. Ray starts the workers, runs the
+tasks on them and repeats those of lost workers. A worker opens the model file and the dataset by their paths, and must
+verify that they match the driver's before it evaluates anything. Only the driver writes the run folder, chunk by chunk
+and in order, so the run equals that of a single machine.
 """
 
 import hashlib
-import heapq
 import io
 import logging
 import os
@@ -15,12 +14,13 @@ import re
 import signal
 import socket
 import threading
-from collections import Counter
+import uuid
+from collections import deque
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager, redirect_stdout
 from dataclasses import dataclass, replace
 from pathlib import Path
-from types import FrameType, ModuleType
+from types import ModuleType
 from typing import Any
 
 from ..datasets.dataset import Dataset, Sample
@@ -29,17 +29,16 @@ from ..engine.session import Placement, Session
 from ..errors import DatasetError, EnvironmentFault, PreluNetError, UsageError, install_hint
 from ..imaging.decode import silence_decoders
 from ..json_checks import differences, format_differences
-from ..protocols import EvaluationProtocol
 from .pipeline import ChunkResult, evaluate_chunks
-from .run import Batching, RunInfo
+from .run import RunInfo, build_run_info
 from .validate import ChunkEvaluator, WorkersLost
 
-MAX_CHUNKS_IN_FLIGHT = 2  # per worker: the session computes one while threads decode the other
-MAX_CHUNKS_AHEAD = 4  # per worker: chunks that may be started before the oldest one is finished and written
-MAX_ATTEMPTS = 3  # per chunk, and per worker start
+MAX_GROUP = 8  # chunks per task, see `divide`
+MAX_CHUNKS_AHEAD = 4 * MAX_GROUP  # per worker: chunks that may be started before the oldest one is written
+MAX_ATTEMPTS = 3  # per task
 DEFAULT_CPUS = 4  # per worker, if none are requested and the machines have as many
 PROBE_IMAGES = 8  # images that must be identical on the worker and the driver
-STALL_SECONDS = 30.0  # seconds without an answer before a message says what is pending
+STALL_SECONDS = 30.0  # seconds without a result before a message says what is pending
 
 
 @dataclass(frozen=True)
@@ -64,15 +63,14 @@ class Cluster:
 
 @dataclass(frozen=True)
 class Job:
-    """Sent to each worker once. dataset: without its samples, which come with the chunks."""
+    """What all tasks of an evaluation need. dataset: without its samples, which come with the chunks."""
 
+    id: str  # of the evaluation
     folder: Path  # the driver's working directory, to which paths are relative
     model: Path
     placement: Placement
     dataset: Dataset
-    protocol: EvaluationProtocol
-    batching: Batching
-    facts: Mapping[str, Any]  # of the driver's session, which must equal the worker's
+    info: RunInfo  # of the driver's run, which must equal that of the worker's session
     probes: Sequence[tuple[str, str]]  # names of images and the sha256 of their bytes
 
 
@@ -86,37 +84,30 @@ def evaluate_on_ray(
 ) -> ChunkEvaluator:
     """Return a function for `validate` that evaluates chunks on a Ray cluster. Nothing starts before it is called.
 
-    session, model: the driver's own session and its file; info: of the run; report: receives a message about the
-    workers, and one for each lost worker.
+    session, model: the driver's own session and its file; info: of the run; report: receives messages about the
+    workers.
     The function raises EnvironmentFault when Ray is missing, unreachable or has no room for a worker, or when a worker
-    differs from the driver (the error shows the difference). It raises WorkersLost when workers are lost repeatedly,
-    and each PreluNetError of a worker, with the name of its machine.
+    differs from the driver (the error shows the difference). It raises WorkersLost when workers are lost repeatedly
+    with the same images, and each PreluNetError of a worker, with the name of its machine.
     """
 
     def evaluate(chunks: Sequence[Sequence[Sample]]) -> Generator[ChunkResult, None, None]:
         gpu = session.circumstances.on_gpu
         with ray_connection(cluster.address, report) as ray:
-            cpus, max_workers = worker_capacity(
-                [node["Resources"] for node in ray.nodes() if node["Alive"]], cluster.cpus, gpu=gpu
-            )
+            machines = [node["Resources"] for node in ray.nodes() if node["Alive"]]
+            cpus, max_workers = worker_capacity(machines, cluster.cpus, gpu=gpu)
             count = min(cluster.workers or max_workers, len(chunks))
             report(f"Ray: {count} workers of {cpus} CPUs{' and a GPU' * gpu}")
             shared = replace(dataset, samples=())
             numbers = sorted({len(chunks) * probe // PROBE_IMAGES for probe in range(PROBE_IMAGES)})  # spread evenly
             probes = [(file, _digest(shared, file)) for file in (chunks[number][-1].file for number in numbers)]
-            assert info.batching is not None, "None only for ensembles"
             placement = replace(session.placement, threads=cpus)
-            job = Job(Path.cwd(), model, placement, shared, info.protocol, info.batching, _facts(session), probes)
-            job_ref = ray.put(job)
-            actor = ray.remote(num_cpus=cpus, num_gpus=int(gpu), max_concurrency=MAX_CHUNKS_IN_FLIGHT)(Worker)
-            yield from WorkerPool(ray, lambda: actor.remote(job_ref), count, chunks, report).results()
+            job = ray.put(Job(uuid.uuid4().hex, Path.cwd(), model, placement, shared, info, probes))
+            task = ray.remote(num_cpus=cpus, num_gpus=int(gpu), max_retries=MAX_ATTEMPTS - 1)(evaluate_group)
+            groups = divide(chunks, count)
+            yield from results_in_order(ray, lambda group: task.remote(job, group), groups, count, report)
 
     return evaluate
-
-
-def _facts(session: Session) -> dict[str, Any]:
-    batching = {"batching": session.rules.to_json()}
-    return {"model": {"sha256": session.model_sha256}, **session.circumstances.to_json(), **batching}
 
 
 def _digest(dataset: Dataset, file: str) -> str:
@@ -140,156 +131,101 @@ def worker_capacity(machines: Sequence[Mapping[str, float]], cpus: int, *, gpu: 
     return cpus, workers
 
 
-class Worker:
-    """A Ray actor on a machine of the cluster, with MAX_CHUNKS_IN_FLIGHT threads.
+def divide(chunks: Sequence[Sequence[Sample]], workers: int) -> Iterator[Sequence[Sequence[Sample]]]:
+    """Yield groups of consecutive chunks, one for each task.
 
-    Each PreluNetError is returned, because Ray would wrap a raised one.
+    Large ones, since on a GPU, whose memory only the end of a process frees, Ray starts a process for each task; but no
+    larger than MAX_GROUP chunks, which a lost worker repeats. Towards the end, or if there are few, single chunks, so
+    that all workers finish at about the same time.
     """
-
-    def __init__(self, job: Job):
-        self._job = job
-        self._session: Session | None = None
-
-    def start(self) -> str | PreluNetError:
-        """Open the model and check that this machine matches the driver. Return a description of this worker."""
-        job = self._job
-        silence_decoders()
-        try:
-            if job.folder.is_dir():
-                os.chdir(job.folder)
-            session = open_with_placement(job.model, job.placement, preallocate=True)
-            found = differences(job.facts, _facts(session), places=("on the driver", "on this worker"))
-            if found:
-                raise EnvironmentFault(f"differs from the driver:\n{format_differences(found)}")
-            if changed := [file for file, digest in job.probes if _digest(job.dataset, file) != digest]:
-                raise DatasetError(f"{job.dataset.location}: {changed[0]} differs from the driver's image")
-        except PreluNetError as error:
-            fix = "Every machine needs the same versions, and the same model and images at the same paths"
-            return type(error)(f"worker on {socket.gethostname()} cannot start: {error}\n{fix}")
-        self._session = session
-        return f"process {os.getpid()} on {socket.gethostname()}"
-
-    def evaluate(self, chunk: Sequence[Sample]) -> ChunkResult | PreluNetError:
-        """Evaluate one chunk. Called after `start`, from several threads."""
-        assert self._session is not None, "start() comes first"
-        job = self._job
-        try:
-            size, threads = job.batching.images_together, job.placement.threads
-            (result,) = evaluate_chunks([self._session], job.dataset, job.protocol, [chunk], size, threads)
-        except PreluNetError as error:
-            return type(error)(f"worker on {socket.gethostname()}: {error}")
-        return result
+    start = 0
+    while start < len(chunks):
+        size = max(1, min(MAX_GROUP, (len(chunks) - start) // (2 * workers)))
+        yield chunks[start : start + size]
+        start += size
 
 
-class WorkerPool:
-    """The workers of one evaluation and their chunks in flight.
+def results_in_order(
+    ray: ModuleType,
+    start: Callable[[Sequence[Sequence[Sample]]], Any],
+    groups: Iterator[Sequence[Sequence[Sample]]],
+    workers: int,
+    report: Callable[[str], None],
+) -> Iterator[ChunkResult]:
+    """Yield the result of each chunk, in order. Until then it stays in Ray's object store.
 
-    ray: the module; start_actor: starts one more worker; count: number of workers.
+    start: starts the task of a group; workers: number of tasks that run at a time.
     """
-
-    def __init__(
-        self,
-        ray: ModuleType,
-        start_actor: Callable[[], Any],
-        count: int,
-        chunks: Sequence[Sequence[Sample]],
-        report: Callable[[str], None],
-    ):
-        self._ray, self._start_actor, self._count, self._chunks, self._report = ray, start_actor, count, chunks, report
-        self._todo = list(range(len(chunks)))  # a heap of chunk numbers
-        self._pending: dict[Any, tuple[Any, int | None]] = {}  # answer → worker and its chunk, or None for its start
-        self._idle: list[Any] = []  # workers, once per free slot
-        self._losses: Counter[int | None] = Counter()  # chunk, or None for a start → number of workers lost with it
-        self._places: dict[Any, str] = {}  # started worker → its description
-        self._stalls = 0  # consecutive waits of STALL_SECONDS without an answer
-        for _ in range(count):
-            self._start_worker()
-
-    def results(self) -> Iterator[ChunkResult]:
-        """Yield the result of each chunk, in order."""
-        finished: dict[int, ChunkResult] = {}
-        for number in range(len(self._chunks)):
-            while number not in finished:
-                self._hand_out(number + MAX_CHUNKS_AHEAD * self._count)
-                finished.update(self._next_answer())
-            yield finished.pop(number)
-
-    def _start_worker(self) -> None:
-        worker = self._start_actor()
-        self._pending[worker.start.remote()] = worker, None
-
-    def _hand_out(self, end: int) -> None:
-        """Assign chunks below `end` to workers with a free slot."""
-        while self._idle and self._todo and self._todo[0] < end:
-            number, worker = heapq.heappop(self._todo), self._idle.pop(0)
-            self._pending[worker.evaluate.remote(self._chunks[number])] = worker, number
-
-    def _next_answer(self) -> dict[int, ChunkResult]:
-        """Wait for an answer. Return it by its chunk's number, or nothing if it is not a result."""
-        answers, _ = self._ray.wait(list(self._pending), num_returns=1, timeout=STALL_SECONDS)
-        if not answers:
-            self._report_stall()
-            return {}
-        self._stalls = 0
-        worker, number = self._pending.pop(answers[0])
+    pending: deque[tuple[Any, Sequence[Sample]]] = deque()  # for each chunk the results of its task, and the chunk
+    running: list[Any] = []  # for each task an object that is ready when it ends
+    patience = STALL_SECONDS
+    while True:
+        while (len(running) < workers or not pending) and len(pending) < MAX_CHUNKS_AHEAD * workers:
+            if (group := next(groups, None)) is None:
+                break
+            results = start(group)
+            pending += [(results, chunk) for chunk in group]
+            running.append(results.completed())
+        if not pending:
+            return
+        results, chunk = pending[0]
+        ready, _ = ray.wait([*running, results], timeout=patience)  # if several are ready, the first
+        if not ready:
+            report(
+                f"Ray: no result for {patience:.0f} s; waiting for images from {chunk[0].file} on. The cluster may be "
+                "busy. If a process ray::evaluate_group hangs, kill it; another one will repeat its work"
+            )
+            patience *= 2
+            continue
+        patience = STALL_SECONDS
+        if ready[0] is not results:
+            running.remove(ready[0])
+            continue
         try:
-            answer = self._ray.get(answers[0])
-        except self._ray.exceptions.RayTaskError:
+            result = ray.get(next(results))
+        except ray.exceptions.RayTaskError as error:
+            if isinstance(error.cause, PreluNetError):
+                raise error.cause from None
             raise  # a bug; it includes the worker's traceback
-        except self._ray.exceptions.RayError as error:
-            self._replace_worker(worker, number, error_line(error))
-            return {}
-        if isinstance(answer, PreluNetError):
-            raise answer
-        if number is not None:
-            self._idle.append(worker)
-            return {number: answer}
-        self._places[worker] = answer
-        self._idle += [worker] * MAX_CHUNKS_IN_FLIGHT
-        self._losses[None] = 0
-        return {}
-
-    def _report_stall(self) -> None:
-        """Report what is pending after 1, 2, 4, ... times STALL_SECONDS. The worker may be slow, or may hang."""
-        self._stalls += 1
-        if self._stalls & (self._stalls - 1):
-            return
-        waiting = [(number, worker) for worker, number in self._pending.values() if number is not None]
-        if not waiting:
-            self._report("Ray: the cluster has no room for a worker yet; waiting")
-            return
-        number, worker = min(waiting, key=lambda pending: pending[0])
-        self._report(
-            f"Ray: no answer for {self._stalls * STALL_SECONDS:.0f} s; waiting for images {self._images_of(number)} "
-            f"from {self._places[worker]}. If it hangs, kill that process; another worker will repeat its work"
-        )
-
-    def _images_of(self, chunk: int) -> str:
-        return f"{self._chunks[chunk][0].file} to {self._chunks[chunk][-1].file}"
-
-    def _replace_worker(self, worker: Any, number: int | None, reason: str) -> None:
-        """Requeue the chunks of a lost worker and start a new one."""
-        in_flight = {number, *(other for owner, other in self._pending.values() if owner is worker)}
-        self._pending = {answer: pending for answer, pending in self._pending.items() if pending[0] is not worker}
-        self._idle = [other for other in self._idle if other is not worker]
-        self._places.pop(worker, None)
-        self._ray.kill(worker)  # it may still run, but be unreachable
-        self._losses.update(in_flight)
-        for chunk in [chunk for chunk in in_flight if chunk is not None]:
-            heapq.heappush(self._todo, chunk)
-            if self._losses[chunk] >= MAX_ATTEMPTS:
-                place = self._images_of(chunk)
-                raise WorkersLost(f"{MAX_ATTEMPTS} workers were lost while evaluating images {place} ({reason})")
-        if self._losses[None] >= MAX_ATTEMPTS * self._count:
-            raise WorkersLost(f"{self._losses[None]} workers in a row were lost while starting ({reason})")
-        self._report(f"Ray: a worker was lost ({reason}); another one repeats its work")
-        self._start_worker()
+        except ray.exceptions.RayError as error:
+            reason = f"while evaluating images from {chunk[0].file} on ({error_line(error)})"
+            raise WorkersLost(f"{MAX_ATTEMPTS} workers were lost {reason}") from error
+        pending.popleft()
+        yield result
 
 
-# Join or start a Ray cluster. Ray is imported on demand; the extra `ray` installs it.
+_sessions: dict[str, Session] = {}  # by the job's id, for the tasks that run later in the same process
 
 
-JOIN_TIMEOUT = 120  # seconds to wait for a cluster that does not answer
+def evaluate_group(job: Job, chunks: Sequence[Sequence[Sample]]) -> Iterator[ChunkResult]:
+    """Evaluate chunks on a worker, as a task. Raises each PreluNetError with the name of the machine."""
+    try:
+        if job.id not in _sessions:
+            _sessions[job.id] = _open_session(job)
+        assert job.info.batching is not None, "None only for ensembles"
+        size, threads = job.info.batching.images_together, job.placement.threads
+        yield from evaluate_chunks([_sessions[job.id]], job.dataset, job.info.protocol, chunks, size, threads)
+    except PreluNetError as error:
+        raise type(error)(f"worker on {socket.gethostname()}: {error}") from error
+
+
+def _open_session(job: Job) -> Session:
+    """Open the model and check that this machine matches the driver."""
+    silence_decoders()
+    info, memory = job.info, job.placement.memory
+    try:
+        if job.folder.is_dir():
+            os.chdir(job.folder)
+        session = open_with_placement(job.model, job.placement, preallocate=True)
+        here = build_run_info(session, info.model["file"], info.dataset, info.protocol, info.shard, memory=memory)
+        if found := differences(info.to_json(), here.to_json(), places=("on the driver", "on this worker")):
+            raise EnvironmentFault(f"differs from the driver:\n{format_differences(found)}")
+        if changed := [file for file, digest in job.probes if _digest(job.dataset, file) != digest]:
+            raise DatasetError(f"{job.dataset.location}: {changed[0]} differs from the driver's image")
+    except PreluNetError as error:
+        fix = "Every machine needs the same versions, and the same model and images at the same paths"
+        raise type(error)(f"cannot start: {error}\n{fix}") from error
+    return session
 
 
 def host_and_port(address: str) -> tuple[str, int]:
@@ -308,11 +244,12 @@ def ray_connection(address: str, report: Callable[[str], None]) -> Iterator[Modu
     """Connect to a cluster and yield Ray's module. On exit, the workers end, and so does a local cluster.
 
     Meanwhile nothing is written to stdout, which carries our result: Ray prints messages about workers there, and has
-    no option to disable that. Its usage statistics are disabled unless RAY_USAGE_STATS_ENABLED is 1. Its SIGTERM
-    handler, which exits silently, is replaced by the previous one.
+    no option to disable that. Its usage statistics are disabled unless RAY_USAGE_STATS_ENABLED is 1.
     """
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")  # avoids a deprecation warning
+    os.environ.setdefault("RAY_NUM_REDIS_GET_RETRIES", "2")  # of 41 s each where no cluster answers; by default 20
+    os.environ.setdefault("RAY_task_oom_retries", str(MAX_ATTEMPTS - 1))  # if memory is short; by default for ever
     try:
         import ray
     except ImportError as error:
@@ -328,49 +265,23 @@ def ray_connection(address: str, report: Callable[[str], None]) -> Iterator[Modu
 
 def _join(ray: ModuleType, address: str) -> None:
     """Join a cluster or start one. Raises EnvironmentFault, and KeyboardInterrupt on SIGTERM."""
+    before = signal.getsignal(signal.SIGTERM)
     try:
-        with _guarded_signals():
-            if address not in {"auto", "local"}:  # when nothing listens there, Ray itself would retry for minutes
-                socket.create_connection(host_and_port(address), timeout=10).close()
-            ray.init(address=address, include_dashboard=False, log_to_driver=False, logging_level=logging.CRITICAL)
+        if address not in {"auto", "local"}:  # when nothing listens there, Ray itself would retry for minutes
+            socket.create_connection(host_and_port(address), timeout=10).close()
+        ray.init(address=address, include_dashboard=False, log_to_driver=False, logging_level=logging.CRITICAL)
     except SystemExit as error:  # from Ray's SIGTERM handler
         raise KeyboardInterrupt from error
-    except (Exception, _JoinTimeout) as error:  # Ray also raises plain Exception
+    except Exception as error:  # Ray also raises plain Exception
         raise EnvironmentFault(
             f"--ray {address}: cannot join or start a cluster ({error_line(error)}). Pass HOST:PORT of its head node, "
             "auto for the cluster that this machine belongs to, or local to start one here. If the address is right, "
             "the machine may be overloaded: try again; Ray's logs are in /tmp/ray. A cluster with token "
             "authentication needs RAY_AUTH_MODE and RAY_AUTH_TOKEN or RAY_AUTH_TOKEN_PATH"
         ) from error
-
-
-class _JoinTimeout(BaseException):
-    """Joining took too long. Not an Exception, because Ray retries after those."""
-
-
-@contextmanager
-def _guarded_signals() -> Iterator[None]:
-    """Raise _JoinTimeout after JOIN_TIMEOUT seconds. Restore the signal handlers that Ray replaces.
-
-    Does nothing outside the main thread, where no signal handlers can be set.
-    """
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-
-    def on_alarm(_number: int, _frame: FrameType | None) -> None:
-        raise _JoinTimeout(f"no answer for {JOIN_TIMEOUT} s")
-
-    before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGALRM)}
-    signal.signal(signal.SIGALRM, on_alarm)
-    signal.alarm(JOIN_TIMEOUT)
-    try:
-        yield
-    finally:
-        signal.alarm(0)
-        for number, handler in before.items():
-            if handler is not None:  # None: not installed by Python
-                signal.signal(number, handler)
+    finally:  # Ray replaces the handler, in the main thread; None: not installed by Python
+        if before is not None and threading.current_thread() is threading.main_thread():
+            signal.signal(signal.SIGTERM, before)
 
 
 def error_line(error: BaseException) -> str:

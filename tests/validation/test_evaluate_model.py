@@ -75,17 +75,9 @@ def test_the_samples_and_the_largest_file_are_counted() -> None:
     samples = [Sample("a.png", 0, 100), Sample("b.png", 1, 7000), Sample("c.png", 2, 10)]
     dataset = Dataset(Path("images"), ("a", "b", "c"), samples, FolderSource(Path("images")))
     means = replace(dataset, exact_sizes=False)  # as of parquet files: an image may be as large as is accepted
-    for pipelines, images, largest in ((1, dataset, 7000), (2, dataset, 7000), (1, means, DecodeLimits.max_bytes)):
-        need = estimate_run_memory(session, protocol, 64, images, pipelines=pipelines)  # type: ignore[arg-type]
-        assert need == estimate_memory(
-            session,  # type: ignore[arg-type]
-            protocol,
-            64,
-            None,
-            pipelines=pipelines,
-            images=3,
-            encoded=pipelines * 3 * largest,
-        )
+    for images, largest in ((dataset, 7000), (means, DecodeLimits.max_bytes)):
+        need = estimate_run_memory(session, protocol, 64, images)  # type: ignore[arg-type]
+        assert need == estimate_memory(session, protocol, 64, None, images=3, encoded=3 * largest)  # type: ignore[arg-type]
 
 
 def test_with_gpus_main_memory_is_estimated_and_limited_too() -> None:

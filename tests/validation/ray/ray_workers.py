@@ -1,40 +1,46 @@
-"""Workers and readers that fail in various ways. Ray's workers import this module."""
+"""Tasks and readers that fail in various ways. Ray's workers import this module."""
 
 import os
 import signal
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from prelunet.evaluator.datasets.dataset import Reader, Sample
-from prelunet.evaluator.errors import PreluNetError
-from prelunet.evaluator.validation.ray_cluster import Worker
-from prelunet.evaluator.validation.validate import ChunkResult
+from prelunet.evaluator.validation.pipeline import ChunkResult
+from prelunet.evaluator.validation.ray_cluster import Job, evaluate_group
 
 FATAL = "5/"  # prefix of the names of images that kill a worker
+DEATHS = "deaths"  # one line per process that `mortal_group` killed, in the driver's working directory
 
 
-class CrashingWorker(Worker):
-    """A worker that dies on some images, as if its decoder crashed."""
-
-    def evaluate(self, chunk: Sequence[Sample]) -> ChunkResult | PreluNetError:
+def crashing_group(job: Job, chunks: Sequence[Sequence[Sample]]) -> Iterator[ChunkResult]:
+    """Die on some images, as if the decoder crashed."""
+    for chunk in chunks:
         if any(sample.file.startswith(FATAL) for sample in chunk):
             os.kill(os.getpid(), signal.SIGKILL)
-        return super().evaluate(chunk)
+        yield from evaluate_group(job, [chunk])
 
 
-class WorkerCrashingAtStart(Worker):
-    """A worker that dies when it starts."""
+def mortal_group(job: Job, chunks: Sequence[Sequence[Sample]]) -> Iterator[ChunkResult]:
+    """Die before the last of several chunks, once per group."""
+    yield from evaluate_group(job, chunks[:-1])
+    with (job.folder / DEATHS).open("a+") as deaths:
+        deaths.seek(0)
+        first = chunks[0][0].file
+        if len(chunks) > 1 and first not in deaths.read().splitlines():
+            deaths.write(f"{first}\n")
+            deaths.flush()
+            os.kill(os.getpid(), signal.SIGKILL)
+    yield from evaluate_group(job, chunks[-1:])
 
-    def start(self) -> str | PreluNetError:
-        os.kill(os.getpid(), signal.SIGKILL)
-        return "never"
+
+def buggy_group(job: Job, chunks: Sequence[Sequence[Sample]]) -> Iterator[ChunkResult]:
+    """Have a bug."""
+    yield from _divide_by_zero()
 
 
-class BuggyWorker(Worker):
-    """A worker with a bug."""
-
-    def evaluate(self, chunk: Sequence[Sample]) -> ChunkResult | PreluNetError:
-        raise ZeroDivisionError("on purpose")
+def _divide_by_zero() -> Iterator[ChunkResult]:
+    yield [], 1 / 0  # type: ignore[misc]
 
 
 @dataclass(frozen=True)

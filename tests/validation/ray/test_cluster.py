@@ -11,7 +11,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Generator, Iterator, Sequence
-from contextlib import closing, contextmanager
+from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass
 from itertools import count
 from pathlib import Path
@@ -25,15 +25,17 @@ from prelunet.evaluator.errors import DatasetError, EnvironmentFault, Interrupte
 from prelunet.evaluator.validation.pipeline import ChunkResult
 from prelunet.evaluator.validation.ray_cluster import Cluster, evaluate_on_ray
 from prelunet.evaluator.validation.run import CHUNK
+from prelunet.evaluator.validation.validate import WorkersLost
 from tests.helpers.child_processes import fork_server
 from tests.helpers.fakes import validated
 from tests.validation.ray.cluster_data import CHUNKS, COPIES, TOTAL, cluster_protocol, info_of, opened
-from tests.validation.ray.ray_workers import BuggyWorker, CrashingWorker, WorkerCrashingAtStart
+from tests.validation.ray.ray_workers import DEATHS, buggy_group, crashing_group, mortal_group
 from tests.validation.shared_data import contents
 
 Validate = Callable[..., list[str]]
 CPUS = 2
-ATTEMPTS = 2  # of a chunk and of a start, where workers die: each takes seconds to start
+ATTEMPTS = 2  # of a task, where workers die: each takes seconds to start
+GROUP_FUNCTION = "prelunet.evaluator.validation.ray_cluster.evaluate_group"
 
 HEAD = """
 import os, sys
@@ -53,21 +55,26 @@ class RayHead:
     address: str
 
     def workers(self) -> list[int]:
-        """Return the process ids of the workers on this cluster."""
-        return [pid for pid, title in descendants(self.process.pid) if title.startswith("ray::Worker")]
+        """Return the process ids of the workers on this cluster that have opened a session."""
+        return [pid for pid in descendants(self.process.pid) if has_opened_a_session(pid)]
 
 
-def descendants(pid: int) -> list[tuple[int, str]]:
-    """Return the descendants of a process, with their titles."""
+def descendants(pid: int) -> list[int]:
+    """Return the process ids of the descendants of a process."""
     found = []
     for task in Path(f"/proc/{pid}/task").glob("*/children"):
-        for child in task.read_text().split():
-            try:
-                title = Path(f"/proc/{child}/cmdline").read_bytes().replace(b"\0", b" ").decode()
-                found += [(int(child), title), *descendants(int(child))]
-            except FileNotFoundError:
-                continue
+        with suppress(FileNotFoundError):
+            for child in map(int, task.read_text().split()):
+                found += [child, *descendants(child)]
     return found
+
+
+def has_opened_a_session(pid: int) -> bool:
+    """Return whether a process has loaded a runtime. Idle processes of Ray, which wait for other jobs, have not."""
+    try:
+        return "onnxruntime" in Path(f"/proc/{pid}/maps").read_text()
+    except (FileNotFoundError, ProcessLookupError):
+        return False
 
 
 @pytest.fixture(scope="module")
@@ -185,25 +192,17 @@ def test_a_run_on_a_cluster_is_byte_for_byte_that_of_one_machine(
 
 
 def test_killed_workers_are_replaced_and_each_image_is_counted_once(
-    on_cluster: Validate, tmp_path: Path, local: dict[str, bytes], head: RayHead, capfd: pytest.CaptureFixture[str]
+    on_cluster: Validate,
+    tmp_path: Path,
+    local: dict[str, bytes],
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
 ) -> None:
-    """The first dies when one chunk is written and two have not started, the second when that loss is reported."""
-    choices = random.Random(3)
-
-    def kill_one() -> None:
-        assert waited_for(head.workers)
-        os.kill(choices.choice(head.workers()), signal.SIGKILL)
-
-    def once_more(text: str) -> None:
-        if "a worker was lost" in text:
-            losses.append(text)
-            if len(losses) == 1:
-                kill_one()
-
-    losses: list[str] = []
-    on_cluster(cpus=1, on_report=once_more, after=lambda number: number or kill_one())
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(GROUP_FUNCTION, mortal_group)
+    on_cluster(cpus=1)
     assert contents(tmp_path / "run") == local
-    assert len(losses) == 2
+    assert len((tmp_path / DEATHS).read_text().splitlines()) >= 2
     assert capfd.readouterr().out == "", "stdout is for the result"
 
 
@@ -222,7 +221,7 @@ def test_images_that_no_worker_survives_end_the_run_which_can_be_resumed(
     dataset: Dataset,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("prelunet.evaluator.validation.ray_cluster.Worker", CrashingWorker)
+    monkeypatch.setattr(GROUP_FUNCTION, crashing_group)
     monkeypatch.setattr("prelunet.evaluator.validation.ray_cluster.MAX_ATTEMPTS", ATTEMPTS)
     with pytest.raises(EnvironmentFault) as caught:
         on_cluster()
@@ -235,17 +234,20 @@ def test_images_that_no_worker_survives_end_the_run_which_can_be_resumed(
     assert contents(tmp_path / "run") == local
 
 
-def test_workers_that_die_at_start_are_not_restarted_forever(
-    on_cluster: Validate, monkeypatch: pytest.MonkeyPatch
+def test_workers_killed_for_lack_of_memory_are_not_replaced_for_ever(
+    head: RayHead, session: Session, model: Path, dataset: Dataset, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("prelunet.evaluator.validation.ray_cluster.Worker", WorkerCrashingAtStart)
-    monkeypatch.setattr("prelunet.evaluator.validation.ray_cluster.MAX_ATTEMPTS", ATTEMPTS)
-    with pytest.raises(EnvironmentFault, match=f"{ATTEMPTS} workers in a row were lost while starting .* 0 of"):
-        on_cluster()
+    monkeypatch.setenv("RAY_memory_usage_threshold", "0.001")
+    monkeypatch.setenv("RAY_memory_monitor_refresh_ms", "100")
+    with started() as full:
+        evaluate = evaluate_on_ray(Cluster(full.address, cpus=CPUS), session, model, dataset, info_of(session, dataset))
+        lost = pytest.raises(WorkersLost, match=r"3 workers were lost .* running low on memory")
+        with closing(evaluate([dataset.samples])) as results, lost:
+            next(results)
 
 
 def test_a_bug_in_a_worker_is_raised_with_its_traceback(on_cluster: Validate, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("prelunet.evaluator.validation.ray_cluster.Worker", BuggyWorker)
+    monkeypatch.setattr(GROUP_FUNCTION, buggy_group)
     with pytest.raises(ZeroDivisionError, match=r"ray_workers\.py"):
         on_cluster()
 
@@ -265,6 +267,7 @@ def test_ctrl_c_and_sigterm_end_the_workers_and_keep_what_is_done(  # noqa: PLR0
 
     def send(chunk: int) -> None:
         if chunk == 1:
+            assert head.workers()
             sender.start()
         if chunk == CHUNKS - 2:
             sender.join()  # on a slow machine; the signal must never arrive after the run

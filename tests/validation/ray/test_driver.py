@@ -1,15 +1,11 @@
-"""The driver of a cluster alone, with a fake Ray whose answers come in an order that the test chooses."""
+"""The driver of a cluster alone, with a fake Ray whose tasks end in an order that the test chooses."""
 
 import re
 import sys
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
-from itertools import count
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
-import numpy as np
 import pytest
 
 from prelunet.evaluator.cli import run
@@ -17,164 +13,99 @@ from prelunet.evaluator.datasets.dataset import Dataset, Sample
 from prelunet.evaluator.engine.session import Session
 from prelunet.evaluator.errors import EnvironmentFault, UsageError
 from prelunet.evaluator.validation.ray_cluster import (
-    MAX_ATTEMPTS,
     MAX_CHUNKS_AHEAD,
-    STALL_SECONDS,
+    MAX_GROUP,
     Cluster,
-    WorkerPool,
+    divide,
     evaluate_on_ray,
+    results_in_order,
     worker_capacity,
 )
-from prelunet.evaluator.validation.validate import WorkersLost
 from tests.validation.ray.cluster_data import info_of
 
 
-@dataclass
-class ScriptedRay:
-    """A fake of Ray's module: the test chooses which answers come next, and which report a lost worker.
+class FakeTask:
+    """A task whose results are the names of the first images of its chunks."""
 
-    order: of answers, the smallest comes first; lost: whether an answer is none; silences: how often none comes before
-    each one.
+    def __init__(self, group: Sequence[Sequence[Sample]]):
+        self.names = [chunk[0].file for chunk in group]
+
+    def completed(self) -> tuple["FakeTask"]:
+        return (self,)
+
+    def __next__(self) -> str:
+        return self.names.pop(0)
+
+
+class FakeRay:
+    """A fake of Ray's module, on which the task whose results are needed first ends last.
+
+    silences: how often nothing is ready before each thing that is.
     """
 
-    order: Callable[["PendingAnswer"], Any] = lambda pending: pending.serial
-    lost: Callable[["PendingAnswer"], bool] = lambda _: False
-    silences: list[int] = field(default_factory=list)
-    actors: list["ScriptedWorker"] = field(default_factory=list)
-    begun: list[int] = field(default_factory=list)  # chunks, in the order of distribution
-    serials: Iterator[int] = field(default_factory=count)
+    def __init__(self, silences: Sequence[int] = ()):
+        self.silences, self.running, self.most_running, self.started = list(silences), set[FakeTask](), 0, 0
 
     class exceptions:  # noqa: N801 - as Ray names it
-        RayError = KeyError
-        RayTaskError = ZeroDivisionError
+        RayError = RayTaskError = ZeroDivisionError
 
-    def start_actor(self) -> "ScriptedWorker":
-        self.actors.append(ScriptedWorker(self, len(self.actors)))
-        return self.actors[-1]
+    def start(self, group: Sequence[Sequence[Sample]]) -> FakeTask:
+        task = FakeTask(group)
+        self.started += len(group)
+        self.running.add(task)
+        self.most_running = max(self.most_running, len(self.running))
+        return task
 
-    def wait(
-        self, pending: list["PendingAnswer"], *, num_returns: int, timeout: float
-    ) -> tuple[list["PendingAnswer"], list["PendingAnswer"]]:
-        assert (num_returns, timeout) == (1, STALL_SECONDS)
+    def wait(self, waiting: list[Any], *, timeout: float) -> tuple[list[Any], list[Any]]:
+        *ends, oldest = waiting
         if self.silences:
             self.silences[0] -= 1
             if self.silences[0] >= 0:
-                return [], pending
+                return [], waiting
             self.silences.pop(0)
-        return [min(pending, key=self.order)], []
+        ready = next((end for end in ends if end != (oldest,)), oldest)
+        self.running.discard(oldest if ready is oldest else ready[0])
+        return [ready], [other for other in waiting if other is not ready]
 
-    def get(self, answer: "PendingAnswer") -> Any:
-        if self.lost(answer):
-            answer.worker.alive = False
-            raise KeyError("on purpose")
-        return f"place {answer.worker.number}" if answer.chunk is None else ([answer.chunk], np.zeros((1, 2)))
+    def get(self, result: str) -> str:
+        return result
 
-    def kill(self, worker: "ScriptedWorker") -> None:
-        worker.alive = False
-
-    def pool(self, workers: int, chunks: int, said: list[str]) -> list[int]:
-        """Return the chunks in the order in which they are yielded."""
-        listed = [[Sample(f"{number}-first", 0, 1), Sample(f"{number}-last", 0, 1)] for number in range(chunks)]
-        pool: Any = WorkerPool(self, self.start_actor, workers, listed, said.append)  # type: ignore[arg-type]
-        return [number for (number,), _ in pool.results()]
+    def results(self, chunks: int, workers: int, said: list[str]) -> Iterator[Any]:
+        listed = some_chunks(chunks)
+        groups = divide(listed, workers)
+        return results_in_order(self, self.start, groups, workers, said.append)  # type: ignore[arg-type]
 
 
-class ScriptedWorker:
-    """A fake of an actor's handle."""
-
-    def __init__(self, ray: ScriptedRay, number: int):
-        self.ray, self.number, self.alive = ray, number, True
-        self.start = SimpleNamespace(remote=lambda: self._owe(None))
-        self.evaluate = SimpleNamespace(remote=self._begin)
-
-    def _begin(self, samples: Sequence[Sample]) -> "PendingAnswer":
-        chunk = int(samples[0].file.partition("-")[0])
-        self.ray.begun.append(chunk)
-        return self._owe(chunk)
-
-    def _owe(self, chunk: int | None) -> "PendingAnswer":
-        assert self.alive, "a lost worker is given something to do"
-        return PendingAnswer(next(self.ray.serials), self, chunk)
+def some_chunks(count: int) -> list[list[Sample]]:
+    return [[Sample(f"{number}-first", 0, 1), Sample(f"{number}-last", 0, 1)] for number in range(count)]
 
 
-@dataclass(frozen=True)
-class PendingAnswer:
-    """The answer to a numbered call; chunk: None for a start."""
-
-    serial: int
-    worker: ScriptedWorker
-    chunk: int | None
-
-
-def test_chunks_come_in_their_order_and_no_worker_runs_far_ahead_of_a_slow_one() -> None:
-    # The first chunk is answered when no other answers are pending.
-    ray = ScriptedRay(order=lambda pending: (pending.chunk is not None, -(pending.chunk or 0)))
-    listed: Any = [[Sample(f"{number}-first", 0, 1)] for number in range(40)]
-    numbers: list[int] = []
-    for lines, _ in WorkerPool(ray, ray.start_actor, 3, listed, lambda _: None).results():  # type: ignore[arg-type]
-        numbers.append(lines[0])  # type: ignore[arg-type]
-        assert max(ray.begun) < numbers[-1] + MAX_CHUNKS_AHEAD * 3
-    assert numbers == list(range(40))
-    assert sorted(ray.begun) == list(range(40))
+def test_chunks_come_in_their_order_while_workers_run_ahead_of_a_slow_one_but_not_far() -> None:
+    ray, ahead = FakeRay(), []
+    for number, name in enumerate(ray.results(500, 3, [])):
+        assert name == f"{number}-first"
+        ahead.append(ray.started - number)
+    assert len(ahead) == 500
+    assert ray.most_running == 3, "as many tasks at a time as workers"
+    assert 2 * 3 * MAX_GROUP < max(ahead) < MAX_CHUNKS_AHEAD * 3 + MAX_GROUP
 
 
-@pytest.mark.parametrize("losses", [MAX_ATTEMPTS - 1, MAX_ATTEMPTS])
-def test_a_chunk_is_given_up_with_the_third_worker_lost_on_it(losses: int) -> None:
-    ray = ScriptedRay(lost=lambda pending: pending.chunk == 0 and ray.begun.count(0) <= losses)
+def test_silence_is_reported_less_and_less_often_with_the_images_that_are_missing() -> None:
     said: list[str] = []
-    if losses < MAX_ATTEMPTS:
-        assert ray.pool(1, 1, said) == [0]
-    else:
-        with pytest.raises(WorkersLost, match="3 workers were lost while evaluating images 0-first to 0-last"):
-            ray.pool(1, 1, said)
-    assert ray.begun == [0] * MAX_ATTEMPTS
-    assert len(said) == MAX_ATTEMPTS - 1
+    assert len(list(FakeRay(silences=[3, 0, 1]).results(2, 1, said))) == 2
+    expected = [(30, 0), (60, 0), (120, 0), (30, 1)]  # anything that is ready resets the time
+    for text, (seconds, chunk) in zip(said, expected, strict=True):
+        assert text.startswith(f"Ray: no result for {seconds} s; waiting for images from {chunk}-first on")
 
 
-@pytest.mark.parametrize("losses", [2 * MAX_ATTEMPTS - 1, 2 * MAX_ATTEMPTS])
-def test_starts_are_given_up_with_the_third_loss_for_each_worker(losses: int) -> None:
-    ray = ScriptedRay(lost=lambda pending: pending.worker.number < losses)
-    if losses < 2 * MAX_ATTEMPTS:
-        assert ray.pool(2, 9, []) == list(range(9))
-    else:
-        with pytest.raises(WorkersLost, match="6 workers in a row were lost while starting"):
-            ray.pool(2, 9, [])
-        assert len(ray.actors) == 2 + losses - 1
-
-
-def test_occasional_failed_starts_do_not_end_a_run() -> None:
-    """One of three workers starts, finishes a chunk and is lost with the next: a long run on an unreliable cluster."""
-
-    def lost(pending: PendingAnswer) -> bool:
-        return pending.worker.number % 3 < 2 if pending.chunk is None else ray.begun.count(pending.chunk) < 2
-
-    ray = ScriptedRay(lost=lost)
-    assert ray.pool(1, 20, []) == list(range(20))
-    assert len(ray.actors) > 20
-
-
-def test_a_lost_worker_with_free_slots_gets_no_more_chunks() -> None:
-    """The first chunk is lost when only it is pending, because no chunk beyond MAX_CHUNKS_AHEAD was started."""
-    ray = ScriptedRay(
-        order=lambda pending: (pending.chunk == 0, pending.serial),
-        lost=lambda pending: pending.chunk == 0 and ray.begun.count(0) == 1,
-    )
-    assert ray.pool(1, 2 * MAX_CHUNKS_AHEAD, []) == list(range(2 * MAX_CHUNKS_AHEAD))
-    assert ray.begun[: MAX_CHUNKS_AHEAD + 1] == [*range(MAX_CHUNKS_AHEAD), 0], (
-        "the lost worker has no room left, and the test shows nothing"
-    )
-    assert [worker.alive for worker in ray.actors] == [False, True]
-
-
-def test_a_stall_is_reported_with_the_images_and_the_worker() -> None:
-    ray = ScriptedRay(silences=[1, 5, 0, 1])  # before the starts of both workers, the first chunk, the second
-    said: list[str] = []
-    assert ray.pool(2, 9, said) == list(range(9))
-    assert said[0] == "Ray: the cluster has no room for a worker yet; waiting"
-    expected = [(30, 0), (60, 0), (120, 0), (30, 1)]  # after 1, 2, 4 times STALL_SECONDS, reset by an answer
-    for text, (seconds, chunk) in zip(said[1:], expected, strict=True):
-        images = f"images {chunk}-first to {chunk}-last from place 0."
-        assert text.startswith(f"Ray: no answer for {seconds} s; waiting for {images}")
+@pytest.mark.parametrize(("chunks", "workers"), [(1, 1), (1, 8), (3, 4), (10, 4), (100, 3), (1000, 2)])
+def test_every_worker_gets_a_group_and_the_last_groups_are_small(chunks: int, workers: int) -> None:
+    listed = some_chunks(chunks)
+    groups = list(divide(listed, workers))
+    assert [chunk for group in groups for chunk in group] == listed
+    assert len(groups) >= min(chunks, workers)
+    assert [len(group) for group in groups[-workers:]] == [1] * min(chunks, workers)
+    assert len(groups[0]) == {100: MAX_GROUP, 1000: MAX_GROUP}.get(chunks, 1)
 
 
 # Requests to the cluster
