@@ -1,4 +1,4 @@
-"""Find out where an image classifier fails, and serve it.
+"""See where your image classifier fails, then serve it.
 
 net = prelunet.load("net.onnx")
 net.classify("photo.jpg")

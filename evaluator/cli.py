@@ -152,7 +152,7 @@ def _print_version(requested: bool) -> None:
         raise typer.Exit
 
 
-@_app.callback(help="Find out where an image classifier fails, and serve it. Train PReLU-nets, too.")
+@_app.callback(help="See where your image classifier fails, then serve it. Train PReLU-nets, too.")
 def _options(
     version: Annotated[
         bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Show the version and exit.")
