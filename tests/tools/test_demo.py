@@ -58,3 +58,19 @@ def test_live_trains_and_exports_the_model_unless_it_exists_and_serves_it(tmp_pa
         assert f"--http-port {port}" in done.stdout
         assert (tmp_path / "prelunet.log").read_text().splitlines() == expected
         (tmp_path / "prelunet.log").unlink()
+
+
+def test_live_photos_adopts_the_published_net_unless_it_is_there_and_serves_it_with_the_photos(tmp_path: Path) -> None:
+    for name in ("prelunet", "python"):
+        program = tmp_path / name
+        adopt = '[ "$1" != adopt ] || touch demo/lite0/lite0.onnx'
+        program.write_text(f'#!/bin/sh\necho "{name} $1" >>commands\n{adopt}\n')
+        program.chmod(0o755)
+    script = SCRIPT.with_name("demo_photos.sh")
+    environment = os.environ | {"PATH": f"{tmp_path}:{os.environ['PATH']}", "HTTP_PORT": "8123"}
+    for expected in (["python tools/export_photo_net.py", "prelunet adopt", "prelunet serve"], ["prelunet serve"]):
+        live = [script, "--live"]
+        done = subprocess.run(live, cwd=tmp_path, env=environment, capture_output=True, text=True, check=True)
+        assert (tmp_path / "commands").read_text().splitlines() == expected
+        assert "--http-port 8123 --examples demo/lite0/photos" in done.stdout
+        (tmp_path / "commands").unlink()
