@@ -16,6 +16,17 @@ DEFAULT_TOP_K = 5  # classes in an answer, unless another number is requested
 
 
 @dataclass(frozen=True)
+class ClassEntry:
+    """One class; its index is its place in the model's list (ImageNet: sorted wnid order, 0-based)."""
+
+    wnid: str
+    name: str
+
+    def to_json(self) -> dict[str, str]:
+        return {"wnid": self.wnid, "name": self.name}
+
+
+@dataclass(frozen=True)
 class Prediction:
     """One class and its score, 0 to 1."""
 

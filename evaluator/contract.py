@@ -12,6 +12,7 @@ from dataclasses import asdict, dataclass, field, fields
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
+from .answer import ClassEntry as ClassEntry  # noqa: PLC0414 - there, so that a client loads no contract
 from .architectures import (
     Architecture,
     OpaqueNet,
@@ -57,17 +58,6 @@ _KINDS = {int: "a whole number", str: "text", list: "a list", dict: "an object"}
 Canvas = Literal["ragged", "exact"]
 FilePrecision = Literal["fp32", "fp16", "int8"]
 MeanKind = Literal["channel", "image"]
-
-
-@dataclass(frozen=True)
-class ClassEntry:
-    """One class; its index is its place in the model's list (ImageNet: sorted wnid order, 0-based)."""
-
-    wnid: str
-    name: str
-
-    def to_json(self) -> dict[str, str]:
-        return {"wnid": self.wnid, "name": self.name}
 
 
 @dataclass(frozen=True)

@@ -5,7 +5,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypedDict, Unpack
 
-from ..contract import ClassEntry
+from ..answer import ClassEntry
 from ..errors import DatasetError, ImageError, UsageError
 from ..image_input import ImageInput, encoded_image
 from ..pb.prelunet.v1 import prelunet_pb2 as pb

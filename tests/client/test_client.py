@@ -381,10 +381,7 @@ def test_importing_the_client_loads_only_what_it_needs_and_changes_nothing_proce
         print(*{name.split(".")[2] for name in sys.modules if name.startswith("prelunet.evaluator.")})
     """
     result = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
-    allowed = {
-        "answer", "architectures", "cards", "cli_option", "client", "contract", "errors", "files", "image_input",
-        "json_checks", "pb", "preparation", "rpc", "terminal",
-    }  # fmt: skip
+    allowed = {"answer", "cards", "cli_option", "client", "errors", "files", "image_input", "pb", "rpc", "terminal"}
     assert set(result.stdout.split()) == allowed
 
 
