@@ -8,21 +8,22 @@ gives no value: conv1 pads 3 (224 → 112 requires it), pools round down, and mo
 import math
 import re
 from collections.abc import Iterable, Iterator
-from dataclasses import asdict, dataclass, replace
 from functools import cached_property
-from typing import Any, ClassVar, Literal, get_args
+from typing import Annotated, Any, ClassVar, Literal, TypeAlias, get_args
+
+from msgspec import Meta, Struct, convert, to_builtins
+from msgspec.structs import replace
 
 from .errors import UsageError
-from .json_checks import require_choice, require_int, require_list, require_object, require_str
+from .json_checks import require_int
 
 
-@dataclass(frozen=True)
-class TrunkLayer:
-    """The geometry of one layer of the trunk; pools round down."""
+class TrunkLayer(Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+    """The geometry of one layer of the trunk, [kernel, stride, pad] in a model file; pools round down."""
 
-    kernel: int
-    stride: int
-    pad: int
+    kernel: Annotated[int, Meta(ge=1)]
+    stride: Annotated[int, Meta(ge=1)]
+    pad: Annotated[int, Meta(ge=0)]
 
     def output_side(self, side: int) -> int:
         """Return the output rows (or columns) for `side` input rows; may be < 1 for tiny inputs."""
@@ -50,40 +51,41 @@ MAX_LEVEL = 64  # bins per side; each bin is a node of the graph
 MAX_PARAMETERS = 530_000_000  # in float32 nearly 2 GiB, the limit of an ONNX file
 LRELU_SLOPE = 0.01  # PReLU-nets, section 2.1: the fixed slope of leaky ReLU
 
+_Size: TypeAlias = Annotated[int, Meta(ge=1, le=MAX_SIDE)]
+_Width: TypeAlias = Annotated[int, Meta(ge=1, le=MAX_HIDDEN)]
+_Level: TypeAlias = Annotated[int, Meta(ge=1, le=MAX_LEVEL)]
 
-@dataclass(frozen=True)
-class Conv:
+
+class Conv(Struct, frozen=True, forbid_unknown_fields=True, tag_field="kind", tag="conv"):
     """One convolution, followed by its activation. Kernel, stride and pad in pixels of its input."""
 
     name: str
-    channels: int
-    kernel: int
-    stride: int = 1
-    pad: int = 0
+    channels: _Size
+    kernel: _Size
+    stride: _Size = 1
+    pad: Annotated[int, Meta(ge=0, le=MAX_SIDE)] = 0
 
 
-@dataclass(frozen=True)
-class Pool:
+class Pool(Struct, frozen=True, forbid_unknown_fields=True, tag_field="kind", tag="pool"):
     """One max pooling without padding, rounding down."""
 
     name: str
-    kernel: int
-    stride: int
+    kernel: _Size
+    stride: _Size
 
     pad: ClassVar[int] = 0
 
 
-@dataclass(frozen=True)
-class Architecture:
+class Architecture(Struct, frozen=True, dict=True, forbid_unknown_fields=True):
     """One net. spp_levels: bins per side, in the order of fc1's input; hidden: width of fc1 and fc2."""
 
     name: str
     trunk: tuple[Conv | Pool, ...]
-    spp_levels: tuple[int, ...]
-    hidden: int
+    spp_levels: Annotated[tuple[_Level, ...], Meta(min_length=1)]
+    hidden: _Width
     crop: int
     activation: Activation = "prelu"
-    hidden2: int | None = None  # width of fc2, if it differs
+    hidden2: _Width | None = None  # width of fc2, if it differs
 
     def __post_init__(self) -> None:
         if self.activation not in ACTIVATIONS:
@@ -168,64 +170,32 @@ class Architecture:
 
     def to_json(self) -> dict[str, Any]:
         """Return the architecture as plain data for checkpoints and model files."""
-        trunk = [{"kind": type(layer).__name__.lower(), **asdict(layer)} for layer in self.trunk]
-        values = {**asdict(self), "trunk": trunk, "spp_levels": list(self.spp_levels)}
-        return {key: value for key, value in values.items() if value is not None}
+        plain = {key: value for key, value in to_builtins(self).items() if value is not None}
+        return {**plain, "trunk": list(plain["trunk"]), "spp_levels": list(self.spp_levels)}
 
 
 def architecture_from_json(data: Any) -> Architecture:
     """Create an architecture from the output of `Architecture.to_json`; raises ValueError for other data."""
-    fields = require_object(data, "an architecture")
-    trunk = tuple(_layer_from_json(layer) for layer in require_list(fields.get("trunk"), "trunk"))
-    levels = tuple(
-        require_int(level, "a level of spp_levels", 1, MAX_LEVEL)
-        for level in require_list(fields.get("spp_levels"), "spp_levels")
-    )
-    if not trunk or not levels:
-        raise ValueError("trunk and spp_levels should not be empty")
-    require_str(fields.get("name"), "name")
-    require_str(fields.get("activation", "prelu"), "activation")
-    require_int(fields.get("hidden"), "hidden", 1, MAX_HIDDEN)
-    require_int(fields.get("hidden2", 1), "hidden2", 1, MAX_HIDDEN)
     try:
-        return Architecture(**{**fields, "trunk": trunk, "spp_levels": levels})
-    except (TypeError, UsageError) as error:  # TypeError: an unknown or missing key
+        return convert(data, Architecture)
+    except UsageError as error:  # of a net that cannot be
         raise ValueError(str(error)) from error
 
 
-def _layer_from_json(data: Any) -> Conv | Pool:
-    fields = dict(require_object(data, "a layer"))
-    kind = require_choice(fields.pop("kind", None), "kind of a layer", ("conv", "pool"))
-    name = require_str(fields.get("name"), "name of a layer")
-    for key in fields.keys() - {"name"}:
-        require_int(fields[key], f"{key} of {name:.40}", 0 if key == "pad" else 1, MAX_SIDE)
-    try:
-        return Conv(**fields) if kind == "conv" else Pool(**fields)
-    except TypeError as error:  # an unknown or missing key
-        raise ValueError(str(error)) from error
-
-
-@dataclass(frozen=True)
-class OpaqueNet:
+class OpaqueNet(Struct, frozen=True, omit_defaults=True):
     """A net whose layers are unknown, such as an adopted one. multiply_adds: of one crop, None if unknown."""
 
     name: str
     activation: str
-    multiply_adds: int | None = None
+    multiply_adds: Annotated[int, Meta(ge=1)] | None = None
 
     def to_json(self) -> dict[str, Any]:
-        return {key: value for key, value in asdict(self).items() if value is not None}
+        return dict(to_builtins(self))
 
 
 def net_from_json(data: Any) -> Architecture | OpaqueNet:
     """Create a net from its `to_json`, an `OpaqueNet` from data without a trunk; raises ValueError for other data."""
-    fields = require_object(data, "an architecture")
-    if "trunk" in fields:
-        return architecture_from_json(fields)
-    name, activation, count = (fields.get(key) for key in ("name", "activation", "multiply_adds"))
-    if not isinstance(name, str) or not isinstance(activation, str):
-        raise ValueError("the architecture should have a name and an activation")
-    return OpaqueNet(name, activation, None if count is None else require_int(count, "multiply_adds", 1))
+    return architecture_from_json(data) if isinstance(data, dict) and "trunk" in data else convert(data, OpaqueNet)
 
 
 def parameter_shapes(architecture: Architecture, classes: int) -> dict[str, tuple[int, ...]]:

@@ -5,12 +5,14 @@ else passes between the two. Pure functions; no runtime is imported here.
 """
 
 import json
-import math
 import re
-from collections.abc import Iterator, Mapping
-from dataclasses import asdict, dataclass, field, fields
-from functools import cached_property
-from typing import TYPE_CHECKING, Any, Literal, get_args
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import asdict, dataclass, field
+from functools import cached_property, partial
+from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeAlias, get_type_hints
+
+from msgspec import UNSET, Meta, Struct, UnsetType, convert, to_builtins
+from msgspec.structs import astuple
 
 from .answer import ClassEntry as ClassEntry  # noqa: PLC0414 - there, so that a client loads no contract
 from .architectures import (
@@ -23,16 +25,7 @@ from .architectures import (
     trunk_stride,
 )
 from .errors import ContractError
-from .json_checks import (
-    check_plain,
-    parse_json,
-    require_bool,
-    require_int,
-    require_keys,
-    require_list,
-    require_object,
-    require_str,
-)
+from .json_checks import check_plain, parse_json, read_stored, require_same
 from .preparation import FILTERS, USUAL, Interpolation, Preparation, preparation_from_json
 
 if TYPE_CHECKING:
@@ -53,8 +46,10 @@ CONTROL_CHARACTERS = re.compile(r"[\x00-\x1f\x7f-\x9f\u2028\u2029]")  # could co
 _FORBIDDEN_CHARACTERS = re.compile(CONTROL_CHARACTERS.pattern + r"|[\ud800-\udfff]")
 INPUTS = ("images", "sizes")
 OUTPUTS = ("scores", "logits", "windows", "window_scores")
-_KINDS = {int: "a whole number", str: "text", list: "a list", dict: "an object"}  # of JSON, for errors
 
+Sha256: TypeAlias = Annotated[str, Meta(pattern=r"^[0-9a-f]{64}\Z")]
+_Positive: TypeAlias = Annotated[int, Meta(ge=1)]
+_Side: TypeAlias = Annotated[int, Meta(ge=1, le=MAX_CANVAS_SIDE)]  # pixels, or cells of the feature map
 Canvas = Literal["ragged", "exact"]
 FilePrecision = Literal["fp32", "fp16", "int8"]
 MeanKind = Literal["channel", "image"]
@@ -73,6 +68,9 @@ class GoldenImage:
     logits: tuple[float, ...]
 
 
+_Deviation: TypeAlias = Annotated[float, Meta(ge=0)]
+
+
 @dataclass(frozen=True)
 class Tolerance:
     """Allowed deviation of a result, or a measured one.
@@ -81,8 +79,8 @@ class Tolerance:
     magnitude.
     """
 
-    scores: float
-    logits: float
+    scores: _Deviation
+    logits: _Deviation
 
 
 @dataclass(frozen=True)
@@ -95,12 +93,18 @@ class Calibration:
     tolerance is None in an adopted net, whose file does not tell.
     """
 
-    dataset_fingerprint: str | None
-    images: int | None
+    dataset_fingerprint: Sha256 | None
+    images: _Positive | None
     protocol: str | None
     rule: str | None
     tolerance: Tolerance
     cost: Tolerance | None
+
+    def __post_init__(self) -> None:
+        facts = (self.dataset_fingerprint, self.images, self.protocol, self.rule, self.cost)
+        if 0 < facts.count(None) < len(facts):
+            raise ValueError("of a calibration, everything or only the tolerance should be stated")
+        _check_names(text for text in (self.protocol, self.rule) if text is not None)
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self)
@@ -116,23 +120,26 @@ class Calibration:
 
 @dataclass(frozen=True)
 class ModelContract:
-    """The metadata of a model file, in the units of docs/formats.md (sides in pixels)."""
+    """The metadata of a model file, in the units of docs/formats.md (sides in pixels).
+
+    The types of the fields declare what the keys of that name hold.
+    """
 
     architecture: Architecture | OpaqueNet
     classes: tuple[ClassEntry, ...]
     mean_kind: MeanKind
     trunk: tuple[TrunkLayer, ...]
-    window: int  # rows and columns of the feature map that are pooled together
-    spp_levels: tuple[int, ...]  # bins per side, in the order of fc1's input
-    crop: int  # side of a training crop
-    default_scales: tuple[int, ...]  # the scales of `multi-scale` for this model
-    max_side: int
+    window: _Side  # rows and columns of the feature map that are pooled together
+    spp_levels: tuple[_Positive, ...]  # bins per side, in the order of fc1's input
+    crop: _Side  # side of a training crop
+    default_scales: tuple[_Positive, ...]  # the scales of `multi-scale` for this model
+    max_side: _Side
     canvas: Canvas
     precision: FilePrecision
-    checkpoint_sha256: str
+    checkpoint_sha256: Sha256
     interpolation: Interpolation = "bilinear"  # for resizing images
     preparation: Preparation = USUAL
-    center_scale: int | None = None  # the scale of `center` and `ten-crop`; None for 8/7 of the crop, as in the paper
+    center_scale: _Positive | None = None  # of `center` and `ten-crop`; None for 8/7 of the crop, as in the paper
     training: Mapping[str, Any] = field(default_factory=dict)  # recipe, dataset, metrics, slopes, provenance, if known
     golden: tuple[GoldenImage, ...] = ()
     calibration: Calibration | None = None  # of an int8 file
@@ -204,51 +211,37 @@ class ModelContract:
             return 3
         return 1 if self.calibration is None else 3 if self.calibration.rule is None else 2
 
-    def to_metadata(self) -> dict[str, str]:
-        """Return the metadata of the file: key to JSON text, keys sorted, deterministic."""
-        values: dict[str, Any] = {
+    def _stored(self) -> dict[str, Any]:
+        """Return the value of each key of the file."""
+        own = {key: getattr(self, key) for key in _TYPES}
+        return {
+            **{key: value for key, value in own.items() if key not in _OPTIONAL or value != _OPTIONAL[key]},
             "contract_version": self._version,
             "architecture": self.architecture.to_json(),
-            "classes": [entry.to_json() for entry in self.classes],
-            "mean_kind": self.mean_kind,
-            "trunk": [[layer.kernel, layer.stride, layer.pad] for layer in self.trunk],
-            "trunk_stride": self.trunk_stride,
-            "window": self.window,
-            "spp_levels": list(self.spp_levels),
-            "spp_order": self.spp_order,
-            "bin_rule": self.bin_rule,
-            "crop": self.crop,
-            "default_scales": list(self.default_scales),
-            "min_side": self.min_side,
-            "max_side": self.max_side,
-            "canvas": self.canvas,
-            "precision": self.precision,
-            "checkpoint_sha256": self.checkpoint_sha256,
-            "interpolation": self.interpolation,
-            "training": dict(self.training),
-            "golden": [
-                {"height": g.height, "width": g.width, "scores": list(g.scores), "logits": list(g.logits)}
-                for g in self.golden
-            ],
+            **{key: getattr(self, key) for key in _DERIVED},
         }
-        if self.preparation != USUAL:
-            values["preparation"] = self.preparation.to_json()
-        if self.center_scale is not None:
-            values["center_scale"] = self.center_scale
-        if self.calibration is not None:
-            values["calibration"] = self.calibration.to_json()
-        return {PREFIX + key: json.dumps(values[key], sort_keys=True, allow_nan=False) for key in sorted(values)}
+
+    def to_metadata(self) -> dict[str, str]:
+        """Return the metadata of the file: key to JSON text, keys sorted, deterministic."""
+        return {PREFIX + key: _json(value) for key, value in sorted(self._stored().items())}
+
+
+def _json(value: Any) -> str:
+    return json.dumps(value, sort_keys=True, allow_nan=False, default=_members)
+
+
+def _members(value: Any) -> Any:
+    return astuple(value) if isinstance(value, TrunkLayer) else vars(value)
+
+
+_TYPES = get_type_hints(ModelContract, include_extras=True)
+_OPTIONAL = {"preparation": USUAL, "center_scale": None, "calibration": None}  # without a key at these values
+_DERIVED = ("trunk_stride", "min_side", "spp_order", "bin_rule")  # stated for other readers
 
 
 def _contradictions(contract: ModelContract) -> Iterator[tuple[bool, str]]:
     """Yield (whether the check fails, what is wrong); each check relies on those before it."""
     crop, window, wnids = contract.crop, contract.window, [entry.wnid for entry in contract.classes]
-    integers = [crop, window, contract.max_side, *contract.spp_levels, *contract.default_scales]
-    integers += [] if contract.center_scale is None else [contract.center_scale]
-    integers += [number for layer in contract.trunk for number in (layer.kernel, layer.stride, layer.pad)]
-    if not all(type(number) is int for number in integers):
-        yield True, "sides, scales, levels and layers should be whole numbers"
-        return
     texts = [contract.name, *(text for entry in contract.classes for text in (entry.wnid, entry.name))]
     if fault := next(filter(None, map(_name_fault, texts)), None):
         yield True, fault
@@ -290,10 +283,9 @@ def _contradictions(contract: ModelContract) -> Iterator[tuple[bool, str]]:
     yield len(contract.golden) > MAX_GOLDEN_IMAGES, f"there should be at most {MAX_GOLDEN_IMAGES} golden images"
     for golden in contract.golden:
         sides = (golden.height, golden.width)
-        yield not all(type(s) is int and crop <= s <= contract.max_side for s in sides), "golden: sides out of range"
-        for numbers in (golden.scores, golden.logits):
-            finite = all(isinstance(number, float | int) and math.isfinite(number) for number in numbers)
-            yield not finite or len(numbers) != len(wnids), "golden: there should be one finite number per class"
+        yield not all(crop <= side <= contract.max_side for side in sides), "golden: sides out of range"
+        counts = {len(golden.scores), len(golden.logits)}
+        yield counts != {len(wnids)}, "golden: there should be one number per class"
 
 
 def _name_fault(text: Any) -> str | None:
@@ -304,69 +296,55 @@ def _name_fault(text: Any) -> str | None:
     return f"{text!a:.60} is not a valid name: names should be text of {limits}"
 
 
+def _check_names(texts: Iterable[str]) -> None:
+    if fault := next(filter(None, map(_name_fault, texts)), None):
+        raise ValueError(fault)
+
+
+_Count: TypeAlias = Annotated[int, Meta(ge=0, le=10**9)]
+
+
+class _Environment(Struct, forbid_unknown_fields=True):
+    """Where steps of a training were completed (evaluator/contract.md, "Provenance")."""
+
+    from_step: _Count
+    versions: dict[str, str]
+    device: str
+    processes: _Count
+    threads: _Count
+    precision: str
+    deterministic: bool
+    cudnn_benchmark: bool
+
+    def __post_init__(self) -> None:
+        _check_names((self.device, self.precision, *self.versions, *self.versions.values()))
+
+
+class Provenance(Struct, forbid_unknown_fields=True):
+    """Where the weights of a net come from. Imported weights, and files of earlier versions, lack the last three."""
+
+    parent_sha256: Sha256 | None
+    environments: list[_Environment]
+    step: _Count | None = None
+    total_steps: _Count | None = None
+    dataset_fingerprint: Sha256 | None = None
+
+
 def parse_provenance(value: Any) -> dict[str, Any] | None:
-    """Check where the weights of a net come from (evaluator/contract.md, "Provenance"); return it with ordered keys.
-
-    value: None if that was not recorded. Raises ValueError with the fault.
-    """
-    if value is None:
-        return None
-    order = ("parent_sha256", "environments", "step", "total_steps", "dataset_fingerprint")
-    unknown = dict.fromkeys(order[2:])  # imported weights, and files of earlier versions, do not state them
-    fields = require_keys({**unknown, **require_object(value, "provenance")}, "provenance", set(order))
-    for key in ("parent_sha256", "dataset_fingerprint"):
-        if fields[key] is not None:
-            _require_sha256(fields[key], key)
-    for key in ("step", "total_steps"):
-        if fields[key] is not None:
-            require_int(fields[key], key, 0, 10**9)
-    return {**{key: fields[key] for key in order}, "environments": parse_environments(fields["environments"])}
-
-
-def parse_calibration(value: Any) -> Calibration:
-    """Read the output of `Calibration.to_json`. Raises ValueError with the fault."""
-    entry = require_keys(value, "the calibration", {field.name for field in fields(Calibration)})
-    adopted = all(value is None for key, value in entry.items() if key != "tolerance")
-    measured = ("tolerance",) if adopted else ("tolerance", "cost")
-    deviations = {key: require_keys(entry[key], key, {"scores", "logits"}) for key in measured}
-    for number in (number for deviation in deviations.values() for number in deviation.values()):
-        if not isinstance(number, float) or not 0 <= number < math.inf:
-            raise ValueError("tolerance and cost should be numbers from 0")
-    if adopted:
-        return Calibration(None, None, None, None, Tolerance(**deviations["tolerance"]), None)
-    for text in (entry["protocol"], entry["rule"]):
-        if fault := _name_fault(text):
-            raise ValueError(fault)
-    return Calibration(
-        _require_sha256(entry["dataset_fingerprint"], "dataset_fingerprint"),
-        require_int(entry["images"], "images", 1),
-        entry["protocol"],
-        entry["rule"],
-        **{key: Tolerance(**numbers) for key, numbers in deviations.items()},
-    )
-
-
-def _require_sha256(value: Any, what: str) -> str:
-    if not re.fullmatch("[0-9a-f]{64}", require_str(value, what)):
-        raise ValueError(f"{what} should be 64 hexadecimal digits")
-    return str(value)
+    """Check a provenance, None if that was not recorded; return it with ordered keys. Raises ValueError."""
+    found: dict[str, Any] | None = to_builtins(convert(value, Provenance | None))
+    return found
 
 
 def parse_environments(value: Any) -> list[dict[str, Any]]:
     """Check the environments of a provenance as `parse_provenance` does."""
-    numbers, flags = ("from_step", "processes", "threads"), ("deterministic", "cudnn_benchmark")
-    order = ("from_step", "versions", "device", "processes", "threads", "precision", *flags)
-    environments = [require_keys(entry, "an environment", set(order)) for entry in require_list(value, "environments")]
-    for environment in environments:
-        versions = require_object(environment["versions"], "versions")
-        for text in (environment["device"], environment["precision"], *versions, *versions.values()):
-            if fault := _name_fault(text):
-                raise ValueError(fault)
-        for key in numbers:
-            require_int(environment[key], key, 0, 10**9)
-        for key in flags:
-            require_bool(environment[key], key)
-    return [{key: environment[key] for key in order} for environment in environments]
+    found: list[dict[str, Any]] = to_builtins(convert(value, list[_Environment]))
+    return found
+
+
+def parse_calibration(value: Any) -> Calibration:
+    """Read the output of `Calibration.to_json`. Raises ValueError with the fault."""
+    return read_stored(value, Calibration)
 
 
 def provenance_lines(provenance: Mapping[str, Any]) -> list[str]:
@@ -396,86 +374,70 @@ def contract_from_metadata(metadata: Mapping[str, str], where: str) -> ModelCont
 
     Raises ContractError if a key is missing or unreadable, or if the file has a newer version.
     """
-    file = _Reader(metadata, where)
-
-    def has(key: str) -> bool:
-        return PREFIX + key in metadata
-
+    fix = rewrite_hint(where)
     if not any(key.startswith(PREFIX) for key in metadata):
         raise ContractError(
             f"{where}: not a model file of prelunet. An ONNX classifier of another origin is wrapped first: "
             f"prelunet adopt {where} --classes FILE -o NEW.onnx"
         )
-    version = file.read("contract_version", int)
-    if version < 1:
-        raise ContractError(f"{where}: contract version {version}, but versions start at 1. {file.fix}")
+
+    def read(key: str, parse: Callable[[Any], Any]) -> Any:
+        if (text := metadata.get(PREFIX + key)) is None:
+            raise ContractError(f"{where}: no '{PREFIX}{key}' in the ONNX metadata. {fix}")
+        try:
+            return parse(parse_json(text))
+        except ValueError as error:
+            raise ContractError(f"{where}: '{PREFIX}{key}' is malformed ({error}). {fix}") from error
+
+    version = read("contract_version", partial(convert, type=_Positive))
     if version > CONTRACT_VERSION:
         raise ContractError(
             f"{where}: contract version {version}, but this prelunet supports versions up to {CONTRACT_VERSION}. "
-            f"Install a newer prelunet. Or keep this one: {file.fix}"
+            f"Install a newer prelunet. Or keep this one: {fix}"
         )
-    if has("resize"):  # of adopted nets that squash, for a day
-        raise ContractError(f"{where}: written by a development version. {file.fix}")
-    training = file.read("training", dict)
+    if PREFIX + "resize" in metadata:  # of adopted nets that squash, for a day
+        raise ContractError(f"{where}: written by a development version. {fix}")
+    values = {
+        key: read(key, _PARSERS.get(key) or partial(convert, type=kind))
+        for key, kind in _TYPES.items()
+        if key not in _OPTIONAL or PREFIX + key in metadata
+    }
     try:
-        if "provenance" in training:  # absent in files of earlier versions
-            training["provenance"] = parse_provenance(training["provenance"])
-        calibration = parse_calibration(file.read("calibration", dict)) if has("calibration") else None
-        contract = ModelContract(
-            architecture=net_from_json(file.read("architecture", dict)),
-            classes=tuple(ClassEntry(c["wnid"], c["name"]) for c in file.read("classes", list)),
-            mean_kind=file.choose("mean_kind", get_args(MeanKind)),
-            trunk=tuple(TrunkLayer(*layer) for layer in file.read("trunk", list)),
-            window=file.read("window", int),
-            spp_levels=tuple(file.read("spp_levels", list)),
-            crop=file.read("crop", int),
-            default_scales=tuple(file.read("default_scales", list)),
-            max_side=file.read("max_side", int),
-            canvas=file.choose("canvas", get_args(Canvas)),
-            precision=file.choose("precision", get_args(FilePrecision)),
-            checkpoint_sha256=_require_sha256(file.read("checkpoint_sha256", str), "checkpoint_sha256"),
-            interpolation=file.choose("interpolation", get_args(Interpolation)),
-            preparation=preparation_from_json(file.read("preparation", dict)) if has("preparation") else USUAL,
-            center_scale=file.read("center_scale", int) if has("center_scale") else None,
-            training=training,
-            golden=tuple(
-                GoldenImage(g["height"], g["width"], tuple(g["scores"]), tuple(g["logits"]))
-                for g in file.read("golden", list)
-            ),
-            calibration=calibration,
-        )
-        for key in ("trunk_stride", "min_side", "spp_order", "bin_rule"):  # stated for other readers; we derive them
-            derived = getattr(contract, key)
-            if (stated := file.read(key, type(derived))) != derived:
-                raise ValueError(f"'{PREFIX}{key}' is {stated!a:.40}, but should be {derived!r}")
+        contract = ModelContract(**values)
+        written = {key: parse_json(_json(value)) for key, value in contract._stored().items() if key not in _READ_WHOLE}
+        stated = [key for key in (*values, *_DERIVED) if key not in _READ_WHOLE]
+        require_same({key: read(key, lambda value: value) for key in stated}, written)
         return contract
-    except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:
-        raise ContractError(f"{where}: the 'prelunet.*' metadata is malformed ({error!r}). {file.fix}") from error
+    except ValueError as error:
+        raise ContractError(f"{where}: the '{PREFIX}*' metadata are malformed ({error}). {fix}") from error
 
 
-class _Reader:
-    """Reads one JSON value per key; raises a ContractError that names the key for every fault."""
+def _parse_net(value: Any) -> Architecture | OpaqueNet:
+    check_plain(value)
+    return net_from_json(value)
 
-    def __init__(self, metadata: Mapping[str, str], where: str) -> None:
-        self.metadata, self.where, self.fix = metadata, where, rewrite_hint(where)
 
-    def read(self, key: str, kind: type) -> Any:
-        text = self.metadata.get(PREFIX + key)
-        if text is None:
-            raise ContractError(f"{self.where}: no '{PREFIX}{key}' in the ONNX metadata. {self.fix}")
-        try:
-            value = parse_json(text)
-            check_plain(value)
-        except ValueError as error:
-            raise ContractError(f"{self.where}: '{PREFIX}{key}' is not JSON ({error}). {self.fix}") from error
-        if not isinstance(value, kind) or isinstance(value, bool):
-            raise ContractError(f"{self.where}: '{PREFIX}{key}' should be {_KINDS[kind]}. {self.fix}")
-        return value
+class _Training(Struct):
+    """What is known of `training`, whose other keys are free."""
 
-    def choose(self, key: str, allowed: tuple[str, ...]) -> Any:
-        if (value := self.read(key, str)) not in allowed:
-            raise ContractError(f"{self.where}: '{PREFIX}{key}' is '{value}', not one of {allowed}. {self.fix}")
-        return value
+    provenance: Provenance | UnsetType | None = UNSET  # absent in files of earlier versions
+
+
+def _parse_training(value: Any) -> dict[str, Any]:
+    check_plain(value)
+    found = convert(value, _Training).provenance
+    return {**value, **({} if found is UNSET else {"provenance": to_builtins(found)})}
+
+
+# Of keys whose types are not enough.
+_PARSERS: dict[str, Callable[[Any], Any]] = {
+    "architecture": _parse_net,
+    "training": _parse_training,
+    "preparation": preparation_from_json,
+    "calibration": parse_calibration,
+}
+# Lists that may be long, objects whose parsers compare them or know defaults, and a number that depends on the writer.
+_READ_WHOLE = {"classes", "golden", *_PARSERS, "contract_version"}
 
 
 def center_scale(crop: int, trained: tuple[int, int] | None = None) -> int:

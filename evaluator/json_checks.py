@@ -9,7 +9,10 @@ import math
 from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
-from typing import Any
+from dataclasses import replace
+from typing import Any, ClassVar, Protocol, TypeVar
+
+from msgspec import convert
 
 MAX_DEPTH = 32  # nesting of lists and objects in free-form data; ours needs four
 
@@ -57,6 +60,40 @@ def check_plain(value: Any, depth: int = MAX_DEPTH) -> None:
             check_plain(inner, depth - 1)
 
 
+class Stored(Protocol):
+    """A dataclass whose fields declare an object of a file."""
+
+    __dataclass_fields__: ClassVar[dict[str, Any]]
+
+    def to_json(self) -> dict[str, Any]:
+        """Return it as plain data."""
+        ...
+
+
+_StoredT = TypeVar("_StoredT", bound=Stored)
+
+
+def read_stored(data: Any, kind: type[_StoredT]) -> _StoredT:
+    """Convert plain data to a declared type, which must write itself back equal: no key ignored, none assumed."""
+    found = replace(convert(data, kind))  # msgspec leaves the default of a missing key in the class
+    require_same(data, found.to_json())
+    return found
+
+
+def require_same(stated: Mapping[str, Any], written: Mapping[str, Any], place: str = "") -> None:
+    """Refuse an object that would be written in another way, with the first key that differs. place: of the object."""
+    for key in {**written, **stated}:
+        if key not in stated:
+            raise ValueError(f"no key '{place}{key}'")
+        if key not in written:
+            raise ValueError(f"unknown key {place + key[:40]!a}")
+        there, here = stated[key], written[key]
+        if isinstance(there, dict) and isinstance(here, dict):
+            require_same(there, here, f"{place}{key}.")
+        elif there != here:
+            raise ValueError(f"'{place}{key}' is {_described(there)}, but should be {_described(here)}")
+
+
 def require_keys(value: Any, what: str, keys: AbstractSet[str]) -> dict[str, Any]:
     """Return the value, an object with exactly these keys."""
     fields = require_object(value, what)
@@ -93,20 +130,6 @@ def require_str(value: Any, what: str) -> str:
     """Return the value, a string."""
     if type(value) is not str:
         raise ValueError(f"{what} should be text, not {_described(value)}")
-    return value
-
-
-def require_bool(value: Any, what: str) -> bool:
-    """Return the value, true or false."""
-    if type(value) is not bool:
-        raise ValueError(f"{what} should be true or false, not {_described(value)}")
-    return value
-
-
-def require_choice(value: Any, what: str, allowed: tuple[str, ...]) -> Any:
-    """Return the value, one of these words."""
-    if require_str(value, what) not in allowed:
-        raise ValueError(f"{what} should be one of {', '.join(allowed)}, not {_described(value)}")
     return value
 
 

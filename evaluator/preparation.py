@@ -1,9 +1,11 @@
 """How a net's images are made from image files, beside the filter: part of the contract and of every protocol."""
 
-from dataclasses import asdict, dataclass, fields
-from typing import Any, Literal, get_args
+from dataclasses import asdict, dataclass
+from typing import Annotated, Any, Literal, TypeAlias
 
-from .json_checks import require_bool, require_choice, require_int, require_keys, require_list
+from msgspec import Meta
+
+from .json_checks import read_stored
 
 Interpolation = Literal["nearest", "bilinear", "bicubic", "lanczos"]
 Antialias = Literal["pillow", "torch", "none"]
@@ -18,7 +20,8 @@ FILTERS: dict[Antialias, tuple[Interpolation, ...]] = {
 }
 # What is said of each behind the filter's name.
 ANTIALIASED: dict[Antialias, str] = {"pillow": "", "torch": ", antialiased as torch's", "none": ", not antialiased"}
-Color = tuple[int, int, int]  # red, green, blue, from 0 to 255
+_Level: TypeAlias = Annotated[int, Meta(ge=0, le=255)]
+Color = tuple[_Level, _Level, _Level]  # red, green, blue
 
 
 @dataclass(frozen=True)
@@ -58,15 +61,4 @@ USUAL = Preparation()
 
 def preparation_from_json(data: Any) -> Preparation:
     """Read the output of `Preparation.to_json`. Raises ValueError for other data."""
-    plain = require_keys(data, "preparation", {field.name for field in fields(Preparation)})
-    color = [require_int(level, "pad_color", 0, 255) for level in require_list(plain["pad_color"], "pad_color")]
-    if len(color) != 3:
-        raise ValueError(f"pad_color should have three levels, not {len(color)}")
-    return Preparation(
-        resize=require_choice(plain["resize"], "resize", get_args(Resize)),
-        antialias=require_choice(plain["antialias"], "antialias", get_args(Antialias)),
-        rounding=require_choice(plain["rounding"], "rounding", get_args(Rounding)),
-        pad_color=(color[0], color[1], color[2]),
-        transparency=require_choice(plain["transparency"], "transparency", get_args(Transparency)),
-        gray=require_bool(plain["gray"], "gray"),
-    )
+    return read_stored(data, Preparation)

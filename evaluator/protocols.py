@@ -6,23 +6,17 @@ A protocol is frozen data, stored in every run. Sources: PReLU-nets, section 4 "
 import re
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
-from typing import Any, ClassVar, Literal, get_args, get_type_hints
+from typing import Annotated, Any, ClassVar, Literal, TypeAlias
+
+from msgspec import Meta, to_builtins
 
 from .cli_option import option
-from .contract import MAX_CROPS_PER_SIDE, MAX_SCALES, ModelContract, center_scale
+from .contract import MAX_CANVAS_SIDE, MAX_CROPS_PER_SIDE, MAX_SCALES, ModelContract, center_scale
 from .errors import UsageError
-from .json_checks import (
-    require_bool,
-    require_choice,
-    require_int,
-    require_keys,
-    require_list,
-    require_object,
-    require_str,
-)
-from .preparation import USUAL, Interpolation, Preparation, preparation_from_json
+from .json_checks import read_stored
+from .preparation import USUAL, Interpolation, Preparation
 
 ProtocolKind = Literal["dense", "spp-18", "center", "ten-crop"]
 ViewPart = Literal["whole", "nine", "top-left", "top-right", "bottom-left", "bottom-right", "center"]
@@ -41,6 +35,9 @@ PARTS: Mapping[ProtocolKind, tuple[ViewPart, ...]] = {
 }
 # Presets of `dense`, as shorter sides for a crop of 224: SPP-net, section 3.1.5; ResNet (He et al. 2016), section 3.4.
 _SCALE_SETS = {"spp-net": (224, 256, 300, 360, 448, 560), "resnet": (224, 256, 384, 480, 640)}
+
+
+_Side: TypeAlias = Annotated[int, Meta(ge=1, le=MAX_CROPS_PER_SIDE * MAX_CANVAS_SIDE)]  # in pixels
 
 
 @dataclass(frozen=True)
@@ -71,12 +68,12 @@ class EvaluationProtocol:
 
     name: str
     kind: ProtocolKind
-    scales: tuple[int, ...]
+    scales: tuple[_Side, ...]
     mirror: bool
     averaging: Averaging = "softmax"
     weights: Weighting = "scale"
-    long_side_cap: int = LONG_SIDE_CAP
-    crop: int | None = None  # side of the crops in pixels; None if the whole image is used
+    long_side_cap: Annotated[int, Meta(ge=1, le=MAX_CANVAS_SIDE)] = LONG_SIDE_CAP
+    crop: _Side | None = None  # side of the crops in pixels; None if the whole image is used
     interpolation: Interpolation = "bilinear"  # the filter of that name
     apply_exif: bool = False  # whether to apply EXIF orientation; ImageNet's evaluations do not
     preparation: Preparation = USUAL
@@ -98,8 +95,7 @@ class EvaluationProtocol:
 
     def to_json(self) -> dict[str, Any]:
         """Return the protocol as plain data for run.json and messages; without `preparation` if it is usual."""
-        plain = {**vars(self), "scales": list(self.scales), "preparation": self.preparation.to_json()}
-        plain.pop("views", None)
+        plain = {**to_builtins(self), "scales": list(self.scales), "preparation": self.preparation.to_json()}
         if self.preparation == USUAL:
             del plain["preparation"]
         return plain
@@ -113,27 +109,9 @@ def _check_scale_count(scales: Sequence[int]) -> None:
 def protocol_from_json(data: Any) -> EvaluationProtocol:
     """Create a protocol from the output of `EvaluationProtocol.to_json`; UsageError for other data."""
     try:
-        names = {field.name for field in fields(EvaluationProtocol)}
-        unusual = "preparation" in require_object(data, "it")
-        plain = require_keys(data, "it", names if unusual else names - {"preparation"})
-        return EvaluationProtocol(**{key: _value_of(key, value) for key, value in plain.items()})
+        return read_stored(data, EvaluationProtocol)
     except ValueError as error:
         raise UsageError(f"not a protocol: {error}") from error
-
-
-def _value_of(key: str, value: Any) -> Any:
-    match key:
-        case "name":
-            return require_str(value, key)
-        case "kind" | "averaging" | "weights" | "interpolation":
-            return require_choice(value, key, get_args(get_type_hints(EvaluationProtocol)[key]))
-        case "scales":
-            return tuple(require_int(scale, "a scale", 1) for scale in require_list(value, key))
-        case "mirror" | "apply_exif":
-            return require_bool(value, key)
-        case "preparation":
-            return preparation_from_json(value)
-    return None if key == "crop" and value is None else require_int(value, key, 1)  # crop, long_side_cap
 
 
 def _parse_scales(text: str | None) -> tuple[int, ...] | None:
@@ -246,7 +224,7 @@ def command_line_options(protocol: EvaluationProtocol, *, by_scales: bool = Fals
 def _kind_and_scales(name: str, contract: ModelContract) -> tuple[ProtocolKind, tuple[int, ...]]:
     """Return the kind and the scales that a protocol's name stands for."""
     if match := _NAME_WITH_SCALES.fullmatch(name):
-        kind: ProtocolKind = require_choice(match[1], "kind", get_args(ProtocolKind))
+        kind = next(kind for kind in PARTS if kind == match[1])
         return kind, tuple(map(int, match[2].split("-")[1:]))
     if name in {"center", "ten-crop"}:
         kind = "center" if name == "center" else "ten-crop"

@@ -16,14 +16,14 @@ cases, and at most 6 % above the cheapest.
 import math
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass
 from itertools import pairwise
-from typing import Any
+from typing import Annotated, Any, TypeAlias
 
 import numpy as np
-from msgspec import Struct
+from msgspec import Meta, Struct
 
-from ..json_checks import require_int, require_keys
+from ..json_checks import read_stored
 from .shape_buckets import ShapeBuckets
 
 # The two largest uses of memory, for the largest net (C: 896 channels, 63 bins; conv1 has 96 channels at stride 2):
@@ -35,6 +35,8 @@ MAX_RULE_VALUE = 2**40  # of any rule: beyond every machine, while sums of such 
 _FORBIDDEN_COST = 2**61  # the cost of a forbidden choice
 _ROUNDS, _NEW_CANVASES = 8, 2  # of `_local_search`: three rounds and one new canvas sufficed in all trials
 
+_Limit: TypeAlias = Annotated[int, Meta(ge=1, le=MAX_RULE_VALUE)]
+
 
 @dataclass(frozen=True)
 class BatchRules:
@@ -44,17 +46,12 @@ class BatchRules:
     canvases);
     max_windows, max_pixels: limits of a whole batch, counted on its canvases;
     switch_pixels: cost of a change of canvas, as the canvas pixels that could be computed in that time.
-    Raises ValueError for numbers below 1 (switch_pixels: 0) or beyond 2**40.
     """
 
-    canvas_step: int = 1
-    max_windows: int = MAX_WINDOWS
-    max_pixels: int = MAX_PIXELS
-    switch_pixels: int = 0
-
-    def __post_init__(self) -> None:
-        for key, value in asdict(self).items():
-            require_int(value, key, 0 if key == "switch_pixels" else 1, MAX_RULE_VALUE)
+    canvas_step: _Limit = 1
+    max_windows: _Limit = MAX_WINDOWS
+    max_pixels: _Limit = MAX_PIXELS
+    switch_pixels: Annotated[int, Meta(ge=0, le=MAX_RULE_VALUE)] = 0
 
     def max_rows(self, pixels: int, windows: int) -> int:
         """Return how many canvases of `pixels` and `windows` a batch may have, at least 1."""
@@ -66,7 +63,10 @@ class BatchRules:
     @classmethod
     def from_json(cls, data: Any) -> "BatchRules":
         """Read the output of `to_json`; raises ValueError for anything else."""
-        return cls(**require_keys(data, "the rules of batches", {field.name for field in fields(cls)}))
+        try:
+            return read_stored(data, cls)
+        except ValueError as error:
+            raise ValueError(f"the rules of batches: {error}") from error
 
 
 class Batch(Struct, frozen=True):

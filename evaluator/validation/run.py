@@ -11,6 +11,7 @@ from ..contract import (
     CONTROL_CHARACTERS,
     MAX_NAME_LENGTH,
     ClassEntry,
+    Provenance,
     parse_calibration,
     parse_provenance,
 )
@@ -234,7 +235,7 @@ class _Model(_Part):
     sha256: _Sha256
     architecture: _Text
     activation: _Text
-    provenance: dict[str, Any] | None = None
+    provenance: Provenance | None = None
     checkpoint_sha256: _Sha256 | None = None
     calibration: dict[str, Any] | UnsetType = UNSET
 

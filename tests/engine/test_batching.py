@@ -1,6 +1,7 @@
 """Which images share a canvas: properties for any shapes, edge cases, and the cheapest plan."""
 
 import random
+import re
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from itertools import pairwise
@@ -336,19 +337,19 @@ def test_rules_that_were_written_are_read() -> None:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"canvas_step": 0}, "canvas_step should be a whole number from 1"),
-        ({"max_windows": True}, "max_windows should be"),
-        ({"max_pixels": 1.5}, "max_pixels should be"),
-        ({"switch_pixels": -1}, "switch_pixels should be a whole number from 0"),
-        ({"max_pixels": 2**40 + 1}, "to 1099511627776"),
+        ({"canvas_step": 0}, "Expected `int` >= 1 - at `$.canvas_step`"),
+        ({"max_windows": True}, "Expected `int`, got `bool` - at `$.max_windows`"),
+        ({"max_pixels": 1.5}, "Expected `int`, got `float` - at `$.max_pixels`"),
+        ({"switch_pixels": -1}, "Expected `int` >= 0 - at `$.switch_pixels`"),
+        ({"max_pixels": 2**40 + 1}, "Expected `int` <= 1099511627776 - at `$.max_pixels`"),
         ({"rows": 3}, "unknown key 'rows'"),
     ],
 )
 def test_rules_that_are_nonsense_are_refused(change: dict[str, object], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises(ValueError, match=re.escape(message)):
         BatchRules.from_json({**BatchRules().to_json(), **change})
 
 
 def test_rules_that_lack_one_are_refused() -> None:
-    with pytest.raises(ValueError, match="lacks 'switch_pixels'"):
+    with pytest.raises(ValueError, match="no key 'switch_pixels'"):
         BatchRules.from_json({"canvas_step": 1, "max_windows": 1, "max_pixels": 1})

@@ -1,6 +1,7 @@
 """JSON from outside is parsed strictly and checked."""
 
 import json
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
@@ -9,9 +10,10 @@ from prelunet.evaluator.json_checks import (
     MAX_DEPTH,
     check_plain,
     parse_json,
-    require_bool,
+    read_stored,
     require_int,
     require_keys,
+    require_same,
     require_str,
 )
 
@@ -58,15 +60,11 @@ def test_deep_nesting_and_lone_surrogates_are_refused() -> None:
             check_plain(value)
 
 
-def test_a_bool_is_not_a_number_and_a_number_not_a_bool() -> None:
+def test_a_bool_is_not_a_number() -> None:
     for value in (True, 1.0, "1", None, [1]):
         with pytest.raises(ValueError, match="step should be a whole number from 0 to 9, not "):
             require_int(value, "step", 0, 9)
-    for value in (0, 1, None, "true"):
-        with pytest.raises(ValueError, match="capped should be true or false"):
-            require_bool(value, "capped")
     assert require_int(9, "step", 0, 9) == 9
-    assert require_bool(False, "capped") is False
 
 
 def test_a_huge_value_is_abbreviated_in_the_error() -> None:
@@ -83,3 +81,36 @@ def test_an_object_has_exactly_the_required_keys() -> None:
         require_keys({"a": 1, "c": 2}, "it", {"a", "b"})
     with pytest.raises(ValueError, match="it should be an object, not a list"):
         require_keys([], "it", {"a"})
+
+
+@dataclass(frozen=True)
+class Declared:
+    """An object of a file, with a key that has a default."""
+
+    sides: tuple[int, ...]
+    gray: bool = False
+
+    def to_json(self) -> dict[str, Any]:
+        return {"sides": list(self.sides), "gray": self.gray}
+
+
+def test_a_declared_object_is_read_only_if_it_writes_itself_back_equal() -> None:
+    assert read_stored({"gray": True, "sides": [1, 2]}, Declared) == Declared((1, 2), gray=True)
+    for data, fault in (
+        ({"sides": [1]}, "no key 'gray'"),
+        ({"sides": [1], "gray": False, "x\x1b": 1}, r"unknown key 'x\\x1b'"),
+        ({"sides": [1, True], "gray": False}, r"Expected `int`, got `bool` - at `\$.sides\[1\]`"),
+        ([], "Expected `object`, got `array`"),
+    ):
+        with pytest.raises(ValueError, match=fault):
+            read_stored(data, Declared)
+
+
+def test_of_two_objects_the_first_key_that_differs_is_named() -> None:
+    require_same({"a": 1, "b": [2]}, {"b": [2], "a": 1})
+    with pytest.raises(ValueError, match="'b' is \"x\", but should be a list"):
+        require_same({"a": 1, "b": "x"}, {"a": 1, "b": [2]})
+    with pytest.raises(ValueError, match=r"'b\.c' is true, but should be \"d\""):
+        require_same({"a": 1, "b": {"c": True}}, {"a": 1, "b": {"c": "d"}})
+    with pytest.raises(ValueError, match=r"unknown key 'b\.e'"):
+        require_same({"b": {"c": 1, "e": 2}}, {"b": {"c": 1}})

@@ -1,6 +1,7 @@
 """Protocols: the names users type, and the views they stand for."""
 
 import json
+import re
 from dataclasses import replace
 
 import pytest
@@ -185,24 +186,31 @@ def test_a_protocol_survives_json(name: str) -> None:
 @pytest.mark.parametrize(
     ("change", "text"),
     [
-        ({"kind": "sparse"}, "kind should be one of dense, spp-18, center, ten-crop"),
-        ({"interpolation": "box"}, "interpolation should be one of nearest, bilinear, bicubic"),
-        ({"averaging": "max"}, "averaging should be one of softmax, logit"),
-        ({"weights": 1}, "weights should be text"),
-        ({"scales": [256, True]}, "a scale should be a whole number"),
+        ({"kind": "sparse"}, "Invalid enum value 'sparse' - at `$.kind`"),
+        ({"interpolation": "box"}, "Invalid enum value 'box' - at `$.interpolation`"),
+        ({"averaging": "max"}, "Invalid enum value 'max' - at `$.averaging`"),
+        ({"weights": 1}, "Expected `str`, got `int` - at `$.weights`"),
+        ({"scales": [256, True]}, "Expected `int`, got `bool` - at `$.scales[1]`"),
         ({"scales": [256, 256]}, "scales must be different"),
-        ({"mirror": 1}, "mirror should be true or false"),
+        ({"mirror": 1}, "Expected `bool`, got `int` - at `$.mirror`"),
         ({"crop": None}, "kinds 'center' and 'ten-crop' need a crop"),
-        ({"crop": 0}, "crop should be a whole number"),
+        ({"crop": 0}, "Expected `int` >= 1 - at `$.crop`"),
         ({"kind": "dense"}, "kinds 'center' and 'ten-crop' need a crop"),
-        ({"long_side_cap": 0}, "long_side_cap should be a whole number"),
+        ({"long_side_cap": 0}, "Expected `int` >= 1 - at `$.long_side_cap`"),
         ({"colour": "red"}, "unknown key 'colour'"),
     ],
     ids=str,
 )
 def test_invalid_protocol_data_is_refused_with_the_reason(change: dict[str, object], text: str) -> None:
     plain = {**build_protocol("ten-crop", paper_contract()).to_json(), **change}
-    with pytest.raises(UsageError, match=text):
+    with pytest.raises(UsageError, match=re.escape(text)):
+        protocol_from_json(plain)
+
+
+def test_a_protocol_states_all_its_keys() -> None:
+    plain = build_protocol("center", paper_contract()).to_json()
+    del plain["averaging"]  # although it has a default
+    with pytest.raises(UsageError, match="not a protocol: no key 'averaging'"):
         protocol_from_json(plain)
 
 

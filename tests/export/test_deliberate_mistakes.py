@@ -17,13 +17,13 @@
 """
 
 from collections.abc import Callable
-from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from msgspec import structs
 from onnx import ModelProto, NodeProto, helper, numpy_helper
 
 import prelunet.export.dense.build
@@ -88,7 +88,7 @@ def coarse_level_first(patch: pytest.MonkeyPatch) -> None:
     right = prelunet.export.dense.build.fc1_channel_last
 
     def wrong(weight: np.ndarray, architecture: Any) -> np.ndarray:
-        return right(weight, replace(architecture, spp_levels=architecture.spp_levels[::-1]))
+        return right(weight, structs.replace(architecture, spp_levels=architecture.spp_levels[::-1]))
 
     patch.setattr(prelunet.export.dense.build, "fc1_channel_last", wrong)
 

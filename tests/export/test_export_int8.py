@@ -267,7 +267,7 @@ def test_a_graph_in_float_that_states_int8_is_refused_by_openvino(tiny: Path, tm
     [
         ({"precision": "fp32"}, "an int8 file, and no other, should state its calibration"),
         ({"canvas": "ragged"}, "an int8 file should have an exact canvas"),
-        ({"calibration": {}}, "the calibration lacks 'cost', lacks 'dataset_fingerprint'"),
+        ({"calibration": {}}, "missing required field `dataset_fingerprint`"),
     ],
 )
 def test_a_file_that_contradicts_itself_is_refused(tiny: Path, tmp_path: Path, changes: Any, fault: str) -> None:

@@ -15,6 +15,7 @@ import numpy as np
 import onnx
 import pytest
 import torch
+from msgspec import structs
 from torch.nn import functional as F
 
 from prelunet.evaluator.architectures import Activation, Architecture, Conv, architecture, parameter_shapes
@@ -57,8 +58,8 @@ ORACLES = {"A": "A", "B": "C", "E": "E", "demo": "demo"}  # with few channels, B
 def thin(name: str, mean: str = "image", activation: Activation = "prelu") -> Checkpoint:
     """Create a checkpoint of an architecture with 8 channels per layer, and logits with standard deviation 3."""
     full = architecture(name, activation=activation)
-    trunk = tuple(replace(layer, channels=8) if isinstance(layer, Conv) else layer for layer in full.trunk)
-    net = replace(full, trunk=trunk, hidden=16)
+    trunk = tuple(structs.replace(layer, channels=8) if isinstance(layer, Conv) else layer for layer in full.trunk)
+    net = structs.replace(full, trunk=trunk, hidden=16)
     rng, tensors = np.random.default_rng(7), {}
     for key, shape in parameter_shapes(net, 11).items():
         spread = {"weight": np.sqrt(2 / np.prod(shape[1:])), "bias": 1.0, "slope": 0.3}[key.partition(".")[2]]

@@ -7,6 +7,7 @@ An untrained net scores each class about 1/K and hides a wrong bin or bias. Thes
 from dataclasses import replace
 
 import numpy as np
+from msgspec import structs
 
 from prelunet.evaluator.architectures import Activation, Architecture, Conv, architecture
 from prelunet.evaluator.contract import ClassEntry
@@ -27,9 +28,9 @@ def discriminating_checkpoint(
     net = architecture(whole, activation=activation)
     if part > 1:
         trunk = tuple(
-            replace(one, channels=one.channels // part) if isinstance(one, Conv) else one for one in net.trunk
+            structs.replace(one, channels=one.channels // part) if isinstance(one, Conv) else one for one in net.trunk
         )
-        net = replace(net, name=name, trunk=trunk, hidden=min(net.hidden, 1024))
+        net = structs.replace(net, name=name, trunk=trunk, hidden=min(net.hidden, 1024))
     rng = np.random.default_rng(seed)
     tensors = dict(initial_tensors(net, classes, seed))
     for key, tensor in tensors.items():

@@ -4,6 +4,7 @@ from dataclasses import replace
 from typing import Any
 
 import numpy as np
+from msgspec import structs
 
 from prelunet.evaluator.architectures import Activation, Architecture, Conv, Pool, parameter_shapes
 from prelunet.evaluator.contract import ClassEntry
@@ -22,7 +23,7 @@ CLASSES = 3
 
 def tiny_checkpoint(activation: Activation = "prelu", **changes: Any) -> Checkpoint:
     """Return a checkpoint of TINY: random weights, biases up to ±0.5, slopes from −0.3 to 1.2."""
-    net = replace(TINY, activation=activation)
+    net = structs.replace(TINY, activation=activation)
     rng = np.random.default_rng(5)
     ranges = {"weight": (-0.3, 0.3), "bias": (-0.5, 0.5), "slope": (-0.3, 1.2)}
     tensors = {

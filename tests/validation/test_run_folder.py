@@ -377,7 +377,10 @@ def test_a_run_of_the_version_before_is_refused_as_such_and_not_as_damaged(folde
         (lambda data: {**data, "version": 2}, "version 2.*Repeat the run with --fresh"),
         (lambda data: {key: data[key] for key in data if key != "dataset"}, "damaged.*dataset"),
         (lambda data: {**data, "protocol": {**data["protocol"], "unknown": 1}}, "damaged.*unknown"),
-        (lambda data: {**data, "model": {**data["model"], "provenance": {}}}, "damaged.*provenance lacks"),
+        (
+            lambda data: {**data, "model": {**data["model"], "provenance": {}}},
+            r"damaged.*`parent_sha256` - at `\$\.model\.prov",
+        ),
     ],
 )
 def test_a_run_json_that_cannot_be_read_is_refused(folder: Path, change: Any, reason: str) -> None:

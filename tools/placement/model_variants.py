@@ -5,13 +5,14 @@ Weights do not affect placement, so they are one number repeated. The trunk has 
 
 import tempfile
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import product
 from pathlib import Path
 from typing import get_args
 
 import numpy as np
 import onnx
+from msgspec import structs
 from onnx import ModelProto, TensorProto, helper, numpy_helper
 
 from prelunet.evaluator.architectures import architecture, parameter_shapes
@@ -54,7 +55,7 @@ def build(variant: Variant, *, whole: bool = False) -> ModelProto:
     """
     net = architecture(variant.net)
     if not whole:
-        net = replace(net, hidden=NARROW)
+        net = structs.replace(net, hidden=NARROW)
     shapes = parameter_shapes(net, CLASSES)
     mean = np.zeros(3 if variant.mean_kind == "channel" else (net.crop, net.crop, 3), np.float32)
     classes = [ClassEntry(f"n{index:08}", f"class {index}") for index in range(CLASSES)]

@@ -8,7 +8,9 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from ...evaluator.architectures import ARCHITECTURES, Architecture, architecture_from_json
+from msgspec import convert
+
+from ...evaluator.architectures import ARCHITECTURES, Architecture, Conv, Pool, architecture_from_json
 from ...evaluator.errors import UsageError
 from ...evaluator.files import read_toml
 from ...evaluator.json_checks import require_int, require_list, require_object, require_str
@@ -77,7 +79,9 @@ def _layers(trunk: list[Any]) -> Iterator[dict[str, Any]]:
                 raise ValueError("it needs the key conv, its number of channels, or pool, its kernel")
             _check_keys(layer, *_LAYER_KEYS[kind])
             count = require_int(layer.pop("repeat", 1), "repeat", 1, _MAX_REPEATS)
-            layers += [{"kind": kind, "channels" if kind == "conv" else "kernel": layer.pop(kind), **layer}] * count
+            layer = {"kind": kind, "channels" if kind == "conv" else "kernel": layer.pop(kind), **layer}
+            convert({"name": "", **layer}, Conv | Pool)  # here, where its place in the file is known
+            layers += [layer] * count
         except ValueError as error:
             raise ValueError(f"layer {place} of the trunk: {error}") from error
     stage, number = 1, 0

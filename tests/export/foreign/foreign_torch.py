@@ -1,11 +1,11 @@
 """A third-party PyTorch implementation of one of our architectures, and the import of its state dict."""
 
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.nn.functional as F
+from msgspec.structs import replace
 from torch import Tensor, nn
 
 from prelunet.evaluator.architectures import Activation, Architecture, Conv, parameter_shapes

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from msgspec import structs
 
 from prelunet.evaluator.errors import UsageError
 from prelunet.training.data.splits import Splits, open_splits
@@ -69,10 +70,10 @@ def test_emulated_bf16_is_reported(splits: Splits, monkeypatch: pytest.MonkeyPat
 
 
 def test_a_crop_that_replaces_the_one_of_an_own_architecture_is_reported(splits: Splits) -> None:
-    mine = replace(RECIPE.build_architecture(), name="mine", crop=16)
+    mine = structs.replace(RECIPE.build_architecture(), name="mine", crop=16)
     for recipe, expected in (
         (replace(RECIPE, architecture=mine), "crop 12 (instead of 16, that of the architecture mine), scales"),
-        (replace(RECIPE, architecture=replace(mine, crop=12)), "crop 12, scales"),
+        (replace(RECIPE, architecture=structs.replace(mine, crop=12)), "crop 12, scales"),
     ):
         assert list(train.setup_messages(recipe, splits, SINGLE_PROCESS, None))[1].startswith(expected)
 

@@ -1,12 +1,12 @@
 """Fine-tuning: what a run takes from its initial checkpoint, and what it reinitializes."""
 
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from msgspec.structs import replace
 
 from prelunet.evaluator.architectures import Architecture, Conv, architecture
 from prelunet.evaluator.contract import ClassEntry

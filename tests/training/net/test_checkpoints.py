@@ -378,22 +378,25 @@ CONV = {"kind": "conv", "name": "conv1", "channels": 5, "kernel": 3, "stride": 2
                 f"'prelunet.provenance' is malformed .*{fault}",
             )
             for change, fault in (
-                ({"parent_sha256": "AB" * 32}, "64 hexadecimal digits"),
-                ({"parent": None}, "unknown key 'parent'"),
-                ({"step": 1.5}, "step should be"),
-                ({"total_steps": -1}, "total_steps should be"),
-                ({"dataset_fingerprint": "ab"}, "dataset_fingerprint should be 64 hexadecimal digits"),
-                ({"environments": {}}, "should be a list"),
-                ({"environments": [{"device": "a CPU"}]}, "lacks"),
+                ({"parent_sha256": "AB" * 32}, r"regex .* - at `\$\.parent_sha256`"),
+                ({"parent": None}, "unknown field `parent`"),
+                ({"step": 1.5}, r"got `float` - at `\$\.step`"),
+                ({"total_steps": -1}, r"`int` >= 0 - at `\$\.total_steps`"),
+                ({"dataset_fingerprint": "ab"}, r"regex .* - at `\$\.dataset_fingerprint`"),
+                ({"environments": {}}, "Expected `array`, got `object`"),
+                ({"environments": [{"device": "a CPU"}]}, "missing required field `from_step`"),
                 *(
                     ({"environments": [{**PROVENANCE["environments"][0], **one}]}, fault)
                     for one, fault in (
                         ({"device": "\x1b[2J"}, "without control characters"),
-                        ({"versions": {"torch": 2}}, "2 is not a valid name"),
-                        ({"versions": []}, "should be an object"),
-                        ({"from_step": -1}, "from 0 to 1000000000"),
-                        ({"threads": 10**12}, "from 0 to 1000000000"),
-                        ({"deterministic": 1}, "true or false"),
+                        (
+                            {"versions": {"torch": 2}},
+                            r"Expected `str`, got `int` - at `\$\.environments\[0\]\.versions",
+                        ),
+                        ({"versions": []}, "Expected `object`, got `array`"),
+                        ({"from_step": -1}, r"`int` >= 0 - at .*\.from_step`"),
+                        ({"threads": 10**12}, r"`int` <= 1000000000 - at .*\.threads`"),
+                        ({"deterministic": 1}, r"Expected `bool`, got `int` - at .*\.deterministic`"),
                     )
                 ),
             )
@@ -417,13 +420,13 @@ CONV = {"kind": "conv", "name": "conv1", "channels": 5, "kernel": 3, "stride": 2
             )
         ),
         (changed_architecture(crop=10**7), "from 1 to 4096, not 10000000"),
-        (changed_architecture(crop=28.5), "from 1 to 4096, not 28.5"),
-        (changed_architecture(crop=True), "from 1 to 4096, not true"),
+        (changed_architecture(crop=28.5), r"Expected `int`, got `float` - at `\$\.crop`"),
+        (changed_architecture(crop=True), r"Expected `int`, got `bool` - at `\$\.crop`"),
         (changed_architecture(crop=-28), "from 1 to 4096, not -28"),
-        (changed_architecture(name=[1]), "name should be text"),
+        (changed_architecture(name=[1]), r"Expected `str`, got `array` - at `\$\.name`"),
         (changed_architecture(name="\ud800"), "'prelunet.architecture' is malformed"),
-        (changed_architecture(hidden="6"), "hidden should be a whole number"),
-        (changed_architecture(activation="elu"), "unknown activation 'elu'"),
+        (changed_architecture(hidden="6"), r"Expected `int`, got `str` - at `\$\.hidden`"),
+        (changed_architecture(activation="elu"), r"Invalid enum value 'elu' - at `\$\.activation`"),
         (changed_architecture(crop=4), "too small for 3x3 bins"),
         (changed_architecture(crop="24"), "'prelunet.architecture' is malformed"),
         (changed_architecture(spp_levels=[]), "'prelunet.architecture' is malformed"),

@@ -1,11 +1,11 @@
 """The torch net and its dense evaluation, compared with loops that follow the definitions literally."""
 
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from msgspec.structs import replace
 from torch import nn
 
 import prelunet.training.net.dense_reference

@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from msgspec import structs
 
 from prelunet.evaluator.errors import Interrupted, RunFolderError, UsageError
 from prelunet.evaluator.files import locked_folder
@@ -45,7 +46,7 @@ def test_another_dataset_is_refused_with_the_difference(folder: Path, tmp_path: 
 
 
 def test_an_own_architecture_instead_of_a_built_in_one_is_refused_by_its_name_alone(folder: Path, data: Path) -> None:
-    mine = replace(SHORT.build_architecture(), name="mine")
+    mine = structs.replace(SHORT.build_architecture(), name="mine")
     with pytest.raises(RunFolderError, match="contains another run") as refused:
         train(replace(SHORT, architecture=mine), data, folder)
     found = str(refused.value).splitlines()[1:-1]
