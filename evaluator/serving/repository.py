@@ -73,8 +73,8 @@ class Repository:
         self._kept: set[Version] = set()
         self._refused: dict[Version, tuple[Signature, PreluNetError]] = {}
         if chosen is not None:
-            self._kept, self._refused = chosen
-        self._started_late = chosen is not None
+            self._kept, self._refused = set(chosen[0]), dict(chosen[1])
+        self._chosen = chosen
         self._deleted: set[Version] = set()  # loaded ones
         self._unknown: set[Path] = set()  # ONNX files in the folder that are no version
         for outcome in ("loaded", "refused", "deleted", "unloaded"):
@@ -111,7 +111,9 @@ class Repository:
             await self._update(name, look)
         for version in self._kept & set(look):
             await self._ensure_loaded(version, look)
-        if self._started_late:
+        if self._chosen is not None:  # the others serve, so this one has to serve the same
+            for version in self._refused.keys() - self._chosen[1].keys() if not self._stopped() else ():
+                raise self._refused[version][1]
             return
         if self._refused and not self._stopped() and (self._options.strict or not self._models.all()):
             version, (_, fault) = next(iter(self._refused.items()))

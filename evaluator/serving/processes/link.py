@@ -8,6 +8,8 @@ from collections.abc import Awaitable, Callable, Mapping
 from contextlib import suppress
 from typing import Any
 
+from ...errors import PreluNetError
+
 
 class Link:
     """One end. handlers: what the other end may call, by name.
@@ -65,8 +67,11 @@ class Link:
         outcome: tuple[Any, Exception | None]
         try:
             outcome = await self._handlers[name](*arguments), None
-        except Exception as error:
+            pickle.dumps(outcome)
+        except PreluNetError as error:
             outcome = None, error
+        except Exception as error:  # of classes that may not survive the way
+            outcome = None, RuntimeError(f"{type(error).__name__}: {error}")
         with suppress(ConnectionError):
             self._send(number, None, outcome)
 

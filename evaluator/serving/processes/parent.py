@@ -78,6 +78,7 @@ class Parent:
         self._links: dict[int, Link] = {}
         self._ended: dict[int, ServeResult | PreluNetError] = {}
         self._changing = asyncio.Lock()
+        self._missed: dict[int, list[tuple[str, str]]] = {}  # by processes that start: changes of models
         self._first_ready, self._stopping = asyncio.Event(), asyncio.Event()
         self._report: Callable[[str], None] = lambda _line: None
 
@@ -104,12 +105,15 @@ class Parent:
         return ServeResult(sum(each.unfinished for each in results), lost)
 
     def _pass_on(self, number: signal.Signals) -> None:
-        if number != signal.SIGHUP or self._options.models_folder is None:  # else it looks at the folder again
+        # With a folder of models SIGHUP means to look there again, which one that still starts does anyway.
+        again = number == signal.SIGHUP and self._options.models_folder is not None
+        if not again:
             self._stopping.set()
             self._first_ready.set()
-        for process in self._processes.values():
-            with suppress(ProcessLookupError):
-                process.send_signal(number)
+        for name, process in self._processes.items():
+            if not again or name in self._ready:
+                with suppress(ProcessLookupError):
+                    process.send_signal(number)
 
     async def _keep(self, number: int) -> ServeResult | PreluNetError:
         """Keep a process running, and return how the last one ended; at the start an error is the server's.
@@ -121,7 +125,10 @@ class Parent:
             await self._first_ready.wait()
         while not self._stopping.is_set():
             begun = time.monotonic()
-            code = await self._run(number)
+            try:
+                code: int | str = await self._run(number)
+            except OSError as error:  # too many processes, or too little memory for one
+                code = error.strerror or str(error)
             started = started or number in self._ready
             self._ready.pop(number, None)
             ended = self._ended.pop(number, None)
@@ -165,13 +172,19 @@ class Parent:
 
     async def _setup(self, number: int) -> Setup:
         chosen = None
-        for link in list(self._ready.values())[:1]:
-            with suppress(ConnectionError):
-                chosen = await link.call("chosen")
+        async with self._changing:
+            for link in list(self._ready.values())[:1]:
+                with suppress(ConnectionError):
+                    chosen = await link.call("chosen")
+            self._missed[number] = []
         return Setup(self._options, *self._log, number, first=not self._ready, chosen=chosen)
 
     async def _on_ready(self, number: int, start_line: str) -> None:
-        self._ready[number] = self._links[number]
+        async with self._changing:
+            for change, model in self._missed.pop(number, []):
+                with suppress(PreluNetError):  # what it did not load it need not unload
+                    await self._links[number].call("change", change, model)
+            self._ready[number] = self._links[number]
         self._first_ready.set()
         if len(self._ready) == self._count:
             self._report(start_line)
@@ -186,7 +199,9 @@ class Parent:
         One that fails where that did not is replaced: it would answer otherwise.
         """
         async with self._changing:
-            await self._ready[number].call("change", change, model)
+            await self._links[number].call("change", change, model)
+            for missed in self._missed.values():
+                missed.append((change, model))
             others = {other: link for other, link in self._ready.items() if other != number}
             calls = [link.call("change", change, model) for link in others.values()]
             for other, outcome in zip(others, await asyncio.gather(*calls, return_exceptions=True), strict=True):
@@ -233,7 +248,10 @@ def _held_ports(options: ServeOptions) -> Iterator[ServeOptions]:
             port = alone[0].getsockname()[1]
             for each in alone:
                 each.close()
-            held.extend(bind(options.host, port, shared=True))
+            shared = bind(options.host, port, shared=True)
+            for each in shared:  # with it, another server could bind the port while nobody listens
+                each.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 0)
+            held.extend(shared)
         except OSError as error:
             reason = explain_bind_error(options.host, port, option)
             raise EnvironmentFault(f"cannot listen on {host_port(options.host, port)} ({option}): {reason}") from error

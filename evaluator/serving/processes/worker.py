@@ -58,5 +58,6 @@ async def _work(end: socket.socket) -> ServeResult | PreluNetError:
 
 
 async def _run(link: Link) -> None:
-    await link.run()
+    with suppress(Exception):
+        await link.run()
     os.kill(os.getpid(), signal.SIGTERM)  # the parent is gone: finish the calls in flight, and end

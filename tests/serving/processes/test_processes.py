@@ -190,6 +190,22 @@ def test_a_signal_ends_all_processes_once_their_calls_are_answered(folder: Path)
         assert not any(Path(f"/proc/{pid}").exists() for pid in workers)
 
 
+def test_sighup_while_a_process_starts_does_not_end_it(folder: Path) -> None:
+    command = [*COMMAND, *START, "--models", str(folder)]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    try:
+        assert process.stderr is not None
+        assert any("| serving" in line for line in process.stderr)  # the first of two
+        process.send_signal(signal.SIGHUP)
+        threading.Thread(target=lambda: [*process.stderr], daemon=True).start()  # type: ignore[misc]
+        running = Running(process)
+        assert running.statuses("stays") == {"OK": CONNECTIONS}
+        assert set(running.samples("prelunet_ready")) == {"1", "2"}
+    finally:
+        process.terminate()
+        process.communicate(timeout=30)
+
+
 def test_no_process_outlives_a_parent_that_was_killed(folder: Path) -> None:
     with serving("--models", str(folder)) as running:
         workers = running.workers()
