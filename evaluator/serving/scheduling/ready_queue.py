@@ -1,6 +1,7 @@
 """Decoded views that wait for a device, in fair order, and which of them may start. The owner holds its lock."""
 
 from collections.abc import Sequence
+from threading import get_ident
 
 from .fair_queue import FairQueue
 from .model import ServedModel
@@ -17,7 +18,8 @@ class ReadyQueue(FairQueue[ReadyView]):
         self.bytes = 0.0
         self.running = 0
         self.planning = False
-        self._lanes = 1  # batches that may run at once beside those that run; 1: the one that runs has all threads
+        # By thread, which runs one batch: how many may run at once with it; 1: it has all threads.
+        self._agreed: dict[int, int] = {}
 
     def add(self, request: Request, views: Sequence[ReadyView]) -> None:
         """Add the views of a request, which has its time `ready`."""
@@ -37,6 +39,11 @@ class ReadyQueue(FairQueue[ReadyView]):
         dropped = len(request.queued_views)
         request.queued_views.clear()
         return dropped
+
+    @property
+    def _lanes(self) -> int:
+        """Return how many batches may run at once with those that run."""
+        return min(self._agreed.values(), default=1)
 
     def begin_batch(self, views: Sequence[ReadyView], *, alone: bool) -> bool:
         """Take views for a batch, until `Waiting.end_batch`; False, and takes none, if one of them has left the queue.
@@ -71,12 +78,17 @@ class ReadyQueue(FairQueue[ReadyView]):
         lanes = min(self._lanes, _lanes_of(views))
         if lanes == 1 or self.running > lanes:
             return False
-        self._lanes = lanes
+        self._agreed[get_ident()] = lanes
         return True
 
+    def end_batch(self) -> None:
+        """Note that this thread's batch has ended."""
+        self.running -= 1
+        self._agreed.pop(get_ident(), None)  # on a GPU the thread that stages has begun it
+
     def _begin(self, lanes: int) -> None:
-        """Begin a batch beside which so many may run; those that run have agreed to no fewer than there are then."""
-        self._lanes = min(self._lanes, lanes) if self.running else lanes
+        """Begin a batch in this thread; so many may run at once with it, and there are no more yet."""
+        self._agreed[get_ident()] = lanes
         self.running += 1
 
     def startable(self) -> ServedModel | None:

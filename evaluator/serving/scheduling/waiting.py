@@ -251,7 +251,7 @@ class Waiting:
     def end_batch(self) -> None:
         """Note that a batch has ended, so that others may start."""
         with self.lock:
-            self.ready.running -= 1
+            self.ready.end_batch()
             if self.ready:
                 self.workers.wake()
 

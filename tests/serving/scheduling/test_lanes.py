@@ -104,13 +104,19 @@ async def test_large_views_use_as_many_lanes_as_the_memory_of_one_batch_allows()
         tasks = await views_behind_a_batch(models, session, 2)
         session.release_batches()
         await until(lambda: session.entered == 3)
-        tasks.append(start_classify(models, png(32, 41), dense_protocol(32)))
+        tasks.append(start_classify(models, png(60, 70), dense_protocol(60)))
         await until(lambda: ready_view_count(models) == 1)
         assert session.entered == 3, "the third lane has no memory left beside these two"
+        session.release_batches()
+        await until(lambda: session.entered == 4)
+        tasks += [start_classify(models, png(60, 70, seed), dense_protocol(60)) for seed in (1, 2)]
+        await until(lambda: ready_view_count(models) == 2)
+        session.release_batches()  # the other large view
+        await until(lambda: session.entered == 6)  # in all three lanes, although one view still runs
         session.release_all()
         for task in tasks:
             await task
-    assert session.runs[:3] == [(False, 1), (True, 1), (True, 1)]
+    assert session.runs == [(False, 1), *5 * [(True, 1)]]
 
 
 @async_test
