@@ -188,11 +188,18 @@ def run(arguments: list[str] | None = None) -> int:
         return _fail(UsageError(f"{error.object[:80]!a}: cannot be encoded as {error.encoding}. Use plain text"))
     except Exception as error:
         if hasattr(error, "exit_code") and hasattr(error, "format_message"):  # an error of the parser
-            verb = getattr(getattr(error, "ctx", None), "command_path", "prelunet")
-            text = error.format_message().rstrip(".")
-            return _fail(UsageError(f"{text}{'' if text.endswith('?') else '.'} See {verb} --help"))
+            return _fail_parsing(error)
         raise
     return result if isinstance(result, int) else 0
+
+
+def _fail_parsing(error: Any) -> int:
+    text = error.format_message()
+    if text.startswith("Usage:"):  # the help, because nothing was given
+        sys.stderr.write(f"{text.rstrip()}\n")
+        return int(error.exit_code)
+    verb = getattr(getattr(error, "ctx", None), "command_path", "prelunet")
+    return _fail(UsageError(f"{text.rstrip('.')}{'' if text.endswith('?') else '.'} See {verb} --help"))
 
 
 def _fail(error: PreluNetError) -> int:

@@ -107,6 +107,27 @@ def test_a_misspelled_verb_option_or_choice_is_refused_with_the_right_ones(
 
 
 @pytest.mark.parametrize(
+    "words", [["validate"], ["report"], ["bench", "--limit", "x"], ["report", "a", "b"], ["--bogus"], ["valdate"]]
+)
+def test_a_wrong_command_line_is_one_line_that_names_the_help(
+    words: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run(words) == 2
+    out, err = capsys.readouterr()
+    verb = f" {words[0]}" if words[0] in VERBS else ""
+    assert (out, err.count("\n")) == ("", 1)
+    assert err.startswith("prelunet: ")
+    assert err.endswith(f" See prelunet{verb} --help\n")
+
+
+def test_without_a_command_the_help_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["--help"]) == 0
+    shown = capsys.readouterr().out
+    assert run([]) == 2
+    assert capsys.readouterr() == ("", shown)
+
+
+@pytest.mark.parametrize(
     ("words", "completed"),
     [("prelunet val", ["validate"]), ("prelunet adopt --pre", ["--preset"]), ("prelunet adopt --preset ker", KERAS)],
 )
