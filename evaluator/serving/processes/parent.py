@@ -89,7 +89,7 @@ class Parent:
         for number in SHUTDOWN_SIGNALS:
             if signal.getsignal(number) != signal.SIG_IGN:  # as nohup ignores SIGHUP
                 loop.add_signal_handler(number, self._pass_on, number)
-        with _held_ports(self._options) as self._options:
+        with held_ports(self._options) as self._options:
             keepers = [asyncio.create_task(self._keep(number)) for number in range(1, self._count + 1)]
             # One ends by itself only if it cannot start; otherwise a signal has ended all.
             await asyncio.wait(keepers, return_when=asyncio.FIRST_COMPLETED)
@@ -235,7 +235,7 @@ def _part_of(options: ServeOptions, count: int) -> ServeOptions:
 
 
 @contextmanager
-def _held_ports(options: ServeOptions) -> Iterator[ServeOptions]:
+def held_ports(options: ServeOptions) -> Iterator[ServeOptions]:
     """Hold the ports for the processes; yield the options with their numbers.
 
     Raises EnvironmentFault for a port that another program uses, also one that would share it.

@@ -13,12 +13,13 @@ from prometheus_client.openmetrics import parser as openmetrics
 from prelunet.evaluator.answer import Timings
 from prelunet.evaluator.engine.load import MAX_LANES_BYTES
 from prelunet.evaluator.engine.session import Placement
-from prelunet.evaluator.errors import ModelNotFound, UsageError
+from prelunet.evaluator.errors import EnvironmentFault, ModelNotFound, UsageError
+from prelunet.evaluator.serving.http.listener import bind
 from prelunet.evaluator.serving.observability.metrics import Metrics
 from prelunet.evaluator.serving.options import HttpOptions, ModelFile, ServeOptions
 from prelunet.evaluator.serving.processes import parent
 from prelunet.evaluator.serving.processes.link import Link
-from prelunet.evaluator.serving.processes.parent import choose_processes
+from prelunet.evaluator.serving.processes.parent import choose_processes, held_ports
 from tests.serving.event_loop import async_test
 
 
@@ -75,6 +76,20 @@ def test_by_default_one_process_serves_a_large_net(
 def test_several_processes_cannot_share_a_unix_socket(model: ModelFile) -> None:
     with pytest.raises(UsageError, match="--processes 2: a Unix socket belongs to one process"):
         choose_processes(ServeOptions((model,), processes=2, unix_socket=Path("a.sock")))
+
+
+def test_ports_are_taken_before_any_process_listens_and_only_its_own_processes_share_them(model: ModelFile) -> None:
+    options = ServeOptions((model,), port=0, metrics_port=0)
+    with held_ports(options) as held:
+        assert len({held.port, held.metrics_port, 0}) == 3
+        with pytest.raises(EnvironmentFault, match=f"port {held.port} is in use"), held_ports(held):
+            pass
+        with pytest.raises(OSError, match="in use"):
+            bind(held.host, held.port)
+        for _ in range(2):  # two processes
+            (listening,) = bind(held.host, held.port, shared=True)
+            listening.listen()
+            listening.close()
 
 
 @asynccontextmanager
