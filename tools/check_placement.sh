@@ -12,7 +12,8 @@ stubs=$(mktemp -d)
 trap 'rm -rf "$stubs"' EXIT
 
 # The CUDA build of onnxruntime in the version of the CPU build; the two cannot share an environment.
-packages="onnxruntime-gpu==$(sed -n 's/^onnxruntime==//p' constraints.txt) pyelftools==0.33"
+# msgspec is what reading a contract needs; PIP_CONSTRAINT below gives its version.
+packages="onnxruntime-gpu==$(sed -n 's/^onnxruntime==//p' constraints.txt) msgspec pyelftools==0.33"
 if [ -z "${CC:-}" ] && ! command -v cc >/dev/null; then
   packages+=" ziglang==0.17.0" # a C compiler from the package index, 100 MB
   export CC="$PWD/.venv-gpu/bin/python -m ziglang cc"
