@@ -11,7 +11,7 @@
 # make check-install    check that a clean environment without torch and onnx serves, validates and reports
 # make check-placement  check without a GPU that every node of the model files is placed on CUDA, without copies
 # make docs             build the site of docs/ into build/site
-# make pictures         draw the pictures of README and docs (needs Chromium, and `make demo demo-photos` before)
+# make pictures         draw the pictures of README and docs (needs Chromium, and `make demo-photos` before)
 # make stats            print code lines, functions, modules with one importer, the first import cycle and the longest functions
 # make lint lint-proto format proto bench pins clean
 

@@ -1,6 +1,6 @@
-"""Draw the pictures of README and docs: `make pictures`, after `make demo` and `make demo-photos`.
+"""Draw the pictures of README and docs from what `make demo-photos` left: `make pictures`.
 
-The report, one of its classes, a comparison and the live page, each light and dark, and the heat map of photos.
+The report, one of its classes, the comparison and the live page, each light and dark, and the heat map.
 Chromium takes the screenshots (apt-get install --no-install-recommends chromium-headless-shell fonts-dejavu-core).
 """
 
@@ -14,33 +14,15 @@ from pathlib import Path
 from PIL import Image
 from playwright.sync_api import Page, sync_playwright
 
-DEMO, PHOTOS, IMAGES = Path("demo/clothes"), Path("demo/lite0"), Path("docs/images")
-DATA = "training/data/fashion_mnist.zip"
-CENTER, MULTI_SCALE, COMPARED = DEMO / "center", DEMO / "multi-scale", DEMO / "compared"
+PHOTOS, IMAGES = Path("demo/lite0"), Path("docs/images")
 WIDTH, COLORS = 1080, 256  # pixels of a page; colors of a picture, which make its file a third as large
 
 
 def main() -> None:
     """Draw all pictures."""
-    model, shelf = DEMO / "model.onnx", PHOTOS / "shelf.png"
-    prelunet(
-        "validate",
-        "--model",
-        model,
-        "--data",
-        DATA,
-        "--protocol",
-        "multi-scale",
-        "--run",
-        MULTI_SCALE,
-        "--heatmaps",
-        200,
-    )
-    prelunet("report", MULTI_SCALE, "--data", DATA)
-    prelunet("compare", CENTER, MULTI_SCALE, "--out", COMPARED)
     shutil.copy(PHOTOS / "heatmap.png", IMAGES)
-    report = (MULTI_SCALE / "report" / "report.html").resolve().as_uri()
-    comparison = (COMPARED / "compare.html").resolve().as_uri()
+    report = (PHOTOS / "run" / "report" / "report.html").resolve().as_uri()
+    comparison = (PHOTOS / "compared" / "compare.html").resolve().as_uri()
     with server() as address, sync_playwright() as playwright:
         path = shutil.which("chromium-headless-shell") or shutil.which("chromium")
         chromium = playwright.chromium.launch(executable_path=path, args=["--no-sandbox"])
@@ -57,7 +39,7 @@ def main() -> None:
             page.goto(comparison)
             picture(page, f"compare{ending}", 900)
             page.goto(address)
-            page.set_input_files("#file", shelf)
+            page.set_input_files("#file", PHOTOS / "shelf.png")
             page.wait_for_selector("#classes li")
             page.hover("#classes li")  # shows its heat map
             page.wait_for_timeout(500)
@@ -95,11 +77,6 @@ def server() -> Iterator[str]:
             yield address[1].rstrip("/")
         finally:
             process.terminate()
-
-
-def prelunet(*arguments: object) -> None:
-    """Run a verb."""
-    subprocess.run(["prelunet", *map(str, arguments)], check=True)
 
 
 if __name__ == "__main__":
