@@ -178,7 +178,7 @@ def _summary(comparison: Comparison) -> list[str]:
 def _run_line(comparison: Comparison, side: str, name: str) -> str:
     run = comparison[side]
     errors = " ".join(
-        f"top-{k} {run[f'{key}_error']:.2f} %" for key, k in METRICS.items() if run[f"{key}_error"] is not None
+        f"top-{k} error {run[f'{key}_error']:.2f} %" for key, k in METRICS.items() if run[f"{key}_error"] is not None
     )
     protocol = run["protocol"]
     views = f"{protocol['name']} ({describe_protocol(protocol)})"
@@ -192,13 +192,13 @@ def _run_line(comparison: Comparison, side: str, name: str) -> str:
 
 def _metric_lines(comparison: Comparison, key: str) -> list[str]:
     """Return the lines on one metric: the better run, the difference, its significance, and how many classes moved."""
-    found, title = comparison[key], f"top-{METRICS[key]}"
+    found, title = comparison[key], f"top-{METRICS[key]} error"
     if found["difference"] is None:
         return [f"{title}: {judgment(found)}"]
     low, high = found["interval"]
     significant = found["classes_improved_that_stand"] + found["classes_worse_that_stand"]
     return [
-        f"{title}: {judgment(found)}: {signed(found['difference'], minus='-')} points of error, "
+        f"{title}: {judgment(found)}: {signed(found['difference'], minus='-')} points, "
         f"95 % interval {signed(low, minus='-')} to {signed(high, minus='-')}",
         f"  images: {found['only_a_wrong']:,} wrong in A only, {found['only_b_wrong']:,} wrong in B only; "
         f"McNemar {format_p_value(found['p'])}",

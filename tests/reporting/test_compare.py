@@ -350,7 +350,7 @@ def test_verb_writes_three_files_named_after_the_baseline_and_prints_which_run_i
     jsonschema.validate(comparison, SCHEMA)
     found = comparison["top1"]
     for part in (
-        f"top-1: B is better: {found['difference']:+.2f} points of error",
+        f"top-1 error: B is better: {found['difference']:+.2f} points",
         f"95 % interval {found['interval'][0]:+.2f} to {found['interval'][1]:+.2f}",
         f"images: {found['only_a_wrong']} wrong in A only, {found['only_b_wrong']} wrong in B only; McNemar p < 0.0001",
         f"classes: {found['classes_improved']} improved, {found['classes_unchanged']} unchanged",
