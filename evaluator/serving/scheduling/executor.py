@@ -35,6 +35,7 @@ from .request import ReadyView, Request, as_reported
 from .waiting import SMALL_PIXELS, Waiting
 from .watchdog import Watchdog
 
+_SHORT_WORK = 2e7  # multiply-adds of a batch, about a millisecond: more threads would wait for each other
 _HOPELESS_FACTOR = 2  # a view is not run if its remaining time is less than 1/2 of its batch's expected time
 
 log = logging.getLogger(__name__)
@@ -141,7 +142,8 @@ class BatchExecutor:
                     if ready.startable() is not None:
                         waiting.workers.wake()
                     lanes, expected = images[0].model.session.lanes, len(images) + len(waiting.images.waiting["thread"])
-                    if lanes > 1 and (in_lane := ready.reserve(lanes, expected)) is not None:
+                    short = sum(image.plan.multiply_adds for image in images) <= _SHORT_WORK
+                    if lanes > 1 and (in_lane := ready.reserve(lanes, expected, short=short)) is not None:
                         return partial(self._decode_and_run, images, in_lane)
                     return partial(self.decode, images)
                 model = ready.startable()

@@ -59,15 +59,15 @@ class ReadyQueue(FairQueue[ReadyView]):
             view.request.queued_views.discard(view)
         return True
 
-    def reserve(self, lanes: int, images: int) -> bool | None:
+    def reserve(self, lanes: int, images: int, *, short: bool) -> bool | None:
         """Begin batches of images that are about to be decoded, until `Waiting.end_batch`, if nothing waits.
 
-        images: that there are, at most one view for each is expected. Returns whether they are for a lane, None if they
-        have to wait in the queue.
+        images: that there are, at most one view for each is expected; short: a batch of them is, so that more threads
+        would wait for each other. Returns whether they are for a lane, None if they have to wait in the queue.
         """
         if len(self) or self.planning or (self.running and self.running >= min(lanes, self._lanes)):
             return None
-        in_lane = 2 * (self.running + images) > lanes
+        in_lane = short or 2 * (self.running + images) > lanes
         if not in_lane and self.running:
             return None
         self._begin(lanes if in_lane else 1)

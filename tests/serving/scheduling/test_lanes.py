@@ -5,12 +5,13 @@ from typing import Any
 
 import numpy as np
 
+from prelunet.evaluator.architectures import OpaqueNet
 from prelunet.evaluator.engine.batching import BatchRules
 from prelunet.evaluator.engine.classify import classify_images
 from prelunet.evaluator.errors import OutOfMemory
 from prelunet.evaluator.imaging.decode import decode_rgb
 from prelunet.evaluator.serving.models import Models
-from tests.helpers.fakes import FakeSession
+from tests.helpers.fakes import FakeSession, fake_contract
 from tests.serving.event_loop import async_test, until
 from tests.serving.scheduling.scheduler_harness import (
     SteppedSession,
@@ -30,7 +31,8 @@ PROTOCOL = dense_protocol(64)  # two of its views are too large to be computed o
 
 
 def with_lanes(**options) -> SteppedSession:
-    session = SteppedSession(**options)
+    """Return a session with lanes whose batches are never known to be short."""
+    session = SteppedSession(fake_contract(architecture=OpaqueNet("opaque", "unknown")), **options)
     session.lanes = LANES
     return session
 
@@ -70,6 +72,16 @@ async def test_too_few_views_for_half_of_the_lanes_are_computed_on_all_threads()
         session.release_all()
         await start_classify(models, png(64, 72), dense_protocol(64, mirror=True))
     assert session.runs == [(False, 2)]
+
+
+@async_test
+async def test_a_view_of_so_few_operations_that_threads_would_wait_for_each_other_has_a_lane_even_alone() -> None:
+    session = FakeSession()  # the demo net: 18 million multiply-adds a crop of 28 pixels
+    session.lanes = 4
+    with serve_models(fake=session) as models:
+        for side in (28, 64):
+            await start_classify(models, png(side, side), dense_protocol(side))
+    assert session.runs == [(True, 1), (False, 1)]
 
 
 @async_test
