@@ -184,11 +184,9 @@ _UNAVAILABLE = (
     ),
     ("No such file", "nothing listens there. Start a server, or try again once it has started"),
     (
-        "Connection reset",
-        "the connection was closed by the server, perhaps because it is stopping or at its connection limit; try again",
+        "Connection reset|Socket closed|GOAWAY",
+        "the server closed the connection, perhaps because it is stopping or at its connection limit; try again",
     ),
-    ("Socket closed", "the connection was closed before the answer, perhaps because the server is stopping; try again"),
-    ("GOAWAY", "the server ended the connection before the answer, perhaps because it is stopping; try again"),
     ("ping timeout", "the server's machine no longer responds; try again"),
     *((beginning, "cannot connect; check the address, and that the machine is up") for beginning in _NO_CONNECTION),
 )

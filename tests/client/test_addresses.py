@@ -27,30 +27,12 @@ def test_an_address_that_grpc_understands_is_accepted(address: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("address", "fix"),
-    [
-        ("http://host:50052", r"must not contain http://; write host:50052$"),
-        ("https://host:50052/v1", r"must not contain https://; write host:50052$"),
-        ("grpc://host", r"must not contain grpc://; write host:50051$"),
-        ("http://", r"must not contain http://; write 127.0.0.1:50051$"),
-        ("host", r"needs a port, e.g. host:50051$"),
-        ("127.0.0.1", r"needs a port, e.g. 127.0.0.1:50051$"),
-        ("[::1]", r"needs a port, e.g. \[::1\]:50051$"),
-        ("::1", r"needs brackets, e.g. \[::1\]:50051$"),
-        ("fe80::1:50051", r"needs brackets, e.g. \[::1\]:50051$"),
-        ("host:65536", r"a port must be 0 to 65535, e.g. 127.0.0.1:50051$"),
-        ("host:port", r"must be host:port, e.g. 127.0.0.1:50051$"),
-        ("host:", r"must be host:port, e.g. 127.0.0.1:50051$"),
-        (":50051", r"must be host:port, e.g. 127.0.0.1:50051$"),
-        ("host:50051/", r"must be host:port, e.g. 127.0.0.1:50051$"),
-        ("host 50051", r"must be host:port, e.g. 127.0.0.1:50051$"),
-        ("", r"must be host:port, e.g. 127.0.0.1:50051$"),
-    ],
-)
-def test_an_address_that_grpc_would_misunderstand_is_refused_with_a_correction(
-    client_of, address: str, fix: str
-) -> None:
-    with pytest.raises(UsageError, match=fix):
+    "address",
+    ["http://host:50052", "https://host:50052/v1", "grpc://host", "http://", "host", "127.0.0.1", "[::1]", "::1",
+     "fe80::1:50051", "host:65536", "host:port", "host:", ":50051", "host:50051/", "host 50051", "", "host:1\n"],
+)  # fmt: skip
+def test_an_address_that_grpc_would_misunderstand_is_refused(client_of, address: str) -> None:
+    with pytest.raises(UsageError, match=r"must be host:port, without http://.* e.g. 127.0.0.1:50051"):
         client_of(address)
 
 
@@ -103,10 +85,11 @@ def speak_http_1(connection: socket.socket) -> None:
 @pytest.mark.parametrize(
     ("greet", "words"),
     [
-        (lambda _: None, "the connection was closed"),  # as a server does that has all its connections
-        (close_in_a_call, "the connection was closed before the answer, perhaps because the server is stopping"),
-        (reset_in_a_call, "the connection was closed by the server, perhaps because it is stopping"),
-        (send_away_in_a_call, "the server ended the connection before the answer"),
+        # As a server does that has all its connections.
+        (lambda _: None, "the (server closed the connection|connection was closed before a call)"),
+        (close_in_a_call, "the server closed the connection, perhaps because it is stopping"),
+        (reset_in_a_call, "the server closed the connection, perhaps because it is stopping"),
+        (send_away_in_a_call, "the server closed the connection, perhaps because it is stopping"),
         (speak_http_1, "the program that listens there is not a gRPC server"),
     ],
 )

@@ -271,15 +271,10 @@ def test_a_server_that_does_not_serve_is_found(capsys: pytest.CaptureFixture[str
     assert "served models" not in findings
 
 
-@pytest.mark.parametrize(
-    ("address", "message"), [("localhost", "needs a port"), ("http://a:1", "must not contain http://; write a:1")]
-)
-def test_an_invalid_address_is_refused_before_any_check(
-    capsys: pytest.CaptureFixture[str], address: str, message: str
-) -> None:
-    assert run(["doctor", "--server", address]) == 2
+def test_an_invalid_address_is_refused_before_any_check(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["doctor", "--server", "localhost"]) == 2
     printed = capsys.readouterr()
-    assert (printed.out, message in printed.err) == ("", True), printed
+    assert (printed.out, "must be host:port" in printed.err) == ("", True), printed
 
 
 def test_with_the_table_each_fault_is_printed_once(capsys: pytest.CaptureFixture[str]) -> None:
