@@ -27,6 +27,10 @@ from .watched_files import INTERVAL, in_thread
 
 FILE = "model.onnx"
 _PATH = re.compile(rf"({MODEL_NAME.pattern})/([1-9][0-9]{{0,8}})/{re.escape(FILE)}")
+_RULE = (
+    f"a version is in NAME/VERSION/{FILE}; NAME has up to 100 letters, digits, '.', '_' and '-', the first a letter or "
+    "digit, and VERSION is a number from 1 to 999999999, without zeros in front"
+)
 _DELETED, _STOPPING = "its file has been deleted; it is served from memory", "the server is stopping"
 _MAX_QUOTED = 100  # characters of a client's text in an error message
 
@@ -281,24 +285,12 @@ class Repository:
                     with suppress(OSError):  # deleted meanwhile
                         look[Version(found[1], int(found[2]))] = _signature(path)
         for path in sorted(unknown - self._unknown):
-            log.warning("%s is ignored: %s", path, _broken_rule(path))
+            log.warning("%s is ignored: %s", path, _RULE)
         self._unknown = unknown
         return look
 
     def _count(self, outcome: str, number: int = 1) -> None:
         self._models.metrics.reloads.labels("models", outcome).inc(number)
-
-
-def _broken_rule(path: Path) -> str:
-    """Return why a file in the folder is no version of a model."""
-    if len(path.parts) != 3:
-        return f"a version is two folders below, NAME/VERSION/{FILE}"
-    name, version, file = path.parts
-    if file != FILE:
-        return f"the file of a version is called {FILE}"
-    if not MODEL_NAME.fullmatch(name):
-        return f"the name '{name}' should have up to 100 letters, digits, '.', '_' and '-', the first a letter or digit"
-    return f"the version '{version}' should be a number from 1 to 999999999, without zeros in front"
 
 
 def _signature(path: Path) -> Signature:

@@ -420,23 +420,17 @@ def test_a_file_that_is_not_named_as_a_version_is_logged_once_as_ignored(
 ) -> None:
     folder.write("six/1", 1)
     with serving(folder) as server:
-        two_below = "a version is two folders below, NAME/VERSION/model.onnx"
-        rules = {
-            "mine.onnx": two_below,
-            "six/model.onnx": two_below,
-            "six/3/mine.onnx": "the file of a version is called model.onnx",
-            "six/v2/model.onnx": "the version 'v2' should be a number from 1 to 999999999, without zeros in front",
-            "six/04/model.onnx": "the version '04' should be a number from 1 to 999999999, without zeros in front",
-            "-x/1/model.onnx": (
-                "the name '-x' should have up to 100 letters, digits, '.', '_' and '-', the first a letter or digit"
-            ),
-        }
-        for name in (*rules, "six/.4/model.onnx"):
+        ignored = [
+            "mine.onnx", "six/model.onnx", "six/3/mine.onnx", "six/v2/model.onnx", "six/04/model.onnx",
+            "-x/1/model.onnx",
+        ]  # fmt: skip
+        for name in (*ignored, "six/.4/model.onnx"):
             (folder.path / name).parent.mkdir(parents=True, exist_ok=True)
             (folder.path / name).write_text("2")
-        eventually(lambda: caplog.text.count("is ignored") == len(rules))
+        eventually(lambda: caplog.text.count("is ignored") == len(ignored))
         time.sleep(4 * INTERVAL)
-        assert dict(re.findall(r"(\S+) is ignored: (.*)", caplog.text)) == rules
+        found = re.findall(r"(\S+) is ignored: a version is in NAME/VERSION/model.onnx", caplog.text)
+        assert sorted(found) == sorted(ignored)
         assert server.served() == {"six": 1}
 
 
