@@ -39,11 +39,6 @@ _RULES = (
     ("classify", "prelunet.http", "Examples"),
     ("evaluate", "prelunet.http", "Reports"),
     ("admin", "inference.GRPCInferenceService", "RepositoryModelLoad RepositoryModelUnload"),
-    # They would change the server or read its files; unimplemented today.
-    ("admin", "inference.GRPCInferenceService", "TraceSetting LogSettings"),
-    ("admin", "inference.GRPCInferenceService", "SystemSharedMemoryRegister CudaSharedMemoryRegister"),
-    ("admin", "inference.GRPCInferenceService", "SystemSharedMemoryUnregister CudaSharedMemoryUnregister"),
-    ("admin", "inference.GRPCInferenceService", "SystemSharedMemoryStatus CudaSharedMemoryStatus"),
 )
 REQUIRED = {f"/{service}/{method}": need for need, service, methods in _RULES for method in methods.split()}
 _TOKEN_NAME = re.compile(r"[A-Za-z0-9_-]{1,100}")  # a key of TOML that needs no quotes

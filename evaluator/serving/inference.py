@@ -46,12 +46,6 @@ EXPECTED_INPUT = (
 _MAX_QUOTED = 100  # characters of a client's text in an error message
 _SCALES = re.compile(r"\d{1,9}(,\d{1,9})*", re.ASCII)
 
-# Triton's parameters, by prefix. Its clients send a whole family when the user sets one of it.
-_UNSUPPORTED_PARAMETERS: Mapping[str, str] = {
-    "sequence_": "this server has no sequences, each request is independent. Call without a sequence_id",
-    "shared_memory_": "this server accepts images only in the message, and answers in one. Call without shared memory",
-}
-
 Kind = TypeVar("Kind", bound=Struct)
 Written = TypeVar("Written")
 Parameters: TypeAlias = Mapping[str, bool | int | float | str | None]  # None is as if it were not there
@@ -424,10 +418,6 @@ def check_request(request: InferRequest, served: ServedModel) -> CheckedRequest:
 
 def _converted(parameters: Parameters, kind: type[Kind], where: str) -> Kind:
     """Return parameters that are all known and of the right type; otherwise raise UsageError."""
-    for name in sorted(parameters):  # a map has no order on the wire
-        for prefix, reason in _UNSUPPORTED_PARAMETERS.items():
-            if name.startswith(prefix):
-                raise UsageError(f"{where} has a parameter '{truncate(name, _MAX_QUOTED)}': {reason}")
     try:
         return convert({name: value for name, value in parameters.items() if value is not None}, kind)
     except ValidationError as error:

@@ -18,7 +18,6 @@ from prelunet.evaluator.serving.access import (
     create_token,
     parse_tokens,
 )
-from prelunet.evaluator.serving.api.inference import UNIMPLEMENTED_METHODS
 from prelunet.evaluator.serving.observability.metrics import Metrics
 from tests.helpers.tls_files import write_tokens
 
@@ -90,10 +89,7 @@ def test_every_method_of_every_service_has_a_rule() -> None:
         for method in service.methods
     }
     methods.add("/grpc.reflection.v1.ServerReflection/ServerReflectionInfo")  # the same messages
-    assert set(REQUIRED) == methods | {f"/inference.GRPCInferenceService/{name}" for name in UNIMPLEMENTED_METHODS} | {
-        "/prelunet.http/Examples",
-        "/prelunet.http/Reports",
-    }
+    assert set(REQUIRED) == methods | {"/prelunet.http/Examples", "/prelunet.http/Reports"}
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,6 @@ from contextlib import aclosing
 from functools import partial
 from typing import Any, TypeVar
 
-import grpc
 from msgspec import to_builtins
 
 from ...errors import UsageError
@@ -23,26 +22,10 @@ from .prelunet import STREAM_SLOTS
 
 SERVICE = pb.DESCRIPTOR.services_by_name["GRPCInferenceService"].full_name
 
-_SHARED = "this server accepts images only in the message; send them in `raw_input_contents` or `contents`"
-UNIMPLEMENTED_METHODS: Mapping[str, str] = {
-    **{f"SystemSharedMemory{verb}": _SHARED for verb in ("Status", "Register", "Unregister")},
-    **{f"CudaSharedMemory{verb}": _SHARED for verb in ("Status", "Register", "Unregister")},
-    "TraceSetting": "this server has no trace settings",
-    "LogSettings": "this server's log settings are fixed at its start",
-}
-
 
 def add_to_front(front: Front, plane: DataPlane) -> None:
     """Add the Open Inference Protocol to the services of a server."""
     pb_grpc.add_GRPCInferenceServiceServicer_to_server(InferenceServicer(plane), front)
-
-    async def refuse(text: str, _request: bytes, context: Context) -> bytes:
-        await context.abort(grpc.StatusCode.UNIMPLEMENTED, text)
-
-    refusals: dict[str, grpc.RpcMethodHandler[bytes, bytes]] = {
-        name: grpc.unary_unary_rpc_method_handler(partial(refuse, text)) for name, text in UNIMPLEMENTED_METHODS.items()
-    }
-    front.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(SERVICE, refusals),))
 
 
 class InferenceServicer(pb_grpc.GRPCInferenceServiceServicer):

@@ -21,7 +21,7 @@ from prelunet.evaluator.pb.inference import inference_pb2_grpc as pb_grpc
 from prelunet.evaluator.protocols import ProtocolOverrides, build_protocol
 from prelunet.evaluator.serving import inference
 from prelunet.evaluator.serving.api import inference as grpc_inference
-from prelunet.evaluator.serving.api.inference import SERVICE, UNIMPLEMENTED_METHODS, InferenceServicer
+from prelunet.evaluator.serving.api.inference import SERVICE, InferenceServicer
 from prelunet.evaluator.serving.data_plane import DataPlane
 from prelunet.evaluator.serving.options import QueueOptions
 from tests.helpers.fakes import FakeSession, fake_contract
@@ -269,14 +269,6 @@ def test_an_image_not_started_before_its_timeout_is_never_computed() -> None:
         session.gate.set()
         same(scores_in(first.result()), alone([IMAGE], "center"))
     assert len(session.calls) == 1
-
-
-def test_unsupported_methods_of_triton_explain_why(channel) -> None:
-    assert len(UNIMPLEMENTED_METHODS) == 8
-    for name, text in UNIMPLEMENTED_METHODS.items():
-        with pytest.raises(grpc.RpcError) as refused:
-            channel.unary_unary(f"/{SERVICE}/{name}")(b"", timeout=60)
-        assert (refused.value.code(), refused.value.details()) == (grpc.StatusCode.UNIMPLEMENTED, text)
 
 
 def test_metadata_and_configuration_of_a_model_agree(stub) -> None:

@@ -137,14 +137,19 @@ async def test_answers_in_order_precede_an_error_of_reading_and_are_cancelled_on
         ({"raw_input_contents": [raw([IMAGE])[:-1]]}, "ends within images[0], but its shape declares 1"),
         ({"raw_input_contents": [raw([IMAGE]) + b"xyz"]}, "has 3 bytes after images[0]"),
         ({"values": {"sequenced": 3}}, "unknown field `sequenced`. Allowed: protocol, scales, "),
-        ({"values": {"sequence_id": 3}}, "each request is independent. Call without a sequence_id"),
-        ({"inputs": [image_input(parameters=parameters({"shared_memory_region": "r"}))]}, "Call without shared memory"),
+        (
+            {"inputs": [image_input(parameters=parameters({"shared_memory_region": "r"}))]},
+            "unknown field `shared_memory_region`. Allowed: binary_data_size, content_type",
+        ),
         (
             {"inputs": [image_input(parameters=parameters({"content_type": "np"}))]},
             "Expected `str` matching regex '^(base64|str)$' - at `$.content_type`",
         ),
         ({"values": {"content_type": "str"}}, "are not base64; send each image file in base64, or as binary data"),
-        ({"outputs": [scores_output(shared_memory_offset=3)]}, "Call without shared memory"),
+        (
+            {"outputs": [scores_output(shared_memory_offset=3)]},
+            "unknown field `shared_memory_offset`. Allowed: classification, binary_data",
+        ),
         ({"outputs": [scores_output("logits")]}, "the model has no output 'logits'. Its only output: scores"),
         ({"outputs": [scores_output(), scores_output()]}, "requested 2 times; request it once"),
         ({"raw_input_contents": []}, "has no elements; send the images in `raw_input_contents`"),
@@ -175,9 +180,8 @@ def test_an_invalid_request_is_explained(check: Check, changes: dict, text: str)
         {"inputs": [image_input(datatype="n" * 10_000)]},
         {"outputs": [scores_output("n" * 10_000)]},
         {"values": {"n" * 10_000: True}},
-        {"values": {"sequence_" + "n" * 10_000: True}},
     ],
-    ids=["input", "datatype", "output", "parameter", "parameter that is not offered"],
+    ids=["input", "datatype", "output", "parameter"],
 )
 def test_long_text_from_a_caller_is_truncated_in_the_error(check: Check, changes: dict) -> None:
     with pytest.raises(UsageError) as refused:
