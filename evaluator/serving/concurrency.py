@@ -75,9 +75,8 @@ async def task_group() -> AsyncIterator[asyncio.TaskGroup]:
         del failure
 
 
-async def shielded(work: Coroutine[Any, Any, Result], when_done: Callable[[], object] = lambda: None) -> Result:
-    """Await work that continues if this is cancelled; nobody gets its error then. when_done: called at its end."""
+async def shielded(work: Coroutine[Any, Any, Result]) -> Result:
+    """Await work that continues if this is cancelled; nobody gets its error then."""
     task = asyncio.create_task(work)
-    task.add_done_callback(lambda _: when_done())
     task.add_done_callback(lambda done: done.cancelled() or done.exception())  # else asyncio logs that nobody looked
     return await asyncio.shield(task)

@@ -3,11 +3,10 @@
 No link is followed, so nothing outside is read (`walk_without_links`).
 """
 
-import asyncio
 import html
 import os
 import re
-from collections.abc import AsyncIterator, Callable, Iterator, Set
+from collections.abc import AsyncIterator, Iterator, Set
 from contextlib import suppress
 from functools import partial
 from operator import itemgetter
@@ -25,7 +24,6 @@ from ...files import walk_without_links
 from ...reporting.html import asset
 from ...reporting.runs import Rows, read_runs, render_runs
 from ...validation.run import RUN_FILE
-from ..concurrency import shielded
 from ..watched_files import in_thread
 from .door import HttpCall, HttpDoor, JsonResponse
 
@@ -35,7 +33,6 @@ _TABLE = "runs.html"  # made on request; no file of this name is a report
 _DEPTH = 3  # folders below: RUN/report/compared-with-OTHER
 _MAX_FOLDERS, _MAX_REPORTS = 2000, 200
 _HEAD, _CHUNK = 2**13, 2**18  # bytes: of a page up to its style, at most; read at a time
-_THREADS = 4  # that read at the same time; each may hang for as long as a network file system does
 _POLICY = (  # in an origin of its own, the inline scripts of a report cannot reach the live page and its token
     "sandbox allow-scripts allow-downloads; default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'; "
     "img-src data:; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
@@ -49,33 +46,27 @@ def report_routes(door: HttpDoor, folder: Path) -> list[Route]:
     The viewer shows what the live page has fetched with a token. A link there has no token, so the table has none then.
     """
 
-    threads = asyncio.Semaphore(_THREADS)
     known: Rows = {}
-
-    async def read(function: Callable[..., Any], *arguments: Any) -> Any:
-        await threads.acquire()
-        # A caller that is cancelled leaves a thread behind, which still counts.
-        return await shielded(in_thread(function, *arguments), threads.release)
 
     async def chunks(page: BinaryIO) -> AsyncIterator[bytes]:
         try:
-            while chunk := await read(page.read, _CHUNK):
+            while chunk := await in_thread(page.read, _CHUNK):
                 yield chunk
         finally:
             Thread(target=page.close, daemon=True).start()  # it waits for a read that hangs
 
     async def listed(_call: HttpCall) -> Response:
-        return JsonResponse({"reports": await read(list_reports, folder)})
+        return JsonResponse({"reports": await in_thread(list_reports, folder)})
 
     async def table(call: HttpCall) -> Response:
         nonlocal known
-        known = await read(partial(read_runs, folder, known, open_file=None, depth=_DEPTH, limit=_MAX_FOLDERS))
+        known = await in_thread(partial(read_runs, folder, known, open_file=None, depth=_DEPTH, limit=_MAX_FOLDERS))
         link = None if call.headers.get("authorization", "").lower().startswith("bearer") else _address
-        page = await read(render_runs, list(known.values()), folder.resolve().name, link)
+        page = await in_thread(render_runs, list(known.values()), folder.resolve().name, link)
         return Response(page, headers=_HEADERS, media_type="text/html")
 
     async def opened(call: HttpCall) -> Response:
-        page = await read(open_report, folder, call.parameters["name"])
+        page = await in_thread(open_report, folder, call.parameters["name"])
         return StreamingResponse(chunks(page), headers=_HEADERS, media_type="text/html")
 
     async def viewer(_request: Request) -> Response:
