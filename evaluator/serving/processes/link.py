@@ -67,7 +67,6 @@ class Link:
         outcome: tuple[Any, Exception | None]
         try:
             outcome = await self._handlers[name](*arguments), None
-            pickle.dumps(outcome)
         except PreluNetError as error:
             outcome = None, error
         except Exception as error:  # of classes that may not survive the way

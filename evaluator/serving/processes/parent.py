@@ -11,7 +11,6 @@ import logging
 import signal
 import socket
 import sys
-import time
 from collections.abc import Callable, Coroutine, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import replace
@@ -21,7 +20,7 @@ from typing import Any
 from prometheus_client import Metric
 
 from ...engine.load import MAX_LANES_BYTES, choose_cpu_device
-from ...errors import EnvironmentFault, PreluNetError, UsageError
+from ...errors import EnvironmentFault, NotReady, PreluNetError, UsageError
 from ...machine import cores
 from ..http.listener import bind
 from ..lifecycle import SHUTDOWN_SIGNALS, ServeResult
@@ -33,7 +32,8 @@ from .worker import Setup
 CORES, MAX_PROCESSES = 4, 8  # for each process by default; processes by default at most
 _MEMORY = 2**31  # of `--memory-limit`, for each process by default
 _PARENT_BYTES = 2**27  # that the parent itself takes
-_HEALTHY, _LONGEST_PAUSE = 60.0, 60.0  # seconds: see `_keep`
+_PAUSE = 2.0  # seconds before another process takes the place of one that has ended
+_METRICS_SECONDS = 2.0  # for the other processes to send their metrics; those that take longer are left out
 _START = "import sys; from prelunet.evaluator.serving.processes.worker import work; work(int(sys.argv[1]))"
 
 log = logging.getLogger(__name__)
@@ -78,7 +78,6 @@ class Parent:
         self._links: dict[int, Link] = {}
         self._ended: dict[int, ServeResult | PreluNetError] = {}
         self._changing = asyncio.Lock()
-        self._missed: dict[int, list[tuple[str, str]]] = {}  # by processes that start: changes of models
         self._first_ready, self._stopping = asyncio.Event(), asyncio.Event()
         self._report: Callable[[str], None] = lambda _line: None
 
@@ -116,15 +115,11 @@ class Parent:
                     process.send_signal(number)
 
     async def _keep(self, number: int) -> ServeResult | PreluNetError:
-        """Keep a process running, and return how the last one ended; at the start an error is the server's.
-
-        After a process that lived for less than _HEALTHY seconds the next one waits, twice as long each time.
-        """
-        pause, started = 0.5, False
+        """Keep a process running, and return how the last one ended; at the start an error is the server's."""
+        started = False
         if number > 1:
             await self._first_ready.wait()
         while not self._stopping.is_set():
-            begun = time.monotonic()
             try:
                 code: int | str = await self._run(number)
             except OSError as error:  # too many processes, or too little memory for one
@@ -136,13 +131,12 @@ class Parent:
                 return ended or ServeResult()
             if not started:
                 return ended or EnvironmentFault(f"process {number} ended with status {code} at its start: see its log")
-            pause = 1.0 if time.monotonic() - begun > _HEALTHY else min(2 * pause, _LONGEST_PAUSE)
             reason = ended.lost if isinstance(ended, ServeResult) else ended
             log.error(
-                "process %d has ended, and another one starts in %g s: %s", number, pause, reason or f"status {code}"
+                "process %d has ended, and another one starts in %g s: %s", number, _PAUSE, reason or f"status {code}"
             )
             with suppress(TimeoutError):
-                await asyncio.wait_for(self._stopping.wait(), pause)
+                await asyncio.wait_for(self._stopping.wait(), _PAUSE)
         return ServeResult()
 
     async def _run(self, number: int) -> int:
@@ -176,15 +170,10 @@ class Parent:
             for link in list(self._ready.values())[:1]:
                 with suppress(ConnectionError):
                     chosen = await link.call("chosen")
-            self._missed[number] = []
         return Setup(self._options, *self._log, number, first=not self._ready, chosen=chosen)
 
     async def _on_ready(self, number: int, start_line: str) -> None:
-        async with self._changing:
-            for change, model in self._missed.pop(number, []):
-                with suppress(PreluNetError):  # what it did not load it need not unload
-                    await self._links[number].call("change", change, model)
-            self._ready[number] = self._links[number]
+        self._ready[number] = self._links[number]
         self._first_ready.set()
         if len(self._ready) == self._count:
             self._report(start_line)
@@ -196,12 +185,13 @@ class Parent:
     async def _change(self, number: int, change: str, model: str) -> None:
         """Load or unload a model in the process that was asked, which checks it, and then in the others.
 
-        One that fails where that did not is replaced: it would answer otherwise.
+        One that fails where that did not is replaced: it would answer otherwise. Raises NotReady while one starts: it
+        could miss the change.
         """
         async with self._changing:
-            await self._links[number].call("change", change, model)
-            for missed in self._missed.values():
-                missed.append((change, model))
+            if len(self._ready) < self._count:
+                raise NotReady("a process of this server is starting; try again in a few seconds", _PAUSE)
+            await self._ready[number].call("change", change, model)
             others = {other: link for other, link in self._ready.items() if other != number}
             calls = [link.call("change", change, model) for link in others.values()]
             for other, outcome in zip(others, await asyncio.gather(*calls, return_exceptions=True), strict=True):
@@ -212,16 +202,11 @@ class Parent:
                     with suppress(ProcessLookupError):
                         self._processes[other].terminate()
 
-    async def _metrics(self, number: int, seconds: float) -> Mapping[int, list[Metric]]:
-        """Return the metrics of the other processes that answer in this time."""
-
-        async def of(link: Link) -> list[Metric]:
-            async with asyncio.timeout(seconds):
-                found: list[Metric] = await link.call("metrics")
-                return found
-
+    async def _metrics(self, number: int) -> Mapping[int, list[Metric]]:
+        """Return the metrics of the other processes that answer in time."""
         others = {other: link for other, link in self._ready.items() if other != number}
-        found = await asyncio.gather(*map(of, others.values()), return_exceptions=True)
+        calls = [asyncio.wait_for(link.call("metrics"), _METRICS_SECONDS) for link in others.values()]
+        found = await asyncio.gather(*calls, return_exceptions=True)
         return {other: each for other, each in zip(others, found, strict=True) if isinstance(each, list)}
 
 

@@ -2,6 +2,7 @@
 
 import asyncio
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import cast
 
 from prometheus_client import Metric
@@ -10,8 +11,6 @@ from ..observability.metrics import Metrics
 from ..repository import Chosen, Repository
 from ..watched_files import in_thread
 from .link import Link
-
-_OTHERS_SECONDS = 2.0  # for the other processes to send their metrics; those that take longer are left out
 
 
 class Siblings:
@@ -31,7 +30,7 @@ class Siblings:
     def share(self, repository: Repository) -> None:
         """Load and unload models in this folder when the others do, and have them do so too."""
         self._repository = repository
-        repository.relay = self._relay
+        repository.relay = partial(self.link.call, "change")
 
     def report(self, start_line: str) -> None:
         """Tell the parent that calls are answered."""
@@ -39,12 +38,9 @@ class Siblings:
 
     def metrics_text(self, accept: str) -> tuple[bytes, str]:
         """Return the metrics of all processes; called in a thread. See `Metrics.text`."""
-        asked = asyncio.run_coroutine_threadsafe(self.link.call("metrics", _OTHERS_SECONDS), self._loop)
+        asked = asyncio.run_coroutine_threadsafe(self.link.call("metrics"), self._loop)
         others: Mapping[int, Sequence[Metric]] = asked.result()
         return self.metrics.text(accept, {**others, self.number: self.metrics.collect()})
-
-    async def _relay(self, change: str, model: str) -> None:
-        await self.link.call("change", change, model)
 
     async def _change(self, change: str, model: str) -> None:
         assert self._repository is not None, "only a server of a folder is asked"

@@ -135,6 +135,21 @@ def test_a_model_is_loaded_and_unloaded_in_all_processes_also_in_one_that_starts
         assert server.statuses("changes") == {"OK": CONNECTIONS}
 
 
+def test_models_change_only_while_all_processes_serve(server: Running) -> None:
+    def load() -> str:
+        with new_connection(server.address) as channel:
+            load = oip_grpc.GRPCInferenceServiceStub(channel).RepositoryModelLoad
+            try:
+                load(oip.RepositoryModelLoadRequest(model_name="stays"), timeout=60)
+            except grpc.RpcError as error:
+                return f"{error.code().name}: {error.details()}"
+            return "OK"
+
+    os.kill(min(server.workers()), signal.SIGKILL)
+    eventually(lambda: load().startswith("UNAVAILABLE: a process of this server is starting"))
+    eventually(lambda: load() == "OK")
+
+
 def test_after_sighup_all_processes_serve_what_the_folder_has(server: Running) -> None:
     with new_connection(server.address) as channel:
         stub = oip_grpc.GRPCInferenceServiceStub(channel)
