@@ -1,7 +1,7 @@
 """Many messages of a call in progress at a time: back pressure, and how a failure ends the others."""
 
 import asyncio
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Coroutine
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
 from contextlib import asynccontextmanager, suppress
 from typing import Any, TypeVar
 
@@ -12,32 +12,24 @@ Result = TypeVar("Result")
 _UNREAD_SECONDS = 10.0  # in which a client should read a message, or it may not get its call's error
 
 
-async def bounded(messages: AsyncIterator[Message], slots: asyncio.Semaphore) -> AsyncGenerator[Message, None]:
-    """Yield messages; each takes a slot before it is read, which the caller frees once the message is answered.
-
-    So gRPC's flow control slows down a client that sends faster than the server answers.
-    """
-    with suppress(StopAsyncIteration):
-        while await slots.acquire():
-            yield await anext(messages)  # without a variable, which would hold the message until the next arrives
-
-
 async def answer_all(
     messages: AsyncIterator[Message],
     slots: asyncio.Semaphore,
     answer: Callable[[Message, Callable[[], None]], Coroutine[Any, Any, None]],
 ) -> None:
-    """Answer each message in a task of its own.
+    """Answer each message in a task of its own; each takes a slot before it is read.
 
+    So gRPC's flow control slows down a client that sends faster than the server answers.
     answer: frees the slots of the message; calls its second argument once the next may be read. Its first error, or one
     of `messages`, cancels the other tasks.
     """
     async with task_group() as group:
-        async for message in bounded(messages, slots):
-            admission = asyncio.Event()
-            group.create_task(answer(message, admission.set))
-            del message  # free it while waiting for the next
-            await admission.wait()
+        with suppress(StopAsyncIteration):
+            while await slots.acquire():
+                admission = asyncio.Event()
+                # Without a variable, which would hold the message until the next arrives.
+                group.create_task(answer(await anext(messages), admission.set))
+                await admission.wait()
 
 
 async def uncancelled(write: Awaitable[object]) -> None:

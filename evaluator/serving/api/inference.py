@@ -1,10 +1,8 @@
 """The Open Inference Protocol over gRPC: translates between its messages and the plain types of `serving.inference`."""
 
 import asyncio
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Mapping, Sequence
-from contextlib import aclosing
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from functools import partial
-from typing import Any, TypeVar
 
 from msgspec import to_builtins
 
@@ -12,7 +10,7 @@ from ...errors import UsageError
 from ...pb.inference import inference_pb2 as pb
 from ...pb.inference import inference_pb2_grpc as pb_grpc
 from ...rpc.status import client_message
-from ..concurrency import bounded
+from ..concurrency import answer_all, uncancelled
 from ..data_plane import DataPlane
 from ..inference import INPUT, OUTPUT, InferAnswer, Inference, InferRequest, InputTensor, Parameters, split_elements
 from ..observability.call_context import Call, Context, this_call
@@ -91,79 +89,40 @@ class InferenceServicer(pb_grpc.GRPCInferenceServiceServicer):
         write = partial(infer_response, raw=len(request.raw_input_contents) > 0)
         return self._inference.infer(infer_request(request), call, write)
 
-    async def ModelStreamInfer(
-        self, request_iterator: AsyncIterator[pb.ModelInferRequest], context: Context
-    ) -> AsyncIterator[pb.ModelStreamInferResponse]:
-        """Classify the images of a stream of requests."""
-        call = this_call()
+    async def ModelStreamInfer(self, request_iterator: AsyncIterator[pb.ModelInferRequest], context: Context) -> None:
+        """Classify the images of a stream of requests, which are answered in their order."""
+        call, slots, latest = this_call(), asyncio.Semaphore(STREAM_SLOTS), asyncio.Event()
+        latest.set()  # of the latest request: once its answer is sent
 
-        async def answer(request: pb.ModelInferRequest) -> pb.ModelStreamInferResponse:
-            id_ = request.id
+        async def answer(request: pb.ModelInferRequest, on_admitted: Callable[[], None]) -> None:
+            nonlocal latest
+            before, latest = latest, asyncio.Event()
+            id_, sent = request.id, latest
+            on_admitted()  # what is too much is refused, not awaited
             try:
-                answered = self._infer(request, call)
+                answering = self._infer(request, call)
                 del request
-                response = await answered
-                response.parameters["triton_final_response"].bool_param = True  # for Triton's clients
-                call.record_answer(failed=False)
-                return pb.ModelStreamInferResponse(infer_response=response)
+                inferred = await answering
+                inferred.parameters["triton_final_response"].bool_param = True  # for Triton's clients
+                response = pb.ModelStreamInferResponse(infer_response=inferred)
             except Exception as error:  # belongs to this request only; the others continue
-                call.record_answer(failed=True)
-                return pb.ModelStreamInferResponse(
+                response = pb.ModelStreamInferResponse(
                     error_message=client_message(error, log_incident(error)),
                     infer_response=pb.ModelInferResponse(id=id_),
                 )
+            call.record_answer(failed=bool(response.error_message))
+            await before.wait()
+            await uncancelled(context.write(response))
+            sent.set()
+            call.message_done()
+            slots.release()
 
-        async with aclosing(answer_in_order(request_iterator, answer, STREAM_SLOTS)) as responses:
-            async for response in responses:
-                yield response
-                call.message_done()
+        await answer_all(request_iterator, slots, answer)
 
 
 def _require_no_repository(name: str) -> None:
     if name:
         raise UsageError("this server has no repositories; leave `repository_name` empty")
-
-
-# Many requests of a stream in progress at a time, answered in order.
-
-
-Request = TypeVar("Request")
-Response = TypeVar("Response")
-
-
-async def answer_in_order(
-    requests: AsyncIterator[Request], answer: Callable[[Request], Awaitable[Response]], limit: int
-) -> AsyncGenerator[Response, None]:
-    """Yield the answer to each request, in the order of the requests.
-
-    limit: maximum number of requests that have been read and whose answer has not been taken.
-    Raises the error of `requests`, after the answers to all earlier requests, and errors of `answer`. Closing the
-    generator cancels unanswered requests.
-    """
-    slots = asyncio.Semaphore(limit)
-    answers: asyncio.Queue[asyncio.Future[Response] | None] = asyncio.Queue()
-
-    async def read() -> None:
-        try:
-            async for request in bounded(requests, slots):
-                answers.put_nowait(asyncio.ensure_future(answer(request)))
-                del request  # free it while waiting for the next
-        finally:
-            answers.put_nowait(None)
-
-    reader = asyncio.create_task(read())
-    try:
-        while (task := await answers.get()) is not None:
-            yield await task
-            slots.release()
-        await reader
-    finally:
-        unfinished: list[asyncio.Future[Any]] = [reader]
-        while not answers.empty():
-            unfinished += filter(None, [answers.get_nowait()])
-        for each in unfinished:
-            each.cancel()
-        await asyncio.gather(*unfinished, return_exceptions=True)
 
 
 # Messages to plain types, and back.

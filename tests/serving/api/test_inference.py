@@ -211,7 +211,6 @@ def test_a_request_with_many_images_is_admitted_entirely_or_not_at_all() -> None
 def test_an_unanswered_request_is_held_only_as_its_images(streamed: bool) -> None:
     """The message holds a second copy of them."""
     session = GatedSession()
-    context = SimpleNamespace(time_remaining=lambda: None, peer=lambda: "me")
     messages = []
 
     async def requests() -> AsyncIterator[Referable]:
@@ -223,9 +222,10 @@ def test_an_unanswered_request_is_held_only_as_its_images(streamed: bool) -> Non
         await asyncio.to_thread(session.gate.wait, 60)
 
     async def scenario(servicer: InferenceServicer) -> None:
+        answers = asyncio.Queue[pb.ModelStreamInferResponse]()
+        context = SimpleNamespace(time_remaining=lambda: None, peer=lambda: "me", write=answers.put)
         if streamed:
-            answers = aiter(servicer.ModelStreamInfer(requests(), context))
-            answered = asyncio.ensure_future(anext(answers))
+            answered = asyncio.ensure_future(servicer.ModelStreamInfer(requests(), context))
         else:
             request = Referable(infer_request())
             messages.append(weakref.ref(request))
@@ -236,7 +236,8 @@ def test_an_unanswered_request_is_held_only_as_its_images(streamed: bool) -> Non
         kept = [None] * (2 if streamed else 1)
         await asyncio.to_thread(eventually, lambda: [message() for message in messages] == kept)
         session.gate.set()
-        assert await answered
+        answer = await answered
+        assert answers.qsize() == 2 if streamed else answer
 
     with running_server(six=session) as server:
         asyncio.run(scenario(InferenceServicer(DataPlane(server.models))))

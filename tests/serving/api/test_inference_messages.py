@@ -1,6 +1,5 @@
 """Parsing of requests of the Open Inference Protocol, and unit tests of parts of its service."""
 
-import asyncio
 import base64
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -15,14 +14,12 @@ from prelunet.evaluator.errors import ImageError, UsageError
 from prelunet.evaluator.imaging.limits import DecodeLimits
 from prelunet.evaluator.pb.inference import inference_pb2 as pb
 from prelunet.evaluator.serving.api import inference as grpc_inference
-from prelunet.evaluator.serving.api.inference import answer_in_order
 from prelunet.evaluator.serving.inference import CheckedRequest, check_request, model_statistics
 from prelunet.evaluator.serving.models import Models
 from prelunet.evaluator.serving.observability.metrics import Metrics
 from prelunet.evaluator.serving.options import ModelFile
 from tests.helpers.fakes import FakeSession
 from tests.serving.api.inference_calls import IMAGE, image_input, infer_request, parameters, raw, scores_output
-from tests.serving.event_loop import async_test, settled
 
 Check = Callable[[pb.ModelInferRequest], CheckedRequest]
 
@@ -65,64 +62,6 @@ def test_statistics_are_in_nanoseconds_and_each_in_its_field() -> None:
         "compute_infer": (2, 3.0),
         "compute_output": (2, 0.375),
     }
-
-
-@async_test
-async def test_answers_in_order_wait_for_the_first_and_reading_stops_at_the_limit() -> None:
-    read, begun = [], []
-    events = [asyncio.Event() for _ in range(9)]
-
-    async def requests():
-        for number in range(9):
-            read.append(number)
-            yield number
-
-    async def answer(number: int) -> int:
-        begun.append(number)
-        await events[number].wait()
-        return 10 * number
-
-    answers = answer_in_order(requests(), answer, 4)
-    first = asyncio.ensure_future(anext(answers))
-    for event in events[1:]:
-        event.set()
-    await settled()
-    assert (read, begun, first.done()) == ([0, 1, 2, 3], [0, 1, 2, 3], False)
-    events[0].set()
-    assert [await first, *[number async for number in answers]] == [10 * number for number in range(9)]
-
-
-@async_test
-async def test_answers_in_order_precede_an_error_of_reading_and_are_cancelled_on_close() -> None:
-    cancelled = []
-
-    async def requests():
-        yield 1
-        yield 2
-        raise UsageError("no message")
-
-    async def double(number: int) -> int:
-        return 2 * number
-
-    answers = answer_in_order(requests(), double, 4)
-    assert [await anext(answers), await anext(answers)] == [2, 4]
-    with pytest.raises(UsageError, match="no message"):
-        await anext(answers)
-
-    async def for_ever(number: int) -> int:
-        if number == 1:
-            return 1
-        try:
-            return await asyncio.Future()
-        except asyncio.CancelledError:
-            cancelled.append(number)
-            raise
-
-    answers = answer_in_order(requests(), for_ever, 4)
-    assert await anext(answers) == 1
-    await asyncio.sleep(0)
-    await answers.aclose()
-    assert cancelled == [2]
 
 
 @pytest.mark.parametrize(
