@@ -216,7 +216,7 @@ async def serve(options: ServeOptions, report: Callable[[str], None], siblings: 
             gc.freeze()  # the collections of `Repository.watch` then skip what was loaded before
             tasks.append(asyncio.create_task(repository.watch()))
         addresses = {"http": server.http_url, "metrics": ports.metrics_address}
-        _log_start(server.address, addresses, models, memory)
+        log.info("serving", extra={"fields": {"address": server.address, **addresses, "memory": memory}})
         report(start_line(server.address, addresses, models, memory, processes))
         ended = await wait_and_shut_down(server, models, events, lame_duck=options.lame_duck, grace=options.grace)
         log.info("stopped", extra={"fields": {"unfinished": ended.unfinished, "lost": ended.lost is not None}})
@@ -364,25 +364,6 @@ def _estimate_memory(sessions: list[Session], options: ServeOptions, processes: 
             format_bytes(machine_bytes),
         )
     return processes * need.total
-
-
-def _log_start(address: str, others: Mapping[str, str], models: Models, memory: int) -> None:
-    """Log the contents of the start line: one line for each model, one for the server."""
-    for model in models.all():
-        circumstances = model.session.circumstances
-        fields: dict[str, object] = {
-            "model": model.name,
-            "version": model.version,
-            "sha256": model.session.model_sha256,
-            "architecture": model.session.contract.name,
-            "classes": len(model.session.contract.classes),
-            "provider": circumstances.provider,
-            "precision": circumstances.precision,
-            "versions": ", ".join(f"{name} {version}" for name, version in circumstances.versions.items()),
-        }
-        log.info("ready", extra={"fields": fields})
-    fields = {"address": address, **others, "memory": memory, "grpcio": grpc.__version__}
-    log.info("serving", extra={"fields": fields})
 
 
 def start_line(address: str, others: Mapping[str, str], models: Models, memory: int, processes: int = 1) -> str:

@@ -136,7 +136,9 @@ class Models:
             limits=self._limits, max_view_pixels=self._queue.max_view_pixels,
         )  # fmt: skip
         self._sessions.add(session)
-        self.metrics.model_info.labels(*_info_labels(file.name, file.version, session)).set(1)
+        labels = _info_labels(file.name, file.version, session)
+        self.metrics.model_info.labels(*labels).set(1)
+        log.info("model %s/%s is loaded: sha256 %s, architecture %s, %s, %s", *labels)
         self._notify()
 
     def remove(self, name: str, version: str) -> None:

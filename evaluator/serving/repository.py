@@ -240,10 +240,8 @@ class Repository:
         self._loaded[version] = signature
         self._refused.pop(version, None)
         self._count("loaded")
-        ran = session.circumstances
         if served and served[0].session.contract.classes != session.contract.classes:
             log.warning("model %s has other classes than version %s", version, served[0].version)
-        log.info("model %s is served on %s, %s, sha256 %s", version, ran.provider, ran.precision, session.model_sha256)
         return True
 
     def _prepare(
