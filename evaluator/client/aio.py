@@ -1,7 +1,7 @@
 """The asyncio client."""
 
 import asyncio
-from collections.abc import AsyncGenerator, AsyncIterable, AsyncIterator, Callable, Coroutine, Iterable
+from collections.abc import AsyncGenerator, AsyncIterable, AsyncIterator, Callable, Iterable
 from contextlib import asynccontextmanager
 from functools import partial
 from itertools import count
@@ -16,7 +16,7 @@ from ..errors import PreluNetError, UsageError
 from ..image_input import ImageInput
 from ..pb.prelunet.v1 import prelunet_pb2 as pb
 from ..pb.prelunet.v1 import prelunet_pb2_grpc as pb_grpc
-from ..rpc.convert import answer_from_message, report_from_message
+from ..rpc.convert import answer_from_message
 from ..rpc.credentials import Credentials
 from ..rpc.status import is_misconfigured
 from .calls import MAX_PENDING, PROBE_TIMEOUT, UNANSWERED, Call, ClientSettings, ManyImages, Timeout
@@ -25,13 +25,11 @@ from .messages import (
     ClassifyOptions,
     EvaluateOptions,
     EvaluationProgress,
-    LabelledImages,
     ServedModel,
     classify_request,
-    evaluate_start,
-    progress_from_message,
     served_model_from_message,
 )
+from .sync import Client
 
 if TYPE_CHECKING:
     from ..datasets.dataset import Dataset
@@ -54,6 +52,8 @@ class AsyncClient:
         credentials: Credentials = Credentials(),
     ) -> None:
         self._settings = ClientSettings(address, timeout, credentials, retries=retries)
+        self._arguments: dict[str, Any] = {"timeout": timeout, "retries": retries, "credentials": credentials}
+        self._evaluating: set[Client] = set()
         self._settings.closed = True  # until the block begins: gRPC's channel needs the running loop
         self._channel: grpc.aio.Channel | None = None
 
@@ -79,6 +79,8 @@ class AsyncClient:
     async def close(self) -> None:
         """Close the connection; calls in flight end with Interrupted."""
         self._settings.closed = True
+        for client in self._evaluating:
+            client.close()
         if self._channel is not None:
             await self._channel.close()
 
@@ -162,30 +164,25 @@ class AsyncClient:
         request_id: str | None = None,
         **options: Unpack[EvaluateOptions],
     ) -> dict[str, Any]:
-        """Send a labeled dataset and return its report, as `Client.evaluate`."""
-        call = self._call(timeout, request_id)
-        images, report = LabelledImages(dataset, evaluate_start(dataset, **options)), None
-        await self._unary("ListModels", pb.ListModelsRequest(), call, self._settings.seconds("default"))
-        try:
-            async with self._errors(call):
-                responses = self._stub.Evaluate(_in_thread(images), **call.arguments())
-                end = StreamEnd(responses)
-                try:
-                    async for response in responses:
-                        if _checked(response, call).HasField("report"):
-                            report = response.report
-                        elif progress is not None and response.HasField("progress"):
-                            progress(progress_from_message(response.progress))
-                except grpc.RpcError as failed:
-                    if (status := await end.status(failed)) is not None:
-                        raise status from None
-                finally:
-                    responses.cancel()
-        finally:
-            images.raise_error()  # takes precedence over the server's error
-        if report is None:
-            raise call.invalid_response("the evaluation ended without a report")
-        return await asyncio.to_thread(report_from_message, report)  # 1000 classes take a while
+        """Send a labeled dataset and return its report, as `Client.evaluate`, which runs in a thread.
+
+        It has a connection of its own. progress: called in the event loop.
+        """
+        self._call(timeout, request_id)  # may it begin?
+        report_progress = None if progress is None else partial(self._call_in_loop, progress)
+        with Client(self.address, **self._arguments) as client:  # leaving it cancels the call
+            self._evaluating.add(client)
+            try:
+                evaluate = partial(client.evaluate, dataset, timeout=timeout, request_id=request_id, **options)
+                return await asyncio.to_thread(evaluate, progress=report_progress)
+            finally:
+                self._evaluating.remove(client)
+
+    def _call_in_loop(self, function: Callable[[EvaluationProgress], object], progress: EvaluationProgress) -> None:
+        async def call() -> None:
+            function(progress)
+
+        asyncio.run_coroutine_threadsafe(call(), self._loop).result()
 
     async def models(self, *, timeout: Timeout = "default", request_id: str | None = None) -> list[ServedModel]:
         """Return the served models, in the server's order."""
@@ -289,47 +286,3 @@ async def _read(
     finally:
         if isinstance(source, AsyncGenerator):
             await source.aclose()
-
-
-_CORE_ERROR = "Internal error from Core"  # gRPC's text for a request that it could not send
-STATUS_TIMEOUT = 1.0  # seconds for the status that follows; it has arrived, or is on its way within this process
-
-
-class StreamEnd:
-    """How a stream ended.
-
-    If a server ends a stream while a request is being sent, grpc.aio replaces the server's status by its own INTERNAL
-    (grpc/grpc#36066), before or after the former arrives. Both run the done callbacks, so a callback records the
-    server's status.
-    """
-
-    def __init__(self, stream: Any) -> None:
-        self._status: asyncio.Future[grpc.aio.AioRpcError] = asyncio.get_running_loop().create_future()
-        stream.add_done_callback(self._note)
-
-    def _note(self, stream: Any) -> None:
-        details = _result(stream.details())
-        if not self._status.done() and details != _CORE_ERROR:
-            trailing = grpc.aio.Metadata(*(_result(stream.trailing_metadata()) or ()))
-            status = grpc.aio.AioRpcError(_result(stream.code()), grpc.aio.Metadata(), trailing, details)
-            self._status.set_result(status)
-
-    async def status(self, failed: grpc.RpcError) -> grpc.RpcError | None:
-        """Return the server's status, None if it is OK. failed: what grpc.aio raised."""
-        if failed.details() != _CORE_ERROR:
-            return failed
-        try:
-            async with asyncio.timeout(STATUS_TIMEOUT):
-                status = await self._status
-        except TimeoutError:
-            return failed
-        return None if status.code() == grpc.StatusCode.OK else status
-
-
-def _result(coroutine: Coroutine[Any, Any, Any]) -> Any:
-    """Return the result of a coroutine that does not suspend, as those of a call that has ended."""
-    try:
-        coroutine.send(None)
-    except StopIteration as done:
-        return done.value
-    raise AssertionError("the coroutine was suspended")

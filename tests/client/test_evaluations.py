@@ -199,3 +199,20 @@ def test_a_response_that_is_not_a_message_is_an_error(client_of) -> None:
             ((_, error),) = client.classify_many([b"cat"])
             assert type(error) is PreluNetError
         server.stop(None).wait()
+
+
+def test_closing_the_client_interrupts_an_evaluation(client_of) -> None:
+    arrived, gate = threading.Event(), threading.Event()
+
+    def hold(requests, _):
+        arrived.set()
+        gate.wait(30)
+        yield report(0)
+
+    with served(ScriptedServicer(None, hold)) as address, ThreadPoolExecutor(1) as pool:
+        with client_of(address) as client:
+            call = pool.submit(client.evaluate, photos())
+            assert arrived.wait(30)
+            client.close()
+            assert type(call.exception(30)) is Interrupted
+        gate.set()

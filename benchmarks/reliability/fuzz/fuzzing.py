@@ -24,7 +24,7 @@ from benchmarks.common.server_process import PreluNetServer
 from benchmarks.reliability.cases import Json, ServerTestBed, claim, verdict
 from benchmarks.reliability.fuzz.fuzz_cases import FuzzCase, case_of, method_at
 from benchmarks.reliability.traffic.clients import CheckedCall, new_channel, wait_until_settled
-from prelunet.evaluator.client.aio import StreamEnd
+from benchmarks.reliability.traffic.stream_end import StreamEnd
 from prelunet.evaluator.pb.inference import inference_pb2 as oip
 from prelunet.evaluator.pb.prelunet.v1 import prelunet_pb2 as pb
 
