@@ -5,7 +5,7 @@ import gc
 import logging
 import signal
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
@@ -34,7 +34,6 @@ from .observability.metrics import Metrics
 from .options import RESERVED_FILES, ServeOptions, ServerLimits
 from .processes.siblings import Siblings
 from .repository import Repository
-from .scheduling.model import ServedModel
 from .server import Server
 from .watched_files import Certificates, in_thread, poll_forever, unfinished_threads
 
@@ -377,16 +376,7 @@ def start_line(address: str, others: Mapping[str, str], models: Models, memory: 
         f"sha256 {model.session.model_sha256[:12]}, {model.session.circumstances.precision})"
         for model in served
     )
-    parts = [f"serving on {address}: {names}", f"{_circumstances(served)} grpcio {grpc.__version__}"]
+    circumstances = "; ".join(dict.fromkeys(str(model.session.circumstances) for model in served))
+    parts = [f"serving on {address}: {names}", f"{circumstances} grpcio {grpc.__version__}"]
     parts += [f"memory at most {format_bytes(memory)}", *[f"{processes} processes"] * (processes > 1)]
     return " | ".join([*parts, *(f"{name} on {other}" for name, other in others.items() if other)])
-
-
-def _circumstances(served: Sequence[ServedModel]) -> str:
-    """Return the circumstances of the models; if they differ, with the models' names."""
-    by_circumstances: dict[str, list[str]] = {}
-    for model in served:
-        by_circumstances.setdefault(str(model.session.circumstances), []).append(model.name)
-    if len(by_circumstances) == 1:
-        return next(iter(by_circumstances))
-    return "; ".join(f"{', '.join(names)}: {circumstances}" for circumstances, names in by_circumstances.items())

@@ -16,7 +16,7 @@ from ..engine.session import Placement, Session
 from ..engine.shape_buckets import ShapeBuckets
 from ..errors import DeviceLost, Interrupted, ModelNotFound
 from ..imaging.limits import DecodeLimits
-from .observability.metrics import Metrics
+from .observability.metrics import Metrics, ModelMetrics
 from .options import ModelFile, QueueOptions
 from .scheduling.admission import AdmissionController
 from .scheduling.device import ServedDevice, device_name
@@ -127,7 +127,7 @@ class Models:
         if device not in self._devices:
             self._devices[device] = ServedDevice(device, self._queue, self._on_lost)
         self._devices[device].executor.ensure_threads(session.lanes)
-        metrics = self.metrics.of_model(file.name)
+        metrics = ModelMetrics(self.metrics, file.name)
         if file.name not in self._admissions:
             self._admissions[file.name] = AdmissionController(file.name, self._queue, metrics)
         self.remove(file.name, str(file.version))

@@ -111,11 +111,6 @@ class Server:
         return host_port(self._host, self._port)
 
     @property
-    def http_address(self) -> str:
-        """Return host:port or unix:PATH of HTTP, "" without it."""
-        return "" if self._http is None else self._http.address
-
-    @property
     def http_url(self) -> str:
         """Return the URL of the live page, unix:PATH for a Unix socket, "" without HTTP."""
         return "" if self._http is None else self._http.url

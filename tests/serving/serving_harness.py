@@ -93,7 +93,8 @@ def running_server(
         await asyncio.to_thread(models.close)
 
     with run_in_thread(served) as ((server, models), thread):
-        yield RunningServer(server.address, models, thread, server.http_address)
+        http_address = server.http_url.rpartition("//")[2].rstrip("/")  # or unix:PATH
+        yield RunningServer(server.address, models, thread, http_address)
 
 
 @contextmanager

@@ -260,7 +260,7 @@ async def test_no_call_of_http_clients_that_call_without_a_pause_is_lost() -> No
     async with draining_server(FakeSession(), lame_duck=1, http=HttpOptions(port=0)) as stop:
 
         def call_until_refused() -> int:
-            with httpx.Client(base_url=f"http://{stop.server.http_address}", timeout=30, trust_env=False) as client:
+            with httpx.Client(base_url=stop.server.http_url, timeout=30, trust_env=False) as client:
                 answers = 0
                 with suppress(httpx.ConnectError):
                     while client.post("/v1/classify?protocol=center", content=IMAGE).raise_for_status():

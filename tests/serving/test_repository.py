@@ -188,7 +188,7 @@ def serving(folder: Folder, *fixed: tuple[ModelFile, Any], memory: int | None = 
 
     with run_in_thread(served) as ((server, loaded, source), _), grpc.insecure_channel(server.address) as channel:
         stubs = pb_grpc.PreluNetServiceStub(channel), oip_grpc.GRPCInferenceServiceStub(channel)
-        with httpx.Client(base_url=f"http://{server.http_address}", trust_env=False, verify=False) as http:
+        with httpx.Client(base_url=server.http_url, trust_env=False, verify=False) as http:
             yield Running(folder, loaded, *stubs, health_pb2_grpc.HealthStub(channel), http, source, stopping)
 
 

@@ -107,10 +107,6 @@ class Metrics:
         children[0].inc()
         children[1].observe(seconds)
 
-    def of_model(self, name: str) -> "ModelMetrics":
-        """Return the metrics of one model, of all its versions; its series exist from the first scrape, at 0."""
-        return ModelMetrics(self, name)
-
     def collect(self) -> list[Metric]:
         """Return the current metrics."""
         return list(self.registry.collect())
@@ -142,7 +138,7 @@ class _OfProcesses:
 
 
 class ModelMetrics:
-    """The metrics of one model. Thread-safe.
+    """The metrics of one model, of all its versions; their series exist from the first scrape, at 0. Thread-safe.
 
     refused, dropped, failed: requests refused by admission, views that will never be computed, and batches, by reason.
     """

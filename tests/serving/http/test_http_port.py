@@ -22,6 +22,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest.mock import Mock
+from urllib.parse import urlsplit
 
 import grpc
 import httpx
@@ -587,8 +588,8 @@ async def test_requests_on_every_connection_made_before_the_port_closes_are_answ
     models = Models([(ModelFile("six", Path("six.onnx")), FakeSession())], DecodeLimits())
     server, sent = Server("127.0.0.1", 0, http=ON), request("GET /v1/models")
     await server.start(models)
-    host, _, port = server.http_address.rpartition(":")
-    connect = partial(socket.create_connection, (host, int(port)), 20)
+    url = urlsplit(server.http_url)
+    connect = partial(socket.create_connection, (url.hostname, url.port), 20)
     with ExitStack() as stack:
         idle, used, new = [stack.enter_context(connect()) for _ in range(3)]
         for each in (idle, used):
@@ -615,7 +616,7 @@ async def test_connections_are_refused_while_models_load_and_calls_answered_unti
     session = GatedSession()
     server = Server("127.0.0.1", 0, http=ON)
     await server.open()
-    async with httpx.AsyncClient(base_url=f"http://{server.http_address}", timeout=30, trust_env=False) as client:
+    async with httpx.AsyncClient(base_url=server.http_url, timeout=30, trust_env=False) as client:
         with pytest.raises(httpx.ConnectError):
             await client.get("/v2/health/live")
         models = Models([(ModelFile("six", Path("six.onnx")), session)], DecodeLimits())
@@ -636,7 +637,7 @@ async def test_connections_are_refused_while_models_load_and_calls_answered_unti
         assert not stopping.done()
         with pytest.raises(httpx.ConnectError):
             async with httpx.AsyncClient(trust_env=False) as other:
-                await other.get(f"http://{server.http_address}/v1/models")
+                await other.get(f"{server.http_url}v1/models")
         session.gate.set()
         assert (await classifying).status_code == 200
         assert await stopping == 0
@@ -649,7 +650,7 @@ async def test_a_call_that_outlasts_the_grace_period_is_cut_off_and_counted() ->
     server = Server("127.0.0.1", 0, http=ON)
     models = Models([(ModelFile("six", Path("six.onnx")), session)], DecodeLimits())
     await server.start(models)
-    async with httpx.AsyncClient(base_url=f"http://{server.http_address}", timeout=30, trust_env=False) as client:
+    async with httpx.AsyncClient(base_url=server.http_url, timeout=30, trust_env=False) as client:
         classifying = asyncio.create_task(client.post("/v1/classify?protocol=center", content=IMAGE))
         await until(session.entered.is_set)
         assert await server.stop(0.2) == 1
@@ -672,8 +673,8 @@ async def test_a_port_taken_while_models_load_is_reported_with_a_fix() -> None:
     server = Server("127.0.0.1", 0, http=ON)
     await server.open()
     with (
-        socket.create_server(("127.0.0.1", int(server.http_address.rpartition(":")[2]))),
-        pytest.raises(EnvironmentFault, match=f"{server.http_address}: another program .* Choose another port"),
+        socket.create_server(("127.0.0.1", urlsplit(server.http_url).port)),
+        pytest.raises(EnvironmentFault, match=r"127.0.0.1:[0-9]+: another program .* Choose another port"),
     ):
         await server.start(Models((), DecodeLimits()))
     await server.stop(0)

@@ -18,7 +18,7 @@ from prelunet.evaluator.answer import Timings
 from prelunet.evaluator.errors import EnvironmentFault
 from prelunet.evaluator.serving.http.listener import ConnectionLimits, Listener
 from prelunet.evaluator.serving.http.metrics import METRICS_CLOSE_TIMEOUT, METRICS_LIMITS, metrics_app
-from prelunet.evaluator.serving.observability.metrics import Metrics
+from prelunet.evaluator.serving.observability.metrics import Metrics, ModelMetrics
 from tests.serving.event_loop import async_test, until
 
 SCRAPE = b"GET /metrics HTTP/1.1\r\nHost: x\r\n\r\n"
@@ -70,7 +70,7 @@ async def answer_to(request: bytes, port: Listener, host: str = "127.0.0.1") -> 
 @async_test
 async def test_a_scrape_returns_the_metrics() -> None:
     metrics = Metrics()
-    metrics.of_model("flowers").refused["views"].inc()
+    ModelMetrics(metrics, "flowers").refused["views"].inc()
     async with running_metrics_server(lambda: metrics.text()[0]) as port:
         status, body = await answer_to(b"GET /metrics HTTP/1.1\r\nHost: x\r\n\r\n", port)
         samples = {
@@ -99,7 +99,7 @@ PROMETHEUS_ACCEPTS = "application/openmetrics-text;version=1.0.0;q=0.5,text/plai
 @async_test
 async def test_a_scrape_gets_openmetrics_if_it_accepts_that(accept: str, media_type: str, parse: Any) -> None:
     metrics = Metrics()
-    metrics.of_model("flowers").answered(Timings(0.0, 0.1, 0.1, 0.2, 1), 0.001, {"trace_id": "abc"})
+    ModelMetrics(metrics, "flowers").answered(Timings(0.0, 0.1, 0.1, 0.2, 1), 0.001, {"trace_id": "abc"})
     app = metrics_app(metrics.text, lambda: True)
     port = Listener(app, "127.0.0.1", 0, METRICS_LIMITS, option="--metrics-port")
     port.open()

@@ -15,7 +15,7 @@ from prelunet.evaluator.engine.load import MAX_LANES_BYTES
 from prelunet.evaluator.engine.session import Placement
 from prelunet.evaluator.errors import EnvironmentFault, ModelNotFound, UsageError
 from prelunet.evaluator.serving.http.listener import bind
-from prelunet.evaluator.serving.observability.metrics import Metrics
+from prelunet.evaluator.serving.observability.metrics import Metrics, ModelMetrics
 from prelunet.evaluator.serving.options import HttpOptions, ModelFile, ServeOptions
 from prelunet.evaluator.serving.processes import parent
 from prelunet.evaluator.serving.processes.link import Link
@@ -143,7 +143,7 @@ def test_metrics_of_several_processes_keep_their_samples_apart_with_exemplars() 
     both = {}
     for number, seconds in ((2, 0.02), (1, 0.1)):
         metrics = Metrics()
-        metrics.of_model("m").answered(Timings(0, 0, 0, seconds, 1), 0.0, {"trace_id": f"{number}"})
+        ModelMetrics(metrics, "m").answered(Timings(0, 0, 0, seconds, 1), 0.0, {"trace_id": f"{number}"})
         both[number] = metrics.collect()
     text, media_type = Metrics().text("application/openmetrics-text; version=1.0.0", both)
     assert media_type.startswith("application/openmetrics-text")

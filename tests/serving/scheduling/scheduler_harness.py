@@ -22,7 +22,7 @@ from prelunet.evaluator.serving.data_plane import DataPlane
 from prelunet.evaluator.serving.decoding import DecodeProcess
 from prelunet.evaluator.serving.models import Models
 from prelunet.evaluator.serving.observability.call_context import Call
-from prelunet.evaluator.serving.observability.metrics import Metrics
+from prelunet.evaluator.serving.observability.metrics import Metrics, ModelMetrics
 from prelunet.evaluator.serving.options import ModelFile, QueueOptions
 from prelunet.evaluator.serving.scheduling.admission import AdmissionController, Ticket, Usage
 from prelunet.evaluator.serving.scheduling.model import RequestOptions, ServedModel
@@ -225,7 +225,7 @@ def build_model(
     process_share: float = math.inf,
 ) -> ServedModel:
     """Return a model on a device of its own, whose queues nobody serves."""
-    session, metrics = session or FakeSession(), Metrics().of_model(name)
+    session, metrics = session or FakeSession(), ModelMetrics(Metrics(), name)
     waiting = Waiting(queue, process_share, decoders=session.circumstances.on_gpu)
     admission = AdmissionController(name, queue, metrics)
     return ServedModel(ModelFile(name, Path(f"{name}.onnx")), session, waiting, admission, metrics)
@@ -242,7 +242,7 @@ def build_request(
 
 def build_admission(max_views: int = 1024, max_bytes: int | None = None) -> tuple[AdmissionController, Metrics]:
     metrics = Metrics()
-    return AdmissionController("fake", QueueOptions(max_views, max_bytes), metrics.of_model("fake")), metrics
+    return AdmissionController("fake", QueueOptions(max_views, max_bytes), ModelMetrics(metrics, "fake")), metrics
 
 
 @contextmanager
