@@ -187,7 +187,7 @@ async def serve(options: ServeOptions, report: Callable[[str], None], siblings: 
     server = None
     tasks = [asyncio.create_task(poll_forever(each.files)) for each in (certificates, access) if each is not None]
     try:
-        if siblings is None or not siblings.late:
+        if siblings is None or siblings.setup.first:
             server = await ports.open()
         models = Models((), options.limits.image, fitted.queue, metrics, events.post)
         repository = None
@@ -197,7 +197,7 @@ async def serve(options: ServeOptions, report: Callable[[str], None], siblings: 
                 models,
                 options,
                 lambda: events.begun,
-                None if siblings is None else siblings.chosen,
+                None if siblings is None else siblings.setup.chosen,
             )
             asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, repository.retry)
         if not await _load(options, models, repository, events):

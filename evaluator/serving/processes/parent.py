@@ -27,7 +27,7 @@ from ..lifecycle import SHUTDOWN_SIGNALS, ServeResult
 from ..network import explain_bind_error, host_port
 from ..options import ServeOptions
 from .link import Link
-from .worker import Setup
+from .siblings import Setup
 
 CORES, MAX_PROCESSES = 4, 8  # for each process by default; processes by default at most
 _MEMORY = 2**31  # of `--memory-limit`, for each process by default

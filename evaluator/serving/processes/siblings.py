@@ -3,26 +3,42 @@
 import asyncio
 from collections.abc import Mapping, Sequence
 from functools import partial
-from typing import cast
 
+from msgspec import Struct
 from prometheus_client import Metric
 
 from ..observability.metrics import Metrics
+from ..options import ServeOptions
 from ..repository import Chosen, Repository
 from ..watched_files import in_thread
 from .link import Link
 
 
+class Setup(Struct, frozen=True):
+    """What the parent tells a new process.
+
+    number: from 1; first: no other process serves yet, else this one must not open its ports before it is ready, too;
+    chosen: `Repository.chosen` of another one.
+    """
+
+    options: ServeOptions
+    log_format: str
+    log_level: str
+    number: int
+    first: bool
+    chosen: Chosen | None = None
+
+
 class Siblings:
     """What a process asks of the others, and they of it.
 
-    number: of this process, from 1; chosen: see `Repository`; late: the others serve already, so that this one must not
-    open its ports before it is ready, too; metrics: of this process, which the others ask for.
+    setup: of this process, once the parent has told it; metrics: of this process, which the others ask for.
     """
+
+    setup: Setup
 
     def __init__(self) -> None:
         self.link = Link({"change": self._change, "metrics": self._own_metrics, "chosen": self._chosen})
-        self.number, self.late, self.chosen = 0, False, cast(Chosen | None, None)
         self.metrics = Metrics()
         self._repository: Repository | None = None
         self._loop = asyncio.get_running_loop()
@@ -40,7 +56,7 @@ class Siblings:
         """Return the metrics of all processes; called in a thread. See `Metrics.text`."""
         asked = asyncio.run_coroutine_threadsafe(self.link.call("metrics"), self._loop)
         others: Mapping[int, Sequence[Metric]] = asked.result()
-        return self.metrics.text(accept, {**others, self.number: self.metrics.collect()})
+        return self.metrics.text(accept, {**others, self.setup.number: self.metrics.collect()})
 
     async def _change(self, change: str, model: str) -> None:
         assert self._repository is not None, "only a server of a folder is asked"

@@ -6,29 +6,11 @@ import signal
 import socket
 from contextlib import suppress
 
-from msgspec import Struct
-
 from ...errors import PreluNetError
 from ..lifecycle import ServeResult, serve
 from ..observability.logs import configure_logging, flush
-from ..options import ServeOptions
-from ..repository import Chosen
 from .link import Link
 from .siblings import Siblings
-
-
-class Setup(Struct, frozen=True):
-    """What the parent tells a new process.
-
-    number: from 1; first: no other process serves yet; chosen: `Repository.chosen` of another one.
-    """
-
-    options: ServeOptions
-    log_format: str
-    log_level: str
-    number: int
-    first: bool
-    chosen: Chosen | None = None
 
 
 def work(descriptor: int) -> None:
@@ -43,8 +25,7 @@ async def _work(end: socket.socket) -> ServeResult | PreluNetError:
     siblings = Siblings()
     await siblings.link.open(end)
     linked = asyncio.create_task(_run(siblings.link))
-    setup: Setup = await siblings.link.call("setup")
-    siblings.number, siblings.late, siblings.chosen = setup.number, not setup.first, setup.chosen
+    siblings.setup = setup = await siblings.link.call("setup")
     configure_logging(setup.log_format, setup.log_level, process=setup.number)
     ended: ServeResult | PreluNetError
     try:
