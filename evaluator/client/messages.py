@@ -131,29 +131,7 @@ def evaluate_start(dataset: "Dataset", **options: Unpack[EvaluateOptions]) -> pb
         return pb.EvaluateRequest(start=pb.EvaluateStart(dataset=dataset.location.name, **options))
 
 
-class LabelledImages:
-    """The messages of one evaluation, in order. An image that cannot be read ends them, and so the call."""
-
-    def __init__(self, dataset: "Dataset", start: pb.EvaluateRequest) -> None:
-        self._error: Exception | None = None
-        self._dataset = dataset
-        self._start = start
-
-    def __iter__(self) -> Iterator[pb.EvaluateRequest]:
-        yield self._start
-        try:
-            for sample in self._dataset.samples:
-                yield _labelled_image(self._dataset, sample)
-        except Exception as error:  # gRPC would only report that something failed here
-            self._error = error
-
-    def raise_error(self) -> None:
-        """Raise what ended the messages too early, if anything."""
-        if self._error is not None:
-            raise self._error
-
-
-def _labelled_image(dataset: "Dataset", sample: "Sample") -> pb.EvaluateRequest:
+def labelled_image(dataset: "Dataset", sample: "Sample") -> pb.EvaluateRequest:
     """Read one image. Its class is sent by wnid, because the server's class indices apply."""
     if not 0 <= sample.label < len(dataset.classes):
         raise DatasetError(f"{sample.file}: its class is unknown; an evaluation needs the true class of every image")

@@ -24,10 +24,10 @@ from .messages import (
     ClassifyOptions,
     EvaluateOptions,
     EvaluationProgress,
-    LabelledImages,
     ServedModel,
     classify_request,
     evaluate_start,
+    labelled_image,
     progress_from_message,
     served_model_from_message,
 )
@@ -177,11 +177,19 @@ class Client:
         client's timeout; once begun, it is never repeated. Raises DatasetError for an image that cannot be read.
         """
         call = Call(self._settings, timeout, request_id)
-        images, report = LabelledImages(dataset, evaluate_start(dataset, **options)), None
+        start, report, unreadable = evaluate_start(dataset, **options), None, list[Exception]()
+
+        def messages() -> Iterator[pb.EvaluateRequest]:
+            yield start
+            try:
+                yield from (labelled_image(dataset, sample) for sample in dataset.samples)
+            except Exception as error:  # gRPC would only report that something failed here
+                unreadable.append(error)
+
         self._unary("ListModels", pb.ListModelsRequest(), call, self._settings.seconds("default"))  # is there a server?
         try:
             with self._errors(call):
-                responses = self._stub.Evaluate(iter(images), **call.arguments())
+                responses = self._stub.Evaluate(messages(), **call.arguments())
                 try:
                     for response in responses:
                         if response.HasField("report"):
@@ -191,7 +199,8 @@ class Client:
                 finally:
                     responses.cancel()
         finally:
-            images.raise_error()  # takes precedence over the server's error
+            if unreadable:  # takes precedence over the server's error
+                raise unreadable[0]
         if report is None:
             raise call.invalid_response("the evaluation ended without a report")
         return report_from_message(report)
