@@ -11,9 +11,9 @@ import resource
 import zlib
 from collections import Counter
 from collections.abc import Awaitable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
-from weakref import WeakValueDictionary
 
 from msgspec import Struct
 
@@ -26,7 +26,6 @@ from .options import ServerLimits
 # arrive in a second.
 _INTERVAL = 0.02
 _RETRY_AFTER = 1.0  # seconds
-_SMALL = 2**14  # bytes of a decompressed message that may wait for its answer, as the call itself does
 _MAX_RATIO, _ALWAYS = 8, 2**18  # images hardly become smaller; a form or JSON around a small one may
 _MEMORY, _PAGE = Path("/proc/self/statm"), resource.getpagesize()
 
@@ -56,8 +55,8 @@ class ArrivingBytes:
         self._peak = 0  # bytes of the process at the latest refusal, 0 if it has shrunk since
         self._max_message = limits.max_message_bytes
         self._spared = limits.max_arriving_bytes // self._max_message  # unfinished messages that each may always have
-        self._turn = asyncio.Lock()  # of the message that is decompressed
-        self._of_client = WeakValueDictionary[str, asyncio.Lock]()  # of those that wait for their turn, by identity
+        # One message at a time: several would take all cores and hold Python's lock by turns.
+        self._decompressing = ThreadPoolExecutor(1, thread_name_prefix="decompress")
 
     async def receive(self, call: Call, message: Awaitable[Any], seconds: float) -> Any:
         """Await the next message of a call.
@@ -65,7 +64,6 @@ class ArrivingBytes:
         Raises Overloaded if the call is refused meanwhile, TimeoutError after these seconds, one check late at most.
         They begin once no other message of the call is in progress: until then its client may wait for the answer.
         """
-        call.message_admitted()  # the one before it, of a stream that may now be idle for long
         task = asyncio.current_task()
         assert task is not None, "gRPC and HTTP run each call in a task"
         loop = asyncio.get_running_loop()
@@ -121,29 +119,10 @@ class ArrivingBytes:
         wait.task.cancel()
         del self._waits[wait]
 
-    async def decompressed(self, call: Call, data: bytes) -> bytes:
-        """Decompress a message in its turn, which lasts until `Call.message_admitted` unless the message is small.
-
-        One at a time: several would take all cores, hold Python's lock by turns, and together become any size. Only one
-        message of each client waits for the turn, the others for that one: so clients take turns.
-        """
-        async with self._of_client.setdefault(call.identity, asyncio.Lock()):
-            await self._turn.acquire()
-        working = asyncio.ensure_future(asyncio.to_thread(decompress, data, self._max_message))
-        try:
-            message = await asyncio.shield(working)
-        except BaseException:
-            working.add_done_callback(self._end_turn)  # if the caller has left, its thread continues
-            raise
-        if len(message) > _SMALL:
-            call.free_message = self._turn.release
-        else:
-            self._turn.release()
-        return message
-
-    def _end_turn(self, working: "asyncio.Future[bytes]") -> None:
-        working.exception()  # else asyncio would log that nobody looked at it
-        self._turn.release()
+    async def decompressed(self, data: bytes) -> bytes:
+        """Decompress a message once those that came before it are."""
+        loop = asyncio.get_running_loop()
+        return await loop.run_in_executor(self._decompressing, decompress, data, self._max_message)
 
 
 def decompress(data: bytes, max_bytes: int) -> bytes:

@@ -106,7 +106,6 @@ class DataPlane:
         ticket = Ticket(call, sum(map(len, images)), views, len(images))
         answers: list[Answered] = []
         served.admission.admit_or_refuse(ticket)
-        call.message_admitted()
         try:
             async with task_group() as group:
                 tasks = [
@@ -148,7 +147,6 @@ async def _classify(
 ) -> Answered:
     call.record_views(served.name, plan.views)
     check_bytes(image, plan.prepare.limits)  # before it takes room in the queue
-    call.message_admitted()  # or refused, or waiting: admission knows its bytes
     ticket, answer = Ticket(call, len(image), plan.views), None
     if on_admitted is None:
         served.admission.admit_or_refuse(ticket)

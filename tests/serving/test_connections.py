@@ -317,20 +317,6 @@ async def test_a_compressed_message_is_accepted_unless_it_becomes_far_larger_tha
         assert await check(channel)
 
 
-@async_test
-async def test_a_watch_that_stays_holds_no_room_for_the_compressed_messages_of_others() -> None:
-    request = health_pb2.HealthCheckRequest(service="x" * 2000)
-    async with listening() as address, new_channel(address) as channel:
-        stub = health_pb2_grpc.HealthStub(channel)
-        watches = [stub.Watch(request, compression=grpc.Compression.Gzip) for _ in range(8)]
-        for watch in watches:
-            assert (await watch.read()).status == health_pb2.HealthCheckResponse.SERVICE_UNKNOWN
-        error = await rpc_error(stub.Check(request, timeout=20, compression=grpc.Compression.Gzip))
-        assert error.code() == grpc.StatusCode.NOT_FOUND
-        for watch in watches:
-            watch.cancel()
-
-
 @pytest.mark.parametrize("damage", [lambda data: data[:-9], lambda data: data[:20] + b"damaged" + data[27:]])
 @pytest.mark.parametrize("compressed", [gzip.compress, zlib.compress])
 @async_test

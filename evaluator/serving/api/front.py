@@ -99,7 +99,6 @@ class Method:
                 handler.unary_unary or handler.unary_stream or handler.stream_unary or handler.stream_stream
             )
             self._decode = handler.request_deserializer
-        self._ours = path.startswith(OUR_METHODS)
         # A message of one image. In a stream a large image gets an answer of its own.
         of_image = path.startswith(OUR_METHODS[0]) and self._known and not handler.request_streaming
         self._limits, self._arriving = front.calls.limits, front.calls.arriving
@@ -133,7 +132,6 @@ class Method:
             if await _ended_by(call, context, error):
                 raise
         finally:
-            call.message_admitted()
             if not call.status:
                 call.status = context.code().name if context.code() else "OK"
 
@@ -192,7 +190,7 @@ class Method:
     async def _decoded(self, call: Call, data: bytes, *, in_stream: bool = False) -> Any:
         call.in_progress += in_stream
         if data.startswith(_COMPRESSED):
-            data = await self._arriving.decompressed(call, data)
+            data = await self._arriving.decompressed(data)
         call.message_bytes = len(data)
         call.bytes += len(data)
         if len(data) > self._max_bytes:  # before two copies are made of it
@@ -204,8 +202,6 @@ class Method:
                 f"this message of {len(data)} bytes has more than {_MAX_PARTS} fields and numbers; send each image as "
                 "its encoded file, in one bytes field"
             )
-        if not self._ours:  # no image will be admitted
-            call.message_admitted()
         try:
             return self._decode(data)
         except DecodeError:

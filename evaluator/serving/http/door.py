@@ -162,7 +162,6 @@ class HttpDoor:
                 ) from None
             finally:
                 connection.answering = None
-                call.message_admitted()
             call.status = "OK"
             return response
 
@@ -177,7 +176,7 @@ class HttpDoor:
             raise DeadlinePassed(f"the body of this request did not arrive within {seconds:g} s") from None
         encoding = request.headers.get("content-encoding", "identity").lower()
         if encoding in _COMPRESSIONS:
-            content = await self._arriving.decompressed(call, content)
+            content = await self._arriving.decompressed(content)
         elif encoding != "identity":
             raise HTTPException(415, f"Content-Encoding should be one of {', '.join(_COMPRESSIONS)}")
         call.bytes = call.message_bytes = len(content)

@@ -4,7 +4,7 @@ import math
 import random
 import re
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextvars import ContextVar
 from typing import Any, TypeAlias
 
@@ -37,8 +37,7 @@ class Call(Struct, eq=False):
     the caller; id: of its message in the Open Inference Protocol; models: names of the requested models; images,
     failed: number of images of a stream, and of those that got an error; views: of all its images; bytes,
     message_bytes: of all its messages, and of the latest; in_progress: messages of a stream that have no answer yet;
-    free_message: see `message_admitted`; trace: a `CallTrace`, whose module requires an extra, None unless it is
-    sampled.
+    trace: a `CallTrace`, whose module requires an extra, None unless it is sampled.
 
     Fair queueing alternates between identities, then between the connections of each.
     """
@@ -63,17 +62,10 @@ class Call(Struct, eq=False):
     bytes: int = 0
     message_bytes: int = 0
     in_progress: int = 0
-    free_message: Callable[[], None] | None = None
     trace: Any = None
 
     def __post_init__(self) -> None:
         self.identity = self.identity or identity_of(self.peer)
-
-    def message_admitted(self) -> None:
-        """Free the room of a message that has been decompressed: the queue counts its images now."""
-        if self.free_message is not None:
-            self.free_message()
-            self.free_message = None
 
     def message_done(self) -> None:
         """Note that a message of a stream is answered."""

@@ -18,7 +18,6 @@ from prelunet.evaluator.pb.prelunet.v1 import prelunet_pb2 as pb
 from prelunet.evaluator.pb.prelunet.v1 import prelunet_pb2_grpc as pb_grpc
 from prelunet.evaluator.rpc.status import error_from
 from prelunet.evaluator.serving.arriving import ArrivingBytes, process_memory
-from prelunet.evaluator.serving.observability.call_context import Call
 from prelunet.evaluator.serving.options import ServerLimits
 from prelunet.evaluator.serving.proxies import TrustedProxies
 from tests.helpers.fakes import FakeSession
@@ -26,7 +25,7 @@ from tests.serving.event_loop import async_test, new_channel, settled, until
 from tests.serving.serving_harness import RunningServer, png, running_server
 
 MIB = 2**20
-SIZE = 200_000  # bytes of a compressed message that is decompressed alone
+SIZE = 200_000  # bytes of a compressed message
 LARGE = 30 * MIB  # bytes of an image
 IMAGE = pb.ClassifyRequest(model="fake", image=png(8, 8))
 
@@ -196,54 +195,16 @@ async def test_compressed_messages_are_decompressed_only_as_far_as_there_is_room
 
 
 @async_test
-async def test_a_client_that_leaves_the_queue_for_decompression_leaves_no_room_behind() -> None:
-    """It leaves in the moment in which its turn would come."""
-    arriving, calls = ArrivingBytes(), [Call(peer=f"ipv4:192.0.2.{number}:1") for number in range(4)]
-    data = gzip.compress(np.random.default_rng(0).bytes(SIZE))  # there is room for one
-    await arriving.decompressed(calls[0], data)
-    waiting = [asyncio.create_task(arriving.decompressed(call, data)) for call in calls[1:]]
-    await settled()
-    waiting[0].cancel()
-    calls[0].message_admitted()
-    assert len(await waiting[1]) == SIZE
-    await asyncio.sleep(0.2)
-    assert not waiting[2].done(), "there is room for one"
-    calls[2].message_admitted()
-    assert len(await waiting[2]) == SIZE
-
-
-@async_test
-async def test_a_message_that_cannot_be_decompressed_and_one_whose_client_has_left_free_their_room(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
+async def test_a_damaged_message_and_a_client_that_leaves_hold_up_no_other(caplog: pytest.LogCaptureFixture) -> None:
     arriving, data = ArrivingBytes(), gzip.compress(np.random.default_rng(0).bytes(SIZE))
     with pytest.raises(UsageError, match="cannot be decompressed"):
-        await arriving.decompressed(Call(), data[:100] + data)
+        await arriving.decompressed(data[:100] + data)
     for message in (data, data[:100] + data):
-        leaving = asyncio.create_task(arriving.decompressed(Call(), message))
+        leaving = asyncio.create_task(arriving.decompressed(message))
         await asyncio.sleep(0)
         leaving.cancel()
-        next_call = Call()
-        async with asyncio.timeout(10):
-            assert len(await arriving.decompressed(next_call, data)) == SIZE
-        next_call.message_admitted()
+        assert len(await arriving.decompressed(data)) == SIZE
         del leaving
         await settled()
     gc.collect()
     assert caplog.messages == [], "nobody looks at the errors of those that have left"
-
-
-@async_test
-async def test_a_stream_that_waits_holds_no_room_for_the_compressed_messages_of_others() -> None:
-    start = pb.EvaluateRequest(start=pb.EvaluateStart(dataset="photos"))
-    with running_server(fake=FakeSession()) as server:
-        async with new_channel(server.address) as channel:
-            evaluate = channel.stream_stream("/prelunet.v1.PreluNetService/Evaluate")
-            idle = [evaluate() for _ in range(8)]
-            for stream in idle:
-                await stream.write(gzip.compress(start.SerializeToString()))
-            data = gzip.compress(pb.ClassifyRequest(image=png(40, 57)).SerializeToString())
-            answer = await channel.unary_unary("/prelunet.v1.PreluNetService/Classify")(data, timeout=20)
-            assert pb.ClassifyResponse.FromString(answer).predictions
-            for stream in idle:
-                stream.cancel()
