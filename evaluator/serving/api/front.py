@@ -2,7 +2,6 @@
 
 import asyncio
 import inspect
-import math
 import random
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Sequence
@@ -15,7 +14,6 @@ from google.protobuf.descriptor import Descriptor, FieldDescriptor
 from google.protobuf.message import DecodeError
 
 from ...errors import DeadlinePassed, NotReady, UsageError
-from ...imaging.decode import check_bytes
 from ..calls import OUR_METHODS, PROBES, CallsInFlight, record_error
 from ..observability.call_context import REQUEST_ID, Call, Context, Metadata
 
@@ -27,7 +25,6 @@ _CANCEL_DELAY = 0.1  # seconds in which gRPC cancels the call of a client that h
 # A larger message may have at most `_MAX_PARTS` parts; 64 images and 32 scales have about 200. A smaller one is decoded
 # in less than a millisecond, whatever its number of parts.
 _SMALL_MESSAGE, _MAX_PARTS = 2**14, 1000
-_MAX_BESIDE_IMAGE = 2**20  # bytes of a message
 # Seconds after which refused callers may try again. Of gRPC's five attempts, one may meet a server that stops, and then
 # the port is closed; the others outlast 15 s of loading.
 _RETRY_AFTER_STOP, _RETRY_AFTER_LOADING = 1.0, 5.0
@@ -99,10 +96,7 @@ class Method:
                 handler.unary_unary or handler.unary_stream or handler.stream_unary or handler.stream_stream
             )
             self._decode = handler.request_deserializer
-        # A message of one image. In a stream a large image gets an answer of its own.
-        of_image = path.startswith(OUR_METHODS[0]) and self._known and not handler.request_streaming
         self._limits, self._arriving = front.calls.limits, front.calls.arriving
-        self._max_bytes = self._limits.image.max_bytes + _MAX_BESIDE_IMAGE if of_image else math.inf
 
     def handler(self) -> Handler:
         """Return the handler for gRPC, which receives messages as bytes.
@@ -193,8 +187,6 @@ class Method:
             data = await self._arriving.decompressed(data)
         call.message_bytes = len(data)
         call.bytes += len(data)
-        if len(data) > self._max_bytes:  # before two copies are made of it
-            check_bytes(data, self._limits.image)
         if self._decode is None:
             return data
         if len(data) > _SMALL_MESSAGE and exceeds_part_limit(data, self._decode(b"").DESCRIPTOR, _MAX_PARTS):
