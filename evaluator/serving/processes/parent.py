@@ -112,7 +112,7 @@ class Parent:
         for name, process in self._processes.items():
             if not again or name in self._ready:
                 with suppress(ProcessLookupError):
-                    process.send_signal(number)
+                    process.send_signal(signal.SIGHUP if again else signal.SIGTERM)
 
     async def _keep(self, number: int) -> ServeResult | PreluNetError:
         """Keep a process running, and return how the last one ended; at the start an error is the server's."""
@@ -146,6 +146,7 @@ class Parent:
             process = await asyncio.create_subprocess_exec(
                 sys.executable, "-P", "-c", _START, str(theirs.fileno()),
                 pass_fds=[theirs.fileno()], stdin=asyncio.subprocess.DEVNULL,
+                process_group=0,  # else Ctrl-C would interrupt its imports, with a traceback
             )  # fmt: skip
         self._processes[number] = process
         if self._stopping.is_set():
