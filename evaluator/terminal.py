@@ -6,7 +6,7 @@ import time
 from collections import deque
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, Protocol
+from typing import Protocol
 
 # C0 and C1 controls, line and paragraph separators, bidirectional controls, lone surrogates.
 _UNPRINTABLE = re.compile("[\0-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
@@ -31,17 +31,6 @@ def echo(text: str, *, err: bool = False, end: str = "\n") -> None:
 def report(text: str) -> None:
     """Print a message to stderr, so that stdout holds only the result."""
     echo(text, err=True)
-
-
-def print_table(table: Any) -> None:
-    """Print a table of rich to stdout. Raises BrokenPipeError if nobody reads it, where rich would exit with 1."""
-    import typer
-    from rich.console import Console
-
-    console = Console(markup=False, highlight=False)
-    with console.capture() as captured:
-        console.print(table)
-    typer.echo(captured.get(), nl=False)
 
 
 def table_lines(rows: Sequence[Sequence[str]], right_aligned: Collection[str]) -> list[str]:

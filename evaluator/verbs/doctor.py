@@ -5,13 +5,12 @@ from collections.abc import Sequence
 from typing import Annotated
 
 import typer
-from rich.table import Table
 
 from ..engine.session import Placement
 from ..errors import CheckFailed
 from ..rpc.credentials import Credentials
 from ..serving.options import ServeOptions
-from ..terminal import echo, escape_unprintable, print_table
+from ..terminal import echo
 from .doctor_checks import Finding, check_machine, check_model, check_server
 from .options.derive import Only, derive_options
 from .options.shared import OptionalModelOption
@@ -59,12 +58,12 @@ def _print(findings: Sequence[Finding], *, passed: bool, as_json: bool) -> None:
     if as_json:
         echo(json.dumps({"passed": passed, "findings": [finding.to_json() for finding in findings]}))
         return
-    table, given = Table("", "", "", show_header=False), set[str]()
+    given = {""}
     for finding in findings:
-        fix = f"\n→ {finding.fix}" if finding.fix not in given | {""} else ""
+        echo(f"{finding.state:<6} {finding.name:<15} {finding.message}")
+        if finding.fix not in given:
+            echo(f"{'':<22} → {finding.fix}")
         given.add(finding.fix)
-        table.add_row(finding.state, finding.name, escape_unprintable(finding.message + fix, newlines=True))
-    print_table(table)
 
 
 def _failure(wrong: Sequence[Finding], total: int, *, as_json: bool) -> CheckFailed:
@@ -72,4 +71,4 @@ def _failure(wrong: Sequence[Finding], total: int, *, as_json: bool) -> CheckFai
     if as_json:
         lines = [f"- {finding.name}: {finding.message}. {finding.fix}" for finding in wrong]
         return CheckFailed("\n".join([count, *lines]))
-    return CheckFailed(f"{count} {', '.join(finding.name for finding in wrong)}. The table shows how to fix this")
+    return CheckFailed(f"{count} {', '.join(finding.name for finding in wrong)}. How to fix this is printed with them")

@@ -7,13 +7,12 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
-from rich.table import Table
 
 from ..engine.load import open_with_placement
 from ..engine.session import Placement, Session
 from ..engine.verify import Deviation, require_verified, tolerance_of
 from ..engine.verify import verify as verify_session
-from ..terminal import echo, print_table
+from ..terminal import echo, table_lines
 from .options.derive import Only, derive_options
 
 
@@ -55,10 +54,8 @@ def _print(session: Session, deviations: Sequence[Deviation], *, as_json: bool) 
         }
         echo(json.dumps(result))
     else:
-        table = Table(
-            "image", "run", "deviation of scores", "of logits (of largest)", "", title=str(session.circumstances)
-        )
+        rows = [("image", "run", "deviation of scores", "of logits (of largest)", "")]
         for d in deviations:
             verdict = "ok" if d.passed else "WRONG"
-            table.add_row(f"{d.height}x{d.width}", d.case, f"{d.scores:.1e}", f"{d.logits:.1e}", verdict)
-        print_table(table)
+            rows.append((f"{d.height}x{d.width}", d.case, f"{d.scores:.1e}", f"{d.logits:.1e}", verdict))
+        echo("\n".join([str(session.circumstances), *table_lines(rows, right_aligned=())]))

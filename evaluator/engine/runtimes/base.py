@@ -82,7 +82,7 @@ class Runtime:
     loading_copies, weight_copies, batch_copies: copies in main memory of the weights while a file is loaded, of the
     weights afterwards, and of a batch: measured, see benchmarks/README.md.
     distribution: the package that it needs, also the name of its extra, None for onnxruntime; benefit: of that package,
-    completes the sentence "it is ..."; any_graph: whether it computes all ONNX files, or only nets with our layers.
+    completes the sentence "it is ...".
     gpu: whether it computes on a GPU; ragged: whether images may be smaller than their canvas; switch_seconds: time to
     prepare a batch of another shape than the last one, and flops: operations/s by precision while it computes small
     nets. These two are constants, so that equal commands plan equal batches everywhere.
@@ -96,7 +96,6 @@ class Runtime:
     batch_copies: int
     distribution: str | None = None
     benefit: str = ""
-    any_graph: bool = True
     gpu: bool = False
     ragged: bool = True
     switch_seconds: float = 0.0

@@ -121,6 +121,5 @@ RUNTIME = Runtime(
     batch_copies=2,
     distribution="ncnn",
     benefit="faster in fp32 for large nets",
-    any_graph=False,
     ragged=False,
 )
