@@ -1,19 +1,15 @@
 """Find what bounds a measured evaluation, and advise changes that the numbers justify."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Literal
 
-from ..engine.memory import GPU_SWITCH_SECONDS
-from ..engine.runtimes import RUNTIMES
+from ..machine import cores
 from ..validation.pipeline import MAX_THREADS
 from .engines import WORTHWHILE, EngineComparison
 from .profile import Measurement
 
 BUSY = 0.9  # share of the time: a session that needs it, or is busy for it, bounds the rate
 FEEDS = 0.7  # share of the time: a step this busy keeps a session waiting
-MUCH_PADDING, MUCH_CHANGING = 0.15, 0.05  # of all pixels, and of the time
-
 TOO_SHORT = 1.0  # seconds, in which the steps hardly begin to overlap
 TOLERANCE = 1.05  # isolated computing may take this many times the whole run and still be plausible
 
@@ -27,29 +23,13 @@ _WORDS = {
     "averaging": "averaging scores",
 }
 _LONGER = ["measure longer: --seconds or --limit, with more images"]
-_ALWAYS = {
+_ADVICE = {
     "reading": ["use a faster disk, or an uncompressed archive of the images (.tar) on a local disk"],
+    "decoding": ["images saved closer to the protocol's scales decode faster (docs/performance.md)"],
     "disturbed": ["measure again when the machine is idle"],
     "short": _LONGER,
     "nothing": _LONGER,
 }
-_LESS_DECODING = "images saved closer to the protocol's scales decode faster (docs/performance.md)"
-
-
-@dataclass(frozen=True)
-class ExecutionSettings:
-    """Settings that the advice may change.
-
-    device, precision: of the run; file_precision: of the model file; model_threads: as requested, 0 for one per core;
-    cores: of this machine; limited: whether the memory of the computing device was limited.
-    """
-
-    device: str
-    precision: str
-    file_precision: str
-    model_threads: int
-    cores: int
-    limited: bool
 
 
 def find_bottleneck(measured: Measurement) -> Bottleneck:
@@ -99,8 +79,7 @@ def describe_bottleneck(measured: Measurement) -> str:
     if cause == "sharing":
         return (
             f"bound by compute that shares its cores: {subject} computes {computes:.0%} of the time, "
-            f"{measured.slowed:.2f} times as long as alone; "
-            f"next, {_WORDS[_largest_other_cost(measured)]} takes the most time"
+            f"{measured.slowed:.2f} times as long as alone"
         )
     if cause == "nothing":
         return (
@@ -110,63 +89,21 @@ def describe_bottleneck(measured: Measurement) -> str:
     return f"bound by {_WORDS[cause]}: {subject} waits {waits:.0%} of the time"
 
 
-def _largest_other_cost(measured: Measurement) -> Bottleneck:
-    """Return the step that takes most CPU time besides computing; reading waits for the disk and takes little."""
-    seconds = measured.totals.seconds
-    taken: dict[Bottleneck, float] = {
-        "decoding": seconds["decode"] + seconds["resize"],
-        "packing": seconds["pack"] + seconds["upload"],
-        "averaging": seconds["average"],
-    }
-    return max(taken, key=lambda one: taken[one])
-
-
-def advice(measured: Measurement, settings: ExecutionSettings, engines: Sequence[EngineComparison] = ()) -> list[str]:
+def advice(measured: Measurement, threads: int, engines: Sequence[EngineComparison] = ()) -> list[str]:
     """Return suggested changes, the most promising first; none if no number justifies any.
 
-    engines: the other ones of this CPU, as measured.
+    threads: of a model on a CPU, as requested, 0 for one per core; engines: the other ones of this CPU, as measured.
     """
     cause = find_bottleneck(measured)
     if cause in {"compute", "sharing"}:
-        less = cause == "sharing" and _largest_other_cost(measured) == "decoding"
-        suggestions = [*([_LESS_DECODING] * less), *_faster_compute(settings, engines)]
-        on_gpu = RUNTIMES[settings.device].gpu
-        option = "--gpu-memory-limit" if on_gpu else "--memory-limit"
-        if measured.totals.padding > MUCH_PADDING and settings.limited:
-            suggestions.append(
-                f"{measured.totals.padding:.0%} of the pixels are padding: a larger {option} batches more images of "
-                "similar shapes together"
-            )
-        changing = measured.totals.canvas_changes * GPU_SWITCH_SECONDS / (measured.sessions * measured.seconds)
-        if on_gpu and changing > MUCH_CHANGING and settings.limited:
-            suggestions.append(
-                f"changes of canvas take about {changing:.0%} of the time: a larger {option} reduces them"
-            )
-        return suggestions
-    if cause == "decoding":
-        max_threads = min(settings.cores, MAX_THREADS)
-        if measured.threads < max_threads:
-            return [f"--threads {max_threads}: {measured.threads} of {settings.cores} cores decode"]
-        return [f"all available cores decode already: {_LESS_DECODING}"]
-    return _ALWAYS.get(cause, [])
-
-
-def _faster_compute(settings: ExecutionSettings, engines: Sequence[EngineComparison]) -> list[str]:
-    """Return how to compute the same work faster."""
-    if settings.device == "cuda":
-        if settings.file_precision == "fp32" and settings.precision == "fp32":
-            return [
-                "a file of `prelunet export --precision fp16` runs on the tensor cores; this file does so with "
-                "--precision tf32, but slower. Check the effect on errors with `prelunet compare`"
-            ]
-        return []
-    suggestions = []
-    if 0 < settings.model_threads < settings.cores:
-        suggestions.append(f"--threads 0 uses all {settings.cores} cores; now {settings.model_threads} compute")
-    faster = sorted(engines, key=lambda engine: -engine.times_as_fast)
-    suggestions += [
-        f"{engine}. Check the effect on errors with `prelunet compare`"
-        for engine in faster
-        if engine.times_as_fast >= WORTHWHILE
-    ]
-    return suggestions
+        more = [f"--threads 0 uses all {cores()} cores; now {threads} compute"] if 0 < threads < cores() else []
+        faster = sorted(engines, key=lambda engine: -engine.times_as_fast)
+        return more + [
+            f"{engine}. Check the effect on errors with `prelunet compare`"
+            for engine in faster
+            if engine.times_as_fast >= WORTHWHILE
+        ]
+    most = min(cores(), MAX_THREADS)
+    if cause == "decoding" and measured.threads < most:
+        return [f"--threads {most}: {measured.threads} of {cores()} cores decode"]
+    return _ADVICE.get(cause, [])

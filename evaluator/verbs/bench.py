@@ -14,7 +14,7 @@ from ..engine.session import Placement, Session
 from ..errors import ImageError, Interrupted
 from ..files import require_writable, write_atomically
 from ..machine import cores, format_bytes
-from ..profiling.bottleneck import ExecutionSettings, advice, describe_bottleneck
+from ..profiling.bottleneck import advice, describe_bottleneck
 from ..profiling.engines import EngineComparison, compare_engines
 from ..profiling.profile import Measurement, benchmark
 from ..protocols import EvaluationProtocol, ProtocolOverrides, build_protocol, default_protocol_name
@@ -72,15 +72,6 @@ def bench(
         engines = _other_engines(session, model, dataset, evaluation_protocol, measured)
     except KeyboardInterrupt:
         raise Interrupted("interrupted; the measurement is incomplete, and nothing was saved") from None
-    placed = session.placement
-    settings = ExecutionSettings(
-        device=placed.device,
-        precision=session.circumstances.precision,
-        file_precision=session.contract.precision,
-        model_threads=placed.threads,
-        cores=cores(),
-        limited=(placed.gpu_memory if session.circumstances.on_gpu else placed.memory) is not None,
-    )
     result = {
         "model": {"file": model.name, "sha256": session.model_sha256, "architecture": session.contract.name},
         "dataset": {"name": dataset.location.name, "images": len(dataset.samples)},
@@ -92,7 +83,7 @@ def bench(
         "memory_foretold": need.total,
         "bound": describe_bottleneck(measured),
         "engines": [engine.to_json() for engine in engines],
-        "advice": advice(measured, settings, engines),
+        "advice": advice(measured, 0 if session.circumstances.on_gpu else placement.threads, engines),
     }
     echo(json.dumps(result) if as_json else "\n".join(_lines(measured, need, result)))
     if output is not None:
