@@ -87,10 +87,10 @@ def build_prediction(
 
 
 _TRAITS_OF = [tuple(t for place, t in enumerate(TRAITS) if bits >> place & 1) for bits in range(1 << len(TRAITS))]
-LARGEST_SCORE = 1.001  # a probability plus the rounding error of half precision
+_LARGEST_SCORE = 1.001  # a probability plus the rounding error of half precision
 _Index = Annotated[int, Meta(ge=0, lt=2**31)]  # of a class
 _Rank = Annotated[int, Meta(ge=1, lt=2**31)]
-_Score = Annotated[float, Meta(ge=0, le=LARGEST_SCORE)]
+_Score = Annotated[float, Meta(ge=0, le=_LARGEST_SCORE)]
 
 
 class _RefusedLine(Struct, forbid_unknown_fields=True):
@@ -133,17 +133,18 @@ def parse_prediction(text: bytes, classes: int, views: int, candidates: Collecti
         raise ValueError("also should contain other classes than label, none of them twice")
     if isinstance(line, _RefusedLine):
         return Prediction(line.file, label, refused=line.refused, also=line.also)
-    _check_top(line.top, classes, candidates)
+    if len(line.top) != (number := min(TOP_CLASSES, len(candidates))):
+        raise ValueError(f"top should have {number} answers, not {len(line.top)}")
+    _check_classes("a class index in top", [index for index, _ in line.top], classes, candidates)
     if (line.rank is None) != (label == UNLABELLED) or (label == UNLABELLED and line.view_ranks):
         raise ValueError("rank and view_ranks should be given with a label, and only then")
-    if line.traits != tuple(trait for trait in TRAITS if trait in line.traits):
-        raise ValueError("traits should be in the order of their list, none of them twice")
-    prediction = Prediction(
+    if max(line.rank or 0, *line.view_ranks, 0) > (worst := len(candidates) - len(line.also)):
+        raise ValueError(f"rank and view_ranks should be at most {worst}")
+    if line.rank is not None and len(line.view_ranks) != views:
+        raise ValueError(f"view_ranks should be those of the run's {views} views, not {len(line.view_ranks)}")
+    return Prediction(
         line.file, label, line.top, line.rank or 0, line.view_ranks, line.capped, also=line.also, traits=line.traits
     )
-    if label != UNLABELLED:
-        _check_ranks(prediction, len(candidates), views)
-    return prediction
 
 
 def _check_classes(what: str, indices: Collection[int], classes: int, candidates: Collection[int]) -> None:
@@ -151,36 +152,6 @@ def _check_classes(what: str, indices: Collection[int], classes: int, candidates
         raise ValueError(f"{what} should be less than {classes}, not {max(indices)}")
     if outside := [index for index in indices if index not in candidates]:
         raise ValueError(f"{what} should be among the classes to which the run is restricted, not {outside[0]}")
-
-
-def _check_top(top: tuple[tuple[int, float], ...], classes: int, candidates: Collection[int]) -> None:
-    """Check that the best answers are distinct classes of the model, in the order of `top_k`."""
-    number = min(TOP_CLASSES, len(candidates))
-    if len(top) != number:
-        raise ValueError(f"top should have {number} answers, not {len(top)}")
-    order = [(-score, index) for index, score in top]
-    if order != sorted(order):
-        raise ValueError("top should have the best answer first, and of equal scores the lower class index")
-    indices = {index for index, _ in top}
-    _check_classes("a class index in top", indices, classes, candidates)
-    if len(indices) != number:
-        raise ValueError("top should not contain a class twice")
-
-
-def _check_ranks(line: Prediction, classes: int, views: int) -> None:
-    """Check the ranks of the true class: its position in `top` or beyond, and one rank for each view.
-
-    Of several true classes, the best one counts. classes: number among which predictions were made.
-    """
-    if max(line.rank, *line.view_ranks, 0) > (worst := classes - len(line.also)):
-        raise ValueError(f"rank and view_ranks should be at most {worst}")
-    places = [place for place, (index, _) in enumerate(line.top, start=1) if index in line.labels]
-    if (places or line.rank <= len(line.top)) and line.rank != min(places, default=0):
-        raise ValueError(f"rank {line.rank} of class {line.label} is not its position in top")
-    if len(line.view_ranks) != views:
-        raise ValueError(f"view_ranks should be those of the run's {views} views, not {len(line.view_ranks)}")
-    if views == 1 and line.view_ranks != (line.rank,):
-        raise ValueError(f"view_ranks of the only view should be [{line.rank}], not [{line.view_ranks[0]}]")
 
 
 class Predictions(Sequence[Prediction]):

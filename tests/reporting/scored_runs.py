@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 
+from prelunet.evaluator.validation.run import Run
 from tests.helpers.run_folders import VIEWS, refused, write_run
 
 CLASSES = [{"wnid": f"n{index:02}", "name": f"class {index}"} for index in range(7)]
@@ -66,6 +67,18 @@ def write_scored_run(
     (folder / "run.json").write_text(json.dumps(run))
     np.save(folder / "scores.f32.npy", scores)
     return folder
+
+
+def check_agreement(run: Run) -> None:
+    """Compare each line of a run with its row of stored scores, among the classes to which the run is restricted."""
+    assert run.folder is not None
+    among = list(run.info.candidates or range(len(run.info.classes)))
+    for line, row in zip(run.predictions, np.load(run.folder / "scores.f32.npy"), strict=True):
+        assert np.isnan(row).all() == (line.refused is not None)
+        if line.refused is None:
+            chosen = row[among].astype(np.float64)
+            scores = (chosen / chosen.sum() if run.info.candidates else chosen).astype(np.float32)
+            assert [(among[best], float(str(scores[best]))) for best in best_first(scores)[:5]] == list(line.top)
 
 
 def changed_info(folder: Path, *path: str, value: Any) -> None:

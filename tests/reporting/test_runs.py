@@ -121,7 +121,7 @@ def test_a_damaged_run_is_named_with_the_reason_and_the_others_are_shown(
     write_run(tmp_path / "good", lines_with(2))
     (write_run(tmp_path / "torn", lines_with(2)) / "run.json").write_text('{"version": 3, "mod')
     lines = write_run(tmp_path / "wrong", lines_with(2)) / "predictions.jsonl"
-    lines.write_text(lines.read_text().replace('"rank": 2', '"rank": 3', 1))
+    lines.write_text(lines.read_text().replace('"rank": 2', '"rank": 99', 1))
     newer = write_run(tmp_path / "newer", lines_with(2)) / "run.json"
     newer.write_text(json.dumps({**json.loads(newer.read_text()), "version": 9}))
     assert run(["runs", str(tmp_path), "--html", str(tmp_path / "t.html")]) == 0

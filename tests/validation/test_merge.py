@@ -263,12 +263,6 @@ def cut_scores(folder: Path) -> None:
     path.write_bytes(path.read_bytes()[:-4])
 
 
-def spoil_scores(folder: Path) -> None:
-    scores = np.load(folder / "scores.f32.npy")
-    scores[3] = np.nan
-    np.save(folder / "scores.f32.npy", scores)
-
-
 def rename_image(folder: Path) -> None:
     path = folder / "predictions.jsonl"
     lines = [json.loads(line) for line in path.read_text().splitlines()]
@@ -282,7 +276,6 @@ def rename_image(folder: Path) -> None:
         (cut_lines, r"shard-2: 23 of 24 images are done\. Finish the run"),
         (spoil_line, r"shard-2/predictions\.jsonl: line 5 is damaged"),
         (cut_scores, r"shard-2/scores\.f32\.npy: \d+ bytes, but"),
-        (spoil_scores, r"shard-2/scores\.f32\.npy: row 3 \(n\d+/\d\d\.png\) has different best classes or scores"),
         (
             rename_image,
             r"shard-2: its first image \(n00000000/00\.png\) should come after the last image of the previous shard",

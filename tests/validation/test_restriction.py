@@ -23,11 +23,10 @@ from prelunet.evaluator.reporting.report import build_report, headline
 from prelunet.evaluator.validation.ensemble import ensemble
 from prelunet.evaluator.validation.merge import merge
 from prelunet.evaluator.validation.run import build_run_info, describe_dataset, read_run
-from prelunet.evaluator.validation.stored_runs import check_scores
 from prelunet.evaluator.validation.validate import validate
 from tests.helpers.fakes import FakeSession, fake_contract, validated
 from tests.helpers.tiny_datasets import CLASSES, FOLDERS, IMAGES, LABELS, WNIDS, write_folder, write_real
-from tests.reporting.scored_runs import changed_info
+from tests.reporting.scored_runs import changed_info, check_agreement
 from tests.validation.shared_data import contents
 
 CONTRACT = replace(fake_contract(), classes=CLASSES)
@@ -74,7 +73,7 @@ def test_the_lines_of_a_run_are_about_these_classes_and_the_stored_scores_about_
     assert changed, "otherwise the restriction does not matter here"
     assert found.info.dataset["restriction"] == {"name": "dataset", "classes": list(PRESENT)}
     assert "restriction" not in plain.info.dataset
-    check_scores(found)
+    check_agreement(found)
 
 
 @pytest.mark.parametrize("averaging", ["softmax", "logit"])
@@ -172,7 +171,7 @@ def test_an_ensemble_averages_all_scores_and_then_takes_these_classes(data: Path
             assert line.rank == 1 + best.index(line.label)
             wrong += best[0] != line.label
     assert found.cumulative_errors[-1].top1_wrong == wrong
-    check_scores(found.run)
+    check_agreement(found.run)
     validated(FakeSession(CONTRACT, seed=2), opened(data, None), CENTER, tmp_path / "all")
     with pytest.raises(RunFolderError, match=r"(?s)predictions among other classes than .*same --restrict-classes"):
         ensemble([*folders, tmp_path / "all"], tmp_path / "none")
