@@ -6,6 +6,7 @@ added or extended later. A kill leaves at most one incomplete line, which does n
 
 import json
 import os
+from contextlib import suppress
 from itertools import islice
 from pathlib import Path
 from typing import Annotated
@@ -18,7 +19,7 @@ from ..datasets.dataset import Dataset, Sample
 from ..engine.classify import classify_images
 from ..engine.heatmap import apply_color_map, grid_size, heat_maps
 from ..engine.session import Session
-from ..errors import DatasetError, ImageError, RunFolderError
+from ..errors import DatasetError, ImageError
 from ..files import open_regular
 from ..imaging.decode import decode_image
 from ..json_checks import parse_json
@@ -62,11 +63,11 @@ def store_heat_maps(session: Session, dataset: Dataset, run: Run, count: int, wr
     writer: of the run, open. What is damaged is computed again. Raises DatasetError if an image can no longer be read.
     """
     path, wanted = writer.folder / HEAT_MAPS_FILE, mistakes_as_shown(run.predictions)[:count]
-    stored, end, _ = _read(path, run, None)
-    if os.path.lexists(path) and not end:
-        path.unlink()
-    elif end:
+    stored, end = _read(path, run, None)
+    if end:
         os.truncate(path, end)
+    else:
+        path.unlink(missing_ok=True)
     done = {maps.file for maps in stored}
     missing = [mistake for mistake in wanted if mistake.file not in done]
     if not missing:
@@ -110,51 +111,24 @@ def map_colors() -> list[list[int]]:
 
 
 def read_heat_maps(run: Run, most: int) -> list[MistakeMaps]:
-    """Return the first heat maps of a run, up to `most`; none if it has none.
+    """Return the first heat maps of a run, up to `most` and up to the first damaged one; none if it has none."""
+    return [] if run.folder is None else _read(run.folder / HEAT_MAPS_FILE, run, most)[0]
 
-    Strict, because run folders are untrusted. Raises RunFolderError with the number of a damaged line.
+
+def _read(path: Path, run: Run, most: int | None) -> tuple[list[MistakeMaps], int]:
+    """Return the heat maps before the first line that is damaged or still being written, and where they end in bytes.
+
+    A missing file has no lines. most: number of lines to read.
     """
-    if run.folder is None:
-        return []
-    stored, _, damage = _read(run.folder / HEAT_MAPS_FILE, run, most)
-    if damage is not None:
-        raise damage
-    return stored
-
-
-def _read(path: Path, run: Run, most: int | None) -> tuple[list[MistakeMaps], int, RunFolderError | None]:
-    """Return the heat maps before the first damaged line, where they end in bytes, and the damage.
-
-    A line that is still being written does not count. A missing file has no lines. most: number of lines to read.
-    """
-    stored, ends = list[MistakeMaps](), [0]
-
-    def damaged(line: int, fault: object) -> RunFolderError:
-        return RunFolderError(
-            f"{path}: line {line} is damaged ({fault}). Delete the file, or run the command of this run again with "
-            "--heatmaps to repeat the maps from there"
-        )
-
-    if not os.path.lexists(path):
-        return stored, 0, None
-    damage = None
-    try:
-        with open_regular(path) as lines:
-            for number, line in enumerate(islice(lines, most), start=1):
-                if not line.endswith(b"\n"):
-                    break
-                try:
-                    stored.append(convert(parse_json(line), MistakeMaps))
-                except ValueError as error:
-                    damage = damaged(number, error)
-                    break
-                ends.append(ends[-1] + len(line))
-    except OSError as error:
-        return [], 0, RunFolderError(f"{path}: cannot be read ({error.strerror}). Delete it, or restore the file")
-    files = {maps.file for maps in stored}
-    mistakes = {p.file: (p.top[0][0], p.label) for p in run.predictions if p.rank > 1 and p.file in files}
-    for number, maps in enumerate(stored):
-        if mistakes.pop(maps.file, None) != (maps.answer, maps.label):
-            fault = "file, answer and label should be those of a mistake of the run, each once"
-            return stored[:number], ends[number], damaged(number + 1, fault)
-    return stored, ends[-1], damage
+    stored, end = list[MistakeMaps](), 0
+    if not path.exists():
+        return stored, end
+    mistakes = {p.file: (p.top[0][0], p.label) for p in run.predictions if p.rank > 1}
+    with open_regular(path) as lines, suppress(ValueError):
+        for line in islice(lines, most):
+            maps = convert(parse_json(line), MistakeMaps)
+            if not line.endswith(b"\n") or mistakes.pop(maps.file, None) != (maps.answer, maps.label):
+                break
+            stored.append(maps)
+            end += len(line)
+    return stored, end

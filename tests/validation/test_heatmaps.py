@@ -20,10 +20,9 @@ from prelunet.evaluator.datasets.open import open_dataset
 from prelunet.evaluator.engine.classify import classify_images
 from prelunet.evaluator.engine.heatmap import heat_maps
 from prelunet.evaluator.engine.session import Outputs
-from prelunet.evaluator.errors import DatasetError, Interrupted, RunFolderError
+from prelunet.evaluator.errors import DatasetError, Interrupted
 from prelunet.evaluator.imaging.decode import decode_rgb
 from prelunet.evaluator.protocols import build_protocol
-from prelunet.evaluator.reporting.report_page import write_report
 from prelunet.evaluator.validation.heatmaps import quantize, read_heat_maps
 from prelunet.evaluator.validation.run import read_run
 from tests.helpers.fakes import FakeSession, fake_contract, validated
@@ -208,23 +207,19 @@ def changed(**values: Any) -> Callable[[dict[str, Any]], None]:
     return lambda line: line.update(values)
 
 
-BAD_LINES: list[tuple[Callable[[dict[str, Any]], Any], str]] = [
-    (changed(file="n00000000/other.png"), "should be those of a mistake of the run"),
-    (changed(answer=4, label=4), "should be those of a mistake of the run"),
-    (changed(rows=1000), r"`int` <= 64 - at `\$\.rows`"),
-    (changed(columns=0), r"`int` >= 1"),
-    (changed(height=True), "Expected `int`"),
-    (changed(maps=["AAAA", "AAAA"]), "should have .* bytes"),
-    (changed(maps=["AAAA"]), "length 2"),
-    (changed(maps=["%", "%"]), "base64"),
-    (changed(more=1), "unknown field"),
-    (lambda line: line.pop("maps"), "missing required field `maps`"),
+BAD_LINES: list[Callable[[dict[str, Any]], Any]] = [
+    changed(file="n00000000/other.png"),
+    changed(answer=4, label=4),
+    changed(rows=1000),
+    changed(maps=["AAAA", "AAAA"]),
+    changed(maps=["%", "%"]),
+    lambda line: line.pop("maps"),
 ]
 
 
-@pytest.mark.parametrize(("change", "fault"), BAD_LINES)
-def test_a_damaged_line_is_an_error_with_its_number_until_it_is_computed_again(
-    change: Callable[[dict[str, Any]], Any], fault: str, whole: Path, dataset: Dataset, tmp_path: Path
+@pytest.mark.parametrize("change", BAD_LINES)
+def test_maps_from_a_damaged_line_on_are_not_shown_until_they_are_computed_again(
+    change: Callable[[dict[str, Any]], Any], whole: Path, dataset: Dataset, tmp_path: Path
 ) -> None:
     for name in ("run.json", "predictions.jsonl", "scores.f32.npy"):
         (tmp_path / name).write_bytes((whole / name).read_bytes())
@@ -232,19 +227,8 @@ def test_a_damaged_line_is_an_error_with_its_number_until_it_is_computed_again(
     line = json.loads(expected[1])
     change(line)
     (tmp_path / "heatmaps.jsonl").write_bytes(b"".join([expected[0], json.dumps(line).encode() + b"\n", expected[2]]))
-    with pytest.raises(RunFolderError, match=rf"heatmaps\.jsonl: line 2 is damaged \(.*{fault}.*--heatmaps"):
-        write_report(tmp_path)
-    assert not (tmp_path / "report").exists()
+    assert len(read_heat_maps(read_run(tmp_path), 1000)) == 1
     assert stored(tmp_path, dataset, 3) == b"".join(expected)
-
-
-def test_a_mistake_that_is_stored_twice_is_damage(whole: Path, tmp_path: Path) -> None:
-    for name in ("run.json", "predictions.jsonl"):
-        (tmp_path / name).write_bytes((whole / name).read_bytes())
-    lines = (whole / "heatmaps.jsonl").read_bytes().splitlines(keepends=True)
-    (tmp_path / "heatmaps.jsonl").write_bytes(b"".join([*lines, lines[0]]))
-    with pytest.raises(RunFolderError, match=f"line {len(lines) + 1} is damaged"):
-        read_heat_maps(read_run(tmp_path), 1000)
 
 
 def test_an_image_that_can_no_longer_be_read_is_named(dataset: Dataset, tmp_path: Path) -> None:
