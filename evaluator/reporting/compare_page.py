@@ -6,9 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from ..datasets.selection import IN_RANDOM_ORDER
-from ..errors import RunFolderError, UsageError
 from ..files import create_folder, write_atomically
-from ..json_checks import parse_json
 from ..validation.mistakes import choose_mistakes
 from ..validation.run import Run, read_run
 from .charts import FEW_CLASSES
@@ -214,14 +212,11 @@ def write_comparison(a: Path, b: Path, *, out: Path | None = None, data: Path | 
     out: folder for them; None for a folder named after A in B's report folder.
     data: folder or archive of the images, to show those that flipped; None to look where the runs found them.
     Raises RunFolderError if a run is missing, unfinished or damaged or if the images differ, DatasetError if `data`
-    is a different dataset, UsageError if the folder named after A holds the comparison with another run of that name,
-    EnvironmentFault or OSError if a file cannot be written. Files are written atomically.
+    is a different dataset, EnvironmentFault or OSError if a file cannot be written. Files are written atomically.
     """
     run_a, run_b = read_run(a), read_run(b)
     comparison = compare_runs(run_a, run_b)
     target = out or b / REPORT_FOLDER / f"compared-with-{a.resolve().name}"
-    if out is None:
-        _check_same_baseline(target / "compare.json", comparison)
     flipped = gather_flips(comparison, run_a, run_b, data)
     page = render_comparison(comparison, flipped)
     create_folder(target, "--out")
@@ -231,31 +226,3 @@ def write_comparison(a: Path, b: Path, *, out: Path | None = None, data: Path | 
     write_atomically(written.csv, comparison_csv(comparison))
     write_atomically(written.html, page)
     return written
-
-
-def _check_same_baseline(file: Path, comparison: Comparison) -> None:
-    """Refuse to replace the comparison with another baseline: runs of the same name may be in different folders."""
-    if not file.exists():
-        return
-    try:
-        existing = parse_json(file.read_bytes())
-        same = _baseline(existing) == _baseline(comparison)
-        model, protocol = existing["a"]["model"], describe_protocol(existing["a"]["protocol"])
-        baseline = f"{model['file']} ({model['sha256'][:8]}…, {protocol}) on {existing['dataset']['name']}"
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise RunFolderError(
-            f"{file}: not a comparison or unreadable, so it is not replaced. "
-            "Move it away, or choose another folder with --out DIR"
-        ) from error
-    if not same:
-        raise UsageError(
-            f"{file} is the comparison with another run of that name, {baseline}, and is not replaced. "
-            "Choose another folder with --out DIR"
-        )
-
-
-def _baseline(comparison: Mapping[str, Any]) -> tuple[Any, ...]:
-    """Return what identifies a baseline: its model, members, protocol and dataset."""
-    a = comparison["a"]
-    members = [(member["model"]["sha256"], member["weight"]) for member in a["members"]]
-    return a["model"]["sha256"], members, a["protocol"], comparison["dataset"]["fingerprint"]

@@ -1,4 +1,4 @@
-"""Guards of `prelunet compare`: a worse B, a B that refuses images, a comparison that would be overwritten."""
+"""Guards of `prelunet compare`: a worse B, a B that refuses images."""
 
 from pathlib import Path
 from typing import Any
@@ -7,7 +7,6 @@ import pytest
 
 from prelunet.evaluator import cli
 from tests.helpers.run_folders import evaluated, refused, write_run
-from tests.reporting.scored_runs import changed_info
 
 LINES = [evaluated("n01/a.jpg", 0, [0, 1, 2, 3, 4], 1), evaluated("n02/a.jpg", 1, [1, 3, 2, 0, 4], 1)]
 
@@ -99,40 +98,3 @@ def test_points_that_are_no_points_are_refused_before_anything_is_written(tmp_pa
     a, b = write_run(tmp_path / "a", LINES), write_run(tmp_path / "b", LINES)
     assert cli.run(["compare", str(a), str(b), "--fail-if-worse", points]) == 2
     assert not (b / "report").exists()
-
-
-def test_a_comparison_with_another_run_of_the_same_name_is_not_replaced(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    first, second = (write_run(tmp_path / name / "run", LINES) for name in ("monday", "tuesday"))
-    b = write_run(tmp_path / "b", LINES)
-    assert cli.run(["compare", str(first), str(b)]) == 0
-    file = b / "report" / "compared-with-run" / "compare.json"
-    before = file.read_bytes()
-    assert cli.run(["compare", str(second), str(b)]) == 0, "the same model, protocol and images: the same baseline"
-    for path, value in ((("model", "sha256"), "77" * 32), (("protocol", "averaging"), "logit")):
-        changed = write_run(tmp_path / "changed" / "run", LINES)
-        changed_info(changed, *path, value=value)
-        capsys.readouterr()
-        assert cli.run(["compare", str(changed), str(b)]) == 2
-        message = capsys.readouterr().err
-        for part in (str(file), "another run of that name", "c.onnx", "--out DIR"):
-            assert part in message
-        assert file.read_bytes() == before
-        assert cli.run(["compare", str(changed), str(b), "--out", str(tmp_path / "out")]) == 0
-
-
-@pytest.mark.parametrize("content", [b"", b"{", b"[]", b'{"a": 1}', b"\xff", b'{"a": {"model": {}}}'])
-def test_a_file_that_is_no_comparison_is_not_replaced(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], content: bytes
-) -> None:
-    a, b = write_run(tmp_path / "a", LINES), write_run(tmp_path / "b", LINES)
-    file = b / "report" / "compared-with-a" / "compare.json"
-    file.parent.mkdir(parents=True)
-    file.write_bytes(content)
-    assert cli.run(["compare", str(a), str(b)]) == 2
-    message = capsys.readouterr().err
-    assert f"{file}: not a comparison" in message
-    assert "--out DIR" in message
-    assert file.read_bytes() == content
-    assert [path.name for path in file.parent.iterdir()] == ["compare.json"]
