@@ -5,18 +5,16 @@ ids (1 to 1000) of the predicted classes, separated by spaces, most confident fi
 prelunet writes exactly five, because omitting a guess can only increase the error.
 """
 
-import os
 from collections.abc import Mapping
 from itertools import pairwise
 from pathlib import Path
 
-from ..datasets.labels.imagenet_devkit import GROUND_TRUTH, MAPPING_FILES, META_MAT
 from ..datasets.labels.label_lists import orders_of
 from ..errors import RunFolderError, UsageError
-from ..files import check_not_input, open_atomically
+from ..files import open_atomically
 from ..terminal import escape_unprintable
 from .predictions import Prediction
-from .run import Run, is_run_folder, require_unsharded
+from .run import Run, require_unsharded
 
 GUESSES = 5  # per image
 DEVKIT_IDS = 1000
@@ -37,7 +35,7 @@ def write_submission(
     PLACEHOLDER for images that the run refused. The format requires a line for each image, and these images count as
     errors, as they should.
     Raises RunFolderError when the run does not cover the whole dataset or has refused images, UsageError when a class
-    has no devkit id of its own or `path` is in a run folder.
+    has no devkit id of its own.
     """
     require_unsharded(run.info, run.where)
     if (selection := run.info.dataset["selection"]) is not None:  # the server identifies images by line number
@@ -45,7 +43,6 @@ def write_submission(
             f"{run.where}: covers only part of the dataset ({selection}). The server requires every image of the set: "
             "validate without a selection"
         )
-    _refuse_run_as_target(path)
     ids = _ids_of_classes(run, devkit_ids, ids_from)
     lines = sorted(run.predictions, key=_base_name)
     for one, other in pairwise(lines):
@@ -73,22 +70,6 @@ def write_submission(
             guesses = PLACEHOLDER if line.refused is not None else [ids[index] for index, _ in line.top]
             file.write((" ".join(map(str, guesses)) + "\n").encode("ascii"))
     return len(refused)
-
-
-def refuse_devkit_as_target(path: Path, devkit: Path) -> None:
-    """Refuse to overwrite the inputs of a submission. devkit: folder or file with the ids."""
-    _refuse_run_as_target(path)
-    folders = (devkit, devkit / "data")
-    files = [devkit, *(folder / name for folder in folders for name in (GROUND_TRUTH, META_MAT, *MAPPING_FILES))]
-    check_not_input(path, files)
-
-
-def _refuse_run_as_target(path: Path) -> None:
-    for folder in Path(os.path.realpath(path)).parents:
-        if is_run_folder(folder):
-            raise UsageError(
-                f"{path}: is inside the run folder {folder}, whose files must not change. Choose another file with -o"
-            )
 
 
 def _ids_of_classes(run: Run, devkit_ids: Mapping[str, int], ids_from: Path | None) -> list[int]:

