@@ -5,8 +5,8 @@ lost with the process, so every resumed run would rebuild them. Photographs hard
 about as much disk space as the archive. It is kept: resumed runs and reports use it. The user may delete it when they
 are done.
 
-The copy's name contains the archive's sha256, so it is never used for another archive: neither for one with the same
-name elsewhere, nor for one that replaced the archive, whatever its date.
+The copy's name contains the archive's sha256, so it is never used for another archive: also not for one that replaced
+the archive, whatever its date.
 """
 
 import bz2
@@ -14,9 +14,7 @@ import gzip
 import hashlib
 import lzma
 import os
-import stat
 import tarfile
-import tempfile
 import time
 import zlib
 from collections.abc import Callable
@@ -34,8 +32,6 @@ _DAMAGED = (OSError, EOFError, zlib.error, lzma.LZMAError)
 _PIECE = 1024**2  # bytes
 _DIGITS = 12  # of the sha256: 48 bits are enough for the few archives that share a name
 UNPACKED_SUFFIX = ".unpacked.tar"
-_LARGEST_RATIO = 20  # photographs reach about 1, bitmaps of drawings perhaps 10
-ALWAYS_ALLOWED = 1024**3  # bytes; small archives, mostly headers and zeros, may compress better
 _STALE_SECONDS = 3600.0  # since the last write to a temporary file; a live process writes continuously
 
 
@@ -45,42 +41,37 @@ def compression_of(magic: bytes) -> str | None:
 
 
 def unpacked_path(path: Path) -> Path:
-    """Return the path of the unpacked copy: next to the archive if that folder is writable, else a temporary folder.
-
-    Raises EnvironmentFault when another user owns the temporary folder or can write to it.
-    """
-    folder = path.parent if os.access(path.parent, os.W_OK) else _private_folder()
-    return folder / f"{path.name}.{_sha256(path)[:_DIGITS]}{UNPACKED_SUFFIX}"
+    """Return the path of the unpacked copy, next to the archive."""
+    return path.with_name(f"{path.name}.{_sha256(path)[:_DIGITS]}{UNPACKED_SUFFIX}")
 
 
 def ensure_unpacked(path: Path, method: str) -> Path:
     """Return the unpacked copy of a compressed tar, unpacking it if needed.
 
-    Raises DatasetError when the archive is damaged, does not contain a tar, unpacks to far more than photographs would,
-    or when something else has the copy's name. Raises EnvironmentFault when the disk is full.
+    Raises DatasetError when the archive is damaged or does not contain a tar, EnvironmentFault when the disk is full or
+    nothing may be written next to the archive.
     """
     if method not in _OPENERS:
         raise DatasetError(f"{path}: compressed with {method}, which is not supported. Unpack it to a plain .tar")
+    if not os.access(path.parent, os.W_OK):
+        raise EnvironmentFault(
+            f"{path}: compressed, and {path.parent}, where a plain copy is needed, is not writable. Link the archive "
+            "into a folder that is, or unpack it to a plain .tar"
+        )
     target = unpacked_path(path)
     # Left by killed processes that were unpacking this archive or one of the same name.
     for leftover in leftovers(target.parent, [f"{path.name}.{'?' * _DIGITS}{UNPACKED_SUFFIX}"]):
         with suppress(FileNotFoundError):  # another process removed it first
             if time.time() - leftover.lstat().st_mtime > _STALE_SECONDS:
                 leftover.unlink()
-    if not os.path.lexists(target):
+    if not target.exists():
         _unpack(path, method, target)
-    elif not stat.S_ISREG(target.lstat().st_mode):
-        raise DatasetError(
-            f"{target}: should be the unpacked {path.name}, but is not a regular file. Remove or rename it"
-        )
     return target
 
 
 def _unpack(path: Path, method: str, target: Path) -> None:
-    size = path.stat().st_size
-    limit = _LARGEST_RATIO * size + ALWAYS_ALLOWED
     with path.open("rb") as packed, _OPENERS[method](packed) as plain, open_atomically(target) as copy:
-        total = -(-size // _PIECE)
+        total = -(-path.stat().st_size // _PIECE)
         with progress(f"unpack {path.name}", total, "MiB") as advance:
             done, piece = 0, _read(plain, path)
             try:  # refuse anything but a tar before it fills the disk
@@ -91,31 +82,11 @@ def _unpack(path: Path, method: str, target: Path) -> None:
                 ) from error
             while piece:
                 copy.write(piece)
-                if copy.tell() > limit:
-                    raise DatasetError(
-                        f"{path}: {size:,} bytes that unpack to more than {limit:,}, which photographs never do. If "
-                        "this is expected, unpack the archive manually and pass the folder or the plain .tar"
-                    )
                 piece = _read(plain, path)
                 now = min(packed.tell() // _PIECE, total)
                 advance(now - done)
                 done = now
             advance(total - done)
-
-
-def _private_folder() -> Path:
-    """Return a folder that only this user may write to, inside the shared temporary folder."""
-    folder = Path(tempfile.gettempdir()) / f"prelunet-{os.geteuid()}"
-    try:
-        folder.mkdir(mode=0o700)
-    except FileExistsError as error:
-        status = folder.lstat()  # not stat: another user may have placed a link there
-        if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.geteuid() or stat.S_IMODE(status.st_mode) & 0o022:
-            raise EnvironmentFault(
-                f"{folder}: should be a folder that only this user may write to. Remove it, set TMPDIR to another "
-                "folder, or unpack the archive manually"
-            ) from error
-    return folder
 
 
 def _sha256(path: Path) -> str:
