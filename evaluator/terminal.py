@@ -3,9 +3,9 @@
 import re
 import sys
 import time
-from collections import deque
 from collections.abc import Collection, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
+from datetime import timedelta
 from typing import Protocol
 
 # C0 and C1 controls, line and paragraph separators, bidirectional controls, lone surrogates.
@@ -53,9 +53,7 @@ def _escaped(match: re.Match[str]) -> str:
 # Progress of long work on stderr: rate and remaining time; plain lines if stderr is not a terminal.
 
 LINE_INTERVAL = 10.0  # seconds between two plain lines
-RATE_WINDOW = 60.0  # seconds over which the rate is averaged, but at least MIN_SAMPLES samples
-MIN_SAMPLES = 10
-SAMPLE_INTERVAL = 0.5  # seconds between two samples: many small steps are one sample
+RATE_WINDOW = 600.0  # seconds over which the rate is averaged, if these have no more than a thousand steps
 
 
 class Advance(Protocol):
@@ -68,73 +66,30 @@ class Advance(Protocol):
 def progress(what: str, total: int, unit: str, *, done: int = 0) -> Iterator[Advance]:
     """Show the progress of `total` units while the block runs.
 
-    done: units that an earlier, interrupted call finished. They do not count for the rate, which is that of the last
-    minute.
+    done: units that an earlier, interrupted call finished. They do not count for the rate, which is a recent one:
+    images differ in size along a dataset, and workers come and go.
     """
-    reporter = _bar if sys.stderr is not None and sys.stderr.isatty() else _plain
-    with reporter(escape_unprintable(what), total, unit, done) as advance:
-        yield advance
-
-
-@contextmanager
-def _bar(what: str, total: int, unit: str, done: int) -> Iterator[Advance]:
     from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
     # No markup: a path may contain brackets.
     texts = [TextColumn(text, markup=False) for text in ("{task.description}", "{task.fields[rate]}")]
-    columns = (texts[0], BarColumn(), MofNCompleteColumn(), texts[1])
-    with Progress(*columns, TimeElapsedColumn(), console=Console(stderr=True)) as bar:
-        task = bar.add_task(what, total=total, completed=done, rate="")
-        clock = _RateMeter(total, unit, done)
-
-        def advance(count: int = 1, note: str = "") -> None:
-            clock.advance(count)
-            bar.update(task, advance=count, rate=f"{clock} {note}")
-
-        yield advance
-
-
-@contextmanager
-def _plain(what: str, total: int, unit: str, done: int) -> Iterator[Advance]:
-    clock = _RateMeter(total, unit, done)
-    last = clock.start
+    columns = (texts[0], BarColumn(), MofNCompleteColumn(), texts[1], TimeElapsedColumn())
+    bar = Progress(*columns, console=Console(stderr=True), get_time=time.monotonic, speed_estimate_period=RATE_WINDOW)
+    bar.add_task(escape_unprintable(what), total=total, completed=done, rate="")
+    (task,), last = bar.tasks, bar.get_time()
+    on_terminal = sys.stderr is not None and sys.stderr.isatty()
 
     def advance(count: int = 1, note: str = "") -> None:
         nonlocal last
-        clock.advance(count)
-        now = time.monotonic()
-        if now - last >= LINE_INTERVAL or clock.done == total:
-            last = now
-            sys.stderr.write(f"{what}: {clock.done}/{total} {unit} {clock} {note}".rstrip() + "\n")
+        bar.advance(task.id, count)
+        left = timedelta(seconds=int(task.time_remaining or 0))
+        rate = f"{task.speed:.1f} {unit}/s, {left} left {note}" if task.speed else note
+        bar.update(task.id, rate=rate)
+        if not on_terminal and (bar.get_time() - last >= LINE_INTERVAL or task.finished):
+            last = bar.get_time()
+            sys.stderr.write(f"{task.description}: {task.completed:g}/{total} {unit} {rate}".rstrip() + "\n")
             sys.stderr.flush()
 
-    yield advance
-
-
-class _RateMeter:
-    """Computes the recent rate of this call and, from it, the remaining time.
-
-    The rate is recent, not that since the start: images differ in size along a dataset, and workers come and go.
-    """
-
-    def __init__(self, total: int, unit: str, done: int) -> None:
-        self.total, self.unit, self.done = total, unit, done
-        self.start = time.monotonic()
-        self._samples = deque([(self.start, done)])  # (time, units done) within the window
-
-    def advance(self, count: int) -> None:
-        self.done += count
-        now = time.monotonic()
-        if now - self._samples[-1][0] >= SAMPLE_INTERVAL:
-            self._samples.append((now, self.done))
-            while len(self._samples) > MIN_SAMPLES and now - self._samples[1][0] >= RATE_WINDOW:
-                self._samples.popleft()
-
-    def __str__(self) -> str:
-        since, before = self._samples[0]
-        rate = (self.done - before) / max(time.monotonic() - since, 1e-9)
-        if rate == 0:
-            return ""
-        left = int((self.total - self.done) / rate)
-        return f"{rate:.1f} {self.unit}/s, {left // 3600}:{left // 60 % 60:02}:{left % 60:02} left"
+    with bar if on_terminal else nullcontext():
+        yield advance
