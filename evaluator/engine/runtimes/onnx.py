@@ -7,7 +7,6 @@ import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from threading import Timer
 from types import ModuleType
 from typing import Any
 
@@ -23,9 +22,6 @@ from .onnx_metadata import read_precision
 
 CPU, CUDA = "CPUExecutionProvider", "CUDAExecutionProvider"
 FOLDED_BYTES = 2**26  # of a constant that is computed when a file is loaded, besides four times the file's size
-
-# Of a net that is being adopted. A slow core computes 30 TFLOP in this time, EfficientNet-L2 for 30 images.
-MAX_RUN_SECONDS = 600
 _RUNTIMES = ("onnxruntime", "onnxruntime-gpu", "onnxruntime-openvino")  # three distributions, one import package
 
 
@@ -199,8 +195,8 @@ class RawOnnxModel:
 
     content: the net instead of the file's; threads: 0 for one per core; quantized: as for `load_on_cpu`; optimized:
     where to write the graph that really runs.
-    Raises ContractError with the runtime's message when the file cannot be loaded or run, or a run takes more than
-    MAX_RUN_SECONDS; EnvironmentFault when memory is insufficient.
+    Raises ContractError with the runtime's message when the file cannot be loaded or run, EnvironmentFault when memory
+    is insufficient.
     """
 
     def __init__(
@@ -227,19 +223,8 @@ class RawOnnxModel:
         """Return one output, by name, for these inputs."""
         options = self._runtime.RunOptions()
         options.log_severity_level = 4
-        timer = Timer(MAX_RUN_SECONDS, setattr, (options, "terminate", True))  # seen before the next operator
-        timer.daemon = True
-        timer.start()
-        try:
-            with self._errors("run"):
-                result: npt.NDArray[Any] = self._session.run([output], dict(feeds), options)[0]
-        except ContractError as error:
-            if not options.terminate:
-                raise
-            minutes = f"{MAX_RUN_SECONDS / 60:g} minutes"
-            raise ContractError(f"{self._path}: one run takes more than {minutes}. Look for an endless loop") from error
-        finally:
-            timer.cancel()
+        with self._errors("run"):
+            result: npt.NDArray[Any] = self._session.run([output], dict(feeds), options)[0]
         return result
 
     @contextmanager
